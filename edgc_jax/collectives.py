@@ -1,0 +1,76 @@
+"""The only home of collectives and of what is known about the axis they use.
+
+Everything else in the package calls these, so that one file shows all that
+may travel, and one place turns JAX's errors into errors of ours.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def num_replicas(axis_name: str) -> int:
+  """Size of a bound axis, known when tracing.
+
+  Args:
+    axis_name: The axis that gradients are averaged over.
+
+  Returns:
+    The number of replicas.
+
+  Raises:
+    ValueError: if no enclosing `pmap` or `shard_map` binds the axis.
+  """
+  try:
+    return lax.axis_size(axis_name)
+  except NameError as error:
+    raise ValueError(
+      f"`axis_name` must be an axis bound where `update` runs, got"
+      f" {axis_name!r}, which is not; call `update` inside"
+      f" jax.pmap(..., axis_name={axis_name!r}) or inside jax.shard_map over"
+      f" a mesh with that axis, or pass the name of the axis you have."
+    ) from error
+
+
+def mean(tree: Any, axis_name: str) -> Any:
+  """Mean over replicas of every leaf; one variadic all-reduce for the tree."""
+  return lax.pmean(tree, axis_name)
+
+
+def total(tree: Any, axis_name: str) -> Any:
+  """Sum over replicas of every leaf; one variadic all-reduce for the tree."""
+  return lax.psum(tree, axis_name)
+
+
+def all_true(flag: jax.Array, axis_name: str) -> jax.Array:
+  """Whether `flag` (bool, scalar) holds on every replica."""
+  return lax.pmin(flag.astype(jnp.int32), axis_name) > 0
+
+
+def all_equal(value: jax.Array, axis_name: str) -> jax.Array:
+  """Whether a float scalar has the same finite value on every replica."""
+  highest, lowest_negated = lax.pmax(jnp.stack([value, -value]), axis_name)
+  return highest == -lowest_negated
+
+
+def is_varying(value: jax.Array, axis_name: str) -> bool:
+  """Whether JAX tracks `value` as different per replica (when tracing)."""
+  return axis_name in jax.typeof(value).manual_axis_type.varying
+
+
+def tracks_varying(axis_name: str) -> bool:
+  """Whether varying types are tracked here at all.
+
+  They are under `shard_map` with its default `check_vma=True`, and not under
+  `pmap` or `check_vma=False`, where every value counts as unvarying.
+  """
+  return is_varying(lax.axis_index(axis_name), axis_name)
+
+
+def zeros_like_type(aval: Any) -> jax.Array:
+  """Zeros of an abstract value's shape, dtype and varying axes."""
+  zeros = jnp.zeros(aval.shape, aval.dtype)
+  axes = tuple(aval.manual_axis_type.varying)
+  return lax.pcast(zeros, axes, to="varying") if axes else zeros

@@ -1,0 +1,200 @@
+"""How hard to compress: warm-up, windows and ranks over time.
+
+The controller never sees a gradient. Entropy samples come in, a rung comes
+out; rung 0 is dense, rung i the i-th rank of the ladder. Window k is steps
+[k window, (k + 1) window):
+
+  | dense ... dense | rank_max | rule(H) | rule(H) | ...
+    warm-up           first      H = mean entropy of the window before
+              H_ref = mean of the last window of warm-up, kept for good
+
+Warm-up is at least one window, and goes on while the model expects rank_min
+to lose more now than rank_max would have lost in the first window.
+
+Its state is a few scalars, equal on all replicas. On a mesh with pipeline
+stages every stage carries its own.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from edgc_jax import rank_rule
+from edgc_jax.comm_cost import Plan
+from edgc_jax.entropy import EntropySample
+
+
+class ControllerState(NamedTuple):
+  """Window state; entropies in nats, all equal over the data axis."""
+
+  rung: jax.Array  # int32 []
+  is_warm: jax.Array  # bool [], warm-up is over
+  entropy: jax.Array  # float32 [], the newest sample
+  entropy_sum: jax.Array  # float32 [], over this window's samples
+  variance_sum: jax.Array  # float32 [num_shapes], likewise
+  num_samples: jax.Array  # float32 []
+  window_entropy: jax.Array  # float32 [], mean of the last whole window
+  first_entropy: jax.Array  # float32 [], mean of window 0
+  first_change: jax.Array  # float32 [], mean of window 1 less that of window 0
+  reference_entropy: jax.Array  # float32 [], H_ref
+  reference_variance: jax.Array  # float32 [num_shapes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Controller:
+  """Static options of the window mechanism; see `edgc` for their meaning."""
+
+  ranks: tuple[int, ...]
+  window: int
+  warmup_steps: int
+  max_warmup_steps: int
+  rule: str
+  exponent: float
+  max_rank_step: int
+  sizes: np.ndarray  # float32 [num_shapes], from rank_rule.shape_sizes
+  table: np.ndarray  # float32 [num_shapes, rank_max + 1], rank_rule.loss_table
+
+  @classmethod
+  def for_plan(cls, plan: Plan, **options: Any) -> "Controller":
+    """A controller with the model's tables for a plan's matrix shapes."""
+    return cls(
+      ranks=tuple(rank for rank in plan.ladder if rank > 0),
+      sizes=rank_rule.shape_sizes(plan),
+      table=rank_rule.loss_table(plan),
+      **options,
+    )
+
+  def init(self) -> ControllerState:
+    """The state before the first step: dense, nothing measured."""
+    zero = jnp.zeros((), jnp.float32)
+    per_shape = jnp.zeros(len(self.sizes), jnp.float32)
+    return ControllerState(
+      rung=jnp.zeros((), jnp.int32),
+      is_warm=jnp.zeros((), bool),
+      entropy=zero,
+      entropy_sum=zero,
+      variance_sum=per_shape,
+      num_samples=zero,
+      window_entropy=zero,
+      first_entropy=zero,
+      first_change=zero,
+      reference_entropy=zero,
+      reference_variance=per_shape,
+    )
+
+  def observe(
+    self, state: ControllerState, sample: EntropySample
+  ) -> ControllerState:
+    """Adds a sample to the running window; one of weight 0 adds nothing."""
+    weight = sample.weight
+    return state._replace(
+      entropy=jnp.where(weight > 0, sample.entropy, state.entropy),
+      entropy_sum=state.entropy_sum + weight * sample.entropy,
+      variance_sum=state.variance_sum + weight * sample.variance,
+      num_samples=state.num_samples + weight,
+    )
+
+  def advance(
+    self, state: ControllerState, count: jax.Array
+  ) -> ControllerState:
+    """Closes the window that ended before step `count`, if one did.
+
+    A window without a usable sample leaves the rung as it is.
+
+    Args:
+      state: The state after step count - 1.
+      count: int32 [], steps done.
+
+    Returns:
+      The state to use in step `count`.
+    """
+    at_boundary = (count > 0) & (count % self.window == 0)
+    return jax.lax.cond(
+      at_boundary & (state.num_samples > 0),
+      lambda s: self._close_window(s, count // self.window),
+      lambda s: s,
+      state,
+    )
+
+  def predicted_error(self, state: ControllerState) -> jax.Array:
+    """Share of the energy that the model expects the rung to lose, in [0, 1].
+
+    The model is that of independent entries: real gradients are correlated,
+    and lose less.
+    """
+    errors = self._log_error(state.reference_variance)
+    ranks = jnp.array((0, *self.ranks), jnp.int32)
+    lost = jnp.exp(errors[ranks[state.rung]] - errors[0])
+    return jnp.where(state.rung > 0, lost, 0.0)
+
+  def _log_error(self, variance: jax.Array) -> jax.Array:
+    return rank_rule.log_error(self.table, self.sizes, variance)
+
+  def _close_window(
+    self, state: ControllerState, num_closed: jax.Array
+  ) -> ControllerState:
+    entropy = state.entropy_sum / state.num_samples
+    variance = state.variance_sum / state.num_samples
+    first = jnp.where(num_closed == 1, entropy, state.first_entropy)
+    change = jnp.where(num_closed == 2, entropy - first, state.first_change)
+    state = state._replace(first_entropy=first, first_change=change)
+    ends_warmup = ~state.is_warm & self._may_end_warmup(
+      num_closed, entropy, first, self._log_error(variance)
+    )
+    wish = self._wish(state, entropy)
+    top = jnp.int32(len(self.ranks))
+    settled = 1 + rank_rule.settle(
+      wish, state.rung - 1, self.ranks, self.max_rank_step
+    )
+    rung = jnp.where(state.is_warm, settled, jnp.where(ends_warmup, top, 0))
+    return state._replace(
+      rung=rung,
+      is_warm=state.is_warm | ends_warmup,
+      entropy_sum=jnp.zeros_like(state.entropy_sum),
+      variance_sum=jnp.zeros_like(state.variance_sum),
+      num_samples=jnp.zeros_like(state.num_samples),
+      window_entropy=entropy,
+      reference_entropy=jnp.where(
+        ends_warmup, entropy, state.reference_entropy
+      ),
+      reference_variance=jnp.where(
+        ends_warmup, variance, state.reference_variance
+      ),
+    )
+
+  def _may_end_warmup(
+    self,
+    num_closed: jax.Array,
+    entropy: jax.Array,
+    first_entropy: jax.Array,
+    errors: jax.Array,
+  ) -> jax.Array:
+    """At the least length, if the model agrees; at the greatest, anyway."""
+    least = max(1, math.ceil(self.warmup_steps / self.window))
+    most = max(least, math.ceil(self.max_warmup_steps / self.window))
+    loss_now = self.exponent * entropy + errors[self.ranks[0]]
+    loss_then = self.exponent * first_entropy + errors[self.ranks[-1]]
+    return ((num_closed >= least) & (loss_now <= loss_then)) | (
+      num_closed >= most
+    )
+
+  def _wish(self, state: ControllerState, entropy: jax.Array) -> jax.Array:
+    if self.rule == "linear":
+      return rank_rule.linear_rank(
+        self.ranks[0],
+        self.ranks[-1],
+        entropy,
+        state.window_entropy,
+        state.first_change,
+      )
+    return rank_rule.cqm_rank(
+      self._log_error(state.reference_variance),
+      self.ranks[-1],
+      entropy,
+      state.reference_entropy,
+      self.exponent,
+    )

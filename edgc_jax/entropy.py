@@ -1,0 +1,138 @@
+"""Sampled differential entropy of the gradient, in nats.
+
+Of every leaf one entry in `1 / entry_rate` is read, starting one further at
+each sample. Per leaf, |x| gives a scale that a few wild entries do not move
+(the standard deviation of a Gaussian with the same mean magnitude); entries
+beyond 8 scales are clipped, exact zeros (rows of an embedding that no token
+touched) and non-finite entries are left out. Replicas then share the counts,
+so the entropy is that of their pooled entries, equal on all of them.
+
+  gaussian:   H = 1/2 ln(2 pi e s^2)
+  histogram:  H = - sum_b p_b ln p_b + ln(bin width)
+
+The bin width's logarithm makes the histogram's entropy differential: without
+it, H would not change when all gradients shrink. Source: the sampling of
+arXiv:2511.10333. Differences: that term, the clipping, bins of fixed edges
+around zero instead of min and max, moving offsets, pooling over replicas.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from edgc_jax import collectives
+
+ESTIMATORS = ("gaussian", "histogram")
+_CLIP = 8.0  # in scales
+_GAUSSIAN_SCALE = float(np.sqrt(np.pi / 2))  # std over mean magnitude
+
+
+class EntropySample(NamedTuple):
+  """One estimate, equal on all replicas."""
+
+  entropy: jax.Array  # float32 [], nats
+  variance: jax.Array  # float32 [num_shapes], mean square of a shape's entries
+  weight: jax.Array  # float32 [], 1 if anything could be measured, else 0
+
+
+def no_sample(num_shapes: int) -> EntropySample:
+  """The placeholder of a step that is not sampled."""
+  zero = jnp.zeros((), jnp.float32)
+  return EntropySample(zero, jnp.zeros(num_shapes, jnp.float32), zero)
+
+
+def estimate(
+  gradients: Sequence[jax.Array],
+  shape_indices: Sequence[int],
+  index: jax.Array,
+  axis_name: str,
+  *,
+  entry_rate: float,
+  estimator: str,
+  bins: int,
+) -> EntropySample:
+  """Estimates the entropy of a local gradient, pooled over replicas.
+
+  Two small all-reduces: 2 values a leaf, then 3 a leaf and, for the
+  histogram, its counts; see `sample_bytes`.
+
+  Args:
+    gradients: The compressible leaves, local, any shape, floating.
+    shape_indices: For each leaf, the index of its matrix shape.
+    index: int32 [], which sample this is; moves the entries that are read.
+    axis_name: The bound axis of the replicas.
+    entry_rate: Share of the entries that is read, in (0, 1].
+    estimator: "gaussian" or "histogram".
+    bins: Bins of the histogram.
+
+  Returns:
+    The sample; its weight is 0 where no leaf had a finite non-zero entry.
+  """
+  stride = max(1, round(1.0 / entry_rate))
+  samples = [_every(g, stride, index) for g in gradients]
+  sizes = jnp.array([x.size for x in samples], jnp.float32)
+  sizes = sizes * collectives.num_replicas(axis_name)
+  usable = [jnp.isfinite(x) & (x != 0) for x in samples]
+  samples = [jnp.where(u, x, 0.0) for x, u in zip(samples, usable, strict=True)]
+  count = jnp.stack([jnp.sum(u, dtype=jnp.float32) for u in usable])
+  magnitude = jnp.stack([jnp.sum(jnp.abs(x)) for x in samples])
+  count, magnitude = collectives.total((count, magnitude), axis_name)
+  scale = _GAUSSIAN_SCALE * magnitude / jnp.maximum(count, 1.0)
+  top = jnp.max(scale)
+  top = jnp.where((top > 0) & jnp.isfinite(top), top, 1.0)
+  # From here on in units of the largest scale: squares stay in range.
+  relative = scale / top
+  clipped = [
+    jnp.clip(x / top, -_CLIP * relative[i], _CLIP * relative[i])
+    for i, x in enumerate(samples)
+  ]
+  sums = jnp.stack([jnp.sum(x) for x in clipped])
+  squares = jnp.stack([jnp.sum(jnp.square(x)) for x in clipped])
+  counts = jnp.zeros(bins if estimator == "histogram" else 0, jnp.float32)
+  if estimator == "histogram":
+    for x, u in zip(clipped, usable, strict=True):
+      place = (x + _CLIP) * (bins / (2.0 * _CLIP))
+      place = jnp.clip(place.astype(jnp.int32), 0, bins - 1)
+      # Unusable entries go out of range, where they are dropped.
+      place = jnp.where(u, place, bins)
+      counts = counts.at[place].add(1.0, mode="drop")
+  sums, squares, counts = collectives.total((sums, squares, counts), axis_name)
+
+  num = jnp.maximum(jnp.sum(count), 1.0)
+  if estimator == "histogram":
+    p = counts / jnp.maximum(jnp.sum(counts), 1.0)
+    entropy = -jnp.sum(p * jnp.log(jnp.where(p > 0, p, 1.0)))
+    entropy = entropy + np.log(2.0 * _CLIP / bins)
+  else:
+    variance = jnp.sum(squares) / num - jnp.square(jnp.sum(sums) / num)
+    smallest = jnp.finfo(jnp.float32).tiny
+    entropy = 0.5 * jnp.log(2 * np.pi * np.e * jnp.maximum(variance, smallest))
+  member = np.zeros((max(shape_indices) + 1, len(samples)), np.float32)
+  member[list(shape_indices), np.arange(len(samples))] = 1.0
+  shape_variance = (member @ squares) / (member @ sizes) * jnp.square(top)
+  is_usable = jnp.isfinite(entropy) & jnp.all(jnp.isfinite(shape_variance))
+  is_usable &= jnp.sum(count) > 0
+  return EntropySample(
+    jnp.where(is_usable, entropy + jnp.log(top), 0.0),
+    jnp.where(is_usable, shape_variance, 0.0),
+    is_usable.astype(jnp.float32),
+  )
+
+
+def sample_bytes(num_leaves: int, estimator: str, bins: int) -> int:
+  """Bytes that one estimate sends per replica."""
+  return 4 * (4 * num_leaves + (bins if estimator == "histogram" else 0))
+
+
+def _every(x: jax.Array, stride: int, index: jax.Array) -> jax.Array:
+  """Every stride-th entry of a flattened array, from a moving offset."""
+  flat = x.reshape(-1)
+  whole = flat.size // stride
+  if whole == 0:
+    return flat.astype(jnp.float32)
+  table = flat[: whole * stride].reshape(whole, stride)
+  picked = jax.lax.dynamic_index_in_dim(table, index % stride, 1, False)
+  return picked.astype(jnp.float32)

@@ -1,0 +1,132 @@
+"""Checks that turn silent waste, wrong results and hangs into errors."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from edgc_jax import collectives
+
+# Steps in which the gradients of the replicas are compared.
+CHECKED_STEPS = 3
+
+
+def require(condition: bool, name: str, value: Any, rule: str, remedy: str):  # noqa: ANN201
+  """Raises a ValueError that names argument, value, rule and remedy."""
+  if not condition:
+    raise ValueError(f"`{name}` must be {rule}, got {value!r}; {remedy}.")
+
+
+def require_int(name: str, value: Any, least: int) -> None:
+  """Raises unless `value` is a Python integer of at least `least`."""
+  if isinstance(value, bool) or not isinstance(value, int):
+    raise TypeError(
+      f"`{name}` must be a Python integer, since it decides shapes, got"
+      f" {value!r}; under optax.inject_hyperparams list it in `static_args`."
+    )
+  require(
+    value >= least, name, value, f"at least {least}", f"use {least} or more"
+  )
+
+
+def require_number(name: str, value: Any) -> None:
+  """Raises unless `value` is a plain Python number."""
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    raise TypeError(
+      f"`{name}` must be a Python number, since it is compiled in, got"
+      f" {value!r}; under optax.inject_hyperparams list it in `static_args`."
+    )
+
+
+def require_local(gradients: Sequence[jax.Array], axis_name: str) -> None:
+  """Raises where JAX's types show gradients already summed over the axis.
+
+  Args:
+    gradients: The floating leaves, as they come into `update`.
+    axis_name: The bound axis of the replicas.
+
+  Raises:
+    ValueError: if varying types are tracked and no leaf varies.
+  """
+  if collectives.num_replicas(axis_name) == 1 or not gradients:
+    return
+  if not collectives.tracks_varying(axis_name):
+    return
+  if not any(collectives.is_varying(g, axis_name) for g in gradients):
+    raise ValueError(
+      f"`updates` must be local gradients that vary over axis {axis_name!r},"
+      " got gradients equal on all replicas: under shard_map, jax.grad with"
+      " respect to replicated parameters sums them over the axis, uncompressed;"
+      f" differentiate with respect to jax.lax.pcast(params, {axis_name!r},"
+      ' to="varying") instead, and drop any pmean or psum of the gradients.'
+    )
+
+
+def count_identical(
+  gradients: Sequence[jax.Array],
+  count: jax.Array,
+  identical_steps: jax.Array,
+  axis_name: str,
+) -> jax.Array:
+  """Counts, over the first steps, those with equal gradients everywhere.
+
+  Compares one checksum, 8 bytes on the wire, and nothing later on. Under
+  `pmap` it is the only sign that somebody averaged the gradients before.
+
+  Args:
+    gradients: The floating leaves, as they come into `update`.
+    count: int32 [], steps done.
+    identical_steps: int32 [], the count so far.
+    axis_name: The bound axis of the replicas.
+
+  Returns:
+    int32 []; `CHECKED_STEPS` means that they were equal in all of them.
+  """
+  if collectives.num_replicas(axis_name) == 1 or not gradients:
+    return identical_steps
+
+  def compare() -> jax.Array:
+    checksum = sum(jnp.sum(g.astype(jnp.float32)) for g in gradients)
+    return collectives.all_equal(checksum, axis_name).astype(jnp.int32)
+
+  return identical_steps + jax.lax.cond(
+    count < CHECKED_STEPS, compare, lambda: jnp.zeros((), jnp.int32)
+  )
+
+
+def thread_pool_size() -> int:
+  """Threads XLA's CPU backend works with: `NPROC`, or else the cores."""
+  try:
+    return int(os.environ.get("NPROC", ""))
+  except ValueError:
+    return os.cpu_count() or 1
+
+
+def widen_thread_pool() -> None:
+  """Makes room for fake devices; works until JAX first uses a device.
+
+  Replicas that wait in a collective hold a thread of XLA's CPU pool each. On
+  a pool as small as the machine's cores, work that another replica hands to
+  the pool then never runs, and all wait for ever.
+  """
+  os.environ.setdefault("NPROC", str(max(32, os.cpu_count() or 1)))
+
+
+def require_threads() -> None:
+  """Raises where several CPU devices share too small a thread pool.
+
+  Raises:
+    RuntimeError: if the pool has fewer than two threads per local device.
+  """
+  if jax.default_backend() != "cpu" or jax.local_device_count() == 1:
+    return
+  needed = 2 * jax.local_device_count()
+  if thread_pool_size() < needed:
+    raise RuntimeError(
+      f"The environment variable NPROC must be at least {needed}, two threads"
+      f" per CPU device, got a pool of {thread_pool_size()}; collectives would"
+      f" hang for ever. Set NPROC={needed} before Python starts, or leave it"
+      " unset and import edgc_jax before JAX uses a device."
+    )

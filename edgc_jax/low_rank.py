@@ -1,0 +1,195 @@
+"""One exchange of a gradient: factors for matrices, dense for the rest.
+
+For every matrix M [m, n] = gradient + residual of a leaf sent at rank r:
+
+  P  = orth(mean_i M_i basis(Q))       P [m, r] travels
+  Q' = mean_i M_i^T P                  Q' [n, r] travels
+  update = P Q'^T;   residual_i = M_i - update
+
+One step of subspace iteration, warm-started by the last Q (Vogels et al.
+2019, Algorithm 1, arXiv:1905.13727). Differences: Q is made orthonormal
+before it is used, and directions that died (a gradient of low rank leaves
+zero columns, and M^T 0 = 0 would keep them so for ever) are drawn anew;
+columns stay sorted by energy, so that slicing Q to a smaller rank keeps the
+best. Columns beyond the rank in use stay in the state and serve again when
+the rank grows back. The residual does not depend on the rank, and stays.
+
+What is stacked are factors, not gradients: a leaf is multiplied where it
+lies, and only the small [r, r] problems of all matrices are batched.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from edgc_jax import collectives
+from edgc_jax.comm_cost import Plan
+from edgc_jax.orthonormalize import orthonormalize, principal_columns
+
+
+class LowRankState(NamedTuple):
+  """Both are trees like the parameters, `MaskedNode` where a leaf is dense."""
+
+  factor_q: Any  # float32 [k, n, rank_max]; equal on all replicas
+  residual: Any  # float32, the leaf's shape; each replica has its own
+
+
+class Exchange(NamedTuple):
+  """What came back, equal on all replicas."""
+
+  averaged: list[jax.Array]  # float32, one per leaf, the leaf's shape
+  factor_q: list[jax.Array]  # float32 [k, n, rank_max], compressible leaves
+  energy: jax.Array  # float32 [], mean_i sum |M_i|^2 over factor leaves
+  kept: jax.Array  # float32 [], sum |update|^2 over factor leaves
+  is_finite: jax.Array  # bool []
+
+
+def init_factors(plan: Plan, seed: int) -> list[jax.Array]:
+  """Gaussian first factors, the same on every replica."""
+  keys = jax.random.split(jax.random.key(seed), max(len(plan.leaves), 1))
+  return [
+    _gaussian(
+      keys[i],
+      (
+        plan.leaves[i].view.count,
+        plan.leaves[i].view.cols,
+        plan.factor_columns(plan.leaves[i]),
+      ),
+    )
+    for i in plan.compressible
+  ]
+
+
+def exchange(
+  plan: Plan,
+  rung: jax.Array,
+  matrices: Sequence[jax.Array],
+  factor_q: Sequence[jax.Array],
+  key: jax.Array,
+  axis_name: str,
+) -> Exchange:
+  """Averages over replicas at the rung chosen in the graph.
+
+  Every rung is a branch with collectives of that rung's own size, so one
+  compiled program sends, at each step, the bytes of the rung it is on.
+
+  Args:
+    plan: Static: leaves, ladder, least ratio.
+    rung: int32 [], index into the ladder, equal on all replicas.
+    matrices: All leaves in order, float32, residual added.
+    factor_q: Q of the compressible leaves.
+    key: Draws new columns for directions that died.
+    axis_name: The bound axis of the replicas.
+
+  Returns:
+    The exchange; wire bytes are `plan.wire_bytes(plan.ladder[rung])`.
+  """
+  branches = [_branch(plan, rank, key, axis_name) for rank in plan.ladder]
+  operands = (list(matrices), list(factor_q))
+  if len(branches) == 1:
+    return branches[0](*operands)
+  return jax.lax.switch(rung, branches, *operands)
+
+
+def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
+  """The exchange at one static rank."""
+  slot = {leaf: position for position, leaf in enumerate(plan.compressible)}
+  low = [i for i, f in enumerate(plan.leaves) if plan.sends_factors(f, rank)]
+  dense = [i for i in range(len(plan.leaves)) if i not in set(low)]
+
+  def run(leaves: list[jax.Array], factor_q: list[jax.Array]) -> Exchange:
+    averaged: list[Any] = [None] * len(leaves)
+    factor_q = list(factor_q)
+    stacks = [leaves[i].reshape(plan.leaves[i].view) for i in low]
+    bases = _bases([factor_q[slot[i]][:, :, :rank] for i in low], key)
+    factor_p = [m @ q for m, q in zip(stacks, bases, strict=True)]
+    sent = {"factor_p": factor_p, "dense": [leaves[i] for i in dense]}
+    if low:
+      sent["energy"] = sum(jnp.sum(jnp.square(m)) for m in stacks)
+    received = collectives.mean(sent, axis_name)
+    for i, value in zip(dense, received["dense"], strict=True):
+      averaged[i] = value
+    # A non-finite entry anywhere makes what arrives non-finite everywhere,
+    # so all replicas agree without a collective for it.
+    is_finite = _all_finite(received["dense"] + received["factor_p"])
+    energy = kept = jnp.zeros((), jnp.float32)
+    if low:
+      energy = received["energy"]
+      factor_p = orthonormalize(
+        [jnp.where(is_finite, p, 0.0) for p in received["factor_p"]]
+      )
+      factor_q_new = collectives.mean(
+        [
+          jnp.swapaxes(m, 1, 2) @ p
+          for m, p in zip(stacks, factor_p, strict=True)
+        ],
+        axis_name,
+      )
+      is_finite &= _all_finite(factor_q_new)
+      kept = sum(jnp.sum(jnp.square(q)) for q in factor_q_new)
+      for i, p, q in zip(low, factor_p, factor_q_new, strict=True):
+        update = p @ jnp.swapaxes(q, 1, 2)
+        averaged[i] = update.reshape(plan.leaves[i].shape)
+        rest = factor_q[slot[i]][:, :, q.shape[-1] :]
+        factor_q[slot[i]] = jnp.concatenate([q, rest], axis=-1)
+    return Exchange(averaged, factor_q, energy, kept, is_finite)
+
+  return run
+
+
+def _bases(factors: list[jax.Array], key: jax.Array) -> list[jax.Array]:
+  """Orthogonal unit columns spanning Q; dead ones replaced by Gaussian ones."""
+  if not factors:
+    return []
+  columns, alive = principal_columns(factors)
+
+  def refill(columns: list[jax.Array]) -> list[jax.Array]:
+    keys = jax.random.split(key, len(columns))
+    return [
+      jnp.where(live[:, None, :], q, _gaussian(k, q.shape))
+      for q, live, k in zip(columns, alive, keys, strict=True)
+    ]
+
+  # Drawing random numbers costs more than all else here: only when needed.
+  nothing_died = jnp.all(jnp.stack([jnp.all(live) for live in alive]))
+  return jax.lax.cond(nothing_died, lambda c: c, refill, columns)
+
+
+def _gaussian(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
+  """Gaussian columns of expected length one."""
+  return jax.random.normal(key, shape, jnp.float32) * shape[1] ** -0.5
+
+
+def _all_finite(values: Sequence[jax.Array]) -> jax.Array:
+  return jnp.all(jnp.stack([jnp.all(jnp.isfinite(v)) for v in values]))
+
+
+def sent_as_factors(plan: Plan, rung: jax.Array) -> list[jax.Array]:
+  """For each compressible leaf, bool []: whether this rung compresses it."""
+  table = [
+    [plan.sends_factors(plan.leaves[i], rank) for rank in plan.ladder]
+    for i in plan.compressible
+  ]
+  return [jnp.array(row)[rung] for row in table]
+
+
+def unpack(plan: Plan, state: LowRankState) -> tuple[list, list]:
+  """The arrays of a state's trees, in the order of `plan.compressible`."""
+  return jax.tree.leaves(state.factor_q), jax.tree.leaves(state.residual)
+
+
+def pack(
+  plan: Plan, tree: Any, factor_q: Sequence, residual: Sequence
+) -> LowRankState:
+  """Trees like `tree`, with `optax.MaskedNode` where a leaf is dense."""
+
+  def like_tree(values: Sequence) -> Any:
+    slots: list[Any] = [optax.MaskedNode()] * len(plan.leaves)
+    for i, value in zip(plan.compressible, values, strict=True):
+      slots[i] = value
+    return jax.tree.unflatten(jax.tree.structure(tree), slots)
+
+  return LowRankState(like_tree(factor_q), like_tree(residual))

@@ -1,0 +1,91 @@
+"""Which leaves of a gradient are matrices, and how they are looked at.
+
+A leaf is compressed as a stack of `count` matrices [rows, cols]; the view is
+a row-major reshape, so no data moves. Shapes and ranks are Python integers:
+everything here happens while tracing.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class MatrixView(NamedTuple):
+  """A leaf seen as `count` matrices of `rows` x `cols`."""
+
+  count: int
+  rows: int
+  cols: int
+
+
+ViewFn = Callable[[str, tuple[int, ...]], MatrixView | None]
+
+
+class Leaf(NamedTuple):
+  """The static facts of one gradient leaf; `view` is None if never low-rank."""
+
+  path: str
+  shape: tuple[int, ...]
+  dtype: Any
+  view: MatrixView | None
+
+  @property
+  def size(self) -> int:
+    return math.prod(self.shape)
+
+
+def trailing_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
+  """The default view: [..., m, n] is a stack of matrices [m, n].
+
+  This is the convention of `jnp.linalg`, and what scanned or stacked layers
+  need. Kernels with split or spatial axes are better folded by a view of the
+  user's own, such as an attention kernel [768, 12, 64] into (1, 768, 768).
+
+  Args:
+    path: The leaf's key path, for views that choose by name.
+    shape: The leaf's shape.
+
+  Returns:
+    The view, or None for scalars and vectors, which are sent dense.
+
+  >>> trailing_matrix("['blocks']['kernel']", (4, 192, 576))
+  MatrixView(count=4, rows=192, cols=576)
+  >>> trailing_matrix("['bias']", (192,))
+  """
+  del path
+  if len(shape) < 2 or math.prod(shape) == 0:
+    return None
+  return MatrixView(math.prod(shape[:-2]), *shape[-2:])
+
+
+def describe(tree: Any, view_fn: ViewFn = trailing_matrix) -> list[Leaf]:
+  """Lists the leaves of a gradient tree, in `jax.tree` order.
+
+  Args:
+    tree: Arrays or `jax.ShapeDtypeStruct`s.
+    view_fn: Chooses each leaf's view from its path and shape.
+
+  Returns:
+    One `Leaf` per leaf.
+
+  Raises:
+    ValueError: if a view does not hold as many values as its leaf.
+  """
+  leaves = []
+  for key_path, value in jax.tree_util.tree_leaves_with_path(tree):
+    path, shape = jax.tree_util.keystr(key_path), tuple(value.shape)
+    is_real = jnp.issubdtype(value.dtype, jnp.floating)
+    view = view_fn(path, shape) if is_real else None
+    if view is not None:
+      view = MatrixView(*view)
+      if math.prod(view) != math.prod(shape):
+        raise ValueError(
+          f"`matrix_view` must keep the number of values, got {tuple(view)}"
+          f" for leaf {path} of shape {shape}; return (count, rows, cols)"
+          f" whose product is {math.prod(shape)}, or None to send it dense."
+        )
+    leaves.append(Leaf(path, shape, value.dtype, view))
+  return leaves

@@ -1,0 +1,160 @@
+"""From a change of entropy to a rank: pure functions, swappable.
+
+Both rules answer in real numbers; `settle` makes of that a rank that may be
+used. Ranks are compared with the reference window, the last one of warm-up.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import logsumexp
+
+from edgc_jax.comm_cost import Plan
+from edgc_jax.spectrum import SMALLEST_LOSS, lost_energy
+
+RULES = ("cqm", "linear")
+
+
+def loss_table(plan: Plan) -> np.ndarray:
+  """ln T(r) per matrix shape and rank, ready for `log_error`.
+
+  Where a rank would send a shape dense nothing is lost: T is `SMALLEST_LOSS`.
+
+  Args:
+    plan: Gives the shapes, the ladder and the least ratio.
+
+  Returns:
+    float32 [num_shapes, rank_max + 1].
+  """
+  rank_max = max(plan.ladder)
+  ranks = np.arange(rank_max + 1)
+  table = np.empty((len(plan.matrix_shapes), rank_max + 1))
+  for row, (m, n) in zip(table, plan.matrix_shapes, strict=True):
+    lost = lost_energy(m, n)[np.minimum(ranks, min(m, n))]
+    pays = [plan.pays(m, n, rank) for rank in ranks]
+    row[:] = np.log(np.where(pays, lost, SMALLEST_LOSS))
+  return table.astype(np.float32)
+
+
+def shape_sizes(plan: Plan) -> np.ndarray:
+  """Entries of all matrices of a shape, float32 [num_shapes]."""
+  sizes = np.zeros(len(plan.matrix_shapes), np.float32)
+  for i in plan.compressible:
+    sizes[plan.shape_index(plan.leaves[i])] += plan.leaves[i].size
+  return sizes
+
+
+def log_error(
+  table: np.ndarray, sizes: np.ndarray, variance: jax.Array
+) -> jax.Array:
+  """ln of the modelled squared error of all matrices, by rank.
+
+    ln G(r) = ln sum_shapes  (entries) variance T_shape(r)
+
+  Args:
+    table: float32 [num_shapes, rank_max + 1], from `loss_table`.
+    sizes: float32 [num_shapes], from `shape_sizes`.
+    variance: float32 [num_shapes], mean square of a shape's entries.
+
+  Returns:
+    float32 [rank_max + 1], falling; entry 0 is the whole energy.
+  """
+  smallest = jnp.finfo(jnp.float32).tiny
+  weights = jnp.log(sizes) + jnp.log(jnp.maximum(variance, smallest))
+  return logsumexp(table + weights[:, None], axis=0)
+
+
+def cqm_rank(
+  errors: jax.Array,
+  rank_max: int,
+  entropy: jax.Array,
+  reference: jax.Array,
+  exponent: float = 2.0,
+) -> jax.Array:
+  """The rank at which the modelled error is that of `rank_max` before.
+
+  Entries of a gradient with entropy H have a standard deviation in proportion
+  to e^H, so the absolute error stays the same where
+
+    T(r) = e^(exponent (H_ref - H)) T(rank_max),
+
+  with exponent 2 for the squared error T. Lower entropy gives a lower rank.
+
+  Args:
+    errors: float32 [rank_max + 1], from `log_error`.
+    rank_max: The rank used at the reference entropy.
+    entropy: float32 [], mean of the newest window, nats.
+    reference: float32 [], mean of the reference window, nats.
+    exponent: 2, or 1 for the paper's text read with g as squared error.
+
+  Returns:
+    float32 [], in [0, rank_max].
+
+  Source: arXiv:2511.10333, r = g^-1(e^(H_ref - H) g(r_ref)) with g = sqrt(T).
+  """
+  target = errors[rank_max] + exponent * (reference - entropy)
+  ranks = jnp.arange(rank_max + 1, dtype=jnp.float32)
+  return jnp.interp(-target, -errors[: rank_max + 1], ranks)
+
+
+def linear_rank(
+  rank_min: int,
+  rank_max: int,
+  entropy: jax.Array,
+  previous: jax.Array,
+  first_change: jax.Array,
+) -> jax.Array:
+  """The heuristic of the public codes: rank in proportion to recent change.
+
+    r = rank_min + (rank_max - rank_min) |H_k - H_(k-1)| / |H_1 - H_0|
+
+  Args:
+    rank_min: Rank when the entropy stands still.
+    rank_max: Rank when it changes as much as between the first two windows.
+    entropy: float32 [], mean of the newest window, nats.
+    previous: float32 [], mean of the window before it.
+    first_change: float32 [], H_1 - H_0.
+
+  Returns:
+    float32 [], at least rank_min; rank_max where `first_change` is zero.
+  """
+  reference = jnp.abs(first_change)
+  share = jnp.abs(entropy - previous) / jnp.where(reference > 0, reference, 1)
+  share = jnp.where(reference > 0, share, 1.0)
+  return rank_min + (rank_max - rank_min) * share
+
+
+def settle(
+  wish: jax.Array,
+  current: jax.Array,
+  ranks: Sequence[int],
+  max_rank_step: int,
+) -> jax.Array:
+  """The index of the rank to use next.
+
+  Clamps to the ladder, rounds down to one of its ranks, and moves at most
+  `max_rank_step` away from the current rank.
+
+  Args:
+    wish: float32 [], the rule's answer.
+    current: int32 [], index of the rank in use.
+    ranks: The ladder without dense, rising in equal steps.
+    max_rank_step: Largest change of rank in one window.
+
+  Returns:
+    int32 [], an index into `ranks`.
+
+  >>> [int(settle(jnp.float32(w), jnp.int32(3), (8, 12, 16, 20), 4))
+  ...  for w in (0, 15.9, 16, 99)]
+  [2, 2, 2, 3]
+  """
+  ladder = np.asarray(ranks, np.float32)
+  # The tolerance keeps a rank that only float32 rounding put below itself.
+  nearest = jnp.searchsorted(ladder, wish + 1e-3, side="right") - 1
+  spacing = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+  limit = max_rank_step // spacing
+  lowest = jnp.maximum(current - limit, 0)
+  highest = jnp.minimum(current + limit, len(ranks) - 1)
+  return jnp.clip(nearest, lowest, highest).astype(jnp.int32)

@@ -1,0 +1,438 @@
+"""Gradient transformations that do the all-reduce: edgc, powersgd, allreduce.
+
+They take *local* gradients and return their mean over the replicas, so they
+come first in an optax chain: clipping and Adam then see the mean. Use them
+wherever the axis name is bound, under `jax.pmap` or `jax.shard_map`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from edgc_jax import collectives, entropy, guards, low_rank, rank_rule
+from edgc_jax.comm_cost import Plan, make_plan
+from edgc_jax.controller import Controller, ControllerState
+from edgc_jax.low_rank import LowRankState
+from edgc_jax.matrices import ViewFn, trailing_matrix
+from edgc_jax.telemetry import Stats
+
+
+class ReducerState(NamedTuple):
+  """State of a reducer; fields it does not need are empty tuples."""
+
+  count: jax.Array  # int32 [], steps done
+  controller: ControllerState | tuple[()]
+  low_rank: LowRankState
+  stats: Stats
+
+
+def allreduce(
+  axis_name: str = "data",
+) -> optax.GradientTransformationExtraArgs:
+  """Averages gradients over replicas, dense: the baseline.
+
+  Wire: every value once, float32, in one all-reduce.
+
+  Args:
+    axis_name: Axis averaged over; must be bound where `update` runs.
+
+  Returns:
+    A gradient transformation, from local gradients to their mean.
+
+  >>> tx = optax.chain(allreduce(), optax.sgd(0.1))
+  """
+  return _reducer(axis_name, lambda tree: make_plan(tree, (0,)), seed=0)
+
+
+def powersgd(
+  rank: int,
+  axis_name: str = "data",
+  *,
+  warmup_steps: int = 0,
+  min_ratio: float = 2.0,
+  matrix_view: ViewFn = trailing_matrix,
+  seed: int = 714,
+) -> optax.GradientTransformationExtraArgs:
+  """Averages gradients over replicas through factors of a fixed rank.
+
+  For every matrix M [m, n] = gradient + residual:
+
+    P = orth(mean M Q), Q' = mean M^T P, update = P Q'^T,
+    residual' = M - update
+
+  Wire: r (m + n) values instead of m n, in two all-reduces; vectors and
+  matrices that save less than `min_ratio` travel dense with the first.
+
+  Args:
+    rank: Columns of the factors, clipped to the smaller side of a matrix.
+    axis_name: Axis averaged over; must be bound where `update` runs.
+    warmup_steps: First steps sent dense.
+    min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
+    matrix_view: From a leaf's path and shape to (count, rows, cols), or None
+      for dense; see `edgc_jax.trailing_matrix`.
+    seed: Seed of the first Q.
+
+  Returns:
+    A gradient transformation, from local gradients to their mean.
+
+  Raises:
+    TypeError: if an argument that decides shapes is not a Python number.
+    ValueError: if an argument is out of range.
+
+  References:
+    Vogels et al. 2019, Algorithms 1 and 2, arXiv:1905.13727; `low_rank`
+    names the differences.
+
+  >>> tx = optax.chain(powersgd(rank=4), optax.adam(1e-3))
+  """
+  guards.require_int("rank", rank, 1)
+  guards.require_int("warmup_steps", warmup_steps, 0)
+  _require_ratio(min_ratio)
+  ladder = (0, rank) if warmup_steps else (rank,)
+  return _reducer(
+    axis_name,
+    lambda tree: make_plan(tree, ladder, min_ratio, matrix_view),
+    seed=seed,
+    warmup_steps=warmup_steps,
+  )
+
+
+def edgc(
+  axis_name: str = "data",
+  *,
+  rank_max: int = 32,
+  rank_min: int | None = None,
+  window: int = 1000,
+  warmup_steps: int = 1000,
+  max_warmup_steps: int | None = None,
+  step_rate: float = 0.1,
+  entry_rate: float = 0.25,
+  estimator: str = "gaussian",
+  bins: int = 1000,
+  rule: str = "cqm",
+  exponent: float = 2,
+  rank_multiple: int = 4,
+  max_rank_step: int = 4,
+  min_ratio: float = 2.0,
+  matrix_view: ViewFn = trailing_matrix,
+  seed: int = 714,
+) -> optax.GradientTransformationExtraArgs:
+  """Averages gradients through factors whose rank follows their entropy.
+
+  Every window, the mean of sampled gradient entropies H is compared with
+  that of the last window of a dense warm-up, H_ref, and the rank r becomes
+  the one at which the model expects the same absolute error:
+
+    T(r) = e^(exponent (H_ref - H)) T(rank_max)
+
+  with T the energy fraction lost by rank-r approximation of a random matrix
+  (`spectrum`). The exchange at a rank is that of `powersgd`; the residual is
+  kept over all rank changes. The rank is chosen in the graph: one program is
+  compiled, and at each step it sends the bytes of the rank in use.
+
+  Wire: as `powersgd` at the rank in use, or dense; entropy samples add a few
+  values per leaf, once in 1 / step_rate steps.
+
+  Args:
+    axis_name: Axis averaged over; must be bound where `update` runs.
+    rank_max: Largest rank, and that of the first window after warm-up.
+    rank_min: Smallest rank; None is a quarter of rank_max, rounded down to
+      `rank_multiple`.
+    window: Steps between two choices of the rank.
+    warmup_steps: First steps sent dense, rounded up to whole windows, at
+      least one. A tenth of the run is usual.
+    max_warmup_steps: Longest that warm-up may go on while the model expects
+      rank_min to lose too much; None is twice `warmup_steps`.
+    step_rate: Share of steps whose entropy is sampled.
+    entry_rate: Share of entries read in such a step.
+    estimator: "gaussian" or "histogram".
+    bins: Bins of the histogram.
+    rule: "cqm", the model above, or "linear", the heuristic of the public
+      codes: rank in proportion to the last change of entropy.
+    exponent: Of e^(H_ref - H) on the squared error T; 2 keeps the absolute
+      error constant.
+    rank_multiple: Ranks are multiples of this.
+    max_rank_step: Largest change of rank from one window to the next.
+    min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
+    matrix_view: From a leaf's path and shape to (count, rows, cols), or None
+      for dense; see `edgc_jax.trailing_matrix`.
+    seed: Seed of the first Q.
+
+  Returns:
+    A gradient transformation, from local gradients to their mean. A step in
+    which any replica has a non-finite gradient returns zeros and leaves
+    residual and Q as they were.
+
+  Raises:
+    TypeError: if an argument that decides shapes is not a Python number.
+    ValueError: if an argument is out of range.
+
+  References:
+    EDGC, arXiv:2511.10333. Differences: the entropy is that of the local
+    gradient all through training and is differential; g is the square root
+    of T from the Marchenko-Pastur law instead of a Monte Carlo estimate; the
+    reference stays fixed. See docs/algorithm.md.
+
+  >>> tx = optax.chain(edgc(axis_name="data"), optax.adamw(3e-4))
+  """
+  if rank_min is None and isinstance(rank_max, int):
+    rank_min = rank_multiple * max(1, rank_max // (4 * rank_multiple))
+  for name, value in (
+    ("rank_max", rank_max),
+    ("rank_min", rank_min),
+    ("window", window),
+    ("rank_multiple", rank_multiple),
+    ("bins", bins),
+  ):
+    guards.require_int(name, value, 1)
+  guards.require_int("warmup_steps", warmup_steps, 0)
+  if max_warmup_steps is None:
+    max_warmup_steps = 2 * warmup_steps
+  guards.require_int("max_warmup_steps", max_warmup_steps, 0)
+  guards.require(
+    max_warmup_steps >= warmup_steps,
+    "max_warmup_steps",
+    max_warmup_steps,
+    f"at least warmup_steps ({warmup_steps})",
+    "raise it, or leave it None for twice that",
+  )
+  guards.require(
+    rank_min <= rank_max,
+    "rank_min",
+    rank_min,
+    f"at most rank_max ({rank_max})",
+    "lower it, or leave it None for a quarter of rank_max",
+  )
+  for name, value in (("rank_max", rank_max), ("rank_min", rank_min)):
+    guards.require(
+      value % rank_multiple == 0,
+      name,
+      value,
+      f"a multiple of rank_multiple ({rank_multiple})",
+      "round it, or set rank_multiple=1 for a finer ladder",
+    )
+  guards.require_int("max_rank_step", max_rank_step, rank_multiple)
+  for name, value in (("step_rate", step_rate), ("entry_rate", entry_rate)):
+    guards.require_number(name, value)
+    guards.require(
+      0 < value <= 1, name, value, "in (0, 1]", "1 samples everything"
+    )
+  guards.require(
+    window * step_rate >= 1,
+    "window",
+    window,
+    f"at least 1 / step_rate ({1 / step_rate:g})",
+    "every window needs a sample: lengthen it, or raise step_rate",
+  )
+  for name, value, options in (
+    ("estimator", estimator, entropy.ESTIMATORS),
+    ("rule", rule, rank_rule.RULES),
+  ):
+    guards.require(
+      value in options, name, value, f"one of {options}", "pick one of them"
+    )
+  guards.require_number("exponent", exponent)
+  guards.require(exponent > 0, "exponent", exponent, "positive", "use 2")
+  _require_ratio(min_ratio)
+
+  ladder = (0, *range(rank_min, rank_max + 1, rank_multiple))
+
+  def observer(plan: Plan) -> "_Observer":
+    return _Observer(
+      plan,
+      Controller.for_plan(
+        plan,
+        window=window,
+        warmup_steps=warmup_steps,
+        max_warmup_steps=max_warmup_steps,
+        rule=rule,
+        exponent=float(exponent),
+        max_rank_step=max_rank_step,
+      ),
+      axis_name,
+      period=max(1, round(1 / step_rate)),
+      options={"entry_rate": entry_rate, "estimator": estimator, "bins": bins},
+    )
+
+  return _reducer(
+    axis_name,
+    lambda tree: make_plan(tree, ladder, min_ratio, matrix_view),
+    seed=seed,
+    observer=observer,
+  )
+
+
+class _Observer(NamedTuple):
+  """What edgc does beyond powersgd: it samples, and the rung follows."""
+
+  plan: Plan
+  controller: Controller
+  axis_name: str
+  period: int
+  options: dict[str, Any]
+
+  def sample(
+    self, gradients: list[jax.Array], count: jax.Array
+  ) -> tuple[entropy.EntropySample, jax.Array]:
+    """A sample, of weight 0 in most steps, and the bytes it took."""
+    plan = self.plan
+    members = plan.compressible
+    nothing = entropy.no_sample(len(plan.matrix_shapes))
+    if not members:
+      return nothing, jnp.zeros((), jnp.float32)
+    is_sampled = count % self.period == 0
+    sample = jax.lax.cond(
+      is_sampled,
+      lambda: entropy.estimate(
+        [gradients[i] for i in members],
+        [plan.shape_index(plan.leaves[i]) for i in members],
+        count // self.period,
+        self.axis_name,
+        **self.options,
+      ),
+      lambda: nothing,
+    )
+    size = entropy.sample_bytes(
+      len(members), self.options["estimator"], self.options["bins"]
+    )
+    return sample, jnp.where(is_sampled, float(size), 0.0)
+
+
+def _require_ratio(min_ratio: float) -> None:
+  guards.require_number("min_ratio", min_ratio)
+  guards.require(
+    min_ratio >= 0, "min_ratio", min_ratio, "at least 0", "use 2 or more"
+  )
+
+
+def _reducer(
+  axis_name: str,
+  make: Callable[[Any], Plan],
+  *,
+  seed: int,
+  warmup_steps: int = 0,
+  observer: Callable[[Plan], _Observer] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """The one transformation behind all three: they differ in ladder and rung."""
+
+  def init_fn(params: optax.Params) -> ReducerState:
+    plan = make(params)
+    residual = [
+      jnp.zeros(plan.leaves[i].shape, jnp.float32) for i in plan.compressible
+    ]
+    factors = low_rank.init_factors(plan, seed)
+    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+    return ReducerState(
+      count=none,
+      controller=observer(plan).controller.init() if observer else (),
+      low_rank=low_rank.pack(plan, params, factors, residual),
+      stats=Stats(
+        entropy=zero if observer else None,
+        rank=none,
+        rung=none,
+        wire_bytes=zero,
+        mean_wire_bytes=zero,
+        dense_bytes=jnp.float32(plan.dense_bytes),
+        relative_error=zero,
+        predicted_error=zero if observer else None,
+        residual_norm=zero,
+        skipped_steps=none,
+        identical_steps=none,
+      ),
+    )
+
+  def update_fn(
+    updates: optax.Updates,
+    state: ReducerState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, ReducerState]:
+    del params, extra_args
+    num_replicas = collectives.num_replicas(axis_name)
+    guards.require_threads()
+    plan = make(updates)
+    gradients = jax.tree.leaves(updates)
+    floating = [g for g in gradients if jnp.issubdtype(g.dtype, jnp.floating)]
+    guards.require_local(floating, axis_name)
+    count = state.count
+    identical_steps = guards.count_identical(
+      floating, count, state.stats.identical_steps, axis_name
+    )
+
+    control, rung = state.controller, (count >= warmup_steps).astype(jnp.int32)
+    if len(plan.ladder) == 1:
+      rung = jnp.zeros((), jnp.int32)
+    control_bytes = jnp.zeros((), jnp.float32)
+    if observer:
+      watch = observer(plan)
+      control = watch.controller.advance(control, count)
+      rung = control.rung
+      sample, control_bytes = watch.sample(gradients, count)
+    if num_replicas > 1:
+      checked = count < guards.CHECKED_STEPS
+      control_bytes += jnp.where(checked, 8.0, 0.0)
+
+    factors, residual = low_rank.unpack(plan, state.low_rank)
+    matrices = [g.astype(jnp.float32) for g in gradients]
+    for i, e in zip(plan.compressible, residual, strict=True):
+      matrices[i] += e
+    key = jax.random.fold_in(jax.random.key(seed), count)
+    result = low_rank.exchange(plan, rung, matrices, factors, key, axis_name)
+    ok = result.is_finite
+    averaged = [
+      jnp.where(ok, u, 0.0).astype(g.dtype)
+      for u, g in zip(result.averaged, gradients, strict=True)
+    ]
+    compressed = low_rank.sent_as_factors(plan, rung)
+    residual = [
+      jnp.where(
+        ok,
+        jnp.where(is_low, matrices[i] - averaged[i].astype(jnp.float32), 0.0),
+        old,
+      )
+      for i, is_low, old in zip(
+        plan.compressible, compressed, residual, strict=True
+      )
+    ]
+    factors = [
+      jnp.where(ok, new, old)
+      for new, old in zip(result.factor_q, factors, strict=True)
+    ]
+
+    if observer:
+      sample = sample._replace(weight=jnp.where(ok, sample.weight, 0.0))
+      control = watch.controller.observe(control, sample)
+    rung_bytes = jnp.array([plan.wire_bytes(r) for r in plan.ladder], float)
+    wire_bytes = rung_bytes[rung].astype(jnp.float32) + control_bytes
+    old = state.stats
+    lost = jnp.maximum(result.energy - result.kept, 0.0)
+    share = lost / jnp.where(result.energy > 0, result.energy, 1.0)
+    measured = ok & jnp.isfinite(share)
+    stats = Stats(
+      entropy=control.entropy if observer else None,
+      rank=jnp.array(plan.ladder, jnp.int32)[rung],
+      rung=rung,
+      wire_bytes=wire_bytes,
+      mean_wire_bytes=old.mean_wire_bytes
+      + (wire_bytes - old.mean_wire_bytes) / (count + 1),
+      dense_bytes=old.dense_bytes,
+      relative_error=jnp.where(measured, share, old.relative_error),
+      predicted_error=watch.controller.predicted_error(control)
+      if observer
+      else None,
+      residual_norm=jnp.where(measured, jnp.sqrt(lost), old.residual_norm),
+      skipped_steps=old.skipped_steps + (~ok).astype(jnp.int32),
+      identical_steps=identical_steps,
+    )
+    new_state = ReducerState(
+      count=optax.safe_increment(count),
+      controller=control,
+      low_rank=low_rank.pack(plan, updates, factors, residual),
+      stats=stats,
+    )
+    return jax.tree.unflatten(jax.tree.structure(updates), averaged), new_state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)

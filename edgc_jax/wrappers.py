@@ -1,0 +1,159 @@
+"""Wrappers that know about collectives: accumulate and skip_nonfinite.
+
+optax's own wrappers decide per replica, which deadlocks or wastes bytes when
+the wrapped transformation communicates. These decide together.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from edgc_jax import collectives, guards
+from edgc_jax.telemetry import SkipStats
+
+
+class AccumulateState(NamedTuple):
+  """State of `accumulate`."""
+
+  mini_step: jax.Array  # int32 [], calls since the last exchange
+  accumulated: Any  # float32, a leading axis of 1 per leaf; per replica
+  inner_state: Any
+
+
+class SkipNonfiniteState(NamedTuple):
+  """State of `skip_nonfinite`."""
+
+  stats: SkipStats
+  inner_state: Any
+
+
+def accumulate(
+  tx: optax.GradientTransformation, every: int
+) -> optax.GradientTransformationExtraArgs:
+  """Means gradients over `every` calls, then updates once.
+
+  Nothing travels in the calls between: a local float32 mean is kept, and the
+  wrapped chain, its collectives included, runs at every `every`-th call. The
+  others return zeros. (`optax.MultiSteps` runs it at each.)
+
+  Args:
+    tx: The chain to wrap, reducer first.
+    every: Calls per update, at least 1.
+
+  Returns:
+    A gradient transformation.
+
+  Raises:
+    ValueError: if `every` is below 1.
+
+  >>> tx = accumulate(optax.sgd(1.0), every=4)
+  """
+  guards.require_int("every", every, 1)
+  tx = optax.with_extra_args_support(tx)
+
+  def init_fn(params: optax.Params) -> AccumulateState:
+    # The leading axis lets scalars be sharded over replicas like the rest.
+    zeros = jax.tree.map(
+      lambda p: jnp.zeros((1, *p.shape), jnp.float32), params
+    )
+    return AccumulateState(jnp.zeros((), jnp.int32), zeros, tx.init(params))
+
+  def update_fn(
+    updates: optax.Updates,
+    state: AccumulateState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, AccumulateState]:
+    total = jax.tree.map(
+      lambda a, g: a + g.astype(jnp.float32) / every, state.accumulated, updates
+    )
+    is_last = state.mini_step == every - 1
+
+    def exchange(inner_state: Any) -> tuple[optax.Updates, Any]:
+      means = jax.tree.map(lambda a, g: a[0].astype(g.dtype), total, updates)
+      return tx.update(means, inner_state, params, **extra_args)
+
+    shapes = jax.eval_shape(exchange, state.inner_state)[0]
+
+    def wait(inner_state: Any) -> tuple[optax.Updates, Any]:
+      return jax.tree.map(collectives.zeros_like_type, shapes), inner_state
+
+    averaged, inner_state = jax.lax.cond(
+      is_last, exchange, wait, state.inner_state
+    )
+    return averaged, AccumulateState(
+      (state.mini_step + 1) % every,
+      jax.tree.map(lambda a: jnp.where(is_last, 0.0, a), total),
+      inner_state,
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def skip_nonfinite(
+  tx: optax.GradientTransformation,
+  axis_name: str = "data",
+  max_consecutive: int = 10,
+) -> optax.GradientTransformationExtraArgs:
+  """Skips, on all replicas together, steps with a non-finite gradient.
+
+  The replicas agree (4 bytes on the wire); a skipped step returns zeros and
+  leaves the state of the whole wrapped chain, Adam's moments and counters
+  included, bit for bit as it was. `edgc_jax.metrics` counts the skips and
+  warns after `max_consecutive` in a row.
+
+  Args:
+    tx: The chain to wrap, reducer first.
+    axis_name: Axis over which replicas agree.
+    max_consecutive: Skips in a row from which on `metrics` warns.
+
+  Returns:
+    A gradient transformation.
+
+  Raises:
+    ValueError: if `max_consecutive` is below 1.
+
+  >>> tx = skip_nonfinite(optax.chain(optax.adam(1e-3)), "data")
+  """
+  guards.require_int("max_consecutive", max_consecutive, 1)
+  tx = optax.with_extra_args_support(tx)
+
+  def init_fn(params: optax.Params) -> SkipNonfiniteState:
+    zero = jnp.zeros((), jnp.int32)
+    stats = SkipStats(zero, zero, jnp.int32(max_consecutive))
+    return SkipNonfiniteState(stats, tx.init(params))
+
+  def update_fn(
+    updates: optax.Updates,
+    state: SkipNonfiniteState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, SkipNonfiniteState]:
+    collectives.num_replicas(axis_name)  # raises where the axis is unbound
+    finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(updates)]
+    ok = collectives.all_true(jnp.all(jnp.stack(finite)), axis_name)
+    # Always taken, on harmless values: a branch would have to hold the
+    # chain's collectives, and its two sides types that agree.
+    harmless = jax.tree.map(
+      lambda g: jnp.where(ok, g, jnp.zeros_like(g)), updates
+    )
+    averaged, inner_state = tx.update(
+      harmless, state.inner_state, params, **extra_args
+    )
+    averaged, inner_state = jax.tree.map(
+      lambda new, old: jnp.where(ok, new, old),
+      (averaged, inner_state),
+      (jax.tree.map(jnp.zeros_like, averaged), state.inner_state),
+    )
+    skipped = (~ok).astype(jnp.int32)
+    old = state.stats
+    stats = SkipStats(
+      skipped_steps=old.skipped_steps + skipped,
+      consecutive_skips=jnp.where(ok, 0, old.consecutive_skips + 1),
+      max_consecutive=old.max_consecutive,
+    )
+    return averaged, SkipNonfiniteState(stats, inner_state)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
