@@ -1,0 +1,67 @@
+"""Every key of a configuration, with its unit; files beside this set values."""
+
+from ml_collections import ConfigDict
+
+
+def base(reducer: str) -> ConfigDict:
+  """What all configurations share.
+
+  Args:
+    reducer: edgc, powersgd or allreduce.
+
+  Returns:
+    A configuration whose sizes are those of GPT-2 with 124M parameters.
+  """
+  return ConfigDict(
+    {
+      "name": "run",
+      "run_dir": "",  # empty: runs/<name>-<reducer>-seed<seed>
+      "reducer": reducer,  # edgc, powersgd or allreduce
+      "steps": 1000,
+      "seed": 0,  # of parameters, order of the data and first factors
+      "batch_size": 32,  # sequences a step, over all replicas
+      "log_every": 10,  # steps
+      # Empty: the standard library's sources. Else a text file, a folder of
+      # them, or a folder with train.bin and val.bin (uint16 tokens).
+      "data": {"path": ""},
+      "mesh": {"data": 4},  # replicas
+      "model": {
+        "vocab_size": 50304,
+        "context": 1024,  # tokens
+        "width": 768,
+        "num_layers": 12,
+        "num_heads": 12,
+        "dtype": "float32",  # of activations; parameters are float32
+        "unroll": 1,  # blocks per turn of the scan
+      },
+      "optimizer": {  # AdamW; linear warm-up, then a cosine
+        "lr": 6e-4,  # at its peak
+        "warmup_steps": 100,
+        "final_lr_ratio": 0.1,  # of lr, at the last step
+        "b1": 0.9,
+        "b2": 0.95,
+        "weight_decay": 0.1,
+        "clip_norm": 1.0,  # of the averaged gradient
+        "max_consecutive_skips": 10,  # non-finite steps, then the run stops
+      },
+      "evaluation": {"every": 100, "batches": 8},  # steps; of batch_size
+      # Arguments of edgc_jax.edgc and edgc_jax.powersgd, with their defaults.
+      "edgc": {
+        "rank_max": 32,
+        "rank_min": 8,
+        "window": 1000,  # steps
+        "warmup_steps": 1000,
+        "max_warmup_steps": 2000,
+        "step_rate": 0.1,  # share of steps sampled
+        "entry_rate": 0.25,  # share of entries read
+        "estimator": "gaussian",  # or histogram
+        "bins": 1000,
+        "rule": "cqm",  # or linear
+        "exponent": 2.0,
+        "rank_multiple": 4,
+        "max_rank_step": 4,
+        "min_ratio": 2.0,
+      },
+      "powersgd": {"rank": 32, "warmup_steps": 1000, "min_ratio": 2.0},
+    }
+  )

@@ -1,0 +1,36 @@
+"""A byte-level GPT-2 of 1.9M parameters, on the standard library's sources.
+
+python experiments/train_gpt2.py --config=configs/gpt2_tiny.py
+python experiments/train_gpt2.py --config=configs/gpt2_tiny.py:allreduce
+python experiments/train_gpt2.py --config=configs/gpt2_tiny.py:powersgd
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config(reducer: str = "edgc") -> ConfigDict:
+  """The configuration; the reducer is named behind the file's name."""
+  config = common.base(reducer)
+  config.name = "gpt2_tiny"
+  config.steps = 400
+  config.model.vocab_size = 256  # bytes
+  config.model.context = 128
+  config.model.width = 192
+  config.model.num_layers = 4
+  config.model.num_heads = 6
+  config.model.unroll = 4
+  config.optimizer.lr = 1e-3
+  config.optimizer.warmup_steps = 40
+
+  # A tenth of the run is warm-up, and the rank is chosen every 20 steps.
+  config.edgc.rank_max = 32
+  config.edgc.rank_min = 16
+  config.edgc.window = 20
+  config.edgc.warmup_steps = 40
+  config.edgc.max_warmup_steps = 80
+  config.edgc.step_rate = 0.25
+  config.powersgd.rank = 20
+  config.powersgd.warmup_steps = 40
+  return config

@@ -1,0 +1,117 @@
+"""What a compiled program really sends, read from its HLO text.
+
+`comm_cost` predicts; this counts. An all-reduce of B bytes counts B; other
+collectives count what an all-reduce made of them would: a reduce-scatter or
+all-to-all half its operand, an all-gather half its result, a permute its
+operand. Totals per program or branch are what can be compared: XLA merges
+single collectives as it likes.
+"""
+
+import re
+
+_WIDTHS = {
+  "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
+  "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
+}  # fmt: skip
+_ARRAY = re.compile(r"\b(" + "|".join(_WIDTHS) + r")\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_COLLECTIVE = re.compile(
+  r"= (?P<result>.*?) (?P<kind>all-reduce|reduce-scatter|all-gather|all-to-all"
+  r"|collective-permute)(?:-start)?\((?P<operands>.*?)\)(?:,|$)"
+)
+_CALLED = re.compile(
+  r"(?:calls|to_apply|body|condition|true_computation|false_computation)"
+  r"=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+def wire_bytes_of_branches(hlo: str) -> list[int]:
+  """Bytes sent by each branch of the program's widest conditional.
+
+  For a reducer with a ladder of several ranks that is its `lax.switch`, and
+  the branches are the rungs, in order.
+
+  Args:
+    hlo: Text of a compiled program, as from `compiled.as_text()`.
+
+  Returns:
+    Bytes per replica for each branch; empty without a conditional.
+  """
+  computations = _split(hlo)
+  groups = [
+    [name.strip().lstrip("%") for name in match.split(",")]
+    for match in _BRANCHES.findall(hlo)
+  ]
+  widest = max(groups, key=len, default=[])
+  return [_total(name, computations) for name in widest]
+
+
+def wire_bytes_outside_branches(hlo: str) -> int:
+  """Bytes that the program sends whatever branches it takes.
+
+  Args:
+    hlo: Text of a compiled program, as from `compiled.as_text()`.
+
+  Returns:
+    Bytes per replica.
+  """
+  entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE).group(1)
+  return _total(entry, _split(hlo), follow_branches=False)
+
+
+def _split(hlo: str) -> dict[str, list[str]]:
+  """The instructions of each computation, by its name."""
+  computations: dict[str, list[str]] = {}
+  current: list[str] = []
+  for line in hlo.splitlines():
+    header = _COMPUTATION.match(line)
+    if header:
+      current = computations.setdefault(header.group(1), [])
+    else:
+      current.append(line.strip())
+  return computations
+
+
+def _total(
+  name: str, computations: dict[str, list[str]], follow_branches: bool = True
+) -> int:
+  total = 0
+  for line in computations[name]:
+    match = _COLLECTIVE.search(line)
+    if match:
+      total += _bytes_of(match)
+      continue
+    if not follow_branches and " conditional(" in line:
+      continue
+    called = _CALLED.findall(line)
+    for group in _BRANCHES.findall(line):
+      called += [other.strip().lstrip("%") for other in group.split(",")]
+    total += sum(
+      _total(other, computations, follow_branches) for other in called
+    )
+  return total
+
+
+def _bytes_of(collective: re.Match) -> int:
+  size = _size(collective["result"])
+  kind = collective["kind"]
+  if kind in ("all-gather", "all-to-all"):
+    return size // 2
+  if kind == "reduce-scatter":
+    # The operand is as many times the result as there are replicas; its text
+    # holds no shape in newer XLA, the groups do.
+    groups = re.search(r"replica_groups=\{\{([\d,]+)\}", collective.string)
+    return size * len(groups.group(1).split(",")) // 2
+  return size
+
+
+def _size(types: str) -> int:
+  """Bytes of an HLO type, tuples summed."""
+  total = 0
+  for dtype, dims in _ARRAY.findall(types):
+    count = 1
+    for dim in filter(None, dims.split(",")):
+      count *= int(dim)
+    total += count * _WIDTHS[dtype]
+  return total

@@ -1,0 +1,286 @@
+"""Token corpora and the batches drawn from them.
+
+Text is read as bytes (256 tokens); a nanoGPT-style pair of `.bin` files is read
+as it stands. Every batch holds windows of `context + 1` tokens: the first
+`context` are the inputs, the last `context` the targets.
+"""
+
+import hashlib
+import os
+import pathlib
+import platform
+import sysconfig
+from typing import NamedTuple
+
+import grain
+import numpy as np
+
+# NUL ends every file of a folder: no text file holds one, so it is unambiguous.
+_SEPARATOR = b"\0"
+_HELD_OUT_FILES = 20  # Of a folder, one file in this many is held out.
+_HASHED_BYTES = 64 << 20  # At each end of a part too large to hash in full.
+# Tests of the standard library are bulky and not present on every install;
+# `config-*` and `_sysconfigdata*` differ between builds of the same version.
+_SKIPPED_FOLDERS = ("site-packages", "dist-packages", "test", "tests")
+_SKIPPED_FOLDERS += ("idle_test", "idlelib", "__pycache__")
+_SKIPPED_PREFIXES = (".", "config-", "_sysconfigdata")
+_REMEDY = "Give UTF-8 text, or a folder that holds train.bin and val.bin."
+
+
+class Corpus(NamedTuple):
+  """Tokens to train on and tokens to evaluate on.
+
+  Attributes:
+    train: Training tokens, uint8 (bytes) or uint16 (`.bin`), `[tokens]`.
+    held_out: Evaluation tokens of the same type, `[tokens]`.
+    vocab_size: 256 for bytes; for `.bin` files the largest id plus one.
+    name: Short name for reports.
+    sha256: Hash over the train, then the held-out part: of each its length and
+      its tokens, or only the first and last 64 MiB of them if it has more.
+  """
+
+  train: np.ndarray
+  held_out: np.ndarray
+  vocab_size: int
+  name: str
+  sha256: str
+
+
+def load_corpus(path: str | None = None, *, context: int) -> Corpus:
+  """Loads a corpus and splits it into a train and a held-out part.
+
+  Args:
+    path: One of
+      - None or "": the `.py` files of the running Python's standard library.
+        It differs between versions of Python; `Corpus.sha256` tells which.
+      - a folder with `train.bin` and `val.bin`, or that `train.bin`: raw
+        little-endian uint16 tokens, memory-mapped. They win over other files.
+      - any other folder: its non-empty UTF-8 files, hidden and binary ones left
+        out, in the order of their relative paths. Every 20th file is held out,
+        of fewer than 20 files the last one.
+      - a text file, or a folder with just one: the last 10 % is held out.
+    context: Length of a model input; each part needs one token more.
+
+  Returns:
+    The corpus, the same for the same files whatever the machine's locale.
+
+  Raises:
+    FileNotFoundError: `path`, or one file of a `.bin` pair, is missing.
+    ValueError: The data is empty, not text, of odd size or too short.
+  """
+  root = pathlib.Path(path or sysconfig.get_path("stdlib")).expanduser()
+  if not root.exists():
+    raise FileNotFoundError(
+      f"data.path: {str(root)!r} does not exist. Give an existing file or "
+      "folder, or leave it empty for the Python standard library."
+    )
+  root = root.resolve()
+  name, vocab_size = root.name, 256
+  if not path:
+    train, held_out = _load_folder(root, ".py", _SKIPPED_FOLDERS)
+    name = f"Python {platform.python_version()} standard library"
+  elif root.suffix == ".bin":
+    if root.name != "train.bin":
+      raise ValueError(
+        f"data.path: {str(root)!r} must be named train.bin, with val.bin "
+        "beside it. Rename the two files, or give their folder."
+      )
+    train, held_out = _load_bin(root), _load_bin(root.with_name("val.bin"))
+    name = root.parent.name
+  elif root.is_file():
+    train, held_out = _split_text(root, root.read_bytes())
+  elif any((root / part).exists() for part in ("train.bin", "val.bin")):
+    train, held_out = (_load_bin(root / p) for p in ("train.bin", "val.bin"))
+  else:
+    train, held_out = _load_folder(root)
+  for part, tokens in (("train", train), ("held-out", held_out)):
+    _check_length(tokens, context, f"data.path: the {part} part of {name!r}")
+  if train.dtype == np.uint16:
+    vocab_size = _largest_id(train, held_out) + 1
+  return Corpus(train, held_out, vocab_size, name, _sha256(train, held_out))
+
+
+def check_vocab(corpus: Corpus, vocab_size: int) -> None:
+  """Checks that every token of the corpus has a row in the model's embedding.
+
+  JAX would not complain: it clamps or fills an index that is out of bounds.
+
+  Args:
+    corpus: The corpus to check.
+    vocab_size: Number of token ids that the model knows.
+
+  Raises:
+    ValueError: A token id at or above `vocab_size` occurs.
+  """
+  if vocab_size >= corpus.vocab_size:
+    return
+  largest = _largest_id(corpus.train, corpus.held_out)
+  if largest >= vocab_size:
+    raise ValueError(
+      f"model.vocab_size: {vocab_size} must exceed the largest token id, "
+      f"{largest} in {corpus.name!r}. Set it to {largest + 1} or more."
+    )
+
+
+def train_batches(
+  tokens: np.ndarray, *, context: int, batch_size: int, seed: int
+) -> grain.DatasetIterator:
+  """Returns an endless iterator over shuffled training batches.
+
+  The tokens are cut into `(len(tokens) - 1) // context` windows that share only
+  their end tokens. Each epoch visits all of them in a fresh order, and a batch
+  may span two epochs, so none is short. What a batch holds depends on `tokens`,
+  the arguments and its index alone; `get_state` and `set_state` save and
+  restore the position.
+
+  Args:
+    tokens: Tokens, `[tokens]`.
+    context: Length of a model input.
+    batch_size: Number of windows in a batch.
+    seed: Non-negative seed of the order.
+
+  Returns:
+    An iterator of int32 batches, `[batch_size, context + 1]`.
+
+  Raises:
+    ValueError: There are fewer than `context + 1` tokens.
+  """
+  _check_length(tokens, context, "tokens")
+  tokens = np.asarray(tokens)  # Slicing a plain view beats slicing a memmap.
+  # Grain seeds epoch e with seed + e; hashing keeps seeds 0 and 1 from sharing
+  # all their orders, shifted by one epoch.
+  seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+
+  def window(index: int) -> np.ndarray:
+    start = index * context
+    return tokens[start : start + context + 1].astype(np.int32)
+
+  return iter(
+    grain.MapDataset.range((len(tokens) - 1) // context)
+    .shuffle(seed)
+    .repeat()
+    .map(window)
+    .batch(batch_size, drop_remainder=True)
+    .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
+  )
+
+
+def held_out_batches(
+  tokens: np.ndarray, *, context: int, batch_size: int, num_batches: int
+) -> np.ndarray:
+  """Returns evaluation batches, evenly spread and the same in every run.
+
+  The windows reach from the first token to the last. If there are too few
+  tokens for `num_batches` batches of windows that share no target, there are
+  fewer batches; if too few even for one, the windows of that one overlap.
+
+  Args:
+    tokens: Tokens, `[tokens]`.
+    context: Length of a model input.
+    batch_size: Number of windows in a batch.
+    num_batches: Number of batches, at most.
+
+  Returns:
+    int32 batches, `[num_batches or fewer, batch_size, context + 1]`.
+
+  Raises:
+    ValueError: There are fewer than `context + 1` tokens.
+  """
+  _check_length(tokens, context, "tokens")
+  windows = (len(tokens) - 1) // context
+  num_batches = max(1, min(num_batches, windows // batch_size))
+  count = num_batches * batch_size
+  last = len(tokens) - 1 - context
+  starts = np.arange(count) * last // max(1, count - 1)
+  batches = np.asarray(tokens)[starts[:, None] + np.arange(context + 1)]
+  return batches.astype(np.int32).reshape(num_batches, batch_size, -1)
+
+
+def _check_length(tokens: np.ndarray, context: int, name: str) -> None:
+  if len(tokens) < context + 1:
+    raise ValueError(
+      f"{name} has {len(tokens)} tokens and needs context + 1 = "
+      f"{context + 1}. Give more text or a shorter context."
+    )
+
+
+def _largest_id(*parts: np.ndarray) -> int:
+  return max(int(part.max()) for part in parts)
+
+
+def _sha256(*parts: np.ndarray) -> str:
+  digest = hashlib.sha256()
+  for tokens in parts:
+    digest.update(f"{len(tokens)}\n".encode())
+    size = _HASHED_BYTES // tokens.itemsize
+    pieces = (tokens[:size], tokens[-size:])
+    for piece in pieces if len(tokens) > 2 * size else (tokens,):
+      digest.update(piece)
+  return digest.hexdigest()
+
+
+def _load_bin(path: pathlib.Path) -> np.ndarray:
+  """Memory-maps little-endian uint16 tokens."""
+  if not path.is_file():
+    raise FileNotFoundError(
+      f"data.path: {str(path)!r} is missing; train.bin and val.bin must lie in "
+      "one folder. Write both."
+    )
+  size = path.stat().st_size
+  if size == 0 or size % 2:
+    raise ValueError(
+      f"data.path: {str(path)!r} has {size} bytes, which must be a positive "
+      "even number. Write the tokens as raw little-endian uint16."
+    )
+  return np.memmap(path, dtype="<u2", mode="r")
+
+
+def _text_length(data: bytes) -> int:
+  """Returns how many leading bytes are UTF-8 without NUL."""
+  end = len(data)
+  try:
+    data.decode()
+  except UnicodeDecodeError as error:
+    end = error.start
+  nul = data.find(0, 0, end)
+  return end if nul < 0 else nul
+
+
+def _split_text(path: pathlib.Path, data: bytes) -> list[np.ndarray]:
+  """Holds out the last 10 % of one text."""
+  if not data:
+    raise ValueError(f"data.path: {str(path)!r} is empty. {_REMEDY}")
+  if (offset := _text_length(data)) < len(data):
+    raise ValueError(
+      f"data.path: {str(path)!r} is not text: the byte at offset {offset} is "
+      f"NUL or not valid UTF-8. {_REMEDY}"
+    )
+  tokens = np.frombuffer(data, np.uint8)
+  return np.split(tokens, [len(tokens) - len(tokens) // 10])
+
+
+def _load_folder(
+  root: pathlib.Path, suffix: str = "", skipped: tuple[str, ...] = ()
+) -> list[np.ndarray]:
+  """Reads the text files below a folder and splits them by file."""
+  paths = []
+  prefixes = _SKIPPED_PREFIXES if skipped else "."
+  for folder, folders, files in os.walk(root):
+    keep = [f for f in folders if f not in skipped]
+    folders[:] = [f for f in keep if not f.startswith(prefixes)]
+    names = [f for f in files if f.endswith(suffix)]
+    names = [f for f in names if not f.startswith(prefixes)]
+    paths += [pathlib.Path(folder, f) for f in names]
+  # A folder's listing has no order of its own.
+  paths.sort(key=lambda path: path.relative_to(root).as_posix())
+  read = [(path, path.read_bytes()) for path in paths if path.is_file()]
+  texts = [(p, data) for p, data in read if 0 < len(data) == _text_length(data)]
+  if not texts:
+    raise ValueError(f"data.path: no text file in {str(root)!r}. {_REMEDY}")
+  if len(texts) == 1:
+    return _split_text(*texts[0])
+  every = min(_HELD_OUT_FILES, len(texts))
+  parts = ([], [])
+  for index, (_, data) in enumerate(texts, 1):
+    parts[index % every == 0].append(data + _SEPARATOR)
+  return [np.frombuffer(b"".join(part), np.uint8) for part in parts]

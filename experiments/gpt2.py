@@ -1,0 +1,154 @@
+"""GPT-2 in Flax Linen: learned positions, pre-LayerNorm, tied embedding.
+
+All blocks are one scanned block, so every parameter of the blocks has the
+layer as its first axis, and a matrix of the model is a stack of matrices to
+the compressor. Tokens are flattened to [batch * time, width] between the
+attention products: matrix products are faster so on CPUs, and no slower
+elsewhere.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from edgc_jax import MatrixView, trailing_matrix
+
+_INIT_STD = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2Config:
+  """Sizes of the model.
+
+  Attributes:
+    vocab_size: Number of token ids.
+    context: Tokens in a sequence, at most.
+    width: Size of the residual stream.
+    num_layers: Number of blocks.
+    num_heads: Attention heads; divides width.
+    dtype: Of activations; parameters are float32.
+    unroll: Blocks per turn of the scan: more run faster and compile slower.
+  """
+
+  vocab_size: int
+  context: int
+  width: int
+  num_layers: int
+  num_heads: int
+  dtype: str = "float32"
+  unroll: int = 1
+
+  def __post_init__(self) -> None:
+    for name, value in dataclasses.asdict(self).items():
+      if name != "dtype" and value < 1:
+        raise ValueError(
+          f"`model.{name}` must be at least 1, got {value}; raise it."
+        )
+    if self.width % self.num_heads:
+      raise ValueError(
+        f"`model.num_heads` must divide model.width ({self.width}), got"
+        f" {self.num_heads}; choose a divisor."
+      )
+
+
+class Block(nn.Module):
+  """Attention and feed-forward, each added to the residual stream."""
+
+  config: GPT2Config
+  batch: int
+
+  @nn.compact
+  def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+    """Maps x [batch * time, width] to the same shape."""
+    c = self.config
+    # GPT-2 scales down what is added to the stream 2 * num_layers times.
+    output_std = _INIT_STD * (2 * c.num_layers) ** -0.5
+    h = nn.LayerNorm(dtype=c.dtype, name="attention_norm")(x)
+    qkv = self._dense(3 * c.width, "attention_in")(h)
+    x += self._dense(c.width, "attention_out", output_std)(self._attend(qkv))
+    h = nn.LayerNorm(dtype=c.dtype, name="mlp_norm")(x)
+    h = nn.gelu(self._dense(4 * c.width, "mlp_in")(h))
+    x += self._dense(c.width, "mlp_out", output_std)(h)
+    return x, None
+
+  def _dense(self, size: int, name: str, std: float = _INIT_STD) -> nn.Dense:
+    return nn.Dense(
+      size,
+      dtype=self.config.dtype,
+      kernel_init=nn.initializers.normal(std),
+      name=name,
+    )
+
+  def _attend(self, qkv: jax.Array) -> jax.Array:
+    """Causal attention; qkv [batch * time, 3 * width]."""
+    heads = self.config.num_heads
+    size = self.config.width // heads
+    qkv = qkv.reshape(self.batch, -1, 3, heads, size).transpose(2, 0, 3, 1, 4)
+    q, k, v = qkv[0] * size**-0.5, qkv[1], qkv[2]  # [batch, heads, time, size]
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
+    time = scores.shape[-1]
+    is_past = jnp.tril(jnp.ones((time, time), bool))
+    scores = jnp.where(is_past, scores.astype(jnp.float32), -1e30)
+    weights = jax.nn.softmax(scores).astype(v.dtype)
+    out = jnp.einsum("bhqk,bhkd->bhqd", weights, v)
+    return out.transpose(0, 2, 1, 3).reshape(-1, self.config.width)
+
+
+class GPT2(nn.Module):
+  """Token ids [batch, time] to logits [batch, time, vocab_size]."""
+
+  config: GPT2Config
+
+  @nn.compact
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    c = self.config
+    batch, time = tokens.shape
+    init = nn.initializers.normal(_INIT_STD)
+    embedding = self.param("embedding", init, (c.vocab_size, c.width))
+    positions = self.param("positions", init, (c.context, c.width))
+    x = embedding[tokens.reshape(-1)]
+    x = (x.reshape(batch, time, -1) + positions[:time]).astype(c.dtype)
+    blocks = nn.scan(
+      Block,
+      variable_axes={"params": 0},
+      split_rngs={"params": True},
+      length=c.num_layers,
+      unroll=min(c.unroll, c.num_layers),
+    )(c, batch, name="blocks")
+    x, _ = blocks(x.reshape(batch * time, -1), None)
+    x = nn.LayerNorm(dtype=c.dtype, name="final_norm")(x)
+    logits = x @ embedding.T.astype(c.dtype)
+    return logits.astype(jnp.float32).reshape(batch, time, -1)
+
+
+def init_params(config: GPT2Config, key: jax.Array) -> Any:
+  """Freshly drawn parameters, float32."""
+  tokens = jnp.zeros((1, config.context), jnp.int32)
+  return GPT2(config).init(key, tokens)["params"]
+
+
+def loss_fn(config: GPT2Config, params: Any, batch: jax.Array) -> jax.Array:
+  """Mean cross-entropy in nats a token.
+
+  Args:
+    config: Sizes of the model.
+    params: As from `init_params`.
+    batch: int32 [batch, time + 1]; each token is predicted from those before.
+
+  Returns:
+    float32 [].
+  """
+  logits = GPT2(config).apply({"params": params}, batch[:, :-1])
+  return optax.softmax_cross_entropy_with_integer_labels(
+    logits, batch[:, 1:]
+  ).mean()
+
+
+def matrix_view(path: str, shape: tuple[int, ...]) -> MatrixView | None:
+  """Kernels and embeddings are matrices; stacked biases and norms are not."""
+  is_vector = path.endswith(("['bias']", "['scale']"))
+  return None if is_vector else trailing_matrix(path, shape)

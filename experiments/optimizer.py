@@ -1,0 +1,84 @@
+"""From a configuration to an optax chain, reducer first."""
+
+import jax
+import optax
+from ml_collections import ConfigDict
+
+import edgc_jax
+from experiments import gpt2
+
+REDUCERS = ("edgc", "powersgd", "allreduce")
+
+
+def make_reducer(
+  config: ConfigDict, axis_name: str
+) -> optax.GradientTransformationExtraArgs:
+  """The transformation that averages gradients, by its name in the config.
+
+  Args:
+    config: The whole configuration.
+    axis_name: The axis of the replicas.
+
+  Returns:
+    The transformation.
+
+  Raises:
+    ValueError: if the name is unknown or an option is out of range.
+  """
+  if config.reducer == "allreduce":
+    return edgc_jax.allreduce(axis_name)
+  if config.reducer not in REDUCERS:
+    raise ValueError(
+      f"`reducer` must be one of {', '.join(REDUCERS)}, got"
+      f" {config.reducer!r}; name one with --config=FILE:REDUCER."
+    )
+  options = config[config.reducer].to_dict()
+  return getattr(edgc_jax, config.reducer)(
+    axis_name=axis_name,
+    matrix_view=gpt2.matrix_view,
+    seed=config.seed,
+    **options,
+  )
+
+
+def make_schedule(config: ConfigDict) -> optax.Schedule:
+  """Learning rate by step: linear warm-up, then a cosine."""
+  options = config.optimizer
+  return optax.warmup_cosine_decay_schedule(
+    init_value=0.0,
+    peak_value=options.lr,
+    warmup_steps=min(options.warmup_steps, config.steps - 1),
+    decay_steps=config.steps,
+    end_value=options.lr * options.final_lr_ratio,
+  )
+
+
+def make_optimizer(
+  config: ConfigDict, axis_name: str
+) -> optax.GradientTransformationExtraArgs:
+  """Reducer, clipping of the mean, AdamW; non-finite steps are skipped."""
+  options = config.optimizer
+  chain = optax.chain(
+    make_reducer(config, axis_name),
+    optax.clip_by_global_norm(options.clip_norm),
+    optax.adamw(
+      make_schedule(config),
+      b1=options.b1,
+      b2=options.b2,
+      weight_decay=options.weight_decay,
+      mask=_is_matrix,
+    ),
+  )
+  return edgc_jax.skip_nonfinite(
+    chain, axis_name, options.max_consecutive_skips
+  )
+
+
+def _is_matrix(params: optax.Params) -> optax.Params:
+  """Weight decay is for kernels and embeddings only."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, p: (
+      gpt2.matrix_view(jax.tree_util.keystr(path), p.shape) is not None
+    ),
+    params,
+  )

@@ -1,0 +1,147 @@
+"""The folder of a run: what a run leaves behind, and who may write there."""
+
+import json
+import math
+import os
+import pathlib
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import jax
+import tensorboardX
+
+_PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")
+
+
+class RunFolder:
+  """Writes config.json, metrics.jsonl, TensorBoard events and summary.json.
+
+  A folder belongs to one configuration. A finished run is kept; one that was
+  cut off before its end starts again from the first step.
+  """
+
+  def __init__(self, path: str | os.PathLike, config: Mapping[str, Any]):
+    """Claims the folder, or raises without having changed anything.
+
+    Args:
+      path: The folder, made if it does not exist.
+      config: The whole configuration, as plain nested dictionaries.
+
+    Raises:
+      ValueError: if the folder holds a run of another configuration.
+      FileExistsError: if it holds other files and no run.
+    """
+    self.path = pathlib.Path(path)
+    self.config = config
+    file = self.path / "config.json"
+    if file.exists():
+      changes = list(_differences(json.loads(file.read_text()), _plain(config)))
+      if changes:
+        raise ValueError(
+          f"`run_dir` must be new or hold a run of the same configuration, got"
+          f" {self.path}, where {'; '.join(changes[:4])}; give another folder"
+          " with --config.run_dir=FOLDER, or remove that one."
+        )
+    elif self.path.exists() and any(self.path.iterdir()):
+      raise FileExistsError(
+        f"`run_dir` must be new or hold a run, got {self.path}, which holds"
+        " other files; give another folder with --config.run_dir=FOLDER."
+      )
+
+  def summary(self) -> dict[str, Any] | None:
+    """The summary of a finished run, or None."""
+    file = self.path / "summary.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+  def start(self) -> None:
+    """Makes the folder and drops what a run that was cut off left in it."""
+    self.path.mkdir(parents=True, exist_ok=True)
+    for left in self.path.glob("events.out.tfevents.*"):
+      left.unlink()
+    _write_json(self.path / "config.json", _plain(self.config))
+    self._lines = open(self.path / "metrics.jsonl", "w")  # noqa: SIM115
+    self._events = tensorboardX.SummaryWriter(str(self.path))
+
+  def log(self, line: Mapping[str, Any]) -> None:
+    """Adds a line to metrics.jsonl and its numbers to TensorBoard."""
+    line = _plain(line)
+    self._lines.write(json.dumps(line, allow_nan=False) + "\n")
+    self._lines.flush()
+    for name, value in line.items():
+      values = value if isinstance(value, list) else [value]
+      for stage, number in enumerate(values):
+        tag = name if len(values) == 1 else f"{name}/stage_{stage}"
+        if name != "step":
+          self._events.add_scalar(tag, number, line["step"])
+
+  def finish(self, summary: Mapping[str, Any]) -> None:
+    """Writes the summary, which marks the run as finished."""
+    self.close()
+    _write_json(self.path / "summary.json", _plain(summary))
+
+  def close(self) -> None:
+    """Closes the files; what was logged is on disk."""
+    self._lines.close()
+    self._events.close()
+
+
+def environment() -> dict[str, Any]:
+  """Versions, hardware and commit, for whoever reads the run later."""
+  device = jax.devices()[0]
+  versions = {name: metadata.version(name) for name in _PACKAGES}
+  return {
+    "python": platform.python_version(),
+    "versions": versions,
+    "device": f"{device.platform} {device.device_kind}",
+    "cores": os.cpu_count(),
+    "commit": _commit(),
+  }
+
+
+def _commit() -> str:
+  """The commit of the code, "-dirty" behind it where files were changed."""
+  folder = pathlib.Path(__file__).parent
+  try:
+    described = subprocess.run(
+      ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+      cwd=folder,
+      capture_output=True,
+      text=True,
+      check=True,
+    )
+  except (OSError, subprocess.CalledProcessError):
+    return "unknown"
+  return described.stdout.strip()
+
+
+def _plain(value: Any) -> Any:
+  """JSON's own types; a number that is not finite is left out."""
+  if isinstance(value, Mapping):
+    items = {str(k): _plain(v) for k, v in value.items()}
+    return {k: v for k, v in items.items() if v is not None}
+  if isinstance(value, list | tuple):
+    return [_plain(v) for v in value]
+  if isinstance(value, str | bool | int) or value is None:
+    return value
+  number = float(value)
+  return number if math.isfinite(number) else None
+
+
+def _differences(old: Any, new: Any, name: str = "") -> Any:
+  """Yields one phrase for each configuration key that is not the same."""
+  if isinstance(old, dict) and isinstance(new, dict):
+    for key in sorted(old.keys() | new.keys()):
+      path = f"{name}.{key}" if name else key
+      yield from _differences(old.get(key), new.get(key), path)
+  elif old != new and name != "run_dir":
+    yield f"{name} is {old!r} and not {new!r}"
+
+
+def _write_json(file: pathlib.Path, value: Any) -> None:
+  """Writes beside the file first, so that it is never half there."""
+  scratch = file.with_suffix(".tmp")
+  scratch.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+  scratch.replace(file)
