@@ -11,6 +11,8 @@ from edgc_jax import collectives
 
 # Steps in which the gradients of the replicas are compared.
 CHECKED_STEPS = 3
+# What one such comparison sends.
+CHECK_BYTES = 8
 
 
 def require(condition: bool, name: str, value: Any, rule: str, remedy: str):  # noqa: ANN201
@@ -44,12 +46,13 @@ def require_local(gradients: Sequence[jax.Array], axis_name: str) -> None:
   """Raises where JAX's types show gradients already summed over the axis.
 
   Args:
-    gradients: The floating leaves, as they come into `update`.
+    gradients: The leaves, as they come into `update`.
     axis_name: The bound axis of the replicas.
 
   Raises:
     ValueError: if varying types are tracked and no leaf varies.
   """
+  gradients = _floating(gradients)
   if collectives.num_replicas(axis_name) == 1 or not gradients:
     return
   if not collectives.tracks_varying(axis_name):
@@ -72,11 +75,11 @@ def count_identical(
 ) -> jax.Array:
   """Counts, over the first steps, those with equal gradients everywhere.
 
-  Compares one checksum, 8 bytes on the wire, and nothing later on. Under
+  Compares one checksum, `CHECK_BYTES` on the wire, and nothing later on. Under
   `pmap` it is the only sign that somebody averaged the gradients before.
 
   Args:
-    gradients: The floating leaves, as they come into `update`.
+    gradients: The leaves, as they come into `update`.
     count: int32 [], steps done.
     identical_steps: int32 [], the count so far.
     axis_name: The bound axis of the replicas.
@@ -84,6 +87,7 @@ def count_identical(
   Returns:
     int32 []; `CHECKED_STEPS` means that they were equal in all of them.
   """
+  gradients = _floating(gradients)
   if collectives.num_replicas(axis_name) == 1 or not gradients:
     return identical_steps
 
@@ -94,6 +98,10 @@ def count_identical(
   return identical_steps + jax.lax.cond(
     count < CHECKED_STEPS, compare, lambda: jnp.zeros((), jnp.int32)
   )
+
+
+def _floating(gradients: Sequence[jax.Array]) -> list[jax.Array]:
+  return [g for g in gradients if jnp.issubdtype(g.dtype, jnp.floating)]
 
 
 def thread_pool_size() -> int:

@@ -176,8 +176,8 @@ def sent_as_factors(plan: Plan, rung: jax.Array) -> list[jax.Array]:
   return [jnp.array(row)[rung] for row in table]
 
 
-def unpack(plan: Plan, state: LowRankState) -> tuple[list, list]:
-  """The arrays of a state's trees, in the order of `plan.compressible`."""
+def unpack(state: LowRankState) -> tuple[list[jax.Array], list[jax.Array]]:
+  """The arrays of Q and of the residual, in the order of the leaves."""
   return jax.tree.leaves(state.factor_q), jax.tree.leaves(state.residual)
 
 

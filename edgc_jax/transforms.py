@@ -5,28 +5,14 @@ come first in an optax chain: clipping and Adam then see the mean. Use them
 wherever the axis name is bound, under `jax.pmap` or `jax.shard_map`.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
 import optax
 
-from edgc_jax import collectives, entropy, guards, low_rank, rank_rule
+from edgc_jax import entropy, guards, rank_rule
 from edgc_jax.comm_cost import Plan, make_plan
-from edgc_jax.controller import Controller, ControllerState
-from edgc_jax.low_rank import LowRankState
+from edgc_jax.controller import Controller
 from edgc_jax.matrices import ViewFn, trailing_matrix
-from edgc_jax.telemetry import Stats
-
-
-class ReducerState(NamedTuple):
-  """State of a reducer; fields it does not need are empty tuples."""
-
-  count: jax.Array  # int32 [], steps done
-  controller: ControllerState | tuple[()]
-  low_rank: LowRankState
-  stats: Stats
+from edgc_jax.policy import EntropyPolicy, FixedPolicy
+from edgc_jax.reducer import make_reducer
 
 
 def allreduce(
@@ -44,7 +30,12 @@ def allreduce(
 
   >>> tx = optax.chain(allreduce(), optax.sgd(0.1))
   """
-  return _reducer(axis_name, lambda tree: make_plan(tree, (0,)), seed=0)
+  return make_reducer(
+    axis_name,
+    lambda tree: make_plan(tree, (0,)),
+    lambda plan: FixedPolicy(num_rungs=1, warmup_steps=0),
+    seed=0,
+  )
 
 
 def powersgd(
@@ -92,11 +83,11 @@ def powersgd(
   guards.require_int("warmup_steps", warmup_steps, 0)
   _require_ratio(min_ratio)
   ladder = (0, rank) if warmup_steps else (rank,)
-  return _reducer(
+  return make_reducer(
     axis_name,
     lambda tree: make_plan(tree, ladder, min_ratio, matrix_view),
-    seed=seed,
-    warmup_steps=warmup_steps,
+    lambda plan: FixedPolicy(len(ladder), warmup_steps),
+    seed,
   )
 
 
@@ -240,65 +231,32 @@ def edgc(
 
   ladder = (0, *range(rank_min, rank_max + 1, rank_multiple))
 
-  def observer(plan: Plan) -> "_Observer":
-    return _Observer(
+  def policy_for(plan: Plan) -> EntropyPolicy:
+    controller = Controller.for_plan(
       plan,
-      Controller.for_plan(
-        plan,
-        window=window,
-        warmup_steps=warmup_steps,
-        max_warmup_steps=max_warmup_steps,
-        rule=rule,
-        exponent=float(exponent),
-        max_rank_step=max_rank_step,
-      ),
+      window=window,
+      warmup_steps=warmup_steps,
+      max_warmup_steps=max_warmup_steps,
+      rule=rule,
+      exponent=float(exponent),
+      max_rank_step=max_rank_step,
+    )
+    return EntropyPolicy(
+      plan,
+      controller,
       axis_name,
-      period=max(1, round(1 / step_rate)),
-      options={"entry_rate": entry_rate, "estimator": estimator, "bins": bins},
+      period=round(1 / step_rate),
+      entry_rate=entry_rate,
+      estimator=estimator,
+      bins=bins,
     )
 
-  return _reducer(
+  return make_reducer(
     axis_name,
     lambda tree: make_plan(tree, ladder, min_ratio, matrix_view),
-    seed=seed,
-    observer=observer,
+    policy_for,
+    seed,
   )
-
-
-class _Observer(NamedTuple):
-  """What edgc does beyond powersgd: it samples, and the rung follows."""
-
-  plan: Plan
-  controller: Controller
-  axis_name: str
-  period: int
-  options: dict[str, Any]
-
-  def sample(
-    self, gradients: list[jax.Array], count: jax.Array
-  ) -> tuple[entropy.EntropySample, jax.Array]:
-    """A sample, of weight 0 in most steps, and the bytes it took."""
-    plan = self.plan
-    members = plan.compressible
-    nothing = entropy.no_sample(len(plan.matrix_shapes))
-    if not members:
-      return nothing, jnp.zeros((), jnp.float32)
-    is_sampled = count % self.period == 0
-    sample = jax.lax.cond(
-      is_sampled,
-      lambda: entropy.estimate(
-        [gradients[i] for i in members],
-        [plan.shape_index(plan.leaves[i]) for i in members],
-        count // self.period,
-        self.axis_name,
-        **self.options,
-      ),
-      lambda: nothing,
-    )
-    size = entropy.sample_bytes(
-      len(members), self.options["estimator"], self.options["bins"]
-    )
-    return sample, jnp.where(is_sampled, float(size), 0.0)
 
 
 def _require_ratio(min_ratio: float) -> None:
@@ -306,133 +264,3 @@ def _require_ratio(min_ratio: float) -> None:
   guards.require(
     min_ratio >= 0, "min_ratio", min_ratio, "at least 0", "use 2 or more"
   )
-
-
-def _reducer(
-  axis_name: str,
-  make: Callable[[Any], Plan],
-  *,
-  seed: int,
-  warmup_steps: int = 0,
-  observer: Callable[[Plan], _Observer] | None = None,
-) -> optax.GradientTransformationExtraArgs:
-  """The one transformation behind all three: they differ in ladder and rung."""
-
-  def init_fn(params: optax.Params) -> ReducerState:
-    plan = make(params)
-    residual = [
-      jnp.zeros(plan.leaves[i].shape, jnp.float32) for i in plan.compressible
-    ]
-    factors = low_rank.init_factors(plan, seed)
-    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-    return ReducerState(
-      count=none,
-      controller=observer(plan).controller.init() if observer else (),
-      low_rank=low_rank.pack(plan, params, factors, residual),
-      stats=Stats(
-        entropy=zero if observer else None,
-        rank=none,
-        rung=none,
-        wire_bytes=zero,
-        mean_wire_bytes=zero,
-        dense_bytes=jnp.float32(plan.dense_bytes),
-        relative_error=zero,
-        predicted_error=zero if observer else None,
-        residual_norm=zero,
-        skipped_steps=none,
-        identical_steps=none,
-      ),
-    )
-
-  def update_fn(
-    updates: optax.Updates,
-    state: ReducerState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, ReducerState]:
-    del params, extra_args
-    num_replicas = collectives.num_replicas(axis_name)
-    guards.require_threads()
-    plan = make(updates)
-    gradients = jax.tree.leaves(updates)
-    floating = [g for g in gradients if jnp.issubdtype(g.dtype, jnp.floating)]
-    guards.require_local(floating, axis_name)
-    count = state.count
-    identical_steps = guards.count_identical(
-      floating, count, state.stats.identical_steps, axis_name
-    )
-
-    control, rung = state.controller, (count >= warmup_steps).astype(jnp.int32)
-    if len(plan.ladder) == 1:
-      rung = jnp.zeros((), jnp.int32)
-    control_bytes = jnp.zeros((), jnp.float32)
-    if observer:
-      watch = observer(plan)
-      control = watch.controller.advance(control, count)
-      rung = control.rung
-      sample, control_bytes = watch.sample(gradients, count)
-    if num_replicas > 1:
-      checked = count < guards.CHECKED_STEPS
-      control_bytes += jnp.where(checked, 8.0, 0.0)
-
-    factors, residual = low_rank.unpack(plan, state.low_rank)
-    matrices = [g.astype(jnp.float32) for g in gradients]
-    for i, e in zip(plan.compressible, residual, strict=True):
-      matrices[i] += e
-    key = jax.random.fold_in(jax.random.key(seed), count)
-    result = low_rank.exchange(plan, rung, matrices, factors, key, axis_name)
-    ok = result.is_finite
-    averaged = [
-      jnp.where(ok, u, 0.0).astype(g.dtype)
-      for u, g in zip(result.averaged, gradients, strict=True)
-    ]
-    compressed = low_rank.sent_as_factors(plan, rung)
-    residual = [
-      jnp.where(
-        ok,
-        jnp.where(is_low, matrices[i] - averaged[i].astype(jnp.float32), 0.0),
-        old,
-      )
-      for i, is_low, old in zip(
-        plan.compressible, compressed, residual, strict=True
-      )
-    ]
-    factors = [
-      jnp.where(ok, new, old)
-      for new, old in zip(result.factor_q, factors, strict=True)
-    ]
-
-    if observer:
-      sample = sample._replace(weight=jnp.where(ok, sample.weight, 0.0))
-      control = watch.controller.observe(control, sample)
-    rung_bytes = jnp.array([plan.wire_bytes(r) for r in plan.ladder], float)
-    wire_bytes = rung_bytes[rung].astype(jnp.float32) + control_bytes
-    old = state.stats
-    lost = jnp.maximum(result.energy - result.kept, 0.0)
-    share = lost / jnp.where(result.energy > 0, result.energy, 1.0)
-    measured = ok & jnp.isfinite(share)
-    stats = Stats(
-      entropy=control.entropy if observer else None,
-      rank=jnp.array(plan.ladder, jnp.int32)[rung],
-      rung=rung,
-      wire_bytes=wire_bytes,
-      mean_wire_bytes=old.mean_wire_bytes
-      + (wire_bytes - old.mean_wire_bytes) / (count + 1),
-      dense_bytes=old.dense_bytes,
-      relative_error=jnp.where(measured, share, old.relative_error),
-      predicted_error=watch.controller.predicted_error(control)
-      if observer
-      else None,
-      residual_norm=jnp.where(measured, jnp.sqrt(lost), old.residual_norm),
-      skipped_steps=old.skipped_steps + (~ok).astype(jnp.int32),
-      identical_steps=identical_steps,
-    )
-    new_state = ReducerState(
-      count=optax.safe_increment(count),
-      controller=control,
-      low_rank=low_rank.pack(plan, updates, factors, residual),
-      stats=stats,
-    )
-    return jax.tree.unflatten(jax.tree.structure(updates), averaged), new_state
-
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -9,6 +9,7 @@ import hashlib
 import os
 import pathlib
 import platform
+import re
 import sysconfig
 from typing import NamedTuple
 
@@ -19,11 +20,13 @@ import numpy as np
 _SEPARATOR = b"\0"
 _HELD_OUT_FILES = 20  # Of a folder, one file in this many is held out.
 _HASHED_BYTES = 64 << 20  # At each end of a part too large to hash in full.
-# Tests of the standard library are bulky and not present on every install;
-# `config-*` and `_sysconfigdata*` differ between builds of the same version.
-_SKIPPED_FOLDERS = ("site-packages", "dist-packages", "test", "tests")
-_SKIPPED_FOLDERS += ("idle_test", "idlelib", "__pycache__")
-_SKIPPED_PREFIXES = (".", "config-", "_sysconfigdata")
+_HIDDEN = re.compile(r"\.")
+# Of the standard library: its tests are bulky and missing from some installs;
+# config-* and _sysconfigdata* differ between builds of the same version.
+_NOT_STDLIB = re.compile(
+  r"(site-packages|dist-packages|tests?|idle_test|idlelib|__pycache__)$"
+  r"|config-|_sysconfigdata|\."
+)
 _REMEDY = "Give UTF-8 text, or a folder that holds train.bin and val.bin."
 
 
@@ -36,7 +39,7 @@ class Corpus(NamedTuple):
     vocab_size: 256 for bytes; for `.bin` files the largest id plus one.
     name: Short name for reports.
     sha256: Hash over the train, then the held-out part: of each its length and
-      its tokens, or only the first and last 64 MiB of them if it has more.
+      its tokens, or only their first and last 64 MiB if there are more.
   """
 
   train: np.ndarray
@@ -74,29 +77,23 @@ def load_corpus(path: str | None = None, *, context: int) -> Corpus:
       f"data.path: {str(root)!r} does not exist. Give an existing file or "
       "folder, or leave it empty for the Python standard library."
     )
-  root = root.resolve()
-  name, vocab_size = root.name, 256
+  root = pathlib.Path(os.path.abspath(root))  # Gives even "." a name.
+  if root.name == "train.bin":
+    root = root.parent
+  name, pair = root.name, (root / "train.bin", root / "val.bin")
   if not path:
-    train, held_out = _load_folder(root, ".py", _SKIPPED_FOLDERS)
     name = f"Python {platform.python_version()} standard library"
-  elif root.suffix == ".bin":
-    if root.name != "train.bin":
-      raise ValueError(
-        f"data.path: {str(root)!r} must be named train.bin, with val.bin "
-        "beside it. Rename the two files, or give their folder."
-      )
-    train, held_out = _load_bin(root), _load_bin(root.with_name("val.bin"))
-    name = root.parent.name
+    train, held_out = _load_folder(root, ".py", _NOT_STDLIB)
   elif root.is_file():
     train, held_out = _split_text(root, root.read_bytes())
-  elif any((root / part).exists() for part in ("train.bin", "val.bin")):
-    train, held_out = (_load_bin(root / p) for p in ("train.bin", "val.bin"))
+  elif any(file.exists() for file in pair):
+    train, held_out = map(_load_bin, pair)
   else:
     train, held_out = _load_folder(root)
   for part, tokens in (("train", train), ("held-out", held_out)):
     _check_length(tokens, context, f"data.path: the {part} part of {name!r}")
-  if train.dtype == np.uint16:
-    vocab_size = _largest_id(train, held_out) + 1
+  is_text = train.dtype == np.uint8
+  vocab_size = 256 if is_text else _largest_id(train, held_out) + 1
   return Corpus(train, held_out, vocab_size, name, _sha256(train, held_out))
 
 
@@ -191,8 +188,8 @@ def held_out_batches(
   num_batches = max(1, min(num_batches, windows // batch_size))
   count = num_batches * batch_size
   last = len(tokens) - 1 - context
-  starts = np.arange(count) * last // max(1, count - 1)
-  batches = np.asarray(tokens)[starts[:, None] + np.arange(context + 1)]
+  starts = np.arange(count)[:, None] * last // max(1, count - 1)
+  batches = np.asarray(tokens)[starts + np.arange(context + 1)]
   return batches.astype(np.int32).reshape(num_batches, batch_size, -1)
 
 
@@ -200,7 +197,7 @@ def _check_length(tokens: np.ndarray, context: int, name: str) -> None:
   if len(tokens) < context + 1:
     raise ValueError(
       f"{name} has {len(tokens)} tokens and needs context + 1 = "
-      f"{context + 1}. Give more text or a shorter context."
+      f"{context + 1}. Give more text or lower model.context."
     )
 
 
@@ -212,10 +209,9 @@ def _sha256(*parts: np.ndarray) -> str:
   digest = hashlib.sha256()
   for tokens in parts:
     digest.update(f"{len(tokens)}\n".encode())
-    size = _HASHED_BYTES // tokens.itemsize
-    pieces = (tokens[:size], tokens[-size:])
-    for piece in pieces if len(tokens) > 2 * size else (tokens,):
-      digest.update(piece)
+    size = min(_HASHED_BYTES // tokens.itemsize, (len(tokens) + 1) // 2)
+    digest.update(tokens[:size])
+    digest.update(tokens[size:][-size:])
   return digest.hexdigest()
 
 
@@ -260,27 +256,24 @@ def _split_text(path: pathlib.Path, data: bytes) -> list[np.ndarray]:
 
 
 def _load_folder(
-  root: pathlib.Path, suffix: str = "", skipped: tuple[str, ...] = ()
+  root: pathlib.Path, suffix: str = "", skipped: re.Pattern = _HIDDEN
 ) -> list[np.ndarray]:
   """Reads the text files below a folder and splits them by file."""
   paths = []
-  prefixes = _SKIPPED_PREFIXES if skipped else "."
   for folder, folders, files in os.walk(root):
-    keep = [f for f in folders if f not in skipped]
-    folders[:] = [f for f in keep if not f.startswith(prefixes)]
-    names = [f for f in files if f.endswith(suffix)]
-    names = [f for f in names if not f.startswith(prefixes)]
-    paths += [pathlib.Path(folder, f) for f in names]
+    folders[:] = [name for name in folders if not skipped.match(name)]
+    names = [name for name in files if not skipped.match(name)]
+    paths += [pathlib.Path(folder, n) for n in names if n.endswith(suffix)]
   # A folder's listing has no order of its own.
   paths.sort(key=lambda path: path.relative_to(root).as_posix())
   read = [(path, path.read_bytes()) for path in paths if path.is_file()]
-  texts = [(p, data) for p, data in read if 0 < len(data) == _text_length(data)]
+  texts = [(p, text) for p, text in read if 0 < len(text) == _text_length(text)]
   if not texts:
     raise ValueError(f"data.path: no text file in {str(root)!r}. {_REMEDY}")
   if len(texts) == 1:
     return _split_text(*texts[0])
   every = min(_HELD_OUT_FILES, len(texts))
   parts = ([], [])
-  for index, (_, data) in enumerate(texts, 1):
-    parts[index % every == 0].append(data + _SEPARATOR)
+  for index, (_, text) in enumerate(texts, 1):
+    parts[index % every == 0].append(text + _SEPARATOR)
   return [np.frombuffer(b"".join(part), np.uint8) for part in parts]

@@ -326,17 +326,18 @@ def _figure(runs: Sequence[_Run]) -> Figure:
   ]
   scale, unit = _byte_unit(max(np.nanmax(s, initial=0) for s in sent))
   top = max(np.nanmax(c["rank"], initial=0.5) for c in columns)
-  handles, losses = [], {}
+  handles, losses = [], set()
   for i, (run, c) in enumerate(zip(runs, columns, strict=True)):
     color, steps, dense = _COLORS[i % len(_COLORS)], c["step"], c["rank"] == 0
     handles.append(Line2D([], [], color=color, linewidth=3, label=run.label))
     _curves(loss, steps, c["loss"], color, linewidth=0.6, alpha=0.6)
     _curves(loss, steps, c["val_loss"], color, marker="o")
-    for key, name in (("val_loss", "held-out"), ("loss", "training")):
-      if np.isfinite(c[key]).any():
-        _curves(spent, sent[i] / scale, c[key], color)
-        losses[name] = None
-        break
+    # One evaluation makes no curve.
+    is_curve = np.isfinite(c["val_loss"]).sum() > 1
+    known = c["val_loss"] if is_curve else c["loss"]
+    _curves(spent, sent[i] / scale, known, color)
+    if np.isfinite(known).any():
+      losses.add("held-out" if is_curve else "training")
     _curves(entropy, steps, c["entropy"], color, linewidth=0.9)
     # Dense is not a rank of zero: it has a band above all ranks, and in it
     # every run has its own height.
@@ -353,7 +354,7 @@ def _figure(runs: Sequence[_Run]) -> Figure:
     _curves(error, steps, predicted, color, gaps=True, linestyle="--", zorder=3)
 
   absent = "not measured by this reducer"
-  loss_name = " or ".join(losses) or "held-out"
+  loss_name = " or ".join(sorted(losses)) or "held-out"
   panels = (
     (loss, "Loss: training (thin), held-out (points)", "loss (nats)", ""),
     (spent, "Loss by bytes sent", f"{loss_name} loss (nats)", ""),

@@ -99,12 +99,12 @@ def test_picture_and_page_of_one_run(tmp_path, steps, options):
 def test_several_runs_side_by_side(tmp_path, monkeypatch):
   first = write_run(tmp_path / "first", 120, SUMMARY, stages=2)
   second = write_run(
-    tmp_path / "a $odd$ _name", 120, SUMMARY | {"reducer": "allreduce"}
+    tmp_path / "a $x_$ name", 120, SUMMARY | {"reducer": "allreduce"}
   )
   monkeypatch.chdir(tmp_path)
   picture, page = report.write_report([first, str(second)])
   assert picture.resolve() == tmp_path / "report.png"
-  assert "allreduce (a $odd$ _name)" in page.read_text()
+  assert "allreduce (a $x_$ name)" in page.read_text()
   picture, _ = report.write_report([first, second], tmp_path / "new" / "out")
   assert picture.is_file()
   loss = panels(first, second)["loss"]
@@ -117,7 +117,8 @@ def test_curves(tmp_path):
   # 8 MB a step over a ratio of 2.5, at the evaluations of steps 100 and 200.
   np.testing.assert_allclose(held_out.get_xdata(), [320, 640])
   np.testing.assert_allclose(held_out.get_ydata(), [4.16, 4.13])
-  assert "MB" in drawn["sent"].get_xlabel()
+  assert drawn["sent"].get_xlabel() == "sent so far (MB per replica)"
+  assert drawn["sent"].get_ylabel() == "held-out loss (nats)"
   assert len(drawn["entropy"].lines) == 2
   rank = drawn["rank"].lines[0].get_ydata()
   assert rank[40] == 40 and rank[-1] == 32
@@ -131,6 +132,12 @@ def test_curves(tmp_path):
   assert list(drawn["wire"].lines[-1].get_ydata()) == [DENSE_BYTES] * 2
   error = drawn["error"].lines[0].get_ydata()
   assert np.isnan(error[:40]).all() and (error[40:] == 0.2).all()
+
+
+def test_one_evaluation_gives_way_to_the_training_loss(tmp_path):
+  sent = panels(write_run(tmp_path / "run", 100))["sent"]
+  assert sent.get_ylabel() == "training loss (nats)"
+  assert len(sent.lines[0].get_xdata()) == 100
 
 
 def test_panels_without_data_say_so(tmp_path):

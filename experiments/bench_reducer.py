@@ -1,0 +1,161 @@
+"""What a reducer costs beside a model's forward and backward pass.
+
+  python experiments/bench_reducer.py --config=configs/gpt2_tiny.py
+
+All are timed in alternation, so that what else the machine does hits them
+alike; medians are printed. The replicas of a CPU share its cores, and their
+exchange is a copy in memory: the times are those of the computation.
+"""
+
+import pathlib
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from ml_collections import config_flags
+
+import edgc_jax
+from edgc_jax import comm_cost, entropy
+from experiments import gpt2
+
+_CONFIG = config_flags.DEFINE_config_file("config")
+_ROUNDS = flags.DEFINE_integer("rounds", 20, "How often each is timed.")
+_RANKS = flags.DEFINE_list("ranks", ["8", "20", "32"], "Ranks of powersgd.")
+_AXIS = "data"
+
+
+def main(argv: list[str]) -> None:
+  """Prints two tables: times, and memory by the compiler's own account."""
+  del argv
+  config = _CONFIG.value
+  jax.config.update("jax_num_cpu_devices", config.mesh.data)
+  replicas = config.mesh.data
+  devices = jax.devices()[:replicas]
+  model = gpt2.GPT2Config(**config.model.to_dict())
+  pmap = functools.partial(jax.pmap, axis_name=_AXIS, devices=devices)
+  index = jnp.arange(replicas)
+  params = pmap(lambda _: gpt2.init_params(model, jax.random.key(0)))(index)
+  batch = jax.random.randint(
+    jax.random.key(1),
+    (replicas, config.batch_size // replicas, model.context + 1),
+    0,
+    model.vocab_size,
+  )
+  gradient = pmap(jax.value_and_grad(functools.partial(gpt2.loss_fn, model)))
+  _, gradients = gradient(params, batch)
+
+  timed = {"forward and backward": functools.partial(gradient, params, batch)}
+  memory = {}
+  edgc_options = config.edgc.to_dict() | {"matrix_view": gpt2.matrix_view}
+  reducers = {"allreduce": edgc_jax.allreduce(_AXIS)}
+  for rank in map(int, _RANKS.value):
+    reducers[f"powersgd, rank {rank}"] = edgc_jax.powersgd(
+      rank, _AXIS, matrix_view=gpt2.matrix_view
+    )
+  reducers["edgc, dense"] = edgc_jax.edgc(_AXIS, **edgc_options)
+  for name, tx in reducers.items():
+    state = pmap(lambda p, tx=tx: tx.init(p))(params)
+    update = pmap(tx.update).lower(gradients, state).compile()
+    timed[name] = functools.partial(update, gradients, state)
+    in_place = pmap(tx.update, donate_argnums=(0, 1))
+    memory[name] = _memory(in_place.lower(gradients, state).compile())
+    if name == "edgc, dense":
+      for rung in (1, 1 + (config.edgc.rank_max - config.edgc.rank_min) // 4):
+        on_rung = _on_rung(state, rung)
+        rank = config.edgc.rank_min + 4 * (rung - 1)
+        timed[f"edgc, rank {rank}"] = functools.partial(
+          update, gradients, on_rung
+        )
+  for name, rate in (
+    ("entropy, sampled", config.edgc.entry_rate),
+    ("entropy, all entries", 1.0),
+  ):
+    timed[name] = _entropy(pmap, config, gradients, rate)
+  medians = _alternate(timed, _ROUNDS.value)
+
+  base = medians["forward and backward"]
+  print(f"{replicas} replicas, medians of {_ROUNDS.value} rounds")
+  print(f"{'':24}{'ms':>9}{'share of forward and backward':>33}")
+  for name, seconds in medians.items():
+    print(f"{name:24}{seconds * 1e3:9.1f}{seconds / base:33.1%}")
+  sampled = medians["entropy, sampled"] * config.edgc.step_rate
+  every = medians["entropy, all entries"]
+  print(
+    f"\nentropy at step_rate {config.edgc.step_rate}, spread over steps:"
+    f" {sampled * 1e3:.2f} ms a step, {sampled / base:.2%} of forward and"
+    f" backward, {1 - sampled / every:.1%} less than all entries at every step"
+  )
+  print(f"\n{'MB a replica, donated':24}{'arguments':>12}{'temporary':>12}")
+  for name, (arguments, temporary) in memory.items():
+    print(f"{name:24}{arguments / 1e6:12.2f}{temporary / 1e6:12.2f}")
+
+
+def _on_rung(state: Any, rung: int) -> Any:
+  """The state in a step that is neither sampled, nor checked, nor a bound."""
+  control = state.controller
+  control = control._replace(
+    rung=jnp.full_like(control.rung, rung),
+    is_warm=jnp.ones_like(control.is_warm),
+    num_samples=jnp.zeros_like(control.num_samples),
+  )
+  return state._replace(
+    controller=control, count=jnp.full_like(state.count, 1001)
+  )
+
+
+def _entropy(
+  pmap: Callable, config: Any, gradients: Any, entry_rate: float
+) -> Callable:
+  """One estimate, of a share of the entries."""
+  plan = comm_cost.make_plan(
+    jax.tree.map(lambda g: g[0], gradients),
+    (config.edgc.rank_min,),
+    config.edgc.min_ratio,
+    gpt2.matrix_view,
+  )
+
+  def estimate(tree: Any) -> entropy.EntropySample:
+    leaves = jax.tree.leaves(tree)
+    return entropy.estimate(
+      [leaves[i] for i in plan.compressible],
+      [plan.shape_index(plan.leaves[i]) for i in plan.compressible],
+      jnp.int32(0),
+      _AXIS,
+      entry_rate=entry_rate,
+      estimator=config.edgc.estimator,
+      bins=config.edgc.bins,
+    )
+
+  return functools.partial(pmap(estimate), gradients)
+
+
+def _memory(compiled: Any) -> tuple[int, int]:
+  analysis = compiled.memory_analysis()
+  return analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
+
+
+def _alternate(timed: dict[str, Callable], rounds: int) -> dict[str, float]:
+  """Median seconds of each, called in turn."""
+  seconds = {name: [] for name in timed}
+  for call in timed.values():
+    jax.block_until_ready(call())
+  for _ in range(rounds):
+    for name, call in timed.items():
+      start = time.perf_counter()
+      jax.block_until_ready(call())
+      seconds[name].append(time.perf_counter() - start)
+  return {name: float(np.median(times)) for name, times in seconds.items()}
+
+
+if __name__ == "__main__":
+  flags.mark_flag_as_required("config")
+  app.run(main)
