@@ -13,8 +13,8 @@ from typing import Any
 from edgc_jax.matrices import Leaf, ViewFn, describe, trailing_matrix
 
 BYTES_PER_VALUE = 4
-# Sum of |M_i|^2, which travels with the factors; see `low_rank`.
-_ENERGY_SCALARS = 1
+# Sums of |M_i|^2 and of |Q_i|^2, which travel with the factors.
+_ENERGY_SCALARS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Plan:
 
     Returns:
       sum over factor leaves of 4 k r (m + n), over dense leaves of 4 size,
-      and the scalar that measures the relative error.
+      and the two scalars that give the relative error.
     """
     values = 0
     for leaf in self.leaves:
@@ -123,6 +123,6 @@ def wire_bytes(
   >>> import jax
   >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")
   >>> wire_bytes(weights, 0), wire_bytes(weights, 32)
-  (9437184, 491524)
+  (9437184, 491528)
   """
   return make_plan(params, (rank,), min_ratio, matrix_view).wire_bytes(rank)

@@ -2,17 +2,23 @@
 
 For every matrix M [m, n] = gradient + residual of a leaf sent at rank r:
 
-  P  = orth(mean_i M_i basis(Q))       P [m, r] travels
-  Q' = mean_i M_i^T P                  Q' [n, r] travels
-  update = P Q'^T;   residual_i = M_i - update
+  P   = orth(mean_i M_i basis(Q))      P [m, r] travels
+  Q_i = M_i^T P,  Q' = mean_i Q_i      Q' [n, r] travels
+  update = P Q'^T,  residual_i = M_i - P Q_i^T
 
 One step of subspace iteration, warm-started by the last Q (Vogels et al.
-2019, Algorithm 1, arXiv:1905.13727). Differences: Q is made orthonormal
-before it is used, and directions that died (a gradient of low rank leaves
-zero columns, and M^T 0 = 0 would keep them so for ever) are drawn anew;
-columns stay sorted by energy, so that slicing Q to a smaller rank keeps the
-best. Columns beyond the rank in use stay in the state and serve again when
-the rank grows back. The residual does not depend on the rank, and stays.
+2019, Algorithm 1, arXiv:1905.13727). Differences:
+
+- A replica keeps what the factors could not carry of its own M_i, where the
+  paper subtracts the mean update. The means of both residuals are equal, and
+  so are all updates; but what sets replicas apart is never sent by the
+  paper's, and piles up in it from step to step.
+- Q is made orthonormal before it is used, and directions that died (a
+  gradient of low rank leaves zero columns, and M^T 0 = 0 would keep them so
+  for ever) are drawn anew.
+- Columns stay sorted by energy, so that slicing Q to a smaller rank keeps the
+  best. Columns beyond the rank in use stay in the state and serve again when
+  the rank grows back. The residual does not depend on the rank, and stays.
 
 What is stacked are factors, not gradients: a leaf is multiplied where it
 lies, and only the small [r, r] problems of all matrices are batched.
@@ -38,12 +44,13 @@ class LowRankState(NamedTuple):
 
 
 class Exchange(NamedTuple):
-  """What came back, equal on all replicas."""
+  """What came back: equal on all replicas, but for the residual."""
 
   averaged: list[jax.Array]  # float32, one per leaf, the leaf's shape
+  residual: list[jax.Array]  # float32, compressible leaves, local
   factor_q: list[jax.Array]  # float32 [k, n, rank_max], compressible leaves
   energy: jax.Array  # float32 [], mean_i sum |M_i|^2 over factor leaves
-  kept: jax.Array  # float32 [], sum |update|^2 over factor leaves
+  kept: jax.Array  # float32 [], mean_i sum |P Q_i^T|^2 over them
   is_finite: jax.Array  # bool []
 
 
@@ -101,41 +108,48 @@ def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
   dense = [i for i in range(len(plan.leaves)) if i not in set(low)]
 
   def run(leaves: list[jax.Array], factor_q: list[jax.Array]) -> Exchange:
-    averaged: list[Any] = [None] * len(leaves)
     factor_q = list(factor_q)
+    averaged: list[Any] = [None] * len(leaves)
+    # What is sent dense leaves nothing behind.
+    residual = [jnp.zeros_like(leaves[i]) for i in plan.compressible]
     stacks = [leaves[i].reshape(plan.leaves[i].view) for i in low]
     bases = _bases([factor_q[slot[i]][:, :, :rank] for i in low], key)
-    factor_p = [m @ q for m, q in zip(stacks, bases, strict=True)]
-    sent = {"factor_p": factor_p, "dense": [leaves[i] for i in dense]}
-    if low:
-      sent["energy"] = sum(jnp.sum(jnp.square(m)) for m in stacks)
+    sent = {
+      "dense": [leaves[i] for i in dense],
+      "factor_p": [m @ q for m, q in zip(stacks, bases, strict=True)],
+      "energy": _energy(stacks),
+    }
     received = collectives.mean(sent, axis_name)
     for i, value in zip(dense, received["dense"], strict=True):
       averaged[i] = value
     # A non-finite entry anywhere makes what arrives non-finite everywhere,
     # so all replicas agree without a collective for it.
     is_finite = _all_finite(received["dense"] + received["factor_p"])
-    energy = kept = jnp.zeros((), jnp.float32)
-    if low:
-      energy = received["energy"]
-      factor_p = orthonormalize(
-        [jnp.where(is_finite, p, 0.0) for p in received["factor_p"]]
-      )
-      factor_q_new = collectives.mean(
-        [
-          jnp.swapaxes(m, 1, 2) @ p
-          for m, p in zip(stacks, factor_p, strict=True)
-        ],
-        axis_name,
-      )
-      is_finite &= _all_finite(factor_q_new)
-      kept = sum(jnp.sum(jnp.square(q)) for q in factor_q_new)
-      for i, p, q in zip(low, factor_p, factor_q_new, strict=True):
-        update = p @ jnp.swapaxes(q, 1, 2)
-        averaged[i] = update.reshape(plan.leaves[i].shape)
-        rest = factor_q[slot[i]][:, :, q.shape[-1] :]
-        factor_q[slot[i]] = jnp.concatenate([q, rest], axis=-1)
-    return Exchange(averaged, factor_q, energy, kept, is_finite)
+    factor_p = orthonormalize(
+      [jnp.where(is_finite, p, 0.0) for p in received["factor_p"]]
+    )
+    local_q = [
+      jnp.swapaxes(m, 1, 2) @ p for m, p in zip(stacks, factor_p, strict=True)
+    ]
+    mean_q, kept = collectives.mean((local_q, _energy(local_q)), axis_name)
+    is_finite &= _all_finite(mean_q)
+    for i, m, p, own, q in zip(
+      low, stacks, factor_p, local_q, mean_q, strict=True
+    ):
+      shape, place = plan.leaves[i].shape, slot[i]
+      averaged[i] = (p @ jnp.swapaxes(q, 1, 2)).reshape(shape)
+      residual[place] = (m - p @ jnp.swapaxes(own, 1, 2)).reshape(shape)
+      unused = factor_q[place][:, :, q.shape[-1] :]
+      factor_q[place] = jnp.concatenate([q, unused], axis=-1)
+    zero = jnp.zeros((), jnp.float32)
+    return Exchange(
+      averaged,
+      residual,
+      factor_q,
+      received["energy"] if low else zero,
+      kept if low else zero,
+      is_finite,
+    )
 
   return run
 
@@ -163,17 +177,15 @@ def _gaussian(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
   return jax.random.normal(key, shape, jnp.float32) * shape[1] ** -0.5
 
 
+def _energy(stacks: Sequence[jax.Array]) -> jax.Array | tuple[()]:
+  """Sum of all squares; nothing, and no bytes, where there is no matrix."""
+  return sum(jnp.sum(jnp.square(m)) for m in stacks) if stacks else ()
+
+
 def _all_finite(values: Sequence[jax.Array]) -> jax.Array:
+  if not values:
+    return jnp.array(True)
   return jnp.all(jnp.stack([jnp.all(jnp.isfinite(v)) for v in values]))
-
-
-def sent_as_factors(plan: Plan, rung: jax.Array) -> list[jax.Array]:
-  """For each compressible leaf, bool []: whether this rung compresses it."""
-  table = [
-    [plan.sends_factors(plan.leaves[i], rank) for rank in plan.ladder]
-    for i in plan.compressible
-  ]
-  return [jnp.array(row)[rung] for row in table]
 
 
 def unpack(state: LowRankState) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -2,8 +2,9 @@
 
 Householder QR is slow on every backend and refuses bf16; Cholesky-QR fails on
 the nearly rank-deficient factors of real gradients. The eigenvectors of the
-[r, r] Gram matrix are cheap, batch over every matrix of a model whatever its
-height, and say which directions are only rounding noise.
+[r, r] Gram matrix are cheap, and say which directions are only rounding
+noise. Grams of the same size are one batch, whatever the matrices' heights,
+so a whole model costs one small eigenproblem call.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,16 +37,11 @@ def principal_columns(stacks: Stacks) -> tuple[list[jax.Array], list]:
   """
   # Scaling by the largest entry keeps squares in range: 1e-18 and 1e+30 work.
   largest = [jnp.max(jnp.abs(y), (-2, -1), keepdims=True) for y in stacks]
-  scaled = [y / _nonzero(s) for y, s in zip(stacks, largest, strict=True)]
-  values, vectors = _batched(jnp.linalg.eigh, [_gram(y) for y in scaled])
-  columns, alive = [], []
-  for y, w, v in zip(scaled, values, vectors, strict=True):
-    w, v = w[:, ::-1], v[:, :, ::-1]  # eigh sorts upwards
-    live = w > jnp.maximum(_NOISE_FLOOR * w[:, :1], 0.0)
-    inverse_length = jnp.where(live, jax.lax.rsqrt(jnp.where(live, w, 1.0)), 0)
-    columns.append(y @ (v * inverse_length[:, None, :]))
-    alive.append(live)
-  return columns, alive
+  scaled = [
+    y / jnp.where(s > 0, s, 1.0) for y, s in zip(stacks, largest, strict=True)
+  ]
+  rotations, alive = _batched(_principal_rotation, [_gram(y) for y in scaled])
+  return [y @ v for y, v in zip(scaled, rotations, strict=True)], alive
 
 
 def orthonormalize(stacks: Stacks) -> list[jax.Array]:
@@ -68,33 +64,44 @@ def orthonormalize(stacks: Stacks) -> list[jax.Array]:
           [0.8, 0. ],
           [0. , 0. ]]], dtype=float32)
   """
-  columns, alive = principal_columns(stacks)
-  results = []
-  for y, live in zip(columns, alive, strict=True):
-    length = jnp.sum(jnp.square(y), axis=1)
-    # A direction that was mostly noise has lost its length: drop it.
-    y = jnp.where((live & (length > 0.5))[:, None, :], y, 0.0)
-    gram = _gram(y)
-    three = 3.0 * jnp.eye(y.shape[-1], dtype=y.dtype)
-    inverse_root = three / 3.0
-    for _ in range(_NEWTON_SCHULZ_STEPS):
-      correction = three - gram @ (inverse_root @ inverse_root)
-      inverse_root = 0.5 * (inverse_root @ correction)
-    results.append(y @ inverse_root)
-  return results
+  columns, _ = principal_columns(stacks)
+  roots, _ = _batched(_inverse_root, [_gram(y) for y in columns])
+  return [y @ root for y, root in zip(columns, roots, strict=True)]
 
 
 def _gram(y: jax.Array) -> jax.Array:
   return jnp.swapaxes(y, -1, -2) @ y
 
 
-def _nonzero(x: jax.Array) -> jax.Array:
-  return jnp.where(x > 0, x, 1.0)
+def _principal_rotation(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """V w^(-1/2), largest w first and zero for noise, and which are live."""
+  w, v = jnp.linalg.eigh(gram)
+  w, v = w[:, ::-1], v[:, :, ::-1]  # eigh sorts upwards
+  live = w > jnp.maximum(_NOISE_FLOOR * w[:, :1], 0.0)
+  scale = jnp.where(live, jax.lax.rsqrt(jnp.where(live, w, 1.0)), 0.0)
+  return v * scale[:, None, :], live
 
 
-def _batched(fn: Callable, grams: Sequence[jax.Array]) -> tuple[list, list]:
+def _inverse_root(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """G^(-1/2) for G near the identity, but for columns to be left out."""
+  # A direction that was mostly noise has lost its unit length: drop it.
+  keep = jnp.diagonal(gram, axis1=-2, axis2=-1) > 0.5
+  mask = keep[:, :, None] & keep[:, None, :]
+  gram = jnp.where(mask, gram, 0.0)
+  three = 3.0 * jnp.eye(gram.shape[-1], dtype=gram.dtype)
+  root = jnp.broadcast_to(three / 3.0, gram.shape)
+  for _ in range(_NEWTON_SCHULZ_STEPS):
+    root = 0.5 * (root @ (three - gram @ (root @ root)))
+  return jnp.where(mask, root, 0.0), keep
+
+
+def _batched(
+  fn: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+  grams: Sequence[jax.Array],
+) -> tuple[list, list]:
   """Calls `fn` once per size of Gram matrix, not once per leaf."""
-  firsts, seconds = [None] * len(grams), [None] * len(grams)
+  firsts: list = [None] * len(grams)
+  seconds: list = [None] * len(grams)
   for size in sorted({g.shape[-1] for g in grams}):
     members = [i for i, g in enumerate(grams) if g.shape[-1] == size]
     first, second = fn(jnp.concatenate([grams[i] for i in members]))

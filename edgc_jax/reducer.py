@@ -104,14 +104,15 @@ def make_reducer(
       jnp.where(ok, mean, 0.0).astype(g.dtype)
       for mean, g in zip(result.averaged, gradients, strict=True)
     ]
-    # What was sent is what is emitted, rounding to its dtype included.
+    # Rounding to a narrower dtype is not lost either: it goes on next time.
+    unrounded = [
+      mean - u if u.dtype != jnp.float32 else jnp.zeros(())
+      for mean, u in zip(result.averaged, averaged, strict=True)
+    ]
     residual = [
-      jnp.where(ok, jnp.where(is_low, matrices[i] - averaged[i], 0.0), e)
-      for i, is_low, e in zip(
-        plan.compressible,
-        low_rank.sent_as_factors(plan, choice.rung),
-        residual,
-        strict=True,
+      jnp.where(ok, new + unrounded[i], e)
+      for i, new, e in zip(
+        plan.compressible, result.residual, residual, strict=True
       )
     ]
     factor_q = [
@@ -159,7 +160,7 @@ def _errors(result: Exchange, old: Stats) -> dict[str, jax.Array]:
   """Relative error and residual norm; those before if they are not finite.
 
   P is orthonormal, so |M - P P^T M|^2 = |M|^2 - |P^T M|^2, summed over
-  matrices and averaged over replicas: nothing of a matrix's size is needed.
+  matrices and averaged over replicas: two scalars travel with the factors.
   """
   lost = jnp.maximum(result.energy - result.kept, 0.0)
   share = lost / jnp.where(result.energy > 0, result.energy, 1.0)

@@ -1,0 +1,127 @@
+"""Runs a transformation on fake devices, through pmap or shard_map.
+
+Both give the same view to a test: gradients come in with a leading axis of
+replicas, and updates and states go out as the transformation made them.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import edgc_jax
+
+AXIS = "data"
+
+
+class Pmap:
+  """State and updates keep pmap's leading axis of replicas."""
+
+  def __init__(self, tx, params, replicas=4):
+    self.replicas = replicas
+    self.devices = jax.devices()[:replicas]
+    self._pmap = functools.partial(
+      jax.pmap, axis_name=AXIS, devices=self.devices
+    )
+    init = self._pmap(lambda _: tx.init(params))
+    self.first_state = self.state = init(jnp.arange(replicas))
+    self.traces = 0
+
+    def update(gradients, state):
+      self.traces += 1
+      return tx.update(gradients, state, params)
+
+    self.step_fn = self._pmap(update)
+
+  def step(self, gradients):
+    """One update; returns it as [replicas, ...] arrays."""
+    updates, self.state = self.step_fn(gradients, self.state)
+    return jax.tree.map(np.asarray, updates)
+
+  def residual(self):
+    """The residuals as [replicas, ...] arrays."""
+    return jax.tree.map(np.asarray, find(self.state).low_rank.residual)
+
+  def compiled(self, gradients):
+    return self.step_fn.lower(gradients, self.state).compile().as_text()
+
+
+class ShardMap:
+  """The same through shard_map, with varying types tracked."""
+
+  def __init__(self, tx, params, replicas=4):
+    self.replicas = replicas
+    self.mesh = jax.make_mesh(
+      (replicas,),
+      (AXIS,),
+      axis_types=(AxisType.Auto,),
+      devices=jax.devices()[:replicas],
+    )
+    specs = edgc_jax.state_specs(tx, params)
+    init = jax.shard_map(tx.init, mesh=self.mesh, in_specs=P(), out_specs=specs)
+    self.first_state = self.state = jax.jit(init)(params)
+    self.traces = 0
+
+    def update(gradients, state):
+      self.traces += 1
+      local = jax.tree.map(lambda g: g[0], gradients)
+      return tx.update(local, state, params)
+
+    self.step_fn = jax.jit(
+      jax.shard_map(
+        update,
+        mesh=self.mesh,
+        in_specs=(P(AXIS), specs),
+        out_specs=(P(), specs),
+      )
+    )
+
+  def step(self, gradients):
+    """One update; replicated by its type, shown as [replicas, ...]."""
+    gradients = jax.device_put(gradients, NamedSharding(self.mesh, P(AXIS)))
+    updates, self.state = self.step_fn(gradients, self.state)
+    return jax.tree.map(
+      lambda u: np.stack([np.asarray(s.data) for s in u.addressable_shards]),
+      updates,
+    )
+
+  def residual(self):
+    """The residuals as [replicas, ...] arrays."""
+    return jax.tree.map(
+      lambda e: np.asarray(e).reshape(
+        self.replicas, e.shape[0] // self.replicas, *e.shape[1:]
+      ),
+      find(self.state).low_rank.residual,
+    )
+
+  def compiled(self, gradients):
+    return self.step_fn.lower(gradients, self.state).compile().as_text()
+
+
+BACKENDS = {"pmap": Pmap, "shard_map": ShardMap}
+
+
+def find(state: Any) -> Any:
+  """The reducer's state inside any optimiser state."""
+  from edgc_jax.reducer import ReducerState
+
+  is_leaf = lambda x: isinstance(x, ReducerState)  # noqa: E731
+  leaves = jax.tree.leaves(state, is_leaf=is_leaf)
+  return next(leaf for leaf in leaves if is_leaf(leaf))
+
+
+def gradients_like(params, seed, replicas=4, scale=1.0):
+  """Independent Gaussian gradients for every replica."""
+  leaves, structure = jax.tree.flatten(params)
+  random = np.random.default_rng(seed)
+  return jax.tree.unflatten(
+    structure,
+    [
+      jnp.asarray(scale * random.standard_normal((replicas, *p.shape)), p.dtype)
+      for p in leaves
+    ],
+  )
