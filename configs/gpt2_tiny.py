@@ -15,6 +15,7 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config = common.base(reducer)
   config.name = "gpt2_tiny"
   config.steps = 400
+  config.batch_size = 16
   config.model.vocab_size = 256  # bytes
   config.model.context = 128
   config.model.width = 192
@@ -24,13 +25,13 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.optimizer.lr = 1e-3
   config.optimizer.warmup_steps = 40
 
-  # A tenth of the run is warm-up, and the rank is chosen every 20 steps.
+  # The first 30 steps are dense, and the rank is chosen every 10 steps.
   config.edgc.rank_max = 32
-  config.edgc.rank_min = 16
-  config.edgc.window = 20
-  config.edgc.warmup_steps = 40
-  config.edgc.max_warmup_steps = 80
+  config.edgc.rank_min = 20
+  config.edgc.window = 10
+  config.edgc.warmup_steps = 30
+  config.edgc.max_warmup_steps = 60
   config.edgc.step_rate = 0.25
   config.powersgd.rank = 20
-  config.powersgd.warmup_steps = 40
+  config.powersgd.warmup_steps = 30
   return config
