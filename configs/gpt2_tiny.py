@@ -25,13 +25,14 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.optimizer.lr = 1e-3
   config.optimizer.warmup_steps = 40
 
-  # The first 30 steps are dense, and the rank is chosen every 10 steps.
-  config.edgc.rank_max = 32
-  config.edgc.rank_min = 20
+  # The first 20 steps are dense, and the rank is chosen every 10 steps.
+  config.edgc.rank_max = 36
+  config.edgc.rank_min = 26
+  config.edgc.rank_multiple = 2
   config.edgc.window = 10
-  config.edgc.warmup_steps = 30
-  config.edgc.max_warmup_steps = 60
+  config.edgc.warmup_steps = 20
+  config.edgc.max_warmup_steps = 40
   config.edgc.step_rate = 0.25
   config.powersgd.rank = 20
-  config.powersgd.warmup_steps = 30
+  config.powersgd.warmup_steps = 20
   return config

@@ -26,25 +26,27 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
-def wire_bytes_of_branches(hlo: str) -> list[int]:
-  """Bytes sent by each branch of the program's widest conditional.
+def wire_bytes_of_branches(hlo: str) -> list[list[int]]:
+  """Bytes sent by the branches of each conditional, the widest first.
 
-  For a reducer with a ladder of several ranks that is its `lax.switch`, and
-  the branches are the rungs, in order.
+  For a reducer with a ladder of several ranks the first is its `lax.switch`,
+  and its branches are the rungs, in order.
 
   Args:
     hlo: Text of a compiled program, as from `compiled.as_text()`.
 
   Returns:
-    Bytes per replica for each branch; empty without a conditional.
+    Bytes per replica, a list for each conditional.
   """
   computations = _split(hlo)
   groups = [
     [name.strip().lstrip("%") for name in match.split(",")]
     for match in _BRANCHES.findall(hlo)
   ]
-  widest = max(groups, key=len, default=[])
-  return [_total(name, computations) for name in widest]
+  return [
+    [_total(name, computations) for name in group]
+    for group in sorted(groups, key=len, reverse=True)
+  ]
 
 
 def wire_bytes_outside_branches(hlo: str) -> int:

@@ -56,8 +56,8 @@ def estimate(
 ) -> EntropySample:
   """Estimates the entropy of a local gradient, pooled over replicas.
 
-  Two small all-reduces: 2 values a leaf, then 3 a leaf and, for the
-  histogram, its counts; see `sample_bytes`.
+  Two small all-reduces: 2 values a leaf, then squares, and sums or counts;
+  see `sample_bytes`.
 
   Args:
     gradients: The compressible leaves, local, any shape, floating.
@@ -89,27 +89,23 @@ def estimate(
     jnp.clip(x / top, -_CLIP * relative[i], _CLIP * relative[i])
     for i, x in enumerate(samples)
   ]
-  sums = jnp.stack([jnp.sum(x) for x in clipped])
   squares = jnp.stack([jnp.sum(jnp.square(x)) for x in clipped])
-  counts = jnp.zeros(bins if estimator == "histogram" else 0, jnp.float32)
   if estimator == "histogram":
-    for x, u in zip(clipped, usable, strict=True):
-      place = (x + _CLIP) * (bins / (2.0 * _CLIP))
-      place = jnp.clip(place.astype(jnp.int32), 0, bins - 1)
-      # Unusable entries go out of range, where they are dropped.
-      place = jnp.where(u, place, bins)
-      counts = counts.at[place].add(1.0, mode="drop")
-  sums, squares, counts = collectives.total((sums, squares, counts), axis_name)
+    own = _counts(clipped, usable, bins)
+  else:
+    own = jnp.stack([jnp.sum(x) for x in clipped])
+  squares, shared = collectives.total((squares, own), axis_name)
 
-  num = jnp.maximum(jnp.sum(count), 1.0)
   if estimator == "histogram":
-    p = counts / jnp.maximum(jnp.sum(counts), 1.0)
+    p = shared / jnp.maximum(jnp.sum(shared), 1.0)
     entropy = -jnp.sum(p * jnp.log(jnp.where(p > 0, p, 1.0)))
     entropy = entropy + np.log(2.0 * _CLIP / bins)
   else:
-    variance = jnp.sum(squares) / num - jnp.square(jnp.sum(sums) / num)
+    num = jnp.maximum(jnp.sum(count), 1.0)
+    variance = jnp.sum(squares) / num - jnp.square(jnp.sum(shared) / num)
     smallest = jnp.finfo(jnp.float32).tiny
     entropy = 0.5 * jnp.log(2 * np.pi * np.e * jnp.maximum(variance, smallest))
+
   member = np.zeros((max(shape_indices) + 1, len(samples)), np.float32)
   member[list(shape_indices), np.arange(len(samples))] = 1.0
   shape_variance = (member @ squares) / (member @ sizes) * jnp.square(top)
@@ -124,7 +120,9 @@ def estimate(
 
 def sample_bytes(num_leaves: int, estimator: str, bins: int) -> int:
   """Bytes that one estimate sends per replica."""
-  return 4 * (4 * num_leaves + (bins if estimator == "histogram" else 0))
+  return 4 * (
+    3 * num_leaves + (bins if estimator == "histogram" else num_leaves)
+  )
 
 
 def _every(x: jax.Array, stride: int, index: jax.Array) -> jax.Array:
@@ -136,3 +134,16 @@ def _every(x: jax.Array, stride: int, index: jax.Array) -> jax.Array:
   table = flat[: whole * stride].reshape(whole, stride)
   picked = jax.lax.dynamic_index_in_dim(table, index % stride, 1, False)
   return picked.astype(jnp.float32)
+
+
+def _counts(
+  samples: Sequence[jax.Array], usable: Sequence[jax.Array], bins: int
+) -> jax.Array:
+  """Histogram over [-8, 8] of the usable entries, float32 [bins]."""
+  counts = jnp.zeros(bins, jnp.float32)
+  for x, u in zip(samples, usable, strict=True):
+    place = (x + _CLIP) * (bins / (2.0 * _CLIP))
+    place = jnp.clip(place.astype(jnp.int32), 0, bins - 1)
+    # Unusable entries go out of range, where they are dropped.
+    counts = counts.at[jnp.where(u, place, bins)].add(1.0, mode="drop")
+  return counts

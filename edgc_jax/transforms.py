@@ -44,7 +44,7 @@ def powersgd(
   *,
   warmup_steps: int = 0,
   min_ratio: float = 2.0,
-  matrix_view: ViewFn = trailing_matrix,
+  matrix_view: ViewFn | None = None,
   seed: int = 714,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over replicas through factors of a fixed rank.
@@ -63,7 +63,7 @@ def powersgd(
     warmup_steps: First steps sent dense.
     min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
     matrix_view: From a leaf's path and shape to (count, rows, cols), or None
-      for dense; see `edgc_jax.trailing_matrix`.
+      for dense; by default `edgc_jax.trailing_matrix`.
     seed: Seed of the first Q.
 
   Returns:
@@ -83,9 +83,10 @@ def powersgd(
   guards.require_int("warmup_steps", warmup_steps, 0)
   _require_ratio(min_ratio)
   ladder = (0, rank) if warmup_steps else (rank,)
+  view = matrix_view or trailing_matrix
   return make_reducer(
     axis_name,
-    lambda tree: make_plan(tree, ladder, min_ratio, matrix_view),
+    lambda tree: make_plan(tree, ladder, min_ratio, view),
     lambda plan: FixedPolicy(len(ladder), warmup_steps),
     seed,
   )
@@ -108,7 +109,7 @@ def edgc(
   rank_multiple: int = 4,
   max_rank_step: int = 4,
   min_ratio: float = 2.0,
-  matrix_view: ViewFn = trailing_matrix,
+  matrix_view: ViewFn | None = None,
   seed: int = 714,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients through factors whose rank follows their entropy.
@@ -149,7 +150,7 @@ def edgc(
     max_rank_step: Largest change of rank from one window to the next.
     min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
     matrix_view: From a leaf's path and shape to (count, rows, cols), or None
-      for dense; see `edgc_jax.trailing_matrix`.
+      for dense; by default `edgc_jax.trailing_matrix`.
     seed: Seed of the first Q.
 
   Returns:
@@ -169,13 +170,13 @@ def edgc(
 
   >>> tx = optax.chain(edgc(axis_name="data"), optax.adamw(3e-4))
   """
+  guards.require_int("rank_multiple", rank_multiple, 1)
   if rank_min is None and isinstance(rank_max, int):
     rank_min = rank_multiple * max(1, rank_max // (4 * rank_multiple))
   for name, value in (
     ("rank_max", rank_max),
     ("rank_min", rank_min),
     ("window", window),
-    ("rank_multiple", rank_multiple),
     ("bins", bins),
   ):
     guards.require_int(name, value, 1)
@@ -230,6 +231,7 @@ def edgc(
   _require_ratio(min_ratio)
 
   ladder = (0, *range(rank_min, rank_max + 1, rank_multiple))
+  view = matrix_view or trailing_matrix
 
   def policy_for(plan: Plan) -> EntropyPolicy:
     controller = Controller.for_plan(
@@ -253,7 +255,7 @@ def edgc(
 
   return make_reducer(
     axis_name,
-    lambda tree: make_plan(tree, ladder, min_ratio, matrix_view),
+    lambda tree: make_plan(tree, ladder, min_ratio, view),
     policy_for,
     seed,
   )

@@ -1,0 +1,172 @@
+"""Bad input gives one error: argument, value, rule, remedy."""
+
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from absl.testing import absltest, parameterized
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import BACKENDS, Pmap, gradients_like
+
+import edgc_jax
+
+PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,))}
+REDUCERS = {
+  "allreduce": edgc_jax.allreduce,
+  "powersgd": lambda: edgc_jax.powersgd(2),
+  "edgc": lambda: edgc_jax.edgc(rank_max=4),
+}
+
+
+class ArgumentsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"rank_max": 0}, "`rank_max` must be at least 1, got 0"),
+    ({"rank_max": 30}, "`rank_max` must be a multiple of rank_multiple"),
+    ({"rank_min": 6}, "`rank_min` must be a multiple of rank_multiple"),
+    ({"rank_min": 36}, r"`rank_min` must be at most rank_max \(32\), got 36"),
+    ({"rank_min": 0}, "`rank_min` must be at least 1"),
+    ({"window": 0}, "`window` must be at least 1"),
+    ({"window": 5}, r"`window` must be at least 1 / step_rate \(10\), got 5"),
+    ({"warmup_steps": -1}, "`warmup_steps` must be at least 0"),
+    ({"max_warmup_steps": 10}, "`max_warmup_steps` must be at least warmup"),
+    ({"step_rate": 0.0}, r"`step_rate` must be in \(0, 1\], got 0.0"),
+    ({"step_rate": 1.5}, r"`step_rate` must be in \(0, 1\]"),
+    ({"entry_rate": -0.1}, r"`entry_rate` must be in \(0, 1\]"),
+    ({"estimator": "median"}, "`estimator` must be one of .*got 'median'"),
+    ({"rule": "magic"}, "`rule` must be one of .*got 'magic'"),
+    ({"exponent": 0}, "`exponent` must be positive"),
+    ({"bins": 0}, "`bins` must be at least 1"),
+    ({"rank_multiple": 0}, "`rank_multiple` must be at least 1"),
+    ({"max_rank_step": 2}, "`max_rank_step` must be at least 4"),
+    ({"min_ratio": -1}, "`min_ratio` must be at least 0"),
+  )
+  def test_edgc(self, options, message):
+    with self.assertRaisesRegex(ValueError, message):
+      edgc_jax.edgc(**options)
+
+  @parameterized.parameters(
+    ("rank_max", 32.0), ("window", jnp.int32(9)), ("step_rate", "often"),
+    ("exponent", jnp.float32(2)),
+  )  # fmt: skip
+  def test_kinds(self, name, value):
+    with self.assertRaisesRegex(TypeError, f"`{name}` must be a Python"):
+      edgc_jax.edgc(**{name: value})
+
+  def test_powersgd(self):
+    for options, message in (
+      ({"rank": 0}, "`rank` must be at least 1, got 0"),
+      ({"rank": 2, "warmup_steps": -1}, "`warmup_steps` must be at least 0"),
+      ({"rank": 2, "min_ratio": -1}, "`min_ratio` must be at least 0"),
+    ):
+      with self.assertRaisesRegex(ValueError, message):
+        edgc_jax.powersgd(**options)
+
+  def test_matrix_view_that_does_not_fit(self):
+    tx = edgc_jax.powersgd(2, matrix_view=lambda path, shape: (1, 5, 5))
+    with self.assertRaisesRegex(ValueError, r"\['b'\].*\(3,\)"):
+      tx.init(PARAMS)
+
+
+class AxisTest(parameterized.TestCase):
+  @parameterized.named_parameters(*REDUCERS.items())
+  def test_unbound_axis(self, make):
+    tx = make()
+    state = tx.init(PARAMS)
+    for update in (tx.update, jax.jit(tx.update)):
+      with self.assertRaisesRegex(ValueError, "`axis_name`.*'data'.*pmap"):
+        update(PARAMS, state)
+
+  def test_other_axis(self):
+    tx = edgc_jax.allreduce("replica")
+    with self.assertRaisesRegex(ValueError, "`axis_name`.*'replica'"):
+      Pmap(tx, PARAMS).step(gradients_like(PARAMS, 0))
+
+
+class AveragedGradientsTest(parameterized.TestCase):
+  @parameterized.named_parameters(*REDUCERS.items())
+  def test_shard_map_raises_when_jax_summed_them(self, make):
+    tx = make()
+    mesh = jax.make_mesh(
+      (4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
+    )
+    specs = edgc_jax.state_specs(tx, PARAMS)
+    loss = lambda p, x: jnp.sum(p["w"] * x[0]) + jnp.sum(p["b"])  # noqa: E731
+
+    def wrong(params, x, state):
+      return tx.update(jax.grad(loss)(params, x), state)
+
+    def right(params, x, state):
+      local = jax.lax.pcast(params, "data", to="varying")
+      return tx.update(jax.grad(loss)(local, x), state)
+
+    x, state = jnp.ones((4, 16, 24)), tx.init(PARAMS)
+    for step, message in ((wrong, "`updates` must be local"), (right, None)):
+      mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(P(), P("data"), specs),
+        out_specs=(P(), specs),
+      )
+      abstract = jax.eval_shape(
+        jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs), PARAMS
+      )
+      del state
+      state = abstract
+      if message:
+        with self.assertRaisesRegex(ValueError, message):
+          jax.eval_shape(mapped, PARAMS, x, state)
+      else:
+        jax.eval_shape(mapped, PARAMS, x, state)
+
+  def test_pmap_notices_by_checksum(self):
+    same = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), PARAMS)
+    run = Pmap(edgc_jax.powersgd(2), PARAMS)
+    for _ in range(2):
+      run.step(same)
+    self.assertEqual(edgc_jax.metrics(run.state)["identical_gradients"], 0)
+    run.step(same)
+    with self.assertWarnsRegex(RuntimeWarning, "averaged before"):
+      values = edgc_jax.metrics(run.state)
+    self.assertEqual(values["identical_gradients"], 1)
+
+  @parameterized.parameters(*BACKENDS)
+  def test_unlike_gradients_are_fine(self, backend):
+    run = BACKENDS[backend](edgc_jax.powersgd(2), PARAMS)
+    for step in range(4):
+      run.step(gradients_like(PARAMS, step))
+    self.assertEqual(edgc_jax.metrics(run.state)["identical_gradients"], 0)
+
+  def test_one_replica_is_never_blamed(self):
+    run = Pmap(edgc_jax.powersgd(2), PARAMS, replicas=1)
+    for step in range(4):
+      run.step(gradients_like(PARAMS, step, replicas=1))
+    values = edgc_jax.metrics(run.state)
+    self.assertEqual(values["identical_gradients"], 0)
+    self.assertEqual(values["wire_bytes"], edgc_jax.wire_bytes(PARAMS, 2))
+
+
+class ThreadPoolTest(absltest.TestCase):
+  def test_too_small_a_pool_raises_before_it_hangs(self):
+    with (
+      mock.patch.dict(os.environ, {"NPROC": "4"}),
+      self.assertRaisesRegex(RuntimeError, "NPROC must be at least 16.*of 4"),
+    ):
+      Pmap(edgc_jax.allreduce(), PARAMS).step(gradients_like(PARAMS, 0))
+
+  def test_import_widens_the_pool_and_respects_a_choice(self):
+    code = "import edgc_jax, os; print(os.environ['NPROC'])"
+    for given, least in ((None, 32), ("7", 7)):
+      env = {k: v for k, v in os.environ.items() if k != "NPROC"}
+      env |= {"NPROC": given} if given else {}
+      printed = subprocess.check_output([sys.executable, "-c", code], env=env)
+      self.assertGreaterEqual(int(printed), least)
+      if given:
+        self.assertEqual(int(printed), least)
+
+
+if __name__ == "__main__":
+  absltest.main()

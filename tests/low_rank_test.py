@@ -1,0 +1,180 @@
+"""The compressor against a plain NumPy version, and across rank changes."""
+
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from meshes import Pmap, find, gradients_like
+
+import edgc_jax
+
+ROWS, COLS, REPLICAS = 48, 80, 4
+PARAMS = {"w": jnp.zeros((ROWS, COLS))}
+
+
+class Reference:
+  """PowerSGD with error feedback, one matrix, NumPy in float64."""
+
+  def __init__(self, q):
+    self.q, self.residual = q, np.zeros((REPLICAS, ROWS, COLS))
+
+  def step(self, gradients, rank):
+    m = gradients + self.residual
+    basis, _ = np.linalg.qr(self.q[:, :rank])
+    left, values, _ = np.linalg.svd(m.mean(0) @ basis, full_matrices=False)
+    del values
+    local_q = np.swapaxes(m, 1, 2) @ left
+    update = left @ local_q.mean(0).T
+    self.residual = m - left @ np.swapaxes(local_q, 1, 2)
+    self.q = np.concatenate([local_q.mean(0), self.q[:, rank:]], axis=1)
+    return update
+
+
+def spectral_gradient(values, seed=0):
+  """The same matrix with given singular values on all replicas."""
+  random = np.random.default_rng(seed)
+  u, _ = np.linalg.qr(random.standard_normal((ROWS, len(values))))
+  v, _ = np.linalg.qr(random.standard_normal((COLS, len(values))))
+  w = jnp.asarray((u * values) @ v.T, jnp.float32)
+  return {"w": jnp.stack([w] * REPLICAS)}
+
+
+class LowRankTest(parameterized.TestCase):
+  @parameterized.parameters(1, 4, 16)
+  def test_agrees_with_numpy(self, rank):
+    run = Pmap(edgc_jax.powersgd(rank, min_ratio=0), PARAMS)
+    first_q = np.asarray(find(run.state).low_rank.factor_q["w"])[0, 0]
+    reference = Reference(first_q.astype(np.float64))
+    for step in range(5):
+      gradients = gradients_like(PARAMS, seed=step)
+      expected = reference.step(np.asarray(gradients["w"], np.float64), rank)
+      updates = run.step(gradients)
+      np.testing.assert_allclose(updates["w"][0], expected, 1e-3, 1e-5)
+      np.testing.assert_allclose(
+        run.residual()["w"], reference.residual, 1e-3, 1e-4
+      )
+
+  def test_warm_start_finds_the_best_subspace(self):
+    """With the same gradient each step, the update tends to the best."""
+    values = 2.0 ** -np.arange(12)
+    gradients = spectral_gradient(values)
+    run = Pmap(edgc_jax.powersgd(4, min_ratio=0), PARAMS)
+    lost = []
+    for _ in range(8):
+      before = find(run.state).low_rank
+      run.step(gradients)
+      # Without error feedback: put the residual back to zero.
+      low_rank = find(run.state).low_rank
+      run.state = run.state._replace(
+        low_rank=low_rank._replace(residual=before.residual)
+      )
+      lost.append(edgc_jax.metrics(run.state)["relative_error"])
+    best = np.sum(values[4:] ** 2) / np.sum(values**2)
+    self.assertAlmostEqual(lost[-1], best, delta=1e-4)
+    self.assertLess(lost[-1], lost[0])
+
+  def test_relative_error_and_residual_norm_are_exact(self):
+    run = Pmap(edgc_jax.powersgd(4, min_ratio=0), PARAMS)
+    for step in range(3):
+      gradients = gradients_like(PARAMS, seed=step)
+      m = np.asarray(gradients["w"]) + run.residual()["w"]
+      run.step(gradients)
+      values = edgc_jax.metrics(run.state)
+      lost = np.mean(np.sum(run.residual()["w"] ** 2, axis=(1, 2)))
+      energy = np.mean(np.sum(m**2, axis=(1, 2)))
+      self.assertAlmostEqual(values["relative_error"], lost / energy, places=5)
+      self.assertAlmostEqual(values["residual_norm"], np.sqrt(lost), places=3)
+
+  def test_residual_does_not_pile_up(self):
+    """What sets replicas apart is sent too, in the end, and not collected."""
+    run = Pmap(edgc_jax.powersgd(8, min_ratio=0), PARAMS)
+    norms = []
+    for step in range(120):
+      run.step(gradients_like(PARAMS, seed=step))
+      norms.append(edgc_jax.metrics(run.state)["residual_norm"])
+    self.assertLess(norms[119], 1.25 * norms[39])
+
+  def test_dead_directions_come_back(self):
+    """After a gradient of rank one, all directions serve again."""
+    run = Pmap(edgc_jax.powersgd(8, min_ratio=0), PARAMS)
+    for _ in range(4):
+      run.step(spectral_gradient(np.array([1.0])))
+    run.step(gradients_like(PARAMS, seed=0))
+    run.step(gradients_like(PARAMS, seed=1))
+    q = np.asarray(find(run.state).low_rank.factor_q["w"])[0, 0]
+    lengths = np.linalg.norm(q, axis=0)
+    self.assertGreater(lengths.min(), 0.1 * lengths.max())
+
+  def test_equal_on_all_replicas_with_dead_directions(self):
+    run = Pmap(edgc_jax.powersgd(8, min_ratio=0), PARAMS)
+    for _ in range(3):
+      updates = run.step(spectral_gradient(np.array([1.0, 0.5])))
+    q = np.asarray(find(run.state).low_rank.factor_q["w"])
+    for replica in range(1, REPLICAS):
+      np.testing.assert_array_equal(q[replica], q[0])
+      np.testing.assert_array_equal(updates["w"][replica], updates["w"][0])
+
+
+class RankChangeTest(parameterized.TestCase):
+  """A ladder of two ranks, moved by hand."""
+
+  def setUp(self):
+    super().setUp()
+    tx = edgc_jax.edgc(
+      rank_max=16, rank_min=4, rank_multiple=12, max_rank_step=12,
+      min_ratio=0, window=1000, warmup_steps=1000, step_rate=1.0,
+    )  # fmt: skip
+    self.run_ = Pmap(tx, PARAMS)
+
+  def step(self, gradients, rung):
+    control = self.run_.state.controller
+    control = control._replace(rung=jnp.full_like(control.rung, rung))
+    self.run_.state = self.run_.state._replace(controller=control)
+    return self.run_.step(gradients)
+
+  def test_nothing_is_lost_when_the_rank_changes(self):
+    """Sent plus kept is all there was: dense, 16, 4, 16, dense."""
+    owed = np.zeros((ROWS, COLS))
+    for step, rung in enumerate((0, 2, 2, 1, 1, 2, 1, 0)):
+      gradients = gradients_like(PARAMS, seed=step)
+      owed += np.asarray(gradients["w"], np.float64).mean(0)
+      owed -= self.step(gradients, rung)["w"][0]
+      kept = self.run_.residual()["w"].mean(0)
+      np.testing.assert_allclose(kept, owed, 1e-4, 1e-5)
+    np.testing.assert_array_equal(self.run_.residual()["w"], 0)
+
+  def test_slicing_keeps_the_best_columns(self):
+    """From rank 16 to 4, the 4 strongest directions are there at once."""
+    values = 1.5 ** -np.arange(20)
+    gradients = spectral_gradient(values)
+    best = np.sum(values[4:] ** 2) / np.sum(values**2)
+    for _ in range(4):
+      self.step(gradients, 2)
+      self.clear_residual()
+    self.step(gradients, 1)
+    warm = edgc_jax.metrics(self.run_.state)["relative_error"]
+    self.assertLess(warm, best + 0.01)
+    self.run_.state = self.run_.first_state
+    self.step(gradients, 1)
+    cold = edgc_jax.metrics(self.run_.state)["relative_error"]
+    self.assertGreater(cold, best + 0.05)
+
+  def test_columns_serve_again_when_the_rank_grows_back(self):
+    values = 1.5 ** -np.arange(20)
+    gradients = spectral_gradient(values)
+    best = np.sum(values[16:] ** 2) / np.sum(values**2)
+    for rung in (2, 2, 2, 1, 1, 2):
+      self.step(gradients, rung)
+      self.clear_residual()
+    lost = edgc_jax.metrics(self.run_.state)["relative_error"]
+    self.assertLess(lost, best + 1e-4)
+
+  def clear_residual(self):
+    low_rank = find(self.run_.state).low_rank
+    zeros = {"w": jnp.zeros_like(low_rank.residual["w"])}
+    self.run_.state = self.run_.state._replace(
+      low_rank=low_rank._replace(residual=zeros)
+    )
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,117 @@
+"""The bytes of the compiled program are the bytes that were predicted."""
+
+import jax
+import jax.numpy as jnp
+from absl.testing import absltest, parameterized
+from meshes import BACKENDS, gradients_like
+
+import edgc_jax
+from edgc_jax import comm_cost, compiled_cost, entropy, guards
+
+# The small matrix pays at ranks up to 5 only: from then on it goes dense.
+PARAMS = {
+  "bfloat16": jnp.zeros((64, 48), jnp.bfloat16),
+  "bias": jnp.zeros((30,)),
+  "large": jnp.zeros((96, 160)),
+  "scalar": jnp.zeros(()),
+  "small": jnp.zeros((20, 20)),
+  "stack": jnp.zeros((3, 40, 64)),
+}
+
+
+class WireBytesTest(parameterized.TestCase):
+  @parameterized.product(
+    backend=list(BACKENDS), estimator=["gaussian", "histogram"]
+  )
+  def test_every_rung_of_edgc(self, backend, estimator):
+    bins = 100
+    tx = edgc_jax.edgc(
+      rank_max=12, rank_min=4, window=10, estimator=estimator, bins=bins
+    )
+    run = BACKENDS[backend](tx, PARAMS)
+    hlo = run.compiled(gradients_like(PARAMS, seed=0))
+    rungs, *others = compiled_cost.wire_bytes_of_branches(hlo)
+    predicted = [edgc_jax.wire_bytes(PARAMS, rank) for rank in (0, 4, 8, 12)]
+    self.assertEqual(rungs, predicted)
+    self.assertEqual(compiled_cost.wire_bytes_outside_branches(hlo), 0)
+    # Whatever is not a rung is a branch that is rarely taken.
+    num_leaves = len(comm_cost.make_plan(PARAMS, (4,)).compressible)
+    rare = sorted(sum(branches) for branches in others if sum(branches))
+    sample = entropy.sample_bytes(num_leaves, estimator, bins)
+    self.assertEqual(rare, sorted([guards.CHECK_BYTES, sample]))
+
+  @parameterized.parameters(*BACKENDS)
+  def test_fixed_ranks_and_dense(self, backend):
+    for rank, tx in (
+      (0, edgc_jax.allreduce()),
+      (4, edgc_jax.powersgd(4)),
+      (8, edgc_jax.powersgd(8)),
+    ):
+      run = BACKENDS[backend](tx, PARAMS)
+      hlo = run.compiled(gradients_like(PARAMS, seed=0))
+      self.assertEqual(
+        compiled_cost.wire_bytes_outside_branches(hlo),
+        edgc_jax.wire_bytes(PARAMS, rank),
+      )
+
+  def test_two_collectives_a_rung(self):
+    """All P and every dense leaf in one all-reduce, all Q in another."""
+    run = BACKENDS["pmap"](edgc_jax.powersgd(4), PARAMS)
+    hlo = run.compiled(gradients_like(PARAMS, seed=0))
+    lines = [line for line in hlo.splitlines() if " all-reduce(" in line]
+    self.assertLen([x for x in lines if "f32[]) all-reduce" not in x], 1 + 1)
+
+  def test_prediction_by_hand(self):
+    low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
+    dense = 30 + 1
+    self.assertEqual(edgc_jax.wire_bytes(PARAMS, 4), 4 * (low + dense + 2))
+    sizes = 64 * 48 + 30 + 96 * 160 + 1 + 20 * 20 + 3 * 40 * 64
+    self.assertEqual(edgc_jax.wire_bytes(PARAMS, 0), 4 * sizes)
+
+  def test_small_matrices_stop_paying(self):
+    small = {"w": jnp.zeros((20, 20))}
+    self.assertEqual(edgc_jax.wire_bytes(small, 5), 4 * (5 * 40 + 2))
+    self.assertEqual(edgc_jax.wire_bytes(small, 6), 4 * 400)
+    self.assertEqual(
+      edgc_jax.wire_bytes(small, 6, min_ratio=1.5), 4 * (6 * 40 + 2)
+    )
+
+  def test_other_collectives_count_as_their_share_of_an_all_reduce(self):
+    text = """
+HloModule m
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %a = f32[2]{0} reduce-scatter(%p), replica_groups={{0,1,2,3}}, to_apply=%add
+  %b = f32[8]{0} all-gather(%a), replica_groups={{0,1,2,3}}
+  %c = bf16[8]{0} all-to-all(%p), replica_groups={{0,1,2,3}}
+  ROOT %d = (f32[8]{0}, s8[4]{0}) all-reduce(%p, %q), to_apply=%add
+}
+"""
+    expected = 32 // 2 + 32 // 2 + 16 // 2 + (32 + 4)
+    text = text.replace(", to_apply=%add", "")
+    self.assertEqual(compiled_cost.wire_bytes_outside_branches(text), expected)
+
+  def test_metrics_add_up(self):
+    """Warm-up, ranks, samples and checks, as counted by the state itself."""
+    tx = edgc_jax.edgc(
+      rank_max=4, rank_min=4, window=2, warmup_steps=2, step_rate=0.5
+    )
+    run = BACKENDS["pmap"](tx, PARAMS)
+    num_leaves = len(comm_cost.make_plan(PARAMS, (4,)).compressible)
+    sample = entropy.sample_bytes(num_leaves, "gaussian", 0)
+    total = 0
+    for step in range(5):
+      run.step(gradients_like(PARAMS, seed=step))
+      values = edgc_jax.metrics(run.state)
+      expected = edgc_jax.wire_bytes(PARAMS, 0 if step < 2 else 4)
+      expected += sample * (step % 2 == 0) + guards.CHECK_BYTES * (step < 3)
+      self.assertEqual(values["wire_bytes"], expected)
+      total += expected
+    dense = 5 * edgc_jax.wire_bytes(PARAMS, 0)
+    self.assertAlmostEqual(values["compression_ratio"], dense / total, 5)
+    self.assertEqual(jax.tree.leaves(values["dense_bytes"])[0], dense / 5)
+
+
+if __name__ == "__main__":
+  absltest.main()
