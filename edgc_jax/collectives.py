@@ -72,5 +72,5 @@ def tracks_varying(axis_name: str) -> bool:
 def zeros_like_type(aval: Any) -> jax.Array:
   """Zeros of an abstract value's shape, dtype and varying axes."""
   zeros = jnp.zeros(aval.shape, aval.dtype)
-  axes = tuple(aval.manual_axis_type.varying)
-  return lax.pcast(zeros, axes, to="varying") if axes else zeros
+  axes = aval.manual_axis_type.varying if aval.manual_axis_type else ()
+  return lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros

@@ -30,12 +30,12 @@ class Reference:
 
 
 def spectral_gradient(values, seed=0):
-  """The same matrix with given singular values on all replicas."""
+  """A matrix with given singular values, unlike loud on the replicas."""
   random = np.random.default_rng(seed)
   u, _ = np.linalg.qr(random.standard_normal((ROWS, len(values))))
   v, _ = np.linalg.qr(random.standard_normal((COLS, len(values))))
   w = jnp.asarray((u * values) @ v.T, jnp.float32)
-  return {"w": jnp.stack([w] * REPLICAS)}
+  return {"w": jnp.stack([0.5 * w, w, 1.5 * w, w])}
 
 
 class LowRankTest(parameterized.TestCase):
@@ -120,7 +120,7 @@ class RankChangeTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     tx = edgc_jax.edgc(
-      rank_max=16, rank_min=4, rank_multiple=12, max_rank_step=12,
+      rank_max=16, rank_min=8, rank_multiple=8, max_rank_step=8,
       min_ratio=0, window=1000, warmup_steps=1000, step_rate=1.0,
     )  # fmt: skip
     self.run_ = Pmap(tx, PARAMS)
@@ -132,7 +132,7 @@ class RankChangeTest(parameterized.TestCase):
     return self.run_.step(gradients)
 
   def test_nothing_is_lost_when_the_rank_changes(self):
-    """Sent plus kept is all there was: dense, 16, 4, 16, dense."""
+    """Sent plus kept is all there was: dense, 16, 8, 16, dense."""
     owed = np.zeros((ROWS, COLS))
     for step, rung in enumerate((0, 2, 2, 1, 1, 2, 1, 0)):
       gradients = gradients_like(PARAMS, seed=step)
@@ -143,20 +143,20 @@ class RankChangeTest(parameterized.TestCase):
     np.testing.assert_array_equal(self.run_.residual()["w"], 0)
 
   def test_slicing_keeps_the_best_columns(self):
-    """From rank 16 to 4, the 4 strongest directions are there at once."""
-    values = 1.5 ** -np.arange(20)
+    """From rank 16 to 8, the 8 strongest directions are there at once."""
+    values = 1.15 ** -np.arange(40)
     gradients = spectral_gradient(values)
-    best = np.sum(values[4:] ** 2) / np.sum(values**2)
+    best = np.sum(values[8:] ** 2) / np.sum(values**2)
     for _ in range(4):
       self.step(gradients, 2)
       self.clear_residual()
     self.step(gradients, 1)
     warm = edgc_jax.metrics(self.run_.state)["relative_error"]
-    self.assertLess(warm, best + 0.01)
     self.run_.state = self.run_.first_state
     self.step(gradients, 1)
     cold = edgc_jax.metrics(self.run_.state)["relative_error"]
     self.assertGreater(cold, best + 0.05)
+    self.assertLess(warm - best, 0.1 * (cold - best))
 
   def test_columns_serve_again_when_the_rank_grows_back(self):
     values = 1.5 ** -np.arange(20)

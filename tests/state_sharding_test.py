@@ -1,0 +1,59 @@
+"""Which parts of a state are each replica's own."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from absl.testing import absltest
+from jax.sharding import PartitionSpec as P
+from meshes import ShardMap, find, gradients_like
+
+import edgc_jax
+
+PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,)), "s": jnp.zeros(())}
+
+
+class StateSpecsTest(absltest.TestCase):
+  def test_only_residuals_and_sums_are_sharded(self):
+    tx = edgc_jax.accumulate(
+      edgc_jax.skip_nonfinite(
+        optax.chain(edgc_jax.edgc(rank_max=4), optax.adam(1e-3))
+      ),
+      every=2,
+    )
+    specs = edgc_jax.state_specs(tx, PARAMS)
+    self.assertEqual(
+      jax.tree.structure(specs), jax.tree.structure(tx.init(PARAMS))
+    )
+    sharded = {
+      jax.tree_util.keystr(path)
+      for path, spec in jax.tree_util.tree_leaves_with_path(specs)
+      if spec == P("data")
+    }
+    self.assertEqual(
+      sharded,
+      {
+        ".accumulated['b']",
+        ".accumulated['s']",
+        ".accumulated['w']",
+        ".inner_state.inner_state[0].low_rank.residual['w']",
+      },
+    )
+
+  def test_other_axis_and_no_reducer(self):
+    specs = edgc_jax.state_specs(edgc_jax.powersgd(2), PARAMS, "replica")
+    self.assertEqual(specs.low_rank.residual["w"], P("replica"))
+    plain = edgc_jax.state_specs(optax.adam(1e-3), PARAMS)
+    self.assertEqual(set(jax.tree.leaves(plain)), {P()})
+
+  def test_global_shapes(self):
+    """[m, n] on each replica, [N m, n] as one array."""
+    run = ShardMap(edgc_jax.powersgd(2), PARAMS)
+    run.step(gradients_like(PARAMS, 0))
+    residual = find(run.state).low_rank.residual["w"]
+    self.assertEqual(residual.shape, (4 * 16, 24))
+    self.assertEqual(residual.addressable_shards[0].data.shape, (16, 24))
+    self.assertEqual(residual.sharding.spec, P("data"))
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,102 @@
+"""accumulate and skip_nonfinite: replicas decide together."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from meshes import BACKENDS, Pmap, gradients_like
+
+import edgc_jax
+from edgc_jax import compiled_cost
+
+PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,)), "s": jnp.zeros(())}
+
+
+def chain():
+  return optax.chain(edgc_jax.powersgd(2), optax.adam(1e-3))
+
+
+class AccumulateTest(parameterized.TestCase):
+  @parameterized.parameters(*BACKENDS)
+  def test_equals_one_step_on_the_mean(self, backend):
+    every = BACKENDS[backend](edgc_jax.accumulate(chain(), 3), PARAMS)
+    single = BACKENDS[backend](chain(), PARAMS)
+    for step in range(2):
+      parts = [gradients_like(PARAMS, 3 * step + i) for i in range(3)]
+      mean = jax.tree.map(lambda *g: sum(g) / 3, *parts)
+      for part in parts[:2]:
+        for update in jax.tree.leaves(every.step(part)):
+          np.testing.assert_array_equal(update, 0)
+      chex.assert_trees_all_close(
+        every.step(parts[2]), single.step(mean), rtol=1e-3, atol=1e-6
+      )
+    self.assertEqual(every.traces, 1)
+
+  def test_nothing_travels_in_between(self):
+    run = Pmap(edgc_jax.accumulate(chain(), 3), PARAMS)
+    hlo = run.compiled(gradients_like(PARAMS, 0))
+    self.assertEqual(compiled_cost.wire_bytes_outside_branches(hlo), 0)
+    outer = [sorted(x) for x in compiled_cost.wire_bytes_of_branches(hlo)]
+    exchange = edgc_jax.wire_bytes(PARAMS, 2)
+    self.assertTrue(any(b[0] == 0 and b[-1] >= exchange for b in outer), outer)
+
+  def test_a_nonfinite_call_spoils_one_exchange_only(self):
+    run = Pmap(edgc_jax.accumulate(edgc_jax.powersgd(2), 2), PARAMS)
+    bad = gradients_like(PARAMS, 0)
+    bad["w"] = bad["w"].at[2, 0, 0].set(jnp.nan)
+    run.step(bad)
+    np.testing.assert_array_equal(run.step(gradients_like(PARAMS, 1))["b"], 0)
+    run.step(gradients_like(PARAMS, 2))
+    updates = run.step(gradients_like(PARAMS, 3))
+    chex.assert_tree_all_finite(updates)
+    self.assertGreater(np.abs(updates["b"]).max(), 0)
+    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 1)
+
+  def test_bad_argument(self):
+    with self.assertRaisesRegex(ValueError, "`every` must be at least 1"):
+      edgc_jax.accumulate(chain(), 0)
+
+
+class SkipNonfiniteTest(parameterized.TestCase):
+  @parameterized.parameters(*BACKENDS)
+  def test_whole_chain_stays_as_it_was(self, backend):
+    tx = edgc_jax.skip_nonfinite(chain(), "data", max_consecutive=2)
+    run = BACKENDS[backend](tx, PARAMS)
+    run.step(gradients_like(PARAMS, 0))
+    before = run.state.inner_state
+    bad = gradients_like(PARAMS, 1)
+    bad["b"] = bad["b"].at[3, 0].set(jnp.inf)  # on one replica only
+    for update in jax.tree.leaves(run.step(bad)):
+      np.testing.assert_array_equal(update, 0)
+    chex.assert_trees_all_equal(run.state.inner_state, before)
+    values = edgc_jax.metrics(run.state)
+    self.assertEqual(
+      (values["skipped_steps"], values["consecutive_skips"]), (1, 1)
+    )
+    run.step(bad)
+    with self.assertWarnsRegex(RuntimeWarning, "2 steps in a row"):
+      edgc_jax.metrics(run.state)
+    good = gradients_like(PARAMS, 2)
+    updates = run.step(good)
+    values = edgc_jax.metrics(run.state)
+    self.assertEqual(
+      (values["skipped_steps"], values["consecutive_skips"]), (2, 0)
+    )
+
+    # As if the bad steps had never been.
+    other = BACKENDS[backend](tx, PARAMS)
+    other.step(gradients_like(PARAMS, 0))
+    chex.assert_trees_all_equal(other.step(good), updates)
+
+  def test_bad_arguments(self):
+    with self.assertRaisesRegex(ValueError, "`max_consecutive` must be at"):
+      edgc_jax.skip_nonfinite(chain(), max_consecutive=0)
+    tx = edgc_jax.skip_nonfinite(chain(), "replica")
+    with self.assertRaisesRegex(ValueError, "'replica'"):
+      Pmap(tx, PARAMS).step(gradients_like(PARAMS, 0))
+
+
+if __name__ == "__main__":
+  absltest.main()
