@@ -20,24 +20,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
-from ml_collections import config_flags
+from absl import flags
+from ml_collections import ConfigDict
 
 import edgc_jax
 from edgc_jax import comm_cost, entropy
-from experiments import gpt2
+from experiments import command_line, gpt2
 
-_CONFIG = config_flags.DEFINE_config_file("config")
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "How often each is timed.")
 _RANKS = flags.DEFINE_list("ranks", ["8", "20", "32"], "Ranks of powersgd.")
 _AXIS = "data"
 
 
-def main(argv: list[str]) -> None:
+def main(config: ConfigDict) -> None:
   """Prints two tables: times, and memory by the compiler's own account."""
-  del argv
-  config = _CONFIG.value
-  jax.config.update("jax_num_cpu_devices", config.mesh.data)
   replicas = config.mesh.data
   devices = jax.devices()[:replicas]
   model = gpt2.GPT2Config(**config.model.to_dict())
@@ -157,5 +153,4 @@ def _alternate(timed: dict[str, Callable], rounds: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-  flags.mark_flag_as_required("config")
-  app.run(main)
+  command_line.run(main)

@@ -27,7 +27,7 @@ _NOT_STDLIB = re.compile(
   r"(site-packages|dist-packages|tests?|idle_test|idlelib|__pycache__)$"
   r"|config-|_sysconfigdata|\."
 )
-_REMEDY = "Give UTF-8 text, or a folder that holds train.bin and val.bin."
+_REMEDY = "give UTF-8 text, or a folder that holds train.bin and val.bin."
 
 
 class Corpus(NamedTuple):
@@ -74,8 +74,8 @@ def load_corpus(path: str | None = None, *, context: int) -> Corpus:
   root = pathlib.Path(path or sysconfig.get_path("stdlib")).expanduser()
   if not root.exists():
     raise FileNotFoundError(
-      f"data.path: {str(root)!r} does not exist. Give an existing file or "
-      "folder, or leave it empty for the Python standard library."
+      f"`data.path` must exist, got {str(root)!r}, which does not; give a file"
+      " or folder, or leave it empty for the Python standard library."
     )
   root = pathlib.Path(os.path.abspath(root))  # Gives even "." a name.
   if root.name == "train.bin":
@@ -91,7 +91,7 @@ def load_corpus(path: str | None = None, *, context: int) -> Corpus:
   else:
     train, held_out = _load_folder(root)
   for part, tokens in (("train", train), ("held-out", held_out)):
-    _check_length(tokens, context, f"data.path: the {part} part of {name!r}")
+    _check_length(tokens, context, f"`data.path`: the {part} part of {name!r}")
   is_text = train.dtype == np.uint8
   vocab_size = 256 if is_text else _largest_id(train, held_out) + 1
   return Corpus(train, held_out, vocab_size, name, _sha256(train, held_out))
@@ -114,8 +114,8 @@ def check_vocab(corpus: Corpus, vocab_size: int) -> None:
   largest = _largest_id(corpus.train, corpus.held_out)
   if largest >= vocab_size:
     raise ValueError(
-      f"model.vocab_size: {vocab_size} must exceed the largest token id, "
-      f"{largest} in {corpus.name!r}. Set it to {largest + 1} or more."
+      f"`model.vocab_size` must exceed the largest token id ({largest} in"
+      f" {corpus.name!r}), got {vocab_size}; set it to {largest + 1} or more."
     )
 
 
@@ -196,8 +196,8 @@ def held_out_batches(
 def _check_length(tokens: np.ndarray, context: int, name: str) -> None:
   if len(tokens) < context + 1:
     raise ValueError(
-      f"{name} has {len(tokens)} tokens and needs context + 1 = "
-      f"{context + 1}. Give more text or lower model.context."
+      f"{name} must have at least context + 1 = {context + 1} tokens, got"
+      f" {len(tokens)}; give more text or lower model.context."
     )
 
 
@@ -219,14 +219,14 @@ def _load_bin(path: pathlib.Path) -> np.ndarray:
   """Memory-maps little-endian uint16 tokens."""
   if not path.is_file():
     raise FileNotFoundError(
-      f"data.path: {str(path)!r} is missing; train.bin and val.bin must lie in "
-      "one folder. Write both."
+      f"`data.path` must hold both train.bin and val.bin, got no {str(path)!r};"
+      " write both files into one folder."
     )
   size = path.stat().st_size
   if size == 0 or size % 2:
     raise ValueError(
-      f"data.path: {str(path)!r} has {size} bytes, which must be a positive "
-      "even number. Write the tokens as raw little-endian uint16."
+      f"`data.path` must hold uint16 tokens, got {size} bytes in"
+      f" {str(path)!r}; write the tokens as raw little-endian uint16."
     )
   return np.memmap(path, dtype="<u2", mode="r")
 
@@ -245,11 +245,13 @@ def _text_length(data: bytes) -> int:
 def _split_text(path: pathlib.Path, data: bytes) -> list[np.ndarray]:
   """Holds out the last 10 % of one text."""
   if not data:
-    raise ValueError(f"data.path: {str(path)!r} is empty. {_REMEDY}")
+    raise ValueError(
+      f"`data.path` must hold text, got an empty {str(path)!r}; {_REMEDY}"
+    )
   if (offset := _text_length(data)) < len(data):
     raise ValueError(
-      f"data.path: {str(path)!r} is not text: the byte at offset {offset} is "
-      f"NUL or not valid UTF-8. {_REMEDY}"
+      f"`data.path` must hold text, got {str(path)!r}, whose byte at offset"
+      f" {offset} is NUL or not valid UTF-8; {_REMEDY}"
     )
   tokens = np.frombuffer(data, np.uint8)
   return np.split(tokens, [len(tokens) - len(tokens) // 10])
@@ -269,7 +271,10 @@ def _load_folder(
   read = [(path, path.read_bytes()) for path in paths if path.is_file()]
   texts = [(p, text) for p, text in read if 0 < len(text) == _text_length(text)]
   if not texts:
-    raise ValueError(f"data.path: no text file in {str(root)!r}. {_REMEDY}")
+    raise ValueError(
+      f"`data.path` must hold text, got no text file in {str(root)!r};"
+      f" {_REMEDY}"
+    )
   if len(texts) == 1:
     return _split_text(*texts[0])
   every = min(_HELD_OUT_FILES, len(texts))

@@ -202,69 +202,69 @@ _TOKENS = bytes(40)
 @pytest.mark.parametrize(
   "files, path, error, parts",
   [
-    ({}, "none.txt", FileNotFoundError, ["none.txt", "does not exist", "Give"]),
-    ({"a.txt": b""}, "a.txt", ValueError, ["a.txt", "empty", "Give UTF-8"]),
-    ({}, "", ValueError, ["no text file", "Give UTF-8"]),
-    ({"a": b"\xff", "b": b""}, "", ValueError, ["no text file", "Give UTF-8"]),
+    ({}, "none.txt", FileNotFoundError, ["none.txt", "must exist", "give"]),
+    ({"a.txt": b""}, "a.txt", ValueError, ["a.txt", "empty", "give UTF-8"]),
+    ({}, "", ValueError, ["no text file", "give UTF-8"]),
+    ({"a": b"\xff", "b": b""}, "", ValueError, ["no text file", "give UTF-8"]),
     (
       {"a.txt": _LONG + b"\xff\0"},
       "a.txt",
       ValueError,
-      ["a.txt", f"offset {len(_LONG)} ", "Give UTF-8 text", "train.bin"],
+      ["a.txt", f"offset {len(_LONG)} ", "give UTF-8 text", "train.bin"],
     ),
     (
       {"a.txt": b"nul\0" + b"\xff"},
       "a.txt",
       ValueError,
-      ["a.txt", "offset 3 ", "Give UTF-8 text", "train.bin"],
+      ["a.txt", "offset 3 ", "give UTF-8 text", "train.bin"],
     ),
     (
       {"a.txt": b"a" * 40},
       "a.txt",
       ValueError,
-      ["held-out part of 'a.txt' has 4 tokens", "context + 1 = 5", "Give more"],
+      ["held-out part of 'a.txt'", "got 4; give more", "context + 1 = 5"],
     ),
     (
       {"a.txt": b"abc", "b.txt": b"long enough"},
       "",
       ValueError,
-      ["train part", "has 4 tokens", "context + 1 = 5", "model.context"],
+      ["train part", "got 4;", "context + 1 = 5", "model.context"],
     ),
     (
       {"train.bin": _TOKENS + b"0", "val.bin": _TOKENS},
       "",
       ValueError,
-      ["train.bin", "41 bytes", "even", "Write the tokens", "uint16"],
+      ["train.bin", "got 41 bytes", "write the tokens", "uint16"],
     ),
     (
       {"train.bin": _TOKENS, "val.bin": b""},
       "",
       ValueError,
-      ["val.bin", "0 bytes", "positive", "Write the tokens"],
+      ["val.bin", "got 0 bytes", "write the tokens"],
     ),
     (
       {"train.bin": _TOKENS},
       "train.bin",
       FileNotFoundError,
-      ["val.bin", "missing", "Write both"],
+      ["val.bin", "must hold both", "write both"],
     ),
     (
       {"val.bin": _TOKENS, "input.txt": _LONG},
       "",
       FileNotFoundError,
-      ["train.bin", "missing", "Write both"],
+      ["train.bin", "must hold both", "write both"],
     ),
     (
       {"train.bin": _TOKENS, "val.bin": b"1234"},
       "",
       ValueError,
-      ["held-out part", "has 2 tokens", "context + 1 = 5", "model.context"],
+      ["held-out part", "got 2;", "context + 1 = 5", "model.context"],
     ),
   ],
 )
 def test_load_errors(tmp_path, files, path, error, parts):
   root = pathlib.Path(_write(tmp_path, files))
-  with pytest.raises(error, match=r"^data\.path") as caught:
+  with pytest.raises(error, match=r"^`data\.path`") as caught:
     _load(root / path)
   for part in parts:
     assert part in str(caught.value)
@@ -295,7 +295,9 @@ def test_check_vocab():
   )
   data.check_vocab(corpus, 256)
   data.check_vocab(corpus, 12)
-  with pytest.raises(ValueError, match=r"model\.vocab_size: 11 .* 11 .* 12 or"):
+  with pytest.raises(
+    ValueError, match=r"`model\.vocab_size` .*11 .* got 11; .* 12 or"
+  ):
     data.check_vocab(corpus, 11)
 
 

@@ -143,7 +143,7 @@ def test_errors_come_before_anything_is_written(
 
 def test_folder_of_another_run(tmp_path):
   (tmp_path / "notes.txt").write_text("mine")
-  with pytest.raises(FileExistsError, match="`run_dir`.*other files"):
+  with pytest.raises(FileExistsError, match=r"`run_dir`.*other files"):
     Trainer(small(tmp_path))
   (tmp_path / "notes.txt").unlink()
   trainer = Trainer(small(tmp_path))
@@ -170,7 +170,9 @@ def test_larger_config_is_sound(tmp_path):
 @pytest.mark.parametrize(
   "argument, message",
   [
-    ("--config.optimizer.learning_rat=1", "learning_rat"),
+    ("--config.optimizer.weight_decai=1", "optimizer.weight_decay"),
+    ("--config.stepz=1", "got 'stepz'; the nearest is steps"),
+    ("--config=nowhere.py", "`--config`"),
     ("--config.batch_size=10", "error: `batch_size`"),
   ],
 )

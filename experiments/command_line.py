@@ -1,0 +1,71 @@
+"""The --config flag of all scripts, and errors that name the nearest key."""
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "A file in configs/, with :REDUCER behind it if you like."
+)
+_OVERRIDE = re.compile(r"--config\.([\w.]+)")
+
+
+def run(main: Callable[[ConfigDict], Any]) -> None:
+  """Parses the flags, makes CPU devices for the replicas, calls `main`."""
+
+  def start(argv: list[str]) -> None:
+    if len(argv) > 1:
+      sys.exit(f"error: unknown arguments {argv[1:]}; options begin with --.")
+    config = _CONFIG.value
+    if not _devices_are_chosen():
+      # Only the CPU platform heeds this: replicas on one machine's cores.
+      jax.config.update("jax_num_cpu_devices", max(1, config.mesh.data))
+    main(config)
+
+  flags.mark_flag_as_required("config")
+  app.run(start, flags_parser=_parse)
+
+
+def _parse(argv: list[str]) -> list[str]:
+  """As absl does, but with one clear error for a key that does not exist."""
+  try:
+    return app.parse_flags_with_usage(argv)
+  except OSError as error:
+    sys.exit(f"error: `--config` must name a file of Python: {error}")
+  except (AttributeError, KeyError) as error:
+    overrides = _OVERRIDE.findall(" ".join(argv))
+    # Once more without them; ml_collections looks for them in sys.argv.
+    sys.argv = [a for a in argv if not _OVERRIDE.match(a)]
+    flags.FLAGS.unparse_flags()
+    app.parse_flags_with_usage(sys.argv)
+    keys = list(_flatten(_CONFIG.value.to_dict()))
+    for key in overrides:
+      if key not in keys:
+        near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
+        sys.exit(
+          f"error: `--config.KEY` must be a key of the configuration, got"
+          f" {key!r}; the nearest is {near}."
+        )
+    raise error
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Any:
+  """Dotted names of all values."""
+  for name, value in tree.items():
+    if isinstance(value, dict):
+      yield from _flatten(value, f"{prefix}{name}.")
+    else:
+      yield prefix + name
+
+
+def _devices_are_chosen() -> bool:
+  """Whether the user says how many CPU devices there are."""
+  in_flags = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+  return in_flags or "JAX_NUM_CPU_DEVICES" in os.environ
