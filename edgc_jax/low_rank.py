@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from edgc_jax import collectives
@@ -57,17 +58,13 @@ class Exchange(NamedTuple):
 def init_factors(plan: Plan, seed: int) -> list[jax.Array]:
   """Gaussian first factors, the same on every replica."""
   keys = jax.random.split(jax.random.key(seed), max(len(plan.leaves), 1))
-  return [
-    _gaussian(
-      keys[i],
-      (
-        plan.leaves[i].view.count,
-        plan.leaves[i].view.cols,
-        plan.factor_columns(plan.leaves[i]),
-      ),
-    )
-    for i in plan.compressible
-  ]
+  factors = []
+  for i in plan.compressible:
+    leaf = plan.leaves[i]
+    shape = (leaf.view.count, leaf.view.cols, plan.factor_columns(leaf))
+    draw = jax.random.normal(keys[i], shape, jnp.float32)
+    factors.append(_unit_columns(draw))
+  return factors
 
 
 def exchange(
@@ -161,10 +158,13 @@ def _bases(factors: list[jax.Array], key: jax.Array) -> list[jax.Array]:
   columns, alive = principal_columns(factors)
 
   def refill(columns: list[jax.Array]) -> list[jax.Array]:
-    keys = jax.random.split(key, len(columns))
+    # One draw for all leaves: a generator for each compiles slowly.
+    sizes = [q.size for q in columns]
+    draws = jax.random.normal(key, (sum(sizes),), jnp.float32)
+    draws = jnp.split(draws, np.cumsum(sizes[:-1]))
     return [
-      jnp.where(live[:, None, :], q, _gaussian(k, q.shape))
-      for q, live, k in zip(columns, alive, keys, strict=True)
+      jnp.where(live[:, None, :], q, _unit_columns(new.reshape(q.shape)))
+      for q, live, new in zip(columns, alive, draws, strict=True)
     ]
 
   # Drawing random numbers costs more than all else here: only when needed.
@@ -172,9 +172,9 @@ def _bases(factors: list[jax.Array], key: jax.Array) -> list[jax.Array]:
   return jax.lax.cond(nothing_died, lambda c: c, refill, columns)
 
 
-def _gaussian(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
-  """Gaussian columns of expected length one."""
-  return jax.random.normal(key, shape, jnp.float32) * shape[1] ** -0.5
+def _unit_columns(gaussian: jax.Array) -> jax.Array:
+  """Scales [k, n, r] Gaussian entries to columns of expected length one."""
+  return gaussian * gaussian.shape[1] ** -0.5
 
 
 def _energy(stacks: Sequence[jax.Array]) -> jax.Array | tuple[()]:

@@ -87,8 +87,8 @@ def _table(summaries: dict[str, list[dict[str, Any]]]) -> str:
     " dense warm-up included.",
     "",
     "| method | held-out loss | spread | gap to the first | ratio"
-    " | MB a step | tokens a second |",
-    "|---|---|---|---|---|---|---|",
+    " | MB a step |",
+    "|---|---|---|---|---|---|",
   ]
   for method, runs in summaries.items():
     losses = [s["val_loss"] for s in runs]
@@ -96,10 +96,9 @@ def _table(summaries: dict[str, list[dict[str, Any]]]) -> str:
     spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
     ratio = statistics.mean(s["compression_ratio"] for s in runs)
     sent = statistics.mean(s["wire_bytes_per_step"][0] for s in runs) / 1e6
-    speed = statistics.median(s["tokens_per_second"] for s in runs)
     lines.append(
       f"| {method} | {mean:.4f} | {spread:.4f} | {mean / baseline - 1:+.2%}"
-      f" | {ratio:.2f} | {sent:.2f} | {speed:,.0f} |"
+      f" | {ratio:.2f} | {sent:.2f} |"
     )
   lines += ["", "## Every run", ""]
   lines += ["| method | seed | held-out loss | ratio | rank, from step |"]
