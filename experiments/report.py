@@ -7,28 +7,21 @@ current directory for several runs. It may be called while a run goes on.
 """
 
 import base64
-import dataclasses
 import html
 import json
+import pathlib
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+# `experiments` lies in the repository, and is not installed.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from absl import app
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import (
-  FuncFormatter,
-  LogLocator,
-  MaxNLocator,
-  NullLocator,
-)
 
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#e69f00", "#7f4f24")
+from experiments import panels
+
 # fmt: off
 _KEYS = (
   "step", "loss", "val_loss", "entropy", "rank", "wire_bytes", "dense_bytes",
@@ -55,28 +48,10 @@ pre { overflow-x: auto; padding: 1rem; background: #8882; }
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-  """What a run folder holds; columns are [lines, stages], NaN for nothing."""
-
-  name: str
-  config: dict[str, Any]
-  summary: dict[str, Any]  # Empty until the run has ended.
-  columns: dict[str, np.ndarray]
-
-  @property
-  def reducer(self) -> str:
-    settings = self.config | self.summary
-    return str(settings.get("reducer", "unknown reducer"))
-
-  @property
-  def label(self) -> str:
-    return f"{self.reducer} ({self.name})"
-
-
 def write_report(
-  run_dirs: Sequence[Path | str], out_dir: Path | str | None = None
-) -> tuple[Path, Path]:
+  run_dirs: Sequence[pathlib.Path | str],
+  out_dir: pathlib.Path | str | None = None,
+) -> tuple[pathlib.Path, pathlib.Path]:
   """Draws runs side by side and writes a page with their key numbers.
 
   Args:
@@ -93,12 +68,13 @@ def write_report(
   """
   if not run_dirs:
     raise ValueError(f"run_dirs is {run_dirs!r}: give at least one run folder")
-  runs = [_load(Path(run_dir)) for run_dir in run_dirs]
+  runs = [_load(pathlib.Path(run_dir)) for run_dir in run_dirs]
   if out_dir is None:
     out_dir = run_dirs[0] if len(runs) == 1 else "."
-  picture, page = Path(out_dir, "report.png"), Path(out_dir, "report.html")
-  picture.parent.mkdir(parents=True, exist_ok=True)
-  _figure(runs).savefig(picture, dpi=100)
+  folder = pathlib.Path(out_dir)
+  folder.mkdir(parents=True, exist_ok=True)
+  picture, page = folder / "report.png", folder / "report.html"
+  panels.draw(runs).savefig(picture, dpi=100)
   page.write_text(_page(runs, picture.read_bytes()), encoding="utf-8")
   return picture, page
 
@@ -120,26 +96,7 @@ def summary_table(summary: dict[str, Any]) -> str:
   return "\n".join(lines)
 
 
-def downsample(values: np.ndarray, limit: int = 2000) -> np.ndarray:
-  """Picks the points of a curve to draw.
-
-  Args:
-    values: [points], NaN for a gap.
-    limit: The most points to keep, at least 4.
-
-  Returns:
-    Increasing indices: both ends, and the least and the greatest value of
-    each of equal stretches, so that no spike is lost.
-  """
-  if len(values) <= limit:
-    return np.arange(len(values))
-  kept = [0, len(values) - 1]
-  for part in np.array_split(np.arange(len(values)), limit // 2 - 1):
-    kept += [part[values[part].argmin()], part[values[part].argmax()]]
-  return np.unique(kept)
-
-
-def _load(folder: Path) -> _Run:
+def _load(folder: pathlib.Path) -> panels.Run:
   path = folder / "metrics.jsonl"
   if not folder.is_dir():
     raise FileNotFoundError(
@@ -168,7 +125,7 @@ def _load(folder: Path) -> _Run:
         continue
       for key, values in rows.items():
         values.append(record.get(key))
-  return _Run(
+  return panels.Run(
     name=folder.resolve().name,
     config=_read_object(folder / "config.json"),
     summary=_read_object(folder / "summary.json"),
@@ -176,7 +133,7 @@ def _load(folder: Path) -> _Run:
   )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: pathlib.Path) -> dict[str, Any]:
   try:
     return dict(json.loads(path.read_bytes()))
   except FileNotFoundError:
@@ -194,54 +151,13 @@ def _matrix(values: list) -> np.ndarray:
   return np.array(padded, float).reshape(len(rows), width)
 
 
-def _byte_unit(count: float) -> tuple[float, str]:
-  power = 0
-  while power < 4 and count / 1000**power >= 999.5:
-    power += 1
-  return 1000.0**power, ("B", "kB", "MB", "GB", "TB")[power]
-
-
-def _human_bytes(count: float) -> str:
-  scale, unit = _byte_unit(count)
-  return f"{count / scale:.3g} {unit}"
-
-
-def _numbers(run: _Run) -> dict[str, Any]:
-  """The summary, or as much of it as the lines so far tell."""
-
-  def last(key: str) -> float | None:
-    values = run.columns[key][:, 0]
-    values = values[np.isfinite(values)]
-    return values[-1].item() if values.size else None
-
-  steps, rank = run.columns["step"][:, 0], run.columns["rank"]
-  changed = np.ones(len(rank), bool)
-  changed[1:] = (rank[1:] != rank[:-1]).any(axis=1)
-  changed &= np.isfinite(rank).all(axis=1)
-  dense, ratio = last("dense_bytes"), last("compression_ratio")
-  return {
-    "reducer": run.reducer,
-    "steps": last("step"),
-    "stages": run.columns["wire_bytes"].shape[1] if steps.size else None,
-    "train_loss": last("loss"),
-    "val_loss": last("val_loss"),
-    "dense_bytes_per_step": dense,
-    "wire_bytes_per_step": dense / ratio if dense and ratio else None,
-    "compression_ratio": ratio,
-    "rank_history": list(zip(steps[changed], rank[changed], strict=True)),
-    "seconds": last("seconds"),
-    "tokens_per_second": last("tokens_per_second"),
-    "skipped_steps": last("skipped_steps"),
-    **run.summary,
-  }
-
-
 def _rows(numbers: dict[str, Any], width: int) -> dict[str, str]:
   """The key numbers as text by name, "-" for what is not known."""
   sent = numbers.get("wire_bytes_per_step")
   dense = numbers.get("dense_bytes_per_step")
   if sent is not None and dense is not None:
-    sent = f"{_human_bytes(np.sum(sent))} (dense {_human_bytes(np.sum(dense))})"
+    sent, dense = map(panels.human_bytes, (np.sum(sent), np.sum(dense)))
+    sent = f"{sent} (dense {dense})"
   history, steps = numbers.get("rank_history"), numbers.get("steps")
   rows = {
     "reducer": (numbers.get("reducer"), ""),
@@ -288,12 +204,12 @@ def _rank_text(
   return "\n".join(lines)
 
 
-def _page(runs: Sequence[_Run], picture: bytes) -> str:
+def _page(runs: Sequence[panels.Run], picture: bytes) -> str:
   tables = [
     {
       "run": run.name,
       "state": "finished" if run.summary else "not finished",
-      **_rows(_numbers(run), width=100),
+      **_rows(run.numbers(), width=100),
     }
     for run in runs
   ]
@@ -312,146 +228,6 @@ def _page(runs: Sequence[_Run], picture: bytes) -> str:
       f"<pre>{html.escape(config)}</pre></details>"
     )
   return "\n".join([*text, "</html>\n"])
-
-
-def _figure(runs: Sequence[_Run]) -> Figure:
-  figure = Figure(figsize=(14, 9), layout="constrained")
-  figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-  FigureCanvasAgg(figure)
-  (loss, spent, entropy), (rank, wire, error) = figure.subplots(2, 3)
-  columns = [run.columns for run in runs]
-  # The ratio is of the whole run so far, so this is exact on every line.
-  sent = [
-    c["dense_bytes"] * c["step"] / c["compression_ratio"] for c in columns
-  ]
-  scale, unit = _byte_unit(max(np.nanmax(s, initial=0) for s in sent))
-  top = max(np.nanmax(c["rank"], initial=0.5) for c in columns)
-  handles, losses = [], set()
-  for i, (run, c) in enumerate(zip(runs, columns, strict=True)):
-    color, steps, dense = _COLORS[i % len(_COLORS)], c["step"], c["rank"] == 0
-    handles.append(Line2D([], [], color=color, linewidth=3, label=run.label))
-    _curves(loss, steps, c["loss"], color, linewidth=0.6, alpha=0.6)
-    _curves(loss, steps, c["val_loss"], color, marker="o")
-    # One evaluation makes no curve.
-    is_curve = np.isfinite(c["val_loss"]).sum() > 1
-    known = c["val_loss"] if is_curve else c["loss"]
-    _curves(spent, sent[i] / scale, known, color)
-    if np.isfinite(known).any():
-      losses.add("held-out" if is_curve else "training")
-    _curves(entropy, steps, c["entropy"], color, linewidth=0.9)
-    # Dense is not a rank of zero: it has a band above all ranks, and in it
-    # every run has its own height.
-    height = top * (1.08 + 0.16 * (i + 1) / (len(runs) + 1))
-    shown = np.where(dense, height, c["rank"])
-    _curves(rank, steps, shown, color, drawstyle="steps-post")
-    total = c["wire_bytes"].sum(axis=1, keepdims=True)
-    _curves(wire, steps, total, color, drawstyle="steps-post")
-    measured = np.where(dense, np.nan, c["relative_error"])
-    _curves(error, steps, measured, color, gaps=True, linewidth=0.8, alpha=0.5)
-    # Zero stands for no prediction.
-    unknown = dense | (c["predicted_error"] == 0)
-    predicted = np.where(unknown, np.nan, c["predicted_error"])
-    _curves(error, steps, predicted, color, gaps=True, linestyle="--", zorder=3)
-
-  absent = "not measured by this reducer"
-  loss_name = " or ".join(sorted(losses)) or "held-out"
-  panels = (
-    (loss, "Loss: training (thin), held-out (points)", "loss (nats)", ""),
-    (spent, "Loss by bytes sent", f"{loss_name} loss (nats)", ""),
-    (entropy, "Entropy of the gradient", "entropy (nats)", absent),
-    (rank, "Rank", "rank", absent),
-    (wire, "Bytes of a step, dense dashed", "sent per replica", absent),
-    (error, "Error: measured, predicted dashed", "energy lost (fraction)",
-     "nothing was compressed"),
-  )  # fmt: skip
-  for axes, title, y_label, reason in panels:
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axes.set(xlabel="step", ylabel=y_label)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=axes is not spent))
-    axes.set_xlim(0, (axes if axes is spent else loss).get_xlim()[1])
-    if not axes.lines:
-      axes.set(xticks=[], yticks=[])
-      reason = reason if loss.lines else "nothing logged yet"
-      center = {"transform": axes.transAxes, "ha": "center", "va": "center"}
-      axes.text(0.5, 0.5, reason, color="#666666", **center)
-  spent.set_xlabel(f"sent so far ({unit} per replica)")
-  if rank.lines:
-    _dress_rank(rank, top, any((c["rank"] == 0).any() for c in columns))
-  if wire.lines:
-    _dress_wire(wire, {d for c in columns for d in c["dense_bytes"][-1:, 0]})
-  if error.lines:
-    error.set_ylim(0, error.get_ylim()[1] * 1.02)
-  stages = max(c["wire_bytes"].shape[1] for c in columns)
-  for stage in sorted({0, stages - 1}) if stages > 1 else ():
-    key = {"color": _shade("#000000", stage, stages), "linewidth": 3}
-    handles.append(Line2D([], [], label=f"stage {stage}", **key))
-  # About 180 letters fit across, the line beside a label takes up to ten.
-  fitting = 180 // (max(len(run.label) for run in runs) + 10)
-  place = {"loc": "outside upper left", "frameon": False}
-  place["ncols"] = min(max(fitting, 1), 4)
-  for text in figure.legend(handles=handles, **place).get_texts():
-    text.set_parse_math(False)  # A folder's name may hold a dollar sign.
-  return figure
-
-
-def _dress_rank(axes: Axes, top: float, dense: bool) -> None:
-  ticks = MaxNLocator(5, integer=True).tick_values(0, top)
-  ticks = [tick for tick in ticks if 1 <= tick <= top]
-  labels = [f"{tick:.0f}" for tick in ticks]
-  if dense:
-    axes.axhspan(top * 1.08, top * 1.24, color="#eeeeee", zorder=0)
-    ticks, labels = [*ticks, top * 1.16], [*labels, "dense"]
-  axes.set_yticks(ticks, labels)
-  axes.set_ylim(0, top * (1.24 if dense else 1.05))
-
-
-def _dress_wire(axes: Axes, dense: set[float]) -> None:
-  values = np.concatenate(
-    [*(line.get_ydata() for line in axes.lines), [*dense]]
-  )
-  values = values[values > 0]
-  for count in dense:
-    axes.axhline(count, color="#444444", linestyle="--", linewidth=1)
-  axes.set_yscale("log")
-  # Room on both sides, so that at least one of 1, 2, 5 has its tick.
-  axes.set_ylim(values.min() / 2, values.max() * 2)
-  axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-  axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: _human_bytes(v)))
-  axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _shade(color: str, stage: int, stages: int) -> np.ndarray:
-  """The colour for stage 0, lighter for every further stage."""
-  light = 0.65 * stage / max(stages - 1, 1)
-  return (1 - light) * np.array(to_rgb(color)) + light
-
-
-def _curves(
-  axes: Axes,
-  x: np.ndarray,
-  y: np.ndarray,
-  color: str,
-  gaps: bool = False,
-  **style: Any,
-) -> None:
-  """Draws every stage of y [lines, stages] over x [lines, 1].
-
-  Without `gaps` a curve goes on through lines that lack a value.
-  """
-  stages = y.shape[1]
-  for stage in range(stages):
-    known = np.isfinite(y[:, stage])
-    if not known.any():
-      continue
-    lines = np.flatnonzero(known | gaps)
-    lines = lines[downsample(y[lines, stage])]
-    shade = _shade(color, stage, stages)
-    # Later stages are thinner, so that equal curves all show.
-    own = {"linewidth": 1.8 - stage / stages, "markersize": 3}
-    own["marker"] = "o" if len(lines) < 20 else ""
-    axes.plot(x[lines, 0], y[lines, stage], color=shade, **(own | style))
 
 
 def main(argv: Sequence[str]) -> None:

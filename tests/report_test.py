@@ -8,7 +8,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from experiments import report
+from experiments import panels, report
 
 DENSE_BYTES = 8_000_000
 SUMMARY = {
@@ -64,9 +64,9 @@ def write_run(folder, steps, summary=None, config=None, **options):
   return folder
 
 
-def panels(*folders):
+def draw(*folders):
   """The panels of the picture, by the first word of their title."""
-  axes = report._figure([report._load(folder) for folder in folders]).axes
+  axes = panels.draw([report._load(folder) for folder in folders]).axes
   names = ("loss", "sent", "entropy", "rank", "wire", "error")
   return dict(zip(names, axes, strict=True))
 
@@ -107,12 +107,12 @@ def test_several_runs_side_by_side(tmp_path, monkeypatch):
   assert "allreduce (a $x_$ name)" in page.read_text()
   picture, _ = report.write_report([first, second], tmp_path / "new" / "out")
   assert picture.is_file()
-  loss = panels(first, second)["loss"]
+  loss = draw(first, second)["loss"]
   assert len({line.get_color().tobytes() for line in loss.lines}) == 2
 
 
 def test_curves(tmp_path):
-  drawn = panels(write_run(tmp_path / "run", 200, stages=2))
+  drawn = draw(write_run(tmp_path / "run", 200, stages=2))
   held_out = drawn["sent"].lines[0]
   # 8 MB a step over a ratio of 2.5, at the evaluations of steps 100 and 200.
   np.testing.assert_allclose(held_out.get_xdata(), [320, 640])
@@ -135,23 +135,23 @@ def test_curves(tmp_path):
 
 
 def test_one_evaluation_gives_way_to_the_training_loss(tmp_path):
-  sent = panels(write_run(tmp_path / "run", 100))["sent"]
+  sent = draw(write_run(tmp_path / "run", 100))["sent"]
   assert sent.get_ylabel() == "training loss (nats)"
   assert len(sent.lines[0].get_xdata()) == 100
 
 
 def test_panels_without_data_say_so(tmp_path):
   dense = write_run(tmp_path / "dense", 50, compressed=False)
-  drawn = panels(dense)
+  drawn = draw(dense)
   assert shown(drawn["entropy"]) == ["not measured by this reducer"]
   assert shown(drawn["error"]) == ["nothing was compressed"]
   assert not shown(drawn["loss"])
   empty = write_run(tmp_path / "empty", 0)
-  for axes in panels(empty).values():
+  for axes in draw(empty).values():
     assert shown(axes) == ["nothing logged yet"]
   # Another run's data fills the panel.
   edgc = write_run(tmp_path / "edgc", 50)
-  assert not shown(panels(dense, empty, edgc)["entropy"])
+  assert not shown(draw(dense, empty, edgc)["entropy"])
 
 
 @pytest.mark.parametrize("tail", ['{"step": 3, "lo', '{"step": 3, "x": "\xe9'])
@@ -268,15 +268,15 @@ def test_summary_table_leaves_out_what_is_unknown():
 def test_downsample_keeps_ends_and_spikes():
   values = np.zeros(100_000)
   values[[12_345, 77_777]] = [9.0, -9.0]
-  kept = report.downsample(values)
+  kept = panels.downsample(values)
   assert len(kept) <= 2000
   assert {0, 12_345, 77_777, 99_999} <= set(kept.tolist())
   assert (np.diff(kept) > 0).all()
-  np.testing.assert_array_equal(report.downsample(values[:2000]), range(2000))
+  np.testing.assert_array_equal(panels.downsample(values[:2000]), range(2000))
 
 
 def test_long_runs_are_thinned(tmp_path):
-  drawn = panels(write_run(tmp_path / "run", 5000))
+  drawn = draw(write_run(tmp_path / "run", 5000))
   for axes in drawn.values():
     assert max(len(line.get_xdata()) for line in axes.lines) <= 2000
   assert drawn["loss"].lines[0].get_xdata()[[0, -1]].tolist() == [1, 5000]
