@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint format clean
+.PHONY: train test lint format compare bench clean
 
 # The stamp is remade when what is to be installed changes.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -15,7 +15,7 @@ train: $(VENV)/installed
 	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny.py
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -24,6 +24,14 @@ lint: $(VENV)/installed
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Five methods with three seeds each; goes on where it was cut off.
+compare: $(VENV)/installed
+	$(BIN)/python experiments/compare.py --config=configs/gpt2_tiny.py
+
+# Time and memory of the reducers beside forward and backward.
+bench: $(VENV)/installed
+	$(BIN)/python experiments/bench_reducer.py --config=configs/gpt2_tiny.py
 
 clean:
 	rm -rf $(VENV)

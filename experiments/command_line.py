@@ -14,6 +14,7 @@ from ml_collections import ConfigDict, config_flags
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file in configs/, with :REDUCER behind it if you like."
 )
+_FILE = re.compile(r"--?config=([^:]*)")
 _OVERRIDE = re.compile(r"--config\.([\w.]+)")
 
 
@@ -35,10 +36,14 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
 
 def _parse(argv: list[str]) -> list[str]:
   """As absl does, but with one clear error for a key that does not exist."""
+  for file in (m.group(1) for m in map(_FILE.match, argv) if m):
+    if not os.path.isfile(file):
+      sys.exit(
+        f"error: `--config` must name a file, got {file!r}, which does not"
+        " exist; those of this project are in configs/."
+      )
   try:
     return app.parse_flags_with_usage(argv)
-  except OSError as error:
-    sys.exit(f"error: `--config` must name a file of Python: {error}")
   except (AttributeError, KeyError) as error:
     overrides = _OVERRIDE.findall(" ".join(argv))
     # Once more without them; ml_collections looks for them in sys.argv.

@@ -20,8 +20,8 @@ from absl import app, flags
 _CONFIG = flags.DEFINE_string("config", None, "A file in configs/.")
 _METHODS = flags.DEFINE_list(
   "methods",
-  ["allreduce", "powersgd.rank=8", "powersgd.rank=20", "powersgd.rank=32",
-   "edgc"],
+  ["allreduce", "edgc", "powersgd.rank=8", "powersgd.rank=20",
+   "powersgd.rank=32"],
   "Reducers, each with an option of its own behind it if you like.",
 )  # fmt: skip
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds.")
