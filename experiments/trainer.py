@@ -7,27 +7,22 @@ line is logged, so that devices never wait for the host in between.
 
 import functools
 import pathlib
-import sys
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tqdm
 from jax import lax
 from ml_collections import ConfigDict
 
 import edgc_jax
 from experiments import data, gpt2, report
-from experiments.optimizer import make_optimizer, make_schedule
+from experiments.optimizer import make_optimizer
 from experiments.run_folder import RunFolder, environment
+from experiments.run_log import RunLog
 
 AXIS = "data"
-# Numbers that differ per pipeline stage are lists, one entry a stage.
-_PER_STAGE = ("entropy", "rank", "rung", "wire_bytes", "relative_error",
-              "predicted_error", "residual_norm")  # fmt: skip
 
 
 class Trainer:
@@ -75,7 +70,7 @@ class Trainer:
 
   def _train(self) -> dict[str, Any]:
     config = self.config
-    started = time.monotonic()
+    log = RunLog(self.folder)
     params, opt_state = self._init()
     num_params = sum(p[0].size for p in jax.tree.leaves(params))
     step_fn = jax.pmap(
@@ -87,7 +82,6 @@ class Trainer:
       batch_size=config.batch_size,
       seed=config.seed,
     )
-    log = _Log(self.folder, config.steps, started)
     for step in range(1, config.steps + 1):
       batch = self._split(next(batches))
       params, opt_state, numbers = step_fn(params, opt_state, batch)
@@ -100,10 +94,7 @@ class Trainer:
         if is_evaluated:
           line["val_loss"] = self._evaluate(params)
         log.write(line)
-        if step == 1:
-          log.start_clock()
     log.close()
-    tokens = config.batch_size * self.model.context
     wire = log.wire_bytes / config.steps
     return {
       "reducer": config.reducer,
@@ -119,8 +110,8 @@ class Trainer:
       "rank_history": log.rank_history,
       "skipped_steps": line["skipped_steps"],
       "traces": self.traces,
-      "seconds": time.monotonic() - started,
-      "tokens_per_second": tokens * log.steps_per_second,
+      "seconds": log.seconds(),
+      "tokens_per_second": line["tokens_per_second"],
       "corpus": {"name": self.corpus.name, "sha256": self.corpus.sha256},
       "environment": environment(),
     }
@@ -179,93 +170,6 @@ class Trainer:
         f"{line['consecutive_skips']} steps in a row up to step {step} had"
         " non-finite gradients; lower optimizer.lr or look at the data."
       )
-
-
-class _Log:
-  """Collects the numbers of the steps, and shows and writes them."""
-
-  def __init__(self, folder: RunFolder, steps: int, started: float):
-    self.folder = folder
-    self.started = started
-    self.pending: list[dict[str, jax.Array]] = []
-    self.rank_history: list[Any] = []
-    self.wire_bytes = 0.0
-    self.steps = steps
-    self.clock = (1, started)
-    self.is_terminal = sys.stderr.isatty()
-    self.bar = tqdm.tqdm(
-      total=steps, disable=not self.is_terminal, unit="step", smoothing=0.1
-    )
-    self.learning_rate = make_schedule(ConfigDict(folder.config))
-
-  def add(self, numbers: dict[str, jax.Array]) -> None:
-    """Keeps a step's numbers, still on the devices."""
-    self.pending.append(numbers)
-
-  def fetch(self, step: int) -> dict[str, Any]:
-    """The line for the steps since the last one; its loss is their mean."""
-    first = lambda x: x.addressable_shards[0].data  # noqa: E731
-    steps = jax.device_get(jax.tree.map(first, self.pending))
-    steps = [{k: np.ravel(v)[0].item() for k, v in s.items()} for s in steps]
-    self.pending = []
-    for number, values in enumerate(steps, step - len(steps) + 1):
-      self.wire_bytes += values["wire_bytes"]
-      rank = [values["rank"]]
-      if not self.rank_history or self.rank_history[-1][1] != rank:
-        self.rank_history.append([number, rank])
-    line = dict(steps[-1], step=step)
-    line["loss"] = float(np.mean([s["loss"] for s in steps]))
-    line["learning_rate"] = float(self.learning_rate(step - 1))
-    line["compression_ratio"] = line["dense_bytes"] * step / self.wire_bytes
-    line["seconds"] = time.monotonic() - self.started
-    line["tokens_per_second"] = self._tokens * self.steps_per_second_at(step)
-    return line
-
-  @functools.cached_property
-  def _tokens(self) -> int:
-    config = self.folder.config
-    return config["batch_size"] * config["model"]["context"]
-
-  def steps_per_second_at(self, step: int) -> float:
-    """Mean speed since the first step, which compiled."""
-    since, at = self.clock
-    elapsed = time.monotonic() - at
-    return max(step - since, 1) / max(elapsed, 1e-9)
-
-  @property
-  def steps_per_second(self) -> float:
-    return self.steps_per_second_at(self.steps)
-
-  def start_clock(self) -> None:
-    """Called after the first step."""
-    self.clock = (1, time.monotonic())
-
-  def write(self, line: dict[str, Any]) -> None:
-    """Shows the line and adds it to the run folder."""
-    rank = line["rank"] or "dense"
-    shown = {
-      "loss": f"{line['loss']:.3f}",
-      "rank": rank,
-      "ratio": f"{line['compression_ratio']:.2f}",
-    }
-    if "val_loss" in line:
-      shown["val_loss"] = f"{line['val_loss']:.4f}"
-    self.bar.set_postfix(shown, refresh=False)
-    self.bar.update(line["step"] - self.bar.n)
-    if not self.is_terminal:
-      left = (self.steps - line["step"]) / self.steps_per_second_at(
-        line["step"]
-      )
-      text = "  ".join(f"{name} {value}" for name, value in shown.items())
-      print(
-        f"step {line['step']}/{self.steps}  {text}  {left:.0f} s left",
-        flush=True,
-      )
-    per_stage = {k: [line[k]] for k in _PER_STAGE if k in line}
-    self.folder.log(line | per_stage)
-
-  def close(self) -> None:
-    self.bar.close()
 
 
 def _check(config: ConfigDict) -> None:
