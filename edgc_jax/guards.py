@@ -1,6 +1,7 @@
 """Checks that turn silent waste, wrong results and hangs into errors."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from edgc_jax import collectives
+from edgc_jax.comm_cost import Plan
 
 # Steps in which the gradients of the replicas are compared.
 CHECKED_STEPS = 3
@@ -64,6 +66,23 @@ def require_local(gradients: Sequence[jax.Array], axis_name: str) -> None:
       " respect to replicated parameters sums them over the axis, uncompressed;"
       f" differentiate with respect to jax.lax.pcast(params, {axis_name!r},"
       ' to="varying") instead, and drop any pmean or psum of the gradients.'
+    )
+
+
+def warn_if_nothing_pays(plan: Plan) -> None:
+  """Warns where a ladder of ranks compresses no leaf at all.
+
+  Warns:
+    RuntimeWarning: if every leaf travels dense at every rung.
+  """
+  ranks = [rank for rank in plan.ladder if rank]
+  if ranks and plan.leaves and not plan.compressible:
+    warnings.warn(
+      f"No leaf saves `min_ratio` ({plan.min_ratio:g}) at rank {min(ranks)} or"
+      " above, so all gradients travel dense. Lower the rank, or give a"
+      " `matrix_view` that folds the leaves into larger matrices.",
+      RuntimeWarning,
+      stacklevel=4,
     )
 
 

@@ -48,6 +48,7 @@ def make_reducer(
 
   def init_fn(params: optax.Params) -> ReducerState:
     plan = plan_for(params)
+    guards.warn_if_nothing_pays(plan)
     policy = policy_for(plan)
     control = policy.init()
     residual = [

@@ -1,6 +1,7 @@
 """The --config flag of all scripts, and errors that name the nearest key."""
 
 import difflib
+import logging
 import os
 import re
 import sys
@@ -24,6 +25,8 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
   def start(argv: list[str]) -> None:
     if len(argv) > 1:
       sys.exit(f"error: unknown arguments {argv[1:]}; options begin with --.")
+    # JAX tells of every platform that is not there.
+    logging.getLogger("jax").setLevel(logging.WARNING)
     config = _CONFIG.value
     if not _devices_are_chosen():
       # Only the CPU platform heeds this: replicas on one machine's cores.

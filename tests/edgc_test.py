@@ -73,7 +73,8 @@ class EdgcTest(absltest.TestCase):
     """Vectors only: the reducer is an all-reduce, and says so."""
     params = {"b": jnp.zeros((8,))}
     for backend in BACKENDS.values():
-      run = backend(edgc_jax.edgc(**OPTIONS), params)
+      with self.assertWarnsRegex(RuntimeWarning, "all gradients travel dense"):
+        run = backend(edgc_jax.edgc(**OPTIONS), params)
       for step in range(6):
         gradients = gradients_like(params, seed=step)
         updates = run.step(gradients)
@@ -88,7 +89,8 @@ class EdgcTest(absltest.TestCase):
   def test_excluded_by_view(self):
     view = lambda path, shape: None  # noqa: E731
     tx = edgc_jax.edgc(matrix_view=view, **OPTIONS)
-    self.assertEmpty(jax.tree.leaves(tx.init(PARAMS).low_rank))
+    with self.assertWarnsRegex(RuntimeWarning, "`matrix_view`"):
+      self.assertEmpty(jax.tree.leaves(tx.init(PARAMS).low_rank))
 
 
 if __name__ == "__main__":

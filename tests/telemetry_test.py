@@ -21,7 +21,7 @@ class MetricsTest(parameterized.TestCase):
     self.assertEqual(of(edgc_jax.allreduce()), ALWAYS)
     self.assertEqual(of(edgc_jax.powersgd(2)), ALWAYS)
     self.assertEqual(
-      of(edgc_jax.edgc()), ALWAYS | {"entropy", "predicted_error"}
+      of(edgc_jax.edgc(rank_max=4)), ALWAYS | {"entropy", "predicted_error"}
     )
     skipping = edgc_jax.skip_nonfinite(edgc_jax.powersgd(2))
     self.assertEqual(of(skipping), ALWAYS | {"consecutive_skips"})
@@ -49,7 +49,7 @@ class MetricsTest(parameterized.TestCase):
     self.assertBetween(values["relative_error"], 0.01, 1.0)
 
   def test_inside_a_compiled_function(self):
-    state = edgc_jax.edgc().init(PARAMS)
+    state = edgc_jax.edgc(rank_max=4).init(PARAMS)
     inside = jax.jit(edgc_jax.metrics)(state)
     self.assertEqual(set(inside), set(edgc_jax.metrics(state)))
 
