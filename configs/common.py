@@ -45,7 +45,7 @@ def base(reducer: str) -> ConfigDict:
         "max_consecutive_skips": 10,  # non-finite steps, then the run stops
       },
       "evaluation": {"every": 100, "batches": 8},  # steps; of batch_size
-      # Arguments of edgc_jax.edgc and edgc_jax.powersgd, with their defaults.
+      # Arguments of edgc_jax.edgc, with its defaults, and of powersgd.
       "edgc": {
         "rank_max": 32,
         "rank_min": 8,

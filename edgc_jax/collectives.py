@@ -49,15 +49,31 @@ def all_true(flag: jax.Array, axis_name: str) -> jax.Array:
   return lax.pmin(flag.astype(jnp.int32), axis_name) > 0
 
 
-def all_equal(value: jax.Array, axis_name: str) -> jax.Array:
-  """Whether a float scalar has the same finite value on every replica."""
-  highest, lowest_negated = lax.pmax(jnp.stack([value, -value]), axis_name)
-  return highest == -lowest_negated
+def compare(value: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
+  """Whether a float scalar is equal on all replicas; 12 bytes on the wire.
+
+  Args:
+    value: float32 [], local.
+    axis_name: The bound axis.
+
+  Returns:
+    Two bools: equal everywhere, and whether that tells anything: it does not
+    where a replica's value is not finite, or where all are zero.
+  """
+  is_finite = jnp.isfinite(value)
+  value = jnp.where(is_finite, value, 0.0)
+  broken = (~is_finite).astype(value.dtype)
+  highest, negated_lowest, any_broken = lax.pmax(
+    jnp.stack([value, -value, broken]), axis_name
+  )
+  is_zero = (highest == 0) & (negated_lowest == 0)
+  return highest == -negated_lowest, (any_broken == 0) & ~is_zero
 
 
 def is_varying(value: jax.Array, axis_name: str) -> bool:
   """Whether JAX tracks `value` as different per replica (when tracing)."""
-  return axis_name in jax.typeof(value).manual_axis_type.varying
+  names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+  return bool(names & set(jax.typeof(value).manual_axis_type.varying))
 
 
 def tracks_varying(axis_name: str) -> bool:

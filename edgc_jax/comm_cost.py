@@ -98,8 +98,20 @@ def make_plan(
   min_ratio: float = 2.0,
   matrix_view: ViewFn = trailing_matrix,
 ) -> Plan:
-  """The plan for a tree of parameters or gradients (or their shapes)."""
-  return Plan(tuple(describe(tree, matrix_view)), tuple(ladder), min_ratio)
+  """The plan for a tree of parameters or gradients (or their shapes).
+
+  Ranks at which no leaf would be compressed are dropped from the ladder: they
+  would send dense gradients under another name. The least rank stays.
+  """
+  plan = Plan(tuple(describe(tree, matrix_view)), tuple(ladder), min_ratio)
+  least = min((rank for rank in ladder if rank), default=0)
+  kept = [
+    rank
+    for rank in plan.ladder
+    if rank in (0, least)
+    or any(plan.sends_factors(leaf, rank) for leaf in plan.leaves)
+  ]
+  return dataclasses.replace(plan, ladder=tuple(kept))
 
 
 def wire_bytes(

@@ -23,6 +23,7 @@ _CALLED = re.compile(
   r"(?:calls|to_apply|body|condition|true_computation|false_computation)"
   r"=%?([\w.\-]+)"
 )
+_GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
@@ -103,8 +104,9 @@ def _bytes_of(collective: re.Match) -> int:
   if kind == "reduce-scatter":
     # The operand is as many times the result as there are replicas; its text
     # holds no shape in newer XLA, the groups do.
-    groups = re.search(r"replica_groups=\{\{([\d,]+)\}", collective.string)
-    return size * len(groups.group(1).split(",")) // 2
+    groups = _GROUPS.search(collective.string)
+    listed, number = groups.groups()
+    return size * (int(number) if number else len(listed.split(","))) // 2
   return size
 
 

@@ -16,6 +16,7 @@ stages every stage carries its own.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -33,13 +34,14 @@ class ControllerState(NamedTuple):
 
   rung: jax.Array  # int32 []
   is_warm: jax.Array  # bool [], warm-up is over
+  num_windows: jax.Array  # int32 [], closed so far, with a sample in them
   entropy: jax.Array  # float32 [], the newest sample
   entropy_sum: jax.Array  # float32 [], over this window's samples
   variance_sum: jax.Array  # float32 [num_shapes], likewise
   num_samples: jax.Array  # float32 []
   window_entropy: jax.Array  # float32 [], mean of the last whole window
-  first_entropy: jax.Array  # float32 [], mean of window 0
-  first_change: jax.Array  # float32 [], mean of window 1 less that of window 0
+  first_entropy: jax.Array  # float32 [], mean of the first such window
+  first_change: jax.Array  # float32 [], mean of the second less the first
   reference_entropy: jax.Array  # float32 [], H_ref
   reference_variance: jax.Array  # float32 [num_shapes]
 
@@ -70,20 +72,22 @@ class Controller:
 
   def init(self) -> ControllerState:
     """The state before the first step: dense, nothing measured."""
-    zero = jnp.zeros((), jnp.float32)
-    per_shape = jnp.zeros(len(self.sizes), jnp.float32)
+    # A new array for every field: one that served twice cannot be donated.
+    zero = functools.partial(jnp.zeros, (), jnp.float32)
+    per_shape = functools.partial(jnp.zeros, len(self.sizes), jnp.float32)
     return ControllerState(
       rung=jnp.zeros((), jnp.int32),
       is_warm=jnp.zeros((), bool),
-      entropy=zero,
-      entropy_sum=zero,
-      variance_sum=per_shape,
-      num_samples=zero,
-      window_entropy=zero,
-      first_entropy=zero,
-      first_change=zero,
-      reference_entropy=zero,
-      reference_variance=per_shape,
+      num_windows=jnp.zeros((), jnp.int32),
+      entropy=zero(),
+      entropy_sum=zero(),
+      variance_sum=per_shape(),
+      num_samples=zero(),
+      window_entropy=zero(),
+      first_entropy=zero(),
+      first_change=zero(),
+      reference_entropy=zero(),
+      reference_variance=per_shape(),
     )
 
   def observe(
@@ -139,9 +143,12 @@ class Controller:
   ) -> ControllerState:
     entropy = state.entropy_sum / state.num_samples
     variance = state.variance_sum / state.num_samples
-    first = jnp.where(num_closed == 1, entropy, state.first_entropy)
-    change = jnp.where(num_closed == 2, entropy - first, state.first_change)
-    state = state._replace(first_entropy=first, first_change=change)
+    before = state.num_windows
+    first = jnp.where(before == 0, entropy, state.first_entropy)
+    change = jnp.where(before == 1, entropy - first, state.first_change)
+    state = state._replace(
+      num_windows=before + 1, first_entropy=first, first_change=change
+    )
     ends_warmup = ~state.is_warm & self._may_end_warmup(
       num_closed, entropy, first, self._log_error(variance)
     )

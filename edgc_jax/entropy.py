@@ -16,6 +16,7 @@ arXiv:2511.10333. Differences: that term, the clipping, bins of fixed edges
 around zero instead of min and max, moving offsets, pooling over replicas.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from edgc_jax import collectives
 
 ESTIMATORS = ("gaussian", "histogram")
 _CLIP = 8.0  # in scales
-_GAUSSIAN_SCALE = float(np.sqrt(np.pi / 2))  # std over mean magnitude
+_GAUSSIAN_SCALE = math.sqrt(math.pi / 2)  # std over mean magnitude
 
 
 class EntropySample(NamedTuple):
@@ -40,8 +41,11 @@ class EntropySample(NamedTuple):
 
 def no_sample(num_shapes: int) -> EntropySample:
   """The placeholder of a step that is not sampled."""
-  zero = jnp.zeros((), jnp.float32)
-  return EntropySample(zero, jnp.zeros(num_shapes, jnp.float32), zero)
+  return EntropySample(
+    jnp.zeros((), jnp.float32),
+    jnp.zeros(num_shapes, jnp.float32),
+    jnp.zeros((), jnp.float32),
+  )
 
 
 def estimate(
@@ -99,12 +103,14 @@ def estimate(
   if estimator == "histogram":
     p = shared / jnp.maximum(jnp.sum(shared), 1.0)
     entropy = -jnp.sum(p * jnp.log(jnp.where(p > 0, p, 1.0)))
-    entropy = entropy + np.log(2.0 * _CLIP / bins)
+    entropy = entropy + math.log(2.0 * _CLIP / bins)
   else:
     num = jnp.maximum(jnp.sum(count), 1.0)
     variance = jnp.sum(squares) / num - jnp.square(jnp.sum(shared) / num)
-    smallest = jnp.finfo(jnp.float32).tiny
-    entropy = 0.5 * jnp.log(2 * np.pi * np.e * jnp.maximum(variance, smallest))
+    smallest = float(jnp.finfo(jnp.float32).tiny)
+    entropy = 0.5 * jnp.log(
+      2 * math.pi * math.e * jnp.maximum(variance, smallest)
+    )
 
   member = np.zeros((max(shape_indices) + 1, len(samples)), np.float32)
   member[list(shape_indices), np.arange(len(samples))] = 1.0

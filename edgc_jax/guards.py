@@ -14,7 +14,9 @@ from edgc_jax.comm_cost import Plan
 # Steps in which the gradients of the replicas are compared.
 CHECKED_STEPS = 3
 # What one such comparison sends.
-CHECK_BYTES = 8
+CHECK_BYTES = 12
+# Threads asked for by the import: enough for 16 devices.
+_POOL = 32
 
 
 def require(condition: bool, name: str, value: Any, rule: str, remedy: str):  # noqa: ANN201
@@ -86,36 +88,42 @@ def warn_if_nothing_pays(plan: Plan) -> None:
     )
 
 
-def count_identical(
-  gradients: Sequence[jax.Array],
-  count: jax.Array,
-  identical_steps: jax.Array,
-  axis_name: str,
-) -> jax.Array:
-  """Counts, over the first steps, those with equal gradients everywhere.
+def is_comparing(identical_steps: jax.Array, axis_name: str) -> jax.Array:
+  """Whether it is still open if the replicas' gradients differ; bool []."""
+  is_open = (identical_steps >= 0) & (identical_steps < CHECKED_STEPS)
+  return is_open & (collectives.num_replicas(axis_name) > 1)
 
-  Compares one checksum, `CHECK_BYTES` on the wire, and nothing later on. Under
-  `pmap` it is the only sign that somebody averaged the gradients before.
+
+def count_identical(
+  gradients: Sequence[jax.Array], identical_steps: jax.Array, axis_name: str
+) -> jax.Array:
+  """Counts first steps with equal gradients on all replicas.
+
+  Compares a checksum, `CHECK_BYTES` on the wire, until the gradients differed
+  once (in the first step, as a rule) or were equal in `CHECKED_STEPS` steps.
+  Steps whose gradients are all zero or not finite tell nothing. Under `pmap`
+  this is the only sign that somebody averaged the gradients before.
 
   Args:
     gradients: The leaves, as they come into `update`.
-    count: int32 [], steps done.
-    identical_steps: int32 [], the count so far.
+    identical_steps: int32 [], the count so far, -1 once they differed.
     axis_name: The bound axis of the replicas.
 
   Returns:
-    int32 []; `CHECKED_STEPS` means that they were equal in all of them.
+    int32 [], the new count.
   """
   gradients = _floating(gradients)
-  if collectives.num_replicas(axis_name) == 1 or not gradients:
+  if not gradients or collectives.num_replicas(axis_name) == 1:
     return identical_steps
 
   def compare() -> jax.Array:
     checksum = sum(jnp.sum(g.astype(jnp.float32)) for g in gradients)
-    return collectives.all_equal(checksum, axis_name).astype(jnp.int32)
+    is_equal, tells = collectives.compare(checksum, axis_name)
+    step = jnp.where(is_equal, identical_steps + 1, -1)
+    return jnp.where(tells, step, identical_steps)
 
-  return identical_steps + jax.lax.cond(
-    count < CHECKED_STEPS, compare, lambda: jnp.zeros((), jnp.int32)
+  return jax.lax.cond(
+    is_comparing(identical_steps, axis_name), compare, lambda: identical_steps
   )
 
 
@@ -138,7 +146,22 @@ def widen_thread_pool() -> None:
   a pool as small as the machine's cores, work that another replica hands to
   the pool then never runs, and all wait for ever.
   """
-  os.environ.setdefault("NPROC", str(max(32, os.cpu_count() or 1)))
+  if not _a_device_was_used():
+    os.environ.setdefault("NPROC", str(max(_POOL, os.cpu_count() or 1)))
+
+
+def _a_device_was_used() -> bool:
+  """Whether JAX's backend is up, and NPROC read for good.
+
+  This option can be changed until then; JAX has no other public sign of it.
+  """
+  devices = jax.config.jax_num_cpu_devices
+  try:
+    jax.config.update("jax_num_cpu_devices", 2 if devices == 1 else 1)
+  except RuntimeError:
+    return True
+  jax.config.update("jax_num_cpu_devices", devices)
+  return False
 
 
 def require_threads() -> None:
@@ -154,6 +177,6 @@ def require_threads() -> None:
     raise RuntimeError(
       f"The environment variable NPROC must be at least {needed}, two threads"
       f" per CPU device, got a pool of {thread_pool_size()}; collectives would"
-      f" hang for ever. Set NPROC={needed} before Python starts, or leave it"
-      " unset and import edgc_jax before JAX uses a device."
+      f" hang for ever. Set NPROC={needed} before Python starts; importing"
+      f" edgc_jax before JAX uses a device sets it to {_POOL} if it is unset."
     )

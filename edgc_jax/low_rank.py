@@ -93,9 +93,11 @@ def exchange(
   """
   branches = [_branch(plan, rank, key, axis_name) for rank in plan.ladder]
   operands = (list(matrices), list(factor_q))
-  if len(branches) == 1:
-    return branches[0](*operands)
-  return jax.lax.switch(rung, branches, *operands)
+  # TF32 or bf16 products would leave bases orthonormal to 1e-3 only.
+  with jax.default_matmul_precision("highest"):
+    if len(branches) == 1:
+      return branches[0](*operands)
+    return jax.lax.switch(rung, branches, *operands)
 
 
 def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:

@@ -72,13 +72,19 @@ def describe(tree: Any, view_fn: ViewFn = trailing_matrix) -> list[Leaf]:
     One `Leaf` per leaf.
 
   Raises:
+    TypeError: if a leaf is complex or an integer.
     ValueError: if a view does not hold as many values as its leaf.
   """
   leaves = []
   for key_path, value in jax.tree_util.tree_leaves_with_path(tree):
-    path, shape = jax.tree_util.keystr(key_path), tuple(value.shape)
-    is_real = jnp.issubdtype(value.dtype, jnp.floating)
-    view = view_fn(path, shape) if is_real else None
+    path, shape = jax.tree_util.keystr(key_path), tuple(jnp.shape(value))
+    dtype = jnp.result_type(value)
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise TypeError(
+        f"`updates` must have real floating leaves, got {dtype} at {path};"
+        " leave such leaves out with optax.masked or optax.partition."
+      )
+    view = view_fn(path, shape)
     if view is not None:
       view = MatrixView(*view)
       if math.prod(view) != math.prod(shape):
@@ -87,5 +93,5 @@ def describe(tree: Any, view_fn: ViewFn = trailing_matrix) -> list[Leaf]:
           f" for leaf {path} of shape {shape}; return (count, rows, cols)"
           f" whose product is {math.prod(shape)}, or None to send it dense."
         )
-    leaves.append(Leaf(path, shape, value.dtype, view))
+    leaves.append(Leaf(path, shape, dtype, view))
   return leaves

@@ -61,7 +61,7 @@ def log_error(
   Returns:
     float32 [rank_max + 1], falling; entry 0 is the whole energy.
   """
-  smallest = jnp.finfo(jnp.float32).tiny
+  smallest = float(jnp.finfo(jnp.float32).tiny)
   weights = jnp.log(sizes) + jnp.log(jnp.maximum(variance, smallest))
   return logsumexp(table + weights[:, None], axis=0)
 

@@ -4,6 +4,7 @@ They differ in their ladder of ranks and in the policy that picks a rung.
 One step: choose the rung, add the residual, exchange, keep what was not sent.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,24 +56,26 @@ def make_reducer(
       jnp.zeros(plan.leaves[i].shape, jnp.float32) for i in plan.compressible
     ]
     factor_q = low_rank.init_factors(plan, seed)
-    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-    entropy, predicted_error = policy.report(control)
+    # A new array for every field: one that served twice cannot be donated.
+    zero = functools.partial(jnp.zeros, (), jnp.float32)
+    none = functools.partial(jnp.zeros, (), jnp.int32)
+    entropy, predicted_error = policy.report(policy.init())
     return ReducerState(
-      count=none,
+      count=none(),
       controller=control,
       low_rank=low_rank.pack(plan, params, factor_q, residual),
       stats=Stats(
         entropy=entropy,
-        rank=none,
-        rung=none,
-        wire_bytes=zero,
-        mean_wire_bytes=zero,
+        rank=none(),
+        rung=none(),
+        wire_bytes=zero(),
+        mean_wire_bytes=zero(),
         dense_bytes=jnp.float32(plan.dense_bytes),
-        relative_error=zero,
+        relative_error=zero(),
         predicted_error=predicted_error,
-        residual_norm=zero,
-        skipped_steps=none,
-        identical_steps=none,
+        residual_norm=zero(),
+        skipped_steps=none(),
+        identical_steps=none(),
       ),
     )
 
@@ -83,7 +86,7 @@ def make_reducer(
     **extra_args: Any,
   ) -> tuple[optax.Updates, ReducerState]:
     del params, extra_args
-    num_replicas = collectives.num_replicas(axis_name)
+    collectives.num_replicas(axis_name)  # raises where the axis is unbound
     guards.require_threads()
     gradients = jax.tree.leaves(updates)
     guards.require_local(gradients, axis_name)
@@ -101,17 +104,16 @@ def make_reducer(
       plan, choice.rung, matrices, factor_q, key, axis_name
     )
     ok = result.is_finite
+    means = [jnp.where(ok, mean, 0.0) for mean in result.averaged]
+    rounded = [
+      _round(mean, g.dtype) for mean, g in zip(means, gradients, strict=True)
+    ]
     averaged = [
-      jnp.where(ok, mean, 0.0).astype(g.dtype)
-      for mean, g in zip(result.averaged, gradients, strict=True)
+      u.astype(g.dtype) for u, g in zip(rounded, gradients, strict=True)
     ]
     # Rounding to a narrower dtype is not lost either: it goes on next time.
-    unrounded = [
-      mean - u if u.dtype != jnp.float32 else jnp.zeros(())
-      for mean, u in zip(result.averaged, averaged, strict=True)
-    ]
     residual = [
-      jnp.where(ok, new + unrounded[i], e)
+      jnp.where(ok, new + (means[i] - rounded[i]), e)
       for i, new, e in zip(
         plan.compressible, result.residual, residual, strict=True
       )
@@ -122,14 +124,13 @@ def make_reducer(
     ]
     control = policy.settle(choice, ok)
 
-    checked_bytes = guards.CHECK_BYTES if num_replicas > 1 else 0
-    is_checked = count < guards.CHECKED_STEPS
+    is_compared = guards.is_comparing(old.identical_steps, axis_name)
     wire_bytes = (
       jnp.array([plan.wire_bytes(r) for r in plan.ladder], jnp.float32)[
         choice.rung
       ]
       + choice.wire_bytes
-      + jnp.where(is_checked, float(checked_bytes), 0.0)
+      + jnp.where(is_compared, float(guards.CHECK_BYTES), 0.0)
     )
     entropy, predicted_error = policy.report(control)
     stats = old._replace(
@@ -142,7 +143,7 @@ def make_reducer(
       predicted_error=predicted_error,
       skipped_steps=old.skipped_steps + (~ok).astype(jnp.int32),
       identical_steps=guards.count_identical(
-        gradients, count, old.identical_steps, axis_name
+        gradients, old.identical_steps, axis_name
       ),
       **_errors(result, old),
     )
@@ -155,6 +156,20 @@ def make_reducer(
     return jax.tree.unflatten(jax.tree.structure(updates), averaged), new_state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _round(mean: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """A float32 array rounded to the values of a narrower dtype.
+
+  What is too large for it becomes its largest value. The compiler may leave
+  out a cast there and back; this it must do.
+  """
+  if jnp.dtype(dtype).itemsize >= 4:
+    return mean
+  info = jnp.finfo(dtype)
+  limit = float(info.max)
+  mean = jnp.clip(mean, -limit, limit)
+  return jax.lax.reduce_precision(mean, info.nexp, info.nmant)
 
 
 def _errors(result: Exchange, old: Stats) -> dict[str, jax.Array]:

@@ -26,8 +26,11 @@ def state_specs(
 ) -> Any:
   """PartitionSpecs of an optimiser state under `jax.shard_map`.
 
-  Make the state with them, then pass them as specs of the train step:
+  Make the state with them, then pass them as specs of the train step (the
+  axes of `jax.make_mesh` are Explicit unless it is told otherwise, and
+  `shard_map` then wants its inputs placed already):
 
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     specs = state_specs(tx, params)
     init = jax.shard_map(
         tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)

@@ -4,7 +4,7 @@ import warnings
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from edgc_jax.guards import CHECKED_STEPS
 
@@ -67,10 +67,10 @@ def metrics(opt_state: Any) -> dict[str, Any]:
       f" or allreduce), got {len(found)}; pass the part of it that holds one."
     )
   skips = _find(opt_state, SkipStats)
-  stats, skips = jax.tree.map(_first_replica, (found[0], skips))
+  stats = found[0]
   if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(stats)):
     stats, skips = jax.tree.map(
-      lambda x: x.item(), jax.device_get((stats, skips))
+      lambda x: np.ravel(x)[0].item(), jax.device_get((stats, skips))
     )
     _warn(stats, skips)
   values = {
@@ -96,10 +96,6 @@ def metrics(opt_state: Any) -> dict[str, Any]:
 def _find(tree: Any, kind: type) -> list:
   leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
   return [leaf for leaf in leaves if isinstance(leaf, kind)]
-
-
-def _first_replica(value: jax.Array) -> jax.Array:
-  return value[0] if jnp.ndim(value) else value
 
 
 def _is_positive(value: Any) -> bool:

@@ -130,7 +130,8 @@ def edgc(
 
   Args:
     axis_name: Axis averaged over; must be bound where `update` runs.
-    rank_max: Largest rank, and that of the first window after warm-up.
+    rank_max: Largest rank, and that of the first window after warm-up. Ranks
+      at which no leaf at all would be compressed are left out of the ladder.
     rank_min: Smallest rank; None is a quarter of rank_max, rounded down to
       `rank_multiple`.
     window: Steps between two choices of the rank.
@@ -213,10 +214,10 @@ def edgc(
       0 < value <= 1, name, value, "in (0, 1]", "1 samples everything"
     )
   guards.require(
-    window * step_rate >= 1,
+    window >= round(1 / step_rate),
     "window",
     window,
-    f"at least 1 / step_rate ({1 / step_rate:g})",
+    f"at least 1 / step_rate ({round(1 / step_rate)})",
     "every window needs a sample: lengthen it, or raise step_rate",
   )
   for name, value, options in (

@@ -56,7 +56,7 @@ def accumulate(
   def init_fn(params: optax.Params) -> AccumulateState:
     # The leading axis lets scalars be sharded over replicas like the rest.
     zeros = jax.tree.map(
-      lambda p: jnp.zeros((1, *p.shape), jnp.float32), params
+      lambda p: jnp.zeros((1, *jnp.shape(p)), jnp.float32), params
     )
     return AccumulateState(jnp.zeros((), jnp.int32), zeros, tx.init(params))
 
@@ -102,7 +102,8 @@ def skip_nonfinite(
   The replicas agree (4 bytes on the wire); a skipped step returns zeros and
   leaves the state of the whole wrapped chain, Adam's moments and counters
   included, bit for bit as it was. `edgc_jax.metrics` counts the skips and
-  warns after `max_consecutive` in a row.
+  warns after `max_consecutive` in a row; the rest of what it shows is then
+  that of the step before.
 
   Args:
     tx: The chain to wrap, reducer first.
@@ -121,8 +122,11 @@ def skip_nonfinite(
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: optax.Params) -> SkipNonfiniteState:
-    zero = jnp.zeros((), jnp.int32)
-    stats = SkipStats(zero, zero, jnp.int32(max_consecutive))
+    stats = SkipStats(
+      jnp.zeros((), jnp.int32),
+      jnp.zeros((), jnp.int32),
+      jnp.array(max_consecutive, jnp.int32),
+    )
     return SkipNonfiniteState(stats, tx.init(params))
 
   def update_fn(
@@ -132,7 +136,8 @@ def skip_nonfinite(
     **extra_args: Any,
   ) -> tuple[optax.Updates, SkipNonfiniteState]:
     collectives.num_replicas(axis_name)  # raises where the axis is unbound
-    finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(updates)]
+    finite = [jnp.array(True)]
+    finite += [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(updates)]
     ok = collectives.all_true(jnp.all(jnp.stack(finite)), axis_name)
     # Always taken, on harmless values: a branch would have to hold the
     # chain's collectives, and its two sides types that agree.

@@ -5,7 +5,7 @@
 
 One run after the other, each in a process of its own and in a folder of its
 own under --runs; what is finished is not run again, so the same command goes
-on where it was cut off. The table goes to the end of --output.
+on where it was cut off. The tables are written to --output, anew each time.
 """
 
 import json
@@ -68,6 +68,9 @@ def _table(summaries: dict[str, list[dict[str, Any]]]) -> str:
   baseline = statistics.mean(s["val_loss"] for s in first)
   about = first[0]
   environment = about["environment"]
+  commits = sorted(
+    {s["environment"]["commit"] for runs in summaries.values() for s in runs}
+  )
   versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items())
   lines = [
     f"# {pathlib.Path(_CONFIG.value).stem}: {about['params']:,} parameters,"
@@ -77,7 +80,7 @@ def _table(summaries: dict[str, list[dict[str, Any]]]) -> str:
     f" --config={_CONFIG.value} --methods={','.join(_METHODS.value)}"
     f" --seeds={','.join(_SEEDS.value)}`; do not edit.",
     "",
-    f"Commit {environment['commit']}, {environment['device']},"
+    f"Commit {', '.join(commits)}; {environment['device']},"
     f" {environment['cores']} cores, Python {environment['python']},"
     f" {versions}. Data: {about['corpus']['name']},"
     f" sha256 {about['corpus']['sha256'][:16]}.",

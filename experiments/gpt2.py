@@ -18,6 +18,7 @@ import optax
 from edgc_jax import MatrixView, trailing_matrix
 
 _INIT_STD = 0.02
+_DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,11 @@ class GPT2Config:
   unroll: int = 1
 
   def __post_init__(self) -> None:
+    if self.dtype not in _DTYPES:
+      raise ValueError(
+        f"`model.dtype` must be one of {', '.join(_DTYPES)}, got"
+        f" {self.dtype!r}; parameters are float32 with either."
+      )
     for name, value in dataclasses.asdict(self).items():
       if name != "dtype" and value < 1:
         raise ValueError(

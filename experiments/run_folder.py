@@ -19,8 +19,8 @@ _PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")
 class RunFolder:
   """Writes config.json, metrics.jsonl, TensorBoard events and summary.json.
 
-  A folder belongs to one configuration. A finished run is kept; one that was
-  cut off before its end starts again from the first step.
+  A folder belongs to one configuration, from its first logged line on. A
+  finished run is kept; one that was cut off starts again from the first step.
   """
 
   def __init__(self, path: str | os.PathLike, config: Mapping[str, Any]):
@@ -37,7 +37,8 @@ class RunFolder:
     self.path = pathlib.Path(path)
     self.config = config
     file = self.path / "config.json"
-    if file.exists():
+    lines = self.path / "metrics.jsonl"
+    if file.exists() and lines.exists() and lines.stat().st_size:
       changes = list(_differences(json.loads(file.read_text()), _plain(config)))
       if changes:
         raise ValueError(
@@ -45,7 +46,7 @@ class RunFolder:
           f" {self.path}, where {'; '.join(changes[:4])}; give another folder"
           " with --config.run_dir=FOLDER, or remove that one."
         )
-    elif self.path.exists() and any(self.path.iterdir()):
+    elif not file.exists() and self.path.exists() and any(self.path.iterdir()):
       raise FileExistsError(
         f"`run_dir` must be new or hold a run, got {self.path}, which holds"
         " other files; give another folder with --config.run_dir=FOLDER."

@@ -65,7 +65,8 @@ class RunLog:
     line = dict(steps[-1], step=step)
     line["loss"] = float(np.mean([s["loss"] for s in steps]))
     line["learning_rate"] = float(self._learning_rate(step - 1))
-    line["compression_ratio"] = line["dense_bytes"] * step / self.wire_bytes
+    if self.wire_bytes:  # none yet where the first step was skipped
+      line["compression_ratio"] = line["dense_bytes"] * step / self.wire_bytes
     line["seconds"] = self.seconds()
     line["tokens_per_second"] = self._tokens * self._speed(step)
     return line

@@ -14,7 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from ml_collections import ConfigDict
 
 from experiments import command_line, report
-from experiments.trainer import Trainer
+from experiments.trainer import Trainer, TrainingStopped
 
 
 def main(config: ConfigDict) -> None:
@@ -25,7 +25,10 @@ def main(config: ConfigDict) -> None:
     sys.exit(f"error: {error}")
   summary = trainer.folder.summary()
   if summary is None:
-    summary = trainer.run()
+    try:
+      summary = trainer.run()
+    except TrainingStopped as error:
+      sys.exit(f"error: {error}")
   print(report.summary_table(summary))
   print(f"run folder: {trainer.folder.path} (see report.png, report.html)")
 

@@ -25,6 +25,10 @@ from experiments.run_log import RunLog
 AXIS = "data"
 
 
+class TrainingStopped(RuntimeError):
+  """A run that cannot go on, and why."""
+
+
 class Trainer:
   """One run: everything that can be wrong with its options is found here."""
 
@@ -56,8 +60,8 @@ class Trainer:
     """Trains to the last step and returns the summary, also written.
 
     Raises:
-      ValueError: if all replicas had the same gradients.
-      FloatingPointError: if too many steps in a row were not finite.
+      TrainingStopped: if all replicas had the same gradients, or too many
+        steps in a row were not finite.
     """
     self.folder.start()
     try:
@@ -161,12 +165,12 @@ class Trainer:
 
   def _stop_if_hopeless(self, line: dict[str, Any], step: int) -> None:
     if line["identical_gradients"] and self.replicas > 1:
-      raise ValueError(
+      raise TrainingStopped(
         "All replicas had the same gradients in the first steps, so averaging"
         " them changes nothing; give every replica its own part of the batch."
       )
     if line["consecutive_skips"] >= self.config.optimizer.max_consecutive_skips:
-      raise FloatingPointError(
+      raise TrainingStopped(
         f"{line['consecutive_skips']} steps in a row up to step {step} had"
         " non-finite gradients; lower optimizer.lr or look at the data."
       )
@@ -179,6 +183,10 @@ def _check(config: ConfigDict) -> None:
       raise ValueError(
         f"`{name}` must be at least 1, got {config[name]}; raise it."
       )
+  if config.seed < 0:
+    raise ValueError(
+      f"`seed` must be at least 0, got {config.seed}; choose another."
+    )
   replicas, available = config.mesh.data, len(jax.devices())
   if not 1 <= replicas <= available:
     kind = jax.devices()[0].platform

@@ -93,5 +93,65 @@ class EdgcTest(absltest.TestCase):
       self.assertEmpty(jax.tree.leaves(tx.init(PARAMS).low_rank))
 
 
+class DtypesTest(absltest.TestCase):
+  def test_float16_overflow_does_not_stay(self):
+    """What a float16 cannot hold is kept for later, and is finite."""
+    params = {"w": jnp.zeros((32, 32), jnp.float16)}
+    large = jnp.broadcast_to(4e4 * jnp.eye(32, dtype=jnp.float16), (4, 32, 32))
+    large = large * jnp.array([1.0, 0.9, 1.1, 1.0], jnp.float16)[:, None, None]
+    run = BACKENDS["pmap"](edgc_jax.powersgd(1), params)
+    for _ in range(12):
+      updates = run.step({"w": large})
+      self.assertTrue(np.all(np.isfinite(updates["w"])))
+      self.assertTrue(np.all(np.isfinite(run.residual()["w"])))
+    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 0)
+
+  def test_narrow_dtypes_lose_nothing_to_rounding(self):
+    for dtype in (jnp.bfloat16, jnp.float16):
+      params = {"w": jnp.zeros((32, 48), dtype)}
+      run = BACKENDS["pmap"](edgc_jax.powersgd(2), params)
+      owed = np.zeros((32, 48))
+      for step in range(5):
+        gradients = gradients_like(params, seed=step)
+        owed += np.asarray(gradients["w"], np.float64).mean(0)
+        owed -= np.asarray(run.step(gradients)["w"][0], np.float64)
+      np.testing.assert_allclose(run.residual()["w"].mean(0), owed, 1e-4, 1e-4)
+
+  def test_with_64_bits_enabled(self):
+    """State and wire stay float32, so a scan can carry the state."""
+    with jax.enable_x64(True):
+      for dtype in (jnp.float32, jnp.float64):
+        for estimator in ("gaussian", "histogram"):
+          params = {"w": jnp.zeros((32, 48), dtype)}
+          options = OPTIONS | {"rank_max": 4, "estimator": estimator}
+          run = BACKENDS["pmap"](edgc_jax.edgc(**options), params)
+          form = jax.tree.map(lambda x: x.dtype, run.state)
+          for step in range(2):
+            updates = run.step(gradients_like(params, seed=step))
+          self.assertEqual(jax.tree.map(lambda x: x.dtype, run.state), form)
+          self.assertEqual(updates["w"].dtype, dtype)
+
+  def test_a_state_made_eagerly_can_be_donated(self):
+    tx = edgc_jax.skip_nonfinite(edgc_jax.edgc(rank_max=4))
+    state = tx.init(PARAMS)
+    leaves = jax.tree.leaves(state)
+    pointers = {leaf.unsafe_buffer_pointer() for leaf in leaves}
+    self.assertLen(pointers, len(leaves))
+
+  def test_ranks_that_compress_nothing_are_left_out(self):
+    """64 x 64 pays up to rank 16: that is the reference rank, not 32."""
+    params = {"w": jnp.zeros((64, 64))}
+    tx = edgc_jax.edgc(
+      window=2, warmup_steps=2, max_warmup_steps=2, step_rate=1
+    )
+    run = BACKENDS["pmap"](tx, params)
+    for step in range(3):
+      run.step(gradients_like(params, seed=step))
+    values = edgc_jax.metrics(run.state)
+    self.assertEqual(values["rank"], 16)
+    self.assertLess(values["wire_bytes"], values["dense_bytes"])
+    self.assertGreater(values["predicted_error"], 0.1)
+
+
 if __name__ == "__main__":
   absltest.main()

@@ -30,6 +30,7 @@ class ArgumentsTest(parameterized.TestCase):
     ({"rank_min": 36}, r"`rank_min` must be at most rank_max \(32\), got 36"),
     ({"rank_min": 0}, "`rank_min` must be at least 1"),
     ({"window": 0}, "`window` must be at least 1"),
+    ({"window": 48, "step_rate": 1 / 49}, "`window` must be at least 1 / step"),
     ({"window": 5}, r"`window` must be at least 1 / step_rate \(10\), got 5"),
     ({"warmup_steps": -1}, "`warmup_steps` must be at least 0"),
     ({"max_warmup_steps": 10}, "`max_warmup_steps` must be at least warmup"),
@@ -133,6 +134,19 @@ class AveragedGradientsTest(parameterized.TestCase):
       values = edgc_jax.metrics(run.state)
     self.assertEqual(values["identical_gradients"], 1)
 
+  def test_steps_that_tell_nothing_do_not_count(self):
+    """Zeros are equal by nature; a non-finite step must not hide the rest."""
+    zeros = jax.tree.map(lambda p: jnp.zeros((4, *p.shape)), PARAMS)
+    same = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), PARAMS)
+    broken = dict(same, b=same["b"].at[1, 0].set(jnp.nan))
+    run = Pmap(edgc_jax.powersgd(2), PARAMS)
+    for gradients in (zeros, zeros, zeros, broken, same, same):
+      run.step(gradients)
+    self.assertEqual(edgc_jax.metrics(run.state)["identical_gradients"], 0)
+    run.step(same)
+    with self.assertWarnsRegex(RuntimeWarning, "averaged before"):
+      edgc_jax.metrics(run.state)
+
   @parameterized.parameters(*BACKENDS)
   def test_unlike_gradients_are_fine(self, backend):
     run = BACKENDS[backend](edgc_jax.powersgd(2), PARAMS)
@@ -166,6 +180,30 @@ class ThreadPoolTest(absltest.TestCase):
       self.assertGreaterEqual(int(printed), least)
       if given:
         self.assertEqual(int(printed), least)
+
+  def test_import_after_a_device_was_used_is_noticed(self):
+    """Setting NPROC would come too late: better an error than a hang."""
+    code = (
+      "import os, jax\n"
+      "jax.config.update('jax_num_cpu_devices', 64)\n"
+      "jax.devices()\n"
+      "import edgc_jax, jax.numpy as jnp\n"
+      "assert 'NPROC' not in os.environ\n"
+      "tx = edgc_jax.allreduce()\n"
+      "x = jnp.ones((64, 2, 2))\n"
+      "jax.pmap(lambda g: tx.update(g, tx.init(g)), 'data')(x)\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "NPROC"}
+    done = subprocess.run(
+      [sys.executable, "-c", code], env=env, capture_output=True, text=True
+    )
+    self.assertIn("NPROC must be at least 128", done.stderr)
+
+  def test_leaves_that_are_not_real(self):
+    for dtype in (jnp.complex64, jnp.int32):
+      tree = {"w": jnp.zeros((4, 4), dtype)}
+      with self.assertRaisesRegex(TypeError, r"real floating.*\['w'\]"):
+        edgc_jax.allreduce().init(tree)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,9 @@ class LayeringTest(parameterized.TestCase):
     tree = ast.parse((ROOT / "edgc_jax" / f"{module}.py").read_text())
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     self.assertEmpty(used & COLLECTIVES)
+    path = ROOT / "edgc_jax" / f"{module}.py"
+    names = {name.split(".")[-1] for name in imports(path)}
+    self.assertEmpty(names & COLLECTIVES)
 
   def test_nothing_imports_experiments_but_experiments(self):
     for path in (ROOT / "configs").glob("*.py"):

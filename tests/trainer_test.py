@@ -12,7 +12,7 @@ import pytest
 
 from configs import gpt2_124m, gpt2_tiny
 from experiments import gpt2, report
-from experiments.trainer import Trainer
+from experiments.trainer import Trainer, TrainingStopped
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -110,7 +110,7 @@ def test_nonfinite_loss_stops_the_run(tmp_path):
   config.optimizer.max_consecutive_skips = 3
   config.optimizer.lr = 1e38
   config.optimizer.clip_norm = 1e38
-  with pytest.raises(FloatingPointError, match="steps in a row up to step"):
+  with pytest.raises(TrainingStopped, match="steps in a row up to step"):
     Trainer(config).run()
   assert not (tmp_path / "run" / "summary.json").exists()
 
@@ -120,6 +120,8 @@ def test_nonfinite_loss_stops_the_run(tmp_path):
   [
     ("steps", 0, ValueError, "`steps` must be at least 1"),
     ("batch_size", 10, ValueError, r"`batch_size`.*mesh.data \(4\), got 10"),
+    ("seed", -1, ValueError, "`seed` must be at least 0"),
+    ("model.dtype", "float23", ValueError, "`model.dtype` must be one of"),
     ("reducer", "magic", ValueError, "`reducer` must be one of edgc"),
     ("mesh.data", 99, ValueError, "`mesh.data`.*8 cpu.*NUM_CPU_DEVICES=99"),
     ("model.num_heads", 5, ValueError, "`model.num_heads`"),
@@ -148,9 +150,11 @@ def test_folder_of_another_run(tmp_path):
   (tmp_path / "notes.txt").unlink()
   trainer = Trainer(small(tmp_path))
   trainer.folder.start()
-  trainer.folder.close()
   other = small(tmp_path)
   other.optimizer.lr = 0.5
+  Trainer(other)  # nothing is logged yet
+  trainer.folder.log({"step": 1, "loss": 1.0})
+  trainer.folder.close()
   with pytest.raises(ValueError, match=r"`run_dir`.*optimizer.lr is 0.001"):
     Trainer(other)
 

@@ -98,5 +98,19 @@ class SkipNonfiniteTest(parameterized.TestCase):
       Pmap(tx, PARAMS).step(gradients_like(PARAMS, 0))
 
 
+class CombinedTest(parameterized.TestCase):
+  @parameterized.parameters(*BACKENDS)
+  def test_accumulate_and_skip_in_either_order(self, backend):
+    outside = edgc_jax.accumulate(edgc_jax.skip_nonfinite(chain()), 2)
+    inside = edgc_jax.skip_nonfinite(edgc_jax.accumulate(chain(), 2))
+    for tx in (outside, inside):
+      run = BACKENDS[backend](tx, PARAMS)
+      for step in range(4):
+        updates = run.step(gradients_like(PARAMS, step))
+      chex.assert_tree_all_finite(updates)
+      self.assertGreater(np.abs(updates["b"]).max(), 0)
+      self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 0)
+
+
 if __name__ == "__main__":
   absltest.main()
