@@ -112,8 +112,12 @@ def make_reducer(
       u.astype(g.dtype) for u, g in zip(rounded, gradients, strict=True)
     ]
     # Rounding to a narrower dtype is not lost either: it goes on next time.
+    unrounded = [
+      0.0 if u is mean else mean - u
+      for mean, u in zip(means, rounded, strict=True)
+    ]
     residual = [
-      jnp.where(ok, new + (means[i] - rounded[i]), e)
+      jnp.where(ok, new + unrounded[i], e)
       for i, new, e in zip(
         plan.compressible, result.residual, residual, strict=True
       )
