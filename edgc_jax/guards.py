@@ -19,7 +19,9 @@ CHECK_BYTES = 12
 _POOL = 32
 
 
-def require(condition: bool, name: str, value: Any, rule: str, remedy: str):  # noqa: ANN201
+def require(
+  condition: bool, name: str, value: Any, rule: str, remedy: str
+) -> None:
   """Raises a ValueError that names argument, value, rule and remedy."""
   if not condition:
     raise ValueError(f"`{name}` must be {rule}, got {value!r}; {remedy}.")
@@ -56,7 +58,6 @@ def require_local(gradients: Sequence[jax.Array], axis_name: str) -> None:
   Raises:
     ValueError: if varying types are tracked and no leaf varies.
   """
-  gradients = _floating(gradients)
   if collectives.num_replicas(axis_name) == 1 or not gradients:
     return
   if not collectives.tracks_varying(axis_name):
@@ -112,7 +113,6 @@ def count_identical(
   Returns:
     int32 [], the new count.
   """
-  gradients = _floating(gradients)
   if not gradients or collectives.num_replicas(axis_name) == 1:
     return identical_steps
 
@@ -127,11 +127,7 @@ def count_identical(
   )
 
 
-def _floating(gradients: Sequence[jax.Array]) -> list[jax.Array]:
-  return [g for g in gradients if jnp.issubdtype(g.dtype, jnp.floating)]
-
-
-def thread_pool_size() -> int:
+def _thread_pool_size() -> int:
   """Threads XLA's CPU backend works with: `NPROC`, or else the cores."""
   try:
     return int(os.environ.get("NPROC", ""))
@@ -173,10 +169,10 @@ def require_threads() -> None:
   if jax.default_backend() != "cpu" or jax.local_device_count() == 1:
     return
   needed = 2 * jax.local_device_count()
-  if thread_pool_size() < needed:
+  if _thread_pool_size() < needed:
     raise RuntimeError(
       f"The environment variable NPROC must be at least {needed}, two threads"
-      f" per CPU device, got a pool of {thread_pool_size()}; collectives would"
+      f" per CPU device, got a pool of {_thread_pool_size()}; collectives would"
       f" hang for ever. Set NPROC={needed} before Python starts; importing"
       f" edgc_jax before JAX uses a device sets it to {_POOL} if it is unset."
     )

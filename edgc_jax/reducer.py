@@ -88,9 +88,9 @@ def make_reducer(
     del params, extra_args
     collectives.num_replicas(axis_name)  # raises where the axis is unbound
     guards.require_threads()
+    plan = plan_for(updates)  # raises on leaves that are not real floating
     gradients = jax.tree.leaves(updates)
     guards.require_local(gradients, axis_name)
-    plan = plan_for(updates)
     policy = policy_for(plan)
     count, old = state.count, state.stats
 

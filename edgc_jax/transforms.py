@@ -33,7 +33,7 @@ def allreduce(
   return make_reducer(
     axis_name,
     lambda tree: make_plan(tree, (0,)),
-    lambda plan: FixedPolicy(num_rungs=1, warmup_steps=0),
+    lambda plan: FixedPolicy(len(plan.ladder), warmup_steps=0),
     seed=0,
   )
 
@@ -87,7 +87,7 @@ def powersgd(
   return make_reducer(
     axis_name,
     lambda tree: make_plan(tree, ladder, min_ratio, view),
-    lambda plan: FixedPolicy(len(ladder), warmup_steps),
+    lambda plan: FixedPolicy(len(plan.ladder), warmup_steps),
     seed,
   )
 

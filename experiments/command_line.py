@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from absl import app, flags
+from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -53,7 +54,7 @@ def _parse(argv: list[str]) -> list[str]:
     sys.argv = [a for a in argv if not _OVERRIDE.match(a)]
     flags.FLAGS.unparse_flags()
     app.parse_flags_with_usage(sys.argv)
-    keys = list(_flatten(_CONFIG.value.to_dict()))
+    keys = list(traverse_util.flatten_dict(_CONFIG.value.to_dict(), sep="."))
     for key in overrides:
       if key not in keys:
         near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
@@ -62,15 +63,6 @@ def _parse(argv: list[str]) -> list[str]:
           f" {key!r}; the nearest is {near}."
         )
     raise error
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> Any:
-  """Dotted names of all values."""
-  for name, value in tree.items():
-    if isinstance(value, dict):
-      yield from _flatten(value, f"{prefix}{name}.")
-    else:
-      yield prefix + name
 
 
 def _devices_are_chosen() -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import tensorboardX
+from flax import traverse_util
 
 _PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")
 
@@ -39,7 +40,7 @@ class RunFolder:
     file = self.path / "config.json"
     lines = self.path / "metrics.jsonl"
     if file.exists() and lines.exists() and lines.stat().st_size:
-      changes = list(_differences(json.loads(file.read_text()), _plain(config)))
+      changes = _differences(json.loads(file.read_text()), _plain(config))
       if changes:
         raise ValueError(
           f"`run_dir` must be new or hold a run of the same configuration, got"
@@ -131,14 +132,14 @@ def _plain(value: Any) -> Any:
   return number if math.isfinite(number) else None
 
 
-def _differences(old: Any, new: Any, name: str = "") -> Any:
-  """Yields one phrase for each configuration key that is not the same."""
-  if isinstance(old, dict) and isinstance(new, dict):
-    for key in sorted(old.keys() | new.keys()):
-      path = f"{name}.{key}" if name else key
-      yield from _differences(old.get(key), new.get(key), path)
-  elif old != new and name != "run_dir":
-    yield f"{name} is {old!r} and not {new!r}"
+def _differences(old: dict, new: dict) -> list[str]:
+  """One phrase for each configuration key that is not the same."""
+  old, new = (traverse_util.flatten_dict(tree, sep=".") for tree in (old, new))
+  return [
+    f"{key} is {old.get(key)!r} and not {new.get(key)!r}"
+    for key in sorted((old.keys() | new.keys()) - {"run_dir"})
+    if old.get(key) != new.get(key)
+  ]
 
 
 def _write_json(file: pathlib.Path, value: Any) -> None:
