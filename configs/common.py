@@ -24,7 +24,21 @@ def base(reducer: str) -> ConfigDict:
       # Empty: the standard library's sources. Else a text file, a folder of
       # them, or a folder with train.bin and val.bin (uint16 tokens).
       "data": {"path": ""},
-      "mesh": {"data": 4},  # replicas
+      # Replicas, pipeline stages, and pmap or shard_map (for stages).
+      "mesh": {"data": 4, "stage": 1, "backend": "pmap"},
+      "pipeline": {
+        "microbatches": 4,  # of a replica's batch
+        "align": "slack",  # or none: stages follow their own entropy
+        "backward_seconds": 0.0,  # of a microbatch on a stage; 0: measured
+      },
+      # All-reduces over the replicas: bytes a second (0: measured, with all
+      # else here), seconds each, and seconds of computing an exchange.
+      "link": {
+        "bandwidth": 0.0,
+        "latency": 0.0,
+        "compression_base": 0.0,
+        "compression_per_rank": 0.0,
+      },
       "model": {
         "vocab_size": 50304,
         "context": 1024,  # tokens
@@ -47,8 +61,8 @@ def base(reducer: str) -> ConfigDict:
       "evaluation": {"every": 100, "batches": 8},  # steps; of batch_size
       # Arguments of edgc_jax.edgc, with its defaults, and of powersgd.
       "edgc": {
-        "rank_max": 32,
-        "rank_min": 8,
+        "rank_max": 32,  # 0: found from the times on the link
+        "rank_min": 8,  # 0: a quarter of rank_max
         "window": 1000,  # steps
         "warmup_steps": 1000,
         "max_warmup_steps": 2000,
@@ -59,7 +73,7 @@ def base(reducer: str) -> ConfigDict:
         "rule": "cqm",  # or linear
         "exponent": 2.0,
         "rank_multiple": 4,
-        "max_rank_step": 4,
+        "max_rank_step": 4,  # 0: 4, or the step of the ladder
         "min_ratio": 2.0,
       },
       "powersgd": {"rank": 32, "warmup_steps": 1000, "min_ratio": 2.0},

@@ -7,20 +7,39 @@ from edgc_jax import guards
 
 guards.widen_thread_pool()  # before any device is used; see the function
 
+from edgc_jax.adaptive_rank import edgc  # noqa: E402
 from edgc_jax.comm_cost import wire_bytes  # noqa: E402
+from edgc_jax.fixed_rank import allreduce, powersgd  # noqa: E402
+from edgc_jax.link import CompressionModel, LinkModel  # noqa: E402
 from edgc_jax.matrices import MatrixView, trailing_matrix  # noqa: E402
+from edgc_jax.pipeline import apply_stages  # noqa: E402
 from edgc_jax.state_sharding import state_specs  # noqa: E402
 from edgc_jax.telemetry import metrics  # noqa: E402
-from edgc_jax.transforms import allreduce, edgc, powersgd  # noqa: E402
-from edgc_jax.wrappers import accumulate, skip_nonfinite  # noqa: E402
+from edgc_jax.timing import (  # noqa: E402
+  measure_backward,
+  measure_compression,
+  measure_link,
+)
+from edgc_jax.wrappers import (  # noqa: E402
+  accumulate,
+  clip_by_global_norm,
+  skip_nonfinite,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+  "CompressionModel",
+  "LinkModel",
   "MatrixView",
   "accumulate",
   "allreduce",
+  "apply_stages",
+  "clip_by_global_norm",
   "edgc",
+  "measure_backward",
+  "measure_compression",
+  "measure_link",
   "metrics",
   "powersgd",
   "skip_nonfinite",

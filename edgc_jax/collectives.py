@@ -4,6 +4,7 @@ Everything else in the package calls these, so that one file shows all that
 may travel, and one place turns JAX's errors into errors of ours.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,14 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def num_replicas(axis_name: str) -> int:
-  """Size of a bound axis, known when tracing.
+def num_devices(axis_name: str, argument: str = "axis_name") -> int:
+  """Number of devices along a bound axis, known when tracing.
 
   Args:
-    axis_name: The axis that gradients are averaged over.
+    axis_name: The axis that gradients are averaged over, or of the stages.
+    argument: What the caller's user calls it.
 
   Returns:
-    The number of replicas.
+    The size.
 
   Raises:
     ValueError: if no enclosing `pmap` or `shard_map` binds the axis.
@@ -27,7 +29,7 @@ def num_replicas(axis_name: str) -> int:
     return lax.axis_size(axis_name)
   except NameError as error:
     raise ValueError(
-      f"`axis_name` must be an axis bound where `update` runs, got"
+      f"`{argument}` must be an axis bound where `update` runs, got"
       f" {axis_name!r}, which is not; call `update` inside"
       f" jax.pmap(..., axis_name={axis_name!r}) or inside jax.shard_map over"
       f" a mesh with that axis, or pass the name of the axis you have."
@@ -35,18 +37,36 @@ def num_replicas(axis_name: str) -> int:
 
 
 def mean(tree: Any, axis_name: str) -> Any:
-  """Mean over replicas of every leaf; one variadic all-reduce for the tree."""
+  """Mean over an axis of every leaf; one variadic all-reduce for the tree."""
   return lax.pmean(tree, axis_name)
 
 
 def total(tree: Any, axis_name: str) -> Any:
-  """Sum over replicas of every leaf; one variadic all-reduce for the tree."""
+  """Sum over an axis of every leaf; one variadic all-reduce for the tree."""
   return lax.psum(tree, axis_name)
 
 
-def all_true(flag: jax.Array, axis_name: str) -> jax.Array:
-  """Whether `flag` (bool, scalar) holds on every replica."""
+def all_true(flag: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
+  """Whether `flag` (bool, any shape) holds on every device; 4 bytes each."""
   return lax.pmin(flag.astype(jnp.int32), axis_name) > 0
+
+
+def stage_index(axis_name: str) -> jax.Array:
+  """This device's position along an axis; int32 [], varying over it."""
+  return lax.axis_index(axis_name)
+
+
+def from_first(tree: Any, axis_name: str) -> Any:
+  """The first device's leaves, on all devices along the axis."""
+  is_first = lax.axis_index(axis_name) == 0
+  return lax.psum(
+    jax.tree.map(lambda x: jnp.where(is_first, x, 0), tree), axis_name
+  )
+
+
+def send(tree: Any, axis_name: str, pairs: Sequence[tuple[int, int]]) -> Any:
+  """Each (source, target) moves source's leaves to target; others get zeros."""
+  return lax.ppermute(tree, axis_name, perm=list(pairs))
 
 
 def compare(value: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
@@ -83,6 +103,18 @@ def tracks_varying(axis_name: str) -> bool:
   `pmap` or `check_vma=False`, where every value counts as unvarying.
   """
   return is_varying(lax.axis_index(axis_name), axis_name)
+
+
+def as_varying(tree: Any, axis_name: str) -> Any:
+  """Every leaf typed as varying over the axis; no data moves."""
+  return jax.tree.map(
+    lambda x: (
+      x
+      if is_varying(x, axis_name) or not tracks_varying(axis_name)
+      else lax.pcast(x, axis_name, to="varying")
+    ),
+    tree,
+  )
 
 
 def zeros_like_type(aval: Any) -> jax.Array:

@@ -8,9 +8,17 @@ collectives of the compiled program.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
-from edgc_jax.matrices import Leaf, ViewFn, describe, trailing_matrix
+from edgc_jax.matrices import (
+  Leaf,
+  PlacementFn,
+  ViewFn,
+  describe,
+  own_placement,
+  trailing_matrix,
+)
 
 BYTES_PER_VALUE = 4
 # Sums of |M_i|^2 and of |Q_i|^2, which travel with the factors.
@@ -22,20 +30,26 @@ class Plan:
   """Which leaves travel as factors at which rank.
 
   Attributes:
-    leaves: The gradient's leaves, in tree order.
+    leaves: The leaves exchanged together, in tree order.
     ladder: The ranks that may be used, 0 for dense, one collective shape each.
     min_ratio: Least m n / (r (m + n)) at which factors are sent.
+    positions: Where the leaves stand in the whole gradient.
   """
 
   leaves: tuple[Leaf, ...]
   ladder: tuple[int, ...]
   min_ratio: float
+  positions: tuple[int, ...]
 
-  def sends_factors(self, leaf: Leaf, rank: int) -> bool:
-    """Whether a leaf is sent as factors at this rank, or else dense."""
+  def columns(self, leaf: Leaf, rank: int) -> int:
+    """Columns that a leaf's factors have at this rank; 0 if it goes dense.
+
+    The one place where the rank of a rung becomes that of a matrix.
+    """
     if leaf.view is None or rank == 0:
-      return False
-    return self.pays(leaf.view.rows, leaf.view.cols, rank)
+      return 0
+    rows, cols = leaf.view.rows, leaf.view.cols
+    return min(rank, rows, cols) if self.pays(rows, cols, rank) else 0
 
   def pays(self, rows: int, cols: int, rank: int) -> bool:
     """Whether factors of a [rows, cols] matrix save at least `min_ratio`."""
@@ -48,7 +62,7 @@ class Plan:
     return tuple(
       i
       for i, leaf in enumerate(self.leaves)
-      if any(self.sends_factors(leaf, rank) for rank in self.ladder)
+      if any(self.columns(leaf, rank) for rank in self.ladder)
     )
 
   @functools.cached_property
@@ -64,6 +78,17 @@ class Plan:
   def factor_columns(self, leaf: Leaf) -> int:
     """Columns of Q held in the state: the largest rank, clipped by shape."""
     return min(max(self.ladder), leaf.view.rows, leaf.view.cols)
+
+  def without_idle_ranks(self) -> "Plan":
+    """The plan without ranks that compress nothing; the least one stays."""
+    least = min((rank for rank in self.ladder if rank), default=0)
+    kept = [
+      rank
+      for rank in self.ladder
+      if rank in (0, least)
+      or any(self.columns(leaf, rank) for leaf in self.leaves)
+    ]
+    return dataclasses.replace(self, ladder=tuple(kept))
 
   @property
   def dense_bytes(self) -> int:
@@ -82,12 +107,12 @@ class Plan:
     """
     values = 0
     for leaf in self.leaves:
-      if self.sends_factors(leaf, rank):
-        count, rows, cols = leaf.view
-        values += count * min(rank, rows, cols) * (rows + cols)
+      columns = self.columns(leaf, rank)
+      if columns:
+        values += leaf.view.count * columns * (leaf.view.rows + leaf.view.cols)
       else:
         values += leaf.size
-    if any(self.sends_factors(leaf, rank) for leaf in self.leaves):
+    if any(self.columns(leaf, rank) for leaf in self.leaves):
       values += _ENERGY_SCALARS
     return BYTES_PER_VALUE * values
 
@@ -97,21 +122,46 @@ def make_plan(
   ladder: tuple[int, ...],
   min_ratio: float = 2.0,
   matrix_view: ViewFn = trailing_matrix,
+  placement: PlacementFn = own_placement,
 ) -> Plan:
   """The plan for a tree of parameters or gradients (or their shapes).
 
   Ranks at which no leaf would be compressed are dropped from the ladder: they
   would send dense gradients under another name. The least rank stays.
   """
-  plan = Plan(tuple(describe(tree, matrix_view)), tuple(ladder), min_ratio)
-  least = min((rank for rank in ladder if rank), default=0)
-  kept = [
-    rank
-    for rank in plan.ladder
-    if rank in (0, least)
-    or any(plan.sends_factors(leaf, rank) for leaf in plan.leaves)
-  ]
-  return dataclasses.replace(plan, ladder=tuple(kept))
+  leaves = tuple(describe(tree, matrix_view, placement))
+  everything = tuple(range(len(leaves)))
+  return Plan(leaves, ladder, min_ratio, everything).without_idle_ranks()
+
+
+def by_exchange(plan: Plan) -> tuple[Plan, ...]:
+  """The plans of the leaves that are exchanged together, earliest first.
+
+  What is a stage's own travels when the stage is done; the rest waits for
+  stage 0, and travels at its rung. One ladder for both, so that a rung means
+  the same rank: that of the first.
+
+  Args:
+    plan: The plan of all leaves.
+
+  Returns:
+    The plan of the own leaves and, if there are others, that of the rest.
+  """
+  is_own = [leaf.placement == "own" for leaf in plan.leaves]
+  own = _part(plan, [i for i, own in enumerate(is_own) if own])
+  own = own.without_idle_ranks()
+  rest = _part(plan, [i for i, own in enumerate(is_own) if not own])
+  if not rest.leaves:
+    return (own,)
+  return own, dataclasses.replace(rest, ladder=own.ladder)
+
+
+def _part(plan: Plan, members: Sequence[int]) -> Plan:
+  return dataclasses.replace(
+    plan,
+    leaves=tuple(plan.leaves[i] for i in members),
+    positions=tuple(plan.positions[i] for i in members),
+  )
 
 
 def wire_bytes(
@@ -120,21 +170,31 @@ def wire_bytes(
   *,
   min_ratio: float = 2.0,
   matrix_view: ViewFn = trailing_matrix,
+  placement: PlacementFn = own_placement,
+  lead_rank: int | None = None,
 ) -> int:
   """Bytes one step's exchange sends per replica at a rank (0 is dense).
 
   Args:
-    params: Parameters, gradients, or their `jax.ShapeDtypeStruct`s.
+    params: Parameters, gradients, or their `jax.ShapeDtypeStruct`s; on
+      pipeline stages those of one stage.
     rank: Columns of the factors, 0 for dense.
     min_ratio: As for `edgc`.
     matrix_view: As for `edgc`.
+    placement: As for `edgc`.
+    lead_rank: On pipeline stages the rank of stage 0, at which all stages
+      send what is not their own; None if it is the same.
 
   Returns:
-    The bytes, without those of entropy samples.
+    The bytes, without those of entropy samples and of agreeing.
 
   >>> import jax
   >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")
   >>> wire_bytes(weights, 0), wire_bytes(weights, 32)
   (9437184, 491528)
   """
-  return make_plan(params, (rank,), min_ratio, matrix_view).wire_bytes(rank)
+  lead_rank = rank if lead_rank is None else lead_rank
+  ladder = (rank, lead_rank)
+  plan = make_plan(params, ladder, min_ratio, matrix_view, placement)
+  own, *rest = by_exchange(plan)
+  return own.wire_bytes(rank) + sum(p.wire_bytes(lead_rank) for p in rest)

@@ -12,7 +12,9 @@ Warm-up is at least one window, and goes on while the model expects rank_min
 to lose more now than rank_max would have lost in the first window.
 
 Its state is a few scalars, equal on all replicas. On a mesh with pipeline
-stages every stage carries its own.
+stages every stage carries its own. Stage 0 is on the critical path; at the
+end of a window it tells the others its rung, and each looks up what fits into
+its slack (`stages`), or stays with its own choice.
 """
 
 import dataclasses
@@ -24,14 +26,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import rank_rule
+from edgc_jax import collectives, rank_rule, stages
 from edgc_jax.comm_cost import Plan
 from edgc_jax.entropy import EntropySample
 
 
 class ControllerState(NamedTuple):
-  """Window state; entropies in nats, all equal over the data axis."""
+  """Window state; entropies in nats, all equal over the data axis.
 
+  On pipeline stages each stage has its own, but for `lead_rung`.
+  """
+
+  lead_rung: jax.Array  # int32 [], that of stage 0, equal on all stages
   rung: jax.Array  # int32 []
   is_warm: jax.Array  # bool [], warm-up is over
   num_windows: jax.Array  # int32 [], closed so far, with a sample in them
@@ -59,6 +65,11 @@ class Controller:
   max_rank_step: int
   sizes: np.ndarray  # float32 [num_shapes], from rank_rule.shape_sizes
   table: np.ndarray  # float32 [num_shapes, rank_max + 1], rank_rule.loss_table
+  stage_axis: str | None = None
+  # float64 [num_rungs], modelled time of each; None: stages follow their own
+  # entropy, whatever the others do.
+  rung_seconds: np.ndarray | None = None
+  backward_seconds: float = 0.0  # of one microbatch
 
   @classmethod
   def for_plan(cls, plan: Plan, **options: Any) -> "Controller":
@@ -76,6 +87,7 @@ class Controller:
     zero = functools.partial(jnp.zeros, (), jnp.float32)
     per_shape = functools.partial(jnp.zeros, len(self.sizes), jnp.float32)
     return ControllerState(
+      lead_rung=jnp.zeros((), jnp.int32),
       rung=jnp.zeros((), jnp.int32),
       is_warm=jnp.zeros((), bool),
       num_windows=jnp.zeros((), jnp.int32),
@@ -116,13 +128,23 @@ class Controller:
     Returns:
       The state to use in step `count`.
     """
-    at_boundary = (count > 0) & (count % self.window == 0)
     return jax.lax.cond(
-      at_boundary & (state.num_samples > 0),
+      self.closes_window(count),
       lambda s: self._close_window(s, count // self.window),
       lambda s: s,
       state,
     )
+
+  def closes_window(self, count: jax.Array) -> jax.Array:
+    """Whether a window ends before step `count`; bool []."""
+    return (count > 0) & (count % self.window == 0)
+
+  @property
+  def window_bytes(self) -> int:
+    """Bytes that closing a window sends over the stages."""
+    if self.stage_axis is None:
+      return 0
+    return 4 if self.rung_seconds is None else 8
 
   def predicted_error(self, state: ControllerState) -> jax.Array:
     """Share of the energy that the model expects the rung to lose, in [0, 1].
@@ -141,29 +163,26 @@ class Controller:
   def _close_window(
     self, state: ControllerState, num_closed: jax.Array
   ) -> ControllerState:
-    entropy = state.entropy_sum / state.num_samples
-    variance = state.variance_sum / state.num_samples
+    has_sample = state.num_samples > 0
+    num_samples = jnp.maximum(state.num_samples, 1.0)
+    entropy = state.entropy_sum / num_samples
+    variance = state.variance_sum / num_samples
     before = state.num_windows
     first = jnp.where(before == 0, entropy, state.first_entropy)
     change = jnp.where(before == 1, entropy - first, state.first_change)
-    state = state._replace(
+    ends_warmup = self._ends_warmup(
+      state, num_closed, entropy, first, self._log_error(variance)
+    )
+    closed = state._replace(
       num_windows=before + 1, first_entropy=first, first_change=change
     )
-    ends_warmup = ~state.is_warm & self._may_end_warmup(
-      num_closed, entropy, first, self._log_error(variance)
-    )
-    wish = self._wish(state, entropy)
+    wish = self._wish(closed, entropy)
     top = jnp.int32(len(self.ranks))
     settled = 1 + rank_rule.settle(
       wish, state.rung - 1, self.ranks, self.max_rank_step
     )
-    rung = jnp.where(state.is_warm, settled, jnp.where(ends_warmup, top, 0))
-    return state._replace(
-      rung=rung,
-      is_warm=state.is_warm | ends_warmup,
-      entropy_sum=jnp.zeros_like(state.entropy_sum),
-      variance_sum=jnp.zeros_like(state.variance_sum),
-      num_samples=jnp.zeros_like(state.num_samples),
+    closed = closed._replace(
+      rung=jnp.where(state.is_warm, settled, jnp.where(ends_warmup, top, 0)),
       window_entropy=entropy,
       reference_entropy=jnp.where(
         ends_warmup, entropy, state.reference_entropy
@@ -172,6 +191,48 @@ class Controller:
         ends_warmup, variance, state.reference_variance
       ),
     )
+    closed = jax.tree.map(
+      lambda new, old: jnp.where(has_sample, new, old), closed, state
+    )
+    return self._align(closed)._replace(
+      is_warm=state.is_warm | ends_warmup,
+      entropy_sum=jnp.zeros_like(state.entropy_sum),
+      variance_sum=jnp.zeros_like(state.variance_sum),
+      num_samples=jnp.zeros_like(state.num_samples),
+    )
+
+  def _align(self, state: ControllerState) -> ControllerState:
+    """Tells all stages the rung of stage 0, and what theirs is then."""
+    if self.stage_axis is None:
+      return state._replace(lead_rung=state.rung)
+    lead_rung = collectives.from_first(state.rung, self.stage_axis)
+    state = state._replace(lead_rung=lead_rung)
+    if self.rung_seconds is None:
+      return state
+    num_stages = collectives.num_devices(self.stage_axis, "stage_axis")
+    table = stages.aligned_rungs(
+      self.rung_seconds, num_stages, self.backward_seconds
+    )
+    stage = collectives.stage_index(self.stage_axis)
+    return state._replace(rung=jnp.asarray(table)[stage, lead_rung])
+
+  def _ends_warmup(
+    self,
+    state: ControllerState,
+    num_closed: jax.Array,
+    entropy: jax.Array,
+    first_entropy: jax.Array,
+    errors: jax.Array,
+  ) -> jax.Array:
+    """Whether this is the last window of warm-up; stage 0 decides if aligned.
+
+    A window without a usable sample ends nothing.
+    """
+    may_end = self._may_end_warmup(num_closed, entropy, first_entropy, errors)
+    ends = ~state.is_warm & may_end & (state.num_samples > 0)
+    if self.rung_seconds is None:
+      return ends
+    return collectives.from_first(ends.astype(jnp.int32), self.stage_axis) > 0
 
   def _may_end_warmup(
     self,

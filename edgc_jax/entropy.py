@@ -78,7 +78,7 @@ def estimate(
   stride = max(1, round(1.0 / entry_rate))
   samples = [_every(g, stride, index) for g in gradients]
   sizes = jnp.array([x.size for x in samples], jnp.float32)
-  sizes = sizes * collectives.num_replicas(axis_name)
+  sizes = sizes * collectives.num_devices(axis_name)
   usable = [jnp.isfinite(x) & (x != 0) for x in samples]
   samples = [jnp.where(u, x, 0.0) for x, u in zip(samples, usable, strict=True)]
   count = jnp.stack([jnp.sum(u, dtype=jnp.float32) for u in usable])

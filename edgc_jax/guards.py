@@ -10,11 +10,13 @@ import jax.numpy as jnp
 
 from edgc_jax import collectives
 from edgc_jax.comm_cost import Plan
+from edgc_jax.matrices import Leaf
 
 # Steps in which the gradients of the replicas are compared.
 CHECKED_STEPS = 3
-# What one such comparison sends.
+# What one such comparison sends over the replicas, and over stages.
 CHECK_BYTES = 12
+STAGE_CHECK_BYTES = 8
 # Threads asked for by the import: enough for 16 devices.
 _POOL = 32
 
@@ -58,7 +60,7 @@ def require_local(gradients: Sequence[jax.Array], axis_name: str) -> None:
   Raises:
     ValueError: if varying types are tracked and no leaf varies.
   """
-  if collectives.num_replicas(axis_name) == 1 or not gradients:
+  if collectives.num_devices(axis_name) == 1 or not gradients:
     return
   if not collectives.tracks_varying(axis_name):
     return
@@ -70,6 +72,39 @@ def require_local(gradients: Sequence[jax.Array], axis_name: str) -> None:
       f" differentiate with respect to jax.lax.pcast(params, {axis_name!r},"
       ' to="varying") instead, and drop any pmean or psum of the gradients.'
     )
+
+
+def require_stages(
+  gradients: Sequence[jax.Array], leaves: Sequence[Leaf], stage_axis: str
+) -> None:
+  """Raises where a placement and JAX's types of the gradients disagree.
+
+  Args:
+    gradients: The leaves, as they come into `update`.
+    leaves: What is known about each.
+    stage_axis: The bound axis of the stages.
+
+  Raises:
+    ValueError: if the axis is not bound, varying types are not tracked, or a
+      leaf that differs by stage has a gradient equal on all stages.
+  """
+  if collectives.num_devices(stage_axis, "stage_axis") == 1:
+    return
+  if not collectives.tracks_varying(stage_axis):
+    raise ValueError(
+      f"`stage_axis` must be an axis of jax.shard_map with its default"
+      f" check_vma=True, got {stage_axis!r} where JAX does not track what"
+      " varies; drop check_vma=False, and jax.pmap."
+    )
+  for gradient, leaf in zip(gradients, leaves, strict=True):
+    varies = collectives.is_varying(gradient, stage_axis)
+    if leaf.placement != "shared" and not varies:
+      raise ValueError(
+        f"`placement` must be 'shared' for a leaf that is equal on all stages,"
+        f" got {leaf.placement!r} for {leaf.path}, whose gradient does not"
+        f" vary over {stage_axis!r}; return 'shared' for its path, or shard it"
+        " over the stages."
+      )
 
 
 def warn_if_nothing_pays(plan: Plan) -> None:
@@ -92,11 +127,14 @@ def warn_if_nothing_pays(plan: Plan) -> None:
 def is_comparing(identical_steps: jax.Array, axis_name: str) -> jax.Array:
   """Whether it is still open if the replicas' gradients differ; bool []."""
   is_open = (identical_steps >= 0) & (identical_steps < CHECKED_STEPS)
-  return is_open & (collectives.num_replicas(axis_name) > 1)
+  return is_open & (collectives.num_devices(axis_name) > 1)
 
 
 def count_identical(
-  gradients: Sequence[jax.Array], identical_steps: jax.Array, axis_name: str
+  gradients: Sequence[jax.Array],
+  identical_steps: jax.Array,
+  axis_name: str,
+  stage_axis: str | None = None,
 ) -> jax.Array:
   """Counts first steps with equal gradients on all replicas.
 
@@ -109,16 +147,21 @@ def count_identical(
     gradients: The leaves, as they come into `update`.
     identical_steps: int32 [], the count so far, -1 once they differed.
     axis_name: The bound axis of the replicas.
+    stage_axis: That of pipeline stages, which agree on what they see.
 
   Returns:
     int32 [], the new count.
   """
-  if not gradients or collectives.num_replicas(axis_name) == 1:
+  if not gradients or collectives.num_devices(axis_name) == 1:
     return identical_steps
 
   def compare() -> jax.Array:
     checksum = sum(jnp.sum(g.astype(jnp.float32)) for g in gradients)
     is_equal, tells = collectives.compare(checksum, axis_name)
+    if stage_axis is not None:
+      is_equal, tells = collectives.all_true(
+        jnp.stack([is_equal, tells]), stage_axis
+      )
     step = jnp.where(is_equal, identical_steps + 1, -1)
     return jnp.where(tells, step, identical_steps)
 

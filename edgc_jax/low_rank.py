@@ -56,15 +56,23 @@ class Exchange(NamedTuple):
 
 
 def init_factors(plan: Plan, seed: int) -> list[jax.Array]:
-  """Gaussian first factors, the same on every replica."""
-  keys = jax.random.split(jax.random.key(seed), max(len(plan.leaves), 1))
+  """Gaussian first factors, the same on every replica and stage."""
+  key = jax.random.key(seed)
   factors = []
   for i in plan.compressible:
     leaf = plan.leaves[i]
     shape = (leaf.view.count, leaf.view.cols, plan.factor_columns(leaf))
-    draw = jax.random.normal(keys[i], shape, jnp.float32)
+    own_key = jax.random.fold_in(key, plan.positions[i])
+    draw = jax.random.normal(own_key, shape, jnp.float32)
     factors.append(_unit_columns(draw))
   return factors
+
+
+def init_residual(plan: Plan) -> list[jax.Array]:
+  """Zeros, a replica's own, for each compressible leaf."""
+  return [
+    jnp.zeros(plan.leaves[i].shape, jnp.float32) for i in plan.compressible
+  ]
 
 
 def exchange(
@@ -103,7 +111,7 @@ def exchange(
 def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
   """The exchange at one static rank."""
   slot = {leaf: position for position, leaf in enumerate(plan.compressible)}
-  low = [i for i, f in enumerate(plan.leaves) if plan.sends_factors(f, rank)]
+  low = [i for i, leaf in enumerate(plan.leaves) if plan.columns(leaf, rank)]
   dense = [i for i in range(len(plan.leaves)) if i not in set(low)]
 
   def run(leaves: list[jax.Array], factor_q: list[jax.Array]) -> Exchange:
@@ -140,7 +148,8 @@ def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
       residual[place] = (m - p @ jnp.swapaxes(own, 1, 2)).reshape(shape)
       unused = factor_q[place][:, :, q.shape[-1] :]
       factor_q[place] = jnp.concatenate([q, unused], axis=-1)
-    zero = jnp.zeros((), jnp.float32)
+    # What no leaf was sent for is zero, of the type that the leaves give.
+    zero = sum(jnp.zeros_like(x, shape=()) for x in received["dense"])
     return Exchange(
       averaged,
       residual,
@@ -190,20 +199,38 @@ def _all_finite(values: Sequence[jax.Array]) -> jax.Array:
   return jnp.all(jnp.stack([jnp.all(jnp.isfinite(v)) for v in values]))
 
 
-def unpack(state: LowRankState) -> tuple[list[jax.Array], list[jax.Array]]:
-  """The arrays of Q and of the residual, in the order of the leaves."""
-  return jax.tree.leaves(state.factor_q), jax.tree.leaves(state.residual)
+def unpack(
+  plans: Sequence[Plan], state: LowRankState
+) -> tuple[list[list[jax.Array]], list[list[jax.Array]]]:
+  """The arrays of Q and of the residual, a list for each plan."""
+  places = sorted(p for plan in plans for p in _places(plan))
+
+  def by_plan(tree: Any) -> list[list[jax.Array]]:
+    arrays = dict(zip(places, jax.tree.leaves(tree), strict=True))
+    return [[arrays[p] for p in _places(plan)] for plan in plans]
+
+  return by_plan(state.factor_q), by_plan(state.residual)
 
 
 def pack(
-  plan: Plan, tree: Any, factor_q: Sequence, residual: Sequence
+  plans: Sequence[Plan],
+  tree: Any,
+  factor_q: Sequence[Sequence],
+  residual: Sequence[Sequence],
 ) -> LowRankState:
   """Trees like `tree`, with `optax.MaskedNode` where a leaf is dense."""
+  structure = jax.tree.structure(tree)
 
-  def like_tree(values: Sequence) -> Any:
-    slots: list[Any] = [optax.MaskedNode()] * len(plan.leaves)
-    for i, value in zip(plan.compressible, values, strict=True):
-      slots[i] = value
-    return jax.tree.unflatten(jax.tree.structure(tree), slots)
+  def like_tree(values: Sequence[Sequence]) -> Any:
+    slots: list[Any] = [optax.MaskedNode()] * structure.num_leaves
+    for plan, own in zip(plans, values, strict=True):
+      for place, value in zip(_places(plan), own, strict=True):
+        slots[place] = value
+    return jax.tree.unflatten(structure, slots)
 
   return LowRankState(like_tree(factor_q), like_tree(residual))
+
+
+def _places(plan: Plan) -> list[int]:
+  """Where the compressible leaves stand in the whole tree."""
+  return [plan.positions[i] for i in plan.compressible]

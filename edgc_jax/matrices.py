@@ -22,15 +22,26 @@ class MatrixView(NamedTuple):
 
 
 ViewFn = Callable[[str, tuple[int, ...]], MatrixView | None]
+PlacementFn = Callable[[str, tuple[int, ...]], str]
+PLACEMENTS = ("own", "split", "shared")
 
 
 class Leaf(NamedTuple):
-  """The static facts of one gradient leaf; `view` is None if never low-rank."""
+  """The static facts of one gradient leaf.
+
+  Attributes:
+    path: Where it is in the tree.
+    shape: Its shape on one device.
+    dtype: Its dtype.
+    view: The matrices in it, None if it is never sent as factors.
+    placement: "own", "split" or "shared": see `own_placement`.
+  """
 
   path: str
   shape: tuple[int, ...]
   dtype: Any
   view: MatrixView | None
+  placement: str = "own"
 
   @property
   def size(self) -> int:
@@ -61,19 +72,47 @@ def trailing_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
   return MatrixView(math.prod(shape[:-2]), *shape[-2:])
 
 
-def describe(tree: Any, view_fn: ViewFn = trailing_matrix) -> list[Leaf]:
+def own_placement(path: str, shape: tuple[int, ...]) -> str:
+  """The default placement on pipeline stages: every leaf is its stage's own.
+
+  A stage holds of a leaf
+
+    own     layers that no other stage has, such as its blocks
+    split   a part of a tensor that all stages use together, such as rows of
+            the embedding; its gradient is there when stage 0 is done
+    shared  the same as all stages, such as the final norm; stages sum its
+            gradient, and it is always sent dense
+
+  Args:
+    path: The leaf's key path.
+    shape: The leaf's shape on one stage.
+
+  Returns:
+    "own".
+  """
+  del path, shape
+  return "own"
+
+
+def describe(
+  tree: Any,
+  view_fn: ViewFn = trailing_matrix,
+  placement_fn: PlacementFn = own_placement,
+) -> list[Leaf]:
   """Lists the leaves of a gradient tree, in `jax.tree` order.
 
   Args:
     tree: Arrays or `jax.ShapeDtypeStruct`s.
     view_fn: Chooses each leaf's view from its path and shape.
+    placement_fn: Chooses each leaf's placement likewise.
 
   Returns:
     One `Leaf` per leaf.
 
   Raises:
     TypeError: if a leaf is complex or an integer.
-    ValueError: if a view does not hold as many values as its leaf.
+    ValueError: if a view does not hold as many values as its leaf, or a
+      placement is none of `PLACEMENTS`.
   """
   leaves = []
   for key_path, value in jax.tree_util.tree_leaves_with_path(tree):
@@ -93,5 +132,12 @@ def describe(tree: Any, view_fn: ViewFn = trailing_matrix) -> list[Leaf]:
           f" for leaf {path} of shape {shape}; return (count, rows, cols)"
           f" whose product is {math.prod(shape)}, or None to send it dense."
         )
-    leaves.append(Leaf(path, shape, dtype, view))
+    placement = placement_fn(path, shape)
+    if placement not in PLACEMENTS:
+      raise ValueError(
+        f"`placement` must return one of {PLACEMENTS}, got {placement!r} for"
+        f" leaf {path}; return 'own' for what one stage alone holds."
+      )
+    view = None if placement == "shared" else view
+    leaves.append(Leaf(path, shape, dtype, view, placement))
   return leaves

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import entropy
+from edgc_jax import collectives, entropy
 from edgc_jax.comm_cost import Plan
 from edgc_jax.controller import Controller, ControllerState
 
@@ -22,6 +22,7 @@ class Choice(NamedTuple):
 
   state: ControllerState | tuple[()]
   rung: jax.Array  # int32 [], index into the ladder, equal on all replicas
+  lead_rung: jax.Array  # int32 [], that of stage 0, equal on all stages
   sample: entropy.EntropySample | None
   wire_bytes: jax.Array  # float32 [], what choosing took
 
@@ -67,7 +68,7 @@ class FixedPolicy:
     del gradients
     past = count >= self.warmup_steps
     rung = past.astype(jnp.int32) * (self.num_rungs - 1)
-    return Choice(state, rung, None, jnp.zeros((), jnp.float32))
+    return Choice(state, rung, rung, None, jnp.zeros((), jnp.float32))
 
   def settle(self, choice: Choice, is_finite: jax.Array) -> tuple[()]:
     del is_finite
@@ -104,14 +105,16 @@ class EntropyPolicy:
     count: jax.Array,
   ) -> Choice:
     state = self.controller.advance(state, count)
+    aligned = self.controller.closes_window(count)
+    wire_bytes = jnp.where(aligned, float(self.controller.window_bytes), 0.0)
     members = self.plan.compressible
     nothing = entropy.no_sample(len(self.plan.matrix_shapes))
     if not members:
-      return Choice(state, state.rung, nothing, jnp.zeros((), jnp.float32))
+      return Choice(state, state.rung, state.lead_rung, nothing, wire_bytes)
     is_sampled = count % self.period == 0
-    sample = jax.lax.cond(
-      is_sampled,
-      lambda: entropy.estimate(
+
+    def estimate() -> entropy.EntropySample:
+      return entropy.estimate(
         [gradients[i] for i in members],
         [self.plan.shape_index(self.plan.leaves[i]) for i in members],
         count // self.period,
@@ -119,12 +122,17 @@ class EntropyPolicy:
         entry_rate=self.entry_rate,
         estimator=self.estimator,
         bins=self.bins,
-      ),
-      lambda: nothing,
+      )
+
+    types = jax.eval_shape(estimate)
+    sample = jax.lax.cond(
+      is_sampled,
+      estimate,
+      lambda: jax.tree.map(collectives.zeros_like_type, types),
     )
     size = entropy.sample_bytes(len(members), self.estimator, self.bins)
-    wire_bytes = jnp.where(is_sampled, float(size), 0.0)
-    return Choice(state, state.rung, sample, wire_bytes)
+    wire_bytes += jnp.where(is_sampled, float(size), 0.0)
+    return Choice(state, state.rung, state.lead_rung, sample, wire_bytes)
 
   def settle(self, choice: Choice, is_finite: jax.Array) -> ControllerState:
     weight = jnp.where(is_finite, choice.sample.weight, 0.0)

@@ -2,10 +2,15 @@
 
 They differ in their ladder of ranks and in the policy that picks a rung.
 One step: choose the rung, add the residual, exchange, keep what was not sent.
+
+On pipeline stages there are two exchanges. A stage's own leaves go first, at
+its own rung, as soon as its own backward pass is done. The rest (tensors
+split over all stages, leaves shared by all) waits for stage 0 anyway: it
+follows at the rung of stage 0, and only when the first exchange is done, so
+that no stage has to wait for another before.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,20 +18,28 @@ import jax.numpy as jnp
 import optax
 
 from edgc_jax import collectives, guards, low_rank
-from edgc_jax.comm_cost import Plan
+from edgc_jax.comm_cost import BYTES_PER_VALUE, Plan, by_exchange
 from edgc_jax.controller import ControllerState
 from edgc_jax.low_rank import Exchange, LowRankState
 from edgc_jax.policy import Policy
-from edgc_jax.telemetry import Stats
+from edgc_jax.telemetry import Checks, Stats, first_stats, next_stats
+
+# A function without further arguments but one: see `edgc`.
+LateUpdates = Callable[[Callable[[Any], Any]], optax.Updates]
 
 
 class ReducerState(NamedTuple):
-  """State of a reducer; the controller's part is empty where there is none."""
+  """State of a reducer; the controller's part is empty where there is none.
+
+  On pipeline stages the controller, but for `lead_rung`, and the statistics
+  have an axis of one for the stage in front.
+  """
 
   count: jax.Array  # int32 [], steps done
   controller: ControllerState | tuple[()]
   low_rank: LowRankState
   stats: Stats
+  checks: Checks
 
 
 def make_reducer(
@@ -34,14 +47,16 @@ def make_reducer(
   plan_for: Callable[[Any], Plan],
   policy_for: Callable[[Plan], Policy],
   seed: int,
+  stage_axis: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a transformation from local gradients to their mean.
 
   Args:
     axis_name: Axis averaged over; must be bound where `update` runs.
     plan_for: From a tree of parameters or gradients to the plan.
-    policy_for: From the plan to the policy.
+    policy_for: From the plan of a stage's own leaves to the policy.
     seed: Seed of the first Q and of columns drawn anew.
+    stage_axis: Axis of the pipeline stages, None if there are none.
 
   Returns:
     The transformation.
@@ -50,116 +65,213 @@ def make_reducer(
   def init_fn(params: optax.Params) -> ReducerState:
     plan = plan_for(params)
     guards.warn_if_nothing_pays(plan)
-    policy = policy_for(plan)
-    control = policy.init()
-    residual = [
-      jnp.zeros(plan.leaves[i].shape, jnp.float32) for i in plan.compressible
-    ]
-    factor_q = low_rank.init_factors(plan, seed)
-    # A new array for every field: one that served twice cannot be donated.
-    zero = functools.partial(jnp.zeros, (), jnp.float32)
-    none = functools.partial(jnp.zeros, (), jnp.int32)
+    plans = by_exchange(plan)
+    policy = policy_for(plans[0])
     entropy, predicted_error = policy.report(policy.init())
-    return ReducerState(
-      count=none(),
-      controller=control,
-      low_rank=low_rank.pack(plan, params, factor_q, residual),
-      stats=Stats(
-        entropy=entropy,
-        rank=none(),
-        rung=none(),
-        wire_bytes=zero(),
-        mean_wire_bytes=zero(),
-        dense_bytes=jnp.float32(plan.dense_bytes),
-        relative_error=zero(),
-        predicted_error=predicted_error,
-        residual_norm=zero(),
-        skipped_steps=none(),
-        identical_steps=none(),
-      ),
+    low = low_rank.pack(
+      plans,
+      params,
+      [low_rank.init_factors(part, seed) for part in plans],
+      [low_rank.init_residual(part) for part in plans],
     )
+    stats = first_stats(plan.dense_bytes, entropy, predicted_error)
+    # A new array for every field: one that served twice cannot be donated.
+    count, skipped, identical = (jnp.zeros((), jnp.int32) for _ in range(3))
+    checks = Checks(skipped, identical)
+    state = ReducerState(count, policy.init(), low, stats, checks)
+    return _stacked(state) if stage_axis else state
 
   def update_fn(
     updates: optax.Updates,
     state: ReducerState,
     params: optax.Params | None = None,
+    *,
+    late_updates: LateUpdates | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, ReducerState]:
     del params, extra_args
-    collectives.num_replicas(axis_name)  # raises where the axis is unbound
+    collectives.num_devices(axis_name)  # raises where the axis is unbound
     guards.require_threads()
     plan = plan_for(updates)  # raises on leaves that are not real floating
     gradients = jax.tree.leaves(updates)
     guards.require_local(gradients, axis_name)
-    policy = policy_for(plan)
-    count, old = state.count, state.stats
+    if stage_axis:
+      guards.require_stages(gradients, plan.leaves, stage_axis)
+      state = _unstacked(state)
+    plans = by_exchange(plan)
+    own = [gradients[i] for i in plans[0].positions]
+    policy = policy_for(plans[0])
+    count = state.count
 
-    choice = policy.choose(state.controller, gradients, count)
-    factor_q, residual = low_rank.unpack(state.low_rank)
-    matrices = [g.astype(jnp.float32) for g in gradients]
-    for i, e in zip(plan.compressible, residual, strict=True):
-      matrices[i] += e
+    choice = policy.choose(state.controller, own, count)
+    factors, residuals = low_rank.unpack(plans, state.low_rank)
     key = jax.random.fold_in(jax.random.key(seed), count)
-    result = low_rank.exchange(
-      plan, choice.rung, matrices, factor_q, key, axis_name
+    first = _reduce(
+      plans[0], choice.rung, own, residuals[0], factors[0], key, axis_name
     )
-    ok = result.is_finite
-    means = [jnp.where(ok, mean, 0.0) for mean in result.averaged]
-    rounded = [
-      _round(mean, g.dtype) for mean, g in zip(means, gradients, strict=True)
-    ]
-    averaged = [
-      u.astype(g.dtype) for u, g in zip(rounded, gradients, strict=True)
-    ]
-    # Rounding to a narrower dtype is not lost either: it goes on next time.
-    unrounded = [
-      0.0 if u is mean else mean - u
-      for mean, u in zip(means, rounded, strict=True)
-    ]
-    residual = [
-      jnp.where(ok, new + unrounded[i], e)
-      for i, new, e in zip(
-        plan.compressible, result.residual, residual, strict=True
-      )
-    ]
-    factor_q = [
-      jnp.where(ok, new, q)
-      for new, q in zip(result.factor_q, factor_q, strict=True)
-    ]
-    control = policy.settle(choice, ok)
+    results = [first]
 
-    is_compared = guards.is_comparing(old.identical_steps, axis_name)
-    wire_bytes = (
-      jnp.array([plan.wire_bytes(r) for r in plan.ladder], jnp.float32)[
-        choice.rung
+    def after_first(tree: Any) -> Any:
+      # A dependence that no compiler can drop; the step is lost if not finite.
+      return jax.tree.map(lambda x: jnp.where(first.is_finite, x, 0), tree)
+
+    if late_updates is not None:
+      gradients = _late(late_updates(after_first), updates)
+    for part, q, e in zip(plans[1:], factors[1:], residuals[1:], strict=True):
+      rest = [
+        _over_stages(gradients[i], leaf.placement, stage_axis, after_first)
+        for i, leaf in zip(part.positions, part.leaves, strict=True)
       ]
-      + choice.wire_bytes
-      + jnp.where(is_compared, float(guards.CHECK_BYTES), 0.0)
+      results.append(
+        _reduce(part, choice.lead_rung, rest, e, q, key, axis_name)
+      )
+    is_finite = jnp.all(jnp.stack([result.is_finite for result in results]))
+    ok = (
+      collectives.all_true(is_finite, stage_axis) if stage_axis else is_finite
     )
-    entropy, predicted_error = policy.report(control)
-    stats = old._replace(
-      entropy=entropy,
-      rank=jnp.array(plan.ladder, jnp.int32)[choice.rung],
-      rung=choice.rung,
-      wire_bytes=wire_bytes,
-      mean_wire_bytes=old.mean_wire_bytes
-      + (wire_bytes - old.mean_wire_bytes) / (count + 1),
-      predicted_error=predicted_error,
-      skipped_steps=old.skipped_steps + (~ok).astype(jnp.int32),
-      identical_steps=guards.count_identical(
-        gradients, old.identical_steps, axis_name
-      ),
-      **_errors(result, old),
+
+    averaged = list(gradients)
+    for part, result in zip(plans, results, strict=True):
+      for i, mean in zip(part.positions, result.averaged, strict=True):
+        averaged[i] = jnp.where(ok, mean, jnp.zeros_like(mean))
+    keep = lambda new, old: jax.tree.map(  # noqa: E731
+      lambda n, o: jnp.where(ok, n, o), new, old
     )
+    control = policy.settle(choice, ok)
+    identical = state.checks.identical_steps
     new_state = ReducerState(
       count=optax.safe_increment(count),
       controller=control,
-      low_rank=low_rank.pack(plan, updates, factor_q, residual),
-      stats=stats,
+      low_rank=low_rank.pack(
+        plans,
+        updates,
+        keep([result.factor_q for result in results], factors),
+        keep([result.residual for result in results], residuals),
+      ),
+      stats=next_stats(
+        state.stats,
+        energy=sum(result.energy for result in results),
+        kept=sum(result.kept for result in results),
+        is_finite=is_finite,
+        rank=jnp.array(plans[0].ladder, jnp.int32)[choice.rung],
+        rung=choice.rung,
+        wire_bytes=_bytes_at(plans[0], choice.rung)
+        + sum(_bytes_at(part, choice.lead_rung) for part in plans[1:])
+        + choice.wire_bytes
+        + _agreement_bytes(identical, axis_name, stage_axis),
+        count=count,
+        report=policy.report(control),
+      ),
+      checks=Checks(
+        state.checks.skipped_steps + (~ok).astype(jnp.int32),
+        guards.count_identical(own, identical, axis_name, stage_axis),
+      ),
     )
-    return jax.tree.unflatten(jax.tree.structure(updates), averaged), new_state
+    return (
+      jax.tree.unflatten(jax.tree.structure(updates), averaged),
+      _stacked(new_state) if stage_axis else new_state,
+    )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _reduce(
+  plan: Plan,
+  rung: jax.Array,
+  gradients: Sequence[jax.Array],
+  residual: Sequence[jax.Array],
+  factor_q: Sequence[jax.Array],
+  key: jax.Array,
+  axis_name: str,
+) -> Exchange:
+  """One exchange, with error feedback, in the gradients' own dtypes."""
+  matrices = [g.astype(jnp.float32) for g in gradients]
+  for i, e in zip(plan.compressible, residual, strict=True):
+    matrices[i] += e
+  result = low_rank.exchange(plan, rung, matrices, factor_q, key, axis_name)
+  rounded = [
+    _round(mean, g.dtype)
+    for mean, g in zip(result.averaged, gradients, strict=True)
+  ]
+  # Rounding to a narrower dtype is not lost either: it goes on next time.
+  kept = [
+    e
+    if rounded[i] is result.averaged[i]
+    else e + result.averaged[i] - rounded[i]
+    for i, e in zip(plan.compressible, result.residual, strict=True)
+  ]
+  averaged = [
+    u.astype(g.dtype) for u, g in zip(rounded, gradients, strict=True)
+  ]
+  return result._replace(averaged=averaged, residual=kept)
+
+
+def _over_stages(
+  gradient: jax.Array, placement: str, stage_axis: str | None, after: Callable
+) -> jax.Array:
+  """The gradient of a leaf that is not one stage's own, when it may travel.
+
+  JAX has summed the gradient of a shared leaf over the stages already where
+  its type says that it is equal on all of them.
+  """
+  if stage_axis is None:
+    return after(gradient)
+  varies = collectives.is_varying(gradient, stage_axis)
+  if placement == "shared":
+    return (
+      collectives.total(after(gradient), stage_axis) if varies else gradient
+    )
+  return after(gradient)
+
+
+def _late(late: optax.Updates, updates: optax.Updates) -> list[jax.Array]:
+  """The leaves of late updates, if they fit those that came first."""
+  forms = [
+    jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
+    for tree in (late, updates)
+  ]
+  if forms[0] != forms[1]:
+    raise ValueError(
+      "`late_updates` must return a tree like `updates`, got"
+      f" {forms[0]} for {forms[1]}; return all leaves, those of the stage's"
+      " own layers unchanged."
+    )
+  return jax.tree.leaves(late)
+
+
+def _bytes_at(plan: Plan, rung: jax.Array) -> jax.Array:
+  return jnp.array([plan.wire_bytes(r) for r in plan.ladder], jnp.float32)[rung]
+
+
+def _agreement_bytes(
+  identical_steps: jax.Array, axis_name: str, stage_axis: str | None
+) -> jax.Array:
+  """What comparing replicas, and agreeing with other stages, sends."""
+  is_compared = guards.is_comparing(identical_steps, axis_name)
+  compared = guards.CHECK_BYTES
+  compared += guards.STAGE_CHECK_BYTES if stage_axis else 0
+  agreed = float(BYTES_PER_VALUE) if stage_axis else 0.0
+  return jnp.where(is_compared, float(compared), 0.0) + agreed
+
+
+def _stacked(state: ReducerState) -> ReducerState:
+  """With an axis of one for the stage before what differs by stage."""
+  return _by_stage(lambda x: x[None], state)
+
+
+def _unstacked(state: ReducerState) -> ReducerState:
+  return _by_stage(lambda x: x[0], state)
+
+
+def _by_stage(fn: Callable, state: ReducerState) -> ReducerState:
+  controller = state.controller
+  if controller:
+    lead_rung = controller.lead_rung
+    controller = jax.tree.map(fn, controller._replace(lead_rung=None))
+    controller = controller._replace(lead_rung=lead_rung)
+  return state._replace(
+    controller=controller, stats=jax.tree.map(fn, state.stats)
+  )
 
 
 def _round(mean: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -174,18 +286,3 @@ def _round(mean: jax.Array, dtype: jnp.dtype) -> jax.Array:
   limit = float(info.max)
   mean = jnp.clip(mean, -limit, limit)
   return jax.lax.reduce_precision(mean, info.nexp, info.nmant)
-
-
-def _errors(result: Exchange, old: Stats) -> dict[str, jax.Array]:
-  """Relative error and residual norm; those before if they are not finite.
-
-  P is orthonormal, so |M - P P^T M|^2 = |M|^2 - |P^T M|^2, summed over
-  matrices and averaged over replicas: two scalars travel with the factors.
-  """
-  lost = jnp.maximum(result.energy - result.kept, 0.0)
-  share = lost / jnp.where(result.energy > 0, result.energy, 1.0)
-  measured = result.is_finite & jnp.isfinite(share)
-  return {
-    "relative_error": jnp.where(measured, share, old.relative_error),
-    "residual_norm": jnp.where(measured, jnp.sqrt(lost), old.residual_norm),
-  }

@@ -1,28 +1,38 @@
 """Where optimiser state lives on a mesh: the one place that knows.
 
-Two classes of state: what each replica has for itself (residuals, sums of
-`accumulate`), sharded over the replicas on its first axis, and all the rest,
-equal on every replica. A residual of a leaf [m, n] is [m, n] locally and
-[N m, n] as a global array on N replicas.
+Three classes of state, told by the axes of the mesh that they are sharded
+over on their first axis:
+
+  each replica's own   residuals, sums of `accumulate`         data
+  each stage's own     controller, statistics, Q               stage
+  everyone's           counters                                none
+
+On pipeline stages residuals are sharded over both, and what mirrors the
+parameters, such as Adam's moments, is sharded as they are. A residual of a
+leaf [m, n] is [m, n] locally and [N m, n] as a global array on N replicas,
+[S N m, n] on S stages of them.
 """
 
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from edgc_jax import guards
 from edgc_jax.low_rank import LowRankState
+from edgc_jax.reducer import ReducerState
 from edgc_jax.wrappers import AccumulateState
-
-# Per kind of state, the fields that each replica has for itself.
-_PER_REPLICA = {LowRankState: "residual", AccumulateState: "accumulated"}
 
 
 def state_specs(
   tx: optax.GradientTransformation,
   params: Any,
   axis_name: str = "data",
+  *,
+  mesh: Mesh | None = None,
+  param_specs: Any = None,
+  stage_axis: str = "stage",
 ) -> Any:
   """PartitionSpecs of an optimiser state under `jax.shard_map`.
 
@@ -38,24 +48,93 @@ def state_specs(
 
   Args:
     tx: Any optax transformation, with or without reducers of this package.
-    params: Parameters or their `jax.ShapeDtypeStruct`s.
+    params: Parameters or their `jax.ShapeDtypeStruct`s, as global arrays.
     axis_name: The mesh axis of the replicas.
+    mesh: The mesh; needed with `param_specs`.
+    param_specs: PartitionSpecs of the parameters, a tree like them, where
+      they are cut over pipeline stages; None if every device has them all.
+    stage_axis: The mesh axis of the stages.
 
   Returns:
     A tree like `tx.init(params)`, of PartitionSpecs.
-  """
 
-  def specs(state: Any) -> Any:
-    own = _PER_REPLICA.get(type(state))
-    if own is None:
-      return PartitionSpec()
-    parts = {name: walk(value) for name, value in state._asdict().items()}
-    parts[own] = jax.tree.map(
-      lambda _: PartitionSpec(axis_name), getattr(state, own)
+  Raises:
+    ValueError: if there are `param_specs` and no mesh.
+  """
+  by_path = {}
+  stage = ()
+  if param_specs is not None:
+    guards.require(
+      mesh is not None,
+      "mesh",
+      mesh,
+      "given with `param_specs`",
+      "pass the mesh that shard_map is called with",
     )
-    return type(state)(**parts)
+    stage = (stage_axis,)
+    params = jax.tree.map(
+      lambda p, spec: jax.ShapeDtypeStruct(
+        NamedSharding(mesh, spec).shard_shape(p.shape), p.dtype
+      ),
+      params,
+      param_specs,
+    )
+    shapes = jax.tree_util.tree_leaves_with_path(params)
+    by_path = {
+      path: (leaf.shape, spec)
+      for (path, leaf), spec in zip(
+        shapes, jax.tree.leaves(param_specs), strict=True
+      )
+    }
+
+  def mirrored(path: tuple, leaf: Any) -> PartitionSpec:
+    """That of the parameter whose path the leaf's ends in, if any."""
+    for start in range(len(path)):
+      shape, spec = by_path.get(path[start:], (None, None))
+      if shape == leaf.shape:
+        return spec
+    return PartitionSpec()
+
+  def everywhere(tree: Any, *axes: str) -> Any:
+    spec = PartitionSpec(axes if len(axes) > 1 else axes[0])
+    return jax.tree.map(lambda _: spec, tree)
+
+  def of_reducer(state: ReducerState) -> ReducerState:
+    common = jax.tree.map(lambda _: PartitionSpec(), state)
+    is_staged = state.stats.rank.ndim > state.count.ndim
+    own = (stage_axis,) if is_staged else ()
+    residual = everywhere(state.low_rank.residual, *own, axis_name)
+    if not is_staged:
+      return common._replace(
+        low_rank=common.low_rank._replace(residual=residual)
+      )
+    controller = common.controller
+    if controller:
+      controller = everywhere(state.controller, stage_axis)
+      controller = controller._replace(lead_rung=PartitionSpec())
+    return common._replace(
+      controller=controller,
+      stats=everywhere(state.stats, stage_axis),
+      low_rank=LowRankState(
+        everywhere(state.low_rank.factor_q, stage_axis), residual
+      ),
+    )
+
+  def specs(path: tuple, state: Any) -> Any:
+    if isinstance(state, ReducerState):
+      return of_reducer(state)
+    if isinstance(state, AccumulateState):
+      return AccumulateState(
+        PartitionSpec(),
+        everywhere(state.accumulated, *stage, axis_name),
+        walk(state.inner_state),
+      )
+    return mirrored(path, state)
 
   def walk(tree: Any) -> Any:
-    return jax.tree.map(specs, tree, is_leaf=lambda x: type(x) in _PER_REPLICA)
+    kinds = (ReducerState, AccumulateState)
+    return jax.tree_util.tree_map_with_path(
+      specs, tree, is_leaf=lambda x: isinstance(x, kinds)
+    )
 
   return walk(jax.eval_shape(tx.init, params))

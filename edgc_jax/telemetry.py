@@ -1,16 +1,22 @@
 """Numbers of the newest step, read out of any optimiser state."""
 
+import functools
 import warnings
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from edgc_jax.guards import CHECKED_STEPS
 
 
 class Stats(NamedTuple):
-  """Scalars that a reducer keeps in its state; None where it measures none."""
+  """Scalars that a reducer keeps in its state; None where it measures none.
+
+  On pipeline stages each stage has its own, with an axis of one for the stage
+  in front.
+  """
 
   entropy: jax.Array | None  # float32 [], newest sample, nats
   rank: jax.Array  # int32 [], 0 is dense
@@ -21,6 +27,11 @@ class Stats(NamedTuple):
   relative_error: jax.Array  # float32 [], lost share of the energy
   predicted_error: jax.Array | None  # float32 [], the model's expectation
   residual_norm: jax.Array  # float32 [], root mean square over replicas
+
+
+class Checks(NamedTuple):
+  """Counters that all replicas, and all stages, agree on."""
+
   skipped_steps: jax.Array  # int32 [], with non-finite gradients
   identical_steps: jax.Array  # int32 [], of the first, equal on all replicas
 
@@ -33,6 +44,62 @@ class SkipStats(NamedTuple):
   max_consecutive: jax.Array  # int32 []
 
 
+def first_stats(
+  dense_bytes: int,
+  entropy: jax.Array | None,
+  predicted_error: jax.Array | None,
+) -> Stats:
+  """The numbers before the first step."""
+  # A new array for every field: one that served twice cannot be donated.
+  zero = functools.partial(jnp.zeros, (), jnp.float32)
+  return Stats(
+    entropy=entropy,
+    rank=jnp.zeros((), jnp.int32),
+    rung=jnp.zeros((), jnp.int32),
+    wire_bytes=zero(),
+    mean_wire_bytes=zero(),
+    dense_bytes=jnp.array(dense_bytes, jnp.float32),
+    relative_error=zero(),
+    predicted_error=predicted_error,
+    residual_norm=zero(),
+  )
+
+
+def next_stats(
+  old: Stats,
+  *,
+  energy: jax.Array,
+  kept: jax.Array,
+  is_finite: jax.Array,
+  rank: jax.Array,
+  rung: jax.Array,
+  wire_bytes: jax.Array,
+  count: jax.Array,
+  report: tuple[jax.Array | None, jax.Array | None],
+) -> Stats:
+  """The numbers of step `count`; errors stay where they are not finite.
+
+  P is orthonormal, so |M - P P^T M|^2 = |M|^2 - |P^T M|^2, summed over
+  matrices and averaged over replicas: two scalars travel with the factors.
+  """
+  lost = jnp.maximum(energy - kept, 0.0)
+  share = lost / jnp.where(energy > 0, energy, 1.0)
+  measured = is_finite & jnp.isfinite(share)
+  entropy, predicted_error = report
+  more = (wire_bytes - old.mean_wire_bytes) / (count + 1)
+  return Stats(
+    entropy=entropy,
+    rank=rank,
+    rung=rung,
+    wire_bytes=wire_bytes,
+    mean_wire_bytes=old.mean_wire_bytes + more,
+    dense_bytes=old.dense_bytes,
+    relative_error=jnp.where(measured, share, old.relative_error),
+    predicted_error=predicted_error,
+    residual_norm=jnp.where(measured, jnp.sqrt(lost), old.residual_norm),
+  )
+
+
 def metrics(opt_state: Any) -> dict[str, Any]:
   """The newest step's numbers, from wherever the reducer's state lies.
 
@@ -40,6 +107,9 @@ def metrics(opt_state: Any) -> dict[str, Any]:
   `MultiSteps`, `inject_hyperparams`, `accumulate` and `skip_nonfinite`. A
   state stacked by `pmap` gives its first replica's numbers; they are equal on
   all. One transfer from the device.
+
+  On pipeline stages `entropy`, `rank` and the other numbers that differ by
+  stage are lists with one entry a stage.
 
   Args:
     opt_state: Any optimiser state that holds one reducer of this package.
@@ -60,50 +130,55 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     RuntimeWarning: if the gradients were the same on all replicas, and if
       `skip_nonfinite` has skipped `max_consecutive` steps in a row.
   """
-  found = _find(opt_state, Stats)
+  found = find(opt_state, Stats)
   if len(found) != 1:
     raise ValueError(
       "`opt_state` must hold the state of exactly one reducer (edgc, powersgd"
       f" or allreduce), got {len(found)}; pass the part of it that holds one."
     )
-  skips = _find(opt_state, SkipStats)
-  stats = found[0]
+  (stats,), (checks,) = found, find(opt_state, Checks)
+  skips = find(opt_state, SkipStats)
+  by_stage = np.ndim(stats.rank) > np.ndim(checks.skipped_steps)
   if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(stats)):
-    stats, skips = jax.tree.map(
-      lambda x: np.ravel(x)[0].item(), jax.device_get((stats, skips))
-    )
-    _warn(stats, skips)
-  values = {
-    "entropy": stats.entropy,
-    "rank": stats.rank,
-    "rung": stats.rung,
-    "wire_bytes": stats.wire_bytes,
-    "dense_bytes": stats.dense_bytes,
-    "compression_ratio": stats.dense_bytes / stats.mean_wire_bytes
-    if _is_positive(stats.mean_wire_bytes)
-    else 1.0,
-    "relative_error": stats.relative_error,
-    "predicted_error": stats.predicted_error,
-    "residual_norm": stats.residual_norm,
-    "skipped_steps": stats.skipped_steps + sum(s.skipped_steps for s in skips),
-    "identical_gradients": (stats.identical_steps >= CHECKED_STEPS) * 1,
+    stats, checks, skips = jax.device_get((stats, checks, skips))
+    first = lambda x: np.ravel(x)[0].item()  # noqa: E731
+    checks, skips = jax.tree.map(first, (checks, skips))
+    stats = stats if by_stage else jax.tree.map(first, stats)
+    _warn(checks, skips)
+  values = stats._asdict()
+  del values["mean_wire_bytes"]
+  values |= {
+    "compression_ratio": _ratio(stats.dense_bytes, stats.mean_wire_bytes),
+    "skipped_steps": checks.skipped_steps
+    + sum(skip.skipped_steps for skip in skips),
+    "identical_gradients": (checks.identical_steps >= CHECKED_STEPS) * 1,
   }
   if skips:
     values["consecutive_skips"] = skips[0].consecutive_skips
-  return {name: value for name, value in values.items() if value is not None}
+  return {
+    name: value.tolist() if isinstance(value, np.ndarray) else value
+    for name, value in values.items()
+    if value is not None
+  }
 
 
-def _find(tree: Any, kind: type) -> list:
+def find(tree: Any, kind: type) -> list:
+  """All parts of a state that are of one type, in order."""
   leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
   return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
-def _is_positive(value: Any) -> bool:
-  return isinstance(value, jax.core.Tracer) or value > 0
+def _ratio(dense: Any, sent: Any) -> Any:
+  """Dense over sent, elementwise; 1 where nothing was sent."""
+  if isinstance(sent, float):
+    return dense / sent if sent > 0 else 1.0
+  np_like = jnp if isinstance(sent, jax.core.Tracer) else np
+  safe = np_like.where(sent > 0, sent, 1.0)
+  return np_like.where(sent > 0, dense / safe, 1.0)
 
 
-def _warn(stats: Stats, skips: list[SkipStats]) -> None:
-  if stats.identical_steps >= CHECKED_STEPS:
+def _warn(checks: Checks, skips: list[SkipStats]) -> None:
+  if checks.identical_steps >= CHECKED_STEPS:
     warnings.warn(
       "All replicas had the same gradients in the first steps: they were"
       " averaged before they came here, so compression saves nothing, or all"

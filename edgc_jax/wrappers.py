@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from edgc_jax import collectives, guards
-from edgc_jax.telemetry import SkipStats
+from edgc_jax.telemetry import Checks, SkipStats, find
 
 
 class AccumulateState(NamedTuple):
@@ -66,6 +66,13 @@ def accumulate(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, AccumulateState]:
+    guards.require(
+      extra_args.get("late_updates") is None,
+      "late_updates",
+      extra_args.get("late_updates"),
+      "None under `accumulate`, which would see those of the last call only",
+      "accumulate in the pipeline, with more microbatches",
+    )
     total = jax.tree.map(
       lambda a, g: a + g.astype(jnp.float32) / every, state.accumulated, updates
     )
@@ -94,20 +101,22 @@ def accumulate(
 
 def skip_nonfinite(
   tx: optax.GradientTransformation,
-  axis_name: str = "data",
+  axis_name: str | tuple[str, ...] = "data",
   max_consecutive: int = 10,
 ) -> optax.GradientTransformationExtraArgs:
   """Skips, on all replicas together, steps with a non-finite gradient.
 
-  The replicas agree (4 bytes on the wire); a skipped step returns zeros and
-  leaves the state of the whole wrapped chain, Adam's moments and counters
+  A gradient is looked at before and after the exchange. The replicas agree (4
+  bytes on the wire) when all else has been sent; a skipped step returns zeros
+  and leaves the state of the whole wrapped chain, Adam's moments and counters
   included, bit for bit as it was. `edgc_jax.metrics` counts the skips and
   warns after `max_consecutive` in a row; the rest of what it shows is then
   that of the step before.
 
   Args:
     tx: The chain to wrap, reducer first.
-    axis_name: Axis over which replicas agree.
+    axis_name: Axis over which replicas agree; with pipeline stages both axes,
+      ("data", "stage").
     max_consecutive: Skips in a row from which on `metrics` warns.
 
   Returns:
@@ -119,6 +128,7 @@ def skip_nonfinite(
   >>> tx = skip_nonfinite(optax.chain(optax.adam(1e-3)), "data")
   """
   guards.require_int("max_consecutive", max_consecutive, 1)
+  axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: optax.Params) -> SkipNonfiniteState:
@@ -135,17 +145,23 @@ def skip_nonfinite(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, SkipNonfiniteState]:
-    collectives.num_replicas(axis_name)  # raises where the axis is unbound
-    finite = [jnp.array(True)]
-    finite += [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(updates)]
-    ok = collectives.all_true(jnp.all(jnp.stack(finite)), axis_name)
-    # Always taken, on harmless values: a branch would have to hold the
-    # chain's collectives, and its two sides types that agree.
-    harmless = jax.tree.map(
-      lambda g: jnp.where(ok, g, jnp.zeros_like(g)), updates
-    )
+    for name in axes:
+      collectives.num_devices(name)  # raises where the axis is unbound
+    # Always run: a branch would have to hold the chain's collectives, and its
+    # two sides types that agree. What it made of bad gradients is dropped.
     averaged, inner_state = tx.update(
-      harmless, state.inner_state, params, **extra_args
+      updates, state.inner_state, params, **extra_args
+    )
+    finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(updates)]
+    # Whether a reducer inside skipped the step depends on all its exchanges,
+    # so that agreeing comes last and makes no stage wait for another before.
+    before, after = (
+      [checks.skipped_steps for checks in find(tree, Checks)]
+      for tree in (state.inner_state, inner_state)
+    )
+    finite += [new == old for new, old in zip(after, before, strict=True)]
+    ok = collectives.all_true(
+      jnp.all(jnp.stack([jnp.array(True), *finite])), axes
     )
     averaged, inner_state = jax.tree.map(
       lambda new, old: jnp.where(ok, new, old),
@@ -162,3 +178,46 @@ def skip_nonfinite(
     return averaged, SkipNonfiniteState(stats, inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def clip_by_global_norm(
+  max_norm: float, stage_axis: str
+) -> optax.GradientTransformation:
+  """`optax.clip_by_global_norm` for updates that differ by pipeline stage.
+
+    u * min(1, max_norm / |u|),   |u|^2 summed over all leaves of all stages
+
+  Leaves that vary over the axis, by their types, are summed over it; the
+  others are the same on all stages and count once. 4 bytes on the wire.
+
+  Args:
+    max_norm: The largest norm that is left as it is.
+    stage_axis: The axis of the stages, bound by `jax.shard_map`.
+
+  Returns:
+    A gradient transformation; put it after the reducer.
+
+  Raises:
+    ValueError: if `max_norm` is not positive.
+
+  >>> tx = optax.chain(clip_by_global_norm(1.0, "stage"), optax.adam(1e-3))
+  """
+  guards.require(max_norm > 0, "max_norm", max_norm, "positive", "1.0 is usual")
+
+  def update_fn(
+    updates: optax.Updates,
+    state: optax.EmptyState,
+    params: optax.Params | None = None,
+  ) -> tuple[optax.Updates, optax.EmptyState]:
+    del params
+    collectives.num_devices(stage_axis, "stage_axis")
+    squares = {True: jnp.zeros(()), False: jnp.zeros(())}
+    for u in jax.tree.leaves(updates):
+      varies = collectives.is_varying(u, stage_axis)
+      squares[varies] += jnp.sum(jnp.square(u.astype(jnp.float32)))
+    own = collectives.total(squares[True], stage_axis)
+    norm = jnp.sqrt(own + squares[False])
+    scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, max_norm * 1e-6))
+    return jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates), state
+
+  return optax.GradientTransformation(optax.init_empty_state, update_fn)

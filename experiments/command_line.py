@@ -31,7 +31,8 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
     config = _CONFIG.value
     if not _devices_are_chosen():
       # Only the CPU platform heeds this: replicas on one machine's cores.
-      jax.config.update("jax_num_cpu_devices", max(1, config.mesh.data))
+      devices = max(1, config.mesh.data) * max(1, config.mesh.stage)
+      jax.config.update("jax_num_cpu_devices", devices)
     main(config)
 
   flags.mark_flag_as_required("config")

@@ -104,6 +104,20 @@ class Block(nn.Module):
     return out.transpose(0, 2, 1, 3).reshape(-1, self.config.width)
 
 
+def scanned_blocks(
+  config: GPT2Config, batch: int, num_layers: int, name: str | None = None
+) -> nn.Module:
+  """Several blocks in a row, their parameters stacked on a first axis."""
+  scanned = nn.scan(
+    Block,
+    variable_axes={"params": 0},
+    split_rngs={"params": True},
+    length=num_layers,
+    unroll=min(config.unroll, num_layers),
+  )
+  return scanned(config, batch, name=name)
+
+
 class GPT2(nn.Module):
   """Token ids [batch, time] to logits [batch, time, vocab_size]."""
 
@@ -118,13 +132,7 @@ class GPT2(nn.Module):
     positions = self.param("positions", init, (c.context, c.width))
     x = embedding[tokens.reshape(-1)]
     x = (x.reshape(batch, time, -1) + positions[:time]).astype(c.dtype)
-    blocks = nn.scan(
-      Block,
-      variable_axes={"params": 0},
-      split_rngs={"params": True},
-      length=c.num_layers,
-      unroll=min(c.unroll, c.num_layers),
-    )(c, batch, name="blocks")
+    blocks = scanned_blocks(c, batch, c.num_layers, name="blocks")
     x, _ = blocks(x.reshape(batch * time, -1), None)
     x = nn.LayerNorm(dtype=c.dtype, name="final_norm")(x)
     logits = x @ embedding.T.astype(c.dtype)

@@ -1,23 +1,27 @@
 """From a configuration to an optax chain, reducer first."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import optax
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments import gpt2
+from experiments import gpt2, gpt2_stages
 
 REDUCERS = ("edgc", "powersgd", "allreduce")
 
 
 def make_reducer(
-  config: ConfigDict, axis_name: str
+  config: ConfigDict, axis_name: str, times: Mapping[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
   """The transformation that averages gradients, by its name in the config.
 
   Args:
     config: The whole configuration.
     axis_name: The axis of the replicas.
+    times: Arguments of `edgc` from `times.options_of`.
 
   Returns:
     The transformation.
@@ -25,20 +29,25 @@ def make_reducer(
   Raises:
     ValueError: if the name is unknown or an option is out of range.
   """
-  if config.reducer == "allreduce":
-    return edgc_jax.allreduce(axis_name)
   if config.reducer not in REDUCERS:
     raise ValueError(
       f"`reducer` must be one of {', '.join(REDUCERS)}, got"
       f" {config.reducer!r}; name one with --config=FILE:REDUCER."
     )
-  options = config[config.reducer].to_dict()
-  return getattr(edgc_jax, config.reducer)(
-    axis_name=axis_name,
-    matrix_view=gpt2.matrix_view,
-    seed=config.seed,
-    **options,
-  )
+  options = {"axis_name": axis_name}
+  if config.mesh.stage > 1:
+    options["stage_axis"] = gpt2_stages.AXIS
+    options["placement"] = gpt2_stages.placement
+  if config.reducer == "allreduce":
+    return edgc_jax.allreduce(**options)
+  options |= {"matrix_view": gpt2.matrix_view, "seed": config.seed}
+  options |= config[config.reducer].to_dict()
+  if config.reducer == "edgc":
+    options |= {"align": config.pipeline.align, **times}
+    # Zero stands for what is found.
+    for name in ("rank_max", "rank_min", "max_rank_step"):
+      options[name] = options[name] or None
+  return getattr(edgc_jax, config.reducer)(**options)
 
 
 def make_schedule(config: ConfigDict) -> optax.Schedule:
@@ -54,13 +63,18 @@ def make_schedule(config: ConfigDict) -> optax.Schedule:
 
 
 def make_optimizer(
-  config: ConfigDict, axis_name: str
+  config: ConfigDict, axis_name: str, times: Mapping[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
   """Reducer, clipping of the mean, AdamW; non-finite steps are skipped."""
   options = config.optimizer
+  axes = (axis_name,)
+  clip = optax.clip_by_global_norm(options.clip_norm)
+  if config.mesh.stage > 1:
+    axes = (axis_name, gpt2_stages.AXIS)
+    clip = edgc_jax.clip_by_global_norm(options.clip_norm, gpt2_stages.AXIS)
   chain = optax.chain(
-    make_reducer(config, axis_name),
-    optax.clip_by_global_norm(options.clip_norm),
+    make_reducer(config, axis_name, times),
+    clip,
     optax.adamw(
       make_schedule(config),
       b1=options.b1,
@@ -69,9 +83,7 @@ def make_optimizer(
       mask=_is_matrix,
     ),
   )
-  return edgc_jax.skip_nonfinite(
-    chain, axis_name, options.max_consecutive_skips
-  )
+  return edgc_jax.skip_nonfinite(chain, axes, options.max_consecutive_skips)
 
 
 def _is_matrix(params: optax.Params) -> optax.Params:

@@ -13,8 +13,8 @@ from experiments.optimizer import make_schedule
 from experiments.run_folder import RunFolder
 
 # Numbers that differ per pipeline stage are lists, one entry a stage.
-_PER_STAGE = ("entropy", "rank", "rung", "wire_bytes", "relative_error",
-              "predicted_error", "residual_norm")  # fmt: skip
+_PER_STAGE = ("entropy", "rank", "rung", "wire_bytes", "dense_bytes",
+              "relative_error", "predicted_error", "residual_norm")  # fmt: skip
 
 
 class RunLog:
@@ -24,14 +24,14 @@ class RunLog:
   line before. On a terminal a progress bar shows them, elsewhere plain lines.
 
   Attributes:
-    wire_bytes: Sum over all steps so far, per replica.
+    wire_bytes: Sum over all steps so far, per replica, for each stage.
     rank_history: [step, [rank per stage]] at the first step of each rank.
   """
 
   def __init__(self, folder: RunFolder):
     """Starts the clock of the run whose folder this is."""
     config = ConfigDict(folder.config)
-    self.wire_bytes = 0.0
+    self.wire_bytes: list[float] = []
     self.rank_history: list[Any] = []
     self._folder = folder
     self._steps = config.steps
@@ -46,18 +46,23 @@ class RunLog:
     )
 
   def add(self, numbers: dict[str, jax.Array]) -> None:
-    """Takes a step's scalars, one copy a replica, without waiting for them."""
+    """Takes a step's numbers without waiting for them."""
     self._pending.append(numbers)
 
   def fetch(self, step: int) -> dict[str, Any]:
     """The line of `step`, which is the newest; waits for the devices."""
-    first = lambda x: x.addressable_shards[0].data  # noqa: E731
-    steps = jax.device_get(jax.tree.map(first, self._pending))
-    steps = [{k: np.ravel(v)[0].item() for k, v in s.items()} for s in steps]
+    steps = [_by_stage(numbers) for numbers in jax.device_get(self._pending)]
     self._pending = []
     for number, values in enumerate(steps, step - len(steps) + 1):
-      self.wire_bytes += values["wire_bytes"]
-      rank = [values["rank"]]
+      self.wire_bytes = [
+        total + sent
+        for total, sent in zip(
+          self.wire_bytes or [0.0] * len(values["rank"]),
+          values["wire_bytes"],
+          strict=True,
+        )
+      ]
+      rank = values["rank"]
       if not self.rank_history or self.rank_history[-1][1] != rank:
         self.rank_history.append([number, rank])
     if step == 1:
@@ -65,8 +70,12 @@ class RunLog:
     line = dict(steps[-1], step=step)
     line["loss"] = float(np.mean([s["loss"] for s in steps]))
     line["learning_rate"] = float(self._learning_rate(step - 1))
-    if self.wire_bytes:  # none yet where the first step was skipped
-      line["compression_ratio"] = line["dense_bytes"] * step / self.wire_bytes
+    line["dense_bytes"] = sum(line["dense_bytes"])
+    sent = sum(self.wire_bytes)
+    # None yet where the first step was skipped.
+    line["compression_ratio"] = (
+      line["dense_bytes"] * step / sent if sent else 1.0
+    )
     line["seconds"] = self.seconds()
     line["tokens_per_second"] = self._tokens * self._speed(step)
     return line
@@ -76,7 +85,7 @@ class RunLog:
     step = line["step"]
     shown = {
       "loss": f"{line['loss']:.3f}",
-      "rank": line["rank"] or "dense",
+      "rank": "/".join(str(rank or "dense") for rank in line["rank"]),
       "ratio": f"{line['compression_ratio']:.2f}",
     }
     if "val_loss" in line:
@@ -88,8 +97,7 @@ class RunLog:
       left = (self._steps - step) / self._speed(step)
       left = f"  {left:.0f} s left" if step > 1 else ""
       print(f"step {step}/{self._steps}  {text}{left}", flush=True)
-    per_stage = {k: [line[k]] for k in _PER_STAGE if k in line}
-    self._folder.log(line | per_stage)
+    self._folder.log(line)
 
   def close(self) -> None:
     """Ends the progress bar."""
@@ -104,3 +112,11 @@ class RunLog:
     if step == 1:
       return 1.0 / self.seconds()
     return (step - 1) / (time.monotonic() - self._compiled)
+
+
+def _by_stage(numbers: dict[str, np.ndarray]) -> dict[str, Any]:
+  """Plain numbers, and lists of them where they differ by stage."""
+  return {
+    name: np.ravel(x).tolist() if name in _PER_STAGE else np.ravel(x)[0].item()
+    for name, x in numbers.items()
+  }

@@ -1,28 +1,21 @@
-"""Data-parallel training through jax.pmap, from a configuration to a summary.
+"""Training, from a configuration to a summary.
 
-The replicas are devices of one process. Only scalars leave them: every step
-hands its numbers out as device arrays, which are fetched in one go when a
-line is logged, so that devices never wait for the host in between.
+Only small numbers leave the devices: every step hands them out as device
+arrays, which are fetched in one go when a line is logged, so that devices
+never wait for the host in between.
 """
 
-import functools
 import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from jax import lax
 from ml_collections import ConfigDict
 
-import edgc_jax
-from experiments import data, gpt2, report
+from experiments import data, gpt2, parallel, report, times
 from experiments.optimizer import make_optimizer
 from experiments.run_folder import RunFolder, environment
 from experiments.run_log import RunLog
-
-AXIS = "data"
 
 
 class TrainingStopped(RuntimeError):
@@ -46,15 +39,21 @@ class Trainer:
     _check(config)
     self.config = config
     self.model = gpt2.GPT2Config(**config.model.to_dict())
-    self.tx = make_optimizer(config, AXIS)
-    self.replicas = config.mesh.data
-    self.devices = jax.devices()[: self.replicas]
+    mesh = parallel.make_mesh(config.mesh.data, config.mesh.stage)
+    self.times = times.options_of(config, self.model, mesh)
+    self.tx = make_optimizer(config, parallel.DATA, self.times)
     name = f"{config.name}-{config.reducer}-seed{config.seed}"
     path = config.run_dir or pathlib.Path("runs") / name
     self.folder = RunFolder(path, config.to_dict())
     self.corpus = data.load_corpus(config.data.path, context=self.model.context)
     data.check_vocab(self.corpus, self.model.vocab_size)
-    self.traces = 0
+    self.parallel: parallel.Parallel
+    if config.mesh.backend == "pmap":
+      self.parallel = parallel.Pmap(self.model, self.tx, config.mesh.data)
+    else:
+      self.parallel = parallel.OnMesh(
+        self.model, self.tx, mesh, config.pipeline.microbatches
+      )
 
   def run(self) -> dict[str, Any]:
     """Trains to the last step and returns the summary, also written.
@@ -75,10 +74,8 @@ class Trainer:
   def _train(self) -> dict[str, Any]:
     config = self.config
     log = RunLog(self.folder)
-    params, opt_state = self._init()
-    num_params = sum(p[0].size for p in jax.tree.leaves(params))
-    step_fn = jax.pmap(
-      self._step, AXIS, devices=self.devices, donate_argnums=(0, 1)
+    params, opt_state, num_params = self.parallel.init(
+      jax.random.key(config.seed)
     )
     batches = data.train_batches(
       self.corpus.train,
@@ -87,8 +84,9 @@ class Trainer:
       seed=config.seed,
     )
     for step in range(1, config.steps + 1):
-      batch = self._split(next(batches))
-      params, opt_state, numbers = step_fn(params, opt_state, batch)
+      params, opt_state, numbers = self.parallel.step(
+        params, opt_state, next(batches)
+      )
       log.add(numbers)
       every = config.evaluation.every
       is_evaluated = step == config.steps or (every and step % every == 0)
@@ -99,49 +97,27 @@ class Trainer:
           line["val_loss"] = self._evaluate(params)
         log.write(line)
     log.close()
-    wire = log.wire_bytes / config.steps
+    wire = [total / config.steps for total in log.wire_bytes]
     return {
       "reducer": config.reducer,
       "steps": config.steps,
       "params": num_params,
-      "replicas": self.replicas,
-      "stages": 1,
+      "replicas": config.mesh.data,
+      "stages": config.mesh.stage,
       "train_loss": line["loss"],
       "val_loss": line["val_loss"],
       "dense_bytes_per_step": line["dense_bytes"],
-      "wire_bytes_per_step": [wire],
-      "compression_ratio": line["dense_bytes"] / wire,
+      "wire_bytes_per_step": wire,
+      "compression_ratio": line["dense_bytes"] / sum(wire),
       "rank_history": log.rank_history,
       "skipped_steps": line["skipped_steps"],
-      "traces": self.traces,
+      "traces": self.parallel.traces,
+      "times": times.as_numbers(self.times),
       "seconds": log.seconds(),
       "tokens_per_second": line["tokens_per_second"],
       "corpus": {"name": self.corpus.name, "sha256": self.corpus.sha256},
       "environment": environment(),
     }
-
-  def _init(self) -> tuple[Any, Any]:
-    """Parameters and optimiser state, one copy a replica."""
-    key = jax.random.key(self.config.seed)
-
-    def init(_: jax.Array) -> tuple[Any, Any]:
-      params = gpt2.init_params(self.model, key)
-      return params, self.tx.init(params)
-
-    return jax.pmap(init, AXIS, devices=self.devices)(jnp.arange(self.replicas))
-
-  def _step(
-    self, params: Any, opt_state: Any, batch: jax.Array
-  ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    """One step of one replica; batch [sequences, context + 1]."""
-    self.traces += 1  # runs when JAX traces, not when the step runs
-    loss_fn = functools.partial(gpt2.loss_fn, self.model)
-    loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
-    updates, opt_state = self.tx.update(gradients, opt_state, params)
-    params = optax.apply_updates(params, updates)
-    numbers = edgc_jax.metrics(opt_state)
-    numbers["loss"] = lax.pmean(loss, AXIS)
-    return params, opt_state, numbers
 
   def _evaluate(self, params: Any) -> float:
     """Mean loss on the held-out windows, the same in every run."""
@@ -151,20 +127,11 @@ class Trainer:
       batch_size=self.config.batch_size,
       num_batches=self.config.evaluation.batches,
     )
-    losses = [self._loss(params, self._split(batch)) for batch in batches]
+    losses = [self.parallel.losses(params, batch) for batch in batches]
     return float(np.mean([np.mean(loss) for loss in losses]))
 
-  @functools.cached_property
-  def _loss(self) -> Any:
-    loss_fn = functools.partial(gpt2.loss_fn, self.model)
-    return jax.pmap(loss_fn, AXIS, devices=self.devices)
-
-  def _split(self, batch: np.ndarray) -> np.ndarray:
-    """[batch, time] to [replicas, batch / replicas, time]."""
-    return batch.reshape(self.replicas, -1, batch.shape[-1])
-
   def _stop_if_hopeless(self, line: dict[str, Any], step: int) -> None:
-    if line["identical_gradients"] and self.replicas > 1:
+    if line["identical_gradients"] and self.config.mesh.data > 1:
       raise TrainingStopped(
         "All replicas had the same gradients in the first steps, so averaging"
         " them changes nothing; give every replica its own part of the batch."
@@ -187,22 +154,46 @@ def _check(config: ConfigDict) -> None:
     raise ValueError(
       f"`seed` must be at least 0, got {config.seed}; choose another."
     )
-  replicas, available = config.mesh.data, len(jax.devices())
-  if not 1 <= replicas <= available:
-    kind = jax.devices()[0].platform
-    raise ValueError(
-      f"`mesh.data` must be between 1 and the number of devices ({available}"
-      f" {kind}), got {replicas}; lower it, or train on fake CPU devices with"
-      f" JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={replicas} before the command."
-    )
-  if config.batch_size % replicas:
-    raise ValueError(
-      f"`batch_size` must be divisible by mesh.data ({replicas}), got"
-      f" {config.batch_size}; use"
-      f" {max(1, round(config.batch_size / replicas)) * replicas}."
-    )
+  _check_mesh(config)
   if config.evaluation.batches < 1 or config.evaluation.every < 0:
     raise ValueError(
       "`evaluation.batches` must be at least 1 and `evaluation.every` at least"
       f" 0, got {config.evaluation.batches} and {config.evaluation.every}."
+    )
+
+
+def _check_mesh(config: ConfigDict) -> None:
+  """That there are devices, and that model and batch can be cut over them."""
+  mesh, microbatches = config.mesh, config.pipeline.microbatches
+  replicas, stages, available = mesh.data, mesh.stage, len(jax.devices())
+  if replicas < 1 or stages < 1 or replicas * stages > available:
+    kind, wanted = jax.devices()[0].platform, max(1, replicas) * max(1, stages)
+    raise ValueError(
+      f"`mesh.data` times `mesh.stage` must be between 1 and the number of"
+      f" devices ({available} {kind}), got {replicas} times {stages}; lower"
+      " them, or train on fake CPU devices with JAX_PLATFORMS=cpu"
+      f" JAX_NUM_CPU_DEVICES={wanted} before the command."
+    )
+  if mesh.backend not in parallel.BACKENDS:
+    raise ValueError(
+      f"`mesh.backend` must be one of {', '.join(parallel.BACKENDS)}, got"
+      f" {mesh.backend!r}; pmap is for replicas, shard_map for stages, too."
+    )
+  if stages > 1 and mesh.backend == "pmap":
+    raise ValueError(
+      f"`mesh.backend` must be shard_map for several stages (mesh.stage is"
+      f" {stages}), got 'pmap'; set --config.mesh.backend=shard_map."
+    )
+  if config.model.num_layers % stages:
+    raise ValueError(
+      f"`model.num_layers` must be divisible by mesh.stage ({stages}), got"
+      f" {config.model.num_layers}; every stage holds as many layers."
+    )
+  parts = replicas * (microbatches if stages > 1 else 1)
+  if microbatches < 1 or config.batch_size % parts:
+    name = "mesh.data" if stages == 1 else "mesh.data * pipeline.microbatches"
+    near = max(1, round(config.batch_size / max(1, parts))) * max(1, parts)
+    raise ValueError(
+      f"`batch_size` must be divisible by {name} ({parts}), got"
+      f" {config.batch_size}; use {near}."
     )

@@ -14,16 +14,22 @@ LAYERS = (
   "spectrum",
   "comm_cost",
   "compiled_cost",
+  "guards",
+  "link",
+  "ladder",
   "low_rank",
   "rank_rule",
+  "stages",
   "controller",
   "policy",
-  "guards",
   "telemetry",
   "reducer",
-  "transforms",
+  "fixed_rank",
+  "adaptive_rank",
+  "timing",
   "wrappers",
   "state_sharding",
+  "pipeline",
   "__init__",
 )
 ALLOWED = {"edgc_jax", "jax", "numpy", "optax"}
@@ -32,8 +38,8 @@ COLLECTIVES = {
   "pmean", "pmin", "ppermute", "psum", "psum_scatter",
 }  # fmt: skip
 STANDARD = {
-  "collections", "dataclasses", "functools", "math", "os", "re", "typing",
-  "warnings",
+  "collections", "dataclasses", "functools", "math", "os", "re", "time",
+  "typing", "warnings",
 }  # fmt: skip
 
 

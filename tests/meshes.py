@@ -125,3 +125,13 @@ def gradients_like(params, seed, replicas=4, scale=1.0):
       for p in leaves
     ],
   )
+
+
+def stage_mesh(stages, replicas):
+  """Pipeline stages times replicas, on the first devices."""
+  return jax.make_mesh(
+    (stages, replicas),
+    ("stage", AXIS),
+    axis_types=(AxisType.Auto,) * 2,
+    devices=jax.devices()[: stages * replicas],
+  )

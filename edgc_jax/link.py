@@ -1,0 +1,242 @@
+"""What an exchange takes in seconds, and which ranks are worth having.
+
+One all-reduce of B bytes takes latency + B / bandwidth. A compressed exchange
+sends fewer bytes, but in two all-reduces instead of one, and has to be
+computed: below some rank it is faster than dense, and above it is not.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from edgc_jax import guards
+from edgc_jax.comm_cost import Plan
+
+
+def _require_finite(name: str, value: float) -> None:
+  guards.require_number(name, value)
+  guards.require(
+    math.isfinite(value) and value >= 0,
+    name,
+    value,
+    "at least 0 and finite",
+    "give seconds, or measure them",
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkModel:
+  """Time of an all-reduce over the replicas: a constant and a slope.
+
+  Attributes:
+    latency: Seconds per all-reduce, whatever it sends; 0 is an ideal link.
+    bandwidth: Bytes of payload per second of an all-reduce. The payload is
+      what `wire_bytes` counts; the 2 (N - 1) / N times as many bytes that a
+      ring of N replicas moves are inside this number.
+    r_squared: Quality of the fit it came from, None if given by hand. Not
+      part of a comparison.
+
+  >>> LinkModel(latency=0.25, bandwidth=1000.0).seconds(2000, num_collectives=2)
+  2.5
+  """
+
+  latency: float
+  bandwidth: float
+  r_squared: float | None = dataclasses.field(default=None, compare=False)
+
+  def __post_init__(self) -> None:
+    _require_finite("latency", self.latency)
+    guards.require_number("bandwidth", self.bandwidth)
+    guards.require(
+      math.isfinite(self.bandwidth) and self.bandwidth > 0,
+      "bandwidth",
+      self.bandwidth,
+      "positive and finite",
+      "give bytes of payload per second of an all-reduce, or measure them",
+    )
+
+  def seconds(self, num_bytes: float, num_collectives: int = 1) -> float:
+    """Seconds that all-reduces of `num_bytes` in all take, one after another.
+
+    Args:
+      num_bytes: Payload of all of them together.
+      num_collectives: How many there are.
+
+    Returns:
+      num_collectives * latency + num_bytes / bandwidth.
+    """
+    return num_collectives * self.latency + num_bytes / self.bandwidth
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionModel:
+  """Time of computing an exchange of factors, beyond that of a dense one.
+
+  Attributes:
+    base: Seconds at any rank.
+    per_rank: Seconds per column of the factors.
+
+  >>> CompressionModel(base=0.5, per_rank=0.25).seconds(rank=8)
+  2.5
+  """
+
+  base: float
+  per_rank: float
+
+  def __post_init__(self) -> None:
+    _require_finite("base", self.base)
+    _require_finite("per_rank", self.per_rank)
+
+  def seconds(self, rank: int) -> float:
+    """Seconds at a rank: base + per_rank * rank, and none at 0 (dense)."""
+    return self.base + self.per_rank * rank if rank else 0.0
+
+
+def exchange_seconds(
+  plan: Plan,
+  link: LinkModel,
+  compression: CompressionModel = CompressionModel(0.0, 0.0),
+) -> np.ndarray:
+  """Modelled seconds of one step's exchange at every rung.
+
+    dense    latency + bytes / bandwidth
+    rank r   2 latency + bytes(r) / bandwidth + base + per_rank r
+
+  Two all-reduces, since Q needs the mean of P: all P go with what is dense,
+  then all Q. A rank at which no leaf is sent as factors counts as dense.
+
+  That can fall from a rung to the next: where a leaf goes dense that sent more
+  as factors (`min_ratio` below one), or where the last leaf does and nothing
+  is left to compute. A running maximum over the compressed rungs levels such
+  dips, so that whatever rank is in time, all lower ones are.
+
+  Args:
+    plan: Leaves, and a ladder whose ranks rise (0 for dense).
+    link: Time of an all-reduce.
+    compression: Time of the computation.
+
+  Returns:
+    float64 [len(plan.ladder)].
+  """
+  seconds = np.array(
+    [_seconds(plan, r, link, compression) for r in plan.ladder]
+  )
+  is_compressed = np.array(plan.ladder) > 0
+  seconds[is_compressed] = np.maximum.accumulate(seconds[is_compressed])
+  return seconds
+
+
+def rank_ceiling(
+  plan: Plan,
+  link: LinkModel,
+  compression: CompressionModel,
+  *,
+  rank_multiple: int = 4,
+) -> int:
+  """The largest rank worth having: no slower than dense, and much smaller.
+
+  The largest multiple r of `rank_multiple` at which
+
+    modelled seconds(r) <= modelled seconds(dense)
+    dense_bytes / wire_bytes(r) >= min_ratio     (of the whole gradient)
+
+  and some leaf is still sent as factors. The single conditions need not hold
+  up to one rank and fail from there on, since leaves go dense one by one: all
+  multiples are tried.
+
+  Args:
+    plan: Leaves and least ratio; its ladder does not matter.
+    link: Time of an all-reduce.
+    compression: Time of the computation.
+    rank_multiple: Ranks are multiples of this.
+
+  Returns:
+    The rank, or 0 if there is none, and dense is always to be preferred.
+
+  References:
+    EDGC, arXiv:2511.10333, takes the largest rank as given; here it follows
+    from the times.
+
+  >>> from edgc_jax import comm_cost
+  >>> plan = comm_cost.make_plan(np.zeros((768, 3072), "float32"), (0,))
+  >>> link, free = LinkModel(1e-3, 1e9), CompressionModel(0.0, 0.0)
+  >>> rank_ceiling(plan, link, free)
+  304
+  >>> rank_ceiling(plan, LinkModel(1e-2, 1e9), free)
+  0
+  """
+  guards.require_int("rank_multiple", rank_multiple, 1)
+  views = [leaf.view for leaf in plan.leaves if leaf.view is not None]
+  largest = max((min(view.rows, view.cols) for view in views), default=0)
+  dense = _seconds(plan, 0, link, compression)
+  worth = (
+    rank
+    for rank in range(rank_multiple, largest + 1, rank_multiple)
+    if _sends_any_factors(plan, rank)
+    and _seconds(plan, rank, link, compression) <= dense
+    and plan.dense_bytes / plan.wire_bytes(rank) >= plan.min_ratio
+  )
+  return max(worth, default=0)
+
+
+def spread_ranks(
+  rank_min: int, rank_max: int, rank_multiple: int = 4, most: int = 16
+) -> tuple[int, ...]:
+  """Ranks in equal steps from about `rank_min` to exactly `rank_max`.
+
+  Every rank is a branch that is compiled, so a wide range needs wider steps.
+  The step is the least multiple of `rank_multiple` that gives at most `most`
+  ranks. Counted down from `rank_max`, the first rank is less than one step
+  above `rank_min`, and equal to it where the step divides the range.
+
+  Args:
+    rank_min: No rank is below this.
+    rank_max: The last rank.
+    rank_multiple: What the step is a multiple of.
+    most: Most ranks to give.
+
+  Returns:
+    The ranks, rising.
+
+  Raises:
+    TypeError: if an argument is not a Python integer.
+    ValueError: if an argument is below 1, or rank_min above rank_max.
+
+  >>> spread_ranks(8, 32)
+  (8, 12, 16, 20, 24, 28, 32)
+  >>> spread_ranks(8, 100, most=5)
+  (20, 40, 60, 80, 100)
+  """
+  for name, value in (
+    ("rank_min", rank_min),
+    ("rank_max", rank_max),
+    ("rank_multiple", rank_multiple),
+    ("most", most),
+  ):
+    guards.require_int(name, value, 1)
+  guards.require(
+    rank_min <= rank_max,
+    "rank_min",
+    rank_min,
+    f"at most rank_max ({rank_max})",
+    "lower it",
+  )
+  # floor(span / step) + 1 <= most, so step > span / most.
+  span = rank_max - rank_min
+  step = rank_multiple * (span // (most * rank_multiple) + 1)
+  return tuple(range(rank_min + span % step, rank_max + 1, step))
+
+
+def _seconds(
+  plan: Plan, rank: int, link: LinkModel, compression: CompressionModel
+) -> float:
+  """Modelled seconds of an exchange at any rank, in the ladder or not."""
+  num_bytes = plan.wire_bytes(rank)
+  if not _sends_any_factors(plan, rank):
+    return link.seconds(num_bytes)
+  return link.seconds(num_bytes, 2) + compression.seconds(rank)
+
+
+def _sends_any_factors(plan: Plan, rank: int) -> bool:
+  return any(plan.columns(leaf, rank) for leaf in plan.leaves)

@@ -1,0 +1,197 @@
+"""A microbatched pipeline over a mesh axis, inside `jax.shard_map`.
+
+Each device along the axis is a stage. Microbatch m reaches stage s at tick
+m + s; with S = 3 stages and M = 5 microbatches (F forward, B backward):
+
+  stage 0   F0 F1 F2 F3 F4  .  .   .  . B4 B3 B2 B1 B0
+  stage 1    . F0 F1 F2 F3 F4  .   . B4 B3 B2 B1 B0 --  one tick of slack
+  stage 2    .  . F0 F1 F2 F3 F4  B4 B3 B2 B1 B0 -- --  two ticks of slack
+           | ramp |  scan  |drain| drain|  scan  | ramp|
+
+Of the M + S - 1 ticks of either direction every stage idles in S - 1: the
+bubble is (S - 1) / (M + S - 1) of the time. Idle ticks are skipped, not
+computed and thrown away. JAX derives the backward half from the forward one.
+
+Slack is what a later stage has left when its backward pass is done and those
+before it still work: stage s ends s microbatches before stage 0. It is real
+only if nothing makes a finished stage wait. So ramp and drain are unrolled
+and their permutes name live pairs only; a permute over all stages would
+synchronise them in every tick. (Unrolling compiles the stage 2 (S - 1) times
+more.)
+
+Activations are recomputed in the backward pass: per microbatch only the
+input of the stage is kept.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from edgc_jax import collectives
+
+StageFn = Callable[[Any, Any], Any]
+
+
+def apply_stages(
+  stage_fn: StageFn,
+  params: Any,
+  microbatches: Any,
+  axis_name: str = "stage",
+) -> Any:
+  """Sends microbatches through all stages, one after the other.
+
+    y[m] = stage_fn(params_(S-1), ... stage_fn(params_0, x[m]))
+
+  Wire, per tick and live pair of neighbours: one microbatch, and as much
+  again in the backward pass.
+
+  Args:
+    stage_fn: From a stage's parameters and one microbatch to one of the same
+      shapes and dtypes. No collectives over `axis_name` inside; what it uses
+      from around it is constant to `jax.grad`, which says so.
+    params: The parameters of this device's stage.
+    microbatches: Arrays [M, ...]; what stage 0 holds is what is used.
+    axis_name: The bound mesh axis of the stages.
+
+  Returns:
+    Arrays [M, ...], varying over the axis: the results on the last stage,
+    zeros on the others. Sum them over the axis where all stages need them.
+
+  Raises:
+    ValueError: if the axis is not bound, the microbatches are none or differ
+      in number, or the stage changes the shape of what passes through.
+
+  >>> import functools
+  >>> from jax.sharding import PartitionSpec as P
+  >>> mesh = jax.make_mesh((4,), ("stage",), devices=jax.devices()[:4],
+  ...                      axis_types=(jax.sharding.AxisType.Auto,))
+  >>> @jax.jit
+  ... @functools.partial(
+  ...     jax.shard_map, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P())
+  ... def run(factors, x):
+  ...   y = apply_stages(lambda factor, x: factor * x, factors[0], x)
+  ...   return jax.lax.psum(y, "stage")
+  >>> print(run(jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.array([1.0, 10.0])))
+  [ 24. 240.]
+  """
+  num_stages = collectives.num_devices(axis_name, "stage_axis")
+  num_microbatches = _num_microbatches(microbatches)
+  stage = collectives.stage_index(axis_name)
+  # A predicate that varies would otherwise lose track of what does not.
+  params, microbatches = collectives.as_varying(
+    (params, microbatches), axis_name
+  )
+  first = _take(microbatches, 0)
+  _require_same_form(stage_fn, params, first)
+  work = _rematerialized(stage_fn)
+
+  def enter(inputs: Any, received: Any) -> Any:
+    return _select(stage == 0, inputs, received)
+
+  def is_live(tick: int, of_stage: Any) -> Any:
+    return (of_stage <= tick) & (of_stage > tick - num_microbatches)
+
+  def send(outputs: Any, tick: int) -> Any:
+    live = range(num_stages - 1)
+    pairs = [(s, s + 1) for s in live if is_live(tick, s)]
+    return collectives.send(outputs, axis_name, pairs) if pairs else outputs
+
+  def unrolled(tick: int, received: Any) -> Any:
+    x = received
+    if tick < num_microbatches:
+      x = enter(_take(microbatches, tick), received)
+    return work(is_live(tick, stage), params, x)
+
+  def full(received: Any, inputs: Any) -> tuple[Any, Any]:
+    y = work(None, params, enter(inputs, received))
+    return send(y, num_stages - 1), y
+
+  received = jax.tree.map(jnp.zeros_like, first)
+  results = []
+  tick, num_ticks = 0, num_microbatches + num_stages - 1
+  while tick < num_ticks:
+    if tick == num_stages - 1 < num_microbatches:
+      # All stages are live from here to the last microbatch's entry.
+      rest = jax.tree.map(lambda x: x[num_stages - 1 :], microbatches)
+      received, ys = jax.lax.scan(full, received, rest)
+      results.append(ys)
+      tick = num_microbatches
+      continue
+    y = unrolled(tick, received)
+    if tick >= num_stages - 1:
+      results.append(jax.tree.map(lambda leaf: leaf[None], y))
+    received = send(y, tick)
+    tick += 1
+  y = jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
+  is_last = stage == num_stages - 1
+  return _select(is_last, y, jax.tree.map(jnp.zeros_like, y))
+
+
+def _rematerialized(stage_fn: StageFn) -> Callable[..., Any]:
+  """The stage on one microbatch; nothing, and zeros, where it is idle.
+
+  Of the forward pass only the inputs are kept. `jax.checkpoint` would do so
+  too, but leaves it to the compiler when to recompute, and XLA did in the
+  unrolled ticks at once what belongs to the backward pass. Here the
+  recomputation is in one conditional with what needs the cotangent.
+  """
+
+  def when(is_live: Any, run: Callable, idle: Callable, *operands: Any) -> Any:
+    if is_live is None:
+      return run(*operands)
+    return jax.lax.cond(is_live, run, idle, *operands)
+
+  @jax.custom_vjp
+  def work(is_live: Any, params: Any, x: Any) -> Any:
+    return when(is_live, stage_fn, lambda params, x: _zeros(x), params, x)
+
+  def forward(is_live: Any, params: Any, x: Any) -> tuple[Any, Any]:
+    return work(is_live, params, x), (is_live, params, x)
+
+  def backward(kept: Any, cotangent: Any) -> tuple[None, Any, Any]:
+    is_live, params, x = kept
+
+    def pull(params: Any, x: Any, cotangent: Any) -> tuple[Any, Any]:
+      return jax.vjp(stage_fn, params, x)[1](cotangent)
+
+    idle = lambda params, x, _: (_zeros(params), _zeros(x))  # noqa: E731
+    return None, *when(is_live, pull, idle, params, x, cotangent)
+
+  work.defvjp(forward, backward)
+  return work
+
+
+def _zeros(tree: Any) -> Any:
+  return jax.tree.map(jnp.zeros_like, tree)
+
+
+def _take(microbatches: Any, index: int) -> Any:
+  return jax.tree.map(lambda x: x[index], microbatches)
+
+
+def _select(condition: jax.Array, yes: Any, no: Any) -> Any:
+  return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def _num_microbatches(microbatches: Any) -> int:
+  counts = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(microbatches)}
+  if len(counts) != 1 or 0 in counts:
+    raise ValueError(
+      "`microbatches` must be arrays with one leading axis of at least 1, got"
+      f" leading sizes {sorted(counts)}; reshape the batch to [M, batch / M,"
+      " ...]."
+    )
+  return counts.pop()
+
+
+def _require_same_form(stage_fn: StageFn, params: Any, x: Any) -> None:
+  form = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)  # noqa: E731
+  before, after = form(x), form(jax.eval_shape(stage_fn, params, x))
+  if before != after:
+    raise ValueError(
+      "`stage_fn` must return a microbatch of the shapes and dtypes it gets,"
+      f" got {after} for {before}; embed before the pipeline and project"
+      " after it."
+    )

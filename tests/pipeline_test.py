@@ -1,0 +1,175 @@
+"""The pipeline computes what the stages in a row compute, and no more."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from jax.sharding import PartitionSpec as P
+from meshes import stage_mesh
+
+import edgc_jax
+
+WIDTH = 6
+
+
+def stage_fn(params, x):
+  return jnp.tanh(x @ params["w"][0]) + x
+
+
+def example(num_stages, num_microbatches, rows=3):
+  random = np.random.default_rng(num_stages)
+  w = random.standard_normal((num_stages, WIDTH, WIDTH)) / WIDTH
+  x = random.standard_normal((num_microbatches, rows, WIDTH))
+  return {"w": jnp.asarray(w, jnp.float32)}, jnp.asarray(x, jnp.float32)
+
+
+def in_a_row(params, x):
+  for w in params["w"]:
+    x = stage_fn({"w": w[None]}, x)
+  return jnp.sum(jnp.sin(x)), x
+
+
+def pipelined(num_stages, fn=stage_fn):
+  """Value and gradients as a function of global arrays."""
+  mesh = stage_mesh(num_stages, 1)
+
+  def loss(params, x):
+    y = jax.lax.psum(edgc_jax.apply_stages(fn, params, x), "stage")
+    return jnp.sum(jnp.sin(y)), y
+
+  return jax.jit(
+    jax.shard_map(
+      jax.value_and_grad(loss, (0, 1), has_aux=True),
+      mesh=mesh,
+      in_specs=(P("stage"), P()),
+      out_specs=((P(), P()), (P("stage"), P())),
+    )
+  )
+
+
+class PipelineTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (1, 3), (2, 1), (2, 2), (2, 5), (4, 2), (4, 4), (4, 7), (8, 3), (8, 10)
+  )
+  def test_values_and_gradients_are_those_of_stages_in_a_row(
+    self, num_stages, num_microbatches
+  ):
+    params, x = example(num_stages, num_microbatches)
+    (loss, y), gradients = pipelined(num_stages)(params, x)
+    (expected, row), row_gradients = jax.value_and_grad(
+      in_a_row, (0, 1), has_aux=True
+    )(params, x)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(y, row, rtol=1e-5, atol=1e-6)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+      gradients,
+      row_gradients,
+    )
+
+  @parameterized.parameters((4, 6), (4, 2), (2, 3))
+  def test_permutes_name_live_pairs_only(self, num_stages, num_microbatches):
+    """Those of the ramp grow, those of the drain shrink, both ways."""
+    params, x = example(num_stages, num_microbatches)
+    hlo = pipelined(num_stages).lower(params, x).compile().as_text()
+    found = []
+    for pairs in re.findall(
+      r"collective-permute(?:-start)?\(.*?source_target_pairs=\{(.*?)\}\}", hlo
+    ):
+      numbers = [int(n) for n in re.findall(r"\d+", pairs)]
+      found.append(tuple(zip(numbers[::2], numbers[1::2], strict=True)))
+    # Stage s works on microbatch t - s; what it makes is read at s + 1.
+    expected = []
+    in_scan = False
+    for t in range(num_stages + num_microbatches - 1):
+      live = [s for s in range(num_stages) if 0 <= t - s < num_microbatches]
+      pairs = tuple((s, s + 1) for s in live if s + 1 < num_stages)
+      is_full = len(live) == num_stages
+      if pairs and not (is_full and in_scan):
+        expected += [pairs, tuple((b, a) for a, b in pairs)]
+      in_scan |= is_full
+    self.assertCountEqual(map(sorted, found), map(sorted, expected))
+
+  def test_idle_ticks_are_not_computed(self):
+    num_stages, num_microbatches = 4, 3
+    calls = []
+
+    def counted(params, x):
+      jax.debug.callback(lambda v: calls.append(float(v)), x[0, 0])
+      return stage_fn(params, x)
+
+    params, x = example(num_stages, num_microbatches)
+    jax.block_until_ready(pipelined(num_stages, counted)(params, x))
+    jax.effects_barrier()
+    # Forward, and once more for the backward pass.
+    self.assertLen(calls, 2 * num_stages * num_microbatches)
+
+  def test_memory_grows_with_the_boundaries_only(self):
+    """What a stage computes on the way is not kept per microbatch."""
+    wide = 64
+
+    def thick(params, x):
+      h = jnp.tile(x, (1, wide))
+      for _ in range(3):
+        h = jnp.tanh(h) * 1.1
+      return (x + h[:, :WIDTH]) @ params["w"][0]
+
+    temporary = []
+    rows = 100
+    for num_microbatches in (8, 16):
+      params, x = example(4, num_microbatches, rows=rows)
+      compiled = pipelined(4, thick).lower(params, x).compile()
+      temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+    boundary = 4 * rows * WIDTH
+    growth = (temporary[1] - temporary[0]) / 8
+    self.assertLess(growth, 10 * boundary)
+    self.assertLess(10 * boundary, wide * boundary)  # of one intermediate
+
+  def test_trees_dtypes_and_values_from_outside(self):
+    """Microbatches may be trees; a stage may use what surrounds it."""
+    mesh = stage_mesh(2, 1)
+
+    @jax.jit
+    @functools.partial(
+      jax.shard_map,
+      mesh=mesh,
+      in_specs=(P("stage"), P(), P()),
+      out_specs=(P(), P(), P("stage")),
+    )
+    def run(factor, x, shift):
+      def loss(factor):
+        def stage(factor, tree):
+          moved = tree["a"] * factor[0] + shift
+          return {"a": moved, "b": tree["b"] + 1}
+
+        y = edgc_jax.apply_stages(
+          stage, factor, {"a": x, "b": x.astype(jnp.bfloat16)}
+        )
+        y = jax.lax.psum(y, "stage")
+        return jnp.sum(y["a"]), y["b"]
+
+      (value, b), gradient = jax.value_and_grad(loss, has_aux=True)(factor)
+      return value, b, gradient
+
+    x = jnp.array([1.0, 2.0, 3.0])
+    value, b, gradient = run(jnp.array([2.0, 3.0]), x, jnp.array(10.0))
+    np.testing.assert_allclose(value, np.sum((2 * x + 10) * 3 + 10))
+    np.testing.assert_allclose(gradient, [np.sum(3 * x), np.sum(2 * x + 10)])
+    np.testing.assert_array_equal(b.astype(jnp.float32), x + 2)
+    self.assertEqual(b.dtype, jnp.bfloat16)
+
+  def test_errors(self):
+    params, x = example(2, 2)
+    with self.assertRaisesRegex(ValueError, "`stage_axis` must be an axis"):
+      edgc_jax.apply_stages(stage_fn, params, x)
+    with self.assertRaisesRegex(ValueError, "`microbatches` must be"):
+      pipelined(2)(params, x[:0])
+    with self.assertRaisesRegex(ValueError, r"`stage_fn` must return"):
+      pipelined(2, lambda params, x: x[:, :1])(params, x)
+
+
+if __name__ == "__main__":
+  absltest.main()
