@@ -49,9 +49,9 @@ def apply_stages(
 
   Args:
     stage_fn: From a stage's parameters and one microbatch to one of the same
-      shapes and dtypes. No collectives over `axis_name` inside; what it uses
-      from around it is constant to `jax.grad`, which says so.
-    params: The parameters of this device's stage.
+      shapes and dtypes, without collectives over `axis_name`.
+    params: The parameters of this device's stage, floating, and whatever else
+      `stage_fn` uses that is traced.
     microbatches: Arrays [M, ...]; what stage 0 holds is what is used.
     axis_name: The bound mesh axis of the stages.
 
@@ -61,7 +61,8 @@ def apply_stages(
 
   Raises:
     ValueError: if the axis is not bound, the microbatches are none or differ
-      in number, or the stage changes the shape of what passes through.
+      in number, or the stage changes the shape of what passes through or
+      closes over traced values.
 
   >>> import functools
   >>> from jax.sharding import PartitionSpec as P
@@ -84,7 +85,7 @@ def apply_stages(
     (params, microbatches), axis_name
   )
   first = _take(microbatches, 0)
-  _require_same_form(stage_fn, params, first)
+  _require_pure(stage_fn, params, first)
   work = _rematerialized(stage_fn)
 
   def enter(inputs: Any, received: Any) -> Any:
@@ -132,25 +133,27 @@ def apply_stages(
 def _rematerialized(stage_fn: StageFn) -> Callable[..., Any]:
   """The stage on one microbatch; nothing, and zeros, where it is idle.
 
-  Of the forward pass only the inputs are kept. `jax.checkpoint` would do so
-  too, but leaves it to the compiler when to recompute, and XLA did in the
-  unrolled ticks at once what belongs to the backward pass. Here the
-  recomputation is in one conditional with what needs the cotangent.
+  Of the forward pass only the inputs are kept, and one conditional holds the
+  recomputation with what needs the cotangent. `jax.checkpoint` around the
+  conditional lets XLA recompute at once, and keep it; inside, every unrolled
+  tick keeps a copy of the parameters.
   """
 
-  def when(is_live: Any, run: Callable, idle: Callable, *operands: Any) -> Any:
+  def when(
+    is_live: jax.Array | None, run: Callable, idle: Callable, *operands: Any
+  ) -> Any:
     if is_live is None:
       return run(*operands)
     return jax.lax.cond(is_live, run, idle, *operands)
 
   @jax.custom_vjp
-  def work(is_live: Any, params: Any, x: Any) -> Any:
+  def work(is_live: jax.Array | None, params: Any, x: Any) -> Any:
     return when(is_live, stage_fn, lambda params, x: _zeros(x), params, x)
 
-  def forward(is_live: Any, params: Any, x: Any) -> tuple[Any, Any]:
+  def forward(is_live: jax.Array | None, params: Any, x: Any) -> tuple:
     return work(is_live, params, x), (is_live, params, x)
 
-  def backward(kept: Any, cotangent: Any) -> tuple[None, Any, Any]:
+  def backward(kept: tuple, cotangent: Any) -> tuple[None, Any, Any]:
     is_live, params, x = kept
 
     def pull(params: Any, x: Any, cotangent: Any) -> tuple[Any, Any]:
@@ -186,12 +189,19 @@ def _num_microbatches(microbatches: Any) -> int:
   return counts.pop()
 
 
-def _require_same_form(stage_fn: StageFn, params: Any, x: Any) -> None:
+def _require_pure(stage_fn: StageFn, params: Any, x: Any) -> None:
+  """Raises unless a stage keeps the form of x and closes over no tracer."""
+  jaxpr, after = jax.make_jaxpr(stage_fn, return_shape=True)(params, x)
   form = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)  # noqa: E731
-  before, after = form(x), form(jax.eval_shape(stage_fn, params, x))
-  if before != after:
+  if form(x) != form(after):
     raise ValueError(
       "`stage_fn` must return a microbatch of the shapes and dtypes it gets,"
-      f" got {after} for {before}; embed before the pipeline and project"
-      " after it."
+      f" got {form(after)} for {form(x)}; embed before the pipeline and"
+      " project after it."
+    )
+  around = [c for c in jaxpr.consts if isinstance(c, jax.core.Tracer)]
+  if around:
+    raise ValueError(
+      "`stage_fn` must depend on its arguments and on constants only, got one"
+      f" that closes over traced values {around}; pass them in `params`."
     )

@@ -128,8 +128,7 @@ class PipelineTest(parameterized.TestCase):
     self.assertLess(growth, 10 * boundary)
     self.assertLess(10 * boundary, wide * boundary)  # of one intermediate
 
-  def test_trees_dtypes_and_values_from_outside(self):
-    """Microbatches may be trees; a stage may use what surrounds it."""
+  def test_trees_and_dtypes(self):
     mesh = stage_mesh(2, 1)
 
     @jax.jit
@@ -137,27 +136,33 @@ class PipelineTest(parameterized.TestCase):
       jax.shard_map,
       mesh=mesh,
       in_specs=(P("stage"), P(), P()),
-      out_specs=(P(), P(), P("stage")),
+      out_specs=(P(), P(), (P("stage"), P())),
     )
     def run(factor, x, shift):
-      def loss(factor):
-        def stage(factor, tree):
-          moved = tree["a"] * factor[0] + shift
+      def loss(factor, shift):
+        def stage(params, tree):
+          moved = tree["a"] * params["factor"][0] + params["shift"]
           return {"a": moved, "b": tree["b"] + 1}
 
         y = edgc_jax.apply_stages(
-          stage, factor, {"a": x, "b": x.astype(jnp.bfloat16)}
+          stage,
+          {"factor": factor, "shift": shift},
+          {"a": x, "b": x.astype(jnp.bfloat16)},
         )
         y = jax.lax.psum(y, "stage")
         return jnp.sum(y["a"]), y["b"]
 
-      (value, b), gradient = jax.value_and_grad(loss, has_aux=True)(factor)
+      (value, b), gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+        factor, shift
+      )
       return value, b, gradient
 
     x = jnp.array([1.0, 2.0, 3.0])
     value, b, gradient = run(jnp.array([2.0, 3.0]), x, jnp.array(10.0))
     np.testing.assert_allclose(value, np.sum((2 * x + 10) * 3 + 10))
-    np.testing.assert_allclose(gradient, [np.sum(3 * x), np.sum(2 * x + 10)])
+    np.testing.assert_allclose(gradient[0], [np.sum(3 * x), np.sum(2 * x + 10)])
+    # Equal on all stages, so its gradient is summed over them.
+    np.testing.assert_allclose(gradient[1], 3 * (3 + 1))
     np.testing.assert_array_equal(b.astype(jnp.float32), x + 2)
     self.assertEqual(b.dtype, jnp.bfloat16)
 
@@ -169,6 +174,19 @@ class PipelineTest(parameterized.TestCase):
       pipelined(2)(params, x[:0])
     with self.assertRaisesRegex(ValueError, r"`stage_fn` must return"):
       pipelined(2, lambda params, x: x[:, :1])(params, x)
+
+    def closes_over(params, x):
+      inner = lambda p, y: stage_fn(p, y) + params["w"][0, 0]  # noqa: E731
+      return edgc_jax.apply_stages(inner, params, x)
+
+    run = jax.shard_map(
+      closes_over,
+      mesh=stage_mesh(2, 1),
+      in_specs=(P("stage"), P()),
+      out_specs=P("stage"),
+    )
+    with self.assertRaisesRegex(ValueError, "closes over traced values"):
+      jax.jit(run)(params, x)
 
 
 if __name__ == "__main__":
