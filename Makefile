@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint format compare bench clean
+.PHONY: train train-pipeline test lint format compare bench clean
 
 # The stamp is remade when what is to be installed changes.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -13,6 +13,10 @@ $(VENV)/installed: requirements.txt pyproject.toml
 
 train: $(VENV)/installed
 	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny.py
+
+# The same model on 4 pipeline stages of 2 replicas.
+train-pipeline: $(VENV)/installed
+	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny_pipeline.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile
