@@ -34,5 +34,5 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.edgc.max_rank_step = 0
   config.edgc.min_ratio = 3.0
   config.edgc.warmup_steps = 10
-  config.edgc.max_warmup_steps = 20
+  config.edgc.max_warmup_steps = 10
   return config

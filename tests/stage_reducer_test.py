@@ -1,0 +1,500 @@
+"""Reducers on pipeline stages times replicas: each stage on its own rung."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import AXIS, find, stage_mesh
+
+import edgc_jax
+from edgc_jax import (
+  comm_cost,
+  compiled_cost,
+  guards,
+  link,
+  low_rank,
+  reducer,
+  stages,
+)
+
+STAGES, REPLICAS = 4, 2
+# Of one stage: what is its own, a part of a split tensor, a shared leaf.
+LOCAL = {
+  "blocks": {"bias": (1, 24), "kernel": (2, 48, 40)},
+  "embedding": (32, 40),
+  "norm": (40,),
+}
+# Every rank differs, and stage 3 has time for a dense exchange.
+TIMES = {
+  "link": edgc_jax.LinkModel(latency=1e-6, bandwidth=1e6),
+  "backward_seconds": 3.5e-3,
+}
+OPTIONS = {
+  "rank_max": 8, "rank_min": 2, "rank_multiple": 2, "window": 2,
+  "warmup_steps": 2, "max_warmup_steps": 2, "step_rate": 1.0,
+  "min_ratio": 1.2, "max_rank_step": 8,
+}  # fmt: skip
+
+
+def placement(path, shape):
+  del shape
+  names = {"blocks": "own", "embedding": "split", "norm": "shared"}
+  return names[re.match(r"\['(\w+)'\]", path).group(1)]
+
+
+def make_edgc(**options):
+  return edgc_jax.edgc(
+    stage_axis="stage", placement=placement, **(OPTIONS | TIMES | options)
+  )
+
+
+def spec_of(path):
+  return P() if placement(path, ()) == "shared" else P("stage")
+
+
+def global_params():
+  return jax.tree_util.tree_map_with_path(
+    lambda path, shape: jnp.zeros(
+      shape
+      if spec_of(jax.tree_util.keystr(path)) == P()
+      else (STAGES * shape[0], *shape[1:])
+    ),
+    LOCAL,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+
+
+def param_specs():
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: spec_of(jax.tree_util.keystr(path)),
+    LOCAL,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+
+
+def gradients(seed, scales=(1.0,) * STAGES):
+  """[STAGES, REPLICAS, ...] arrays, of a size for each stage."""
+  random = np.random.default_rng(seed)
+  sizes = np.array(scales, np.float32)
+
+  def draw(shape):
+    values = random.standard_normal((STAGES, REPLICAS, *shape))
+    values *= sizes.reshape(-1, *[1] * (values.ndim - 1))
+    return jnp.asarray(values, jnp.float32)
+
+  return jax.tree.map(draw, LOCAL, is_leaf=lambda x: isinstance(x, tuple))
+
+
+class Run:
+  """Steps of a transformation on the mesh, with scripted gradients."""
+
+  def __init__(self, tx, late=False):
+    self.mesh = stage_mesh(STAGES, REPLICAS)
+    params, specs = global_params(), param_specs()
+    self.specs = edgc_jax.state_specs(
+      tx, params, mesh=self.mesh, param_specs=specs
+    )
+    placed = jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs)
+    self.params = jax.device_put(params, placed)
+    init = jax.shard_map(
+      tx.init, mesh=self.mesh, in_specs=(specs,), out_specs=self.specs
+    )
+    self.state = jax.jit(init)(self.params)
+    self.traces = 0
+
+    def update(grads, state, params):
+      self.traces += 1
+      local = jax.tree.map(lambda g: g[0, 0], grads)
+      options = {}
+      if late:
+        early = local | {"embedding": jnp.zeros_like(local["embedding"])}
+
+        def late_updates(after):
+          # As a pipeline would: what stages need from each other comes last.
+          rest = jax.lax.psum(after(local["embedding"]), "stage") * 0
+          return local | {"embedding": local["embedding"] + rest}
+
+        options = {"late_updates": late_updates}
+      first = early if late else local
+      updates, state = tx.update(first, state, params, **options)
+      return jax.tree.map(lambda u: u[None], updates), state
+
+    self.step_fn = jax.jit(
+      jax.shard_map(
+        update,
+        mesh=self.mesh,
+        in_specs=(P("stage", AXIS), self.specs, specs),
+        out_specs=(
+          jax.tree.map(lambda s: P("stage") if s != P() else P(None), specs),
+          self.specs,
+        ),
+      )
+    )
+
+  def step(self, grads):
+    """One update; [STAGES, ...] arrays, shared leaves [1, ...]."""
+    updates, self.state = self.step_fn(grads, self.state, self.params)
+    return jax.tree.map(np.asarray, updates)
+
+  def metrics(self):
+    return edgc_jax.metrics(self.state)
+
+
+@functools.cache
+def shared_run(name):
+  """One compilation for all tests of a transformation, and a first state."""
+  run = Run(
+    {"edgc": make_edgc, "none": lambda: make_edgc(align="none")}[name]()
+  )
+  return run, run.state
+
+
+def fresh(name="edgc"):
+  run, run.state = shared_run(name)
+  return run
+
+
+def local_params():
+  return jax.tree.map(jnp.zeros, LOCAL, is_leaf=lambda x: isinstance(x, tuple))
+
+
+@functools.cache
+def plans():
+  """Those of a stage's own leaves and of the rest."""
+  ladder = (0, 2, 4, 6, 8)
+  plan = comm_cost.make_plan(local_params(), ladder, 1.2, placement=placement)
+  return comm_cost.by_exchange(plan)
+
+
+@functools.cache
+def exchange_alone(part):
+  reduce = functools.partial(reducer._reduce, plans()[part], axis_name=AXIS)
+  return jax.jit(
+    jax.vmap(reduce, in_axes=(None, 0, 0, None, None), axis_name=AXIS)
+  )
+
+
+class Alone:
+  """The exchange of one stage's leaves as if there were no other stage."""
+
+  def __init__(self, part):
+    self.plan, self.reduce = plans()[part], exchange_alone(part)
+    self.factors = low_rank.init_factors(self.plan, seed=714)
+    self.residual = [
+      jnp.stack([e] * REPLICAS) for e in low_rank.init_residual(self.plan)
+    ]
+
+  def step(self, rank, leaves, count):
+    key = jax.random.fold_in(jax.random.key(714), count)
+    rung = self.plan.ladder.index(rank)
+    result = self.reduce(rung, leaves, self.residual, self.factors, key)
+    self.residual = result.residual
+    self.factors = [q[0] for q in result.factor_q]
+    return [np.asarray(u[0]) for u in result.averaged]
+
+
+class StagesTest(parameterized.TestCase):
+  def test_each_stage_has_exactly_its_own_rungs_result(self):
+    """As if every stage were alone, over all rungs, in one trace."""
+    run = fresh()
+    own = [Alone(0) for _ in range(STAGES)]
+    rest = [Alone(1) for _ in range(STAGES)]
+    seen = set()
+    # The fall of the entropy is worth the whole ladder, and so is its rise.
+    for count, scale in enumerate((1, 1, 1, 1, 0.1, 0.1, 0.1, 0.1, 1, 1, 1)):
+      grads = gradients(count, scales=(scale, 0.5, 2.0, 1.0))
+      updates = run.step(grads)
+      ranks = run.metrics()["rank"]
+      seen.add(tuple(ranks))
+      for s in range(STAGES):
+        blocks = [g[s] for g in jax.tree.leaves(grads["blocks"])]
+        expected = own[s].step(ranks[s], blocks, count)
+        for u, e in zip(
+          jax.tree.leaves(updates["blocks"]), expected, strict=True
+        ):
+          self.assert_close(u[s], e)
+        shared = jnp.broadcast_to(grads["norm"].sum(0), (REPLICAS, 40))
+        leaves = [grads["embedding"][s], shared]
+        expected = rest[s].step(ranks[0], leaves, count)
+        self.assert_close(updates["embedding"][s], expected[0])
+    self.assertEqual(run.traces, 1)
+    self.assertGreater(len({ranks[0] for ranks in seen}), 2)
+    self.assertIn((8, 8, 8, 0), seen)
+    self.assertIn((2, 6, 8, 8), seen)
+
+  def assert_close(self, update, expected):
+    """In norm: rounding goes on from step to step with the residual."""
+    error = np.linalg.norm(update - expected) / np.linalg.norm(expected)
+    self.assertLess(error, 2e-5)
+
+  def test_shared_leaves_are_summed_over_stages_and_dense(self):
+    run = fresh()
+    for step in range(4):
+      grads = gradients(step)
+      updates = run.step(grads)
+      expected = np.asarray(grads["norm"]).sum(0).mean(0)
+      np.testing.assert_allclose(updates["norm"][0], expected, rtol=1e-4)
+
+  def test_ranks_follow_stage_0_and_the_slack(self):
+    run = fresh()
+    seconds = link.exchange_seconds(plans()[0], TIMES["link"])
+    t_b = TIMES["backward_seconds"]
+    for step in range(8):
+      run.step(gradients(step, scales=(1.0 if step < 2 else 0.1, 1, 1, 1)))
+      rungs = run.metrics()["rung"]
+      ends = stages.finish_seconds(seconds, rungs, t_b)
+      self.assertEqual(ends.argmax(), 0)
+      for s, rung in enumerate(rungs[1:], 1):
+        better = [t for t in seconds[rung + 1 :] if rung] + [seconds[0]]
+        if rungs[0] and rung:
+          self.assertGreater(min(better) - s * t_b, ends[0])
+    self.assertEqual(run.metrics()["rank"][0], 2)
+
+  def test_not_aligned_each_stage_follows_its_own_entropy(self):
+    run = fresh("none")
+    for step in range(6):
+      late = step >= 2
+      scales = (1.5, 0.1, 1.5, 0.01) if late else (1.0,) * STAGES
+      run.step(gradients(step, scales))
+    self.assertEqual(run.metrics()["rank"], [8, 2, 8, 2])
+    # What is not their own goes at the rank of stage 0.
+    state = find(run.state)
+    self.assertEqual(int(state.controller.lead_rung), 4)
+
+  def test_entropy_is_that_of_each_stage(self):
+    run = fresh()
+    scales = (1.0, 0.5, 2.0, 1e-3)
+    run.step(gradients(0, scales))
+    gaussian = 0.5 * np.log(2 * np.pi * np.e)
+    np.testing.assert_allclose(
+      run.metrics()["entropy"], gaussian + np.log(scales), atol=0.03
+    )
+
+  def test_nonfinite_gradient_of_one_stage_skips_the_step_on_all(self):
+    run = fresh()
+    for step in range(4):
+      run.step(gradients(step))
+    before = find(run.state).low_rank
+    for leaf in (("blocks", "kernel"), ("embedding",), ("norm",)):
+      grads = gradients(4)
+      part = grads if len(leaf) == 1 else grads[leaf[0]]
+      index = (2, 1) + (0,) * (part[leaf[-1]].ndim - 2)
+      part[leaf[-1]] = part[leaf[-1]].at[index].set(jnp.nan)
+      for update in jax.tree.leaves(run.step(grads)):
+        np.testing.assert_array_equal(update, np.zeros_like(update))
+      jax.tree.map(
+        np.testing.assert_array_equal, find(run.state).low_rank, before
+      )
+    self.assertEqual(run.metrics()["skipped_steps"], 3)
+
+
+class WireTest(absltest.TestCase):
+  def test_bytes_of_every_rung_of_both_exchanges(self):
+    run = fresh()
+    hlo = run.step_fn.lower(gradients(0), run.state, run.params).compile()
+    branches = compiled_cost.wire_bytes_of_branches(hlo.as_text())
+    own, rest = (b for b in branches if len(b) == 5)
+    self.assertCountEqual(
+      [own, rest],
+      [[plan.wire_bytes(r) for r in plan.ladder] for plan in plans()],
+    )
+    shared = 4 * 40  # summed over the stages
+    outside = compiled_cost.wire_bytes_outside_branches(hlo.as_text())
+    self.assertEqual(outside, shared + 4)  # and agreeing
+
+  def test_metrics_count_what_a_stage_sends(self):
+    run = fresh()
+    local = local_params()
+    for step in range(4):
+      run.step(gradients(step))
+      numbers = run.metrics()
+      sample = 4 * 4  # of one leaf
+      more = sample + 4 + (8 if step == 2 else 0)
+      more += guards.CHECK_BYTES + guards.STAGE_CHECK_BYTES if step == 0 else 0
+      expected = [
+        more
+        + edgc_jax.wire_bytes(
+          local, rank, min_ratio=1.2, placement=placement,
+          lead_rank=numbers["rank"][0],
+        )
+        for rank in numbers["rank"]
+      ]  # fmt: skip
+      self.assertEqual(numbers["wire_bytes"], expected)
+
+  def test_no_stage_waits_before_its_own_exchange(self):
+    """In the program, what ties the stages together comes afterwards."""
+    run = Run(edgc_jax.skip_nonfinite(make_edgc(), (AXIS, "stage")), late=True)
+    lowered = run.step_fn.lower(gradients(0), run.state, run.params)
+    entry = lowered.compile().as_text()
+    entry = entry[entry.index("\nENTRY") :]
+    over_stages = "replica_groups={{0,2,4,6},{1,3,5,7}}"
+    order = []
+    for line in entry.splitlines():
+      if " conditional(" in line and line.count("%region") == 5:
+        order.append("exchange")
+      elif " all-reduce(" in line:
+        order.append("stages" if over_stages in line else "all")
+    # Own leaves, late gradients, the rest, and agreeing to keep the step.
+    self.assertEqual(order[0], "exchange")
+    self.assertEqual(order.count("exchange"), 2)
+    self.assertIn("stages", order[1 : order.index("exchange", 1)])
+    updates = run.step(gradients(0))
+    expected = np.asarray(gradients(0)["embedding"]).mean(1)
+    np.testing.assert_allclose(
+      updates["embedding"].reshape(expected.shape), expected, rtol=1e-5
+    )
+
+
+class StateSpecsTest(absltest.TestCase):
+  def test_kinds_of_state_and_shapes(self):
+    tx = edgc_jax.skip_nonfinite(
+      optax.chain(make_edgc(), optax.adam(1e-3)), (AXIS, "stage")
+    )
+    run = Run(tx)
+    specs = find(run.specs)
+    self.assertEqual(specs.low_rank.residual["embedding"], P(("stage", AXIS)))
+    self.assertEqual(specs.low_rank.factor_q["blocks"]["kernel"], P("stage"))
+    self.assertEqual(specs.stats.rank, P("stage"))
+    self.assertEqual(specs.controller.rung, P("stage"))
+    self.assertEqual(specs.controller.lead_rung, P())
+    self.assertEqual(specs.checks.skipped_steps, P())
+    adam = run.specs.inner_state[1][0]
+    self.assertEqual(adam.mu, param_specs())
+    self.assertEqual(adam.count, P())
+    run.step(gradients(0))
+    residual = find(run.state).low_rank.residual["blocks"]["kernel"]
+    self.assertEqual(residual.shape, (STAGES * REPLICAS * 2, 48, 40))
+
+  def test_round_trip_through_the_host(self):
+    """State taken to the host and placed by its specs goes on the same."""
+    run = fresh()
+    for step in range(3):
+      run.step(gradients(step))
+    host = jax.device_get(run.state)
+    expected = run.step(gradients(3))
+    run.state = jax.device_put(
+      host, jax.tree.map(lambda s: NamedSharding(run.mesh, s), run.specs)
+    )
+    jax.tree.map(
+      np.testing.assert_array_equal, run.step(gradients(3)), expected
+    )
+    self.assertEqual(run.traces, 1)
+
+  def test_mesh_is_needed(self):
+    with self.assertRaisesRegex(ValueError, "`mesh` must be given"):
+      edgc_jax.state_specs(
+        make_edgc(), global_params(), param_specs=param_specs()
+      )
+
+
+class OtherReducersTest(parameterized.TestCase):
+  def test_dense_and_fixed_rank(self):
+    options = {"stage_axis": "stage", "placement": placement}
+    for tx in (
+      edgc_jax.allreduce(**options),
+      edgc_jax.powersgd(40, min_ratio=0, **options),
+    ):
+      run = Run(optax.chain(tx, edgc_jax.clip_by_global_norm(1e9, "stage")))
+      grads = gradients(0)
+      updates = run.step(grads)
+      mean = lambda g: np.asarray(g).mean(1)  # noqa: E731
+      expected = jax.tree.map(mean, grads)
+      for name in ("bias", "kernel"):
+        got = updates["blocks"][name].reshape(expected["blocks"][name].shape)
+        np.testing.assert_allclose(
+          got, expected["blocks"][name], rtol=1e-4, atol=1e-5
+        )
+      np.testing.assert_allclose(
+        updates["norm"][0], expected["norm"].sum(0), rtol=1e-4
+      )
+      self.assertLen(run.metrics()["wire_bytes"], STAGES)
+
+  def test_clipping_is_by_the_norm_over_all_stages(self):
+    options = {"stage_axis": "stage", "placement": placement}
+    tx = optax.chain(
+      edgc_jax.allreduce(**options), edgc_jax.clip_by_global_norm(2.0, "stage")
+    )
+    updates = Run(tx).step(gradients(0))
+    total = sum(np.sum(np.square(u)) for u in jax.tree.leaves(updates))
+    self.assertAlmostEqual(float(total), 4.0, 4)
+
+
+class ErrorsTest(parameterized.TestCase):
+  def test_slack_needs_its_times(self):
+    with self.assertRaisesRegex(ValueError, "`link` must be given.*'none'"):
+      edgc_jax.edgc(stage_axis="stage")
+    with self.assertRaisesRegex(ValueError, "`backward_seconds` must be given"):
+      edgc_jax.edgc(stage_axis="stage", link=TIMES["link"])
+    with self.assertRaisesRegex(ValueError, "`align` must be one of"):
+      make_edgc(align="left")
+    edgc_jax.edgc(stage_axis="stage", align="none")
+
+  def test_unbound_stage_axis(self):
+    tx = make_edgc()
+    params = local_params()
+    update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None))
+    grads = jax.tree.map(lambda p: p[None], params)
+    with self.assertRaisesRegex(ValueError, "`stage_axis` must be an axis"):
+      update(grads, tx.init(params))
+
+  def test_types_must_be_tracked(self):
+    tx = make_edgc()
+    mesh = stage_mesh(STAGES, REPLICAS)
+    specs = edgc_jax.state_specs(
+      tx, global_params(), mesh=mesh, param_specs=param_specs()
+    )
+    update = jax.shard_map(
+      lambda g, s: tx.update(g, s)[0], mesh=mesh,
+      in_specs=(param_specs(), specs), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    state = jax.eval_shape(
+      jax.shard_map(
+        tx.init, mesh=mesh, in_specs=(param_specs(),), out_specs=specs
+      ),
+      global_params(),
+    )
+    with self.assertRaisesRegex(ValueError, "check_vma=True"):
+      jax.eval_shape(update, global_params(), state)
+
+  def test_replicated_leaf_that_is_not_declared_shared(self):
+    tx = edgc_jax.allreduce(stage_axis="stage")
+    mesh = stage_mesh(STAGES, REPLICAS)
+    params = {"norm": jnp.zeros((REPLICAS, 4))}
+
+    def update(g):
+      return tx.update({"norm": g["norm"][0]}, tx.init({"norm": g["norm"][0]}))
+
+    run = jax.shard_map(
+      lambda g: update(g)[0], mesh=mesh, in_specs=(P(AXIS),), out_specs=P()
+    )
+    with self.assertRaisesRegex(ValueError, r"`placement`.*'own'.*\['norm'\]"):
+      jax.eval_shape(run, params)
+
+  def test_unknown_placement(self):
+    tx = edgc_jax.allreduce(placement=lambda path, shape: "here")
+    with self.assertRaisesRegex(ValueError, "`placement` must return one of"):
+      tx.init({"w": jnp.zeros((2, 2))})
+
+  def test_late_updates_of_another_form(self):
+    tx = edgc_jax.allreduce()
+    params = {"w": jnp.zeros((2, 2))}
+    update = functools.partial(
+      tx.update, late_updates=lambda after: {"w": after(jnp.zeros(3))}
+    )
+    with self.assertRaisesRegex(ValueError, "`late_updates` must return"):
+      jax.vmap(update, axis_name=AXIS, in_axes=(0, None))(
+        {"w": jnp.ones((1, 2, 2))}, tx.init(params)
+      )
+    tx = edgc_jax.accumulate(tx, 2)
+    with self.assertRaisesRegex(ValueError, "`late_updates` must be None"):
+      tx.update(params, tx.init(params), late_updates=lambda after: params)
+
+
+if __name__ == "__main__":
+  absltest.main()
