@@ -1,0 +1,69 @@
+"""The ranks that may be used, given or found."""
+
+import jax.numpy as jnp
+from absl.testing import absltest, parameterized
+
+import edgc_jax
+from edgc_jax import comm_cost
+from edgc_jax.ladder import Ladder
+from edgc_jax.link import CompressionModel, LinkModel, rank_ceiling
+
+FREE = CompressionModel(0.0, 0.0)
+LINK = LinkModel(latency=1e-4, bandwidth=1e7)
+PARAMS = {"w": jnp.zeros((768, 3072)), "b": jnp.zeros((3072,))}
+PLAN = comm_cost.make_plan(PARAMS, (0,))
+
+
+def ranks(rank_max=None, rank_min=None, multiple=4, link=None):
+  return Ladder(rank_max, rank_min, multiple, link, FREE).ranks(PLAN)
+
+
+class LadderTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ((None, None), (0, 8, 12, 16, 20, 24, 28, 32)),
+    ((16, None), (0, 4, 8, 12, 16)),
+    ((8, 8), (0, 8)),
+    ((24, 12, 6), (0, 12, 18, 24)),
+  )
+  def test_given(self, options, expected):
+    self.assertEqual(ranks(*options), expected)
+
+  def test_a_given_rank_stays_with_a_link(self):
+    self.assertEqual(ranks(16, link=LINK), ranks(16))
+
+  def test_found_from_the_link(self):
+    """At most 16 ranks, up to the largest that is worth having."""
+    found = ranks(link=LINK)
+    self.assertEqual(found[-1], rank_ceiling(PLAN, LINK, FREE))
+    self.assertLessEqual(len(found), 1 + 16)
+    self.assertEqual({b - a for a, b in zip(found[1:], found[2:])}, {16})  # noqa: B905, RUF007
+    self.assertGreaterEqual(found[1], found[-1] // 4)
+
+  def test_dense_is_always_faster(self):
+    """And the user is told, and sent dense."""
+    far = LinkModel(latency=10.0, bandwidth=1e9)
+    with self.assertWarnsRegex(RuntimeWarning, "dense all-reduce is no slower"):
+      self.assertEqual(ranks(link=far), (0,))
+    with self.assertWarnsRegex(RuntimeWarning, "Use allreduce"):
+      state = edgc_jax.edgc(link=far).init(PARAMS)
+    self.assertEmpty(state.controller)
+
+  def test_errors(self):
+    with self.assertRaisesRegex(ValueError, r"`rank_min` must be at most.*32"):
+      Ladder(None, 36, 4, None, FREE)
+    with self.assertRaisesRegex(ValueError, "`rank_min` must be at most"):
+      ranks(rank_min=400, link=LINK)
+    with self.assertRaisesRegex(ValueError, "`rank_max` must be a multiple"):
+      Ladder(30, None, 4, None, FREE)
+
+  def test_step_limit_fits_the_ladder(self):
+    """A found ladder may have wider steps than the usual limit."""
+    edgc_jax.edgc(link=LINK).init(PARAMS)
+    with self.assertRaisesRegex(
+      ValueError, r"`max_rank_step` must be at least the step of the ladder"
+    ):
+      edgc_jax.edgc(link=LINK, max_rank_step=4).init(PARAMS)
+
+
+if __name__ == "__main__":
+  absltest.main()
