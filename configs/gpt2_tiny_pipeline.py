@@ -13,6 +13,7 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config = gpt2_tiny.get_config(reducer)
   config.name = "gpt2_tiny_pipeline"
   config.steps = 120
+  config.evaluation.every = 30
   config.mesh.data = 2
   config.mesh.stage = 4
   config.mesh.backend = "shard_map"

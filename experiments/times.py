@@ -38,7 +38,7 @@ def options_of(
   if not needed(config):
     return {}
   given, stages = config.link, config.mesh.stage
-  params = _of_one_stage(model, stages)
+  params = params_of_one_stage(model, stages)
   if given.bandwidth:
     link = edgc_jax.LinkModel(given.latency, given.bandwidth)
     compression = edgc_jax.CompressionModel(
@@ -68,7 +68,7 @@ def as_numbers(times: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-def _of_one_stage(model: GPT2Config, stages: int) -> Any:
+def params_of_one_stage(model: GPT2Config, stages: int) -> Any:
   """Shapes of the parameters that one stage holds."""
   shapes = jax.eval_shape(
     lambda: gpt2_stages.init_params(model, stages, jax.random.key(0))
@@ -85,7 +85,7 @@ def _of_one_stage(model: GPT2Config, stages: int) -> Any:
 
 def _backward(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> float:
   """Measured seconds of one microbatch's backward pass, on one device."""
-  blocks = _of_one_stage(model, config.mesh.stage)["blocks"]
+  blocks = params_of_one_stage(model, config.mesh.stage)["blocks"]
   params = jax.tree.map(lambda p: jnp.full(p.shape, 0.01, p.dtype), blocks)
   sequences = config.batch_size // (
     config.mesh.data * config.pipeline.microbatches

@@ -1,0 +1,83 @@
+"""Which ranks the stages of a pipeline get, and when they end, link by link.
+
+  python experiments/plan_stages.py --config=configs/gpt2_tiny_pipeline.py
+
+Trains nothing. For every link and every rank that stage 0 may be on, it shows
+the ranks of all stages, and when their exchanges end, in milliseconds after
+the end of stage 0's backward pass.
+"""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+
+from edgc_jax import comm_cost, ladder, link, stages
+from experiments import command_line, gpt2, gpt2_stages, parallel, times
+
+_MBITS = flags.DEFINE_list(
+  "mbits", ["50", "100", "1000"], "Links to plan for, in Mbit/s."
+)
+
+
+def main(config: ConfigDict) -> None:
+  """Prints a table for each link."""
+  config.mesh.backend = "shard_map"
+  model = gpt2.GPT2Config(**config.model.to_dict())
+  mesh = parallel.make_mesh(config.mesh.data, config.mesh.stage)
+  given = times.options_of(config, model, mesh)
+  if "backward_seconds" not in given:
+    sys.exit(
+      "error: `mesh.stage` must be above 1 and `pipeline.align` slack, with the"
+      f" reducer edgc, got {config.mesh.stage}, {config.pipeline.align!r} and"
+      f" {config.reducer!r}: else no stage waits for another."
+    )
+  params = times.params_of_one_stage(model, config.mesh.stage)
+  for mbits in map(float, _MBITS.value):
+    # A ring of N replicas moves 2 (N - 1) / N times the payload.
+    replicas = config.mesh.data
+    bandwidth = mbits * 1e6 / 8 * replicas / (2 * max(1, replicas - 1))
+    on = dataclasses.replace(given["link"], bandwidth=bandwidth)
+    print(f"{mbits:g} Mbit/s, {_table(config, params, given | {'link': on})}")
+
+
+def _table(config: ConfigDict, params: Any, given: dict[str, Any]) -> str:
+  """The ladder on a link, and a line for each rank of stage 0."""
+  options = config.edgc
+  plan = comm_cost.make_plan(
+    params, (0,), options.min_ratio, gpt2.matrix_view, gpt2_stages.placement
+  )
+  own = comm_cost.by_exchange(plan)[0]
+  ranks = ladder.Ladder(
+    options.rank_max or None,
+    options.rank_min or None,
+    options.rank_multiple,
+    given["link"],
+    given["compression"],
+  ).ranks(own)
+  own = dataclasses.replace(own, ladder=ranks)
+  seconds = link.exchange_seconds(own, given["link"], given["compression"])
+  backward = given["backward_seconds"]
+  table = stages.aligned_rungs(seconds, config.mesh.stage, backward)
+  lines = [
+    f"dense {seconds[0] * 1e3:.1f} ms, a microbatch's backward pass"
+    f" {backward * 1e3:.1f} ms",
+    f"  {'stage 0 on':<12}{'ranks':<28}end of exchange, ms",
+  ]
+  for rungs in table.T[1:]:
+    names = [str(ranks[rung] or "dense") for rung in rungs]
+    ends = stages.finish_seconds(seconds, rungs, backward)
+    ends = " ".join(f"{1e3 * end:8.1f}" for end in np.asarray(ends))
+    lines.append(f"  {names[0]:<12}{' / '.join(names):<28}{ends}")
+  return "\n".join(lines)
+
+
+if __name__ == "__main__":
+  command_line.run(main)
