@@ -10,6 +10,7 @@ follows at the rung of stage 0, and only when the first exchange is done, so
 that no stage has to wait for another before.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -106,31 +107,18 @@ def make_reducer(
     choice = policy.choose(state.controller, own, count)
     factors, residuals = low_rank.unpack(plans, state.low_rank)
     key = jax.random.fold_in(jax.random.key(seed), count)
-    first = _reduce(
-      plans[0], choice.rung, own, residuals[0], factors[0], key, axis_name
-    )
-    results = [first]
-
-    def after_first(tree: Any) -> Any:
-      # A dependence that no compiler can drop; the step is lost if not finite.
-      return jax.tree.map(lambda x: jnp.where(first.is_finite, x, 0), tree)
-
-    if late_updates is not None:
-      gradients = _late(late_updates(after_first), updates)
-    for part, q, e in zip(plans[1:], factors[1:], residuals[1:], strict=True):
-      rest = [
-        _over_stages(gradients[i], leaf.placement, stage_axis, after_first)
-        for i, leaf in zip(part.positions, part.leaves, strict=True)
-      ]
-      results.append(
-        _reduce(part, choice.lead_rung, rest, e, q, key, axis_name)
-      )
+    reduce = functools.partial(_reduce, key=key, axis_name=axis_name)
+    results = [reduce(plans[0], choice.rung, own, residuals[0], factors[0])]
+    rest = _rest(updates, late_updates, results[0].is_finite, plan, stage_axis)
+    for part, e, q in zip(plans[1:], residuals[1:], factors[1:], strict=True):
+      leaves = [rest[i] for i in part.positions]
+      results.append(reduce(part, choice.lead_rung, leaves, e, q))
     is_finite = jnp.all(jnp.stack([result.is_finite for result in results]))
     ok = (
       collectives.all_true(is_finite, stage_axis) if stage_axis else is_finite
     )
 
-    averaged = list(gradients)
+    averaged = gradients
     for part, result in zip(plans, results, strict=True):
       for i, mean in zip(part.positions, result.averaged, strict=True):
         averaged[i] = jnp.where(ok, mean, jnp.zeros_like(mean))
@@ -181,6 +169,7 @@ def _reduce(
   gradients: Sequence[jax.Array],
   residual: Sequence[jax.Array],
   factor_q: Sequence[jax.Array],
+  *,
   key: jax.Array,
   axis_name: str,
 ) -> Exchange:
@@ -206,26 +195,40 @@ def _reduce(
   return result._replace(averaged=averaged, residual=kept)
 
 
-def _over_stages(
-  gradient: jax.Array, placement: str, stage_axis: str | None, after: Callable
-) -> jax.Array:
-  """The gradient of a leaf that is not one stage's own, when it may travel.
+def _rest(
+  updates: optax.Updates,
+  late_updates: LateUpdates | None,
+  first_is_finite: jax.Array,
+  plan: Plan,
+  stage_axis: str | None,
+) -> list[jax.Array]:
+  """The gradients of what is not a stage's own, after the first exchange.
 
   JAX has summed the gradient of a shared leaf over the stages already where
   its type says that it is equal on all of them.
   """
-  if stage_axis is None:
-    return after(gradient)
-  varies = collectives.is_varying(gradient, stage_axis)
-  if placement == "shared":
-    return (
-      collectives.total(after(gradient), stage_axis) if varies else gradient
+
+  def after(tree: Any) -> Any:
+    # A dependence that no compiler can drop; the step is lost if not finite.
+    return jax.tree.map(lambda x: jnp.where(first_is_finite, x, 0), tree)
+
+  if late_updates is not None:
+    updates = _checked(late_updates(after), updates)
+  gradients = jax.tree.leaves(updates)
+  for i, leaf in enumerate(plan.leaves):
+    is_summed = leaf.placement == "shared" and not (
+      stage_axis and collectives.is_varying(gradients[i], stage_axis)
     )
-  return after(gradient)
+    if leaf.placement == "own" or is_summed:
+      continue
+    gradients[i] = after(gradients[i])
+    if leaf.placement == "shared":
+      gradients[i] = collectives.total(gradients[i], stage_axis)
+  return gradients
 
 
-def _late(late: optax.Updates, updates: optax.Updates) -> list[jax.Array]:
-  """The leaves of late updates, if they fit those that came first."""
+def _checked(late: optax.Updates, updates: optax.Updates) -> optax.Updates:
+  """Late updates, if they fit those that came first."""
   forms = [
     jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
     for tree in (late, updates)
@@ -236,7 +239,7 @@ def _late(late: optax.Updates, updates: optax.Updates) -> list[jax.Array]:
       f" {forms[0]} for {forms[1]}; return all leaves, those of the stage's"
       " own layers unchanged."
     )
-  return jax.tree.leaves(late)
+  return late
 
 
 def _bytes_at(plan: Plan, rung: jax.Array) -> jax.Array:

@@ -108,7 +108,9 @@ def _on_rung(state: Any, rung: int) -> Any:
   return state._replace(
     controller=control,
     count=jnp.full_like(state.count, 1001),
-    stats=state.stats._replace(identical_steps=jnp.full_like(state.count, -1)),
+    checks=state.checks._replace(
+      identical_steps=jnp.full_like(state.count, -1)
+    ),
   )
 
 

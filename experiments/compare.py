@@ -98,7 +98,7 @@ def _table(summaries: dict[str, list[dict[str, Any]]]) -> str:
     mean = statistics.mean(losses)
     spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
     ratio = statistics.mean(s["compression_ratio"] for s in runs)
-    sent = statistics.mean(s["wire_bytes_per_step"][0] for s in runs) / 1e6
+    sent = statistics.mean(sum(s["wire_bytes_per_step"]) for s in runs) / 1e6
     lines.append(
       f"| {method} | {mean:.4f} | {spread:.4f} | {mean / baseline - 1:+.2%}"
       f" | {ratio:.2f} | {sent:.2f} |"

@@ -174,7 +174,12 @@ def plans():
 
 @functools.cache
 def exchange_alone(part):
-  reduce = functools.partial(reducer._reduce, plans()[part], axis_name=AXIS)
+
+  def reduce(rung, leaves, residual, factors, key):
+    return reducer._reduce(
+      plans()[part], rung, leaves, residual, factors, key=key, axis_name=AXIS
+    )
+
   return jax.jit(
     jax.vmap(reduce, in_axes=(None, 0, 0, None, None), axis_name=AXIS)
   )
