@@ -68,6 +68,21 @@ def as_numbers(times: dict[str, Any]) -> dict[str, Any]:
   }
 
 
+def describe(times: dict[str, Any]) -> str:
+  """One line for a terminal."""
+  link, compression = times["link"], times["compression"]
+  quality = f", R^2 {link.r_squared:.3f}" if link.r_squared is not None else ""
+  parts = [
+    f"link {link.bandwidth / 1e6:.4g} MB/s, {link.latency * 1e3:.3g} ms an"
+    f" all-reduce{quality}",
+    f"compression {compression.base * 1e3:.3g} ms +"
+    f" {compression.per_rank * 1e3:.3g} ms a rank",
+  ]
+  if "backward_seconds" in times:
+    parts.append(f"backward {times['backward_seconds'] * 1e3:.3g} ms")
+  return "; ".join(parts)
+
+
 def params_of_one_stage(model: GPT2Config, stages: int) -> Any:
   """Shapes of the parameters that one stage holds."""
   shapes = jax.eval_shape(

@@ -63,6 +63,8 @@ class Trainer:
         steps in a row were not finite.
     """
     self.folder.start()
+    if self.times:
+      print(times.describe(self.times))
     try:
       summary = self._train()
     finally:
