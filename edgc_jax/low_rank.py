@@ -99,13 +99,21 @@ def exchange(
   Returns:
     The exchange; wire bytes are `plan.wire_bytes(plan.ladder[rung])`.
   """
-  branches = [_branch(plan, rank, key, axis_name) for rank in plan.ladder]
+  widths = [
+    tuple(plan.columns(leaf, rank) for leaf in plan.leaves)
+    for rank in plan.ladder
+  ]
+  # Rungs that send the same are one branch: every branch is compiled.
+  distinct = list(dict.fromkeys(widths))
+  ranks = [plan.ladder[widths.index(width)] for width in distinct]
+  branches = [_branch(plan, rank, key, axis_name) for rank in ranks]
   operands = (list(matrices), list(factor_q))
   # TF32 or bf16 products would leave bases orthonormal to 1e-3 only.
   with jax.default_matmul_precision("highest"):
     if len(branches) == 1:
       return branches[0](*operands)
-    return jax.lax.switch(rung, branches, *operands)
+    branch = jnp.array([distinct.index(width) for width in widths])[rung]
+    return jax.lax.switch(branch, branches, *operands)
 
 
 def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
