@@ -6,7 +6,7 @@ from edgc_jax import entropy, guards, rank_rule
 from edgc_jax import link as links
 from edgc_jax.comm_cost import Plan, by_exchange, make_plan
 from edgc_jax.controller import Controller
-from edgc_jax.fixed_rank import require_ratio
+from edgc_jax.fixed_rank import require_placement, require_ratio
 from edgc_jax.ladder import Ladder
 from edgc_jax.link import CompressionModel, LinkModel
 from edgc_jax.matrices import (
@@ -143,6 +143,15 @@ def edgc(
 
   >>> tx = optax.chain(edgc(axis_name="data"), optax.adamw(3e-4))
   """
+  for name, value, kind in (
+    ("link", link, LinkModel),
+    ("compression", compression, CompressionModel),
+  ):
+    if not isinstance(value, kind | None):
+      raise TypeError(
+        f"`{name}` must be an edgc_jax.{kind.__name__}, got {value!r}; make"
+        " one, or measure it."
+      )
   compression = compression or CompressionModel(0.0, 0.0)
   ladder = Ladder(rank_max, rank_min, rank_multiple, link, compression)
   if max_warmup_steps is None:
@@ -166,6 +175,7 @@ def edgc(
   guards.require_number("exponent", exponent)
   guards.require(exponent > 0, "exponent", exponent, "positive", "use 2")
   require_ratio(min_ratio)
+  require_placement(placement, stage_axis)
   is_aligned = stage_axis is not None and align == "slack"
   if is_aligned:
     _require_times(link, backward_seconds)
@@ -181,7 +191,7 @@ def edgc(
     if not ranks:
       return FixedPolicy(num_rungs=1, warmup_steps=0)
     seconds = None
-    if is_aligned:
+    if is_aligned and plan.compressible:
       seconds = links.exchange_seconds(plan, link, compression)
     controller = Controller.for_plan(
       plan,

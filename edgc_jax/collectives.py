@@ -29,10 +29,11 @@ def num_devices(axis_name: str, argument: str = "axis_name") -> int:
     return lax.axis_size(axis_name)
   except NameError as error:
     raise ValueError(
-      f"`{argument}` must be an axis bound where `update` runs, got"
-      f" {axis_name!r}, which is not; call `update` inside"
-      f" jax.pmap(..., axis_name={axis_name!r}) or inside jax.shard_map over"
-      f" a mesh with that axis, or pass the name of the axis you have."
+      f"`{argument}` must be an axis bound where it is used, got"
+      f" {axis_name!r}, which is not; call this inside jax.shard_map over a"
+      f" mesh with that axis or, for replicas, inside"
+      f" jax.pmap(..., axis_name={axis_name!r}), or pass the name of the axis"
+      " you have."
     ) from error
 
 
@@ -103,6 +104,15 @@ def tracks_varying(axis_name: str) -> bool:
   `pmap` or `check_vma=False`, where every value counts as unvarying.
   """
   return is_varying(lax.axis_index(axis_name), axis_name)
+
+
+def varying_axes(tree: Any) -> tuple[str, ...]:
+  """All axes that some leaf is tracked to vary over (when tracing)."""
+  axes = set()
+  for leaf in jax.tree.leaves(tree):
+    kind = jax.typeof(leaf).manual_axis_type
+    axes |= set(kind.varying if kind else ())
+  return tuple(sorted(axes))
 
 
 def as_varying(tree: Any, axis_name: str) -> Any:

@@ -39,6 +39,7 @@ def allreduce(
 
   >>> tx = optax.chain(allreduce(), optax.sgd(0.1))
   """
+  require_placement(placement, stage_axis)
   return make_reducer(
     axis_name,
     lambda tree: make_plan(tree, (0,), placement=placement or own_placement),
@@ -96,6 +97,7 @@ def powersgd(
   guards.require_int("rank", rank, 1)
   guards.require_int("warmup_steps", warmup_steps, 0)
   require_ratio(min_ratio)
+  require_placement(placement, stage_axis)
   ladder = (0, rank) if warmup_steps else (rank,)
   view, placed = matrix_view or trailing_matrix, placement or own_placement
   return make_reducer(
@@ -112,4 +114,17 @@ def require_ratio(min_ratio: float) -> None:
   guards.require_number("min_ratio", min_ratio)
   guards.require(
     min_ratio >= 0, "min_ratio", min_ratio, "at least 0", "use 2 or more"
+  )
+
+
+def require_placement(
+  placement: PlacementFn | None, stage_axis: str | None
+) -> None:
+  """Raises where placements are given for stages that are not."""
+  guards.require(
+    placement is None or stage_axis is not None,
+    "placement",
+    placement,
+    "None without a `stage_axis`",
+    "name the axis of the stages; without stages every leaf is everywhere",
   )

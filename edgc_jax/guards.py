@@ -50,43 +50,58 @@ def require_number(name: str, value: Any) -> None:
     )
 
 
-def require_local(gradients: Sequence[jax.Array], axis_name: str) -> None:
+def require_local(
+  gradients: Sequence[jax.Array], leaves: Sequence[Leaf], axis_name: str
+) -> None:
   """Raises where JAX's types show gradients already summed over the axis.
 
   Args:
     gradients: The leaves, as they come into `update`.
+    leaves: What is known about each.
     axis_name: The bound axis of the replicas.
 
   Raises:
-    ValueError: if varying types are tracked and no leaf varies.
+    ValueError: if varying types are tracked and a leaf does not vary.
   """
   if collectives.num_devices(axis_name) == 1 or not gradients:
     return
   if not collectives.tracks_varying(axis_name):
     return
-  if not any(collectives.is_varying(g, axis_name) for g in gradients):
+  summed = [
+    leaf.path
+    for gradient, leaf in zip(gradients, leaves, strict=True)
+    if not collectives.is_varying(gradient, axis_name)
+  ]
+  if summed:
     raise ValueError(
       f"`updates` must be local gradients that vary over axis {axis_name!r},"
-      " got gradients equal on all replicas: under shard_map, jax.grad with"
-      " respect to replicated parameters sums them over the axis, uncompressed;"
+      f" got gradients equal on all replicas at {summed[0] or 'the root'}"
+      f" ({len(summed)} of {len(leaves)} leaves): under shard_map, jax.grad"
+      " with respect to replicated parameters sums them over the axis,"
+      " uncompressed;"
       f" differentiate with respect to jax.lax.pcast(params, {axis_name!r},"
       ' to="varying") instead, and drop any pmean or psum of the gradients.'
     )
 
 
 def require_stages(
-  gradients: Sequence[jax.Array], leaves: Sequence[Leaf], stage_axis: str
+  gradients: Sequence[jax.Array],
+  leaves: Sequence[Leaf],
+  params: Sequence[jax.Array] | None,
+  stage_axis: str,
 ) -> None:
-  """Raises where a placement and JAX's types of the gradients disagree.
+  """Raises where a placement and JAX's types disagree.
 
   Args:
     gradients: The leaves, as they come into `update`.
     leaves: What is known about each.
+    params: The parameters, if `update` was given them.
     stage_axis: The bound axis of the stages.
 
   Raises:
-    ValueError: if the axis is not bound, varying types are not tracked, or a
-      leaf that differs by stage has a gradient equal on all stages.
+    ValueError: if the axis is not bound, varying types are not tracked, a
+      leaf that differs by stage has a gradient equal on all stages, or a
+      shared one has parameters that differ.
   """
   if collectives.num_devices(stage_axis, "stage_axis") == 1:
     return
@@ -104,6 +119,13 @@ def require_stages(
         f" got {leaf.placement!r} for {leaf.path}, whose gradient does not"
         f" vary over {stage_axis!r}; return 'shared' for its path, or shard it"
         " over the stages."
+      )
+  for param, leaf in zip(params or (), leaves, strict=False):
+    if leaf.placement == "shared" and collectives.is_varying(param, stage_axis):
+      raise ValueError(
+        "`placement` must be 'own' or 'split' for a leaf that differs by stage,"
+        f" got 'shared' for {leaf.path}, which varies over {stage_axis!r};"
+        " gradients of different layers would be summed."
       )
 
 

@@ -42,7 +42,7 @@ class Ladder:
         "round it, or set rank_multiple=1 for a finer ladder",
       )
     if not self._is_found:
-      self._least(self.rank_max or _RANK_MAX)
+      self._least(self._top())
 
   @property
   def _is_found(self) -> bool:
@@ -61,7 +61,7 @@ class Ladder:
       RuntimeWarning: in that case.
     """
     if not self._is_found:
-      top = self.rank_max or _RANK_MAX
+      top = self._top()
       return (0, *range(self._least(top), top + 1, self.rank_multiple))
     top = rank_ceiling(
       plan, self.link, self.compression, rank_multiple=self.rank_multiple
@@ -76,6 +76,11 @@ class Ladder:
       )
       return (0,)
     return (0, *spread_ranks(self._least(top), top, self.rank_multiple))
+
+  def _top(self) -> int:
+    """The largest rank, where it does not depend on a link."""
+    usual = max(1, _RANK_MAX // self.rank_multiple) * self.rank_multiple
+    return self.rank_max or usual
 
   def _least(self, top: int) -> int:
     """The smallest rank under a largest one."""

@@ -128,7 +128,11 @@ def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
     # What is sent dense leaves nothing behind.
     residual = [jnp.zeros_like(leaves[i]) for i in plan.compressible]
     stacks = [leaves[i].reshape(plan.leaves[i].view) for i in low]
-    bases = _bases([factor_q[slot[i]][:, :, :rank] for i in low], key)
+    widths = [plan.columns(plan.leaves[i], rank) for i in low]
+    bases = _bases(
+      [factor_q[slot[i]][..., :w] for i, w in zip(low, widths, strict=True)],
+      key,
+    )
     sent = {
       "dense": [leaves[i] for i in dense],
       "factor_p": [m @ q for m, q in zip(stacks, bases, strict=True)],

@@ -44,15 +44,18 @@ def apply_stages(
 
     y[m] = stage_fn(params_(S-1), ... stage_fn(params_0, x[m]))
 
+  Only reverse-mode differentiation (`jax.grad`) is defined.
+
   Wire, per tick and live pair of neighbours: one microbatch, and as much
   again in the backward pass.
 
   Args:
     stage_fn: From a stage's parameters and one microbatch to one of the same
       shapes and dtypes, without collectives over `axis_name`.
-    params: The parameters of this device's stage, floating, and whatever else
-      `stage_fn` uses that is traced.
-    microbatches: Arrays [M, ...]; what stage 0 holds is what is used.
+    params: The parameters of this device's stage, and whatever else is traced
+      that `stage_fn` uses; floating.
+    microbatches: Floating arrays [M, ...]; those of stage 0 are used. Carry
+      masks and the like as floats.
     axis_name: The bound mesh axis of the stages.
 
   Returns:
@@ -60,6 +63,7 @@ def apply_stages(
     zeros on the others. Sum them over the axis where all stages need them.
 
   Raises:
+    TypeError: if a leaf is not floating.
     ValueError: if the axis is not bound, the microbatches are none or differ
       in number, or the stage changes the shape of what passes through or
       closes over traced values.
@@ -77,13 +81,14 @@ def apply_stages(
   >>> print(run(jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.array([1.0, 10.0])))
   [ 24. 240.]
   """
-  num_stages = collectives.num_devices(axis_name, "stage_axis")
+  num_stages = collectives.num_devices(axis_name)
   num_microbatches = _num_microbatches(microbatches)
   stage = collectives.stage_index(axis_name)
   # A predicate that varies would otherwise lose track of what does not.
-  params, microbatches = collectives.as_varying(
-    (params, microbatches), axis_name
-  )
+  params = collectives.as_varying(params, axis_name)
+  # And what passes through a stage varies as its parameters do.
+  for axis in collectives.varying_axes((params, microbatches)):
+    microbatches = collectives.as_varying(microbatches, axis)
   first = _take(microbatches, 0)
   _require_pure(stage_fn, params, first)
   work = _rematerialized(stage_fn)
@@ -191,6 +196,14 @@ def _num_microbatches(microbatches: Any) -> int:
 
 def _require_pure(stage_fn: StageFn, params: Any, x: Any) -> None:
   """Raises unless a stage keeps the form of x and closes over no tracer."""
+  for name, tree in (("params", params), ("microbatches", x)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+      if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise TypeError(
+          f"`{name}` must have floating leaves, since they are differentiated,"
+          f" got {leaf.dtype} at {jax.tree_util.keystr(path) or 'the root'};"
+          " carry it as floats and convert it inside `stage_fn`."
+        )
   jaxpr, after = jax.make_jaxpr(stage_fn, return_shape=True)(params, x)
   form = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)  # noqa: E731
   if form(x) != form(after):

@@ -21,12 +21,10 @@ import optax
 from edgc_jax import collectives, guards, low_rank
 from edgc_jax.comm_cost import BYTES_PER_VALUE, Plan, by_exchange
 from edgc_jax.controller import ControllerState
+from edgc_jax.late_gradients import LateUpdates, rest_of
 from edgc_jax.low_rank import Exchange, LowRankState
 from edgc_jax.policy import Policy
 from edgc_jax.telemetry import Checks, Stats, first_stats, next_stats
-
-# A function without further arguments but one: see `edgc`.
-LateUpdates = Callable[[Callable[[Any], Any]], optax.Updates]
 
 
 class ReducerState(NamedTuple):
@@ -90,14 +88,15 @@ def make_reducer(
     late_updates: LateUpdates | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, ReducerState]:
-    del params, extra_args
+    del extra_args
     collectives.num_devices(axis_name)  # raises where the axis is unbound
     guards.require_threads()
     plan = plan_for(updates)  # raises on leaves that are not real floating
     gradients = jax.tree.leaves(updates)
-    guards.require_local(gradients, axis_name)
+    guards.require_local(gradients, plan.leaves, axis_name)
     if stage_axis:
-      guards.require_stages(gradients, plan.leaves, stage_axis)
+      leaves = None if params is None else jax.tree.leaves(params)
+      guards.require_stages(gradients, plan.leaves, leaves, stage_axis)
       state = _unstacked(state)
     plans = by_exchange(plan)
     own = [gradients[i] for i in plans[0].positions]
@@ -109,7 +108,9 @@ def make_reducer(
     key = jax.random.fold_in(jax.random.key(seed), count)
     reduce = functools.partial(_reduce, key=key, axis_name=axis_name)
     results = [reduce(plans[0], choice.rung, own, residuals[0], factors[0])]
-    rest = _rest(updates, late_updates, results[0].is_finite, plan, stage_axis)
+    rest = rest_of(
+      updates, late_updates, results[0].is_finite, plan, axis_name, stage_axis
+    )
     for part, e, q in zip(plans[1:], residuals[1:], factors[1:], strict=True):
       leaves = [rest[i] for i in part.positions]
       results.append(reduce(part, choice.lead_rung, leaves, e, q))
@@ -157,7 +158,7 @@ def make_reducer(
     )
     return (
       jax.tree.unflatten(jax.tree.structure(updates), averaged),
-      _stacked(new_state) if stage_axis else new_state,
+      _stacked(new_state, stage_axis) if stage_axis else new_state,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -195,53 +196,6 @@ def _reduce(
   return result._replace(averaged=averaged, residual=kept)
 
 
-def _rest(
-  updates: optax.Updates,
-  late_updates: LateUpdates | None,
-  first_is_finite: jax.Array,
-  plan: Plan,
-  stage_axis: str | None,
-) -> list[jax.Array]:
-  """The gradients of what is not a stage's own, after the first exchange.
-
-  JAX has summed the gradient of a shared leaf over the stages already where
-  its type says that it is equal on all of them.
-  """
-
-  def after(tree: Any) -> Any:
-    # A dependence that no compiler can drop; the step is lost if not finite.
-    return jax.tree.map(lambda x: jnp.where(first_is_finite, x, 0), tree)
-
-  if late_updates is not None:
-    updates = _checked(late_updates(after), updates)
-  gradients = jax.tree.leaves(updates)
-  for i, leaf in enumerate(plan.leaves):
-    is_summed = leaf.placement == "shared" and not (
-      stage_axis and collectives.is_varying(gradients[i], stage_axis)
-    )
-    if leaf.placement == "own" or is_summed:
-      continue
-    gradients[i] = after(gradients[i])
-    if leaf.placement == "shared":
-      gradients[i] = collectives.total(gradients[i], stage_axis)
-  return gradients
-
-
-def _checked(late: optax.Updates, updates: optax.Updates) -> optax.Updates:
-  """Late updates, if they fit those that came first."""
-  forms = [
-    jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
-    for tree in (late, updates)
-  ]
-  if forms[0] != forms[1]:
-    raise ValueError(
-      "`late_updates` must return a tree like `updates`, got"
-      f" {forms[0]} for {forms[1]}; return all leaves, those of the stage's"
-      " own layers unchanged."
-    )
-  return late
-
-
 def _bytes_at(plan: Plan, rung: jax.Array) -> jax.Array:
   return jnp.array([plan.wire_bytes(r) for r in plan.ladder], jnp.float32)[rung]
 
@@ -257,9 +211,17 @@ def _agreement_bytes(
   return jnp.where(is_compared, float(compared), 0.0) + agreed
 
 
-def _stacked(state: ReducerState) -> ReducerState:
-  """With an axis of one for the stage before what differs by stage."""
-  return _by_stage(lambda x: x[None], state)
+def _stacked(
+  state: ReducerState, stage_axis: str | None = None
+) -> ReducerState:
+  """With an axis of one for the stage before what differs by stage.
+
+  Where the axis is bound all of it is typed so, whether it differs or not.
+  """
+  state = _by_stage(lambda x: x[None], state)
+  if stage_axis is None:
+    return state
+  return _by_stage(lambda x: collectives.as_varying(x, stage_axis), state)
 
 
 def _unstacked(state: ReducerState) -> ReducerState:

@@ -47,8 +47,11 @@ def state_specs(
     opt_state = jax.jit(init)(params)
 
   Args:
-    tx: Any optax transformation, with or without reducers of this package.
-    params: Parameters or their `jax.ShapeDtypeStruct`s, as global arrays.
+    tx: Any optax transformation, with or without reducers of this package. On
+      stages, state that mirrors the parameters is known by their paths and
+      shapes; state of other shapes (as of Adafactor) is not.
+    params: Parameters or their `jax.ShapeDtypeStruct`s: the global arrays, not
+      one stage's part.
     axis_name: The mesh axis of the replicas.
     mesh: The mesh; needed with `param_specs`.
     param_specs: PartitionSpecs of the parameters, a tree like them, where
@@ -59,10 +62,9 @@ def state_specs(
     A tree like `tx.init(params)`, of PartitionSpecs.
 
   Raises:
-    ValueError: if there are `param_specs` and no mesh.
+    ValueError: if there are `param_specs` and no mesh, or one without the axes.
   """
   by_path = {}
-  stage = ()
   if param_specs is not None:
     guards.require(
       mesh is not None,
@@ -71,7 +73,14 @@ def state_specs(
       "given with `param_specs`",
       "pass the mesh that shard_map is called with",
     )
-    stage = (stage_axis,)
+    for name, axis in (("axis_name", axis_name), ("stage_axis", stage_axis)):
+      guards.require(
+        axis in mesh.shape,
+        name,
+        axis,
+        f"an axis of the mesh {dict(mesh.shape)}",
+        "name the axis you have",
+      )
     params = jax.tree.map(
       lambda p, spec: jax.ShapeDtypeStruct(
         NamedSharding(mesh, spec).shard_shape(p.shape), p.dtype
@@ -89,7 +98,7 @@ def state_specs(
 
   def mirrored(path: tuple, leaf: Any) -> PartitionSpec:
     """That of the parameter whose path the leaf's ends in, if any."""
-    for start in range(len(path)):
+    for start in range(len(path) + 1):
       shape, spec = by_path.get(path[start:], (None, None))
       if shape == leaf.shape:
         return spec
@@ -98,6 +107,14 @@ def state_specs(
   def everywhere(tree: Any, *axes: str) -> Any:
     spec = PartitionSpec(axes if len(axes) > 1 else axes[0])
     return jax.tree.map(lambda _: spec, tree)
+
+  def sums(path: tuple, leaf: Any) -> PartitionSpec:
+    """Each replica's own, and each stage's where its parameter is."""
+    del leaf
+    _, spec = by_path.get(path, (None, ()))
+    if stage_axis in jax.tree.leaves(tuple(spec)):
+      return PartitionSpec((stage_axis, axis_name))
+    return PartitionSpec(axis_name)
 
   def of_reducer(state: ReducerState) -> ReducerState:
     common = jax.tree.map(lambda _: PartitionSpec(), state)
@@ -126,7 +143,7 @@ def state_specs(
     if isinstance(state, AccumulateState):
       return AccumulateState(
         PartitionSpec(),
-        everywhere(state.accumulated, *stage, axis_name),
+        jax.tree_util.tree_map_with_path(sums, state.accumulated),
         walk(state.inner_state),
       )
     return mirrored(path, state)

@@ -21,7 +21,7 @@ class Stats(NamedTuple):
   entropy: jax.Array | None  # float32 [], newest sample, nats
   rank: jax.Array  # int32 [], 0 is dense
   rung: jax.Array  # int32 [], index into the ladder
-  wire_bytes: jax.Array  # float32 [], sent in this step, everything included
+  wire_bytes: jax.Array  # float32 [], sent in this step over the replicas
   mean_wire_bytes: jax.Array  # float32 [], over all steps
   dense_bytes: jax.Array  # float32 [], of a float32 all-reduce
   relative_error: jax.Array  # float32 [], lost share of the energy

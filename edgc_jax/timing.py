@@ -97,7 +97,9 @@ def measure_compression(
   ranks: Sequence[int] = (8, 32),
   *,
   repeats: int = 10,
+  min_ratio: float = 2.0,
   matrix_view: ViewFn | None = None,
+  mesh: Mesh | None = None,
 ) -> CompressionModel:
   """Times the computation of compressed exchanges, on one device.
 
@@ -111,14 +113,17 @@ def measure_compression(
       are read; gradients are drawn, Gaussian, from a fixed seed.
     ranks: At least two different ranks.
     repeats: How often each is timed.
-    matrix_view: As for `powersgd`.
+    min_ratio: As for `edgc`.
+    matrix_view: As for `edgc`.
+    mesh: With several processes the mesh of the training: all call this at
+      the same point, and get the same model (see `agree`).
 
   Returns:
-    The model, as this process measured it (see `agree`).
+    The model.
   """
   _require_several("ranks", ranks, least=1)
   guards.require_int("repeats", repeats, 1)
-  mesh = Mesh(np.array(jax.local_devices()[:1]), (_AXIS,))
+  single = Mesh(np.array(jax.local_devices()[:1]), (_AXIS,))
   random = np.random.default_rng(0)
 
   def draw(leaf: Any) -> jax.Array:
@@ -126,11 +131,14 @@ def measure_compression(
     return jnp.asarray(values, jnp.result_type(leaf))
 
   gradients = jax.tree.map(draw, params)
-  calls = [_update(mesh, fixed_rank.allreduce(_AXIS), gradients)]
+  calls = [_update(single, fixed_rank.allreduce(_AXIS), gradients)]
   for rank in ranks:
-    tx = fixed_rank.powersgd(rank, _AXIS, matrix_view=matrix_view)
-    calls.append(_update(mesh, tx, gradients))
-  dense, *compressed = _medians(calls, repeats)
+    tx = fixed_rank.powersgd(
+      rank, _AXIS, min_ratio=min_ratio, matrix_view=matrix_view
+    )
+    calls.append(_update(single, tx, gradients))
+  seconds = _medians(calls, repeats)
+  dense, *compressed = seconds if mesh is None else agree(mesh, seconds)
   extra = np.array(compressed) - dense
   base, per_rank = _fit_line(np.array(ranks, float), extra)
   if per_rank < 0:
@@ -142,7 +150,9 @@ def measure_backward(
   stage_fn: Callable[[Any, Any], Any],
   params: Any,
   inputs: Any,
+  *,
   repeats: int = 10,
+  mesh: Mesh | None = None,
 ) -> float:
   """Times one microbatch's backward pass through a stage.
 
@@ -154,9 +164,10 @@ def measure_backward(
     params: The stage's parameters.
     inputs: One microbatch as it comes into the stage.
     repeats: How often it is timed.
+    mesh: As for `measure_compression`.
 
   Returns:
-    Median seconds, as this process measured them (see `agree`).
+    Median seconds.
   """
   guards.require_int("repeats", repeats, 1)
 
@@ -165,7 +176,8 @@ def measure_backward(
     outputs, pull_back = jax.vjp(stage_fn, params, inputs)
     return pull_back(jax.tree.map(jnp.ones_like, outputs))
 
-  return float(_medians([lambda: backward(params, inputs)], repeats)[0])
+  seconds = _medians([lambda: backward(params, inputs)], repeats)
+  return float((seconds if mesh is None else agree(mesh, seconds))[0])
 
 
 def agree(mesh: Mesh, measured: np.ndarray) -> np.ndarray:

@@ -163,6 +163,13 @@ def skip_nonfinite(
     ok = collectives.all_true(
       jnp.all(jnp.stack([jnp.array(True), *finite])), axes
     )
+    guards.require(
+      not (left := collectives.varying_axes(ok)),
+      "axis_name",
+      axis_name,
+      f"all axes that gradients vary over (those left are {left})",
+      "name them all, or stages decide differently",
+    )
     averaged, inner_state = jax.tree.map(
       lambda new, old: jnp.where(ok, new, old),
       (averaged, inner_state),
@@ -210,7 +217,14 @@ def clip_by_global_norm(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.EmptyState]:
     del params
-    collectives.num_devices(stage_axis, "stage_axis")
+    is_single = collectives.num_devices(stage_axis, "stage_axis") == 1
+    guards.require(
+      is_single or collectives.tracks_varying(stage_axis),
+      "stage_axis",
+      stage_axis,
+      "an axis of jax.shard_map with its default check_vma=True",
+      "drop check_vma=False; types tell which leaves differ by stage",
+    )
     squares = {True: jnp.zeros(()), False: jnp.zeros(())}
     for u in jax.tree.leaves(updates):
       varies = collectives.is_varying(u, stage_axis)

@@ -101,6 +101,11 @@ def draw(runs: Sequence[Run]) -> Figure:
     _curves(rank, steps, shown, color, drawstyle="steps-post")
     total = c["wire_bytes"].sum(axis=1, keepdims=True)
     _curves(wire, steps, total, color, drawstyle="steps-post")
+    if c["wire_bytes"].shape[1] > 1:
+      _curves(
+        wire, steps, c["wire_bytes"], color, drawstyle="steps-post",
+        linestyle=":", marker="",
+      )  # fmt: skip
     measured = np.where(dense, np.nan, c["relative_error"])
     _curves(error, steps, measured, color, gaps=True, linewidth=0.8, alpha=0.5)
     # Zero stands for no prediction.
@@ -109,13 +114,16 @@ def draw(runs: Sequence[Run]) -> Figure:
     _curves(error, steps, predicted, color, gaps=True, linestyle="--", zorder=3)
 
   absent = "not measured by this reducer"
+  stages = max(c["wire_bytes"].shape[1] for c in columns)
+  dotted = ", stages dotted" if stages > 1 else ""
   loss_name = " or ".join(sorted(losses)) or "held-out"
   panels = (
     (loss, "Loss: training (thin), held-out (points)", "loss (nats)", ""),
     (spent, "Loss by bytes sent", f"{loss_name} loss (nats)", ""),
     (entropy, "Entropy of the gradient", "entropy (nats)", absent),
     (rank, "Rank", "rank", absent),
-    (wire, "Bytes of a step, dense dashed", "sent per replica", absent),
+    (wire, f"Bytes of a step, dense dashed{dotted}", "sent per replica",
+     absent),
     (error, "Error: measured, predicted dashed", "energy lost (fraction)",
      "nothing was compressed"),
   )  # fmt: skip

@@ -20,7 +20,14 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from edgc_jax import comm_cost, ladder, link, stages
-from experiments import command_line, gpt2, gpt2_stages, parallel, times
+from experiments import (
+  checks,
+  command_line,
+  gpt2,
+  gpt2_stages,
+  parallel,
+  times,
+)
 
 _MBITS = flags.DEFINE_list(
   "mbits", ["50", "100", "1000"], "Links to plan for, in Mbit/s."
@@ -30,6 +37,16 @@ _MBITS = flags.DEFINE_list(
 def main(config: ConfigDict) -> None:
   """Prints a table for each link."""
   config.mesh.backend = "shard_map"
+  try:
+    checks.check_mesh(config)
+    speeds = [float(text) for text in _MBITS.value]
+    if not speeds or min(speeds) <= 0:
+      raise ValueError(
+        f"`--mbits` must be positive numbers, got {_MBITS.value}; 1000 is"
+        " Ethernet of 1 Gbit/s."
+      )
+  except ValueError as error:
+    sys.exit(f"error: {error}")
   model = gpt2.GPT2Config(**config.model.to_dict())
   mesh = parallel.make_mesh(config.mesh.data, config.mesh.stage)
   given = times.options_of(config, model, mesh)
@@ -40,7 +57,7 @@ def main(config: ConfigDict) -> None:
       f" {config.reducer!r}: else no stage waits for another."
     )
   params = times.params_of_one_stage(model, config.mesh.stage)
-  for mbits in map(float, _MBITS.value):
+  for mbits in speeds:
     # A ring of N replicas moves 2 (N - 1) / N times the payload.
     replicas = config.mesh.data
     bandwidth = mbits * 1e6 / 8 * replicas / (2 * max(1, replicas - 1))
@@ -62,6 +79,8 @@ def _table(config: ConfigDict, params: Any, given: dict[str, Any]) -> str:
     given["link"],
     given["compression"],
   ).ranks(own)
+  if ranks == (0,):
+    return "no rank is faster than dense: use allreduce"
   own = dataclasses.replace(own, ladder=ranks)
   seconds = link.exchange_seconds(own, given["link"], given["compression"])
   backward = given["backward_seconds"]

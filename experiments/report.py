@@ -156,8 +156,11 @@ def _rows(numbers: dict[str, Any], width: int) -> dict[str, str]:
   sent = numbers.get("wire_bytes_per_step")
   dense = numbers.get("dense_bytes_per_step")
   if sent is not None and dense is not None:
+    parts = [panels.human_bytes(part) for part in np.atleast_1d(sent)]
     sent, dense = map(panels.human_bytes, (np.sum(sent), np.sum(dense)))
     sent = f"{sent} (dense {dense})"
+    if len(parts) > 1:
+      sent += "\nby stage " + ", ".join(parts)
   history, steps = numbers.get("rank_history"), numbers.get("steps")
   rows = {
     "reducer": (numbers.get("reducer"), ""),

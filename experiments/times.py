@@ -5,12 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import edgc_jax
-from edgc_jax import timing
 from experiments import gpt2, gpt2_stages
 from experiments.gpt2 import GPT2Config
 from experiments.parallel import DATA
@@ -47,10 +45,11 @@ def options_of(
   else:
     link = edgc_jax.measure_link(mesh, DATA)
     compression = edgc_jax.measure_compression(
-      params["blocks"], matrix_view=gpt2.matrix_view
+      params["blocks"],
+      min_ratio=config.edgc.min_ratio,
+      matrix_view=gpt2.matrix_view,
+      mesh=mesh,
     )
-    agreed = timing.agree(mesh, np.array(dataclasses.astuple(compression)))
-    compression = edgc_jax.CompressionModel(*map(float, agreed))
   times = {"link": link, "compression": compression}
   if stages > 1:
     seconds = config.pipeline.backward_seconds
@@ -107,5 +106,4 @@ def _backward(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> float:
   )
   inputs = jnp.ones((sequences * model.context, model.width), model.dtype)
   stage_fn = gpt2_stages.make_stage_fn(model, sequences, params)
-  seconds = edgc_jax.measure_backward(stage_fn, params, inputs)
-  return float(timing.agree(mesh, np.array([seconds]))[0])
+  return edgc_jax.measure_backward(stage_fn, params, inputs, mesh=mesh)

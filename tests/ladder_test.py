@@ -24,6 +24,8 @@ class LadderTest(parameterized.TestCase):
     ((16, None), (0, 4, 8, 12, 16)),
     ((8, 8), (0, 8)),
     ((24, 12, 6), (0, 12, 18, 24)),
+    ((None, None, 10), (0, 10, 20, 30)),
+    ((None, None, 64), (0, 64)),
   )
   def test_given(self, options, expected):
     self.assertEqual(ranks(*options), expected)

@@ -23,6 +23,7 @@ LAYERS = (
   "controller",
   "policy",
   "telemetry",
+  "late_gradients",
   "reducer",
   "fixed_rank",
   "adaptive_rank",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 from jax.sharding import PartitionSpec as P
-from meshes import stage_mesh
+from meshes import AXIS, stage_mesh
 
 import edgc_jax
 
@@ -166,14 +166,41 @@ class PipelineTest(parameterized.TestCase):
     np.testing.assert_array_equal(b.astype(jnp.float32), x + 2)
     self.assertEqual(b.dtype, jnp.bfloat16)
 
+  def test_microbatches_need_not_vary_as_the_parameters_do(self):
+    params, x = example(2, 3)
+
+    def run(params, x):
+      local = jax.lax.pcast(params, AXIS, to="varying")
+      y = edgc_jax.apply_stages(stage_fn, local, x)
+      return jax.lax.pmean(jax.lax.psum(y, "stage"), AXIS)
+
+    mesh = stage_mesh(2, 2)
+    run = jax.shard_map(
+      run, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P()
+    )
+    np.testing.assert_allclose(
+      jax.jit(run)(params, x), in_a_row(params, x)[1], rtol=1e-5, atol=1e-6
+    )
+
   def test_errors(self):
     params, x = example(2, 2)
-    with self.assertRaisesRegex(ValueError, "`stage_axis` must be an axis"):
+    with self.assertRaisesRegex(ValueError, "`axis_name` must be an axis"):
       edgc_jax.apply_stages(stage_fn, params, x)
     with self.assertRaisesRegex(ValueError, "`microbatches` must be"):
       pipelined(2)(params, x[:0])
     with self.assertRaisesRegex(ValueError, r"`stage_fn` must return"):
       pipelined(2, lambda params, x: x[:, :1])(params, x)
+
+    forward = jax.shard_map(
+      functools.partial(edgc_jax.apply_stages, stage_fn),
+      mesh=stage_mesh(2, 1),
+      in_specs=(P("stage"), P()),
+      out_specs=P("stage"),
+    )
+    with self.assertRaisesRegex(TypeError, r"`params` must.*int32 at \['m"):
+      jax.eval_shape(forward, params | {"mask": jnp.zeros(2, jnp.int32)}, x)
+    with self.assertRaisesRegex(TypeError, "`microbatches` must have float"):
+      jax.eval_shape(forward, params, jnp.zeros((2, 3, WIDTH), jnp.int32))
 
     def closes_over(params, x):
       inner = lambda p, y: stage_fn(p, y) + params["w"][0, 0]  # noqa: E731

@@ -482,23 +482,121 @@ class ErrorsTest(parameterized.TestCase):
       jax.eval_shape(run, params)
 
   def test_unknown_placement(self):
-    tx = edgc_jax.allreduce(placement=lambda path, shape: "here")
+    tx = edgc_jax.allreduce(
+      stage_axis="stage", placement=lambda path, shape: "here"
+    )
     with self.assertRaisesRegex(ValueError, "`placement` must return one of"):
       tx.init({"w": jnp.zeros((2, 2))})
 
-  def test_late_updates_of_another_form(self):
-    tx = edgc_jax.allreduce()
-    params = {"w": jnp.zeros((2, 2))}
-    update = functools.partial(
-      tx.update, late_updates=lambda after: {"w": after(jnp.zeros(3))}
+  def late(self, late_updates, **options):
+    """One update on stages with such late updates, traced only."""
+    tx = edgc_jax.allreduce(
+      **({"stage_axis": "stage", "placement": placement} | options)
     )
-    with self.assertRaisesRegex(ValueError, "`late_updates` must return"):
-      jax.vmap(update, axis_name=AXIS, in_axes=(0, None))(
-        {"w": jnp.ones((1, 2, 2))}, tx.init(params)
+    mesh, specs = stage_mesh(STAGES, REPLICAS), param_specs()
+    state_specs = edgc_jax.state_specs(
+      tx, global_params(), mesh=mesh, param_specs=specs
+    )
+
+    def update(params):
+      grads = jax.lax.pcast(params, AXIS, to="varying")
+      more = functools.partial(late_updates, grads)
+      return tx.update(grads, tx.init(params), params, late_updates=more)[1]
+
+    run = jax.shard_map(
+      update, mesh=mesh, in_specs=(specs,), out_specs=state_specs
+    )
+    return jax.eval_shape(run, global_params())
+
+  def test_late_updates(self):
+    self.late(lambda grads, after: after(grads) | {"blocks": grads["blocks"]})
+    with self.assertRaisesRegex(
+      ValueError, "`late_updates` must return a tree"
+    ):
+      self.late(lambda grads, after: grads["blocks"])
+    with self.assertRaisesRegex(ValueError, r"unchanged.*\['blocks'\]\['bias'"):
+      self.late(lambda grads, after: after(grads))
+    with self.assertRaisesRegex(ValueError, r"local gradients.*\['embedding'"):
+      mean = lambda x: jax.lax.pmean(x, AXIS)  # noqa: E731
+      self.late(lambda g, after: g | {"embedding": mean(g["embedding"])})
+
+  def test_leaf_that_differs_by_stage_declared_shared(self):
+    with self.assertRaisesRegex(ValueError, r"'own' or 'split'.*\['blocks'\]"):
+      self.late(
+        lambda grads, after: grads, placement=lambda path, shape: "shared"
       )
-    tx = edgc_jax.accumulate(tx, 2)
-    with self.assertRaisesRegex(ValueError, "`late_updates` must be None"):
-      tx.update(params, tx.init(params), late_updates=lambda after: params)
+
+  def test_placement_without_stages(self):
+    for make in (
+      edgc_jax.allreduce, edgc_jax.edgc, functools.partial(edgc_jax.powersgd, 2)
+    ):  # fmt: skip
+      with self.assertRaisesRegex(ValueError, "`placement` must be None with"):
+        make(placement=placement)
+
+  def test_kinds_of_models(self):
+    with self.assertRaisesRegex(TypeError, "`link` must be an edgc_jax.Link"):
+      edgc_jax.edgc(link=(1e-3, 1e8))
+
+  def test_agreeing_over_too_few_axes(self):
+    tx = edgc_jax.skip_nonfinite(edgc_jax.allreduce(stage_axis="stage"))
+    mesh = stage_mesh(STAGES, REPLICAS)
+
+    def update(g):
+      local = {"w": g[0, 0]}
+      return tx.update(local, tx.init(local))[0]
+
+    run = jax.shard_map(
+      update, mesh=mesh, in_specs=(P("stage", AXIS),), out_specs=P("stage")
+    )
+    with self.assertRaisesRegex(ValueError, r"`axis_name`.*\('stage',\)"):
+      jax.eval_shape(run, jnp.zeros((STAGES, REPLICAS, 4)))
+
+
+class AccumulateTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ("allreduce", edgc_jax.allreduce, {}),
+    ("powersgd", functools.partial(edgc_jax.powersgd, 2), {"min_ratio": 1.2}),
+    ("edgc", make_edgc, {"rank_min": 8}),
+  )
+  def test_one_call_is_the_plain_chain(self, make, options):
+    """Also for shared leaves that JAX has summed over the stages."""
+    if make is not make_edgc:
+      options = options | {"stage_axis": "stage", "placement": placement}
+    params, specs = global_params(), param_specs()
+    mesh = stage_mesh(STAGES, REPLICAS)
+    results = []
+    for every in (None, 1):
+      tx = make(**options)
+      tx = tx if every is None else edgc_jax.accumulate(tx, every)
+      state_specs = edgc_jax.state_specs(
+        tx, params, mesh=mesh, param_specs=specs
+      )
+
+      def step(grads, norm, state, tx=tx):
+        local = jax.tree.map(lambda g: g[0, 0], grads)
+        # Equal on all stages, and not declared to differ.
+        return tx.update(local | {"norm": norm[0]}, state)
+
+      run = jax.jit(
+        jax.shard_map(
+          step, mesh=mesh, in_specs=(P("stage", AXIS), P(AXIS), state_specs),
+          out_specs=(specs, state_specs),
+        )
+      )  # fmt: skip
+      state = jax.jit(
+        jax.shard_map(
+          tx.init, mesh=mesh, in_specs=(specs,), out_specs=state_specs
+        )
+      )(params)
+      for count in range(3):
+        updates, state = run(
+          gradients(count), gradients(count)["norm"][0], state
+        )
+      results.append(updates)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+      *results,
+    )
 
 
 if __name__ == "__main__":

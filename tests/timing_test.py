@@ -201,11 +201,15 @@ class BackwardTest(parameterized.TestCase):
   def test_real(self):
     stage_fn = lambda p, x: jnp.tanh(x @ p["w"])  # noqa: E731
     params, inputs = {"w": jnp.ones((64, 64))}, jnp.ones((16, 64))
-    self.assertGreater(timing.measure_backward(stage_fn, params, inputs, 3), 0)
+    self.assertGreater(
+      timing.measure_backward(stage_fn, params, inputs, repeats=3), 0
+    )
     # Tokens have no gradient.
     embed = lambda p, x: p["w"][x]  # noqa: E731
     tokens = jnp.arange(16)
-    self.assertGreater(timing.measure_backward(embed, params, tokens, 3), 0)
+    self.assertGreater(
+      timing.measure_backward(embed, params, tokens, repeats=3), 0
+    )
 
   def test_gradients_of_both_are_computed(self):
     def run(calls, repeats):

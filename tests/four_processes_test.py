@@ -1,0 +1,130 @@
+"""Four processes on loopback train as one process with four devices."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import four_processes_worker as worker
+import jax
+import numpy as np
+import pytest
+
+from experiments import report
+from experiments.trainer import Trainer
+
+PROCESSES = 4
+SECONDS = 165  # for all that the processes do; a third of it on an idle machine
+# The programs are the same, and so is the order of sums over two replicas
+# or stages: what differs is how threads share a product, if at all.
+TOLERANCE = 1e-6
+
+
+def read(folder):
+  """The lines and the summary of a run."""
+  text = (folder / "metrics.jsonl").read_text()
+  summary = json.loads((folder / "summary.json").read_text())
+  return [json.loads(line) for line in text.splitlines()], summary
+
+
+def free_port():
+  with socket.socket() as server:
+    server.bind(("127.0.0.1", 0))
+    return server.getsockname()[1]
+
+
+def start(folder, port, index):
+  """Starts a process, its output in a file."""
+  foreign = ("JAX_", "XLA_", "NPROC", "PYTHONWARNINGS")
+  environment = {
+    k: v for k, v in os.environ.items() if not k.startswith(foreign)
+  }
+  arguments = map(str, (folder, port, index, PROCESSES, SECONDS - 10))
+  with open(folder / f"output_{index}.txt", "w") as output:
+    return subprocess.Popen(
+      [sys.executable, "-W", "error", worker.__file__, *arguments],
+      stdout=output,
+      stderr=subprocess.STDOUT,
+      stdin=subprocess.DEVNULL,
+      env=environment | {"JAX_PLATFORMS": "cpu"},
+    )
+
+
+def wait(processes, folder, deadline):
+  """Until all are done; one that fails, or the deadline, fails the test."""
+  while True:
+    codes = [process.poll() for process in processes]
+    if all(code == 0 for code in codes):
+      return
+    if any(codes) or time.monotonic() > deadline:
+      outputs = "\n".join(
+        f"--- process {i}, exit code {code}\n"
+        + (folder / f"output_{i}.txt").read_text()[-5000:]
+        for i, code in enumerate(codes)
+      )
+      pytest.fail(f"Not all processes ended well.\n{outputs}")
+    time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+  """Those of the four processes, and that of one process alone."""
+  folder = tmp_path_factory.mktemp("runs")
+  worker.write_text(folder)
+  port, deadline = free_port(), time.monotonic() + SECONDS
+  processes = []
+  patch = pytest.MonkeyPatch()
+  patch.setattr(report, "write_report", lambda folders: None)
+  try:
+    processes += [start(folder, port, i) for i in range(PROCESSES)]
+    jax.config.update("jax_disable_most_optimizations", True)
+    Trainer(worker.pipeline_run(folder, "alone")).run()
+    wait(processes, folder, deadline)
+  finally:
+    patch.undo()
+    jax.config.update("jax_disable_most_optimizations", False)
+    for process in processes:
+      process.kill()
+      process.wait()
+  paths = [pathlib.Path(folder, f"process_{i}") for i in range(PROCESSES)]
+  return [read(path) for path in paths], read(folder / "alone")
+
+
+def without_clock(line):
+  clock = ("seconds", "tokens_per_second")
+  return {name: x for name, x in line.items() if name not in clock}
+
+
+def test_all_processes_report_the_same(runs):
+  """Every number of every step, bit for bit."""
+  (first, summary), *others = runs[0]
+  for lines, other in others:
+    assert list(map(without_clock, lines)) == list(map(without_clock, first))
+    for name in (
+      "train_loss", "val_loss", "rank_history", "wire_bytes_per_step",
+      "params", "traces",
+    ):  # fmt: skip
+      assert other[name] == summary[name]
+
+
+def test_ranks_change_and_differ_by_stage(runs):
+  for _, summary in (*runs[0], runs[1]):
+    assert summary["rank_history"] == [[1, [0, 0]], [3, [8, 0]]]
+    assert summary["traces"] == 1
+
+
+def test_same_as_one_process(runs):
+  (lines, summary), (alone, other) = runs[0][0], runs[1]
+  assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+  assert alone[-1]["loss"] < alone[0]["loss"] - 0.5, "something is learned"
+  for line, expected in zip(lines, alone, strict=True):
+    assert line.keys() == expected.keys()
+    for name, value in without_clock(line).items():
+      np.testing.assert_allclose(
+        value, expected[name], rtol=TOLERANCE, err_msg=name
+      )
+  for name in ("val_loss", "wire_bytes_per_step", "dense_bytes_per_step"):
+    np.testing.assert_allclose(summary[name], other[name], rtol=TOLERANCE)
