@@ -14,7 +14,7 @@ $(VENV)/installed: requirements.txt pyproject.toml
 train: $(VENV)/installed
 	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny.py
 
-# The same model on 4 pipeline stages of 2 replicas.
+# The same model on 4 pipeline stages of 2 replicas; a minute to compile.
 train-pipeline: $(VENV)/installed
 	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny_pipeline.py
 
