@@ -3,7 +3,7 @@
 import jax
 from ml_collections import ConfigDict
 
-from experiments import parallel
+from experiments import parallel, times
 
 
 def check(config: ConfigDict) -> None:
@@ -64,4 +64,10 @@ def check_mesh(config: ConfigDict) -> None:
     raise ValueError(
       f"`batch_size` must be divisible by {name} ({parts}), got"
       f" {config.batch_size}; use {near}."
+    )
+  if times.needed(config) and not config.link.bandwidth and replicas == 1:
+    raise ValueError(
+      "`mesh.data` must be at least 2 where the link between replicas is"
+      " measured, got 1; give link.bandwidth, or set pipeline.align=none and"
+      " edgc.rank_max."
     )

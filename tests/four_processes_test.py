@@ -17,7 +17,7 @@ from experiments import report
 from experiments.trainer import Trainer
 
 PROCESSES = 4
-SECONDS = 165  # for all that the processes do; a third of it on an idle machine
+SECONDS = 165  # for all that the processes do; half of it on an idle machine
 # The programs are the same, and so is the order of sums over two replicas
 # or stages: what differs is how threads share a product, if at all.
 TOLERANCE = 1e-6

@@ -268,8 +268,15 @@ def test_nothing_is_measured_in_vain(folder, monkeypatch, changes):
     ),
     ({"mesh.stage": 0}, "`mesh.data` times `mesh.stage`.*got 2 times 0"),
     ({"mesh.data": 0}, "`mesh.data` times `mesh.stage`.*got 0 times 2"),
-    ({"pipeline.microbatches": 0}, "pipeline.microbatches"),
+    (
+      {"pipeline.microbatches": 0},
+      "`pipeline.microbatches` must be at least 1",
+    ),
     ({"pipeline.align": "slacks"}, "`align` must be one of"),
+    (
+      {"mesh.data": 1, "link.bandwidth": 0.0},
+      "`mesh.data` must be at least 2 where the link",
+    ),
   ],
 )
 def test_errors_come_before_anything_is_written(tmp_path, changes, message):

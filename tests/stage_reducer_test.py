@@ -372,7 +372,6 @@ class StateSpecsTest(absltest.TestCase):
     adam = run.specs.inner_state[1][0]
     self.assertEqual(adam.mu, param_specs())
     self.assertEqual(adam.count, P())
-    run.step(gradients(0))
     residual = find(run.state).low_rank.residual["blocks"]["kernel"]
     self.assertEqual(residual.shape, (STAGES * REPLICAS * 2, 48, 40))
 
