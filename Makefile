@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-pipeline test lint format compare bench clean
+.PHONY: train train-pipeline test test-processes lint format compare bench clean
 
 # The stamp is remade when what is to be installed changes.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -19,7 +19,11 @@ train-pipeline: $(VENV)/installed
 	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny_pipeline.py
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/four_processes_test.py
+
+# A pipeline under four processes; they compile for minutes on two cores.
+test-processes: $(VENV)/installed
+	$(BIN)/python -m pytest tests/four_processes_test.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -42,6 +42,19 @@ OPTIONS = {
 }  # fmt: skip
 
 
+def optimize(wanted):
+  """Programs that run a few steps only are compiled faster without."""
+  jax.config.update("jax_disable_most_optimizations", not wanted)
+
+
+def setUpModule():
+  optimize(False)
+
+
+def tearDownModule():
+  optimize(True)
+
+
 def placement(path, shape):
   del shape
   names = {"blocks": "own", "embedding": "split", "norm": "shared"}
@@ -298,21 +311,6 @@ class StagesTest(parameterized.TestCase):
       )
     self.assertEqual(run.metrics()["skipped_steps"], 3)
 
-
-class WireTest(absltest.TestCase):
-  def test_bytes_of_every_rung_of_both_exchanges(self):
-    run = fresh()
-    hlo = run.step_fn.lower(gradients(0), run.state, run.params).compile()
-    branches = compiled_cost.wire_bytes_of_branches(hlo.as_text())
-    own, rest = (b for b in branches if len(b) == 5)
-    self.assertCountEqual(
-      [own, rest],
-      [[plan.wire_bytes(r) for r in plan.ladder] for plan in plans()],
-    )
-    shared = 4 * 40  # summed over the stages
-    outside = compiled_cost.wire_bytes_outside_branches(hlo.as_text())
-    self.assertEqual(outside, shared + 4)  # and agreeing
-
   def test_metrics_count_what_a_stage_sends(self):
     run = fresh()
     local = local_params()
@@ -331,6 +329,28 @@ class WireTest(absltest.TestCase):
         for rank in numbers["rank"]
       ]  # fmt: skip
       self.assertEqual(numbers["wire_bytes"], expected)
+
+
+class WireTest(absltest.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    # Here the optimised program is the question.
+    optimize(True)
+    cls.addClassCleanup(optimize, False)
+
+  def test_bytes_of_every_rung_of_both_exchanges(self):
+    run = fresh()
+    hlo = run.step_fn.lower(gradients(0), run.state, run.params).compile()
+    branches = compiled_cost.wire_bytes_of_branches(hlo.as_text())
+    own, rest = (b for b in branches if len(b) == 5)
+    self.assertCountEqual(
+      [own, rest],
+      [[plan.wire_bytes(r) for r in plan.ladder] for plan in plans()],
+    )
+    shared = 4 * 40  # summed over the stages
+    outside = compiled_cost.wire_bytes_outside_branches(hlo.as_text())
+    self.assertEqual(outside, shared + 4)  # and agreeing
 
   def test_no_stage_waits_before_its_own_exchange(self):
     """In the program, what ties the stages together comes afterwards."""
