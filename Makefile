@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-pipeline test test-processes lint format compare bench clean
+.PHONY: train train-pipeline test test-runs lint format compare bench clean
 
 # The stamp is remade when what is to be installed changes.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -18,12 +18,14 @@ train: $(VENV)/installed
 train-pipeline: $(VENV)/installed
 	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny_pipeline.py
 
-test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/four_processes_test.py
+# Whole runs on meshes, in one process and in four: they compile for minutes.
+RUNS := tests/parallel_test.py tests/four_processes_test.py
 
-# A pipeline under four processes; they compile for minutes on two cores.
-test-processes: $(VENV)/installed
-	$(BIN)/python -m pytest tests/four_processes_test.py
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(RUNS:%=--ignore=%)
+
+test-runs: $(VENV)/installed
+	$(BIN)/python -m pytest $(RUNS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
