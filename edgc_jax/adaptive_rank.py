@@ -1,8 +1,10 @@
 """The gradient transformation whose rank follows the entropy: edgc."""
 
+import dataclasses
+
 import optax
 
-from edgc_jax import entropy, guards, rank_rule
+from edgc_jax import entropy, guards, rank_rule, stages
 from edgc_jax import link as links
 from edgc_jax.comm_cost import Plan, by_exchange, make_plan
 from edgc_jax.controller import Controller
@@ -184,7 +186,7 @@ def edgc(
   def plan_for(tree: optax.Params) -> Plan:
     whole = make_plan(tree, (0,), min_ratio, view, placed)
     ranks = ladder.ranks(by_exchange(whole)[0])
-    return make_plan(tree, ranks, min_ratio, view, placed)
+    return dataclasses.replace(whole, ladder=ranks).without_idle_ranks()
 
   def policy_for(plan: Plan) -> Policy:
     ranks = [rank for rank in plan.ladder if rank]
@@ -258,14 +260,7 @@ def _require_times(
       "given where stages are aligned by their slack",
       f"measure it with edgc_jax.{measure}, or pass align='none'",
     )
-  guards.require_number("backward_seconds", backward_seconds)
-  guards.require(
-    0 <= backward_seconds < float("inf"),
-    "backward_seconds",
-    backward_seconds,
-    "at least 0 and finite",
-    "give the seconds of one microbatch",
-  )
+  stages.require_backward(backward_seconds)
 
 
 def _rank_step(ranks: list[int], max_rank_step: int | None) -> int:

@@ -55,7 +55,7 @@ def aligned_rungs(
   """
   seconds = _checked(seconds)
   guards.require_int("num_stages", num_stages, 1)
-  _require_backward(backward_seconds)
+  require_backward(backward_seconds)
   slack = np.arange(num_stages)[:, None] * backward_seconds
   budget = seconds + slack
   highest = np.searchsorted(seconds[1:], budget, side="right")
@@ -84,7 +84,7 @@ def finish_seconds(
   array([1. , 0.5, 0. ])
   """
   seconds, rungs = _checked(seconds), np.asarray(rungs)
-  _require_backward(backward_seconds)
+  require_backward(backward_seconds)
   return seconds[rungs] - np.arange(len(rungs)) * backward_seconds
 
 
@@ -115,7 +115,8 @@ def _checked(seconds: np.ndarray) -> np.ndarray:
   return seconds
 
 
-def _require_backward(backward_seconds: float) -> None:
+def require_backward(backward_seconds: float) -> None:
+  """Raises unless the time of a microbatch is a finite number, at least 0."""
   guards.require_number("backward_seconds", backward_seconds)
   guards.require(
     math.isfinite(backward_seconds) and backward_seconds >= 0,
