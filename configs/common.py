@@ -66,6 +66,7 @@ def base(reducer: str) -> ConfigDict:
         "window": 1000,  # steps
         "warmup_steps": 1000,
         "max_warmup_steps": 2000,
+        "warmup_rank": 32,  # 0: dense
         "step_rate": 0.1,  # share of steps sampled
         "entry_rate": 0.25,  # share of entries read
         "estimator": "gaussian",  # or histogram
@@ -75,7 +76,15 @@ def base(reducer: str) -> ConfigDict:
         "rank_multiple": 4,
         "max_rank_step": 4,  # 0: 4, or the step of the ladder
         "min_ratio": 2.0,
+        "granularity": "matrix",  # or stage: all matrices on one rank
+        "curves": "energy",  # or entropy, calibrated
+        "scale_exponent": 1.0,  # of sigma: 0 absolute errors, 2 relative
       },
-      "powersgd": {"rank": 32, "warmup_steps": 1000, "min_ratio": 2.0},
+      "powersgd": {
+        "rank": 32,
+        "final_rank": 0,  # 0: as rank; else it moves there in equal steps
+        "warmup_steps": 1000,
+        "min_ratio": 2.0,
+      },
     }
   )

@@ -32,6 +32,7 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.edgc.window = 10
   config.edgc.warmup_steps = 20
   config.edgc.max_warmup_steps = 40
+  config.edgc.warmup_rank = 36
   config.edgc.step_rate = 0.25
   config.powersgd.rank = 20
   config.powersgd.warmup_steps = 20

@@ -4,8 +4,9 @@ import dataclasses
 
 import optax
 
-from edgc_jax import entropy, guards, rank_rule, stages
+from edgc_jax import allocation, entropy, guards, rank_rule, stages
 from edgc_jax import link as links
+from edgc_jax.allocator import Allocator
 from edgc_jax.comm_cost import Plan, by_exchange, make_plan
 from edgc_jax.controller import Controller
 from edgc_jax.fixed_rank import require_placement, require_ratio
@@ -21,6 +22,9 @@ from edgc_jax.policy import EntropyPolicy, FixedPolicy, Policy
 from edgc_jax.reducer import make_reducer
 
 ALIGNMENTS = ("slack", "none")
+GRANULARITIES = ("matrix", "stage")
+# How many times the rank of its rung a matrix may have.
+_SPREAD = 3
 _MAX_RANK_STEP = 4
 
 
@@ -33,6 +37,7 @@ def edgc(
   window: int = 1000,
   warmup_steps: int = 1000,
   max_warmup_steps: int | None = None,
+  warmup_rank: int | str | None = "max",
   step_rate: float = 0.1,
   entry_rate: float = 0.25,
   estimator: str = "gaussian",
@@ -42,6 +47,9 @@ def edgc(
   rank_multiple: int = 4,
   max_rank_step: int | None = None,
   min_ratio: float = 2.0,
+  granularity: str = "matrix",
+  curves: str = "energy",
+  scale_exponent: float = 1.0,
   align: str = "slack",
   link: LinkModel | None = None,
   compression: CompressionModel | None = None,
@@ -93,10 +101,11 @@ def edgc(
     rank_min: Smallest rank; None is a quarter of rank_max, rounded down to
       `rank_multiple`.
     window: Steps between two choices of the rank.
-    warmup_steps: First steps sent dense, rounded up to whole windows, at
-      least one. A tenth of the run is usual.
+    warmup_steps: First steps, before the rule, rounded up to whole windows,
+      at least one. A tenth of the run is usual.
     max_warmup_steps: Longest that warm-up may go on while the model expects
       rank_min to lose too much; None is twice `warmup_steps`.
+    warmup_rank: Rank of the warm-up, "max" for rank_max; None is dense.
     step_rate: Share of steps whose entropy is sampled.
     entry_rate: Share of entries read in such a step.
     estimator: "gaussian" or "histogram".
@@ -109,6 +118,15 @@ def edgc(
     max_rank_step: Largest change of rank from one window to the next; None
       is 4, or the step of the ladder if that is more.
     min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
+    granularity: "matrix": the rank of the rule says how many bytes a stage
+      sends, and its matrices share them so that together they lose least; or
+      "stage": all have this rank.
+    curves: For "matrix", what tells how much a column removes: "energy",
+      measured, "entropy", the model above, or "calibrated", the model
+      stretched to each matrix's measured error.
+    scale_exponent: For "matrix", how the errors of matrices compare: each is
+      divided by this power of the root mean square of its entries. 0 makes
+      the sum of absolute errors least, 2 that of relative ones.
     align: "slack", or "none": each stage follows its own entropy alone.
     link: Time of an all-reduce over the replicas, measured (`measure_link`)
       or given by hand; slack needs it.
@@ -159,6 +177,8 @@ def edgc(
   if max_warmup_steps is None:
     max_warmup_steps = 2 * warmup_steps
   _require_windows(window, warmup_steps, max_warmup_steps, step_rate)
+  if warmup_rank not in (None, "max"):
+    guards.require_int("warmup_rank", warmup_rank, 1)
   guards.require_int("bins", bins, 1)
   if max_rank_step is not None:
     guards.require_int("max_rank_step", max_rank_step, rank_multiple)
@@ -170,12 +190,19 @@ def edgc(
     ("estimator", estimator, entropy.ESTIMATORS),
     ("rule", rule, rank_rule.RULES),
     ("align", align, ALIGNMENTS),
+    ("granularity", granularity, GRANULARITIES),
+    ("curves", curves, allocation.CURVES),
   ):
     guards.require(
       value in options, name, value, f"one of {options}", "pick one of them"
     )
   guards.require_number("exponent", exponent)
   guards.require(exponent > 0, "exponent", exponent, "positive", "use 2")
+  guards.require_number("scale_exponent", scale_exponent)
+  guards.require(
+    0 <= scale_exponent <= 2, "scale_exponent", scale_exponent,
+    "between 0 (absolute errors) and 2 (relative ones)", "use 1",
+  )  # fmt: skip
   require_ratio(min_ratio)
   require_placement(placement, stage_axis)
   is_aligned = stage_axis is not None and align == "slack"
@@ -186,12 +213,14 @@ def edgc(
   def plan_for(tree: optax.Params) -> Plan:
     whole = make_plan(tree, (0,), min_ratio, view, placed)
     ranks = ladder.ranks(by_exchange(whole)[0])
-    return dataclasses.replace(whole, ladder=ranks).without_idle_ranks()
+    spread = _SPREAD if granularity == "matrix" else 1
+    whole = dataclasses.replace(whole, ladder=ranks, spread=spread)
+    return whole.without_idle_ranks()
 
   def policy_for(plan: Plan) -> Policy:
     ranks = [rank for rank in plan.ladder if rank]
     if not ranks:
-      return FixedPolicy(num_rungs=1, warmup_steps=0)
+      return FixedPolicy({0: 0})
     seconds = None
     if is_aligned and plan.compressible:
       seconds = links.exchange_seconds(plan, link, compression)
@@ -200,6 +229,7 @@ def edgc(
       window=window,
       warmup_steps=warmup_steps,
       max_warmup_steps=max_warmup_steps,
+      warmup_rung=_warmup_rung(ranks, warmup_rank),
       rule=rule,
       exponent=float(exponent),
       max_rank_step=_rank_step(ranks, max_rank_step),
@@ -207,9 +237,13 @@ def edgc(
       rung_seconds=seconds,
       backward_seconds=backward_seconds or 0.0,
     )
+    allocator = None
+    if granularity == "matrix":
+      allocator = Allocator(plan, curves, float(scale_exponent), window)
     return EntropyPolicy(
       plan,
       controller,
+      allocator,
       axis_name,
       period=round(1 / step_rate),
       entry_rate=entry_rate,
@@ -261,6 +295,22 @@ def _require_times(
       f"measure it with edgc_jax.{measure}, or pass align='none'",
     )
   stages.require_backward(backward_seconds)
+
+
+def _warmup_rung(ranks: list[int], warmup_rank: int | str | None) -> int:
+  """The rung of the warm-up: the highest rank that is not above it."""
+  if warmup_rank is None:
+    return 0
+  if warmup_rank == "max":
+    return len(ranks)
+  guards.require(
+    ranks[0] <= warmup_rank <= ranks[-1],
+    "warmup_rank",
+    warmup_rank,
+    f"between the ranks {ranks[0]} and {ranks[-1]}",
+    'pass "max" for the largest, or None for a dense warm-up',
+  )
+  return sum(rank <= warmup_rank for rank in ranks)
 
 
 def _rank_step(ranks: list[int], max_rank_step: int | None) -> int:

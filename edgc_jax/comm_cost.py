@@ -11,6 +11,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from edgc_jax.matrices import (
   Leaf,
   PlacementFn,
@@ -21,8 +25,11 @@ from edgc_jax.matrices import (
 )
 
 BYTES_PER_VALUE = 4
-# Sums of |M_i|^2 and of |Q_i|^2, which travel with the factors.
+# |M_i|^2 and |Q_i|^2 of each matrix, which travel with the factors.
 _ENERGY_SCALARS = 2
+# Eigenproblems of more columns go through threaded LAPACK on CPU hosts: 30
+# times slower at 69 than at 64 columns.
+_WIDEST = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +41,15 @@ class Plan:
     ladder: The ranks that may be used, 0 for dense, one collective shape each.
     min_ratio: Least m n / (r (m + n)) at which factors are sent.
     positions: Where the leaves stand in the whole gradient.
+    spread: How many times the rung's rank a matrix may have while others
+      have less; 1 where all have the same.
   """
 
   leaves: tuple[Leaf, ...]
   ladder: tuple[int, ...]
   min_ratio: float
   positions: tuple[int, ...]
+  spread: int = 1
 
   def columns(self, leaf: Leaf, rank: int) -> int:
     """Columns that a leaf's factors have at this rank; 0 if it goes dense.
@@ -66,18 +76,59 @@ class Plan:
     )
 
   @functools.cached_property
-  def matrix_shapes(self) -> tuple[tuple[int, int], ...]:
-    """The distinct (rows, cols) of the compressible leaves."""
-    views = (self.leaves[i].view for i in self.compressible)
-    return tuple(dict.fromkeys((v.rows, v.cols) for v in views))
+  def matrices(self) -> tuple[Leaf, ...]:
+    """The leaf of every matrix that is sent as factors at some rung.
 
-  def shape_index(self, leaf: Leaf) -> int:
-    """Position of a compressible leaf's shape in `matrix_shapes`."""
-    return self.matrix_shapes.index((leaf.view.rows, leaf.view.cols))
+    K matrices, in the order of leaves, then along their stacks: the order of
+    every array over matrices.
+    """
+    leaves = (self.leaves[i] for i in self.compressible)
+    return tuple(leaf for leaf in leaves for _ in range(leaf.view.count))
+
+  @functools.cached_property
+  def matrix_names(self) -> tuple[str, ...]:
+    """A name for each of `matrices`: the path, and the place in the stack."""
+    leaves = (self.leaves[i] for i in self.compressible)
+    return tuple(
+      leaf.path + (f"[{place}]" if leaf.view.count > 1 else "")
+      for leaf in leaves
+      for place in range(leaf.view.count)
+    )
+
+  @functools.cached_property
+  def sides(self) -> np.ndarray:
+    """Heights of P and Q of each of `matrices`; int64 [K, 2]."""
+    sides = [(leaf.view.short, leaf.view.long) for leaf in self.matrices]
+    return np.array(sides, np.int64).reshape(-1, 2)
+
+  @functools.cached_property
+  def uniform_ranks(self) -> np.ndarray:
+    """Columns of each matrix where all have the rung's; int32 [rungs, K]."""
+    ranks = [
+      [self.columns(leaf, rank) for leaf in self.matrices]
+      for rank in self.ladder
+    ]
+    return np.array(ranks, np.int32).reshape(len(self.ladder), -1)
+
+  def by_leaf(self, values: jax.Array) -> list[jax.Array]:
+    """An array over matrices [K, ...], cut into one for each leaf."""
+    counts = [self.leaves[i].view.count for i in self.compressible]
+    return jnp.split(values, np.cumsum(counts)[:-1]) if counts else []
+
+  def limit(self, leaf: Leaf, rank: int) -> int:
+    """The most columns that a matrix may have at this rank; 0 if dense."""
+    columns = self.columns(leaf, rank)
+    if columns == 0 or self.spread == 1:
+      return columns
+    most = max(columns, min(self.spread * columns, _WIDEST))
+    if self.min_ratio:
+      short, long = leaf.view.short, leaf.view.long
+      most = min(most, int(short * long / (self.min_ratio * (short + long))))
+    return min(max(most, columns), leaf.view.short)
 
   def factor_columns(self, leaf: Leaf) -> int:
-    """Columns of Q held in the state: the largest rank, clipped by shape."""
-    return min(max(self.ladder), leaf.view.rows, leaf.view.cols)
+    """Columns of Q held in the state: as many as any rung may use."""
+    return max(self.limit(leaf, rank) for rank in self.ladder)
 
   def without_idle_ranks(self) -> "Plan":
     """The plan without ranks that compress nothing; the least one stays."""
@@ -103,17 +154,16 @@ class Plan:
 
     Returns:
       sum over factor leaves of 4 k r (m + n), over dense leaves of 4 size,
-      and the two scalars that give the relative error.
+      and two values a matrix that give its relative error.
     """
     values = 0
     for leaf in self.leaves:
       columns = self.columns(leaf, rank)
       if columns:
-        values += leaf.view.count * columns * (leaf.view.rows + leaf.view.cols)
+        sent = columns * (leaf.view.rows + leaf.view.cols) + _ENERGY_SCALARS
+        values += leaf.view.count * sent
       else:
         values += leaf.size
-    if any(self.columns(leaf, rank) for leaf in self.leaves):
-      values += _ENERGY_SCALARS
     return BYTES_PER_VALUE * values
 
 
@@ -153,7 +203,7 @@ def by_exchange(plan: Plan) -> tuple[Plan, ...]:
   rest = _part(plan, [i for i, own in enumerate(is_own) if not own])
   if not rest.leaves:
     return (own,)
-  return own, dataclasses.replace(rest, ladder=own.ladder)
+  return own, dataclasses.replace(rest, ladder=own.ladder, spread=1)
 
 
 def _part(plan: Plan, members: Sequence[int]) -> Plan:

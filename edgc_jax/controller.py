@@ -4,8 +4,8 @@ The controller never sees a gradient. Entropy samples come in, a rung comes
 out; rung 0 is dense, rung i the i-th rank of the ladder. Window k is steps
 [k window, (k + 1) window):
 
-  | dense ... dense | rank_max | rule(H) | rule(H) | ...
-    warm-up           first      H = mean entropy of the window before
+  | warm-up ... warm-up | rank_max | rule(H) | rule(H) | ...
+    dense, or a rank      first      H = mean entropy of the window before
               H_ref = mean of the last window of warm-up, kept for good
 
 Warm-up is at least one window, and goes on while the model expects rank_min
@@ -43,13 +43,15 @@ class ControllerState(NamedTuple):
   num_windows: jax.Array  # int32 [], closed so far, with a sample in them
   entropy: jax.Array  # float32 [], the newest sample
   entropy_sum: jax.Array  # float32 [], over this window's samples
-  variance_sum: jax.Array  # float32 [num_shapes], likewise
+  entropies: jax.Array  # float32 [K], of each matrix, the newest sample
+  variance_sum: jax.Array  # float32 [K], over this window's samples
   num_samples: jax.Array  # float32 []
   window_entropy: jax.Array  # float32 [], mean of the last whole window
   first_entropy: jax.Array  # float32 [], mean of the first such window
   first_change: jax.Array  # float32 [], mean of the second less the first
   reference_entropy: jax.Array  # float32 [], H_ref
-  reference_variance: jax.Array  # float32 [num_shapes]
+  reference_variance: jax.Array  # float32 [K], in that window
+  window_variance: jax.Array  # float32 [K], in the last whole window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +65,9 @@ class Controller:
   rule: str
   exponent: float
   max_rank_step: int
-  sizes: np.ndarray  # float32 [num_shapes], from rank_rule.shape_sizes
-  table: np.ndarray  # float32 [num_shapes, rank_max + 1], rank_rule.loss_table
+  sizes: np.ndarray  # float32 [K], from rank_rule.matrix_sizes
+  table: np.ndarray  # float32 [K, rank_max + 1], from rank_rule.loss_table
+  warmup_rung: int = 0  # dense, or the rank that warm-up is at
   stage_axis: str | None = None
   # float64 [num_rungs], modelled time of each; None: stages follow their own
   # entropy, whatever the others do.
@@ -73,33 +76,35 @@ class Controller:
 
   @classmethod
   def for_plan(cls, plan: Plan, **options: Any) -> "Controller":
-    """A controller with the model's tables for a plan's matrix shapes."""
+    """A controller with the model's tables for a plan's matrices."""
     return cls(
       ranks=tuple(rank for rank in plan.ladder if rank > 0),
-      sizes=rank_rule.shape_sizes(plan),
+      sizes=rank_rule.matrix_sizes(plan),
       table=rank_rule.loss_table(plan),
       **options,
     )
 
   def init(self) -> ControllerState:
-    """The state before the first step: dense, nothing measured."""
+    """The state before the first step: nothing measured."""
     # A new array for every field: one that served twice cannot be donated.
     zero = functools.partial(jnp.zeros, (), jnp.float32)
-    per_shape = functools.partial(jnp.zeros, len(self.sizes), jnp.float32)
+    per_matrix = functools.partial(jnp.zeros, len(self.sizes), jnp.float32)
     return ControllerState(
-      lead_rung=jnp.zeros((), jnp.int32),
-      rung=jnp.zeros((), jnp.int32),
+      lead_rung=jnp.full((), self.warmup_rung, jnp.int32),
+      rung=jnp.full((), self.warmup_rung, jnp.int32),
       is_warm=jnp.zeros((), bool),
       num_windows=jnp.zeros((), jnp.int32),
       entropy=zero(),
+      entropies=per_matrix(),
       entropy_sum=zero(),
-      variance_sum=per_shape(),
+      variance_sum=per_matrix(),
       num_samples=zero(),
       window_entropy=zero(),
       first_entropy=zero(),
       first_change=zero(),
       reference_entropy=zero(),
-      reference_variance=per_shape(),
+      reference_variance=per_matrix(),
+      window_variance=per_matrix(),
     )
 
   def observe(
@@ -109,6 +114,7 @@ class Controller:
     weight = sample.weight
     return state._replace(
       entropy=jnp.where(weight > 0, sample.entropy, state.entropy),
+      entropies=jnp.where(weight > 0, sample.entropies, state.entropies),
       entropy_sum=state.entropy_sum + weight * sample.entropy,
       variance_sum=state.variance_sum + weight * sample.variance,
       num_samples=state.num_samples + weight,
@@ -157,6 +163,12 @@ class Controller:
     lost = jnp.exp(errors[ranks[state.rung]] - errors[0])
     return jnp.where(state.rung > 0, lost, 0.0)
 
+  def predicted_errors(self, state: ControllerState) -> jax.Array:
+    """The same for each matrix by itself; float32 [K]."""
+    ranks = jnp.array((0, *self.ranks), jnp.int32)
+    lost = jnp.exp(jnp.asarray(self.table)[:, ranks[state.rung]])
+    return jnp.where(state.rung > 0, lost, 0.0)
+
   def _log_error(self, variance: jax.Array) -> jax.Array:
     return rank_rule.log_error(self.table, self.sizes, variance)
 
@@ -182,8 +194,11 @@ class Controller:
       wish, state.rung - 1, self.ranks, self.max_rank_step
     )
     closed = closed._replace(
-      rung=jnp.where(state.is_warm, settled, jnp.where(ends_warmup, top, 0)),
+      rung=jnp.where(
+        state.is_warm, settled, jnp.where(ends_warmup, top, self.warmup_rung)
+      ),
       window_entropy=entropy,
+      window_variance=variance,
       reference_entropy=jnp.where(
         ends_warmup, entropy, state.reference_entropy
       ),

@@ -1,7 +1,7 @@
 """Sampled differential entropy of the gradient, in nats.
 
-Of every leaf one entry in `1 / entry_rate` is read, starting one further at
-each sample. Per leaf, |x| gives a scale that a few wild entries do not move
+Of every matrix one entry in `1 / entry_rate` is read, starting one further at
+each sample. Per matrix, |x| gives a scale that a few wild entries do not move
 (the standard deviation of a Gaussian with the same mean magnitude); entries
 beyond 8 scales are clipped, exact zeros (rows of an embedding that no token
 touched) and non-finite entries are left out. Replicas then share the counts,
@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from edgc_jax import collectives
 
@@ -35,22 +34,23 @@ class EntropySample(NamedTuple):
   """One estimate, equal on all replicas."""
 
   entropy: jax.Array  # float32 [], nats
-  variance: jax.Array  # float32 [num_shapes], mean square of a shape's entries
+  variance: jax.Array  # float32 [K], mean square of a matrix's entries
+  entropies: jax.Array  # float32 [K], of each matrix as if Gaussian, nats
   weight: jax.Array  # float32 [], 1 if anything could be measured, else 0
 
 
-def no_sample(num_shapes: int) -> EntropySample:
+def no_sample(num_matrices: int) -> EntropySample:
   """The placeholder of a step that is not sampled."""
   return EntropySample(
     jnp.zeros((), jnp.float32),
-    jnp.zeros(num_shapes, jnp.float32),
+    jnp.zeros(num_matrices, jnp.float32),
+    jnp.zeros(num_matrices, jnp.float32),
     jnp.zeros((), jnp.float32),
   )
 
 
 def estimate(
   gradients: Sequence[jax.Array],
-  shape_indices: Sequence[int],
   index: jax.Array,
   axis_name: str,
   *,
@@ -60,12 +60,12 @@ def estimate(
 ) -> EntropySample:
   """Estimates the entropy of a local gradient, pooled over replicas.
 
-  Two small all-reduces: 2 values a leaf, then squares, and sums or counts;
+  Two small all-reduces: 2 values a matrix, then squares, and sums or counts;
   see `sample_bytes`.
 
   Args:
-    gradients: The compressible leaves, local, any shape, floating.
-    shape_indices: For each leaf, the index of its matrix shape.
+    gradients: The compressible leaves as stacks [k, ...] of matrices, local,
+      floating.
     index: int32 [], which sample this is; moves the entries that are read.
     axis_name: The bound axis of the replicas.
     entry_rate: Share of the entries that is read, in (0, 1].
@@ -73,31 +73,31 @@ def estimate(
     bins: Bins of the histogram.
 
   Returns:
-    The sample; its weight is 0 where no leaf had a finite non-zero entry.
+    The sample; its weight is 0 where no matrix had a finite non-zero entry.
   """
   stride = max(1, round(1.0 / entry_rate))
   samples = [_every(g, stride, index) for g in gradients]
-  sizes = jnp.array([x.size for x in samples], jnp.float32)
+  sizes = jnp.array([x.shape[1] for x in samples for _ in x], jnp.float32)
   sizes = sizes * collectives.num_devices(axis_name)
   usable = [jnp.isfinite(x) & (x != 0) for x in samples]
   samples = [jnp.where(u, x, 0.0) for x, u in zip(samples, usable, strict=True)]
-  count = jnp.stack([jnp.sum(u, dtype=jnp.float32) for u in usable])
-  magnitude = jnp.stack([jnp.sum(jnp.abs(x)) for x in samples])
-  count, magnitude = collectives.total((count, magnitude), axis_name)
+  count, magnitude = collectives.total(
+    (_sums(usable), _sums([jnp.abs(x) for x in samples])), axis_name
+  )
   scale = _GAUSSIAN_SCALE * magnitude / jnp.maximum(count, 1.0)
   top = jnp.max(scale)
   top = jnp.where((top > 0) & jnp.isfinite(top), top, 1.0)
   # From here on in units of the largest scale: squares stay in range.
-  relative = scale / top
-  clipped = [
-    jnp.clip(x / top, -_CLIP * relative[i], _CLIP * relative[i])
-    for i, x in enumerate(samples)
-  ]
-  squares = jnp.stack([jnp.sum(jnp.square(x)) for x in clipped])
+  clipped, start = [], 0
+  for x in samples:
+    limit = _CLIP * scale[start : start + len(x), None] / top
+    clipped.append(jnp.clip(x / top, -limit, limit))
+    start += len(x)
+  squares = _sums([jnp.square(x) for x in clipped])
   if estimator == "histogram":
     own = _counts(clipped, usable, bins)
   else:
-    own = jnp.stack([jnp.sum(x) for x in clipped])
+    own = _sums(clipped)
   squares, shared = collectives.total((squares, own), axis_name)
 
   if estimator == "histogram":
@@ -107,39 +107,45 @@ def estimate(
   else:
     num = jnp.maximum(jnp.sum(count), 1.0)
     variance = jnp.sum(squares) / num - jnp.square(jnp.sum(shared) / num)
-    smallest = float(jnp.finfo(jnp.float32).tiny)
-    entropy = 0.5 * jnp.log(
-      2 * math.pi * math.e * jnp.maximum(variance, smallest)
-    )
+    entropy = _gaussian_entropy(variance)
 
-  member = np.zeros((max(shape_indices) + 1, len(samples)), np.float32)
-  member[list(shape_indices), np.arange(len(samples))] = 1.0
-  shape_variance = (member @ squares) / (member @ sizes) * jnp.square(top)
-  is_usable = jnp.isfinite(entropy) & jnp.all(jnp.isfinite(shape_variance))
+  variance = squares / sizes * jnp.square(top)
+  is_usable = jnp.isfinite(entropy) & jnp.all(jnp.isfinite(variance))
   is_usable &= jnp.sum(count) > 0
+  entropies = _gaussian_entropy(squares / jnp.maximum(count, 1.0))
   return EntropySample(
     jnp.where(is_usable, entropy + jnp.log(top), 0.0),
-    jnp.where(is_usable, shape_variance, 0.0),
+    jnp.where(is_usable, variance, 0.0),
+    jnp.where(is_usable, entropies + jnp.log(top), 0.0),
     is_usable.astype(jnp.float32),
   )
 
 
-def sample_bytes(num_leaves: int, estimator: str, bins: int) -> int:
+def sample_bytes(num_matrices: int, estimator: str, bins: int) -> int:
   """Bytes that one estimate sends per replica."""
-  return 4 * (
-    3 * num_leaves + (bins if estimator == "histogram" else num_leaves)
-  )
+  own = bins if estimator == "histogram" else num_matrices
+  return 4 * (3 * num_matrices + own)
 
 
 def _every(x: jax.Array, stride: int, index: jax.Array) -> jax.Array:
-  """Every stride-th entry of a flattened array, from a moving offset."""
-  flat = x.reshape(-1)
-  whole = flat.size // stride
+  """Every stride-th entry of each matrix [k, ...], from a moving offset."""
+  flat = x.reshape(len(x), -1)
+  whole = flat.shape[1] // stride
   if whole == 0:
     return flat.astype(jnp.float32)
-  table = flat[: whole * stride].reshape(whole, stride)
-  picked = jax.lax.dynamic_index_in_dim(table, index % stride, 1, False)
+  table = flat[:, : whole * stride].reshape(len(x), whole, stride)
+  picked = jax.lax.dynamic_index_in_dim(table, index % stride, 2, False)
   return picked.astype(jnp.float32)
+
+
+def _sums(stacks: Sequence[jax.Array]) -> jax.Array:
+  """Sum of each row of all stacks, float32 [K]."""
+  return jnp.concatenate([jnp.sum(x, 1, dtype=jnp.float32) for x in stacks])
+
+
+def _gaussian_entropy(variance: jax.Array) -> jax.Array:
+  smallest = float(jnp.finfo(jnp.float32).tiny)
+  return 0.5 * jnp.log(2 * math.pi * math.e * jnp.maximum(variance, smallest))
 
 
 def _counts(

@@ -5,6 +5,8 @@ come first in an optax chain: clipping and Adam then see the mean. Use them
 wherever the axis name is bound, under `jax.pmap` or `jax.shard_map`.
 """
 
+from collections.abc import Mapping
+
 import optax
 
 from edgc_jax import guards
@@ -43,14 +45,14 @@ def allreduce(
   return make_reducer(
     axis_name,
     lambda tree: make_plan(tree, (0,), placement=placement or own_placement),
-    lambda plan: FixedPolicy(len(plan.ladder), warmup_steps=0),
+    lambda plan: FixedPolicy({0: 0}),
     seed=0,
     stage_axis=stage_axis,
   )
 
 
 def powersgd(
-  rank: int,
+  rank: int | Mapping[int, int],
   axis_name: str = "data",
   *,
   stage_axis: str | None = None,
@@ -60,7 +62,7 @@ def powersgd(
   matrix_view: ViewFn | None = None,
   seed: int = 714,
 ) -> optax.GradientTransformationExtraArgs:
-  """Averages gradients over replicas through factors of a fixed rank.
+  """Averages gradients over replicas through factors of a given rank.
 
   For every matrix M [m, n] = gradient + residual:
 
@@ -71,7 +73,8 @@ def powersgd(
   matrices that save less than `min_ratio` travel dense with the first.
 
   Args:
-    rank: Columns of the factors, clipped to the smaller side of a matrix.
+    rank: Columns of the factors, clipped to the smaller side of a matrix; or
+      a schedule {first step: rank} that starts at step 0, with 0 for dense.
     axis_name: Axis averaged over; must be bound where `update` runs.
     stage_axis: As for `edgc`, if the model is cut into pipeline stages.
     placement: As for `edgc`.
@@ -94,19 +97,50 @@ def powersgd(
 
   >>> tx = optax.chain(powersgd(rank=4), optax.adam(1e-3))
   """
-  guards.require_int("rank", rank, 1)
   guards.require_int("warmup_steps", warmup_steps, 0)
+  schedule = _schedule(rank, warmup_steps)
   require_ratio(min_ratio)
   require_placement(placement, stage_axis)
-  ladder = (0, rank) if warmup_steps else (rank,)
+  ranks = sorted(set(schedule.values()))
+  ladder = tuple(ranks) if len(ranks) == 1 else (0, *filter(None, ranks))
   view, placed = matrix_view or trailing_matrix, placement or own_placement
   return make_reducer(
     axis_name,
     lambda tree: make_plan(tree, ladder, min_ratio, view, placed),
-    lambda plan: FixedPolicy(len(plan.ladder), warmup_steps),
+    lambda plan: FixedPolicy(
+      {
+        # What is not in the ladder compresses nothing: it is dense.
+        step: plan.ladder.index(r) if r in plan.ladder else 0
+        for step, r in schedule.items()
+      }
+    ),
     seed,
     stage_axis,
   )
+
+
+def _schedule(
+  rank: int | Mapping[int, int], warmup_steps: int
+) -> dict[int, int]:
+  """{first step: rank} with a dense warm-up before it."""
+  if not isinstance(rank, Mapping):
+    guards.require_int("rank", rank, 1)
+    rank = {0: rank}
+  for step, value in rank.items():
+    guards.require_int("step of `rank`", step, 0)
+    guards.require_int("rank", value, 0)
+  guards.require(
+    0 in rank and any(rank.values()),
+    "rank",
+    dict(rank),
+    "a rank from step 0 on, and not always 0",
+    "add an entry {0: rank}, or use allreduce for dense",
+  )
+  if not warmup_steps:
+    return dict(rank)
+  then = rank[max(step for step in rank if step <= warmup_steps)]
+  later = {step: r for step, r in rank.items() if step > warmup_steps}
+  return {0: 0, warmup_steps: then, **later}
 
 
 def require_ratio(min_ratio: float) -> None:

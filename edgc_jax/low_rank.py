@@ -1,6 +1,7 @@
 """One exchange of a gradient: factors for matrices, dense for the rest.
 
-For every matrix M [m, n] = gradient + residual of a leaf sent at rank r:
+For every matrix M [m, n] = gradient + residual of a leaf sent at rank r (its
+transpose, where m > n):
 
   P   = orth(mean_i M_i basis(Q))      P [m, r] travels
   Q_i = M_i^T P,  Q' = mean_i Q_i      Q' [n, r] travels
@@ -20,6 +21,9 @@ One step of subspace iteration, warm-started by the last Q (Vogels et al.
   best. Columns beyond the rank in use stay in the state and serve again when
   the rank grows back. The residual does not depend on the rank, and stays.
 
+Where matrices have ranks of their own (`plan.spread` above 1), their factors
+travel packed (`packing`), in as many bytes as if all had the rung's rank.
+
 What is stacked are factors, not gradients: a leaf is multiplied where it
 lies, and only the small [r, r] problems of all matrices are batched.
 """
@@ -32,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from edgc_jax import collectives
+from edgc_jax import collectives, packing
 from edgc_jax.comm_cost import Plan
 from edgc_jax.orthonormalize import orthonormalize, principal_columns
 
@@ -40,18 +44,22 @@ from edgc_jax.orthonormalize import orthonormalize, principal_columns
 class LowRankState(NamedTuple):
   """Both are trees like the parameters, `MaskedNode` where a leaf is dense."""
 
-  factor_q: Any  # float32 [k, n, rank_max]; equal on all replicas
+  factor_q: Any  # float32 [k, longer side, columns]; equal on all replicas
   residual: Any  # float32, the leaf's shape; each replica has its own
 
 
 class Exchange(NamedTuple):
-  """What came back: equal on all replicas, but for the residual."""
+  """What came back: equal on all replicas, but for the residual.
+
+  Numbers of a leaf's k matrices are zero where it was sent dense.
+  """
 
   averaged: list[jax.Array]  # float32, one per leaf, the leaf's shape
   residual: list[jax.Array]  # float32, compressible leaves, local
-  factor_q: list[jax.Array]  # float32 [k, n, rank_max], compressible leaves
-  energy: jax.Array  # float32 [], mean_i sum |M_i|^2 over factor leaves
-  kept: jax.Array  # float32 [], mean_i sum |P Q_i^T|^2 over them
+  factor_q: list[jax.Array]  # as in the state, compressible leaves
+  energy: list[jax.Array]  # float32 [k], mean_i |M_i|^2
+  kept: list[jax.Array]  # float32 [k], mean_i |P Q_i^T|^2
+  columns: list[jax.Array]  # float32 [k, columns], squared norms of Q' columns
   is_finite: jax.Array  # bool []
 
 
@@ -61,7 +69,7 @@ def init_factors(plan: Plan, seed: int) -> list[jax.Array]:
   factors = []
   for i in plan.compressible:
     leaf = plan.leaves[i]
-    shape = (leaf.view.count, leaf.view.cols, plan.factor_columns(leaf))
+    shape = (leaf.view.count, leaf.view.long, plan.factor_columns(leaf))
     own_key = jax.random.fold_in(key, plan.positions[i])
     draw = jax.random.normal(own_key, shape, jnp.float32)
     factors.append(_unit_columns(draw))
@@ -82,6 +90,7 @@ def exchange(
   factor_q: Sequence[jax.Array],
   key: jax.Array,
   axis_name: str,
+  ranks: jax.Array | None = None,
 ) -> Exchange:
   """Averages over replicas at the rung chosen in the graph.
 
@@ -89,12 +98,15 @@ def exchange(
   compiled program sends, at each step, the bytes of the rung it is on.
 
   Args:
-    plan: Static: leaves, ladder, least ratio.
+    plan: Static: leaves, ladder, least ratio, spread.
     rung: int32 [], index into the ladder, equal on all replicas.
     matrices: All leaves in order, float32, residual added.
     factor_q: Q of the compressible leaves.
     key: Draws new columns for directions that died.
     axis_name: The bound axis of the replicas.
+    ranks: int32 [K], columns of each matrix, where `plan.spread` lets them
+      differ; the sums over P and over Q must not exceed those at the rung's
+      own rank (`allocation`).
 
   Returns:
     The exchange; wire bytes are `plan.wire_bytes(plan.ladder[rung])`.
@@ -105,9 +117,10 @@ def exchange(
   ]
   # Rungs that send the same are one branch: every branch is compiled.
   distinct = list(dict.fromkeys(widths))
-  ranks = [plan.ladder[widths.index(width)] for width in distinct]
-  branches = [_branch(plan, rank, key, axis_name) for rank in ranks]
-  operands = (list(matrices), list(factor_q))
+  rungs = [plan.ladder[widths.index(width)] for width in distinct]
+  branches = [_branch(plan, rank, key, axis_name) for rank in rungs]
+  own = [None] * len(factor_q) if plan.spread == 1 else plan.by_leaf(ranks)
+  operands = (list(matrices), list(factor_q), own)
   # TF32 or bf16 products would leave bases orthonormal to 1e-3 only.
   with jax.default_matmul_precision("highest"):
     if len(branches) == 1:
@@ -117,68 +130,135 @@ def exchange(
 
 
 def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
-  """The exchange at one static rank."""
+  """The exchange at one static rung."""
   slot = {leaf: position for position, leaf in enumerate(plan.compressible)}
   low = [i for i, leaf in enumerate(plan.leaves) if plan.columns(leaf, rank)]
   dense = [i for i in range(len(plan.leaves)) if i not in set(low)]
+  views = [plan.leaves[i].view for i in low]
 
-  def run(leaves: list[jax.Array], factor_q: list[jax.Array]) -> Exchange:
-    factor_q = list(factor_q)
+  def run(
+    leaves: list[jax.Array],
+    factor_q: list[jax.Array],
+    ranks: list[jax.Array | None],
+  ) -> Exchange:
     averaged: list[Any] = [None] * len(leaves)
     # What is sent dense leaves nothing behind.
     residual = [jnp.zeros_like(leaves[i]) for i in plan.compressible]
+    energy = [jnp.zeros_like(q, shape=(len(q),)) for q in factor_q]
+    kept, columns = list(energy), [jnp.zeros_like(q[:, 0]) for q in factor_q]
+    factor_q = list(factor_q)
+    wire = _Wire(plan, rank, low, [ranks[slot[i]] for i in low])
     stacks = [leaves[i].reshape(plan.leaves[i].view) for i in low]
-    widths = [plan.columns(plan.leaves[i], rank) for i in low]
     bases = _bases(
-      [factor_q[slot[i]][..., :w] for i, w in zip(low, widths, strict=True)],
-      key,
+      wire.slices([factor_q[slot[i]] for i in low]), wire.live, key
     )
+    local_p = [
+      _times(m, q, v.is_tall) for m, q, v in _zip(stacks, bases, views)
+    ]
     sent = {
       "dense": [leaves[i] for i in dense],
-      "factor_p": [m @ q for m, q in zip(stacks, bases, strict=True)],
-      "energy": _energy(stacks),
+      "factor_p": wire.pack(local_p),
+      "energy": [_energy(m) for m in stacks],
     }
     received = collectives.mean(sent, axis_name)
-    for i, value in zip(dense, received["dense"], strict=True):
-      averaged[i] = value
     # A non-finite entry anywhere makes what arrives non-finite everywhere,
     # so all replicas agree without a collective for it.
-    is_finite = _all_finite(received["dense"] + received["factor_p"])
+    is_finite = _all_finite((received["dense"], received["factor_p"]))
     factor_p = orthonormalize(
-      [jnp.where(is_finite, p, 0.0) for p in received["factor_p"]]
+      [
+        jnp.where(is_finite, p, 0.0)
+        for p in wire.unpack(received["factor_p"], local_p)
+      ]
     )
     local_q = [
-      jnp.swapaxes(m, 1, 2) @ p for m, p in zip(stacks, factor_p, strict=True)
+      _times(m, p, not v.is_tall) for m, p, v in _zip(stacks, factor_p, views)
     ]
-    mean_q, kept = collectives.mean((local_q, _energy(local_q)), axis_name)
+    mean_q, energy_q = collectives.mean(
+      (wire.pack(local_q), [_energy(q) for q in local_q]), axis_name
+    )
     is_finite &= _all_finite(mean_q)
-    for i, m, p, own, q in zip(
-      low, stacks, factor_p, local_q, mean_q, strict=True
-    ):
+    mean_q = wire.unpack(mean_q, local_q)
+    for i, value in _zip(dense, received["dense"]):
+      averaged[i] = value
+    for j, (i, m, p, q) in enumerate(_zip(low, stacks, factor_p, mean_q)):
       shape, place = plan.leaves[i].shape, slot[i]
-      averaged[i] = (p @ jnp.swapaxes(q, 1, 2)).reshape(shape)
-      residual[place] = (m - p @ jnp.swapaxes(own, 1, 2)).reshape(shape)
-      unused = factor_q[place][:, :, q.shape[-1] :]
-      factor_q[place] = jnp.concatenate([q, unused], axis=-1)
-    # What no leaf was sent for is zero, of the type that the leaves give.
-    zero = sum(jnp.zeros_like(x, shape=()) for x in received["dense"])
+      rebuild = _product_tall if views[j].is_tall else _product
+      averaged[i] = rebuild(p, q).reshape(shape)
+      residual[place] = (m - rebuild(p, local_q[j])).reshape(shape)
+      energy[place], kept[place] = received["energy"][j], energy_q[j]
+      norms = jnp.sum(jnp.square(q), axis=1)
+      columns[place] = columns[place].at[:, : norms.shape[1]].set(norms)
+      factor_q[place] = wire.merged(j, q, factor_q[place])
     return Exchange(
-      averaged,
-      residual,
-      factor_q,
-      received["energy"] if low else zero,
-      kept if low else zero,
-      is_finite,
+      averaged, residual, factor_q, energy, kept, columns, is_finite
     )
 
   return run
 
 
-def _bases(factors: list[jax.Array], key: jax.Array) -> list[jax.Array]:
-  """Orthogonal unit columns spanning Q; dead ones replaced by Gaussian ones."""
+class _Wire:
+  """How the factors of one rung travel: as they are, or packed."""
+
+  def __init__(
+    self,
+    plan: Plan,
+    rank: int,
+    low: Sequence[int],
+    ranks: Sequence[jax.Array | None],
+  ):
+    leaves = [plan.leaves[i] for i in low]
+    self._widths = [plan.limit(leaf, rank) for leaf in leaves]
+    # Columns that all matrices of a leaf have together.
+    self._columns = [
+      leaf.view.count * plan.columns(leaf, rank) for leaf in leaves
+    ]
+    self._ranks = ranks
+    self._is_packed = plan.spread > 1 and bool(low)
+    self.live = None
+    if self._is_packed:
+      self.live = [
+        packing.live_columns(r, w) for r, w in _zip(ranks, self._widths)
+      ]
+
+  def slices(self, factor_q: Sequence[jax.Array]) -> list[jax.Array]:
+    """The columns of Q that this rung uses, zero where not live."""
+    sliced = [q[..., :width] for q, width in _zip(factor_q, self._widths)]
+    if self.live is None:
+      return sliced
+    return [jnp.where(live, q, 0.0) for q, live in _zip(sliced, self.live)]
+
+  def pack(self, factors: list[jax.Array]) -> Any:
+    if not self._is_packed:
+      return factors
+    sizes = [n * f.shape[1] for n, f in _zip(self._columns, factors)]
+    return packing.pack(factors, self._ranks, sum(sizes))
+
+  def unpack(self, sent: Any, like: list[jax.Array]) -> list[jax.Array]:
+    if not self._is_packed:
+      return sent
+    return packing.unpack(sent, like, self._ranks)
+
+  def merged(self, j: int, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Q for the state: columns that were not in use stay as they were."""
+    width = new.shape[-1]
+    if self.live is not None:
+      new = jnp.where(self.live[j], new, old[..., :width])
+    return jnp.concatenate([new, old[..., width:]], axis=-1)
+
+
+def _bases(
+  factors: list[jax.Array], live: list[jax.Array] | None, key: jax.Array
+) -> list[jax.Array]:
+  """Orthogonal unit columns spanning Q; dead ones replaced by Gaussian ones.
+
+  Where there is a rank per matrix, columns beyond it stay zero.
+  """
   if not factors:
     return []
   columns, alive = principal_columns(factors)
+  alive = [a[:, None, :] for a in alive]
+  if live is not None:
+    alive = [a | ~inside for a, inside in _zip(alive, live)]
 
   def refill(columns: list[jax.Array]) -> list[jax.Array]:
     # One draw for all leaves: a generator for each compiles slowly.
@@ -186,13 +266,26 @@ def _bases(factors: list[jax.Array], key: jax.Array) -> list[jax.Array]:
     draws = jax.random.normal(key, (sum(sizes),), jnp.float32)
     draws = jnp.split(draws, np.cumsum(sizes[:-1]))
     return [
-      jnp.where(live[:, None, :], q, _unit_columns(new.reshape(q.shape)))
-      for q, live, new in zip(columns, alive, draws, strict=True)
+      jnp.where(a, q, _unit_columns(new.reshape(q.shape)))
+      for q, a, new in _zip(columns, alive, draws)
     ]
 
   # Drawing random numbers costs more than all else here: only when needed.
-  nothing_died = jnp.all(jnp.stack([jnp.all(live) for live in alive]))
+  nothing_died = jnp.all(jnp.stack([jnp.all(a) for a in alive]))
   return jax.lax.cond(nothing_died, lambda c: c, refill, columns)
+
+
+def _times(stack: jax.Array, factor: jax.Array, transposed: bool) -> jax.Array:
+  """M F, or M^T F, for all matrices of a stack."""
+  return (jnp.swapaxes(stack, 1, 2) if transposed else stack) @ factor
+
+
+def _product(p: jax.Array, q: jax.Array) -> jax.Array:
+  return p @ jnp.swapaxes(q, 1, 2)
+
+
+def _product_tall(p: jax.Array, q: jax.Array) -> jax.Array:
+  return _product(q, p)
 
 
 def _unit_columns(gaussian: jax.Array) -> jax.Array:
@@ -200,15 +293,20 @@ def _unit_columns(gaussian: jax.Array) -> jax.Array:
   return gaussian * gaussian.shape[1] ** -0.5
 
 
-def _energy(stacks: Sequence[jax.Array]) -> jax.Array | tuple[()]:
-  """Sum of all squares; nothing, and no bytes, where there is no matrix."""
-  return sum(jnp.sum(jnp.square(m)) for m in stacks) if stacks else ()
+def _energy(stack: jax.Array) -> jax.Array:
+  """Sum of squares of each matrix, [k]."""
+  return jnp.sum(jnp.square(stack), axis=(1, 2))
 
 
-def _all_finite(values: Sequence[jax.Array]) -> jax.Array:
+def _all_finite(values: Any) -> jax.Array:
+  values = jax.tree.leaves(values)
   if not values:
     return jnp.array(True)
   return jnp.all(jnp.stack([jnp.all(jnp.isfinite(v)) for v in values]))
+
+
+def _zip(*sequences: Sequence) -> Any:
+  return zip(*sequences, strict=True)
 
 
 def unpack(
@@ -218,7 +316,7 @@ def unpack(
   places = sorted(p for plan in plans for p in _places(plan))
 
   def by_plan(tree: Any) -> list[list[jax.Array]]:
-    arrays = dict(zip(places, jax.tree.leaves(tree), strict=True))
+    arrays = dict(_zip(places, jax.tree.leaves(tree)))
     return [[arrays[p] for p in _places(plan)] for plan in plans]
 
   return by_plan(state.factor_q), by_plan(state.residual)
@@ -230,17 +328,31 @@ def pack(
   factor_q: Sequence[Sequence],
   residual: Sequence[Sequence],
 ) -> LowRankState:
-  """Trees like `tree`, with `optax.MaskedNode` where a leaf is dense."""
+  """The state from such lists."""
+  return LowRankState(
+    like_tree(plans, tree, factor_q), like_tree(plans, tree, residual)
+  )
+
+
+def like_tree(
+  plans: Sequence[Plan], tree: Any, values: Sequence[Sequence]
+) -> Any:
+  """A tree like `tree`, with `optax.MaskedNode` where a leaf is dense.
+
+  Args:
+    plans: The plans of some or all leaves.
+    tree: Parameters or gradients.
+    values: For each plan, one value for each compressible leaf.
+
+  Returns:
+    The tree.
+  """
   structure = jax.tree.structure(tree)
-
-  def like_tree(values: Sequence[Sequence]) -> Any:
-    slots: list[Any] = [optax.MaskedNode()] * structure.num_leaves
-    for plan, own in zip(plans, values, strict=True):
-      for place, value in zip(_places(plan), own, strict=True):
-        slots[place] = value
-    return jax.tree.unflatten(structure, slots)
-
-  return LowRankState(like_tree(factor_q), like_tree(residual))
+  slots: list[Any] = [optax.MaskedNode()] * structure.num_leaves
+  for plan, own in _zip(plans, values):
+    for place, value in _zip(_places(plan), own):
+      slots[place] = value
+  return jax.tree.unflatten(structure, slots)
 
 
 def _places(plan: Plan) -> list[int]:

@@ -14,11 +14,27 @@ import jax.numpy as jnp
 
 
 class MatrixView(NamedTuple):
-  """A leaf seen as `count` matrices of `rows` x `cols`."""
+  """A leaf seen as `count` matrices of `rows` x `cols`.
+
+  P stands on the shorter side of a matrix and Q on the longer, so that their
+  shares of the bytes differ little from matrix to matrix.
+  """
 
   count: int
   rows: int
   cols: int
+
+  @property
+  def short(self) -> int:
+    return min(self.rows, self.cols)
+
+  @property
+  def long(self) -> int:
+    return max(self.rows, self.cols)
+
+  @property
+  def is_tall(self) -> bool:
+    return self.rows > self.cols
 
 
 ViewFn = Callable[[str, tuple[int, ...]], MatrixView | None]

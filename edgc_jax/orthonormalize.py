@@ -3,8 +3,8 @@
 Householder QR is slow on every backend and refuses bf16; Cholesky-QR fails on
 the nearly rank-deficient factors of real gradients. The eigenvectors of the
 [r, r] Gram matrix are cheap, and say which directions are only rounding
-noise. Grams of the same size are one batch, whatever the matrices' heights,
-so a whole model costs one small eigenproblem call.
+noise. Grams are one batch, whatever the matrices' heights, so a whole model
+costs one small eigenproblem call.
 """
 
 from collections.abc import Callable, Sequence
@@ -99,15 +99,23 @@ def _batched(
   fn: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
   grams: Sequence[jax.Array],
 ) -> tuple[list, list]:
-  """Calls `fn` once per size of Gram matrix, not once per leaf."""
-  firsts: list = [None] * len(grams)
-  seconds: list = [None] * len(grams)
-  for size in sorted({g.shape[-1] for g in grams}):
-    members = [i for i, g in enumerate(grams) if g.shape[-1] == size]
-    first, second = fn(jnp.concatenate([grams[i] for i in members]))
-    start = 0
-    for i in members:
-      stop = start + grams[i].shape[0]
-      firsts[i], seconds[i] = first[start:stop], second[start:stop]
-      start = stop
+  """Calls `fn` once for all Gram matrices, smaller ones padded with zeros.
+
+  One call for each size would be fewer operations. But XLA's CPU backend
+  starts calls that do not depend on each other at once; each waits for its
+  parts with a thread of the pool, and a small pool is soon all waiting.
+  """
+  if not grams:
+    return [], []
+  size = max(g.shape[-1] for g in grams)
+  padded = [
+    jnp.pad(g, ((0, 0), *[(0, size - g.shape[-1])] * 2)) for g in grams
+  ]
+  first, second = fn(jnp.concatenate(padded))
+  firsts, seconds, start = [], [], 0
+  for gram in grams:
+    stop, own = start + gram.shape[0], gram.shape[-1]
+    firsts.append(first[start:stop, :own, :own])
+    seconds.append(second[start:stop, :own])
+    start = stop
   return firsts, seconds

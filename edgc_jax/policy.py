@@ -6,77 +6,94 @@ mechanism behind `EntropyPolicy` (`controller`) sees entropies only.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from edgc_jax import collectives, entropy
+from edgc_jax.allocator import Allocator, AllocatorState, Measured
 from edgc_jax.comm_cost import Plan
 from edgc_jax.controller import Controller, ControllerState
+
+
+class PolicyState(NamedTuple):
+  """The policy's part of the state; empty where it has none."""
+
+  controller: ControllerState | tuple[()]
+  allocator: AllocatorState | tuple[()]
 
 
 class Choice(NamedTuple):
   """What a policy says of one step."""
 
-  state: ControllerState | tuple[()]
+  state: PolicyState
   rung: jax.Array  # int32 [], index into the ladder, equal on all replicas
   lead_rung: jax.Array  # int32 [], that of stage 0, equal on all stages
+  ranks: jax.Array | None  # int32 [K], where matrices have ranks of their own
   sample: entropy.EntropySample | None
   wire_bytes: jax.Array  # float32 [], what choosing took
+
+
+class Report(NamedTuple):
+  """What a policy knows beside its choice; None where it measures nothing."""
+
+  entropy: jax.Array | None = None  # float32 [], newest, nats
+  predicted_error: jax.Array | None = None  # float32 [], share of the energy
+  matrix_entropy: jax.Array | None = None  # float32 [K]
+  matrix_predicted_error: jax.Array | None = None  # float32 [K]
 
 
 class Policy(Protocol):
   """How a reducer chooses its rung."""
 
-  def init(self) -> ControllerState | tuple[()]:
-    """The policy's part of the state."""
+  def init(self) -> PolicyState:
+    """The state before the first step."""
 
   def choose(
-    self,
-    state: ControllerState | tuple[()],
-    gradients: Sequence[jax.Array],
-    count: jax.Array,
+    self, state: PolicyState, gradients: Sequence[jax.Array], count: jax.Array
   ) -> Choice:
     """Chooses the rung of step `count` from its local gradients."""
 
   def settle(
-    self, choice: Choice, is_finite: jax.Array
-  ) -> ControllerState | tuple[()]:
-    """The state after the step; one that was not finite leaves no sample."""
+    self, choice: Choice, measured: Measured, is_finite: jax.Array
+  ) -> PolicyState:
+    """The state after the step; one that was not finite leaves no trace."""
 
-  def report(
-    self, state: ControllerState | tuple[()]
-  ) -> tuple[jax.Array | None, jax.Array | None]:
-    """The newest entropy and the predicted error, None if not measured."""
+  def report(self, state: PolicyState) -> Report:
+    """What is known after the step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FixedPolicy:
-  """Rung 0 for the first steps, then rung 1; or the only rung there is."""
+  """Rungs that change at given steps: {first step: rung}."""
 
-  num_rungs: int
-  warmup_steps: int
+  rungs: Mapping[int, int]
 
-  def init(self) -> tuple[()]:
-    return ()
+  def init(self) -> PolicyState:
+    return PolicyState((), ())
 
   def choose(
-    self, state: tuple[()], gradients: Sequence[jax.Array], count: jax.Array
+    self, state: PolicyState, gradients: Sequence[jax.Array], count: jax.Array
   ) -> Choice:
     del gradients
-    past = count >= self.warmup_steps
-    rung = past.astype(jnp.int32) * (self.num_rungs - 1)
-    return Choice(state, rung, rung, None, jnp.zeros((), jnp.float32))
+    starts = np.array(sorted(self.rungs), np.int32)
+    rungs = jnp.array([self.rungs[int(start)] for start in starts], jnp.int32)
+    rung = rungs[jnp.sum(count >= starts[1:])]
+    nothing = jnp.zeros((), jnp.float32)
+    return Choice(state, rung, rung, None, None, nothing)
 
-  def settle(self, choice: Choice, is_finite: jax.Array) -> tuple[()]:
-    del is_finite
+  def settle(
+    self, choice: Choice, measured: Measured, is_finite: jax.Array
+  ) -> PolicyState:
+    del measured, is_finite
     return choice.state
 
-  def report(self, state: tuple[()]) -> tuple[None, None]:
+  def report(self, state: PolicyState) -> Report:
     del state
-    return None, None
+    return Report()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,34 +106,80 @@ class EntropyPolicy:
 
   plan: Plan
   controller: Controller
+  allocator: Allocator | None  # None: all matrices have the rank of the rung
   axis_name: str
   period: int  # steps from one sample to the next
   entry_rate: float
   estimator: str
   bins: int
 
-  def init(self) -> ControllerState:
-    return self.controller.init()
+  def init(self) -> PolicyState:
+    allocator = ()
+    if self.allocator is not None:
+      allocator = self.allocator.init(self.controller.warmup_rung)
+    return PolicyState(self.controller.init(), allocator)
 
   def choose(
-    self,
-    state: ControllerState,
-    gradients: Sequence[jax.Array],
-    count: jax.Array,
+    self, state: PolicyState, gradients: Sequence[jax.Array], count: jax.Array
   ) -> Choice:
-    state = self.controller.advance(state, count)
+    control = self.controller.advance(state.controller, count)
+    allocator, ranks = state.allocator, None
+    if self.allocator is not None:
+      allocator = self.allocator.advance(
+        allocator, count, control.rung, control.window_variance
+      )
+      ranks = allocator.ranks
     aligned = self.controller.closes_window(count)
     wire_bytes = jnp.where(aligned, float(self.controller.window_bytes), 0.0)
+    sample, sampled_bytes = self._sample(gradients, count)
+    return Choice(
+      PolicyState(control, allocator),
+      control.rung,
+      control.lead_rung,
+      ranks,
+      sample,
+      wire_bytes + sampled_bytes,
+    )
+
+  def settle(
+    self, choice: Choice, measured: Measured, is_finite: jax.Array
+  ) -> PolicyState:
+    weight = jnp.where(is_finite, choice.sample.weight, 0.0)
+    sample = choice.sample._replace(weight=weight)
+    state = choice.state
+    allocator = state.allocator
+    if self.allocator is not None:
+      allocator = self.allocator.observe(allocator, measured, is_finite)
+    return PolicyState(
+      self.controller.observe(state.controller, sample), allocator
+    )
+
+  def report(self, state: PolicyState) -> Report:
+    control, allocator = state
+    if self.allocator is None:
+      error = self.controller.predicted_error(control)
+      errors = self.controller.predicted_errors(control)
+    else:
+      error, errors = allocator.predicted_error, allocator.predicted_errors
+    return Report(control.entropy, error, control.entropies, errors)
+
+  def _sample(
+    self, gradients: Sequence[jax.Array], count: jax.Array
+  ) -> tuple[entropy.EntropySample, jax.Array]:
+    """A sample if it is time for one, and the bytes it takes."""
     members = self.plan.compressible
-    nothing = entropy.no_sample(len(self.plan.matrix_shapes))
+    num = len(self.plan.matrices)
     if not members:
-      return Choice(state, state.rung, state.lead_rung, nothing, wire_bytes)
+      return entropy.no_sample(num), jnp.zeros((), jnp.float32)
     is_sampled = count % self.period == 0
+    views = [self.plan.leaves[i].view for i in members]
 
     def estimate() -> entropy.EntropySample:
       return entropy.estimate(
-        [gradients[i] for i in members],
-        [self.plan.shape_index(self.plan.leaves[i]) for i in members],
+        [
+          gradients[i].reshape(view)
+          for i, view in zip(members, views, strict=True)
+        ],
         count // self.period,
         self.axis_name,
         entry_rate=self.entry_rate,
@@ -130,14 +193,5 @@ class EntropyPolicy:
       estimate,
       lambda: jax.tree.map(collectives.zeros_like_type, types),
     )
-    size = entropy.sample_bytes(len(members), self.estimator, self.bins)
-    wire_bytes += jnp.where(is_sampled, float(size), 0.0)
-    return Choice(state, state.rung, state.lead_rung, sample, wire_bytes)
-
-  def settle(self, choice: Choice, is_finite: jax.Array) -> ControllerState:
-    weight = jnp.where(is_finite, choice.sample.weight, 0.0)
-    sample = choice.sample._replace(weight=weight)
-    return self.controller.observe(choice.state, sample)
-
-  def report(self, state: ControllerState) -> tuple[jax.Array, jax.Array]:
-    return state.entropy, self.controller.predicted_error(state)
+    size = entropy.sample_bytes(num, self.estimator, self.bins)
+    return sample, jnp.where(is_sampled, float(size), 0.0)

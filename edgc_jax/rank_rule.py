@@ -18,32 +18,30 @@ RULES = ("cqm", "linear")
 
 
 def loss_table(plan: Plan) -> np.ndarray:
-  """ln T(r) per matrix shape and rank, ready for `log_error`.
+  """ln T(r) per matrix and rank, ready for `log_error`.
 
-  Where a rank would send a shape dense nothing is lost: T is `SMALLEST_LOSS`.
+  Where a rank would send a matrix dense nothing is lost: T is
+  `SMALLEST_LOSS`.
 
   Args:
-    plan: Gives the shapes, the ladder and the least ratio.
+    plan: Gives the matrices, the ladder and the least ratio.
 
   Returns:
-    float32 [num_shapes, rank_max + 1].
+    float32 [K, rank_max + 1].
   """
   rank_max = max(plan.ladder)
   ranks = np.arange(rank_max + 1)
-  table = np.empty((len(plan.matrix_shapes), rank_max + 1))
-  for row, (m, n) in zip(table, plan.matrix_shapes, strict=True):
-    lost = lost_energy(m, n)[np.minimum(ranks, min(m, n))]
+  table = np.empty((len(plan.matrices), rank_max + 1))
+  for row, (m, n) in zip(table, plan.sides.tolist(), strict=True):
+    lost = lost_energy(m, n)[np.minimum(ranks, m)]
     pays = [plan.pays(m, n, rank) for rank in ranks]
     row[:] = np.log(np.where(pays, lost, SMALLEST_LOSS))
   return table.astype(np.float32)
 
 
-def shape_sizes(plan: Plan) -> np.ndarray:
-  """Entries of all matrices of a shape, float32 [num_shapes]."""
-  sizes = np.zeros(len(plan.matrix_shapes), np.float32)
-  for i in plan.compressible:
-    sizes[plan.shape_index(plan.leaves[i])] += plan.leaves[i].size
-  return sizes
+def matrix_sizes(plan: Plan) -> np.ndarray:
+  """Entries of each matrix, float32 [K]."""
+  return np.prod(plan.sides, axis=1).astype(np.float32)
 
 
 def log_error(
@@ -51,12 +49,12 @@ def log_error(
 ) -> jax.Array:
   """ln of the modelled squared error of all matrices, by rank.
 
-    ln G(r) = ln sum_shapes  (entries) variance T_shape(r)
+    ln G(r) = ln sum_i  (entries) variance T_i(r)
 
   Args:
-    table: float32 [num_shapes, rank_max + 1], from `loss_table`.
-    sizes: float32 [num_shapes], from `shape_sizes`.
-    variance: float32 [num_shapes], mean square of a shape's entries.
+    table: float32 [K, rank_max + 1], from `loss_table`.
+    sizes: float32 [K], from `matrix_sizes`.
+    variance: float32 [K], mean square of a matrix's entries.
 
   Returns:
     float32 [rank_max + 1], falling; entry 0 is the whole energy.

@@ -16,26 +16,36 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from edgc_jax import collectives, guards, low_rank
+from edgc_jax.allocator import AllocatorState, Measured
 from edgc_jax.comm_cost import BYTES_PER_VALUE, Plan, by_exchange
 from edgc_jax.controller import ControllerState
 from edgc_jax.late_gradients import LateUpdates, rest_of
 from edgc_jax.low_rank import Exchange, LowRankState
-from edgc_jax.policy import Policy
-from edgc_jax.telemetry import Checks, Stats, first_stats, next_stats
+from edgc_jax.policy import Policy, PolicyState, Report
+from edgc_jax.telemetry import (
+  Checks,
+  MatrixStats,
+  Stats,
+  first_stats,
+  lost_share,
+  next_stats,
+)
 
 
 class ReducerState(NamedTuple):
-  """State of a reducer; the controller's part is empty where there is none.
+  """State of a reducer; controller and allocator are empty where there is none.
 
-  On pipeline stages the controller, but for `lead_rung`, and the statistics
-  have an axis of one for the stage in front.
+  On pipeline stages both, but for `lead_rung`, and the statistics have an axis
+  of one for the stage in front.
   """
 
   count: jax.Array  # int32 [], steps done
   controller: ControllerState | tuple[()]
+  allocator: AllocatorState | tuple[()]
   low_rank: LowRankState
   stats: Stats
   checks: Checks
@@ -66,18 +76,24 @@ def make_reducer(
     guards.warn_if_nothing_pays(plan)
     plans = by_exchange(plan)
     policy = policy_for(plans[0])
-    entropy, predicted_error = policy.report(policy.init())
     low = low_rank.pack(
       plans,
       params,
       [low_rank.init_factors(part, seed) for part in plans],
       [low_rank.init_residual(part) for part in plans],
     )
-    stats = first_stats(plan.dense_bytes, entropy, predicted_error)
+    report = policy.report(policy.init())
+    zeros = [jnp.zeros(len(part.matrices), jnp.float32) for part in plans]
+    ranks = [jnp.zeros(len(part.matrices), jnp.int32) for part in plans]
+    stats = first_stats(
+      plan.dense_bytes,
+      report,
+      _matrix_stats(plans, params, report, ranks, zeros),
+    )
     # A new array for every field: one that served twice cannot be donated.
     count, skipped, identical = (jnp.zeros((), jnp.int32) for _ in range(3))
     checks = Checks(skipped, identical)
-    state = ReducerState(count, policy.init(), low, stats, checks)
+    state = ReducerState(count, *policy.init(), low, stats, checks)
     return _stacked(state) if stage_axis else state
 
   def update_fn(
@@ -103,11 +119,17 @@ def make_reducer(
     policy = policy_for(plans[0])
     count = state.count
 
-    choice = policy.choose(state.controller, own, count)
+    control = PolicyState(state.controller, state.allocator)
+    choice = policy.choose(control, own, count)
     factors, residuals = low_rank.unpack(plans, state.low_rank)
     key = jax.random.fold_in(jax.random.key(seed), count)
     reduce = functools.partial(_reduce, key=key, axis_name=axis_name)
-    results = [reduce(plans[0], choice.rung, own, residuals[0], factors[0])]
+    results = [
+      reduce(
+        plans[0], choice.rung, own, residuals[0], factors[0],
+        ranks=choice.ranks,
+      )
+    ]  # fmt: skip
     rest = rest_of(
       updates, late_updates, results[0].is_finite, plan, axis_name, stage_axis
     )
@@ -126,11 +148,22 @@ def make_reducer(
     keep = lambda new, old: jax.tree.map(  # noqa: E731
       lambda n, o: jnp.where(ok, n, o), new, old
     )
-    control = policy.settle(choice, ok)
+    measured = [_measured(result) for result in results]
+    control = policy.settle(choice, measured[0], ok)
+    report = policy.report(control)
+    rungs = [choice.rung, choice.lead_rung][: len(plans)]
+    ranks = [
+      _by_rung(part.uniform_ranks, rung)
+      for part, rung in zip(plans, rungs, strict=True)
+    ]
+    if choice.ranks is not None:
+      ranks[0] = choice.ranks
+    errors = [lost_share(m.energy, m.kept) for m in measured]
     identical = state.checks.identical_steps
     new_state = ReducerState(
       count=optax.safe_increment(count),
-      controller=control,
+      controller=control.controller,
+      allocator=control.allocator,
       low_rank=low_rank.pack(
         plans,
         updates,
@@ -139,17 +172,17 @@ def make_reducer(
       ),
       stats=next_stats(
         state.stats,
-        energy=sum(result.energy for result in results),
-        kept=sum(result.kept for result in results),
+        energy=sum(jnp.sum(m.energy) for m in measured),
+        kept=sum(jnp.sum(m.kept) for m in measured),
         is_finite=is_finite,
-        rank=jnp.array(plans[0].ladder, jnp.int32)[choice.rung],
+        rank=_by_rung(np.array(plans[0].ladder, np.int32), choice.rung),
         rung=choice.rung,
-        wire_bytes=_bytes_at(plans[0], choice.rung)
-        + sum(_bytes_at(part, choice.lead_rung) for part in plans[1:])
+        wire_bytes=sum(map(_bytes_at, plans, rungs))
         + choice.wire_bytes
         + _agreement_bytes(identical, axis_name, stage_axis),
         count=count,
-        report=policy.report(control),
+        report=report,
+        matrices=_matrix_stats(plans, updates, report, ranks, errors),
       ),
       checks=Checks(
         state.checks.skipped_steps + (~ok).astype(jnp.int32),
@@ -173,12 +206,15 @@ def _reduce(
   *,
   key: jax.Array,
   axis_name: str,
+  ranks: jax.Array | None = None,
 ) -> Exchange:
   """One exchange, with error feedback, in the gradients' own dtypes."""
   matrices = [g.astype(jnp.float32) for g in gradients]
   for i, e in zip(plan.compressible, residual, strict=True):
     matrices[i] += e
-  result = low_rank.exchange(plan, rung, matrices, factor_q, key, axis_name)
+  result = low_rank.exchange(
+    plan, rung, matrices, factor_q, key, axis_name, ranks
+  )
   rounded = [
     _round(mean, g.dtype)
     for mean, g in zip(result.averaged, gradients, strict=True)
@@ -196,8 +232,49 @@ def _reduce(
   return result._replace(averaged=averaged, residual=kept)
 
 
+def _measured(result: Exchange) -> Measured:
+  """What an exchange says of each matrix."""
+  width = max((c.shape[1] for c in result.columns), default=0)
+  columns = [
+    jnp.pad(c, ((0, 0), (0, width - c.shape[1]))) for c in result.columns
+  ]
+  if not columns:
+    return Measured(*(jnp.zeros((0,)),) * 2, jnp.zeros((0, 0)))
+  return Measured(*map(jnp.concatenate, (result.energy, result.kept, columns)))
+
+
+def _matrix_stats(
+  plans: Sequence[Plan],
+  tree: Any,
+  report: Report,
+  ranks: Sequence[jax.Array],
+  errors: Sequence[jax.Array],
+) -> MatrixStats:
+  """Arrays over the matrices of each plan, cut into trees like `tree`."""
+
+  def as_tree(values: Sequence[jax.Array]) -> Any:
+    parts = plans[: len(values)]
+    by_leaf = [p.by_leaf(v) for p, v in zip(parts, values, strict=True)]
+    return low_rank.like_tree(parts, tree, by_leaf)
+
+  is_measured = report.matrix_entropy is not None
+  return MatrixStats(
+    entropy=as_tree([report.matrix_entropy]) if is_measured else None,
+    rank=as_tree(ranks),
+    error=as_tree(errors),
+    predicted_error=as_tree([report.matrix_predicted_error])
+    if is_measured
+    else None,
+  )
+
+
+def _by_rung(table: np.ndarray, rung: jax.Array) -> jax.Array:
+  return jnp.asarray(table)[rung]
+
+
 def _bytes_at(plan: Plan, rung: jax.Array) -> jax.Array:
-  return jnp.array([plan.wire_bytes(r) for r in plan.ladder], jnp.float32)[rung]
+  table = [plan.wire_bytes(rank) for rank in plan.ladder]
+  return _by_rung(np.array(table, np.float32), rung)
 
 
 def _agreement_bytes(
@@ -235,7 +312,9 @@ def _by_stage(fn: Callable, state: ReducerState) -> ReducerState:
     controller = jax.tree.map(fn, controller._replace(lead_rung=None))
     controller = controller._replace(lead_rung=lead_rung)
   return state._replace(
-    controller=controller, stats=jax.tree.map(fn, state.stats)
+    controller=controller,
+    allocator=jax.tree.map(fn, state.allocator),
+    stats=jax.tree.map(fn, state.stats),
   )
 
 

@@ -131,6 +131,7 @@ def state_specs(
       controller = controller._replace(lead_rung=PartitionSpec())
     return common._replace(
       controller=controller,
+      allocator=everywhere(state.allocator, stage_axis),
       stats=everywhere(state.stats, stage_axis),
       low_rank=LowRankState(
         everywhere(state.low_rank.factor_q, stage_axis), residual

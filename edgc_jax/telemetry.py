@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from edgc_jax.guards import CHECKED_STEPS
+from edgc_jax.policy import Report
 
 
 class Stats(NamedTuple):
@@ -27,6 +28,20 @@ class Stats(NamedTuple):
   relative_error: jax.Array  # float32 [], lost share of the energy
   predicted_error: jax.Array | None  # float32 [], the model's expectation
   residual_norm: jax.Array  # float32 [], root mean square over replicas
+  matrices: "MatrixStats"
+
+
+class MatrixStats(NamedTuple):
+  """The same numbers for each matrix: trees like the parameters, leaves [k].
+
+  `optax.MaskedNode` stands where a leaf is always dense, or, for entropies
+  and predictions, is not a stage's own. None where nothing is measured.
+  """
+
+  entropy: Any  # float32
+  rank: Any  # int32, 0 is dense
+  error: Any  # float32, lost share of the energy
+  predicted_error: Any  # float32
 
 
 class Checks(NamedTuple):
@@ -45,23 +60,22 @@ class SkipStats(NamedTuple):
 
 
 def first_stats(
-  dense_bytes: int,
-  entropy: jax.Array | None,
-  predicted_error: jax.Array | None,
+  dense_bytes: int, report: Report, matrices: MatrixStats
 ) -> Stats:
   """The numbers before the first step."""
   # A new array for every field: one that served twice cannot be donated.
   zero = functools.partial(jnp.zeros, (), jnp.float32)
   return Stats(
-    entropy=entropy,
+    entropy=report.entropy,
     rank=jnp.zeros((), jnp.int32),
     rung=jnp.zeros((), jnp.int32),
     wire_bytes=zero(),
     mean_wire_bytes=zero(),
     dense_bytes=jnp.array(dense_bytes, jnp.float32),
     relative_error=zero(),
-    predicted_error=predicted_error,
+    predicted_error=report.predicted_error,
     residual_norm=zero(),
+    matrices=matrices,
   )
 
 
@@ -75,29 +89,43 @@ def next_stats(
   rung: jax.Array,
   wire_bytes: jax.Array,
   count: jax.Array,
-  report: tuple[jax.Array | None, jax.Array | None],
+  report: Report,
+  matrices: MatrixStats,
 ) -> Stats:
   """The numbers of step `count`; errors stay where they are not finite.
 
   P is orthonormal, so |M - P P^T M|^2 = |M|^2 - |P^T M|^2, summed over
-  matrices and averaged over replicas: two scalars travel with the factors.
+  each matrix and averaged over replicas: two scalars of each travel with the
+  factors.
   """
   lost = jnp.maximum(energy - kept, 0.0)
-  share = lost / jnp.where(energy > 0, energy, 1.0)
-  measured = is_finite & jnp.isfinite(share)
-  entropy, predicted_error = report
+  share = lost_share(energy, kept)
+  is_measured = is_finite & jnp.isfinite(share)
   more = (wire_bytes - old.mean_wire_bytes) / (count + 1)
   return Stats(
-    entropy=entropy,
+    entropy=report.entropy,
     rank=rank,
     rung=rung,
     wire_bytes=wire_bytes,
     mean_wire_bytes=old.mean_wire_bytes + more,
     dense_bytes=old.dense_bytes,
-    relative_error=jnp.where(measured, share, old.relative_error),
-    predicted_error=predicted_error,
-    residual_norm=jnp.where(measured, jnp.sqrt(lost), old.residual_norm),
+    relative_error=jnp.where(is_measured, share, old.relative_error),
+    predicted_error=report.predicted_error,
+    residual_norm=jnp.where(is_measured, jnp.sqrt(lost), old.residual_norm),
+    matrices=matrices._replace(
+      error=jax.tree.map(
+        lambda new, old: jnp.where(is_measured, new, old),
+        matrices.error,
+        old.matrices.error,
+      )
+    ),
   )
+
+
+def lost_share(energy: jax.Array, kept: jax.Array) -> jax.Array:
+  """Share of the energy that was not sent; 0 where there is none."""
+  lost = jnp.maximum(energy - kept, 0.0)
+  return lost / jnp.where(energy > 0, energy, 1.0)
 
 
 def metrics(opt_state: Any) -> dict[str, Any]:
@@ -122,6 +150,9 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     `skipped_steps`, `identical_gradients` (1 if all replicas had the same
     gradients in the first steps), for `edgc` also `entropy` (nats) and
     `predicted_error`, under `skip_nonfinite` also `consecutive_skips`.
+    And by matrix, as {path: list over the matrices of this leaf}, on stages
+    with a list of stages in front: `matrix_rank`, `matrix_error`, for `edgc`
+    also `matrix_entropy` and `matrix_predicted_error`.
 
   Raises:
     ValueError: if there is no reducer in the state, or more than one.
@@ -143,10 +174,13 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     stats, checks, skips = jax.device_get((stats, checks, skips))
     first = lambda x: np.ravel(x)[0].item()  # noqa: E731
     checks, skips = jax.tree.map(first, (checks, skips))
-    stats = stats if by_stage else jax.tree.map(first, stats)
+    if not by_stage:
+      stats = _of_one_replica(stats)
     _warn(checks, skips)
   values = stats._asdict()
   del values["mean_wire_bytes"]
+  for name, tree in values.pop("matrices")._asdict().items():
+    values[f"matrix_{name}"] = _by_path(tree)
   values |= {
     "compression_ratio": _ratio(stats.dense_bytes, stats.mean_wire_bytes),
     "skipped_steps": checks.skipped_steps
@@ -155,11 +189,25 @@ def metrics(opt_state: Any) -> dict[str, Any]:
   }
   if skips:
     values["consecutive_skips"] = skips[0].consecutive_skips
+  to_list = lambda x: x.tolist() if isinstance(x, np.ndarray) else x  # noqa: E731
+  # Nothing measured is None, or for matrices an empty dictionary.
+  values = {n: v for n, v in values.items() if jax.tree.leaves(v)}
+  return jax.tree.map(to_list, values)
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {
-    name: value.tolist() if isinstance(value, np.ndarray) else value
-    for name, value in values.items()
-    if value is not None
+    jax.tree_util.keystr(path, simple=True, separator="/"): value
+    for path, value in leaves
   }
+
+
+def _of_one_replica(stats: Stats) -> Stats:
+  """The first replica's numbers, where pmap stacked those of all."""
+  if np.ndim(stats.rank):
+    stats = jax.tree.map(lambda x: x[0], stats)
+  return jax.tree.map(lambda x: x if np.ndim(x) else x.item(), stats)
 
 
 def find(tree: Any, kind: type) -> list:

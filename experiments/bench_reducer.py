@@ -128,8 +128,7 @@ def _entropy(
   def estimate(tree: Any) -> entropy.EntropySample:
     leaves = jax.tree.leaves(tree)
     return entropy.estimate(
-      [leaves[i] for i in plan.compressible],
-      [plan.shape_index(plan.leaves[i]) for i in plan.compressible],
+      [leaves[i].reshape(plan.leaves[i].view) for i in plan.compressible],
       jnp.int32(0),
       _AXIS,
       entry_rate=entry_rate,

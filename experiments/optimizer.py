@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from ml_collections import ConfigDict
 
 import edgc_jax
 from experiments import gpt2, gpt2_stages
 
+_SCHEDULE_PARTS = 8
 REDUCERS = ("edgc", "powersgd", "allreduce")
 
 
@@ -45,9 +47,22 @@ def make_reducer(
   if config.reducer == "edgc":
     options |= {"align": config.pipeline.align, **times}
     # Zero stands for what is found.
-    for name in ("rank_max", "rank_min", "max_rank_step"):
+    for name in ("rank_max", "rank_min", "max_rank_step", "warmup_rank"):
       options[name] = options[name] or None
+  else:
+    options["rank"] = _rank_schedule(
+      options["rank"], options.pop("final_rank"), config.steps
+    )
   return getattr(edgc_jax, config.reducer)(**options)
+
+
+def _rank_schedule(rank: int, final_rank: int, steps: int) -> dict[int, int]:
+  """{first step: rank}, moving to the final rank in equal parts of the run."""
+  if final_rank in (0, rank):
+    return {0: rank}
+  parts = 1 + min(abs(final_rank - rank), _SCHEDULE_PARTS - 1)
+  ranks = np.linspace(rank, final_rank, parts).round().astype(int).tolist()
+  return {i * steps // parts: rank for i, rank in enumerate(ranks)}
 
 
 def make_schedule(config: ConfigDict) -> optax.Schedule:

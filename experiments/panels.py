@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+from experiments.heat_maps import Matrices
+
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#e69f00", "#7f4f24")
 
 
@@ -22,6 +24,7 @@ class Run:
   config: dict[str, Any]
   summary: dict[str, Any]  # Empty until the run has ended.
   columns: dict[str, np.ndarray]
+  matrices: Matrices
 
   @property
   def reducer(self) -> str:

@@ -39,7 +39,8 @@ class Parallel(Protocol):
 
     Returns:
       Parameters, optimiser state and numbers, equal on all devices: scalars,
-      or [stages] where they differ by stage.
+      and arrays over a leaf's matrices by its path; with [stages] in front
+      where they differ by stage.
     """
 
   def losses(self, params: Any, batch: np.ndarray) -> jax.Array:
@@ -160,7 +161,9 @@ class OnMesh:
         gradients, opt_state, params, late_updates=late_updates
       )
       params = optax.apply_updates(params, updates)
-      numbers = _of_all_stages(edgc_jax.metrics(opt_state))
+      numbers = edgc_jax.metrics(opt_state)
+      if STAGE in mesh.shape:
+        numbers = _of_all_stages(numbers)
       return params, opt_state, numbers | {"loss": lax.pmean(loss, DATA)}
 
     def losses(params: Any, batch: jax.Array) -> jax.Array:
@@ -219,13 +222,14 @@ def make_mesh(replicas: int, stages: int) -> Mesh:
 
 
 def _of_all_stages(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """What differs by stage as [stages], equal on all; scalars as they are."""
-  by_stage = {name: x for name, x in numbers.items() if x.ndim}
-  if not by_stage:
-    return numbers
+  """What differs by stage with an axis of stages, equal on all."""
   stage, stages = lax.axis_index(STAGE), lax.axis_size(STAGE)
   slots = {
-    name: jnp.zeros(stages, x.dtype).at[stage].set(x[0])
-    for name, x in by_stage.items()
+    name: jax.tree.map(
+      lambda x: jnp.zeros((stages, *x.shape[1:]), x.dtype).at[stage].set(x[0]),
+      tree,
+    )
+    for name, tree in numbers.items()
+    if all(x.ndim for x in jax.tree.leaves(tree))
   }
   return numbers | lax.psum(slots, STAGE)

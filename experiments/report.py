@@ -20,7 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import numpy as np
 from absl import app
 
-from experiments import panels
+from experiments import heat_maps, panels
 
 # fmt: off
 _KEYS = (
@@ -75,7 +75,15 @@ def write_report(
   folder.mkdir(parents=True, exist_ok=True)
   picture, page = folder / "report.png", folder / "report.html"
   panels.draw(runs).savefig(picture, dpi=100)
-  page.write_text(_page(runs, picture.read_bytes()), encoding="utf-8")
+  maps = []
+  for run in runs:
+    figure = heat_maps.draw(run.matrices, run.label)
+    if figure is not None:
+      name = "matrices.png" if len(runs) == 1 else f"matrices-{run.name}.png"
+      figure.savefig(folder / name, dpi=100)
+      maps.append((folder / name).read_bytes())
+  text = _page(runs, picture.read_bytes(), maps)
+  page.write_text(text, encoding="utf-8")
   return picture, page
 
 
@@ -108,6 +116,7 @@ def _load(folder: pathlib.Path) -> panels.Run:
       "give the folder of a run that has started"
     )
   rows: dict[str, list] = {key: [] for key in _KEYS}
+  matrices = heat_maps.Matrices()
   broken = None
   # Bytes, since a half-written character would end a text file's iteration.
   with path.open("rb") as lines:
@@ -125,11 +134,13 @@ def _load(folder: pathlib.Path) -> panels.Run:
         continue
       for key, values in rows.items():
         values.append(record.get(key))
+      matrices.add(record)
   return panels.Run(
     name=folder.resolve().name,
     config=_read_object(folder / "config.json"),
     summary=_read_object(folder / "summary.json"),
     columns={key: _matrix(values) for key, values in rows.items()},
+    matrices=matrices,
   )
 
 
@@ -207,7 +218,14 @@ def _rank_text(
   return "\n".join(lines)
 
 
-def _page(runs: Sequence[panels.Run], picture: bytes) -> str:
+def _image(picture: bytes, text: str) -> str:
+  data = base64.b64encode(picture).decode()
+  return f'<img alt="{text}" src="data:image/png;base64,{data}">'
+
+
+def _page(
+  runs: Sequence[panels.Run], picture: bytes, maps: Sequence[bytes]
+) -> str:
   tables = [
     {
       "run": run.name,
@@ -220,10 +238,9 @@ def _page(runs: Sequence[panels.Run], picture: bytes) -> str:
   for name in tables[0]:
     cells = [html.escape(table[name].replace(" ->", _TO)) for table in tables]
     text.append(f"<tr><th>{name}<td>" + "<td>".join(cells))
-  text.append(
-    '</table>\n<img alt="Loss, bytes, entropy, rank and error by step" '
-    f'src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
-  )
+  text.append("</table>")
+  text.append(_image(picture, "Loss, bytes, entropy, rank and error by step"))
+  text += [_image(m, "Rank, entropy and error by matrix") for m in maps]
   for run in runs:
     config = json.dumps(run.config, indent=2) if run.config else "not recorded"
     text.append(

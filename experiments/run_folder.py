@@ -6,7 +6,7 @@ import os
 import pathlib
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -73,10 +73,8 @@ class RunFolder:
     self._lines.write(json.dumps(line, allow_nan=False) + "\n")
     self._lines.flush()
     for name, value in line.items():
-      values = value if isinstance(value, list) else [value]
-      for stage, number in enumerate(values):
-        tag = name if len(values) == 1 else f"{name}/stage_{stage}"
-        if name != "step":
+      if name != "step":
+        for tag, number in _scalars(name, value):
           self._events.add_scalar(tag, number, line["step"])
 
   def finish(self, summary: Mapping[str, Any]) -> None:
@@ -147,3 +145,19 @@ def _write_json(file: pathlib.Path, value: Any) -> None:
   scratch = file.with_suffix(".tmp")
   scratch.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
   scratch.replace(file)
+
+
+def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
+  """A value's numbers, named by path, stage and matrix where there are any."""
+  if isinstance(value, dict):
+    for path, numbers in value.items():
+      yield from _scalars(f"{name}/{path}", numbers)
+    return
+  by_stage = value if isinstance(value, list) else [value]
+  for stage, numbers in enumerate(by_stage):
+    tag = f"{name}/stage_{stage}" if len(by_stage) > 1 else name
+    if isinstance(numbers, list):
+      for matrix, number in enumerate(numbers):
+        yield f"{tag}/{matrix}", number
+    else:
+      yield tag, numbers

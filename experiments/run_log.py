@@ -116,7 +116,16 @@ class RunLog:
 
 def _by_stage(numbers: dict[str, np.ndarray]) -> dict[str, Any]:
   """Plain numbers, and lists of them where they differ by stage."""
-  return {
-    name: np.ravel(x).tolist() if name in _PER_STAGE else np.ravel(x)[0].item()
-    for name, x in numbers.items()
-  }
+  plain = {}
+  stages = np.size(numbers["rank"])
+  for name, x in numbers.items():
+    if isinstance(x, dict):
+      plain[name] = {
+        path: np.reshape(values, (stages, -1)).tolist()
+        for path, values in x.items()
+      }
+    elif name in _PER_STAGE:
+      plain[name] = np.ravel(x).tolist()
+    else:
+      plain[name] = np.ravel(x)[0].item()
+  return plain

@@ -37,8 +37,10 @@ REDUCERS = {
   "allreduce": lambda: edgc_jax.allreduce(),
   "powersgd": lambda: edgc_jax.powersgd(3, min_ratio=1.2),
   "powersgd_warm": lambda: edgc_jax.powersgd(3, warmup_steps=2, min_ratio=1.2),
-  "edgc_cqm": lambda: edgc_jax.edgc(**QUICK),
-  "edgc_linear": lambda: edgc_jax.edgc(
+  "edgc_published": lambda: edgc_jax.edgc(
+    granularity="stage", warmup_rank=None, **QUICK
+  ),
+  "edgc_matrix": lambda: edgc_jax.edgc(
     rule="linear", estimator="histogram", **QUICK
   ),
 }
@@ -211,7 +213,7 @@ class InsideOptaxTest(parameterized.TestCase):
       self.assertIn("rank", edgc_jax.metrics(run.state))
 
   def test_chain(self):
-    self.check(optax.chain(REDUCERS["edgc_cqm"](), optax.adamw(1e-3)))
+    self.check(optax.chain(REDUCERS["edgc_matrix"](), optax.adamw(1e-3)))
 
   def test_named_chain(self):
     self.check(
@@ -256,11 +258,11 @@ class InsideOptaxTest(parameterized.TestCase):
       optax.inject_hyperparams(edgc_jax.powersgd)(rank=2).init(FEW)
 
   def test_multi_steps(self):
-    tx = optax.MultiSteps(REDUCERS["edgc_cqm"](), every_k_schedule=2)
+    tx = optax.MultiSteps(REDUCERS["edgc_matrix"](), every_k_schedule=2)
     self.check(tx, backends={"pmap": Pmap})
 
   def test_state_is_found_by_optax_tree_get(self):
-    tx = optax.chain(REDUCERS["edgc_cqm"](), optax.adam(1e-3))
+    tx = optax.chain(REDUCERS["edgc_matrix"](), optax.adam(1e-3))
     state = tx.init(FEW)
     self.assertEqual(optax.tree.get(state, "wire_bytes"), 0)
     self.assertIn("wide", optax.tree.get(state, "residual"))

@@ -39,7 +39,9 @@ def drive(controller, entropies, weights=None):
     entropy = entropies[window] + (-1) ** count * 0.3
     state = observe(
       state,
-      EntropySample(jnp.float32(entropy), jnp.ones(1), jnp.float32(weight)),
+      EntropySample(
+        jnp.float32(entropy), jnp.ones(1), jnp.zeros(1), jnp.float32(weight)
+      ),
     )
   return ranks[::4], state, ranks
 

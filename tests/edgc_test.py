@@ -9,9 +9,11 @@ from meshes import BACKENDS, gradients_like
 import edgc_jax
 
 PARAMS = {"w": jnp.zeros((64, 128)), "b": jnp.zeros((8,))}
+# As published: dense warm-up, one rank for a stage.
 OPTIONS = {
   "rank_max": 12, "rank_min": 4, "window": 4, "warmup_steps": 4,
   "max_warmup_steps": 4, "step_rate": 0.5, "entry_rate": 1.0,
+  "warmup_rank": None, "granularity": "stage",
 }  # fmt: skip
 GAUSSIAN = 0.5 * np.log(2 * np.pi * np.e)
 
@@ -68,6 +70,19 @@ class EdgcTest(absltest.TestCase):
     scales = [1.0, 0.2, 0.2, 0.2, 0.04, 0.04]
     _, values = drive(BACKENDS["pmap"], scales, rule="linear", max_rank_step=8)
     self.assertEqual([v["rank"] for v in values[::4]], [0, 12, 12, 4, 4, 12])
+
+  def test_warmup_paid_in_ranks(self):
+    """The windows are the same, and so is H_ref: only the rung differs."""
+    scales = [1.0, 0.2, 0.2, 0.2, 1.1]
+    for warmup_rank, first in (("max", 12), (12, 12), (9, 8), (4, 4)):
+      run, values = drive(BACKENDS["pmap"], scales, warmup_rank=warmup_rank)
+      ranks = [v["rank"] for v in values]
+      self.assertEqual(ranks[::4], [first, 12, 8, 4, 4])
+      self.assertEqual(run.traces, 1)
+      reference = np.ravel(run.state.controller.reference_entropy)[0]
+      self.assertAlmostEqual(reference, GAUSSIAN, delta=0.02)
+      residual = run.residual()["w"]
+      self.assertGreater(np.abs(residual).max(), 0)
 
   def test_nothing_to_compress(self):
     """Vectors only: the reducer is an all-reduce, and says so."""
@@ -142,8 +157,9 @@ class DtypesTest(absltest.TestCase):
     """64 x 64 pays up to rank 16: that is the reference rank, not 32."""
     params = {"w": jnp.zeros((64, 64))}
     tx = edgc_jax.edgc(
-      window=2, warmup_steps=2, max_warmup_steps=2, step_rate=1
-    )
+      window=2, warmup_steps=2, max_warmup_steps=2, step_rate=1,
+      granularity="stage",
+    )  # fmt: skip
     run = BACKENDS["pmap"](tx, params)
     for step in range(3):
       run.step(gradients_like(params, seed=step))

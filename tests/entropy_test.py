@@ -13,12 +13,11 @@ GAUSSIAN = 0.5 * np.log(2 * np.pi * np.e)  # of a standard Gaussian, nats
 REPLICAS = 4
 
 
-@functools.partial(jax.jit, static_argnames=("rate", "estimator", "shapes"))
-def estimate(leaves, index=0, rate=1.0, estimator="gaussian", shapes=None):
-  """`entropy.estimate` with the replicas on a leading axis."""
-  shapes = shapes or (0,) * len(leaves)
+@functools.partial(jax.jit, static_argnames=("rate", "estimator"))
+def estimate(leaves, index=0, rate=1.0, estimator="gaussian"):
+  """`entropy.estimate` of matrices, with the replicas on a leading axis."""
   run = lambda *x: entropy.estimate(  # noqa: E731
-    x, shapes, index, "data",
+    [leaf[None] for leaf in x], index, "data",
     entry_rate=rate, estimator=estimator, bins=1000,
   )  # fmt: skip
   return jax.vmap(run, axis_name="data")(*leaves)
@@ -101,18 +100,33 @@ class EntropyTest(parameterized.TestCase):
     flat[:, ~keep] = 1e6
     self.assertEqual(sample(jnp.asarray(x), rate=0.25, index=2), expected)
 
-  def test_variance_by_shape(self):
-    """Mean square of all entries of a shape, zeros included."""
+  def test_variance_and_entropy_by_matrix(self):
+    """Mean squares count zeros, entropies do not."""
     a, b = gaussian((300, 400), 1, 2.0), gaussian((200, 300), 2, 0.01)
     c = gaussian((300, 400), 3, 1.0).at[:, ::2].set(0.0)
-    result = estimate((a, b, c), shapes=(0, 1, 0))
-    expected = [(4.0 + 0.5) / 2, 1e-4]
+    result = estimate((a, b, c))
+    expected = [4.0, 1e-4, 0.5]
     np.testing.assert_allclose(result.variance[0], expected, rtol=0.02)
+    expected = GAUSSIAN + np.log([2.0, 0.01, 1.0])
+    np.testing.assert_allclose(result.entropies[0], expected, atol=0.01)
+
+  def test_a_stack_is_many_matrices(self):
+    """Each by itself, as if it had been a leaf of its own."""
+    leaves = [gaussian((30, 40), seed, 10.0**seed) for seed in range(3)]
+    apart = estimate(leaves, rate=0.25)
+    together = jax.vmap(
+      lambda x: entropy.estimate(
+        [x], 0, "data", entry_rate=0.25, estimator="gaussian", bins=10
+      ),
+      axis_name="data",
+    )(jnp.stack(leaves, axis=1))
+    for one, other in zip(apart, together, strict=True):
+      np.testing.assert_allclose(one, other, rtol=1e-5)
 
   def test_leaves_of_unlike_scales(self):
     """A small loud leaf is not taken for outliers of the quiet rest."""
     loud, quiet = gaussian((100, 100), 1, 100.0), gaussian((400, 500), 2, 1.0)
-    result = estimate((loud, quiet), shapes=(0, 1))
+    result = estimate((loud, quiet))
     variance = (1e4 * 1e4 + 2e5) / 2.1e5
     expected = GAUSSIAN + 0.5 * np.log(variance)
     self.assertAlmostEqual(float(result.entropy[0]), expected, delta=0.02)

@@ -44,6 +44,10 @@ class ArgumentsTest(parameterized.TestCase):
     ({"rank_multiple": 0}, "`rank_multiple` must be at least 1"),
     ({"max_rank_step": 2}, "`max_rank_step` must be at least 4"),
     ({"min_ratio": -1}, "`min_ratio` must be at least 0"),
+    ({"granularity": "leaf"}, "`granularity` must be one of .*got 'leaf'"),
+    ({"curves": "svd"}, "`curves` must be one of .*got 'svd'"),
+    ({"scale_exponent": 3}, "`scale_exponent` must be between 0"),
+    ({"warmup_rank": 0}, "`warmup_rank` must be at least 1"),
   )
   def test_edgc(self, options, message):
     with self.assertRaisesRegex(ValueError, message):
@@ -62,9 +66,17 @@ class ArgumentsTest(parameterized.TestCase):
       ({"rank": 0}, "`rank` must be at least 1, got 0"),
       ({"rank": 2, "warmup_steps": -1}, "`warmup_steps` must be at least 0"),
       ({"rank": 2, "min_ratio": -1}, "`min_ratio` must be at least 0"),
+      ({"rank": {5: 2}}, "`rank` must be a rank from step 0 on"),
+      ({"rank": {0: 0}}, "`rank` must be a rank from step 0 on"),
     ):
       with self.assertRaisesRegex(ValueError, message):
         edgc_jax.powersgd(**options)
+
+  def test_warmup_rank_outside_the_ladder(self):
+    params = {"w": jnp.zeros((80, 80))}
+    for rank in (4, 64):
+      with self.assertRaisesRegex(ValueError, "`warmup_rank`.*between.*8 and"):
+        edgc_jax.edgc(warmup_rank=rank).init(params)
 
   def test_matrix_view_that_does_not_fit(self):
     tx = edgc_jax.powersgd(2, matrix_view=lambda path, shape: (1, 5, 5))

@@ -4,29 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 from meshes import Pmap, find, gradients_like
+from reference import PowerSGD
 
 import edgc_jax
 
 ROWS, COLS, REPLICAS = 48, 80, 4
 PARAMS = {"w": jnp.zeros((ROWS, COLS))}
-
-
-class Reference:
-  """PowerSGD with error feedback, one matrix, NumPy in float64."""
-
-  def __init__(self, q):
-    self.q, self.residual = q, np.zeros((REPLICAS, ROWS, COLS))
-
-  def step(self, gradients, rank):
-    m = gradients + self.residual
-    basis, _ = np.linalg.qr(self.q[:, :rank])
-    left, values, _ = np.linalg.svd(m.mean(0) @ basis, full_matrices=False)
-    del values
-    local_q = np.swapaxes(m, 1, 2) @ left
-    update = left @ local_q.mean(0).T
-    self.residual = m - left @ np.swapaxes(local_q, 1, 2)
-    self.q = np.concatenate([local_q.mean(0), self.q[:, rank:]], axis=1)
-    return update
 
 
 def spectral_gradient(values, seed=0):
@@ -43,7 +26,7 @@ class LowRankTest(parameterized.TestCase):
   def test_agrees_with_numpy(self, rank):
     run = Pmap(edgc_jax.powersgd(rank, min_ratio=0), PARAMS)
     first_q = np.asarray(find(run.state).low_rank.factor_q["w"])[0, 0]
-    reference = Reference(first_q.astype(np.float64))
+    reference = PowerSGD(first_q, REPLICAS, ROWS, COLS)
     for step in range(5):
       gradients = gradients_like(PARAMS, seed=step)
       expected = reference.step(np.asarray(gradients["w"], np.float64), rank)
@@ -122,6 +105,7 @@ class RankChangeTest(parameterized.TestCase):
     tx = edgc_jax.edgc(
       rank_max=16, rank_min=8, rank_multiple=8, max_rank_step=8,
       min_ratio=0, window=1000, warmup_steps=1000, step_rate=1.0,
+      granularity="stage",
     )  # fmt: skip
     self.run_ = Pmap(tx, PARAMS)
 

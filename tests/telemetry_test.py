@@ -13,18 +13,20 @@ ALWAYS = {
   "rank", "rung", "wire_bytes", "dense_bytes", "compression_ratio",
   "relative_error", "residual_norm", "skipped_steps", "identical_gradients",
 }  # fmt: skip
+LOW_RANK = ALWAYS | {"matrix_rank", "matrix_error"}
+EDGC = LOW_RANK | {
+  "entropy", "predicted_error", "matrix_entropy", "matrix_predicted_error",
+}  # fmt: skip
 
 
 class MetricsTest(parameterized.TestCase):
   def test_keys(self):
     of = lambda tx: set(edgc_jax.metrics(tx.init(PARAMS)))  # noqa: E731
     self.assertEqual(of(edgc_jax.allreduce()), ALWAYS)
-    self.assertEqual(of(edgc_jax.powersgd(2)), ALWAYS)
-    self.assertEqual(
-      of(edgc_jax.edgc(rank_max=4)), ALWAYS | {"entropy", "predicted_error"}
-    )
+    self.assertEqual(of(edgc_jax.powersgd(2)), LOW_RANK)
+    self.assertEqual(of(edgc_jax.edgc(rank_max=4)), EDGC)
     skipping = edgc_jax.skip_nonfinite(edgc_jax.powersgd(2))
-    self.assertEqual(of(skipping), ALWAYS | {"consecutive_skips"})
+    self.assertEqual(of(skipping), LOW_RANK | {"consecutive_skips"})
 
   @parameterized.named_parameters(
     ("chain", lambda tx: optax.chain(tx, optax.adam(1e-3))),
@@ -43,6 +45,10 @@ class MetricsTest(parameterized.TestCase):
     run = Pmap(optax.chain(edgc_jax.powersgd(2), optax.sgd(1.0)), PARAMS)
     run.step(gradients_like(PARAMS, 0))
     values = edgc_jax.metrics(run.state)
+    self.assertEqual(values.pop("matrix_rank"), {"w": [2]})
+    self.assertAlmostEqual(
+      values.pop("matrix_error")["w"][0], values["relative_error"]
+    )
     for name, value in values.items():
       self.assertIsInstance(value, int | float, name)
     self.assertEqual(values["rank"], 2)

@@ -20,14 +20,18 @@ PARAMS = {
 
 
 class WireBytesTest(parameterized.TestCase):
-  @parameterized.product(
-    backend=list(BACKENDS), estimator=["gaussian", "histogram"]
+  @parameterized.parameters(
+    ("pmap", "stage", "gaussian"),
+    ("pmap", "matrix", "gaussian"),
+    ("shard_map", "matrix", "histogram"),
   )
-  def test_every_rung_of_edgc(self, backend, estimator):
+  def test_every_rung_of_edgc(self, backend, granularity, estimator):
+    """The same for ranks of a stage and of matrices, whatever these are."""
     bins = 100
     tx = edgc_jax.edgc(
-      rank_max=12, rank_min=4, window=10, estimator=estimator, bins=bins
-    )
+      rank_max=12, rank_min=4, window=10, estimator=estimator, bins=bins,
+      granularity=granularity,
+    )  # fmt: skip
     run = BACKENDS[backend](tx, PARAMS)
     hlo = run.compiled(gradients_like(PARAMS, seed=0))
     rungs, *others = compiled_cost.wire_bytes_of_branches(hlo)
@@ -35,9 +39,9 @@ class WireBytesTest(parameterized.TestCase):
     self.assertEqual(rungs, predicted)
     self.assertEqual(compiled_cost.wire_bytes_outside_branches(hlo), 0)
     # Whatever is not a rung is a branch that is rarely taken.
-    num_leaves = len(comm_cost.make_plan(PARAMS, (4,)).compressible)
+    num_matrices = len(comm_cost.make_plan(PARAMS, (4,)).matrices)
     rare = sorted(sum(branches) for branches in others if sum(branches))
-    sample = entropy.sample_bytes(num_leaves, estimator, bins)
+    sample = entropy.sample_bytes(num_matrices, estimator, bins)
     self.assertEqual(rare, sorted([guards.CHECK_BYTES, sample]))
 
   @parameterized.parameters(*BACKENDS)
@@ -54,17 +58,26 @@ class WireBytesTest(parameterized.TestCase):
         edgc_jax.wire_bytes(PARAMS, rank),
       )
 
-  def test_two_collectives_a_rung(self):
+  @parameterized.parameters("stage", "matrix")
+  def test_two_collectives_a_rung(self, granularity):
     """All P and every dense leaf in one all-reduce, all Q in another."""
-    run = BACKENDS["pmap"](edgc_jax.powersgd(4), PARAMS)
+    tx = edgc_jax.edgc(
+      rank_max=4, rank_min=4, window=10, granularity=granularity
+    )
+    run = BACKENDS["pmap"](tx, PARAMS)
     hlo = run.compiled(gradients_like(PARAMS, seed=0))
     lines = [line for line in hlo.splitlines() if " all-reduce(" in line]
-    self.assertLen([x for x in lines if "f32[]) all-reduce" not in x], 1 + 1)
+    # The dense rung, two of rank 4, two of the entropy, and the comparison of
+    # the replicas.
+    self.assertLen(lines, 1 + 2 + 2 + 1)
 
   def test_prediction_by_hand(self):
     low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
     dense = 30 + 1
-    self.assertEqual(edgc_jax.wire_bytes(PARAMS, 4), 4 * (low + dense + 2))
+    energies = 2 * (3 + 1 + 1 + 1)
+    self.assertEqual(
+      edgc_jax.wire_bytes(PARAMS, 4), 4 * (low + dense + energies)
+    )
     sizes = 64 * 48 + 30 + 96 * 160 + 1 + 20 * 20 + 3 * 40 * 64
     self.assertEqual(edgc_jax.wire_bytes(PARAMS, 0), 4 * sizes)
 
@@ -96,11 +109,12 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   def test_metrics_add_up(self):
     """Warm-up, ranks, samples and checks, as counted by the state itself."""
     tx = edgc_jax.edgc(
-      rank_max=4, rank_min=4, window=2, warmup_steps=2, step_rate=0.5
-    )
+      rank_max=4, rank_min=4, window=2, warmup_steps=2, step_rate=0.5,
+      warmup_rank=None,
+    )  # fmt: skip
     run = BACKENDS["pmap"](tx, PARAMS)
-    num_leaves = len(comm_cost.make_plan(PARAMS, (4,)).compressible)
-    sample = entropy.sample_bytes(num_leaves, "gaussian", 0)
+    num_matrices = len(comm_cost.make_plan(PARAMS, (4,)).matrices)
+    sample = entropy.sample_bytes(num_matrices, "gaussian", 0)
     total = 0
     for step in range(5):
       run.step(gradients_like(PARAMS, seed=step))

@@ -1,0 +1,181 @@
+"""Which ranks the matrices of a model have, from window to window.
+
+The controller says how much may be sent, by its rung; the allocator says
+where. It measures in every step what the columns of each matrix carry, and
+at the end of a window shares the rung's bytes out anew (`allocation`).
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from edgc_jax import allocation
+from edgc_jax.comm_cost import Plan
+
+# Least columns of a matrix, so that none goes blind to its own gradient.
+_FLOOR = 2
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+class Measured(NamedTuple):
+  """What a step, or the mean of a window, says about K matrices."""
+
+  energy: jax.Array  # float32 [K], mean over replicas of |M_i|^2
+  kept: jax.Array  # float32 [K], of which was sent
+  columns: jax.Array  # float32 [K, width], squared norms of the columns of Q
+
+
+class AllocatorState(NamedTuple):
+  """Ranks and window sums; equal over the data axis, one a stage on stages."""
+
+  ranks: jax.Array  # int32 [K], columns in use, 0 where sent dense
+  predicted_error: jax.Array  # float32 [], share of energy expected to be lost
+  predicted_errors: jax.Array  # float32 [K], the same of each matrix
+  sums: Measured  # over the compressed steps of this window
+  num_steps: jax.Array  # float32 []
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocator:
+  """Shares out the bytes of a rung; see `edgc` for the options' meaning."""
+
+  plan: Plan
+  curves: str
+  scale_exponent: float
+  window: int
+
+  def init(self, rung: int) -> AllocatorState:
+    """Before the first step every matrix has the rank of the rung."""
+    # A new array for every field: one that served twice cannot be donated.
+    num, width = len(self.plan.matrices), self._width
+    per_matrix = functools.partial(jnp.zeros, num, jnp.float32)
+    sums = Measured(per_matrix(), per_matrix(), jnp.zeros((num, width)))
+    return AllocatorState(
+      jnp.array(self._tables.uniform[rung]),
+      jnp.zeros((), jnp.float32),
+      per_matrix(),
+      sums,
+      jnp.zeros((), jnp.float32),
+    )
+
+  def advance(
+    self,
+    state: AllocatorState,
+    count: jax.Array,
+    rung: jax.Array,
+    variance: jax.Array,
+  ) -> AllocatorState:
+    """Shares out anew if a window ended before step `count`.
+
+    Args:
+      state: The state after step count - 1.
+      count: int32 [], steps done.
+      rung: int32 [], that of step `count`.
+      variance: float32 [K], mean square of the entries in the last window.
+
+    Returns:
+      The state to use in step `count`.
+    """
+    return jax.lax.cond(
+      (count > 0) & (count % self.window == 0),
+      self._share_out,
+      lambda s, *_: s,
+      state,
+      rung,
+      variance,
+    )
+
+  def observe(
+    self, state: AllocatorState, measured: Measured, is_usable: jax.Array
+  ) -> AllocatorState:
+    """Adds what a step measured; dense and non-finite steps add nothing."""
+    is_usable &= jnp.any(state.ranks > 0)
+    sums = jax.tree.map(
+      lambda total, x: jnp.where(is_usable, total + x, total),
+      state.sums,
+      measured,
+    )
+    return state._replace(sums=sums, num_steps=state.num_steps + is_usable)
+
+  def _share_out(
+    self, state: AllocatorState, rung: jax.Array, variance: jax.Array
+  ) -> AllocatorState:
+    tables = jax.tree.map(lambda t: jnp.asarray(t)[rung], self._tables)
+    mean = jax.tree.map(
+      lambda total: total / jnp.maximum(state.num_steps, 1.0), state.sums
+    )
+    is_measured = state.num_steps > 0
+    lost = 1.0 - mean.kept / jnp.where(mean.energy > 0, mean.energy, 1.0)
+    lost = jnp.clip(jnp.where(mean.energy > 0, lost, 0.0), 0.0, 1.0)
+    sides, width, ranks = self.plan.sides, self._width, state.ranks
+    if self.curves == "entropy":
+      energy = variance * np.prod(sides, axis=1)
+      gains = allocation.model_gains(variance, sides, width)
+      is_measured = jnp.any(variance > 0)
+    elif self.curves == "calibrated":
+      energy = variance * np.prod(sides, axis=1)
+      gains = allocation.calibrated_gains(
+        variance, sides, width, lost, jnp.maximum(ranks, 1)
+      )
+    else:
+      energy = mean.energy
+      gains = allocation.energy_gains(
+        mean.columns, energy, jnp.maximum(ranks, 1)
+      )
+    weights = allocation.scale_weights(variance, self.scale_exponent)
+    chosen = allocation.allocate(
+      weights[:, None] * gains,
+      sides,
+      tables.budgets,
+      tables.floors,
+      tables.limits,
+    )
+    ranks = jnp.where(is_measured, chosen, tables.uniform)
+    kept = jnp.where(jnp.arange(width) < ranks[:, None], gains, 0.0).sum(1)
+    left = jnp.where(is_measured & (ranks > 0), energy - kept, 0.0)
+    left = jnp.clip(left, 0.0, energy)
+    low = jnp.where(ranks > 0, energy, 0.0)
+    return AllocatorState(
+      ranks,
+      jnp.sum(left) / jnp.maximum(jnp.sum(low), _TINY),
+      left / jnp.maximum(energy, _TINY),
+      jax.tree.map(jnp.zeros_like, state.sums),
+      jnp.zeros_like(state.num_steps),
+    )
+
+  @property
+  def _width(self) -> int:
+    """Columns of the matrix that may have most."""
+    plan = self.plan
+    return max((plan.factor_columns(leaf) for leaf in plan.matrices), default=0)
+
+  @functools.cached_property
+  def _tables(self) -> "_Tables":
+    return _tables(self.plan)
+
+
+class _Tables(NamedTuple):
+  """What each rung allows; integers with a first axis of rungs."""
+
+  uniform: np.ndarray  # [rungs, K], the ranks if all are alike
+  budgets: np.ndarray  # [rungs, 2], values of P and of Q
+  floors: np.ndarray  # [rungs, K]
+  limits: np.ndarray  # [rungs, K]
+
+
+def _tables(plan: Plan) -> _Tables:
+  uniform = plan.uniform_ranks
+  limits = [
+    [plan.limit(leaf, rank) for leaf in plan.matrices] for rank in plan.ladder
+  ]
+  budgets = (uniform.astype(np.int64) @ plan.sides).astype(np.int32)
+  return _Tables(
+    uniform,
+    budgets,
+    np.minimum(uniform, _FLOOR),
+    np.array(limits, np.int32).reshape(uniform.shape),
+  )

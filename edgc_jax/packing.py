@@ -1,0 +1,101 @@
+"""Factors of many matrices in one buffer, each with a rank of its own.
+
+A collective has a static length; ranks that are chosen while training have
+not. So all factors are computed at a static width, of which the first r_i
+columns are live, and only these are laid end to end:
+
+  | matrix 0: r_0 columns | matrix 1: r_1 columns | ... | left over |
+
+As long as sum_i r_i height_i stays within the buffer, any ranks travel in it.
+Every matrix is written whole where its columns begin, and what it has beyond
+its rank is covered by the next: copies of static size, and no index per value.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+def live_columns(ranks: jax.Array, width: int) -> jax.Array:
+  """Which columns are within the rank; bool [k, 1, width] for ranks [k]."""
+  return (jnp.arange(width) < ranks[:, None])[:, None, :]
+
+
+def pack(
+  factors: Sequence[jax.Array], ranks: Sequence[jax.Array], length: int
+) -> jax.Array:
+  """Lays the live columns of all matrices end to end.
+
+  Args:
+    factors: float32 [k, height, width], a stack of matrices each.
+    ranks: int32 [k] for each stack, at most its width.
+    length: Values in the buffer; no less than sum of rank times height.
+
+  Returns:
+    float32 [length]; zeros after the last column.
+  """
+  all_starts = _starts(factors, ranks)
+  # Room for the columns of the last matrices that are not live.
+  spare = max(f.shape[1] * f.shape[2] for f in factors)
+  buffer = jnp.zeros_like(factors[0], shape=(length + spare,))
+  for factor, own_ranks, starts in zip(factors, ranks, all_starts, strict=True):
+    live = live_columns(own_ranks, factor.shape[2])
+    blocks = jnp.swapaxes(jnp.where(live, factor, 0.0), 1, 2)
+    buffer = _write(buffer, blocks.reshape(len(factor), -1), starts)
+  return buffer[:length]
+
+
+def unpack(
+  buffer: jax.Array, factors: Sequence[jax.Array], ranks: Sequence[jax.Array]
+) -> list[jax.Array]:
+  """Takes the columns out again.
+
+  Args:
+    buffer: float32 [length], from `pack` with the same shapes and ranks.
+    factors: Arrays of the shapes to return.
+    ranks: int32 [k] for each stack.
+
+  Returns:
+    float32 [k, height, width] each; columns that are not live are zero.
+  """
+  all_starts = _starts(factors, ranks)
+  spare = max(f.shape[1] * f.shape[2] for f in factors)
+  buffer = jnp.pad(buffer, (0, spare))
+  stacks = []
+  for factor, own_ranks, starts in zip(factors, ranks, all_starts, strict=True):
+    _, height, width = factor.shape
+    blocks = jax.lax.map(
+      lambda start, size=height * width: jax.lax.dynamic_slice(
+        buffer, (start,), (size,)
+      ),
+      starts,
+    )
+    columns = jnp.swapaxes(blocks.reshape(-1, width, height), 1, 2)
+    live = live_columns(own_ranks, width)
+    stacks.append(jnp.where(live, columns, 0.0))
+  return stacks
+
+
+def _write(
+  buffer: jax.Array, blocks: jax.Array, starts: jax.Array
+) -> jax.Array:
+  """Each block at its place, one after the other."""
+
+  def write(i: int, buffer: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(buffer, blocks[i], (starts[i],))
+
+  return jax.lax.fori_loop(0, len(blocks), write, buffer)
+
+
+def _starts(
+  factors: Sequence[jax.Array], ranks: Sequence[jax.Array]
+) -> list[jax.Array]:
+  """Where each matrix begins, which is where the one before it ends."""
+  sizes = [r * f.shape[1] for f, r in zip(factors, ranks, strict=True)]
+  starts = jnp.cumsum(jnp.concatenate([jnp.zeros_like(sizes[0][:1]), *sizes]))
+  split = []
+  for size in sizes:
+    own, starts = starts[: len(size)], starts[len(size) :]
+    split.append(own)
+  return split

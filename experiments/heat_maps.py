@@ -1,0 +1,169 @@
+"""Every matrix of a model over a run: ranks, entropies and errors."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+_KEYS = (
+  "matrix_rank", "matrix_entropy", "matrix_error", "matrix_predicted_error",
+)  # fmt: skip
+_MOST_COLUMNS = 400  # lines, of a heat map; up to twice as many
+_MOST_LABELS = 60
+
+
+class Matrices:
+  """The numbers of each matrix by logged step, thinned out in long runs."""
+
+  def __init__(self) -> None:
+    """Holds nothing yet."""
+    self._kept: list[Mapping[str, Any]] = []
+    self._seen, self._stride = 0, 1
+
+  def add(self, record: Mapping[str, Any]) -> None:
+    """Takes a line of metrics.jsonl, if there are matrices in it."""
+    if not record.get("matrix_rank"):
+      return
+    if self._seen % self._stride == 0:
+      self._kept.append({key: record.get(key) for key in ("step", *_KEYS)})
+    self._seen += 1
+    if len(self._kept) == 2 * _MOST_COLUMNS:
+      self._kept, self._stride = self._kept[::2], 2 * self._stride
+
+  @functools.cached_property
+  def _keys(self) -> list[tuple[str, int, int]]:
+    keys = (key for r in self._kept for key in _flat(r["matrix_rank"]))
+    return list(dict.fromkeys(keys))
+
+  @property
+  def names(self) -> list[str]:
+    """One for each of K matrices, by stage, path and place in the stack."""
+    return [_name(key, self._keys) for key in self._keys]
+
+  @property
+  def steps(self) -> np.ndarray:
+    """The steps of the lines, [lines]."""
+    return np.array([record["step"] for record in self._kept], float)
+
+  def values(self, key: str) -> np.ndarray:
+    """A number of each matrix, [lines, K], NaN for nothing."""
+    flat = [_flat(record[key] or {}) for record in self._kept]
+    rows = [[row.get(key, np.nan) for key in self._keys] for row in flat]
+    return np.array(rows, float).reshape(-1, len(self._keys))
+
+
+def draw(matrices: Matrices, title: str) -> Figure | None:
+  """Draws heat maps over matrices and steps, and errors against predictions.
+
+  Args:
+    matrices: The numbers of one run.
+    title: Its name.
+
+  Returns:
+    Panels of rank, entropy, error and predicted against measured error; None
+    where the run has no matrices to show.
+  """
+  count = len(matrices.names)
+  if not count:
+    return None
+  height = 2.5 + 2 * min(max(0.19 * count, 2.2), 12)
+  figure = Figure(figsize=(14, height), layout="constrained")
+  figure.suptitle(title, x=0.01, ha="left", parse_math=False)
+  (rank, entropy), (error, against) = figure.subplots(2, 2)
+  values = {key: matrices.values(key) for key in _KEYS}
+  is_low = values["matrix_rank"] > 0
+  _heat_map(rank, matrices, np.where(is_low, values["matrix_rank"], np.nan),
+            "Rank (white: dense)", "rank")  # fmt: skip
+  _heat_map(entropy, matrices, values["matrix_entropy"], "Entropy", "nats")
+  _heat_map(error, matrices, np.where(is_low, values["matrix_error"], np.nan),
+            "Energy lost", "fraction of gradient and residual")  # fmt: skip
+  _errors(against, values, is_low)
+  for axes in (rank, entropy, error, against):
+    axes.title.set_fontweight("bold")
+  return figure
+
+
+def _heat_map(
+  axes: Axes, matrices: Matrices, values: np.ndarray, title: str, unit: str
+) -> None:
+  axes.set_title(title, loc="left", fontsize=11)
+  if not np.isfinite(values).any():
+    _say(axes, "not measured")
+    return
+  steps = matrices.steps
+  # A line of a log stands for the steps since the line before.
+  edges = np.concatenate([[min(0.0, steps[0] - 1)], steps])
+  rows = np.arange(len(matrices.names) + 1) - 0.5
+  image = axes.pcolormesh(edges, rows, values.T, cmap="viridis")
+  bar = axes.figure.colorbar(image, ax=axes, pad=0.01)
+  bar.set_label(unit)
+  every = -(-len(matrices.names) // _MOST_LABELS)
+  shown = range(0, len(matrices.names), every)
+  axes.set_yticks(shown, [matrices.names[i] for i in shown], fontsize=7)
+  for label in axes.get_yticklabels():
+    label.set_parse_math(False)
+  axes.invert_yaxis()
+  axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+  axes.set_xlabel("step")
+
+
+def _errors(
+  axes: Axes, values: Mapping[str, np.ndarray], is_low: np.ndarray
+) -> None:
+  """A point for each matrix: means over the last quarter of the run."""
+  axes.set_title(
+    "Error by matrix, last quarter of the run", loc="left", fontsize=11
+  )
+  last = slice(3 * len(is_low) // 4, None)
+  pairs = np.stack(
+    [values["matrix_predicted_error"][last], values["matrix_error"][last]]
+  )
+  known = is_low[last] & np.isfinite(pairs).all(axis=0) & (pairs[0] > 0)
+  if not known.any():
+    _say(axes, "nothing was predicted")
+    return
+  counts = np.maximum(known.sum(axis=0), 1)
+  means = np.where(known, pairs, 0.0).sum(axis=1) / counts
+  means = means[:, known.any(axis=0)]
+  axes.plot([0, 1], [0, 1], color="#999999", linewidth=1)
+  axes.text(0.99, 0.95, "as predicted", color="#666666", ha="right", va="top")
+  axes.plot(*means, "o", color="#0072b2", markersize=5, alpha=0.7)
+  axes.set(
+    xlim=(0, 1), ylim=(0, 1), xlabel="predicted (fraction of energy lost)",
+    ylabel="measured",
+  )  # fmt: skip
+  axes.spines[["top", "right"]].set_visible(False)
+  axes.grid(color="#dddddd", linewidth=0.6)
+
+
+def _say(axes: Axes, text: str) -> None:
+  axes.set(xticks=[], yticks=[])
+  axes.text(
+    0.5, 0.5, text, color="#666666", ha="center", va="center",
+    transform=axes.transAxes,
+  )  # fmt: skip
+
+
+def _flat(by_path: Mapping[str, Any]) -> dict[tuple[str, int, int], float]:
+  """{(path, stage, place): number} of {path: [stages][places]}."""
+  return {
+    (path, stage, place): number
+    for path, stages in by_path.items()
+    for stage, numbers in enumerate(stages)
+    for place, number in enumerate(numbers)
+  }
+
+
+def _name(key: tuple[str, int, int], keys: Sequence[tuple]) -> str:
+  path, stage, place = key
+  is_stack = any(other[0] == path and other[2] for other in keys)
+  is_staged = any(other[1] for other in keys)
+  return (
+    (f"stage {stage} " if is_staged else "")
+    + path.removesuffix("/kernel")
+    + (f" {place}" if is_stack else "")
+  )

@@ -1,0 +1,213 @@
+"""Ranks of matrices as edgc shares them out: scripted gradients in."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from meshes import BACKENDS, Pmap, find, gradients_like
+from reference import PowerSGD
+
+import edgc_jax
+from edgc_jax.comm_cost import make_plan
+
+PARAMS = {
+  "bias": jnp.zeros((30,)),
+  "stack": jnp.zeros((3, 32, 64)),
+  "tall": jnp.zeros((96, 40)),
+  "zero": jnp.zeros((32, 64)),
+}
+OPTIONS = {
+  "rank_max": 8, "rank_min": 4, "window": 2, "warmup_steps": 2,
+  "max_warmup_steps": 2, "step_rate": 1.0, "entry_rate": 1.0,
+  "min_ratio": 1.5, "scale_exponent": 0.0,
+}  # fmt: skip
+SIDES = np.array([(32, 64)] * 3 + [(40, 96), (32, 64)])
+
+
+def gradients(seed, loud=8.0):
+  """The second of the stack is loud, and `zero` has no gradient."""
+  tree = gradients_like(PARAMS, seed)
+  scales = jnp.array([1.0, loud, 1.0])[None, :, None, None]
+  return tree | {"stack": scales * tree["stack"], "zero": 0.0 * tree["zero"]}
+
+
+def ranks_of(run):
+  values = edgc_jax.metrics(run.state)["matrix_rank"]
+  return np.array(values["stack"] + values["tall"] + values["zero"])
+
+
+def setUpModule():
+  # Compiles faster, for programs that run a few steps only.
+  jax.config.update("jax_disable_most_optimizations", True)
+
+
+def tearDownModule():
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
+def run_of(backend, options):
+  tx = edgc_jax.edgc(**(OPTIONS | dict(options)))
+  return BACKENDS[backend](tx, PARAMS)
+
+
+def fresh(backend="pmap", **options):
+  """One compilation for all tests of the same options."""
+  options = {"curves": "energy"} | options
+  run = run_of(backend, tuple(options.items()))
+  run.state = run.first_state
+  return run
+
+
+class AllocatorTest(parameterized.TestCase):
+  @parameterized.product(
+    backend=list(BACKENDS), curves=["energy", "entropy", "calibrated"]
+  )
+  def test_bytes_go_where_they_remove_most(self, backend, curves):
+    if backend == "shard_map" and curves != "energy":
+      self.skipTest("one way of several is enough on the second backend")
+    run = fresh(backend, curves=curves)
+    owed = np.zeros((3, 32, 64))
+    for step in range(10):
+      tree = gradients(step)
+      owed += np.asarray(tree["stack"], np.float64).mean(0)
+      owed -= run.step(tree)["stack"][0]
+      # Reallocation loses nothing: what was not sent is in the residual.
+      kept = run.residual()["stack"].mean(0)
+      np.testing.assert_allclose(kept, owed, rtol=1e-3, atol=2e-4)
+      ranks, values = ranks_of(run), edgc_jax.metrics(run.state)
+      budget = values["rank"] * SIDES.sum(axis=0)
+      self.assertTrue(np.all(ranks @ SIDES <= budget), (ranks, budget))
+      expected = 8 if step < 2 else None
+      if expected:
+        np.testing.assert_array_equal(ranks, expected)
+    self.assertEqual(run.traces, 1)
+    self.assertEqual(ranks.argmax(), 1)
+    self.assertGreaterEqual(ranks[1], 12)
+    self.assertEqual(ranks[4], 2)  # the floor
+    # Ranks differ, bytes do not.
+    self.assertEqual(
+      values["wire_bytes"] - 4 * 4 * 5, edgc_jax.wire_bytes(
+        PARAMS, values["rank"], min_ratio=1.5
+      )
+    )  # fmt: skip
+
+  def test_equal_matrices_get_equal_ranks(self):
+    params = {"stack": jnp.zeros((4, 32, 64))}
+    options = OPTIONS | {"curves": "entropy"}
+    run = Pmap(edgc_jax.edgc(**options), params)
+    same = gradients_like({"stack": jnp.zeros((1, 32, 64))}, 0)["stack"]
+    for _ in range(5):
+      run.step({"stack": jnp.repeat(same, 4, axis=1)})
+    values = edgc_jax.metrics(run.state)
+    self.assertEqual(values["matrix_rank"], {"stack": [values["rank"]] * 4})
+
+  def test_a_scale_exponent_of_two_does_not_see_the_scale(self):
+    run = fresh(scale_exponent=2.0)
+    for step in range(8):
+      run.step(gradients(step))
+    ranks = ranks_of(run)
+    self.assertLessEqual(np.ptp(ranks[:3]), 2)
+
+  def test_packed_exchange_is_that_of_each_matrix_alone(self):
+    """At any ranks within the budget, against NumPy, matrix by matrix."""
+    run = fresh()
+    ranks = np.array([3, 12, 7, 2, 16])
+    self.assertTrue(np.all(ranks @ SIDES <= 8 * SIDES.sum(axis=0)))
+    state = run.state
+    stacked = jnp.tile(jnp.array(ranks, jnp.int32), (4, 1))
+    run.state = state._replace(
+      allocator=state.allocator._replace(ranks=stacked)
+    )
+    matrices = [
+      ("stack", 0),
+      ("stack", 1),
+      ("stack", 2),
+      ("tall", 0),
+      ("zero", 0),
+    ]
+    references = [
+      PowerSGD(state.low_rank.factor_q[name][0, i], 4, *PARAMS[name].shape[-2:])
+      for name, i in matrices
+    ]
+    for step in range(2):  # the ranks stand until the window ends
+      tree = gradients_like(PARAMS, step)
+      updates = run.step(tree)
+      for (name, i), reference, rank in zip(
+        matrices, references, ranks, strict=True
+      ):
+        shape = (4, -1, *PARAMS[name].shape[-2:])
+        own = np.asarray(tree[name], np.float64).reshape(shape)[:, i]
+        np.testing.assert_allclose(
+          updates[name].reshape(shape)[0, i], reference.step(own, rank),
+          rtol=1e-3, atol=1e-4, err_msg=f"{name} {i}, step {step}",
+        )  # fmt: skip
+
+  def test_columns_serve_again_when_a_rank_grows_back(self):
+    """Q keeps what lies beyond a rank, bit by bit."""
+    run = fresh()
+    for step in range(4):
+      run.step(gradients(step))
+    before = np.asarray(find(run.state).low_rank.factor_q["stack"])[0]
+    run.step(gradients(4, loud=0.1))
+    ranks = ranks_of(run)
+    run.step(gradients(5, loud=0.1))
+    after = np.asarray(find(run.state).low_rank.factor_q["stack"])[0]
+    for i in range(3):
+      np.testing.assert_array_equal(
+        after[i][:, ranks[i] :], before[i][:, ranks[i] :]
+      )
+      self.assertTrue(np.any(after[i] != before[i]))
+
+  def test_predicted_error_of_known_spectra(self):
+    """Gradients of one spectrum all along: what is predicted comes true."""
+    random = np.random.default_rng(0)
+    values = 0.8 ** np.arange(30.0)
+    u, _ = np.linalg.qr(random.standard_normal((32, 30)))
+    v, _ = np.linalg.qr(random.standard_normal((64, 30)))
+    w = jnp.asarray((u * values) @ v.T, jnp.float32)
+    scales = jnp.array([0.9, 1.0, 1.1, 1.0])[:, None, None]
+    params = {"a": jnp.zeros((32, 64)), "b": jnp.zeros((32, 64))}
+    run = Pmap(edgc_jax.edgc(**OPTIONS), params)
+    predicted, measured = [], []
+    for step in range(40):
+      run.step({"a": w * scales, "b": 0.5 * w * scales})
+      numbers = edgc_jax.metrics(run.state)
+      if step >= 10:
+        keys = ("matrix_predicted_error", "matrix_error")
+        both = [[numbers[key][name][0] for name in params] for key in keys]
+        predicted.append([*both[0], numbers["predicted_error"]])
+        measured.append([*both[1], numbers["relative_error"]])
+    # What was not sent comes again: single steps are above and below.
+    np.testing.assert_allclose(
+      np.mean(predicted, axis=0), np.mean(measured, axis=0), atol=0.05
+    )
+    self.assertGreater(np.mean(measured), 0.05)
+
+  def test_limits_keep_the_least_ratio(self):
+    plan = make_plan(PARAMS, (0, 4, 8), 1.5)
+    wide = plan.__class__(plan.leaves, plan.ladder, 1.5, plan.positions, 3)
+    for leaf in wide.matrices:
+      for rank in (4, 8):
+        limit = wide.limit(leaf, rank)
+        self.assertTrue(wide.pays(leaf.view.rows, leaf.view.cols, limit))
+        self.assertBetween(limit, rank, 3 * rank)
+      self.assertEqual(wide.limit(leaf, 0), 0)
+
+  def test_a_step_that_is_not_finite_is_not_measured(self):
+    run = fresh()
+    for step in range(3):
+      run.step(gradients(step))
+    before = run.state.allocator
+    tree = gradients(3)
+    tree["tall"] = tree["tall"].at[2, 0, 0].set(jnp.nan)
+    run.step(tree)
+    jax.tree.map(
+      np.testing.assert_array_equal, run.state.allocator.sums, before.sums
+    )
+
+
+if __name__ == "__main__":
+  absltest.main()
