@@ -37,7 +37,7 @@ format: $(VENV)/installed
 
 # Five methods with three seeds each; goes on where it was cut off.
 compare: $(VENV)/installed
-	$(BIN)/python experiments/compare.py --config=configs/gpt2_tiny.py
+	$(BIN)/python experiments/compare.py --study=configs/studies/fixed_ranks.py --output=docs/results.md
 
 # Time and memory of the reducers beside forward and backward.
 bench: $(VENV)/installed

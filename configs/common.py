@@ -66,7 +66,7 @@ def base(reducer: str) -> ConfigDict:
         "window": 1000,  # steps
         "warmup_steps": 1000,
         "max_warmup_steps": 2000,
-        "warmup_rank": 32,  # 0: dense
+        "warmup_rank": "max",  # of the ladder; or a rank, or dense
         "step_rate": 0.1,  # share of steps sampled
         "entry_rate": 0.25,  # share of entries read
         "estimator": "gaussian",  # or histogram

@@ -25,15 +25,15 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.optimizer.lr = 1e-3
   config.optimizer.warmup_steps = 40
 
-  # The first 20 steps are dense, and the rank is chosen every 10 steps.
-  config.edgc.rank_max = 36
-  config.edgc.rank_min = 26
+  # About 6 times fewer bytes than dense. The rank, of which a matrix has more
+  # or less, is chosen every 10 steps.
+  config.edgc.rank_max = 28
+  config.edgc.rank_min = 22
   config.edgc.rank_multiple = 2
   config.edgc.window = 10
   config.edgc.warmup_steps = 20
   config.edgc.max_warmup_steps = 40
-  config.edgc.warmup_rank = 36
   config.edgc.step_rate = 0.25
-  config.powersgd.rank = 20
-  config.powersgd.warmup_steps = 20
+  config.powersgd.rank = 23
+  config.powersgd.warmup_steps = 0
   return config

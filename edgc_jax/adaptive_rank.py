@@ -4,12 +4,11 @@ import dataclasses
 
 import optax
 
-from edgc_jax import allocation, entropy, guards, rank_rule, stages
+from edgc_jax import arguments, guards
 from edgc_jax import link as links
 from edgc_jax.allocator import Allocator
 from edgc_jax.comm_cost import Plan, by_exchange, make_plan
 from edgc_jax.controller import Controller
-from edgc_jax.fixed_rank import require_placement, require_ratio
 from edgc_jax.ladder import Ladder
 from edgc_jax.link import CompressionModel, LinkModel
 from edgc_jax.matrices import (
@@ -22,10 +21,8 @@ from edgc_jax.policy import EntropyPolicy, FixedPolicy, Policy
 from edgc_jax.reducer import make_reducer
 
 ALIGNMENTS = ("slack", "none")
-GRANULARITIES = ("matrix", "stage")
 # How many times the rank of its rung a matrix may have.
 _SPREAD = 3
-_MAX_RANK_STEP = 4
 
 
 def edgc(
@@ -163,51 +160,25 @@ def edgc(
 
   >>> tx = optax.chain(edgc(axis_name="data"), optax.adamw(3e-4))
   """
-  for name, value, kind in (
-    ("link", link, LinkModel),
-    ("compression", compression, CompressionModel),
-  ):
-    if not isinstance(value, kind | None):
-      raise TypeError(
-        f"`{name}` must be an edgc_jax.{kind.__name__}, got {value!r}; make"
-        " one, or measure it."
-      )
+  arguments.require_models(link, compression)
   compression = compression or CompressionModel(0.0, 0.0)
   ladder = Ladder(rank_max, rank_min, rank_multiple, link, compression)
   if max_warmup_steps is None:
     max_warmup_steps = 2 * warmup_steps
-  _require_windows(window, warmup_steps, max_warmup_steps, step_rate)
+  arguments.require_windows(window, warmup_steps, max_warmup_steps, step_rate)
+  arguments.require_sampling(entry_rate, estimator, bins)
   if warmup_rank not in (None, "max"):
     guards.require_int("warmup_rank", warmup_rank, 1)
-  guards.require_int("bins", bins, 1)
   if max_rank_step is not None:
     guards.require_int("max_rank_step", max_rank_step, rank_multiple)
-  guards.require_number("entry_rate", entry_rate)
-  guards.require(
-    0 < entry_rate <= 1, "entry_rate", entry_rate, "in (0, 1]", "1 reads all"
-  )
-  for name, value, options in (
-    ("estimator", estimator, entropy.ESTIMATORS),
-    ("rule", rule, rank_rule.RULES),
-    ("align", align, ALIGNMENTS),
-    ("granularity", granularity, GRANULARITIES),
-    ("curves", curves, allocation.CURVES),
-  ):
-    guards.require(
-      value in options, name, value, f"one of {options}", "pick one of them"
-    )
-  guards.require_number("exponent", exponent)
-  guards.require(exponent > 0, "exponent", exponent, "positive", "use 2")
-  guards.require_number("scale_exponent", scale_exponent)
-  guards.require(
-    0 <= scale_exponent <= 2, "scale_exponent", scale_exponent,
-    "between 0 (absolute errors) and 2 (relative ones)", "use 1",
-  )  # fmt: skip
-  require_ratio(min_ratio)
-  require_placement(placement, stage_axis)
+  arguments.require_rule(rule, exponent)
+  arguments.require_allocation(granularity, curves, scale_exponent)
+  guards.require_one_of("align", align, ALIGNMENTS)
+  arguments.require_ratio(min_ratio)
+  arguments.require_placement(placement, stage_axis)
   is_aligned = stage_axis is not None and align == "slack"
   if is_aligned:
-    _require_times(link, backward_seconds)
+    arguments.require_times(link, backward_seconds)
   view, placed = matrix_view or trailing_matrix, placement or own_placement
 
   def plan_for(tree: optax.Params) -> Plan:
@@ -229,10 +200,10 @@ def edgc(
       window=window,
       warmup_steps=warmup_steps,
       max_warmup_steps=max_warmup_steps,
-      warmup_rung=_warmup_rung(ranks, warmup_rank),
+      warmup_rung=arguments.warmup_rung(ranks, warmup_rank),
       rule=rule,
       exponent=float(exponent),
-      max_rank_step=_rank_step(ranks, max_rank_step),
+      max_rank_step=arguments.rank_step(ranks, max_rank_step),
       stage_axis=stage_axis,
       rung_seconds=seconds,
       backward_seconds=backward_seconds or 0.0,
@@ -252,77 +223,3 @@ def edgc(
     )
 
   return make_reducer(axis_name, plan_for, policy_for, seed, stage_axis)
-
-
-def _require_windows(
-  window: int, warmup_steps: int, max_warmup_steps: int, step_rate: float
-) -> None:
-  guards.require_int("window", window, 1)
-  guards.require_int("warmup_steps", warmup_steps, 0)
-  guards.require_int("max_warmup_steps", max_warmup_steps, 0)
-  guards.require(
-    max_warmup_steps >= warmup_steps,
-    "max_warmup_steps",
-    max_warmup_steps,
-    f"at least warmup_steps ({warmup_steps})",
-    "raise it, or leave it None for twice that",
-  )
-  guards.require_number("step_rate", step_rate)
-  guards.require(
-    0 < step_rate <= 1, "step_rate", step_rate, "in (0, 1]", "1 samples always"
-  )
-  guards.require(
-    window >= round(1 / step_rate),
-    "window",
-    window,
-    f"at least 1 / step_rate ({round(1 / step_rate)})",
-    "every window needs a sample: lengthen it, or raise step_rate",
-  )
-
-
-def _require_times(
-  link: LinkModel | None, backward_seconds: float | None
-) -> None:
-  for name, value, measure in (
-    ("link", link, "measure_link"),
-    ("backward_seconds", backward_seconds, "measure_backward"),
-  ):
-    guards.require(
-      value is not None,
-      name,
-      value,
-      "given where stages are aligned by their slack",
-      f"measure it with edgc_jax.{measure}, or pass align='none'",
-    )
-  stages.require_backward(backward_seconds)
-
-
-def _warmup_rung(ranks: list[int], warmup_rank: int | str | None) -> int:
-  """The rung of the warm-up: the highest rank that is not above it."""
-  if warmup_rank is None:
-    return 0
-  if warmup_rank == "max":
-    return len(ranks)
-  guards.require(
-    ranks[0] <= warmup_rank <= ranks[-1],
-    "warmup_rank",
-    warmup_rank,
-    f"between the ranks {ranks[0]} and {ranks[-1]}",
-    'pass "max" for the largest, or None for a dense warm-up',
-  )
-  return sum(rank <= warmup_rank for rank in ranks)
-
-
-def _rank_step(ranks: list[int], max_rank_step: int | None) -> int:
-  """The step limit of a window, wide enough for the ladder."""
-  spacing = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-  if max_rank_step is None:
-    return max(_MAX_RANK_STEP, spacing)
-  guards.require(
-    max_rank_step >= spacing,
-    "max_rank_step",
-    max_rank_step,
-    f"at least the step of the ladder ({spacing})",
-    "raise it, or leave it None",
-  )
-  return max_rank_step

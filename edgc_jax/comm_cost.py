@@ -98,7 +98,7 @@ class Plan:
   @functools.cached_property
   def sides(self) -> np.ndarray:
     """Heights of P and Q of each of `matrices`; int64 [K, 2]."""
-    sides = [(leaf.view.short, leaf.view.long) for leaf in self.matrices]
+    sides = [(leaf.view.long, leaf.view.short) for leaf in self.matrices]
     return np.array(sides, np.int64).reshape(-1, 2)
 
   @functools.cached_property

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import optax
 
-from edgc_jax import guards
+from edgc_jax import arguments, guards
 from edgc_jax.comm_cost import make_plan
 from edgc_jax.matrices import (
   PlacementFn,
@@ -41,7 +41,7 @@ def allreduce(
 
   >>> tx = optax.chain(allreduce(), optax.sgd(0.1))
   """
-  require_placement(placement, stage_axis)
+  arguments.require_placement(placement, stage_axis)
   return make_reducer(
     axis_name,
     lambda tree: make_plan(tree, (0,), placement=placement or own_placement),
@@ -97,10 +97,9 @@ def powersgd(
 
   >>> tx = optax.chain(powersgd(rank=4), optax.adam(1e-3))
   """
-  guards.require_int("warmup_steps", warmup_steps, 0)
   schedule = _schedule(rank, warmup_steps)
-  require_ratio(min_ratio)
-  require_placement(placement, stage_axis)
+  arguments.require_ratio(min_ratio)
+  arguments.require_placement(placement, stage_axis)
   ranks = sorted(set(schedule.values()))
   ladder = tuple(ranks) if len(ranks) == 1 else (0, *filter(None, ranks))
   view, placed = matrix_view or trailing_matrix, placement or own_placement
@@ -136,29 +135,9 @@ def _schedule(
     "a rank from step 0 on, and not always 0",
     "add an entry {0: rank}, or use allreduce for dense",
   )
+  guards.require_int("warmup_steps", warmup_steps, 0)
   if not warmup_steps:
     return dict(rank)
   then = rank[max(step for step in rank if step <= warmup_steps)]
   later = {step: r for step, r in rank.items() if step > warmup_steps}
   return {0: 0, warmup_steps: then, **later}
-
-
-def require_ratio(min_ratio: float) -> None:
-  """Raises unless `min_ratio` is a number of at least 0."""
-  guards.require_number("min_ratio", min_ratio)
-  guards.require(
-    min_ratio >= 0, "min_ratio", min_ratio, "at least 0", "use 2 or more"
-  )
-
-
-def require_placement(
-  placement: PlacementFn | None, stage_axis: str | None
-) -> None:
-  """Raises where placements are given for stages that are not."""
-  guards.require(
-    placement is None or stage_axis is not None,
-    "placement",
-    placement,
-    "None without a `stage_axis`",
-    "name the axis of the stages; without stages every leaf is everywhere",
-  )

@@ -29,6 +29,13 @@ def require(
     raise ValueError(f"`{name}` must be {rule}, got {value!r}; {remedy}.")
 
 
+def require_one_of(name: str, value: Any, options: Sequence[str]) -> None:
+  """Raises unless `value` is one of the options."""
+  require(
+    value in options, name, value, f"one of {options}", "pick one of them"
+  )
+
+
 def require_int(name: str, value: Any, least: int) -> None:
   """Raises unless `value` is a Python integer of at least `least`."""
   if isinstance(value, bool) or not isinstance(value, int):

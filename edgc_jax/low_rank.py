@@ -1,7 +1,7 @@
 """One exchange of a gradient: factors for matrices, dense for the rest.
 
 For every matrix M [m, n] = gradient + residual of a leaf sent at rank r (its
-transpose, where m > n):
+transpose, where m < n, so that P has the longer side and is far from square):
 
   P   = orth(mean_i M_i basis(Q))      P [m, r] travels
   Q_i = M_i^T P,  Q' = mean_i Q_i      Q' [n, r] travels
@@ -34,18 +34,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from edgc_jax import collectives, packing
 from edgc_jax.comm_cost import Plan
+from edgc_jax.low_rank_state import unit_columns
 from edgc_jax.orthonormalize import orthonormalize, principal_columns
-
-
-class LowRankState(NamedTuple):
-  """Both are trees like the parameters, `MaskedNode` where a leaf is dense."""
-
-  factor_q: Any  # float32 [k, longer side, columns]; equal on all replicas
-  residual: Any  # float32, the leaf's shape; each replica has its own
 
 
 class Exchange(NamedTuple):
@@ -61,26 +54,6 @@ class Exchange(NamedTuple):
   kept: list[jax.Array]  # float32 [k], mean_i |P Q_i^T|^2
   columns: list[jax.Array]  # float32 [k, columns], squared norms of Q' columns
   is_finite: jax.Array  # bool []
-
-
-def init_factors(plan: Plan, seed: int) -> list[jax.Array]:
-  """Gaussian first factors, the same on every replica and stage."""
-  key = jax.random.key(seed)
-  factors = []
-  for i in plan.compressible:
-    leaf = plan.leaves[i]
-    shape = (leaf.view.count, leaf.view.long, plan.factor_columns(leaf))
-    own_key = jax.random.fold_in(key, plan.positions[i])
-    draw = jax.random.normal(own_key, shape, jnp.float32)
-    factors.append(_unit_columns(draw))
-  return factors
-
-
-def init_residual(plan: Plan) -> list[jax.Array]:
-  """Zeros, a replica's own, for each compressible leaf."""
-  return [
-    jnp.zeros(plan.leaves[i].shape, jnp.float32) for i in plan.compressible
-  ]
 
 
 def exchange(
@@ -153,7 +126,7 @@ def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
       wire.slices([factor_q[slot[i]] for i in low]), wire.live, key
     )
     local_p = [
-      _times(m, q, v.is_tall) for m, q, v in _zip(stacks, bases, views)
+      _times(m, q, not v.is_tall) for m, q, v in _zip(stacks, bases, views)
     ]
     sent = {
       "dense": [leaves[i] for i in dense],
@@ -171,7 +144,7 @@ def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
       ]
     )
     local_q = [
-      _times(m, p, not v.is_tall) for m, p, v in _zip(stacks, factor_p, views)
+      _times(m, p, v.is_tall) for m, p, v in _zip(stacks, factor_p, views)
     ]
     mean_q, energy_q = collectives.mean(
       (wire.pack(local_q), [_energy(q) for q in local_q]), axis_name
@@ -182,7 +155,7 @@ def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
       averaged[i] = value
     for j, (i, m, p, q) in enumerate(_zip(low, stacks, factor_p, mean_q)):
       shape, place = plan.leaves[i].shape, slot[i]
-      rebuild = _product_tall if views[j].is_tall else _product
+      rebuild = _product if views[j].is_tall else _product_wide
       averaged[i] = rebuild(p, q).reshape(shape)
       residual[place] = (m - rebuild(p, local_q[j])).reshape(shape)
       energy[place], kept[place] = received["energy"][j], energy_q[j]
@@ -266,7 +239,7 @@ def _bases(
     draws = jax.random.normal(key, (sum(sizes),), jnp.float32)
     draws = jnp.split(draws, np.cumsum(sizes[:-1]))
     return [
-      jnp.where(a, q, _unit_columns(new.reshape(q.shape)))
+      jnp.where(a, q, unit_columns(new.reshape(q.shape)))
       for q, a, new in _zip(columns, alive, draws)
     ]
 
@@ -284,13 +257,8 @@ def _product(p: jax.Array, q: jax.Array) -> jax.Array:
   return p @ jnp.swapaxes(q, 1, 2)
 
 
-def _product_tall(p: jax.Array, q: jax.Array) -> jax.Array:
+def _product_wide(p: jax.Array, q: jax.Array) -> jax.Array:
   return _product(q, p)
-
-
-def _unit_columns(gaussian: jax.Array) -> jax.Array:
-  """Scales [k, n, r] Gaussian entries to columns of expected length one."""
-  return gaussian * gaussian.shape[1] ** -0.5
 
 
 def _energy(stack: jax.Array) -> jax.Array:
@@ -307,54 +275,3 @@ def _all_finite(values: Any) -> jax.Array:
 
 def _zip(*sequences: Sequence) -> Any:
   return zip(*sequences, strict=True)
-
-
-def unpack(
-  plans: Sequence[Plan], state: LowRankState
-) -> tuple[list[list[jax.Array]], list[list[jax.Array]]]:
-  """The arrays of Q and of the residual, a list for each plan."""
-  places = sorted(p for plan in plans for p in _places(plan))
-
-  def by_plan(tree: Any) -> list[list[jax.Array]]:
-    arrays = dict(_zip(places, jax.tree.leaves(tree)))
-    return [[arrays[p] for p in _places(plan)] for plan in plans]
-
-  return by_plan(state.factor_q), by_plan(state.residual)
-
-
-def pack(
-  plans: Sequence[Plan],
-  tree: Any,
-  factor_q: Sequence[Sequence],
-  residual: Sequence[Sequence],
-) -> LowRankState:
-  """The state from such lists."""
-  return LowRankState(
-    like_tree(plans, tree, factor_q), like_tree(plans, tree, residual)
-  )
-
-
-def like_tree(
-  plans: Sequence[Plan], tree: Any, values: Sequence[Sequence]
-) -> Any:
-  """A tree like `tree`, with `optax.MaskedNode` where a leaf is dense.
-
-  Args:
-    plans: The plans of some or all leaves.
-    tree: Parameters or gradients.
-    values: For each plan, one value for each compressible leaf.
-
-  Returns:
-    The tree.
-  """
-  structure = jax.tree.structure(tree)
-  slots: list[Any] = [optax.MaskedNode()] * structure.num_leaves
-  for plan, own in _zip(plans, values):
-    for place, value in _zip(_places(plan), own):
-      slots[place] = value
-  return jax.tree.unflatten(structure, slots)
-
-
-def _places(plan: Plan) -> list[int]:
-  """Where the compressible leaves stand in the whole tree."""
-  return [plan.positions[i] for i in plan.compressible]

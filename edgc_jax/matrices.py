@@ -16,7 +16,7 @@ import jax.numpy as jnp
 class MatrixView(NamedTuple):
   """A leaf seen as `count` matrices of `rows` x `cols`.
 
-  P stands on the shorter side of a matrix and Q on the longer, so that their
+  P stands on the longer side of a matrix and Q on the shorter, so that their
   shares of the bytes differ little from matrix to matrix.
   """
 
@@ -34,7 +34,7 @@ class MatrixView(NamedTuple):
 
   @property
   def is_tall(self) -> bool:
-    return self.rows > self.cols
+    return self.rows >= self.cols
 
 
 ViewFn = Callable[[str, tuple[int, ...]], MatrixView | None]

@@ -108,9 +108,7 @@ def _batched(
   if not grams:
     return [], []
   size = max(g.shape[-1] for g in grams)
-  padded = [
-    jnp.pad(g, ((0, 0), *[(0, size - g.shape[-1])] * 2)) for g in grams
-  ]
+  padded = [jnp.pad(g, ((0, 0), *[(0, size - g.shape[-1])] * 2)) for g in grams]
   first, second = fn(jnp.concatenate(padded))
   firsts, seconds, start = [], [], 0
   for gram in grams:

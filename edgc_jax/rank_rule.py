@@ -33,7 +33,7 @@ def loss_table(plan: Plan) -> np.ndarray:
   ranks = np.arange(rank_max + 1)
   table = np.empty((len(plan.matrices), rank_max + 1))
   for row, (m, n) in zip(table, plan.sides.tolist(), strict=True):
-    lost = lost_energy(m, n)[np.minimum(ranks, m)]
+    lost = lost_energy(m, n)[np.minimum(ranks, min(m, n))]
     pays = [plan.pays(m, n, rank) for rank in ranks]
     row[:] = np.log(np.where(pays, lost, SMALLEST_LOSS))
   return table.astype(np.float32)

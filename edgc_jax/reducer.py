@@ -12,43 +12,27 @@ that no stage has to wait for another before.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from edgc_jax import collectives, guards, low_rank
-from edgc_jax.allocator import AllocatorState, Measured
+from edgc_jax import collectives, guards, low_rank, low_rank_state
+from edgc_jax.allocator import Measured
 from edgc_jax.comm_cost import BYTES_PER_VALUE, Plan, by_exchange
-from edgc_jax.controller import ControllerState
 from edgc_jax.late_gradients import LateUpdates, rest_of
-from edgc_jax.low_rank import Exchange, LowRankState
+from edgc_jax.low_rank import Exchange
 from edgc_jax.policy import Policy, PolicyState, Report
+from edgc_jax.reducer_state import ReducerState, stacked, unstacked
 from edgc_jax.telemetry import (
   Checks,
   MatrixStats,
-  Stats,
   first_stats,
   lost_share,
   next_stats,
 )
-
-
-class ReducerState(NamedTuple):
-  """State of a reducer; controller and allocator are empty where there is none.
-
-  On pipeline stages both, but for `lead_rung`, and the statistics have an axis
-  of one for the stage in front.
-  """
-
-  count: jax.Array  # int32 [], steps done
-  controller: ControllerState | tuple[()]
-  allocator: AllocatorState | tuple[()]
-  low_rank: LowRankState
-  stats: Stats
-  checks: Checks
 
 
 def make_reducer(
@@ -76,11 +60,11 @@ def make_reducer(
     guards.warn_if_nothing_pays(plan)
     plans = by_exchange(plan)
     policy = policy_for(plans[0])
-    low = low_rank.pack(
+    low = low_rank_state.pack(
       plans,
       params,
-      [low_rank.init_factors(part, seed) for part in plans],
-      [low_rank.init_residual(part) for part in plans],
+      [low_rank_state.init_factors(part, seed) for part in plans],
+      [low_rank_state.init_residual(part) for part in plans],
     )
     report = policy.report(policy.init())
     zeros = [jnp.zeros(len(part.matrices), jnp.float32) for part in plans]
@@ -94,7 +78,7 @@ def make_reducer(
     count, skipped, identical = (jnp.zeros((), jnp.int32) for _ in range(3))
     checks = Checks(skipped, identical)
     state = ReducerState(count, *policy.init(), low, stats, checks)
-    return _stacked(state) if stage_axis else state
+    return stacked(state) if stage_axis else state
 
   def update_fn(
     updates: optax.Updates,
@@ -113,7 +97,7 @@ def make_reducer(
     if stage_axis:
       leaves = None if params is None else jax.tree.leaves(params)
       guards.require_stages(gradients, plan.leaves, leaves, stage_axis)
-      state = _unstacked(state)
+      state = unstacked(state)
     plans = by_exchange(plan)
     own = [gradients[i] for i in plans[0].positions]
     policy = policy_for(plans[0])
@@ -121,7 +105,7 @@ def make_reducer(
 
     control = PolicyState(state.controller, state.allocator)
     choice = policy.choose(control, own, count)
-    factors, residuals = low_rank.unpack(plans, state.low_rank)
+    factors, residuals = low_rank_state.unpack(plans, state.low_rank)
     key = jax.random.fold_in(jax.random.key(seed), count)
     reduce = functools.partial(_reduce, key=key, axis_name=axis_name)
     results = [
@@ -164,7 +148,7 @@ def make_reducer(
       count=optax.safe_increment(count),
       controller=control.controller,
       allocator=control.allocator,
-      low_rank=low_rank.pack(
+      low_rank=low_rank_state.pack(
         plans,
         updates,
         keep([result.factor_q for result in results], factors),
@@ -191,7 +175,7 @@ def make_reducer(
     )
     return (
       jax.tree.unflatten(jax.tree.structure(updates), averaged),
-      _stacked(new_state, stage_axis) if stage_axis else new_state,
+      stacked(new_state, stage_axis) if stage_axis else new_state,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -255,7 +239,7 @@ def _matrix_stats(
   def as_tree(values: Sequence[jax.Array]) -> Any:
     parts = plans[: len(values)]
     by_leaf = [p.by_leaf(v) for p, v in zip(parts, values, strict=True)]
-    return low_rank.like_tree(parts, tree, by_leaf)
+    return low_rank_state.like_tree(parts, tree, by_leaf)
 
   is_measured = report.matrix_entropy is not None
   return MatrixStats(
@@ -286,36 +270,6 @@ def _agreement_bytes(
   compared += guards.STAGE_CHECK_BYTES if stage_axis else 0
   agreed = float(BYTES_PER_VALUE) if stage_axis else 0.0
   return jnp.where(is_compared, float(compared), 0.0) + agreed
-
-
-def _stacked(
-  state: ReducerState, stage_axis: str | None = None
-) -> ReducerState:
-  """With an axis of one for the stage before what differs by stage.
-
-  Where the axis is bound all of it is typed so, whether it differs or not.
-  """
-  state = _by_stage(lambda x: x[None], state)
-  if stage_axis is None:
-    return state
-  return _by_stage(lambda x: collectives.as_varying(x, stage_axis), state)
-
-
-def _unstacked(state: ReducerState) -> ReducerState:
-  return _by_stage(lambda x: x[0], state)
-
-
-def _by_stage(fn: Callable, state: ReducerState) -> ReducerState:
-  controller = state.controller
-  if controller:
-    lead_rung = controller.lead_rung
-    controller = jax.tree.map(fn, controller._replace(lead_rung=None))
-    controller = controller._replace(lead_rung=lead_rung)
-  return state._replace(
-    controller=controller,
-    allocator=jax.tree.map(fn, state.allocator),
-    stats=jax.tree.map(fn, state.stats),
-  )
 
 
 def _round(mean: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -20,8 +20,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import guards
-from edgc_jax.low_rank import LowRankState
-from edgc_jax.reducer import ReducerState
+from edgc_jax.low_rank_state import LowRankState
+from edgc_jax.reducer_state import ReducerState
 from edgc_jax.wrappers import AccumulateState
 
 

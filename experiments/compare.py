@@ -1,84 +1,109 @@
-"""Runs several methods with several seeds and writes what came out.
+"""Runs the methods of a study with several seeds and writes what came out.
 
-  python experiments/compare.py --config=configs/gpt2_tiny.py \
-      --methods=allreduce,powersgd.rank=20,edgc --seeds=0,1,2
+  python experiments/compare.py --study=configs/studies/allocation.py
 
-One run after the other, each in a process of its own and in a folder of its
-own under --runs; what is finished is not run again, so the same command goes
-on where it was cut off. The tables are written to --output, anew each time.
+A study is a Python file with CONFIG, the configuration that all runs share,
+and TABLES, {table: {row: settings}}. One run after the other, each in a
+process of its own and in a folder of its own under --runs; what is finished
+is not run again, so the same command goes on where it was cut off. The tables
+are written to --output, anew each time; with --nowait of what is there.
 """
 
 import json
 import pathlib
+import re
+import runpy
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import app, flags
 
-_CONFIG = flags.DEFINE_string("config", None, "A file in configs/.")
-_METHODS = flags.DEFINE_list(
-  "methods",
-  ["allreduce", "edgc", "powersgd.rank=8", "powersgd.rank=20",
-   "powersgd.rank=32"],
-  "Reducers, each with an option of its own behind it if you like.",
-)  # fmt: skip
+_STUDY = flags.DEFINE_string("study", None, "A file in configs/studies/.")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds.")
 _RUNS = flags.DEFINE_string("runs", "runs/compare", "Where the runs go.")
-_OUTPUT = flags.DEFINE_string("output", "docs/results.md", "The table's file.")
+_OUTPUT = flags.DEFINE_string("output", None, "The file of the tables.")
+_WAIT = flags.DEFINE_bool("wait", True, "Run what is missing.")
 
 _HERE = pathlib.Path(__file__).resolve().parent
 
+Settings = Mapping[str, Any]
+# {row: {seed: summary}}, rows without any run left out.
+Summaries = Mapping[str, Mapping[str, Mapping[str, Any]]]
+
 
 def main(argv: list[str]) -> None:
-  """Runs what is missing, then writes the table."""
+  """Runs what is missing, then writes the tables."""
   del argv
-  summaries: dict[str, list[dict[str, Any]]] = {}
-  for seed in _SEEDS.value:  # a seed at a time: all methods grow together
-    for method in _METHODS.value:
-      print(f"--- {method}, seed {seed}", flush=True)
-      summaries.setdefault(method, []).append(_run(method, int(seed)))
-  text = _table(summaries)
+  study = pathlib.Path(_STUDY.value)
+  values = runpy.run_path(str(study))
+  config, tables = values["CONFIG"], values["TABLES"]
+  rows = {row: s for table in tables.values() for row, s in table.items()}
+  if _WAIT.value:
+    for seed in _SEEDS.value:  # a seed at a time: all methods grow together
+      for row, settings in rows.items():
+        print(f"--- {row}, seed {seed}", flush=True)
+        command = _command(config, row, settings, seed)
+        subprocess.run(command, check=True)
+  summaries = {
+    table: {row: found for row in own if (found := _finished(row))}
+    for table, own in tables.items()
+  }
+  text = _page(config, {t: own for t, own in summaries.items() if own})
   print(text)
-  output = pathlib.Path(_OUTPUT.value)
+  output = pathlib.Path(_OUTPUT.value or f"docs/results_{study.stem}.md")
   output.parent.mkdir(parents=True, exist_ok=True)
   output.write_text(text)
 
 
-def _run(method: str, seed: int) -> dict[str, Any]:
-  """The summary of one run, from its folder if it is there."""
-  reducer, *option = method.split(".", 1)
-  folder = pathlib.Path(_RUNS.value) / f"{method}-seed{seed}"
-  command = [
+def _folder(row: str, seed: str) -> pathlib.Path:
+  name = re.sub(r"[^a-z0-9.]+", "-", row.lower()).strip("-")
+  return pathlib.Path(_RUNS.value) / f"{name}-seed{seed}"
+
+
+def _command(
+  config: str, row: str, settings: Settings, seed: str
+) -> Sequence[str]:
+  """The command line of one run; it ends at once where it was run before."""
+  settings = dict(settings)
+  reducer = settings.pop("reducer")
+  return [
     sys.executable,
     str(_HERE / "train_gpt2.py"),
-    f"--config={_CONFIG.value}:{reducer}",
+    f"--config={config}:{reducer}",
     f"--config.seed={seed}",
-    f"--config.run_dir={folder}",
+    f"--config.run_dir={_folder(row, seed)}",
+    *(f"--config.{key}={value}" for key, value in settings.items()),
   ]
-  command += [f"--config.{reducer}.{item}" for item in option]
-  subprocess.run(command, check=True)
-  return json.loads((folder / "summary.json").read_text())
 
 
-def _table(summaries: dict[str, list[dict[str, Any]]]) -> str:
-  """Markdown: one row a method, means over seeds, gaps to the first method."""
-  first = next(iter(summaries.values()))
-  baseline = statistics.mean(s["val_loss"] for s in first)
-  about = first[0]
+def _finished(row: str) -> dict[str, dict[str, Any]]:
+  files = {s: _folder(row, s) / "summary.json" for s in _SEEDS.value}
+  return {s: json.loads(f.read_text()) for s, f in files.items() if f.exists()}
+
+
+def _page(config: str, tables: Mapping[str, Summaries]) -> str:
+  """Markdown: a table for each group, then every run."""
+  rows = {row: runs for table in tables.values() for row, runs in table.items()}
+  if not rows:
+    raise ValueError(
+      f"--runs must be where runs of the study are, got {_RUNS.value}, which"
+      " has none; leave out --nowait to make them."
+    )
+  everything = [summary for runs in rows.values() for summary in runs.values()]
+  about = everything[0]
   environment = about["environment"]
-  commits = sorted(
-    {s["environment"]["commit"] for runs in summaries.values() for s in runs}
-  )
+  commits = sorted({s["environment"]["commit"] for s in everything})
   versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items())
+  baseline = _mean_loss(next(iter(rows.values())))
   lines = [
-    f"# {pathlib.Path(_CONFIG.value).stem}: {about['params']:,} parameters,"
+    f"# {pathlib.Path(config).stem}: {about['params']:,} parameters,"
     f" {about['steps']} steps, {about['replicas']} replicas",
     "",
-    "Written by `python experiments/compare.py"
-    f" --config={_CONFIG.value} --methods={','.join(_METHODS.value)}"
-    f" --seeds={','.join(_SEEDS.value)}`; do not edit.",
+    f"Written by `python experiments/compare.py --study={_STUDY.value}`; do not"
+    " edit.",
     "",
     f"Commit {', '.join(commits)}; {environment['device']},"
     f" {environment['cores']} cores, Python {environment['python']},"
@@ -86,39 +111,53 @@ def _table(summaries: dict[str, list[dict[str, Any]]]) -> str:
     f" sha256 {about['corpus']['sha256'][:16]}.",
     "",
     "Held-out loss in nats a token at the last step: mean over seeds, and the"
-    " standard deviation. The ratio is dense over sent bytes of the whole run,"
-    " dense warm-up included.",
-    "",
-    "| method | held-out loss | spread | gap to the first | ratio"
-    " | MB a step |",
-    "|---|---|---|---|---|---|",
+    " standard deviation. The gap is to the first row of all; what is closed is"
+    " the share of the gap of the table's first row that a row does not have."
+    " The ratio is dense over sent bytes of the whole run, dense steps"
+    " included.",
   ]
-  for method, runs in summaries.items():
-    losses = [s["val_loss"] for s in runs]
-    mean = statistics.mean(losses)
-    spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
-    ratio = statistics.mean(s["compression_ratio"] for s in runs)
-    sent = statistics.mean(sum(s["wire_bytes_per_step"]) for s in runs) / 1e6
-    lines.append(
-      f"| {method} | {mean:.4f} | {spread:.4f} | {mean / baseline - 1:+.2%}"
-      f" | {ratio:.2f} | {sent:.2f} |"
-    )
+  for table, own in tables.items():
+    first = _mean_loss(next(iter(own.values())))
+    lines += ["", f"## {table}"] if table else []
+    lines += [
+      "",
+      "| method | held-out loss | spread | gap to dense | closed | ratio"
+      " | MB a step | seeds |",
+      "|---|---|---|---|---|---|---|---|",
+    ]
+    for row, runs in own.items():
+      loss, gap = _mean_loss(runs), _mean_loss(runs) - baseline
+      losses = [s["val_loss"] for s in runs.values()]
+      spread = f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "-"
+      is_compared = first != baseline and loss != first
+      closed = f"{1 - gap / (first - baseline):.0%}" if is_compared else "-"
+      ratios = [s["compression_ratio"] for s in runs.values()]
+      sent = [sum(s["wire_bytes_per_step"]) / 1e6 for s in runs.values()]
+      lines.append(
+        f"| {row} | {loss:.4f} | {spread} | {gap / baseline:+.2%} | {closed}"
+        f" | {statistics.mean(ratios):.2f} | {statistics.mean(sent):.2f}"
+        f" | {len(runs)} |"
+      )
   lines += ["", "## Every run", ""]
   lines += ["| method | seed | held-out loss | ratio | rank, from step |"]
   lines += ["|---|---|---|---|---|"]
-  for method, runs in summaries.items():
-    for seed, summary in zip(_SEEDS.value, runs, strict=True):
+  for row, runs in rows.items():
+    for seed, summary in runs.items():
       ranks = ", ".join(
         f"{rank[0] or 'dense'} from {step}"
         for step, rank in summary["rank_history"]
       )
       lines.append(
-        f"| {method} | {seed} | {summary['val_loss']:.4f}"
+        f"| {row} | {seed} | {summary['val_loss']:.4f}"
         f" | {summary['compression_ratio']:.2f} | {ranks} |"
       )
   return "\n".join(lines) + "\n"
 
 
+def _mean_loss(runs: Mapping[str, Mapping[str, Any]]) -> float:
+  return statistics.mean(s["val_loss"] for s in runs.values())
+
+
 if __name__ == "__main__":
-  flags.mark_flag_as_required("config")
+  flags.mark_flag_as_required("study")
   app.run(main)

@@ -47,13 +47,23 @@ def make_reducer(
   if config.reducer == "edgc":
     options |= {"align": config.pipeline.align, **times}
     # Zero stands for what is found.
-    for name in ("rank_max", "rank_min", "max_rank_step", "warmup_rank"):
+    for name in ("rank_max", "rank_min", "max_rank_step"):
       options[name] = options[name] or None
+    options["warmup_rank"] = _warmup_rank(options["warmup_rank"])
   else:
     options["rank"] = _rank_schedule(
       options["rank"], options.pop("final_rank"), config.steps
     )
   return getattr(edgc_jax, config.reducer)(**options)
+
+
+def _warmup_rank(text: str) -> int | str | None:
+  """The argument of `edgc` that a configuration means."""
+  if text == "dense":
+    return None
+  if text == "max" or not text.isdigit():
+    return text
+  return int(text)
 
 
 def _rank_schedule(rank: int, final_rank: int, steps: int) -> dict[int, int]:

@@ -23,7 +23,7 @@ OPTIONS = {
   "max_warmup_steps": 2, "step_rate": 1.0, "entry_rate": 1.0,
   "min_ratio": 1.5, "scale_exponent": 0.0,
 }  # fmt: skip
-SIDES = np.array([(32, 64)] * 3 + [(40, 96), (32, 64)])
+SIDES = np.array([(64, 32)] * 3 + [(96, 40), (64, 32)])  # of P and Q
 
 
 def gradients(seed, loud=8.0):
@@ -36,15 +36,6 @@ def gradients(seed, loud=8.0):
 def ranks_of(run):
   values = edgc_jax.metrics(run.state)["matrix_rank"]
   return np.array(values["stack"] + values["tall"] + values["zero"])
-
-
-def setUpModule():
-  # Compiles faster, for programs that run a few steps only.
-  jax.config.update("jax_disable_most_optimizations", True)
-
-
-def tearDownModule():
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache

@@ -131,8 +131,7 @@ class ContractTest(parameterized.TestCase):
       chex.assert_tree_all_finite(run.residual())
     values = edgc_jax.metrics(run.state)
     self.assertEqual(values["skipped_steps"], 0)
-    for key, value in values.items():
-      self.assertTrue(np.isfinite(value), key)
+    chex.assert_tree_all_finite(values)
 
   @parameterized.named_parameters(
     ("allreduce", lambda: edgc_jax.allreduce()),

@@ -1,5 +1,6 @@
 """edgc as a whole: scripted gradients in, ranks and numbers out."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,8 +99,7 @@ class EdgcTest(absltest.TestCase):
         )
       values = edgc_jax.metrics(run.state)
       self.assertEqual(values["wire_bytes"], 4 * 8)
-      for name, value in values.items():
-        self.assertTrue(np.isfinite(value), name)
+      chex.assert_tree_all_finite(values)
 
   def test_excluded_by_view(self):
     view = lambda path, shape: None  # noqa: E731

@@ -9,7 +9,6 @@ import sys
 import time
 
 import four_processes_worker as worker
-import jax
 import numpy as np
 import pytest
 
@@ -80,12 +79,10 @@ def runs(tmp_path_factory):
   patch.setattr(report, "write_report", lambda folders: None)
   try:
     processes += [start(folder, port, i) for i in range(PROCESSES)]
-    jax.config.update("jax_disable_most_optimizations", True)
     Trainer(worker.pipeline_run(folder, "alone")).run()
     wait(processes, folder, deadline)
   finally:
     patch.undo()
-    jax.config.update("jax_disable_most_optimizations", False)
     for process in processes:
       process.kill()
       process.wait()

@@ -21,15 +21,6 @@ TINY = gpt2.GPT2Config(
 BATCH = 16
 
 
-def setUpModule():
-  """Compiles fast what runs once; the programs are the same."""
-  jax.config.update("jax_disable_most_optimizations", True)
-
-
-def tearDownModule():
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
 def whole_params(config=TINY):
   """Louder than a fresh model's, and no bias is zero."""

@@ -5,7 +5,6 @@ import json
 import random
 import warnings
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,14 +17,6 @@ STEPS = 6
 # All float32: meshes differ in the order of sums, by some 1e-7 in a step, and
 # Adam hands that on at its own scale. Observed are 1e-7 after eight steps.
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-  """Of steps that run six times; the programs are the same."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from experiments import panels, report
+from experiments import heat_maps, panels, report
 
 DENSE_BYTES = 8_000_000
 SUMMARY = {
@@ -50,6 +50,18 @@ def metrics(step, stages=1, compressed=True, **more):
   if step % 100 == 0:
     line["val_loss"] = 4.1 + 6 / step
   return line | more
+
+
+def by_matrix(step, stages=1):
+  """What a line says of matrices: two in a stack, and one alone."""
+  ranks = {"blocks/mlp/kernel": [[4, 0]] * stages, "embedding": [[8]] * stages}
+  share = lambda x: {k: [[x] * len(v[0])] * stages for k, v in ranks.items()}  # noqa: E731
+  return {
+    "matrix_rank": ranks,
+    "matrix_entropy": share(-7.0 + 1 / step),
+    "matrix_error": share(0.4),
+    "matrix_predicted_error": share(0.3),
+  }
 
 
 def write_run(folder, steps, summary=None, config=None, **options):
@@ -280,3 +292,45 @@ def test_long_runs_are_thinned(tmp_path):
   for axes in drawn.values():
     assert max(len(line.get_xdata()) for line in axes.lines) <= 2000
   assert drawn["loss"].lines[0].get_xdata()[[0, -1]].tolist() == [1, 5000]
+
+
+@pytest.mark.parametrize(("steps", "stages"), [(1, 1), (30, 2)])
+def test_matrices_have_a_picture(tmp_path, steps, stages):
+  run = write_run(tmp_path / "run", steps, **by_matrix(3, stages))
+  report.write_report([run])
+  assert matplotlib.image.imread(run / "matrices.png").ndim == 3
+  page = (run / "report.html").read_text()
+  assert page.count("data:image/png;base64,") == 2
+  matrices = report._load(run).matrices
+  names = ["blocks/mlp 0", "blocks/mlp 1", "embedding"]
+  if stages == 2:
+    names = [f"stage {s} {n}" for s in (0, 1) for n in names[:2]] + [
+      f"stage {s} embedding" for s in (0, 1)
+    ]
+  assert matrices.names == names
+  assert matrices.values("matrix_rank").shape == (steps, 3 * stages)
+
+
+def test_heat_maps_and_errors(tmp_path):
+  run = report._load(write_run(tmp_path / "run", 8, **by_matrix(3)))
+  rank, entropy, error, against = heat_maps.draw(run.matrices, "run").axes[:4]
+  shown = rank.collections[0].get_array()
+  assert shown[:, 0].tolist() == [4.0, None, 8.0]  # white where dense
+  assert entropy.collections[0].get_array().count() == 3 * 8
+  assert error.collections[0].get_array().count() == 2 * 8
+  x, y = against.lines[1].get_data()
+  np.testing.assert_allclose([x, y], [[0.3, 0.3], [0.4, 0.4]])
+
+
+def test_runs_without_matrices_have_no_such_picture(tmp_path):
+  run = write_run(tmp_path / "run", 5)
+  report.write_report([run])
+  assert not (run / "matrices.png").exists()
+
+
+def test_matrices_of_long_runs_are_thinned():
+  matrices = heat_maps.Matrices()
+  for step in range(1, 10_001):
+    matrices.add({"step": step, **by_matrix(step)})
+  assert 400 <= len(matrices.steps) < 800
+  assert np.all(np.diff(matrices.steps) == np.diff(matrices.steps)[0])

@@ -27,7 +27,7 @@ def small(folder, reducer="edgc"):
   config.optimizer.warmup_steps = 2
   config.edgc.update(
     rank_max=8, rank_min=4, rank_multiple=4, window=2, warmup_steps=2,
-    max_warmup_steps=2, step_rate=1.0, min_ratio=1.5,
+    max_warmup_steps=2, step_rate=1.0, min_ratio=1.5, warmup_rank="dense",
   )  # fmt: skip
   config.powersgd.update(rank=4, warmup_steps=2)
   return config
@@ -79,6 +79,9 @@ def test_metrics_lines_agree_with_the_summary(finished):
     for name in ("entropy", "rank", "wire_bytes", "relative_error"):
       assert len(line[name]) == 1
     assert np.isfinite(line["loss"]) and line["seconds"] > 0
+    ranks = line["matrix_rank"]["blocks/mlp_in/kernel"]
+    assert np.shape(ranks) == (1, 1)  # stages, layers
+    assert (ranks[0][0] == 0) == (line["rank"] == [0])
 
 
 def test_same_command_on_a_finished_run_keeps_it(finished):

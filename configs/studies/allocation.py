@@ -1,0 +1,67 @@
+"""Where bytes go, by matrix and over time, at equal bytes of the whole run.
+
+Two budgets, about 6 and 12 times less than dense. Each way of spending it is
+tried with a dense warm-up of 20 of the 400 steps, as published, and at the
+rank from the first step; steps sent dense are paid with lower ranks later.
+63 runs; four hours on 2 cores.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+CONFIG = "configs/gpt2_tiny.py"
+
+
+def _edgc(
+  rank_max: int, rank_min: int, dense_warmup: bool, **options: Any
+) -> Mapping[str, Any]:
+  """edgc between two ranks, with a warm-up of 20 steps."""
+  settings = {
+    "rank_max": rank_max, "rank_min": rank_min, "rank_multiple": 1,
+    "warmup_rank": "dense" if dense_warmup else "max", "max_warmup_steps": 20,
+    **options,
+  }  # fmt: skip
+  return {"reducer": "edgc"} | {f"edgc.{k}": v for k, v in settings.items()}
+
+
+def _powersgd(rank: int, warmup_steps: int = 0, **options: Any) -> Mapping:
+  settings = {"rank": rank, "warmup_steps": warmup_steps, **options}
+  reducer = {"reducer": "powersgd"}
+  return reducer | {f"powersgd.{k}": v for k, v in settings.items()}
+
+
+def _table(
+  rank: int,
+  rank_after_dense: int,
+  published: tuple[int, int],
+  published_after_dense: tuple[int, int],
+  schedule: tuple[int, int],
+) -> Mapping[str, Mapping[str, Any]]:
+  """One budget; the first row is what all others have to beat."""
+  high, low = schedule
+  rows = {
+    f"fixed rank {rank}": _powersgd(rank),
+    f"fixed rank {rank_after_dense}, dense warm-up": _powersgd(
+      rank_after_dense, warmup_steps=20
+    ),
+    f"rank falling from {high} to {low}": _powersgd(high, final_rank=low),
+    f"rank rising from {low} to {high}": _powersgd(low, final_rank=high),
+    "stage rule": _edgc(*published, False, granularity="stage"),
+    "stage rule, dense warm-up (as published)": _edgc(
+      *published_after_dense, True, granularity="stage"
+    ),
+  }
+  for curves in ("entropy", "calibrated", "energy"):
+    rows[f"{curves} allocation"] = _edgc(rank, rank, False, curves=curves)
+  for curves in ("entropy", "energy"):
+    rows[f"{curves} allocation, dense warm-up"] = _edgc(
+      rank_after_dense, rank_after_dense, True, curves=curves
+    )
+  return rows
+
+
+TABLES = {
+  "Dense": {"all-reduce": {"reducer": "allreduce"}},
+  "About 6 times less than dense": _table(23, 17, (32, 22), (23, 16), (35, 11)),
+  "About 12 times less than dense": _table(11, 4, (16, 10), (6, 4), (17, 5)),
+}

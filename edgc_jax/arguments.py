@@ -1,0 +1,155 @@
+"""Checks of the reducers' arguments: an error names what to change."""
+
+from collections.abc import Sequence
+
+from edgc_jax import allocation, entropy, guards, rank_rule, stages
+from edgc_jax.link import CompressionModel, LinkModel
+from edgc_jax.matrices import PlacementFn
+
+GRANULARITIES = ("matrix", "stage")
+_MAX_RANK_STEP = 4
+
+
+def require_models(
+  link: LinkModel | None, compression: CompressionModel | None
+) -> None:
+  """Raises unless both are what they are called, or None."""
+  for name, value, kind in (
+    ("link", link, LinkModel),
+    ("compression", compression, CompressionModel),
+  ):
+    if not isinstance(value, kind | None):
+      raise TypeError(
+        f"`{name}` must be an edgc_jax.{kind.__name__}, got {value!r}; make"
+        " one, or measure it."
+      )
+
+
+def require_sampling(entry_rate: float, estimator: str, bins: int) -> None:
+  """Raises unless entropies can be sampled so."""
+  guards.require_int("bins", bins, 1)
+  guards.require_number("entry_rate", entry_rate)
+  guards.require(
+    0 < entry_rate <= 1, "entry_rate", entry_rate, "in (0, 1]", "1 reads all"
+  )
+  guards.require_one_of("estimator", estimator, entropy.ESTIMATORS)
+
+
+def require_rule(rule: str, exponent: float) -> None:
+  """Raises unless there is such a rule, with a positive exponent."""
+  guards.require_one_of("rule", rule, rank_rule.RULES)
+  guards.require_number("exponent", exponent)
+  guards.require(exponent > 0, "exponent", exponent, "positive", "use 2")
+
+
+def require_allocation(
+  granularity: str, curves: str, scale_exponent: float
+) -> None:
+  """Raises unless ranks can be shared out so."""
+  guards.require_one_of("granularity", granularity, GRANULARITIES)
+  guards.require_one_of("curves", curves, allocation.CURVES)
+  guards.require_number("scale_exponent", scale_exponent)
+  guards.require(
+    0 <= scale_exponent <= 2,
+    "scale_exponent",
+    scale_exponent,
+    "between 0 (absolute errors) and 2 (relative ones)",
+    "use 1",
+  )
+
+
+def require_ratio(min_ratio: float) -> None:
+  """Raises unless `min_ratio` is a number of at least 0."""
+  guards.require_number("min_ratio", min_ratio)
+  guards.require(
+    min_ratio >= 0, "min_ratio", min_ratio, "at least 0", "use 2 or more"
+  )
+
+
+def require_placement(
+  placement: PlacementFn | None, stage_axis: str | None
+) -> None:
+  """Raises where placements are given for stages that are not."""
+  guards.require(
+    placement is None or stage_axis is not None,
+    "placement",
+    placement,
+    "None without a `stage_axis`",
+    "name the axis of the stages; without stages every leaf is everywhere",
+  )
+
+
+def require_windows(
+  window: int, warmup_steps: int, max_warmup_steps: int, step_rate: float
+) -> None:
+  """Raises unless windows and warm-up fit together."""
+  guards.require_int("window", window, 1)
+  guards.require_int("warmup_steps", warmup_steps, 0)
+  guards.require_int("max_warmup_steps", max_warmup_steps, 0)
+  guards.require(
+    max_warmup_steps >= warmup_steps,
+    "max_warmup_steps",
+    max_warmup_steps,
+    f"at least warmup_steps ({warmup_steps})",
+    "raise it, or leave it None for twice that",
+  )
+  guards.require_number("step_rate", step_rate)
+  guards.require(
+    0 < step_rate <= 1, "step_rate", step_rate, "in (0, 1]", "1 samples always"
+  )
+  guards.require(
+    window >= round(1 / step_rate),
+    "window",
+    window,
+    f"at least 1 / step_rate ({round(1 / step_rate)})",
+    "every window needs a sample: lengthen it, or raise step_rate",
+  )
+
+
+def require_times(
+  link: LinkModel | None, backward_seconds: float | None
+) -> None:
+  """Raises unless there are times to align stages by."""
+  for name, value, measure in (
+    ("link", link, "measure_link"),
+    ("backward_seconds", backward_seconds, "measure_backward"),
+  ):
+    guards.require(
+      value is not None,
+      name,
+      value,
+      "given where stages are aligned by their slack",
+      f"measure it with edgc_jax.{measure}, or pass align='none'",
+    )
+  stages.require_backward(backward_seconds)
+
+
+def warmup_rung(ranks: Sequence[int], warmup_rank: int | str | None) -> int:
+  """The rung of the warm-up: the highest rank that is not above it."""
+  if warmup_rank is None:
+    return 0
+  if warmup_rank == "max":
+    return len(ranks)
+  guards.require(
+    ranks[0] <= warmup_rank <= ranks[-1],
+    "warmup_rank",
+    warmup_rank,
+    f"between the ranks {ranks[0]} and {ranks[-1]}",
+    'pass "max" for the largest, or None for a dense warm-up',
+  )
+  return sum(rank <= warmup_rank for rank in ranks)
+
+
+def rank_step(ranks: Sequence[int], max_rank_step: int | None) -> int:
+  """The step limit of a window, wide enough for the ladder."""
+  spacing = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+  if max_rank_step is None:
+    return max(_MAX_RANK_STEP, spacing)
+  guards.require(
+    max_rank_step >= spacing,
+    "max_rank_step",
+    max_rank_step,
+    f"at least the step of the ladder ({spacing})",
+    "raise it, or leave it None",
+  )
+  return max_rank_step
