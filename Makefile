@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-pipeline test test-runs lint format compare bench clean
+.PHONY: train train-pipeline test test-runs lint format compare compare-allocation bench clean
 
 # The stamp is remade when what is to be installed changes.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -38,6 +38,10 @@ format: $(VENV)/installed
 # Five methods with three seeds each; goes on where it was cut off.
 compare: $(VENV)/installed
 	$(BIN)/python experiments/compare.py --study=configs/studies/fixed_ranks.py --output=docs/results.md
+
+# Where bytes go, by matrix and over time; goes on where it was cut off.
+compare-allocation: $(VENV)/installed
+	$(BIN)/python experiments/compare.py --study=configs/studies/allocation.py
 
 # Time and memory of the reducers beside forward and backward.
 bench: $(VENV)/installed

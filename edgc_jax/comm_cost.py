@@ -98,7 +98,7 @@ class Plan:
   @functools.cached_property
   def sides(self) -> np.ndarray:
     """Heights of P and Q of each of `matrices`; int64 [K, 2]."""
-    sides = [(leaf.view.long, leaf.view.short) for leaf in self.matrices]
+    sides = [(leaf.view.rows, leaf.view.cols) for leaf in self.matrices]
     return np.array(sides, np.int64).reshape(-1, 2)
 
   @functools.cached_property
@@ -122,9 +122,9 @@ class Plan:
       return columns
     most = max(columns, min(self.spread * columns, _WIDEST))
     if self.min_ratio:
-      short, long = leaf.view.short, leaf.view.long
-      most = min(most, int(short * long / (self.min_ratio * (short + long))))
-    return min(max(most, columns), leaf.view.short)
+      rows, cols = leaf.view.rows, leaf.view.cols
+      most = min(most, int(rows * cols / (self.min_ratio * (rows + cols))))
+    return min(max(most, columns), leaf.view.rows, leaf.view.cols)
 
   def factor_columns(self, leaf: Leaf) -> int:
     """Columns of Q held in the state: as many as any rung may use."""

@@ -1,7 +1,6 @@
 """One exchange of a gradient: factors for matrices, dense for the rest.
 
-For every matrix M [m, n] = gradient + residual of a leaf sent at rank r (its
-transpose, where m < n, so that P has the longer side and is far from square):
+For every matrix M [m, n] = gradient + residual of a leaf sent at rank r:
 
   P   = orth(mean_i M_i basis(Q))      P [m, r] travels
   Q_i = M_i^T P,  Q' = mean_i Q_i      Q' [n, r] travels
@@ -107,7 +106,6 @@ def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
   slot = {leaf: position for position, leaf in enumerate(plan.compressible)}
   low = [i for i, leaf in enumerate(plan.leaves) if plan.columns(leaf, rank)]
   dense = [i for i in range(len(plan.leaves)) if i not in set(low)]
-  views = [plan.leaves[i].view for i in low]
 
   def run(
     leaves: list[jax.Array],
@@ -125,9 +123,7 @@ def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
     bases = _bases(
       wire.slices([factor_q[slot[i]] for i in low]), wire.live, key
     )
-    local_p = [
-      _times(m, q, not v.is_tall) for m, q, v in _zip(stacks, bases, views)
-    ]
+    local_p = [m @ q for m, q in _zip(stacks, bases)]
     sent = {
       "dense": [leaves[i] for i in dense],
       "factor_p": wire.pack(local_p),
@@ -143,9 +139,7 @@ def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
         for p in wire.unpack(received["factor_p"], local_p)
       ]
     )
-    local_q = [
-      _times(m, p, v.is_tall) for m, p, v in _zip(stacks, factor_p, views)
-    ]
+    local_q = [jnp.swapaxes(m, 1, 2) @ p for m, p in _zip(stacks, factor_p)]
     mean_q, energy_q = collectives.mean(
       (wire.pack(local_q), [_energy(q) for q in local_q]), axis_name
     )
@@ -155,9 +149,8 @@ def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
       averaged[i] = value
     for j, (i, m, p, q) in enumerate(_zip(low, stacks, factor_p, mean_q)):
       shape, place = plan.leaves[i].shape, slot[i]
-      rebuild = _product if views[j].is_tall else _product_wide
-      averaged[i] = rebuild(p, q).reshape(shape)
-      residual[place] = (m - rebuild(p, local_q[j])).reshape(shape)
+      averaged[i] = _product(p, q).reshape(shape)
+      residual[place] = (m - _product(p, local_q[j])).reshape(shape)
       energy[place], kept[place] = received["energy"][j], energy_q[j]
       norms = jnp.sum(jnp.square(q), axis=1)
       columns[place] = columns[place].at[:, : norms.shape[1]].set(norms)
@@ -248,17 +241,9 @@ def _bases(
   return jax.lax.cond(nothing_died, lambda c: c, refill, columns)
 
 
-def _times(stack: jax.Array, factor: jax.Array, transposed: bool) -> jax.Array:
-  """M F, or M^T F, for all matrices of a stack."""
-  return (jnp.swapaxes(stack, 1, 2) if transposed else stack) @ factor
-
-
 def _product(p: jax.Array, q: jax.Array) -> jax.Array:
+  """P Q^T for all matrices of a stack."""
   return p @ jnp.swapaxes(q, 1, 2)
-
-
-def _product_wide(p: jax.Array, q: jax.Array) -> jax.Array:
-  return _product(q, p)
 
 
 def _energy(stack: jax.Array) -> jax.Array:

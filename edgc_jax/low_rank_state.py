@@ -13,7 +13,7 @@ from edgc_jax.comm_cost import Plan
 class LowRankState(NamedTuple):
   """Both are trees like the parameters, `MaskedNode` where a leaf is dense."""
 
-  factor_q: Any  # float32 [k, shorter side, columns]; equal on all replicas
+  factor_q: Any  # float32 [k, n, columns]; equal on all replicas
   residual: Any  # float32, the leaf's shape; each replica has its own
 
 
@@ -23,7 +23,7 @@ def init_factors(plan: Plan, seed: int) -> list[jax.Array]:
   factors = []
   for i in plan.compressible:
     leaf = plan.leaves[i]
-    shape = (leaf.view.count, leaf.view.short, plan.factor_columns(leaf))
+    shape = (leaf.view.count, leaf.view.cols, plan.factor_columns(leaf))
     own_key = jax.random.fold_in(key, plan.positions[i])
     draw = jax.random.normal(own_key, shape, jnp.float32)
     factors.append(unit_columns(draw))

@@ -14,27 +14,11 @@ import jax.numpy as jnp
 
 
 class MatrixView(NamedTuple):
-  """A leaf seen as `count` matrices of `rows` x `cols`.
-
-  P stands on the longer side of a matrix and Q on the shorter, so that their
-  shares of the bytes differ little from matrix to matrix.
-  """
+  """A leaf seen as `count` matrices of `rows` x `cols`."""
 
   count: int
   rows: int
   cols: int
-
-  @property
-  def short(self) -> int:
-    return min(self.rows, self.cols)
-
-  @property
-  def long(self) -> int:
-    return max(self.rows, self.cols)
-
-  @property
-  def is_tall(self) -> bool:
-    return self.rows >= self.cols
 
 
 ViewFn = Callable[[str, tuple[int, ...]], MatrixView | None]

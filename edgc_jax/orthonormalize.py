@@ -101,8 +101,8 @@ def _batched(
 ) -> tuple[list, list]:
   """Calls `fn` once for all Gram matrices, smaller ones padded with zeros.
 
-  One call for each size would be fewer operations. But XLA's CPU backend
-  starts calls that do not depend on each other at once; each waits for its
+  One call for each size would be fewer operations. But XLA's CPU backend may
+  start calls that do not depend on each other at once; each waits for its
   parts with a thread of the pool, and a small pool is soon all waiting.
   """
   if not grams:

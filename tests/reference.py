@@ -7,21 +7,17 @@ class PowerSGD:
   """PowerSGD with error feedback; every replica keeps its own part."""
 
   def __init__(self, factor_q, replicas, rows, cols):
-    """Starts from Q [shorter side, columns]."""
+    """Starts from Q [cols, columns]."""
     self.q = np.asarray(factor_q, np.float64)
     self.residual = np.zeros((replicas, rows, cols))
-    self._is_wide = rows < cols
 
   def step(self, gradients, rank):
     """The update from gradients [replicas, rows, cols]."""
     m = gradients + self.residual
-    tall = np.swapaxes(m, 1, 2) if self._is_wide else m
     basis, _ = np.linalg.qr(self.q[:, :rank])
-    p, _, _ = np.linalg.svd(tall.mean(0) @ basis, full_matrices=False)
-    local_q = np.swapaxes(tall, 1, 2) @ p
+    p, _, _ = np.linalg.svd(m.mean(0) @ basis, full_matrices=False)
+    local_q = np.swapaxes(m, 1, 2) @ p
     self.q = np.concatenate([local_q.mean(0), self.q[:, rank:]], axis=1)
     update, sent = p @ local_q.mean(0).T, p @ np.swapaxes(local_q, 1, 2)
-    if self._is_wide:
-      update, sent = update.T, np.swapaxes(sent, 1, 2)
     self.residual = m - sent
     return update
