@@ -18,8 +18,10 @@ train: $(VENV)/installed
 train-pipeline: $(VENV)/installed
 	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny_pipeline.py
 
-# Whole runs on meshes, in one process and in four: they compile for minutes.
-RUNS := tests/parallel_test.py tests/four_processes_test.py
+# Whole models and runs on meshes, in one process and in four: they compile
+# for minutes.
+RUNS := tests/parallel_test.py tests/four_processes_test.py \
+  tests/gpt2_stages_test.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(RUNS:%=--ignore=%)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from meshes import BACKENDS, Pmap, find, gradients_like
+from meshes import Pmap, find, gradients_like
 from reference import PowerSGD
 
 import edgc_jax
@@ -39,27 +39,22 @@ def ranks_of(run):
 
 
 @functools.cache
-def run_of(backend, options):
-  tx = edgc_jax.edgc(**(OPTIONS | dict(options)))
-  return BACKENDS[backend](tx, PARAMS)
+def run_of(options):
+  return Pmap(edgc_jax.edgc(**(OPTIONS | dict(options))), PARAMS)
 
 
-def fresh(backend="pmap", **options):
+def fresh(**options):
   """One compilation for all tests of the same options."""
   options = {"curves": "energy"} | options
-  run = run_of(backend, tuple(options.items()))
+  run = run_of(tuple(options.items()))
   run.state = run.first_state
   return run
 
 
 class AllocatorTest(parameterized.TestCase):
-  @parameterized.product(
-    backend=list(BACKENDS), curves=["energy", "entropy", "calibrated"]
-  )
-  def test_bytes_go_where_they_remove_most(self, backend, curves):
-    if backend == "shard_map" and curves != "energy":
-      self.skipTest("one way of several is enough on the second backend")
-    run = fresh(backend, curves=curves)
+  @parameterized.parameters("energy", "entropy", "calibrated")
+  def test_bytes_go_where_they_remove_most(self, curves):
+    run = fresh(curves=curves)
     owed = np.zeros((3, 32, 64))
     for step in range(10):
       tree = gradients(step)
