@@ -82,15 +82,13 @@ def draw(matrices: Matrices, title: str) -> Figure | None:
   _heat_map(error, matrices, np.where(is_low, values["matrix_error"], np.nan),
             "Energy lost", "fraction of gradient and residual")  # fmt: skip
   _errors(against, values, is_low)
-  for axes in (rank, entropy, error, against):
-    axes.title.set_fontweight("bold")
   return figure
 
 
 def _heat_map(
   axes: Axes, matrices: Matrices, values: np.ndarray, title: str, unit: str
 ) -> None:
-  axes.set_title(title, loc="left", fontsize=11)
+  axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
   if not np.isfinite(values).any():
     _say(axes, "not measured")
     return
@@ -116,8 +114,9 @@ def _errors(
 ) -> None:
   """A point for each matrix: means over the last quarter of the run."""
   axes.set_title(
-    "Error by matrix, last quarter of the run", loc="left", fontsize=11
-  )
+    "Error by matrix, last quarter of the run", loc="left", fontsize=11,
+    fontweight="bold",
+  )  # fmt: skip
   last = slice(3 * len(is_low) // 4, None)
   pairs = np.stack(
     [values["matrix_predicted_error"][last], values["matrix_error"][last]]
@@ -129,11 +128,14 @@ def _errors(
   counts = np.maximum(known.sum(axis=0), 1)
   means = np.where(known, pairs, 0.0).sum(axis=1) / counts
   means = means[:, known.any(axis=0)]
-  axes.plot([0, 1], [0, 1], color="#999999", linewidth=1)
-  axes.text(0.99, 0.95, "as predicted", color="#666666", ha="right", va="top")
+  top = min(1.0, 1.2 * means.max())
+  axes.plot([0, top], [0, top], color="#999999", linewidth=1)
+  axes.text(
+    0.97 * top, 0.8 * top, "as predicted", color="#666666", ha="right", va="top"
+  )
   axes.plot(*means, "o", color="#0072b2", markersize=5, alpha=0.7)
   axes.set(
-    xlim=(0, 1), ylim=(0, 1), xlabel="predicted (fraction of energy lost)",
+    xlim=(0, top), ylim=(0, top), xlabel="predicted (fraction of energy lost)",
     ylabel="measured",
   )  # fmt: skip
   axes.spines[["top", "right"]].set_visible(False)

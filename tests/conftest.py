@@ -7,13 +7,8 @@ before JAX uses a device: hence the order below.
 import edgc_jax  # noqa: F401
 
 import jax  # isort: skip
-import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_quickly(request):
-  """Programs that run a few steps only; a module may say `OPTIMIZED = True`."""
-  wanted = getattr(request.module, "OPTIMIZED", False)
-  jax.config.update("jax_disable_most_optimizations", not wanted)
+# Most programs here run a few steps only: compile them quickly. Collectives
+# are the same, since passes over the HLO are not left out.
+jax.config.update("jax_disable_most_optimizations", True)
