@@ -37,6 +37,7 @@ def pipeline_run(folder, name):
   config.link.update(bandwidth=1e9, latency=1e-6)
   config.edgc.update(
     rank_max=8, rank_min=8, window=2, warmup_steps=2, max_warmup_steps=2,
+    warmup_rank="dense",
     step_rate=1.0, min_ratio=3.1,
   )  # fmt: skip
   return config
