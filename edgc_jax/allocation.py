@@ -3,8 +3,8 @@
 A column more of matrix i removes some of its squared error and sends
 m_i + n_i values. With the gain of every column known and falling from column
 to column, taking columns by gain per value until the budget is spent leaves
-the least total error, up to a column: reverse water-filling. What counts is
-the absolute error, summed over matrices: a small gradient may be sent badly.
+the least total error, up to a column: reverse water-filling. How the errors of
+a loud and a quiet matrix compare is for the caller to say (`scale_weights`).
 
 Where the gains come from:
 

@@ -86,16 +86,6 @@ class Plan:
     return tuple(leaf for leaf in leaves for _ in range(leaf.view.count))
 
   @functools.cached_property
-  def matrix_names(self) -> tuple[str, ...]:
-    """A name for each of `matrices`: the path, and the place in the stack."""
-    leaves = (self.leaves[i] for i in self.compressible)
-    return tuple(
-      leaf.path + (f"[{place}]" if leaf.view.count > 1 else "")
-      for leaf in leaves
-      for place in range(leaf.view.count)
-    )
-
-  @functools.cached_property
   def sides(self) -> np.ndarray:
     """Heights of P and Q of each of `matrices`; int64 [K, 2]."""
     sides = [(leaf.view.rows, leaf.view.cols) for leaf in self.matrices]
