@@ -210,7 +210,7 @@ def edgc(
     )
     allocator = None
     if granularity == "matrix":
-      allocator = Allocator(plan, curves, float(scale_exponent), window)
+      allocator = Allocator(plan, curves, float(scale_exponent))
     return EntropyPolicy(
       plan,
       controller,

@@ -46,7 +46,6 @@ class Allocator:
   plan: Plan
   curves: str
   scale_exponent: float
-  window: int
 
   def init(self, rung: int) -> AllocatorState:
     """Before the first step every matrix has the rank of the rung."""
@@ -65,23 +64,23 @@ class Allocator:
   def advance(
     self,
     state: AllocatorState,
-    count: jax.Array,
+    is_closed: jax.Array,
     rung: jax.Array,
     variance: jax.Array,
   ) -> AllocatorState:
-    """Shares out anew if a window ended before step `count`.
+    """Shares out anew where a window has ended.
 
     Args:
-      state: The state after step count - 1.
-      count: int32 [], steps done.
-      rung: int32 [], that of step `count`.
+      state: The state after the step before.
+      is_closed: bool [], a window ended with it (`Controller.closes_window`).
+      rung: int32 [], that of the step to come.
       variance: float32 [K], mean square of the entries in the last window.
 
     Returns:
-      The state to use in step `count`.
+      The state to use in the step to come.
     """
     return jax.lax.cond(
-      (count > 0) & (count % self.window == 0),
+      is_closed,
       self._share_out,
       lambda s, *_: s,
       state,

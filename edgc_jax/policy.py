@@ -123,14 +123,14 @@ class EntropyPolicy:
     self, state: PolicyState, gradients: Sequence[jax.Array], count: jax.Array
   ) -> Choice:
     control = self.controller.advance(state.controller, count)
+    is_closed = self.controller.closes_window(count)
     allocator, ranks = state.allocator, None
     if self.allocator is not None:
       allocator = self.allocator.advance(
-        allocator, count, control.rung, control.window_variance
+        allocator, is_closed, control.rung, control.window_variance
       )
       ranks = allocator.ranks
-    aligned = self.controller.closes_window(count)
-    wire_bytes = jnp.where(aligned, float(self.controller.window_bytes), 0.0)
+    wire_bytes = jnp.where(is_closed, float(self.controller.window_bytes), 0.0)
     sample, sampled_bytes = self._sample(gradients, count)
     return Choice(
       PolicyState(control, allocator),
