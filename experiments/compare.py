@@ -32,6 +32,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 Settings = Mapping[str, Any]
 # {row: {seed: summary}}, rows without any run left out.
 Summaries = Mapping[str, Mapping[str, Mapping[str, Any]]]
+Tables = Mapping[str, Mapping[str, Settings]]
 
 
 def main(argv: list[str]) -> None:
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> None:
   study = pathlib.Path(_STUDY.value)
   values = runpy.run_path(str(study))
   config, tables = values["CONFIG"], values["TABLES"]
-  rows = {row: s for table in tables.values() for row, s in table.items()}
+  rows = _rows(tables)
   if _WAIT.value:
     for seed in _SEEDS.value:  # a seed at a time: all methods grow together
       for row, settings in rows.items():
@@ -56,6 +57,20 @@ def main(argv: list[str]) -> None:
   output = pathlib.Path(_OUTPUT.value or f"docs/results_{study.stem}.md")
   output.parent.mkdir(parents=True, exist_ok=True)
   output.write_text(text)
+
+
+def _rows(tables: Tables) -> Mapping[str, Settings]:
+  """The rows of all tables; a row's name is its run folder's, so unique."""
+  rows: dict[str, Settings] = {}
+  for table in tables.values():
+    for row, settings in table.items():
+      if row in rows and rows[row] != settings:
+        raise ValueError(
+          f"TABLES must have one row of each name, got {row!r} twice with"
+          " different settings; name them apart."
+        )
+      rows[row] = settings
+  return rows
 
 
 def _folder(row: str, seed: str) -> pathlib.Path:
