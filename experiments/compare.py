@@ -3,7 +3,7 @@
   python experiments/compare.py --study=configs/studies/allocation.py
 
 A study is a Python file with CONFIG, the configuration that all runs share,
-and TABLES, {table: {row: settings}}. One run after the other, each in a
+TABLES, {table: {row: settings}}, and SETTINGS, of all rows. One run after the other, each in a
 process of its own and in a folder of its own under --runs; what is finished
 is not run again, so the same command goes on where it was cut off. The tables
 are written to --output, anew each time; with --nowait of what is there.
@@ -41,12 +41,12 @@ def main(argv: list[str]) -> None:
   study = pathlib.Path(_STUDY.value)
   values = runpy.run_path(str(study))
   config, tables = values["CONFIG"], values["TABLES"]
-  rows = _rows(tables)
+  shared, rows = values.get("SETTINGS", {}), _rows(tables)
   if _WAIT.value:
     for seed in _SEEDS.value:  # a seed at a time: all methods grow together
       for row, settings in rows.items():
         print(f"--- {row}, seed {seed}", flush=True)
-        command = _command(config, row, settings, seed)
+        command = _command(config, row, {**shared, **settings}, seed)
         subprocess.run(command, check=True)
   summaries = {
     table: {row: found for row in own if (found := _finished(row))}
