@@ -3,10 +3,11 @@
   python experiments/compare.py --study=configs/studies/allocation.py
 
 A study is a Python file with CONFIG, the configuration that all runs share,
-TABLES, {table: {row: settings}}, and SETTINGS, of all rows. One run after the other, each in a
-process of its own and in a folder of its own under --runs; what is finished
-is not run again, so the same command goes on where it was cut off. The tables
-are written to --output, anew each time; with --nowait of what is there.
+TABLES, {table: {row: settings}}, and perhaps SETTINGS, those of all rows. One
+run after the other, each in a process of its own and in a folder of its own
+under --runs; what is finished is not run again, so the same command goes on
+where it was cut off. The tables are written to --output, anew each time; with
+--nowait of what is there.
 """
 
 import json
