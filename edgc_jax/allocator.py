@@ -24,9 +24,13 @@ _TINY = float(np.finfo(np.float32).tiny)
 class Measured(NamedTuple):
   """What a step, or the mean of a window, says about K matrices."""
 
-  energy: jax.Array  # float32 [K], mean over replicas of |M_i|^2
-  kept: jax.Array  # float32 [K], of which was sent
+  lost: jax.Array  # float32 [K], |mean of residuals|^2
   columns: jax.Array  # float32 [K, width], squared norms of the columns of Q
+
+  @property
+  def energy(self) -> jax.Array:
+    """Of the mean of gradients and residuals, float32 [K]."""
+    return self.lost + jnp.sum(self.columns, axis=1)
 
 
 class AllocatorState(NamedTuple):
@@ -52,7 +56,7 @@ class Allocator:
     # A new array for every field: one that served twice cannot be donated.
     num, width = len(self.plan.matrices), self._width
     per_matrix = functools.partial(jnp.zeros, num, jnp.float32)
-    sums = Measured(per_matrix(), per_matrix(), jnp.zeros((num, width)))
+    sums = Measured(per_matrix(), jnp.zeros((num, width)))
     return AllocatorState(
       jnp.array(self._tables.uniform[rung]),
       jnp.zeros((), jnp.float32),
@@ -108,34 +112,35 @@ class Allocator:
       lambda total: total / jnp.maximum(state.num_steps, 1.0), state.sums
     )
     is_measured = state.num_steps > 0
-    lost = 1.0 - mean.kept / jnp.where(mean.energy > 0, mean.energy, 1.0)
-    lost = jnp.clip(jnp.where(mean.energy > 0, lost, 0.0), 0.0, 1.0)
-    sides, width, ranks = self.plan.sides, self._width, state.ranks
-    if self.curves == "entropy":
-      energy = variance * np.prod(sides, axis=1)
-      gains = allocation.model_gains(variance, sides, width)
-      is_measured = jnp.any(variance > 0)
-    elif self.curves == "calibrated":
-      energy = variance * np.prod(sides, axis=1)
-      gains = allocation.calibrated_gains(
-        variance, sides, width, lost, jnp.maximum(ranks, 1)
-      )
+    sides, width = self.plan.sides, self._width
+    last = jnp.maximum(state.ranks, 1)
+    energy = mean.energy
+    if self.curves == "residual":
+      grid = jnp.broadcast_to(jnp.arange(width + 1.0), (len(sides), width + 1))
+      gains = -jnp.diff(allocation.steady_loss(mean.lost, last, grid))
+    elif self.curves == "energy":
+      gains = allocation.energy_gains(mean.columns, energy, last)
     else:
-      energy = mean.energy
-      gains = allocation.energy_gains(
-        mean.columns, energy, jnp.maximum(ranks, 1)
-      )
+      energy = variance * np.prod(sides, axis=1)
+    if self.curves == "entropy":
+      is_measured = jnp.any(variance > 0)
+      gains = allocation.model_gains(variance, sides, width)
+    elif self.curves == "calibrated":
+      share = allocation.lost_share(mean.lost, mean.energy)
+      gains = allocation.calibrated_gains(variance, sides, width, share, last)
     weights = allocation.scale_weights(variance, self.scale_exponent)
+    floors, limits = _near(state.ranks, tables, sides)
     chosen = allocation.allocate(
-      weights[:, None] * gains,
-      sides,
-      tables.budgets,
-      tables.floors,
-      tables.limits,
+      weights[:, None] * gains, sides, tables.budgets, floors, limits
     )
     ranks = jnp.where(is_measured, chosen, tables.uniform)
-    kept = jnp.where(jnp.arange(width) < ranks[:, None], gains, 0.0).sum(1)
-    left = jnp.where(is_measured & (ranks > 0), energy - kept, 0.0)
+    if self.curves == "residual":
+      left = allocation.steady_loss(mean.lost, last, ranks)
+      energy += left - mean.lost
+    else:
+      live = jnp.arange(width) < ranks[:, None]
+      left = energy - jnp.where(live, gains, 0.0).sum(1)
+    left = jnp.where(is_measured & (ranks > 0), left, 0.0)
     left = jnp.clip(left, 0.0, energy)
     low = jnp.where(ranks > 0, energy, 0.0)
     return AllocatorState(
@@ -164,6 +169,24 @@ class _Tables(NamedTuple):
   budgets: np.ndarray  # [rungs, 2], values of P and of Q
   floors: np.ndarray  # [rungs, K]
   limits: np.ndarray  # [rungs, K]
+
+
+def _near(
+  ranks: jax.Array, tables: _Tables, sides: np.ndarray
+) -> tuple[jax.Array, jax.Array]:
+  """Floors and limits between half and twice the ranks so far.
+
+  What was measured tells little of ranks far off; and what a matrix is owed
+  depends on the ranks it had. Without this they swing from the floor to the
+  limit and back.
+  """
+  has_some = ranks > 0
+  limits = jnp.minimum(tables.limits, jnp.maximum(2 * ranks, tables.floors))
+  limits = jnp.where(has_some, limits, tables.limits)
+  floors = jnp.minimum(jnp.maximum(ranks // 2, tables.floors), limits)
+  # A budget that fell by half and more leaves no room for that.
+  fit = jnp.all(floors @ jnp.asarray(sides, jnp.int32) <= tables.budgets)
+  return jnp.where(fit, floors, tables.floors), limits
 
 
 def _tables(plan: Plan) -> _Tables:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from edgc_jax import sketch
 from edgc_jax.matrices import (
   Leaf,
   PlacementFn,
@@ -25,8 +26,8 @@ from edgc_jax.matrices import (
 )
 
 BYTES_PER_VALUE = 4
-# |M_i|^2 and |Q_i|^2 of each matrix, which travel with the factors.
-_ENERGY_SCALARS = 2
+# Of each matrix, with its factors: what was not sent, sketched, and its norm.
+_ERROR_VALUES = sketch.VALUES + 1
 # Eigenproblems of more columns go through threaded LAPACK on CPU hosts: 30
 # times slower at 69 than at 64 columns.
 _WIDEST = 64
@@ -144,13 +145,13 @@ class Plan:
 
     Returns:
       sum over factor leaves of 4 k r (m + n), over dense leaves of 4 size,
-      and two values a matrix that give its relative error.
+      and 17 values a matrix that tell its error.
     """
     values = 0
     for leaf in self.leaves:
       columns = self.columns(leaf, rank)
       if columns:
-        sent = columns * (leaf.view.rows + leaf.view.cols) + _ENERGY_SCALARS
+        sent = columns * (leaf.view.rows + leaf.view.cols) + _ERROR_VALUES
         values += leaf.view.count * sent
       else:
         values += leaf.size

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import collectives, packing
+from edgc_jax import collectives, packing, sketch
 from edgc_jax.comm_cost import Plan
 from edgc_jax.low_rank_state import unit_columns
 from edgc_jax.orthonormalize import orthonormalize, principal_columns
@@ -49,9 +49,9 @@ class Exchange(NamedTuple):
   averaged: list[jax.Array]  # float32, one per leaf, the leaf's shape
   residual: list[jax.Array]  # float32, compressible leaves, local
   factor_q: list[jax.Array]  # as in the state, compressible leaves
-  energy: list[jax.Array]  # float32 [k], mean_i |M_i|^2
-  kept: list[jax.Array]  # float32 [k], mean_i |P Q_i^T|^2
   columns: list[jax.Array]  # float32 [k, columns], squared norms of Q' columns
+  lost: list[jax.Array]  # float32 [k], |mean_i residual_i|^2, from a sketch
+  residual_energy: list[jax.Array]  # float32 [k], mean_i |residual_i|^2
   is_finite: jax.Array  # bool []
 
 
@@ -74,7 +74,7 @@ def exchange(
     rung: int32 [], index into the ladder, equal on all replicas.
     matrices: All leaves in order, float32, residual added.
     factor_q: Q of the compressible leaves.
-    key: Draws new columns for directions that died.
+    key: Draws new columns for directions that died, and the sketches' signs.
     axis_name: The bound axis of the replicas.
     ranks: int32 [K], columns of each matrix, where `plan.spread` lets them
       differ; the sums over P and over Q must not exceed those at the rung's
@@ -115,9 +115,9 @@ def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
     averaged: list[Any] = [None] * len(leaves)
     # What is sent dense leaves nothing behind.
     residual = [jnp.zeros_like(leaves[i]) for i in plan.compressible]
-    energy = [jnp.zeros_like(q, shape=(len(q),)) for q in factor_q]
-    kept, columns = list(energy), [jnp.zeros_like(q[:, 0]) for q in factor_q]
-    factor_q = list(factor_q)
+    columns = [jnp.zeros_like(q[:, 0]) for q in factor_q]
+    lost = [jnp.zeros_like(c, shape=len(c)) for c in columns]
+    residual_energy, factor_q = list(lost), list(factor_q)
     wire = _Wire(plan, rank, low, [ranks[slot[i]] for i in low])
     stacks = [leaves[i].reshape(plan.leaves[i].view) for i in low]
     bases = _bases(
@@ -127,7 +127,6 @@ def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
     sent = {
       "dense": [leaves[i] for i in dense],
       "factor_p": wire.pack(local_p),
-      "energy": [_energy(m) for m in stacks],
     }
     received = collectives.mean(sent, axis_name)
     # A non-finite entry anywhere makes what arrives non-finite everywhere,
@@ -140,8 +139,14 @@ def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
       ]
     )
     local_q = [jnp.swapaxes(m, 1, 2) @ p for m, p in _zip(stacks, factor_p)]
-    mean_q, energy_q = collectives.mean(
-      (wire.pack(local_q), [_energy(q) for q in local_q]), axis_name
+    own = [_energy(m) - _energy(q) for m, q in _zip(stacks, local_q)]
+    signs = sketch.draw_signs(jax.random.fold_in(key, 1), stacks)
+    sketches = [
+      sketch.residual_sketch(*parts)
+      for parts in _zip(stacks, factor_p, local_q, signs)
+    ]
+    mean_q, sketches, own = collectives.mean(
+      (wire.pack(local_q), sketches, own), axis_name
     )
     is_finite &= _all_finite(mean_q)
     mean_q = wire.unpack(mean_q, local_q)
@@ -151,12 +156,13 @@ def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
       shape, place = plan.leaves[i].shape, slot[i]
       averaged[i] = _product(p, q).reshape(shape)
       residual[place] = (m - _product(p, local_q[j])).reshape(shape)
-      energy[place], kept[place] = received["energy"][j], energy_q[j]
+      lost[place] = jnp.sum(jnp.square(sketches[j]), axis=1)
+      residual_energy[place] = jnp.maximum(own[j], 0.0)
       norms = jnp.sum(jnp.square(q), axis=1)
       columns[place] = columns[place].at[:, : norms.shape[1]].set(norms)
       factor_q[place] = wire.merged(j, q, factor_q[place])
     return Exchange(
-      averaged, residual, factor_q, energy, kept, columns, is_finite
+      averaged, residual, factor_q, columns, lost, residual_energy, is_finite
     )
 
   return run

@@ -20,6 +20,7 @@ import numpy as np
 import optax
 
 from edgc_jax import collectives, guards, low_rank, low_rank_state
+from edgc_jax.allocation import lost_share
 from edgc_jax.allocator import Measured
 from edgc_jax.comm_cost import BYTES_PER_VALUE, Plan, by_exchange
 from edgc_jax.late_gradients import LateUpdates, rest_of
@@ -30,7 +31,6 @@ from edgc_jax.telemetry import (
   Checks,
   MatrixStats,
   first_stats,
-  lost_share,
   next_stats,
 )
 
@@ -142,7 +142,7 @@ def make_reducer(
     ]
     if choice.ranks is not None:
       ranks[0] = choice.ranks
-    errors = [lost_share(m.energy, m.kept) for m in measured]
+    errors = [lost_share(m.lost, m.energy) for m in measured]
     identical = state.checks.identical_steps
     new_state = ReducerState(
       count=optax.safe_increment(count),
@@ -156,8 +156,11 @@ def make_reducer(
       ),
       stats=next_stats(
         state.stats,
+        lost=sum(jnp.sum(m.lost) for m in measured),
         energy=sum(jnp.sum(m.energy) for m in measured),
-        kept=sum(jnp.sum(m.kept) for m in measured),
+        residual_energy=sum(
+          jnp.sum(e) for result in results for e in result.residual_energy
+        ),
         is_finite=is_finite,
         rank=_by_rung(np.array(plans[0].ladder, np.int32), choice.rung),
         rung=choice.rung,
@@ -223,8 +226,8 @@ def _measured(result: Exchange) -> Measured:
     jnp.pad(c, ((0, 0), (0, width - c.shape[1]))) for c in result.columns
   ]
   if not columns:
-    return Measured(*(jnp.zeros((0,)),) * 2, jnp.zeros((0, 0)))
-  return Measured(*map(jnp.concatenate, (result.energy, result.kept, columns)))
+    return Measured(jnp.zeros((0,)), jnp.zeros((0, 0)))
+  return Measured(jnp.concatenate(result.lost), jnp.concatenate(columns))
 
 
 def _matrix_stats(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from edgc_jax.allocation import lost_share
 from edgc_jax.guards import CHECKED_STEPS
 from edgc_jax.policy import Report
 
@@ -82,8 +83,9 @@ def first_stats(
 def next_stats(
   old: Stats,
   *,
+  lost: jax.Array,
   energy: jax.Array,
-  kept: jax.Array,
+  residual_energy: jax.Array,
   is_finite: jax.Array,
   rank: jax.Array,
   rung: jax.Array,
@@ -94,13 +96,12 @@ def next_stats(
 ) -> Stats:
   """The numbers of step `count`; errors stay where they are not finite.
 
-  P is orthonormal, so |M - P P^T M|^2 = |M|^2 - |P^T M|^2, summed over
-  each matrix and averaged over replicas: two scalars of each travel with the
-  factors.
+  Of all matrices: `lost` of the `energy` of the averaged gradient and residual
+  was not sent; `residual_energy` is what replicas keep, on average.
   """
-  lost = jnp.maximum(energy - kept, 0.0)
-  share = lost_share(energy, kept)
-  is_measured = is_finite & jnp.isfinite(share)
+  share = lost_share(lost, energy)
+  norm = jnp.sqrt(residual_energy)
+  is_measured = is_finite & jnp.isfinite(share) & jnp.isfinite(norm)
   more = (wire_bytes - old.mean_wire_bytes) / (count + 1)
   return Stats(
     entropy=report.entropy,
@@ -111,7 +112,7 @@ def next_stats(
     dense_bytes=old.dense_bytes,
     relative_error=jnp.where(is_measured, share, old.relative_error),
     predicted_error=report.predicted_error,
-    residual_norm=jnp.where(is_measured, jnp.sqrt(lost), old.residual_norm),
+    residual_norm=jnp.where(is_measured, norm, old.residual_norm),
     matrices=matrices._replace(
       error=jax.tree.map(
         lambda new, old: jnp.where(is_measured, new, old),
@@ -120,12 +121,6 @@ def next_stats(
       )
     ),
   )
-
-
-def lost_share(energy: jax.Array, kept: jax.Array) -> jax.Array:
-  """Share of the energy that was not sent; 0 where there is none."""
-  lost = jnp.maximum(energy - kept, 0.0)
-  return lost / jnp.where(energy > 0, energy, 1.0)
 
 
 def metrics(opt_state: Any) -> dict[str, Any]:
@@ -146,7 +141,8 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     Scalars by name: `rank` (0 is dense), `rung`, `wire_bytes` and
     `dense_bytes` (per replica and step), `compression_ratio` (total dense
     over total wire bytes since the first step), `relative_error` (share of
-    the energy |gradient + residual|^2 that was not sent), `residual_norm`,
+    |M|^2, M the mean of gradient and residual, that was not sent, estimated
+    to some percent), `residual_norm` (of a replica),
     `skipped_steps`, `identical_gradients` (1 if all replicas had the same
     gradients in the first steps), for `edgc` also `entropy` (nats) and
     `predicted_error`, under `skip_nonfinite` also `consecutive_skips`.

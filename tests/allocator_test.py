@@ -52,7 +52,7 @@ def fresh(**options):
 
 
 class AllocatorTest(parameterized.TestCase):
-  @parameterized.parameters("energy", "entropy", "calibrated")
+  @parameterized.parameters("residual", "energy", "entropy", "calibrated")
   def test_bytes_go_where_they_remove_most(self, curves):
     run = fresh(curves=curves)
     owed = np.zeros((3, 32, 64))

@@ -12,6 +12,7 @@ LAYERS = (
   "orthonormalize",
   "entropy",
   "spectrum",
+  "sketch",
   "comm_cost",
   "compiled_cost",
   "guards",

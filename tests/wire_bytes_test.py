@@ -64,19 +64,17 @@ class WireBytesTest(parameterized.TestCase):
   def test_prediction_by_hand(self):
     low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
     dense = 30 + 1
-    energies = 2 * (3 + 1 + 1 + 1)
-    self.assertEqual(
-      edgc_jax.wire_bytes(PARAMS, 4), 4 * (low + dense + energies)
-    )
+    errors = 17 * (3 + 1 + 1 + 1)
+    self.assertEqual(edgc_jax.wire_bytes(PARAMS, 4), 4 * (low + dense + errors))
     sizes = 64 * 48 + 30 + 96 * 160 + 1 + 20 * 20 + 3 * 40 * 64
     self.assertEqual(edgc_jax.wire_bytes(PARAMS, 0), 4 * sizes)
 
   def test_small_matrices_stop_paying(self):
     small = {"w": jnp.zeros((20, 20))}
-    self.assertEqual(edgc_jax.wire_bytes(small, 5), 4 * (5 * 40 + 2))
+    self.assertEqual(edgc_jax.wire_bytes(small, 5), 4 * (5 * 40 + 17))
     self.assertEqual(edgc_jax.wire_bytes(small, 6), 4 * 400)
     self.assertEqual(
-      edgc_jax.wire_bytes(small, 6, min_ratio=1.5), 4 * (6 * 40 + 2)
+      edgc_jax.wire_bytes(small, 6, min_ratio=1.5), 4 * (6 * 40 + 17)
     )
 
   def test_other_collectives_count_as_their_share_of_an_all_reduce(self):
