@@ -24,7 +24,7 @@ RUNS := tests/parallel_test.py tests/four_processes_test.py \
   tests/gpt2_stages_test.py
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(RUNS:%=--ignore=%)
+	$(BIN)/python -m pytest -n 2 --dist loadscope $(RUNS:%=--ignore=%)
 
 test-runs: $(VENV)/installed
 	$(BIN)/python -m pytest $(RUNS)

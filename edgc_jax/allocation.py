@@ -8,8 +8,6 @@ a loud and a quiet matrix compare is for the caller to say (`scale_weights`).
 
 Where the gains come from:
 
-  residual    measured: what was not sent, and how that falls with the rank
-              once what comes and what goes are in balance
   energy      measured: squared column norms of Q, and the energy not sent
   entropy     sigma_i^2 m_i n_i T(r / m_i), the model of `spectrum`
   calibrated  the same, with the spectrum of each matrix made as narrow as its
@@ -24,9 +22,7 @@ import numpy as np
 
 from edgc_jax.spectrum import lost_energy
 
-CURVES = ("residual", "energy", "entropy", "calibrated")
-# A residual in balance falls with this power of the rank, see `steady_loss`.
-_STEADY_EXPONENT = 2.0
+CURVES = ("energy", "entropy", "calibrated")
 # P and Q travel in buffers of their own; how scarce either is decides what a
 # column costs, and is found by trying these shares.
 _PRICES = np.linspace(0.0, 1.0, 9, dtype=np.float32)
@@ -122,31 +118,6 @@ def scale_weights(variance: jax.Array, exponent: float) -> jax.Array:
   # A matrix without a gradient so far must not outweigh all others.
   relative = jnp.where(variance > 0, variance / largest, 1.0)
   return jnp.maximum(relative, 1e-12) ** (-0.5 * exponent)
-
-
-def steady_loss(lost: jax.Array, ranks: jax.Array, at: jax.Array) -> jax.Array:
-  """What is left unsent at other ranks, once it is in balance again.
-
-  What is not sent stays and grows until its direction is among the largest. A
-  direction of small inflow g waits theta / g steps for that, theta being the
-  least energy that is sent. With b directions so large that they go in every
-  step, r - b columns serve all others, so that theta, and the residual with
-  it, is proportional to 1 / (r - b). In training b was found to be about half
-  of r, which is what a power of two follows near r:
-
-    loss(c) = lost (r / c)^2
-
-  Args:
-    lost: float32 [K], squared norm of what was not sent at `ranks`.
-    ranks: int32 [K], at least 1.
-    at: Ranks asked about, [K] or [K, n]; none counts as half a column.
-
-  Returns:
-    float32, the shape of `at`.
-  """
-  shape = (-1,) + (1,) * (at.ndim - 1)
-  ratio = ranks.reshape(shape) / jnp.maximum(at, 0.5)
-  return lost.reshape(shape) * ratio**_STEADY_EXPONENT
 
 
 def energy_gains(

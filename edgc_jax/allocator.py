@@ -115,13 +115,10 @@ class Allocator:
     sides, width = self.plan.sides, self._width
     last = jnp.maximum(state.ranks, 1)
     energy = mean.energy
-    if self.curves == "residual":
-      grid = jnp.broadcast_to(jnp.arange(width + 1.0), (len(sides), width + 1))
-      gains = -jnp.diff(allocation.steady_loss(mean.lost, last, grid))
-    elif self.curves == "energy":
+    if self.curves == "energy":
       gains = allocation.energy_gains(mean.columns, energy, last)
     else:
-      energy = variance * np.prod(sides, axis=1)
+      energy = variance * self.plan.sizes
     if self.curves == "entropy":
       is_measured = jnp.any(variance > 0)
       gains = allocation.model_gains(variance, sides, width)
@@ -134,12 +131,8 @@ class Allocator:
       weights[:, None] * gains, sides, tables.budgets, floors, limits
     )
     ranks = jnp.where(is_measured, chosen, tables.uniform)
-    if self.curves == "residual":
-      left = allocation.steady_loss(mean.lost, last, ranks)
-      energy += left - mean.lost
-    else:
-      live = jnp.arange(width) < ranks[:, None]
-      left = energy - jnp.where(live, gains, 0.0).sum(1)
+    live = jnp.arange(width) < ranks[:, None]
+    left = energy - jnp.where(live, gains, 0.0).sum(1)
     left = jnp.where(is_measured & (ranks > 0), left, 0.0)
     left = jnp.clip(left, 0.0, energy)
     low = jnp.where(ranks > 0, energy, 0.0)

@@ -93,6 +93,11 @@ class Plan:
     return np.array(sides, np.int64).reshape(-1, 2)
 
   @functools.cached_property
+  def sizes(self) -> np.ndarray:
+    """Entries of each of `matrices`; float32 [K]."""
+    return np.prod(self.sides, axis=1).astype(np.float32)
+
+  @functools.cached_property
   def uniform_ranks(self) -> np.ndarray:
     """Columns of each matrix where all have the rung's; int32 [rungs, K]."""
     ranks = [

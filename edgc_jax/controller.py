@@ -65,7 +65,7 @@ class Controller:
   rule: str
   exponent: float
   max_rank_step: int
-  sizes: np.ndarray  # float32 [K], from rank_rule.matrix_sizes
+  sizes: np.ndarray  # float32 [K], from Plan.sizes
   table: np.ndarray  # float32 [K, rank_max + 1], from rank_rule.loss_table
   warmup_rung: int = 0  # dense, or the rank that warm-up is at
   stage_axis: str | None = None
@@ -79,7 +79,7 @@ class Controller:
     """A controller with the model's tables for a plan's matrices."""
     return cls(
       ranks=tuple(rank for rank in plan.ladder if rank > 0),
-      sizes=rank_rule.matrix_sizes(plan),
+      sizes=plan.sizes,
       table=rank_rule.loss_table(plan),
       **options,
     )

@@ -39,11 +39,6 @@ def loss_table(plan: Plan) -> np.ndarray:
   return table.astype(np.float32)
 
 
-def matrix_sizes(plan: Plan) -> np.ndarray:
-  """Entries of each matrix, float32 [K]."""
-  return np.prod(plan.sides, axis=1).astype(np.float32)
-
-
 def log_error(
   table: np.ndarray, sizes: np.ndarray, variance: jax.Array
 ) -> jax.Array:
@@ -53,7 +48,7 @@ def log_error(
 
   Args:
     table: float32 [K, rank_max + 1], from `loss_table`.
-    sizes: float32 [K], from `matrix_sizes`.
+    sizes: float32 [K], `Plan.sizes`.
     variance: float32 [K], mean square of a matrix's entries.
 
   Returns:

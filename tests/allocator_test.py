@@ -52,10 +52,10 @@ def fresh(**options):
 
 
 class AllocatorTest(parameterized.TestCase):
-  @parameterized.parameters("residual", "energy", "entropy", "calibrated")
+  @parameterized.parameters("energy", "entropy", "calibrated")
   def test_bytes_go_where_they_remove_most(self, curves):
     run = fresh(curves=curves)
-    owed = np.zeros((3, 32, 64))
+    owed, before = np.zeros((3, 32, 64)), np.full(5, 8)
     for step in range(10):
       tree = gradients(step)
       owed += np.asarray(tree["stack"], np.float64).mean(0)
@@ -66,9 +66,12 @@ class AllocatorTest(parameterized.TestCase):
       ranks, values = ranks_of(run), edgc_jax.metrics(run.state)
       budget = values["rank"] * SIDES.sum(axis=0)
       self.assertTrue(np.all(ranks @ SIDES <= budget), (ranks, budget))
-      expected = 8 if step < 2 else None
-      if expected:
-        np.testing.assert_array_equal(ranks, expected)
+      if step < 2:
+        np.testing.assert_array_equal(ranks, 8)
+      # From one window to the next by a factor of two at most.
+      self.assertTrue(np.all(ranks <= 2 * before), (before, ranks))
+      self.assertTrue(np.all(ranks >= before // 2), (before, ranks))
+      before = ranks
     self.assertEqual(run.traces, 1)
     self.assertEqual(ranks.argmax(), 1)
     self.assertGreaterEqual(ranks[1], 12)

@@ -11,7 +11,7 @@ def errors_of(shapes, rank_max, variance=None, min_ratio=0.0):
   """ln G by rank for matrices of the given shapes."""
   tree = {str(i): jnp.zeros(s) for i, s in enumerate(shapes)}
   plan = comm_cost.make_plan(tree, (1, rank_max), min_ratio)
-  table, sizes = rank_rule.loss_table(plan), rank_rule.matrix_sizes(plan)
+  table, sizes = rank_rule.loss_table(plan), plan.sizes
   if variance is None:
     variance = np.ones(len(sizes))
   return rank_rule.log_error(table, sizes, jnp.asarray(variance, jnp.float32))
