@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from edgc_jax import collectives, fixed_rank, guards
+from edgc_jax import adaptive_rank, collectives, fixed_rank, guards
 from edgc_jax.link import CompressionModel, LinkModel
 from edgc_jax.matrices import ViewFn
 
@@ -99,11 +99,12 @@ def measure_compression(
   repeats: int = 10,
   min_ratio: float = 2.0,
   matrix_view: ViewFn | None = None,
+  granularity: str = "matrix",
   mesh: Mesh | None = None,
 ) -> CompressionModel:
   """Times the computation of compressed exchanges, on one device.
 
-  `powersgd(rank).update` less `allreduce().update`, on a mesh of one device,
+  `edgc.update` at one rank less `allreduce().update`, on a mesh of one device,
   where both compute all and send nothing; base + per_rank * rank is fitted by
   least squares, both at least 0. At large ranks orthonormalisation grows
   faster than a line: give ranks that span those to be used.
@@ -115,6 +116,7 @@ def measure_compression(
     repeats: How often each is timed.
     min_ratio: As for `edgc`.
     matrix_view: As for `edgc`.
+    granularity: As for `edgc`; ranks by matrix are computed at more columns.
     mesh: With several processes the mesh of the training: all call this at
       the same point, and get the same model (see `agree`).
 
@@ -133,9 +135,10 @@ def measure_compression(
   gradients = jax.tree.map(draw, params)
   calls = [_update(single, fixed_rank.allreduce(_AXIS), gradients)]
   for rank in ranks:
-    tx = fixed_rank.powersgd(
-      rank, _AXIS, min_ratio=min_ratio, matrix_view=matrix_view
-    )
+    tx = adaptive_rank.edgc(
+      _AXIS, rank_max=rank, rank_min=rank, rank_multiple=rank,
+      min_ratio=min_ratio, matrix_view=matrix_view, granularity=granularity,
+    )  # fmt: skip
     calls.append(_update(single, tx, gradients))
   seconds = _medians(calls, repeats)
   dense, *compressed = seconds if mesh is None else agree(mesh, seconds)
@@ -234,12 +237,16 @@ def _all_reduces(mesh: Mesh, axis_name: str, count: int) -> Callable[[], Any]:
 
 
 def _update(mesh: Mesh, tx: Any, gradients: Any) -> Callable[[], Any]:
-  """A call of a transformation's update; one replica cannot vary."""
+  """A call of a transformation's second update, in which nothing is sampled.
+
+  One replica cannot vary.
+  """
   on_device = functools.partial(
     jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
   )
   state = jax.jit(on_device(tx.init))(gradients)
   run = jax.jit(on_device(tx.update))
+  _, state = run(gradients, state)
   return functools.partial(run, gradients, state)
 
 

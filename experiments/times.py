@@ -48,6 +48,7 @@ def options_of(
       params["blocks"],
       min_ratio=config.edgc.min_ratio,
       matrix_view=gpt2.matrix_view,
+      granularity=config.edgc.granularity,
       mesh=mesh,
     )
   times = {"link": link, "compression": compression}
