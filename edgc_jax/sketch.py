@@ -1,4 +1,4 @@
-"""The norm of what no replica sent, from a few values of each matrix.
+"""The norm of what the mean of replicas lacks, from a few values a matrix.
 
 What was not sent, E_i = M_i - P Q_i^T, is a replica's own; its norm says
 little, since most of it is what sets the replicas apart and is gone from
