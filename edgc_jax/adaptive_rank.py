@@ -58,7 +58,7 @@ def edgc(
   """Averages gradients through factors whose rank follows their entropy.
 
   Every window, the mean of sampled gradient entropies H is compared with
-  that of the last window of a dense warm-up, H_ref, and the rank r becomes
+  that of the last window of a warm-up, H_ref, and the rank r becomes
   the one at which the model expects the same absolute error:
 
     T(r) = e^(exponent (H_ref - H)) T(rank_max)
@@ -84,7 +84,7 @@ def edgc(
   where `after(x)` is x, but not before this stage's own leaves are exchanged.
 
   Wire: as `powersgd` at the rank in use, or dense; entropy samples add a few
-  values per leaf, once in 1 / step_rate steps. Over stages: 4 bytes a step,
+  values per matrix, once in 1 / step_rate steps. Over stages: 4 bytes a step,
   and 8 a window.
 
   Args:
@@ -116,8 +116,10 @@ def edgc(
       is 4, or the step of the ladder if that is more.
     min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
     granularity: "matrix": the rank of the rule says how many bytes a stage
-      sends, and its matrices share them so that together they lose least; or
-      "stage": all have this rank.
+      sends, and its matrices share them so that together they lose least, each
+      with 2 columns at least, at most three times the rank (beyond 64 twice),
+      and between half and twice of what it had in the window before; or
+      "stage": all have this rank. Leaves split over stages keep one rank.
     curves: For "matrix", what tells how much a column removes: "energy",
       measured, "entropy", the model above, or "calibrated", the model
       stretched to each matrix's measured error.
@@ -209,7 +211,7 @@ def edgc(
       backward_seconds=backward_seconds or 0.0,
     )
     allocator = None
-    if granularity == "matrix":
+    if granularity == "matrix" and plan.compressible:
       allocator = Allocator(plan, curves, float(scale_exponent))
     return EntropyPolicy(
       plan,

@@ -67,7 +67,7 @@ def allocate(
   is_open &= gains > 0
   sides = jnp.asarray(sides, jnp.int32)
   left = budgets - floors @ sides
-  share = sides / jnp.maximum(budgets, 1)
+  share = sides.astype(jnp.float32) / jnp.maximum(budgets, 1)
 
   def spend(price: jax.Array) -> tuple[jax.Array, jax.Array]:
     cost = price * share[:, 0] + (1.0 - price) * share[:, 1]
@@ -105,7 +105,7 @@ def scale_weights(variance: jax.Array, exponent: float) -> jax.Array:
 
   0 counts absolute errors; 2 counts errors relative to the matrix's mean
   square entry, which is what is left of them after an optimiser that divides
-  by it.
+  by it. No weight is more than 1e12^(exponent / 2).
 
   Args:
     variance: float32 [K], sigma_i^2; 0 where nothing was measured.
@@ -126,12 +126,12 @@ def energy_gains(
   """Gains from what was measured, and a geometric tail beyond the rank.
 
   With P orthonormal, the squared column norms of Q are the squared singular
-  values of what was sent. The tail continues the last of them, q, by a factor
-  rho that makes its sum what was not sent, E:
+  values of what was sent. The j-th column after them gains q rho^j, with q the
+  gain of the last one and rho the factor at which all of them together would
+  be what was not sent, E, or, if that is less, the factor by which the
+  measured columns fell over their second half:
 
-    gain(r + j) = q rho^j,   sum_(j > 0) q rho^j = E,   rho = E / (E + q)
-
-  but falls no slower than the measured columns did over their second half.
+    sum_(j > 0) q rho^j = E    for    rho = E / (E + q)
 
   Args:
     columns: float32 [K, width], mean squared norms of Q's columns; those
@@ -145,12 +145,13 @@ def energy_gains(
   width = columns.shape[1]
   index = jnp.arange(width)
   live = index < ranks[:, None]
-  columns = jax.lax.cummin(jnp.where(live, columns, jnp.inf), axis=1)
+  # Each column's mean is its own: they need not be in order. The rest is last.
+  columns = -jnp.sort(jnp.where(live, -columns, jnp.inf), axis=1)
   at = lambda i: jnp.take_along_axis(columns, i[:, None], 1)[:, 0]  # noqa: E731
   last, middle = at(ranks - 1), at((ranks - 1) // 2)
   lost = energy - jnp.sum(jnp.where(live, columns, 0.0), axis=1)
   ratio = jnp.maximum(lost, 0.0) / jnp.maximum(lost + last, 1e-30)
-  steps = jnp.maximum(ranks - 1 - (ranks - 1) // 2, 1)
+  steps = jnp.maximum(ranks - 1 - (ranks - 1) // 2, 1).astype(jnp.float32)
   slope = (last / jnp.maximum(middle, 1e-30)) ** (1.0 / steps)
   ratio = jnp.where(ranks > 2, jnp.minimum(ratio, slope), ratio)
   beyond = jnp.maximum(index - ranks[:, None] + 1, 0)
@@ -173,7 +174,9 @@ def model_gains(
   Returns:
     float32 [K, width].
   """
-  return -jnp.diff(_model_loss(variance, sides, np.arange(width + 1.0)))
+  return -jnp.diff(
+    _model_loss(variance, sides, np.arange(width + 1, dtype=np.float32))
+  )
 
 
 def calibrated_gains(

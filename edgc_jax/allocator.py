@@ -69,7 +69,7 @@ class Allocator:
     self,
     state: AllocatorState,
     is_closed: jax.Array,
-    rung: jax.Array,
+    rungs: tuple[jax.Array, jax.Array],
     variance: jax.Array,
   ) -> AllocatorState:
     """Shares out anew where a window has ended.
@@ -77,7 +77,7 @@ class Allocator:
     Args:
       state: The state after the step before.
       is_closed: bool [], a window ended with it (`Controller.closes_window`).
-      rung: int32 [], that of the step to come.
+      rungs: int32 [] each, those of the step before and of the step to come.
       variance: float32 [K], mean square of the entries in the last window.
 
     Returns:
@@ -88,7 +88,7 @@ class Allocator:
       self._share_out,
       lambda s, *_: s,
       state,
-      rung,
+      rungs,
       variance,
     )
 
@@ -105,90 +105,115 @@ class Allocator:
     return state._replace(sums=sums, num_steps=state.num_steps + is_usable)
 
   def _share_out(
-    self, state: AllocatorState, rung: jax.Array, variance: jax.Array
+    self,
+    state: AllocatorState,
+    rungs: tuple[jax.Array, jax.Array],
+    variance: jax.Array,
   ) -> AllocatorState:
-    tables = jax.tree.map(lambda t: jnp.asarray(t)[rung], self._tables)
+    before, tables = self._tables.at(rungs[0]), self._tables.at(rungs[1])
     mean = jax.tree.map(
       lambda total: total / jnp.maximum(state.num_steps, 1.0), state.sums
     )
-    is_measured = state.num_steps > 0
-    sides, width = self.plan.sides, self._width
-    last = jnp.maximum(state.ranks, 1)
-    energy = mean.energy
-    if self.curves == "energy":
-      gains = allocation.energy_gains(mean.columns, energy, last)
-    else:
-      energy = variance * self.plan.sizes
-    if self.curves == "entropy":
-      is_measured = jnp.any(variance > 0)
-      gains = allocation.model_gains(variance, sides, width)
-    elif self.curves == "calibrated":
-      share = allocation.lost_share(mean.lost, mean.energy)
-      gains = allocation.calibrated_gains(variance, sides, width, share, last)
+    gains, energy = self._gains(state, mean, variance)
     weights = allocation.scale_weights(variance, self.scale_exponent)
-    floors, limits = _near(state.ranks, tables, sides)
+    floors, limits = _near(state.ranks, before, tables, self.plan.sides)
     chosen = allocation.allocate(
-      weights[:, None] * gains, sides, tables.budgets, floors, limits
+      weights[:, None] * gains,
+      self.plan.sides,
+      tables.budgets,
+      floors,
+      limits,
     )
+    # Without a measurement, as after dense steps, or without any gradient.
+    is_measured = jnp.any(gains > 0)
     ranks = jnp.where(is_measured, chosen, tables.uniform)
-    live = jnp.arange(width) < ranks[:, None]
+    live = jnp.arange(self._width) < ranks[:, None]
     left = energy - jnp.where(live, gains, 0.0).sum(1)
     left = jnp.where(is_measured & (ranks > 0), left, 0.0)
     left = jnp.clip(left, 0.0, energy)
-    low = jnp.where(ranks > 0, energy, 0.0)
+    compressed = jnp.where(ranks > 0, energy, 0.0)
     return AllocatorState(
       ranks,
-      jnp.sum(left) / jnp.maximum(jnp.sum(low), _TINY),
+      jnp.sum(left) / jnp.maximum(jnp.sum(compressed), _TINY),
       left / jnp.maximum(energy, _TINY),
       jax.tree.map(jnp.zeros_like, state.sums),
       jnp.zeros_like(state.num_steps),
     )
 
+  def _gains(
+    self, state: AllocatorState, mean: Measured, variance: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """What each column removes [K, width], and all there is [K]."""
+    ranks = jnp.maximum(state.ranks, 1)
+    if self.curves == "energy":
+      gains = allocation.energy_gains(mean.columns, mean.energy, ranks)
+      return gains, mean.energy
+    sides, width = self.plan.sides, self._width
+    if self.curves == "entropy":
+      gains = allocation.model_gains(variance, sides, width)
+      return gains, variance * self.plan.sizes
+    gains = allocation.calibrated_gains(
+      mean.energy / self.plan.sizes,
+      sides,
+      width,
+      allocation.lost_share(mean.lost, mean.energy),
+      ranks,
+    )
+    return gains, mean.energy
+
   @property
   def _width(self) -> int:
     """Columns of the matrix that may have most."""
-    plan = self.plan
-    return max((plan.factor_columns(leaf) for leaf in plan.matrices), default=0)
+    return int(self._tables.limits.max(initial=0))
 
   @functools.cached_property
-  def _tables(self) -> "_Tables":
-    return _tables(self.plan)
+  def _tables(self) -> "_Allowed":
+    return _allowed(self.plan)
 
 
-class _Tables(NamedTuple):
-  """What each rung allows; integers with a first axis of rungs."""
+class _Allowed(NamedTuple):
+  """What each rung allows; integers with a first axis of rungs, or of one."""
 
   uniform: np.ndarray  # [rungs, K], the ranks if all are alike
   budgets: np.ndarray  # [rungs, 2], values of P and of Q
   floors: np.ndarray  # [rungs, K]
   limits: np.ndarray  # [rungs, K]
 
+  def at(self, rung: jax.Array) -> "_Allowed":
+    """That of one rung, without the first axis."""
+    return jax.tree.map(lambda table: jnp.asarray(table)[rung], self)
+
 
 def _near(
-  ranks: jax.Array, tables: _Tables, sides: np.ndarray
+  ranks: jax.Array, before: _Allowed, now: _Allowed, sides: np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
   """Floors and limits between half and twice the ranks so far.
 
   What was measured tells little of ranks far off; and what a matrix is owed
   depends on the ranks it had. Without this they swing from the floor to the
-  limit and back.
+  limit and back. If the rung changes, ranks are taken to have changed with it.
+  A matrix that was sent dense has what all would have: nothing was measured.
   """
-  has_some = ranks > 0
-  limits = jnp.minimum(tables.limits, jnp.maximum(2 * ranks, tables.floors))
-  limits = jnp.where(has_some, limits, tables.limits)
-  floors = jnp.minimum(jnp.maximum(ranks // 2, tables.floors), limits)
-  # A budget that fell by half and more leaves no room for that.
-  fit = jnp.all(floors @ jnp.asarray(sides, jnp.int32) <= tables.budgets)
-  return jnp.where(fit, floors, tables.floors), limits
+  was_dense = before.uniform == 0
+  scaled = ranks * now.uniform // jnp.maximum(before.uniform, 1)
+  floors = jnp.maximum(scaled // 2, now.floors)
+  limits = jnp.minimum(jnp.maximum(2 * scaled, floors), now.limits)
+  floors = jnp.where(was_dense, now.uniform, jnp.minimum(floors, limits))
+  limits = jnp.where(was_dense, now.uniform, limits)
+  # Ranks that cannot follow the rung, being as small as their matrix, may
+  # leave no room for half of the others.
+  fits = jnp.all(floors @ jnp.asarray(sides, jnp.int32) <= now.budgets)
+  least = jnp.where(was_dense, now.uniform, now.floors)
+  return jnp.where(fits, floors, jnp.minimum(least, limits)), limits
 
 
-def _tables(plan: Plan) -> _Tables:
+def _allowed(plan: Plan) -> _Allowed:
   uniform = plan.uniform_ranks
   limits = [
     [plan.limit(leaf, rank) for leaf in plan.matrices] for rank in plan.ladder
   ]
   budgets = (uniform.astype(np.int64) @ plan.sides).astype(np.int32)
-  return _Tables(
+  return _Allowed(
     uniform,
     budgets,
     np.minimum(uniform, _FLOOR),

@@ -29,8 +29,8 @@ BYTES_PER_VALUE = 4
 # Of each matrix, with its factors: what was not sent, sketched, and its norm.
 _ERROR_VALUES = sketch.VALUES + 1
 # Eigenproblems of more columns go through threaded LAPACK on CPU hosts: 30
-# times slower at 69 than at 64 columns.
-_WIDEST = 64
+# times slower at 69 than at 64 columns, with OPENBLAS_NUM_THREADS=1 as fast.
+_WIDE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Plan:
     columns = self.columns(leaf, rank)
     if columns == 0 or self.spread == 1:
       return columns
-    most = max(columns, min(self.spread * columns, _WIDEST))
+    most = min(self.spread * columns, max(_WIDE, 2 * columns))
     if self.min_ratio:
       rows, cols = leaf.view.rows, leaf.view.cols
       most = min(most, int(rows * cols / (self.min_ratio * (rows + cols))))
@@ -237,7 +237,7 @@ def wire_bytes(
   >>> import jax
   >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")
   >>> wire_bytes(weights, 0), wire_bytes(weights, 32)
-  (9437184, 491528)
+  (9437184, 491588)
   """
   lead_rank = rank if lead_rank is None else lead_rank
   ladder = (rank, lead_rank)

@@ -66,10 +66,10 @@ def powersgd(
 
   For every matrix M [m, n] = gradient + residual:
 
-    P = orth(mean M Q), Q' = mean M^T P, update = P Q'^T,
-    residual' = M - update
+    P = orth(mean M Q), Q_i = M^T P, Q' = mean Q_i, update = P Q'^T,
+    residual' = M - P Q_i^T
 
-  Wire: r (m + n) values instead of m n, in two all-reduces; vectors and
+  Wire: r (m + n) + 17 values instead of m n, in two all-reduces; vectors and
   matrices that save less than `min_ratio` travel dense with the first.
 
   Args:

@@ -36,8 +36,12 @@ import numpy as np
 
 from edgc_jax import collectives, packing, sketch
 from edgc_jax.comm_cost import Plan
-from edgc_jax.low_rank_state import unit_columns
-from edgc_jax.orthonormalize import orthonormalize, principal_columns
+from edgc_jax.low_rank_state import gaussian_columns
+from edgc_jax.orthonormalize import (
+  orthonormalize,
+  principal_columns,
+  unit_columns,
+)
 
 
 class Exchange(NamedTuple):
@@ -227,7 +231,9 @@ def _bases(
   """
   if not factors:
     return []
-  columns, alive = principal_columns(factors)
+  # Columns differ in age and scale: those of a first use, or of louder times,
+  # must not make the others look like rounding noise.
+  columns, alive = principal_columns([unit_columns(q) for q in factors])
   alive = [a[:, None, :] for a in alive]
   if live is not None:
     alive = [a | ~inside for a, inside in _zip(alive, live)]
@@ -238,11 +244,11 @@ def _bases(
     draws = jax.random.normal(key, (sum(sizes),), jnp.float32)
     draws = jnp.split(draws, np.cumsum(sizes[:-1]))
     return [
-      jnp.where(a, q, unit_columns(new.reshape(q.shape)))
+      jnp.where(a, q, gaussian_columns(new.reshape(q.shape)))
       for q, a, new in _zip(columns, alive, draws)
     ]
 
-  # Drawing random numbers costs more than all else here: only when needed.
+  # So many random numbers cost more than all else here: only when needed.
   nothing_died = jnp.all(jnp.stack([jnp.all(a) for a in alive]))
   return jax.lax.cond(nothing_died, lambda c: c, refill, columns)
 

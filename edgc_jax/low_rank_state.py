@@ -26,7 +26,7 @@ def init_factors(plan: Plan, seed: int) -> list[jax.Array]:
     shape = (leaf.view.count, leaf.view.cols, plan.factor_columns(leaf))
     own_key = jax.random.fold_in(key, plan.positions[i])
     draw = jax.random.normal(own_key, shape, jnp.float32)
-    factors.append(unit_columns(draw))
+    factors.append(gaussian_columns(draw))
   return factors
 
 
@@ -37,7 +37,7 @@ def init_residual(plan: Plan) -> list[jax.Array]:
   ]
 
 
-def unit_columns(gaussian: jax.Array) -> jax.Array:
+def gaussian_columns(gaussian: jax.Array) -> jax.Array:
   """Scales [k, n, r] Gaussian entries to columns of expected length one."""
   return gaussian * gaussian.shape[1] ** -0.5
 

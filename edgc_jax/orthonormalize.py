@@ -69,6 +69,15 @@ def orthonormalize(stacks: Stacks) -> list[jax.Array]:
   return [y @ root for y, root in zip(columns, roots, strict=True)]
 
 
+def unit_columns(y: jax.Array) -> jax.Array:
+  """Scales the columns of [k, m, r] to length one; zero ones stay zero."""
+  # In two steps: squares of small and of large columns leave the range.
+  largest = jnp.max(jnp.abs(y), axis=-2, keepdims=True)
+  y = y / jnp.where(largest > 0, largest, 1.0)
+  squares = jnp.sum(jnp.square(y), axis=-2, keepdims=True)
+  return y * jax.lax.rsqrt(jnp.where(squares > 0, squares, 1.0))
+
+
 def _gram(y: jax.Array) -> jax.Array:
   return jnp.swapaxes(y, -1, -2) @ y
 

@@ -127,7 +127,10 @@ class EntropyPolicy:
     allocator, ranks = state.allocator, None
     if self.allocator is not None:
       allocator = self.allocator.advance(
-        allocator, is_closed, control.rung, control.window_variance
+        allocator,
+        is_closed,
+        (state.controller.rung, control.rung),
+        control.window_variance,
       )
       ranks = allocator.ranks
     wire_bytes = jnp.where(is_closed, float(self.controller.window_bytes), 0.0)

@@ -4,7 +4,7 @@ Three classes of state, told by the axes of the mesh that they are sharded
 over on their first axis:
 
   each replica's own   residuals, sums of `accumulate`         data
-  each stage's own     controller, statistics, Q               stage
+  each stage's own     controller, allocator, statistics, Q    stage
   everyone's           counters                                none
 
 On pipeline stages residuals are sharded over both, and what mirrors the

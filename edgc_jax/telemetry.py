@@ -141,8 +141,9 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     Scalars by name: `rank` (0 is dense), `rung`, `wire_bytes` and
     `dense_bytes` (per replica and step), `compression_ratio` (total dense
     over total wire bytes since the first step), `relative_error` (share of
-    |M|^2, M the mean of gradient and residual, that was not sent, estimated
-    to some percent), `residual_norm` (of a replica),
+    |M|^2, M the mean of gradient and residual, that was not sent; estimated,
+    for one matrix with a standard deviation of a third), `residual_norm` (of
+    a replica),
     `skipped_steps`, `identical_gradients` (1 if all replicas had the same
     gradients in the first steps), for `edgc` also `entropy` (nats) and
     `predicted_error`, under `skip_nonfinite` also `consecutive_skips`.

@@ -31,9 +31,7 @@ _WAIT = flags.DEFINE_bool("wait", True, "Run what is missing.")
 _HERE = pathlib.Path(__file__).resolve().parent
 
 Settings = Mapping[str, Any]
-# {row: {seed: summary}}, rows without any run left out.
-Summaries = Mapping[str, Mapping[str, Mapping[str, Any]]]
-Tables = Mapping[str, Mapping[str, Settings]]
+Summaries = Mapping[str, Mapping[str, Any]]  # {seed: summary}
 
 
 def main(argv: list[str]) -> None:
@@ -53,14 +51,17 @@ def main(argv: list[str]) -> None:
     table: {row: found for row in own if (found := _finished(row))}
     for table, own in tables.items()
   }
-  text = _page(config, {t: own for t, own in summaries.items() if own})
+  dense = _finished(next(iter(rows)))
+  text = _page(config, dense, {t: own for t, own in summaries.items() if own})
   print(text)
   output = pathlib.Path(_OUTPUT.value or f"docs/results_{study.stem}.md")
   output.parent.mkdir(parents=True, exist_ok=True)
   output.write_text(text)
 
 
-def _rows(tables: Tables) -> Mapping[str, Settings]:
+def _rows(
+  tables: Mapping[str, Mapping[str, Settings]],
+) -> Mapping[str, Settings]:
   """The rows of all tables; a row's name is its run folder's, so unique."""
   rows: dict[str, Settings] = {}
   for table in tables.values():
@@ -100,8 +101,10 @@ def _finished(row: str) -> dict[str, dict[str, Any]]:
   return {s: json.loads(f.read_text()) for s, f in files.items() if f.exists()}
 
 
-def _page(config: str, tables: Mapping[str, Summaries]) -> str:
-  """Markdown: a table for each group, then every run."""
+def _page(
+  config: str, dense: Summaries, tables: Mapping[str, Mapping[str, Summaries]]
+) -> str:
+  """Markdown: a table for each group, then every run; gaps are to `dense`."""
   rows = {row: runs for table in tables.values() for row, runs in table.items()}
   if not rows:
     raise ValueError(
@@ -113,7 +116,6 @@ def _page(config: str, tables: Mapping[str, Summaries]) -> str:
   environment = about["environment"]
   commits = sorted({s["environment"]["commit"] for s in everything})
   versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items())
-  baseline = _mean_loss(next(iter(rows.values())))
   lines = [
     f"# {pathlib.Path(config).stem}: {about['params']:,} parameters,"
     f" {about['steps']} steps, {about['replicas']} replicas",
@@ -127,13 +129,14 @@ def _page(config: str, tables: Mapping[str, Summaries]) -> str:
     f" sha256 {about['corpus']['sha256'][:16]}.",
     "",
     "Held-out loss in nats a token at the last step: mean over seeds, and the"
-    " standard deviation. The gap is to the first row of all; what is closed is"
-    " the share of the gap of the table's first row that a row does not have."
+    " standard deviation. The gap is to the first row of all with the same"
+    " seeds; what is closed is the share of the gap of the table's first row"
+    " that a row does not have."
     " The ratio is dense over sent bytes of the whole run, dense steps"
     " included.",
   ]
   for table, own in tables.items():
-    first = _mean_loss(next(iter(own.values())))
+    first = next(iter(own.values()))
     lines += ["", f"## {table}"] if table else []
     lines += [
       "",
@@ -142,15 +145,20 @@ def _page(config: str, tables: Mapping[str, Summaries]) -> str:
       "|---|---|---|---|---|---|---|---|",
     ]
     for row, runs in own.items():
-      loss, gap = _mean_loss(runs), _mean_loss(runs) - baseline
       losses = [s["val_loss"] for s in runs.values()]
+      loss = statistics.mean(losses)
       spread = f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "-"
-      is_compared = first != baseline and loss != first
-      closed = f"{1 - gap / (first - baseline):.0%}" if is_compared else "-"
+      gap = closed = "-"
+      if set(runs) & set(dense):
+        more = _gap(runs, dense)
+        gap = f"{more / (loss - more):+.2%}"
+      if runs is not first and set(runs) & set(first) & set(dense):
+        share = _gap(runs, dense, first) / _gap(first, dense, runs)
+        closed = f"{1 - share:.0%}"
       ratios = [s["compression_ratio"] for s in runs.values()]
       sent = [sum(s["wire_bytes_per_step"]) / 1e6 for s in runs.values()]
       lines.append(
-        f"| {row} | {loss:.4f} | {spread} | {gap / baseline:+.2%} | {closed}"
+        f"| {row} | {loss:.4f} | {spread} | {gap} | {closed}"
         f" | {statistics.mean(ratios):.2f} | {statistics.mean(sent):.2f}"
         f" | {len(runs)} |"
       )
@@ -170,8 +178,12 @@ def _page(config: str, tables: Mapping[str, Summaries]) -> str:
   return "\n".join(lines) + "\n"
 
 
-def _mean_loss(runs: Mapping[str, Mapping[str, Any]]) -> float:
-  return statistics.mean(s["val_loss"] for s in runs.values())
+def _gap(*rows: Summaries) -> float:
+  """Mean loss of the first row less that of the second, of seeds all have."""
+  seeds = set.intersection(*(set(row) for row in rows))
+  return statistics.mean(
+    rows[0][seed]["val_loss"] - rows[1][seed]["val_loss"] for seed in seeds
+  )
 
 
 if __name__ == "__main__":

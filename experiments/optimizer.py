@@ -61,9 +61,7 @@ def _warmup_rank(text: str) -> int | str | None:
   """The argument of `edgc` that a configuration means."""
   if text == "dense":
     return None
-  if text == "max" or not text.isdigit():
-    return text
-  return int(text)
+  return int(text) if text.isdigit() else text
 
 
 def _rank_schedule(rank: int, final_rank: int, steps: int) -> dict[int, int]:
