@@ -56,7 +56,8 @@ class Allocator:
     # A new array for every field: one that served twice cannot be donated.
     num, width = len(self.plan.matrices), self._width
     per_matrix = functools.partial(jnp.zeros, num, jnp.float32)
-    sums = Measured(per_matrix(), jnp.zeros((num, width)))
+    columns = jnp.zeros((num, width), jnp.float32)
+    sums = Measured(per_matrix(), columns)
     return AllocatorState(
       jnp.array(self._tables.uniform[rung]),
       jnp.zeros((), jnp.float32),

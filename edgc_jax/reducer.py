@@ -226,7 +226,8 @@ def _measured(result: Exchange) -> Measured:
     jnp.pad(c, ((0, 0), (0, width - c.shape[1]))) for c in result.columns
   ]
   if not columns:
-    return Measured(jnp.zeros((0,)), jnp.zeros((0, 0)))
+    none = functools.partial(jnp.zeros, dtype=jnp.float32)
+    return Measured(none((0,)), none((0, 0)))
   return Measured(jnp.concatenate(result.lost), jnp.concatenate(columns))
 
 

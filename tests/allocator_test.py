@@ -1,5 +1,6 @@
 """Ranks of matrices as edgc shares them out: scripted gradients in."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ from meshes import Pmap, find, gradients_like
 from reference import PowerSGD
 
 import edgc_jax
+from edgc_jax.allocator import Allocator, Measured
 from edgc_jax.comm_cost import make_plan
 
 PARAMS = {
@@ -97,8 +99,12 @@ class AllocatorTest(parameterized.TestCase):
     run = fresh(scale_exponent=2.0)
     for step in range(8):
       run.step(gradients(step))
-    ranks = ranks_of(run)
-    self.assertLessEqual(np.ptp(ranks[:3]), 2)
+    self.assertLessEqual(np.ptp(ranks_of(run)[:3]), 2)
+    # Which is not for want of something to do.
+    other = fresh()
+    for step in range(8):
+      other.step(gradients(step))
+    self.assertGreater(np.ptp(ranks_of(other)[:3]), 6)
 
   def test_packed_exchange_is_that_of_each_matrix_alone(self):
     """At any ranks within the budget, against NumPy, matrix by matrix."""
@@ -196,6 +202,72 @@ class AllocatorTest(parameterized.TestCase):
     jax.tree.map(
       np.testing.assert_array_equal, run.state.allocator.sums, before.sums
     )
+
+
+SQUARES = {"small": jnp.zeros((24, 24)), "stack": jnp.zeros((5, 48, 48))}
+SQUARE_SIDES = np.array([(24, 24)] + [(48, 48)] * 5)
+
+
+class AdvanceTest(parameterized.TestCase):
+  """Ranks from window to window, with measurements made up."""
+
+  def advance(self, ranks, rungs, loud=1.0):
+    """Ranks after a window in which all columns sent `loud` or 1 each."""
+    plan = make_plan(SQUARES, (0, 4, 8, 16, 24), 1.0)
+    plan = dataclasses.replace(plan, spread=3)
+    allocator = Allocator(plan, "energy", 0.0)
+    state = allocator.init(rungs[0])
+    width = state.sums.columns.shape[1]
+    gains = np.array([1.0, loud, 1.0, 1.0, 1.0, 1.0])[:, None]
+    columns = np.where(np.arange(width) < np.array(ranks)[:, None], gains, 0.0)
+    state = state._replace(
+      ranks=jnp.array(ranks, jnp.int32),
+      sums=Measured(
+        *(jnp.asarray(x, jnp.float32) for x in (50 * gains[:, 0], columns))
+      ),
+      num_steps=jnp.float32(1.0),
+    )
+    rungs = [jnp.int32(rung) for rung in rungs]
+    state = jax.jit(allocator.advance)(state, True, rungs, jnp.ones(6))
+    uniform, ranks = plan.uniform_ranks[int(rungs[1])], np.asarray(state.ranks)
+    budget = uniform @ SQUARE_SIDES
+    self.assertTrue(np.all(ranks @ SQUARE_SIDES <= budget), (ranks, budget))
+    return ranks, uniform, budget
+
+  def test_what_was_dense_gets_what_all_would_have(self):
+    """24 x 24 is compressed at ranks up to 8."""
+    for ranks in ([0, 16, 16, 16, 16, 16], [0, 40, 10, 10, 10, 10]):
+      after, uniform, _ = self.advance(ranks, (3, 2))
+      self.assertEqual(after[0], uniform[0])
+      self.assertEqual(uniform[0], 8)
+
+  @parameterized.parameters((1, 3), (1, 4), (2, 4), (4, 1), (3, 1), (0, 3))
+  def test_no_rung_leaves_the_buffer_half_empty(self, before, after):
+    """Ranks go with the rung, however far it jumps."""
+    plan = make_plan(SQUARES, (0, 4, 8, 16, 24), 1.0)
+    ranks, uniform, budget = self.advance(
+      plan.uniform_ranks[before].tolist(), (before, after)
+    )
+    # Of either buffer less than one column of a matrix is left.
+    self.assertTrue(
+      np.all(budget - ranks @ SQUARE_SIDES < 48), (ranks, uniform)
+    )
+
+  def test_bounded_by_half_and_twice_in_proportion_to_the_rung(self):
+    ranks, _, _ = self.advance([8, 8, 8, 8, 8, 8], (2, 2), loud=1000.0)
+    self.assertEqual(ranks[1], 16)
+    self.assertTrue(np.all(ranks[[0, 2, 3, 4, 5]] >= 4), ranks)
+    ranks, _, _ = self.advance([4, 4, 4, 4, 4, 4], (1, 2), loud=1000.0)
+    self.assertEqual(ranks[1], 16)
+
+  def test_nothing_measured_is_one_rank_for_all(self):
+    plan = make_plan(SQUARES, (0, 4, 8), 1.0)
+    plan = dataclasses.replace(plan, spread=3)
+    allocator = Allocator(plan, "energy", 1.0)
+    state = allocator.init(2)._replace(num_steps=jnp.float32(3.0))
+    rungs = (jnp.int32(2), jnp.int32(2))
+    state = jax.jit(allocator.advance)(state, True, rungs, jnp.zeros(6))
+    np.testing.assert_array_equal(state.ranks, 8)
 
 
 if __name__ == "__main__":

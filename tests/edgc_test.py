@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 from meshes import BACKENDS, gradients_like
 
 import edgc_jax
@@ -30,7 +30,7 @@ def drive(backend, scales, **options):
   return run, values
 
 
-class EdgcTest(absltest.TestCase):
+class EdgcTest(parameterized.TestCase):
   def test_visits_every_rung_in_one_trace(self):
     # The step to a fifth is worth the whole ladder; so is the way back.
     scales = [1.0, 0.2, 0.2, 0.2, 1.1, 1.1, 1.1]
@@ -85,12 +85,14 @@ class EdgcTest(absltest.TestCase):
       residual = run.residual()["w"]
       self.assertGreater(np.abs(residual).max(), 0)
 
-  def test_nothing_to_compress(self):
+  @parameterized.parameters("stage", "matrix")
+  def test_nothing_to_compress(self, granularity):
     """Vectors only: the reducer is an all-reduce, and says so."""
     params = {"b": jnp.zeros((8,))}
+    tx = edgc_jax.edgc(**OPTIONS | {"granularity": granularity})
     for backend in BACKENDS.values():
       with self.assertWarnsRegex(RuntimeWarning, "all gradients travel dense"):
-        run = backend(edgc_jax.edgc(**OPTIONS), params)
+        run = backend(tx, params)
       for step in range(6):
         gradients = gradients_like(params, seed=step)
         updates = run.step(gradients)
@@ -135,13 +137,19 @@ class DtypesTest(absltest.TestCase):
   def test_with_64_bits_enabled(self):
     """State and wire stay float32, so a scan can carry the state."""
     with jax.enable_x64(True):
-      for dtype in (jnp.float32, jnp.float64):
-        for estimator in ("gaussian", "histogram"):
+      for dtype, changes in (
+        (jnp.float32, {"estimator": "histogram"}),
+        (jnp.float64, {"granularity": "matrix", "curves": "energy"}),
+        (jnp.float64, {"granularity": "matrix", "curves": "entropy"}),
+        (jnp.float64, {"granularity": "matrix", "curves": "calibrated"}),
+      ):
+        with self.subTest(**changes):
           params = {"w": jnp.zeros((32, 48), dtype)}
-          options = OPTIONS | {"rank_max": 4, "estimator": estimator}
+          options = OPTIONS | {"rank_max": 4, "window": 1, "step_rate": 1}
+          options |= changes
           run = BACKENDS["pmap"](edgc_jax.edgc(**options), params)
           form = jax.tree.map(lambda x: x.dtype, run.state)
-          for step in range(2):
+          for step in range(3):
             updates = run.step(gradients_like(params, seed=step))
           self.assertEqual(jax.tree.map(lambda x: x.dtype, run.state), form)
           self.assertEqual(updates["w"].dtype, dtype)

@@ -162,6 +162,19 @@ class RankChangeTest(parameterized.TestCase):
       self.clear_residual()
     self.assertLess(lost_share(gradients, update), best + 1e-4)
 
+  @parameterized.parameters(1e-5, 1e5)
+  def test_scale_does_not_matter_when_the_rank_grows(self, scale):
+    """New columns of Q must not make warm ones look like rounding noise."""
+    lost = []
+    for factor in (1.0, scale):
+      gradients = spectral_gradient(factor * 0.85 ** np.arange(40))
+      self.run_.state = self.run_.first_state
+      for rung in (1, 1, 1, 1, 1, 2):
+        update = self.step(gradients, rung)
+        self.clear_residual()
+      lost.append(lost_share(gradients, update))
+    self.assertAlmostEqual(lost[0], lost[1], places=4)
+
   def clear_residual(self):
     low_rank = find(self.run_.state).low_rank
     zeros = {"w": jnp.zeros_like(low_rank.residual["w"])}
