@@ -1,8 +1,11 @@
 """The model is GPT-2: sizes, initialisation, causality."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl.testing import absltest, parameterized
 
 from experiments import gpt2
@@ -83,6 +86,17 @@ class GPT2Test(parameterized.TestCase):
     self.assertEqual(dtypes, {jnp.dtype("float32")})
     loss = float(loss_fn(config, params, batch))
     self.assertAlmostEqual(loss, np.log(50), delta=0.1)
+
+  def test_a_layers_own_backward_pass_is_jaxs(self):
+    params = init_params(TINY, jax.random.key(0))
+    batch = jax.random.randint(jax.random.key(1), (2, 17), 0, 50)
+    own = grad_fn(TINY, params, batch)
+    with mock.patch.object(gpt2, "_product", jnp.matmul):
+      plain = jax.jit(jax.grad(lambda p: gpt2.loss_fn(TINY, p, batch)))(params)
+    self.assertGreater(optax.tree.norm(plain["blocks"]), 0)
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, 1e-4, 1e-7), own, plain
+    )
 
   def test_stacked_biases_are_no_matrices(self):
     self.assertIsNone(
