@@ -68,7 +68,7 @@ def _rows(
     for row, settings in table.items():
       if row in rows and rows[row] != settings:
         raise ValueError(
-          f"TABLES must have one row of each name, got {row!r} twice with"
+          f"`TABLES` must have one row of each name, got {row!r} twice with"
           " different settings; name them apart."
         )
       rows[row] = settings

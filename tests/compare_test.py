@@ -1,0 +1,85 @@
+"""The tables of a study, from summaries made up."""
+
+import pathlib
+import runpy
+
+import pytest
+
+from configs import gpt2_tiny
+from experiments import compare, optimizer
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+ENVIRONMENT = {
+  "commit": "abc", "device": "cpu", "cores": 2, "python": "3", "versions": {},
+}  # fmt: skip
+
+
+def summary(loss, sent=2.0):
+  return {
+    "val_loss": loss, "compression_ratio": 8.0 / sent, "params": 1,
+    "steps": 40, "replicas": 4, "wire_bytes_per_step": [1e6 * sent],
+    "rank_history": [[1, [0]], [3, [4]]], "environment": ENVIRONMENT,
+    "corpus": {"name": "text", "sha256": "0"},
+  }  # fmt: skip
+
+
+@pytest.fixture
+def page():
+  dense = {"0": summary(2.0, 8.0), "1": summary(3.0, 8.0)}
+  strong = {"0": summary(2.2), "1": summary(3.2)}
+  tables = {
+    "Dense": {"all-reduce": dense},
+    "Four times less": {"strong": strong, "half done": {"1": summary(3.05)}},
+  }
+  compare.flags.FLAGS(["compare", "--study=a.py"])
+  return compare._page("a/gpt2_tiny.py", dense, tables)
+
+
+def cells(page, row):
+  (line,) = [
+    line for line in page.splitlines()
+    if line.startswith(f"| {row} |") and "from" not in line
+  ]  # fmt: skip
+  return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_gaps_are_of_the_seeds_that_both_have(page):
+  assert cells(page, "all-reduce")[3:5] == ["+0.00%", "-"]
+  assert cells(page, "strong")[1:5] == ["2.7000", "0.7071", "+8.00%", "-"]
+  # Seed 1 alone: 0.05 of 0.2, though its loss is above the other row's mean.
+  assert cells(page, "half done")[1:5] == ["3.0500", "-", "+1.67%", "75%"]
+
+
+def test_every_run_has_a_line(page):
+  assert "| half done | 1 | 3.0500 | 4.00 | dense from 1, 4 from 3 |" in page
+
+
+def test_rows_of_one_name_must_be_one_run():
+  same = {"a": {"x": 1}}
+  assert compare._rows({"one": same, "two": same}) == same
+  with pytest.raises(ValueError, match="`TABLES` must have one row"):
+    compare._rows({"one": same, "two": {"a": {"x": 2}}})
+
+
+def test_schedules_of_the_study_send_what_the_fixed_rank_sends():
+  tables = runpy.run_path(str(ROOT / "configs/studies/allocation.py"))["TABLES"]
+  for table in list(tables.values())[1:]:
+    rows = list(table.values())
+    fixed, schedules = rows[0]["powersgd.rank"], rows[2:4]
+    for settings in schedules:
+      ranks = optimizer._rank_schedule(
+        settings["powersgd.rank"], settings["powersgd.final_rank"], 400
+      )
+      ends = [*ranks, 400][1:]
+      sent = sum(
+        rank * (end - start)
+        for (start, rank), end in zip(ranks.items(), ends, strict=True)
+      )
+      assert abs(sent / 400 - fixed) < 0.01 * fixed
+
+
+def test_warmup_rank_of_a_configuration():
+  assert optimizer._warmup_rank("dense") is None
+  assert optimizer._warmup_rank("max") == "max"
+  assert optimizer._warmup_rank("12") == 12
+  assert gpt2_tiny.get_config().edgc.warmup_rank == "max"
