@@ -76,10 +76,12 @@ def write_report(
   picture, page = folder / "report.png", folder / "report.html"
   panels.draw(runs).savefig(picture, dpi=100)
   maps = []
-  for run in runs:
+  for number, run in enumerate(runs, 1):
     figure = heat_maps.draw(run.matrices, run.label)
     if figure is not None:
-      name = "matrices.png" if len(runs) == 1 else f"matrices-{run.name}.png"
+      name = "matrices.png"
+      if len(runs) > 1:  # folders of different parents may have one name
+        name = f"matrices-{number}-{run.name}.png"
       figure.savefig(folder / name, dpi=100)
       maps.append((folder / name).read_bytes())
   text = _page(runs, picture.read_bytes(), maps)
