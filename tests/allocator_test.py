@@ -104,7 +104,7 @@ class AllocatorTest(parameterized.TestCase):
     other = fresh()
     for step in range(8):
       other.step(gradients(step))
-    self.assertGreater(np.ptp(ranks_of(other)[:3]), 6)
+    self.assertGreaterEqual(ranks_of(other)[1], 12)
 
   def test_packed_exchange_is_that_of_each_matrix_alone(self):
     """At any ranks within the budget, against NumPy, matrix by matrix."""
