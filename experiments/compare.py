@@ -111,12 +111,22 @@ def _page(
       f"--runs must be where runs of the study are, got {_RUNS.value}, which"
       " has none; leave out --nowait to make them."
     )
-  everything = [summary for runs in rows.values() for summary in runs.values()]
-  about = everything[0]
+  lines = _heading(config, [s for runs in rows.values() for s in runs.values()])
+  for table, own in tables.items():
+    lines += ["", f"## {table}"] if table else []
+    lines += _table(own, dense)
+  return "\n".join(lines + _every_run(rows)) + "\n"
+
+
+def _heading(
+  config: str, summaries: Sequence[Mapping[str, Any]]
+) -> Sequence[str]:
+  """Where the numbers come from and what they mean."""
+  about = summaries[0]
   environment = about["environment"]
-  commits = sorted({s["environment"]["commit"] for s in everything})
+  commits = sorted({s["environment"]["commit"] for s in summaries})
   versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items())
-  lines = [
+  return [
     f"# {pathlib.Path(config).stem}: {about['params']:,} parameters,"
     f" {about['steps']} steps, {about['replicas']} replicas",
     "",
@@ -129,40 +139,38 @@ def _page(
     f" sha256 {about['corpus']['sha256'][:16]}.",
     "",
     "Held-out loss in nats a token at the last step: mean over seeds, and the"
-    " standard deviation. The gap is to the first row of all with the same"
-    " seeds; what is closed is the share of the gap of the table's first row"
-    " that a row does not have."
-    " The ratio is dense over sent bytes of the whole run, dense steps"
-    " included.",
+    " standard deviation. The gap is to the first row of all, seed by seed,"
+    " with the standard error of its mean; what is closed is the share of the"
+    " gap of the table's first row that a row does not have, where that gap is"
+    " more than two standard errors. The ratio is dense over sent bytes of the"
+    " whole run, dense steps included.",
   ]
-  for table, own in tables.items():
-    first = next(iter(own.values()))
-    lines += ["", f"## {table}"] if table else []
-    lines += [
-      "",
-      "| method | held-out loss | spread | gap to dense | closed | ratio"
-      " | MB a step | seeds |",
-      "|---|---|---|---|---|---|---|---|",
-    ]
-    for row, runs in own.items():
-      losses = [s["val_loss"] for s in runs.values()]
-      loss = statistics.mean(losses)
-      spread = f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "-"
-      gap = closed = "-"
-      if set(runs) & set(dense):
-        more = _gap(runs, dense)
-        gap = f"{more / (loss - more):+.2%}"
-      if runs is not first and set(runs) & set(first) & set(dense):
-        share = _gap(runs, dense, first) / _gap(first, dense, runs)
-        closed = f"{1 - share:.0%}"
-      ratios = [s["compression_ratio"] for s in runs.values()]
-      sent = [sum(s["wire_bytes_per_step"]) / 1e6 for s in runs.values()]
-      lines.append(
-        f"| {row} | {loss:.4f} | {spread} | {gap} | {closed}"
-        f" | {statistics.mean(ratios):.2f} | {statistics.mean(sent):.2f}"
-        f" | {len(runs)} |"
-      )
-  lines += ["", "## Every run", ""]
+
+
+def _table(rows: Mapping[str, Summaries], dense: Summaries) -> Sequence[str]:
+  first = next(iter(rows.values()))
+  lines = [
+    "",
+    "| method | held-out loss | spread | gap to dense | closed | ratio"
+    " | MB a step | seeds |",
+    "|---|---|---|---|---|---|---|---|",
+  ]
+  for row, runs in rows.items():
+    losses = [s["val_loss"] for s in runs.values()]
+    ratios = [s["compression_ratio"] for s in runs.values()]
+    sent = [sum(s["wire_bytes_per_step"]) / 1e6 for s in runs.values()]
+    spread = f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "-"
+    lines.append(
+      f"| {row} | {statistics.mean(losses):.4f} | {spread}"
+      f" | {_gap(runs, dense)} | {_closed(runs, first, dense)}"
+      f" | {statistics.mean(ratios):.2f} | {statistics.mean(sent):.2f}"
+      f" | {len(runs)} |"
+    )
+  return lines
+
+
+def _every_run(rows: Mapping[str, Summaries]) -> Sequence[str]:
+  lines = ["", "## Every run", ""]
   lines += ["| method | seed | held-out loss | ratio | rank, from step |"]
   lines += ["|---|---|---|---|---|"]
   for row, runs in rows.items():
@@ -175,15 +183,37 @@ def _page(
         f"| {row} | {seed} | {summary['val_loss']:.4f}"
         f" | {summary['compression_ratio']:.2f} | {ranks} |"
       )
-  return "\n".join(lines) + "\n"
+  return lines
 
 
-def _gap(*rows: Summaries) -> float:
-  """Mean loss of the first row less that of the second, of seeds all have."""
-  seeds = set.intersection(*(set(row) for row in rows))
-  return statistics.mean(
-    rows[0][seed]["val_loss"] - rows[1][seed]["val_loss"] for seed in seeds
-  )
+def _gap(runs: Summaries, dense: Summaries) -> str:
+  """Percent above dense, of the seeds both have, and the standard error."""
+  seeds = [seed for seed in runs if seed in dense]
+  if not seeds or runs == dense:
+    return "-"
+  level = statistics.mean(dense[seed]["val_loss"] for seed in seeds)
+  gap, error = _difference(seeds, runs, dense)
+  return f"{gap / level:+.2%}" + (f" ± {error / level:.2%}" if error else "")
+
+
+def _closed(runs: Summaries, first: Summaries, dense: Summaries) -> str:
+  """Share of the first row's gap that is gone, of the seeds all have."""
+  seeds = [seed for seed in runs if seed in first and seed in dense]
+  if not seeds or runs is first:
+    return "-"
+  gap, error = _difference(seeds, first, dense)
+  if gap <= 2 * error:
+    return "no gap"
+  return f"{1 - _difference(seeds, runs, dense)[0] / gap:.0%}"
+
+
+def _difference(
+  seeds: Sequence[str], runs: Summaries, others: Summaries
+) -> tuple[float, float]:
+  """Mean difference of losses, seed by seed, and its standard error."""
+  found = [runs[s]["val_loss"] - others[s]["val_loss"] for s in seeds]
+  spread = statistics.stdev(found) if len(found) > 1 else 0.0
+  return statistics.mean(found), spread / len(found) ** 0.5
 
 
 if __name__ == "__main__":

@@ -26,10 +26,13 @@ def summary(loss, sent=2.0):
 @pytest.fixture
 def page():
   dense = {"0": summary(2.0, 8.0), "1": summary(3.0, 8.0)}
-  strong = {"0": summary(2.2), "1": summary(3.2)}
+  strong = {"0": summary(2.2), "1": summary(3.3)}
+  noise = {"0": summary(2.0), "1": summary(3.05)}
+  better = {"0": summary(1.9), "1": summary(2.9)}
   tables = {
     "Dense": {"all-reduce": dense},
     "Four times less": {"strong": strong, "half done": {"1": summary(3.05)}},
+    "No gap to close": {"within noise": noise, "better": better},
   }
   compare.flags.FLAGS(["compare", "--study=a.py"])
   return compare._page("a/gpt2_tiny.py", dense, tables)
@@ -44,10 +47,17 @@ def cells(page, row):
 
 
 def test_gaps_are_of_the_seeds_that_both_have(page):
-  assert cells(page, "all-reduce")[3:5] == ["+0.00%", "-"]
-  assert cells(page, "strong")[1:5] == ["2.7000", "0.7071", "+8.00%", "-"]
-  # Seed 1 alone: 0.05 of 0.2, though its loss is above the other row's mean.
-  assert cells(page, "half done")[1:5] == ["3.0500", "-", "+1.67%", "75%"]
+  assert cells(page, "all-reduce")[3:5] == ["-", "-"]
+  # 0.2 and 0.3 above a mean of 2.5.
+  assert cells(page, "strong")[1:3] == ["2.7500", "0.7778"]
+  assert cells(page, "strong")[3:5] == ["+10.00% ± 2.00%", "-"]
+  # Seed 1 alone: 0.05 of 0.3, though its loss is above the other row's mean.
+  assert cells(page, "half done")[1:5] == ["3.0500", "-", "+1.67%", "83%"]
+
+
+def test_nothing_is_closed_where_there_is_no_gap(page):
+  assert cells(page, "within noise")[3:5] == ["+1.00% ± 1.00%", "-"]
+  assert cells(page, "better")[3:5] == ["-4.00%", "no gap"]
 
 
 def test_every_run_has_a_line(page):
