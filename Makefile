@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-pipeline test test-runs lint format compare compare-allocation bench clean
+.PHONY: train train-pipeline test test-runs lint format compare bench clean
 
 # The stamp is remade when what is to be installed changes.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -37,12 +37,8 @@ format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Five methods with three seeds each; goes on where it was cut off.
+# Ways of spending bytes, three seeds each; goes on where it was cut off.
 compare: $(VENV)/installed
-	$(BIN)/python experiments/compare.py --study=configs/studies/fixed_ranks.py --output=docs/results.md
-
-# Where bytes go, by matrix and over time; goes on where it was cut off.
-compare-allocation: $(VENV)/installed
 	$(BIN)/python experiments/compare.py --study=configs/studies/allocation.py
 
 # Time and memory of the reducers beside forward and backward.

@@ -25,7 +25,9 @@ from absl import app, flags
 _STUDY = flags.DEFINE_string("study", None, "A file in configs/studies/.")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds.")
 _RUNS = flags.DEFINE_string("runs", "runs/compare", "Where the runs go.")
-_OUTPUT = flags.DEFINE_string("output", None, "The file of the tables.")
+_OUTPUT = flags.DEFINE_string(
+  "output", "docs/results.md", "The file of the tables."
+)
 _WAIT = flags.DEFINE_bool("wait", True, "Run what is missing.")
 
 _HERE = pathlib.Path(__file__).resolve().parent
@@ -37,8 +39,7 @@ Summaries = Mapping[str, Mapping[str, Any]]  # {seed: summary}
 def main(argv: list[str]) -> None:
   """Runs what is missing, then writes the tables."""
   del argv
-  study = pathlib.Path(_STUDY.value)
-  values = runpy.run_path(str(study))
+  values = runpy.run_path(_STUDY.value)
   config, tables = values["CONFIG"], values["TABLES"]
   shared, rows = values.get("SETTINGS", {}), _rows(tables)
   if _WAIT.value:
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> None:
   dense = _finished(next(iter(rows)))
   text = _page(config, dense, {t: own for t, own in summaries.items() if own})
   print(text)
-  output = pathlib.Path(_OUTPUT.value or f"docs/results_{study.stem}.md")
+  output = pathlib.Path(_OUTPUT.value)
   output.parent.mkdir(parents=True, exist_ok=True)
   output.write_text(text)
 

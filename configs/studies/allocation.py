@@ -3,7 +3,7 @@
 Two budgets, about 6 and 12 times less than dense. Each way of spending it is
 tried with a dense warm-up of 20 of the 400 steps, as published, and at the
 rank from the first step; steps sent dense are paid with lower ranks later.
-69 runs; five hours on 2 cores.
+69 runs; four hours on 2 cores.
 """
 
 from collections.abc import Mapping
