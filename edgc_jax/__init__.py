@@ -13,6 +13,7 @@ from edgc_jax.fixed_rank import allreduce, powersgd  # noqa: E402
 from edgc_jax.link import CompressionModel, LinkModel  # noqa: E402
 from edgc_jax.matrices import MatrixView, trailing_matrix  # noqa: E402
 from edgc_jax.pipeline import apply_stages  # noqa: E402
+from edgc_jax.replicas import rebase_entropy, resize_replicas  # noqa: E402
 from edgc_jax.state_sharding import state_specs  # noqa: E402
 from edgc_jax.telemetry import metrics  # noqa: E402
 from edgc_jax.timing import (  # noqa: E402
@@ -42,6 +43,8 @@ __all__ = [
   "measure_link",
   "metrics",
   "powersgd",
+  "rebase_entropy",
+  "resize_replicas",
   "skip_nonfinite",
   "state_specs",
   "trailing_matrix",

@@ -6,7 +6,7 @@ or over pipeline stages times replicas, in one process or several.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import edgc_jax
 from experiments import gpt2, gpt2_stages
 from experiments.gpt2 import GPT2Config
+from experiments.stored_state import Stored, StoredForm
 
 DATA, STAGE = "data", gpt2_stages.AXIS
 BACKENDS = ("pmap", "shard_map")
@@ -28,9 +29,14 @@ class Parallel(Protocol):
   """What the trainer needs of either way."""
 
   traces: int  # how often JAX traced the step
+  num_params: int
+  stored: StoredForm  # of (parameters, optimiser state)
 
-  def init(self, key: jax.Array) -> tuple[Any, Any, int]:
-    """Parameters, optimiser state, and the number of parameters."""
+  def init(self, key: jax.Array) -> tuple[Any, Any]:
+    """Parameters and optimiser state."""
+
+  def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, Any]:
+    """The same from what `stored` gave on a number of replicas."""
 
   def step(
     self, params: Any, opt_state: Any, batch: np.ndarray
@@ -74,13 +80,19 @@ class Pmap:
       numbers = edgc_jax.metrics(opt_state)
       return params, opt_state, numbers | {"loss": lax.pmean(loss, DATA)}
 
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    self.num_params = sum(p.size for p in jax.tree.leaves(shapes[0]))
+    self.stored = StoredForm.of_pmap(tx, *shapes, make_mesh(replicas, 1), DATA)
     self._init = pmap(init)
+    self._place = pmap(lambda x: x)  # arrays as the step's own
     self._step = pmap(step, donate_argnums=(0, 1))
     self._loss = pmap(loss_fn)
 
-  def init(self, key: jax.Array) -> tuple[Any, Any, int]:
-    params, opt_state = self._init(jnp.stack([key] * self._replicas))
-    return params, opt_state, sum(p[0].size for p in jax.tree.leaves(params))
+  def init(self, key: jax.Array) -> tuple[Any, Any]:
+    return self._init(jnp.stack([key] * self._replicas))
+
+  def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, Any]:
+    return self._place(self.stored.load(trees, replicas))
 
   def step(
     self, params: Any, opt_state: Any, batch: np.ndarray
@@ -135,7 +147,7 @@ class OnMesh:
 
     self._fresh = fresh
     shapes = jax.eval_shape(fresh, jax.random.key(0))
-    self._num_params = sum(
+    self.num_params = sum(
       p.size
       for p in jax.tree.leaves(
         jax.eval_shape(lambda: gpt2.init_params(model, jax.random.key(0)))
@@ -176,6 +188,13 @@ class OnMesh:
 
     self._params_sharding = self._shardings(param_specs)
     self._init = jax.jit(on_mesh(tx.init, (param_specs,), specs))
+    self.stored = StoredForm(
+      shapes=(shapes, jax.eval_shape(self._init, shapes)),
+      specs=(param_specs, specs),
+      mesh=mesh,
+      data_axis=DATA,
+      is_stacked=False,
+    )
     self._step = jax.jit(
       on_mesh(
         step,
@@ -186,10 +205,13 @@ class OnMesh:
     )
     self._loss = jax.jit(on_mesh(losses, (param_specs, replicas), everywhere))
 
-  def init(self, key: jax.Array) -> tuple[Any, Any, int]:
+  def init(self, key: jax.Array) -> tuple[Any, Any]:
     make = jax.jit(self._fresh, out_shardings=self._params_sharding)
     params = make(key)
-    return params, self._init(params), self._num_params
+    return params, self._init(params)
+
+  def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, Any]:
+    return self.stored.load(trees, replicas)
 
   def step(
     self, params: Any, opt_state: Any, batch: np.ndarray

@@ -13,8 +13,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
 
-from experiments import command_line, report
-from experiments.trainer import Trainer, TrainingStopped
+from experiments import command_line, report, stop_signals
+from experiments.checkpoints import CheckpointError
+from experiments.trainer import (
+  Trainer,
+  TrainingInterrupted,
+  TrainingStopped,
+)
 
 
 def main(config: ConfigDict) -> None:
@@ -27,8 +32,11 @@ def main(config: ConfigDict) -> None:
   if summary is None:
     try:
       summary = trainer.run()
-    except TrainingStopped as error:
+    except (TrainingStopped, CheckpointError) as error:
       sys.exit(f"error: {error}")
+    except TrainingInterrupted as stop:
+      print(f"{stop} Go on with the same command:\n  {stop_signals.command()}")
+      sys.exit(stop_signals.exit_code(stop.signal))
   print(report.summary_table(summary))
   print(f"run folder: {trainer.folder.path} (see report.png, report.html)")
 

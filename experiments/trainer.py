@@ -5,21 +5,39 @@ arrays, which are fetched in one go when a line is logged, so that devices
 never wait for the host in between.
 """
 
+import dataclasses
 import pathlib
+import signal
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+import edgc_jax
 from experiments import checks, data, gpt2, parallel, report, times
+from experiments.checkpoints import Checkpoints
 from experiments.optimizer import make_optimizer
 from experiments.run_folder import RunFolder, environment
 from experiments.run_log import RunLog
+from experiments.stop_signals import StopSignals
 
 
 class TrainingStopped(RuntimeError):
   """A run that cannot go on, and why."""
+
+
+class TrainingInterrupted(RuntimeError):
+  """A run that was told to stop, and was saved.
+
+  Attributes:
+    signal: What told it.
+  """
+
+  def __init__(self, received: signal.Signals, step: int):
+    super().__init__(f"{received.name} after step {step}: saved.")
+    self.signal = received
 
 
 class Trainer:
@@ -45,6 +63,9 @@ class Trainer:
     name = f"{config.name}-{config.reducer}-seed{config.seed}"
     path = config.run_dir or pathlib.Path("runs") / name
     self.folder = RunFolder(path, config.to_dict())
+    self.checkpoints = Checkpoints(
+      self.folder.checkpoints, config.checkpoint.keep
+    )
     self.corpus = data.load_corpus(config.data.path, context=self.model.context)
     data.check_vocab(self.corpus, self.model.vocab_size)
     self.parallel: parallel.Parallel
@@ -58,52 +79,105 @@ class Trainer:
   def run(self) -> dict[str, Any]:
     """Trains to the last step and returns the summary, also written.
 
+    Goes on from the run's newest checkpoint, if there is one.
+
     Raises:
       TrainingStopped: if all replicas had the same gradients, or too many
         steps in a row were not finite.
+      TrainingInterrupted: after SIGTERM or Ctrl-C.
+      CheckpointError: if a checkpoint could not be written or read.
     """
-    self.folder.start()
+    found = self._found()
+    self.folder.start(found.step)
     if self.times:
       print(times.describe(self.times))
     try:
-      summary = self._train()
+      with StopSignals() as signals:
+        summary = self._train(found, signals)
+      self.checkpoints.close()
     finally:
       self.folder.close()
     self.folder.finish(summary)
     report.write_report([self.folder.path])
     return summary
 
-  def _train(self) -> dict[str, Any]:
-    config = self.config
-    log = RunLog(self.folder)
-    params, opt_state, num_params = self.parallel.init(
-      jax.random.key(config.seed)
+  def _found(self) -> "_Progress":
+    """Where the run stands: its newest checkpoint, or the first step."""
+    form, config = self.parallel.stored, self.config
+    found = self.checkpoints.load(
+      lambda about: form.template(about["replicas"])
     )
+    if found is None:
+      return _Progress()
+    step, trees, about = found
+    if not config.resume:
+      raise TrainingStopped(
+        f"`run_dir` must be new with --config.resume=false, got"
+        f" {self.folder.path}, which has a checkpoint of step {step}; leave"
+        " `resume` out to go on from it."
+      )
+    self.checkpoints.set_aside(step)
+    replicas = about["replicas"]
+    params, opt_state = self.parallel.load(trees, replicas)
+    if replicas != config.mesh.data:
+      # A replica's batch is another one now, and with it the entropy.
+      opt_state = edgc_jax.rebase_entropy(opt_state)
+      print(
+        f"{replicas} replicas before, {config.mesh.data} now: residuals keep"
+        " their mean, and the reference entropy will move."
+      )
+    print(f"going on after step {step}", flush=True)
+    return _Progress(step, params, opt_state, about)
+
+  def _train(self, found: "_Progress", signals: StopSignals) -> dict[str, Any]:
+    config = self.config
+    log = RunLog(self.folder, found.about.get("log"))
+    params, opt_state = found.params, found.opt_state
+    if found.step == 0:
+      params, opt_state = self.parallel.init(jax.random.key(config.seed))
     batches = data.train_batches(
       self.corpus.train,
       context=self.model.context,
       batch_size=config.batch_size,
       seed=config.seed,
     )
-    for step in range(1, config.steps + 1):
+    if found.step:
+      batches.set_state(found.about["batches"])
+    line = found.about.get("line", {})
+    for step in range(found.step + 1, config.steps + 1):
       params, opt_state, numbers = self.parallel.step(
         params, opt_state, next(batches)
       )
       log.add(numbers)
       every = config.evaluation.every
       is_evaluated = step == config.steps or (every and step % every == 0)
+      val_loss = None
       if is_evaluated or step % config.log_every == 0 or step == 1:
-        line = log.fetch(step)
+        line = log.fetch()
         self._stop_if_hopeless(line, step)
         if is_evaluated:
-          line["val_loss"] = self._evaluate(params)
+          line["val_loss"] = val_loss = self._evaluate(params)
         log.write(line)
+      is_last, every = step == config.steps, config.checkpoint.every
+      is_stopped = signals.wants_stop(step) and not is_last
+      if is_stopped or (every and (is_last or step % every == 0)):
+        about = {
+          "replicas": config.mesh.data,
+          "log": log.state(),
+          "line": line,
+          "batches": batches.get_state(),
+        }
+        trees = self.parallel.stored.store((params, opt_state))
+        self.checkpoints.save(step, trees, about, val_loss)
+      if is_stopped:
+        self.checkpoints.close()
+        raise TrainingInterrupted(signals.received, step)
     log.close()
     wire = [total / config.steps for total in log.wire_bytes]
     return {
       "reducer": config.reducer,
       "steps": config.steps,
-      "params": num_params,
+      "params": self.parallel.num_params,
       "replicas": config.mesh.data,
       "stages": config.mesh.stage,
       "train_loss": line["loss"],
@@ -143,3 +217,13 @@ class Trainer:
         f"{line['consecutive_skips']} steps in a row up to step {step} had"
         " non-finite gradients; lower optimizer.lr or look at the data."
       )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Progress:
+  """What a run has behind it."""
+
+  step: int = 0
+  params: Any = None
+  opt_state: Any = None
+  about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
