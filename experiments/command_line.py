@@ -13,6 +13,8 @@ from absl import app, flags
 from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
+from experiments import hosts
+
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file in configs/, with :REDUCER behind it if you like."
 )
@@ -29,10 +31,14 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
     # JAX tells of every platform that is not there.
     logging.getLogger("jax").setLevel(logging.WARNING)
     config = _CONFIG.value
+    try:
+      processes = hosts.initialize()
+    except (ValueError, RuntimeError) as error:
+      sys.exit(f"error: {error}")
     if not _devices_are_chosen():
       # Only the CPU platform heeds this: replicas on one machine's cores.
       devices = max(1, config.mesh.data) * max(1, config.mesh.stage)
-      jax.config.update("jax_num_cpu_devices", devices)
+      jax.config.update("jax_num_cpu_devices", max(1, devices // processes))
     main(config)
 
   flags.mark_flag_as_required("config")

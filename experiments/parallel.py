@@ -41,7 +41,7 @@ class Parallel(Protocol):
   def step(
     self, params: Any, opt_state: Any, batch: np.ndarray
   ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    """One step on a batch [sequences, context + 1] for all replicas.
+    """One step on this process's rows [.., context + 1] of a batch.
 
     Returns:
       Parameters, optimiser state and numbers, equal on all devices: scalars,
@@ -49,8 +49,11 @@ class Parallel(Protocol):
       where they differ by stage.
     """
 
-  def losses(self, params: Any, batch: np.ndarray) -> jax.Array:
-    """The replicas' mean losses on such a batch."""
+  def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
+    """The mean loss over the replicas on such rows."""
+
+  def rows(self, batch_size: int) -> slice:
+    """Which of a batch's rows are for this process's devices."""
 
 
 class Pmap:
@@ -60,11 +63,15 @@ class Pmap:
     self, model: GPT2Config, tx: optax.GradientTransformation, replicas: int
   ):
     """Compiles nothing yet."""
-    devices = jax.devices()[:replicas]
+    mesh = make_mesh(replicas, 1)
+    devices = None  # all that there are, as several processes must
+    if jax.process_count() == 1:
+      devices = list(mesh.devices.flat)
     pmap = functools.partial(jax.pmap, axis_name=DATA, devices=devices)
     loss_fn = functools.partial(gpt2.loss_fn, model)
     self.traces = 0
-    self._replicas = replicas
+    self._local = len(mesh.local_devices)
+    self.rows = functools.partial(_rows, mesh)
 
     def init(key: jax.Array) -> tuple[Any, Any]:
       params = gpt2.init_params(model, key)
@@ -82,14 +89,14 @@ class Pmap:
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     self.num_params = sum(p.size for p in jax.tree.leaves(shapes[0]))
-    self.stored = StoredForm.of_pmap(tx, *shapes, make_mesh(replicas, 1), DATA)
+    self.stored = StoredForm.of_pmap(tx, *shapes, mesh, DATA)
     self._init = pmap(init)
     self._place = pmap(lambda x: x)  # arrays as the step's own
     self._step = pmap(step, donate_argnums=(0, 1))
-    self._loss = pmap(loss_fn)
+    self._loss = pmap(lambda *x: lax.pmean(loss_fn(*x), DATA))
 
   def init(self, key: jax.Array) -> tuple[Any, Any]:
-    return self._init(jnp.stack([key] * self._replicas))
+    return self._init(jnp.stack([key] * self._local))
 
   def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, Any]:
     return self._place(self.stored.load(trees, replicas))
@@ -100,15 +107,14 @@ class Pmap:
     params, opt_state, numbers = self._step(
       params, opt_state, self._split(batch)
     )
-    first = lambda x: x.addressable_shards[0].data  # noqa: E731
-    return params, opt_state, jax.tree.map(first, numbers)
+    return params, opt_state, jax.tree.map(_first, numbers)
 
-  def losses(self, params: Any, batch: np.ndarray) -> jax.Array:
-    return self._loss(params, self._split(batch))
+  def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
+    return _first(self._loss(params, self._split(batch)))
 
   def _split(self, batch: np.ndarray) -> np.ndarray:
-    """[batch, time] to [replicas, batch / replicas, time]."""
-    return batch.reshape(self._replicas, -1, batch.shape[-1])
+    """[rows, time] to [local replicas, rows / local replicas, time]."""
+    return batch.reshape(self._local, -1, batch.shape[-1])
 
 
 class OnMesh:
@@ -131,6 +137,7 @@ class OnMesh:
     """
     self.traces = 0
     self._mesh = mesh
+    self.rows = functools.partial(_rows, mesh)
     stages = mesh.shape.get(STAGE, 1)
     if STAGE in mesh.shape:
       fresh = functools.partial(gpt2_stages.init_params, model, stages)
@@ -218,15 +225,13 @@ class OnMesh:
   ) -> tuple[Any, Any, dict[str, jax.Array]]:
     return self._step(params, opt_state, self._placed(batch))
 
-  def losses(self, params: Any, batch: np.ndarray) -> jax.Array:
+  def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
     return self._loss(params, self._placed(batch))
 
   def _placed(self, batch: np.ndarray) -> jax.Array:
-    """The batch, each replica's part on its devices."""
+    """The rows, each replica's on its devices, as a part of the batch."""
     sharding = NamedSharding(self._mesh, PartitionSpec(DATA))
-    return jax.make_array_from_callback(
-      batch.shape, sharding, lambda index: batch[index]
-    )
+    return jax.make_array_from_process_local_data(sharding, batch)
 
   def _shardings(self, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
@@ -241,6 +246,19 @@ def make_mesh(replicas: int, stages: int) -> Mesh:
     axis_types=(AxisType.Auto,) * len(shape),
     devices=jax.devices()[: stages * replicas],
   )
+
+
+def _first(x: jax.Array) -> jax.Array:
+  """What pmap gives for the first of this process's devices."""
+  return x.addressable_shards[0].data
+
+
+def _rows(mesh: Mesh, batch_size: int) -> slice:
+  """Those of the replicas that have a device of this process."""
+  sharding = NamedSharding(mesh, PartitionSpec(DATA))
+  own = sharding.addressable_devices_indices_map((batch_size,)).values()
+  bounds = [index.indices(batch_size) for (index,) in own]
+  return slice(min(b[0] for b in bounds), max(b[1] for b in bounds))
 
 
 def _of_all_stages(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -14,6 +14,8 @@ import jax
 import tensorboardX
 from flax import traverse_util
 
+from experiments import hosts
+
 _PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")
 
 
@@ -25,6 +27,7 @@ _FREE = ("run_dir", "resume", "log_every", "checkpoint.", "mesh.data",
 class RunFolder:
   """Writes config.json, metrics.jsonl, TensorBoard events and summary.json.
 
+  Of several processes the first writes, into a folder that all can read.
   A folder belongs to one configuration, from its first logged line on. A
   finished run is kept; one that was cut off goes on from its last checkpoint,
   or starts again from the first step where it has none.
@@ -71,6 +74,8 @@ class RunFolder:
     Args:
       step: Steps that the run has behind it.
     """
+    if not hosts.is_first():
+      return
     self.path.mkdir(parents=True, exist_ok=True)
     file = self.path / "metrics.jsonl"
     kept = _lines_up_to(file, step)
@@ -93,6 +98,8 @@ class RunFolder:
 
   def log(self, line: Mapping[str, Any]) -> None:
     """Adds a line to metrics.jsonl and its numbers to TensorBoard."""
+    if not hosts.is_first():
+      return
     line = _plain(line)
     self._lines.write(json.dumps(line, allow_nan=False) + "\n")
     self._lines.flush()
@@ -103,13 +110,15 @@ class RunFolder:
 
   def finish(self, summary: Mapping[str, Any]) -> None:
     """Writes the summary, which marks the run as finished."""
-    self.close()
-    _write_json(self.path / "summary.json", _plain(summary))
+    if hosts.is_first():
+      self.close()
+      _write_json(self.path / "summary.json", _plain(summary))
 
   def close(self) -> None:
     """Closes the files; what was logged is on disk."""
-    self._lines.close()
-    self._events.close()
+    if hosts.is_first():
+      self._lines.close()
+      self._events.close()
 
 
 def environment() -> dict[str, Any]:

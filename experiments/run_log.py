@@ -10,6 +10,7 @@ import numpy as np
 import tqdm
 from ml_collections import ConfigDict
 
+from experiments import hosts
 from experiments.optimizer import make_schedule
 from experiments.run_folder import RunFolder
 
@@ -54,11 +55,12 @@ class RunLog:
     self._started = self._began - state["seconds"]
     # Step and time of the first numbers: what is before them is compilation.
     self._timed: tuple[int, float] | None = None
+    self._is_shown = hosts.is_first()
     self._is_terminal = sys.stderr.isatty()
     self._bar = tqdm.tqdm(
       total=self._steps,
       initial=self._first,
-      disable=not self._is_terminal,
+      disable=not (self._is_terminal and self._is_shown),
       unit="step",
     )
 
@@ -107,7 +109,7 @@ class RunLog:
       shown["val_loss"] = f"{line['val_loss']:.4f}"
     self._bar.set_postfix(shown, refresh=False)
     self._bar.update(step - self._bar.n)
-    if not self._is_terminal:
+    if self._is_shown and not self._is_terminal:
       text = "  ".join(f"{name} {value}" for name, value in shown.items())
       left = (self._steps - step) / self._speed()
       left = f"  {left:.0f} s left" if step > 1 else ""

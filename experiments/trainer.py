@@ -16,7 +16,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments import checks, data, gpt2, parallel, report, times
+from experiments import checks, data, gpt2, hosts, parallel, report, times
 from experiments.checkpoints import Checkpoints
 from experiments.optimizer import make_optimizer
 from experiments.run_folder import RunFolder, environment
@@ -89,7 +89,7 @@ class Trainer:
     """
     found = self._found()
     self.folder.start(found.step)
-    if self.times:
+    if self.times and hosts.is_first():
       print(times.describe(self.times))
     try:
       with StopSignals() as signals:
@@ -98,7 +98,8 @@ class Trainer:
     finally:
       self.folder.close()
     self.folder.finish(summary)
-    report.write_report([self.folder.path])
+    if hosts.is_first():
+      report.write_report([self.folder.path])
     return summary
 
   def _found(self) -> "_Progress":
@@ -122,11 +123,14 @@ class Trainer:
     if replicas != config.mesh.data:
       # A replica's batch is another one now, and with it the entropy.
       opt_state = edgc_jax.rebase_entropy(opt_state)
-      print(
-        f"{replicas} replicas before, {config.mesh.data} now: residuals keep"
-        " their mean, and the reference entropy will move."
-      )
-    print(f"going on after step {step}", flush=True)
+    if hosts.is_first():
+      change = ""
+      if replicas != config.mesh.data:
+        change = (
+          f" on {config.mesh.data} replicas, {replicas} before: residuals keep"
+          " their mean, and the reference entropy will move"
+        )
+      print(f"going on after step {step}{change}", flush=True)
     return _Progress(step, params, opt_state, about)
 
   def _train(self, found: "_Progress", signals: StopSignals) -> dict[str, Any]:
@@ -140,6 +144,7 @@ class Trainer:
       context=self.model.context,
       batch_size=config.batch_size,
       seed=config.seed,
+      rows=self.parallel.rows(config.batch_size),
     )
     if found.step:
       batches.set_state(found.about["batches"])
@@ -203,8 +208,9 @@ class Trainer:
       batch_size=self.config.batch_size,
       num_batches=self.config.evaluation.batches,
     )
-    losses = [self.parallel.losses(params, batch) for batch in batches]
-    return float(np.mean([np.mean(loss) for loss in losses]))
+    rows = self.parallel.rows(self.config.batch_size)
+    losses = [self.parallel.loss(params, batch[rows]) for batch in batches]
+    return float(np.mean([np.asarray(loss) for loss in losses]))
 
   def _stop_if_hopeless(self, line: dict[str, Any], step: int) -> None:
     if line["identical_gradients"] and self.config.mesh.data > 1:

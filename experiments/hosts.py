@@ -1,0 +1,69 @@
+"""Several processes as one run, on JAX's own runtime.
+
+Under SLURM, Open MPI and indexed Kubernetes jobs they find each other; else
+each is told where the first one listens and which it is:
+
+  train_gpt2.py ... --coordinator_address=HOST:PORT --num_processes=2 \
+      --process_id=0
+"""
+
+import os
+
+import jax
+from absl import flags
+
+_ADDRESS = flags.DEFINE_string(
+  "coordinator_address", None, "HOST:PORT of the first of several processes."
+)
+_COUNT = flags.DEFINE_integer("num_processes", None, "How many there are.")
+_INDEX = flags.DEFINE_integer("process_id", None, "Which this is, from 0.")
+_TIMEOUT = flags.DEFINE_integer(
+  "heartbeat_timeout", 100, "Seconds until a silent process is given up."
+)
+
+# What tells that a scheduler started several: how many, or which this is.
+_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+_KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
+
+
+def initialize() -> int:
+  """Joins the other processes, if there are any; before devices are used.
+
+  Returns:
+    How many processes there are.
+
+  Raises:
+    ValueError: if only some of the flags are given, or one is out of range.
+    RuntimeError: if the others cannot be reached.
+  """
+  given = (_ADDRESS.value, _COUNT.value, _INDEX.value)
+  if all(value is None for value in given) and not _is_scheduled():
+    return 1
+  if any(value is None for value in given) and not _is_scheduled():
+    raise ValueError(
+      "`--coordinator_address`, `--num_processes` and `--process_id` must be"
+      f" given together, got {', '.join(map(str, given))}; give the others,"
+      " or none for a single process."
+    )
+  if _COUNT.value is not None and not 0 <= _INDEX.value < _COUNT.value:
+    raise ValueError(
+      f"`--process_id` must be between 0 and num_processes - 1"
+      f" ({_COUNT.value - 1}), got {_INDEX.value}; number them from 0."
+    )
+  # Among CPUs; other platforms have their own.
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  jax.distributed.initialize(*given, heartbeat_timeout_seconds=_TIMEOUT.value)
+  return _COUNT.value or _scheduled_count()
+
+
+def is_first() -> bool:
+  """Whether this process writes and prints for all."""
+  return jax.process_index() == 0
+
+
+def _is_scheduled() -> bool:
+  return _scheduled_count() > 1 or all(k in os.environ for k in _KUBERNETES)
+
+
+def _scheduled_count() -> int:
+  return max(int(os.environ.get(name, 1)) for name in _COUNTS)
