@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from absl import app, flags
+from absl import logging as absl_logging
 from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
@@ -30,6 +31,7 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       sys.exit(f"error: unknown arguments {argv[1:]}; options begin with --.")
     # JAX tells of every platform that is not there.
     logging.getLogger("jax").setLevel(logging.WARNING)
+    absl_logging.set_verbosity(absl_logging.WARNING)  # of orbax, at length
     config = _CONFIG.value
     try:
       processes = hosts.initialize()

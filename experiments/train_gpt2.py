@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
 
-from experiments import command_line, report, stop_signals
+from experiments import command_line, hosts, report, stop_signals
 from experiments.checkpoints import CheckpointError
 from experiments.trainer import (
   Trainer,
@@ -37,6 +37,8 @@ def main(config: ConfigDict) -> None:
     except TrainingInterrupted as stop:
       print(f"{stop} Go on with the same command:\n  {stop_signals.command()}")
       sys.exit(stop_signals.exit_code(stop.signal))
+  if not hosts.is_first():
+    return
   print(report.summary_table(summary))
   print(f"run folder: {trainer.folder.path} (see report.png, report.html)")
 

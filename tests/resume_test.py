@@ -1,0 +1,239 @@
+"""Runs that are cut off go on as if nothing had happened."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from trainer_test import small
+
+from experiments import report
+from experiments.checkpoints import CheckpointError, Checkpoints
+from experiments.stop_signals import StopSignals
+from experiments.trainer import Trainer, TrainingStopped
+
+CLOCK = ("seconds", "tokens_per_second")
+
+
+class CutOff(Exception):
+  """As if the process had been killed."""
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+  monkeypatch.setattr(report, "write_report", lambda folders: None)
+
+
+def config_of(folder, reducer, backend="pmap", **options):
+  config = small(folder, reducer)
+  config.mesh.backend = backend
+  config.checkpoint.update(every=2, keep=100)
+  config.update(options)
+  return config
+
+
+def run(config, cut_after=None):
+  """The trainer after its run, which may be cut off after a step."""
+  trainer = Trainer(config)
+  if cut_after is None:
+    trainer.run()
+    return trainer
+  with pytest.MonkeyPatch.context() as patch:
+
+    def wants_stop(self, step):
+      if step == cut_after:
+        trainer.checkpoints.wait()
+        raise CutOff
+      return False
+
+    patch.setattr(StopSignals, "wants_stop", wants_stop)
+    with pytest.raises(CutOff):
+      trainer.run()
+  return trainer
+
+
+def lines_of(trainer):
+  text = (trainer.folder.path / "metrics.jsonl").read_text()
+  lines = [json.loads(line) for line in text.splitlines()]
+  return [{k: v for k, v in x.items() if k not in CLOCK} for x in lines]
+
+
+def newest(trainer):
+  """Step and arrays of the newest checkpoint."""
+  template = trainer.parallel.stored.template
+  step, trees, _ = trainer.checkpoints.load(lambda a: template(a["replicas"]))
+  return step, jax.tree.map(np.asarray, trees)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """Runs that nobody cut off, by reducer and backend."""
+  found = {}
+
+  def get(reducer, backend):
+    if (reducer, backend) not in found:
+      folder = tmp_path_factory.mktemp("whole") / f"{reducer}-{backend}"
+      with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "write_report", lambda folders: None)
+        found[reducer, backend] = run(config_of(folder, reducer, backend))
+    return found[reducer, backend]
+
+  return get
+
+
+@pytest.mark.parametrize(
+  "reducer, backend, cuts",
+  [
+    # Warm-up is steps 1 and 2, and every window ends with an even one.
+    ("edgc", "pmap", (1, 2, 5, 6)),
+    ("edgc", "shard_map", (3,)),
+    ("powersgd", "pmap", (3, 4)),
+    ("allreduce", "shard_map", (5,)),
+  ],
+)
+def test_as_if_nothing_had_happened(tmp_path, whole, reducer, backend, cuts):
+  config = config_of(tmp_path / "run", reducer, backend)
+  for step in cuts:
+    run(config, cut_after=step)
+  trainer = run(config)
+  expected = whole(reducer, backend)
+  assert trainer.parallel.traces == 1
+  assert lines_of(trainer) == lines_of(expected)
+  for name, value in expected.folder.summary().items():
+    if name not in (*CLOCK, "environment"):
+      assert trainer.folder.summary()[name] == value, name
+  step, arrays = newest(trainer)
+  assert step == config.steps
+  jax.tree.map(np.testing.assert_array_equal, arrays, newest(expected)[1])
+
+
+def test_another_backend_goes_on(tmp_path, whole):
+  """What is stored is the same for both."""
+  run(config_of(tmp_path / "run", "powersgd", "pmap"), cut_after=5)
+  trainer = run(config_of(tmp_path / "run", "powersgd", "shard_map"))
+  expected = lines_of(whole("powersgd", "pmap"))
+  for line, other in zip(lines_of(trainer), expected, strict=True):
+    np.testing.assert_allclose(line["loss"], other["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+def test_another_number_of_replicas_goes_on(tmp_path, whole, replicas, capfd):
+  run(config_of(tmp_path / "run", "powersgd"), cut_after=5)
+  config = config_of(tmp_path / "run", "powersgd")
+  config.mesh.data = replicas
+  trainer = run(config)
+  assert f"step 4 on {replicas} replicas, 4 before" in capfd.readouterr().out
+  expected = lines_of(whole("powersgd", "pmap"))
+  # The mean of gradients and residuals is the same, and so are the updates.
+  for line, other in zip(lines_of(trainer), expected, strict=True):
+    np.testing.assert_allclose(line["loss"], other["loss"], rtol=1e-4)
+
+
+class Damage:
+  def newest(folder):
+    return max(folder.glob("[0-9]*"), key=lambda path: int(path.name))
+
+  def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+  def flipped(folder):
+    """A bit in the middle of the largest file."""
+    file = max(Damage.files(folder), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+  def truncated(folder):
+    file = max(Damage.files(folder), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1])
+
+  def missing(folder):
+    (folder / "about" / "metadata").unlink()
+
+  def without_sums(folder):
+    (folder / "sha256.json").unlink()
+
+  def emptied(folder):
+    for file in Damage.files(folder):
+      file.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+  "damage",
+  [Damage.flipped, Damage.truncated, Damage.missing, Damage.without_sums,
+   Damage.emptied],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+  tmp_path, whole, damage, caplog
+):
+  expected = whole("powersgd", "pmap")
+  folder = tmp_path / "checkpoints"
+  shutil.copytree(expected.folder.checkpoints, folder)
+  damage(Damage.newest(folder))
+  template = expected.parallel.stored.template
+  step, _, about = Checkpoints(folder, 2).load(
+    lambda a: template(a["replicas"])
+  )
+  assert (step, about["log"]["step"]) == (6, 6)
+  assert "step 8 is damaged" in caplog.text
+
+
+def test_a_run_goes_on_from_the_one_before(tmp_path, whole):
+  config = config_of(tmp_path / "run", "powersgd")
+  trainer = run(config, cut_after=7)
+  Damage.truncated(Damage.newest(trainer.folder.checkpoints))
+  trainer = run(config)
+  assert lines_of(trainer) == lines_of(whole("powersgd", "pmap"))
+  assert (trainer.folder.checkpoints / "damaged-6").is_dir()
+
+
+def test_all_damaged(tmp_path, whole):
+  folder = tmp_path / "checkpoints"
+  shutil.copytree(whole("powersgd", "pmap").folder.checkpoints, folder)
+  for path in folder.glob("[0-9]*"):
+    Damage.truncated(path)
+  with pytest.raises(CheckpointError, match=r"All checkpoints in .*another"):
+    Checkpoints(folder, 2).load(lambda about: {})
+
+
+def test_what_cannot_be_written_stops_the_run(tmp_path):
+  config = config_of(tmp_path / "run", "powersgd")
+  trainer = run(config, cut_after=3)
+  before = newest(trainer)[0]
+  # A file where the next one's folder has to go.
+  blocked = Trainer(config)
+  blocked.checkpoints.path = tmp_path / "a_file"
+  blocked.checkpoints.path.write_text("")
+  with pytest.raises(
+    CheckpointError, match=r"could not be written to .*a_file"
+  ):
+    blocked.run()
+  assert newest(run(config))[0] == config.steps > before
+
+
+def test_resume_can_be_refused(tmp_path):
+  run(config_of(tmp_path / "run", "allreduce"), cut_after=3)
+  with pytest.raises(TrainingStopped, match=r"resume=false, got .* of step 2"):
+    Trainer(config_of(tmp_path / "run", "allreduce", resume=False)).run()
+
+
+def test_another_model_is_refused(tmp_path):
+  run(config_of(tmp_path / "run", "allreduce"), cut_after=3)
+  config = config_of(tmp_path / "run", "allreduce")
+  config.model.width = 64
+  with pytest.raises(ValueError, match=r"model.width is 32 and not 64"):
+    Trainer(config)
+
+
+def test_only_the_newest_and_the_best_are_kept(tmp_path):
+  config = config_of(tmp_path / "run", "allreduce")
+  config.checkpoint.update(every=1, keep=2)
+  config.evaluation.every = 2
+  trainer = run(config)
+  losses = {
+    line["step"]: line["val_loss"]
+    for line in lines_of(trainer) if "val_loss" in line
+  }  # fmt: skip
+  best = min(losses, key=losses.get)
+  assert trainer.checkpoints.steps() == sorted({8, 7, best}, reverse=True)
