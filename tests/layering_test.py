@@ -23,6 +23,7 @@ LAYERS = (
   "low_rank",
   "rank_rule",
   "stages",
+  "controller_state",
   "controller",
   "allocation",
   "allocator",
@@ -37,6 +38,7 @@ LAYERS = (
   "timing",
   "wrappers",
   "state_sharding",
+  "replicas",
   "pipeline",
   "__init__",
 )

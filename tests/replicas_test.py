@@ -68,7 +68,8 @@ class ResizeTest(parameterized.TestCase):
     for seed in range(3):
       before.step(gradients_like(PARAMS, seed, old))
     specs = edgc_jax.state_specs(tx, PARAMS)
-    after.state = edgc_jax.resize_replicas(before.state, specs, old, new)
+    state = jax.device_get(before.state)
+    after.state = edgc_jax.resize_replicas(state, specs, old, new)
     gradients = gradients_like(PARAMS, 9, old)
     regrouped = {
       name: edgc_jax.resize_replicas(g, P("data"), old, new)
