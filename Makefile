@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-pipeline test test-runs lint format compare bench clean
+.PHONY: train train-pipeline test test-runs soak lint format compare bench clean
 
 # The stamp is remade when what is to be installed changes.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -28,6 +28,10 @@ test: $(VENV)/installed
 
 test-runs: $(VENV)/installed
 	$(BIN)/python -m pytest $(RUNS)
+
+# Runs killed twenty times each; half an hour.
+soak: $(VENV)/installed
+	$(BIN)/python tests/soak.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ def base(reducer: str) -> ConfigDict:
       "seed": 0,  # of parameters, order of the data and first factors
       "batch_size": 32,  # sequences a step, over all replicas
       "log_every": 10,  # steps
+      "init_from": "",  # a run's folder, to begin with its parameters
       "resume": True,  # go on from the run folder's checkpoint; or refuse
       # Steps between checkpoints (0: only when told to stop), and how many of
       # the newest to keep, beside that of the lowest held-out loss.

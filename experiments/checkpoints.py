@@ -9,15 +9,16 @@ import contextlib
 import functools
 import hashlib
 import json
-import logging
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
@@ -134,10 +135,11 @@ class Checkpoints:
         }
         return step, trees, about
       if jax.process_index() == 0:
-        logging.warning(
-          "The checkpoint of step %d is damaged (%s) and left alone; using the"
-          " one before it.", step, damage,
-        )  # fmt: skip
+        print(
+          f"warning: the checkpoint of step {step} is damaged ({damage}) and"
+          " left alone; using the one before it",
+          file=sys.stderr,
+        )
     if steps:
       raise CheckpointError(
         f"All checkpoints in {self.path} are damaged; start anew with another"
@@ -204,8 +206,27 @@ class Checkpoints:
       )
       for path, shape in shapes.items()
     }
+    found = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder)).tree
+    _require_shapes(folder, found, shapes)
     with ocp.PyTreeCheckpointer() as reader:
       return reader.restore(folder, item=dict(shapes), restore_args=args)
+
+
+def _require_shapes(
+  folder: pathlib.Path, found: Stored, shapes: Stored
+) -> None:
+  """Orbax would cut or fill up what has another shape."""
+  for path in sorted({*found, *shapes}):
+    has, wants = (
+      tuple(tree[path].shape) if path in tree else "none"
+      for tree in (found, shapes)
+    )
+    if has != wants:
+      raise CheckpointError(
+        f"The checkpoint {folder} must have the arrays of this configuration,"
+        f" got {path} of shape {has} instead of {wants}; give the model and"
+        " reducer it was made with, or another --config.run_dir=FOLDER."
+      )
 
 
 @contextlib.contextmanager

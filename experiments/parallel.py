@@ -35,8 +35,8 @@ class Parallel(Protocol):
   def init(self, key: jax.Array) -> tuple[Any, Any]:
     """Parameters and optimiser state."""
 
-  def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, Any]:
-    """The same from what `stored` gave on a number of replicas."""
+  def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, ...]:
+    """The same, or one of them, from what `stored` gave on `replicas`."""
 
   def step(
     self, params: Any, opt_state: Any, batch: np.ndarray
@@ -98,7 +98,7 @@ class Pmap:
   def init(self, key: jax.Array) -> tuple[Any, Any]:
     return self._init(jnp.stack([key] * self._local))
 
-  def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, Any]:
+  def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, ...]:
     return self._place(self.stored.load(trees, replicas))
 
   def step(
@@ -217,7 +217,7 @@ class OnMesh:
     params = make(key)
     return params, self._init(params)
 
-  def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, Any]:
+  def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, ...]:
     return self.stored.load(trees, replicas)
 
   def step(

@@ -87,23 +87,33 @@ class StoredForm:
 
     return _flat(jax.tree.map(shape_of, self.shapes, self.specs))
 
-  def load(self, stored: Mapping[str, Stored], replicas: int) -> Any:
-    """The state from what was saved on `replicas`, on this form's devices."""
-    state = tuple(
-      _unflat(stored[name], tree)
-      for name, tree in zip(TREES, self.shapes, strict=True)
+  def load(
+    self, stored: Mapping[str, Stored], replicas: int
+  ) -> tuple[Any, ...]:
+    """What was saved on `replicas`, on this form's devices; some trees or all.
+
+    Args:
+      stored: By the names of `store`.
+      replicas: Of the run that saved it.
+
+    Returns:
+      The trees given, in the order of (parameters, optimiser state).
+    """
+    names = [name for name in TREES if name in stored]
+    shapes, specs = (
+      tuple(trees[TREES.index(name)] for name in names)
+      for trees in (self.shapes, self.specs)
     )
     state = edgc_jax.resize_replicas(
-      state,
-      self.specs,
+      tuple(map(_unflat, (stored[name] for name in names), shapes)),
+      specs,
       replicas,
       self._replicas,
       self.data_axis,
       stages=self.mesh.size // self._replicas,
     )
-    if self.is_stacked:
-      return jax.tree.map(self._stacked, state, self.specs)
-    return jax.tree.map(self._placed, state, self.specs)
+    place = self._stacked if self.is_stacked else self._placed
+    return jax.tree.map(place, state, specs)
 
   def _global_shapes(self) -> tuple[Any, Any]:
     """From those of one replica's arrays."""

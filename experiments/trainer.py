@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from experiments import checks, data, gpt2, hosts, parallel, report, times
-from experiments.checkpoints import Checkpoints
+from experiments.checkpoints import CheckpointError, Checkpoints
 from experiments.optimizer import make_optimizer
 from experiments.run_folder import RunFolder, environment
 from experiments.run_log import RunLog
@@ -133,12 +133,29 @@ class Trainer:
       print(f"going on after step {step}{change}", flush=True)
     return _Progress(step, params, opt_state, about)
 
+  def _params_of(self, folder: str) -> Any:
+    """The parameters of another run's newest checkpoint, and nothing else."""
+    form, path = self.parallel.stored, pathlib.Path(folder, "checkpoints")
+    found = Checkpoints(path, 1).load(
+      lambda about: {"params": form.template(about["replicas"])["params"]}
+    )
+    if found is None:
+      raise CheckpointError(
+        f"`init_from` must be the folder of a run with checkpoints, got"
+        f" {folder}, which has none; give another."
+      )
+    _, trees, about = found
+    (params,) = self.parallel.load(trees, about["replicas"])
+    return params
+
   def _train(self, found: "_Progress", signals: StopSignals) -> dict[str, Any]:
     config = self.config
     log = RunLog(self.folder, found.about.get("log"))
     params, opt_state = found.params, found.opt_state
     if found.step == 0:
       params, opt_state = self.parallel.init(jax.random.key(config.seed))
+      if config.init_from:
+        params = self._params_of(config.init_from)
     batches = data.train_batches(
       self.corpus.train,
       context=self.model.context,

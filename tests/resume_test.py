@@ -165,7 +165,7 @@ class Damage:
    Damage.emptied],
 )  # fmt: skip
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
-  tmp_path, whole, damage, caplog
+  tmp_path, whole, damage, capfd
 ):
   expected = whole("powersgd", "pmap")
   folder = tmp_path / "checkpoints"
@@ -176,7 +176,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     lambda a: template(a["replicas"])
   )
   assert (step, about["log"]["step"]) == (6, 6)
-  assert "step 8 is damaged" in caplog.text
+  assert "step 8 is damaged" in capfd.readouterr().err
 
 
 def test_a_run_goes_on_from_the_one_before(tmp_path, whole):
@@ -224,6 +224,33 @@ def test_another_model_is_refused(tmp_path):
   config.model.width = 64
   with pytest.raises(ValueError, match=r"model.width is 32 and not 64"):
     Trainer(config)
+
+
+def test_parameters_alone(tmp_path, whole):
+  """Another reducer begins where a run of the first one ended."""
+  first = whole("powersgd", "pmap")
+  config = config_of(tmp_path / "run", "allreduce", "shard_map")
+  config.init_from = str(first.folder.path)
+  config.steps = 1
+  trainer = run(config)
+  loss = first.folder.summary()["train_loss"]
+  assert abs(lines_of(trainer)[0]["loss"] - loss) < 0.2
+  assert lines_of(first)[0]["loss"] > loss + 0.2
+  assert trainer.folder.summary()["steps"] == 1
+
+
+def test_parameters_of_another_model(tmp_path, whole):
+  config = config_of(tmp_path / "run", "allreduce")
+  config.init_from = str(whole("powersgd", "pmap").folder.path)
+  config.model.width = 64
+  with pytest.raises(CheckpointError, match=r"got blocks.* of shape \(1, 96\)"):
+    Trainer(config).run()
+
+
+def test_parameters_of_no_run(tmp_path):
+  config = config_of(tmp_path / "run", "allreduce", init_from=str(tmp_path))
+  with pytest.raises(CheckpointError, match=r"`init_from` must be .* got"):
+    Trainer(config).run()
 
 
 def test_only_the_newest_and_the_best_are_kept(tmp_path):
