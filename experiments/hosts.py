@@ -8,6 +8,8 @@ each is told where the first one listens and which it is:
 """
 
 import os
+import sys
+from typing import NoReturn
 
 import jax
 from absl import flags
@@ -59,6 +61,18 @@ def initialize() -> int:
 def is_first() -> bool:
   """Whether this process writes and prints for all."""
   return jax.process_index() == 0
+
+
+def give_up(error: Exception) -> NoReturn:
+  """Ends this process where another one is gone."""
+  print(
+    f"error: another process is gone, or the network to it:"
+    f" {str(error).splitlines()[0]}; give the same command on all hosts again"
+    " to go on from the newest checkpoint.",
+    file=sys.stderr,
+    flush=True,
+  )
+  os._exit(1)  # an orderly end would wait for the one that is gone
 
 
 def _is_scheduled() -> bool:

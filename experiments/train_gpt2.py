@@ -11,6 +11,7 @@ import sys
 # `configs` and `experiments` lie in the repository, and are not installed.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+import jax
 from ml_collections import ConfigDict
 
 from experiments import command_line, hosts, report, stop_signals
@@ -35,8 +36,14 @@ def main(config: ConfigDict) -> None:
     except (TrainingStopped, CheckpointError) as error:
       sys.exit(f"error: {error}")
     except TrainingInterrupted as stop:
-      print(f"{stop} Go on with the same command:\n  {stop_signals.command()}")
+      if hosts.is_first():
+        command = stop_signals.command()
+        print(f"{stop} Go on with the same command:\n  {command}", flush=True)
       sys.exit(stop_signals.exit_code(stop.signal))
+    except jax.errors.JaxRuntimeError as error:
+      if jax.process_count() == 1:
+        raise
+      hosts.give_up(error)
   if not hosts.is_first():
     return
   print(report.summary_table(summary))

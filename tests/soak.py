@@ -34,7 +34,7 @@ _STAGES = flags.DEFINE_integer("stages", 1, "Pipeline stages.")
 _STEPS = flags.DEFINE_integer("steps", 400, "Of each run.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the times of the kills.")
 
-_SETTINGS = {
+SETTINGS = {
   "batch_size": 8, "log_every": 5, "checkpoint.every": 7,
   "evaluation.every": 50, "evaluation.batches": 1, "model.context": 16,
   "model.width": 32, "model.num_layers": 2, "model.num_heads": 2,
@@ -75,7 +75,7 @@ def _soak(reducer: str, folder: pathlib.Path, times: random.Random) -> bool:
         max(Checkpoints(killed / "checkpoints", 2).steps() or [0])
       )
   code = _start(reducer, killed).wait()
-  is_equal = code == 0 and _same(whole, killed)
+  is_equal = code == 0 and is_same(whole, killed)
   print(
     f"{reducer}: {len(progress)} kills, after checkpoints of steps {progress};"
     f" {'bit-equal' if is_equal else 'DIFFERENT'}",
@@ -86,7 +86,7 @@ def _soak(reducer: str, folder: pathlib.Path, times: random.Random) -> bool:
 
 def _start(reducer: str, folder: pathlib.Path) -> subprocess.Popen:
   stages = _STAGES.value
-  settings = {"steps": _STEPS.value, "run_dir": folder, **_SETTINGS}
+  settings = {"steps": _STEPS.value, "run_dir": folder, **SETTINGS}
   config = "gpt2_tiny"
   if stages > 1:
     config = "gpt2_tiny_pipeline"
@@ -105,12 +105,13 @@ def _start(reducer: str, folder: pathlib.Path) -> subprocess.Popen:
     )
 
 
-def _same(one: pathlib.Path, other: pathlib.Path) -> bool:
+def is_same(one: pathlib.Path, other: pathlib.Path) -> bool:
+  """Whether two runs ended with the same state and the same lines."""
   (step, arrays), (last, others) = map(_newest, (one, other))
   if step != last or arrays.keys() != others.keys():
     return False
   equal = [np.array_equal(arrays[name], others[name]) for name in arrays]
-  return all(equal) and _lines(one) == _lines(other)
+  return all(equal) and lines_of(one) == lines_of(other)
 
 
 def _newest(folder: pathlib.Path) -> tuple[int, dict[str, np.ndarray]]:
@@ -129,7 +130,8 @@ def _newest(folder: pathlib.Path) -> tuple[int, dict[str, np.ndarray]]:
   }
 
 
-def _lines(folder: pathlib.Path) -> list[dict]:
+def lines_of(folder: pathlib.Path) -> list[dict]:
+  """A run's lines of metrics, times left out."""
   text = (folder / "metrics.jsonl").read_text()
   lines = [json.loads(line) for line in text.splitlines()]
   return [{k: v for k, v in x.items() if k not in _CLOCK} for x in lines]
