@@ -12,6 +12,7 @@ import sys
 from typing import NoReturn
 
 import jax
+import orbax.checkpoint as ocp
 from absl import flags
 
 _ADDRESS = flags.DEFINE_string(
@@ -25,6 +26,7 @@ _TIMEOUT = flags.DEFINE_integer(
 
 # What tells that a scheduler started several: how many, or which this is.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+_PATIENCE = 3600  # seconds; compiling may take long
 _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 
 
@@ -61,6 +63,19 @@ def initialize() -> int:
 def is_first() -> bool:
   """Whether this process writes and prints for all."""
   return jax.process_index() == 0
+
+
+def wait_for_all(what: str) -> None:
+  """Until every process is at the same point.
+
+  Before work that took some of them longer than others: collectives that some
+  processes are late for by half a minute fail.
+
+  Args:
+    what: A name for the point, each used once.
+  """
+  barrier = ocp.multihost.get_barrier_sync_fn()
+  barrier(key=what, timeout_ms=_PATIENCE * 1000)
 
 
 def give_up(error: Exception) -> NoReturn:

@@ -52,6 +52,9 @@ class Parallel(Protocol):
   def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
     """The mean loss over the replicas on such rows."""
 
+  def compile(self, params: Any, opt_state: Any, batch_size: int) -> None:
+    """Compiles both, without a collective."""
+
   def rows(self, batch_size: int) -> slice:
     """Which of a batch's rows are for this process's devices."""
 
@@ -72,6 +75,7 @@ class Pmap:
     self.traces = 0
     self._local = len(mesh.local_devices)
     self.rows = functools.partial(_rows, mesh)
+    self._blank = functools.partial(_blank, self.rows, model.context)
 
     def init(key: jax.Array) -> tuple[Any, Any]:
       params = gpt2.init_params(model, key)
@@ -112,6 +116,11 @@ class Pmap:
   def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
     return _first(self._loss(params, self._split(batch)))
 
+  def compile(self, params: Any, opt_state: Any, batch_size: int) -> None:
+    batch = self._split(self._blank(batch_size))
+    self._step.lower(params, opt_state, batch).compile()
+    self._loss.lower(params, batch).compile()
+
   def _split(self, batch: np.ndarray) -> np.ndarray:
     """[rows, time] to [local replicas, rows / local replicas, time]."""
     return batch.reshape(self._local, -1, batch.shape[-1])
@@ -138,6 +147,7 @@ class OnMesh:
     self.traces = 0
     self._mesh = mesh
     self.rows = functools.partial(_rows, mesh)
+    self._blank = functools.partial(_blank, self.rows, model.context)
     stages = mesh.shape.get(STAGE, 1)
     if STAGE in mesh.shape:
       fresh = functools.partial(gpt2_stages.init_params, model, stages)
@@ -228,6 +238,11 @@ class OnMesh:
   def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
     return self._loss(params, self._placed(batch))
 
+  def compile(self, params: Any, opt_state: Any, batch_size: int) -> None:
+    batch = self._placed(self._blank(batch_size))
+    self._step.lower(params, opt_state, batch).compile()
+    self._loss.lower(params, batch).compile()
+
   def _placed(self, batch: np.ndarray) -> jax.Array:
     """The rows, each replica's on its devices, as a part of the batch."""
     sharding = NamedSharding(self._mesh, PartitionSpec(DATA))
@@ -251,6 +266,14 @@ def make_mesh(replicas: int, stages: int) -> Mesh:
 def _first(x: jax.Array) -> jax.Array:
   """What pmap gives for the first of this process's devices."""
   return x.addressable_shards[0].data
+
+
+def _blank(
+  rows: Callable[[int], slice], context: int, batch_size: int
+) -> np.ndarray:
+  """Rows of zeros, as those of a batch."""
+  rows = range(batch_size)[rows(batch_size)]
+  return np.zeros((len(rows), context + 1), np.int32)
 
 
 def _rows(mesh: Mesh, batch_size: int) -> slice:

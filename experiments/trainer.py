@@ -58,8 +58,6 @@ class Trainer:
     self.config = config
     self.model = gpt2.GPT2Config(**config.model.to_dict())
     mesh = parallel.make_mesh(config.mesh.data, config.mesh.stage)
-    self.times = times.options_of(config, self.model, mesh)
-    self.tx = make_optimizer(config, parallel.DATA, self.times)
     name = f"{config.name}-{config.reducer}-seed{config.seed}"
     path = config.run_dir or pathlib.Path("runs") / name
     self.folder = RunFolder(path, config.to_dict())
@@ -68,6 +66,9 @@ class Trainer:
     )
     self.corpus = data.load_corpus(config.data.path, context=self.model.context)
     data.check_vocab(self.corpus, self.model.vocab_size)
+    hosts.wait_for_all("loaded")
+    self.times = times.options_of(config, self.model, mesh)
+    self.tx = make_optimizer(config, parallel.DATA, self.times)
     self.parallel: parallel.Parallel
     if config.mesh.backend == "pmap":
       self.parallel = parallel.Pmap(self.model, self.tx, config.mesh.data)
@@ -156,6 +157,9 @@ class Trainer:
       params, opt_state = self.parallel.init(jax.random.key(config.seed))
       if config.init_from:
         params = self._params_of(config.init_from)
+    if jax.process_count() > 1:
+      self.parallel.compile(params, opt_state, config.batch_size)
+      hosts.wait_for_all("compiled")
     batches = data.train_batches(
       self.corpus.train,
       context=self.model.context,
