@@ -131,7 +131,7 @@ def _errors(
   top = min(1.0, 1.2 * means.max())
   axes.plot([0, top], [0, top], color="#999999", linewidth=1)
   axes.text(
-    0.97 * top, 0.8 * top, "as predicted", color="#666666", ha="right", va="top"
+    0.03 * top, 0.97 * top, "line: as predicted", color="#666666", va="top"
   )
   axes.plot(*means, "o", color="#0072b2", markersize=5, alpha=0.7)
   axes.set(
