@@ -48,12 +48,12 @@ def main(argv: list[str]) -> None:
         print(f"--- {row}, seed {seed}", flush=True)
         command = _command(config, row, {**shared, **settings}, seed)
         subprocess.run(command, check=True)
-  summaries = {
-    table: {row: found for row in own if (found := _finished(row))}
-    for table, own in tables.items()
+  runs = {row: _finished(row) for row in rows}
+  found = {
+    t: {row: runs[row] for row in own if runs[row]} for t, own in tables.items()
   }
-  dense = _finished(next(iter(rows)))
-  text = _page(config, dense, {t: own for t, own in summaries.items() if own})
+  dense = runs[next(iter(rows))]
+  text = _page(config, dense, {t: own for t, own in found.items() if own})
   print(text)
   output = pathlib.Path(_OUTPUT.value)
   output.parent.mkdir(parents=True, exist_ok=True)

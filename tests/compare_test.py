@@ -5,7 +5,6 @@ import runpy
 
 import pytest
 
-from configs import gpt2_tiny
 from experiments import compare, optimizer
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -86,10 +85,3 @@ def test_schedules_of_the_study_send_what_the_fixed_rank_sends():
         for (start, rank), end in zip(ranks.items(), ends, strict=True)
       )
       assert abs(sent / 400 - fixed) < 0.01 * fixed
-
-
-def test_warmup_rank_of_a_configuration():
-  assert optimizer._warmup_rank("dense") is None
-  assert optimizer._warmup_rank("max") == "max"
-  assert optimizer._warmup_rank("12") == 12
-  assert gpt2_tiny.get_config().edgc.warmup_rank == "max"
