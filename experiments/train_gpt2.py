@@ -35,6 +35,11 @@ def main(config: ConfigDict) -> None:
       summary = trainer.run()
     except (TrainingStopped, CheckpointError) as error:
       sys.exit(f"error: {error}")
+    except OSError as error:
+      sys.exit(
+        f"error: {trainer.folder.path} could not be written ({error}); its"
+        " checkpoints are whole. Make room, then give the same command again."
+      )
     except TrainingInterrupted as stop:
       if hosts.is_first():
         command = stop_signals.command()

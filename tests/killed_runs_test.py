@@ -2,6 +2,7 @@
 
 import functools
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,11 +13,16 @@ import pytest
 import soak
 from four_processes_test import free_port
 
+from experiments.checkpoints import Checkpoints
+
 SECONDS = 150  # for anything a process does
 
 
-def start(folder, *arguments, steps=60, output=None):
-  """The training command, with everything it compiles kept for the next."""
+def start(folder, *arguments, steps=60, output=None, file_bytes=None):
+  """The training command, with everything it compiles kept for the next.
+
+  Files may have `file_bytes` at most, as on a disk that is nearly full.
+  """
   settings = {"steps": steps, "run_dir": folder, **soak.SETTINGS}
   settings["checkpoint.every"] = 10
   command = [
@@ -35,9 +41,11 @@ def start(folder, *arguments, steps=60, output=None):
     "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
     "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
   }
+  limits = (file_bytes or resource.RLIM_INFINITY, resource.RLIM_INFINITY)
   popen = functools.partial(
     subprocess.Popen, command, stderr=subprocess.STDOUT, text=True,
     env=environment,
+    preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits),
   )  # fmt: skip
   if output is None:
     return popen(stdout=subprocess.PIPE)
@@ -96,6 +104,25 @@ def test_killed_told_to_stop_and_finished(whole):
   assert "going on after step" in finish(start(folder))
   assert soak.is_same(whole, folder)
   assert "compression ratio" in finish(start(folder))  # the table, at once
+
+
+def test_a_disk_that_is_full(whole):
+  """An error, what was there before left whole, and no half checkpoint."""
+  folder = whole.parent / "full"
+  process = start(folder)
+  wait_for(lambda: lines_written(folder) >= 5, process)
+  process.kill()
+  finish(process, -signal.SIGKILL)
+  steps = Checkpoints(folder / "checkpoints", 2).steps()
+
+  text = finish(start(folder, file_bytes=20_000), 1)
+  assert "error: The checkpoint of step" in text
+  assert "could not be written to" in text and "Make room" in text
+  assert "Traceback" not in text
+  assert Checkpoints(folder / "checkpoints", 2).steps() == steps
+
+  finish(start(folder))
+  assert soak.is_same(whole, folder)
 
 
 def test_one_of_two_processes_dies(whole):

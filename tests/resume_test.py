@@ -1,11 +1,14 @@
 """Runs that are cut off go on as if nothing had happened."""
 
 import json
+import os
 import shutil
+import struct
 
 import jax
 import numpy as np
 import pytest
+from tensorboardX.proto import event_pb2
 from trainer_test import small
 
 from experiments import report
@@ -59,6 +62,23 @@ def lines_of(trainer):
   return [{k: v for k, v in x.items() if k not in CLOCK} for x in lines]
 
 
+def tensorboard_of(trainer):
+  """What TensorBoard shows, {(tag, step): value}, of all files of the run."""
+  shown = {}
+  for file in sorted(trainer.folder.path.glob("events.out.tfevents.*")):
+    data = file.read_bytes()
+    while data:
+      (length,) = struct.unpack("<Q", data[:8])
+      event = event_pb2.Event.FromString(data[12 : 12 + length])
+      data = data[16 + length :]
+      if event.session_log.status == event_pb2.SessionLog.START:
+        shown = {k: v for k, v in shown.items() if k[1] < event.step}
+      for value in event.summary.value:
+        assert (value.tag, event.step) not in shown
+        shown[value.tag, event.step] = value.simple_value
+  return {k: v for k, v in shown.items() if k[0] not in CLOCK}
+
+
 def newest(trainer):
   """Step and arrays of the newest checkpoint."""
   template = trainer.parallel.stored.template
@@ -100,6 +120,7 @@ def test_as_if_nothing_had_happened(tmp_path, whole, reducer, backend, cuts):
   expected = whole(reducer, backend)
   assert trainer.parallel.traces == 1
   assert lines_of(trainer) == lines_of(expected)
+  assert tensorboard_of(trainer) == tensorboard_of(expected)
   for name, value in expected.folder.summary().items():
     if name not in (*CLOCK, "environment"):
       assert trainer.folder.summary()[name] == value, name
@@ -210,6 +231,17 @@ def test_what_cannot_be_written_stops_the_run(tmp_path):
   ):
     blocked.run()
   assert newest(run(config))[0] == config.steps > before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_is_read_only(tmp_path):
+  config = config_of(tmp_path / "run", "allreduce")
+  trainer = run(config, cut_after=3)
+  trainer.folder.checkpoints.chmod(0o500)
+  with pytest.raises(CheckpointError, match="could not be written to"):
+    run(config)
+  trainer.folder.checkpoints.chmod(0o700)
+  assert newest(run(config))[0] == config.steps
 
 
 def test_resume_can_be_refused(tmp_path):
