@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 import edgc_jax
 from experiments import gpt2, gpt2_stages
 from experiments.gpt2 import GPT2Config
-from experiments.parallel import DATA
+from experiments.meshes import DATA
 
 
 def needed(config: ConfigDict) -> bool:

@@ -16,7 +16,16 @@ import numpy as np
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments import checks, data, gpt2, hosts, parallel, report, times
+from experiments import (
+  checks,
+  data,
+  gpt2,
+  hosts,
+  meshes,
+  parallel,
+  report,
+  times,
+)
 from experiments.checkpoints import CheckpointError, Checkpoints
 from experiments.optimizer import make_optimizer
 from experiments.run_folder import RunFolder, environment
@@ -57,7 +66,7 @@ class Trainer:
     checks.check(config)
     self.config = config
     self.model = gpt2.GPT2Config(**config.model.to_dict())
-    mesh = parallel.make_mesh(config.mesh.data, config.mesh.stage)
+    mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
     name = f"{config.name}-{config.reducer}-seed{config.seed}"
     path = config.run_dir or pathlib.Path("runs") / name
     self.folder = RunFolder(path, config.to_dict())
@@ -68,14 +77,8 @@ class Trainer:
     data.check_vocab(self.corpus, self.model.vocab_size)
     hosts.wait_for_all("loaded")
     self.times = times.options_of(config, self.model, mesh)
-    self.tx = make_optimizer(config, parallel.DATA, self.times)
-    self.parallel: parallel.Parallel
-    if config.mesh.backend == "pmap":
-      self.parallel = parallel.Pmap(self.model, self.tx, config.mesh.data)
-    else:
-      self.parallel = parallel.OnMesh(
-        self.model, self.tx, mesh, config.pipeline.microbatches
-      )
+    self.tx = make_optimizer(config, meshes.DATA, self.times)
+    self.parallel = parallel.make(config, self.model, self.tx, mesh)
 
   def run(self) -> dict[str, Any]:
     """Trains to the last step and returns the summary, also written.
