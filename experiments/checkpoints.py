@@ -7,12 +7,13 @@ one that was damaged later is told from a sound one, and the one before it used.
 
 import contextlib
 import functools
-import hashlib
+import itertools
 import json
+import math
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,10 +23,10 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
+from experiments import checksums, hosts
 from experiments.stored_state import Stored
 
-_SUMS = "sha256.json"
-_TIMES = "_CHECKPOINT_METADATA"  # orbax writes it again later
+_NONE, _ALL_DAMAGED = -1, -2  # instead of a step
 
 
 class CheckpointError(RuntimeError):
@@ -49,6 +50,7 @@ class Checkpoints:
     self.path = pathlib.Path(path).absolute()
     self._keep = keep
     self._saving: int | None = None
+    self._damaged: list[int] = []
 
   def steps(self) -> list[int]:
     """Steps that there are whole checkpoints of, newest first."""
@@ -77,7 +79,8 @@ class Checkpoints:
     """
     self.wait()
     self._saving = step
-    metrics = None if val_loss is None else {"val_loss": val_loss}
+    is_known = val_loss is not None and math.isfinite(val_loss)
+    metrics = {"val_loss": val_loss} if is_known else None
     with _explained(self.path, step):
       self._manager.save(
         step,
@@ -108,56 +111,60 @@ class Checkpoints:
     if "_manager" in vars(self):
       self._manager.close()
 
-  def load(
-    self, templates: Callable[[Mapping[str, Any]], Mapping[str, Stored]]
-  ) -> tuple[int, Mapping[str, Stored], Mapping[str, Any]] | None:
-    """The newest checkpoint that is whole.
-
-    Args:
-      templates: From what was saved as `about` to the shapes of the arrays
-        wanted, by tree; may raise what should stop the run.
+  def newest(self) -> tuple[int, Mapping[str, Any]] | None:
+    """The newest checkpoint that is whole; all are checked.
 
     Returns:
-      step, arrays by tree and `about`, or None if there are no checkpoints.
+      step and what was saved as `about`, or None if there are no checkpoints.
 
     Raises:
       CheckpointError: if there are, and all are damaged.
     """
-    steps = self.steps()
-    for step in steps:
-      damage = self._damage(step)
-      if not damage:
-        folder = self.path / str(step)
-        about = json.loads((folder / "about" / "metadata").read_text())
-        trees = {
-          name: self._read(folder / name, shapes)
-          for name, shapes in templates(about).items()
-        }
-        return step, trees, about
-      if jax.process_index() == 0:
-        print(
-          f"warning: the checkpoint of step {step} is damaged ({damage}) and"
-          " left alone; using the one before it",
-          file=sys.stderr,
-        )
-    if steps:
+    step = self._newest_step() if hosts.is_first() else 0
+    if jax.process_count() > 1:  # one looks, for all
+      hosts.wait_for_all(f"checked {self.path}")
+      step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+    if step == _ALL_DAMAGED:
       raise CheckpointError(
-        f"All checkpoints in {self.path} are damaged; start anew with another"
-        " --config.run_dir=FOLDER, or remove that folder."
+        f"All checkpoints in {self.path} are damaged; train anew in another"
+        " folder."
       )
-    return None
+    if step == _NONE:
+      return None
+    about = self.path / str(step) / "about" / "metadata"
+    return step, json.loads(about.read_text())
 
-  def set_aside(self, step: int) -> None:
-    """Renames those after `step`, damaged all: they will be written again."""
-    if jax.process_index() == 0:
-      for newer in self.steps():
-        if newer > step:
-          os.rename(self.path / str(newer), self.path / f"damaged-{newer}")
+  def load(
+    self, step: int, shapes: Mapping[str, Stored]
+  ) -> Mapping[str, Stored]:
+    """The arrays of a checkpoint, by tree.
+
+    Args:
+      step: From `newest`.
+      shapes: Those of the arrays wanted, by tree.
+
+    Raises:
+      CheckpointError: if it has others.
+    """
+    folder = self.path / str(step)
+    return {
+      name: self._read(folder / name, wanted) for name, wanted in shapes.items()
+    }
+
+  def set_aside(self) -> None:
+    """Renames what `newest` found damaged, so that nothing trips over it."""
+    for step in self._damaged:
+      names = (f"damaged-{step}{mark}" for mark in _marks())
+      free = (self.path / name for name in names)
+      os.rename(
+        self.path / str(step), next(path for path in free if not path.exists())
+      )
+    self._damaged = []
 
   @functools.cached_property
   def _manager(self) -> ocp.CheckpointManager:
     policies = checkpoint_managers
-    return ocp.CheckpointManager(
+    return _Manager(
       self.path,
       options=ocp.CheckpointManagerOptions(
         cleanup_tmp_directories=True,
@@ -182,20 +189,24 @@ class Checkpoints:
 
   def _write_sums(self) -> None:
     """Called by orbax before the folder gets its name."""
-    if jax.process_index() == 0:
+    if hosts.is_first():
       (folder,) = self.path.glob(f"{self._saving}.orbax-checkpoint-tmp*")
-      (folder / _SUMS).write_text(json.dumps(_sums(folder)))
+      checksums.write(folder)
 
-  def _damage(self, step: int) -> str:
-    """What is wrong with a checkpoint's files; empty if nothing is."""
-    found = ""
-    if jax.process_index() == 0:
-      found = _difference(self.path / str(step))
-    if jax.process_count() > 1:
-      word = np.frombuffer(found.encode()[:200].ljust(200), np.uint8)
-      word = multihost_utils.broadcast_one_to_all(word)
-      found = bytes(np.asarray(word, np.uint8)).decode(errors="replace").strip()
-    return found
+  def _newest_step(self) -> int:
+    """That of the newest whole one; warns of the others."""
+    found = {
+      step: checksums.damage(self.path / str(step)) for step in self.steps()
+    }
+    self._damaged = [step for step, damage in found.items() if damage]
+    for step in self._damaged:
+      print(
+        f"warning: the checkpoint of step {step} is damaged ({found[step]}) and"
+        " not used",
+        file=sys.stderr,
+      )
+    whole = [step for step in found if step not in self._damaged]
+    return max(whole, default=_ALL_DAMAGED if found else _NONE)
 
   def _read(self, folder: pathlib.Path, shapes: Stored) -> Stored:
     args = {
@@ -236,37 +247,27 @@ def _explained(path: pathlib.Path, step: int) -> Iterator[None]:
     yield
   except Exception as error:  # orbax hands on what its threads raised
     cause = error.__cause__ or error
+    is_late = isinstance(cause, TimeoutError)  # of another process
+    if is_late or not isinstance(cause, OSError | ValueError):
+      raise
     raise CheckpointError(
       f"The checkpoint of step {step} could not be written to {path}"
-      f" ({type(cause).__name__}: {str(cause).splitlines()[0]}); those before"
-      " it are whole. Make room or let this user write there, then give the"
-      " same command again."
+      f" ({type(cause).__name__}: {str(cause)[:200]}); those before it are"
+      " whole. Make room or let this user write there, then give the same"
+      " command again."
     ) from error
 
 
-def _difference(folder: pathlib.Path) -> str:
-  """In words, between a checkpoint's files and what they were."""
-  try:
-    expected = json.loads((folder / _SUMS).read_text())
-    found = _sums(folder)
-  except (OSError, ValueError) as error:
-    return f"{type(error).__name__}: {error}"
-  wrong = [name for name in expected if expected[name] != found.get(name)]
-  if not wrong:
-    return ""
-  more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-  return f"{wrong[0]}{more} is not what was written"
+class _Manager(ocp.CheckpointManager):
+  """Leaves it to the run to ask, once a step, whether to stop."""
+
+  def reached_preemption(self, step: int) -> bool:
+    """Never: asked of an old step, the runtime would set its count back."""
+    del step
+    return False
 
 
-def _sums(folder: pathlib.Path) -> dict[str, str]:
-  files = {str(f.relative_to(folder)): f for f in folder.rglob("*")}
-  return {
-    name: _sum(file)
-    for name, file in sorted(files.items())
-    if file.is_file() and name not in (_SUMS, _TIMES)
-  }
-
-
-def _sum(file: pathlib.Path) -> str:
-  with open(file, "rb") as opened:
-    return hashlib.file_digest(opened, "sha256").hexdigest()
+def _marks() -> Iterator[str]:
+  """Endings of names: none, -2, -3, ..."""
+  yield ""
+  yield from map("-{}".format, itertools.count(2))

@@ -40,8 +40,10 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
     if not _devices_are_chosen():
       # Only the CPU platform heeds this: replicas on one machine's cores.
       devices = max(1, config.mesh.data) * max(1, config.mesh.stage)
-      jax.config.update("jax_num_cpu_devices", max(1, devices // processes))
-    main(config)
+      share = devices // processes if processes else 1
+      jax.config.update("jax_num_cpu_devices", max(1, share))
+    with hosts.end_together():
+      main(config)
 
   flags.mark_flag_as_required("config")
   app.run(start, flags_parser=_parse)

@@ -7,9 +7,11 @@ each is told where the first one listens and which it is:
       --process_id=0
 """
 
+import contextlib
 import os
 import sys
-from typing import NoReturn
+import traceback
+from collections.abc import Iterator
 
 import jax
 import orbax.checkpoint as ocp
@@ -34,20 +36,21 @@ def initialize() -> int:
   """Joins the other processes, if there are any; before devices are used.
 
   Returns:
-    How many processes there are.
+    How many processes there are; 0 where the runtime alone knows.
 
   Raises:
     ValueError: if only some of the flags are given, or one is out of range.
     RuntimeError: if the others cannot be reached.
   """
   given = (_ADDRESS.value, _COUNT.value, _INDEX.value)
-  if all(value is None for value in given) and not _is_scheduled():
+  is_told = any(value is not None for value in given)
+  if not is_told and not _is_scheduled():
     return 1
-  if any(value is None for value in given) and not _is_scheduled():
+  if is_told and None in given:
     raise ValueError(
       "`--coordinator_address`, `--num_processes` and `--process_id` must be"
-      f" given together, got {', '.join(map(str, given))}; give the others,"
-      " or none for a single process."
+      f" given together, got {', '.join(map(str, given))}; give the others, or"
+      " none for a single process or those of a scheduler."
     )
   if _COUNT.value is not None and not 0 <= _INDEX.value < _COUNT.value:
     raise ValueError(
@@ -58,6 +61,35 @@ def initialize() -> int:
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(*given, heartbeat_timeout_seconds=_TIMEOUT.value)
   return _COUNT.value or _scheduled_count()
+
+
+@contextlib.contextmanager
+def end_together() -> Iterator[None]:
+  """Where one of several processes fails, ends it at once, with a message.
+
+  An orderly end would wait for the others, and they for this one.
+  """
+  try:
+    yield
+  except BaseException as error:
+    is_asked = isinstance(error, SystemExit) and not isinstance(error.code, str)
+    if jax.process_count() == 1 or is_asked:
+      raise
+    cause = error.__cause__ or error
+    if isinstance(error, SystemExit):
+      print(error.code, file=sys.stderr)
+    elif isinstance(cause, jax.errors.JaxRuntimeError | TimeoutError):
+      print(
+        f"error: another process is gone, or the network to it:"
+        f" {str(cause)[:200]}; give the same command on all hosts again to go"
+        " on from the newest checkpoint.",
+        file=sys.stderr,
+      )
+    else:
+      traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def is_first() -> bool:
@@ -78,21 +110,11 @@ def wait_for_all(what: str) -> None:
   barrier(key=what, timeout_ms=_PATIENCE * 1000)
 
 
-def give_up(error: Exception) -> NoReturn:
-  """Ends this process where another one is gone."""
-  print(
-    f"error: another process is gone, or the network to it:"
-    f" {str(error).splitlines()[0]}; give the same command on all hosts again"
-    " to go on from the newest checkpoint.",
-    file=sys.stderr,
-    flush=True,
-  )
-  os._exit(1)  # an orderly end would wait for the one that is gone
-
-
 def _is_scheduled() -> bool:
-  return _scheduled_count() > 1 or all(k in os.environ for k in _KUBERNETES)
+  return _scheduled_count() != 1
 
 
 def _scheduled_count() -> int:
+  if all(name in os.environ for name in _KUBERNETES):
+    return 0
   return max(int(os.environ.get(name, 1)) for name in _COUNTS)

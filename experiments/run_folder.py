@@ -13,15 +13,17 @@ from typing import Any
 import jax
 import tensorboardX
 from flax import traverse_util
+from tensorboardX.proto.summary_pb2 import Summary
 
 from experiments import hosts
 
+_SCRATCH = ".tmp"
 _PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")
 
 
 # What may differ between a run and its continuation.
 _FREE = ("run_dir", "resume", "log_every", "checkpoint.", "mesh.data",
-         "mesh.backend", "distributed.")  # fmt: skip
+         "mesh.backend")  # fmt: skip
 
 
 class RunFolder:
@@ -57,7 +59,7 @@ class RunFolder:
           " with --config.run_dir=FOLDER, or remove that one. The parameters"
           " alone are loaded by --config.init_from=FOLDER."
         )
-    elif not file.exists() and self.path.exists() and any(self.path.iterdir()):
+    elif not file.exists() and any(self._foreign_files()):
       raise FileExistsError(
         f"`run_dir` must be new or hold a run, got {self.path}, which holds"
         " other files; give another folder with --config.run_dir=FOLDER."
@@ -79,16 +81,15 @@ class RunFolder:
     self.path.mkdir(parents=True, exist_ok=True)
     file = self.path / "metrics.jsonl"
     kept = _lines_up_to(file, step)
-    if not step:
-      for left in self.path.glob("events.out.tfevents.*"):
-        left.unlink()
+    for left in self.path.glob("events.out.tfevents.*"):
+      left.unlink()
     _write_json(self.path / "config.json", _plain(self.config))
     _write(file, "".join(kept))
     self._lines = open(file, "a")  # noqa: SIM115
-    # TensorBoard forgets what earlier files say of the steps from this one on.
-    self._events = tensorboardX.SummaryWriter(
-      str(self.path), purge_step=step + 1 if step else None
-    )
+    # Its thread ends on a full disk: a queue with bounds would hang the run.
+    self._events = tensorboardX.FileWriter(str(self.path), max_queue=0)
+    for line in kept:  # a killed run's events may not have reached the disk
+      self._add_event(json.loads(line))
 
   def _is_claimed(self) -> bool:
     lines = self.path / "metrics.jsonl"
@@ -103,10 +104,21 @@ class RunFolder:
     line = _plain(line)
     self._lines.write(json.dumps(line, allow_nan=False) + "\n")
     self._lines.flush()
-    for name, value in line.items():
-      if name != "step":
-        for tag, number in _scalars(name, value):
-          self._events.add_scalar(tag, number, line["step"])
+    self._add_event(line)
+
+  def _foreign_files(self) -> Iterator[pathlib.Path]:
+    """What a run did not write, or would have written after config.json."""
+    if self.path.exists():
+      yield from (p for p in self.path.iterdir() if p.suffix != _SCRATCH)
+
+  def _add_event(self, line: Mapping[str, Any]) -> None:
+    values = [
+      Summary.Value(tag=tag, simple_value=number)
+      for name, value in line.items()
+      if name != "step"
+      for tag, number in _scalars(name, value)
+    ]
+    self._events.add_summary(Summary(value=values), line["step"])
 
   def finish(self, summary: Mapping[str, Any]) -> None:
     """Writes the summary, which marks the run as finished."""
@@ -188,7 +200,7 @@ def _write_json(file: pathlib.Path, value: Any) -> None:
 
 def _write(file: pathlib.Path, text: str) -> None:
   """Writes beside the file first, so that it is never half there."""
-  scratch = file.with_suffix(".tmp")
+  scratch = file.with_suffix(_SCRATCH)
   scratch.write_text(text)
   scratch.replace(file)
 

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 
 class StopSignals:
-  """Notes the first signal; a second Ctrl-C ends the process at once.
+  """Notes the first signal; a second one ends the process at once.
 
   Among several processes the runtime passes a SIGTERM of one on to all, and
   names a step that none of them has done yet.
@@ -41,7 +41,9 @@ class StopSignals:
       signal.signal(number, signal.SIG_DFL)
       os.kill(os.getpid(), number)
     self.received = signal.Signals(number)
-    print(f"{self.received.name}: ending the step, then saving.", flush=True)
+    # Not print: the signal may have come in the midst of one.
+    said = f"{self.received.name}: ending the step, then saving.\n"
+    os.write(1, said.encode())
     if jax.process_count() > 1:
       os.kill(os.getpid(), signal.SIGTERM)  # the runtime tells the others
 
@@ -62,4 +64,4 @@ def exit_code(received: signal.Signals) -> int:
 
 def command() -> str:
   """The command that this process was started by."""
-  return shlex.join([os.path.basename(sys.executable), *sys.argv])
+  return shlex.join([sys.executable, *sys.argv])

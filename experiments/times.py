@@ -58,6 +58,20 @@ def options_of(
   return times
 
 
+def of_numbers(numbers: dict[str, Any] | None) -> dict[str, Any] | None:
+  """Those that `as_numbers` gave; None for None."""
+  if numbers is None:
+    return None
+  kinds = {
+    "link": edgc_jax.LinkModel,
+    "compression": edgc_jax.CompressionModel,
+  }
+  return {
+    name: kinds[name](**value) if name in kinds else value
+    for name, value in numbers.items()
+  }
+
+
 def as_numbers(times: dict[str, Any]) -> dict[str, Any]:
   """The same for JSON."""
   return {

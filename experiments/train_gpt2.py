@@ -11,7 +11,6 @@ import sys
 # `configs` and `experiments` lie in the repository, and are not installed.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import jax
 from ml_collections import ConfigDict
 
 from experiments import command_line, hosts, report, stop_signals
@@ -27,7 +26,7 @@ def main(config: ConfigDict) -> None:
   """Trains, or shows the table of a run that is finished."""
   try:
     trainer = Trainer(config)
-  except (ValueError, TypeError, OSError) as error:
+  except (ValueError, TypeError, OSError, CheckpointError) as error:
     sys.exit(f"error: {error}")
   summary = trainer.folder.summary()
   if summary is None:
@@ -36,21 +35,21 @@ def main(config: ConfigDict) -> None:
     except (TrainingStopped, CheckpointError) as error:
       sys.exit(f"error: {error}")
     except OSError as error:
+      if isinstance(error, TimeoutError):  # of another process
+        raise
       sys.exit(
-        f"error: {trainer.folder.path} could not be written ({error}); its"
-        " checkpoints are whole. Make room, then give the same command again."
+        f"error: {trainer.folder.path} could not be read or written ({error});"
+        " give the same command again once it can."
       )
     except TrainingInterrupted as stop:
       if hosts.is_first():
         command = stop_signals.command()
         print(f"{stop} Go on with the same command:\n  {command}", flush=True)
       sys.exit(stop_signals.exit_code(stop.signal))
-    except jax.errors.JaxRuntimeError as error:
-      if jax.process_count() == 1:
-        raise
-      hosts.give_up(error)
   if not hosts.is_first():
     return
+  if not (trainer.folder.path / "report.html").exists():
+    report.write_report([trainer.folder.path])
   print(report.summary_table(summary))
   print(f"run folder: {trainer.folder.path} (see report.png, report.html)")
 

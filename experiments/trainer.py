@@ -76,7 +76,11 @@ class Trainer:
     self.corpus = data.load_corpus(config.data.path, context=self.model.context)
     data.check_vocab(self.corpus, self.model.vocab_size)
     hosts.wait_for_all("loaded")
-    self.times = times.options_of(config, self.model, mesh)
+    self._behind = self._what_is_behind()
+    # Ladders follow from times: measured once in a run.
+    self.times = times.of_numbers(self._behind.about.get("times"))
+    if self.times is None:
+      self.times = times.options_of(config, self.model, mesh)
     self.tx = make_optimizer(config, meshes.DATA, self.times)
     self.parallel = parallel.make(config, self.model, self.tx, mesh)
 
@@ -91,7 +95,7 @@ class Trainer:
       TrainingInterrupted: after SIGTERM or Ctrl-C.
       CheckpointError: if a checkpoint could not be written or read.
     """
-    found = self._found()
+    found = self._load()
     self.folder.start(found.step)
     if self.times and hosts.is_first():
       print(times.describe(self.times))
@@ -106,23 +110,35 @@ class Trainer:
       report.write_report([self.folder.path])
     return summary
 
-  def _found(self) -> "_Progress":
-    """Where the run stands: its newest checkpoint, or the first step."""
-    form, config = self.parallel.stored, self.config
-    found = self.checkpoints.load(
-      lambda about: form.template(about["replicas"])
-    )
-    if found is None:
+  def _what_is_behind(self) -> "_Progress":
+    """Of a run that goes on: the step of its newest checkpoint, not loaded."""
+    newest = None
+    if self.folder.summary() is None:
+      newest = self.checkpoints.newest()
+    if newest is None:
       return _Progress()
-    step, trees, about = found
-    if not config.resume:
-      raise TrainingStopped(
+    step, about = newest
+    if not self.config.resume:
+      raise ValueError(
         f"`run_dir` must be new with --config.resume=false, got"
         f" {self.folder.path}, which has a checkpoint of step {step}; leave"
         " `resume` out to go on from it."
       )
-    self.checkpoints.set_aside(step)
+    if about["corpus"] != self.corpus.sha256:
+      raise ValueError(
+        f"`data.path` must hold what the run {self.folder.path} began with, got"
+        " other contents; restore them, or give another --config.run_dir."
+      )
+    return _Progress(step, about=about)
+
+  def _load(self) -> "_Progress":
+    """The same with its arrays."""
+    config, step, about = self.config, self._behind.step, self._behind.about
+    self.checkpoints.set_aside()
+    if not step:
+      return self._behind
     replicas = about["replicas"]
+    trees = self.checkpoints.load(step, self.parallel.stored.template(replicas))
     params, opt_state = self.parallel.load(trees, replicas)
     if replicas != config.mesh.data:
       # A replica's batch is another one now, and with it the entropy.
@@ -139,16 +155,16 @@ class Trainer:
 
   def _params_of(self, folder: str) -> Any:
     """The parameters of another run's newest checkpoint, and nothing else."""
-    form, path = self.parallel.stored, pathlib.Path(folder, "checkpoints")
-    found = Checkpoints(path, 1).load(
-      lambda about: {"params": form.template(about["replicas"])["params"]}
-    )
-    if found is None:
+    checkpoints = Checkpoints(pathlib.Path(folder, "checkpoints"), 1)
+    newest = checkpoints.newest()
+    if newest is None:
       raise CheckpointError(
         f"`init_from` must be the folder of a run with checkpoints, got"
         f" {folder}, which has none; give another."
       )
-    _, trees, about = found
+    step, about = newest
+    shapes = self.parallel.stored.template(about["replicas"])["params"]
+    trees = checkpoints.load(step, {"params": shapes})
     (params,) = self.parallel.load(trees, about["replicas"])
     return params
 
@@ -192,6 +208,8 @@ class Trainer:
       if is_stopped or (every and (is_last or step % every == 0)):
         about = {
           "replicas": config.mesh.data,
+          "times": times.as_numbers(self.times),
+          "corpus": self.corpus.sha256,
           "log": log.state(),
           "line": line,
           "batches": batches.get_state(),

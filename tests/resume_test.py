@@ -14,7 +14,7 @@ from trainer_test import small
 from experiments import report
 from experiments.checkpoints import CheckpointError, Checkpoints
 from experiments.stop_signals import StopSignals
-from experiments.trainer import Trainer, TrainingStopped
+from experiments.trainer import Trainer
 
 CLOCK = ("seconds", "tokens_per_second")
 
@@ -71,8 +71,6 @@ def tensorboard_of(trainer):
       (length,) = struct.unpack("<Q", data[:8])
       event = event_pb2.Event.FromString(data[12 : 12 + length])
       data = data[16 + length :]
-      if event.session_log.status == event_pb2.SessionLog.START:
-        shown = {k: v for k, v in shown.items() if k[1] < event.step}
       for value in event.summary.value:
         assert (value.tag, event.step) not in shown
         shown[value.tag, event.step] = value.simple_value
@@ -81,8 +79,9 @@ def tensorboard_of(trainer):
 
 def newest(trainer):
   """Step and arrays of the newest checkpoint."""
-  template = trainer.parallel.stored.template
-  step, trees, _ = trainer.checkpoints.load(lambda a: template(a["replicas"]))
+  step, about = trainer.checkpoints.newest()
+  shapes = trainer.parallel.stored.template(about["replicas"])
+  trees = trainer.checkpoints.load(step, shapes)
   return step, jax.tree.map(np.asarray, trees)
 
 
@@ -192,10 +191,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
   folder = tmp_path / "checkpoints"
   shutil.copytree(expected.folder.checkpoints, folder)
   damage(Damage.newest(folder))
-  template = expected.parallel.stored.template
-  step, _, about = Checkpoints(folder, 2).load(
-    lambda a: template(a["replicas"])
-  )
+  step, about = Checkpoints(folder, 2).newest()
   assert (step, about["log"]["step"]) == (6, 6)
   assert "step 8 is damaged" in capfd.readouterr().err
 
@@ -209,13 +205,47 @@ def test_a_run_goes_on_from_the_one_before(tmp_path, whole):
   assert (trainer.folder.checkpoints / "damaged-6").is_dir()
 
 
+def test_damage_to_older_ones_and_for_the_second_time(tmp_path):
+  config = config_of(tmp_path / "run", "allreduce")
+  for step in (5, 7):
+    trainer = run(config, cut_after=step)
+    folder = trainer.folder.checkpoints
+    shutil.copytree(folder / "4", folder / "2", dirs_exist_ok=True)
+    Damage.emptied(folder / "2")
+  trainer = run(config)
+  assert newest(trainer)[0] == config.steps
+  names = {path.name for path in trainer.folder.checkpoints.iterdir()}
+  assert names >= {"damaged-2", "damaged-2-2", "8"} and "2" not in names
+
+
+def test_events_that_never_reached_the_disk(tmp_path, whole):
+  """As when the process is killed: its buffers are gone."""
+  config = config_of(tmp_path / "run", "powersgd")
+  trainer = run(config, cut_after=5)
+  for file in trainer.folder.path.glob("events.out.tfevents.*"):
+    file.write_bytes(b"")
+  trainer = run(config)
+  assert tensorboard_of(trainer) == tensorboard_of(whole("powersgd", "pmap"))
+
+
+def test_other_data_is_refused(tmp_path):
+  config = config_of(tmp_path / "run", "allreduce")
+  text = tmp_path / "text.txt"
+  text.write_text("one and another " * 200)
+  config.data.path = str(text)
+  run(config, cut_after=3)
+  text.write_text("two and another " * 200)
+  with pytest.raises(ValueError, match=r"`data.path` must hold what .* began"):
+    Trainer(config)
+
+
 def test_all_damaged(tmp_path, whole):
   folder = tmp_path / "checkpoints"
   shutil.copytree(whole("powersgd", "pmap").folder.checkpoints, folder)
   for path in folder.glob("[0-9]*"):
     Damage.truncated(path)
   with pytest.raises(CheckpointError, match=r"All checkpoints in .*another"):
-    Checkpoints(folder, 2).load(lambda about: {})
+    Checkpoints(folder, 2).newest()
 
 
 def test_what_cannot_be_written_stops_the_run(tmp_path):
@@ -246,8 +276,8 @@ def test_a_folder_that_is_read_only(tmp_path):
 
 def test_resume_can_be_refused(tmp_path):
   run(config_of(tmp_path / "run", "allreduce"), cut_after=3)
-  with pytest.raises(TrainingStopped, match=r"resume=false, got .* of step 2"):
-    Trainer(config_of(tmp_path / "run", "allreduce", resume=False)).run()
+  with pytest.raises(ValueError, match=r"resume=false, got .* of step 2"):
+    Trainer(config_of(tmp_path / "run", "allreduce", resume=False))
 
 
 def test_another_model_is_refused(tmp_path):
