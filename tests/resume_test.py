@@ -150,6 +150,31 @@ def test_another_number_of_replicas_goes_on(tmp_path, whole, replicas, capfd):
     np.testing.assert_allclose(line["loss"], other["loss"], rtol=1e-4)
 
 
+def controller_of(trainer, step):
+  """A field's value, by its name."""
+  shapes = trainer.parallel.stored.template(trainer.config.mesh.data)
+  trees = trainer.checkpoints.load(step, {"opt_state": shapes["opt_state"]})
+  fields = {
+    path.rsplit("controller.")[-1]: np.asarray(x).item()
+    for path, x in trees["opt_state"].items()
+    if "controller." in path and np.size(x) == 1
+  }
+  return fields
+
+
+def test_larger_batches_move_the_reference(tmp_path):
+  """Half the replicas: twice the sequences in each, and so less entropy."""
+  before = run(config_of(tmp_path / "run", "edgc"), cut_after=5)
+  reference = controller_of(before, 4)["reference_entropy"]
+  config = config_of(tmp_path / "run", "edgc")
+  config.mesh.data = 2
+  trainer = run(config)
+  first, last = (controller_of(trainer, step) for step in (6, 8))
+  assert first["rebase"] == last["rebase"] == 0
+  assert -0.5 < first["reference_entropy"] - reference < -0.05
+  assert first["reference_entropy"] == last["reference_entropy"]
+
+
 class Damage:
   def newest(folder):
     return max(folder.glob("[0-9]*"), key=lambda path: int(path.name))
@@ -231,10 +256,10 @@ def test_events_that_never_reached_the_disk(tmp_path, whole):
 def test_other_data_is_refused(tmp_path):
   config = config_of(tmp_path / "run", "allreduce")
   text = tmp_path / "text.txt"
-  text.write_text("one and another " * 200)
+  text.write_text(str(list(range(2000))))
   config.data.path = str(text)
   run(config, cut_after=3)
-  text.write_text("two and another " * 200)
+  text.write_text(str(list(range(2001))))
   with pytest.raises(ValueError, match=r"`data.path` must hold what .* began"):
     Trainer(config)
 
@@ -252,10 +277,17 @@ def test_what_cannot_be_written_stops_the_run(tmp_path):
   config = config_of(tmp_path / "run", "powersgd")
   trainer = run(config, cut_after=3)
   before = newest(trainer)[0]
-  # A file where the next one's folder has to go.
+  # A file where the folder of the next ones has to be.
   blocked = Trainer(config)
-  blocked.checkpoints.path = tmp_path / "a_file"
-  blocked.checkpoints.path.write_text("")
+  load = blocked._load
+
+  def load_and_block():
+    found = load()
+    blocked.checkpoints.path = tmp_path / "a_file"
+    blocked.checkpoints.path.write_text("")
+    return found
+
+  blocked._load = load_and_block
   with pytest.raises(
     CheckpointError, match=r"could not be written to .*a_file"
   ):
