@@ -82,7 +82,7 @@ def base(reducer: str) -> ConfigDict:
         "max_rank_step": 4,  # 0: 4, or the step of the ladder
         "min_ratio": 2.0,
         "granularity": "matrix",  # or stage: all matrices on one rank
-        "curves": "energy",  # or entropy, calibrated
+        "curves": "calibrated",  # or energy, entropy
         "scale_exponent": 1.0,  # of sigma: 0 absolute errors, 2 relative
       },
       "powersgd": {

@@ -45,7 +45,7 @@ def edgc(
   max_rank_step: int | None = None,
   min_ratio: float = 2.0,
   granularity: str = "matrix",
-  curves: str = "energy",
+  curves: str = "calibrated",
   scale_exponent: float = 1.0,
   align: str = "slack",
   link: LinkModel | None = None,
@@ -120,9 +120,9 @@ def edgc(
       with 2 columns at least, at most three times the rank (beyond 64 twice),
       and between half and twice of what it had in the window before; or
       "stage": all have this rank. Leaves split over stages keep one rank.
-    curves: For "matrix", what tells how much a column removes: "energy",
-      measured, "entropy", the model above, or "calibrated", the model
-      stretched to each matrix's measured error.
+    curves: For "matrix", what tells how much a column removes: "calibrated",
+      the model above stretched to each matrix's measured error, "energy",
+      each column's measured energy, or "entropy", the model as it stands.
     scale_exponent: For "matrix", how the errors of matrices compare: each is
       divided by this power of the root mean square of its entries. 0 makes
       the sum of absolute errors least, 2 that of relative ones.

@@ -206,7 +206,9 @@ def calibrated_gains(
   tables = _loss_tables(sides)
   indices = jnp.arange(tables.shape[1], dtype=jnp.float32)
   rank_for = jax.vmap(lambda loss, t: jnp.interp(-loss, -t, indices))
-  stretch = rank_for(lost, jnp.asarray(tables)) / ranks
+  # Nothing is lost at the full rank; tables of shorter sides go on beyond it.
+  shorter = np.min(sides, axis=1)
+  stretch = jnp.minimum(rank_for(lost, jnp.asarray(tables)), shorter) / ranks
   at = stretch[:, None] * jnp.arange(width + 1)
   return -jnp.diff(_model_loss(variance, sides, at))
 

@@ -222,6 +222,15 @@ class CurvesTest(parameterized.TestCase):
       rtol=1e-3,
     )
 
+  def test_the_full_rank_says_nothing_of_the_spectrum(self):
+    """It loses nothing, whatever the spectrum: so the model as it stands."""
+    sides, full = np.array([[8, 96], [64, 64]]), jnp.array([8, 64])
+    np.testing.assert_allclose(
+      allocation.calibrated_gains(jnp.ones(2), sides, 64, jnp.zeros(2), full),
+      allocation.model_gains(jnp.ones(2), sides, 64),
+      atol=1e-3,
+    )
+
 
 if __name__ == "__main__":
   absltest.main()
