@@ -102,7 +102,8 @@ def edgc(
       at least one. A tenth of the run is usual.
     max_warmup_steps: Longest that warm-up may go on while the model expects
       rank_min to lose too much; None is twice `warmup_steps`.
-    warmup_rank: Rank of the warm-up, "max" for rank_max; None is dense.
+    warmup_rank: Rank of the warm-up, "max" for rank_max; None is dense. One
+      between two ranks of the ladder is the lower, one above all the largest.
     step_rate: Share of steps whose entropy is sampled.
     entry_rate: Share of entries read in such a step.
     estimator: "gaussian" or "histogram".
@@ -169,8 +170,7 @@ def edgc(
     max_warmup_steps = 2 * warmup_steps
   arguments.require_windows(window, warmup_steps, max_warmup_steps, step_rate)
   arguments.require_sampling(entry_rate, estimator, bins)
-  if warmup_rank not in (None, "max"):
-    guards.require_int("warmup_rank", warmup_rank, 1)
+  arguments.require_warmup_rank(warmup_rank)
   if max_rank_step is not None:
     guards.require_int("max_rank_step", max_rank_step, rank_multiple)
   arguments.require_rule(rule, exponent)

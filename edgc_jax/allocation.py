@@ -194,7 +194,7 @@ def calibrated_gains(
     gain(c) = variance m n (T(s c / m) - T(s (c + 1) / m))
 
   Args:
-    variance: float32 [K], mean square of the entries.
+    variance: float32 [K], mean square of what is sent, entry by entry.
     sides: int [K, 2], static.
     width: Columns to return.
     lost: float32 [K], measured share of the energy that was not sent.

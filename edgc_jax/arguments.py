@@ -42,6 +42,20 @@ def require_rule(rule: str, exponent: float) -> None:
   guards.require(exponent > 0, "exponent", exponent, "positive", "use 2")
 
 
+def require_warmup_rank(warmup_rank: int | str | None) -> None:
+  """Raises unless it is a rank, "max" or None."""
+  is_rank = isinstance(warmup_rank, int) and not isinstance(warmup_rank, bool)
+  guards.require(
+    warmup_rank is None
+    or (is_rank and warmup_rank >= 1)
+    or (isinstance(warmup_rank, str) and warmup_rank == "max"),
+    "warmup_rank",
+    warmup_rank,
+    'None, "max" or a rank of at least 1',
+    "None is dense",
+  )
+
+
 def require_allocation(
   granularity: str, curves: str, scale_exponent: float
 ) -> None:

@@ -204,8 +204,9 @@ def _closed(runs: Summaries, first: Summaries, dense: Summaries) -> str:
     return "-"
   gap, error = _difference(seeds, first, dense)
   if gap <= 2 * error:
-    return "no gap"
-  return f"{1 - _difference(seeds, runs, dense)[0] / gap:.0%}"
+    return "not resolved"
+  share = 1 - _difference(seeds, runs, dense)[0] / gap
+  return f"{round(share, 2) + 0.0:.0%}"
 
 
 def _difference(

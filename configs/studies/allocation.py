@@ -1,7 +1,7 @@
 """Where bytes go, by matrix and over time, at equal bytes of the whole run.
 
-Two budgets, about 6 and 12 times less than dense. Each way of spending it is
-tried with a dense warm-up of 20 of the 400 steps, as published, and at the
+Two budgets, about 6 and 12 times less than dense. Most ways of spending it are
+tried with a dense warm-up of 20 of the 400 steps, as published, and all at the
 rank from the first step; steps sent dense are paid with lower ranks later.
 69 runs; four hours on 2 cores.
 """
