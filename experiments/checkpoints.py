@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -250,11 +251,13 @@ def _explained(path: pathlib.Path, step: int) -> Iterator[None]:
     is_late = isinstance(cause, TimeoutError)  # of another process
     if is_late or not isinstance(cause, OSError | ValueError):
       raise
+    # Tensorstore names the system's own error behind pages of others.
+    system = re.search(r"OS error \d+: [^\]]*", str(cause))
+    text = system.group() if system else str(cause)[:200]
     raise CheckpointError(
-      f"The checkpoint of step {step} could not be written to {path}"
-      f" ({type(cause).__name__}: {str(cause)[:200]}); those before it are"
-      " whole. Make room or let this user write there, then give the same"
-      " command again."
+      f"The checkpoint of step {step} could not be written to {path} ({text});"
+      " those before it are whole. Make room or let this user write there, then"
+      " give the same command again."
     ) from error
 
 

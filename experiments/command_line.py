@@ -31,7 +31,8 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       sys.exit(f"error: unknown arguments {argv[1:]}; options begin with --.")
     # JAX tells of every platform that is not there.
     logging.getLogger("jax").setLevel(logging.WARNING)
-    absl_logging.set_verbosity(absl_logging.ERROR)  # orbax tells of each file
+    # Orbax tells of each file, and of errors before it raises them.
+    absl_logging.set_verbosity(absl_logging.FATAL)
     config = _CONFIG.value
     try:
       processes = hosts.initialize()
