@@ -251,9 +251,9 @@ def _explained(path: pathlib.Path, step: int) -> Iterator[None]:
     is_late = isinstance(cause, TimeoutError)  # of another process
     if is_late or not isinstance(cause, OSError | ValueError):
       raise
-    # Tensorstore names the system's own error behind pages of others.
-    system = re.search(r"OS error \d+: [^\]]*", str(cause))
-    text = system.group() if system else str(cause)[:200]
+    # Tensorstore names the system's own error behind much else.
+    code = re.search(r"os_error_code='(\d+)'", str(cause))
+    text = os.strerror(int(code[1])) if code else str(cause)[:200]
     raise CheckpointError(
       f"The checkpoint of step {step} could not be written to {path} ({text});"
       " those before it are whole. Make room or let this user write there, then"
