@@ -1,6 +1,7 @@
 """The --config flag of all scripts, and errors that name the nearest key."""
 
 import difflib
+import faulthandler
 import logging
 import os
 import re
@@ -38,6 +39,9 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       processes = hosts.initialize()
     except (ValueError, RuntimeError) as error:
       sys.exit(f"error: {error}")
+    if processes != 1:
+      # JAX aborts where another one is silent: its message says all.
+      faulthandler.disable()
     if not _devices_are_chosen():
       # Only the CPU platform heeds this: replicas on one machine's cores.
       devices = max(1, config.mesh.data) * max(1, config.mesh.stage)

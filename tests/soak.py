@@ -18,7 +18,7 @@ import time
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 
 # `experiments` lies in the repository, and is not installed.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -48,40 +48,58 @@ _CLOCK = ("seconds", "tokens_per_second")
 def main(argv: list[str]) -> None:
   """Soaks one reducer after the other; exits with 1 if one differs."""
   del argv
-  times = random.Random(_SEED.value)
+  logging.set_verbosity(logging.ERROR)  # orbax tells of each file
+  chance = random.Random(_SEED.value)
   with tempfile.TemporaryDirectory() as folder:
     verdicts = [
-      _soak(reducer, pathlib.Path(folder), times) for reducer in _REDUCERS.value
+      _soak(reducer, pathlib.Path(folder), chance)
+      for reducer in _REDUCERS.value
     ]
   sys.exit(0 if all(verdicts) else 1)
 
 
-def _soak(reducer: str, folder: pathlib.Path, times: random.Random) -> bool:
+def _soak(reducer: str, folder: pathlib.Path, chance: random.Random) -> bool:
   whole, killed = (folder / f"{reducer}-{name}" for name in ("whole", "killed"))
-  started = time.monotonic()
   _start(reducer, whole).wait()
-  seconds = time.monotonic() - started
-  progress = []
-  while len(progress) < _KILLS.value:
+  kills = []
+  while len(kills) < _KILLS.value:
     process = _start(reducer, killed)
-    try:
-      process.wait(timeout=times.uniform(0.0, 1.2 * seconds))
-      print(f"{reducer}: ended after {len(progress)} kills; give more --steps")
+    _wait(process, killed, chance)
+    if process.poll() is not None:
+      print(f"{reducer}: ended after {len(kills)} kills; give more --steps")
       break
-    except subprocess.TimeoutExpired:
-      process.kill()  # SIGKILL
-      process.wait()
-      progress.append(
-        max(Checkpoints(killed / "checkpoints", 2).steps() or [0])
-      )
+    process.kill()  # SIGKILL
+    process.wait()
+    kills.append(max(Checkpoints(killed / "checkpoints", 2).steps() or [0]))
   code = _start(reducer, killed).wait()
   is_equal = code == 0 and is_same(whole, killed)
   print(
-    f"{reducer}: {len(progress)} kills, after checkpoints of steps {progress};"
+    f"{reducer}: {len(kills)} kills, after checkpoints of steps {kills};"
     f" {'bit-equal' if is_equal else 'DIFFERENT'}",
     flush=True,
   )
   return is_equal
+
+
+def _wait(
+  process: subprocess.Popen, folder: pathlib.Path, chance: random.Random
+) -> None:
+  """Until some steps further on, or once in six times while it starts."""
+  share = _STEPS.value / (_KILLS.value + 1)
+  until = _last_step(folder) + chance.uniform(0.0, 1.6) * share
+  is_early = chance.random() < 1 / 6
+  deadline = time.monotonic() + (chance.uniform(0.0, 8.0) if is_early else 600)
+  while process.poll() is None and time.monotonic() < deadline:
+    if not is_early and _last_step(folder) > until:
+      break
+    time.sleep(0.01)
+  time.sleep(chance.uniform(0.0, 0.2))
+
+
+def _last_step(folder: pathlib.Path) -> int:
+  file = folder / "metrics.jsonl"
+  whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
+  return json.loads(whole.splitlines()[-1])["step"] if whole else 0
 
 
 def _start(reducer: str, folder: pathlib.Path) -> subprocess.Popen:
