@@ -21,7 +21,8 @@ train-pipeline: $(VENV)/installed
 # Whole models and runs on meshes, in one process and in four: they compile
 # for minutes.
 RUNS := tests/parallel_test.py tests/four_processes_test.py \
-  tests/gpt2_stages_test.py
+  tests/gpt2_stages_test.py tests/exact_resume_test.py \
+  tests/two_processes_test.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(RUNS:%=--ignore=%)
