@@ -59,7 +59,7 @@ class Damage:
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
   tmp_path, whole, damage, capfd
 ):
-  expected = whole("powersgd", "pmap")
+  expected = whole("allreduce", "pmap")
   folder = tmp_path / "checkpoints"
   shutil.copytree(expected.folder.checkpoints, folder)
   damage(Damage.newest(folder))
@@ -69,11 +69,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
 
 
 def test_a_run_goes_on_from_the_one_before(tmp_path, whole):
-  config = config_of(tmp_path / "run", "powersgd")
+  config = config_of(tmp_path / "run", "allreduce")
   trainer = run(config, cut_after=7)
   Damage.truncated(Damage.newest(trainer.folder.checkpoints))
   trainer = run(config)
-  assert lines_of(trainer) == lines_of(whole("powersgd", "pmap"))
+  assert lines_of(trainer) == lines_of(whole("allreduce", "pmap"))
   assert (trainer.folder.checkpoints / "damaged-6").is_dir()
 
 
@@ -92,12 +92,12 @@ def test_damage_to_older_ones_and_for_the_second_time(tmp_path):
 
 def test_events_that_never_reached_the_disk(tmp_path, whole):
   """As when the process is killed: its buffers are gone."""
-  config = config_of(tmp_path / "run", "powersgd")
+  config = config_of(tmp_path / "run", "allreduce")
   trainer = run(config, cut_after=5)
   for file in trainer.folder.path.glob("events.out.tfevents.*"):
     file.write_bytes(b"")
   trainer = run(config)
-  assert tensorboard_of(trainer) == tensorboard_of(whole("powersgd", "pmap"))
+  assert tensorboard_of(trainer) == tensorboard_of(whole("allreduce", "pmap"))
 
 
 def test_other_data_is_refused(tmp_path):
@@ -113,7 +113,7 @@ def test_other_data_is_refused(tmp_path):
 
 def test_all_damaged(tmp_path, whole):
   folder = tmp_path / "checkpoints"
-  shutil.copytree(whole("powersgd", "pmap").folder.checkpoints, folder)
+  shutil.copytree(whole("allreduce", "pmap").folder.checkpoints, folder)
   for path in folder.glob("[0-9]*"):
     Damage.truncated(path)
   with pytest.raises(CheckpointError, match=r"All checkpoints in .*another"):
@@ -121,7 +121,7 @@ def test_all_damaged(tmp_path, whole):
 
 
 def test_what_cannot_be_written_stops_the_run(tmp_path):
-  config = config_of(tmp_path / "run", "powersgd")
+  config = config_of(tmp_path / "run", "allreduce")
   trainer = run(config, cut_after=3)
   before = newest(trainer)[0]
   # A file where the folder of the next ones has to be.
@@ -169,8 +169,8 @@ def test_another_model_is_refused(tmp_path):
 
 def test_parameters_alone(tmp_path, whole):
   """Another reducer begins where a run of the first one ended."""
-  first = whole("powersgd", "pmap")
-  config = config_of(tmp_path / "run", "allreduce", "shard_map")
+  first = whole("allreduce", "pmap")
+  config = config_of(tmp_path / "run", "powersgd", "shard_map")
   config.init_from = str(first.folder.path)
   config.steps = 1
   trainer = run(config)
@@ -182,7 +182,7 @@ def test_parameters_alone(tmp_path, whole):
 
 def test_parameters_of_another_model(tmp_path, whole):
   config = config_of(tmp_path / "run", "allreduce")
-  config.init_from = str(whole("powersgd", "pmap").folder.path)
+  config.init_from = str(whole("allreduce", "pmap").folder.path)
   config.model.width = 64
   with pytest.raises(CheckpointError, match=r"got blocks.* of shape \(1, 96\)"):
     Trainer(config).run()
