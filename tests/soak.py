@@ -72,13 +72,15 @@ def _soak(reducer: str, folder: pathlib.Path, chance: random.Random) -> bool:
     process.wait()
     kills.append(max(Checkpoints(killed / "checkpoints", 2).steps() or [0]))
   code = _start(reducer, killed).wait()
-  is_equal = code == 0 and is_same(whole, killed)
+  found = f"exit code {code}" if code else difference(whole, killed)
   print(
     f"{reducer}: {len(kills)} kills, after checkpoints of steps {kills};"
-    f" {'bit-equal' if is_equal else 'DIFFERENT'}",
+    f" {found or 'bit-equal'}",
     flush=True,
   )
-  return is_equal
+  if found:
+    print((folder / "output.txt").read_text()[-2000:])
+  return not found
 
 
 def _wait(
@@ -123,13 +125,21 @@ def _start(reducer: str, folder: pathlib.Path) -> subprocess.Popen:
     )
 
 
-def is_same(one: pathlib.Path, other: pathlib.Path) -> bool:
-  """Whether two runs ended with the same state and the same lines."""
+def difference(one: pathlib.Path, other: pathlib.Path) -> str:
+  """What differs in the state and the lines that two runs ended with."""
   (step, arrays), (last, others) = map(_newest, (one, other))
-  if step != last or arrays.keys() != others.keys():
-    return False
-  equal = [np.array_equal(arrays[name], others[name]) for name in arrays]
-  return all(equal) and lines_of(one) == lines_of(other)
+  found = [f"last step {step} and {last}"] if step != last else []
+  for name in sorted(arrays.keys() | others.keys()):
+    if not np.array_equal(arrays.get(name), others.get(name)):
+      found.append(name)
+  for mine, its in zip(lines_of(one), lines_of(other), strict=False):
+    if mine != its:
+      keys = [key for key in mine if mine[key] != its.get(key)]
+      found.append(f"{', '.join(keys)} of step {mine['step']}")
+      break
+  if len(lines_of(one)) != len(lines_of(other)):
+    found.append("number of lines")
+  return "; ".join(found)
 
 
 def _newest(folder: pathlib.Path) -> tuple[int, dict[str, np.ndarray]]:
