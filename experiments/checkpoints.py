@@ -123,7 +123,7 @@ class Checkpoints:
     """
     step = self._newest_step() if hosts.is_first() else 0
     if jax.process_count() > 1:  # one looks, for all
-      hosts.wait_for_all(f"checked {self.path}")
+      hosts.wait_for_all("checked")
       step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
     if step == _ALL_DAMAGED:
       raise CheckpointError(

@@ -8,6 +8,7 @@ each is told where the first one listens and which it is:
 """
 
 import contextlib
+import itertools
 import os
 import sys
 import traceback
@@ -28,6 +29,7 @@ _TIMEOUT = flags.DEFINE_integer(
 
 # What tells that a scheduler started several: how many, or which this is.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+_POINTS = itertools.count()
 _PATIENCE = 3600  # seconds; compiling may take long
 _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 
@@ -104,10 +106,11 @@ def wait_for_all(what: str) -> None:
   processes are late for by half a minute fail.
 
   Args:
-    what: A name for the point, each used once.
+    what: A name for the point.
   """
   barrier = ocp.multihost.get_barrier_sync_fn()
-  barrier(key=what, timeout_ms=_PATIENCE * 1000)
+  # Each key once: all processes pass the same points in the same order.
+  barrier(key=f"{what} {next(_POINTS)}", timeout_ms=_PATIENCE * 1000)
 
 
 def _is_scheduled() -> bool:
