@@ -52,7 +52,7 @@ def require_warmup_rank(warmup_rank: int | str | None) -> None:
     "warmup_rank",
     warmup_rank,
     'None, "max" or a rank of at least 1',
-    "None is dense",
+    "None is dense; under optax.inject_hyperparams list it in `static_args`",
   )
 
 
