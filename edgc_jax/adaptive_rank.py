@@ -118,9 +118,10 @@ def edgc(
     min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
     granularity: "matrix": the rank of the rule says how many bytes a stage
       sends, and its matrices share them so that together they lose least, each
-      with 2 columns at least, at most three times the rank (beyond 64 twice),
-      and between half and twice of what it had in the window before; or
-      "stage": all have this rank. Leaves split over stages keep one rank.
+      with 2 columns at least, at most three times the rank but no more than
+      the larger of 64 and twice the rank, and between half and twice of what
+      it had in the window before; or "stage": all have this rank. Leaves split
+      over stages keep one rank.
     curves: For "matrix", what tells how much a column removes: "calibrated",
       the model above stretched to each matrix's measured error, "energy",
       each column's measured energy, or "entropy", the model as it stands.

@@ -44,16 +44,16 @@ def require_rule(rule: str, exponent: float) -> None:
 
 def require_warmup_rank(warmup_rank: int | str | None) -> None:
   """Raises unless it is a rank, "max" or None."""
-  is_rank = isinstance(warmup_rank, int) and not isinstance(warmup_rank, bool)
-  guards.require(
-    warmup_rank is None
-    or (is_rank and warmup_rank >= 1)
-    or (isinstance(warmup_rank, str) and warmup_rank == "max"),
-    "warmup_rank",
-    warmup_rank,
-    'None, "max" or a rank of at least 1',
-    "None is dense",
-  )
+  if isinstance(warmup_rank, str):
+    guards.require(
+      warmup_rank == "max",
+      "warmup_rank",
+      warmup_rank,
+      '"max", a rank or None',
+      "None is dense",
+    )
+  elif warmup_rank is not None:
+    guards.require_int("warmup_rank", warmup_rank, 1)
 
 
 def require_allocation(

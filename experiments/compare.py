@@ -205,8 +205,7 @@ def _closed(runs: Summaries, first: Summaries, dense: Summaries) -> str:
   gap, error = _difference(seeds, first, dense)
   if gap <= 2 * error:
     return "not resolved"
-  share = 1 - _difference(seeds, runs, dense)[0] / gap
-  return f"{round(share, 2) + 0.0:.0%}"
+  return f"{1 - _difference(seeds, runs, dense)[0] / gap:z.0%}"
 
 
 def _difference(

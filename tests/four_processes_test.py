@@ -119,6 +119,7 @@ def test_same_as_one_process(runs):
   assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
   assert alone[-1]["loss"] < alone[0]["loss"] - 0.5, "something is learned"
   for line, expected in zip(lines, alone, strict=True):
+    assert line.keys() == expected.keys()
     chex.assert_trees_all_close(
       without_clock(line), without_clock(expected), rtol=TOLERANCE
     )

@@ -47,7 +47,7 @@ class ArgumentsTest(parameterized.TestCase):
     ({"granularity": "leaf"}, "`granularity` must be one of .*got 'leaf'"),
     ({"curves": "svd"}, "`curves` must be one of .*got 'svd'"),
     ({"scale_exponent": 3}, "`scale_exponent` must be between 0"),
-    ({"warmup_rank": 0}, '`warmup_rank` must be None, "max" or a rank'),
+    ({"warmup_rank": 0}, "`warmup_rank` must be at least 1"),
     ({"warmup_rank": "dense"}, "`warmup_rank` must be .*got 'dense'"),
   )
   def test_edgc(self, options, message):
