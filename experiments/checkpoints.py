@@ -6,6 +6,7 @@ one that was damaged later is told from a sound one, and the one before it used.
 """
 
 import contextlib
+import copy
 import functools
 import itertools
 import json
@@ -67,7 +68,7 @@ class Checkpoints:
     about: Mapping[str, Any],
     val_loss: float | None,
   ) -> None:
-    """Starts to save; returns as soon as the arrays may change.
+    """Starts to save; returns as soon as all that was given may change.
 
     Args:
       step: Steps done.
@@ -82,11 +83,12 @@ class Checkpoints:
     self._saving = step
     is_known = val_loss is not None and math.isfinite(val_loss)
     metrics = {"val_loss": val_loss} if is_known else None
+    about = copy.deepcopy(dict(about))  # Orbax reads it later, in a thread.
     with _explained(self.path, step):
       self._manager.save(
         step,
         args=ocp.args.Composite(
-          about=ocp.args.JsonSave(dict(about)),
+          about=ocp.args.JsonSave(about),
           **{k: ocp.args.PyTreeSave(dict(v)) for k, v in trees.items()},
         ),
         metrics=metrics,

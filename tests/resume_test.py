@@ -1,8 +1,11 @@
 """What a run needs of its checkpoints: damage, refusals, what is kept."""
 
+import json
 import os
 import shutil
+import threading
 
+import numpy as np
 import pytest
 from cut_runs import (
   config_of,
@@ -12,6 +15,8 @@ from cut_runs import (
   tensorboard_of,
   whole_runs,
 )
+
+from orbax.checkpoint._src.handlers import json_checkpoint_handler
 
 from experiments.checkpoints import CheckpointError, Checkpoints
 from experiments.trainer import Trainer
@@ -192,6 +197,27 @@ def test_parameters_of_no_run(tmp_path):
   config = config_of(tmp_path / "run", "allreduce", init_from=str(tmp_path))
   with pytest.raises(CheckpointError, match=r"`init_from` must be .* got"):
     Trainer(config).run()
+
+
+def test_what_changes_while_it_is_saved(tmp_path, monkeypatch):
+  """The writing thread may come to it steps later."""
+  may_write = threading.Event()
+
+  class Late:
+    loads = json.loads
+
+    def dumps(x):
+      may_write.wait(30)
+      return json.dumps(x)
+
+  monkeypatch.setattr(json_checkpoint_handler, "json", Late)
+  checkpoints = Checkpoints(tmp_path, keep=2)
+  losses, trees = [1.0], {"params": {"w": np.ones(3)}}
+  checkpoints.save(1, trees, {"log": {"losses": losses}}, None)
+  losses.append(2.0)
+  may_write.set()
+  checkpoints.close()
+  assert Checkpoints(tmp_path, 2).newest() == (1, {"log": {"losses": [1.0]}})
 
 
 def test_only_the_newest_and_the_best_are_kept(tmp_path):
