@@ -47,6 +47,9 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       devices = max(1, config.mesh.data) * max(1, config.mesh.stage)
       share = devices // processes if processes else 1
       jax.config.update("jax_num_cpu_devices", max(1, share))
+    if config.mesh.stage > 1 and jax.default_backend() == "cpu":
+      # See edgc_jax.cpu_devices: cached programs get collectives mixed up.
+      jax.config.update("jax_enable_compilation_cache", False)
     with hosts.end_together():
       main(config)
 

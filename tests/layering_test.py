@@ -15,6 +15,7 @@ LAYERS = (
   "sketch",
   "comm_cost",
   "compiled_cost",
+  "cpu_devices",
   "guards",
   "link",
   "ladder",

@@ -32,7 +32,9 @@ def start(folder, *arguments, steps=60, output=None, file_bytes=None):
   environment |= {
     "JAX_PLATFORMS": "cpu",
     "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
+    # As in conftest: compile quickly.
     "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
   }
   if file_bytes:
     blocks = str(file_bytes // 512)

@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 
+import jax
 import numpy as np
 import pytest
 from cut_runs import (
@@ -15,11 +16,28 @@ from cut_runs import (
   tensorboard_of,
   whole_runs,
 )
-
+from jax.experimental.compilation_cache import compilation_cache
 from orbax.checkpoint._src.handlers import json_checkpoint_handler
 
 from experiments.checkpoints import CheckpointError, Checkpoints
 from experiments.trainer import Trainer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+  """The same two programs, which most tests here train, from a cache."""
+  options = {
+    "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+    "jax_persistent_cache_min_compile_time_secs": 0.2,
+  }
+  before = {name: getattr(jax.config, name) for name in options}
+  for name, value in options.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()  # whether there is one is asked once
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
