@@ -24,6 +24,7 @@ from absl import app, flags, logging
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import orbax.checkpoint as ocp
+from etils import epath
 
 from experiments.checkpoints import Checkpoints
 
@@ -146,11 +147,15 @@ def _newest(folder: pathlib.Path) -> tuple[int, dict[str, np.ndarray]]:
   """Step and arrays of the newest checkpoint, whatever they are."""
   checkpoints = Checkpoints(folder / "checkpoints", 2)
   step = checkpoints.steps()[0]
+  # Whole, on the host: this process does not have the run's devices.
+  as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+  trees = {}
   with ocp.PyTreeCheckpointer() as reader:
-    trees = {
-      name: reader.restore(checkpoints.path / str(step) / name)
-      for name in ("params", "opt_state")
-    }
+    for name in ("params", "opt_state"):
+      path = checkpoints.path / str(step) / name
+      tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(path)).tree
+      args = jax.tree.map(lambda _: as_numpy, tree)
+      trees[name] = reader.restore(path, restore_args=args)
   return step, {
     f"{name}.{path}": np.asarray(x)
     for name, tree in trees.items()
