@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-pipeline test test-runs lint format compare bench clean
+.PHONY: train train-pipeline test test-runs soak lint format compare bench clean
 
 # The stamp is remade when what is to be installed changes.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -21,13 +21,18 @@ train-pipeline: $(VENV)/installed
 # Whole models and runs on meshes, in one process and in four: they compile
 # for minutes.
 RUNS := tests/parallel_test.py tests/four_processes_test.py \
-  tests/gpt2_stages_test.py
+  tests/gpt2_stages_test.py tests/exact_resume_test.py \
+  tests/two_processes_test.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(RUNS:%=--ignore=%)
 
 test-runs: $(VENV)/installed
 	$(BIN)/python -m pytest $(RUNS)
+
+# Runs killed twenty times each; half an hour.
+soak: $(VENV)/installed
+	$(BIN)/python tests/soak.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

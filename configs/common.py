@@ -21,6 +21,11 @@ def base(reducer: str) -> ConfigDict:
       "seed": 0,  # of parameters, order of the data and first factors
       "batch_size": 32,  # sequences a step, over all replicas
       "log_every": 10,  # steps
+      "init_from": "",  # a run's folder, to begin with its parameters
+      "resume": True,  # go on from the run folder's checkpoint; or refuse
+      # Steps between checkpoints (0: only when told to stop), and how many of
+      # the newest to keep, beside that of the lowest held-out loss.
+      "checkpoint": {"every": 1000, "keep": 2},
       # Empty: the standard library's sources. Else a text file, a folder of
       # them, or a folder with train.bin and val.bin (uint16 tokens).
       "data": {"path": ""},

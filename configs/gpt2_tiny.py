@@ -16,6 +16,7 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.name = "gpt2_tiny"
   config.steps = 400
   config.batch_size = 16
+  config.checkpoint.every = 100
   config.model.vocab_size = 256  # bytes
   config.model.context = 128
   config.model.width = 192

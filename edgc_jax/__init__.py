@@ -3,9 +3,9 @@
 tx = optax.chain(edgc_jax.edgc(axis_name="data"), optax.adamw(3e-4))
 """
 
-from edgc_jax import guards
+from edgc_jax import cpu_devices
 
-guards.widen_thread_pool()  # before any device is used; see the function
+cpu_devices.widen_thread_pool()  # before any device is used; see the function
 
 from edgc_jax.adaptive_rank import edgc  # noqa: E402
 from edgc_jax.comm_cost import wire_bytes  # noqa: E402
@@ -13,6 +13,7 @@ from edgc_jax.fixed_rank import allreduce, powersgd  # noqa: E402
 from edgc_jax.link import CompressionModel, LinkModel  # noqa: E402
 from edgc_jax.matrices import MatrixView, trailing_matrix  # noqa: E402
 from edgc_jax.pipeline import apply_stages  # noqa: E402
+from edgc_jax.replicas import rebase_entropy, resize_replicas  # noqa: E402
 from edgc_jax.state_sharding import state_specs  # noqa: E402
 from edgc_jax.telemetry import metrics  # noqa: E402
 from edgc_jax.timing import (  # noqa: E402
@@ -42,6 +43,8 @@ __all__ = [
   "measure_link",
   "metrics",
   "powersgd",
+  "rebase_entropy",
+  "resize_replicas",
   "skip_nonfinite",
   "state_specs",
   "trailing_matrix",

@@ -18,9 +18,8 @@ its slack (`stages`), or stays with its own choice.
 """
 
 import dataclasses
-import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,30 +27,14 @@ import numpy as np
 
 from edgc_jax import collectives, rank_rule, stages
 from edgc_jax.comm_cost import Plan
+from edgc_jax.controller_state import (
+  DUE,
+  MARKED,
+  ControllerState,
+  first_state,
+  rebased,
+)
 from edgc_jax.entropy import EntropySample
-
-
-class ControllerState(NamedTuple):
-  """Window state; entropies in nats, all equal over the data axis.
-
-  On pipeline stages each stage has its own, but for `lead_rung`.
-  """
-
-  lead_rung: jax.Array  # int32 [], that of stage 0, equal on all stages
-  rung: jax.Array  # int32 []
-  is_warm: jax.Array  # bool [], warm-up is over
-  num_windows: jax.Array  # int32 [], closed so far, with a sample in them
-  entropy: jax.Array  # float32 [], the newest sample
-  entropy_sum: jax.Array  # float32 [], over this window's samples
-  entropies: jax.Array  # float32 [K], of each matrix, the newest sample
-  variance_sum: jax.Array  # float32 [K], over this window's samples
-  num_samples: jax.Array  # float32 []
-  window_entropy: jax.Array  # float32 [], mean of the last whole window
-  first_entropy: jax.Array  # float32 [], mean of the first such window
-  first_change: jax.Array  # float32 [], mean of the second less the first
-  reference_entropy: jax.Array  # float32 [], H_ref
-  reference_variance: jax.Array  # float32 [K], in that window
-  window_variance: jax.Array  # float32 [K], in the last whole window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,26 +69,7 @@ class Controller:
 
   def init(self) -> ControllerState:
     """The state before the first step: nothing measured."""
-    # A new array for every field: one that served twice cannot be donated.
-    zero = functools.partial(jnp.zeros, (), jnp.float32)
-    per_matrix = functools.partial(jnp.zeros, len(self.sizes), jnp.float32)
-    return ControllerState(
-      lead_rung=jnp.full((), self.warmup_rung, jnp.int32),
-      rung=jnp.full((), self.warmup_rung, jnp.int32),
-      is_warm=jnp.zeros((), bool),
-      num_windows=jnp.zeros((), jnp.int32),
-      entropy=zero(),
-      entropies=per_matrix(),
-      entropy_sum=zero(),
-      variance_sum=per_matrix(),
-      num_samples=zero(),
-      window_entropy=zero(),
-      first_entropy=zero(),
-      first_change=zero(),
-      reference_entropy=zero(),
-      reference_variance=per_matrix(),
-      window_variance=per_matrix(),
-    )
+    return first_state(self.warmup_rung, len(self.sizes))
 
   def observe(
     self, state: ControllerState, sample: EntropySample
@@ -175,15 +139,18 @@ class Controller:
   def _close_window(
     self, state: ControllerState, num_closed: jax.Array
   ) -> ControllerState:
-    has_sample = state.num_samples > 0
+    # Of entropies from before and after a mark the mean says nothing.
+    is_mixed = (state.rebase == MARKED) & (state.num_samples > state.num_before)
+    has_sample = (state.num_samples > 0) & ~is_mixed
     num_samples = jnp.maximum(state.num_samples, 1.0)
     entropy = state.entropy_sum / num_samples
     variance = state.variance_sum / num_samples
+    state = rebased(state, entropy, has_sample)
     before = state.num_windows
     first = jnp.where(before == 0, entropy, state.first_entropy)
     change = jnp.where(before == 1, entropy - first, state.first_change)
     ends_warmup = self._ends_warmup(
-      state, num_closed, entropy, first, self._log_error(variance)
+      state, has_sample, num_closed, entropy, first, self._log_error(variance)
     )
     closed = state._replace(
       num_windows=before + 1, first_entropy=first, first_change=change
@@ -214,6 +181,7 @@ class Controller:
       entropy_sum=jnp.zeros_like(state.entropy_sum),
       variance_sum=jnp.zeros_like(state.variance_sum),
       num_samples=jnp.zeros_like(state.num_samples),
+      rebase=jnp.where(state.rebase == MARKED, DUE, state.rebase),
     )
 
   def _align(self, state: ControllerState) -> ControllerState:
@@ -234,6 +202,7 @@ class Controller:
   def _ends_warmup(
     self,
     state: ControllerState,
+    has_sample: jax.Array,
     num_closed: jax.Array,
     entropy: jax.Array,
     first_entropy: jax.Array,
@@ -244,7 +213,7 @@ class Controller:
     A window without a usable sample ends nothing.
     """
     may_end = self._may_end_warmup(num_closed, entropy, first_entropy, errors)
-    ends = ~state.is_warm & may_end & (state.num_samples > 0)
+    ends = ~state.is_warm & may_end & has_sample
     if self.rung_seconds is None:
       return ends
     return collectives.from_first(ends.astype(jnp.int32), self.stage_axis) > 0

@@ -1,6 +1,5 @@
 """Checks that turn silent waste, wrong results and hangs into errors."""
 
-import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import collectives
+from edgc_jax import collectives, cpu_devices
 from edgc_jax.comm_cost import Plan
 from edgc_jax.matrices import Leaf
 
@@ -17,8 +16,6 @@ CHECKED_STEPS = 3
 # What one such comparison sends over the replicas, and over stages.
 CHECK_BYTES = 12
 STAGE_CHECK_BYTES = 8
-# Threads asked for by the import: enough for 16 devices.
-_POOL = 32
 
 
 def require(
@@ -109,9 +106,11 @@ def require_stages(
     ValueError: if the axis is not bound, varying types are not tracked, a
       leaf that differs by stage has a gradient equal on all stages, or a
       shared one has parameters that differ.
+    RuntimeError: if CPU devices may run programs from JAX's cache.
   """
   if collectives.num_devices(stage_axis, "stage_axis") == 1:
     return
+  cpu_devices.require_no_cached_programs()
   if not collectives.tracks_varying(stage_axis):
     raise ValueError(
       f"`stage_axis` must be an axis of jax.shard_map with its default"
@@ -197,54 +196,3 @@ def count_identical(
   return jax.lax.cond(
     is_comparing(identical_steps, axis_name), compare, lambda: identical_steps
   )
-
-
-def _thread_pool_size() -> int:
-  """Threads XLA's CPU backend works with: `NPROC`, or else the cores."""
-  try:
-    return int(os.environ.get("NPROC", ""))
-  except ValueError:
-    return os.cpu_count() or 1
-
-
-def widen_thread_pool() -> None:
-  """Makes room for fake devices; works until JAX first uses a device.
-
-  Replicas that wait in a collective hold a thread of XLA's CPU pool each. On
-  a pool as small as the machine's cores, work that another replica hands to
-  the pool then never runs, and all wait for ever.
-  """
-  if not _a_device_was_used():
-    os.environ.setdefault("NPROC", str(max(_POOL, os.cpu_count() or 1)))
-
-
-def _a_device_was_used() -> bool:
-  """Whether JAX's backend is up, and NPROC read for good.
-
-  This option can be changed until then; JAX has no other public sign of it.
-  """
-  devices = jax.config.jax_num_cpu_devices
-  try:
-    jax.config.update("jax_num_cpu_devices", 2 if devices == 1 else 1)
-  except RuntimeError:
-    return True
-  jax.config.update("jax_num_cpu_devices", devices)
-  return False
-
-
-def require_threads() -> None:
-  """Raises where several CPU devices share too small a thread pool.
-
-  Raises:
-    RuntimeError: if the pool has fewer than two threads per local device.
-  """
-  if jax.default_backend() != "cpu" or jax.local_device_count() == 1:
-    return
-  needed = 2 * jax.local_device_count()
-  if _thread_pool_size() < needed:
-    raise RuntimeError(
-      f"The environment variable NPROC must be at least {needed}, two threads"
-      f" per CPU device, got a pool of {_thread_pool_size()}; collectives would"
-      f" hang for ever. Set NPROC={needed} before Python starts; importing"
-      f" edgc_jax before JAX uses a device sets it to {_POOL} if it is unset."
-    )

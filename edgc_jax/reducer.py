@@ -19,7 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from edgc_jax import collectives, guards, low_rank, low_rank_state
+from edgc_jax import (
+  collectives,
+  cpu_devices,
+  guards,
+  low_rank,
+  low_rank_state,
+)
 from edgc_jax.allocation import lost_share
 from edgc_jax.allocator import Measured
 from edgc_jax.comm_cost import BYTES_PER_VALUE, Plan, by_exchange
@@ -90,7 +96,7 @@ def make_reducer(
   ) -> tuple[optax.Updates, ReducerState]:
     del extra_args
     collectives.num_devices(axis_name)  # raises where the axis is unbound
-    guards.require_threads()
+    cpu_devices.require_threads()
     plan = plan_for(updates)  # raises on leaves that are not real floating
     gradients = jax.tree.leaves(updates)
     guards.require_local(gradients, plan.leaves, axis_name)

@@ -17,7 +17,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from edgc_jax import adaptive_rank, collectives, fixed_rank, guards
+from edgc_jax import (
+  adaptive_rank,
+  collectives,
+  cpu_devices,
+  fixed_rank,
+  guards,
+)
 from edgc_jax.link import CompressionModel, LinkModel
 from edgc_jax.matrices import ViewFn
 
@@ -66,7 +72,7 @@ def measure_link(
   )
   _require_several("sizes", sizes, least=4)
   guards.require_int("repeats", repeats, 1)
-  guards.require_threads()
+  cpu_devices.require_threads()
 
   counts = [size // 4 for size in sizes]
   calls = [_all_reduces(mesh, axis_name, count) for count in counts]

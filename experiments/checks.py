@@ -18,6 +18,11 @@ def check(config: ConfigDict) -> None:
       f"`seed` must be at least 0, got {config.seed}; choose another."
     )
   check_mesh(config)
+  if config.checkpoint.keep < 1 or config.checkpoint.every < 0:
+    raise ValueError(
+      "`checkpoint.keep` must be at least 1 and `checkpoint.every` at least 0"
+      f" (none), got {config.checkpoint.keep} and {config.checkpoint.every}."
+    )
   if config.evaluation.batches < 1 or config.evaluation.every < 0:
     raise ValueError(
       "`evaluation.batches` must be at least 1 and `evaluation.every` at least"
@@ -36,6 +41,12 @@ def check_mesh(config: ConfigDict) -> None:
       f" devices ({available} {kind}), got {replicas} times {stages}; lower"
       " them, or train on fake CPU devices with JAX_PLATFORMS=cpu"
       f" JAX_NUM_CPU_DEVICES={wanted} before the command."
+    )
+  if jax.process_count() > 1 and replicas * stages != available:
+    raise ValueError(
+      f"`mesh.data` times `mesh.stage` must be the number of devices of all"
+      f" {jax.process_count()} processes ({available}), got {replicas} times"
+      f" {stages}; set --config.mesh.data={max(1, available // stages)}."
     )
   if mesh.backend not in parallel.BACKENDS:
     raise ValueError(

@@ -1,6 +1,7 @@
 """The --config flag of all scripts, and errors that name the nearest key."""
 
 import difflib
+import faulthandler
 import logging
 import os
 import re
@@ -10,8 +11,11 @@ from typing import Any
 
 import jax
 from absl import app, flags
+from absl import logging as absl_logging
 from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
+
+from experiments import hosts
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file in configs/, with :REDUCER behind it if you like."
@@ -28,12 +32,26 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       sys.exit(f"error: unknown arguments {argv[1:]}; options begin with --.")
     # JAX tells of every platform that is not there.
     logging.getLogger("jax").setLevel(logging.WARNING)
+    # Orbax tells of each file, and of errors before it raises them.
+    absl_logging.set_verbosity(absl_logging.FATAL)
     config = _CONFIG.value
+    try:
+      processes = hosts.initialize()
+    except (ValueError, RuntimeError) as error:
+      sys.exit(f"error: {error}")
+    if processes != 1:
+      # JAX aborts where another one is silent: its message says all.
+      faulthandler.disable()
     if not _devices_are_chosen():
       # Only the CPU platform heeds this: replicas on one machine's cores.
       devices = max(1, config.mesh.data) * max(1, config.mesh.stage)
-      jax.config.update("jax_num_cpu_devices", devices)
-    main(config)
+      share = devices // processes if processes else 1
+      jax.config.update("jax_num_cpu_devices", max(1, share))
+    if config.mesh.stage > 1 and jax.default_backend() == "cpu":
+      # See edgc_jax.cpu_devices: cached programs get collectives mixed up.
+      jax.config.update("jax_enable_compilation_cache", False)
+    with hosts.end_together():
+      main(config)
 
   flags.mark_flag_as_required("config")
   app.run(start, flags_parser=_parse)

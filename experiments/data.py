@@ -10,6 +10,7 @@ import os
 import pathlib
 import platform
 import re
+import sys
 import sysconfig
 from typing import NamedTuple
 
@@ -120,7 +121,12 @@ def check_vocab(corpus: Corpus, vocab_size: int) -> None:
 
 
 def train_batches(
-  tokens: np.ndarray, *, context: int, batch_size: int, seed: int
+  tokens: np.ndarray,
+  *,
+  context: int,
+  batch_size: int,
+  seed: int,
+  rows: slice | None = None,
 ) -> grain.DatasetIterator:
   """Returns an endless iterator over shuffled training batches.
 
@@ -128,16 +134,17 @@ def train_batches(
   their end tokens. Each epoch visits all of them in a fresh order, and a batch
   may span two epochs, so none is short. What a batch holds depends on `tokens`,
   the arguments and its index alone; `get_state` and `set_state` save and
-  restore the position.
+  restore the position, which is that index, whatever the `rows`.
 
   Args:
     tokens: Tokens, `[tokens]`.
     context: Length of a model input.
     batch_size: Number of windows in a batch.
     seed: Non-negative seed of the order.
+    rows: Which windows of each batch this process reads; None for all.
 
   Returns:
-    An iterator of int32 batches, `[batch_size, context + 1]`.
+    An iterator of int32 batches, `[rows, context + 1]`.
 
   Raises:
     ValueError: There are fewer than `context + 1` tokens.
@@ -147,17 +154,18 @@ def train_batches(
   # Grain seeds epoch e with seed + e; hashing keeps seeds 0 and 1 from sharing
   # all their orders, shifted by one epoch.
   seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+  windows = grain.MapDataset.range((len(tokens) - 1) // context)
+  windows = windows.shuffle(seed).repeat()
+  rows = range(batch_size)[rows or slice(None)]
 
-  def window(index: int) -> np.ndarray:
-    start = index * context
-    return tokens[start : start + context + 1].astype(np.int32)
+  def batch(index: int) -> np.ndarray:
+    starts = (windows[index * batch_size + row] * context for row in rows)
+    parts = [tokens[start : start + context + 1] for start in starts]
+    return np.stack(parts).astype(np.int32)
 
   return iter(
-    grain.MapDataset.range((len(tokens) - 1) // context)
-    .shuffle(seed)
-    .repeat()
-    .map(window)
-    .batch(batch_size, drop_remainder=True)
+    grain.MapDataset.range(sys.maxsize // batch_size)
+    .map(batch)
     .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
   )
 

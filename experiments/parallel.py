@@ -1,41 +1,42 @@
 """The same training step on many devices: through pmap, or on a mesh.
 
-Both hide from the trainer where arrays live. `Pmap` is data parallelism over
-the devices of one process. `OnMesh` is `jax.shard_map`, over replicas alone
-or over pipeline stages times replicas, in one process or several.
+Both hide from the trainer where arrays live.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
-import edgc_jax
-from experiments import gpt2, gpt2_stages
 from experiments.gpt2 import GPT2Config
+from experiments.mesh_backend import OnMesh
+from experiments.pmap_backend import Pmap
+from experiments.stored_state import Stored, StoredForm
 
-DATA, STAGE = "data", gpt2_stages.AXIS
 BACKENDS = ("pmap", "shard_map")
 
 
 class Parallel(Protocol):
-  """What the trainer needs of either way."""
+  """What the trainer needs of either backend."""
 
   traces: int  # how often JAX traced the step
+  num_params: int
+  stored: StoredForm  # of (parameters, optimiser state)
 
-  def init(self, key: jax.Array) -> tuple[Any, Any, int]:
-    """Parameters, optimiser state, and the number of parameters."""
+  def init(self, key: jax.Array) -> tuple[Any, Any]:
+    """Parameters and optimiser state."""
+
+  def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, ...]:
+    """The same, or one of them, from what `stored` gave on `replicas`."""
 
   def step(
     self, params: Any, opt_state: Any, batch: np.ndarray
   ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    """One step on a batch [sequences, context + 1] for all replicas.
+    """One step on this process's rows [.., context + 1] of a batch.
 
     Returns:
       Parameters, optimiser state and numbers, equal on all devices: scalars,
@@ -43,193 +44,23 @@ class Parallel(Protocol):
       where they differ by stage.
     """
 
-  def losses(self, params: Any, batch: np.ndarray) -> jax.Array:
-    """The replicas' mean losses on such a batch."""
+  def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
+    """The mean loss over the replicas on such rows."""
+
+  def compile(self, params: Any, opt_state: Any, batch_size: int) -> None:
+    """Compiles both, without a collective."""
+
+  def rows(self, batch_size: int) -> slice:
+    """Which of a batch's rows are for this process's devices."""
 
 
-class Pmap:
-  """Data parallelism through `jax.pmap`."""
-
-  def __init__(
-    self, model: GPT2Config, tx: optax.GradientTransformation, replicas: int
-  ):
-    """Compiles nothing yet."""
-    devices = jax.devices()[:replicas]
-    pmap = functools.partial(jax.pmap, axis_name=DATA, devices=devices)
-    loss_fn = functools.partial(gpt2.loss_fn, model)
-    self.traces = 0
-    self._replicas = replicas
-
-    def init(key: jax.Array) -> tuple[Any, Any]:
-      params = gpt2.init_params(model, key)
-      return params, tx.init(params)
-
-    def step(
-      params: Any, opt_state: Any, batch: jax.Array
-    ) -> tuple[Any, Any, dict[str, jax.Array]]:
-      self.traces += 1  # runs when JAX traces, not when the step runs
-      loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
-      updates, opt_state = tx.update(gradients, opt_state, params)
-      params = optax.apply_updates(params, updates)
-      numbers = edgc_jax.metrics(opt_state)
-      return params, opt_state, numbers | {"loss": lax.pmean(loss, DATA)}
-
-    self._init = pmap(init)
-    self._step = pmap(step, donate_argnums=(0, 1))
-    self._loss = pmap(loss_fn)
-
-  def init(self, key: jax.Array) -> tuple[Any, Any, int]:
-    params, opt_state = self._init(jnp.stack([key] * self._replicas))
-    return params, opt_state, sum(p[0].size for p in jax.tree.leaves(params))
-
-  def step(
-    self, params: Any, opt_state: Any, batch: np.ndarray
-  ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    params, opt_state, numbers = self._step(
-      params, opt_state, self._split(batch)
-    )
-    first = lambda x: x.addressable_shards[0].data  # noqa: E731
-    return params, opt_state, jax.tree.map(first, numbers)
-
-  def losses(self, params: Any, batch: np.ndarray) -> jax.Array:
-    return self._loss(params, self._split(batch))
-
-  def _split(self, batch: np.ndarray) -> np.ndarray:
-    """[batch, time] to [replicas, batch / replicas, time]."""
-    return batch.reshape(self._replicas, -1, batch.shape[-1])
-
-
-class OnMesh:
-  """Replicas, or pipeline stages times replicas, through `jax.shard_map`."""
-
-  def __init__(
-    self,
-    model: GPT2Config,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    num_microbatches: int,
-  ):
-    """Compiles nothing yet.
-
-    Args:
-      model: Sizes of the model.
-      tx: The optimiser, made for the axes of the mesh.
-      mesh: From `make_mesh`.
-      num_microbatches: Of a replica's batch; 1 without stages.
-    """
-    self.traces = 0
-    self._mesh = mesh
-    stages = mesh.shape.get(STAGE, 1)
-    if STAGE in mesh.shape:
-      fresh = functools.partial(gpt2_stages.init_params, model, stages)
-      value_and_grad = functools.partial(
-        gpt2_stages.value_and_grad, model, num_microbatches
-      )
-      loss_fn = functools.partial(gpt2_stages.loss_fn, model, num_microbatches)
-    else:
-      fresh = functools.partial(gpt2.init_params, model)
-      loss_fn = functools.partial(gpt2.loss_fn, model)
-
-      def value_and_grad(params: Any, batch: jax.Array) -> tuple:
-        return *jax.value_and_grad(loss_fn)(params, batch), None
-
-    self._fresh = fresh
-    shapes = jax.eval_shape(fresh, jax.random.key(0))
-    self._num_params = sum(
-      p.size
-      for p in jax.tree.leaves(
-        jax.eval_shape(lambda: gpt2.init_params(model, jax.random.key(0)))
-      )
-    )
-    param_specs = jax.tree.map(lambda _: PartitionSpec(), shapes)
-    specs = edgc_jax.state_specs(tx, shapes, DATA)
-    if STAGE in mesh.shape:
-      param_specs = gpt2_stages.param_specs(shapes)
-      specs = edgc_jax.state_specs(
-        tx, shapes, DATA, mesh=mesh, param_specs=param_specs
-      )
-    everywhere, replicas = PartitionSpec(), PartitionSpec(DATA)
-
-    def step(
-      params: Any, opt_state: Any, batch: jax.Array
-    ) -> tuple[Any, Any, dict[str, jax.Array]]:
-      self.traces += 1  # runs when JAX traces, not when the step runs
-      # Varying over the replicas, or JAX would sum the gradients, dense.
-      local = lax.pcast(params, DATA, to="varying")
-      loss, gradients, late_updates = value_and_grad(local, batch)
-      updates, opt_state = tx.update(
-        gradients, opt_state, params, late_updates=late_updates
-      )
-      params = optax.apply_updates(params, updates)
-      numbers = edgc_jax.metrics(opt_state)
-      if STAGE in mesh.shape:
-        numbers = _of_all_stages(numbers)
-      return params, opt_state, numbers | {"loss": lax.pmean(loss, DATA)}
-
-    def losses(params: Any, batch: jax.Array) -> jax.Array:
-      return lax.pmean(loss_fn(params, batch), DATA)
-
-    def on_mesh(fn: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-      return jax.shard_map(
-        fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs
-      )
-
-    self._params_sharding = self._shardings(param_specs)
-    self._init = jax.jit(on_mesh(tx.init, (param_specs,), specs))
-    self._step = jax.jit(
-      on_mesh(
-        step,
-        (param_specs, specs, replicas),
-        (param_specs, specs, everywhere),
-      ),
-      donate_argnums=(0, 1),
-    )
-    self._loss = jax.jit(on_mesh(losses, (param_specs, replicas), everywhere))
-
-  def init(self, key: jax.Array) -> tuple[Any, Any, int]:
-    make = jax.jit(self._fresh, out_shardings=self._params_sharding)
-    params = make(key)
-    return params, self._init(params), self._num_params
-
-  def step(
-    self, params: Any, opt_state: Any, batch: np.ndarray
-  ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    return self._step(params, opt_state, self._placed(batch))
-
-  def losses(self, params: Any, batch: np.ndarray) -> jax.Array:
-    return self._loss(params, self._placed(batch))
-
-  def _placed(self, batch: np.ndarray) -> jax.Array:
-    """The batch, each replica's part on its devices."""
-    sharding = NamedSharding(self._mesh, PartitionSpec(DATA))
-    return jax.make_array_from_callback(
-      batch.shape, sharding, lambda index: batch[index]
-    )
-
-  def _shardings(self, specs: Any) -> Any:
-    return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
-
-
-def make_mesh(replicas: int, stages: int) -> Mesh:
-  """The first devices, by stage and replica; no axis for a single stage."""
-  shape = {STAGE: stages, DATA: replicas} if stages > 1 else {DATA: replicas}
-  return jax.make_mesh(
-    tuple(shape.values()),
-    tuple(shape),
-    axis_types=(AxisType.Auto,) * len(shape),
-    devices=jax.devices()[: stages * replicas],
-  )
-
-
-def _of_all_stages(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """What differs by stage with an axis of stages, equal on all."""
-  stage, stages = lax.axis_index(STAGE), lax.axis_size(STAGE)
-  slots = {
-    name: jax.tree.map(
-      lambda x: jnp.zeros((stages, *x.shape[1:]), x.dtype).at[stage].set(x[0]),
-      tree,
-    )
-    for name, tree in numbers.items()
-    if all(x.ndim for x in jax.tree.leaves(tree))
-  }
-  return numbers | lax.psum(slots, STAGE)
+def make(
+  config: ConfigDict,
+  model: GPT2Config,
+  tx: optax.GradientTransformation,
+  mesh: Mesh,
+) -> Parallel:
+  """The backend of `mesh.backend`; compiles nothing yet."""
+  if config.mesh.backend == "pmap":
+    return Pmap(model, tx, mesh)
+  return OnMesh(model, tx, mesh, config.pipeline.microbatches)

@@ -25,7 +25,7 @@ from experiments import (
   command_line,
   gpt2,
   gpt2_stages,
-  parallel,
+  meshes,
   times,
 )
 
@@ -48,7 +48,7 @@ def main(config: ConfigDict) -> None:
   except ValueError as error:
     sys.exit(f"error: {error}")
   model = gpt2.GPT2Config(**config.model.to_dict())
-  mesh = parallel.make_mesh(config.mesh.data, config.mesh.stage)
+  mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
   given = times.options_of(config, model, mesh)
   if "backward_seconds" not in given:
     sys.exit(

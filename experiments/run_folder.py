@@ -13,15 +13,26 @@ from typing import Any
 import jax
 import tensorboardX
 from flax import traverse_util
+from tensorboardX.proto.summary_pb2 import Summary
 
+from experiments import hosts
+
+_SCRATCH = ".tmp"
 _PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")
+
+
+# What may differ between a run and its continuation.
+_FREE = ("run_dir", "resume", "log_every", "checkpoint.", "mesh.data",
+         "mesh.backend")  # fmt: skip
 
 
 class RunFolder:
   """Writes config.json, metrics.jsonl, TensorBoard events and summary.json.
 
+  Of several processes the first writes, into a folder that all can read.
   A folder belongs to one configuration, from its first logged line on. A
-  finished run is kept; one that was cut off starts again from the first step.
+  finished run is kept; one that was cut off goes on from its last checkpoint,
+  or starts again from the first step where it has none.
   """
 
   def __init__(self, path: str | os.PathLike, config: Mapping[str, Any]):
@@ -36,18 +47,19 @@ class RunFolder:
       FileExistsError: if it holds other files and no run.
     """
     self.path = pathlib.Path(path)
+    self.checkpoints = self.path / "checkpoints"
     self.config = config
     file = self.path / "config.json"
-    lines = self.path / "metrics.jsonl"
-    if file.exists() and lines.exists() and lines.stat().st_size:
+    if file.exists() and self._is_claimed():
       changes = _differences(json.loads(file.read_text()), _plain(config))
       if changes:
         raise ValueError(
           f"`run_dir` must be new or hold a run of the same configuration, got"
           f" {self.path}, where {'; '.join(changes[:4])}; give another folder"
-          " with --config.run_dir=FOLDER, or remove that one."
+          " with --config.run_dir=FOLDER, or remove that one. The parameters"
+          " alone are loaded by --config.init_from=FOLDER."
         )
-    elif not file.exists() and self.path.exists() and any(self.path.iterdir()):
+    elif not file.exists() and any(self._foreign_files()):
       raise FileExistsError(
         f"`run_dir` must be new or hold a run, got {self.path}, which holds"
         " other files; give another folder with --config.run_dir=FOLDER."
@@ -58,34 +70,67 @@ class RunFolder:
     file = self.path / "summary.json"
     return json.loads(file.read_text()) if file.exists() else None
 
-  def start(self) -> None:
-    """Makes the folder and drops what a run that was cut off left in it."""
+  def start(self, step: int = 0) -> None:
+    """Makes the folder, and drops what was written of later steps.
+
+    Args:
+      step: Steps that the run has behind it.
+    """
+    if not hosts.is_first():
+      return
     self.path.mkdir(parents=True, exist_ok=True)
+    file = self.path / "metrics.jsonl"
+    kept = _lines_up_to(file, step)
     for left in self.path.glob("events.out.tfevents.*"):
       left.unlink()
     _write_json(self.path / "config.json", _plain(self.config))
-    self._lines = open(self.path / "metrics.jsonl", "w")  # noqa: SIM115
-    self._events = tensorboardX.SummaryWriter(str(self.path))
+    _write(file, "".join(kept))
+    self._lines = open(file, "a")  # noqa: SIM115
+    # Its thread ends on a full disk: a queue with bounds would hang the run.
+    self._events = tensorboardX.FileWriter(str(self.path), max_queue=0)
+    for line in kept:  # a killed run's events may not have reached the disk
+      self._add_event(json.loads(line))
+
+  def _is_claimed(self) -> bool:
+    lines = self.path / "metrics.jsonl"
+    return self.checkpoints.exists() or (
+      lines.exists() and lines.stat().st_size > 0
+    )
 
   def log(self, line: Mapping[str, Any]) -> None:
     """Adds a line to metrics.jsonl and its numbers to TensorBoard."""
+    if not hosts.is_first():
+      return
     line = _plain(line)
     self._lines.write(json.dumps(line, allow_nan=False) + "\n")
     self._lines.flush()
-    for name, value in line.items():
-      if name != "step":
-        for tag, number in _scalars(name, value):
-          self._events.add_scalar(tag, number, line["step"])
+    self._add_event(line)
+
+  def _foreign_files(self) -> Iterator[pathlib.Path]:
+    """What a run did not write, or would have written after config.json."""
+    if self.path.exists():
+      yield from (p for p in self.path.iterdir() if p.suffix != _SCRATCH)
+
+  def _add_event(self, line: Mapping[str, Any]) -> None:
+    values = [
+      Summary.Value(tag=tag, simple_value=number)
+      for name, value in line.items()
+      if name != "step"
+      for tag, number in _scalars(name, value)
+    ]
+    self._events.add_summary(Summary(value=values), line["step"])
 
   def finish(self, summary: Mapping[str, Any]) -> None:
     """Writes the summary, which marks the run as finished."""
-    self.close()
-    _write_json(self.path / "summary.json", _plain(summary))
+    if hosts.is_first():
+      self.close()
+      _write_json(self.path / "summary.json", _plain(summary))
 
   def close(self) -> None:
     """Closes the files; what was logged is on disk."""
-    self._lines.close()
-    self._events.close()
+    if hosts.is_first():
+      self._lines.close()
+      self._events.close()
 
 
 def environment() -> dict[str, Any]:
@@ -135,15 +180,28 @@ def _differences(old: dict, new: dict) -> list[str]:
   old, new = (traverse_util.flatten_dict(tree, sep=".") for tree in (old, new))
   return [
     f"{key} is {old.get(key)!r} and not {new.get(key)!r}"
-    for key in sorted((old.keys() | new.keys()) - {"run_dir"})
-    if old.get(key) != new.get(key)
+    for key in sorted(old.keys() | new.keys())
+    if old.get(key) != new.get(key) and not key.startswith(_FREE)
   ]
 
 
+def _lines_up_to(file: pathlib.Path, step: int) -> list[str]:
+  """The whole lines of metrics.jsonl whose step is not above `step`."""
+  if not step or not file.exists():
+    return []
+  lines = file.read_text().splitlines(keepends=True)
+  whole = [line for line in lines if line.endswith("\n")]
+  return [line for line in whole if json.loads(line)["step"] <= step]
+
+
 def _write_json(file: pathlib.Path, value: Any) -> None:
+  _write(file, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def _write(file: pathlib.Path, text: str) -> None:
   """Writes beside the file first, so that it is never half there."""
-  scratch = file.with_suffix(".tmp")
-  scratch.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+  scratch = file.with_suffix(_SCRATCH)
+  scratch.write_text(text)
   scratch.replace(file)
 
 

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import tqdm
 from ml_collections import ConfigDict
 
+from experiments import hosts
 from experiments.optimizer import make_schedule
 from experiments.run_folder import RunFolder
 
@@ -28,47 +30,62 @@ class RunLog:
     rank_history: [step, [rank per stage]] at the first step of each rank.
   """
 
-  def __init__(self, folder: RunFolder):
-    """Starts the clock of the run whose folder this is."""
+  def __init__(self, folder: RunFolder, state: Mapping[str, Any] | None = None):
+    """Starts the clock of the run whose folder this is.
+
+    Args:
+      folder: Where lines go.
+      state: From `state()`, of a run that goes on; None for a new one.
+    """
     config = ConfigDict(folder.config)
-    self.wire_bytes: list[float] = []
-    self.rank_history: list[Any] = []
+    state = state or {
+      "step": 0, "wire_bytes": [], "rank_history": [], "losses": [],
+      "seconds": 0.0,
+    }  # fmt: skip
+    self.wire_bytes: list[float] = list(state["wire_bytes"])
+    self.rank_history: list[Any] = list(state["rank_history"])
+    self._losses: list[float] = list(state["losses"])  # since the last line
+    self._first = self._step = state["step"]
     self._folder = folder
     self._steps = config.steps
     self._tokens = config.batch_size * config.model.context
     self._learning_rate = make_schedule(config)
     self._pending: list[dict[str, jax.Array]] = []
-    self._started = time.monotonic()
-    self._compiled = self._started  # when the first step was done
+    self._began = time.monotonic()
+    self._started = self._began - state["seconds"]
+    # Step and time of the first numbers: what is before them is compilation.
+    self._timed: tuple[int, float] | None = None
+    self._is_shown = hosts.is_first()
     self._is_terminal = sys.stderr.isatty()
     self._bar = tqdm.tqdm(
-      total=self._steps, disable=not self._is_terminal, unit="step"
+      total=self._steps,
+      initial=self._first,
+      disable=not (self._is_terminal and self._is_shown),
+      unit="step",
     )
 
   def add(self, numbers: dict[str, jax.Array]) -> None:
     """Takes a step's numbers without waiting for them."""
     self._pending.append(numbers)
 
-  def fetch(self, step: int) -> dict[str, Any]:
-    """The line of `step`, which is the newest; waits for the devices."""
-    steps = [_by_stage(numbers) for numbers in jax.device_get(self._pending)]
-    self._pending = []
-    for number, values in enumerate(steps, step - len(steps) + 1):
-      self.wire_bytes = [
-        total + sent
-        for total, sent in zip(
-          self.wire_bytes or [0.0] * len(values["rank"]),
-          values["wire_bytes"],
-          strict=True,
-        )
-      ]
-      rank = values["rank"]
-      if not self.rank_history or self.rank_history[-1][1] != rank:
-        self.rank_history.append([number, rank])
-    if step == 1:
-      self._compiled = time.monotonic()
-    line = dict(steps[-1], step=step)
-    line["loss"] = float(np.mean([s["loss"] for s in steps]))
+  def state(self) -> dict[str, Any]:
+    """All of it, for JSON; waits for the devices."""
+    self._drain()
+    return {
+      "step": self._step,
+      "wire_bytes": self.wire_bytes,
+      "rank_history": self.rank_history,
+      "losses": self._losses,
+      "seconds": self.seconds(),
+    }
+
+  def fetch(self) -> dict[str, Any]:
+    """The line of the newest step; waits for the devices."""
+    self._drain()
+    step = self._step
+    line = dict(self._newest, step=step)
+    line["loss"] = float(np.mean(self._losses))
+    self._losses = []
     line["learning_rate"] = float(self._learning_rate(step - 1))
     line["dense_bytes"] = sum(line["dense_bytes"])
     sent = sum(self.wire_bytes)
@@ -77,7 +94,7 @@ class RunLog:
       line["dense_bytes"] * step / sent if sent else 1.0
     )
     line["seconds"] = self.seconds()
-    line["tokens_per_second"] = self._tokens * self._speed(step)
+    line["tokens_per_second"] = self._tokens * self._speed()
     return line
 
   def write(self, line: dict[str, Any]) -> None:
@@ -92,12 +109,30 @@ class RunLog:
       shown["val_loss"] = f"{line['val_loss']:.4f}"
     self._bar.set_postfix(shown, refresh=False)
     self._bar.update(step - self._bar.n)
-    if not self._is_terminal:
+    if self._is_shown and not self._is_terminal:
       text = "  ".join(f"{name} {value}" for name, value in shown.items())
-      left = (self._steps - step) / self._speed(step)
+      left = (self._steps - step) / self._speed()
       left = f"  {left:.0f} s left" if step > 1 else ""
       print(f"step {step}/{self._steps}  {text}{left}", flush=True)
     self._folder.log(line)
+
+  def _drain(self) -> None:
+    """Takes what is pending from the devices."""
+    for values in map(_by_stage, jax.device_get(self._pending)):
+      self._step += 1
+      self._newest = values
+      self._losses.append(values["loss"])
+      before = self.wire_bytes or [0.0] * len(values["rank"])
+      self.wire_bytes = [
+        total + sent
+        for total, sent in zip(before, values["wire_bytes"], strict=True)
+      ]
+      rank = values["rank"]
+      if not self.rank_history or self.rank_history[-1][1] != rank:
+        self.rank_history.append([self._step, rank])
+    self._pending = []
+    if self._timed is None:
+      self._timed = self._step, time.monotonic()
 
   def close(self) -> None:
     """Ends the progress bar."""
@@ -107,11 +142,12 @@ class RunLog:
     """Since the run started, compilation included."""
     return time.monotonic() - self._started
 
-  def _speed(self, step: int) -> float:
-    """Steps a second, compilation (the first step) left out."""
-    if step == 1:
-      return 1.0 / self.seconds()
-    return (step - 1) / (time.monotonic() - self._compiled)
+  def _speed(self) -> float:
+    """Steps a second of this process, compilation left out where it can be."""
+    now, (step, since) = time.monotonic(), self._timed
+    if step == self._step:
+      step, since = self._first, self._began
+    return (self._step - step) / (now - since)
 
 
 def _by_stage(numbers: dict[str, np.ndarray]) -> dict[str, Any]:

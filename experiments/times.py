@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 import edgc_jax
 from experiments import gpt2, gpt2_stages
 from experiments.gpt2 import GPT2Config
-from experiments.parallel import DATA
+from experiments.meshes import DATA
 
 
 def needed(config: ConfigDict) -> bool:
@@ -56,6 +56,20 @@ def options_of(
     seconds = config.pipeline.backward_seconds
     times["backward_seconds"] = seconds or _backward(config, model, mesh)
   return times
+
+
+def of_numbers(numbers: dict[str, Any] | None) -> dict[str, Any] | None:
+  """Those that `as_numbers` gave; None for None."""
+  if numbers is None:
+    return None
+  kinds = {
+    "link": edgc_jax.LinkModel,
+    "compression": edgc_jax.CompressionModel,
+  }
+  return {
+    name: kinds[name](**value) if name in kinds else value
+    for name, value in numbers.items()
+  }
 
 
 def as_numbers(times: dict[str, Any]) -> dict[str, Any]:

@@ -13,22 +13,43 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
 
-from experiments import command_line, report
-from experiments.trainer import Trainer, TrainingStopped
+from experiments import command_line, hosts, report, stop_signals
+from experiments.checkpoints import CheckpointError
+from experiments.trainer import (
+  Trainer,
+  TrainingInterrupted,
+  TrainingStopped,
+)
 
 
 def main(config: ConfigDict) -> None:
   """Trains, or shows the table of a run that is finished."""
   try:
     trainer = Trainer(config)
-  except (ValueError, TypeError, OSError) as error:
+  except (ValueError, TypeError, OSError, CheckpointError) as error:
     sys.exit(f"error: {error}")
   summary = trainer.folder.summary()
   if summary is None:
     try:
       summary = trainer.run()
-    except TrainingStopped as error:
+    except (TrainingStopped, CheckpointError) as error:
       sys.exit(f"error: {error}")
+    except OSError as error:
+      if isinstance(error, TimeoutError):  # of another process
+        raise
+      sys.exit(
+        f"error: {trainer.folder.path} could not be read or written ({error});"
+        " give the same command again once it can."
+      )
+    except TrainingInterrupted as stop:
+      if hosts.is_first():
+        command = stop_signals.command()
+        print(f"{stop} Go on with the same command:\n  {command}", flush=True)
+      sys.exit(stop_signals.exit_code(stop.signal))
+  if not hosts.is_first():
+    return
+  if not (trainer.folder.path / "report.html").exists():
+    report.write_report([trainer.folder.path])
   print(report.summary_table(summary))
   print(f"run folder: {trainer.folder.path} (see report.png, report.html)")
 

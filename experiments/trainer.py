@@ -5,21 +5,48 @@ arrays, which are fetched in one go when a line is logged, so that devices
 never wait for the host in between.
 """
 
+import dataclasses
 import pathlib
+import signal
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments import checks, data, gpt2, parallel, report, times
+import edgc_jax
+from experiments import (
+  checks,
+  data,
+  gpt2,
+  hosts,
+  meshes,
+  parallel,
+  report,
+  times,
+)
+from experiments.checkpoints import CheckpointError, Checkpoints
 from experiments.optimizer import make_optimizer
 from experiments.run_folder import RunFolder, environment
 from experiments.run_log import RunLog
+from experiments.stop_signals import StopSignals
 
 
 class TrainingStopped(RuntimeError):
   """A run that cannot go on, and why."""
+
+
+class TrainingInterrupted(RuntimeError):
+  """A run that was told to stop, and was saved.
+
+  Attributes:
+    signal: What told it.
+  """
+
+  def __init__(self, received: signal.Signals, step: int):
+    super().__init__(f"{received.name} after step {step}: saved.")
+    self.signal = received
 
 
 class Trainer:
@@ -39,71 +66,165 @@ class Trainer:
     checks.check(config)
     self.config = config
     self.model = gpt2.GPT2Config(**config.model.to_dict())
-    mesh = parallel.make_mesh(config.mesh.data, config.mesh.stage)
-    self.times = times.options_of(config, self.model, mesh)
-    self.tx = make_optimizer(config, parallel.DATA, self.times)
+    mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
     name = f"{config.name}-{config.reducer}-seed{config.seed}"
     path = config.run_dir or pathlib.Path("runs") / name
     self.folder = RunFolder(path, config.to_dict())
+    self.checkpoints = Checkpoints(
+      self.folder.checkpoints, config.checkpoint.keep
+    )
     self.corpus = data.load_corpus(config.data.path, context=self.model.context)
     data.check_vocab(self.corpus, self.model.vocab_size)
-    self.parallel: parallel.Parallel
-    if config.mesh.backend == "pmap":
-      self.parallel = parallel.Pmap(self.model, self.tx, config.mesh.data)
-    else:
-      self.parallel = parallel.OnMesh(
-        self.model, self.tx, mesh, config.pipeline.microbatches
-      )
+    hosts.wait_for_all("loaded")
+    self._behind = self._what_is_behind()
+    # Ladders follow from times: measured once in a run.
+    self.times = times.of_numbers(self._behind.about.get("times"))
+    if self.times is None:
+      self.times = times.options_of(config, self.model, mesh)
+    self.tx = make_optimizer(config, meshes.DATA, self.times)
+    self.parallel = parallel.make(config, self.model, self.tx, mesh)
 
   def run(self) -> dict[str, Any]:
     """Trains to the last step and returns the summary, also written.
 
+    Goes on from the run's newest checkpoint, if there is one.
+
     Raises:
       TrainingStopped: if all replicas had the same gradients, or too many
         steps in a row were not finite.
+      TrainingInterrupted: after SIGTERM or Ctrl-C.
+      CheckpointError: if a checkpoint could not be written or read.
     """
-    self.folder.start()
-    if self.times:
+    found = self._load()
+    self.folder.start(found.step)
+    if self.times and hosts.is_first():
       print(times.describe(self.times))
     try:
-      summary = self._train()
+      with StopSignals() as signals:
+        summary = self._train(found, signals)
+      self.checkpoints.close()
     finally:
       self.folder.close()
     self.folder.finish(summary)
-    report.write_report([self.folder.path])
+    if hosts.is_first():
+      report.write_report([self.folder.path])
     return summary
 
-  def _train(self) -> dict[str, Any]:
+  def _what_is_behind(self) -> "_Progress":
+    """Of a run that goes on: the step of its newest checkpoint, not loaded."""
+    newest = None
+    if self.folder.summary() is None:
+      newest = self.checkpoints.newest()
+    if newest is None:
+      return _Progress()
+    step, about = newest
+    if not self.config.resume:
+      raise ValueError(
+        f"`run_dir` must be new with --config.resume=false, got"
+        f" {self.folder.path}, which has a checkpoint of step {step}; leave"
+        " `resume` out to go on from it."
+      )
+    if about["corpus"] != self.corpus.sha256:
+      raise ValueError(
+        f"`data.path` must hold what the run {self.folder.path} began with, got"
+        " other contents; restore them, or give another --config.run_dir."
+      )
+    return _Progress(step, about=about)
+
+  def _load(self) -> "_Progress":
+    """The same with its arrays."""
+    config, step, about = self.config, self._behind.step, self._behind.about
+    self.checkpoints.set_aside()
+    if not step:
+      return self._behind
+    replicas = about["replicas"]
+    trees = self.checkpoints.load(step, self.parallel.stored.template(replicas))
+    params, opt_state = self.parallel.load(trees, replicas)
+    if replicas != config.mesh.data:
+      # A replica's batch is another one now, and with it the entropy.
+      opt_state = edgc_jax.rebase_entropy(opt_state)
+    if hosts.is_first():
+      change = ""
+      if replicas != config.mesh.data:
+        change = (
+          f" on {config.mesh.data} replicas, {replicas} before: residuals keep"
+          " their mean, and the reference entropy will move"
+        )
+      print(f"going on after step {step}{change}", flush=True)
+    return _Progress(step, params, opt_state, about)
+
+  def _params_of(self, folder: str) -> Any:
+    """The parameters of another run's newest checkpoint, and nothing else."""
+    checkpoints = Checkpoints(pathlib.Path(folder, "checkpoints"), 1)
+    newest = checkpoints.newest()
+    if newest is None:
+      raise CheckpointError(
+        f"`init_from` must be the folder of a run with checkpoints, got"
+        f" {folder}, which has none; give another."
+      )
+    step, about = newest
+    shapes = self.parallel.stored.template(about["replicas"])["params"]
+    trees = checkpoints.load(step, {"params": shapes})
+    (params,) = self.parallel.load(trees, about["replicas"])
+    return params
+
+  def _train(self, found: "_Progress", signals: StopSignals) -> dict[str, Any]:
     config = self.config
-    log = RunLog(self.folder)
-    params, opt_state, num_params = self.parallel.init(
-      jax.random.key(config.seed)
-    )
+    log = RunLog(self.folder, found.about.get("log"))
+    params, opt_state = found.params, found.opt_state
+    if found.step == 0:
+      params, opt_state = self.parallel.init(jax.random.key(config.seed))
+      if config.init_from:
+        params = self._params_of(config.init_from)
+    if jax.process_count() > 1:
+      self.parallel.compile(params, opt_state, config.batch_size)
+      hosts.wait_for_all("compiled")
     batches = data.train_batches(
       self.corpus.train,
       context=self.model.context,
       batch_size=config.batch_size,
       seed=config.seed,
+      rows=self.parallel.rows(config.batch_size),
     )
-    for step in range(1, config.steps + 1):
+    if found.step:
+      batches.set_state(found.about["batches"])
+    line = found.about.get("line", {})
+    for step in range(found.step + 1, config.steps + 1):
       params, opt_state, numbers = self.parallel.step(
         params, opt_state, next(batches)
       )
       log.add(numbers)
       every = config.evaluation.every
       is_evaluated = step == config.steps or (every and step % every == 0)
+      val_loss = None
       if is_evaluated or step % config.log_every == 0 or step == 1:
-        line = log.fetch(step)
+        line = log.fetch()
         self._stop_if_hopeless(line, step)
         if is_evaluated:
-          line["val_loss"] = self._evaluate(params)
+          line["val_loss"] = val_loss = self._evaluate(params)
         log.write(line)
+      is_last, every = step == config.steps, config.checkpoint.every
+      is_stopped = signals.wants_stop(step) and not is_last
+      if is_stopped or (every and (is_last or step % every == 0)):
+        about = {
+          "replicas": config.mesh.data,
+          "times": times.as_numbers(self.times),
+          "corpus": self.corpus.sha256,
+          "log": log.state(),
+          "line": line,
+          "batches": batches.get_state(),
+        }
+        trees = self.parallel.stored.store((params, opt_state))
+        self.checkpoints.save(step, trees, about, val_loss)
+      if is_stopped:
+        self.checkpoints.close()
+        raise TrainingInterrupted(signals.received, step)
     log.close()
     wire = [total / config.steps for total in log.wire_bytes]
     return {
       "reducer": config.reducer,
       "steps": config.steps,
-      "params": num_params,
+      "params": self.parallel.num_params,
       "replicas": config.mesh.data,
       "stages": config.mesh.stage,
       "train_loss": line["loss"],
@@ -129,8 +250,9 @@ class Trainer:
       batch_size=self.config.batch_size,
       num_batches=self.config.evaluation.batches,
     )
-    losses = [self.parallel.losses(params, batch) for batch in batches]
-    return float(np.mean([np.mean(loss) for loss in losses]))
+    rows = self.parallel.rows(self.config.batch_size)
+    losses = [self.parallel.loss(params, batch[rows]) for batch in batches]
+    return float(np.mean([np.asarray(loss) for loss in losses]))
 
   def _stop_if_hopeless(self, line: dict[str, Any], step: int) -> None:
     if line["identical_gradients"] and self.config.mesh.data > 1:
@@ -143,3 +265,13 @@ class Trainer:
         f"{line['consecutive_skips']} steps in a row up to step {step} had"
         " non-finite gradients; lower optimizer.lr or look at the data."
       )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Progress:
+  """What a run has behind it."""
+
+  step: int = 0
+  params: Any = None
+  opt_state: Any = None
+  about: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -7,6 +7,7 @@ from absl.testing import absltest, parameterized
 
 from edgc_jax import comm_cost
 from edgc_jax.controller import Controller
+from edgc_jax.controller_state import DUE, MARKED, NO, mark_rebase
 from edgc_jax.entropy import EntropySample
 from edgc_jax.spectrum import lost_energy
 
@@ -61,6 +62,49 @@ class ControllerTest(parameterized.TestCase):
     """The way back up ends where it began: no drift through chained windows."""
     by_window, _, _ = drive(make(), [0, -1, -1, -1, 0.01, 0.01, 0.01, 0.01])
     self.assertEqual(by_window, [0, 16, 12, 8, 4, 8, 12, 16])
+
+  @parameterized.parameters(0, 1, 3)
+  def test_rebasing_moves_the_references_by_what_the_mark_changed(self, late):
+    """Entropies 0.2 higher from the mark on: ranks as if they were not."""
+    controller = make()
+    entropies = [0, -1, -1, -1, -0.7, -0.7, -0.3, 0.01]
+    marked = 4 * 5 + late  # at a window's end, or within it
+    advance, observe = jax.jit(controller.advance), jax.jit(controller.observe)
+    state, ranks = controller.init(), []
+    for count in range(4 * len(entropies)):
+      if count == marked:
+        state = mark_rebase(state)
+      state = advance(state, jnp.int32(count))
+      ranks.append((0, *RANKS)[int(state.rung)])
+      entropy = entropies[count // 4] + 0.2 * (count >= marked)
+      state = observe(
+        state,
+        EntropySample(
+          jnp.float32(entropy), jnp.ones(1), jnp.zeros(1), jnp.float32(1)
+        ),
+      )
+    state = advance(state, jnp.int32(4 * len(entropies)))
+    plain, _, _ = drive(make(), entropies)
+    self.assertEqual(int(state.rebase), NO)
+    # The first whole window after the mark stands for the last before it:
+    # its own change of entropy is taken for the mark's.
+    first = 5 if late == 0 else 6
+    change = entropies[first] - entropies[first - 1 if late == 0 else 4]
+    self.assertAlmostEqual(
+      float(state.reference_entropy), 0.2 + change, places=5
+    )
+    self.assertEqual(ranks[:marked:4], plain[: (marked + 3) // 4])
+    # While it is measured the rank stays.
+    self.assertEqual(ranks[4 * (first + 1)], ranks[4 * 5 + 1])
+
+  def test_rebasing_in_warm_up(self):
+    """Warm-up ends by the fall of the entropy, not by the mark."""
+    controller = make(warmup=4, most=40)
+    state = mark_rebase(controller.init())
+    self.assertEqual(int(state.rebase), MARKED)
+    state = controller.advance(state, jnp.int32(4))
+    self.assertEqual(int(state.rebase), DUE)
+    self.assertFalse(bool(state.is_warm))
 
   def test_wider_steps(self):
     by_window, _, _ = drive(make(max_rank_step=8), [0, -1, -1, 0.01, 0.01])

@@ -15,6 +15,7 @@ LAYERS = (
   "sketch",
   "comm_cost",
   "compiled_cost",
+  "cpu_devices",
   "guards",
   "link",
   "ladder",
@@ -23,6 +24,7 @@ LAYERS = (
   "low_rank",
   "rank_rule",
   "stages",
+  "controller_state",
   "controller",
   "allocation",
   "allocator",
@@ -37,6 +39,7 @@ LAYERS = (
   "timing",
   "wrappers",
   "state_sharding",
+  "replicas",
   "pipeline",
   "__init__",
 )

@@ -3,6 +3,8 @@
 import base64
 import json
 import re
+import shutil
+import subprocess
 
 import matplotlib.image
 import numpy as np
@@ -210,6 +212,32 @@ def test_page_is_escaped_and_self_contained(tmp_path):
   references = re.findall(r"""(?:src|href)=["'](.{0,22})|url\(""", page)
   assert references == ["data:image/png;base64,"]
   assert "http" not in re.sub(r"base64,[^\"]*", "", page)
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+@pytest.mark.skipif(not BROWSER, reason=f"none of {', '.join(BROWSERS)} here")
+@pytest.mark.parametrize("steps", [0, 30])
+def test_page_in_a_browser(tmp_path, steps):
+  """Rendered as a person sees it: the table, and the picture below it."""
+  config = {"reducer": "edgc", "data": {"text": "x" * 3000}}
+  run = write_run(tmp_path / "run", steps, config=config, **by_matrix(3))
+  _, page = report.write_report([run])
+  command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu"]
+  shot = tmp_path / "page.png"
+  subprocess.run(
+    [*command, f"--screenshot={shot}", "--window-size=1200,1400",
+     "--hide-scrollbars", page.as_uri()],
+    check=True, timeout=60, capture_output=True,
+  )  # fmt: skip
+  pixels = matplotlib.image.imread(shot)[..., :3]
+  assert pixels.shape[:2] == (1400, 1200)
+  assert pixels[:400].std() > 0.02
+  # The first colour of curves, or at least of the legend.
+  curve = np.abs(pixels - np.array([0x00, 0x72, 0xB2]) / 255).max(-1) < 0.05
+  assert curve.any()
 
 
 def test_page_tells_running_from_finished(tmp_path):

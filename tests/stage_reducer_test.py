@@ -501,6 +501,16 @@ class ErrorsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "check_vma=True"):
       jax.eval_shape(update, global_params(), state)
 
+  def test_programs_from_a_cache(self):
+    run = Run(edgc_jax.allreduce(stage_axis="stage", placement=placement))
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", "/of/this/user")
+    try:
+      with self.assertRaisesRegex(RuntimeError, "must be off.*/of/this/user"):
+        run.step(gradients(0))
+    finally:
+      jax.config.update("jax_compilation_cache_dir", before)
+
   def test_replicated_leaf_that_is_not_declared_shared(self):
     tx = edgc_jax.allreduce(stage_axis="stage")
     mesh = stage_mesh(STAGES, REPLICAS)

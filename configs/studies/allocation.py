@@ -11,7 +11,9 @@ from typing import Any
 
 CONFIG = "configs/gpt2_tiny.py"
 # Differences are small: 131,072 held-out tokens, once, at the end.
-SETTINGS = {"evaluation.every": 0, "evaluation.batches": 64}
+SETTINGS = {
+  "evaluation.every": 0, "evaluation.batches": 64, "checkpoint.every": 0,
+}  # fmt: skip
 
 
 def _edgc(

@@ -1,0 +1,96 @@
+"""The state of the window mechanism, and what moves its references.
+
+A reference entropy holds for gradients of one batch size: of half as many
+sequences they are noisier, and their entropy is higher by more than all ranks
+are worth. So when the batch of a replica changes, references move by what the
+change did to the entropy: by the first whole window after it, less the last
+one before it.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Whether a window moves the references: no; not before one whose steps are all
+# from after the mark; yes, the next.
+NO, MARKED, DUE = range(3)
+
+
+class ControllerState(NamedTuple):
+  """Window state; entropies in nats, all equal over the data axis.
+
+  On pipeline stages each stage has its own, but for `lead_rung`.
+  """
+
+  lead_rung: jax.Array  # int32 [], that of stage 0, equal on all stages
+  rung: jax.Array  # int32 []
+  is_warm: jax.Array  # bool [], warm-up is over
+  num_windows: jax.Array  # int32 [], closed so far, with a sample in them
+  entropy: jax.Array  # float32 [], the newest sample
+  entropy_sum: jax.Array  # float32 [], over this window's samples
+  entropies: jax.Array  # float32 [K], of each matrix, the newest sample
+  variance_sum: jax.Array  # float32 [K], over this window's samples
+  num_samples: jax.Array  # float32 []
+  window_entropy: jax.Array  # float32 [], mean of the last whole window
+  first_entropy: jax.Array  # float32 [], mean of the first such window
+  first_change: jax.Array  # float32 [], mean of the second less the first
+  reference_entropy: jax.Array  # float32 [], H_ref
+  reference_variance: jax.Array  # float32 [K], in that window
+  window_variance: jax.Array  # float32 [K], in the last whole window
+  rebase: jax.Array  # int32 [], NO, MARKED or DUE
+  num_before: jax.Array  # float32 [], samples in the window when it was marked
+
+
+def first_state(warmup_rung: int, num_matrices: int) -> ControllerState:
+  """The state before the first step: nothing measured."""
+  # A new array for every field: one that served twice cannot be donated.
+  zero = functools.partial(jnp.zeros, (), jnp.float32)
+  integer = functools.partial(jnp.full, (), dtype=jnp.int32)
+  per_matrix = functools.partial(jnp.zeros, num_matrices, jnp.float32)
+  return ControllerState(
+    lead_rung=integer(warmup_rung),
+    rung=integer(warmup_rung),
+    is_warm=jnp.zeros((), bool),
+    num_windows=integer(0),
+    entropy=zero(),
+    entropy_sum=zero(),
+    entropies=per_matrix(),
+    variance_sum=per_matrix(),
+    num_samples=zero(),
+    window_entropy=zero(),
+    first_entropy=zero(),
+    first_change=zero(),
+    reference_entropy=zero(),
+    reference_variance=per_matrix(),
+    window_variance=per_matrix(),
+    rebase=integer(NO),
+    num_before=zero(),
+  )
+
+
+def mark_rebase(state: ControllerState) -> ControllerState:
+  """The state from which on gradients are of another batch size.
+
+  Works on any form of it: of one device, stacked by pmap, global, NumPy.
+  """
+  return state._replace(
+    rebase=state.rebase * 0 + MARKED, num_before=state.num_samples + 0.0
+  )
+
+
+def rebased(
+  state: ControllerState, entropy: jax.Array, has_sample: jax.Array
+) -> ControllerState:
+  """With references moved where that is due, by a window's mean `entropy`."""
+  is_due = (state.rebase == DUE) & has_sample
+  shift = jnp.where(
+    is_due & (state.num_windows > 0), entropy - state.window_entropy, 0.0
+  )
+  return state._replace(
+    window_entropy=state.window_entropy + shift,
+    first_entropy=state.first_entropy + shift,
+    reference_entropy=state.reference_entropy + shift,
+    rebase=jnp.where(is_due, NO, state.rebase),
+  )

@@ -1,0 +1,82 @@
+"""What several CPU devices in one process need to work together."""
+
+import os
+
+import jax
+
+# Threads asked for by the import: enough for 16 devices.
+_POOL = 32
+
+
+def widen_thread_pool() -> None:
+  """Makes room for fake devices; works until JAX first uses a device.
+
+  Replicas that wait in a collective hold a thread of XLA's CPU pool each. On
+  a pool as small as the machine's cores, work that another replica hands to
+  the pool then never runs, and all wait for ever.
+  """
+  if not _a_device_was_used():
+    os.environ.setdefault("NPROC", str(max(_POOL, os.cpu_count() or 1)))
+
+
+def require_threads() -> None:
+  """Raises where several CPU devices share too small a thread pool.
+
+  Raises:
+    RuntimeError: if the pool has fewer than two threads per local device.
+  """
+  if jax.default_backend() != "cpu" or jax.local_device_count() == 1:
+    return
+  needed = 2 * jax.local_device_count()
+  if _thread_pool_size() < needed:
+    raise RuntimeError(
+      f"The environment variable NPROC must be at least {needed}, two threads"
+      f" per CPU device, got a pool of {_thread_pool_size()}; collectives would"
+      f" hang for ever. Set NPROC={needed} before Python starts; importing"
+      f" edgc_jax before JAX uses a device sets it to {_POOL} if it is unset."
+    )
+
+
+def require_no_cached_programs() -> None:
+  """Raises where CPU devices may run programs from JAX's persistent cache.
+
+  All collectives of a program have one channel on this backend and are told
+  apart by their order. A program that is read from the cache (JAX 0.10.2) has
+  lost it where there are collectives over several axes: those over one then
+  take the operands of others, and overwrite memory.
+
+  Raises:
+    RuntimeError: if the cache is on and there are several local devices.
+  """
+  if jax.default_backend() != "cpu" or jax.local_device_count() == 1:
+    return
+  path = jax.config.jax_compilation_cache_dir
+  if path and jax.config.jax_enable_compilation_cache:
+    raise RuntimeError(
+      "The persistent compilation cache must be off where CPU devices are"
+      f" pipeline stages, got jax_compilation_cache_dir={path!r}: collectives"
+      " of programs that are read from it get mixed up. Set"
+      " JAX_ENABLE_COMPILATION_CACHE=false before Python starts."
+    )
+
+
+def _thread_pool_size() -> int:
+  """Threads XLA's CPU backend works with: `NPROC`, or else the cores."""
+  try:
+    return int(os.environ.get("NPROC", ""))
+  except ValueError:
+    return os.cpu_count() or 1
+
+
+def _a_device_was_used() -> bool:
+  """Whether JAX's backend is up, and NPROC read for good.
+
+  This option can be changed until then; JAX has no other public sign of it.
+  """
+  devices = jax.config.jax_num_cpu_devices
+  try:
+    jax.config.update("jax_num_cpu_devices", 2 if devices == 1 else 1)
+  except RuntimeError:
+    return True
+  jax.config.update("jax_num_cpu_devices", devices)
+  return False
