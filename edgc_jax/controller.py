@@ -140,7 +140,8 @@ class Controller:
     self, state: ControllerState, num_closed: jax.Array
   ) -> ControllerState:
     # Of entropies from before and after a mark the mean says nothing.
-    is_mixed = (state.rebase == MARKED) & (state.num_samples > state.num_before)
+    is_marked = state.rebase & MARKED > 0
+    is_mixed = is_marked & (state.num_samples > state.num_before)
     has_sample = (state.num_samples > 0) & ~is_mixed
     num_samples = jnp.maximum(state.num_samples, 1.0)
     entropy = state.entropy_sum / num_samples
@@ -181,7 +182,7 @@ class Controller:
       entropy_sum=jnp.zeros_like(state.entropy_sum),
       variance_sum=jnp.zeros_like(state.variance_sum),
       num_samples=jnp.zeros_like(state.num_samples),
-      rebase=jnp.where(state.rebase == MARKED, DUE, state.rebase),
+      rebase=jnp.where(is_marked, DUE, state.rebase),
     )
 
   def _align(self, state: ControllerState) -> ControllerState:

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Whether a window moves the references: no; not before one whose steps are all
-# from after the mark; yes, the next.
-NO, MARKED, DUE = range(3)
+# What `rebase` is made of: a mark in the running window, which counts only if
+# all its samples are from before it; references that the next whole window
+# moves. Both, where a batch changes again before the first change has counted.
+MARKED, DUE = 1, 2
 
 
 class ControllerState(NamedTuple):
@@ -39,8 +40,8 @@ class ControllerState(NamedTuple):
   reference_entropy: jax.Array  # float32 [], H_ref
   reference_variance: jax.Array  # float32 [K], in that window
   window_variance: jax.Array  # float32 [K], in the last whole window
-  rebase: jax.Array  # int32 [], NO, MARKED or DUE
-  num_before: jax.Array  # float32 [], samples in the window when it was marked
+  rebase: jax.Array  # int32 [], of MARKED and DUE
+  num_before: jax.Array  # float32 [], samples in the window before its mark
 
 
 def first_state(warmup_rung: int, num_matrices: int) -> ControllerState:
@@ -65,7 +66,7 @@ def first_state(warmup_rung: int, num_matrices: int) -> ControllerState:
     reference_entropy=zero(),
     reference_variance=per_matrix(),
     window_variance=per_matrix(),
-    rebase=integer(NO),
+    rebase=integer(0),
     num_before=zero(),
   )
 
@@ -75,16 +76,16 @@ def mark_rebase(state: ControllerState) -> ControllerState:
 
   Works on any form of it: of one device, stacked by pmap, global, NumPy.
   """
-  return state._replace(
-    rebase=state.rebase * 0 + MARKED, num_before=state.num_samples + 0.0
-  )
+  is_marked = (state.rebase & MARKED) > 0
+  before = state.num_before * is_marked + state.num_samples * ~is_marked
+  return state._replace(rebase=state.rebase | MARKED, num_before=before)
 
 
 def rebased(
   state: ControllerState, entropy: jax.Array, has_sample: jax.Array
 ) -> ControllerState:
   """With references moved where that is due, by a window's mean `entropy`."""
-  is_due = (state.rebase == DUE) & has_sample
+  is_due = (state.rebase & DUE > 0) & has_sample
   shift = jnp.where(
     is_due & (state.num_windows > 0), entropy - state.window_entropy, 0.0
   )
@@ -92,5 +93,5 @@ def rebased(
     window_entropy=state.window_entropy + shift,
     first_entropy=state.first_entropy + shift,
     reference_entropy=state.reference_entropy + shift,
-    rebase=jnp.where(is_due, NO, state.rebase),
+    rebase=jnp.where(is_due, state.rebase & ~DUE, state.rebase),
   )

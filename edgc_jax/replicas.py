@@ -5,6 +5,7 @@ feedback, and of that the mean over replicas is what later updates are made
 of: it stays.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ def resize_replicas(
   new: int,
   axis_name: str = "data",
   *,
-  stages: int = 1,
+  stages: int | None = None,
 ) -> Any:
   """An optimiser state of `old` replicas, cut for `new` of them.
 
@@ -39,22 +40,25 @@ def resize_replicas(
   Args:
     opt_state: Global arrays, as under `jax.shard_map`; fetched to the host.
     specs: Those of `state_specs`.
-    old: Replicas of the state.
+    old: Replicas of the state. Arrays do not tell: a wrong number gives a
+      wrong state.
     new: Replicas it is for.
     axis_name: The mesh axis of the replicas.
-    stages: Pipeline stages, the same before and after.
+    stages: Pipeline stages, the same before and after; needed where `specs`
+      shard arrays over them, too.
 
   Returns:
     The state, with NumPy arrays where replicas differ.
 
   Raises:
-    ValueError: if `old`, `new` or `stages` is below 1.
+    ValueError: if `old`, `new` or `stages` is below 1, `stages` is needed
+      and not given, or an array cannot be of so many replicas.
 
   >>> parts = np.array([1.0, 3.0, 5.0, 7.0])
   >>> resize_replicas(parts, PartitionSpec("data"), 4, 2)
   array([2., 6.])
   """
-  for name, value in (("old", old), ("new", new), ("stages", stages)):
+  for name, value in (("old", old), ("new", new), ("stages", stages or 1)):
     guards.require_int(name, value, 1)
 
   def resized(x: Any, spec: PartitionSpec) -> Any:
@@ -62,8 +66,22 @@ def resize_replicas(
     axes = first if isinstance(first, tuple) else (first,)
     if axis_name not in axes or old == new:
       return x
+    guards.require(
+      len(axes) == 1 or stages is not None,
+      "stages",
+      stages,
+      f"given for arrays over the axes {axes}",
+      "pass the number of pipeline stages",
+    )
     x = np.asarray(x)
     lead = (stages if len(axes) > 1 else 1, old)
+    guards.require(
+      len(x) % math.prod(lead) == 0,
+      "old",
+      old,
+      f"the replicas of a state with an array of shape {x.shape}",
+      "pass how many it was made on, and its stages",
+    )
     parts = x.reshape(*lead, -1, *x.shape[1:])
     return _resized(parts, new).reshape(-1, *x.shape[1:])
 

@@ -149,10 +149,27 @@ class Checkpoints:
     Raises:
       CheckpointError: if it has others.
     """
+    self.require_shapes(step, shapes)
     folder = self.path / str(step)
     return {
       name: self._read(folder / name, wanted) for name, wanted in shapes.items()
     }
+
+  def require_shapes(self, step: int, shapes: Mapping[str, Stored]) -> None:
+    """Raises unless a checkpoint's arrays have these shapes.
+
+    Args:
+      step: From `newest`.
+      shapes: Those of the arrays wanted, by tree.
+
+    Raises:
+      CheckpointError: if it has others.
+    """
+    handler = ocp.PyTreeCheckpointHandler()
+    for name, wanted in shapes.items():
+      folder = self.path / str(step) / name
+      found = handler.metadata(epath.Path(folder)).tree
+      _require_shapes(folder, found, wanted)
 
   def set_aside(self) -> None:
     """Renames what `newest` found damaged, so that nothing trips over it."""
@@ -220,8 +237,6 @@ class Checkpoints:
       )
       for path, shape in shapes.items()
     }
-    found = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder)).tree
-    _require_shapes(folder, found, shapes)
     with ocp.PyTreeCheckpointer() as reader:
       return reader.restore(folder, item=dict(shapes), restore_args=args)
 
@@ -251,10 +266,10 @@ def _explained(path: pathlib.Path, step: int) -> Iterator[None]:
   except Exception as error:  # orbax hands on what its threads raised
     cause = error.__cause__ or error
     is_late = isinstance(cause, TimeoutError)  # of another process
-    if is_late or not isinstance(cause, OSError | ValueError):
-      raise
     # Tensorstore names the system's own error behind much else.
     code = re.search(r"os_error_code='(\d+)'", str(cause))
+    if is_late or not (code or isinstance(cause, OSError)):
+      raise
     text = os.strerror(int(code[1])) if code else str(cause)[:200]
     raise CheckpointError(
       f"The checkpoint of step {step} could not be written to {path} ({text});"

@@ -34,6 +34,14 @@ def check_mesh(config: ConfigDict) -> None:
   """That there are devices, and that model and batch can be cut over them."""
   mesh, microbatches = config.mesh, config.pipeline.microbatches
   replicas, stages, available = mesh.data, mesh.stage, len(jax.devices())
+  processes = jax.process_count()
+  if processes > 1 and replicas * stages != available:
+    raise ValueError(
+      f"`mesh.data` times `mesh.stage` must be the number of devices of all"
+      f" {processes} processes ({available}), got {replicas} times {stages};"
+      f" set --config.mesh.data={max(1, available // stages)}. On CPUs each"
+      " process makes its share of them: any multiple of the processes."
+    )
   if replicas < 1 or stages < 1 or replicas * stages > available:
     kind, wanted = jax.devices()[0].platform, max(1, replicas) * max(1, stages)
     raise ValueError(
@@ -41,12 +49,6 @@ def check_mesh(config: ConfigDict) -> None:
       f" devices ({available} {kind}), got {replicas} times {stages}; lower"
       " them, or train on fake CPU devices with JAX_PLATFORMS=cpu"
       f" JAX_NUM_CPU_DEVICES={wanted} before the command."
-    )
-  if jax.process_count() > 1 and replicas * stages != available:
-    raise ValueError(
-      f"`mesh.data` times `mesh.stage` must be the number of devices of all"
-      f" {jax.process_count()} processes ({available}), got {replicas} times"
-      f" {stages}; set --config.mesh.data={max(1, available // stages)}."
     )
   if mesh.backend not in parallel.BACKENDS:
     raise ValueError(

@@ -48,6 +48,12 @@ pre { overflow-x: auto; padding: 1rem; background: #8882; }
 """
 
 
+def is_newest(run_dir: pathlib.Path) -> bool:
+  """Whether the page of a finished run is from after its end."""
+  page, summary = (run_dir / name for name in ("report.html", "summary.json"))
+  return page.exists() and page.stat().st_mtime >= summary.stat().st_mtime
+
+
 def write_report(
   run_dirs: Sequence[pathlib.Path | str],
   out_dir: pathlib.Path | str | None = None,

@@ -1,11 +1,15 @@
 """The folder of a run: what a run leaves behind, and who may write there."""
 
+import contextlib
+import fcntl
 import json
 import math
 import os
 import pathlib
 import platform
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
@@ -17,13 +21,17 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 from experiments import hosts
 
-_SCRATCH = ".tmp"
+_SCRATCH, _LOCK = ".tmp", "lock"
 _PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")
 
 
 # What may differ between a run and its continuation.
 _FREE = ("run_dir", "resume", "log_every", "checkpoint.", "mesh.data",
          "mesh.backend")  # fmt: skip
+
+
+class RunInUse(RuntimeError):
+  """Another process writes into the folder."""
 
 
 class RunFolder:
@@ -50,8 +58,8 @@ class RunFolder:
     self.checkpoints = self.path / "checkpoints"
     self.config = config
     file = self.path / "config.json"
-    if file.exists() and self._is_claimed():
-      changes = _differences(json.loads(file.read_text()), _plain(config))
+    if file.exists() and self.is_claimed():
+      changes = _differences(_read_json(file), _plain(config))
       if changes:
         raise ValueError(
           f"`run_dir` must be new or hold a run of the same configuration, got"
@@ -59,6 +67,12 @@ class RunFolder:
           " with --config.run_dir=FOLDER, or remove that one. The parameters"
           " alone are loaded by --config.init_from=FOLDER."
         )
+    elif not file.exists() and self.is_claimed():
+      raise FileExistsError(
+        f"`run_dir` must be new or hold a run, got {self.path}, whose"
+        " config.json is gone; restore it, or give another folder with"
+        " --config.run_dir=FOLDER."
+      )
     elif not file.exists() and any(self._foreign_files()):
       raise FileExistsError(
         f"`run_dir` must be new or hold a run, got {self.path}, which holds"
@@ -68,19 +82,51 @@ class RunFolder:
   def summary(self) -> dict[str, Any] | None:
     """The summary of a finished run, or None."""
     file = self.path / "summary.json"
-    return json.loads(file.read_text()) if file.exists() else None
+    return _read_json(file) if file.exists() else None
 
-  def start(self, step: int = 0) -> None:
-    """Makes the folder, and drops what was written of later steps.
+  def lock(self) -> None:
+    """Makes the folder, and keeps others from writing there until `close`.
 
-    Args:
-      step: Steps that the run has behind it.
+    Raises:
+      RunInUse: if another process does.
     """
     if not hosts.is_first():
       return
     self.path.mkdir(parents=True, exist_ok=True)
+    self._lock = open(self.path / _LOCK, "a+")  # noqa: SIM115
+    try:
+      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      self._lock.seek(0)
+      other = self._lock.read() or "another process"
+      raise RunInUse(
+        f"`run_dir` must not be in use, got {self.path}, where {other} writes;"
+        " wait until that run has ended, or stop it."
+      ) from None
+    except OSError:  # a file system without locks
+      return
+    self._lock.truncate(0)
+    self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    self._lock.flush()
+
+  def start(self, step: int = 0, last_line: int = 0) -> None:
+    """Drops what was written of later steps, and opens the files.
+
+    Args:
+      step: Steps that the run has behind it.
+      last_line: That of the newest line by then.
+    """
+    if not hosts.is_first():
+      return
     file = self.path / "metrics.jsonl"
     kept = _lines_up_to(file, step)
+    newest = json.loads(kept[-1])["step"] if kept else 0
+    if newest < last_line:
+      print(
+        f"warning: {file} has lost its lines from step {newest} to {last_line};"
+        " the run itself has not",
+        file=sys.stderr,
+      )
     for left in self.path.glob("events.out.tfevents.*"):
       left.unlink()
     _write_json(self.path / "config.json", _plain(self.config))
@@ -91,7 +137,8 @@ class RunFolder:
     for line in kept:  # a killed run's events may not have reached the disk
       self._add_event(json.loads(line))
 
-  def _is_claimed(self) -> bool:
+  def is_claimed(self) -> bool:
+    """Whether there is a run that has got as far as its first line."""
     lines = self.path / "metrics.jsonl"
     return self.checkpoints.exists() or (
       lines.exists() and lines.stat().st_size > 0
@@ -109,7 +156,8 @@ class RunFolder:
   def _foreign_files(self) -> Iterator[pathlib.Path]:
     """What a run did not write, or would have written after config.json."""
     if self.path.exists():
-      yield from (p for p in self.path.iterdir() if p.suffix != _SCRATCH)
+      files = (p for p in self.path.iterdir() if p.suffix != _SCRATCH)
+      yield from (p for p in files if p.name != _LOCK)
 
   def _add_event(self, line: Mapping[str, Any]) -> None:
     values = [
@@ -123,14 +171,18 @@ class RunFolder:
   def finish(self, summary: Mapping[str, Any]) -> None:
     """Writes the summary, which marks the run as finished."""
     if hosts.is_first():
-      self.close()
       _write_json(self.path / "summary.json", _plain(summary))
+
+  def sync(self) -> None:
+    """Until all lines are on disk, whatever happens to the host."""
+    if hosts.is_first():
+      os.fsync(self._lines.fileno())
 
   def close(self) -> None:
     """Closes the files; what was logged is on disk."""
-    if hosts.is_first():
-      self._lines.close()
-      self._events.close()
+    for name in ("_lines", "_events", "_lock"):
+      if name in vars(self):
+        vars(self).pop(name).close()
 
 
 def environment() -> dict[str, Any]:
@@ -189,9 +241,23 @@ def _lines_up_to(file: pathlib.Path, step: int) -> list[str]:
   """The whole lines of metrics.jsonl whose step is not above `step`."""
   if not step or not file.exists():
     return []
-  lines = file.read_text().splitlines(keepends=True)
-  whole = [line for line in lines if line.endswith("\n")]
-  return [line for line in whole if json.loads(line)["step"] <= step]
+  kept = []
+  for line in file.read_text(errors="replace").splitlines(keepends=True):
+    # A host that fails may leave half a line, or zeros for one.
+    with contextlib.suppress(json.JSONDecodeError):
+      if line.endswith("\n") and json.loads(line)["step"] <= step:
+        kept.append(line)
+  return kept
+
+
+def _read_json(file: pathlib.Path) -> Any:
+  try:
+    return json.loads(file.read_text())
+  except ValueError as error:
+    raise ValueError(
+      f"`run_dir` must hold whole files, got {file}, which is damaged"
+      f" ({error}); restore it, or give another --config.run_dir=FOLDER."
+    ) from error
 
 
 def _write_json(file: pathlib.Path, value: Any) -> None:
@@ -201,7 +267,10 @@ def _write_json(file: pathlib.Path, value: Any) -> None:
 def _write(file: pathlib.Path, text: str) -> None:
   """Writes beside the file first, so that it is never half there."""
   scratch = file.with_suffix(_SCRATCH)
-  scratch.write_text(text)
+  with open(scratch, "w") as out:
+    out.write(text)
+    out.flush()
+    os.fsync(out.fileno())
   scratch.replace(file)
 
 

@@ -111,8 +111,9 @@ class RunLog:
     self._bar.update(step - self._bar.n)
     if self._is_shown and not self._is_terminal:
       text = "  ".join(f"{name} {value}" for name, value in shown.items())
-      left = (self._steps - step) / self._speed()
-      left = f"  {left:.0f} s left" if step > 1 else ""
+      left = ""
+      if self._timed[0] < step:  # before that compilation is all there is
+        left = f"  {(self._steps - step) / self._speed():.0f} s left"
       print(f"step {step}/{self._steps}  {text}{left}", flush=True)
     self._folder.log(line)
 

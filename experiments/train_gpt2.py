@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from experiments import command_line, hosts, report, stop_signals
 from experiments.checkpoints import CheckpointError
+from experiments.run_folder import RunInUse
 from experiments.trainer import (
   Trainer,
   TrainingInterrupted,
@@ -32,7 +33,7 @@ def main(config: ConfigDict) -> None:
   if summary is None:
     try:
       summary = trainer.run()
-    except (TrainingStopped, CheckpointError) as error:
+    except (TrainingStopped, CheckpointError, RunInUse) as error:
       sys.exit(f"error: {error}")
     except OSError as error:
       if isinstance(error, TimeoutError):  # of another process
@@ -48,7 +49,7 @@ def main(config: ConfigDict) -> None:
       sys.exit(stop_signals.exit_code(stop.signal))
   if not hosts.is_first():
     return
-  if not (trainer.folder.path / "report.html").exists():
+  if not report.is_newest(trainer.folder.path):
     report.write_report([trainer.folder.path])
   print(report.summary_table(summary))
   print(f"run folder: {trainer.folder.path} (see report.png, report.html)")

@@ -8,7 +8,7 @@ never wait for the host in between.
 import dataclasses
 import pathlib
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -62,6 +62,7 @@ class Trainer:
       ValueError: if an option is out of range, or does not fit another.
       FileNotFoundError: if there is no data at `data.path`.
       FileExistsError: if `run_dir` holds something else.
+      CheckpointError: if there is none that can be used where one is needed.
     """
     checks.check(config)
     self.config = config
@@ -83,6 +84,9 @@ class Trainer:
       self.times = times.options_of(config, self.model, mesh)
     self.tx = make_optimizer(config, meshes.DATA, self.times)
     self.parallel = parallel.make(config, self.model, self.tx, mesh)
+    self._load_params = None
+    if config.init_from and not (self._behind.step or self.folder.summary()):
+      self._load_params = self._find_params(config.init_from)
 
   def run(self) -> dict[str, Any]:
     """Trains to the last step and returns the summary, also written.
@@ -94,36 +98,37 @@ class Trainer:
         steps in a row were not finite.
       TrainingInterrupted: after SIGTERM or Ctrl-C.
       CheckpointError: if a checkpoint could not be written or read.
+      RunInUse: if another process writes into the folder.
     """
-    found = self._load()
-    self.folder.start(found.step)
-    if self.times and hosts.is_first():
-      print(times.describe(self.times))
     try:
+      self.folder.lock()
+      found = self._load()
+      self.folder.start(found.step, found.about.get("line", {}).get("step", 0))
+      if self.times and hosts.is_first():
+        print(times.describe(self.times))
       with StopSignals() as signals:
         summary = self._train(found, signals)
       self.checkpoints.close()
+      self.folder.finish(summary)
     finally:
       self.folder.close()
-    self.folder.finish(summary)
     if hosts.is_first():
       report.write_report([self.folder.path])
     return summary
 
   def _what_is_behind(self) -> "_Progress":
     """Of a run that goes on: the step of its newest checkpoint, not loaded."""
-    newest = None
-    if self.folder.summary() is None:
-      newest = self.checkpoints.newest()
-    if newest is None:
-      return _Progress()
-    step, about = newest
-    if not self.config.resume:
+    if not self.config.resume and self.folder.is_claimed():
       raise ValueError(
         f"`run_dir` must be new with --config.resume=false, got"
-        f" {self.folder.path}, which has a checkpoint of step {step}; leave"
-        " `resume` out to go on from it."
+        f" {self.folder.path}, which holds a run; leave `resume` out to go on"
+        " with it."
       )
+    summary = self.folder.summary()
+    newest = self.checkpoints.newest() if summary is None else None
+    if newest is None:
+      return _Progress(about={"times": (summary or {}).get("times")})
+    step, about = newest
     if about["corpus"] != self.corpus.sha256:
       raise ValueError(
         f"`data.path` must hold what the run {self.folder.path} began with, got"
@@ -146,27 +151,36 @@ class Trainer:
     if hosts.is_first():
       change = ""
       if replicas != config.mesh.data:
-        change = (
-          f" on {config.mesh.data} replicas, {replicas} before: residuals keep"
-          " their mean, and the reference entropy will move"
-        )
+        change = f" on {config.mesh.data} replicas, {replicas} before"
+        if config.reducer != "allreduce":
+          change += "; residuals keep their mean"
+        if config.reducer == "edgc":
+          change += "; the reference entropy will move"
       print(f"going on after step {step}{change}", flush=True)
     return _Progress(step, params, opt_state, about)
 
-  def _params_of(self, folder: str) -> Any:
-    """The parameters of another run's newest checkpoint, and nothing else."""
+  def _find_params(self, folder: str) -> Callable[[], Any]:
+    """What loads the parameters of another run, once that can be done."""
     checkpoints = Checkpoints(pathlib.Path(folder, "checkpoints"), 1)
-    newest = checkpoints.newest()
-    if newest is None:
+    try:
+      newest = checkpoints.newest()
+      if newest is None:
+        raise CheckpointError("There are no checkpoints.")
+      step, about = newest
+      shapes = self.parallel.stored.template(about["replicas"])["params"]
+      checkpoints.require_shapes(step, {"params": shapes})
+    except CheckpointError as error:
       raise CheckpointError(
-        f"`init_from` must be the folder of a run with checkpoints, got"
-        f" {folder}, which has none; give another."
-      )
-    step, about = newest
-    shapes = self.parallel.stored.template(about["replicas"])["params"]
-    trees = checkpoints.load(step, {"params": shapes})
-    (params,) = self.parallel.load(trees, about["replicas"])
-    return params
+        "`init_from` must be the folder of a run with checkpoints of this"
+        f" model, got {folder}; give another. {error}"
+      ) from error
+
+    def load() -> Any:
+      trees = checkpoints.load(step, {"params": shapes})
+      (params,) = self.parallel.load(trees, about["replicas"])
+      return params
+
+    return load
 
   def _train(self, found: "_Progress", signals: StopSignals) -> dict[str, Any]:
     config = self.config
@@ -174,8 +188,8 @@ class Trainer:
     params, opt_state = found.params, found.opt_state
     if found.step == 0:
       params, opt_state = self.parallel.init(jax.random.key(config.seed))
-      if config.init_from:
-        params = self._params_of(config.init_from)
+      if self._load_params:
+        params = self._load_params()
     if jax.process_count() > 1:
       self.parallel.compile(params, opt_state, config.batch_size)
       hosts.wait_for_all("compiled")
@@ -214,6 +228,7 @@ class Trainer:
           "line": line,
           "batches": batches.get_state(),
         }
+        self.folder.sync()
         trees = self.parallel.stored.store((params, opt_state))
         self.checkpoints.save(step, trees, about, val_loss)
       if is_stopped:

@@ -7,7 +7,7 @@ from absl.testing import absltest, parameterized
 
 from edgc_jax import comm_cost
 from edgc_jax.controller import Controller
-from edgc_jax.controller_state import DUE, MARKED, NO, mark_rebase
+from edgc_jax.controller_state import DUE, MARKED, mark_rebase
 from edgc_jax.entropy import EntropySample
 from edgc_jax.spectrum import lost_energy
 
@@ -85,7 +85,7 @@ class ControllerTest(parameterized.TestCase):
       )
     state = advance(state, jnp.int32(4 * len(entropies)))
     plain, _, _ = drive(make(), entropies)
-    self.assertEqual(int(state.rebase), NO)
+    self.assertEqual(int(state.rebase), 0)
     # The first whole window after the mark stands for the last before it:
     # its own change of entropy is taken for the mark's.
     first = 5 if late == 0 else 6
@@ -96,6 +96,46 @@ class ControllerTest(parameterized.TestCase):
     self.assertEqual(ranks[:marked:4], plain[: (marked + 3) // 4])
     # While it is measured the rank stays.
     self.assertEqual(ranks[4 * (first + 1)], ranks[4 * 5 + 1])
+
+  @parameterized.parameters(
+    ((), lambda step: 0.0, 0.0),
+    ((20,), lambda step: 0.2 * (step >= 20), 0.2),
+    # Twice, the first time for one whole window: once more, and back.
+    ((20, 24), lambda step: 0.2 * (step >= 20) + 0.2 * (step >= 24), 0.4),
+    ((20, 24), lambda step: 0.2 * (20 <= step < 24), 0.0),
+    ((20, 28), lambda step: 0.2 * (20 <= step < 28), 0.0),
+    # And for parts of windows.
+    ((20, 23), lambda step: 0.2 * (20 <= step < 23), 0.0),
+    ((22, 24), lambda step: 0.2 * (22 <= step < 24), 0.0),
+    (
+      (21, 22, 23),
+      lambda step: 0.2 * (21 <= step < 22) + 0.3 * (step > 22),
+      0.3,
+    ),
+    (
+      (20, 24, 26),
+      lambda step: 0.2 * (20 <= step < 24) + 0.1 * (step > 25),
+      0.1,
+    ),
+  )
+  def test_rebasing_again(self, marks, offset, shift):
+    """The rank stays: what moves is the batch, not the training."""
+    controller, window = make(), 4
+    state, ranks = controller.init(), []
+    advance, observe = jax.jit(controller.advance), jax.jit(controller.observe)
+    for count in range(12 * window):
+      if count in marks:
+        state = mark_rebase(state)
+      state = advance(state, jnp.int32(count))
+      ranks.append((0, *RANKS)[int(state.rung)])
+      entropy = jnp.float32(-0.3 * (count >= 4) + offset(count))
+      state = observe(
+        state,
+        EntropySample(entropy, jnp.ones(1), jnp.zeros(1), jnp.float32(1)),
+      )
+    self.assertAlmostEqual(float(state.reference_entropy), shift, 5)
+    self.assertEqual(int(state.rebase), 0)
+    self.assertLen(set(ranks[6 * window :]), 1)
 
   def test_rebasing_in_warm_up(self):
     """Warm-up ends by the fall of the entropy, not by the mark."""

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import ShardMap, find, gradients_like
 
 import edgc_jax
-from edgc_jax.controller_state import MARKED, NO
+from edgc_jax.controller_state import MARKED
 
 PARAMS = {"w": jnp.zeros((3, 32, 48)), "bias": jnp.zeros((7,))}
 
@@ -59,6 +59,12 @@ class ResizeTest(parameterized.TestCase):
   def test_out_of_range(self):
     with self.assertRaisesRegex(ValueError, "`new` must be .*, got 0"):
       edgc_jax.resize_replicas(np.ones(4), P("data"), 4, 0)
+    with self.assertRaisesRegex(ValueError, r"`old` must be .*\(6,\), got 4"):
+      edgc_jax.resize_replicas(np.ones(6), P("data"), 4, 2)
+
+  def test_stages_are_not_mixed(self):
+    with self.assertRaisesRegex(ValueError, "`stages` must be given.*got None"):
+      edgc_jax.resize_replicas(np.ones(4), P(("stage", "data")), 2, 1)
 
   @parameterized.parameters((4, 2), (2, 4))
   def test_the_next_update_is_as_if_nothing_had_happened(self, old, new):
@@ -88,7 +94,7 @@ class RebaseTest(absltest.TestCase):
     tx = edgc_jax.skip_nonfinite(edgc_jax.edgc(), "data")
     state = tx.init(PARAMS)
     before, after = find(state), find(edgc_jax.rebase_entropy(state))
-    self.assertEqual(int(before.controller.rebase), NO)
+    self.assertEqual(int(before.controller.rebase), 0)
     self.assertEqual(int(after.controller.rebase), MARKED)
     self.assertEqual(
       jax.tree.map(jnp.shape, before), jax.tree.map(jnp.shape, after)

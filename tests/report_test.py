@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -100,6 +101,17 @@ def shown(axes):
     (400, {"compressed": False}),
   ],
 )
+def test_a_page_from_before_the_end_is_not_the_newest(tmp_path):
+  page, summary = tmp_path / "report.html", tmp_path / "summary.json"
+  summary.write_text("{}")
+  assert not report.is_newest(tmp_path)
+  page.write_text("")
+  os.utime(page, (1, 1))
+  assert not report.is_newest(tmp_path)
+  os.utime(page)
+  assert report.is_newest(tmp_path)
+
+
 def test_picture_and_page_of_one_run(tmp_path, steps, options):
   run = write_run(tmp_path / "run", steps, **options)
   picture, page = report.write_report([run])

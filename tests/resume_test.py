@@ -20,6 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from orbax.checkpoint._src.handlers import json_checkpoint_handler
 
 from experiments.checkpoints import CheckpointError, Checkpoints
+from experiments.run_folder import RunInUse
 from experiments.trainer import Trainer
 
 
@@ -176,10 +177,49 @@ def test_a_folder_that_is_read_only(tmp_path):
   assert newest(run(config))[0] == config.steps
 
 
-def test_resume_can_be_refused(tmp_path):
-  run(config_of(tmp_path / "run", "allreduce"), cut_after=3)
-  with pytest.raises(ValueError, match=r"resume=false, got .* of step 2"):
+@pytest.mark.parametrize("cut_after", [1, 3, None])
+def test_resume_can_be_refused(tmp_path, cut_after):
+  """With a line, with a checkpoint, and when it is finished."""
+  run(config_of(tmp_path / "run", "allreduce"), cut_after=cut_after)
+  with pytest.raises(ValueError, match=r"resume=false, got .* holds a run"):
     Trainer(config_of(tmp_path / "run", "allreduce", resume=False))
+
+
+def test_two_starts_in_one_folder(tmp_path, whole):
+  config = config_of(tmp_path / "run", "allreduce")
+  first = Trainer(config)
+  first.folder.lock()
+  with pytest.raises(RunInUse, match=f"where process {os.getpid()} on"):
+    Trainer(config).run()
+  first.folder.close()
+  assert lines_of(run(config)) == lines_of(whole("allreduce", "pmap"))
+
+
+@pytest.mark.parametrize(
+  "name, text", [("config.json", '{"steps"'), ("summary.json", "")]
+)
+def test_damaged_files_of_the_folder(tmp_path, whole, name, text):
+  folder = tmp_path / "run"
+  shutil.copytree(whole("allreduce", "pmap").folder.path, folder)
+  (folder / name).write_text(text)
+  with pytest.raises(ValueError, match=f"{name}, which is damaged.*restore"):
+    Trainer(config_of(folder, "allreduce"))
+  (folder / "config.json").unlink()
+  with pytest.raises(FileExistsError, match=r"config.json is gone; restore"):
+    Trainer(config_of(folder, "allreduce"))
+
+
+def test_lost_lines_are_named(tmp_path, whole, capfd):
+  config = config_of(tmp_path / "run", "allreduce")
+  trainer = run(config, cut_after=5)
+  file = trainer.folder.path / "metrics.jsonl"
+  lines = file.read_text().splitlines(keepends=True)
+  file.write_text(lines[0] + "\0" * 80 + "\n")
+  run(config)
+  assert "has lost its lines from step 1 to 4" in capfd.readouterr().err
+  found = lines_of(trainer)
+  steps = [line["step"] for line in lines_of(whole("allreduce", "pmap"))]
+  assert [line["step"] for line in found] == [1, *(s for s in steps if s > 4)]
 
 
 def test_another_model_is_refused(tmp_path):
@@ -207,14 +247,15 @@ def test_parameters_of_another_model(tmp_path, whole):
   config = config_of(tmp_path / "run", "allreduce")
   config.init_from = str(whole("allreduce", "pmap").folder.path)
   config.model.width = 64
-  with pytest.raises(CheckpointError, match=r"got blocks.* of shape \(1, 96\)"):
-    Trainer(config).run()
+  with pytest.raises(CheckpointError, match=r"`init_from`.*shape \(1, 96\)"):
+    Trainer(config)
 
 
 def test_parameters_of_no_run(tmp_path):
   config = config_of(tmp_path / "run", "allreduce", init_from=str(tmp_path))
   with pytest.raises(CheckpointError, match=r"`init_from` must be .* got"):
-    Trainer(config).run()
+    Trainer(config)
+  assert not (tmp_path / "run").exists()
 
 
 def test_what_changes_while_it_is_saved(tmp_path, monkeypatch):

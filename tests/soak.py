@@ -67,13 +67,14 @@ def _soak(reducer: str, folder: pathlib.Path, chance: random.Random) -> bool:
     process = _start(reducer, killed)
     _wait(process, killed, chance)
     if process.poll() is not None:
-      print(f"{reducer}: ended after {len(kills)} kills; give more --steps")
       break
     process.kill()  # SIGKILL
     process.wait()
     kills.append(max(Checkpoints(killed / "checkpoints", 2).steps() or [0]))
   code = _start(reducer, killed).wait()
   found = f"exit code {code}" if code else difference(whole, killed)
+  if len(kills) < _KILLS.value:
+    found = f"{found}; ended before the other kills, give more --steps"
   print(
     f"{reducer}: {len(kills)} kills, after checkpoints of steps {kills};"
     f" {found or 'bit-equal'}",
