@@ -85,7 +85,7 @@ class RunFolder:
     return _read_json(file) if file.exists() else None
 
   def lock(self) -> None:
-    """Makes the folder, and keeps others from writing there until `close`.
+    """Keeps others from writing into the folder until `close`; makes it.
 
     Raises:
       RunInUse: if another process does.
@@ -118,6 +118,7 @@ class RunFolder:
     """
     if not hosts.is_first():
       return
+    self.path.mkdir(parents=True, exist_ok=True)
     file = self.path / "metrics.jsonl"
     kept = _lines_up_to(file, step)
     newest = json.loads(kept[-1])["step"] if kept else 0

@@ -1,14 +1,10 @@
-"""Real processes and real signals: killed, told to stop, without room."""
+"""Real processes and real signals: killed, and told to stop."""
 
-import errno
-import os
 import signal
 
 import pytest
 import soak
 from processes import finish, lines_written, start, wait_for
-
-from experiments.checkpoints import Checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -42,26 +38,6 @@ def test_killed_told_to_stop_and_finished(whole):
   assert "going on after step" in finish(start(folder))
   assert not soak.difference(whole, folder)
   assert "compression ratio" in finish(start(folder))  # the table, at once
-
-
-def test_a_disk_that_is_full(whole):
-  """An error, what was there before left whole, and no half checkpoint."""
-  folder = whole.parent / "full"
-  process = start(folder)
-  wait_for(lambda: lines_written(folder) >= 5, process)
-  process.kill()
-  finish(process, -signal.SIGKILL)
-  steps = Checkpoints(folder / "checkpoints", 2).steps()
-
-  text = finish(start(folder, file_bytes=20_000), 1)
-  said = text.splitlines()[-1]  # below what threads of orbax may have said
-  assert said.startswith("error: The checkpoint of step")
-  assert "could not be written to" in said and "Make room" in said
-  assert os.strerror(errno.EFBIG) in said
-  assert Checkpoints(folder / "checkpoints", 2).steps() == steps
-
-  finish(start(folder))
-  assert not soak.difference(whole, folder)
 
 
 def test_half_the_flags(tmp_path):

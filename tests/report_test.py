@@ -91,16 +91,6 @@ def shown(axes):
   return [text.get_text() for text in axes.texts]
 
 
-@pytest.mark.parametrize(
-  ("steps", "options"),
-  [
-    (0, {}),
-    (1, {}),
-    (400, {}),
-    (400, {"stages": 4}),
-    (400, {"compressed": False}),
-  ],
-)
 def test_a_page_from_before_the_end_is_not_the_newest(tmp_path):
   page, summary = tmp_path / "report.html", tmp_path / "summary.json"
   summary.write_text("{}")
@@ -112,6 +102,16 @@ def test_a_page_from_before_the_end_is_not_the_newest(tmp_path):
   assert report.is_newest(tmp_path)
 
 
+@pytest.mark.parametrize(
+  ("steps", "options"),
+  [
+    (0, {}),
+    (1, {}),
+    (400, {}),
+    (400, {"stages": 4}),
+    (400, {"compressed": False}),
+  ],
+)
 def test_picture_and_page_of_one_run(tmp_path, steps, options):
   run = write_run(tmp_path / "run", steps, **options)
   picture, page = report.write_report([run])

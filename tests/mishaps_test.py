@@ -1,10 +1,16 @@
-"""Two processes as one run, of which one dies."""
+"""Mishaps of real processes: a disk that is full, one of two that dies."""
+
+import errno
+import os
+import signal
 
 import numpy as np
 import pytest
 import soak
 from four_processes_test import free_port
 from processes import SECONDS, finish, lines_written, start, wait_for
+
+from experiments.checkpoints import Checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +63,23 @@ def test_one_of_two_processes_dies(whole):
     [line["loss"] for line in soak.lines_of(path)] for path in (folder, whole)
   ]
   np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
+
+def test_a_disk_that_is_full(whole):
+  """An error, what was there before left whole, and no half checkpoint."""
+  folder = whole.parent / "full"
+  process = start(folder)
+  wait_for(lambda: lines_written(folder) >= 5, process)
+  process.kill()
+  finish(process, -signal.SIGKILL)
+  steps = Checkpoints(folder / "checkpoints", 2).steps()
+
+  text = finish(start(folder, file_bytes=20_000), 1)
+  said = text.splitlines()[-1]  # below what threads of orbax may have said
+  assert said.startswith("error: The checkpoint of step")
+  assert "could not be written to" in said and "Make room" in said
+  assert os.strerror(errno.EFBIG) in said
+  assert Checkpoints(folder / "checkpoints", 2).steps() == steps
+
+  finish(start(folder))
+  assert not soak.difference(whole, folder)
