@@ -25,7 +25,7 @@ def require_threads() -> None:
   Raises:
     RuntimeError: if the pool has fewer than two threads per local device.
   """
-  if jax.default_backend() != "cpu" or jax.local_device_count() == 1:
+  if not _are_several():
     return
   needed = 2 * jax.local_device_count()
   if _thread_pool_size() < needed:
@@ -48,7 +48,7 @@ def require_no_cached_programs() -> None:
   Raises:
     RuntimeError: if the cache is on and there are several local devices.
   """
-  if jax.default_backend() != "cpu" or jax.local_device_count() == 1:
+  if not _are_several():
     return
   path = jax.config.jax_compilation_cache_dir
   if path and jax.config.jax_enable_compilation_cache:
@@ -58,6 +58,11 @@ def require_no_cached_programs() -> None:
       " of programs that are read from it get mixed up. Set"
       " JAX_ENABLE_COMPILATION_CACHE=false before Python starts."
     )
+
+
+def _are_several() -> bool:
+  """Whether this process has more than one CPU device."""
+  return jax.default_backend() == "cpu" and jax.local_device_count() > 1
 
 
 def _thread_pool_size() -> int:

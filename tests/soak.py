@@ -74,7 +74,7 @@ def _soak(reducer: str, folder: pathlib.Path, chance: random.Random) -> bool:
   code = _start(reducer, killed).wait()
   found = f"exit code {code}" if code else difference(whole, killed)
   if len(kills) < _KILLS.value:
-    found = f"{found}; ended before the other kills, give more --steps"
+    found = f"ended before the other kills, give more --steps; {found}"
   print(
     f"{reducer}: {len(kills)} kills, after checkpoints of steps {kills};"
     f" {found or 'bit-equal'}",
