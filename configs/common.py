@@ -86,7 +86,9 @@ def base(reducer: str) -> ConfigDict:
         "scale_exponent": 1.0,  # of sigma: 0 absolute errors, 2 relative
       },
       "powersgd": {
-        "rank": 32,
+        # A fraction is a mean over all steps: 11.3 is rank 12 for three tenths
+        # of them and then 11.
+        "rank": 32.0,
         "final_rank": 0,  # 0: as rank; else it moves there in equal steps
         "warmup_steps": 1000,
         "min_ratio": 2.0,

@@ -10,6 +10,7 @@ each is told where the first one listens and which it is:
 import contextlib
 import itertools
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Iterator
@@ -111,6 +112,24 @@ def wait_for_all(what: str) -> None:
   barrier = ocp.multihost.get_barrier_sync_fn()
   # Each key once: all processes pass the same points in the same order.
   barrier(key=f"{what} {next(_POINTS)}", timeout_ms=_PATIENCE * 1000)
+
+
+def peak_memory() -> dict[str, int]:
+  """The most memory that was used at once, in bytes.
+
+  Returns:
+    peak_memory_bytes: Of this process, in the host's memory; on CPUs that is
+      all replicas of the process, compiler and data included.
+    peak_device_memory_bytes: Of the fullest of its devices, by the backend's
+      own account; left out where the backend keeps none, as on CPUs.
+  """
+  unit = 1 if sys.platform == "darwin" else 1024
+  most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+  statistics = (device.memory_stats() for device in jax.local_devices())
+  peaks = [s["peak_bytes_in_use"] for s in statistics if s]
+  return {"peak_memory_bytes": most} | (
+    {"peak_device_memory_bytes": max(peaks)} if peaks else {}
+  )
 
 
 def _is_scheduled() -> bool:

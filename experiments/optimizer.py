@@ -1,5 +1,6 @@
 """From a configuration to an optax chain, reducer first."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from experiments import gpt2, gpt2_stages
 
 _SCHEDULE_PARTS = 8
 REDUCERS = ("edgc", "powersgd", "allreduce")
+LOW_RANK = ("edgc", "powersgd")  # those that have a rank
 
 
 def make_reducer(
@@ -57,6 +59,13 @@ def make_reducer(
   return getattr(edgc_jax, config.reducer)(**options)
 
 
+def rank_name(reducer: str, rank: float) -> str:
+  """A rank for people: that of a reducer without ranks is always 0."""
+  if rank:
+    return f"{rank:.0f}"
+  return "dense" if reducer in (*LOW_RANK, "allreduce") else "-"
+
+
 def _warmup_rank(text: str) -> int | str | None:
   """The argument of `edgc` that a configuration means."""
   if text == "dense":
@@ -64,11 +73,24 @@ def _warmup_rank(text: str) -> int | str | None:
   return int(text) if text.isdigit() else text
 
 
-def _rank_schedule(rank: int, final_rank: int, steps: int) -> dict[int, int]:
-  """{first step: rank}, moving to the final rank in equal parts of the run."""
+def _rank_schedule(rank: float, final_rank: int, steps: int) -> dict[int, int]:
+  """{first step: rank}, by the two options of a configuration.
+
+  A fraction is a mean over the run, first the rank above and then the one
+  below. A final rank is moved to in equal parts of the run.
+  """
+  below = math.floor(rank)
+  if rank < 1 or (final_rank and below != rank):
+    raise ValueError(
+      "`powersgd.rank` must be at least 1, and a whole number with a"
+      f" final_rank ({final_rank}), got {rank}; choose another."
+    )
   if final_rank in (0, rank):
-    return {0: rank}
-  parts = 1 + min(abs(final_rank - rank), _SCHEDULE_PARTS - 1)
+    change = round((rank - below) * steps)
+    if change in (0, steps):
+      return {0: below + bool(change)}
+    return {0: below + 1, change: below}
+  parts = 1 + min(abs(final_rank - below), _SCHEDULE_PARTS - 1)
   ranks = np.linspace(rank, final_rank, parts).round().astype(int).tolist()
   return {i * steps // parts: rank for i, rank in enumerate(ranks)}
 

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from experiments.heat_maps import Matrices
+from experiments.optimizer import rank_name
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#e69f00", "#7f4f24")
 
@@ -30,6 +31,13 @@ class Run:
   def reducer(self) -> str:
     settings = self.config | self.summary
     return str(settings.get("reducer", "unknown reducer"))
+
+  @property
+  def is_dense(self) -> np.ndarray:
+    """Lines whose rank of 0 stands for dense, not for no rank at all."""
+    settings = self.config | self.summary
+    has_ranks = rank_name(settings.get("reducer", "allreduce"), 0) == "dense"
+    return (self.columns["rank"] == 0) & has_ranks
 
   @property
   def label(self) -> str:
@@ -87,7 +95,7 @@ def draw(runs: Sequence[Run]) -> Figure:
   top = max(np.nanmax(c["rank"], initial=0.5) for c in columns)
   losses = set()
   for i, c in enumerate(columns):
-    color, steps, dense = _COLORS[i % len(_COLORS)], c["step"], c["rank"] == 0
+    color, steps, dense = _COLORS[i % len(_COLORS)], c["step"], runs[i].is_dense
     _curves(loss, steps, c["loss"], color, linewidth=0.6, alpha=0.6)
     _curves(loss, steps, c["val_loss"], color, marker="o")
     # One evaluation makes no curve.
@@ -101,6 +109,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     # every run has its own height.
     height = top * (1.08 + 0.16 * (i + 1) / (len(runs) + 1))
     shown = np.where(dense, height, c["rank"])
+    shown[shown == 0] = np.nan
     _curves(rank, steps, shown, color, drawstyle="steps-post")
     total = c["wire_bytes"].sum(axis=1, keepdims=True)
     _curves(wire, steps, total, color, drawstyle="steps-post")
@@ -144,7 +153,7 @@ def draw(runs: Sequence[Run]) -> Figure:
       axes.text(0.5, 0.5, reason, color="#666666", **center)
   spent.set_xlabel(f"sent so far ({unit} per replica)")
   if rank.lines:
-    _dress_rank(rank, top, any((c["rank"] == 0).any() for c in columns))
+    _dress_rank(rank, top, any(run.is_dense.any() for run in runs))
   if wire.lines:
     _dress_wire(wire, {d for c in columns for d in c["dense_bytes"][-1:, 0]})
   if error.lines:

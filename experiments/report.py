@@ -21,6 +21,7 @@ import numpy as np
 from absl import app
 
 from experiments import heat_maps, panels
+from experiments.optimizer import rank_name
 
 # fmt: off
 _KEYS = (
@@ -180,7 +181,7 @@ def _rows(numbers: dict[str, Any], width: int) -> dict[str, str]:
     sent = f"{sent} (dense {dense})"
     if len(parts) > 1:
       sent += "\nby stage " + ", ".join(parts)
-  history, steps = numbers.get("rank_history"), numbers.get("steps")
+  steps = numbers.get("steps")
   rows = {
     "reducer": (numbers.get("reducer"), ""),
     "steps": (steps, ",.0f"),
@@ -191,7 +192,7 @@ def _rows(numbers: dict[str, Any], width: int) -> dict[str, str]:
     "training loss": (numbers.get("train_loss"), ".4f"),
     "bytes a step": (sent, ""),
     "compression ratio": (numbers.get("compression_ratio"), ".2f"),
-    "rank over time": (_rank_text(history, steps, width), ""),
+    "rank over time": (_rank_text(numbers, width), ""),
     "tokens a second": (numbers.get("tokens_per_second"), ",.0f"),
     "seconds": (numbers.get("seconds"), ",.1f"),
     "skipped steps": (numbers.get("skipped_steps"), ",.0f"),
@@ -202,11 +203,13 @@ def _rows(numbers: dict[str, Any], width: int) -> dict[str, str]:
   }
 
 
-def _rank_text(
-  history: Sequence | None, steps: float | None, width: int
-) -> str | None:
+def _rank_text(numbers: dict[str, Any], width: int) -> str | None:
   """Each rank and its last step, "dense ->40, 32 ->60", a line per stage."""
+  history, steps = numbers.get("rank_history"), numbers.get("steps")
   if not history:
+    return None
+  name = rank_name(numbers.get("reducer", ""), 0)
+  if name == _UNKNOWN and not any(any(rank) for _, rank in history):
     return None
   lines = []
   starts, ranks = zip(*history, strict=True)
@@ -216,7 +219,7 @@ def _rank_text(
     for i, (value, end) in enumerate(zip(values, ends, strict=True)):
       if i and value == values[i - 1]:
         spans.pop()  # Only another stage's rank changed.
-      spans.append(f"{f'{value:.0f}' if value else 'dense'} ->{end:.0f}")
+      spans.append(f"{rank_name('edgc', value)} ->{end:.0f}")
     name = f"stage {stage}: " if len(ranks[0]) > 1 else ""
     # As many as fit beside an ellipsis, half from either end.
     room = (width - len(name) - 5) // (max(map(len, spans)) + 2)

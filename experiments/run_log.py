@@ -1,5 +1,7 @@
 """The numbers of a run's steps: fetched, summed, shown and written."""
 
+import collections
+import statistics
 import sys
 import time
 from collections.abc import Mapping
@@ -11,12 +13,17 @@ import tqdm
 from ml_collections import ConfigDict
 
 from experiments import hosts
-from experiments.optimizer import make_schedule
+from experiments.optimizer import make_schedule, rank_name
 from experiments.run_folder import RunFolder
 
 # Numbers that differ per pipeline stage are lists, one entry a stage.
 _PER_STAGE = ("entropy", "rank", "rung", "wire_bytes", "dense_bytes",
               "relative_error", "predicted_error", "residual_norm")  # fmt: skip
+_TIMED = 1000  # newest log intervals, of whose times the median is taken
+_NEW = {
+  "step": 0, "wire_bytes": [], "peak_wire_bytes": 0.0, "rank_history": [],
+  "losses": [], "seconds": 0.0, "step_seconds": [],
+}  # fmt: skip
 
 
 class RunLog:
@@ -27,6 +34,7 @@ class RunLog:
 
   Attributes:
     wire_bytes: Sum over all steps so far, per replica, for each stage.
+    peak_wire_bytes: The most of any step so far, per replica, over all stages.
     rank_history: [step, [rank per stage]] at the first step of each rank.
   """
 
@@ -38,16 +46,15 @@ class RunLog:
       state: From `state()`, of a run that goes on; None for a new one.
     """
     config = ConfigDict(folder.config)
-    state = state or {
-      "step": 0, "wire_bytes": [], "rank_history": [], "losses": [],
-      "seconds": 0.0,
-    }  # fmt: skip
+    state = {**_NEW, **(state or {})}
     self.wire_bytes: list[float] = list(state["wire_bytes"])
+    self.peak_wire_bytes: float = state["peak_wire_bytes"]
     self.rank_history: list[Any] = list(state["rank_history"])
     self._losses: list[float] = list(state["losses"])  # since the last line
     self._first = self._step = state["step"]
     self._folder = folder
     self._steps = config.steps
+    self._reducer = config.reducer
     self._tokens = config.batch_size * config.model.context
     self._learning_rate = make_schedule(config)
     self._pending: list[dict[str, jax.Array]] = []
@@ -55,6 +62,9 @@ class RunLog:
     self._started = self._began - state["seconds"]
     # Step and time of the first numbers: what is before them is compilation.
     self._timed: tuple[int, float] | None = None
+    # Seconds a step by log interval, without what the host does in between.
+    self._step_seconds = collections.deque(state["step_seconds"], _TIMED)
+    self._interval: float | None = None  # when it began
     self._is_shown = hosts.is_first()
     self._is_terminal = sys.stderr.isatty()
     self._bar = tqdm.tqdm(
@@ -63,6 +73,11 @@ class RunLog:
       disable=not (self._is_terminal and self._is_shown),
       unit="step",
     )
+
+  def begin_step(self) -> None:
+    """Starts the clock, if evaluation or a checkpoint has stopped it."""
+    if self._interval is None:
+      self._interval = time.monotonic()
 
   def add(self, numbers: dict[str, jax.Array]) -> None:
     """Takes a step's numbers without waiting for them."""
@@ -74,10 +89,30 @@ class RunLog:
     return {
       "step": self._step,
       "wire_bytes": self.wire_bytes,
+      "peak_wire_bytes": self.peak_wire_bytes,
       "rank_history": self.rank_history,
       "losses": self._losses,
       "seconds": self.seconds(),
+      "step_seconds": list(self._step_seconds),
     }
+
+  def summary(self) -> dict[str, Any]:
+    """What a run's summary says of all its steps.
+
+    `step_seconds` is the median over log intervals of the time between two
+    fetches, when all devices were done, by the steps between them. Intervals
+    in which a process compiled, evaluation and checkpoints are left out; so
+    is the number where nothing else is.
+    """
+    numbers = {
+      "wire_bytes_per_step": [sent / self._step for sent in self.wire_bytes],
+      "peak_wire_bytes_per_step": self.peak_wire_bytes,
+      "rank_history": self.rank_history,
+      "seconds": self.seconds(),
+    }
+    if self._step_seconds:
+      numbers["step_seconds"] = statistics.median(self._step_seconds)
+    return numbers
 
   def fetch(self) -> dict[str, Any]:
     """The line of the newest step; waits for the devices."""
@@ -102,7 +137,7 @@ class RunLog:
     step = line["step"]
     shown = {
       "loss": f"{line['loss']:.3f}",
-      "rank": "/".join(str(rank or "dense") for rank in line["rank"]),
+      "rank": "/".join(rank_name(self._reducer, r) for r in line["rank"]),
       "ratio": f"{line['compression_ratio']:.2f}",
     }
     if "val_loss" in line:
@@ -119,6 +154,7 @@ class RunLog:
 
   def _drain(self) -> None:
     """Takes what is pending from the devices."""
+    pending = len(self._pending)
     for values in map(_by_stage, jax.device_get(self._pending)):
       self._step += 1
       self._newest = values
@@ -128,12 +164,18 @@ class RunLog:
         total + sent
         for total, sent in zip(before, values["wire_bytes"], strict=True)
       ]
+      sent = sum(values["wire_bytes"])
+      self.peak_wire_bytes = max(self.peak_wire_bytes, sent)
       rank = values["rank"]
       if not self.rank_history or self.rank_history[-1][1] != rank:
         self.rank_history.append([self._step, rank])
     self._pending = []
+    now = time.monotonic()
     if self._timed is None:
-      self._timed = self._step, time.monotonic()
+      self._timed = self._step, now
+    elif pending:
+      self._step_seconds.append((now - self._interval) / pending)
+    self._interval = None
 
   def close(self) -> None:
     """Ends the progress bar."""

@@ -204,6 +204,7 @@ class Trainer:
       batches.set_state(found.about["batches"])
     line = found.about.get("line", {})
     for step in range(found.step + 1, config.steps + 1):
+      log.begin_step()
       params, opt_state, numbers = self.parallel.step(
         params, opt_state, next(batches)
       )
@@ -235,7 +236,7 @@ class Trainer:
         self.checkpoints.close()
         raise TrainingInterrupted(signals.received, step)
     log.close()
-    wire = [total / config.steps for total in log.wire_bytes]
+    numbers = log.summary()
     return {
       "reducer": config.reducer,
       "steps": config.steps,
@@ -245,13 +246,13 @@ class Trainer:
       "train_loss": line["loss"],
       "val_loss": line["val_loss"],
       "dense_bytes_per_step": line["dense_bytes"],
-      "wire_bytes_per_step": wire,
-      "compression_ratio": line["dense_bytes"] / sum(wire),
-      "rank_history": log.rank_history,
+      "compression_ratio": line["dense_bytes"]
+      / sum(numbers["wire_bytes_per_step"]),
       "skipped_steps": line["skipped_steps"],
       "traces": self.parallel.traces,
       "times": times.as_numbers(self.times),
-      "seconds": log.seconds(),
+      **numbers,
+      **hosts.peak_memory(),
       "tokens_per_second": line["tokens_per_second"],
       "corpus": {"name": self.corpus.name, "sha256": self.corpus.sha256},
       "environment": environment(),

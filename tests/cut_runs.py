@@ -13,7 +13,9 @@ from experiments import report
 from experiments.stop_signals import StopSignals
 from experiments.trainer import Trainer
 
-CLOCK = ("seconds", "tokens_per_second")
+CLOCK = (
+  "seconds", "step_seconds", "tokens_per_second", "peak_memory_bytes",
+)  # fmt: skip
 
 
 class CutOff(Exception):

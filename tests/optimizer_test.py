@@ -1,5 +1,7 @@
 """What a configuration's words mean to a reducer."""
 
+import pytest
+
 from configs import gpt2_tiny
 from experiments import optimizer
 
@@ -9,3 +11,21 @@ def test_warmup_rank_of_a_configuration():
   assert optimizer._warmup_rank("max") == "max"
   assert optimizer._warmup_rank("12") == 12
   assert gpt2_tiny.get_config().edgc.warmup_rank == "max"
+
+
+def test_a_fraction_of_a_rank_is_a_mean_over_the_run():
+  assert optimizer._rank_schedule(11.3, 0, 400) == {0: 12, 120: 11}
+  assert optimizer._rank_schedule(8.0, 0, 400) == {0: 8}
+  # Shares of less than half a step are none.
+  assert optimizer._rank_schedule(8.02, 0, 20) == {0: 8}
+  assert optimizer._rank_schedule(8.99, 0, 20) == {0: 9}
+  for rank, final_rank in ((0.5, 0), (11.3, 5)):
+    with pytest.raises(ValueError, match=r"`powersgd.rank` must be at least 1"):
+      optimizer._rank_schedule(rank, final_rank, 400)
+
+
+def test_ranks_have_names():
+  names = [optimizer.rank_name("powersgd", rank) for rank in (0, 8.0)]
+  assert names == ["dense", "8"]
+  assert optimizer.rank_name("allreduce", 0) == "dense"
+  assert optimizer.rank_name("topk", 0) == "-"

@@ -304,6 +304,18 @@ def test_summary_table_is_narrow(stages):
     assert line.endswith("599 ->10000")
 
 
+def test_reducers_without_ranks_show_none(tmp_path):
+  history = {"rank_history": [[1, [0]]], "steps": 50}
+  for reducer, text in (("topk", ""), ("powersgd", "dense ->50")):
+    table = report.summary_table({"reducer": reducer, **history})
+    assert ("rank over time" in table) == bool(text) and text in table
+  config = {"reducer": "topk"}
+  run = write_run(tmp_path / "topk", 50, config=config, compressed=False)
+  drawn = draw(run)
+  assert shown(drawn["rank"]) == ["not measured by this reducer"]
+  assert (drawn["error"].lines[0].get_ydata() == 0).all()
+
+
 def test_summary_table_merges_what_only_other_stages_changed():
   history = [[1, [0, 0]], [11, [0, 8]], [21, [4, 8]]]
   table = report.summary_table({"steps": 30, "rank_history": history})

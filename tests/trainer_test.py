@@ -75,6 +75,12 @@ def test_metrics_lines_agree_with_the_summary(finished):
   last = lines[-1]
   for name in ("val_loss", "compression_ratio"):
     np.testing.assert_allclose(last[name], summary[name], rtol=1e-6)
+  # Warm-up is dense, and so is the peak, beside a few bytes of control.
+  peak = summary["peak_wire_bytes_per_step"]
+  assert peak >= max(sum(line["wire_bytes"]) for line in lines)
+  assert 1 <= peak / summary["dense_bytes_per_step"] < 1.01
+  assert 0 < summary["step_seconds"] < summary["seconds"]
+  assert summary["peak_memory_bytes"] > 1e8
   for line in lines:
     for name in ("entropy", "rank", "wire_bytes", "relative_error"):
       assert len(line[name]) == 1
