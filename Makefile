@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-pipeline test test-runs soak lint format compare bench clean
+.PHONY: train train-pipeline test test-runs soak lint format compare \
+  ablations allocation bench clean
 
 # The stamp is remade when what is to be installed changes.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -42,9 +43,19 @@ format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Ways of spending bytes, three seeds each; goes on where it was cut off.
+# Studies, three seeds each, of hours; the same target goes on where one was
+# cut off. Pages, pictures and records are in docs/.
+COMPARE := $(BIN)/python experiments/compare.py --study=configs/studies
+
 compare: $(VENV)/installed
-	$(BIN)/python experiments/compare.py --study=configs/studies/allocation.py
+	$(COMPARE)/methods.py
+
+ablations: $(VENV)/installed
+	$(COMPARE)/ablations.py
+
+# docs/allocation.md is from an earlier version, and stays.
+allocation: $(VENV)/installed
+	$(COMPARE)/allocation.py --output=docs/allocation_again.md
 
 # Time and memory of the reducers beside forward and backward.
 bench: $(VENV)/installed

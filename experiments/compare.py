@@ -1,220 +1,211 @@
 """Runs the methods of a study with several seeds and writes what came out.
 
-  python experiments/compare.py --study=configs/studies/allocation.py
+  python experiments/compare.py --study=configs/studies/methods.py
 
-A study is a Python file with CONFIG, the configuration that all runs share,
-TABLES, {table: {row: settings}}, and perhaps SETTINGS, those of all rows. One
-run after the other, each in a process of its own and in a folder of its own
-under --runs; what is finished is not run again, so the same command goes on
-where it was cut off. The tables are written to --output, anew each time; with
---nowait of what is there.
+`study` says what a study is. One run after the other, each in a process of its
+own; what is finished is recorded in --records and not run again, so the same
+command goes on where it was cut off, on another machine, too. A run that fails
+is reported and run again next time. With --nowait the page is written of the
+records that are there, with --fresh all are forgotten first.
+
+The page is docs/<study>.md (docs/results.md for the study `methods`), with
+pictures and a table of all runs as <study>.csv beside it.
 """
 
+import hashlib
 import json
 import pathlib
-import re
-import runpy
-import statistics
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+# `experiments` lies in the repository, and is not installed.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from absl import app, flags
+
+from experiments import comparison, comparison_page, comparison_plots
+from experiments import study as studies
+from experiments.records import Records, numbers_of
+from experiments.study import Run, Study
 
 _STUDY = flags.DEFINE_string("study", None, "A file in configs/studies/.")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds.")
 _RUNS = flags.DEFINE_string("runs", "runs/compare", "Where the runs go.")
-_OUTPUT = flags.DEFINE_string(
-  "output", "docs/results.md", "The file of the tables."
+_RECORDS = flags.DEFINE_string(
+  "records", "docs/runs", "Where a folder of records is kept for each study."
 )
+_OUTPUT = flags.DEFINE_string("output", "", "The page; else by the study.")
 _WAIT = flags.DEFINE_bool("wait", True, "Run what is missing.")
+_FRESH = flags.DEFINE_bool("fresh", False, "Forget finished runs first.")
 
 _HERE = pathlib.Path(__file__).resolve().parent
 
-Settings = Mapping[str, Any]
-Summaries = Mapping[str, Mapping[str, Any]]  # {seed: summary}
-
 
 def main(argv: list[str]) -> None:
-  """Runs what is missing, then writes the tables."""
+  """Runs what is missing, then writes the page."""
   del argv
-  values = runpy.run_path(_STUDY.value)
-  config, tables = values["CONFIG"], values["TABLES"]
-  shared, rows = values.get("SETTINGS", {}), _rows(tables)
+  try:
+    study = studies.load(_STUDY.value)
+    page = _page_of(study)
+    comparison_page.require_own(page)
+  except (ValueError, OSError) as error:
+    sys.exit(f"error: {error}")
+  records = Records(_RECORDS.value, study)
+  runner = Runner(study, records, _SEEDS.value, _RUNS.value)
+  if _FRESH.value:
+    runner.forget()
   if _WAIT.value:
-    for seed in _SEEDS.value:  # a seed at a time: all methods grow together
-      for row, settings in rows.items():
-        print(f"--- {row}, seed {seed}", flush=True)
-        command = _command(config, row, {**shared, **settings}, seed)
-        subprocess.run(command, check=True)
-  runs = {row: _finished(row) for row in rows}
-  found = {
-    t: {row: runs[row] for row in own if runs[row]} for t, own in tables.items()
-  }
-  dense = runs[next(iter(rows))]
-  text = _page(config, dense, {t: own for t, own in found.items() if own})
-  print(text)
-  output = pathlib.Path(_OUTPUT.value)
-  output.parent.mkdir(parents=True, exist_ok=True)
-  output.write_text(text)
-
-
-def _rows(
-  tables: Mapping[str, Mapping[str, Settings]],
-) -> Mapping[str, Settings]:
-  """The rows of all tables; a row's name is its run folder's, so unique."""
-  rows: dict[str, Settings] = {}
-  for table in tables.values():
-    for row, settings in table.items():
-      if row in rows and rows[row] != settings:
-        raise ValueError(
-          f"`TABLES` must have one row of each name, got {row!r} twice with"
-          " different settings; name them apart."
-        )
-      rows[row] = settings
-  return rows
-
-
-def _folder(row: str, seed: str) -> pathlib.Path:
-  name = re.sub(r"[^a-z0-9.]+", "-", row.lower()).strip("-")
-  return pathlib.Path(_RUNS.value) / f"{name}-seed{seed}"
-
-
-def _command(
-  config: str, row: str, settings: Settings, seed: str
-) -> Sequence[str]:
-  """The command line of one run; it ends at once where it was run before."""
-  settings = dict(settings)
-  reducer = settings.pop("reducer")
-  return [
-    sys.executable,
-    str(_HERE / "train_gpt2.py"),
-    f"--config={config}:{reducer}",
-    f"--config.seed={seed}",
-    f"--config.run_dir={_folder(row, seed)}",
-    *(f"--config.{key}={value}" for key, value in settings.items()),
-  ]
-
-
-def _finished(row: str) -> dict[str, dict[str, Any]]:
-  files = {s: _folder(row, s) / "summary.json" for s in _SEEDS.value}
-  return {s: json.loads(f.read_text()) for s, f in files.items() if f.exists()}
-
-
-def _page(
-  config: str, dense: Summaries, tables: Mapping[str, Mapping[str, Summaries]]
-) -> str:
-  """Markdown: a table for each group, then every run; gaps are to `dense`."""
-  rows = {row: runs for table in tables.values() for row, runs in table.items()}
-  if not rows:
-    raise ValueError(
-      f"--runs must be where runs of the study are, got {_RUNS.value}, which"
-      " has none; leave out --nowait to make them."
+    runner.run()
+  found = comparison.collect(study, records, _SEEDS.value)
+  if not found.dense.runs and not any(row.runs for row in found.rows):
+    sys.exit(
+      f"error: `--records` must be where runs of the study are recorded, got"
+      f" {_RECORDS.value}, which has none that came to an end; leave out"
+      " --nowait to make them."
     )
-  lines = _heading(config, [s for runs in rows.values() for s in runs.values()])
-  for table, own in tables.items():
-    lines += ["", f"## {table}"] if table else []
-    lines += _table(own, dense)
-  return "\n".join(lines + _every_run(rows)) + "\n"
+  pictures = comparison_plots.write(found, page.parent)
+  print(comparison_page.write(found, page, pictures, _command()))
+  for row, seed, error in found.failures:
+    print(f"failed: {row}, seed {seed}: {error}", file=sys.stderr)
+  if _WAIT.value and found.failures:
+    sys.exit(1)
 
 
-def _heading(
-  config: str, summaries: Sequence[Mapping[str, Any]]
-) -> Sequence[str]:
-  """Where the numbers come from and what they mean."""
-  about = summaries[0]
-  environment = about["environment"]
-  commits = sorted({s["environment"]["commit"] for s in summaries})
-  versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items())
-  return [
-    f"# {pathlib.Path(config).stem}: {about['params']:,} parameters,"
-    f" {about['steps']} steps, {about['replicas']} replicas",
-    "",
-    f"Written by `python experiments/compare.py --study={_STUDY.value}`; do not"
-    " edit.",
-    "",
-    f"Commit {', '.join(commits)}; {environment['device']},"
-    f" {environment['cores']} cores, Python {environment['python']},"
-    f" {versions}. Data: {about['corpus']['name']},"
-    f" sha256 {about['corpus']['sha256'][:16]}.",
-    "",
-    "Held-out loss in nats a token at the last step: mean over seeds, and the"
-    " standard deviation. The gap is to the first row of all, seed by seed,"
-    " with the standard error of its mean; what is closed is the share of the"
-    " gap of the table's first row that a row does not have, where that gap is"
-    " more than two standard errors. The ratio is dense over sent bytes of the"
-    " whole run, dense steps included.",
-  ]
+class Runner:
+  """Makes the runs of a study that are not recorded yet."""
 
+  def __init__(
+    self, study: Study, records: Records, seeds: Sequence[str], folder: str
+  ):
+    """Plans all runs, a seed at a time: all methods grow together.
 
-def _table(rows: Mapping[str, Summaries], dense: Summaries) -> Sequence[str]:
-  first = next(iter(rows.values()))
-  lines = [
-    "",
-    "| method | held-out loss | spread | gap to dense | closed | ratio"
-    " | MB a step | seeds |",
-    "|---|---|---|---|---|---|---|---|",
-  ]
-  for row, runs in rows.items():
-    losses = [s["val_loss"] for s in runs.values()]
-    ratios = [s["compression_ratio"] for s in runs.values()]
-    sent = [sum(s["wire_bytes_per_step"]) / 1e6 for s in runs.values()]
-    spread = f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "-"
-    lines.append(
-      f"| {row} | {statistics.mean(losses):.4f} | {spread}"
-      f" | {_gap(runs, dense)} | {_closed(runs, first, dense)}"
-      f" | {statistics.mean(ratios):.2f} | {statistics.mean(sent):.2f}"
-      f" | {len(runs)} |"
-    )
-  return lines
+    Args:
+      study: What to run.
+      records: Of what was run.
+      seeds: With each of which every row is run.
+      folder: Where run folders go.
+    """
+    self._study, self._records = study, records
+    self._folder = pathlib.Path(folder) / study.name
+    self._plan = [
+      (row, seed, is_beside)
+      for seed in seeds
+      for row in study.rows
+      for is_beside in (False, True)[: 1 + study.has_beside(row)]
+    ]
 
-
-def _every_run(rows: Mapping[str, Summaries]) -> Sequence[str]:
-  lines = ["", "## Every run", ""]
-  lines += ["| method | seed | held-out loss | ratio | rank, from step |"]
-  lines += ["|---|---|---|---|---|"]
-  for row, runs in rows.items():
-    for seed, summary in runs.items():
-      ranks = ", ".join(
-        f"{rank[0] or 'dense'} from {step}"
-        for step, rank in summary["rank_history"]
+  def run(self) -> None:
+    """Runs what is missing, one after the other, and records it."""
+    for number, (row, seed, is_beside) in enumerate(self._plan, 1):
+      run = self._run_of(row, seed, is_beside)
+      if run is None or self._records.finished(run):
+        continue
+      left = self._time_left(self._plan[number - 1 :])
+      print(
+        f"--- run {number} of {len(self._plan)}: {run.row}, seed {seed}{left}",
+        flush=True,
       )
-      lines.append(
-        f"| {row} | {seed} | {summary['val_loss']:.4f}"
-        f" | {summary['compression_ratio']:.2f} | {ranks} |"
-      )
-  return lines
+      error = _execute(self._command(run))
+      try:
+        numbers = {"error": error} if error else numbers_of(self._path(run))
+      except (OSError, ValueError) as damage:
+        numbers = {"error": str(damage)}
+      self._records.write(run, numbers)
+
+  def forget(self) -> None:
+    """Removes what was recorded of the runs, and their folders."""
+    # Those beside first: which they are follows from what they are beside.
+    for row, seed, is_beside in sorted(self._plan, key=lambda p: not p[2]):
+      run = self._run_of(row, seed, is_beside)
+      if run:
+        shutil.rmtree(self._path(run), ignore_errors=True)
+        self._records.remove(run)
+
+  def _run_of(self, row: str, seed: str, is_beside: bool) -> Run | None:
+    """None where it is not known yet what sends the same bytes."""
+    run = self._study.run(row, seed)
+    if not is_beside:
+      return run
+    record = self._records.finished(run)
+    try:
+      return record and self._study.run_beside(run, record)
+    except ValueError:  # no rank does; the page says so
+      return None
+
+  def _time_left(self, plan: Sequence[tuple[str, str, bool]]) -> str:
+    """From the mean of the runs that are recorded."""
+    records = {}
+    for planned in self._plan:
+      run = self._run_of(*planned)
+      records[planned] = run and self._records.finished(run)
+    seconds = [r["seconds"] for r in records.values() if r]
+    if not seconds:
+      return ""
+    count = sum(not records[planned] for planned in plan)
+    return f"; {about(count * sum(seconds) / len(seconds))} left"
+
+  def _path(self, run: Run) -> pathlib.Path:
+    """A folder belongs to one configuration, hence the digest of settings."""
+    settings = json.dumps([self._study.config, run.settings], sort_keys=True)
+    digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
+    return self._folder / f"{run.name}-{digest}"
+
+  def _command(self, run: Run) -> Sequence[str]:
+    """The command line of one run; it ends at once where it was run before."""
+    settings = dict(run.settings)
+    reducer = settings.pop("reducer")
+    return [
+      sys.executable,
+      str(_HERE / "train_gpt2.py"),
+      f"--config={self._study.config}:{reducer}",
+      f"--config.seed={run.seed}",
+      f"--config.run_dir={self._path(run)}",
+      *(f"--config.{key}={value}" for key, value in settings.items()),
+    ]
 
 
-def _gap(runs: Summaries, dense: Summaries) -> str:
-  """Percent above dense, of the seeds both have, and the standard error."""
-  seeds = [seed for seed in runs if seed in dense]
-  if not seeds or runs == dense:
-    return "-"
-  level = statistics.mean(dense[seed]["val_loss"] for seed in seeds)
-  gap, error = _difference(seeds, runs, dense)
-  return f"{gap / level:+.2%}" + (f" ± {error / level:.2%}" if error else "")
+def about(seconds: float) -> str:
+  """A time for people, such as "about 2 h 10 min"."""
+  minutes = max(1, round(seconds / 60))
+  hours, minutes = divmod(minutes, 60)
+  parts = [f"{hours} h"] * bool(hours) + [f"{minutes} min"] * bool(minutes)
+  return f"about {' '.join(parts)}"
 
 
-def _closed(runs: Summaries, first: Summaries, dense: Summaries) -> str:
-  """Share of the first row's gap that is gone, of the seeds all have."""
-  seeds = [seed for seed in runs if seed in first and seed in dense]
-  if not seeds or runs is first:
-    return "-"
-  gap, error = _difference(seeds, first, dense)
-  if gap <= 2 * error:
-    return "not resolved"
-  return f"{1 - _difference(seeds, runs, dense)[0] / gap:z.0%}"
+def _execute(command: Sequence[str]) -> str:
+  """Runs a command and returns the last line of its error, or nothing."""
+  last = ""
+  with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    try:
+      for line in process.stderr:
+        sys.stderr.write(line)
+        last = line.strip() or last
+      code = process.wait()
+    except KeyboardInterrupt:
+      process.wait()  # it was told, too, and saves what it can
+      raise
+  # Records are for others, who have other folders.
+  last = last.replace(f"{_HERE.parent}/", "").replace(
+    f"{pathlib.Path.home()}/", "~/"
+  )
+  return f"exit code {code}: {last}"[:300] if code else ""
 
 
-def _difference(
-  seeds: Sequence[str], runs: Summaries, others: Summaries
-) -> tuple[float, float]:
-  """Mean difference of losses, seed by seed, and its standard error."""
-  found = [runs[s]["val_loss"] - others[s]["val_loss"] for s in seeds]
-  spread = statistics.stdev(found) if len(found) > 1 else 0.0
-  return statistics.mean(found), spread / len(found) ** 0.5
+def _page_of(study: Study) -> pathlib.Path:
+  if _OUTPUT.value:
+    return pathlib.Path(_OUTPUT.value)
+  name = "results" if study.name == "methods" else study.name
+  return pathlib.Path("docs") / f"{name}.md"
+
+
+def _command() -> str:
+  seeds = f" --seeds={','.join(_SEEDS.value)}"
+  default = _SEEDS.value == ["0", "1", "2"]
+  return f"python experiments/compare.py --study={_STUDY.value}" + (
+    "" if default else seeds
+  )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 CONFIG = "configs/gpt2_tiny.py"
+BESIDE = False  # the fixed ranks of equal bytes are rows here
 # Differences are small: 131,072 held-out tokens, once, at the end.
 SETTINGS = {
   "evaluation.every": 0, "evaluation.batches": 64, "checkpoint.every": 0,
