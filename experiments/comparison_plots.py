@@ -1,15 +1,20 @@
 """The pictures of a study: loss by step, loss by bytes, and the frontier."""
 
+import io
 import itertools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+from matplotlib import patheffects
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, NullLocator
 from matplotlib.transforms import Bbox
+from PIL import Image
 
 from experiments.comparison import Comparison, Row, gap, non_dominated
 
@@ -21,6 +26,7 @@ _MARKERS = "osD^vP*X"
 _DASHES = ("-", (0, (1, 1)), (0, (3, 1, 1, 1)))
 _WIDTH, _DPI = 9.0, 100  # inches, so 900 pixels
 _DENSE = "#444444"
+_HALO = patheffects.withStroke(linewidth=2, foreground="white")
 
 
 def write(found: Comparison, folder: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -37,7 +43,7 @@ def write(found: Comparison, folder: pathlib.Path) -> dict[str, pathlib.Path]:
     ("Loss by step", "steps"): draw_curves(found, "step"),
     ("Loss by bytes sent", "bytes"): draw_curves(found, "wire_bytes"),
   }
-  if _gaps(found):
+  if len(_gaps(found)) > 1:
     figures["Gap to dense by compression ratio", "frontier"] = draw_frontier(
       found
     )
@@ -45,7 +51,7 @@ def write(found: Comparison, folder: pathlib.Path) -> dict[str, pathlib.Path]:
   files = {}
   for (title, name), figure in figures.items():
     files[title] = folder / f"{found.study.name}-{name}.png"
-    figure.savefig(files[title], dpi=_DPI)
+    _save(figure, files[title])
   return files
 
 
@@ -53,8 +59,7 @@ def draw_curves(found: Comparison, x: str) -> Figure:
   """Loss by steps or by bytes sent, a panel for each table.
 
   Held-out loss where it was measured on the way, else training loss; mean over
-  seeds. The end of the run is what is shown: it begins where dense has a tenth
-  of its steps behind it.
+  seeds, cut to where the run's end can be read.
 
   Args:
     found: At least one finished run.
@@ -70,32 +75,33 @@ def draw_curves(found: Comparison, x: str) -> Figure:
   } or found.tables
   columns = min(2, len(tables))
   lines = -(-len(tables) // columns)
-  figure = Figure(figsize=(_WIDTH, 0.4 + 3.4 * lines), layout="constrained")
+  figure = Figure(figsize=(_WIDTH, 0.4 + 4 * lines), layout="constrained")
   panels = figure.subplots(lines, columns, squeeze=False).ravel()
   for axes, (title, rows) in zip(panels, tables.items(), strict=False):
-    ends = []
-    if found.dense.runs:
-      _, loss = _curve(axes, found.dense, x, color=_DENSE, linewidth=2.2)
-      ends += [loss[-1], loss[len(loss) // 10]]
-    styles = itertools.product(_DASHES, _COLORS)
-    for row, (dashes, color) in zip(
-      rows, itertools.cycle(styles), strict=False
-    ):
-      if row is found.dense:
-        continue
-      _, loss = _curve(axes, row, x, color=color, linestyle=dashes)
-      ends += [loss[-1], loss.min()]
-      if row.beside:
-        _curve(axes, row.beside, x, color=color, linestyle="--", alpha=0.8)
-    room = 0.05 * (max(ends) - min(ends)) or 0.1
-    axes.set_ylim(min(ends) - room, max(ends) + room)
+    curves = [
+      _curve(axes, row, x, **style) for row, style in _styles(found, rows)
+    ]
+    # What is worth seeing: the ends, and dense from a quarter on.
+    shown = [loss[len(loss) // 4 :] for _, loss in curves[:1]]
+    shown += [loss[-1:] for _, loss in curves]
+    low, high = (
+      min(loss.min() for _, loss in curves),
+      np.concatenate(shown).max(),
+    )
+    room = 0.05 * (high - low) or 0.1
+    axes.set_ylim(low - room, high + room)
     _dress(axes, title)
-    axes.legend(fontsize=7.5, frameon=False, loc="upper right")
+    axes.legend(
+      fontsize=7.5, frameon=False, ncols=2, loc="upper center",
+      bbox_to_anchor=(0.5, -0.17),
+    )  # fmt: skip
     axes.set_ylabel(f"{_kind(rows)} loss (nats)")
+    first = min(places[loss <= high].min() for places, loss in curves)
     if x == "step":
-      axes.set(xlabel="step", xlim=(0, None))
+      axes.set(xlabel="step", xlim=(first, None))
     else:
-      axes.set(xlabel="sent so far (MB per replica)", xscale="log")
+      _scale_bytes(axes)
+      axes.set(xlabel="sent so far (MB per replica)", xlim=(first / 1.3, None))
   for axes in panels[len(tables) :]:
     axes.set_visible(False)
   return figure
@@ -110,7 +116,7 @@ def draw_frontier(found: Comparison) -> Figure:
   Returns:
     The figure; bars are standard errors over seeds.
   """
-  figure = Figure(figsize=(_WIDTH, 6.0), layout="constrained")
+  figure = Figure(figsize=(_WIDTH, 6.0), dpi=_DPI, layout="constrained")
   axes = figure.subplots()
   gaps = _gaps(found)
   places = [place for _, place, _ in gaps]
@@ -131,6 +137,7 @@ def draw_frontier(found: Comparison) -> Figure:
       marker=_MARKERS[number % len(_MARKERS)], markersize=6,
       markerfacecolor="white" if id(row) in beside else color,
       label=group if group not in shown else None, linestyle="",
+      zorder=4,
     )  # fmt: skip
     shown.add(group)
   heights = [height for _, height in places]
@@ -142,12 +149,9 @@ def draw_frontier(found: Comparison) -> Figure:
     axes.set_ylim(min([-0.5, *heights]) - 0.2, max(heights) * 1.5)
     axes.yaxis.set_minor_locator(NullLocator())
   axes.axhline(0, color=_DENSE, linestyle="--", linewidth=1, zorder=0)
-  axes.set_xscale("log")
   low, high = min(r for r, _ in places), max(r for r, _ in places)
   axes.set_xlim(min(low, 1) / 1.15, high * 1.6)
-  axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-  axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-  axes.xaxis.set_minor_locator(NullLocator())
+  _scale_bytes(axes)
   _dress(axes, "Gap to dense by compression ratio")
   axes.set_xlabel("times fewer bytes than dense, over the whole run")
   axes.set_ylabel(f"held-out loss above {found.dense.name} (%)")
@@ -156,24 +160,54 @@ def draw_frontier(found: Comparison) -> Figure:
     title="hollow: fixed rank of the same bytes" if beside else None,
     alignment="left",
   )  # fmt: skip
-  _label(figure, axes, [(row.name, place) for row, place, _ in gaps])
+  where = {id(row): place for row, place, _ in gaps}
+  for row, place, _ in gaps:
+    if row.beside and id(row.beside) in where:
+      ends = zip(place, where[id(row.beside)], strict=True)
+      axes.plot(*ends, color="#999999", linewidth=0.8, linestyle=":")
+  named = [(r.name, place) for r, place, _ in gaps if id(r) not in beside]
+  _label(figure, axes, named, [place for _, place, _ in gaps])
   return figure
+
+
+def _save(figure: Figure, file: pathlib.Path) -> None:
+  """Writes a PNG in 128 colours, a third as large: pages are kept in git."""
+  pixels = io.BytesIO()
+  figure.savefig(pixels, dpi=_DPI)
+  image = Image.open(pixels).convert("RGB")
+  image.quantize(128, dither=Image.Dither.NONE).save(file, optimize=True)
 
 
 def _gaps(found: Comparison) -> list[tuple[Row, tuple[float, float], float]]:
   """Rows with a gap, their (ratio, gap in %), and its error."""
   gaps = []
   for row in found.rows:
-    found_gap = gap(row, found.dense)
-    if found_gap:
+    if row is found.dense:
+      gaps.append((row, (row.mean("compression_ratio"), 0.0), 0.0))
+    elif found_gap := gap(row, found.dense):
       mean, error = found_gap
       place = row.mean("compression_ratio"), 100 * mean
       gaps.append((row, place, 100 * (error or 0.0)))
   return gaps
 
 
+def _styles(
+  found: Comparison, rows: Sequence[Row]
+) -> Iterator[tuple[Row, dict[str, Any]]]:
+  """What a panel shows, dense first, with how."""
+  if found.dense.runs:
+    yield found.dense, {"color": _DENSE, "linewidth": 2.2}
+  styles = itertools.cycle(itertools.product(_DASHES, _COLORS))
+  for row in rows:
+    if row is not found.dense:
+      dashes, color = next(styles)
+      yield row, {"color": color, "linestyle": dashes}
+      if row.beside:
+        yield row.beside, {"color": color, "linestyle": "--", "alpha": 0.8}
+
+
 def _curve(
-  axes: Axes, row: Row, x: str, **style: object
+  axes: Axes, row: Row, x: str, **style: Any
 ) -> tuple[np.ndarray, np.ndarray]:
   """Draws the mean over runs, and returns its points."""
   runs = list(row.runs.values())
@@ -201,6 +235,13 @@ def _kind(rows: Sequence[Row]) -> str:
   return "held-out" if has_points else "training"
 
 
+def _scale_bytes(axes: Axes) -> None:
+  axes.set_xscale("log")
+  axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+  axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+  axes.xaxis.set_minor_locator(NullLocator())
+
+
 def _dress(axes: Axes, title: str) -> None:
   axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
   axes.spines[["top", "right"]].set_visible(False)
@@ -210,42 +251,41 @@ def _dress(axes: Axes, title: str) -> None:
 
 
 def _label(
-  figure: Figure, axes: Axes, points: Sequence[tuple[str, tuple[float, float]]]
+  figure: Figure,
+  axes: Axes,
+  named: Sequence[tuple[str, tuple[float, float]]],
+  points: Sequence[tuple[float, float]],
 ) -> None:
-  """Names points where no other name, point or bar is, as near as it can."""
+  """Puts names where no other and no point is, as near as that can be."""
+  renderer = FigureCanvasAgg(figure).get_renderer()
   figure.draw_without_rendering()
-  renderer = figure.canvas.get_renderer()
-  centers = [axes.transData.transform(place) for _, place in points]
-  taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in centers]
-  if axes.get_legend():
-    taken.append(axes.get_legend().get_window_extent(renderer))
-  for name, place in points:
-    text = None
+  centers = axes.transData.transform(points)
+  taken = [Bbox.from_bounds(x - 7, y - 7, 14, 14) for x, y in centers]
+  taken.append(axes.get_legend().get_window_extent(renderer))
+  for name, place in named:
     for offset, side in _OFFSETS:
-      if text:
-        text.remove()
-      text = _annotate(axes, name, place, offset, side)
-      box = text.get_window_extent(renderer)
-      inside = axes.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
-      if inside and not any(box.overlaps(other) for other in taken):
+      text = axes.annotate(
+        name, place, offset, textcoords="offset points", fontsize=7.5, ha=side,
+        va="center", path_effects=[_HALO],
+        arrowprops={"arrowstyle": "-", "color": "#aaaaaa", "linewidth": 0.6,
+                    "shrinkA": 0, "shrinkB": 3},
+      )  # fmt: skip
+      text.set_in_layout(False)
+      text.update_positions(renderer)
+      box = Text.get_window_extent(text, renderer)  # without the arrow
+      is_inside = axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max)
+      if is_inside and not any(box.overlaps(other) for other in taken):
         break
-    taken.append(Text.get_window_extent(text, renderer))
+      text.remove()
+    else:  # no room for it
+      continue
+    taken.append(box)
 
 
-def _annotate(
-  axes: Axes, name: str, place: tuple[float, float], offset: tuple, side: str
-) -> Text:
-  return axes.annotate(
-    name, place, offset, textcoords="offset points", fontsize=7.5, ha=side,
-    va="center", annotation_clip=False,
-    arrowprops={"arrowstyle": "-", "color": "#aaaaaa", "linewidth": 0.6,
-                "shrinkA": 0, "shrinkB": 3},
-  )  # fmt: skip
-
-
+# Beside a point, nearest first; further up and down also further out.
 _OFFSETS = [
-  ((right * (6 + near / 3), up), side)
-  for near in range(0, 160, 8)
-  for up in (near, -near)
+  ((right * (8 + far / 4), up), side)
+  for far in range(0, 240, 6)
+  for up in dict.fromkeys((far, -far))
   for right, side in ((1, "left"), (-1, "right"))
 ]
