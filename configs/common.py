@@ -7,7 +7,7 @@ def base(reducer: str) -> ConfigDict:
   """What all configurations share.
 
   Args:
-    reducer: edgc, powersgd or allreduce.
+    reducer: edgc, powersgd, allreduce, topk, randomk, quantize or signsgd.
 
   Returns:
     A configuration whose sizes are those of GPT-2 with 124M parameters.
@@ -16,7 +16,7 @@ def base(reducer: str) -> ConfigDict:
     {
       "name": "run",
       "run_dir": "",  # empty: runs/<name>-<reducer>-seed<seed>
-      "reducer": reducer,  # edgc, powersgd or allreduce
+      "reducer": reducer,  # a function of edgc_jax with a section below
       "steps": 1000,
       "seed": 0,  # of parameters, order of the data and first factors
       "batch_size": 32,  # sequences a step, over all replicas
@@ -64,7 +64,7 @@ def base(reducer: str) -> ConfigDict:
         "max_consecutive_skips": 10,  # non-finite steps, then the run stops
       },
       "evaluation": {"every": 100, "batches": 8},  # steps; of batch_size
-      # Arguments of edgc_jax.edgc, with its defaults, and of powersgd.
+      # Arguments of edgc_jax.edgc, with its defaults, and of the others.
       "edgc": {
         "rank_max": 32,  # 0: found from the times on the link
         "rank_min": 8,  # 0: a quarter of rank_max
@@ -84,6 +84,8 @@ def base(reducer: str) -> ConfigDict:
         "granularity": "matrix",  # or stage: all matrices on one rank
         "curves": "calibrated",  # or energy, entropy
         "scale_exponent": 1.0,  # of sigma: 0 absolute errors, 2 relative
+        "wire_dtype": "float32",  # or bfloat16, native_bfloat16
+        "alternating": False,  # one factor a step
       },
       "powersgd": {
         # A fraction is a mean over all steps: 11.3 is rank 12 for three tenths
@@ -92,6 +94,14 @@ def base(reducer: str) -> ConfigDict:
         "final_rank": 0,  # 0: as rank; else it moves there in equal steps
         "warmup_steps": 1000,
         "min_ratio": 2.0,
+        "wire_dtype": "float32",
+        "alternating": False,
       },
+      "allreduce": {"wire_dtype": "float32"},
+      # Shares of the entries; a threshold's sample (0: the exact k largest).
+      "topk": {"density": 0.01, "sample_rate": 0.0},
+      "randomk": {"density": 0.05, "error_feedback": True},
+      "quantize": {"bits": 8, "block": 256, "error_feedback": False},
+      "signsgd": {"block": 256},
     }
   )

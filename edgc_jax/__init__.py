@@ -9,6 +9,12 @@ cpu_devices.widen_thread_pool()  # before any device is used; see the function
 
 from edgc_jax.adaptive_rank import edgc  # noqa: E402
 from edgc_jax.comm_cost import wire_bytes  # noqa: E402
+from edgc_jax.entrywise_methods import (  # noqa: E402
+  quantize,
+  randomk,
+  signsgd,
+  topk,
+)
 from edgc_jax.fixed_rank import allreduce, powersgd  # noqa: E402
 from edgc_jax.link import CompressionModel, LinkModel  # noqa: E402
 from edgc_jax.matrices import MatrixView, trailing_matrix  # noqa: E402
@@ -43,10 +49,14 @@ __all__ = [
   "measure_link",
   "metrics",
   "powersgd",
+  "quantize",
+  "randomk",
   "rebase_entropy",
   "resize_replicas",
+  "signsgd",
   "skip_nonfinite",
   "state_specs",
+  "topk",
   "trailing_matrix",
   "wire_bytes",
 ]

@@ -1,13 +1,13 @@
 """The gradient transformation whose rank follows the entropy: edgc."""
 
 import dataclasses
+from typing import Any
 
 import optax
 
 from edgc_jax import arguments, guards
 from edgc_jax import link as links
 from edgc_jax.allocator import Allocator
-from edgc_jax.comm_cost import Plan, by_exchange, make_plan
 from edgc_jax.controller import Controller
 from edgc_jax.ladder import Ladder
 from edgc_jax.link import CompressionModel, LinkModel
@@ -17,8 +17,10 @@ from edgc_jax.matrices import (
   own_placement,
   trailing_matrix,
 )
+from edgc_jax.plan import Plan, by_exchange, make_plan
 from edgc_jax.policy import EntropyPolicy, FixedPolicy, Policy
 from edgc_jax.reducer import make_reducer
+from edgc_jax.wire_codes import code_of
 
 ALIGNMENTS = ("slack", "none")
 # How many times the rank of its rung a matrix may have.
@@ -53,6 +55,8 @@ def edgc(
   backward_seconds: float | None = None,
   matrix_view: ViewFn | None = None,
   placement: PlacementFn | None = None,
+  wire_dtype: Any = "float32",
+  alternating: bool = False,
   seed: int = 714,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients through factors whose rank follows their entropy.
@@ -141,7 +145,12 @@ def edgc(
       default), "split" (a tensor split over all stages, such as rows of the
       embedding) or "shared" (the same on all stages; their gradients are
       summed, if JAX has not done that).
-    seed: Seed of the first Q.
+    wire_dtype: Of what travels: "float32"; "bfloat16", as integers, summed in
+      float32, with what is rounded off kept as error feedback;
+      or "native_bfloat16", summed as the platform does it (XLA's CPU backend
+      widens it and saves nothing). Vectors travel as float32.
+    alternating: As for `powersgd`: one factor a step.
+    seed: Seed of the first factors.
 
   Returns:
     A gradient transformation, from local gradients to their mean. A step in
@@ -179,13 +188,15 @@ def edgc(
   guards.require_one_of("align", align, ALIGNMENTS)
   arguments.require_ratio(min_ratio)
   arguments.require_placement(placement, stage_axis)
+  arguments.require_flag("alternating", alternating)
+  travel = {"code": code_of(wire_dtype), "alternating": alternating}
   is_aligned = stage_axis is not None and align == "slack"
   if is_aligned:
     arguments.require_times(link, backward_seconds)
   view, placed = matrix_view or trailing_matrix, placement or own_placement
 
   def plan_for(tree: optax.Params) -> Plan:
-    whole = make_plan(tree, (0,), min_ratio, view, placed)
+    whole = make_plan(tree, (0,), min_ratio, view, placed, **travel)
     ranks = ladder.ranks(by_exchange(whole)[0])
     spread = _SPREAD if granularity == "matrix" else 1
     whole = dataclasses.replace(whole, ladder=ranks, spread=spread)

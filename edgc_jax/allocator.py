@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from edgc_jax import allocation
-from edgc_jax.comm_cost import Plan
+from edgc_jax.plan import Plan
 
 # Least columns of a matrix, so that none goes blind to its own gradient.
 _FLOOR = 2

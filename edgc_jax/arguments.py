@@ -80,6 +80,21 @@ def require_ratio(min_ratio: float) -> None:
   )
 
 
+def require_share(name: str, value: float) -> None:
+  """Raises unless `value` is a number in (0, 1]."""
+  guards.require_number(name, value)
+  guards.require(0 < value <= 1, name, value, "in (0, 1]", "1 is everything")
+
+
+def require_flag(name: str, value: bool) -> None:
+  """Raises unless `value` is True or False."""
+  if not isinstance(value, bool):
+    raise TypeError(
+      f"`{name}` must be True or False, got {value!r}; under"
+      " optax.inject_hyperparams list it in `static_args`."
+    )
+
+
 def require_placement(
   placement: PlacementFn | None, stage_axis: str | None
 ) -> None:

@@ -52,9 +52,27 @@ def all_true(flag: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
   return lax.pmin(flag.astype(jnp.int32), axis_name) > 0
 
 
-def stage_index(axis_name: str) -> jax.Array:
+def device_index(axis_name: str) -> jax.Array:
   """This device's position along an axis; int32 [], varying over it."""
   return lax.axis_index(axis_name)
+
+
+def exchange_parts(tree: Any, axis_name: str) -> Any:
+  """Part j of every leaf [N, ...] goes to device j; what comes is [N, ...].
+
+  On the wire half of what an all-reduce of the leaf is.
+  """
+  swap = lambda x: lax.all_to_all(x, axis_name, 0, 0, tiled=True)  # noqa: E731
+  return jax.tree.map(swap, tree)
+
+
+def gather(tree: Any, axis_name: str) -> Any:
+  """Every leaf of all devices, as [N, ...], the same on all.
+
+  On the wire half of what an all-reduce of the result is.
+  """
+  to = "invarying" if tracks_varying(axis_name) else "varying"
+  return lax.all_gather(tree, axis_name, to=to)
 
 
 def from_first(tree: Any, axis_name: str) -> Any:

@@ -1,213 +1,15 @@
-"""What each rank sends, in bytes, before anything is compiled.
+"""Bytes of an exchange, for whoever wants to know them beforehand."""
 
-A rank-r exchange of a matrix [m, n] sends P [m, r] and Q [n, r] instead of
-m n values. Bytes are the payload of an all-reduce per replica, float32. Rank
-0 means dense. `tests/wire_bytes_test.py` holds these numbers against the
-collectives of the compiled program.
-"""
-
-import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from edgc_jax import sketch
 from edgc_jax.matrices import (
-  Leaf,
   PlacementFn,
   ViewFn,
-  describe,
   own_placement,
   trailing_matrix,
 )
-
-BYTES_PER_VALUE = 4
-# Of each matrix, with its factors: what was not sent, sketched, and its norm.
-_ERROR_VALUES = sketch.VALUES + 1
-# Eigenproblems of more columns go through threaded LAPACK on CPU hosts: 30
-# times slower at 69 than at 64 columns, with OPENBLAS_NUM_THREADS=1 as fast.
-_WIDE = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """Which leaves travel as factors at which rank.
-
-  Attributes:
-    leaves: The leaves exchanged together, in tree order.
-    ladder: The ranks that may be used, 0 for dense, one collective shape each.
-    min_ratio: Least m n / (r (m + n)) at which factors are sent.
-    positions: Where the leaves stand in the whole gradient.
-    spread: How many times the rung's rank a matrix may have while others
-      have less; 1 where all have the same.
-  """
-
-  leaves: tuple[Leaf, ...]
-  ladder: tuple[int, ...]
-  min_ratio: float
-  positions: tuple[int, ...]
-  spread: int = 1
-
-  def columns(self, leaf: Leaf, rank: int) -> int:
-    """Columns that a leaf's factors have at this rank; 0 if it goes dense.
-
-    The one place where the rank of a rung becomes that of a matrix.
-    """
-    if leaf.view is None or rank == 0:
-      return 0
-    rows, cols = leaf.view.rows, leaf.view.cols
-    return min(rank, rows, cols) if self.pays(rows, cols, rank) else 0
-
-  def pays(self, rows: int, cols: int, rank: int) -> bool:
-    """Whether factors of a [rows, cols] matrix save at least `min_ratio`."""
-    columns = min(rank, rows, cols)
-    return rows * cols >= self.min_ratio * columns * (rows + cols)
-
-  @functools.cached_property
-  def compressible(self) -> tuple[int, ...]:
-    """Indices of the leaves that are sent as factors at some rung."""
-    return tuple(
-      i
-      for i, leaf in enumerate(self.leaves)
-      if any(self.columns(leaf, rank) for rank in self.ladder)
-    )
-
-  @functools.cached_property
-  def matrices(self) -> tuple[Leaf, ...]:
-    """The leaf of every matrix that is sent as factors at some rung.
-
-    K matrices, in the order of leaves, then along their stacks: the order of
-    every array over matrices.
-    """
-    leaves = (self.leaves[i] for i in self.compressible)
-    return tuple(leaf for leaf in leaves for _ in range(leaf.view.count))
-
-  @functools.cached_property
-  def sides(self) -> np.ndarray:
-    """Heights of P and Q of each of `matrices`; int64 [K, 2]."""
-    sides = [(leaf.view.rows, leaf.view.cols) for leaf in self.matrices]
-    return np.array(sides, np.int64).reshape(-1, 2)
-
-  @functools.cached_property
-  def sizes(self) -> np.ndarray:
-    """Entries of each of `matrices`; float32 [K]."""
-    return np.prod(self.sides, axis=1).astype(np.float32)
-
-  @functools.cached_property
-  def uniform_ranks(self) -> np.ndarray:
-    """Columns of each matrix where all have the rung's; int32 [rungs, K]."""
-    ranks = [
-      [self.columns(leaf, rank) for leaf in self.matrices]
-      for rank in self.ladder
-    ]
-    return np.array(ranks, np.int32).reshape(len(self.ladder), -1)
-
-  def by_leaf(self, values: jax.Array) -> list[jax.Array]:
-    """An array over matrices [K, ...], cut into one for each leaf."""
-    counts = [self.leaves[i].view.count for i in self.compressible]
-    return jnp.split(values, np.cumsum(counts)[:-1]) if counts else []
-
-  def limit(self, leaf: Leaf, rank: int) -> int:
-    """The most columns that a matrix may have at this rank; 0 if dense."""
-    columns = self.columns(leaf, rank)
-    if columns == 0 or self.spread == 1:
-      return columns
-    most = min(self.spread * columns, max(_WIDE, 2 * columns))
-    if self.min_ratio:
-      rows, cols = leaf.view.rows, leaf.view.cols
-      most = min(most, int(rows * cols / (self.min_ratio * (rows + cols))))
-    return min(max(most, columns), leaf.view.rows, leaf.view.cols)
-
-  def factor_columns(self, leaf: Leaf) -> int:
-    """Columns of Q held in the state: as many as any rung may use."""
-    return max(self.limit(leaf, rank) for rank in self.ladder)
-
-  def without_idle_ranks(self) -> "Plan":
-    """The plan without ranks that compress nothing; the least one stays."""
-    least = min((rank for rank in self.ladder if rank), default=0)
-    kept = [
-      rank
-      for rank in self.ladder
-      if rank in (0, least)
-      or any(self.columns(leaf, rank) for leaf in self.leaves)
-    ]
-    return dataclasses.replace(self, ladder=tuple(kept))
-
-  @property
-  def dense_bytes(self) -> int:
-    """Bytes of a dense float32 all-reduce of the whole gradient."""
-    return BYTES_PER_VALUE * sum(leaf.size for leaf in self.leaves)
-
-  def wire_bytes(self, rank: int) -> int:
-    """Bytes sent by the exchange of one step at this rank.
-
-    Args:
-      rank: Columns of the factors, 0 for dense.
-
-    Returns:
-      sum over factor leaves of 4 k r (m + n), over dense leaves of 4 size,
-      and 17 values a matrix that tell its error.
-    """
-    values = 0
-    for leaf in self.leaves:
-      columns = self.columns(leaf, rank)
-      if columns:
-        sent = columns * (leaf.view.rows + leaf.view.cols) + _ERROR_VALUES
-        values += leaf.view.count * sent
-      else:
-        values += leaf.size
-    return BYTES_PER_VALUE * values
-
-
-def make_plan(
-  tree: Any,
-  ladder: tuple[int, ...],
-  min_ratio: float = 2.0,
-  matrix_view: ViewFn = trailing_matrix,
-  placement: PlacementFn = own_placement,
-) -> Plan:
-  """The plan for a tree of parameters or gradients (or their shapes).
-
-  Ranks at which no leaf would be compressed are dropped from the ladder: they
-  would send dense gradients under another name. The least rank stays.
-  """
-  leaves = tuple(describe(tree, matrix_view, placement))
-  everything = tuple(range(len(leaves)))
-  return Plan(leaves, ladder, min_ratio, everything).without_idle_ranks()
-
-
-def by_exchange(plan: Plan) -> tuple[Plan, ...]:
-  """The plans of the leaves that are exchanged together, earliest first.
-
-  What is a stage's own travels when the stage is done; the rest waits for
-  stage 0, and travels at its rung. One ladder for both, so that a rung means
-  the same rank: that of the first.
-
-  Args:
-    plan: The plan of all leaves.
-
-  Returns:
-    The plan of the own leaves and, if there are others, that of the rest.
-  """
-  is_own = [leaf.placement == "own" for leaf in plan.leaves]
-  own = _part(plan, [i for i, own in enumerate(is_own) if own])
-  own = own.without_idle_ranks()
-  rest = _part(plan, [i for i, own in enumerate(is_own) if not own])
-  if not rest.leaves:
-    return (own,)
-  return own, dataclasses.replace(rest, ladder=own.ladder, spread=1)
-
-
-def _part(plan: Plan, members: Sequence[int]) -> Plan:
-  return dataclasses.replace(
-    plan,
-    leaves=tuple(plan.leaves[i] for i in members),
-    positions=tuple(plan.positions[i] for i in members),
-  )
+from edgc_jax.plan import by_exchange, make_plan
+from edgc_jax.wire_codes import code_of
 
 
 def wire_bytes(
@@ -218,6 +20,9 @@ def wire_bytes(
   matrix_view: ViewFn = trailing_matrix,
   placement: PlacementFn = own_placement,
   lead_rank: int | None = None,
+  wire_dtype: Any = "float32",
+  alternating: bool = False,
+  replicas: int = 1,
 ) -> int:
   """Bytes one step's exchange sends per replica at a rank (0 is dense).
 
@@ -230,9 +35,15 @@ def wire_bytes(
     placement: As for `edgc`.
     lead_rank: On pipeline stages the rank of stage 0, at which all stages
       send what is not their own; None if it is the same.
+    wire_dtype: As for `edgc`.
+    alternating: As for `edgc`; the bytes are then the mean of two steps.
+    replicas: What is coded is cut into so many equal parts, padded.
 
   Returns:
     The bytes, without those of entropy samples and of agreeing.
+
+  Raises:
+    ValueError: if `wire_dtype` is none of those that there are.
 
   >>> import jax
   >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")
@@ -241,6 +52,16 @@ def wire_bytes(
   """
   lead_rank = rank if lead_rank is None else lead_rank
   ladder = (rank, lead_rank)
-  plan = make_plan(params, ladder, min_ratio, matrix_view, placement)
+  plan = make_plan(
+    params,
+    ladder,
+    min_ratio,
+    matrix_view,
+    placement,
+    code=code_of(wire_dtype),
+    alternating=alternating,
+  )
   own, *rest = by_exchange(plan)
-  return own.wire_bytes(rank) + sum(p.wire_bytes(lead_rank) for p in rest)
+  return own.wire_bytes(rank, replicas) + sum(
+    part.wire_bytes(lead_rank, replicas) for part in rest
+  )

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from edgc_jax import collectives, rank_rule, stages
-from edgc_jax.comm_cost import Plan
 from edgc_jax.controller_state import (
   DUE,
   MARKED,
@@ -35,6 +34,7 @@ from edgc_jax.controller_state import (
   rebased,
 )
 from edgc_jax.entropy import EntropySample
+from edgc_jax.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Controller:
     table = stages.aligned_rungs(
       self.rung_seconds, num_stages, self.backward_seconds
     )
-    stage = collectives.stage_index(self.stage_axis)
+    stage = collectives.device_index(self.stage_axis)
     return state._replace(rung=jnp.asarray(table)[stage, lead_rung])
 
   def _ends_warmup(

@@ -6,19 +6,21 @@ wherever the axis name is bound, under `jax.pmap` or `jax.shard_map`.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import optax
 
 from edgc_jax import arguments, guards
-from edgc_jax.comm_cost import make_plan
 from edgc_jax.matrices import (
   PlacementFn,
   ViewFn,
   own_placement,
   trailing_matrix,
 )
+from edgc_jax.plan import make_plan
 from edgc_jax.policy import FixedPolicy
 from edgc_jax.reducer import make_reducer
+from edgc_jax.wire_codes import code_of
 
 
 def allreduce(
@@ -26,25 +28,41 @@ def allreduce(
   *,
   stage_axis: str | None = None,
   placement: PlacementFn | None = None,
+  wire_dtype: Any = "float32",
+  matrix_view: ViewFn | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over replicas, dense: the baseline.
 
-  Wire: every value once, float32, in one all-reduce.
+  Wire: every value once, in one all-reduce of float32; with
+  `wire_dtype="bfloat16"`, the baseline that costs nothing, those of matrices
+  as 2 bytes in an all-to-all and an all-gather.
 
   Args:
     axis_name: Axis averaged over; must be bound where `update` runs.
     stage_axis: As for `edgc`, if the model is cut into pipeline stages.
     placement: As for `edgc`.
+    wire_dtype: "float32"; "bfloat16", as integers of 16 bits, summed in
+      float32 on every platform and rounded on both ways, without error
+      feedback; or "native_bfloat16", summed as the platform does it (XLA's CPU
+      backend widens it and saves nothing). Vectors travel as float32.
+    matrix_view: As for `edgc`; tells what is a vector.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
 
+  Raises:
+    ValueError: if an argument is out of range.
+
   >>> tx = optax.chain(allreduce(), optax.sgd(0.1))
   """
   arguments.require_placement(placement, stage_axis)
+  view, placed = matrix_view or trailing_matrix, placement or own_placement
+  code = code_of(wire_dtype)
   return make_reducer(
     axis_name,
-    lambda tree: make_plan(tree, (0,), placement=placement or own_placement),
+    lambda tree: make_plan(
+      tree, (0,), matrix_view=view, placement=placed, code=code
+    ),
     lambda plan: FixedPolicy({0: 0}),
     seed=0,
     stage_axis=stage_axis,
@@ -60,6 +78,8 @@ def powersgd(
   warmup_steps: int = 0,
   min_ratio: float = 2.0,
   matrix_view: ViewFn | None = None,
+  wire_dtype: Any = "float32",
+  alternating: bool = False,
   seed: int = 714,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over replicas through factors of a given rank.
@@ -70,7 +90,9 @@ def powersgd(
     residual' = M - P Q_i^T
 
   Wire: r (m + n) + 17 values instead of m n, in two all-reduces; vectors and
-  matrices that save less than `min_ratio` travel dense with the first.
+  matrices that save less than `min_ratio` travel dense with the second. Half
+  of that, where factors alternate: r m + 17 values in even steps, r n + 17 in
+  odd ones, in one all-reduce.
 
   Args:
     rank: Columns of the factors, clipped to the smaller side of a matrix; or
@@ -82,7 +104,13 @@ def powersgd(
     min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
     matrix_view: From a leaf's path and shape to (count, rows, cols), or None
       for dense; by default `edgc_jax.trailing_matrix`.
-    seed: Seed of the first Q.
+    wire_dtype: Of what travels: "float32"; "bfloat16", as integers, summed in
+      float32, with what is rounded off kept as error feedback;
+      or "native_bfloat16", summed as the platform does it (XLA's CPU backend
+      widens it and saves nothing). Vectors travel as float32.
+    alternating: Send P in even steps and Q in odd ones, each with the other
+      of the step before as its basis (ACP-SGD).
+    seed: Seed of the first factors.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -93,19 +121,22 @@ def powersgd(
 
   References:
     Vogels et al. 2019, Algorithms 1 and 2, arXiv:1905.13727; `low_rank`
-    names the differences.
+    names the differences. Zhang et al. 2023, arXiv:2306.08881, for
+    `alternating`.
 
   >>> tx = optax.chain(powersgd(rank=4), optax.adam(1e-3))
   """
   schedule = _schedule(rank, warmup_steps)
   arguments.require_ratio(min_ratio)
   arguments.require_placement(placement, stage_axis)
+  arguments.require_flag("alternating", alternating)
+  travel = {"code": code_of(wire_dtype), "alternating": alternating}
   ranks = sorted(set(schedule.values()))
   ladder = tuple(ranks) if len(ranks) == 1 else (0, *filter(None, ranks))
   view, placed = matrix_view or trailing_matrix, placement or own_placement
   return make_reducer(
     axis_name,
-    lambda tree: make_plan(tree, ladder, min_ratio, view, placed),
+    lambda tree: make_plan(tree, ladder, min_ratio, view, placed, **travel),
     lambda plan: FixedPolicy(
       {
         # What is not in the ladder compresses nothing: it is dense.

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from edgc_jax import collectives, cpu_devices
-from edgc_jax.comm_cost import Plan
 from edgc_jax.matrices import Leaf
+from edgc_jax.plan import Plan
 
 # Steps in which the gradients of the replicas are compared.
 CHECKED_STEPS = 3

@@ -4,13 +4,13 @@ import dataclasses
 import warnings
 
 from edgc_jax import guards
-from edgc_jax.comm_cost import Plan
 from edgc_jax.link import (
   CompressionModel,
   LinkModel,
   rank_ceiling,
   spread_ranks,
 )
+from edgc_jax.plan import Plan
 
 _RANK_MAX = 32  # where neither a rank nor a link is given
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from edgc_jax import collectives, guards
-from edgc_jax.comm_cost import Plan
+from edgc_jax.plan import Plan
 
 # From a function `after` to a tree like the updates: see `edgc`.
 LateUpdates = Callable[[Callable[[Any], Any]], optax.Updates]

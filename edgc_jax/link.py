@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from edgc_jax import guards
-from edgc_jax.comm_cost import Plan
+from edgc_jax.plan import Plan
 
 
 def _require_finite(name: str, value: float) -> None:
@@ -101,10 +101,11 @@ def exchange_seconds(
   """Modelled seconds of one step's exchange at every rung.
 
     dense    latency + bytes / bandwidth
-    rank r   2 latency + bytes(r) / bandwidth + base + per_rank r
+    rank r   k latency + bytes(r) / bandwidth + base + per_rank r
 
-  Two all-reduces, since Q needs the mean of P: all P go with what is dense,
-  then all Q. A rank at which no leaf is sent as factors counts as dense.
+  k is 2, since Q needs the mean of P, and all Q go with what is dense; 1 where
+  factors alternate, and one more where they travel coded. A rank at which no
+  leaf is sent as factors counts as dense.
 
   That can fall from a rung to the next: where a leaf goes dense that sent more
   as factors (`min_ratio` below one), or where the last leaf does and nothing
@@ -158,8 +159,8 @@ def rank_ceiling(
     EDGC, arXiv:2511.10333, takes the largest rank as given; here it follows
     from the times.
 
-  >>> from edgc_jax import comm_cost
-  >>> plan = comm_cost.make_plan(np.zeros((768, 3072), "float32"), (0,))
+  >>> from edgc_jax.plan import make_plan
+  >>> plan = make_plan(np.zeros((768, 3072), "float32"), (0,))
   >>> link, free = LinkModel(1e-3, 1e9), CompressionModel(0.0, 0.0)
   >>> rank_ceiling(plan, link, free)
   304
@@ -232,10 +233,10 @@ def _seconds(
   plan: Plan, rank: int, link: LinkModel, compression: CompressionModel
 ) -> float:
   """Modelled seconds of an exchange at any rank, in the ladder or not."""
-  num_bytes = plan.wire_bytes(rank)
+  seconds = link.seconds(plan.wire_bytes(rank), plan.all_reduces(rank))
   if not _sends_any_factors(plan, rank):
-    return link.seconds(num_bytes)
-  return link.seconds(num_bytes, 2) + compression.seconds(rank)
+    return seconds
+  return seconds + compression.seconds(rank)
 
 
 def _sends_any_factors(plan: Plan, rank: int) -> bool:

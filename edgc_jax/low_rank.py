@@ -20,52 +20,55 @@ One step of subspace iteration, warm-started by the last Q (Vogels et al.
   best. Columns beyond the rank in use stay in the state and serve again when
   the rank grows back. The residual does not depend on the rank, and stays.
 
+Where factors alternate (`plan.alternating`), only one travels in a step, and
+the other is the basis of what it was when it travelled last:
+
+  even steps   P_i = M_i basis(Q),    P' = mean_i P_i,  update = P' basis(Q)^T
+  odd steps    Q_i = M_i^T basis(P),  Q' = mean_i Q_i,  update = basis(P) Q'^T
+
+Half a subspace iteration a step, for half the bytes and one collective instead
+of two that wait for each other (ACP-SGD, Zhang et al. 2023, arXiv:2306.08881).
+
 Where matrices have ranks of their own (`plan.spread` above 1), their factors
-travel packed (`packing`), in as many bytes as if all had the rung's rank.
+travel packed (`packing`), in as many bytes as if all had the rung's rank. With
+a `plan.code` factors and dense matrices travel coded: what the coding of Q
+(of what travels, where factors alternate) loses is in the residual, and that
+of P does not matter, since all replicas go on from the P that came.
 
 What is stacked are factors, not gradients: a leaf is multiplied where it
 lies, and only the small [r, r] problems of all matrices are batched.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import collectives, packing, sketch
-from edgc_jax.comm_cost import Plan
-from edgc_jax.low_rank_state import gaussian_columns
+from edgc_jax import sketch
+from edgc_jax.exchange import Exchange
+from edgc_jax.exchange_state import Factors, gaussian_columns
+from edgc_jax.factor_wire import FactorWire
 from edgc_jax.orthonormalize import (
   orthonormalize,
   principal_columns,
   unit_columns,
 )
+from edgc_jax.plan import Plan
 
-
-class Exchange(NamedTuple):
-  """What came back: equal on all replicas, but for the residual.
-
-  Numbers of a leaf's k matrices are zero where it was sent dense.
-  """
-
-  averaged: list[jax.Array]  # float32, one per leaf, the leaf's shape
-  residual: list[jax.Array]  # float32, compressible leaves, local
-  factor_q: list[jax.Array]  # as in the state, compressible leaves
-  columns: list[jax.Array]  # float32 [k, columns], squared norms of Q' columns
-  lost: list[jax.Array]  # float32 [k], |mean_i residual_i|^2, from a sketch
-  residual_energy: list[jax.Array]  # float32 [k], mean_i |residual_i|^2
-  is_finite: jax.Array  # bool []
+_SENDS_P, _SENDS_Q = 0, 1
 
 
 def exchange(
   plan: Plan,
   rung: jax.Array,
   matrices: Sequence[jax.Array],
-  factor_q: Sequence[jax.Array],
+  factors: Factors,
   key: jax.Array,
   axis_name: str,
+  *,
+  count: jax.Array,
   ranks: jax.Array | None = None,
 ) -> Exchange:
   """Averages over replicas at the rung chosen in the graph.
@@ -74,12 +77,13 @@ def exchange(
   compiled program sends, at each step, the bytes of the rung it is on.
 
   Args:
-    plan: Static: leaves, ladder, least ratio, spread.
+    plan: Static: leaves, ladder, least ratio, spread, code.
     rung: int32 [], index into the ladder, equal on all replicas.
     matrices: All leaves in order, float32, residual added.
-    factor_q: Q of the compressible leaves.
+    factors: P and Q of the compressible leaves.
     key: Draws new columns for directions that died, and the sketches' signs.
     axis_name: The bound axis of the replicas.
+    count: int32 [], steps done: which factor travels, where they alternate.
     ranks: int32 [K], columns of each matrix, where `plan.spread` lets them
       differ; the sums over P and over Q must not exceed those at the rung's
       own rank (`allocation`).
@@ -94,132 +98,111 @@ def exchange(
   # Rungs that send the same are one branch: every branch is compiled.
   distinct = list(dict.fromkeys(widths))
   rungs = [plan.ladder[widths.index(width)] for width in distinct]
-  branches = [_branch(plan, rank, key, axis_name) for rank in rungs]
-  own = [None] * len(factor_q) if plan.spread == 1 else plan.by_leaf(ranks)
-  operands = (list(matrices), list(factor_q), own)
+  alternates = plan.alternating and any(rungs)
+  sides = (_SENDS_P, _SENDS_Q) if alternates else (None,)
+  branches = [
+    _branch(plan, rank, side, key, axis_name)
+    for rank in rungs
+    for side in sides
+  ]
+  own = [None] * len(factors.q) if plan.spread == 1 else plan.by_leaf(ranks)
+  operands = (list(matrices), factors, own)
   # TF32 or bf16 products would leave bases orthonormal to 1e-3 only.
   with jax.default_matmul_precision("highest"):
     if len(branches) == 1:
       return branches[0](*operands)
     branch = jnp.array([distinct.index(width) for width in widths])[rung]
+    branch = len(sides) * branch + count % len(sides)
     return jax.lax.switch(branch, branches, *operands)
 
 
-def _branch(plan: Plan, rank: int, key: jax.Array, axis_name: str) -> Callable:
-  """The exchange at one static rung."""
+def _branch(
+  plan: Plan, rank: int, side: int | None, key: jax.Array, axis_name: str
+) -> Callable:
+  """The exchange at one static rung; `side` is what travels, None both."""
   slot = {leaf: position for position, leaf in enumerate(plan.compressible)}
   low = [i for i, leaf in enumerate(plan.leaves) if plan.columns(leaf, rank)]
-  dense = [i for i in range(len(plan.leaves)) if i not in set(low)]
+  others = [i for i in range(len(plan.leaves)) if i not in set(low)]
+  coded = [i for i in others if plan.is_coded(plan.leaves[i])]
+  plain = [i for i in others if i not in set(coded)]
+  turn = lambda x: jnp.swapaxes(x, 1, 2) if side == _SENDS_P else x  # noqa: E731
 
   def run(
     leaves: list[jax.Array],
-    factor_q: list[jax.Array],
+    factors: Factors,
     ranks: list[jax.Array | None],
   ) -> Exchange:
     averaged: list[Any] = [None] * len(leaves)
-    # What is sent dense leaves nothing behind.
+    # What is sent dense, and not coded, leaves nothing behind.
     residual = [jnp.zeros_like(leaves[i]) for i in plan.compressible]
-    columns = [jnp.zeros_like(q[:, 0]) for q in factor_q]
+    columns = [jnp.zeros_like(q[:, 0]) for q in factors.q]
     lost = [jnp.zeros_like(c, shape=len(c)) for c in columns]
-    residual_energy, factor_q = list(lost), list(factor_q)
-    wire = _Wire(plan, rank, low, [ranks[slot[i]] for i in low])
+    residual_energy = list(lost)
+    wire = FactorWire(plan, rank, low, [ranks[slot[i]] for i in low])
     stacks = [leaves[i].reshape(plan.leaves[i].view) for i in low]
-    bases = _bases(
-      wire.slices([factor_q[slot[i]] for i in low]), wire.live, key
-    )
-    local_p = [m @ q for m, q in _zip(stacks, bases)]
-    sent = {
-      "dense": [leaves[i] for i in dense],
-      "factor_p": wire.pack(local_p),
-    }
-    received = collectives.mean(sent, axis_name)
-    # A non-finite entry anywhere makes what arrives non-finite everywhere,
-    # so all replicas agree without a collective for it.
-    is_finite = _all_finite((received["dense"], received["factor_p"]))
-    factor_p = orthonormalize(
-      [
-        jnp.where(is_finite, p, 0.0)
-        for p in wire.unpack(received["factor_p"], local_p)
-      ]
-    )
-    local_q = [jnp.swapaxes(m, 1, 2) @ p for m, p in _zip(stacks, factor_p)]
-    own = [_energy(m) - _energy(q) for m, q in _zip(stacks, local_q)]
+
+    def bases(state: list[jax.Array]) -> list[jax.Array]:
+      return _bases(wire.slices([state[slot[i]] for i in low]), wire.live, key)
+
+    # Every matrix S (M, or M^T where P travels) becomes basis F^T with the
+    # factor F = S^T basis.
+    is_finite = jnp.array(True)
+    if side is None:
+      local_p = [m @ q for m, q in _zip(stacks, bases(factors.q))]
+      if local_p:
+        own_key = jax.random.fold_in(key, 2)
+        received = wire.average(local_p, own_key, axis_name)
+        # A non-finite entry anywhere makes what arrives non-finite
+        # everywhere, so all replicas agree without a collective for it.
+        is_finite = _all_finite(received.factors)
+        fixed = orthonormalize(
+          [jnp.where(is_finite, p, 0.0) for p in received.factors]
+        )
+      else:
+        fixed = []
+    else:
+      fixed = bases(factors.q if side == _SENDS_P else factors.p)
+    stacks = [turn(m) for m in stacks]
+    local = [jnp.swapaxes(s, 1, 2) @ b for s, b in _zip(stacks, fixed)]
+    # Before coding, whose losses are small beside these.
+    own = [_energy(s) - _energy(f) for s, f in _zip(stacks, local)]
     signs = sketch.draw_signs(jax.random.fold_in(key, 1), stacks)
     sketches = [
       sketch.residual_sketch(*parts)
-      for parts in _zip(stacks, factor_p, local_q, signs)
+      for parts in _zip(stacks, fixed, local, signs)
     ]
-    mean_q, sketches, own = collectives.mean(
-      (wire.pack(local_q), sketches, own), axis_name
+    received = wire.average(
+      local,
+      jax.random.fold_in(key, 3),
+      axis_name,
+      dense=[leaves[i] for i in coded],
+      exact=([leaves[i] for i in plain], sketches, own),
     )
-    is_finite &= _all_finite(mean_q)
-    mean_q = wire.unpack(mean_q, local_q)
-    for i, value in _zip(dense, received["dense"]):
+    whole, sketches, own = received.exact
+    is_finite &= _all_finite((received.factors, received.dense, whole))
+    for i, value in _zip(plain, whole):
       averaged[i] = value
-    for j, (i, m, p, q) in enumerate(_zip(low, stacks, factor_p, mean_q)):
-      shape, place = plan.leaves[i].shape, slot[i]
-      averaged[i] = _product(p, q).reshape(shape)
-      residual[place] = (m - _product(p, local_q[j])).reshape(shape)
+    for i, value, sent in _zip(coded, received.dense, received.sent_dense):
+      averaged[i] = value
+      if i in slot:
+        residual[slot[i]] = leaves[i] - sent
+    kept = Factors(list(factors.p), list(factors.q))
+    kept_now = kept.p if side == _SENDS_P else kept.q
+    for j, i in enumerate(low):
+      shape, place, basis = plan.leaves[i].shape, slot[i], fixed[j]
+      factor, sent = received.factors[j], received.sent_factors[j]
+      averaged[i] = turn(_product(basis, factor)).reshape(shape)
+      residual[place] = turn(stacks[j] - _product(basis, sent)).reshape(shape)
       lost[place] = jnp.sum(jnp.square(sketches[j]), axis=1)
       residual_energy[place] = jnp.maximum(own[j], 0.0)
-      norms = jnp.sum(jnp.square(q), axis=1)
+      norms = jnp.sum(jnp.square(factor), axis=1)
       columns[place] = columns[place].at[:, : norms.shape[1]].set(norms)
-      factor_q[place] = wire.merged(j, q, factor_q[place])
+      kept_now[place] = wire.merged(j, factor, kept_now[place])
     return Exchange(
-      averaged, residual, factor_q, columns, lost, residual_energy, is_finite
+      averaged, residual, kept, columns, lost, residual_energy, is_finite
     )
 
   return run
-
-
-class _Wire:
-  """How the factors of one rung travel: as they are, or packed."""
-
-  def __init__(
-    self,
-    plan: Plan,
-    rank: int,
-    low: Sequence[int],
-    ranks: Sequence[jax.Array | None],
-  ):
-    leaves = [plan.leaves[i] for i in low]
-    self._widths = [plan.limit(leaf, rank) for leaf in leaves]
-    # Columns that all matrices of a leaf have together.
-    self._columns = [
-      leaf.view.count * plan.columns(leaf, rank) for leaf in leaves
-    ]
-    self._ranks = ranks
-    self._is_packed = plan.spread > 1 and bool(low)
-    self.live = None
-    if self._is_packed:
-      self.live = [
-        packing.live_columns(r, w) for r, w in _zip(ranks, self._widths)
-      ]
-
-  def slices(self, factor_q: Sequence[jax.Array]) -> list[jax.Array]:
-    """The columns of Q that this rung uses, zero where not live."""
-    sliced = [q[..., :width] for q, width in _zip(factor_q, self._widths)]
-    if self.live is None:
-      return sliced
-    return [jnp.where(live, q, 0.0) for q, live in _zip(sliced, self.live)]
-
-  def pack(self, factors: list[jax.Array]) -> Any:
-    if not self._is_packed:
-      return factors
-    sizes = [n * f.shape[1] for n, f in _zip(self._columns, factors)]
-    return packing.pack(factors, self._ranks, sum(sizes))
-
-  def unpack(self, sent: Any, like: list[jax.Array]) -> list[jax.Array]:
-    if not self._is_packed:
-      return sent
-    return packing.unpack(sent, like, self._ranks)
-
-  def merged(self, j: int, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Q for the state: columns that were not in use stay as they were."""
-    width = new.shape[-1]
-    if self.live is not None:
-      new = jnp.where(self.live[j], new, old[..., :width])
-    return jnp.concatenate([new, old[..., width:]], axis=-1)
 
 
 def _bases(

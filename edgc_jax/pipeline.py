@@ -83,7 +83,7 @@ def apply_stages(
   """
   num_stages = collectives.num_devices(axis_name)
   num_microbatches = _num_microbatches(microbatches)
-  stage = collectives.stage_index(axis_name)
+  stage = collectives.device_index(axis_name)
   # A predicate that varies would otherwise lose track of what does not.
   params = collectives.as_varying(params, axis_name)
   # And what passes through a stage varies as its parameters do.

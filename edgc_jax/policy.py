@@ -15,8 +15,8 @@ import numpy as np
 
 from edgc_jax import collectives, entropy
 from edgc_jax.allocator import Allocator, AllocatorState, Measured
-from edgc_jax.comm_cost import Plan
 from edgc_jax.controller import Controller, ControllerState
+from edgc_jax.plan import Plan
 
 
 class PolicyState(NamedTuple):

@@ -1,7 +1,8 @@
-"""The one gradient transformation behind edgc, powersgd and allreduce.
+"""The one gradient transformation behind all reducers.
 
-They differ in their ladder of ranks and in the policy that picks a rung.
-One step: choose the rung, add the residual, exchange, keep what was not sent.
+They differ in the exchange, in their ladder of ranks and in the policy that
+picks a rung. One step: choose the rung, add the residual, exchange, keep what
+was not sent.
 
 On pipeline stages there are two exchanges. A stage's own leaves go first, at
 its own rung, as soon as its own backward pass is done. The rest (tensors
@@ -22,15 +23,16 @@ import optax
 from edgc_jax import (
   collectives,
   cpu_devices,
+  exchange_state,
   guards,
   low_rank,
-  low_rank_state,
 )
 from edgc_jax.allocation import lost_share
 from edgc_jax.allocator import Measured
-from edgc_jax.comm_cost import BYTES_PER_VALUE, Plan, by_exchange
+from edgc_jax.error_feedback import with_feedback
+from edgc_jax.exchange import Exchange, ExchangeFn
 from edgc_jax.late_gradients import LateUpdates, rest_of
-from edgc_jax.low_rank import Exchange
+from edgc_jax.plan import BYTES_PER_VALUE, Plan, by_exchange
 from edgc_jax.policy import Policy, PolicyState, Report
 from edgc_jax.reducer_state import ReducerState, stacked, unstacked
 from edgc_jax.telemetry import (
@@ -47,6 +49,7 @@ def make_reducer(
   policy_for: Callable[[Plan], Policy],
   seed: int,
   stage_axis: str | None = None,
+  exchange: ExchangeFn = low_rank.exchange,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a transformation from local gradients to their mean.
 
@@ -56,6 +59,7 @@ def make_reducer(
     policy_for: From the plan of a stage's own leaves to the policy.
     seed: Seed of the first Q and of columns drawn anew.
     stage_axis: Axis of the pipeline stages, None if there are none.
+    exchange: What travels.
 
   Returns:
     The transformation.
@@ -66,11 +70,11 @@ def make_reducer(
     guards.warn_if_nothing_pays(plan)
     plans = by_exchange(plan)
     policy = policy_for(plans[0])
-    low = low_rank_state.pack(
+    carried = exchange_state.pack(
       plans,
       params,
-      [low_rank_state.init_factors(part, seed) for part in plans],
-      [low_rank_state.init_residual(part) for part in plans],
+      [exchange_state.init_factors(part, seed) for part in plans],
+      [exchange_state.init_residual(part) for part in plans],
     )
     report = policy.report(policy.init())
     zeros = [jnp.zeros(len(part.matrices), jnp.float32) for part in plans]
@@ -83,7 +87,7 @@ def make_reducer(
     # A new array for every field: one that served twice cannot be donated.
     count, skipped, identical = (jnp.zeros((), jnp.int32) for _ in range(3))
     checks = Checks(skipped, identical)
-    state = ReducerState(count, *policy.init(), low, stats, checks)
+    state = ReducerState(count, *policy.init(), carried, stats, checks)
     return stacked(state) if stage_axis else state
 
   def update_fn(
@@ -95,7 +99,8 @@ def make_reducer(
     **extra_args: Any,
   ) -> tuple[optax.Updates, ReducerState]:
     del extra_args
-    collectives.num_devices(axis_name)  # raises where the axis is unbound
+    # Raises where the axis is unbound.
+    replicas = collectives.num_devices(axis_name)
     cpu_devices.require_threads()
     plan = plan_for(updates)  # raises on leaves that are not real floating
     gradients = jax.tree.leaves(updates)
@@ -111,21 +116,28 @@ def make_reducer(
 
     control = PolicyState(state.controller, state.allocator)
     choice = policy.choose(control, own, count)
-    factors, residuals = low_rank_state.unpack(plans, state.low_rank)
+    factors, residuals = exchange_state.unpack(plans, state.exchange)
     key = jax.random.fold_in(jax.random.key(seed), count)
-    reduce = functools.partial(_reduce, key=key, axis_name=axis_name)
-    results = [
-      reduce(
-        plans[0], choice.rung, own, residuals[0], factors[0],
-        ranks=choice.ranks,
-      )
-    ]  # fmt: skip
+
+    def reduce(
+      i: int,
+      rung: jax.Array,
+      leaves: Sequence[jax.Array],
+      ranks: jax.Array | None = None,
+    ) -> Exchange:
+      run = lambda matrices: exchange(  # noqa: E731
+        plans[i], rung, matrices, factors[i], jax.random.fold_in(key, i),
+        axis_name, count=count, ranks=ranks,
+      )  # fmt: skip
+      return with_feedback(plans[i], leaves, residuals[i], run)
+
+    results = [reduce(0, choice.rung, own, choice.ranks)]
     rest = rest_of(
       updates, late_updates, results[0].is_finite, plan, axis_name, stage_axis
     )
-    for part, e, q in zip(plans[1:], residuals[1:], factors[1:], strict=True):
-      leaves = [rest[i] for i in part.positions]
-      results.append(reduce(part, choice.lead_rung, leaves, e, q))
+    for i, part in enumerate(plans[1:], 1):
+      leaves = [rest[position] for position in part.positions]
+      results.append(reduce(i, choice.lead_rung, leaves))
     is_finite = jnp.all(jnp.stack([result.is_finite for result in results]))
     ok = (
       collectives.all_true(is_finite, stage_axis) if stage_axis else is_finite
@@ -154,10 +166,10 @@ def make_reducer(
       count=optax.safe_increment(count),
       controller=control.controller,
       allocator=control.allocator,
-      low_rank=low_rank_state.pack(
+      exchange=exchange_state.pack(
         plans,
         updates,
-        keep([result.factor_q for result in results], factors),
+        keep([result.factors for result in results], factors),
         keep([result.residual for result in results], residuals),
       ),
       stats=next_stats(
@@ -170,7 +182,10 @@ def make_reducer(
         is_finite=is_finite,
         rank=_by_rung(np.array(plans[0].ladder, np.int32), choice.rung),
         rung=choice.rung,
-        wire_bytes=sum(map(_bytes_at, plans, rungs))
+        wire_bytes=sum(
+          _bytes_at(part, rung, replicas, count)
+          for part, rung in zip(plans, rungs, strict=True)
+        )
         + choice.wire_bytes
         + _agreement_bytes(identical, axis_name, stage_axis),
         count=count,
@@ -188,41 +203,6 @@ def make_reducer(
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _reduce(
-  plan: Plan,
-  rung: jax.Array,
-  gradients: Sequence[jax.Array],
-  residual: Sequence[jax.Array],
-  factor_q: Sequence[jax.Array],
-  *,
-  key: jax.Array,
-  axis_name: str,
-  ranks: jax.Array | None = None,
-) -> Exchange:
-  """One exchange, with error feedback, in the gradients' own dtypes."""
-  matrices = [g.astype(jnp.float32) for g in gradients]
-  for i, e in zip(plan.compressible, residual, strict=True):
-    matrices[i] += e
-  result = low_rank.exchange(
-    plan, rung, matrices, factor_q, key, axis_name, ranks
-  )
-  rounded = [
-    _round(mean, g.dtype)
-    for mean, g in zip(result.averaged, gradients, strict=True)
-  ]
-  # Rounding to a narrower dtype is not lost either: it goes on next time.
-  kept = [
-    e
-    if rounded[i] is result.averaged[i]
-    else e + result.averaged[i] - rounded[i]
-    for i, e in zip(plan.compressible, result.residual, strict=True)
-  ]
-  averaged = [
-    u.astype(g.dtype) for u, g in zip(rounded, gradients, strict=True)
-  ]
-  return result._replace(averaged=averaged, residual=kept)
 
 
 def _measured(result: Exchange) -> Measured:
@@ -249,7 +229,7 @@ def _matrix_stats(
   def as_tree(values: Sequence[jax.Array]) -> Any:
     parts = plans[: len(values)]
     by_leaf = [p.by_leaf(v) for p, v in zip(parts, values, strict=True)]
-    return low_rank_state.like_tree(parts, tree, by_leaf)
+    return exchange_state.like_tree(parts, tree, by_leaf)
 
   is_measured = report.matrix_entropy is not None
   return MatrixStats(
@@ -266,9 +246,13 @@ def _by_rung(table: np.ndarray, rung: jax.Array) -> jax.Array:
   return jnp.asarray(table)[rung]
 
 
-def _bytes_at(plan: Plan, rung: jax.Array) -> jax.Array:
-  table = [plan.wire_bytes(rank) for rank in plan.ladder]
-  return _by_rung(np.array(table, np.float32), rung)
+def _bytes_at(
+  plan: Plan, rung: jax.Array, replicas: int, count: jax.Array
+) -> jax.Array:
+  """Of this step: where factors alternate, those of the one that travels."""
+  table = [plan.wire_bytes_of_sides(rank, replicas) for rank in plan.ladder]
+  by_side = _by_rung(np.array(table, np.float32), rung)
+  return by_side[count % len(table[0])]
 
 
 def _agreement_bytes(
@@ -280,17 +264,3 @@ def _agreement_bytes(
   compared += guards.STAGE_CHECK_BYTES if stage_axis else 0
   agreed = float(BYTES_PER_VALUE) if stage_axis else 0.0
   return jnp.where(is_compared, float(compared), 0.0) + agreed
-
-
-def _round(mean: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """A float32 array rounded to the values of a narrower dtype.
-
-  What is too large for it becomes its largest value. The compiler may leave
-  out a cast there and back; this it must do.
-  """
-  if jnp.dtype(dtype).itemsize >= 4:
-    return mean
-  info = jnp.finfo(dtype)
-  limit = float(info.max)
-  mean = jnp.clip(mean, -limit, limit)
-  return jax.lax.reduce_precision(mean, info.nexp, info.nmant)

@@ -8,7 +8,7 @@ import jax
 from edgc_jax import collectives
 from edgc_jax.allocator import AllocatorState
 from edgc_jax.controller import ControllerState
-from edgc_jax.low_rank_state import LowRankState
+from edgc_jax.exchange_state import ExchangeState
 from edgc_jax.telemetry import Checks, Stats
 
 
@@ -22,7 +22,7 @@ class ReducerState(NamedTuple):
   count: jax.Array  # int32 [], steps done
   controller: ControllerState | tuple[()]
   allocator: AllocatorState | tuple[()]
-  low_rank: LowRankState
+  exchange: ExchangeState
   stats: Stats
   checks: Checks
 

@@ -41,6 +41,12 @@ def draw_signs(key: jax.Array, stacks: Sequence[jax.Array]) -> list[Signs]:
   return list(zip(signs[::2], signs[1::2], strict=True))
 
 
+def sketch(stack: jax.Array, signs: Signs) -> jax.Array:
+  """z of float32 [k, m, n] itself; float32 [k, VALUES]."""
+  u, v = signs
+  return _in_groups((u @ stack)[:, 0] * v)
+
+
 def residual_sketch(
   stack: jax.Array, p: jax.Array, q: jax.Array, signs: Signs
 ) -> jax.Array:
@@ -56,6 +62,10 @@ def residual_sketch(
     float32 [k, VALUES].
   """
   u, v = signs
-  row = (u @ stack - (u @ p) @ jnp.swapaxes(q, 1, 2))[:, 0] * v
+  return _in_groups((u @ stack - (u @ p) @ jnp.swapaxes(q, 1, 2))[:, 0] * v)
+
+
+def _in_groups(row: jax.Array) -> jax.Array:
+  """Sums of `VALUES` groups of columns of [k, n]."""
   row = jnp.pad(row, ((0, 0), (0, -row.shape[1] % VALUES)))
   return jnp.sum(row.reshape(len(row), VALUES, -1), axis=2)

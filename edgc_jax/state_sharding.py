@@ -4,7 +4,8 @@ Three classes of state, told by the axes of the mesh that they are sharded
 over on their first axis:
 
   each replica's own   residuals, sums of `accumulate`         data
-  each stage's own     controller, allocator, statistics, Q    stage
+  each stage's own     controller, allocator, factors,         stage
+                       statistics
   everyone's           counters                                none
 
 On pipeline stages residuals are sharded over both, and what mirrors the
@@ -20,7 +21,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import guards
-from edgc_jax.low_rank_state import LowRankState
+from edgc_jax.exchange_state import ExchangeState
 from edgc_jax.reducer_state import ReducerState
 from edgc_jax.wrappers import AccumulateState
 
@@ -120,10 +121,10 @@ def state_specs(
     common = jax.tree.map(lambda _: PartitionSpec(), state)
     is_staged = state.stats.rank.ndim > state.count.ndim
     own = (stage_axis,) if is_staged else ()
-    residual = everywhere(state.low_rank.residual, *own, axis_name)
+    residual = everywhere(state.exchange.residual, *own, axis_name)
     if not is_staged:
       return common._replace(
-        low_rank=common.low_rank._replace(residual=residual)
+        exchange=common.exchange._replace(residual=residual)
       )
     controller = common.controller
     if controller:
@@ -133,8 +134,10 @@ def state_specs(
       controller=controller,
       allocator=everywhere(state.allocator, stage_axis),
       stats=everywhere(state.stats, stage_axis),
-      low_rank=LowRankState(
-        everywhere(state.low_rank.factor_q, stage_axis), residual
+      exchange=ExchangeState(
+        everywhere(state.exchange.factor_p, stage_axis),
+        everywhere(state.exchange.factor_q, stage_axis),
+        residual,
       ),
     )
 

@@ -24,7 +24,8 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import edgc_jax
-from edgc_jax import comm_cost, entropy
+from edgc_jax import entropy
+from edgc_jax.plan import make_plan
 from experiments import command_line, gpt2
 
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "How often each is timed.")
@@ -118,7 +119,7 @@ def _entropy(
   pmap: Callable, config: Any, gradients: Any, entry_rate: float
 ) -> Callable:
   """One estimate, of a share of the entries."""
-  plan = comm_cost.make_plan(
+  plan = make_plan(
     jax.tree.map(lambda g: g[0], gradients),
     (config.edgc.rank_min,),
     config.edgc.min_ratio,

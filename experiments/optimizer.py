@@ -13,7 +13,17 @@ import edgc_jax
 from experiments import gpt2, gpt2_stages
 
 _SCHEDULE_PARTS = 8
-REDUCERS = ("edgc", "powersgd", "allreduce")
+# The arguments that a reducer has beside those of its section.
+_COMMON = {
+  "edgc": ("matrix_view", "seed"),
+  "powersgd": ("matrix_view", "seed"),
+  "allreduce": ("matrix_view",),
+  "topk": ("matrix_view",),
+  "randomk": ("matrix_view", "seed"),
+  "quantize": ("matrix_view", "seed"),
+  "signsgd": ("matrix_view",),
+}
+REDUCERS = tuple(_COMMON)
 LOW_RANK = ("edgc", "powersgd")  # those that have a rank
 
 
@@ -42,9 +52,8 @@ def make_reducer(
   if config.mesh.stage > 1:
     options["stage_axis"] = gpt2_stages.AXIS
     options["placement"] = gpt2_stages.placement
-  if config.reducer == "allreduce":
-    return edgc_jax.allreduce(**options)
-  options |= {"matrix_view": gpt2.matrix_view, "seed": config.seed}
+  common = {"matrix_view": gpt2.matrix_view, "seed": config.seed}
+  options |= {name: common[name] for name in _COMMON[config.reducer]}
   options |= config[config.reducer].to_dict()
   if config.reducer == "edgc":
     options |= {"align": config.pipeline.align, **times}
@@ -52,10 +61,12 @@ def make_reducer(
     for name in ("rank_max", "rank_min", "max_rank_step"):
       options[name] = options[name] or None
     options["warmup_rank"] = _warmup_rank(options["warmup_rank"])
-  else:
+  elif config.reducer == "powersgd":
     options["rank"] = _rank_schedule(
       options["rank"], options.pop("final_rank"), config.steps
     )
+  elif config.reducer == "topk":
+    options["sample_rate"] = options["sample_rate"] or None
   return getattr(edgc_jax, config.reducer)(**options)
 
 

@@ -19,7 +19,8 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from edgc_jax import comm_cost, ladder, link, stages
+from edgc_jax import ladder, link, stages
+from edgc_jax.plan import by_exchange, make_plan
 from experiments import (
   checks,
   command_line,
@@ -68,10 +69,10 @@ def main(config: ConfigDict) -> None:
 def _table(config: ConfigDict, params: Any, given: dict[str, Any]) -> str:
   """The ladder on a link, and a line for each rank of stage 0."""
   options = config.edgc
-  plan = comm_cost.make_plan(
+  plan = make_plan(
     params, (0,), options.min_ratio, gpt2.matrix_view, gpt2_stages.placement
   )
-  own = comm_cost.by_exchange(plan)[0]
+  own = by_exchange(plan)[0]
   ranks = ladder.Ladder(
     options.rank_max or None,
     options.rank_min or None,

@@ -28,7 +28,11 @@ import edgc_jax
 from experiments import gpt2
 
 Settings = Mapping[str, Any]
-_SHARED = ("wire_dtype", "min_ratio")  # by edgc and a fixed rank beside it
+_SHARED = (
+  "wire_dtype",
+  "min_ratio",
+  "alternating",
+)  # by edgc and a fixed rank beside it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,11 +198,13 @@ def _bytes_of_step(config: str, options: str) -> Callable[[int], int]:
     )
   model = gpt2.GPT2Config(**values.model.to_dict())
   shapes = jax.eval_shape(lambda: gpt2.init_params(model, jax.random.key(0)))
-  more = {"min_ratio": values.powersgd.min_ratio}
-  if values.powersgd.get("wire_dtype", "float32") != "float32":
-    more["wire_dtype"] = values.powersgd.wire_dtype
+  same = {name: values.powersgd[name] for name in _SHARED}
   return functools.cache(
     lambda rank: edgc_jax.wire_bytes(
-      shapes, rank, matrix_view=gpt2.matrix_view, **more
+      shapes,
+      rank,
+      matrix_view=gpt2.matrix_view,
+      replicas=values.mesh.data,
+      **same,
     )
   )

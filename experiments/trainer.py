@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from ml_collections import ConfigDict
 
 import edgc_jax
@@ -152,7 +153,7 @@ class Trainer:
       change = ""
       if replicas != config.mesh.data:
         change = f" on {config.mesh.data} replicas, {replicas} before"
-        if config.reducer != "allreduce":
+        if jax.tree.leaves(optax.tree.get(opt_state, "residual")):
           change += "; residuals keep their mean"
         if config.reducer == "edgc":
           change += "; the reference entropy will move"

@@ -12,7 +12,7 @@ from reference import PowerSGD
 
 import edgc_jax
 from edgc_jax.allocator import Allocator, Measured
-from edgc_jax.comm_cost import make_plan
+from edgc_jax.plan import make_plan
 
 PARAMS = {
   "bias": jnp.zeros((30,)),
@@ -124,7 +124,7 @@ class AllocatorTest(parameterized.TestCase):
       ("zero", 0),
     ]
     references = [
-      PowerSGD(state.low_rank.factor_q[name][0, i], 4, *PARAMS[name].shape[-2:])
+      PowerSGD(state.exchange.factor_q[name][0, i], 4, *PARAMS[name].shape[-2:])
       for name, i in matrices
     ]
     for step in range(2):  # the ranks stand until the window ends
@@ -145,11 +145,11 @@ class AllocatorTest(parameterized.TestCase):
     run = fresh()
     for step in range(4):
       run.step(gradients(step))
-    before = np.asarray(find(run.state).low_rank.factor_q["stack"])[0]
+    before = np.asarray(find(run.state).exchange.factor_q["stack"])[0]
     run.step(gradients(4, loud=0.1))
     ranks = ranks_of(run)
     run.step(gradients(5, loud=0.1))
-    after = np.asarray(find(run.state).low_rank.factor_q["stack"])[0]
+    after = np.asarray(find(run.state).exchange.factor_q["stack"])[0]
     for i in range(3):
       np.testing.assert_array_equal(
         after[i][:, ranks[i] :], before[i][:, ranks[i] :]

@@ -315,3 +315,25 @@ def test_schedules_of_the_study_send_what_the_fixed_rank_sends():
         for (start, rank), end in zip(ranks.items(), ends, strict=True)
       )
       assert abs(sent / 400 - fixed) < 0.01 * fixed
+
+
+@pytest.mark.parametrize("name", ["methods", "ablations", "allocation"])
+def test_settings_of_the_studies_are_sound(name):
+  found = study.load(str(ROOT / f"configs/studies/{name}.py"))
+  path = str(ROOT / found.config)
+  for settings in found.rows.values():
+    config = runpy.run_path(path)["get_config"](settings["reducer"])
+    config.update_from_flattened_dict(
+      {key: value for key, value in settings.items() if key != "reducer"}
+    )
+    optimizer.make_reducer(config, "data", {})
+
+
+def test_a_narrow_row_has_a_narrow_one_beside_it():
+  narrow = {**EDGC, "edgc.wire_dtype": "bfloat16"}
+  sent = {"wire_bytes_per_step": [0.62e6]}
+  other = STUDY.run_beside(study.Run("edgc", "0", narrow), sent)
+  assert other.settings["powersgd.wire_dtype"] == "bfloat16"
+  wide = STUDY.run_beside(STUDY.run("edgc", "0"), sent)
+  ranks = [run.settings["powersgd.rank"] for run in (other, wide)]
+  assert 1.8 < ranks[0] / ranks[1] < 2.2

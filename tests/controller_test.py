@@ -5,17 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax import comm_cost
 from edgc_jax.controller import Controller
 from edgc_jax.controller_state import DUE, MARKED, mark_rebase
 from edgc_jax.entropy import EntropySample
+from edgc_jax.plan import make_plan
 from edgc_jax.spectrum import lost_energy
 
 RANKS = (4, 8, 12, 16)
 
 
 def make(rule="cqm", warmup=4, most=None, max_rank_step=4):
-  plan = comm_cost.make_plan({"w": jnp.zeros((96, 192))}, (0, *RANKS))
+  plan = make_plan({"w": jnp.zeros((96, 192))}, (0, *RANKS))
   return Controller.for_plan(
     plan, window=4, warmup_steps=warmup, rule=rule, exponent=2.0,
     max_warmup_steps=warmup if most is None else most,

@@ -107,7 +107,7 @@ class EdgcTest(parameterized.TestCase):
     view = lambda path, shape: None  # noqa: E731
     tx = edgc_jax.edgc(matrix_view=view, **OPTIONS)
     with self.assertWarnsRegex(RuntimeWarning, "`matrix_view`"):
-      self.assertEmpty(jax.tree.leaves(tx.init(PARAMS).low_rank))
+      self.assertEmpty(jax.tree.leaves(tx.init(PARAMS).exchange))
 
 
 class DtypesTest(absltest.TestCase):

@@ -4,14 +4,14 @@ import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
 import edgc_jax
-from edgc_jax import comm_cost
 from edgc_jax.ladder import Ladder
 from edgc_jax.link import CompressionModel, LinkModel, rank_ceiling
+from edgc_jax.plan import make_plan
 
 FREE = CompressionModel(0.0, 0.0)
 LINK = LinkModel(latency=1e-4, bandwidth=1e7)
 PARAMS = {"w": jnp.zeros((768, 3072)), "b": jnp.zeros((3072,))}
-PLAN = comm_cost.make_plan(PARAMS, (0,))
+PLAN = make_plan(PARAMS, (0,))
 
 
 def ranks(rank_max=None, rank_min=None, multiple=4, link=None):

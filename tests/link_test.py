@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax import comm_cost
 from edgc_jax.link import (
   CompressionModel,
   LinkModel,
@@ -13,6 +12,7 @@ from edgc_jax.link import (
   rank_ceiling,
   spread_ranks,
 )
+from edgc_jax.plan import make_plan
 
 FREE = CompressionModel(0.0, 0.0)
 COMPRESSIONS = (FREE, CompressionModel(1e-5, 1e-6), CompressionModel(0, 3e-3))
@@ -53,7 +53,7 @@ TREES = {
 
 
 def plan_of(name, ladder=(0, 4), min_ratio=2.0):
-  return comm_cost.make_plan(TREES[name], ladder, min_ratio)
+  return make_plan(TREES[name], ladder, min_ratio)
 
 
 def brute_force(plan, link, compression, multiple):
@@ -146,7 +146,7 @@ class ExchangeTest(parameterized.TestCase):
     np.testing.assert_allclose(found, [10.26, 18.452], rtol=1e-12)
 
   def test_a_rank_that_compresses_nothing_is_dense(self):
-    plan = comm_cost.make_plan({"w": shaped(20, 20)}, (0, 8))
+    plan = make_plan({"w": shaped(20, 20)}, (0, 8))
     found = exchange_seconds(
       plan, LinkModel(1.0, 1000.0), CompressionModel(3.0, 0.5)
     )
@@ -155,7 +155,7 @@ class ExchangeTest(parameterized.TestCase):
   def test_dips_are_levelled(self):
     """At ratio 0.51, 90 x 90 sends more at rank 88 than dense at 92."""
     tree = {"a": shaped(512, 4), "b": shaped(90, 90)}
-    plan = comm_cost.make_plan(tree, (0, 88, 92), 0.51)
+    plan = make_plan(tree, (0, 88, 92), 0.51)
     dense, high, low = (plan.wire_bytes(rank) for rank in plan.ladder)
     self.assertLess(low, high)
     found = exchange_seconds(plan, LinkModel(0.0, 1.0))
@@ -185,7 +185,7 @@ class CeilingTest(parameterized.TestCase):
     found = rank_ceiling(plan_of("one", min_ratio=1.9), slow, FREE)
     self.assertEqual(found, 64)
     # The leaves would pay up to 307 columns; the dense rest does not shrink.
-    plan = comm_cost.make_plan(
+    plan = make_plan(
       {"w": shaped(768, 3072), "b": shaped(768 * 3072 // 3)}, (0,)
     )
     rank = rank_ceiling(plan, slow, FREE)

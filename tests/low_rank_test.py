@@ -31,7 +31,7 @@ class LowRankTest(parameterized.TestCase):
   @parameterized.parameters(1, 4, 16)
   def test_agrees_with_numpy(self, rank):
     run = Pmap(edgc_jax.powersgd(rank, min_ratio=0), PARAMS)
-    first_q = np.asarray(find(run.state).low_rank.factor_q["w"])[0, 0]
+    first_q = np.asarray(find(run.state).exchange.factor_q["w"])[0, 0]
     reference = PowerSGD(first_q, REPLICAS, ROWS, COLS)
     for step in range(5):
       gradients = gradients_like(PARAMS, seed=step)
@@ -49,12 +49,12 @@ class LowRankTest(parameterized.TestCase):
     run = Pmap(edgc_jax.powersgd(4, min_ratio=0), PARAMS)
     lost = []
     for _ in range(8):
-      before = find(run.state).low_rank
+      before = find(run.state).exchange
       update = run.step(gradients)
       # Without error feedback: put the residual back to zero.
-      low_rank = find(run.state).low_rank
+      low_rank = find(run.state).exchange
       run.state = run.state._replace(
-        low_rank=low_rank._replace(residual=before.residual)
+        exchange=low_rank._replace(residual=before.residual)
       )
       lost.append(lost_share(gradients, update))
     best = np.sum(values[4:] ** 2) / np.sum(values**2)
@@ -96,7 +96,7 @@ class LowRankTest(parameterized.TestCase):
       run.step(spectral_gradient(np.array([1.0])))
     run.step(gradients_like(PARAMS, seed=0))
     run.step(gradients_like(PARAMS, seed=1))
-    q = np.asarray(find(run.state).low_rank.factor_q["w"])[0, 0]
+    q = np.asarray(find(run.state).exchange.factor_q["w"])[0, 0]
     lengths = np.linalg.norm(q, axis=0)
     self.assertGreater(lengths.min(), 0.1 * lengths.max())
 
@@ -104,7 +104,7 @@ class LowRankTest(parameterized.TestCase):
     run = Pmap(edgc_jax.powersgd(8, min_ratio=0), PARAMS)
     for _ in range(3):
       updates = run.step(spectral_gradient(np.array([1.0, 0.5])))
-    q = np.asarray(find(run.state).low_rank.factor_q["w"])
+    q = np.asarray(find(run.state).exchange.factor_q["w"])
     for replica in range(1, REPLICAS):
       np.testing.assert_array_equal(q[replica], q[0])
       np.testing.assert_array_equal(updates["w"][replica], updates["w"][0])
@@ -176,10 +176,10 @@ class RankChangeTest(parameterized.TestCase):
     self.assertAlmostEqual(lost[0], lost[1], places=4)
 
   def clear_residual(self):
-    low_rank = find(self.run_.state).low_rank
+    low_rank = find(self.run_.state).exchange
     zeros = {"w": jnp.zeros_like(low_rank.residual["w"])}
     self.run_.state = self.run_.state._replace(
-      low_rank=low_rank._replace(residual=zeros)
+      exchange=low_rank._replace(residual=zeros)
     )
 
 

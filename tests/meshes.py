@@ -44,7 +44,7 @@ class Pmap:
 
   def residual(self):
     """The residuals as [replicas, ...] arrays."""
-    return jax.tree.map(np.asarray, find(self.state).low_rank.residual)
+    return jax.tree.map(np.asarray, find(self.state).exchange.residual)
 
   def compiled(self, gradients):
     return self.step_fn.lower(gradients, self.state).compile().as_text()
@@ -95,7 +95,7 @@ class ShardMap:
       lambda e: np.asarray(e).reshape(
         self.replicas, e.shape[0] // self.replicas, *e.shape[1:]
       ),
-      find(self.state).low_rank.residual,
+      find(self.state).exchange.residual,
     )
 
   def compiled(self, gradients):

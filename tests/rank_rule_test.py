@@ -4,13 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax import comm_cost, rank_rule
+from edgc_jax import rank_rule
+from edgc_jax.plan import make_plan
 
 
 def errors_of(shapes, rank_max, variance=None, min_ratio=0.0):
   """ln G by rank for matrices of the given shapes."""
   tree = {str(i): jnp.zeros(s) for i, s in enumerate(shapes)}
-  plan = comm_cost.make_plan(tree, (1, rank_max), min_ratio)
+  plan = make_plan(tree, (1, rank_max), min_ratio)
   table, sizes = rank_rule.loss_table(plan), plan.sizes
   if variance is None:
     variance = np.ones(len(sizes))

@@ -14,13 +14,13 @@ from meshes import AXIS, find, stage_mesh
 
 import edgc_jax
 from edgc_jax import (
-  comm_cost,
   compiled_cost,
   guards,
   link,
   reducer,
   stages,
 )
+from edgc_jax.plan import by_exchange, make_plan
 
 STAGES, REPLICAS = 4, 2
 # Of one stage: what is its own, a part of a split tensor, a shared leaf.
@@ -173,8 +173,8 @@ def local_params():
 def plans():
   """Those of a stage's own leaves and of the rest."""
   ladder = (0, 2, 4, 6, 8)
-  plan = comm_cost.make_plan(local_params(), ladder, 1.2, placement=placement)
-  return comm_cost.by_exchange(plan)
+  plan = make_plan(local_params(), ladder, 1.2, placement=placement)
+  return by_exchange(plan)
 
 
 @functools.cache
@@ -202,7 +202,7 @@ class Alone:
 
   def state(self, run):
     """Residual [REPLICAS, ...] and Q of the one leaf that is compressed."""
-    low = find(run.state).low_rank
+    low = find(run.state).exchange
     residual, factor_q = (
       np.asarray(functools.reduce(lambda tree, key: tree[key], self.path, tree))
       for tree in (low.residual, low.factor_q)
@@ -313,7 +313,7 @@ class StagesTest(parameterized.TestCase):
     run = fresh()
     for step in range(4):
       run.step(gradients(step))
-    before = find(run.state).low_rank
+    before = find(run.state).exchange
     for leaf in (("blocks", "kernel"), ("embedding",), ("norm",)):
       grads = gradients(4)
       part = grads if len(leaf) == 1 else grads[leaf[0]]
@@ -322,7 +322,7 @@ class StagesTest(parameterized.TestCase):
       for update in jax.tree.leaves(run.step(grads)):
         np.testing.assert_array_equal(update, np.zeros_like(update))
       jax.tree.map(
-        np.testing.assert_array_equal, find(run.state).low_rank, before
+        np.testing.assert_array_equal, find(run.state).exchange, before
       )
     self.assertEqual(run.metrics()["skipped_steps"], 3)
 
@@ -398,8 +398,8 @@ class StateSpecsTest(absltest.TestCase):
     )
     run = Run(tx)
     specs = find(run.specs)
-    self.assertEqual(specs.low_rank.residual["embedding"], P(("stage", AXIS)))
-    self.assertEqual(specs.low_rank.factor_q["blocks"]["kernel"], P("stage"))
+    self.assertEqual(specs.exchange.residual["embedding"], P(("stage", AXIS)))
+    self.assertEqual(specs.exchange.factor_q["blocks"]["kernel"], P("stage"))
     self.assertEqual(specs.stats.rank, P("stage"))
     self.assertEqual(specs.controller.rung, P("stage"))
     self.assertEqual(specs.controller.lead_rung, P())
@@ -407,7 +407,7 @@ class StateSpecsTest(absltest.TestCase):
     adam = run.specs.inner_state[1][0]
     self.assertEqual(adam.mu, param_specs())
     self.assertEqual(adam.count, P())
-    residual = find(run.state).low_rank.residual["blocks"]["kernel"]
+    residual = find(run.state).exchange.residual["blocks"]["kernel"]
     self.assertEqual(residual.shape, (STAGES * REPLICAS * 2, 48, 40))
 
   def test_round_trip_through_the_host(self):

@@ -35,13 +35,13 @@ class StateSpecsTest(absltest.TestCase):
         ".accumulated['b']",
         ".accumulated['s']",
         ".accumulated['w']",
-        ".inner_state.inner_state[0].low_rank.residual['w']",
+        ".inner_state.inner_state[0].exchange.residual['w']",
       },
     )
 
   def test_other_axis_and_no_reducer(self):
     specs = edgc_jax.state_specs(edgc_jax.powersgd(2), PARAMS, "replica")
-    self.assertEqual(specs.low_rank.residual["w"], P("replica"))
+    self.assertEqual(specs.exchange.residual["w"], P("replica"))
     plain = edgc_jax.state_specs(optax.adam(1e-3), PARAMS)
     self.assertEqual(set(jax.tree.leaves(plain)), {P()})
 
@@ -49,7 +49,7 @@ class StateSpecsTest(absltest.TestCase):
     """[m, n] on each replica, [N m, n] as one array."""
     run = ShardMap(edgc_jax.powersgd(2), PARAMS)
     run.step(gradients_like(PARAMS, 0))
-    residual = find(run.state).low_rank.residual["w"]
+    residual = find(run.state).exchange.residual["w"]
     self.assertEqual(residual.shape, (4 * 16, 24))
     self.assertEqual(residual.addressable_shards[0].data.shape, (16, 24))
     self.assertEqual(residual.sharding.spec, P("data"))

@@ -172,7 +172,9 @@ class CompressionTest(parameterized.TestCase):
         updates, state = call()
         self.assertEqual(state.count, 2)
         ranks.append(int(state.stats.rank))
-        factors.append([q.shape for q in jax.tree.leaves(state.low_rank[0])])
+        factors.append(
+          [q.shape for q in jax.tree.leaves(state.exchange.factor_q)]
+        )
         self.assertLen(updates["kernel"].devices(), 1)
         self.assertEqual(updates["kernel"].dtype, jnp.bfloat16)
       return medians(calls, repeats)

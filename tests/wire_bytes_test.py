@@ -6,7 +6,8 @@ from absl.testing import absltest, parameterized
 from meshes import BACKENDS, gradients_like
 
 import edgc_jax
-from edgc_jax import comm_cost, compiled_cost, entropy, guards
+from edgc_jax import compiled_cost, entropy, guards
+from edgc_jax.plan import make_plan
 
 # The small matrix pays at ranks up to 5 only: from then on it goes dense.
 PARAMS = {
@@ -42,7 +43,7 @@ class WireBytesTest(parameterized.TestCase):
     self.assertEqual(hlo.count(" all-reduce("), 1 + 2 * 3 + 2 + 1)
     self.assertEqual(compiled_cost.wire_bytes_outside_branches(hlo), 0)
     # Whatever is not a rung is a branch that is rarely taken.
-    num_matrices = len(comm_cost.make_plan(PARAMS, (4,)).matrices)
+    num_matrices = len(make_plan(PARAMS, (4,)).matrices)
     rare = sorted(sum(branches) for branches in others if sum(branches))
     sample = entropy.sample_bytes(num_matrices, estimator, bins)
     self.assertEqual(rare, sorted([guards.CHECK_BYTES, sample]))
@@ -101,7 +102,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
       warmup_rank=None,
     )  # fmt: skip
     run = BACKENDS["pmap"](tx, PARAMS)
-    num_matrices = len(comm_cost.make_plan(PARAMS, (4,)).matrices)
+    num_matrices = len(make_plan(PARAMS, (4,)).matrices)
     sample = entropy.sample_bytes(num_matrices, "gaussian", 0)
     total = 0
     for step in range(5):

@@ -1,0 +1,55 @@
+"""What every exchange of gradients gives back, whatever travels in it."""
+
+from typing import NamedTuple, Protocol
+
+import jax
+
+from edgc_jax.exchange_state import Factors
+from edgc_jax.plan import Plan
+
+
+class Exchange(NamedTuple):
+  """What came back: equal on all replicas, but for the residual.
+
+  Numbers of a leaf's k matrices are zero where it was sent dense, in float32.
+  """
+
+  averaged: list[jax.Array]  # float32, one per leaf, the leaf's shape
+  residual: list[jax.Array]  # float32, compressible leaves, local
+  factors: Factors  # as in the state
+  columns: list[jax.Array]  # float32 [k, columns], squared norms of Q' columns
+  lost: list[jax.Array]  # float32 [k], |mean_i residual_i|^2, from a sketch
+  residual_energy: list[jax.Array]  # float32 [k], mean_i |residual_i|^2
+  is_finite: jax.Array  # bool []
+
+
+class ExchangeFn(Protocol):
+  """Averages over replicas at the rung chosen in the graph."""
+
+  def __call__(
+    self,
+    plan: Plan,
+    rung: jax.Array,
+    matrices: list[jax.Array],
+    factors: Factors,
+    key: jax.Array,
+    axis_name: str,
+    *,
+    count: jax.Array,
+    ranks: jax.Array | None,
+  ) -> Exchange:
+    """One exchange.
+
+    Args:
+      plan: Static: leaves, ladder, how values travel.
+      rung: int32 [], index into the ladder, equal on all replicas.
+      matrices: All leaves in order, float32, residual added.
+      factors: Those of the state.
+      key: For whatever is drawn; the same on all replicas, new in each step.
+      axis_name: The bound axis of the replicas.
+      count: int32 [], steps done.
+      ranks: int32 [K], columns of each matrix, where these may differ.
+
+    Returns:
+      The exchange; wire bytes are `plan.wire_bytes(plan.ladder[rung])`.
+    """

@@ -1,0 +1,123 @@
+"""What an exchange keeps from step to step: warm factors and the residual."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from edgc_jax.plan import Plan
+
+
+class ExchangeState(NamedTuple):
+  """Trees like the parameters, `MaskedNode` where a leaf is dense.
+
+  Empty where a reducer keeps no such thing.
+  """
+
+  factor_p: Any  # float32 [k, m, columns], where factors alternate
+  factor_q: Any  # float32 [k, n, columns]; equal on all replicas, as P is
+  residual: Any  # float32, the leaf's shape; each replica has its own
+
+
+class Factors(NamedTuple):
+  """The factors of one plan's compressible leaves; none where not kept."""
+
+  p: list[jax.Array]
+  q: list[jax.Array]
+
+
+def init_factors(plan: Plan, seed: int) -> Factors:
+  """Gaussian first factors, the same on every replica and stage."""
+  key = jax.random.key(seed)
+  p, q = [], []
+  for i in plan.compressible if plan.has_factors else ():
+    leaf = plan.leaves[i]
+    own_key = jax.random.fold_in(key, plan.positions[i])
+    columns = plan.factor_columns(leaf)
+    count, rows, cols = leaf.view
+    draw = jax.random.normal(own_key, (count, cols, columns), jnp.float32)
+    q.append(gaussian_columns(draw))
+    if plan.alternating:
+      draw = jax.random.normal(
+        jax.random.fold_in(own_key, 1), (count, rows, columns), jnp.float32
+      )
+      p.append(gaussian_columns(draw))
+  return Factors(p, q)
+
+
+def init_residual(plan: Plan) -> list[jax.Array]:
+  """Zeros, a replica's own, for each compressible leaf."""
+  if not plan.has_residual:
+    return []
+  return [
+    jnp.zeros(plan.leaves[i].shape, jnp.float32) for i in plan.compressible
+  ]
+
+
+def gaussian_columns(gaussian: jax.Array) -> jax.Array:
+  """Scales [k, n, r] Gaussian entries to columns of expected length one."""
+  return gaussian * gaussian.shape[1] ** -0.5
+
+
+def unpack(
+  plans: Sequence[Plan], state: ExchangeState
+) -> tuple[list[Factors], list[list[jax.Array]]]:
+  """The factors and the residual's arrays, for each plan."""
+  places = sorted(p for plan in plans for p in _places(plan))
+
+  def by_plan(tree: Any) -> list[list[jax.Array]]:
+    leaves = jax.tree.leaves(tree)
+    if not leaves:
+      return [[] for _ in plans]
+    arrays = dict(zip(places, leaves, strict=True))
+    return [[arrays[p] for p in _places(plan)] for plan in plans]
+
+  both = zip(by_plan(state.factor_p), by_plan(state.factor_q), strict=True)
+  return [Factors(p, q) for p, q in both], by_plan(state.residual)
+
+
+def pack(
+  plans: Sequence[Plan],
+  tree: Any,
+  factors: Sequence[Factors],
+  residual: Sequence[Sequence],
+) -> ExchangeState:
+  """The state from such lists."""
+
+  def kept(values: Sequence[Sequence], is_kept: bool) -> Any:
+    return like_tree(plans, tree, values) if is_kept else ()
+
+  plan = plans[0]
+  return ExchangeState(
+    kept([f.p for f in factors], plan.has_factors and plan.alternating),
+    kept([f.q for f in factors], plan.has_factors),
+    kept(residual, plan.has_residual),
+  )
+
+
+def like_tree(
+  plans: Sequence[Plan], tree: Any, values: Sequence[Sequence]
+) -> Any:
+  """A tree like `tree`, with `optax.MaskedNode` where a leaf is dense.
+
+  Args:
+    plans: The plans of some or all leaves.
+    tree: Parameters or gradients.
+    values: For each plan, one value for each compressible leaf.
+
+  Returns:
+    The tree.
+  """
+  structure = jax.tree.structure(tree)
+  slots: list[Any] = [optax.MaskedNode()] * structure.num_leaves
+  for plan, own in zip(plans, values, strict=True):
+    for place, value in zip(_places(plan), own, strict=True):
+      slots[place] = value
+  return jax.tree.unflatten(structure, slots)
+
+
+def _places(plan: Plan) -> list[int]:
+  """Where the compressible leaves stand in the whole tree."""
+  return [plan.positions[i] for i in plan.compressible]

@@ -1,0 +1,169 @@
+"""Fewer bits for a value on the wire.
+
+A code turns float32 values into integers (and scales) that travel as they are
+on every platform, and back. What it loses is for its caller to keep.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class Code(Protocol):
+  """How values travel, `granule` of them together."""
+
+  granule: int
+
+  def encode(self, values: jax.Array, key: jax.Array) -> Any:
+    """float32 [..., n], n a multiple of the granule, to arrays [..., *]."""
+
+  def decode(self, sent: Any) -> jax.Array:
+    """float32 [..., n] from what was sent."""
+
+  def num_bytes(self, size: int) -> int:
+    """Bytes that `size` values take, a multiple of the granule."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bfloat16:
+  """The upper 16 bits of a float32, rounded to nearest; as integers.
+
+  XLA's CPU backend widens collectives of bf16 to float32, which saves nothing;
+  integers of 16 bits travel as they are.
+  """
+
+  granule: int = 1
+
+  def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
+    del key
+    return jax.lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
+
+  def decode(self, sent: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(sent, jnp.bfloat16).astype(jnp.float32)
+
+  def num_bytes(self, size: int) -> int:
+    return 2 * size
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeBfloat16:
+  """bf16 to the platform's own all-reduce, which sums in what it likes.
+
+  Not a `Code`: nothing is decoded on the way.
+  """
+
+  granule: int = 1
+
+  def num_bytes(self, size: int) -> int:
+    """2 bytes a value, 4 where XLA widens the collective."""
+    return (4 if jax.default_backend() == "cpu" else 2) * size
+
+
+@dataclasses.dataclass(frozen=True)
+class Blockwise:
+  """Integers of 8 or 4 bits and a float32 scale for every block.
+
+  With L = 2^(bits - 1) - 1 and s the largest magnitude of a block, x becomes
+  floor(L x / s + u), u uniform in [0, 1): unbiased, since
+
+    E floor(y + u) = y.
+
+  A block that is not finite has a scale that is not, and so decodes to values
+  that are not.
+  """
+
+  bits: int
+  granule: int
+
+  @property
+  def _levels(self) -> int:
+    return 2 ** (self.bits - 1) - 1
+
+  def encode(self, values: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
+    blocks = values.reshape(*values.shape[:-1], -1, self.granule)
+    scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+    # 1 / scale of the smallest numbers is infinite: divide by the scale.
+    safe = jnp.where(scale > 0, scale, 1.0)
+    noise = jax.random.uniform(key, blocks.shape)
+    rounded = jnp.floor(blocks / safe * self._levels + noise)
+    integers = jnp.clip(rounded, -self._levels, self._levels).astype(jnp.int8)
+    integers = integers.reshape(values.shape)
+    if self.bits == 4:
+      low, high = jnp.split(integers, 2, axis=-1)
+      integers = ((high & 15) << 4) | (low & 15)
+    return {"integers": integers, "scales": scale[..., 0]}
+
+  def decode(self, sent: dict[str, jax.Array]) -> jax.Array:
+    integers, scales = sent["integers"], sent["scales"]
+    if self.bits == 4:
+      # Shifts of signed integers keep the sign.
+      integers = jnp.concatenate([(integers << 4) >> 4, integers >> 4], axis=-1)
+    shape = integers.shape
+    blocks = integers.reshape(*shape[:-1], -1, self.granule)
+    step = scales[..., None] / self._levels
+    return (blocks.astype(jnp.float32) * step).reshape(shape)
+
+  def num_bytes(self, size: int) -> int:
+    return size * self.bits // 8 + 4 * (size // self.granule)
+
+
+@dataclasses.dataclass(frozen=True)
+class Signs:
+  """One bit a value and the mean magnitude of every block, float32.
+
+  Biased: it needs error feedback (Karimireddy et al. 2019, arXiv:1901.09847).
+  """
+
+  granule: int  # a multiple of 8
+
+  def encode(self, values: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
+    del key
+    blocks = values.reshape(*values.shape[:-1], -1, self.granule)
+    return {
+      "bits": jnp.packbits(values >= 0, axis=-1),
+      "scales": jnp.mean(jnp.abs(blocks), axis=-1),
+    }
+
+  def decode(self, sent: dict[str, jax.Array]) -> jax.Array:
+    bits = jnp.unpackbits(sent["bits"], axis=-1)
+    signs = 2.0 * bits.astype(jnp.float32) - 1.0
+    blocks = signs.reshape(*signs.shape[:-1], -1, self.granule)
+    return (blocks * sent["scales"][..., None]).reshape(signs.shape)
+
+  def num_bytes(self, size: int) -> int:
+    return size // 8 + 4 * (size // self.granule)
+
+
+_WIRE_CODES = {
+  "float32": None,
+  "bfloat16": Bfloat16(),
+  "native_bfloat16": NativeBfloat16(),
+}
+
+
+def code_of(wire_dtype: Any) -> Bfloat16 | NativeBfloat16 | None:
+  """The code that a `wire_dtype` names; None for float32.
+
+  Args:
+    wire_dtype: "float32", "bfloat16" or "native_bfloat16", or a dtype.
+
+  Returns:
+    The code.
+
+  Raises:
+    ValueError: if it is none of them.
+  """
+  name = wire_dtype
+  if not isinstance(wire_dtype, str):
+    try:
+      name = jnp.dtype(wire_dtype).name
+    except TypeError:
+      name = None
+  if name not in _WIRE_CODES:
+    raise ValueError(
+      f"`wire_dtype` must be one of {tuple(_WIRE_CODES)}, got {wire_dtype!r};"
+      " use bfloat16 for half the bytes."
+    )
+  return _WIRE_CODES[name]

@@ -1,0 +1,199 @@
+"""Codes, and means of what travels coded, against NumPy on four replicas."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from absl.testing import absltest, parameterized
+from meshes import AXIS
+
+from edgc_jax import averages
+from edgc_jax.wire_codes import (
+  Bfloat16,
+  Blockwise,
+  NativeBfloat16,
+  Signs,
+  code_of,
+)
+
+REPLICAS = 4
+SHAPES = ((5, 7), (40,), (3, 2, 4))
+
+
+def draw(seed=0, scale=1.0):
+  """Values of four replicas, unlike large."""
+  random = np.random.default_rng(seed)
+  return [
+    np.asarray(scale * random.standard_normal((REPLICAS, *shape)), np.float32)
+    for shape in SHAPES
+  ]
+
+
+@functools.cache
+def average_fn(code):
+  def run(values, key):
+    return averages.average(values, AXIS, code, key, jnp.float32(1.0))
+
+  return jax.pmap(
+    run,
+    axis_name=AXIS,
+    in_axes=(0, None),
+    devices=jax.devices()[:REPLICAS],
+  )
+
+
+def in_numpy(values, round_trip, granule):
+  """Means and what each replica put in, parts and padding written out."""
+  sizes = [-(-v[0].size // granule) * granule for v in values]
+  flat = np.concatenate(
+    [
+      np.pad(v.reshape(REPLICAS, -1), ((0, 0), (0, size - v[0].size)))
+      for v, size in zip(values, sizes, strict=True)
+    ],
+    axis=1,
+  )
+  part = -(-flat.shape[1] // (granule * REPLICAS)) * granule
+  flat = np.pad(flat, ((0, 0), (0, part * REPLICAS - flat.shape[1])))
+  sent = round_trip(flat)
+  exact = sent.mean(0)
+  mean = np.concatenate([round_trip(p) for p in np.split(exact, REPLICAS)])
+  for replica in range(REPLICAS):
+    own = slice(replica * part, (replica + 1) * part)
+    sent[replica, own] += REPLICAS * (mean - exact)[own]
+
+  def cut(rows):
+    starts = np.cumsum([0, *sizes[:-1]])
+    return [
+      rows[..., start : start + v[0].size].reshape(
+        *rows.shape[:-1], *v[0].shape
+      )
+      for start, v in zip(starts, values, strict=True)
+    ]
+
+  return cut(mean), cut(sent)
+
+
+def sign_round_trip(x, block=8):
+  blocks = x.reshape(-1, block)
+  signs = np.where(blocks >= 0, np.float32(1), np.float32(-1))
+  return (signs * np.abs(blocks).mean(1, keepdims=True)).reshape(x.shape)
+
+
+def bf16_round_trip(x):
+  return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+class AverageTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ("bfloat16", Bfloat16(), bf16_round_trip, 1),
+    ("signs", Signs(8), sign_round_trip, 8),
+  )
+  def test_agrees_with_numpy(self, code, round_trip, granule):
+    values = draw()
+    found = average_fn(code)(values, jax.random.key(0))
+    mean, sent = in_numpy(values, round_trip, granule)
+    for leaf in range(len(SHAPES)):
+      for replica in range(REPLICAS):
+        np.testing.assert_allclose(
+          found.mean[leaf][replica], mean[leaf], 1e-6, 1e-6
+        )
+      np.testing.assert_allclose(found.sent[leaf], sent[leaf], 1e-5, 1e-5)
+    np.testing.assert_array_equal(found.exact, np.ones(REPLICAS))
+
+  @parameterized.parameters(
+    None, Bfloat16(), NativeBfloat16(), Blockwise(8, 16), Blockwise(4, 16),
+    Signs(16),
+  )  # fmt: skip
+  def test_what_is_sent_has_the_mean_that_comes(self, code):
+    """So that nothing is lost where the rest goes on."""
+    found = average_fn(code)(draw(1), jax.random.key(1))
+    for mean, sent in zip(found.mean, found.sent, strict=True):
+      for replica in mean[1:]:
+        np.testing.assert_array_equal(replica, mean[0])
+      tolerance = 1e-2 if isinstance(code, NativeBfloat16) else 1e-5
+      np.testing.assert_allclose(
+        np.mean(sent, axis=0), mean[0], tolerance, tolerance
+      )
+
+  @parameterized.parameters(8, 4)
+  def test_rounding_is_unbiased(self, bits):
+    """Over 400 draws the mean comes near; one draw does not."""
+    code = Blockwise(bits, 16)
+    values = draw(2)
+    keys = jax.random.split(jax.random.key(3), 400)
+    draw_all = jax.pmap(
+      lambda v: jax.vmap(lambda key: averages.average(v, AXIS, code, key).mean)(
+        keys
+      ),
+      axis_name=AXIS,
+      devices=jax.devices()[:REPLICAS],
+    )
+    draws = draw_all(values)
+    for leaf, value in enumerate(values):
+      found = np.asarray(draws[leaf][0])
+      step = np.abs(value).max() / (2 ** (bits - 1) - 1)
+      error = np.abs(found.mean(0) - value.mean(0)).max()
+      # Two roundings of up to half a step each: 0.5 / sqrt(400) and the tail.
+      self.assertLess(error, 4 * step * 0.6 / 400**0.5)
+      self.assertGreater(np.abs(found[0] - value.mean(0)).max(), step / 10)
+
+  @parameterized.parameters(
+    Bfloat16(), Blockwise(8, 16), Blockwise(4, 16), Signs(16)
+  )
+  def test_one_bad_entry_reaches_all_replicas(self, code):
+    for bad in (np.nan, np.inf, -np.inf):
+      values = draw()
+      values[1][2, 3] = bad
+      found = average_fn(code)(values, jax.random.key(0))
+      self.assertFalse(np.isfinite(found.mean[1]).all(axis=1).any())
+
+  @parameterized.parameters(0.0, 1e-38, 1e-20, 1e30)
+  def test_any_scale_stays_finite(self, scale):
+    for code in (Bfloat16(), Blockwise(8, 16), Blockwise(4, 16), Signs(16)):
+      values = draw(scale=scale)
+      found = average_fn(code)(values, jax.random.key(0))
+      largest = max(np.abs(value).max() for value in values)
+      for mean in found.mean:
+        self.assertTrue(np.isfinite(mean).all())
+        self.assertLessEqual(np.abs(mean).max(), 1.01 * largest)
+
+
+class CodesTest(parameterized.TestCase):
+  @parameterized.parameters(8, 4)
+  def test_integers_are_what_the_formula_says(self, bits):
+    values = draw()[1][:, :32]
+    key, levels = jax.random.key(5), 2 ** (bits - 1) - 1
+    code = Blockwise(bits, 8)
+    found = code.decode(code.encode(jnp.asarray(values), key))
+    blocks = values.reshape(REPLICAS, -1, 8)
+    scale = np.abs(blocks).max(-1, keepdims=True)
+    noise = np.asarray(jax.random.uniform(key, blocks.shape))
+    expected = np.clip(
+      np.floor(blocks / scale * levels + noise), -levels, levels
+    ) * (scale / levels)
+    np.testing.assert_allclose(
+      found, expected.reshape(values.shape), 1e-6, 1e-7
+    )
+
+  @parameterized.parameters(
+    Bfloat16(), Blockwise(8, 16), Blockwise(4, 16), Signs(16)
+  )
+  def test_bytes_are_those_of_the_arrays(self, code):
+    encoded = code.encode(jnp.ones(64), jax.random.key(0))
+    size = sum(x.nbytes for x in jax.tree.leaves(encoded))
+    self.assertEqual(size, code.num_bytes(64))
+
+  def test_names(self):
+    self.assertIsNone(code_of("float32"))
+    self.assertIsNone(code_of(jnp.float32))
+    self.assertEqual(code_of(jnp.bfloat16), Bfloat16())
+    self.assertEqual(code_of("bfloat16"), Bfloat16())
+    for wrong in ("int8", jnp.float16, None, 3):
+      with self.assertRaisesRegex(ValueError, "`wire_dtype` must be one of"):
+        code_of(wrong)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,213 @@
+"""Methods on entries: against NumPy on four replicas, bytes, errors."""
+
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from meshes import BACKENDS, Pmap, ShardMap, find, gradients_like
+
+import edgc_jax
+from edgc_jax import compiled_cost
+
+REPLICAS = 4
+# Of the two that are compressed one is no multiple of a block, or of a run.
+PARAMS = {
+  "small": jnp.zeros((20, 20)),
+  "stack": jnp.zeros((3, 20, 24)),
+  "wide": jnp.zeros((23, 51)),
+}
+LARGE = ("stack", "wide")
+
+
+def host(tree):
+  return {name: np.asarray(value, np.float64) for name, value in tree.items()}
+
+
+def largest(x, density):
+  """x without all but its k largest entries."""
+  count = max(1, round(density * x.size))
+  kept = np.zeros(x.size)
+  places = np.argsort(-np.abs(x.ravel()), kind="stable")[:count]
+  kept[places] = x.ravel()[places]
+  return kept.reshape(x.shape)
+
+
+class EntrywiseTest(parameterized.TestCase):
+  def test_topk_agrees_with_numpy(self):
+    run = Pmap(edgc_jax.topk(0.05), PARAMS)
+    residual = dict.fromkeys(LARGE, 0.0)
+    for step in range(4):
+      gradients = gradients_like(PARAMS, seed=step)
+      updates = run.step(gradients)
+      gradients = host(gradients)
+      for name in LARGE:
+        m = gradients[name] + residual[name]
+        sent = np.stack([largest(part, 0.05) for part in m])
+        residual[name] = m - sent
+        np.testing.assert_allclose(updates[name][0], sent.mean(0), 1e-5, 1e-6)
+        np.testing.assert_allclose(
+          run.residual()[name], residual[name], 1e-5, 1e-6
+        )
+      np.testing.assert_allclose(
+        updates["small"][0], gradients["small"].mean(0), 1e-5, 1e-6
+      )
+
+  def test_a_sampled_threshold_sends_about_the_largest(self):
+    """Nothing small goes before much that is larger, and no more than k."""
+    params = {"w": jnp.zeros((100, 120))}
+    run = Pmap(edgc_jax.topk(0.05, sample_rate=0.2), params)
+    gradients = gradients_like(params, seed=0)
+    run.step(gradients)
+    kept = run.residual()["w"] == 0
+    for replica, sent in zip(np.asarray(gradients["w"]), kept, strict=True):
+      self.assertBetween(sent.sum(), 0.6 * 600, 600)
+      smallest = np.abs(replica[sent]).min()
+      # The 10 % quantile of |N(0, 1)| from above is 1.64, that of 5 % is 1.96.
+      self.assertGreater(smallest, 1.64)
+
+  @parameterized.parameters(True, False)
+  def test_randomk_agrees_with_numpy(self, error_feedback):
+    """One entry of every run; the same on all replicas."""
+    tx = edgc_jax.randomk(0.1, error_feedback=error_feedback)
+    run = Pmap(tx, PARAMS)
+    residual = dict.fromkeys(LARGE, 0.0)
+    seen = set()
+    for step in range(4):
+      gradients = gradients_like(PARAMS, seed=step)
+      updates = run.step(gradients)
+      for name in LARGE:
+        m = host(gradients)[name] + residual[name]
+        size = PARAMS[name].size
+        count = round(0.1 * size)
+        places = np.flatnonzero(updates[name][0])
+        ends = np.arange(1, count + 1) * size // count
+        lengths = np.diff(ends, prepend=0)
+        np.testing.assert_array_equal(
+          np.searchsorted(ends, places, side="right"), np.arange(count)
+        )
+        expected = np.zeros(size)
+        scale = 1 if error_feedback else lengths
+        expected[places] = m.mean(0).ravel()[places] * scale
+        np.testing.assert_allclose(
+          updates[name][0].ravel(), expected, 1e-5, 1e-6
+        )
+        if error_feedback:
+          residual[name] = m.copy()
+          residual[name].reshape(REPLICAS, -1)[:, places] = 0
+          np.testing.assert_allclose(
+            run.residual()[name], residual[name], 1e-5, 1e-6
+          )
+        seen.add((name, tuple(places)))
+    self.assertLen(seen, 8)
+
+  def test_randomk_is_unbiased_without_error_feedback(self):
+    """Over 400 draws every entry comes near its mean."""
+    params = {"w": jnp.zeros((16, 64))}
+    run = Pmap(edgc_jax.randomk(0.25, error_feedback=False), params)
+    gradients = gradients_like(params, seed=0)
+    exact = host(gradients)["w"].mean(0)
+    total = sum(run.step(gradients)["w"][0] for _ in range(400)) / 400
+    # An entry comes in one of 4 steps, 4 times as large: deviation 3^(1/2).
+    error = (total - exact) / (np.abs(exact) * (3 / 400) ** 0.5)
+    self.assertAlmostEqual(np.mean(error * np.sign(exact)), 0, delta=0.15)
+    self.assertAlmostEqual(np.std(error), 1, delta=0.15)
+
+  @parameterized.named_parameters(
+    ("topk", lambda: edgc_jax.topk(1.0)),
+    ("topk_sampled", lambda: edgc_jax.topk(1.0, sample_rate=1.0)),
+    ("randomk", lambda: edgc_jax.randomk(1.0)),
+    ("randomk_scaled", lambda: edgc_jax.randomk(1.0, error_feedback=False)),
+  )
+  def test_density_one_gives_the_dense_mean(self, make):
+    run = Pmap(make(), PARAMS)
+    for step in range(2):
+      gradients = gradients_like(PARAMS, seed=step)
+      updates = run.step(gradients)
+      for name, value in host(gradients).items():
+        np.testing.assert_allclose(
+          updates[name][0], value.mean(0), 1e-5, 1e-6, err_msg=name
+        )
+    self.assertLess(edgc_jax.metrics(run.state)["relative_error"], 1e-6)
+
+  @parameterized.named_parameters(
+    ("topk", "pmap", lambda: edgc_jax.topk(0.05), lambda n: 4 * 4 * n),
+    ("randomk", "pmap", lambda: edgc_jax.randomk(0.05), lambda n: 4 * n),
+  )
+  def test_bytes_of_sparse_methods(self, backend, make, by_count):
+    run = BACKENDS[backend](make(), PARAMS)
+    found = self.bytes_of(run)
+    counts = [round(0.05 * PARAMS[name].size) for name in LARGE]
+    self.assertEqual(found, sum(map(by_count, counts)) + self.beside())
+
+  @parameterized.named_parameters(
+    ("quantize_8", "shard_map", lambda: edgc_jax.quantize(8), 8),
+    ("quantize_4", "pmap", lambda: edgc_jax.quantize(4), 4),
+    ("signsgd", "shard_map", lambda: edgc_jax.signsgd(), 1),
+  )
+  def test_bytes_of_fewer_bits(self, backend, make, bits):
+    run = BACKENDS[backend](make(), PARAMS)
+    blocks = sum(-(-PARAMS[name].size // 256) for name in LARGE)
+    blocks = -(-blocks // REPLICAS) * REPLICAS  # as many for each
+    expected = blocks * (256 * bits // 8 + 4) + self.beside()
+    self.assertEqual(self.bytes_of(run), expected)
+
+  def beside(self):
+    """Dense leaves, and what tells the errors of 4 matrices."""
+    return 4 * 400 + 4 * 4 * 33
+
+  def bytes_of(self, run):
+    """What the compiled program sends whatever branches it takes."""
+    hlo = run.compiled(gradients_like(PARAMS, seed=0))
+    return compiled_cost.wire_bytes_outside_branches(hlo)
+
+  def test_error_is_that_of_the_mean(self):
+    """Sketches of the whole and of the rest; unbiased, up to their ratio."""
+    params = {"w": jnp.zeros((60, 80))}
+    run = Pmap(edgc_jax.topk(0.3), params)
+    estimated, exact = [], []
+    for step in range(40):
+      gradients = gradients_like(params, seed=step)
+      m = host(gradients)["w"] + run.residual()["w"]
+      run.step(gradients)
+      residual = run.residual()["w"]
+      exact.append(np.sum(residual.mean(0) ** 2) / np.sum(m.mean(0) ** 2))
+      values = edgc_jax.metrics(run.state)
+      estimated.append(values["relative_error"])
+      norm = np.sqrt(np.mean(np.sum(residual**2, axis=(1, 2))))
+      self.assertAlmostEqual(values["residual_norm"] / norm, 1, places=4)
+    # Values and indices of 4 replicas, and what tells the error.
+    self.assertEqual(values["wire_bytes"], 4 * 4 * 1440 + 4 * 33)
+    self.assertAlmostEqual(np.mean(estimated), np.mean(exact), delta=0.1)
+    self.assertBetween(np.mean(exact), 0.2, 0.8)
+
+  def test_state_without_error_feedback_is_empty(self):
+    for tx in (
+      edgc_jax.quantize(),
+      edgc_jax.randomk(0.1, error_feedback=False),
+    ):
+      state = tx.init(PARAMS)
+      self.assertEqual(tuple(state.exchange), ((), (), ()))
+    run = ShardMap(edgc_jax.signsgd(), PARAMS)
+    self.assertEqual(
+      find(run.state).exchange.residual["wide"].shape, (REPLICAS * 23, 51)
+    )
+
+  @parameterized.parameters(
+    (lambda: edgc_jax.topk(0.0), ValueError, "`density` must be in"),
+    (lambda: edgc_jax.topk(1.5), ValueError, "`density` must be in"),
+    (lambda: edgc_jax.topk("0.1"), TypeError, "`density` must be a Python"),
+    (lambda: edgc_jax.topk(0.1, sample_rate=0), ValueError, "`sample_rate`"),
+    (lambda: edgc_jax.randomk(0.1, error_feedback=1), TypeError, "True or"),
+    (lambda: edgc_jax.quantize(3), ValueError, "`bits` must be one of"),
+    (lambda: edgc_jax.quantize(block=7), ValueError, "`block` must be even"),
+    (lambda: edgc_jax.signsgd(block=12), ValueError, "a multiple of 8"),
+    (lambda: edgc_jax.signsgd(min_size=0), ValueError, "`min_size` must be"),
+    (lambda: edgc_jax.powersgd(2, alternating=2), TypeError, "`alternating`"),
+    (lambda: edgc_jax.edgc(wire_dtype="int8"), ValueError, "`wire_dtype`"),
+  )  # fmt: skip
+  def test_errors(self, make, kind, message):
+    with self.assertRaisesRegex(kind, message):
+      make()
+
+
+if __name__ == "__main__":
+  absltest.main()
