@@ -15,7 +15,7 @@ from absl import logging as absl_logging
 from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
-from experiments import hosts
+from experiments import heap, hosts
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file in configs/, with :REDUCER behind it if you like."
@@ -35,6 +35,7 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
     # Orbax tells of each file, and of errors before it raises them.
     absl_logging.set_verbosity(absl_logging.FATAL)
     config = _CONFIG.value
+    heap.keep_freed_memory()
     try:
       processes = hosts.initialize()
     except (ValueError, RuntimeError) as error:
