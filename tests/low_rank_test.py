@@ -42,6 +42,24 @@ class LowRankTest(parameterized.TestCase):
         run.residual()["w"], reference.residual, 1e-3, 1e-4
       )
 
+  def test_alternating_agrees_with_numpy(self):
+    """One factor a step, on the other of the step before."""
+    run = Pmap(edgc_jax.powersgd(4, alternating=True, min_ratio=0), PARAMS)
+    residual = np.zeros((REPLICAS, ROWS, COLS))
+    fixed = np.asarray(find(run.state).exchange.factor_q["w"])[0, 0]
+    for step in range(5):
+      gradients = gradients_like(PARAMS, seed=step)
+      m = np.asarray(gradients["w"], np.float64) + residual
+      basis, _ = np.linalg.qr(np.float64(fixed))
+      across = m if step % 2 == 0 else np.swapaxes(m, 1, 2)
+      sent = across @ basis
+      fixed = sent.mean(0)
+      turn = (lambda x: x) if step % 2 == 0 else (lambda x: x.T)
+      residual = m - np.stack([turn(s @ basis.T) for s in sent])
+      update = run.step(gradients)["w"][0]
+      np.testing.assert_allclose(update, turn(fixed @ basis.T), 1e-3, 1e-5)
+      np.testing.assert_allclose(run.residual()["w"], residual, 1e-3, 1e-4)
+
   def test_warm_start_finds_the_best_subspace(self):
     """With the same gradient each step, the update tends to the best."""
     values = 2.0 ** -np.arange(12)

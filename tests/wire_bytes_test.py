@@ -62,6 +62,57 @@ class WireBytesTest(parameterized.TestCase):
         edgc_jax.wire_bytes(PARAMS, rank),
       )
 
+  def test_bfloat16(self):
+    """Matrices, as factors or dense, in two bytes a value; vectors in four."""
+    matrices = 64 * 48 + 96 * 160 + 20 * 20 + 3 * 40 * 64
+    dense = edgc_jax.wire_bytes(PARAMS, 0, wire_dtype="bfloat16", replicas=4)
+    self.assertEqual(dense, 2 * matrices + 4 * 31)
+    low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
+    factors = edgc_jax.wire_bytes(PARAMS, 4, wire_dtype=jnp.bfloat16)
+    self.assertEqual(factors, 2 * low + 4 * (31 + 17 * 6))
+    for backend, tx, expected in (
+      ("pmap", edgc_jax.allreduce(wire_dtype="bfloat16"), dense),
+      ("shard_map", edgc_jax.powersgd(4, wire_dtype="bfloat16"), factors),
+    ):
+      run = BACKENDS[backend](tx, PARAMS)
+      hlo = run.compiled(gradients_like(PARAMS, seed=0))
+      sent = compiled_cost.wire_bytes_outside_branches(hlo)
+      self.assertEqual(sent, expected)
+
+  def test_native_bfloat16_is_as_wide_as_the_platform_makes_it(self):
+    """On CPUs as wide as float32: so it is said, and so it is sent."""
+    run = BACKENDS["pmap"](
+      edgc_jax.allreduce(wire_dtype="native_bfloat16"), PARAMS
+    )
+    hlo = run.compiled(gradients_like(PARAMS, seed=0))
+    self.assertEqual(
+      compiled_cost.wire_bytes_outside_branches(hlo),
+      edgc_jax.wire_bytes(PARAMS, 0, wire_dtype="native_bfloat16"),
+    )
+
+  def test_alternating_factors(self):
+    """P in one step, Q in the next, each in one all-reduce."""
+    tx = edgc_jax.powersgd(4, alternating=True)
+    run = BACKENDS["pmap"](tx, PARAMS)
+    hlo = run.compiled(gradients_like(PARAMS, seed=0))
+    beside = 4 * (31 + 17 * 6)
+    p = 4 * 4 * (3 * 40 + 96 + 64 + 20)
+    q = 4 * 4 * (3 * 64 + 160 + 48 + 20)
+    found = [
+      branches
+      for branches in compiled_cost.wire_bytes_of_branches(hlo)
+      if branches == [p + beside, q + beside]
+    ]
+    self.assertLen(found, 1)
+    self.assertEqual(
+      edgc_jax.wire_bytes(PARAMS, 4, alternating=True), (p + q) // 2 + beside
+    )
+    for step, expected in enumerate((p, q, p)):
+      run.step(gradients_like(PARAMS, seed=step))
+      check = guards.CHECK_BYTES * (step == 0)
+      sent = edgc_jax.metrics(run.state)["wire_bytes"]
+      self.assertEqual(sent, expected + beside + check)
+
   def test_prediction_by_hand(self):
     low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
     dense = 30 + 1

@@ -2,7 +2,7 @@
 
 Low rank, sparse and low precision, each at one or two budgets, over a dense
 all-reduce in float32 and bfloat16. Beside each row of edgc a fixed rank is run
-that sends the same bytes. 51 runs with three seeds; three hours on 2 cores.
+that sends the same bytes. 54 runs with three seeds; three hours on 2 cores.
 """
 
 from collections.abc import Mapping
@@ -39,6 +39,7 @@ TABLES = {
     "PowerSGD, rank 23, bf16": _reducer(
       "powersgd", rank=23, wire_dtype="bfloat16"
     ),
+    "ACP-SGD, rank 23": _reducer("powersgd", rank=23, alternating=True),
     "EDGC": _edgc(20, 14),
     "EDGC, linear rule": _edgc(20, 14, rule="linear"),
     "EDGC, bf16": _edgc(32, 22, wire_dtype="bfloat16"),
