@@ -86,6 +86,7 @@ def base(reducer: str) -> ConfigDict:
         "scale_exponent": 1.0,  # of sigma: 0 absolute errors, 2 relative
         "wire_dtype": "float32",  # or bfloat16, native_bfloat16
         "alternating": False,  # one factor a step
+        "refresh_every": 0,  # steps; sent dense, factors anew; 0: never
       },
       "powersgd": {
         # A fraction is a mean over all steps: 11.3 is rank 12 for three tenths
@@ -96,6 +97,7 @@ def base(reducer: str) -> ConfigDict:
         "min_ratio": 2.0,
         "wire_dtype": "float32",
         "alternating": False,
+        "refresh_every": 0,
       },
       "allreduce": {"wire_dtype": "float32"},
       # Shares of the entries; a threshold's sample (0: the exact k largest).

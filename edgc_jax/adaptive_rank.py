@@ -20,7 +20,6 @@ from edgc_jax.matrices import (
 from edgc_jax.plan import Plan, by_exchange, make_plan
 from edgc_jax.policy import EntropyPolicy, FixedPolicy, Policy
 from edgc_jax.reducer import make_reducer
-from edgc_jax.wire_codes import code_of
 
 ALIGNMENTS = ("slack", "none")
 # How many times the rank of its rung a matrix may have.
@@ -57,6 +56,7 @@ def edgc(
   placement: PlacementFn | None = None,
   wire_dtype: Any = "float32",
   alternating: bool = False,
+  refresh_every: int | None = None,
   seed: int = 714,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients through factors whose rank follows their entropy.
@@ -150,6 +150,7 @@ def edgc(
       or "native_bfloat16", summed as the platform does it (XLA's CPU backend
       widens it and saves nothing). Vectors travel as float32.
     alternating: As for `powersgd`: one factor a step.
+    refresh_every: As for `powersgd`.
     seed: Seed of the first factors.
 
   Returns:
@@ -188,8 +189,7 @@ def edgc(
   guards.require_one_of("align", align, ALIGNMENTS)
   arguments.require_ratio(min_ratio)
   arguments.require_placement(placement, stage_axis)
-  arguments.require_flag("alternating", alternating)
-  travel = {"code": code_of(wire_dtype), "alternating": alternating}
+  travel = arguments.travel(wire_dtype, alternating, refresh_every)
   is_aligned = stage_axis is not None and align == "slack"
   if is_aligned:
     arguments.require_times(link, backward_seconds)

@@ -1,10 +1,12 @@
 """Checks of the reducers' arguments: an error names what to change."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from edgc_jax import allocation, entropy, guards, rank_rule, stages
 from edgc_jax.link import CompressionModel, LinkModel
 from edgc_jax.matrices import PlacementFn
+from edgc_jax.wire_codes import code_of
 
 GRANULARITIES = ("matrix", "stage")
 _MAX_RANK_STEP = 4
@@ -78,6 +80,20 @@ def require_ratio(min_ratio: float) -> None:
   guards.require(
     min_ratio >= 0, "min_ratio", min_ratio, "at least 0", "use 2 or more"
   )
+
+
+def travel(
+  wire_dtype: Any, alternating: bool, refresh_every: int | None
+) -> dict[str, Any]:
+  """How factors travel, for a plan; raises where they cannot so."""
+  require_flag("alternating", alternating)
+  if refresh_every is not None:
+    guards.require_int("refresh_every", refresh_every, 1)
+  return {
+    "code": code_of(wire_dtype),
+    "alternating": alternating,
+    "refresh_every": refresh_every or 0,
+  }
 
 
 def require_share(name: str, value: float) -> None:

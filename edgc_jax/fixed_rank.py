@@ -80,6 +80,7 @@ def powersgd(
   matrix_view: ViewFn | None = None,
   wire_dtype: Any = "float32",
   alternating: bool = False,
+  refresh_every: int | None = None,
   seed: int = 714,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over replicas through factors of a given rank.
@@ -110,6 +111,8 @@ def powersgd(
       widens it and saves nothing). Vectors travel as float32.
     alternating: Send P in even steps and Q in odd ones, each with the other
       of the step before as its basis (ACP-SGD).
+    refresh_every: Steps from one dense step to the next, in which the factors
+      are made anew from the mean (PowerSGD+); None for never.
     seed: Seed of the first factors.
 
   Returns:
@@ -122,15 +125,15 @@ def powersgd(
   References:
     Vogels et al. 2019, Algorithms 1 and 2, arXiv:1905.13727; `low_rank`
     names the differences. Zhang et al. 2023, arXiv:2306.08881, for
-    `alternating`.
+    `alternating`; arXiv:2509.11254 for `refresh_every`, with a randomised
+    decomposition.
 
   >>> tx = optax.chain(powersgd(rank=4), optax.adam(1e-3))
   """
   schedule = _schedule(rank, warmup_steps)
   arguments.require_ratio(min_ratio)
   arguments.require_placement(placement, stage_axis)
-  arguments.require_flag("alternating", alternating)
-  travel = {"code": code_of(wire_dtype), "alternating": alternating}
+  travel = arguments.travel(wire_dtype, alternating, refresh_every)
   ranks = sorted(set(schedule.values()))
   ladder = tuple(ranks) if len(ranks) == 1 else (0, *filter(None, ranks))
   view, placed = matrix_view or trailing_matrix, placement or own_placement

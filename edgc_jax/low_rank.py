@@ -29,6 +29,9 @@ the other is the basis of what it was when it travelled last:
 Half a subspace iteration a step, for half the bytes and one collective instead
 of two that wait for each other (ACP-SGD, Zhang et al. 2023, arXiv:2306.08881).
 
+Every `plan.refresh_every` steps, if it is set, all travels dense, and factors
+are made anew from the mean (`refresh`).
+
 Where matrices have ranks of their own (`plan.spread` above 1), their factors
 travel packed (`packing`), in as many bytes as if all had the rung's rank. With
 a `plan.code` factors and dense matrices travel coded: what the coding of Q
@@ -56,6 +59,7 @@ from edgc_jax.orthonormalize import (
   unit_columns,
 )
 from edgc_jax.plan import Plan
+from edgc_jax.refresh import leading_factors
 
 _SENDS_P, _SENDS_Q = 0, 1
 
@@ -105,6 +109,8 @@ def exchange(
     for rank in rungs
     for side in sides
   ]
+  if plan.refresh_every and plan.compressible:
+    branches.append(_branch(plan, 0, None, key, axis_name, refreshes=True))
   own = [None] * len(factors.q) if plan.spread == 1 else plan.by_leaf(ranks)
   operands = (list(matrices), factors, own)
   # TF32 or bf16 products would leave bases orthonormal to 1e-3 only.
@@ -113,11 +119,19 @@ def exchange(
       return branches[0](*operands)
     branch = jnp.array([distinct.index(width) for width in widths])[rung]
     branch = len(sides) * branch + count % len(sides)
+    if plan.refresh_every and plan.compressible:
+      branch = jnp.where(plan.refreshes(count), len(branches) - 1, branch)
     return jax.lax.switch(branch, branches, *operands)
 
 
 def _branch(
-  plan: Plan, rank: int, side: int | None, key: jax.Array, axis_name: str
+  plan: Plan,
+  rank: int,
+  side: int | None,
+  key: jax.Array,
+  axis_name: str,
+  *,
+  refreshes: bool = False,
 ) -> Callable:
   """The exchange at one static rung; `side` is what travels, None both."""
   slot = {leaf: position for position, leaf in enumerate(plan.compressible)}
@@ -198,11 +212,30 @@ def _branch(
       norms = jnp.sum(jnp.square(factor), axis=1)
       columns[place] = columns[place].at[:, : norms.shape[1]].set(norms)
       kept_now[place] = wire.merged(j, factor, kept_now[place])
+    if refreshes:
+      kept = _refreshed(plan, averaged, kept, is_finite, key)
     return Exchange(
       averaged, residual, kept, columns, lost, residual_energy, is_finite
     )
 
   return run
+
+
+def _refreshed(
+  plan: Plan,
+  averaged: list[jax.Array],
+  factors: Factors,
+  is_finite: jax.Array,
+  key: jax.Array,
+) -> Factors:
+  """The factors of what all replicas have, in place of those kept."""
+  stacks = [
+    jnp.where(is_finite, averaged[i], 0.0).reshape(plan.leaves[i].view)
+    for i in plan.compressible
+  ]
+  widths = [q.shape[2] for q in factors.q]
+  p, q = leading_factors(stacks, widths, jax.random.fold_in(key, 4))
+  return Factors(p if factors.p else [], q)
 
 
 def _bases(

@@ -47,6 +47,8 @@ class Plan:
       have less; 1 where all have the same.
     code: How values travel; None is float32.
     alternating: Whether P travels in one step and Q in the next.
+    refresh_every: Steps from one dense exchange that makes the factors anew to
+      the next; 0 for never.
   """
 
   leaves: tuple[Leaf, ...]
@@ -56,6 +58,7 @@ class Plan:
   spread: int = 1
   code: Bfloat16 | NativeBfloat16 | None = None
   alternating: bool = False
+  refresh_every: int = 0
 
   def columns(self, leaf: Leaf, rank: int) -> int:
     """Columns that a leaf's factors have at this rank; 0 if it goes dense.
@@ -160,6 +163,12 @@ class Plan:
   def is_coded(self, leaf: Leaf) -> bool:
     """Whether a leaf travels coded where it is sent dense; vectors do not."""
     return self.code is not None and leaf.view is not None
+
+  def refreshes(self, count: jax.Array) -> jax.Array:
+    """Whether step `count` makes the factors anew; bool []."""
+    if not self.refresh_every:
+      return jnp.array(False)
+    return (count > 0) & (count % self.refresh_every == 0)
 
   def all_reduces(self, rank: int) -> int:
     """How many there are one after the other; the two halves of one are one."""

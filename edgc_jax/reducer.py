@@ -252,7 +252,9 @@ def _bytes_at(
   """Of this step: where factors alternate, those of the one that travels."""
   table = [plan.wire_bytes_of_sides(rank, replicas) for rank in plan.ladder]
   by_side = _by_rung(np.array(table, np.float32), rung)
-  return by_side[count % len(table[0])]
+  sent = by_side[count % len(table[0])]
+  dense = float(plan.wire_bytes(0, replicas))
+  return jnp.where(plan.refreshes(count), dense, sent)
 
 
 def _agreement_bytes(

@@ -55,6 +55,8 @@ def make_reducer(
   common = {"matrix_view": gpt2.matrix_view, "seed": config.seed}
   options |= {name: common[name] for name in _COMMON[config.reducer]}
   options |= config[config.reducer].to_dict()
+  if "refresh_every" in options:
+    options["refresh_every"] = options["refresh_every"] or None
   if config.reducer == "edgc":
     options |= {"align": config.pipeline.align, **times}
     # Zero stands for what is found.

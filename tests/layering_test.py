@@ -23,6 +23,7 @@ LAYERS = (
   "link",
   "ladder",
   "packing",
+  "refresh",
   "exchange_state",
   "exchange",
   "error_feedback",

@@ -27,6 +27,12 @@ def lost_share(gradients, update):
   return np.sum((mean - update["w"][0]) ** 2) / np.sum(mean**2)
 
 
+def clear_residual(run):
+  kept = find(run.state).exchange
+  zeros = {"w": jnp.zeros_like(kept.residual["w"])}
+  run.state = run.state._replace(exchange=kept._replace(residual=zeros))
+
+
 class LowRankTest(parameterized.TestCase):
   @parameterized.parameters(1, 4, 16)
   def test_agrees_with_numpy(self, rank):
@@ -107,6 +113,30 @@ class LowRankTest(parameterized.TestCase):
       norms.append(edgc_jax.metrics(run.state)["residual_norm"])
     self.assertLess(norms[119], 1.25 * norms[39])
 
+  def test_a_refresh_finds_the_best_subspace_at_once(self):
+    """The step after it, from factors that knew another gradient only."""
+    values = 1.5 ** -np.arange(20)
+    best = np.sum(values[4:] ** 2) / np.sum(values**2)
+    lost = {}
+    for every in (None, 3):
+      run = Pmap(edgc_jax.powersgd(4, min_ratio=0, refresh_every=every), PARAMS)
+      for step in range(5):
+        gradients = spectral_gradient(values, seed=0 if step < 3 else 1)
+        update = run.step(gradients)
+        if step == 3 and every:
+          self.assertLess(lost_share(gradients, update), 1e-10)
+          self.assertEqual(
+            edgc_jax.metrics(run.state)["wire_bytes"], 4 * ROWS * COLS
+          )
+          np.testing.assert_allclose(
+            run.residual()["w"], np.zeros((REPLICAS, ROWS, COLS))
+          )
+        clear_residual(run)
+      lost[every] = lost_share(gradients, update)
+    self.assertGreater(lost[None], best + 0.01)
+    # Two iterations from Gaussian columns leave some of it.
+    self.assertLess(lost[3] - best, 0.05 * (lost[None] - best))
+
   def test_dead_directions_come_back(self):
     """After a gradient of rank one, all directions serve again."""
     run = Pmap(edgc_jax.powersgd(8, min_ratio=0), PARAMS)
@@ -164,7 +194,7 @@ class RankChangeTest(parameterized.TestCase):
     best = np.sum(values[8:] ** 2) / np.sum(values**2)
     for _ in range(4):
       self.step(gradients, 2)
-      self.clear_residual()
+      clear_residual(self.run_)
     warm = lost_share(gradients, self.step(gradients, 1))
     self.run_.state = self.run_.first_state
     cold = lost_share(gradients, self.step(gradients, 1))
@@ -177,7 +207,7 @@ class RankChangeTest(parameterized.TestCase):
     best = np.sum(values[16:] ** 2) / np.sum(values**2)
     for rung in (2, 2, 2, 1, 1, 2):
       update = self.step(gradients, rung)
-      self.clear_residual()
+      clear_residual(self.run_)
     self.assertLess(lost_share(gradients, update), best + 1e-4)
 
   @parameterized.parameters(1e-5, 1e5)
@@ -189,16 +219,9 @@ class RankChangeTest(parameterized.TestCase):
       self.run_.state = self.run_.first_state
       for rung in (1, 1, 1, 1, 1, 2):
         update = self.step(gradients, rung)
-        self.clear_residual()
+        clear_residual(self.run_)
       lost.append(lost_share(gradients, update))
     self.assertAlmostEqual(lost[0], lost[1], places=4)
-
-  def clear_residual(self):
-    low_rank = find(self.run_.state).exchange
-    zeros = {"w": jnp.zeros_like(low_rank.residual["w"])}
-    self.run_.state = self.run_.state._replace(
-      exchange=low_rank._replace(residual=zeros)
-    )
 
 
 if __name__ == "__main__":
