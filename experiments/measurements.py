@@ -10,6 +10,9 @@ from ml_collections import ConfigDict
 from edgc_jax import comm_cost, entropy
 from experiments import gpt2
 
+ENTRY_RATES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
+FULL_PASS = "forward and backward"  # what an estimate's time is compared with
+
 
 def make_estimate(
   config: ConfigDict,

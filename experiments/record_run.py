@@ -29,6 +29,7 @@ from ml_collections import ConfigDict
 
 from edgc_jax.entropy import ESTIMATORS
 from experiments import command_line, gpt2, measurements
+from experiments.measurements import ENTRY_RATES, FULL_PASS
 from experiments.meshes import DATA
 from experiments.parallel import Parallel
 from experiments.trainer import Trainer
@@ -40,8 +41,6 @@ _SAMPLED = flags.DEFINE_integer(
   "sampled_steps", 0, "At the end of the run, with all estimates and times."
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "How often an estimate is timed.")
-ENTRY_RATES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
-FULL_PASS = "forward and backward"
 
 
 class Recorder:
