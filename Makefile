@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-pipeline test test-runs soak lint format compare bench clean
+.PHONY: train train-pipeline test test-runs soak lint format compare figures bench \
+  clean
 
 # The stamp is remade when what is to be installed changes.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -45,6 +46,10 @@ format: $(VENV)/installed
 # Ways of spending bytes, three seeds each; goes on where it was cut off.
 compare: $(VENV)/installed
 	$(BIN)/python experiments/compare.py --study=configs/studies/allocation.py
+
+# The method's own figures, docs/figures.md; three runs, 15 minutes.
+figures: $(VENV)/installed
+	$(BIN)/python experiments/figures.py
 
 # Time and memory of the reducers beside forward and backward.
 bench: $(VENV)/installed
