@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-pipeline test test-runs soak lint format compare figures bench \
-  clean
+.PHONY: train train-pipeline test test-runs soak lint format compare figures \
+  bench clean
 
 # The stamp is remade when what is to be installed changes.
 $(VENV)/installed: requirements.txt pyproject.toml

@@ -143,8 +143,9 @@ def rank_text(numbers: Numbers) -> str:
     changes = np.count_nonzero(np.diff(ranks))
     parts.append(
       f"`{rule}`: of {len(ranks)} windows {', '.join(at_ends)}, and"
-      f" {changes} times another rank than before; held-out loss {run['val_loss']:.4f} at"
-      f" {run['compression_ratio']:.2f} times fewer bytes than dense."
+      f" {changes} times another rank than before; held-out loss"
+      f" {run['val_loss']:.4f} at {run['compression_ratio']:.2f} times fewer"
+      " bytes than dense."
     )
   parts.append(
     "One seed, and different bytes: which rule is better cannot be told from"
