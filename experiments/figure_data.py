@@ -98,7 +98,7 @@ def window_means(
 
 
 def sampling_error(
-  estimates: np.ndarray, full: np.ndarray, window: int, step_rate: float
+  estimates: np.ndarray, full: np.ndarray, window: int, period: int
 ) -> float:
   """How far a sampled window's mean is from that of everything.
 
@@ -106,7 +106,7 @@ def sampling_error(
     estimates: [steps], of the entropy from some entries, nats.
     full: [steps], from all entries by the same estimator.
     window: Steps in a window; steps beyond the last whole one are left out.
-    step_rate: Share of the steps that is sampled.
+    period: Steps from one sample to the next.
 
   Returns:
     Root mean square over all windows, and over all steps that sampling could
@@ -118,7 +118,6 @@ def sampling_error(
     np.asarray(x)[: num_windows * window].reshape(shape)
     for x in (estimates, full)
   )
-  period = round(1 / step_rate)
   errors = [
     estimates[:, first::period].mean(axis=1) - full.mean(axis=1)
     for first in range(min(period, window))

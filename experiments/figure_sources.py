@@ -10,9 +10,8 @@ import numpy as np
 
 from edgc_jax.entropy import ESTIMATORS
 from experiments import figure_data
-from experiments.measurements import ENTRY_RATES, FULL_PASS
+from experiments.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 
-STEP_RATES = (1.0, 0.5, 0.25, 0.1)
 FALL = 0.1  # nats, an example
 _DRAWS = 3  # Gaussian matrices of a shape
 _SHOWN = ("blocks.attention_out.kernel", "blocks.attention_in.kernel",
@@ -168,23 +167,25 @@ def _ranks(run: RecordedRun) -> dict[str, Any]:
 
 def _sampling(run: RecordedRun) -> dict[str, Any]:
   edgc, steps = run.config["edgc"], sorted(map(int, run.entropies))
-  columns = {
-    name: np.array([run.entropies[str(step)][name] for step in steps])
-    for name in run.costs
-    if name != FULL_PASS
-  }
+
+  def column(name: str) -> np.ndarray:
+    return np.array([run.entropies[str(step)][name] for step in steps])
+
+  full = {estimator: column(f"{estimator} 1.0") for estimator in ESTIMATORS}
   errors = {
     estimator: {
-      str(step_rate): [
+      str(1 / period): [
         figure_data.sampling_error(
-          columns[f"{estimator} {rate}"],
-          columns[f"{estimator} 1.0"],
+          full[estimator]
+          if rate == 1.0
+          else column(f"{estimator} {rate} every {period}"),
+          full[estimator],
           edgc["window"],
-          step_rate,
+          period,
         )
         for rate in ENTRY_RATES
       ]
-      for step_rate in STEP_RATES
+      for period in PERIODS
     }
     for estimator in ESTIMATORS
   }
@@ -206,7 +207,7 @@ def _sampling(run: RecordedRun) -> dict[str, Any]:
     "cost": costs,
     "pass_seconds": float(np.median(run.costs[FULL_PASS])),
     "rounds": len(run.costs[FULL_PASS]),
-    "gap": float(np.mean(columns["histogram 1.0"] - columns["gaussian 1.0"])),
+    "gap": float(np.mean(full["histogram"] - full["gaussian"])),
     # What a rank less is worth, by the model of the largest matrices.
     "rank_step": step,
     "rank_step_nats": float(np.log(model[top - step] / model[top])),

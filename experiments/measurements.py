@@ -11,6 +11,7 @@ from edgc_jax import comm_cost, entropy
 from experiments import gpt2
 
 ENTRY_RATES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
+PERIODS = (1, 2, 4, 10)  # steps from one sample to the next
 FULL_PASS = "forward and backward"  # what an estimate's time is compared with
 
 

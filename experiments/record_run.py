@@ -7,7 +7,8 @@ The run is `train_gpt2.py`'s, to the bit; into its folder go, besides,
 
   gradients-STEP.npz  "local PATH", of the first replica, and "mean PATH", of
                       all, for every matrix: what the reducer got in that step
-  entropies.json      by step, estimates at every entry rate and by estimator
+  entropies.json      by step, the estimate that every way of sampling has if
+                      it samples this step; also from all entries
   costs.json          seconds of an estimate, and of forward and backward
 """
 
@@ -29,7 +30,7 @@ from ml_collections import ConfigDict
 
 from edgc_jax.entropy import ESTIMATORS
 from experiments import command_line, gpt2, measurements
-from experiments.measurements import ENTRY_RATES, FULL_PASS
+from experiments.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 from experiments.meshes import DATA
 from experiments.parallel import Parallel
 from experiments.trainer import Trainer
@@ -61,9 +62,8 @@ class Recorder:
     model = gpt2.GPT2Config(**config.model.to_dict())
     gradient = jax.grad(functools.partial(gpt2.loss_fn, model))
     self._gradient = self._pmap(gradient)
-    self._estimates = self._pmap(
-      lambda *args: {name: fn(*args).entropy for name, fn in self._each()}
-    )
+    self._of_all = self._pmap(self._estimates(is_full=True))
+    self._of_some = self._pmap(self._estimates(is_full=False))
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._parallel, name)
@@ -96,10 +96,17 @@ class Recorder:
 
   def _estimate(self, gradients: Any) -> None:
     """Adds this step to what an earlier start of the run may have written."""
-    found = self._estimates(gradients, self._index(self._step - 1))
+    found = dict(self._of_all(gradients, self._index(0)))
+    for period in PERIODS:
+      # A sample's number decides which entries it reads.
+      number = self._index((self._step - 1) // period)
+      some = self._of_some(gradients, number)
+      found |= {f"{name} every {period}": x for name, x in some.items()}
     file = self._folder / "entropies.json"
     steps = json.loads(file.read_text()) if file.exists() else {}
-    steps[str(self._step)] = {k: float(v[0]) for k, v in found.items()}
+    steps[str(self._step)] = {
+      name: float(value[0]) for name, value in jax.device_get(found).items()
+    }
     scratch = file.with_suffix(".tmp")
     scratch.write_text(json.dumps(steps))
     scratch.replace(file)
@@ -111,6 +118,11 @@ class Recorder:
       timed[name] = functools.partial(self._pmap(fn), gradients, index)
     seconds = measurements.alternate(timed, _ROUNDS.value)
     (self._folder / "costs.json").write_text(json.dumps(seconds))
+
+  def _estimates(self, is_full: bool) -> Callable:
+    """Those of all entries, or all others, in one program."""
+    fns = {n: fn for n, fn in self._each() if n.endswith(" 1.0") == is_full}
+    return lambda *args: {name: fn(*args).entropy for name, fn in fns.items()}
 
   def _each(self) -> list[tuple[str, Callable]]:
     """Every estimate by a name such as "gaussian 0.25"."""

@@ -7,7 +7,7 @@ import pytest
 
 from edgc_jax.entropy import ESTIMATORS
 from experiments import figure_data, figure_page, figure_panels, figure_sources
-from experiments.measurements import ENTRY_RATES, FULL_PASS
+from experiments.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 
 NAMES = ("blocks.attention_out.kernel", "blocks.attention_in.kernel",
          "blocks.mlp_in.kernel", "embedding")  # fmt: skip
@@ -61,12 +61,12 @@ def test_window_means():
 
 def test_sampling_error_by_hand():
   full = np.array([1.0, 3.0, 5.0, 7.0, 99.0])  # the last window is not whole
-  assert figure_data.sampling_error(full, full, 2, 1.0) == 0
+  assert figure_data.sampling_error(full, full, 2, 1) == 0
   # Either step of a window is 1 away from the mean of both.
-  assert figure_data.sampling_error(full, full, 2, 0.5) == pytest.approx(1)
-  assert figure_data.sampling_error(full + 0.5, full, 4, 1.0) == 0.5
+  assert figure_data.sampling_error(full, full, 2, 2) == pytest.approx(1)
+  assert figure_data.sampling_error(full + 0.5, full, 4, 1) == 0.5
   # Steps 1 and 3 are 1 below the mean, steps 2 and 4 are 1 above it.
-  assert figure_data.sampling_error(full + 0.5, full, 4, 0.5) == pytest.approx(
+  assert figure_data.sampling_error(full + 0.5, full, 4, 2) == pytest.approx(
     np.sqrt((0.5**2 + 1.5**2) / 2)
   )
 
@@ -114,7 +114,14 @@ def run(rule, val_loss):
       for s in steps
     ],
     gradients,
-    {str(s): dict.fromkeys(ways, -float(s)) for s in steps},
+    {
+      str(s): {
+        way + end: -float(s)
+        for way in ways
+        for end in ("", *(f" every {period}" for period in PERIODS))
+      }
+      for s in steps
+    },
     {FULL_PASS: [1.0, 1.0], **{way: [0.25, 0.25] for way in ways}},
   )  # fmt: skip
 
