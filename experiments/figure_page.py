@@ -116,7 +116,8 @@ def error_text(numbers: Numbers) -> str:
     f" independent entries in all. For {FALL} nats of entropy less the model"
     f" goes from rank {rank} to between {by_model.min():.1f} and"
     f" {by_model.max():.1f}, the gradients' own curves would go to between"
-    f" {by_curve.min():.1f} and {by_curve.max():.1f}."
+    f" {by_curve.min():.1f} and {by_curve.max():.1f}. The vertical line is rank"
+    f" {rank}, the run's largest."
   )
   return "\n".join(
     [
