@@ -62,6 +62,7 @@ def entropy_text(numbers: Numbers) -> str:
       f" the second half windows lie between {means[half:].min():.2f} and"
       f" {means[half:].max():.2f}, and one step differs from the next by"
       f" {jump:.2f} (median). Ranks: {_spans(run['step'], run['rank'])}."
+      f" Held-out loss at the end: {run['val_loss']:.4f} nats."
     )
   return "\n\n".join(parts)
 

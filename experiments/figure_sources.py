@@ -104,6 +104,7 @@ def _entropy(run: RecordedRun) -> dict[str, Any]:
     "window_middle": middles.tolist(),
     "window_mean": means.tolist(),
     "rank": run.column("rank").tolist(),
+    "val_loss": run.summary["val_loss"],
   }
 
 
