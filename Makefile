@@ -47,7 +47,8 @@ format: $(VENV)/installed
 compare: $(VENV)/installed
 	$(BIN)/python experiments/compare.py --study=configs/studies/allocation.py
 
-# The method's own figures, docs/figures.md; three runs, 15 minutes.
+# The method's own figures, docs/figures.md, from three runs; goes on where it
+# was cut off.
 figures: $(VENV)/installed
 	$(BIN)/python experiments/figures.py
 
