@@ -37,8 +37,9 @@ def page(
     f" {first.summary['params']:,} parameters) and BERT (`bert_tiny`,"
     f" {runs['bert-cqm'].summary['params']:,}), {steps} steps,"
     f" {first.summary['replicas']} replicas on one machine, one seed. All"
-    " matrices have the rank of the rule, as published; entropies are sampled"
-    " in every step. The numbers of each picture are beside it, as JSON.",
+    " matrices have the rank of the rule, in warm-up the largest; entropies are"
+    " sampled in every step. The numbers of each picture are beside it, as"
+    " JSON.",
   ]
   for name, (title, text) in _TEXTS.items():
     lines += ["", f"## {title}", "", f"![{title}](figures/{name}.png)", ""]
