@@ -143,17 +143,23 @@ def rank_text(numbers: Numbers) -> str:
       f"{np.sum(ranks == run[end])} at {end} ({run[end]})"
       for end in ("rank_min", "rank_max")
     ]
-    changes = np.count_nonzero(np.diff(ranks))
+    changes = np.abs(np.diff(ranks))
+    at_limit = np.sum(changes == run["max_rank_step"])
     parts.append(
       f"`{rule}`: of {len(ranks)} windows {', '.join(at_ends)}, and"
-      f" {changes} times another rank than before; held-out loss"
+      f" {np.count_nonzero(changes)} times another rank than before,"
+      f" {at_limit} times by the limit of {run['max_rank_step']}; held-out loss"
       f" {run['val_loss']:.4f} at {run['compression_ratio']:.2f} times fewer"
       " bytes than dense."
     )
-  parts.append(
-    "One seed, and different bytes: which rule is better cannot be told from"
-    " these losses."
-  )
+  first, *others = (run["rank"] for run in numbers.values())
+  if all(ranks == first for ranks in others):
+    parts.append(
+      "The rules chose the same ranks in every window, so their curves are one"
+      " and these runs do not tell them apart."
+    )
+  else:
+    parts.append("One seed: which rule is better these losses do not tell.")
   return "\n\n".join(parts)
 
 

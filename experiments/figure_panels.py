@@ -105,10 +105,12 @@ def draw_ranks(numbers: Numbers) -> Figure:
   """Entropy and rank by window, a colour for each rule."""
   figure = _figure(10, 4)
   left, right = figure.subplots(1, 2)
-  for color, marker, (rule, run) in zip(
-    (_BLUE, _RED), _MARKERS, numbers.items(), strict=False
+  # The first is wide, so that it shows behind one that is the same.
+  for color, width, (rule, run) in zip(
+    (_BLUE, _RED), (4.5, 1.2), numbers.items(), strict=True
   ):
-    style = {"color": color, "marker": marker, "ms": 3.5, "lw": 1.2}
+    style = {"color": color, "marker": "o", "ms": 1.7 * width, "lw": width}
+    style["alpha"] = 0.4 if width > 2 else 1.0
     left.plot(run["window"], run["entropy"], label=rule, **style)
     right.plot(
       run["window"], run["rank"], drawstyle="steps-mid", label=rule, **style

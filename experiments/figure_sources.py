@@ -161,6 +161,7 @@ def _ranks(run: RecordedRun) -> dict[str, Any]:
     "entropy": means[: ends.sum()].tolist(),
     "rank_min": run.config["edgc"]["rank_min"],
     "rank_max": run.config["edgc"]["rank_max"],
+    "max_rank_step": run.config["edgc"]["max_rank_step"],
     "val_loss": run.summary["val_loss"],
     "compression_ratio": run.summary["compression_ratio"],
   }

@@ -92,7 +92,8 @@ def run(rule, val_loss):
   ways = [f"{name} {rate}" for name in ESTIMATORS for rate in ENTRY_RATES]
   return figure_sources.RecordedRun(
     {
-      "edgc": {"window": 4, "rank_max": 8, "rank_min": 4, "rank_multiple": 2},
+      "edgc": {"window": 4, "rank_max": 8, "rank_min": 4, "rank_multiple": 2,
+               "max_rank_step": 4},
       "model": {"width": 12},
       "seed": 5,
     },
@@ -144,7 +145,7 @@ def test_page_and_pictures_show_what_was_measured():
     "abc-linear", "-6.50 in the last", "the command", "1,234",
   ):  # fmt: skip
     assert expected in text
-  assert "nan" not in text
+  assert "nan" not in text and "the same ranks" in text
   for name, numbers in sources.items():
     json.dumps(figure_sources.rounded(numbers), allow_nan=False)
     assert f"figures/{name}.png" in text
