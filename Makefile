@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: train train-pipeline test test-runs soak lint format compare \
-  ablations allocation bench clean
+  ablations allocation figures bench clean
 
 # The stamp is remade when what is to be installed changes.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -56,6 +56,11 @@ ablations: $(VENV)/installed
 # docs/allocation.md is from an earlier version, and stays.
 allocation: $(VENV)/installed
 	$(COMPARE)/allocation.py --output=docs/allocation_again.md
+
+# The method's own figures, docs/figures.md, from three runs; goes on where it
+# was cut off.
+figures: $(VENV)/installed
+	$(BIN)/python experiments/figures.py
 
 # Time and memory of the reducers beside forward and backward.
 bench: $(VENV)/installed

@@ -52,6 +52,7 @@ def base(reducer: str) -> ConfigDict:
         "num_heads": 12,
         "dtype": "float32",  # of activations; parameters are float32
         "unroll": 1,  # blocks per turn of the scan
+        "objective": "next_token",  # or masked: the last id is the mask
       },
       "optimizer": {  # AdamW; linear warm-up, then a cosine
         "lr": 6e-4,  # at its peak

@@ -9,12 +9,10 @@ exchange is a copy in memory: the times are those of the computation.
 
 import pathlib
 import sys
-import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,9 +22,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import edgc_jax
-from edgc_jax import entropy
-from edgc_jax.plan import make_plan
-from experiments import command_line, gpt2
+from experiments import command_line, gpt2, measurements
 
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "How often each is timed.")
 _RANKS = flags.DEFINE_list("ranks", ["8", "20", "32"], "Ranks of powersgd.")
@@ -77,8 +73,13 @@ def main(config: ConfigDict) -> None:
     ("entropy, sampled", config.edgc.entry_rate),
     ("entropy, all entries", 1.0),
   ):
-    timed[name] = _entropy(pmap, config, gradients, rate)
-  medians = _alternate(timed, _ROUNDS.value)
+    estimate = measurements.make_estimate(
+      config, _AXIS, rate, config.edgc.estimator
+    )
+    zeros = jnp.zeros(replicas, jnp.int32)
+    timed[name] = functools.partial(pmap(estimate), gradients, zeros)
+  seconds = measurements.alternate(timed, _ROUNDS.value)
+  medians = {name: float(np.median(each)) for name, each in seconds.items()}
 
   base = medians["forward and backward"]
   print(f"{replicas} replicas, medians of {_ROUNDS.value} rounds")
@@ -115,47 +116,9 @@ def _on_rung(state: Any, rung: int) -> Any:
   )
 
 
-def _entropy(
-  pmap: Callable, config: Any, gradients: Any, entry_rate: float
-) -> Callable:
-  """One estimate, of a share of the entries."""
-  plan = make_plan(
-    jax.tree.map(lambda g: g[0], gradients),
-    (config.edgc.rank_min,),
-    config.edgc.min_ratio,
-    gpt2.matrix_view,
-  )
-
-  def estimate(tree: Any) -> entropy.EntropySample:
-    leaves = jax.tree.leaves(tree)
-    return entropy.estimate(
-      [leaves[i].reshape(plan.leaves[i].view) for i in plan.compressible],
-      jnp.int32(0),
-      _AXIS,
-      entry_rate=entry_rate,
-      estimator=config.edgc.estimator,
-      bins=config.edgc.bins,
-    )
-
-  return functools.partial(pmap(estimate), gradients)
-
-
 def _memory(compiled: Any) -> tuple[int, int]:
   analysis = compiled.memory_analysis()
   return analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
-
-
-def _alternate(timed: dict[str, Callable], rounds: int) -> dict[str, float]:
-  """Median seconds of each, called in turn."""
-  seconds = {name: [] for name in timed}
-  for call in timed.values():
-    jax.block_until_ready(call())
-  for _ in range(rounds):
-    for name, call in timed.items():
-      start = time.perf_counter()
-      jax.block_until_ready(call())
-      seconds[name].append(time.perf_counter() - start)
-  return {name: float(np.median(times)) for name, times in seconds.items()}
 
 
 if __name__ == "__main__":

@@ -60,6 +60,11 @@ def check_mesh(config: ConfigDict) -> None:
       f"`mesh.backend` must be shard_map for several stages (mesh.stage is"
       f" {stages}), got 'pmap'; set --config.mesh.backend=shard_map."
     )
+  if stages > 1 and config.model.objective == "masked":
+    raise ValueError(
+      f"`model.objective` must be next_token on pipeline stages (mesh.stage is"
+      f" {stages}), got 'masked'; set --config.mesh.stage=1."
+    )
   if config.model.num_layers % stages:
     raise ValueError(
       f"`model.num_layers` must be divisible by mesh.stage ({stages}), got"

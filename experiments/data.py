@@ -98,7 +98,7 @@ def load_corpus(path: str | None = None, *, context: int) -> Corpus:
   return Corpus(train, held_out, vocab_size, name, _sha256(train, held_out))
 
 
-def check_vocab(corpus: Corpus, vocab_size: int) -> None:
+def check_vocab(corpus: Corpus, vocab_size: int, reserved: int = 0) -> None:
   """Checks that every token of the corpus has a row in the model's embedding.
 
   JAX would not complain: it clamps or fills an index that is out of bounds.
@@ -106,17 +106,20 @@ def check_vocab(corpus: Corpus, vocab_size: int) -> None:
   Args:
     corpus: The corpus to check.
     vocab_size: Number of token ids that the model knows.
+    reserved: How many of them, at the end, the corpus must not hold.
 
   Raises:
-    ValueError: A token id at or above `vocab_size` occurs.
+    ValueError: A token id at or above `vocab_size - reserved` occurs.
   """
-  if vocab_size >= corpus.vocab_size:
+  if vocab_size - reserved >= corpus.vocab_size:
     return
-  largest = _largest_id(corpus.train, corpus.held_out)
-  if largest >= vocab_size:
+  least = _largest_id(corpus.train, corpus.held_out) + 1 + reserved
+  if vocab_size < least:
+    beside = f" by more than {reserved}, for the mask" if reserved else ""
     raise ValueError(
-      f"`model.vocab_size` must exceed the largest token id ({largest} in"
-      f" {corpus.name!r}), got {vocab_size}; set it to {largest + 1} or more."
+      f"`model.vocab_size` must exceed the largest token id"
+      f" ({least - 1 - reserved} in {corpus.name!r}){beside}, got"
+      f" {vocab_size}; set it to {least} or more."
     )
 
 

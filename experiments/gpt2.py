@@ -1,5 +1,8 @@
 """GPT-2 in Flax Linen: learned positions, pre-LayerNorm, tied embedding.
 
+With the objective "masked" attention sees both sides and hidden tokens are
+guessed, as in BERT; all else is the same.
+
 All blocks are one scanned block, so every parameter of the blocks has the
 layer as its first axis, and a matrix of the model is a stack of matrices to
 the compressor. Tokens are flattened to [batch * time, width] between the
@@ -16,9 +19,11 @@ import jax.numpy as jnp
 import optax
 
 from edgc_jax import MatrixView, trailing_matrix
+from experiments import masking
 
 _INIT_STD = 0.02
 _DTYPES = ("float32", "bfloat16")
+OBJECTIVES = ("next_token", "masked")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +38,7 @@ class GPT2Config:
     num_heads: Attention heads; divides width.
     dtype: Of activations; parameters are float32.
     unroll: Blocks per turn of the scan: more run faster and compile slower.
+    objective: "next_token", or "masked": the last token id is then the mask.
   """
 
   vocab_size: int
@@ -42,6 +48,7 @@ class GPT2Config:
   num_heads: int
   dtype: str = "float32"
   unroll: int = 1
+  objective: str = "next_token"
 
   def __post_init__(self) -> None:
     if self.dtype not in _DTYPES:
@@ -49,8 +56,13 @@ class GPT2Config:
         f"`model.dtype` must be one of {', '.join(_DTYPES)}, got"
         f" {self.dtype!r}; parameters are float32 with either."
       )
+    if self.objective not in OBJECTIVES:
+      raise ValueError(
+        f"`model.objective` must be one of {', '.join(OBJECTIVES)}, got"
+        f" {self.objective!r}; next_token is GPT's, masked is BERT's."
+      )
     for name, value in dataclasses.asdict(self).items():
-      if name != "dtype" and value < 1:
+      if not isinstance(value, str) and value < 1:
         raise ValueError(
           f"`model.{name}` must be at least 1, got {value}; raise it."
         )
@@ -59,6 +71,11 @@ class GPT2Config:
         f"`model.num_heads` must divide model.width ({self.width}), got"
         f" {self.num_heads}; choose a divisor."
       )
+
+  @property
+  def reserved_ids(self) -> int:
+    """Token ids that must not occur in the data: that of the mask."""
+    return int(self.objective == "masked")
 
 
 @jax.custom_vjp
@@ -120,15 +137,16 @@ class Block(nn.Module):
     )
 
   def _attend(self, qkv: jax.Array) -> jax.Array:
-    """Causal attention; qkv [batch * time, 3 * width]."""
+    """Attention, causal for next_token; qkv [batch * time, 3 * width]."""
     heads = self.config.num_heads
     size = self.config.width // heads
     qkv = qkv.reshape(self.batch, -1, 3, heads, size).transpose(2, 0, 3, 1, 4)
     q, k, v = qkv[0] * size**-0.5, qkv[1], qkv[2]  # [batch, heads, time, size]
-    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
-    time = scores.shape[-1]
-    is_past = jnp.tril(jnp.ones((time, time), bool))
-    scores = jnp.where(is_past, scores.astype(jnp.float32), -1e30)
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k).astype(jnp.float32)
+    if self.config.objective == "next_token":
+      time = scores.shape[-1]
+      is_past = jnp.tril(jnp.ones((time, time), bool))
+      scores = jnp.where(is_past, scores, -1e30)
     weights = jax.nn.softmax(scores).astype(v.dtype)
     out = jnp.einsum("bhqk,bhkd->bhqd", weights, v)
     return out.transpose(0, 2, 1, 3).reshape(-1, self.config.width)
@@ -176,20 +194,26 @@ def init_params(config: GPT2Config, key: jax.Array) -> Any:
 
 
 def loss_fn(config: GPT2Config, params: Any, batch: jax.Array) -> jax.Array:
-  """Mean cross-entropy in nats a token.
+  """Mean cross-entropy in nats a predicted token.
 
   Args:
     config: Sizes of the model.
     params: As from `init_params`.
-    batch: int32 [batch, time + 1]; each token is predicted from those before.
+    batch: int32 [batch, time + 1]; each token is predicted from those before,
+      or those that `masking` chooses of the first [batch, time] from all.
 
   Returns:
     float32 [].
   """
-  logits = GPT2(config).apply({"params": params}, batch[:, :-1])
-  return optax.softmax_cross_entropy_with_integer_labels(
-    logits, batch[:, 1:]
-  ).mean()
+  inputs, labels = batch[:, :-1], batch[:, 1:]
+  if config.objective == "masked":
+    tokens = inputs
+    inputs, positions = masking.mask_tokens(tokens, config.vocab_size)
+    labels = jnp.take_along_axis(tokens, positions, 1)
+  logits = GPT2(config).apply({"params": params}, inputs)
+  if config.objective == "masked":
+    logits = jnp.take_along_axis(logits, positions[..., None], 1)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def matrix_view(path: str, shape: tuple[int, ...]) -> MatrixView | None:

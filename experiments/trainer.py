@@ -76,7 +76,9 @@ class Trainer:
       self.folder.checkpoints, config.checkpoint.keep
     )
     self.corpus = data.load_corpus(config.data.path, context=self.model.context)
-    data.check_vocab(self.corpus, self.model.vocab_size)
+    data.check_vocab(
+      self.corpus, self.model.vocab_size, self.model.reserved_ids
+    )
     hosts.wait_for_all("loaded")
     self._behind = self._what_is_behind()
     # Ladders follow from times: measured once in a run.
