@@ -34,7 +34,10 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.edgc.window = 10
   config.edgc.warmup_steps = 20
   config.edgc.max_warmup_steps = 40
-  config.edgc.step_rate = 0.25
+  # Steps differ by more than a rank is worth, entries of a step do not: few of
+  # them in every step (docs/figures.md).
+  config.edgc.step_rate = 1.0
+  config.edgc.entry_rate = 0.05
   config.powersgd.rank = 23
   config.powersgd.warmup_steps = 0
   return config

@@ -65,6 +65,10 @@ ONCE = {
 }  # fmt: skip
 
 
+# What a step computes is what it is with others of them.
+SAME_STEPS = ("edgc_bfloat16", "edgc_published", "powersgd_warm")
+
+
 @functools.cache
 def run_of(name, backend):
   """One compilation for all tests of a reducer, and its first state."""
@@ -183,7 +187,9 @@ class ContractTest(parameterized.TestCase):
     abstract = jax.eval_shape(lambda: PARAMS)
     chex.assert_trees_all_equal(tx.init(abstract), tx.init(PARAMS))
 
-  @parameterized.named_parameters(*REDUCERS.items())
+  @parameterized.named_parameters(
+    *((n, make) for n, make in REDUCERS.items() if n not in SAME_STEPS)
+  )
   def test_compiled_equals_eager(self, make):
     """Eagerly, op by op, on one replica under a bound axis."""
     tx = make()

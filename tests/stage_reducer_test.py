@@ -17,9 +17,11 @@ from edgc_jax import (
   compiled_cost,
   guards,
   link,
-  reducer,
+  low_rank,
   stages,
 )
+from edgc_jax.error_feedback import with_feedback
+from edgc_jax.exchange_state import Factors
 from edgc_jax.plan import by_exchange, make_plan
 
 STAGES, REPLICAS = 4, 2
@@ -180,10 +182,15 @@ def plans():
 @functools.cache
 def exchange_alone(part):
 
+  plan = plans()[part]
+
   def reduce(rung, leaves, residual, factors, key):
-    return reducer._reduce(
-      plans()[part], rung, leaves, residual, factors, key=key, axis_name=AXIS
-    )
+    def exchange(matrices):
+      return low_rank.exchange(
+        plan, rung, matrices, Factors([], factors), key, AXIS, count=0
+      )
+
+    return with_feedback(plan, leaves, residual, exchange)
 
   return jax.jit(
     jax.vmap(reduce, in_axes=(None, 0, 0, None, None), axis_name=AXIS)
@@ -215,13 +222,14 @@ class Alone:
   def step(self, state, rank, leaves, count):
     """Averaged leaves, and the state afterwards."""
     key = jax.random.fold_in(jax.random.key(714), count)
+    key = jax.random.fold_in(key, self.part)
     rung = plans()[self.part].ladder.index(rank)
     residual, factor_q = state
     result = exchange_alone(self.part)(
       rung, leaves, [residual], [factor_q], key
     )
     averaged = [np.asarray(u[0]) for u in result.averaged]
-    return averaged, (result.residual[0], result.factor_q[0][0])
+    return averaged, (result.residual[0], result.factors.q[0][0])
 
 
 class StagesTest(parameterized.TestCase):
