@@ -52,6 +52,7 @@ compare: $(VENV)/installed
 
 ablations: $(VENV)/installed
 	$(COMPARE)/ablations.py
+	$(COMPARE)/alignment.py
 
 # docs/allocation.md is from an earlier version, and stays.
 allocation: $(VENV)/installed
