@@ -109,7 +109,12 @@ def average_bytes(
 def _parts(values: Sequence[jax.Array], code: Code, replicas: int) -> jax.Array:
   """All values as [replicas, n]; no granule holds parts of two of them."""
   flat = [
-    jnp.pad(value.ravel(), (0, _padded(value.size, code.granule) - value.size))
+    # With its last entry: zeros would count in the scale of a block.
+    jnp.pad(
+      value.ravel(),
+      (0, _padded(value.size, code.granule) - value.size),
+      mode="edge",
+    )
     for value in values
   ]
   vector = jnp.concatenate(flat)

@@ -112,24 +112,27 @@ def exchange(
 ) -> Exchange:
   """Averages over replicas through the plan's compressor; an `ExchangeFn`."""
   del rung, count, ranks
+  own_key, sketch_key = jax.random.split(key)
   low = plan.compressible
   dense = [i for i in range(len(matrices)) if i not in set(low)]
   averaged: list[Any] = [None] * len(matrices)
   values = [matrices[i].ravel() for i in low]
   received = Averaged([], [], None)
   if values:
-    received = plan.compressor.average(values, key, axis_name)
+    received = plan.compressor.average(values, own_key, axis_name)
   views = [plan.leaves[i].view for i in low]
   stacks = [v.reshape(view) for v, view in zip(values, views, strict=True)]
   rest = [
     (v - sent).reshape(view)
     for v, sent, view in zip(values, received.sent, views, strict=True)
   ]
-  signs = sketch.draw_signs(jax.random.fold_in(key, 1), stacks)
-  sketched = [
-    [sketch.sketch(x, s) for x, s in zip(xs, signs, strict=True)]
-    for xs in (stacks, rest)
-  ]
+  signs = sketch.draw_signs(sketch_key, stacks)
+  # TF32 or bf16 products would be errors of their own.
+  with jax.default_matmul_precision("highest"):
+    sketched = [
+      [sketch.sketch(x, s) for x, s in zip(xs, signs, strict=True)]
+      for xs in (stacks, rest)
+    ]
   own = [jnp.sum(jnp.square(r), axis=(1, 2)) for r in rest]
   whole, (of_all, of_rest), own = collectives.mean(
     ([matrices[i] for i in dense], sketched, own), axis_name

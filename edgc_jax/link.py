@@ -140,7 +140,7 @@ def rank_ceiling(
   The largest multiple r of `rank_multiple` at which
 
     modelled seconds(r) <= modelled seconds(dense)
-    dense_bytes / wire_bytes(r) >= min_ratio     (of the whole gradient)
+    wire_bytes(dense) / wire_bytes(r) >= min_ratio  (of the whole gradient)
 
   and some leaf is still sent as factors. The single conditions need not hold
   up to one rank and fail from there on, since leaves go dense one by one: all
@@ -176,7 +176,7 @@ def rank_ceiling(
     for rank in range(rank_multiple, largest + 1, rank_multiple)
     if _sends_any_factors(plan, rank)
     and _seconds(plan, rank, link, compression) <= dense
-    and plan.dense_bytes / plan.wire_bytes(rank) >= plan.min_ratio
+    and plan.wire_bytes(0) / plan.wire_bytes(rank) >= plan.min_ratio
   )
   return max(worth, default=0)
 

@@ -55,6 +55,7 @@ from edgc_jax.exchange_state import Factors, gaussian_columns
 from edgc_jax.factor_wire import FactorWire
 from edgc_jax.orthonormalize import (
   orthonormalize,
+  principal_axes,
   principal_columns,
   unit_columns,
 )
@@ -202,6 +203,10 @@ def _branch(
         residual[slot[i]] = leaves[i] - sent
     kept = Factors(list(factors.p), list(factors.q))
     kept_now = kept.p if side == _SENDS_P else kept.q
+    mean_factors = received.factors
+    if side is not None:  # P was not sorted on the way
+      sane = [jnp.where(is_finite, f, 0.0) for f in mean_factors]
+      mean_factors = principal_axes(sane)
     for j, i in enumerate(low):
       shape, place, basis = plan.leaves[i].shape, slot[i], fixed[j]
       factor, sent = received.factors[j], received.sent_factors[j]
@@ -209,9 +214,9 @@ def _branch(
       residual[place] = turn(stacks[j] - _product(basis, sent)).reshape(shape)
       lost[place] = jnp.sum(jnp.square(sketches[j]), axis=1)
       residual_energy[place] = jnp.maximum(own[j], 0.0)
-      norms = jnp.sum(jnp.square(factor), axis=1)
+      norms = jnp.sum(jnp.square(mean_factors[j]), axis=1)
       columns[place] = columns[place].at[:, : norms.shape[1]].set(norms)
-      kept_now[place] = wire.merged(j, factor, kept_now[place])
+      kept_now[place] = wire.merged(j, mean_factors[j], kept_now[place])
     if refreshes:
       kept = _refreshed(plan, averaged, kept, is_finite, key)
     return Exchange(

@@ -69,6 +69,23 @@ def orthonormalize(stacks: Stacks) -> list[jax.Array]:
   return [y @ root for y, root in zip(columns, roots, strict=True)]
 
 
+def principal_axes(stacks: Stacks) -> list[jax.Array]:
+  """Rotates columns to be orthogonal, longest first; lengths stay.
+
+  Args:
+    stacks: float32 arrays [k_i, m_i, r_i].
+
+  Returns:
+    Y V with Y^T Y = V w V^T, of the same shapes.
+  """
+  largest = [jnp.max(jnp.abs(y), (-2, -1), keepdims=True) for y in stacks]
+  scaled = [
+    y / jnp.where(s > 0, s, 1.0) for y, s in zip(stacks, largest, strict=True)
+  ]
+  rotations, _ = _batched(_rotation, [_gram(y) for y in scaled])
+  return [y @ v for y, v in zip(stacks, rotations, strict=True)]
+
+
 def unit_columns(y: jax.Array) -> jax.Array:
   """Scales the columns of [k, m, r] to length one; zero ones stay zero."""
   # In two steps: squares of small and of large columns leave the range.
@@ -89,6 +106,12 @@ def _principal_rotation(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
   live = w > jnp.maximum(_NOISE_FLOOR * w[:, :1], 0.0)
   scale = jnp.where(live, jax.lax.rsqrt(jnp.where(live, w, 1.0)), 0.0)
   return v * scale[:, None, :], live
+
+
+def _rotation(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """V, largest w first, and the w."""
+  w, v = jnp.linalg.eigh(gram)
+  return v[:, :, ::-1], w[:, ::-1]
 
 
 def _inverse_root(gram: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -161,8 +161,14 @@ class Plan:
     return True
 
   def is_coded(self, leaf: Leaf) -> bool:
-    """Whether a leaf travels coded where it is sent dense; vectors do not."""
-    return self.code is not None and leaf.view is not None
+    """Whether a leaf travels coded where it is sent dense.
+
+    Vectors do not; and beside factors only what has a residual does.
+    """
+    if self.code is None or leaf.view is None:
+      return False
+    ranks = [rank for rank in self.ladder if rank]
+    return not ranks or any(self.columns(leaf, rank) for rank in ranks)
 
   def refreshes(self, count: jax.Array) -> jax.Array:
     """Whether step `count` makes the factors anew; bool []."""

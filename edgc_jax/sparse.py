@@ -11,6 +11,7 @@ from edgc_jax import collectives
 from edgc_jax.averages import Averaged
 
 _LEAST_SAMPLE = 256  # entries, or all there are
+_MOST_ENTRIES = 2**31 - 1  # that an int32 index reaches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +27,12 @@ class TopK:
 
   Attributes:
     density: Share of the entries.
-    sample_rate: Where given, the threshold is that of a strided sample of so
+    sample_rate: Where given, the threshold is that of a random sample of so
       many entries instead of a selection from all (Deep Gradient Compression,
       Lin et al. 2018, arXiv:1712.01887). As shapes are static no more than k
-      entries are sent, the first that pass it; what more there are wait in
-      the residual, and where there are fewer, zeros fill up.
+      entries are sent, the first that pass it, counted from a place that
+      changes; what more there are wait in the residual, and where there are
+      fewer, nothing fills up.
   """
 
   density: float
@@ -39,57 +41,52 @@ class TopK:
   def average(
     self, values: Sequence[jax.Array], key: jax.Array, axis_name: str
   ) -> Averaged:
-    """Averages flat float32 arrays; nothing is drawn."""
-    del key
+    """Averages flat float32 arrays."""
     replicas = collectives.num_devices(axis_name)
-    chosen = [self._largest(value) for value in values]
-    picked = [
-      value[i] * kept for value, (i, kept) in zip(values, chosen, strict=True)
+    indices = [
+      self._largest(value, jax.random.fold_in(key, i))
+      for i, value in enumerate(values)
     ]
-    indices = jnp.concatenate([i for i, _ in chosen])
-    gathered, gathered_indices = collectives.gather(
-      (jnp.concatenate(picked), indices), axis_name
+    picked = [
+      value.at[index].get(mode="fill", fill_value=0.0)
+      for value, index in zip(values, indices, strict=True)
+    ]
+    gathered = collectives.gather(
+      (jnp.concatenate(picked), jnp.concatenate(indices)), axis_name
     )
+    ends = np.cumsum([len(index) for index in indices])[:-1]
+    theirs, places = (jnp.split(x, ends, axis=1) for x in gathered)
     mean, sent = [], []
-    ends = np.cumsum([len(p) for p in picked])[:-1]
-    columns = zip(
-      jnp.split(gathered, ends, axis=1),
-      jnp.split(gathered_indices, ends, axis=1),
-      strict=True,
-    )
-    for value, own, (i, _), (theirs, their_i) in zip(
-      values, picked, chosen, columns, strict=True
-    ):
-      sent.append(jnp.zeros_like(value).at[i].add(own))
-      total = jnp.zeros(value.shape).at[their_i.ravel()].add(theirs.ravel())
-      mean.append(total / replicas)
+    for j, value in enumerate(values):
+      own = jnp.zeros_like(value)
+      sent.append(own.at[indices[j]].set(picked[j], mode="drop"))
+      mean.append(_total(theirs[j], places[j], value.size) / replicas)
     return Averaged(mean, sent, None)
 
   def num_bytes(self, sizes: Sequence[int], replicas: int) -> int:
     """Half of what is gathered."""
-    return sum(replicas * 4 * self._count(size) for size in sizes)
+    return sum(replicas * 4 * _count(self.density, size) for size in sizes)
 
-  def _count(self, size: int) -> int:
-    return max(1, round(self.density * size))
-
-  def _largest(self, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Indices int32 [k], and which of them count."""
-    count, magnitude = self._count(value.size), jnp.abs(value)
+  def _largest(self, value: jax.Array, key: jax.Array) -> jax.Array:
+    """Indices int32 [k]; the size, which is none, where there are fewer."""
+    count, size = _count(self.density, value.size), value.size
     # A non-finite entry is sent, so that all replicas see it.
-    magnitude = jnp.where(jnp.isfinite(value), magnitude, jnp.inf)
+    magnitude = jnp.where(jnp.isfinite(value), jnp.abs(value), jnp.inf)
     if self.sample_rate is None:
-      indices = jax.lax.top_k(magnitude, count)[1]
-      return indices, jnp.ones_like(value, shape=count)
-    size = max(_LEAST_SAMPLE, round(self.sample_rate * value.size))
-    stride = max(1, value.size // size)
-    sample = magnitude[::stride]
-    in_sample = max(1, round(self.density * sample.size))
-    threshold = jax.lax.top_k(sample, in_sample)[0][-1]
-    (indices,) = jnp.nonzero(
-      magnitude >= threshold, size=count, fill_value=value.size
+      return jax.lax.top_k(magnitude, count)[1]
+    sample_size = max(_LEAST_SAMPLE, round(self.sample_rate * size))
+    places = _one_of_each_run(size, min(sample_size, size), key)[0]
+    in_sample = max(1, round(self.density * len(places)))
+    threshold = jax.lax.top_k(magnitude[places], in_sample)[0][-1]
+    start = jax.random.randint(jax.random.fold_in(key, 1), (), 0, size)
+    # Zeros are not worth sending, whatever the threshold.
+    passes = jnp.roll((magnitude >= threshold) & (magnitude > 0), -start)
+    (found,) = jnp.nonzero(passes, size=count, fill_value=size)
+    found = found.astype(jnp.int32)
+    shifted = jnp.where(
+      found < size - start, found + start, found + start - size
     )
-    kept = (indices < value.size).astype(jnp.float32)
-    return jnp.minimum(indices, value.size - 1).astype(jnp.int32), kept
+    return jnp.where(found < size, shifted, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,17 +109,14 @@ class RandomK:
     self, values: Sequence[jax.Array], key: jax.Array, axis_name: str
   ) -> Averaged:
     """Averages flat float32 arrays at entries drawn by the key."""
-    picked, places, scales = [], [], []
-    for position, value in enumerate(values):
-      ends = self._ends(value.size)
-      lengths = jnp.asarray(np.diff(ends, prepend=0), jnp.int32)
-      own_key = jax.random.fold_in(key, position)
-      draws = jax.random.uniform(own_key, lengths.shape)
-      offsets = jnp.minimum((draws * lengths).astype(jnp.int32), lengths - 1)
-      place = jnp.asarray(ends, jnp.int32) - lengths + offsets
-      picked.append(value[place])
+    places, scales = [], []
+    for i, value in enumerate(values):
+      count = _count(self.density, value.size)
+      own_key = jax.random.fold_in(key, i)
+      place, lengths = _one_of_each_run(value.size, count, own_key)
       places.append(place)
       scales.append(lengths.astype(jnp.float32) if self.is_scaled else 1.0)
+    picked = [value[place] for value, place in zip(values, places, strict=True)]
     averaged = collectives.mean(picked, axis_name)
     spread = lambda own: [  # noqa: E731
       jnp.zeros_like(p, shape=value.shape).at[place].set(p * scale)
@@ -135,9 +129,42 @@ class RandomK:
   def num_bytes(self, sizes: Sequence[int], replicas: int) -> int:
     """One all-reduce of float32."""
     del replicas
-    return 4 * sum(len(self._ends(size)) for size in sizes)
+    return 4 * sum(_count(self.density, size) for size in sizes)
 
-  def _ends(self, size: int) -> np.ndarray:
-    """Where each run ends."""
-    count = max(1, round(self.density * size))
-    return np.arange(1, count + 1) * size // count
+
+def _count(density: float, size: int) -> int:
+  """How many entries are sent of a tensor."""
+  if size > _MOST_ENTRIES:
+    raise ValueError(
+      f"`updates` must have leaves of at most {_MOST_ENTRIES:,} entries, which"
+      f" an index reaches, got one of {size:,}; split it, or send it dense with"
+      " a `matrix_view` that returns None for it."
+    )
+  return max(1, round(density * size))
+
+
+def _one_of_each_run(
+  size: int, count: int, key: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """One place out of each of `count` runs, and the runs' lengths; int32."""
+  shorter, longer = divmod(size, count)
+  i = jnp.arange(count, dtype=jnp.int32)
+  lengths = shorter + (i < longer).astype(jnp.int32)
+  starts = i * shorter + jnp.minimum(i, longer)
+  draws = jax.random.uniform(key, (count,), jnp.float32)
+  offsets = jnp.minimum((draws * lengths).astype(jnp.int32), lengths - 1)
+  return starts + offsets, lengths
+
+
+def _total(values: jax.Array, places: jax.Array, size: int) -> jax.Array:
+  """Sum over replicas of values [N, k] at their places, [size].
+
+  One replica after the other, whose places differ: sums of entries that meet
+  are then made in the same order on all devices, atomics or not.
+  """
+
+  def add(j: int, total: jax.Array) -> jax.Array:
+    return total.at[places[j]].add(values[j], mode="drop")
+
+  zeros = jnp.zeros_like(values, shape=(size,))
+  return jax.lax.fori_loop(0, len(values), add, zeros)

@@ -49,7 +49,9 @@ def in_numpy(values, round_trip, granule):
   sizes = [-(-v[0].size // granule) * granule for v in values]
   flat = np.concatenate(
     [
-      np.pad(v.reshape(REPLICAS, -1), ((0, 0), (0, size - v[0].size)))
+      np.pad(
+        v.reshape(REPLICAS, -1), ((0, 0), (0, size - v[0].size)), mode="edge"
+      )
       for v, size in zip(values, sizes, strict=True)
     ],
     axis=1,
@@ -158,6 +160,13 @@ class AverageTest(parameterized.TestCase):
       for mean in found.mean:
         self.assertTrue(np.isfinite(mean).all())
         self.assertLessEqual(np.abs(mean).max(), 1.01 * largest)
+
+
+class PaddingTest(absltest.TestCase):
+  def test_the_last_block_of_a_leaf_has_a_scale_of_its_own(self):
+    values = [np.ones((REPLICAS, 17), np.float32)]
+    found = average_fn(Signs(16))(values, jax.random.key(0))
+    np.testing.assert_allclose(found.mean[0][0], np.ones(17))
 
 
 class CodesTest(parameterized.TestCase):

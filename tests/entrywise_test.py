@@ -64,6 +64,26 @@ class EntrywiseTest(parameterized.TestCase):
       # The 10 % quantile of |N(0, 1)| from above is 1.64, that of 5 % is 1.96.
       self.assertGreater(smallest, 1.64)
 
+  def test_a_sampled_threshold_of_rare_entries_sends_them(self):
+    """Fewer than k are not zero: the threshold is zero, what is sent is not."""
+    params = {"w": jnp.zeros((100, 120))}
+    run = Pmap(edgc_jax.topk(0.05, sample_rate=0.2), params)
+    gradients = gradients_like(params, seed=0)
+    rows = jnp.isin(jnp.arange(100), jnp.array([90, 91]))
+    gradients = {"w": gradients["w"] * rows[:, None]}
+    update = run.step(gradients)["w"][0]
+    np.testing.assert_allclose(update, host(gradients)["w"].mean(0), 1e-5, 1e-6)
+
+  def test_a_sample_does_not_see_columns(self):
+    """Loud columns, as far apart as sampled entries are."""
+    params = {"w": jnp.zeros((64, 256))}
+    run = Pmap(edgc_jax.topk(0.1, sample_rate=1 / 16), params)
+    gradients = gradients_like(params, seed=0)
+    loud = jnp.where(jnp.arange(256) % 16 == 0, 10.0, 1.0)
+    run.step({"w": gradients["w"] * loud})
+    sent = (run.residual()["w"] == 0).mean(axis=(1, 2))
+    np.testing.assert_allclose(sent, 0.1, atol=0.04)
+
   @parameterized.parameters(True, False)
   def test_randomk_agrees_with_numpy(self, error_feedback):
     """One entry of every run; the same on all replicas."""
@@ -79,8 +99,8 @@ class EntrywiseTest(parameterized.TestCase):
         size = PARAMS[name].size
         count = round(0.1 * size)
         places = np.flatnonzero(updates[name][0])
-        ends = np.arange(1, count + 1) * size // count
-        lengths = np.diff(ends, prepend=0)
+        lengths = size // count + (np.arange(count) < size % count)
+        ends = np.cumsum(lengths)
         np.testing.assert_array_equal(
           np.searchsorted(ends, places, side="right"), np.arange(count)
         )
