@@ -145,10 +145,7 @@ def edgc(
       default), "split" (a tensor split over all stages, such as rows of the
       embedding) or "shared" (the same on all stages; their gradients are
       summed, if JAX has not done that).
-    wire_dtype: Of what travels: "float32"; "bfloat16", as integers, summed in
-      float32, with what is rounded off kept as error feedback;
-      or "native_bfloat16", summed as the platform does it (XLA's CPU backend
-      widens it and saves nothing). Vectors travel as float32.
+    wire_dtype: As for `powersgd`.
     alternating: As for `powersgd`: one factor a step.
     refresh_every: As for `powersgd`.
     seed: Seed of the first factors.

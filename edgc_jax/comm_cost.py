@@ -35,7 +35,7 @@ def wire_bytes(
     placement: As for `edgc`.
     lead_rank: On pipeline stages the rank of stage 0, at which all stages
       send what is not their own; None if it is the same.
-    wire_dtype: As for `edgc`.
+    wire_dtype: As for `edgc`; at rank 0 as for `allreduce`.
     alternating: As for `edgc`; the bytes are then the mean of two steps.
     replicas: What is coded is cut into so many equal parts, padded.
 

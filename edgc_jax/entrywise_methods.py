@@ -164,7 +164,8 @@ def quantize(
   Parts are exchanged, summed in float32, coded again, and gathered; both
   codings are unbiased, and so is the update.
 
-  Wire: (bits / 8 + 4 / block) bytes an entry.
+  Wire: (bits / 8 + 4 / block) bytes an entry. Memory: several float32 copies
+  of the gradient while it travels.
 
   Args:
     bits: 8 or 4.
@@ -191,7 +192,7 @@ def quantize(
 
   >>> tx = optax.chain(quantize(bits=4), optax.adam(1e-3))
   """
-  guards.require_int("bits", bits, 1)
+  guards.require_int("bits", bits, min(_BITS))
   guards.require(
     bits in _BITS, "bits", bits, f"one of {_BITS}", "signsgd has one bit"
   )

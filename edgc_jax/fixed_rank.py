@@ -34,8 +34,8 @@ def allreduce(
   """Averages gradients over replicas, dense: the baseline.
 
   Wire: every value once, in one all-reduce of float32; with
-  `wire_dtype="bfloat16"`, the baseline that costs nothing, those of matrices
-  as 2 bytes in an all-to-all and an all-gather.
+  `wire_dtype="bfloat16"`, the baseline to beat, those of matrices as 2 bytes
+  in an all-to-all and an all-gather.
 
   Args:
     axis_name: Axis averaged over; must be bound where `update` runs.
@@ -106,13 +106,17 @@ def powersgd(
     matrix_view: From a leaf's path and shape to (count, rows, cols), or None
       for dense; by default `edgc_jax.trailing_matrix`.
     wire_dtype: Of what travels: "float32"; "bfloat16", as integers, summed in
-      float32, with what is rounded off kept as error feedback;
-      or "native_bfloat16", summed as the platform does it (XLA's CPU backend
-      widens it and saves nothing). Vectors travel as float32.
+      float32, with what is rounded off kept as error feedback; or
+      "native_bfloat16", summed as the platform does it (XLA's CPU backend
+      widens it and saves nothing), where what the sum rounds off is lost.
+      What has no residual, vectors and matrices that are never compressed,
+      travels as float32.
     alternating: Send P in even steps and Q in odd ones, each with the other
       of the step before as its basis (ACP-SGD).
     refresh_every: Steps from one dense step to the next, in which the factors
-      are made anew from the mean (PowerSGD+); None for never.
+      are made anew from the mean (PowerSGD+); None for never. Metrics go on to
+      tell the rank in use between. Of alternating factors an even number
+      replaces steps that send P only.
     seed: Seed of the first factors.
 
   Returns:

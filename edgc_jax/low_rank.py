@@ -30,7 +30,7 @@ Half a subspace iteration a step, for half the bytes and one collective instead
 of two that wait for each other (ACP-SGD, Zhang et al. 2023, arXiv:2306.08881).
 
 Every `plan.refresh_every` steps, if it is set, all travels dense, and factors
-are made anew from the mean (`refresh`).
+are made anew from the mean (`refresh`), whatever step it would have been.
 
 Where matrices have ranks of their own (`plan.spread` above 1), their factors
 travel packed (`packing`), in as many bytes as if all had the rung's rank. With

@@ -138,13 +138,13 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     opt_state: Any optimiser state that holds one reducer of this package.
 
   Returns:
-    Scalars by name: `rank` (0 is dense), `rung`, `wire_bytes` and
-    `dense_bytes` (per replica and step), `compression_ratio` (total dense
-    over total wire bytes since the first step), `relative_error` (share of
-    |M|^2, M the mean of gradient and residual, that was not sent; estimated,
-    for one matrix with a standard deviation of a third), `residual_norm` (of
-    a replica),
-    `skipped_steps`, `identical_gradients` (1 if all replicas had the same
+    Scalars by name: `rank` (0 is dense, or there are no ranks), `rung`,
+    `wire_bytes` and `dense_bytes` (per replica and step), `compression_ratio`
+    (total dense over total wire bytes since the first step), `relative_error`
+    (share of |M|^2, M the mean of gradient and residual, that was not sent;
+    estimated, for factors of one matrix with a standard deviation of a third),
+    `residual_norm` (of a replica), `skipped_steps`,
+    `identical_gradients` (1 if all replicas had the same
     gradients in the first steps), for `edgc` also `entropy` (nats) and
     `predicted_error`, under `skip_nonfinite` also `consecutive_skips`.
     And by matrix, as {path: list over the matrices of this leaf}, on stages
@@ -161,8 +161,8 @@ def metrics(opt_state: Any) -> dict[str, Any]:
   found = find(opt_state, Stats)
   if len(found) != 1:
     raise ValueError(
-      "`opt_state` must hold the state of exactly one reducer (edgc, powersgd"
-      f" or allreduce), got {len(found)}; pass the part of it that holds one."
+      "`opt_state` must hold the state of exactly one reducer (such as edgc or"
+      f" powersgd), got {len(found)}; pass the part of it that holds one."
     )
   (stats,), (checks,) = found, find(opt_state, Checks)
   skips = find(opt_state, SkipStats)

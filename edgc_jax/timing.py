@@ -113,7 +113,8 @@ def measure_compression(
   `edgc.update` at one rank less `allreduce().update`, on a mesh of one device,
   where both compute all and send nothing; base + per_rank * rank is fitted by
   least squares, both at least 0. At large ranks orthonormalisation grows
-  faster than a line: give ranks that span those to be used.
+  faster than a line: give ranks that span those to be used. Coding values for
+  the wire, and factors that alternate, are not in it.
 
   Args:
     params: Parameters or their `jax.ShapeDtypeStruct`s. Only shapes and types

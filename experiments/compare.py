@@ -12,8 +12,6 @@ The page is docs/<study>.md (docs/results.md for the study `methods`), with
 pictures and a table of all runs as <study>.csv beside it.
 """
 
-import hashlib
-import json
 import pathlib
 import shutil
 import subprocess
@@ -147,10 +145,8 @@ class Runner:
     return f"; {about(count * sum(seconds) / len(seconds))} left"
 
   def _path(self, run: Run) -> pathlib.Path:
-    """A folder belongs to one configuration, hence the digest of settings."""
-    settings = json.dumps([self._study.config, run.settings], sort_keys=True)
-    digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
-    return self._folder / f"{run.name}-{digest}"
+    """A folder belongs to one configuration, hence the digest."""
+    return self._folder / f"{run.name}-{self._study.digest(run)[:8]}"
 
   def _command(self, run: Run) -> Sequence[str]:
     """The command line of one run; it ends at once where it was run before."""

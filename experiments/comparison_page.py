@@ -133,12 +133,19 @@ def _heading(found: Comparison, command: str) -> Sequence[str]:
     "",
     "Held-out loss is in nats a token at the last step: mean over seeds, and"
     f" the standard deviation. The gap is to {found.dense.name}, seed by seed,"
-    " with the standard error of its mean. Bytes are those that a replica"
+    " with the standard error of its mean; with three seeds 95 % of such means"
+    " are within 4.3 of them, and of many rows some are far off by chance."
+    " Rows with fewer seeds than others are not to be compared by their mean"
+    " loss. Bytes are those that a replica"
     " sends, as an all-reduce of as many would count, warm-up, samples and"
     " agreement included; the ratio is dense over sent bytes of the whole run."
-    " Each row of edgc stands over a fixed rank that was run to send the same"
-    " bytes; the last column is the difference to it, in nats, below zero"
-    " where edgc is better.",
+    + (
+      " Each row of edgc stands over a fixed rank that was run to send the same"
+      " bytes; the last column is the difference to it, in nats, below zero"
+      " where edgc is better."
+      if found.study.beside
+      else ""
+    ),
     "",
     "The time of a step is the median between logged lines, without"
     " compilation, evaluation and checkpoints. Where replicas share the cores"

@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 
 from edgc_jax import ladder, link, stages
 from edgc_jax.plan import by_exchange, make_plan
+from edgc_jax.wire_codes import code_of
 from experiments import (
   checks,
   command_line,
@@ -70,8 +71,9 @@ def _table(config: ConfigDict, params: Any, given: dict[str, Any]) -> str:
   """The ladder on a link, and a line for each rank of stage 0."""
   options = config.edgc
   plan = make_plan(
-    params, (0,), options.min_ratio, gpt2.matrix_view, gpt2_stages.placement
-  )
+    params, (0,), options.min_ratio, gpt2.matrix_view, gpt2_stages.placement,
+    code=code_of(options.wire_dtype), alternating=options.alternating,
+  )  # fmt: skip
   own = by_exchange(plan)[0]
   ranks = ladder.Ladder(
     options.rank_max or None,

@@ -25,7 +25,7 @@ class Records:
   def __init__(self, folder: str | pathlib.Path, study: Study):
     """Records of `study` in `folder`/<its name>."""
     self.folder = pathlib.Path(folder) / study.name
-    self._config = study.config
+    self._study = study
 
   def find(self, run: Run) -> Record | None:
     """The record of a run with these settings, finished or failed."""
@@ -64,8 +64,13 @@ class Records:
     self._file(run).unlink(missing_ok=True)
 
   def _about(self, run: Run) -> Mapping[str, Any]:
-    about = {"row": run.row, "seed": run.seed, "config": self._config}
-    return {**about, "settings": dict(run.settings)}
+    return {
+      "row": run.row,
+      "seed": run.seed,
+      "config": self._study.config,
+      "digest": self._study.digest(run),
+      "settings": dict(run.settings),
+    }
 
   def _file(self, run: Run) -> pathlib.Path:
     return self.folder / f"{run.name}.json"

@@ -14,6 +14,7 @@ that is follows from what the run of edgc has sent.
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import pathlib
@@ -23,16 +24,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from ml_collections import ConfigDict
 
 import edgc_jax
 from experiments import gpt2
+from experiments.optimizer import REDUCERS
 
 Settings = Mapping[str, Any]
-_SHARED = (
-  "wire_dtype",
-  "min_ratio",
-  "alternating",
-)  # by edgc and a fixed rank beside it
+# By edgc and a fixed rank beside it.
+_SHARED = ("wire_dtype", "min_ratio", "alternating")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +89,18 @@ class Study:
   def run(self, row: str, seed: str) -> Run:
     """A row's run with this seed."""
     return Run(row, seed, self.rows[row])
+
+  def digest(self, run: Run) -> str:
+    """Of all that a run is configured by, sections of other reducers left out.
+
+    A configuration file may change under the same name.
+    """
+    reducer = run.settings["reducer"]
+    values = _configuration(self.config, reducer, run.settings)
+    for other in set(REDUCERS) - {reducer}:
+      del values[other]
+    text = json.dumps(values.to_dict(), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
   def run_beside(self, run: Run, summary: Mapping[str, Any]) -> Run:
     """The fixed rank that sends in all as much as a run of edgc did.
@@ -186,11 +198,17 @@ def equal_rank(bytes_of_step: Callable[[int], float], target: float) -> float:
   return float(f"{below + (target - low) / (high - low):.3g}")
 
 
+def _configuration(config: str, reducer: str, settings: Settings) -> ConfigDict:
+  """The configuration that a run has."""
+  values = runpy.run_path(config)["get_config"](reducer)
+  values.update_from_flattened_dict(dict(settings))
+  return values
+
+
 @functools.cache
 def _bytes_of_step(config: str, options: str) -> Callable[[int], int]:
   """From a rank to what powersgd sends a step, with settings as JSON."""
-  values = runpy.run_path(config)["get_config"]("powersgd")
-  values.update_from_flattened_dict(json.loads(options))
+  values = _configuration(config, "powersgd", json.loads(options))
   if values.mesh.stage > 1:
     raise ValueError(
       f"`mesh.stage` must be 1 for a fixed rank of equal bytes, got"

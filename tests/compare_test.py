@@ -144,13 +144,35 @@ def test_other_pages_are_not_overwritten(found, tmp_path):
     comparison_page.write(found, page, {}, "command")
 
 
-def test_records_hold_for_the_same_settings(records):
+def test_records_hold_for_the_same_contents_of_a_configuration(tmp_path):
+  """What another reducer is configured by does not matter."""
+  file = tmp_path / "config.py"
+  of_file = dataclasses.replace(STUDY, config=str(file))
+  text = (ROOT / "configs/gpt2_tiny.py").read_text()
+  file.write_text(text)
+  run = of_file.run("strong", "0")
+  first = of_file.digest(run)
+  section = run.settings["reducer"]
+  for added, is_same in (
+    ("  config.model.width = 96\n", False),
+    (f"  config.{section}.min_ratio = 3.0\n", False),
+    ("  config.signsgd.block = 64\n", True),
+  ):
+    file.write_text(text.replace("  return config", added + "  return config"))
+    assert (of_file.digest(run) == first) == is_same, added
+
+
+def test_records_hold_for_the_same_settings(records, tmp_path):
   run = STUDY.run("strong", "0")
   assert records.finished(run)["val_loss"] == 2.2
   other = dataclasses.replace(run, settings={**run.settings, "steps": 41})
   assert records.find(other) is None
+  other = tmp_path / "other.py"
+  file = pathlib.Path(STUDY.config)
+  text = file.read_text()
+  other.write_text(text)
   moved = Records(
-    records.folder.parent, dataclasses.replace(STUDY, config="other.py")
+    records.folder.parent, dataclasses.replace(STUDY, config=str(other))
   )
   assert moved.find(run) is None
   failed = STUDY.run("sparse", "0")

@@ -161,12 +161,12 @@ class LowRankTest(parameterized.TestCase):
 class RankChangeTest(parameterized.TestCase):
   """A ladder of two ranks, moved by hand."""
 
-  def setUp(self):
+  def setUp(self, **options):
     super().setUp()
     tx = edgc_jax.edgc(
       rank_max=16, rank_min=8, rank_multiple=8, max_rank_step=8,
       min_ratio=0, window=1000, warmup_steps=1000, step_rate=1.0,
-      granularity="stage",
+      granularity="stage", **options,
     )  # fmt: skip
     self.run_ = Pmap(tx, PARAMS)
 
@@ -187,8 +187,10 @@ class RankChangeTest(parameterized.TestCase):
       np.testing.assert_allclose(kept, owed, 1e-4, 1e-5)
     np.testing.assert_array_equal(self.run_.residual()["w"], 0)
 
-  def test_slicing_keeps_the_best_columns(self):
+  @parameterized.parameters(False, True)
+  def test_slicing_keeps_the_best_columns(self, alternating):
     """From rank 16 to 8, the 8 strongest directions are there at once."""
+    self.setUp(alternating=alternating)
     values = 1.15 ** -np.arange(40)
     gradients = spectral_gradient(values)
     best = np.sum(values[8:] ** 2) / np.sum(values**2)

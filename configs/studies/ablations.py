@@ -5,7 +5,7 @@ row "EDGC", whose value its title has; beside each row stands a fixed rank of
 the same bytes, so that a setting that sends more does not look better for it.
 The alignment of stages needs a pipeline, and has a study of its own. Half of
 the steps of gpt2_tiny; at most 129 runs with three seeds, since rows may share
-fixed ranks.
+fixed ranks. A warm-up is of whole windows: with a window of 40 it is 40 steps.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def _edgc(**options: Any) -> Mapping[str, Any]:
   base = {
     "rank_max": 20, "rank_min": 14, "rank_multiple": 1, "max_rank_step": 2,
     "warmup_rank": "max", "window": 10, "warmup_steps": 20,
-    "max_warmup_steps": 20,
+    "max_warmup_steps": 20, "step_rate": 1.0, "entry_rate": 0.05,
   }  # fmt: skip
   settings = {**base, **options}
   return {"reducer": "edgc"} | {f"edgc.{k}": v for k, v in settings.items()}
