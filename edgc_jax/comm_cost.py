@@ -20,6 +20,7 @@ def wire_bytes(
   matrix_view: ViewFn = trailing_matrix,
   placement: PlacementFn = own_placement,
   lead_rank: int | None = None,
+  rank_min: int | None = None,
   wire_dtype: Any = "float32",
   alternating: bool = False,
   replicas: int = 1,
@@ -35,7 +36,9 @@ def wire_bytes(
     placement: As for `edgc`.
     lead_rank: On pipeline stages the rank of stage 0, at which all stages
       send what is not their own; None if it is the same.
-    wire_dtype: As for `edgc`; at rank 0 as for `allreduce`.
+    rank_min: The smallest rank of `edgc`, None if there is `rank` only: coded
+      is what travels as factors at some rank, and at rank 0 alone everything.
+    wire_dtype: As for `edgc`.
     alternating: As for `edgc`; the bytes are then the mean of two steps.
     replicas: What is coded is cut into so many equal parts, padded.
 
@@ -51,7 +54,7 @@ def wire_bytes(
   (9437184, 491588)
   """
   lead_rank = rank if lead_rank is None else lead_rank
-  ladder = (rank, lead_rank)
+  ladder = (rank, lead_rank, rank_min or rank)
   plan = make_plan(
     params,
     ladder,

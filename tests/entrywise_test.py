@@ -199,6 +199,24 @@ class EntrywiseTest(parameterized.TestCase):
     self.assertAlmostEqual(np.mean(estimated), np.mean(exact), delta=0.1)
     self.assertBetween(np.mean(exact), 0.2, 0.8)
 
+  @parameterized.named_parameters(
+    ("topk_sampled", lambda: edgc_jax.topk(0.05, sample_rate=0.3)),
+    ("quantize", lambda: edgc_jax.quantize()),
+    ("randomk_scaled", lambda: edgc_jax.randomk(0.1, error_feedback=False)),
+  )
+  def test_nonfinite_entries_are_seen_wherever_they_are(self, make):
+    """By all replicas, sent or not."""
+    params = {"w": jnp.zeros((32, 40))}
+    run = Pmap(make(), params)
+    for step, bad in enumerate((np.nan, np.inf, None)):
+      gradients = gradients_like(params, seed=step)
+      if bad:
+        gradients["w"] = gradients["w"].at[2, 3, 4].set(bad)
+      update = run.step(gradients)["w"]
+      self.assertEqual(np.abs(update).max() > 0, bad is None)
+      self.assertTrue(np.isfinite(update).all())
+    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 2)
+
   def test_state_without_error_feedback_is_empty(self):
     for tx in (
       edgc_jax.quantize(),

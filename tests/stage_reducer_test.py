@@ -441,11 +441,12 @@ class StateSpecsTest(absltest.TestCase):
 
 
 class OtherReducersTest(parameterized.TestCase):
-  def test_dense_and_fixed_rank(self):
+  def test_dense_fixed_rank_and_entries(self):
     options = {"stage_axis": "stage", "placement": placement}
     for tx in (
       edgc_jax.allreduce(**options),
       edgc_jax.powersgd(40, min_ratio=0, **options),
+      edgc_jax.topk(1.0, min_size=1, **options),
     ):
       run = Run(optax.chain(tx, edgc_jax.clip_by_global_norm(1e9, "stage")))
       grads = gradients(0)

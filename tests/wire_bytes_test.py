@@ -8,6 +8,7 @@ from meshes import BACKENDS, gradients_like
 import edgc_jax
 from edgc_jax import compiled_cost, entropy, guards
 from edgc_jax.plan import make_plan
+from edgc_jax.wire_codes import code_of
 
 # The small matrix pays at ranks up to 5 only: from then on it goes dense.
 PARAMS = {
@@ -112,6 +113,30 @@ class WireBytesTest(parameterized.TestCase):
       check = guards.CHECK_BYTES * (step == 0)
       sent = edgc_jax.metrics(run.state)["wire_bytes"]
       self.assertEqual(sent, expected + beside + check)
+
+  def test_all_options_of_edgc_together(self):
+    """A branch for each factor of each rung, and one that makes them anew."""
+    options = {"wire_dtype": "bfloat16", "alternating": True}
+    tx = edgc_jax.edgc(
+      rank_max=8, rank_min=4, rank_multiple=4, window=10, refresh_every=5,
+      **options,
+    )  # fmt: skip
+    hlo = BACKENDS["pmap"](tx, PARAMS).compiled(gradients_like(PARAMS, seed=0))
+    rungs, *_ = compiled_cost.wire_bytes_of_branches(hlo)
+    plan = make_plan(
+      PARAMS, (0, 4, 8), code=code_of("bfloat16"), alternating=True
+    )
+    expected = [
+      sent
+      for rank in plan.ladder
+      for sent in plan.wire_bytes_of_sides(rank, replicas=4)
+    ]
+    self.assertEqual(rungs, [*expected, plan.wire_bytes(0, replicas=4)])
+    for rank in (0, 4, 8):
+      self.assertEqual(
+        edgc_jax.wire_bytes(PARAMS, rank, rank_min=4, replicas=4, **options),
+        plan.wire_bytes(rank, replicas=4),
+      )
 
   def test_prediction_by_hand(self):
     low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
