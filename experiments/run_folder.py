@@ -193,7 +193,8 @@ def environment() -> dict[str, Any]:
   return {
     "python": platform.python_version(),
     "versions": versions,
-    "device": f"{device.platform} {device.device_kind}",
+    # "cpu" is both on CPUs.
+    "device": " ".join(dict.fromkeys([device.platform, device.device_kind])),
     "cores": os.cpu_count(),
     "commit": _commit(),
   }

@@ -23,7 +23,9 @@ class CutOff(Exception):
 
 
 def config_of(folder, reducer, backend="pmap", **options):
-  config = small(folder, reducer)
+  alternating = reducer == "alternating"
+  config = small(folder, "powersgd" if alternating else reducer)
+  config.powersgd.alternating = alternating
   config.mesh.backend = backend
   config.checkpoint.update(every=2, keep=100)
   config.update(options)

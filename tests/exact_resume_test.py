@@ -27,6 +27,10 @@ def whole(tmp_path_factory):
     ("edgc", "shard_map", (3,)),
     ("powersgd", "pmap", (3, 4)),
     ("allreduce", "shard_map", (5,)),
+    # Two factors, both directions; no residual; no factors.
+    ("alternating", "shard_map", (3, 4)),
+    ("quantize", "pmap", (3,)),
+    ("topk", "shard_map", (4,)),
   ],
 )
 def test_as_if_nothing_had_happened(tmp_path, whole, reducer, backend, cuts):
