@@ -192,7 +192,7 @@ def quantize(
 
   >>> tx = optax.chain(quantize(bits=4), optax.adam(1e-3))
   """
-  guards.require_int("bits", bits, min(_BITS))
+  guards.require_int("bits", bits, 0)
   guards.require(
     bits in _BITS, "bits", bits, f"one of {_BITS}", "signsgd has one bit"
   )
