@@ -5,7 +5,6 @@ measured error. How entries travel is a `Compressor`.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -72,10 +71,6 @@ class EntrywisePlan(Plan):
   @property
   def has_residual(self) -> bool:
     return self.error_feedback
-
-  @functools.cached_property
-  def compressible(self) -> tuple[int, ...]:
-    return tuple(i for i, leaf in enumerate(self.leaves) if self.takes(leaf))
 
   def takes(self, leaf: Leaf) -> bool:
     """Whether a leaf is compressed: matrices that are not small."""

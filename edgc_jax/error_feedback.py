@@ -34,14 +34,8 @@ def with_feedback(
     left in the residual, too.
   """
   matrices = [g.astype(jnp.float32) for g in gradients]
-  if not plan.has_residual:
-    result = exchange(matrices)
-    averaged = [
-      _round(mean, g.dtype).astype(g.dtype)
-      for mean, g in zip(result.averaged, gradients, strict=True)
-    ]
-    return result._replace(averaged=averaged, residual=[])
-  for i, e in zip(plan.compressible, residual, strict=True):
+  members = plan.compressible if plan.has_residual else ()
+  for i, e in zip(members, residual, strict=True):
     matrices[i] += e
   result = exchange(matrices)
   rounded = [
@@ -53,7 +47,8 @@ def with_feedback(
     e
     if rounded[i] is result.averaged[i]
     else e + result.averaged[i] - rounded[i]
-    for i, e in zip(plan.compressible, result.residual, strict=True)
+    # Without error feedback what was not sent is dropped here.
+    for i, e in zip(members, result.residual, strict=plan.has_residual)
   ]
   averaged = [
     u.astype(g.dtype) for u, g in zip(rounded, gradients, strict=True)

@@ -35,11 +35,7 @@ def principal_columns(stacks: Stacks) -> tuple[list[jax.Array], list]:
     The arrays, noise directions set to zero, and per array a bool [k_i, r_i]
     that tells which columns are live.
   """
-  # Scaling by the largest entry keeps squares in range: 1e-18 and 1e+30 work.
-  largest = [jnp.max(jnp.abs(y), (-2, -1), keepdims=True) for y in stacks]
-  scaled = [
-    y / jnp.where(s > 0, s, 1.0) for y, s in zip(stacks, largest, strict=True)
-  ]
+  scaled = [_in_range(y) for y in stacks]
   rotations, alive = _batched(_principal_rotation, [_gram(y) for y in scaled])
   return [y @ v for y, v in zip(scaled, rotations, strict=True)], alive
 
@@ -78,11 +74,7 @@ def principal_axes(stacks: Stacks) -> list[jax.Array]:
   Returns:
     Y V with Y^T Y = V w V^T, of the same shapes.
   """
-  largest = [jnp.max(jnp.abs(y), (-2, -1), keepdims=True) for y in stacks]
-  scaled = [
-    y / jnp.where(s > 0, s, 1.0) for y, s in zip(stacks, largest, strict=True)
-  ]
-  rotations, _ = _batched(_rotation, [_gram(y) for y in scaled])
+  rotations, _ = _batched(_rotation, [_gram(_in_range(y)) for y in stacks])
   return [y @ v for y, v in zip(stacks, rotations, strict=True)]
 
 
@@ -95,14 +87,19 @@ def unit_columns(y: jax.Array) -> jax.Array:
   return y * jax.lax.rsqrt(jnp.where(squares > 0, squares, 1.0))
 
 
+def _in_range(y: jax.Array) -> jax.Array:
+  """Matrices by their largest entry: squares of 1e-18 and 1e+30 work then."""
+  largest = jnp.max(jnp.abs(y), (-2, -1), keepdims=True)
+  return y / jnp.where(largest > 0, largest, 1.0)
+
+
 def _gram(y: jax.Array) -> jax.Array:
   return jnp.swapaxes(y, -1, -2) @ y
 
 
 def _principal_rotation(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
   """V w^(-1/2), largest w first and zero for noise, and which are live."""
-  w, v = jnp.linalg.eigh(gram)
-  w, v = w[:, ::-1], v[:, :, ::-1]  # eigh sorts upwards
+  v, w = _rotation(gram)
   live = w > jnp.maximum(_NOISE_FLOOR * w[:, :1], 0.0)
   scale = jnp.where(live, jax.lax.rsqrt(jnp.where(live, w, 1.0)), 0.0)
   return v * scale[:, None, :], live
@@ -110,7 +107,7 @@ def _principal_rotation(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _rotation(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
   """V, largest w first, and the w."""
-  w, v = jnp.linalg.eigh(gram)
+  w, v = jnp.linalg.eigh(gram)  # sorted upwards
   return v[:, :, ::-1], w[:, ::-1]
 
 

@@ -78,11 +78,11 @@ class Plan:
   @functools.cached_property
   def compressible(self) -> tuple[int, ...]:
     """Indices of the leaves that are sent as factors at some rung."""
-    return tuple(
-      i
-      for i, leaf in enumerate(self.leaves)
-      if any(self.columns(leaf, rank) for rank in self.ladder)
-    )
+    return tuple(i for i, leaf in enumerate(self.leaves) if self.takes(leaf))
+
+  def takes(self, leaf: Leaf) -> bool:
+    """Whether a leaf is sent as factors at some rung."""
+    return any(self.columns(leaf, rank) for rank in self.ladder)
 
   @functools.cached_property
   def matrices(self) -> tuple[Leaf, ...]:
@@ -167,8 +167,7 @@ class Plan:
     """
     if self.code is None or leaf.view is None:
       return False
-    ranks = [rank for rank in self.ladder if rank]
-    return not ranks or any(self.columns(leaf, rank) for rank in ranks)
+    return not any(self.ladder) or self.takes(leaf)
 
   def refreshes(self, count: jax.Array) -> jax.Array:
     """Whether step `count` makes the factors anew; bool []."""
