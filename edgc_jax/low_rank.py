@@ -57,9 +57,9 @@ from edgc_jax.orthonormalize import (
   orthonormalize,
   principal_axes,
   principal_columns,
-  unit_columns,
 )
 from edgc_jax.plan import Plan
+from edgc_jax.products import outer_product, transposed_product
 from edgc_jax.refresh import leading_factors
 
 _SENDS_P, _SENDS_Q = 0, 1
@@ -140,7 +140,9 @@ def _branch(
   others = [i for i in range(len(plan.leaves)) if i not in set(low)]
   coded = [i for i in others if plan.is_coded(plan.leaves[i])]
   plain = [i for i in others if i not in set(coded)]
-  turn = lambda x: jnp.swapaxes(x, 1, 2) if side == _SENDS_P else x  # noqa: E731
+
+  def pair(basis: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return (factor, basis) if side == _SENDS_P else (basis, factor)
 
   def run(
     leaves: list[jax.Array],
@@ -159,8 +161,7 @@ def _branch(
     def bases(state: list[jax.Array]) -> list[jax.Array]:
       return _bases(wire.slices([state[slot[i]] for i in low]), wire.live, key)
 
-    # Every matrix S (M, or M^T where P travels) becomes basis F^T with the
-    # factor F = S^T basis.
+    # One factor is fixed, a basis; the other is what travels in the end.
     is_finite = jnp.array(True)
     if side is None:
       local_p = [m @ q for m, q in _zip(stacks, bases(factors.q))]
@@ -177,14 +178,16 @@ def _branch(
         fixed = []
     else:
       fixed = bases(factors.q if side == _SENDS_P else factors.p)
-    stacks = [turn(m) for m in stacks]
-    local = [jnp.swapaxes(s, 1, 2) @ b for s, b in _zip(stacks, fixed)]
+    if side == _SENDS_P:
+      local = [m @ q for m, q in _zip(stacks, fixed)]
+    else:
+      local = [transposed_product(m, p) for m, p in _zip(stacks, fixed)]
     # Before coding, whose losses are small beside these.
-    own = [_energy(s) - _energy(f) for s, f in _zip(stacks, local)]
+    own = [_energy(m) - _energy(f) for m, f in _zip(stacks, local)]
     signs = sketch.draw_signs(jax.random.fold_in(key, 1), stacks)
     sketches = [
-      sketch.residual_sketch(*parts)
-      for parts in _zip(stacks, fixed, local, signs)
+      sketch.residual_sketch(m, *pair(basis, factor), own_signs)
+      for m, basis, factor, own_signs in _zip(stacks, fixed, local, signs)
     ]
     received = wire.average(
       local,
@@ -210,8 +213,9 @@ def _branch(
     for j, i in enumerate(low):
       shape, place, basis = plan.leaves[i].shape, slot[i], fixed[j]
       factor, sent = received.factors[j], received.sent_factors[j]
-      averaged[i] = turn(_product(basis, factor)).reshape(shape)
-      residual[place] = turn(stacks[j] - _product(basis, sent)).reshape(shape)
+      averaged[i] = outer_product(*pair(basis, factor)).reshape(shape)
+      kept_back = stacks[j] - outer_product(*pair(basis, sent))
+      residual[place] = kept_back.reshape(shape)
       lost[place] = jnp.sum(jnp.square(sketches[j]), axis=1)
       residual_energy[place] = jnp.maximum(own[j], 0.0)
       norms = jnp.sum(jnp.square(mean_factors[j]), axis=1)
@@ -254,7 +258,7 @@ def _bases(
     return []
   # Columns differ in age and scale: those of a first use, or of louder times,
   # must not make the others look like rounding noise.
-  columns, alive = principal_columns([unit_columns(q) for q in factors])
+  columns, alive = principal_columns(factors, equalized=True)
   alive = [a[:, None, :] for a in alive]
   if live is not None:
     alive = [a | ~inside for a, inside in _zip(alive, live)]
@@ -272,11 +276,6 @@ def _bases(
   # So many random numbers cost more than all else here: only when needed.
   nothing_died = jnp.all(jnp.stack([jnp.all(a) for a in alive]))
   return jax.lax.cond(nothing_died, lambda c: c, refill, columns)
-
-
-def _product(p: jax.Array, q: jax.Array) -> jax.Array:
-  """P Q^T for all matrices of a stack."""
-  return p @ jnp.swapaxes(q, 1, 2)
 
 
 def _energy(stack: jax.Array) -> jax.Array:

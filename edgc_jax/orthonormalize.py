@@ -12,9 +12,13 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from edgc_jax.products import transposed_product
+
 # Directions whose squared length is below this fraction of the largest are
 # rounding noise in a float32 Gram matrix.
 _NOISE_FLOOR = 1e-6
+# Of columns beside entries of size one: squares of it are in float32's range.
+_SHORTEST = 1e-15
 # Newton-Schulz converges quadratically from eigenvalues near one; four steps
 # bring an error of 0.3 below float32 resolution.
 _NEWTON_SCHULZ_STEPS = 4
@@ -22,7 +26,9 @@ _NEWTON_SCHULZ_STEPS = 4
 Stacks = Sequence[jax.Array]
 
 
-def principal_columns(stacks: Stacks) -> tuple[list[jax.Array], list]:
+def principal_columns(
+  stacks: Stacks, *, equalized: bool = False
+) -> tuple[list[jax.Array], list]:
   """Rotates columns to be orthogonal, longest first, and scales them to one.
 
   With the Gram matrix G = Y^T Y = V w V^T, returns Y V w^(-1/2). Exact for
@@ -30,13 +36,16 @@ def principal_columns(stacks: Stacks) -> tuple[list[jax.Array], list]:
 
   Args:
     stacks: float32 arrays [k_i, m_i, r_i]; ranks and heights may differ.
+    equalized: Whether all columns count as if they had one length, down to
+      1e-15 of the largest entry; shorter ones are noise.
 
   Returns:
     The arrays, noise directions set to zero, and per array a bool [k_i, r_i]
     that tells which columns are live.
   """
   scaled = [_in_range(y) for y in stacks]
-  rotations, alive = _batched(_principal_rotation, [_gram(y) for y in scaled])
+  rotation = _equalized_rotation if equalized else _principal_rotation
+  rotations, alive = _batched(rotation, [_gram(y) for y in scaled])
   return [y @ v for y, v in zip(scaled, rotations, strict=True)], alive
 
 
@@ -78,15 +87,6 @@ def principal_axes(stacks: Stacks) -> list[jax.Array]:
   return [y @ v for y, v in zip(stacks, rotations, strict=True)]
 
 
-def unit_columns(y: jax.Array) -> jax.Array:
-  """Scales the columns of [k, m, r] to length one; zero ones stay zero."""
-  # In two steps: squares of small and of large columns leave the range.
-  largest = jnp.max(jnp.abs(y), axis=-2, keepdims=True)
-  y = y / jnp.where(largest > 0, largest, 1.0)
-  squares = jnp.sum(jnp.square(y), axis=-2, keepdims=True)
-  return y * jax.lax.rsqrt(jnp.where(squares > 0, squares, 1.0))
-
-
 def _in_range(y: jax.Array) -> jax.Array:
   """Matrices by their largest entry: squares of 1e-18 and 1e+30 work then."""
   largest = jnp.max(jnp.abs(y), (-2, -1), keepdims=True)
@@ -94,7 +94,7 @@ def _in_range(y: jax.Array) -> jax.Array:
 
 
 def _gram(y: jax.Array) -> jax.Array:
-  return jnp.swapaxes(y, -1, -2) @ y
+  return transposed_product(y, y)
 
 
 def _principal_rotation(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -103,6 +103,17 @@ def _principal_rotation(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
   live = w > jnp.maximum(_NOISE_FLOOR * w[:, :1], 0.0)
   scale = jnp.where(live, jax.lax.rsqrt(jnp.where(live, w, 1.0)), 0.0)
   return v * scale[:, None, :], live
+
+
+def _equalized_rotation(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The same for columns scaled to length one, where they have any."""
+  squares = jnp.diagonal(gram, axis1=-2, axis2=-1)
+  has_length = squares > _SHORTEST**2
+  scale = jnp.where(
+    has_length, jax.lax.rsqrt(jnp.where(has_length, squares, 1.0)), 0.0
+  )
+  v, live = _principal_rotation(gram * scale[:, :, None] * scale[:, None, :])
+  return scale[:, :, None] * v, live
 
 
 def _rotation(gram: jax.Array) -> tuple[jax.Array, jax.Array]:

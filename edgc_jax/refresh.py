@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from edgc_jax.orthonormalize import orthonormalize
+from edgc_jax.products import transposed_product
 
 _ITERATIONS = 2
 
@@ -42,5 +43,5 @@ def leading_factors(
   p = q
   for _ in range(1 + _ITERATIONS):
     p = orthonormalize([m @ x for m, x in zip(stacks, q, strict=True)])
-    q = [jnp.swapaxes(m, 1, 2) @ x for m, x in zip(stacks, p, strict=True)]
+    q = [transposed_product(m, x) for m, x in zip(stacks, p, strict=True)]
   return p, q

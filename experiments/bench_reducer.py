@@ -22,7 +22,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments import command_line, gpt2, measurements
+from experiments import command_line, gpt2, measurements, optimizer
 
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "How often each is timed.")
 _RANKS = flags.DEFINE_list("ranks", ["8", "20", "32"], "Ranks of powersgd.")
@@ -48,13 +48,14 @@ def main(config: ConfigDict) -> None:
 
   timed = {"forward and backward": functools.partial(gradient, params, batch)}
   memory = {}
-  edgc_options = config.edgc.to_dict() | {"matrix_view": gpt2.matrix_view}
   reducers = {"allreduce": edgc_jax.allreduce(_AXIS)}
   for rank in map(int, _RANKS.value):
     reducers[f"powersgd, rank {rank}"] = edgc_jax.powersgd(
       rank, _AXIS, matrix_view=gpt2.matrix_view
     )
-  reducers["edgc"] = edgc_jax.edgc(_AXIS, **edgc_options)
+  with config.unlocked():
+    config.reducer = "edgc"
+  reducers["edgc"] = optimizer.make_reducer(config, _AXIS, {})
   for name, tx in reducers.items():
     state = pmap(lambda p, tx=tx: tx.init(p))(params)
     update = pmap(tx.update).lower(gradients, state).compile()

@@ -9,6 +9,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 LAYERS = (
   "collectives",
   "matrices",
+  "products",
   "orthonormalize",
   "entropy",
   "spectrum",

@@ -22,7 +22,7 @@ def _reducer(name: str, **options: Any) -> Mapping[str, Any]:
 def _edgc(rank_max: int, rank_min: int, **options: Any) -> Mapping[str, Any]:
   """edgc between two ranks, compressed from the first step on."""
   return _reducer(
-    "edgc", rank_max=rank_max, rank_min=rank_min, rank_multiple=1,
+    "edgc", rank_max=rank_max, rank_min=rank_min, rank_multiple=2,
     max_rank_step=2, warmup_rank="max", window=10, warmup_steps=20,
     max_warmup_steps=20, **options,
   )  # fmt: skip
