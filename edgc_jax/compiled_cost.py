@@ -7,7 +7,9 @@ operand. Totals per program or branch are what can be compared: XLA merges
 single collectives as it likes.
 """
 
+import math
 import re
+from typing import NamedTuple
 
 _WIDTHS = {
   "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
@@ -63,6 +65,70 @@ def wire_bytes_outside_branches(hlo: str) -> int:
   return _total(entry, _split(hlo), follow_branches=False)
 
 
+class Collective(NamedTuple):
+  """One collective of a program; several arrays may travel in it."""
+
+  kind: str  # as HLO calls it
+  results: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of each
+
+
+def collectives_in_order(hlo: str, branch: int = 0) -> list[Collective]:
+  """What the program sends, one after the other.
+
+  Args:
+    hlo: Text of a compiled program, as from `compiled.as_text()`.
+    branch: Which one is taken of the conditional that sends the most, for a
+      reducer with a ladder its rung; other conditionals are rarely taken, and
+      left out.
+
+  Returns:
+    The collectives, in the order in which they run.
+  """
+  computations = _split(hlo)
+  entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE).group(1)
+  conditionals = [
+    line
+    for line in computations[entry]
+    if " conditional(" in line and _bytes_of_branches(line, computations)
+  ]
+  ladder = max(
+    conditionals,
+    key=lambda line: _bytes_of_branches(line, computations),
+    default=None,
+  )
+
+  def walk(name: str) -> list[Collective]:
+    found = []
+    for line in computations[name]:
+      match = _COLLECTIVE.search(line)
+      if match:
+        found.append(Collective(match["kind"], _arrays(match["result"])))
+      elif line == ladder:
+        found += walk(_branches_of(line)[branch])
+      elif " conditional(" not in line:
+        for other in _CALLED.findall(line):
+          found += walk(other)
+    return found
+
+  return walk(entry)
+
+
+def _branches_of(line: str) -> list[str]:
+  """Names of a conditional's branches, by their number."""
+  listed = _BRANCHES.search(line)
+  if listed:
+    return [n.strip().lstrip("%") for n in listed.group(1).split(",")]
+  both = [
+    re.search(rf"{which}_computation=%?([\w.\-]+)", line)
+    for which in ("false", "true")
+  ]
+  return [match.group(1) for match in both]
+
+
+def _bytes_of_branches(line: str, computations: dict[str, list[str]]) -> int:
+  return sum(_total(name, computations) for name in _branches_of(line))
+
+
 def _split(hlo: str) -> dict[str, list[str]]:
   """The instructions of each computation, by its name."""
   computations: dict[str, list[str]] = {}
@@ -112,10 +178,14 @@ def _bytes_of(collective: re.Match) -> int:
 
 def _size(types: str) -> int:
   """Bytes of an HLO type, tuples summed."""
-  total = 0
-  for dtype, dims in _ARRAY.findall(types):
-    count = 1
-    for dim in filter(None, dims.split(",")):
-      count *= int(dim)
-    total += count * _WIDTHS[dtype]
-  return total
+  return sum(
+    _WIDTHS[dtype] * math.prod(shape) for dtype, shape in _arrays(types)
+  )
+
+
+def _arrays(types: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+  """Dtypes and shapes in an HLO type, in order."""
+  return tuple(
+    (dtype, tuple(int(dim) for dim in dims.split(",") if dim))
+    for dtype, dims in _ARRAY.findall(types)
+  )

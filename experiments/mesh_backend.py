@@ -130,9 +130,14 @@ class OnMesh:
   def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
     return self._loss(params, self._placed(batch))
 
-  def compile(self, params: Any, opt_state: Any, batch_size: int) -> None:
+  def compile_step(
+    self, params: Any, opt_state: Any, batch_size: int
+  ) -> jax.stages.Compiled:
     batch = self._placed(self._blank(batch_size))
-    self._step.lower(params, opt_state, batch).compile()
+    return self._step.lower(params, opt_state, batch).compile()
+
+  def compile_loss(self, params: Any, batch_size: int) -> None:
+    batch = self._placed(self._blank(batch_size))
     self._loss.lower(params, batch).compile()
 
   def _placed(self, batch: np.ndarray) -> jax.Array:

@@ -121,9 +121,24 @@ def make_schedule(config: ConfigDict) -> optax.Schedule:
 
 
 def make_optimizer(
-  config: ConfigDict, axis_name: str, times: Mapping[str, Any]
+  config: ConfigDict,
+  axis_name: str,
+  times: Mapping[str, Any],
+  reducer: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Reducer, clipping of the mean, AdamW; non-finite steps are skipped."""
+  """Reducer, clipping of the mean, AdamW; non-finite steps are skipped.
+
+  Args:
+    config: The whole configuration.
+    axis_name: The axis of the replicas.
+    times: Arguments of `edgc` from `times.options_of`.
+    reducer: Another than that of the configuration.
+
+  Returns:
+    The transformation.
+  """
+  if reducer is None:
+    reducer = make_reducer(config, axis_name, times)
   options = config.optimizer
   axes = (axis_name,)
   clip = optax.clip_by_global_norm(options.clip_norm)
@@ -131,7 +146,7 @@ def make_optimizer(
     axes = (axis_name, gpt2_stages.AXIS)
     clip = edgc_jax.clip_by_global_norm(options.clip_norm, gpt2_stages.AXIS)
   chain = optax.chain(
-    make_reducer(config, axis_name, times),
+    reducer,
     clip,
     optax.adamw(
       make_schedule(config),

@@ -47,8 +47,13 @@ class Parallel(Protocol):
   def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
     """The mean loss over the replicas on such rows."""
 
-  def compile(self, params: Any, opt_state: Any, batch_size: int) -> None:
-    """Compiles both, without a collective."""
+  def compile_step(
+    self, params: Any, opt_state: Any, batch_size: int
+  ) -> jax.stages.Compiled:
+    """Compiles the step, without a collective, also for later calls of it."""
+
+  def compile_loss(self, params: Any, batch_size: int) -> None:
+    """The same for the loss."""
 
   def rows(self, batch_size: int) -> slice:
     """Which of a batch's rows are for this process's devices."""

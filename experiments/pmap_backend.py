@@ -80,9 +80,14 @@ class Pmap:
   def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
     return _first(self._loss(params, self._split(batch)))
 
-  def compile(self, params: Any, opt_state: Any, batch_size: int) -> None:
+  def compile_step(
+    self, params: Any, opt_state: Any, batch_size: int
+  ) -> jax.stages.Compiled:
     batch = self._split(self._blank(batch_size))
-    self._step.lower(params, opt_state, batch).compile()
+    return self._step.lower(params, opt_state, batch).compile()
+
+  def compile_loss(self, params: Any, batch_size: int) -> None:
+    batch = self._split(self._blank(batch_size))
     self._loss.lower(params, batch).compile()
 
   def _split(self, batch: np.ndarray) -> np.ndarray:

@@ -194,7 +194,8 @@ class Trainer:
       if self._load_params:
         params = self._load_params()
     if jax.process_count() > 1:
-      self.parallel.compile(params, opt_state, config.batch_size)
+      self.parallel.compile_step(params, opt_state, config.batch_size)
+      self.parallel.compile_loss(params, config.batch_size)
       hosts.wait_for_all("compiled")
     batches = data.train_batches(
       self.corpus.train,

@@ -1,0 +1,195 @@
+"""One host of the network benchmark: this project's training step.
+
+Started by `bench_network.py`, a process on each host, and called through
+standard input. Times are of the trainer's own step, on random tokens.
+"""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from edgc_jax import compiled_cost
+from experiments import gpt2, heap, meshes, optimizer, parallel
+from experiments.meshes import DATA
+from experiments.network import calls
+
+NO_EXCHANGE = "none"  # a reducer that leaves gradients as they are
+_DTYPES = {"f32": jnp.float32, "u16": jnp.uint16, "s32": jnp.int32}
+
+
+@dataclasses.dataclass
+class _Method:
+  """What is timed, each ready to run; None where it is not."""
+
+  step: Callable[[], Any]
+  compress: Callable[[], Any] | None  # the reducer, for a single replica
+  communicate: Callable[[], Any] | None  # its collectives alone
+
+
+class JaxHost:
+  """The functions that can be called."""
+
+  def __init__(self, index: int, count: int, address: str):
+    heap.keep_freed_memory()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Collectives of pipeline stages get mixed up otherwise: cpu_devices.
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.distributed.initialize(address, count, index)
+    self._methods: dict[str, _Method] = {}
+
+  def build(self, name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Compiles a method, and sends nothing but small numbers.
+
+    Args:
+      name: For later calls.
+      config: The whole configuration; with the reducer "none" nothing is
+        exchanged.
+
+    Returns:
+      Bytes on the wire of one step, and the number of parameters.
+    """
+    config = ConfigDict(config)
+    mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
+    model = gpt2.GPT2Config(**config.model.to_dict())
+    exchanges = config.reducer != NO_EXCHANGE
+    if not exchanges:
+      config.reducer = "allreduce"
+    reducer = optimizer.make_reducer(config, DATA, {})
+    if not exchanges:
+      reducer = optax.GradientTransformationExtraArgs(
+        reducer.init, lambda updates, state, params=None, **_: (updates, state)
+      )
+    tx = optimizer.make_optimizer(config, DATA, {}, reducer)
+    backend = parallel.make(config, model, tx, mesh)
+    state = backend.init(jax.random.key(0))
+    rows = np.random.default_rng(jax.process_index()).integers(
+      model.vocab_size,
+      size=(config.batch_size, model.context + 1),
+      dtype=np.int32,
+    )[backend.rows(config.batch_size)]
+    compiled = backend.compile_step(*state, config.batch_size)
+    sent = compiled_cost.collectives_in_order(
+      compiled.as_text(), branch=int(config.reducer == "edgc")
+    )
+
+    def step() -> dict[str, jax.Array]:
+      nonlocal state
+      *state, numbers = backend.step(*state, rows)
+      return numbers
+
+    has_parts = exchanges and config.mesh.stage == 1
+    self._methods[name] = _Method(
+      step,
+      _compress(reducer, model) if has_parts else None,
+      _communicate(sent, mesh) if has_parts else None,
+    )
+    return {"sent": sent, "params": backend.num_params}
+
+  def run(self, name: str, part: str, count: int) -> dict[str, Any]:
+    """Times a part of a method.
+
+    Args:
+      name: As in `build`.
+      part: "step", "compress" or "communicate".
+      count: How often.
+
+    Returns:
+      Seconds of each, and the wire bytes of the last step.
+    """
+    call = getattr(self._methods[name], part)
+    seconds = []
+    for _ in range(count):
+      start = time.perf_counter()
+      result = jax.block_until_ready(call())
+      seconds.append(time.perf_counter() - start)
+    if part != "step":
+      return {"seconds": seconds}
+    wire_bytes = np.asarray(result["wire_bytes"]).max()
+    return {"seconds": seconds, "wire_bytes": float(wire_bytes)}
+
+
+def _compress(
+  reducer: optax.GradientTransformation, model: gpt2.GPT2Config
+) -> Callable[[], Any]:
+  """Updates with one replica: all is computed, and nothing travels."""
+  device = jax.local_devices()[:1]
+  pmap = functools.partial(jax.pmap, axis_name=DATA, devices=device)
+  shapes = jax.eval_shape(lambda: gpt2.init_params(model, jax.random.key(0)))
+  draw = lambda key: jax.tree.map(  # noqa: E731
+    lambda s: 1e-3 * jax.random.normal(key, s.shape, s.dtype), shapes
+  )
+  gradients = pmap(draw)(jax.random.split(jax.random.key(0), 1))
+  state = pmap(reducer.init)(gradients)
+  update = pmap(reducer.update, donate_argnums=1)
+
+  def run() -> Any:
+    nonlocal state
+    updates, state = update(gradients, state)
+    return updates
+
+  run()
+  return run
+
+
+def _communicate(
+  sent: list[compiled_cost.Collective], mesh: Mesh
+) -> Callable[[], Any]:
+  """The collectives of a program, one after the other, of zeros."""
+  replicas = mesh.shape[DATA]
+
+  def operands(collective: compiled_cost.Collective) -> list[jax.Array]:
+    parts = replicas if collective.kind == "all-gather" else 1
+    return [
+      jnp.zeros((int(np.prod(shape)) // parts,), _DTYPES[dtype])
+      for dtype, shape in collective.results
+    ]
+
+  def collect(kind: str, x: jax.Array) -> jax.Array:
+    if kind == "all-to-all":
+      return lax.all_to_all(x.reshape(replicas, -1), DATA, 0, 0, tiled=True)
+    return lax.all_gather(x, DATA)
+
+  def replay(_: jax.Array) -> list[jax.Array]:
+    results = []
+    for collective in sent:
+      # Each waits for the one before it.
+      values, results = lax.optimization_barrier(
+        (operands(collective), results)
+      )
+      if collective.kind == "all-reduce":
+        results = results + list(lax.psum(tuple(values), DATA))
+      else:
+        results = results + [collect(collective.kind, v) for v in values]
+    return results
+
+  local = len(mesh.local_devices)
+  call = jax.pmap(replay, axis_name=DATA)
+  zeros = np.zeros(local, np.int32)
+  call.lower(zeros).compile()
+  return lambda: call(zeros)
+
+
+def main() -> None:
+  """Arguments: index of the host, number of hosts, address of the first."""
+  index, count, address = sys.argv[1:]
+  host = JaxHost(int(index), int(count), address)
+  calls.serve({"build": host.build, "run": host.run})
+
+
+if __name__ == "__main__":
+  main()

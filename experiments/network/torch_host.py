@@ -1,0 +1,164 @@
+"""One host of the network benchmark: PyTorch's DistributedDataParallel.
+
+The same shapes, batch, optimiser and threads as in `jax_host`, over Gloo. With
+one bucket for all gradients: with several the PowerSGD hook of PyTorch 2.13
+hangs or aborts over Gloo.
+"""
+
+import contextlib
+import os
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+  default_hooks,
+  powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from experiments.network import calls
+
+_ONE_BUCKET = 1000  # MB
+
+
+class _Block(nn.Module):
+  """Attention and feed-forward, each added to the residual stream."""
+
+  def __init__(self, width: int, heads: int):
+    super().__init__()
+    self._heads = heads
+    self.attention_norm, self.mlp_norm = (
+      nn.LayerNorm(width),
+      nn.LayerNorm(width),
+    )
+    self.attention_in = nn.Linear(width, 3 * width)
+    self.attention_out = nn.Linear(width, width)
+    self.mlp_in = nn.Linear(width, 4 * width)
+    self.mlp_out = nn.Linear(4 * width, width)
+
+  def forward(self, x: torch.Tensor) -> torch.Tensor:
+    batch, time_, width = x.shape
+    qkv = self.attention_in(self.attention_norm(x))
+    q, k, v = qkv.view(batch, time_, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + self.attention_out(
+      attended.transpose(1, 2).reshape(batch, time_, width)
+    )
+    h = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
+    return x + self.mlp_out(h)
+
+
+class _GPT2(nn.Module):
+  """Token ids [batch, time] to logits; the embedding is the last layer, too."""
+
+  def __init__(self, model: dict[str, Any]):
+    super().__init__()
+    width = model["width"]
+    self.embedding = nn.Embedding(model["vocab_size"], width)
+    self.positions = nn.Parameter(0.02 * torch.randn(model["context"], width))
+    self.blocks = nn.Sequential(
+      *[_Block(width, model["num_heads"]) for _ in range(model["num_layers"])]
+    )
+    self.final_norm = nn.LayerNorm(width)
+
+  def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    x = self.embedding(tokens) + self.positions
+    return F.linear(self.final_norm(self.blocks(x)), self.embedding.weight)
+
+
+class TorchHost:
+  """The functions that can be called."""
+
+  def __init__(self, index: int, count: int, address: str):
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group(
+      "gloo", init_method=f"tcp://{address}", rank=index, world_size=count
+    )
+    self._steps: dict[str, Callable[[], None]] = {}
+
+  def build(
+    self, name: str, config: dict[str, Any], hook: str, rank: int = 0
+  ) -> dict[str, Any]:
+    """Makes a model and its optimiser.
+
+    Args:
+      name: For later calls.
+      config: The whole configuration.
+      hook: "none" exchanges nothing; "dense", "bf16", "powersgd".
+      rank: Of "powersgd".
+
+    Returns:
+      The number of parameters.
+    """
+    torch.manual_seed(0)
+    options = config["optimizer"]
+    module = _GPT2(config["model"])
+    model = DistributedDataParallel(module, bucket_cap_mb=_ONE_BUCKET)
+    if hook == "bf16":
+      model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif hook == "powersgd":
+      state = powerSGD_hook.PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=2,
+        min_compression_rate=2,
+      )
+      model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    adamw = torch.optim.AdamW(
+      model.parameters(),
+      lr=options["lr"],
+      betas=(options["b1"], options["b2"]),
+      weight_decay=options["weight_decay"],
+    )
+    replicas = dist.get_world_size()
+    shape = (
+      config["batch_size"] // replicas,
+      config["model"]["context"] + 1,
+    )
+    rows = torch.randint(config["model"]["vocab_size"], shape)
+    local = model.no_sync if hook == "none" else contextlib.nullcontext
+
+    def step() -> None:
+      adamw.zero_grad(set_to_none=True)
+      with local():
+        logits = model(rows[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+      nn.utils.clip_grad_norm_(model.parameters(), options["clip_norm"])
+      adamw.step()
+      loss.item()
+
+    self._steps[name] = step
+    return {"params": sum(p.numel() for p in module.parameters())}
+
+  def run(self, name: str, part: str, count: int) -> dict[str, Any]:
+    """Times steps; returns the seconds of each."""
+    if part != "step":
+      raise ValueError(f"`part` must be step here, got {part}.")
+    seconds = []
+    for _ in range(count):
+      start = time.perf_counter()
+      self._steps[name]()
+      seconds.append(time.perf_counter() - start)
+    return {"seconds": seconds}
+
+
+def main() -> None:
+  """Arguments: index of the host, number of hosts, address of the first."""
+  index, count, address = sys.argv[1:]
+  host = TorchHost(int(index), int(count), address)
+  calls.serve({"build": host.build, "run": host.run})
+
+
+if __name__ == "__main__":
+  main()

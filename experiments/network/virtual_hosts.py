@@ -1,0 +1,188 @@
+"""Hosts with links of a chosen speed, on one Linux machine.
+
+Each host is a network namespace with a virtual cable to a common bridge. What
+it sends passes a token bucket (`tc ... tbf`), so that a host's uplink has a
+bandwidth; latency is that of the kernel, some 0.05 ms. Cores and memory are
+shared by all.
+"""
+
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+_NAME = "edgc"  # of namespaces, cables and the bridge
+_BRIDGE = f"{_NAME}-bridge"
+_SUBNET = "10.99.0"
+# A bucket smaller than what the link carries between two looks at the clock
+# would slow it down; 4 ms is the longest time between two.
+_TICK = 0.004
+_LEAST_BURST = 64 * 1024
+_TOOLS = ("ip", "tc")
+
+
+def why_not() -> str:
+  """Why there can be no such hosts on this machine; empty if there can."""
+  missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+  if missing:
+    return f"{' and '.join(missing)} of iproute2 not found"
+  if os.geteuid() != 0:
+    return "network namespaces need root"
+  attempt = _run("ip", "link", "add", _BRIDGE, "type", "bridge", check=False)
+  if attempt.returncode:
+    if "exists" in attempt.stderr:
+      return ""
+    return f"no network bridge can be made ({attempt.stderr.strip()})"
+  _run("ip", "link", "delete", _BRIDGE)
+  return ""
+
+
+class VirtualHosts:
+  """Namespaces on a bridge; to be used in a `with` statement.
+
+  What is left of others that ended without cleaning up is removed first, and
+  all is removed at the end: processes in the namespaces, too.
+  """
+
+  def __init__(self, count: int):
+    """Makes nothing yet.
+
+    Args:
+      count: How many hosts, 2 to 200.
+    """
+    if not 2 <= count <= 200:
+      raise ValueError(
+        f"`count` must be between 2 and 200, got {count}; choose so many hosts."
+      )
+    self._count = count
+
+  def __enter__(self) -> "VirtualHosts":
+    reason = why_not()
+    if reason:
+      raise OSError(f"There can be no virtual hosts here: {reason}.")
+    remove_all()
+    try:
+      _run("ip", "link", "add", _BRIDGE, "type", "bridge")
+      _run("ip", "link", "set", _BRIDGE, "up")
+      for index in range(self._count):
+        self._add(index)
+    except BaseException:
+      remove_all()
+      raise
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> None:
+    remove_all()
+
+  def shape(self, bits_per_second: float) -> None:
+    """Gives every uplink a bandwidth; 0 for none but the kernel's own."""
+    for index in range(self._count):
+      command = ["tc", "qdisc", "replace", "dev", "eth0", "root"]
+      if bits_per_second:
+        burst = max(_LEAST_BURST, int(bits_per_second / 8 * _TICK))
+        command += [
+          "tbf", "rate", f"{bits_per_second:.0f}bit",
+          "burst", str(burst), "latency", "100ms",
+        ]  # fmt: skip
+      else:
+        command += ["pfifo_fast"]
+      _run("ip", "netns", "exec", _host(index), *command)
+
+  def start(
+    self,
+    index: int,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    errors: pathlib.Path,
+  ) -> subprocess.Popen:
+    """Starts a process on a host, that ends when this one does.
+
+    Args:
+      index: Of the host.
+      command: Program and arguments.
+      environment: All variables of it.
+      errors: The file for its standard error.
+
+    Returns:
+      The process; its input and output are pipes of text.
+    """
+    with errors.open("w") as stderr:
+      return subprocess.Popen(
+        ["setpriv", "--pdeathsig", "KILL"]
+        + ["ip", "netns", "exec", _host(index), *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env=dict(environment),
+        text=True,
+      )
+
+  def sent_bytes(self, index: int) -> int:
+    """What a host has sent so far, with the headers of its packets."""
+    path = "/sys/class/net/eth0/statistics/tx_bytes"
+    return int(
+      _run("ip", "netns", "exec", _host(index), "cat", path).stdout.strip()
+    )
+
+  def _add(self, index: int) -> None:
+    host, cable = _host(index), f"{_NAME}-{index}"
+    _run("ip", "netns", "add", host)
+    _run(
+      "ip", "link", "add", cable, "type", "veth",
+      "peer", "name", "eth0", "netns", host,
+    )  # fmt: skip
+    _run("ip", "link", "set", cable, "master", _BRIDGE, "up")
+    inside = ("ip", "-n", host)
+    _run(*inside, "addr", "add", f"{address(index)}/24", "dev", "eth0")
+    _run(*inside, "link", "set", "eth0", "up")
+    _run(*inside, "link", "set", "lo", "up")
+    # Gloo listens where the machine's name points to: not to loopback here.
+    folder = _hosts_folder(index)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ("127.0.0.1 localhost", f"{address(index)} {socket.gethostname()}")
+    (folder / "hosts").write_text("\n".join(lines) + "\n")
+
+
+def address(index: int) -> str:
+  """Of a host."""
+  return f"{_SUBNET}.{index + 1}"
+
+
+def remove_all() -> None:
+  """Removes all hosts there are, and ends what runs on them."""
+  listed = _run("ip", "netns", "list").stdout.splitlines()
+  names = [line.split()[0] for line in listed if line]
+  for name in names:
+    if not name.startswith(f"{_NAME}-host-"):
+      continue
+    for pid in _run("ip", "netns", "pids", name).stdout.split():
+      _run("kill", "-KILL", pid, check=False)
+    _run("ip", "netns", "delete", name, check=False)
+    shutil.rmtree(pathlib.Path("/etc/netns", name), ignore_errors=True)
+  _run("ip", "link", "delete", _BRIDGE, check=False)
+
+
+def _host(index: int) -> str:
+  return f"{_NAME}-host-{index}"
+
+
+def _hosts_folder(index: int) -> pathlib.Path:
+  return pathlib.Path("/etc/netns", _host(index))
+
+
+def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess:
+  done = subprocess.run(command, capture_output=True, text=True, check=False)
+  if check and done.returncode:
+    raise OSError(
+      f"`{' '.join(command)}` failed ({done.stderr.strip()}); virtual hosts"
+      " need root and iproute2 on Linux."
+    )
+  return done
