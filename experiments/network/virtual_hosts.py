@@ -116,8 +116,11 @@ class VirtualHosts:
     """
     with errors.open("w") as stderr:
       return subprocess.Popen(
-        ["setpriv", "--pdeathsig", "KILL"]
-        + ["ip", "netns", "exec", _host(index), *command],
+        [
+          *("setpriv", "--pdeathsig", "KILL"),
+          *("ip", "netns", "exec", _host(index)),
+          *command,
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,
