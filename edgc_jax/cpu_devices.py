@@ -6,6 +6,8 @@ import jax
 
 # Threads asked for by the import: enough for 16 devices.
 _POOL = 32
+# NPROC as it was set here; processes that this one starts see both.
+_OWN = "EDGC_JAX_NPROC"
 
 
 def widen_thread_pool() -> None:
@@ -15,8 +17,28 @@ def widen_thread_pool() -> None:
   a pool as small as the machine's cores, work that another replica hands to
   the pool then never runs, and all wait for ever.
   """
-  if not _a_device_was_used():
-    os.environ.setdefault("NPROC", str(max(_POOL, os.cpu_count() or 1)))
+  _set_pool(max(_POOL, os.cpu_count() or 1))
+
+
+def fit_thread_pool(num_devices: int) -> None:
+  """Makes the pool as small as so many CPU devices in this process allow.
+
+  XLA cuts every operation into as many parts as there are threads: on 2 cores
+  a training step took 1.3 times as long with 32 threads as with 8, on 4
+  devices, and 1.4 times as with 2, on one. A pool of the user's stays as it
+  is. Works until JAX first uses a device.
+
+  Args:
+    num_devices: How many there will be.
+  """
+  needed = 2 * num_devices if num_devices > 1 else 1
+  _set_pool(max(needed, os.cpu_count() or 1))
+
+
+def _set_pool(threads: int) -> None:
+  is_ours = os.environ.get("NPROC") in (None, os.environ.get(_OWN))
+  if is_ours and not _a_device_was_used():
+    os.environ["NPROC"] = os.environ[_OWN] = str(threads)
 
 
 def require_threads() -> None:

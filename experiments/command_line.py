@@ -15,7 +15,8 @@ from absl import logging as absl_logging
 from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
-from experiments import heap, hosts
+from edgc_jax import cpu_devices
+from experiments import hosts
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file in configs/, with :REDUCER behind it if you like."
@@ -35,7 +36,6 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
     # Orbax tells of each file, and of errors before it raises them.
     absl_logging.set_verbosity(absl_logging.FATAL)
     config = _CONFIG.value
-    heap.keep_freed_memory()
     try:
       processes = hosts.initialize()
     except (ValueError, RuntimeError) as error:
@@ -48,6 +48,7 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       devices = max(1, config.mesh.data) * max(1, config.mesh.stage)
       share = devices // processes if processes else 1
       jax.config.update("jax_num_cpu_devices", max(1, share))
+      cpu_devices.fit_thread_pool(max(1, share))
     if config.mesh.stage > 1 and jax.default_backend() == "cpu":
       # See edgc_jax.cpu_devices: cached programs get collectives mixed up.
       jax.config.update("jax_enable_compilation_cache", False)

@@ -21,6 +21,7 @@ from experiments import (
   checks,
   data,
   gpt2,
+  heap,
   hosts,
   meshes,
   parallel,
@@ -193,10 +194,10 @@ class Trainer:
       params, opt_state = self.parallel.init(jax.random.key(config.seed))
       if self._load_params:
         params = self._load_params()
-    if jax.process_count() > 1:
-      self.parallel.compile_step(params, opt_state, config.batch_size)
-      self.parallel.compile_loss(params, config.batch_size)
-      hosts.wait_for_all("compiled")
+    self.parallel.compile_step(params, opt_state, config.batch_size)
+    self.parallel.compile_loss(params, config.batch_size)
+    hosts.wait_for_all("compiled")
+    heap.keep_freed_memory()
     batches = data.train_batches(
       self.corpus.train,
       context=self.model.context,
