@@ -8,6 +8,7 @@ from edgc_jax import cpu_devices
 cpu_devices.widen_thread_pool()  # before any device is used; see the function
 
 from edgc_jax.adaptive_rank import edgc  # noqa: E402
+from edgc_jax.advice import advise  # noqa: E402
 from edgc_jax.comm_cost import wire_bytes  # noqa: E402
 from edgc_jax.entrywise_methods import (  # noqa: E402
   quantize,
@@ -24,6 +25,7 @@ from edgc_jax.state_sharding import state_specs  # noqa: E402
 from edgc_jax.telemetry import metrics  # noqa: E402
 from edgc_jax.timing import (  # noqa: E402
   measure_backward,
+  measure_coding,
   measure_compression,
   measure_link,
 )
@@ -40,11 +42,13 @@ __all__ = [
   "LinkModel",
   "MatrixView",
   "accumulate",
+  "advise",
   "allreduce",
   "apply_stages",
   "clip_by_global_norm",
   "edgc",
   "measure_backward",
+  "measure_coding",
   "measure_compression",
   "measure_link",
   "metrics",

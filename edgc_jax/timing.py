@@ -1,12 +1,6 @@
-"""Measures what the models of time need, on the devices that will be used.
-
-Compiled calls are timed from outside, in alternation, so that what else the
-machine does hits all alike; medians count, and first runs do not. The number
-of calls is fixed beforehand: all processes have to make the same ones.
-"""
+"""Measures what the models of time need, on the devices that will be used."""
 
 import functools
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +20,7 @@ from edgc_jax import (
 )
 from edgc_jax.link import CompressionModel, LinkModel
 from edgc_jax.matrices import ViewFn
+from edgc_jax.stopwatch import agree, medians
 
 _CHAINED = 8  # all-reduces in a call, so that the call itself weighs little
 _AXIS = "data"
@@ -76,7 +71,7 @@ def measure_link(
 
   counts = [size // 4 for size in sizes]
   calls = [_all_reduces(mesh, axis_name, count) for count in counts]
-  seconds = agree(mesh, _medians(calls, repeats) / _CHAINED)
+  seconds = agree(mesh, medians(calls, repeats) / _CHAINED)
   num_bytes = 4.0 * np.array(counts)
   latency, slope = _fit_line(num_bytes, seconds, scale=seconds)
   largest = np.argmax(num_bytes)
@@ -132,28 +127,43 @@ def measure_compression(
   """
   _require_several("ranks", ranks, least=1)
   guards.require_int("repeats", repeats, 1)
-  single = Mesh(np.array(jax.local_devices()[:1]), (_AXIS,))
-  random = np.random.default_rng(0)
-
-  def draw(leaf: Any) -> jax.Array:
-    values = random.standard_normal(jnp.shape(leaf), np.float32)
-    return jnp.asarray(values, jnp.result_type(leaf))
-
-  gradients = jax.tree.map(draw, params)
-  calls = [_update(single, fixed_rank.allreduce(_AXIS), gradients)]
-  for rank in ranks:
-    tx = adaptive_rank.edgc(
+  reducers = [
+    adaptive_rank.edgc(
       _AXIS, rank_max=rank, rank_min=rank, rank_multiple=rank,
       min_ratio=min_ratio, matrix_view=matrix_view, granularity=granularity,
-    )  # fmt: skip
-    calls.append(_update(single, tx, gradients))
-  seconds = _medians(calls, repeats)
-  dense, *compressed = seconds if mesh is None else agree(mesh, seconds)
-  extra = np.array(compressed) - dense
+    )
+    for rank in ranks
+  ]  # fmt: skip
+  extra = _beyond_dense(reducers, params, repeats, mesh)
   base, per_rank = _fit_line(np.array(ranks, float), extra)
   if per_rank < 0:
     base, per_rank = max(float(np.mean(extra)), 0.0), 0.0
   return CompressionModel(base, per_rank)
+
+
+def measure_coding(
+  params: Any,
+  wire_dtype: Any = "bfloat16",
+  *,
+  repeats: int = 10,
+  mesh: Mesh | None = None,
+) -> float:
+  """Times what a dense exchange costs more where values travel coded.
+
+  `allreduce(wire_dtype=...).update` less `allreduce().update`, on one device.
+
+  Args:
+    params: As for `measure_compression`.
+    wire_dtype: As for `allreduce`.
+    repeats: How often it is timed.
+    mesh: As for `measure_compression`.
+
+  Returns:
+    Seconds, at least 0.
+  """
+  guards.require_int("repeats", repeats, 1)
+  coded = fixed_rank.allreduce(_AXIS, wire_dtype=wire_dtype)
+  return max(0.0, float(_beyond_dense([coded], params, repeats, mesh)[0]))
 
 
 def measure_backward(
@@ -186,44 +196,29 @@ def measure_backward(
     outputs, pull_back = jax.vjp(stage_fn, params, inputs)
     return pull_back(jax.tree.map(jnp.ones_like, outputs))
 
-  seconds = _medians([lambda: backward(params, inputs)], repeats)
+  seconds = medians([lambda: backward(params, inputs)], repeats)
   return float((seconds if mesh is None else agree(mesh, seconds))[0])
 
 
-def agree(mesh: Mesh, measured: np.ndarray) -> np.ndarray:
-  """The mean over all devices of what their processes measured.
+def _beyond_dense(
+  reducers: Sequence[Any], params: Any, repeats: int, mesh: Mesh | None
+) -> np.ndarray:
+  """Seconds of an update on one device less those of a dense one; [k]."""
+  single = Mesh(np.array(jax.local_devices()[:1]), (_AXIS,))
+  random = np.random.default_rng(0)
 
-  Times are compiled in; processes that compile different ones would hang.
+  def draw(leaf: Any) -> jax.Array:
+    values = random.standard_normal(jnp.shape(leaf), np.float32)
+    return jnp.asarray(values, jnp.result_type(leaf))
 
-  Args:
-    mesh: Devices of all the processes, which call this at the same point.
-    measured: [k], this process's numbers.
-
-  Returns:
-    float64 [k] of float32 precision, equal on all processes.
-  """
-  axes = tuple(mesh.axis_names)
-  rows = np.tile(np.asarray(measured, np.float32), (mesh.devices.size, 1))
-  spec = P(axes)
-  own = jax.make_array_from_callback(
-    rows.shape, NamedSharding(mesh, spec), lambda index: rows[index]
-  )
-  mean = lambda rows: collectives.mean(rows[0], axes)  # noqa: E731
-  run = jax.jit(jax.shard_map(mean, mesh=mesh, in_specs=spec, out_specs=P()))
-  return np.asarray(run(own), np.float64)
-
-
-def _medians(calls: Sequence[Callable[[], Any]], repeats: int) -> np.ndarray:
-  """Median seconds of each call, float64 [len(calls)], made in turn."""
-  for call in 2 * list(calls):  # compiles, and warms up
-    jax.block_until_ready(call())
-  seconds = np.empty((repeats, len(calls)))
-  for row in seconds:
-    for i, call in enumerate(calls):
-      start = time.perf_counter()
-      jax.block_until_ready(call())
-      row[i] = time.perf_counter() - start
-  return np.median(seconds, axis=0)
+  gradients = jax.tree.map(draw, params)
+  calls = [
+    _update(single, tx, gradients)
+    for tx in (fixed_rank.allreduce(_AXIS), *reducers)
+  ]
+  seconds = medians(calls, repeats)
+  dense, *others = seconds if mesh is None else agree(mesh, seconds)
+  return np.array(others) - dense
 
 
 def _all_reduces(mesh: Mesh, axis_name: str, count: int) -> Callable[[], Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from jax.sharding import AxisType
 
-from edgc_jax import timing
+from edgc_jax import stopwatch, timing
 
 SIZES = (2**12, 2**16, 2**20)
 PARAMS = {
@@ -35,7 +35,7 @@ def mesh_of(shape=(2, 4), axis_type=AxisType.Auto):
 def fake_times(seconds):
   """Replaces the clock: these medians, whatever is called."""
   return mock.patch.object(
-    timing, "_medians", lambda calls, repeats: np.array(seconds, float)
+    timing, "medians", lambda calls, repeats: np.array(seconds, float)
   )
 
 
@@ -165,7 +165,7 @@ class CompressionTest(parameterized.TestCase):
 
   def test_real(self):
     """Dense first, then one update per rank, all on one device."""
-    medians, ranks, factors = timing._medians, [], []
+    medians, ranks, factors = timing.medians, [], []
 
     def spy(calls, repeats):
       for call in calls:
@@ -180,7 +180,7 @@ class CompressionTest(parameterized.TestCase):
       return medians(calls, repeats)
 
     view = lambda _, shape: (1, 192, 128) if len(shape) == 3 else None  # noqa: E731
-    with mock.patch.object(timing, "_medians", spy):
+    with mock.patch.object(timing, "medians", spy):
       found = timing.measure_compression(
         PARAMS, (4, 36), repeats=3, matrix_view=view
       )
@@ -199,6 +199,19 @@ class CompressionTest(parameterized.TestCase):
   def test_errors(self, name, options):
     with self.assertRaisesRegex(ValueError, f"`{name}` must be .*, got .*; "):
       timing.measure_compression(PARAMS, **options)
+
+
+class CodingTest(parameterized.TestCase):
+  @parameterized.parameters(([1.0, 1.5], 0.5), ([1.0, 0.9], 0.0))
+  def test_is_what_it_costs_more_than_dense(self, seconds, expected):
+    nothing = mock.patch.object(timing, "_update")
+    with nothing as made, fake_times(seconds):
+      found = timing.measure_coding(PARAMS)
+    self.assertAlmostEqual(found, expected)
+    self.assertLen(made.mock_calls, 2)
+
+  def test_real(self):
+    self.assertBetween(timing.measure_coding(PARAMS, repeats=3), 0, 10)
 
 
 class BackwardTest(parameterized.TestCase):
@@ -223,7 +236,7 @@ class BackwardTest(parameterized.TestCase):
       np.testing.assert_allclose(of_inputs, 3.0)
       return np.array([0.25])
 
-    with mock.patch.object(timing, "_medians", run):
+    with mock.patch.object(timing, "medians", run):
       found = timing.measure_backward(
         lambda p, x: p * x, jnp.float32(3.0), jnp.float32(4.0), repeats=7
       )
@@ -242,8 +255,8 @@ class MediansTest(parameterized.TestCase):
       return jnp.zeros(())
 
     calls = [functools.partial(call, name) for name in "ab"]
-    with mock.patch.object(timing.time, "perf_counter", lambda: clock[0]):
-      found = timing._medians(calls, 3)
+    with mock.patch.object(stopwatch.time, "perf_counter", lambda: clock[0]):
+      found = stopwatch.medians(calls, 3)
     np.testing.assert_array_equal(found, [2.0, 1.0])
     self.assertEqual("".join(log), "ab" * 5)
 
@@ -251,7 +264,7 @@ class MediansTest(parameterized.TestCase):
 class AgreeTest(parameterized.TestCase):
   @parameterized.parameters(AxisType.Auto, AxisType.Explicit)
   def test_mean_over_the_mesh(self, axis_type):
-    found = timing.agree(mesh_of(axis_type=axis_type), np.array([0.5, 3.0]))
+    found = stopwatch.agree(mesh_of(axis_type=axis_type), np.array([0.5, 3.0]))
     np.testing.assert_array_equal(found, [0.5, 3.0])
     self.assertEqual(found.dtype, np.float64)
 

@@ -1,0 +1,154 @@
+"""Which way to send gradients, given a link and the time of a step.
+
+  seconds = step + exchange,   exchange = k latency + bytes / bandwidth + c
+
+with k all-reduces one after the other and c seconds to compute what travels
+(`link`). Where the link is fast next to the step, dense is as quick as anything
+and loses nothing; compression pays below a bandwidth that is told.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgc_jax import guards
+from edgc_jax.link import CompressionModel, LinkModel
+from edgc_jax.matrices import ViewFn, trailing_matrix
+from edgc_jax.plan import Plan, make_plan
+from edgc_jax.wire_codes import code_of
+
+RANKS = (64, 32, 16, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+  """A way of averaging gradients, and what it would cost.
+
+  Attributes:
+    name: For people.
+    reducer: The function of this package.
+    options: Arguments for it.
+    wire_bytes: Payload of a step's exchange, per replica.
+    seconds: Predicted for a step, with the exchange.
+    break_even: Payload bytes per second of an all-reduce above which dense
+      float32 is predicted to be faster; inf where it never is, 0 for dense
+      itself and what is never faster.
+  """
+
+  name: str
+  reducer: str
+  options: Mapping[str, Any]
+  wire_bytes: int
+  seconds: float
+  break_even: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+  """All ways, those that lose least first, and the one to take."""
+
+  ways: tuple[Way, ...]
+  choice: Way
+
+
+def advise(
+  params: Any,
+  link: LinkModel,
+  step_seconds: float,
+  replicas: int,
+  *,
+  compression: CompressionModel,
+  coding_seconds: float,
+  ranks: Sequence[int] = RANKS,
+  tolerance: float = 0.1,
+  min_ratio: float = 2.0,
+  matrix_view: ViewFn = trailing_matrix,
+) -> Advice:
+  """Chooses between dense float32, dense bfloat16 and ranks of `edgc`.
+
+  The choice is the way that loses least of those that are at most `tolerance`
+  slower than the fastest: whoever has a fast link is told to send dense.
+  Nothing is taken to travel while something else is computed.
+
+  Args:
+    params: Parameters or their `jax.ShapeDtypeStruct`s.
+    link: Time of an all-reduce over the replicas, as from `measure_link`.
+    step_seconds: Of a training step without any exchange.
+    replicas: How many there are.
+    compression: Time to compute an exchange of factors, as from
+      `measure_compression`.
+    coding_seconds: To round a dense gradient for the wire and back, as from
+      `measure_coding`.
+    ranks: Those to be considered; such that save less than `min_ratio` on
+      every matrix are left out.
+    tolerance: Share of the fastest step that fidelity is worth, at least 0.
+    min_ratio: As for `edgc`.
+    matrix_view: As for `edgc`.
+
+  Returns:
+    The advice.
+
+  Raises:
+    ValueError: if an argument is out of range.
+
+  >>> import jax
+  >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")
+  >>> compression = CompressionModel(base=0.01, per_rank=0.0)
+  >>> costs = {"compression": compression, "coding_seconds": 0.01}
+  >>> slow, fast = LinkModel(1e-3, 1e7), LinkModel(1e-5, 1e10)
+  >>> advise(weights, slow, 0.1, 2, **costs).choice.name
+  'rank 16'
+  >>> advise(weights, fast, 0.1, 2, **costs).choice.name
+  'dense'
+  """
+  _require_seconds("step_seconds", step_seconds)
+  _require_seconds("coding_seconds", coding_seconds)
+  _require_seconds("tolerance", tolerance)
+  guards.require_int("replicas", replicas, 1)
+  for rank in ranks:
+    guards.require_int("ranks", rank, 1)
+
+  def plan_of(rank: int, wire_dtype: str = "float32") -> Plan:
+    return make_plan(
+      params, (rank,), min_ratio, matrix_view, code=code_of(wire_dtype)
+    )
+
+  def way(
+    name: str,
+    plan: Plan,
+    computing: float,
+    reducer: str,
+    **options: Any,
+  ) -> Way:
+    (rank,) = plan.ladder
+    sent, trips = plan.wire_bytes(rank, replicas), plan.all_reduces(rank)
+    exchange = link.seconds(sent, trips) + computing
+    # Where both take as long: bytes saved for latencies and computing added.
+    saved = dense.wire_bytes(0) - sent
+    added = (trips - dense.all_reduces(0)) * link.latency + computing
+    even = 0.0 if saved <= 0 else saved / added if added > 0 else float("inf")
+    return Way(name, reducer, options, sent, step_seconds + exchange, even)
+
+  dense = plan_of(0)
+  ways = [
+    way("dense", dense, 0.0, "allreduce"),
+    way(
+      "dense, bf16", plan_of(0, "bfloat16"), coding_seconds,
+      "allreduce", wire_dtype="bfloat16",
+    ),
+  ]  # fmt: skip
+  for rank in sorted(set(ranks), reverse=True):
+    plan = plan_of(rank)
+    if any(plan.columns(leaf, rank) for leaf in plan.leaves):
+      computing = compression.seconds(rank)
+      ways.append(way(f"rank {rank}", plan, computing, "edgc", rank_max=rank))
+  fastest = min(way.seconds for way in ways)
+  enough = (w for w in ways if w.seconds <= (1 + tolerance) * fastest)
+  return Advice(tuple(ways), next(enough))
+
+
+def _require_seconds(name: str, value: float) -> None:
+  guards.require_number(name, value)
+  guards.require(
+    0 <= value < float("inf"), name, value, "at least 0 and finite", "raise it"
+  )
