@@ -7,7 +7,8 @@ def base(reducer: str) -> ConfigDict:
   """What all configurations share.
 
   Args:
-    reducer: edgc, powersgd, allreduce, topk, randomk, quantize or signsgd.
+    reducer: edgc, powersgd, allreduce, topk, randomk, quantize or signsgd;
+      or auto, for what is found to suit the link.
 
   Returns:
     A configuration whose sizes are those of GPT-2 with 124M parameters.
@@ -16,7 +17,7 @@ def base(reducer: str) -> ConfigDict:
     {
       "name": "run",
       "run_dir": "",  # empty: runs/<name>-<reducer>-seed<seed>
-      "reducer": reducer,  # a function of edgc_jax with a section below
+      "reducer": reducer,  # a function of edgc_jax, sections below; or auto
       "steps": 1000,
       "seed": 0,  # of parameters, order of the data and first factors
       "batch_size": 32,  # sequences a step, over all replicas

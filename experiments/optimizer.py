@@ -25,6 +25,7 @@ _COMMON = {
 }
 REDUCERS = tuple(_COMMON)
 LOW_RANK = ("edgc", "powersgd")  # those that have a rank
+AUTO = "auto"  # one of them, or allreduce: see `advised`
 
 
 def make_reducer(
@@ -72,11 +73,29 @@ def make_reducer(
   return getattr(edgc_jax, config.reducer)(**options)
 
 
+def without_exchange(
+  config: ConfigDict, axis_name: str
+) -> optax.GradientTransformationExtraArgs:
+  """What averages nothing and has a reducer's state: for measuring."""
+  reducer = make_reducer(config, axis_name, {})
+
+  def update(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    **_: Any,
+  ) -> tuple[optax.Updates, optax.OptState]:
+    del params
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(reducer.init, update)
+
+
 def rank_name(reducer: str, rank: float) -> str:
   """A rank for people: that of a reducer without ranks is always 0."""
   if rank:
     return f"{rank:.0f}"
-  return "dense" if reducer in (*LOW_RANK, "allreduce") else "-"
+  return "dense" if reducer in (*LOW_RANK, "allreduce", AUTO) else "-"
 
 
 def _warmup_rank(text: str) -> int | str | None:

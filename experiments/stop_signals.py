@@ -10,6 +10,18 @@ import jax
 from jax.experimental import multihost_utils
 
 
+class TrainingInterrupted(RuntimeError):
+  """A run that was told to stop, and was saved.
+
+  Attributes:
+    signal: What told it.
+  """
+
+  def __init__(self, received: signal.Signals, step: int):
+    super().__init__(f"{received.name} after step {step}: saved.")
+    self.signal = received
+
+
 class StopSignals:
   """Notes the first signal; a second one ends the process at once.
 

@@ -16,11 +16,8 @@ from ml_collections import ConfigDict
 from experiments import command_line, hosts, report, stop_signals
 from experiments.checkpoints import CheckpointError
 from experiments.run_folder import RunInUse
-from experiments.trainer import (
-  Trainer,
-  TrainingInterrupted,
-  TrainingStopped,
-)
+from experiments.stop_signals import TrainingInterrupted
+from experiments.trainer import Trainer, TrainingStopped
 
 
 def main(config: ConfigDict) -> None:

@@ -7,7 +7,6 @@ never wait for the host in between.
 
 import dataclasses
 import pathlib
-import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from experiments import (
+  advised,
   checks,
   data,
   gpt2,
@@ -32,23 +32,11 @@ from experiments.checkpoints import CheckpointError, Checkpoints
 from experiments.optimizer import make_optimizer
 from experiments.run_folder import RunFolder, environment
 from experiments.run_log import RunLog
-from experiments.stop_signals import StopSignals
+from experiments.stop_signals import StopSignals, TrainingInterrupted
 
 
 class TrainingStopped(RuntimeError):
   """A run that cannot go on, and why."""
-
-
-class TrainingInterrupted(RuntimeError):
-  """A run that was told to stop, and was saved.
-
-  Attributes:
-    signal: What told it.
-  """
-
-  def __init__(self, received: signal.Signals, step: int):
-    super().__init__(f"{received.name} after step {step}: saved.")
-    self.signal = received
 
 
 class Trainer:
@@ -82,6 +70,10 @@ class Trainer:
     )
     hosts.wait_for_all("loaded")
     self._behind = self._what_is_behind()
+    config, self.choice = advised.resolve(
+      config, self.model, mesh, self._behind.about.get("choice")
+    )
+    self.config = config
     # Ladders follow from times: measured once in a run.
     self.times = times.of_numbers(self._behind.about.get("times"))
     if self.times is None:
@@ -131,7 +123,7 @@ class Trainer:
     summary = self.folder.summary()
     newest = self.checkpoints.newest() if summary is None else None
     if newest is None:
-      return _Progress(about={"times": (summary or {}).get("times")})
+      return _Progress(about=summary or {})
     step, about = newest
     if about["corpus"] != self.corpus.sha256:
       raise ValueError(
@@ -229,6 +221,7 @@ class Trainer:
         about = {
           "replicas": config.mesh.data,
           "times": times.as_numbers(self.times),
+          "choice": self.choice,
           "corpus": self.corpus.sha256,
           "log": log.state(),
           "line": line,
@@ -256,6 +249,7 @@ class Trainer:
       "skipped_steps": line["skipped_steps"],
       "traces": self.parallel.traces,
       "times": times.as_numbers(self.times),
+      "choice": self.choice,
       **numbers,
       **hosts.peak_memory(),
       "tokens_per_second": line["tokens_per_second"],

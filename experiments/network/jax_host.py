@@ -68,11 +68,10 @@ class JaxHost:
     exchanges = config.reducer != NO_EXCHANGE
     if not exchanges:
       config.reducer = "allreduce"
-    reducer = optimizer.make_reducer(config, DATA, {})
-    if not exchanges:
-      reducer = optax.GradientTransformationExtraArgs(
-        reducer.init, lambda updates, state, params=None, **_: (updates, state)
-      )
+    if exchanges:
+      reducer = optimizer.make_reducer(config, DATA, {})
+    else:
+      reducer = optimizer.without_exchange(config, DATA)
     tx = optimizer.make_optimizer(config, DATA, {}, reducer)
     backend = parallel.make(config, model, tx, mesh)
     state = backend.init(jax.random.key(0))

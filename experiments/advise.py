@@ -1,0 +1,44 @@
+"""Tells which way of sending gradients suits a model, its mesh and its link.
+
+  python experiments/advise.py --config=configs/gpt2_tiny.py
+
+Measures the link, a training step and the cost of exchanges where it runs, on
+one process or on all of a cluster as `train_gpt2.py`, and prints what each way
+would take, the speed of a replica's uplink above which dense is faster, and
+the choice. `--config=FILE:auto` trains with it.
+"""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from ml_collections import ConfigDict
+
+from experiments import (
+  advised,
+  checks,
+  command_line,
+  gpt2,
+  hosts,
+  meshes,
+  optimizer,
+)
+
+
+def main(config: ConfigDict) -> None:
+  """Prints the table."""
+  config.reducer = optimizer.AUTO
+  try:
+    checks.check(config)
+  except ValueError as error:
+    sys.exit(f"error: {error}")
+  mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
+  model = gpt2.GPT2Config(**config.model.to_dict())
+  advice = advised.measure(config, model, mesh)
+  if hosts.is_first():
+    print(advised.table(advice, config.mesh.data))
+
+
+if __name__ == "__main__":
+  command_line.run(main)

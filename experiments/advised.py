@@ -1,0 +1,124 @@
+"""Which reducer to train with, from what is measured on the mesh."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+import edgc_jax
+from edgc_jax import stopwatch
+from edgc_jax.advice import Advice
+from experiments import gpt2, hosts, optimizer, parallel
+from experiments.gpt2 import GPT2Config
+from experiments.meshes import DATA
+from experiments.optimizer import AUTO
+
+_STEPS = 5  # of which the median is taken
+
+
+def resolve(
+  config: ConfigDict,
+  model: GPT2Config,
+  mesh: Mesh,
+  choice: Mapping[str, Any] | None,
+) -> tuple[ConfigDict, Mapping[str, Any]]:
+  """A configuration that names its reducer.
+
+  Args:
+    config: Any; with another reducer than "auto" it stays as it is.
+    model: Sizes of the model.
+    mesh: All its processes call this at the same point.
+    choice: What was chosen before, if the run goes on; empty or None if not.
+
+  Returns:
+    The configuration, and the choice for the next time.
+  """
+  if config.reducer != AUTO:
+    return config, {}
+  if not choice:
+    advice = measure(config, model, mesh)
+    if hosts.is_first():
+      print(table(advice, mesh.shape[DATA]), flush=True)
+    chosen = advice.choice
+    choice = {"reducer": chosen.reducer, "options": dict(chosen.options)}
+  config = config.copy_and_resolve_references()
+  config.reducer = choice["reducer"]
+  config[config.reducer].update(choice["options"])
+  if config.reducer == "edgc":
+    config.edgc.rank_min = 0  # that which belongs to the rank
+  return config, choice
+
+
+def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
+  """Measures the link, a step and what exchanges cost, and advises.
+
+  Args:
+    config: The whole configuration; its reducer does not matter.
+    model: Sizes of the model.
+    mesh: Replicas alone; all its processes call this at the same point.
+
+  Returns:
+    The advice.
+  """
+  shapes = jax.eval_shape(lambda: gpt2.init_params(model, jax.random.key(0)))
+  min_ratio = config.edgc.min_ratio
+  return edgc_jax.advise(
+    shapes,
+    edgc_jax.measure_link(mesh, DATA),
+    _step_seconds(config, model, mesh),
+    mesh.shape[DATA],
+    compression=edgc_jax.measure_compression(
+      shapes,
+      min_ratio=min_ratio,
+      matrix_view=gpt2.matrix_view,
+      granularity=config.edgc.granularity,
+      mesh=mesh,
+    ),
+    coding_seconds=edgc_jax.measure_coding(shapes, mesh=mesh),
+    min_ratio=min_ratio,
+    matrix_view=gpt2.matrix_view,
+  )
+
+
+def table(advice: Advice, replicas: int) -> str:
+  """For a terminal: what each way would take, and the choice."""
+  lines = [f"{'':14}{'MB sent':>9}{'s a step':>10}   dense is faster above"]
+  for way in advice.ways:
+    # A ring moves every byte of payload 2 (N - 1) / N times over an uplink.
+    uplink = 8e-6 * way.break_even * 2 * (replicas - 1) / replicas
+    bound = f"{uplink:.4g} Mbit/s" if np.isfinite(uplink) else "no speed"
+    if way.name == "dense":
+      bound = ""
+    elif not way.break_even:
+      bound = "any speed"
+    lines.append(
+      f"{way.name:14}{way.wire_bytes / 1e6:9.2f}{way.seconds:10.3f}   {bound}"
+    )
+  return "\n".join([*lines, f"choice: {advice.choice.name}"])
+
+
+def _step_seconds(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> float:
+  """Of a training step that averages nothing; the mean over all processes."""
+  plain = config.copy_and_resolve_references()
+  plain.reducer = "allreduce"
+  tx = optimizer.make_optimizer(
+    plain, DATA, {}, optimizer.without_exchange(plain, DATA)
+  )
+  backend = parallel.make(plain, model, tx, mesh)
+  state = backend.init(jax.random.key(0))
+  backend.compile_step(*state, config.batch_size)
+  hosts.wait_for_all("compiled without exchange")
+  rows = np.zeros(
+    (config.batch_size, model.context + 1), np.int32
+  )[backend.rows(config.batch_size)]  # fmt: skip
+
+  def step() -> Any:
+    nonlocal state
+    *state, numbers = backend.step(*state, rows)
+    return numbers
+
+  seconds = stopwatch.medians([step], _STEPS)
+  return float(stopwatch.agree(mesh, seconds)[0])

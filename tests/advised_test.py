@@ -1,0 +1,82 @@
+"""A configuration that leaves its reducer to what is measured."""
+
+from unittest import mock
+
+import jax
+from absl.testing import absltest, parameterized
+
+import edgc_jax
+from configs import gpt2_tiny
+from edgc_jax import CompressionModel, LinkModel
+from experiments import advised, checks, gpt2, meshes, optimizer
+
+SLOW, FAST = LinkModel(1e-4, 1e6), LinkModel(1e-6, 1e11)
+
+
+def small(reducer="auto"):
+  config = gpt2_tiny.get_config(reducer)
+  config.model.update(width=64, num_layers=2, num_heads=2, context=32)
+  return config
+
+
+def model_of(config):
+  return gpt2.GPT2Config(**config.model.to_dict())
+
+
+def advice(link):
+  shapes = jax.eval_shape(
+    lambda: gpt2.init_params(model_of(small()), jax.random.key(0))
+  )
+  return edgc_jax.advise(
+    shapes, link, 0.1, 4, compression=CompressionModel(1e-3, 1e-4),
+    coding_seconds=1e-3, matrix_view=gpt2.matrix_view,
+  )  # fmt: skip
+
+
+def resolve(config, choice=None):
+  return advised.resolve(
+    config, model_of(config), meshes.make_mesh(4, 1), choice
+  )
+
+
+class AdvisedTest(parameterized.TestCase):
+  def test_others_stay_as_they_are(self):
+    config = small("powersgd")
+    found, choice = resolve(config)
+    self.assertIs(found, config)
+    self.assertEmpty(choice)
+
+  @parameterized.parameters((SLOW, "edgc"), (FAST, "allreduce"))
+  def test_the_advice_is_taken(self, link, reducer):
+    with mock.patch.object(advised, "measure", lambda *_: advice(link)):
+      config, choice = resolve(small())
+    self.assertEqual((config.reducer, choice["reducer"]), (reducer, reducer))
+    for name, value in choice["options"].items():
+      self.assertEqual(config[reducer][name], value)
+    optimizer.make_reducer(config, "data", {})
+
+  def test_a_run_that_goes_on_keeps_its_choice(self):
+    before = {"reducer": "edgc", "options": {"rank_max": 16}}
+    with mock.patch.object(advised, "measure", side_effect=AssertionError):
+      config, choice = resolve(small(), before)
+    self.assertEqual((config.reducer, config.edgc.rank_max), ("edgc", 16))
+    self.assertEqual(choice, before)
+
+  def test_table(self):
+    lines = advised.table(advice(FAST), replicas=4).splitlines()
+    self.assertEqual(lines[-1], "choice: dense")
+    self.assertLen(lines, 2 + len(advice(FAST).ways))
+    # A break-even of payload, as that of an uplink: 1.5 times the bytes.
+    way = advice(FAST).ways[-1]
+    self.assertIn(f"{12e-6 * way.break_even:.4g} Mbit/s", lines[-2])
+
+  @parameterized.parameters((1, 1), (2, 2))
+  def test_where_there_is_nothing_to_choose(self, replicas, stages):
+    config = small()
+    config.mesh.update(data=replicas, stage=stages, backend="shard_map")
+    with self.assertRaisesRegex(ValueError, "`reducer` must be named .*, got"):
+      checks.check(config)
+
+
+if __name__ == "__main__":
+  absltest.main()
