@@ -21,10 +21,10 @@ def _reducer(name: str, **options: Any) -> Mapping[str, Any]:
 
 def _edgc(rank_max: int, rank_min: int, **options: Any) -> Mapping[str, Any]:
   """edgc between two ranks, compressed from the first step on."""
+  steps = {"rank_multiple": 2, "max_rank_step": 2}
   return _reducer(
-    "edgc", rank_max=rank_max, rank_min=rank_min, rank_multiple=2,
-    max_rank_step=2, warmup_rank="max", window=10, warmup_steps=20,
-    max_warmup_steps=20, **options,
+    "edgc", rank_max=rank_max, rank_min=rank_min, warmup_rank="max", window=10,
+    warmup_steps=20, max_warmup_steps=20, **steps | options,
   )  # fmt: skip
 
 
@@ -42,7 +42,9 @@ TABLES = {
     "ACP-SGD, rank 23": _reducer("powersgd", rank=23, alternating=True),
     "EDGC": _edgc(20, 14),
     "EDGC, linear rule": _edgc(20, 14, rule="linear"),
-    "EDGC, bf16": _edgc(32, 22, wire_dtype="bfloat16"),
+    "EDGC, bf16": _edgc(
+      40, 30, rank_multiple=5, max_rank_step=5, wire_dtype="bfloat16"
+    ),
   },
   "Sparse": {
     "top-k, 1 %": _reducer("topk", density=0.01),
