@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from experiments.records import Record, Records
 from experiments.study import Study
@@ -27,10 +27,19 @@ class Row:
 
   def mean(self, *keys: str) -> float | None:
     """Mean over runs of the first of the numbers that all runs have."""
+    return self._over_runs(statistics.mean, keys)
+
+  def least(self, *keys: str) -> float | None:
+    """The least over runs of the first of the numbers that all runs have."""
+    return self._over_runs(min, keys)
+
+  def _over_runs(
+    self, fn: Callable[[Sequence[float]], float], keys: Sequence[str]
+  ) -> float | None:
     for key in keys:
       values = [_number(run, key) for run in self.runs.values()]
       if values and None not in values:
-        return statistics.mean(values)
+        return fn(values)
     return None
 
 
