@@ -1,7 +1,7 @@
 """Which reducer to train with, from what is measured on the mesh."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -52,6 +52,14 @@ def resolve(
   return config, choice
 
 
+class Costs(NamedTuple):
+  """What does not depend on the link; seconds."""
+
+  step: float  # without any exchange
+  compression: edgc_jax.CompressionModel
+  coding: float
+
+
 def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
   """Measures the link, a step and what exchanges cost, and advises.
 
@@ -63,22 +71,40 @@ def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
   Returns:
     The advice.
   """
-  shapes = jax.eval_shape(lambda: gpt2.init_params(model, jax.random.key(0)))
-  min_ratio = config.edgc.min_ratio
-  return edgc_jax.advise(
+  link = edgc_jax.measure_link(mesh, DATA)
+  return advise(config, model, mesh, link, measure_costs(config, model, mesh))
+
+
+def measure_costs(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Costs:
+  """All but the link; arguments as of `measure`."""
+  shapes = _shapes(model)
+  compression = edgc_jax.measure_compression(
     shapes,
-    edgc_jax.measure_link(mesh, DATA),
-    _step_seconds(config, model, mesh),
+    min_ratio=config.edgc.min_ratio,
+    matrix_view=gpt2.matrix_view,
+    granularity=config.edgc.granularity,
+    mesh=mesh,
+  )
+  coding = edgc_jax.measure_coding(shapes, mesh=mesh)
+  return Costs(_step_seconds(config, model, mesh), compression, coding)
+
+
+def advise(
+  config: ConfigDict,
+  model: GPT2Config,
+  mesh: Mesh,
+  link: edgc_jax.LinkModel,
+  costs: Costs,
+) -> Advice:
+  """The advice for a link."""
+  return edgc_jax.advise(
+    _shapes(model),
+    link,
+    costs.step,
     mesh.shape[DATA],
-    compression=edgc_jax.measure_compression(
-      shapes,
-      min_ratio=min_ratio,
-      matrix_view=gpt2.matrix_view,
-      granularity=config.edgc.granularity,
-      mesh=mesh,
-    ),
-    coding_seconds=edgc_jax.measure_coding(shapes, mesh=mesh),
-    min_ratio=min_ratio,
+    compression=costs.compression,
+    coding_seconds=costs.coding,
+    min_ratio=config.edgc.min_ratio,
     matrix_view=gpt2.matrix_view,
   )
 
@@ -98,6 +124,11 @@ def table(advice: Advice, replicas: int) -> str:
       f"{way.name:14}{way.wire_bytes / 1e6:9.2f}{way.seconds:10.3f}   {bound}"
     )
   return "\n".join([*lines, f"choice: {advice.choice.name}"])
+
+
+def _shapes(model: GPT2Config) -> Any:
+  """Of the parameters."""
+  return jax.eval_shape(lambda: gpt2.init_params(model, jax.random.key(0)))
 
 
 def _step_seconds(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> float:

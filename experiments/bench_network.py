@@ -6,7 +6,7 @@ Brings up virtual hosts with a shaped uplink each (Linux, root, iproute2), one
 process a host and framework, and times training steps: at every link speed all
 methods in turn, round after round, so that whatever else the machine does hits
 them alike. Everything is removed at the end, also after Ctrl-C. All that was
-measured goes to --output as JSON; `network_page` makes the page of it.
+measured goes to --output as JSON, and to a page with pictures beside it.
 """
 
 import pathlib
@@ -15,21 +15,26 @@ import sys
 # `experiments` lies in the repository, and is not installed.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import dataclasses
 import json
 import os
+import platform
 import signal
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments.network import virtual_hosts
+from experiments import stop_signals
+from experiments.network import page, virtual_hosts
 from experiments.network.calls import HostError, Hosts
+from experiments.network.results import load
+from experiments.network.rows import ROWS, Layout, Row
 from experiments.network.virtual_hosts import VirtualHosts
+from experiments.run_folder import environment
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", "configs/gpt2_10m.py", "A file in configs/."
@@ -41,6 +46,7 @@ _RATES = flags.DEFINE_list(
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each row is timed.")
 _PEER = flags.DEFINE_bool("peer", True, "PyTorch, too, where it is installed.")
+_ADVISE = flags.DEFINE_bool("advise", True, "Also compare the advice.")
 _ROWS = flags.DEFINE_list("rows", [], "Only these rows; else all.")
 _OUTPUT = flags.DEFINE_string("output", "docs/network.json", "The JSON file.")
 _FOLDER = flags.DEFINE_string("folder", "runs/network", "For logs.")
@@ -51,53 +57,7 @@ _LONG = 1.5  # seconds; shorter steps are timed several at a time
 _SEVERAL = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-  """A way to train, of one framework."""
-
-  name: str
-  framework: str  # jax or torch
-  settings: Mapping[str, Any]  # of the configuration, or arguments of `build`
-
-
-ROWS = (
-  Row("no exchange", "jax", {"reducer": "none"}),
-  Row("dense", "jax", {"reducer": "allreduce"}),
-  Row(
-    "dense, bf16", "jax",
-    {"reducer": "allreduce", "allreduce.wire_dtype": "bfloat16"},
-  ),
-  Row("powersgd 32", "jax", {"reducer": "powersgd", "powersgd.rank": 32.0}),
-  Row("powersgd 8", "jax", {"reducer": "powersgd", "powersgd.rank": 8.0}),
-  Row(
-    "edgc 32", "jax",
-    {"reducer": "edgc", "edgc.rank_max": 32, "edgc.rank_min": 32},
-  ),
-  Row(
-    "edgc 8", "jax",
-    {"reducer": "edgc", "edgc.rank_max": 8, "edgc.rank_min": 8},
-  ),
-  Row("no exchange", "torch", {"hook": "none"}),
-  Row("dense", "torch", {"hook": "dense"}),
-  Row("dense, bf16", "torch", {"hook": "bf16"}),
-  Row("powersgd 32", "torch", {"hook": "powersgd", "rank": 32}),
-  Row("powersgd 8", "torch", {"hook": "powersgd", "rank": 8}),
-)  # fmt: skip
 _PARTS = ("step", "compress", "communicate")
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-  """Which hosts there are, and what they are for each other."""
-
-  hosts: int
-  stages: int = 1
-
-  @property
-  def name(self) -> str:
-    if self.stages == 1:
-      return f"{self.hosts} replicas"
-    return f"{self.stages} stages of {self.hosts // self.stages} replicas"
 
 
 class Benchmark:
@@ -106,8 +66,15 @@ class Benchmark:
   def __init__(self, config: ConfigDict, output: pathlib.Path):
     """Args: the configuration, and the file for what is measured."""
     self._config, self._output = config, output
+    about = environment()
+    versions = about["versions"] | _peer_version()
     self._found: dict[str, Any] = {
-      "cores": len(os.sched_getaffinity(0)), "rows": [], "failures": [],
+      "config": config.name,
+      "tokens": config.batch_size // config.mesh.data * config.model.context,
+      "rounds": _ROUNDS.value, "commit": about["commit"],
+      "machine": _processor(), "cores": len(os.sched_getaffinity(0)),
+      "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
+      "rows": [], "advice": [], "failures": [],
     }  # fmt: skip
 
   def measure(self, layout: Layout, rates: Sequence[float]) -> None:
@@ -115,7 +82,7 @@ class Benchmark:
     print(f"--- {layout.name}", flush=True)
     with VirtualHosts(layout.hosts) as network:
       frameworks = ["jax"]
-      if _PEER.value and layout.stages == 1:
+      if _PEER.value and _peer_version() and layout.stages == 1:
         frameworks.append("torch")
       processes = {
         framework: self._start(network, framework, layout)
@@ -126,6 +93,8 @@ class Benchmark:
         for rate in rates:
           network.shape(rate * 1e6)
           self._rounds(network, layout, rate, processes, rows)
+          if _ADVISE.value and layout.stages == 1:
+            self._advise(layout, rate, processes["jax"])
           self._write()
       finally:
         for hosts in processes.values():
@@ -161,18 +130,13 @@ class Benchmark:
 
   def _build(
     self, processes: Mapping[str, Hosts], layout: Layout
-  ) -> Iterator[tuple[Row, dict[str, Any]]]:
+  ) -> Iterator[Row]:
     """Compiles every row, and yields what can be run."""
     for row in ROWS:
       is_wanted = not _ROWS.value or row.name in _ROWS.value
       if row.framework not in processes or not is_wanted:
         continue
-      config = self._config.copy_and_resolve_references()
-      config.mesh.stage = layout.stages
-      config.mesh.data = layout.hosts // layout.stages
-      config.mesh.backend = "shard_map" if layout.stages > 1 else "pmap"
-      rows_each = self._config.batch_size // self._config.mesh.data
-      config.batch_size = rows_each * config.mesh.data
+      config = self._config_of(layout)
       arguments = {}
       if row.framework == "jax":
         config.update_from_flattened_dict(dict(row.settings))
@@ -196,7 +160,8 @@ class Benchmark:
         continue
       seconds = time.monotonic() - start
       print(f"{row.framework}, {row.name}: built in {seconds:.0f} s")
-      yield row, about
+      self._found["params"] = about["params"]
+      yield row
 
   def _rounds(
     self,
@@ -204,12 +169,12 @@ class Benchmark:
     layout: Layout,
     rate: float,
     processes: Mapping[str, Hosts],
-    rows: Sequence[tuple[Row, dict[str, Any]]],
+    rows: Sequence[Row],
   ) -> None:
     """Times all rows in turn."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for _ in range(_ROUNDS.value):
-      for row, about in rows:
+      for row in rows:
         has_parts = row.framework == "jax" and layout.stages == 1
         for part in _PARTS if has_parts else _PARTS[:1]:
           if part != "step" and row.name == "no exchange":
@@ -220,7 +185,7 @@ class Benchmark:
               "layout": layout.name, "hosts": layout.hosts,
               "replicas": layout.hosts // layout.stages, "rate": rate,
               "framework": row.framework, "row": row.name, "part": part,
-              "params": about["params"], "seconds": [], "sent_bytes": [],
+              "seconds": [], "sent_bytes": [],
             },
           )  # fmt: skip
           is_long = max(entry["seconds"], default=_LONG) >= _LONG
@@ -239,26 +204,63 @@ class Benchmark:
       print(f"{rate:g} Mbit/s, {', '.join(key)}: {middle:.3f} s", flush=True)
     self._found["rows"] += found.values()
 
+  def _advise(self, layout: Layout, rate: float, hosts: Hosts) -> None:
+    """Asks for the advice that a user would get."""
+    config = self._config_of(layout)
+    answers = hosts.call("advise", timeout=_PATIENCE, config=config.to_dict())
+    print(f"{rate:g} Mbit/s: advice is {answers[0]['choice']}", flush=True)
+    about = {"layout": layout.name, "rate": rate}
+    self._found["advice"].append(about | answers[0])
+
+  def _config_of(self, layout: Layout) -> ConfigDict:
+    """The configuration on a layout; a replica's batch is that of the file."""
+    config = self._config.copy_and_resolve_references()
+    rows_each = config.batch_size // config.mesh.data
+    config.mesh.stage = layout.stages
+    config.mesh.data = layout.hosts // layout.stages
+    config.mesh.backend = "shard_map" if layout.stages > 1 else "pmap"
+    config.batch_size = rows_each * config.mesh.data
+    return config
+
   def _write(self) -> None:
     self._output.parent.mkdir(parents=True, exist_ok=True)
     self._output.write_text(json.dumps(self._found, indent=1) + "\n")
 
 
+def _peer_version() -> dict[str, str]:
+  try:
+    return {"torch": metadata.version("torch")}
+  except metadata.PackageNotFoundError:
+    return {}
+
+
+def _processor() -> str:
+  """Its name, as Linux gives it."""
+  for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+    if line.startswith("model name"):
+      return line.split(":", 1)[1].strip()
+  return platform.machine()
+
+
 def main(argv: Sequence[str]) -> None:
-  """Measures, and writes the JSON file."""
+  """Measures, and writes the JSON file and the page."""
   del argv
   # An exception, so that `with` cleans up.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   reason = virtual_hosts.why_not()
   if reason:
     sys.exit(f"error: there can be no virtual hosts here: {reason}.")
-  benchmark = Benchmark(_CONFIG.value, pathlib.Path(_OUTPUT.value))
+  output = pathlib.Path(_OUTPUT.value)
+  benchmark = Benchmark(_CONFIG.value, output)
   rates = [float(rate) for rate in _RATES.value]
   layouts = [Layout(int(count)) for count in _HOSTS.value]
   if _STAGES.value:
     layouts.append(Layout(4, 2))
   for layout in layouts:
     benchmark.measure(layout, rates)
+    results = load(output)
+    if results.cells:
+      page.write(results, output.with_suffix(".md"), stop_signals.command())
 
 
 if __name__ == "__main__":

@@ -23,12 +23,15 @@ from jax import lax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+import edgc_jax
 from edgc_jax import compiled_cost
-from experiments import gpt2, heap, meshes, optimizer, parallel
+from experiments import advised, gpt2, heap, meshes, optimizer, parallel
 from experiments.meshes import DATA
 from experiments.network import calls
 
 NO_EXCHANGE = "none"  # a reducer that leaves gradients as they are
+# Small ones: megabytes take seconds on the slowest links.
+_LINK_SIZES = (2**16, 2**18, 2**20)
 _DTYPES = {"f32": jnp.float32, "u16": jnp.uint16, "s32": jnp.int32}
 
 
@@ -50,6 +53,7 @@ class JaxHost:
     jax.config.update("jax_enable_compilation_cache", False)
     jax.distributed.initialize(address, count, index)
     self._methods: dict[str, _Method] = {}
+    self._costs: advised.Costs | None = None
 
   def build(self, name: str, config: dict[str, Any]) -> dict[str, Any]:
     """Compiles a method, and sends nothing but small numbers.
@@ -121,6 +125,29 @@ class JaxHost:
     wire_bytes = np.asarray(result["wire_bytes"]).max()
     return {"seconds": seconds, "wire_bytes": float(wire_bytes)}
 
+  def advise(self, config: dict[str, Any]) -> dict[str, Any]:
+    """What `advise.py` would say on the links as they are.
+
+    Args:
+      config: The whole configuration; its reducer does not matter.
+
+    Returns:
+      Predicted seconds of a step by way, the choice, and the link.
+    """
+    config = ConfigDict(config)
+    mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
+    model = gpt2.GPT2Config(**config.model.to_dict())
+    if self._costs is None:
+      self._costs = advised.measure_costs(config, model, mesh)
+    link = edgc_jax.measure_link(mesh, DATA, _LINK_SIZES, repeats=3)
+    found = advised.advise(config, model, mesh, link, self._costs)
+    return {
+      "seconds": {way.name: way.seconds for way in found.ways},
+      "break_even": {way.name: way.break_even for way in found.ways},
+      "choice": found.choice.name,
+      "link": dataclasses.asdict(link),
+    }
+
 
 def _compress(
   reducer: optax.GradientTransformation, model: gpt2.GPT2Config
@@ -187,7 +214,7 @@ def main() -> None:
   """Arguments: index of the host, number of hosts, address of the first."""
   index, count, address = sys.argv[1:]
   host = JaxHost(int(index), int(count), address)
-  calls.serve({"build": host.build, "run": host.run})
+  calls.serve({"build": host.build, "run": host.run, "advise": host.advise})
 
 
 if __name__ == "__main__":
