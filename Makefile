@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: train train-pipeline test test-runs soak lint format compare \
-  ablations allocation figures bench clean
+  ablations allocation figures bench bench-network clean
 
 # The stamp is remade when what is to be installed changes.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -62,6 +62,12 @@ allocation: $(VENV)/installed
 # was cut off.
 figures: $(VENV)/installed
 	$(BIN)/python experiments/figures.py
+
+# Step times on virtual hosts with slow links, beside PyTorch's: Linux, root and
+# iproute2; half an hour. Page and pictures: docs/network.md.
+bench-network: $(VENV)/installed
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/python experiments/bench_network.py --config=configs/gpt2_10m.py
 
 # Time and memory of the reducers beside forward and backward.
 bench: $(VENV)/installed

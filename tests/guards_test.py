@@ -194,6 +194,25 @@ class ThreadPoolTest(absltest.TestCase):
       if given:
         self.assertEqual(int(printed), least)
 
+  def test_scripts_make_the_pool_fit_and_respect_a_choice(self):
+    code = (
+      "import os, edgc_jax\n"
+      "from edgc_jax import cpu_devices\n"
+      "cpu_devices.fit_thread_pool(3)\n"
+      "print(os.environ['NPROC'])\n"
+    )
+    cores = os.cpu_count()
+    own = {"NPROC": "32", "EDGC_JAX_NPROC": "32"}  # from a parent process
+    for given, expected in (
+      ({}, max(6, cores)),
+      (own, max(6, cores)),
+      ({"NPROC": "7"}, 7),
+      ({"NPROC": "7", "EDGC_JAX_NPROC": "32"}, 7),
+    ):
+      env = {k: v for k, v in os.environ.items() if "NPROC" not in k} | given
+      printed = subprocess.check_output([sys.executable, "-c", code], env=env)
+      self.assertEqual(int(printed), expected)
+
   def test_import_after_a_device_was_used_is_noticed(self):
     """Setting NPROC would come too late: better an error than a hang."""
     code = (

@@ -1,5 +1,7 @@
 """The bytes of the compiled program are the bytes that were predicted."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
@@ -39,6 +41,14 @@ class WireBytesTest(parameterized.TestCase):
     rungs, *others = compiled_cost.wire_bytes_of_branches(hlo)
     predicted = [edgc_jax.wire_bytes(PARAMS, rank) for rank in (0, 4, 8, 12)]
     self.assertEqual(rungs, predicted)
+    for rung, expected in enumerate(predicted):
+      found = compiled_cost.collectives_in_order(hlo, rung)
+      self.assertEqual({one.kind for one in found}, {"all-reduce"})
+      self.assertLen(found, 2 if rung else 1)
+      sent = sum(
+        4 * math.prod(shape) for one in found for _, shape in one.results
+      )
+      self.assertEqual(sent, expected)
     # All P and every dense leaf in one all-reduce, all Q in another; one for
     # the dense rung, two for the entropy, one compares the replicas.
     self.assertEqual(hlo.count(" all-reduce("), 1 + 2 * 3 + 2 + 1)
@@ -71,14 +81,17 @@ class WireBytesTest(parameterized.TestCase):
     low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
     factors = edgc_jax.wire_bytes(PARAMS, 4, wire_dtype=jnp.bfloat16)
     self.assertEqual(factors, 2 * low + 4 * (31 + 17 * 6))
-    for backend, tx, expected in (
-      ("pmap", edgc_jax.allreduce(wire_dtype="bfloat16"), dense),
-      ("shard_map", edgc_jax.powersgd(4, wire_dtype="bfloat16"), factors),
+    for backend, tx, expected, trips in (
+      ("pmap", edgc_jax.allreduce(wire_dtype="bfloat16"), dense, 1),
+      ("shard_map", edgc_jax.powersgd(4, wire_dtype="bfloat16"), factors, 2),
     ):
       run = BACKENDS[backend](tx, PARAMS)
       hlo = run.compiled(gradients_like(PARAMS, seed=0))
       sent = compiled_cost.wire_bytes_outside_branches(hlo)
       self.assertEqual(sent, expected)
+      kinds = [one.kind for one in compiled_cost.collectives_in_order(hlo)]
+      coded = [kind for kind in kinds if kind != "all-reduce"]
+      self.assertEqual(coded, ["all-to-all", "all-gather"] * trips)
 
   def test_native_bfloat16_is_as_wide_as_the_platform_makes_it(self):
     """On CPUs as wide as float32: so it is said, and so it is sent."""
