@@ -17,7 +17,7 @@ from edgc_jax.matrices import ViewFn, trailing_matrix
 from edgc_jax.plan import Plan, make_plan
 from edgc_jax.wire_codes import code_of
 
-RANKS = (64, 32, 16, 8)
+RANKS = (32, 16, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Way:
   Attributes:
     name: For people.
     reducer: The function of this package.
-    options: Arguments for it.
+    options: Arguments for it, beside `min_ratio` and `matrix_view`.
     wire_bytes: Payload of a step's exchange, per replica.
     seconds: Predicted for a step, with the exchange.
     break_even: Payload bytes per second of an all-reduce above which dense
@@ -79,8 +79,9 @@ def advise(
       `measure_compression`.
     coding_seconds: To round a dense gradient for the wire and back, as from
       `measure_coding`.
-    ranks: Those to be considered; such that save less than `min_ratio` on
-      every matrix are left out.
+    ranks: Those to be considered, within those that `compression` was
+      measured at; such that save less than `min_ratio` on every matrix are
+      left out.
     tolerance: Share of the fastest step that fidelity is worth, at least 0.
     min_ratio: As for `edgc`.
     matrix_view: As for `edgc`.
@@ -89,6 +90,7 @@ def advise(
     The advice.
 
   Raises:
+    TypeError: if an argument is not a number.
     ValueError: if an argument is out of range.
 
   >>> import jax
@@ -131,7 +133,7 @@ def advise(
 
   dense = plan_of(0)
   ways = [
-    way("dense", dense, 0.0, "allreduce"),
+    way("dense", dense, 0.0, "allreduce", wire_dtype="float32"),
     way(
       "dense, bf16", plan_of(0, "bfloat16"), coding_seconds,
       "allreduce", wire_dtype="bfloat16",
@@ -150,5 +152,5 @@ def advise(
 def _require_seconds(name: str, value: float) -> None:
   guards.require_number(name, value)
   guards.require(
-    0 <= value < float("inf"), name, value, "at least 0 and finite", "raise it"
+    0 <= value < float("inf"), name, value, "at least 0 and finite", "change it"
   )

@@ -22,15 +22,14 @@ from experiments import (
   gpt2,
   hosts,
   meshes,
-  optimizer,
 )
 
 
 def main(config: ConfigDict) -> None:
   """Prints the table."""
-  config.reducer = optimizer.AUTO
   try:
     checks.check(config)
+    advised.require_choice(config)
   except ValueError as error:
     sys.exit(f"error: {error}")
   mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from edgc_jax import stopwatch
-from edgc_jax.advice import Advice
+from edgc_jax.advice import RANKS, Advice
 from experiments import gpt2, hosts, optimizer, parallel
 from experiments.gpt2 import GPT2Config
 from experiments.meshes import DATA
@@ -39,6 +39,7 @@ def resolve(
   if config.reducer != AUTO:
     return config, {}
   if not choice:
+    require_choice(config)
     advice = measure(config, model, mesh)
     if hosts.is_first():
       print(table(advice, mesh.shape[DATA]), flush=True)
@@ -50,6 +51,19 @@ def resolve(
   if config.reducer == "edgc":
     config.edgc.rank_min = 0  # that which belongs to the rank
   return config, choice
+
+
+def require_choice(config: ConfigDict) -> None:
+  """Raises where there is nothing to choose, or no way to measure it."""
+  mesh = config.mesh
+  if mesh.data == 1 or mesh.stage > 1 or mesh.backend != "pmap":
+    raise ValueError(
+      "`mesh` must be of several replicas, without stages, through pmap, where"
+      f" a reducer is chosen, got data={mesh.data}, stage={mesh.stage} and"
+      f" backend={mesh.backend!r}; change it, or name a reducer with"
+      " --config=FILE:REDUCER. On stages edgc.rank_max=0 finds the largest"
+      " rank."
+    )
 
 
 class Costs(NamedTuple):
@@ -64,14 +78,19 @@ def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
   """Measures the link, a step and what exchanges cost, and advises.
 
   Args:
-    config: The whole configuration; its reducer does not matter.
+    config: The whole configuration; its reducer does not matter, and a link
+      that it gives is not measured.
     model: Sizes of the model.
     mesh: Replicas alone; all its processes call this at the same point.
 
   Returns:
     The advice.
   """
-  link = edgc_jax.measure_link(mesh, DATA)
+  given = config.link
+  if given.bandwidth:
+    link = edgc_jax.LinkModel(given.latency, given.bandwidth)
+  else:
+    link = edgc_jax.measure_link(mesh, DATA)
   return advise(config, model, mesh, link, measure_costs(config, model, mesh))
 
 
@@ -104,6 +123,8 @@ def advise(
     mesh.shape[DATA],
     compression=costs.compression,
     coding_seconds=costs.coding,
+    # Others than multiples could not be had.
+    ranks=[r for r in RANKS if r % config.edgc.rank_multiple == 0],
     min_ratio=config.edgc.min_ratio,
     matrix_view=gpt2.matrix_view,
   )

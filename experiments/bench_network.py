@@ -28,7 +28,6 @@ from typing import Any
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments import stop_signals
 from experiments.network import page, virtual_hosts
 from experiments.network.calls import HostError, Hosts
 from experiments.network.results import load
@@ -40,7 +39,7 @@ _CONFIG = config_flags.DEFINE_config_file(
   "config", "configs/gpt2_10m.py", "A file in configs/."
 )
 _HOSTS = flags.DEFINE_list("hosts", ["2", "4"], "How many hosts.")
-_STAGES = flags.DEFINE_bool("stages", True, "Also 2 stages of 2 replicas.")
+_STAGES = flags.DEFINE_bool("stages", False, "Also 2 stages of 2 replicas.")
 _RATES = flags.DEFINE_list(
   "rates", ["50", "100", "300", "1000"], "Mbit/s of an uplink."
 )
@@ -90,6 +89,7 @@ class Benchmark:
       }
       try:
         rows = list(self._build(processes, layout))
+        processes["jax"].call("compiled", timeout=_PATIENCE)
         for rate in rates:
           network.shape(rate * 1e6)
           self._rounds(network, layout, rate, processes, rows)
@@ -195,7 +195,9 @@ class Benchmark:
             "run", timeout=_PATIENCE, name=row.name, part=part, count=count
           )
           sent = network.sent_bytes(0) - before
-          entry["seconds"] += answers[0]["seconds"]
+          # Those who wait for nobody may be done earlier than others.
+          seconds = [answer["seconds"] for answer in answers]
+          entry["seconds"] += map(max, zip(*seconds, strict=True))
           entry["sent_bytes"].append(sent / count)
           if "wire_bytes" in answers[0]:
             entry["wire_bytes"] = answers[0]["wire_bytes"]
@@ -256,11 +258,12 @@ def main(argv: Sequence[str]) -> None:
   layouts = [Layout(int(count)) for count in _HOSTS.value]
   if _STAGES.value:
     layouts.append(Layout(4, 2))
+  command = " ".join(["bench_network.py", *sys.argv[1:]])
   for layout in layouts:
     benchmark.measure(layout, rates)
     results = load(output)
     if results.cells:
-      page.write(results, output.with_suffix(".md"), stop_signals.command())
+      page.write(results, output.with_suffix(".md"), command)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import jax
 from ml_collections import ConfigDict
 
-from experiments import optimizer, parallel, times
+from experiments import parallel, times
 
 
 def check(config: ConfigDict) -> None:
@@ -82,12 +82,6 @@ def check_mesh(config: ConfigDict) -> None:
     raise ValueError(
       f"`batch_size` must be divisible by {name} ({parts}), got"
       f" {config.batch_size}; use {near}."
-    )
-  if config.reducer == optimizer.AUTO and (replicas == 1 or stages > 1):
-    raise ValueError(
-      "`reducer` must be named where there is a single replica or there are"
-      f" stages, got {optimizer.AUTO!r} with {replicas} replicas and {stages}"
-      " stages; with edgc.rank_max=0 the largest rank is found on stages."
     )
   if times.needed(config) and not config.link.bandwidth and replicas == 1:
     raise ValueError(

@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 import edgc_jax
 from configs import gpt2_tiny
 from edgc_jax import CompressionModel, LinkModel
-from experiments import advised, checks, gpt2, meshes, optimizer
+from experiments import advised, gpt2, meshes, optimizer
 
 SLOW, FAST = LinkModel(1e-4, 1e6), LinkModel(1e-6, 1e11)
 
@@ -70,12 +70,38 @@ class AdvisedTest(parameterized.TestCase):
     way = advice(FAST).ways[-1]
     self.assertIn(f"{12e-6 * way.break_even:.4g} Mbit/s", lines[-2])
 
-  @parameterized.parameters((1, 1), (2, 2))
-  def test_where_there_is_nothing_to_choose(self, replicas, stages):
+  @parameterized.parameters(
+    (1, 1, "pmap"), (2, 2, "shard_map"), (4, 1, "shard_map")
+  )
+  def test_where_there_is_nothing_to_choose(self, replicas, stages, backend):
     config = small()
-    config.mesh.update(data=replicas, stage=stages, backend="shard_map")
-    with self.assertRaisesRegex(ValueError, "`reducer` must be named .*, got"):
-      checks.check(config)
+    config.mesh.update(data=replicas, stage=stages, backend=backend)
+    with self.assertRaisesRegex(ValueError, "`mesh` must be .*, got .*; "):
+      resolve(config)
+    # A run that goes on may have another mesh.
+    resolve(config, {"reducer": "allreduce", "options": {}})
+
+  def test_a_given_link_is_not_measured(self):
+    config = small()
+    config.link.update(bandwidth=1e6, latency=1e-3)
+    costs = advised.Costs(0.1, CompressionModel(1e-3, 1e-4), 1e-3)
+    with (
+      mock.patch.object(advised, "measure_costs", lambda *_: costs),
+      mock.patch.object(edgc_jax, "measure_link", side_effect=AssertionError),
+    ):
+      found = advised.measure(config, model_of(config), meshes.make_mesh(4, 1))
+    dense = found.ways[0]
+    self.assertAlmostEqual(dense.seconds, 0.101 + dense.wire_bytes / 1e6)
+
+  def test_ranks_fit_the_ladder(self):
+    config = small()
+    config.edgc.rank_multiple = 16
+    costs = advised.Costs(0.1, CompressionModel(1e-3, 1e-4), 1e-3)
+    found = advised.advise(
+      config, model_of(config), meshes.make_mesh(4, 1), SLOW, costs
+    )
+    names = [way.name for way in found.ways[2:]]
+    self.assertEqual(names, ["rank 16"])
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ class LayeringTest(parameterized.TestCase):
 
   @parameterized.parameters("edgc_jax", "experiments")
   def test_modules_stay_small(self, folder):
-    for path in (ROOT / folder).glob("*.py"):
+    for path in (ROOT / folder).rglob("*.py"):
       lines = len(path.read_text().splitlines())
       self.assertLessEqual(lines, 300, path.name)
 

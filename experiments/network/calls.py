@@ -3,6 +3,7 @@
 A call goes to all hosts at once, since what they do they do together.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -44,6 +45,7 @@ class Hosts:
   def __init__(self, name: str, processes: Sequence[subprocess.Popen]):
     """Args: a name for messages, and the processes in the order of hosts."""
     self.name, self._processes = name, list(processes)
+    self._is_broken = False
 
   def call(
     self, function: str, *, timeout: float, **arguments: Any
@@ -59,43 +61,67 @@ class Hosts:
       What each of them gave back.
 
     Raises:
-      HostError: if one of them did not.
+      HostError: if one of them did not. After an error that a function
+        raised on all hosts others can be called; else none can.
     """
+    if self._is_broken:
+      raise HostError(f"{self.name} on some host has failed before.")
+    self._is_broken = True  # until all have answered
     line = json.dumps({"name": function, "arguments": arguments}) + "\n"
     for index, process in enumerate(self._processes):
       try:
         process.stdin.write(line)
         process.stdin.flush()
       except OSError as error:
-        raise self._error(index, "is gone") from error
-    deadline = time.monotonic() + timeout
-    return [
-      self._answer(index, process, deadline)
-      for index, process in enumerate(self._processes)
-    ]
+        raise HostError(f"{self.name} on host {index} is gone.") from error
+    answers = self._answers(timeout)
+    self._is_broken = False
+    for index, answer in enumerate(answers):
+      if "error" in answer:
+        raise HostError(
+          f"{self.name} on host {index} failed: {answer['error']}"
+        )
+    return [answer["result"] for answer in answers]
 
   def close(self) -> None:
     """Ends the processes."""
     for process in self._processes:
       process.kill()
       process.wait()
-      process.stdin.close()
-      process.stdout.close()
+      for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # what it did not read
+          pipe.close()
 
-  def _answer(
-    self, index: int, process: subprocess.Popen, deadline: float
-  ) -> Any:
-    left = max(0.0, deadline - time.monotonic())
-    # One call, one line: nothing is left in the buffer of the pipe.
-    if not select.select([process.stdout], [], [], left)[0]:
-      raise self._error(index, "did not answer in time")
-    line = process.stdout.readline()
-    if not line:
-      raise self._error(index, "has ended")
-    answer = json.loads(line)
-    if "error" in answer:
-      raise self._error(index, f"failed: {answer['error']}")
-    return answer["result"]
+  def _answers(self, timeout: float) -> list[dict[str, Any]]:
+    """One line of each, in whatever order they come."""
+    deadline = time.monotonic() + timeout
+    answers: dict[int, dict[str, Any]] = {}
+    pipes = {p.stdout: i for i, p in enumerate(self._processes)}
+    while pipes:
+      left = deadline - time.monotonic()
+      # A call is answered by one line, so nothing is left in a buffer.
+      ready = select.select(list(pipes), [], [], max(0.0, left))[0]
+      if not ready:
+        silent = ", ".join(map(str, pipes.values()))
+        raise HostError(
+          f"{self.name} on host {silent} did not answer in {timeout:g} s."
+          + _failures(self.name, answers)
+        )
+      for pipe in ready:
+        index = pipes.pop(pipe)
+        line = pipe.readline()
+        if not line:
+          raise HostError(
+            f"{self.name} on host {index} has ended; see its log."
+          )
+        answers[index] = json.loads(line)
+    return [answers[index] for index in range(len(self._processes))]
 
-  def _error(self, index: int, what: str) -> HostError:
-    return HostError(f"{self.name} on host {index} {what}.")
+
+def _failures(name: str, answers: Mapping[int, dict[str, Any]]) -> str:
+  """What those said that did answer, if it was an error."""
+  return "".join(
+    f" {name} on host {index} failed: {answer['error']}"
+    for index, answer in answers.items()
+    if "error" in answer
+  )

@@ -21,14 +21,14 @@ _SUBNET = "10.99.0"
 # would slow it down; 4 ms is the longest time between two.
 _TICK = 0.004
 _LEAST_BURST = 64 * 1024
-_TOOLS = ("ip", "tc")
+_TOOLS = ("ip", "tc", "setpriv")
 
 
 def why_not() -> str:
   """Why there can be no such hosts on this machine; empty if there can."""
   missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
   if missing:
-    return f"{' and '.join(missing)} of iproute2 not found"
+    return f"{' and '.join(missing)} not found (iproute2, util-linux)"
   if os.geteuid() != 0:
     return "network namespaces need root"
   attempt = _run("ip", "link", "add", _BRIDGE, "type", "bridge", check=False)
@@ -170,6 +170,12 @@ def remove_all() -> None:
       _run("kill", "-KILL", pid, check=False)
     _run("ip", "netns", "delete", name, check=False)
     shutil.rmtree(pathlib.Path("/etc/netns", name), ignore_errors=True)
+  # The kernel removes the cables of a namespace some time after it.
+  listed = _run("ip", "-o", "link", "show", "type", "veth").stdout
+  for line in listed.splitlines():
+    cable = line.split(": ")[1].split("@")[0]
+    if cable.startswith(f"{_NAME}-"):
+      _run("ip", "link", "delete", cable, check=False)
   _run("ip", "link", "delete", _BRIDGE, check=False)
 
 
