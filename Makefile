@@ -23,7 +23,8 @@ train-pipeline: $(VENV)/installed
 # for minutes.
 RUNS := tests/parallel_test.py tests/four_processes_test.py \
   tests/gpt2_stages_test.py tests/exact_resume_test.py \
-  tests/killed_runs_test.py tests/mishaps_test.py
+  tests/killed_runs_test.py tests/mishaps_test.py \
+  tests/network_hosts_test.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(RUNS:%=--ignore=%)

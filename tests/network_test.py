@@ -1,16 +1,26 @@
-"""The network benchmark: on two real hosts, and what is made of its numbers."""
+"""What is made of the numbers of the network benchmark, and its calls."""
 
 import json
-import pathlib
 import subprocess
 import sys
 
 import pytest
 
-from experiments.network import page, results, virtual_hosts
+from experiments.network import calls, page, results
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-SECONDS = 240
+# A host that fails, sleeps or ends when it is told to.
+HOST = """
+import os, sys, time
+from experiments.network import calls
+def run(fails, sleeps, ends):
+  index = int(sys.argv[1])
+  time.sleep(0.5 * index if index in sleeps else 0.0)
+  if index in ends: os._exit(3)
+  if index in fails: raise ValueError(f"no {index}")
+  print("something that a library prints")
+  return index
+calls.serve({"run": run})
+"""
 
 
 def entry(row, part, seconds, framework="jax", **more):
@@ -87,37 +97,48 @@ def test_page(tmp_path):
     assert (tmp_path / f"network-{name}.png").stat().st_size > 10_000
 
 
-@pytest.mark.skipif(
-  bool(virtual_hosts.why_not()), reason=virtual_hosts.why_not()
-)
-def test_two_hosts(tmp_path):
-  """A whole benchmark, small; nothing of it is left on the machine."""
-  output = tmp_path / "network.json"
-  command = [
-    sys.executable, str(ROOT / "experiments" / "bench_network.py"),
-    "--config=configs/gpt2_tiny.py", "--config.model.width=64",
-    "--config.model.num_layers=2", "--config.model.num_heads=2",
-    "--hosts=2", "--nostages", "--nopeer", "--noadvise", "--rates=20",
-    "--rounds=2", "--rows=no exchange,dense,powersgd 8",
-    f"--output={output}", f"--folder={tmp_path / 'logs'}",
-  ]  # fmt: skip
-  done = subprocess.run(
-    command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS,
-    check=False,
-  )  # fmt: skip
-  logs = "".join(p.read_text()[-2000:] for p in (tmp_path / "logs").iterdir())
-  assert done.returncode == 0, done.stdout + done.stderr + logs
-  found = results.load(output)
-  assert not found.failures
-  (dense,) = found.of(row="dense")
-  (factors,) = found.of(row="powersgd 8")
-  # Headers of packets and acknowledgements come on top, and the loss.
-  assert 1.0 < dense.sent_bytes / dense.wire_bytes < 1.15
-  assert factors.sent_bytes < dense.sent_bytes / 2
-  # The uplink is what it is said to be.
-  assert dense.communicate > 0.9 * dense.wire_bytes * 8 / 20e6
-  assert factors.exchange < dense.exchange
-  listed = subprocess.run(
-    ["ip", "netns", "list"], capture_output=True, text=True, check=True
+@pytest.fixture
+def hosts():
+  processes = [
+    subprocess.Popen(
+      [sys.executable, "-c", HOST, str(index)],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      text=True,
+    )
+    for index in range(3)
+  ]
+  found = calls.Hosts("some", processes)
+  yield found
+  found.close()
+
+
+def run(hosts, fails=(), sleeps=(), ends=(), timeout=20.0):
+  return hosts.call(
+    "run", timeout=timeout, fails=fails, sleeps=sleeps, ends=ends
   )
-  assert "edgc-host" not in listed.stdout
+
+
+def test_calls_in_whatever_order_hosts_answer(hosts):
+  assert run(hosts) == [0, 1, 2]
+  assert run(hosts, sleeps=[1]) == [0, 1, 2]
+
+
+def test_an_error_leaves_calls_in_step(hosts):
+  with pytest.raises(calls.HostError, match=r"some on host 0 .*no 0"):
+    run(hosts, fails=[0, 2], sleeps=[1])
+  assert run(hosts) == [0, 1, 2]
+
+
+def test_a_host_that_ends_or_is_silent(hosts):
+  with pytest.raises(calls.HostError, match="host 1 has ended"):
+    run(hosts, sleeps=[2], ends=[1])
+  with pytest.raises(calls.HostError, match="failed before"):
+    run(hosts)
+
+
+def test_a_host_that_is_late(hosts):
+  assert run(hosts) == [0, 1, 2]
+  with pytest.raises(calls.HostError, match=r"host 2 did not .*host 0 failed"):
+    run(hosts, fails=[0], sleeps=[2], timeout=0.2)
