@@ -103,9 +103,9 @@ def advise(
   >>> advise(weights, fast, 0.1, 2, **costs).choice.name
   'dense'
   """
-  _require_seconds("step_seconds", step_seconds)
-  _require_seconds("coding_seconds", coding_seconds)
-  _require_seconds("tolerance", tolerance)
+  guards.require_finite("step_seconds", step_seconds, "measure it")
+  guards.require_finite("coding_seconds", coding_seconds, "measure it")
+  guards.require_finite("tolerance", tolerance, "0.1 is a tenth")
   guards.require_int("replicas", replicas, 1)
   for rank in ranks:
     guards.require_int("ranks", rank, 1)
@@ -141,16 +141,9 @@ def advise(
   ]  # fmt: skip
   for rank in sorted(set(ranks), reverse=True):
     plan = plan_of(rank)
-    if any(plan.columns(leaf, rank) for leaf in plan.leaves):
+    if plan.compressible:
       computing = compression.seconds(rank)
       ways.append(way(f"rank {rank}", plan, computing, "edgc", rank_max=rank))
   fastest = min(way.seconds for way in ways)
   enough = (w for w in ways if w.seconds <= (1 + tolerance) * fastest)
   return Advice(tuple(ways), next(enough))
-
-
-def _require_seconds(name: str, value: float) -> None:
-  guards.require_number(name, value)
-  guards.require(
-    0 <= value < float("inf"), name, value, "at least 0 and finite", "change it"
-  )

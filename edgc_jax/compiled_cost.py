@@ -42,10 +42,7 @@ def wire_bytes_of_branches(hlo: str) -> list[list[int]]:
     Bytes per replica, a list for each conditional.
   """
   computations = _split(hlo)
-  groups = [
-    [name.strip().lstrip("%") for name in match.split(",")]
-    for match in _BRANCHES.findall(hlo)
-  ]
+  groups = [_names(listed) for listed in _BRANCHES.findall(hlo)]
   return [
     [_total(name, computations) for name in group]
     for group in sorted(groups, key=len, reverse=True)
@@ -61,8 +58,7 @@ def wire_bytes_outside_branches(hlo: str) -> int:
   Returns:
     Bytes per replica.
   """
-  entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE).group(1)
-  return _total(entry, _split(hlo), follow_branches=False)
+  return _total(_entry(hlo), _split(hlo), follow_branches=False)
 
 
 class Collective(NamedTuple):
@@ -78,14 +74,12 @@ def collectives_in_order(hlo: str, branch: int = 0) -> list[Collective]:
   Args:
     hlo: Text of a compiled program, as from `compiled.as_text()`.
     branch: Which one is taken of the conditional that sends the most, for a
-      reducer with a ladder its rung; other conditionals are rarely taken, and
-      left out.
+      reducer with a ladder its rung; other conditionals are left out.
 
   Returns:
     The collectives, in the order in which they run.
   """
-  computations = _split(hlo)
-  entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE).group(1)
+  computations, entry = _split(hlo), _entry(hlo)
   conditionals = [
     line
     for line in computations[entry]
@@ -113,11 +107,21 @@ def collectives_in_order(hlo: str, branch: int = 0) -> list[Collective]:
   return walk(entry)
 
 
+def _entry(hlo: str) -> str:
+  """The name of the computation that a program begins with."""
+  return re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE).group(1)
+
+
+def _names(listed: str) -> list[str]:
+  """Of computations, from a list in HLO."""
+  return [name.strip().lstrip("%") for name in listed.split(",")]
+
+
 def _branches_of(line: str) -> list[str]:
   """Names of a conditional's branches, by their number."""
   listed = _BRANCHES.search(line)
   if listed:
-    return [n.strip().lstrip("%") for n in listed.group(1).split(",")]
+    return _names(listed.group(1))
   both = [
     re.search(rf"{which}_computation=%?([\w.\-]+)", line)
     for which in ("false", "true")
@@ -155,7 +159,7 @@ def _total(
       continue
     called = _CALLED.findall(line)
     for group in _BRANCHES.findall(line):
-      called += [other.strip().lstrip("%") for other in group.split(",")]
+      called += _names(group)
     total += sum(
       _total(other, computations, follow_branches) for other in called
     )

@@ -1,5 +1,6 @@
 """Checks that turn silent waste, wrong results and hangs into errors."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -52,6 +53,13 @@ def require_number(name: str, value: Any) -> None:
       f"`{name}` must be a Python number, since it is compiled in, got"
       f" {value!r}; under optax.inject_hyperparams list it in `static_args`."
     )
+
+
+def require_finite(name: str, value: Any, remedy: str) -> None:
+  """Raises on what is not a number, negative, or not finite."""
+  require_number(name, value)
+  is_fine = math.isfinite(value) and value >= 0
+  require(is_fine, name, value, "at least 0 and finite", remedy)
 
 
 def require_local(

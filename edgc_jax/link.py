@@ -13,16 +13,7 @@ import numpy as np
 from edgc_jax import guards
 from edgc_jax.plan import Plan
 
-
-def _require_finite(name: str, value: float) -> None:
-  guards.require_number(name, value)
-  guards.require(
-    math.isfinite(value) and value >= 0,
-    name,
-    value,
-    "at least 0 and finite",
-    "give seconds, or measure them",
-  )
+_REMEDY = "give seconds, or measure them"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +37,7 @@ class LinkModel:
   r_squared: float | None = dataclasses.field(default=None, compare=False)
 
   def __post_init__(self) -> None:
-    _require_finite("latency", self.latency)
+    guards.require_finite("latency", self.latency, _REMEDY)
     guards.require_number("bandwidth", self.bandwidth)
     guards.require(
       math.isfinite(self.bandwidth) and self.bandwidth > 0,
@@ -85,8 +76,8 @@ class CompressionModel:
   per_rank: float
 
   def __post_init__(self) -> None:
-    _require_finite("base", self.base)
-    _require_finite("per_rank", self.per_rank)
+    guards.require_finite("base", self.base, _REMEDY)
+    guards.require_finite("per_rank", self.per_rank, _REMEDY)
 
   def seconds(self, rank: int) -> float:
     """Seconds at a rank: base + per_rank * rank, and none at 0 (dense)."""

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 import edgc_jax
 from edgc_jax import stopwatch
 from edgc_jax.advice import RANKS, Advice
-from experiments import gpt2, hosts, optimizer, parallel
+from experiments import gpt2, hosts, meshes, optimizer, parallel
 from experiments.gpt2 import GPT2Config
 from experiments.meshes import DATA
 from experiments.optimizer import AUTO
@@ -163,9 +163,7 @@ def _step_seconds(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> float:
   state = backend.init(jax.random.key(0))
   backend.compile_step(*state, config.batch_size)
   hosts.wait_for_all("compiled without exchange")
-  rows = np.zeros(
-    (config.batch_size, model.context + 1), np.int32
-  )[backend.rows(config.batch_size)]  # fmt: skip
+  rows = meshes.blank_rows(backend.rows, model.context, config.batch_size)
 
   def step() -> Any:
     nonlocal state

@@ -30,7 +30,7 @@ from ml_collections import ConfigDict, config_flags
 
 from experiments.network import page, virtual_hosts
 from experiments.network.calls import HostError, Hosts
-from experiments.network.results import load
+from experiments.network.results import NO_EXCHANGE, load
 from experiments.network.rows import ROWS, Layout, Row
 from experiments.network.virtual_hosts import VirtualHosts
 from experiments.run_folder import environment
@@ -54,8 +54,6 @@ _HERE = pathlib.Path(__file__).resolve().parent / "network"
 _PATIENCE = 900.0  # seconds for a call
 _LONG = 1.5  # seconds; shorter steps are timed several at a time
 _SEVERAL = 3
-
-
 _PARTS = ("step", "compress", "communicate")
 
 
@@ -177,7 +175,7 @@ class Benchmark:
       for row in rows:
         has_parts = row.framework == "jax" and layout.stages == 1
         for part in _PARTS if has_parts else _PARTS[:1]:
-          if part != "step" and row.name == "no exchange":
+          if part != "step" and row.name == NO_EXCHANGE:
             continue
           entry = found.setdefault(
             (row.framework, row.name, part),

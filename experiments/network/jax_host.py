@@ -70,11 +70,10 @@ class JaxHost:
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
     model = gpt2.GPT2Config(**config.model.to_dict())
     exchanges = config.reducer != NO_EXCHANGE
-    if not exchanges:
-      config.reducer = "allreduce"
     if exchanges:
       reducer = optimizer.make_reducer(config, DATA, {})
     else:
+      config.reducer = "allreduce"
       reducer = optimizer.without_exchange(config, DATA)
     tx = optimizer.make_optimizer(config, DATA, {}, reducer)
     backend = parallel.make(config, model, tx, mesh)
