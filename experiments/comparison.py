@@ -106,7 +106,8 @@ def collect(study: Study, records: Records, seeds: Sequence[str]) -> Comparison:
     beside = None
     if others:
       ranks = [r["settings"]["powersgd.rank"] for r in others.values()]
-      title = f"fixed rank {statistics.mean(ranks):.3g}, same bytes"
+      same = "about the same bytes" if study.grid else "same bytes"
+      title = f"fixed rank {statistics.mean(ranks):.3g}, {same}"
       beside = Row(title, "powersgd", others)
     rows[name] = Row(name, settings["reducer"], runs, beside)
   tables = {

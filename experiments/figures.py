@@ -31,10 +31,11 @@ _OUTPUT = flags.DEFINE_string("output", "docs", "Where the page goes.")
 _HERE = pathlib.Path(__file__).resolve().parent
 _GRADIENT_STEPS = (1, 10, 50, 100, 400)
 _SHARED = {
-  "edgc.granularity": "stage",  # the paper's, where the rule alone decides
+  "edgc.granularity": "stage",  # the paper's
   "edgc.rank_max": 32,
   "edgc.rank_min": 8,
   "edgc.rank_multiple": 4,
+  "edgc.max_rank_step": 24,  # all there are: the rule alone decides
   "edgc.step_rate": 1.0,
   "evaluation.every": 0,
   "log_every": 1,

@@ -6,6 +6,7 @@ A study is a Python file with
   TABLES    {table: {row: settings}}; the first row of all is dense
   SETTINGS  those of all rows (may be left out)
   BESIDE    False: without the runs that are set beside edgc's
+  GRID      those are of multiples of this rank, for rows to share them
 
 A row of edgc is judged by what its bytes would have bought without it: with
 the same seed, a fixed rank that sends the same total is run, too. Which rank
@@ -65,6 +66,7 @@ class Study:
     tables: {table: {row: settings of its own}}.
     settings: Those of all rows.
     beside: Whether fixed ranks are run beside edgc.
+    grid: Their ranks are multiples of it; 0 for those of equal bytes.
   """
 
   name: str
@@ -72,6 +74,7 @@ class Study:
   tables: Mapping[str, Mapping[str, Settings]]
   settings: Settings = dataclasses.field(default_factory=dict)
   beside: bool = True
+  grid: float = 0.0
 
   @property
   def rows(self) -> Mapping[str, Settings]:
@@ -105,6 +108,8 @@ class Study:
   def run_beside(self, run: Run, summary: Mapping[str, Any]) -> Run:
     """The fixed rank that sends in all as much as a run of edgc did.
 
+    Or the next on the grid, whose bytes then differ by what the page says.
+
     Args:
       run: The run of edgc.
       summary: What came out of it.
@@ -128,6 +133,8 @@ class Study:
     options = json.dumps({**settings, **own}, sort_keys=True)
     bytes_of_step = _bytes_of_step(self.config, options)
     rank = equal_rank(bytes_of_step, sum(summary["wire_bytes_per_step"]))
+    if self.grid:
+      rank = max(1.0, round(rank / self.grid) * self.grid)
     told = [
       f"{key} {value}"
       for key, value in sorted({**settings, **own}.items())
@@ -165,6 +172,7 @@ def load(path: str) -> Study:
     tables,
     values.get("SETTINGS", {}),
     values.get("BESIDE", True),
+    values.get("GRID", 0.0),
   )
 
 

@@ -359,3 +359,15 @@ def test_a_narrow_row_has_a_narrow_one_beside_it():
   wide = STUDY.run_beside(STUDY.run("edgc", "0"), sent)
   ranks = [run.settings["powersgd.rank"] for run in (other, wide)]
   assert 1.8 < ranks[0] / ranks[1] < 2.2
+
+
+def test_rows_share_fixed_ranks_on_a_grid():
+  coarse = dataclasses.replace(STUDY, grid=0.5)
+  run = STUDY.run("edgc", "0")
+  for target in (0.3e6, 0.5e6, 0.62e6):
+    sent = {"wire_bytes_per_step": [target]}
+    exact, near = (
+      which.run_beside(run, sent).settings["powersgd.rank"]
+      for which in (STUDY, coarse)
+    )
+    assert near % 0.5 == 0 and abs(near - exact) <= 0.25
