@@ -18,6 +18,7 @@ from edgc_jax.entrywise_methods import (  # noqa: E402
 )
 from edgc_jax.fixed_rank import allreduce, powersgd  # noqa: E402
 from edgc_jax.link import CompressionModel, LinkModel  # noqa: E402
+from edgc_jax.link_timing import measure_link  # noqa: E402
 from edgc_jax.matrices import MatrixView, trailing_matrix  # noqa: E402
 from edgc_jax.pipeline import apply_stages  # noqa: E402
 from edgc_jax.replicas import rebase_entropy, resize_replicas  # noqa: E402
@@ -27,7 +28,6 @@ from edgc_jax.timing import (  # noqa: E402
   measure_backward,
   measure_coding,
   measure_compression,
-  measure_link,
 )
 from edgc_jax.wrappers import (  # noqa: E402
   accumulate,

@@ -46,6 +46,15 @@ def require_int(name: str, value: Any, least: int) -> None:
   )
 
 
+def require_several(name: str, values: Sequence[int], least: int) -> None:
+  """Raises unless they are such that a line can be fitted through them."""
+  for value in values:
+    require_int(name, value, least)
+  several = len({value // least for value in values}) > 1
+  remedy = "add one, since a line through one point can have any slope"
+  require(several, name, values, "at least two that differ", remedy)
+
+
 def require_number(name: str, value: Any) -> None:
   """Raises unless `value` is a plain Python number."""
   if isinstance(value, bool) or not isinstance(value, int | float):

@@ -84,6 +84,17 @@ class CompressionModel:
     return self.base + self.per_rank * rank if rank else 0.0
 
 
+def fit_line(
+  x: np.ndarray, y: np.ndarray, scale: np.ndarray | float = 1.0
+) -> tuple[float, float]:
+  """Intercept (at least 0) and slope; residuals in units of `scale`."""
+  ones, x, y = np.ones_like(x) / scale, x / scale, y / scale
+  (intercept, slope), *_ = np.linalg.lstsq(np.stack([ones, x], axis=1), y)
+  if intercept < 0:
+    intercept, slope = 0.0, (x @ y) / (x @ x)
+  return float(intercept), float(slope)
+
+
 def exchange_seconds(
   plan: Plan,
   link: LinkModel,

@@ -49,6 +49,7 @@ LAYERS = (
   "adaptive_rank",
   "entrywise_methods",
   "stopwatch",
+  "link_timing",
   "timing",
   "wrappers",
   "state_sharding",

@@ -18,6 +18,17 @@ import edgc_jax
 AXIS = "data"
 
 
+def mesh_of(shape=(2, 4), axis_type=AxisType.Auto):
+  """Of the first devices, with the last of the names."""
+  names = ("stage", "data")[-len(shape) :]
+  return jax.make_mesh(
+    shape,
+    names,
+    (axis_type,) * len(shape),
+    devices=jax.devices()[: np.prod(shape)],
+  )
+
+
 class Pmap:
   """State and updates keep pmap's leading axis of replicas."""
 
