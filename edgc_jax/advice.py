@@ -18,6 +18,7 @@ from edgc_jax.plan import Plan, make_plan
 from edgc_jax.wire_codes import code_of
 
 RANKS = (32, 16, 8)
+TOLERANCE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ def advise(
   compression: CompressionModel,
   coding_seconds: float,
   ranks: Sequence[int] = RANKS,
-  tolerance: float = 0.1,
+  tolerance: float = TOLERANCE,
   min_ratio: float = 2.0,
   matrix_view: ViewFn = trailing_matrix,
 ) -> Advice:
@@ -99,7 +100,7 @@ def advise(
   >>> costs = {"compression": compression, "coding_seconds": 0.01}
   >>> slow, fast = LinkModel(1e-3, 1e7), LinkModel(1e-5, 1e10)
   >>> advise(weights, slow, 0.1, 2, **costs).choice.name
-  'rank 16'
+  'edgc, rank 16'
   >>> advise(weights, fast, 0.1, 2, **costs).choice.name
   'dense'
   """
@@ -143,7 +144,17 @@ def advise(
     plan = plan_of(rank)
     if plan.compressible:
       computing = compression.seconds(rank)
-      ways.append(way(f"rank {rank}", plan, computing, "edgc", rank_max=rank))
-  fastest = min(way.seconds for way in ways)
-  enough = (w for w in ways if w.seconds <= (1 + tolerance) * fastest)
-  return Advice(tuple(ways), next(enough))
+      name = f"edgc, rank {rank}"
+      ways.append(way(name, plan, computing, "edgc", rank_max=rank))
+  chosen = first_fast([way.seconds for way in ways], tolerance)
+  return Advice(tuple(ways), ways[chosen])
+
+
+def first_fast(seconds: Sequence[float], tolerance: float = TOLERANCE) -> int:
+  """The first that is at most `tolerance` slower than the fastest.
+
+  >>> first_fast([1.5, 1.05, 1.0])
+  1
+  """
+  enough = (1 + tolerance) * min(seconds)
+  return next(i for i, value in enumerate(seconds) if value <= enough)

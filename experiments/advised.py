@@ -1,6 +1,6 @@
 """Which reducer to train with, from what is measured on the mesh."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -114,8 +114,9 @@ def advise(
   mesh: Mesh,
   link: edgc_jax.LinkModel,
   costs: Costs,
+  ranks: Sequence[int] = RANKS,
 ) -> Advice:
-  """The advice for a link."""
+  """The advice for a link, among these ranks."""
   return edgc_jax.advise(
     _shapes(model),
     link,
@@ -124,7 +125,7 @@ def advise(
     compression=costs.compression,
     coding_seconds=costs.coding,
     # Others than multiples could not be had.
-    ranks=[r for r in RANKS if r % config.edgc.rank_multiple == 0],
+    ranks=[r for r in ranks if r % config.edgc.rank_multiple == 0],
     min_ratio=config.edgc.min_ratio,
     matrix_view=gpt2.matrix_view,
   )

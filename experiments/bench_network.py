@@ -39,14 +39,19 @@ _CONFIG = config_flags.DEFINE_config_file(
   "config", "configs/gpt2_10m.py", "A file in configs/."
 )
 _HOSTS = flags.DEFINE_list("hosts", ["2", "4"], "How many hosts.")
-_STAGES = flags.DEFINE_bool("stages", False, "Also 2 stages of 2 replicas.")
+_STAGES = flags.DEFINE_bool("stages", True, "Also 2 stages of 2 replicas.")
 _RATES = flags.DEFINE_list(
   "rates", ["50", "100", "300", "1000"], "Mbit/s of an uplink."
 )
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each row is timed.")
+_ROUNDS = flags.DEFINE_integer(
+  "rounds", 3, "How often each row is timed.", lower_bound=1
+)
+_THREADS = flags.DEFINE_integer(
+  "threads", 0, "Of each host; 0 for its share of the cores.", lower_bound=0
+)
 _PEER = flags.DEFINE_bool("peer", True, "PyTorch, too, where it is installed.")
 _ADVISE = flags.DEFINE_bool("advise", True, "Also compare the advice.")
-_ROWS = flags.DEFINE_list("rows", [], "Only these rows; else all.")
+_ROWS = flags.DEFINE_multi_string("row", [], "Only such rows; else all.")
 _OUTPUT = flags.DEFINE_string("output", "docs/network.json", "The JSON file.")
 _FOLDER = flags.DEFINE_string("folder", "runs/network", "For logs.")
 
@@ -103,7 +108,7 @@ class Benchmark:
   ) -> Hosts:
     folder = pathlib.Path(_FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
-    threads = str(self._found["cores"])
+    threads = str(_threads(layout))
     environment = os.environ | {
       "JAX_PLATFORMS": "cpu",
       "NPROC": threads,
@@ -181,6 +186,7 @@ class Benchmark:
             (row.framework, row.name, part),
             {
               "layout": layout.name, "hosts": layout.hosts,
+              "threads": _threads(layout),
               "replicas": layout.hosts // layout.stages, "rate": rate,
               "framework": row.framework, "row": row.name, "part": part,
               "seconds": [], "sent_bytes": [],
@@ -224,7 +230,14 @@ class Benchmark:
 
   def _write(self) -> None:
     self._output.parent.mkdir(parents=True, exist_ok=True)
-    self._output.write_text(json.dumps(self._found, indent=1) + "\n")
+    text = json.dumps(self._found, indent=1, allow_nan=False)
+    self._output.write_text(text + "\n")
+
+
+def _threads(layout: Layout) -> int:
+  """Of a host's process."""
+  cores = len(os.sched_getaffinity(0))
+  return _THREADS.value or max(1, cores // layout.hosts)
 
 
 def _peer_version() -> dict[str, str]:
@@ -245,15 +258,29 @@ def _processor() -> str:
 def main(argv: Sequence[str]) -> None:
   """Measures, and writes the JSON file and the page."""
   del argv
-  # An exception, so that `with` cleans up.
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+  for number in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+      # An exception, so that `with` cleans up.
+      signal.signal(number, lambda number, _: sys.exit(128 + number))
+  unknown = set(_ROWS.value) - {row.name for row in ROWS}
+  if unknown:
+    names = ", ".join(repr(row.name) for row in ROWS if row.framework == "jax")
+    sys.exit(f"error: `--row` must be of {names}, got {unknown.pop()!r}.")
   reason = virtual_hosts.why_not()
   if reason:
     sys.exit(f"error: there can be no virtual hosts here: {reason}.")
   output = pathlib.Path(_OUTPUT.value)
   benchmark = Benchmark(_CONFIG.value, output)
-  rates = [float(rate) for rate in _RATES.value]
-  layouts = [Layout(int(count)) for count in _HOSTS.value]
+  try:
+    rates = [float(rate) for rate in _RATES.value]
+    layouts = [Layout(int(count)) for count in _HOSTS.value]
+    if min(rates) <= 0 or min(layout.hosts for layout in layouts) < 2:
+      raise ValueError("a rate must be above 0, and hosts at least 2")
+  except ValueError as error:
+    sys.exit(
+      "error: `--rates` and `--hosts` must be such as 50,100 and 2,4, got"
+      f" {_RATES.value} and {_HOSTS.value}: {error}."
+    )
   if _STAGES.value:
     layouts.append(Layout(4, 2))
   command = " ".join(["bench_network.py", *sys.argv[1:]])

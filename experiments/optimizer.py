@@ -5,11 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from ml_collections import ConfigDict
 
 import edgc_jax
+from edgc_jax import collectives
 from experiments import gpt2, gpt2_stages
 
 _SCHEDULE_PARTS = 8
@@ -76,7 +79,11 @@ def make_reducer(
 def without_exchange(
   config: ConfigDict, axis_name: str
 ) -> optax.GradientTransformationExtraArgs:
-  """What averages nothing and has a reducer's state: for measuring."""
+  """What averages nothing and has a reducer's state: for measuring.
+
+  On stages, whose parameters must stay equal on all replicas, each gradient is
+  replaced by its sum: it is read as it would be, and a number of it travels.
+  """
   reducer = make_reducer(config, axis_name, {})
 
   def update(
@@ -85,10 +92,18 @@ def without_exchange(
     params: optax.Params | None = None,
     **_: Any,
   ) -> tuple[optax.Updates, optax.OptState]:
-    del params
+    if config.mesh.stage > 1:
+      updates = jax.tree.map(_as_invariant_as, updates, params)
     return updates, state
 
   return optax.GradientTransformationExtraArgs(reducer.init, update)
+
+
+def _as_invariant_as(gradient: jax.Array, param: jax.Array) -> jax.Array:
+  """The sum everywhere, over the axes too on which the parameter is equal."""
+  varying = collectives.varying_axes
+  axes = tuple(set(varying(gradient)) - set(varying(param)))
+  return jnp.full_like(param, lax.psum(jnp.sum(gradient), axes))
 
 
 def rank_name(reducer: str, rank: float) -> str:

@@ -24,7 +24,7 @@ def advise(link, step_seconds=0.1, replicas=4, **options):
 class AdviceTest(parameterized.TestCase):
   def test_seconds_by_hand(self):
     found = advise(LinkModel(1e-3, 1e7), ranks=(8, 32))
-    names = ["dense", "dense, bf16", "rank 32", "rank 8"]
+    names = ["dense", "dense, bf16", "edgc, rank 32", "edgc, rank 8"]
     self.assertEqual([way.name for way in found.ways], names)
     dense, narrow, *factors = found.ways
     self.assertEqual(dense.wire_bytes, DENSE)
@@ -53,7 +53,7 @@ class AdviceTest(parameterized.TestCase):
 
   def test_fast_links_are_told_to_send_dense(self):
     self.assertEqual(advise(LinkModel(1e-5, 1e10)).choice.name, "dense")
-    self.assertEqual(advise(LinkModel(1e-5, 1e5)).choice.name, "rank 8")
+    self.assertEqual(advise(LinkModel(1e-5, 1e5)).choice.name, "edgc, rank 8")
 
   def test_break_even(self):
     """Where the bandwidth is that of the break-even, both take as long."""
@@ -71,7 +71,7 @@ class AdviceTest(parameterized.TestCase):
 
   def test_ranks_that_save_nothing_are_left_out(self):
     found = advise(LinkModel(1e-3, 1e7), ranks=(8, 400))
-    names = ["dense", "dense, bf16", "rank 8"]
+    names = ["dense", "dense, bf16", "edgc, rank 8"]
     self.assertEqual([way.name for way in found.ways], names)
 
   def test_the_choice_can_be_built(self):

@@ -101,7 +101,7 @@ class AdvisedTest(parameterized.TestCase):
       config, model_of(config), meshes.make_mesh(4, 1), SLOW, costs
     )
     names = [way.name for way in found.ways[2:]]
-    self.assertEqual(names, ["rank 16"])
+    self.assertEqual(names, ["edgc, rank 16"])
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def test_two_hosts(tmp_path, network):
     "--config=configs/gpt2_tiny.py", "--config.model.width=64",
     "--config.model.num_layers=2", "--config.model.num_heads=2",
     "--hosts=2", "--nostages", "--nopeer", "--noadvise", "--rates=20",
-    "--rounds=2", "--rows=no exchange,dense,powersgd 8",
+    "--rounds=2", "--rows=no exchange,dense,powersgd, rank 8",
     f"--output={output}", f"--folder={tmp_path / 'logs'}",
   ]  # fmt: skip
   done = subprocess.run(

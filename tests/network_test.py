@@ -25,9 +25,9 @@ calls.serve({"run": run})
 
 def entry(row, part, seconds, framework="jax", **more):
   return {
-    "layout": "2 replicas", "hosts": 2, "replicas": 2, "rate": 100.0,
-    "framework": framework, "row": row, "part": part, "seconds": seconds,
-    "sent_bytes": [1e6],
+    "layout": "2 replicas", "hosts": 2, "replicas": 2, "threads": 1,
+    "rate": 100.0, "framework": framework, "row": row, "part": part,
+    "seconds": seconds, "sent_bytes": [1e6],
   } | more  # fmt: skip
 
 
@@ -38,16 +38,17 @@ def measured(tmp_path):
     entry("dense", "step", [2.5, 2.6, 2.7], wire_bytes=25e6),
     entry("dense", "compress", [0.0]),
     entry("dense", "communicate", [2.0]),
-    entry("powersgd 8", "step", [0.8, 0.7, 0.9], wire_bytes=1.25e6),
-    entry("powersgd 8", "compress", [0.1]),
-    entry("powersgd 8", "communicate", [0.15]),
+    entry("powersgd, rank 8", "step", [0.8, 0.7, 0.9], wire_bytes=1.25e6),
+    entry("powersgd, rank 8", "compress", [0.1]),
+    entry("powersgd, rank 8", "communicate", [0.15]),
+    entry("edgc, rank 8", "step", [0.8]),
     entry("no exchange", "step", [0.3], "torch"),
     entry("dense", "step", [2.4], "torch"),
-    entry("powersgd 8", "step", [0.9], "torch"),
+    entry("powersgd, rank 8", "step", [0.9], "torch"),
   ]
   advice = {
     "layout": "2 replicas", "rate": 100.0, "choice": "dense",
-    "seconds": {"dense": 2.6, "rank 8": 1.0},
+    "seconds": {"dense": 2.6, "edgc, rank 8": 1.0},
     "break_even": {}, "link": {},
   }  # fmt: skip
   about = {
@@ -69,14 +70,14 @@ def measured(tmp_path):
 
 def test_numbers_by_hand(tmp_path):
   found = measured(tmp_path)
-  (cell,) = found.of(framework="jax", row="powersgd 8")
+  (cell,) = found.of(framework="jax", row="powersgd, rank 8")
   assert cell.step == 0.8
   assert cell.without == 0.5
   assert cell.exchange == pytest.approx(0.3)
   assert cell.parts == pytest.approx(0.75)
   # A ring of two moves its payload once.
   assert cell.limit == pytest.approx(0.5 + 0.1 + 0.1)
-  (theirs,) = found.of(framework="torch", row="powersgd 8")
+  (theirs,) = found.of(framework="torch", row="powersgd, rank 8")
   assert theirs.exchange == pytest.approx(0.6)
   assert theirs.limit is None
 
@@ -87,9 +88,11 @@ def test_page(tmp_path):
   text = path.read_text()
   for expected in (
     # Exchange 0.3 s in place of 2.1, and steps of 0.8 in place of 2.6.
-    "| 100 | powersgd 8 | 0.800 | 0.300 | 85.7% | 69.2% | 0.500 | 0.100 |",
-    "| 100 | powersgd 8 | 0.800 | 0.900 | 0.300 | 0.600 | 0.50 |",
-    "| 2 replicas | 100 | dense | 2.600 | 2.600 | +0% | chosen |",
+    "| 100 | powersgd, rank 8 | 0.800 | 0.300 | 85.7% | 69.2% | - | 0.500 |",
+    "| 100 | powersgd, rank 8 | 0.800 | 0.900 | 0.89 | 0.300 | 0.600 | 0.50 |",
+    # Advice took dense for the best, and rank 8 was.
+    "| 1.000 / 0.800 (+25%) | dense | edgc, rank 8 | 3.25 |",
+    "Right: 0 of 1; errors: median 12%, largest 25%.",
     "- 2 replicas, torch, dense, bf16: refused",
   ):
     assert expected in text

@@ -1,9 +1,15 @@
 """What a configuration's words mean to a reducer."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from configs import gpt2_tiny
 from experiments import optimizer
+from tests.meshes import mesh_of
 
 
 def test_warmup_rank_of_a_configuration():
@@ -29,3 +35,22 @@ def test_ranks_have_names():
   assert names == ["dense", "8"]
   assert optimizer.rank_name("allreduce", 0) == "dense"
   assert optimizer.rank_name("topk", 0) == "-"
+
+
+def test_what_takes_the_place_of_gradients_does_not_vary():
+  """As the parameter does: the sums of either stage, or of all."""
+
+  def sums(param, values):
+    gradient = lax.pcast(param, "data", to="varying") + values[0]
+    return optimizer._as_invariant_as(gradient, param)
+
+  values = jnp.arange(4.0)  # 0 and 1 on the first stage, 2 and 3 on the other
+  stages, everywhere = [[3 * 1] * 3, [3 * 5] * 3], [[6 * 6] * 3] * 2
+  for spec, expected in ((P("stage"), stages), (P(), everywhere)):
+    found = jax.shard_map(
+      sums,
+      mesh=mesh_of((2, 2)),
+      in_specs=(spec, P(("stage", "data"))),
+      out_specs=spec,
+    )(jnp.zeros((2, 3)), values)
+    np.testing.assert_array_equal(found, expected)

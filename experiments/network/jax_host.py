@@ -28,11 +28,16 @@ from edgc_jax import compiled_cost
 from experiments import advised, gpt2, heap, meshes, optimizer, parallel
 from experiments.meshes import DATA
 from experiments.network import calls
+from experiments.network.rows import RANKS
 
 NO_EXCHANGE = "none"  # a reducer that leaves gradients as they are
 # Small ones: megabytes take seconds on the slowest links.
 _LINK_SIZES = (2**16, 2**18, 2**20)
-_DTYPES = {"f32": jnp.float32, "u16": jnp.uint16, "s32": jnp.int32}
+_BUDGET = 10.0  # seconds for the link
+_DTYPES = {
+  "f32": jnp.float32, "bf16": jnp.bfloat16, "u32": jnp.uint32,
+  "s32": jnp.int32, "u16": jnp.uint16, "u8": jnp.uint8, "s8": jnp.int8,
+}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -141,11 +146,10 @@ class JaxHost:
     model = gpt2.GPT2Config(**config.model.to_dict())
     if self._costs is None:
       self._costs = advised.measure_costs(config, model, mesh)
-    link = edgc_jax.measure_link(mesh, DATA, _LINK_SIZES, repeats=3)
-    found = advised.advise(config, model, mesh, link, self._costs)
+    link = edgc_jax.measure_link(mesh, DATA, _LINK_SIZES, 3, _BUDGET)
+    found = advised.advise(config, model, mesh, link, self._costs, RANKS)
     return {
       "seconds": {way.name: way.seconds for way in found.ways},
-      "break_even": {way.name: way.break_even for way in found.ways},
       "choice": found.choice.name,
       "link": dataclasses.asdict(link),
     }
@@ -182,10 +186,13 @@ def _communicate(
 
   def operands(collective: compiled_cost.Collective) -> list[jax.Array]:
     parts = replicas if collective.kind == "all-gather" else 1
-    return [
+    arrays = [
       jnp.zeros((int(np.prod(shape)) // parts,), _DTYPES[dtype])
       for dtype, shape in collective.results
     ]
+    if collective.kind == "all-to-all" and len(arrays) == replicas:
+      return [jnp.concatenate(arrays)]  # a result for each replica's part
+    return arrays
 
   def collect(kind: str, x: jax.Array) -> jax.Array:
     if kind == "all-to-all":

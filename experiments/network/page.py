@@ -1,13 +1,15 @@
 """The page of the network benchmark, and its pictures."""
 
 import pathlib
+import statistics
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
+from edgc_jax.advice import TOLERANCE
 from experiments.frontier_plot import COLORS, DPI, WIDTH, dress
 from experiments.frontier_plot import DENSE as GREY
-from experiments.network.results import DENSE, NO_EXCHANGE, Results
+from experiments.network.results import DENSE, NARROW, NO_EXCHANGE, Results
 
 _MARK = "<!-- Made by experiments/bench_network.py: do not edit. -->"
 _NONE = "-"
@@ -37,7 +39,7 @@ def write(results: Results, page: pathlib.Path, command: str) -> None:
     peers = _peers(results, layout)
     if len(peers) > 1:
       lines += ["", "Beside PyTorch, seconds:", "", *_rows(peers)]
-  if results.advice:
+  if results.predictions:
     lines += ["", "## Advice", "", *_advice(results)]
   for (title, figure), name in zip(
     pictures.items(), ("parts", "speeds"), strict=True
@@ -117,6 +119,7 @@ def draw_speeds(results: Results) -> Figure:
 
 def _heading(results: Results, command: str) -> Sequence[str]:
   about = results.about
+  threads = dict.fromkeys((c.layout, c.threads) for c in results.cells)
   return [
     f"# Step times on real links: {about['params']:,} parameters",
     "",
@@ -124,7 +127,9 @@ def _heading(results: Results, command: str) -> Sequence[str]:
     f" {about['tokens']} tokens a replica and step, commit {about['commit']}."
     f" {about['machine']}, {about['cores']} cores for all hosts together;"
     f" {about['versions']}. {about['rounds']} rounds, all rows in turn;"
-    " medians.",
+    " medians. Threads of a host: "
+    + ", ".join(f"{count} with {layout}" for layout, count in threads)
+    + ".",
     "",
     "Hosts are network namespaces of one Linux machine with shaped uplinks and"
     " one process each, with Gloo; they share the cores, so computing gets"
@@ -132,36 +137,45 @@ def _heading(results: Results, command: str) -> Sequence[str]:
     " that of the same framework without an exchange. *Compress* is the update"
     " of the transformation for one replica, on all hosts at once, and"
     " *communicate* the compiled program's collectives with nothing to compute:"
-    " both are measured alone. *Limit* is compute and compress, and the bytes"
-    " of a ring at the full speed of the link.",
+    " both are measured alone, and not on stages. *Limit* is compute and"
+    " compress, where it is measured, and the bytes of a ring at the full speed"
+    " of the link.",
     "",
-    "PyTorch is DistributedDataParallel, eager, with one bucket: the same"
-    " shapes, batch, threads and AdamW, and its PowerSGD hook. It differs in"
-    " what it compiles (nothing), in its fused attention, and in how it skips"
-    " steps that are not finite (not at all).",
+    "PyTorch is DistributedDataParallel over Gloo: the same shapes, batch and"
+    " threads, fused AdamW and fused attention. It differs in that nothing is"
+    " compiled, that gradients travel while the backward pass goes on (in one"
+    " bucket, and so after it, with the PowerSGD hook, which hangs or aborts"
+    " over Gloo with several), that the learning rate is constant, that steps"
+    " which are not finite are not skipped, and that the loss is not averaged"
+    " over replicas.",
   ]  # fmt: skip
 
 
 def _table(results: Results, layout: str) -> list[list[str]]:
   head = [
     "Mbit/s", "way", "step, s", "exchange, s", "exchange less than dense",
-    "step less than dense", "compute", "compress", "communicate", "payload, MB",
-    "sent, MB", "limit, s", "step / limit",
+    "step less than dense", "than bf16", "compute", "compress", "communicate",
+    "payload, MB", "sent, MB", "limit, s", "step / limit",
   ]  # fmt: skip
   lines = [head]
   for cell in results.of(layout=layout, framework="jax"):
-    dense = results.dense(cell)
-    is_dense = cell.row in (DENSE, NO_EXCHANGE) or dense is None
-    limit = None if cell.row == NO_EXCHANGE else cell.limit
+    is_none = cell.row == NO_EXCHANGE
+    limit = None if is_none else cell.limit
+    dense = narrow = None
+    if cell.row not in (NO_EXCHANGE, DENSE):
+      dense = results.beside(cell, DENSE)
+    if cell.row not in (NO_EXCHANGE, DENSE, NARROW):
+      narrow = results.beside(cell, NARROW)
     lines.append(
       [
         f"{cell.rate:g}",
         cell.row,
         f"{cell.step:.3f}",
-        _NONE if cell.row == NO_EXCHANGE else f"{cell.exchange:.3f}",
-        _NONE if is_dense else f"{1 - cell.exchange / dense.exchange:.1%}",
-        _NONE if is_dense else f"{1 - cell.step / dense.step:.1%}",
-        f"{cell.without:.3f}",
+        _NONE if is_none else _number(cell.exchange, ".3f"),
+        _NONE if dense is None else _less(cell.exchange, dense.exchange),
+        _NONE if dense is None else _less(cell.step, dense.step),
+        _NONE if narrow is None else _less(cell.step, narrow.step),
+        _number(cell.without, ".3f"),
         _number(cell.compress, ".3f"),
         _number(cell.communicate, ".3f"),
         _number(cell.wire_bytes, ".2f", 1e-6),
@@ -175,8 +189,8 @@ def _table(results: Results, layout: str) -> list[list[str]]:
 
 def _peers(results: Results, layout: str) -> list[list[str]]:
   lines = [
-    ["Mbit/s", "way", "step, ours", "step, PyTorch", "exchange, ours",
-     "exchange, PyTorch", "exchange, ratio"]
+    ["Mbit/s", "way", "step, ours", "step, PyTorch", "step, ratio",
+     "exchange, ours", "exchange, PyTorch", "exchange, ratio"]
   ]  # fmt: skip
   for theirs in results.of(layout=layout, framework="torch"):
     found = results.of(
@@ -186,18 +200,17 @@ def _peers(results: Results, layout: str) -> list[list[str]]:
       continue
     (ours,) = found
     exchanges = [_NONE] * 3
-    if theirs.row != NO_EXCHANGE:
-      exchanges = [
-        f"{ours.exchange:.3f}",
-        f"{theirs.exchange:.3f}",
-        f"{ours.exchange / theirs.exchange:.2f}",
-      ]
+    both = (ours.exchange, theirs.exchange)
+    if theirs.row != NO_EXCHANGE and None not in both:
+      exchanges = [f"{seconds:.3f}" for seconds in both]
+      exchanges.append(f"{both[0] / both[1]:.2f}")
     lines.append(
       [
         f"{theirs.rate:g}",
         theirs.row,
         f"{ours.step:.3f}",
         f"{theirs.step:.3f}",
+        f"{ours.step / theirs.step:.2f}",
         *exchanges,
       ]
     )
@@ -205,36 +218,41 @@ def _peers(results: Results, layout: str) -> list[list[str]]:
 
 
 def _advice(results: Results) -> Sequence[str]:
-  """Predicted against measured steps, and choice against the best choice."""
-  names = {"edgc 32": "rank 32", "edgc 8": "rank 8"}
-  lines = [
-    [
-      "layout",
-      "Mbit/s",
-      "way",
-      "predicted, s",
-      "measured, s",
-      "error",
-      "choice",
-    ]
+  """Predicted against measured steps, and choice against the right one."""
+  ways = list(results.predictions[0].predicted)
+  lines = [["layout", "Mbit/s", *ways, "choice", "right", "choice / fastest"]]
+  for found in results.predictions:
+    both = ((found.predicted[way], found.measured[way]) for way in ways)
+    lines.append(
+      [
+        found.layout, f"{found.rate:g}",
+        *(f"{p:.3f} / {m:.3f} ({p / m - 1:+.0%})" for p, m in both),
+        found.choice, found.right_choice, f"{1 + found.loss:.2f}",
+      ]
+    )  # fmt: skip
+  right = sum(p.choice == p.right_choice for p in results.predictions)
+  errors = [
+    abs(found.predicted[way] / found.measured[way] - 1)
+    for found in results.predictions
+    for way in ways
   ]
-  for advice in results.advice:
-    cells = results.of(
-      layout=advice["layout"], rate=advice["rate"], framework="jax"
-    )
-    for cell in cells:
-      name = names.get(cell.row, cell.row)
-      if name not in advice["seconds"]:
-        continue
-      predicted = advice["seconds"][name]
-      lines.append(
-        [
-          advice["layout"], f"{advice['rate']:g}", name, f"{predicted:.3f}",
-          f"{cell.step:.3f}", f"{predicted / cell.step - 1:+.0%}",
-          "chosen" if name == advice["choice"] else "",
-        ]
-      )  # fmt: skip
-  return _rows(lines)
+  return [
+    "Seconds of a step as `advise` predicts them from measured links, steps"
+    " and times to compress, and as they were. The right choice is that of the"
+    " same rule from the measured steps: what loses least of all that is at"
+    f" most {TOLERANCE:.0%} slower than the fastest. Right: {right} of"
+    f" {len(results.predictions)}; errors: median"
+    f" {statistics.median(errors):.0%}, largest {max(errors):.0%}.",
+    "",
+    *_rows(lines),
+  ]
+
+
+def _less(ours: float | None, others: float | None) -> str:
+  """By how much, as a share."""
+  if ours is None or others is None:
+    return _NONE
+  return f"{1 - ours / others:.1%}"
 
 
 def _middle(rates: Sequence[float]) -> float:

@@ -5,10 +5,12 @@ import functools
 import json
 import pathlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-NO_EXCHANGE, DENSE = "no exchange", "dense"
+from edgc_jax.advice import first_fast
+
+NO_EXCHANGE, DENSE, NARROW = "no exchange", "dense", "dense, bf16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +19,12 @@ class Cell:
 
   layout: str
   replicas: int
+  threads: int  # of a host
   rate: float  # Mbit/s of an uplink
   framework: str
   row: str
   step: float
-  without: float  # the framework's own step without an exchange
+  without: float | None  # the framework's own step without an exchange
   compress: float | None  # None where it is not measured
   communicate: float | None
   wire_bytes: float | None  # payload of an exchange
@@ -29,28 +32,50 @@ class Cell:
   count: int  # of steps
 
   @property
-  def exchange(self) -> float:
+  def exchange(self) -> float | None:
     """What the step takes longer than without one."""
-    return self.step - self.without
+    return None if self.without is None else self.step - self.without
 
   @property
   def parts(self) -> float | None:
     """Compute, compress and communicate, each measured alone."""
-    if self.compress is None or self.communicate is None:
-      return None
-    return self.without + self.compress + self.communicate
+    parts = (self.without, self.compress, self.communicate)
+    return None if None in parts else sum(parts)
 
   @property
   def limit(self) -> float | None:
     """The least that a step can take if nothing overlaps.
 
-    Compute, compress, and the bytes that a ring of N replicas moves over each
-    uplink, 2 (N - 1) / N of the payload, at the full speed of the link.
+    Compute, compress where it is known, and the bytes that a ring of N
+    replicas moves over each uplink, 2 (N - 1) / N of the payload, at the full
+    speed of the link.
     """
-    if self.compress is None or self.wire_bytes is None:
+    if self.without is None or self.wire_bytes is None:
       return None
     ring = self.wire_bytes * 2 * (self.replicas - 1) / self.replicas
-    return self.without + self.compress + ring / (self.rate * 1e6 / 8)
+    computing = self.without + (self.compress or 0.0)
+    return computing + ring / (self.rate * 1e6 / 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+  """Steps as advice predicted them and as they were; {way: seconds}."""
+
+  layout: str
+  rate: float
+  choice: str
+  predicted: Mapping[str, float]
+  measured: Mapping[str, float]
+
+  @property
+  def right_choice(self) -> str:
+    """By the rule of the advice, from the steps that were measured."""
+    return list(self.measured)[first_fast(list(self.measured.values()))]
+
+  @property
+  def loss(self) -> float:
+    """What the choice is slower than the fastest, as a share."""
+    return self.measured[self.choice] / min(self.measured.values()) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +104,31 @@ class Results:
       if all(getattr(cell, k) == v for k, v in wanted.items())
     ]
 
-  def dense(self, cell: Cell) -> Cell | None:
-    """The dense float32 one to compare a cell with."""
+  def beside(self, cell: Cell, row: str) -> Cell | None:
+    """The cell of another row of the same framework, hosts and links."""
     found = self.of(
-      layout=cell.layout, rate=cell.rate, framework=cell.framework, row=DENSE
+      layout=cell.layout, rate=cell.rate, framework=cell.framework, row=row
     )
     return found[0] if found else None
+
+  @functools.cached_property
+  def predictions(self) -> Sequence[Prediction]:
+    """What advice said, where all its ways were measured."""
+    found = []
+    for advice in self.advice:
+      cells = self.of(
+        layout=advice["layout"], rate=advice["rate"], framework="jax"
+      )
+      measured = {cell.row: cell.step for cell in cells}
+      ways = advice["seconds"]
+      if measured.keys() >= ways.keys():
+        found.append(
+          Prediction(
+            advice["layout"], advice["rate"], advice["choice"], ways,
+            {way: measured[way] for way in ways},
+          )
+        )  # fmt: skip
+    return found
 
 
 def load(path: pathlib.Path) -> Results:
@@ -103,19 +147,17 @@ def load(path: pathlib.Path) -> Results:
       other = by_key.get((*key, row, part))
       return statistics.median(other["seconds"]) if other else None
 
-    without = median(NO_EXCHANGE, "step")
-    if without is None:
-      continue
     is_none = row == NO_EXCHANGE
     cells.append(
       Cell(
         layout=layout,
         replicas=entry["replicas"],
+        threads=entry["threads"],
         rate=rate,
         framework=framework,
         row=row,
         step=median(row, "step"),
-        without=without,
+        without=median(NO_EXCHANGE, "step"),
         compress=0.0 if is_none else median(row, "compress"),
         communicate=0.0 if is_none else median(row, "communicate"),
         wire_bytes=0.0 if is_none else entry.get("wire_bytes"),

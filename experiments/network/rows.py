@@ -14,6 +14,7 @@ class Row:
   settings: Mapping[str, Any]  # of the configuration, or arguments of `build`
 
 
+RANKS = (32, 8)
 ROWS = (
   Row("no exchange", "jax", {"reducer": "none"}),
   Row("dense", "jax", {"reducer": "allreduce"}),
@@ -21,21 +22,24 @@ ROWS = (
     "dense, bf16", "jax",
     {"reducer": "allreduce", "allreduce.wire_dtype": "bfloat16"},
   ),
-  Row("powersgd 32", "jax", {"reducer": "powersgd", "powersgd.rank": 32.0}),
-  Row("powersgd 8", "jax", {"reducer": "powersgd", "powersgd.rank": 8.0}),
   Row(
-    "edgc 32", "jax",
+    "powersgd, rank 32", "jax",
+    {"reducer": "powersgd", "powersgd.rank": 32.0},
+  ),
+  Row("powersgd, rank 8", "jax", {"reducer": "powersgd", "powersgd.rank": 8.0}),
+  Row(
+    "edgc, rank 32", "jax",
     {"reducer": "edgc", "edgc.rank_max": 32, "edgc.rank_min": 32},
   ),
   Row(
-    "edgc 8", "jax",
+    "edgc, rank 8", "jax",
     {"reducer": "edgc", "edgc.rank_max": 8, "edgc.rank_min": 8},
   ),
   Row("no exchange", "torch", {"hook": "none"}),
   Row("dense", "torch", {"hook": "dense"}),
   Row("dense, bf16", "torch", {"hook": "bf16"}),
-  Row("powersgd 32", "torch", {"hook": "powersgd", "rank": 32}),
-  Row("powersgd 8", "torch", {"hook": "powersgd", "rank": 8}),
+  Row("powersgd, rank 32", "torch", {"hook": "powersgd", "rank": 32}),
+  Row("powersgd, rank 8", "torch", {"hook": "powersgd", "rank": 8}),
 )  # fmt: skip
 
 

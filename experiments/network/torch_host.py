@@ -1,8 +1,9 @@
 """One host of the network benchmark: PyTorch's DistributedDataParallel.
 
-The same shapes, batch, optimiser and threads as in `jax_host`, over Gloo. With
-one bucket for all gradients: with several the PowerSGD hook of PyTorch 2.13
-hangs or aborts over Gloo.
+The same shapes, batch, optimiser and threads as in `jax_host`, over Gloo. The
+PowerSGD hook gets one bucket for all gradients: with several, that of PyTorch
+2.13 hangs or aborts over Gloo. Without it, buckets are DDP's own, and travel
+while the backward pass goes on.
 """
 
 import contextlib
@@ -103,7 +104,8 @@ class TorchHost:
     torch.manual_seed(0)
     options = config["optimizer"]
     module = _GPT2(config["model"])
-    model = DistributedDataParallel(module, bucket_cap_mb=_ONE_BUCKET)
+    buckets = {"bucket_cap_mb": _ONE_BUCKET} if hook == "powersgd" else {}
+    model = DistributedDataParallel(module, **buckets)
     if hook == "bf16":
       model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif hook == "powersgd":
@@ -114,11 +116,19 @@ class TorchHost:
         min_compression_rate=2,
       )
       model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    # Weight decay is for matrices, as in `optimizer`.
+    groups = [
+      {
+        "params": [p for p in model.parameters() if (p.ndim > 1) == is_matrix],
+        "weight_decay": is_matrix * options["weight_decay"],
+      }
+      for is_matrix in (True, False)
+    ]
     adamw = torch.optim.AdamW(
-      model.parameters(),
+      groups,
       lr=options["lr"],
       betas=(options["b1"], options["b2"]),
-      weight_decay=options["weight_decay"],
+      fused=True,
     )
     replicas = dist.get_world_size()
     shape = (

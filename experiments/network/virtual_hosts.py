@@ -6,11 +6,13 @@ bandwidth; latency is that of the kernel, some 0.05 ms. Cores and memory are
 shared by all.
 """
 
+import fcntl
 import os
 import pathlib
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
@@ -22,6 +24,8 @@ _SUBNET = "10.99.0"
 _TICK = 0.004
 _LEAST_BURST = 64 * 1024
 _TOOLS = ("ip", "tc", "setpriv")
+_LOCK = pathlib.Path(tempfile.gettempdir(), f"{_NAME}-virtual-hosts.lock")
+_FILES = pathlib.Path("/etc/netns")  # where `ip netns exec` looks for them
 
 
 def why_not() -> str:
@@ -31,12 +35,11 @@ def why_not() -> str:
     return f"{' and '.join(missing)} not found (iproute2, util-linux)"
   if os.geteuid() != 0:
     return "network namespaces need root"
-  attempt = _run("ip", "link", "add", _BRIDGE, "type", "bridge", check=False)
+  trial = f"{_NAME}-{os.getpid()}"
+  attempt = _run("ip", "link", "add", trial, "type", "bridge", check=False)
   if attempt.returncode:
-    if "exists" in attempt.stderr:
-      return ""
     return f"no network bridge can be made ({attempt.stderr.strip()})"
-  _run("ip", "link", "delete", _BRIDGE)
+  _run("ip", "link", "delete", trial)
   return ""
 
 
@@ -44,7 +47,8 @@ class VirtualHosts:
   """Namespaces on a bridge; to be used in a `with` statement.
 
   What is left of others that ended without cleaning up is removed first, and
-  all is removed at the end: processes in the namespaces, too.
+  all is removed at the end: processes in the namespaces, too. There is one at
+  a time on a machine.
   """
 
   def __init__(self, count: int):
@@ -63,6 +67,16 @@ class VirtualHosts:
     reason = why_not()
     if reason:
       raise OSError(f"There can be no virtual hosts here: {reason}.")
+    self._lock = _LOCK.open("w")
+    try:
+      # The kernel lets go of it when this process ends, however it does.
+      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+      self._lock.close()
+      raise OSError(
+        "There are virtual hosts of another process on this machine, which"
+        " would be removed; wait until it has ended."
+      ) from error
     remove_all()
     try:
       _run("ip", "link", "add", _BRIDGE, "type", "bridge")
@@ -70,7 +84,7 @@ class VirtualHosts:
       for index in range(self._count):
         self._add(index)
     except BaseException:
-      remove_all()
+      self.__exit__(None, None, None)
       raise
     return self
 
@@ -81,6 +95,7 @@ class VirtualHosts:
     traceback: TracebackType | None,
   ) -> None:
     remove_all()
+    self._lock.close()
 
   def shape(self, bits_per_second: float) -> None:
     """Gives every uplink a bandwidth; 0 for none but the kernel's own."""
@@ -169,7 +184,8 @@ def remove_all() -> None:
     for pid in _run("ip", "netns", "pids", name).stdout.split():
       _run("kill", "-KILL", pid, check=False)
     _run("ip", "netns", "delete", name, check=False)
-    shutil.rmtree(pathlib.Path("/etc/netns", name), ignore_errors=True)
+  for folder in _FILES.glob(f"{_NAME}-host-*"):
+    shutil.rmtree(folder, ignore_errors=True)
   # The kernel removes the cables of a namespace some time after it.
   listed = _run("ip", "-o", "link", "show", "type", "veth").stdout
   for line in listed.splitlines():
@@ -184,7 +200,7 @@ def _host(index: int) -> str:
 
 
 def _hosts_folder(index: int) -> pathlib.Path:
-  return pathlib.Path("/etc/netns", _host(index))
+  return _FILES / _host(index)
 
 
 def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess:
