@@ -45,6 +45,7 @@ TABLES = {
     "EDGC, bf16": _edgc(
       40, 30, rank_multiple=5, max_rank_step=5, wire_dtype="bfloat16"
     ),
+    "EDGC, bf16, half the rank": _edgc(20, 14, wire_dtype="bfloat16"),
   },
   "Sparse": {
     "top-k, 1 %": _reducer("topk", density=0.01),
