@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: train train-pipeline test test-runs soak lint format compare \
-  ablations allocation figures bench bench-network clean
+  ablations allocation figures bench bench-growth bench-network clean
 
 # The stamp is remade when what is to be installed changes.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -73,6 +73,10 @@ bench-network: $(VENV)/installed
 # Time and memory of the reducers beside forward and backward.
 bench: $(VENV)/installed
 	$(BIN)/python experiments/bench_reducer.py --config=configs/gpt2_tiny.py
+
+# The reducers alone, over sizes of the model: docs/growth.md; some minutes.
+bench-growth: $(VENV)/installed
+	$(BIN)/python experiments/bench_growth.py
 
 clean:
 	rm -rf $(VENV)
