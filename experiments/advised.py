@@ -96,7 +96,7 @@ def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
 
 def measure_costs(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Costs:
   """All but the link; arguments as of `measure`."""
-  shapes = _shapes(model)
+  shapes = gpt2.param_shapes(model)
   compression = edgc_jax.measure_compression(
     shapes,
     min_ratio=config.edgc.min_ratio,
@@ -118,7 +118,7 @@ def advise(
 ) -> Advice:
   """The advice for a link, among these ranks."""
   return edgc_jax.advise(
-    _shapes(model),
+    gpt2.param_shapes(model),
     link,
     costs.step,
     mesh.shape[DATA],
@@ -146,11 +146,6 @@ def table(advice: Advice, replicas: int) -> str:
       f"{way.name:14}{way.wire_bytes / 1e6:9.2f}{way.seconds:10.3f}   {bound}"
     )
   return "\n".join([*lines, f"choice: {advice.choice.name}"])
-
-
-def _shapes(model: GPT2Config) -> Any:
-  """Of the parameters."""
-  return jax.eval_shape(lambda: gpt2.init_params(model, jax.random.key(0)))
 
 
 def _step_seconds(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> float:

@@ -89,7 +89,7 @@ def measure(
   Returns:
     The cells.
   """
-  shapes = jax.eval_shape(lambda: gpt2.init_params(model, jax.random.key(0)))
+  shapes = gpt2.param_shapes(model)
   count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
   draw = jax.random.normal
   gradients = jax.jit(

@@ -193,6 +193,11 @@ def init_params(config: GPT2Config, key: jax.Array) -> Any:
   return GPT2(config).init(key, tokens)["params"]
 
 
+def param_shapes(config: GPT2Config) -> Any:
+  """Shapes and dtypes of the parameters."""
+  return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+
 def loss_fn(config: GPT2Config, params: Any, batch: jax.Array) -> jax.Array:
   """Mean cross-entropy in nats a predicted token.
 

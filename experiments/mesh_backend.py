@@ -57,10 +57,7 @@ class OnMesh:
     self._fresh = fresh
     shapes = jax.eval_shape(fresh, jax.random.key(0))
     self.num_params = sum(
-      p.size
-      for p in jax.tree.leaves(
-        jax.eval_shape(lambda: gpt2.init_params(model, jax.random.key(0)))
-      )
+      p.size for p in jax.tree.leaves(gpt2.param_shapes(model))
     )
     param_specs = jax.tree.map(lambda _: PartitionSpec(), shapes)
     specs = edgc_jax.state_specs(tx, shapes, DATA)

@@ -24,7 +24,6 @@ import runpy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 
 import edgc_jax
@@ -223,7 +222,7 @@ def _bytes_of_step(config: str, options: str) -> Callable[[int], int]:
       f" {values.mesh.stage}; set BESIDE = False in the study."
     )
   model = gpt2.GPT2Config(**values.model.to_dict())
-  shapes = jax.eval_shape(lambda: gpt2.init_params(model, jax.random.key(0)))
+  shapes = gpt2.param_shapes(model)
   same = {name: values.powersgd[name] for name in _SHARED}
   return functools.cache(
     lambda rank: edgc_jax.wire_bytes(

@@ -39,6 +39,16 @@ def serve(functions: Mapping[str, Callable[..., Any]]) -> None:
     print(json.dumps(answer), file=answers, flush=True)
 
 
+def seconds_of(call: Callable[[], Any], count: int) -> tuple[list[float], Any]:
+  """Seconds of each of so many calls, and the last result."""
+  seconds, result = [], None
+  for _ in range(count):
+    start = time.perf_counter()
+    result = call()
+    seconds.append(time.perf_counter() - start)
+  return seconds, result
+
+
 class Hosts:
   """The processes of one framework, one on each host."""
 

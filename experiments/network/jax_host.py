@@ -11,7 +11,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -122,11 +121,9 @@ class JaxHost:
       Seconds of each, and the wire bytes of the last step.
     """
     call = getattr(self._methods[name], part)
-    seconds = []
-    for _ in range(count):
-      start = time.perf_counter()
-      result = jax.block_until_ready(call())
-      seconds.append(time.perf_counter() - start)
+    seconds, result = calls.seconds_of(
+      lambda: jax.block_until_ready(call()), count
+    )
     if part != "step":
       return {"seconds": seconds}
     wire_bytes = np.asarray(result["wire_bytes"]).max()
@@ -161,7 +158,7 @@ def _compress(
   """Updates with one replica: all is computed, and nothing travels."""
   device = jax.local_devices()[:1]
   pmap = functools.partial(jax.pmap, axis_name=DATA, devices=device)
-  shapes = jax.eval_shape(lambda: gpt2.init_params(model, jax.random.key(0)))
+  shapes = gpt2.param_shapes(model)
   draw = lambda key: jax.tree.map(  # noqa: E731
     lambda s: 1e-3 * jax.random.normal(key, s.shape, s.dtype), shapes
   )

@@ -13,7 +13,6 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -155,12 +154,7 @@ class TorchHost:
     """Times steps; returns the seconds of each."""
     if part != "step":
       raise ValueError(f"`part` must be step here, got {part}.")
-    seconds = []
-    for _ in range(count):
-      start = time.perf_counter()
-      self._steps[name]()
-      seconds.append(time.perf_counter() - start)
-    return {"seconds": seconds}
+    return {"seconds": calls.seconds_of(self._steps[name], count)[0]}
 
 
 def main() -> None:
