@@ -5,8 +5,6 @@ all but stage 0 have time to spare: they may send more and still not be the
 ones that are waited for.
 """
 
-import math
-
 import numpy as np
 
 from edgc_jax import guards
@@ -117,11 +115,8 @@ def _checked(seconds: np.ndarray) -> np.ndarray:
 
 def require_backward(backward_seconds: float) -> None:
   """Raises unless the time of a microbatch is a finite number, at least 0."""
-  guards.require_number("backward_seconds", backward_seconds)
-  guards.require(
-    math.isfinite(backward_seconds) and backward_seconds >= 0,
+  guards.require_finite(
     "backward_seconds",
     backward_seconds,
-    "at least 0 and finite",
     "give one microbatch's time; 0 puts all stages on one rung",
   )
