@@ -225,6 +225,7 @@ class Benchmark:
     config.mesh.stage = layout.stages
     config.mesh.data = layout.hosts // layout.stages
     config.mesh.backend = "shard_map" if layout.stages > 1 else "pmap"
+    config.pipeline.align = "none"  # each row has one rank for all stages
     config.batch_size = rows_each * config.mesh.data
     return config
 
