@@ -145,8 +145,9 @@ def exchange(
   ]
   # An entry that is not finite may not have been sent; sums with signs tell.
   finite = [jnp.all(jnp.isfinite(x)) for x in (*averaged, *of_all)]
+  is_finite = jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
   return Exchange(
-    averaged=averaged,
+    averaged=[jnp.where(is_finite, x, jnp.zeros_like(x)) for x in averaged],
     residual=[
       r.reshape(plan.leaves[i].shape) for i, r in zip(low, rest, strict=True)
     ],
@@ -154,5 +155,5 @@ def exchange(
     columns=[k[:, None] for k in kept],
     lost=lost,
     residual_energy=own,
-    is_finite=jnp.all(jnp.stack(finite)) if finite else jnp.array(True),
+    is_finite=is_finite,
   )

@@ -14,7 +14,8 @@ class Exchange(NamedTuple):
   Numbers of a leaf's k matrices are zero where it was sent dense, in float32.
   """
 
-  averaged: list[jax.Array]  # float32, one per leaf, the leaf's shape
+  # float32, one per leaf, the leaf's shape; zeros unless all is finite
+  averaged: list[jax.Array]
   residual: list[jax.Array]  # float32, compressible leaves, local
   factors: Factors  # as in the state
   columns: list[jax.Array]  # float32 [k, columns], squared norms of Q' columns

@@ -59,7 +59,7 @@ from edgc_jax.orthonormalize import (
   principal_columns,
 )
 from edgc_jax.plan import Plan
-from edgc_jax.products import outer_product, transposed_product
+from edgc_jax.products import outer_product, transposed_products
 from edgc_jax.refresh import leading_factors
 
 _SENDS_P, _SENDS_Q = 0, 1
@@ -178,16 +178,21 @@ def _branch(
         fixed = []
     else:
       fixed = bases(factors.q if side == _SENDS_P else factors.p)
+    signs = sketch.draw_signs(jax.random.fold_in(key, 1), stacks)
     if side == _SENDS_P:
       local = [m @ q for m, q in _zip(stacks, fixed)]
+      across = [u @ m for m, (u, _) in _zip(stacks, signs)]
     else:
-      local = [transposed_product(m, p) for m, p in _zip(stacks, fixed)]
+      products = [
+        transposed_products(m, p, u)
+        for m, p, (u, _) in _zip(stacks, fixed, signs)
+      ]
+      local, across = [a for a, _ in products], [b for _, b in products]
     # Before coding, whose losses are small beside these.
     own = [_energy(m) - _energy(f) for m, f in _zip(stacks, local)]
-    signs = sketch.draw_signs(jax.random.fold_in(key, 1), stacks)
     sketches = [
-      sketch.residual_sketch(m, *pair(basis, factor), own_signs)
-      for m, basis, factor, own_signs in _zip(stacks, fixed, local, signs)
+      sketch.residual_sketch(row, *pair(basis, factor), own_signs)
+      for row, basis, factor, own_signs in _zip(across, fixed, local, signs)
     ]
     received = wire.average(
       local,
@@ -198,21 +203,23 @@ def _branch(
     )
     whole, sketches, own = received.exact
     is_finite &= _all_finite((received.factors, received.dense, whole))
+    sane = lambda x: jnp.where(is_finite, x, jnp.zeros_like(x))  # noqa: E731
     for i, value in _zip(plain, whole):
-      averaged[i] = value
+      averaged[i] = sane(value)
     for i, value, sent in _zip(coded, received.dense, received.sent_dense):
-      averaged[i] = value
+      averaged[i] = sane(value)
       if i in slot:
         residual[slot[i]] = leaves[i] - sent
     kept = Factors(list(factors.p), list(factors.q))
     kept_now = kept.p if side == _SENDS_P else kept.q
-    mean_factors = received.factors
+    # Small beside the product, which is zero then, too.
+    received_factors = [sane(f) for f in received.factors]
+    mean_factors = received_factors
     if side is not None:  # P was not sorted on the way
-      sane = [jnp.where(is_finite, f, 0.0) for f in mean_factors]
-      mean_factors = principal_axes(sane)
+      mean_factors = principal_axes(mean_factors)
     for j, i in enumerate(low):
       shape, place, basis = plan.leaves[i].shape, slot[i], fixed[j]
-      factor, sent = received.factors[j], received.sent_factors[j]
+      factor, sent = received_factors[j], received.sent_factors[j]
       averaged[i] = outer_product(*pair(basis, factor)).reshape(shape)
       kept_back = stacks[j] - outer_product(*pair(basis, sent))
       residual[place] = kept_back.reshape(shape)
@@ -222,7 +229,7 @@ def _branch(
       columns[place] = columns[place].at[:, : norms.shape[1]].set(norms)
       kept_now[place] = wire.merged(j, mean_factors[j], kept_now[place])
     if refreshes:
-      kept = _refreshed(plan, averaged, kept, is_finite, key)
+      kept = _refreshed(plan, averaged, kept, key)
     return Exchange(
       averaged, residual, kept, columns, lost, residual_energy, is_finite
     )
@@ -234,14 +241,10 @@ def _refreshed(
   plan: Plan,
   averaged: list[jax.Array],
   factors: Factors,
-  is_finite: jax.Array,
   key: jax.Array,
 ) -> Factors:
   """The factors of what all replicas have, in place of those kept."""
-  stacks = [
-    jnp.where(is_finite, averaged[i], 0.0).reshape(plan.leaves[i].view)
-    for i in plan.compressible
-  ]
+  stacks = [averaged[i].reshape(plan.leaves[i].view) for i in plan.compressible]
   widths = [q.shape[2] for q in factors.q]
   p, q = leading_factors(stacks, widths, jax.random.fold_in(key, 4))
   return Factors(p if factors.p else [], q)

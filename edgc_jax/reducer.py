@@ -144,9 +144,12 @@ def make_reducer(
     )
 
     averaged = gradients
+    # Zeros where it is not finite itself; there may be others.
+    is_alone = len(results) == 1 and not stage_axis
     for part, result in zip(plans, results, strict=True):
       for i, mean in zip(part.positions, result.averaged, strict=True):
-        averaged[i] = jnp.where(ok, mean, jnp.zeros_like(mean))
+        zero = jnp.zeros_like(mean)
+        averaged[i] = mean if is_alone else jnp.where(ok, mean, zero)
     keep = lambda new, old: jax.tree.map(  # noqa: E731
       lambda n, o: jnp.where(ok, n, o), new, old
     )

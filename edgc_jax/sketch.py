@@ -48,12 +48,12 @@ def sketch(stack: jax.Array, signs: Signs) -> jax.Array:
 
 
 def residual_sketch(
-  stack: jax.Array, p: jax.Array, q: jax.Array, signs: Signs
+  across: jax.Array, p: jax.Array, q: jax.Array, signs: Signs
 ) -> jax.Array:
   """z of M - P Q^T, without forming it.
 
   Args:
-    stack: float32 [k, m, n].
+    across: u^T M, float32 [k, 1, n].
     p: float32 [k, m, r].
     q: float32 [k, n, r].
     signs: From `draw_signs`.
@@ -62,7 +62,7 @@ def residual_sketch(
     float32 [k, VALUES].
   """
   u, v = signs
-  return _in_groups((u @ stack - (u @ p) @ jnp.swapaxes(q, 1, 2))[:, 0] * v)
+  return _in_groups((across - (u @ p) @ jnp.swapaxes(q, 1, 2))[:, 0] * v)
 
 
 def _in_groups(row: jax.Array) -> jax.Array:

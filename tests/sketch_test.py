@@ -23,7 +23,8 @@ def stacks_of(rows, cols, rank, seed=0):
 
 def sketch_of(arrays, seed):
   (signs,) = sketch.draw_signs(jax.random.key(seed), [arrays[0]])
-  return sketch.residual_sketch(*arrays, signs)
+  stack, p, q = arrays
+  return sketch.residual_sketch(signs[0] @ stack, p, q, signs)
 
 
 class SketchTest(parameterized.TestCase):
