@@ -1,6 +1,8 @@
 """What several CPU devices in one process need to work together."""
 
+import importlib
 import os
+import sys
 
 import jax
 
@@ -8,6 +10,7 @@ import jax
 _POOL = 32
 # NPROC as it was set here; processes that this one starts see both.
 _OWN = "EDGC_JAX_NPROC"
+_LAPACK_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 def widen_thread_pool() -> None:
@@ -39,6 +42,27 @@ def _set_pool(threads: int) -> None:
   is_ours = os.environ.get("NPROC") in (None, os.environ.get(_OWN))
   if is_ours and not _a_device_was_used():
     os.environ["NPROC"] = os.environ[_OWN] = str(threads)
+
+
+def limit_lapack_threads() -> None:
+  """Leaves decompositions to the threads of XLA's pool, on CPUs.
+
+  XLA calls LAPACK from all of them, and OpenBLAS starts threads of its own in
+  every call, which wait busily for each other: an update of `edgc` with 25
+  Gram matrices of 96 x 96 took 80 ms on 2 cores, or any time up to 1500.
+
+  OpenBLAS reads the number once, when SciPy is loaded, and that is what JAX
+  does for its first decomposition. So it has no effect after that, nor where
+  the user has set a number.
+  """
+  is_set = _LAPACK_THREADS in os.environ or "OMP_NUM_THREADS" in os.environ
+  if is_set or "scipy.linalg" in sys.modules or jax.default_backend() != "cpu":
+    return
+  os.environ[_LAPACK_THREADS] = "1"
+  try:
+    importlib.import_module("scipy.linalg")
+  finally:
+    del os.environ[_LAPACK_THREADS]
 
 
 def require_threads() -> None:

@@ -102,6 +102,7 @@ def make_reducer(
     # Raises where the axis is unbound.
     replicas = collectives.num_devices(axis_name)
     cpu_devices.require_threads()
+    cpu_devices.limit_lapack_threads()
     plan = plan_for(updates)  # raises on leaves that are not real floating
     gradients = jax.tree.leaves(updates)
     guards.require_local(gradients, plan.leaves, axis_name)

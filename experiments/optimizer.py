@@ -1,7 +1,7 @@
 """From a configuration to an optax chain, reducer first."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -90,8 +90,12 @@ def without_exchange(
     updates: optax.Updates,
     state: optax.OptState,
     params: optax.Params | None = None,
+    *,
+    late_updates: Callable[[Any], Any] | None = None,
     **_: Any,
   ) -> tuple[optax.Updates, optax.OptState]:
+    if late_updates is not None:
+      updates = late_updates(lambda x: x)
     if config.mesh.stage > 1:
       updates = jax.tree.map(_as_invariant_as, updates, params)
     return updates, state

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import unittest
 from unittest import mock
 
 import jax
@@ -212,6 +213,28 @@ class ThreadPoolTest(absltest.TestCase):
       env = {k: v for k, v in os.environ.items() if "NPROC" not in k} | given
       printed = subprocess.check_output([sys.executable, "-c", code], env=env)
       self.assertEqual(int(printed), expected)
+
+  @unittest.skipUnless(sys.platform == "linux", "reads /proc")
+  def test_decompositions_have_one_thread_or_those_asked_for(self):
+    code = (
+      "import ctypes, os, re, jax, jax.numpy as jnp, edgc_jax\n"
+      "tx = edgc_jax.powersgd(2)\n"
+      "x = {'w': jnp.ones((1, 32, 32))}\n"
+      "jax.pmap(lambda g: tx.update(g, tx.init(g)), 'data')(x)\n"
+      "maps = open('/proc/self/maps').read()\n"
+      "(path,) = set(re.findall(r'/.*libscipy_openblas-.*', maps))\n"
+      "print(ctypes.CDLL(path).scipy_openblas_get_num_threads())\n"
+      "print(os.environ.get('OPENBLAS_NUM_THREADS'))\n"
+    )
+    for given, expected in (
+      ({}, "1\nNone\n"),
+      ({"OPENBLAS_NUM_THREADS": "2"}, "2\n2\n"),
+    ):
+      env = {k: v for k, v in os.environ.items() if "_NUM_THREADS" not in k}
+      printed = subprocess.check_output(
+        [sys.executable, "-c", code], env=env | given, text=True
+      )
+      self.assertEqual(printed, expected)
 
   def test_import_after_a_device_was_used_is_noticed(self):
     """Setting NPROC would come too late: better an error than a hang."""

@@ -14,12 +14,10 @@ SECONDS = 400
 
 @pytest.fixture
 def network():
-  """Skips where there can be none, and leaves none behind."""
+  """Skips where there can be none."""
   reason = virtual_hosts.why_not()
   if reason:
     pytest.skip(reason)
-  yield
-  virtual_hosts.remove_all()
 
 
 def test_two_hosts(tmp_path, network):
@@ -30,7 +28,8 @@ def test_two_hosts(tmp_path, network):
     "--config=configs/gpt2_tiny.py", "--config.model.width=64",
     "--config.model.num_layers=2", "--config.model.num_heads=2",
     "--hosts=2", "--nostages", "--nopeer", "--noadvise", "--rates=20",
-    "--rounds=2", "--rows=no exchange,dense,powersgd, rank 8",
+    "--rounds=2", "--row=no exchange", "--row=dense",
+    "--row=powersgd, rank 8",
     f"--output={output}", f"--folder={tmp_path / 'logs'}",
   ]  # fmt: skip
   done = subprocess.run(
@@ -42,12 +41,12 @@ def test_two_hosts(tmp_path, network):
   found = results.load(output)
   assert not found.failures
   (dense,) = found.of(row="dense")
-  (factors,) = found.of(row="powersgd 8")
+  (factors,) = found.of(row="powersgd, rank 8")
   # Headers of packets and acknowledgements come on top, and the loss.
   assert 1.0 < dense.sent_bytes / dense.wire_bytes < 1.15
   assert factors.sent_bytes < dense.sent_bytes / 2
-  # The uplink is what it is said to be.
-  assert dense.communicate > 0.9 * dense.wire_bytes * 8 / 20e6
+  # The uplink is what it is said to be, but for what its bucket holds.
+  assert dense.communicate > (dense.wire_bytes - 2**16) * 8 / 20e6
   assert factors.exchange < dense.exchange
   listed = subprocess.run(
     ["ip", "netns", "list"], capture_output=True, text=True, check=True

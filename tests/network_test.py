@@ -1,5 +1,6 @@
 """What is made of the numbers of the network benchmark, and its calls."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def entry(row, part, seconds, framework="jax", **more):
 def measured(tmp_path):
   """By hand: 12.5 MB take one second on this link."""
   rows = [
-    entry("no exchange", "step", [0.5, 0.4, 0.9]),
+    entry("no exchange", "step", [0.5, 0.45, 0.6]),
     entry("dense", "step", [2.5, 2.6, 2.7], wire_bytes=25e6),
     entry("dense", "compress", [0.0]),
     entry("dense", "communicate", [2.0]),
@@ -80,6 +81,16 @@ def test_numbers_by_hand(tmp_path):
   (theirs,) = found.of(framework="torch", row="powersgd, rank 8")
   assert theirs.exchange == pytest.approx(0.6)
   assert theirs.limit is None
+
+
+def test_differences_within_noise_have_no_ratio(tmp_path):
+  (cell,) = measured(tmp_path).of(framework="jax", row="powersgd, rank 8")
+  # Half of 0.9 - 0.7 and of 0.6 - 0.45.
+  assert cell.noise == pytest.approx(0.175)
+  assert cell.clear_exchange == cell.exchange
+  close = dataclasses.replace(cell, step=0.6)
+  assert close.exchange == pytest.approx(0.1)
+  assert close.clear_exchange is None
 
 
 def test_page(tmp_path):

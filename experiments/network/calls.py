@@ -55,7 +55,7 @@ class Hosts:
   def __init__(self, name: str, processes: Sequence[subprocess.Popen]):
     """Args: a name for messages, and the processes in the order of hosts."""
     self.name, self._processes = name, list(processes)
-    self._is_broken = False
+    self.is_broken = False  # a host did not answer: none can be called
 
   def call(
     self, function: str, *, timeout: float, **arguments: Any
@@ -74,9 +74,9 @@ class Hosts:
       HostError: if one of them did not. After an error that a function
         raised on all hosts others can be called; else none can.
     """
-    if self._is_broken:
+    if self.is_broken:
       raise HostError(f"{self.name} on some host has failed before.")
-    self._is_broken = True  # until all have answered
+    self.is_broken = True  # until all have answered
     line = json.dumps({"name": function, "arguments": arguments}) + "\n"
     for index, process in enumerate(self._processes):
       try:
@@ -85,7 +85,7 @@ class Hosts:
       except OSError as error:
         raise HostError(f"{self.name} on host {index} is gone.") from error
     answers = self._answers(timeout)
-    self._is_broken = False
+    self.is_broken = False
     for index, answer in enumerate(answers):
       if "error" in answer:
         raise HostError(

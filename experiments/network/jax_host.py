@@ -30,9 +30,7 @@ from experiments.network import calls
 from experiments.network.rows import RANKS
 
 NO_EXCHANGE = "none"  # a reducer that leaves gradients as they are
-# Small ones: megabytes take seconds on the slowest links.
-_LINK_SIZES = (2**16, 2**18, 2**20)
-_BUDGET = 10.0  # seconds for the link
+_BUDGET = 15.0  # seconds to measure the link
 _DTYPES = {
   "f32": jnp.float32, "bf16": jnp.bfloat16, "u32": jnp.uint32,
   "s32": jnp.int32, "u16": jnp.uint16, "u8": jnp.uint8, "s8": jnp.int8,
@@ -82,7 +80,8 @@ class JaxHost:
     tx = optimizer.make_optimizer(config, DATA, {}, reducer)
     backend = parallel.make(config, model, tx, mesh)
     state = backend.init(jax.random.key(0))
-    rows = np.random.default_rng(jax.process_index()).integers(
+    # One batch for all: a replica's stages have the same rows.
+    rows = np.random.default_rng(0).integers(
       model.vocab_size,
       size=(config.batch_size, model.context + 1),
       dtype=np.int32,
@@ -105,9 +104,12 @@ class JaxHost:
     )
     return {"params": backend.num_params}
 
-  def compiled(self) -> bool:
-    """To be called once, when all is built."""
-    return heap.keep_freed_memory()
+  def measure_costs(self, config: dict[str, Any]) -> None:
+    """What `advise` needs beside the link; compiles, and runs steps."""
+    config = ConfigDict(config)
+    mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
+    model = gpt2.GPT2Config(**config.model.to_dict())
+    self._costs = advised.measure_costs(config, model, mesh)
 
   def run(self, name: str, part: str, count: int) -> dict[str, Any]:
     """Times a part of a method.
@@ -141,9 +143,7 @@ class JaxHost:
     config = ConfigDict(config)
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
     model = gpt2.GPT2Config(**config.model.to_dict())
-    if self._costs is None:
-      self._costs = advised.measure_costs(config, model, mesh)
-    link = edgc_jax.measure_link(mesh, DATA, _LINK_SIZES, 3, _BUDGET)
+    link = edgc_jax.measure_link(mesh, DATA, repeats=3, budget=_BUDGET)
     found = advised.advise(config, model, mesh, link, self._costs, RANKS)
     return {
       "seconds": {way.name: way.seconds for way in found.ways},
@@ -156,13 +156,10 @@ def _compress(
   reducer: optax.GradientTransformation, model: gpt2.GPT2Config
 ) -> Callable[[], Any]:
   """Updates with one replica: all is computed, and nothing travels."""
-  device = jax.local_devices()[:1]
-  pmap = functools.partial(jax.pmap, axis_name=DATA, devices=device)
-  shapes = gpt2.param_shapes(model)
-  draw = lambda key: jax.tree.map(  # noqa: E731
-    lambda s: 1e-3 * jax.random.normal(key, s.shape, s.dtype), shapes
+  pmap = functools.partial(
+    jax.pmap, axis_name=DATA, devices=jax.local_devices()[:1]
   )
-  gradients = pmap(draw)(jax.random.split(jax.random.key(0), 1))
+  gradients = _gradients(model)
   state = pmap(reducer.init)(gradients)
   update = pmap(reducer.update, donate_argnums=1)
 
@@ -173,6 +170,17 @@ def _compress(
 
   run()
   return run
+
+
+@functools.cache
+def _gradients(model: gpt2.GPT2Config) -> Any:
+  """Random ones, on the first device, as pmap has them."""
+  shapes = gpt2.param_shapes(model)
+  draw = lambda key: jax.tree.map(  # noqa: E731
+    lambda s: 1e-3 * jax.random.normal(key, s.shape, s.dtype), shapes
+  )
+  keys = jax.random.split(jax.random.key(0), 1)
+  return jax.pmap(draw, devices=jax.local_devices()[:1])(keys)
 
 
 def _communicate(
@@ -224,7 +232,8 @@ def main() -> None:
     {
       "build": host.build,
       "run": host.run,
-      "compiled": host.compiled,
+      "built": heap.keep_freed_memory,
+      "measure_costs": host.measure_costs,
       "advise": host.advise,
     }
   )

@@ -29,12 +29,19 @@ class Cell:
   communicate: float | None
   wire_bytes: float | None  # payload of an exchange
   sent_bytes: float  # by a host, with the headers of packets
-  count: int  # of steps
+  noise: float  # half the range of steps, and of those without an exchange
 
   @property
   def exchange(self) -> float | None:
     """What the step takes longer than without one."""
     return None if self.without is None else self.step - self.without
+
+  @property
+  def clear_exchange(self) -> float | None:
+    """The same where it is more than noise, for ratios."""
+    exchange = self.exchange
+    is_clear = exchange is not None and exchange > self.noise
+    return exchange if is_clear else None
 
   @property
   def parts(self) -> float | None:
@@ -44,7 +51,7 @@ class Cell:
 
   @property
   def limit(self) -> float | None:
-    """The least that a step can take if nothing overlaps.
+    """What a step would take if nothing overlapped and nothing were lost.
 
     Compute, compress where it is known, and the bytes that a ring of N
     replicas moves over each uplink, 2 (N - 1) / N of the payload, at the full
@@ -147,6 +154,10 @@ def load(path: pathlib.Path) -> Results:
       other = by_key.get((*key, row, part))
       return statistics.median(other["seconds"]) if other else None
 
+    def half_range(row: str, key: tuple = (layout, rate, framework)) -> float:
+      other = by_key.get((*key, row, "step"), {"seconds": [0.0]})
+      return (max(other["seconds"]) - min(other["seconds"])) / 2
+
     is_none = row == NO_EXCHANGE
     cells.append(
       Cell(
@@ -162,7 +173,7 @@ def load(path: pathlib.Path) -> Results:
         communicate=0.0 if is_none else median(row, "communicate"),
         wire_bytes=0.0 if is_none else entry.get("wire_bytes"),
         sent_bytes=statistics.median(entry["sent_bytes"]),
-        count=len(entry["seconds"]),
+        noise=half_range(row) + half_range(NO_EXCHANGE),
       )
     )
   about = {

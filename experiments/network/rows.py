@@ -12,6 +12,7 @@ class Row:
   name: str
   framework: str  # jax or torch
   settings: Mapping[str, Any]  # of the configuration, or arguments of `build`
+  is_for_stages: bool = True  # where every row compiles for a minute
 
 
 RANKS = (32, 8)
@@ -24,12 +25,12 @@ ROWS = (
   ),
   Row(
     "powersgd, rank 32", "jax",
-    {"reducer": "powersgd", "powersgd.rank": 32.0},
+    {"reducer": "powersgd", "powersgd.rank": 32.0}, False,
   ),
   Row("powersgd, rank 8", "jax", {"reducer": "powersgd", "powersgd.rank": 8.0}),
   Row(
     "edgc, rank 32", "jax",
-    {"reducer": "edgc", "edgc.rank_max": 32, "edgc.rank_min": 32},
+    {"reducer": "edgc", "edgc.rank_max": 32, "edgc.rank_min": 32}, False,
   ),
   Row(
     "edgc, rank 8", "jax",

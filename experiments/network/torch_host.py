@@ -26,6 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from experiments import heap
 from experiments.network import calls
 
 _ONE_BUCKET = 1000  # MB
@@ -76,6 +77,11 @@ class _GPT2(nn.Module):
     return F.linear(self.final_norm(self.blocks(x)), self.embedding.weight)
 
 
+def _bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future:
+  """PyTorch's own, which by its name is refused without NCCL."""
+  return default_hooks.bf16_compress_hook(state, bucket)
+
+
 class TorchHost:
   """The functions that can be called."""
 
@@ -100,13 +106,15 @@ class TorchHost:
     Returns:
       The number of parameters.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # of the parameters, which are the first host's
     options = config["optimizer"]
     module = _GPT2(config["model"])
     buckets = {"bucket_cap_mb": _ONE_BUCKET} if hook == "powersgd" else {}
-    model = DistributedDataParallel(module, **buckets)
+    model = DistributedDataParallel(
+      module, gradient_as_bucket_view=True, **buckets
+    )
     if hook == "bf16":
-      model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+      model.register_comm_hook(None, _bf16_hook)
     elif hook == "powersgd":
       state = powerSGD_hook.PowerSGDState(
         process_group=None,
@@ -134,6 +142,7 @@ class TorchHost:
       config["batch_size"] // replicas,
       config["model"]["context"] + 1,
     )
+    torch.manual_seed(dist.get_rank())
     rows = torch.randint(config["model"]["vocab_size"], shape)
     local = model.no_sync if hook == "none" else contextlib.nullcontext
 
@@ -161,7 +170,13 @@ def main() -> None:
   """Arguments: index of the host, number of hosts, address of the first."""
   index, count, address = sys.argv[1:]
   host = TorchHost(int(index), int(count), address)
-  calls.serve({"build": host.build, "run": host.run})
+  calls.serve(
+    {
+      "build": host.build,
+      "run": host.run,
+      "built": heap.keep_freed_memory,
+    }
+  )
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ _NAME = "edgc"  # of namespaces, cables and the bridge
 _BRIDGE = f"{_NAME}-bridge"
 _SUBNET = "10.99.0"
 # A bucket smaller than what the link carries between two looks at the clock
-# would slow it down; 4 ms is the longest time between two.
-_TICK = 0.004
+# would slow it down; what is in it, an idle link lets through at once.
+_TICK = 0.001
 _LEAST_BURST = 64 * 1024
 _TOOLS = ("ip", "tc", "setpriv")
 _LOCK = pathlib.Path(tempfile.gettempdir(), f"{_NAME}-virtual-hosts.lock")

@@ -1,0 +1,300 @@
+"""Measures step times on virtual hosts, row by row and round by round."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from experiments.network import virtual_hosts
+from experiments.network.calls import HostError, Hosts
+from experiments.network.results import NO_EXCHANGE
+from experiments.network.rows import ROWS, Layout, Row
+from experiments.network.virtual_hosts import VirtualHosts
+from experiments.run_folder import environment
+
+_HERE = pathlib.Path(__file__).resolve().parent
+_PATIENCE, _RUN_PATIENCE = 900.0, 180.0  # seconds for a call
+_LONG = 1.5  # seconds; shorter steps are timed several at a time
+_SEVERAL = 3
+# Seconds; how long a step lasts that is mostly waiting varies little.
+_VERY_LONG, _LEAST_ROUNDS = 4.0, 2
+_FIRST_STEPS = 3  # PyTorch's hook begins dense
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What is measured, and how often.
+
+  Attributes:
+    rows: Names of those to measure; all if there are none.
+    rounds: How often each is timed.
+    threads: Of a host; 0 for its share of the cores.
+    has_peer: Whether PyTorch is measured, too, where it is installed.
+    has_advice: Whether the predictions of `advise` are compared.
+    folder: For the logs of hosts.
+  """
+
+  rows: Sequence[str]
+  rounds: int
+  threads: int
+  has_peer: bool
+  has_advice: bool
+  folder: pathlib.Path
+
+
+class Benchmark:
+  """Measures one layout after the other."""
+
+  def __init__(
+    self, config: ConfigDict, options: Options, output: pathlib.Path
+  ):
+    """Args: the configuration, what to do, and the file for the outcome."""
+    self._config, self._options, self._output = config, options, output
+    about = environment()
+    versions = about["versions"] | _peer_version()
+    self._found: dict[str, Any] = {
+      "config": config.name,
+      "tokens": config.batch_size // config.mesh.data * config.model.context,
+      "rounds": self._options.rounds, "commit": about["commit"],
+      "machine": _processor(), "cores": len(os.sched_getaffinity(0)),
+      "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
+      "rows": [], "advice": [], "failures": [],
+    }  # fmt: skip
+
+  def measure(self, layout: Layout, rates: Sequence[float]) -> None:
+    """All rows on a layout at all link speeds."""
+    print(f"--- {layout.name}", flush=True)
+    with VirtualHosts(layout.hosts) as network:
+      frameworks = ["jax"]
+      if self._options.has_peer and _peer_version() and layout.stages == 1:
+        frameworks.append("torch")
+      processes = {
+        framework: self._start(network, framework, layout)
+        for framework in frameworks
+      }
+      has_advice = self._options.has_advice and layout.stages == 1
+      try:
+        rows = list(self._build(processes, layout))
+        if has_advice:
+          config = self._config_of(layout).to_dict()
+          has_advice = self._call(
+            processes, layout, "advice", "measure_costs", config=config
+          )
+        for hosts in processes.values():
+          hosts.call("built", timeout=_PATIENCE)
+        for rate in rates:
+          network.shape(rate * 1e6)
+          self._rounds(network, layout, rate, processes, rows)
+          if has_advice:
+            self._advise(layout, rate, processes)
+          self._write()
+      finally:
+        for hosts in processes.values():
+          hosts.close()
+        self._write()
+
+  def _start(
+    self, network: VirtualHosts, framework: str, layout: Layout
+  ) -> Hosts:
+    folder = self._options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    threads = str(self._threads(layout))
+    port, own = {
+      "jax": (12345, {"JAX_PLATFORMS": "cpu", "NPROC": threads}),
+      "torch": (
+        12346, {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "eth0"},
+      ),
+    }[framework]  # fmt: skip
+    environment = os.environ | own
+    script = str(_HERE / f"{framework}_host.py")
+    processes = [
+      network.start(
+        index,
+        [
+          sys.executable, script, str(index), str(layout.hosts),
+          f"{virtual_hosts.address(0)}:{port}",
+        ],
+        environment,
+        folder / f"{framework}-{layout.name.replace(' ', '-')}-{index}.log",
+      )
+      for index in range(layout.hosts)
+    ]  # fmt: skip
+    return Hosts(framework, processes)
+
+  def _build(
+    self, processes: dict[str, Hosts], layout: Layout
+  ) -> Iterator[Row]:
+    """Compiles every row, and yields what can be run."""
+    for row in ROWS:
+      is_wanted = not self._options.rows or row.name in self._options.rows
+      if layout.stages > 1:
+        is_wanted &= row.is_for_stages
+      if row.framework not in processes or not is_wanted:
+        continue
+      config = self._config_of(layout)
+      arguments = {}
+      if row.framework == "jax":
+        config.update_from_flattened_dict(dict(row.settings))
+      else:
+        arguments = dict(row.settings)
+      start = time.monotonic()
+      about = self._call(
+        processes, layout, row, "build", name=row.name,
+        config=config.to_dict(), **arguments,
+      )  # fmt: skip
+      parts = _parts(row, layout)
+      if about and all(
+        self._call(processes, layout, row, "run", name=row.name, part=part,
+                   count=1 if part != "step" else _FIRST_STEPS)
+        for part in parts
+      ):  # fmt: skip
+        seconds = time.monotonic() - start
+        print(f"{row.framework}, {row.name}: built in {seconds:.0f} s")
+        params = self._found.setdefault("params", about[0]["params"])
+        if params != about[0]["params"]:
+          raise RuntimeError(f"{row} has another model than other rows.")
+        yield row
+
+  def _rounds(
+    self,
+    network: VirtualHosts,
+    layout: Layout,
+    rate: float,
+    processes: dict[str, Hosts],
+    rows: Sequence[Row],
+  ) -> None:
+    """Times all rows in turn, each round from another one on."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for number in range(self._options.rounds):
+      first = number * len(rows) // self._options.rounds
+      for row in (*rows[first:], *rows[:first]):
+        for part in _parts(row, layout):
+          entry = found.setdefault(
+            (row.framework, row.name, part),
+            {
+              "layout": layout.name, "hosts": layout.hosts,
+              "threads": self._threads(layout),
+              "replicas": layout.hosts // layout.stages, "rate": rate,
+              "framework": row.framework, "row": row.name, "part": part,
+              "seconds": [], "sent_bytes": [],
+            },
+          )  # fmt: skip
+          longest = max(entry["seconds"], default=_LONG)
+          if number >= _LEAST_ROUNDS and longest > _VERY_LONG:
+            continue
+          count = 1 if longest >= _LONG else _SEVERAL
+          before = network.sent_bytes(0)
+          answers = self._call(
+            processes, layout, row, "run", name=row.name, part=part,
+            count=count,
+          )  # fmt: skip
+          if not answers:
+            break
+          sent = network.sent_bytes(0) - before
+          # Those who wait for nobody may be done earlier than others.
+          seconds = [answer["seconds"] for answer in answers]
+          entry["seconds"] += map(max, zip(*seconds, strict=True))
+          entry["sent_bytes"].append(sent / count)
+          if "wire_bytes" in answers[0]:
+            entry["wire_bytes"] = answers[0]["wire_bytes"]
+    for key, entry in found.items():
+      if entry["seconds"]:
+        middle = statistics.median(entry["seconds"])
+        print(f"{rate:g} Mbit/s, {', '.join(key)}: {middle:.3f} s", flush=True)
+        self._found["rows"].append(entry)
+
+  def _advise(
+    self, layout: Layout, rate: float, processes: dict[str, Hosts]
+  ) -> None:
+    """Asks for the advice that a user would get."""
+    config = self._config_of(layout).to_dict()
+    answers = self._call(processes, layout, "advice", "advise", config=config)
+    if answers:
+      print(f"{rate:g} Mbit/s: advice is {answers[0]['choice']}", flush=True)
+      about = {"layout": layout.name, "rate": rate}
+      self._found["advice"].append(about | answers[0])
+
+  def _call(
+    self,
+    processes: dict[str, Hosts],
+    layout: Layout,
+    row: Row | str,
+    function: str,
+    **arguments: Any,
+  ) -> list[Any]:
+    """What all hosts answered; nothing after a failure, which is recorded.
+
+    Hosts that can no longer be called are removed from `processes`.
+    """
+    name, framework = (row, "jax") if row == "advice" else (
+      row.name, row.framework
+    )  # fmt: skip
+    if framework not in processes:
+      return []
+    hosts = processes[framework]
+    is_short = function in ("run", "advise")
+    patience = _RUN_PATIENCE if is_short else _PATIENCE
+    try:
+      return hosts.call(function, timeout=patience, **arguments)
+    except HostError as error:
+      print(f"{framework}, {name}: {error}", flush=True)
+      self._found["failures"].append(
+        {"layout": layout.name, "framework": framework, "row": name,
+         "error": str(error)}
+      )  # fmt: skip
+      if hosts.is_broken:
+        processes.pop(framework).close()
+      return []
+
+  def _threads(self, layout: Layout) -> int:
+    """Of a host's process."""
+    cores = len(os.sched_getaffinity(0))
+    return self._options.threads or max(1, cores // layout.hosts)
+
+  def _config_of(self, layout: Layout) -> ConfigDict:
+    """The configuration on a layout; a replica's batch is that of the file."""
+    config = self._config.copy_and_resolve_references()
+    rows_each = config.batch_size // config.mesh.data
+    config.mesh.stage = layout.stages
+    config.mesh.data = layout.hosts // layout.stages
+    config.mesh.backend = "shard_map" if layout.stages > 1 else "pmap"
+    config.pipeline.align = "none"  # each row has one rank for all stages
+    config.batch_size = rows_each * config.mesh.data
+    return config
+
+  def _write(self) -> None:
+    self._output.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(self._found, indent=1, allow_nan=False)
+    self._output.write_text(text + "\n")
+
+
+def _parts(row: Row, layout: Layout) -> Sequence[str]:
+  """What of a step is timed, besides the whole of it."""
+  has_parts = row.framework == "jax" and layout.stages == 1
+  if not has_parts or row.name == NO_EXCHANGE:
+    return ("step",)
+  return ("step", "compress", "communicate")
+
+
+def _peer_version() -> dict[str, str]:
+  try:
+    return {"torch": metadata.version("torch")}
+  except metadata.PackageNotFoundError:
+    return {}
+
+
+def _processor() -> str:
+  """Its name, as Linux gives it."""
+  for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+    if line.startswith("model name"):
+      return line.split(":", 1)[1].strip()
+  return platform.machine()
