@@ -63,8 +63,8 @@ COLLECTIVES = {
   "pmean", "pmin", "ppermute", "psum", "psum_scatter",
 }  # fmt: skip
 STANDARD = {
-  "collections", "dataclasses", "functools", "math", "os", "re", "time",
-  "typing", "warnings",
+  "collections", "dataclasses", "functools", "importlib", "math", "os", "re",
+  "sys", "time", "typing", "warnings",
 }  # fmt: skip
 
 
