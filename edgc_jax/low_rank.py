@@ -118,11 +118,16 @@ def exchange(
   with jax.default_matmul_precision("highest"):
     if len(branches) == 1:
       return branches[0](*operands)
-    branch = jnp.array([distinct.index(width) for width in widths])[rung]
-    branch = len(sides) * branch + count % len(sides)
+    index = jnp.array([distinct.index(width) for width in widths])[rung]
+    index = len(sides) * index + count % len(sides)
     if plan.refresh_every and plan.compressible:
-      branch = jnp.where(plan.refreshes(count), len(branches) - 1, branch)
-    return jax.lax.switch(branch, branches, *operands)
+      index = jnp.where(plan.refreshes(count), len(branches) - 1, index)
+    # Else the compiler moves the ends of branches behind the conditional.
+    held = [
+      lambda *o, run=run: jax.lax.optimization_barrier(run(*o))
+      for run in branches
+    ]
+    return jax.lax.switch(index, held, *operands)
 
 
 def _branch(

@@ -86,6 +86,7 @@ def _measure(
 ) -> tuple[list[list[str]], str]:
   """Lines, and the device; for a process of its own."""
   cpu_devices.fit_thread_pool(1)
+  heap.share_one_heap()
   device = jax.devices()[0]
   about = f"{device.platform}, {device.device_kind}"
   return measure(MODELS[size], ranks, rounds), about

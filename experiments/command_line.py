@@ -16,7 +16,7 @@ from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
 from edgc_jax import cpu_devices
-from experiments import hosts
+from experiments import heap, hosts
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file in configs/, with :REDUCER behind it if you like."
@@ -31,6 +31,7 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
   def start(argv: list[str]) -> None:
     if len(argv) > 1:
       sys.exit(f"error: unknown arguments {argv[1:]}; options begin with --.")
+    heap.share_one_heap()
     # JAX tells of every platform that is not there.
     logging.getLogger("jax").setLevel(logging.WARNING)
     # Orbax tells of each file, and of errors before it raises them.

@@ -226,6 +226,7 @@ def _communicate(
 
 def main() -> None:
   """Arguments: index of the host, number of hosts, address of the first."""
+  heap.share_one_heap()
   index, count, address = sys.argv[1:]
   host = JaxHost(int(index), int(count), address)
   calls.serve(

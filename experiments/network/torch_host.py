@@ -168,6 +168,7 @@ class TorchHost:
 
 def main() -> None:
   """Arguments: index of the host, number of hosts, address of the first."""
+  heap.share_one_heap()
   index, count, address = sys.argv[1:]
   host = TorchHost(int(index), int(count), address)
   calls.serve(
