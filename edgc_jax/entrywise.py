@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from edgc_jax import averages, collectives, sketch
 from edgc_jax.averages import Averaged
-from edgc_jax.exchange import Exchange
+from edgc_jax.exchange import Exchange, zeros_unless
 from edgc_jax.exchange_state import Factors
 from edgc_jax.matrices import Leaf
 from edgc_jax.plan import BYTES_PER_VALUE, Plan
@@ -147,7 +147,7 @@ def exchange(
   finite = [jnp.all(jnp.isfinite(x)) for x in (*averaged, *of_all)]
   is_finite = jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
   return Exchange(
-    averaged=[jnp.where(is_finite, x, jnp.zeros_like(x)) for x in averaged],
+    averaged=[zeros_unless(is_finite, x) for x in averaged],
     residual=[
       r.reshape(plan.leaves[i].shape) for i, r in zip(low, rest, strict=True)
     ],

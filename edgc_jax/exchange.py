@@ -3,7 +3,9 @@
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
+from edgc_jax import collectives
 from edgc_jax.exchange_state import Factors
 from edgc_jax.plan import Plan
 
@@ -14,7 +16,7 @@ class Exchange(NamedTuple):
   Numbers of a leaf's k matrices are zero where it was sent dense, in float32.
   """
 
-  # float32, one per leaf, the leaf's shape; zeros unless all is finite
+  # float32, one per leaf, the leaf's shape; see `zeros_unless`
   averaged: list[jax.Array]
   residual: list[jax.Array]  # float32, compressible leaves, local
   factors: Factors  # as in the state
@@ -22,6 +24,18 @@ class Exchange(NamedTuple):
   lost: list[jax.Array]  # float32 [k], |mean_i residual_i|^2, from a sketch
   residual_energy: list[jax.Array]  # float32 [k], mean_i |residual_i|^2
   is_finite: jax.Array  # bool []
+
+
+def zeros_unless(is_finite: jax.Array, mean: jax.Array) -> jax.Array:
+  """What came back, or zeros where something in the exchange is not finite.
+
+  Where stages differ in what is finite, what they share stays as it is: they
+  have to agree first.
+  """
+  differs = set(collectives.varying_axes(is_finite))
+  if not differs <= set(collectives.varying_axes(mean)):
+    return mean
+  return jnp.where(is_finite, mean, jnp.zeros_like(mean))
 
 
 class ExchangeFn(Protocol):

@@ -50,7 +50,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from edgc_jax import sketch
-from edgc_jax.exchange import Exchange
+from edgc_jax.exchange import Exchange, zeros_unless
 from edgc_jax.exchange_state import Factors, gaussian_columns
 from edgc_jax.factor_wire import FactorWire
 from edgc_jax.orthonormalize import (
@@ -122,11 +122,9 @@ def exchange(
     index = len(sides) * index + count % len(sides)
     if plan.refresh_every and plan.compressible:
       index = jnp.where(plan.refreshes(count), len(branches) - 1, index)
-    # Else the compiler moves the ends of branches behind the conditional.
-    held = [
-      lambda *o, run=run: jax.lax.optimization_barrier(run(*o))
-      for run in branches
-    ]
+    # Else the compiler moves what branches end with behind the conditional.
+    hold = lambda tree: jax.tree.map(jax.lax.optimization_barrier, tree)  # noqa: E731
+    held = [lambda *o, run=run: hold(run(*o)) for run in branches]
     return jax.lax.switch(index, held, *operands)
 
 
@@ -208,17 +206,16 @@ def _branch(
     )
     whole, sketches, own = received.exact
     is_finite &= _all_finite((received.factors, received.dense, whole))
-    sane = lambda x: jnp.where(is_finite, x, jnp.zeros_like(x))  # noqa: E731
     for i, value in _zip(plain, whole):
-      averaged[i] = sane(value)
+      averaged[i] = zeros_unless(is_finite, value)
     for i, value, sent in _zip(coded, received.dense, received.sent_dense):
-      averaged[i] = sane(value)
+      averaged[i] = zeros_unless(is_finite, value)
       if i in slot:
         residual[slot[i]] = leaves[i] - sent
     kept = Factors(list(factors.p), list(factors.q))
     kept_now = kept.p if side == _SENDS_P else kept.q
     # Small beside the product, which is zero then, too.
-    received_factors = [sane(f) for f in received.factors]
+    received_factors = [zeros_unless(is_finite, f) for f in received.factors]
     mean_factors = received_factors
     if side is not None:  # P was not sorted on the way
       mean_factors = principal_axes(mean_factors)

@@ -145,7 +145,7 @@ def make_reducer(
     )
 
     averaged = gradients
-    # Zeros where it is not finite itself; there may be others.
+    # One exchange has zeros for what is not finite; there may be others.
     is_alone = len(results) == 1 and not stage_axis
     for part, result in zip(plans, results, strict=True):
       for i, mean in zip(part.positions, result.averaged, strict=True):
