@@ -77,7 +77,9 @@ class _GPT2(nn.Module):
     return F.linear(self.final_norm(self.blocks(x)), self.embedding.weight)
 
 
-def _bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future:
+def _bf16_hook(
+  state: object, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
   """PyTorch's own, which by its name is refused without NCCL."""
   return default_hooks.bf16_compress_hook(state, bucket)
 
