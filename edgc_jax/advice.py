@@ -62,6 +62,7 @@ def advise(
   coding_seconds: float,
   ranks: Sequence[int] = RANKS,
   tolerance: float = TOLERANCE,
+  wire_dtype: str = "float32",
   min_ratio: float = 2.0,
   matrix_view: ViewFn = trailing_matrix,
 ) -> Advice:
@@ -84,6 +85,8 @@ def advise(
       measured at; such that save less than `min_ratio` on every matrix are
       left out.
     tolerance: Share of the fastest step that fidelity is worth, at least 0.
+    wire_dtype: Of the factors, as for `edgc`; the time to code them, which
+      are small, is left out.
     min_ratio: As for `edgc`.
     matrix_view: As for `edgc`.
 
@@ -141,11 +144,12 @@ def advise(
     ),
   ]  # fmt: skip
   for rank in sorted(set(ranks), reverse=True):
-    plan = plan_of(rank)
+    plan = plan_of(rank, wire_dtype)
     if plan.compressible:
       computing = compression.seconds(rank)
+      options = {"rank_max": rank, "wire_dtype": wire_dtype}
       name = f"edgc, rank {rank}"
-      ways.append(way(name, plan, computing, "edgc", rank_max=rank))
+      ways.append(way(name, plan, computing, "edgc", **options))
   chosen = first_fast([way.seconds for way in ways], tolerance)
   return Advice(tuple(ways), ways[chosen])
 

@@ -126,6 +126,7 @@ def advise(
     coding_seconds=costs.coding,
     # Others than multiples could not be had.
     ranks=[r for r in ranks if r % config.edgc.rank_multiple == 0],
+    wire_dtype=config.edgc.wire_dtype,
     min_ratio=config.edgc.min_ratio,
     matrix_view=gpt2.matrix_view,
   )

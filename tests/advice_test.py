@@ -38,7 +38,18 @@ class AdviceTest(parameterized.TestCase):
       self.assertEqual(way.wire_bytes, sent)
       seconds = 0.1 + 2e-3 + 0.02 + 1e-4 * rank + sent / 1e7
       self.assertAlmostEqual(way.seconds, seconds)
-      self.assertEqual((way.reducer, way.options), ("edgc", {"rank_max": rank}))
+      options = {"rank_max": rank, "wire_dtype": "float32"}
+      self.assertEqual((way.reducer, way.options), ("edgc", options))
+
+  def test_factors_that_travel_coded(self):
+    link, sent = LinkModel(1e-3, 1e7), {}
+    for wire_dtype in ("float32", "bfloat16"):
+      (*_, way) = advise(link, ranks=(32,), wire_dtype=wire_dtype).ways
+      options = {"rank": 32, "wire_dtype": wire_dtype, "replicas": 4}
+      sent[wire_dtype] = edgc_jax.wire_bytes(PARAMS, **options)
+      self.assertEqual(way.wire_bytes, sent[wire_dtype])
+      self.assertEqual(way.options["wire_dtype"], wire_dtype)
+    self.assertLess(sent["bfloat16"], 0.6 * sent["float32"])
 
   @parameterized.parameters(1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11)
   def test_the_choice_is_the_most_faithful_of_the_fast(self, bandwidth):
