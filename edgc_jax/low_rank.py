@@ -180,7 +180,8 @@ def _branch(
       else:
         fixed = []
     else:
-      fixed = bases(factors.q if side == _SENDS_P else factors.p)
+      last = factors.q if side == _SENDS_P else factors.p
+      fixed = orthonormalize(bases(last))  # they are the projection itself
     signs = sketch.draw_signs(jax.random.fold_in(key, 1), stacks)
     if side == _SENDS_P:
       local = [m @ q for m, q in _zip(stacks, fixed)]

@@ -66,6 +66,24 @@ class LowRankTest(parameterized.TestCase):
       np.testing.assert_allclose(update, turn(fixed @ basis.T), 1e-3, 1e-5)
       np.testing.assert_allclose(run.residual()["w"], residual, 1e-3, 1e-4)
 
+  def test_alternating_bases_are_orthonormal_where_directions_died(self):
+    """Or updates overshoot, and the residual's norm is not what is told."""
+    tx = edgc_jax.powersgd(32, alternating=True, min_ratio=0)
+    run = Pmap(tx, PARAMS, replicas=1)
+    random = np.random.default_rng(0)
+    for _ in range(12):
+      rows, cols = (
+        random.standard_normal((ROWS, 1)),
+        random.standard_normal(COLS),
+      )
+      gradient = (rows * cols)[None]
+      update = run.step({"w": jnp.asarray(gradient, jnp.float32)})["w"]
+      real = np.linalg.norm(run.residual()["w"])
+      told = edgc_jax.metrics(run.state)["residual_norm"]
+      scale = np.linalg.norm(gradient)
+      self.assertAlmostEqual(told / scale, real / scale, delta=1e-3)
+      self.assertLess(np.linalg.norm(update), 3 * scale)
+
   def test_warm_start_finds_the_best_subspace(self):
     """With the same gradient each step, the update tends to the best."""
     values = 2.0 ** -np.arange(12)
