@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from edgc_jax import guards
 from edgc_jax.matrices import (
   PlacementFn,
   ViewFn,
@@ -27,6 +28,8 @@ def wire_bytes(
 ) -> int:
   """Bytes one step's exchange sends per replica at a rank (0 is dense).
 
+  Of `edgc`, `powersgd` and `allreduce`; what others send is in their `metrics`.
+
   Args:
     params: Parameters, gradients, or their `jax.ShapeDtypeStruct`s; on
       pipeline stages those of one stage.
@@ -46,7 +49,9 @@ def wire_bytes(
     The bytes, without those of entropy samples and of agreeing.
 
   Raises:
-    ValueError: if `wire_dtype` is none of those that there are.
+    TypeError: if a rank or `replicas` is not an integer.
+    ValueError: if one of them is too small, or `wire_dtype` is none of those
+      that there are.
 
   >>> import jax
   >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")
@@ -54,7 +59,13 @@ def wire_bytes(
   (9437184, 491588)
   """
   lead_rank = rank if lead_rank is None else lead_rank
-  ladder = (rank, lead_rank, rank_min or rank)
+  rank_min = rank if rank_min is None else rank_min
+  for name, value, least in (
+    ("rank", rank, 0), ("lead_rank", lead_rank, 0), ("rank_min", rank_min, 0),
+    ("replicas", replicas, 1),
+  ):  # fmt: skip
+    guards.require_int(name, value, least)
+  ladder = (rank, lead_rank, rank_min)
   plan = make_plan(
     params,
     ladder,

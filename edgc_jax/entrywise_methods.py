@@ -111,6 +111,7 @@ def randomk(
     density: Share of the entries sent, in (0, 1].
     axis_name: Axis averaged over; must be bound where `update` runs.
     error_feedback: Whether what was not sent is added to the next gradient.
+      Without it `relative_error` tells at most 1, and may be more.
     stage_axis: As for `edgc`, if the model is cut into pipeline stages.
     placement: As for `edgc`.
     min_size: Leaves of fewer entries travel dense.

@@ -66,5 +66,5 @@ class ExchangeFn(Protocol):
       ranks: int32 [K], columns of each matrix, where these may differ.
 
     Returns:
-      The exchange; wire bytes are `plan.wire_bytes(plan.ladder[rung])`.
+      The exchange.
     """

@@ -94,7 +94,7 @@ def exchange(
       own rank (`allocation`).
 
   Returns:
-    The exchange; wire bytes are `plan.wire_bytes(plan.ladder[rung])`.
+    The exchange.
   """
   widths = [
     tuple(plan.columns(leaf, rank) for leaf in plan.leaves)

@@ -29,8 +29,7 @@ from edgc_jax.wire_codes import Bfloat16, NativeBfloat16
 BYTES_PER_VALUE = 4
 # Of each matrix, with its factors: what was not sent, sketched, and its norm.
 _ERROR_VALUES = sketch.VALUES + 1
-# Eigenproblems of more columns go through threaded LAPACK on CPU hosts: 30
-# times slower at 69 than at 64 columns, with OPENBLAS_NUM_THREADS=1 as fast.
+# More columns cost products; whether they would be worth it is not measured.
 _WIDE = 64
 
 

@@ -33,6 +33,10 @@ class Row:
     """The least over runs of the first of the numbers that all runs have."""
     return self._over_runs(min, keys)
 
+  def most(self, *keys: str) -> float | None:
+    """The most of it."""
+    return self._over_runs(max, keys)
+
   def _over_runs(
     self, fn: Callable[[Sequence[float]], float], keys: Sequence[str]
   ) -> float | None:

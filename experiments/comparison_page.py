@@ -105,7 +105,6 @@ def _heading(found: Comparison, command: str) -> Sequence[str]:
   runs = [run for row in found.rows for run in row.runs.values()]
   first = runs[0]
   places = [run["environment"] for run in runs]
-  commits = sorted({place["commit"] for place in places})
   machines = sorted({f"{p['device']}, {p['cores']} cores" for p in places})
   versions = sorted(
     {
@@ -127,34 +126,47 @@ def _heading(found: Comparison, command: str) -> Sequence[str]:
     "",
     *_what_is_missing(found),
     f"`{command}`, configuration `{found.study.config}`, seeds"
-    f" {', '.join(found.seeds)}. Commit {', '.join(commits)}.",
+    f" {', '.join(found.seeds)}. Commits: {_commits(found)}.",
     f"{'; '.join(machines)}. {'; '.join(versions)}.",
     f"Data: {'; '.join(sorted(data))}.",
     "",
     "Held-out loss is in nats a token at the last step: mean over seeds, and"
     f" the standard deviation. The gap is to {found.dense.name}, seed by seed,"
-    " with the standard error of its mean; with three seeds 95 % of such means"
-    " are within 4.3 of them, and of many rows some are far off by chance."
-    " Rows with fewer seeds than others are not to be compared by their mean"
-    " loss. Bytes are those that a replica"
+    " with the standard error of its mean. With three seeds a difference below"
+    " 4.3 standard errors is not resolved (95 %), and of many rows some are far"
+    " off by chance. Rows with fewer seeds than others are not to be compared"
+    " by their mean loss. Curves are means over seeds, cut off above where"
+    " dense is early in the run. Bytes are those that a replica"
     " sends, as an all-reduce of as many would count, warm-up, samples and"
     " agreement included; the ratio is dense over sent bytes of the whole run."
     + (
-      " Each row of edgc stands over a fixed rank that was run to send the same"
-      " bytes; the last column is the difference to it, in nats, below zero"
-      " where edgc is better."
+      " Each row of edgc stands over a fixed rank that was run to send"
+      f" {'about ' * bool(found.study.grid)}the same bytes; the last column is"
+      " the difference to it, in nats, below zero where edgc is better."
       if found.study.beside
       else ""
     ),
     "",
     "The time of a step is the median between logged lines, without"
-    " compilation, evaluation and checkpoints, in the seed where it was least:"
-    " runs come one after the other, and what else a machine does only adds to"
-    " it. Where replicas share the cores of one machine it is mostly"
-    " computation: no network is in it. Memory is"
-    " the most that the process had, all replicas and the compiler included,"
-    " or of a device where the backend tells.",
+    " compilation, evaluation and checkpoints, least and most over the seeds."
+    " Rows are not to be compared by it: runs come one after the other, hours"
+    " apart, with whatever else the machine does. Where replicas share the"
+    " cores of one machine it is mostly computation: no network is in it."
+    " Memory is the most that the process had, all replicas and the compiler"
+    " included, or of a device where the backend tells.",
   ]  # fmt: skip
+
+
+def _commits(found: Comparison) -> str:
+  """Of the runs, by seed."""
+  by_seed: dict[str, set[str]] = {}
+  for row in found.rows:
+    for seed, run in row.runs.items():
+      by_seed.setdefault(seed, set()).add(run["environment"]["commit"])
+  return "; ".join(
+    f"seed {seed} {', '.join(sorted(own))}"
+    for seed, own in sorted(by_seed.items())
+  )
 
 
 def _what_is_missing(found: Comparison) -> Sequence[str]:
@@ -196,10 +208,16 @@ def _cells(row: Row, dense: Row) -> list[str]:
     _scaled(row.mean("wire_bytes_per_step"), 1e-6, ".3f"),
     _scaled(row.mean("peak_wire_bytes_per_step"), 1e-6, ".3f"),
     _scaled(row.mean("compression_ratio"), 1, ".2f"),
-    _scaled(row.least("step_seconds"), 1e3, ".0f"),
+    _range(row),
     _scaled(memory, 1e-9, ".2f"),
     str(len(losses)),
   ]
+
+
+def _range(row: Row) -> str:
+  """Milliseconds of a step, least and most over seeds."""
+  ends = (row.least("step_seconds"), row.most("step_seconds"))
+  return " to ".join(_scaled(end, 1e3, ".0f") for end in dict.fromkeys(ends))
 
 
 def _scaled(value: float | None, factor: float, spec: str) -> str:

@@ -42,8 +42,13 @@ def draw(found: Comparison) -> Figure:
   axes = figure.subplots()
   gaps = gaps_of(found)
   places = [place for _, place, _ in gaps]
-  best = [places[i] for i in non_dominated(places)]
-  axes.plot(*zip(*best, strict=True), color="#999999", zorder=1)
+  others = {id(row.beside) for row in found.rows}
+  own = [place for row, place, _ in gaps if id(row) not in others]
+  best = [own[i] for i in non_dominated(own)]
+  # A gap is what it costs to send any of the bytes up to that point.
+  axes.plot(
+    *zip(*best, strict=True), color="#999999", zorder=1, drawstyle="steps-pre"
+  )
   groups = list(found.tables)
   members = {id(r): t for t, rows in found.tables.items() for r in rows}
   beside = {
@@ -79,7 +84,8 @@ def draw(found: Comparison) -> Figure:
   axes.set_ylabel(f"held-out loss above {found.dense.name} (%)")
   axes.legend(
     fontsize=8, frameon=False, loc="upper left", title_fontsize=8,
-    title="hollow: fixed rank of the same bytes" if beside else None,
+    title="grey: the least gap; bars: standard errors"
+    + "\nhollow: fixed rank of the same bytes" * bool(beside),
     alignment="left",
   )  # fmt: skip
   where = {id(row): place for row, place, _ in gaps}

@@ -25,6 +25,16 @@ PARAMS = {
 
 class WireBytesTest(parameterized.TestCase):
   @parameterized.parameters(
+    ({"rank": -1}, ValueError), ({"rank": "4"}, TypeError),
+    ({"rank": 4, "replicas": 0}, ValueError),
+    ({"rank": 4, "lead_rank": -2}, ValueError),
+  )  # fmt: skip
+  def test_arguments_are_checked(self, options, error):
+    name = list(options)[-1]
+    with self.assertRaisesRegex(error, f"`{name}` must be"):
+      edgc_jax.wire_bytes(PARAMS, **options)
+
+  @parameterized.parameters(
     ("pmap", "stage", "gaussian"),
     ("pmap", "matrix", "gaussian"),
     ("shard_map", "matrix", "histogram"),

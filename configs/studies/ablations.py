@@ -1,6 +1,6 @@
 """What each part of edgc is worth: one factor at a time, at one budget.
 
-About 8 times fewer bytes than dense. Each table changes one setting of the
+About 9 times fewer bytes than dense. Each table changes one setting of the
 row "EDGC", whose value its title has; beside each row stands a fixed rank of
 nearly the same bytes, so that a setting that sends more does not look better
 for it: within a quarter of a rank, for rows to share them. The alignment of

@@ -2,7 +2,8 @@
 
 Low rank, sparse and low precision, each at one or two budgets, over a dense
 all-reduce in float32 and bfloat16. Beside each row of edgc a fixed rank is run
-that sends the same bytes. 60 runs with three seeds; two hours on 2 cores.
+that sends the same bytes. 60 runs with three seeds; two hours and a half on
+2 cores.
 """
 
 from collections.abc import Mapping
