@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from edgc_jax import cpu_devices, products
-from experiments import gpt2, heap, measurements
+from experiments import gpt2, heap, markdown, measurements
 from experiments.gpt2 import GPT2Config
 from experiments.run_folder import environment
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
       print(" | ".join(line), flush=True)
   page = pathlib.Path(_OUTPUT.value)
   page.parent.mkdir(parents=True, exist_ok=True)
-  page.write_text("\n".join([*_heading(device), *_table(lines)]) + "\n")
+  page.write_text("\n".join([*_heading(device), *markdown.table(lines)]) + "\n")
 
 
 def _measure(
@@ -218,11 +218,6 @@ def _heading(device: str) -> list[str]:
     " donated.",
     "",
   ]
-
-
-def _table(lines: Sequence[Sequence[str]]) -> list[str]:
-  lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-  return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments import markdown
 from experiments.comparison import Comparison, Row, difference, gap
 from experiments.optimizer import LOW_RANK, rank_name
 from experiments.records import Record
@@ -188,13 +189,13 @@ def _table(rows: Sequence[Row], dense: Row) -> Sequence[str]:
     "peak MB", "ratio", "ms a step", "memory, GB", "seeds",
     *["to the fixed rank"] * has_beside,
   ]  # fmt: skip
-  lines = [head, ["---"] * len(head)]
+  lines = [head]
   for row in rows:
     lines.append(_cells(row, dense) + [_difference(row)] * has_beside)
     if row.beside:
       name, *cells = _cells(row.beside, dense)
       lines.append([f"↳ {name}", *cells, ""])
-  return [f"| {' | '.join(cells)} |" for cells in lines]
+  return markdown.table(lines)
 
 
 def _cells(row: Row, dense: Row) -> list[str]:

@@ -68,9 +68,7 @@ class JaxHost:
     Returns:
       The number of parameters.
     """
-    config = ConfigDict(config)
-    mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
-    model = gpt2.GPT2Config(**config.model.to_dict())
+    config, mesh, model = _read(config)
     exchanges = config.reducer != NO_EXCHANGE
     if exchanges:
       reducer = optimizer.make_reducer(config, DATA, {})
@@ -106,9 +104,7 @@ class JaxHost:
 
   def measure_costs(self, config: dict[str, Any]) -> None:
     """What `advise` needs beside the link; compiles, and runs steps."""
-    config = ConfigDict(config)
-    mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
-    model = gpt2.GPT2Config(**config.model.to_dict())
+    config, mesh, model = _read(config)
     self._costs = advised.measure_costs(config, model, mesh)
 
   def run(self, name: str, part: str, count: int) -> dict[str, Any]:
@@ -140,9 +136,7 @@ class JaxHost:
     Returns:
       Predicted seconds of a step by way, the choice, and the link.
     """
-    config = ConfigDict(config)
-    mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
-    model = gpt2.GPT2Config(**config.model.to_dict())
+    config, mesh, model = _read(config)
     link = edgc_jax.measure_link(mesh, DATA, repeats=3, budget=_BUDGET)
     found = advised.advise(config, model, mesh, link, self._costs, RANKS)
     return {
@@ -150,6 +144,15 @@ class JaxHost:
       "choice": found.choice.name,
       "link": dataclasses.asdict(link),
     }
+
+
+def _read(
+  values: dict[str, Any],
+) -> tuple[ConfigDict, Mesh, gpt2.GPT2Config]:
+  """A configuration, its mesh and its model."""
+  config = ConfigDict(values)
+  mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
+  return config, mesh, gpt2.GPT2Config(**config.model.to_dict())
 
 
 def _compress(

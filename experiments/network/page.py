@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from edgc_jax.advice import TOLERANCE
+from experiments import markdown
 from experiments.frontier_plot import COLORS, DPI, WIDTH, dress
 from experiments.frontier_plot import DENSE as GREY
 from experiments.network.results import DENSE, NARROW, NO_EXCHANGE, Results
@@ -35,10 +36,10 @@ def write(results: Results, page: pathlib.Path, command: str) -> None:
   lines = [_MARK, "", *_heading(results, command)]
   for layout in results.layouts:
     lines += ["", f"## {layout[0].upper()}{layout[1:]}", ""]
-    lines += _rows(_table(results, layout))
+    lines += markdown.table(_table(results, layout))
     peers = _peers(results, layout)
     if len(peers) > 1:
-      lines += ["", "Beside PyTorch, seconds:", "", *_rows(peers)]
+      lines += ["", "Beside PyTorch, seconds:", "", *markdown.table(peers)]
   if results.predictions:
     lines += ["", "## Advice", "", *_advice(results)]
   for (title, figure), name in zip(
@@ -150,10 +151,10 @@ def _heading(results: Results, command: str) -> Sequence[str]:
     "PyTorch is DistributedDataParallel over Gloo: the same shapes, batch and"
     " threads, fused AdamW and fused attention, and memory that is freed is"
     " kept, as here; its bf16 hook is let run on Gloo. It differs in that"
-    " nothing is"
-    " compiled, that gradients travel while the backward pass goes on (in one"
-    " bucket, and so after it, with the PowerSGD hook, which hangs or aborts"
-    " over Gloo with several), that the learning rate is constant, that steps"
+    " nothing is compiled, that gradients travel while the backward pass goes"
+    " on (in one bucket, and so after it, with the PowerSGD hook, which hangs"
+    " or aborts over Gloo with several), that the learning rate is"
+    " constant, that steps"
     " which are not finite are not skipped, and that the loss is not averaged"
     " over replicas: without an exchange its hosts do not wait for each other.",
   ]  # fmt: skip
@@ -255,7 +256,7 @@ def _advice(results: Results) -> Sequence[str]:
     f" {len(results.predictions)}; errors: median"
     f" {statistics.median(errors):.0%}, largest {max(errors):.0%}.",
     "",
-    *_rows(lines),
+    *markdown.table(lines),
   ]
 
 
@@ -273,8 +274,3 @@ def _middle(rates: Sequence[float]) -> float:
 
 def _number(value: float | None, spec: str, factor: float = 1.0) -> str:
   return _NONE if value is None else format(value * factor, spec)
-
-
-def _rows(lines: Sequence[Sequence[str]]) -> list[str]:
-  lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-  return [f"| {' | '.join(cells)} |" for cells in lines]
