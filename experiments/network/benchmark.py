@@ -157,8 +157,8 @@ class Benchmark:
                    count=1 if part != "step" else _FIRST_STEPS)
         for part in parts
       ):  # fmt: skip
-        seconds = time.monotonic() - start
-        print(f"{row.framework}, {row.name}: built in {seconds:.0f} s")
+        built = f"built in {time.monotonic() - start:.0f} s"
+        print(f"{row.framework}, {row.name}: {built}", flush=True)
         params = self._found.setdefault("params", about[0]["params"])
         if params != about[0]["params"]:
           raise RuntimeError(f"{row} has another model than other rows.")
