@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 import edgc_jax
 from edgc_jax import stopwatch
 from edgc_jax.advice import RANKS, Advice
-from experiments import gpt2, hosts, meshes, optimizer, parallel
+from experiments import gpt2, heap, hosts, meshes, optimizer, parallel
 from experiments.gpt2 import GPT2Config
 from experiments.meshes import DATA
 from experiments.optimizer import AUTO
@@ -167,5 +167,6 @@ def _step_seconds(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> float:
     *state, numbers = backend.step(*state, rows)
     return numbers
 
-  seconds = stopwatch.medians([step], _STEPS)
+  with heap.freed_memory_kept():  # as in training
+    seconds = stopwatch.medians([step], _STEPS)
   return float(stopwatch.agree(mesh, seconds)[0])
