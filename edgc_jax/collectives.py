@@ -4,12 +4,17 @@ Everything else in the package calls these, so that one file shows all that
 may travel, and one place turns JAX's errors into errors of ours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+# Bytes; of a smaller leaf the round trip weighs more than a copy does.
+_SMALL = 2**20
+_MESSAGE = 2**16  # bytes to each peer at a time, between CPU hosts
 
 
 def num_devices(axis_name: str, argument: str = "axis_name") -> int:
@@ -38,13 +43,16 @@ def num_devices(axis_name: str, argument: str = "axis_name") -> int:
 
 
 def mean(tree: Any, axis_name: str) -> Any:
-  """Mean over an axis of every leaf; one variadic all-reduce for the tree."""
-  return lax.pmean(tree, axis_name)
+  """Mean over an axis of every leaf; one variadic all-reduce for the tree.
+
+  Small leaves travel as one (see `_joined`).
+  """
+  return _joined(lambda leaves: lax.pmean(leaves, axis_name), tree)
 
 
 def total(tree: Any, axis_name: str) -> Any:
-  """Sum over an axis of every leaf; one variadic all-reduce for the tree."""
-  return lax.psum(tree, axis_name)
+  """Sum over an axis of every leaf; as `mean`."""
+  return _joined(lambda leaves: lax.psum(leaves, axis_name), tree)
 
 
 def all_true(flag: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
@@ -62,8 +70,15 @@ def exchange_parts(tree: Any, axis_name: str) -> Any:
 
   On the wire half of what an all-reduce of the leaf is.
   """
-  swap = lambda x: lax.all_to_all(x, axis_name, 0, 0, tiled=True)  # noqa: E731
-  return jax.tree.map(swap, tree)
+
+  def swap(parts: jax.Array) -> jax.Array:
+    return lax.all_to_all(parts, axis_name, 0, 0, tiled=True)
+
+  def exchange(leaf: jax.Array) -> jax.Array:
+    flat = leaf.reshape(leaf.shape[0], -1)
+    return _in_messages(swap, flat).reshape(leaf.shape)
+
+  return jax.tree.map(exchange, tree)
 
 
 def gather(tree: Any, axis_name: str) -> Any:
@@ -72,7 +87,14 @@ def gather(tree: Any, axis_name: str) -> Any:
   On the wire half of what an all-reduce of the result is.
   """
   to = "invarying" if tracks_varying(axis_name) else "varying"
-  return lax.all_gather(tree, axis_name, to=to)
+
+  def collect(part: jax.Array) -> jax.Array:
+    return lax.all_gather(part[0], axis_name, to=to)
+
+  def gather_leaf(leaf: jax.Array) -> jax.Array:
+    return _in_messages(collect, leaf.reshape(1, -1)).reshape(-1, *leaf.shape)
+
+  return jax.tree.map(gather_leaf, tree)
 
 
 def from_first(tree: Any, axis_name: str) -> Any:
@@ -143,6 +165,64 @@ def as_varying(tree: Any, axis_name: str) -> Any:
     ),
     tree,
   )
+
+
+def _joined(reduce: Callable[[list[Any]], list[Any]], tree: Any) -> Any:
+  """Reduces all leaves, the small ones of a kind as one array.
+
+  Between CPU hosts XLA reduces the operands of an all-reduce one after the
+  other, each with the round trips of a ring; and a leaf of few bytes is all
+  round trip. A kind is a dtype and the axes that JAX tracks values to vary
+  over, which joined values would share.
+  """
+  leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+  kinds: dict[Any, list[int]] = {}
+  for index, leaf in enumerate(leaves):
+    is_small = leaf.nbytes < _SMALL
+    kind = (leaf.dtype, varying_axes(leaf)) if is_small else index
+    kinds.setdefault(kind, []).append(index)
+  reduced = reduce(
+    [
+      jnp.concatenate([leaves[i].ravel() for i in indices])
+      if len(indices) > 1
+      else leaves[indices[0]]
+      for indices in kinds.values()
+    ]
+  )
+  for indices, value in zip(kinds.values(), reduced, strict=True):
+    shapes = [leaves[i].shape for i in indices]
+    ends = np.cumsum([leaves[i].size for i in indices])
+    parts = jnp.split(value, ends[:-1]) if len(indices) > 1 else [value]
+    for index, part, shape in zip(indices, parts, shapes, strict=True):
+      leaves[index] = part.reshape(shape)
+  return jax.tree.unflatten(structure, leaves)
+
+
+def _in_messages(
+  collective: Callable[[jax.Array], jax.Array], parts: jax.Array
+) -> jax.Array:
+  """A collective of [k, n] to [N, n], between CPU hosts in short messages.
+
+  Gloo sends a long message one way at a time: 4 MB to and from each of 2 hosts
+  at 100 Mbit/s took 0.67 s, and 0.34 s in messages of 64 KiB, where the link
+  alone takes 0.32.
+  """
+  length = _MESSAGE // parts.dtype.itemsize
+  count = parts.shape[1] // length
+  if not _is_between_cpu_hosts() or count < 2:
+    return collective(parts)
+  whole = parts[:, : count * length].reshape(-1, count, length)
+  _, results = lax.scan(
+    lambda carry, part: (carry, collective(part)), None, whole.swapaxes(0, 1)
+  )
+  done = results.swapaxes(0, 1).reshape(results.shape[1], -1)
+  if count * length == parts.shape[1]:
+    return done
+  return jnp.concatenate([done, collective(parts[:, count * length :])], axis=1)
+
+
+def _is_between_cpu_hosts() -> bool:
+  return jax.default_backend() == "cpu" and jax.process_count() > 1
 
 
 def zeros_like_type(aval: Any) -> jax.Array:

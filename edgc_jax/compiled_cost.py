@@ -25,6 +25,7 @@ _CALLED = re.compile(
   r"(?:calls|to_apply|body|condition|true_computation|false_computation)"
   r"=%?([\w.\-]+)"
 )
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
@@ -101,7 +102,7 @@ def collectives_in_order(hlo: str, branch: int = 0) -> list[Collective]:
         found += walk(_branches_of(line)[branch])
       elif " conditional(" not in line:
         for other in _CALLED.findall(line):
-          found += walk(other)
+          found += _trips(line) * walk(other)
     return found
 
   return walk(entry)
@@ -160,10 +161,16 @@ def _total(
     called = _CALLED.findall(line)
     for group in _BRANCHES.findall(line):
       called += _names(group)
-    total += sum(
+    total += _trips(line) * sum(
       _total(other, computations, follow_branches) for other in called
     )
   return total
+
+
+def _trips(line: str) -> int:
+  """How often a loop runs; once what is none, or of unknown length."""
+  known = _TRIPS.search(line)
+  return int(known.group(1)) if known else 1
 
 
 def _bytes_of(collective: re.Match) -> int:

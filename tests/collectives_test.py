@@ -1,0 +1,95 @@
+"""How collectives travel: small leaves as one, and in short messages."""
+
+from unittest import mock
+
+import jax
+import numpy as np
+from absl.testing import absltest
+from meshes import AXIS
+
+from edgc_jax import collectives, compiled_cost
+
+REPLICAS = 4
+
+
+def pmapped(fn, *args):
+  """What a function gives on all replicas, and its program."""
+  mapped = jax.pmap(
+    lambda *args: fn(*args),  # a new one: JAX would know the old one's program
+    axis_name=AXIS,
+    devices=jax.devices()[:REPLICAS],
+  )
+  return mapped(*args), mapped.lower(*args).compile().as_text()
+
+
+def draw(*shape, dtype=np.float32):
+  values = 100 * np.random.default_rng(0).standard_normal((REPLICAS, *shape))
+  return values.astype(dtype)
+
+
+class JoinedTest(absltest.TestCase):
+  def test_small_leaves_of_a_kind_are_one_operand(self):
+    tree = {
+      "a": draw(3, 5), "b": draw(), "c": draw(7, dtype=np.int32),
+      "large": draw(600, 500), "none": draw(0),
+    }  # fmt: skip
+    mean, program = pmapped(lambda t: collectives.mean(t, AXIS), tree)
+    for name in "ab":
+      expected = np.broadcast_to(tree[name].mean(0), tree[name].shape)
+      np.testing.assert_allclose(mean[name], expected, rtol=1e-5, atol=1e-4)
+    expected = np.broadcast_to(tree["large"].mean(0), tree["large"].shape)
+    np.testing.assert_allclose(mean["large"], expected, rtol=1e-4, atol=1e-3)
+    self.assertEqual(mean["none"].shape, (REPLICAS, 0))
+    shapes = [
+      shape
+      for collective in compiled_cost.collectives_in_order(program)
+      for _, shape in collective.results
+    ]
+    self.assertCountEqual(shapes, [(16,), (7,), (600, 500)])
+
+  def test_totals_of_integers_are_exact(self):
+    tree = [draw(3, dtype=np.int32), draw(2, 2, dtype=np.int32)]
+    total, _ = pmapped(lambda t: collectives.total(t, AXIS), tree)
+    for ours, leaf in zip(total, tree, strict=True):
+      np.testing.assert_array_equal(ours[0], leaf.sum(0))
+
+
+class MessagesTest(absltest.TestCase):
+  """Between CPU hosts, which here is only pretended."""
+
+  def run_both(self, fn, *args):
+    plain, in_one = pmapped(fn, *args)
+    with (
+      mock.patch.object(
+        collectives, "_is_between_cpu_hosts", return_value=True
+      ),
+      mock.patch.object(collectives, "_MESSAGE", 64),
+    ):
+      cut, in_many = pmapped(fn, *args)
+    np.testing.assert_array_equal(plain, cut)
+    for program, is_cut in ((in_one, False), (in_many, True)):
+      self.assertEqual(" while(" in program, is_cut)
+    self.assertEqual(
+      compiled_cost.wire_bytes_outside_branches(in_many),
+      compiled_cost.wire_bytes_outside_branches(in_one),
+    )
+    return (
+      compiled_cost.collectives_in_order(in_one),
+      compiled_cost.collectives_in_order(in_many),
+    )
+
+  def test_parts_arrive_as_in_one_message(self):
+    one, many = self.run_both(
+      lambda x: collectives.exchange_parts(x, AXIS), draw(REPLICAS, 5, 10)
+    )
+    self.assertLen(one, 1)
+    self.assertLen(many, 4)  # 50 values in messages of 16
+
+  def test_parts_are_gathered_as_in_one_message(self):
+    one, many = self.run_both(lambda x: collectives.gather(x, AXIS), draw(6, 8))
+    self.assertLen(one, 1)
+    self.assertLen(many, 3)  # 48 values
+
+
+if __name__ == "__main__":
+  absltest.main()
