@@ -102,7 +102,8 @@ def collectives_in_order(hlo: str, branch: int = 0) -> list[Collective]:
         found += walk(_branches_of(line)[branch])
       elif " conditional(" not in line:
         for other in _CALLED.findall(line):
-          found += _trips(line) * walk(other)
+          inside = walk(other)
+          found += inside and _trips(line) * inside
     return found
 
   return walk(entry)
@@ -161,16 +162,24 @@ def _total(
     called = _CALLED.findall(line)
     for group in _BRANCHES.findall(line):
       called += _names(group)
-    total += _trips(line) * sum(
+    inside = sum(
       _total(other, computations, follow_branches) for other in called
     )
+    total += inside and _trips(line) * inside
   return total
 
 
 def _trips(line: str) -> int:
-  """How often a loop runs; once what is none, or of unknown length."""
+  """How often an instruction runs what it calls and what has collectives."""
+  if " while(" not in line:
+    return 1
   known = _TRIPS.search(line)
-  return int(known.group(1)) if known else 1
+  if not known:
+    raise ValueError(
+      "`hlo` must tell how often loops with collectives run, got one that does"
+      f" not: {line}; give it a fixed length, as lax.scan has."
+    )
+  return int(known.group(1))
 
 
 def _bytes_of(collective: re.Match) -> int:

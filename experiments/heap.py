@@ -24,6 +24,7 @@ from collections.abc import Iterator
 # Parameters of mallopt, from glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 _LARGEST_INT = 2**31 - 1
+# Those of glibc, which moves some of them until one is set.
 _DEFAULTS = {_MMAP_MAX: 65536, _TRIM_THRESHOLD: 2**17, _TOP_PAD: 2**17}
 
 
@@ -56,7 +57,10 @@ def keep_freed_memory() -> bool:
 
 @contextlib.contextmanager
 def freed_memory_kept() -> Iterator[None]:
-  """`keep_freed_memory` for a while, where more will be compiled later."""
+  """`keep_freed_memory` for a while, where more will be compiled later.
+
+  Afterwards glibc's defaults hold, also where memory was kept before.
+  """
   keep_freed_memory()
   try:
     yield

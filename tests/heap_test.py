@@ -7,13 +7,14 @@ import sys
 import pytest
 
 _SCRIPT = """
+import os
 import numpy as np
 from experiments import heap
 
 def held():  # MB that stay with the process after an array of 200 MB
   np.ones(25 * 10**6)
   pages = open("/proc/self/statm").read().split()[1]
-  return int(pages) * 4096 // 10**6
+  return int(pages) * os.sysconf("SC_PAGE_SIZE") // 10**6
 
 heap.share_one_heap()
 before = held()

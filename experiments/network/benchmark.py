@@ -24,7 +24,7 @@ from experiments.run_folder import environment
 _HERE = pathlib.Path(__file__).resolve().parent
 _PATIENCE, _RUN_PATIENCE = 900.0, 180.0  # seconds for a call
 # Seconds; shorter steps are timed several at a time. How long one lasts that
-# is mostly waiting varies little: it is timed twice, and its parts once.
+# is mostly waiting varies little: it is timed twice, communication once.
 _LONG, _SEVERAL = 1.5, 3
 _FIRST_STEPS = 3  # PyTorch's hook begins dense
 
@@ -188,7 +188,7 @@ class Benchmark:
             },
           )  # fmt: skip
           longest = max(entry["seconds"], default=_LONG)
-          if longest > _LONG and number >= (2 if part == "step" else 1):
+          if longest > _LONG and number >= (1 if part == "communicate" else 2):
             continue
           count = 1 if longest >= _LONG else _SEVERAL
           before = network.sent_bytes(0)

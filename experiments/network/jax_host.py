@@ -11,6 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -202,22 +203,29 @@ def _communicate(
       return [jnp.concatenate(arrays)]  # a result for each replica's part
     return arrays
 
-  def collect(kind: str, x: jax.Array) -> jax.Array:
-    if kind == "all-to-all":
-      return lax.all_to_all(x.reshape(replicas, -1), DATA, 0, 0, tiled=True)
-    return lax.all_gather(x, DATA)
+  def travel(
+    collective: compiled_cost.Collective, before: list[jax.Array]
+  ) -> list[jax.Array]:
+    # Each waits for the one before it.
+    values, _ = lax.optimization_barrier((operands(collective), before))
+    if collective.kind == "all-reduce":
+      return list(lax.psum(tuple(values), DATA))
+    if collective.kind == "all-gather":
+      return [lax.all_gather(x, DATA) for x in values]
+    parts = [x.reshape(replicas, -1) for x in values]
+    return [lax.all_to_all(x, DATA, 0, 0, tiled=True) for x in parts]
 
   def replay(_: jax.Array) -> list[jax.Array]:
     results = []
-    for collective in sent:
-      # Each waits for the one before it.
-      values, results = lax.optimization_barrier(
-        (operands(collective), results)
+    for collective, group in itertools.groupby(sent):
+      last = travel(collective, results)
+      # Of a loop of the program, the rest.
+      last, _ = lax.scan(
+        lambda last, _: (travel(collective, last), None),  # noqa: B023
+        last,
+        length=len(list(group)) - 1,
       )
-      if collective.kind == "all-reduce":
-        results = results + list(lax.psum(tuple(values), DATA))
-      else:
-        results = results + [collect(collective.kind, v) for v in values]
+      results = results + last
     return results
 
   local = len(mesh.local_devices)

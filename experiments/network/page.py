@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from edgc_jax.advice import TOLERANCE
 from experiments import markdown
@@ -93,10 +94,15 @@ def draw_parts(results: Results) -> Figure:
 
 def draw_speeds(results: Results) -> Figure:
   """Step time against the speed of the links, a panel for each layout."""
-  count = len(results.layouts)
+  layouts = [
+    layout
+    for layout in results.layouts
+    if len({cell.rate for cell in results.of(layout=layout)}) > 1
+  ] or results.layouts[:1]
+  count = len(layouts)
   figure = Figure(figsize=(WIDTH, 0.6 + 3.6 * count), layout="constrained")
   panels = figure.subplots(count, 1, squeeze=False).ravel()
-  for axes, layout in zip(panels, results.layouts, strict=True):
+  for axes, layout in zip(panels, layouts, strict=True):
     cells = results.of(layout=layout)
     rows = list(dict.fromkeys(c.row for c in cells))
     for row in rows:
@@ -110,6 +116,8 @@ def draw_speeds(results: Results) -> Figure:
           )  # fmt: skip
     axes.set(xscale="log", yscale="log", ylabel="seconds a step")
     axes.set_xticks(results.rates, [f"{rate:g}" for rate in results.rates])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.minorticks_off()
     dress(axes, layout)
     axes.legend(fontsize=7, frameon=False, loc="center left",
@@ -128,6 +136,7 @@ def _heading(results: Results, command: str) -> Sequence[str]:
     f" {about['tokens']} tokens a replica and step, commit {about['commit']}."
     f" {about['machine']}, {about['cores']} cores for all hosts together;"
     f" {about['versions']}. {about['rounds']} rounds, all rows in turn;"
+    " what takes above 1.5 s is timed twice, and communication that does once;"
     " medians. Threads of a host: "
     + ", ".join(f"{count} with {layout}" for layout, count in threads)
     + ".",
