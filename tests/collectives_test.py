@@ -22,18 +22,28 @@ def pmapped(fn, *args):
   return mapped(*args), mapped.lower(*args).compile().as_text()
 
 
+def between_hosts():
+  """Pretends that replicas were on CPU hosts."""
+  return mock.patch.object(
+    collectives, "_is_between_cpu_hosts", return_value=True
+  )
+
+
 def draw(*shape, dtype=np.float32):
   values = 100 * np.random.default_rng(0).standard_normal((REPLICAS, *shape))
   return values.astype(dtype)
 
 
 class JoinedTest(absltest.TestCase):
+  """Between CPU hosts, which here is only pretended."""
+
   def test_small_leaves_of_a_kind_are_one_operand(self):
     tree = {
       "a": draw(3, 5), "b": draw(), "c": draw(7, dtype=np.int32),
       "large": draw(600, 500), "none": draw(0),
     }  # fmt: skip
-    mean, program = pmapped(lambda t: collectives.mean(t, AXIS), tree)
+    with between_hosts():
+      mean, program = pmapped(lambda t: collectives.mean(t, AXIS), tree)
     for name in "ab":
       expected = np.broadcast_to(tree[name].mean(0), tree[name].shape)
       np.testing.assert_allclose(mean[name], expected, rtol=1e-5, atol=1e-4)
@@ -49,22 +59,18 @@ class JoinedTest(absltest.TestCase):
 
   def test_totals_of_integers_are_exact(self):
     tree = [draw(3, dtype=np.int32), draw(2, 2, dtype=np.int32)]
-    total, _ = pmapped(lambda t: collectives.total(t, AXIS), tree)
+    with between_hosts():
+      total, _ = pmapped(lambda t: collectives.total(t, AXIS), tree)
     for ours, leaf in zip(total, tree, strict=True):
       np.testing.assert_array_equal(ours[0], leaf.sum(0))
 
 
 class MessagesTest(absltest.TestCase):
-  """Between CPU hosts, which here is only pretended."""
+  """As above."""
 
   def run_both(self, fn, *args):
     plain, in_one = pmapped(fn, *args)
-    with (
-      mock.patch.object(
-        collectives, "_is_between_cpu_hosts", return_value=True
-      ),
-      mock.patch.object(collectives, "_MESSAGE", 64),
-    ):
+    with between_hosts(), mock.patch.object(collectives, "_MESSAGE", 64):
       cut, in_many = pmapped(fn, *args)
     np.testing.assert_array_equal(plain, cut)
     for program, is_cut in ((in_one, False), (in_many, True)):

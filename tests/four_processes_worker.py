@@ -16,7 +16,6 @@ import edgc_jax  # noqa: F401  (before JAX uses a device, see conftest.py)
 import jax  # isort: skip
 
 from configs import gpt2_tiny
-from edgc_jax import collectives
 from experiments import hosts, report
 from experiments.trainer import Trainer
 
@@ -40,7 +39,7 @@ def pipeline_run(folder, name):
   config.edgc.update(
     rank_max=8, rank_min=8, window=2, warmup_steps=2, max_warmup_steps=2,
     warmup_rank="dense",
-    step_rate=1.0, min_ratio=3.1, wire_dtype="bfloat16",
+    step_rate=1.0, min_ratio=3.1,
   )  # fmt: skip
   return config
 
@@ -61,8 +60,6 @@ def main(folder, port, index, count, seconds):
   jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
   assert jax.device_count() == int(count), jax.devices()
   assert jax.local_device_count() == 1, jax.local_devices()
-  # So that what is coded takes several; in one process it is all of a piece.
-  collectives._MESSAGE = 64
   report.write_report = lambda folders: None  # takes as long as the training
   hosts.is_first = lambda: True  # all write what they see, to be compared
   Trainer(pipeline_run(pathlib.Path(folder), f"process_{index}")).run()
