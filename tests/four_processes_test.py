@@ -8,9 +8,7 @@ import subprocess
 import sys
 import time
 
-import chex
 import four_processes_worker as worker
-import numpy as np
 import pytest
 
 from experiments import report
@@ -18,9 +16,6 @@ from experiments.trainer import Trainer
 
 PROCESSES = 4
 SECONDS = 165  # for all that the processes do; half of it on an idle machine
-# The programs are the same, and so is the order of sums over two replicas
-# or stages: what differs is how threads share a product, if at all.
-TOLERANCE = 1e-6
 
 
 def read(folder):
@@ -37,8 +32,8 @@ def free_port():
 
 
 def start(folder, port, index):
-  """Starts a process, its output in a file."""
-  foreign = ("JAX_", "XLA_", "NPROC", "PYTHONWARNINGS")
+  """Starts a process that compiles as this one, its output in a file."""
+  foreign = ("JAX_", "NPROC", "PYTHONWARNINGS")
   environment = {
     k: v for k, v in os.environ.items() if not k.startswith(foreign)
   }
@@ -115,13 +110,11 @@ def test_ranks_change_and_differ_by_stage(runs):
 
 
 def test_same_as_one_process(runs):
+  """The programs are the same, and so is the order of sums over two."""
   (lines, summary), (alone, other) = runs[0][0], runs[1]
   assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
   assert alone[-1]["loss"] < alone[0]["loss"] - 0.5, "something is learned"
   for line, expected in zip(lines, alone, strict=True):
-    assert line.keys() == expected.keys()
-    chex.assert_trees_all_close(
-      without_clock(line), without_clock(expected), rtol=TOLERANCE
-    )
+    assert without_clock(line) == without_clock(expected)
   for name in ("val_loss", "wire_bytes_per_step", "dense_bytes_per_step"):
-    np.testing.assert_allclose(summary[name], other[name], rtol=TOLERANCE)
+    assert summary[name] == other[name]
