@@ -31,6 +31,7 @@ from edgc_jax.timing import (  # noqa: E402
 )
 from edgc_jax.wrappers import (  # noqa: E402
   accumulate,
+  after_update,
   clip_by_global_norm,
   skip_nonfinite,
 )
@@ -43,6 +44,7 @@ __all__ = [
   "MatrixView",
   "accumulate",
   "advise",
+  "after_update",
   "allreduce",
   "apply_stages",
   "clip_by_global_norm",

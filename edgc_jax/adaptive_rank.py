@@ -88,7 +88,7 @@ def edgc(
   where `after(x)` is x, but not before this stage's own leaves are exchanged.
 
   Wire: as `powersgd` at the rank in use, or dense; entropy samples add a few
-  values per matrix, once in 1 / step_rate steps. Over stages: 4 bytes a step,
+  values per matrix, once in 1 / step_rate steps. Over stages: 8 bytes a step,
   and 8 a window.
 
   Args:

@@ -65,7 +65,6 @@ def average(
     mean, exact = collectives.mean((narrow, exact), axis_name)
     wide = lambda xs: [x.astype(jnp.float32) for x in xs]  # noqa: E731
     return Averaged(wide(mean), wide(narrow), exact)
-  exact = collectives.mean(exact, axis_name)
   replicas = collectives.num_devices(axis_name)
   own = collectives.device_index(axis_name)
   first, second = jax.random.split(jax.random.fold_in(key, own))
@@ -78,6 +77,8 @@ def average(
   error = replicas * (code.decode(encoded_mean) - mean)
   sent = code.decode(encoded).at[own].add(error)
   all_means = code.decode(collectives.gather(encoded_mean, axis_name))
+  exact = collectives.in_turn(exact, all_means)
+  exact = collectives.mean(exact, axis_name)
   return Averaged(
     _cut(all_means, values, code), _cut(sent, values, code), exact
   )

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 # Bytes; of a smaller leaf the round trip weighs more than a copy does.
 _SMALL = 2**20
@@ -46,7 +46,7 @@ def num_devices(axis_name: str, argument: str = "axis_name") -> int:
 def mean(tree: Any, axis_name: str) -> Any:
   """Mean over an axis of every leaf; one variadic all-reduce for the tree.
 
-  Small leaves travel as one (see `_joined`).
+  Between CPU hosts small leaves travel as one (see `_joined`).
   """
   return _joined(lambda x: lax.pmean(x, axis_name), tree)
 
@@ -75,11 +75,12 @@ def exchange_parts(tree: Any, axis_name: str) -> Any:
   def swap(parts: jax.Array) -> jax.Array:
     return lax.all_to_all(parts, axis_name, 0, 0, tiled=True)
 
-  def exchange(leaf: jax.Array) -> jax.Array:
-    flat = leaf.reshape(leaf.shape[0], -1)
-    return _in_messages(swap, flat).reshape(leaf.shape)
-
-  return jax.tree.map(exchange, tree)
+  leaves, structure = jax.tree.flatten(tree)
+  received: list[jax.Array] = []
+  for leaf in leaves:
+    flat = in_turn(leaf.reshape(leaf.shape[0], -1), received[-1:])
+    received.append(_in_messages(swap, flat).reshape(leaf.shape))
+  return jax.tree.unflatten(structure, received)
 
 
 def gather(tree: Any, axis_name: str) -> Any:
@@ -92,11 +93,13 @@ def gather(tree: Any, axis_name: str) -> Any:
   def collect(part: jax.Array) -> jax.Array:
     return lax.all_gather(part[0], axis_name, to=to)
 
-  def gather_leaf(leaf: jax.Array) -> jax.Array:
-    gathered = _in_messages(collect, leaf.reshape(1, -1))
-    return gathered.reshape(num_devices(axis_name), *leaf.shape)
-
-  return jax.tree.map(gather_leaf, tree)
+  leaves, structure = jax.tree.flatten(tree)
+  gathered: list[jax.Array] = []
+  for leaf in leaves:
+    flat = in_turn(leaf.reshape(1, -1), gathered[-1:])
+    whole = _in_messages(collect, flat)
+    gathered.append(whole.reshape(num_devices(axis_name), *leaf.shape))
+  return jax.tree.unflatten(structure, gathered)
 
 
 def from_first(tree: Any, axis_name: str) -> Any:
@@ -112,7 +115,42 @@ def send(tree: Any, axis_name: str, pairs: Sequence[tuple[int, int]]) -> Any:
   return lax.ppermute(tree, axis_name, perm=list(pairs))
 
 
-def compare(value: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
+def least(value: jax.Array, axis_name: str) -> jax.Array:
+  """The smallest on any device along an axis, of each entry."""
+  return lax.pmin(value, axis_name)
+
+
+def after(tree: Any, earlier: Any) -> Any:
+  """A tree as it is, not to be had before all of another.
+
+  XLA's CPU backend (of JAX 0.10.2) holds a collective back until those before
+  it have started, and takes a conditional or a loop for started when those in
+  it have not. What needs nothing of its results overtakes them, on one device
+  sooner than on another, and operands that do not belong together meet: stages
+  as CPU devices of one process had their memory overwritten. So where one of
+  two collectives is in a branch, something of the second hangs on the first.
+  Accelerators keep their order by themselves.
+  """
+  may_send = None
+  for leaf in jax.tree.leaves(earlier):
+    if leaf.size:
+      value = leaf[(0,) * leaf.ndim].astype(jnp.float32)
+      is_known = ~(value > 0) | (value > -1)  # true, as no compiler can tell
+      may_send = is_known if may_send is None else may_send & is_known
+  if may_send is None:
+    return tree
+  return jax.tree.map(lambda x: jnp.where(may_send, x, jnp.zeros_like(x)), tree)
+
+
+def in_turn(tree: Any, earlier: Any) -> Any:
+  """As `after`, for what follows `exchange_parts` or `gather`.
+
+  These are loops between CPU hosts; elsewhere the tree is as it was.
+  """
+  return after(tree, earlier) if _is_between_cpu_hosts() else tree
+
+
+def compare(value: jax.Array, axis_name: str) -> jax.Array:
   """Whether a float scalar is equal on all replicas; 12 bytes on the wire.
 
   Args:
@@ -120,8 +158,8 @@ def compare(value: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
     axis_name: The bound axis.
 
   Returns:
-    Two bools: equal everywhere, and whether that tells anything: it does not
-    where a replica's value is not finite, or where all are zero.
+    int32 []: 1 if it is, -1 if not, and 0 where that would tell nothing: a
+    replica's value is not finite, or all are zero.
   """
   is_finite = jnp.isfinite(value)
   value = jnp.where(is_finite, value, 0.0)
@@ -130,7 +168,8 @@ def compare(value: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
     jnp.stack([value, -value, broken]), axis_name
   )
   is_zero = (highest == 0) & (negated_lowest == 0)
-  return highest == -negated_lowest, (any_broken == 0) & ~is_zero
+  verdict = jnp.where(highest == -negated_lowest, 1, -1)
+  return jnp.where((any_broken > 0) | is_zero, 0, verdict)
 
 
 def is_varying(value: jax.Array, axis_name: str) -> bool:
@@ -176,12 +215,8 @@ def _joined(reduce: Callable[[Any], Any], tree: Any) -> Any:
   the round trips of a ring; and a leaf of few bytes is all round trip. A kind
   is a dtype and the axes that JAX tracks values to vary over, which joined
   values would share.
-
-  On a mesh of several axes leaves stay as they are: there dense gradients that
-  were joined ended in a segmentation fault (stages as CPU devices, JAX 0.10.2).
   """
-  axes = jax.sharding.get_abstract_mesh().shape
-  if not _is_between_cpu_hosts() or len(axes) > 1:
+  if not _is_between_cpu_hosts():
     return reduce(tree)
   leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
   kinds: dict[Any, list[int]] = {}
@@ -189,20 +224,15 @@ def _joined(reduce: Callable[[Any], Any], tree: Any) -> Any:
     is_small = leaf.nbytes < _SMALL
     kind = (leaf.dtype, varying_axes(leaf)) if is_small else index
     kinds.setdefault(kind, []).append(index)
-  reduced = reduce(
-    [
-      jnp.concatenate([leaves[i].ravel() for i in indices])
-      if len(indices) > 1
-      else leaves[indices[0]]
-      for indices in kinds.values()
-    ]
-  )
-  for indices, value in zip(kinds.values(), reduced, strict=True):
-    shapes = [leaves[i].shape for i in indices]
-    ends = np.cumsum([leaves[i].size for i in indices])
-    parts = jnp.split(value, ends[:-1]) if len(indices) > 1 else [value]
-    for index, part, shape in zip(indices, parts, shapes, strict=True):
-      leaves[index] = part.reshape(shape)
+  joined = [
+    ravel_pytree([leaves[i] for i in indices]) for indices in kinds.values()
+  ]
+  reduced = reduce([flat for flat, _ in joined])
+  for indices, (_, cut), flat in zip(
+    kinds.values(), joined, reduced, strict=True
+  ):
+    for index, leaf in zip(indices, cut(flat), strict=True):
+      leaves[index] = leaf
   return jax.tree.unflatten(structure, leaves)
 
 
@@ -229,7 +259,8 @@ def _in_messages(
   done = results.swapaxes(0, 1).reshape(results.shape[1], -1)
   if count * length == parts.shape[1]:
     return done
-  return jnp.concatenate([done, collective(parts[:, count * length :])], axis=1)
+  rest = in_turn(parts[:, count * length :], done)
+  return jnp.concatenate([done, collective(rest)], axis=1)
 
 
 def _is_between_cpu_hosts() -> bool:

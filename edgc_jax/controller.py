@@ -85,7 +85,7 @@ class Controller:
     )
 
   def advance(
-    self, state: ControllerState, count: jax.Array
+    self, state: ControllerState, count: jax.Array, earlier: Any = ()
   ) -> ControllerState:
     """Closes the window that ended before step `count`, if one did.
 
@@ -94,12 +94,13 @@ class Controller:
     Args:
       state: The state after step count - 1.
       count: int32 [], steps done.
+      earlier: What stages have to wait for (`collectives.after`).
 
     Returns:
       The state to use in step `count`.
     """
     return jax.lax.cond(
-      self.closes_window(count),
+      collectives.after(self.closes_window(count), earlier),
       lambda s: self._close_window(s, count // self.window),
       lambda s: s,
       state,

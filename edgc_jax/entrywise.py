@@ -129,9 +129,9 @@ def exchange(
       for xs in (stacks, rest)
     ]
   own = [jnp.sum(jnp.square(r), axis=(1, 2)) for r in rest]
-  whole, (of_all, of_rest), own = collectives.mean(
-    ([matrices[i] for i in dense], sketched, own), axis_name
-  )
+  exact = ([matrices[i] for i in dense], sketched, own)
+  exact = collectives.in_turn(exact, received.mean)
+  whole, (of_all, of_rest), own = collectives.mean(exact, axis_name)
   for i, value in zip(dense, whole, strict=True):
     averaged[i] = value
   for i, value in zip(low, received.mean, strict=True):

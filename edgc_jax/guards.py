@@ -14,7 +14,8 @@ from edgc_jax.plan import Plan
 
 # Steps in which the gradients of the replicas are compared.
 CHECKED_STEPS = 3
-# What one such comparison sends over the replicas, and over stages.
+# What one such comparison sends over replicas, and what stages agree on, in
+# every step: whether it is finite, and what was compared.
 CHECK_BYTES = 12
 STAGE_CHECK_BYTES = 8
 
@@ -169,47 +170,71 @@ def warn_if_nothing_pays(plan: Plan) -> None:
     )
 
 
-def is_comparing(identical_steps: jax.Array, axis_name: str) -> jax.Array:
-  """Whether it is still open if the replicas' gradients differ; bool []."""
-  is_open = (identical_steps >= 0) & (identical_steps < CHECKED_STEPS)
-  return is_open & (collectives.num_devices(axis_name) > 1)
+def is_open(identical_steps: jax.Array, axis_name: str) -> jax.Array:
+  """Whether replicas' gradients are still to be compared; bool [].
+
+  They are until they differed once (in the first step, as a rule) or were equal
+  in `CHECKED_STEPS` steps.
+  """
+  is_known = (identical_steps < 0) | (identical_steps >= CHECKED_STEPS)
+  return ~is_known & (collectives.num_devices(axis_name) > 1)
 
 
-def count_identical(
-  gradients: Sequence[jax.Array],
-  identical_steps: jax.Array,
-  axis_name: str,
-  stage_axis: str | None = None,
+def compare_replicas(
+  gradients: Sequence[jax.Array], is_compared: jax.Array, axis_name: str
 ) -> jax.Array:
-  """Counts first steps with equal gradients on all replicas.
+  """Whether gradients are equal on all replicas, by a checksum.
 
-  Compares a checksum, `CHECK_BYTES` on the wire, until the gradients differed
-  once (in the first step, as a rule) or were equal in `CHECKED_STEPS` steps.
-  Steps whose gradients are all zero or not finite tell nothing. Under `pmap`
-  this is the only sign that somebody averaged the gradients before.
+  Under `pmap` this is the only sign that somebody averaged them before.
 
   Args:
     gradients: The leaves, as they come into `update`.
-    identical_steps: int32 [], the count so far, -1 once they differed.
+    is_compared: bool [], equal on all replicas. `CHECK_BYTES` on the wire.
     axis_name: The bound axis of the replicas.
-    stage_axis: That of pipeline stages, which agree on what they see.
+
+  Returns:
+    int32 []: 1 if they are, -1 if not, 0 where that is not asked, or would
+    tell nothing: they are all zero, or not finite.
+  """
+  if not gradients or collectives.num_devices(axis_name) == 1:
+    return jnp.zeros((), jnp.int32)
+
+  def compare() -> jax.Array:
+    checksum = sum(jnp.sum(g.astype(jnp.float32)) for g in gradients)
+    return collectives.compare(checksum, axis_name)
+
+  verdict = jax.eval_shape(compare)
+  return jax.lax.cond(
+    is_compared, compare, lambda: collectives.zeros_like_type(verdict)
+  )
+
+
+def agree(
+  is_finite: jax.Array, verdict: jax.Array, stage_axis: str | None
+) -> tuple[jax.Array, jax.Array]:
+  """Whether all stages' steps are finite, and the least of their verdicts.
+
+  One collective of `STAGE_CHECK_BYTES`, in every step: one in a branch might
+  mix with others over the stages (`collectives.after`).
+  """
+  if stage_axis is None:
+    return is_finite, verdict
+  seen = jnp.stack([is_finite.astype(jnp.int32), verdict])
+  all_finite, verdict = collectives.least(seen, stage_axis)
+  return all_finite > 0, verdict
+
+
+def count_identical(
+  identical_steps: jax.Array, verdict: jax.Array
+) -> jax.Array:
+  """Counts the first steps with equal gradients on all replicas.
+
+  Args:
+    identical_steps: int32 [], the count so far, -1 once they differed.
+    verdict: int32 [], from `compare_replicas`, the same on all stages.
 
   Returns:
     int32 [], the new count.
   """
-  if not gradients or collectives.num_devices(axis_name) == 1:
-    return identical_steps
-
-  def compare() -> jax.Array:
-    checksum = sum(jnp.sum(g.astype(jnp.float32)) for g in gradients)
-    is_equal, tells = collectives.compare(checksum, axis_name)
-    if stage_axis is not None:
-      is_equal, tells = collectives.all_true(
-        jnp.stack([is_equal, tells]), stage_axis
-      )
-    step = jnp.where(is_equal, identical_steps + 1, -1)
-    return jnp.where(tells, step, identical_steps)
-
-  return jax.lax.cond(
-    is_comparing(identical_steps, axis_name), compare, lambda: identical_steps
-  )
+  step = jnp.where(verdict > 0, identical_steps + 1, -1)
+  return jnp.where(verdict == 0, identical_steps, step)

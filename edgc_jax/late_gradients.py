@@ -49,8 +49,7 @@ def rest_of(
   """
 
   def after(tree: Any) -> Any:
-    # A dependence that no compiler can drop; the step is lost if not finite.
-    return jax.tree.map(lambda x: jnp.where(first_is_finite, x, 0), tree)
+    return collectives.after(tree, first_is_finite)
 
   if late_updates is not None:
     updates = _checked(late_updates(after), updates, plan)

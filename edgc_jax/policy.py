@@ -7,7 +7,7 @@ mechanism behind `EntropyPolicy` (`controller`) sees entropies only.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ class Choice(NamedTuple):
   ranks: jax.Array | None  # int32 [K], where matrices have ranks of their own
   sample: entropy.EntropySample | None
   wire_bytes: jax.Array  # float32 [], what choosing took
+  sent: Any  # of that, to wait for
 
 
 class Report(NamedTuple):
@@ -53,9 +54,16 @@ class Policy(Protocol):
     """The state before the first step."""
 
   def choose(
-    self, state: PolicyState, gradients: Sequence[jax.Array], count: jax.Array
+    self,
+    state: PolicyState,
+    gradients: Sequence[jax.Array],
+    count: jax.Array,
+    earlier: Any,
   ) -> Choice:
-    """Chooses the rung of step `count` from its local gradients."""
+    """Chooses the rung of step `count` from its local gradients.
+
+    What it sends waits for `earlier` (`collectives.after`).
+    """
 
   def settle(
     self, choice: Choice, measured: Measured, is_finite: jax.Array
@@ -76,14 +84,18 @@ class FixedPolicy:
     return PolicyState((), ())
 
   def choose(
-    self, state: PolicyState, gradients: Sequence[jax.Array], count: jax.Array
+    self,
+    state: PolicyState,
+    gradients: Sequence[jax.Array],
+    count: jax.Array,
+    earlier: Any,
   ) -> Choice:
     del gradients
     starts = np.array(sorted(self.rungs), np.int32)
     rungs = jnp.array([self.rungs[int(start)] for start in starts], jnp.int32)
     rung = rungs[jnp.sum(count >= starts[1:])]
     nothing = jnp.zeros((), jnp.float32)
-    return Choice(state, rung, rung, None, None, nothing)
+    return Choice(state, rung, rung, None, None, nothing, earlier)
 
   def settle(
     self, choice: Choice, measured: Measured, is_finite: jax.Array
@@ -120,10 +132,14 @@ class EntropyPolicy:
     return PolicyState(self.controller.init(), allocator)
 
   def choose(
-    self, state: PolicyState, gradients: Sequence[jax.Array], count: jax.Array
+    self,
+    state: PolicyState,
+    gradients: Sequence[jax.Array],
+    count: jax.Array,
+    earlier: Any,
   ) -> Choice:
-    control = self.controller.advance(state.controller, count)
     is_closed = self.controller.closes_window(count)
+    control = self.controller.advance(state.controller, count, earlier)
     allocator, ranks = state.allocator, None
     if self.allocator is not None:
       allocator = self.allocator.advance(
@@ -134,7 +150,8 @@ class EntropyPolicy:
       )
       ranks = allocator.ranks
     wire_bytes = jnp.where(is_closed, float(self.controller.window_bytes), 0.0)
-    sample, sampled_bytes = self._sample(gradients, count)
+    is_sampled = collectives.after(count % self.period == 0, control.rung)
+    sample, sampled_bytes = self._sample(gradients, count, is_sampled)
     return Choice(
       PolicyState(control, allocator),
       control.rung,
@@ -142,6 +159,7 @@ class EntropyPolicy:
       ranks,
       sample,
       wire_bytes + sampled_bytes,
+      sample.weight,
     )
 
   def settle(
@@ -167,14 +185,16 @@ class EntropyPolicy:
     return Report(control.entropy, error, control.entropies, errors)
 
   def _sample(
-    self, gradients: Sequence[jax.Array], count: jax.Array
+    self,
+    gradients: Sequence[jax.Array],
+    count: jax.Array,
+    is_sampled: jax.Array,
   ) -> tuple[entropy.EntropySample, jax.Array]:
-    """A sample if it is time for one, and the bytes it takes."""
+    """A sample if there is to be one, and the bytes it takes."""
     members = self.plan.compressible
     num = len(self.plan.matrices)
     if not members:
       return entropy.no_sample(num), jnp.zeros((), jnp.float32)
-    is_sampled = count % self.period == 0
     views = [self.plan.leaves[i].view for i in members]
 
     def estimate() -> entropy.EntropySample:

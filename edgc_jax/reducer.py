@@ -32,7 +32,7 @@ from edgc_jax.allocator import Measured
 from edgc_jax.error_feedback import with_feedback
 from edgc_jax.exchange import Exchange, ExchangeFn
 from edgc_jax.late_gradients import LateUpdates, rest_of
-from edgc_jax.plan import BYTES_PER_VALUE, Plan, by_exchange
+from edgc_jax.plan import Plan, by_exchange
 from edgc_jax.policy import Policy, PolicyState, Report
 from edgc_jax.reducer_state import ReducerState, stacked, unstacked
 from edgc_jax.telemetry import (
@@ -115,8 +115,11 @@ def make_reducer(
     policy = policy_for(plans[0])
     count = state.count
 
+    identical = state.checks.identical_steps
+    is_open = guards.is_open(identical, axis_name)
+    verdict = guards.compare_replicas(own, is_open, axis_name)
     control = PolicyState(state.controller, state.allocator)
-    choice = policy.choose(control, own, count)
+    choice = policy.choose(control, own, count, verdict)
     factors, residuals = exchange_state.unpack(plans, state.exchange)
     key = jax.random.fold_in(jax.random.key(seed), count)
 
@@ -132,7 +135,8 @@ def make_reducer(
       )  # fmt: skip
       return with_feedback(plans[i], leaves, residuals[i], run)
 
-    results = [reduce(0, choice.rung, own, choice.ranks)]
+    waiting = _waiting(plans[0], own, choice.sent)
+    results = [reduce(0, choice.rung, waiting, choice.ranks)]
     rest = rest_of(
       updates, late_updates, results[0].is_finite, plan, axis_name, stage_axis
     )
@@ -140,9 +144,7 @@ def make_reducer(
       leaves = [rest[position] for position in part.positions]
       results.append(reduce(i, choice.lead_rung, leaves))
     is_finite = jnp.all(jnp.stack([result.is_finite for result in results]))
-    ok = (
-      collectives.all_true(is_finite, stage_axis) if stage_axis else is_finite
-    )
+    ok, verdict = guards.agree(is_finite, verdict, stage_axis)
 
     averaged = gradients
     # One exchange has zeros for what is not finite; there may be others.
@@ -165,7 +167,6 @@ def make_reducer(
     if choice.ranks is not None:
       ranks[0] = choice.ranks
     errors = [lost_share(m.lost, m.energy) for m in measured]
-    identical = state.checks.identical_steps
     new_state = ReducerState(
       count=optax.safe_increment(count),
       controller=control.controller,
@@ -191,14 +192,15 @@ def make_reducer(
           for part, rung in zip(plans, rungs, strict=True)
         )
         + choice.wire_bytes
-        + _agreement_bytes(identical, axis_name, stage_axis),
+        + jnp.where(is_open, float(guards.CHECK_BYTES), 0.0)
+        + (guards.STAGE_CHECK_BYTES if stage_axis else 0),
         count=count,
         report=report,
         matrices=_matrix_stats(plans, updates, report, ranks, errors),
       ),
       checks=Checks(
         state.checks.skipped_steps + (~ok).astype(jnp.int32),
-        guards.count_identical(own, identical, axis_name, stage_axis),
+        guards.count_identical(identical, verdict),
       ),
     )
     return (
@@ -207,6 +209,26 @@ def make_reducer(
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _waiting(
+  plan: Plan, leaves: Sequence[jax.Array], earlier: Any
+) -> list[jax.Array]:
+  """Leaves, those that wait among them: one at least in every collective.
+
+  For those that are coded, or have a residual added, that is free.
+  """
+  members = {
+    i
+    for i, leaf in enumerate(plan.leaves)
+    if i in plan.compressible or plan.is_coded(leaf)
+  }
+  rest = [i for i in range(len(leaves)) if i not in members]
+  members |= set(sorted(rest, key=lambda i: leaves[i].size)[:1])
+  return [
+    collectives.after(leaf, earlier) if i in members else leaf
+    for i, leaf in enumerate(leaves)
+  ]
 
 
 def _measured(result: Exchange) -> Measured:
@@ -259,14 +281,3 @@ def _bytes_at(
   sent = by_side[count % len(table[0])]
   dense = float(plan.wire_bytes(0, replicas))
   return jnp.where(plan.refreshes(count), dense, sent)
-
-
-def _agreement_bytes(
-  identical_steps: jax.Array, axis_name: str, stage_axis: str | None
-) -> jax.Array:
-  """What comparing replicas, and agreeing with other stages, sends."""
-  is_compared = guards.is_comparing(identical_steps, axis_name)
-  compared = guards.CHECK_BYTES
-  compared += guards.STAGE_CHECK_BYTES if stage_axis else 0
-  agreed = float(BYTES_PER_VALUE) if stage_axis else 0.0
-  return jnp.where(is_compared, float(compared), 0.0) + agreed

@@ -1,7 +1,8 @@
 """Wrappers that know about collectives: accumulate and skip_nonfinite.
 
 optax's own wrappers decide per replica, which deadlocks or wastes bytes when
-the wrapped transformation communicates. These decide together.
+the wrapped transformation communicates. These decide together. `after_update`
+keeps other collectives of a step apart from those of a reducer.
 """
 
 from typing import Any, NamedTuple
@@ -235,3 +236,35 @@ def clip_by_global_norm(
     return jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates), state
 
   return optax.GradientTransformation(optax.init_empty_state, update_fn)
+
+
+def after_update(tree: Any, opt_state: optax.OptState) -> Any:
+  """A tree as it is, to be had once a reducer's update is done.
+
+  For your own collectives beside `update`, on CPUs alone: XLA's CPU backend
+  may start one that needs nothing of the update while those inside it are
+  under way, on one device sooner than on another, and their operands then
+  meet. Nothing travels for this.
+
+  Args:
+    tree: What you are about to average, a loss say.
+    opt_state: What `update` returned, inside the same `shard_map` or `pmap`.
+
+  Returns:
+    The tree, the same values.
+
+  Raises:
+    ValueError: if no reducer's state is in `opt_state`.
+
+  >>> def mean_loss(loss, opt_state):
+  ...   return jax.lax.pmean(after_update(loss, opt_state), "data")
+  """
+  found = find(opt_state, Checks)
+  guards.require(
+    bool(found),
+    "opt_state",
+    opt_state,
+    "a state with that of a reducer in it",
+    "pass what `update` of a chain with edgc() returned",
+  )
+  return collectives.after(tree, [c.skipped_steps for c in found])

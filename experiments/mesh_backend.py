@@ -82,7 +82,8 @@ class OnMesh:
       numbers = edgc_jax.metrics(opt_state)
       if STAGE in mesh.shape:
         numbers = _of_all_stages(numbers)
-      return params, opt_state, numbers | {"loss": lax.pmean(loss, DATA)}
+      loss = lax.pmean(edgc_jax.after_update(loss, opt_state), DATA)
+      return params, opt_state, numbers | {"loss": loss}
 
     def losses(params: Any, batch: jax.Array) -> jax.Array:
       return lax.pmean(loss_fn(params, batch), DATA)

@@ -53,7 +53,8 @@ class Pmap:
       updates, opt_state = tx.update(gradients, opt_state, params)
       params = optax.apply_updates(params, updates)
       numbers = edgc_jax.metrics(opt_state)
-      return params, opt_state, numbers | {"loss": lax.pmean(loss, DATA)}
+      loss = lax.pmean(edgc_jax.after_update(loss, opt_state), DATA)
+      return params, opt_state, numbers | {"loss": loss}
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     self.num_params = sum(p.size for p in jax.tree.leaves(shapes[0]))

@@ -10,6 +10,7 @@ import pytest
 
 import edgc_jax
 from configs import gpt2_tiny
+from edgc_jax import collectives
 from experiments import parallel, times
 from experiments.trainer import Trainer
 
@@ -133,6 +134,14 @@ def test_stages_train_as_replicas_do(folder, replicas):
   assert summary["dense_bytes_per_step"] == alone["dense_bytes_per_step"] + (
     shared
   )
+
+
+def test_small_leaves_joined_on_stages(folder, replicas):
+  """As between CPU hosts: what is compared first must not be overtaken."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(collectives, "_is_between_cpu_hosts", lambda: True)
+    joined = run(small(folder, "joined_stages", "allreduce", 2, stage=2))
+  assert_same_training(joined, replicas)
 
 
 def test_numbers_of_every_stage(staged):

@@ -1,0 +1,96 @@
+"""No collective of an update may overtake another, as XLA orders them on CPUs.
+
+Between hosts, which here are only pretended, there are loops, too.
+"""
+
+import contextlib
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from collective_order import unordered
+from meshes import AXIS, gradients_like
+
+import edgc_jax
+from edgc_jax import collectives
+
+REPLICAS = 4
+PARAMS = {"kernel": jnp.ones((48, 40)), "bias": jnp.ones(40)}
+REDUCERS = {
+  "dense": lambda: edgc_jax.allreduce(AXIS),
+  "dense_bfloat16": lambda: edgc_jax.allreduce(AXIS, wire_dtype="bfloat16"),
+  "low_rank": lambda: edgc_jax.powersgd(4, AXIS, min_ratio=1.2),
+  "low_rank_coded": lambda: edgc_jax.powersgd(
+    4, AXIS, min_ratio=1.2, wire_dtype="bfloat16"
+  ),
+  "adaptive": lambda: edgc_jax.edgc(
+    AXIS, rank_max=8, rank_min=4, window=10, min_ratio=1.2
+  ),
+  "entrywise": lambda: edgc_jax.quantize(8, AXIS),
+  "sparse": lambda: edgc_jax.topk(0.1, AXIS),
+}
+
+
+@contextlib.contextmanager
+def between_hosts():
+  """Short messages, many of them."""
+  with (
+    mock.patch.object(collectives, "_is_between_cpu_hosts", return_value=True),
+    mock.patch.object(collectives, "_MESSAGE", 64),
+  ):
+    yield
+
+
+def program(tx, waits=True):
+  """Of a step that also sends a number of its own."""
+
+  def step(gradients, state):
+    updates, state = tx.update(gradients, state, PARAMS)
+    loss = jnp.sum(gradients["bias"])
+    if waits:
+      loss = edgc_jax.after_update(loss, state)
+    return updates, state, jax.lax.pmax(loss, AXIS)  # not a sum to be joined
+
+  state = jax.tree.map(
+    lambda x: jnp.stack([x] * REPLICAS), jax.jit(tx.init)(PARAMS)
+  )
+  mapped = jax.pmap(step, AXIS, devices=jax.devices()[:REPLICAS])
+  gradients = gradients_like(PARAMS, 0, REPLICAS)
+  return mapped.lower(gradients, state).compile().as_text()
+
+
+class OrderTest(parameterized.TestCase):
+  @parameterized.product(name=list(REDUCERS), hosts=[False, True])
+  def test_every_collective_waits_for_those_in_branches(self, name, hosts):
+    tx = edgc_jax.skip_nonfinite(
+      optax.chain(REDUCERS[name](), optax.adamw(1e-3)), AXIS
+    )
+    with between_hosts() if hosts else contextlib.nullcontext():
+      hlo = program(tx)
+    self.assertIn(" conditional(", hlo)
+    self.assertEqual(unordered(hlo), [])
+
+  def test_one_of_the_user_that_does_not_wait_is_found(self):
+    self.assertNotEqual(unordered(program(REDUCERS["low_rank"](), False)), [])
+
+  def test_values_are_as_they_were(self):
+    tx = REDUCERS["dense"]()
+    gradients = gradients_like(PARAMS, 0, 1)
+    waited = jax.pmap(
+      lambda g: edgc_jax.after_update(g, tx.update(g, tx.init(PARAMS))[1]),
+      AXIS,
+      devices=jax.devices()[:1],
+    )(gradients)
+    jax.tree.map(np.testing.assert_array_equal, waited, gradients)
+
+  def test_a_state_without_a_reducer_is_refused(self):
+    state = optax.adam(1e-3).init(PARAMS)
+    with self.assertRaisesRegex(ValueError, "`opt_state` must be a state with"):
+      edgc_jax.after_update(1.0, state)
+
+
+if __name__ == "__main__":
+  absltest.main()
