@@ -58,6 +58,7 @@ class Benchmark:
   ):
     """Args: the configuration, what to do, and the file for the outcome."""
     self._config, self._options, self._output = config, options, output
+    self._start = time.monotonic()
     about = environment()
     versions = about["versions"] | _peer_version()
     self._found: dict[str, Any] = {
@@ -77,7 +78,7 @@ class Benchmark:
       if self._options.has_peer and _peer_version() and layout.stages == 1:
         frameworks.append("torch")
       processes = {
-        framework: self._start(network, framework, layout)
+        framework: self._start_hosts(network, framework, layout)
         for framework in frameworks
       }
       has_advice = self._options.has_advice and layout.stages == 1
@@ -101,7 +102,7 @@ class Benchmark:
           hosts.close()
         self._write()
 
-  def _start(
+  def _start_hosts(
     self, network: VirtualHosts, framework: str, layout: Layout
   ) -> Hosts:
     folder = self._options.folder
@@ -113,7 +114,6 @@ class Benchmark:
         12346, {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "eth0"},
       ),
     }[framework]  # fmt: skip
-    environment = os.environ | own
     script = str(_HERE / f"{framework}_host.py")
     processes = [
       network.start(
@@ -122,7 +122,7 @@ class Benchmark:
           sys.executable, script, str(index), str(layout.hosts),
           f"{virtual_hosts.address(0)}:{port}",
         ],
-        environment,
+        os.environ | own,
         folder / f"{framework}-{layout.name.replace(' ', '-')}-{index}.log",
       )
       for index in range(layout.hosts)
@@ -271,6 +271,7 @@ class Benchmark:
     return config
 
   def _write(self) -> None:
+    self._found["minutes"] = (time.monotonic() - self._start) / 60
     self._output.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(self._found, indent=1, allow_nan=False)
     self._output.write_text(text + "\n")

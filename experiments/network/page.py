@@ -135,7 +135,8 @@ def _heading(results: Results, command: str) -> Sequence[str]:
     f"`{command}`, configuration `{about['config']}`,"
     f" {about['tokens']} tokens a replica and step, commit {about['commit']}."
     f" {about['machine']}, {about['cores']} cores for all hosts together;"
-    f" {about['versions']}. {about['rounds']} rounds, all rows in turn;"
+    f" {about['versions']}; {about['minutes']:.0f} minutes in all."
+    f" {about['rounds']} rounds, all rows in turn;"
     " what takes above 1.5 s is timed twice, and communication that does once;"
     " medians. Threads of a host: "
     + ", ".join(f"{count} with {layout}" for layout, count in threads)
