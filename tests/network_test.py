@@ -53,8 +53,8 @@ def measured(tmp_path):
     "break_even": {}, "link": {},
   }  # fmt: skip
   about = {
-    "config": "c", "tokens": 8, "rounds": 3, "minutes": 12.3, "commit": "abc", "machine": "m",
-    "cores": 2, "versions": "v", "params": 10,
+    "config": "c", "tokens": 8, "rounds": 3, "minutes": 12.3, "commit": "abc",
+    "machine": "m", "cores": 2, "versions": "v", "params": 10,
   }  # fmt: skip
   path = tmp_path / "network.json"
   failure = {
