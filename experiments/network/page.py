@@ -148,11 +148,11 @@ def _heading(results: Results, command: str) -> Sequence[str]:
     " that of the same framework without an exchange. *Compress* is the update"
     " of the transformation for one replica, on all hosts at once, and"
     " *communicate* the compiled program's collectives with nothing to compute:"
-    " both are measured alone, and not on stages. *Limit* is compute and"
-    " compress, where it is measured, and the bytes of a ring at the full speed"
-    " of the link; a link that was idle lets its first 64 KiB (1 ms of its"
-    " speed, if that is more) through at once, so steps with few bytes can be"
-    " below it. A dash stands for a ratio of exchanges where one is within half"
+    " both are measured alone, and not on stages. *Link alone* is the payload,"
+    " as a ring moves it, at the full speed of the link, and *limit* that with"
+    " compute and, where it is measured, compress; a link that was idle lets"
+    " its first 64 KiB (1 ms of its speed, if that is more) through at once, so"
+    " steps with few bytes can be below it. A dash stands for a ratio of exchanges where one is within half"
     " the range of the steps that it is a difference of. *Sent* has the headers"
     " of packets as the kernel counts them, which is once for many of them on"
     " fast links. Ranks of edgc are fixed here, and the step at a window's end,"
@@ -173,7 +173,8 @@ def _heading(results: Results, command: str) -> Sequence[str]:
 def _table(results: Results, layout: str) -> list[list[str]]:
   head = [
     "Mbit/s", "way", "step, s", "exchange, s", "exchange less than dense",
-    "step less than dense", "than bf16", "compute", "compress", "communicate",
+    "than bf16", "step less than dense", "than bf16", "compute", "compress",
+    "communicate",
     "payload, MB", "sent, MB", "limit, s", "step / limit",
   ]  # fmt: skip
   lines = [head]
@@ -194,6 +195,9 @@ def _table(results: Results, layout: str) -> list[list[str]]:
         _NONE
         if dense is None
         else _less(cell.clear_exchange, dense.clear_exchange),
+        _NONE
+        if narrow is None
+        else _less(cell.clear_exchange, narrow.clear_exchange),
         _NONE if dense is None else _less(cell.step, dense.step),
         _NONE if narrow is None else _less(cell.step, narrow.step),
         _number(cell.without, ".3f"),
@@ -211,7 +215,7 @@ def _table(results: Results, layout: str) -> list[list[str]]:
 def _peers(results: Results, layout: str) -> list[list[str]]:
   lines = [
     ["Mbit/s", "way", "step, ours", "step, PyTorch", "step, ratio",
-     "exchange, ours", "exchange, PyTorch", "exchange, ratio"]
+     "exchange, ours", "exchange, PyTorch", "exchange, ratio", "link alone"]
   ]  # fmt: skip
   for theirs in results.of(layout=layout, framework="torch"):
     found = results.of(
@@ -220,12 +224,13 @@ def _peers(results: Results, layout: str) -> list[list[str]]:
     if not found:
       continue
     (ours,) = found
-    exchanges = [_NONE] * 3
+    exchanges = [_NONE] * 4
     both = (ours.exchange, theirs.exchange)
     if theirs.row != NO_EXCHANGE and None not in both:
       exchanges = [f"{seconds:.3f}" for seconds in both]
       is_clear = None not in (ours.clear_exchange, theirs.clear_exchange)
       exchanges.append(f"{both[0] / both[1]:.2f}" if is_clear else _NONE)
+      exchanges.append(_number(ours.link_alone, ".3f"))
     lines.append(
       [
         f"{theirs.rate:g}",

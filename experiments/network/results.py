@@ -50,18 +50,25 @@ class Cell:
     return None if None in parts else sum(parts)
 
   @property
+  def link_alone(self) -> float | None:
+    """What a ring of N replicas takes at the full speed of the links.
+
+    Each uplink moves 2 (N - 1) / N of the payload.
+    """
+    if self.wire_bytes is None:
+      return None
+    ring = self.wire_bytes * 2 * (self.replicas - 1) / self.replicas
+    return ring / (self.rate * 1e6 / 8)
+
+  @property
   def limit(self) -> float | None:
     """What a step would take if nothing overlapped and nothing were lost.
 
-    Compute, compress where it is known, and the bytes that a ring of N
-    replicas moves over each uplink, 2 (N - 1) / N of the payload, at the full
-    speed of the link.
+    Compute, compress where it is known, and the link alone.
     """
-    if self.without is None or self.wire_bytes is None:
+    if self.without is None or self.link_alone is None:
       return None
-    ring = self.wire_bytes * 2 * (self.replicas - 1) / self.replicas
-    computing = self.without + (self.compress or 0.0)
-    return computing + ring / (self.rate * 1e6 / 8)
+    return self.without + (self.compress or 0.0) + self.link_alone
 
 
 @dataclasses.dataclass(frozen=True)
