@@ -152,8 +152,9 @@ def _heading(results: Results, command: str) -> Sequence[str]:
     " as a ring moves it, at the full speed of the link, and *limit* that with"
     " compute and, where it is measured, compress; a link that was idle lets"
     " its first 64 KiB (1 ms of its speed, if that is more) through at once, so"
-    " steps with few bytes can be below it. A dash stands for a ratio of exchanges where one is within half"
-    " the range of the steps that it is a difference of. *Sent* has the headers"
+    " steps with few bytes can be below it. A dash stands for a ratio of"
+    " exchanges where one is within half the range of the steps that it is a"
+    " difference of. *Sent* has the headers"
     " of packets as the kernel counts them, which is once for many of them on"
     " fast links. Ranks of edgc are fixed here, and the step at a window's end,"
     " which shares out ranks, is not among those timed.",
