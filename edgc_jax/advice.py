@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgc_jax import guards
+from edgc_jax import collectives, guards
 from edgc_jax.link import CompressionModel, LinkModel
 from edgc_jax.matrices import ViewFn, trailing_matrix
 from edgc_jax.plan import Plan, make_plan
@@ -128,6 +128,8 @@ def advise(
   ) -> Way:
     (rank,) = plan.ladder
     sent, trips = plan.wire_bytes(rank, replicas), plan.all_reduces(rank)
+    if plan.exchanges_parts:  # two halves of the latency of an all-reduce each
+      trips += collectives.num_messages(sent // replicas) - 1
     exchange = link.seconds(sent, trips) + computing
     # Where both take as long: bytes saved for latencies and computing added.
     saved = dense.wire_bytes(0) - sent

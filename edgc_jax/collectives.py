@@ -121,33 +121,51 @@ def least(value: jax.Array, axis_name: str) -> jax.Array:
 
 
 def after(tree: Any, earlier: Any) -> Any:
-  """A tree as it is, not to be had before all of another.
+  """A tree as it is, not to be had before all of another (their last values).
 
-  XLA's CPU backend (of JAX 0.10.2) holds a collective back until those before
-  it have started, and takes a conditional or a loop for started when those in
-  it have not. What needs nothing of its results overtakes them, on one device
-  sooner than on another, and operands that do not belong together meet: stages
-  as CPU devices of one process had their memory overwritten. So where one of
-  two collectives is in a branch, something of the second hangs on the first.
-  Accelerators keep their order by themselves.
+  The condition of a `where`, or of a branch where that would make a leaf vary
+  over more axes, is always true, as no compiler can tell.
   """
   may_send = None
   for leaf in jax.tree.leaves(earlier):
     if leaf.size:
-      value = leaf[(0,) * leaf.ndim].astype(jnp.float32)
-      is_known = ~(value > 0) | (value > -1)  # true, as no compiler can tell
-      may_send = is_known if may_send is None else may_send & is_known
+      value = leaf[(-1,) * leaf.ndim].astype(jnp.float32)
+      is_true = ~(value > 0) | (value > -1)
+      may_send = is_true if may_send is None else may_send & is_true
   if may_send is None:
     return tree
-  return jax.tree.map(lambda x: jnp.where(may_send, x, jnp.zeros_like(x)), tree)
+  axes = set(varying_axes(may_send))
+
+  def wait(leaf: jax.Array) -> jax.Array:
+    if axes <= set(varying_axes(leaf)):
+      return jnp.where(may_send, leaf, jnp.zeros_like(leaf))
+    return lax.cond(may_send, lambda x: x, jnp.zeros_like, leaf)
+
+  return jax.tree.map(wait, tree)
 
 
 def in_turn(tree: Any, earlier: Any) -> Any:
-  """As `after`, for what follows `exchange_parts` or `gather`.
+  """As `after` on CPUs, where collectives may overtake each other.
 
-  These are loops between CPU hosts; elsewhere the tree is as it was.
+  XLA's CPU backend (of JAX 0.10.2) holds a collective back until those before
+  it have started, and takes a conditional or a loop for started when those in
+  it have not. What needs nothing of its results overtakes them, on one device
+  sooner than on another, and operands that do not belong together are mixed
+  up: stages as CPU devices of one process had their memory overwritten. So
+  where one of two collectives is in a branch or a loop, the second waits for
+  the first. Accelerators keep their order by themselves.
   """
-  return after(tree, earlier) if _is_between_cpu_hosts() else tree
+  return after(tree, earlier) if jax.default_backend() == "cpu" else tree
+
+
+def num_messages(num_bytes: int) -> int:
+  """How many follow each other where so many bytes go to each peer.
+
+  For `exchange_parts` and `gather`; the reason is with `_in_messages`.
+  """
+  if not _is_between_cpu_hosts():
+    return 1
+  return min(max(1, num_bytes // _MESSAGE), _MOST_MESSAGES)
 
 
 def compare(value: jax.Array, axis_name: str) -> jax.Array:
@@ -246,18 +264,18 @@ def _in_messages(
   alone takes 0.32. Each message waits for the one before it, so that on links
   of long latency there must not be many.
   """
-  length = max(
-    _MESSAGE // parts.dtype.itemsize, -(-parts.shape[1] // _MOST_MESSAGES)
-  )
-  count = parts.shape[1] // length
-  if not _is_between_cpu_hosts() or count < 2:
+  values = parts.shape[1]
+  count = num_messages(values * parts.dtype.itemsize)
+  if count == 1:
     return collective(parts)
+  length = -(-values // count)
+  count = values // length
   whole = parts[:, : count * length].reshape(-1, count, length)
   _, results = lax.scan(
     lambda carry, part: (carry, collective(part)), None, whole.swapaxes(0, 1)
   )
   done = results.swapaxes(0, 1).reshape(results.shape[1], -1)
-  if count * length == parts.shape[1]:
+  if count * length == values:
     return done
   rest = in_turn(parts[:, count * length :], done)
   return jnp.concatenate([done, collective(rest)], axis=1)

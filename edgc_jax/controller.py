@@ -94,13 +94,13 @@ class Controller:
     Args:
       state: The state after step count - 1.
       count: int32 [], steps done.
-      earlier: What stages have to wait for (`collectives.after`).
+      earlier: What closing a window waits for (`collectives.in_turn`).
 
     Returns:
       The state to use in step `count`.
     """
     return jax.lax.cond(
-      collectives.after(self.closes_window(count), earlier),
+      collectives.in_turn(self.closes_window(count), earlier),
       lambda s: self._close_window(s, count // self.window),
       lambda s: s,
       state,

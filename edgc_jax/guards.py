@@ -14,10 +14,8 @@ from edgc_jax.plan import Plan
 
 # Steps in which the gradients of the replicas are compared.
 CHECKED_STEPS = 3
-# What one such comparison sends over replicas, and what stages agree on, in
-# every step: whether it is finite, and what was compared.
-CHECK_BYTES = 12
-STAGE_CHECK_BYTES = 8
+CHECK_BYTES = 12  # of one such comparison, over the replicas
+STAGE_CHECK_BYTES = 8  # of every step, over stages: see `agree`
 
 
 def require(
@@ -170,14 +168,17 @@ def warn_if_nothing_pays(plan: Plan) -> None:
     )
 
 
-def is_open(identical_steps: jax.Array, axis_name: str) -> jax.Array:
+def is_still_open(
+  gradients: Sequence[jax.Array], identical_steps: jax.Array, axis_name: str
+) -> jax.Array:
   """Whether replicas' gradients are still to be compared; bool [].
 
   They are until they differed once (in the first step, as a rule) or were equal
   in `CHECKED_STEPS` steps.
   """
-  is_known = (identical_steps < 0) | (identical_steps >= CHECKED_STEPS)
-  return ~is_known & (collectives.num_devices(axis_name) > 1)
+  is_settled = (identical_steps < 0) | (identical_steps >= CHECKED_STEPS)
+  there_are_some = gradients and collectives.num_devices(axis_name) > 1
+  return ~is_settled & bool(there_are_some)
 
 
 def compare_replicas(
@@ -215,13 +216,20 @@ def agree(
   """Whether all stages' steps are finite, and the least of their verdicts.
 
   One collective of `STAGE_CHECK_BYTES`, in every step: one in a branch might
-  mix with others over the stages (`collectives.after`).
+  mix with others over the stages (`collectives.in_turn`).
   """
   if stage_axis is None:
     return is_finite, verdict
   seen = jnp.stack([is_finite.astype(jnp.int32), verdict])
   all_finite, verdict = collectives.least(seen, stage_axis)
   return all_finite > 0, verdict
+
+
+def stage_check_bytes(stage_axis: str | None) -> int:
+  """What `agree` sends in a step."""
+  if stage_axis is None or collectives.num_devices(stage_axis) == 1:
+    return 0
+  return STAGE_CHECK_BYTES
 
 
 def count_identical(

@@ -59,10 +59,10 @@ def rest_of(
     is_summed = leaf.placement == "shared" and not (
       stage_axis and collectives.is_varying(gradients[i], stage_axis)
     )
-    if leaf.placement == "own" or is_summed:
+    if leaf.placement == "own":
       continue
     gradients[i] = after(gradients[i])
-    if leaf.placement == "shared":
+    if leaf.placement == "shared" and not is_summed:
       total = collectives.total(gradients[i].astype(jnp.float32), stage_axis)
       gradients[i] = total.astype(leaf.dtype)
   return gradients

@@ -174,10 +174,15 @@ class Plan:
       return jnp.array(False)
     return (count > 0) & (count % self.refresh_every == 0)
 
+  @property
+  def exchanges_parts(self) -> bool:
+    """Whether what is coded is not reduced on its way (`averages`)."""
+    return not isinstance(self.code, NativeBfloat16 | None)
+
   def all_reduces(self, rank: int) -> int:
     """How many there are one after the other; the two halves of one are one."""
     # Errors and vectors travel beside what is coded.
-    beside = 0 if isinstance(self.code, NativeBfloat16 | None) else 1
+    beside = 1 if self.exchanges_parts else 0
     is_pair = any(self.columns(leaf, rank) for leaf in self.leaves)
     return (2 if is_pair and not self.alternating else 1) + beside
 

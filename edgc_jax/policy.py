@@ -35,7 +35,7 @@ class Choice(NamedTuple):
   ranks: jax.Array | None  # int32 [K], where matrices have ranks of their own
   sample: entropy.EntropySample | None
   wire_bytes: jax.Array  # float32 [], what choosing took
-  sent: Any  # of that, to wait for
+  last: Any  # of that, which what comes next waits for
 
 
 class Report(NamedTuple):
@@ -62,7 +62,7 @@ class Policy(Protocol):
   ) -> Choice:
     """Chooses the rung of step `count` from its local gradients.
 
-    What it sends waits for `earlier` (`collectives.after`).
+    What it sends waits for `earlier` (`collectives.in_turn`).
     """
 
   def settle(
@@ -150,7 +150,7 @@ class EntropyPolicy:
       )
       ranks = allocator.ranks
     wire_bytes = jnp.where(is_closed, float(self.controller.window_bytes), 0.0)
-    is_sampled = collectives.after(count % self.period == 0, control.rung)
+    is_sampled = collectives.in_turn(count % self.period == 0, control.rung)
     sample, sampled_bytes = self._sample(gradients, count, is_sampled)
     return Choice(
       PolicyState(control, allocator),
@@ -159,7 +159,7 @@ class EntropyPolicy:
       ranks,
       sample,
       wire_bytes + sampled_bytes,
-      sample.weight,
+      (earlier, control.rung, sample.weight),
     )
 
   def settle(

@@ -116,10 +116,10 @@ def make_reducer(
     count = state.count
 
     identical = state.checks.identical_steps
-    is_open = guards.is_open(identical, axis_name)
-    verdict = guards.compare_replicas(own, is_open, axis_name)
+    is_compared = guards.is_still_open(own, identical, axis_name)
+    verdict = guards.compare_replicas(own, is_compared, axis_name)
     control = PolicyState(state.controller, state.allocator)
-    choice = policy.choose(control, own, count, verdict)
+    choice = policy.choose(control, own, count, (verdict, own[:1]))
     factors, residuals = exchange_state.unpack(plans, state.exchange)
     key = jax.random.fold_in(jax.random.key(seed), count)
 
@@ -135,8 +135,8 @@ def make_reducer(
       )  # fmt: skip
       return with_feedback(plans[i], leaves, residuals[i], run)
 
-    waiting = _waiting(plans[0], own, choice.sent)
-    results = [reduce(0, choice.rung, waiting, choice.ranks)]
+    own = collectives.in_turn(own, choice.last)
+    results = [reduce(0, choice.rung, own, choice.ranks)]
     rest = rest_of(
       updates, late_updates, results[0].is_finite, plan, axis_name, stage_axis
     )
@@ -192,8 +192,8 @@ def make_reducer(
           for part, rung in zip(plans, rungs, strict=True)
         )
         + choice.wire_bytes
-        + jnp.where(is_open, float(guards.CHECK_BYTES), 0.0)
-        + (guards.STAGE_CHECK_BYTES if stage_axis else 0),
+        + jnp.where(is_compared, float(guards.CHECK_BYTES), 0.0)
+        + guards.stage_check_bytes(stage_axis),
         count=count,
         report=report,
         matrices=_matrix_stats(plans, updates, report, ranks, errors),
@@ -209,26 +209,6 @@ def make_reducer(
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _waiting(
-  plan: Plan, leaves: Sequence[jax.Array], earlier: Any
-) -> list[jax.Array]:
-  """Leaves, those that wait among them: one at least in every collective.
-
-  For those that are coded, or have a residual added, that is free.
-  """
-  members = {
-    i
-    for i, leaf in enumerate(plan.leaves)
-    if i in plan.compressible or plan.is_coded(leaf)
-  }
-  rest = [i for i in range(len(leaves)) if i not in members]
-  members |= set(sorted(rest, key=lambda i: leaves[i].size)[:1])
-  return [
-    collectives.after(leaf, earlier) if i in members else leaf
-    for i, leaf in enumerate(leaves)
-  ]
 
 
 def _measured(result: Exchange) -> Measured:

@@ -241,10 +241,12 @@ def clip_by_global_norm(
 def after_update(tree: Any, opt_state: optax.OptState) -> Any:
   """A tree as it is, to be had once a reducer's update is done.
 
-  For your own collectives beside `update`, on CPUs alone: XLA's CPU backend
-  may start one that needs nothing of the update while those inside it are
-  under way, on one device sooner than on another, and their operands then
-  meet. Nothing travels for this.
+  For a collective of your own beside `update`, the mean of a loss say. On CPUs
+  XLA may start one that needs nothing of the update while those inside it are
+  under way, on one device sooner than on another, and the values of the two
+  are mixed up (`docs/design.md`). It is needed on CPU devices only; elsewhere
+  nothing is done, and nothing travels for it anywhere. Collectives that the
+  gradients need, as inside a loss, come before the update by themselves.
 
   Args:
     tree: What you are about to average, a loss say.
@@ -263,8 +265,8 @@ def after_update(tree: Any, opt_state: optax.OptState) -> Any:
   guards.require(
     bool(found),
     "opt_state",
-    opt_state,
+    type(opt_state),
     "a state with that of a reducer in it",
     "pass what `update` of a chain with edgc() returned",
   )
-  return collectives.after(tree, [c.skipped_steps for c in found])
+  return collectives.in_turn(tree, [c.skipped_steps for c in found])

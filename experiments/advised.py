@@ -1,6 +1,6 @@
 """Which reducer to train with, from what is measured on the mesh."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,8 +94,16 @@ def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
   return advise(config, model, mesh, link, measure_costs(config, model, mesh))
 
 
-def measure_costs(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Costs:
-  """All but the link; arguments as of `measure`."""
+def measure_costs(
+  config: ConfigDict,
+  model: GPT2Config,
+  mesh: Mesh,
+  step: Callable[[], Any] | None = None,
+) -> Costs:
+  """All but the link; arguments as of `measure`.
+
+  A step that averages nothing may be given, if there is one already.
+  """
   shapes = gpt2.param_shapes(model)
   compression = edgc_jax.measure_compression(
     shapes,
@@ -105,7 +113,8 @@ def measure_costs(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Costs:
     mesh=mesh,
   )
   coding = edgc_jax.measure_coding(shapes, mesh=mesh)
-  return Costs(_step_seconds(config, model, mesh), compression, coding)
+  step = step or _plain_step(config, model, mesh)
+  return Costs(_seconds_of(step, mesh), compression, coding)
 
 
 def advise(
@@ -134,7 +143,7 @@ def advise(
 
 def table(advice: Advice, replicas: int) -> str:
   """For a terminal: what each way would take, and the choice."""
-  lines = [f"{'':14}{'MB sent':>9}{'s a step':>10}   dense is faster above"]
+  lines = [f"{'':14}{'payload, MB':>13}{'s a step':>10}   dense faster above"]
   for way in advice.ways:
     # A ring moves every byte of payload 2 (N - 1) / N times over an uplink.
     uplink = 8e-6 * way.break_even * 2 * (replicas - 1) / replicas
@@ -144,13 +153,15 @@ def table(advice: Advice, replicas: int) -> str:
     elif not way.break_even:
       bound = "any speed"
     lines.append(
-      f"{way.name:14}{way.wire_bytes / 1e6:9.2f}{way.seconds:10.3f}   {bound}"
+      f"{way.name:14}{way.wire_bytes / 1e6:13.2f}{way.seconds:10.3f}   {bound}"
     )
   return "\n".join([*lines, f"choice: {advice.choice.name}"])
 
 
-def _step_seconds(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> float:
-  """Of a training step that averages nothing; the mean over all processes."""
+def _plain_step(
+  config: ConfigDict, model: GPT2Config, mesh: Mesh
+) -> Callable[[], Any]:
+  """A training step that averages nothing, compiled."""
   plain = config.copy_and_resolve_references()
   plain.reducer = "allreduce"
   tx = optimizer.make_optimizer(
@@ -167,6 +178,11 @@ def _step_seconds(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> float:
     *state, numbers = backend.step(*state, rows)
     return numbers
 
+  return step
+
+
+def _seconds_of(step: Callable[[], Any], mesh: Mesh) -> float:
+  """The median of a step; the mean over all processes."""
   with heap.freed_memory_kept():  # as in training
     seconds = stopwatch.medians([step], _STEPS)
   return float(stopwatch.agree(mesh, seconds)[0])

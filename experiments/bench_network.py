@@ -82,8 +82,9 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError("there must be 2 hosts")
   except ValueError as error:
     sys.exit(
-      "error: `--rates` and `--hosts` must be such as 50,100 and 2,4, got"
-      f" {_RATES.value} and {_HOSTS.value}: {error}."
+      "error: `--rates`, `--stage_rates` and `--hosts` must be such as 50,100,"
+      f" 100 and 2,4, got {_RATES.value}, {_STAGE_RATES.value} and"
+      f" {_HOSTS.value}: {error}."
     )
   command = " ".join(["bench_network.py", *sys.argv[1:]])
   for layout, each in rates.items():

@@ -208,11 +208,10 @@ def cross_entropy(
   places = labels - first
   is_here = (places >= 0) & (places < rows.shape[0])
   own = jnp.take_along_axis(logits, jnp.where(is_here, places, 0)[:, None], 1)
-  label, mass = lax.psum(
-    (
-      jnp.where(is_here, own[:, 0], 0.0),
-      jnp.exp(logits - largest[:, None]).sum(axis=-1),
-    ),
-    AXIS,
+  # As one: gradients need no label, and nothing else would wait for its sum.
+  both = (
+    jnp.where(is_here, own[:, 0], 0.0),
+    jnp.exp(logits - largest[:, None]).sum(axis=-1),
   )
+  label, mass = lax.psum(jnp.stack(both), AXIS)
   return largest + jnp.log(mass) - label

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
@@ -41,10 +40,6 @@ class Pmap:
     self.rows = functools.partial(meshes.rows_of, mesh)
     self._blank = functools.partial(meshes.blank_rows, self.rows, model.context)
 
-    def init(key: jax.Array) -> tuple[Any, Any]:
-      params = gpt2.init_params(model, key)
-      return params, tx.init(params)
-
     def step(
       params: Any, opt_state: Any, batch: jax.Array
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
@@ -56,16 +51,18 @@ class Pmap:
       loss = lax.pmean(edgc_jax.after_update(loss, opt_state), DATA)
       return params, opt_state, numbers | {"loss": loss}
 
-    shapes = jax.eval_shape(init, jax.random.key(0))
+    params = gpt2.param_shapes(model)
+    shapes = (params, jax.eval_shape(tx.init, params))
     self.num_params = sum(p.size for p in jax.tree.leaves(shapes[0]))
     self.stored = StoredForm.of_pmap(tx, *shapes, mesh, DATA)
-    self._init = pmap(init)
+    self._draw = functools.partial(gpt2.init_params, model)
+    self._init = pmap(lambda p, _: (p, tx.init(p)), in_axes=(None, 0))
     self._place = pmap(lambda x: x)  # arrays as the step's own
     self._step = pmap(step, donate_argnums=(0, 1))
     self._loss = pmap(lambda *x: lax.pmean(loss_fn(*x), DATA))
 
   def init(self, key: jax.Array) -> tuple[Any, Any]:
-    return self._init(jnp.stack([key] * self._local))
+    return self._init(self._draw(key), np.zeros(self._local))
 
   def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, ...]:
     return self._place(self.stored.load(trees, replicas))

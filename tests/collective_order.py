@@ -5,17 +5,14 @@ import re
 from edgc_jax import compiled_cost
 
 _INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = ")
-_GROUPS = re.compile(
-  r"(?:replica_groups|source_target_pairs)=((?:\{\{.*?\}\})|(?:\S+))"
-)
 
 
 def unordered(hlo: str) -> list[tuple[str, str]]:
-  """Pairs over the same devices with one in a branch or loop, and no order.
+  """Pairs with one in a branch or a loop, and no order.
 
   XLA's CPU backend keeps the order of a program's collectives, unless one is
   inside a conditional or a loop: there only data that the one takes from the
-  other does (`collectives.after`).
+  other does (`collectives.in_turn`).
 
   Args:
     hlo: Text of a compiled program.
@@ -25,24 +22,19 @@ def unordered(hlo: str) -> list[tuple[str, str]]:
   """
   computations = compiled_cost._split(hlo)
 
-  def groups(line: str) -> set[str]:
-    """Of all collectives in what an instruction does."""
+  def sends(line: str) -> bool:
+    """Whether an instruction, or what it calls, is a collective."""
     if compiled_cost._COLLECTIVE.search(line):
-      return set(_GROUPS.findall(line))
-    return set().union(*(within(name) for name in called(line)))
-
-  def called(line: str) -> list[str]:
+      return True
+    called = compiled_cost._CALLED.findall(line)
     if " conditional(" in line:
-      return compiled_cost._branches_of(line)
-    return compiled_cost._CALLED.findall(line)
-
-  def within(computation: str) -> set[str]:
-    return set().union(*map(groups, computations[computation]))
+      called = compiled_cost._branches_of(line)
+    return any(sends(inner) for name in called for inner in computations[name])
 
   found = []
   for lines in computations.values():
     needs: dict[str, set[str]] = {}
-    senders: list[tuple[str, str, set[str]]] = []
+    senders: list[tuple[str, bool]] = []
     for line in lines:
       match = _INSTRUCTION.match(line)
       if not match:
@@ -50,12 +42,13 @@ def unordered(hlo: str) -> list[tuple[str, str]]:
       name = match.group(1)
       operands = set(re.findall(r"%([\w.\-]+)", line)) & set(needs)
       needs[name] = operands.union(*(needs[other] for other in operands))
-      own = groups(line)
-      for other, kind, theirs in senders:
-        is_plain = kind == "plain" and compiled_cost._COLLECTIVE.search(line)
-        if own & theirs and not is_plain and other not in needs[name]:
-          found.append((other, name))
-      if own:
-        is_plain = compiled_cost._COLLECTIVE.search(line)
-        senders.append((name, "plain" if is_plain else "nested", own))
+      if not sends(line):
+        continue
+      is_plain = bool(compiled_cost._COLLECTIVE.search(line))
+      found += [
+        (other, name)
+        for other, other_is_plain in senders
+        if not (is_plain and other_is_plain) and other not in needs[name]
+      ]
+      senders.append((name, is_plain))
   return found

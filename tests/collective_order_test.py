@@ -15,23 +15,37 @@ from collective_order import unordered
 from meshes import AXIS, gradients_like
 
 import edgc_jax
-from edgc_jax import collectives
+from edgc_jax import collectives, compiled_cost
 
 REPLICAS = 4
 PARAMS = {"kernel": jnp.ones((48, 40)), "bias": jnp.ones(40)}
+COMPRESS = {"axis_name": AXIS, "min_ratio": 1.2}
 REDUCERS = {
   "dense": lambda: edgc_jax.allreduce(AXIS),
   "dense_bfloat16": lambda: edgc_jax.allreduce(AXIS, wire_dtype="bfloat16"),
-  "low_rank": lambda: edgc_jax.powersgd(4, AXIS, min_ratio=1.2),
-  "low_rank_coded": lambda: edgc_jax.powersgd(
-    4, AXIS, min_ratio=1.2, wire_dtype="bfloat16"
+  "low_rank": lambda: edgc_jax.powersgd(4, **COMPRESS),
+  "schedule": lambda: edgc_jax.powersgd({0: 8, 3: 4}, **COMPRESS),
+  "alternating": lambda: edgc_jax.powersgd(
+    4, alternating=True, refresh_every=9, **COMPRESS
   ),
+  "coded": lambda: edgc_jax.powersgd(4, wire_dtype="bfloat16", **COMPRESS),
   "adaptive": lambda: edgc_jax.edgc(
-    AXIS, rank_max=8, rank_min=4, window=10, min_ratio=1.2
+    rank_max=8, rank_min=4, window=10, **COMPRESS
   ),
-  "entrywise": lambda: edgc_jax.quantize(8, AXIS),
-  "sparse": lambda: edgc_jax.topk(0.1, AXIS),
-}
+  "adaptive_coded": lambda: edgc_jax.edgc(
+    rank_max=8, rank_min=4, window=10, wire_dtype="bfloat16", **COMPRESS
+  ),
+  "one_rank": lambda: edgc_jax.edgc(
+    rank_max=4, rank_min=4, window=10, **COMPRESS
+  ),
+  "quantize": lambda: edgc_jax.quantize(8, AXIS),
+  "signs": lambda: edgc_jax.signsgd(AXIS),
+  "top": lambda: edgc_jax.topk(0.1, AXIS),
+  "random": lambda: edgc_jax.randomk(0.1, AXIS),
+}  # fmt: skip
+IN_LOOPS = (
+  "dense_bfloat16", "coded", "adaptive_coded", "quantize", "signs", "top",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -39,26 +53,26 @@ def between_hosts():
   """Short messages, many of them."""
   with (
     mock.patch.object(collectives, "_is_between_cpu_hosts", return_value=True),
-    mock.patch.object(collectives, "_MESSAGE", 64),
+    mock.patch.object(collectives, "_MESSAGE", 16),
   ):
     yield
 
 
-def program(tx, waits=True):
+def program(tx, waits=True, params=PARAMS):
   """Of a step that also sends a number of its own."""
 
   def step(gradients, state):
-    updates, state = tx.update(gradients, state, PARAMS)
-    loss = jnp.sum(gradients["bias"])
+    updates, state = tx.update(gradients, state, params)
+    loss = sum(jnp.sum(g) for g in jax.tree.leaves(gradients))
     if waits:
       loss = edgc_jax.after_update(loss, state)
     return updates, state, jax.lax.pmax(loss, AXIS)  # not a sum to be joined
 
   state = jax.tree.map(
-    lambda x: jnp.stack([x] * REPLICAS), jax.jit(tx.init)(PARAMS)
+    lambda x: jnp.stack([x] * REPLICAS), jax.jit(tx.init)(params)
   )
   mapped = jax.pmap(step, AXIS, devices=jax.devices()[:REPLICAS])
-  gradients = gradients_like(PARAMS, 0, REPLICAS)
+  gradients = gradients_like(params, 0, REPLICAS)
   return mapped.lower(gradients, state).compile().as_text()
 
 
@@ -71,10 +85,31 @@ class OrderTest(parameterized.TestCase):
     with between_hosts() if hosts else contextlib.nullcontext():
       hlo = program(tx)
     self.assertIn(" conditional(", hlo)
+    sent = compiled_cost.collectives_in_order(hlo)
+    is_cut = len(sent) > len(set(sent))  # messages of the same size
+    self.assertEqual(is_cut, hosts and name in IN_LOOPS)
+    self.assertEqual(unordered(hlo), [])
+
+  def test_under_accumulate(self):
+    tx = edgc_jax.accumulate(REDUCERS["adaptive"](), 2)
+    self.assertEqual(unordered(program(tx)), [])
+
+  def test_many_leaves(self):
+    """More than XLA joins into one collective."""
+    params = {f"leaf_{i:03}": jnp.ones(3 + i % 2) for i in range(300)}
+    params["empty"] = jnp.ones(0)
+    hlo = program(REDUCERS["dense"](), params=params)
+    self.assertEqual(unordered(hlo), [])
+
+  def test_where_nothing_is_compressed(self):
+    tx = REDUCERS["adaptive"]()
+    with self.assertWarns(RuntimeWarning):
+      hlo = program(tx, params={"bias": jnp.ones(40)})
     self.assertEqual(unordered(hlo), [])
 
   def test_one_of_the_user_that_does_not_wait_is_found(self):
-    self.assertNotEqual(unordered(program(REDUCERS["low_rank"](), False)), [])
+    hlo = program(REDUCERS["low_rank"](), waits=False)
+    self.assertNotEqual(unordered(hlo), [])
 
   def test_values_are_as_they_were(self):
     tx = REDUCERS["dense"]()

@@ -103,7 +103,7 @@ def test_page(tmp_path):
     "| 100 | powersgd, rank 8 | 0.800 | 0.900 | 0.89 | 0.300 | 0.600 | 0.50 |",
     # Advice took dense for the best, and rank 8 was.
     "| 1.000 / 0.800 (+25%) | dense | edgc, rank 8 | 3.25 |",
-    "Right: 0 of 1; errors: median 12%, largest 25%.",
+    "Right: 0 of 1; errors: median 12%, largest 25%. Of 1 pairs",
     "- 2 replicas, torch, dense, bf16: refused",
   ):
     assert expected in text

@@ -5,8 +5,10 @@ import json
 import random
 import warnings
 
+import jax
 import numpy as np
 import pytest
+from collective_order import unordered
 
 import edgc_jax
 from configs import gpt2_tiny
@@ -142,6 +144,26 @@ def test_small_leaves_joined_on_stages(folder, replicas):
     patch.setattr(collectives, "_is_between_cpu_hosts", lambda: True)
     joined = run(small(folder, "joined_stages", "allreduce", 2, stage=2))
   assert_same_training(joined, replicas)
+
+
+@pytest.mark.parametrize(
+  "reducer, data, stage, backend",
+  [
+    ("edgc", 4, 1, "pmap"),
+    ("edgc", 2, 2, "shard_map"),
+    ("allreduce", 2, 2, "shard_map"),
+  ],
+)
+def test_order_of_collectives(folder, reducer, data, stage, backend):
+  """None in a branch or loop can be overtaken, between hosts neither."""
+  name = f"order_{reducer}_{stage}"
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(collectives, "_is_between_cpu_hosts", lambda: True)
+    trainer = Trainer(small(folder, name, reducer, data, stage, backend))
+    state = trainer.parallel.init(jax.random.key(0))
+    program = trainer.parallel.compile_step(*state, 8).as_text()
+  assert " conditional(" in program
+  assert unordered(program) == []
 
 
 def test_numbers_of_every_stage(staged):

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import edgc_jax
-from edgc_jax import compiled_cost
+from edgc_jax import collectives, compiled_cost
 from experiments import advised, gpt2, heap, meshes, optimizer, parallel
 from experiments.meshes import DATA
 from experiments.network import calls
@@ -106,7 +106,10 @@ class JaxHost:
   def measure_costs(self, config: dict[str, Any]) -> None:
     """What `advise` needs beside the link; compiles, and runs steps."""
     config, mesh, model = _read(config)
-    self._costs = advised.measure_costs(config, model, mesh)
+    plain = self._methods.get(NO_EXCHANGE)
+    self._costs = advised.measure_costs(
+      config, model, mesh, plain.step if plain else None
+    )
 
   def run(self, name: str, part: str, count: int) -> dict[str, Any]:
     """Times a part of a method.
@@ -206,8 +209,7 @@ def _communicate(
   def travel(
     collective: compiled_cost.Collective, before: list[jax.Array]
   ) -> list[jax.Array]:
-    # Each waits for the one before it.
-    values, _ = lax.optimization_barrier((operands(collective), before))
+    values = collectives.after(operands(collective), before)
     if collective.kind == "all-reduce":
       return list(lax.psum(tuple(values), DATA))
     if collective.kind == "all-gather":
@@ -225,7 +227,7 @@ def _communicate(
         last,
         length=len(list(group)) - 1,
       )
-      results = results + last
+      results = last
     return results
 
   local = len(mesh.local_devices)

@@ -264,13 +264,16 @@ def _advice(results: Results) -> Sequence[str]:
     for found in results.predictions
     for way in ways
   ]
+  orders = [order for p in results.predictions for order in p.orders]
   return [
     "Seconds of a step as `advise` predicts them from measured links, steps"
     " and times to compress, and as they were. The right choice is that of the"
     " same rule from the measured steps: what loses least of all that is at"
     f" most {TOLERANCE:.0%} slower than the fastest. Right: {right} of"
     f" {len(results.predictions)}; errors: median"
-    f" {statistics.median(errors):.0%}, largest {max(errors):.0%}.",
+    f" {statistics.median(errors):.0%}, largest {max(errors):.0%}. Of"
+    f" {len(orders)} pairs of ways that are further apart than that,"
+    f" {sum(orders)} are in the right order.",
     "",
     *markdown.table(lines),
   ]

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgc_jax.advice import first_fast
+from edgc_jax.advice import TOLERANCE, first_fast
 
 NO_EXCHANGE, DENSE, NARROW = "no exchange", "dense", "dense, bf16"
 
@@ -85,6 +86,16 @@ class Prediction:
   def right_choice(self) -> str:
     """By the rule of the advice, from the steps that were measured."""
     return list(self.measured)[first_fast(list(self.measured.values()))]
+
+  @property
+  def orders(self) -> Sequence[bool]:
+    """Whether two ways that are clearly apart are predicted in their order."""
+    return [
+      (self.predicted[a] < self.predicted[b])
+      == (self.measured[a] < self.measured[b])
+      for a, b in itertools.combinations(self.measured, 2)
+      if abs(self.measured[a] / self.measured[b] - 1) > TOLERANCE
+    ]
 
   @property
   def loss(self) -> float:

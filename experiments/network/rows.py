@@ -21,7 +21,7 @@ ROWS = (
   Row("dense", "jax", {"reducer": "allreduce"}),
   Row(
     "dense, bf16", "jax",
-    {"reducer": "allreduce", "allreduce.wire_dtype": "bfloat16"},
+    {"reducer": "allreduce", "allreduce.wire_dtype": "bfloat16"}, False,
   ),
   Row(
     "powersgd, rank 32", "jax",
