@@ -193,13 +193,15 @@ def _gradients(model: gpt2.GPT2Config) -> Any:
 def _communicate(
   sent: list[compiled_cost.Collective], mesh: Mesh
 ) -> Callable[[], Any]:
-  """The collectives of a program, one after the other, of zeros."""
+  """The collectives of a program, one after the other, of what is given."""
   replicas = mesh.shape[DATA]
 
-  def operands(collective: compiled_cost.Collective) -> list[jax.Array]:
+  def operands(
+    collective: compiled_cost.Collective, value: jax.Array
+  ) -> list[jax.Array]:
     parts = replicas if collective.kind == "all-gather" else 1
     arrays = [
-      jnp.zeros((int(np.prod(shape)) // parts,), _DTYPES[dtype])
+      jnp.full(int(np.prod(shape)) // parts, value, _DTYPES[dtype])
       for dtype, shape in collective.results
     ]
     if collective.kind == "all-to-all" and len(arrays) == replicas:
@@ -207,9 +209,11 @@ def _communicate(
     return arrays
 
   def travel(
-    collective: compiled_cost.Collective, before: list[jax.Array]
+    collective: compiled_cost.Collective,
+    value: jax.Array,
+    before: list[jax.Array],
   ) -> list[jax.Array]:
-    values = collectives.after(operands(collective), before)
+    values = collectives.after(operands(collective, value), before)
     if collective.kind == "all-reduce":
       return list(lax.psum(tuple(values), DATA))
     if collective.kind == "all-gather":
@@ -217,18 +221,17 @@ def _communicate(
     parts = [x.reshape(replicas, -1) for x in values]
     return [lax.all_to_all(x, DATA, 0, 0, tiled=True) for x in parts]
 
-  def replay(_: jax.Array) -> list[jax.Array]:
-    results = []
+  def replay(value: jax.Array) -> list[jax.Array]:
+    last: list[jax.Array] = []
     for collective, group in itertools.groupby(sent):
-      last = travel(collective, results)
+      last = travel(collective, value, last)
       # Of a loop of the program, the rest.
       last, _ = lax.scan(
-        lambda last, _: (travel(collective, last), None),  # noqa: B023
+        lambda last, _: (travel(collective, value, last), None),  # noqa: B023
         last,
         length=len(list(group)) - 1,
       )
-      results = last
-    return results
+    return last
 
   local = len(mesh.local_devices)
   call = jax.pmap(replay, axis_name=DATA)
