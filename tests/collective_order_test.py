@@ -16,6 +16,7 @@ from meshes import AXIS, gradients_like
 
 import edgc_jax
 from edgc_jax import collectives, compiled_cost
+from experiments.network import jax_host
 
 REPLICAS = 4
 PARAMS = {"kernel": jnp.ones((48, 40)), "bias": jnp.ones(40)}
@@ -88,6 +89,34 @@ class OrderTest(parameterized.TestCase):
     sent = compiled_cost.collectives_in_order(hlo)
     is_cut = len(sent) > len(set(sent))  # messages of the same size
     self.assertEqual(is_cut, hosts and name in IN_LOOPS)
+    self.assertEqual(unordered(hlo), [])
+
+  @parameterized.parameters(
+    ("dense", False), ("dense", True), ("low_rank", True), ("coded", True),
+    ("quantize", True), ("top", True),
+  )  # fmt: skip
+  def test_a_replay_of_them_sends_the_same(self, name, hosts):
+    """As the network benchmark times them, with nothing to compute."""
+    params = {**PARAMS, "other": jnp.ones((48, 40))}  # two of a shape
+    with between_hosts() if hosts else contextlib.nullcontext():
+      sent = compiled_cost.collectives_in_order(
+        program(REDUCERS[name](), params=params)
+      )
+    replay = jax.pmap(
+      jax_host.replay_of(sent, REPLICAS),
+      AXIS,
+      devices=jax.devices()[:REPLICAS],
+    )
+    zeros = np.zeros(REPLICAS, np.int32)
+    hlo = replay.lower(zeros).compile().as_text()
+    sizes = [
+      [
+        [(c.kind, dtype, int(np.prod(shape))) for dtype, shape in c.results]
+        for c in collectives
+      ]
+      for collectives in (sent, compiled_cost.collectives_in_order(hlo))
+    ]
+    self.assertEqual(*sizes)
     self.assertEqual(unordered(hlo), [])
 
   def test_under_accumulate(self):

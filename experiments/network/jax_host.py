@@ -193,16 +193,26 @@ def _gradients(model: gpt2.GPT2Config) -> Any:
 def _communicate(
   sent: list[compiled_cost.Collective], mesh: Mesh
 ) -> Callable[[], Any]:
-  """The collectives of a program, one after the other, of what is given."""
-  replicas = mesh.shape[DATA]
+  """The collectives of a program, with nothing to compute."""
+  call = jax.pmap(replay_of(sent, mesh.shape[DATA]), axis_name=DATA)
+  zeros = np.zeros(len(mesh.local_devices), np.int32)
+  call.lower(zeros).compile()
+  return lambda: call(zeros)
+
+
+def replay_of(
+  sent: list[compiled_cost.Collective], replicas: int
+) -> Callable[[jax.Array], list[jax.Array]]:
+  """The same collectives, one after the other, of numbers from a given one."""
 
   def operands(
     collective: compiled_cost.Collective, value: jax.Array
   ) -> list[jax.Array]:
     parts = replicas if collective.kind == "all-gather" else 1
     arrays = [
-      jnp.full(int(np.prod(shape)) // parts, value, _DTYPES[dtype])
-      for dtype, shape in collective.results
+      # Each another number: of two that are equal XLA would send one.
+      jnp.full(int(np.prod(shape)) // parts, value + i, _DTYPES[dtype])
+      for i, (dtype, shape) in enumerate(collective.results)
     ]
     if collective.kind == "all-to-all" and len(arrays) == replicas:
       return [jnp.concatenate(arrays)]  # a result for each replica's part
@@ -233,11 +243,7 @@ def _communicate(
       )
     return last
 
-  local = len(mesh.local_devices)
-  call = jax.pmap(replay, axis_name=DATA)
-  zeros = np.zeros(local, np.int32)
-  call.lower(zeros).compile()
-  return lambda: call(zeros)
+  return replay
 
 
 def main() -> None:
