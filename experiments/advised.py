@@ -114,7 +114,8 @@ def measure_costs(
   )
   coding = edgc_jax.measure_coding(shapes, mesh=mesh)
   step = step or _plain_step(config, model, mesh)
-  return Costs(_seconds_of(step, mesh), compression, coding)
+  with heap.freed_memory_kept():  # as in training
+    return Costs(seconds_of(step, mesh), compression, coding)
 
 
 def advise(
@@ -181,8 +182,7 @@ def _plain_step(
   return step
 
 
-def _seconds_of(step: Callable[[], Any], mesh: Mesh) -> float:
+def seconds_of(step: Callable[[], Any], mesh: Mesh) -> float:
   """The median of a step; the mean over all processes."""
-  with heap.freed_memory_kept():  # as in training
-    seconds = stopwatch.medians([step], _STEPS)
+  seconds = stopwatch.medians([step], _STEPS)
   return float(stopwatch.agree(mesh, seconds)[0])

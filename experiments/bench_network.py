@@ -35,6 +35,9 @@ _STAGES = flags.DEFINE_bool("stages", True, "Also 2 stages of 2 replicas.")
 _RATES = flags.DEFINE_list(
   "rates", ["50", "100", "300", "1000"], "Mbit/s of an uplink."
 )
+_MANY_RATES = flags.DEFINE_list(
+  "many_rates", ["100", "300", "1000"], "The same with more than 2 hosts."
+)
 _STAGE_RATES = flags.DEFINE_list(
   "stage_rates", ["100"], "The same with stages, which compile for long."
 )
@@ -72,7 +75,10 @@ def main(argv: Sequence[str]) -> None:
   )  # fmt: skip
   benchmark = Benchmark(_CONFIG.value, options, output)
   try:
-    rates = {Layout(int(count)): _RATES.value for count in _HOSTS.value}
+    counts = [int(count) for count in _HOSTS.value]
+    rates = {
+      Layout(n): (_MANY_RATES if n > 2 else _RATES).value for n in counts
+    }
     if _STAGES.value:
       rates[Layout(4, 2)] = _STAGE_RATES.value
     rates = {layout: [float(r) for r in each] for layout, each in rates.items()}
@@ -82,9 +88,9 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError("there must be 2 hosts")
   except ValueError as error:
     sys.exit(
-      "error: `--rates`, `--stage_rates` and `--hosts` must be such as 50,100,"
-      f" 100 and 2,4, got {_RATES.value}, {_STAGE_RATES.value} and"
-      f" {_HOSTS.value}: {error}."
+      "error: `--hosts` must be such as 2,4 and `--rates`, `--many_rates` and"
+      f" `--stage_rates` such as 50,100, got {_HOSTS.value}, {_RATES.value},"
+      f" {_MANY_RATES.value} and {_STAGE_RATES.value}: {error}."
     )
   command = " ".join(["bench_network.py", *sys.argv[1:]])
   for layout, each in rates.items():
