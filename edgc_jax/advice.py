@@ -70,7 +70,9 @@ def advise(
 
   The choice is the way that loses least of those that are at most `tolerance`
   slower than the fastest: whoever has a fast link is told to send dense.
-  Nothing is taken to travel while something else is computed.
+  Nothing is taken to travel while something else is computed. Between CPU
+  hosts, if this runs there, what is coded travels in many messages, each of
+  them a latency (`collectives.num_messages`).
 
   Args:
     params: Parameters or their `jax.ShapeDtypeStruct`s.
@@ -128,7 +130,7 @@ def advise(
   ) -> Way:
     (rank,) = plan.ladder
     sent, trips = plan.wire_bytes(rank, replicas), plan.all_reduces(rank)
-    if plan.exchanges_parts:  # two halves of the latency of an all-reduce each
+    if plan.exchanges_parts:  # each message two halves of an all-reduce
       trips += collectives.num_messages(sent // replicas) - 1
     exchange = link.seconds(sent, trips) + computing
     # Where both take as long: bytes saved for latencies and computing added.
