@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgc_jax import collectives, guards
+from edgc_jax import cpu_hosts, guards
 from edgc_jax.link import CompressionModel, LinkModel
 from edgc_jax.matrices import ViewFn, trailing_matrix
 from edgc_jax.plan import Plan, make_plan
@@ -72,7 +72,7 @@ def advise(
   slower than the fastest: whoever has a fast link is told to send dense.
   Nothing is taken to travel while something else is computed. Between CPU
   hosts, if this runs there, what is coded travels in many messages, each of
-  them a latency (`collectives.num_messages`).
+  them a latency (`cpu_hosts.more_trips`).
 
   Args:
     params: Parameters or their `jax.ShapeDtypeStruct`s.
@@ -130,8 +130,8 @@ def advise(
   ) -> Way:
     (rank,) = plan.ladder
     sent, trips = plan.wire_bytes(rank, replicas), plan.all_reduces(rank)
-    if plan.exchanges_parts:  # each message two halves of an all-reduce
-      trips += collectives.num_messages(sent // replicas) - 1
+    if plan.exchanges_parts:
+      trips += cpu_hosts.more_trips(sent, replicas)
     exchange = link.seconds(sent, trips) + computing
     # Where both take as long: bytes saved for latencies and computing added.
     saved = dense.wire_bytes(0) - sent

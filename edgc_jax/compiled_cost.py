@@ -2,9 +2,9 @@
 
 `comm_cost` predicts; this counts. An all-reduce of B bytes counts B; other
 collectives count what an all-reduce made of them would: a reduce-scatter or
-all-to-all half its operand, an all-gather half its result, a permute its
-operand. Totals per program or branch are what can be compared: XLA merges
-single collectives as it likes.
+all-to-all half its operand, an all-gather half its result. A permute counts its
+operand, which is all that it sends. Totals per program or branch are what can
+be compared: XLA merges single collectives as it likes.
 """
 
 import math
@@ -26,6 +26,7 @@ _CALLED = re.compile(
   r"=%?([\w.\-]+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}\}")
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
@@ -42,7 +43,7 @@ def wire_bytes_of_branches(hlo: str) -> list[list[int]]:
   Returns:
     Bytes per replica, a list for each conditional.
   """
-  computations = _split(hlo)
+  computations = computations_of(hlo)
   groups = [_names(listed) for listed in _BRANCHES.findall(hlo)]
   return [
     [_total(name, computations) for name in group]
@@ -59,7 +60,7 @@ def wire_bytes_outside_branches(hlo: str) -> int:
   Returns:
     Bytes per replica.
   """
-  return _total(_entry(hlo), _split(hlo), follow_branches=False)
+  return _total(_entry(hlo), computations_of(hlo), follow_branches=False)
 
 
 class Collective(NamedTuple):
@@ -67,6 +68,7 @@ class Collective(NamedTuple):
 
   kind: str  # as HLO calls it
   results: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of each
+  pairs: tuple[tuple[int, int], ...] = ()  # of a permute: sources and targets
 
 
 def collectives_in_order(hlo: str, branch: int = 0) -> list[Collective]:
@@ -80,7 +82,7 @@ def collectives_in_order(hlo: str, branch: int = 0) -> list[Collective]:
   Returns:
     The collectives, in the order in which they run.
   """
-  computations, entry = _split(hlo), _entry(hlo)
+  computations, entry = computations_of(hlo), _entry(hlo)
   conditionals = [
     line
     for line in computations[entry]
@@ -97,7 +99,9 @@ def collectives_in_order(hlo: str, branch: int = 0) -> list[Collective]:
     for line in computations[name]:
       match = _COLLECTIVE.search(line)
       if match:
-        found.append(Collective(match["kind"], _arrays(match["result"])))
+        found.append(
+          Collective(match["kind"], _arrays(match["result"]), _pairs(line))
+        )
       elif line == ladder:
         found += walk(_branches_of(line)[branch])
       elif " conditional(" not in line:
@@ -107,6 +111,32 @@ def collectives_in_order(hlo: str, branch: int = 0) -> list[Collective]:
     return found
 
   return walk(entry)
+
+
+def computations_of(hlo: str) -> dict[str, list[str]]:
+  """The instructions of each computation, by its name."""
+  computations: dict[str, list[str]] = {}
+  current: list[str] = []
+  for line in hlo.splitlines():
+    header = _COMPUTATION.match(line)
+    if header:
+      current = computations.setdefault(header.group(1), [])
+    else:
+      current.append(line.strip())
+  return computations
+
+
+def is_collective(line: str) -> bool:
+  """Whether an instruction is one itself."""
+  return _COLLECTIVE.search(line) is not None
+
+
+def called_by(line: str) -> list[str]:
+  """Names of the computations that an instruction may run, all branches."""
+  called = _CALLED.findall(line)
+  for group in _BRANCHES.findall(line):
+    called += _names(group)
+  return called
 
 
 def _entry(hlo: str) -> str:
@@ -135,19 +165,6 @@ def _bytes_of_branches(line: str, computations: dict[str, list[str]]) -> int:
   return sum(_total(name, computations) for name in _branches_of(line))
 
 
-def _split(hlo: str) -> dict[str, list[str]]:
-  """The instructions of each computation, by its name."""
-  computations: dict[str, list[str]] = {}
-  current: list[str] = []
-  for line in hlo.splitlines():
-    header = _COMPUTATION.match(line)
-    if header:
-      current = computations.setdefault(header.group(1), [])
-    else:
-      current.append(line.strip())
-  return computations
-
-
 def _total(
   name: str, computations: dict[str, list[str]], follow_branches: bool = True
 ) -> int:
@@ -159,14 +176,18 @@ def _total(
       continue
     if not follow_branches and " conditional(" in line:
       continue
-    called = _CALLED.findall(line)
-    for group in _BRANCHES.findall(line):
-      called += _names(group)
     inside = sum(
-      _total(other, computations, follow_branches) for other in called
+      _total(other, computations, follow_branches) for other in called_by(line)
     )
     total += inside and _trips(line) * inside
   return total
+
+
+def _pairs(line: str) -> tuple[tuple[int, int], ...]:
+  """Sources and targets of a permute."""
+  listed = _PAIRS.search(line)
+  pairs = re.findall(r"(\d+),(\d+)", listed.group(1) + "}") if listed else []
+  return tuple((int(source), int(target)) for source, target in pairs)
 
 
 def _trips(line: str) -> int:

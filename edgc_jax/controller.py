@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import collectives, rank_rule, stages
+from edgc_jax import collectives, ordering, rank_rule, stages
 from edgc_jax.controller_state import (
   DUE,
   MARKED,
@@ -94,13 +94,13 @@ class Controller:
     Args:
       state: The state after step count - 1.
       count: int32 [], steps done.
-      earlier: What closing a window waits for (`collectives.in_turn`).
+      earlier: What closing a window waits for (`ordering.in_turn`).
 
     Returns:
       The state to use in step `count`.
     """
     return jax.lax.cond(
-      collectives.in_turn(self.closes_window(count), earlier),
+      ordering.in_turn(self.closes_window(count), earlier),
       lambda s: self._close_window(s, count // self.window),
       lambda s: s,
       state,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import averages, collectives, sketch
+from edgc_jax import averages, collectives, guards, ordering, sketch
 from edgc_jax.averages import Averaged
 from edgc_jax.exchange import Exchange, zeros_unless
 from edgc_jax.exchange_state import Factors
@@ -130,7 +130,7 @@ def exchange(
     ]
   own = [jnp.sum(jnp.square(r), axis=(1, 2)) for r in rest]
   exact = ([matrices[i] for i in dense], sketched, own)
-  exact = collectives.in_turn(exact, received.mean)
+  exact = ordering.in_turn(exact, received.mean)
   whole, (of_all, of_rest), own = collectives.mean(exact, axis_name)
   for i, value in zip(dense, whole, strict=True):
     averaged[i] = value
@@ -144,8 +144,7 @@ def exchange(
     for z, gone in zip(of_all, lost, strict=True)
   ]
   # An entry that is not finite may not have been sent; sums with signs tell.
-  finite = [jnp.all(jnp.isfinite(x)) for x in (*averaged, *of_all)]
-  is_finite = jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
+  is_finite = guards.all_finite((averaged, of_all))
   return Exchange(
     averaged=[zeros_unless(is_finite, x) for x in averaged],
     residual=[

@@ -5,9 +5,9 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import collectives
 from edgc_jax.exchange_state import Factors
 from edgc_jax.plan import Plan
+from edgc_jax.varying import varying_axes
 
 
 class Exchange(NamedTuple):
@@ -32,8 +32,8 @@ def zeros_unless(is_finite: jax.Array, mean: jax.Array) -> jax.Array:
   Where stages differ in what is finite, what they share stays as it is: they
   have to agree first.
   """
-  differs = set(collectives.varying_axes(is_finite))
-  if not differs <= set(collectives.varying_axes(mean)):
+  differs = set(varying_axes(is_finite))
+  if not differs <= set(varying_axes(mean)):
     return mean
   return jnp.where(is_finite, mean, jnp.zeros_like(mean))
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from edgc_jax import collectives, cpu_devices
 from edgc_jax.matrices import Leaf
 from edgc_jax.plan import Plan
+from edgc_jax.varying import is_varying
 
 # Steps in which the gradients of the replicas are compared.
 CHECKED_STEPS = 3
@@ -90,7 +91,7 @@ def require_local(
   summed = [
     leaf.path
     for gradient, leaf in zip(gradients, leaves, strict=True)
-    if not collectives.is_varying(gradient, axis_name)
+    if not is_varying(gradient, axis_name)
   ]
   if summed:
     raise ValueError(
@@ -134,7 +135,7 @@ def require_stages(
       " varies; drop check_vma=False, and jax.pmap."
     )
   for gradient, leaf in zip(gradients, leaves, strict=True):
-    varies = collectives.is_varying(gradient, stage_axis)
+    varies = is_varying(gradient, stage_axis)
     if leaf.placement != "shared" and not varies:
       raise ValueError(
         f"`placement` must be 'shared' for a leaf that is equal on all stages,"
@@ -143,7 +144,7 @@ def require_stages(
         " over the stages."
       )
   for param, leaf in zip(params or (), leaves, strict=False):
-    if leaf.placement == "shared" and collectives.is_varying(param, stage_axis):
+    if leaf.placement == "shared" and is_varying(param, stage_axis):
       raise ValueError(
         "`placement` must be 'own' or 'split' for a leaf that differs by stage,"
         f" got 'shared' for {leaf.path}, which varies over {stage_axis!r};"
@@ -210,13 +211,19 @@ def compare_replicas(
   )
 
 
+def all_finite(tree: Any) -> jax.Array:
+  """Whether every entry of every leaf is finite; bool []."""
+  flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+  return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+
+
 def agree(
   is_finite: jax.Array, verdict: jax.Array, stage_axis: str | None
 ) -> tuple[jax.Array, jax.Array]:
   """Whether all stages' steps are finite, and the least of their verdicts.
 
   One collective of `STAGE_CHECK_BYTES`, in every step: one in a branch might
-  mix with others over the stages (`collectives.in_turn`).
+  mix with others over the stages (`ordering.in_turn`).
   """
   if stage_axis is None:
     return is_finite, verdict

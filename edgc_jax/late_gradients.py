@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from edgc_jax import collectives, guards
+from edgc_jax import collectives, guards, ordering
 from edgc_jax.plan import Plan
+from edgc_jax.varying import is_varying
 
 # From a function `after` to a tree like the updates: see `edgc`.
 LateUpdates = Callable[[Callable[[Any], Any]], optax.Updates]
@@ -49,7 +50,7 @@ def rest_of(
   """
 
   def after(tree: Any) -> Any:
-    return collectives.after(tree, first_is_finite)
+    return ordering.after(tree, first_is_finite)
 
   if late_updates is not None:
     updates = _checked(late_updates(after), updates, plan)
@@ -57,7 +58,7 @@ def rest_of(
   gradients = jax.tree.leaves(updates)
   for i, leaf in enumerate(plan.leaves):
     is_summed = leaf.placement == "shared" and not (
-      stage_axis and collectives.is_varying(gradients[i], stage_axis)
+      stage_axis and is_varying(gradients[i], stage_axis)
     )
     if leaf.placement == "own":
       continue

@@ -47,7 +47,7 @@ class LinkModel:
       "give bytes of payload per second of an all-reduce, or measure them",
     )
 
-  def seconds(self, num_bytes: float, num_collectives: int = 1) -> float:
+  def seconds(self, num_bytes: float, num_collectives: float = 1) -> float:
     """Seconds that all-reduces of `num_bytes` in all take, one after another.
 
     Args:

@@ -49,7 +49,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import sketch
+from edgc_jax import guards, sketch
 from edgc_jax.exchange import Exchange, zeros_unless
 from edgc_jax.exchange_state import Factors, gaussian_columns
 from edgc_jax.factor_wire import FactorWire
@@ -173,7 +173,7 @@ def _branch(
         received = wire.average(local_p, own_key, axis_name)
         # A non-finite entry anywhere makes what arrives non-finite
         # everywhere, so all replicas agree without a collective for it.
-        is_finite = _all_finite(received.factors)
+        is_finite = guards.all_finite(received.factors)
         fixed = orthonormalize(
           [jnp.where(is_finite, p, 0.0) for p in received.factors]
         )
@@ -206,7 +206,7 @@ def _branch(
       exact=([leaves[i] for i in plain], sketches, own),
     )
     whole, sketches, own = received.exact
-    is_finite &= _all_finite((received.factors, received.dense, whole))
+    is_finite &= guards.all_finite((received.factors, received.dense, whole))
     for i, value in _zip(plain, whole):
       averaged[i] = zeros_unless(is_finite, value)
     for i, value, sent in _zip(coded, received.dense, received.sent_dense):
@@ -287,13 +287,6 @@ def _bases(
 def _energy(stack: jax.Array) -> jax.Array:
   """Sum of squares of each matrix, [k]."""
   return jnp.sum(jnp.square(stack), axis=(1, 2))
-
-
-def _all_finite(values: Any) -> jax.Array:
-  values = jax.tree.leaves(values)
-  if not values:
-    return jnp.array(True)
-  return jnp.all(jnp.stack([jnp.all(jnp.isfinite(v)) for v in values]))
 
 
 def _zip(*sequences: Sequence) -> Any:

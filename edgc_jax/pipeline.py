@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from edgc_jax import collectives
+from edgc_jax.varying import varying_axes
 
 StageFn = Callable[[Any, Any], Any]
 
@@ -87,7 +88,7 @@ def apply_stages(
   # A predicate that varies would otherwise lose track of what does not.
   params = collectives.as_varying(params, axis_name)
   # And what passes through a stage varies as its parameters do.
-  for axis in collectives.varying_axes((params, microbatches)):
+  for axis in varying_axes((params, microbatches)):
     microbatches = collectives.as_varying(microbatches, axis)
   first = _take(microbatches, 0)
   _require_pure(stage_fn, params, first)

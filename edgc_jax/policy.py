@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import collectives, entropy
+from edgc_jax import collectives, entropy, ordering
 from edgc_jax.allocator import Allocator, AllocatorState, Measured
 from edgc_jax.controller import Controller, ControllerState
 from edgc_jax.plan import Plan
@@ -62,7 +62,7 @@ class Policy(Protocol):
   ) -> Choice:
     """Chooses the rung of step `count` from its local gradients.
 
-    What it sends waits for `earlier` (`collectives.in_turn`).
+    What it sends waits for `earlier` (`ordering.in_turn`).
     """
 
   def settle(
@@ -150,7 +150,7 @@ class EntropyPolicy:
       )
       ranks = allocator.ranks
     wire_bytes = jnp.where(is_closed, float(self.controller.window_bytes), 0.0)
-    is_sampled = collectives.in_turn(count % self.period == 0, control.rung)
+    is_sampled = ordering.in_turn(count % self.period == 0, control.rung)
     sample, sampled_bytes = self._sample(gradients, count, is_sampled)
     return Choice(
       PolicyState(control, allocator),

@@ -26,6 +26,7 @@ from edgc_jax import (
   exchange_state,
   guards,
   low_rank,
+  ordering,
 )
 from edgc_jax.allocation import lost_share
 from edgc_jax.allocator import Measured
@@ -135,7 +136,7 @@ def make_reducer(
       )  # fmt: skip
       return with_feedback(plans[i], leaves, residuals[i], run)
 
-    own = collectives.in_turn(own, choice.last)
+    own = ordering.in_turn(own, choice.last)
     results = [reduce(0, choice.rung, own, choice.ranks)]
     rest = rest_of(
       updates, late_updates, results[0].is_finite, plan, axis_name, stage_axis

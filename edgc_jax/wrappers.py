@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from edgc_jax import collectives, guards
+from edgc_jax import collectives, guards, ordering
 from edgc_jax.telemetry import Checks, SkipStats, find
+from edgc_jax.varying import is_varying, varying_axes
 
 
 class AccumulateState(NamedTuple):
@@ -153,7 +154,7 @@ def skip_nonfinite(
     averaged, inner_state = tx.update(
       updates, state.inner_state, params, **extra_args
     )
-    finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(updates)]
+    finite = [guards.all_finite(updates)]
     # Whether a reducer inside skipped the step depends on all its exchanges,
     # so that agreeing comes last and makes no stage wait for another before.
     before, after = (
@@ -161,11 +162,9 @@ def skip_nonfinite(
       for tree in (state.inner_state, inner_state)
     )
     finite += [new == old for new, old in zip(after, before, strict=True)]
-    ok = collectives.all_true(
-      jnp.all(jnp.stack([jnp.array(True), *finite])), axes
-    )
+    ok = collectives.all_true(jnp.all(jnp.stack(finite)), axes)
     guards.require(
-      not (left := collectives.varying_axes(ok)),
+      not (left := varying_axes(ok)),
       "axis_name",
       axis_name,
       f"all axes that gradients vary over (those left are {left})",
@@ -228,7 +227,7 @@ def clip_by_global_norm(
     )
     squares = {True: jnp.zeros(()), False: jnp.zeros(())}
     for u in jax.tree.leaves(updates):
-      varies = collectives.is_varying(u, stage_axis)
+      varies = is_varying(u, stage_axis)
       squares[varies] += jnp.sum(jnp.square(u.astype(jnp.float32)))
     own = collectives.total(squares[True], stage_axis)
     norm = jnp.sqrt(own + squares[False])
@@ -269,4 +268,4 @@ def after_update(tree: Any, opt_state: optax.OptState) -> Any:
     "a state with that of a reducer in it",
     "pass what `update` of a chain with edgc() returned",
   )
-  return collectives.in_turn(tree, [c.skipped_steps for c in found])
+  return ordering.in_turn(tree, [c.skipped_steps for c in found])

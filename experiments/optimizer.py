@@ -12,7 +12,7 @@ from jax import lax
 from ml_collections import ConfigDict
 
 import edgc_jax
-from edgc_jax import collectives
+from edgc_jax.varying import varying_axes
 from experiments import gpt2, gpt2_stages
 
 _SCHEDULE_PARTS = 8
@@ -105,7 +105,7 @@ def without_exchange(
 
 def _as_invariant_as(gradient: jax.Array, param: jax.Array) -> jax.Array:
   """The sum everywhere, over the axes too on which the parameter is equal."""
-  varying = collectives.varying_axes
+  varying = varying_axes
   axes = tuple(set(varying(gradient)) - set(varying(param)))
   return jnp.full_like(param, lax.psum(jnp.sum(gradient), axes))
 

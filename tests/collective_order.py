@@ -12,7 +12,7 @@ def unordered(hlo: str) -> list[tuple[str, str]]:
 
   XLA's CPU backend keeps the order of a program's collectives, unless one is
   inside a conditional or a loop: there only data that the one takes from the
-  other does (`collectives.in_turn`).
+  other does (`ordering.in_turn`).
 
   Args:
     hlo: Text of a compiled program.
@@ -20,15 +20,13 @@ def unordered(hlo: str) -> list[tuple[str, str]]:
   Returns:
     Names of instructions.
   """
-  computations = compiled_cost._split(hlo)
+  computations = compiled_cost.computations_of(hlo)
 
   def sends(line: str) -> bool:
     """Whether an instruction, or what it calls, is a collective."""
-    if compiled_cost._COLLECTIVE.search(line):
+    if compiled_cost.is_collective(line):
       return True
-    called = compiled_cost._CALLED.findall(line)
-    if " conditional(" in line:
-      called = compiled_cost._branches_of(line)
+    called = compiled_cost.called_by(line)
     return any(sends(inner) for name in called for inner in computations[name])
 
   found = []
@@ -44,7 +42,7 @@ def unordered(hlo: str) -> list[tuple[str, str]]:
       needs[name] = operands.union(*(needs[other] for other in operands))
       if not sends(line):
         continue
-      is_plain = bool(compiled_cost._COLLECTIVE.search(line))
+      is_plain = compiled_cost.is_collective(line)
       found += [
         (other, name)
         for other, other_is_plain in senders

@@ -8,7 +8,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from meshes import AXIS
 
-from edgc_jax import collectives, compiled_cost
+from edgc_jax import collectives, compiled_cost, cpu_hosts, ordering
 
 REPLICAS = 4
 
@@ -18,16 +18,14 @@ def pmapped(fn, *args):
   mapped = jax.pmap(
     lambda *args: fn(*args),  # a new one: JAX would know the old one's program
     axis_name=AXIS,
-    devices=jax.devices()[:REPLICAS],
+    devices=jax.devices()[: len(jax.tree.leaves(args)[0])],
   )
   return mapped(*args), mapped.lower(*args).compile().as_text()
 
 
 def between_hosts():
   """Pretends that replicas were on CPU hosts."""
-  return mock.patch.object(
-    collectives, "_is_between_cpu_hosts", return_value=True
-  )
+  return mock.patch.object(cpu_hosts, "are_used", return_value=True)
 
 
 def draw(*shape, dtype=np.float32):
@@ -81,46 +79,63 @@ class AfterTest(parameterized.TestCase):
       "none": np.zeros((0, 3), np.float32),
     }
     before = [jnp.array([0, earlier]), jnp.zeros((0,))]
-    waited = jax.jit(collectives.after)(tree, before)
+    waited = jax.jit(ordering.after)(tree, before)
     for name, leaf in tree.items():
       self.assertEqual(waited[name].dtype, leaf.dtype)
       self.assertEqual(waited[name].tobytes(), leaf.tobytes(), name)
 
   def test_nothing_before(self):
-    self.assertEqual(collectives.after(3, []), 3)
-    self.assertEqual(collectives.after(3, [jnp.zeros((2, 0))]), 3)
+    self.assertEqual(ordering.after(3, []), 3)
+    self.assertEqual(ordering.after(3, [jnp.zeros((2, 0))]), 3)
 
 
-class MessagesTest(absltest.TestCase):
+class MessagesTest(parameterized.TestCase):
   """As above."""
 
-  def run_both(self, fn, *args):
-    plain, in_one = pmapped(fn, *args)
-    with between_hosts(), mock.patch.object(collectives, "_MESSAGE", 64):
-      cut, in_many = pmapped(fn, *args)
+  def run_both(self, fn, x):
+    """What is sent in messages, and its bytes without and with them."""
+    plain, in_one = pmapped(fn, x)
+    with between_hosts(), mock.patch.object(cpu_hosts, "_MESSAGE", 64):
+      cut, in_many = pmapped(fn, x)
     np.testing.assert_array_equal(plain, cut)
-    for program, is_cut in ((in_one, False), (in_many, True)):
-      self.assertEqual(" while(" in program, is_cut)
-    self.assertEqual(
-      compiled_cost.wire_bytes_outside_branches(in_many),
-      compiled_cost.wire_bytes_outside_branches(in_one),
-    )
-    return (
-      compiled_cost.collectives_in_order(in_one),
-      compiled_cost.collectives_in_order(in_many),
-    )
+    sent = [
+      compiled_cost.wire_bytes_outside_branches(hlo)
+      for hlo in (in_one, in_many)
+    ]
+    return compiled_cost.collectives_in_order(in_many), *sent
 
-  def test_parts_arrive_as_in_one_message(self):
-    one, many = self.run_both(
-      lambda x: collectives.exchange_parts(x, AXIS), draw(REPLICAS, 5, 10)
+  @parameterized.parameters((2, [1, 1, 1]), (3, [1, 2]), (4, [1, 2, 2, 2, 3]))
+  def test_parts_arrive_by_rotations(self, devices, shifts):
+    """One where pairs send to each other is cut: 50 values into 3 messages."""
+    x = draw(devices, 5, 10)[:devices]
+    sent, whole, rotated = self.run_both(
+      lambda x: collectives.exchange_parts(x, AXIS), x
     )
-    self.assertLen(one, 1)
-    self.assertLen(many, 3)  # of 17 and once 16 values
+    self.assertEqual({one.kind for one in sent}, {"collective-permute"})
+    found = [(one.pairs[0][1] - one.pairs[0][0]) % devices for one in sent]
+    self.assertEqual(found, shifts)
+    # An all-reduce sends 2 (N - 1) / N of what is counted for it.
+    self.assertEqual(rotated, whole * 2 * (devices - 1) // devices)
 
-  def test_parts_are_gathered_as_in_one_message(self):
-    one, many = self.run_both(lambda x: collectives.gather(x, AXIS), draw(6, 8))
-    self.assertLen(one, 1)
-    self.assertLen(many, 3)  # of 16 values each
+  @parameterized.parameters((2, 3), (4, 1))
+  def test_parts_are_gathered_as_in_one_message(self, devices, count):
+    """A ring of two is cut: 48 values into 3 messages."""
+    sent, whole, cut = self.run_both(
+      lambda x: collectives.gather(x, AXIS), draw(6, 8)[:devices]
+    )
+    self.assertEqual([one.kind for one in sent], ["all-gather"] * count)
+    self.assertEqual(cut, whole)
+
+  def test_latencies_of_messages(self):
+    part = 5 * cpu_hosts._MESSAGE
+    for num_bytes, count in ((2**10, 1), (part, 5), (2**30, 128)):
+      self.assertEqual(cpu_hosts.num_messages(num_bytes), count)
+    self.assertEqual(cpu_hosts.more_trips(2 * part, 2), 0)
+    with between_hosts():
+      # Of the 2, 6 and 4 messages of an all-reduce.
+      self.assertEqual(cpu_hosts.more_trips(2 * part, 2), 4)
+      self.assertEqual(cpu_hosts.more_trips(4 * part, 4), 4 / 6)
+      self.assertEqual(cpu_hosts.more_trips(3 * part, 3), 0)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collective_order import unordered
 
 import edgc_jax
 from configs import gpt2_tiny
-from edgc_jax import collectives
+from edgc_jax import cpu_hosts
 from experiments import parallel, times
 from experiments.trainer import Trainer
 
@@ -141,7 +141,7 @@ def test_stages_train_as_replicas_do(folder, replicas):
 def test_small_leaves_joined_on_stages(folder, replicas):
   """As between CPU hosts: what is compared first must not be overtaken."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(collectives, "_is_between_cpu_hosts", lambda: True)
+    patch.setattr(cpu_hosts, "are_used", lambda: True)
     joined = run(small(folder, "joined_stages", "allreduce", 2, stage=2))
   assert_same_training(joined, replicas)
 
@@ -158,7 +158,7 @@ def test_order_of_collectives(folder, reducer, data, stage, backend):
   """None in a branch or loop can be overtaken, between hosts neither."""
   name = f"order_{reducer}_{stage}"
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(collectives, "_is_between_cpu_hosts", lambda: True)
+    patch.setattr(cpu_hosts, "are_used", lambda: True)
     trainer = Trainer(small(folder, name, reducer, data, stage, backend))
     state = trainer.parallel.init(jax.random.key(0))
     program = trainer.parallel.compile_step(*state, 8).as_text()

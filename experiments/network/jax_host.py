@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import edgc_jax
-from edgc_jax import collectives, compiled_cost
+from edgc_jax import compiled_cost, ordering
 from experiments import advised, gpt2, heap, meshes, optimizer, parallel
 from experiments.meshes import DATA
 from experiments.network import calls
@@ -214,8 +214,10 @@ def replay_of(
   ) -> list[jax.Array]:
     parts = replicas if collective.kind == "all-gather" else 1
     arrays = [
-      # Each another number: of two that are equal XLA would send one.
-      jnp.full(int(np.prod(shape)) // parts, value + i, _DTYPES[dtype])
+      # Of two arrays that are equal, or of equal values, XLA would send one.
+      (jnp.arange(int(np.prod(shape)) // parts) + value + i).astype(
+        _DTYPES[dtype]
+      )
       for i, (dtype, shape) in enumerate(collective.results)
     ]
     if collective.kind == "all-to-all" and len(arrays) == replicas:
@@ -227,9 +229,11 @@ def replay_of(
     value: jax.Array,
     before: list[jax.Array],
   ) -> list[jax.Array]:
-    values = collectives.after(operands(collective, value), before)
+    values = ordering.after(operands(collective, value), before)
     if collective.kind == "all-reduce":
       return list(lax.psum(tuple(values), DATA))
+    if collective.kind == "collective-permute":
+      return [lax.ppermute(x, DATA, collective.pairs) for x in values]
     if collective.kind == "all-gather":
       return [lax.all_gather(x, DATA) for x in values]
     parts = [x.reshape(replicas, -1) for x in values]

@@ -1,0 +1,57 @@
+"""Which collective comes first, where a platform does not see to it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from edgc_jax.varying import varying_axes
+
+
+def after(tree: Any, earlier: Any) -> Any:
+  """A tree as it is, not to be had before all of another (their last values).
+
+  The condition of a `where`, or of a branch where that would make a leaf vary
+  over more axes, is always true, as no compiler can tell.
+  """
+  may_send = None
+  for leaf in jax.tree.leaves(earlier):
+    if leaf.size:
+      value = leaf[(-1,) * leaf.ndim].astype(jnp.float32)
+      is_true = ~(value > 0) | (value > -1)
+      may_send = is_true if may_send is None else may_send & is_true
+  if may_send is None:
+    return tree
+  axes = set(varying_axes(may_send))
+
+  def wait(leaf: jax.Array) -> jax.Array:
+    if axes <= set(varying_axes(leaf)):
+      return jnp.where(may_send, leaf, jnp.zeros_like(leaf))
+    return lax.cond(may_send, lambda x: x, jnp.zeros_like, leaf)
+
+  return jax.tree.map(wait, tree)
+
+
+def in_turn(tree: Any, earlier: Any) -> Any:
+  """As `after` on CPUs, where collectives may overtake each other.
+
+  XLA's CPU backend (of JAX 0.10.2) holds a collective back until those before
+  it have started, and takes a conditional or a loop for started when those in
+  it have not. What needs nothing of its results overtakes them, on one device
+  sooner than on another, and operands that do not belong together are mixed
+  up: stages as CPU devices of one process had their memory overwritten. So
+  where one of two collectives is in a branch or a loop, the second waits for
+  the first. Accelerators keep their order by themselves.
+  """
+  return after(tree, earlier) if jax.default_backend() == "cpu" else tree
+
+
+def one_by_one(send: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+  """What a collective makes of every leaf, each when the last is done."""
+  leaves, structure = jax.tree.flatten(tree)
+  results: list[jax.Array] = []
+  for leaf in leaves:
+    results.append(send(in_turn(leaf, results[-1:])))
+  return jax.tree.unflatten(structure, results)
