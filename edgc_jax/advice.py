@@ -77,7 +77,8 @@ def advise(
   Args:
     params: Parameters or their `jax.ShapeDtypeStruct`s.
     link: Time of an all-reduce over the replicas, as from `measure_link`.
-    step_seconds: Of a training step without any exchange.
+    step_seconds: Of a training step in which nothing travels: one without any
+      exchange, and `measure_coding(params, "float32")`.
     replicas: How many there are.
     compression: Time to compute an exchange of factors, as from
       `measure_compression`.

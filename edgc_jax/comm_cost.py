@@ -79,3 +79,14 @@ def wire_bytes(
   return own.wire_bytes(rank, replicas) + sum(
     part.wire_bytes(lead_rank, replicas) for part in rest
   )
+
+
+def ring_bytes(payload: float, replicas: int) -> float:
+  """Bytes that every uplink moves where N replicas send a payload in a ring.
+
+    2 (N - 1) / N payload
+
+  >>> ring_bytes(1000, 4)
+  1500.0
+  """
+  return payload * 2 * (replicas - 1) / replicas

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 import edgc_jax
 from edgc_jax import stopwatch
 from edgc_jax.advice import RANKS, Advice
+from edgc_jax.comm_cost import ring_bytes
 from experiments import gpt2, heap, hosts, meshes, optimizer, parallel
 from experiments.gpt2 import GPT2Config
 from experiments.meshes import DATA
@@ -70,8 +71,9 @@ class Costs(NamedTuple):
   """What does not depend on the link; seconds."""
 
   step: float  # without any exchange
-  compression: edgc_jax.CompressionModel
-  coding: float
+  dense: float  # what a dense exchange computes
+  compression: edgc_jax.CompressionModel  # beyond that
+  coding: float  # to bfloat16 and back, beyond that
 
 
 def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
@@ -112,10 +114,13 @@ def measure_costs(
     granularity=config.edgc.granularity,
     mesh=mesh,
   )
-  coding = edgc_jax.measure_coding(shapes, mesh=mesh)
+  dense, coding = (
+    edgc_jax.measure_coding(shapes, wire_dtype, mesh=mesh)
+    for wire_dtype in ("float32", "bfloat16")
+  )
   step = step or _plain_step(config, model, mesh)
   with heap.freed_memory_kept():  # as in training
-    return Costs(seconds_of(step, mesh), compression, coding)
+    return Costs(seconds_of(step, mesh), dense, compression, coding)
 
 
 def advise(
@@ -130,7 +135,7 @@ def advise(
   return edgc_jax.advise(
     gpt2.param_shapes(model),
     link,
-    costs.step,
+    costs.step + costs.dense,
     mesh.shape[DATA],
     compression=costs.compression,
     coding_seconds=costs.coding,
@@ -146,8 +151,7 @@ def table(advice: Advice, replicas: int) -> str:
   """For a terminal: what each way would take, and the choice."""
   lines = [f"{'':14}{'payload, MB':>13}{'s a step':>10}   dense faster above"]
   for way in advice.ways:
-    # A ring moves every byte of payload 2 (N - 1) / N times over an uplink.
-    uplink = 8e-6 * way.break_even * 2 * (replicas - 1) / replicas
+    uplink = 8e-6 * ring_bytes(way.break_even, replicas)
     bound = f"{uplink:.4g} Mbit/s" if np.isfinite(uplink) else "no speed"
     if way.name == "dense":
       bound = ""

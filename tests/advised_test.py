@@ -84,7 +84,7 @@ class AdvisedTest(parameterized.TestCase):
   def test_a_given_link_is_not_measured(self):
     config = small()
     config.link.update(bandwidth=1e6, latency=1e-3)
-    costs = advised.Costs(0.1, CompressionModel(1e-3, 1e-4), 1e-3)
+    costs = advised.Costs(0.09, 0.01, CompressionModel(1e-3, 1e-4), 1e-3)
     with (
       mock.patch.object(advised, "measure_costs", lambda *_: costs),
       mock.patch.object(edgc_jax, "measure_link", side_effect=AssertionError),
@@ -96,7 +96,7 @@ class AdvisedTest(parameterized.TestCase):
   def test_ranks_fit_the_ladder(self):
     config = small()
     config.edgc.rank_multiple = 16
-    costs = advised.Costs(0.1, CompressionModel(1e-3, 1e-4), 1e-3)
+    costs = advised.Costs(0.09, 0.01, CompressionModel(1e-3, 1e-4), 1e-3)
     found = advised.advise(
       config, model_of(config), meshes.make_mesh(4, 1), SLOW, costs
     )

@@ -89,8 +89,19 @@ class CodingTest(parameterized.TestCase):
     self.assertAlmostEqual(found, expected)
     self.assertLen(made.mock_calls, 2)
 
-  def test_real(self):
-    self.assertBetween(timing.measure_coding(PARAMS, repeats=3), 0, 10)
+  @parameterized.parameters("float32", "bfloat16")
+  def test_real(self, wire_dtype):
+    found = timing.measure_coding(PARAMS, wire_dtype, repeats=3)
+    self.assertBetween(found, 0, 10)
+
+  def test_that_of_float32_is_beyond_handing_gradients_on(self):
+    def run(calls, repeats):
+      (passed_on, _), (averaged, _) = (call() for call in calls)
+      np.testing.assert_allclose(passed_on["bias"], averaged["bias"] / 2)
+      return np.array([0.25, 0.75])
+
+    with mock.patch.object(timing, "medians", run):
+      self.assertEqual(timing.measure_coding(PARAMS, "float32"), 0.5)
 
 
 class BackwardTest(parameterized.TestCase):

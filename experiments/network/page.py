@@ -272,8 +272,8 @@ def _advice(results: Results) -> Sequence[str]:
     f" most {TOLERANCE:.0%} slower than the fastest. Right: {right} of"
     f" {len(results.predictions)}; errors: median"
     f" {statistics.median(errors):.0%}, largest {max(errors):.0%}. Of"
-    f" {len(orders)} pairs of ways that are further apart than that,"
-    f" {sum(orders)} are in the right order.",
+    f" {len(orders)} pairs of ways whose steps are more than {TOLERANCE:.0%}"
+    f" apart, {sum(orders)} are in the right order.",
     "",
     *markdown.table(lines),
   ]

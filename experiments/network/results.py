@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgc_jax.advice import TOLERANCE, first_fast
+from edgc_jax.comm_cost import ring_bytes
 
 NO_EXCHANGE, DENSE, NARROW = "no exchange", "dense", "dense, bf16"
 
@@ -52,14 +53,10 @@ class Cell:
 
   @property
   def link_alone(self) -> float | None:
-    """What a ring of N replicas takes at the full speed of the links.
-
-    Each uplink moves 2 (N - 1) / N of the payload.
-    """
+    """What a ring of the replicas takes at the full speed of the links."""
     if self.wire_bytes is None:
       return None
-    ring = self.wire_bytes * 2 * (self.replicas - 1) / self.replicas
-    return ring / (self.rate * 1e6 / 8)
+    return ring_bytes(self.wire_bytes, self.replicas) / (self.rate * 1e6 / 8)
 
   @property
   def limit(self) -> float | None:
