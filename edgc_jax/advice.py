@@ -71,14 +71,14 @@ def advise(
   The choice is the way that loses least of those that are at most `tolerance`
   slower than the fastest: whoever has a fast link is told to send dense.
   Nothing is taken to travel while something else is computed. Between CPU
-  hosts, if this runs there, what is coded travels in many messages, each of
-  them a latency (`cpu_hosts.more_trips`).
+  hosts, if this runs there, what is coded may travel in many messages, whose
+  latencies are added (`cpu_hosts.more_trips`).
 
   Args:
     params: Parameters or their `jax.ShapeDtypeStruct`s.
     link: Time of an all-reduce over the replicas, as from `measure_link`.
-    step_seconds: Of a training step in which nothing travels: one without any
-      exchange, and `measure_coding(params, "float32")`.
+    step_seconds: Of a training step in which nothing travels: of one without
+      any exchange, plus `measure_coding(params, "float32")`.
     replicas: How many there are.
     compression: Time to compute an exchange of factors, as from
       `measure_compression`.

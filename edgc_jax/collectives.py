@@ -4,6 +4,7 @@ Everything else in the package calls these, so that one file shows all that
 may travel, and one place turns JAX's errors into errors of ours.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +43,10 @@ def num_devices(axis_name: str, argument: str = "axis_name") -> int:
 
 
 def mean(tree: Any, axis_name: str) -> Any:
-  """Mean over an axis of every leaf; one variadic all-reduce for the tree."""
+  """Mean over an axis of every leaf; one variadic all-reduce for the tree.
+
+  Between CPU hosts small leaves travel as one (`cpu_hosts.joined`).
+  """
   return _reduced(lambda x: lax.pmean(x, axis_name), tree)
 
 
@@ -64,12 +68,18 @@ def device_index(axis_name: str) -> jax.Array:
 def exchange_parts(tree: Any, axis_name: str) -> Any:
   """Part j of every leaf [N, ...] goes to device j; what comes is [N, ...].
 
-  On the wire half of what an all-reduce of the leaf is.
+  On the wire half of what an all-reduce of the leaf is. An all-to-all, but by
+  rotation between CPU hosts (`cpu_hosts`).
   """
+  devices = num_devices(axis_name)
 
   def swap(leaf: jax.Array) -> jax.Array:
-    parts = leaf.reshape(leaf.shape[0], -1)
-    if cpu_hosts.are_used():
+    parts = leaf.reshape(devices, -1)
+    # A permute waits for all devices of a mesh, and stages may not be at it.
+    is_alone = jax.sharding.get_abstract_mesh().size == devices
+    if cpu_hosts.are_used() and devices == 2:
+      received = _swapped(parts, axis_name)
+    elif cpu_hosts.are_used() and is_alone:
       received = _rotated(parts, axis_name)
     else:
       received = lax.all_to_all(parts, axis_name, 0, 0, tiled=True)
@@ -88,9 +98,9 @@ def gather(tree: Any, axis_name: str) -> Any:
   is_cut = cpu_hosts.are_used() and cpu_hosts.is_mutual(1, devices)
 
   def collect(leaf: jax.Array) -> jax.Array:
-    send = lambda x: lax.all_gather(x, axis_name, to=to)  # noqa: E731
+    gathered = functools.partial(lax.all_gather, axis_name=axis_name, to=to)
     flat = leaf.ravel()
-    whole = cpu_hosts.in_messages(send, flat) if is_cut else send(flat)
+    whole = cpu_hosts.in_messages(gathered, flat) if is_cut else gathered(flat)
     return whole.reshape(devices, *leaf.shape)
 
   return one_by_one(collect, tree)
@@ -170,25 +180,33 @@ def _reduced(reduce: Callable[[Any], Any], tree: Any) -> Any:
   return reduce(tree)
 
 
+def _swapped(parts: jax.Array, axis_name: str) -> jax.Array:
+  """Part j of [2, n] to device j, each as one that both gather."""
+  own = device_index(axis_name)
+
+  def swap(part: jax.Array) -> jax.Array:
+    both = lax.all_gather(part, axis_name)
+    return lax.dynamic_index_in_dim(both, 1 - own, keepdims=False)
+
+  part = lax.dynamic_index_in_dim(parts, 1 - own, keepdims=False)
+  part = cpu_hosts.in_messages(swap, part)
+  return lax.dynamic_update_index_in_dim(parts, part, 1 - own, 0)
+
+
 def _rotated(parts: jax.Array, axis_name: str) -> jax.Array:
   """Part j of [N, n] to device j, to the next one first, then one further."""
   devices, own = num_devices(axis_name), device_index(axis_name)
   received, last = parts, []  # what is one's own is there
   for shift in range(1, devices):
     pairs = [(i, (i + shift) % devices) for i in range(devices)]
-
-    def send(part: jax.Array, pairs: list = pairs) -> jax.Array:
-      return lax.ppermute(part, axis_name, pairs)
-
-    part = lax.dynamic_index_in_dim(
-      parts, (own + shift) % devices, keepdims=False
-    )
+    rotate = functools.partial(send, axis_name=axis_name, pairs=pairs)
+    target, source = (own + shift) % devices, (own - shift) % devices
+    part = lax.dynamic_index_in_dim(parts, target, keepdims=False)
     part = in_turn(part, last)
     if cpu_hosts.is_mutual(shift, devices):
-      part = cpu_hosts.in_messages(send, part)
+      part = cpu_hosts.in_messages(rotate, part)
     else:
-      part = send(part)
-    source = (own - shift) % devices
+      part = rotate(part)
     received = lax.dynamic_update_index_in_dim(received, part, source, 0)
     last = [part]
   return received

@@ -3,8 +3,9 @@
 `comm_cost` predicts; this counts. An all-reduce of B bytes counts B; other
 collectives count what an all-reduce made of them would: a reduce-scatter or
 all-to-all half its operand, an all-gather half its result. A permute counts its
-operand, which is all that it sends. Totals per program or branch are what can
-be compared: XLA merges single collectives as it likes.
+operand, which is all that it sends: more than `comm_cost` says where parts
+rotate between more than two CPU hosts. Totals per program or branch are what
+can be compared: XLA merges single collectives as it likes.
 """
 
 import math
@@ -26,7 +27,7 @@ _CALLED = re.compile(
   r"=%?([\w.\-]+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}\}")
+_PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]*)\}")
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
@@ -186,7 +187,7 @@ def _total(
 def _pairs(line: str) -> tuple[tuple[int, int], ...]:
   """Sources and targets of a permute."""
   listed = _PAIRS.search(line)
-  pairs = re.findall(r"(\d+),(\d+)", listed.group(1) + "}") if listed else []
+  pairs = re.findall(r"(\d+),(\d+)", listed.group(1)) if listed else []
   return tuple((int(source), int(target)) for source, target in pairs)
 
 

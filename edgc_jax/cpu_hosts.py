@@ -1,16 +1,16 @@
 """How values are cut and joined to travel well between CPU hosts.
 
-There XLA's collectives are those of Gloo, over TCP. Three things cost time:
+There XLA's collectives are those of Gloo, over TCP. Two things cost time:
 
 - An all-reduce of several arrays is one after the other, each with the round
-  trips of a ring, so that small ones should be joined (`joined`).
+  trips of a ring. So small ones are joined (`joined`).
 - A message is sent when its receiver has said that it waits for it. Of a pair
   that sends to each other at once, one says so behind its own message, and the
   link carries one way at a time: 11 MB to and from each of 2 hosts at 100
   Mbit/s took 1.8 s, and 0.93 s in messages of 96 KiB, where the link alone
-  takes 0.86 (`in_messages`).
-- So an all-to-all is better done by rotations, in which a device sends to one
-  and receives from another (`collectives.exchange_parts`).
+  takes 0.86 (`in_messages`). With more hosts an all-to-all is better done by
+  rotations, in which a host sends to one and receives from another
+  (`collectives.exchange_parts`).
 """
 
 from collections.abc import Callable
@@ -26,13 +26,14 @@ from edgc_jax.varying import varying_axes
 
 # Bytes; of a smaller leaf the round trip weighs more than a copy does.
 _SMALL = 2**20
-# Bytes of a message, if that is not too often: each waits for the one before
-# it, which on a link of long latency is long.
+# Bytes of a message, if that is not too often. Each waits for the one before
+# it: on a link of long latency that takes longer than one way after the other.
+# Parts of more than 12 MiB are cut less finely, and gain less.
 _MESSAGE, _MOST_MESSAGES = 3 * 2**15, 128
 
 
 def are_used() -> bool:
-  """Whether several processes run on CPUs."""
+  """Whether several processes run on CPUs, wherever an axis lies."""
   return jax.default_backend() == "cpu" and jax.process_count() > 1
 
 
@@ -50,7 +51,7 @@ def more_trips(num_bytes: int, devices: int) -> float:
   """Latencies of an exchange and a gathering of parts, in all-reduces' worth.
 
   Beyond those of a single all-reduce, which is 2 (N - 1) messages, one after
-  the other.
+  the other. About: parts are cut one exchange at a time.
 
   Args:
     num_bytes: Of all parts together.

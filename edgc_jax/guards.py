@@ -228,8 +228,8 @@ def agree(
   if stage_axis is None:
     return is_finite, verdict
   seen = jnp.stack([is_finite.astype(jnp.int32), verdict])
-  all_finite, verdict = collectives.least(seen, stage_axis)
-  return all_finite > 0, verdict
+  finite, verdict = collectives.least(seen, stage_axis)
+  return finite > 0, verdict
 
 
 def stage_check_bytes(stage_axis: str | None) -> int:

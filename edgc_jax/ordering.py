@@ -52,6 +52,9 @@ def one_by_one(send: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
   """What a collective makes of every leaf, each when the last is done."""
   leaves, structure = jax.tree.flatten(tree)
   results: list[jax.Array] = []
+  last: list[jax.Array] = []  # that has values to wait for
   for leaf in leaves:
-    results.append(send(in_turn(leaf, results[-1:])))
+    result = send(in_turn(leaf, last))
+    results.append(result)
+    last = [result] if result.size else last
   return jax.tree.unflatten(structure, results)

@@ -77,11 +77,12 @@ def measure_coding(
   repeats: int = 10,
   mesh: Mesh | None = None,
 ) -> float:
-  """Times what a dense exchange computes, besides travelling.
+  """Times what a dense exchange computes.
 
-  `allreduce(wire_dtype=...).update` less `allreduce().update`, as in
-  `measure_compression`; and for "float32" that less handing gradients on, one
-  pass over them.
+    "float32"   allreduce().update less a pass that hands gradients on
+    others      allreduce(wire_dtype=...).update less allreduce().update
+
+  Nothing is sent, as in `measure_compression`.
 
   Args:
     params: As for `measure_compression`.

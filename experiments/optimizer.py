@@ -105,8 +105,7 @@ def without_exchange(
 
 def _as_invariant_as(gradient: jax.Array, param: jax.Array) -> jax.Array:
   """The sum everywhere, over the axes too on which the parameter is equal."""
-  varying = varying_axes
-  axes = tuple(set(varying(gradient)) - set(varying(param)))
+  axes = tuple(set(varying_axes(gradient)) - set(varying_axes(param)))
   return jnp.full_like(param, lax.psum(jnp.sum(gradient), axes))
 
 

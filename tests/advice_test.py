@@ -1,13 +1,14 @@
 """The advice is what the models of time say, and faithful where it may be."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
 import edgc_jax
-from edgc_jax import CompressionModel, LinkModel, advice
+from edgc_jax import CompressionModel, LinkModel, advice, cpu_hosts
 
 PARAMS = {
   "bias": jax.ShapeDtypeStruct((512,), "float32"),
@@ -16,12 +17,26 @@ PARAMS = {
 DENSE = 4 * (512 + 4 * 512 * 1024)
 
 
-def advise(link, step_seconds=0.1, replicas=4, **options):
+def advise(link, step_seconds=0.1, replicas=4, params=PARAMS, **options):
   costs = {"compression": CompressionModel(0.02, 1e-4), "coding_seconds": 0.01}
-  return advice.advise(PARAMS, link, step_seconds, replicas, **costs | options)
+  return advice.advise(params, link, step_seconds, replicas, **costs | options)
 
 
 class AdviceTest(parameterized.TestCase):
+  @parameterized.parameters((2, 2 * 127 / 2), (4, 84 / 6), (3, 0))
+  def test_between_cpu_hosts_messages_are_latencies(self, replicas, more):
+    """Parts of 16 MiB and less are cut, those of dense float32 are not."""
+    params = jax.ShapeDtypeStruct((4096, 4096), "float32")  # 32 MiB coded
+    link = LinkModel(0.5, 1e9)
+    plain = advise(link, params=params, replicas=replicas, ranks=())
+    with mock.patch.object(cpu_hosts, "are_used", lambda: True):
+      cut = advise(link, params=params, replicas=replicas, ranks=())
+    dense, narrow = (
+      b.seconds - a.seconds for a, b in zip(plain.ways, cut.ways, strict=True)
+    )
+    self.assertEqual(dense, 0)
+    self.assertAlmostEqual(narrow, 0.5 * more)
+
   def test_seconds_by_hand(self):
     found = advise(LinkModel(1e-3, 1e7), ranks=(8, 32))
     names = ["dense", "dense, bf16", "edgc, rank 32", "edgc, rank 8"]

@@ -93,6 +93,27 @@ class AdvisedTest(parameterized.TestCase):
     dense = found.ways[0]
     self.assertAlmostEqual(dense.seconds, 0.101 + dense.wire_bytes / 1e6)
 
+  def test_what_is_measured(self):
+    config, mesh = small(), meshes.make_mesh(4, 1)
+    seconds = {"float32": 0.25, "bfloat16": 0.5}
+    compression = CompressionModel(1e-3, 1e-4)
+    with (
+      mock.patch.object(
+        edgc_jax, "measure_coding", lambda _, dtype, **__: seconds[dtype]
+      ),
+      mock.patch.object(
+        edgc_jax, "measure_compression", lambda *_, **__: compression
+      ),
+    ):
+      costs = advised.measure_costs(
+        config, model_of(config), mesh, lambda: None
+      )
+    self.assertEqual(costs[1:], (0.25, compression, 0.5))
+    found = advised.advise(config, model_of(config), mesh, FAST, costs)
+    dense, narrow, *_ = (way.seconds for way in found.ways)
+    self.assertAlmostEqual(dense, costs.step + 0.25, places=3)
+    self.assertAlmostEqual(narrow, costs.step + 0.75, places=3)
+
   def test_ranks_fit_the_ladder(self):
     config = small()
     config.edgc.rank_multiple = 16

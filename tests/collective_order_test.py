@@ -111,7 +111,10 @@ class OrderTest(parameterized.TestCase):
     hlo = replay.lower(zeros).compile().as_text()
     sizes = [
       [
-        [(c.kind, dtype, int(np.prod(shape))) for dtype, shape in c.results]
+        [
+          (c.kind, c.pairs, dtype, int(np.prod(shape)))
+          for dtype, shape in c.results
+        ]
         for c in collectives
       ]
       for collectives in (sent, compiled_cost.collectives_in_order(hlo))

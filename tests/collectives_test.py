@@ -1,11 +1,14 @@
-"""How collectives travel: small leaves as one, and in short messages."""
+"""How collectives travel: small leaves as one, by rotation, in messages."""
 
+import contextlib
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from meshes import AXIS
 
 from edgc_jax import collectives, compiled_cost, cpu_hosts, ordering
@@ -90,7 +93,7 @@ class AfterTest(parameterized.TestCase):
 
 
 class MessagesTest(parameterized.TestCase):
-  """As above."""
+  """Between CPU hosts, which here is only pretended."""
 
   def run_both(self, fn, x):
     """What is sent in messages, and its bytes without and with them."""
@@ -104,7 +107,7 @@ class MessagesTest(parameterized.TestCase):
     ]
     return compiled_cost.collectives_in_order(in_many), *sent
 
-  @parameterized.parameters((2, [1, 1, 1]), (3, [1, 2]), (4, [1, 2, 2, 2, 3]))
+  @parameterized.parameters((3, [1, 2]), (4, [1, 2, 2, 2, 3]))
   def test_parts_arrive_by_rotations(self, devices, shifts):
     """One where pairs send to each other is cut: 50 values into 3 messages."""
     x = draw(devices, 5, 10)[:devices]
@@ -116,6 +119,57 @@ class MessagesTest(parameterized.TestCase):
     self.assertEqual(found, shifts)
     # An all-reduce sends 2 (N - 1) / N of what is counted for it.
     self.assertEqual(rotated, whole * 2 * (devices - 1) // devices)
+
+  def test_two_swap_parts(self):
+    """Of 50 values, in 3 messages."""
+    x = draw(2, 5, 10)[:2]
+    sent, whole, cut = self.run_both(
+      lambda x: collectives.exchange_parts(x, AXIS), x
+    )
+    self.assertEqual([one.kind for one in sent], ["all-gather"] * 3)
+    self.assertEqual(cut, whole)
+
+  def test_leaves_of_any_kind(self):
+    tree = [draw(4, 50), draw(4, 0), draw(4, 3, dtype=np.int8), draw(8)]
+    for fn in (collectives.exchange_parts, collectives.gather):
+      run = lambda tree, fn=fn: fn(tree, AXIS)  # noqa: E731
+      plain, _ = pmapped(run, tree)
+      with between_hosts(), mock.patch.object(cpu_hosts, "_MESSAGE", 64):
+        cut, _ = pmapped(run, tree)
+      jax.tree.map(np.testing.assert_array_equal, plain, cut)
+
+  @parameterized.parameters((2, "all-gather"), (4, "all-to-all"))
+  def test_stages_do_not_wait_for_each_other(self, replicas, kind):
+    """Each is in a branch of its own, as at ranks of their own."""
+    devices = np.array(jax.devices()[: 2 * replicas])
+    mesh = Mesh(devices.reshape(2, replicas), ("stage", AXIS))
+    x = draw(2 * replicas, 5, 10).reshape(-1, 5, 10)[: 2 * replicas**2]
+
+    def exchange(x):
+      def run(scale):
+        sent = collectives.exchange_parts(scale * x, AXIS)
+        return sent, collectives.gather(sent[0], AXIS).max()[None]
+
+      return jax.lax.cond(
+        jax.lax.axis_index("stage") == 0, lambda: run(1.0), lambda: run(2.0)
+      )
+
+    specs = P(("stage", AXIS))
+    found = []
+    for context in (contextlib.nullcontext(), between_hosts()):
+      with context, mock.patch.object(cpu_hosts, "_MESSAGE", 64):
+        # A new one, as above.
+        mapped = jax.jit(
+          jax.shard_map(
+            lambda x: exchange(x), mesh=mesh, in_specs=specs,
+            out_specs=(specs, P("stage")),
+          )
+        )  # fmt: skip
+        found.append(mapped(x))
+        program = mapped.lower(x).compile().as_text()
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    self.assertIn(f" {kind}(", program)
+    self.assertNotIn(" collective-permute(", program)
 
   @parameterized.parameters((2, 3), (4, 1))
   def test_parts_are_gathered_as_in_one_message(self, devices, count):

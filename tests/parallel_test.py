@@ -147,19 +147,24 @@ def test_small_leaves_joined_on_stages(folder, replicas):
 
 
 @pytest.mark.parametrize(
-  "reducer, data, stage, backend",
+  "reducer, wire_dtype, data, stage, backend",
   [
-    ("edgc", 4, 1, "pmap"),
-    ("edgc", 2, 2, "shard_map"),
-    ("allreduce", 2, 2, "shard_map"),
+    ("edgc", "float32", 4, 1, "pmap"),
+    ("edgc", "bfloat16", 2, 2, "shard_map"),
+    ("allreduce", "float32", 2, 2, "shard_map"),
   ],
 )
-def test_order_of_collectives(folder, reducer, data, stage, backend):
+def test_order_of_collectives(
+  folder, reducer, wire_dtype, data, stage, backend
+):
   """None in a branch or loop can be overtaken, between hosts neither."""
   name = f"order_{reducer}_{stage}"
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(cpu_hosts, "are_used", lambda: True)
-    trainer = Trainer(small(folder, name, reducer, data, stage, backend))
+    patch.setattr(cpu_hosts, "_MESSAGE", 64)
+    config = small(folder, name, reducer, data, stage, backend)
+    config[reducer].wire_dtype = wire_dtype
+    trainer = Trainer(config)
     state = trainer.parallel.init(jax.random.key(0))
     program = trainer.parallel.compile_step(*state, 8).as_text()
   assert " conditional(" in program

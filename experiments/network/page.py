@@ -267,10 +267,10 @@ def _advice(results: Results) -> Sequence[str]:
   orders = [order for p in results.predictions for order in p.orders]
   return [
     "Seconds of a step as `advise` predicts them from measured links, steps"
-    " and times to compress, and as they were. The right choice is that of the"
-    " same rule from the measured steps: what loses least of all that is at"
-    f" most {TOLERANCE:.0%} slower than the fastest. Right: {right} of"
-    f" {len(results.predictions)}; errors: median"
+    " and times to compute exchanges, and as they were. The right choice is"
+    " that of the same rule from the measured steps: what loses least of all"
+    f" that is at most {TOLERANCE:.0%} slower than the fastest. Right: {right}"
+    f" of {len(results.predictions)}; errors: median"
     f" {statistics.median(errors):.0%}, largest {max(errors):.0%}. Of"
     f" {len(orders)} pairs of ways whose steps are more than {TOLERANCE:.0%}"
     f" apart, {sum(orders)} are in the right order.",
