@@ -196,24 +196,31 @@ def environment() -> dict[str, Any]:
     # "cpu" is both on CPUs.
     "device": " ".join(dict.fromkeys([device.platform, device.device_kind])),
     "cores": os.cpu_count(),
-    "commit": _commit(),
+    "commit": commit_of(pathlib.Path(__file__).parent),
   }
 
 
-def _commit() -> str:
-  """The commit of the code, "-dirty" behind it where files were changed."""
-  folder = pathlib.Path(__file__).parent
-  try:
-    described = subprocess.run(
-      ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-      cwd=folder,
-      capture_output=True,
-      text=True,
+def commit_of(folder: pathlib.Path) -> str:
+  """The commit of the code, "-dirty" behind it where files were changed.
+
+  Those in docs/ aside, where runs leave what they found.
+  """
+
+  def git(*arguments: str) -> str:
+    done = subprocess.run(
+      ["git", *arguments], cwd=folder, capture_output=True, text=True,
       check=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+  try:
+    commit = git("rev-parse", "--short=12", "HEAD")
+    changed = git(
+      "diff", "--name-only", "HEAD", "--", ":/", ":(top,exclude)docs"
     )
   except (OSError, subprocess.CalledProcessError):
     return "unknown"
-  return described.stdout.strip()
+  return f"{commit}-dirty" if changed else commit
 
 
 def _plain(value: Any) -> Any:

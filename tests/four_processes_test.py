@@ -110,7 +110,7 @@ def test_ranks_change_and_differ_by_stage(runs):
 
 
 def test_same_as_one_process(runs):
-  """The programs are the same, and so is the order of sums over two."""
+  """However it travels, and the order of sums over two is the same."""
   (lines, summary), (alone, other) = runs[0][0], runs[1]
   assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
   assert alone[-1]["loss"] < alone[0]["loss"] - 0.5, "something is learned"

@@ -16,12 +16,16 @@ import edgc_jax  # noqa: F401  (before JAX uses a device, see conftest.py)
 import jax  # isort: skip
 
 from configs import gpt2_tiny
+from edgc_jax import cpu_hosts
 from experiments import hosts, report
 from experiments.trainer import Trainer
 
 
 def pipeline_run(folder, name):
-  """Two stages of two replicas: dense, then rank 8 on stage 0 alone."""
+  """Two stages of two replicas: dense, then rank 8 on stage 0 alone.
+
+  What travels coded is cut into messages between hosts, as models' would be.
+  """
   config = gpt2_tiny.get_config("edgc")
   config.run_dir = str(folder / name)
   config.data.path = str(folder / "words.txt")
@@ -38,7 +42,7 @@ def pipeline_run(folder, name):
   config.link.update(bandwidth=1e9, latency=1e-6)
   config.edgc.update(
     rank_max=8, rank_min=8, window=2, warmup_steps=2, max_warmup_steps=2,
-    warmup_rank="dense",
+    warmup_rank="dense", wire_dtype="bfloat16",
     step_rate=1.0, min_ratio=3.1,
   )  # fmt: skip
   return config
@@ -57,6 +61,7 @@ def main(folder, port, index, count, seconds):
   faulthandler.dump_traceback_later(float(seconds), exit=True)
   jax.config.update("jax_disable_most_optimizations", True)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  cpu_hosts._MESSAGE = 256
   jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
   assert jax.device_count() == int(count), jax.devices()
   assert jax.local_device_count() == 1, jax.local_devices()

@@ -1,11 +1,13 @@
 """What a log makes of the numbers of steps, and of the time between them."""
 
+import subprocess
+
 import numpy as np
 import pytest
 
 from configs import gpt2_tiny
 from experiments import run_log
-from experiments.run_folder import RunFolder
+from experiments.run_folder import RunFolder, commit_of
 
 
 @pytest.fixture
@@ -58,3 +60,20 @@ def test_what_a_summary_says_of_all_steps_outlives_a_process(folder, clock):
   assert summary["peak_wire_bytes_per_step"] == 15.0
   assert summary["wire_bytes_per_step"] == [16 / 8, 32 / 8]
   assert summary["step_seconds"] == 3.0
+
+
+def test_the_commit_is_that_of_the_code(tmp_path):
+  """Whatever runs leave in docs/."""
+  git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
+  for name in ("code/a.py", "docs/page.md"):
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("before")
+  assert commit_of(tmp_path / "code") == "unknown"
+  for arguments in (["init"], ["add", "."], ["commit", "-m", "first"]):
+    subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
+  commit = commit_of(tmp_path / "code")
+  assert len(commit) == 12
+  (tmp_path / "docs/page.md").write_text("after")
+  assert commit_of(tmp_path / "code") == commit
+  (tmp_path / "code/a.py").write_text("after")
+  assert commit_of(tmp_path / "code") == f"{commit}-dirty"
