@@ -92,7 +92,11 @@ def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
   if given.bandwidth:
     link = edgc_jax.LinkModel(given.latency, given.bandwidth)
   else:
+    _say("measuring the link ...")
     link = edgc_jax.measure_link(mesh, DATA)
+  uplink = 8e-6 * ring_bytes(link.bandwidth, mesh.shape[DATA])
+  _say(f"link: {uplink:.4g} Mbit/s uplinks, {1e3 * link.latency:.3g} ms a trip")
+  _say("compiling and timing exchanges and a step ...")
   return advise(config, model, mesh, link, measure_costs(config, model, mesh))
 
 
@@ -161,6 +165,11 @@ def table(advice: Advice, replicas: int) -> str:
       f"{way.name:14}{way.wire_bytes / 1e6:13.2f}{way.seconds:10.3f}   {bound}"
     )
   return "\n".join([*lines, f"choice: {advice.choice.name}"])
+
+
+def _say(text: str) -> None:
+  if hosts.is_first():
+    print(text, flush=True)
 
 
 def _plain_step(

@@ -15,7 +15,7 @@ import sys
 # `experiments` lies in the repository, and is not installed.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import itertools
+import shlex
 import signal
 from collections.abc import Sequence
 
@@ -74,30 +74,34 @@ def main(argv: Sequence[str]) -> None:
     pathlib.Path(_FOLDER.value),
   )  # fmt: skip
   benchmark = Benchmark(_CONFIG.value, options, output)
-  try:
-    counts = [int(count) for count in _HOSTS.value]
-    rates = {
-      Layout(n): (_MANY_RATES if n > 2 else _RATES).value for n in counts
-    }
-    if _STAGES.value:
-      rates[Layout(4, 2)] = _STAGE_RATES.value
-    rates = {layout: [float(r) for r in each] for layout, each in rates.items()}
-    if min(itertools.chain(*rates.values())) <= 0:
-      raise ValueError("a rate must be above 0")
-    if min(layout.hosts for layout in rates) < 2:
-      raise ValueError("there must be 2 hosts")
-  except ValueError as error:
-    sys.exit(
-      "error: `--hosts` must be such as 2,4 and `--rates`, `--many_rates` and"
-      f" `--stage_rates` such as 50,100, got {_HOSTS.value}, {_RATES.value},"
-      f" {_MANY_RATES.value} and {_STAGE_RATES.value}: {error}."
-    )
-  command = " ".join(["bench_network.py", *sys.argv[1:]])
-  for layout, each in rates.items():
+  counts = _numbers("hosts", _HOSTS.value, 2)
+  rates, many, staged = (
+    _numbers(flag.name, flag.value, 1e-3)
+    for flag in (_RATES, _MANY_RATES, _STAGE_RATES)
+  )
+  layouts = {Layout(int(n)): many if n > 2 else rates for n in counts}
+  if _STAGES.value:
+    layouts[Layout(4, 2)] = staged
+  command = shlex.join(["bench_network.py", *sys.argv[1:]])
+  for layout, each in layouts.items():
     benchmark.measure(layout, each)
     results = load(output)
     if results.cells:
       page.write(results, output.with_suffix(".md"), command)
+
+
+def _numbers(flag: str, texts: Sequence[str], least: float) -> list[float]:
+  """Those that a flag lists, or the end of the program."""
+  try:
+    numbers = [float(text) for text in texts]
+  except ValueError:
+    numbers = []
+  if not numbers or min(numbers) < least:
+    sys.exit(
+      f"error: `--{flag}` must be numbers of at least {least:g}, separated by"
+      f" commas, got {','.join(texts)!r}; see --help."
+    )
+  return numbers
 
 
 if __name__ == "__main__":

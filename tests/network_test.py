@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from experiments.network import calls, page, results
+from experiments.network import benchmark, calls, page, results
+from experiments.network.rows import WAYS, Layout
 
 # A host that fails, sleeps or ends when it is told to.
 HOST = """
@@ -109,6 +110,34 @@ def test_page(tmp_path):
     assert expected in text
   for name in ("parts", "speeds"):
     assert (tmp_path / f"network-{name}.png").stat().st_size > 10_000
+
+
+def test_the_page_says_what_is_noise_and_what_is_not_there(tmp_path):
+  path, found = tmp_path / "network.md", measured(tmp_path)
+  page.write(found, path, "the command")
+  assert "DistributedDataParallel" in path.read_text()
+  assert "noise. Use more" not in path.read_text()
+  alone = [
+    dataclasses.replace(cell, step=min(cell.step, 0.4))
+    for cell in found.of(framework="jax")
+  ]
+  page.write(dataclasses.replace(found, cells=tuple(alone)), path, "")
+  assert "DistributedDataParallel" not in path.read_text()
+  assert "noise. Use more" in path.read_text()
+
+
+@pytest.mark.parametrize(
+  "rows, stages, asks",
+  [
+    ((), 1, True),
+    ((), 2, False),
+    (WAYS | {"no exchange"}, 1, True),
+    (("dense",), 1, False),
+  ],
+)
+def test_advice_is_asked_for_where_it_can_be_compared(rows, stages, asks):
+  options = benchmark.Options(tuple(rows), 1, 0, False, True, None)
+  assert options.asks_advice(Layout(4, stages)) == asks
 
 
 @pytest.fixture

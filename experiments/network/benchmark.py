@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import platform
 import statistics
 import sys
 import time
@@ -17,7 +16,7 @@ from ml_collections import ConfigDict
 from experiments.network import virtual_hosts
 from experiments.network.calls import HostError, Hosts
 from experiments.network.results import NO_EXCHANGE
-from experiments.network.rows import ROWS, Layout, Row
+from experiments.network.rows import ROWS, WAYS, Layout, Row
 from experiments.network.virtual_hosts import VirtualHosts
 from experiments.run_folder import environment
 
@@ -49,6 +48,11 @@ class Options:
   has_advice: bool
   folder: pathlib.Path
 
+  def asks_advice(self, layout: Layout) -> bool:
+    """Whether there is advice, and something to compare it with."""
+    is_compared = not self.rows or set(self.rows) >= WAYS
+    return self.has_advice and layout.stages == 1 and is_compared
+
 
 class Benchmark:
   """Measures one layout after the other."""
@@ -65,7 +69,8 @@ class Benchmark:
       "config": config.name,
       "tokens": config.batch_size // config.mesh.data * config.model.context,
       "rounds": self._options.rounds, "commit": about["commit"],
-      "machine": _processor(), "cores": len(os.sched_getaffinity(0)),
+      "machine": virtual_hosts.processor(),
+      "cores": len(os.sched_getaffinity(0)),
       "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
       "rows": [], "advice": [], "failures": [],
     }  # fmt: skip
@@ -81,7 +86,7 @@ class Benchmark:
         framework: self._start_hosts(network, framework, layout)
         for framework in frameworks
       }
-      has_advice = self._options.has_advice and layout.stages == 1
+      has_advice = self._options.asks_advice(layout)
       try:
         rows = list(self._build(processes, layout))
         if has_advice:
@@ -290,11 +295,3 @@ def _peer_version() -> dict[str, str]:
     return {"torch": metadata.version("torch")}
   except metadata.PackageNotFoundError:
     return {}
-
-
-def _processor() -> str:
-  """Its name, as Linux gives it."""
-  for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-    if line.startswith("model name"):
-      return line.split(":", 1)[1].strip()
-  return platform.machine()

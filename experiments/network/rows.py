@@ -44,6 +44,10 @@ ROWS = (
 )  # fmt: skip
 
 
+# Between which `advise` chooses.
+WAYS = {"dense", "dense, bf16", *(f"edgc, rank {rank}" for rank in RANKS)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
   """Which hosts there are, and what they are for each other."""

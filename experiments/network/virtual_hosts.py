@@ -9,6 +9,7 @@ shared by all.
 import fcntl
 import os
 import pathlib
+import platform
 import shutil
 import socket
 import subprocess
@@ -167,6 +168,14 @@ class VirtualHosts:
     folder.mkdir(parents=True, exist_ok=True)
     lines = ("127.0.0.1 localhost", f"{address(index)} {socket.gethostname()}")
     (folder / "hosts").write_text("\n".join(lines) + "\n")
+
+
+def processor() -> str:
+  """The name of that which all hosts share, as Linux gives it."""
+  for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+    if line.startswith("model name"):
+      return line.split(":", 1)[1].strip()
+  return platform.machine()
 
 
 def address(index: int) -> str:
