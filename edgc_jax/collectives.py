@@ -72,18 +72,19 @@ def exchange_parts(tree: Any, axis_name: str) -> Any:
   rotation between CPU hosts (`cpu_hosts`).
   """
   devices = num_devices(axis_name)
+  # A permute waits for all devices of a mesh, and stages may not be at it.
+  is_alone = jax.sharding.get_abstract_mesh().size == devices
+  exchange = functools.partial(
+    lax.all_to_all, split_axis=0, concat_axis=0, tiled=True
+  )
+  if cpu_hosts.are_used() and devices == 2:
+    exchange = _swapped
+  elif cpu_hosts.are_used() and is_alone:
+    exchange = _rotated
 
   def swap(leaf: jax.Array) -> jax.Array:
     parts = leaf.reshape(devices, -1)
-    # A permute waits for all devices of a mesh, and stages may not be at it.
-    is_alone = jax.sharding.get_abstract_mesh().size == devices
-    if cpu_hosts.are_used() and devices == 2:
-      received = _swapped(parts, axis_name)
-    elif cpu_hosts.are_used() and is_alone:
-      received = _rotated(parts, axis_name)
-    else:
-      received = lax.all_to_all(parts, axis_name, 0, 0, tiled=True)
-    return received.reshape(leaf.shape)
+    return exchange(parts, axis_name).reshape(leaf.shape)
 
   return one_by_one(swap, tree)
 

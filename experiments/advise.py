@@ -41,8 +41,7 @@ def main(config: ConfigDict) -> None:
   mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
   model = gpt2.GPT2Config(**config.model.to_dict())
   advice = advised.measure(config, model, mesh)
-  if hosts.is_first():
-    print(advised.table(advice, config.mesh.data))
+  hosts.say(advised.table(advice, config.mesh.data))
 
 
 if __name__ == "__main__":

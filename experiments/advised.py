@@ -42,8 +42,7 @@ def resolve(
   if not choice:
     require_choice(config)
     advice = measure(config, model, mesh)
-    if hosts.is_first():
-      print(table(advice, mesh.shape[DATA]), flush=True)
+    hosts.say(table(advice, mesh.shape[DATA]))
     chosen = advice.choice
     choice = {"reducer": chosen.reducer, "options": dict(chosen.options)}
   config = config.copy_and_resolve_references()
@@ -92,11 +91,12 @@ def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
   if given.bandwidth:
     link = edgc_jax.LinkModel(given.latency, given.bandwidth)
   else:
-    _say("measuring the link ...")
+    hosts.say("measuring the link ...")
     link = edgc_jax.measure_link(mesh, DATA)
-  uplink = 8e-6 * ring_bytes(link.bandwidth, mesh.shape[DATA])
-  _say(f"link: {uplink:.4g} Mbit/s uplinks, {1e3 * link.latency:.3g} ms a trip")
-  _say("compiling and timing exchanges and a step ...")
+  uplink = _uplink(link.bandwidth, mesh.shape[DATA])
+  latency = 1e3 * link.latency
+  hosts.say(f"link: {uplink:.4g} Mbit/s uplinks, {latency:.3g} ms a trip")
+  hosts.say("compiling and timing exchanges and a step ...")
   return advise(config, model, mesh, link, measure_costs(config, model, mesh))
 
 
@@ -155,7 +155,7 @@ def table(advice: Advice, replicas: int) -> str:
   """For a terminal: what each way would take, and the choice."""
   lines = [f"{'':14}{'payload, MB':>13}{'s a step':>10}   dense faster above"]
   for way in advice.ways:
-    uplink = 8e-6 * ring_bytes(way.break_even, replicas)
+    uplink = _uplink(way.break_even, replicas)
     bound = f"{uplink:.4g} Mbit/s" if np.isfinite(uplink) else "no speed"
     if way.name == "dense":
       bound = ""
@@ -167,9 +167,9 @@ def table(advice: Advice, replicas: int) -> str:
   return "\n".join([*lines, f"choice: {advice.choice.name}"])
 
 
-def _say(text: str) -> None:
-  if hosts.is_first():
-    print(text, flush=True)
+def _uplink(bandwidth: float, replicas: int) -> float:
+  """Mbit/s of an uplink at which so many bytes of payload a second travel."""
+  return 8e-6 * ring_bytes(bandwidth, replicas)
 
 
 def _plain_step(

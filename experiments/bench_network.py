@@ -18,6 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import shlex
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 from absl import app, flags
 from ml_collections import config_flags
@@ -74,12 +75,11 @@ def main(argv: Sequence[str]) -> None:
     pathlib.Path(_FOLDER.value),
   )  # fmt: skip
   benchmark = Benchmark(_CONFIG.value, options, output)
-  counts = _numbers("hosts", _HOSTS.value, 2)
+  counts = _numbers(_HOSTS, int, 2)
   rates, many, staged = (
-    _numbers(flag.name, flag.value, 1e-3)
-    for flag in (_RATES, _MANY_RATES, _STAGE_RATES)
+    _numbers(flag, float, 1e-3) for flag in (_RATES, _MANY_RATES, _STAGE_RATES)
   )
-  layouts = {Layout(int(n)): many if n > 2 else rates for n in counts}
+  layouts = {Layout(n): many if n > 2 else rates for n in counts}
   if _STAGES.value:
     layouts[Layout(4, 2)] = staged
   command = shlex.join(["bench_network.py", *sys.argv[1:]])
@@ -90,16 +90,19 @@ def main(argv: Sequence[str]) -> None:
       page.write(results, output.with_suffix(".md"), command)
 
 
-def _numbers(flag: str, texts: Sequence[str], least: float) -> list[float]:
+def _numbers(
+  flag: flags.FlagHolder, kind: type[int | float], least: float
+) -> list[Any]:
   """Those that a flag lists, or the end of the program."""
   try:
-    numbers = [float(text) for text in texts]
+    numbers = [kind(text) for text in flag.value]
   except ValueError:
     numbers = []
   if not numbers or min(numbers) < least:
     sys.exit(
-      f"error: `--{flag}` must be numbers of at least {least:g}, separated by"
-      f" commas, got {','.join(texts)!r}; see --help."
+      f"error: `--{flag.name}` must be numbers ({kind.__name__}) of at least"
+      f" {least:g}, separated by commas, got {','.join(flag.value)!r}; see"
+      " --help."
     )
   return numbers
 

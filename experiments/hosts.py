@@ -100,6 +100,12 @@ def is_first() -> bool:
   return jax.process_index() == 0
 
 
+def say(text: str) -> None:
+  """Prints once for all processes."""
+  if is_first():
+    print(text, flush=True)
+
+
 def wait_for_all(what: str) -> None:
   """Until every process is at the same point.
 

@@ -1,14 +1,14 @@
 """The advice is what the models of time say, and faithful where it may be."""
 
 import dataclasses
-from unittest import mock
 
 import jax
 import numpy as np
 from absl.testing import absltest, parameterized
+from meshes import between_hosts
 
 import edgc_jax
-from edgc_jax import CompressionModel, LinkModel, advice, cpu_hosts
+from edgc_jax import CompressionModel, LinkModel, advice
 
 PARAMS = {
   "bias": jax.ShapeDtypeStruct((512,), "float32"),
@@ -29,7 +29,7 @@ class AdviceTest(parameterized.TestCase):
     params = jax.ShapeDtypeStruct((4096, 4096), "float32")  # 32 MiB coded
     link = LinkModel(0.5, 1e9)
     plain = advise(link, params=params, replicas=replicas, ranks=())
-    with mock.patch.object(cpu_hosts, "are_used", lambda: True):
+    with between_hosts():
       cut = advise(link, params=params, replicas=replicas, ranks=())
     dense, narrow = (
       b.seconds - a.seconds for a, b in zip(plain.ways, cut.ways, strict=True)

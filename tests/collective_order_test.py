@@ -4,7 +4,6 @@ Between hosts, which here are only pretended, there are loops, too.
 """
 
 import contextlib
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,10 @@ import numpy as np
 import optax
 from absl.testing import absltest, parameterized
 from collective_order import unordered
-from meshes import AXIS, gradients_like
+from meshes import AXIS, between_hosts, gradients_like
 
 import edgc_jax
-from edgc_jax import compiled_cost, cpu_hosts
+from edgc_jax import compiled_cost
 from experiments.network import jax_host
 
 REPLICAS = 4
@@ -48,16 +47,6 @@ CODED = ("dense_bfloat16", "coded", "adaptive_coded", "quantize", "signs")
 IN_LOOPS = {2: (*CODED, "top"), 4: CODED}  # a ring of two is cut, too
 
 
-@contextlib.contextmanager
-def between_hosts():
-  """Short messages, many of them."""
-  with (
-    mock.patch.object(cpu_hosts, "are_used", return_value=True),
-    mock.patch.object(cpu_hosts, "_MESSAGE", 16),
-  ):
-    yield
-
-
 def program(tx, waits=True, params=PARAMS, replicas=REPLICAS):
   """Of a step that also sends a number of its own."""
 
@@ -82,7 +71,7 @@ class OrderTest(parameterized.TestCase):
     tx = edgc_jax.skip_nonfinite(
       optax.chain(REDUCERS[name](), optax.adamw(1e-3)), AXIS
     )
-    with between_hosts() if hosts else contextlib.nullcontext():
+    with between_hosts(16) if hosts else contextlib.nullcontext():
       hlo = program(tx, replicas=hosts or REPLICAS)
     self.assertIn(" conditional(", hlo)
     sent = compiled_cost.collectives_in_order(hlo)
@@ -98,7 +87,7 @@ class OrderTest(parameterized.TestCase):
     """As the network benchmark times them, with nothing to compute."""
     params = {**PARAMS, "other": jnp.ones((48, 40))}  # two of a shape
     replicas = hosts or REPLICAS
-    with between_hosts() if hosts else contextlib.nullcontext():
+    with between_hosts(16) if hosts else contextlib.nullcontext():
       sent = compiled_cost.collectives_in_order(
         program(REDUCERS[name](), params=params, replicas=replicas)
       )

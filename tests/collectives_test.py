@@ -1,15 +1,13 @@
 """How collectives travel: small leaves as one, by rotation, in messages."""
 
 import contextlib
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from meshes import AXIS
+from meshes import AXIS, between_hosts, mesh_of
 
 from edgc_jax import collectives, compiled_cost, cpu_hosts, ordering
 
@@ -24,11 +22,6 @@ def pmapped(fn, *args):
     devices=jax.devices()[: len(jax.tree.leaves(args)[0])],
   )
   return mapped(*args), mapped.lower(*args).compile().as_text()
-
-
-def between_hosts():
-  """Pretends that replicas were on CPU hosts."""
-  return mock.patch.object(cpu_hosts, "are_used", return_value=True)
 
 
 def draw(*shape, dtype=np.float32):
@@ -98,7 +91,7 @@ class MessagesTest(parameterized.TestCase):
   def run_both(self, fn, x):
     """What is sent in messages, and its bytes without and with them."""
     plain, in_one = pmapped(fn, x)
-    with between_hosts(), mock.patch.object(cpu_hosts, "_MESSAGE", 64):
+    with between_hosts(64):
       cut, in_many = pmapped(fn, x)
     np.testing.assert_array_equal(plain, cut)
     sent = [
@@ -134,15 +127,14 @@ class MessagesTest(parameterized.TestCase):
     for fn in (collectives.exchange_parts, collectives.gather):
       run = lambda tree, fn=fn: fn(tree, AXIS)  # noqa: E731
       plain, _ = pmapped(run, tree)
-      with between_hosts(), mock.patch.object(cpu_hosts, "_MESSAGE", 64):
+      with between_hosts(64):
         cut, _ = pmapped(run, tree)
       jax.tree.map(np.testing.assert_array_equal, plain, cut)
 
   @parameterized.parameters((2, "all-gather"), (4, "all-to-all"))
   def test_stages_do_not_wait_for_each_other(self, replicas, kind):
     """Each is in a branch of its own, as at ranks of their own."""
-    devices = np.array(jax.devices()[: 2 * replicas])
-    mesh = Mesh(devices.reshape(2, replicas), ("stage", AXIS))
+    mesh = mesh_of((2, replicas))
     x = draw(2 * replicas, 5, 10).reshape(-1, 5, 10)[: 2 * replicas**2]
 
     def exchange(x):
@@ -156,8 +148,8 @@ class MessagesTest(parameterized.TestCase):
 
     specs = P(("stage", AXIS))
     found = []
-    for context in (contextlib.nullcontext(), between_hosts()):
-      with context, mock.patch.object(cpu_hosts, "_MESSAGE", 64):
+    for context in (contextlib.nullcontext(), between_hosts(64)):
+      with context:
         # A new one, as above.
         mapped = jax.jit(
           jax.shard_map(

@@ -4,8 +4,10 @@ Both give the same view to a test: gradients come in with a leading axis of
 replicas, and updates and states go out as the transformation made them.
 """
 
+import contextlib
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,19 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
+from edgc_jax import cpu_hosts
 
 AXIS = "data"
+
+
+@contextlib.contextmanager
+def between_hosts(message=cpu_hosts._MESSAGE):
+  """Pretends that devices were CPU hosts; messages are of so many bytes."""
+  with (
+    mock.patch.object(cpu_hosts, "are_used", return_value=True),
+    mock.patch.object(cpu_hosts, "_MESSAGE", message),
+  ):
+    yield
 
 
 def mesh_of(shape=(2, 4), axis_type=AxisType.Auto):

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 from collective_order import unordered
+from meshes import between_hosts
 
 import edgc_jax
 from configs import gpt2_tiny
-from edgc_jax import cpu_hosts
 from experiments import parallel, times
 from experiments.trainer import Trainer
 
@@ -140,8 +140,7 @@ def test_stages_train_as_replicas_do(folder, replicas):
 
 def test_small_leaves_joined_on_stages(folder, replicas):
   """As between CPU hosts: what is compared first must not be overtaken."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(cpu_hosts, "are_used", lambda: True)
+  with between_hosts():
     joined = run(small(folder, "joined_stages", "allreduce", 2, stage=2))
   assert_same_training(joined, replicas)
 
@@ -159,9 +158,7 @@ def test_order_of_collectives(
 ):
   """None in a branch or loop can be overtaken, between hosts neither."""
   name = f"order_{reducer}_{stage}"
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(cpu_hosts, "are_used", lambda: True)
-    patch.setattr(cpu_hosts, "_MESSAGE", 64)
+  with between_hosts(64):
     config = small(folder, name, reducer, data, stage, backend)
     config[reducer].wire_dtype = wire_dtype
     trainer = Trainer(config)
