@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import allocation
+from edgc_jax import allocation, guards
 from edgc_jax.plan import Plan
 
 # Least columns of a matrix, so that none goes blind to its own gradient.
@@ -96,8 +96,11 @@ class Allocator:
   def observe(
     self, state: AllocatorState, measured: Measured, is_usable: jax.Array
   ) -> AllocatorState:
-    """Adds what a step measured; dense and non-finite steps add nothing."""
-    is_usable &= jnp.any(state.ranks > 0)
+    """Adds what a step measured; dense and non-finite steps add nothing.
+
+    Nor does a step of finite gradients whose squares are not.
+    """
+    is_usable &= jnp.any(state.ranks > 0) & guards.all_finite(measured)
     sums = jax.tree.map(
       lambda total, x: jnp.where(is_usable, total + x, total),
       state.sums,

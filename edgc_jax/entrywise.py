@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from edgc_jax import averages, collectives, guards, ordering, sketch
 from edgc_jax.averages import Averaged
-from edgc_jax.exchange import Exchange, zeros_unless
+from edgc_jax.exchange import Exchange, unit_of, zeros_unless
 from edgc_jax.exchange_state import Factors
 from edgc_jax.matrices import Leaf
 from edgc_jax.plan import BYTES_PER_VALUE, Plan
@@ -128,7 +128,8 @@ def exchange(
       [sketch.sketch(x, s) for x, s in zip(xs, signs, strict=True)]
       for xs in (stacks, rest)
     ]
-  own = [jnp.sum(jnp.square(r), axis=(1, 2)) for r in rest]
+  unit = unit_of(received.mean) if values else jnp.ones(())
+  own = [jnp.sum(jnp.square(r / unit), axis=(1, 2)) for r in rest]
   exact = ([matrices[i] for i in dense], sketched, own)
   exact = ordering.in_turn(exact, received.mean)
   whole, (of_all, of_rest), own = collectives.mean(exact, axis_name)
@@ -136,7 +137,7 @@ def exchange(
     averaged[i] = value
   for i, value in zip(low, received.mean, strict=True):
     averaged[i] = value.reshape(plan.leaves[i].shape)
-  energy = lambda z: jnp.sum(jnp.square(z), axis=1)  # noqa: E731
+  energy = lambda z: jnp.sum(jnp.square(z / unit), axis=1)  # noqa: E731
   lost = [energy(z) for z in of_rest]
   # The share lost is lost / (kept + lost); a sketch's noise is in both.
   kept = [
@@ -154,5 +155,6 @@ def exchange(
     columns=[k[:, None] for k in kept],
     lost=lost,
     residual_energy=own,
+    unit=unit,
     is_finite=is_finite,
   )

@@ -1,5 +1,6 @@
 """What every exchange of gradients gives back, whatever travels in it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -13,7 +14,10 @@ from edgc_jax.varying import varying_axes
 class Exchange(NamedTuple):
   """What came back: equal on all replicas, but for the residual.
 
-  Numbers of a leaf's k matrices are zero where it was sent dense, in float32.
+  Equal to rounding where replicas round differently; what came in bits decides
+  `is_finite`, which is equal always. Numbers of a leaf's k matrices are zero
+  where it was sent dense, in float32, and squares are in units of `unit`
+  squared, so that those of 1e-30 or 1e+30 are in range.
   """
 
   # float32, one per leaf, the leaf's shape; see `zeros_unless`
@@ -23,7 +27,14 @@ class Exchange(NamedTuple):
   columns: list[jax.Array]  # float32 [k, columns], squared norms of Q' columns
   lost: list[jax.Array]  # float32 [k], |mean_i residual_i|^2, from a sketch
   residual_energy: list[jax.Array]  # float32 [k], mean_i |residual_i|^2
+  unit: jax.Array  # float32 [], positive
   is_finite: jax.Array  # bool []
+
+
+def unit_of(received: Sequence[jax.Array]) -> jax.Array:
+  """The largest magnitude in what all replicas received; 1 if that is zero."""
+  largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x)) for x in received]))
+  return jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)
 
 
 def zeros_unless(is_finite: jax.Array, mean: jax.Array) -> jax.Array:

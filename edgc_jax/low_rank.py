@@ -2,7 +2,7 @@
 
 For every matrix M [m, n] = gradient + residual of a leaf sent at rank r:
 
-  P   = orth(mean_i M_i basis(Q))      P [m, r] travels
+  P   = orth(mean_i M_i unit(Q))       P [m, r] travels
   Q_i = M_i^T P,  Q' = mean_i Q_i      Q' [n, r] travels
   update = P Q'^T,  residual_i = M_i - P Q_i^T
 
@@ -13,16 +13,24 @@ One step of subspace iteration, warm-started by the last Q (Vogels et al.
   paper subtracts the mean update. The means of both residuals are equal, and
   so are all updates; but what sets replicas apart is never sent by the
   paper's, and piles up in it from step to step.
-- Q is made orthonormal before it is used, and directions that died (a
-  gradient of low rank leaves zero columns, and M^T 0 = 0 would keep them so
-  for ever) are drawn anew.
-- Columns stay sorted by energy, so that slicing Q to a smaller rank keeps the
-  best. Columns beyond the rank in use stay in the state and serve again when
-  the rank grows back. The residual does not depend on the rank, and stays.
+- Q is made nearly orthonormal before it is used, and directions that die (a
+  gradient of low rank leaves zero columns, and M^T 0 = 0 would keep them so for
+  ever) are given new ones (`revive`).
+- Bases are those of Gram-Schmidt in the order of columns, so this is orthogonal
+  iteration, whose columns tend to the singular vectors, the strongest first:
+  slicing Q to a smaller rank keeps the best. Columns beyond the rank in use
+  stay in the state and serve again when the rank grows back. The residual does
+  not depend on the rank, and stays.
+
+Replicas on processors that round differently get the same update to some
+1e-6 of its norm, at every step. Each computes P by itself, but from a factor
+that all have received, by a continuous map (`orthonormalize`); what a replica
+does before its numbers are averaged need not agree with others at all.
 
 Where factors alternate (`plan.alternating`), only one travels in a step, and
 the other is the basis of what it was when it travelled last:
 
+  basis(X)     orth(unit(X))
   even steps   P_i = M_i basis(Q),    P' = mean_i P_i,  update = P' basis(Q)^T
   odd steps    Q_i = M_i^T basis(P),  Q' = mean_i Q_i,  update = basis(P) Q'^T
 
@@ -47,16 +55,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from edgc_jax import guards, sketch
-from edgc_jax.exchange import Exchange, zeros_unless
-from edgc_jax.exchange_state import Factors, gaussian_columns
+from edgc_jax.exchange import Exchange, unit_of, zeros_unless
+from edgc_jax.exchange_state import Factors
 from edgc_jax.factor_wire import FactorWire
 from edgc_jax.orthonormalize import (
+  Basis,
   orthonormalize,
-  principal_axes,
-  principal_columns,
+  revive,
+  unit_columns,
 )
 from edgc_jax.plan import Plan
 from edgc_jax.products import outer_product, transposed_products
@@ -86,7 +94,7 @@ def exchange(
     rung: int32 [], index into the ladder, equal on all replicas.
     matrices: All leaves in order, float32, residual added.
     factors: P and Q of the compressible leaves.
-    key: Draws new columns for directions that died, and the sketches' signs.
+    key: Draws new directions and the sketches' signs.
     axis_name: The bound axis of the replicas.
     count: int32 [], steps done: which factor travels, where they alternate.
     ranks: int32 [K], columns of each matrix, where `plan.spread` lets them
@@ -161,27 +169,25 @@ def _branch(
     wire = FactorWire(plan, rank, low, [ranks[slot[i]] for i in low])
     stacks = [leaves[i].reshape(plan.leaves[i].view) for i in low]
 
-    def bases(state: list[jax.Array]) -> list[jax.Array]:
-      return _bases(wire.slices([state[slot[i]] for i in low]), wire.live, key)
+    def units(state: list[jax.Array]) -> list[jax.Array]:
+      return unit_columns(wire.slices([state[slot[i]] for i in low]))
 
     # One factor is fixed, a basis; the other is what travels in the end.
-    is_finite = jnp.array(True)
+    is_finite, unit, basis = jnp.array(True), jnp.ones(()), Basis([], [])
     if side is None:
-      local_p = [m @ q for m, q in _zip(stacks, bases(factors.q))]
+      local_p = [m @ q for m, q in _zip(stacks, units(factors.q))]
       if local_p:
         own_key = jax.random.fold_in(key, 2)
         received = wire.average(local_p, own_key, axis_name)
         # A non-finite entry anywhere makes what arrives non-finite
         # everywhere, so all replicas agree without a collective for it.
         is_finite = guards.all_finite(received.factors)
-        fixed = orthonormalize(
-          [jnp.where(is_finite, p, 0.0) for p in received.factors]
-        )
-      else:
-        fixed = []
+        mean_p = [jnp.where(is_finite, p, 0.0) for p in received.factors]
+        basis, unit = orthonormalize(mean_p), unit_of(mean_p)
     else:
       last = factors.q if side == _SENDS_P else factors.p
-      fixed = orthonormalize(bases(last))  # they are the projection itself
+      basis = orthonormalize(units(last))
+    fixed = basis.columns
     signs = sketch.draw_signs(jax.random.fold_in(key, 1), stacks)
     if side == _SENDS_P:
       local = [m @ q for m, q in _zip(stacks, fixed)]
@@ -193,7 +199,9 @@ def _branch(
       ]
       local, across = [a for a, _ in products], [b for _, b in products]
     # Before coding, whose losses are small beside these.
-    own = [_energy(m) - _energy(f) for m, f in _zip(stacks, local)]
+    own = [
+      _energy(m / unit) - _energy(f / unit) for m, f in _zip(stacks, local)
+    ]
     sketches = [
       sketch.residual_sketch(row, *pair(basis, factor), own_signs)
       for row, basis, factor, own_signs in _zip(across, fixed, local, signs)
@@ -216,25 +224,23 @@ def _branch(
     kept = Factors(list(factors.p), list(factors.q))
     kept_now = kept.p if side == _SENDS_P else kept.q
     # Small beside the product, which is zero then, too.
-    received_factors = [zeros_unless(is_finite, f) for f in received.factors]
-    mean_factors = received_factors
-    if side is not None:  # P was not sorted on the way
-      mean_factors = principal_axes(mean_factors)
+    mean_factors = [zeros_unless(is_finite, f) for f in received.factors]
+    to_keep = revive(mean_factors, basis.shares, key, unit)
     for j, i in enumerate(low):
-      shape, place, basis = plan.leaves[i].shape, slot[i], fixed[j]
-      factor, sent = received_factors[j], received.sent_factors[j]
-      averaged[i] = outer_product(*pair(basis, factor)).reshape(shape)
-      kept_back = stacks[j] - outer_product(*pair(basis, sent))
+      shape, place = plan.leaves[i].shape, slot[i]
+      factor, sent = mean_factors[j], received.sent_factors[j]
+      averaged[i] = outer_product(*pair(fixed[j], factor)).reshape(shape)
+      kept_back = stacks[j] - outer_product(*pair(fixed[j], sent))
       residual[place] = kept_back.reshape(shape)
-      lost[place] = jnp.sum(jnp.square(sketches[j]), axis=1)
+      lost[place] = jnp.sum(jnp.square(sketches[j] / unit), axis=1)
       residual_energy[place] = jnp.maximum(own[j], 0.0)
-      norms = jnp.sum(jnp.square(mean_factors[j]), axis=1)
+      norms = jnp.sum(jnp.square(factor / unit), axis=1)
       columns[place] = columns[place].at[:, : norms.shape[1]].set(norms)
-      kept_now[place] = wire.merged(j, mean_factors[j], kept_now[place])
+      kept_now[place] = wire.merged(j, to_keep[j], kept_now[place])
     if refreshes:
       kept = _refreshed(plan, averaged, kept, key)
     return Exchange(
-      averaged, residual, kept, columns, lost, residual_energy, is_finite
+      averaged, residual, kept, columns, lost, residual_energy, unit, is_finite
     )
 
   return run
@@ -251,37 +257,6 @@ def _refreshed(
   widths = [q.shape[2] for q in factors.q]
   p, q = leading_factors(stacks, widths, jax.random.fold_in(key, 4))
   return Factors(p if factors.p else [], q)
-
-
-def _bases(
-  factors: list[jax.Array], live: list[jax.Array] | None, key: jax.Array
-) -> list[jax.Array]:
-  """Orthogonal unit columns spanning Q; dead ones replaced by Gaussian ones.
-
-  Where there is a rank per matrix, columns beyond it stay zero.
-  """
-  if not factors:
-    return []
-  # Columns differ in age and scale: those of a first use, or of louder times,
-  # must not make the others look like rounding noise.
-  columns, alive = principal_columns(factors, equalized=True)
-  alive = [a[:, None, :] for a in alive]
-  if live is not None:
-    alive = [a | ~inside for a, inside in _zip(alive, live)]
-
-  def refill(columns: list[jax.Array]) -> list[jax.Array]:
-    # One draw for all leaves: a generator for each compiles slowly.
-    sizes = [q.size for q in columns]
-    draws = jax.random.normal(key, (sum(sizes),), jnp.float32)
-    draws = jnp.split(draws, np.cumsum(sizes[:-1]))
-    return [
-      jnp.where(a, q, gaussian_columns(new.reshape(q.shape)))
-      for q, a, new in _zip(columns, alive, draws)
-    ]
-
-  # So many random numbers cost more than all else here: only when needed.
-  nothing_died = jnp.all(jnp.stack([jnp.all(a) for a in alive]))
-  return jax.lax.cond(nothing_died, lambda c: c, refill, columns)
 
 
 def _energy(stack: jax.Array) -> jax.Array:

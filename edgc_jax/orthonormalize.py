@@ -1,159 +1,226 @@
 """Orthonormal bases for batches of tall, possibly rank-deficient matrices.
 
-Householder QR is slow on every backend and refuses bf16; Cholesky-QR fails on
-the nearly rank-deficient factors of real gradients. The eigenvectors of the
-[r, r] Gram matrix are cheap, and say which directions are only rounding
-noise. Grams are one batch, whatever the matrices' heights, so a whole model
-costs one small eigenproblem call.
+Every replica computes the basis of a factor that all have received, and the
+bases must agree although the replicas' processors round differently. So the
+basis is a continuous function of the factor: Gram-Schmidt in the order of the
+columns, no eigenvectors, no pivots, no decision. It is computed as a Cholesky
+factorisation of the Gram matrix, which batches over all matrices of a model,
+in three passes (shifted Cholesky-QR, Fukaya et al. 2020, arXiv:1809.11085):
+
+  U = Y D                       columns scaled to length one
+  L L^T = (1 - s) U^T U + s I   s is the rounding error of a Gram matrix
+  Y <- U L^-T
+
+The QR factorisation is unique, whatever scales its columns have, so each pass
+corrects what the one before it rounded. Three departures from that paper:
+columns are scaled in each pass (a spectrum wider than float32's precision
+leaves every column of the result of length one), the shift leaves lengths as
+they are, and a column that consists of little but rounding noise is damped
+(`_DAMPED`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from edgc_jax.products import transposed_product
 
-# Directions whose squared length is below this fraction of the largest are
-# rounding noise in a float32 Gram matrix.
-_NOISE_FLOOR = 1e-6
-# Of columns beside entries of size one: squares of it are in float32's range.
-_SHORTEST = 1e-15
-# Newton-Schulz converges quadratically from eigenvalues near one; four steps
-# bring an error of 0.3 below float32 resolution.
-_NEWTON_SCHULZ_STEPS = 4
+# Three bring a column of which 1e-5 is new to a right angle with the others;
+# two bring one of which 1e-3 is.
+_PASSES = 3
+# The shift s, for each column: some 8 roundings, as the Gram matrix of many
+# equal columns may need to remain positive definite.
+_SHIFT = 8 * float(np.finfo(np.float32).eps)
+# Share of a column that the columns before it lack, below which it is damped.
+# Rounding is 1e-7 of a column, so where 1e-5 of it is new that is known to 1 %.
+_DAMPED = 1e-5
+# Below this share a column may be dying, and is given this much of a new
+# direction, more the smaller the share.
+_FADING, _NEW = 1e-2, 1e-3
+# Of a column without length, in units of the largest number received.
+_LEAST = 1e-6
 
 Stacks = Sequence[jax.Array]
 
 
-def principal_columns(
-  stacks: Stacks, *, equalized: bool = False
-) -> tuple[list[jax.Array], list]:
-  """Rotates columns to be orthogonal, longest first, and scales them to one.
+class Basis(NamedTuple):
+  """An orthonormal basis of each of several stacks of matrices."""
 
-  With the Gram matrix G = Y^T Y = V w V^T, returns Y V w^(-1/2). Exact for
-  well-conditioned input only: see `orthonormalize` for the second pass.
+  columns: list[jax.Array]  # float32 [k, m, r]
+  # float32 [k, r], in [0, 1]: of each column's length, what the columns before
+  # it lack
+  shares: list[jax.Array]
+
+
+def orthonormalize(stacks: Stacks) -> Basis:
+  """Orthonormalises columns in their order, by Gram-Schmidt.
+
+    p_i = d(t_i) (y_i - sum_(j < i) p_j p_j^T y_i) / |...|
+    d(t) = min(1, t / 1e-5)
+
+  with t_i the share of y_i's length that the columns before it lack. The
+  factor d is 1 but where t_i is close to rounding noise: a direction that one
+  host cannot tell from another is left short, and counts little. Of equal
+  input, hosts that round differently by e make p_i that differ by e / t_i,
+  and t_i is what the update has of it: updates differ by about e.
 
   Args:
     stacks: float32 arrays [k_i, m_i, r_i]; ranks and heights may differ.
-    equalized: Whether all columns count as if they had one length, down to
-      1e-15 of the largest entry; shorter ones are noise.
 
   Returns:
-    The arrays, noise directions set to zero, and per array a bool [k_i, r_i]
-    that tells which columns are live.
+    Columns of the same shapes, P^T P = diag(d^2) to about 1e-6, and t. The
+    first columns span what Y's first columns do. A column of zeros stays zero.
+
+  >>> y = jnp.array([[[3.0, 1.0], [4.0, 1.0], [0.0, 0.0]]])
+  >>> orthonormalize([y]).columns[0].round(3) + 0.0
+  Array([[[ 0.6,  0.8],
+          [ 0.8, -0.6],
+          [ 0. ,  0. ]]], dtype=float32)
   """
+  # Column by column: squares of 1e-18 and 1e+30 are then in range.
   scaled = [_in_range(y) for y in stacks]
-  rotation = _equalized_rotation if equalized else _principal_rotation
-  rotations, alive = _batched(rotation, [_gram(y) for y in scaled])
-  return [y @ v for y, v in zip(scaled, rotations, strict=True)], alive
+  shares = [jnp.ones_like(y[:, 0]) for y in stacks]
+  for i in range(_PASSES):
+    scaled, lengths, pivots = _one_pass(scaled)
+    # The first lengths are those of the columns themselves.
+    lengths = lengths if i else [jnp.sign(length) for length in lengths]
+    shares = [
+      s * x * pivot for s, x, pivot in zip(shares, lengths, pivots, strict=True)
+    ]
+  columns = [
+    y * jnp.minimum(1.0, share / _DAMPED)[:, None]
+    for y, share in zip(scaled, shares, strict=True)
+  ]
+  return Basis(columns, shares)
 
 
-def orthonormalize(stacks: Stacks) -> list[jax.Array]:
-  """Orthonormal bases of the column spaces, most energetic column first.
+def unit_columns(factors: Stacks) -> list[jax.Array]:
+  """Scales columns to length one and brings them near right angles.
 
-  A second, symmetric pass Y (Y^T Y)^(-1/2) removes what rounding left over;
-  being symmetric it disturbs the order of the columns least, so that the
-  first columns stay the best ones to keep when a rank falls.
-
-  Args:
-    stacks: float32 arrays [k_i, m_i, r_i].
-
-  Returns:
-    Arrays of the same shapes, with P^T P = diag(1 or 0) to about 1e-6: a
-    column is zero where the input had no such direction.
-
-  >>> y = jnp.array([[[3.0, 3.0], [4.0, 4.0], [0.0, 0.0]]])
-  >>> orthonormalize([y])[0].round(3) + 0.0
-  Array([[[0.6, 0. ],
-          [0.8, 0. ],
-          [0. , 0. ]]], dtype=float32)
-  """
-  columns, _ = principal_columns(stacks)
-  roots, _ = _batched(_inverse_root, [_gram(y) for y in columns])
-  return [y @ root for y, root in zip(columns, roots, strict=True)]
-
-
-def principal_axes(stacks: Stacks) -> list[jax.Array]:
-  """Rotates columns to be orthogonal, longest first; lengths stay.
+  Age and scale of a column of Q do not count for what P is searched with. One
+  pass of Gram-Schmidt is enough for that: replicas need not agree on it to the
+  last digit, since what all go on from is their mean.
 
   Args:
-    stacks: float32 arrays [k_i, m_i, r_i].
+    factors: float32 arrays [k_i, n_i, r_i].
 
   Returns:
-    Y V with Y^T Y = V w V^T, of the same shapes.
+    Arrays of the same shapes; columns of zeros stay zero.
   """
-  rotations, _ = _batched(_rotation, [_gram(_in_range(y)) for y in stacks])
-  return [y @ v for y, v in zip(stacks, rotations, strict=True)]
+  return _one_pass([_in_range(q) for q in factors])[0]
 
 
-def _in_range(y: jax.Array) -> jax.Array:
-  """Matrices by their largest entry: squares of 1e-18 and 1e+30 work then."""
-  largest = jnp.max(jnp.abs(y), (-2, -1), keepdims=True)
-  return y / jnp.where(largest > 0, largest, 1.0)
+def revive(
+  factors: Stacks, shares: Stacks, key: jax.Array, unit: jax.Array
+) -> list[jax.Array]:
+  """Gives columns that may be dying a little of a new direction.
+
+    q_c + 1e-3 max(0, 1 - t_c / 1e-2) max(|q_c|, 1e-6 unit) n_c
+
+  A gradient of low rank leaves columns of zeros or of rounding noise, which
+  would stay so for ever: M^T M 0 = 0. With n_c in it such a column is n_c's
+  direction when it is next scaled to length one, the same on all replicas. A
+  column of which 1 % or more is new is left as it is.
+
+  The n_c are random signs of rows times Walsh functions, which serve as
+  Gaussian numbers do (Halko et al. 2011, arXiv:0909.4061, on structured
+  random matrices) and take one draw a row.
+
+  Args:
+    factors: float32 arrays [k_i, n_i, r_i].
+    shares: t of each, [k_i, r_i], from the basis that it was made with.
+    key: Draws n; the same on all replicas.
+    unit: float32 [], the largest number received, positive.
+
+  Returns:
+    Arrays of the same shapes.
+  """
+  if not factors:
+    return []
+
+  def mix(factors: list[jax.Array]) -> list[jax.Array]:
+    revived = []
+    directions = _random_directions(key, factors)
+    for q, share, new in zip(factors, shares, directions, strict=True):
+      largest = jnp.max(jnp.abs(q), axis=1)
+      size = jnp.maximum(largest * q.shape[1] ** 0.5, _LEAST * unit)
+      weight = _NEW * jnp.maximum(0.0, 1.0 - share / _FADING) * size
+      revived.append(q + weight[:, None] * new)
+    return revived
+
+  # At the threshold both branches give the same, so replicas on either side of
+  # it do not part.
+  fading = jnp.stack([jnp.any(share < _FADING) for share in shares])
+  return jax.lax.cond(jnp.any(fading), mix, lambda q: q, list(factors))
 
 
-def _gram(y: jax.Array) -> jax.Array:
-  return transposed_product(y, y)
-
-
-def _principal_rotation(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """V w^(-1/2), largest w first and zero for noise, and which are live."""
-  v, w = _rotation(gram)
-  live = w > jnp.maximum(_NOISE_FLOOR * w[:, :1], 0.0)
-  scale = jnp.where(live, jax.lax.rsqrt(jnp.where(live, w, 1.0)), 0.0)
-  return v * scale[:, None, :], live
-
-
-def _equalized_rotation(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The same for columns scaled to length one, where they have any."""
-  squares = jnp.diagonal(gram, axis1=-2, axis2=-1)
-  has_length = squares > _SHORTEST**2
-  scale = jnp.where(
-    has_length, jax.lax.rsqrt(jnp.where(has_length, squares, 1.0)), 0.0
+def _one_pass(stacks: Stacks) -> tuple[list, list, list]:
+  """U L^-T, the lengths that columns had [k, r], and the diagonals of L."""
+  if not stacks:
+    return [], [], []
+  inverses, lengths, pivots = _inverse_roots(
+    [transposed_product(y, y) for y in stacks]
   )
-  v, live = _principal_rotation(gram * scale[:, :, None] * scale[:, None, :])
-  return scale[:, :, None] * v, live
+  columns = [y @ t for y, t in zip(stacks, inverses, strict=True)]
+  return columns, lengths, pivots
 
 
-def _rotation(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """V, largest w first, and the w."""
-  w, v = jnp.linalg.eigh(gram)  # sorted upwards
-  return v[:, :, ::-1], w[:, ::-1]
-
-
-def _inverse_root(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """G^(-1/2) for G near the identity, but for columns to be left out."""
-  # A direction that was mostly noise has lost its unit length: drop it.
-  keep = jnp.diagonal(gram, axis1=-2, axis2=-1) > 0.5
-  mask = keep[:, :, None] & keep[:, None, :]
-  gram = jnp.where(mask, gram, 0.0)
-  three = 3.0 * jnp.eye(gram.shape[-1], dtype=gram.dtype)
-  root = jnp.broadcast_to(three / 3.0, gram.shape)
-  for _ in range(_NEWTON_SCHULZ_STEPS):
-    root = 0.5 * (root @ (three - gram @ (root @ root)))
-  return jnp.where(mask, root, 0.0), keep
-
-
-def _batched(
-  fn: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-  grams: Sequence[jax.Array],
-) -> tuple[list, list]:
-  """Calls `fn` once for all Gram matrices, smaller ones padded with zeros.
+def _inverse_roots(grams: Sequence[jax.Array]) -> tuple[list, list, list]:
+  """D L^-T of Gram matrices, with column lengths 1 / D and pivots L_ii.
 
   One call for each size would be fewer operations. But XLA's CPU backend may
   start calls that do not depend on each other at once; each waits for its
   parts with a thread of the pool, and a small pool is soon all waiting.
   """
-  if not grams:
-    return [], []
   size = max(g.shape[-1] for g in grams)
-  padded = [jnp.pad(g, ((0, 0), *[(0, size - g.shape[-1])] * 2)) for g in grams]
-  first, second = fn(jnp.concatenate(padded))
-  firsts, seconds, start = [], [], 0
-  for gram in grams:
-    stop, own = start + gram.shape[0], gram.shape[-1]
-    firsts.append(first[start:stop, :own, :own])
-    seconds.append(second[start:stop, :own])
+  gram = jnp.concatenate(
+    [jnp.pad(g, ((0, 0), *[(0, size - g.shape[-1])] * 2)) for g in grams]
+  )
+  length = jnp.sqrt(jnp.diagonal(gram, axis1=-2, axis2=-1))
+  scale = 1.0 / jnp.where(length > 0, length, 1.0)
+  eye = jnp.zeros_like(gram) + jnp.eye(size, dtype=gram.dtype)
+  shrunk = (1.0 - _SHIFT * size) * gram * scale[:, :, None] * scale[:, None, :]
+  # Ones on the diagonal, also for columns of zeros and those padded.
+  root = jax.lax.linalg.cholesky(
+    jnp.where(eye > 0, 1.0, shrunk), symmetrize_input=False
+  )
+  inverse = jax.lax.linalg.triangular_solve(
+    root, eye, left_side=True, lower=True
+  )
+  inverse = scale[:, :, None] * jnp.swapaxes(inverse, 1, 2)
+  pivot = jnp.diagonal(root, axis1=-2, axis2=-1)
+  inverses, lengths, pivots, start = [], [], [], 0
+  for g in grams:
+    stop, own = start + g.shape[0], g.shape[-1]
+    inverses.append(inverse[start:stop, :own, :own])
+    lengths.append(length[start:stop, :own])
+    pivots.append(pivot[start:stop, :own])
     start = stop
-  return firsts, seconds
+  return inverses, lengths, pivots
+
+
+def _in_range(y: jax.Array) -> jax.Array:
+  """Columns by their largest entries, [k, m, r]."""
+  largest = jnp.max(jnp.abs(y), axis=1, keepdims=True)
+  return y / jnp.where(largest > 0, largest, 1.0)
+
+
+def _random_directions(key: jax.Array, stacks: Stacks) -> list[jax.Array]:
+  """Columns of length one, [k, n, r] for each stack."""
+  # One draw for all: a generator for each compiles slowly.
+  rows = [k * n for k, n, _ in (stack.shape for stack in stacks)]
+  draw = jax.random.rademacher(key, (sum(rows),), jnp.float32)
+  directions = []
+  for signs, stack in zip(
+    jnp.split(draw, np.cumsum(rows[:-1])), stacks, strict=True
+  ):
+    count, height, width = stack.shape
+    row = jax.lax.broadcasted_iota(jnp.uint32, (height, width), 0)
+    column = jax.lax.broadcasted_iota(jnp.uint32, (height, width), 1)
+    is_odd = jax.lax.population_count(row & column) & 1
+    walsh = (1.0 - 2.0 * is_odd.astype(jnp.float32)) * height**-0.5
+    directions.append(signs.reshape(count, height, 1) * walsh)
+  return directions

@@ -158,7 +158,10 @@ def make_reducer(
       lambda n, o: jnp.where(ok, n, o), new, old
     )
     measured = [_measured(result) for result in results]
-    control = policy.settle(choice, measured[0], ok)
+    # The policy adds steps up, whose units differ.
+    squared = jnp.square(results[0].unit)
+    own_measured = jax.tree.map(lambda x: x * squared, measured[0])
+    control = policy.settle(choice, own_measured, ok)
     report = policy.report(control)
     rungs = [choice.rung, choice.lead_rung][: len(plans)]
     ranks = [
@@ -168,6 +171,16 @@ def make_reducer(
     if choice.ranks is not None:
       ranks[0] = choice.ranks
     errors = [lost_share(m.lost, m.energy) for m in measured]
+    unit = jnp.max(jnp.stack([result.unit for result in results]))
+
+    def total(squares: Sequence[Sequence[jax.Array]]) -> jax.Array:
+      """Over all exchanges, in the common unit."""
+      return sum(
+        jnp.sum(x) * jnp.square(result.unit / unit)
+        for result, own in zip(results, squares, strict=True)
+        for x in own
+      )
+
     new_state = ReducerState(
       count=optax.safe_increment(count),
       controller=control.controller,
@@ -180,11 +193,10 @@ def make_reducer(
       ),
       stats=next_stats(
         state.stats,
-        lost=sum(jnp.sum(m.lost) for m in measured),
-        energy=sum(jnp.sum(m.energy) for m in measured),
-        residual_energy=sum(
-          jnp.sum(e) for result in results for e in result.residual_energy
-        ),
+        lost=total([[m.lost] for m in measured]),
+        energy=total([[m.energy] for m in measured]),
+        residual_energy=total([result.residual_energy for result in results]),
+        unit=unit,
         is_finite=is_finite,
         rank=_by_rung(np.array(plans[0].ladder, np.int32), choice.rung),
         rung=choice.rung,

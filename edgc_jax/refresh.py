@@ -42,6 +42,6 @@ def leading_factors(
   ]
   p = q
   for _ in range(1 + _ITERATIONS):
-    p = orthonormalize([m @ x for m, x in zip(stacks, q, strict=True)])
+    p = orthonormalize([m @ x for m, x in zip(stacks, q, strict=True)]).columns
     q = [transposed_product(m, x) for m, x in zip(stacks, p, strict=True)]
   return p, q

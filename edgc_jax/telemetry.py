@@ -86,6 +86,7 @@ def next_stats(
   lost: jax.Array,
   energy: jax.Array,
   residual_energy: jax.Array,
+  unit: jax.Array,
   is_finite: jax.Array,
   rank: jax.Array,
   rung: jax.Array,
@@ -97,10 +98,11 @@ def next_stats(
   """The numbers of step `count`; errors stay where they are not finite.
 
   Of all matrices: `lost` of the `energy` of the averaged gradient and residual
-  was not sent; `residual_energy` is what replicas keep, on average.
+  was not sent; `residual_energy` is what replicas keep, on average. All three
+  are in units of `unit` squared.
   """
   share = lost_share(lost, energy)
-  norm = jnp.sqrt(residual_energy)
+  norm = unit * jnp.sqrt(residual_energy)
   is_measured = is_finite & jnp.isfinite(share) & jnp.isfinite(norm)
   more = (wire_bytes - old.mean_wire_bytes) / (count + 1)
   return Stats(

@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# Runs make targets on the newest Python of Debian with the newest JAX that pip
+# installs there, in a root of its own:
+#
+#   tests/newest.sh [TARGET...]     default: test
+#   tests/newest.sh --why-not       prints what is missing; fails if anything is
+#
+# The root stays in .newest/ (NEWEST_ROOT names another folder), so that only
+# the first run downloads a system. Mirror, pip settings and certificates are
+# those of this machine. All mounts are in a namespace of their own and end
+# with the script.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+readonly SUITE=trixie
+readonly ROOT=${NEWEST_ROOT:-$PWD/.newest}
+
+why_not() {
+  [ "$(uname -s)" = Linux ] || { echo "this is not Linux"; return; }
+  [ "$(id -u)" = 0 ] || { echo "only root may make a system root"; return; }
+  for tool in debootstrap unshare chroot git; do
+    command -v "$tool" > /dev/null || { echo "$tool is not installed"; return; }
+  done
+  unshare --mount true 2> /dev/null || echo "mounts are not allowed here"
+}
+
+# The first Debian archive that apt is set up with.
+mirror() {
+  { apt-get indextargets --format '$(REPO_URI)' \
+      'Created-By: Packages' 'Origin: Debian' 2> /dev/null || true; } |
+    grep -v security | head -n 1
+}
+
+# Local folders that pip is told to look into, which the root has to see.
+pip_folders() {
+  python3 -m pip config list 2> /dev/null | tr "'= ," '\n\n\n\n' |
+    sed 's|^file://||' | grep '^/' | while read -r path; do
+      while [ ! -d "$path" ] && [ "$path" != / ]; do
+        path=$(dirname "$path")
+      done
+      case $path in / | /etc* | /usr*) ;; *) echo "$path" ;; esac
+    done | sort -u
+}
+
+build() {
+  [ -e "$ROOT/.built" ] && return
+  rm -rf "$ROOT"
+  debootstrap --variant=minbase \
+    --include=ca-certificates,git,iproute2,make,python3,python3-venv \
+    "$SUITE" "$ROOT" $(mirror)
+  touch "$ROOT/.built"
+}
+
+# Settings of this machine that downloads depend on.
+settle() {
+  local file
+  for file in /etc/resolv.conf /etc/hosts /etc/pip.conf \
+    /etc/ssl/certs/ca-certificates.crt ~/.config/pip/pip.conf \
+    ~/.pip/pip.conf; do
+    [ -e "$file" ] || continue
+    mkdir -p "$ROOT$(dirname "$file")"
+    cp -L "$file" "$ROOT$file"
+  done
+}
+
+# What git knows or does not ignore, in place of what was there before; what
+# the project's own files installed stays.
+copy_project() {
+  mkdir -p "$ROOT/project"
+  find "$ROOT/project" -mindepth 1 -maxdepth 1 ! -name .venv -exec rm -rf {} +
+  git ls-files -z --cached --others --exclude-standard |
+    while IFS= read -r -d '' file; do
+      [ -e "$file" ] && printf '%s\0' "$file"
+    done |
+    tar --create --null --files-from=- | tar --extract --directory "$ROOT/project"
+}
+
+enter() {
+  local folder
+  mount --make-rprivate /
+  mount -t proc proc "$ROOT/proc"
+  mount --rbind /dev "$ROOT/dev"
+  mount --rbind /sys "$ROOT/sys"
+  mount -t tmpfs tmpfs "$ROOT/tmp"
+  mkdir -p "$ROOT/dev/shm"
+  for folder in $(pip_folders); do
+    mkdir -p "$ROOT$folder"
+    mount --bind -o ro "$folder" "$ROOT$folder"
+  done
+  # No colours or paths of the virtual environment that this may run in.
+  unset VIRTUAL_ENV PYTHONHOME PYTHONPATH XLA_FLAGS NPROC EDGC_JAX_NPROC
+  export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+  exec chroot "$ROOT" make -C /project PYTHON=python3 "$@"
+}
+
+case ${1:-} in
+  --why-not)
+    reason=$(why_not)
+    [ -z "$reason" ] || { echo "$reason"; exit 1; }
+    ;;
+  --inside)
+    shift
+    enter "$@"
+    ;;
+  *)
+    reason=$(why_not)
+    [ -z "$reason" ] || { echo "$0: $reason" >&2; exit 1; }
+    build
+    settle
+    copy_project
+    exec unshare --mount "$0" --inside "${@:-test}"
+    ;;
+esac
