@@ -30,14 +30,15 @@ mirror() {
     grep -v security | head -n 1
 }
 
-# Local folders that pip is told to look into, which the root has to see.
+# Local folders that pip is told to look into, which the root has to see; of an
+# index the folder above, where the files lie that it points to.
 pip_folders() {
   python3 -m pip config list 2> /dev/null | tr "'= ," '\n\n\n\n' |
-    sed 's|^file://||' | grep '^/' | while read -r path; do
-      while [ ! -d "$path" ] && [ "$path" != / ]; do
-        path=$(dirname "$path")
-      done
-      case $path in / | /etc* | /usr*) ;; *) echo "$path" ;; esac
+    while read -r word; do
+      case $word in
+        file:///*) dirname "${word#file://}" ;;
+        /*) [ ! -d "$word" ] || echo "$word" ;;
+      esac
     done | sort -u
 }
 

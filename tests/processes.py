@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import quick_compile
 import soak
 
 SECONDS = 150  # for anything a process does
@@ -33,7 +34,7 @@ def start(folder, *arguments, steps=60, output=None, file_bytes=None):
     "JAX_PLATFORMS": "cpu",
     "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
     # As in conftest: compile quickly.
-    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
+    "XLA_FLAGS": quick_compile.XLA_FLAGS,
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
   }
   if file_bytes:
