@@ -27,6 +27,9 @@ def base(reducer: str) -> ConfigDict:
       # Steps between checkpoints (0: only when told to stop), and how many of
       # the newest to keep, beside that of the lowest held-out loss.
       "checkpoint": {"every": 1000, "keep": 2},
+      # Steps from one comparison of the replicas to the next, and what to do
+      # where they have parted: stop, or follow the first replica and go on.
+      "sentinel": {"every": 100, "action": "stop"},
       # Empty: the standard library's sources. Else a text file, a folder of
       # them, or a folder with train.bin and val.bin (uint16 tokens).
       "data": {"path": ""},

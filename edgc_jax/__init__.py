@@ -21,7 +21,12 @@ from edgc_jax.link import CompressionModel, LinkModel  # noqa: E402
 from edgc_jax.link_timing import measure_link  # noqa: E402
 from edgc_jax.matrices import MatrixView, trailing_matrix  # noqa: E402
 from edgc_jax.pipeline import apply_stages  # noqa: E402
-from edgc_jax.replicas import rebase_entropy, resize_replicas  # noqa: E402
+from edgc_jax.replicas import (  # noqa: E402
+  follow_first_replica,
+  rebase_entropy,
+  rescale_gradients,
+  resize_replicas,
+)
 from edgc_jax.state_sharding import state_specs  # noqa: E402
 from edgc_jax.telemetry import metrics  # noqa: E402
 from edgc_jax.timing import (  # noqa: E402
@@ -49,6 +54,7 @@ __all__ = [
   "apply_stages",
   "clip_by_global_norm",
   "edgc",
+  "follow_first_replica",
   "measure_backward",
   "measure_coding",
   "measure_compression",
@@ -58,6 +64,7 @@ __all__ = [
   "quantize",
   "randomk",
   "rebase_entropy",
+  "rescale_gradients",
   "resize_replicas",
   "signsgd",
   "skip_nonfinite",

@@ -20,6 +20,7 @@ from edgc_jax.matrices import (
 from edgc_jax.plan import Plan, by_exchange, make_plan
 from edgc_jax.policy import EntropyPolicy, FixedPolicy, Policy
 from edgc_jax.reducer import make_reducer
+from edgc_jax.sentinel import CHECK_EVERY
 
 ALIGNMENTS = ("slack", "none")
 # How many times the rank of its rung a matrix may have.
@@ -58,6 +59,7 @@ def edgc(
   alternating: bool = False,
   refresh_every: int | None = None,
   seed: int = 714,
+  check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients through factors whose rank follows their entropy.
 
@@ -149,6 +151,9 @@ def edgc(
     alternating: As for `powersgd`: one factor a step.
     refresh_every: As for `powersgd`.
     seed: Seed of the first factors.
+    check_every: Steps from one comparison of the replicas to the next: of
+      parameters, if `update` is given them, and of updates, up to rounding.
+      40 bytes; `metrics` counts those that found replicas apart.
 
   Returns:
     A gradient transformation, from local gradients to their mean. A step in
@@ -233,4 +238,11 @@ def edgc(
       bins=bins,
     )
 
-  return make_reducer(axis_name, plan_for, policy_for, seed, stage_axis)
+  return make_reducer(
+    axis_name,
+    plan_for,
+    policy_for,
+    seed,
+    stage_axis,
+    check_every=check_every,
+  )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import allocation, guards
+from edgc_jax import agreement, allocation
 from edgc_jax.plan import Plan
 
 # Least columns of a matrix, so that none goes blind to its own gradient.
@@ -66,33 +66,6 @@ class Allocator:
       jnp.zeros((), jnp.float32),
     )
 
-  def advance(
-    self,
-    state: AllocatorState,
-    is_closed: jax.Array,
-    rungs: tuple[jax.Array, jax.Array],
-    variance: jax.Array,
-  ) -> AllocatorState:
-    """Shares out anew where a window has ended.
-
-    Args:
-      state: The state after the step before.
-      is_closed: bool [], a window ended with it (`Controller.closes_window`).
-      rungs: int32 [] each, those of the step before and of the step to come.
-      variance: float32 [K], mean square of the entries in the last window.
-
-    Returns:
-      The state to use in the step to come.
-    """
-    return jax.lax.cond(
-      is_closed,
-      self._share_out,
-      lambda s, *_: s,
-      state,
-      rungs,
-      variance,
-    )
-
   def observe(
     self, state: AllocatorState, measured: Measured, is_usable: jax.Array
   ) -> AllocatorState:
@@ -100,7 +73,7 @@ class Allocator:
 
     Nor does a step of finite gradients whose squares are not.
     """
-    is_usable &= jnp.any(state.ranks > 0) & guards.all_finite(measured)
+    is_usable &= jnp.any(state.ranks > 0) & agreement.all_finite(measured)
     sums = jax.tree.map(
       lambda total, x: jnp.where(is_usable, total + x, total),
       state.sums,
@@ -108,12 +81,24 @@ class Allocator:
     )
     return state._replace(sums=sums, num_steps=state.num_steps + is_usable)
 
-  def _share_out(
+  def share_out(
     self,
     state: AllocatorState,
     rungs: tuple[jax.Array, jax.Array],
     variance: jax.Array,
   ) -> AllocatorState:
+    """Shares the bytes of a rung out anew, when a window has ended.
+
+    As for the rung, one replica decides for all.
+
+    Args:
+      state: The state after the step before, the last one of a window.
+      rungs: int32 [] each, those of the step before and of the step to come.
+      variance: float32 [K], mean square of the entries in the last window.
+
+    Returns:
+      The state to use in the step to come.
+    """
     before, tables = self._tables.at(rungs[0]), self._tables.at(rungs[1])
     mean = jax.tree.map(
       lambda total: total / jnp.maximum(state.num_steps, 1.0), state.sums

@@ -108,11 +108,16 @@ def gather(tree: Any, axis_name: str) -> Any:
 
 
 def from_first(tree: Any, axis_name: str) -> Any:
-  """The first device's leaves, on all devices along the axis."""
+  """The first device's leaves, bit for bit, on all devices along the axis."""
   is_first = lax.axis_index(axis_name) == 0
-  return lax.psum(
-    jax.tree.map(lambda x: jnp.where(is_first, x, 0), tree), axis_name
-  )
+
+  def first(x: jax.Array) -> jax.Array:
+    kept = jnp.where(is_first, x, jnp.zeros_like(x))
+    if x.dtype == bool:
+      return lax.psum(kept.astype(jnp.int32), axis_name) > 0
+    return lax.psum(kept, axis_name)
+
+  return jax.tree.map(first, tree)
 
 
 def send(tree: Any, axis_name: str, pairs: Sequence[tuple[int, int]]) -> Any:
@@ -123,6 +128,16 @@ def send(tree: Any, axis_name: str, pairs: Sequence[tuple[int, int]]) -> Any:
 def least(value: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
   """The smallest on any device along an axis, of each entry."""
   return lax.pmin(value, axis_name)
+
+
+def spread(value: jax.Array, axis_name: str) -> jax.Array:
+  """The largest difference between devices of any entry; float32 [].
+
+  8 bytes on the wire for each entry, which must be finite.
+  """
+  value = as_varying(value, axis_name)
+  highest, negated_lowest = lax.pmax(jnp.stack([value, -value]), axis_name)
+  return jnp.max(highest + negated_lowest)
 
 
 def compare(value: jax.Array, axis_name: str) -> jax.Array:

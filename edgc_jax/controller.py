@@ -25,12 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import collectives, ordering, rank_rule, stages
+from edgc_jax import collectives, rank_rule, stages
 from edgc_jax.controller_state import (
   DUE,
   MARKED,
   ControllerState,
   first_state,
+  has_jumped,
   rebased,
 )
 from edgc_jax.entropy import EntropySample
@@ -84,34 +85,12 @@ class Controller:
       num_samples=state.num_samples + weight,
     )
 
-  def advance(
-    self, state: ControllerState, count: jax.Array, earlier: Any = ()
-  ) -> ControllerState:
-    """Closes the window that ended before step `count`, if one did.
-
-    A window without a usable sample leaves the rung as it is.
-
-    Args:
-      state: The state after step count - 1.
-      count: int32 [], steps done.
-      earlier: What closing a window waits for (`ordering.in_turn`).
-
-    Returns:
-      The state to use in step `count`.
-    """
-    return jax.lax.cond(
-      ordering.in_turn(self.closes_window(count), earlier),
-      lambda s: self._close_window(s, count // self.window),
-      lambda s: s,
-      state,
-    )
-
   def closes_window(self, count: jax.Array) -> jax.Array:
     """Whether a window ends before step `count`; bool []."""
     return (count > 0) & (count % self.window == 0)
 
   @property
-  def window_bytes(self) -> int:
+  def stage_bytes(self) -> int:
     """Bytes that closing a window sends over the stages."""
     if self.stage_axis is None:
       return 0
@@ -137,9 +116,23 @@ class Controller:
   def _log_error(self, variance: jax.Array) -> jax.Array:
     return rank_rule.log_error(self.table, self.sizes, variance)
 
-  def _close_window(
-    self, state: ControllerState, num_closed: jax.Array
+  def close_window(
+    self, state: ControllerState, count: jax.Array
   ) -> ControllerState:
+    """Chooses the rung of the window that begins with step `count`.
+
+    A window without a usable sample leaves the rung as it is. What comes of it
+    is computed with exp, log and comparisons, in which replicas that round
+    differently may differ: one of them decides for all (`policy`).
+
+    Args:
+      state: The state after step count - 1, the last one of a window.
+      count: int32 [], steps done.
+
+    Returns:
+      The state to use in step `count`.
+    """
+    num_closed = count // self.window
     # Of entropies from before and after a mark the mean says nothing.
     is_marked = state.rebase & MARKED > 0
     is_mixed = is_marked & (state.num_samples > state.num_before)
@@ -149,13 +142,19 @@ class Controller:
     variance = state.variance_sum / num_samples
     state = rebased(state, entropy, has_sample)
     before = state.num_windows
+    jumped = (
+      state.is_warm & ~is_marked & has_jumped(variance, state.window_variance)
+    )
     first = jnp.where(before == 0, entropy, state.first_entropy)
     change = jnp.where(before == 1, entropy - first, state.first_change)
     ends_warmup = self._ends_warmup(
       state, has_sample, num_closed, entropy, first, self._log_error(variance)
     )
     closed = state._replace(
-      num_windows=before + 1, first_entropy=first, first_change=change
+      num_windows=before + 1,
+      first_entropy=first,
+      first_change=change,
+      scale_jumps=state.scale_jumps + jumped.astype(jnp.int32),
     )
     wish = self._wish(closed, entropy)
     top = jnp.int32(len(self.ranks))

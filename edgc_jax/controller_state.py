@@ -8,6 +8,7 @@ one before it.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,9 @@ import jax.numpy as jnp
 # all its samples are from before it; references that the next whole window
 # moves. Both, where a batch changes again before the first change has counted.
 MARKED, DUE = 1, 2
+# Nats by which all matrices' entropies move when the scale jumps, and by which
+# these moves may differ.
+_JUMP, _SPREAD = 0.5, 0.3
 
 
 class ControllerState(NamedTuple):
@@ -42,6 +46,9 @@ class ControllerState(NamedTuple):
   window_variance: jax.Array  # float32 [K], in the last whole window
   rebase: jax.Array  # int32 [], of MARKED and DUE
   num_before: jax.Array  # float32 [], samples in the window before its mark
+  scale_jumps: (
+    jax.Array
+  )  # int32 [], windows in which all gradients' scale jumped
 
 
 def first_state(warmup_rung: int, num_matrices: int) -> ControllerState:
@@ -68,6 +75,45 @@ def first_state(warmup_rung: int, num_matrices: int) -> ControllerState:
     window_variance=per_matrix(),
     rebase=integer(0),
     num_before=zero(),
+    scale_jumps=integer(0),
+  )
+
+
+def has_jumped(variance: jax.Array, previous: jax.Array) -> jax.Array:
+  """Whether the gradients of all matrices changed their scale at once; bool [].
+
+  By more than half a nat from one window to the next, all by the same factor
+  to a third: what a change of the loss's scale does, and learning hardly ever.
+
+  Args:
+    variance: float32 [K], of the newest window.
+    previous: float32 [K], of the window before it; zeros if there is none.
+  """
+  if not variance.size:
+    return jnp.array(False)
+  is_known = (variance > 0) & (previous > 0)
+  ratio = jnp.where(
+    is_known, variance / jnp.where(is_known, previous, 1.0), 1.0
+  )
+  shifts = 0.5 * jnp.log(ratio)
+  lowest, highest = jnp.min(shifts), jnp.max(shifts)
+  is_one_way = (lowest > _JUMP) | (highest < -_JUMP)
+  return jnp.all(is_known) & is_one_way & (highest - lowest < _SPREAD)
+
+
+def rescaled(state: ControllerState, factor: float) -> ControllerState:
+  """The state as if all gradients so far had been `factor` times as large."""
+  shift, squared = math.log(factor), factor**2
+  return state._replace(
+    entropy=state.entropy + shift,
+    entropy_sum=state.entropy_sum + shift * state.num_samples,
+    entropies=state.entropies + shift,
+    variance_sum=state.variance_sum * squared,
+    window_entropy=state.window_entropy + shift,
+    first_entropy=state.first_entropy + shift,
+    reference_entropy=state.reference_entropy + shift,
+    reference_variance=state.reference_variance * squared,
+    window_variance=state.window_variance * squared,
   )
 
 

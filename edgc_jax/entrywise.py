@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import averages, collectives, guards, ordering, sketch
+from edgc_jax import agreement, averages, collectives, ordering, sketch
 from edgc_jax.averages import Averaged
 from edgc_jax.exchange import Exchange, unit_of, zeros_unless
 from edgc_jax.exchange_state import Factors
@@ -128,7 +128,7 @@ def exchange(
       [sketch.sketch(x, s) for x, s in zip(xs, signs, strict=True)]
       for xs in (stacks, rest)
     ]
-  unit = unit_of(received.mean) if values else jnp.ones(())
+  unit = unit_of(received.mean) if values else jnp.ones((), jnp.float32)
   own = [jnp.sum(jnp.square(r / unit), axis=(1, 2)) for r in rest]
   exact = ([matrices[i] for i in dense], sketched, own)
   exact = ordering.in_turn(exact, received.mean)
@@ -145,7 +145,7 @@ def exchange(
     for z, gone in zip(of_all, lost, strict=True)
   ]
   # An entry that is not finite may not have been sent; sums with signs tell.
-  is_finite = guards.all_finite((averaged, of_all))
+  is_finite = agreement.all_finite((averaged, of_all))
   return Exchange(
     averaged=[zeros_unless(is_finite, x) for x in averaged],
     residual=[

@@ -22,6 +22,7 @@ from edgc_jax.matrices import (
 from edgc_jax.plan import make_plan
 from edgc_jax.policy import FixedPolicy
 from edgc_jax.reducer import make_reducer
+from edgc_jax.sentinel import CHECK_EVERY
 from edgc_jax.sparse import RandomK, TopK
 from edgc_jax.wire_codes import Blockwise, Signs
 
@@ -37,6 +38,7 @@ def topk(
   sample_rate: float | None = None,
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
+  check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages the largest entries of every tensor, with error feedback.
 
@@ -57,6 +59,7 @@ def topk(
     min_size: Leaves of fewer entries travel dense.
     matrix_view: From a leaf's path and shape to (count, rows, cols), or None
       for dense; by default `edgc_jax.trailing_matrix`.
+    check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -83,6 +86,7 @@ def topk(
     placement=placement,
     min_size=min_size,
     matrix_view=matrix_view,
+    check_every=check_every,
   )
 
 
@@ -96,6 +100,7 @@ def randomk(
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
   seed: int = 714,
+  check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages random entries of every tensor, the same on all replicas.
 
@@ -117,6 +122,7 @@ def randomk(
     min_size: Leaves of fewer entries travel dense.
     matrix_view: As for `topk`.
     seed: Seed of the entries.
+    check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -141,6 +147,7 @@ def randomk(
     min_size=min_size,
     matrix_view=matrix_view,
     seed=seed,
+    check_every=check_every,
   )
 
 
@@ -155,6 +162,7 @@ def quantize(
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
   seed: int = 714,
+  check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages integers of 8 or 4 bits, with a scale for every block.
 
@@ -179,6 +187,7 @@ def quantize(
     min_size: Leaves of fewer entries travel dense.
     matrix_view: As for `topk`.
     seed: Seed of the rounding.
+    check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -209,6 +218,7 @@ def quantize(
     min_size=min_size,
     matrix_view=matrix_view,
     seed=seed,
+    check_every=check_every,
   )
 
 
@@ -220,6 +230,7 @@ def signsgd(
   placement: PlacementFn | None = None,
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
+  check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages signs with a scale for every block, with error feedback.
 
@@ -237,6 +248,7 @@ def signsgd(
     placement: As for `edgc`.
     min_size: Leaves of fewer entries travel dense.
     matrix_view: As for `topk`.
+    check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -261,6 +273,7 @@ def signsgd(
     placement=placement,
     min_size=min_size,
     matrix_view=matrix_view,
+    check_every=check_every,
   )
 
 
@@ -273,6 +286,7 @@ def _make(
   placement: PlacementFn | None,
   min_size: int,
   matrix_view: ViewFn | None,
+  check_every: int,
   seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   """A reducer of entries."""
@@ -292,4 +306,5 @@ def _make(
     seed,
     stage_axis,
     entrywise.exchange,
+    check_every,
   )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from edgc_jax import guards
 from edgc_jax.plan import Plan
 
 
@@ -64,7 +65,11 @@ def gaussian_columns(gaussian: jax.Array) -> jax.Array:
 def unpack(
   plans: Sequence[Plan], state: ExchangeState
 ) -> tuple[list[Factors], list[list[jax.Array]]]:
-  """The factors and the residual's arrays, for each plan."""
+  """The factors and the residual's arrays, for each plan.
+
+  Raises:
+    ValueError: if an array is not of the shape that one replica has.
+  """
   places = sorted(p for plan in plans for p in _places(plan))
 
   def by_plan(tree: Any) -> list[list[jax.Array]]:
@@ -74,8 +79,21 @@ def unpack(
     arrays = dict(zip(places, leaves, strict=True))
     return [[arrays[p] for p in _places(plan)] for plan in plans]
 
-  both = zip(by_plan(state.factor_p), by_plan(state.factor_q), strict=True)
-  return [Factors(p, q) for p, q in both], by_plan(state.residual)
+  p, q = by_plan(state.factor_p), by_plan(state.factor_q)
+  residuals = by_plan(state.residual)
+  for plan, own_p, own_q, residual in zip(plans, p, q, residuals, strict=True):
+    leaves = [plan.leaves[i] for i in plan.compressible]
+    for leaf, e in zip(leaves, residual, strict=False):
+      guards.require_shape("residual", leaf.path, e.shape, leaf.shape)
+    for name, factors, side in (
+      ("factor_p", own_p, "rows"),
+      ("factor_q", own_q, "cols"),
+    ):
+      for leaf, factor in zip(leaves, factors, strict=False):
+        height = getattr(leaf.view, side)
+        shape = (leaf.view.count, height, plan.factor_columns(leaf))
+        guards.require_shape(name, leaf.path, factor.shape, shape)
+  return [Factors(*both) for both in zip(p, q, strict=True)], residuals
 
 
 def pack(

@@ -20,6 +20,7 @@ from edgc_jax.matrices import (
 from edgc_jax.plan import make_plan
 from edgc_jax.policy import FixedPolicy
 from edgc_jax.reducer import make_reducer
+from edgc_jax.sentinel import CHECK_EVERY
 from edgc_jax.wire_codes import code_of
 
 
@@ -30,6 +31,7 @@ def allreduce(
   placement: PlacementFn | None = None,
   wire_dtype: Any = "float32",
   matrix_view: ViewFn | None = None,
+  check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over replicas, dense: the baseline.
 
@@ -46,6 +48,7 @@ def allreduce(
       feedback; or "native_bfloat16", summed as the platform does it (XLA's CPU
       backend widens it and saves nothing). Vectors travel as float32.
     matrix_view: As for `edgc`; tells what is a vector.
+    check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -66,6 +69,7 @@ def allreduce(
     lambda plan: FixedPolicy({0: 0}),
     seed=0,
     stage_axis=stage_axis,
+    check_every=check_every,
   )
 
 
@@ -82,6 +86,7 @@ def powersgd(
   alternating: bool = False,
   refresh_every: int | None = None,
   seed: int = 714,
+  check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over replicas through factors of a given rank.
 
@@ -118,6 +123,7 @@ def powersgd(
       tell the rank in use between. Of alternating factors an even number
       replaces steps that send P only.
     seed: Seed of the first factors.
+    check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -153,6 +159,7 @@ def powersgd(
     ),
     seed,
     stage_axis,
+    check_every=check_every,
   )
 
 

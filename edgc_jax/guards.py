@@ -7,16 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from edgc_jax import collectives, cpu_devices
 from edgc_jax.matrices import Leaf
 from edgc_jax.plan import Plan
 from edgc_jax.varying import is_varying
-
-# Steps in which the gradients of the replicas are compared.
-CHECKED_STEPS = 3
-CHECK_BYTES = 12  # of one such comparison, over the replicas
-STAGE_CHECK_BYTES = 8  # of every step, over stages: see `agree`
 
 
 def require(
@@ -101,8 +97,88 @@ def require_local(
       " with respect to replicated parameters sums them over the axis,"
       " uncompressed;"
       f" differentiate with respect to jax.lax.pcast(params, {axis_name!r},"
-      ' to="varying") instead, and drop any pmean or psum of the gradients.'
+      ' to="varying") instead, and drop any pmean or psum of the gradients. If'
+      " that is done: only one reducer may see a leaf, so drop the other from"
+      " the chain; and optax.MultiSteps holds gradients as equal on all"
+      " replicas, so use edgc_jax.accumulate in its place."
     )
+
+
+def require_same_leaves(updates: Any, like: Any) -> None:
+  """Raises where gradients have other leaves than the parameters had.
+
+  Args:
+    updates: The tree that came into `update`.
+    like: A tree of the state with an entry for every leaf that `init` saw.
+
+  Raises:
+    ValueError: if a leaf is missing, None for example, or was not there.
+  """
+  is_entry = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+  now, then = (
+    {
+      jax.tree_util.keystr(path)
+      for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_entry)
+    }
+    for tree in (updates, like)
+  )
+  missing, new = sorted(then - now), sorted(now - then)
+  if missing or new:
+    what = f"none at {missing[0]}" if missing else f"one more at {new[0]}"
+    raise ValueError(
+      f"`updates` must have the leaves of the parameters that `init` saw, got"
+      f" {what} ({len(missing)} missing, {len(new)} more); a gradient that is"
+      " None has no place in them, so give zeros, or split the tree with"
+      " optax.partition before `init`."
+    )
+
+
+def require_shape(
+  name: str, path: str, found: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+  """Raises where an array of the state is not one replica's own.
+
+  Arrays of one replica can be told from global ones by their shapes only.
+  """
+  if tuple(found) != tuple(expected):
+    raise ValueError(
+      f"`state` must be that of one replica, with a {name} of shape"
+      f" {tuple(expected)} for the leaf at {path or 'the root'}, got"
+      f" {tuple(found)}; under jax.shard_map make it inside, with"
+      " jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(),"
+      " out_specs=edgc_jax.state_specs(tx, params)), and cut a state of another"
+      " number of replicas with edgc_jax.resize_replicas."
+    )
+
+
+def warn_of_dtypes(leaves: Sequence[Leaf]) -> None:
+  """Warns of leaves that come back with less than they seem to have.
+
+  Warns:
+    RuntimeWarning: for float64, which is exchanged in float32, and for float16,
+      in which the mean comes back and whose squares an optimiser cannot hold.
+  """
+  for dtype, what, remedy in (
+    (
+      jnp.float64,
+      "exchanged in float32 and rounded to it",
+      "Average such leaves with jax.lax.pmean, or train them in float32",
+    ),
+    (
+      jnp.float16,
+      "returned in float16, in which squares above 65504 are infinite, as in"
+      " Adam's second moment",
+      "Cast gradients to float32 before the chain, and their loss scaling off",
+    ),
+  ):
+    paths = [leaf.path for leaf in leaves if leaf.dtype == dtype]
+    if paths:
+      warnings.warn(
+        f"Gradients of {jnp.dtype(dtype).name} are {what}: {paths[0]}"
+        f" ({len(paths)} of {len(leaves)} leaves). {remedy}.",
+        RuntimeWarning,
+        stacklevel=4,
+      )
 
 
 def require_stages(
@@ -167,89 +243,3 @@ def warn_if_nothing_pays(plan: Plan) -> None:
       RuntimeWarning,
       stacklevel=4,
     )
-
-
-def is_still_open(
-  gradients: Sequence[jax.Array], identical_steps: jax.Array, axis_name: str
-) -> jax.Array:
-  """Whether replicas' gradients are still to be compared; bool [].
-
-  They are until they differed once (in the first step, as a rule) or were equal
-  in `CHECKED_STEPS` steps.
-  """
-  is_settled = (identical_steps < 0) | (identical_steps >= CHECKED_STEPS)
-  there_are_some = gradients and collectives.num_devices(axis_name) > 1
-  return ~is_settled & bool(there_are_some)
-
-
-def compare_replicas(
-  gradients: Sequence[jax.Array], is_compared: jax.Array, axis_name: str
-) -> jax.Array:
-  """Whether gradients are equal on all replicas, by a checksum.
-
-  Under `pmap` this is the only sign that somebody averaged them before.
-
-  Args:
-    gradients: The leaves, as they come into `update`.
-    is_compared: bool [], equal on all replicas. `CHECK_BYTES` on the wire.
-    axis_name: The bound axis of the replicas.
-
-  Returns:
-    int32 []: 1 if they are, -1 if not, 0 where that is not asked, or would
-    tell nothing: they are all zero, or not finite.
-  """
-  if not gradients or collectives.num_devices(axis_name) == 1:
-    return jnp.zeros((), jnp.int32)
-
-  def compare() -> jax.Array:
-    checksum = sum(jnp.sum(g.astype(jnp.float32)) for g in gradients)
-    return collectives.compare(checksum, axis_name)
-
-  verdict = jax.eval_shape(compare)
-  return jax.lax.cond(
-    is_compared, compare, lambda: collectives.zeros_like_type(verdict)
-  )
-
-
-def all_finite(tree: Any) -> jax.Array:
-  """Whether every entry of every leaf is finite; bool []."""
-  flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
-  return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
-
-
-def agree(
-  is_finite: jax.Array, verdict: jax.Array, stage_axis: str | None
-) -> tuple[jax.Array, jax.Array]:
-  """Whether all stages' steps are finite, and the least of their verdicts.
-
-  One collective of `STAGE_CHECK_BYTES`, in every step: one in a branch might
-  mix with others over the stages (`ordering.in_turn`).
-  """
-  if stage_axis is None:
-    return is_finite, verdict
-  seen = jnp.stack([is_finite.astype(jnp.int32), verdict])
-  finite, verdict = collectives.least(seen, stage_axis)
-  return finite > 0, verdict
-
-
-def stage_check_bytes(stage_axis: str | None) -> int:
-  """What `agree` sends in a step."""
-  if stage_axis is None or collectives.num_devices(stage_axis) == 1:
-    return 0
-  return STAGE_CHECK_BYTES
-
-
-def count_identical(
-  identical_steps: jax.Array, verdict: jax.Array
-) -> jax.Array:
-  """Counts the first steps with equal gradients on all replicas.
-
-  Args:
-    identical_steps: int32 [], the count so far, -1 once they differed.
-    verdict: int32 [], from `compare_replicas`, the same on all stages.
-
-  Returns:
-    int32 [], the new count.
-  """
-  step = jnp.where(verdict > 0, identical_steps + 1, -1)
-  return jnp.where(verdict == 0, identical_steps, step)

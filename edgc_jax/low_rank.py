@@ -56,7 +56,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import guards, sketch
+from edgc_jax import agreement, sketch
 from edgc_jax.exchange import Exchange, unit_of, zeros_unless
 from edgc_jax.exchange_state import Factors
 from edgc_jax.factor_wire import FactorWire
@@ -173,7 +173,10 @@ def _branch(
       return unit_columns(wire.slices([state[slot[i]] for i in low]))
 
     # One factor is fixed, a basis; the other is what travels in the end.
-    is_finite, unit, basis = jnp.array(True), jnp.ones(()), Basis([], [])
+    is_finite, basis = jnp.array(True), Basis([], [])
+    unit = jnp.ones((), jnp.float32)
+    if factors.q:  # which vary over stages, if there are any
+      unit = jnp.ones_like(factors.q[0], shape=())
     if side is None:
       local_p = [m @ q for m, q in _zip(stacks, units(factors.q))]
       if local_p:
@@ -181,7 +184,7 @@ def _branch(
         received = wire.average(local_p, own_key, axis_name)
         # A non-finite entry anywhere makes what arrives non-finite
         # everywhere, so all replicas agree without a collective for it.
-        is_finite = guards.all_finite(received.factors)
+        is_finite = agreement.all_finite(received.factors)
         mean_p = [jnp.where(is_finite, p, 0.0) for p in received.factors]
         basis, unit = orthonormalize(mean_p), unit_of(mean_p)
     else:
@@ -214,7 +217,7 @@ def _branch(
       exact=([leaves[i] for i in plain], sketches, own),
     )
     whole, sketches, own = received.exact
-    is_finite &= guards.all_finite((received.factors, received.dense, whole))
+    is_finite &= agreement.all_finite((received.factors, received.dense, whole))
     for i, value in _zip(plain, whole):
       averaged[i] = zeros_unless(is_finite, value)
     for i, value, sent in _zip(coded, received.dense, received.sent_dense):

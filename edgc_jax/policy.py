@@ -45,6 +45,7 @@ class Report(NamedTuple):
   predicted_error: jax.Array | None = None  # float32 [], share of the energy
   matrix_entropy: jax.Array | None = None  # float32 [K]
   matrix_predicted_error: jax.Array | None = None  # float32 [K]
+  scale_jumps: jax.Array | None = None  # int32 [], windows with one
 
 
 class Policy(Protocol):
@@ -139,27 +140,58 @@ class EntropyPolicy:
     earlier: Any,
   ) -> Choice:
     is_closed = self.controller.closes_window(count)
-    control = self.controller.advance(state.controller, count, earlier)
-    allocator, ranks = state.allocator, None
+    state = jax.lax.cond(
+      ordering.in_turn(is_closed, earlier),
+      lambda s: self._close_window(s, count),
+      lambda s: s,
+      state,
+    )
+    control, allocator = state
+    wire_bytes = jnp.where(is_closed, float(self.window_bytes()), 0.0)
+    is_sampled = ordering.in_turn(count % self.period == 0, state)
+    sample, sampled_bytes = self._sample(gradients, count, is_sampled)
+    return Choice(
+      state,
+      control.rung,
+      control.lead_rung,
+      allocator.ranks if self.allocator is not None else None,
+      sample,
+      wire_bytes + sampled_bytes,
+      (earlier, state, sample.weight),
+    )
+
+  def window_bytes(self) -> int:
+    """Bytes that a window's end sends, over the replicas and the stages."""
+    sent = self.controller.stage_bytes
+    if collectives.num_devices(self.axis_name) > 1:
+      told = jax.eval_shape(lambda: _told(self.init()))
+      sent += 4 * sum(leaf.size for leaf in jax.tree.leaves(told))
+    return sent
+
+  def _close_window(self, state: PolicyState, count: jax.Array) -> PolicyState:
+    """The state of the window that begins, as the first replica has it.
+
+    All replicas compute it from numbers that all have received; but a rank or
+    a rung is discrete, and one ulp more or less would be another branch of the
+    program, with collectives of another size.
+    """
+    control = self.controller.close_window(state.controller, count)
+    allocator = state.allocator
     if self.allocator is not None:
-      allocator = self.allocator.advance(
+      allocator = self.allocator.share_out(
         allocator,
-        is_closed,
         (state.controller.rung, control.rung),
         control.window_variance,
       )
-      ranks = allocator.ranks
-    wire_bytes = jnp.where(is_closed, float(self.controller.window_bytes), 0.0)
-    is_sampled = ordering.in_turn(count % self.period == 0, control.rung)
-    sample, sampled_bytes = self._sample(gradients, count, is_sampled)
-    return Choice(
-      PolicyState(control, allocator),
-      control.rung,
-      control.lead_rung,
-      ranks,
-      sample,
-      wire_bytes + sampled_bytes,
-      (earlier, control.rung, sample.weight),
+    state = PolicyState(control, allocator)
+    # On stages the rung of the lead was sent before.
+    told = ordering.in_turn(_told(state), control.lead_rung)
+    told = collectives.from_first(told, self.axis_name)
+    return jax.tree.map(
+      lambda own, first: own if first is None else first,
+      state,
+      told,
+      is_leaf=lambda x: x is None,
     )
 
   def settle(
@@ -182,7 +214,9 @@ class EntropyPolicy:
       errors = self.controller.predicted_errors(control)
     else:
       error, errors = allocator.predicted_error, allocator.predicted_errors
-    return Report(control.entropy, error, control.entropies, errors)
+    return Report(
+      control.entropy, error, control.entropies, errors, control.scale_jumps
+    )
 
   def _sample(
     self,
@@ -218,3 +252,15 @@ class EntropyPolicy:
     )
     size = entropy.sample_bytes(num, self.estimator, self.bins)
     return sample, jnp.where(is_sampled, float(size), 0.0)
+
+
+def _told(state: PolicyState) -> PolicyState:
+  """What the first replica tells the others at a window's end.
+
+  All but sums over the window, which begin at zero; None stands for them.
+  """
+  allocator = state.allocator
+  if allocator:
+    nothing = jax.tree.map(lambda _: None, allocator.sums)
+    allocator = allocator._replace(sums=nothing, num_steps=None)
+  return PolicyState(state.controller, allocator)

@@ -128,7 +128,10 @@ def settle(
   """The index of the rank to use next.
 
   Clamps to the ladder, rounds down to one of its ranks, and moves at most
-  `max_rank_step` away from the current rank.
+  `max_rank_step` away from the current rank. A rank in use is left for a lower
+  one only where the answer is below it by more than half a step of the ladder:
+  rounding down alone would change the rank at every other window while the
+  entropy stands still near a bound.
 
   Args:
     wish: float32 [], the rule's answer.
@@ -142,11 +145,16 @@ def settle(
   >>> [int(settle(jnp.float32(w), jnp.int32(3), (8, 12, 16, 20), 4))
   ...  for w in (0, 15.9, 16, 99)]
   [2, 2, 2, 3]
+  >>> [int(settle(jnp.float32(14.5), jnp.int32(i), (8, 12, 16, 20), 4))
+  ...  for i in (1, 2, 3)]
+  [1, 2, 2]
   """
   ladder = np.asarray(ranks, np.float32)
   # The tolerance keeps a rank that only float32 rounding put below itself.
   nearest = jnp.searchsorted(ladder, wish + 1e-3, side="right") - 1
   spacing = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+  is_near = wish >= jnp.asarray(ladder)[current] - 0.5 * spacing
+  nearest = jnp.where(is_near, jnp.maximum(nearest, current), nearest)
   limit = max_rank_step // spacing
   lowest = jnp.maximum(current - limit, 0)
   highest = jnp.minimum(current + limit, len(ranks) - 1)

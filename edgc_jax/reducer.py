@@ -21,12 +21,14 @@ import numpy as np
 import optax
 
 from edgc_jax import (
+  agreement,
   collectives,
   cpu_devices,
   exchange_state,
   guards,
   low_rank,
   ordering,
+  sentinel,
 )
 from edgc_jax.allocation import lost_share
 from edgc_jax.allocator import Measured
@@ -51,6 +53,7 @@ def make_reducer(
   seed: int,
   stage_axis: str | None = None,
   exchange: ExchangeFn = low_rank.exchange,
+  check_every: int = sentinel.CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a transformation from local gradients to their mean.
 
@@ -61,14 +64,20 @@ def make_reducer(
     seed: Seed of the first Q and of columns drawn anew.
     stage_axis: Axis of the pipeline stages, None if there are none.
     exchange: What travels.
+    check_every: Steps from one comparison of the replicas to the next.
 
   Returns:
     The transformation.
+
+  Raises:
+    ValueError: if `check_every` is below 1.
   """
+  guards.require_int("check_every", check_every, 1)
 
   def init_fn(params: optax.Params) -> ReducerState:
     plan = plan_for(params)
     guards.warn_if_nothing_pays(plan)
+    guards.warn_of_dtypes(plan.leaves)
     plans = by_exchange(plan)
     policy = policy_for(plans[0])
     carried = exchange_state.pack(
@@ -86,8 +95,8 @@ def make_reducer(
       _matrix_stats(plans, params, report, ranks, zeros),
     )
     # A new array for every field: one that served twice cannot be donated.
-    count, skipped, identical = (jnp.zeros((), jnp.int32) for _ in range(3))
-    checks = Checks(skipped, identical)
+    count, *counters = (jnp.zeros((), jnp.int32) for _ in range(4))
+    checks = Checks(*counters, jnp.array(_masked_leaves(params), jnp.int32))
     state = ReducerState(count, *policy.init(), carried, stats, checks)
     return stacked(state) if stage_axis else state
 
@@ -106,6 +115,7 @@ def make_reducer(
     cpu_devices.limit_lapack_threads()
     plan = plan_for(updates)  # raises on leaves that are not real floating
     gradients = jax.tree.leaves(updates)
+    guards.require_same_leaves(updates, state.stats.matrices.rank)
     guards.require_local(gradients, plan.leaves, axis_name)
     if stage_axis:
       leaves = None if params is None else jax.tree.leaves(params)
@@ -117,8 +127,8 @@ def make_reducer(
     count = state.count
 
     identical = state.checks.identical_steps
-    is_compared = guards.is_still_open(own, identical, axis_name)
-    verdict = guards.compare_replicas(own, is_compared, axis_name)
+    is_compared = agreement.is_still_open(own, identical, axis_name)
+    verdict = agreement.compare_replicas(own, is_compared, axis_name)
     control = PolicyState(state.controller, state.allocator)
     choice = policy.choose(control, own, count, (verdict, own[:1]))
     factors, residuals = exchange_state.unpack(plans, state.exchange)
@@ -145,7 +155,14 @@ def make_reducer(
       leaves = [rest[position] for position in part.positions]
       results.append(reduce(i, choice.lead_rung, leaves))
     is_finite = jnp.all(jnp.stack([result.is_finite for result in results]))
-    ok, verdict = guards.agree(is_finite, verdict, stage_axis)
+    is_checked = count % check_every == 0
+    applied = (params, [result.averaged for result in results])
+    parted = sentinel.have_parted(
+      applied, ordering.in_turn(is_checked, is_finite), count, axis_name
+    )
+    ok, verdict, parted = agreement.agree(
+      is_finite, verdict, parted, stage_axis
+    )
 
     averaged = gradients
     # One exchange has zeros for what is not finite; there may be others.
@@ -205,15 +222,18 @@ def make_reducer(
           for part, rung in zip(plans, rungs, strict=True)
         )
         + choice.wire_bytes
-        + jnp.where(is_compared, float(guards.CHECK_BYTES), 0.0)
-        + guards.stage_check_bytes(stage_axis),
+        + jnp.where(is_compared, float(agreement.CHECK_BYTES), 0.0)
+        + jnp.where(is_checked, float(sentinel.check_bytes(axis_name)), 0.0)
+        + agreement.stage_check_bytes(stage_axis),
         count=count,
         report=report,
         matrices=_matrix_stats(plans, updates, report, ranks, errors),
       ),
       checks=Checks(
         state.checks.skipped_steps + (~ok).astype(jnp.int32),
-        guards.count_identical(identical, verdict),
+        agreement.count_identical(identical, verdict),
+        state.checks.parted_steps + parted,
+        state.checks.left_out,
       ),
     )
     return (
@@ -222,6 +242,13 @@ def make_reducer(
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _masked_leaves(params: Any) -> int:
+  """How many leaves `optax.masked` keeps from this transformation."""
+  is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+  leaves = jax.tree.leaves(params, is_leaf=is_masked)
+  return sum(map(is_masked, leaves))
 
 
 def _measured(result: Exchange) -> Measured:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from edgc_jax.agreement import CHECKED_STEPS
 from edgc_jax.allocation import lost_share
-from edgc_jax.guards import CHECKED_STEPS
 from edgc_jax.policy import Report
 
 
@@ -28,6 +29,7 @@ class Stats(NamedTuple):
   dense_bytes: jax.Array  # float32 [], of a float32 all-reduce
   relative_error: jax.Array  # float32 [], lost share of the energy
   predicted_error: jax.Array | None  # float32 [], the model's expectation
+  scale_jumps: jax.Array | None  # int32 [], windows with one
   residual_norm: jax.Array  # float32 [], root mean square over replicas
   matrices: "MatrixStats"
 
@@ -50,6 +52,9 @@ class Checks(NamedTuple):
 
   skipped_steps: jax.Array  # int32 [], with non-finite gradients
   identical_steps: jax.Array  # int32 [], of the first, equal on all replicas
+  # int32 [], checks that found replicas apart (`sentinel`)
+  parted_steps: jax.Array
+  left_out: jax.Array  # int32 [], leaves that a mask keeps from the reducer
 
 
 class SkipStats(NamedTuple):
@@ -75,6 +80,7 @@ def first_stats(
     dense_bytes=jnp.array(dense_bytes, jnp.float32),
     relative_error=zero(),
     predicted_error=report.predicted_error,
+    scale_jumps=report.scale_jumps,
     residual_norm=zero(),
     matrices=matrices,
   )
@@ -114,6 +120,7 @@ def next_stats(
     dense_bytes=old.dense_bytes,
     relative_error=jnp.where(is_measured, share, old.relative_error),
     predicted_error=report.predicted_error,
+    scale_jumps=report.scale_jumps,
     residual_norm=jnp.where(is_measured, norm, old.residual_norm),
     matrices=matrices._replace(
       error=jax.tree.map(
@@ -145,10 +152,13 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     (total dense over total wire bytes since the first step), `relative_error`
     (share of |M|^2, M the mean of gradient and residual, that was not sent;
     estimated, for factors of one matrix with a standard deviation of a third),
-    `residual_norm` (of a replica), `skipped_steps`,
-    `identical_gradients` (1 if all replicas had the same
-    gradients in the first steps), for `edgc` also `entropy` (nats) and
-    `predicted_error`, under `skip_nonfinite` also `consecutive_skips`.
+    `residual_norm` (of a replica), `skipped_steps`, `parted_steps` (checks, one
+    every `check_every` steps, that found replicas with different parameters or
+    updates), `identical_gradients` (1 if all replicas had the same
+    gradients in the first steps), for `edgc` also `entropy` (nats),
+    `predicted_error` and `scale_jumps` (windows in which the gradients of all
+    matrices changed their scale at once), under `skip_nonfinite` also
+    `consecutive_skips`.
     And by matrix, as {path: list over the matrices of this leaf}, on stages
     with a list of stages in front: `matrix_rank`, `matrix_error`, for `edgc`
     also `matrix_entropy` and `matrix_predicted_error`.
@@ -157,8 +167,9 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     ValueError: if there is no reducer in the state, or more than one.
 
   Warns:
-    RuntimeWarning: if the gradients were the same on all replicas, and if
-      `skip_nonfinite` has skipped `max_consecutive` steps in a row.
+    RuntimeWarning: if the gradients were the same on all replicas, if replicas
+      have parted, and if `skip_nonfinite` has skipped `max_consecutive` steps
+      in a row.
   """
   found = find(opt_state, Stats)
   if len(found) != 1:
@@ -176,6 +187,8 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     if not by_stage:
       stats = _of_one_replica(stats)
     _warn(checks, skips)
+    _warn_of_scale(stats)
+    _warn_of_masks(opt_state, checks)
   values = stats._asdict()
   del values["mean_wire_bytes"]
   for name, tree in values.pop("matrices")._asdict().items():
@@ -184,6 +197,7 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     "compression_ratio": _ratio(stats.dense_bytes, stats.mean_wire_bytes),
     "skipped_steps": checks.skipped_steps
     + sum(skip.skipped_steps for skip in skips),
+    "parted_steps": checks.parted_steps,
     "identical_gradients": (checks.identical_steps >= CHECKED_STEPS) * 1,
   }
   if skips:
@@ -224,6 +238,35 @@ def _ratio(dense: Any, sent: Any) -> Any:
   return np_like.where(sent > 0, dense / safe, 1.0)
 
 
+def _warn_of_masks(opt_state: Any, checks: Checks) -> None:
+  """Warns of leaves that a mask keeps from the only reducer."""
+  masked = find(opt_state, optax.MaskedState)
+  is_masked = any(find(state.inner_state, Checks) for state in masked)
+  # Another one may take them, as in optax.partition.
+  if is_masked and len(masked) == 1 and checks.left_out:
+    warnings.warn(
+      f"optax.masked keeps {checks.left_out} leaves from the reducer, so their"
+      " gradients are not averaged and replicas part. Send leaves dense with"
+      " matrix_view=lambda path, shape: None for them in place of the mask, or"
+      " give them to edgc_jax.allreduce() under the opposite mask.",
+      RuntimeWarning,
+      stacklevel=3,
+    )
+
+
+def _warn_of_scale(stats: Stats) -> None:
+  """Warns where it is the scale of gradients that moved the rank."""
+  if stats.scale_jumps is not None and np.max(stats.scale_jumps):
+    warnings.warn(
+      f"In {np.max(stats.scale_jumps)} windows the gradients of all matrices"
+      " became larger or smaller at once, by one factor, which moves the rank"
+      " as a change of entropy does. Undo loss scaling before the reducer, and"
+      " tell it of another weight of the loss with edgc_jax.rescale_gradients.",
+      RuntimeWarning,
+      stacklevel=3,
+    )
+
+
 def _warn(checks: Checks, skips: list[SkipStats]) -> None:
   if checks.identical_steps >= CHECKED_STEPS:
     warnings.warn(
@@ -231,6 +274,17 @@ def _warn(checks: Checks, skips: list[SkipStats]) -> None:
       " averaged before they came here, so compression saves nothing, or all"
       " replicas read the same data. Drop the pmean of the gradients, or give"
       " every replica its own part of the batch.",
+      RuntimeWarning,
+      stacklevel=3,
+    )
+  if checks.parted_steps:
+    warnings.warn(
+      f"Replicas held different parameters, or applied different updates, at"
+      f" {checks.parted_steps} of the steps at which they were compared: from"
+      " there on they train different models. Start them from equal parameters"
+      " and average every leaf; after a fault of the hardware go on from a"
+      " checkpoint, or take the first replica's state with"
+      " edgc_jax.follow_first_replica.",
       RuntimeWarning,
       stacklevel=3,
     )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from edgc_jax import collectives, guards, ordering
+from edgc_jax import agreement, collectives, guards, ordering
 from edgc_jax.telemetry import Checks, SkipStats, find
 from edgc_jax.varying import is_varying, varying_axes
 
@@ -154,7 +154,7 @@ def skip_nonfinite(
     averaged, inner_state = tx.update(
       updates, state.inner_state, params, **extra_args
     )
-    finite = [guards.all_finite(updates)]
+    finite = [agreement.all_finite(updates)]
     # Whether a reducer inside skipped the step depends on all its exchanges,
     # so that agreeing comes last and makes no stage wait for another before.
     before, after = (
@@ -162,7 +162,11 @@ def skip_nonfinite(
       for tree in (state.inner_state, inner_state)
     )
     finite += [new == old for new, old in zip(after, before, strict=True)]
-    ok = collectives.all_true(jnp.all(jnp.stack(finite)), axes)
+    seen = find(inner_state, Checks)
+    ok = ordering.in_turn(
+      jnp.all(jnp.stack(finite)), [checks.parted_steps for checks in seen]
+    )
+    ok = collectives.all_true(ok, axes)
     guards.require(
       not (left := varying_axes(ok)),
       "axis_name",
@@ -268,4 +272,4 @@ def after_update(tree: Any, opt_state: optax.OptState) -> Any:
     "a state with that of a reducer in it",
     "pass what `update` of a chain with edgc() returned",
   )
-  return ordering.in_turn(tree, [c.skipped_steps for c in found])
+  return ordering.in_turn(tree, found)

@@ -18,6 +18,11 @@ def check(config: ConfigDict) -> None:
       f"`seed` must be at least 0, got {config.seed}; choose another."
     )
   check_mesh(config)
+  if config.sentinel.action not in ("stop", "follow"):
+    raise ValueError(
+      "`sentinel.action` must be stop or follow (the first replica), got"
+      f" {config.sentinel.action!r}; stop ends the run where replicas part."
+    )
   if config.checkpoint.keep < 1 or config.checkpoint.every < 0:
     raise ValueError(
       "`checkpoint.keep` must be at least 1 and `checkpoint.every` at least 0"

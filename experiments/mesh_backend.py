@@ -110,6 +110,14 @@ class OnMesh:
       ),
       donate_argnums=(0, 1),
     )
+    self._follow = jax.jit(
+      on_mesh(
+        lambda *state: edgc_jax.follow_first_replica(state, DATA),
+        (param_specs, specs),
+        (param_specs, specs),
+      ),
+      donate_argnums=(0, 1),
+    )
     self._loss = jax.jit(on_mesh(losses, (param_specs, replicas), everywhere))
 
   def init(self, key: jax.Array) -> tuple[Any, Any]:
@@ -124,6 +132,11 @@ class OnMesh:
     self, params: Any, opt_state: Any, batch: np.ndarray
   ) -> tuple[Any, Any, dict[str, jax.Array]]:
     return self._step(params, opt_state, self._placed(batch))
+
+  def follow_first_replica(
+    self, params: Any, opt_state: Any
+  ) -> tuple[Any, Any]:
+    return self._follow(params, opt_state)
 
   def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
     return self._loss(params, self._placed(batch))

@@ -56,6 +56,7 @@ def make_reducer(
   if config.mesh.stage > 1:
     options["stage_axis"] = gpt2_stages.AXIS
     options["placement"] = gpt2_stages.placement
+  options["check_every"] = config.sentinel.every
   common = {"matrix_view": gpt2.matrix_view, "seed": config.seed}
   options |= {name: common[name] for name in _COMMON[config.reducer]}
   options |= config[config.reducer].to_dict()

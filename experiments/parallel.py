@@ -44,6 +44,11 @@ class Parallel(Protocol):
       where they differ by stage.
     """
 
+  def follow_first_replica(
+    self, params: Any, opt_state: Any
+  ) -> tuple[Any, Any]:
+    """Both, with the first replica's values of what all should hold alike."""
+
   def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
     """The mean loss over the replicas on such rows."""
 

@@ -59,6 +59,10 @@ class Pmap:
     self._init = pmap(lambda p, _: (p, tx.init(p)), in_axes=(None, 0))
     self._place = pmap(lambda x: x)  # arrays as the step's own
     self._step = pmap(step, donate_argnums=(0, 1))
+    self._follow = pmap(
+      lambda *state: edgc_jax.follow_first_replica(state, DATA),
+      donate_argnums=(0, 1),
+    )
     self._loss = pmap(lambda *x: lax.pmean(loss_fn(*x), DATA))
 
   def init(self, key: jax.Array) -> tuple[Any, Any]:
@@ -74,6 +78,11 @@ class Pmap:
       params, opt_state, self._split(batch)
     )
     return params, opt_state, jax.tree.map(_first, numbers)
+
+  def follow_first_replica(
+    self, params: Any, opt_state: Any
+  ) -> tuple[Any, Any]:
+    return self._follow(params, opt_state)
 
   def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
     return _first(self._loss(params, self._split(batch)))

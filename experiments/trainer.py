@@ -90,8 +90,8 @@ class Trainer:
     Goes on from the run's newest checkpoint, if there is one.
 
     Raises:
-      TrainingStopped: if all replicas had the same gradients, or too many
-        steps in a row were not finite.
+      TrainingStopped: if all replicas had the same gradients, too many steps
+        in a row were not finite, or replicas parted (`sentinel.action`).
       TrainingInterrupted: after SIGTERM or Ctrl-C.
       CheckpointError: if a checkpoint could not be written or read.
       RunInUse: if another process writes into the folder.
@@ -212,6 +212,10 @@ class Trainer:
       if is_evaluated or step % config.log_every == 0 or step == 1:
         line = log.fetch()
         self._stop_if_hopeless(line, step)
+        if log.new_parted_steps:
+          params, opt_state = self._rejoin(
+            params, opt_state, log.new_parted_steps
+          )
         if is_evaluated:
           line["val_loss"] = val_loss = self._evaluate(params)
         log.write(line)
@@ -268,6 +272,27 @@ class Trainer:
     rows = self.parallel.rows(self.config.batch_size)
     losses = [self.parallel.loss(params, batch[rows]) for batch in batches]
     return float(np.mean([np.asarray(loss) for loss in losses]))
+
+  def _rejoin(
+    self, params: Any, opt_state: Any, steps: list[int]
+  ) -> tuple[Any, Any]:
+    """Follows the first replica after replicas have parted, or stops."""
+    found = (
+      f"At step {steps[0]} replicas held different parameters, or applied"
+      " different updates"
+    )
+    if self.config.sentinel.action == "stop":
+      raise TrainingStopped(
+        f"{found}: they train different models from some step before it, at"
+        f" most {self.config.sentinel.every} earlier, on. Go on from a"
+        " checkpoint of an earlier step (delete the later ones), or set"
+        " --config.sentinel.action=follow to go on with the first replica's"
+        " parameters and state for all; if it comes again, look at the hardware"
+        " of the hosts and at what else changes parameters."
+      )
+    if hosts.is_first():
+      print(f"{found}; all go on with those of the first", flush=True)
+    return self.parallel.follow_first_replica(params, opt_state)
 
   def _stop_if_hopeless(self, line: dict[str, Any], step: int) -> None:
     if line["identical_gradients"] and self.config.mesh.data > 1:

@@ -228,7 +228,7 @@ class AdvanceTest(parameterized.TestCase):
       num_steps=jnp.float32(1.0),
     )
     rungs = [jnp.int32(rung) for rung in rungs]
-    state = jax.jit(allocator.advance)(state, True, rungs, jnp.ones(6))
+    state = jax.jit(allocator.share_out)(state, rungs, jnp.ones(6))
     uniform, ranks = plan.uniform_ranks[int(rungs[1])], np.asarray(state.ranks)
     budget = uniform @ SQUARE_SIDES
     self.assertTrue(np.all(ranks @ SQUARE_SIDES <= budget), (ranks, budget))
@@ -266,7 +266,7 @@ class AdvanceTest(parameterized.TestCase):
     allocator = Allocator(plan, "energy", 1.0)
     state = allocator.init(2)._replace(num_steps=jnp.float32(3.0))
     rungs = (jnp.int32(2), jnp.int32(2))
-    state = jax.jit(allocator.advance)(state, True, rungs, jnp.zeros(6))
+    state = jax.jit(allocator.share_out)(state, rungs, jnp.zeros(6))
     np.testing.assert_array_equal(state.ranks, 8)
 
 

@@ -8,13 +8,13 @@ import os
 
 import quick_compile
 
-os.environ["XLA_FLAGS"] = " ".join(
-  (quick_compile.XLA_FLAGS, os.environ.get("XLA_FLAGS", ""))
-)
+# A space alone would be taken for the name of a file.
+_FLAGS = f"{quick_compile.XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+os.environ["XLA_FLAGS"] = _FLAGS.strip()
 
-import edgc_jax  # noqa: F401
+import edgc_jax  # noqa: E402, F401
 
-import jax  # isort: skip
+import jax  # isort: skip # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Passes over the HLO are not left out by this.

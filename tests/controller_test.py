@@ -23,13 +23,29 @@ def make(rule="cqm", warmup=4, most=None, max_rank_step=4):
   )  # fmt: skip
 
 
+def advance_of(controller):
+  """The state to use in a step, from that after the step before."""
+
+  @jax.jit
+  def advance(state, count):
+    return jax.lax.cond(
+      controller.closes_window(count),
+      controller.close_window,
+      lambda state, _: state,
+      state,
+      count,
+    )
+
+  return advance
+
+
 def log_loss(rank):
   return np.log(lost_energy(96, 192)[rank])
 
 
 def drive(controller, entropies, weights=None):
   """Ranks in each step; one window per entropy."""
-  advance, observe = jax.jit(controller.advance), jax.jit(controller.observe)
+  advance, observe = advance_of(controller), jax.jit(controller.observe)
   state, ranks = controller.init(), []
   for count in range(4 * len(entropies)):
     state = advance(state, jnp.int32(count))
@@ -69,7 +85,7 @@ class ControllerTest(parameterized.TestCase):
     controller = make()
     entropies = [0, -1, -1, -1, -0.7, -0.7, -0.3, 0.01]
     marked = 4 * 5 + late  # at a window's end, or within it
-    advance, observe = jax.jit(controller.advance), jax.jit(controller.observe)
+    advance, observe = advance_of(controller), jax.jit(controller.observe)
     state, ranks = controller.init(), []
     for count in range(4 * len(entropies)):
       if count == marked:
@@ -122,7 +138,7 @@ class ControllerTest(parameterized.TestCase):
     """The rank stays: what moves is the batch, not the training."""
     controller, window = make(), 4
     state, ranks = controller.init(), []
-    advance, observe = jax.jit(controller.advance), jax.jit(controller.observe)
+    advance, observe = advance_of(controller), jax.jit(controller.observe)
     for count in range(12 * window):
       if count in marks:
         state = mark_rebase(state)
@@ -142,7 +158,7 @@ class ControllerTest(parameterized.TestCase):
     controller = make(warmup=4, most=40)
     state = mark_rebase(controller.init())
     self.assertEqual(int(state.rebase), MARKED)
-    state = controller.advance(state, jnp.int32(4))
+    state = advance_of(controller)(state, jnp.int32(4))
     self.assertEqual(int(state.rebase), DUE)
     self.assertFalse(bool(state.is_warm))
 

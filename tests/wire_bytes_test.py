@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 from meshes import BACKENDS, gradients_like
 
 import edgc_jax
-from edgc_jax import compiled_cost, entropy, guards
+from edgc_jax import agreement, compiled_cost, entropy
 from edgc_jax.plan import make_plan
 from edgc_jax.wire_codes import code_of
 
@@ -67,7 +67,7 @@ class WireBytesTest(parameterized.TestCase):
     num_matrices = len(make_plan(PARAMS, (4,)).matrices)
     rare = sorted(sum(branches) for branches in others if sum(branches))
     sample = entropy.sample_bytes(num_matrices, estimator, bins)
-    self.assertEqual(rare, sorted([guards.CHECK_BYTES, sample]))
+    self.assertEqual(rare, sorted([agreement.CHECK_BYTES, sample]))
 
   @parameterized.parameters(*BACKENDS)
   def test_fixed_ranks_and_dense(self, backend):
@@ -133,7 +133,7 @@ class WireBytesTest(parameterized.TestCase):
     )
     for step, expected in enumerate((p, q, p)):
       run.step(gradients_like(PARAMS, seed=step))
-      check = guards.CHECK_BYTES * (step == 0)
+      check = agreement.CHECK_BYTES * (step == 0)
       sent = edgc_jax.metrics(run.state)["wire_bytes"]
       self.assertEqual(sent, expected + beside + check)
 
@@ -208,7 +208,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
       run.step(gradients_like(PARAMS, seed=step))
       values = edgc_jax.metrics(run.state)
       expected = edgc_jax.wire_bytes(PARAMS, 0 if step < 2 else 4)
-      expected += sample * (step % 2 == 0) + guards.CHECK_BYTES * (step == 0)
+      expected += sample * (step % 2 == 0) + agreement.CHECK_BYTES * (step == 0)
       self.assertEqual(values["wire_bytes"], expected)
       total += expected
     dense = 5 * edgc_jax.wire_bytes(PARAMS, 0)
