@@ -111,13 +111,12 @@ def from_first(tree: Any, axis_name: str) -> Any:
   """The first device's leaves, bit for bit, on all devices along the axis."""
   is_first = lax.axis_index(axis_name) == 0
 
-  def first(x: jax.Array) -> jax.Array:
-    kept = jnp.where(is_first, x, jnp.zeros_like(x))
-    if x.dtype == bool:
-      return lax.psum(kept.astype(jnp.int32), axis_name) > 0
-    return lax.psum(kept, axis_name)
+  def kept(x: jax.Array) -> jax.Array:
+    x = x.astype(jnp.int32) if x.dtype == bool else x
+    return jnp.where(is_first, x, jnp.zeros_like(x))
 
-  return jax.tree.map(first, tree)
+  sums = total(jax.tree.map(kept, tree), axis_name)
+  return jax.tree.map(lambda x, s: s.astype(x.dtype), tree, sums)
 
 
 def send(tree: Any, axis_name: str, pairs: Sequence[tuple[int, int]]) -> Any:

@@ -12,6 +12,8 @@ import math
 import re
 from typing import NamedTuple
 
+import numpy as np
+
 _WIDTHS = {
   "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
   "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
@@ -28,7 +30,12 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]*)\}")
-_GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
+_GROUPS = re.compile(
+  r"replica_groups=(?:\{(?P<listed>\{[\d,{} ]*\})\}"
+  r"|\[(?P<shape>[\d,]+)\]<=\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
+  r"|mesh\[(?P<mesh>[^\]]*)\] *\{(?P<axes>[^}]*)\})"
+)
+_AXIS = re.compile(r"'([^']*)'(?:=(\d+))?")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
@@ -212,10 +219,52 @@ def _bytes_of(collective: re.Match) -> int:
   if kind == "reduce-scatter":
     # The operand is as many times the result as there are replicas; its text
     # holds no shape in newer XLA, the groups do.
-    groups = _GROUPS.search(collective.string)
-    listed, number = groups.groups()
-    return size * (int(number) if number else len(listed.split(","))) // 2
+    return size * len(groups_of(collective.string)[0]) // 2
   return size
+
+
+def groups_of(line: str) -> list[list[int]]:
+  """The devices that exchange with each other in a collective, by group.
+
+  HLO writes them as a list {{0,1},{2,3}}, as a cut through all devices
+  [2,2]<=[4] or [2,2]<=[2,2]T(1,0), or, since JAX 0.12, by the axes of a mesh,
+  mesh['stage'=2,'data'=2] {'data'}.
+
+  Args:
+    line: Of a collective with groups.
+
+  Returns:
+    Positions of devices in the program's order.
+
+  Raises:
+    ValueError: if the groups are written in another way.
+
+  >>> groups_of("all-reduce(%a), replica_groups=mesh['s'=2,'d'=2] {'s'}")
+  [[0, 2], [1, 3]]
+  """
+  found = _GROUPS.search(line)
+  if found is None:
+    raise ValueError(
+      "`line` must have replica_groups in a known way, got one that does not:"
+      f" {line}; compile with a version of JAX that README names."
+    )
+  numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
+  if found["listed"]:
+    return [numbers(x) for x in re.findall(r"\{([\d,]+)\}", found["listed"])]
+  if found["shape"]:
+    dims = numbers(found["dims"])
+    order = numbers(found["order"]) if found["order"] else None
+    devices = np.arange(math.prod(dims)).reshape(dims).transpose(order)
+    return devices.reshape(numbers(found["shape"])).tolist()
+  sizes = [(name, int(size)) for name, size in _AXIS.findall(found["mesh"])]
+  inside = [name for name, _ in _AXIS.findall(found["axes"])]
+  devices = np.arange(math.prod(size for _, size in sizes))
+  devices = devices.reshape([size for _, size in sizes])
+  names = [name for name, _ in sizes]
+  outside = [name for name in names if name not in inside]
+  order = [names.index(name) for name in (*outside, *inside)]
+  count = math.prod(size for name, size in sizes if name in inside)
+  return devices.transpose(order).reshape(-1, count).tolist()
 
 
 def _size(types: str) -> int:

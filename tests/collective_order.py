@@ -1,5 +1,6 @@
 """Collectives of a compiled program that may overtake each other on CPUs."""
 
+import functools
 import re
 
 from edgc_jax import compiled_cost
@@ -26,8 +27,11 @@ def unordered(hlo: str) -> list[tuple[str, str]]:
     """Whether an instruction, or what it calls, is a collective."""
     if compiled_cost.is_collective(line):
       return True
-    called = compiled_cost.called_by(line)
-    return any(sends(inner) for name in called for inner in computations[name])
+    return any(map(holds_collectives, compiled_cost.called_by(line)))
+
+  @functools.cache
+  def holds_collectives(name: str) -> bool:
+    return any(map(sends, computations[name]))
 
   found = []
   for lines in computations.values():

@@ -138,6 +138,24 @@ def find(state: Any) -> Any:
   return next(leaf for leaf in leaves if is_leaf(leaf))
 
 
+PARTED_BYTES = 4 * 2 * 5  # highest and lowest of four projections and a flag
+
+
+def window_bytes(state, replicas=1, stages=1):
+  """All that the first replica decides at a window's end: all but sums.
+
+  Of the state on one device, or with everything once for each replica or stage.
+  """
+  copies = (replicas if state.count.ndim else 1) * stages
+  allocator = state.allocator and state.allocator[:3]
+  lead, *controller = state.controller
+  leaves = jax.tree.leaves((controller, allocator))
+  lead_copies = replicas if state.count.ndim else 1
+  return 4 * (
+    sum(leaf.size for leaf in leaves) // copies + lead.size // lead_copies
+  )
+
+
 def gradients_like(params, seed, replicas=4, scale=1.0):
   """Independent Gaussian gradients for every replica."""
   leaves, structure = jax.tree.flatten(params)

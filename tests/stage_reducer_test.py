@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 from collective_order import unordered
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import AXIS, find, stage_mesh
+from meshes import AXIS, PARTED_BYTES, find, stage_mesh, window_bytes
 
 import edgc_jax
 from edgc_jax import (
@@ -342,8 +342,11 @@ class StagesTest(parameterized.TestCase):
       run.step(gradients(step))
       numbers = run.metrics()
       sample = 4 * 4 * 2  # of the two matrices of one leaf
-      more = sample + agreement.STAGE_CHECK_BYTES + (8 if step == 2 else 0)
-      more += agreement.CHECK_BYTES if step == 0 else 0
+      more = sample + agreement.STAGE_CHECK_BYTES
+      if step == 0:
+        more += agreement.CHECK_BYTES + PARTED_BYTES
+      elif step == 2:  # over the stages, and over the replicas
+        more += 8 + window_bytes(find(run.first_state), stages=STAGES)
       expected = [
         more
         + edgc_jax.wire_bytes(
@@ -383,13 +386,15 @@ class WireTest(absltest.TestCase):
     entry = lowered.compile().as_text()
     self.assertEqual(unordered(entry), [])
     entry = entry[entry.index("\nENTRY") :]
-    over_stages = "replica_groups={{0,2,4,6},{1,3,5,7}}"
+    over_stages = [[0, 2, 4, 6], [1, 3, 5, 7]]
     order = []
     for line in entry.splitlines():
       if " conditional(" in line and line.count("%region") == 5:
         order.append("exchange")
       elif " all-reduce(" in line:
-        order.append("stages" if over_stages in line else "all")
+        order.append(
+          "stages" if compiled_cost.groups_of(line) == over_stages else "all"
+        )
     # Own leaves, late gradients, the rest, and agreeing to keep the step.
     self.assertEqual(order[0], "exchange")
     self.assertEqual(order.count("exchange"), 2)

@@ -12,10 +12,12 @@ PARAMS = {"w": jnp.zeros((16, 24))}
 ALWAYS = {
   "rank", "rung", "wire_bytes", "dense_bytes", "compression_ratio",
   "relative_error", "residual_norm", "skipped_steps", "identical_gradients",
+  "parted_steps",
 }  # fmt: skip
 LOW_RANK = ALWAYS | {"matrix_rank", "matrix_error"}
 EDGC = LOW_RANK | {
-  "entropy", "predicted_error", "matrix_entropy", "matrix_predicted_error",
+  "entropy", "predicted_error", "scale_jumps", "matrix_entropy",
+  "matrix_predicted_error",
 }  # fmt: skip
 
 

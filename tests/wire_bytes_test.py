@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
-from meshes import BACKENDS, gradients_like
+from meshes import BACKENDS, PARTED_BYTES, gradients_like, window_bytes
 
 import edgc_jax
 from edgc_jax import agreement, compiled_cost, entropy
@@ -61,13 +61,17 @@ class WireBytesTest(parameterized.TestCase):
       self.assertEqual(sent, expected)
     # All P and every dense leaf in one all-reduce, all Q in another; one for
     # the dense rung, two for the entropy, one compares the replicas.
-    self.assertEqual(hlo.count(" all-reduce("), 1 + 2 * 3 + 2 + 1)
+    # One more compares what replicas hold; at a window's end two, of integers
+    # and of floats, tell them what the first one decided.
+    self.assertEqual(hlo.count(" all-reduce("), 1 + 2 * 3 + 2 + 1 + 1 + 2)
     self.assertEqual(compiled_cost.wire_bytes_outside_branches(hlo), 0)
     # Whatever is not a rung is a branch that is rarely taken.
     num_matrices = len(make_plan(PARAMS, (4,)).matrices)
     rare = sorted(sum(branches) for branches in others if sum(branches))
     sample = entropy.sample_bytes(num_matrices, estimator, bins)
-    self.assertEqual(rare, sorted([agreement.CHECK_BYTES, sample]))
+    told = window_bytes(run.first_state, run.replicas)
+    check = [agreement.CHECK_BYTES, PARTED_BYTES]
+    self.assertEqual(rare, sorted([*check, sample, told]))
 
   @parameterized.parameters(*BACKENDS)
   def test_fixed_ranks_and_dense(self, backend):
@@ -133,7 +137,7 @@ class WireBytesTest(parameterized.TestCase):
     )
     for step, expected in enumerate((p, q, p)):
       run.step(gradients_like(PARAMS, seed=step))
-      check = agreement.CHECK_BYTES * (step == 0)
+      check = (agreement.CHECK_BYTES + PARTED_BYTES) * (step == 0)
       sent = edgc_jax.metrics(run.state)["wire_bytes"]
       self.assertEqual(sent, expected + beside + check)
 
@@ -203,12 +207,15 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     run = BACKENDS["pmap"](tx, PARAMS)
     num_matrices = len(make_plan(PARAMS, (4,)).matrices)
     sample = entropy.sample_bytes(num_matrices, "gaussian", 0)
+    told = window_bytes(run.state, run.replicas)
     total = 0
     for step in range(5):
       run.step(gradients_like(PARAMS, seed=step))
       values = edgc_jax.metrics(run.state)
       expected = edgc_jax.wire_bytes(PARAMS, 0 if step < 2 else 4)
-      expected += sample * (step % 2 == 0) + agreement.CHECK_BYTES * (step == 0)
+      expected += sample * (step % 2 == 0)
+      expected += (agreement.CHECK_BYTES + PARTED_BYTES) * (step == 0)
+      expected += told * (step > 0 and step % 2 == 0)
       self.assertEqual(values["wire_bytes"], expected)
       total += expected
     dense = 5 * edgc_jax.wire_bytes(PARAMS, 0)
