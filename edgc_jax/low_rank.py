@@ -30,9 +30,8 @@ does before its numbers are averaged need not agree with others at all.
 Where factors alternate (`plan.alternating`), only one travels in a step, and
 the other is the basis of what it was when it travelled last:
 
-  basis(X)     orth(unit(X))
-  even steps   P_i = M_i basis(Q),    P' = mean_i P_i,  update = P' basis(Q)^T
-  odd steps    Q_i = M_i^T basis(P),  Q' = mean_i Q_i,  update = basis(P) Q'^T
+  even steps   P_i = M_i orth(Q),    P' = mean_i P_i,  update = P' orth(Q)^T
+  odd steps    Q_i = M_i^T orth(P),  Q' = mean_i Q_i,  update = orth(P) Q'^T
 
 Half a subspace iteration a step, for half the bytes and one collective instead
 of two that wait for each other (ACP-SGD, Zhang et al. 2023, arXiv:2306.08881).
@@ -56,7 +55,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import agreement, sketch
+from edgc_jax import agreement, guards, sketch
 from edgc_jax.exchange import Exchange, unit_of, zeros_unless
 from edgc_jax.exchange_state import Factors
 from edgc_jax.factor_wire import FactorWire
@@ -104,6 +103,17 @@ def exchange(
   Returns:
     The exchange.
   """
+  if plan.alternating:
+    guards.require(
+      jax.process_count() == 1,
+      "alternating",
+      True,
+      f"False between processes (there are {jax.process_count()}), whose hosts"
+      " may round differently: a basis that is a step old may have little of a"
+      " direction in which the gradient has much, and multiplies that rounding"
+      " until replicas part",
+      "use wire_dtype='bfloat16' for half the bytes",
+    )
   widths = [
     tuple(plan.columns(leaf, rank) for leaf in plan.leaves)
     for rank in plan.ladder
@@ -169,8 +179,8 @@ def _branch(
     wire = FactorWire(plan, rank, low, [ranks[slot[i]] for i in low])
     stacks = [leaves[i].reshape(plan.leaves[i].view) for i in low]
 
-    def units(state: list[jax.Array]) -> list[jax.Array]:
-      return unit_columns(wire.slices([state[slot[i]] for i in low]))
+    def in_use(state: list[jax.Array]) -> list[jax.Array]:
+      return wire.slices([state[slot[i]] for i in low])
 
     # One factor is fixed, a basis; the other is what travels in the end.
     is_finite, basis = jnp.array(True), Basis([], [])
@@ -178,7 +188,9 @@ def _branch(
     if factors.q:  # which vary over stages, if there are any
       unit = jnp.ones_like(factors.q[0], shape=())
     if side is None:
-      local_p = [m @ q for m, q in _zip(stacks, units(factors.q))]
+      local_p = [
+        m @ q for m, q in _zip(stacks, unit_columns(in_use(factors.q)))
+      ]
       if local_p:
         own_key = jax.random.fold_in(key, 2)
         received = wire.average(local_p, own_key, axis_name)
@@ -189,7 +201,7 @@ def _branch(
         basis, unit = orthonormalize(mean_p), unit_of(mean_p)
     else:
       last = factors.q if side == _SENDS_P else factors.p
-      basis = orthonormalize(units(last))
+      basis = orthonormalize(in_use(last))
     fixed = basis.columns
     signs = sketch.draw_signs(jax.random.fold_in(key, 1), stacks)
     if side == _SENDS_P:

@@ -15,8 +15,7 @@ The QR factorisation is unique, whatever scales its columns have, so each pass
 corrects what the one before it rounded. Three departures from that paper:
 columns are scaled in each pass (a spectrum wider than float32's precision
 leaves every column of the result of length one), the shift leaves lengths as
-they are, and a column that consists of little but rounding noise is damped
-(`_DAMPED`).
+they are, and a column that consists of little but rounding noise is damped.
 """
 
 from collections.abc import Sequence
@@ -35,7 +34,8 @@ _PASSES = 3
 # equal columns may need to remain positive definite.
 _SHIFT = 8 * float(np.finfo(np.float32).eps)
 # Share of a column that the columns before it lack, below which it is damped.
-# Rounding is 1e-7 of a column, so where 1e-5 of it is new that is known to 1 %.
+# Rounding is 1e-7 of a column, so of one of which 1e-5 is new that is known to
+# 1 %.
 _DAMPED = 1e-5
 # Below this share a column may be dying, and is given this much of a new
 # direction, more the smaller the share.
@@ -64,8 +64,9 @@ def orthonormalize(stacks: Stacks) -> Basis:
   with t_i the share of y_i's length that the columns before it lack. The
   factor d is 1 but where t_i is close to rounding noise: a direction that one
   host cannot tell from another is left short, and counts little. Of equal
-  input, hosts that round differently by e make p_i that differ by e / t_i,
-  and t_i is what the update has of it: updates differ by about e.
+  input, hosts that round differently by e make p_i that differ by e / t_i.
+  Where Y = M B, the update p_i p_i^T M has about t_i of the length of Y, so
+  updates differ by about e all the same.
 
   Args:
     stacks: float32 arrays [k_i, m_i, r_i]; ranks and heights may differ.

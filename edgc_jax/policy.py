@@ -164,7 +164,7 @@ class EntropyPolicy:
     """Bytes that a window's end sends, over the replicas and the stages."""
     sent = self.controller.stage_bytes
     if collectives.num_devices(self.axis_name) > 1:
-      told = jax.eval_shape(lambda: _told(self.init()))
+      told = jax.eval_shape(lambda: self._told(self.init()))
       sent += 4 * sum(leaf.size for leaf in jax.tree.leaves(told))
     return sent
 
@@ -185,8 +185,11 @@ class EntropyPolicy:
       )
     state = PolicyState(control, allocator)
     # On stages the rung of the lead was sent before.
-    told = ordering.in_turn(_told(state), control.lead_rung)
+    told = ordering.in_turn(self._told(state), control.lead_rung)
     told = collectives.from_first(told, self.axis_name)
+    if told.controller.lead_rung is None:
+      lead = told.controller._replace(lead_rung=told.controller.rung)
+      told = told._replace(controller=lead)
     return jax.tree.map(
       lambda own, first: own if first is None else first,
       state,
@@ -217,6 +220,23 @@ class EntropyPolicy:
     return Report(
       control.entropy, error, control.entropies, errors, control.scale_jumps
     )
+
+  def _told(self, state: PolicyState) -> PolicyState:
+    """What the first replica tells the others at a window's end.
+
+    All but sums over the window, which begin at zero; None stands for them, and
+    for the rung of the lead where there are no stages.
+    """
+    controller, allocator = state
+    controller = controller._replace(
+      entropy_sum=None, variance_sum=None, num_samples=None
+    )
+    if self.controller.stage_axis is None:
+      controller = controller._replace(lead_rung=None)
+    if allocator:
+      nothing = jax.tree.map(lambda _: None, allocator.sums)
+      allocator = allocator._replace(sums=nothing, num_steps=None)
+    return PolicyState(controller, allocator)
 
   def _sample(
     self,
@@ -252,15 +272,3 @@ class EntropyPolicy:
     )
     size = entropy.sample_bytes(num, self.estimator, self.bins)
     return sample, jnp.where(is_sampled, float(size), 0.0)
-
-
-def _told(state: PolicyState) -> PolicyState:
-  """What the first replica tells the others at a window's end.
-
-  All but sums over the window, which begin at zero; None stands for them.
-  """
-  allocator = state.allocator
-  if allocator:
-    nothing = jax.tree.map(lambda _: None, allocator.sums)
-    allocator = allocator._replace(sums=nothing, num_steps=None)
-  return PolicyState(state.controller, allocator)

@@ -148,12 +148,13 @@ def window_bytes(state, replicas=1, stages=1):
   """
   copies = (replicas if state.count.ndim else 1) * stages
   allocator = state.allocator and state.allocator[:3]
-  lead, *controller = state.controller
-  leaves = jax.tree.leaves((controller, allocator))
-  lead_copies = replicas if state.count.ndim else 1
-  return 4 * (
-    sum(leaf.size for leaf in leaves) // copies + lead.size // lead_copies
+  controller = state.controller
+  controller = controller._replace(
+    entropy_sum=(), variance_sum=(), num_samples=()
   )
+  leaves = jax.tree.leaves((controller._replace(lead_rung=()), allocator))
+  lead = 1 if stages > 1 else 0
+  return 4 * (sum(leaf.size for leaf in leaves) // copies + lead)
 
 
 def gradients_like(params, seed, replicas=4, scale=1.0):

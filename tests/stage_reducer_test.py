@@ -346,7 +346,7 @@ class StagesTest(parameterized.TestCase):
       if step == 0:
         more += agreement.CHECK_BYTES + PARTED_BYTES
       elif step == 2:  # over the stages, and over the replicas
-        more += 8 + window_bytes(find(run.first_state), stages=STAGES)
+        more += 8 + window_bytes(find(run.state), stages=STAGES)
       expected = [
         more
         + edgc_jax.wire_bytes(

@@ -1,0 +1,32 @@
+"""Processes on loopback that work together."""
+
+import socket
+import time
+
+import pytest
+
+
+def free_port():
+  with socket.socket() as server:
+    server.bind(("127.0.0.1", 0))
+    return server.getsockname()[1]
+
+
+def wait(processes, folder, seconds):
+  """Until all are done; one that fails, or the time, fails the test.
+
+  What process i prints is in output_i.txt.
+  """
+  deadline = time.monotonic() + seconds
+  while True:
+    codes = [process.poll() for process in processes]
+    if all(code == 0 for code in codes):
+      return
+    if any(codes) or time.monotonic() > deadline:
+      outputs = "\n".join(
+        f"--- process {i}, exit code {code}\n"
+        + (folder / f"output_{i}.txt").read_text()[-5000:]
+        for i, code in enumerate(codes)
+      )
+      pytest.fail(f"Not all processes ended well.\n{outputs}")
+    time.sleep(0.2)

@@ -1,0 +1,126 @@
+"""Hosts whose linear algebra rounds differently train one model.
+
+OpenBLAS picks its kernels by the processor; told to take another's, a process
+rounds as that one would: an AMD host beside an Intel one.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import mixed_hosts_worker as worker
+import numpy as np
+import pytest
+import quick_compile
+from local_processes import free_port, wait
+
+KERNELS = ("Zen", "SkylakeX")
+SECONDS = 160  # for all processes; half of it on an idle machine
+
+
+def run(folder, count, cases):
+  """Trains on so many hosts, every other one with the second kernels."""
+  foreign = ("JAX_", "NPROC", "PYTHONWARNINGS", "XLA_FLAGS")
+  environment = {
+    k: v for k, v in os.environ.items() if not k.startswith(foreign)
+  }
+  environment |= {
+    "JAX_PLATFORMS": "cpu", "NPROC": "2", "OPENBLAS_NUM_THREADS": "1",
+  }  # fmt: skip
+  if quick_compile.XLA_FLAGS:
+    environment["XLA_FLAGS"] = quick_compile.XLA_FLAGS
+  port, processes = free_port(), []
+  try:
+    for i in range(count):
+      arguments = (folder, port, i, count, SECONDS - 10, *cases)
+      command = [sys.executable, "-W", "error", worker.__file__]
+      with open(folder / f"output_{i}.txt", "w") as output:
+        processes.append(
+          subprocess.Popen(
+            [*command, *map(str, arguments)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment | {"OPENBLAS_CORETYPE": KERNELS[i % 2]},
+          )
+        )
+    wait(processes, folder, SECONDS)
+  finally:
+    for process in processes:
+      process.kill()
+      process.wait()
+  prints = [np.load(folder / f"fingerprint_{i}.npy") for i in range(2)]
+  if np.array_equal(*prints):
+    pytest.skip(
+      "OPENBLAS_CORETYPE has no effect on this machine: both processes round"
+      " alike, so nothing would be tested"
+    )
+  return folder
+
+
+def norm(arrays, axis=None):
+  """Of many arrays as one; by step if asked."""
+  squares = 0.0
+  for x in arrays:
+    axes = None if axis is None else tuple(range(1, x.ndim))
+    squares = squares + np.sum(np.square(x, dtype=np.float64), axis=axes)
+  return np.sqrt(squares)
+
+
+def check(folder, case, kind, hosts):
+  """Two hosts that hold the same applied the same, and lost nothing."""
+  runs = [np.load(folder / f"{case}_{i}.npz") for i in hosts]
+
+  def of(name, kind=""):
+    prefix = f"['{name}']" + (f"['{kind}']" if kind else "")
+    keys = [key for key in runs[0].files if key.startswith(prefix)]
+    assert keys, prefix
+    return [[r[key] for key in keys] for r in runs]
+
+  for first, second in zip(*of("shown"), strict=True):
+    np.testing.assert_array_equal(first, second, "ranks and rungs")
+  apart = lambda both: [a - b for a, b in zip(*both, strict=True)]  # noqa: E731
+  updates = of("updates", kind)
+  distance = norm(apart(updates), axis=0) / norm(updates[0], axis=0)
+  assert distance.shape == (worker.STEPS,)
+  assert distance.max() <= 1e-5, f"updates differ by {distance.max():.1e}"
+  moved = of("moved", kind)
+  share = norm(apart(moved)) / norm(moved[0])
+  assert share <= 1e-5, f"accumulated weights differ by {share:.1e}"
+  if case not in worker.WITHOUT_RESIDUAL:
+    # Sums of 200 steps: their rounding is some 1e-7 of what was summed.
+    for owed, total in zip(of("owed", kind), moved, strict=True):
+      share = worker.RATE * norm(owed) / norm(total)
+      assert share <= 1e-4, f"{share:.1e} of the gradients went missing"
+  for run_ in runs:
+    assert run_["['parted']"] == 0, "the sentinel saw nothing"
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory):
+  return run(tmp_path_factory.mktemp("two"), 2, worker.REDUCERS)
+
+
+@pytest.fixture(scope="module")
+def four_hosts(tmp_path_factory):
+  return run(tmp_path_factory.mktemp("four"), 4, [worker.STAGES])
+
+
+@pytest.mark.parametrize("kind", ["white", "real"])
+@pytest.mark.parametrize("case", worker.REDUCERS)
+def test_updates_agree(two_hosts, case, kind):
+  check(two_hosts, case, kind, hosts=(0, 1))
+
+
+@pytest.mark.parametrize("kind", ["white", "real"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_updates_agree_on_stages(four_hosts, stage, kind):
+  check(four_hosts, worker.STAGES, kind, hosts=(2 * stage, 2 * stage + 1))
+
+
+def test_ranks_move(two_hosts):
+  """Or agreeing on them would be nothing."""
+  for case in ("edgc", "edgc_bfloat16"):
+    ranks = np.load(pathlib.Path(two_hosts, f"{case}_0.npz"))
+    assert len(np.unique(ranks["['shown']['rank']"])) > 1, case
