@@ -81,11 +81,10 @@ def orthonormalize(stacks: Stacks) -> Basis:
           [ 0.8, -0.6],
           [ 0. ,  0. ]]], dtype=float32)
   """
-  # Column by column: squares of 1e-18 and 1e+30 are then in range.
-  scaled = [_in_range(y) for y in stacks]
+  columns = list(stacks)
   shares = [jnp.ones_like(y[:, 0]) for y in stacks]
   for i in range(_PASSES):
-    scaled, lengths, pivots = _one_pass(scaled)
+    columns, lengths, pivots = _one_pass(columns)
     # The first lengths are those of the columns themselves.
     lengths = lengths if i else [jnp.sign(length) for length in lengths]
     shares = [
@@ -93,7 +92,7 @@ def orthonormalize(stacks: Stacks) -> Basis:
     ]
   columns = [
     y * jnp.minimum(1.0, share / _DAMPED)[:, None]
-    for y, share in zip(scaled, shares, strict=True)
+    for y, share in zip(columns, shares, strict=True)
   ]
   return Basis(columns, shares)
 
@@ -111,7 +110,7 @@ def unit_columns(factors: Stacks) -> list[jax.Array]:
   Returns:
     Arrays of the same shapes; columns of zeros stay zero.
   """
-  return _one_pass([_in_range(q) for q in factors])[0]
+  return _one_pass(factors)[0]
 
 
 def revive(
@@ -162,15 +161,25 @@ def _one_pass(stacks: Stacks) -> tuple[list, list, list]:
   """U L^-T, the lengths that columns had [k, r], and the diagonals of L."""
   if not stacks:
     return [], [], []
-  inverses, lengths, pivots = _inverse_roots(
-    [transposed_product(y, y) for y in stacks]
+  scaled = [_unit(y) for y in stacks]
+  inverses, pivots = _inverse_roots(
+    [transposed_product(u, u) for u, _ in scaled]
   )
-  columns = [y @ t for y, t in zip(stacks, inverses, strict=True)]
-  return columns, lengths, pivots
+  columns = [u @ t for (u, _), t in zip(scaled, inverses, strict=True)]
+  return columns, [length for _, length in scaled], pivots
 
 
-def _inverse_roots(grams: Sequence[jax.Array]) -> tuple[list, list, list]:
-  """D L^-T of Gram matrices, with column lengths 1 / D and pivots L_ii.
+def _unit(y: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Columns of length one [k, m, r], or zero, and the lengths [k, r]."""
+  # By the largest entry first: squares of 1e-18 and 1e+30 are then in range.
+  largest = jnp.max(jnp.abs(y), axis=1, keepdims=True)
+  y = y / jnp.where(largest > 0, largest, 1.0)
+  length = jnp.sqrt(jnp.sum(jnp.square(y), axis=1, keepdims=True))
+  return y / jnp.where(length > 0, length, 1.0), (length * largest)[:, 0]
+
+
+def _inverse_roots(grams: Sequence[jax.Array]) -> tuple[list, list]:
+  """L^-T of Gram matrices of unit columns, and the pivots L_ii.
 
   One call for each size would be fewer operations. But XLA's CPU backend may
   start calls that do not depend on each other at once; each waits for its
@@ -180,33 +189,24 @@ def _inverse_roots(grams: Sequence[jax.Array]) -> tuple[list, list, list]:
   gram = jnp.concatenate(
     [jnp.pad(g, ((0, 0), *[(0, size - g.shape[-1])] * 2)) for g in grams]
   )
-  length = jnp.sqrt(jnp.diagonal(gram, axis1=-2, axis2=-1))
-  scale = 1.0 / jnp.where(length > 0, length, 1.0)
   eye = jnp.zeros_like(gram) + jnp.eye(size, dtype=gram.dtype)
-  shrunk = (1.0 - _SHIFT * size) * gram * scale[:, :, None] * scale[:, None, :]
   # Ones on the diagonal, also for columns of zeros and those padded.
   root = jax.lax.linalg.cholesky(
-    jnp.where(eye > 0, 1.0, shrunk), symmetrize_input=False
+    jnp.where(eye > 0, 1.0, (1.0 - _SHIFT * size) * gram),
+    symmetrize_input=False,
   )
   inverse = jax.lax.linalg.triangular_solve(
     root, eye, left_side=True, lower=True
   )
-  inverse = scale[:, :, None] * jnp.swapaxes(inverse, 1, 2)
+  inverse = jnp.swapaxes(inverse, 1, 2)
   pivot = jnp.diagonal(root, axis1=-2, axis2=-1)
-  inverses, lengths, pivots, start = [], [], [], 0
+  inverses, pivots, start = [], [], 0
   for g in grams:
     stop, own = start + g.shape[0], g.shape[-1]
     inverses.append(inverse[start:stop, :own, :own])
-    lengths.append(length[start:stop, :own])
     pivots.append(pivot[start:stop, :own])
     start = stop
-  return inverses, lengths, pivots
-
-
-def _in_range(y: jax.Array) -> jax.Array:
-  """Columns by their largest entries, [k, m, r]."""
-  largest = jnp.max(jnp.abs(y), axis=1, keepdims=True)
-  return y / jnp.where(largest > 0, largest, 1.0)
+  return inverses, pivots
 
 
 def _random_directions(key: jax.Array, stacks: Stacks) -> list[jax.Array]:

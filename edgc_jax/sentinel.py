@@ -5,11 +5,11 @@ a bit that flips, initial parameters of different seeds, a leaf that nobody
 averages. Equal bits are too much to ask of hosts that round differently, so
 what is compared are random projections. Of every leaf x with norm |x|
 
-  z_v += sum_j s_vj x_j / (|x| tolerance),    v = 1 ... 4,   s_vj random signs
+  z_v += (sum_j s_vj x_j / |x| + w_v ln |x|) / tolerance,    v = 1 ... 4
 
-and where x differs by d between two replicas, z_v does by about |d| / |x| in
-units of the tolerance, whatever d is. Replicas have parted where some z_v
-differ by more than 1.
+with random signs s and weights w of about one, and where x differs by d between
+two replicas, z_v does by about |d| / |x| in units of the tolerance, whatever d
+is. Replicas have parted where some z_v differ by more than 1.
 """
 
 import functools
@@ -53,7 +53,7 @@ def have_parted(
     return jnp.zeros((), jnp.int32)
 
   def compare() -> jax.Array:
-    z = sum(_projections(x, i, count) for i, x in enumerate(leaves))
+    z = sum(_projections(x, i, count) for i, x in enumerate(leaves, 1))
     # A number that is not finite on some replicas only has parted them, too.
     is_broken = ~jnp.isfinite(z)
     seen = jnp.append(jnp.where(is_broken, 0.0, z), jnp.any(is_broken) * 2.0)
@@ -81,10 +81,16 @@ def _projections(x: jax.Array, salt: int, count: jax.Array) -> jax.Array:
   x = x / jnp.where(largest > 0, largest, 1.0)
   norm = jnp.sqrt(jnp.sum(jnp.square(x)))
   bits = _random_bits(x.shape, salt, count)
+  # Without the logarithm a factor between replicas would not be seen; weights
+  # that are no signs keep those of two leaves from cancelling.
+  own_bits = _random_bits((_VALUES,), ~salt, count)
+  weights = 0.5 + own_bits.astype(jnp.float32) * 2.0**-32
+  length = jnp.where(norm > 0, jnp.log(norm) + jnp.log(largest), 0.0)
+  norm = jnp.where(norm > 0, norm, 1.0)
   sums = [
     jnp.sum(jnp.where((bits >> v) & 1 > 0, x, -x)) for v in range(_VALUES)
   ]
-  return jnp.stack(sums) / jnp.where(norm > 0, norm * tolerance, 1.0)
+  return (jnp.stack(sums) / norm + weights * length) / tolerance
 
 
 def _random_bits(
@@ -106,7 +112,7 @@ def _random_bits(
     ),
     jnp.zeros(shape, jnp.uint32),
   )
-  start = np.uint32((salt + 1) * 0x9E3779B1 % 2**32)
+  start = np.uint32(salt * 0x9E3779B1 % 2**32)
   h = place * np.uint32(0xCC9E2D51) + start + count.astype(jnp.uint32)
   h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
   h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 STEPS, RATE = 200, 0.02
 # Ranks that move, and a window's end every few steps.
-_MOVING = {
+MOVING = {
   "rank_max": 12, "rank_min": 6, "rank_multiple": 6, "window": 5,
   "warmup_steps": 5, "max_warmup_steps": 5, "step_rate": 1.0,
   "entry_rate": 1.0, "min_ratio": 1.2,
@@ -34,13 +34,13 @@ REDUCERS = {
   "powersgd_bfloat16": lambda: edgc_jax.powersgd(
     {0: 12, 100: 6}, min_ratio=1.2, wire_dtype="bfloat16", refresh_every=50
   ),
-  "edgc": lambda: edgc_jax.edgc(**_MOVING),
+  "edgc": lambda: edgc_jax.edgc(**MOVING),
   "edgc_bfloat16": lambda: edgc_jax.edgc(
     granularity="stage",
     warmup_rank=None,
     estimator="histogram",
     wire_dtype="bfloat16",
-    **_MOVING,
+    **MOVING,
   ),
   "topk": lambda: edgc_jax.topk(0.05, sample_rate=0.5),
   "randomk": lambda: edgc_jax.randomk(0.1),
@@ -182,7 +182,7 @@ def main(folder, port, index, count, seconds, *cases):
   for case in cases:
     if case == STAGES:
       mesh = auto((2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
-      tx = edgc_jax.edgc(stage_axis="stage", align="none", **_MOVING)
+      tx = edgc_jax.edgc(stage_axis="stage", align="none", **MOVING)
       numbers = train(tx, mesh, "stage")
     else:
       mesh = auto((int(count),), ("data",), axis_types=(AxisType.Auto,))

@@ -1,0 +1,163 @@
+"""A replica whose products round differently applies what the others apply."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from jax.extend import core
+from meshes import AXIS, Pmap, gradients_like
+from mixed_hosts_worker import MOVING
+
+import edgc_jax
+
+LEVEL = 1e-7
+ROUNDS = ("cholesky", "dot_general", "triangular_solve")
+CALLS = ("closed_call", "jit", "pjit", "remat2", "checkpoint")
+
+
+def with_noise(fn):
+  """The same function, with noise in every product of replica 1.
+
+  Of `LEVEL` times the root mean square of the row that an entry is in: what is
+  computed is read as a program, and evaluated operation by operation.
+  """
+
+  def run(*args):
+    program, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    leaves = evaluate(program.jaxpr, program.consts, *jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shape), leaves)
+
+  return run
+
+
+def evaluate(program, consts, *args):
+  values = dict(zip(program.invars, args, strict=True))
+  values |= zip(program.constvars, consts, strict=True)
+  for number, equation in enumerate(program.eqns):
+    inputs = [_read(x, values) for x in equation.invars]
+    name, params = equation.primitive.name, equation.params
+    if name == "cond":
+      branches = [
+        functools.partial(evaluate, branch.jaxpr, branch.consts)
+        for branch in params["branches"]
+      ]
+      outputs = jax.lax.switch(inputs[0], branches, *inputs[1:])
+    elif name in CALLS:
+      inner = params["jaxpr"]
+      outputs = evaluate(inner.jaxpr, inner.consts, *inputs)
+    else:
+      bound = equation.primitive.get_bind_params(params)
+      # Functions that are arguments come apart from the rest in some versions.
+      functions, bound = bound if isinstance(bound, tuple) else ((), bound)
+      outputs = equation.primitive.bind(*functions, *inputs, **bound)
+      if not equation.primitive.multiple_results:
+        outputs = [outputs]
+    if name in ROUNDS:
+      outputs = [
+        _noisy(x, number) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        for x in outputs
+      ]
+    values |= zip(equation.outvars, outputs, strict=True)
+  return [_read(x, values) for x in program.outvars]
+
+
+def _read(x, values):
+  return x.val if isinstance(x, core.Literal) else values[x]
+
+
+def _noisy(x, number):
+  key = jax.random.fold_in(jax.random.key(1), number)
+  size = LEVEL * jnp.sqrt(jnp.mean(jnp.square(x), -1, keepdims=True))
+  noise = size * jax.random.normal(key, x.shape, x.dtype)
+  return x + noise * (jax.lax.axis_index(AXIS) == 1)
+
+
+class Noisy(Pmap):
+  """A run in which replica 1 rounds in its own way."""
+
+  def __init__(self, tx, params, replicas=2):
+    super().__init__(tx, params, replicas)
+    self.step_fn = self._pmap(
+      with_noise(lambda gradients, state: tx.update(gradients, state, params))
+    )
+
+
+PARAMS = {"stack": jnp.zeros((2, 48, 64)), "tall": jnp.zeros((80, 40))}
+
+
+def matrix(shape, values, random):
+  u, _ = np.linalg.qr(random.standard_normal((shape[0], len(values))))
+  v, _ = np.linalg.qr(random.standard_normal((shape[1], len(values))))
+  return (u * values) @ v.T
+
+
+def of_spectrum(values, turns):
+  """Gradients with these singular values, new in each step or turning."""
+
+  def gradients(step):
+    random = np.random.default_rng(1000 + step if turns else 0)
+    draw = lambda shape: np.float32(  # noqa: E731
+      [matrix(shape, values, random) for _ in range(4)]
+    )
+    return {
+      "stack": draw((48, 64)).reshape(2, 2, 48, 64),
+      "tall": draw((80, 40))[:2],
+    }
+
+  return gradients
+
+
+GRADIENTS = {
+  "white": lambda step: gradients_like(PARAMS, step, 2),
+  "rank_2": of_spectrum(np.array([1.0, 0.5]), turns=True),
+  "decaying": of_spectrum(0.7 ** np.arange(30), turns=True),
+  "wide": of_spectrum(np.r_[np.full(4, 1e4), np.ones(20)], turns=True),
+  "the_same": of_spectrum(0.9 ** np.arange(30), turns=False),
+}  # fmt: skip
+
+
+class RoundingTest(parameterized.TestCase):
+  @parameterized.product(kind=list(GRADIENTS), reducer=["powersgd", "edgc"])
+  def test_updates_agree_and_nothing_is_lost(self, kind, reducer):
+    run = _run_of(reducer)
+    run.state, owed = run.first_state, jax.tree.map(jnp.zeros_like, PARAMS)
+    for step in range(20):
+      gradients = GRADIENTS[kind](step)
+      updates = run.step(gradients)
+      norms = [
+        np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(tree)))
+        for tree in (
+          jax.tree.map(lambda u: u[1] - u[0], updates),
+          jax.tree.map(lambda u: u[0], updates),
+        )
+      ]
+      self.assertLess(norms[0], 1e-5 * norms[1])
+      owed = jax.tree.map(
+        lambda o, g, u: o + np.float64(g).mean(0) - u[0],
+        owed, gradients, updates,
+      )  # fmt: skip
+    for name, e in run.residual().items():
+      scale = np.linalg.norm(gradients[name])
+      self.assertLess(np.linalg.norm(owed[name] - e.mean(0)), 2e-4 * scale)
+    values = edgc_jax.metrics(run.state)
+    self.assertEqual(values["parted_steps"], 0)
+
+  def test_the_noise_is_there(self):
+    run = _run_of("powersgd")
+    run.state = run.first_state
+    updates = run.step(GRADIENTS["white"](0))
+    self.assertGreater(np.abs(updates["tall"][1] - updates["tall"][0]).max(), 0)
+
+
+@functools.cache
+def _run_of(reducer):
+  """One compilation for all kinds of gradients."""
+  if reducer == "powersgd":
+    return Noisy(edgc_jax.powersgd(16, min_ratio=0), PARAMS)
+  return Noisy(edgc_jax.edgc(**(MOVING | {"min_ratio": 0})), PARAMS)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,182 @@
+"""Replicas that part are noticed, whatever parted them, and can be rejoined."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import AXIS, Pmap, ShardMap, find, gradients_like
+
+import edgc_jax
+from edgc_jax import sentinel
+
+PARAMS = {"w": jnp.ones((40, 60)), "b": jnp.full((30,), 1e-3)}
+
+
+class Trained(Pmap):
+  """Parameters on each replica, which a test may change."""
+
+  def __init__(self, tx, params=PARAMS, replicas=4):
+    self.replicas, self.devices = replicas, jax.devices()[:replicas]
+    pmap = lambda fn: jax.pmap(fn, axis_name=AXIS, devices=self.devices)  # noqa: E731
+    start = lambda _: (params, tx.init(params))  # noqa: E731
+    self.params, self.state = pmap(start)(jnp.arange(replicas))
+
+    def update(gradients, params, state):
+      updates, state = tx.update(gradients, state, params)
+      return optax.apply_updates(params, updates), state
+
+    self.update = pmap(update)
+    self.follow = pmap(
+      lambda *state: edgc_jax.follow_first_replica(state, AXIS)
+    )
+
+  def step(self, seed):
+    gradients = gradients_like(PARAMS, seed, self.replicas)
+    self.params, self.state = self.update(gradients, self.params, self.state)
+
+  def change(self, name, replica, index, value):
+    self.params[name] = self.params[name].at[(replica, *index)].set(value)
+
+  @property
+  def parted(self):
+    return int(find(self.state).checks.parted_steps[0])
+
+
+def chain(**options):
+  return optax.chain(edgc_jax.powersgd(4, **options), optax.adam(1e-3))
+
+
+class SentinelTest(parameterized.TestCase):
+  def test_all_is_well(self):
+    run = Trained(chain(check_every=1))
+    for step in range(6):
+      run.step(step)
+    self.assertEqual(run.parted, 0)
+
+  @parameterized.named_parameters(
+    ("a_flipped_exponent", "w", (3, 4), 2.0**64),
+    ("a_flipped_sign", "w", (3, 4), -1.0),
+    ("a_small_leaf", "b", (0,), 0.01),
+    ("not_a_number", "w", (0, 0), np.nan),
+    ("infinite", "b", (7,), np.inf),
+  )
+  def test_one_wrong_number_on_one_replica(self, name, index, value):
+    run = Trained(chain(check_every=3))
+    run.step(0)
+    self.assertEqual(run.parted, 0)
+    run.change(name, 2, index, value)
+    run.step(1)
+    run.step(2)
+    self.assertEqual(run.parted, 0, "it was not due")
+    run.step(3)
+    self.assertEqual(run.parted, 1)
+    with self.assertWarnsRegex(RuntimeWarning, "at 1 of the steps"):
+      self.assertEqual(edgc_jax.metrics(run.state)["parted_steps"], 1)
+
+  def test_differences_of_rounding_are_none(self):
+    run = Trained(chain(check_every=1))
+    noise = np.random.default_rng(0).standard_normal((40, 60))
+    run.params["w"] = run.params["w"].at[1].mul(1 + 1e-5 * noise)
+    run.step(0)
+    self.assertEqual(run.parted, 0)
+    run.params["w"] = run.params["w"].at[1].mul(1 + 1e-2 * noise)
+    run.step(1)
+    self.assertEqual(run.parted, 1)
+
+  def test_narrow_parameters_may_differ_by_roundings(self):
+    params = jnp.ones((64, 64), jnp.bfloat16)
+    flips = np.random.default_rng(0).random((64, 64)) < 0.05
+    see = jax.pmap(
+      lambda x: sentinel.have_parted(x, True, jnp.int32(0), AXIS),
+      AXIS,
+      devices=jax.devices()[:2],
+    )
+    ulp = jnp.where(flips, jnp.bfloat16(1 / 128), 0)
+    self.assertEqual(see(jnp.stack([params, params + ulp])).tolist(), [0, 0])
+    other = params.at[:8].set(3)
+    self.assertEqual(see(jnp.stack([params, other])).tolist(), [1, 1])
+
+  @parameterized.product(scale=[1e-30, 1.0, 1e30], seed=[0, 1, 2])
+  def test_any_difference_is_seen_at_any_scale(self, scale, seed):
+    random = np.random.default_rng(seed)
+    x = np.float32(scale * random.standard_normal((7, 30, 20)))
+    noise = random.standard_normal(x.shape)
+    see = jax.pmap(
+      lambda x: sentinel.have_parted(x, True, jnp.int32(seed), AXIS),
+      AXIS,
+      devices=jax.devices()[:2],
+    )
+    for size, expected in ((0, 0), (1e-4, 0), (1e-2, 1)):
+      other = np.float32(x * (1 + size * noise))
+      longer = see(jnp.stack([x, np.float32(x * (1 + size))]))
+      self.assertEqual(longer.tolist(), [expected] * 2)
+      found = see(jnp.stack([x, other]))
+      self.assertEqual(found.tolist(), [expected] * 2)
+
+  def test_without_parameters_updates_are_compared(self):
+    run = Pmap(edgc_jax.allreduce(check_every=1), PARAMS)
+    run.step(gradients_like(PARAMS, 0))
+    self.assertEqual(edgc_jax.metrics(run.state)["parted_steps"], 0)
+    factor = find(Pmap(edgc_jax.powersgd(4), PARAMS).state)
+    self.assertIsNotNone(factor)
+
+  @parameterized.parameters("w", "b")
+  def test_following_the_first_replica(self, name):
+    """All hold the same again; what each is owed stays."""
+    run = Trained(chain(check_every=1))
+    run.step(0)
+    run.change(name, 1, (0,), 7.0)
+    run.step(1)
+    self.assertEqual(run.parted, 1)
+    before, first = run.residual(), jax.tree.map(lambda p: p[0], run.params)
+    run.params, run.state = run.follow(run.params, run.state)
+    for path, leaf in run.params.items():
+      for replica in leaf:
+        np.testing.assert_array_equal(replica, first[path])
+    jax.tree.map(np.testing.assert_array_equal, run.residual(), before)
+    run.step(2)
+    self.assertEqual(run.parted, 1, "no more of them")
+
+  def test_following_under_shard_map_and_accumulate(self):
+    tx = edgc_jax.accumulate(edgc_jax.powersgd(4), 2)
+    run = ShardMap(tx, PARAMS)
+    run.step(gradients_like(PARAMS, 0))
+    specs = edgc_jax.state_specs(tx, PARAMS)
+    follow = jax.shard_map(
+      lambda state: edgc_jax.follow_first_replica(state, AXIS),
+      mesh=run.mesh, in_specs=(specs,), out_specs=specs,
+    )  # fmt: skip
+    after = jax.jit(follow)(run.state)
+    jax.tree.map(np.testing.assert_array_equal, after, run.state)
+
+  def test_sees_what_static_checks_cannot(self):
+    """check_vma=False turns JAX's own tracking off, and not the sentinel."""
+    mesh = jax.make_mesh(
+      (4,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
+    )
+    tx = edgc_jax.powersgd(4, check_every=1)
+
+    def step(gradients):
+      own = 1.0 + jax.lax.axis_index(AXIS)  # different parameters everywhere
+      params = jax.tree.map(lambda p: p * own, PARAMS)
+      updates, state = tx.update(
+        jax.tree.map(lambda g: g[0], gradients), tx.init(params), params
+      )
+      return updates, state.checks.parted_steps
+
+    run = jax.shard_map(
+      step, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False
+    )
+    _, parted = jax.jit(run)(gradients_like(PARAMS, 0))
+    self.assertEqual(int(parted), 1)
+
+  def test_argument_is_checked(self):
+    with self.assertRaisesRegex(ValueError, "`check_every` must be at least 1"):
+      edgc_jax.edgc(check_every=0)
+
+
+if __name__ == "__main__":
+  absltest.main()
