@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-pipeline test test-runs soak lint format compare \
+.PHONY: train train-pipeline test test-newest test-runs soak lint format compare \
   ablations allocation figures bench bench-growth bench-network clean
 
 # The stamp is remade when what is to be installed changes.
@@ -28,6 +28,12 @@ RUNS := tests/parallel_test.py tests/four_processes_test.py \
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(RUNS:%=--ignore=%)
+
+# The same suite on the newest Python of Debian with the newest JAX for it, in a
+# system root of its own: Linux, root and debootstrap. TARGETS are run there.
+TARGETS ?= test
+test-newest:
+	tests/newest.sh $(TARGETS)
 
 test-runs: $(VENV)/installed
 	$(BIN)/python -m pytest $(RUNS)
@@ -79,4 +85,4 @@ bench-growth: $(VENV)/installed
 	$(BIN)/python experiments/bench_growth.py
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .newest

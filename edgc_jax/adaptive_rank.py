@@ -152,8 +152,8 @@ def edgc(
     refresh_every: As for `powersgd`.
     seed: Seed of the first factors.
     check_every: Steps from one comparison of the replicas to the next: of
-      parameters, if `update` is given them, and of updates, up to rounding.
-      40 bytes; `metrics` counts those that found replicas apart.
+      parameters, or of updates if `update` is not given parameters, up to
+      rounding. 40 bytes; `metrics` counts those that found replicas apart.
 
   Returns:
     A gradient transformation, from local gradients to their mean. A step in

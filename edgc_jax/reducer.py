@@ -156,7 +156,9 @@ def make_reducer(
       results.append(reduce(i, choice.lead_rung, leaves))
     is_finite = jnp.all(jnp.stack([result.is_finite for result in results]))
     is_checked = count % check_every == 0
-    applied = (params, [result.averaged for result in results])
+    applied = params
+    if params is None:
+      applied = [result.averaged for result in results]
     parted = sentinel.have_parted(
       applied, ordering.in_turn(is_checked, is_finite), count, axis_name
     )

@@ -12,7 +12,7 @@ two replicas, z_v does by about |d| / |x| in units of the tolerance, whatever d
 is. Replicas have parted where some z_v differ by more than 1.
 """
 
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -53,7 +53,7 @@ def have_parted(
     return jnp.zeros((), jnp.int32)
 
   def compare() -> jax.Array:
-    z = sum(_projections(x, i, count) for i, x in enumerate(leaves, 1))
+    z = _projections(leaves, count)
     # A number that is not finite on some replicas only has parted them, too.
     is_broken = ~jnp.isfinite(z)
     seen = jnp.append(jnp.where(is_broken, 0.0, z), jnp.any(is_broken) * 2.0)
@@ -72,48 +72,50 @@ def check_bytes(axis_name: str) -> int:
   return 4 * 2 * (_VALUES + 1)
 
 
-def _projections(x: jax.Array, salt: int, count: jax.Array) -> jax.Array:
-  """z of one leaf, float32 [_VALUES]."""
-  rounding = float(jnp.finfo(x.dtype).eps)
-  tolerance = max(_TOLERANCE, _ROUNDINGS * rounding)
-  x = x.astype(jnp.float32)
-  largest = jnp.max(jnp.abs(x), initial=0.0)
-  x = x / jnp.where(largest > 0, largest, 1.0)
-  norm = jnp.sqrt(jnp.sum(jnp.square(x)))
-  bits = _random_bits(x.shape, salt, count)
+def _projections(leaves: Sequence[jax.Array], count: jax.Array) -> jax.Array:
+  """z over all leaves, float32 [_VALUES]."""
+  seeds = jnp.arange(1, 1 + len(leaves), dtype=jnp.uint32)
+  seeds = seeds * np.uint32(0x9E3779B1) + count.astype(jnp.uint32)
+  sums = jnp.stack([_sums(x, seeds[i]) for i, x in enumerate(leaves)])
+  roundings = [_ROUNDINGS * float(jnp.finfo(x.dtype).eps) for x in leaves]
+  tolerance = jnp.maximum(jnp.array(roundings, jnp.float32), _TOLERANCE)
+  norm = jnp.sqrt(sums[:, -1])
+  length = jnp.where(norm > 0, jnp.log(norm), 0.0)
+  norm = jnp.where(norm > 0, norm, 1.0)
   # Without the logarithm a factor between replicas would not be seen; weights
   # that are no signs keep those of two leaves from cancelling.
-  own_bits = _random_bits((_VALUES,), ~salt, count)
-  weights = 0.5 + own_bits.astype(jnp.float32) * 2.0**-32
-  length = jnp.where(norm > 0, jnp.log(norm) + jnp.log(largest), 0.0)
-  norm = jnp.where(norm > 0, norm, 1.0)
-  sums = [
-    jnp.sum(jnp.where((bits >> v) & 1 > 0, x, -x)) for v in range(_VALUES)
-  ]
-  return (jnp.stack(sums) / norm + weights * length) / tolerance
+  bits = _mixed(~seeds[:, None] + jnp.arange(_VALUES, dtype=jnp.uint32))
+  weights = 0.5 + bits.astype(jnp.float32) * 2.0**-32
+  z = sums[:, :-1] / norm[:, None] + weights * length[:, None]
+  return jnp.sum(z / tolerance[:, None], axis=0)
 
 
-def _random_bits(
-  shape: tuple[int, ...], salt: int, count: jax.Array
-) -> jax.Array:
-  """32 random bits for every entry; uint32, the same on every platform.
+@jax.jit  # traced once for all leaves of a shape
+def _sums(x: jax.Array, seed: jax.Array) -> jax.Array:
+  """Sums with random signs and, last, of squares; float32 [_VALUES + 1].
 
-  Integers of the entry's place, mixed as in Austin Appleby's MurmurHash3: the
-  compiler makes them where they are used, so they take no memory. Only where
-  an entry is decides its bits, so sharded arrays need not be flattened.
+  One pass over a leaf, and one kernel to compile. The bits of an entry follow
+  from its place: the compiler makes them where they are used, so they take no
+  memory, and sharded arrays need not be flattened.
   """
-  strides = np.cumprod((1, *shape[:0:-1]))[::-1]
-  place = functools.reduce(
-    jnp.add,
-    (
-      jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-      * np.uint32(stride % 2**32)
-      for axis, stride in enumerate(strides[: len(shape)])
-    ),
-    jnp.zeros(shape, jnp.uint32),
-  )
-  start = np.uint32(salt * 0x9E3779B1 % 2**32)
-  h = place * np.uint32(0xCC9E2D51) + start + count.astype(jnp.uint32)
+  x = x.astype(jnp.float32)
+  place, stride = jnp.zeros(x.shape, jnp.uint32), 1
+  for axis in reversed(range(x.ndim)):
+    own = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    place += own * np.uint32(stride % 2**32)
+    stride *= x.shape[axis]
+  bits = _mixed(place * np.uint32(0xCC9E2D51) + seed)
+  row = jnp.arange(_VALUES + 1, dtype=jnp.uint32).reshape(-1, *[1] * x.ndim)
+  signed = jnp.where((bits >> row) & 1 > 0, x, -x)
+  terms = jnp.where(row < _VALUES, signed, x * x)
+  return jnp.sum(terms, axis=tuple(range(1, terms.ndim)))
+
+
+def _mixed(h: jax.Array) -> jax.Array:
+  """uint32 to 32 random bits, the same on every platform.
+
+  The last steps of Austin Appleby's MurmurHash3.
+  """
   h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
   h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
   return h ^ (h >> 16)

@@ -4,10 +4,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from meshes import BACKENDS, gradients_like
 
 import edgc_jax
+
+# Scales that jump stand for entropies that do.
+pytestmark = pytest.mark.filterwarnings("ignore:In .* windows the gradients")
 
 PARAMS = {"w": jnp.zeros((64, 128)), "b": jnp.zeros((8,))}
 # As published: dense warm-up, one rank for a stage.
@@ -110,6 +114,7 @@ class EdgcTest(parameterized.TestCase):
       self.assertEmpty(jax.tree.leaves(tx.init(PARAMS).exchange))
 
 
+@pytest.mark.filterwarnings("ignore:Gradients of float")
 class DtypesTest(absltest.TestCase):
   def test_float16_overflow_does_not_stay(self):
     """What a float16 cannot hold is kept for later, and is finite."""

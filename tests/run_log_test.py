@@ -34,7 +34,12 @@ def take_steps(log, clock, count, seconds, sent=1.0):
   for _ in range(count):
     log.begin_step()
     clock.now += seconds
-    values = {"loss": 2.0, "rank": [8, 8], "wire_bytes": [sent, 2 * sent]}
+    values = {
+      "loss": 2.0,
+      "parted_steps": 0,
+      "rank": [8, 8],
+      "wire_bytes": [sent, 2 * sent],
+    }
     log.add({name: np.array(x) for name, x in values.items()})
   return log.state()
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from collective_order import unordered
 from jax.sharding import NamedSharding
@@ -24,6 +25,9 @@ from edgc_jax import (
 from edgc_jax.error_feedback import with_feedback
 from edgc_jax.exchange_state import Factors
 from edgc_jax.plan import by_exchange, make_plan
+
+# Scales that jump stand for entropies that do.
+pytestmark = pytest.mark.filterwarnings("ignore:In .* windows the gradients")
 
 STAGES, REPLICAS = 4, 2
 # Of one stage: what is its own, a part of a split tensor, a shared leaf.
