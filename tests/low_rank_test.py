@@ -155,6 +155,33 @@ class LowRankTest(parameterized.TestCase):
     # Two iterations from Gaussian columns leave some of it.
     self.assertLess(lost[3] - best, 0.5 * (lost[None] - best))
 
+  @parameterized.named_parameters(("as_it_is", 0.0, False), ("new", 0.0, True),
+                                  ("noisy", 0.05, False))  # fmt: skip
+  def test_a_spectrum_wider_than_a_float_is_exact(self, noise, turns):
+    """8 singular values of 1e4 and 24 of 1: every column carries something."""
+    rows, cols, rank = 128, 256, 32
+    params = {"w": jnp.zeros((rows, cols))}
+    values = np.r_[np.full(8, 1e4), np.ones(24)]
+    run = Pmap(edgc_jax.powersgd(rank, min_ratio=0), params, replicas=1)
+    q = np.float32(find(run.state).exchange.factor_q["w"])[0, 0]
+    residual = np.zeros((rows, cols), np.float32)
+    for step in range(30):
+      random = np.random.default_rng(step if turns else 0)
+      u, _ = np.linalg.qr(random.standard_normal((rows, rank)))
+      v, _ = np.linalg.qr(random.standard_normal((cols, rank)))
+      more = np.random.default_rng(step).standard_normal((rows, cols))
+      gradient = np.float32((u * values) @ v.T + noise * more)
+      run.step({"w": jnp.asarray(gradient)[None]})
+      # PowerSGD with Householder QR, in float32 as well.
+      m = gradient + residual
+      p, _ = np.linalg.qr(m @ q)
+      q = m.T @ p
+      residual = m - p @ q.T
+    ours = np.linalg.norm(run.residual()["w"])
+    self.assertLessEqual(ours, 1.2 * np.linalg.norm(residual))
+    kept = np.asarray(find(run.state).exchange.factor_q["w"])[0, 0]
+    self.assertGreater(np.linalg.norm(kept, axis=0).min(), 0.3)
+
   def test_dead_directions_come_back(self):
     """After a gradient of rank one, all directions serve again."""
     run = Pmap(edgc_jax.powersgd(8, min_ratio=0), PARAMS)
