@@ -131,6 +131,8 @@ def test_nonfinite_loss_stops_the_run(tmp_path):
     ("batch_size", 10, ValueError, r"`batch_size`.*mesh.data \(4\), got 10"),
     ("seed", -1, ValueError, "`seed` must be at least 0"),
     ("model.dtype", "float23", ValueError, "`model.dtype` must be one of"),
+    ("sentinel.action", "hope", ValueError, "`sentinel.action` must be stop"),
+    ("sentinel.every", 0, ValueError, "`check_every` must be at least 1"),
     ("reducer", "magic", ValueError, "`reducer` must be one of edgc"),
     ("mesh.data", 99, ValueError, "`mesh.data`.*8 cpu.*NUM_CPU_DEVICES=99"),
     ("model.num_heads", 5, ValueError, "`model.num_heads`"),
@@ -202,3 +204,41 @@ def test_command_gives_one_clear_error(tmp_path, argument, message):
   assert done.returncode != 0
   assert message in done.stderr
   assert "Traceback" not in done.stderr
+
+
+def parts_at(trainer, step):
+  """Makes one weight of one replica wrong before a step."""
+  run, calls = trainer.parallel.step, []
+
+  def parting(params, opt_state, batch):
+    calls.append(step)
+    if len(calls) == step:
+      wrong = jax.pmap(
+        lambda p: p + 10.0 * (jax.lax.axis_index("data") == 1),
+        axis_name="data",
+        devices=jax.devices()[:4],
+      )
+      leaves, structure = jax.tree.flatten(params)
+      params = jax.tree.unflatten(structure, [wrong(leaves[0]), *leaves[1:]])
+    return run(params, opt_state, batch)
+
+  trainer.parallel.step = parting
+  return trainer
+
+
+def test_replicas_that_part_stop_the_run(tmp_path):
+  config = small(tmp_path / "run", "powersgd")
+  config.sentinel.every = 2
+  with pytest.raises(TrainingStopped, match=r"At step 5 replicas .*=follow"):
+    parts_at(Trainer(config), step=4).run()
+
+
+def test_replicas_that_part_follow_the_first(tmp_path, capsys):
+  config = small(tmp_path / "run", "powersgd")
+  config.sentinel.update(every=1, action="follow")
+  config.log_every = 1
+  parts_at(Trainer(config), step=4).run()
+  assert "At step 4 replicas held different" in capsys.readouterr().out
+  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  parted = [json.loads(line)["parted_steps"] for line in lines]
+  assert parted == [0, 0, 0, 1, 1, 1, 1, 1]
