@@ -108,15 +108,28 @@ def gather(tree: Any, axis_name: str) -> Any:
 
 
 def from_first(tree: Any, axis_name: str) -> Any:
-  """The first device's leaves, bit for bit, on all devices along the axis."""
+  """The first device's leaves, on all devices along the axis.
+
+  Bit for bit, but for the sign of a zero.
+  """
+  num_devices(axis_name)  # raises where the axis is unbound
   is_first = lax.axis_index(axis_name) == 0
 
+  def is_key(x: jax.Array) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
   def kept(x: jax.Array) -> jax.Array:
+    x = jax.random.key_data(x) if is_key(x) else x
     x = x.astype(jnp.int32) if x.dtype == bool else x
     return jnp.where(is_first, x, jnp.zeros_like(x))
 
+  def whole(x: jax.Array, s: jax.Array) -> jax.Array:
+    if is_key(x):
+      return jax.random.wrap_key_data(s, impl=jax.random.key_impl(x))
+    return s.astype(x.dtype)
+
   sums = total(jax.tree.map(kept, tree), axis_name)
-  return jax.tree.map(lambda x, s: s.astype(x.dtype), tree, sums)
+  return jax.tree.map(whole, tree, sums)
 
 
 def send(tree: Any, axis_name: str, pairs: Sequence[tuple[int, int]]) -> Any:

@@ -223,6 +223,12 @@ def _bytes_of(collective: re.Match) -> int:
   return size
 
 
+def _is_known(groups: re.Match) -> bool:
+  """Whether axes of a mesh, if there are any, are whole ones by their names."""
+  axes = groups["axes"]
+  return axes is None or re.fullmatch(r"('[^']*'(, ?)?)+", axes) is not None
+
+
 def groups_of(line: str) -> list[list[int]]:
   """The devices that exchange with each other in a collective, by group.
 
@@ -243,7 +249,7 @@ def groups_of(line: str) -> list[list[int]]:
   [[0, 2], [1, 3]]
   """
   found = _GROUPS.search(line)
-  if found is None:
+  if found is None or not _is_known(found):
     raise ValueError(
       "`line` must have replica_groups in a known way, got one that does not:"
       f" {line}; compile with a version of JAX that README names."

@@ -238,7 +238,7 @@ def _branch(
         residual[slot[i]] = leaves[i] - sent
     kept = Factors(list(factors.p), list(factors.q))
     kept_now = kept.p if side == _SENDS_P else kept.q
-    # Small beside the product, which is zero then, too.
+    # Small beside the product, which is zero then, too: bases are finite.
     mean_factors = [zeros_unless(is_finite, f) for f in received.factors]
     to_keep = revive(mean_factors, basis.shares, key, unit)
     for j, i in enumerate(low):

@@ -12,10 +12,11 @@ in three passes (shifted Cholesky-QR, Fukaya et al. 2020, arXiv:1809.11085):
   Y <- U L^-T
 
 The QR factorisation is unique, whatever scales its columns have, so each pass
-corrects what the one before it rounded. Three departures from that paper:
-columns are scaled in each pass (a spectrum wider than float32's precision
-leaves every column of the result of length one), the shift leaves lengths as
-they are, and a column that consists of little but rounding noise is damped.
+corrects what the one before it rounded. Departures from that paper: columns are
+scaled in each pass (a spectrum wider than float32's precision leaves every
+column of the result of length one); the shift leaves lengths as they are; it
+does not grow with the number of rows, over whose blocks Gram matrices are
+summed; and a column that consists of little but rounding noise is damped.
 """
 
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ _PASSES = 3
 # The shift s, for each column: some 8 roundings, as the Gram matrix of many
 # equal columns may need to remain positive definite.
 _SHIFT = 8 * float(np.finfo(np.float32).eps)
+_BLOCK = 128  # rows
 # Share of a column that the columns before it lack, below which it is damped.
 # Rounding is 1e-7 of a column, so of one of which 1e-5 is new that is known to
 # 1 %.
@@ -66,7 +68,9 @@ def orthonormalize(stacks: Stacks) -> Basis:
   host cannot tell from another is left short, and counts little. Of equal
   input, hosts that round differently by e make p_i that differ by e / t_i.
   Where Y = M B, the update p_i p_i^T M has about t_i of the length of Y, so
-  updates differ by about e all the same.
+  updates differ by about e all the same; unless M has much more along p_i than
+  B showed of it, a direction that came up at once and of which B had nearly
+  nothing: then by e / t_i for a step, until it is in Q.
 
   Args:
     stacks: float32 arrays [k_i, m_i, r_i]; ranks and heights may differ.
@@ -162,9 +166,7 @@ def _one_pass(stacks: Stacks) -> tuple[list, list, list]:
   if not stacks:
     return [], [], []
   scaled = [_unit(y) for y in stacks]
-  inverses, pivots = _inverse_roots(
-    [transposed_product(u, u) for u, _ in scaled]
-  )
+  inverses, pivots = _inverse_roots([_gram(u) for u, _ in scaled])
   columns = [u @ t for (u, _), t in zip(scaled, inverses, strict=True)]
   return columns, [length for _, length in scaled], pivots
 
@@ -176,6 +178,21 @@ def _unit(y: jax.Array) -> tuple[jax.Array, jax.Array]:
   y = y / jnp.where(largest > 0, largest, 1.0)
   length = jnp.sqrt(jnp.sum(jnp.square(y), axis=1, keepdims=True))
   return y / jnp.where(length > 0, length, 1.0), (length * largest)[:, 0]
+
+
+def _gram(u: jax.Array) -> jax.Array:
+  """U^T U of [k, m, r], summed over blocks of rows.
+
+  In one long sum of equal terms rounding goes one way, and adds up to more than
+  the shift makes up for: parallel columns of few values would not be positive
+  definite.
+  """
+  count, height, width = u.shape
+  blocks = -(-height // _BLOCK)
+  u = jnp.pad(u, ((0, 0), (0, blocks * _BLOCK - height), (0, 0)))
+  parts = u.reshape(count * blocks, _BLOCK, width)
+  grams = transposed_product(parts, parts)
+  return jnp.sum(grams.reshape(count, blocks, width, width), axis=1)
 
 
 def _inverse_roots(grams: Sequence[jax.Array]) -> tuple[list, list]:
@@ -198,7 +215,10 @@ def _inverse_roots(grams: Sequence[jax.Array]) -> tuple[list, list]:
   inverse = jax.lax.linalg.triangular_solve(
     root, eye, left_side=True, lower=True
   )
-  inverse = jnp.swapaxes(inverse, 1, 2)
+  # Should rounding be worse than the shift all the same, the basis of that
+  # matrix is empty for a step, and what it would have sent is owed.
+  is_sound = jnp.all(jnp.isfinite(inverse), (1, 2), keepdims=True)
+  inverse = jnp.where(is_sound, jnp.swapaxes(inverse, 1, 2), 0.0)
   pivot = jnp.diagonal(root, axis1=-2, axis2=-1)
   inverses, pivots, start = [], [], 0
   for g in grams:

@@ -155,7 +155,9 @@ def make_reducer(
       leaves = [rest[position] for position in part.positions]
       results.append(reduce(i, choice.lead_rung, leaves))
     is_finite = jnp.all(jnp.stack([result.is_finite for result in results]))
-    is_checked = count % check_every == 0
+    # A step that is not finite is looked at, too: a number that is not finite
+    # on one replica alone would make all skip, for ever.
+    is_checked = (count % check_every == 0) | ~is_finite
     applied = params
     if params is None:
       applied = [result.averaged for result in results]
@@ -225,7 +227,9 @@ def make_reducer(
         )
         + choice.wire_bytes
         + jnp.where(is_compared, float(agreement.CHECK_BYTES), 0.0)
-        + jnp.where(is_checked, float(sentinel.check_bytes(axis_name)), 0.0)
+        + jnp.where(
+          is_checked, float(sentinel.check_bytes(applied, axis_name)), 0.0
+        )
         + agreement.stage_check_bytes(stage_axis),
         count=count,
         report=report,

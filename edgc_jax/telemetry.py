@@ -242,11 +242,14 @@ def _warn_of_masks(opt_state: Any, checks: Checks) -> None:
   """Warns of leaves that a mask keeps from the only reducer."""
   masked = find(opt_state, optax.MaskedState)
   is_masked = any(find(state.inner_state, Checks) for state in masked)
-  # Another one may take them, as in optax.partition.
-  if is_masked and len(masked) == 1 and checks.left_out:
+  # There every leaf has a label, and with it somebody who takes it.
+  parts = find(opt_state, optax.transforms.PartitionState)
+  is_part = any(find(part.inner_states, Checks) for part in parts)
+  if is_masked and not is_part and checks.left_out:
     warnings.warn(
       f"optax.masked keeps {checks.left_out} leaves from the reducer, so their"
-      " gradients are not averaged and replicas part. Send leaves dense with"
+      " gradients are not averaged, and unless they are frozen replicas part."
+      " Send leaves dense with"
       " matrix_view=lambda path, shape: None for them in place of the mask, or"
       " give them to edgc_jax.allreduce() under the opposite mask.",
       RuntimeWarning,

@@ -111,7 +111,8 @@ def skip_nonfinite(
   A gradient is looked at before and after the exchange. The replicas agree (4
   bytes on the wire) when all else has been sent; a skipped step returns zeros
   and leaves the state of the whole wrapped chain, Adam's moments and counters
-  included, bit for bit as it was. `edgc_jax.metrics` counts the skips and
+  included, bit for bit as it was, but for the count of steps at which replicas
+  had parted. `edgc_jax.metrics` counts the skips and
   warns after `max_consecutive` in a row; the rest of what it shows is then
   that of the step before.
 
@@ -174,10 +175,19 @@ def skip_nonfinite(
       f"all axes that gradients vary over (those left are {left})",
       "name them all, or stages decide differently",
     )
+    parted = [checks.parted_steps for checks in seen]
     averaged, inner_state = jax.tree.map(
       lambda new, old: jnp.where(ok, new, old),
       (averaged, inner_state),
       (jax.tree.map(jnp.zeros_like, averaged), state.inner_state),
+    )
+    # That replicas have parted may be why all skip.
+    is_checks = lambda x: isinstance(x, Checks)  # noqa: E731
+    counts = iter(parted)
+    inner_state = jax.tree.map(
+      lambda x: x._replace(parted_steps=next(counts)) if is_checks(x) else x,
+      inner_state,
+      is_leaf=is_checks,
     )
     skipped = (~ok).astype(jnp.int32)
     old = state.stats

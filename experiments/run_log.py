@@ -23,6 +23,7 @@ _TIMED = 1000  # newest log intervals, of whose times the median is taken
 _NEW = {
   "step": 0, "wire_bytes": [], "peak_wire_bytes": 0.0, "rank_history": [],
   "losses": [], "seconds": 0.0, "step_seconds": [], "parted_steps": 0,
+  "noticed": [],
 }  # fmt: skip
 
 
@@ -52,7 +53,7 @@ class RunLog:
     self.peak_wire_bytes: float = state["peak_wire_bytes"]
     self.rank_history: list[Any] = list(state["rank_history"])
     self.new_parted_steps: list[int] = []
-    self._noticed: list[int] = []
+    self._noticed: list[int] = list(state["noticed"])
     self._parted_steps: int = state["parted_steps"]
     self._losses: list[float] = list(state["losses"])  # since the last line
     self._first = self._step = state["step"]
@@ -97,6 +98,7 @@ class RunLog:
       "rank_history": self.rank_history,
       "losses": self._losses,
       "parted_steps": self._parted_steps,
+      "noticed": list(self._noticed),
       "seconds": self.seconds(),
       "step_seconds": list(self._step_seconds),
     }

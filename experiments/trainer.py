@@ -211,11 +211,12 @@ class Trainer:
       val_loss = None
       if is_evaluated or step % config.log_every == 0 or step == 1:
         line = log.fetch()
-        self._stop_if_hopeless(line, step)
         if log.new_parted_steps:
           params, opt_state = self._rejoin(
             params, opt_state, log.new_parted_steps
           )
+        else:
+          self._stop_if_hopeless(line, step)
         if is_evaluated:
           line["val_loss"] = val_loss = self._evaluate(params)
         log.write(line)
@@ -285,7 +286,7 @@ class Trainer:
       raise TrainingStopped(
         f"{found}: they train different models from some step before it, at"
         f" most {self.config.sentinel.every} earlier, on. Go on from a"
-        " checkpoint of an earlier step (delete the later ones), or set"
+        " checkpoint from before that (delete the later ones), or set"
         " --config.sentinel.action=follow to go on with the first replica's"
         " parameters and state for all; if it comes again, look at the hardware"
         " of the hosts and at what else changes parameters."

@@ -107,6 +107,9 @@ class ChainTest(parameterized.TestCase):
     run.step(gradients_like(PARAMS, 0))
     with self.assertWarnsRegex(RuntimeWarning, "keeps 1 leaves .*matrix_view"):
       edgc_jax.metrics(run.state)
+    decayed = optax.adamw(1e-3, mask=mask).init(PARAMS)
+    with self.assertWarnsRegex(RuntimeWarning, "keeps 1 leaves"):
+      edgc_jax.metrics((run.state, decayed))
 
   @parameterized.named_parameters(
     ("all", lambda tx: optax.masked(tx, {"w": True, "b": True})),

@@ -19,6 +19,13 @@ KERNELS = ("Zen", "SkylakeX")
 SECONDS = 160  # for all processes; half of it on an idle machine
 
 
+def make_of(kind):
+  """What makes a process round as one kind of host: kernels and vectors."""
+  isa = "" if kind else "--xla_cpu_max_isa=AVX2"
+  flags = f"{quick_compile.XLA_FLAGS} {isa}".strip()
+  return {"OPENBLAS_CORETYPE": KERNELS[kind], "XLA_FLAGS": flags}
+
+
 def run(folder, count, cases):
   """Trains on so many hosts, every other one with the second kernels."""
   foreign = ("JAX_", "NPROC", "PYTHONWARNINGS", "XLA_FLAGS")
@@ -28,8 +35,6 @@ def run(folder, count, cases):
   environment |= {
     "JAX_PLATFORMS": "cpu", "NPROC": "2", "OPENBLAS_NUM_THREADS": "1",
   }  # fmt: skip
-  if quick_compile.XLA_FLAGS:
-    environment["XLA_FLAGS"] = quick_compile.XLA_FLAGS
   port, processes = free_port(), []
   try:
     for i in range(count):
@@ -42,7 +47,7 @@ def run(folder, count, cases):
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=environment | {"OPENBLAS_CORETYPE": KERNELS[i % 2]},
+            env=environment | make_of(i % 2),
           )
         )
     wait(processes, folder, SECONDS)

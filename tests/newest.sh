@@ -70,7 +70,7 @@ copy_project() {
   find "$ROOT/project" -mindepth 1 -maxdepth 1 ! -name .venv -exec rm -rf {} +
   git ls-files -z --cached --others --exclude-standard |
     while IFS= read -r -d '' file; do
-      [ -e "$file" ] && printf '%s\0' "$file"
+      if [ -e "$file" ]; then printf '%s\0' "$file"; fi
     done |
     tar --create --null --files-from=- | tar --extract --directory "$ROOT/project"
 }
@@ -108,6 +108,6 @@ case ${1:-} in
     build
     settle
     copy_project
-    exec unshare --mount "$0" --inside "${@:-test}"
+    exec unshare --mount "$PWD/tests/newest.sh" --inside "${@:-test}"
     ;;
 esac

@@ -99,6 +99,29 @@ class OrthonormalizeTest(parameterized.TestCase):
       distance = np.linalg.norm(moved - p, axis=0)
       self.assertLess((distance / bound).max(), 1, f"{distance} {shares}")
 
+  @parameterized.product(
+    rows=[768, 5000, 50304], values=[(0.1, 0.3), (0, 1, 2, 3), (1, -1), (0.7,)]
+  )
+  def test_tall_parallel_columns_of_few_values(self, rows, values):
+    """Rounding errors of long sums of equal terms all go one way."""
+    random = np.random.default_rng(rows)
+    column = random.choice(np.float32(values), rows)
+    for scales in (np.ones(32), random.choice(np.float32(values), 32)):
+      y = jnp.asarray(np.outer(column, scales), jnp.float32)[None]
+      for found in (orthonormalize([y]).columns[0], unit_columns([y])[0]):
+        self.assertTrue(np.isfinite(found).all())
+      p = np.float64(orthonormalize([y]).columns[0][0])
+      first = np.flatnonzero(scales)[0]
+      self.assertAlmostEqual(np.linalg.norm(p[:, first]), 1, places=5)
+
+  def test_a_matrix_that_cannot_be_factorised_gives_no_basis(self):
+    """And the others have theirs."""
+    bad = jnp.full((1, 40, 4), jnp.nan)
+    good = jnp.asarray(gaussian()[None], jnp.float32)
+    columns, _ = orthonormalize([bad, good])
+    alone, _ = orthonormalize([good])
+    np.testing.assert_allclose(columns[1], alone[0], atol=1e-6)
+
   def test_iterated_columns_come_sorted_by_energy(self):
     """Orthogonal iteration: column i tends to the i-th singular vector."""
     values = np.logspace(0, -2, COLS)

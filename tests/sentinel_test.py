@@ -1,5 +1,7 @@
 """Replicas that part are noticed, whatever parted them, and can be rejoined."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import AXIS, Pmap, ShardMap, find, gradients_like
 
 import edgc_jax
-from edgc_jax import sentinel
+from edgc_jax import collectives, sentinel
 
 PARAMS = {"w": jnp.ones((40, 60)), "b": jnp.full((30,), 1e-3)}
 
@@ -117,11 +119,41 @@ class SentinelTest(parameterized.TestCase):
       self.assertEqual(found.tolist(), [expected] * 2)
 
   def test_without_parameters_updates_are_compared(self):
-    run = Pmap(edgc_jax.allreduce(check_every=1), PARAMS)
-    run.step(gradients_like(PARAMS, 0))
-    self.assertEqual(edgc_jax.metrics(run.state)["parted_steps"], 0)
-    factor = find(Pmap(edgc_jax.powersgd(4), PARAMS).state)
-    self.assertIsNotNone(factor)
+    tx = edgc_jax.allreduce(check_every=1)
+    update = lambda g: tx.update(g, tx.init(PARAMS))[1].checks.parted_steps  # noqa: E731
+    run = lambda: jax.vmap(update, axis_name=AXIS)(gradients_like(PARAMS, 0))  # noqa: E731
+    self.assertEqual(run().tolist(), [0] * 4)
+    # An all-reduce that gives every replica something else.
+    with mock.patch.object(collectives, "mean", lambda tree, _: tree):
+      self.assertEqual(run().tolist(), [1] * 4)
+
+  def test_many_leaves(self):
+    """Sums over leaves must not drown a difference, nor rounding be one."""
+    params = {f"{i:04}": jnp.full((3,), 1e-3 * i) for i in range(500)}
+    see = jax.pmap(
+      lambda x: sentinel.have_parted(x, True, jnp.int32(0), AXIS),
+      AXIS,
+      devices=jax.devices()[:2],
+    )
+    both = lambda other: jax.tree.map(  # noqa: E731
+      lambda *x: jnp.stack(x), params, other
+    )
+    ulps = jax.tree.map(lambda p: p * (1 + 2e-7), params)
+    self.assertEqual(see(both(ulps)).tolist(), [0, 0])
+    wrong = params | {"0499": params["0499"].at[1].mul(1.05)}
+    self.assertEqual(see(both(wrong)).tolist(), [1, 1])
+
+  @parameterized.parameters(np.nan, 1e3)
+  def test_seen_through_skip_nonfinite(self, value):
+    """A parameter that is not finite on one replica makes all skip."""
+    run = Trained(edgc_jax.skip_nonfinite(chain(check_every=100)))
+    run.step(0)
+    run.change("w", 1, (0, 0), value)
+    gradients = gradients_like(PARAMS, 1)
+    if np.isnan(value):
+      gradients["w"] = gradients["w"].at[1, 0, 0].set(value)
+    run.params, run.state = run.update(gradients, run.params, run.state)
+    self.assertEqual(run.parted, int(np.isnan(value)), "if not due, then not")
 
   @parameterized.parameters("w", "b")
   def test_following_the_first_replica(self, name):
@@ -141,16 +173,42 @@ class SentinelTest(parameterized.TestCase):
     self.assertEqual(run.parted, 1, "no more of them")
 
   def test_following_under_shard_map_and_accumulate(self):
-    tx = edgc_jax.accumulate(edgc_jax.powersgd(4), 2)
+    tx = optax.chain(
+      edgc_jax.accumulate(edgc_jax.powersgd(4), 2),
+      optax.add_noise(0.1, 0.5, jax.random.key(3)),
+    )
     run = ShardMap(tx, PARAMS)
     run.step(gradients_like(PARAMS, 0))
     specs = edgc_jax.state_specs(tx, PARAMS)
-    follow = jax.shard_map(
-      lambda state: edgc_jax.follow_first_replica(state, AXIS),
-      mesh=run.mesh, in_specs=(specs,), out_specs=specs,
+
+    def follow(state):
+      own = jax.lax.axis_index(AXIS)
+      part = lambda x: x + jnp.where(own > 0, 1, 0).astype(x.dtype)  # noqa: E731
+      inner = state[0].inner_state
+      q = jax.tree.map(part, inner.exchange.factor_q)
+      inner = inner._replace(exchange=inner.exchange._replace(factor_q=q))
+      return edgc_jax.follow_first_replica(
+        (state[0]._replace(inner_state=inner), state[1]), AXIS
+      )
+
+    on_mesh = jax.shard_map(
+      follow, mesh=run.mesh, in_specs=(specs,), out_specs=specs
+    )
+    after = jax.jit(on_mesh)(run.state)
+    data = lambda x: (  # noqa: E731
+      jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+      else x
     )  # fmt: skip
-    after = jax.jit(follow)(run.state)
-    jax.tree.map(np.testing.assert_array_equal, after, run.state)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_array_equal(data(a), data(b)),
+      after, run.state,
+    )  # fmt: skip
+
+  def test_following_where_no_axis_is_bound(self):
+    with self.assertRaisesRegex(
+      ValueError, "`axis_name` must be an axis bound"
+    ):
+      edgc_jax.follow_first_replica(PARAMS)
 
   def test_sees_what_static_checks_cannot(self):
     """check_vma=False turns JAX's own tracking off, and not the sentinel."""
