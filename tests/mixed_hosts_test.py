@@ -16,7 +16,7 @@ import quick_compile
 from local_processes import free_port, wait
 
 KERNELS = ("Zen", "SkylakeX")
-SECONDS = 160  # for all processes; half of it on an idle machine
+SECONDS = 400  # for all processes; a fifth of it on an idle machine
 
 
 def make_of(kind):
