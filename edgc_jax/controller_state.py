@@ -46,9 +46,7 @@ class ControllerState(NamedTuple):
   window_variance: jax.Array  # float32 [K], in the last whole window
   rebase: jax.Array  # int32 [], of MARKED and DUE
   num_before: jax.Array  # float32 [], samples in the window before its mark
-  scale_jumps: (
-    jax.Array
-  )  # int32 [], windows in which all gradients' scale jumped
+  scale_jumps: jax.Array  # int32 [], windows with a jump (`has_jumped`)
 
 
 def first_state(warmup_rung: int, num_matrices: int) -> ControllerState:

@@ -220,6 +220,7 @@ def _inverse_roots(grams: Sequence[jax.Array]) -> tuple[list, list]:
   is_sound = jnp.all(jnp.isfinite(inverse), (1, 2), keepdims=True)
   inverse = jnp.where(is_sound, jnp.swapaxes(inverse, 1, 2), 0.0)
   pivot = jnp.diagonal(root, axis1=-2, axis2=-1)
+  pivot = jnp.where(is_sound[:, 0], pivot, 0.0)
   inverses, pivots, start = [], [], 0
   for g in grams:
     stop, own = start + g.shape[0], g.shape[-1]

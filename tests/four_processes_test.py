@@ -3,13 +3,13 @@
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import time
 
 import four_processes_worker as worker
 import pytest
+from local_processes import free_port, wait
 
 from experiments import report
 from experiments.trainer import Trainer
@@ -23,12 +23,6 @@ def read(folder):
   text = (folder / "metrics.jsonl").read_text()
   summary = json.loads((folder / "summary.json").read_text())
   return [json.loads(line) for line in text.splitlines()], summary
-
-
-def free_port():
-  with socket.socket() as server:
-    server.bind(("127.0.0.1", 0))
-    return server.getsockname()[1]
 
 
 def start(folder, port, index):
@@ -46,22 +40,6 @@ def start(folder, port, index):
       stdin=subprocess.DEVNULL,
       env=environment | {"JAX_PLATFORMS": "cpu"},
     )
-
-
-def wait(processes, folder, deadline):
-  """Until all are done; one that fails, or the deadline, fails the test."""
-  while True:
-    codes = [process.poll() for process in processes]
-    if all(code == 0 for code in codes):
-      return
-    if any(codes) or time.monotonic() > deadline:
-      outputs = "\n".join(
-        f"--- process {i}, exit code {code}\n"
-        + (folder / f"output_{i}.txt").read_text()[-5000:]
-        for i, code in enumerate(codes)
-      )
-      pytest.fail(f"Not all processes ended well.\n{outputs}")
-    time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,11 @@ def free_port():
     return server.getsockname()[1]
 
 
-def wait(processes, folder, seconds):
-  """Until all are done; one that fails, or the time, fails the test.
+def wait(processes, folder, deadline):
+  """Until all are done; one that fails, or the deadline, fails the test.
 
   What process i prints is in output_i.txt.
   """
-  deadline = time.monotonic() + seconds
   while True:
     codes = [process.poll() for process in processes]
     if all(code == 0 for code in codes):

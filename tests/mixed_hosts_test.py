@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import mixed_hosts_worker as worker
 import numpy as np
@@ -36,6 +37,7 @@ def run(folder, count, cases):
     "JAX_PLATFORMS": "cpu", "NPROC": "2", "OPENBLAS_NUM_THREADS": "1",
   }  # fmt: skip
   port, processes = free_port(), []
+  deadline = time.monotonic() + SECONDS
   try:
     for i in range(count):
       arguments = (folder, port, i, count, SECONDS - 10, *cases)
@@ -50,7 +52,7 @@ def run(folder, count, cases):
             env=environment | make_of(i % 2),
           )
         )
-    wait(processes, folder, SECONDS)
+    wait(processes, folder, deadline)
   finally:
     for process in processes:
       process.kill()

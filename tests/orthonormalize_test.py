@@ -1,10 +1,13 @@
 """Orthonormal or short, continuous, in order, whatever comes in."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from edgc_jax import orthonormalize as orthonormalization
 from edgc_jax.orthonormalize import orthonormalize, revive, unit_columns
 
 ROWS, COLS = 200, 24
@@ -121,6 +124,13 @@ class OrthonormalizeTest(parameterized.TestCase):
     columns, _ = orthonormalize([bad, good])
     alone, _ = orthonormalize([good])
     np.testing.assert_allclose(columns[1], alone[0], atol=1e-6)
+
+  def test_a_failed_factorisation_leaves_nothing_that_is_not_finite(self):
+    y = jnp.ones((1, 40, 4))
+    with mock.patch.object(orthonormalization, "_SHIFT", -1.0):
+      columns, shares = orthonormalize([y])
+    np.testing.assert_array_equal(columns[0], 0.0)
+    np.testing.assert_array_equal(shares[0], 0.0)
 
   def test_iterated_columns_come_sorted_by_energy(self):
     """Orthogonal iteration: column i tends to the i-th singular vector."""
