@@ -5,7 +5,7 @@ from typing import Any
 
 import optax
 
-from edgc_jax import arguments, guards
+from edgc_jax import arguments, validation
 from edgc_jax import link as links
 from edgc_jax.allocator import Allocator
 from edgc_jax.controller import Controller
@@ -185,10 +185,10 @@ def edgc(
   arguments.require_sampling(entry_rate, estimator, bins)
   arguments.require_warmup_rank(warmup_rank)
   if max_rank_step is not None:
-    guards.require_int("max_rank_step", max_rank_step, rank_multiple)
+    validation.require_int("max_rank_step", max_rank_step, rank_multiple)
   arguments.require_rule(rule, exponent)
   arguments.require_allocation(granularity, curves, scale_exponent)
-  guards.require_one_of("align", align, ALIGNMENTS)
+  validation.require_one_of("align", align, ALIGNMENTS)
   arguments.require_ratio(min_ratio)
   arguments.require_placement(placement, stage_axis)
   travel = arguments.travel(wire_dtype, alternating, refresh_every)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgc_jax import cpu_hosts, guards
+from edgc_jax import cpu_hosts, validation
 from edgc_jax.link import CompressionModel, LinkModel
 from edgc_jax.matrices import ViewFn, trailing_matrix
 from edgc_jax.plan import Plan, make_plan
@@ -110,12 +110,12 @@ def advise(
   >>> advise(weights, fast, 0.1, 2, **costs).choice.name
   'dense'
   """
-  guards.require_finite("step_seconds", step_seconds, "measure it")
-  guards.require_finite("coding_seconds", coding_seconds, "measure it")
-  guards.require_finite("tolerance", tolerance, "0.1 is a tenth")
-  guards.require_int("replicas", replicas, 1)
+  validation.require_finite("step_seconds", step_seconds, "measure it")
+  validation.require_finite("coding_seconds", coding_seconds, "measure it")
+  validation.require_finite("tolerance", tolerance, "0.1 is a tenth")
+  validation.require_int("replicas", replicas, 1)
   for rank in ranks:
-    guards.require_int("ranks", rank, 1)
+    validation.require_int("ranks", rank, 1)
 
   def plan_of(rank: int, wire_dtype: str = "float32") -> Plan:
     return make_plan(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from edgc_jax import allocation, entropy, guards, rank_rule, stages
+from edgc_jax import allocation, entropy, rank_rule, stages, validation
 from edgc_jax.link import CompressionModel, LinkModel
 from edgc_jax.matrices import PlacementFn
 from edgc_jax.wire_codes import code_of
@@ -29,25 +29,25 @@ def require_models(
 
 def require_sampling(entry_rate: float, estimator: str, bins: int) -> None:
   """Raises unless entropies can be sampled so."""
-  guards.require_int("bins", bins, 1)
-  guards.require_number("entry_rate", entry_rate)
-  guards.require(
+  validation.require_int("bins", bins, 1)
+  validation.require_number("entry_rate", entry_rate)
+  validation.require(
     0 < entry_rate <= 1, "entry_rate", entry_rate, "in (0, 1]", "1 reads all"
   )
-  guards.require_one_of("estimator", estimator, entropy.ESTIMATORS)
+  validation.require_one_of("estimator", estimator, entropy.ESTIMATORS)
 
 
 def require_rule(rule: str, exponent: float) -> None:
   """Raises unless there is such a rule, with a positive exponent."""
-  guards.require_one_of("rule", rule, rank_rule.RULES)
-  guards.require_number("exponent", exponent)
-  guards.require(exponent > 0, "exponent", exponent, "positive", "use 2")
+  validation.require_one_of("rule", rule, rank_rule.RULES)
+  validation.require_number("exponent", exponent)
+  validation.require(exponent > 0, "exponent", exponent, "positive", "use 2")
 
 
 def require_warmup_rank(warmup_rank: int | str | None) -> None:
   """Raises unless it is a rank, "max" or None."""
   if isinstance(warmup_rank, str):
-    guards.require(
+    validation.require(
       warmup_rank == "max",
       "warmup_rank",
       warmup_rank,
@@ -55,17 +55,17 @@ def require_warmup_rank(warmup_rank: int | str | None) -> None:
       "None is dense",
     )
   elif warmup_rank is not None:
-    guards.require_int("warmup_rank", warmup_rank, 1)
+    validation.require_int("warmup_rank", warmup_rank, 1)
 
 
 def require_allocation(
   granularity: str, curves: str, scale_exponent: float
 ) -> None:
   """Raises unless ranks can be shared out so."""
-  guards.require_one_of("granularity", granularity, GRANULARITIES)
-  guards.require_one_of("curves", curves, allocation.CURVES)
-  guards.require_number("scale_exponent", scale_exponent)
-  guards.require(
+  validation.require_one_of("granularity", granularity, GRANULARITIES)
+  validation.require_one_of("curves", curves, allocation.CURVES)
+  validation.require_number("scale_exponent", scale_exponent)
+  validation.require(
     0 <= scale_exponent <= 2,
     "scale_exponent",
     scale_exponent,
@@ -76,8 +76,8 @@ def require_allocation(
 
 def require_ratio(min_ratio: float) -> None:
   """Raises unless `min_ratio` is a number of at least 0."""
-  guards.require_number("min_ratio", min_ratio)
-  guards.require(
+  validation.require_number("min_ratio", min_ratio)
+  validation.require(
     min_ratio >= 0, "min_ratio", min_ratio, "at least 0", "use 2 or more"
   )
 
@@ -88,7 +88,7 @@ def travel(
   """How factors travel, for a plan; raises where they cannot so."""
   require_flag("alternating", alternating)
   if refresh_every is not None:
-    guards.require_int("refresh_every", refresh_every, 1)
+    validation.require_int("refresh_every", refresh_every, 1)
   return {
     "code": code_of(wire_dtype),
     "alternating": alternating,
@@ -98,8 +98,10 @@ def travel(
 
 def require_share(name: str, value: float) -> None:
   """Raises unless `value` is a number in (0, 1]."""
-  guards.require_number(name, value)
-  guards.require(0 < value <= 1, name, value, "in (0, 1]", "1 is everything")
+  validation.require_number(name, value)
+  validation.require(
+    0 < value <= 1, name, value, "in (0, 1]", "1 is everything"
+  )
 
 
 def require_flag(name: str, value: bool) -> None:
@@ -115,7 +117,7 @@ def require_placement(
   placement: PlacementFn | None, stage_axis: str | None
 ) -> None:
   """Raises where placements are given for stages that are not."""
-  guards.require(
+  validation.require(
     placement is None or stage_axis is not None,
     "placement",
     placement,
@@ -128,21 +130,21 @@ def require_windows(
   window: int, warmup_steps: int, max_warmup_steps: int, step_rate: float
 ) -> None:
   """Raises unless windows and warm-up fit together."""
-  guards.require_int("window", window, 1)
-  guards.require_int("warmup_steps", warmup_steps, 0)
-  guards.require_int("max_warmup_steps", max_warmup_steps, 0)
-  guards.require(
+  validation.require_int("window", window, 1)
+  validation.require_int("warmup_steps", warmup_steps, 0)
+  validation.require_int("max_warmup_steps", max_warmup_steps, 0)
+  validation.require(
     max_warmup_steps >= warmup_steps,
     "max_warmup_steps",
     max_warmup_steps,
     f"at least warmup_steps ({warmup_steps})",
     "raise it, or leave it None for twice that",
   )
-  guards.require_number("step_rate", step_rate)
-  guards.require(
+  validation.require_number("step_rate", step_rate)
+  validation.require(
     0 < step_rate <= 1, "step_rate", step_rate, "in (0, 1]", "1 samples always"
   )
-  guards.require(
+  validation.require(
     window >= round(1 / step_rate),
     "window",
     window,
@@ -159,7 +161,7 @@ def require_times(
     ("link", link, "measure_link"),
     ("backward_seconds", backward_seconds, "measure_backward"),
   ):
-    guards.require(
+    validation.require(
       value is not None,
       name,
       value,
@@ -175,7 +177,7 @@ def warmup_rung(ranks: Sequence[int], warmup_rank: int | str | None) -> int:
     return 0
   if warmup_rank == "max":
     return len(ranks)
-  guards.require(
+  validation.require(
     warmup_rank >= ranks[0],
     "warmup_rank",
     warmup_rank,
@@ -190,7 +192,7 @@ def rank_step(ranks: Sequence[int], max_rank_step: int | None) -> int:
   spacing = ranks[1] - ranks[0] if len(ranks) > 1 else 1
   if max_rank_step is None:
     return max(_MAX_RANK_STEP, spacing)
-  guards.require(
+  validation.require(
     max_rank_step >= spacing,
     "max_rank_step",
     max_rank_step,

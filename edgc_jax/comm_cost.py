@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from edgc_jax import guards
+from edgc_jax import validation
 from edgc_jax.matrices import (
   PlacementFn,
   ViewFn,
@@ -64,7 +64,7 @@ def wire_bytes(
     ("rank", rank, 0), ("lead_rank", lead_rank, 0), ("rank_min", rank_min, 0),
     ("replicas", replicas, 1),
   ):  # fmt: skip
-    guards.require_int(name, value, least)
+    validation.require_int(name, value, least)
   ladder = (rank, lead_rank, rank_min)
   plan = make_plan(
     params,

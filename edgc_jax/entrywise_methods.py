@@ -11,7 +11,7 @@ from typing import Any
 
 import optax
 
-from edgc_jax import arguments, entrywise, guards
+from edgc_jax import arguments, entrywise, validation
 from edgc_jax.entrywise import Coded, Compressor, EntrywisePlan
 from edgc_jax.matrices import (
   PlacementFn,
@@ -202,12 +202,12 @@ def quantize(
 
   >>> tx = optax.chain(quantize(bits=4), optax.adam(1e-3))
   """
-  guards.require_int("bits", bits, 0)
-  guards.require(
+  validation.require_int("bits", bits, 0)
+  validation.require(
     bits in _BITS, "bits", bits, f"one of {_BITS}", "signsgd has one bit"
   )
-  guards.require_int("block", block, 2)
-  guards.require(block % 2 == 0, "block", block, "even", "use 256")
+  validation.require_int("block", block, 2)
+  validation.require(block % 2 == 0, "block", block, "even", "use 256")
   arguments.require_flag("error_feedback", error_feedback)
   return _make(
     Coded(Blockwise(bits, block)),
@@ -263,8 +263,10 @@ def signsgd(
 
   >>> tx = optax.chain(signsgd(), optax.sgd(1e-2))
   """
-  guards.require_int("block", block, 8)
-  guards.require(block % 8 == 0, "block", block, "a multiple of 8", "use 256")
+  validation.require_int("block", block, 8)
+  validation.require(
+    block % 8 == 0, "block", block, "a multiple of 8", "use 256"
+  )
   return _make(
     Coded(Signs(block)),
     axis_name,
@@ -290,7 +292,7 @@ def _make(
   seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   """A reducer of entries."""
-  guards.require_int("min_size", min_size, 1)
+  validation.require_int("min_size", min_size, 1)
   arguments.require_placement(placement, stage_axis)
   kind: Any = functools.partial(
     EntrywisePlan,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from edgc_jax import guards
+from edgc_jax import validation
 from edgc_jax.plan import Plan
 
 
@@ -84,7 +84,7 @@ def unpack(
   for plan, own_p, own_q, residual in zip(plans, p, q, residuals, strict=True):
     leaves = [plan.leaves[i] for i in plan.compressible]
     for leaf, e in zip(leaves, residual, strict=False):
-      guards.require_shape("residual", leaf.path, e.shape, leaf.shape)
+      validation.require_shape("residual", leaf.path, e.shape, leaf.shape)
     for name, factors, side in (
       ("factor_p", own_p, "rows"),
       ("factor_q", own_q, "cols"),
@@ -92,7 +92,7 @@ def unpack(
       for leaf, factor in zip(leaves, factors, strict=False):
         height = getattr(leaf.view, side)
         shape = (leaf.view.count, height, plan.factor_columns(leaf))
-        guards.require_shape(name, leaf.path, factor.shape, shape)
+        validation.require_shape(name, leaf.path, factor.shape, shape)
   return [Factors(*both) for both in zip(p, q, strict=True)], residuals
 
 

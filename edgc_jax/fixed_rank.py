@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-from edgc_jax import arguments, guards
+from edgc_jax import arguments, validation
 from edgc_jax.matrices import (
   PlacementFn,
   ViewFn,
@@ -168,19 +168,19 @@ def _schedule(
 ) -> dict[int, int]:
   """{first step: rank} with a dense warm-up before it."""
   if not isinstance(rank, Mapping):
-    guards.require_int("rank", rank, 1)
+    validation.require_int("rank", rank, 1)
     rank = {0: rank}
   for step, value in rank.items():
-    guards.require_int("step of `rank`", step, 0)
-    guards.require_int("rank", value, 0)
-  guards.require(
+    validation.require_int("step of `rank`", step, 0)
+    validation.require_int("rank", value, 0)
+  validation.require(
     0 in rank and any(rank.values()),
     "rank",
     dict(rank),
     "a rank from step 0 on, and not always 0",
     "add an entry {0: rank}, or use allreduce for dense",
   )
-  guards.require_int("warmup_steps", warmup_steps, 0)
+  validation.require_int("warmup_steps", warmup_steps, 0)
   if not warmup_steps:
     return dict(rank)
   then = rank[max(step for step in rank if step <= warmup_steps)]

@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 
-from edgc_jax import guards
+from edgc_jax import validation
 from edgc_jax.link import (
   CompressionModel,
   LinkModel,
@@ -26,15 +26,15 @@ class Ladder:
   compression: CompressionModel
 
   def __post_init__(self) -> None:
-    guards.require_int("rank_multiple", self.rank_multiple, 1)
+    validation.require_int("rank_multiple", self.rank_multiple, 1)
     for name, value in (
       ("rank_max", self.rank_max),
       ("rank_min", self.rank_min),
     ):
       if value is None:
         continue
-      guards.require_int(name, value, 1)
-      guards.require(
+      validation.require_int(name, value, 1)
+      validation.require(
         value % self.rank_multiple == 0,
         name,
         value,
@@ -86,7 +86,7 @@ class Ladder:
     """The smallest rank under a largest one."""
     if self.rank_min is None:
       return self.rank_multiple * max(1, top // (4 * self.rank_multiple))
-    guards.require(
+    validation.require(
       self.rank_min <= top,
       "rank_min",
       self.rank_min,

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from edgc_jax import guards
+from edgc_jax import validation
 from edgc_jax.plan import Plan
 
 _REMEDY = "give seconds, or measure them"
@@ -37,9 +37,9 @@ class LinkModel:
   r_squared: float | None = dataclasses.field(default=None, compare=False)
 
   def __post_init__(self) -> None:
-    guards.require_finite("latency", self.latency, _REMEDY)
-    guards.require_number("bandwidth", self.bandwidth)
-    guards.require(
+    validation.require_finite("latency", self.latency, _REMEDY)
+    validation.require_number("bandwidth", self.bandwidth)
+    validation.require(
       math.isfinite(self.bandwidth) and self.bandwidth > 0,
       "bandwidth",
       self.bandwidth,
@@ -76,8 +76,8 @@ class CompressionModel:
   per_rank: float
 
   def __post_init__(self) -> None:
-    guards.require_finite("base", self.base, _REMEDY)
-    guards.require_finite("per_rank", self.per_rank, _REMEDY)
+    validation.require_finite("base", self.base, _REMEDY)
+    validation.require_finite("per_rank", self.per_rank, _REMEDY)
 
   def seconds(self, rank: int) -> float:
     """Seconds at a rank: base + per_rank * rank, and none at 0 (dense)."""
@@ -169,7 +169,7 @@ def rank_ceiling(
   >>> rank_ceiling(plan, LinkModel(1e-2, 1e9), free)
   0
   """
-  guards.require_int("rank_multiple", rank_multiple, 1)
+  validation.require_int("rank_multiple", rank_multiple, 1)
   views = [leaf.view for leaf in plan.leaves if leaf.view is not None]
   largest = max((min(view.rows, view.cols) for view in views), default=0)
   dense = _seconds(plan, 0, link, compression)
@@ -217,8 +217,8 @@ def spread_ranks(
     ("rank_multiple", rank_multiple),
     ("most", most),
   ):
-    guards.require_int(name, value, 1)
-  guards.require(
+    validation.require_int(name, value, 1)
+  validation.require(
     rank_min <= rank_max,
     "rank_min",
     rank_min,

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from edgc_jax import collectives, cpu_devices, guards
+from edgc_jax import collectives, cpu_devices, validation
 from edgc_jax.link import LinkModel, fit_line
 from edgc_jax.stopwatch import agree, medians
 
@@ -58,16 +58,16 @@ def measure_link(
     RuntimeWarning: if times do not grow with size. Latency is then 0 and
       bandwidth that of the largest size.
   """
-  guards.require(
+  validation.require(
     mesh.shape.get(axis_name, 1) > 1,
     "axis_name",
     axis_name,
     f"an axis of the mesh {dict(mesh.shape)} with several devices",
     "name the one gradients are averaged over; a single replica has no link",
   )
-  guards.require_several("sizes", sizes, 4)
-  guards.require_int("repeats", repeats, 1)
-  guards.require_finite("budget", budget, "60 is a minute")
+  validation.require_several("sizes", sizes, 4)
+  validation.require_int("repeats", repeats, 1)
+  validation.require_finite("budget", budget, "60 is a minute")
   cpu_devices.require_threads()
 
   counts = sorted(size // 4 for size in sizes)

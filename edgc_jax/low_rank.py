@@ -55,7 +55,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import agreement, guards, sketch
+from edgc_jax import agreement, sketch, validation
 from edgc_jax.exchange import Exchange, unit_of, zeros_unless
 from edgc_jax.exchange_state import Factors
 from edgc_jax.factor_wire import FactorWire
@@ -104,7 +104,7 @@ def exchange(
     The exchange.
   """
   if plan.alternating:
-    guards.require(
+    validation.require(
       jax.process_count() == 1,
       "alternating",
       True,

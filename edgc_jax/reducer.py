@@ -29,6 +29,7 @@ from edgc_jax import (
   low_rank,
   ordering,
   sentinel,
+  validation,
 )
 from edgc_jax.allocation import lost_share
 from edgc_jax.allocator import Measured
@@ -72,7 +73,7 @@ def make_reducer(
   Raises:
     ValueError: if `check_every` is below 1.
   """
-  guards.require_int("check_every", check_every, 1)
+  validation.require_int("check_every", check_every, 1)
 
   def init_fn(params: optax.Params) -> ReducerState:
     plan = plan_for(params)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from edgc_jax import collectives, guards
+from edgc_jax import collectives, validation
 from edgc_jax.controller_state import mark_rebase, rescaled
 from edgc_jax.reducer_state import ReducerState
 from edgc_jax.telemetry import find
@@ -62,7 +62,7 @@ def resize_replicas(
   array([2., 6.])
   """
   for name, value in (("old", old), ("new", new), ("stages", stages or 1)):
-    guards.require_int(name, value, 1)
+    validation.require_int(name, value, 1)
 
   names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
   reducers = find(opt_state, ReducerState)
@@ -76,7 +76,7 @@ def resize_replicas(
     if not names & set(axes):
       return _restacked(x, old, new) if is_stacked else x
     others = set(axes) - names
-    guards.require(
+    validation.require(
       not others or stages is not None,
       "stages",
       stages,
@@ -85,7 +85,7 @@ def resize_replicas(
     )
     x = np.asarray(x)
     lead = (stages if others else 1, old)
-    guards.require(
+    validation.require(
       len(x) % math.prod(lead) == 0,
       "old",
       old,
@@ -101,7 +101,7 @@ def resize_replicas(
 def _restacked(x: Any, old: int, new: int) -> np.ndarray:
   """What pmap's replicas hold alike, [old, ...], for another number of them."""
   x = np.asarray(x)
-  guards.require(
+  validation.require(
     x.shape[:1] == (old,),
     "old",
     old,
@@ -212,8 +212,10 @@ def rescale_gradients(opt_state: Any, factor: float) -> Any:
   Raises:
     ValueError: if `factor` is not positive and finite.
   """
-  guards.require_finite("factor", factor, "give new scale over old")
-  guards.require(factor > 0, "factor", factor, "positive", "1 changes nothing")
+  validation.require_finite("factor", factor, "give new scale over old")
+  validation.require(
+    factor > 0, "factor", factor, "positive", "1 changes nothing"
+  )
 
   def rescale(part: Any) -> Any:
     scaled = lambda tree: jax.tree.map(lambda x: x * factor, tree)  # noqa: E731

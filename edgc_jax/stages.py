@@ -7,7 +7,7 @@ ones that are waited for.
 
 import numpy as np
 
-from edgc_jax import guards
+from edgc_jax import validation
 
 
 def aligned_rungs(
@@ -52,7 +52,7 @@ def aligned_rungs(
          [0, 4, 4, 4, 4]], dtype=int32)
   """
   seconds = _checked(seconds)
-  guards.require_int("num_stages", num_stages, 1)
+  validation.require_int("num_stages", num_stages, 1)
   require_backward(backward_seconds)
   slack = np.arange(num_stages)[:, None] * backward_seconds
   budget = seconds + slack
@@ -89,21 +89,21 @@ def finish_seconds(
 def _checked(seconds: np.ndarray) -> np.ndarray:
   """The times as float64 [num_rungs]; raises unless they fit a ladder."""
   seconds = np.asarray(seconds, np.float64)
-  guards.require(
+  validation.require(
     seconds.ndim == 1 and len(seconds) > 0,
     "seconds",
     seconds.shape,
     "of shape [num_rungs], at least one",
     "give one time per rung, dense first",
   )
-  guards.require(
+  validation.require(
     bool(np.all(np.isfinite(seconds) & (seconds > 0))),
     "seconds",
     seconds.tolist(),
     "positive and finite",
     "give the time of each rung's exchange",
   )
-  guards.require(
+  validation.require(
     bool(np.all(np.diff(seconds[1:]) >= 0)),
     "seconds",
     seconds.tolist(),
@@ -115,7 +115,7 @@ def _checked(seconds: np.ndarray) -> np.ndarray:
 
 def require_backward(backward_seconds: float) -> None:
   """Raises unless the time of a microbatch is a finite number, at least 0."""
-  guards.require_finite(
+  validation.require_finite(
     "backward_seconds",
     backward_seconds,
     "give one microbatch's time; 0 puts all stages on one rung",

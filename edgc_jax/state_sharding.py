@@ -20,7 +20,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from edgc_jax import guards
+from edgc_jax import validation
 from edgc_jax.exchange_state import ExchangeState
 from edgc_jax.reducer_state import ReducerState
 from edgc_jax.wrappers import AccumulateState
@@ -67,7 +67,7 @@ def state_specs(
   """
   by_path = {}
   if param_specs is not None:
-    guards.require(
+    validation.require(
       mesh is not None,
       "mesh",
       mesh,
@@ -75,7 +75,7 @@ def state_specs(
       "pass the mesh that shard_map is called with",
     )
     for name, axis in (("axis_name", axis_name), ("stage_axis", stage_axis)):
-      guards.require(
+      validation.require(
         axis in mesh.shape,
         name,
         axis,

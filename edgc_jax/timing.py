@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from edgc_jax import adaptive_rank, fixed_rank, guards
+from edgc_jax import adaptive_rank, fixed_rank, validation
 from edgc_jax.link import CompressionModel, fit_line
 from edgc_jax.matrices import ViewFn
 from edgc_jax.stopwatch import agree, medians
@@ -53,8 +53,8 @@ def measure_compression(
   Returns:
     The model.
   """
-  guards.require_several("ranks", ranks, 1)
-  guards.require_int("repeats", repeats, 1)
+  validation.require_several("ranks", ranks, 1)
+  validation.require_int("repeats", repeats, 1)
   reducers = [
     adaptive_rank.edgc(
       _AXIS, rank_max=rank, rank_min=rank, rank_multiple=rank,
@@ -93,7 +93,7 @@ def measure_coding(
   Returns:
     Seconds, at least 0.
   """
-  guards.require_int("repeats", repeats, 1)
+  validation.require_int("repeats", repeats, 1)
   least = fixed_rank.allreduce(_AXIS)
   if code_of(wire_dtype) is None:
     least = optax.scale(0.5)  # the compiler leaves out what changes nothing
@@ -124,7 +124,7 @@ def measure_backward(
   Returns:
     Median seconds.
   """
-  guards.require_int("repeats", repeats, 1)
+  validation.require_int("repeats", repeats, 1)
 
   @jax.jit
   def backward(params: Any, inputs: Any) -> Any:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from edgc_jax import agreement, collectives, guards, ordering
+from edgc_jax import agreement, collectives, ordering, validation
 from edgc_jax.telemetry import Checks, SkipStats, find
 from edgc_jax.varying import is_varying, varying_axes
 
@@ -52,7 +52,7 @@ def accumulate(
 
   >>> tx = accumulate(optax.sgd(1.0), every=4)
   """
-  guards.require_int("every", every, 1)
+  validation.require_int("every", every, 1)
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: optax.Params) -> AccumulateState:
@@ -68,7 +68,7 @@ def accumulate(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, AccumulateState]:
-    guards.require(
+    validation.require(
       extra_args.get("late_updates") is None,
       "late_updates",
       extra_args.get("late_updates"),
@@ -130,7 +130,7 @@ def skip_nonfinite(
 
   >>> tx = skip_nonfinite(optax.chain(optax.adam(1e-3)), "data")
   """
-  guards.require_int("max_consecutive", max_consecutive, 1)
+  validation.require_int("max_consecutive", max_consecutive, 1)
   axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
   tx = optax.with_extra_args_support(tx)
 
@@ -168,7 +168,7 @@ def skip_nonfinite(
       jnp.all(jnp.stack(finite)), [checks.parted_steps for checks in seen]
     )
     ok = collectives.all_true(ok, axes)
-    guards.require(
+    validation.require(
       not (left := varying_axes(ok)),
       "axis_name",
       axis_name,
@@ -223,7 +223,9 @@ def clip_by_global_norm(
 
   >>> tx = optax.chain(clip_by_global_norm(1.0, "stage"), optax.adam(1e-3))
   """
-  guards.require(max_norm > 0, "max_norm", max_norm, "positive", "1.0 is usual")
+  validation.require(
+    max_norm > 0, "max_norm", max_norm, "positive", "1.0 is usual"
+  )
 
   def update_fn(
     updates: optax.Updates,
@@ -232,7 +234,7 @@ def clip_by_global_norm(
   ) -> tuple[optax.Updates, optax.EmptyState]:
     del params
     is_single = collectives.num_devices(stage_axis, "stage_axis") == 1
-    guards.require(
+    validation.require(
       is_single or collectives.tracks_varying(stage_axis),
       "stage_axis",
       stage_axis,
@@ -275,7 +277,7 @@ def after_update(tree: Any, opt_state: optax.OptState) -> Any:
   ...   return jax.lax.pmean(after_update(loss, opt_state), "data")
   """
   found = find(opt_state, Checks)
-  guards.require(
+  validation.require(
     bool(found),
     "opt_state",
     type(opt_state),

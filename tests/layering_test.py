@@ -1,4 +1,8 @@
-"""Imports go one way: this list is the architecture, bottom first."""
+"""Holds the one import rule of each package, and the homes of its files.
+
+A room may import from the rooms on the floors below its own, and from itself.
+Rooms on one floor never import each other.
+"""
 
 import ast
 import pathlib
@@ -6,62 +10,22 @@ import pathlib
 from absl.testing import absltest, parameterized
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-LAYERS = (
-  "varying",
-  "ordering",
-  "cpu_hosts",
-  "collectives",
-  "matrices",
-  "products",
-  "orthonormalize",
-  "entropy",
-  "spectrum",
-  "sketch",
-  "wire_codes",
-  "averages",
-  "plan",
-  "compiled_cost",
-  "cpu_devices",
-  "guards",
-  "agreement",
-  "sentinel",
-  "comm_cost",
-  "link",
-  "advice",
-  "ladder",
-  "packing",
-  "refresh",
-  "exchange_state",
-  "exchange",
-  "error_feedback",
-  "factor_wire",
-  "low_rank",
-  "sparse",
-  "entrywise",
-  "rank_rule",
-  "stages",
-  "controller_state",
-  "controller",
-  "allocation",
-  "allocator",
-  "policy",
-  "telemetry",
-  "late_gradients",
-  "reducer_state",
-  "reducer",
-  "arguments",
-  "fixed_rank",
-  "adaptive_rank",
-  "entrywise_methods",
-  "stopwatch",
-  "link_timing",
-  "timing",
-  "wrappers",
-  "state_sharding",
-  "replicas",
-  "pipeline",
-  "__init__",
-)
+FLOORS = {
+  "edgc_jax": (
+    {"validation"},
+    {"comm"},
+    {"plan"},
+    {"pipeline", "compression", "adaptation"},
+    {"state"},
+    {"reducers"},
+    {"measure"},
+    {"__init__"},
+  ),
+}
+ROOMS = {
+  package: {room: floor for floor, rooms in enumerate(floors) for room in rooms}
+  for package, floors in FLOORS.items()
+}
 ALLOWED = {"edgc_jax", "jax", "numpy", "optax"}
 COLLECTIVES = {
   "all_gather", "all_to_all", "axis_index", "axis_size", "pcast", "pmax",
@@ -71,6 +35,18 @@ STANDARD = {
   "collections", "dataclasses", "functools", "importlib", "math", "os", "re",
   "sys", "time", "typing", "warnings",
 }  # fmt: skip
+MOST_LINES, MOST_FILES = 400, 8
+
+
+def files(package):
+  """All modules of a package, as paths from its folder."""
+  folder = ROOT / package
+  return sorted(path.relative_to(folder) for path in folder.rglob("*.py"))
+
+
+def room_of(path):
+  """The first folder of a path, or its file's name at the top."""
+  return path.parts[0].removesuffix(".py")
 
 
 def imports(path):
@@ -83,39 +59,63 @@ def imports(path):
       yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def arrows(package, path):
+  """The rooms of the same package that a file imports from."""
+  for name in imports(ROOT / package / path):
+    first, *rest = name.split(".")
+    if first == package and rest and rest[0] in ROOMS[package]:
+      yield rest[0], name
+
+
+def cases():
+  for package in FLOORS:
+    for path in files(package):
+      yield f"{package}/{path}", package, path
+
+
 class LayeringTest(parameterized.TestCase):
-  def test_the_list_is_complete(self):
-    files = {path.stem for path in (ROOT / "edgc_jax").glob("*.py")}
-    self.assertEqual(files, set(LAYERS))
+  @parameterized.named_parameters(*cases())
+  def test_a_file_imports_from_below_only(self, package, path):
+    own = room_of(path)
+    if own not in ROOMS[package]:
+      self.skipTest("not in a room yet")
+    for room, name in arrows(package, path):
+      if room != own:
+        self.assertLess(ROOMS[package][room], ROOMS[package][own], name)
 
-  @parameterized.parameters(*LAYERS)
-  def test_a_module_imports_only_what_is_below_it(self, module):
-    for name in imports(ROOT / "edgc_jax" / f"{module}.py"):
-      package, *rest = name.split(".")
-      self.assertIn(package, ALLOWED | STANDARD, name)
-      self.assertNotIn("_src", rest, "private parts of a library")
-      if package == "edgc_jax" and rest and rest[0] in LAYERS:
-        self.assertLess(LAYERS.index(rest[0]), LAYERS.index(module), name)
+  @parameterized.named_parameters(*cases())
+  def test_a_file_stays_small(self, package, path):
+    lines = len((ROOT / package / path).read_text().splitlines())
+    self.assertLessEqual(lines, MOST_LINES)
 
-  @parameterized.parameters(*sorted(set(LAYERS) - {"collectives"}))
-  def test_collectives_have_one_home(self, module):
-    tree = ast.parse((ROOT / "edgc_jax" / f"{module}.py").read_text())
+  @parameterized.named_parameters(*cases())
+  def test_libraries_are_used_by_their_public_parts(self, package, path):
+    for name in imports(ROOT / package / path):
+      self.assertNotIn("_src", name.split("."))
+      if package == "edgc_jax":
+        self.assertIn(name.split(".")[0], ALLOWED | STANDARD)
+
+  @parameterized.named_parameters(
+    *(case for case in cases() if case[1] == "edgc_jax")
+  )
+  def test_collectives_have_one_home(self, package, path):
+    if path.stem == "collectives":
+      return
+    tree = ast.parse((ROOT / package / path).read_text())
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-    self.assertEmpty(used & COLLECTIVES)
-    path = ROOT / "edgc_jax" / f"{module}.py"
-    names = {name.split(".")[-1] for name in imports(path)}
-    self.assertEmpty(names & COLLECTIVES)
+    names = {n.split(".")[-1] for n in imports(ROOT / package / path)}
+    self.assertEmpty((used | names) & COLLECTIVES)
 
-  def test_nothing_imports_experiments_but_experiments(self):
-    for path in (ROOT / "configs").glob("*.py"):
+  @parameterized.parameters(*((package,) for package in FLOORS))
+  def test_a_room_has_few_files(self, package):
+    for folder in (ROOT / package).iterdir():
+      modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+      self.assertLessEqual(len(modules), MOST_FILES, folder.name)
+
+  def test_configurations_import_nothing_but_themselves(self):
+    for path in (ROOT / "configs").rglob("*.py"):
       packages = {name.split(".")[0] for name in imports(path)}
       self.assertLessEqual(packages, {"configs", "ml_collections"})
-
-  @parameterized.parameters("edgc_jax", "experiments")
-  def test_modules_stay_small(self, folder):
-    for path in (ROOT / folder).rglob("*.py"):
-      lines = len(path.read_text().splitlines())
-      self.assertLessEqual(lines, 400, path.name)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""Checks that turn silent waste, wrong results and hangs into errors."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+def require(
+  condition: bool, name: str, value: Any, rule: str, remedy: str
+) -> None:
+  """Raises a ValueError that names argument, value, rule and remedy."""
+  if not condition:
+    raise ValueError(f"`{name}` must be {rule}, got {value!r}; {remedy}.")
+
+
+def require_one_of(name: str, value: Any, options: Sequence[str]) -> None:
+  """Raises unless `value` is one of the options."""
+  require(
+    value in options, name, value, f"one of {options}", "pick one of them"
+  )
+
+
+def require_int(name: str, value: Any, least: int) -> None:
+  """Raises unless `value` is a Python integer of at least `least`."""
+  if isinstance(value, bool) or not isinstance(value, int):
+    raise TypeError(
+      f"`{name}` must be a Python integer, since it decides shapes, got"
+      f" {value!r}; under optax.inject_hyperparams list it in `static_args`."
+    )
+  require(
+    value >= least, name, value, f"at least {least}", f"use {least} or more"
+  )
+
+
+def require_several(name: str, values: Sequence[int], least: int) -> None:
+  """Raises unless they are such that a line can be fitted through them."""
+  for value in values:
+    require_int(name, value, least)
+  several = len({value // least for value in values}) > 1
+  remedy = "add one, since a line through one point can have any slope"
+  require(several, name, values, "at least two that differ", remedy)
+
+
+def require_number(name: str, value: Any) -> None:
+  """Raises unless `value` is a plain Python number."""
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    raise TypeError(
+      f"`{name}` must be a Python number, since it is compiled in, got"
+      f" {value!r}; under optax.inject_hyperparams list it in `static_args`."
+    )
+
+
+def require_finite(name: str, value: Any, remedy: str) -> None:
+  """Raises on what is not a number, negative, or not finite."""
+  require_number(name, value)
+  is_fine = math.isfinite(value) and value >= 0
+  require(is_fine, name, value, "at least 0 and finite", remedy)
+
+
+def require_shape(
+  name: str, path: str, found: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+  """Raises where an array of the state is not one replica's own.
+
+  Arrays of one replica can be told from global ones by their shapes only.
+  """
+  if tuple(found) != tuple(expected):
+    raise ValueError(
+      f"`state` must be that of one replica, with a {name} of shape"
+      f" {tuple(expected)} for the leaf at {path or 'the root'}, got"
+      f" {tuple(found)}; under jax.shard_map make it inside, with"
+      " jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(),"
+      " out_specs=edgc_jax.state_specs(tx, params)), and cut a state of another"
+      " number of replicas with edgc_jax.resize_replicas."
+    )
