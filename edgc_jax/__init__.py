@@ -3,9 +3,9 @@
 tx = optax.chain(edgc_jax.edgc(axis_name="data"), optax.adamw(3e-4))
 """
 
-from edgc_jax import cpu_devices
+from edgc_jax.comm import cpu_backend
 
-cpu_devices.widen_thread_pool()  # before any device is used; see the function
+cpu_backend.widen_thread_pool()  # before any device is used; see the function
 
 from edgc_jax.adaptive_rank import edgc  # noqa: E402
 from edgc_jax.advice import advise  # noqa: E402

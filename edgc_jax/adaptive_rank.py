@@ -8,6 +8,7 @@ import optax
 from edgc_jax import arguments, validation
 from edgc_jax import link as links
 from edgc_jax.allocator import Allocator
+from edgc_jax.comm.sentinel import CHECK_EVERY
 from edgc_jax.controller import Controller
 from edgc_jax.ladder import Ladder
 from edgc_jax.link import CompressionModel, LinkModel
@@ -20,7 +21,6 @@ from edgc_jax.matrices import (
 from edgc_jax.plan import Plan, by_exchange, make_plan
 from edgc_jax.policy import EntropyPolicy, FixedPolicy, Policy
 from edgc_jax.reducer import make_reducer
-from edgc_jax.sentinel import CHECK_EVERY
 
 ALIGNMENTS = ("slack", "none")
 # How many times the rank of its rung a matrix may have.

@@ -11,11 +11,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgc_jax import cpu_hosts, validation
+from edgc_jax import validation
+from edgc_jax.comm import cpu_backend
+from edgc_jax.comm.codes import code_of
 from edgc_jax.link import CompressionModel, LinkModel
 from edgc_jax.matrices import ViewFn, trailing_matrix
 from edgc_jax.plan import Plan, make_plan
-from edgc_jax.wire_codes import code_of
 
 RANKS = (32, 16, 8)
 TOLERANCE = 0.1
@@ -132,7 +133,7 @@ def advise(
     (rank,) = plan.ladder
     sent, trips = plan.wire_bytes(rank, replicas), plan.all_reduces(rank)
     if plan.exchanges_parts:
-      trips += cpu_hosts.more_trips(sent, replicas)
+      trips += cpu_backend.more_trips(sent, replicas)
     exchange = link.seconds(sent, trips) + computing
     # Where both take as long: bytes saved for latencies and computing added.
     saved = dense.wire_bytes(0) - sent

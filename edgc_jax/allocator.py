@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import agreement, allocation
+from edgc_jax import allocation
+from edgc_jax.comm import agreement
 from edgc_jax.plan import Plan
 
 # Least columns of a matrix, so that none goes blind to its own gradient.

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgc_jax import allocation, entropy, rank_rule, stages, validation
+from edgc_jax.comm.codes import code_of
 from edgc_jax.link import CompressionModel, LinkModel
 from edgc_jax.matrices import PlacementFn
-from edgc_jax.wire_codes import code_of
 
 GRANULARITIES = ("matrix", "stage")
 _MAX_RANK_STEP = 4

@@ -3,6 +3,7 @@
 from typing import Any
 
 from edgc_jax import validation
+from edgc_jax.comm.codes import code_of
 from edgc_jax.matrices import (
   PlacementFn,
   ViewFn,
@@ -10,7 +11,6 @@ from edgc_jax.matrices import (
   trailing_matrix,
 )
 from edgc_jax.plan import by_exchange, make_plan
-from edgc_jax.wire_codes import code_of
 
 
 def wire_bytes(

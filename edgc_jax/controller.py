@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import collectives, rank_rule, stages
+from edgc_jax import rank_rule, stages
+from edgc_jax.comm import collectives
 from edgc_jax.controller_state import (
   DUE,
   MARKED,

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import collectives
+from edgc_jax.comm import collectives
 
 ESTIMATORS = ("gaussian", "histogram")
 _CLIP = 8.0  # in scales

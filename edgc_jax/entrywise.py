@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import agreement, averages, collectives, ordering, sketch
-from edgc_jax.averages import Averaged
+from edgc_jax import sketch
+from edgc_jax.comm import agreement, averages, collectives, dataflow
+from edgc_jax.comm.averages import Averaged
+from edgc_jax.comm.codes import Code
 from edgc_jax.exchange import Exchange, unit_of, zeros_unless
 from edgc_jax.exchange_state import Factors
 from edgc_jax.matrices import Leaf
 from edgc_jax.plan import BYTES_PER_VALUE, Plan
-from edgc_jax.wire_codes import Code
 
 # Of each matrix: it and what was not sent of it, sketched, and a norm.
 _ERROR_VALUES = 2 * sketch.VALUES + 1
@@ -131,7 +132,7 @@ def exchange(
   unit = unit_of(received.mean) if values else jnp.ones((), jnp.float32)
   own = [jnp.sum(jnp.square(r / unit), axis=(1, 2)) for r in rest]
   exact = ([matrices[i] for i in dense], sketched, own)
-  exact = ordering.in_turn(exact, received.mean)
+  exact = dataflow.in_turn(exact, received.mean)
   whole, (of_all, of_rest), own = collectives.mean(exact, axis_name)
   for i, value in zip(dense, whole, strict=True):
     averaged[i] = value

@@ -12,6 +12,8 @@ from typing import Any
 import optax
 
 from edgc_jax import arguments, entrywise, validation
+from edgc_jax.comm.codes import Blockwise, Signs
+from edgc_jax.comm.sentinel import CHECK_EVERY
 from edgc_jax.entrywise import Coded, Compressor, EntrywisePlan
 from edgc_jax.matrices import (
   PlacementFn,
@@ -22,9 +24,7 @@ from edgc_jax.matrices import (
 from edgc_jax.plan import make_plan
 from edgc_jax.policy import FixedPolicy
 from edgc_jax.reducer import make_reducer
-from edgc_jax.sentinel import CHECK_EVERY
 from edgc_jax.sparse import RandomK, TopK
-from edgc_jax.wire_codes import Blockwise, Signs
 
 _BITS = (8, 4)
 

@@ -6,9 +6,9 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from edgc_jax.comm.dataflow import varying_axes
 from edgc_jax.exchange_state import Factors
 from edgc_jax.plan import Plan
-from edgc_jax.varying import varying_axes
 
 
 class Exchange(NamedTuple):

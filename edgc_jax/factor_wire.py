@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import averages, packing
+from edgc_jax import packing
+from edgc_jax.comm import averages
 from edgc_jax.plan import Plan
 
 

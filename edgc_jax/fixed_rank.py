@@ -11,6 +11,8 @@ from typing import Any
 import optax
 
 from edgc_jax import arguments, validation
+from edgc_jax.comm.codes import code_of
+from edgc_jax.comm.sentinel import CHECK_EVERY
 from edgc_jax.matrices import (
   PlacementFn,
   ViewFn,
@@ -20,8 +22,6 @@ from edgc_jax.matrices import (
 from edgc_jax.plan import make_plan
 from edgc_jax.policy import FixedPolicy
 from edgc_jax.reducer import make_reducer
-from edgc_jax.sentinel import CHECK_EVERY
-from edgc_jax.wire_codes import code_of
 
 
 def allreduce(

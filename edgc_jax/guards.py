@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from edgc_jax import collectives, cpu_devices
+from edgc_jax.comm import collectives, cpu_backend
+from edgc_jax.comm.dataflow import is_varying
 from edgc_jax.matrices import Leaf
 from edgc_jax.plan import Plan
-from edgc_jax.varying import is_varying
 
 
 def require_local(
@@ -132,7 +132,7 @@ def require_stages(
   """
   if collectives.num_devices(stage_axis, "stage_axis") == 1:
     return
-  cpu_devices.require_no_cached_programs()
+  cpu_backend.require_no_cached_programs()
   if not collectives.tracks_varying(stage_axis):
     raise ValueError(
       f"`stage_axis` must be an axis of jax.shard_map with its default"

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from edgc_jax import collectives, guards, ordering
+from edgc_jax import guards
+from edgc_jax.comm import collectives, dataflow
+from edgc_jax.comm.dataflow import is_varying
 from edgc_jax.plan import Plan
-from edgc_jax.varying import is_varying
 
 # From a function `after` to a tree like the updates: see `edgc`.
 LateUpdates = Callable[[Callable[[Any], Any]], optax.Updates]
@@ -50,7 +51,7 @@ def rest_of(
   """
 
   def after(tree: Any) -> Any:
-    return ordering.after(tree, first_is_finite)
+    return dataflow.after(tree, first_is_finite)
 
   if late_updates is not None:
     updates = _checked(late_updates(after), updates, plan)

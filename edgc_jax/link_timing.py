@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from edgc_jax import collectives, cpu_devices, validation
+from edgc_jax import validation
+from edgc_jax.comm import collectives, cpu_backend
 from edgc_jax.link import LinkModel, fit_line
 from edgc_jax.stopwatch import agree, medians
 
@@ -68,7 +69,7 @@ def measure_link(
   validation.require_several("sizes", sizes, 4)
   validation.require_int("repeats", repeats, 1)
   validation.require_finite("budget", budget, "60 is a minute")
-  cpu_devices.require_threads()
+  cpu_backend.require_threads()
 
   counts = sorted(size // 4 for size in sizes)
   calls, repeats = _affordable(

@@ -55,7 +55,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import agreement, sketch, validation
+from edgc_jax import sketch, validation
+from edgc_jax.comm import agreement
 from edgc_jax.exchange import Exchange, unit_of, zeros_unless
 from edgc_jax.exchange_state import Factors
 from edgc_jax.factor_wire import FactorWire

@@ -29,8 +29,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import collectives
-from edgc_jax.varying import varying_axes
+from edgc_jax.comm import collectives
+from edgc_jax.comm.dataflow import varying_axes
 
 StageFn = Callable[[Any, Any], Any]
 

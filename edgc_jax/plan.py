@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import averages, sketch
+from edgc_jax import sketch
+from edgc_jax.comm import averages
+from edgc_jax.comm.codes import Bfloat16, NativeBfloat16
 from edgc_jax.matrices import (
   Leaf,
   PlacementFn,
@@ -24,7 +26,6 @@ from edgc_jax.matrices import (
   own_placement,
   trailing_matrix,
 )
-from edgc_jax.wire_codes import Bfloat16, NativeBfloat16
 
 BYTES_PER_VALUE = 4
 # Of each matrix, with its factors: what was not sent, sketched, and its norm.

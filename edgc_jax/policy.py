@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import collectives, entropy, ordering
+from edgc_jax import entropy
 from edgc_jax.allocator import Allocator, AllocatorState, Measured
+from edgc_jax.comm import collectives, dataflow
 from edgc_jax.controller import Controller, ControllerState
 from edgc_jax.plan import Plan
 
@@ -141,14 +142,14 @@ class EntropyPolicy:
   ) -> Choice:
     is_closed = self.controller.closes_window(count)
     state = jax.lax.cond(
-      ordering.in_turn(is_closed, earlier),
+      dataflow.in_turn(is_closed, earlier),
       lambda s: self._close_window(s, count),
       lambda s: s,
       state,
     )
     control, allocator = state
     wire_bytes = jnp.where(is_closed, float(self.window_bytes()), 0.0)
-    is_sampled = ordering.in_turn(count % self.period == 0, state)
+    is_sampled = dataflow.in_turn(count % self.period == 0, state)
     sample, sampled_bytes = self._sample(gradients, count, is_sampled)
     return Choice(
       state,
@@ -185,7 +186,7 @@ class EntropyPolicy:
       )
     state = PolicyState(control, allocator)
     # On stages the rung of the lead was sent before.
-    told = ordering.in_turn(self._told(state), control.lead_rung)
+    told = dataflow.in_turn(self._told(state), control.lead_rung)
     told = collectives.from_first(told, self.axis_name)
     if told.controller.lead_rung is None:
       lead = told.controller._replace(lead_rung=told.controller.rung)

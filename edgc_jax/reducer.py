@@ -20,19 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from edgc_jax import (
-  agreement,
-  collectives,
-  cpu_devices,
-  exchange_state,
-  guards,
-  low_rank,
-  ordering,
-  sentinel,
-  validation,
-)
+from edgc_jax import exchange_state, guards, low_rank, validation
 from edgc_jax.allocation import lost_share
 from edgc_jax.allocator import Measured
+from edgc_jax.comm import (
+  agreement,
+  collectives,
+  cpu_backend,
+  dataflow,
+  sentinel,
+)
 from edgc_jax.error_feedback import with_feedback
 from edgc_jax.exchange import Exchange, ExchangeFn
 from edgc_jax.late_gradients import LateUpdates, rest_of
@@ -112,8 +109,8 @@ def make_reducer(
     del extra_args
     # Raises where the axis is unbound.
     replicas = collectives.num_devices(axis_name)
-    cpu_devices.require_threads()
-    cpu_devices.limit_lapack_threads()
+    cpu_backend.require_threads()
+    cpu_backend.limit_lapack_threads()
     plan = plan_for(updates)  # raises on leaves that are not real floating
     gradients = jax.tree.leaves(updates)
     guards.require_same_leaves(updates, state.stats.matrices.rank)
@@ -147,7 +144,7 @@ def make_reducer(
       )  # fmt: skip
       return with_feedback(plans[i], leaves, residuals[i], run)
 
-    own = ordering.in_turn(own, choice.last)
+    own = dataflow.in_turn(own, choice.last)
     results = [reduce(0, choice.rung, own, choice.ranks)]
     rest = rest_of(
       updates, late_updates, results[0].is_finite, plan, axis_name, stage_axis
@@ -163,7 +160,7 @@ def make_reducer(
     if params is None:
       applied = [result.averaged for result in results]
     parted = sentinel.have_parted(
-      applied, ordering.in_turn(is_checked, is_finite), count, axis_name
+      applied, dataflow.in_turn(is_checked, is_finite), count, axis_name
     )
     ok, verdict, parted = agreement.agree(
       is_finite, verdict, parted, stage_axis

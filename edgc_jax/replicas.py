@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from edgc_jax import collectives, validation
+from edgc_jax import validation
+from edgc_jax.comm import collectives
 from edgc_jax.controller_state import mark_rebase, rescaled
 from edgc_jax.reducer_state import ReducerState
 from edgc_jax.telemetry import find

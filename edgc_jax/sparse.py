@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import collectives
-from edgc_jax.averages import Averaged
+from edgc_jax.comm import collectives
+from edgc_jax.comm.averages import Averaged
 
 _LEAST_SAMPLE = 256  # entries, or all there are
 _MOST_ENTRIES = 2**31 - 1  # that an int32 index reaches

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from edgc_jax import collectives
+from edgc_jax.comm import collectives
 
 
 def medians(calls: Sequence[Callable[[], Any]], repeats: int) -> np.ndarray:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from edgc_jax.agreement import CHECKED_STEPS
 from edgc_jax.allocation import lost_share
+from edgc_jax.comm.agreement import CHECKED_STEPS
 from edgc_jax.policy import Report
 
 

@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from edgc_jax import adaptive_rank, fixed_rank, validation
+from edgc_jax.comm.codes import code_of
 from edgc_jax.link import CompressionModel, fit_line
 from edgc_jax.matrices import ViewFn
 from edgc_jax.stopwatch import agree, medians
-from edgc_jax.wire_codes import code_of
 
 _AXIS = "data"
 

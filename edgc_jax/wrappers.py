@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from edgc_jax import agreement, collectives, ordering, validation
+from edgc_jax import validation
+from edgc_jax.comm import agreement, collectives, dataflow
+from edgc_jax.comm.dataflow import is_varying, varying_axes
 from edgc_jax.telemetry import Checks, SkipStats, find
-from edgc_jax.varying import is_varying, varying_axes
 
 
 class AccumulateState(NamedTuple):
@@ -164,7 +165,7 @@ def skip_nonfinite(
     )
     finite += [new == old for new, old in zip(after, before, strict=True)]
     seen = find(inner_state, Checks)
-    ok = ordering.in_turn(
+    ok = dataflow.in_turn(
       jnp.all(jnp.stack(finite)), [checks.parted_steps for checks in seen]
     )
     ok = collectives.all_true(ok, axes)
@@ -284,4 +285,4 @@ def after_update(tree: Any, opt_state: optax.OptState) -> Any:
     "a state with that of a reducer in it",
     "pass what `update` of a chain with edgc() returned",
   )
-  return ordering.in_turn(tree, found)
+  return dataflow.in_turn(tree, found)

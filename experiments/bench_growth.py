@@ -33,7 +33,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
-from edgc_jax import cpu_devices, products
+from edgc_jax import products
+from edgc_jax.comm import cpu_backend
 from experiments import gpt2, heap, markdown, measurements
 from experiments.gpt2 import GPT2Config
 from experiments.run_folder import environment
@@ -85,7 +86,7 @@ def _measure(
   size: str, ranks: Sequence[int], rounds: int
 ) -> tuple[list[list[str]], str]:
   """Lines, and the device; for a process of its own."""
-  cpu_devices.fit_thread_pool(1)
+  cpu_backend.fit_thread_pool(1)
   heap.share_one_heap()
   device = jax.devices()[0]
   about = f"{device.platform}, {device.device_kind}"

@@ -15,7 +15,7 @@ from absl import logging as absl_logging
 from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
-from edgc_jax import cpu_devices
+from edgc_jax.comm import cpu_backend
 from experiments import heap, hosts
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -49,7 +49,7 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       devices = max(1, config.mesh.data) * max(1, config.mesh.stage)
       share = devices // processes if processes else 1
       jax.config.update("jax_num_cpu_devices", max(1, share))
-      cpu_devices.fit_thread_pool(max(1, share))
+      cpu_backend.fit_thread_pool(max(1, share))
     if config.mesh.stage > 1 and jax.default_backend() == "cpu":
       # See edgc_jax.cpu_devices: cached programs get collectives mixed up.
       jax.config.update("jax_enable_compilation_cache", False)

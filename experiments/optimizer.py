@@ -12,7 +12,7 @@ from jax import lax
 from ml_collections import ConfigDict
 
 import edgc_jax
-from edgc_jax.varying import varying_axes
+from edgc_jax.comm.dataflow import varying_axes
 from experiments import gpt2, gpt2_stages
 
 _SCHEDULE_PARTS = 8

@@ -20,8 +20,8 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from edgc_jax import ladder, link, stages
+from edgc_jax.comm.codes import code_of
 from edgc_jax.plan import by_exchange, make_plan
-from edgc_jax.wire_codes import code_of
 from experiments import (
   checks,
   command_line,

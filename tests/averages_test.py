@@ -9,8 +9,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from meshes import AXIS
 
-from edgc_jax import averages
-from edgc_jax.wire_codes import (
+from edgc_jax.comm import averages
+from edgc_jax.comm.codes import (
   Bfloat16,
   Blockwise,
   NativeBfloat16,

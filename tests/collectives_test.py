@@ -9,7 +9,8 @@ from absl.testing import absltest, parameterized
 from jax.sharding import PartitionSpec as P
 from meshes import AXIS, between_hosts, mesh_of
 
-from edgc_jax import collectives, compiled_cost, cpu_hosts, ordering
+from edgc_jax import compiled_cost
+from edgc_jax.comm import collectives, cpu_backend, dataflow
 
 REPLICAS = 4
 
@@ -75,14 +76,14 @@ class AfterTest(parameterized.TestCase):
       "none": np.zeros((0, 3), np.float32),
     }
     before = [jnp.array([0, earlier]), jnp.zeros((0,))]
-    waited = jax.jit(ordering.after)(tree, before)
+    waited = jax.jit(dataflow.after)(tree, before)
     for name, leaf in tree.items():
       self.assertEqual(waited[name].dtype, leaf.dtype)
       self.assertEqual(waited[name].tobytes(), leaf.tobytes(), name)
 
   def test_nothing_before(self):
-    self.assertEqual(ordering.after(3, []), 3)
-    self.assertEqual(ordering.after(3, [jnp.zeros((2, 0))]), 3)
+    self.assertEqual(dataflow.after(3, []), 3)
+    self.assertEqual(dataflow.after(3, [jnp.zeros((2, 0))]), 3)
 
 
 class MessagesTest(parameterized.TestCase):
@@ -173,15 +174,15 @@ class MessagesTest(parameterized.TestCase):
     self.assertEqual(cut, whole)
 
   def test_latencies_of_messages(self):
-    part = 5 * cpu_hosts._MESSAGE
+    part = 5 * cpu_backend._MESSAGE
     for num_bytes, count in ((2**10, 1), (part, 5), (2**30, 128)):
-      self.assertEqual(cpu_hosts.num_messages(num_bytes), count)
-    self.assertEqual(cpu_hosts.more_trips(2 * part, 2), 0)
+      self.assertEqual(cpu_backend.num_messages(num_bytes), count)
+    self.assertEqual(cpu_backend.more_trips(2 * part, 2), 0)
     with between_hosts():
       # Of the 2, 6 and 4 messages of an all-reduce.
-      self.assertEqual(cpu_hosts.more_trips(2 * part, 2), 4)
-      self.assertEqual(cpu_hosts.more_trips(4 * part, 4), 4 / 6)
-      self.assertEqual(cpu_hosts.more_trips(3 * part, 3), 0)
+      self.assertEqual(cpu_backend.more_trips(2 * part, 2), 4)
+      self.assertEqual(cpu_backend.more_trips(4 * part, 4), 4 / 6)
+      self.assertEqual(cpu_backend.more_trips(3 * part, 3), 0)
 
 
 if __name__ == "__main__":

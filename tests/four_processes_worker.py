@@ -16,7 +16,7 @@ import edgc_jax  # noqa: F401  (before JAX uses a device, see conftest.py)
 import jax  # isort: skip
 
 from configs import gpt2_tiny
-from edgc_jax import cpu_hosts
+from edgc_jax.comm import cpu_backend
 from experiments import hosts, report
 from experiments.trainer import Trainer
 
@@ -61,7 +61,7 @@ def main(folder, port, index, count, seconds):
   faulthandler.dump_traceback_later(float(seconds), exit=True)
   jax.config.update("jax_disable_most_optimizations", True)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  cpu_hosts._MESSAGE = 256
+  cpu_backend._MESSAGE = 256
   jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
   assert jax.device_count() == int(count), jax.devices()
   assert jax.local_device_count() == 1, jax.local_devices()

@@ -113,7 +113,7 @@ class LayeringTest(parameterized.TestCase):
       self.assertLessEqual(len(modules), MOST_FILES, folder.name)
 
   def test_configurations_import_nothing_but_themselves(self):
-    for path in (ROOT / "configs").rglob("*.py"):
+    for path in (ROOT / "configs").glob("*.py"):
       packages = {name.split(".")[0] for name in imports(path)}
       self.assertLessEqual(packages, {"configs", "ml_collections"})
 

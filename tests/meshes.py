@@ -16,17 +16,17 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
-from edgc_jax import cpu_hosts
+from edgc_jax.comm import cpu_backend
 
 AXIS = "data"
 
 
 @contextlib.contextmanager
-def between_hosts(message=cpu_hosts._MESSAGE):
+def between_hosts(message=cpu_backend._MESSAGE):
   """Pretends that devices were CPU hosts; messages are of so many bytes."""
   with (
-    mock.patch.object(cpu_hosts, "are_used", return_value=True),
-    mock.patch.object(cpu_hosts, "_MESSAGE", message),
+    mock.patch.object(cpu_backend, "spans_hosts", return_value=True),
+    mock.patch.object(cpu_backend, "_MESSAGE", message),
   ):
     yield
 

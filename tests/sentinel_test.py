@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import AXIS, Pmap, ShardMap, find, gradients_like
 
 import edgc_jax
-from edgc_jax import collectives, sentinel
+from edgc_jax.comm import collectives, sentinel
 
 PARAMS = {"w": jnp.ones((40, 60)), "b": jnp.full((30,), 1e-3)}
 

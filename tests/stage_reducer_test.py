@@ -15,13 +15,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import AXIS, PARTED_BYTES, find, stage_mesh, window_bytes
 
 import edgc_jax
-from edgc_jax import (
-  agreement,
-  compiled_cost,
-  link,
-  low_rank,
-  stages,
-)
+from edgc_jax import compiled_cost, link, low_rank, stages
+from edgc_jax.comm import agreement
 from edgc_jax.error_feedback import with_feedback
 from edgc_jax.exchange_state import Factors
 from edgc_jax.plan import by_exchange, make_plan

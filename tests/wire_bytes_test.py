@@ -8,9 +8,10 @@ from absl.testing import absltest, parameterized
 from meshes import BACKENDS, PARTED_BYTES, gradients_like, window_bytes
 
 import edgc_jax
-from edgc_jax import agreement, compiled_cost, entropy
+from edgc_jax import compiled_cost, entropy
+from edgc_jax.comm import agreement
+from edgc_jax.comm.codes import code_of
 from edgc_jax.plan import make_plan
-from edgc_jax.wire_codes import code_of
 
 # The small matrix pays at ranks up to 5 only: from then on it goes dense.
 PARAMS = {

@@ -24,7 +24,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import edgc_jax
-from edgc_jax import compiled_cost, ordering
+from edgc_jax import compiled_cost
+from edgc_jax.comm import dataflow
 from experiments import advised, gpt2, heap, meshes, optimizer, parallel
 from experiments.meshes import DATA
 from experiments.network import calls
@@ -229,7 +230,7 @@ def replay_of(
     value: jax.Array,
     before: list[jax.Array],
   ) -> list[jax.Array]:
-    values = ordering.after(operands(collective, value), before)
+    values = dataflow.after(operands(collective, value), before)
     if collective.kind == "all-reduce":
       return list(lax.psum(tuple(values), DATA))
     if collective.kind == "collective-permute":

@@ -1,13 +1,11 @@
 """Which collective comes first, where a platform does not see to it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-from edgc_jax.varying import varying_axes
 
 
 def after(tree: Any, earlier: Any) -> Any:
@@ -58,3 +56,18 @@ def one_by_one(send: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
     results.append(result)
     last = [result] if result.size else last
   return jax.tree.unflatten(structure, results)
+
+
+def is_varying(value: jax.Array, axes: str | Sequence[str]) -> bool:
+  """Whether `value` is tracked as different along one of the axes."""
+  names = {axes} if isinstance(axes, str) else set(axes)
+  return bool(names & set(varying_axes(value)))
+
+
+def varying_axes(tree: Any) -> tuple[str, ...]:
+  """All axes that some leaf is tracked to vary over."""
+  axes = set()
+  for leaf in jax.tree.leaves(tree):
+    kind = jax.typeof(leaf).manual_axis_type
+    axes |= set(kind.varying if kind else ())
+  return tuple(sorted(axes))

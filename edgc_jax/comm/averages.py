@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import collectives, ordering
-from edgc_jax.wire_codes import Code, NativeBfloat16
+from edgc_jax.comm import collectives, dataflow
+from edgc_jax.comm.codes import Code, NativeBfloat16
 
 
 class Averaged(NamedTuple):
@@ -77,7 +77,7 @@ def average(
   error = replicas * (code.decode(encoded_mean) - mean)
   sent = code.decode(encoded).at[own].add(error)
   all_means = code.decode(collectives.gather(encoded_mean, axis_name))
-  exact = ordering.in_turn(exact, all_means)
+  exact = dataflow.in_turn(exact, all_means)
   exact = collectives.mean(exact, axis_name)
   return Averaged(
     _cut(all_means, values, code), _cut(sent, values, code), exact

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import collectives
+from edgc_jax.comm import collectives
 
 # Steps in which the gradients of the replicas are compared.
 CHECKED_STEPS = 3

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from edgc_jax import cpu_hosts
-from edgc_jax.ordering import in_turn, one_by_one
-from edgc_jax.varying import is_varying
+from edgc_jax.comm import cpu_backend
+from edgc_jax.comm.dataflow import in_turn, is_varying, one_by_one
 
 
 def num_devices(axis_name: str, argument: str = "axis_name") -> int:
@@ -77,9 +76,9 @@ def exchange_parts(tree: Any, axis_name: str) -> Any:
   exchange = functools.partial(
     lax.all_to_all, split_axis=0, concat_axis=0, tiled=True
   )
-  if cpu_hosts.are_used() and devices == 2:
+  if cpu_backend.spans_hosts() and devices == 2:
     exchange = _swapped
-  elif cpu_hosts.are_used() and is_alone:
+  elif cpu_backend.spans_hosts() and is_alone:
     exchange = _rotated
 
   def swap(leaf: jax.Array) -> jax.Array:
@@ -96,12 +95,14 @@ def gather(tree: Any, axis_name: str) -> Any:
   """
   to = "invarying" if tracks_varying(axis_name) else "varying"
   devices = num_devices(axis_name)
-  is_cut = cpu_hosts.are_used() and cpu_hosts.is_mutual(1, devices)
+  is_cut = cpu_backend.spans_hosts() and cpu_backend.is_mutual(1, devices)
 
   def collect(leaf: jax.Array) -> jax.Array:
     gathered = functools.partial(lax.all_gather, axis_name=axis_name, to=to)
     flat = leaf.ravel()
-    whole = cpu_hosts.in_messages(gathered, flat) if is_cut else gathered(flat)
+    whole = (
+      cpu_backend.in_messages(gathered, flat) if is_cut else gathered(flat)
+    )
     return whole.reshape(devices, *leaf.shape)
 
   return one_by_one(collect, tree)
@@ -203,8 +204,8 @@ def zeros_like_type(aval: Any) -> jax.Array:
 
 
 def _reduced(reduce: Callable[[Any], Any], tree: Any) -> Any:
-  if cpu_hosts.are_used():
-    return cpu_hosts.joined(reduce, tree)
+  if cpu_backend.spans_hosts():
+    return cpu_backend.reduce_joined(reduce, tree)
   return reduce(tree)
 
 
@@ -217,7 +218,7 @@ def _swapped(parts: jax.Array, axis_name: str) -> jax.Array:
     return lax.dynamic_index_in_dim(both, 1 - own, keepdims=False)
 
   part = lax.dynamic_index_in_dim(parts, 1 - own, keepdims=False)
-  part = cpu_hosts.in_messages(swap, part)
+  part = cpu_backend.in_messages(swap, part)
   return lax.dynamic_update_index_in_dim(parts, part, 1 - own, 0)
 
 
@@ -231,8 +232,8 @@ def _rotated(parts: jax.Array, axis_name: str) -> jax.Array:
     target, source = (own + shift) % devices, (own - shift) % devices
     part = lax.dynamic_index_in_dim(parts, target, keepdims=False)
     part = in_turn(part, last)
-    if cpu_hosts.is_mutual(shift, devices):
-      part = cpu_hosts.in_messages(rotate, part)
+    if cpu_backend.is_mutual(shift, devices):
+      part = cpu_backend.in_messages(rotate, part)
     else:
       part = rotate(part)
     received = lax.dynamic_update_index_in_dim(received, part, source, 0)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import collectives
+from edgc_jax.comm import collectives
 
 CHECK_EVERY = 100  # steps, unless the user says otherwise
 _GROUP = 32  # leaves that share z: the more, the coarser float32 is for it
