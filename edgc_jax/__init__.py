@@ -7,34 +7,37 @@ from edgc_jax.comm import cpu_backend
 
 cpu_backend.widen_thread_pool()  # before any device is used; see the function
 
-from edgc_jax.adaptive_rank import edgc  # noqa: E402
-from edgc_jax.advice import advise  # noqa: E402
-from edgc_jax.comm_cost import wire_bytes  # noqa: E402
-from edgc_jax.entrywise_methods import (  # noqa: E402
+from edgc_jax.adaptive_rank import edgc
+from edgc_jax.advice import advise
+from edgc_jax.entrywise_methods import (
   quantize,
   randomk,
   signsgd,
   topk,
 )
-from edgc_jax.fixed_rank import allreduce, powersgd  # noqa: E402
-from edgc_jax.link import CompressionModel, LinkModel  # noqa: E402
-from edgc_jax.link_timing import measure_link  # noqa: E402
-from edgc_jax.matrices import MatrixView, trailing_matrix  # noqa: E402
-from edgc_jax.pipeline import apply_stages  # noqa: E402
-from edgc_jax.replicas import (  # noqa: E402
+from edgc_jax.fixed_rank import allreduce, powersgd
+from edgc_jax.link_timing import measure_link
+from edgc_jax.pipeline import apply_stages
+from edgc_jax.plan.leaves import (
+  MatrixView,
+  trailing_matrix,
+)
+from edgc_jax.plan.link_model import CompressionModel, LinkModel
+from edgc_jax.plan.plan import wire_bytes
+from edgc_jax.replicas import (
   follow_first_replica,
   rebase_entropy,
   rescale_gradients,
   resize_replicas,
 )
-from edgc_jax.state_sharding import state_specs  # noqa: E402
-from edgc_jax.telemetry import metrics  # noqa: E402
-from edgc_jax.timing import (  # noqa: E402
+from edgc_jax.state_sharding import state_specs
+from edgc_jax.telemetry import metrics
+from edgc_jax.timing import (
   measure_backward,
   measure_coding,
   measure_compression,
 )
-from edgc_jax.wrappers import (  # noqa: E402
+from edgc_jax.wrappers import (
   accumulate,
   after_update,
   clip_by_global_norm,

@@ -14,9 +14,9 @@ from typing import Any
 from edgc_jax import validation
 from edgc_jax.comm import cpu_backend
 from edgc_jax.comm.codes import code_of
-from edgc_jax.link import CompressionModel, LinkModel
-from edgc_jax.matrices import ViewFn, trailing_matrix
-from edgc_jax.plan import Plan, make_plan
+from edgc_jax.plan.leaves import ViewFn, trailing_matrix
+from edgc_jax.plan.link_model import CompressionModel, LinkModel
+from edgc_jax.plan.plan import Plan, make_plan
 
 RANKS = (32, 16, 8)
 TOLERANCE = 0.1

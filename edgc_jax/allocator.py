@@ -15,7 +15,7 @@ import numpy as np
 
 from edgc_jax import allocation
 from edgc_jax.comm import agreement
-from edgc_jax.plan import Plan
+from edgc_jax.plan.plan import Plan
 
 # Least columns of a matrix, so that none goes blind to its own gradient.
 _FLOOR = 2

@@ -5,8 +5,8 @@ from typing import Any
 
 from edgc_jax import allocation, entropy, rank_rule, stages, validation
 from edgc_jax.comm.codes import code_of
-from edgc_jax.link import CompressionModel, LinkModel
-from edgc_jax.matrices import PlacementFn
+from edgc_jax.plan.leaves import PlacementFn
+from edgc_jax.plan.link_model import CompressionModel, LinkModel
 
 GRANULARITIES = ("matrix", "stage")
 _MAX_RANK_STEP = 4

@@ -36,7 +36,7 @@ from edgc_jax.controller_state import (
   rebased,
 )
 from edgc_jax.entropy import EntropySample
-from edgc_jax.plan import Plan
+from edgc_jax.plan.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,11 +17,11 @@ from edgc_jax.comm.averages import Averaged
 from edgc_jax.comm.codes import Code
 from edgc_jax.exchange import Exchange, unit_of, zeros_unless
 from edgc_jax.exchange_state import Factors
-from edgc_jax.matrices import Leaf
-from edgc_jax.plan import BYTES_PER_VALUE, Plan
+from edgc_jax.plan.leaves import Leaf
+from edgc_jax.plan.plan import BYTES_PER_VALUE, SKETCH_VALUES, Plan
 
 # Of each matrix: it and what was not sent of it, sketched, and a norm.
-_ERROR_VALUES = 2 * sketch.VALUES + 1
+_ERROR_VALUES = 2 * SKETCH_VALUES + 1
 
 
 class Compressor(Protocol):

@@ -15,13 +15,13 @@ from edgc_jax import arguments, entrywise, validation
 from edgc_jax.comm.codes import Blockwise, Signs
 from edgc_jax.comm.sentinel import CHECK_EVERY
 from edgc_jax.entrywise import Coded, Compressor, EntrywisePlan
-from edgc_jax.matrices import (
+from edgc_jax.plan.leaves import (
   PlacementFn,
   ViewFn,
   own_placement,
   trailing_matrix,
 )
-from edgc_jax.plan import make_plan
+from edgc_jax.plan.plan import make_plan
 from edgc_jax.policy import FixedPolicy
 from edgc_jax.reducer import make_reducer
 from edgc_jax.sparse import RandomK, TopK

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from edgc_jax.exchange import Exchange
-from edgc_jax.plan import Plan
+from edgc_jax.plan.plan import Plan
 
 
 def with_feedback(

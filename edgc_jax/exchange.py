@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from edgc_jax.comm.dataflow import varying_axes
 from edgc_jax.exchange_state import Factors
-from edgc_jax.plan import Plan
+from edgc_jax.plan.plan import Plan
 
 
 class Exchange(NamedTuple):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from edgc_jax import validation
-from edgc_jax.plan import Plan
+from edgc_jax.plan.plan import Plan
 
 
 class ExchangeState(NamedTuple):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from edgc_jax import packing
 from edgc_jax.comm import averages
-from edgc_jax.plan import Plan
+from edgc_jax.plan.plan import Plan
 
 
 class Received(NamedTuple):

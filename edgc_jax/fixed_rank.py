@@ -13,13 +13,13 @@ import optax
 from edgc_jax import arguments, validation
 from edgc_jax.comm.codes import code_of
 from edgc_jax.comm.sentinel import CHECK_EVERY
-from edgc_jax.matrices import (
+from edgc_jax.plan.leaves import (
   PlacementFn,
   ViewFn,
   own_placement,
   trailing_matrix,
 )
-from edgc_jax.plan import make_plan
+from edgc_jax.plan.plan import make_plan
 from edgc_jax.policy import FixedPolicy
 from edgc_jax.reducer import make_reducer
 

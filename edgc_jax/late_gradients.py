@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from edgc_jax import guards
 from edgc_jax.comm import collectives, dataflow
 from edgc_jax.comm.dataflow import is_varying
-from edgc_jax.plan import Plan
+from edgc_jax.plan.leaves import require_local
+from edgc_jax.plan.plan import Plan
 
 # From a function `after` to a tree like the updates: see `edgc`.
 LateUpdates = Callable[[Callable[[Any], Any]], optax.Updates]
@@ -55,7 +55,7 @@ def rest_of(
 
   if late_updates is not None:
     updates = _checked(late_updates(after), updates, plan)
-    guards.require_local(jax.tree.leaves(updates), plan.leaves, axis_name)
+    require_local(jax.tree.leaves(updates), plan.leaves, axis_name)
   gradients = jax.tree.leaves(updates)
   for i, leaf in enumerate(plan.leaves):
     is_summed = leaf.placement == "shared" and not (

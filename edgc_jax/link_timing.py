@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from edgc_jax import validation
 from edgc_jax.comm import collectives, cpu_backend
-from edgc_jax.link import LinkModel, fit_line
+from edgc_jax.plan.link_model import LinkModel, fit_line
 from edgc_jax.stopwatch import agree, medians
 
 _CHAINED = 8  # all-reduces in a call, so that the call itself weighs little

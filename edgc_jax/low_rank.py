@@ -66,7 +66,7 @@ from edgc_jax.orthonormalize import (
   revive,
   unit_columns,
 )
-from edgc_jax.plan import Plan
+from edgc_jax.plan.plan import Plan
 from edgc_jax.products import outer_product, transposed_products
 from edgc_jax.refresh import leading_factors
 

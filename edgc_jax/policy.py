@@ -17,7 +17,7 @@ from edgc_jax import entropy
 from edgc_jax.allocator import Allocator, AllocatorState, Measured
 from edgc_jax.comm import collectives, dataflow
 from edgc_jax.controller import Controller, ControllerState
-from edgc_jax.plan import Plan
+from edgc_jax.plan.plan import Plan
 
 
 class PolicyState(NamedTuple):

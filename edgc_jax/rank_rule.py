@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import logsumexp
 
-from edgc_jax.plan import Plan
+from edgc_jax.plan.plan import Plan
 from edgc_jax.spectrum import SMALLEST_LOSS, lost_energy
 
 RULES = ("cqm", "linear")

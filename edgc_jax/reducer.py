@@ -33,7 +33,12 @@ from edgc_jax.comm import (
 from edgc_jax.error_feedback import with_feedback
 from edgc_jax.exchange import Exchange, ExchangeFn
 from edgc_jax.late_gradients import LateUpdates, rest_of
-from edgc_jax.plan import Plan, by_exchange
+from edgc_jax.plan.leaves import (
+  require_local,
+  require_same_leaves,
+  warn_of_dtypes,
+)
+from edgc_jax.plan.plan import Plan, by_exchange, warn_if_nothing_pays
 from edgc_jax.policy import Policy, PolicyState, Report
 from edgc_jax.reducer_state import ReducerState, stacked, unstacked
 from edgc_jax.telemetry import (
@@ -74,8 +79,8 @@ def make_reducer(
 
   def init_fn(params: optax.Params) -> ReducerState:
     plan = plan_for(params)
-    guards.warn_if_nothing_pays(plan)
-    guards.warn_of_dtypes(plan.leaves)
+    warn_if_nothing_pays(plan)
+    warn_of_dtypes(plan.leaves)
     plans = by_exchange(plan)
     policy = policy_for(plans[0])
     carried = exchange_state.pack(
@@ -113,8 +118,8 @@ def make_reducer(
     cpu_backend.limit_lapack_threads()
     plan = plan_for(updates)  # raises on leaves that are not real floating
     gradients = jax.tree.leaves(updates)
-    guards.require_same_leaves(updates, state.stats.matrices.rank)
-    guards.require_local(gradients, plan.leaves, axis_name)
+    require_same_leaves(updates, state.stats.matrices.rank)
+    require_local(gradients, plan.leaves, axis_name)
     if stage_axis:
       leaves = None if params is None else jax.tree.leaves(params)
       guards.require_stages(gradients, plan.leaves, leaves, stage_axis)

@@ -7,10 +7,10 @@ their mean. The norm of the mean is what an update lacks:
   z_g = sum_(j in g) v_j (u^T mean_i E_i)_j,    E |z|^2 = |mean_i E_i|^2
 
 with random signs u and v, new in each step and the same on all replicas, and
-g one of `VALUES` groups of columns. z is linear, so it is averaged with the
-factors. One |z|^2 has a relative standard
-deviation of about (2 / VALUES)^(1/2) where the residual has many directions;
-means over a window are nearer.
+g one of `SKETCH_VALUES` groups of columns. z is linear, so it is averaged with
+the factors. One |z|^2 has a relative standard deviation of about
+(2 / SKETCH_VALUES)^(1/2) where the residual has many directions; means over a
+window are nearer.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-VALUES = 16  # of each matrix on the wire
+from edgc_jax.plan.plan import SKETCH_VALUES
 
 Signs = tuple[jax.Array, jax.Array]
 
@@ -42,7 +42,7 @@ def draw_signs(key: jax.Array, stacks: Sequence[jax.Array]) -> list[Signs]:
 
 
 def sketch(stack: jax.Array, signs: Signs) -> jax.Array:
-  """z of float32 [k, m, n] itself; float32 [k, VALUES]."""
+  """z of float32 [k, m, n] itself; float32 [k, SKETCH_VALUES]."""
   u, v = signs
   return _in_groups((u @ stack)[:, 0] * v)
 
@@ -59,13 +59,13 @@ def residual_sketch(
     signs: From `draw_signs`.
 
   Returns:
-    float32 [k, VALUES].
+    float32 [k, SKETCH_VALUES].
   """
   u, v = signs
   return _in_groups((across - (u @ p) @ jnp.swapaxes(q, 1, 2))[:, 0] * v)
 
 
 def _in_groups(row: jax.Array) -> jax.Array:
-  """Sums of `VALUES` groups of columns of [k, n]."""
-  row = jnp.pad(row, ((0, 0), (0, -row.shape[1] % VALUES)))
-  return jnp.sum(row.reshape(len(row), VALUES, -1), axis=2)
+  """Sums of `SKETCH_VALUES` groups of columns of [k, n]."""
+  row = jnp.pad(row, ((0, 0), (0, -row.shape[1] % SKETCH_VALUES)))
+  return jnp.sum(row.reshape(len(row), SKETCH_VALUES, -1), axis=2)

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from edgc_jax import adaptive_rank, fixed_rank, validation
 from edgc_jax.comm.codes import code_of
-from edgc_jax.link import CompressionModel, fit_line
-from edgc_jax.matrices import ViewFn
+from edgc_jax.plan.leaves import ViewFn
+from edgc_jax.plan.link_model import CompressionModel, fit_line
 from edgc_jax.stopwatch import agree, medians
 
 _AXIS = "data"

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 import edgc_jax
 from edgc_jax import stopwatch
 from edgc_jax.advice import RANKS, Advice
-from edgc_jax.comm_cost import ring_bytes
+from edgc_jax.plan.plan import ring_bytes
 from experiments import gpt2, heap, hosts, meshes, optimizer, parallel
 from experiments.gpt2 import GPT2Config
 from experiments.meshes import DATA

@@ -51,7 +51,7 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       jax.config.update("jax_num_cpu_devices", max(1, share))
       cpu_backend.fit_thread_pool(max(1, share))
     if config.mesh.stage > 1 and jax.default_backend() == "cpu":
-      # See edgc_jax.cpu_devices: cached programs get collectives mixed up.
+      # See edgc_jax.comm.cpu_backend: cached programs get collectives mixed up.
       jax.config.update("jax_enable_compilation_cache", False)
     with hosts.end_together():
       main(config)

@@ -8,7 +8,7 @@ import jax
 from ml_collections import ConfigDict
 
 from edgc_jax import entropy
-from edgc_jax.plan import make_plan
+from edgc_jax.plan.plan import make_plan
 from experiments import gpt2
 
 ENTRY_RATES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)

@@ -19,9 +19,11 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from edgc_jax import ladder, link, stages
+from edgc_jax import stages
 from edgc_jax.comm.codes import code_of
-from edgc_jax.plan import by_exchange, make_plan
+from edgc_jax.plan import link_model
+from edgc_jax.plan.ladder import Ladder
+from edgc_jax.plan.plan import by_exchange, make_plan
 from experiments import (
   checks,
   command_line,
@@ -75,7 +77,7 @@ def _table(config: ConfigDict, params: Any, given: dict[str, Any]) -> str:
     code=code_of(options.wire_dtype), alternating=options.alternating,
   )  # fmt: skip
   own = by_exchange(plan)[0]
-  ranks = ladder.Ladder(
+  ranks = Ladder(
     options.rank_max or None,
     options.rank_min or None,
     options.rank_multiple,
@@ -85,7 +87,9 @@ def _table(config: ConfigDict, params: Any, given: dict[str, Any]) -> str:
   if ranks == (0,):
     return "no rank is faster than dense: use allreduce"
   own = dataclasses.replace(own, ladder=ranks)
-  seconds = link.exchange_seconds(own, given["link"], given["compression"])
+  seconds = link_model.exchange_seconds(
+    own, given["link"], given["compression"]
+  )
   backward = given["backward_seconds"]
   table = stages.aligned_rungs(seconds, config.mesh.stage, backward)
   lines = [

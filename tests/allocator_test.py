@@ -12,7 +12,7 @@ from reference import PowerSGD
 
 import edgc_jax
 from edgc_jax.allocator import Allocator, Measured
-from edgc_jax.plan import make_plan
+from edgc_jax.plan.plan import make_plan
 
 PARAMS = {
   "bias": jnp.zeros((30,)),

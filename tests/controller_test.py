@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 from edgc_jax.controller import Controller
 from edgc_jax.controller_state import DUE, MARKED, mark_rebase
 from edgc_jax.entropy import EntropySample
-from edgc_jax.plan import make_plan
+from edgc_jax.plan.plan import make_plan
 from edgc_jax.spectrum import lost_energy
 
 RANKS = (4, 8, 12, 16)

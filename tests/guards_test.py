@@ -198,8 +198,8 @@ class ThreadPoolTest(absltest.TestCase):
   def test_scripts_make_the_pool_fit_and_respect_a_choice(self):
     code = (
       "import os, edgc_jax\n"
-      "from edgc_jax import cpu_devices\n"
-      "cpu_devices.fit_thread_pool(3)\n"
+      "from edgc_jax.comm import cpu_backend\n"
+      "cpu_backend.fit_thread_pool(3)\n"
       "print(os.environ['NPROC'])\n"
     )
     cores = os.cpu_count()

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
 import edgc_jax
-from edgc_jax.ladder import Ladder
-from edgc_jax.link import CompressionModel, LinkModel, rank_ceiling
-from edgc_jax.plan import make_plan
+from edgc_jax.plan.ladder import Ladder, rank_ceiling
+from edgc_jax.plan.link_model import CompressionModel, LinkModel
+from edgc_jax.plan.plan import make_plan
 
 FREE = CompressionModel(0.0, 0.0)
 LINK = LinkModel(latency=1e-4, bandwidth=1e7)

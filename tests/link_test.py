@@ -5,14 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax.link import (
+from edgc_jax.plan.ladder import rank_ceiling, spread_ranks
+from edgc_jax.plan.link_model import (
   CompressionModel,
   LinkModel,
   exchange_seconds,
-  rank_ceiling,
-  spread_ranks,
 )
-from edgc_jax.plan import make_plan
+from edgc_jax.plan.plan import make_plan
 
 FREE = CompressionModel(0.0, 0.0)
 COMPRESSIONS = (FREE, CompressionModel(1e-5, 1e-6), CompressionModel(0, 3e-3))

@@ -5,7 +5,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from edgc_jax import rank_rule
-from edgc_jax.plan import make_plan
+from edgc_jax.plan.plan import make_plan
 
 
 def errors_of(shapes, rank_max, variance=None, min_ratio=0.0):

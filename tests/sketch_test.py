@@ -6,6 +6,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from edgc_jax import sketch
+from edgc_jax.plan.plan import SKETCH_VALUES
 
 COUNT = 3
 
@@ -32,9 +33,9 @@ class SketchTest(parameterized.TestCase):
   def test_mean_of_many_is_the_norm(self, rows, cols, rank):
     arrays, exact = stacks_of(rows, cols, rank)
     sketches = jax.vmap(lambda seed: sketch_of(arrays, seed))(jnp.arange(2000))
-    self.assertEqual(sketches.shape, (2000, COUNT, sketch.VALUES))
+    self.assertEqual(sketches.shape, (2000, COUNT, SKETCH_VALUES))
     ratios = np.sum(np.square(sketches), axis=2) / exact
-    deviation = (2 / min(sketch.VALUES, cols)) ** 0.5
+    deviation = (2 / min(SKETCH_VALUES, cols)) ** 0.5
     # Five standard errors; narrow matrices deviate more, not less.
     np.testing.assert_allclose(
       ratios.mean(0), 1, atol=5 * deviation / 2000**0.5

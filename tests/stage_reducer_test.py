@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec as P
 from meshes import AXIS, PARTED_BYTES, find, stage_mesh, window_bytes
 
 import edgc_jax
-from edgc_jax import compiled_cost, link, low_rank, stages
+from edgc_jax import compiled_cost, low_rank, stages
 from edgc_jax.comm import agreement
 from edgc_jax.error_feedback import with_feedback
 from edgc_jax.exchange_state import Factors
-from edgc_jax.plan import by_exchange, make_plan
+from edgc_jax.plan import link_model
+from edgc_jax.plan.plan import by_exchange, make_plan
 
 # Scales that jump stand for entropies that do.
 pytestmark = pytest.mark.filterwarnings("ignore:In .* windows the gradients")
@@ -284,7 +285,7 @@ class StagesTest(parameterized.TestCase):
 
   def test_ranks_follow_stage_0_and_the_slack(self):
     run = fresh()
-    seconds = link.exchange_seconds(plans()[0], TIMES["link"])
+    seconds = link_model.exchange_seconds(plans()[0], TIMES["link"])
     t_b = TIMES["backward_seconds"]
     for step in range(8):
       run.step(gradients(step, scales=(1.0 if step < 2 else 0.1, 1, 1, 1)))

@@ -11,7 +11,7 @@ import edgc_jax
 from edgc_jax import compiled_cost, entropy
 from edgc_jax.comm import agreement
 from edgc_jax.comm.codes import code_of
-from edgc_jax.plan import make_plan
+from edgc_jax.plan.plan import make_plan
 
 # The small matrix pays at ranks up to 5 only: from then on it goes dense.
 PARAMS = {

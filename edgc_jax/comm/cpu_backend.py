@@ -18,6 +18,12 @@ _POOL = 32
 # NPROC as it was set here; processes that this one starts see both.
 _OWN = "EDGC_JAX_NPROC"
 _LAPACK_THREADS = "OPENBLAS_NUM_THREADS"
+# Bytes; of a smaller leaf the round trip weighs more than a copy does.
+_SMALL = 2**20
+# Bytes of a message, if that is not too often. Each waits for the one before
+# it: on a link of long latency that takes longer than one way after the other.
+# Parts of more than 12 MiB are cut less finely, and gain less.
+_MESSAGE, _MOST_MESSAGES = 3 * 2**15, 128
 
 
 def widen_thread_pool() -> None:
@@ -138,16 +144,6 @@ def _a_device_was_used() -> bool:
     return True
   jax.config.update("jax_num_cpu_devices", devices)
   return False
-
-
-# Bytes; of a smaller leaf the round trip weighs more than a copy does.
-_SMALL = 2**20
-
-
-# Bytes of a message, if that is not too often. Each waits for the one before
-# it: on a link of long latency that takes longer than one way after the other.
-# Parts of more than 12 MiB are cut less finely, and gain less.
-_MESSAGE, _MOST_MESSAGES = 3 * 2**15, 128
 
 
 def spans_hosts() -> bool:

@@ -8,6 +8,7 @@ of the compiled program.
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import sketch
+from edgc_jax import validation
 from edgc_jax.comm import averages
-from edgc_jax.comm.codes import Bfloat16, NativeBfloat16
-from edgc_jax.matrices import (
+from edgc_jax.comm.codes import Bfloat16, NativeBfloat16, code_of
+from edgc_jax.plan.leaves import (
   Leaf,
   PlacementFn,
   ViewFn,
@@ -29,7 +30,8 @@ from edgc_jax.matrices import (
 
 BYTES_PER_VALUE = 4
 # Of each matrix, with its factors: what was not sent, sketched, and its norm.
-_ERROR_VALUES = sketch.VALUES + 1
+SKETCH_VALUES = 16  # of each matrix on the wire, see `compression.sketch`
+_ERROR_VALUES = SKETCH_VALUES + 1
 # More columns cost products; whether they would be worth it is not measured.
 _WIDE = 64
 
@@ -79,6 +81,10 @@ class Plan:
   def compressible(self) -> tuple[int, ...]:
     """Indices of the leaves that are sent as factors at some rung."""
     return tuple(i for i, leaf in enumerate(self.leaves) if self.takes(leaf))
+
+  def sends_factors(self, rank: int) -> bool:
+    """Whether some leaf is sent as factors at this rank."""
+    return any(self.columns(leaf, rank) for leaf in self.leaves)
 
   def takes(self, leaf: Leaf) -> bool:
     """Whether a leaf is sent as factors at some rung."""
@@ -184,8 +190,9 @@ class Plan:
     """How many there are one after the other; the two halves of one are one."""
     # Errors and vectors travel beside what is coded.
     beside = 1 if self.exchanges_parts else 0
-    is_pair = any(self.columns(leaf, rank) for leaf in self.leaves)
-    return (2 if is_pair and not self.alternating else 1) + beside
+    return (
+      2 if self.sends_factors(rank) and not self.alternating else 1
+    ) + beside
 
   def wire_bytes(self, rank: int, replicas: int = 1) -> int:
     """Bytes sent by the exchange of one step at this rank.
@@ -276,3 +283,99 @@ def _part(plan: Plan, members: Sequence[int]) -> Plan:
     leaves=tuple(plan.leaves[i] for i in members),
     positions=tuple(plan.positions[i] for i in members),
   )
+
+
+def wire_bytes(
+  params: Any,
+  rank: int,
+  *,
+  min_ratio: float = 2.0,
+  matrix_view: ViewFn = trailing_matrix,
+  placement: PlacementFn = own_placement,
+  lead_rank: int | None = None,
+  rank_min: int | None = None,
+  wire_dtype: Any = "float32",
+  alternating: bool = False,
+  replicas: int = 1,
+) -> int:
+  """Bytes one step's exchange sends per replica at a rank (0 is dense).
+
+  Of `edgc`, `powersgd` and `allreduce`; what others send is in their `metrics`.
+
+  Args:
+    params: Parameters, gradients, or their `jax.ShapeDtypeStruct`s; on
+      pipeline stages those of one stage.
+    rank: Columns of the factors, 0 for dense.
+    min_ratio: As for `edgc`.
+    matrix_view: As for `edgc`.
+    placement: As for `edgc`.
+    lead_rank: On pipeline stages the rank of stage 0, at which all stages
+      send what is not their own; None if it is the same.
+    rank_min: The smallest rank of `edgc`, None if there is `rank` only: coded
+      is what travels as factors at some rank, and at rank 0 alone everything.
+    wire_dtype: As for `edgc`.
+    alternating: As for `edgc`; the bytes are then the mean of two steps.
+    replicas: What is coded is cut into so many equal parts, padded.
+
+  Returns:
+    The bytes, without those of entropy samples and of agreeing.
+
+  Raises:
+    TypeError: if a rank or `replicas` is not an integer.
+    ValueError: if one of them is too small, or `wire_dtype` is none of those
+      that there are.
+
+  >>> import jax
+  >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")
+  >>> wire_bytes(weights, 0), wire_bytes(weights, 32)
+  (9437184, 491588)
+  """
+  lead_rank = rank if lead_rank is None else lead_rank
+  rank_min = rank if rank_min is None else rank_min
+  for name, value, least in (
+    ("rank", rank, 0), ("lead_rank", lead_rank, 0), ("rank_min", rank_min, 0),
+    ("replicas", replicas, 1),
+  ):  # fmt: skip
+    validation.require_int(name, value, least)
+  ladder = (rank, lead_rank, rank_min)
+  plan = make_plan(
+    params,
+    ladder,
+    min_ratio,
+    matrix_view,
+    placement,
+    code=code_of(wire_dtype),
+    alternating=alternating,
+  )
+  own, *rest = by_exchange(plan)
+  return own.wire_bytes(rank, replicas) + sum(
+    part.wire_bytes(lead_rank, replicas) for part in rest
+  )
+
+
+def ring_bytes(payload: float, replicas: int) -> float:
+  """Bytes that every uplink moves where N replicas send a payload in a ring.
+
+    2 (N - 1) / N payload
+
+  >>> ring_bytes(1000, 4)
+  1500.0
+  """
+  return payload * 2 * (replicas - 1) / replicas
+
+
+def warn_if_nothing_pays(plan: Plan) -> None:
+  """Warns where a ladder of ranks compresses no leaf at all.
+
+  Warns:
+    RuntimeWarning: if every leaf travels dense at every rung.
+  """
+  ranks = [rank for rank in plan.ladder if rank]
+  if ranks and plan.leaves and not plan.compressible:
+    warnings.warn(
+      f"No leaf saves `min_ratio` ({plan.min_ratio:g}) at rank {min(ranks)} or"
+      " above, so all gradients travel dense. Lower the rank, or give a"
+      " `matrix_view` that folds the leaves into larger matrices.",
+      RuntimeWarning,
+      stacklevel=4,
+    )

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from edgc_jax import validation
-from edgc_jax.plan import Plan
+from edgc_jax.plan.plan import Plan
 
 _REMEDY = "give seconds, or measure them"
 
@@ -123,123 +123,18 @@ def exchange_seconds(
     float64 [len(plan.ladder)].
   """
   seconds = np.array(
-    [_seconds(plan, r, link, compression) for r in plan.ladder]
+    [exchange_seconds_at(plan, r, link, compression) for r in plan.ladder]
   )
   is_compressed = np.array(plan.ladder) > 0
   seconds[is_compressed] = np.maximum.accumulate(seconds[is_compressed])
   return seconds
 
 
-def rank_ceiling(
-  plan: Plan,
-  link: LinkModel,
-  compression: CompressionModel,
-  *,
-  rank_multiple: int = 4,
-) -> int:
-  """The largest rank worth having: no slower than dense, and much smaller.
-
-  The largest multiple r of `rank_multiple` at which
-
-    modelled seconds(r) <= modelled seconds(dense)
-    wire_bytes(dense) / wire_bytes(r) >= min_ratio  (of the whole gradient)
-
-  and some leaf is still sent as factors. The single conditions need not hold
-  up to one rank and fail from there on, since leaves go dense one by one: all
-  multiples are tried.
-
-  Args:
-    plan: Leaves and least ratio; its ladder does not matter.
-    link: Time of an all-reduce.
-    compression: Time of the computation.
-    rank_multiple: Ranks are multiples of this.
-
-  Returns:
-    The rank, or 0 if there is none, and dense is always to be preferred.
-
-  References:
-    EDGC, arXiv:2511.10333, takes the largest rank as given; here it follows
-    from the times.
-
-  >>> from edgc_jax.plan import make_plan
-  >>> plan = make_plan(np.zeros((768, 3072), "float32"), (0,))
-  >>> link, free = LinkModel(1e-3, 1e9), CompressionModel(0.0, 0.0)
-  >>> rank_ceiling(plan, link, free)
-  304
-  >>> rank_ceiling(plan, LinkModel(1e-2, 1e9), free)
-  0
-  """
-  validation.require_int("rank_multiple", rank_multiple, 1)
-  views = [leaf.view for leaf in plan.leaves if leaf.view is not None]
-  largest = max((min(view.rows, view.cols) for view in views), default=0)
-  dense = _seconds(plan, 0, link, compression)
-  worth = (
-    rank
-    for rank in range(rank_multiple, largest + 1, rank_multiple)
-    if _sends_any_factors(plan, rank)
-    and _seconds(plan, rank, link, compression) <= dense
-    and plan.wire_bytes(0) / plan.wire_bytes(rank) >= plan.min_ratio
-  )
-  return max(worth, default=0)
-
-
-def spread_ranks(
-  rank_min: int, rank_max: int, rank_multiple: int = 4, most: int = 16
-) -> tuple[int, ...]:
-  """Ranks in equal steps from about `rank_min` to exactly `rank_max`.
-
-  Every rank is a branch that is compiled, so a wide range needs wider steps.
-  The step is the least multiple of `rank_multiple` that gives at most `most`
-  ranks. Counted down from `rank_max`, the first rank is less than one step
-  above `rank_min`, and equal to it where the step divides the range.
-
-  Args:
-    rank_min: No rank is below this.
-    rank_max: The last rank.
-    rank_multiple: What the step is a multiple of.
-    most: Most ranks to give.
-
-  Returns:
-    The ranks, rising.
-
-  Raises:
-    TypeError: if an argument is not a Python integer.
-    ValueError: if an argument is below 1, or rank_min above rank_max.
-
-  >>> spread_ranks(8, 32)
-  (8, 12, 16, 20, 24, 28, 32)
-  >>> spread_ranks(8, 100, most=5)
-  (20, 40, 60, 80, 100)
-  """
-  for name, value in (
-    ("rank_min", rank_min),
-    ("rank_max", rank_max),
-    ("rank_multiple", rank_multiple),
-    ("most", most),
-  ):
-    validation.require_int(name, value, 1)
-  validation.require(
-    rank_min <= rank_max,
-    "rank_min",
-    rank_min,
-    f"at most rank_max ({rank_max})",
-    "lower it",
-  )
-  # floor(span / step) + 1 <= most, so step > span / most.
-  span = rank_max - rank_min
-  step = rank_multiple * (span // (most * rank_multiple) + 1)
-  return tuple(range(rank_min + span % step, rank_max + 1, step))
-
-
-def _seconds(
+def exchange_seconds_at(
   plan: Plan, rank: int, link: LinkModel, compression: CompressionModel
 ) -> float:
   """Modelled seconds of an exchange at any rank, in the ladder or not."""
   seconds = link.seconds(plan.wire_bytes(rank), plan.all_reduces(rank))
-  if not _sends_any_factors(plan, rank):
+  if not plan.sends_factors(rank):
     return seconds
   return seconds + compression.seconds(rank)
-
-
-def _sends_any_factors(plan: Plan, rank: int) -> bool:
-  return any(plan.columns(leaf, rank) for leaf in plan.leaves)

@@ -1,0 +1,197 @@
+"""Which ranks may be used: given by hand, or found from times on the link."""
+
+import dataclasses
+import warnings
+
+from edgc_jax import validation
+from edgc_jax.plan.link_model import (
+  CompressionModel,
+  LinkModel,
+  exchange_seconds_at,
+)
+from edgc_jax.plan.plan import Plan
+
+_RANK_MAX = 32  # where neither a rank nor a link is given
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+  """Options that decide the ranks of `edgc`; see there for their meaning."""
+
+  rank_max: int | None
+  rank_min: int | None
+  rank_multiple: int
+  link: LinkModel | None
+  compression: CompressionModel
+
+  def __post_init__(self) -> None:
+    validation.require_int("rank_multiple", self.rank_multiple, 1)
+    for name, value in (
+      ("rank_max", self.rank_max),
+      ("rank_min", self.rank_min),
+    ):
+      if value is None:
+        continue
+      validation.require_int(name, value, 1)
+      validation.require(
+        value % self.rank_multiple == 0,
+        name,
+        value,
+        f"a multiple of rank_multiple ({self.rank_multiple})",
+        "round it, or set rank_multiple=1 for a finer ladder",
+      )
+    if not self._is_found:
+      self._least(self._top())
+
+  @property
+  def _is_found(self) -> bool:
+    return self.rank_max is None and self.link is not None
+
+  def ranks(self, plan: Plan) -> tuple[int, ...]:
+    """Dense (0) and the ranks, rising in equal steps.
+
+    Args:
+      plan: The leaves to compress; its own ladder does not matter.
+
+    Returns:
+      The ladder; only dense where no rank is worth having.
+
+    Warns:
+      RuntimeWarning: in that case.
+    """
+    if not self._is_found:
+      top = self._top()
+      return (0, *range(self._least(top), top + 1, self.rank_multiple))
+    top = rank_ceiling(
+      plan, self.link, self.compression, rank_multiple=self.rank_multiple
+    )
+    if top == 0:
+      warnings.warn(
+        f"On this link ({self.link}) a dense all-reduce is no slower than any"
+        " rank that saves `min_ratio`, so all gradients travel dense. Use"
+        " allreduce, or give rank_max to compress all the same.",
+        RuntimeWarning,
+        stacklevel=2,
+      )
+      return (0,)
+    return (0, *spread_ranks(self._least(top), top, self.rank_multiple))
+
+  def _top(self) -> int:
+    """The largest rank, where it does not depend on a link."""
+    usual = max(1, _RANK_MAX // self.rank_multiple) * self.rank_multiple
+    return self.rank_max or usual
+
+  def _least(self, top: int) -> int:
+    """The smallest rank under a largest one."""
+    if self.rank_min is None:
+      return self.rank_multiple * max(1, top // (4 * self.rank_multiple))
+    validation.require(
+      self.rank_min <= top,
+      "rank_min",
+      self.rank_min,
+      f"at most rank_max ({top})",
+      "lower it, or leave it None for a quarter of rank_max",
+    )
+    return self.rank_min
+
+
+def rank_ceiling(
+  plan: Plan,
+  link: LinkModel,
+  compression: CompressionModel,
+  *,
+  rank_multiple: int = 4,
+) -> int:
+  """The largest rank worth having: no slower than dense, and much smaller.
+
+  The largest multiple r of `rank_multiple` at which
+
+    modelled seconds(r) <= modelled seconds(dense)
+    wire_bytes(dense) / wire_bytes(r) >= min_ratio  (of the whole gradient)
+
+  and some leaf is still sent as factors. The single conditions need not hold
+  up to one rank and fail from there on, since leaves go dense one by one: all
+  multiples are tried.
+
+  Args:
+    plan: Leaves and least ratio; its ladder does not matter.
+    link: Time of an all-reduce.
+    compression: Time of the computation.
+    rank_multiple: Ranks are multiples of this.
+
+  Returns:
+    The rank, or 0 if there is none, and dense is always to be preferred.
+
+  References:
+    EDGC, arXiv:2511.10333, takes the largest rank as given; here it follows
+    from the times.
+
+  >>> import numpy as np
+  >>> from edgc_jax.plan.plan import make_plan
+  >>> plan = make_plan(np.zeros((768, 3072), "float32"), (0,))
+  >>> link, free = LinkModel(1e-3, 1e9), CompressionModel(0.0, 0.0)
+  >>> rank_ceiling(plan, link, free)
+  304
+  >>> rank_ceiling(plan, LinkModel(1e-2, 1e9), free)
+  0
+  """
+  validation.require_int("rank_multiple", rank_multiple, 1)
+  views = [leaf.view for leaf in plan.leaves if leaf.view is not None]
+  largest = max((min(view.rows, view.cols) for view in views), default=0)
+  dense = exchange_seconds_at(plan, 0, link, compression)
+  worth = (
+    rank
+    for rank in range(rank_multiple, largest + 1, rank_multiple)
+    if plan.sends_factors(rank)
+    and exchange_seconds_at(plan, rank, link, compression) <= dense
+    and plan.wire_bytes(0) / plan.wire_bytes(rank) >= plan.min_ratio
+  )
+  return max(worth, default=0)
+
+
+def spread_ranks(
+  rank_min: int, rank_max: int, rank_multiple: int = 4, most: int = 16
+) -> tuple[int, ...]:
+  """Ranks in equal steps from about `rank_min` to exactly `rank_max`.
+
+  Every rank is a branch that is compiled, so a wide range needs wider steps.
+  The step is the least multiple of `rank_multiple` that gives at most `most`
+  ranks. Counted down from `rank_max`, the first rank is less than one step
+  above `rank_min`, and equal to it where the step divides the range.
+
+  Args:
+    rank_min: No rank is below this.
+    rank_max: The last rank.
+    rank_multiple: What the step is a multiple of.
+    most: Most ranks to give.
+
+  Returns:
+    The ranks, rising.
+
+  Raises:
+    TypeError: if an argument is not a Python integer.
+    ValueError: if an argument is below 1, or rank_min above rank_max.
+
+  >>> spread_ranks(8, 32)
+  (8, 12, 16, 20, 24, 28, 32)
+  >>> spread_ranks(8, 100, most=5)
+  (20, 40, 60, 80, 100)
+  """
+  for name, value in (
+    ("rank_min", rank_min),
+    ("rank_max", rank_max),
+    ("rank_multiple", rank_multiple),
+    ("most", most),
+  ):
+    validation.require_int(name, value, 1)
+  validation.require(
+    rank_min <= rank_max,
+    "rank_min",
+    rank_min,
+    f"at most rank_max ({rank_max})",
+    "lower it",
+  )
+  # floor(span / step) + 1 <= most, so step > span / most.
+  span = rank_max - rank_min
+  step = rank_multiple * (span // (most * rank_multiple) + 1)
+  return tuple(range(rank_min + span % step, rank_max + 1, step))
