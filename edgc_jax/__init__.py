@@ -17,7 +17,8 @@ from edgc_jax.entrywise_methods import (
 )
 from edgc_jax.fixed_rank import allreduce, powersgd
 from edgc_jax.link_timing import measure_link
-from edgc_jax.pipeline import apply_stages
+from edgc_jax.pipeline.gradients import clip_by_global_norm
+from edgc_jax.pipeline.schedule import apply_stages
 from edgc_jax.plan.leaves import (
   MatrixView,
   trailing_matrix,
@@ -37,12 +38,7 @@ from edgc_jax.timing import (
   measure_coding,
   measure_compression,
 )
-from edgc_jax.wrappers import (
-  accumulate,
-  after_update,
-  clip_by_global_norm,
-  skip_nonfinite,
-)
+from edgc_jax.wrappers import accumulate, after_update, skip_nonfinite
 
 __version__ = "0.1.0"
 

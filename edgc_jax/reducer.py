@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from edgc_jax import exchange_state, guards, low_rank, validation
+from edgc_jax import exchange_state, low_rank, validation
 from edgc_jax.allocation import lost_share
 from edgc_jax.allocator import Measured
 from edgc_jax.comm import (
@@ -32,7 +32,7 @@ from edgc_jax.comm import (
 )
 from edgc_jax.error_feedback import with_feedback
 from edgc_jax.exchange import Exchange, ExchangeFn
-from edgc_jax.late_gradients import LateUpdates, rest_of
+from edgc_jax.pipeline.gradients import LateUpdates, rest_of
 from edgc_jax.plan.leaves import (
   require_local,
   require_same_leaves,
@@ -122,7 +122,7 @@ def make_reducer(
     require_local(gradients, plan.leaves, axis_name)
     if stage_axis:
       leaves = None if params is None else jax.tree.leaves(params)
-      guards.require_stages(gradients, plan.leaves, leaves, stage_axis)
+      gradients.require_stages(gradients, plan.leaves, leaves, stage_axis)
       state = unstacked(state)
     plans = by_exchange(plan)
     own = [gradients[i] for i in plans[0].positions]

@@ -13,7 +13,7 @@ import optax
 
 from edgc_jax import validation
 from edgc_jax.comm import agreement, collectives, dataflow
-from edgc_jax.comm.dataflow import is_varying, varying_axes
+from edgc_jax.comm.dataflow import varying_axes
 from edgc_jax.telemetry import Checks, SkipStats, find
 
 
@@ -200,58 +200,6 @@ def skip_nonfinite(
     return averaged, SkipNonfiniteState(stats, inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def clip_by_global_norm(
-  max_norm: float, stage_axis: str
-) -> optax.GradientTransformation:
-  """`optax.clip_by_global_norm` for updates that differ by pipeline stage.
-
-    u * min(1, max_norm / |u|),   |u|^2 summed over all leaves of all stages
-
-  Leaves that vary over the axis, by their types, are summed over it; the
-  others are the same on all stages and count once. 4 bytes on the wire.
-
-  Args:
-    max_norm: The largest norm that is left as it is.
-    stage_axis: The axis of the stages, bound by `jax.shard_map`.
-
-  Returns:
-    A gradient transformation; put it after the reducer.
-
-  Raises:
-    ValueError: if `max_norm` is not positive.
-
-  >>> tx = optax.chain(clip_by_global_norm(1.0, "stage"), optax.adam(1e-3))
-  """
-  validation.require(
-    max_norm > 0, "max_norm", max_norm, "positive", "1.0 is usual"
-  )
-
-  def update_fn(
-    updates: optax.Updates,
-    state: optax.EmptyState,
-    params: optax.Params | None = None,
-  ) -> tuple[optax.Updates, optax.EmptyState]:
-    del params
-    is_single = collectives.num_devices(stage_axis, "stage_axis") == 1
-    validation.require(
-      is_single or collectives.tracks_varying(stage_axis),
-      "stage_axis",
-      stage_axis,
-      "an axis of jax.shard_map with its default check_vma=True",
-      "drop check_vma=False; types tell which leaves differ by stage",
-    )
-    squares = {True: jnp.zeros(()), False: jnp.zeros(())}
-    for u in jax.tree.leaves(updates):
-      varies = is_varying(u, stage_axis)
-      squares[varies] += jnp.sum(jnp.square(u.astype(jnp.float32)))
-    own = collectives.total(squares[True], stage_axis)
-    norm = jnp.sqrt(own + squares[False])
-    scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, max_norm * 1e-6))
-    return jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates), state
-
-  return optax.GradientTransformation(optax.init_empty_state, update_fn)
 
 
 def after_update(tree: Any, opt_state: optax.OptState) -> Any:
