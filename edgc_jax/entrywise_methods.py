@@ -11,10 +11,17 @@ from typing import Any
 
 import optax
 
-from edgc_jax import arguments, entrywise, validation
+from edgc_jax import arguments, validation
 from edgc_jax.comm.codes import Blockwise, Signs
 from edgc_jax.comm.sentinel import CHECK_EVERY
-from edgc_jax.entrywise import Coded, Compressor, EntrywisePlan
+from edgc_jax.compression import entrywise
+from edgc_jax.compression.entrywise import (
+  Coded,
+  Compressor,
+  EntrywisePlan,
+  RandomK,
+  TopK,
+)
 from edgc_jax.plan.leaves import (
   PlacementFn,
   ViewFn,
@@ -24,7 +31,6 @@ from edgc_jax.plan.leaves import (
 from edgc_jax.plan.plan import make_plan
 from edgc_jax.policy import FixedPolicy
 from edgc_jax.reducer import make_reducer
-from edgc_jax.sparse import RandomK, TopK
 
 _BITS = (8, 4)
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from edgc_jax import exchange_state, low_rank, validation
+from edgc_jax import validation
 from edgc_jax.allocation import lost_share
 from edgc_jax.allocator import Measured
 from edgc_jax.comm import (
@@ -30,8 +30,9 @@ from edgc_jax.comm import (
   dataflow,
   sentinel,
 )
-from edgc_jax.error_feedback import with_feedback
-from edgc_jax.exchange import Exchange, ExchangeFn
+from edgc_jax.compression import base, low_rank
+from edgc_jax.compression.base import Exchange, ExchangeFn
+from edgc_jax.compression.error_feedback import with_feedback
 from edgc_jax.pipeline.gradients import LateUpdates, rest_of
 from edgc_jax.plan.leaves import (
   require_local,
@@ -83,11 +84,11 @@ def make_reducer(
     warn_of_dtypes(plan.leaves)
     plans = by_exchange(plan)
     policy = policy_for(plans[0])
-    carried = exchange_state.pack(
+    carried = base.pack(
       plans,
       params,
-      [exchange_state.init_factors(part, seed) for part in plans],
-      [exchange_state.init_residual(part) for part in plans],
+      [base.init_factors(part, seed) for part in plans],
+      [base.init_residual(part) for part in plans],
     )
     report = policy.report(policy.init())
     zeros = [jnp.zeros(len(part.matrices), jnp.float32) for part in plans]
@@ -134,7 +135,7 @@ def make_reducer(
     verdict = agreement.compare_replicas(own, is_compared, axis_name)
     control = PolicyState(state.controller, state.allocator)
     choice = policy.choose(control, own, count, (verdict, own[:1]))
-    factors, residuals = exchange_state.unpack(plans, state.exchange)
+    factors, residuals = base.unpack(plans, state.exchange)
     key = jax.random.fold_in(jax.random.key(seed), count)
 
     def reduce(
@@ -209,7 +210,7 @@ def make_reducer(
       count=optax.safe_increment(count),
       controller=control.controller,
       allocator=control.allocator,
-      exchange=exchange_state.pack(
+      exchange=base.pack(
         plans,
         updates,
         keep([result.factors for result in results], factors),
@@ -284,7 +285,7 @@ def _matrix_stats(
   def as_tree(values: Sequence[jax.Array]) -> Any:
     parts = plans[: len(values)]
     by_leaf = [p.by_leaf(v) for p, v in zip(parts, values, strict=True)]
-    return exchange_state.like_tree(parts, tree, by_leaf)
+    return base.like_tree(parts, tree, by_leaf)
 
   is_measured = report.matrix_entropy is not None
   return MatrixStats(

@@ -7,8 +7,8 @@ import jax
 
 from edgc_jax.allocator import AllocatorState
 from edgc_jax.comm import collectives
+from edgc_jax.compression.base import ExchangeState
 from edgc_jax.controller import ControllerState
-from edgc_jax.exchange_state import ExchangeState
 from edgc_jax.telemetry import Checks, Stats
 
 

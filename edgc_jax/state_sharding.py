@@ -21,7 +21,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
-from edgc_jax.exchange_state import ExchangeState
+from edgc_jax.compression.base import ExchangeState
 from edgc_jax.reducer_state import ReducerState
 from edgc_jax.wrappers import AccumulateState
 

@@ -33,8 +33,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
-from edgc_jax import products
 from edgc_jax.comm import cpu_backend
+from edgc_jax.compression import linear_algebra
 from experiments import gpt2, heap, markdown, measurements
 from experiments.gpt2 import GPT2Config
 from experiments.run_folder import environment
@@ -192,8 +192,11 @@ def _products(gradients: Any, shapes: Any, rank: int) -> Callable[[], Any]:
       m = leaf.reshape(view)
       q = m[:, :rank, :].swapaxes(1, 2)  # some factors
       p = m @ q
-      q = products.transposed_product(m, p)
-      results += [products.outer_product(p, q), products.outer_product(p, -q)]
+      q = linear_algebra.transposed_product(m, p)
+      results += [
+        linear_algebra.outer_product(p, q),
+        linear_algebra.outer_product(p, -q),
+      ]
     return results
 
   return functools.partial(multiply, gradients)

@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax import orthonormalize as orthonormalization
-from edgc_jax.orthonormalize import orthonormalize, revive, unit_columns
+from edgc_jax.compression import linear_algebra as orthonormalization
+from edgc_jax.compression.linear_algebra import (
+  orthonormalize,
+  revive,
+  unit_columns,
+)
 
 ROWS, COLS = 200, 24
 UNIT = jnp.ones(())

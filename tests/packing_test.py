@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax import packing
+from edgc_jax.compression import packing
 
 SHAPES = ((3, 5, 4), (1, 7, 6), (2, 2, 3))  # count, height, width
 

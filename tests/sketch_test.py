@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax import sketch
+from edgc_jax.compression import sketch
 from edgc_jax.plan.plan import SKETCH_VALUES
 
 COUNT = 3

@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 from meshes import AXIS, PARTED_BYTES, find, stage_mesh, window_bytes
 
 import edgc_jax
-from edgc_jax import compiled_cost, low_rank, stages
+from edgc_jax import compiled_cost, stages
 from edgc_jax.comm import agreement
-from edgc_jax.error_feedback import with_feedback
-from edgc_jax.exchange_state import Factors
+from edgc_jax.compression import low_rank
+from edgc_jax.compression.base import Factors
+from edgc_jax.compression.error_feedback import with_feedback
 from edgc_jax.plan import link_model
 from edgc_jax.plan.plan import by_exchange, make_plan
 

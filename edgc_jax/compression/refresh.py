@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from edgc_jax.orthonormalize import orthonormalize
-from edgc_jax.products import transposed_product
+from edgc_jax.compression.linear_algebra import (
+  orthonormalize,
+  transposed_product,
+)
 
 _ITERATIONS = 2
 

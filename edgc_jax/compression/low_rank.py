@@ -55,20 +55,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import sketch, validation
+from edgc_jax import validation
 from edgc_jax.comm import agreement
-from edgc_jax.exchange import Exchange, unit_of, zeros_unless
-from edgc_jax.exchange_state import Factors
-from edgc_jax.factor_wire import FactorWire
-from edgc_jax.orthonormalize import (
+from edgc_jax.compression import sketch
+from edgc_jax.compression.base import Exchange, Factors, unit_of, zeros_unless
+from edgc_jax.compression.linear_algebra import (
   Basis,
   orthonormalize,
+  outer_product,
   revive,
+  transposed_products,
   unit_columns,
 )
+from edgc_jax.compression.packing import FactorWire
+from edgc_jax.compression.refresh import leading_factors
 from edgc_jax.plan.plan import Plan
-from edgc_jax.products import outer_product, transposed_products
-from edgc_jax.refresh import leading_factors
 
 _SENDS_P, _SENDS_Q = 0, 1
 

@@ -26,8 +26,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax.products import transposed_product
-
 # Three bring a column of which 1e-5 is new to a right angle with the others;
 # two bring one of which 1e-3 is.
 _PASSES = 3
@@ -44,7 +42,6 @@ _DAMPED = 1e-5
 _FADING, _NEW = 1e-2, 1e-3
 # Of a column without length, in units of the largest number received.
 _LEAST = 1e-6
-
 Stacks = Sequence[jax.Array]
 
 
@@ -246,3 +243,51 @@ def _random_directions(key: jax.Array, stacks: Stacks) -> list[jax.Array]:
     walsh = (1.0 - 2.0 * is_odd.astype(jnp.float32)) * height**-0.5
     directions.append(signs.reshape(count, height, 1) * walsh)
   return directions
+
+
+def transposed_product(a: jax.Array, b: jax.Array) -> jax.Array:
+  """A^T B, as (B^T A)^T.
+
+  Args:
+    a: float32 [k, m, n].
+    b: float32 [k, m, r], the smaller.
+
+  Returns:
+    float32 [k, n, r].
+
+  >>> a = jnp.arange(6.0).reshape(1, 3, 2)
+  >>> transposed_product(a, jnp.ones((1, 3, 1)))[0]
+  Array([[6.],
+         [9.]], dtype=float32)
+  """
+  # Else the compiler sees that both are the same, and takes the slower.
+  across = jax.lax.optimization_barrier(jnp.swapaxes(b, 1, 2))
+  product = jax.lax.optimization_barrier(across @ a)
+  return jnp.swapaxes(product, 1, 2)
+
+
+def transposed_products(
+  a: jax.Array, b: jax.Array, row: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """A^T B and, in the same pass over A, the product of a row with A.
+
+  Args:
+    a: float32 [k, m, n].
+    b: float32 [k, m, r].
+    row: float32 [k, 1, m].
+
+  Returns:
+    float32 [k, n, r] and [k, 1, n].
+
+  >>> a = jnp.arange(6.0).reshape(1, 3, 2)
+  >>> b, row = jnp.ones((1, 3, 1)), jnp.array([[[1.0, 0.0, 0.0]]])
+  >>> transposed_products(a, b, row)[1][0]
+  Array([[0., 1.]], dtype=float32)
+  """
+  both = transposed_product(a, jnp.append(b, jnp.swapaxes(row, 1, 2), axis=2))
+  return both[:, :, :-1], jnp.swapaxes(both[:, :, -1:], 1, 2)
+
+
+def outer_product(p: jax.Array, q: jax.Array) -> jax.Array:
+  """P Q^T; float32 [k, m, n] of [k, m, r] and [k, n, r]."""
+  return p @ jnp.swapaxes(q, 1, 2)

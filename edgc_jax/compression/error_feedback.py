@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from edgc_jax.exchange import Exchange
+from edgc_jax.compression.base import Exchange
 from edgc_jax.plan.plan import Plan
 
 
