@@ -6,9 +6,10 @@ from typing import Any
 import optax
 
 from edgc_jax import arguments, validation
-from edgc_jax.allocator import Allocator
+from edgc_jax.adaptation.allocation import Allocator
+from edgc_jax.adaptation.controller import Controller
+from edgc_jax.adaptation.policy import EntropyPolicy, FixedPolicy, Policy
 from edgc_jax.comm.sentinel import CHECK_EVERY
-from edgc_jax.controller import Controller
 from edgc_jax.plan import link_model as links
 from edgc_jax.plan.ladder import Ladder
 from edgc_jax.plan.leaves import (
@@ -19,7 +20,6 @@ from edgc_jax.plan.leaves import (
 )
 from edgc_jax.plan.link_model import CompressionModel, LinkModel
 from edgc_jax.plan.plan import Plan, by_exchange, make_plan
-from edgc_jax.policy import EntropyPolicy, FixedPolicy, Policy
 from edgc_jax.reducer import make_reducer
 
 ALIGNMENTS = ("slack", "none")

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from edgc_jax import allocation, entropy, rank_rule, stages, validation
+from edgc_jax import validation
+from edgc_jax.adaptation import alignment, allocation, entropy, rank_rule
 from edgc_jax.comm.codes import code_of
 from edgc_jax.plan.leaves import PlacementFn
 from edgc_jax.plan.link_model import CompressionModel, LinkModel
@@ -168,7 +169,7 @@ def require_times(
       "given where stages are aligned by their slack",
       f"measure it with edgc_jax.{measure}, or pass align='none'",
     )
-  stages.require_backward(backward_seconds)
+  alignment.require_backward(backward_seconds)
 
 
 def warmup_rung(ranks: Sequence[int], warmup_rank: int | str | None) -> int:

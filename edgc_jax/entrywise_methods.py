@@ -12,6 +12,7 @@ from typing import Any
 import optax
 
 from edgc_jax import arguments, validation
+from edgc_jax.adaptation.policy import FixedPolicy
 from edgc_jax.comm.codes import Blockwise, Signs
 from edgc_jax.comm.sentinel import CHECK_EVERY
 from edgc_jax.compression import entrywise
@@ -29,7 +30,6 @@ from edgc_jax.plan.leaves import (
   trailing_matrix,
 )
 from edgc_jax.plan.plan import make_plan
-from edgc_jax.policy import FixedPolicy
 from edgc_jax.reducer import make_reducer
 
 _BITS = (8, 4)

@@ -21,8 +21,9 @@ import numpy as np
 import optax
 
 from edgc_jax import validation
-from edgc_jax.allocation import lost_share
-from edgc_jax.allocator import Measured
+from edgc_jax.adaptation.allocation import Measured
+from edgc_jax.adaptation.error_model import lost_share
+from edgc_jax.adaptation.policy import Policy, PolicyState, Report
 from edgc_jax.comm import (
   agreement,
   collectives,
@@ -40,7 +41,6 @@ from edgc_jax.plan.leaves import (
   warn_of_dtypes,
 )
 from edgc_jax.plan.plan import Plan, by_exchange, warn_if_nothing_pays
-from edgc_jax.policy import Policy, PolicyState, Report
 from edgc_jax.reducer_state import ReducerState, stacked, unstacked
 from edgc_jax.telemetry import (
   Checks,

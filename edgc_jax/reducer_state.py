@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import jax
 
-from edgc_jax.allocator import AllocatorState
+from edgc_jax.adaptation.allocation import AllocatorState
+from edgc_jax.adaptation.controller import ControllerState
 from edgc_jax.comm import collectives
 from edgc_jax.compression.base import ExchangeState
-from edgc_jax.controller import ControllerState
 from edgc_jax.telemetry import Checks, Stats
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from edgc_jax import validation
+from edgc_jax.adaptation.controller import mark_rebase, rescaled
 from edgc_jax.comm import collectives
-from edgc_jax.controller_state import mark_rebase, rescaled
 from edgc_jax.reducer_state import ReducerState
 from edgc_jax.telemetry import find
 from edgc_jax.wrappers import AccumulateState

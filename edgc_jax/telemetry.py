@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from edgc_jax.allocation import lost_share
+from edgc_jax.adaptation.error_model import lost_share
+from edgc_jax.adaptation.policy import Report
 from edgc_jax.comm.agreement import CHECKED_STEPS
-from edgc_jax.policy import Report
 
 
 class Stats(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from edgc_jax.spectrum import lost_energy
+from edgc_jax.adaptation.error_model import lost_energy
 
 _LIMIT = 6.0  # of a histogram, in root mean squares of its values
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgc_jax.entropy import ESTIMATORS
+from edgc_jax.adaptation.entropy import ESTIMATORS
 from experiments import figure_data
 from experiments.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 

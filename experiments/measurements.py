@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from edgc_jax import entropy
+from edgc_jax.adaptation import entropy
 from edgc_jax.plan.plan import make_plan
 from experiments import gpt2
 

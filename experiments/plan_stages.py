@@ -19,7 +19,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from edgc_jax import stages
+from edgc_jax.adaptation import alignment
 from edgc_jax.comm.codes import code_of
 from edgc_jax.plan import link_model
 from edgc_jax.plan.ladder import Ladder
@@ -91,7 +91,7 @@ def _table(config: ConfigDict, params: Any, given: dict[str, Any]) -> str:
     own, given["link"], given["compression"]
   )
   backward = given["backward_seconds"]
-  table = stages.aligned_rungs(seconds, config.mesh.stage, backward)
+  table = alignment.aligned_rungs(seconds, config.mesh.stage, backward)
   lines = [
     f"dense {seconds[0] * 1e3:.1f} ms, a microbatch's backward pass"
     f" {backward * 1e3:.1f} ms",
@@ -99,7 +99,7 @@ def _table(config: ConfigDict, params: Any, given: dict[str, Any]) -> str:
   ]
   for rungs in table.T[1:]:
     names = [str(ranks[rung] or "dense") for rung in rungs]
-    ends = stages.finish_seconds(seconds, rungs, backward)
+    ends = alignment.finish_seconds(seconds, rungs, backward)
     ends = " ".join(f"{1e3 * end:8.1f}" for end in np.asarray(ends))
     lines.append(f"  {names[0]:<12}{' / '.join(names):<28}{ends}")
   return "\n".join(lines)

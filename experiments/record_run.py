@@ -28,7 +28,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from edgc_jax.entropy import ESTIMATORS
+from edgc_jax.adaptation.entropy import ESTIMATORS
 from experiments import command_line, gpt2, measurements
 from experiments.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 from experiments.meshes import DATA

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax import allocation
-from edgc_jax.spectrum import lost_energy
+from edgc_jax.adaptation import allocation, error_model
+from edgc_jax.adaptation.error_model import lost_energy
 
 
 @functools.partial(jax.jit, static_argnames=("sides",))
@@ -140,7 +140,7 @@ class CurvesTest(parameterized.TestCase):
     exact = spectra(random, num, width)
     sides = np.tile([32, 64], (num, 1))
     measured = np.where(np.arange(width) < rank, exact, 0.0)
-    gains = allocation.energy_gains(
+    gains = error_model.energy_gains(
       jnp.asarray(measured, jnp.float32),
       jnp.asarray(exact.sum(axis=1), jnp.float32),
       jnp.full(num, rank),
@@ -155,7 +155,7 @@ class CurvesTest(parameterized.TestCase):
 
   def test_geometric_spectra_are_continued_exactly(self):
     exact = np.array([[3.0], [0.1]]) * np.array([[0.5], [0.8]]) ** np.arange(60)
-    gains = allocation.energy_gains(
+    gains = error_model.energy_gains(
       jnp.asarray(np.where(np.arange(60) < 7, exact, 0), jnp.float32),
       jnp.asarray(exact.sum(axis=1), jnp.float32),
       jnp.array([7, 7]),
@@ -168,7 +168,7 @@ class CurvesTest(parameterized.TestCase):
     columns = random.uniform(0.0, 2.0, (20, 12)).astype(np.float32)
     energy = columns[:, :rank].sum(axis=1) + random.uniform(0, 5, 20)
     gains = np.asarray(
-      allocation.energy_gains(
+      error_model.energy_gains(
         columns, jnp.asarray(energy, jnp.float32), jnp.full(20, rank)
       )
     )
@@ -180,9 +180,9 @@ class CurvesTest(parameterized.TestCase):
     ranks = jnp.array([2, 3])
     sides = np.array([[8, 16], [8, 8]])
     for gains in (
-      allocation.energy_gains(jnp.zeros((2, 6)), zeros, ranks),
-      allocation.model_gains(zeros, sides, 6),
-      allocation.calibrated_gains(zeros, sides, 6, zeros, ranks),
+      error_model.energy_gains(jnp.zeros((2, 6)), zeros, ranks),
+      error_model.model_gains(zeros, sides, 6),
+      error_model.calibrated_gains(zeros, sides, 6, zeros, ranks),
     ):
       np.testing.assert_array_equal(gains, 0)
 
@@ -191,7 +191,7 @@ class CurvesTest(parameterized.TestCase):
     sides = np.array([[48, 96], [64, 64]])
     scales = np.array([0.1, 2.0])
     gains = np.asarray(
-      allocation.model_gains(jnp.asarray(scales**2, "float32"), sides, 24)
+      error_model.model_gains(jnp.asarray(scales**2, "float32"), sides, 24)
     )
     for row, (m, n), scale in zip(gains, sides, scales, strict=True):
       draws = scale * random.standard_normal((20, m, n))
@@ -203,7 +203,7 @@ class CurvesTest(parameterized.TestCase):
     sides = np.array([[48, 96], [64, 64]])
     for lost in (0.9, 0.5, 0.1):
       gains = np.asarray(
-        allocation.calibrated_gains(
+        error_model.calibrated_gains(
           jnp.ones(2), sides, 48, jnp.full(2, lost), jnp.array([8, 5])
         )
       )
@@ -215,10 +215,10 @@ class CurvesTest(parameterized.TestCase):
     lost = lost_energy(48, 96)[8]
     sides = np.array([[48, 96]])
     np.testing.assert_allclose(
-      allocation.calibrated_gains(
+      error_model.calibrated_gains(
         jnp.ones(1), sides, 24, jnp.full(1, lost), jnp.array([8])
       ),
-      allocation.model_gains(jnp.ones(1), sides, 24),
+      error_model.model_gains(jnp.ones(1), sides, 24),
       rtol=1e-3,
     )
 
@@ -226,8 +226,8 @@ class CurvesTest(parameterized.TestCase):
     """It loses nothing, whatever the spectrum: so the model as it stands."""
     sides, full = np.array([[8, 96], [64, 64]]), jnp.array([8, 64])
     np.testing.assert_allclose(
-      allocation.calibrated_gains(jnp.ones(2), sides, 64, jnp.zeros(2), full),
-      allocation.model_gains(jnp.ones(2), sides, 64),
+      error_model.calibrated_gains(jnp.ones(2), sides, 64, jnp.zeros(2), full),
+      error_model.model_gains(jnp.ones(2), sides, 64),
       atol=1e-3,
     )
 

@@ -11,7 +11,7 @@ from meshes import Pmap, find, gradients_like
 from reference import PowerSGD
 
 import edgc_jax
-from edgc_jax.allocator import Allocator, Measured
+from edgc_jax.adaptation.allocation import Allocator, Measured
 from edgc_jax.plan.plan import make_plan
 
 PARAMS = {

@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax.controller import Controller
-from edgc_jax.controller_state import DUE, MARKED, mark_rebase
-from edgc_jax.entropy import EntropySample
+from edgc_jax.adaptation.controller import DUE, MARKED, Controller, mark_rebase
+from edgc_jax.adaptation.entropy import EntropySample
+from edgc_jax.adaptation.error_model import lost_energy
 from edgc_jax.plan.plan import make_plan
-from edgc_jax.spectrum import lost_energy
 
 RANKS = (4, 8, 12, 16)
 

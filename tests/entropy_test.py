@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax import entropy
+from edgc_jax.adaptation import entropy
 
 GAUSSIAN = 0.5 * np.log(2 * np.pi * np.e)  # of a standard Gaussian, nats
 REPLICAS = 4

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from edgc_jax.entropy import ESTIMATORS
+from edgc_jax.adaptation.entropy import ESTIMATORS
 from experiments import figure_data, figure_page, figure_panels, figure_sources
 from experiments.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax import rank_rule
+from edgc_jax.adaptation import error_model, rank_rule
 from edgc_jax.plan.plan import make_plan
 
 
@@ -12,10 +12,10 @@ def errors_of(shapes, rank_max, variance=None, min_ratio=0.0):
   """ln G by rank for matrices of the given shapes."""
   tree = {str(i): jnp.zeros(s) for i, s in enumerate(shapes)}
   plan = make_plan(tree, (1, rank_max), min_ratio)
-  table, sizes = rank_rule.loss_table(plan), plan.sizes
+  table, sizes = error_model.loss_table(plan), plan.sizes
   if variance is None:
     variance = np.ones(len(sizes))
-  return rank_rule.log_error(table, sizes, jnp.asarray(variance, jnp.float32))
+  return error_model.log_error(table, sizes, jnp.asarray(variance, jnp.float32))
 
 
 class CqmTest(parameterized.TestCase):

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import ShardMap, find, gradients_like
 
 import edgc_jax
-from edgc_jax.controller_state import MARKED
+from edgc_jax.adaptation.controller import MARKED
 
 PARAMS = {"w": jnp.zeros((3, 32, 48)), "bias": jnp.zeros((7,))}
 

@@ -3,7 +3,7 @@
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax.spectrum import SMALLEST_LOSS, lost_energy
+from edgc_jax.adaptation.error_model import SMALLEST_LOSS, lost_energy
 
 
 def lost_by_svd(rows, cols, draws):

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import AXIS, PARTED_BYTES, find, stage_mesh, window_bytes
 
 import edgc_jax
-from edgc_jax import compiled_cost, stages
+from edgc_jax import compiled_cost
+from edgc_jax.adaptation import alignment
 from edgc_jax.comm import agreement
 from edgc_jax.compression import low_rank
 from edgc_jax.compression.base import Factors
@@ -291,7 +292,7 @@ class StagesTest(parameterized.TestCase):
     for step in range(8):
       run.step(gradients(step, scales=(1.0 if step < 2 else 0.1, 1, 1, 1)))
       rungs = run.metrics()["rung"]
-      ends = stages.finish_seconds(seconds, rungs, t_b)
+      ends = alignment.finish_seconds(seconds, rungs, t_b)
       self.assertEqual(ends.argmax(), 0)
       for s, rung in enumerate(rungs[1:], 1):
         better = [t for t in seconds[rung + 1 :] if rung] + [seconds[0]]

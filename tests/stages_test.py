@@ -3,7 +3,7 @@
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax.stages import aligned_rungs, finish_seconds
+from edgc_jax.adaptation.alignment import aligned_rungs, finish_seconds
 
 
 def random_ladders(number, seed=0):

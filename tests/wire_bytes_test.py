@@ -8,7 +8,8 @@ from absl.testing import absltest, parameterized
 from meshes import BACKENDS, PARTED_BYTES, gradients_like, window_bytes
 
 import edgc_jax
-from edgc_jax import compiled_cost, entropy
+from edgc_jax import compiled_cost
+from edgc_jax.adaptation import entropy
 from edgc_jax.comm import agreement
 from edgc_jax.comm.codes import code_of
 from edgc_jax.plan.plan import make_plan

@@ -9,54 +9,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.special import logsumexp
-
-from edgc_jax.plan.plan import Plan
-from edgc_jax.spectrum import SMALLEST_LOSS, lost_energy
 
 RULES = ("cqm", "linear")
-
-
-def loss_table(plan: Plan) -> np.ndarray:
-  """ln T(r) per matrix and rank, ready for `log_error`.
-
-  Where a rank would send a matrix dense nothing is lost: T is
-  `SMALLEST_LOSS`.
-
-  Args:
-    plan: Gives the matrices, the ladder and the least ratio.
-
-  Returns:
-    float32 [K, rank_max + 1].
-  """
-  rank_max = max(plan.ladder)
-  ranks = np.arange(rank_max + 1)
-  table = np.empty((len(plan.matrices), rank_max + 1))
-  for row, (m, n) in zip(table, plan.sides.tolist(), strict=True):
-    lost = lost_energy(m, n)[np.minimum(ranks, min(m, n))]
-    pays = [plan.pays(m, n, rank) for rank in ranks]
-    row[:] = np.log(np.where(pays, lost, SMALLEST_LOSS))
-  return table.astype(np.float32)
-
-
-def log_error(
-  table: np.ndarray, sizes: np.ndarray, variance: jax.Array
-) -> jax.Array:
-  """ln of the modelled squared error of all matrices, by rank.
-
-    ln G(r) = ln sum_i  (entries) variance T_i(r)
-
-  Args:
-    table: float32 [K, rank_max + 1], from `loss_table`.
-    sizes: float32 [K], `Plan.sizes`.
-    variance: float32 [K], mean square of a matrix's entries.
-
-  Returns:
-    float32 [rank_max + 1], falling; entry 0 is the whole energy.
-  """
-  smallest = float(jnp.finfo(jnp.float32).tiny)
-  weights = jnp.log(sizes) + jnp.log(jnp.maximum(variance, smallest))
-  return logsumexp(table + weights[:, None], axis=0)
 
 
 def cqm_rank(

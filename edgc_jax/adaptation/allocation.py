@@ -1,8 +1,19 @@
-"""Which ranks the matrices of a model have, from window to window.
+"""Ranks of many matrices under one budget: bytes go where they remove most.
 
-The controller says how much may be sent, by its rung; the allocator says
-where. It measures in every step what the columns of each matrix carry, and
-at the end of a window shares the rung's bytes out anew (`allocation`).
+A column more of matrix i removes some of its squared error and sends
+m_i + n_i values. With the gain of every column known and falling from column
+to column, taking columns by gain per value until the budget is spent leaves
+the least total error, up to a column: reverse water-filling. How the errors of
+a loud and a quiet matrix compare is for the caller to say (`scale_weights`).
+
+Where the gains come from:
+
+  energy      measured: squared column norms of Q, and the energy not sent
+  entropy     sigma_i^2 m_i n_i T(r / m_i), the model of `spectrum`
+  calibrated  the same, with the spectrum of each matrix made as narrow as its
+              measured error says
+
+Pure functions of arrays over the K matrices of a model.
 """
 
 import dataclasses
@@ -13,13 +24,104 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import allocation
+from edgc_jax.adaptation import error_model
 from edgc_jax.comm import agreement
 from edgc_jax.plan.plan import Plan
 
+CURVES = ("energy", "entropy", "calibrated")
+# P and Q travel in buffers of their own; how scarce either is decides what a
+# column costs, and is found by trying these shares.
+_PRICES = np.linspace(0.0, 1.0, 9, dtype=np.float32)
 # Least columns of a matrix, so that none goes blind to its own gradient.
 _FLOOR = 2
 _TINY = float(np.finfo(np.float32).tiny)
+
+
+def allocate(
+  gains: jax.Array,
+  sides: np.ndarray,
+  budgets: jax.Array,
+  floors: jax.Array,
+  limits: jax.Array,
+) -> jax.Array:
+  """Chooses ranks that remove the most error within the budgets.
+
+    max  sum_i sum_(c < r_i) gains[i, c]
+    over floors_i <= r_i <= limits_i
+    with sum_i r_i sides[i, j] <= budgets[j]    for P (j = 0) and Q (j = 1)
+
+  Columns are taken in the order of gain per price, where they fit, with the
+  price p sides[i, 0] / budgets[0] + (1 - p) sides[i, 1] / budgets[1]; of some
+  p between 0 and 1 the one that removes most is kept. Equal matrices differ
+  by one column at most, and a matrix without any gain stays at its floor.
+
+  Args:
+    gains: float32 [K, width], squared error removed by each column. What
+      rises along the columns is levelled: a column is not had without those
+      before it.
+    sides: int [K, 2], heights of P and Q, static.
+    budgets: int32 [2], values in the buffers of P and Q.
+    floors: int32 [K], least ranks; they must fit into the budgets.
+    limits: int32 [K], largest ranks, at most `width`; 0 leaves one out.
+
+  Returns:
+    int32 [K].
+  """
+  num, width = gains.shape
+  largest = jnp.max(gains)
+  gains = gains / jnp.where(largest > 0, largest, 1.0)
+  gains = jax.lax.cummin(jnp.maximum(gains, 0.0), axis=1)
+  columns = jnp.arange(width)
+  is_open = (columns >= floors[:, None]) & (columns < limits[:, None])
+  is_open &= gains > 0
+  sides = jnp.asarray(sides, jnp.int32)
+  left = budgets - floors @ sides
+  share = sides.astype(jnp.float32) / jnp.maximum(budgets, 1)
+
+  def spend(price: jax.Array) -> tuple[jax.Array, jax.Array]:
+    cost = price * share[:, 0] + (1.0 - price) * share[:, 1]
+    score = jnp.where(is_open, gains / cost[:, None], -1.0)
+    # Column by column: of equal gains every matrix gets one before any two.
+    order = jnp.argsort(-score.T.reshape(-1), stable=True)
+
+    def take(carry: tuple, entry: jax.Array) -> tuple[tuple, None]:
+      left, ranks, removed = carry
+      column, matrix = entry // num, entry % num
+      # What does not fit never fits later, so no column is passed over.
+      fits = is_open[matrix, column] & jnp.all(sides[matrix] <= left)
+      left = left - jnp.where(fits, sides[matrix], 0)
+      ranks = ranks.at[matrix].add(fits.astype(jnp.int32))
+      removed += jnp.where(fits, gains[matrix, column], 0.0)
+      return (left, ranks, removed), None
+
+    start = (left, floors, jnp.zeros_like(largest))
+    (_, ranks, removed), _ = jax.lax.scan(take, start, order)
+    return ranks, removed
+
+  ranks, removed = jax.vmap(spend)(jnp.asarray(_PRICES))
+  return ranks[jnp.argmax(removed)]
+
+
+def scale_weights(variance: jax.Array, exponent: float) -> jax.Array:
+  """What a unit of squared error counts in each matrix.
+
+    w_i = sigma_i^(-exponent),   in units of the largest
+
+  0 counts absolute errors; 2 counts errors relative to the matrix's mean
+  square entry, which is what is left of them after an optimiser that divides
+  by it. No weight is more than 1e12^(exponent / 2).
+
+  Args:
+    variance: float32 [K], sigma_i^2; 0 where nothing was measured.
+    exponent: The exponent of sigma.
+
+  Returns:
+    float32 [K], at least 1; 1 where nothing was measured.
+  """
+  largest = jnp.max(variance, initial=0.0)
+  # A matrix without a gradient so far must not outweigh all others.
+  relative = jnp.where(variance > 0, variance / largest, 1.0)
+  return jnp.maximum(relative, 1e-12) ** (-0.5 * exponent)
 
 
 class Measured(NamedTuple):
@@ -105,9 +207,9 @@ class Allocator:
       lambda total: total / jnp.maximum(state.num_steps, 1.0), state.sums
     )
     gains, energy = self._gains(state, mean, variance)
-    weights = allocation.scale_weights(variance, self.scale_exponent)
+    weights = scale_weights(variance, self.scale_exponent)
     floors, limits = _near(state.ranks, before, tables, self.plan.sides)
-    chosen = allocation.allocate(
+    chosen = allocate(
       weights[:, None] * gains,
       self.plan.sides,
       tables.budgets,
@@ -136,17 +238,17 @@ class Allocator:
     """What each column removes [K, width], and all there is [K]."""
     ranks = jnp.maximum(state.ranks, 1)
     if self.curves == "energy":
-      gains = allocation.energy_gains(mean.columns, mean.energy, ranks)
+      gains = error_model.energy_gains(mean.columns, mean.energy, ranks)
       return gains, mean.energy
     sides, width = self.plan.sides, self._width
     if self.curves == "entropy":
-      gains = allocation.model_gains(variance, sides, width)
+      gains = error_model.model_gains(variance, sides, width)
       return gains, variance * self.plan.sizes
-    gains = allocation.calibrated_gains(
+    gains = error_model.calibrated_gains(
       mean.energy / self.plan.sizes,
       sides,
       width,
-      allocation.lost_share(mean.lost, mean.energy),
+      error_model.lost_share(mean.lost, mean.energy),
       ranks,
     )
     return gains, mean.energy

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import entropy
-from edgc_jax.allocator import Allocator, AllocatorState, Measured
+from edgc_jax.adaptation import entropy
+from edgc_jax.adaptation.allocation import Allocator, AllocatorState, Measured
+from edgc_jax.adaptation.controller import Controller, ControllerState
 from edgc_jax.comm import collectives, dataflow
-from edgc_jax.controller import Controller, ControllerState
 from edgc_jax.plan.plan import Plan
 
 
