@@ -25,14 +25,14 @@ from edgc_jax.plan.leaves import (
 )
 from edgc_jax.plan.link_model import CompressionModel, LinkModel
 from edgc_jax.plan.plan import wire_bytes
-from edgc_jax.replicas import (
+from edgc_jax.state.metrics import metrics
+from edgc_jax.state.resizing import (
   follow_first_replica,
   rebase_entropy,
   rescale_gradients,
   resize_replicas,
 )
-from edgc_jax.state_sharding import state_specs
-from edgc_jax.telemetry import metrics
+from edgc_jax.state.sharding import state_specs
 from edgc_jax.timing import (
   measure_backward,
   measure_coding,

@@ -41,13 +41,8 @@ from edgc_jax.plan.leaves import (
   warn_of_dtypes,
 )
 from edgc_jax.plan.plan import Plan, by_exchange, warn_if_nothing_pays
-from edgc_jax.reducer_state import ReducerState, stacked, unstacked
-from edgc_jax.telemetry import (
-  Checks,
-  MatrixStats,
-  first_stats,
-  next_stats,
-)
+from edgc_jax.state.base import ReducerState, stacked, unstacked
+from edgc_jax.state.metrics import Checks, MatrixStats, first_stats, next_stats
 
 
 def make_reducer(

@@ -14,15 +14,8 @@ import optax
 from edgc_jax import validation
 from edgc_jax.comm import agreement, collectives, dataflow
 from edgc_jax.comm.dataflow import varying_axes
-from edgc_jax.telemetry import Checks, SkipStats, find
-
-
-class AccumulateState(NamedTuple):
-  """State of `accumulate`."""
-
-  mini_step: jax.Array  # int32 [], calls since the last exchange
-  accumulated: Any  # float32, a leading axis of 1 per leaf; per replica
-  inner_state: Any
+from edgc_jax.state.base import AccumulateState
+from edgc_jax.state.metrics import Checks, SkipStats, find
 
 
 class SkipNonfiniteState(NamedTuple):

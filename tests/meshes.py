@@ -131,7 +131,7 @@ BACKENDS = {"pmap": Pmap, "shard_map": ShardMap}
 
 def find(state: Any) -> Any:
   """The reducer's state inside any optimiser state."""
-  from edgc_jax.reducer_state import ReducerState
+  from edgc_jax.state.base import ReducerState
 
   is_leaf = lambda x: isinstance(x, ReducerState)  # noqa: E731
   leaves = jax.tree.leaves(state, is_leaf=is_leaf)

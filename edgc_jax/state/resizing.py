@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec
 from edgc_jax import validation
 from edgc_jax.adaptation.controller import mark_rebase, rescaled
 from edgc_jax.comm import collectives
-from edgc_jax.reducer_state import ReducerState
-from edgc_jax.telemetry import find
-from edgc_jax.wrappers import AccumulateState
+from edgc_jax.state.base import AccumulateState, ReducerState
+from edgc_jax.state.metrics import find
 
 
 def resize_replicas(

@@ -1,7 +1,7 @@
 """The state of a reducer, and its form on pipeline stages."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -9,7 +9,7 @@ from edgc_jax.adaptation.allocation import AllocatorState
 from edgc_jax.adaptation.controller import ControllerState
 from edgc_jax.comm import collectives
 from edgc_jax.compression.base import ExchangeState
-from edgc_jax.telemetry import Checks, Stats
+from edgc_jax.state.metrics import Checks, Stats
 
 
 class ReducerState(NamedTuple):
@@ -53,3 +53,11 @@ def _by_stage(fn: Callable, state: ReducerState) -> ReducerState:
     allocator=jax.tree.map(fn, state.allocator),
     stats=jax.tree.map(fn, state.stats),
   )
+
+
+class AccumulateState(NamedTuple):
+  """State of `accumulate`."""
+
+  mini_step: jax.Array  # int32 [], calls since the last exchange
+  accumulated: Any  # float32, a leading axis of 1 per leaf; per replica
+  inner_state: Any

@@ -22,8 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
 from edgc_jax.compression.base import ExchangeState
-from edgc_jax.reducer_state import ReducerState
-from edgc_jax.wrappers import AccumulateState
+from edgc_jax.state.base import AccumulateState, ReducerState
 
 
 def state_specs(
