@@ -7,15 +7,7 @@ from edgc_jax.comm import cpu_backend
 
 cpu_backend.widen_thread_pool()  # before any device is used; see the function
 
-from edgc_jax.adaptive_rank import edgc
 from edgc_jax.advice import advise
-from edgc_jax.entrywise_methods import (
-  quantize,
-  randomk,
-  signsgd,
-  topk,
-)
-from edgc_jax.fixed_rank import allreduce, powersgd
 from edgc_jax.link_timing import measure_link
 from edgc_jax.pipeline.gradients import clip_by_global_norm
 from edgc_jax.pipeline.schedule import apply_stages
@@ -25,6 +17,10 @@ from edgc_jax.plan.leaves import (
 )
 from edgc_jax.plan.link_model import CompressionModel, LinkModel
 from edgc_jax.plan.plan import wire_bytes
+from edgc_jax.reducers.baselines import quantize, randomk, signsgd, topk
+from edgc_jax.reducers.edgc import edgc
+from edgc_jax.reducers.powersgd import allreduce, powersgd
+from edgc_jax.reducers.wrappers import accumulate, after_update, skip_nonfinite
 from edgc_jax.state.metrics import metrics
 from edgc_jax.state.resizing import (
   follow_first_replica,
@@ -38,7 +34,6 @@ from edgc_jax.timing import (
   measure_coding,
   measure_compression,
 )
-from edgc_jax.wrappers import accumulate, after_update, skip_nonfinite
 
 __version__ = "0.1.0"
 

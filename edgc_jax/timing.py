@@ -11,10 +11,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from edgc_jax import adaptive_rank, fixed_rank, validation
+from edgc_jax import validation
 from edgc_jax.comm.codes import code_of
 from edgc_jax.plan.leaves import ViewFn
 from edgc_jax.plan.link_model import CompressionModel, fit_line
+from edgc_jax.reducers import edgc, powersgd
 from edgc_jax.stopwatch import agree, medians
 
 _AXIS = "data"
@@ -56,13 +57,13 @@ def measure_compression(
   validation.require_several("ranks", ranks, 1)
   validation.require_int("repeats", repeats, 1)
   reducers = [
-    adaptive_rank.edgc(
+    edgc.edgc(
       _AXIS, rank_max=rank, rank_min=rank, rank_multiple=rank,
       min_ratio=min_ratio, matrix_view=matrix_view, granularity=granularity,
     )
     for rank in ranks
   ]  # fmt: skip
-  dense = fixed_rank.allreduce(_AXIS)
+  dense = powersgd.allreduce(_AXIS)
   extra = _beyond(dense, reducers, params, repeats, mesh)
   base, per_rank = fit_line(np.array(ranks, float), extra)
   if per_rank < 0:
@@ -94,10 +95,10 @@ def measure_coding(
     Seconds, at least 0.
   """
   validation.require_int("repeats", repeats, 1)
-  least = fixed_rank.allreduce(_AXIS)
+  least = powersgd.allreduce(_AXIS)
   if code_of(wire_dtype) is None:
     least = optax.scale(0.5)  # the compiler leaves out what changes nothing
-  coded = fixed_rank.allreduce(_AXIS, wire_dtype=wire_dtype)
+  coded = powersgd.allreduce(_AXIS, wire_dtype=wire_dtype)
   return max(0.0, float(_beyond(least, [coded], params, repeats, mesh)[0]))
 
 

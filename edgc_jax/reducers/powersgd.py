@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-from edgc_jax import arguments, validation
+from edgc_jax import validation
 from edgc_jax.adaptation.policy import FixedPolicy
 from edgc_jax.comm.codes import code_of
 from edgc_jax.comm.sentinel import CHECK_EVERY
@@ -21,7 +21,8 @@ from edgc_jax.plan.leaves import (
   trailing_matrix,
 )
 from edgc_jax.plan.plan import make_plan
-from edgc_jax.reducer import make_reducer
+from edgc_jax.reducers import arguments
+from edgc_jax.reducers.base import make_reducer
 
 
 def allreduce(

@@ -5,7 +5,7 @@ from typing import Any
 
 import optax
 
-from edgc_jax import arguments, validation
+from edgc_jax import validation
 from edgc_jax.adaptation.allocation import Allocator
 from edgc_jax.adaptation.controller import Controller
 from edgc_jax.adaptation.policy import EntropyPolicy, FixedPolicy, Policy
@@ -20,7 +20,8 @@ from edgc_jax.plan.leaves import (
 )
 from edgc_jax.plan.link_model import CompressionModel, LinkModel
 from edgc_jax.plan.plan import Plan, by_exchange, make_plan
-from edgc_jax.reducer import make_reducer
+from edgc_jax.reducers import arguments
+from edgc_jax.reducers.base import make_reducer
 
 ALIGNMENTS = ("slack", "none")
 # How many times the rank of its rung a matrix may have.
