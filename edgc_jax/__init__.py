@@ -7,8 +7,13 @@ from edgc_jax.comm import cpu_backend
 
 cpu_backend.widen_thread_pool()  # before any device is used; see the function
 
-from edgc_jax.advice import advise
-from edgc_jax.link_timing import measure_link
+from edgc_jax.measure.advice import advise
+from edgc_jax.measure.timing import (
+  measure_backward,
+  measure_coding,
+  measure_compression,
+  measure_link,
+)
 from edgc_jax.pipeline.gradients import clip_by_global_norm
 from edgc_jax.pipeline.schedule import apply_stages
 from edgc_jax.plan.leaves import (
@@ -29,11 +34,6 @@ from edgc_jax.state.resizing import (
   resize_replicas,
 )
 from edgc_jax.state.sharding import state_specs
-from edgc_jax.timing import (
-  measure_backward,
-  measure_coding,
-  measure_compression,
-)
 
 __version__ = "0.1.0"
 

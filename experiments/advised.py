@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import edgc_jax
-from edgc_jax import stopwatch
-from edgc_jax.advice import RANKS, Advice
+from edgc_jax.measure import timing
+from edgc_jax.measure.advice import RANKS, Advice
 from edgc_jax.plan.plan import ring_bytes
 from experiments import gpt2, heap, hosts, meshes, optimizer, parallel
 from experiments.gpt2 import GPT2Config
@@ -197,5 +197,5 @@ def _plain_step(
 
 def seconds_of(step: Callable[[], Any], mesh: Mesh) -> float:
   """The median of a step; the mean over all processes."""
-  seconds = stopwatch.medians([step], _STEPS)
-  return float(stopwatch.agree(mesh, seconds)[0])
+  seconds = timing.medians([step], _STEPS)
+  return float(timing.agree(mesh, seconds)[0])

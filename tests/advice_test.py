@@ -8,7 +8,8 @@ from absl.testing import absltest, parameterized
 from meshes import between_hosts
 
 import edgc_jax
-from edgc_jax import CompressionModel, LinkModel, advice
+from edgc_jax import CompressionModel, LinkModel
+from edgc_jax.measure import advice
 
 PARAMS = {
   "bias": jax.ShapeDtypeStruct((512,), "float32"),

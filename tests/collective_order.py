@@ -3,8 +3,6 @@
 import functools
 import re
 
-from edgc_jax import compiled_cost
-
 _INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = ")
 
 
@@ -21,13 +19,13 @@ def unordered(hlo: str) -> list[tuple[str, str]]:
   Returns:
     Names of instructions.
   """
-  computations = compiled_cost.computations_of(hlo)
+  computations = hlo.computations_of(hlo)
 
   def sends(line: str) -> bool:
     """Whether an instruction, or what it calls, is a collective."""
-    if compiled_cost.is_collective(line):
+    if hlo.is_collective(line):
       return True
-    return any(map(holds_collectives, compiled_cost.called_by(line)))
+    return any(map(holds_collectives, hlo.called_by(line)))
 
   @functools.cache
   def holds_collectives(name: str) -> bool:
@@ -46,7 +44,7 @@ def unordered(hlo: str) -> list[tuple[str, str]]:
       needs[name] = operands.union(*(needs[other] for other in operands))
       if not sends(line):
         continue
-      is_plain = compiled_cost.is_collective(line)
+      is_plain = hlo.is_collective(line)
       found += [
         (other, name)
         for other, other_is_plain in senders

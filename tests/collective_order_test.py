@@ -14,7 +14,7 @@ from collective_order import unordered
 from meshes import AXIS, between_hosts, gradients_like
 
 import edgc_jax
-from edgc_jax import compiled_cost
+from edgc_jax.measure import hlo
 from experiments.network import jax_host
 
 REPLICAS = 4
@@ -74,7 +74,7 @@ class OrderTest(parameterized.TestCase):
     with between_hosts(16) if hosts else contextlib.nullcontext():
       hlo = program(tx, replicas=hosts or REPLICAS)
     self.assertIn(" conditional(", hlo)
-    sent = compiled_cost.collectives_in_order(hlo)
+    sent = hlo.collectives_in_order(hlo)
     is_cut = len(sent) > len(set(sent))  # messages of the same size
     self.assertEqual(is_cut, name in IN_LOOPS.get(hosts, ()))
     self.assertEqual(unordered(hlo), [])
@@ -88,7 +88,7 @@ class OrderTest(parameterized.TestCase):
     params = {**PARAMS, "other": jnp.ones((48, 40))}  # two of a shape
     replicas = hosts or REPLICAS
     with between_hosts(16) if hosts else contextlib.nullcontext():
-      sent = compiled_cost.collectives_in_order(
+      sent = hlo.collectives_in_order(
         program(REDUCERS[name](), params=params, replicas=replicas)
       )
     replay = jax.pmap(
@@ -106,7 +106,7 @@ class OrderTest(parameterized.TestCase):
         ]
         for c in collectives
       ]
-      for collectives in (sent, compiled_cost.collectives_in_order(hlo))
+      for collectives in (sent, hlo.collectives_in_order(hlo))
     ]
     self.assertEqual(*sizes)
     self.assertEqual(unordered(hlo), [])

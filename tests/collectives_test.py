@@ -9,8 +9,8 @@ from absl.testing import absltest, parameterized
 from jax.sharding import PartitionSpec as P
 from meshes import AXIS, between_hosts, mesh_of
 
-from edgc_jax import compiled_cost
 from edgc_jax.comm import collectives, cpu_backend, dataflow
+from edgc_jax.measure import hlo
 
 REPLICAS = 4
 
@@ -48,7 +48,7 @@ class JoinedTest(absltest.TestCase):
     self.assertEqual(mean["none"].shape, (REPLICAS, 0))
     shapes = [
       shape
-      for collective in compiled_cost.collectives_in_order(program)
+      for collective in hlo.collectives_in_order(program)
       for _, shape in collective.results
     ]
     self.assertCountEqual(shapes, [(16,), (7,), (300_000,)])
@@ -95,11 +95,8 @@ class MessagesTest(parameterized.TestCase):
     with between_hosts(64):
       cut, in_many = pmapped(fn, x)
     np.testing.assert_array_equal(plain, cut)
-    sent = [
-      compiled_cost.wire_bytes_outside_branches(hlo)
-      for hlo in (in_one, in_many)
-    ]
-    return compiled_cost.collectives_in_order(in_many), *sent
+    sent = [hlo.wire_bytes_outside_branches(hlo) for hlo in (in_one, in_many)]
+    return hlo.collectives_in_order(in_many), *sent
 
   @parameterized.parameters((3, [1, 2]), (4, [1, 2, 2, 2, 3]))
   def test_parts_arrive_by_rotations(self, devices, shifts):

@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from jax.sharding import AxisType
 
-from edgc_jax import compiled_cost, link_timing
+from edgc_jax.measure import timing
 from tests.meshes import mesh_of
 
 SIZES = (2**12, 2**16, 2**20)
@@ -19,8 +19,8 @@ SIZES = (2**12, 2**16, 2**20)
 
 def fake_link(seconds):
   """Replaces the clock: medians of one all-reduce, whatever is called."""
-  times = link_timing._CHAINED * np.array(seconds, float)
-  return mock.patch.object(link_timing, "medians", lambda calls, repeats: times)
+  times = timing._CHAINED * np.array(seconds, float)
+  return mock.patch.object(timing, "medians", lambda calls, repeats: times)
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ class LinkTest(parameterized.TestCase):
   @parameterized.parameters((3e-5, 2e9), (1e-3, 1e8), (0.0, 5e10))
   def test_recovers_a_line(self, latency, bandwidth):
     with fake_link([latency + size / bandwidth for size in SIZES]):
-      link = link_timing.measure_link(mesh_of(), "data", SIZES)
+      link = timing.measure_link(mesh_of(), "data", SIZES)
     self.assertAlmostEqual(link.latency / (latency or 1), bool(latency), 5)
     self.assertAlmostEqual(link.bandwidth / bandwidth, 1, places=5)
     self.assertAlmostEqual(link.r_squared, 1, places=5)
@@ -44,9 +44,9 @@ class LinkTest(parameterized.TestCase):
     agreed = np.array([1e-3 + size / 1e8 for size in SIZES])
     with (
       fake_link([1.0, 2.0, 3.0]),
-      mock.patch.object(link_timing, "agree", lambda mesh, seconds: agreed),
+      mock.patch.object(timing, "agree", lambda mesh, seconds: agreed),
     ):
-      link = link_timing.measure_link(mesh_of(), "data", SIZES)
+      link = timing.measure_link(mesh_of(), "data", SIZES)
     self.assertAlmostEqual(link.latency, 1e-3, places=9)
 
   def test_small_sizes_weigh_as_much(self):
@@ -54,7 +54,7 @@ class LinkTest(parameterized.TestCase):
     times = np.array([1e-5 + size / 1e8 for size in SIZES])
     times[-1] *= 1.1
     with fake_link(times):
-      link = link_timing.measure_link(mesh_of(), "data", SIZES)
+      link = timing.measure_link(mesh_of(), "data", SIZES)
     self.assertAlmostEqual(link.latency, 1e-5, delta=0.3e-5)
     self.assertBetween(link.r_squared, 0.9, 0.9999)
 
@@ -62,7 +62,7 @@ class LinkTest(parameterized.TestCase):
     """Through the origin then: least squares of relative errors by hand."""
     seconds, sizes = np.array([1e-5, 1.2e-3]), np.array([2**16, 2**20])
     with fake_link(seconds):
-      link = link_timing.measure_link(mesh_of(), "data", sizes.tolist())
+      link = timing.measure_link(mesh_of(), "data", sizes.tolist())
     self.assertEqual(link.latency, 0.0)
     per_byte = np.sum(sizes / seconds) / np.sum((sizes / seconds) ** 2)
     np.testing.assert_allclose(link.bandwidth, 1 / per_byte, rtol=1e-5)
@@ -77,7 +77,7 @@ class LinkTest(parameterized.TestCase):
     message = f"latency 0 and the bandwidth of the largest, {expected:.4g} "
     message = re.escape(message)
     with fake_link(seconds), self.assertWarnsRegex(RuntimeWarning, message):
-      link = link_timing.measure_link(mesh_of(), "data", SIZES)
+      link = timing.measure_link(mesh_of(), "data", SIZES)
     self.assertEqual((link.latency, link.r_squared), (0.0, 0.0))
     np.testing.assert_allclose(link.bandwidth, expected, rtol=1e-6)
 
@@ -85,7 +85,7 @@ class LinkTest(parameterized.TestCase):
   def test_real(self, axis_type):
     for shape in ((8,), (2, 4)):
       with noise_allowed():
-        link = link_timing.measure_link(
+        link = timing.measure_link(
           mesh_of(shape, axis_type), "data", SIZES, repeats=3
         )
       self.assertGreater(link.bandwidth, 0)
@@ -94,15 +94,15 @@ class LinkTest(parameterized.TestCase):
 
   def test_what_is_timed(self):
     """One all-reduce in a loop, over groups along the axis, none dropped."""
-    call = link_timing._all_reduces(mesh_of(), "data", 1000)
+    call = timing._all_reduces(mesh_of(), "data", 1000)
     result = call()
     # x <- mean(x) + x_0 from x = x_0 = 1.
-    np.testing.assert_array_equal(result, 1 + link_timing._CHAINED)
+    np.testing.assert_array_equal(result, 1 + timing._CHAINED)
     self.assertEqual(result.shape, (4 * 1000,))
     hlo = call.func.lower(*call.args).compile().as_text()
     (line,) = [x for x in hlo.splitlines() if " all-reduce(" in x]
     self.assertIn("f32[1000]", line)
-    groups = compiled_cost.groups_of(line)
+    groups = hlo.groups_of(line)
     self.assertEqual(groups, [[0, 1, 2, 3], [4, 5, 6, 7]])
     self.assertIn("while", hlo)
 
@@ -118,7 +118,7 @@ class LinkTest(parameterized.TestCase):
   )
   def test_errors(self, name, options):
     with self.assertRaisesRegex(ValueError, f"`{name}` must be .*, got .*; "):
-      link_timing.measure_link(mesh_of((1, 8)), **options)
+      timing.measure_link(mesh_of((1, 8)), **options)
 
   def test_what_a_slow_link_affords(self):
     """Seconds 1, 4 and 16; each is run four times beside its repeats."""
@@ -132,10 +132,8 @@ class LinkTest(parameterized.TestCase):
                                   (40.0, 2, 4), (1.0, 2, 2)):  # fmt: skip
       made = []
       calls = (made.append(s) or functools.partial(call, s) for s in (1, 4, 16))
-      with mock.patch.object(
-        link_timing.time, "perf_counter", lambda: clock[0]
-      ):
-        found = link_timing._affordable(
+      with mock.patch.object(timing.time, "perf_counter", lambda: clock[0]):
+        found = timing._affordable(
           mesh_of(), calls, [100, 400, 1600], 10, budget
         )
       self.assertEqual((len(found[0]), found[1]), (many, repeats))
@@ -146,7 +144,7 @@ class LinkTest(parameterized.TestCase):
       mock.patch.dict("os.environ", NPROC="2"),
       self.assertRaisesRegex(RuntimeError, "NPROC"),
     ):
-      link_timing.measure_link(mesh_of())
+      timing.measure_link(mesh_of())
 
 
 if __name__ == "__main__":

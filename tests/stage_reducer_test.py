@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 from meshes import AXIS, PARTED_BYTES, find, stage_mesh, window_bytes
 
 import edgc_jax
-from edgc_jax import compiled_cost
 from edgc_jax.adaptation import alignment
 from edgc_jax.comm import agreement
 from edgc_jax.compression import low_rank
 from edgc_jax.compression.base import Factors
 from edgc_jax.compression.error_feedback import with_feedback
+from edgc_jax.measure import hlo
 from edgc_jax.plan import link_model
 from edgc_jax.plan.plan import by_exchange, make_plan
 
@@ -371,14 +371,14 @@ class WireTest(absltest.TestCase):
   def test_bytes_of_every_rung_of_both_exchanges(self):
     run = fresh()
     hlo = run.step_fn.lower(gradients(0), run.state, run.params).compile()
-    branches = compiled_cost.wire_bytes_of_branches(hlo.as_text())
+    branches = hlo.wire_bytes_of_branches(hlo.as_text())
     own, rest = (b for b in branches if len(b) == 5)
     self.assertCountEqual(
       [own, rest],
       [[plan.wire_bytes(r) for r in plan.ladder] for plan in plans()],
     )
     shared = 4 * 40  # summed over the stages
-    outside = compiled_cost.wire_bytes_outside_branches(hlo.as_text())
+    outside = hlo.wire_bytes_outside_branches(hlo.as_text())
     self.assertEqual(outside, shared + agreement.STAGE_CHECK_BYTES)
 
   def test_no_stage_waits_before_its_own_exchange(self):
@@ -394,9 +394,7 @@ class WireTest(absltest.TestCase):
       if " conditional(" in line and line.count("%region") == 5:
         order.append("exchange")
       elif " all-reduce(" in line:
-        order.append(
-          "stages" if compiled_cost.groups_of(line) == over_stages else "all"
-        )
+        order.append("stages" if hlo.groups_of(line) == over_stages else "all")
     # Own leaves, late gradients, the rest, and agreeing to keep the step.
     self.assertEqual(order[0], "exchange")
     self.assertEqual(order.count("exchange"), 2)

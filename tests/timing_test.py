@@ -9,7 +9,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from jax.sharding import AxisType
 
-from edgc_jax import stopwatch, timing
+from edgc_jax.measure import timing
 from tests.meshes import mesh_of
 
 PARAMS = {
@@ -146,7 +146,7 @@ class MediansTest(parameterized.TestCase):
 
     calls = [functools.partial(call, name) for name in "ab"]
     with mock.patch.object(stopwatch.time, "perf_counter", lambda: clock[0]):
-      found = stopwatch.medians(calls, 3)
+      found = timing.medians(calls, 3)
     np.testing.assert_array_equal(found, [2.0, 1.0])
     self.assertEqual("".join(log), "ab" * 5)
 
@@ -154,7 +154,7 @@ class MediansTest(parameterized.TestCase):
 class AgreeTest(parameterized.TestCase):
   @parameterized.parameters(AxisType.Auto, AxisType.Explicit)
   def test_mean_over_the_mesh(self, axis_type):
-    found = stopwatch.agree(mesh_of(axis_type=axis_type), np.array([0.5, 3.0]))
+    found = timing.agree(mesh_of(axis_type=axis_type), np.array([0.5, 3.0]))
     np.testing.assert_array_equal(found, [0.5, 3.0])
     self.assertEqual(found.dtype, np.float64)
 

@@ -8,10 +8,10 @@ from absl.testing import absltest, parameterized
 from meshes import BACKENDS, PARTED_BYTES, gradients_like, window_bytes
 
 import edgc_jax
-from edgc_jax import compiled_cost
 from edgc_jax.adaptation import entropy
 from edgc_jax.comm import agreement
 from edgc_jax.comm.codes import code_of
+from edgc_jax.measure import hlo
 from edgc_jax.plan.plan import make_plan
 
 # The small matrix pays at ranks up to 5 only: from then on it goes dense.
@@ -50,11 +50,11 @@ class WireBytesTest(parameterized.TestCase):
     )  # fmt: skip
     run = BACKENDS[backend](tx, PARAMS)
     hlo = run.compiled(gradients_like(PARAMS, seed=0))
-    rungs, *others = compiled_cost.wire_bytes_of_branches(hlo)
+    rungs, *others = hlo.wire_bytes_of_branches(hlo)
     predicted = [edgc_jax.wire_bytes(PARAMS, rank) for rank in (0, 4, 8, 12)]
     self.assertEqual(rungs, predicted)
     for rung, expected in enumerate(predicted):
-      found = compiled_cost.collectives_in_order(hlo, rung)
+      found = hlo.collectives_in_order(hlo, rung)
       self.assertEqual({one.kind for one in found}, {"all-reduce"})
       self.assertLen(found, 2 if rung else 1)
       sent = sum(
@@ -66,7 +66,7 @@ class WireBytesTest(parameterized.TestCase):
     # One more compares what replicas hold; at a window's end two, of integers
     # and of floats, tell them what the first one decided.
     self.assertEqual(hlo.count(" all-reduce("), 1 + 2 * 3 + 2 + 1 + 1 + 2)
-    self.assertEqual(compiled_cost.wire_bytes_outside_branches(hlo), 0)
+    self.assertEqual(hlo.wire_bytes_outside_branches(hlo), 0)
     # Whatever is not a rung is a branch that is rarely taken.
     num_matrices = len(make_plan(PARAMS, (4,)).matrices)
     rare = sorted(sum(branches) for branches in others if sum(branches))
@@ -85,7 +85,7 @@ class WireBytesTest(parameterized.TestCase):
       run = BACKENDS[backend](tx, PARAMS)
       hlo = run.compiled(gradients_like(PARAMS, seed=0))
       self.assertEqual(
-        compiled_cost.wire_bytes_outside_branches(hlo),
+        hlo.wire_bytes_outside_branches(hlo),
         edgc_jax.wire_bytes(PARAMS, rank),
       )
 
@@ -103,9 +103,9 @@ class WireBytesTest(parameterized.TestCase):
     ):
       run = BACKENDS[backend](tx, PARAMS)
       hlo = run.compiled(gradients_like(PARAMS, seed=0))
-      sent = compiled_cost.wire_bytes_outside_branches(hlo)
+      sent = hlo.wire_bytes_outside_branches(hlo)
       self.assertEqual(sent, expected)
-      kinds = [one.kind for one in compiled_cost.collectives_in_order(hlo)]
+      kinds = [one.kind for one in hlo.collectives_in_order(hlo)]
       coded = [kind for kind in kinds if kind != "all-reduce"]
       self.assertEqual(coded, ["all-to-all", "all-gather"] * trips)
 
@@ -116,7 +116,7 @@ class WireBytesTest(parameterized.TestCase):
     )
     hlo = run.compiled(gradients_like(PARAMS, seed=0))
     self.assertEqual(
-      compiled_cost.wire_bytes_outside_branches(hlo),
+      hlo.wire_bytes_outside_branches(hlo),
       edgc_jax.wire_bytes(PARAMS, 0, wire_dtype="native_bfloat16"),
     )
 
@@ -130,7 +130,7 @@ class WireBytesTest(parameterized.TestCase):
     q = 4 * 4 * (3 * 64 + 160 + 48 + 20)
     found = [
       branches
-      for branches in compiled_cost.wire_bytes_of_branches(hlo)
+      for branches in hlo.wire_bytes_of_branches(hlo)
       if branches == [p + beside, q + beside]
     ]
     self.assertLen(found, 1)
@@ -151,7 +151,7 @@ class WireBytesTest(parameterized.TestCase):
       **options,
     )  # fmt: skip
     hlo = BACKENDS["pmap"](tx, PARAMS).compiled(gradients_like(PARAMS, seed=0))
-    rungs, *_ = compiled_cost.wire_bytes_of_branches(hlo)
+    rungs, *_ = hlo.wire_bytes_of_branches(hlo)
     plan = make_plan(
       PARAMS, (0, 4, 8), code=code_of("bfloat16"), alternating=True
     )
@@ -198,7 +198,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 """
     expected = 2 * (32 // 2) + 32 // 2 + 16 // 2 + (32 + 4)
     text = text.replace(", to_apply=%add", "")
-    self.assertEqual(compiled_cost.wire_bytes_outside_branches(text), expected)
+    self.assertEqual(hlo.wire_bytes_outside_branches(text), expected)
 
   def test_metrics_add_up(self):
     """Warm-up, ranks, samples and checks, as counted by the state itself."""

@@ -9,7 +9,6 @@ from absl.testing import absltest, parameterized
 from meshes import BACKENDS, Pmap, gradients_like
 
 import edgc_jax
-from edgc_jax import compiled_cost
 
 PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,)), "s": jnp.zeros(())}
 
@@ -37,8 +36,8 @@ class AccumulateTest(parameterized.TestCase):
   def test_nothing_travels_in_between(self):
     run = Pmap(edgc_jax.accumulate(chain(), 3), PARAMS)
     hlo = run.compiled(gradients_like(PARAMS, 0))
-    self.assertEqual(compiled_cost.wire_bytes_outside_branches(hlo), 0)
-    outer = [sorted(x) for x in compiled_cost.wire_bytes_of_branches(hlo)]
+    self.assertEqual(hlo.wire_bytes_outside_branches(hlo), 0)
+    outer = [sorted(x) for x in hlo.wire_bytes_of_branches(hlo)]
     exchange = edgc_jax.wire_bytes(PARAMS, 2)
     self.assertTrue(any(b[0] == 0 and b[-1] >= exchange for b in outer), outer)
 

@@ -24,8 +24,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import edgc_jax
-from edgc_jax import compiled_cost
 from edgc_jax.comm import dataflow
+from edgc_jax.measure import hlo
 from experiments import advised, gpt2, heap, meshes, optimizer, parallel
 from experiments.meshes import DATA
 from experiments.network import calls
@@ -87,7 +87,7 @@ class JaxHost:
       dtype=np.int32,
     )[backend.rows(config.batch_size)]
     compiled = backend.compile_step(*state, config.batch_size)
-    sent = compiled_cost.collectives_in_order(
+    sent = hlo.collectives_in_order(
       compiled.as_text(), branch=int(config.reducer == "edgc")
     )
 
@@ -195,9 +195,7 @@ def _gradients(model: gpt2.GPT2Config) -> Any:
   return jax.pmap(lambda x: x, devices=jax.local_devices()[:1])(values)
 
 
-def _communicate(
-  sent: list[compiled_cost.Collective], mesh: Mesh
-) -> Callable[[], Any]:
+def _communicate(sent: list[hlo.Collective], mesh: Mesh) -> Callable[[], Any]:
   """The collectives of a program, with nothing to compute."""
   call = jax.pmap(replay_of(sent, mesh.shape[DATA]), axis_name=DATA)
   zeros = np.zeros(len(mesh.local_devices), np.int32)
@@ -206,13 +204,11 @@ def _communicate(
 
 
 def replay_of(
-  sent: list[compiled_cost.Collective], replicas: int
+  sent: list[hlo.Collective], replicas: int
 ) -> Callable[[jax.Array], list[list[jax.Array]]]:
   """The same collectives, one after the other, of numbers from a given one."""
 
-  def operands(
-    collective: compiled_cost.Collective, value: jax.Array
-  ) -> list[jax.Array]:
+  def operands(collective: hlo.Collective, value: jax.Array) -> list[jax.Array]:
     parts = replicas if collective.kind == "all-gather" else 1
     arrays = [
       # Of two arrays that are equal, or of equal values, XLA would send one.
@@ -226,7 +222,7 @@ def replay_of(
     return arrays
 
   def travel(
-    collective: compiled_cost.Collective,
+    collective: hlo.Collective,
     value: jax.Array,
     before: list[jax.Array],
   ) -> list[jax.Array]:

@@ -4,7 +4,7 @@ import pathlib
 import statistics
 from collections.abc import Sequence
 
-from edgc_jax.advice import TOLERANCE
+from edgc_jax.measure.advice import TOLERANCE
 from experiments import markdown
 from experiments.frontier_plot import DPI
 from experiments.network.pictures import draw_parts, draw_speeds

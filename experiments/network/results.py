@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgc_jax.advice import TOLERANCE, first_fast
+from edgc_jax.measure.advice import TOLERANCE, first_fast
 from edgc_jax.plan.plan import ring_bytes
 
 NO_EXCHANGE, DENSE, NARROW = "no exchange", "dense", "dense, bf16"
