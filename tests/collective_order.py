@@ -3,10 +3,12 @@
 import functools
 import re
 
+from edgc_jax.measure import hlo
+
 _INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = ")
 
 
-def unordered(hlo: str) -> list[tuple[str, str]]:
+def unordered(text: str) -> list[tuple[str, str]]:
   """Pairs with one in a branch or a loop, and no order.
 
   XLA's CPU backend keeps the order of a program's collectives, unless one is
@@ -14,12 +16,12 @@ def unordered(hlo: str) -> list[tuple[str, str]]:
   other does (`ordering.in_turn`).
 
   Args:
-    hlo: Text of a compiled program.
+    text: Text of a compiled program.
 
   Returns:
     Names of instructions.
   """
-  computations = hlo.computations_of(hlo)
+  computations = hlo.computations_of(text)
 
   def sends(line: str) -> bool:
     """Whether an instruction, or what it calls, is a collective."""

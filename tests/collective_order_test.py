@@ -72,12 +72,12 @@ class OrderTest(parameterized.TestCase):
       optax.chain(REDUCERS[name](), optax.adamw(1e-3)), AXIS
     )
     with between_hosts(16) if hosts else contextlib.nullcontext():
-      hlo = program(tx, replicas=hosts or REPLICAS)
-    self.assertIn(" conditional(", hlo)
-    sent = hlo.collectives_in_order(hlo)
+      text = program(tx, replicas=hosts or REPLICAS)
+    self.assertIn(" conditional(", text)
+    sent = hlo.collectives_in_order(text)
     is_cut = len(sent) > len(set(sent))  # messages of the same size
     self.assertEqual(is_cut, name in IN_LOOPS.get(hosts, ()))
-    self.assertEqual(unordered(hlo), [])
+    self.assertEqual(unordered(text), [])
 
   @parameterized.parameters(
     ("dense", 0), ("dense", 4), ("low_rank", 4), ("coded", 0), ("coded", 4),
@@ -97,7 +97,7 @@ class OrderTest(parameterized.TestCase):
       devices=jax.devices()[:replicas],
     )
     zeros = np.zeros(replicas, np.int32)
-    hlo = replay.lower(zeros).compile().as_text()
+    text = replay.lower(zeros).compile().as_text()
     sizes = [
       [
         [
@@ -106,10 +106,10 @@ class OrderTest(parameterized.TestCase):
         ]
         for c in collectives
       ]
-      for collectives in (sent, hlo.collectives_in_order(hlo))
+      for collectives in (sent, hlo.collectives_in_order(text))
     ]
     self.assertEqual(*sizes)
-    self.assertEqual(unordered(hlo), [])
+    self.assertEqual(unordered(text), [])
 
   def test_under_accumulate(self):
     tx = edgc_jax.accumulate(REDUCERS["adaptive"](), 2)
@@ -119,18 +119,18 @@ class OrderTest(parameterized.TestCase):
     """More than XLA joins into one collective."""
     params = {f"leaf_{i:03}": jnp.ones(3 + i % 2) for i in range(300)}
     params["empty"] = jnp.ones(0)
-    hlo = program(REDUCERS["dense"](), params=params)
-    self.assertEqual(unordered(hlo), [])
+    text = program(REDUCERS["dense"](), params=params)
+    self.assertEqual(unordered(text), [])
 
   def test_where_nothing_is_compressed(self):
     tx = REDUCERS["adaptive"]()
     with self.assertWarns(RuntimeWarning):
-      hlo = program(tx, params={"bias": jnp.ones(40)})
-    self.assertEqual(unordered(hlo), [])
+      text = program(tx, params={"bias": jnp.ones(40)})
+    self.assertEqual(unordered(text), [])
 
   def test_one_of_the_user_that_does_not_wait_is_found(self):
-    hlo = program(REDUCERS["low_rank"](), waits=False)
-    self.assertNotEqual(unordered(hlo), [])
+    text = program(REDUCERS["low_rank"](), waits=False)
+    self.assertNotEqual(unordered(text), [])
 
   def test_values_are_as_they_were(self):
     tx = REDUCERS["dense"]()

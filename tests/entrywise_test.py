@@ -6,6 +6,7 @@ from absl.testing import absltest, parameterized
 from meshes import BACKENDS, Pmap, ShardMap, find, gradients_like
 
 import edgc_jax
+from edgc_jax.measure import hlo
 
 REPLICAS = 4
 # Of the two that are compressed one is no multiple of a block, or of a run.
@@ -175,8 +176,8 @@ class EntrywiseTest(parameterized.TestCase):
 
   def bytes_of(self, run):
     """What the compiled program sends whatever branches it takes."""
-    hlo = run.compiled(gradients_like(PARAMS, seed=0))
-    return hlo.wire_bytes_outside_branches(hlo)
+    text = run.compiled(gradients_like(PARAMS, seed=0))
+    return hlo.wire_bytes_outside_branches(text)
 
   def test_error_is_that_of_the_mean(self):
     """Sketches of the whole and of the rest; unbiased, up to their ratio."""

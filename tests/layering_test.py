@@ -77,8 +77,6 @@ class LayeringTest(parameterized.TestCase):
   @parameterized.named_parameters(*cases())
   def test_a_file_imports_from_below_only(self, package, path):
     own = room_of(path)
-    if own not in ROOMS[package]:
-      self.skipTest("not in a room yet")
     for room, name in arrows(package, path):
       if room != own:
         self.assertLess(ROOMS[package][room], ROOMS[package][own], name)

@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from jax.sharding import AxisType
 
-from edgc_jax.measure import timing
+from edgc_jax.measure import hlo, timing
 from tests.meshes import mesh_of
 
 SIZES = (2**12, 2**16, 2**20)
@@ -99,12 +99,12 @@ class LinkTest(parameterized.TestCase):
     # x <- mean(x) + x_0 from x = x_0 = 1.
     np.testing.assert_array_equal(result, 1 + timing._CHAINED)
     self.assertEqual(result.shape, (4 * 1000,))
-    hlo = call.func.lower(*call.args).compile().as_text()
-    (line,) = [x for x in hlo.splitlines() if " all-reduce(" in x]
+    text = call.func.lower(*call.args).compile().as_text()
+    (line,) = [x for x in text.splitlines() if " all-reduce(" in x]
     self.assertIn("f32[1000]", line)
     groups = hlo.groups_of(line)
     self.assertEqual(groups, [[0, 1, 2, 3], [4, 5, 6, 7]])
-    self.assertIn("while", hlo)
+    self.assertIn("while", text)
 
   @parameterized.parameters(
     ("axis_name", {"axis_name": "model"}),

@@ -74,10 +74,10 @@ class PipelineTest(parameterized.TestCase):
   def test_permutes_name_live_pairs_only(self, num_stages, num_microbatches):
     """Those of the ramp grow, those of the drain shrink, both ways."""
     params, x = example(num_stages, num_microbatches)
-    hlo = pipelined(num_stages).lower(params, x).compile().as_text()
+    text = pipelined(num_stages).lower(params, x).compile().as_text()
     found = []
     for pairs in re.findall(
-      r"collective-permute(?:-start)?\(.*?source_target_pairs=\{(.*?)\}\}", hlo
+      r"collective-permute(?:-start)?\(.*?source_target_pairs=\{(.*?)\}\}", text
     ):
       numbers = [int(n) for n in re.findall(r"\d+", pairs)]
       found.append(tuple(zip(numbers[::2], numbers[1::2], strict=True)))

@@ -370,15 +370,15 @@ class WireTest(absltest.TestCase):
 
   def test_bytes_of_every_rung_of_both_exchanges(self):
     run = fresh()
-    hlo = run.step_fn.lower(gradients(0), run.state, run.params).compile()
-    branches = hlo.wire_bytes_of_branches(hlo.as_text())
+    compiled = run.step_fn.lower(gradients(0), run.state, run.params).compile()
+    branches = hlo.wire_bytes_of_branches(compiled.as_text())
     own, rest = (b for b in branches if len(b) == 5)
     self.assertCountEqual(
       [own, rest],
       [[plan.wire_bytes(r) for r in plan.ladder] for plan in plans()],
     )
     shared = 4 * 40  # summed over the stages
-    outside = hlo.wire_bytes_outside_branches(hlo.as_text())
+    outside = hlo.wire_bytes_outside_branches(compiled.as_text())
     self.assertEqual(outside, shared + agreement.STAGE_CHECK_BYTES)
 
   def test_no_stage_waits_before_its_own_exchange(self):

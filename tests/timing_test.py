@@ -145,7 +145,7 @@ class MediansTest(parameterized.TestCase):
       return jnp.zeros(())
 
     calls = [functools.partial(call, name) for name in "ab"]
-    with mock.patch.object(stopwatch.time, "perf_counter", lambda: clock[0]):
+    with mock.patch.object(timing.time, "perf_counter", lambda: clock[0]):
       found = timing.medians(calls, 3)
     np.testing.assert_array_equal(found, [2.0, 1.0])
     self.assertEqual("".join(log), "ab" * 5)

@@ -49,12 +49,12 @@ class WireBytesTest(parameterized.TestCase):
       granularity=granularity,
     )  # fmt: skip
     run = BACKENDS[backend](tx, PARAMS)
-    hlo = run.compiled(gradients_like(PARAMS, seed=0))
-    rungs, *others = hlo.wire_bytes_of_branches(hlo)
+    text = run.compiled(gradients_like(PARAMS, seed=0))
+    rungs, *others = hlo.wire_bytes_of_branches(text)
     predicted = [edgc_jax.wire_bytes(PARAMS, rank) for rank in (0, 4, 8, 12)]
     self.assertEqual(rungs, predicted)
     for rung, expected in enumerate(predicted):
-      found = hlo.collectives_in_order(hlo, rung)
+      found = hlo.collectives_in_order(text, rung)
       self.assertEqual({one.kind for one in found}, {"all-reduce"})
       self.assertLen(found, 2 if rung else 1)
       sent = sum(
@@ -65,8 +65,8 @@ class WireBytesTest(parameterized.TestCase):
     # the dense rung, two for the entropy, one compares the replicas.
     # One more compares what replicas hold; at a window's end two, of integers
     # and of floats, tell them what the first one decided.
-    self.assertEqual(hlo.count(" all-reduce("), 1 + 2 * 3 + 2 + 1 + 1 + 2)
-    self.assertEqual(hlo.wire_bytes_outside_branches(hlo), 0)
+    self.assertEqual(text.count(" all-reduce("), 1 + 2 * 3 + 2 + 1 + 1 + 2)
+    self.assertEqual(hlo.wire_bytes_outside_branches(text), 0)
     # Whatever is not a rung is a branch that is rarely taken.
     num_matrices = len(make_plan(PARAMS, (4,)).matrices)
     rare = sorted(sum(branches) for branches in others if sum(branches))
@@ -83,9 +83,9 @@ class WireBytesTest(parameterized.TestCase):
       (8, edgc_jax.powersgd(8)),
     ):
       run = BACKENDS[backend](tx, PARAMS)
-      hlo = run.compiled(gradients_like(PARAMS, seed=0))
+      text = run.compiled(gradients_like(PARAMS, seed=0))
       self.assertEqual(
-        hlo.wire_bytes_outside_branches(hlo),
+        hlo.wire_bytes_outside_branches(text),
         edgc_jax.wire_bytes(PARAMS, rank),
       )
 
@@ -102,10 +102,10 @@ class WireBytesTest(parameterized.TestCase):
       ("shard_map", edgc_jax.powersgd(4, wire_dtype="bfloat16"), factors, 2),
     ):
       run = BACKENDS[backend](tx, PARAMS)
-      hlo = run.compiled(gradients_like(PARAMS, seed=0))
-      sent = hlo.wire_bytes_outside_branches(hlo)
+      text = run.compiled(gradients_like(PARAMS, seed=0))
+      sent = hlo.wire_bytes_outside_branches(text)
       self.assertEqual(sent, expected)
-      kinds = [one.kind for one in hlo.collectives_in_order(hlo)]
+      kinds = [one.kind for one in hlo.collectives_in_order(text)]
       coded = [kind for kind in kinds if kind != "all-reduce"]
       self.assertEqual(coded, ["all-to-all", "all-gather"] * trips)
 
@@ -114,9 +114,9 @@ class WireBytesTest(parameterized.TestCase):
     run = BACKENDS["pmap"](
       edgc_jax.allreduce(wire_dtype="native_bfloat16"), PARAMS
     )
-    hlo = run.compiled(gradients_like(PARAMS, seed=0))
+    text = run.compiled(gradients_like(PARAMS, seed=0))
     self.assertEqual(
-      hlo.wire_bytes_outside_branches(hlo),
+      hlo.wire_bytes_outside_branches(text),
       edgc_jax.wire_bytes(PARAMS, 0, wire_dtype="native_bfloat16"),
     )
 
@@ -124,13 +124,13 @@ class WireBytesTest(parameterized.TestCase):
     """P in one step, Q in the next, each in one all-reduce."""
     tx = edgc_jax.powersgd(4, alternating=True)
     run = BACKENDS["pmap"](tx, PARAMS)
-    hlo = run.compiled(gradients_like(PARAMS, seed=0))
+    text = run.compiled(gradients_like(PARAMS, seed=0))
     beside = 4 * (31 + 17 * 6)
     p = 4 * 4 * (3 * 40 + 96 + 64 + 20)
     q = 4 * 4 * (3 * 64 + 160 + 48 + 20)
     found = [
       branches
-      for branches in hlo.wire_bytes_of_branches(hlo)
+      for branches in hlo.wire_bytes_of_branches(text)
       if branches == [p + beside, q + beside]
     ]
     self.assertLen(found, 1)
@@ -150,8 +150,8 @@ class WireBytesTest(parameterized.TestCase):
       rank_max=8, rank_min=4, rank_multiple=4, window=10, refresh_every=5,
       **options,
     )  # fmt: skip
-    hlo = BACKENDS["pmap"](tx, PARAMS).compiled(gradients_like(PARAMS, seed=0))
-    rungs, *_ = hlo.wire_bytes_of_branches(hlo)
+    text = BACKENDS["pmap"](tx, PARAMS).compiled(gradients_like(PARAMS, seed=0))
+    rungs, *_ = hlo.wire_bytes_of_branches(text)
     plan = make_plan(
       PARAMS, (0, 4, 8), code=code_of("bfloat16"), alternating=True
     )

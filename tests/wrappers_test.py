@@ -9,6 +9,7 @@ from absl.testing import absltest, parameterized
 from meshes import BACKENDS, Pmap, gradients_like
 
 import edgc_jax
+from edgc_jax.measure import hlo
 
 PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,)), "s": jnp.zeros(())}
 
@@ -35,9 +36,9 @@ class AccumulateTest(parameterized.TestCase):
 
   def test_nothing_travels_in_between(self):
     run = Pmap(edgc_jax.accumulate(chain(), 3), PARAMS)
-    hlo = run.compiled(gradients_like(PARAMS, 0))
-    self.assertEqual(hlo.wire_bytes_outside_branches(hlo), 0)
-    outer = [sorted(x) for x in hlo.wire_bytes_of_branches(hlo)]
+    text = run.compiled(gradients_like(PARAMS, 0))
+    self.assertEqual(hlo.wire_bytes_outside_branches(text), 0)
+    outer = [sorted(x) for x in hlo.wire_bytes_of_branches(text)]
     exchange = edgc_jax.wire_bytes(PARAMS, 2)
     self.assertTrue(any(b[0] == 0 and b[-1] >= exchange for b in outer), outer)
 

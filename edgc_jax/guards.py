@@ -1,1 +1,0 @@
-"""Checks that turn silent waste, wrong results and hangs into errors."""
