@@ -73,25 +73,29 @@ def base(reducer: str) -> ConfigDict:
       "edgc": {
         "rank_max": 32,  # 0: found from the times on the link
         "rank_min": 8,  # 0: a quarter of rank_max
-        "window": 1000,  # steps
+        "window": 1000,  # steps; 0: in proportion to the run's steps
         "warmup_steps": 1000,
-        "max_warmup_steps": 2000,
-        "warmup_rank": "max",  # of the ladder; or a rank, or dense
-        "step_rate": 0.1,  # share of steps sampled
-        "entry_rate": 0.25,  # share of entries read
-        "estimator": "gaussian",  # or histogram
-        "bins": 1000,
-        "rule": "cqm",  # or linear
-        "exponent": 2.0,
-        "rank_multiple": 4,
-        "max_rank_step": 4,  # 0: 4, or the step of the ladder
         "min_ratio": 2.0,
-        "granularity": "matrix",  # or stage: all matrices on one rank
-        "curves": "calibrated",  # or energy, entropy
-        "scale_exponent": 1.0,  # of sigma: 0 absolute errors, 2 relative
         "wire_dtype": "float32",  # or bfloat16, native_bfloat16
-        "alternating": False,  # one factor a step
-        "refresh_every": 0,  # steps; sent dense, factors anew; 0: never
+        "sampling": {
+          "step_rate": 0.1,  # share of steps sampled
+          "entry_rate": 0.25,  # share of entries read
+          "estimator": "gaussian",  # or histogram
+          "bins": 1000,
+        },
+        "rule": {
+          "name": "cqm",  # or linear
+          "exponent": 2.0,
+          "rank_multiple": 4,
+          "max_rank_step": 4,  # 0: 4, or the step of the ladder
+          "warmup_rank": "max",  # of the ladder; or a rank, or dense
+          "max_warmup_steps": 2000,  # 0: twice warmup_steps
+        },
+        "allocation": {
+          "granularity": "matrix",  # or stage: all matrices on one rank
+          "curves": "calibrated",  # or energy, entropy
+          "scale_exponent": 1.0,  # of sigma: 0 absolute errors, 2 relative
+        },
       },
       "powersgd": {
         # A fraction is a mean over all steps: 11.3 is rank 12 for three tenths
@@ -101,8 +105,6 @@ def base(reducer: str) -> ConfigDict:
         "warmup_steps": 1000,
         "min_ratio": 2.0,
         "wire_dtype": "float32",
-        "alternating": False,
-        "refresh_every": 0,
       },
       "allreduce": {"wire_dtype": "float32"},
       # Shares of the entries; a threshold's sample (0: the exact k largest).

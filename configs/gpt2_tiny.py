@@ -30,14 +30,14 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   # or less, is chosen every 10 steps.
   config.edgc.rank_max = 28
   config.edgc.rank_min = 22
-  config.edgc.rank_multiple = 2
+  config.edgc.rule.rank_multiple = 2
   config.edgc.window = 10
   config.edgc.warmup_steps = 20
-  config.edgc.max_warmup_steps = 40
+  config.edgc.rule.max_warmup_steps = 40
   # Steps differ by more than a rank is worth, entries of a step do not: few of
   # them in every step (docs/figures.md).
-  config.edgc.step_rate = 1.0
-  config.edgc.entry_rate = 0.05
+  config.edgc.sampling.step_rate = 1.0
+  config.edgc.sampling.entry_rate = 0.05
   config.powersgd.rank = 23
   config.powersgd.warmup_steps = 0
   return config

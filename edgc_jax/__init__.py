@@ -7,6 +7,9 @@ from edgc_jax.comm import cpu_backend
 
 cpu_backend.widen_thread_pool()  # before any device is used; see the function
 
+from edgc_jax.adaptation.allocation import Allocation
+from edgc_jax.adaptation.entropy import Sampling
+from edgc_jax.adaptation.rank_rule import RankRule
 from edgc_jax.measure.advice import advise
 from edgc_jax.measure.timing import (
   measure_backward,
@@ -16,12 +19,12 @@ from edgc_jax.measure.timing import (
 )
 from edgc_jax.pipeline.gradients import clip_by_global_norm
 from edgc_jax.pipeline.schedule import apply_stages
+from edgc_jax.pipeline.stages import Stages
 from edgc_jax.plan.leaves import (
   MatrixView,
   trailing_matrix,
 )
-from edgc_jax.plan.link_model import CompressionModel, LinkModel
-from edgc_jax.plan.plan import wire_bytes
+from edgc_jax.plan.link_model import CompressionModel, LinkModel, wire_bytes
 from edgc_jax.reducers.baselines import quantize, randomk, signsgd, topk
 from edgc_jax.reducers.edgc import edgc
 from edgc_jax.reducers.powersgd import allreduce, powersgd
@@ -38,9 +41,13 @@ from edgc_jax.state.sharding import state_specs
 __version__ = "0.1.0"
 
 __all__ = [
+  "Allocation",
   "CompressionModel",
   "LinkModel",
   "MatrixView",
+  "RankRule",
+  "Sampling",
+  "Stages",
   "accumulate",
   "advise",
   "after_update",

@@ -57,19 +57,16 @@ def require_finite(name: str, value: Any, remedy: str) -> None:
   require(is_fine, name, value, "at least 0 and finite", remedy)
 
 
-def require_shape(
-  name: str, path: str, found: tuple[int, ...], expected: tuple[int, ...]
-) -> None:
-  """Raises where an array of the state is not one replica's own.
+def require_share(name: str, value: Any) -> None:
+  """Raises unless `value` is a number in (0, 1]."""
+  require_number(name, value)
+  require(0 < value <= 1, name, value, "in (0, 1]", "1 is everything")
 
-  Arrays of one replica can be told from global ones by their shapes only.
-  """
-  if tuple(found) != tuple(expected):
-    raise ValueError(
-      f"`state` must be that of one replica, with a {name} of shape"
-      f" {tuple(expected)} for the leaf at {path or 'the root'}, got"
-      f" {tuple(found)}; under jax.shard_map make it inside, with"
-      " jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(),"
-      " out_specs=edgc_jax.state_specs(tx, params)), and cut a state of another"
-      " number of replicas with edgc_jax.resize_replicas."
+
+def require_flag(name: str, value: Any) -> None:
+  """Raises unless `value` is True or False."""
+  if not isinstance(value, bool):
+    raise TypeError(
+      f"`{name}` must be True or False, got {value!r}; under"
+      " optax.inject_hyperparams list it in `static_args`."
     )

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 import edgc_jax
 from edgc_jax.measure import timing
 from edgc_jax.measure.advice import RANKS, Advice
-from edgc_jax.plan.plan import ring_bytes
+from edgc_jax.plan.link_model import ring_bytes
 from experiments import gpt2, heap, hosts, meshes, optimizer, parallel
 from experiments.gpt2 import GPT2Config
 from experiments.meshes import DATA
@@ -115,7 +115,7 @@ def measure_costs(
     shapes,
     min_ratio=config.edgc.min_ratio,
     matrix_view=gpt2.matrix_view,
-    granularity=config.edgc.granularity,
+    allocation=edgc_jax.Allocation(**config.edgc.allocation),
     mesh=mesh,
   )
   dense, coding = (
@@ -144,7 +144,7 @@ def advise(
     compression=costs.compression,
     coding_seconds=costs.coding,
     # Others than multiples could not be had.
-    ranks=[r for r in ranks if r % config.edgc.rank_multiple == 0],
+    ranks=[r for r in ranks if r % config.edgc.rule.rank_multiple == 0],
     wire_dtype=config.edgc.wire_dtype,
     min_ratio=config.edgc.min_ratio,
     matrix_view=gpt2.matrix_view,

@@ -65,17 +65,19 @@ def main(config: ConfigDict) -> None:
       timed[name] = functools.partial(update, gradients, state)
       continue
     options = config.edgc
-    top = 1 + (options.rank_max - options.rank_min) // options.rank_multiple
+    top = (
+      1 + (options.rank_max - options.rank_min) // options.rule.rank_multiple
+    )
     rungs = {0: "dense", 1: options.rank_min, top: options.rank_max}
     for rung, rank in rungs.items():
       on_rung = _on_rung(state, rung)
       timed[f"edgc, {rank}"] = functools.partial(update, gradients, on_rung)
   for name, rate in (
-    ("entropy, sampled", config.edgc.entry_rate),
+    ("entropy, sampled", config.edgc.sampling.entry_rate),
     ("entropy, all entries", 1.0),
   ):
     estimate = measurements.make_estimate(
-      config, _AXIS, rate, config.edgc.estimator
+      config, _AXIS, rate, config.edgc.sampling.estimator
     )
     zeros = jnp.zeros(replicas, jnp.int32)
     timed[name] = functools.partial(pmap(estimate), gradients, zeros)
@@ -88,7 +90,7 @@ def main(config: ConfigDict) -> None:
   for name, seconds in medians.items():
     print(f"{name:24}{seconds * 1e3:9.1f}{seconds / base:33.1%}")
   every = medians["entropy, all entries"]
-  for rate in sorted({0.1, config.edgc.step_rate}):
+  for rate in sorted({0.1, config.edgc.sampling.step_rate}):
     sampled = medians["entropy, sampled"] * rate
     print(
       f"entropy at step_rate {rate}, spread over steps:"

@@ -161,7 +161,7 @@ def _ranks(run: RecordedRun) -> dict[str, Any]:
     "entropy": means[: ends.sum()].tolist(),
     "rank_min": run.config["edgc"]["rank_min"],
     "rank_max": run.config["edgc"]["rank_max"],
-    "max_rank_step": run.config["edgc"]["max_rank_step"],
+    "max_rank_step": run.config["edgc"]["rule"]["max_rank_step"],
     "val_loss": run.summary["val_loss"],
     "compression_ratio": run.summary["compression_ratio"],
   }
@@ -199,7 +199,7 @@ def _sampling(run: RecordedRun) -> dict[str, Any]:
   model = figure_data.model_error(
     run.config["model"]["width"], 4 * run.config["model"]["width"]
   )
-  top, step = edgc["rank_max"], edgc["rank_multiple"]
+  top, step = edgc["rank_max"], edgc["rule"]["rank_multiple"]
   return {
     "first_step": steps[0],
     "last_step": steps[-1],

@@ -31,12 +31,12 @@ _OUTPUT = flags.DEFINE_string("output", "docs", "Where the page goes.")
 _HERE = pathlib.Path(__file__).resolve().parent
 _GRADIENT_STEPS = (1, 10, 50, 100, 400)
 _SHARED = {
-  "edgc.granularity": "stage",  # the paper's
+  "edgc.allocation.granularity": "stage",  # the paper's
   "edgc.rank_max": 32,
   "edgc.rank_min": 8,
-  "edgc.rank_multiple": 4,
-  "edgc.max_rank_step": 24,  # all there are: the rule alone decides
-  "edgc.step_rate": 1.0,
+  "edgc.rule.rank_multiple": 4,
+  "edgc.rule.max_rank_step": 24,  # all there are: the rule alone decides
+  "edgc.sampling.step_rate": 1.0,
   "evaluation.every": 0,
   "log_every": 1,
 }
@@ -86,7 +86,7 @@ def _command(name: str, folder: pathlib.Path) -> Sequence[str]:
   kept = sorted({min(step, steps) for step in _GRADIENT_STEPS})
   settings = {
     **_SHARED,
-    "edgc.rule": rule,
+    "edgc.rule.name": rule,
     "steps": steps,
     "seed": _SEED.value,
     "run_dir": folder,

@@ -8,6 +8,7 @@ import jax
 from ml_collections import ConfigDict
 
 from edgc_jax.adaptation import entropy
+from edgc_jax.adaptation.entropy import Sampling
 from edgc_jax.plan.plan import make_plan
 from experiments import gpt2
 
@@ -42,9 +43,11 @@ def make_estimate(
       [leaves[i].reshape(plan.leaves[i].view) for i in plan.compressible],
       index,
       axis_name,
-      entry_rate=entry_rate,
-      estimator=estimator,
-      bins=config.edgc.bins,
+      Sampling(
+        entry_rate=entry_rate,
+        estimator=estimator,
+        bins=config.edgc.sampling.bins,
+      ),
     )
 
   return estimate

@@ -52,22 +52,30 @@ def make_reducer(
       f"`reducer` must be one of {', '.join(REDUCERS)}, got"
       f" {config.reducer!r}; name one with --config=FILE:REDUCER."
     )
+  times = dict(times)
   options = {"axis_name": axis_name}
+  is_edgc = config.reducer == "edgc"
   if config.mesh.stage > 1:
-    options["stage_axis"] = gpt2_stages.AXIS
-    options["placement"] = gpt2_stages.placement
+    options["stages"] = edgc_jax.Stages(
+      gpt2_stages.AXIS,
+      gpt2_stages.placement,
+      align=config.pipeline.align,
+      backward_seconds=times.pop("backward_seconds", None),
+    )
   options["check_every"] = config.sentinel.every
   common = {"matrix_view": gpt2.matrix_view, "seed": config.seed}
   options |= {name: common[name] for name in _COMMON[config.reducer]}
   options |= config[config.reducer].to_dict()
-  if "refresh_every" in options:
-    options["refresh_every"] = options["refresh_every"] or None
-  if config.reducer == "edgc":
-    options |= {"align": config.pipeline.align, **times}
-    # Zero stands for what is found.
-    for name in ("rank_max", "rank_min", "max_rank_step"):
+  if is_edgc:
+    options |= times
+    # Zero stands for a value that is found.
+    for name in ("rank_max", "rank_min", "window"):
       options[name] = options[name] or None
-    options["warmup_rank"] = _warmup_rank(options["warmup_rank"])
+    if options["window"] is None:
+      options["total_steps"] = config.steps
+    options["sampling"] = edgc_jax.Sampling(**options["sampling"])
+    options["rule"] = _rule(options["rule"])
+    options["allocation"] = edgc_jax.Allocation(**options["allocation"])
   elif config.reducer == "powersgd":
     options["rank"] = _rank_schedule(
       options["rank"], options.pop("final_rank"), config.steps
@@ -117,11 +125,16 @@ def rank_name(reducer: str, rank: float) -> str:
   return "dense" if reducer in (*LOW_RANK, "allreduce", AUTO) else "-"
 
 
-def _warmup_rank(text: str) -> int | str | None:
-  """The argument of `edgc` that a configuration means."""
-  if text == "dense":
-    return None
-  return int(text) if text.isdigit() else text
+def _rule(options: dict[str, Any]) -> edgc_jax.RankRule:
+  """Returns the rule of a configuration, in which zero stands for None."""
+  rank = options.pop("warmup_rank")
+  if rank.isdigit():
+    rank = int(rank)
+  for name in ("max_rank_step", "max_warmup_steps"):
+    options[name] = options[name] or None
+  return edgc_jax.RankRule(
+    warmup_rank=None if rank == "dense" else rank, **options
+  )
 
 
 def _rank_schedule(rank: float, final_rank: int, steps: int) -> dict[int, int]:

@@ -74,16 +74,17 @@ def _table(config: ConfigDict, params: Any, given: dict[str, Any]) -> str:
   options = config.edgc
   plan = make_plan(
     params, (0,), options.min_ratio, gpt2.matrix_view, gpt2_stages.placement,
-    code=code_of(options.wire_dtype), alternating=options.alternating,
+    code=code_of(options.wire_dtype),
   )  # fmt: skip
   own = by_exchange(plan)[0]
-  ranks = Ladder(
+  ladder = Ladder(
     options.rank_max or None,
     options.rank_min or None,
-    options.rank_multiple,
+    options.rule.rank_multiple,
     given["link"],
     given["compression"],
-  ).ranks(own)
+  )
+  ranks = ladder.given or ladder.ranks_on_link(own)
   if ranks == (0,):
     return "no rank is faster than dense: use allreduce"
   own = dataclasses.replace(own, ladder=ranks)

@@ -32,7 +32,7 @@ from experiments.optimizer import REDUCERS
 
 Settings = Mapping[str, Any]
 # By edgc and a fixed rank beside it.
-_SHARED = ("wire_dtype", "min_ratio", "alternating")
+_SHARED = ("wire_dtype", "min_ratio")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,7 +48,7 @@ def options_of(
       params["blocks"],
       min_ratio=config.edgc.min_ratio,
       matrix_view=gpt2.matrix_view,
-      granularity=config.edgc.granularity,
+      allocation=edgc_jax.Allocation(**config.edgc.allocation),
       mesh=mesh,
     )
   times = {"link": link, "compression": compression}

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from flat_options import edgc
 from meshes import Pmap, find, gradients_like
 from reference import PowerSGD
 
 import edgc_jax
-from edgc_jax.adaptation.allocation import Allocator, Measured
+from edgc_jax.adaptation.allocation import Allocation, Allocator
+from edgc_jax.plan.leaves import Measurement
 from edgc_jax.plan.plan import make_plan
 
 PARAMS = {
@@ -42,7 +44,7 @@ def ranks_of(run):
 
 @functools.cache
 def run_of(options):
-  return Pmap(edgc_jax.edgc(**(OPTIONS | dict(options))), PARAMS)
+  return Pmap(edgc(**(OPTIONS | dict(options))), PARAMS)
 
 
 def fresh(**options):
@@ -88,7 +90,7 @@ class AllocatorTest(parameterized.TestCase):
   def test_equal_matrices_get_equal_ranks(self):
     params = {"stack": jnp.zeros((4, 32, 64))}
     options = OPTIONS | {"curves": "entropy"}
-    run = Pmap(edgc_jax.edgc(**options), params)
+    run = Pmap(edgc(**options), params)
     same = gradients_like({"stack": jnp.zeros((1, 32, 64))}, 0)["stack"]
     for _ in range(5):
       run.step({"stack": jnp.repeat(same, 4, axis=1)})
@@ -165,7 +167,7 @@ class AllocatorTest(parameterized.TestCase):
     w = jnp.asarray((u * values) @ v.T, jnp.float32)
     scales = jnp.array([0.9, 1.0, 1.1, 1.0])[:, None, None]
     params = {"a": jnp.zeros((32, 64)), "b": jnp.zeros((32, 64))}
-    run = Pmap(edgc_jax.edgc(**OPTIONS), params)
+    run = Pmap(edgc(**OPTIONS), params)
     predicted, measured = [], []
     for step in range(40):
       run.step({"a": w * scales, "b": 0.5 * w * scales})
@@ -187,7 +189,7 @@ class AllocatorTest(parameterized.TestCase):
     for leaf in wide.matrices:
       for rank in (4, 8):
         limit = wide.limit(leaf, rank)
-        self.assertTrue(wide.pays(leaf.view.rows, leaf.view.cols, limit))
+        self.assertTrue(wide.saves(leaf.view.rows, leaf.view.cols, limit))
         self.assertBetween(limit, rank, 3 * rank)
       self.assertEqual(wide.limit(leaf, 0), 0)
 
@@ -215,14 +217,14 @@ class AdvanceTest(parameterized.TestCase):
     """Ranks after a window in which all columns sent `loud` or 1 each."""
     plan = make_plan(SQUARES, (0, 4, 8, 16, 24), 1.0)
     plan = dataclasses.replace(plan, spread=3)
-    allocator = Allocator(plan, "energy", 0.0)
+    allocator = Allocator(plan, Allocation(curves="energy", scale_exponent=0.0))
     state = allocator.init(rungs[0])
     width = state.sums.columns.shape[1]
     gains = np.array([1.0, loud, 1.0, 1.0, 1.0, 1.0])[:, None]
     columns = np.where(np.arange(width) < np.array(ranks)[:, None], gains, 0.0)
     state = state._replace(
       ranks=jnp.array(ranks, jnp.int32),
-      sums=Measured(
+      sums=Measurement(
         *(jnp.asarray(x, jnp.float32) for x in (50 * gains[:, 0], columns))
       ),
       num_steps=jnp.float32(1.0),
@@ -263,7 +265,7 @@ class AdvanceTest(parameterized.TestCase):
   def test_nothing_measured_is_one_rank_for_all(self):
     plan = make_plan(SQUARES, (0, 4, 8), 1.0)
     plan = dataclasses.replace(plan, spread=3)
-    allocator = Allocator(plan, "energy", 1.0)
+    allocator = Allocator(plan, Allocation(curves="energy"))
     state = allocator.init(2)._replace(num_steps=jnp.float32(3.0))
     rungs = (jnp.int32(2), jnp.int32(2))
     state = jax.jit(allocator.share_out)(state, rungs, jnp.zeros(6))

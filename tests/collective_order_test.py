@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from absl.testing import absltest, parameterized
 from collective_order import unordered
+from flat_options import edgc
 from meshes import AXIS, between_hosts, gradients_like
 
 import edgc_jax
@@ -25,17 +26,14 @@ REDUCERS = {
   "dense_bfloat16": lambda: edgc_jax.allreduce(AXIS, wire_dtype="bfloat16"),
   "low_rank": lambda: edgc_jax.powersgd(4, **COMPRESS),
   "schedule": lambda: edgc_jax.powersgd({0: 8, 3: 4}, **COMPRESS),
-  "alternating": lambda: edgc_jax.powersgd(
-    4, alternating=True, refresh_every=9, **COMPRESS
-  ),
   "coded": lambda: edgc_jax.powersgd(4, wire_dtype="bfloat16", **COMPRESS),
-  "adaptive": lambda: edgc_jax.edgc(
+  "adaptive": lambda: edgc(
     rank_max=8, rank_min=4, window=10, **COMPRESS
   ),
-  "adaptive_coded": lambda: edgc_jax.edgc(
+  "adaptive_coded": lambda: edgc(
     rank_max=8, rank_min=4, window=10, wire_dtype="bfloat16", **COMPRESS
   ),
-  "one_rank": lambda: edgc_jax.edgc(
+  "one_rank": lambda: edgc(
     rank_max=4, rank_min=4, window=10, **COMPRESS
   ),
   "quantize": lambda: edgc_jax.quantize(8, AXIS),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
+from flat_options import edgc
 from meshes import AXIS, BACKENDS, Pmap, find, gradients_like
 
 import edgc_jax
@@ -37,18 +38,13 @@ REDUCERS = {
   "allreduce": lambda: edgc_jax.allreduce(),
   "powersgd": lambda: edgc_jax.powersgd(3, min_ratio=1.2),
   "powersgd_warm": lambda: edgc_jax.powersgd(3, warmup_steps=2, min_ratio=1.2),
-  "edgc_published": lambda: edgc_jax.edgc(
+  "edgc_published": lambda: edgc(
     granularity="stage", warmup_rank=None, **QUICK
   ),
-  "edgc_matrix": lambda: edgc_jax.edgc(
-    rule="linear", estimator="histogram", **QUICK
-  ),
-  "edgc_bfloat16": lambda: edgc_jax.edgc(wire_dtype="bfloat16", **QUICK),
+  "edgc_matrix": lambda: edgc(rule="linear", estimator="histogram", **QUICK),
+  "edgc_bfloat16": lambda: edgc(wire_dtype="bfloat16", **QUICK),
   "powersgd_bfloat16": lambda: edgc_jax.powersgd(
     3, wire_dtype=jnp.bfloat16, warmup_steps=2, min_ratio=1.2
-  ),
-  "powersgd_alternating": lambda: edgc_jax.powersgd(
-    3, alternating=True, warmup_steps=2, min_ratio=1.2
   ),
   "topk": lambda: edgc_jax.topk(0.1, min_size=1),
   "randomk": lambda: edgc_jax.randomk(0.1, min_size=1),
@@ -60,7 +56,7 @@ REDUCERS = {
 # Compiled on one backend only; what they share is on both with others.
 ONCE = {
   "edgc_published": "pmap", "edgc_bfloat16": "pmap",
-  "powersgd_alternating": "shard_map", "randomk": "shard_map",
+  "randomk": "shard_map",
   "signsgd": "pmap",
 }  # fmt: skip
 
@@ -162,7 +158,7 @@ class ContractTest(parameterized.TestCase):
     ("powersgd", lambda: edgc_jax.powersgd(64, min_ratio=0)),
     (
       "edgc",
-      lambda: edgc_jax.edgc(
+      lambda: edgc(
         rank_max=64, rank_min=64, rank_multiple=64, max_rank_step=64,
         min_ratio=0, window=1, warmup_steps=1, step_rate=1.0,
       ),
@@ -249,7 +245,7 @@ class InsideOptaxTest(parameterized.TestCase):
 
   def test_defaults_in_a_chain(self):
     params = {"w": jnp.zeros((40, 80))}
-    run = Pmap(optax.chain(edgc_jax.edgc(), optax.adamw(3e-4)), params)
+    run = Pmap(optax.chain(edgc(), optax.adamw(3e-4)), params)
     chex.assert_tree_all_finite(run.step(gradients_like(params, seed=0)))
 
   def test_masked_and_partition(self):

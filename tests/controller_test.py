@@ -8,6 +8,7 @@ from absl.testing import absltest, parameterized
 from edgc_jax.adaptation.controller import DUE, MARKED, Controller, mark_rebase
 from edgc_jax.adaptation.entropy import EntropySample
 from edgc_jax.adaptation.error_model import lost_energy
+from edgc_jax.adaptation.rank_rule import RankRule
 from edgc_jax.plan.plan import make_plan
 
 RANKS = (4, 8, 12, 16)
@@ -16,10 +17,16 @@ RANKS = (4, 8, 12, 16)
 def make(rule="cqm", warmup=4, most=None, max_rank_step=4):
   plan = make_plan({"w": jnp.zeros((96, 192))}, (0, *RANKS))
   return Controller.for_plan(
-    plan, window=4, warmup_steps=warmup, rule=rule, exponent=2.0,
-    max_warmup_steps=warmup if most is None else most,
-    max_rank_step=max_rank_step,
-  )  # fmt: skip
+    plan,
+    window=4,
+    warmup_steps=warmup,
+    rule=RankRule(
+      rule,
+      max_rank_step=max_rank_step,
+      max_warmup_steps=warmup if most is None else most,
+      warmup_rank=None,
+    ),
+  )
 
 
 def advance_of(controller):

@@ -23,9 +23,7 @@ class CutOff(Exception):
 
 
 def config_of(folder, reducer, backend="pmap", **options):
-  alternating = reducer == "alternating"
-  config = small(folder, "powersgd" if alternating else reducer)
-  config.powersgd.alternating = alternating
+  config = small(folder, reducer)
   config.mesh.backend = backend
   config.checkpoint.update(every=2, keep=100)
   config.update(options)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
+from flat_options import edgc
 from meshes import BACKENDS, gradients_like
 
 import edgc_jax
@@ -25,7 +26,7 @@ GAUSSIAN = 0.5 * np.log(2 * np.pi * np.e)
 
 def drive(backend, scales, **options):
   """One window per scale of the gradients; metrics of every step."""
-  run = backend(edgc_jax.edgc(**(OPTIONS | options)), PARAMS)
+  run = backend(edgc(**(OPTIONS | options)), PARAMS)
   values = []
   for step in range(4 * len(scales)):
     scale = scales[step // 4]
@@ -93,7 +94,7 @@ class EdgcTest(parameterized.TestCase):
   def test_nothing_to_compress(self, granularity):
     """Vectors only: the reducer is an all-reduce, and says so."""
     params = {"b": jnp.zeros((8,))}
-    tx = edgc_jax.edgc(**OPTIONS | {"granularity": granularity})
+    tx = edgc(**OPTIONS | {"granularity": granularity})
     for backend in BACKENDS.values():
       with self.assertWarnsRegex(RuntimeWarning, "all gradients travel dense"):
         run = backend(tx, params)
@@ -109,7 +110,7 @@ class EdgcTest(parameterized.TestCase):
 
   def test_excluded_by_view(self):
     view = lambda path, shape: None  # noqa: E731
-    tx = edgc_jax.edgc(matrix_view=view, **OPTIONS)
+    tx = edgc(matrix_view=view, **OPTIONS)
     with self.assertWarnsRegex(RuntimeWarning, "`matrix_view`"):
       self.assertEmpty(jax.tree.leaves(tx.init(PARAMS).exchange))
 
@@ -152,7 +153,7 @@ class DtypesTest(absltest.TestCase):
           params = {"w": jnp.zeros((32, 48), dtype)}
           options = OPTIONS | {"rank_max": 4, "window": 1, "step_rate": 1}
           options |= changes
-          run = BACKENDS["pmap"](edgc_jax.edgc(**options), params)
+          run = BACKENDS["pmap"](edgc(**options), params)
           form = jax.tree.map(lambda x: x.dtype, run.state)
           for step in range(3):
             updates = run.step(gradients_like(params, seed=step))
@@ -160,7 +161,7 @@ class DtypesTest(absltest.TestCase):
           self.assertEqual(updates["w"].dtype, dtype)
 
   def test_a_state_made_eagerly_can_be_donated(self):
-    tx = edgc_jax.skip_nonfinite(edgc_jax.edgc(rank_max=4))
+    tx = edgc_jax.skip_nonfinite(edgc(rank_max=4))
     state = tx.init(PARAMS)
     leaves = jax.tree.leaves(state)
     pointers = {leaf.unsafe_buffer_pointer() for leaf in leaves}
@@ -169,7 +170,7 @@ class DtypesTest(absltest.TestCase):
   def test_ranks_that_compress_nothing_are_left_out(self):
     """64 x 64 pays up to rank 16: that is the reference rank, not 32."""
     params = {"w": jnp.zeros((64, 64))}
-    tx = edgc_jax.edgc(
+    tx = edgc(
       window=2, warmup_steps=2, max_warmup_steps=2, step_rate=1,
       granularity="stage",
     )  # fmt: skip

@@ -18,7 +18,7 @@ def estimate(leaves, index=0, rate=1.0, estimator="gaussian"):
   """`entropy.estimate` of matrices, with the replicas on a leading axis."""
   run = lambda *x: entropy.estimate(  # noqa: E731
     [leaf[None] for leaf in x], index, "data",
-    entry_rate=rate, estimator=estimator, bins=1000,
+    entropy.Sampling(entry_rate=rate, estimator=estimator),
   )  # fmt: skip
   return jax.vmap(run, axis_name="data")(*leaves)
 
@@ -115,9 +115,7 @@ class EntropyTest(parameterized.TestCase):
     leaves = [gaussian((30, 40), seed, 10.0**seed) for seed in range(3)]
     apart = estimate(leaves, rate=0.25)
     together = jax.vmap(
-      lambda x: entropy.estimate(
-        [x], 0, "data", entry_rate=0.25, estimator="gaussian", bins=10
-      ),
+      lambda x: entropy.estimate([x], 0, "data", entropy.Sampling()),
       axis_name="data",
     )(jnp.stack(leaves, axis=1))
     for one, other in zip(apart, together, strict=True):

@@ -27,8 +27,7 @@ def whole(tmp_path_factory):
     ("edgc", "shard_map", (3,)),
     ("powersgd", "pmap", (3, 4)),
     ("allreduce", "shard_map", (5,)),
-    # Two factors, both directions; no residual; no factors.
-    ("alternating", "shard_map", (3, 4)),
+    # No residual; no factors.
     ("quantize", "pmap", (3,)),
     ("topk", "shard_map", (4,)),
   ],

@@ -92,8 +92,12 @@ def run(rule, val_loss):
   ways = [f"{name} {rate}" for name in ESTIMATORS for rate in ENTRY_RATES]
   return figure_sources.RecordedRun(
     {
-      "edgc": {"window": 4, "rank_max": 8, "rank_min": 4, "rank_multiple": 2,
-               "max_rank_step": 4},
+      "edgc": {
+        "window": 4,
+        "rank_max": 8,
+        "rank_min": 4,
+        "rule": {"rank_multiple": 2, "max_rank_step": 4},
+      },
       "model": {"width": 12},
       "seed": 5,
     },

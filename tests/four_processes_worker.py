@@ -41,9 +41,9 @@ def pipeline_run(folder, name):
   # All-reduces so fast that a microbatch's time is enough for a dense one.
   config.link.update(bandwidth=1e9, latency=1e-6)
   config.edgc.update(
-    rank_max=8, rank_min=8, window=2, warmup_steps=2, max_warmup_steps=2,
-    warmup_rank="dense", wire_dtype="bfloat16",
-    step_rate=1.0, min_ratio=3.1,
+    rank_max=8, rank_min=8, window=2, warmup_steps=2, min_ratio=3.1,
+    rule={"max_warmup_steps": 2, "warmup_rank": "dense"},
+    sampling={"step_rate": 1.0}, wire_dtype="bfloat16",
   )  # fmt: skip
   return config
 

@@ -9,6 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
+from flat_options import edgc
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import BACKENDS, Pmap, gradients_like
@@ -19,7 +20,7 @@ PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,))}
 REDUCERS = {
   "allreduce": edgc_jax.allreduce,
   "powersgd": lambda: edgc_jax.powersgd(2),
-  "edgc": lambda: edgc_jax.edgc(rank_max=4),
+  "edgc": lambda: edgc(rank_max=4),
 }
 
 
@@ -39,7 +40,7 @@ class ArgumentsTest(parameterized.TestCase):
     ({"step_rate": 1.5}, r"`step_rate` must be in \(0, 1\]"),
     ({"entry_rate": -0.1}, r"`entry_rate` must be in \(0, 1\]"),
     ({"estimator": "median"}, "`estimator` must be one of .*got 'median'"),
-    ({"rule": "magic"}, "`rule` must be one of .*got 'magic'"),
+    ({"rule": "magic"}, "`rule.name` must be one of .*got 'magic'"),
     ({"exponent": 0}, "`exponent` must be positive"),
     ({"bins": 0}, "`bins` must be at least 1"),
     ({"rank_multiple": 0}, "`rank_multiple` must be at least 1"),
@@ -53,7 +54,7 @@ class ArgumentsTest(parameterized.TestCase):
   )
   def test_edgc(self, options, message):
     with self.assertRaisesRegex(ValueError, message):
-      edgc_jax.edgc(**options)
+      edgc(**options)
 
   @parameterized.parameters(
     ("rank_max", 32.0), ("window", jnp.int32(9)), ("step_rate", "often"),
@@ -61,7 +62,7 @@ class ArgumentsTest(parameterized.TestCase):
   )  # fmt: skip
   def test_kinds(self, name, value):
     with self.assertRaisesRegex(TypeError, f"`{name}` must be a Python"):
-      edgc_jax.edgc(**{name: value})
+      edgc(**{name: value})
 
   def test_powersgd(self):
     for options, message in (
@@ -77,8 +78,8 @@ class ArgumentsTest(parameterized.TestCase):
   def test_warmup_rank_outside_the_ladder(self):
     params = {"w": jnp.zeros((80, 80))}
     with self.assertRaisesRegex(ValueError, "`warmup_rank`.*at least.*8"):
-      edgc_jax.edgc(warmup_rank=4).init(params)
-    edgc_jax.edgc(warmup_rank=64).init(params)  # the largest there is
+      edgc(warmup_rank=4).init(params)
+    edgc(warmup_rank=64).init(params)  # the largest there is
 
   def test_matrix_view_that_does_not_fit(self):
     tx = edgc_jax.powersgd(2, matrix_view=lambda path, shape: (1, 5, 5))

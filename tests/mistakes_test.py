@@ -1,12 +1,11 @@
 """Mistakes that would go unnoticed: each is made to work, or named."""
 
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
+from flat_options import edgc
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import AXIS, Pmap, ShardMap, find, gradients_like
@@ -37,7 +36,7 @@ class HugeGradientsTest(parameterized.TestCase):
 
   def test_a_huge_step_does_not_poison_the_ranks_of_matrices(self):
     params = {"a": jnp.zeros((32, 48)), "c": jnp.zeros((32, 48))}
-    run = Pmap(edgc_jax.edgc(**QUICK), params)
+    run = Pmap(edgc(**QUICK), params)
     for step in range(8):
       scale = 1e20 if step == 3 else 1.0
       run.step(gradients_like(params, step, scale=scale))
@@ -146,14 +145,6 @@ class ChainTest(parameterized.TestCase):
       update({**gradients, "b": jnp.ones((1, 3)), "new": jnp.ones((1, 2))},
              tx.init(PARAMS))  # fmt: skip
 
-  def test_alternating_factors_between_processes(self):
-    tx = edgc_jax.powersgd(4, alternating=True, min_ratio=0)
-    with (
-      mock.patch.object(jax, "process_count", return_value=2),
-      self.assertRaisesRegex(ValueError, "`alternating` must be False between"),
-    ):
-      Pmap(tx, PARAMS).step(gradients_like(PARAMS, 0))
-
 
 class DtypesTest(parameterized.TestCase):
   def test_float16(self):
@@ -171,7 +162,7 @@ class DtypesTest(parameterized.TestCase):
 class RuleTest(parameterized.TestCase):
   def run_of(self, **options):
     params = {"a": jnp.zeros((128, 256)), "c": jnp.zeros((96, 128))}
-    tx = edgc_jax.edgc(
+    tx = edgc(
       granularity="stage", window=2, warmup_steps=2, max_warmup_steps=2,
       step_rate=1.0, entry_rate=1.0, **options,
     )  # fmt: skip

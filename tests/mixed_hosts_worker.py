@@ -11,6 +11,8 @@ import functools
 import pathlib
 import sys
 
+from flat_options import edgc
+
 import edgc_jax  # isort: skip
 
 import jax  # isort: skip
@@ -32,10 +34,10 @@ REDUCERS = {
   "allreduce_bfloat16": lambda: edgc_jax.allreduce(wire_dtype="bfloat16"),
   "powersgd": lambda: edgc_jax.powersgd(12, min_ratio=1.2),
   "powersgd_bfloat16": lambda: edgc_jax.powersgd(
-    {0: 12, 100: 6}, min_ratio=1.2, wire_dtype="bfloat16", refresh_every=50
+    {0: 12, 100: 6}, min_ratio=1.2, wire_dtype="bfloat16"
   ),
-  "edgc": lambda: edgc_jax.edgc(**MOVING),
-  "edgc_bfloat16": lambda: edgc_jax.edgc(
+  "edgc": lambda: edgc(**MOVING),
+  "edgc_bfloat16": lambda: edgc(
     granularity="stage",
     warmup_rank=None,
     estimator="histogram",
@@ -182,7 +184,7 @@ def main(folder, port, index, count, seconds, *cases):
   for case in cases:
     if case == STAGES:
       mesh = auto((2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
-      tx = edgc_jax.edgc(stage_axis="stage", align="none", **MOVING)
+      tx = edgc(stage_axis="stage", align="none", **MOVING)
       numbers = train(tx, mesh, "stage")
     else:
       mesh = auto((int(count),), ("data",), axis_types=(AxisType.Auto,))

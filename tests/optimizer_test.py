@@ -13,10 +13,11 @@ from tests.meshes import mesh_of
 
 
 def test_warmup_rank_of_a_configuration():
-  assert optimizer._warmup_rank("dense") is None
-  assert optimizer._warmup_rank("max") == "max"
-  assert optimizer._warmup_rank("12") == 12
-  assert gpt2_tiny.get_config().edgc.warmup_rank == "max"
+  options = gpt2_tiny.get_config().edgc.rule.to_dict()
+  assert optimizer._rule(dict(options)).warmup_rank == "max"
+  for text, expected in (("dense", None), ("12", 12)):
+    rule = optimizer._rule(options | {"warmup_rank": text})
+    assert rule.warmup_rank == expected
 
 
 def test_a_fraction_of_a_rank_is_a_mean_over_the_run():

@@ -47,9 +47,9 @@ def small(folder, name, reducer, data, stage=1, backend="shard_map"):
   config.pipeline.update(microbatches=2, backward_seconds=15e-3)
   config.link.update(bandwidth=1e6, latency=1e-6)
   config.edgc.update(
-    rank_max=8, rank_min=8, window=2, warmup_steps=2, max_warmup_steps=2,
-    warmup_rank="dense",
-    step_rate=1.0, min_ratio=1.5,
+    rank_max=8, rank_min=8, window=2, warmup_steps=2, min_ratio=1.5,
+    rule={"max_warmup_steps": 2, "warmup_rank": "dense"},
+    sampling={"step_rate": 1.0},
   )  # fmt: skip
   return config
 

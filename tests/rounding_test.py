@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from flat_options import edgc
 from jax.extend import core
 from meshes import AXIS, Pmap, gradients_like
 from mixed_hosts_worker import MOVING
@@ -154,7 +155,7 @@ def _run_of(reducer):
   """One compilation for all kinds of gradients."""
   if reducer == "powersgd":
     return Noisy(edgc_jax.powersgd(16, min_ratio=0), PARAMS)
-  return Noisy(edgc_jax.edgc(**(MOVING | {"min_ratio": 0})), PARAMS)
+  return Noisy(edgc(**(MOVING | {"min_ratio": 0})), PARAMS)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import AXIS, Pmap, ShardMap, find, gradients_like
 
 import edgc_jax
-from edgc_jax.comm import collectives, sentinel
+from edgc_jax.comm import agreement, collectives
 
 PARAMS = {"w": jnp.ones((40, 60)), "b": jnp.full((30,), 1e-3)}
 
@@ -92,7 +92,7 @@ class SentinelTest(parameterized.TestCase):
     params = jnp.ones((64, 64), jnp.bfloat16)
     flips = np.random.default_rng(0).random((64, 64)) < 0.05
     see = jax.pmap(
-      lambda x: sentinel.have_parted(x, True, jnp.int32(0), AXIS),
+      lambda x: agreement.have_parted(x, True, jnp.int32(0), AXIS).verdict,
       AXIS,
       devices=jax.devices()[:2],
     )
@@ -107,7 +107,7 @@ class SentinelTest(parameterized.TestCase):
     x = np.float32(scale * random.standard_normal((7, 30, 20)))
     noise = random.standard_normal(x.shape)
     see = jax.pmap(
-      lambda x: sentinel.have_parted(x, True, jnp.int32(seed), AXIS),
+      lambda x: agreement.have_parted(x, True, jnp.int32(seed), AXIS).verdict,
       AXIS,
       devices=jax.devices()[:2],
     )
@@ -131,7 +131,7 @@ class SentinelTest(parameterized.TestCase):
     """Sums over leaves must not drown a difference, nor rounding be one."""
     params = {f"{i:04}": jnp.full((3,), 1e-3 * i) for i in range(500)}
     see = jax.pmap(
-      lambda x: sentinel.have_parted(x, True, jnp.int32(0), AXIS),
+      lambda x: agreement.have_parted(x, True, jnp.int32(0), AXIS).verdict,
       AXIS,
       devices=jax.devices()[:2],
     )

@@ -10,6 +10,7 @@ import optax
 import pytest
 from absl.testing import absltest, parameterized
 from collective_order import unordered
+from flat_options import edgc
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import AXIS, PARTED_BYTES, find, stage_mesh, window_bytes
@@ -17,9 +18,7 @@ from meshes import AXIS, PARTED_BYTES, find, stage_mesh, window_bytes
 import edgc_jax
 from edgc_jax.adaptation import alignment
 from edgc_jax.comm import agreement
-from edgc_jax.compression import low_rank
-from edgc_jax.compression.base import Factors
-from edgc_jax.compression.error_feedback import with_feedback
+from edgc_jax.compression import error_feedback, low_rank
 from edgc_jax.measure import hlo
 from edgc_jax.plan import link_model
 from edgc_jax.plan.plan import by_exchange, make_plan
@@ -59,7 +58,7 @@ def placement(path, shape):
 
 
 def make_edgc(**options):
-  return edgc_jax.edgc(
+  return edgc(
     stage_axis="stage", placement=placement, **(OPTIONS | TIMES | options)
   )
 
@@ -188,12 +187,9 @@ def exchange_alone(part):
   plan = plans()[part]
 
   def reduce(rung, leaves, residual, factors, key):
-    def exchange(matrices):
-      return low_rank.exchange(
-        plan, rung, matrices, Factors([], factors), key, AXIS, count=0
-      )
-
-    return with_feedback(plan, leaves, residual, exchange)
+    matrices = error_feedback.add_residual(plan, leaves, residual)
+    result = low_rank.exchange(plan, rung, matrices, factors, key, AXIS)
+    return error_feedback.keep_error(plan, leaves, result)
 
   return jax.jit(
     jax.vmap(reduce, in_axes=(None, 0, 0, None, None), axis_name=AXIS)
@@ -232,7 +228,7 @@ class Alone:
       rung, leaves, [residual], [factor_q], key
     )
     averaged = [np.asarray(u[0]) for u in result.averaged]
-    return averaged, (result.residual[0], result.factors.q[0][0])
+    return averaged, (result.residual[0], result.factors[0][0])
 
 
 class StagesTest(parameterized.TestCase):
@@ -449,7 +445,7 @@ class StateSpecsTest(absltest.TestCase):
 
 class OtherReducersTest(parameterized.TestCase):
   def test_dense_fixed_rank_and_entries(self):
-    options = {"stage_axis": "stage", "placement": placement}
+    options = {"stages": edgc_jax.Stages("stage", placement)}
     for tx in (
       edgc_jax.allreduce(**options),
       edgc_jax.powersgd(40, min_ratio=0, **options),
@@ -471,10 +467,8 @@ class OtherReducersTest(parameterized.TestCase):
       self.assertLen(run.metrics()["wire_bytes"], STAGES)
 
   def test_clipping_is_by_the_norm_over_all_stages(self):
-    options = {"stage_axis": "stage", "placement": placement}
-    tx = optax.chain(
-      edgc_jax.allreduce(**options), edgc_jax.clip_by_global_norm(2.0, "stage")
-    )
+    reducer = edgc_jax.allreduce(stages=edgc_jax.Stages("stage", placement))
+    tx = optax.chain(reducer, edgc_jax.clip_by_global_norm(2.0, "stage"))
     updates = Run(tx).step(gradients(0))
     total = sum(np.sum(np.square(u)) for u in jax.tree.leaves(updates))
     self.assertAlmostEqual(float(total), 4.0, 4)
@@ -483,12 +477,12 @@ class OtherReducersTest(parameterized.TestCase):
 class ErrorsTest(parameterized.TestCase):
   def test_slack_needs_its_times(self):
     with self.assertRaisesRegex(ValueError, "`link` must be given.*'none'"):
-      edgc_jax.edgc(stage_axis="stage")
+      edgc(stage_axis="stage")
     with self.assertRaisesRegex(ValueError, "`backward_seconds` must be given"):
-      edgc_jax.edgc(stage_axis="stage", link=TIMES["link"])
+      edgc(stage_axis="stage", link=TIMES["link"])
     with self.assertRaisesRegex(ValueError, "`align` must be one of"):
       make_edgc(align="left")
-    edgc_jax.edgc(stage_axis="stage", align="none")
+    edgc(stage_axis="stage", align="none")
 
   def test_unbound_stage_axis(self):
     tx = make_edgc()
@@ -518,7 +512,7 @@ class ErrorsTest(parameterized.TestCase):
       jax.eval_shape(update, global_params(), state)
 
   def test_programs_from_a_cache(self):
-    run = Run(edgc_jax.allreduce(stage_axis="stage", placement=placement))
+    run = Run(edgc_jax.allreduce(stages=edgc_jax.Stages("stage", placement)))
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", "/of/this/user")
     try:
@@ -528,7 +522,7 @@ class ErrorsTest(parameterized.TestCase):
       jax.config.update("jax_compilation_cache_dir", before)
 
   def test_replicated_leaf_that_is_not_declared_shared(self):
-    tx = edgc_jax.allreduce(stage_axis="stage")
+    tx = edgc_jax.allreduce(stages=edgc_jax.Stages())
     mesh = stage_mesh(STAGES, REPLICAS)
     params = {"norm": jnp.zeros((REPLICAS, 4))}
 
@@ -542,17 +536,15 @@ class ErrorsTest(parameterized.TestCase):
       jax.eval_shape(run, params)
 
   def test_unknown_placement(self):
-    tx = edgc_jax.allreduce(
-      stage_axis="stage", placement=lambda path, shape: "here"
-    )
+    stages = edgc_jax.Stages(placement=lambda path, shape: "here")
+    tx = edgc_jax.allreduce(stages=stages)
     with self.assertRaisesRegex(ValueError, "`placement` must return one of"):
       tx.init({"w": jnp.zeros((2, 2))})
 
   def late(self, late_updates, **options):
     """One update on stages with such late updates, traced only."""
-    tx = edgc_jax.allreduce(
-      **({"stage_axis": "stage", "placement": placement} | options)
-    )
+    options = {"placement": placement} | options
+    tx = edgc_jax.allreduce(stages=edgc_jax.Stages("stage", **options))
     mesh, specs = stage_mesh(STAGES, REPLICAS), param_specs()
     state_specs = edgc_jax.state_specs(
       tx, global_params(), mesh=mesh, param_specs=specs
@@ -586,19 +578,12 @@ class ErrorsTest(parameterized.TestCase):
         lambda grads, after: grads, placement=lambda path, shape: "shared"
       )
 
-  def test_placement_without_stages(self):
-    for make in (
-      edgc_jax.allreduce, edgc_jax.edgc, functools.partial(edgc_jax.powersgd, 2)
-    ):  # fmt: skip
-      with self.assertRaisesRegex(ValueError, "`placement` must be None with"):
-        make(placement=placement)
-
   def test_kinds_of_models(self):
     with self.assertRaisesRegex(TypeError, "`link` must be an edgc_jax.Link"):
-      edgc_jax.edgc(link=(1e-3, 1e8))
+      edgc(link=(1e-3, 1e8))
 
   def test_agreeing_over_too_few_axes(self):
-    tx = edgc_jax.skip_nonfinite(edgc_jax.allreduce(stage_axis="stage"))
+    tx = edgc_jax.skip_nonfinite(edgc_jax.allreduce(stages=edgc_jax.Stages()))
     mesh = stage_mesh(STAGES, REPLICAS)
 
     def update(g):
@@ -621,7 +606,7 @@ class AccumulateTest(parameterized.TestCase):
   def test_one_call_is_the_plain_chain(self, make, options):
     """Also for shared leaves that JAX has summed over the stages."""
     if make is not make_edgc:
-      options = options | {"stage_axis": "stage", "placement": placement}
+      options = options | {"stages": edgc_jax.Stages("stage", placement)}
     params, specs = global_params(), param_specs()
     mesh = stage_mesh(STAGES, REPLICAS)
     results = []

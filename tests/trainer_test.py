@@ -26,8 +26,9 @@ def small(folder, reducer="edgc"):
   config.evaluation.update(every=4, batches=1)
   config.optimizer.warmup_steps = 2
   config.edgc.update(
-    rank_max=8, rank_min=4, rank_multiple=4, window=2, warmup_steps=2,
-    max_warmup_steps=2, step_rate=1.0, min_ratio=1.5, warmup_rank="dense",
+    rank_max=8, rank_min=4, window=2, warmup_steps=2, min_ratio=1.5,
+    rule={"max_warmup_steps": 2, "warmup_rank": "dense"},
+    sampling={"step_rate": 1.0},
   )  # fmt: skip
   config.powersgd.update(rank=4, warmup_steps=2)
   return config

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
+from flat_options import edgc
 from meshes import BACKENDS, PARTED_BYTES, gradients_like, window_bytes
 
 import edgc_jax
@@ -44,7 +45,7 @@ class WireBytesTest(parameterized.TestCase):
   def test_every_rung_of_edgc(self, backend, granularity, estimator):
     """The same for ranks of a stage and of matrices, whatever these are."""
     bins = 100
-    tx = edgc_jax.edgc(
+    tx = edgc(
       rank_max=12, rank_min=4, window=10, estimator=estimator, bins=bins,
       granularity=granularity,
     )  # fmt: skip
@@ -120,52 +121,19 @@ class WireBytesTest(parameterized.TestCase):
       edgc_jax.wire_bytes(PARAMS, 0, wire_dtype="native_bfloat16"),
     )
 
-  def test_alternating_factors(self):
-    """P in one step, Q in the next, each in one all-reduce."""
-    tx = edgc_jax.powersgd(4, alternating=True)
-    run = BACKENDS["pmap"](tx, PARAMS)
-    text = run.compiled(gradients_like(PARAMS, seed=0))
-    beside = 4 * (31 + 17 * 6)
-    p = 4 * 4 * (3 * 40 + 96 + 64 + 20)
-    q = 4 * 4 * (3 * 64 + 160 + 48 + 20)
-    found = [
-      branches
-      for branches in hlo.wire_bytes_of_branches(text)
-      if branches == [p + beside, q + beside]
-    ]
-    self.assertLen(found, 1)
-    self.assertEqual(
-      edgc_jax.wire_bytes(PARAMS, 4, alternating=True), (p + q) // 2 + beside
-    )
-    for step, expected in enumerate((p, q, p)):
-      run.step(gradients_like(PARAMS, seed=step))
-      check = (agreement.CHECK_BYTES + PARTED_BYTES) * (step == 0)
-      sent = edgc_jax.metrics(run.state)["wire_bytes"]
-      self.assertEqual(sent, expected + beside + check)
-
-  def test_all_options_of_edgc_together(self):
-    """A branch for each factor of each rung, and one that makes them anew."""
-    options = {"wire_dtype": "bfloat16", "alternating": True}
-    tx = edgc_jax.edgc(
-      rank_max=8, rank_min=4, rank_multiple=4, window=10, refresh_every=5,
-      **options,
-    )  # fmt: skip
+  def test_encoded_factors_at_every_rung(self):
+    options = {"wire_dtype": "bfloat16"}
+    tx = edgc(rank_max=8, rank_min=4, window=10, **options)
     text = BACKENDS["pmap"](tx, PARAMS).compiled(gradients_like(PARAMS, seed=0))
     rungs, *_ = hlo.wire_bytes_of_branches(text)
-    plan = make_plan(
-      PARAMS, (0, 4, 8), code=code_of("bfloat16"), alternating=True
-    )
-    expected = [
-      sent
-      for rank in plan.ladder
-      for sent in plan.wire_bytes_of_sides(rank, replicas=4)
-    ]
-    self.assertEqual(rungs, [*expected, plan.wire_bytes(0, replicas=4)])
-    for rank in (0, 4, 8):
-      self.assertEqual(
-        edgc_jax.wire_bytes(PARAMS, rank, rank_min=4, replicas=4, **options),
-        plan.wire_bytes(rank, replicas=4),
+    plan = make_plan(PARAMS, (0, 4, 8), code=code_of("bfloat16"))
+    expected = [plan.wire_bytes(rank, replicas=4) for rank in plan.ladder]
+    self.assertEqual(rungs, expected)
+    for rank, own in zip(plan.ladder, expected, strict=True):
+      found = edgc_jax.wire_bytes(
+        PARAMS, rank, rank_min=4, replicas=4, **options
       )
+      self.assertEqual(found, own)
 
   def test_prediction_by_hand(self):
     low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
@@ -202,7 +170,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
   def test_metrics_add_up(self):
     """Warm-up, ranks, samples and checks, as counted by the state itself."""
-    tx = edgc_jax.edgc(
+    tx = edgc(
       rank_max=4, rank_min=4, window=2, warmup_steps=2, step_rate=0.5,
       warmup_rank=None,
     )  # fmt: skip

@@ -22,38 +22,41 @@ GRID = 0.5
 def _edgc(**options: Any) -> Mapping[str, Any]:
   """The row that all others change; a window samples at least one step."""
   base = {
-    "rank_max": 20, "rank_min": 14, "rank_multiple": 1, "max_rank_step": 2,
-    "warmup_rank": "max", "window": 10, "warmup_steps": 20,
-    "max_warmup_steps": 20, "step_rate": 1.0, "entry_rate": 0.05,
+    "rank_max": 20, "rank_min": 14, "window": 10, "warmup_steps": 20,
+    "rule.rank_multiple": 1, "rule.max_rank_step": 2,
+    "rule.warmup_rank": "max", "rule.max_warmup_steps": 20,
+    "sampling.step_rate": 1.0, "sampling.entry_rate": 0.05,
   }  # fmt: skip
   settings = {**base, **options}
   return {"reducer": "edgc"} | {f"edgc.{k}": v for k, v in settings.items()}
 
 
 # Between 20 and 14, in steps of 2, every rule falls as fast as it may.
-_WIDE = {"rank_max": 32, "rank_min": 8, "max_rank_step": 24}
+_WIDE = {"rank_max": 32, "rank_min": 8, "rule.max_rank_step": 24}
 
 
 def _rows(key: str, *values: Any) -> Mapping[str, Mapping[str, Any]]:
-  return {f"EDGC, {key} {value}": _edgc(**{key: value}) for value in values}
+  name = key.split(".")[-1]
+  return {f"EDGC, {name} {value}": _edgc(**{key: value}) for value in values}
 
 
 TABLES = {
   "Dense": {"all-reduce": {"reducer": "allreduce"}},
   "As in the comparison of methods": {"EDGC": _edgc()},
   "Window (10), steps": _rows("window", 5, 20),
-  "Share of steps sampled (1)": _rows("step_rate", 0.1),
-  "Share of entries read (0.05)": _rows("entry_rate", 0.01, 1.0),
-  "Estimator (gaussian)": _rows("estimator", "histogram"),
+  "Share of steps sampled (1)": _rows("sampling.step_rate", 0.1),
+  "Share of entries read (0.05)": _rows("sampling.entry_rate", 0.01, 1.0),
+  "Estimator (gaussian)": _rows("sampling.estimator", "histogram"),
   "Rule (cqm) and its exponent (2) where they decide alone": {
     "EDGC, 8 to 32": _edgc(**_WIDE),
-    "EDGC, 8 to 32, rule linear": _edgc(**_WIDE, rule="linear"),
-    "EDGC, 8 to 32, exponent 1": _edgc(**_WIDE, exponent=1.0),
-    "EDGC, 8 to 32, exponent 4": _edgc(**_WIDE, exponent=4.0),
+    "EDGC, 8 to 32, rule linear": _edgc(**_WIDE, **{"rule.name": "linear"}),
+    "EDGC, 8 to 32, exponent 1": _edgc(**_WIDE, **{"rule.exponent": 1.0}),
+    "EDGC, 8 to 32, exponent 4": _edgc(**_WIDE, **{"rule.exponent": 4.0}),
   },
-  "Largest step of the rank (2)": _rows("max_rank_step", 6),
-  "Granularity (matrix)": _rows("granularity", "stage"),
-  "Curves of errors (calibrated)": _rows("curves", "energy", "entropy"),
-  "Warm-up (max)": _rows("warmup_rank", "dense"),
-  "Factors anew, every so many steps (never)": _rows("refresh_every", 50),
+  "Largest step of the rank (2)": _rows("rule.max_rank_step", 6),
+  "Granularity (matrix)": _rows("allocation.granularity", "stage"),
+  "Curves of errors (calibrated)": _rows(
+    "allocation.curves", "energy", "entropy"
+  ),
+  "Warm-up (max)": _rows("rule.warmup_rank", "dense"),
 }

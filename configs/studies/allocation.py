@@ -20,11 +20,12 @@ SETTINGS = {
 def _edgc(
   rank_max: int, rank_min: int, dense_warmup: bool, **options: Any
 ) -> Mapping[str, Any]:
-  """edgc between two ranks, with a warm-up of 20 steps."""
+  """edgc between two ranks; options are those of the allocation."""
   settings = {
-    "rank_max": rank_max, "rank_min": rank_min, "rank_multiple": 1,
-    "warmup_rank": "dense" if dense_warmup else "max", "max_warmup_steps": 20,
-    **options,
+    "rank_max": rank_max, "rank_min": rank_min, "rule.rank_multiple": 1,
+    "rule.warmup_rank": "dense" if dense_warmup else "max",
+    "rule.max_warmup_steps": 20,
+    **{f"allocation.{k}": v for k, v in options.items()},
   }  # fmt: skip
   return {"reducer": "edgc"} | {f"edgc.{k}": v for k, v in settings.items()}
 

@@ -22,10 +22,11 @@ def _reducer(name: str, **options: Any) -> Mapping[str, Any]:
 
 def _edgc(rank_max: int, rank_min: int, **options: Any) -> Mapping[str, Any]:
   """edgc between two ranks, compressed from the first step on."""
-  steps = {"rank_multiple": 2, "max_rank_step": 2}
+  rule = {"rule.rank_multiple": 2, "rule.max_rank_step": 2}
+  warmup = {"rule.warmup_rank": "max", "rule.max_warmup_steps": 20}
   return _reducer(
-    "edgc", rank_max=rank_max, rank_min=rank_min, warmup_rank="max", window=10,
-    warmup_steps=20, max_warmup_steps=20, **steps | options,
+    "edgc", rank_max=rank_max, rank_min=rank_min, window=10, warmup_steps=20,
+    **rule | warmup | options,
   )  # fmt: skip
 
 
@@ -40,11 +41,13 @@ TABLES = {
     "PowerSGD, rank 23, bf16": _reducer(
       "powersgd", rank=23, wire_dtype="bfloat16"
     ),
-    "ACP-SGD, rank 23": _reducer("powersgd", rank=23, alternating=True),
     "EDGC": _edgc(20, 14),
-    "EDGC, linear rule": _edgc(20, 14, rule="linear"),
+    "EDGC, linear rule": _edgc(20, 14, **{"rule.name": "linear"}),
     "EDGC, bf16": _edgc(
-      40, 30, rank_multiple=5, max_rank_step=5, wire_dtype="bfloat16"
+      40,
+      30,
+      wire_dtype="bfloat16",
+      **{"rule.rank_multiple": 5, "rule.max_rank_step": 5},
     ),
     "EDGC, bf16, half the rank": _edgc(20, 14, wire_dtype="bfloat16"),
   },

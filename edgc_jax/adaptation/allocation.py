@@ -24,17 +24,67 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from edgc_jax import validation
 from edgc_jax.adaptation import error_model
-from edgc_jax.comm import agreement
+from edgc_jax.comm import dataflow
+from edgc_jax.plan.leaves import Measurement
 from edgc_jax.plan.plan import Plan
 
 CURVES = ("energy", "entropy", "calibrated")
+GRANULARITIES = ("matrix", "stage")
+# How many times the rank of its rung a matrix may have.
+_SPREAD = 3
 # P and Q travel in buffers of their own; how scarce either is decides what a
 # column costs, and is found by trying these shares.
 _PRICES = np.linspace(0.0, 1.0, 9, dtype=np.float32)
 # Least columns of a matrix, so that none goes blind to its own gradient.
 _FLOOR = 2
 _TINY = float(np.finfo(np.float32).tiny)
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+  """How the matrices of a stage share the bytes that its rank allows.
+
+  Attributes:
+    granularity: "matrix": the rank of the rule says how many bytes a stage
+      sends, and its matrices share them so that together they lose least. Each
+      gets 2 columns at least, at most three times the rank but no more than
+      the larger of 64 and twice the rank, and between half and twice its rank
+      of the window before. Or "stage": all have the rank of the rule. Leaves
+      split over stages keep one rank.
+    curves: What predicts how much a column removes: "calibrated", the model of
+      `error_model` stretched to each matrix's measured error; "energy", each
+      column's measured energy; or "entropy", the model as it stands.
+    scale_exponent: How the errors of matrices compare: each is divided by this
+      power of the root mean square of its entries. 0 makes the sum of absolute
+      errors least, 2 the sum of relative ones.
+
+  Raises:
+    TypeError: if `scale_exponent` is not a number.
+    ValueError: if an attribute is out of range.
+  """
+
+  granularity: str = "matrix"
+  curves: str = "calibrated"
+  scale_exponent: float = 1.0
+
+  def __post_init__(self) -> None:
+    validation.require_one_of("granularity", self.granularity, GRANULARITIES)
+    validation.require_one_of("curves", self.curves, CURVES)
+    validation.require_number("scale_exponent", self.scale_exponent)
+    validation.require(
+      0 <= self.scale_exponent <= 2,
+      "scale_exponent",
+      self.scale_exponent,
+      "between 0 (absolute errors) and 2 (relative ones)",
+      "use 1",
+    )
+
+  @property
+  def spread(self) -> int:
+    """How many times the rank of its rung a matrix may have."""
+    return _SPREAD if self.granularity == "matrix" else 1
 
 
 def allocate(
@@ -124,35 +174,22 @@ def scale_weights(variance: jax.Array, exponent: float) -> jax.Array:
   return jnp.maximum(relative, 1e-12) ** (-0.5 * exponent)
 
 
-class Measured(NamedTuple):
-  """What a step, or the mean of a window, says about K matrices."""
-
-  lost: jax.Array  # float32 [K], |mean of residuals|^2
-  columns: jax.Array  # float32 [K, width], squared norms of the columns of Q
-
-  @property
-  def energy(self) -> jax.Array:
-    """Of the mean of gradients and residuals, float32 [K]."""
-    return self.lost + jnp.sum(self.columns, axis=1)
-
-
 class AllocatorState(NamedTuple):
   """Ranks and window sums; equal over the data axis, one a stage on stages."""
 
   ranks: jax.Array  # int32 [K], columns in use, 0 where sent dense
   predicted_error: jax.Array  # float32 [], share of energy expected to be lost
   predicted_errors: jax.Array  # float32 [K], the same of each matrix
-  sums: Measured  # over the compressed steps of this window
+  sums: Measurement  # over the compressed steps of this window
   num_steps: jax.Array  # float32 []
 
 
 @dataclasses.dataclass(frozen=True)
 class Allocator:
-  """Shares out the bytes of a rung; see `edgc` for the options' meaning."""
+  """Shares the bytes of a rung among the matrices of a plan."""
 
   plan: Plan
-  curves: str
-  scale_exponent: float
+  options: Allocation
 
   def init(self, rung: int) -> AllocatorState:
     """Before the first step every matrix has the rank of the rung."""
@@ -160,7 +197,7 @@ class Allocator:
     num, width = len(self.plan.matrices), self._width
     per_matrix = functools.partial(jnp.zeros, num, jnp.float32)
     columns = jnp.zeros((num, width), jnp.float32)
-    sums = Measured(per_matrix(), columns)
+    sums = Measurement(per_matrix(), columns)
     return AllocatorState(
       jnp.array(self._tables.uniform[rung]),
       jnp.zeros((), jnp.float32),
@@ -170,13 +207,13 @@ class Allocator:
     )
 
   def observe(
-    self, state: AllocatorState, measured: Measured, is_usable: jax.Array
+    self, state: AllocatorState, measured: Measurement, is_usable: jax.Array
   ) -> AllocatorState:
     """Adds what a step measured; dense and non-finite steps add nothing.
 
     Nor does a step of finite gradients whose squares are not.
     """
-    is_usable &= jnp.any(state.ranks > 0) & agreement.all_finite(measured)
+    is_usable &= jnp.any(state.ranks > 0) & dataflow.all_finite(measured)
     sums = jax.tree.map(
       lambda total, x: jnp.where(is_usable, total + x, total),
       state.sums,
@@ -207,7 +244,7 @@ class Allocator:
       lambda total: total / jnp.maximum(state.num_steps, 1.0), state.sums
     )
     gains, energy = self._gains(state, mean, variance)
-    weights = scale_weights(variance, self.scale_exponent)
+    weights = scale_weights(variance, self.options.scale_exponent)
     floors, limits = _near(state.ranks, before, tables, self.plan.sides)
     chosen = allocate(
       weights[:, None] * gains,
@@ -233,22 +270,22 @@ class Allocator:
     )
 
   def _gains(
-    self, state: AllocatorState, mean: Measured, variance: jax.Array
+    self, state: AllocatorState, mean: Measurement, variance: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """What each column removes [K, width], and all there is [K]."""
     ranks = jnp.maximum(state.ranks, 1)
-    if self.curves == "energy":
+    if self.options.curves == "energy":
       gains = error_model.energy_gains(mean.columns, mean.energy, ranks)
       return gains, mean.energy
     sides, width = self.plan.sides, self._width
-    if self.curves == "entropy":
+    if self.options.curves == "entropy":
       gains = error_model.model_gains(variance, sides, width)
       return gains, variance * self.plan.sizes
     gains = error_model.calibrated_gains(
       mean.energy / self.plan.sizes,
       sides,
       width,
-      error_model.lost_share(mean.lost, mean.energy),
+      mean.lost_share,
       ranks,
     )
     return gains, mean.energy
@@ -301,13 +338,10 @@ def _near(
 
 def _allowed(plan: Plan) -> _Allowed:
   uniform = plan.uniform_ranks
-  limits = [
-    [plan.limit(leaf, rank) for leaf in plan.matrices] for rank in plan.ladder
-  ]
   budgets = (uniform.astype(np.int64) @ plan.sides).astype(np.int32)
   return _Allowed(
     uniform,
     budgets,
     np.minimum(uniform, _FLOOR),
-    np.array(limits, np.int32).reshape(uniform.shape),
+    plan.most_ranks,
   )

@@ -28,6 +28,7 @@ import numpy as np
 
 from edgc_jax.adaptation import alignment, error_model, rank_rule
 from edgc_jax.adaptation.entropy import EntropySample
+from edgc_jax.adaptation.rank_rule import RankRule
 from edgc_jax.comm import collectives
 from edgc_jax.plan.plan import Plan
 
@@ -160,18 +161,14 @@ def rebased(
 
 @dataclasses.dataclass(frozen=True)
 class Controller:
-  """Static options of the window mechanism; see `edgc` for their meaning."""
+  """Chooses the rung of each window; see `edgc` for the options' meaning."""
 
   ranks: tuple[int, ...]
   window: int
   warmup_steps: int
-  max_warmup_steps: int
-  rule: str
-  exponent: float
-  max_rank_step: int
+  rule: RankRule
   sizes: np.ndarray  # float32 [K], from Plan.sizes
-  table: np.ndarray  # float32 [K, rank_max + 1], from rank_rule.loss_table
-  warmup_rung: int = 0  # dense, or the rank that warm-up is at
+  table: np.ndarray  # float32 [K, rank_max + 1], from error_model.loss_table
   stage_axis: str | None = None
   # float64 [num_rungs], modelled time of each; None: stages follow their own
   # entropy, whatever the others do.
@@ -180,13 +177,26 @@ class Controller:
 
   @classmethod
   def for_plan(cls, plan: Plan, **options: Any) -> "Controller":
-    """A controller with the model's tables for a plan's matrices."""
+    """Returns a controller with the model's tables of a plan's matrices."""
     return cls(
       ranks=tuple(rank for rank in plan.ladder if rank > 0),
       sizes=plan.sizes,
       table=error_model.loss_table(plan),
       **options,
     )
+
+  def __post_init__(self) -> None:
+    # Raise if the ladder does not suit the rule.
+    self.warmup_rung, self._max_rank_step  # noqa: B018
+
+  @functools.cached_property
+  def warmup_rung(self) -> int:
+    """The rung of the warm-up, 0 for dense."""
+    return self.rule.warmup_rung(self.ranks)
+
+  @functools.cached_property
+  def _max_rank_step(self) -> int:
+    return self.rule.rank_step(self.ranks)
 
   def init(self) -> ControllerState:
     """The state before the first step: nothing measured."""
@@ -279,7 +289,7 @@ class Controller:
     wish = self._wish(closed, entropy)
     top = jnp.int32(len(self.ranks))
     settled = 1 + rank_rule.settle(
-      wish, state.rung - 1, self.ranks, self.max_rank_step
+      wish, state.rung - 1, self.ranks, self._max_rank_step
     )
     closed = closed._replace(
       rung=jnp.where(
@@ -348,15 +358,18 @@ class Controller:
   ) -> jax.Array:
     """At the least length, if the model agrees; at the greatest, anyway."""
     least = max(1, math.ceil(self.warmup_steps / self.window))
-    most = max(least, math.ceil(self.max_warmup_steps / self.window))
-    loss_now = self.exponent * entropy + errors[self.ranks[0]]
-    loss_then = self.exponent * first_entropy + errors[self.ranks[-1]]
+    most = self.rule.max_warmup_steps
+    most = 2 * self.warmup_steps if most is None else most
+    most = max(least, math.ceil(most / self.window))
+    exponent = self.rule.exponent
+    loss_now = exponent * entropy + errors[self.ranks[0]]
+    loss_then = exponent * first_entropy + errors[self.ranks[-1]]
     return ((num_closed >= least) & (loss_now <= loss_then)) | (
       num_closed >= most
     )
 
   def _wish(self, state: ControllerState, entropy: jax.Array) -> jax.Array:
-    if self.rule == "linear":
+    if self.rule.name == "linear":
       return rank_rule.linear_rank(
         self.ranks[0],
         self.ranks[-1],
@@ -369,5 +382,5 @@ class Controller:
       self.ranks[-1],
       entropy,
       state.reference_entropy,
-      self.exponent,
+      self.rule.exponent,
     )

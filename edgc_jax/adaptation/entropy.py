@@ -16,6 +16,7 @@ arXiv:2511.10333. Differences: that term, the clipping, bins of fixed edges
 around zero instead of min and max, moving offsets, pooling over replicas.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,11 +24,57 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from edgc_jax import validation
 from edgc_jax.comm import collectives
 
 ESTIMATORS = ("gaussian", "histogram")
 _CLIP = 8.0  # in scales
 _GAUSSIAN_SCALE = math.sqrt(math.pi / 2)  # std over mean magnitude
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How the entropy of gradients is sampled.
+
+  Attributes:
+    step_rate: Share of steps whose entropy is sampled, in (0, 1].
+    entry_rate: Share of entries read in such a step, in (0, 1].
+    estimator: "gaussian" or "histogram".
+    bins: Bins of the histogram.
+
+  Raises:
+    TypeError: if an attribute is not a Python number.
+    ValueError: if an attribute is out of range.
+  """
+
+  step_rate: float = 0.1
+  entry_rate: float = 0.25
+  estimator: str = "gaussian"
+  bins: int = 1000
+
+  def __post_init__(self) -> None:
+    validation.require_share("step_rate", self.step_rate)
+    validation.require_share("entry_rate", self.entry_rate)
+    validation.require_one_of("estimator", self.estimator, ESTIMATORS)
+    validation.require_int("bins", self.bins, 1)
+
+  @property
+  def period(self) -> int:
+    """Steps from one sample to the next."""
+    return round(1 / self.step_rate)
+
+  @classmethod
+  def for_window(cls, window: int) -> "Sampling":
+    """Returns the sampling for windows of this many steps.
+
+    Each window gets ten samples if it is that long, and one a step otherwise;
+    the entries read in a window stay as many as by default.
+
+    >>> Sampling.for_window(20)
+    Sampling(step_rate=0.5, entry_rate=0.05, estimator='gaussian', bins=1000)
+    """
+    step_rate = min(1.0, max(cls.step_rate, 10 / window))
+    return cls(step_rate, round(cls.entry_rate * cls.step_rate / step_rate, 3))
 
 
 class EntropySample(NamedTuple):
@@ -53,10 +100,7 @@ def estimate(
   gradients: Sequence[jax.Array],
   index: jax.Array,
   axis_name: str,
-  *,
-  entry_rate: float,
-  estimator: str,
-  bins: int,
+  sampling: Sampling,
 ) -> EntropySample:
   """Estimates the entropy of a local gradient, pooled over replicas.
 
@@ -68,14 +112,12 @@ def estimate(
       floating.
     index: int32 [], which sample this is; moves the entries that are read.
     axis_name: The bound axis of the replicas.
-    entry_rate: Share of the entries that is read, in (0, 1].
-    estimator: "gaussian" or "histogram".
-    bins: Bins of the histogram.
+    sampling: Entries to read, and the estimator.
 
   Returns:
     The sample; its weight is 0 where no matrix had a finite non-zero entry.
   """
-  stride = max(1, round(1.0 / entry_rate))
+  stride = max(1, round(1.0 / sampling.entry_rate))
   samples = [_every(g, stride, index) for g in gradients]
   sizes = jnp.array([x.shape[1] for x in samples for _ in x], jnp.float32)
   sizes = sizes * collectives.num_devices(axis_name)
@@ -94,16 +136,16 @@ def estimate(
     clipped.append(jnp.clip(x / top, -limit, limit))
     start += len(x)
   squares = _sums([jnp.square(x) for x in clipped])
-  if estimator == "histogram":
-    own = _counts(clipped, usable, bins)
+  if sampling.estimator == "histogram":
+    own = _counts(clipped, usable, sampling.bins)
   else:
     own = _sums(clipped)
   squares, shared = collectives.total((squares, own), axis_name)
 
-  if estimator == "histogram":
+  if sampling.estimator == "histogram":
     p = shared / jnp.maximum(jnp.sum(shared), 1.0)
     entropy = -jnp.sum(p * jnp.log(jnp.where(p > 0, p, 1.0)))
-    entropy = entropy + math.log(2.0 * _CLIP / bins)
+    entropy = entropy + math.log(2.0 * _CLIP / sampling.bins)
   else:
     num = jnp.maximum(jnp.sum(count), 1.0)
     variance = jnp.sum(squares) / num - jnp.square(jnp.sum(shared) / num)
@@ -121,9 +163,11 @@ def estimate(
   )
 
 
-def sample_bytes(num_matrices: int, estimator: str, bins: int) -> int:
+def sample_bytes(num_matrices: int, sampling: Sampling) -> int:
   """Bytes that one estimate sends per replica."""
-  own = bins if estimator == "histogram" else num_matrices
+  own = num_matrices
+  if sampling.estimator == "histogram":
+    own = sampling.bins
   return 4 * (3 * num_matrices + own)
 
 

@@ -75,10 +75,12 @@ def loss_table(plan: Plan) -> np.ndarray:
   rank_max = max(plan.ladder)
   ranks = np.arange(rank_max + 1)
   table = np.empty((len(plan.matrices), rank_max + 1))
-  for row, (m, n) in zip(table, plan.sides.tolist(), strict=True):
+  all_save = plan.saves(plan.sides[:, :1], plan.sides[:, 1:], ranks)
+  for row, saves, (m, n) in zip(
+    table, all_save, plan.sides.tolist(), strict=True
+  ):
     lost = lost_energy(m, n)[np.minimum(ranks, min(m, n))]
-    pays = [plan.pays(m, n, rank) for rank in ranks]
-    row[:] = np.log(np.where(pays, lost, SMALLEST_LOSS))
+    row[:] = np.log(np.where(saves, lost, SMALLEST_LOSS))
   return table.astype(np.float32)
 
 
@@ -100,11 +102,6 @@ def log_error(
   smallest = float(jnp.finfo(jnp.float32).tiny)
   weights = jnp.log(sizes) + jnp.log(jnp.maximum(variance, smallest))
   return logsumexp(table + weights[:, None], axis=0)
-
-
-def lost_share(lost: jax.Array, energy: jax.Array) -> jax.Array:
-  """Share of the energy that was not sent; 0 where there is none."""
-  return lost / jnp.where(energy > 0, energy, 1.0)
 
 
 def energy_gains(

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from edgc_jax.adaptation import entropy
-from edgc_jax.adaptation.allocation import Allocator, AllocatorState, Measured
+from edgc_jax.adaptation.allocation import Allocator, AllocatorState
 from edgc_jax.adaptation.controller import Controller, ControllerState
 from edgc_jax.comm import collectives, dataflow
+from edgc_jax.plan.leaves import Measurement
 from edgc_jax.plan.plan import Plan
 
 
@@ -68,7 +69,7 @@ class Policy(Protocol):
     """
 
   def settle(
-    self, choice: Choice, measured: Measured, is_finite: jax.Array
+    self, choice: Choice, measured: Measurement, is_finite: jax.Array
   ) -> PolicyState:
     """The state after the step; one that was not finite leaves no trace."""
 
@@ -100,7 +101,7 @@ class FixedPolicy:
     return Choice(state, rung, rung, None, None, nothing, earlier)
 
   def settle(
-    self, choice: Choice, measured: Measured, is_finite: jax.Array
+    self, choice: Choice, measured: Measurement, is_finite: jax.Array
   ) -> PolicyState:
     del measured, is_finite
     return choice.state
@@ -122,10 +123,7 @@ class EntropyPolicy:
   controller: Controller
   allocator: Allocator | None  # None: all matrices have the rank of the rung
   axis_name: str
-  period: int  # steps from one sample to the next
-  entry_rate: float
-  estimator: str
-  bins: int
+  sampling: entropy.Sampling
 
   def init(self) -> PolicyState:
     allocator = ()
@@ -149,7 +147,7 @@ class EntropyPolicy:
     )
     control, allocator = state
     wire_bytes = jnp.where(is_closed, float(self.window_bytes()), 0.0)
-    is_sampled = dataflow.in_turn(count % self.period == 0, state)
+    is_sampled = dataflow.in_turn(count % self.sampling.period == 0, state)
     sample, sampled_bytes = self._sample(gradients, count, is_sampled)
     return Choice(
       state,
@@ -199,7 +197,7 @@ class EntropyPolicy:
     )
 
   def settle(
-    self, choice: Choice, measured: Measured, is_finite: jax.Array
+    self, choice: Choice, measured: Measurement, is_finite: jax.Array
   ) -> PolicyState:
     weight = jnp.where(is_finite, choice.sample.weight, 0.0)
     sample = choice.sample._replace(weight=weight)
@@ -258,11 +256,9 @@ class EntropyPolicy:
           gradients[i].reshape(view)
           for i, view in zip(members, views, strict=True)
         ],
-        count // self.period,
+        count // self.sampling.period,
         self.axis_name,
-        entry_rate=self.entry_rate,
-        estimator=self.estimator,
-        bins=self.bins,
+        self.sampling,
       )
 
     types = jax.eval_shape(estimate)
@@ -271,5 +267,5 @@ class EntropyPolicy:
       estimate,
       lambda: jax.tree.map(collectives.zeros_like_type, types),
     )
-    size = entropy.sample_bytes(num, self.estimator, self.bins)
+    size = entropy.sample_bytes(num, self.sampling)
     return sample, jnp.where(is_sampled, float(size), 0.0)

@@ -4,13 +4,100 @@ Both rules answer in real numbers; `settle` makes of that a rank that may be
 used. Ranks are compared with the reference window, the last one of warm-up.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from edgc_jax import validation
+
 RULES = ("cqm", "linear")
+_MAX_RANK_STEP = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class RankRule:
+  """How the rank of a stage follows the entropy.
+
+  Attributes:
+    name: "cqm", the model of `error_model`, or "linear", the heuristic of the
+      public codes: rank in proportion to the last change of entropy.
+    exponent: Of e^(H_ref - H) on the squared error T; 2 keeps the absolute
+      error constant.
+    rank_multiple: Ranks are multiples of this.
+    max_rank_step: Largest change of rank from one window to the next; None
+      is 4, or the step of the ladder if that is more.
+    warmup_rank: Rank of the warm-up, "max" for the largest; None is dense. A
+      rank between two ranks of the ladder is rounded down.
+    max_warmup_steps: Longest that warm-up may go on while the model expects
+      the smallest rank to lose too much; None is twice the warm-up.
+
+  Raises:
+    TypeError: if an attribute is not a Python number.
+    ValueError: if an attribute is out of range.
+  """
+
+  name: str = "cqm"
+  exponent: float = 2.0
+  rank_multiple: int = 4
+  max_rank_step: int | None = None
+  warmup_rank: int | str | None = "max"
+  max_warmup_steps: int | None = None
+
+  def __post_init__(self) -> None:
+    validation.require_one_of("rule.name", self.name, RULES)
+    validation.require_number("exponent", self.exponent)
+    validation.require(
+      self.exponent > 0, "exponent", self.exponent, "positive", "use 2"
+    )
+    validation.require_int("rank_multiple", self.rank_multiple, 1)
+    if self.max_rank_step is not None:
+      validation.require_int(
+        "max_rank_step", self.max_rank_step, self.rank_multiple
+      )
+    if isinstance(self.warmup_rank, str):
+      validation.require(
+        self.warmup_rank == "max",
+        "warmup_rank",
+        self.warmup_rank,
+        '"max", a rank or None',
+        "None is dense",
+      )
+    elif self.warmup_rank is not None:
+      validation.require_int("warmup_rank", self.warmup_rank, 1)
+    if self.max_warmup_steps is not None:
+      validation.require_int("max_warmup_steps", self.max_warmup_steps, 0)
+
+  def warmup_rung(self, ranks: Sequence[int]) -> int:
+    """Returns the rung of the warm-up on a ladder without dense."""
+    if self.warmup_rank is None:
+      return 0
+    if self.warmup_rank == "max":
+      return len(ranks)
+    validation.require(
+      self.warmup_rank >= ranks[0],
+      "warmup_rank",
+      self.warmup_rank,
+      f"at least the smallest rank ({ranks[0]})",
+      'pass "max" for the largest, or None for a dense warm-up',
+    )
+    return sum(rank <= self.warmup_rank for rank in ranks)
+
+  def rank_step(self, ranks: Sequence[int]) -> int:
+    """Returns the largest change of rank, at least one step of the ladder."""
+    spacing = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if self.max_rank_step is None:
+      return max(_MAX_RANK_STEP, spacing)
+    validation.require(
+      self.max_rank_step >= spacing,
+      "max_rank_step",
+      self.max_rank_step,
+      f"at least the step of the ladder ({spacing})",
+      "raise it, or leave it None",
+    )
+    return self.max_rank_step
 
 
 def cqm_rank(

@@ -85,26 +85,29 @@ def average(
 
 
 def average_bytes(
-  sizes: Sequence[int],
+  groups: Sequence[Sequence[int]],
   code: Code | NativeBfloat16 | None = None,
   replicas: int = 1,
-) -> int:
-  """Bytes of `average`, those of `exact` left out.
+) -> list[int]:
+  """Predicts the bytes of several calls of `average`, without `exact`.
 
   Args:
-    sizes: Of the values.
-    code: How they travel.
-    replicas: As many parts there are, of whole granules.
+    groups: Sizes of the values of each call.
+    code: Their encoding.
+    replicas: Values are padded to as many parts of whole granules.
 
   Returns:
-    As those of an all-reduce.
+    Bytes of each call, counted as for an all-reduce.
   """
   if code is None:
-    return 4 * sum(sizes)
+    return [4 * sum(sizes) for sizes in groups]
   if isinstance(code, NativeBfloat16):
-    return code.num_bytes(sum(sizes))
-  total = sum(_padded(size, code.granule) for size in sizes)
-  return code.num_bytes(_padded(total, code.granule * replicas))
+    return [code.num_bytes(sum(sizes)) for sizes in groups]
+  totals = [
+    sum(_padded(size, code.granule) for size in sizes) for sizes in groups
+  ]
+  granule = code.granule * replicas
+  return [code.num_bytes(_padded(total, granule)) for total in totals]
 
 
 def _parts(values: Sequence[jax.Array], code: Code, replicas: int) -> jax.Array:

@@ -46,12 +46,12 @@ def mean(tree: Any, axis_name: str) -> Any:
 
   Between CPU hosts small leaves travel as one (`cpu_hosts.joined`).
   """
-  return _reduced(lambda x: lax.pmean(x, axis_name), tree)
+  return _reduced(functools.partial(lax.pmean, axis_name=axis_name), tree)
 
 
 def total(tree: Any, axis_name: str) -> Any:
   """Sum over an axis of every leaf; as `mean`."""
-  return _reduced(lambda x: lax.psum(x, axis_name), tree)
+  return _reduced(functools.partial(lax.psum, axis_name=axis_name), tree)
 
 
 def all_true(flag: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:

@@ -57,6 +57,16 @@ def _set_pool(threads: int) -> None:
     os.environ["NPROC"] = os.environ[_OWN] = str(threads)
 
 
+def prepare() -> None:
+  """Checks and settles the threads of this process, when an update is traced.
+
+  Raises:
+    RuntimeError: as `require_threads`.
+  """
+  require_threads()
+  limit_lapack_threads()
+
+
 def limit_lapack_threads() -> None:
   """Leaves decompositions to the threads of XLA's pool, on CPUs.
 

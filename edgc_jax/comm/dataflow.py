@@ -71,3 +71,25 @@ def varying_axes(tree: Any) -> tuple[str, ...]:
     kind = jax.typeof(leaf).manual_axis_type
     axes |= set(kind.varying if kind else ())
   return tuple(sorted(axes))
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Whether every entry of every leaf is finite; bool []."""
+  flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+  return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+
+
+def zeros_unless(flag: jax.Array, tree: Any) -> Any:
+  """Returns `tree`, or zeros if `flag` is false.
+
+  Stages may differ in the flag. They have to agree before a leaf that is
+  equal on all of them is dropped, so such leaves stay as they are.
+  """
+  axes = set(varying_axes(flag))
+
+  def keep(leaf: jax.Array) -> jax.Array:
+    if not axes <= set(varying_axes(leaf)):
+      return leaf
+    return jnp.where(flag, leaf, jnp.zeros_like(leaf))
+
+  return jax.tree.map(keep, tree)

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax.comm import agreement, averages, collectives, dataflow
+from edgc_jax.comm import averages, collectives, dataflow
 from edgc_jax.comm.averages import Averaged
 from edgc_jax.comm.codes import Code
-from edgc_jax.compression import sketch
-from edgc_jax.compression.base import Exchange, Factors, unit_of, zeros_unless
+from edgc_jax.compression import linear_algebra
+from edgc_jax.compression.base import Exchange
 from edgc_jax.plan.leaves import Leaf
-from edgc_jax.plan.plan import BYTES_PER_VALUE, SKETCH_VALUES, Plan
+from edgc_jax.plan.plan import BYTES_PER_VALUE, SKETCH_VALUES, Layout, Plan
 
 # Of each matrix: it and what was not sent of it, sketched, and a norm.
 _ERROR_VALUES = 2 * SKETCH_VALUES + 1
@@ -50,7 +50,7 @@ class Coded:
     return averages.average(values, axis_name, self.code, key)
 
   def num_bytes(self, sizes: Sequence[int], replicas: int) -> int:
-    return averages.average_bytes(sizes, self.code, replicas)
+    return averages.average_bytes([sizes], self.code, replicas)[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class EntrywisePlan(Plan):
   def has_residual(self) -> bool:
     return self.error_feedback
 
-  def takes(self, leaf: Leaf) -> bool:
+  def is_compressed(self, leaf: Leaf) -> bool:
     """Whether a leaf is compressed: matrices that are not small."""
     return leaf.view is not None and leaf.size >= self.min_size
 
@@ -83,62 +83,54 @@ class EntrywisePlan(Plan):
     del rank
     return 2
 
-  def wire_bytes_of_sides(
-    self, rank: int, replicas: int = 1
-  ) -> tuple[int, ...]:
-    del rank
-    compressed = [self.leaves[i] for i in self.compressible]
-    dense = sum(leaf.size for leaf in self.leaves if not self.takes(leaf))
-    errors = _ERROR_VALUES * sum(leaf.view.count for leaf in compressed)
-    sent = 0
-    if compressed:
-      sizes = [leaf.size for leaf in compressed]
-      sent = self.compressor.num_bytes(sizes, replicas)
-    return (sent + BYTES_PER_VALUE * (dense + errors),)
+  def _bytes_of(self, layouts: Sequence[Layout], replicas: int) -> list[int]:
+    sizes = [self.leaf_sizes[i] for i in self.compressible]
+    dense = sum(self.leaf_sizes) - sum(sizes)
+    sent = self.compressor.num_bytes(sizes, replicas) if sizes else 0
+    sent += BYTES_PER_VALUE * (dense + _ERROR_VALUES * len(self.matrices))
+    return [sent] * len(layouts)
 
 
 def exchange(
   plan: EntrywisePlan,
   rung: jax.Array,
   matrices: list[jax.Array],
-  factors: Factors,
+  factors: list[jax.Array],
   key: jax.Array,
   axis_name: str,
-  *,
-  count: jax.Array,
   ranks: jax.Array | None = None,
 ) -> Exchange:
   """Averages over replicas through the plan's compressor; an `ExchangeFn`."""
-  del rung, count, ranks
+  del rung, ranks
   own_key, sketch_key = jax.random.split(key)
-  low = plan.compressible
-  dense = [i for i in range(len(matrices)) if i not in set(low)]
-  averaged: list[Any] = [None] * len(matrices)
-  values = [matrices[i].ravel() for i in low]
+  members = plan.compressible
+  dense = [i for i in range(len(matrices)) if i not in plan.slots]
+  values = [matrices[i].ravel() for i in members]
   received = Averaged([], [], None)
   if values:
     received = plan.compressor.average(values, own_key, axis_name)
-  views = [plan.leaves[i].view for i in low]
+  views = [plan.leaves[i].view for i in members]
   stacks = [v.reshape(view) for v, view in zip(values, views, strict=True)]
-  rest = [
+  # residual_i = M_i - sent_i
+  residual = [
     (v - sent).reshape(view)
     for v, sent, view in zip(values, received.sent, views, strict=True)
   ]
-  signs = sketch.draw_signs(sketch_key, stacks)
+  signs = linear_algebra.draw_signs(sketch_key, stacks)
   # TF32 or bf16 products would be errors of their own.
   with jax.default_matmul_precision("highest"):
-    sketched = [
-      [sketch.sketch(x, s) for x, s in zip(xs, signs, strict=True)]
-      for xs in (stacks, rest)
-    ]
-  unit = unit_of(received.mean) if values else jnp.ones((), jnp.float32)
-  own = [jnp.sum(jnp.square(r / unit), axis=(1, 2)) for r in rest]
+    sketched = [linear_algebra.sketches(x, signs) for x in (stacks, residual)]
+  unit = jnp.ones((), jnp.float32)
+  if values:
+    unit = linear_algebra.largest_magnitude(received.mean)
+  own = linear_algebra.energies(residual, unit)
   exact = ([matrices[i] for i in dense], sketched, own)
   exact = dataflow.in_turn(exact, received.mean)
   whole, (of_all, of_rest), own = collectives.mean(exact, axis_name)
+  averaged: list[Any] = [None] * len(matrices)
   for i, value in zip(dense, whole, strict=True):
     averaged[i] = value
-  for i, value in zip(low, received.mean, strict=True):
+  for i, value in zip(members, received.mean, strict=True):
     averaged[i] = value.reshape(plan.leaves[i].shape)
   energy = lambda z: jnp.sum(jnp.square(z / unit), axis=1)  # noqa: E731
   lost = [energy(z) for z in of_rest]
@@ -147,12 +139,13 @@ def exchange(
     jnp.maximum(energy(z) - gone, 0.0)
     for z, gone in zip(of_all, lost, strict=True)
   ]
-  # An entry that is not finite may not have been sent; sums with signs tell.
-  is_finite = agreement.all_finite((averaged, of_all))
+  # A non-finite entry may not have been sent; the sketches' sums show it.
+  is_finite = dataflow.all_finite((averaged, of_all))
   return Exchange(
-    averaged=[zeros_unless(is_finite, x) for x in averaged],
+    averaged=dataflow.zeros_unless(is_finite, averaged),
     residual=[
-      r.reshape(plan.leaves[i].shape) for i, r in zip(low, rest, strict=True)
+      r.reshape(plan.leaves[i].shape)
+      for i, r in zip(members, residual, strict=True)
     ],
     factors=factors,
     columns=[k[:, None] for k in kept],

@@ -1,12 +1,12 @@
-"""Error feedback: what was not sent is added to the next gradient.
+"""Error feedback: a replica adds to the next gradient what it did not send.
 
-  M_i = gradient_i + residual_i,    residual_i' = M_i - what replica i sent
+  M_i = gradient_i + residual_i,    residual_i' = M_i - sent_i
 
-so that over time everything is sent (Stich et al. 2018, arXiv:1809.07599;
-Karimireddy et al. 2019, arXiv:1901.09847).
+Over time everything is sent (Stich et al. 2018, arXiv:1809.07599; Karimireddy
+et al. 2019, arXiv:1901.09847).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,52 +15,69 @@ from edgc_jax.compression.base import Exchange
 from edgc_jax.plan.plan import Plan
 
 
-def with_feedback(
-  plan: Plan,
-  gradients: Sequence[jax.Array],
-  residual: Sequence[jax.Array],
-  exchange: Callable[[list[jax.Array]], Exchange],
-) -> Exchange:
-  """An exchange of gradients and residuals, in the gradients' own dtypes.
+def init_residual(plan: Plan) -> list[jax.Array]:
+  """Returns zeros for each compressible leaf; each replica has its own."""
+  if not plan.has_residual:
+    return []
+  return [
+    jnp.zeros(plan.leaves[i].shape, jnp.float32) for i in plan.compressible
+  ]
+
+
+def add_residual(
+  plan: Plan, gradients: Sequence[jax.Array], residual: Sequence[jax.Array]
+) -> list[jax.Array]:
+  """Returns M = gradient + residual of all leaves, float32.
 
   Args:
-    plan: Which leaves have a residual.
+    plan: Names the leaves with a residual.
     gradients: All leaves, local.
-    residual: Those of the compressible leaves, or none at all.
-    exchange: Of all leaves in float32.
-
-  Returns:
-    The exchange. What rounding to a narrower dtype takes from an update is
-    left in the residual, too.
+    residual: Arrays of the compressible leaves, none without error feedback.
   """
   matrices = [g.astype(jnp.float32) for g in gradients]
   members = plan.compressible if plan.has_residual else ()
   for i, e in zip(members, residual, strict=True):
     matrices[i] += e
-  result = exchange(matrices)
+  return matrices
+
+
+def keep_error(
+  plan: Plan, gradients: Sequence[jax.Array], exchange: Exchange
+) -> Exchange:
+  """Rounds updates to the gradients' dtypes, and keeps what rounding took.
+
+    residual' = M - sent + update - round(update)
+
+  Args:
+    plan: Names the leaves with a residual; without error feedback it is
+      dropped here.
+    gradients: All leaves, local; of these only dtypes are read.
+    exchange: Its result, in float32.
+
+  Returns:
+    The exchange, with `averaged` in the gradients' dtypes.
+  """
   rounded = [
     _round(mean, g.dtype)
-    for mean, g in zip(result.averaged, gradients, strict=True)
+    for mean, g in zip(exchange.averaged, gradients, strict=True)
   ]
-  # Rounding to a narrower dtype is not lost either: it goes on next time.
-  kept = [
+  members = plan.compressible if plan.has_residual else ()
+  residual = [
     e
-    if rounded[i] is result.averaged[i]
-    else e + result.averaged[i] - rounded[i]
-    # Without error feedback what was not sent is dropped here.
-    for i, e in zip(members, result.residual, strict=plan.has_residual)
+    if rounded[i] is exchange.averaged[i]
+    else e + exchange.averaged[i] - rounded[i]
+    for i, e in zip(members, exchange.residual, strict=plan.has_residual)
   ]
   averaged = [
     u.astype(g.dtype) for u, g in zip(rounded, gradients, strict=True)
   ]
-  return result._replace(averaged=averaged, residual=kept)
+  return exchange._replace(averaged=averaged, residual=residual)
 
 
 def _round(mean: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """A float32 array rounded to the values of a narrower dtype.
+  """Rounds float32 to the values of a narrower dtype, at most its largest.
 
-  What is too large for it becomes its largest value. The compiler may leave
-  out a cast there and back; this it must do.
+  The compiler may drop a cast there and back; it may not drop this.
   """
   if jnp.dtype(dtype).itemsize >= 4:
     return mean

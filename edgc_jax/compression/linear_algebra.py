@@ -1,8 +1,9 @@
-"""Orthonormal bases for batches of tall, possibly rank-deficient matrices.
+"""Linear algebra of stacks of matrices [k, m, n]: bases, products, sketches.
 
-Every replica computes the basis of a factor that all have received, and the
-bases must agree although the replicas' processors round differently. So the
-basis is a continuous function of the factor: Gram-Schmidt in the order of the
+Orthonormal bases of tall, possibly rank-deficient matrices. Every replica
+computes the basis of a factor that all have received, and the bases must agree
+although the replicas' processors round differently. So the basis is a
+continuous function of the factor: Gram-Schmidt in the order of the
 columns, no eigenvectors, no pivots, no decision. It is computed as a Cholesky
 factorisation of the Gram matrix, which batches over all matrices of a model,
 in three passes (shifted Cholesky-QR, Fukaya et al. 2020, arXiv:1809.11085):
@@ -17,6 +18,19 @@ scaled in each pass (a spectrum wider than float32's precision leaves every
 column of the result of length one); the shift leaves lengths as they are; it
 does not grow with the number of rows, over whose blocks Gram matrices are
 summed; and a column that consists of little but rounding noise is damped.
+
+Sketches measure the norm of the mean residual from a few values a matrix. The
+residual E_i = M_i - P Q_i^T is a replica's own, and its norm says little: most
+of it sets the replicas apart and is gone from their mean. An update lacks the
+mean:
+
+  z_g = sum_(j in g) v_j (u^T mean_i E_i)_j,    E |z|^2 = |mean_i E_i|^2
+
+with random signs u and v, new in each step and the same on all replicas, and
+g one of `SKETCH_VALUES` groups of columns. z is linear, so it is averaged with
+the factors. One |z|^2 has a relative standard deviation of about
+(2 / SKETCH_VALUES)^(1/2) if the residual has many directions; means over a
+window are nearer.
 """
 
 from collections.abc import Sequence
@@ -25,6 +39,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from edgc_jax.plan.plan import SKETCH_VALUES
 
 # Three bring a column of which 1e-5 is new to a right angle with the others;
 # two bring one of which 1e-3 is.
@@ -43,6 +59,7 @@ _FADING, _NEW = 1e-2, 1e-3
 # Of a column without length, in units of the largest number received.
 _LEAST = 1e-6
 Stacks = Sequence[jax.Array]
+Signs = tuple[jax.Array, jax.Array]
 
 
 class Basis(NamedTuple):
@@ -246,11 +263,15 @@ def _random_directions(key: jax.Array, stacks: Stacks) -> list[jax.Array]:
 
 
 def transposed_product(a: jax.Array, b: jax.Array) -> jax.Array:
-  """A^T B, as (B^T A)^T.
+  """Returns A^T B, computed as (B^T A)^T.
+
+  A^T B reads A along its columns. XLA's CPU backend has a kernel for that which
+  is two to four times slower than its others, so the factor B, which is small
+  beside the gradient A, is transposed instead.
 
   Args:
     a: float32 [k, m, n].
-    b: float32 [k, m, r], the smaller.
+    b: float32 [k, m, r], the smaller one.
 
   Returns:
     float32 [k, n, r].
@@ -260,34 +281,116 @@ def transposed_product(a: jax.Array, b: jax.Array) -> jax.Array:
   Array([[6.],
          [9.]], dtype=float32)
   """
-  # Else the compiler sees that both are the same, and takes the slower.
-  across = jax.lax.optimization_barrier(jnp.swapaxes(b, 1, 2))
-  product = jax.lax.optimization_barrier(across @ a)
+  # Else the compiler sees that both are equal, and takes the slower one.
+  transposed = jax.lax.optimization_barrier(jnp.swapaxes(b, 1, 2))
+  product = jax.lax.optimization_barrier(transposed @ a)
   return jnp.swapaxes(product, 1, 2)
 
 
 def transposed_products(
-  a: jax.Array, b: jax.Array, row: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """A^T B and, in the same pass over A, the product of a row with A.
+  stacks: Stacks, factors: Stacks, rows: Stacks
+) -> tuple[list[jax.Array], list[jax.Array]]:
+  """Returns A^T B and u A of each stack, in one pass over A.
 
   Args:
-    a: float32 [k, m, n].
-    b: float32 [k, m, r].
-    row: float32 [k, 1, m].
+    stacks: A, float32 [k, m, n] each.
+    factors: B, float32 [k, m, r] each.
+    rows: u, float32 [k, 1, m] each.
 
   Returns:
-    float32 [k, n, r] and [k, 1, n].
+    Lists of float32 [k, n, r] and of [k, 1, n].
 
   >>> a = jnp.arange(6.0).reshape(1, 3, 2)
-  >>> b, row = jnp.ones((1, 3, 1)), jnp.array([[[1.0, 0.0, 0.0]]])
-  >>> transposed_products(a, b, row)[1][0]
-  Array([[0., 1.]], dtype=float32)
+  >>> b, u = jnp.ones((1, 3, 1)), jnp.array([[[1.0, 0.0, 0.0]]])
+  >>> transposed_products([a], [b], [u])[1][0]
+  Array([[[0., 1.]]], dtype=float32)
   """
-  both = transposed_product(a, jnp.append(b, jnp.swapaxes(row, 1, 2), axis=2))
-  return both[:, :, :-1], jnp.swapaxes(both[:, :, -1:], 1, 2)
+  both = [
+    transposed_product(a, jnp.append(b, jnp.swapaxes(u, 1, 2), axis=2))
+    for a, b, u in zip(stacks, factors, rows, strict=True)
+  ]
+  return [x[:, :, :-1] for x in both], [
+    jnp.swapaxes(x[:, :, -1:], 1, 2) for x in both
+  ]
 
 
-def outer_product(p: jax.Array, q: jax.Array) -> jax.Array:
-  """P Q^T; float32 [k, m, n] of [k, m, r] and [k, n, r]."""
-  return p @ jnp.swapaxes(q, 1, 2)
+def products(stacks: Stacks, factors: Stacks) -> list[jax.Array]:
+  """Returns M B; float32 [k, m, r] of [k, m, n] and [k, n, r] each."""
+  return [m @ b for m, b in zip(stacks, factors, strict=True)]
+
+
+def outer_products(p: Stacks, q: Stacks) -> list[jax.Array]:
+  """Returns P Q^T; float32 [k, m, n] of [k, m, r] and [k, n, r] each."""
+  return [a @ jnp.swapaxes(b, 1, 2) for a, b in zip(p, q, strict=True)]
+
+
+def largest_magnitude(arrays: Stacks) -> jax.Array:
+  """Returns the largest |x| of all entries; 1 if it is zero or not finite."""
+  largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x)) for x in arrays]))
+  return jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)
+
+
+def gaussian_columns(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
+  """Draws [k, n, r] Gaussian entries, of columns with expected length one."""
+  return jax.random.normal(key, shape, jnp.float32) * shape[1] ** -0.5
+
+
+def energies(stacks: Stacks, unit: jax.Array) -> list[jax.Array]:
+  """Returns the sum of squares of each matrix, in units of unit^2; [k] each."""
+  return [jnp.sum(jnp.square(m / unit), axis=(1, 2)) for m in stacks]
+
+
+def draw_signs(key: jax.Array, stacks: Sequence[jax.Array]) -> list[Signs]:
+  """Signs u [k, 1, m] and v [k, n] for each stack of matrices [k, m, n]."""
+  if not stacks:
+    return []
+  shapes = [
+    shape
+    for k, m, n in (stack.shape for stack in stacks)
+    for shape in ((k, 1, m), (k, n))
+  ]
+  # One draw for all: a generator for each compiles slowly.
+  sizes = [int(np.prod(shape)) for shape in shapes]
+  draw = jax.random.rademacher(key, (sum(sizes),), jnp.float32)
+  parts = jnp.split(draw, np.cumsum(sizes[:-1]))
+  signs = [part.reshape(s) for part, s in zip(parts, shapes, strict=True)]
+  return list(zip(signs[::2], signs[1::2], strict=True))
+
+
+def sketches(
+  stacks: Sequence[jax.Array], signs: Sequence[Signs]
+) -> list[jax.Array]:
+  """Returns z of each stack itself; float32 [k, SKETCH_VALUES]."""
+  return [
+    _in_groups((u @ m)[:, 0] * v)
+    for m, (u, v) in zip(stacks, signs, strict=True)
+  ]
+
+
+def residual_sketches(
+  rows: Sequence[jax.Array],
+  p: Sequence[jax.Array],
+  q: Sequence[jax.Array],
+  signs: Sequence[Signs],
+) -> list[jax.Array]:
+  """Returns z of M - P Q^T of each stack, without forming it.
+
+  Args:
+    rows: u^T M, float32 [k, 1, n] each.
+    p: float32 [k, m, r] each.
+    q: float32 [k, n, r] each.
+    signs: From `draw_signs`.
+
+  Returns:
+    float32 [k, SKETCH_VALUES] each.
+  """
+  return [
+    _in_groups((row - (u @ a) @ jnp.swapaxes(b, 1, 2))[:, 0] * v)
+    for row, a, b, (u, v) in zip(rows, p, q, signs, strict=True)
+  ]
+
+
+def _in_groups(row: jax.Array) -> jax.Array:
+  """Sums of `SKETCH_VALUES` groups of columns of [k, n]."""
+  row = jnp.pad(row, ((0, 0), (0, -row.shape[1] % SKETCH_VALUES)))
+  return jnp.sum(row.reshape(len(row), SKETCH_VALUES, -1), axis=2)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from edgc_jax.comm import averages
-from edgc_jax.plan.plan import Plan
+from edgc_jax.plan.plan import Layout, Plan
 
 
 def live_columns(ranks: jax.Array, width: int) -> jax.Array:
@@ -107,7 +107,7 @@ def _starts(
 
 
 class Received(NamedTuple):
-  """Means over replicas, and what this one put into them."""
+  """Means over replicas, and what this replica contributed to them."""
 
   factors: list[jax.Array]
   sent_factors: list[jax.Array]  # live columns
@@ -116,37 +116,35 @@ class Received(NamedTuple):
   exact: Any
 
 
-class FactorWire:
-  """The factors of the leaves in `low` at the rank of one rung.
+class FactorBuffers:
+  """Sends the factors of one layout: as they are, packed, or encoded.
 
   Attributes:
     live: bool [k, 1, width] for each leaf, the columns within the ranks of
-      its matrices; None where all have that of the rung.
+      its matrices; None if all have the rank of the rung.
   """
 
   def __init__(
     self,
     plan: Plan,
-    rank: int,
-    low: Sequence[int],
+    layout: Layout,
     ranks: Sequence[jax.Array | None],
   ):
-    """Computes nothing but `live`.
+    """Computes `live`, and nothing else.
 
     Args:
       plan: Static.
-      rank: That of the rung.
-      low: The leaves that are sent as factors.
-      ranks: int32 [k] for each of them, where the plan has a spread.
+      layout: The leaves sent as factors, with their columns.
+      ranks: int32 [k] for each of these leaves, if the plan has a spread.
     """
-    leaves = [plan.leaves[i] for i in low]
-    self._widths = [plan.limit(leaf, rank) for leaf in leaves]
+    self._widths = layout.widths
     # Columns that all matrices of a leaf have together.
     self._columns = [
-      leaf.view.count * plan.columns(leaf, rank) for leaf in leaves
+      plan.leaves[i].view.count * columns
+      for i, columns in zip(layout.factored, layout.columns, strict=True)
     ]
     self._ranks, self._code = ranks, plan.code
-    self._is_packed = plan.spread > 1 and bool(low)
+    self._is_packed = plan.spread > 1 and bool(layout.factored)
     self.live = None
     if self._is_packed:
       self.live = [
@@ -154,7 +152,7 @@ class FactorWire:
       ]
 
   def slices(self, factors: Sequence[jax.Array]) -> list[jax.Array]:
-    """The columns that this rung uses, zero where not live."""
+    """Returns the columns that this layout uses, zero where not live."""
     sliced = [
       q[..., :width] for q, width in zip(factors, self._widths, strict=True)
     ]
@@ -173,14 +171,14 @@ class FactorWire:
     dense: Sequence[jax.Array] = (),
     exact: Any = None,
   ) -> Received:
-    """Averages factors and, beside them, what travels dense or exact.
+    """Averages factors over replicas, together with other arrays.
 
     Args:
       factors: float32 [k, height, width] each, local.
-      key: For codes.
+      key: Source of the encoding's random draws.
       axis_name: The bound axis of the replicas.
-      dense: float32, coded as the factors are.
-      exact: A tree that is not.
+      dense: float32 arrays, encoded as the factors are.
+      exact: A tree that is sent as it is.
 
     Returns:
       The means.
@@ -201,12 +199,17 @@ class FactorWire:
       received.exact,
     )
 
-  def merged(self, j: int, new: jax.Array, old: jax.Array) -> jax.Array:
-    """A factor for the state: columns not in use stay as they were."""
-    width = new.shape[-1]
-    if self.live is not None:
-      new = jnp.where(self.live[j], new, old[..., :width])
-    return jnp.concatenate([new, old[..., width:]], axis=-1)
+  def merge(
+    self, new: Sequence[jax.Array], old: Sequence[jax.Array]
+  ) -> list[jax.Array]:
+    """Returns factors for the state: columns not in use stay as they were."""
+    merged = []
+    for j, (own, kept) in enumerate(zip(new, old, strict=True)):
+      width = own.shape[-1]
+      if self.live is not None:
+        own = jnp.where(self.live[j], own, kept[..., :width])
+      merged.append(jnp.concatenate([own, kept[..., width:]], axis=-1))
+    return merged
 
   def _pack(self, factors: list[jax.Array]) -> list[jax.Array]:
     if not self._is_packed:

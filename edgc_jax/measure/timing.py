@@ -14,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from edgc_jax import validation
+from edgc_jax.adaptation.allocation import Allocation
+from edgc_jax.adaptation.rank_rule import RankRule
 from edgc_jax.comm import collectives, cpu_backend
 from edgc_jax.comm.codes import code_of
 from edgc_jax.plan.leaves import ViewFn
@@ -34,7 +36,7 @@ def measure_compression(
   repeats: int = 10,
   min_ratio: float = 2.0,
   matrix_view: ViewFn | None = None,
-  granularity: str = "matrix",
+  allocation: Allocation = Allocation(),
   mesh: Mesh | None = None,
 ) -> CompressionModel:
   """Times the computation of compressed exchanges.
@@ -53,7 +55,7 @@ def measure_compression(
     repeats: How often each is timed.
     min_ratio: As for `edgc`.
     matrix_view: As for `edgc`.
-    granularity: As for `edgc`; ranks by matrix are computed at more columns.
+    allocation: As for `edgc`; ranks by matrix are computed at more columns.
     mesh: With several processes the mesh of the training: all call this at
       the same point, and get the same model (see `agree`).
 
@@ -64,8 +66,8 @@ def measure_compression(
   validation.require_int("repeats", repeats, 1)
   reducers = [
     edgc.edgc(
-      _AXIS, rank_max=rank, rank_min=rank, rank_multiple=rank,
-      min_ratio=min_ratio, matrix_view=matrix_view, granularity=granularity,
+      _AXIS, rank_max=rank, rank_min=rank, rule=RankRule(rank_multiple=rank),
+      min_ratio=min_ratio, matrix_view=matrix_view, allocation=allocation,
     )
     for rank in ranks
   ]  # fmt: skip

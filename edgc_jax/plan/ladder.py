@@ -1,6 +1,7 @@
 """Which ranks may be used: given by hand, or found from times on the link."""
 
 import dataclasses
+import functools
 import warnings
 
 from edgc_jax import validation
@@ -40,28 +41,33 @@ class Ladder:
         f"a multiple of rank_multiple ({self.rank_multiple})",
         "round it, or set rank_multiple=1 for a finer ladder",
       )
-    if not self._is_found:
-      self._least(self._top())
+    self.given  # noqa: B018 - raises if rank_min is above rank_max
 
-  @property
-  def _is_found(self) -> bool:
-    return self.rank_max is None and self.link is not None
+  @functools.cached_property
+  def given(self) -> tuple[int, ...]:
+    """Dense (0) and the ranks, rising in equal steps; empty if a link decides.
 
-  def ranks(self, plan: Plan) -> tuple[int, ...]:
-    """Dense (0) and the ranks, rising in equal steps.
+    Raises:
+      ValueError: if `rank_min` is above the largest rank.
+    """
+    if self.rank_max is None and self.link is not None:
+      return ()
+    usual = max(1, _RANK_MAX // self.rank_multiple) * self.rank_multiple
+    top = self.rank_max or usual
+    return (0, *range(self._least(top), top + 1, self.rank_multiple))
+
+  def ranks_on_link(self, plan: Plan) -> tuple[int, ...]:
+    """Returns dense (0) and the ranks that are worth having on the link.
 
     Args:
       plan: The leaves to compress; its own ladder does not matter.
 
     Returns:
-      The ladder; only dense where no rank is worth having.
+      The ladder; only dense if no rank is worth having.
 
     Warns:
       RuntimeWarning: in that case.
     """
-    if not self._is_found:
-      top = self._top()
-      return (0, *range(self._least(top), top + 1, self.rank_multiple))
     top = rank_ceiling(
       plan, self.link, self.compression, rank_multiple=self.rank_multiple
     )
@@ -75,11 +81,6 @@ class Ladder:
       )
       return (0,)
     return (0, *spread_ranks(self._least(top), top, self.rank_multiple))
-
-  def _top(self) -> int:
-    """The largest rank, where it does not depend on a link."""
-    usual = max(1, _RANK_MAX // self.rank_multiple) * self.rank_multiple
-    return self.rank_max or usual
 
   def _least(self, top: int) -> int:
     """The smallest rank under a largest one."""

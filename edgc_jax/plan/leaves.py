@@ -53,6 +53,28 @@ class Leaf(NamedTuple):
     return math.prod(self.shape)
 
 
+class Measurement(NamedTuple):
+  """Energies of K matrices in one exchange, or their means over a window."""
+
+  lost: jax.Array  # float32 [K], |mean of residuals|^2
+  columns: jax.Array  # float32 [K, width], squared norms of the columns of Q
+
+  @property
+  def energy(self) -> jax.Array:
+    """Energy of the mean of gradients and residuals; float32 [K]."""
+    return self.lost + jnp.sum(self.columns, axis=1)
+
+  @property
+  def lost_share(self) -> jax.Array:
+    """Share of the energy that was not sent; float32 [K]."""
+    return share(self.lost, self.energy)
+
+
+def share(part: jax.Array, whole: jax.Array) -> jax.Array:
+  """Returns part / whole; 0 where both are 0."""
+  return part / jnp.where(whole > 0, whole, 1.0)
+
+
 def trailing_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
   """The default view: [..., m, n] is a stack of matrices [m, n].
 
@@ -242,3 +264,39 @@ def warn_of_dtypes(leaves: Sequence[Leaf]) -> None:
         RuntimeWarning,
         stacklevel=4,
       )
+
+
+def require_shapes(
+  leaves: Sequence[Leaf],
+  residuals: Sequence[jax.Array],
+  factors: Sequence[jax.Array],
+  factor_shapes: Sequence[tuple[int, ...]],
+) -> None:
+  """Raises unless the state's arrays have the shapes that one replica has.
+
+  Shapes are all that tells one replica's arrays from global ones.
+
+  Args:
+    leaves: The compressible leaves.
+    residuals: Their residuals; may be none.
+    factors: Their Q; may be none.
+    factor_shapes: Shapes that Q must have.
+
+  Raises:
+    ValueError: if one has another shape.
+  """
+  shapes = [leaf.shape for leaf in leaves]
+  for name, arrays, expected in (
+    ("residual", residuals, shapes),
+    ("factor_q", factors, factor_shapes),
+  ):
+    for leaf, x, shape in zip(leaves, arrays, expected, strict=False):
+      if tuple(x.shape) != tuple(shape):
+        raise ValueError(
+          f"`state` must be the state of one replica, with a {name} of shape"
+          f" {tuple(shape)} for the leaf at {leaf.path or 'the root'}, got"
+          f" {tuple(x.shape)}; under jax.shard_map make it inside, with"
+          " jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(),"
+          " out_specs=edgc_jax.state_specs(tx, params)), and cut a state of"
+          " another number of replicas with edgc_jax.resize_replicas."
+        )

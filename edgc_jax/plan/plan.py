@@ -1,4 +1,4 @@
-"""Which leaves travel how, and what that sends, before anything is compiled.
+"""Decides how each leaf is sent, and predicts the bytes, before compilation.
 
 A rank-r exchange of a matrix [m, n] sends P [m, r] and Q [n, r] instead of
 m n values. Bytes are the payload of an all-reduce per replica. Rank 0 means
@@ -8,17 +8,19 @@ of the compiled program.
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from edgc_jax import validation
 from edgc_jax.comm import averages
-from edgc_jax.comm.codes import Bfloat16, NativeBfloat16, code_of
+from edgc_jax.comm.codes import Bfloat16, NativeBfloat16
 from edgc_jax.plan.leaves import (
   Leaf,
   PlacementFn,
@@ -29,28 +31,38 @@ from edgc_jax.plan.leaves import (
 )
 
 BYTES_PER_VALUE = 4
-# Of each matrix, with its factors: what was not sent, sketched, and its norm.
-SKETCH_VALUES = 16  # of each matrix on the wire, see `compression.sketch`
+SKETCH_VALUES = (
+  16  # of each matrix's residual: see `compression.linear_algebra`
+)
+# Sent in float32 with the factors of each matrix: the sketch and a norm.
 _ERROR_VALUES = SKETCH_VALUES + 1
 # More columns cost products; whether they would be worth it is not measured.
 _WIDE = 64
 
 
+class Layout(NamedTuple):
+  """How the leaves of a plan are sent at one rank; indices into its leaves."""
+
+  rank: int
+  factored: tuple[int, ...]  # sent as factors
+  columns: tuple[int, ...]  # of the factors of each `factored` leaf
+  widths: tuple[int, ...]  # most columns that one of its matrices may have
+  encoded: tuple[int, ...]  # sent dense, in the plan's code
+  exact: tuple[int, ...]  # sent dense in float32
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """Which leaves travel as factors at which rank.
+  """Decides which leaves are sent as factors, at which rank.
 
   Attributes:
     leaves: The leaves exchanged together, in tree order.
     ladder: The ranks that may be used, 0 for dense, one collective shape each.
     min_ratio: Least m n / (r (m + n)) at which factors are sent.
-    positions: Where the leaves stand in the whole gradient.
+    positions: Index of each leaf in the whole gradient.
     spread: How many times the rung's rank a matrix may have while others
-      have less; 1 where all have the same.
-    code: How values travel; None is float32.
-    alternating: Whether P travels in one step and Q in the next.
-    refresh_every: Steps from one dense exchange that makes the factors anew to
-      the next; 0 for never.
+      have less; 1 if all have the same.
+    code: Encoding of values on the wire; None is float32.
   """
 
   leaves: tuple[Leaf, ...]
@@ -59,36 +71,48 @@ class Plan:
   positions: tuple[int, ...]
   spread: int = 1
   code: Bfloat16 | NativeBfloat16 | None = None
-  alternating: bool = False
-  refresh_every: int = 0
 
   def columns(self, leaf: Leaf, rank: int) -> int:
-    """Columns that a leaf's factors have at this rank; 0 if it goes dense.
+    """Columns of a leaf's factors at this rank; 0 if it is sent dense.
 
-    The one place where the rank of a rung becomes that of a matrix.
+    The one place where the rank of a rung becomes the rank of a matrix.
     """
     if leaf.view is None or rank == 0:
       return 0
     rows, cols = leaf.view.rows, leaf.view.cols
-    return min(rank, rows, cols) if self.pays(rows, cols, rank) else 0
+    return min(rank, rows, cols) if self.saves(rows, cols, rank) else 0
 
-  def pays(self, rows: int, cols: int, rank: int) -> bool:
-    """Whether factors of a [rows, cols] matrix save at least `min_ratio`."""
-    columns = min(rank, rows, cols)
+  def saves(self, rows: Any, cols: Any, rank: Any) -> Any:
+    """Whether factors of a [rows, cols] matrix save at least `min_ratio`.
+
+    Arguments are integers, or arrays that broadcast.
+    """
+    columns = np.minimum(rank, np.minimum(rows, cols))
     return rows * cols >= self.min_ratio * columns * (rows + cols)
 
-  @functools.cached_property
-  def compressible(self) -> tuple[int, ...]:
-    """Indices of the leaves that are sent as factors at some rung."""
-    return tuple(i for i, leaf in enumerate(self.leaves) if self.takes(leaf))
+  def is_compressed(self, leaf: Leaf) -> bool:
+    """Whether a leaf is sent as factors at some rung."""
+    return any(self.columns(leaf, rank) for rank in self.ladder)
 
   def sends_factors(self, rank: int) -> bool:
     """Whether some leaf is sent as factors at this rank."""
     return any(self.columns(leaf, rank) for leaf in self.leaves)
 
-  def takes(self, leaf: Leaf) -> bool:
-    """Whether a leaf is sent as factors at some rung."""
-    return any(self.columns(leaf, rank) for rank in self.ladder)
+  @functools.cached_property
+  def compressible(self) -> tuple[int, ...]:
+    """Indices of the leaves that are sent as factors at some rung."""
+    leaves = enumerate(self.leaves)
+    return tuple(i for i, leaf in leaves if self.is_compressed(leaf))
+
+  @functools.cached_property
+  def leaf_sizes(self) -> tuple[int, ...]:
+    """Entries of each leaf."""
+    return tuple([math.prod(leaf.shape) for leaf in self.leaves])
+
+  @functools.cached_property
+  def slots(self) -> dict[int, int]:
+    """Position of each compressible leaf among them, by its index."""
+    return {leaf: slot for slot, leaf in enumerate(self.compressible)}
 
   @functools.cached_property
   def matrices(self) -> tuple[Leaf, ...]:
@@ -113,20 +137,16 @@ class Plan:
 
   @functools.cached_property
   def uniform_ranks(self) -> np.ndarray:
-    """Columns of each matrix where all have the rung's; int32 [rungs, K]."""
-    ranks = [
-      [self.columns(leaf, rank) for leaf in self.matrices]
-      for rank in self.ladder
-    ]
-    return np.array(ranks, np.int32).reshape(len(self.ladder), -1)
+    """Columns of each matrix if all have the rung's rank; int32 [rungs, K]."""
+    return self._by_rung_and_matrix(self.columns)
 
-  def by_leaf(self, values: jax.Array) -> list[jax.Array]:
-    """An array over matrices [K, ...], cut into one for each leaf."""
-    counts = [self.leaves[i].view.count for i in self.compressible]
-    return jnp.split(values, np.cumsum(counts)[:-1]) if counts else []
+  @functools.cached_property
+  def most_ranks(self) -> np.ndarray:
+    """Most columns that each matrix may have; int32 [rungs, K]."""
+    return self._by_rung_and_matrix(self.limit)
 
   def limit(self, leaf: Leaf, rank: int) -> int:
-    """The most columns that a matrix may have at this rank; 0 if dense."""
+    """Most columns that a matrix may have at this rank; 0 if dense."""
     columns = self.columns(leaf, rank)
     if columns == 0 or self.spread == 1:
       return columns
@@ -136,29 +156,54 @@ class Plan:
       most = min(most, int(rows * cols / (self.min_ratio * (rows + cols))))
     return min(max(most, columns), leaf.view.rows, leaf.view.cols)
 
-  def factor_columns(self, leaf: Leaf) -> int:
-    """Columns of Q held in the state: as many as any rung may use."""
-    return max(self.limit(leaf, rank) for rank in self.ladder)
+  @functools.cached_property
+  def factor_shapes(self) -> tuple[tuple[int, int, int], ...]:
+    """Shapes [k, n, columns] of Q in the state: columns of the widest rung."""
+    leaves = (self.leaves[i] for i in self.compressible)
+    return tuple(
+      (
+        leaf.view.count,
+        leaf.view.cols,
+        max(self.limit(leaf, rank) for rank in self.ladder),
+      )
+      for leaf in leaves
+    )
+
+  @functools.cached_property
+  def layouts(self) -> tuple[Layout, ...]:
+    """The layout of every rung; equal ones at rungs that send the same."""
+    layouts: dict[Any, Layout] = {}
+    own = [self._layout(rank) for rank in self.ladder]
+    for layout in own:
+      layouts.setdefault((layout.factored, layout.columns), layout)
+    return tuple(layouts[layout.factored, layout.columns] for layout in own)
+
+  def by_leaf(self, values: jax.Array) -> list[jax.Array]:
+    """Splits an array over matrices [K, ...] into one for each leaf."""
+    counts = [self.leaves[i].view.count for i in self.compressible]
+    return jnp.split(values, np.cumsum(counts)[:-1]) if counts else []
 
   def without_idle_ranks(self) -> "Plan":
-    """The plan without ranks that compress nothing; the least one stays."""
+    """Returns the plan without ranks that compress nothing.
+
+    The least rank stays.
+    """
     least = min((rank for rank in self.ladder if rank), default=0)
     kept = [
       rank
       for rank in self.ladder
-      if rank in (0, least)
-      or any(self.columns(leaf, rank) for leaf in self.leaves)
+      if rank in (0, least) or self.sends_factors(rank)
     ]
     return dataclasses.replace(self, ladder=tuple(kept))
 
   @property
   def dense_bytes(self) -> int:
     """Bytes of a dense float32 all-reduce of the whole gradient."""
-    return BYTES_PER_VALUE * sum(leaf.size for leaf in self.leaves)
+    return BYTES_PER_VALUE * sum(self.leaf_sizes)
 
   @property
   def has_factors(self) -> bool:
-    """Whether matrices travel as factors, which are kept."""
+    """Whether matrices are sent as factors, which the state keeps."""
     return True
 
   @property
@@ -166,73 +211,89 @@ class Plan:
     """Whether there is error feedback."""
     return True
 
-  def is_coded(self, leaf: Leaf) -> bool:
-    """Whether a leaf travels coded where it is sent dense.
+  def is_encoded(self, leaf: Leaf) -> bool:
+    """Whether a leaf is encoded where it is sent dense.
 
-    Vectors do not; and beside factors only what has a residual does.
+    Vectors are not; and if some leaf is sent as factors, only leaves with a
+    residual are.
     """
     if self.code is None or leaf.view is None:
       return False
-    return not any(self.ladder) or self.takes(leaf)
-
-  def refreshes(self, count: jax.Array) -> jax.Array:
-    """Whether step `count` makes the factors anew; bool []."""
-    if not self.refresh_every:
-      return jnp.array(False)
-    return (count > 0) & (count % self.refresh_every == 0)
+    return not any(self.ladder) or self.is_compressed(leaf)
 
   @property
-  def exchanges_parts(self) -> bool:
-    """Whether what is coded is not reduced on its way (`averages`)."""
+  def averages_in_parts(self) -> bool:
+    """Whether encoded values are averaged by all-to-all and all-gather."""
     return not isinstance(self.code, NativeBfloat16 | None)
 
   def all_reduces(self, rank: int) -> int:
-    """How many there are one after the other; the two halves of one are one."""
-    # Errors and vectors travel beside what is coded.
-    beside = 1 if self.exchanges_parts else 0
-    return (
-      2 if self.sends_factors(rank) and not self.alternating else 1
-    ) + beside
+    """How many all-reduces follow each other in one exchange.
+
+    An all-to-all and the all-gather after it count as one.
+    """
+    # Sketches and vectors are reduced apart from encoded values.
+    exact = 1 if self.averages_in_parts else 0
+    return (2 if self.sends_factors(rank) else 1) + exact
 
   def wire_bytes(self, rank: int, replicas: int = 1) -> int:
-    """Bytes sent by the exchange of one step at this rank.
+    """Predicts the bytes that one exchange sends at this rank.
 
     Args:
       rank: Columns of the factors, 0 for dense.
-      replicas: What is coded is padded to as many equal parts.
+      replicas: Encoded values are padded to as many equal parts.
 
     Returns:
-      sum over factor leaves of k r (m + n) values, over dense leaves of their
-      sizes, and 17 values a matrix that tell its error, 4 bytes each or those
-      of the code. Where factors alternate, the mean of two steps.
+      k r (m + n) values for each leaf sent as factors, the size of each dense
+      leaf, and 17 values a matrix to measure its error; 4 bytes each, or as
+      many as the code has.
     """
-    sides = self.wire_bytes_of_sides(rank, replicas)
-    return sum(sides) // len(sides)
+    return self._bytes_of([self._layout(rank)], replicas)[0]
 
-  def wire_bytes_of_sides(
-    self, rank: int, replicas: int = 1
-  ) -> tuple[int, ...]:
-    """The same of a step that sends P and of one that sends Q, if they do."""
-    factor_p, factor_q, dense, exact = [], [], [], 0
-    for leaf in self.leaves:
-      columns = self.columns(leaf, rank)
-      if columns:
-        count, rows, cols = leaf.view
-        factor_p.append(count * columns * rows)
-        factor_q.append(count * columns * cols)
-        exact += count * _ERROR_VALUES
-      elif self.is_coded(leaf):
-        dense.append(leaf.size)
-      else:
-        exact += leaf.size
-    groups = [(factor_p, factor_q + dense)]
-    if self.alternating:
-      groups = [(factor_p + dense,), (factor_q + dense,)]
-    return tuple(
-      sum(averages.average_bytes(group, self.code, replicas) for group in own)
-      + BYTES_PER_VALUE * exact
-      for own in groups
+  def wire_bytes_by_rung(self, replicas: int) -> np.ndarray:
+    """Predicts the bytes of one exchange at each rung; float32 [rungs]."""
+    return np.array(self._bytes_of(self.layouts, replicas), np.float32)
+
+  def _bytes_of(self, layouts: Sequence[Layout], replicas: int) -> list[int]:
+    encoded, exact = [], []
+    for layout in layouts:
+      views = [self.leaves[i].view for i in layout.factored]
+      columns = [
+        view.count * own
+        for view, own in zip(views, layout.columns, strict=True)
+      ]
+      encoded += [
+        [view.rows * own for view, own in zip(views, columns, strict=True)],
+        [view.cols * own for view, own in zip(views, columns, strict=True)]
+        + [self.leaf_sizes[i] for i in layout.encoded],
+      ]
+      errors = _ERROR_VALUES * sum([view.count for view in views])
+      exact.append(errors + sum([self.leaf_sizes[i] for i in layout.exact]))
+    sent = averages.average_bytes(encoded, self.code, replicas)
+    return [
+      p + q + BYTES_PER_VALUE * own
+      for p, q, own in zip(sent[::2], sent[1::2], exact, strict=True)
+    ]
+
+  def _layout(self, rank: int) -> Layout:
+    columns = [self.columns(leaf, rank) for leaf in self.leaves]
+    factored = [i for i, own in enumerate(columns) if own]
+    dense = [i for i, own in enumerate(columns) if not own]
+    return Layout(
+      rank,
+      tuple(factored),
+      tuple(columns[i] for i in factored),
+      tuple(self.limit(self.leaves[i], rank) for i in factored),
+      tuple(i for i in dense if self.is_encoded(self.leaves[i])),
+      tuple(i for i in dense if not self.is_encoded(self.leaves[i])),
     )
+
+  def _by_rung_and_matrix(
+    self, count: Callable[[Leaf, int], int]
+  ) -> np.ndarray:
+    ranks = [
+      [count(leaf, rank) for leaf in self.matrices] for rank in self.ladder
+    ]
+    return np.array(ranks, np.int32).reshape(len(self.ladder), -1)
 
 
 def make_plan(
@@ -253,6 +314,14 @@ def make_plan(
   everything = tuple(range(len(leaves)))
   plan = kind(leaves, ladder, min_ratio, everything, **options)
   return plan.without_idle_ranks()
+
+
+def require_ratio(min_ratio: float) -> None:
+  """Raises unless `min_ratio` is a number of at least 0."""
+  validation.require_number("min_ratio", min_ratio)
+  validation.require(
+    min_ratio >= 0, "min_ratio", min_ratio, "at least 0", "use 2 or more"
+  )
 
 
 def by_exchange(plan: Plan) -> tuple[Plan, ...]:
@@ -285,86 +354,7 @@ def _part(plan: Plan, members: Sequence[int]) -> Plan:
   )
 
 
-def wire_bytes(
-  params: Any,
-  rank: int,
-  *,
-  min_ratio: float = 2.0,
-  matrix_view: ViewFn = trailing_matrix,
-  placement: PlacementFn = own_placement,
-  lead_rank: int | None = None,
-  rank_min: int | None = None,
-  wire_dtype: Any = "float32",
-  alternating: bool = False,
-  replicas: int = 1,
-) -> int:
-  """Bytes one step's exchange sends per replica at a rank (0 is dense).
-
-  Of `edgc`, `powersgd` and `allreduce`; what others send is in their `metrics`.
-
-  Args:
-    params: Parameters, gradients, or their `jax.ShapeDtypeStruct`s; on
-      pipeline stages those of one stage.
-    rank: Columns of the factors, 0 for dense.
-    min_ratio: As for `edgc`.
-    matrix_view: As for `edgc`.
-    placement: As for `edgc`.
-    lead_rank: On pipeline stages the rank of stage 0, at which all stages
-      send what is not their own; None if it is the same.
-    rank_min: The smallest rank of `edgc`, None if there is `rank` only: coded
-      is what travels as factors at some rank, and at rank 0 alone everything.
-    wire_dtype: As for `edgc`.
-    alternating: As for `edgc`; the bytes are then the mean of two steps.
-    replicas: What is coded is cut into so many equal parts, padded.
-
-  Returns:
-    The bytes, without those of entropy samples and of agreeing.
-
-  Raises:
-    TypeError: if a rank or `replicas` is not an integer.
-    ValueError: if one of them is too small, or `wire_dtype` is none of those
-      that there are.
-
-  >>> import jax
-  >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")
-  >>> wire_bytes(weights, 0), wire_bytes(weights, 32)
-  (9437184, 491588)
-  """
-  lead_rank = rank if lead_rank is None else lead_rank
-  rank_min = rank if rank_min is None else rank_min
-  for name, value, least in (
-    ("rank", rank, 0), ("lead_rank", lead_rank, 0), ("rank_min", rank_min, 0),
-    ("replicas", replicas, 1),
-  ):  # fmt: skip
-    validation.require_int(name, value, least)
-  ladder = (rank, lead_rank, rank_min)
-  plan = make_plan(
-    params,
-    ladder,
-    min_ratio,
-    matrix_view,
-    placement,
-    code=code_of(wire_dtype),
-    alternating=alternating,
-  )
-  own, *rest = by_exchange(plan)
-  return own.wire_bytes(rank, replicas) + sum(
-    part.wire_bytes(lead_rank, replicas) for part in rest
-  )
-
-
-def ring_bytes(payload: float, replicas: int) -> float:
-  """Bytes that every uplink moves where N replicas send a payload in a ring.
-
-    2 (N - 1) / N payload
-
-  >>> ring_bytes(1000, 4)
-  1500.0
-  """
-  return payload * 2 * (replicas - 1) / replicas
-
-
-def warn_if_nothing_pays(plan: Plan) -> None:
+def warn_if_nothing_saves(plan: Plan) -> None:
   """Warns where a ladder of ranks compresses no leaf at all.
 
   Warns:
@@ -379,3 +369,34 @@ def warn_if_nothing_pays(plan: Plan) -> None:
       RuntimeWarning,
       stacklevel=4,
     )
+
+
+def as_tree(
+  plans: Sequence[Plan], tree: Any, values: Sequence[Sequence]
+) -> Any:
+  """Arranges one value for each compressible leaf in a tree like `tree`.
+
+  Args:
+    plans: The plans of some or all leaves.
+    tree: Parameters or gradients.
+    values: For each plan, one value for each compressible leaf.
+
+  Returns:
+    The tree, with `optax.MaskedNode` where a leaf has no value.
+  """
+  structure = jax.tree.structure(tree)
+  slots: list[Any] = [optax.MaskedNode()] * structure.num_leaves
+  for plan, own in zip(plans, values, strict=True):
+    for i, value in zip(plan.compressible, own, strict=True):
+      slots[plan.positions[i]] = value
+  return jax.tree.unflatten(structure, slots)
+
+
+def from_tree(plans: Sequence[Plan], tree: Any) -> list[list[Any]]:
+  """Returns the values that `as_tree` arranged; none from an empty tree."""
+  values = jax.tree.leaves(tree)
+  if not values:
+    return [[] for _ in plans]
+  places = sorted(p.positions[i] for p in plans for i in p.compressible)
+  by_place = dict(zip(places, values, strict=True))
+  return [[by_place[p.positions[i]] for i in p.compressible] for p in plans]

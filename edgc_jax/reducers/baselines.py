@@ -13,8 +13,8 @@ import optax
 
 from edgc_jax import validation
 from edgc_jax.adaptation.policy import FixedPolicy
+from edgc_jax.comm.agreement import CHECK_EVERY
 from edgc_jax.comm.codes import Blockwise, Signs
-from edgc_jax.comm.sentinel import CHECK_EVERY
 from edgc_jax.compression import entrywise
 from edgc_jax.compression.entrywise import (
   Coded,
@@ -23,14 +23,13 @@ from edgc_jax.compression.entrywise import (
   RandomK,
   TopK,
 )
+from edgc_jax.pipeline.stages import Stages
 from edgc_jax.plan.leaves import (
-  PlacementFn,
   ViewFn,
   own_placement,
   trailing_matrix,
 )
 from edgc_jax.plan.plan import make_plan
-from edgc_jax.reducers import arguments
 from edgc_jax.reducers.base import make_reducer
 
 _BITS = (8, 4)
@@ -40,8 +39,7 @@ def topk(
   density: float,
   axis_name: str = "data",
   *,
-  stage_axis: str | None = None,
-  placement: PlacementFn | None = None,
+  stages: Stages | None = None,
   sample_rate: float | None = None,
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
@@ -59,8 +57,7 @@ def topk(
   Args:
     density: Share of the entries sent, in (0, 1].
     axis_name: Axis averaged over; must be bound where `update` runs.
-    stage_axis: As for `edgc`, if the model is cut into pipeline stages.
-    placement: As for `edgc`.
+    stages: Pipeline stages; None if every device holds the whole model.
     sample_rate: Share of the entries of which a threshold is found, instead
       of the exact k-th largest; quicker on large tensors. None is exact.
     min_size: Leaves of fewer entries travel dense.
@@ -82,15 +79,14 @@ def topk(
 
   >>> tx = optax.chain(topk(density=0.01), optax.adam(1e-3))
   """
-  arguments.require_share("density", density)
+  validation.require_share("density", density)
   if sample_rate is not None:
-    arguments.require_share("sample_rate", sample_rate)
+    validation.require_share("sample_rate", sample_rate)
   return _make(
     TopK(density, sample_rate),
     axis_name,
     error_feedback=True,
-    stage_axis=stage_axis,
-    placement=placement,
+    stages=stages,
     min_size=min_size,
     matrix_view=matrix_view,
     check_every=check_every,
@@ -102,8 +98,7 @@ def randomk(
   axis_name: str = "data",
   *,
   error_feedback: bool = True,
-  stage_axis: str | None = None,
-  placement: PlacementFn | None = None,
+  stages: Stages | None = None,
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
   seed: int = 714,
@@ -124,8 +119,7 @@ def randomk(
     axis_name: Axis averaged over; must be bound where `update` runs.
     error_feedback: Whether what was not sent is added to the next gradient.
       Without it `relative_error` tells at most 1, and may be more.
-    stage_axis: As for `edgc`, if the model is cut into pipeline stages.
-    placement: As for `edgc`.
+    stages: Pipeline stages; None if every device holds the whole model.
     min_size: Leaves of fewer entries travel dense.
     matrix_view: As for `topk`.
     seed: Seed of the entries.
@@ -143,14 +137,13 @@ def randomk(
 
   >>> tx = optax.chain(randomk(density=0.1), optax.adam(1e-3))
   """
-  arguments.require_share("density", density)
-  arguments.require_flag("error_feedback", error_feedback)
+  validation.require_share("density", density)
+  validation.require_flag("error_feedback", error_feedback)
   return _make(
     RandomK(density, is_scaled=not error_feedback),
     axis_name,
     error_feedback=error_feedback,
-    stage_axis=stage_axis,
-    placement=placement,
+    stages=stages,
     min_size=min_size,
     matrix_view=matrix_view,
     seed=seed,
@@ -164,8 +157,7 @@ def quantize(
   *,
   block: int = 256,
   error_feedback: bool = False,
-  stage_axis: str | None = None,
-  placement: PlacementFn | None = None,
+  stages: Stages | None = None,
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
   seed: int = 714,
@@ -189,8 +181,7 @@ def quantize(
     block: Entries that share a scale; even.
     error_feedback: Whether what rounding changed goes on with the next
       gradient. Unbiased rounding needs none.
-    stage_axis: As for `edgc`, if the model is cut into pipeline stages.
-    placement: As for `edgc`.
+    stages: Pipeline stages; None if every device holds the whole model.
     min_size: Leaves of fewer entries travel dense.
     matrix_view: As for `topk`.
     seed: Seed of the rounding.
@@ -215,13 +206,12 @@ def quantize(
   )
   validation.require_int("block", block, 2)
   validation.require(block % 2 == 0, "block", block, "even", "use 256")
-  arguments.require_flag("error_feedback", error_feedback)
+  validation.require_flag("error_feedback", error_feedback)
   return _make(
     Coded(Blockwise(bits, block)),
     axis_name,
     error_feedback=error_feedback,
-    stage_axis=stage_axis,
-    placement=placement,
+    stages=stages,
     min_size=min_size,
     matrix_view=matrix_view,
     seed=seed,
@@ -233,8 +223,7 @@ def signsgd(
   axis_name: str = "data",
   *,
   block: int = 256,
-  stage_axis: str | None = None,
-  placement: PlacementFn | None = None,
+  stages: Stages | None = None,
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
   check_every: int = CHECK_EVERY,
@@ -251,8 +240,7 @@ def signsgd(
   Args:
     axis_name: Axis averaged over; must be bound where `update` runs.
     block: Entries that share a scale; a multiple of 8.
-    stage_axis: As for `edgc`, if the model is cut into pipeline stages.
-    placement: As for `edgc`.
+    stages: Pipeline stages; None if every device holds the whole model.
     min_size: Leaves of fewer entries travel dense.
     matrix_view: As for `topk`.
     check_every: As for `edgc`.
@@ -278,8 +266,7 @@ def signsgd(
     Coded(Signs(block)),
     axis_name,
     error_feedback=True,
-    stage_axis=stage_axis,
-    placement=placement,
+    stages=stages,
     min_size=min_size,
     matrix_view=matrix_view,
     check_every=check_every,
@@ -291,8 +278,7 @@ def _make(
   axis_name: str,
   *,
   error_feedback: bool,
-  stage_axis: str | None,
-  placement: PlacementFn | None,
+  stages: Stages | None,
   min_size: int,
   matrix_view: ViewFn | None,
   check_every: int,
@@ -300,20 +286,20 @@ def _make(
 ) -> optax.GradientTransformationExtraArgs:
   """A reducer of entries."""
   validation.require_int("min_size", min_size, 1)
-  arguments.require_placement(placement, stage_axis)
   kind: Any = functools.partial(
     EntrywisePlan,
     compressor=compressor,
     min_size=min_size,
     error_feedback=error_feedback,
   )
-  view, placed = matrix_view or trailing_matrix, placement or own_placement
+  view = matrix_view or trailing_matrix
+  placement = stages.placement if stages else own_placement
   return make_reducer(
     axis_name,
-    lambda tree: make_plan(tree, (0,), 0.0, view, placed, kind=kind),
+    lambda tree: make_plan(tree, (0,), 0.0, view, placement, kind=kind),
     lambda plan: FixedPolicy({0: 0}),
     seed,
-    stage_axis,
+    stages.axis_name if stages else None,
     entrywise.exchange,
     check_every,
   )

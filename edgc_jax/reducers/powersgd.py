@@ -12,43 +12,36 @@ import optax
 
 from edgc_jax import validation
 from edgc_jax.adaptation.policy import FixedPolicy
+from edgc_jax.comm.agreement import CHECK_EVERY
 from edgc_jax.comm.codes import code_of
-from edgc_jax.comm.sentinel import CHECK_EVERY
-from edgc_jax.plan.leaves import (
-  PlacementFn,
-  ViewFn,
-  own_placement,
-  trailing_matrix,
-)
-from edgc_jax.plan.plan import make_plan
-from edgc_jax.reducers import arguments
+from edgc_jax.pipeline.stages import Stages
+from edgc_jax.plan.leaves import ViewFn, own_placement, trailing_matrix
+from edgc_jax.plan.plan import Plan, make_plan, require_ratio
 from edgc_jax.reducers.base import make_reducer
 
 
 def allreduce(
   axis_name: str = "data",
   *,
-  stage_axis: str | None = None,
-  placement: PlacementFn | None = None,
   wire_dtype: Any = "float32",
   matrix_view: ViewFn | None = None,
+  stages: Stages | None = None,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over replicas, dense: the baseline.
 
-  Wire: every value once, in one all-reduce of float32; with
-  `wire_dtype="bfloat16"`, the baseline to beat, those of matrices as 2 bytes
+  Wire: every value once, in one all-reduce of float32. With
+  `wire_dtype="bfloat16"`, the baseline to beat, matrices take 2 bytes a value,
   in an all-to-all and an all-gather.
 
   Args:
     axis_name: Axis averaged over; must be bound where `update` runs.
-    stage_axis: As for `edgc`, if the model is cut into pipeline stages.
-    placement: As for `edgc`.
     wire_dtype: "float32"; "bfloat16", as integers of 16 bits, summed in
-      float32 on every platform and rounded on both ways, without error
+      float32 on every platform and rounded in both directions, without error
       feedback; or "native_bfloat16", summed as the platform does it (XLA's CPU
-      backend widens it and saves nothing). Vectors travel as float32.
-    matrix_view: As for `edgc`; tells what is a vector.
+      backend widens it and saves nothing). Vectors are sent as float32.
+    matrix_view: As for `edgc`; leaves without a view are vectors.
+    stages: Pipeline stages; None if every device holds the whole model.
     check_every: As for `edgc`.
 
   Returns:
@@ -59,17 +52,17 @@ def allreduce(
 
   >>> tx = optax.chain(allreduce(), optax.sgd(0.1))
   """
-  arguments.require_placement(placement, stage_axis)
-  view, placed = matrix_view or trailing_matrix, placement or own_placement
+  view = matrix_view or trailing_matrix
+  placement = stages.placement if stages else own_placement
   code = code_of(wire_dtype)
   return make_reducer(
     axis_name,
     lambda tree: make_plan(
-      tree, (0,), matrix_view=view, placement=placed, code=code
+      tree, (0,), matrix_view=view, placement=placement, code=code
     ),
     lambda plan: FixedPolicy({0: 0}),
     seed=0,
-    stage_axis=stage_axis,
+    stage_axis=stages.axis_name if stages else None,
     check_every=check_every,
   )
 
@@ -78,14 +71,11 @@ def powersgd(
   rank: int | Mapping[int, int],
   axis_name: str = "data",
   *,
-  stage_axis: str | None = None,
-  placement: PlacementFn | None = None,
   warmup_steps: int = 0,
   min_ratio: float = 2.0,
-  matrix_view: ViewFn | None = None,
   wire_dtype: Any = "float32",
-  alternating: bool = False,
-  refresh_every: int | None = None,
+  matrix_view: ViewFn | None = None,
+  stages: Stages | None = None,
   seed: int = 714,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
@@ -93,36 +83,26 @@ def powersgd(
 
   For every matrix M [m, n] = gradient + residual:
 
-    P = orth(mean M Q), Q_i = M^T P, Q' = mean Q_i, update = P Q'^T,
+    P = orth(mean M Q), Q_i = M_i^T P, Q' = mean Q_i, update = P Q'^T,
     residual' = M - P Q_i^T
 
-  Wire: r (m + n) + 17 values instead of m n, in two all-reduces; vectors and
-  matrices that save less than `min_ratio` travel dense with the second. Half
-  of that, where factors alternate: r m + 17 values in even steps, r n + 17 in
-  odd ones, in one all-reduce.
+  Wire: r (m + n) + 17 values instead of m n, in two all-reduces. Vectors, and
+  matrices that save less than `min_ratio`, are sent dense with the second.
 
   Args:
     rank: Columns of the factors, clipped to the smaller side of a matrix; or
       a schedule {first step: rank} that starts at step 0, with 0 for dense.
     axis_name: Axis averaged over; must be bound where `update` runs.
-    stage_axis: As for `edgc`, if the model is cut into pipeline stages.
-    placement: As for `edgc`.
     warmup_steps: First steps sent dense.
     min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
+    wire_dtype: "float32"; "bfloat16", as integers, summed in float32, the
+      rounding errors kept as error feedback; or "native_bfloat16", summed as
+      the platform does it (XLA's CPU backend widens it and saves nothing),
+      where the rounding errors of the sum are lost. Leaves without a residual,
+      vectors and matrices that are never compressed, are sent as float32.
     matrix_view: From a leaf's path and shape to (count, rows, cols), or None
       for dense; by default `edgc_jax.trailing_matrix`.
-    wire_dtype: Of what travels: "float32"; "bfloat16", as integers, summed in
-      float32, with what is rounded off kept as error feedback; or
-      "native_bfloat16", summed as the platform does it (XLA's CPU backend
-      widens it and saves nothing), where what the sum rounds off is lost.
-      What has no residual, vectors and matrices that are never compressed,
-      travels as float32.
-    alternating: Send P in even steps and Q in odd ones, each with the other
-      of the step before as its basis (ACP-SGD).
-    refresh_every: Steps from one dense step to the next, in which the factors
-      are made anew from the mean (PowerSGD+); None for never. Metrics go on to
-      tell the rank in use between. Of alternating factors an even number
-      replaces steps that send P only.
+    stages: Pipeline stages; None if every device holds the whole model.
     seed: Seed of the first factors.
     check_every: As for `edgc`.
 
@@ -134,32 +114,33 @@ def powersgd(
     ValueError: if an argument is out of range.
 
   References:
-    Vogels et al. 2019, Algorithms 1 and 2, arXiv:1905.13727; `low_rank`
-    names the differences. Zhang et al. 2023, arXiv:2306.08881, for
-    `alternating`; arXiv:2509.11254 for `refresh_every`, with a randomised
-    decomposition.
+    Vogels et al. 2019, Algorithms 1 and 2, arXiv:1905.13727;
+    `compression.low_rank` names the differences.
 
   >>> tx = optax.chain(powersgd(rank=4), optax.adam(1e-3))
   """
   schedule = _schedule(rank, warmup_steps)
-  arguments.require_ratio(min_ratio)
-  arguments.require_placement(placement, stage_axis)
-  travel = arguments.travel(wire_dtype, alternating, refresh_every)
+  require_ratio(min_ratio)
+  code = code_of(wire_dtype)
   ranks = sorted(set(schedule.values()))
   ladder = tuple(ranks) if len(ranks) == 1 else (0, *filter(None, ranks))
-  view, placed = matrix_view or trailing_matrix, placement or own_placement
+  view = matrix_view or trailing_matrix
+  placement = stages.placement if stages else own_placement
+
+  def plan_for(tree: optax.Params) -> Plan:
+    return make_plan(tree, ladder, min_ratio, view, placement, code=code)
+
+  def policy_for(plan: Plan) -> FixedPolicy:
+    # A rank that is not in the ladder compresses nothing: it is dense.
+    rungs = {rank: rung for rung, rank in enumerate(plan.ladder)}
+    return FixedPolicy({step: rungs.get(r, 0) for step, r in schedule.items()})
+
   return make_reducer(
     axis_name,
-    lambda tree: make_plan(tree, ladder, min_ratio, view, placed, **travel),
-    lambda plan: FixedPolicy(
-      {
-        # What is not in the ladder compresses nothing: it is dense.
-        step: plan.ladder.index(r) if r in plan.ladder else 0
-        for step, r in schedule.items()
-      }
-    ),
+    plan_for,
+    policy_for,
     seed,
-    stage_axis,
+    stages.axis_name if stages else None,
     check_every=check_every,
   )
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from edgc_jax import validation
-from edgc_jax.comm import agreement, collectives, dataflow
+from edgc_jax.comm import collectives, dataflow
 from edgc_jax.comm.dataflow import varying_axes
 from edgc_jax.state.base import AccumulateState
 from edgc_jax.state.metrics import Checks, SkipStats, find
@@ -149,7 +149,7 @@ def skip_nonfinite(
     averaged, inner_state = tx.update(
       updates, state.inner_state, params, **extra_args
     )
-    finite = [agreement.all_finite(updates)]
+    finite = [dataflow.all_finite(updates)]
     # Whether a reducer inside skipped the step depends on all its exchanges,
     # so that agreeing comes last and makes no stage wait for another before.
     before, after = (

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from edgc_jax.adaptation.error_model import lost_share
 from edgc_jax.adaptation.policy import Report
 from edgc_jax.comm.agreement import CHECKED_STEPS
+from edgc_jax.plan.leaves import share
 
 
 class Stats(NamedTuple):
@@ -86,48 +86,49 @@ def first_stats(
   )
 
 
-def next_stats(
-  old: Stats,
-  *,
-  lost: jax.Array,
-  energy: jax.Array,
-  residual_energy: jax.Array,
-  unit: jax.Array,
-  is_finite: jax.Array,
-  rank: jax.Array,
-  rung: jax.Array,
-  wire_bytes: jax.Array,
-  count: jax.Array,
-  report: Report,
-  matrices: MatrixStats,
-) -> Stats:
-  """The numbers of step `count`; errors stay where they are not finite.
+class Account(NamedTuple):
+  """What one step measured; energies in units of `unit` squared."""
 
-  Of all matrices: `lost` of the `energy` of the averaged gradient and residual
-  was not sent; `residual_energy` is what replicas keep, on average. All three
-  are in units of `unit` squared.
+  rank: jax.Array  # int32 []
+  rung: jax.Array  # int32 []
+  wire_bytes: jax.Array  # float32 []
+  lost: jax.Array  # float32 [], energy that was not sent, of all matrices
+  energy: jax.Array  # float32 [], of the mean of gradients and residuals
+  residual_energy: jax.Array  # float32 [], of a replica's residual, on average
+  unit: jax.Array  # float32 [], positive
+  is_finite: jax.Array  # bool []
+  report: Report
+  matrices: MatrixStats
+
+
+def next_stats(old: Stats, account: Account, count: jax.Array) -> Stats:
+  """Returns the numbers of step `count`.
+
+  Errors stay as they were if they are not finite in this step.
   """
-  share = lost_share(lost, energy)
-  norm = unit * jnp.sqrt(residual_energy)
-  is_measured = is_finite & jnp.isfinite(share) & jnp.isfinite(norm)
-  more = (wire_bytes - old.mean_wire_bytes) / (count + 1)
+  lost_share = share(account.lost, account.energy)
+  norm = account.unit * jnp.sqrt(account.residual_energy)
+  is_measured = (
+    account.is_finite & jnp.isfinite(lost_share) & jnp.isfinite(norm)
+  )
+  keep = lambda new, old: jax.tree.map(  # noqa: E731
+    lambda n, o: jnp.where(is_measured, n, o), new, old
+  )
+  # mean' = mean + (bytes - mean) / steps
+  more = (account.wire_bytes - old.mean_wire_bytes) / (count + 1)
   return Stats(
-    entropy=report.entropy,
-    rank=rank,
-    rung=rung,
-    wire_bytes=wire_bytes,
+    entropy=account.report.entropy,
+    rank=account.rank,
+    rung=account.rung,
+    wire_bytes=account.wire_bytes,
     mean_wire_bytes=old.mean_wire_bytes + more,
     dense_bytes=old.dense_bytes,
-    relative_error=jnp.where(is_measured, share, old.relative_error),
-    predicted_error=report.predicted_error,
-    scale_jumps=report.scale_jumps,
-    residual_norm=jnp.where(is_measured, norm, old.residual_norm),
-    matrices=matrices._replace(
-      error=jax.tree.map(
-        lambda new, old: jnp.where(is_measured, new, old),
-        matrices.error,
-        old.matrices.error,
-      )
+    relative_error=keep(lost_share, old.relative_error),
+    predicted_error=account.report.predicted_error,
+    scale_jumps=account.report.scale_jumps,
+    residual_norm=keep(norm, old.residual_norm),
+    matrices=account.matrices._replace(
+      error=keep(account.matrices.error, old.matrices.error)
     ),
   )
 

@@ -134,7 +134,6 @@ def state_specs(
       allocator=everywhere(state.allocator, stage_axis),
       stats=everywhere(state.stats, stage_axis),
       exchange=ExchangeState(
-        everywhere(state.exchange.factor_p, stage_axis),
         everywhere(state.exchange.factor_q, stage_axis),
         residual,
       ),

@@ -1,0 +1,59 @@
+"""Lengths of the window and of the warm-up."""
+
+from edgc_jax import validation
+from edgc_jax.adaptation.entropy import Sampling
+from edgc_jax.adaptation.rank_rule import RankRule
+
+_WINDOW = 1000  # steps; also of warm-up, if nothing is known of the run
+
+
+def choose_windows(
+  total_steps: int | None, window: int | None, warmup_steps: int | None
+) -> tuple[int, int]:
+  """Returns the window and the warm-up of a run, in steps.
+
+  Args:
+    total_steps: Steps of the run; None if unknown.
+    window: The window, if it is given; else a fortieth of the run, at most
+      1000 steps, or 1000 if the run's length is unknown.
+    warmup_steps: The warm-up, if it is given; else a tenth of the run, or 1000.
+
+  Raises:
+    TypeError: if an argument is not a Python integer.
+    ValueError: if an argument is out of range.
+
+  >>> choose_windows(400, None, None), choose_windows(None, 50, None)
+  ((10, 40), (50, 1000))
+  """
+  if total_steps is not None:
+    validation.require_int("total_steps", total_steps, 1)
+  if window is None:
+    window = _WINDOW
+    if total_steps is not None:
+      window = min(max(1, total_steps // 40), _WINDOW)
+  if warmup_steps is None:
+    warmup_steps = _WINDOW if total_steps is None else total_steps // 10
+  validation.require_int("window", window, 1)
+  validation.require_int("warmup_steps", warmup_steps, 0)
+  return window, warmup_steps
+
+
+def require_windows(
+  window: int, warmup_steps: int, rule: RankRule, sampling: Sampling
+) -> None:
+  """Raises unless windows fit the warm-up and the samples."""
+  most = rule.max_warmup_steps
+  validation.require(
+    most is None or most >= warmup_steps,
+    "max_warmup_steps",
+    most,
+    f"at least warmup_steps ({warmup_steps})",
+    "raise it, or leave it None for twice that",
+  )
+  validation.require(
+    window >= sampling.period,
+    "window",
+    window,
+    f"at least 1 / step_rate ({sampling.period})",
+    "every window needs a sample: lengthen it, or raise step_rate",
+  )
