@@ -21,14 +21,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
 
-from experiments import (
-  advised,
-  checks,
-  command_line,
-  gpt2,
-  hosts,
-  meshes,
-)
+from experiments import advised, checks, gpt2, meshes
+from experiments.runtime import command_line, hosts
 
 
 def main(config: ConfigDict) -> None:

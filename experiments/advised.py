@@ -12,10 +12,11 @@ import edgc_jax
 from edgc_jax.measure import timing
 from edgc_jax.measure.advice import RANKS, Advice
 from edgc_jax.plan.plan import ring_bytes
-from experiments import gpt2, heap, hosts, meshes, optimizer, parallel
+from experiments import gpt2, meshes, optimizer, parallel
 from experiments.gpt2 import GPT2Config
 from experiments.meshes import DATA
 from experiments.optimizer import AUTO
+from experiments.runtime import heap, hosts
 
 _STEPS = 5  # of which the median is taken
 

@@ -35,9 +35,10 @@ from jax.sharding import PartitionSpec as P
 import edgc_jax
 from edgc_jax.comm import cpu_backend
 from edgc_jax.compression import linear_algebra
-from experiments import gpt2, heap, markdown, measurements
+from experiments import gpt2, markdown, measurements
 from experiments.gpt2 import GPT2Config
 from experiments.run_folder import environment
+from experiments.runtime import heap
 
 _SIZES = flags.DEFINE_list("sizes", ["2M", "11M", "124M", "355M"], "Models.")
 _RANKS = flags.DEFINE_list("ranks", ["8", "32"], "Ranks.")

@@ -22,7 +22,8 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments import command_line, gpt2, measurements, optimizer
+from experiments import gpt2, measurements, optimizer
+from experiments.runtime import command_line
 
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "How often each is timed.")
 _RANKS = flags.DEFINE_list("ranks", ["8", "20", "32"], "Ranks of powersgd.")

@@ -29,10 +29,11 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from edgc_jax.adaptation.entropy import ESTIMATORS
-from experiments import command_line, gpt2, measurements
+from experiments import gpt2, measurements
 from experiments.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 from experiments.meshes import DATA
 from experiments.parallel import Parallel
+from experiments.runtime import command_line
 from experiments.trainer import Trainer
 
 _GRADIENTS = flags.DEFINE_list(

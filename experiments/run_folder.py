@@ -19,7 +19,7 @@ import tensorboardX
 from flax import traverse_util
 from tensorboardX.proto.summary_pb2 import Summary
 
-from experiments import hosts
+from experiments.runtime import hosts
 
 _SCRATCH, _LOCK = ".tmp", "lock"
 _PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")

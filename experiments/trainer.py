@@ -21,8 +21,6 @@ from experiments import (
   checks,
   data,
   gpt2,
-  heap,
-  hosts,
   meshes,
   parallel,
   report,
@@ -32,7 +30,8 @@ from experiments.checkpoints import CheckpointError, Checkpoints
 from experiments.optimizer import make_optimizer
 from experiments.run_folder import RunFolder, environment
 from experiments.run_log import RunLog
-from experiments.stop_signals import StopSignals, TrainingInterrupted
+from experiments.runtime import heap, hosts
+from experiments.runtime.stop_signals import StopSignals, TrainingInterrupted
 
 
 class TrainingStopped(RuntimeError):

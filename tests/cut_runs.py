@@ -10,7 +10,7 @@ from tensorboardX.proto import event_pb2
 from trainer_test import small
 
 from experiments import report
-from experiments.stop_signals import StopSignals
+from experiments.runtime.stop_signals import StopSignals
 from experiments.trainer import Trainer
 
 CLOCK = (

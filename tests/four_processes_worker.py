@@ -17,7 +17,8 @@ import jax  # isort: skip
 
 from configs import gpt2_tiny
 from edgc_jax.comm import cpu_backend
-from experiments import hosts, report
+from experiments import report
+from experiments.runtime import hosts
 from experiments.trainer import Trainer
 
 

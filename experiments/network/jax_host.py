@@ -26,10 +26,11 @@ from ml_collections import ConfigDict
 import edgc_jax
 from edgc_jax.comm import dataflow
 from edgc_jax.measure import hlo
-from experiments import advised, gpt2, heap, meshes, optimizer, parallel
+from experiments import advised, gpt2, meshes, optimizer, parallel
 from experiments.meshes import DATA
 from experiments.network import calls
 from experiments.network.rows import RANKS
+from experiments.runtime import heap
 
 NO_EXCHANGE = "none"  # a reducer that leaves gradients as they are
 _BUDGET = 15.0  # seconds to measure the link

@@ -26,8 +26,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments import heap
 from experiments.network import calls
+from experiments.runtime import heap
 
 _ONE_BUCKET = 1000  # MB
 

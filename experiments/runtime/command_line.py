@@ -16,7 +16,7 @@ from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
 from edgc_jax.comm import cpu_backend
-from experiments import heap, hosts
+from experiments.runtime import heap, hosts
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file in configs/, with :REDUCER behind it if you like."
