@@ -12,9 +12,10 @@ import edgc_jax
 from edgc_jax.measure import timing
 from edgc_jax.measure.advice import RANKS, Advice
 from edgc_jax.plan.plan import ring_bytes
-from experiments import gpt2, meshes, optimizer, parallel
-from experiments.gpt2 import GPT2Config
+from experiments import meshes, optimizer, parallel
 from experiments.meshes import DATA
+from experiments.models import gpt2
+from experiments.models.gpt2 import GPT2Config
 from experiments.optimizer import AUTO
 from experiments.runtime import heap, hosts
 

@@ -35,8 +35,9 @@ from jax.sharding import PartitionSpec as P
 import edgc_jax
 from edgc_jax.comm import cpu_backend
 from edgc_jax.compression import linear_algebra
-from experiments import gpt2, markdown, measurements
-from experiments.gpt2 import GPT2Config
+from experiments import markdown, measurements
+from experiments.models import gpt2
+from experiments.models.gpt2 import GPT2Config
 from experiments.run_folder import environment
 from experiments.runtime import heap
 

@@ -22,7 +22,8 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments import gpt2, measurements, optimizer
+from experiments import measurements, optimizer
+from experiments.models import gpt2
 from experiments.runtime import command_line
 
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "How often each is timed.")

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from edgc_jax.adaptation import entropy
 from edgc_jax.plan.plan import make_plan
-from experiments import gpt2
+from experiments.models import gpt2
 
 ENTRY_RATES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
 PERIODS = (1, 2, 4, 10)  # steps from one sample to the next

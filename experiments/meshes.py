@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from experiments import gpt2_stages
+from experiments.models import gpt2_stages
 
 DATA, STAGE = "data", gpt2_stages.AXIS
 

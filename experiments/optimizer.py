@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from edgc_jax.comm.dataflow import varying_axes
-from experiments import gpt2, gpt2_stages
+from experiments.models import gpt2, gpt2_stages
 
 _SCHEDULE_PARTS = 8
 # The arguments that a reducer has beside those of its section.

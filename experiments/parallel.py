@@ -12,8 +12,8 @@ import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from experiments.gpt2 import GPT2Config
 from experiments.mesh_backend import OnMesh
+from experiments.models.gpt2 import GPT2Config
 from experiments.pmap_backend import Pmap
 from experiments.stored_state import Stored, StoredForm
 

@@ -11,9 +11,10 @@ from jax import lax
 from jax.sharding import Mesh
 
 import edgc_jax
-from experiments import gpt2, meshes
-from experiments.gpt2 import GPT2Config
+from experiments import meshes
 from experiments.meshes import DATA
+from experiments.models import gpt2
+from experiments.models.gpt2 import GPT2Config
 from experiments.stored_state import Stored, StoredForm
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments import gpt2
+from experiments.models import gpt2
 from experiments.optimizer import REDUCERS
 
 Settings = Mapping[str, Any]

@@ -16,17 +16,9 @@ import optax
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments import (
-  advised,
-  checks,
-  data,
-  gpt2,
-  meshes,
-  parallel,
-  report,
-  times,
-)
+from experiments import advised, checks, data, meshes, parallel, report, times
 from experiments.checkpoints import CheckpointError, Checkpoints
+from experiments.models import gpt2
 from experiments.optimizer import make_optimizer
 from experiments.run_folder import RunFolder, environment
 from experiments.run_log import RunLog

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from meshes import AXIS, stage_mesh
 
-from experiments import gpt2, gpt2_stages
+from experiments.models import gpt2, gpt2_stages
 
 # 50 rows are padded to 52 on 4 stages and to 56 on 8.
 TINY = gpt2.GPT2Config(

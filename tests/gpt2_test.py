@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from absl.testing import absltest, parameterized
 
-from experiments import gpt2
+from experiments.models import gpt2
 
 TINY = gpt2.GPT2Config(
   vocab_size=50, context=16, width=24, num_layers=3, num_heads=4

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from configs import gpt2_124m, gpt2_tiny
-from experiments import gpt2, report
+from experiments import report
+from experiments.models import gpt2
 from experiments.trainer import Trainer, TrainingStopped
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

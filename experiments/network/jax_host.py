@@ -26,8 +26,9 @@ from ml_collections import ConfigDict
 import edgc_jax
 from edgc_jax.comm import dataflow
 from edgc_jax.measure import hlo
-from experiments import advised, gpt2, meshes, optimizer, parallel
+from experiments import advised, meshes, optimizer, parallel
 from experiments.meshes import DATA
+from experiments.models import gpt2
 from experiments.network import calls
 from experiments.network.rows import RANKS
 from experiments.runtime import heap

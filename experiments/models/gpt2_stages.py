@@ -20,8 +20,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import edgc_jax
-from experiments import gpt2
-from experiments.gpt2 import GPT2Config
+from experiments.models import gpt2
+from experiments.models.gpt2 import GPT2Config
 
 AXIS = "stage"
 

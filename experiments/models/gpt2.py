@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from edgc_jax import MatrixView, trailing_matrix
-from experiments import masking
+from experiments.models import masking
 
 _INIT_STD = 0.02
 _DTYPES = ("float32", "bfloat16")
