@@ -12,11 +12,12 @@ import edgc_jax
 from edgc_jax.measure import timing
 from edgc_jax.measure.advice import RANKS, Advice
 from edgc_jax.plan.plan import ring_bytes
-from experiments import meshes, optimizer, parallel
-from experiments.meshes import DATA
+from experiments import optimizer
 from experiments.models import gpt2
 from experiments.models.gpt2 import GPT2Config
 from experiments.optimizer import AUTO
+from experiments.parallel import backends, meshes
+from experiments.parallel.meshes import DATA
 from experiments.runtime import heap, hosts
 
 _STEPS = 5  # of which the median is taken
@@ -183,7 +184,7 @@ def _plain_step(
   tx = optimizer.make_optimizer(
     plain, DATA, {}, optimizer.without_exchange(plain, DATA)
   )
-  backend = parallel.make(plain, model, tx, mesh)
+  backend = backends.make(plain, model, tx, mesh)
   state = backend.init(jax.random.key(0))
   backend.compile_step(*state, config.batch_size)
   hosts.wait_for_all("compiled without exchange")

@@ -26,8 +26,8 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from experiments import checksums
+from experiments.parallel.stored_state import Stored
 from experiments.runtime import hosts
-from experiments.stored_state import Stored
 
 _NONE, _ALL_DAMAGED = -1, -2  # instead of a step
 

@@ -3,7 +3,8 @@
 import jax
 from ml_collections import ConfigDict
 
-from experiments import parallel, times
+from experiments import times
+from experiments.parallel import backends
 
 
 def check(config: ConfigDict) -> None:
@@ -55,9 +56,9 @@ def check_mesh(config: ConfigDict) -> None:
       " them, or train on fake CPU devices with JAX_PLATFORMS=cpu"
       f" JAX_NUM_CPU_DEVICES={wanted} before the command."
     )
-  if mesh.backend not in parallel.BACKENDS:
+  if mesh.backend not in backends.BACKENDS:
     raise ValueError(
-      f"`mesh.backend` must be one of {', '.join(parallel.BACKENDS)}, got"
+      f"`mesh.backend` must be one of {', '.join(backends.BACKENDS)}, got"
       f" {mesh.backend!r}; pmap is for replicas, shard_map for stages, too."
     )
   if stages > 1 and mesh.backend == "pmap":

@@ -24,8 +24,9 @@ from edgc_jax.comm.codes import code_of
 from edgc_jax.plan import link_model
 from edgc_jax.plan.ladder import Ladder
 from edgc_jax.plan.plan import by_exchange, make_plan
-from experiments import checks, meshes, times
+from experiments import checks, times
 from experiments.models import gpt2, gpt2_stages
+from experiments.parallel import meshes
 from experiments.runtime import command_line
 
 _MBITS = flags.DEFINE_list(

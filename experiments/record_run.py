@@ -31,9 +31,9 @@ from ml_collections import ConfigDict
 from edgc_jax.adaptation.entropy import ESTIMATORS
 from experiments import measurements
 from experiments.measurements import ENTRY_RATES, FULL_PASS, PERIODS
-from experiments.meshes import DATA
 from experiments.models import gpt2
-from experiments.parallel import Parallel
+from experiments.parallel.backends import Parallel
+from experiments.parallel.meshes import DATA
 from experiments.runtime import command_line
 from experiments.trainer import Trainer
 

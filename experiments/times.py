@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments.meshes import DATA
 from experiments.models import gpt2, gpt2_stages
 from experiments.models.gpt2 import GPT2Config
+from experiments.parallel.meshes import DATA
 
 
 def needed(config: ConfigDict) -> bool:

@@ -16,10 +16,11 @@ import optax
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments import advised, checks, data, meshes, parallel, report, times
+from experiments import advised, checks, data, report, times
 from experiments.checkpoints import CheckpointError, Checkpoints
 from experiments.models import gpt2
 from experiments.optimizer import make_optimizer
+from experiments.parallel import backends, meshes
 from experiments.run_folder import RunFolder, environment
 from experiments.run_log import RunLog
 from experiments.runtime import heap, hosts
@@ -70,7 +71,7 @@ class Trainer:
     if self.times is None:
       self.times = times.options_of(config, self.model, mesh)
     self.tx = make_optimizer(config, meshes.DATA, self.times)
-    self.parallel = parallel.make(config, self.model, self.tx, mesh)
+    self.parallel = backends.make(config, self.model, self.tx, mesh)
     self._load_params = None
     if config.init_from and not (self._behind.step or self.folder.summary()):
       self._load_params = self._find_params(config.init_from)

@@ -13,7 +13,8 @@ from meshes import between_hosts
 
 import edgc_jax
 from configs import gpt2_tiny
-from experiments import parallel, times
+from experiments import times
+from experiments.parallel import backends
 from experiments.trainer import Trainer
 
 STEPS = 6
@@ -109,14 +110,13 @@ def test_backends_agree_without_compression(folder, replicas):
 
 
 def test_backends_agree_with_edgc(folder):
-  backends = parallel.BACKENDS
   runs = []
-  for backend in backends:
+  for backend in backends.BACKENDS:
     config = small(folder, f"edgc_{backend}", "edgc", 4, backend=backend)
     config.edgc.min_ratio = 3.1  # the largest kernels and the embedding only
     runs.append(run(config))
   assert_same_training(*runs)
-  for (lines, summary), backend in zip(runs, backends, strict=True):
+  for (lines, summary), backend in zip(runs, backends.BACKENDS, strict=True):
     assert summary["rank_history"] == [[1, [0]], [3, [8]]], backend
     assert summary["traces"] == 1 and summary["times"] == {}
     assert lines[-1]["relative_error"][0] > 0

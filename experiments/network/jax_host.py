@@ -26,11 +26,12 @@ from ml_collections import ConfigDict
 import edgc_jax
 from edgc_jax.comm import dataflow
 from edgc_jax.measure import hlo
-from experiments import advised, meshes, optimizer, parallel
-from experiments.meshes import DATA
+from experiments import advised, optimizer
 from experiments.models import gpt2
 from experiments.network import calls
 from experiments.network.rows import RANKS
+from experiments.parallel import backends, meshes
+from experiments.parallel.meshes import DATA
 from experiments.runtime import heap
 
 NO_EXCHANGE = "none"  # a reducer that leaves gradients as they are
@@ -80,7 +81,7 @@ class JaxHost:
       config.reducer = "allreduce"
       reducer = optimizer.without_exchange(config, DATA)
     tx = optimizer.make_optimizer(config, DATA, {}, reducer)
-    backend = parallel.make(config, model, tx, mesh)
+    backend = backends.make(config, model, tx, mesh)
     state = backend.init(jax.random.key(0))
     # One batch for all: a replica's stages have the same rows.
     rows = np.random.default_rng(0).integers(

@@ -12,10 +12,10 @@ import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from experiments.mesh_backend import OnMesh
 from experiments.models.gpt2 import GPT2Config
-from experiments.pmap_backend import Pmap
-from experiments.stored_state import Stored, StoredForm
+from experiments.parallel.mesh_backend import OnMesh
+from experiments.parallel.pmap_backend import Pmap
+from experiments.parallel.stored_state import Stored, StoredForm
 
 BACKENDS = ("pmap", "shard_map")
 

@@ -12,11 +12,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import edgc_jax
-from experiments import meshes
-from experiments.meshes import DATA, STAGE
 from experiments.models import gpt2, gpt2_stages
 from experiments.models.gpt2 import GPT2Config
-from experiments.stored_state import Stored, StoredForm
+from experiments.parallel import meshes
+from experiments.parallel.meshes import DATA, STAGE
+from experiments.parallel.stored_state import Stored, StoredForm
 
 
 class OnMesh:
