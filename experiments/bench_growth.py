@@ -38,7 +38,7 @@ from edgc_jax.compression import linear_algebra
 from experiments import markdown, measurements
 from experiments.models import gpt2
 from experiments.models.gpt2 import GPT2Config
-from experiments.run_folder import environment
+from experiments.runs.run_folder import environment
 from experiments.runtime import heap
 
 _SIZES = flags.DEFINE_list("sizes", ["2M", "11M", "124M", "355M"], "Models.")

@@ -13,7 +13,7 @@ import tqdm
 from ml_collections import ConfigDict
 
 from experiments.optimizer import make_schedule, rank_name
-from experiments.run_folder import RunFolder
+from experiments.runs.run_folder import RunFolder
 from experiments.runtime import hosts
 
 # Numbers that differ per pipeline stage are lists, one entry a stage.

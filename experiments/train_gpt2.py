@@ -14,8 +14,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from ml_collections import ConfigDict
 
 from experiments import report
-from experiments.checkpoints import CheckpointError
-from experiments.run_folder import RunInUse
+from experiments.runs.checkpoints import CheckpointError
+from experiments.runs.run_folder import RunInUse
 from experiments.runtime import command_line, hosts, stop_signals
 from experiments.runtime.stop_signals import TrainingInterrupted
 from experiments.trainer import Trainer, TrainingStopped

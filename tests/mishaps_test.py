@@ -10,7 +10,7 @@ import soak
 from four_processes_test import free_port
 from processes import SECONDS, finish, lines_written, start, wait_for
 
-from experiments.checkpoints import Checkpoints
+from experiments.runs.checkpoints import Checkpoints
 
 
 @pytest.fixture(scope="module")

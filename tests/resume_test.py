@@ -19,8 +19,8 @@ from cut_runs import (
 from jax.experimental.compilation_cache import compilation_cache
 from orbax.checkpoint._src.handlers import json_checkpoint_handler
 
-from experiments.checkpoints import CheckpointError, Checkpoints
-from experiments.run_folder import RunInUse
+from experiments.runs.checkpoints import CheckpointError, Checkpoints
+from experiments.runs.run_folder import RunInUse
 from experiments.trainer import Trainer
 
 

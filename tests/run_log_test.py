@@ -7,7 +7,7 @@ import pytest
 
 from configs import gpt2_tiny
 from experiments import run_log
-from experiments.run_folder import RunFolder, commit_of
+from experiments.runs.run_folder import RunFolder, commit_of
 
 
 @pytest.fixture

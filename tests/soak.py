@@ -26,7 +26,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import orbax.checkpoint as ocp
 from etils import epath
 
-from experiments.checkpoints import Checkpoints
+from experiments.runs.checkpoints import Checkpoints
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 _KILLS = flags.DEFINE_integer("kills", 20, "Of each run.")

@@ -18,7 +18,7 @@ from experiments.network.calls import HostError, Hosts
 from experiments.network.results import NO_EXCHANGE
 from experiments.network.rows import ROWS, WAYS, Layout, Row
 from experiments.network.virtual_hosts import VirtualHosts
-from experiments.run_folder import environment
+from experiments.runs.run_folder import environment
 
 _HERE = pathlib.Path(__file__).resolve().parent
 _PATIENCE, _RUN_PATIENCE = 900.0, 180.0  # seconds for a call

@@ -8,6 +8,7 @@ one that was damaged later is told from a sound one, and the one before it used.
 import contextlib
 import copy
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -25,11 +26,12 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
-from experiments import checksums
 from experiments.parallel.stored_state import Stored
 from experiments.runtime import hosts
 
 _NONE, _ALL_DAMAGED = -1, -2  # instead of a step
+_SUMS = "sha256.json"
+_TIMES = "_CHECKPOINT_METADATA"  # orbax writes it again later
 
 
 class CheckpointError(RuntimeError):
@@ -212,13 +214,11 @@ class Checkpoints:
     """Called by orbax before the folder gets its name."""
     if hosts.is_first():
       (folder,) = self.path.glob(f"{self._saving}.orbax-checkpoint-tmp*")
-      checksums.write(folder)
+      _write_checksums(folder)
 
   def _newest_step(self) -> int:
     """That of the newest whole one; warns of the others."""
-    found = {
-      step: checksums.damage(self.path / str(step)) for step in self.steps()
-    }
+    found = {step: _damage_of(self.path / str(step)) for step in self.steps()}
     self._damaged = [step for step, damage in found.items() if damage]
     for step in self._damaged:
       print(
@@ -292,3 +292,36 @@ def _marks() -> Iterator[str]:
   """Endings of names: none, -2, -3, ..."""
   yield ""
   yield from map("-{}".format, itertools.count(2))
+
+
+def _write_checksums(folder: pathlib.Path) -> None:
+  """Notes what the files of a folder are."""
+  (folder / _SUMS).write_text(json.dumps(_sums(folder)))
+
+
+def _damage_of(folder: pathlib.Path) -> str:
+  """What is wrong with the files, in words; empty if nothing is."""
+  try:
+    expected = json.loads((folder / _SUMS).read_text())
+    found = _sums(folder)
+  except (OSError, ValueError) as error:
+    return f"{type(error).__name__}: {error}"
+  wrong = [name for name in expected if expected[name] != found.get(name)]
+  if not wrong:
+    return ""
+  more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+  return f"{wrong[0]}{more} is not what was written"
+
+
+def _sums(folder: pathlib.Path) -> dict[str, str]:
+  files = {str(f.relative_to(folder)): f for f in folder.rglob("*")}
+  return {
+    name: _sum(file)
+    for name, file in sorted(files.items())
+    if file.is_file() and name not in (_SUMS, _TIMES)
+  }
+
+
+def _sum(file: pathlib.Path) -> str:
+  with open(file, "rb") as opened:
+    return hashlib.file_digest(opened, "sha256").hexdigest()
