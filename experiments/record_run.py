@@ -29,7 +29,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from edgc_jax.adaptation.entropy import ESTIMATORS
-from experiments import measurements
+from experiments import measurements, report
 from experiments.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 from experiments.models import gpt2
 from experiments.parallel.backends import Parallel
@@ -159,6 +159,7 @@ def main(config: ConfigDict) -> None:
     done = newest[0] if newest else 0
     trainer.parallel = Recorder(trainer.parallel, config, done)
     trainer.run()
+    report.write_report([trainer.folder.path])
 
 
 if __name__ == "__main__":

@@ -28,27 +28,27 @@ def main(config: ConfigDict) -> None:
   except (ValueError, TypeError, OSError, CheckpointError) as error:
     sys.exit(f"error: {error}")
   summary = trainer.folder.summary()
-  if summary is None:
-    try:
+  try:
+    if summary is None:
       summary = trainer.run()
-    except (TrainingStopped, CheckpointError, RunInUse) as error:
-      sys.exit(f"error: {error}")
-    except OSError as error:
-      if isinstance(error, TimeoutError):  # of another process
-        raise
-      sys.exit(
-        f"error: {trainer.folder.path} could not be read or written ({error});"
-        " give the same command again once it can."
-      )
-    except TrainingInterrupted as stop:
-      if hosts.is_first():
-        command = stop_signals.command()
-        print(f"{stop} Go on with the same command:\n  {command}", flush=True)
-      sys.exit(stop_signals.exit_code(stop.signal))
+    if hosts.is_first() and not report.is_newest(trainer.folder.path):
+      report.write_report([trainer.folder.path])
+  except (TrainingStopped, CheckpointError, RunInUse) as error:
+    sys.exit(f"error: {error}")
+  except OSError as error:
+    if isinstance(error, TimeoutError):  # of another process
+      raise
+    sys.exit(
+      f"error: {trainer.folder.path} could not be read or written ({error});"
+      " give the same command again once it can."
+    )
+  except TrainingInterrupted as stop:
+    if hosts.is_first():
+      command = stop_signals.command()
+      print(f"{stop} Go on with the same command:\n  {command}", flush=True)
+    sys.exit(stop_signals.exit_code(stop.signal))
   if not hosts.is_first():
     return
-  if not report.is_newest(trainer.folder.path):
-    report.write_report([trainer.folder.path])
   print(report.summary_table(summary))
   print(f"run folder: {trainer.folder.path} (see report.png, report.html)")
 

@@ -16,7 +16,7 @@ import optax
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments import advised, checks, data, report, times
+from experiments import advised, checks, data, times
 from experiments.models import gpt2
 from experiments.optimizer import make_optimizer
 from experiments.parallel import backends, meshes
@@ -100,8 +100,6 @@ class Trainer:
       self.folder.finish(summary)
     finally:
       self.folder.close()
-    if hosts.is_first():
-      report.write_report([self.folder.path])
     return summary
 
   def _what_is_behind(self) -> "_Progress":

@@ -9,7 +9,6 @@ import pytest
 from tensorboardX.proto import event_pb2
 from trainer_test import small
 
-from experiments import report
 from experiments.runtime.stop_signals import StopSignals
 from experiments.trainer import Trainer
 
@@ -35,18 +34,17 @@ def config_of(folder, reducer, backend="pmap", **options):
 def run(config, cut_after=None):
   """The trainer after its run, which may be cut off after a step."""
   trainer = Trainer(config)
+  if cut_after is None:
+    trainer.run()
+    return trainer
+
+  def wants_stop(self, step):
+    if step == cut_after:
+      trainer.checkpoints.wait()
+      raise CutOff
+    return False
+
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(report, "write_report", lambda folders: None)
-    if cut_after is None:
-      trainer.run()
-      return trainer
-
-    def wants_stop(self, step):
-      if step == cut_after:
-        trainer.checkpoints.wait()
-        raise CutOff
-      return False
-
     patch.setattr(StopSignals, "wants_stop", wants_stop)
     with pytest.raises(CutOff):
       trainer.run()

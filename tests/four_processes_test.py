@@ -11,7 +11,6 @@ import four_processes_worker as worker
 import pytest
 from local_processes import free_port, wait
 
-from experiments import report
 from experiments.trainer import Trainer
 
 PROCESSES = 4
@@ -49,14 +48,11 @@ def runs(tmp_path_factory):
   worker.write_text(folder)
   port, deadline = free_port(), time.monotonic() + SECONDS
   processes = []
-  patch = pytest.MonkeyPatch()
-  patch.setattr(report, "write_report", lambda folders: None)
   try:
     processes += [start(folder, port, i) for i in range(PROCESSES)]
     Trainer(worker.pipeline_run(folder, "alone")).run()
     wait(processes, folder, deadline)
   finally:
-    patch.undo()
     for process in processes:
       process.kill()
       process.wait()

@@ -13,7 +13,7 @@ from meshes import between_hosts
 
 import edgc_jax
 from configs import gpt2_tiny
-from experiments import times
+from experiments import report, times
 from experiments.parallel import backends
 from experiments.trainer import Trainer
 
@@ -55,13 +55,10 @@ def small(folder, name, reducer, data, stage=1, backend="shard_map"):
   return config
 
 
-def run(config, with_report=False):
+def run(config):
   """The lines and the summary of a run."""
-  with pytest.MonkeyPatch.context() as patch:
-    if not with_report:
-      patch.setattr("experiments.report.write_report", lambda folders: None)
-    trainer = Trainer(config)
-    summary = trainer.run()
+  trainer = Trainer(config)
+  summary = trainer.run()
   text = (trainer.folder.path / "metrics.jsonl").read_text()
   return [json.loads(line) for line in text.splitlines()], summary
 
@@ -86,7 +83,7 @@ def staged(folder):
       edgc_jax, "measure_compression", lambda params, **options: compression
     )
     patch.setattr(edgc_jax, "measure_backward", lambda *args, **options: 15e-3)
-    lines, summary = run(config, with_report=True)
+    lines, summary = run(config)
   return folder / "staged", lines, summary
 
 
@@ -190,6 +187,7 @@ def test_numbers_of_every_stage(staged):
     np.mean([line["wire_bytes"] for line in lines], axis=0),
   )
   assert summary["compression_ratio"] > 1
+  report.write_report([path])
   assert (path / "report.png").exists()
 
 
