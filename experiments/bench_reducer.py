@@ -22,9 +22,10 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments import measurements, optimizer
+from experiments import measurements
 from experiments.models import gpt2
 from experiments.runtime import command_line
+from experiments.training import optimizer
 
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "How often each is timed.")
 _RANKS = flags.DEFINE_list("ranks", ["8", "20", "32"], "Ranks of powersgd.")

@@ -9,8 +9,8 @@ from typing import Any
 
 from experiments import markdown
 from experiments.comparison import Comparison, Row, difference, gap
-from experiments.optimizer import LOW_RANK, rank_name
 from experiments.records import Record
+from experiments.training.optimizer import LOW_RANK, rank_name
 
 _MARK = "<!-- Made by experiments/compare.py from records: do not edit. -->"
 _NONE = "-"

@@ -35,7 +35,7 @@ from experiments.models import gpt2
 from experiments.parallel.backends import Parallel
 from experiments.parallel.meshes import DATA
 from experiments.runtime import command_line
-from experiments.trainer import Trainer
+from experiments.training.trainer import Trainer
 
 _GRADIENTS = flags.DEFINE_list(
   "gradient_steps", [], "Steps whose gradients are kept."

@@ -21,7 +21,7 @@ import numpy as np
 from absl import app
 
 from experiments import heat_maps, panels
-from experiments.optimizer import rank_name
+from experiments.training.optimizer import rank_name
 
 # fmt: off
 _KEYS = (

@@ -28,7 +28,7 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from experiments.models import gpt2
-from experiments.optimizer import REDUCERS
+from experiments.training.optimizer import REDUCERS
 
 Settings = Mapping[str, Any]
 # By edgc and a fixed rank beside it.

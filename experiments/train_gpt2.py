@@ -18,7 +18,7 @@ from experiments.runs.checkpoints import CheckpointError
 from experiments.runs.run_folder import RunInUse
 from experiments.runtime import command_line, hosts, stop_signals
 from experiments.runtime.stop_signals import TrainingInterrupted
-from experiments.trainer import Trainer, TrainingStopped
+from experiments.training.trainer import Trainer, TrainingStopped
 
 
 def main(config: ConfigDict) -> None:

@@ -8,9 +8,9 @@ from absl.testing import absltest, parameterized
 import edgc_jax
 from configs import gpt2_tiny
 from edgc_jax import CompressionModel, LinkModel
-from experiments import advised, optimizer
 from experiments.models import gpt2
 from experiments.parallel import meshes
+from experiments.training import advised, optimizer
 
 SLOW, FAST = LinkModel(1e-4, 1e6), LinkModel(1e-6, 1e11)
 

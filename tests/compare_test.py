@@ -15,10 +15,10 @@ from experiments import (
   comparison,
   comparison_page,
   comparison_plots,
-  optimizer,
   study,
 )
 from experiments.records import Records, numbers_of
+from experiments.training import optimizer
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 EDGC = {"reducer": "edgc", "edgc.rank_max": 8}

@@ -10,7 +10,7 @@ from tensorboardX.proto import event_pb2
 from trainer_test import small
 
 from experiments.runtime.stop_signals import StopSignals
-from experiments.trainer import Trainer
+from experiments.training.trainer import Trainer
 
 CLOCK = (
   "seconds", "step_seconds", "tokens_per_second", "peak_memory_bytes",

@@ -9,7 +9,7 @@ import chex
 import numpy as np
 import pytest
 
-from experiments import data
+from experiments.training import data
 
 _CONTEXT = 4
 

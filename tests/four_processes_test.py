@@ -11,7 +11,7 @@ import four_processes_worker as worker
 import pytest
 from local_processes import free_port, wait
 
-from experiments.trainer import Trainer
+from experiments.training.trainer import Trainer
 
 PROCESSES = 4
 SECONDS = 165  # for all that the processes do; half of it on an idle machine

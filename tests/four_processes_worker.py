@@ -18,7 +18,7 @@ import jax  # isort: skip
 from configs import gpt2_tiny
 from edgc_jax.comm import cpu_backend
 from experiments.runtime import hosts
-from experiments.trainer import Trainer
+from experiments.training.trainer import Trainer
 
 
 def pipeline_run(folder, name):

@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from configs import bert_tiny, gpt2_tiny
-from experiments import checks, data
 from experiments.models import gpt2, masking
+from experiments.training import checks, data
 
 TINY = gpt2.GPT2Config(
   vocab_size=51, context=16, width=24, num_layers=1, num_heads=4,

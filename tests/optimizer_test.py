@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from configs import gpt2_tiny
-from experiments import optimizer
+from experiments.training import optimizer
 from tests.meshes import mesh_of
 
 

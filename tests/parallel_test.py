@@ -13,9 +13,10 @@ from meshes import between_hosts
 
 import edgc_jax
 from configs import gpt2_tiny
-from experiments import report, times
+from experiments import report
 from experiments.parallel import backends
-from experiments.trainer import Trainer
+from experiments.training import times
+from experiments.training.trainer import Trainer
 
 STEPS = 6
 # All float32: meshes differ in the order of sums, by some 1e-7 in a step, and

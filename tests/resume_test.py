@@ -21,7 +21,7 @@ from orbax.checkpoint._src.handlers import json_checkpoint_handler
 
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
 from experiments.runs.run_folder import RunInUse
-from experiments.trainer import Trainer
+from experiments.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module", autouse=True)

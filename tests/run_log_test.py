@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from configs import gpt2_tiny
-from experiments import run_log
 from experiments.runs.run_folder import RunFolder, commit_of
+from experiments.training import run_log
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from configs import gpt2_124m, gpt2_tiny
 from experiments import report, train_gpt2
 from experiments.models import gpt2
-from experiments.trainer import Trainer, TrainingStopped
+from experiments.training.trainer import Trainer, TrainingStopped
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -26,13 +26,13 @@ from ml_collections import ConfigDict
 import edgc_jax
 from edgc_jax.comm import dataflow
 from edgc_jax.measure import hlo
-from experiments import advised, optimizer
 from experiments.models import gpt2
 from experiments.network import calls
 from experiments.network.rows import RANKS
 from experiments.parallel import backends, meshes
 from experiments.parallel.meshes import DATA
 from experiments.runtime import heap
+from experiments.training import advised, optimizer
 
 NO_EXCHANGE = "none"  # a reducer that leaves gradients as they are
 _BUDGET = 15.0  # seconds to measure the link

@@ -16,15 +16,15 @@ import optax
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments import advised, checks, data, times
 from experiments.models import gpt2
-from experiments.optimizer import make_optimizer
 from experiments.parallel import backends, meshes
-from experiments.run_log import RunLog
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
 from experiments.runs.run_folder import RunFolder, environment
 from experiments.runtime import heap, hosts
 from experiments.runtime.stop_signals import StopSignals, TrainingInterrupted
+from experiments.training import advised, checks, data, times
+from experiments.training.optimizer import make_optimizer
+from experiments.training.run_log import RunLog
 
 
 class TrainingStopped(RuntimeError):

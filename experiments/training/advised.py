@@ -12,13 +12,13 @@ import edgc_jax
 from edgc_jax.measure import timing
 from edgc_jax.measure.advice import RANKS, Advice
 from edgc_jax.plan.plan import ring_bytes
-from experiments import optimizer
 from experiments.models import gpt2
 from experiments.models.gpt2 import GPT2Config
-from experiments.optimizer import AUTO
 from experiments.parallel import backends, meshes
 from experiments.parallel.meshes import DATA
 from experiments.runtime import heap, hosts
+from experiments.training import optimizer
+from experiments.training.optimizer import AUTO
 
 _STEPS = 5  # of which the median is taken
 

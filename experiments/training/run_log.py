@@ -12,9 +12,9 @@ import numpy as np
 import tqdm
 from ml_collections import ConfigDict
 
-from experiments.optimizer import make_schedule, rank_name
 from experiments.runs.run_folder import RunFolder
 from experiments.runtime import hosts
+from experiments.training.optimizer import make_schedule, rank_name
 
 # Numbers that differ per pipeline stage are lists, one entry a stage.
 _PER_STAGE = ("entropy", "rank", "rung", "wire_bytes", "dense_bytes",

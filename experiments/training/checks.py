@@ -3,8 +3,8 @@
 import jax
 from ml_collections import ConfigDict
 
-from experiments import times
 from experiments.parallel import backends
+from experiments.training import times
 
 
 def check(config: ConfigDict) -> None:
