@@ -35,9 +35,10 @@ from jax.sharding import PartitionSpec as P
 import edgc_jax
 from edgc_jax.comm import cpu_backend
 from edgc_jax.compression import linear_algebra
-from experiments import markdown, measurements
+from experiments import measurements
 from experiments.models import gpt2
 from experiments.models.gpt2 import GPT2Config
+from experiments.reporting import markdown
 from experiments.runs.run_folder import environment
 from experiments.runtime import heap
 

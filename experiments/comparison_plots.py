@@ -13,7 +13,7 @@ from PIL import Image
 
 from experiments import frontier_plot
 from experiments.comparison import Comparison, Row
-from experiments.frontier_plot import (
+from experiments.reporting.style import (
   COLORS,
   DENSE,
   DPI,

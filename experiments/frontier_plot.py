@@ -7,17 +7,19 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
 from experiments.comparison import Comparison, Row, gap, non_dominated
+from experiments.reporting.style import (
+  COLORS,
+  DENSE,
+  DPI,
+  WIDTH,
+  dress,
+  scale_bytes,
+)
 
-# Told apart by colour-blind people (Okabe and Ito), and groups by markers.
-COLORS = (
-  "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f4f24",
-)  # fmt: skip
-DENSE = "#444444"
-WIDTH, DPI = 9.0, 100  # inches, so 900 pixels
 _MARKERS = "osD^vP*X"
 _HALO = patheffects.withStroke(linewidth=2, foreground="white")
 # Beside a point, nearest first; further up and down also further out.
@@ -96,23 +98,6 @@ def draw(found: Comparison) -> Figure:
   named = [(r.name, place) for r, place, _ in gaps if id(r) not in beside]
   _label(figure, axes, named, [place for _, place, _ in gaps])
   return figure
-
-
-def dress(axes: Axes, title: str) -> None:
-  """Title and grid of a panel."""
-  axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-  axes.spines[["top", "right"]].set_visible(False)
-  axes.grid(color="#dddddd", linewidth=0.6)
-  axes.set_axisbelow(True)
-  axes.tick_params(labelsize=8)
-
-
-def scale_bytes(axes: Axes) -> None:
-  """A logarithmic scale with plain numbers."""
-  axes.set_xscale("log")
-  axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-  axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-  axes.xaxis.set_minor_locator(NullLocator())
 
 
 def gaps_of(found: Comparison) -> list[tuple[Row, tuple[float, float], float]]:

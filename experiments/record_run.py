@@ -29,11 +29,12 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from edgc_jax.adaptation.entropy import ESTIMATORS
-from experiments import measurements, report
+from experiments import measurements
 from experiments.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 from experiments.models import gpt2
 from experiments.parallel.backends import Parallel
 from experiments.parallel.meshes import DATA
+from experiments.reporting import run_page
 from experiments.runtime import command_line
 from experiments.training.trainer import Trainer
 
@@ -159,7 +160,7 @@ def main(config: ConfigDict) -> None:
     done = newest[0] if newest else 0
     trainer.parallel = Recorder(trainer.parallel, config, done)
     trainer.run()
-    report.write_report([trainer.folder.path])
+    run_page.write_report([trainer.folder.path])
 
 
 if __name__ == "__main__":

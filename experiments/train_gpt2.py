@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
 
-from experiments import report
+from experiments.reporting import run_page
 from experiments.runs.checkpoints import CheckpointError
 from experiments.runs.run_folder import RunInUse
 from experiments.runtime import command_line, hosts, stop_signals
@@ -31,8 +31,8 @@ def main(config: ConfigDict) -> None:
   try:
     if summary is None:
       summary = trainer.run()
-    if hosts.is_first() and not report.is_newest(trainer.folder.path):
-      report.write_report([trainer.folder.path])
+    if hosts.is_first() and not run_page.is_newest(trainer.folder.path):
+      run_page.write_report([trainer.folder.path])
   except (TrainingStopped, CheckpointError, RunInUse) as error:
     sys.exit(f"error: {error}")
   except OSError as error:
@@ -49,7 +49,7 @@ def main(config: ConfigDict) -> None:
     sys.exit(stop_signals.exit_code(stop.signal))
   if not hosts.is_first():
     return
-  print(report.summary_table(summary))
+  print(run_page.summary_table(summary))
   print(f"run folder: {trainer.folder.path} (see report.png, report.html)")
 
 

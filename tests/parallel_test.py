@@ -13,8 +13,8 @@ from meshes import between_hosts
 
 import edgc_jax
 from configs import gpt2_tiny
-from experiments import report
 from experiments.parallel import backends
+from experiments.reporting import run_page
 from experiments.training import times
 from experiments.training.trainer import Trainer
 
@@ -188,7 +188,7 @@ def test_numbers_of_every_stage(staged):
     np.mean([line["wire_bytes"] for line in lines], axis=0),
   )
   assert summary["compression_ratio"] > 1
-  report.write_report([path])
+  run_page.write_report([path])
   assert (path / "report.png").exists()
 
 

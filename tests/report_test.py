@@ -11,7 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from experiments import heat_maps, panels, report
+from experiments.reporting import heat_maps, panels, run_page
 
 DENSE_BYTES = 8_000_000
 SUMMARY = {
@@ -81,7 +81,7 @@ def write_run(folder, steps, summary=None, config=None, **options):
 
 def draw(*folders):
   """The panels of the picture, by the first word of their title."""
-  axes = panels.draw([report._load(folder) for folder in folders]).axes
+  axes = panels.draw([run_page._load(folder) for folder in folders]).axes
   names = ("loss", "sent", "entropy", "rank", "wire", "error")
   return dict(zip(names, axes, strict=True))
 
@@ -94,12 +94,12 @@ def shown(axes):
 def test_a_page_from_before_the_end_is_not_the_newest(tmp_path):
   page, summary = tmp_path / "report.html", tmp_path / "summary.json"
   summary.write_text("{}")
-  assert not report.is_newest(tmp_path)
+  assert not run_page.is_newest(tmp_path)
   page.write_text("")
   os.utime(page, (1, 1))
-  assert not report.is_newest(tmp_path)
+  assert not run_page.is_newest(tmp_path)
   os.utime(page)
-  assert report.is_newest(tmp_path)
+  assert run_page.is_newest(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_page_from_before_the_end_is_not_the_newest(tmp_path):
 )
 def test_picture_and_page_of_one_run(tmp_path, steps, options):
   run = write_run(tmp_path / "run", steps, **options)
-  picture, page = report.write_report([run])
+  picture, page = run_page.write_report([run])
   assert (picture, page) == (run / "report.png", run / "report.html")
   pixels = matplotlib.image.imread(picture)
   assert pixels.shape == (900, 1400, 4)
@@ -128,10 +128,10 @@ def test_several_runs_side_by_side(tmp_path, monkeypatch):
     tmp_path / "a $x_$ name", 120, SUMMARY | {"reducer": "allreduce"}
   )
   monkeypatch.chdir(tmp_path)
-  picture, page = report.write_report([first, str(second)])
+  picture, page = run_page.write_report([first, str(second)])
   assert picture.resolve() == tmp_path / "report.png"
   assert "allreduce (a $x_$ name)" in page.read_text()
-  picture, _ = report.write_report([first, second], tmp_path / "new" / "out")
+  picture, _ = run_page.write_report([first, second], tmp_path / "new" / "out")
   assert picture.is_file()
   loss = draw(first, second)["loss"]
   assert len({line.get_color().tobytes() for line in loss.lines}) == 2
@@ -185,8 +185,8 @@ def test_half_written_last_line_is_ignored(tmp_path, tail):
   run = write_run(tmp_path / "run", 2)
   with (run / "metrics.jsonl").open("ab") as file:
     file.write(tail.encode("latin-1"))
-  assert report._load(run).columns["step"].tolist() == [[1], [2]]
-  report.write_report([run])
+  assert run_page._load(run).columns["step"].tolist() == [[1], [2]]
+  run_page.write_report([run])
 
 
 @pytest.mark.parametrize("line", ['{"step": 3, "lo', "[3]", '{"loss": 3}', ""])
@@ -195,27 +195,27 @@ def test_broken_middle_line_is_an_error(tmp_path, line):
   with (run / "metrics.jsonl").open("a") as file:
     file.write(line + "\n" + json.dumps(metrics(4)) + "\n")
   with pytest.raises(ValueError, match=r"metrics\.jsonl, line 3:.*repair"):
-    report.write_report([run])
+    run_page.write_report([run])
 
 
 def test_what_is_missing_is_named(tmp_path):
   with pytest.raises(ValueError, match=r"run_dirs is \[\].*at least one"):
-    report.write_report([])
+    run_page.write_report([])
   with pytest.raises(FileNotFoundError, match=r"absent is not a folder"):
-    report.write_report([tmp_path / "absent"])
+    run_page.write_report([tmp_path / "absent"])
   with pytest.raises(FileNotFoundError, match=r"has no metrics\.jsonl"):
-    report.write_report([tmp_path])
+    run_page.write_report([tmp_path])
   run = write_run(tmp_path / "run", 1)
   (run / "config.json").write_text('{"reducer')
   with pytest.raises(ValueError, match=r"config\.json must be a JSON object"):
-    report.write_report([run])
+    run_page.write_report([run])
 
 
 def test_page_is_escaped_and_self_contained(tmp_path):
   evil = "<script>alert('&')</script>"
   config = {"reducer": evil, "data": {"text": evil}}
   run = write_run(tmp_path / "<b>run", 3, config=config)
-  page = report.write_report([run])[1].read_text()
+  page = run_page.write_report([run])[1].read_text()
   assert "<script" not in page and "<b>" not in page
   assert (
     page.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") >= 3
@@ -236,7 +236,7 @@ def test_page_in_a_browser(tmp_path, steps):
   """Rendered as a person sees it: the table, and the picture below it."""
   config = {"reducer": "edgc", "data": {"text": "x" * 3000}}
   run = write_run(tmp_path / "run", steps, config=config, **by_matrix(3))
-  _, page = report.write_report([run])
+  _, page = run_page.write_report([run])
   command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu"]
   shot = tmp_path / "page.png"
   subprocess.run(
@@ -259,7 +259,7 @@ def test_page_tells_running_from_finished(tmp_path):
 
   running = write_run(tmp_path / "running", 50)
   done = write_run(tmp_path / "done", 50, SUMMARY)
-  table = cells(report.write_report([running, done], tmp_path)[1])
+  table = cells(run_page.write_report([running, done], tmp_path)[1])
   assert table["state"] == ["not finished", "finished"]
   assert table["steps"] == ["50", "400"]
   assert table["parameters"] == ["-", "2,000,000"]
@@ -273,7 +273,7 @@ def test_page_tells_running_from_finished(tmp_path):
 
 
 def test_summary_table_shows_the_numbers():
-  lines = report.summary_table(SUMMARY).splitlines()
+  lines = run_page.summary_table(SUMMARY).splitlines()
   rows = [re.split(r"\s{2,}|(?<=ratio) ", line, maxsplit=1) for line in lines]
   assert dict(rows) == {
     "reducer": "edgc",
@@ -295,7 +295,7 @@ def test_summary_table_shows_the_numbers():
 def test_summary_table_is_narrow(stages):
   history = [[20 * i + 1, [100 + i] * stages] for i in range(500)]
   long = {"reducer": "x" * 200, "steps": 10_000, "rank_history": history}
-  table = report.summary_table(SUMMARY | long)
+  table = run_page.summary_table(SUMMARY | long)
   assert max(map(len, table.splitlines())) <= 78
   spans = [line for line in table.splitlines() if "->" in line]
   assert len(spans) == stages
@@ -307,7 +307,7 @@ def test_summary_table_is_narrow(stages):
 def test_reducers_without_ranks_show_none(tmp_path):
   history = {"rank_history": [[1, [0]]], "steps": 50}
   for reducer, text in (("topk", ""), ("powersgd", "dense ->50")):
-    table = report.summary_table({"reducer": reducer, **history})
+    table = run_page.summary_table({"reducer": reducer, **history})
     assert ("rank over time" in table) == bool(text) and text in table
   config = {"reducer": "topk"}
   run = write_run(tmp_path / "topk", 50, config=config, compressed=False)
@@ -318,13 +318,13 @@ def test_reducers_without_ranks_show_none(tmp_path):
 
 def test_summary_table_merges_what_only_other_stages_changed():
   history = [[1, [0, 0]], [11, [0, 8]], [21, [4, 8]]]
-  table = report.summary_table({"steps": 30, "rank_history": history})
+  table = run_page.summary_table({"steps": 30, "rank_history": history})
   assert "stage 0: dense ->20, 4 ->30" in table
   assert "stage 1: dense ->10, 8 ->30" in table
 
 
 def test_summary_table_leaves_out_what_is_unknown():
-  assert report.summary_table({"reducer": "edgc", "val_loss": None}) == (
+  assert run_page.summary_table({"reducer": "edgc", "val_loss": None}) == (
     "reducer           edgc"
   )
 
@@ -349,11 +349,11 @@ def test_long_runs_are_thinned(tmp_path):
 @pytest.mark.parametrize(("steps", "stages"), [(1, 1), (30, 2)])
 def test_matrices_have_a_picture(tmp_path, steps, stages):
   run = write_run(tmp_path / "run", steps, **by_matrix(3, stages))
-  report.write_report([run])
+  run_page.write_report([run])
   assert matplotlib.image.imread(run / "matrices.png").ndim == 3
   page = (run / "report.html").read_text()
   assert page.count("data:image/png;base64,") == 2
-  matrices = report._load(run).matrices
+  matrices = run_page._load(run).matrices
   names = ["blocks/mlp 0", "blocks/mlp 1", "embedding"]
   if stages == 2:
     names = [f"stage {s} {n}" for s in (0, 1) for n in names[:2]] + [
@@ -364,7 +364,7 @@ def test_matrices_have_a_picture(tmp_path, steps, stages):
 
 
 def test_heat_maps_and_errors(tmp_path):
-  run = report._load(write_run(tmp_path / "run", 8, **by_matrix(3)))
+  run = run_page._load(write_run(tmp_path / "run", 8, **by_matrix(3)))
   rank, entropy, error, against = heat_maps.draw(run.matrices, "run").axes[:4]
   shown = rank.collections[0].get_array()
   assert shown[:, 0].tolist() == [4.0, None, 8.0]  # white where dense
@@ -376,7 +376,7 @@ def test_heat_maps_and_errors(tmp_path):
 
 def test_runs_without_matrices_have_no_such_picture(tmp_path):
   run = write_run(tmp_path / "run", 5)
-  report.write_report([run])
+  run_page.write_report([run])
   assert not (run / "matrices.png").exists()
 
 

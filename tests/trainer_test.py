@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from configs import gpt2_124m, gpt2_tiny
-from experiments import report, train_gpt2
+from experiments import train_gpt2
 from experiments.models import gpt2
+from experiments.reporting import run_page
 from experiments.training.trainer import Trainer, TrainingStopped
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -95,7 +96,7 @@ def test_same_command_on_a_finished_run_keeps_it(finished):
   before = (folder / "metrics.jsonl").stat().st_mtime_ns
   assert Trainer(small(folder)).folder.summary() == summary
   assert (folder / "metrics.jsonl").stat().st_mtime_ns == before
-  assert "edgc" in report.summary_table(summary)
+  assert "edgc" in run_page.summary_table(summary)
 
 
 def test_the_command_writes_a_report(tmp_path, capsys):
@@ -104,7 +105,7 @@ def test_the_command_writes_a_report(tmp_path, capsys):
   train_gpt2.main(config)
   assert "held-out loss" in capsys.readouterr().out
   assert (tmp_path / "run" / "report.png").exists()
-  assert report.is_newest(tmp_path / "run")
+  assert run_page.is_newest(tmp_path / "run")
 
 
 def test_run_that_was_cut_off_starts_again(tmp_path):

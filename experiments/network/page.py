@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Sequence
 
 from edgc_jax.measure.advice import TOLERANCE
-from experiments import markdown
-from experiments.frontier_plot import DPI
 from experiments.network.pictures import draw_parts, draw_speeds
 from experiments.network.results import DENSE, NARROW, NO_EXCHANGE, Results
+from experiments.reporting import markdown
+from experiments.reporting.style import DPI
 
 _MARK = "<!-- Made by experiments/bench_network.py: do not edit. -->"
 _NONE = "-"

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
-from experiments.frontier_plot import COLORS, WIDTH, dress
-from experiments.frontier_plot import DENSE as GREY
 from experiments.network.results import Results
+from experiments.reporting.style import COLORS, WIDTH, dress
+from experiments.reporting.style import DENSE as GREY
 
 _PARTS = (
   ("compute", GREY),

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from experiments.heat_maps import Matrices
+from experiments.reporting.heat_maps import Matrices
 from experiments.training.optimizer import rank_name
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#e69f00", "#7f4f24")
