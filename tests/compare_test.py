@@ -10,14 +10,9 @@ import sys
 import matplotlib.image
 import pytest
 
-from experiments import (
-  compare,
-  comparison,
-  comparison_page,
-  comparison_plots,
-  study,
-)
-from experiments.records import Records, numbers_of
+from experiments.study import comparison, page, plots, study
+from experiments.study import runner as runners
+from experiments.study.records import Records, numbers_of
 from experiments.training import optimizer
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -95,14 +90,14 @@ def test_gaps_are_seed_by_seed(found):
 
 
 def test_page_has_all_there_is(found, tmp_path):
-  pictures = comparison_plots.write(found, tmp_path)
+  pictures = plots.write(found, tmp_path)
   assert len(pictures) == 3
   for file in pictures.values():
     height, width = matplotlib.image.imread(file).shape[:2]
     assert width == 900 and height > 300 and file.stat().st_size < 2e5
-  page = tmp_path / "page.md"
-  text = comparison_page.write(found, page, pictures, "python compare.py")
-  assert page.read_text() == text
+  file = tmp_path / "page.md"
+  text = page.write(found, file, pictures, "python compare.py")
+  assert file.read_text() == text
   cells = {
     line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]]
     for line in text.splitlines()
@@ -123,10 +118,10 @@ def test_page_has_all_there_is(found, tmp_path):
 
 
 def test_table_of_all_runs(found, tmp_path):
-  comparison_page.write(found, tmp_path / "page.md", {}, "command")
+  page.write(found, tmp_path / "page.md", {}, "command")
   with open(tmp_path / "made_up.csv", newline="") as file:
     lines = list(csv.DictReader(file))
-  assert tuple(lines[0]) == comparison_page.COLUMNS
+  assert tuple(lines[0]) == page.COLUMNS
   assert len(lines) == 9
   assert lines[2]["row"] == "strong" and lines[2]["wire_bytes"] == "80000000"
   assert [line["beside"] for line in lines].count("edgc") == 2
@@ -134,14 +129,14 @@ def test_table_of_all_runs(found, tmp_path):
 
 
 def test_other_pages_are_not_overwritten(found, tmp_path):
-  page = tmp_path / "page.md"
-  page.write_text("# Mine\n")
+  file = tmp_path / "page.md"
+  file.write_text("# Mine\n")
   with pytest.raises(ValueError, match="`--output` must be new"):
-    comparison_page.write(found, page, {}, "command")
-  assert page.read_text() == "# Mine\n"
-  page.unlink()
+    page.write(found, file, {}, "command")
+  assert file.read_text() == "# Mine\n"
+  file.unlink()
   for _ in range(2):
-    comparison_page.write(found, page, {}, "command")
+    page.write(found, file, {}, "command")
 
 
 def test_records_hold_for_the_same_contents_of_a_configuration(tmp_path):
@@ -206,7 +201,7 @@ def test_record_of_a_run_folder_is_small(tmp_path):
 @pytest.fixture
 def runner(records, tmp_path, monkeypatch):
   """One whose commands are kept and not run, and leave a run folder."""
-  made = compare.Runner(STUDY, records, ["0", "1"], str(tmp_path / "runs"))
+  made = runners.Runner(STUDY, records, ["0", "1"], str(tmp_path / "runs"))
   made.commands = []
 
   def execute(command):
@@ -221,7 +216,7 @@ def runner(records, tmp_path, monkeypatch):
     (folder / "summary.json").write_text(json.dumps(numbers(2.5)))
     return ""
 
-  monkeypatch.setattr(compare, "_execute", execute)
+  monkeypatch.setattr(runners, "_execute", execute)
   return made
 
 
@@ -263,17 +258,17 @@ def test_what_is_forgotten_runs_again(runner):
 
 def test_last_words_of_a_command(capfd):
   code = "import sys; print('x', file=sys.stderr); sys.exit('error: why')"
-  assert compare._execute([sys.executable, "-c", code]) == (
+  assert runners._execute([sys.executable, "-c", code]) == (
     "exit code 1: error: why"
   )
-  assert compare._execute([sys.executable, "-c", "pass"]) == ""
+  assert runners._execute([sys.executable, "-c", "pass"]) == ""
   assert capfd.readouterr().err == "x\nerror: why\n"
 
 
 def test_times_for_people():
-  assert compare.about(7800) == "about 2 h 10 min"
-  assert compare.about(20) == "about 1 min"
-  assert compare.about(7200) == "about 2 h"
+  assert runners.about(7800) == "about 2 h 10 min"
+  assert runners.about(20) == "about 1 min"
+  assert runners.about(7200) == "about 2 h"
 
 
 def test_a_fixed_rank_of_the_same_bytes():

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.comparison import Comparison, Row, difference, gap
-from experiments.records import Record
 from experiments.reporting import markdown
+from experiments.study.comparison import Comparison, Row, difference, gap
+from experiments.study.records import Record
 from experiments.training.optimizer import LOW_RANK, rank_name
 
 _MARK = "<!-- Made by experiments/compare.py from records: do not edit. -->"

@@ -10,7 +10,6 @@ from matplotlib.text import Text
 from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
-from experiments.comparison import Comparison, Row, gap, non_dominated
 from experiments.reporting.style import (
   COLORS,
   DENSE,
@@ -19,6 +18,7 @@ from experiments.reporting.style import (
   dress,
   scale_bytes,
 )
+from experiments.study.comparison import Comparison, Row, gap, non_dominated
 
 _MARKERS = "osD^vP*X"
 _HALO = patheffects.withStroke(linewidth=2, foreground="white")

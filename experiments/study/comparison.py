@@ -5,8 +5,8 @@ import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from experiments.records import Record, Records
-from experiments.study import Study
+from experiments.study.records import Record, Records
+from experiments.study.study import Study
 
 
 @dataclasses.dataclass(frozen=True)

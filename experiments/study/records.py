@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.study import Run, Study
+from experiments.study.study import Run, Study
 
 Record = Mapping[str, Any]
 _POINTS = 60  # of a curve

@@ -11,8 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from experiments import frontier_plot
-from experiments.comparison import Comparison, Row
 from experiments.reporting.style import (
   COLORS,
   DENSE,
@@ -21,6 +19,8 @@ from experiments.reporting.style import (
   dress,
   scale_bytes,
 )
+from experiments.study import frontier
+from experiments.study.comparison import Comparison, Row
 
 _DASHES = ("-", (0, (1, 1)), (0, (3, 1, 1, 1)))
 
@@ -39,9 +39,9 @@ def write(found: Comparison, folder: pathlib.Path) -> dict[str, pathlib.Path]:
     ("Loss by step", "steps"): draw_curves(found, "step"),
     ("Loss by bytes sent", "bytes"): draw_curves(found, "wire_bytes"),
   }
-  if len(frontier_plot.gaps_of(found)) > 1:
-    figures["Gap to dense by compression ratio", "frontier"] = (
-      frontier_plot.draw(found)
+  if len(frontier.gaps_of(found)) > 1:
+    figures["Gap to dense by compression ratio", "frontier"] = frontier.draw(
+      found
     )
   folder.mkdir(parents=True, exist_ok=True)
   files = {}
