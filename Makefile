@@ -78,11 +78,11 @@ bench-network: $(VENV)/installed
 
 # Time and memory of the reducers beside forward and backward.
 bench: $(VENV)/installed
-	$(BIN)/python experiments/bench_reducer.py --config=configs/gpt2_tiny.py
+	$(BIN)/python -m experiments.benchmarks.reducer --config=configs/gpt2_tiny.py
 
 # The reducers alone, over sizes of the model: docs/growth.md; some minutes.
 bench-growth: $(VENV)/installed
-	$(BIN)/python experiments/bench_growth.py
+	$(BIN)/python -m experiments.benchmarks.growth
 
 clean:
 	rm -rf $(VENV) .newest

@@ -10,7 +10,7 @@ import numpy as np
 
 from edgc_jax.adaptation.entropy import ESTIMATORS
 from experiments import figure_data
-from experiments.measurements import ENTRY_RATES, FULL_PASS, PERIODS
+from experiments.benchmarks.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 
 FALL = 0.1  # nats, an example
 _DRAWS = 3  # Gaussian matrices of a shape

@@ -29,8 +29,8 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from edgc_jax.adaptation.entropy import ESTIMATORS
-from experiments import measurements
-from experiments.measurements import ENTRY_RATES, FULL_PASS, PERIODS
+from experiments.benchmarks import measurements
+from experiments.benchmarks.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 from experiments.models import gpt2
 from experiments.parallel.backends import Parallel
 from experiments.parallel.meshes import DATA

@@ -7,7 +7,7 @@ import pytest
 
 from edgc_jax.adaptation.entropy import ESTIMATORS
 from experiments import figure_data, figure_page, figure_panels, figure_sources
-from experiments.measurements import ENTRY_RATES, FULL_PASS, PERIODS
+from experiments.benchmarks.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 
 NAMES = ("blocks.attention_out.kernel", "blocks.attention_in.kernel",
          "blocks.mlp_in.kernel", "embedding")  # fmt: skip

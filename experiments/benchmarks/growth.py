@@ -1,6 +1,6 @@
 """How the cost of a reducer grows with the model, and what it can be at least.
 
-  python experiments/bench_growth.py
+  python -m experiments.benchmarks.growth
 
 One device, GPT-2's shapes of 2M to 355M parameters, random gradients: nothing
 is sent and no model is run, so what is timed is the transformation alone. Its
@@ -14,12 +14,9 @@ the other:
 timed as such products of all matrices, and as copies, of two passes each.
 """
 
+import functools
 import pathlib
 import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
-import functools
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from multiprocessing import get_context
@@ -35,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 import edgc_jax
 from edgc_jax.comm import cpu_backend
 from edgc_jax.compression import linear_algebra
-from experiments import measurements
+from experiments.benchmarks import measurements
 from experiments.models import gpt2
 from experiments.models.gpt2 import GPT2Config
 from experiments.reporting import markdown
@@ -55,7 +52,7 @@ MODELS = {
 }
 _AXIS = "data"
 _PASSES = 4  # see above
-_MARK = "<!-- Made by experiments/bench_growth.py: do not edit. -->"
+_MARK = "<!-- Made by experiments/benchmarks/growth.py: do not edit. -->"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -207,7 +204,7 @@ def _products(gradients: Any, shapes: Any, rank: int) -> Callable[[], Any]:
 
 def _heading(device: str) -> list[str]:
   about = environment()
-  command = " ".join(["python experiments/bench_growth.py", *sys.argv[1:]])
+  command = " ".join(["python -m experiments.benchmarks.growth", *sys.argv[1:]])
   versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items())
   return [
     _MARK,

@@ -1,16 +1,11 @@
 """What a reducer costs beside a model's forward and backward pass.
 
-  python experiments/bench_reducer.py --config=configs/gpt2_tiny.py
+  python -m experiments.benchmarks.reducer --config=configs/gpt2_tiny.py
 
 All are timed in alternation, so that what else the machine does hits them
 alike; medians are printed. The replicas of a CPU share its cores, and their
 exchange is a copy in memory: the times are those of the computation.
 """
-
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import functools
 from typing import Any
@@ -22,7 +17,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments import measurements
+from experiments.benchmarks import measurements
 from experiments.models import gpt2
 from experiments.runtime import command_line
 from experiments.training import optimizer
