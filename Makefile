@@ -74,7 +74,7 @@ figures: $(VENV)/installed
 # iproute2; half an hour. Page and pictures: docs/network.md.
 bench-network: $(VENV)/installed
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/python experiments/bench_network.py --config=configs/gpt2_10m.py
+	$(BIN)/python -m experiments.network --config=configs/gpt2_10m.py
 
 # Time and memory of the reducers beside forward and backward.
 bench: $(VENV)/installed

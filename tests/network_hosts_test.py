@@ -24,7 +24,7 @@ def test_two_hosts(tmp_path, network):
   """A whole benchmark, small; nothing of it is left on the machine."""
   output = tmp_path / "network.json"
   command = [
-    sys.executable, str(ROOT / "experiments" / "bench_network.py"),
+    sys.executable, "-m", "experiments.network",
     "--config=configs/gpt2_tiny.py", "--config.model.width=64",
     "--config.model.num_layers=2", "--config.model.num_heads=2",
     "--hosts=2", "--nostages", "--nopeer", "--noadvise", "--rates=20",

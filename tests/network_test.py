@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from experiments.network import benchmark, calls, page, results
-from experiments.network.rows import WAYS, Layout
+from experiments.network.results import WAYS, Layout
 
 # A host that fails, sleeps or ends when it is told to.
 HOST = """

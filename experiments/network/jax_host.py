@@ -1,17 +1,13 @@
 """One host of the network benchmark: this project's training step.
 
-Started by `bench_network.py`, a process on each host, and called through
-standard input. Times are of the trainer's own step, on random tokens.
+Started by the benchmark, a process on each host, and called through standard
+input. Times are of the trainer's own step, on random tokens.
 """
-
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import dataclasses
 import functools
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +24,7 @@ from edgc_jax.comm import dataflow
 from edgc_jax.measure import hlo
 from experiments.models import gpt2
 from experiments.network import calls
-from experiments.network.rows import RANKS
+from experiments.network.results import RANKS
 from experiments.parallel import backends, meshes
 from experiments.parallel.meshes import DATA
 from experiments.runtime import heap

@@ -8,11 +8,7 @@ while the backward pass goes on.
 
 import contextlib
 import os
-import pathlib
 import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Step times on hosts with real, slow links, beside PyTorch's.
 
-  sudo python experiments/bench_network.py --config=configs/gpt2_10m.py
+  sudo python -m experiments.network --config=configs/gpt2_10m.py
 
 Brings up virtual hosts with a shaped uplink each (Linux, root, iproute2), one
 process a host and framework, and times training steps: at every link speed all
@@ -10,13 +10,9 @@ measured goes to --output as JSON, and to a page with pictures beside it.
 """
 
 import pathlib
-import sys
-
-# `experiments` lies in the repository, and is not installed.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
 import shlex
 import signal
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +21,7 @@ from ml_collections import config_flags
 
 from experiments.network import page, virtual_hosts
 from experiments.network.benchmark import Benchmark, Options
-from experiments.network.results import load
-from experiments.network.rows import ROWS, Layout
+from experiments.network.results import ROWS, Layout, load
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", "configs/gpt2_10m.py", "A file in configs/."
@@ -82,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
   layouts = {Layout(n): many if n > 2 else rates for n in counts}
   if _STAGES.value:
     layouts[Layout(4, 2)] = staged
-  command = shlex.join(["bench_network.py", *sys.argv[1:]])
+  command = shlex.join(["python", "-m", "experiments.network", *sys.argv[1:]])
   for layout, each in layouts.items():
     benchmark.measure(layout, each)
     results = load(output)
