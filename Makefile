@@ -68,7 +68,7 @@ allocation: $(VENV)/installed
 # The method's own figures, docs/figures.md, from three runs; goes on where it
 # was cut off.
 figures: $(VENV)/installed
-	$(BIN)/python experiments/figures.py
+	$(BIN)/python -m experiments.figures
 
 # Step times on virtual hosts with slow links, beside PyTorch's: Linux, root and
 # iproute2; half an hour. Page and pictures: docs/network.md.

@@ -1,4 +1,4 @@
-"""The page of `figures.py`: every number in it comes from the runs."""
+"""The page of the figures: every number in it comes from the runs."""
 
 import pathlib
 import platform
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments import figure_data
-from experiments.figure_sources import FALL, RecordedRun
+from experiments.figures.numbers import rank_after
+from experiments.figures.sources import FALL, RecordedRun
 
 Numbers = Mapping[str, Any]
 
@@ -21,7 +21,7 @@ def page(
   """Markdown: each picture with what it shows, then where it is from.
 
   Args:
-    sources: From `figure_sources.collect`.
+    sources: From `sources.collect`.
     runs: By name.
     command: What was run.
 
@@ -101,7 +101,7 @@ def error_text(numbers: Numbers) -> str:
     worst.append(np.abs(model[:top] / drawn[:top] - 1).max())
     local, mean = (_newest(m["real"], kind) for kind in ("local", "mean"))
     factors.append(model[rank] / mean[rank])
-    moves.append([figure_data.rank_after(e, rank, FALL) for e in (model, mean)])
+    moves.append([rank_after(e, rank, FALL) for e in (model, mean)])
     rows, cols = m["shape"]
     lines.append(
       f"| {name}, {m['matrices']} of {rows} x {cols} | {model[rank]:.3f}"

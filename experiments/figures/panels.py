@@ -1,4 +1,4 @@
-"""The pictures of `figures.py`, each from its numbers alone."""
+"""The figures, each drawn from its numbers alone."""
 
 from collections.abc import Mapping
 from typing import Any

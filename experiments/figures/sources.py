@@ -9,8 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edgc_jax.adaptation.entropy import ESTIMATORS
-from experiments import figure_data
 from experiments.benchmarks.measurements import ENTRY_RATES, FULL_PASS, PERIODS
+from experiments.figures.numbers import (
+  cost_ratios,
+  gaussian_error,
+  histogram,
+  model_error,
+  sampling_error,
+  svd_error,
+  window_means,
+)
 
 FALL = 0.1  # nats, an example
 _DRAWS = 3  # Gaussian matrices of a shape
@@ -95,9 +103,7 @@ def rounded(value: Any) -> Any:
 
 def _entropy(run: RecordedRun) -> dict[str, Any]:
   steps, entropy = run.column("step"), run.column("entropy")
-  middles, means = figure_data.window_means(
-    steps, entropy, run.config["edgc"]["window"]
-  )
+  middles, means = window_means(steps, entropy, run.config["edgc"]["window"])
   return {
     "step": steps.tolist(),
     "entropy": entropy.tolist(),
@@ -111,7 +117,7 @@ def _entropy(run: RecordedRun) -> dict[str, Any]:
 def _histograms(run: RecordedRun) -> dict[int, Any]:
   """Of all matrices of the first replica's gradient, by step."""
   return {
-    step: figure_data.histogram(
+    step: histogram(
       np.concatenate(
         [arrays[n].ravel() for n in arrays if n.startswith("local ")]
       )
@@ -131,15 +137,13 @@ def _errors(run: RecordedRun) -> dict[str, Any]:
     for kind in ("local", "mean"):
       for step in sorted({early, last}):
         stack = run.gradients[step][f"{kind} {name}"].reshape(-1, *shape[-2:])
-        errors = figure_data.svd_error(stack).mean(axis=0).tolist()
+        errors = svd_error(stack).mean(axis=0).tolist()
         real.append({"kind": kind, "step": step, "errors": errors})
     found[name] = {
       "shape": list(shape[-2:]),
       "matrices": int(np.prod(shape[:-2])),
-      "model": figure_data.model_error(*shape[-2:]).tolist(),
-      "gaussian": figure_data.gaussian_error(*shape[-2:], _DRAWS)
-      .mean(axis=0)
-      .tolist(),
+      "model": model_error(*shape[-2:]).tolist(),
+      "gaussian": gaussian_error(*shape[-2:], _DRAWS).mean(axis=0).tolist(),
       "real": real,
     }
   return {
@@ -152,9 +156,7 @@ def _errors(run: RecordedRun) -> dict[str, Any]:
 def _ranks(run: RecordedRun) -> dict[str, Any]:
   window = run.config["edgc"]["window"]
   ends = run.column("step") % window == 0
-  _, means = figure_data.window_means(
-    run.column("step"), run.column("entropy"), window
-  )
+  _, means = window_means(run.column("step"), run.column("entropy"), window)
   return {
     "window": (run.column("step")[ends] // window).tolist(),
     "rank": run.column("rank")[ends].tolist(),
@@ -177,7 +179,7 @@ def _sampling(run: RecordedRun) -> dict[str, Any]:
   errors = {
     estimator: {
       str(1 / period): [
-        figure_data.sampling_error(
+        sampling_error(
           full[estimator]
           if rate == 1.0
           else column(f"{estimator} {rate} every {period}"),
@@ -191,12 +193,12 @@ def _sampling(run: RecordedRun) -> dict[str, Any]:
     }
     for estimator in ESTIMATORS
   }
-  ratios = figure_data.cost_ratios(run.costs, FULL_PASS)
+  ratios = cost_ratios(run.costs, FULL_PASS)
   costs = {
     estimator: [ratios[f"{estimator} {rate}"] for rate in ENTRY_RATES]
     for estimator in ESTIMATORS
   }
-  model = figure_data.model_error(
+  model = model_error(
     run.config["model"]["width"], 4 * run.config["model"]["width"]
   )
   top, step = edgc["rank_max"], edgc["rank_multiple"]

@@ -1,6 +1,6 @@
 """The method's own figures, from runs of this project.
 
-  python experiments/figures.py
+  python -m experiments.figures
 
 Trains what is missing, one run after the other, each in a process and a folder
 of its own under --runs; what is finished is not run again, so the same command
@@ -14,12 +14,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-# `experiments` lies in the repository, and is not installed.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
 from absl import app, flags
 
-from experiments import figure_page, figure_panels, figure_sources
+from experiments.figures import page, panels
+from experiments.figures.sources import collect, read_run, rounded
 
 _STEPS = flags.DEFINE_integer(
   "steps", 400, "Of each run; fewer to try it, with another --output."
@@ -28,7 +26,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of all runs.")
 _RUNS = flags.DEFINE_string("runs", "runs/figures", "Where the runs go.")
 _OUTPUT = flags.DEFINE_string("output", "docs", "Where the page goes.")
 
-_HERE = pathlib.Path(__file__).resolve().parent
+_CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 _GRADIENT_STEPS = (1, 10, 50, 100, 400)
 _SHARED = {
   "edgc.granularity": "stage",  # the paper's
@@ -62,20 +60,20 @@ def main(argv: Sequence[str]) -> None:
     if not (folder / "summary.json").exists():
       print(f"--- {name}", flush=True)
       subprocess.run(_command(name, folder), check=True)
-    runs[name] = figure_sources.read_run(folder)
-  sources = figure_sources.collect(runs)
+    runs[name] = read_run(folder)
+  sources = collect(runs)
   figures = pathlib.Path(_OUTPUT.value, "figures")
   figures.mkdir(parents=True, exist_ok=True)
   for name, numbers in sources.items():
-    text = json.dumps(figure_sources.rounded(numbers), allow_nan=False)
+    text = json.dumps(rounded(numbers), allow_nan=False)
     (figures / f"{name}.json").write_text(text + "\n")
-    picture = figure_panels.DRAW[name](numbers)
+    picture = panels.DRAW[name](numbers)
     picture.savefig(figures / f"{name}.png", dpi=90)
-  command = "python experiments/figures.py"
+  command = "python -m experiments.figures"
   if sys.argv[1:]:
     command += " " + " ".join(sys.argv[1:])
-  page = figure_page.page(sources, runs, command)
-  (figures.parent / "figures.md").write_text(page)
+  text = page.page(sources, runs, command)
+  (figures.parent / "figures.md").write_text(text)
   print(f"page: {figures.parent / 'figures.md'}")
 
 
@@ -93,8 +91,9 @@ def _command(name: str, folder: pathlib.Path) -> Sequence[str]:
   }
   return [
     sys.executable,
-    str(_HERE / "record_run.py"),
-    f"--config={_HERE.parent / 'configs' / config}.py:edgc",
+    "-m",
+    "experiments.figures.record_run",
+    f"--config={_CONFIGS / config}.py:edgc",
     *(f"--config.{key}={value}" for key, value in settings.items()),
     f"--gradient_steps={','.join(map(str, kept))}",
     f"--sampled_steps={steps // 4 if is_sampled else 0}",

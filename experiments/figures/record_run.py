@@ -1,6 +1,6 @@
 """A training run that keeps gradients and measures entropies on the way.
 
-  python experiments/record_run.py --config=configs/gpt2_tiny.py \
+  python -m experiments.figures.record_run --config=configs/gpt2_tiny.py \
       --config.run_dir=runs/recorded --gradient_steps=1,400 --sampled_steps=50
 
 The run is `train_gpt2.py`'s, to the bit; into its folder go, besides,
@@ -12,13 +12,10 @@ The run is `train_gpt2.py`'s, to the bit; into its folder go, besides,
   costs.json          seconds of an estimate, and of forward and backward
 """
 
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
 import functools
 import json
+import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
