@@ -40,7 +40,7 @@ test-runs: $(VENV)/installed
 
 # Runs killed twenty times each; half an hour.
 soak: $(VENV)/installed
-	$(BIN)/python tests/soak.py
+	$(BIN)/python tests/helpers/soak.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

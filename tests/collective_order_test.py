@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
-from collective_order import unordered
-from meshes import AXIS, between_hosts, gradients_like
+from helpers.collective_order import unordered
+from helpers.meshes import AXIS, between_hosts, gradients_like
 
 import edgc_jax
 from edgc_jax.measure import hlo

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
-from meshes import AXIS, BACKENDS, Pmap, find, gradients_like
+from helpers.meshes import AXIS, BACKENDS, Pmap, find, gradients_like
 
 import edgc_jax
 

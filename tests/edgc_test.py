@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
-from meshes import BACKENDS, gradients_like
+from helpers.meshes import BACKENDS, gradients_like
 
 import edgc_jax
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from cut_runs import (
+from helpers.cut_runs import (
   CLOCK,
   config_of,
   lines_of,

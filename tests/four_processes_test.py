@@ -7,9 +7,9 @@ import subprocess
 import sys
 import time
 
-import four_processes_worker as worker
 import pytest
-from local_processes import free_port, wait
+from helpers import four_processes_worker as worker
+from helpers.local_processes import free_port, wait
 
 from experiments.training.trainer import Trainer
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
+from helpers.meshes import AXIS, stage_mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from meshes import AXIS, stage_mesh
 
 from experiments.models import gpt2, gpt2_stages
 

@@ -3,8 +3,8 @@
 import signal
 
 import pytest
-import soak
-from processes import finish, lines_written, start, wait_for
+from helpers import soak
+from helpers.processes import finish, lines_written, start, wait_for
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from meshes import Pmap, find, gradients_like
-from reference import PowerSGD
+from helpers.meshes import Pmap, find, gradients_like
+from helpers.reference import PowerSGD
 
 import edgc_jax
 

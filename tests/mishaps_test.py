@@ -6,9 +6,9 @@ import signal
 
 import numpy as np
 import pytest
-import soak
-from four_processes_test import free_port
-from processes import SECONDS, finish, lines_written, start, wait_for
+from helpers import soak
+from helpers.local_processes import free_port
+from helpers.processes import SECONDS, finish, lines_written, start, wait_for
 
 from experiments.runs.checkpoints import Checkpoints
 

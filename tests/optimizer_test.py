@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.meshes import mesh_of
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from configs import gpt2_tiny
 from experiments.training import optimizer
-from tests.meshes import mesh_of
 
 
 def test_warmup_rank_of_a_configuration():

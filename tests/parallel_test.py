@@ -8,8 +8,8 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from collective_order import unordered
-from meshes import between_hosts
+from helpers.collective_order import unordered
+from helpers.meshes import between_hosts
 
 import edgc_jax
 from configs import gpt2_tiny

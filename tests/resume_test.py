@@ -8,7 +8,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from cut_runs import (
+from helpers.cut_runs import (
   config_of,
   lines_of,
   newest,

@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from helpers.small_runs import small
 
 from configs import gpt2_124m, gpt2_tiny
 from experiments import train_gpt2
@@ -17,22 +18,6 @@ from experiments.reporting import run_page
 from experiments.training.trainer import Trainer, TrainingStopped
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-
-
-def small(folder, reducer="edgc"):
-  """A model of a few thousand parameters, eight steps."""
-  config = gpt2_tiny.get_config(reducer)
-  config.run_dir = str(folder)
-  config.steps, config.batch_size, config.log_every = 8, 8, 3
-  config.model.update(context=16, width=32, num_layers=1, num_heads=2)
-  config.evaluation.update(every=4, batches=1)
-  config.optimizer.warmup_steps = 2
-  config.edgc.update(
-    rank_max=8, rank_min=4, rank_multiple=4, window=2, warmup_steps=2,
-    max_warmup_steps=2, step_rate=1.0, min_ratio=1.5, warmup_rank="dense",
-  )  # fmt: skip
-  config.powersgd.update(rank=4, warmup_steps=2)
-  return config
 
 
 @pytest.fixture(scope="module")

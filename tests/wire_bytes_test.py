@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
-from meshes import BACKENDS, PARTED_BYTES, gradients_like, window_bytes
+from helpers.meshes import BACKENDS, PARTED_BYTES, gradients_like, window_bytes
 
 import edgc_jax
 from edgc_jax.adaptation import entropy

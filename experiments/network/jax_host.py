@@ -52,7 +52,7 @@ class JaxHost:
 
   def __init__(self, index: int, count: int, address: str):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Collectives of pipeline stages get mixed up otherwise: cpu_devices.
+    # Collectives of pipeline stages get mixed up otherwise: cpu_backend.
     jax.config.update("jax_enable_compilation_cache", False)
     jax.distributed.initialize(address, count, index)
     self._methods: dict[str, _Method] = {}

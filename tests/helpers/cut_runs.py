@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
-from trainer_test import small
 
 from experiments.runtime.stop_signals import StopSignals
 from experiments.training.trainer import Trainer
+from helpers.small_runs import small
 
 CLOCK = (
   "seconds", "step_seconds", "tokens_per_second", "peak_memory_bytes",

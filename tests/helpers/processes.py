@@ -6,8 +6,7 @@ import subprocess
 import sys
 import time
 
-import quick_compile
-import soak
+from helpers import quick_compile, soak
 
 SECONDS = 150  # for anything a process does
 

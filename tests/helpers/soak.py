@@ -1,6 +1,6 @@
 """Kills runs at random times and compares what they end with. A script.
 
-  python tests/soak.py --kills=20 --reducers=edgc,powersgd,allreduce
+  python tests/helpers/soak.py --kills=20 --reducers=edgc,powersgd,allreduce
 
 Each reducer trains once undisturbed, and once more with the same command given
 again after every SIGKILL. Parameters, optimiser state and lines of metrics have
@@ -21,14 +21,14 @@ import numpy as np
 from absl import app, flags, logging
 
 # `experiments` lies in the repository, and is not installed.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import orbax.checkpoint as ocp
 from etils import epath
 
 from experiments.runs.checkpoints import Checkpoints
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 _KILLS = flags.DEFINE_integer("kills", 20, "Of each run.")
 _REDUCERS = flags.DEFINE_list("reducers", "edgc,powersgd,allreduce", "Which.")
 _STAGES = flags.DEFINE_integer("stages", 1, "Pipeline stages.")

@@ -1,6 +1,6 @@
 """One of several processes that train together: a script, and its run.
 
-python tests/four_processes_worker.py FOLDER PORT INDEX COUNT SECONDS
+python four_processes_worker.py FOLDER PORT INDEX COUNT SECONDS
 """
 
 import faulthandler
@@ -9,7 +9,7 @@ import random
 import sys
 
 # `experiments` and `configs` lie in the repository, and are not installed.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import edgc_jax  # noqa: F401  (before JAX uses a device, see conftest.py)
 
