@@ -21,13 +21,10 @@ train-pipeline: $(VENV)/installed
 
 # Whole models and runs on meshes, in one process and in four: they compile
 # for minutes.
-RUNS := tests/parallel_test.py tests/four_processes_test.py \
-  tests/gpt2_stages_test.py tests/exact_resume_test.py \
-  tests/killed_runs_test.py tests/mishaps_test.py \
-  tests/network_hosts_test.py
+RUNS := tests/runs
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadscope $(RUNS:%=--ignore=%)
+	$(BIN)/python -m pytest -n 2 --dist loadscope --ignore=$(RUNS)
 
 # The same suite on the newest Python of Debian with the newest JAX for it, in a
 # system root of its own: Linux, root and debootstrap. TARGETS are run there.

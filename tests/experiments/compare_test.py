@@ -15,7 +15,7 @@ from experiments.study import runner as runners
 from experiments.study.records import Records, numbers_of
 from experiments.training import optimizer
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 EDGC = {"reducer": "edgc", "edgc.rank_max": 8}
 STUDY = study.Study(
   "made_up",

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.network import results, virtual_hosts
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECONDS = 400
 
 

@@ -17,7 +17,7 @@ from experiments.models import gpt2
 from experiments.reporting import run_page
 from experiments.training.trainer import Trainer, TrainingStopped
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
