@@ -21,13 +21,10 @@ train-pipeline: $(VENV)/installed
 
 # Whole models and runs on meshes, in one process and in four: they compile
 # for minutes.
-RUNS := tests/parallel_test.py tests/four_processes_test.py \
-  tests/gpt2_stages_test.py tests/exact_resume_test.py \
-  tests/killed_runs_test.py tests/mishaps_test.py \
-  tests/network_hosts_test.py
+RUNS := tests/runs
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadscope $(RUNS:%=--ignore=%)
+	$(BIN)/python -m pytest -n 2 --dist loadscope --ignore=$(RUNS)
 
 # The same suite on the newest Python of Debian with the newest JAX for it, in a
 # system root of its own: Linux, root and debootstrap. TARGETS are run there.
@@ -40,7 +37,7 @@ test-runs: $(VENV)/installed
 
 # Runs killed twenty times each; half an hour.
 soak: $(VENV)/installed
-	$(BIN)/python tests/soak.py
+	$(BIN)/python tests/helpers/soak.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -68,21 +65,21 @@ allocation: $(VENV)/installed
 # The method's own figures, docs/figures.md, from three runs; goes on where it
 # was cut off.
 figures: $(VENV)/installed
-	$(BIN)/python experiments/figures.py
+	$(BIN)/python -m experiments.figures
 
 # Step times on virtual hosts with slow links, beside PyTorch's: Linux, root and
 # iproute2; half an hour. Page and pictures: docs/network.md.
 bench-network: $(VENV)/installed
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/python experiments/bench_network.py --config=configs/gpt2_10m.py
+	$(BIN)/python -m experiments.network --config=configs/gpt2_10m.py
 
 # Time and memory of the reducers beside forward and backward.
 bench: $(VENV)/installed
-	$(BIN)/python experiments/bench_reducer.py --config=configs/gpt2_tiny.py
+	$(BIN)/python -m experiments.benchmarks.reducer --config=configs/gpt2_tiny.py
 
 # The reducers alone, over sizes of the model: docs/growth.md; some minutes.
 bench-growth: $(VENV)/installed
-	$(BIN)/python experiments/bench_growth.py
+	$(BIN)/python -m experiments.benchmarks.growth
 
 clean:
 	rm -rf $(VENV) .newest

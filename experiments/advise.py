@@ -21,14 +21,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
 
-from experiments import (
-  advised,
-  checks,
-  command_line,
-  gpt2,
-  hosts,
-  meshes,
-)
+from experiments.models import gpt2
+from experiments.parallel import meshes
+from experiments.runtime import command_line, hosts
+from experiments.training import advised, checks
 
 
 def main(config: ConfigDict) -> None:

@@ -24,14 +24,10 @@ from edgc_jax.comm.codes import code_of
 from edgc_jax.plan import link_model
 from edgc_jax.plan.ladder import Ladder
 from edgc_jax.plan.plan import by_exchange, make_plan
-from experiments import (
-  checks,
-  command_line,
-  gpt2,
-  gpt2_stages,
-  meshes,
-  times,
-)
+from experiments.models import gpt2, gpt2_stages
+from experiments.parallel import meshes
+from experiments.runtime import command_line
+from experiments.training import checks, times
 
 _MBITS = flags.DEFINE_list(
   "mbits", ["50", "100", "1000"], "Links to plan for, in Mbit/s."

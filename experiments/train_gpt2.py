@@ -13,11 +13,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
 
-from experiments import command_line, hosts, report, stop_signals
-from experiments.checkpoints import CheckpointError
-from experiments.run_folder import RunInUse
-from experiments.stop_signals import TrainingInterrupted
-from experiments.trainer import Trainer, TrainingStopped
+from experiments.reporting import run_page
+from experiments.runs.checkpoints import CheckpointError
+from experiments.runs.run_folder import RunInUse
+from experiments.runtime import command_line, hosts, stop_signals
+from experiments.runtime.stop_signals import TrainingInterrupted
+from experiments.training.trainer import Trainer, TrainingStopped
 
 
 def main(config: ConfigDict) -> None:
@@ -27,28 +28,28 @@ def main(config: ConfigDict) -> None:
   except (ValueError, TypeError, OSError, CheckpointError) as error:
     sys.exit(f"error: {error}")
   summary = trainer.folder.summary()
-  if summary is None:
-    try:
+  try:
+    if summary is None:
       summary = trainer.run()
-    except (TrainingStopped, CheckpointError, RunInUse) as error:
-      sys.exit(f"error: {error}")
-    except OSError as error:
-      if isinstance(error, TimeoutError):  # of another process
-        raise
-      sys.exit(
-        f"error: {trainer.folder.path} could not be read or written ({error});"
-        " give the same command again once it can."
-      )
-    except TrainingInterrupted as stop:
-      if hosts.is_first():
-        command = stop_signals.command()
-        print(f"{stop} Go on with the same command:\n  {command}", flush=True)
-      sys.exit(stop_signals.exit_code(stop.signal))
+    if hosts.is_first() and not run_page.is_newest(trainer.folder.path):
+      run_page.write_report([trainer.folder.path])
+  except (TrainingStopped, CheckpointError, RunInUse) as error:
+    sys.exit(f"error: {error}")
+  except OSError as error:
+    if isinstance(error, TimeoutError):  # of another process
+      raise
+    sys.exit(
+      f"error: {trainer.folder.path} could not be read or written ({error});"
+      " give the same command again once it can."
+    )
+  except TrainingInterrupted as stop:
+    if hosts.is_first():
+      command = stop_signals.command()
+      print(f"{stop} Go on with the same command:\n  {command}", flush=True)
+    sys.exit(stop_signals.exit_code(stop.signal))
   if not hosts.is_first():
     return
-  if not report.is_newest(trainer.folder.path):
-    report.write_report([trainer.folder.path])
-  print(report.summary_table(summary))
+  print(run_page.summary_table(summary))
   print(f"run folder: {trainer.folder.path} (see report.png, report.html)")
 
 

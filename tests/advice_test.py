@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 from absl.testing import absltest, parameterized
-from meshes import between_hosts
+from helpers.meshes import between_hosts
 
 import edgc_jax
 from edgc_jax import CompressionModel, LinkModel

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from flat_options import edgc
-from meshes import Pmap, find, gradients_like
-from reference import PowerSGD
+from helpers.flat_options import edgc
+from helpers.meshes import Pmap, find, gradients_like
+from helpers.reference import PowerSGD
 
 import edgc_jax
 from edgc_jax.adaptation.allocation import Allocation, Allocator

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
-from meshes import AXIS
+from helpers.meshes import AXIS
 
 from edgc_jax.comm import averages
 from edgc_jax.comm.codes import (

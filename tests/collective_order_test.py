@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
-from collective_order import unordered
-from flat_options import edgc
-from meshes import AXIS, between_hosts, gradients_like
+from helpers.collective_order import unordered
+from helpers.flat_options import edgc
+from helpers.meshes import AXIS, between_hosts, gradients_like
 
 import edgc_jax
 from edgc_jax.measure import hlo

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from helpers.meshes import AXIS, between_hosts, mesh_of
 from jax.sharding import PartitionSpec as P
-from meshes import AXIS, between_hosts, mesh_of
 
 from edgc_jax.comm import collectives, cpu_backend, dataflow
 from edgc_jax.measure import hlo

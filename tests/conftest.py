@@ -8,7 +8,7 @@ import gc
 import os
 
 import pytest
-import quick_compile
+from helpers import quick_compile
 
 # A space alone would be taken for the name of a file.
 _FLAGS = f"{quick_compile.XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"

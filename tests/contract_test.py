@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
-from flat_options import edgc
-from meshes import AXIS, BACKENDS, Pmap, find, gradients_like
+from helpers.flat_options import edgc
+from helpers.meshes import AXIS, BACKENDS, Pmap, find, gradients_like
 
 import edgc_jax
 

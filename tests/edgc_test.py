@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
-from flat_options import edgc
-from meshes import BACKENDS, gradients_like
+from helpers.flat_options import edgc
+from helpers.meshes import BACKENDS, gradients_like
 
 import edgc_jax
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from meshes import BACKENDS, Pmap, ShardMap, find, gradients_like
+from helpers.meshes import BACKENDS, Pmap, ShardMap, find, gradients_like
 
 import edgc_jax
 from edgc_jax.measure import hlo

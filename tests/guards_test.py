@@ -9,10 +9,10 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
-from flat_options import edgc
+from helpers.flat_options import edgc
+from helpers.meshes import BACKENDS, Pmap, gradients_like
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import BACKENDS, Pmap, gradients_like
 
 import edgc_jax
 

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
-from flat_options import edgc
+from helpers.flat_options import edgc
 
 from edgc_jax.plan.ladder import Ladder, rank_ceiling
 from edgc_jax.plan.link_model import CompressionModel, LinkModel

@@ -9,10 +9,10 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from helpers.meshes import mesh_of
 from jax.sharding import AxisType
 
 from edgc_jax.measure import hlo, timing
-from tests.meshes import mesh_of
 
 SIZES = (2**12, 2**16, 2**20)
 

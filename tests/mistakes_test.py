@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
-from flat_options import edgc
+from helpers.flat_options import edgc
+from helpers.meshes import AXIS, Pmap, ShardMap, find, gradients_like
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import AXIS, Pmap, ShardMap, find, gradients_like
 
 import edgc_jax
 

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 
-import mixed_hosts_worker as worker
 import numpy as np
 import pytest
-import quick_compile
-from local_processes import free_port, wait
+from helpers import mixed_hosts_worker as worker
+from helpers import quick_compile
+from helpers.local_processes import free_port, wait
 
 KERNELS = ("Zen", "SkylakeX")
 SECONDS = 400  # for all processes; a fifth of it on an idle machine

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from helpers.meshes import AXIS, stage_mesh
 from jax.sharding import PartitionSpec as P
-from meshes import AXIS, stage_mesh
 
 import edgc_jax
 

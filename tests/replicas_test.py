@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from helpers.meshes import ShardMap, find, gradients_like
 from jax.sharding import PartitionSpec as P
-from meshes import ShardMap, find, gradients_like
 
 import edgc_jax
 from edgc_jax.adaptation.controller import MARKED

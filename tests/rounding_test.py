@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from flat_options import edgc
+from helpers.flat_options import edgc
+from helpers.meshes import AXIS, Pmap, gradients_like
+from helpers.mixed_hosts_worker import MOVING
 from jax.extend import core
-from meshes import AXIS, Pmap, gradients_like
-from mixed_hosts_worker import MOVING
 
 import edgc_jax
 

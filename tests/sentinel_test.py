@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
+from helpers.meshes import AXIS, Pmap, ShardMap, find, gradients_like
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import AXIS, Pmap, ShardMap, find, gradients_like
 
 import edgc_jax
 from edgc_jax.comm import agreement, collectives

@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
-from collective_order import unordered
-from flat_options import edgc
+from helpers.collective_order import unordered
+from helpers.flat_options import edgc
+from helpers.meshes import AXIS, PARTED_BYTES, find, stage_mesh, window_bytes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import AXIS, PARTED_BYTES, find, stage_mesh, window_bytes
 
 import edgc_jax
 from edgc_jax.adaptation import alignment

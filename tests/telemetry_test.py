@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from absl.testing import absltest, parameterized
-from meshes import Pmap, gradients_like
+from helpers.meshes import Pmap, gradients_like
 
 import edgc_jax
 

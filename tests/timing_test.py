@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from helpers.meshes import mesh_of
 from jax.sharding import AxisType
 
 from edgc_jax.measure import timing
-from tests.meshes import mesh_of
 
 PARAMS = {
   "bias": jnp.zeros((40,)),

@@ -5,8 +5,8 @@ import math
 import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
-from flat_options import edgc
-from meshes import BACKENDS, PARTED_BYTES, gradients_like, window_bytes
+from helpers.flat_options import edgc
+from helpers.meshes import BACKENDS, PARTED_BYTES, gradients_like, window_bytes
 
 import edgc_jax
 from edgc_jax.adaptation import entropy

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
-from meshes import BACKENDS, Pmap, gradients_like
+from helpers.meshes import BACKENDS, Pmap, gradients_like
 
 import edgc_jax
 from edgc_jax.measure import hlo

@@ -15,12 +15,10 @@ from ml_collections import ConfigDict
 
 from experiments.network import virtual_hosts
 from experiments.network.calls import HostError, Hosts
-from experiments.network.results import NO_EXCHANGE
-from experiments.network.rows import ROWS, WAYS, Layout, Row
+from experiments.network.results import NO_EXCHANGE, ROWS, WAYS, Layout, Row
 from experiments.network.virtual_hosts import VirtualHosts
-from experiments.run_folder import environment
+from experiments.runs.run_folder import environment
 
-_HERE = pathlib.Path(__file__).resolve().parent
 _PATIENCE, _RUN_PATIENCE = 900.0, 180.0  # seconds for a call
 # Seconds; shorter steps are timed several at a time. How long one lasts that
 # is mostly waiting varies little: it is timed twice, communication once.
@@ -119,12 +117,12 @@ class Benchmark:
         12346, {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "eth0"},
       ),
     }[framework]  # fmt: skip
-    script = str(_HERE / f"{framework}_host.py")
+    module = f"experiments.network.{framework}_host"
     processes = [
       network.start(
         index,
         [
-          sys.executable, script, str(index), str(layout.hosts),
+          sys.executable, "-m", module, str(index), str(layout.hosts),
           f"{virtual_hosts.address(0)}:{port}",
         ],
         os.environ | own,

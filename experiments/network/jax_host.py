@@ -1,17 +1,13 @@
 """One host of the network benchmark: this project's training step.
 
-Started by `bench_network.py`, a process on each host, and called through
-standard input. Times are of the trainer's own step, on random tokens.
+Started by the benchmark, a process on each host, and called through standard
+input. Times are of the trainer's own step, on random tokens.
 """
-
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import dataclasses
 import functools
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +22,13 @@ from ml_collections import ConfigDict
 import edgc_jax
 from edgc_jax.comm import dataflow
 from edgc_jax.measure import hlo
-from experiments import advised, gpt2, heap, meshes, optimizer, parallel
-from experiments.meshes import DATA
+from experiments.models import gpt2
 from experiments.network import calls
-from experiments.network.rows import RANKS
+from experiments.network.results import RANKS
+from experiments.parallel import backends, meshes
+from experiments.parallel.meshes import DATA
+from experiments.runtime import heap
+from experiments.training import advised, optimizer
 
 NO_EXCHANGE = "none"  # a reducer that leaves gradients as they are
 _BUDGET = 15.0  # seconds to measure the link
@@ -53,7 +52,7 @@ class JaxHost:
 
   def __init__(self, index: int, count: int, address: str):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Collectives of pipeline stages get mixed up otherwise: cpu_devices.
+    # Collectives of pipeline stages get mixed up otherwise: cpu_backend.
     jax.config.update("jax_enable_compilation_cache", False)
     jax.distributed.initialize(address, count, index)
     self._methods: dict[str, _Method] = {}
@@ -78,7 +77,7 @@ class JaxHost:
       config.reducer = "allreduce"
       reducer = optimizer.without_exchange(config, DATA)
     tx = optimizer.make_optimizer(config, DATA, {}, reducer)
-    backend = parallel.make(config, model, tx, mesh)
+    backend = backends.make(config, model, tx, mesh)
     state = backend.init(jax.random.key(0))
     # One batch for all: a replica's stages have the same rows.
     rows = np.random.default_rng(0).integers(

@@ -8,11 +8,7 @@ while the backward pass goes on.
 
 import contextlib
 import os
-import pathlib
 import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +22,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments import heap
 from experiments.network import calls
+from experiments.runtime import heap
 
 _ONE_BUCKET = 1000  # MB
 

@@ -1,0 +1,228 @@
+"""How the cost of a reducer grows with the model, and what it can be at least.
+
+  python -m experiments.benchmarks.growth
+
+One device, GPT-2's shapes of 2M to 355M parameters, random gradients: nothing
+is sent and no model is run, so what is timed is the transformation alone. Its
+floor is what the same device needs to multiply and to move as much, one after
+the other:
+
+  4 products, M Q, M^T P and twice P Q^T, which read or write a gradient each
+  4 passes more: gradient and residual are read and their sum is written, and
+    it is read again for the new residual
+
+timed as such products of all matrices, and as copies, of two passes each.
+"""
+
+import functools
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from multiprocessing import get_context
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from absl import app, flags
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import edgc_jax
+from edgc_jax.comm import cpu_backend
+from edgc_jax.compression import linear_algebra
+from experiments.benchmarks import measurements
+from experiments.models import gpt2
+from experiments.models.gpt2 import GPT2Config
+from experiments.reporting import markdown
+from experiments.runs.run_folder import environment
+from experiments.runtime import heap
+
+_SIZES = flags.DEFINE_list("sizes", ["2M", "11M", "124M", "355M"], "Models.")
+_RANKS = flags.DEFINE_list("ranks", ["8", "32"], "Ranks.")
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "How often each is timed.")
+_OUTPUT = flags.DEFINE_string("output", "docs/growth.md", "The page.")
+
+MODELS = {
+  "2M": GPT2Config(256, 128, 192, 4, 4),
+  "11M": GPT2Config(256, 128, 384, 6, 6),
+  "124M": GPT2Config(50304, 1024, 768, 12, 12),
+  "355M": GPT2Config(50304, 1024, 1024, 24, 16),
+}
+_AXIS = "data"
+_PASSES = 4  # see above
+_MARK = "<!-- Made by experiments/benchmarks/growth.py: do not edit. -->"
+
+
+def main(argv: Sequence[str]) -> None:
+  """Times all sizes, and writes the page."""
+  del argv
+  unknown = set(_SIZES.value) - MODELS.keys()
+  if unknown:
+    sys.exit(
+      f"error: `--sizes` must be of {', '.join(MODELS)}, got {unknown.pop()!r}."
+    )
+  ranks = [int(rank) for rank in _RANKS.value]
+  lines = [
+    [
+      "parameters", "method", "ms", "ns a parameter", "floor, ms",
+      "time / floor", "temporary, MB",
+    ]
+  ]  # fmt: skip
+  for size in _SIZES.value:
+    # What one size leaves in the heap must not slow down the next.
+    with futures.ProcessPoolExecutor(1, get_context("spawn")) as pool:
+      found, device = pool.submit(_measure, size, ranks, _ROUNDS.value).result()
+    lines += found
+    for line in found:
+      print(" | ".join(line), flush=True)
+  page = pathlib.Path(_OUTPUT.value)
+  page.parent.mkdir(parents=True, exist_ok=True)
+  page.write_text("\n".join([*_heading(device), *markdown.table(lines)]) + "\n")
+
+
+def _measure(
+  size: str, ranks: Sequence[int], rounds: int
+) -> tuple[list[list[str]], str]:
+  """Lines, and the device; for a process of its own."""
+  cpu_backend.fit_thread_pool(1)
+  heap.share_one_heap()
+  device = jax.devices()[0]
+  about = f"{device.platform}, {device.device_kind}"
+  return measure(MODELS[size], ranks, rounds), about
+
+
+def measure(
+  model: GPT2Config, ranks: Sequence[int], rounds: int
+) -> list[list[str]]:
+  """A line of the table for each reducer.
+
+  Args:
+    model: Whose shapes the gradients have.
+    ranks: Of powersgd and edgc.
+    rounds: How often each is timed.
+
+  Returns:
+    The cells.
+  """
+  shapes = gpt2.param_shapes(model)
+  count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+  draw = jax.random.normal
+  gradients = jax.jit(
+    lambda: jax.tree.map(
+      lambda leaf: draw(jax.random.key(leaf.size), leaf.shape), shapes
+    )
+  )()
+  options = {"matrix_view": gpt2.matrix_view}
+  reducers: dict[str, optax.GradientTransformation] = {
+    "allreduce, bf16": edgc_jax.allreduce(
+      _AXIS, wire_dtype="bfloat16", **options
+    )
+  }
+  for rank in ranks:
+    reducers[f"powersgd, rank {rank}"] = edgc_jax.powersgd(
+      rank, _AXIS, **options
+    )
+    reducers[f"edgc, rank {rank}"] = edgc_jax.edgc(
+      _AXIS, rank_max=rank, rank_min=rank, **options
+    )
+  calls, memory = {}, {}
+  for name, tx in reducers.items():
+    calls[name], memory[name] = _update(tx, gradients)
+  copy = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree))
+  calls |= {
+    f"products {rank}": _products(gradients, shapes, rank) for rank in ranks
+  }
+  calls["copy"] = functools.partial(copy, gradients)
+  heap.keep_freed_memory()
+  seconds = {
+    name: float(np.median(each))
+    for name, each in measurements.alternate(calls, rounds).items()
+  }
+  lines = []
+  for name in reducers:
+    floor = seconds["copy"]  # what is dense is read, and written rounded
+    if not name.startswith("allreduce"):
+      rank = name.rsplit(maxsplit=1)[1]
+      floor = _PASSES / 2 * seconds["copy"] + seconds[f"products {rank}"]
+    lines.append(
+      [
+        f"{count:,}", name, f"{seconds[name] * 1e3:.1f}",
+        f"{seconds[name] / count * 1e9:.2f}", f"{floor * 1e3:.1f}",
+        f"{seconds[name] / floor:.2f}", f"{memory[name] / 1e6:.0f}",
+      ]
+    )  # fmt: skip
+  return lines
+
+
+def _update(
+  tx: optax.GradientTransformation, gradients: Any
+) -> tuple[Callable[[], Any], int]:
+  """An update that goes on from its own state, and its temporary bytes."""
+  mesh = Mesh(np.array(jax.devices()[:1]), (_AXIS,))
+  on_device = functools.partial(
+    jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+  )
+  state = jax.jit(on_device(tx.init))(gradients)
+  update = jax.jit(on_device(tx.update), donate_argnums=1)
+  compiled = update.lower(gradients, state).compile()
+
+  def run() -> Any:
+    nonlocal state
+    updates, state = compiled(gradients, state)
+    return updates
+
+  return run, compiled.memory_analysis().temp_size_in_bytes
+
+
+def _products(gradients: Any, shapes: Any, rank: int) -> Callable[[], Any]:
+  """The products of an exchange, of all matrices."""
+  views = [
+    gpt2.matrix_view(jax.tree_util.keystr(path), leaf.shape)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+  ]
+
+  @jax.jit
+  def multiply(gradients: Any) -> Any:
+    results = []
+    for leaf, view in zip(jax.tree.leaves(gradients), views, strict=True):
+      if view is None:
+        continue
+      m = leaf.reshape(view)
+      q = m[:, :rank, :].swapaxes(1, 2)  # some factors
+      p = m @ q
+      q = linear_algebra.transposed_product(m, p)
+      results += [
+        linear_algebra.outer_product(p, q),
+        linear_algebra.outer_product(p, -q),
+      ]
+    return results
+
+  return functools.partial(multiply, gradients)
+
+
+def _heading(device: str) -> list[str]:
+  about = environment()
+  command = " ".join(["python -m experiments.benchmarks.growth", *sys.argv[1:]])
+  versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items())
+  return [
+    _MARK,
+    "",
+    "# Cost of the transformations by size of the model",
+    "",
+    f"`{command}`, commit {about['commit']}; {device}; {versions}. Medians of"
+    f" {_ROUNDS.value} rounds, all in turn.",
+    "",
+    "One device, random gradients of GPT-2's shapes: nothing is sent, and no"
+    " model is run. The floor is what the device needs for"
+    f" the four products of an exchange, and for {_PASSES} passes over it"
+    " besides, by the time of a copy; for allreduce a copy. Temporary memory is"
+    " the compiler's account, beside gradients, updates and state, which is"
+    " donated.",
+    "",
+  ]
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,77 @@
+"""Entropies of given gradients, and times that are fair to each other."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from edgc_jax.adaptation import entropy
+from edgc_jax.adaptation.entropy import Sampling
+from edgc_jax.plan.plan import make_plan
+from experiments.models import gpt2
+
+ENTRY_RATES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
+PERIODS = (1, 2, 4, 10)  # steps from one sample to the next
+FULL_PASS = "forward and backward"  # what an estimate's time is compared with
+
+
+def make_estimate(
+  config: ConfigDict,
+  axis_name: str,
+  entry_rate: float,
+  estimator: str,
+) -> Callable[[Any, jax.Array], entropy.EntropySample]:
+  """What `edgc` does in a sampled step, alone.
+
+  Args:
+    config: The whole configuration.
+    axis_name: The axis of the replicas; bound where the result is called.
+    entry_rate: Share of the entries that is read, in (0, 1].
+    estimator: "gaussian" or "histogram".
+
+  Returns:
+    From local gradients and the sample's number, int32 [], to the estimate.
+  """
+
+  def estimate(gradients: Any, index: jax.Array) -> entropy.EntropySample:
+    ranks, min_ratio = (config.edgc.rank_min,), config.edgc.min_ratio
+    plan = make_plan(gradients, ranks, min_ratio, gpt2.matrix_view)
+    leaves = jax.tree.leaves(gradients)
+    return entropy.estimate(
+      [leaves[i].reshape(plan.leaves[i].view) for i in plan.compressible],
+      index,
+      axis_name,
+      Sampling(
+        entry_rate=entry_rate,
+        estimator=estimator,
+        bins=config.edgc.sampling.bins,
+      ),
+    )
+
+  return estimate
+
+
+def alternate(
+  timed: Mapping[str, Callable[[], Any]], rounds: int
+) -> dict[str, list[float]]:
+  """Times functions in turn, so that what else runs hits all alike.
+
+  Args:
+    timed: By name; each is called once before, to compile.
+    rounds: How often each is timed.
+
+  Returns:
+    Seconds of each call by name, in the order of the rounds: those of one
+    round were measured side by side, so that ratios are better than times.
+  """
+  seconds = {name: [] for name in timed}
+  for call in timed.values():
+    jax.block_until_ready(call())
+  for _ in range(rounds):
+    for name, call in timed.items():
+      start = time.perf_counter()
+      jax.block_until_ready(call())
+      seconds[name].append(time.perf_counter() - start)
+  return seconds

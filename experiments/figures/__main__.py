@@ -1,0 +1,104 @@
+"""The method's own figures, from runs of this project.
+
+  python -m experiments.figures
+
+Trains what is missing, one run after the other, each in a process and a folder
+of its own under --runs; what is finished is not run again, so the same command
+goes on where it was cut off. Then it writes the pictures with their numbers to
+OUTPUT/figures/ and the page OUTPUT/figures.md, anew each time.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags
+
+from experiments.figures import page, panels
+from experiments.figures.sources import collect, read_run, rounded
+
+_STEPS = flags.DEFINE_integer(
+  "steps", 400, "Of each run; fewer to try it, with another --output."
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Of all runs.")
+_RUNS = flags.DEFINE_string("runs", "runs/figures", "Where the runs go.")
+_OUTPUT = flags.DEFINE_string("output", "docs", "Where the page goes.")
+
+_CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
+_GRADIENT_STEPS = (1, 10, 50, 100, 400)
+_SHARED = {
+  "edgc.allocation.granularity": "stage",  # the paper's
+  "edgc.rank_max": 32,
+  "edgc.rank_min": 8,
+  "edgc.rule.rank_multiple": 4,
+  "edgc.rule.max_rank_step": 24,  # all there are: the rule alone decides
+  "edgc.sampling.step_rate": 1.0,
+  "evaluation.every": 0,
+  "log_every": 1,
+}
+# Name: configuration, rule, and whether entropies are estimated in all ways.
+_RUN_LIST = {
+  "gpt2-cqm": ("gpt2_tiny", "cqm", True),
+  "bert-cqm": ("bert_tiny", "cqm", False),
+  "gpt2-linear": ("gpt2_tiny", "linear", False),
+}
+
+
+def main(argv: Sequence[str]) -> None:
+  """Runs what is missing, then writes the page."""
+  del argv
+  if _STEPS.value < 40 or _STEPS.value % 40:
+    sys.exit(
+      f"error: `--steps` must be a multiple of 40, got {_STEPS.value}; the last"
+      " quarter of a run is compared, in windows of 10 steps."
+    )
+  runs = {}
+  for name in _RUN_LIST:
+    folder = pathlib.Path(_RUNS.value, f"{name}-{_STEPS.value}-{_SEED.value}")
+    if not (folder / "summary.json").exists():
+      print(f"--- {name}", flush=True)
+      subprocess.run(_command(name, folder), check=True)
+    runs[name] = read_run(folder)
+  sources = collect(runs)
+  figures = pathlib.Path(_OUTPUT.value, "figures")
+  figures.mkdir(parents=True, exist_ok=True)
+  for name, numbers in sources.items():
+    text = json.dumps(rounded(numbers), allow_nan=False)
+    (figures / f"{name}.json").write_text(text + "\n")
+    picture = panels.DRAW[name](numbers)
+    picture.savefig(figures / f"{name}.png", dpi=90)
+  command = "python -m experiments.figures"
+  if sys.argv[1:]:
+    command += " " + " ".join(sys.argv[1:])
+  text = page.page(sources, runs, command)
+  (figures.parent / "figures.md").write_text(text)
+  print(f"page: {figures.parent / 'figures.md'}")
+
+
+def _command(name: str, folder: pathlib.Path) -> Sequence[str]:
+  """The command line of one run."""
+  config, rule, is_sampled = _RUN_LIST[name]
+  steps = _STEPS.value
+  kept = sorted({min(step, steps) for step in _GRADIENT_STEPS})
+  settings = {
+    **_SHARED,
+    "edgc.rule.name": rule,
+    "steps": steps,
+    "seed": _SEED.value,
+    "run_dir": folder,
+  }
+  return [
+    sys.executable,
+    "-m",
+    "experiments.figures.record_run",
+    f"--config={_CONFIGS / config}.py:edgc",
+    *(f"--config.{key}={value}" for key, value in settings.items()),
+    f"--gradient_steps={','.join(map(str, kept))}",
+    f"--sampled_steps={steps // 4 if is_sampled else 0}",
+  ]
+
+
+if __name__ == "__main__":
+  app.run(main)

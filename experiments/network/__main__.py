@@ -1,0 +1,106 @@
+"""Step times on hosts with real, slow links, beside PyTorch's.
+
+  sudo python -m experiments.network --config=configs/gpt2_10m.py
+
+Brings up virtual hosts with a shaped uplink each (Linux, root, iproute2), one
+process a host and framework, and times training steps: at every link speed all
+methods in turn, round after round, so that whatever else the machine does hits
+them alike. Everything is removed at the end, also after Ctrl-C. All that was
+measured goes to --output as JSON, and to a page with pictures beside it.
+"""
+
+import pathlib
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from experiments.network import page, virtual_hosts
+from experiments.network.benchmark import Benchmark, Options
+from experiments.network.results import ROWS, Layout, load
+
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", "configs/gpt2_10m.py", "A file in configs/."
+)
+_HOSTS = flags.DEFINE_list("hosts", ["2", "4"], "How many hosts.")
+_STAGES = flags.DEFINE_bool("stages", True, "Also 2 stages of 2 replicas.")
+_RATES = flags.DEFINE_list(
+  "rates", ["50", "100", "300", "1000"], "Mbit/s of an uplink."
+)
+_MANY_RATES = flags.DEFINE_list(
+  "many_rates", ["100", "300", "1000"], "The same with more than 2 hosts."
+)
+_STAGE_RATES = flags.DEFINE_list(
+  "stage_rates", ["100"], "The same with stages, which compile for long."
+)
+_ROUNDS = flags.DEFINE_integer(
+  "rounds", 3, "How often each row is timed.", lower_bound=1
+)
+_THREADS = flags.DEFINE_integer(
+  "threads", 0, "Of each host; 0 for its share of the cores.", lower_bound=0
+)
+_PEER = flags.DEFINE_bool("peer", True, "PyTorch, too, where it is installed.")
+_ADVISE = flags.DEFINE_bool("advise", True, "Also compare the advice.")
+_ROWS = flags.DEFINE_multi_string("row", [], "Only such rows; else all.")
+_OUTPUT = flags.DEFINE_string("output", "docs/network.json", "The JSON file.")
+_FOLDER = flags.DEFINE_string("folder", "runs/network", "For logs.")
+
+
+def main(argv: Sequence[str]) -> None:
+  """Measures, and writes the JSON file and the page."""
+  del argv
+  for number in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+      # An exception, so that `with` cleans up.
+      signal.signal(number, lambda number, _: sys.exit(128 + number))
+  unknown = set(_ROWS.value) - {row.name for row in ROWS}
+  if unknown:
+    names = ", ".join(repr(row.name) for row in ROWS if row.framework == "jax")
+    sys.exit(f"error: `--row` must be of {names}, got {unknown.pop()!r}.")
+  reason = virtual_hosts.why_not()
+  if reason:
+    sys.exit(f"error: there can be no virtual hosts here: {reason}.")
+  output = pathlib.Path(_OUTPUT.value)
+  options = Options(
+    _ROWS.value, _ROUNDS.value, _THREADS.value, _PEER.value, _ADVISE.value,
+    pathlib.Path(_FOLDER.value),
+  )  # fmt: skip
+  benchmark = Benchmark(_CONFIG.value, options, output)
+  counts = _numbers(_HOSTS, int, 2)
+  rates, many, staged = (
+    _numbers(flag, float, 1e-3) for flag in (_RATES, _MANY_RATES, _STAGE_RATES)
+  )
+  layouts = {Layout(n): many if n > 2 else rates for n in counts}
+  if _STAGES.value:
+    layouts[Layout(4, 2)] = staged
+  command = shlex.join(["python", "-m", "experiments.network", *sys.argv[1:]])
+  for layout, each in layouts.items():
+    benchmark.measure(layout, each)
+    results = load(output)
+    if results.cells:
+      page.write(results, output.with_suffix(".md"), command)
+
+
+def _numbers(
+  flag: flags.FlagHolder, kind: type[int | float], least: float
+) -> list[Any]:
+  """Those that a flag lists, or the end of the program."""
+  try:
+    numbers = [kind(text) for text in flag.value]
+  except ValueError:
+    numbers = []
+  if not numbers or min(numbers) < least:
+    sys.exit(
+      f"error: `--{flag.name}` must be numbers ({kind.__name__}) of at least"
+      f" {least:g}, separated by commas, got {','.join(flag.value)!r}; see"
+      " --help."
+    )
+  return numbers
+
+
+if __name__ == "__main__":
+  app.run(main)

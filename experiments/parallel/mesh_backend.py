@@ -1,0 +1,175 @@
+"""Replicas, or pipeline stages times replicas, through `jax.shard_map`."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import edgc_jax
+from experiments.models import gpt2, gpt2_stages
+from experiments.models.gpt2 import GPT2Config
+from experiments.parallel import meshes
+from experiments.parallel.meshes import DATA, STAGE
+from experiments.parallel.stored_state import Stored, StoredForm
+
+
+class OnMesh:
+  """Training on a mesh, in one process or in several."""
+
+  def __init__(
+    self,
+    model: GPT2Config,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    num_microbatches: int,
+  ):
+    """Compiles nothing yet.
+
+    Args:
+      model: Sizes of the model.
+      tx: The optimiser, made for the axes of the mesh.
+      mesh: From `make_mesh`.
+      num_microbatches: Of a replica's batch; 1 without stages.
+    """
+    self.traces = 0
+    self._mesh = mesh
+    self.rows = functools.partial(meshes.rows_of, mesh)
+    self._blank = functools.partial(meshes.blank_rows, self.rows, model.context)
+    stages = mesh.shape.get(STAGE, 1)
+    if STAGE in mesh.shape:
+      fresh = functools.partial(gpt2_stages.init_params, model, stages)
+      value_and_grad = functools.partial(
+        gpt2_stages.value_and_grad, model, num_microbatches
+      )
+      loss_fn = functools.partial(gpt2_stages.loss_fn, model, num_microbatches)
+    else:
+      fresh = functools.partial(gpt2.init_params, model)
+      loss_fn = functools.partial(gpt2.loss_fn, model)
+
+      def value_and_grad(params: Any, batch: jax.Array) -> tuple:
+        return *jax.value_and_grad(loss_fn)(params, batch), None
+
+    self._fresh = fresh
+    shapes = jax.eval_shape(fresh, jax.random.key(0))
+    self.num_params = sum(
+      p.size for p in jax.tree.leaves(gpt2.param_shapes(model))
+    )
+    param_specs = jax.tree.map(lambda _: PartitionSpec(), shapes)
+    specs = edgc_jax.state_specs(tx, shapes, DATA)
+    if STAGE in mesh.shape:
+      param_specs = gpt2_stages.param_specs(shapes)
+      specs = edgc_jax.state_specs(
+        tx, shapes, DATA, mesh=mesh, param_specs=param_specs
+      )
+    everywhere, replicas = PartitionSpec(), PartitionSpec(DATA)
+
+    def step(
+      params: Any, opt_state: Any, batch: jax.Array
+    ) -> tuple[Any, Any, dict[str, jax.Array]]:
+      self.traces += 1  # runs when JAX traces, not when the step runs
+      # Varying over the replicas, or JAX would sum the gradients, dense.
+      local = lax.pcast(params, DATA, to="varying")
+      loss, gradients, late_updates = value_and_grad(local, batch)
+      updates, opt_state = tx.update(
+        gradients, opt_state, params, late_updates=late_updates
+      )
+      params = optax.apply_updates(params, updates)
+      numbers = edgc_jax.metrics(opt_state)
+      if STAGE in mesh.shape:
+        numbers = _of_all_stages(numbers)
+      loss = lax.pmean(edgc_jax.after_update(loss, opt_state), DATA)
+      return params, opt_state, numbers | {"loss": loss}
+
+    def losses(params: Any, batch: jax.Array) -> jax.Array:
+      return lax.pmean(loss_fn(params, batch), DATA)
+
+    def on_mesh(fn: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+      return jax.shard_map(
+        fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs
+      )
+
+    self._params_sharding = self._shardings(param_specs)
+    self._init = jax.jit(on_mesh(tx.init, (param_specs,), specs))
+    self.stored = StoredForm(
+      shapes=(shapes, jax.eval_shape(self._init, shapes)),
+      specs=(param_specs, specs),
+      mesh=mesh,
+      data_axis=DATA,
+      is_stacked=False,
+    )
+    self._step = jax.jit(
+      on_mesh(
+        step,
+        (param_specs, specs, replicas),
+        (param_specs, specs, everywhere),
+      ),
+      donate_argnums=(0, 1),
+    )
+    self._follow = jax.jit(
+      on_mesh(
+        lambda *state: edgc_jax.follow_first_replica(state, DATA),
+        (param_specs, specs),
+        (param_specs, specs),
+      ),
+      donate_argnums=(0, 1),
+    )
+    self._loss = jax.jit(on_mesh(losses, (param_specs, replicas), everywhere))
+
+  def init(self, key: jax.Array) -> tuple[Any, Any]:
+    make = jax.jit(self._fresh, out_shardings=self._params_sharding)
+    params = make(key)
+    return params, self._init(params)
+
+  def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, ...]:
+    return self.stored.load(trees, replicas)
+
+  def step(
+    self, params: Any, opt_state: Any, batch: np.ndarray
+  ) -> tuple[Any, Any, dict[str, jax.Array]]:
+    return self._step(params, opt_state, self._placed(batch))
+
+  def follow_first_replica(
+    self, params: Any, opt_state: Any
+  ) -> tuple[Any, Any]:
+    return self._follow(params, opt_state)
+
+  def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
+    return self._loss(params, self._placed(batch))
+
+  def compile_step(
+    self, params: Any, opt_state: Any, batch_size: int
+  ) -> jax.stages.Compiled:
+    batch = self._placed(self._blank(batch_size))
+    return self._step.lower(params, opt_state, batch).compile()
+
+  def compile_loss(self, params: Any, batch_size: int) -> None:
+    batch = self._placed(self._blank(batch_size))
+    self._loss.lower(params, batch).compile()
+
+  def _placed(self, batch: np.ndarray) -> jax.Array:
+    """The rows, each replica's on its devices, as a part of the batch."""
+    sharding = NamedSharding(self._mesh, PartitionSpec(DATA))
+    return jax.make_array_from_process_local_data(sharding, batch)
+
+  def _shardings(self, specs: Any) -> Any:
+    return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
+
+
+def _of_all_stages(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """What differs by stage with an axis of stages, equal on all."""
+  stage, stages = lax.axis_index(STAGE), lax.axis_size(STAGE)
+  slots = {
+    name: jax.tree.map(
+      lambda x: jnp.zeros((stages, *x.shape[1:]), x.dtype).at[stage].set(x[0]),
+      tree,
+    )
+    for name, tree in numbers.items()
+    if all(x.ndim for x in jax.tree.leaves(tree))
+  }
+  return numbers | lax.psum(slots, STAGE)

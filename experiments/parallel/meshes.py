@@ -1,0 +1,38 @@
+"""Meshes of stages and replicas, and which rows of a batch are whose."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from experiments.models import gpt2_stages
+
+DATA, STAGE = "data", gpt2_stages.AXIS
+
+
+def make_mesh(replicas: int, stages: int) -> Mesh:
+  """The first devices, by stage and replica; no axis for a single stage."""
+  shape = {STAGE: stages, DATA: replicas} if stages > 1 else {DATA: replicas}
+  return jax.make_mesh(
+    tuple(shape.values()),
+    tuple(shape),
+    axis_types=(AxisType.Auto,) * len(shape),
+    devices=jax.devices()[: stages * replicas],
+  )
+
+
+def blank_rows(
+  rows: Callable[[int], slice], context: int, batch_size: int
+) -> np.ndarray:
+  """Rows of zeros, as those of a batch."""
+  rows = range(batch_size)[rows(batch_size)]
+  return np.zeros((len(rows), context + 1), np.int32)
+
+
+def rows_of(mesh: Mesh, batch_size: int) -> slice:
+  """Those of the replicas that have a device of this process."""
+  sharding = NamedSharding(mesh, PartitionSpec(DATA))
+  own = sharding.addressable_devices_indices_map((batch_size,)).values()
+  bounds = [index.indices(batch_size) for (index,) in own]
+  return slice(min(b[0] for b in bounds), max(b[1] for b in bounds))

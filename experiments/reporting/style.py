@@ -1,0 +1,28 @@
+"""Colours, sizes and axes that the pictures of all pages share."""
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullLocator
+
+# Told apart by colour-blind people (Okabe and Ito), and groups by markers.
+COLORS = (
+  "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f4f24",
+)  # fmt: skip
+DENSE = "#444444"
+WIDTH, DPI = 9.0, 100  # inches, so 900 pixels
+
+
+def dress(axes: Axes, title: str) -> None:
+  """Title and grid of a panel."""
+  axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+  axes.spines[["top", "right"]].set_visible(False)
+  axes.grid(color="#dddddd", linewidth=0.6)
+  axes.set_axisbelow(True)
+  axes.tick_params(labelsize=8)
+
+
+def scale_bytes(axes: Axes) -> None:
+  """A logarithmic scale with plain numbers."""
+  axes.set_xscale("log")
+  axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+  axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+  axes.xaxis.set_minor_locator(NullLocator())

@@ -1,0 +1,327 @@
+"""Checkpoints of a run: written while it goes on, checked when read.
+
+Orbax writes them, into a folder that gets its name when it is whole, so that a
+run which is killed leaves the ones before. Each holds the SHA-256 of its files:
+one that was damaged later is told from a sound one, and the one before it used.
+"""
+
+import contextlib
+import copy
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+from orbax.checkpoint import checkpoint_managers
+
+from experiments.parallel.stored_state import Stored
+from experiments.runtime import hosts
+
+_NONE, _ALL_DAMAGED = -1, -2  # instead of a step
+_SUMS = "sha256.json"
+_TIMES = "_CHECKPOINT_METADATA"  # orbax writes it again later
+
+
+class CheckpointError(RuntimeError):
+  """A checkpoint that could not be written or read, and what to do."""
+
+
+class Checkpoints:
+  """The checkpoints of one run, newest last.
+
+  All processes of a run make one and call the same methods in the same order.
+  """
+
+  def __init__(self, path: str | os.PathLike, keep: int):
+    """Writes nothing yet.
+
+    Args:
+      path: Their folder; made with the first.
+      keep: How many of the newest to keep; beside them, the one of the lowest
+        held-out loss.
+    """
+    self.path = pathlib.Path(path).absolute()
+    self._keep = keep
+    self._saving: int | None = None
+    self._damaged: list[int] = []
+
+  def steps(self) -> list[int]:
+    """Steps that there are whole checkpoints of, newest first."""
+    if not self.path.is_dir():
+      return []
+    names = [entry.name for entry in self.path.iterdir() if entry.is_dir()]
+    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+  def save(
+    self,
+    step: int,
+    trees: Mapping[str, Stored],
+    about: Mapping[str, Any],
+    val_loss: float | None,
+  ) -> None:
+    """Starts to save; returns as soon as all that was given may change.
+
+    Args:
+      step: Steps done.
+      trees: Arrays of this process's devices, by a name each.
+      about: Anything that JSON can hold, the same in all processes.
+      val_loss: By which the best is found.
+
+    Raises:
+      CheckpointError: if this one or the one before cannot be written.
+    """
+    self.wait()
+    self._saving = step
+    is_known = val_loss is not None and math.isfinite(val_loss)
+    metrics = {"val_loss": val_loss} if is_known else None
+    about = copy.deepcopy(dict(about))  # Orbax reads it later, in a thread.
+    with _explained(self.path, step):
+      self._manager.save(
+        step,
+        args=ocp.args.Composite(
+          about=ocp.args.JsonSave(about),
+          **{k: ocp.args.PyTreeSave(dict(v)) for k, v in trees.items()},
+        ),
+        metrics=metrics,
+        force=True,
+      )
+
+  def wait(self) -> None:
+    """Until what is being saved is on disk.
+
+    Raises:
+      CheckpointError: if it could not be written.
+    """
+    if self._saving is not None:
+      try:
+        with _explained(self.path, self._saving):
+          self._manager.wait_until_finished()
+      finally:
+        self._saving = None
+
+  def close(self) -> None:
+    """Waits, and ends what waits for work."""
+    self.wait()
+    if "_manager" in vars(self):
+      self._manager.close()
+
+  def newest(self) -> tuple[int, Mapping[str, Any]] | None:
+    """The newest checkpoint that is whole; all are checked.
+
+    Returns:
+      step and what was saved as `about`, or None if there are no checkpoints.
+
+    Raises:
+      CheckpointError: if there are, and all are damaged.
+    """
+    step = self._newest_step() if hosts.is_first() else 0
+    if jax.process_count() > 1:  # one looks, for all
+      hosts.wait_for_all("checked")
+      step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+    if step == _ALL_DAMAGED:
+      raise CheckpointError(
+        f"All checkpoints in {self.path} are damaged; train anew in another"
+        " folder."
+      )
+    if step == _NONE:
+      return None
+    about = self.path / str(step) / "about" / "metadata"
+    return step, json.loads(about.read_text())
+
+  def load(
+    self, step: int, shapes: Mapping[str, Stored]
+  ) -> Mapping[str, Stored]:
+    """The arrays of a checkpoint, by tree.
+
+    Args:
+      step: From `newest`.
+      shapes: Those of the arrays wanted, by tree.
+
+    Raises:
+      CheckpointError: if it has others.
+    """
+    self.require_shapes(step, shapes)
+    folder = self.path / str(step)
+    return {
+      name: self._read(folder / name, wanted) for name, wanted in shapes.items()
+    }
+
+  def require_shapes(self, step: int, shapes: Mapping[str, Stored]) -> None:
+    """Raises unless a checkpoint's arrays have these shapes.
+
+    Args:
+      step: From `newest`.
+      shapes: Those of the arrays wanted, by tree.
+
+    Raises:
+      CheckpointError: if it has others.
+    """
+    handler = ocp.PyTreeCheckpointHandler()
+    for name, wanted in shapes.items():
+      folder = self.path / str(step) / name
+      found = handler.metadata(epath.Path(folder)).tree
+      _require_shapes(folder, found, wanted)
+
+  def set_aside(self) -> None:
+    """Renames what `newest` found damaged, so that nothing trips over it."""
+    for step in self._damaged:
+      names = (f"damaged-{step}{mark}" for mark in _marks())
+      free = (self.path / name for name in names)
+      os.rename(
+        self.path / str(step), next(path for path in free if not path.exists())
+      )
+    self._damaged = []
+
+  @functools.cached_property
+  def _manager(self) -> ocp.CheckpointManager:
+    policies = checkpoint_managers
+    return _Manager(
+      self.path,
+      options=ocp.CheckpointManagerOptions(
+        cleanup_tmp_directories=True,
+        best_fn=lambda metrics: metrics["val_loss"],
+        best_mode="min",
+        async_options=ocp.options.AsyncOptions(
+          post_finalization_callback=self._write_sums
+        ),
+        preservation_policy=policies.AnyPreservationPolicy(
+          [
+            policies.LatestN(self._keep),
+            policies.BestN(
+              get_metric_fn=lambda metrics: metrics["val_loss"],
+              reverse=True,
+              n=1,
+              keep_checkpoints_without_metrics=False,
+            ),
+          ]
+        ),
+      ),
+    )
+
+  def _write_sums(self) -> None:
+    """Called by orbax before the folder gets its name."""
+    if hosts.is_first():
+      (folder,) = self.path.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+      _write_checksums(folder)
+
+  def _newest_step(self) -> int:
+    """That of the newest whole one; warns of the others."""
+    found = {step: _damage_of(self.path / str(step)) for step in self.steps()}
+    self._damaged = [step for step, damage in found.items() if damage]
+    for step in self._damaged:
+      print(
+        f"warning: the checkpoint of step {step} is damaged ({found[step]}) and"
+        " not used",
+        file=sys.stderr,
+      )
+    whole = [step for step in found if step not in self._damaged]
+    return max(whole, default=_ALL_DAMAGED if found else _NONE)
+
+  def _read(self, folder: pathlib.Path, shapes: Stored) -> Stored:
+    args = {
+      path: ocp.RestoreArgs(restore_type=np.ndarray, dtype=shape.dtype)
+      if shape.sharding is None
+      else ocp.ArrayRestoreArgs(
+        sharding=shape.sharding, global_shape=shape.shape, dtype=shape.dtype
+      )
+      for path, shape in shapes.items()
+    }
+    with ocp.PyTreeCheckpointer() as reader:
+      return reader.restore(folder, item=dict(shapes), restore_args=args)
+
+
+def _require_shapes(
+  folder: pathlib.Path, found: Stored, shapes: Stored
+) -> None:
+  """Orbax would cut or fill up what has another shape."""
+  for path in sorted({*found, *shapes}):
+    has, wants = (
+      tuple(tree[path].shape) if path in tree else "none"
+      for tree in (found, shapes)
+    )
+    if has != wants:
+      raise CheckpointError(
+        f"The checkpoint {folder} must have the arrays of this configuration,"
+        f" got {path} of shape {has} instead of {wants}; give the model and"
+        " reducer it was made with, or another --config.run_dir=FOLDER."
+      )
+
+
+@contextlib.contextmanager
+def _explained(path: pathlib.Path, step: int) -> Iterator[None]:
+  """Says of a checkpoint that cannot be written what is left."""
+  try:
+    yield
+  except Exception as error:  # orbax hands on what its threads raised
+    cause = error.__cause__ or error
+    is_late = isinstance(cause, TimeoutError)  # of another process
+    # Tensorstore names the system's own error behind much else.
+    code = re.search(r"os_error_code='(\d+)'", str(cause))
+    if is_late or not (code or isinstance(cause, OSError)):
+      raise
+    text = os.strerror(int(code[1])) if code else str(cause)[:200]
+    raise CheckpointError(
+      f"The checkpoint of step {step} could not be written to {path} ({text});"
+      " those before it are whole. Make room or let this user write there, then"
+      " give the same command again."
+    ) from error
+
+
+class _Manager(ocp.CheckpointManager):
+  """Leaves it to the run to ask, once a step, whether to stop."""
+
+  def reached_preemption(self, step: int) -> bool:
+    """Never: asked of an old step, the runtime would set its count back."""
+    del step
+    return False
+
+
+def _marks() -> Iterator[str]:
+  """Endings of names: none, -2, -3, ..."""
+  yield ""
+  yield from map("-{}".format, itertools.count(2))
+
+
+def _write_checksums(folder: pathlib.Path) -> None:
+  """Notes what the files of a folder are."""
+  (folder / _SUMS).write_text(json.dumps(_sums(folder)))
+
+
+def _damage_of(folder: pathlib.Path) -> str:
+  """What is wrong with the files, in words; empty if nothing is."""
+  try:
+    expected = json.loads((folder / _SUMS).read_text())
+    found = _sums(folder)
+  except (OSError, ValueError) as error:
+    return f"{type(error).__name__}: {error}"
+  wrong = [name for name in expected if expected[name] != found.get(name)]
+  if not wrong:
+    return ""
+  more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+  return f"{wrong[0]}{more} is not what was written"
+
+
+def _sums(folder: pathlib.Path) -> dict[str, str]:
+  files = {str(f.relative_to(folder)): f for f in folder.rglob("*")}
+  return {
+    name: _sum(file)
+    for name, file in sorted(files.items())
+    if file.is_file() and name not in (_SUMS, _TIMES)
+  }
+
+
+def _sum(file: pathlib.Path) -> str:
+  with open(file, "rb") as opened:
+    return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,299 @@
+"""The folder of a run: what a run leaves behind, and who may write there."""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import pathlib
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+import jax
+import tensorboardX
+from flax import traverse_util
+from tensorboardX.proto.summary_pb2 import Summary
+
+from experiments.runtime import hosts
+
+_SCRATCH, _LOCK = ".tmp", "lock"
+_PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")
+
+
+# What may differ between a run and its continuation.
+_FREE = ("run_dir", "resume", "log_every", "checkpoint.", "mesh.data",
+         "mesh.backend")  # fmt: skip
+
+
+class RunInUse(RuntimeError):
+  """Another process writes into the folder."""
+
+
+class RunFolder:
+  """Writes config.json, metrics.jsonl, TensorBoard events and summary.json.
+
+  Of several processes the first writes, into a folder that all can read.
+  A folder belongs to one configuration, from its first logged line on. A
+  finished run is kept; one that was cut off goes on from its last checkpoint,
+  or starts again from the first step where it has none.
+  """
+
+  def __init__(self, path: str | os.PathLike, config: Mapping[str, Any]):
+    """Claims the folder, or raises without having changed anything.
+
+    Args:
+      path: The folder, made if it does not exist.
+      config: The whole configuration, as plain nested dictionaries.
+
+    Raises:
+      ValueError: if the folder holds a run of another configuration.
+      FileExistsError: if it holds other files and no run.
+    """
+    self.path = pathlib.Path(path)
+    self.checkpoints = self.path / "checkpoints"
+    self.config = config
+    file = self.path / "config.json"
+    if file.exists() and self.is_claimed():
+      changes = _differences(_read_json(file), _plain(config))
+      if changes:
+        raise ValueError(
+          f"`run_dir` must be new or hold a run of the same configuration, got"
+          f" {self.path}, where {'; '.join(changes[:4])}; give another folder"
+          " with --config.run_dir=FOLDER, or remove that one. The parameters"
+          " alone are loaded by --config.init_from=FOLDER."
+        )
+    elif not file.exists() and self.is_claimed():
+      raise FileExistsError(
+        f"`run_dir` must be new or hold a run, got {self.path}, whose"
+        " config.json is gone; restore it, or give another folder with"
+        " --config.run_dir=FOLDER."
+      )
+    elif not file.exists() and any(self._foreign_files()):
+      raise FileExistsError(
+        f"`run_dir` must be new or hold a run, got {self.path}, which holds"
+        " other files; give another folder with --config.run_dir=FOLDER."
+      )
+
+  def summary(self) -> dict[str, Any] | None:
+    """The summary of a finished run, or None."""
+    file = self.path / "summary.json"
+    return _read_json(file) if file.exists() else None
+
+  def lock(self) -> None:
+    """Keeps others from writing into the folder until `close`; makes it.
+
+    Raises:
+      RunInUse: if another process does.
+    """
+    if not hosts.is_first():
+      return
+    self.path.mkdir(parents=True, exist_ok=True)
+    self._lock = open(self.path / _LOCK, "a+")  # noqa: SIM115
+    try:
+      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      self._lock.seek(0)
+      other = self._lock.read() or "another process"
+      raise RunInUse(
+        f"`run_dir` must not be in use, got {self.path}, where {other} writes;"
+        " wait until that run has ended, or stop it."
+      ) from None
+    except OSError:  # a file system without locks
+      return
+    self._lock.truncate(0)
+    self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    self._lock.flush()
+
+  def start(self, step: int = 0, last_line: int = 0) -> None:
+    """Drops what was written of later steps, and opens the files.
+
+    Args:
+      step: Steps that the run has behind it.
+      last_line: That of the newest line by then.
+    """
+    if not hosts.is_first():
+      return
+    self.path.mkdir(parents=True, exist_ok=True)
+    file = self.path / "metrics.jsonl"
+    kept = _lines_up_to(file, step)
+    newest = json.loads(kept[-1])["step"] if kept else 0
+    if newest < last_line:
+      print(
+        f"warning: {file} has lost its lines from step {newest} to {last_line};"
+        " the run itself has not",
+        file=sys.stderr,
+      )
+    for left in self.path.glob("events.out.tfevents.*"):
+      left.unlink()
+    _write_json(self.path / "config.json", _plain(self.config))
+    _write(file, "".join(kept))
+    self._lines = open(file, "a")  # noqa: SIM115
+    # Its thread ends on a full disk: a queue with bounds would hang the run.
+    self._events = tensorboardX.FileWriter(str(self.path), max_queue=0)
+    for line in kept:  # a killed run's events may not have reached the disk
+      self._add_event(json.loads(line))
+
+  def is_claimed(self) -> bool:
+    """Whether there is a run that has got as far as its first line."""
+    lines = self.path / "metrics.jsonl"
+    return self.checkpoints.exists() or (
+      lines.exists() and lines.stat().st_size > 0
+    )
+
+  def log(self, line: Mapping[str, Any]) -> None:
+    """Adds a line to metrics.jsonl and its numbers to TensorBoard."""
+    if not hosts.is_first():
+      return
+    line = _plain(line)
+    self._lines.write(json.dumps(line, allow_nan=False) + "\n")
+    self._lines.flush()
+    self._add_event(line)
+
+  def _foreign_files(self) -> Iterator[pathlib.Path]:
+    """What a run did not write, or would have written after config.json."""
+    if self.path.exists():
+      files = (p for p in self.path.iterdir() if p.suffix != _SCRATCH)
+      yield from (p for p in files if p.name != _LOCK)
+
+  def _add_event(self, line: Mapping[str, Any]) -> None:
+    values = [
+      Summary.Value(tag=tag, simple_value=number)
+      for name, value in line.items()
+      if name != "step"
+      for tag, number in _scalars(name, value)
+    ]
+    self._events.add_summary(Summary(value=values), line["step"])
+
+  def finish(self, summary: Mapping[str, Any]) -> None:
+    """Writes the summary, which marks the run as finished."""
+    if hosts.is_first():
+      _write_json(self.path / "summary.json", _plain(summary))
+
+  def sync(self) -> None:
+    """Until all lines are on disk, whatever happens to the host."""
+    if hosts.is_first():
+      os.fsync(self._lines.fileno())
+
+  def close(self) -> None:
+    """Closes the files; what was logged is on disk."""
+    for name in ("_lines", "_events", "_lock"):
+      if name in vars(self):
+        vars(self).pop(name).close()
+
+
+def environment() -> dict[str, Any]:
+  """Versions, hardware and commit, for whoever reads the run later."""
+  device = jax.devices()[0]
+  versions = {name: metadata.version(name) for name in _PACKAGES}
+  return {
+    "python": platform.python_version(),
+    "versions": versions,
+    # "cpu" is both on CPUs.
+    "device": " ".join(dict.fromkeys([device.platform, device.device_kind])),
+    "cores": os.cpu_count(),
+    "commit": commit_of(pathlib.Path(__file__).parent),
+  }
+
+
+def commit_of(folder: pathlib.Path) -> str:
+  """The commit of the code, "-dirty" behind it where files were changed.
+
+  Those in docs/ aside, where runs leave what they found.
+  """
+
+  def git(*arguments: str) -> str:
+    done = subprocess.run(
+      ["git", *arguments], cwd=folder, capture_output=True, text=True,
+      check=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+  try:
+    commit = git("rev-parse", "--short=12", "HEAD")
+    changed = git(
+      "diff", "--name-only", "HEAD", "--", ":/", ":(top,exclude)docs"
+    )
+  except (OSError, subprocess.CalledProcessError):
+    return "unknown"
+  return f"{commit}-dirty" if changed else commit
+
+
+def _plain(value: Any) -> Any:
+  """JSON's own types; a number that is not finite is left out."""
+  if isinstance(value, Mapping):
+    items = {str(k): _plain(v) for k, v in value.items()}
+    return {k: v for k, v in items.items() if v is not None}
+  if isinstance(value, list | tuple):
+    return [_plain(v) for v in value]
+  if isinstance(value, str | bool | int) or value is None:
+    return value
+  number = float(value)
+  return number if math.isfinite(number) else None
+
+
+def _differences(old: dict, new: dict) -> list[str]:
+  """One phrase for each configuration key that is not the same."""
+  old, new = (traverse_util.flatten_dict(tree, sep=".") for tree in (old, new))
+  return [
+    f"{key} is {old.get(key)!r} and not {new.get(key)!r}"
+    for key in sorted(old.keys() | new.keys())
+    if old.get(key) != new.get(key) and not key.startswith(_FREE)
+  ]
+
+
+def _lines_up_to(file: pathlib.Path, step: int) -> list[str]:
+  """The whole lines of metrics.jsonl whose step is not above `step`."""
+  if not step or not file.exists():
+    return []
+  kept = []
+  for line in file.read_text(errors="replace").splitlines(keepends=True):
+    # A host that fails may leave half a line, or zeros for one.
+    with contextlib.suppress(json.JSONDecodeError):
+      if line.endswith("\n") and json.loads(line)["step"] <= step:
+        kept.append(line)
+  return kept
+
+
+def _read_json(file: pathlib.Path) -> Any:
+  try:
+    return json.loads(file.read_text())
+  except ValueError as error:
+    raise ValueError(
+      f"`run_dir` must hold whole files, got {file}, which is damaged"
+      f" ({error}); restore it, or give another --config.run_dir=FOLDER."
+    ) from error
+
+
+def _write_json(file: pathlib.Path, value: Any) -> None:
+  _write(file, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def _write(file: pathlib.Path, text: str) -> None:
+  """Writes beside the file first, so that it is never half there."""
+  scratch = file.with_suffix(_SCRATCH)
+  with open(scratch, "w") as out:
+    out.write(text)
+    out.flush()
+    os.fsync(out.fileno())
+  scratch.replace(file)
+
+
+def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
+  """A value's numbers, named by path, stage and matrix where there are any."""
+  if isinstance(value, dict):
+    for path, numbers in value.items():
+      yield from _scalars(f"{name}/{path}", numbers)
+    return
+  by_stage = value if isinstance(value, list) else [value]
+  for stage, numbers in enumerate(by_stage):
+    tag = f"{name}/stage_{stage}" if len(by_stage) > 1 else name
+    if isinstance(numbers, list):
+      for matrix, number in enumerate(numbers):
+        yield f"{tag}/{matrix}", number
+    else:
+      yield tag, numbers

@@ -1,0 +1,93 @@
+"""The --config flag of all scripts, and errors that name the nearest key."""
+
+import difflib
+import faulthandler
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from absl import app, flags
+from absl import logging as absl_logging
+from flax import traverse_util
+from ml_collections import ConfigDict, config_flags
+
+from edgc_jax.comm import cpu_backend
+from experiments.runtime import heap, hosts
+
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "A file in configs/, with :REDUCER behind it if you like."
+)
+_FILE = re.compile(r"--?config=([^:]*)")
+_OVERRIDE = re.compile(r"--config\.([\w.]+)")
+
+
+def run(main: Callable[[ConfigDict], Any]) -> None:
+  """Parses the flags, makes CPU devices for the replicas, calls `main`."""
+
+  def start(argv: list[str]) -> None:
+    if len(argv) > 1:
+      sys.exit(f"error: unknown arguments {argv[1:]}; options begin with --.")
+    heap.share_one_heap()
+    # JAX tells of every platform that is not there.
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    # Orbax tells of each file, and of errors before it raises them.
+    absl_logging.set_verbosity(absl_logging.FATAL)
+    config = _CONFIG.value
+    try:
+      processes = hosts.initialize()
+    except (ValueError, RuntimeError) as error:
+      sys.exit(f"error: {error}")
+    if processes != 1:
+      # JAX aborts where another one is silent: its message says all.
+      faulthandler.disable()
+    if not _devices_are_chosen():
+      # Only the CPU platform heeds this: replicas on one machine's cores.
+      devices = max(1, config.mesh.data) * max(1, config.mesh.stage)
+      share = devices // processes if processes else 1
+      jax.config.update("jax_num_cpu_devices", max(1, share))
+      cpu_backend.fit_thread_pool(max(1, share))
+    if config.mesh.stage > 1 and jax.default_backend() == "cpu":
+      # See edgc_jax.comm.cpu_backend: cached programs get collectives mixed up.
+      jax.config.update("jax_enable_compilation_cache", False)
+    with hosts.end_together():
+      main(config)
+
+  flags.mark_flag_as_required("config")
+  app.run(start, flags_parser=_parse)
+
+
+def _parse(argv: list[str]) -> list[str]:
+  """As absl does, but with one clear error for a key that does not exist."""
+  for file in (m.group(1) for m in map(_FILE.match, argv) if m):
+    if not os.path.isfile(file):
+      sys.exit(
+        f"error: `--config` must name a file, got {file!r}, which does not"
+        " exist; those of this project are in configs/."
+      )
+  try:
+    return app.parse_flags_with_usage(argv)
+  except (AttributeError, KeyError) as error:
+    overrides = _OVERRIDE.findall(" ".join(argv))
+    # Once more without them; ml_collections looks for them in sys.argv.
+    sys.argv = [a for a in argv if not _OVERRIDE.match(a)]
+    flags.FLAGS.unparse_flags()
+    app.parse_flags_with_usage(sys.argv)
+    keys = list(traverse_util.flatten_dict(_CONFIG.value.to_dict(), sep="."))
+    for key in overrides:
+      if key not in keys:
+        near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
+        sys.exit(
+          f"error: `--config.KEY` must be a key of the configuration, got"
+          f" {key!r}; the nearest is {near}."
+        )
+    raise error
+
+
+def _devices_are_chosen() -> bool:
+  """Whether the user says how many CPU devices there are."""
+  in_flags = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+  return in_flags or "JAX_NUM_CPU_DEVICES" in os.environ

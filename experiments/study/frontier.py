@@ -1,0 +1,145 @@
+"""The frontier of a study: what quality costs in bytes, by method."""
+
+from collections.abc import Sequence
+
+from matplotlib import patheffects
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import NullLocator
+from matplotlib.transforms import Bbox
+
+from experiments.reporting.style import (
+  COLORS,
+  DENSE,
+  DPI,
+  WIDTH,
+  dress,
+  scale_bytes,
+)
+from experiments.study.comparison import Comparison, Row, gap, non_dominated
+
+_MARKERS = "osD^vP*X"
+_HALO = patheffects.withStroke(linewidth=2, foreground="white")
+# Beside a point, nearest first; further up and down also further out.
+_OFFSETS = [
+  ((right * (8 + far / 4), up), side)
+  for far in range(0, 240, 6)
+  for up in dict.fromkeys((far, -far))
+  for right, side in ((1, "left"), (-1, "right"))
+]
+
+
+def draw(found: Comparison) -> Figure:
+  """Gap to dense against the ratio of bytes: what no other beats is joined.
+
+  Args:
+    found: At least one row with a gap.
+
+  Returns:
+    The figure; bars are standard errors over seeds.
+  """
+  figure = Figure(figsize=(WIDTH, 6.0), dpi=DPI, layout="constrained")
+  axes = figure.subplots()
+  gaps = gaps_of(found)
+  places = [place for _, place, _ in gaps]
+  others = {id(row.beside) for row in found.rows}
+  own = [place for row, place, _ in gaps if id(row) not in others]
+  best = [own[i] for i in non_dominated(own)]
+  # A gap is what it costs to send any of the bytes up to that point.
+  axes.plot(
+    *zip(*best, strict=True), color="#999999", zorder=1, drawstyle="steps-pre"
+  )
+  groups = list(found.tables)
+  members = {id(r): t for t, rows in found.tables.items() for r in rows}
+  beside = {
+    id(row.beside): members[id(row)] for row in found.rows if row.beside
+  }
+  shown = set()
+  for row, (ratio, height), error in gaps:
+    group = {**beside, **members}[id(row)]
+    number = groups.index(group)
+    color = COLORS[number % len(COLORS)]
+    axes.errorbar(
+      ratio, height, yerr=error, color=color, capsize=2, linewidth=1,
+      marker=_MARKERS[number % len(_MARKERS)], markersize=6,
+      markerfacecolor="white" if id(row) in beside else color,
+      label=group if group not in shown else None, linestyle="",
+      zorder=4,
+    )  # fmt: skip
+    shown.add(group)
+  heights = [height for _, height in places]
+  # Small gaps are what matters, and great ones have to be there, too.
+  if max(heights) > 5:
+    axes.set_yscale("symlog", linthresh=1, linscale=1)
+    ticks = [-1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_ylim(min([-0.5, *heights]) - 0.2, max(heights) * 1.5)
+    axes.yaxis.set_minor_locator(NullLocator())
+  axes.axhline(0, color=DENSE, linestyle="--", linewidth=1, zorder=0)
+  low, high = min(r for r, _ in places), max(r for r, _ in places)
+  axes.set_xlim(min(low, 1) / 1.15, high * 1.6)
+  scale_bytes(axes)
+  dress(axes, "Gap to dense by compression ratio")
+  axes.set_xlabel("times fewer bytes than dense, over the whole run")
+  axes.set_ylabel(f"held-out loss above {found.dense.name} (%)")
+  axes.legend(
+    fontsize=8, frameon=False, loc="upper left", title_fontsize=8,
+    title="grey: the least gap; bars: standard errors"
+    + "\nhollow: fixed rank of the same bytes" * bool(beside),
+    alignment="left",
+  )  # fmt: skip
+  where = {id(row): place for row, place, _ in gaps}
+  for row, place, _ in gaps:
+    if row.beside and id(row.beside) in where:
+      ends = zip(place, where[id(row.beside)], strict=True)
+      axes.plot(*ends, color="#999999", linewidth=0.8, linestyle=":")
+  named = [(r.name, place) for r, place, _ in gaps if id(r) not in beside]
+  _label(figure, axes, named, [place for _, place, _ in gaps])
+  return figure
+
+
+def gaps_of(found: Comparison) -> list[tuple[Row, tuple[float, float], float]]:
+  """Rows with a gap, their (ratio, gap in %), and its error."""
+  gaps = []
+  for row in found.rows:
+    if row is found.dense:
+      gaps.append((row, (row.mean("compression_ratio"), 0.0), 0.0))
+    elif found_gap := gap(row, found.dense):
+      mean, error = found_gap
+      place = row.mean("compression_ratio"), 100 * mean
+      gaps.append((row, place, 100 * (error or 0.0)))
+  return gaps
+
+
+def _label(
+  figure: Figure,
+  axes: Axes,
+  named: Sequence[tuple[str, tuple[float, float]]],
+  points: Sequence[tuple[float, float]],
+) -> None:
+  """Puts names where no other and no point is, as near as that can be."""
+  renderer = FigureCanvasAgg(figure).get_renderer()
+  figure.draw_without_rendering()
+  centers = axes.transData.transform(points)
+  taken = [Bbox.from_bounds(x - 7, y - 7, 14, 14) for x, y in centers]
+  taken.append(axes.get_legend().get_window_extent(renderer))
+  for name, place in named:
+    for offset, side in _OFFSETS:
+      text = axes.annotate(
+        name, place, offset, textcoords="offset points", fontsize=7.5, ha=side,
+        va="center", path_effects=[_HALO],
+        arrowprops={"arrowstyle": "-", "color": "#aaaaaa", "linewidth": 0.6,
+                    "shrinkA": 0, "shrinkB": 3},
+      )  # fmt: skip
+      text.set_in_layout(False)
+      text.update_positions(renderer)
+      box = Text.get_window_extent(text, renderer)  # without the arrow
+      is_inside = axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max)
+      if is_inside and not any(box.overlaps(other) for other in taken):
+        break
+      text.remove()
+    else:  # no room for it
+      continue
+    taken.append(box)

@@ -1,0 +1,204 @@
+"""Which reducer to train with, from what is measured on the mesh."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+import edgc_jax
+from edgc_jax.measure import timing
+from edgc_jax.measure.advice import RANKS, Advice
+from edgc_jax.plan.link_model import ring_bytes
+from experiments.models import gpt2
+from experiments.models.gpt2 import GPT2Config
+from experiments.parallel import backends, meshes
+from experiments.parallel.meshes import DATA
+from experiments.runtime import heap, hosts
+from experiments.training import optimizer
+from experiments.training.optimizer import AUTO
+
+_STEPS = 5  # of which the median is taken
+
+
+def resolve(
+  config: ConfigDict,
+  model: GPT2Config,
+  mesh: Mesh,
+  choice: Mapping[str, Any] | None,
+) -> tuple[ConfigDict, Mapping[str, Any]]:
+  """A configuration that names its reducer.
+
+  Args:
+    config: Any; with another reducer than "auto" it stays as it is.
+    model: Sizes of the model.
+    mesh: All its processes call this at the same point.
+    choice: What was chosen before, if the run goes on; empty or None if not.
+
+  Returns:
+    The configuration, and the choice for the next time.
+  """
+  if config.reducer != AUTO:
+    return config, {}
+  if not choice:
+    require_choice(config)
+    advice = measure(config, model, mesh)
+    hosts.say(table(advice, mesh.shape[DATA]))
+    chosen = advice.choice
+    choice = {"reducer": chosen.reducer, "options": dict(chosen.options)}
+  config = config.copy_and_resolve_references()
+  config.reducer = choice["reducer"]
+  config[config.reducer].update(choice["options"])
+  if config.reducer == "edgc":
+    config.edgc.rank_min = 0  # that which belongs to the rank
+  return config, choice
+
+
+def require_choice(config: ConfigDict) -> None:
+  """Raises where there is nothing to choose, or no way to measure it."""
+  mesh = config.mesh
+  if mesh.data == 1 or mesh.stage > 1 or mesh.backend != "pmap":
+    raise ValueError(
+      "`mesh` must be of several replicas, without stages, through pmap, where"
+      f" a reducer is chosen, got data={mesh.data}, stage={mesh.stage} and"
+      f" backend={mesh.backend!r}; change it, or name a reducer with"
+      " --config=FILE:REDUCER. On stages edgc.rank_max=0 finds the largest"
+      " rank."
+    )
+
+
+class Costs(NamedTuple):
+  """What does not depend on the link; seconds."""
+
+  step: float  # without any exchange
+  dense: float  # what a dense exchange computes
+  compression: edgc_jax.CompressionModel  # beyond that
+  coding: float  # to bfloat16 and back, beyond that
+
+
+def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
+  """Measures the link, a step and what exchanges cost, and advises.
+
+  Args:
+    config: The whole configuration; its reducer does not matter, and a link
+      that it gives is not measured.
+    model: Sizes of the model.
+    mesh: Replicas alone; all its processes call this at the same point.
+
+  Returns:
+    The advice.
+  """
+  given = config.link
+  if given.bandwidth:
+    link = edgc_jax.LinkModel(given.latency, given.bandwidth)
+  else:
+    hosts.say("measuring the link ...")
+    link = edgc_jax.measure_link(mesh, DATA)
+  uplink = _uplink(link.bandwidth, mesh.shape[DATA])
+  latency = 1e3 * link.latency
+  hosts.say(f"link: {uplink:.4g} Mbit/s uplinks, {latency:.3g} ms a trip")
+  hosts.say("compiling and timing exchanges and a step ...")
+  return advise(config, model, mesh, link, measure_costs(config, model, mesh))
+
+
+def measure_costs(
+  config: ConfigDict,
+  model: GPT2Config,
+  mesh: Mesh,
+  step: Callable[[], Any] | None = None,
+) -> Costs:
+  """All but the link; arguments as of `measure`.
+
+  A step that averages nothing may be given, if there is one already.
+  """
+  shapes = gpt2.param_shapes(model)
+  compression = edgc_jax.measure_compression(
+    shapes,
+    min_ratio=config.edgc.min_ratio,
+    matrix_view=gpt2.matrix_view,
+    allocation=edgc_jax.Allocation(**config.edgc.allocation),
+    mesh=mesh,
+  )
+  dense, coding = (
+    edgc_jax.measure_coding(shapes, wire_dtype, mesh=mesh)
+    for wire_dtype in ("float32", "bfloat16")
+  )
+  step = step or _plain_step(config, model, mesh)
+  with heap.freed_memory_kept():  # as in training
+    return Costs(seconds_of(step, mesh), dense, compression, coding)
+
+
+def advise(
+  config: ConfigDict,
+  model: GPT2Config,
+  mesh: Mesh,
+  link: edgc_jax.LinkModel,
+  costs: Costs,
+  ranks: Sequence[int] = RANKS,
+) -> Advice:
+  """The advice for a link, among these ranks."""
+  return edgc_jax.advise(
+    gpt2.param_shapes(model),
+    link,
+    costs.step + costs.dense,
+    mesh.shape[DATA],
+    compression=costs.compression,
+    coding_seconds=costs.coding,
+    # Others than multiples could not be had.
+    ranks=[r for r in ranks if r % config.edgc.rule.rank_multiple == 0],
+    wire_dtype=config.edgc.wire_dtype,
+    min_ratio=config.edgc.min_ratio,
+    matrix_view=gpt2.matrix_view,
+  )
+
+
+def table(advice: Advice, replicas: int) -> str:
+  """For a terminal: what each way would take, and the choice."""
+  lines = [f"{'':14}{'payload, MB':>13}{'s a step':>10}   dense faster above"]
+  for way in advice.ways:
+    uplink = _uplink(way.break_even, replicas)
+    bound = f"{uplink:.4g} Mbit/s" if np.isfinite(uplink) else "no speed"
+    if way.name == "dense":
+      bound = ""
+    elif not way.break_even:
+      bound = "any speed"
+    lines.append(
+      f"{way.name:14}{way.wire_bytes / 1e6:13.2f}{way.seconds:10.3f}   {bound}"
+    )
+  return "\n".join([*lines, f"choice: {advice.choice.name}"])
+
+
+def _uplink(bandwidth: float, replicas: int) -> float:
+  """Mbit/s of an uplink at which so many bytes of payload a second travel."""
+  return 8e-6 * ring_bytes(bandwidth, replicas)
+
+
+def _plain_step(
+  config: ConfigDict, model: GPT2Config, mesh: Mesh
+) -> Callable[[], Any]:
+  """A training step that averages nothing, compiled."""
+  plain = config.copy_and_resolve_references()
+  plain.reducer = "allreduce"
+  tx = optimizer.make_optimizer(
+    plain, DATA, {}, optimizer.without_exchange(plain, DATA)
+  )
+  backend = backends.make(plain, model, tx, mesh)
+  state = backend.init(jax.random.key(0))
+  backend.compile_step(*state, config.batch_size)
+  hosts.wait_for_all("compiled without exchange")
+  rows = meshes.blank_rows(backend.rows, model.context, config.batch_size)
+
+  def step() -> Any:
+    nonlocal state
+    *state, numbers = backend.step(*state, rows)
+    return numbers
+
+  return step
+
+
+def seconds_of(step: Callable[[], Any], mesh: Mesh) -> float:
+  """The median of a step; the mean over all processes."""
+  seconds = timing.medians([step], _STEPS)
+  return float(timing.agree(mesh, seconds)[0])

@@ -1,0 +1,97 @@
+"""What can be wrong with a configuration, found before anything is written."""
+
+import jax
+from ml_collections import ConfigDict
+
+from experiments.parallel import backends
+from experiments.training import times
+
+
+def check(config: ConfigDict) -> None:
+  """Raises on what the parts do not check themselves."""
+  for name in ("steps", "batch_size", "log_every"):
+    if config[name] < 1:
+      raise ValueError(
+        f"`{name}` must be at least 1, got {config[name]}; raise it."
+      )
+  if config.seed < 0:
+    raise ValueError(
+      f"`seed` must be at least 0, got {config.seed}; choose another."
+    )
+  check_mesh(config)
+  if config.sentinel.action not in ("stop", "follow"):
+    raise ValueError(
+      "`sentinel.action` must be stop or follow (the first replica), got"
+      f" {config.sentinel.action!r}; stop ends the run where replicas part."
+    )
+  if config.checkpoint.keep < 1 or config.checkpoint.every < 0:
+    raise ValueError(
+      "`checkpoint.keep` must be at least 1 and `checkpoint.every` at least 0"
+      f" (none), got {config.checkpoint.keep} and {config.checkpoint.every}."
+    )
+  if config.evaluation.batches < 1 or config.evaluation.every < 0:
+    raise ValueError(
+      "`evaluation.batches` must be at least 1 and `evaluation.every` at least"
+      f" 0, got {config.evaluation.batches} and {config.evaluation.every}."
+    )
+
+
+def check_mesh(config: ConfigDict) -> None:
+  """That there are devices, and that model and batch can be cut over them."""
+  mesh, microbatches = config.mesh, config.pipeline.microbatches
+  replicas, stages, available = mesh.data, mesh.stage, len(jax.devices())
+  processes = jax.process_count()
+  if processes > 1 and replicas * stages != available:
+    raise ValueError(
+      f"`mesh.data` times `mesh.stage` must be the number of devices of all"
+      f" {processes} processes ({available}), got {replicas} times {stages};"
+      f" set --config.mesh.data={max(1, available // stages)}. On CPUs each"
+      " process makes its share of them: any multiple of the processes."
+    )
+  if replicas < 1 or stages < 1 or replicas * stages > available:
+    kind, wanted = jax.devices()[0].platform, max(1, replicas) * max(1, stages)
+    raise ValueError(
+      f"`mesh.data` times `mesh.stage` must be between 1 and the number of"
+      f" devices ({available} {kind}), got {replicas} times {stages}; lower"
+      " them, or train on fake CPU devices with JAX_PLATFORMS=cpu"
+      f" JAX_NUM_CPU_DEVICES={wanted} before the command."
+    )
+  if mesh.backend not in backends.BACKENDS:
+    raise ValueError(
+      f"`mesh.backend` must be one of {', '.join(backends.BACKENDS)}, got"
+      f" {mesh.backend!r}; pmap is for replicas, shard_map for stages, too."
+    )
+  if stages > 1 and mesh.backend == "pmap":
+    raise ValueError(
+      f"`mesh.backend` must be shard_map for several stages (mesh.stage is"
+      f" {stages}), got 'pmap'; set --config.mesh.backend=shard_map."
+    )
+  if stages > 1 and config.model.objective == "masked":
+    raise ValueError(
+      f"`model.objective` must be next_token on pipeline stages (mesh.stage is"
+      f" {stages}), got 'masked'; set --config.mesh.stage=1."
+    )
+  if config.model.num_layers % stages:
+    raise ValueError(
+      f"`model.num_layers` must be divisible by mesh.stage ({stages}), got"
+      f" {config.model.num_layers}; every stage holds as many layers."
+    )
+  if microbatches < 1:
+    raise ValueError(
+      f"`pipeline.microbatches` must be at least 1, got {microbatches}; more"
+      " of them leave less idle time, (S - 1) / (M + S - 1) on S stages."
+    )
+  parts = replicas * (microbatches if stages > 1 else 1)
+  if config.batch_size % parts:
+    name = "mesh.data" if stages == 1 else "mesh.data * pipeline.microbatches"
+    near = max(1, round(config.batch_size / parts)) * parts
+    raise ValueError(
+      f"`batch_size` must be divisible by {name} ({parts}), got"
+      f" {config.batch_size}; use {near}."
+    )
+  if times.needed(config) and not config.link.bandwidth and replicas == 1:
+    raise ValueError(
+      "`mesh.data` must be at least 2 where the link between replicas is"
+      " measured, got 1; give link.bandwidth, or set pipeline.align=none and"
+      " edgc.rank_max."
+    )

@@ -1,0 +1,220 @@
+"""From a configuration to an optax chain, reducer first."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from ml_collections import ConfigDict
+
+import edgc_jax
+from edgc_jax.comm.dataflow import varying_axes
+from experiments.models import gpt2, gpt2_stages
+
+_SCHEDULE_PARTS = 8
+# The arguments that a reducer has beside those of its section.
+_COMMON = {
+  "edgc": ("matrix_view", "seed"),
+  "powersgd": ("matrix_view", "seed"),
+  "allreduce": ("matrix_view",),
+  "topk": ("matrix_view",),
+  "randomk": ("matrix_view", "seed"),
+  "quantize": ("matrix_view", "seed"),
+  "signsgd": ("matrix_view",),
+}
+REDUCERS = tuple(_COMMON)
+LOW_RANK = ("edgc", "powersgd")  # those that have a rank
+AUTO = "auto"  # one of them, or allreduce: see `advised`
+
+
+def make_reducer(
+  config: ConfigDict, axis_name: str, times: Mapping[str, Any]
+) -> optax.GradientTransformationExtraArgs:
+  """The transformation that averages gradients, by its name in the config.
+
+  Args:
+    config: The whole configuration.
+    axis_name: The axis of the replicas.
+    times: Arguments of `edgc` from `times.options_of`.
+
+  Returns:
+    The transformation.
+
+  Raises:
+    ValueError: if the name is unknown or an option is out of range.
+  """
+  if config.reducer not in REDUCERS:
+    raise ValueError(
+      f"`reducer` must be one of {', '.join(REDUCERS)}, got"
+      f" {config.reducer!r}; name one with --config=FILE:REDUCER."
+    )
+  times = dict(times)
+  options = {"axis_name": axis_name}
+  is_edgc = config.reducer == "edgc"
+  if config.mesh.stage > 1:
+    options["stages"] = edgc_jax.Stages(
+      gpt2_stages.AXIS,
+      gpt2_stages.placement,
+      align=config.pipeline.align,
+      backward_seconds=times.pop("backward_seconds", None),
+    )
+  options["check_every"] = config.sentinel.every
+  common = {"matrix_view": gpt2.matrix_view, "seed": config.seed}
+  options |= {name: common[name] for name in _COMMON[config.reducer]}
+  options |= config[config.reducer].to_dict()
+  if is_edgc:
+    options |= times
+    # Zero stands for a value that is found.
+    for name in ("rank_max", "rank_min", "window"):
+      options[name] = options[name] or None
+    if options["window"] is None:
+      options["total_steps"] = config.steps
+    options["sampling"] = edgc_jax.Sampling(**options["sampling"])
+    options["rule"] = _rule(options["rule"])
+    options["allocation"] = edgc_jax.Allocation(**options["allocation"])
+  elif config.reducer == "powersgd":
+    options["rank"] = _rank_schedule(
+      options["rank"], options.pop("final_rank"), config.steps
+    )
+  elif config.reducer == "topk":
+    options["sample_rate"] = options["sample_rate"] or None
+  return getattr(edgc_jax, config.reducer)(**options)
+
+
+def without_exchange(
+  config: ConfigDict, axis_name: str
+) -> optax.GradientTransformationExtraArgs:
+  """What averages nothing and has a reducer's state: for measuring.
+
+  On stages, whose parameters must stay equal on all replicas, each gradient is
+  replaced by its sum: it is read as it would be, and a number of it travels.
+  """
+  reducer = make_reducer(config, axis_name, {})
+
+  def update(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    *,
+    late_updates: Callable[[Any], Any] | None = None,
+    **_: Any,
+  ) -> tuple[optax.Updates, optax.OptState]:
+    if late_updates is not None:
+      updates = late_updates(lambda x: x)
+    if config.mesh.stage > 1:
+      updates = jax.tree.map(_as_invariant_as, updates, params)
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(reducer.init, update)
+
+
+def _as_invariant_as(gradient: jax.Array, param: jax.Array) -> jax.Array:
+  """The sum everywhere, over the axes too on which the parameter is equal."""
+  axes = tuple(set(varying_axes(gradient)) - set(varying_axes(param)))
+  return jnp.full_like(param, lax.psum(jnp.sum(gradient), axes))
+
+
+def rank_name(reducer: str, rank: float) -> str:
+  """A rank for people: that of a reducer without ranks is always 0."""
+  if rank:
+    return f"{rank:.0f}"
+  return "dense" if reducer in (*LOW_RANK, "allreduce", AUTO) else "-"
+
+
+def _rule(options: dict[str, Any]) -> edgc_jax.RankRule:
+  """Returns the rule of a configuration, in which zero stands for None."""
+  rank = options.pop("warmup_rank")
+  if rank.isdigit():
+    rank = int(rank)
+  for name in ("max_rank_step", "max_warmup_steps"):
+    options[name] = options[name] or None
+  return edgc_jax.RankRule(
+    warmup_rank=None if rank == "dense" else rank, **options
+  )
+
+
+def _rank_schedule(rank: float, final_rank: int, steps: int) -> dict[int, int]:
+  """{first step: rank}, by the two options of a configuration.
+
+  A fraction is a mean over the run, first the rank above and then the one
+  below. A final rank is moved to in equal parts of the run.
+  """
+  below = math.floor(rank)
+  if rank < 1 or (final_rank and below != rank):
+    raise ValueError(
+      "`powersgd.rank` must be at least 1, and a whole number with a"
+      f" final_rank ({final_rank}), got {rank}; choose another."
+    )
+  if final_rank in (0, rank):
+    change = round((rank - below) * steps)
+    if change in (0, steps):
+      return {0: below + bool(change)}
+    return {0: below + 1, change: below}
+  parts = 1 + min(abs(final_rank - below), _SCHEDULE_PARTS - 1)
+  ranks = np.linspace(rank, final_rank, parts).round().astype(int).tolist()
+  return {i * steps // parts: rank for i, rank in enumerate(ranks)}
+
+
+def make_schedule(config: ConfigDict) -> optax.Schedule:
+  """Learning rate by step: linear warm-up, then a cosine."""
+  options = config.optimizer
+  return optax.warmup_cosine_decay_schedule(
+    init_value=0.0,
+    peak_value=options.lr,
+    warmup_steps=min(options.warmup_steps, config.steps - 1),
+    decay_steps=config.steps,
+    end_value=options.lr * options.final_lr_ratio,
+  )
+
+
+def make_optimizer(
+  config: ConfigDict,
+  axis_name: str,
+  times: Mapping[str, Any],
+  reducer: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Reducer, clipping of the mean, AdamW; non-finite steps are skipped.
+
+  Args:
+    config: The whole configuration.
+    axis_name: The axis of the replicas.
+    times: Arguments of `edgc` from `times.options_of`.
+    reducer: Another than that of the configuration.
+
+  Returns:
+    The transformation.
+  """
+  if reducer is None:
+    reducer = make_reducer(config, axis_name, times)
+  options = config.optimizer
+  axes = (axis_name,)
+  clip = optax.clip_by_global_norm(options.clip_norm)
+  if config.mesh.stage > 1:
+    axes = (axis_name, gpt2_stages.AXIS)
+    clip = edgc_jax.clip_by_global_norm(options.clip_norm, gpt2_stages.AXIS)
+  chain = optax.chain(
+    reducer,
+    clip,
+    optax.adamw(
+      make_schedule(config),
+      b1=options.b1,
+      b2=options.b2,
+      weight_decay=options.weight_decay,
+      mask=_is_matrix,
+    ),
+  )
+  return edgc_jax.skip_nonfinite(chain, axes, options.max_consecutive_skips)
+
+
+def _is_matrix(params: optax.Params) -> optax.Params:
+  """Weight decay is for kernels and embeddings only."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, p: (
+      gpt2.matrix_view(jax.tree_util.keystr(path), p.shape) is not None
+    ),
+    params,
+  )

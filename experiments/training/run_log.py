@@ -1,0 +1,221 @@
+"""The numbers of a run's steps: fetched, summed, shown and written."""
+
+import collections
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+from ml_collections import ConfigDict
+
+from experiments.runs.run_folder import RunFolder
+from experiments.runtime import hosts
+from experiments.training.optimizer import make_schedule, rank_name
+
+# Numbers that differ per pipeline stage are lists, one entry a stage.
+_PER_STAGE = ("entropy", "rank", "rung", "wire_bytes", "dense_bytes",
+              "relative_error", "predicted_error", "residual_norm")  # fmt: skip
+_TIMED = 1000  # newest log intervals, of whose times the median is taken
+_NEW = {
+  "step": 0, "wire_bytes": [], "peak_wire_bytes": 0.0, "rank_history": [],
+  "losses": [], "seconds": 0.0, "step_seconds": [], "parted_steps": 0,
+  "noticed": [],
+}  # fmt: skip
+
+
+class RunLog:
+  """Keeps each step's numbers on the devices until a line is due.
+
+  A line holds the numbers of its step, and for the loss the mean since the
+  line before. On a terminal a progress bar shows them, elsewhere plain lines.
+
+  Attributes:
+    wire_bytes: Sum over all steps so far, per replica, for each stage.
+    peak_wire_bytes: The most of any step so far, per replica, over all stages.
+    rank_history: [step, [rank per stage]] at the first step of each rank.
+    new_parted_steps: Steps since the line before at which replicas had parted.
+  """
+
+  def __init__(self, folder: RunFolder, state: Mapping[str, Any] | None = None):
+    """Starts the clock of the run whose folder this is.
+
+    Args:
+      folder: Where lines go.
+      state: From `state()`, of a run that goes on; None for a new one.
+    """
+    config = ConfigDict(folder.config)
+    state = {**_NEW, **(state or {})}
+    self.wire_bytes: list[float] = list(state["wire_bytes"])
+    self.peak_wire_bytes: float = state["peak_wire_bytes"]
+    self.rank_history: list[Any] = list(state["rank_history"])
+    self.new_parted_steps: list[int] = []
+    self._noticed: list[int] = list(state["noticed"])
+    self._parted_steps: int = state["parted_steps"]
+    self._losses: list[float] = list(state["losses"])  # since the last line
+    self._first = self._step = state["step"]
+    self._folder = folder
+    self._steps = config.steps
+    self._reducer = config.reducer
+    self._tokens = config.batch_size * config.model.context
+    self._learning_rate = make_schedule(config)
+    self._pending: list[dict[str, jax.Array]] = []
+    self._began = time.monotonic()
+    self._started = self._began - state["seconds"]
+    # Step and time of the first numbers: what is before them is compilation.
+    self._timed: tuple[int, float] | None = None
+    # Seconds a step by log interval, without what the host does in between.
+    self._step_seconds = collections.deque(state["step_seconds"], _TIMED)
+    self._interval: float | None = None  # when it began
+    self._is_shown = hosts.is_first()
+    self._is_terminal = sys.stderr.isatty()
+    self._bar = tqdm.tqdm(
+      total=self._steps,
+      initial=self._first,
+      disable=not (self._is_terminal and self._is_shown),
+      unit="step",
+    )
+
+  def begin_step(self) -> None:
+    """Starts the clock, if evaluation or a checkpoint has stopped it."""
+    if self._interval is None:
+      self._interval = time.monotonic()
+
+  def add(self, numbers: dict[str, jax.Array]) -> None:
+    """Takes a step's numbers without waiting for them."""
+    self._pending.append(numbers)
+
+  def state(self) -> dict[str, Any]:
+    """All of it, for JSON; waits for the devices."""
+    self._drain()
+    return {
+      "step": self._step,
+      "wire_bytes": self.wire_bytes,
+      "peak_wire_bytes": self.peak_wire_bytes,
+      "rank_history": self.rank_history,
+      "losses": self._losses,
+      "parted_steps": self._parted_steps,
+      "noticed": list(self._noticed),
+      "seconds": self.seconds(),
+      "step_seconds": list(self._step_seconds),
+    }
+
+  def summary(self) -> dict[str, Any]:
+    """What a run's summary says of all its steps.
+
+    `step_seconds` is the median over log intervals of the time between two
+    fetches, when all devices were done, by the steps between them. Intervals
+    in which a process compiled, evaluation and checkpoints are left out; so
+    is the number where nothing else is.
+    """
+    numbers = {
+      "wire_bytes_per_step": [sent / self._step for sent in self.wire_bytes],
+      "peak_wire_bytes_per_step": self.peak_wire_bytes,
+      "rank_history": self.rank_history,
+      "seconds": self.seconds(),
+    }
+    if self._step_seconds:
+      numbers["step_seconds"] = statistics.median(self._step_seconds)
+    return numbers
+
+  def fetch(self) -> dict[str, Any]:
+    """The line of the newest step; waits for the devices."""
+    self._drain()
+    self.new_parted_steps, self._noticed = self._noticed, []
+    step = self._step
+    line = dict(self._newest, step=step)
+    line["loss"] = float(np.mean(self._losses))
+    self._losses = []
+    line["learning_rate"] = float(self._learning_rate(step - 1))
+    line["dense_bytes"] = sum(line["dense_bytes"])
+    sent = sum(self.wire_bytes)
+    # None yet where the first step was skipped.
+    line["compression_ratio"] = (
+      line["dense_bytes"] * step / sent if sent else 1.0
+    )
+    line["seconds"] = self.seconds()
+    line["tokens_per_second"] = self._tokens * self._speed()
+    return line
+
+  def write(self, line: dict[str, Any]) -> None:
+    """Shows a line and adds it to the run folder."""
+    step = line["step"]
+    shown = {
+      "loss": f"{line['loss']:.3f}",
+      "rank": "/".join(rank_name(self._reducer, r) for r in line["rank"]),
+      "ratio": f"{line['compression_ratio']:.2f}",
+    }
+    if "val_loss" in line:
+      shown["val_loss"] = f"{line['val_loss']:.4f}"
+    self._bar.set_postfix(shown, refresh=False)
+    self._bar.update(step - self._bar.n)
+    if self._is_shown and not self._is_terminal:
+      text = "  ".join(f"{name} {value}" for name, value in shown.items())
+      left = ""
+      if self._timed[0] < step:  # before that compilation is all there is
+        left = f"  {(self._steps - step) / self._speed():.0f} s left"
+      print(f"step {step}/{self._steps}  {text}{left}", flush=True)
+    self._folder.log(line)
+
+  def _drain(self) -> None:
+    """Takes what is pending from the devices."""
+    pending = len(self._pending)
+    for values in map(_by_stage, jax.device_get(self._pending)):
+      self._step += 1
+      self._newest = values
+      self._losses.append(values["loss"])
+      if values["parted_steps"] > self._parted_steps:
+        self._noticed.append(self._step)
+        self._parted_steps = values["parted_steps"]
+      before = self.wire_bytes or [0.0] * len(values["rank"])
+      self.wire_bytes = [
+        total + sent
+        for total, sent in zip(before, values["wire_bytes"], strict=True)
+      ]
+      sent = sum(values["wire_bytes"])
+      self.peak_wire_bytes = max(self.peak_wire_bytes, sent)
+      rank = values["rank"]
+      if not self.rank_history or self.rank_history[-1][1] != rank:
+        self.rank_history.append([self._step, rank])
+    self._pending = []
+    now = time.monotonic()
+    if self._timed is None:
+      self._timed = self._step, now
+    elif pending:
+      self._step_seconds.append((now - self._interval) / pending)
+    self._interval = None
+
+  def close(self) -> None:
+    """Ends the progress bar."""
+    self._bar.close()
+
+  def seconds(self) -> float:
+    """Since the run started, compilation included."""
+    return time.monotonic() - self._started
+
+  def _speed(self) -> float:
+    """Steps a second of this process, compilation left out where it can be."""
+    now, (step, since) = time.monotonic(), self._timed
+    if step == self._step:
+      step, since = self._first, self._began
+    return (self._step - step) / (now - since)
+
+
+def _by_stage(numbers: dict[str, np.ndarray]) -> dict[str, Any]:
+  """Plain numbers, and lists of them where they differ by stage."""
+  plain = {}
+  stages = np.size(numbers["rank"])
+  for name, x in numbers.items():
+    if isinstance(x, dict):
+      plain[name] = {
+        path: np.reshape(values, (stages, -1)).tolist()
+        for path, values in x.items()
+      }
+    elif name in _PER_STAGE:
+      plain[name] = np.ravel(x).tolist()
+    else:
+      plain[name] = np.ravel(x)[0].item()
+  return plain

@@ -1,0 +1,124 @@
+"""The times that decide ranks: given in the configuration, or measured."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+import edgc_jax
+from experiments.models import gpt2, gpt2_stages
+from experiments.models.gpt2 import GPT2Config
+from experiments.parallel.meshes import DATA
+
+
+def needed(config: ConfigDict) -> bool:
+  """Whether anything of this configuration depends on times."""
+  is_aligned = config.mesh.stage > 1 and config.pipeline.align == "slack"
+  return config.reducer == "edgc" and (is_aligned or config.edgc.rank_max == 0)
+
+
+def options_of(
+  config: ConfigDict, model: GPT2Config, mesh: Mesh
+) -> dict[str, Any]:
+  """Arguments of `edgc_jax.edgc` that are times.
+
+  Args:
+    config: The whole configuration; zeros in it are measured.
+    model: Sizes of the model.
+    mesh: The devices; all their processes call this at the same point.
+
+  Returns:
+    link, compression and, with stages, backward_seconds.
+  """
+  if not needed(config):
+    return {}
+  given, stages = config.link, config.mesh.stage
+  params = params_of_one_stage(model, stages)
+  if given.bandwidth:
+    link = edgc_jax.LinkModel(given.latency, given.bandwidth)
+    compression = edgc_jax.CompressionModel(
+      given.compression_base, given.compression_per_rank
+    )
+  else:
+    link = edgc_jax.measure_link(mesh, DATA)
+    compression = edgc_jax.measure_compression(
+      params["blocks"],
+      min_ratio=config.edgc.min_ratio,
+      matrix_view=gpt2.matrix_view,
+      allocation=edgc_jax.Allocation(**config.edgc.allocation),
+      mesh=mesh,
+    )
+  times = {"link": link, "compression": compression}
+  if stages > 1:
+    seconds = config.pipeline.backward_seconds
+    times["backward_seconds"] = seconds or _backward(config, model, mesh)
+  return times
+
+
+def of_numbers(numbers: dict[str, Any] | None) -> dict[str, Any] | None:
+  """Those that `as_numbers` gave; None for None."""
+  if numbers is None:
+    return None
+  kinds = {
+    "link": edgc_jax.LinkModel,
+    "compression": edgc_jax.CompressionModel,
+  }
+  return {
+    name: kinds[name](**value) if name in kinds else value
+    for name, value in numbers.items()
+  }
+
+
+def as_numbers(times: dict[str, Any]) -> dict[str, Any]:
+  """The same for JSON."""
+  return {
+    name: dataclasses.asdict(value)
+    if dataclasses.is_dataclass(value)
+    else value
+    for name, value in times.items()
+  }
+
+
+def describe(times: dict[str, Any]) -> str:
+  """One line for a terminal."""
+  link, compression = times["link"], times["compression"]
+  quality = f", R^2 {link.r_squared:.3f}" if link.r_squared is not None else ""
+  parts = [
+    f"link {link.bandwidth / 1e6:.4g} MB/s, {link.latency * 1e3:.3g} ms an"
+    f" all-reduce{quality}",
+    f"compression {compression.base * 1e3:.3g} ms +"
+    f" {compression.per_rank * 1e3:.3g} ms a rank",
+  ]
+  if "backward_seconds" in times:
+    parts.append(f"backward {times['backward_seconds'] * 1e3:.3g} ms")
+  return "; ".join(parts)
+
+
+def params_of_one_stage(model: GPT2Config, stages: int) -> Any:
+  """Shapes of the parameters that one stage holds."""
+  shapes = jax.eval_shape(
+    lambda: gpt2_stages.init_params(model, stages, jax.random.key(0))
+  )
+
+  def cut(path: tuple, leaf: Any) -> jax.ShapeDtypeStruct:
+    shape = leaf.shape
+    if gpt2_stages.placement(jax.tree_util.keystr(path), shape) != "shared":
+      shape = (shape[0] // stages, *shape[1:])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+  return jax.tree_util.tree_map_with_path(cut, shapes)
+
+
+def _backward(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> float:
+  """Measured seconds of one microbatch's backward pass, on one device."""
+  blocks = params_of_one_stage(model, config.mesh.stage)["blocks"]
+  params = jax.tree.map(lambda p: jnp.full(p.shape, 0.01, p.dtype), blocks)
+  sequences = config.batch_size // (
+    config.mesh.data * config.pipeline.microbatches
+  )
+  inputs = jnp.ones((sequences * model.context, model.width), model.dtype)
+  stage_fn = gpt2_stages.make_stage_fn(model, sequences, params)
+  return edgc_jax.measure_backward(stage_fn, params, inputs, mesh=mesh)

@@ -1,0 +1,308 @@
+"""Training, from a configuration to a summary.
+
+Only small numbers leave the devices: every step hands them out as device
+arrays, which are fetched in one go when a line is logged, so that devices
+never wait for the host in between.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+import edgc_jax
+from experiments.models import gpt2
+from experiments.parallel import backends, meshes
+from experiments.runs.checkpoints import CheckpointError, Checkpoints
+from experiments.runs.run_folder import RunFolder, environment
+from experiments.runtime import heap, hosts
+from experiments.runtime.stop_signals import StopSignals, TrainingInterrupted
+from experiments.training import advised, checks, data, times
+from experiments.training.optimizer import make_optimizer
+from experiments.training.run_log import RunLog
+
+
+class TrainingStopped(RuntimeError):
+  """A run that cannot go on, and why."""
+
+
+class Trainer:
+  """One run: everything that can be wrong with its options is found here."""
+
+  def __init__(self, config: ConfigDict):
+    """Checks the configuration and loads the data; writes nothing.
+
+    Args:
+      config: As from a file in configs/.
+
+    Raises:
+      ValueError: if an option is out of range, or does not fit another.
+      FileNotFoundError: if there is no data at `data.path`.
+      FileExistsError: if `run_dir` holds something else.
+      CheckpointError: if there is none that can be used where one is needed.
+    """
+    checks.check(config)
+    self.config = config
+    self.model = gpt2.GPT2Config(**config.model.to_dict())
+    mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
+    name = f"{config.name}-{config.reducer}-seed{config.seed}"
+    path = config.run_dir or pathlib.Path("runs") / name
+    self.folder = RunFolder(path, config.to_dict())
+    self.checkpoints = Checkpoints(
+      self.folder.checkpoints, config.checkpoint.keep
+    )
+    self.corpus = data.load_corpus(config.data.path, context=self.model.context)
+    data.check_vocab(
+      self.corpus, self.model.vocab_size, self.model.reserved_ids
+    )
+    hosts.wait_for_all("loaded")
+    self._behind = self._what_is_behind()
+    config, self.choice = advised.resolve(
+      config, self.model, mesh, self._behind.about.get("choice")
+    )
+    self.config = config
+    # Ladders follow from times: measured once in a run.
+    self.times = times.of_numbers(self._behind.about.get("times"))
+    if self.times is None:
+      self.times = times.options_of(config, self.model, mesh)
+    self.tx = make_optimizer(config, meshes.DATA, self.times)
+    self.parallel = backends.make(config, self.model, self.tx, mesh)
+    self._load_params = None
+    if config.init_from and not (self._behind.step or self.folder.summary()):
+      self._load_params = self._find_params(config.init_from)
+
+  def run(self) -> dict[str, Any]:
+    """Trains to the last step and returns the summary, also written.
+
+    Goes on from the run's newest checkpoint, if there is one.
+
+    Raises:
+      TrainingStopped: if all replicas had the same gradients, too many steps
+        in a row were not finite, or replicas parted (`sentinel.action`).
+      TrainingInterrupted: after SIGTERM or Ctrl-C.
+      CheckpointError: if a checkpoint could not be written or read.
+      RunInUse: if another process writes into the folder.
+    """
+    try:
+      self.folder.lock()
+      found = self._load()
+      self.folder.start(found.step, found.about.get("line", {}).get("step", 0))
+      if self.times and hosts.is_first():
+        print(times.describe(self.times))
+      with StopSignals() as signals:
+        summary = self._train(found, signals)
+      self.checkpoints.close()
+      self.folder.finish(summary)
+    finally:
+      self.folder.close()
+    return summary
+
+  def _what_is_behind(self) -> "_Progress":
+    """Of a run that goes on: the step of its newest checkpoint, not loaded."""
+    if not self.config.resume and self.folder.is_claimed():
+      raise ValueError(
+        f"`run_dir` must be new with --config.resume=false, got"
+        f" {self.folder.path}, which holds a run; leave `resume` out to go on"
+        " with it."
+      )
+    summary = self.folder.summary()
+    newest = self.checkpoints.newest() if summary is None else None
+    if newest is None:
+      return _Progress(about=summary or {})
+    step, about = newest
+    if about["corpus"] != self.corpus.sha256:
+      raise ValueError(
+        f"`data.path` must hold what the run {self.folder.path} began with, got"
+        " other contents; restore them, or give another --config.run_dir."
+      )
+    return _Progress(step, about=about)
+
+  def _load(self) -> "_Progress":
+    """The same with its arrays."""
+    config, step, about = self.config, self._behind.step, self._behind.about
+    self.checkpoints.set_aside()
+    if not step:
+      return self._behind
+    replicas = about["replicas"]
+    trees = self.checkpoints.load(step, self.parallel.stored.template(replicas))
+    params, opt_state = self.parallel.load(trees, replicas)
+    if replicas != config.mesh.data:
+      # A replica's batch is another one now, and with it the entropy.
+      opt_state = edgc_jax.rebase_entropy(opt_state)
+    if hosts.is_first():
+      change = ""
+      if replicas != config.mesh.data:
+        change = f" on {config.mesh.data} replicas, {replicas} before"
+        if jax.tree.leaves(optax.tree.get(opt_state, "residual")):
+          change += "; residuals keep their mean"
+        if config.reducer == "edgc":
+          change += "; the reference entropy will move"
+      print(f"going on after step {step}{change}", flush=True)
+    return _Progress(step, params, opt_state, about)
+
+  def _find_params(self, folder: str) -> Callable[[], Any]:
+    """What loads the parameters of another run, once that can be done."""
+    checkpoints = Checkpoints(pathlib.Path(folder, "checkpoints"), 1)
+    try:
+      newest = checkpoints.newest()
+      if newest is None:
+        raise CheckpointError("There are no checkpoints.")
+      step, about = newest
+      shapes = self.parallel.stored.template(about["replicas"])["params"]
+      checkpoints.require_shapes(step, {"params": shapes})
+    except CheckpointError as error:
+      raise CheckpointError(
+        "`init_from` must be the folder of a run with checkpoints of this"
+        f" model, got {folder}; give another. {error}"
+      ) from error
+
+    def load() -> Any:
+      trees = checkpoints.load(step, {"params": shapes})
+      (params,) = self.parallel.load(trees, about["replicas"])
+      return params
+
+    return load
+
+  def _train(self, found: "_Progress", signals: StopSignals) -> dict[str, Any]:
+    config = self.config
+    log = RunLog(self.folder, found.about.get("log"))
+    params, opt_state = found.params, found.opt_state
+    if found.step == 0:
+      params, opt_state = self.parallel.init(jax.random.key(config.seed))
+      if self._load_params:
+        params = self._load_params()
+    self.parallel.compile_step(params, opt_state, config.batch_size)
+    self.parallel.compile_loss(params, config.batch_size)
+    hosts.wait_for_all("compiled")
+    heap.keep_freed_memory()
+    batches = data.train_batches(
+      self.corpus.train,
+      context=self.model.context,
+      batch_size=config.batch_size,
+      seed=config.seed,
+      rows=self.parallel.rows(config.batch_size),
+    )
+    if found.step:
+      batches.set_state(found.about["batches"])
+    line = found.about.get("line", {})
+    for step in range(found.step + 1, config.steps + 1):
+      log.begin_step()
+      params, opt_state, numbers = self.parallel.step(
+        params, opt_state, next(batches)
+      )
+      log.add(numbers)
+      every = config.evaluation.every
+      is_evaluated = step == config.steps or (every and step % every == 0)
+      val_loss = None
+      if is_evaluated or step % config.log_every == 0 or step == 1:
+        line = log.fetch()
+        if log.new_parted_steps:
+          params, opt_state = self._rejoin(
+            params, opt_state, log.new_parted_steps
+          )
+        else:
+          self._stop_if_hopeless(line, step)
+        if is_evaluated:
+          line["val_loss"] = val_loss = self._evaluate(params)
+        log.write(line)
+      is_last, every = step == config.steps, config.checkpoint.every
+      is_stopped = signals.wants_stop(step) and not is_last
+      if is_stopped or (every and (is_last or step % every == 0)):
+        about = {
+          "replicas": config.mesh.data,
+          "times": times.as_numbers(self.times),
+          "choice": self.choice,
+          "corpus": self.corpus.sha256,
+          "log": log.state(),
+          "line": line,
+          "batches": batches.get_state(),
+        }
+        self.folder.sync()
+        trees = self.parallel.stored.store((params, opt_state))
+        self.checkpoints.save(step, trees, about, val_loss)
+      if is_stopped:
+        self.checkpoints.close()
+        raise TrainingInterrupted(signals.received, step)
+    log.close()
+    numbers = log.summary()
+    return {
+      "reducer": config.reducer,
+      "steps": config.steps,
+      "params": self.parallel.num_params,
+      "replicas": config.mesh.data,
+      "stages": config.mesh.stage,
+      "train_loss": line["loss"],
+      "val_loss": line["val_loss"],
+      "dense_bytes_per_step": line["dense_bytes"],
+      "compression_ratio": line["dense_bytes"]
+      / sum(numbers["wire_bytes_per_step"]),
+      "skipped_steps": line["skipped_steps"],
+      "traces": self.parallel.traces,
+      "times": times.as_numbers(self.times),
+      "choice": self.choice,
+      **numbers,
+      **hosts.peak_memory(),
+      "tokens_per_second": line["tokens_per_second"],
+      "corpus": {"name": self.corpus.name, "sha256": self.corpus.sha256},
+      "environment": environment(),
+    }
+
+  def _evaluate(self, params: Any) -> float:
+    """Mean loss on the held-out windows, the same in every run."""
+    batches = data.held_out_batches(
+      self.corpus.held_out,
+      context=self.model.context,
+      batch_size=self.config.batch_size,
+      num_batches=self.config.evaluation.batches,
+    )
+    rows = self.parallel.rows(self.config.batch_size)
+    losses = [self.parallel.loss(params, batch[rows]) for batch in batches]
+    return float(np.mean([np.asarray(loss) for loss in losses]))
+
+  def _rejoin(
+    self, params: Any, opt_state: Any, steps: list[int]
+  ) -> tuple[Any, Any]:
+    """Follows the first replica after replicas have parted, or stops."""
+    found = (
+      f"At step {steps[0]} replicas held different parameters, or applied"
+      " different updates"
+    )
+    if self.config.sentinel.action == "stop":
+      raise TrainingStopped(
+        f"{found}: they train different models from some step before it, at"
+        f" most {self.config.sentinel.every} earlier, on. Go on from a"
+        " checkpoint from before that (delete the later ones), or set"
+        " --config.sentinel.action=follow to go on with the first replica's"
+        " parameters and state for all; if it comes again, look at the hardware"
+        " of the hosts and at what else changes parameters."
+      )
+    if hosts.is_first():
+      print(f"{found}; all go on with those of the first", flush=True)
+    return self.parallel.follow_first_replica(params, opt_state)
+
+  def _stop_if_hopeless(self, line: dict[str, Any], step: int) -> None:
+    if line["identical_gradients"] and self.config.mesh.data > 1:
+      raise TrainingStopped(
+        "All replicas had the same gradients in the first steps, so averaging"
+        " them changes nothing; give every replica its own part of the batch."
+      )
+    if line["consecutive_skips"] >= self.config.optimizer.max_consecutive_skips:
+      raise TrainingStopped(
+        f"{line['consecutive_skips']} steps in a row up to step {step} had"
+        " non-finite gradients; lower optimizer.lr or look at the data."
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Progress:
+  """What a run has behind it."""
+
+  step: int = 0
+  params: Any = None
+  opt_state: Any = None
+  about: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,408 @@
+"""Tests of the corpora, their split and their batches."""
+
+import json
+import os
+import pathlib
+import re
+
+import chex
+import numpy as np
+import pytest
+
+from experiments.training import data
+
+_CONTEXT = 4
+
+
+def _write(root: pathlib.Path, files: dict[str, bytes]) -> str:
+  for name, content in files.items():
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_bytes(content)
+  return str(root)
+
+
+def _write_bin(root: pathlib.Path, train: np.ndarray, val: np.ndarray) -> str:
+  files = {"train.bin": train, "val.bin": val}
+  return _write(root, {k: v.astype("<u2").tobytes() for k, v in files.items()})
+
+
+def _texts(count: int) -> dict[str, bytes]:
+  return {f"{i:02}.txt": f"file number {i}\n".encode() for i in range(count)}
+
+
+def _joined(texts) -> bytes:
+  return b"".join(text + b"\0" for text in texts)
+
+
+def _load(path) -> data.Corpus:
+  return data.load_corpus(str(path), context=_CONTEXT)
+
+
+def _iterator(tokens, *, batch_size=3, seed=0):
+  return data.train_batches(
+    tokens, context=_CONTEXT, batch_size=batch_size, seed=seed
+  )
+
+
+def _take(iterator, count: int) -> np.ndarray:
+  return np.stack([next(iterator) for _ in range(count)])
+
+
+def _window_ids(batches: np.ndarray) -> list[int]:
+  """Index of each window of tokens that count upwards from 0."""
+  return (batches[..., 0] // _CONTEXT).ravel().tolist()
+
+
+# Loading text.
+
+
+def test_default_corpus():
+  corpus = data.load_corpus(context=128)
+  again = data.load_corpus("", context=128)
+  assert len(corpus.train) > 5e6
+  assert 0.02 < len(corpus.held_out) / len(corpus.train) < 0.1
+  assert corpus.vocab_size == 256
+  assert max(corpus.train.max(), corpus.held_out.max()) < 256
+  assert "standard library" in corpus.name
+  assert corpus.sha256 == again.sha256
+  chex.assert_trees_all_equal(corpus[:2], again[:2])
+
+
+def test_default_corpus_skips_tests_and_build_files(tmp_path, monkeypatch):
+  kept = {"a.py": b"first file", "json/b.py": b"second file"}
+  dropped = {
+    f"{folder}/c.py": b"dropped"
+    for folder in ("site-packages", "test", "json/tests", "config-3.11-x86")
+  }
+  dropped |= {"_sysconfigdata_x.py": b"dropped", "notes.txt": b"dropped"}
+  _write(tmp_path, kept | dropped)
+  monkeypatch.setattr(data.sysconfig, "get_path", lambda _: str(tmp_path))
+  corpus = data.load_corpus(context=_CONTEXT)
+  assert corpus.train.tobytes() == b"first file\0"
+  assert corpus.held_out.tobytes() == b"second file\0"
+
+
+def test_text_file_holds_out_its_end(tmp_path):
+  text = "".join(map(chr, range(33, 123))).encode() + b"0123456789"
+  corpus = _load(_write(tmp_path, {"a.txt": text}) + "/a.txt")
+  assert corpus.train.tobytes() == text[:90]
+  assert corpus.held_out.tobytes() == text[90:]
+  assert corpus.train.dtype == np.uint8
+  assert (corpus.vocab_size, corpus.name) == (256, "a.txt")
+
+
+@pytest.mark.parametrize(
+  "count, held_out", [(2, [1]), (19, [18]), (20, [19]), (45, [19, 39])]
+)
+def test_folder_is_split_by_file(tmp_path, count, held_out):
+  texts = _texts(count)
+  corpus = _load(_write(tmp_path, texts))
+  contents = list(texts.values())
+  train = [t for i, t in enumerate(contents) if i not in held_out]
+  assert corpus.train.tobytes() == _joined(train)
+  assert corpus.held_out.tobytes() == _joined(contents[i] for i in held_out)
+
+
+def test_folder_order_is_that_of_relative_paths(tmp_path, monkeypatch):
+  names = ["b/a.txt", "a.txt", "b.txt", "b/c/z.md", "Z.py", "c.rst"]
+  texts = {name: f"this is {name}".encode() for name in names}
+  path = _write(tmp_path, texts)
+  corpus = _load(path)
+  *train, held_out = sorted(names)
+  assert corpus.train.tobytes() == _joined(texts[n] for n in train)
+  assert corpus.held_out.tobytes() == _joined([texts[held_out]])
+
+  walk = os.walk
+
+  def reversed_walk(root):
+    for folder, folders, files in walk(root):
+      folders.sort(reverse=True)
+      yield folder, folders, sorted(files, reverse=True)
+
+  monkeypatch.setattr(data.os, "walk", reversed_walk)
+  chex.assert_trees_all_equal(corpus, _load(path))
+
+
+def test_folder_skips_hidden_binary_and_empty_files(tmp_path):
+  skipped = {
+    ".hidden.txt": b"hidden",
+    ".git/config.txt": b"hidden",
+    "00-image.png": b"\x89PNG\xff",
+    "00-nul.txt": b"a\0b",
+    "99-empty.txt": b"",
+  }
+  texts = _texts(3)
+  corpus = _load(_write(tmp_path, texts | skipped))
+  *train, held_out = texts.values()
+  assert corpus.train.tobytes() == _joined(train)
+  assert corpus.held_out.tobytes() == _joined([held_out])
+
+
+def test_folder_with_one_text_is_that_text(tmp_path):
+  files = {"a.txt": b"0123456789" * 10, "b.png": b"\xff\xff"}
+  path = _write(tmp_path, files)
+  chex.assert_trees_all_equal(_load(path)[:2], _load(path + "/a.txt")[:2])
+
+
+def test_hash_tells_the_split(tmp_path):
+  tokens = np.arange(20)
+  pairs = [
+    _write_bin(tmp_path / f"{n}", *np.split(tokens, [n])) for n in (8, 9)
+  ]
+  assert _load(pairs[0]).sha256 != _load(pairs[1]).sha256
+
+
+# Loading token files.
+
+
+@pytest.mark.parametrize("file", ["", "/train.bin"])
+def test_bin_pair_round_trip(tmp_path, file):
+  train, val = np.arange(1000) % 700, np.array([5, 40_000, 6, 7, 8, 9])
+  path = _write_bin(tmp_path / "owt", train, val)
+  _write(tmp_path / "owt", {"input.txt": b"The token files win over this."})
+  corpus = _load(path + file)
+  for tokens, expected in ((corpus.train, train), (corpus.held_out, val)):
+    assert isinstance(tokens, np.memmap)
+    assert tokens.dtype == np.uint16
+    np.testing.assert_array_equal(tokens, expected)
+  assert (corpus.vocab_size, corpus.name) == (40_001, "owt")
+  assert next(_iterator(corpus.train)).max() < 700
+
+
+def test_bin_file_may_be_a_link(tmp_path):
+  tokens = np.arange(8, dtype="<u2")
+  _write(tmp_path, {"blob0": tokens.tobytes(), "blob1": tokens.tobytes()})
+  (tmp_path / "snapshot").mkdir()
+  for i, name in enumerate(["train.bin", "val.bin"]):
+    (tmp_path / "snapshot" / name).symlink_to(tmp_path / f"blob{i}")
+  corpus = _load(tmp_path / "snapshot" / "train.bin")
+  np.testing.assert_array_equal(corpus.held_out, tokens)
+
+
+@pytest.mark.parametrize("changed, seen", [(0, True), (50, False), (99, True)])
+def test_hash_of_large_files_reads_their_ends(
+  tmp_path, monkeypatch, changed, seen
+):
+  tokens = np.arange(100)
+  before = _load(_write_bin(tmp_path / "a", tokens, tokens)).sha256
+  tokens[changed] += 1
+  after = _load(_write_bin(tmp_path / "b", tokens, tokens)).sha256
+  assert before != after  # Small files are hashed in full.
+  monkeypatch.setattr(data, "_HASHED_BYTES", 8)
+  hashes = {_load(tmp_path / name).sha256 for name in "ab"}
+  assert (len(hashes) == 2) is seen
+
+
+# Errors.
+
+_LONG = b"long enough to be a text, " * 4
+_TOKENS = bytes(40)
+
+
+@pytest.mark.parametrize(
+  "files, path, error, parts",
+  [
+    ({}, "none.txt", FileNotFoundError, ["none.txt", "must exist", "give"]),
+    ({"a.txt": b""}, "a.txt", ValueError, ["a.txt", "empty", "give UTF-8"]),
+    ({}, "", ValueError, ["no text file", "give UTF-8"]),
+    ({"a": b"\xff", "b": b""}, "", ValueError, ["no text file", "give UTF-8"]),
+    (
+      {"a.txt": _LONG + b"\xff\0"},
+      "a.txt",
+      ValueError,
+      ["a.txt", f"offset {len(_LONG)} ", "give UTF-8 text", "train.bin"],
+    ),
+    (
+      {"a.txt": b"nul\0" + b"\xff"},
+      "a.txt",
+      ValueError,
+      ["a.txt", "offset 3 ", "give UTF-8 text", "train.bin"],
+    ),
+    (
+      {"a.txt": b"a" * 40},
+      "a.txt",
+      ValueError,
+      ["held-out part of 'a.txt'", "got 4; give more", "context + 1 = 5"],
+    ),
+    (
+      {"a.txt": b"abc", "b.txt": b"long enough"},
+      "",
+      ValueError,
+      ["train part", "got 4;", "context + 1 = 5", "model.context"],
+    ),
+    (
+      {"train.bin": _TOKENS + b"0", "val.bin": _TOKENS},
+      "",
+      ValueError,
+      ["train.bin", "got 41 bytes", "write the tokens", "uint16"],
+    ),
+    (
+      {"train.bin": _TOKENS, "val.bin": b""},
+      "",
+      ValueError,
+      ["val.bin", "got 0 bytes", "write the tokens"],
+    ),
+    (
+      {"train.bin": _TOKENS},
+      "train.bin",
+      FileNotFoundError,
+      ["val.bin", "must hold both", "write both"],
+    ),
+    (
+      {"val.bin": _TOKENS, "input.txt": _LONG},
+      "",
+      FileNotFoundError,
+      ["train.bin", "must hold both", "write both"],
+    ),
+    (
+      {"train.bin": _TOKENS, "val.bin": b"1234"},
+      "",
+      ValueError,
+      ["held-out part", "got 2;", "context + 1 = 5", "model.context"],
+    ),
+  ],
+)
+def test_load_errors(tmp_path, files, path, error, parts):
+  root = pathlib.Path(_write(tmp_path, files))
+  with pytest.raises(error, match=r"^`data\.path`") as caught:
+    _load(root / path)
+  for part in parts:
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda tokens: _iterator(tokens),
+    lambda tokens: data.held_out_batches(
+      tokens, context=_CONTEXT, batch_size=2, num_batches=1
+    ),
+  ],
+)
+def test_batches_need_one_window(make):
+  make(np.arange(_CONTEXT + 1))
+  with pytest.raises(ValueError, match=re.escape("context + 1 = 5")):
+    make(np.arange(_CONTEXT))
+
+
+def test_check_vocab():
+  corpus = data.Corpus(
+    train=np.array([3, 9], np.uint8),
+    held_out=np.array([11, 4], np.uint8),
+    vocab_size=256,
+    name="small",
+    sha256="",
+  )
+  data.check_vocab(corpus, 256)
+  data.check_vocab(corpus, 12)
+  with pytest.raises(
+    ValueError, match=r"`model\.vocab_size` .*11 .* got 11; .* 12 or"
+  ):
+    data.check_vocab(corpus, 11)
+
+
+# Batches.
+
+
+def test_targets_are_inputs_shifted_by_one():
+  tokens = np.arange(200, dtype=np.uint16)
+  batch = next(_iterator(tokens, batch_size=8))
+  chex.assert_shape(batch, (8, _CONTEXT + 1))
+  assert batch.dtype == np.int32
+  assert type(batch) is np.ndarray
+  inputs, targets = batch[:, :-1], batch[:, 1:]
+  np.testing.assert_array_equal(targets, inputs + 1)
+  np.testing.assert_array_equal(inputs[:, 0] % _CONTEXT, 0)
+
+
+@pytest.mark.parametrize("extra", [0, 1, _CONTEXT - 1])
+def test_every_window_once_per_epoch(extra):
+  windows, epochs = 35, 3
+  tokens = np.arange(windows * _CONTEXT + 1 + extra)
+  # 3 does not divide 35: one batch in each 35 spans two epochs.
+  seen = _window_ids(_take(_iterator(tokens), windows * epochs // 3))
+  orders = np.reshape(seen, (epochs, windows)).tolist()
+  for order in orders:
+    assert sorted(order) == list(range(windows))
+    assert order != sorted(order)
+  assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+def test_order_depends_on_the_seed_alone():
+  tokens = np.arange(401)
+  first, second = (_take(_iterator(tokens, seed=7), 50) for _ in range(2))
+  chex.assert_trees_all_equal(first, second)
+  assert not np.array_equal(first, _take(_iterator(tokens, seed=8), 50))
+
+
+def test_neighbouring_seeds_share_no_order():
+  windows, epochs = 30, 3
+  tokens = np.arange(windows * _CONTEXT + 1)
+  iterators = [_iterator(tokens, batch_size=windows, seed=s) for s in range(3)]
+  orders = [_window_ids(next(it)) for it in iterators for _ in range(epochs)]
+  assert len({tuple(order) for order in orders}) == len(orders)
+
+
+def test_batch_size_leaves_the_order_alone():
+  tokens = np.arange(101)
+  large = _window_ids(_take(_iterator(tokens, batch_size=6), 10))
+  small = _window_ids(_take(_iterator(tokens, batch_size=3), 20))
+  assert large == small
+
+
+def test_batch_larger_than_the_data():
+  batch = next(_iterator(np.arange(2 * _CONTEXT + 1), batch_size=7))
+  chex.assert_shape(batch, (7, _CONTEXT + 1))
+  ids = _window_ids(batch)
+  assert [sorted(ids[i : i + 2]) for i in (0, 2, 4)] == [[0, 1]] * 3
+
+
+@pytest.mark.parametrize("done", [0, 5, 11, 12, 30])  # An epoch: 11.7 batches.
+def test_restored_iterator_continues(done):
+  tokens = np.arange(35 * _CONTEXT + 1)
+  original = _iterator(tokens)
+  for _ in range(done):
+    next(original)
+  state = json.loads(json.dumps(original.get_state()))
+  expected = _take(original, 25)
+
+  fresh = _iterator(tokens)
+  fresh.set_state(state)
+  chex.assert_trees_all_equal(_take(fresh, 25), expected)
+
+  original.set_state(state)  # Also backwards, past what it has prefetched.
+  chex.assert_trees_all_equal(_take(original, 25), expected)
+
+
+# Held-out batches.
+
+
+@pytest.mark.parametrize(
+  "windows, num_batches, expected",
+  [(100, 4, 4), (12, 4, 4), (11, 4, 3), (3, 4, 1), (2, 4, 1), (1, 1, 1)],
+)
+def test_held_out_batches(windows, num_batches, expected):
+  tokens = np.arange(windows * _CONTEXT + 2, dtype=np.uint16)
+  make = lambda: data.held_out_batches(  # noqa: E731
+    tokens, context=_CONTEXT, batch_size=3, num_batches=num_batches
+  )
+  batches = make()
+  chex.assert_shape(batches, (expected, 3, _CONTEXT + 1))
+  assert batches.dtype == np.int32
+  chex.assert_trees_all_equal(batches, make())
+  np.testing.assert_array_equal(batches[..., 1:], batches[..., :-1] + 1)
+
+  starts = batches[..., 0].ravel()
+  assert starts[0] == 0
+  assert batches.max() == len(tokens) - 1
+  steps = np.diff(starts)
+  assert steps.max() - steps.min() <= 1  # Evenly spread.
+  if windows >= batches[..., 0].size:
+    assert steps.min() >= _CONTEXT  # No target is counted twice.
+
+
+def test_single_held_out_window():
+  batches = data.held_out_batches(
+    np.arange(50), context=_CONTEXT, batch_size=1, num_batches=1
+  )
+  np.testing.assert_array_equal(batches, [[np.arange(_CONTEXT + 1)]])

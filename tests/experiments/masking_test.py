@@ -1,0 +1,153 @@
+"""Masked-language modelling: what is hidden, and that both sides are seen."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from configs import bert_tiny, gpt2_tiny
+from experiments.models import gpt2, masking
+from experiments.training import checks, data
+
+TINY = gpt2.GPT2Config(
+  vocab_size=51, context=16, width=24, num_layers=1, num_heads=4,
+  objective="masked",
+)  # fmt: skip
+VOCAB = 257
+
+
+mask = jax.jit(masking.mask_tokens, static_argnums=1)
+loss_fn = jax.jit(gpt2.loss_fn, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(config, params, tokens):
+  return gpt2.GPT2(config).apply({"params": params}, tokens)
+
+
+@pytest.fixture(scope="module")
+def many():
+  """Tokens [400, 128], what a model sees of them, and what is to guess."""
+  tokens = jax.random.randint(jax.random.key(0), (400, 128), 0, VOCAB - 1)
+  return tuple(map(np.asarray, (tokens, *mask(tokens, VOCAB))))
+
+
+@pytest.fixture(scope="module")
+def params():
+  return jax.jit(gpt2.init_params, static_argnums=0)(TINY, jax.random.key(0))
+
+
+def test_positions(many):
+  tokens, seen, positions = many
+  assert positions.shape == (400, 19)  # 15 % of 128
+  assert all(len(set(row)) == 19 for row in positions)
+  # Every place is equally likely: 59 of 400, give or take 7.1.
+  counts = np.bincount(positions.ravel(), minlength=128)
+  assert counts.min() > 59.4 - 5 * 7.1 and counts.max() < 59.4 + 5 * 7.1
+  is_hidden = np.zeros(tokens.shape, bool)
+  np.put_along_axis(is_hidden, positions, True, axis=1)
+  np.testing.assert_array_equal(seen[~is_hidden], tokens[~is_hidden])
+
+
+def test_what_is_seen_there(many):
+  tokens, seen, positions = many
+  seen, labels = (np.take_along_axis(x, positions, 1) for x in (seen, tokens))
+  is_mask, is_same = seen == VOCAB - 1, seen == labels
+  # 7600 draws: standard deviations of 0.0046 and 0.0034.
+  assert is_mask.mean() == pytest.approx(0.8, abs=0.02)
+  assert is_same.mean() == pytest.approx(0.1, abs=0.015)
+  random = seen[~is_mask & ~is_same]
+  assert len(random) / seen.size == pytest.approx(0.1, abs=0.015)
+  assert random.min() < 10 and random.max() > 245  # of the whole vocabulary
+  assert random.mean() == pytest.approx(127.5, abs=5 * 73.9 / 700**0.5)
+
+
+def test_a_sequence_is_masked_alike_wherever_it_is(many):
+  tokens, seen, positions = many
+  again, where = mask(tokens[::-1], VOCAB)
+  np.testing.assert_array_equal(again, seen[::-1])
+  np.testing.assert_array_equal(where, positions[::-1])
+
+
+def test_another_sequence_is_masked_differently(many):
+  tokens, _, positions = many
+  changed = tokens.copy()
+  changed[:, 100] = (changed[:, 100] + 1) % 256
+  where = np.asarray(mask(changed, VOCAB)[1])
+  same = (where[:, :, None] == positions[:, None]).sum(axis=(1, 2)).mean()
+  assert same == pytest.approx(19 * 19 / 128, rel=0.1)  # by chance
+
+
+def test_short_sequences_have_something_to_guess():
+  tokens = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+  _, positions = jax.eval_shape(masking.mask_tokens, tokens, VOCAB)
+  assert positions.shape == (2, 1)
+
+
+def test_replicas_of_a_mesh_mask_their_own_sequences(many):
+  tokens, seen, _ = many
+  mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+  on_mesh = jax.shard_map(
+    lambda t: masking.mask_tokens(t, VOCAB)[0],
+    mesh=mesh, in_specs=P("data"), out_specs=P("data"),
+  )  # fmt: skip
+  np.testing.assert_array_equal(jax.jit(on_mesh)(tokens), seen)
+
+
+def test_later_tokens_are_seen_only_when_masked(params):
+  params = jax.tree.map(lambda p: p * 3, params)  # louder, so that it shows
+  tokens = jax.random.randint(jax.random.key(1), (8, 16), 0, 50)
+  changed = tokens.at[:, 9].set((tokens[:, 9] + 1) % 50)
+
+  def differences(config):
+    before, after = (
+      logits(config, params, t)[:, :9] for t in (tokens, changed)
+    )
+    return jnp.abs(before - after).max(axis=2)
+
+  assert differences(TINY).min() > 1e-3
+  causal = dataclasses.replace(TINY, objective="next_token")
+  assert differences(causal).max() < 1e-6
+
+
+def test_loss_is_that_of_the_hidden_positions(params):
+  batch = jax.random.randint(jax.random.key(2), (8, 17), 0, 50)
+  loss = float(loss_fn(TINY, params, batch))
+  assert loss == pytest.approx(np.log(51), abs=0.15)
+  seen, positions = mask(batch[:, :-1], 51)
+  log_p = np.asarray(jax.nn.log_softmax(logits(TINY, params, seen)))
+  by_hand = [
+    -log_p[row, place, batch[row, place]]
+    for row in range(8)
+    for place in positions[row].tolist()
+  ]
+  assert len(by_hand) == 8 * 2
+  assert loss == pytest.approx(np.mean(by_hand), rel=1e-5)
+
+
+def test_config_is_of_gpt2_tinys_size():
+  bert, gpt = (c.get_config().model for c in (bert_tiny, gpt2_tiny))
+  different = {key for key in gpt if bert[key] != gpt[key]}
+  assert different == {"objective", "vocab_size"}
+  assert gpt2.GPT2Config(**bert.to_dict()).reserved_ids == 1
+  assert gpt2.GPT2Config(**gpt.to_dict()).reserved_ids == 0
+
+
+def test_errors():
+  with pytest.raises(ValueError, match=r"`model.objective` must .* got 'bert'"):
+    dataclasses.replace(TINY, objective="bert")
+  config = bert_tiny.get_config()
+  config.mesh.update(stage=2, data=2, backend="shard_map")
+  with pytest.raises(ValueError, match=r"`model.objective`.*\(mesh.stage is 2"):
+    checks.check(config)
+  tokens = np.arange(257, dtype=np.uint16)
+  corpus = data.Corpus(tokens, tokens, 257, "made up", "")
+  data.check_vocab(corpus, 257)
+  with pytest.raises(ValueError, match="for the mask, got 257; set it to 258"):
+    data.check_vocab(corpus, 257, reserved=1)
+  data.check_vocab(corpus, 258, reserved=1)

@@ -1,0 +1,84 @@
+"""What a log makes of the numbers of steps, and of the time between them."""
+
+import subprocess
+
+import numpy as np
+import pytest
+
+from configs import gpt2_tiny
+from experiments.runs.run_folder import RunFolder, commit_of
+from experiments.training import run_log
+
+
+@pytest.fixture
+def folder(tmp_path):
+  return RunFolder(tmp_path, gpt2_tiny.get_config("powersgd").to_dict())
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """A clock that tests move by hand."""
+
+  class Clock:
+    now = 100.0
+
+    def monotonic(self):
+      return self.now
+
+  clock = Clock()
+  monkeypatch.setattr(run_log, "time", clock)
+  return clock
+
+
+def take_steps(log, clock, count, seconds, sent=1.0):
+  for _ in range(count):
+    log.begin_step()
+    clock.now += seconds
+    values = {
+      "loss": 2.0,
+      "parted_steps": 0,
+      "rank": [8, 8],
+      "wire_bytes": [sent, 2 * sent],
+    }
+    log.add({name: np.array(x) for name, x in values.items()})
+  return log.state()
+
+
+def test_time_of_a_step_is_without_what_comes_between(folder, clock):
+  log = run_log.RunLog(folder)
+  take_steps(log, clock, 1, 50.0)  # compiles
+  assert "step_seconds" not in log.summary()
+  for seconds in (2.0, 3.0, 9.0):
+    take_steps(log, clock, 4, seconds)
+    clock.now += 1000.0  # evaluates
+    log.state()  # a checkpoint with nothing new
+  assert log.summary()["step_seconds"] == 3.0
+
+
+def test_what_a_summary_says_of_all_steps_outlives_a_process(folder, clock):
+  log = run_log.RunLog(folder)
+  take_steps(log, clock, 2, 50.0)
+  state = take_steps(log, clock, 2, 3.0, sent=5.0)
+  log = run_log.RunLog(folder, state)
+  take_steps(log, clock, 4, 50.0)  # compiles again
+  summary = log.summary()
+  assert summary["peak_wire_bytes_per_step"] == 15.0
+  assert summary["wire_bytes_per_step"] == [16 / 8, 32 / 8]
+  assert summary["step_seconds"] == 3.0
+
+
+def test_the_commit_is_that_of_the_code(tmp_path):
+  """Whatever runs leave in docs/."""
+  git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
+  for name in ("code/a.py", "docs/page.md"):
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("before")
+  assert commit_of(tmp_path / "code") == "unknown"
+  for arguments in (["init"], ["add", "."], ["commit", "-m", "first"]):
+    subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
+  commit = commit_of(tmp_path / "code")
+  assert len(commit) == 12
+  (tmp_path / "docs/page.md").write_text("after")
+  assert commit_of(tmp_path / "code") == commit
+  (tmp_path / "code/a.py").write_text("after")
+  assert commit_of(tmp_path / "code") == f"{commit}-dirty"

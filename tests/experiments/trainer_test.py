@@ -1,0 +1,239 @@
+"""A run from its command to its folder, and the errors on the way."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from helpers.small_runs import small
+
+from configs import gpt2_124m, gpt2_tiny
+from experiments import train_gpt2
+from experiments.models import gpt2
+from experiments.reporting import run_page
+from experiments.training.trainer import Trainer, TrainingStopped
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """One finished run, for the tests that look at what it left."""
+  folder = tmp_path_factory.mktemp("runs") / "edgc"
+  summary = Trainer(small(folder)).run()
+  return folder, summary
+
+
+def test_run_folder_holds_what_it_should(finished):
+  folder, summary = finished
+  names = {path.name for path in folder.iterdir()}
+  assert {"config.json", "metrics.jsonl", "summary.json"} <= names
+  assert any(name.startswith("events.out.tfevents") for name in names)
+  assert json.loads((folder / "summary.json").read_text()) == summary
+  needed = {
+    "reducer", "steps", "params", "replicas", "stages", "train_loss",
+    "val_loss", "dense_bytes_per_step", "wire_bytes_per_step",
+    "compression_ratio", "rank_history", "traces", "seconds",
+    "tokens_per_second", "corpus",
+  }  # fmt: skip
+  assert needed <= summary.keys()
+  assert "null" not in (folder / "summary.json").read_text()
+
+
+def test_one_trace_and_ranks_that_change(finished):
+  _, summary = finished
+  assert summary["traces"] == 1
+  steps, ranks = zip(*summary["rank_history"], strict=True)
+  assert steps[:2] == (1, 3) and ranks[:2] == ([0], [8])
+  assert summary["compression_ratio"] > 1
+
+
+def test_metrics_lines_agree_with_the_summary(finished):
+  folder, summary = finished
+  text = (folder / "metrics.jsonl").read_text()
+  lines = [json.loads(line) for line in text.splitlines()]
+  assert [line["step"] for line in lines] == [1, 3, 4, 6, 8]
+  assert [line["step"] for line in lines if "val_loss" in line] == [4, 8]
+  last = lines[-1]
+  for name in ("val_loss", "compression_ratio"):
+    np.testing.assert_allclose(last[name], summary[name], rtol=1e-6)
+  # Warm-up is dense, and so is the peak, beside a few bytes of control.
+  peak = summary["peak_wire_bytes_per_step"]
+  assert peak >= max(sum(line["wire_bytes"]) for line in lines)
+  assert 1 <= peak / summary["dense_bytes_per_step"] < 1.01
+  assert 0 < summary["step_seconds"] < summary["seconds"]
+  assert summary["peak_memory_bytes"] > 1e8
+  for line in lines:
+    for name in ("entropy", "rank", "wire_bytes", "relative_error"):
+      assert len(line[name]) == 1
+    assert np.isfinite(line["loss"]) and line["seconds"] > 0
+    ranks = line["matrix_rank"]["blocks/mlp_in/kernel"]
+    assert np.shape(ranks) == (1, 1)  # stages, layers
+    assert (ranks[0][0] == 0) == (line["rank"] == [0])
+
+
+def test_same_command_on_a_finished_run_keeps_it(finished):
+  folder, summary = finished
+  before = (folder / "metrics.jsonl").stat().st_mtime_ns
+  assert Trainer(small(folder)).folder.summary() == summary
+  assert (folder / "metrics.jsonl").stat().st_mtime_ns == before
+  assert "edgc" in run_page.summary_table(summary)
+
+
+def test_the_command_writes_a_report(tmp_path, capsys):
+  config = small(tmp_path / "run", "allreduce")
+  config.steps = 2
+  train_gpt2.main(config)
+  assert "held-out loss" in capsys.readouterr().out
+  assert (tmp_path / "run" / "report.png").exists()
+  assert run_page.is_newest(tmp_path / "run")
+
+
+def test_run_that_was_cut_off_starts_again(tmp_path):
+  folder = tmp_path / "run"
+  trainer = Trainer(small(folder, "allreduce"))
+  trainer.folder.start()
+  trainer.folder.log({"step": 1, "loss": 1.0})
+  trainer.folder.close()
+  summary = Trainer(small(folder, "allreduce")).run()
+  lines = (folder / "metrics.jsonl").read_text().splitlines()
+  assert json.loads(lines[0])["loss"] != 1.0
+  assert summary["rank_history"] == [[1, [0]]]
+  again = Trainer(small(tmp_path / "again", "allreduce")).run()
+  for name in ("train_loss", "val_loss", "compression_ratio"):
+    assert again[name] == summary[name], "the same seed gives the same run"
+
+
+def test_nonfinite_loss_stops_the_run(tmp_path):
+  config = small(tmp_path / "run", "allreduce")
+  config.steps = 30
+  config.optimizer.max_consecutive_skips = 3
+  config.optimizer.lr = 1e38
+  config.optimizer.clip_norm = 1e38
+  with pytest.raises(TrainingStopped, match="steps in a row up to step"):
+    Trainer(config).run()
+  assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+  "key, value, kind, message",
+  [
+    ("steps", 0, ValueError, "`steps` must be at least 1"),
+    ("batch_size", 10, ValueError, r"`batch_size`.*mesh.data \(4\), got 10"),
+    ("seed", -1, ValueError, "`seed` must be at least 0"),
+    ("model.dtype", "float23", ValueError, "`model.dtype` must be one of"),
+    ("sentinel.action", "hope", ValueError, "`sentinel.action` must be stop"),
+    ("sentinel.every", 0, ValueError, "`check_every` must be at least 1"),
+    ("reducer", "magic", ValueError, "`reducer` must be one of edgc"),
+    ("mesh.data", 99, ValueError, "`mesh.data`.*8 cpu.*NUM_CPU_DEVICES=99"),
+    ("model.num_heads", 5, ValueError, "`model.num_heads`"),
+    ("model.vocab_size", 100, ValueError, "`model.vocab_size`"),
+    ("edgc.window", 0, ValueError, "`window` must be at least"),
+    ("edgc.rank_min", 40, ValueError, "`rank_min`"),
+    ("evaluation.batches", 0, ValueError, "`evaluation.batches`"),
+    ("data.path", "/nowhere", FileNotFoundError, "`data.path`"),
+  ],
+)
+def test_errors_come_before_anything_is_written(
+  tmp_path, key, value, kind, message
+):
+  config = gpt2_tiny.get_config()
+  config.run_dir = str(tmp_path / "run")
+  config.update_from_flattened_dict({key: value})
+  with pytest.raises(kind, match=message):
+    Trainer(config)
+  assert not (tmp_path / "run").exists()
+
+
+def test_folder_of_another_run(tmp_path):
+  (tmp_path / "notes.txt").write_text("mine")
+  with pytest.raises(FileExistsError, match=r"`run_dir`.*other files"):
+    Trainer(small(tmp_path))
+  (tmp_path / "notes.txt").unlink()
+  trainer = Trainer(small(tmp_path))
+  trainer.folder.start()
+  other = small(tmp_path)
+  other.optimizer.lr = 0.5
+  Trainer(other)  # nothing is logged yet
+  trainer.folder.log({"step": 1, "loss": 1.0})
+  trainer.folder.close()
+  with pytest.raises(ValueError, match=r"`run_dir`.*optimizer.lr is 0.001"):
+    Trainer(other)
+
+
+def test_larger_config_is_sound(tmp_path):
+  """Everything but the devices and the token files of gpt2_124m."""
+  config = gpt2_124m.get_config()
+  config.run_dir = str(tmp_path / "run")
+  config.model.context = 128  # the default corpus is text
+  trainer = Trainer(config)
+  params = jax.eval_shape(
+    lambda: gpt2.init_params(trainer.model, jax.random.key(0))
+  )
+  jax.eval_shape(trainer.tx.init, params)
+
+
+@pytest.mark.parametrize(
+  "argument, message",
+  [
+    ("--config.optimizer.weight_decai=1", "optimizer.weight_decay"),
+    ("--config.stepz=1", "got 'stepz'; the nearest is steps"),
+    ("--config=nowhere.py", "`--config`"),
+    ("--config.batch_size=10", "error: `batch_size`"),
+  ],
+)
+def test_command_gives_one_clear_error(tmp_path, argument, message):
+  environment = {
+    k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")
+  }
+  script = ROOT / "experiments" / "train_gpt2.py"
+  config = f"--config={ROOT}/configs/gpt2_tiny.py:powersgd"
+  done = subprocess.run(
+    [sys.executable, str(script), config, argument],
+    capture_output=True, text=True, env=environment, cwd=tmp_path,
+  )  # fmt: skip
+  assert done.returncode != 0
+  assert message in done.stderr
+  assert "Traceback" not in done.stderr
+
+
+def parts_at(trainer, step):
+  """Makes one weight of one replica wrong before a step."""
+  run, calls = trainer.parallel.step, []
+
+  def parting(params, opt_state, batch):
+    calls.append(step)
+    if len(calls) == step:
+      wrong = jax.pmap(
+        lambda p: p + 10.0 * (jax.lax.axis_index("data") == 1),
+        axis_name="data",
+        devices=jax.devices()[:4],
+      )
+      leaves, structure = jax.tree.flatten(params)
+      params = jax.tree.unflatten(structure, [wrong(leaves[0]), *leaves[1:]])
+    return run(params, opt_state, batch)
+
+  trainer.parallel.step = parting
+  return trainer
+
+
+def test_replicas_that_part_stop_the_run(tmp_path):
+  config = small(tmp_path / "run", "powersgd")
+  config.sentinel.every = 2
+  with pytest.raises(TrainingStopped, match=r"At step 5 replicas .*=follow"):
+    parts_at(Trainer(config), step=4).run()
+
+
+def test_replicas_that_part_follow_the_first(tmp_path, capsys):
+  config = small(tmp_path / "run", "powersgd")
+  config.sentinel.update(every=1, action="follow")
+  config.log_every = 1
+  parts_at(Trainer(config), step=4).run()
+  assert "At step 4 replicas held different" in capsys.readouterr().out
+  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  parted = [json.loads(line)["parted_steps"] for line in lines]
+  assert parted == [0, 0, 0, 1, 1, 1, 1, 1]

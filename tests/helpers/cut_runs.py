@@ -1,0 +1,91 @@
+"""Runs in this process that are cut off after a step, and what they leave."""
+
+import json
+import struct
+
+import jax
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+
+from experiments.runtime.stop_signals import StopSignals
+from experiments.training.trainer import Trainer
+from helpers.small_runs import small
+
+CLOCK = (
+  "seconds", "step_seconds", "tokens_per_second", "peak_memory_bytes",
+)  # fmt: skip
+
+
+class CutOff(Exception):
+  """As if the process had been killed."""
+
+
+def config_of(folder, reducer, backend="pmap", **options):
+  config = small(folder, reducer)
+  config.mesh.backend = backend
+  config.checkpoint.update(every=2, keep=100)
+  config.update(options)
+  return config
+
+
+def run(config, cut_after=None):
+  """The trainer after its run, which may be cut off after a step."""
+  trainer = Trainer(config)
+  if cut_after is None:
+    trainer.run()
+    return trainer
+
+  def wants_stop(self, step):
+    if step == cut_after:
+      trainer.checkpoints.wait()
+      raise CutOff
+    return False
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(StopSignals, "wants_stop", wants_stop)
+    with pytest.raises(CutOff):
+      trainer.run()
+  return trainer
+
+
+def lines_of(trainer):
+  text = (trainer.folder.path / "metrics.jsonl").read_text()
+  lines = [json.loads(line) for line in text.splitlines()]
+  return [{k: v for k, v in x.items() if k not in CLOCK} for x in lines]
+
+
+def tensorboard_of(trainer):
+  """What TensorBoard shows, {(tag, step): value}, of all files of the run."""
+  shown = {}
+  for file in sorted(trainer.folder.path.glob("events.out.tfevents.*")):
+    data = file.read_bytes()
+    while data:
+      (length,) = struct.unpack("<Q", data[:8])
+      event = event_pb2.Event.FromString(data[12 : 12 + length])
+      data = data[16 + length :]
+      for value in event.summary.value:
+        assert (value.tag, event.step) not in shown
+        shown[value.tag, event.step] = value.simple_value
+  return {k: v for k, v in shown.items() if k[0] not in CLOCK}
+
+
+def newest(trainer):
+  """Step and arrays of the newest checkpoint."""
+  step, about = trainer.checkpoints.newest()
+  shapes = trainer.parallel.stored.template(about["replicas"])
+  trees = trainer.checkpoints.load(step, shapes)
+  return step, jax.tree.map(np.asarray, trees)
+
+
+def whole_runs(folder):
+  """From reducer and backend to a run that nobody cut off, kept in `folder`."""
+  found = {}
+
+  def get(reducer, backend):
+    if (reducer, backend) not in found:
+      config = config_of(folder / f"{reducer}-{backend}", reducer, backend)
+      found[reducer, backend] = run(config)
+    return found[reducer, backend]
+
+  return get

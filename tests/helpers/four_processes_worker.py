@@ -1,0 +1,74 @@
+"""One of several processes that train together: a script, and its run.
+
+python four_processes_worker.py FOLDER PORT INDEX COUNT SECONDS
+"""
+
+import faulthandler
+import pathlib
+import random
+import sys
+
+# `experiments` and `configs` lie in the repository, and are not installed.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import edgc_jax  # noqa: F401  (before JAX uses a device, see conftest.py)
+
+import jax  # isort: skip
+
+from configs import gpt2_tiny
+from edgc_jax.comm import cpu_backend
+from experiments.runtime import hosts
+from experiments.training.trainer import Trainer
+
+
+def pipeline_run(folder, name):
+  """Two stages of two replicas: dense, then rank 8 on stage 0 alone.
+
+  What travels coded is cut into messages between hosts, as models' would be.
+  """
+  config = gpt2_tiny.get_config("edgc")
+  config.run_dir = str(folder / name)
+  config.data.path = str(folder / "words.txt")
+  config.steps, config.batch_size, config.log_every = 6, 4, 1
+  config.checkpoint.every = 0  # which would be one folder for all
+  config.model.update(
+    vocab_size=128, context=16, width=32, num_layers=2, num_heads=2, unroll=1
+  )
+  config.evaluation.update(every=3, batches=1)
+  config.optimizer.update(warmup_steps=1, lr=1e-2)
+  config.mesh.update(data=2, stage=2, backend="shard_map")
+  config.pipeline.update(microbatches=2, backward_seconds=1e-4)
+  # All-reduces so fast that a microbatch's time is enough for a dense one.
+  config.link.update(bandwidth=1e9, latency=1e-6)
+  config.edgc.update(
+    rank_max=8, rank_min=8, window=2, warmup_steps=2, min_ratio=3.1,
+    rule={"max_warmup_steps": 2, "warmup_rank": "dense"},
+    sampling={"step_rate": 1.0}, wire_dtype="bfloat16",
+  )  # fmt: skip
+  return config
+
+
+def write_text(folder):
+  """What all processes learn."""
+  words = ("gradient", "rank", "stage", "the", "of", "a", "link", "slack")
+  text = " ".join(random.Random(0).choices(words, k=2000))
+  (folder / "words.txt").write_text(text)
+
+
+def main(folder, port, index, count, seconds):
+  """Trains as process `index` of `count`, on one CPU device."""
+  # Shows where a process hangs, and leaves none behind.
+  faulthandler.dump_traceback_later(float(seconds), exit=True)
+  jax.config.update("jax_disable_most_optimizations", True)
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  cpu_backend._MESSAGE = 256
+  jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
+  assert jax.device_count() == int(count), jax.devices()
+  assert jax.local_device_count() == 1, jax.local_devices()
+  hosts.is_first = lambda: True  # all write what they see, to be compared
+  Trainer(pipeline_run(pathlib.Path(folder), f"process_{index}")).run()
+  jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

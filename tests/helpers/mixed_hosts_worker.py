@@ -1,0 +1,197 @@
+"""One of several hosts whose linear algebra rounds in a way of its own.
+
+python mixed_hosts_worker.py FOLDER PORT INDEX COUNT SECONDS CASE...
+
+Each case trains a small model for `STEPS` steps, one process a replica, with
+real gradients and with white ones side by side, and saves what steps applied.
+"""
+
+import faulthandler
+import functools
+import pathlib
+import sys
+
+from helpers.flat_options import edgc
+
+import edgc_jax  # isort: skip
+
+import jax  # isort: skip
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+STEPS, RATE = 200, 0.02
+# Ranks that move, and a window's end every few steps.
+MOVING = {
+  "rank_max": 12, "rank_min": 6, "rank_multiple": 6, "window": 5,
+  "warmup_steps": 5, "max_warmup_steps": 5, "step_rate": 1.0,
+  "entry_rate": 1.0, "min_ratio": 1.2,
+}  # fmt: skip
+
+REDUCERS = {
+  "allreduce_bfloat16": lambda: edgc_jax.allreduce(wire_dtype="bfloat16"),
+  "powersgd": lambda: edgc_jax.powersgd(12, min_ratio=1.2),
+  "powersgd_bfloat16": lambda: edgc_jax.powersgd(
+    {0: 12, 100: 6}, min_ratio=1.2, wire_dtype="bfloat16"
+  ),
+  "edgc": lambda: edgc(**MOVING),
+  "edgc_bfloat16": lambda: edgc(
+    granularity="stage",
+    warmup_rank=None,
+    estimator="histogram",
+    wire_dtype="bfloat16",
+    **MOVING,
+  ),
+  "topk": lambda: edgc_jax.topk(0.05, sample_rate=0.5),
+  "randomk": lambda: edgc_jax.randomk(0.1),
+  "quantize": lambda: edgc_jax.quantize(4, error_feedback=True),
+  "signsgd": lambda: edgc_jax.signsgd(),
+}
+WITHOUT_RESIDUAL = ("allreduce_bfloat16",)  # which drops what it rounds off
+STAGES = "stages"  # two of them, of two replicas each
+
+
+def model():
+  """Parameters, and the gradients of a replica in one step by their kind.
+
+  White ones are noise. Real ones are far from random: a decaying spectrum, a
+  layer that sees inputs of rank 4 only, rows without any gradient.
+  """
+  keys = jax.random.split(jax.random.key(0), 4)
+  real = {
+    "bias": jnp.zeros((64,)),
+    "first": 0.1 * jax.random.normal(keys[0], (48, 64)),
+    "low": 0.1 * jax.random.normal(keys[1], (40, 64)),
+  }
+  scales = 0.8 ** jnp.arange(48.0)
+  few = jax.random.normal(keys[2], (4, 40)) * (jnp.arange(40) < 30)
+  teacher = jax.random.normal(keys[3], (48, 64))
+
+  def loss_fn(real, key):
+    x = jax.random.normal(key, (32, 48)) * scales
+    hidden = jnp.tanh(x @ real["first"] + real["bias"])
+    hidden += jnp.tanh((x[:, :4] @ few) @ real["low"])
+    return jnp.mean((hidden - x @ teacher) ** 2)
+
+  def gradients_of(params, key):
+    noise = jax.random.normal(key, params["white"].shape)
+    return {
+      "real": jax.grad(loss_fn)(params["real"], key), "white": 0.01 * noise
+    }  # fmt: skip
+
+  return {"real": real, "white": jnp.zeros((2, 48, 64))}, gradients_of
+
+
+def train(tx, mesh, stage_axis=None):
+  """What this process applied and saw; arrays by their name."""
+  params, gradients_of = model()
+  specs = jax.tree.map(lambda _: P(), params)
+  if stage_axis:
+    specs = jax.tree.map(lambda _: P(stage_axis), params)
+    params = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), params)
+  state_specs = edgc_jax.state_specs(
+    tx, params, mesh=mesh, param_specs=specs if stage_axis else None
+  )
+  everyone = (stage_axis, "data") if stage_axis else ("data",)
+
+  def run(params, state):
+    start, own = params, jax.lax.axis_index("data")
+    keys = jax.random.split(jax.random.key(7), STEPS)
+    lead = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
+
+    def step(carry, key):
+      params, state, owed = carry
+      key = jax.random.fold_in(key, own)
+      local = jax.lax.pcast(params, "data", to="varying")
+      if stage_axis:
+        local = lead(local)
+        key = jax.random.fold_in(key, jax.lax.axis_index(stage_axis))
+      gradients = gradients_of(local, key)
+      if stage_axis:
+        gradients = jax.tree.map(lambda g: g[None], gradients)
+      updates, state = tx.update(gradients, state, params)
+      params = jax.tree.map(lambda p, u: p - RATE * u, params, updates)
+      owed = jax.tree.map(lambda o, g, u: o + g - u, owed, gradients, updates)
+      numbers = edgc_jax.metrics(state)
+      ranks = numbers.get("matrix_rank", {})
+      shown = {"rank": numbers["rank"], "rung": numbers["rung"], **ranks}
+      return (params, state, owed), (updates, shown)
+
+    carry = (params, state, jax.tree.map(jnp.zeros_like, params))
+    # A loop wants its state typed beforehand as it will be.
+    types, _ = jax.eval_shape(step, carry, keys[0])
+    carry = jax.tree.map(
+      lambda x, like: _varying(x, like.manual_axis_type.varying), carry, types
+    )
+    (params, state, owed), (updates, shown) = jax.lax.scan(step, carry, keys)
+    # What a replica was not sent for is what it keeps, if it keeps anything.
+    kept = state.exchange.residual or {}
+    owed = owed if kept else {}
+    owed = jax.tree.map(
+      lambda o, e: o if isinstance(e, optax.MaskedNode) else o - e,
+      owed,
+      kept,
+      is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+    owed = jax.lax.pmean(edgc_jax.after_update(owed, state), "data")
+    moved = jax.tree.map(lambda a, b: a - b, params, start)
+    return jax.tree.map(
+      lambda x: _varying(x, everyone)[None],
+      {"updates": updates, "shown": shown, "moved": moved, "owed": owed,
+       "parted": state.checks.parted_steps},
+    )  # fmt: skip
+
+  fn = jax.jit(
+    jax.shard_map(
+      run, mesh=mesh, in_specs=(specs, state_specs), out_specs=P(everyone)
+    )
+  )
+  init = jax.shard_map(
+    tx.init, mesh=mesh, in_specs=(specs,), out_specs=state_specs
+  )
+  found = fn(params, jax.jit(init)(params))
+  return {
+    jax.tree_util.keystr(path): np.asarray(x.addressable_shards[0].data)[0]
+    for path, x in jax.tree_util.tree_leaves_with_path(found)
+  }
+
+
+def _varying(x, axes):
+  """As varying over these axes, whether it does already or not."""
+  missing = set(axes) - set(jax.typeof(x).manual_axis_type.varying)
+  return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+
+def fingerprint():
+  """What this process's linear algebra makes of a matrix."""
+  a = np.random.default_rng(0).standard_normal((24, 48)).astype(np.float32)
+  a = jnp.asarray(a @ a.T)
+  root = jax.lax.linalg.cholesky(a)
+  return np.asarray(jax.lax.linalg.triangular_solve(root, a, lower=True))
+
+
+def main(folder, port, index, count, seconds, *cases):
+  # Shows where a process hangs, and leaves none behind.
+  faulthandler.dump_traceback_later(float(seconds), exit=True)
+  jax.config.update("jax_disable_most_optimizations", True)
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
+  folder = pathlib.Path(folder)
+  np.save(folder / f"fingerprint_{index}.npy", fingerprint())
+  auto = functools.partial(jax.make_mesh, devices=jax.devices())
+  for case in cases:
+    if case == STAGES:
+      mesh = auto((2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+      tx = edgc(stage_axis="stage", align="none", **MOVING)
+      numbers = train(tx, mesh, "stage")
+    else:
+      mesh = auto((int(count),), ("data",), axis_types=(AxisType.Auto,))
+      numbers = train(REDUCERS[case](), mesh)
+    np.savez(folder / f"{case}_{index}.npz", **numbers)
+  jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

@@ -1,0 +1,70 @@
+"""The training command as processes of their own."""
+
+import functools
+import os
+import subprocess
+import sys
+import time
+
+from helpers import quick_compile, soak
+
+SECONDS = 150  # for anything a process does
+
+
+def start(folder, *arguments, steps=60, output=None, file_bytes=None):
+  """The training command, with everything it compiles kept for the next.
+
+  Files may have `file_bytes` at most, as on a disk that is nearly full.
+  """
+  settings = {"steps": steps, "run_dir": folder, **soak.SETTINGS}
+  settings["checkpoint.every"] = 10
+  command = [
+    sys.executable,
+    str(soak.ROOT / "experiments" / "train_gpt2.py"),
+    f"--config={soak.ROOT}/configs/gpt2_tiny.py:powersgd",
+    *(f"--config.{key}={value}" for key, value in settings.items()),
+    *arguments,
+  ]
+  foreign = ("XLA_FLAGS", "NPROC", "JAX_", "PYTHONWARNINGS")
+  environment = {
+    k: v for k, v in os.environ.items() if not k.startswith(foreign)
+  }
+  environment |= {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
+    # As in conftest: compile quickly.
+    "XLA_FLAGS": quick_compile.XLA_FLAGS,
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+  }
+  if file_bytes:
+    blocks = str(file_bytes // 512)
+    limited = 'ulimit -f "$0" && exec "$@"'
+    command = ["sh", "-c", limited, blocks, *command]
+  popen = functools.partial(
+    subprocess.Popen, command, stderr=subprocess.STDOUT, text=True,
+    env=environment,
+  )  # fmt: skip
+  if output is None:
+    return popen(stdout=subprocess.PIPE)
+  with open(output, "w") as file:
+    return popen(stdout=file)
+
+
+def finish(process, code=0):
+  """What the process printed, once it has ended with that code."""
+  text, _ = process.communicate(timeout=SECONDS)
+  assert process.returncode == code, text
+  return text
+
+
+def wait_for(condition, process):
+  deadline = time.monotonic() + SECONDS
+  while not condition():
+    assert process.poll() is None, process.communicate()[0]
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+
+
+def lines_written(folder):
+  file = folder / "metrics.jsonl"
+  return file.read_text().count("\n") if file.exists() else 0

@@ -1,0 +1,101 @@
+"""Runs that are cut off end bit for bit as those that were not."""
+
+import jax
+import numpy as np
+import pytest
+from helpers.cut_runs import (
+  CLOCK,
+  config_of,
+  lines_of,
+  newest,
+  run,
+  tensorboard_of,
+  whole_runs,
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  return whole_runs(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize(
+  "reducer, backend, cuts",
+  [
+    # Warm-up is steps 1 and 2, and every window ends with an even one.
+    ("edgc", "pmap", (1, 2, 5, 6)),
+    ("edgc", "shard_map", (3,)),
+    ("powersgd", "pmap", (3, 4)),
+    ("allreduce", "shard_map", (5,)),
+    # No residual; no factors.
+    ("quantize", "pmap", (3,)),
+    ("topk", "shard_map", (4,)),
+  ],
+)
+def test_as_if_nothing_had_happened(tmp_path, whole, reducer, backend, cuts):
+  config = config_of(tmp_path / "run", reducer, backend)
+  for step in cuts:
+    run(config, cut_after=step)
+  trainer = run(config)
+  expected = whole(reducer, backend)
+  assert trainer.parallel.traces == 1
+  assert lines_of(trainer) == lines_of(expected)
+  assert tensorboard_of(trainer) == tensorboard_of(expected)
+  for name, value in expected.folder.summary().items():
+    if name not in (*CLOCK, "environment"):
+      assert trainer.folder.summary()[name] == value, name
+  step, arrays = newest(trainer)
+  assert step == config.steps
+  jax.tree.map(np.testing.assert_array_equal, arrays, newest(expected)[1])
+
+
+def test_another_backend_goes_on(tmp_path, whole):
+  """What is stored is the same for both."""
+  run(config_of(tmp_path / "run", "powersgd", "pmap"), cut_after=5)
+  trainer = run(config_of(tmp_path / "run", "powersgd", "shard_map"))
+  expected = lines_of(whole("powersgd", "pmap"))
+  for line, other in zip(lines_of(trainer), expected, strict=True):
+    np.testing.assert_allclose(line["loss"], other["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+def test_another_number_of_replicas_goes_on(tmp_path, whole, replicas, capfd):
+  run(config_of(tmp_path / "run", "powersgd"), cut_after=5)
+  config = config_of(tmp_path / "run", "powersgd")
+  config.mesh.data = replicas
+  trainer = run(config)
+  assert f"step 4 on {replicas} replicas, 4 before" in capfd.readouterr().out
+  expected = lines_of(whole("powersgd", "pmap"))
+  # The mean of gradients and residuals is the same, and so are the updates.
+  for line, other in zip(lines_of(trainer), expected, strict=True):
+    np.testing.assert_allclose(line["loss"], other["loss"], rtol=1e-4)
+
+
+def controller_of(trainer, step):
+  """A field's value, by its name."""
+  shapes = trainer.parallel.stored.template(trainer.config.mesh.data)
+  trees = trainer.checkpoints.load(step, {"opt_state": shapes["opt_state"]})
+  fields = {
+    path.rsplit("controller.")[-1]: np.asarray(x).item()
+    for path, x in trees["opt_state"].items()
+    if "controller." in path and np.size(x) == 1
+  }
+  return fields
+
+
+def test_larger_batches_move_the_reference(tmp_path):
+  """By what the first whole window after the change differs in entropy."""
+  before = run(config_of(tmp_path / "run", "edgc"), cut_after=5)
+  reference = controller_of(before, 4)["reference_entropy"]
+  config = config_of(tmp_path / "run", "edgc")
+  config.mesh.data = 2
+  trainer = run(config)
+  # Steps 5 and 6 are the first whole window; it is closed with step 7.
+  before, after = (controller_of(trainer, step) for step in (6, 8))
+  assert before["reference_entropy"] == reference
+  assert after["rebase"] == 0
+  change = after["window_entropy"] - before["window_entropy"]
+  assert abs(change) > 1e-3
+  np.testing.assert_allclose(
+    after["reference_entropy"] - reference, change, atol=1e-5
+  )

@@ -1,0 +1,45 @@
+"""Real processes and real signals: killed, and told to stop."""
+
+import signal
+
+import pytest
+from helpers import soak
+from helpers.processes import finish, lines_written, start, wait_for
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """A run that nothing happened to."""
+  folder = tmp_path_factory.mktemp("killed") / "whole"
+  finish(start(folder))
+  return folder
+
+
+def test_killed_told_to_stop_and_finished(whole):
+  folder = whole.parent / "killed"
+  process = start(folder)
+  wait_for(lambda: lines_written(folder) >= 4, process)
+  process.kill()
+  finish(process, -signal.SIGKILL)
+
+  process = start(folder)
+  wait_for(lambda: lines_written(folder) >= 6, process)
+  process.send_signal(signal.SIGTERM)
+  text = finish(process, 128 + signal.SIGTERM)
+  assert "SIGTERM: ending the step, then saving" in text
+  assert "saved. Go on with the same command" in text
+  assert f"--config.run_dir={folder}" in text
+
+  process = start(folder)
+  wait_for(lambda: lines_written(folder) >= 9, process)
+  process.send_signal(signal.SIGINT)
+  finish(process, 128 + signal.SIGINT)
+
+  assert "going on after step" in finish(start(folder))
+  assert not soak.difference(whole, folder)
+  assert "compression ratio" in finish(start(folder))  # the table, at once
+
+
+def test_half_the_flags(tmp_path):
+  process = start(tmp_path / "run", "--num_processes=2")
+  assert "must be given together" in finish(process, 1)

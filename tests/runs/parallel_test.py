@@ -1,0 +1,312 @@
+"""Runs on replicas and on stages: the same training, whatever the mesh."""
+
+import functools
+import json
+import random
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from helpers.collective_order import unordered
+from helpers.meshes import between_hosts
+
+import edgc_jax
+from configs import gpt2_tiny
+from experiments.parallel import backends
+from experiments.reporting import run_page
+from experiments.training import times
+from experiments.training.trainer import Trainer
+
+STEPS = 6
+# All float32: meshes differ in the order of sums, by some 1e-7 in a step, and
+# Adam hands that on at its own scale. Observed are 1e-7 after eight steps.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """Where runs go, with something to learn in it."""
+  folder = tmp_path_factory.mktemp("runs")
+  words = ("gradient", "rank", "stage", "the", "of", "a", "link", "slack")
+  text = " ".join(random.Random(0).choices(words, k=2000))
+  (folder / "words.txt").write_text(text)
+  return folder
+
+
+def small(folder, name, reducer, data, stage=1, backend="shard_map"):
+  """Two layers of width 32; dense for two steps, with edgc."""
+  config = gpt2_tiny.get_config(reducer)
+  config.run_dir = str(folder / name)
+  config.data.path = str(folder / "words.txt")
+  config.steps, config.batch_size, config.log_every = STEPS, 8, 1
+  config.model.update(
+    vocab_size=128, context=16, width=32, num_layers=2, num_heads=2, unroll=1
+  )
+  config.evaluation.update(every=3, batches=1)
+  config.optimizer.update(warmup_steps=1, lr=1e-2)
+  config.mesh.update(data=data, stage=stage, backend=backend)
+  config.pipeline.update(microbatches=2, backward_seconds=15e-3)
+  config.link.update(bandwidth=1e6, latency=1e-6)
+  config.edgc.update(
+    rank_max=8, rank_min=8, window=2, warmup_steps=2, min_ratio=1.5,
+    rule={"max_warmup_steps": 2, "warmup_rank": "dense"},
+    sampling={"step_rate": 1.0},
+  )  # fmt: skip
+  return config
+
+
+def run(config):
+  """The lines and the summary of a run."""
+  trainer = Trainer(config)
+  summary = trainer.run()
+  text = (trainer.folder.path / "metrics.jsonl").read_text()
+  return [json.loads(line) for line in text.splitlines()], summary
+
+
+@pytest.fixture(scope="module")
+def replicas(folder):
+  """Four replicas under shard_map, without compression."""
+  return run(small(folder, "replicas", "allreduce", 4))
+
+
+@pytest.fixture(scope="module")
+def staged(folder):
+  """Two stages of two replicas with edgc; times as if measured."""
+  config = small(folder, "staged", "edgc", 2, stage=2)
+  config.link.bandwidth = config.pipeline.backward_seconds = 0.0
+  config.edgc.rank_min = 4
+  link = edgc_jax.LinkModel(1e-6, 1e6, r_squared=0.5)
+  compression = edgc_jax.CompressionModel(1e-5, 1e-6)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(edgc_jax, "measure_link", lambda mesh, axis: link)
+    patch.setattr(
+      edgc_jax, "measure_compression", lambda params, **options: compression
+    )
+    patch.setattr(edgc_jax, "measure_backward", lambda *args, **options: 15e-3)
+    lines, summary = run(config)
+  return folder / "staged", lines, summary
+
+
+def assert_same_training(one, other):
+  """Losses of every step and of the held-out batch, to rounding."""
+  for lines in (one[0], other[0]):
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines if "val_loss" in line] == [3, 6]
+  for name in ("loss", "val_loss"):
+    a, b = ([x[name] for x in y[0] if name in x] for y in (one, other))
+    np.testing.assert_allclose(a, b, rtol=TOLERANCE, err_msg=name)
+  losses = [line["loss"] for line in one[0]]
+  assert losses[-1] < losses[0] - 0.5, "nothing was learned: nothing is tested"
+
+
+def test_backends_agree_without_compression(folder, replicas):
+  pmap = run(small(folder, "pmap", "allreduce", 4, backend="pmap"))
+  assert_same_training(pmap, replicas)
+  for name in ("params", "wire_bytes_per_step", "rank_history", "traces"):
+    assert pmap[1][name] == replicas[1][name]
+
+
+def test_backends_agree_with_edgc(folder):
+  runs = []
+  for backend in backends.BACKENDS:
+    config = small(folder, f"edgc_{backend}", "edgc", 4, backend=backend)
+    config.edgc.min_ratio = 3.1  # the largest kernels and the embedding only
+    runs.append(run(config))
+  assert_same_training(*runs)
+  for (lines, summary), backend in zip(runs, backends.BACKENDS, strict=True):
+    assert summary["rank_history"] == [[1, [0]], [3, [8]]], backend
+    assert summary["traces"] == 1 and summary["times"] == {}
+    assert lines[-1]["relative_error"][0] > 0
+  entropies = [[line["entropy"] for line in lines] for lines, _ in runs]
+  np.testing.assert_allclose(*entropies, rtol=1e-4)
+
+
+def test_stages_train_as_replicas_do(folder, replicas):
+  """The same four devices, batch and seed: sums differ in order only."""
+  staged = run(small(folder, "dense_stages", "allreduce", 2, stage=2))
+  assert_same_training(staged, replicas)
+  (_, summary), (_, alone) = staged, replicas
+  assert summary["params"] == alone["params"]
+  assert summary["traces"] == 1 and summary["rank_history"] == [[1, [0, 0]]]
+  # Every stage has half of the layers, of the tokens, and all shared leaves.
+  shared = 4 * (16 * 32 + 2 * 32)
+  assert summary["dense_bytes_per_step"] == alone["dense_bytes_per_step"] + (
+    shared
+  )
+
+
+def test_small_leaves_joined_on_stages(folder, replicas):
+  """As between CPU hosts: what is compared first must not be overtaken."""
+  with between_hosts():
+    joined = run(small(folder, "joined_stages", "allreduce", 2, stage=2))
+  assert_same_training(joined, replicas)
+
+
+@pytest.mark.parametrize(
+  "reducer, wire_dtype, data, stage, backend",
+  [
+    ("edgc", "float32", 4, 1, "pmap"),
+    ("edgc", "bfloat16", 2, 2, "shard_map"),
+    ("allreduce", "float32", 2, 2, "shard_map"),
+  ],
+)
+def test_order_of_collectives(
+  folder, reducer, wire_dtype, data, stage, backend
+):
+  """None in a branch or loop can be overtaken, between hosts neither."""
+  name = f"order_{reducer}_{stage}"
+  with between_hosts(64):
+    config = small(folder, name, reducer, data, stage, backend)
+    config[reducer].wire_dtype = wire_dtype
+    trainer = Trainer(config)
+    state = trainer.parallel.init(jax.random.key(0))
+    program = trainer.parallel.compile_step(*state, 8).as_text()
+  assert " conditional(" in program
+  assert unordered(program) == []
+
+
+def test_numbers_of_every_stage(staged):
+  path, lines, summary = staged
+  assert json.loads((path / "summary.json").read_text()) == summary
+  assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+  for line in lines:
+    for name in (
+      "entropy", "rank", "rung", "wire_bytes", "relative_error",
+      "predicted_error", "residual_norm",
+    ):  # fmt: skip
+      assert len(line[name]) == 2, name
+    assert np.all(np.isfinite(line["entropy"]))
+    assert line["entropy"][0] != line["entropy"][1]
+    assert isinstance(line["loss"], float)
+  assert summary["traces"] == 1
+  assert (summary["replicas"], summary["stages"]) == (2, 2)
+  assert summary["val_loss"] == lines[-1]["val_loss"] > 0
+  assert len(summary["wire_bytes_per_step"]) == 2
+  np.testing.assert_allclose(
+    summary["wire_bytes_per_step"],
+    np.mean([line["wire_bytes"] for line in lines], axis=0),
+  )
+  assert summary["compression_ratio"] > 1
+  run_page.write_report([path])
+  assert (path / "report.png").exists()
+
+
+def test_stage_with_slack_keeps_the_higher_rank(staged):
+  """Stage 0 follows the rule; what it sends less, stage 1 need not."""
+  _, lines, summary = staged
+  assert summary["rank_history"] == [[1, [0, 0]], [3, [8, 8]], [5, [4, 8]]]
+  dense, same, apart = (np.array(lines[i]["wire_bytes"]) for i in (1, 3, 5))
+  assert np.all(same < dense)
+  assert np.all(apart <= same) and apart[0] < apart[1]
+  assert lines[5]["predicted_error"][0] > lines[5]["predicted_error"][1] > 0
+
+
+def test_measured_times_are_in_the_summary(staged):
+  found = staged[2]["times"]
+  assert found["link"] == {
+    "latency": 1e-6, "bandwidth": 1e6, "r_squared": 0.5
+  }  # fmt: skip
+  np.testing.assert_allclose(found["compression"]["base"], 1e-5)
+  np.testing.assert_allclose(found["compression"]["per_rank"], 1e-6)
+  np.testing.assert_allclose(found["backward_seconds"], 15e-3)
+
+
+def test_zeros_are_measured(folder, monkeypatch):
+  """With fewer repeats; on a busy machine the numbers may be anything."""
+  config = small(folder, "measured", "edgc", 2, stage=2)
+  config.link.bandwidth = config.pipeline.backward_seconds = 0.0
+  measure_compression = edgc_jax.measure_compression
+
+  def of_one_kernel(params, **options):
+    kernel = params["mlp_in"]["kernel"]
+    assert kernel.shape == (1, 32, 128), "one stage holds one layer"
+    return measure_compression({"kernel": kernel}, (4, 8), repeats=2, **options)
+
+  link = functools.partial(
+    edgc_jax.measure_link, sizes=(2**10, 2**18), repeats=2
+  )
+  backward = functools.partial(edgc_jax.measure_backward, repeats=2)
+  monkeypatch.setattr(edgc_jax, "measure_link", link)
+  monkeypatch.setattr(edgc_jax, "measure_backward", backward)
+  monkeypatch.setattr(edgc_jax, "measure_compression", of_one_kernel)
+  with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "All-reduces of", RuntimeWarning)
+    found = times.as_numbers(Trainer(config).times)
+  assert found["link"]["bandwidth"] > 0 and found["link"]["latency"] >= 0
+  assert found["backward_seconds"] > 0
+  assert min(found["compression"].values()) >= 0
+  assert not (folder / "measured").exists()
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"reducer": "allreduce"},
+    {"reducer": "powersgd"},
+    {"pipeline.align": "none"},
+    {"mesh.stage": 1},
+    {"link.bandwidth": 1e6, "pipeline.backward_seconds": 1e-3},
+  ],
+)
+def test_nothing_is_measured_in_vain(folder, monkeypatch, changes):
+  def refuse(*args, **options):
+    raise AssertionError("measured")
+
+  for name in ("link", "compression", "backward"):
+    monkeypatch.setattr(edgc_jax, f"measure_{name}", refuse)
+  config = small(folder, "never", "edgc", 2, stage=2)
+  config.powersgd.update(rank=8, min_ratio=1.5)
+  config.link.bandwidth = config.pipeline.backward_seconds = 0.0
+  config.update_from_flattened_dict(changes)
+  Trainer(config)
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (
+      {"batch_size": 6},
+      r"`batch_size`.*mesh.data \* pipeline.microbatches \(4\), got 6; use 8",
+    ),
+    (
+      {"batch_size": 6, "mesh.stage": 1, "mesh.data": 4},
+      r"`batch_size` must be divisible by mesh.data \(4\), got 6; use 8",
+    ),
+    (
+      {"model.num_layers": 3},
+      r"`model.num_layers` must be divisible by mesh.stage \(2\), got 3",
+    ),
+    (
+      {"mesh.backend": "pmap"},
+      r"`mesh.backend` must be shard_map.*\(mesh.stage is 2\), got 'pmap'",
+    ),
+    (
+      {"mesh.backend": "xmap"},
+      "`mesh.backend` must be one of pmap, shard_map, got 'xmap'",
+    ),
+    (
+      {"mesh.stage": 4, "mesh.data": 4},
+      r"`mesh.data` times `mesh.stage`.*\(8 cpu\), got 4 times 4.*"
+      "NUM_CPU_DEVICES=16",
+    ),
+    ({"mesh.stage": 0}, "`mesh.data` times `mesh.stage`.*got 2 times 0"),
+    ({"mesh.data": 0}, "`mesh.data` times `mesh.stage`.*got 0 times 2"),
+    (
+      {"pipeline.microbatches": 0},
+      "`pipeline.microbatches` must be at least 1",
+    ),
+    ({"pipeline.align": "slacks"}, "`align` must be one of"),
+    (
+      {"mesh.data": 1, "link.bandwidth": 0.0},
+      "`mesh.data` must be at least 2 where the link",
+    ),
+  ],
+)
+def test_errors_come_before_anything_is_written(tmp_path, changes, message):
+  (tmp_path / "words.txt").write_text("a link of a stage " * 20)
+  config = small(tmp_path, "run", "edgc", 2, stage=2)
+  config.update_from_flattened_dict(changes)
+  with pytest.raises(ValueError, match=message):
+    Trainer(config)
+  assert [path.name for path in tmp_path.iterdir()] == ["words.txt"]
