@@ -196,3 +196,20 @@ def spread_ranks(
   span = rank_max - rank_min
   step = rank_multiple * (span // (most * rank_multiple) + 1)
   return tuple(range(rank_min + span % step, rank_max + 1, step))
+
+
+def warn_if_nothing_saves(plan: Plan) -> None:
+  """Warns where a ladder of ranks compresses no leaf at all.
+
+  Warns:
+    RuntimeWarning: if every leaf travels dense at every rung.
+  """
+  ranks = [rank for rank in plan.ladder if rank]
+  if ranks and plan.leaves and not plan.compressible:
+    warnings.warn(
+      f"No leaf saves `min_ratio` ({plan.min_ratio:g}) at rank {min(ranks)} or"
+      " above, so all gradients travel dense. Lower the rank, or give a"
+      " `matrix_view` that folds the leaves into larger matrices.",
+      RuntimeWarning,
+      stacklevel=4,
+    )

@@ -9,7 +9,6 @@ of the compiled program.
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -352,23 +351,6 @@ def _part(plan: Plan, members: Sequence[int]) -> Plan:
     leaves=tuple(plan.leaves[i] for i in members),
     positions=tuple(plan.positions[i] for i in members),
   )
-
-
-def warn_if_nothing_saves(plan: Plan) -> None:
-  """Warns where a ladder of ranks compresses no leaf at all.
-
-  Warns:
-    RuntimeWarning: if every leaf travels dense at every rung.
-  """
-  ranks = [rank for rank in plan.ladder if rank]
-  if ranks and plan.leaves and not plan.compressible:
-    warnings.warn(
-      f"No leaf saves `min_ratio` ({plan.min_ratio:g}) at rank {min(ranks)} or"
-      " above, so all gradients travel dense. Lower the rank, or give a"
-      " `matrix_view` that folds the leaves into larger matrices.",
-      RuntimeWarning,
-      stacklevel=4,
-    )
 
 
 def as_tree(

@@ -32,6 +32,7 @@ from edgc_jax.compression.base import Exchange, ExchangeFn, ExchangeState
 from edgc_jax.pipeline.gradients import LateUpdates, require_stages, rest_of
 from edgc_jax.plan import leaves as leaf_checks
 from edgc_jax.plan import plan as plans_of
+from edgc_jax.plan.ladder import warn_if_nothing_saves
 from edgc_jax.plan.leaves import Measurement
 from edgc_jax.plan.plan import Plan, by_exchange
 from edgc_jax.state.base import ReducerState, stacked, unstacked
@@ -74,7 +75,7 @@ def make_reducer(
 
   def init_fn(params: optax.Params) -> ReducerState:
     plan = plan_for(params)
-    plans_of.warn_if_nothing_saves(plan)
+    warn_if_nothing_saves(plan)
     leaf_checks.warn_of_dtypes(plan.leaves)
     plans = by_exchange(plan)
     policy = policy_for(plans[0])

@@ -1,6 +1,6 @@
 """One of several hosts whose linear algebra rounds in a way of its own.
 
-python mixed_hosts_worker.py FOLDER PORT INDEX COUNT SECONDS CASE...
+python -m helpers.mixed_hosts_worker FOLDER PORT INDEX COUNT SECONDS CASE...
 
 Each case trains a small model for `STEPS` steps, one process a replica, with
 real gradients and with white ones side by side, and saves what steps applied.

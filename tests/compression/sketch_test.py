@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax.compression import sketch
+from edgc_jax.compression import linear_algebra
 from edgc_jax.plan.plan import SKETCH_VALUES
 
 COUNT = 3
@@ -23,9 +23,10 @@ def stacks_of(rows, cols, rank, seed=0):
 
 
 def sketch_of(arrays, seed):
-  (signs,) = sketch.draw_signs(jax.random.key(seed), [arrays[0]])
   stack, p, q = arrays
-  return sketch.residual_sketch(signs[0] @ stack, p, q, signs)
+  signs = linear_algebra.draw_signs(jax.random.key(seed), [stack])
+  row = signs[0][0] @ stack
+  return linear_algebra.residual_sketches([row], [p], [q], signs)[0]
 
 
 class SketchTest(parameterized.TestCase):
@@ -59,7 +60,7 @@ class SketchTest(parameterized.TestCase):
     np.testing.assert_allclose(z, 0, atol=1e-5)
 
   def test_no_matrices(self):
-    self.assertEqual(sketch.draw_signs(jax.random.key(0), []), [])
+    self.assertEqual(linear_algebra.draw_signs(jax.random.key(0), []), [])
 
 
 if __name__ == "__main__":

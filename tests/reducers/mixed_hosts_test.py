@@ -16,6 +16,7 @@ from helpers import mixed_hosts_worker as worker
 from helpers import quick_compile
 from helpers.local_processes import free_port, wait
 
+TESTS = pathlib.Path(__file__).resolve().parents[1]
 KERNELS = ("Zen", "SkylakeX")
 SECONDS = 400  # for all processes; a fifth of it on an idle machine
 
@@ -41,7 +42,7 @@ def run(folder, count, cases):
   try:
     for i in range(count):
       arguments = (folder, port, i, count, SECONDS - 10, *cases)
-      command = [sys.executable, "-W", "error", worker.__file__]
+      command = [sys.executable, "-W", "error", "-m", worker.__name__]
       with open(folder / f"output_{i}.txt", "w") as output:
         processes.append(
           subprocess.Popen(
@@ -49,6 +50,7 @@ def run(folder, count, cases):
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
+            cwd=TESTS,
             env=environment | make_of(i % 2),
           )
         )
