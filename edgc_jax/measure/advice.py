@@ -23,7 +23,7 @@ TOLERANCE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Method:
   """A way of averaging gradients, and what it would cost.
 
   Attributes:
@@ -47,10 +47,10 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-  """All ways, those that lose least first, and the one to take."""
+  """All methods, those that lose least first, and the one to take."""
 
-  ways: tuple[Way, ...]
-  choice: Way
+  methods: tuple[Method, ...]
+  choice: Method
 
 
 def advise(
@@ -123,28 +123,28 @@ def advise(
       params, (rank,), min_ratio, matrix_view, code=code_of(wire_dtype)
     )
 
-  def way(
+  def method(
     name: str,
     plan: Plan,
     computing: float,
     reducer: str,
     **options: Any,
-  ) -> Way:
+  ) -> Method:
     (rank,) = plan.ladder
     sent, trips = plan.wire_bytes(rank, replicas), plan.all_reduces(rank)
-    if plan.exchanges_parts:
+    if plan.averages_in_parts:
       trips += cpu_backend.more_trips(sent, replicas)
     exchange = link.seconds(sent, trips) + computing
     # Where both take as long: bytes saved for latencies and computing added.
     saved = dense.wire_bytes(0) - sent
     added = (trips - dense.all_reduces(0)) * link.latency + computing
     even = 0.0 if saved <= 0 else saved / added if added > 0 else float("inf")
-    return Way(name, reducer, options, sent, step_seconds + exchange, even)
+    return Method(name, reducer, options, sent, step_seconds + exchange, even)
 
   dense = plan_of(0)
-  ways = [
-    way("dense", dense, 0.0, "allreduce", wire_dtype="float32"),
-    way(
+  methods = [
+    method("dense", dense, 0.0, "allreduce", wire_dtype="float32"),
+    method(
       "dense, bf16", plan_of(0, "bfloat16"), coding_seconds,
       "allreduce", wire_dtype="bfloat16",
     ),
@@ -155,9 +155,9 @@ def advise(
       computing = compression.seconds(rank)
       options = {"rank_max": rank, "wire_dtype": wire_dtype}
       name = f"edgc, rank {rank}"
-      ways.append(way(name, plan, computing, "edgc", **options))
-  chosen = first_fast([way.seconds for way in ways], tolerance)
-  return Advice(tuple(ways), ways[chosen])
+      methods.append(method(name, plan, computing, "edgc", **options))
+  chosen = first_fast([method.seconds for method in methods], tolerance)
+  return Advice(tuple(methods), methods[chosen])
 
 
 def first_fast(seconds: Sequence[float], tolerance: float = TOLERANCE) -> int:

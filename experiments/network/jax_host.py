@@ -148,7 +148,7 @@ class JaxHost:
       costs = costs._replace(step=advised.seconds_of(step, mesh))
     found = advised.advise(config, model, mesh, link, costs, RANKS)
     return {
-      "seconds": {way.name: way.seconds for way in found.ways},
+      "seconds": {method.name: method.seconds for method in found.methods},
       "choice": found.choice.name,
       "link": dataclasses.asdict(link),
     }

@@ -157,15 +157,15 @@ def advise(
 def table(advice: Advice, replicas: int) -> str:
   """For a terminal: what each way would take, and the choice."""
   lines = [f"{'':14}{'payload, MB':>13}{'s a step':>10}   dense faster above"]
-  for way in advice.ways:
-    uplink = _uplink(way.break_even, replicas)
+  for method in advice.methods:
+    uplink = _uplink(method.break_even, replicas)
     bound = f"{uplink:.4g} Mbit/s" if np.isfinite(uplink) else "no speed"
-    if way.name == "dense":
+    if method.name == "dense":
       bound = ""
-    elif not way.break_even:
+    elif not method.break_even:
       bound = "any speed"
     lines.append(
-      f"{way.name:14}{way.wire_bytes / 1e6:13.2f}{way.seconds:10.3f}   {bound}"
+      f"{method.name:14}{method.wire_bytes / 1e6:13.2f}{method.seconds:10.3f}   {bound}"
     )
   return "\n".join([*lines, f"choice: {advice.choice.name}"])
 

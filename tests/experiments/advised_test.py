@@ -67,9 +67,9 @@ class AdvisedTest(parameterized.TestCase):
   def test_table(self):
     lines = advised.table(advice(FAST), replicas=4).splitlines()
     self.assertEqual(lines[-1], "choice: dense")
-    self.assertLen(lines, 2 + len(advice(FAST).ways))
+    self.assertLen(lines, 2 + len(advice(FAST).methods))
     # A break-even of payload, as that of an uplink: 1.5 times the bytes.
-    way = advice(FAST).ways[-1]
+    way = advice(FAST).methods[-1]
     self.assertIn(f"{12e-6 * way.break_even:.4g} Mbit/s", lines[-2])
 
   @parameterized.parameters(
@@ -92,7 +92,7 @@ class AdvisedTest(parameterized.TestCase):
       mock.patch.object(edgc_jax, "measure_link", side_effect=AssertionError),
     ):
       found = advised.measure(config, model_of(config), meshes.make_mesh(4, 1))
-    dense = found.ways[0]
+    dense = found.methods[0]
     self.assertAlmostEqual(dense.seconds, 0.101 + dense.wire_bytes / 1e6)
 
   def test_what_is_measured(self):
@@ -112,7 +112,7 @@ class AdvisedTest(parameterized.TestCase):
       )
     self.assertEqual(costs[1:], (0.25, compression, 0.5))
     found = advised.advise(config, model_of(config), mesh, FAST, costs)
-    dense, narrow, *_ = (way.seconds for way in found.ways)
+    dense, narrow, *_ = (way.seconds for way in found.methods)
     self.assertAlmostEqual(dense, costs.step + 0.25, places=3)
     self.assertAlmostEqual(narrow, costs.step + 0.75, places=3)
 
@@ -123,7 +123,7 @@ class AdvisedTest(parameterized.TestCase):
     found = advised.advise(
       config, model_of(config), meshes.make_mesh(4, 1), SLOW, costs
     )
-    names = [way.name for way in found.ways[2:]]
+    names = [way.name for way in found.methods[2:]]
     self.assertEqual(names, ["edgc, rank 16"])
 
 

@@ -33,7 +33,8 @@ class AdviceTest(parameterized.TestCase):
     with between_hosts():
       cut = advise(link, params=params, replicas=replicas, ranks=())
     dense, narrow = (
-      b.seconds - a.seconds for a, b in zip(plain.ways, cut.ways, strict=True)
+      b.seconds - a.seconds
+      for a, b in zip(plain.methods, cut.methods, strict=True)
     )
     self.assertEqual(dense, 0)
     self.assertAlmostEqual(narrow, 0.5 * more)
@@ -41,8 +42,8 @@ class AdviceTest(parameterized.TestCase):
   def test_seconds_by_hand(self):
     found = advise(LinkModel(1e-3, 1e7), ranks=(8, 32))
     names = ["dense", "dense, bf16", "edgc, rank 32", "edgc, rank 8"]
-    self.assertEqual([way.name for way in found.ways], names)
-    dense, narrow, *factors = found.ways
+    self.assertEqual([way.name for way in found.methods], names)
+    dense, narrow, *factors = found.methods
     self.assertEqual(dense.wire_bytes, DENSE)
     self.assertAlmostEqual(dense.seconds, 0.1 + 1e-3 + DENSE / 1e7)
     # Vectors travel exact, beside what is coded.
@@ -60,7 +61,7 @@ class AdviceTest(parameterized.TestCase):
   def test_factors_that_travel_coded(self):
     link, sent = LinkModel(1e-3, 1e7), {}
     for wire_dtype in ("float32", "bfloat16"):
-      (*_, way) = advise(link, ranks=(32,), wire_dtype=wire_dtype).ways
+      (*_, way) = advise(link, ranks=(32,), wire_dtype=wire_dtype).methods
       options = {"rank": 32, "wire_dtype": wire_dtype, "replicas": 4}
       sent[wire_dtype] = edgc_jax.wire_bytes(PARAMS, **options)
       self.assertEqual(way.wire_bytes, sent[wire_dtype])
@@ -71,8 +72,8 @@ class AdviceTest(parameterized.TestCase):
   def test_the_choice_is_the_most_faithful_of_the_fast(self, bandwidth):
     for tolerance in (0.0, 0.1, 0.5):
       found = advise(LinkModel(1e-4, bandwidth), tolerance=tolerance)
-      seconds = [way.seconds for way in found.ways]
-      chosen = found.ways.index(found.choice)
+      seconds = [way.seconds for way in found.methods]
+      chosen = found.methods.index(found.choice)
       limit = (1 + tolerance) * min(seconds)
       self.assertLessEqual(seconds[chosen], limit)
       for better in seconds[:chosen]:
@@ -85,24 +86,24 @@ class AdviceTest(parameterized.TestCase):
   def test_break_even(self):
     """Where the bandwidth is that of the break-even, both take as long."""
     found = advise(LinkModel(1e-3, 1e7))
-    for way in found.ways[1:]:
+    for way in found.methods[1:]:
       again = advise(LinkModel(1e-3, way.break_even))
-      (other,) = (w for w in again.ways if w.name == way.name)
-      np.testing.assert_allclose(other.seconds, again.ways[0].seconds, 1e-9)
-    self.assertEqual(found.ways[0].break_even, 0.0)
+      (other,) = (w for w in again.methods if w.name == way.name)
+      np.testing.assert_allclose(other.seconds, again.methods[0].seconds, 1e-9)
+    self.assertEqual(found.methods[0].break_even, 0.0)
 
   def test_never_and_always(self):
     free = {"compression": CompressionModel(0.0, 0.0), "coding_seconds": 0.0}
     found = advise(LinkModel(0.0, 1e12), **free)
-    self.assertEqual([w.break_even for w in found.ways[1:]], [np.inf] * 4)
+    self.assertEqual([w.break_even for w in found.methods[1:]], [np.inf] * 4)
 
   def test_ranks_that_save_nothing_are_left_out(self):
     found = advise(LinkModel(1e-3, 1e7), ranks=(8, 400))
     names = ["dense", "dense, bf16", "edgc, rank 8"]
-    self.assertEqual([way.name for way in found.ways], names)
+    self.assertEqual([way.name for way in found.methods], names)
 
   def test_the_choice_can_be_built(self):
-    for way in advise(LinkModel(1e-3, 1e7)).ways:
+    for way in advise(LinkModel(1e-3, 1e7)).methods:
       getattr(edgc_jax, way.reducer)(**way.options)
 
   def test_cannot_be_changed(self):
