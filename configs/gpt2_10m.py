@@ -9,7 +9,7 @@ from configs import gpt2_tiny
 
 
 def get_config(reducer: str = "edgc") -> ConfigDict:
-  """The configuration; the reducer is named behind the file's name."""
+  """Returns the configuration for `--config=FILE:REDUCER`."""
   config = gpt2_tiny.get_config(reducer)
   config.name = "gpt2_10m"
   config.steps = 2000

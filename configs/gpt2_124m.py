@@ -4,7 +4,8 @@
       --config.data.path=FOLDER --config.mesh.data=8
 
 FOLDER holds train.bin and val.bin, little-endian uint16 tokens of GPT-2's
-vocabulary. Untried so far on an accelerator: no time or result is known.
+vocabulary. This configuration has not been trained on an accelerator yet, so
+no time or result is known.
 """
 
 from ml_collections import ConfigDict
@@ -13,7 +14,7 @@ from configs import common
 
 
 def get_config(reducer: str = "edgc") -> ConfigDict:
-  """The configuration; the reducer is named behind the file's name."""
+  """Returns the configuration for `--config=FILE:REDUCER`."""
   config = common.base(reducer)
   config.name = "gpt2_124m"
   config.steps = 100_000
@@ -24,7 +25,7 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.optimizer.warmup_steps = 2000
   config.evaluation.every = 1000
   config.evaluation.batches = 20
-  # A tenth of the run is warm-up; the published window is 1000 steps.
+  # Warm-up is a tenth of the run; the published window is 1000 steps.
   config.edgc.rank_max = 64
   config.edgc.rank_min = 16
   config.edgc.warmup_steps = 10_000

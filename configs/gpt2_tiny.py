@@ -1,4 +1,4 @@
-"""A byte-level GPT-2 of 1.9M parameters, on the standard library's sources.
+"""A byte-level GPT-2 of 1.9M parameters, on Python's standard library.
 
 python experiments/train_gpt2.py --config=configs/gpt2_tiny.py
 python experiments/train_gpt2.py --config=configs/gpt2_tiny.py:allreduce
@@ -11,7 +11,7 @@ from configs import common
 
 
 def get_config(reducer: str = "edgc") -> ConfigDict:
-  """The configuration; the reducer is named behind the file's name."""
+  """Returns the configuration for `--config=FILE:REDUCER`."""
   config = common.base(reducer)
   config.name = "gpt2_tiny"
   config.steps = 400
@@ -26,16 +26,17 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.optimizer.lr = 1e-3
   config.optimizer.warmup_steps = 40
 
-  # About 6 times fewer bytes than dense. The rank, of which a matrix has more
-  # or less, is chosen every 10 steps.
+  # About 6 times fewer bytes than dense. Every 10 steps the rule chooses a
+  # rank, and the allocation gives each matrix more or less than it.
   config.edgc.rank_max = 28
   config.edgc.rank_min = 22
   config.edgc.rule.rank_multiple = 2
   config.edgc.window = 10
   config.edgc.warmup_steps = 20
   config.edgc.rule.max_warmup_steps = 40
-  # Steps differ by more than a rank is worth, entries of a step do not: few of
-  # them in every step (docs/figures.md).
+  # Entropy varies more between steps than one rank is worth, but little
+  # between entries of a step: sample few entries in every step
+  # (docs/figures.md).
   config.edgc.sampling.step_rate = 1.0
   config.edgc.sampling.entry_rate = 0.05
   config.powersgd.rank = 23

@@ -1,4 +1,4 @@
-"""gpt2_tiny on 4 pipeline stages of 2 replicas, each stage on its own rank.
+"""gpt2_tiny on 4 pipeline stages of 2 replicas, with a rank per stage.
 
 python experiments/train_gpt2.py --config=configs/gpt2_tiny_pipeline.py
 """
@@ -9,7 +9,7 @@ from configs import gpt2_tiny
 
 
 def get_config(reducer: str = "edgc") -> ConfigDict:
-  """The configuration; the reducer is named behind the file's name."""
+  """Returns the configuration for `--config=FILE:REDUCER`."""
   config = gpt2_tiny.get_config(reducer)
   config.name = "gpt2_tiny_pipeline"
   config.steps = 120
@@ -19,16 +19,16 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.mesh.backend = "shard_map"
   config.pipeline.microbatches = 4
 
-  # Devices of one machine have no link: one of 100 Mbit/s is modelled. The
-  # other times were measured on two cores, and stand here so that the run is
-  # the same everywhere; with zeros it measures them.
+  # Devices of one machine have no link, so a link of 100 Mbit/s is modelled.
+  # The other times were measured on two cores. They are fixed here so that the
+  # run is the same everywhere; zeros would measure them.
   config.link.bandwidth = 12.5e6
   config.link.latency = 0.5e-3
   config.link.compression_base = 7.5e-3
   config.link.compression_per_rank = 2.4e-4
   config.pipeline.backward_seconds = 15e-3
 
-  # The largest rank is what the link allows and saves a factor of 3.
+  # The largest rank that the link allows and that saves a factor of 3.
   config.edgc.rank_max = 0
   config.edgc.rank_min = 0
   config.edgc.rule.rank_multiple = 8

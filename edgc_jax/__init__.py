@@ -1,11 +1,14 @@
-"""Entropy-driven dynamic gradient compression as one link of an optax chain.
+"""Compresses the gradient all-reduce of data-parallel training, for optax.
 
-tx = optax.chain(edgc_jax.edgc(axis_name="data"), optax.adamw(3e-4))
+The reducers of this package (`edgc`, `powersgd`, `topk`, ...) are gradient
+transformations that average local gradients over replicas:
+
+  tx = optax.chain(edgc_jax.edgc(axis_name="data"), optax.adamw(3e-4))
 """
 
 from edgc_jax.comm import cpu_backend
 
-cpu_backend.widen_thread_pool()  # before any device is used; see the function
+cpu_backend.widen_thread_pool()  # has no effect once JAX has used a device
 
 from edgc_jax.adaptation.allocation import Allocation
 from edgc_jax.adaptation.entropy import Sampling

@@ -1,4 +1,4 @@
-"""Checks that turn silent waste, wrong results and hangs into errors."""
+"""Checks of arguments; each error names argument, value, rule and remedy."""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +8,24 @@ from typing import Any
 def require(
   condition: bool, name: str, value: Any, rule: str, remedy: str
 ) -> None:
-  """Raises a ValueError that names argument, value, rule and remedy."""
+  """Raises a ValueError unless `condition` holds.
+
+  Args:
+    condition: Whether the value is allowed.
+    name: Name of the argument.
+    value: Its value.
+    rule: Completes "must be ...".
+    remedy: What the caller should do, without a full stop.
+
+  Raises:
+    ValueError: if `condition` is false.
+  """
   if not condition:
     raise ValueError(f"`{name}` must be {rule}, got {value!r}; {remedy}.")
 
 
 def require_one_of(name: str, value: Any, options: Sequence[str]) -> None:
-  """Raises unless `value` is one of the options."""
+  """Raises unless `value` is one of `options`."""
   require(
     value in options, name, value, f"one of {options}", "pick one of them"
   )
@@ -33,12 +44,15 @@ def require_int(name: str, value: Any, least: int) -> None:
 
 
 def require_several(name: str, values: Sequence[int], least: int) -> None:
-  """Raises unless they are such that a line can be fitted through them."""
+  """Raises unless a line can be fitted through the integers `values`.
+
+  At least two of them must differ when counted in units of `least`.
+  """
   for value in values:
     require_int(name, value, least)
-  several = len({value // least for value in values}) > 1
+  are_several = len({value // least for value in values}) > 1
   remedy = "add one, since a line through one point can have any slope"
-  require(several, name, values, "at least two that differ", remedy)
+  require(are_several, name, values, "at least two that differ", remedy)
 
 
 def require_number(name: str, value: Any) -> None:
@@ -51,7 +65,7 @@ def require_number(name: str, value: Any) -> None:
 
 
 def require_finite(name: str, value: Any, remedy: str) -> None:
-  """Raises on what is not a number, negative, or not finite."""
+  """Raises unless `value` is a finite number, at least 0."""
   require_number(name, value)
   is_fine = math.isfinite(value) and value >= 0
   require(is_fine, name, value, "at least 0 and finite", remedy)
@@ -60,7 +74,7 @@ def require_finite(name: str, value: Any, remedy: str) -> None:
 def require_share(name: str, value: Any) -> None:
   """Raises unless `value` is a number in (0, 1]."""
   require_number(name, value)
-  require(0 < value <= 1, name, value, "in (0, 1]", "1 is everything")
+  require(0 < value <= 1, name, value, "in (0, 1]", "use 1 for all")
 
 
 def require_flag(name: str, value: Any) -> None:

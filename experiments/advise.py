@@ -1,17 +1,19 @@
-"""Tells which way of sending gradients suits a model, its mesh and its link.
+"""Advises which method to send gradients with, for a model, mesh and link.
 
   python experiments/advise.py --config=configs/gpt2_tiny.py
 
-Measures the link, a training step and the cost of exchanges where it runs, on
-one process or on all of a cluster as `train_gpt2.py`, and prints what each way
-would take, the speed of a replica's uplink above which dense is faster, and
-the choice. `--config=FILE:auto` trains with it. A link that is not there can be
-given, in bytes of payload a second of an all-reduce and seconds of latency:
+Measures the link, a training step and the cost of exchanges on the machines it
+runs on: one process, or all processes of a cluster, as for `train_gpt2.py`.
+Prints the predicted step time of each method, the speed of a replica's uplink
+above which dense is faster, and the choice. `--config=FILE:auto` trains with
+that choice. To get advice for another link, give its payload bytes per second
+and its latency in seconds, both of an all-reduce:
 
   --config.link.bandwidth=12.5e6 --config.link.latency=1e-3
 
-Through pmap, without stages. Dense float32, dense bfloat16 and ranks of edgc
-are compared; powersgd computes less than edgc at the same rank.
+It compares dense float32, dense bfloat16 and several ranks of edgc; powersgd
+computes less than edgc at the same rank. It needs the pmap backend, without
+pipeline stages.
 """
 
 import pathlib
@@ -28,7 +30,7 @@ from experiments.training import advised, checks
 
 
 def main(config: ConfigDict) -> None:
-  """Prints the table."""
+  """Measures and prints the table of methods."""
   try:
     checks.check(config)
     advised.require_choice(config)

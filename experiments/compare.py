@@ -1,21 +1,21 @@
-"""Runs the methods of a study with several seeds and writes what came out.
+"""Runs the methods of a study with several seeds and writes a page of results.
 
   python experiments/compare.py --study=configs/studies/methods.py
 
-`study/study.py` says what a study is. One run after the other, each a process
-of its own; what is finished is recorded in --records and not run again, so the
-same command goes on where it was cut off, on another machine, too. A run that
-fails is reported and run again next time. With --nowait the page is written of
-the records that are there, with --fresh all are forgotten first.
+`study/study.py` describes the file of a study. Runs come one after the other,
+each in a separate process. Finished runs are recorded in --records and not
+repeated, so the same command resumes an interrupted study, on another machine,
+too. A failed run is reported, and repeated by the next call. With --nowait the
+page is made from the existing records only; --fresh first deletes them.
 
-The page is docs/<study>.md (docs/results.md for the study `methods`), with
-pictures and a table of all runs as <study>.csv beside it.
+The page is docs/<study>.md (docs/results.md for the study `methods`). Pictures
+and a table of all runs, <study>.csv, are written to the same folder.
 """
 
 import pathlib
 import sys
 
-# `experiments` lies in the repository, and is not installed.
+# `experiments` is not an installed package.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from absl import app, flags
@@ -27,18 +27,20 @@ from experiments.study.runner import Runner
 from experiments.study.study import Study
 
 _STUDY = flags.DEFINE_string("study", None, "A file in configs/studies/.")
-_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds.")
-_RUNS = flags.DEFINE_string("runs", "runs/compare", "Where the runs go.")
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of each row.")
+_RUNS = flags.DEFINE_string("runs", "runs/compare", "Parent of run folders.")
 _RECORDS = flags.DEFINE_string(
-  "records", "docs/runs", "Where a folder of records is kept for each study."
+  "records", "docs/runs", "Parent of each study's folder of records."
 )
-_OUTPUT = flags.DEFINE_string("output", "", "The page; else by the study.")
-_WAIT = flags.DEFINE_bool("wait", True, "Run what is missing.")
-_FRESH = flags.DEFINE_bool("fresh", False, "Forget finished runs first.")
+_OUTPUT = flags.DEFINE_string(
+  "output", "", "The page; by default docs/<study>.md."
+)
+_WAIT = flags.DEFINE_bool("wait", True, "Whether to start missing runs.")
+_FRESH = flags.DEFINE_bool("fresh", False, "Delete finished runs first.")
 
 
 def main(argv: list[str]) -> None:
-  """Runs what is missing, then writes the page."""
+  """Starts the missing runs, then writes the page."""
   del argv
   try:
     study = studies.load(_STUDY.value)
@@ -55,9 +57,8 @@ def main(argv: list[str]) -> None:
   found = comparison.collect(study, records, _SEEDS.value)
   if not found.dense.runs and not any(row.runs for row in found.rows):
     sys.exit(
-      f"error: `--records` must be where runs of the study are recorded, got"
-      f" {_RECORDS.value}, which has none that came to an end; leave out"
-      " --nowait to make them."
+      f"error: `--records` must hold finished runs of the study, got"
+      f" {_RECORDS.value}, which has none; leave out --nowait to start them."
     )
   pictures = plots.write(found, output.parent)
   print(page.write(found, output, pictures, _command()))

@@ -1,10 +1,10 @@
-"""Which ranks the stages of a pipeline get, and when they end, link by link.
+"""Prints the ranks of aligned pipeline stages for several link speeds.
 
   python experiments/plan_stages.py --config=configs/gpt2_tiny_pipeline.py
 
-Trains nothing. For every link and every rank that stage 0 may be on, it shows
-the ranks of all stages, and when their exchanges end, in milliseconds after
-the end of stage 0's backward pass.
+Trains nothing. For every link and every possible rank of stage 0, it prints
+the ranks of all stages and when their exchanges end, in milliseconds after the
+end of stage 0's backward pass.
 """
 
 import pathlib
@@ -35,7 +35,7 @@ _MBITS = flags.DEFINE_list(
 
 
 def main(config: ConfigDict) -> None:
-  """Prints a table for each link."""
+  """Prints a table for each link speed."""
   config.mesh.backend = "shard_map"
   try:
     checks.check_mesh(config)
@@ -43,7 +43,7 @@ def main(config: ConfigDict) -> None:
     if not speeds or min(speeds) <= 0:
       raise ValueError(
         f"`--mbits` must be positive numbers, got {_MBITS.value}; 1000 is"
-        " Ethernet of 1 Gbit/s."
+        " 1 Gbit/s Ethernet."
       )
   except ValueError as error:
     sys.exit(f"error: {error}")
@@ -54,19 +54,19 @@ def main(config: ConfigDict) -> None:
     sys.exit(
       "error: `mesh.stage` must be above 1 and `pipeline.align` slack, with the"
       f" reducer edgc, got {config.mesh.stage}, {config.pipeline.align!r} and"
-      f" {config.reducer!r}: else no stage waits for another."
+      f" {config.reducer!r}; other configurations do not align stages."
     )
   params = times.params_of_one_stage(model, config.mesh.stage)
   for mbits in speeds:
     # A ring of N replicas moves 2 (N - 1) / N times the payload.
     replicas = config.mesh.data
     bandwidth = mbits * 1e6 / 8 * replicas / (2 * max(1, replicas - 1))
-    on = dataclasses.replace(given["link"], bandwidth=bandwidth)
-    print(f"{mbits:g} Mbit/s, {_table(config, params, given | {'link': on})}")
+    link = dataclasses.replace(given["link"], bandwidth=bandwidth)
+    print(f"{mbits:g} Mbit/s, {_table(config, params, given | {'link': link})}")
 
 
 def _table(config: ConfigDict, params: Any, given: dict[str, Any]) -> str:
-  """The ladder on a link, and a line for each rank of stage 0."""
+  """Returns a table with a line for each rank of stage 0 on a link."""
   options = config.edgc
   plan = make_plan(
     params, (0,), options.min_ratio, gpt2.matrix_view, gpt2_stages.placement,
@@ -82,7 +82,7 @@ def _table(config: ConfigDict, params: Any, given: dict[str, Any]) -> str:
   )
   ranks = ladder.given or ladder.ranks_on_link(own)
   if ranks == (0,):
-    return "no rank is faster than dense: use allreduce"
+    return "no rank is faster than dense; use allreduce"
   own = dataclasses.replace(own, ladder=ranks)
   seconds = link_model.exchange_seconds(
     own, given["link"], given["compression"]

@@ -1,16 +1,16 @@
-"""One picture and one page from the folders that training runs wrote.
+"""Draws a picture and writes a page about one or several training runs.
 
   python experiments/report.py RUN [RUN ...]
 
-writes `report.png` and `report.html` into the run's folder, or into the
-current directory for several runs. It may be called while a run goes on.
+writes `report.png` and `report.html` into the run's folder, or, for several
+runs, into the current directory. It can be called during a run.
 """
 
 import pathlib
 import sys
 from collections.abc import Sequence
 
-# `experiments` lies in the repository, and is not installed.
+# `experiments` is not an installed package.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from absl import app
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
     argv: The program's name and the run folders.
 
   Raises:
-    app.UsageError: No run is named.
+    app.UsageError: if no run is named.
   """
   if len(argv) < 2:
     raise app.UsageError("give at least one run folder")

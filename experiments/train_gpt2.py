@@ -1,4 +1,4 @@
-"""Trains GPT-2 with the reducer of your choice.
+"""Trains GPT-2 with a chosen reducer.
 
   python experiments/train_gpt2.py --config=configs/gpt2_tiny.py
   python experiments/train_gpt2.py --config=configs/gpt2_tiny.py:powersgd \
@@ -8,7 +8,7 @@
 import pathlib
 import sys
 
-# `configs` and `experiments` lie in the repository, and are not installed.
+# `configs` and `experiments` are not installed packages.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
@@ -22,7 +22,7 @@ from experiments.training.trainer import Trainer, TrainingStopped
 
 
 def main(config: ConfigDict) -> None:
-  """Trains, or shows the table of a run that is finished."""
+  """Trains, or prints the summary if the run is already finished."""
   try:
     trainer = Trainer(config)
   except (ValueError, TypeError, OSError, CheckpointError) as error:
@@ -36,16 +36,16 @@ def main(config: ConfigDict) -> None:
   except (TrainingStopped, CheckpointError, RunInUse) as error:
     sys.exit(f"error: {error}")
   except OSError as error:
-    if isinstance(error, TimeoutError):  # of another process
+    if isinstance(error, TimeoutError):  # another process failed
       raise
     sys.exit(
       f"error: {trainer.folder.path} could not be read or written ({error});"
-      " give the same command again once it can."
+      " give the same command again once that is possible."
     )
   except TrainingInterrupted as stop:
     if hosts.is_first():
       command = stop_signals.command()
-      print(f"{stop} Go on with the same command:\n  {command}", flush=True)
+      print(f"{stop} Resume with the same command:\n  {command}", flush=True)
     sys.exit(stop_signals.exit_code(stop.signal))
   if not hosts.is_first():
     return

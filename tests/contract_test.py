@@ -272,7 +272,13 @@ class InsideOptaxTest(parameterized.TestCase):
   def test_inject_hyperparams(self):
     arguments = inspect.signature(edgc_jax.edgc).parameters
     tx = optax.inject_hyperparams(edgc_jax.edgc, static_args=list(arguments))(
-      **QUICK
+      rank_min=2,
+      rank_max=4,
+      window=2,
+      warmup_steps=2,
+      min_ratio=1.2,
+      sampling=edgc_jax.Sampling(step_rate=1.0),
+      rule=edgc_jax.RankRule(rank_multiple=2),
     )
     self.check(tx, backends={"pmap": Pmap})
     with self.assertRaisesRegex(TypeError, "`rank`.*static_args"):

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# Runs make targets on the newest Python of Debian with the newest JAX that pip
-# installs there, in a root of its own:
+# Runs make targets on Debian's newest Python with the newest JAX that pip
+# installs there, in a separate system root:
 #
 #   tests/newest.sh [TARGET...]     default: test
-#   tests/newest.sh --why-not       prints what is missing; fails if anything is
+#   tests/newest.sh --why-not       fails and prints why it cannot run here
 #
-# The root stays in .newest/ (NEWEST_ROOT names another folder), so that only
-# the first run downloads a system. Mirror, pip settings and certificates are
-# those of this machine. All mounts are in a namespace of their own and end
-# with the script.
+# The root stays in .newest/ (or in the folder NEWEST_ROOT), so that only the
+# first run downloads a system. It uses this machine's mirror, pip settings and
+# certificates. All mounts are in a separate namespace and end with the script.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 readonly SUITE=trixie
@@ -23,15 +22,15 @@ why_not() {
   unshare --mount true 2> /dev/null || echo "mounts are not allowed here"
 }
 
-# The first Debian archive that apt is set up with.
+# Prints the first Debian archive in apt's configuration.
 mirror() {
   { apt-get indextargets --format '$(REPO_URI)' \
       'Created-By: Packages' 'Origin: Debian' 2> /dev/null || true; } |
     grep -v security | head -n 1
 }
 
-# Local folders that pip is told to look into, which the root has to see; of an
-# index the folder above, where the files lie that it points to.
+# Prints the local folders of pip's configuration, to mount them in the root.
+# For a file:// index it prints the parent, which holds the indexed files.
 pip_folders() {
   python3 -m pip config list 2> /dev/null | tr "'= ," '\n\n\n\n' |
     while read -r word; do
@@ -51,8 +50,8 @@ build() {
   touch "$ROOT/.built"
 }
 
-# Settings of this machine that downloads depend on.
-settle() {
+# Copies the settings of this machine that downloads depend on.
+copy_settings() {
   local file
   for file in /etc/resolv.conf /etc/hosts /etc/pip.conf \
     /etc/ssl/certs/ca-certificates.crt ~/.config/pip/pip.conf \
@@ -63,8 +62,8 @@ settle() {
   done
 }
 
-# What git knows or does not ignore, in place of what was there before; what
-# the project's own files installed stays.
+# Replaces the project in the root by the files that git tracks or does not
+# ignore. The virtual environment of an earlier run stays.
 copy_project() {
   mkdir -p "$ROOT/project"
   find "$ROOT/project" -mindepth 1 -maxdepth 1 ! -name .venv -exec rm -rf {} +
@@ -87,7 +86,7 @@ enter() {
     mkdir -p "$ROOT$folder"
     mount --bind -o ro "$folder" "$ROOT$folder"
   done
-  # No colours or paths of the virtual environment that this may run in.
+  # Without the variables of a virtual environment that this may run in.
   unset VIRTUAL_ENV PYTHONHOME PYTHONPATH XLA_FLAGS NPROC EDGC_JAX_NPROC
   export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
   exec chroot "$ROOT" make -C /project PYTHON=python3 "$@"
@@ -106,7 +105,7 @@ case ${1:-} in
     reason=$(why_not)
     [ -z "$reason" ] || { echo "$0: $reason" >&2; exit 1; }
     build
-    settle
+    copy_settings
     copy_project
     exec unshare --mount "$PWD/tests/newest.sh" --inside "${@:-test}"
     ;;

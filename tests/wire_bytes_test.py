@@ -71,7 +71,8 @@ class WireBytesTest(parameterized.TestCase):
     # Whatever is not a rung is a branch that is rarely taken.
     num_matrices = len(make_plan(PARAMS, (4,)).matrices)
     rare = sorted(sum(branches) for branches in others if sum(branches))
-    sample = entropy.sample_bytes(num_matrices, estimator, bins)
+    sampling = entropy.Sampling(estimator=estimator, bins=bins)
+    sample = entropy.sample_bytes(num_matrices, sampling)
     told = window_bytes(run.first_state, run.replicas)
     check = [agreement.CHECK_BYTES, PARTED_BYTES]
     self.assertEqual(rare, sorted([*check, sample, told]))
@@ -176,7 +177,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     )  # fmt: skip
     run = BACKENDS["pmap"](tx, PARAMS)
     num_matrices = len(make_plan(PARAMS, (4,)).matrices)
-    sample = entropy.sample_bytes(num_matrices, "gaussian", 0)
+    sample = entropy.sample_bytes(num_matrices, entropy.Sampling())
     told = window_bytes(run.state, run.replicas)
     total = 0
     for step in range(5):

@@ -1,11 +1,12 @@
-"""What each part of edgc is worth: one factor at a time, at one budget.
+"""Ablations of edgc: changes one setting at a time, at one budget of bytes.
 
-About 9 times fewer bytes than dense. Each table changes one setting of the
-row "EDGC", whose value its title has; beside each row stands a fixed rank of
-nearly the same bytes, so that a setting that sends more does not look better
-for it: within a quarter of a rank, for rows to share them. The alignment of
-stages needs a pipeline, and has a study of its own. Half of the steps of
-gpt2_tiny; about 28 runs a seed.
+The budget is about 9 times fewer bytes than dense. Each table changes one
+setting of the row "EDGC"; the table's title gives the value there. Each row is
+compared with a fixed rank of nearly the same bytes, so that a setting does not
+look better because it sends more. That rank is rounded to half ranks, which is
+within a quarter of a rank, so that rows can share its run. Aligning stages
+needs a pipeline: see alignment.py. Runs have half the steps of gpt2_tiny;
+about 28 runs per seed.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ GRID = 0.5
 
 
 def _edgc(**options: Any) -> Mapping[str, Any]:
-  """The row that all others change; a window samples at least one step."""
+  """Returns row "EDGC", with options; a window samples at least one step."""
   base = {
     "rank_max": 20, "rank_min": 14, "window": 10, "warmup_steps": 20,
     "rule.rank_multiple": 1, "rule.max_rank_step": 2,
@@ -31,7 +32,8 @@ def _edgc(**options: Any) -> Mapping[str, Any]:
   return {"reducer": "edgc"} | {f"edgc.{k}": v for k, v in settings.items()}
 
 
-# Between 20 and 14, in steps of 2, every rule falls as fast as it may.
+# From 20 to 14 in steps of 2 the step limit decides: all rules fall equally
+# fast. This range and limit leave the decision to the rule.
 _WIDE = {"rank_max": 32, "rank_min": 8, "rule.max_rank_step": 24}
 
 
@@ -47,7 +49,7 @@ TABLES = {
   "Share of steps sampled (1)": _rows("sampling.step_rate", 0.1),
   "Share of entries read (0.05)": _rows("sampling.entry_rate", 0.01, 1.0),
   "Estimator (gaussian)": _rows("sampling.estimator", "histogram"),
-  "Rule (cqm) and its exponent (2) where they decide alone": {
+  "Rule (cqm) and its exponent (2), when they decide alone": {
     "EDGC, 8 to 32": _edgc(**_WIDE),
     "EDGC, 8 to 32, rule linear": _edgc(**_WIDE, **{"rule.name": "linear"}),
     "EDGC, 8 to 32, exponent 1": _edgc(**_WIDE, **{"rule.exponent": 1.0}),

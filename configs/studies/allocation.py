@@ -1,17 +1,17 @@
-"""Where bytes go, by matrix and over time, at equal bytes of the whole run.
+"""Allocates a fixed budget of bytes over matrices and over time.
 
-Two budgets, about 6 and 12 times less than dense. Most ways of spending it are
-tried with a dense warm-up of 20 of the 400 steps, as published, and all at the
-rank from the first step; steps sent dense are paid with lower ranks later.
-69 runs; four hours on 2 cores.
+There are two budgets, about 6 and 12 times fewer bytes than dense over the
+whole run. Every allocation is compressed from the first step; most are also
+run with a dense warm-up of 20 of the 400 steps, as published, and lower ranks
+afterwards to send the same total. 69 runs; four hours on 2 cores.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 CONFIG = "configs/gpt2_tiny.py"
-BESIDE = False  # the fixed ranks of equal bytes are rows here
-# Differences are small: 131,072 held-out tokens, once, at the end.
+MATCHED_RANKS = False  # the fixed ranks of equal bytes are rows of this study
+# Differences are small, so evaluate on 131,072 held-out tokens, at the end.
 SETTINGS = {
   "evaluation.every": 0, "evaluation.batches": 64, "checkpoint.every": 0,
 }  # fmt: skip
@@ -20,7 +20,7 @@ SETTINGS = {
 def _edgc(
   rank_max: int, rank_min: int, dense_warmup: bool, **options: Any
 ) -> Mapping[str, Any]:
-  """edgc between two ranks; options are those of the allocation."""
+  """Returns settings of edgc between two ranks, with allocation options."""
   settings = {
     "rank_max": rank_max, "rank_min": rank_min, "rule.rank_multiple": 1,
     "rule.warmup_rank": "dense" if dense_warmup else "max",
@@ -44,7 +44,7 @@ def _table(
   published_after_dense: tuple[int, int],
   schedule: tuple[int, int],
 ) -> Mapping[str, Mapping[str, Any]]:
-  """One budget; the first row is what all others have to beat."""
+  """Returns the rows of one budget; the first is the baseline of the others."""
   high, low = schedule
   dense = f"{ratio} times, dense warm-up"
   rows = {

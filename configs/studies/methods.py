@@ -1,16 +1,16 @@
-"""Ways of sending fewer bytes, side by side: the main comparison.
+"""The main comparison: low-rank, sparse and low-precision compression.
 
-Low rank, sparse and low precision, each at one or two budgets, over a dense
-all-reduce in float32 and bfloat16. Beside each row of edgc a fixed rank is run
-that sends the same bytes. 60 runs with three seeds; two hours and a half on
-2 cores.
+Each method has one or two budgets of bytes; the baselines are dense
+all-reduces in float32 and bfloat16. Each row of edgc is compared with a fixed
+rank that sends the same bytes. 60 runs with three seeds; two and a half hours
+on 2 cores.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 CONFIG = "configs/gpt2_tiny.py"
-# Differences are small: 131,072 held-out tokens, once, at the end.
+# Differences are small, so evaluate on 131,072 held-out tokens, at the end.
 SETTINGS = {
   "evaluation.every": 0, "evaluation.batches": 64, "checkpoint.every": 0,
 }  # fmt: skip
@@ -21,7 +21,7 @@ def _reducer(name: str, **options: Any) -> Mapping[str, Any]:
 
 
 def _edgc(rank_max: int, rank_min: int, **options: Any) -> Mapping[str, Any]:
-  """edgc between two ranks, compressed from the first step on."""
+  """Returns settings of edgc between two ranks, without a dense warm-up."""
   rule = {"rule.rank_multiple": 2, "rule.max_rank_step": 2}
   warmup = {"rule.warmup_rank": "max", "rule.max_warmup_steps": 20}
   return _reducer(

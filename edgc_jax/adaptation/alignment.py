@@ -1,8 +1,7 @@
-"""Ranks of pipeline stages whose exchanges end together.
+"""Aligns the ranks of pipeline stages, so that exchanges end together.
 
-In a pipeline the last stage ends its backward pass first and stage 0 last, so
-all but stage 0 have time to spare: they may send more and still not be the
-ones that are waited for.
+The last stage ends its backward pass first and stage 0 ends it last. All stages
+but stage 0 have slack: they can send more without delaying the step.
 """
 
 import numpy as np
@@ -13,24 +12,23 @@ from edgc_jax import validation
 def aligned_rungs(
   seconds: np.ndarray, num_stages: int, backward_seconds: float
 ) -> np.ndarray:
-  """The rung of every stage, for every rung that stage 0 may be on.
+  """Chooses the rung of every stage for every rung of stage 0.
 
-  Stage s ends its backward pass s t_b before stage 0, with t_b the time of
-  one microbatch's backward pass. With T(i) the exchange time of rung i, its
-  exchange may take
+  Stage s ends its backward pass s t_b before stage 0, where t_b is the time of
+  one microbatch's backward pass. While stage 0 is on rung i, with exchange time
+  T(i), the exchange of stage s may take
 
-    budget = T(i) + s t_b     while stage 0 is on rung i
+    budget = T(i) + s t_b
 
-  and its rung is dense (0) if the budget reaches T(0), or else the highest
-  rank whose time is within the budget. So no stage ends after stage 0, and
-  none is on a lower rank; when stage 0 is dense all are, and without time to
-  spare (s t_b = 0) all are on its rung. Where rungs are no faster than dense,
-  stages with time to spare go dense.
+  Stage s is dense (0) if the budget reaches T(0), and otherwise on the highest
+  rank whose time is within the budget. So no stage ends after stage 0 or has a
+  lower rank. If stage 0 is dense, all stages are; without slack (s t_b = 0) all
+  are on its rung. If no rung is faster than dense, stages with slack are dense.
 
   Args:
     seconds: [num_rungs], modelled time of each rung: dense first, then rising
-      ranks, whose times do not fall (`link.exchange_seconds`).
-    num_stages: Stages of the pipeline.
+      ranks of non-decreasing times (`plan.link_model.exchange_seconds`).
+    num_stages: Number of pipeline stages.
     backward_seconds: t_b, seconds.
 
   Returns:
@@ -43,8 +41,8 @@ def aligned_rungs(
 
   References:
     EDGC, arXiv:2511.10333, asks for T(r_s) = T(r_0) + s t_b. Public code
-    rounds the rank that solves this up to a multiple, and ends after stage 0;
-    here it is rounded down to a rung.
+    rounds the rank that solves this up to a multiple, so that stage s ends
+    after stage 0; this function rounds it down to a rung.
 
   >>> aligned_rungs(np.array([9.0, 1.0, 2.0, 3.0, 4.0]), 3, 1.5)
   array([[0, 1, 2, 3, 4],
@@ -55,10 +53,11 @@ def aligned_rungs(
   validation.require_int("num_stages", num_stages, 1)
   require_backward(backward_seconds)
   slack = np.arange(num_stages)[:, None] * backward_seconds
+  # budget = T(i) + s t_b
   budget = seconds + slack
   highest = np.searchsorted(seconds[1:], budget, side="right")
   rungs = np.where(budget >= seconds[0], 0, highest)
-  # Not left to the times, which may be equal for several rungs.
+  # Without slack the rung is stage 0's: several rungs may take equal times.
   rungs = np.where(slack > 0, rungs, np.arange(len(seconds)))
   return rungs.astype(np.int32)
 
@@ -66,17 +65,23 @@ def aligned_rungs(
 def finish_seconds(
   seconds: np.ndarray, rungs: np.ndarray, backward_seconds: float
 ) -> np.ndarray:
-  """When each stage's exchange ends, after stage 0's backward pass did.
+  """Returns the time at which each stage's exchange ends.
+
+  Time 0 is the end of stage 0's backward pass.
 
   Args:
     seconds: [num_rungs], as for `aligned_rungs`.
-    rungs: Integers [num_stages], each stage's rung: a column of what
-      `aligned_rungs` returns.
+    rungs: Integers [num_stages], the rung of each stage: a column of the result
+      of `aligned_rungs`.
     backward_seconds: Seconds of one microbatch's backward pass.
 
   Returns:
-    float64 [num_stages], T(rungs[s]) - s backward_seconds; negative where an
-    exchange is over before stage 0 starts its own.
+    float64 [num_stages], T(rungs[s]) - s backward_seconds; negative if the
+    exchange ends before stage 0 starts its own.
+
+  Raises:
+    TypeError: if `backward_seconds` is not a Python number.
+    ValueError: if an argument is out of range.
 
   >>> finish_seconds(np.array([9.0, 1.0, 2.0, 3.0]), np.array([1, 2, 3]), 1.5)
   array([1. , 0.5, 0. ])
@@ -87,7 +92,7 @@ def finish_seconds(
 
 
 def _checked(seconds: np.ndarray) -> np.ndarray:
-  """The times as float64 [num_rungs]; raises unless they fit a ladder."""
+  """Returns `seconds` as float64; raises unless they fit a ladder."""
   seconds = np.asarray(seconds, np.float64)
   validation.require(
     seconds.ndim == 1 and len(seconds) > 0,
@@ -108,15 +113,16 @@ def _checked(seconds: np.ndarray) -> np.ndarray:
     "seconds",
     seconds.tolist(),
     "non-decreasing after the first",
-    "order rungs by rank, or take link.exchange_seconds, which levels dips",
+    "order rungs by rank, or use link_model.exchange_seconds, which removes"
+    " dips",
   )
   return seconds
 
 
 def require_backward(backward_seconds: float) -> None:
-  """Raises unless the time of a microbatch is a finite number, at least 0."""
+  """Raises unless `backward_seconds` is a finite number, at least 0."""
   validation.require_finite(
     "backward_seconds",
     backward_seconds,
-    "give one microbatch's time; 0 puts all stages on one rung",
+    "give the time of one microbatch; 0 puts all stages on one rung",
   )

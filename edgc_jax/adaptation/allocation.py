@@ -1,19 +1,17 @@
-"""Ranks of many matrices under one budget: bytes go where they remove most.
+"""Allocates the bytes of a rung among the matrices of a stage.
 
-A column more of matrix i removes some of its squared error and sends
-m_i + n_i values. With the gain of every column known and falling from column
-to column, taking columns by gain per value until the budget is spent leaves
-the least total error, up to a column: reverse water-filling. How the errors of
-a loud and a quiet matrix compare is for the caller to say (`scale_weights`).
-
-Where the gains come from:
+Each column of the factors of matrix i sends m_i + n_i values; its gain is the
+squared error that it removes. If gains fall from column to column, taking
+columns by gain per value until the budget is spent leaves the least total
+error, up to one column: reverse water-filling. `scale_weights` sets how the
+errors of matrices of different scale compare. The gains are (`error_model`)
 
   energy      measured: squared column norms of Q, and the energy not sent
-  entropy     sigma_i^2 m_i n_i T(r / m_i), the model of `spectrum`
-  calibrated  the same, with the spectrum of each matrix made as narrow as its
-              measured error says
+  entropy     modelled: differences of sigma_i^2 m_i n_i T(r / m_i)
+  calibrated  the same, with T stretched to the measured error of each matrix
 
-Pure functions of arrays over the K matrices of a model.
+`Allocator` measures over a window, and sets the ranks when the window ends.
+Arrays are over the K matrices of a plan.
 """
 
 import dataclasses
@@ -32,36 +30,36 @@ from edgc_jax.plan.plan import Plan
 
 CURVES = ("energy", "entropy", "calibrated")
 GRANULARITIES = ("matrix", "stage")
-# How many times the rank of its rung a matrix may have.
-_SPREAD = 3
-# P and Q travel in buffers of their own; how scarce either is decides what a
-# column costs, and is found by trying these shares.
+_SPREAD = 3  # largest ratio of a matrix's rank to the rank of the rung
+# P and Q have separate buffers; the price of a column depends on how scarce
+# space in either is, which is found by trying these weights of P.
 _PRICES = np.linspace(0.0, 1.0, 9, dtype=np.float32)
-# Least columns of a matrix, so that none goes blind to its own gradient.
+# Least columns of a matrix, so that its gradient is always measured.
 _FLOOR = 2
 _TINY = float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-  """How the matrices of a stage share the bytes that its rank allows.
+  """Options of how the matrices of a stage share the bytes of its rank.
 
   Attributes:
-    granularity: "matrix": the rank of the rule says how many bytes a stage
-      sends, and its matrices share them so that together they lose least. Each
-      gets 2 columns at least, at most three times the rank but no more than
-      the larger of 64 and twice the rank, and between half and twice its rank
-      of the window before. Or "stage": all have the rank of the rule. Leaves
-      split over stages keep one rank.
-    curves: What predicts how much a column removes: "calibrated", the model of
-      `error_model` stretched to each matrix's measured error; "energy", each
-      column's measured energy; or "entropy", the model as it stands.
-    scale_exponent: How the errors of matrices compare: each is divided by this
-      power of the root mean square of its entries. 0 makes the sum of absolute
-      errors least, 2 the sum of relative ones.
+    granularity: "matrix": the rank of the rule sets the bytes of a stage, and
+      its matrices share them so that together they lose least. A matrix has at
+      least 2 columns, at most three times the rank but no more than the larger
+      of 64 and twice the rank, and between half and twice its rank of the
+      window before. "stage": all matrices have the rank of the rule. Leaves
+      split over stages always have one rank.
+    curves: Prediction of the error that a column removes: "calibrated", the
+      model of `error_model` stretched to the measured error of each matrix;
+      "energy", the measured energy of each column; "entropy", the model as it
+      is.
+    scale_exponent: The squared error of a matrix is divided by this power of
+      the root mean square of its entries. 0 minimises the sum of absolute
+      errors, 2 the sum of relative errors.
 
   Raises:
-    TypeError: if `scale_exponent` is not a number.
+    TypeError: if `scale_exponent` is not a Python number.
     ValueError: if an attribute is out of range.
   """
 
@@ -83,7 +81,7 @@ class Allocation:
 
   @property
   def spread(self) -> int:
-    """How many times the rank of its rung a matrix may have."""
+    """Largest ratio of a matrix's rank to the rank of the rung."""
     return _SPREAD if self.granularity == "matrix" else 1
 
 
@@ -94,28 +92,31 @@ def allocate(
   floors: jax.Array,
   limits: jax.Array,
 ) -> jax.Array:
-  """Chooses ranks that remove the most error within the budgets.
+  """Chooses the ranks that remove the most error within the budgets.
 
     max  sum_i sum_(c < r_i) gains[i, c]
     over floors_i <= r_i <= limits_i
     with sum_i r_i sides[i, j] <= budgets[j]    for P (j = 0) and Q (j = 1)
 
-  Columns are taken in the order of gain per price, where they fit, with the
-  price p sides[i, 0] / budgets[0] + (1 - p) sides[i, 1] / budgets[1]; of some
-  p between 0 and 1 the one that removes most is kept. Equal matrices differ
-  by one column at most, and a matrix without any gain stays at its floor.
+  Takes columns in the order of gain per price, if they fit, with the price
+
+    p sides[i, 0] / budgets[0] + (1 - p) sides[i, 1] / budgets[1]
+
+  and keeps the result of the p in `_PRICES` that removes most. The ranks of
+  equal matrices differ by one column at most; a matrix without any gain stays
+  at its floor.
 
   Args:
-    gains: float32 [K, width], squared error removed by each column. What
-      rises along the columns is levelled: a column is not had without those
+    gains: float32 [K, width], squared error removed by each column. Gains that
+      rise along the columns are levelled, since a column needs all columns
       before it.
     sides: int [K, 2], heights of P and Q, static.
     budgets: int32 [2], values in the buffers of P and Q.
     floors: int32 [K], least ranks; they must fit into the budgets.
-    limits: int32 [K], largest ranks, at most `width`; 0 leaves one out.
+    limits: int32 [K], largest ranks, at most `width`; 0 leaves a matrix out.
 
   Returns:
-    int32 [K].
+    int32 [K], the ranks.
   """
   num, width = gains.shape
   largest = jnp.max(gains)
@@ -131,13 +132,14 @@ def allocate(
   def spend(price: jax.Array) -> tuple[jax.Array, jax.Array]:
     cost = price * share[:, 0] + (1.0 - price) * share[:, 1]
     score = jnp.where(is_open, gains / cost[:, None], -1.0)
-    # Column by column: of equal gains every matrix gets one before any two.
+    # Ordered by column first: of equal gains, every matrix gets one column
+    # before any matrix gets two.
     order = jnp.argsort(-score.T.reshape(-1), stable=True)
 
     def take(carry: tuple, entry: jax.Array) -> tuple[tuple, None]:
       left, ranks, removed = carry
       column, matrix = entry // num, entry % num
-      # What does not fit never fits later, so no column is passed over.
+      # A column that does not fit never fits later, so none is skipped.
       fits = is_open[matrix, column] & jnp.all(sides[matrix] <= left)
       left = left - jnp.where(fits, sides[matrix], 0)
       ranks = ranks.at[matrix].add(fits.astype(jnp.int32))
@@ -153,20 +155,20 @@ def allocate(
 
 
 def scale_weights(variance: jax.Array, exponent: float) -> jax.Array:
-  """What a unit of squared error counts in each matrix.
+  """Returns the weight of the squared error of each matrix.
 
-    w_i = sigma_i^(-exponent),   in units of the largest
+    w_i = (sigma_i / max_j sigma_j)^(-exponent)
 
-  0 counts absolute errors; 2 counts errors relative to the matrix's mean
-  square entry, which is what is left of them after an optimiser that divides
-  by it. No weight is more than 1e12^(exponent / 2).
+  Exponent 0 weights absolute errors; 2 weights errors relative to the matrix's
+  mean square entry, as an optimiser sees them that divides by it. Weights are
+  at most 1e12^(exponent / 2).
 
   Args:
-    variance: float32 [K], sigma_i^2; 0 where nothing was measured.
+    variance: float32 [K], sigma_i^2; 0 for a matrix without a measurement.
     exponent: The exponent of sigma.
 
   Returns:
-    float32 [K], at least 1; 1 where nothing was measured.
+    float32 [K], at least 1; 1 for a matrix without a measurement.
   """
   largest = jnp.max(variance, initial=0.0)
   # A matrix without a gradient so far must not outweigh all others.
@@ -175,25 +177,30 @@ def scale_weights(variance: jax.Array, exponent: float) -> jax.Array:
 
 
 class AllocatorState(NamedTuple):
-  """Ranks and window sums; equal over the data axis, one a stage on stages."""
+  """Ranks and window sums, equal over the data axis; each stage has its own."""
 
-  ranks: jax.Array  # int32 [K], columns in use, 0 where sent dense
-  predicted_error: jax.Array  # float32 [], share of energy expected to be lost
-  predicted_errors: jax.Array  # float32 [K], the same of each matrix
+  ranks: jax.Array  # int32 [K], columns in use; 0 if sent dense
+  predicted_error: jax.Array  # float32 [], predicted share of energy lost
+  predicted_errors: jax.Array  # float32 [K], the same for each matrix
   sums: Measurement  # over the compressed steps of this window
-  num_steps: jax.Array  # float32 []
+  num_steps: jax.Array  # float32 [], number of steps in `sums`
 
 
 @dataclasses.dataclass(frozen=True)
 class Allocator:
-  """Shares the bytes of a rung among the matrices of a plan."""
+  """Shares the bytes of a rung among the matrices of a plan.
+
+  Attributes:
+    plan: The leaves that are exchanged together, and the ladder.
+    options: How the matrices share the bytes.
+  """
 
   plan: Plan
   options: Allocation
 
   def init(self, rung: int) -> AllocatorState:
-    """Before the first step every matrix has the rank of the rung."""
-    # A new array for every field: one that served twice cannot be donated.
+    """Returns the state before the first step: all ranks are the rung's."""
+    # A new array for every field: an array used twice cannot be donated.
     num, width = len(self.plan.matrices), self._width
     per_matrix = functools.partial(jnp.zeros, num, jnp.float32)
     columns = jnp.zeros((num, width), jnp.float32)
@@ -209,9 +216,18 @@ class Allocator:
   def observe(
     self, state: AllocatorState, measured: Measurement, is_usable: jax.Array
   ) -> AllocatorState:
-    """Adds what a step measured; dense and non-finite steps add nothing.
+    """Adds the measurement of a step to the window.
 
-    Nor does a step of finite gradients whose squares are not.
+    Ignores dense steps, steps that are not usable, and steps whose gradients
+    are finite but their squares are not.
+
+    Args:
+      state: The state before the step.
+      measured: Energies of the step, [K].
+      is_usable: bool [], whether all gradients were finite.
+
+    Returns:
+      The state after the step.
     """
     is_usable &= jnp.any(state.ranks > 0) & dataflow.all_finite(measured)
     sums = jax.tree.map(
@@ -227,17 +243,18 @@ class Allocator:
     rungs: tuple[jax.Array, jax.Array],
     variance: jax.Array,
   ) -> AllocatorState:
-    """Shares the bytes of a rung out anew, when a window has ended.
+    """Chooses the ranks of the next window.
 
-    As for the rung, one replica decides for all.
+    Replicas that round differently may choose different ranks, so one of them
+    decides for all (`policy`).
 
     Args:
-      state: The state after the step before, the last one of a window.
-      rungs: int32 [] each, those of the step before and of the step to come.
-      variance: float32 [K], mean square of the entries in the last window.
+      state: The state after the last step of a window.
+      rungs: int32 [] each, the rungs of this window and of the next.
+      variance: float32 [K], mean square of the entries in this window.
 
     Returns:
-      The state to use in the step to come.
+      The state at the first step of the next window.
     """
     before, tables = self._tables.at(rungs[0]), self._tables.at(rungs[1])
     mean = jax.tree.map(
@@ -245,7 +262,7 @@ class Allocator:
     )
     gains, energy = self._gains(state, mean, variance)
     weights = scale_weights(variance, self.options.scale_exponent)
-    floors, limits = _near(state.ranks, before, tables, self.plan.sides)
+    floors, limits = _bounds(state.ranks, before, tables, self.plan.sides)
     chosen = allocate(
       weights[:, None] * gains,
       self.plan.sides,
@@ -253,9 +270,10 @@ class Allocator:
       floors,
       limits,
     )
-    # Without a measurement, as after dense steps, or without any gradient.
+    # Nothing is measured in dense steps or without any gradient: equal ranks.
     is_measured = jnp.any(gains > 0)
     ranks = jnp.where(is_measured, chosen, tables.uniform)
+    # Predicted loss: the energy less the gains of all columns sent.
     live = jnp.arange(self._width) < ranks[:, None]
     left = energy - jnp.where(live, gains, 0.0).sum(1)
     left = jnp.where(is_measured & (ranks > 0), left, 0.0)
@@ -272,7 +290,7 @@ class Allocator:
   def _gains(
     self, state: AllocatorState, mean: Measurement, variance: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """What each column removes [K, width], and all there is [K]."""
+    """Returns the gain of each column [K, width] and the energies [K]."""
     ranks = jnp.maximum(state.ranks, 1)
     if self.options.curves == "energy":
       gains = error_model.energy_gains(mean.columns, mean.energy, ranks)
@@ -292,36 +310,46 @@ class Allocator:
 
   @property
   def _width(self) -> int:
-    """Columns of the matrix that may have most."""
+    """Largest number of columns of any matrix at any rung."""
     return int(self._tables.limits.max(initial=0))
 
   @functools.cached_property
-  def _tables(self) -> "_Allowed":
-    return _allowed(self.plan)
+  def _tables(self) -> "_RungTables":
+    return _rung_tables(self.plan)
 
 
-class _Allowed(NamedTuple):
-  """What each rung allows; integers with a first axis of rungs, or of one."""
+class _RungTables(NamedTuple):
+  """Bounds of the ranks at every rung, or at one rung; integers."""
 
-  uniform: np.ndarray  # [rungs, K], the ranks if all are alike
+  uniform: np.ndarray  # [rungs, K], ranks if all matrices have the rung's
   budgets: np.ndarray  # [rungs, 2], values of P and of Q
-  floors: np.ndarray  # [rungs, K]
-  limits: np.ndarray  # [rungs, K]
+  floors: np.ndarray  # [rungs, K], least ranks
+  limits: np.ndarray  # [rungs, K], largest ranks
 
-  def at(self, rung: jax.Array) -> "_Allowed":
-    """That of one rung, without the first axis."""
+  def at(self, rung: jax.Array) -> "_RungTables":
+    """Returns the bounds at one rung, without the first axis."""
     return jax.tree.map(lambda table: jnp.asarray(table)[rung], self)
 
 
-def _near(
-  ranks: jax.Array, before: _Allowed, now: _Allowed, sides: np.ndarray
+def _bounds(
+  ranks: jax.Array, before: _RungTables, now: _RungTables, sides: np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
-  """Floors and limits between half and twice the ranks so far.
+  """Limits new ranks to between half and twice the present ranks.
 
-  What was measured tells little of ranks far off; and what a matrix is owed
-  depends on the ranks it had. Without this they swing from the floor to the
-  limit and back. If the rung changes, ranks are taken to have changed with it.
-  A matrix that was sent dense has what all would have: nothing was measured.
+  A measurement says little about ranks far from the one at which it was taken,
+  and the residual that it includes depends on the past ranks. Without these
+  bounds, ranks swing from the floor to the limit and back. If the rung changes,
+  the present ranks are scaled with it. A matrix that was sent dense gets the
+  rung's rank, since nothing was measured.
+
+  Args:
+    ranks: int32 [K], the present ranks.
+    before: The tables of the present rung.
+    now: The tables of the next rung.
+    sides: int [K, 2], heights of P and Q.
+
+  Returns:
+    Floors and limits, int32 [K] each.
   """
   was_dense = before.uniform == 0
   scaled = ranks * now.uniform // jnp.maximum(before.uniform, 1)
@@ -329,17 +357,18 @@ def _near(
   limits = jnp.minimum(jnp.maximum(2 * scaled, floors), now.limits)
   floors = jnp.where(was_dense, now.uniform, jnp.minimum(floors, limits))
   limits = jnp.where(was_dense, now.uniform, limits)
-  # Ranks that cannot follow the rung, being as small as their matrix, may
-  # leave no room for half of the others.
+  # Ranks that do not scale with the rung, since their matrix is too small, may
+  # leave too little of the budget for half the ranks of the others.
   fits = jnp.all(floors @ jnp.asarray(sides, jnp.int32) <= now.budgets)
   least = jnp.where(was_dense, now.uniform, now.floors)
   return jnp.where(fits, floors, jnp.minimum(least, limits)), limits
 
 
-def _allowed(plan: Plan) -> _Allowed:
+def _rung_tables(plan: Plan) -> _RungTables:
+  """Tabulates the bounds of every rung; equal ranks set the budgets."""
   uniform = plan.uniform_ranks
   budgets = (uniform.astype(np.int64) @ plan.sides).astype(np.int32)
-  return _Allowed(
+  return _RungTables(
     uniform,
     budgets,
     np.minimum(uniform, _FLOOR),

@@ -1,20 +1,22 @@
-"""How hard to compress: warm-up, windows and ranks over time.
+"""Chooses the rung of every window from entropy samples.
 
-The controller never sees a gradient. Entropy samples come in, a rung comes
-out; rung 0 is dense, rung i the i-th rank of the ladder. Window k is steps
-[k window, (k + 1) window):
+The controller sees entropies, not gradients. Rung 0 is dense and rung i is the
+i-th rank of the ladder. Window k is the steps [k window, (k + 1) window):
 
   | warm-up ... warm-up | rank_max | rule(H) | rule(H) | ...
     dense, or a rank      first      H = mean entropy of the window before
-              H_ref = mean of the last window of warm-up, kept for good
+              H_ref = mean of the last window of warm-up, kept permanently
 
-Warm-up is at least one window, and goes on while the model expects rank_min
-to lose more now than rank_max would have lost in the first window.
+The warm-up takes at least one window, and continues while the model expects
+rank_min to lose more now than rank_max would have lost in the first window.
 
-Its state is a few scalars, equal on all replicas. On a mesh with pipeline
-stages every stage carries its own. Stage 0 is on the critical path; at the
-end of a window it tells the others its rung, and each looks up what fits into
-its slack (`stages`), or stays with its own choice.
+The state is small and equal on all replicas; each pipeline stage has its own.
+Stage 0 is on the critical path. At the end of a window it broadcasts its rung,
+and each stage takes the rung that fits into its slack (`alignment`), or keeps
+its own choice if stages are not aligned.
+
+If the loss's scale or the batch size changes, so do all entropies. `rescaled`
+shifts the references by a known factor, `mark_rebase` by the next whole window.
 """
 
 import dataclasses
@@ -32,44 +34,45 @@ from edgc_jax.adaptation.rank_rule import RankRule
 from edgc_jax.comm import collectives
 from edgc_jax.plan.plan import Plan
 
-# What `rebase` is made of: a mark in the running window, which counts only if
-# all its samples are from before it; references that the next whole window
-# moves. Both, where a batch changes again before the first change has counted.
+# Bits of `rebase`. MARKED: the batch size changed in the running window, whose
+# mean is used only if all its samples are from before the change. DUE: the next
+# whole window shifts the references. Both are set if the batch size changes
+# again before that window has ended.
 MARKED, DUE = 1, 2
-# Nats by which all matrices' entropies move when the scale jumps, and by which
-# these moves may differ.
+# Nats by which the entropies of all matrices shift at least when the scale
+# jumps, and by which these shifts may differ.
 _JUMP, _SPREAD = 0.5, 0.3
 
 
 class ControllerState(NamedTuple):
   """Window state; entropies in nats, all equal over the data axis.
 
-  On pipeline stages each stage has its own, but for `lead_rung`.
+  Each pipeline stage has its own, except for `lead_rung`.
   """
 
-  lead_rung: jax.Array  # int32 [], that of stage 0, equal on all stages
+  lead_rung: jax.Array  # int32 [], rung of stage 0, equal on all stages
   rung: jax.Array  # int32 []
-  is_warm: jax.Array  # bool [], warm-up is over
-  num_windows: jax.Array  # int32 [], closed so far, with a sample in them
-  entropy: jax.Array  # float32 [], the newest sample
-  entropy_sum: jax.Array  # float32 [], over this window's samples
-  entropies: jax.Array  # float32 [K], of each matrix, the newest sample
-  variance_sum: jax.Array  # float32 [K], over this window's samples
-  num_samples: jax.Array  # float32 []
+  is_warm: jax.Array  # bool [], whether the warm-up is over
+  num_windows: jax.Array  # int32 [], whole windows so far, with a sample
+  entropy: jax.Array  # float32 [], newest sample
+  entropy_sum: jax.Array  # float32 [], over the samples of this window
+  entropies: jax.Array  # float32 [K], of each matrix, newest sample
+  variance_sum: jax.Array  # float32 [K], over the samples of this window
+  num_samples: jax.Array  # float32 [], in this window
   window_entropy: jax.Array  # float32 [], mean of the last whole window
-  first_entropy: jax.Array  # float32 [], mean of the first such window
+  first_entropy: jax.Array  # float32 [], mean of the first whole window
   first_change: jax.Array  # float32 [], mean of the second less the first
   reference_entropy: jax.Array  # float32 [], H_ref
-  reference_variance: jax.Array  # float32 [K], in that window
+  reference_variance: jax.Array  # float32 [K], in the window of H_ref
   window_variance: jax.Array  # float32 [K], in the last whole window
-  rebase: jax.Array  # int32 [], of MARKED and DUE
-  num_before: jax.Array  # float32 [], samples in the window before its mark
+  rebase: jax.Array  # int32 [], bits MARKED and DUE
+  num_before: jax.Array  # float32 [], samples of this window before its mark
   scale_jumps: jax.Array  # int32 [], windows with a jump (`has_jumped`)
 
 
 def first_state(warmup_rung: int, num_matrices: int) -> ControllerState:
-  """The state before the first step: nothing measured."""
-  # A new array for every field: one that served twice cannot be donated.
+  """Returns the state before the first step, without measurements."""
+  # A new array for every field: an array used twice cannot be donated.
   zero = functools.partial(jnp.zeros, (), jnp.float32)
   integer = functools.partial(jnp.full, (), dtype=jnp.int32)
   per_matrix = functools.partial(jnp.zeros, num_matrices, jnp.float32)
@@ -96,14 +99,15 @@ def first_state(warmup_rung: int, num_matrices: int) -> ControllerState:
 
 
 def has_jumped(variance: jax.Array, previous: jax.Array) -> jax.Array:
-  """Whether the gradients of all matrices changed their scale at once; bool [].
+  """Returns whether all gradients changed their scale at once; bool [].
 
-  By more than half a nat from one window to the next, all by the same factor
-  to a third: what a change of the loss's scale does, and learning hardly ever.
+  All must shift by more than half a nat in the same direction from one window
+  to the next, by factors that agree to about a third. A change of the loss's
+  scale does this, and learning hardly ever.
 
   Args:
-    variance: float32 [K], of the newest window.
-    previous: float32 [K], of the window before it; zeros if there is none.
+    variance: float32 [K], mean squares in the newest window.
+    previous: float32 [K], in the window before it; zeros if there is none.
   """
   if not variance.size:
     return jnp.array(False)
@@ -111,14 +115,14 @@ def has_jumped(variance: jax.Array, previous: jax.Array) -> jax.Array:
   ratio = jnp.where(
     is_known, variance / jnp.where(is_known, previous, 1.0), 1.0
   )
-  shifts = 0.5 * jnp.log(ratio)
+  shifts = 0.5 * jnp.log(ratio)  # of entropy, if only the scale changed
   lowest, highest = jnp.min(shifts), jnp.max(shifts)
   is_one_way = (lowest > _JUMP) | (highest < -_JUMP)
   return jnp.all(is_known) & is_one_way & (highest - lowest < _SPREAD)
 
 
 def rescaled(state: ControllerState, factor: float) -> ControllerState:
-  """The state as if all gradients so far had been `factor` times as large."""
+  """Returns the state as if all past gradients were `factor` times as large."""
   shift, squared = math.log(factor), factor**2
   return state._replace(
     entropy=state.entropy + shift,
@@ -134,9 +138,9 @@ def rescaled(state: ControllerState, factor: float) -> ControllerState:
 
 
 def mark_rebase(state: ControllerState) -> ControllerState:
-  """The state from which on gradients are of another batch size.
+  """Marks that gradients have another batch size from the next step on.
 
-  Works on any form of it: of one device, stacked by pmap, global, NumPy.
+  Works on a state of one device, stacked by pmap, global, or of NumPy arrays.
   """
   is_marked = (state.rebase & MARKED) > 0
   before = state.num_before * is_marked + state.num_samples * ~is_marked
@@ -146,7 +150,7 @@ def mark_rebase(state: ControllerState) -> ControllerState:
 def rebased(
   state: ControllerState, entropy: jax.Array, has_sample: jax.Array
 ) -> ControllerState:
-  """With references moved where that is due, by a window's mean `entropy`."""
+  """Shifts the references, if due, to make the last window's mean `entropy`."""
   is_due = (state.rebase & DUE > 0) & has_sample
   shift = jnp.where(
     is_due & (state.num_windows > 0), entropy - state.window_entropy, 0.0
@@ -161,7 +165,7 @@ def rebased(
 
 @dataclasses.dataclass(frozen=True)
 class Controller:
-  """Chooses the rung of each window; see `edgc` for the options' meaning."""
+  """Chooses the rung of each window; `edgc` documents the options."""
 
   ranks: tuple[int, ...]
   window: int
@@ -170,14 +174,14 @@ class Controller:
   sizes: np.ndarray  # float32 [K], from Plan.sizes
   table: np.ndarray  # float32 [K, rank_max + 1], from error_model.loss_table
   stage_axis: str | None = None
-  # float64 [num_rungs], modelled time of each; None: stages follow their own
-  # entropy, whatever the others do.
+  # float64 [num_rungs], modelled seconds of each; None if stages are not
+  # aligned, and each follows its own entropy.
   rung_seconds: np.ndarray | None = None
   backward_seconds: float = 0.0  # of one microbatch
 
   @classmethod
   def for_plan(cls, plan: Plan, **options: Any) -> "Controller":
-    """Returns a controller with the model's tables of a plan's matrices."""
+    """Returns a controller with the ladder and the model tables of a plan."""
     return cls(
       ranks=tuple(rank for rank in plan.ladder if rank > 0),
       sizes=plan.sizes,
@@ -186,12 +190,12 @@ class Controller:
     )
 
   def __post_init__(self) -> None:
-    # Raise if the ladder does not suit the rule.
+    # Raise if the ladder does not fit the rule.
     self.warmup_rung, self._max_rank_step  # noqa: B018
 
   @functools.cached_property
   def warmup_rung(self) -> int:
-    """The rung of the warm-up, 0 for dense."""
+    """Rung of the warm-up, 0 for dense."""
     return self.rule.warmup_rung(self.ranks)
 
   @functools.cached_property
@@ -199,13 +203,13 @@ class Controller:
     return self.rule.rank_step(self.ranks)
 
   def init(self) -> ControllerState:
-    """The state before the first step: nothing measured."""
+    """Returns the state before the first step, without measurements."""
     return first_state(self.warmup_rung, len(self.sizes))
 
   def observe(
     self, state: ControllerState, sample: EntropySample
   ) -> ControllerState:
-    """Adds a sample to the running window; one of weight 0 adds nothing."""
+    """Adds a sample to the running window; weight 0 adds nothing."""
     weight = sample.weight
     return state._replace(
       entropy=jnp.where(weight > 0, sample.entropy, state.entropy),
@@ -216,29 +220,29 @@ class Controller:
     )
 
   def closes_window(self, count: jax.Array) -> jax.Array:
-    """Whether a window ends before step `count`; bool []."""
+    """Returns whether a window ends before step `count`; bool []."""
     return (count > 0) & (count % self.window == 0)
 
   @property
   def stage_bytes(self) -> int:
-    """Bytes that closing a window sends over the stages."""
+    """Bytes sent over the stages at the end of a window."""
     if self.stage_axis is None:
       return 0
     return 4 if self.rung_seconds is None else 8
 
   def predicted_error(self, state: ControllerState) -> jax.Array:
-    """Share of the energy that the model expects the rung to lose, in [0, 1].
+    """Predicts the share of energy that the rung loses; float32 [], in [0, 1].
 
-    The model is that of independent entries: real gradients are correlated,
-    and lose less.
+    The model assumes independent entries: correlated gradients lose less.
     """
     errors = self._log_error(state.reference_variance)
     ranks = jnp.array((0, *self.ranks), jnp.int32)
+    # G(r) / G(0)
     lost = jnp.exp(errors[ranks[state.rung]] - errors[0])
     return jnp.where(state.rung > 0, lost, 0.0)
 
   def predicted_errors(self, state: ControllerState) -> jax.Array:
-    """The same for each matrix by itself; float32 [K]."""
+    """Predicts the same share for each matrix; float32 [K]."""
     ranks = jnp.array((0, *self.ranks), jnp.int32)
     lost = jnp.exp(jnp.asarray(self.table)[:, ranks[state.rung]])
     return jnp.where(state.rung > 0, lost, 0.0)
@@ -251,9 +255,9 @@ class Controller:
   ) -> ControllerState:
     """Chooses the rung of the window that begins with step `count`.
 
-    A window without a usable sample leaves the rung as it is. What comes of it
-    is computed with exp, log and comparisons, in which replicas that round
-    differently may differ: one of them decides for all (`policy`).
+    A window without a usable sample keeps the rung. Replicas that round
+    differently may choose different rungs, so one of them decides for all
+    (`policy`).
 
     Args:
       state: The state after step count - 1, the last one of a window.
@@ -263,7 +267,7 @@ class Controller:
       The state to use in step `count`.
     """
     num_closed = count // self.window
-    # Of entropies from before and after a mark the mean says nothing.
+    # A mean over entropies from before and after a mark has no meaning.
     is_marked = state.rebase & MARKED > 0
     is_mixed = is_marked & (state.num_samples > state.num_before)
     has_sample = (state.num_samples > 0) & ~is_mixed
@@ -286,10 +290,10 @@ class Controller:
       first_change=change,
       scale_jumps=state.scale_jumps + jumped.astype(jnp.int32),
     )
-    wish = self._wish(closed, entropy)
+    target = self._target_rank(closed, entropy)
     top = jnp.int32(len(self.ranks))
     settled = 1 + rank_rule.settle(
-      wish, state.rung - 1, self.ranks, self._max_rank_step
+      target, state.rung - 1, self.ranks, self._max_rank_step
     )
     closed = closed._replace(
       rung=jnp.where(
@@ -316,7 +320,7 @@ class Controller:
     )
 
   def _align(self, state: ControllerState) -> ControllerState:
-    """Tells all stages the rung of stage 0, and what theirs is then."""
+    """Broadcasts the rung of stage 0, and aligns each stage's rung with it."""
     if self.stage_axis is None:
       return state._replace(lead_rung=state.rung)
     lead_rung = collectives.from_first(state.rung, self.stage_axis)
@@ -339,9 +343,9 @@ class Controller:
     first_entropy: jax.Array,
     errors: jax.Array,
   ) -> jax.Array:
-    """Whether this is the last window of warm-up; stage 0 decides if aligned.
+    """Returns whether the warm-up ends with this window.
 
-    A window without a usable sample ends nothing.
+    The window must have a sample. If stages are aligned, stage 0 decides.
     """
     may_end = self._may_end_warmup(num_closed, entropy, first_entropy, errors)
     ends = ~state.is_warm & may_end & has_sample
@@ -356,7 +360,12 @@ class Controller:
     first_entropy: jax.Array,
     errors: jax.Array,
   ) -> jax.Array:
-    """At the least length, if the model agrees; at the greatest, anyway."""
+    """Returns whether the warm-up may, or must, end with this window.
+
+    It may from its least length on, if with exponent k and this window's G
+
+      e^(k H) G(rank_min) <= e^(k H_first) G(rank_max)
+    """
     least = max(1, math.ceil(self.warmup_steps / self.window))
     most = self.rule.max_warmup_steps
     most = 2 * self.warmup_steps if most is None else most
@@ -368,7 +377,10 @@ class Controller:
       num_closed >= most
     )
 
-  def _wish(self, state: ControllerState, entropy: jax.Array) -> jax.Array:
+  def _target_rank(
+    self, state: ControllerState, entropy: jax.Array
+  ) -> jax.Array:
+    """Returns the rank that the rule asks for, a real number."""
     if self.rule.name == "linear":
       return rank_rule.linear_rank(
         self.ranks[0],

@@ -1,18 +1,19 @@
 """Sampled differential entropy of the gradient, in nats.
 
-Of every matrix one entry in `1 / entry_rate` is read, starting one further at
-each sample. Per matrix, |x| gives a scale that a few wild entries do not move
-(the standard deviation of a Gaussian with the same mean magnitude); entries
-beyond 8 scales are clipped, exact zeros (rows of an embedding that no token
-touched) and non-finite entries are left out. Replicas then share the counts,
-so the entropy is that of their pooled entries, equal on all of them.
+Each sample reads one entry in `1 / entry_rate` of every matrix, from an offset
+that moves by one per sample. The scale of a matrix is the standard deviation
+of a Gaussian with the same mean |x|, which a few outliers hardly change.
+Entries beyond 8 scales are clipped; exact zeros (rows of an embedding that no
+token used) and non-finite entries are left out. The replicas sum their counts
+and moments, so the estimate is the entropy of their pooled entries, equal on
+all replicas.
 
   gaussian:   H = 1/2 ln(2 pi e s^2)
   histogram:  H = - sum_b p_b ln p_b + ln(bin width)
 
-The bin width's logarithm makes the histogram's entropy differential: without
-it, H would not change when all gradients shrink. Source: the sampling of
-arXiv:2511.10333. Differences: that term, the clipping, bins of fixed edges
+The logarithm of the bin width makes the histogram's entropy differential:
+without it, H would not change when all gradients shrink. Source: the sampling
+of arXiv:2511.10333. Differences: that term, the clipping, bins with fixed edges
 around zero instead of min and max, moving offsets, pooling over replicas.
 """
 
@@ -29,18 +30,18 @@ from edgc_jax.comm import collectives
 
 ESTIMATORS = ("gaussian", "histogram")
 _CLIP = 8.0  # in scales
-_GAUSSIAN_SCALE = math.sqrt(math.pi / 2)  # std over mean magnitude
+_GAUSSIAN_SCALE = math.sqrt(math.pi / 2)  # std over mean |x| of a Gaussian
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """How the entropy of gradients is sampled.
+  """Options of the entropy estimate.
 
   Attributes:
     step_rate: Share of steps whose entropy is sampled, in (0, 1].
     entry_rate: Share of entries read in such a step, in (0, 1].
     estimator: "gaussian" or "histogram".
-    bins: Bins of the histogram.
+    bins: Number of bins of the histogram.
 
   Raises:
     TypeError: if an attribute is not a Python number.
@@ -65,10 +66,10 @@ class Sampling:
 
   @classmethod
   def for_window(cls, window: int) -> "Sampling":
-    """Returns the sampling for windows of this many steps.
+    """Returns the default sampling, adapted to windows of `window` steps.
 
-    Each window gets ten samples if it is that long, and one a step otherwise;
-    the entries read in a window stay as many as by default.
+    Takes at least ten samples per window, or one per step in shorter windows,
+    and lowers `entry_rate` so that as many entries are read in a window.
 
     >>> Sampling.for_window(20)
     Sampling(step_rate=0.5, entry_rate=0.05, estimator='gaussian', bins=1000)
@@ -81,13 +82,13 @@ class EntropySample(NamedTuple):
   """One estimate, equal on all replicas."""
 
   entropy: jax.Array  # float32 [], nats
-  variance: jax.Array  # float32 [K], mean square of a matrix's entries
+  variance: jax.Array  # float32 [K], mean square of each matrix's entries
   entropies: jax.Array  # float32 [K], of each matrix as if Gaussian, nats
-  weight: jax.Array  # float32 [], 1 if anything could be measured, else 0
+  weight: jax.Array  # float32 [], 1 for a usable estimate, else 0
 
 
 def no_sample(num_matrices: int) -> EntropySample:
-  """The placeholder of a step that is not sampled."""
+  """Returns the placeholder of a step that is not sampled: zeros."""
   return EntropySample(
     jnp.zeros((), jnp.float32),
     jnp.zeros(num_matrices, jnp.float32),
@@ -102,23 +103,24 @@ def estimate(
   axis_name: str,
   sampling: Sampling,
 ) -> EntropySample:
-  """Estimates the entropy of a local gradient, pooled over replicas.
+  """Estimates the entropy of the local gradients, pooled over the replicas.
 
-  Two small all-reduces: 2 values a matrix, then squares, and sums or counts;
-  see `sample_bytes`.
+  Sends `sample_bytes` in two all-reduces: counts and magnitudes of each matrix,
+  then its squares and either sums or the counts of all bins.
 
   Args:
     gradients: The compressible leaves as stacks [k, ...] of matrices, local,
       floating.
-    index: int32 [], which sample this is; moves the entries that are read.
+    index: int32 [], index of the sample; selects the entries to read.
     axis_name: The bound axis of the replicas.
-    sampling: Entries to read, and the estimator.
+    sampling: The entries to read, and the estimator.
 
   Returns:
-    The sample; its weight is 0 where no matrix had a finite non-zero entry.
+    The sample; its weight is 0 if no matrix had a finite non-zero entry, or if
+    the estimate is not finite.
   """
   stride = max(1, round(1.0 / sampling.entry_rate))
-  samples = [_every(g, stride, index) for g in gradients]
+  samples = [_subsample(g, stride, index) for g in gradients]
   sizes = jnp.array([x.shape[1] for x in samples for _ in x], jnp.float32)
   sizes = sizes * collectives.num_devices(axis_name)
   usable = [jnp.isfinite(x) & (x != 0) for x in samples]
@@ -126,10 +128,11 @@ def estimate(
   count, magnitude = collectives.total(
     (_sums(usable), _sums([jnp.abs(x) for x in samples])), axis_name
   )
+  # scale = sqrt(pi / 2) mean |x|
   scale = _GAUSSIAN_SCALE * magnitude / jnp.maximum(count, 1.0)
   top = jnp.max(scale)
   top = jnp.where((top > 0) & jnp.isfinite(top), top, 1.0)
-  # From here on in units of the largest scale: squares stay in range.
+  # Clip, and divide by the largest scale, so that squares stay in range.
   clipped, start = [], 0
   for x in samples:
     limit = _CLIP * scale[start : start + len(x), None] / top
@@ -137,24 +140,27 @@ def estimate(
     start += len(x)
   squares = _sums([jnp.square(x) for x in clipped])
   if sampling.estimator == "histogram":
-    own = _counts(clipped, usable, sampling.bins)
+    local = _histogram(clipped, usable, sampling.bins)
   else:
-    own = _sums(clipped)
-  squares, shared = collectives.total((squares, own), axis_name)
+    local = _sums(clipped)
+  squares, pooled = collectives.total((squares, local), axis_name)
 
   if sampling.estimator == "histogram":
-    p = shared / jnp.maximum(jnp.sum(shared), 1.0)
+    # H = - sum_b p_b ln p_b + ln(bin width)
+    p = pooled / jnp.maximum(jnp.sum(pooled), 1.0)
     entropy = -jnp.sum(p * jnp.log(jnp.where(p > 0, p, 1.0)))
     entropy = entropy + math.log(2.0 * _CLIP / sampling.bins)
   else:
+    # H = 1/2 ln(2 pi e s^2)
     num = jnp.maximum(jnp.sum(count), 1.0)
-    variance = jnp.sum(squares) / num - jnp.square(jnp.sum(shared) / num)
+    variance = jnp.sum(squares) / num - jnp.square(jnp.sum(pooled) / num)
     entropy = _gaussian_entropy(variance)
 
   variance = squares / sizes * jnp.square(top)
   is_usable = jnp.isfinite(entropy) & jnp.all(jnp.isfinite(variance))
   is_usable &= jnp.sum(count) > 0
   entropies = _gaussian_entropy(squares / jnp.maximum(count, 1.0))
+  # H(top x) = H(x) + ln top
   return EntropySample(
     jnp.where(is_usable, entropy + jnp.log(top), 0.0),
     jnp.where(is_usable, variance, 0.0),
@@ -164,15 +170,19 @@ def estimate(
 
 
 def sample_bytes(num_matrices: int, sampling: Sampling) -> int:
-  """Bytes that one estimate sends per replica."""
-  own = num_matrices
+  """Returns the bytes that one estimate sends per replica."""
+  num_values = num_matrices
   if sampling.estimator == "histogram":
-    own = sampling.bins
-  return 4 * (3 * num_matrices + own)
+    num_values = sampling.bins
+  return 4 * (3 * num_matrices + num_values)
 
 
-def _every(x: jax.Array, stride: int, index: jax.Array) -> jax.Array:
-  """Every stride-th entry of each matrix [k, ...], from a moving offset."""
+def _subsample(x: jax.Array, stride: int, index: jax.Array) -> jax.Array:
+  """Returns every stride-th entry of each matrix [k, ...]; float32 [k, n].
+
+  The offset is `index` modulo `stride`. Matrices of fewer entries than the
+  stride are read whole.
+  """
   flat = x.reshape(len(x), -1)
   whole = flat.shape[1] // stride
   if whole == 0:
@@ -183,23 +193,24 @@ def _every(x: jax.Array, stride: int, index: jax.Array) -> jax.Array:
 
 
 def _sums(stacks: Sequence[jax.Array]) -> jax.Array:
-  """Sum of each row of all stacks, float32 [K]."""
+  """Sums each row of all stacks [k, n]; float32 [K]."""
   return jnp.concatenate([jnp.sum(x, 1, dtype=jnp.float32) for x in stacks])
 
 
 def _gaussian_entropy(variance: jax.Array) -> jax.Array:
+  """Returns 1/2 ln(2 pi e variance), finite for a variance of 0."""
   smallest = float(jnp.finfo(jnp.float32).tiny)
   return 0.5 * jnp.log(2 * math.pi * math.e * jnp.maximum(variance, smallest))
 
 
-def _counts(
+def _histogram(
   samples: Sequence[jax.Array], usable: Sequence[jax.Array], bins: int
 ) -> jax.Array:
-  """Histogram over [-8, 8] of the usable entries, float32 [bins]."""
+  """Counts the usable entries in equal bins over [-8, 8]; float32 [bins]."""
   counts = jnp.zeros(bins, jnp.float32)
   for x, u in zip(samples, usable, strict=True):
     place = (x + _CLIP) * (bins / (2.0 * _CLIP))
     place = jnp.clip(place.astype(jnp.int32), 0, bins - 1)
-    # Unusable entries go out of range, where they are dropped.
+    # Unusable entries get an index out of range, and are dropped.
     counts = counts.at[jnp.where(u, place, bins)].add(1.0, mode="drop")
   return counts

@@ -1,18 +1,24 @@
-"""How much of a random matrix a rank-r approximation loses.
+"""Models the error of a rank-r approximation, and the gain of every column.
 
 For A [m, n] with independent entries of variance s^2 and m <= n,
 
   E |A - A_r|_F^2 = s^2 m n T(r / m; c),     c = m / n.
 
 T follows from the Marchenko-Pastur law of the eigenvalues of A A^T. Weighted
-by energy that law is exactly a semicircle, so with an angle phi in [0, pi]:
+by energy this law is exactly a semicircle, so with an angle phi in [0, pi]:
 
   kept fraction of ranks  rho(phi) = int_0^phi (2/pi) sin^2 t
                                      / (1 + c + 2 sqrt(c) cos t) dt
   lost energy fraction    T(phi) = (d - sin d cos d) / pi,   d = pi - phi
 
-Source: the model of arXiv:2511.10333 (g = sqrt(T)); the semicircle form is
-our own derivation, tested against singular values in tests/spectrum_test.py.
+`loss_table` and `log_error` apply T to all matrices at one rank, for the rank
+rule. The `*_gains` functions return the squared error that each further column
+of a matrix removes, for the allocation: from the measured energies of columns,
+from the model, or from the model calibrated by a measured error.
+
+Source: the model of arXiv:2511.10333 (g = sqrt(T)). The semicircle form is our
+own derivation, tested against singular values in
+tests/adaptation/error_model_test.py.
 """
 
 import functools
@@ -24,18 +30,18 @@ from jax.scipy.special import logsumexp
 
 from edgc_jax.plan.plan import Plan
 
-# Keeps logarithms finite where nothing is lost.
+# Lower bound of T: keeps logarithms finite at the full rank.
 SMALLEST_LOSS = 1e-12
 
 
 @functools.lru_cache(maxsize=256)
 def lost_energy(rows: int, cols: int, num_nodes: int = 1025) -> np.ndarray:
-  """T(r / m; m / n) for every rank r = 0 ... min(rows, cols).
+  """Returns T(r / m; m / n) for every rank r = 0 ... min(rows, cols).
 
   Args:
     rows: Height of the matrix.
     cols: Width of the matrix.
-    num_nodes: Nodes of the quadrature over phi.
+    num_nodes: Number of nodes of the quadrature over phi.
 
   Returns:
     float64 [min(rows, cols) + 1], falling from 1 to `SMALLEST_LOSS`.
@@ -46,6 +52,7 @@ def lost_energy(rows: int, cols: int, num_nodes: int = 1025) -> np.ndarray:
   small, large = sorted((rows, cols))
   aspect = small / large
   phi = np.linspace(0.0, np.pi, num_nodes)
+  # The integrand of rho(phi), integrated by the trapezoidal rule.
   if small == large:  # the general form is 0 / 0 at phi = pi
     density = (1.0 - np.cos(phi)) / np.pi
   else:
@@ -54,6 +61,7 @@ def lost_energy(rows: int, cols: int, num_nodes: int = 1025) -> np.ndarray:
   areas = 0.5 * (density[1:] + density[:-1]) * np.diff(phi)
   kept = np.concatenate([[0.0], np.cumsum(areas)])
   kept /= kept[-1]
+  # phi from rho(phi) = r / m; d = pi - phi; T = (d - sin d cos d) / pi.
   at_rank = np.interp(np.arange(small + 1) / small, kept, phi)
   rest = np.pi - at_rank
   lost = (rest - np.sin(rest) * np.cos(rest)) / np.pi
@@ -61,13 +69,12 @@ def lost_energy(rows: int, cols: int, num_nodes: int = 1025) -> np.ndarray:
 
 
 def loss_table(plan: Plan) -> np.ndarray:
-  """ln T(r) per matrix and rank, ready for `log_error`.
+  """Tabulates ln T(r) of each matrix and rank, for `log_error`.
 
-  Where a rank would send a matrix dense nothing is lost: T is
-  `SMALLEST_LOSS`.
+  A matrix that is sent dense at a rank loses nothing: T is `SMALLEST_LOSS`.
 
   Args:
-    plan: Gives the matrices, the ladder and the least ratio.
+    plan: The matrices, the ladder and the least ratio.
 
   Returns:
     float32 [K, rank_max + 1].
@@ -87,17 +94,17 @@ def loss_table(plan: Plan) -> np.ndarray:
 def log_error(
   table: np.ndarray, sizes: np.ndarray, variance: jax.Array
 ) -> jax.Array:
-  """ln of the modelled squared error of all matrices, by rank.
+  """Returns ln of the modelled squared error of all matrices, by rank.
 
-    ln G(r) = ln sum_i  (entries) variance T_i(r)
+    ln G(r) = ln sum_i m_i n_i s_i^2 T_i(r)
 
   Args:
-    table: float32 [K, rank_max + 1], from `loss_table`.
-    sizes: float32 [K], `Plan.sizes`.
-    variance: float32 [K], mean square of a matrix's entries.
+    table: float32 [K, rank_max + 1], ln T, from `loss_table`.
+    sizes: float32 [K], m n, `Plan.sizes`.
+    variance: float32 [K], s^2, mean square of each matrix's entries.
 
   Returns:
-    float32 [rank_max + 1], falling; entry 0 is the whole energy.
+    float32 [rank_max + 1], falling; entry 0 is ln of the whole energy.
   """
   smallest = float(jnp.finfo(jnp.float32).tiny)
   weights = jnp.log(sizes) + jnp.log(jnp.maximum(variance, smallest))
@@ -107,21 +114,23 @@ def log_error(
 def energy_gains(
   columns: jax.Array, energy: jax.Array, ranks: jax.Array
 ) -> jax.Array:
-  """Gains from what was measured, and a geometric tail beyond the rank.
+  """Returns the measured gain of each column, with a geometric tail.
 
   With P orthonormal, the squared column norms of Q are the squared singular
-  values of what was sent. The j-th column after them gains q rho^j, with q the
-  gain of the last one and rho the factor at which all of them together would
-  be what was not sent, E, or, if that is less, the factor by which the
-  measured columns fell over their second half:
+  values of P Q^T. The j-th column beyond the measured rank gains q rho^j, where
+  q is the gain of the last measured column. With rho = E / (E + q) the tail
+  sums to the energy E that was not sent:
 
     sum_(j > 0) q rho^j = E    for    rho = E / (E + q)
 
+  If the measured columns fell by a smaller factor per column over their second
+  half, rho is this factor.
+
   Args:
-    columns: float32 [K, width], mean squared norms of Q's columns; those
-      within the rank count.
+    columns: float32 [K, width], mean squared norms of the columns of Q; entries
+      beyond the rank are ignored.
     energy: float32 [K], mean squared norm of the matrices.
-    ranks: int32 [K], at which this was measured; at least 1.
+    ranks: int32 [K], at least 1, ranks at which both were measured.
 
   Returns:
     float32 [K, width].
@@ -129,11 +138,13 @@ def energy_gains(
   width = columns.shape[1]
   index = jnp.arange(width)
   live = index < ranks[:, None]
-  # Each column's mean is its own: they need not be in order. The rest is last.
+  # Means over steps need not fall from column to column, so sort them; columns
+  # beyond the rank come last.
   columns = -jnp.sort(jnp.where(live, -columns, jnp.inf), axis=1)
   at = lambda i: jnp.take_along_axis(columns, i[:, None], 1)[:, 0]  # noqa: E731
   last, middle = at(ranks - 1), at((ranks - 1) // 2)
   lost = energy - jnp.sum(jnp.where(live, columns, 0.0), axis=1)
+  # rho = E / (E + q), or the slope of the second half if that is less.
   ratio = jnp.maximum(lost, 0.0) / jnp.maximum(lost + last, 1e-30)
   steps = jnp.maximum(ranks - 1 - (ranks - 1) // 2, 1).astype(jnp.float32)
   slope = (last / jnp.maximum(middle, 1e-30)) ** (1.0 / steps)
@@ -146,14 +157,14 @@ def energy_gains(
 def model_gains(
   variance: jax.Array, sides: np.ndarray, width: int
 ) -> jax.Array:
-  """Gains of matrices with independent entries.
+  """Returns the modelled gains of matrices with independent entries.
 
-    gain(c) = variance m n (T(c / m) - T((c + 1) / m))
+    gain(c) = s^2 m n (T(c / m) - T((c + 1) / m))
 
   Args:
-    variance: float32 [K], mean square of the entries.
-    sides: int [K, 2], static.
-    width: Columns to return.
+    variance: float32 [K], s^2, mean square of the entries.
+    sides: int [K, 2], both sides of each matrix, static.
+    width: Number of columns to return.
 
   Returns:
     float32 [K, width].
@@ -170,19 +181,20 @@ def calibrated_gains(
   lost: jax.Array,
   ranks: jax.Array,
 ) -> jax.Array:
-  """Gains of the model, stretched to a measured error.
+  """Returns the modelled gains, calibrated by a measured error.
 
-  Real gradients are far from independent entries, and lose less. One number
-  per matrix makes up for it: the stretch s with T(s r / m) = lost.
+  The entries of real gradients are correlated, so low ranks lose less than the
+  model says. One number per matrix corrects for this: the stretch a for which
+  the model gives the measured loss, T(a r / m) = lost. Then
 
-    gain(c) = variance m n (T(s c / m) - T(s (c + 1) / m))
+    gain(c) = s^2 m n (T(a c / m) - T(a (c + 1) / m))
 
   Args:
-    variance: float32 [K], mean square of what is sent, entry by entry.
-    sides: int [K, 2], static.
-    width: Columns to return.
+    variance: float32 [K], s^2, mean square entry of gradient plus residual.
+    sides: int [K, 2], both sides of each matrix, static.
+    width: Number of columns to return.
     lost: float32 [K], measured share of the energy that was not sent.
-    ranks: int32 [K], at which it was measured; at least 1.
+    ranks: int32 [K], at least 1, ranks at which it was measured.
 
   Returns:
     float32 [K, width].
@@ -190,7 +202,7 @@ def calibrated_gains(
   tables = _loss_tables(sides)
   indices = jnp.arange(tables.shape[1], dtype=jnp.float32)
   rank_for = jax.vmap(lambda loss, t: jnp.interp(-loss, -t, indices))
-  # Nothing is lost at the full rank; tables of shorter sides go on beyond it.
+  # At most the full rank, where nothing is lost: tables are longer than m.
   shorter = np.min(sides, axis=1)
   stretch = jnp.minimum(rank_for(lost, jnp.asarray(tables)), shorter) / ranks
   at = stretch[:, None] * jnp.arange(width + 1)
@@ -200,7 +212,16 @@ def calibrated_gains(
 def _model_loss(
   variance: jax.Array, sides: np.ndarray, ranks: jax.Array | np.ndarray
 ) -> jax.Array:
-  """Squared error at real-valued ranks [width + 1], or one row per matrix."""
+  """Returns the modelled squared error at real-valued ranks.
+
+  Args:
+    variance: float32 [K], s^2.
+    sides: int [K, 2], both sides of each matrix.
+    ranks: float32 [width + 1] or [K, width + 1].
+
+  Returns:
+    float32 [K, width + 1], s^2 m n T(r / m).
+  """
   tables = jnp.asarray(_loss_tables(sides))
   ranks = jnp.broadcast_to(ranks, (len(sides), ranks.shape[-1]))
   indices = jnp.arange(tables.shape[1], dtype=jnp.float32)
@@ -210,7 +231,10 @@ def _model_loss(
 
 
 def _loss_tables(sides: np.ndarray) -> np.ndarray:
-  """T by rank for each matrix, float32 [K, longest + 1], level at the end."""
+  """Tabulates T by rank for each matrix, float32 [K, largest m + 1].
+
+  Rows of smaller matrices repeat their last value.
+  """
   longest = int(np.min(sides, axis=1).max(initial=0))
   tables = np.empty((len(sides), longest + 1), np.float32)
   for row, (m, n) in zip(tables, sides.tolist(), strict=True):

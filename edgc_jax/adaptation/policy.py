@@ -1,8 +1,8 @@
-"""Which rung a step is on: fixed, or by the sampled entropy.
+"""Policies that choose the rung of a step: fixed, or by the sampled entropy.
 
-The compressor asks a policy for the rung of a step and, when the exchange is
-done, tells it whether the step counted. Policies see gradients; the window
-mechanism behind `EntropyPolicy` (`controller`) sees entropies only.
+A reducer asks its policy for the rung of a step and, after the exchange,
+reports the measured errors and whether the step was finite. Policies see
+gradients; the controller and the allocator behind `EntropyPolicy` do not.
 """
 
 import dataclasses
@@ -22,39 +22,39 @@ from edgc_jax.plan.plan import Plan
 
 
 class PolicyState(NamedTuple):
-  """The policy's part of the state; empty where it has none."""
+  """State of a policy; a part is empty if the policy does not have it."""
 
   controller: ControllerState | tuple[()]
   allocator: AllocatorState | tuple[()]
 
 
 class Choice(NamedTuple):
-  """What a policy says of one step."""
+  """The choice of a policy for one step."""
 
   state: PolicyState
   rung: jax.Array  # int32 [], index into the ladder, equal on all replicas
-  lead_rung: jax.Array  # int32 [], that of stage 0, equal on all stages
-  ranks: jax.Array | None  # int32 [K], where matrices have ranks of their own
+  lead_rung: jax.Array  # int32 [], rung of stage 0, equal on all stages
+  ranks: jax.Array | None  # int32 [K]; None if all matrices have the rung's
   sample: entropy.EntropySample | None
-  wire_bytes: jax.Array  # float32 [], what choosing took
-  last: Any  # of that, which what comes next waits for
+  wire_bytes: jax.Array  # float32 [], sent to choose
+  last: Any  # results of the last collectives; the next must wait for them
 
 
 class Report(NamedTuple):
-  """What a policy knows beside its choice; None where it measures nothing."""
+  """Diagnostics of a policy; None if not measured."""
 
   entropy: jax.Array | None = None  # float32 [], newest, nats
   predicted_error: jax.Array | None = None  # float32 [], share of the energy
   matrix_entropy: jax.Array | None = None  # float32 [K]
   matrix_predicted_error: jax.Array | None = None  # float32 [K]
-  scale_jumps: jax.Array | None = None  # int32 [], windows with one
+  scale_jumps: jax.Array | None = None  # int32 [], windows with a jump
 
 
 class Policy(Protocol):
-  """How a reducer chooses its rung."""
+  """Interface of the policies."""
 
   def init(self) -> PolicyState:
-    """The state before the first step."""
+    """Returns the state before the first step."""
 
   def choose(
     self,
@@ -65,21 +65,32 @@ class Policy(Protocol):
   ) -> Choice:
     """Chooses the rung of step `count` from its local gradients.
 
-    What it sends waits for `earlier` (`ordering.in_turn`).
+    Args:
+      state: The state after the step before.
+      gradients: The stage's own leaves, local.
+      count: int32 [], steps done.
+      earlier: Results of earlier collectives; the collectives of the policy
+        wait for them (`dataflow.in_turn`).
     """
 
   def settle(
     self, choice: Choice, measured: Measurement, is_finite: jax.Array
   ) -> PolicyState:
-    """The state after the step; one that was not finite leaves no trace."""
+    """Returns the state after the step; ignores a step that is not finite.
+
+    Args:
+      choice: The choice for the step.
+      measured: Energies of the exchange, [K].
+      is_finite: bool [], whether the gradients were finite.
+    """
 
   def report(self, state: PolicyState) -> Report:
-    """What is known after the step."""
+    """Returns the diagnostics after the step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FixedPolicy:
-  """Rungs that change at given steps: {first step: rung}."""
+  """Fixed rungs that change at given steps: {first step: rung}."""
 
   rungs: Mapping[int, int]
 
@@ -113,15 +124,16 @@ class FixedPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class EntropyPolicy:
-  """Samples the entropy of the compressible leaves; the controller decides.
+  """Samples the entropy of the compressible leaves for the controller.
 
-  A step that is not sampled pays nothing: the estimate and its collectives
-  are a branch that is not taken.
+  Steps that are not sampled have no cost: the estimate and its collectives are
+  in a branch. The end of a window sends `window_bytes`, a sample sends
+  `entropy.sample_bytes`.
   """
 
   plan: Plan
   controller: Controller
-  allocator: Allocator | None  # None: all matrices have the rank of the rung
+  allocator: Allocator | None  # None if all matrices have the rung's rank
   axis_name: str
   sampling: entropy.Sampling
 
@@ -160,19 +172,19 @@ class EntropyPolicy:
     )
 
   def window_bytes(self) -> int:
-    """Bytes that a window's end sends, over the replicas and the stages."""
+    """Returns the bytes sent at a window's end, over replicas and stages."""
     sent = self.controller.stage_bytes
     if collectives.num_devices(self.axis_name) > 1:
-      told = jax.eval_shape(lambda: self._told(self.init()))
-      sent += 4 * sum(leaf.size for leaf in jax.tree.leaves(told))
+      shared = jax.eval_shape(lambda: self._shared_fields(self.init()))
+      sent += 4 * sum(leaf.size for leaf in jax.tree.leaves(shared))
     return sent
 
   def _close_window(self, state: PolicyState, count: jax.Array) -> PolicyState:
-    """The state of the window that begins, as the first replica has it.
+    """Returns the state of the next window, as the first replica computes it.
 
-    All replicas compute it from numbers that all have received; but a rank or
-    a rung is discrete, and one ulp more or less would be another branch of the
-    program, with collectives of another size.
+    All replicas compute it from equal inputs. But rungs and ranks are discrete,
+    and a replica that rounds differently by one ulp might take another branch
+    of the program, with collectives of another size.
     """
     control = self.controller.close_window(state.controller, count)
     allocator = state.allocator
@@ -183,16 +195,16 @@ class EntropyPolicy:
         control.window_variance,
       )
     state = PolicyState(control, allocator)
-    # On stages the rung of the lead was sent before.
-    told = dataflow.in_turn(self._told(state), control.lead_rung)
-    told = collectives.from_first(told, self.axis_name)
-    if told.controller.lead_rung is None:
-      lead = told.controller._replace(lead_rung=told.controller.rung)
-      told = told._replace(controller=lead)
+    # Must follow the broadcast of stage 0's rung over the stages.
+    shared = dataflow.in_turn(self._shared_fields(state), control.lead_rung)
+    shared = collectives.from_first(shared, self.axis_name)
+    if shared.controller.lead_rung is None:
+      lead = shared.controller._replace(lead_rung=shared.controller.rung)
+      shared = shared._replace(controller=lead)
     return jax.tree.map(
       lambda own, first: own if first is None else first,
       state,
-      told,
+      shared,
       is_leaf=lambda x: x is None,
     )
 
@@ -220,11 +232,11 @@ class EntropyPolicy:
       control.entropy, error, control.entropies, errors, control.scale_jumps
     )
 
-  def _told(self, state: PolicyState) -> PolicyState:
-    """What the first replica tells the others at a window's end.
+  def _shared_fields(self, state: PolicyState) -> PolicyState:
+    """Keeps the fields that the first replica broadcasts at a window's end.
 
-    All but sums over the window, which begin at zero; None stands for them, and
-    for the rung of the lead where there are no stages.
+    Replaces the others by None: the sums over a window, which start at zero,
+    and, without stages, `lead_rung`, which is `rung`.
     """
     controller, allocator = state
     controller = controller._replace(
@@ -233,8 +245,8 @@ class EntropyPolicy:
     if self.controller.stage_axis is None:
       controller = controller._replace(lead_rung=None)
     if allocator:
-      nothing = jax.tree.map(lambda _: None, allocator.sums)
-      allocator = allocator._replace(sums=nothing, num_steps=None)
+      no_sums = jax.tree.map(lambda _: None, allocator.sums)
+      allocator = allocator._replace(sums=no_sums, num_steps=None)
     return PolicyState(controller, allocator)
 
   def _sample(
@@ -243,7 +255,7 @@ class EntropyPolicy:
     count: jax.Array,
     is_sampled: jax.Array,
   ) -> tuple[entropy.EntropySample, jax.Array]:
-    """A sample if there is to be one, and the bytes it takes."""
+    """Returns a sample if `is_sampled`, else zeros, and the bytes sent."""
     members = self.plan.compressible
     num = len(self.plan.matrices)
     if not members:

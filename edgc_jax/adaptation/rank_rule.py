@@ -1,7 +1,8 @@
-"""From a change of entropy to a rank: pure functions, swappable.
+"""Rules that turn a change of entropy into a rank.
 
-Both rules answer in real numbers; `settle` makes of that a rank that may be
-used. Ranks are compared with the reference window, the last one of warm-up.
+Two rules, `cqm_rank` and `linear_rank`, return a real-valued rank; `settle`
+turns it into a rank of the ladder. The reference window is the last window of
+the warm-up. Pure functions of scalars, equal on all replicas.
 """
 
 import dataclasses
@@ -14,25 +15,25 @@ import numpy as np
 from edgc_jax import validation
 
 RULES = ("cqm", "linear")
-_MAX_RANK_STEP = 4
+_MAX_RANK_STEP = 4  # default, from one window to the next
 
 
 @dataclasses.dataclass(frozen=True)
 class RankRule:
-  """How the rank of a stage follows the entropy.
+  """Options of the rule that chooses the rank of a stage.
 
   Attributes:
-    name: "cqm", the model of `error_model`, or "linear", the heuristic of the
-      public codes: rank in proportion to the last change of entropy.
-    exponent: Of e^(H_ref - H) on the squared error T; 2 keeps the absolute
-      error constant.
+    name: "cqm", the model of `error_model`, or "linear", the heuristic of
+      public code: a rank in proportion to the last change of entropy.
+    exponent: Exponent of e^(H_ref - H) on the squared error T; 2 keeps the
+      absolute error constant.
     rank_multiple: Ranks are multiples of this.
-    max_rank_step: Largest change of rank from one window to the next; None
-      is 4, or the step of the ladder if that is more.
-    warmup_rank: Rank of the warm-up, "max" for the largest; None is dense. A
-      rank between two ranks of the ladder is rounded down.
-    max_warmup_steps: Longest that warm-up may go on while the model expects
-      the smallest rank to lose too much; None is twice the warm-up.
+    max_rank_step: Largest change of rank from one window to the next; None for
+      4, or the step of the ladder if that is more.
+    warmup_rank: Rank of the warm-up, rounded down to a rank of the ladder;
+      "max" for the largest rank, None for dense.
+    max_warmup_steps: Steps after which the warm-up ends even if the model
+      expects the smallest rank to lose too much; None for twice the warm-up.
 
   Raises:
     TypeError: if an attribute is not a Python number.
@@ -63,7 +64,7 @@ class RankRule:
         "warmup_rank",
         self.warmup_rank,
         '"max", a rank or None',
-        "None is dense",
+        "use None for dense",
       )
     elif self.warmup_rank is not None:
       validation.require_int("warmup_rank", self.warmup_rank, 1)
@@ -71,7 +72,14 @@ class RankRule:
       validation.require_int("max_warmup_steps", self.max_warmup_steps, 0)
 
   def warmup_rung(self, ranks: Sequence[int]) -> int:
-    """Returns the rung of the warm-up on a ladder without dense."""
+    """Returns the rung of the warm-up, 0 for dense.
+
+    Args:
+      ranks: The ladder without dense, rising.
+
+    Raises:
+      ValueError: if `warmup_rank` is below the smallest rank.
+    """
     if self.warmup_rank is None:
       return 0
     if self.warmup_rank == "max":
@@ -86,7 +94,14 @@ class RankRule:
     return sum(rank <= self.warmup_rank for rank in ranks)
 
   def rank_step(self, ranks: Sequence[int]) -> int:
-    """Returns the largest change of rank, at least one step of the ladder."""
+    """Returns the largest change of rank in one window.
+
+    Args:
+      ranks: The ladder without dense, rising in equal steps.
+
+    Raises:
+      ValueError: if `max_rank_step` is less than the step of the ladder.
+    """
     spacing = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if self.max_rank_step is None:
       return max(_MAX_RANK_STEP, spacing)
@@ -107,27 +122,30 @@ def cqm_rank(
   reference: jax.Array,
   exponent: float = 2.0,
 ) -> jax.Array:
-  """The rank at which the modelled error is that of `rank_max` before.
+  """Returns the rank that keeps the modelled absolute error constant.
 
-  Entries of a gradient with entropy H have a standard deviation in proportion
-  to e^H, so the absolute error stays the same where
+  The standard deviation of a gradient's entries is in proportion to e^H, with H
+  their entropy. So the absolute error equals the one of `rank_max` in the
+  reference window if
 
     T(r) = e^(exponent (H_ref - H)) T(rank_max),
 
   with exponent 2 for the squared error T. Lower entropy gives a lower rank.
 
   Args:
-    errors: float32 [rank_max + 1], from `log_error`.
+    errors: float32 [rank_max + 1], ln of the squared error by rank, from
+      `log_error`.
     rank_max: The rank used at the reference entropy.
-    entropy: float32 [], mean of the newest window, nats.
-    reference: float32 [], mean of the reference window, nats.
-    exponent: 2, or 1 for the paper's text read with g as squared error.
+    entropy: float32 [], H, mean of the newest window, nats.
+    reference: float32 [], H_ref, mean of the reference window, nats.
+    exponent: 2, or 1 to read the g of the paper's text as a squared error.
 
   Returns:
     float32 [], in [0, rank_max].
 
   Source: arXiv:2511.10333, r = g^-1(e^(H_ref - H) g(r_ref)) with g = sqrt(T).
   """
+  # ln T(r) = ln T(rank_max) + exponent (H_ref - H), solved by interpolation.
   target = errors[rank_max] + exponent * (reference - entropy)
   ranks = jnp.arange(rank_max + 1, dtype=jnp.float32)
   return jnp.interp(-target, -errors[: rank_max + 1], ranks)
@@ -140,19 +158,21 @@ def linear_rank(
   previous: jax.Array,
   first_change: jax.Array,
 ) -> jax.Array:
-  """The heuristic of the public codes: rank in proportion to recent change.
+  """Returns a rank in proportion to the last change of entropy.
 
     r = rank_min + (rank_max - rank_min) |H_k - H_(k-1)| / |H_1 - H_0|
 
   Args:
-    rank_min: Rank when the entropy stands still.
-    rank_max: Rank when it changes as much as between the first two windows.
-    entropy: float32 [], mean of the newest window, nats.
-    previous: float32 [], mean of the window before it.
-    first_change: float32 [], H_1 - H_0.
+    rank_min: Rank if the entropy does not change.
+    rank_max: Rank if it changes as much as between the first two windows.
+    entropy: float32 [], H_k, mean of the newest window, nats.
+    previous: float32 [], H_(k-1), mean of the window before it, nats.
+    first_change: float32 [], H_1 - H_0, nats.
 
   Returns:
-    float32 [], at least rank_min; rank_max where `first_change` is zero.
+    float32 [], at least rank_min; rank_max if `first_change` is zero.
+
+  Source: the heuristic of the public code of arXiv:2511.10333.
   """
   reference = jnp.abs(first_change)
   share = jnp.abs(entropy - previous) / jnp.where(reference > 0, reference, 1)
@@ -161,21 +181,21 @@ def linear_rank(
 
 
 def settle(
-  wish: jax.Array,
+  target: jax.Array,
   current: jax.Array,
   ranks: Sequence[int],
   max_rank_step: int,
 ) -> jax.Array:
-  """The index of the rank to use next.
+  """Chooses the rank of the ladder to use next.
 
-  Clamps to the ladder, rounds down to one of its ranks, and moves at most
-  `max_rank_step` away from the current rank. A rank in use is left for a lower
-  one only where the answer is below it by more than half a step of the ladder:
-  rounding down alone would change the rank at every other window while the
-  entropy stands still near a bound.
+  Clamps `target` to the ladder, rounds it down to a rank, and limits the change
+  to `max_rank_step`. A lower rank replaces the current one only if `target` is
+  below the current rank by more than half a step of the ladder: rounding down
+  alone would change the rank at every other window while the entropy stays
+  near the bound between two ranks.
 
   Args:
-    wish: float32 [], the rule's answer.
+    target: float32 [], the rank that the rule returns.
     current: int32 [], index of the rank in use.
     ranks: The ladder without dense, rising in equal steps.
     max_rank_step: Largest change of rank in one window.
@@ -191,12 +211,12 @@ def settle(
   [1, 2, 2]
   """
   ladder = np.asarray(ranks, np.float32)
-  # The tolerance keeps a rank that only float32 rounding put below itself.
-  nearest = jnp.searchsorted(ladder, wish + 1e-3, side="right") - 1
+  # The tolerance keeps a target that float32 put just below its rank.
+  index = jnp.searchsorted(ladder, target + 1e-3, side="right") - 1
   spacing = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-  is_near = wish >= jnp.asarray(ladder)[current] - 0.5 * spacing
-  nearest = jnp.where(is_near, jnp.maximum(nearest, current), nearest)
+  is_near = target >= jnp.asarray(ladder)[current] - 0.5 * spacing
+  index = jnp.where(is_near, jnp.maximum(index, current), index)
   limit = max_rank_step // spacing
   lowest = jnp.maximum(current - limit, 0)
   highest = jnp.minimum(current + limit, len(ranks) - 1)
-  return jnp.clip(nearest, lowest, highest).astype(jnp.int32)
+  return jnp.clip(index, lowest, highest).astype(jnp.int32)

@@ -1,10 +1,10 @@
-"""Lengths of the window and of the warm-up."""
+"""Lengths of the window and of the warm-up: defaults and checks."""
 
 from edgc_jax import validation
 from edgc_jax.adaptation.entropy import Sampling
 from edgc_jax.adaptation.rank_rule import RankRule
 
-_WINDOW = 1000  # steps; also of warm-up, if nothing is known of the run
+_WINDOW = 1000  # steps; of the warm-up, too, if the run's length is unknown
 
 
 def choose_windows(
@@ -14,9 +14,9 @@ def choose_windows(
 
   Args:
     total_steps: Steps of the run; None if unknown.
-    window: The window, if it is given; else a fortieth of the run, at most
-      1000 steps, or 1000 if the run's length is unknown.
-    warmup_steps: The warm-up, if it is given; else a tenth of the run, or 1000.
+    window: The window; None for a fortieth of the run, at most 1000 steps, or
+      1000 if the run's length is unknown.
+    warmup_steps: The warm-up; None for a tenth of the run, or 1000.
 
   Raises:
     TypeError: if an argument is not a Python integer.
@@ -41,14 +41,19 @@ def choose_windows(
 def require_windows(
   window: int, warmup_steps: int, rule: RankRule, sampling: Sampling
 ) -> None:
-  """Raises unless windows fit the warm-up and the samples."""
+  """Raises unless the window and the warm-up fit the rule and the sampling.
+
+  Raises:
+    ValueError: if `rule.max_warmup_steps` is less than `warmup_steps`, or a
+      window is too short for a sample.
+  """
   most = rule.max_warmup_steps
   validation.require(
     most is None or most >= warmup_steps,
     "max_warmup_steps",
     most,
     f"at least warmup_steps ({warmup_steps})",
-    "raise it, or leave it None for twice that",
+    "raise it, or leave it None for twice warmup_steps",
   )
   validation.require(
     window >= sampling.period,

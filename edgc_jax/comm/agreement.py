@@ -1,19 +1,19 @@
-"""Detects replicas that differ although they must not, and settles a step.
+"""Checks that compare the replicas, and combine the findings of the stages.
 
-Gradients. Replicas whose gradients are equal in the first steps were averaged
-before the reducer saw them, or read the same data. Under `pmap` a comparison of
-checksums is the only sign of it.
+Gradients must differ between replicas. If they are equal in each of the first
+steps, they were averaged before the reducer saw them, or the replicas read the
+same data. Under `pmap` only a comparison of checksums detects this.
 
-Parameters. Replicas apply the same update at every step only as long as nothing
-goes wrong: a flipped bit, initial parameters of different seeds, a leaf that
-nobody averages. Hosts that round differently do not have equal bits, so random
-projections are compared. Of every leaf x with norm |x|
+Parameters must be equal on all replicas, since all apply the same update. They
+diverge after a flipped bit, with initial parameters of different seeds, or if a
+leaf is not averaged. Hosts that round differently do not have equal bits, so
+random projections are compared. Every leaf x of norm |x| contributes
 
   z_v += (sum_j s_vj x_j / |x| + w_v ln |x|) / tolerance,    v = 1 ... 4
 
 with random signs s and weights w of about one. If x differs by d between two
 replicas, z_v differs by about |d| / |x| in units of the tolerance, for any d.
-Replicas have parted if some z_v differ by more than 1. (Entries whose squares
+Replicas have diverged if some z_v differ by more than 1. (Entries whose squares
 are out of float32's range, below 1e-22 or above 1e19, count as zeros or as not
 finite.)
 """
@@ -27,23 +27,22 @@ import numpy as np
 
 from edgc_jax.comm import collectives
 
-# Steps in which the gradients of the replicas are compared.
-CHECKED_STEPS = 3
-CHECK_BYTES = 12  # of one such comparison, over the replicas
-STAGE_CHECK_BYTES = 12  # of every step, over stages: see `agree`
+CHECKED_STEPS = 3  # first steps, in which gradients are compared
+CHECK_BYTES = 12  # sent by one such comparison, over the replicas
+STAGE_CHECK_BYTES = 12  # sent by `agree` in every step, over the stages
 CHECK_EVERY = 100  # steps from one comparison of parameters to the next
-_GROUP = 32  # leaves that share z: the more, the coarser float32 is for it
-_VALUES = 4  # projections; all are below a tenth of |d| once in 25,000 times
-# Of a leaf's norm. Hosts that round differently stay within 1e-5 (measured);
-# replicas that went their own way differ by this within some steps.
+_GROUP = 32  # leaves that share one z; float32 is coarser for a larger sum
+_VALUES = 4  # projections; all are below |d| / 10 once in 25,000 cases
+# Relative to a leaf's norm. Hosts that round differently stay within 1e-5
+# (measured); replicas that diverge differ by more than this within a few steps.
 _TOLERANCE = 1e-3
-# For parameters in narrow floats: roundings of these that replicas may differ
-# by, since an update that is equal to 1e-6 is rounded up here and down there.
+# Parameters in narrow floats may differ by this many roundings: an update that
+# is equal to 1e-6 may be rounded up on one replica and down on another.
 _ROUNDINGS = 8.0
 
 
 class Check(NamedTuple):
-  """Result of a comparison of the replicas, equal on all of them."""
+  """Result of a comparison of the replicas, equal on all replicas."""
 
   verdict: jax.Array  # int32 []
   wire_bytes: jax.Array  # float32 [], sent in this step
@@ -52,19 +51,19 @@ class Check(NamedTuple):
 def compare_gradients(
   gradients: Sequence[jax.Array], identical_steps: jax.Array, axis_name: str
 ) -> Check:
-  """Compares the replicas' gradients by a checksum, in the first steps.
+  """Compares the replicas' gradients by a checksum in the first steps.
 
-  They are compared until they differed once (in the first step, as a rule) or
-  were equal in `CHECKED_STEPS` steps. `CHECK_BYTES` on the wire.
+  The comparisons end once the gradients differ (in the first step, as a rule)
+  or have been equal in `CHECKED_STEPS` steps. Each sends `CHECK_BYTES`.
 
   Args:
-    gradients: The leaves, as they come into `update`.
+    gradients: The leaves passed to `update`, local.
     identical_steps: int32 [], the count so far, from `count_identical`.
     axis_name: The bound axis of the replicas.
 
   Returns:
-    1 if they are equal, -1 if not, 0 if they are not compared, or all zero, or
-    not finite.
+    A check with verdict 1 if the gradients are equal, -1 if they differ, and 0
+    if they are not compared, all zero, or not finite.
   """
   if not gradients or collectives.num_devices(axis_name) == 1:
     return Check(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
@@ -81,11 +80,11 @@ def compare_gradients(
 def count_identical(
   identical_steps: jax.Array, verdict: jax.Array
 ) -> jax.Array:
-  """Counts the first steps with equal gradients on all replicas.
+  """Counts the first steps in which all replicas had equal gradients.
 
   Args:
-    identical_steps: int32 [], the count so far, -1 once they differed.
-    verdict: int32 [], from `compare_gradients`, the same on all stages.
+    identical_steps: int32 [], the count so far; -1 once gradients differed.
+    verdict: int32 [], from `compare_gradients`, equal on all stages.
 
   Returns:
     int32 [], the new count.
@@ -97,17 +96,19 @@ def count_identical(
 def have_parted(
   tree: Any, is_due: jax.Array, count: jax.Array, axis_name: str
 ) -> Check:
-  """Compares arrays that replicas must have in common.
+  """Compares arrays that must be equal on all replicas, up to rounding.
+
+  Sends 40 bytes for up to 32 leaves if the check is due.
 
   Args:
-    tree: Arrays that are equal on all replicas, up to rounding.
-    is_due: bool [], equal on all replicas.
-    count: int32 [], steps done, which changes the signs.
+    tree: The arrays, usually the parameters.
+    is_due: bool [], whether to compare now; equal on all replicas.
+    count: int32 [], steps done; selects the random signs.
     axis_name: The bound axis of the replicas.
 
   Returns:
-    1 if replicas have parted, 0 if not, or if the check is not due. On the
-    wire 40 bytes up to 32 leaves, when it is due.
+    A check with verdict 1 if the replicas have diverged, and 0 if they have
+    not or if the check is not due.
   """
   is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
   leaves = [x for x in jax.tree.leaves(tree) if is_float(x)]
@@ -116,7 +117,7 @@ def have_parted(
 
   def compare() -> jax.Array:
     z = _projections(leaves, count)
-    # A number that is not finite on some replicas only has parted them, too.
+    # A number that is not finite on only some replicas is a divergence, too.
     is_broken = ~jnp.isfinite(z)
     seen = jnp.append(jnp.where(is_broken, 0.0, z), jnp.any(is_broken) * 2.0)
     return (collectives.spread(seen, axis_name) > 1.0).astype(jnp.int32)
@@ -133,20 +134,20 @@ def agree(
   parted: jax.Array,
   stage_axis: str | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, int]:
-  """Combines what the stages found in a step.
+  """Combines the checks of all pipeline stages.
 
-  One collective of `STAGE_CHECK_BYTES`, in every step: one in a branch might
-  mix with others over the stages (`dataflow.in_turn`).
+  Sends `STAGE_CHECK_BYTES` in one collective in every step: in a branch, it
+  might mix with other collectives over the stages (`dataflow.in_turn`).
 
   Args:
-    is_finite: bool [], whether the stage's step was finite.
+    is_finite: bool [], whether the step of this stage was finite.
     verdict: int32 [], from `compare_gradients`.
     parted: int32 [], from `have_parted`.
-    stage_axis: The bound axis of the stages, None if there are none.
+    stage_axis: The bound axis of the stages; None if there are none.
 
   Returns:
-    Whether all stages are finite, the least verdict, whether the replicas of
-    any stage have parted, and the bytes sent.
+    Whether the step was finite on all stages, the least verdict, whether the
+    replicas of any stage have diverged, and the bytes sent.
   """
   if stage_axis is None:
     return is_finite, verdict, parted, 0
@@ -158,7 +159,7 @@ def agree(
 
 
 def _if_due(is_due: jax.Array, compare: Callable[[], jax.Array]) -> jax.Array:
-  """The verdict of a comparison, or 0 without sending anything."""
+  """Returns the verdict of `compare`; if not due, 0 without sending."""
   verdict = jax.eval_shape(compare)
   return jax.lax.cond(
     is_due, compare, lambda: collectives.zeros_like_type(verdict)
@@ -166,7 +167,7 @@ def _if_due(is_due: jax.Array, compare: Callable[[], jax.Array]) -> jax.Array:
 
 
 def _projections(leaves: Sequence[jax.Array], count: jax.Array) -> jax.Array:
-  """z of each group of leaves, one after the other; float32 [.. _VALUES]."""
+  """Returns z of every group of leaves; float32 [groups * _VALUES]."""
   seeds = jnp.arange(1, 1 + len(leaves), dtype=jnp.uint32)
   seeds = seeds * np.uint32(0x9E3779B1) + count.astype(jnp.uint32)
   sums = jnp.stack([_sums(x, seeds[i]) for i, x in enumerate(leaves)])
@@ -175,10 +176,11 @@ def _projections(leaves: Sequence[jax.Array], count: jax.Array) -> jax.Array:
   norm = jnp.sqrt(sums[:, -1])
   length = jnp.where(norm > 0, jnp.log(norm), 0.0)
   norm = jnp.where(norm > 0, norm, 1.0)
-  # Without the logarithm a factor between replicas would not be seen; weights
-  # that are no signs keep those of two leaves from cancelling.
-  bits = _mixed(~seeds[:, None] + jnp.arange(_VALUES, dtype=jnp.uint32))
+  # The logarithm detects leaves that differ by a factor. Its weights are not
+  # signs, so that the terms of two leaves do not cancel.
+  bits = _random_bits(~seeds[:, None] + jnp.arange(_VALUES, dtype=jnp.uint32))
   weights = 0.5 + bits.astype(jnp.float32) * 2.0**-32
+  # z_v = (sum_j s_vj x_j / |x| + w_v ln |x|) / tolerance, summed by group.
   z = sums[:, :-1] / norm[:, None] + weights * length[:, None]
   z = jnp.pad(z / tolerance[:, None], ((0, -len(leaves) % _GROUP), (0, 0)))
   return jnp.sum(z.reshape(-1, _GROUP, _VALUES), axis=1).ravel()
@@ -186,29 +188,29 @@ def _projections(leaves: Sequence[jax.Array], count: jax.Array) -> jax.Array:
 
 @jax.jit  # traced once for all leaves of a shape
 def _sums(x: jax.Array, seed: jax.Array) -> jax.Array:
-  """Sums with random signs and, last, of squares; float32 [_VALUES + 1].
+  """Sums a leaf with random signs, and its squares; float32 [_VALUES + 1].
 
-  One pass over a leaf, and one kernel to compile. The bits of an entry follow
-  from its place: the compiler makes them where they are used, so they take no
-  memory, and sharded arrays need not be flattened.
+  Reads the leaf once, in one kernel. The signs of an entry are a hash of its
+  index: the compiler fuses them into the sums, so they take no memory, and
+  sharded arrays need not be flattened.
   """
   x = x.astype(jnp.float32)
-  place, stride = jnp.zeros(x.shape, jnp.uint32), 1
+  index, stride = jnp.zeros(x.shape, jnp.uint32), 1
   for axis in reversed(range(x.ndim)):
-    own = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    place += own * np.uint32(stride % 2**32)
+    along_axis = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    index += along_axis * np.uint32(stride % 2**32)
     stride *= x.shape[axis]
-  bits = _mixed(place * np.uint32(0xCC9E2D51) + seed)
+  bits = _random_bits(index * np.uint32(0xCC9E2D51) + seed)
   row = jnp.arange(_VALUES + 1, dtype=jnp.uint32).reshape(-1, *[1] * x.ndim)
   signed = jnp.where((bits >> row) & 1 > 0, x, -x)
   terms = jnp.where(row < _VALUES, signed, x * x)
   return jnp.sum(terms, axis=tuple(range(1, terms.ndim)))
 
 
-def _mixed(h: jax.Array) -> jax.Array:
-  """uint32 to 32 random bits, the same on every platform.
+def _random_bits(h: jax.Array) -> jax.Array:
+  """Hashes uint32 to 32 random bits, the same on every platform.
 
-  The last steps of Austin Appleby's MurmurHash3.
+  The finalizer of Austin Appleby's MurmurHash3.
   """
   h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
   h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)

@@ -1,16 +1,15 @@
-"""The mean over replicas of values that travel coded.
+"""Averages of encoded values over the replicas.
 
-Integers cannot be summed on the way, so an all-reduce is done in its two
-halves:
+An all-reduce cannot sum encoded values, so it is split into its two halves:
 
-  replica i sends part j of code(x_i) to replica j         all-to-all
-  replica j sums what it decodes, in float32:  y_j
-  replica j sends code(y_j / N) to all                     all-gather
+  replica i sends part j of encode(x_i) to replica j       all-to-all
+  replica j decodes the parts and sums them in float32:    y_j
+  replica j sends encode(y_j / N) to all replicas          all-gather
 
-Each half sends every value once, as the halves of an all-reduce do, so the
-bytes are those of an all-reduce of what the code makes of the values. The
-second coding's error goes on too, as in 1-bit Adam (Tang et al. 2021,
-arXiv:2102.02888).
+Each half sends every value once, like the halves of an all-reduce, so both
+together send as many bytes as an all-reduce of the encoded values. The error of
+the second encoding enters the error feedback too, as in 1-bit Adam (Tang et al.
+2021, arXiv:2102.02888).
 """
 
 from collections.abc import Sequence
@@ -25,16 +24,17 @@ from edgc_jax.comm.codes import Code, NativeBfloat16
 
 
 class Averaged(NamedTuple):
-  """What came, and what a replica put in, each float32 as the values were.
+  """The mean of the values and the contribution of this replica to it.
 
-  The mean over replicas of `sent` is `mean`, whatever the code lost, on both
-  ways: what is left of a value is `value - sent`, and nothing is lost if that
-  goes on next time. (For native bf16 only up to how the platform sums.)
+  The mean of `sent` over the replicas is `mean`, whatever both encodings lost.
+  So `value - sent` is the residual of a value, and error feedback that adds it
+  to the next values loses nothing. (With native bf16 this holds up to the
+  rounding of the platform's sum.)
   """
 
-  mean: list[jax.Array]  # equal on all replicas
-  sent: list[jax.Array]  # local
-  exact: Any  # the mean of what went along in float32
+  mean: list[jax.Array]  # float32, shapes of the values; equal on all replicas
+  sent: list[jax.Array]  # float32, the same shapes; local
+  exact: Any  # the mean of the tree sent in float32
 
 
 def average(
@@ -44,17 +44,21 @@ def average(
   key: jax.Array | None = None,
   exact: Any = None,
 ) -> Averaged:
-  """Averages arrays over replicas, coded, and others as they are.
+  """Averages `values` over the replicas, encoded, and `exact` in float32.
+
+  Sends as many bytes as `average_bytes` predicts, and the bytes of `exact`.
 
   Args:
-    values: float32, of any shapes, local.
+    values: float32 arrays of any shapes, local.
     axis_name: The bound axis of the replicas.
-    code: How they travel; None is float32, in one all-reduce with `exact`.
-    key: For codes that round at random; each replica makes its own of it.
-    exact: A tree that travels as it is.
+    code: Encoding of the values; None sends them in float32, in one all-reduce
+      with `exact`.
+    key: Key for codes that round at random; equal on all replicas, which fold
+      their index into it.
+    exact: A tree that is averaged without encoding.
 
   Returns:
-    The means. Bytes on the wire are `average_bytes`, and those of `exact`.
+    The means, and the part of the values that was sent.
   """
   values = list(values)
   if code is None or not values:
@@ -66,21 +70,23 @@ def average(
     wide = lambda xs: [x.astype(jnp.float32) for x in xs]  # noqa: E731
     return Averaged(wide(mean), wide(narrow), exact)
   replicas = collectives.num_devices(axis_name)
-  own = collectives.device_index(axis_name)
-  first, second = jax.random.split(jax.random.fold_in(key, own))
-  parts = _parts(values, code, replicas)
+  replica = collectives.device_index(axis_name)
+  first, second = jax.random.split(jax.random.fold_in(key, replica))
+  parts = _pack(values, code, replicas)
+  # All-to-all: y_j / N, the mean of part j of all replicas, on replica j.
   encoded = code.encode(parts, first)
   received = code.decode(collectives.exchange_parts(encoded, axis_name))
   mean = jnp.mean(received, axis=0)
   encoded_mean = code.encode(mean, second)
-  # What the second coding lost is put on the replica that did it.
+  # The replica that encodes a mean keeps its error, N times, in `sent`.
   error = replicas * (code.decode(encoded_mean) - mean)
-  sent = code.decode(encoded).at[own].add(error)
+  sent = code.decode(encoded).at[replica].add(error)
+  # All-gather: the means of all parts, on every replica.
   all_means = code.decode(collectives.gather(encoded_mean, axis_name))
   exact = dataflow.in_turn(exact, all_means)
   exact = collectives.mean(exact, axis_name)
   return Averaged(
-    _cut(all_means, values, code), _cut(sent, values, code), exact
+    _unpack(all_means, values, code), _unpack(sent, values, code), exact
   )
 
 
@@ -92,12 +98,13 @@ def average_bytes(
   """Predicts the bytes of several calls of `average`, without `exact`.
 
   Args:
-    groups: Sizes of the values of each call.
-    code: Their encoding.
-    replicas: Values are padded to as many parts of whole granules.
+    groups: For each call, the sizes of its values.
+    code: Their encoding; None is float32.
+    replicas: Number of replicas; values are padded to as many equal parts of
+      whole granules.
 
   Returns:
-    Bytes of each call, counted as for an all-reduce.
+    The payload of each call, counted as for an all-reduce.
   """
   if code is None:
     return [4 * sum(sizes) for sizes in groups]
@@ -110,10 +117,10 @@ def average_bytes(
   return [code.num_bytes(_padded(total, granule)) for total in totals]
 
 
-def _parts(values: Sequence[jax.Array], code: Code, replicas: int) -> jax.Array:
-  """All values as [replicas, n]; no granule holds parts of two of them."""
+def _pack(values: Sequence[jax.Array], code: Code, replicas: int) -> jax.Array:
+  """Packs all values as [replicas, n]; no two values share a granule."""
   flat = [
-    # With its last entry: zeros would count in the scale of a block.
+    # Padding repeats the last entry: zeros would enter the scale of a block.
     jnp.pad(
       value.ravel(),
       (0, _padded(value.size, code.granule) - value.size),
@@ -126,10 +133,10 @@ def _parts(values: Sequence[jax.Array], code: Code, replicas: int) -> jax.Array:
   return jnp.pad(vector, (0, length - vector.size)).reshape(replicas, -1)
 
 
-def _cut(
+def _unpack(
   parts: jax.Array, values: Sequence[jax.Array], code: Code
 ) -> list[jax.Array]:
-  """The reverse of `_parts`."""
+  """Reverses `_pack`; `values` give the shapes."""
   ends = np.cumsum([_padded(value.size, code.granule) for value in values])
   pieces = jnp.split(parts.ravel()[: ends[-1]], ends[:-1])
   return [
@@ -139,4 +146,5 @@ def _cut(
 
 
 def _padded(size: int, granule: int) -> int:
+  """Rounds `size` up to a multiple of `granule`."""
   return -(-size // granule) * granule

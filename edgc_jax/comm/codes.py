@@ -1,7 +1,7 @@
-"""Fewer bits for a value on the wire.
+"""Codes: float32 values in fewer bits on the wire.
 
-A code turns float32 values into integers (and scales) that travel as they are
-on every platform, and back. What it loses is for its caller to keep.
+A code encodes float32 values as integers (and scales), which every platform
+sends unchanged, and decodes them. The caller keeps the error of a lossy code.
 """
 
 import dataclasses
@@ -12,26 +12,26 @@ import jax.numpy as jnp
 
 
 class Code(Protocol):
-  """How values travel, `granule` of them together."""
+  """An encoding of values in groups of `granule`."""
 
   granule: int
 
   def encode(self, values: jax.Array, key: jax.Array) -> Any:
-    """float32 [..., n], n a multiple of the granule, to arrays [..., *]."""
+    """Encodes float32 [..., n], n a multiple of the granule, as [..., *]."""
 
   def decode(self, sent: Any) -> jax.Array:
-    """float32 [..., n] from what was sent."""
+    """Decodes the arrays of `encode` to float32 [..., n]."""
 
   def num_bytes(self, size: int) -> int:
-    """Bytes that `size` values take, a multiple of the granule."""
+    """Returns the bytes of `size` values, a multiple of the granule."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bfloat16:
-  """The upper 16 bits of a float32, rounded to nearest; as integers.
+  """The upper 16 bits of a float32, rounded to nearest, as integers.
 
-  XLA's CPU backend widens collectives of bf16 to float32, which saves nothing;
-  integers of 16 bits travel as they are.
+  XLA's CPU backend widens collectives of bf16 to float32, which saves nothing,
+  but sends integers of 16 bits unchanged.
   """
 
   granule: int = 1
@@ -49,15 +49,15 @@ class Bfloat16:
 
 @dataclasses.dataclass(frozen=True)
 class NativeBfloat16:
-  """bf16 to the platform's own all-reduce, which sums in what it likes.
+  """bf16 in the platform's all-reduce, which chooses the precision of sums.
 
-  Not a `Code`: nothing is decoded on the way.
+  Not a `Code`: values are not decoded before they are summed.
   """
 
   granule: int = 1
 
   def num_bytes(self, size: int) -> int:
-    """2 bytes a value, 4 where XLA widens the collective."""
+    """Returns 2 bytes per value, or 4 if XLA widens the collective."""
     return (4 if jax.default_backend() == "cpu" else 2) * size
 
 
@@ -65,17 +65,17 @@ class NativeBfloat16:
 class Blockwise:
   """Integers of 8 or 4 bits and a float32 scale for every block.
 
-  With L = 2^(bits - 1) - 1 and s the largest magnitude of a block, x becomes
-  floor(L x / s + u), u uniform in [0, 1): unbiased, since
+  With L = 2^(bits - 1) - 1, s the largest magnitude of a block and u uniform
+  in [0, 1), x is encoded as
 
-    E floor(y + u) = y.
+    floor(L x / s + u),    unbiased since    E floor(y + u) = y.
 
-  A block that is not finite has a scale that is not, and so decodes to values
-  that are not.
+  A block with a value that is not finite has a scale that is not finite, and
+  decodes to values that are not finite.
   """
 
-  bits: int
-  granule: int
+  bits: int  # 8 or 4
+  granule: int  # values in a block
 
   @property
   def _levels(self) -> int:
@@ -84,9 +84,10 @@ class Blockwise:
   def encode(self, values: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
     blocks = values.reshape(*values.shape[:-1], -1, self.granule)
     scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
-    # 1 / scale of the smallest numbers is infinite: divide by the scale.
+    # Divides by the scale: 1 / scale overflows for the smallest numbers.
     safe = jnp.where(scale > 0, scale, 1.0)
     noise = jax.random.uniform(key, blocks.shape)
+    # floor(L x / s + u)
     rounded = jnp.floor(blocks / safe * self._levels + noise)
     integers = jnp.clip(rounded, -self._levels, self._levels).astype(jnp.int8)
     integers = integers.reshape(values.shape)
@@ -111,12 +112,12 @@ class Blockwise:
 
 @dataclasses.dataclass(frozen=True)
 class Signs:
-  """One bit a value and the mean magnitude of every block, float32.
+  """One bit per value, its sign, and the float32 mean magnitude of every block.
 
-  Biased: it needs error feedback (Karimireddy et al. 2019, arXiv:1901.09847).
+  Biased: needs error feedback (Karimireddy et al. 2019, arXiv:1901.09847).
   """
 
-  granule: int  # a multiple of 8
+  granule: int  # values in a block, a multiple of 8
 
   def encode(self, values: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
     del key
@@ -144,16 +145,16 @@ _WIRE_CODES = {
 
 
 def code_of(wire_dtype: Any) -> Bfloat16 | NativeBfloat16 | None:
-  """The code that a `wire_dtype` names; None for float32.
+  """Returns the code that `wire_dtype` names.
 
   Args:
     wire_dtype: "float32", "bfloat16" or "native_bfloat16", or a dtype.
 
   Returns:
-    The code.
+    The code; None for float32.
 
   Raises:
-    ValueError: if it is none of them.
+    ValueError: if `wire_dtype` names no code.
   """
   name = wire_dtype
   if not isinstance(wire_dtype, str):

@@ -1,7 +1,7 @@
-"""The only home of collectives and of what is known about the axis they use.
+"""All collectives of the package, and queries about the axis they run over.
 
-Everything else in the package calls these, so that one file shows all that
-may travel, and one place turns JAX's errors into errors of ours.
+No other module calls `psum` and the like, so this file shows everything that
+the package communicates. Errors about unbound axes are raised here, too.
 """
 
 import functools
@@ -17,14 +17,11 @@ from edgc_jax.comm.dataflow import in_turn, is_varying, one_by_one
 
 
 def num_devices(axis_name: str, argument: str = "axis_name") -> int:
-  """Number of devices along a bound axis, known when tracing.
+  """Returns the number of devices along a bound axis, a Python integer.
 
   Args:
-    axis_name: The axis that gradients are averaged over, or of the stages.
-    argument: What the caller's user calls it.
-
-  Returns:
-    The size.
+    axis_name: The axis of the replicas or of the stages.
+    argument: Name of the user's argument that gave the axis, for the error.
 
   Raises:
     ValueError: if no enclosing `pmap` or `shard_map` binds the axis.
@@ -42,44 +39,48 @@ def num_devices(axis_name: str, argument: str = "axis_name") -> int:
 
 
 def mean(tree: Any, axis_name: str) -> Any:
-  """Mean over an axis of every leaf; one variadic all-reduce for the tree.
+  """Averages every leaf over an axis, in one variadic all-reduce.
 
-  Between CPU hosts small leaves travel as one (`cpu_hosts.joined`).
+  Between CPU hosts small leaves are joined (`cpu_backend.reduce_joined`).
   """
-  return _reduced(functools.partial(lax.pmean, axis_name=axis_name), tree)
+  return _reduce(functools.partial(lax.pmean, axis_name=axis_name), tree)
 
 
 def total(tree: Any, axis_name: str) -> Any:
-  """Sum over an axis of every leaf; as `mean`."""
-  return _reduced(functools.partial(lax.psum, axis_name=axis_name), tree)
+  """Sums every leaf over an axis; as `mean`."""
+  return _reduce(functools.partial(lax.psum, axis_name=axis_name), tree)
 
 
 def all_true(flag: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
-  """Whether `flag` (bool, any shape) holds on every device; 4 bytes each."""
+  """Returns whether `flag` (bool, any shape) is true on every device.
+
+  Elementwise; sends 4 bytes per entry.
+  """
   return least(flag.astype(jnp.int32), axis_name) > 0
 
 
 def device_index(axis_name: str) -> jax.Array:
-  """This device's position along an axis; int32 [], varying over it."""
+  """Returns this device's index along an axis; int32 [], varying over it."""
   return lax.axis_index(axis_name)
 
 
 def exchange_parts(tree: Any, axis_name: str) -> Any:
-  """Part j of every leaf [N, ...] goes to device j; what comes is [N, ...].
+  """Sends part j of every leaf [N, ...] to device j; returns [N, ...].
 
-  On the wire half of what an all-reduce of the leaf is. An all-to-all, but by
-  rotation between CPU hosts (`cpu_hosts`).
+  Sends half the bytes of an all-reduce of the leaf. An all-to-all; between CPU
+  hosts a swap or a rotation (`cpu_backend`).
   """
   devices = num_devices(axis_name)
-  # A permute waits for all devices of a mesh, and stages may not be at it.
+  # A permute waits for all devices of the mesh, and other stages may be in a
+  # branch without it.
   is_alone = jax.sharding.get_abstract_mesh().size == devices
   exchange = functools.partial(
     lax.all_to_all, split_axis=0, concat_axis=0, tiled=True
   )
   if cpu_backend.spans_hosts() and devices == 2:
-    exchange = _swapped
+    exchange = _swap_parts
   elif cpu_backend.spans_hosts() and is_alone:
-    exchange = _rotated
+    exchange = _rotate_parts
 
   def swap(leaf: jax.Array) -> jax.Array:
     parts = leaf.reshape(devices, -1)
@@ -89,9 +90,9 @@ def exchange_parts(tree: Any, axis_name: str) -> Any:
 
 
 def gather(tree: Any, axis_name: str) -> Any:
-  """Every leaf of all devices, as [N, ...], the same on all.
+  """Gathers every leaf of all devices as [N, ...], equal on all devices.
 
-  On the wire half of what an all-reduce of the result is.
+  Sends half the bytes of an all-reduce of the result.
   """
   to = "invarying" if tracks_varying(axis_name) else "varying"
   devices = num_devices(axis_name)
@@ -109,44 +110,47 @@ def gather(tree: Any, axis_name: str) -> Any:
 
 
 def from_first(tree: Any, axis_name: str) -> Any:
-  """The first device's leaves, on all devices along the axis.
+  """Broadcasts the leaves of the first device to all devices along the axis.
 
-  Bit for bit, but for the sign of a zero.
+  Exact to the bit, except for the sign of zeros. Leaves may be PRNG keys.
   """
-  num_devices(axis_name)  # raises where the axis is unbound
+  num_devices(axis_name)  # raises if the axis is unbound
   is_first = lax.axis_index(axis_name) == 0
 
   def is_key(x: jax.Array) -> bool:
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
-  def kept(x: jax.Array) -> jax.Array:
+  def masked(x: jax.Array) -> jax.Array:
     x = jax.random.key_data(x) if is_key(x) else x
     x = x.astype(jnp.int32) if x.dtype == bool else x
     return jnp.where(is_first, x, jnp.zeros_like(x))
 
-  def whole(x: jax.Array, s: jax.Array) -> jax.Array:
+  def restored(x: jax.Array, s: jax.Array) -> jax.Array:
     if is_key(x):
       return jax.random.wrap_key_data(s, impl=jax.random.key_impl(x))
     return s.astype(x.dtype)
 
-  sums = total(jax.tree.map(kept, tree), axis_name)
-  return jax.tree.map(whole, tree, sums)
+  sums = total(jax.tree.map(masked, tree), axis_name)
+  return jax.tree.map(restored, tree, sums)
 
 
 def send(tree: Any, axis_name: str, pairs: Sequence[tuple[int, int]]) -> Any:
-  """Each (source, target) moves source's leaves to target; others get zeros."""
+  """Sends leaves from source to target for each (source, target) in `pairs`.
+
+  Returns zeros on devices that are no target.
+  """
   return lax.ppermute(tree, axis_name, perm=list(pairs))
 
 
 def least(value: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
-  """The smallest on any device along an axis, of each entry."""
+  """Returns the elementwise minimum over an axis."""
   return lax.pmin(value, axis_name)
 
 
 def spread(value: jax.Array, axis_name: str) -> jax.Array:
-  """The largest difference between devices of any entry; float32 [].
+  """Returns the largest difference of any entry between devices; float32 [].
 
-  8 bytes on the wire for each entry, which must be finite.
+  Sends 8 bytes per entry; all entries must be finite.
   """
   value = as_varying(value, axis_name)
   highest, negated_lowest = lax.pmax(jnp.stack([value, -value]), axis_name)
@@ -154,15 +158,15 @@ def spread(value: jax.Array, axis_name: str) -> jax.Array:
 
 
 def compare(value: jax.Array, axis_name: str) -> jax.Array:
-  """Whether a float scalar is equal on all replicas; 12 bytes on the wire.
+  """Compares a float scalar between the replicas; sends 12 bytes.
 
   Args:
     value: float32 [], local.
     axis_name: The bound axis.
 
   Returns:
-    int32 []: 1 if it is, -1 if not, and 0 where that would tell nothing: a
-    replica's value is not finite, or all are zero.
+    int32 []: 1 if all values are equal, -1 if not, and 0 if the comparison
+    says nothing, since a value is not finite or all are zero.
   """
   is_finite = jnp.isfinite(value)
   value = jnp.where(is_finite, value, 0.0)
@@ -176,16 +180,16 @@ def compare(value: jax.Array, axis_name: str) -> jax.Array:
 
 
 def tracks_varying(axis_name: str) -> bool:
-  """Whether varying types are tracked here at all.
+  """Returns whether JAX tracks which values vary over the axis.
 
-  They are under `shard_map` with its default `check_vma=True`, and not under
-  `pmap` or `check_vma=False`, where every value counts as unvarying.
+  It does under `shard_map` with its default `check_vma=True`. Under `pmap` or
+  with `check_vma=False` every value counts as unvarying.
   """
   return is_varying(lax.axis_index(axis_name), axis_name)
 
 
 def as_varying(tree: Any, axis_name: str) -> Any:
-  """Every leaf typed as varying over the axis; no data moves."""
+  """Types every leaf as varying over the axis; sends nothing."""
   return jax.tree.map(
     lambda x: (
       x
@@ -197,39 +201,43 @@ def as_varying(tree: Any, axis_name: str) -> Any:
 
 
 def zeros_like_type(aval: Any) -> jax.Array:
-  """Zeros of an abstract value's shape, dtype and varying axes."""
+  """Returns zeros of the shape, dtype and varying axes of `aval`."""
   zeros = jnp.zeros(aval.shape, aval.dtype)
   axes = aval.manual_axis_type.varying if aval.manual_axis_type else ()
   return lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
 
 
-def _reduced(reduce: Callable[[Any], Any], tree: Any) -> Any:
+def _reduce(reduce: Callable[[Any], Any], tree: Any) -> Any:
+  """Applies `reduce` to the leaves; between CPU hosts, joins small ones."""
   if cpu_backend.spans_hosts():
     return cpu_backend.reduce_joined(reduce, tree)
   return reduce(tree)
 
 
-def _swapped(parts: jax.Array, axis_name: str) -> jax.Array:
-  """Part j of [2, n] to device j, each as one that both gather."""
-  own = device_index(axis_name)
+def _swap_parts(parts: jax.Array, axis_name: str) -> jax.Array:
+  """Exchanges the parts [2, n] of two devices by all-gathers."""
+  device = device_index(axis_name)
 
   def swap(part: jax.Array) -> jax.Array:
     both = lax.all_gather(part, axis_name)
-    return lax.dynamic_index_in_dim(both, 1 - own, keepdims=False)
+    return lax.dynamic_index_in_dim(both, 1 - device, keepdims=False)
 
-  part = lax.dynamic_index_in_dim(parts, 1 - own, keepdims=False)
+  part = lax.dynamic_index_in_dim(parts, 1 - device, keepdims=False)
   part = cpu_backend.in_messages(swap, part)
-  return lax.dynamic_update_index_in_dim(parts, part, 1 - own, 0)
+  return lax.dynamic_update_index_in_dim(parts, part, 1 - device, 0)
 
 
-def _rotated(parts: jax.Array, axis_name: str) -> jax.Array:
-  """Part j of [N, n] to device j, to the next one first, then one further."""
-  devices, own = num_devices(axis_name), device_index(axis_name)
-  received, last = parts, []  # what is one's own is there
+def _rotate_parts(parts: jax.Array, axis_name: str) -> jax.Array:
+  """Exchanges the parts [N, n] of N devices in N - 1 rotations.
+
+  Every device sends to the next device first, then to the second next, ...
+  """
+  devices, device = num_devices(axis_name), device_index(axis_name)
+  received, last = parts, []  # the device's own part is in place
   for shift in range(1, devices):
     pairs = [(i, (i + shift) % devices) for i in range(devices)]
     rotate = functools.partial(send, axis_name=axis_name, pairs=pairs)
-    target, source = (own + shift) % devices, (own - shift) % devices
+    target, source = (device + shift) % devices, (device - shift) % devices
     part = lax.dynamic_index_in_dim(parts, target, keepdims=False)
     part = in_turn(part, last)
     if cpu_backend.is_mutual(shift, devices):

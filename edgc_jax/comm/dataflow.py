@@ -1,4 +1,8 @@
-"""Which collective comes first, where a platform does not see to it."""
+"""Properties and order of values while JAX traces a program.
+
+Which mesh axes a value varies over, whether it is finite, and which of two
+collectives runs first if the platform does not keep their order.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,10 +13,11 @@ from jax import lax
 
 
 def after(tree: Any, earlier: Any) -> Any:
-  """A tree as it is, not to be had before all of another (their last values).
+  """Returns `tree` unchanged, with a data dependency on `earlier`.
 
-  The condition of a `where`, or of a branch where that would make a leaf vary
-  over more axes, is always true, as no compiler can tell.
+  Every leaf is selected by a condition on the last value of each leaf of
+  `earlier`. It is always true, but the compiler cannot know. A branch replaces
+  the `where` for leaves that it would make vary over more axes.
   """
   may_send = None
   for leaf in jax.tree.leaves(earlier):
@@ -33,24 +38,24 @@ def after(tree: Any, earlier: Any) -> Any:
 
 
 def in_turn(tree: Any, earlier: Any) -> Any:
-  """As `after` on CPUs, where collectives may overtake each other.
+  """Orders collectives on CPUs: `after(tree, earlier)` there, else `tree`.
 
-  XLA's CPU backend (of JAX 0.10.2) holds a collective back until those before
-  it have started, and takes a conditional or a loop for started when those in
-  it have not. What needs nothing of its results overtakes them, on one device
-  sooner than on another, and operands that do not belong together are mixed
-  up: stages as CPU devices of one process had their memory overwritten. So
-  where one of two collectives is in a branch or a loop, the second waits for
-  the first. Accelerators keep their order by themselves.
+  XLA's CPU backend (of JAX 0.10.2) holds a collective back until the previous
+  ones have started, but takes a conditional or a loop for started before the
+  collectives in it have. A collective that does not need their results then
+  overtakes them, on one device sooner than on another, and operands of
+  different collectives are mixed up: stages as CPU devices of one process had
+  their memory overwritten. So if one of two collectives is in a branch or a
+  loop, the second must depend on the first. Accelerators keep the order.
   """
   return after(tree, earlier) if jax.default_backend() == "cpu" else tree
 
 
 def one_by_one(send: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-  """What a collective makes of every leaf, each when the last is done."""
+  """Applies the collective `send` to each leaf, after the one before it."""
   leaves, structure = jax.tree.flatten(tree)
   results: list[jax.Array] = []
-  last: list[jax.Array] = []  # that has values to wait for
+  last: list[jax.Array] = []  # the last result that is not empty
   for leaf in leaves:
     result = send(in_turn(leaf, last))
     results.append(result)
@@ -59,13 +64,13 @@ def one_by_one(send: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
 
 
 def is_varying(value: jax.Array, axes: str | Sequence[str]) -> bool:
-  """Whether `value` is tracked as different along one of the axes."""
+  """Returns whether JAX tracks `value` as varying over any of the axes."""
   names = {axes} if isinstance(axes, str) else set(axes)
   return bool(names & set(varying_axes(value)))
 
 
 def varying_axes(tree: Any) -> tuple[str, ...]:
-  """All axes that some leaf is tracked to vary over."""
+  """Returns all axes that JAX tracks any leaf to vary over, sorted."""
   axes = set()
   for leaf in jax.tree.leaves(tree):
     kind = jax.typeof(leaf).manual_axis_type
@@ -74,16 +79,16 @@ def varying_axes(tree: Any) -> tuple[str, ...]:
 
 
 def all_finite(tree: Any) -> jax.Array:
-  """Whether every entry of every leaf is finite; bool []."""
+  """Returns whether every entry of every leaf is finite; bool []."""
   flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
   return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
 
 
 def zeros_unless(flag: jax.Array, tree: Any) -> Any:
-  """Returns `tree`, or zeros if `flag` is false.
+  """Returns `tree`, with zeros in place of its leaves if `flag` is false.
 
-  Stages may differ in the flag. They have to agree before a leaf that is
-  equal on all of them is dropped, so such leaves stay as they are.
+  If `flag` varies over the stages, leaves that are equal on all stages stay:
+  the stages have to agree before they drop such a leaf.
   """
   axes = set(varying_axes(flag))
 

@@ -1,4 +1,4 @@
-"""Types that all exchanges share: state, result and signature."""
+"""Types that all exchanges share: their state, result and signature."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -8,9 +8,10 @@ from edgc_jax.plan.plan import Plan
 
 
 class ExchangeState(NamedTuple):
-  """Trees like the parameters, `optax.MaskedNode` where a leaf is dense.
+  """State of the exchanges, in trees like the parameters.
 
-  Empty if a reducer keeps no factors, or no residual.
+  Leaves that are always sent dense have an `optax.MaskedNode`. A field is ()
+  if the reducer has no factors, or no error feedback.
   """
 
   factor_q: Any  # float32 [k, n, columns]; equal on all replicas
@@ -18,12 +19,13 @@ class ExchangeState(NamedTuple):
 
 
 class Exchange(NamedTuple):
-  """Result of one exchange: equal on all replicas, except the residual.
+  """Result of one exchange.
 
-  Equal up to rounding if replicas round differently; `is_finite` is equal
-  always. Numbers of a leaf's k matrices are zero if it was sent dense in
-  float32. Squares are in units of `unit` squared, so that gradients of 1e-30
-  or 1e+30 stay in range.
+  All fields except `residual` are equal on all replicas, up to rounding if
+  their processors round differently; `is_finite` is always equal. `columns`,
+  `lost` and `residual_energy` of a leaf are zero if it was sent dense in
+  float32. They are in units of `unit` squared, so that gradients of 1e-30 or
+  1e+30 stay in range.
   """
 
   averaged: list[jax.Array]  # float32, one per leaf; zeros if not finite
@@ -37,7 +39,7 @@ class Exchange(NamedTuple):
 
 
 class ExchangeFn(Protocol):
-  """Averages over replicas at the rung chosen in the graph."""
+  """A function that averages all leaves at a rung chosen in the graph."""
 
   def __call__(
     self,
@@ -56,10 +58,11 @@ class ExchangeFn(Protocol):
       rung: int32 [], index into the ladder, equal on all replicas.
       matrices: All leaves in order, float32, residual added.
       factors: Q of the compressible leaves.
-      key: Source of all random draws; equal on all replicas, new in each step.
+      key: Source of all random draws; equal on all replicas, new at each step.
       axis_name: The bound axis of the replicas.
-      ranks: int32 [K], columns of each matrix, if these may differ.
+      ranks: int32 [K], columns of each matrix; None if all have the rank of
+        the rung.
 
     Returns:
-      The exchange.
+      The means, the next factors and residuals, and energies of the error.
     """

@@ -1,7 +1,16 @@
-"""Exchanges that treat a gradient as entries, not as matrices.
+"""Exchanges that compress a gradient entry by entry, not as matrices.
 
-What all of them share: which leaves are compressed, error feedback, and the
-measured error. How entries travel is a `Compressor`.
+With M_i the gradient of replica i plus its residual:
+
+  update = mean_i sent_i,    residual_i = M_i - sent_i
+
+`exchange` is common to all methods: it selects the leaves to compress, sends
+the others dense, and measures the error. A `Compressor` decides which entries
+are sent, and how:
+
+  Encoded   every entry, in fewer bits
+  TopK      the largest entries of each replica
+  RandomK   random entries, the same on all replicas
 """
 
 import dataclasses
@@ -20,36 +29,53 @@ from edgc_jax.compression.base import Exchange
 from edgc_jax.plan.leaves import Leaf
 from edgc_jax.plan.plan import BYTES_PER_VALUE, SKETCH_VALUES, Layout, Plan
 
-# Of each matrix: it and what was not sent of it, sketched, and a norm.
+# Sent in float32 with each matrix to measure its error: sketches of M and of
+# the residual, and the residual's energy.
 _ERROR_VALUES = 2 * SKETCH_VALUES + 1
-_LEAST_SAMPLE = 256  # entries, or all there are
-_MOST_ENTRIES = 2**31 - 1  # that an int32 index reaches
+_LEAST_SAMPLE = 256  # entries; a smaller tensor is sampled whole
+_MOST_ENTRIES = 2**31 - 1  # the largest size that int32 indices cover
 
 
 class Compressor(Protocol):
-  """How entries travel."""
+  """A method of sending the entries of the compressed leaves."""
 
   def average(
     self, values: Sequence[jax.Array], key: jax.Array, axis_name: str
   ) -> Averaged:
-    """The mean of flat float32 arrays, and what each replica put in."""
+    """Averages arrays over replicas.
+
+    Args:
+      values: Local float32 arrays [n], one for each leaf.
+      key: Source of all random draws; equal on all replicas.
+      axis_name: The bound axis of the replicas.
+
+    Returns:
+      The means, and the part of each array that this replica sent.
+    """
 
   def num_bytes(self, sizes: Sequence[int], replicas: int) -> int:
-    """Bytes on the wire, all-reduce-equivalent."""
+    """Predicts the bytes on the wire, counted as for an all-reduce.
+
+    Args:
+      sizes: Number of entries of each array.
+      replicas: Number of replicas.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
-class Coded:
-  """Every entry, in fewer bits."""
+class Encoded:
+  """Sends every entry, in fewer bits."""
 
   code: Code
 
   def average(
     self, values: Sequence[jax.Array], key: jax.Array, axis_name: str
   ) -> Averaged:
+    """Averages encoded arrays, by an all-to-all and an all-gather."""
     return averages.average(values, axis_name, self.code, key)
 
   def num_bytes(self, sizes: Sequence[int], replicas: int) -> int:
+    """Predicts the bytes, with padding to as many parts as replicas."""
     return averages.average_bytes([sizes], self.code, replicas)[0]
 
 
@@ -58,9 +84,9 @@ class EntrywisePlan(Plan):
   """A plan without ranks.
 
   Attributes:
-    compressor: How the entries of compressible leaves travel.
-    min_size: Entries below which a leaf is sent dense.
-    error_feedback: Whether there is a residual.
+    compressor: Sends the entries of the compressible leaves.
+    min_size: Leaves of fewer entries are sent dense.
+    error_feedback: Whether replicas keep a residual.
   """
 
   compressor: Compressor
@@ -76,12 +102,12 @@ class EntrywisePlan(Plan):
     return self.error_feedback
 
   def is_compressed(self, leaf: Leaf) -> bool:
-    """Whether a leaf is compressed: matrices that are not small."""
+    """Returns whether a leaf has matrices, and at least `min_size` entries."""
     return leaf.view is not None and leaf.size >= self.min_size
 
   def all_reduces(self, rank: int) -> int:
     del rank
-    return 2
+    return 2  # of the compressor's values, and of float32 values after them
 
   def _bytes_of(self, layouts: Sequence[Layout], replicas: int) -> list[int]:
     sizes = [self.leaf_sizes[i] for i in self.compressible]
@@ -100,7 +126,23 @@ def exchange(
   axis_name: str,
   ranks: jax.Array | None = None,
 ) -> Exchange:
-  """Averages over replicas through the plan's compressor; an `ExchangeFn`."""
+  """Averages all leaves over replicas through the plan's compressor.
+
+  Wire: the compressor's bytes, 4 bytes for each entry of the dense leaves, and
+  33 float32 values a matrix to measure its error.
+
+  Args:
+    plan: Static: leaves and compressor.
+    rung: Not used, as there are no ranks.
+    matrices: All leaves in order, float32, residual added.
+    factors: Empty.
+    key: Source of all random draws; equal on all replicas, new at each step.
+    axis_name: The bound axis of the replicas.
+    ranks: Not used.
+
+  Returns:
+    The exchange.
+  """
   del rung, ranks
   own_key, sketch_key = jax.random.split(key)
   members = plan.compressible
@@ -117,30 +159,37 @@ def exchange(
     for v, sent, view in zip(values, received.sent, views, strict=True)
   ]
   signs = linear_algebra.draw_signs(sketch_key, stacks)
-  # TF32 or bf16 products would be errors of their own.
+  # TF32 or bf16 products would add to the error that is measured.
   with jax.default_matmul_precision("highest"):
     sketched = [linear_algebra.sketches(x, signs) for x in (stacks, residual)]
   unit = jnp.ones((), jnp.float32)
   if values:
     unit = linear_algebra.largest_magnitude(received.mean)
-  own = linear_algebra.energies(residual, unit)
-  exact = ([matrices[i] for i in dense], sketched, own)
+  # |residual_i|^2
+  residual_energy = linear_algebra.energies(residual, unit)
+  exact = ([matrices[i] for i in dense], sketched, residual_energy)
   exact = dataflow.in_turn(exact, received.mean)
-  whole, (of_all, of_rest), own = collectives.mean(exact, axis_name)
+  dense_means, (z_all, z_residual), residual_energy = collectives.mean(
+    exact, axis_name
+  )
   averaged: list[Any] = [None] * len(matrices)
-  for i, value in zip(dense, whole, strict=True):
+  for i, value in zip(dense, dense_means, strict=True):
     averaged[i] = value
+  # update = mean_i sent_i
   for i, value in zip(members, received.mean, strict=True):
     averaged[i] = value.reshape(plan.leaves[i].shape)
   energy = lambda z: jnp.sum(jnp.square(z / unit), axis=1)  # noqa: E731
-  lost = [energy(z) for z in of_rest]
-  # The share lost is lost / (kept + lost); a sketch's noise is in both.
+  # |mean_i residual_i|^2
+  lost = [energy(z) for z in z_residual]
+  # |mean_i M_i|^2 - |mean_i residual_i|^2, from sketches with the same signs;
+  # the lost share is lost / (kept + lost).
   kept = [
-    jnp.maximum(energy(z) - gone, 0.0)
-    for z, gone in zip(of_all, lost, strict=True)
+    jnp.maximum(energy(z) - missing, 0.0)
+    for z, missing in zip(z_all, lost, strict=True)
   ]
-  # A non-finite entry may not have been sent; the sketches' sums show it.
-  is_finite = dataflow.all_finite((averaged, of_all))
+  # A non-finite entry may not have been sent, but it makes the sketch of M
+  # non-finite.
+  is_finite = dataflow.all_finite((averaged, z_all))
   return Exchange(
     averaged=dataflow.zeros_unless(is_finite, averaged),
     residual=[
@@ -150,7 +199,7 @@ def exchange(
     factors=factors,
     columns=[k[:, None] for k in kept],
     lost=lost,
-    residual_energy=own,
+    residual_energy=residual_energy,
     unit=unit,
     is_finite=is_finite,
   )
@@ -158,23 +207,23 @@ def exchange(
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
-  """The entries of largest magnitude, each replica's own.
+  """Sends the entries of largest magnitude on each replica.
 
-  Values and indices are gathered, and every replica adds up those of all:
+  Replicas gather values and indices, and each adds up all of them:
 
-    k = max(1, round(density n)),   sent_i = the k largest of x_i,
+    k = max(1, round(density n)),   sent_i = the k largest |x_i|,
     mean = sum_i sent_i / N
 
-  Bytes: N (4 + 4) k / 2, an all-gather: they grow with the replicas.
+  Wire: N (4 + 4) k / 2 bytes, an all-gather, which grow with the replicas.
 
   Attributes:
-    density: Share of the entries.
-    sample_rate: Where given, the threshold is that of a random sample of so
-      many entries instead of a selection from all (Deep Gradient Compression,
-      Lin et al. 2018, arXiv:1712.01887). As shapes are static no more than k
-      entries are sent, the first that pass it, counted from a place that
-      changes; what more there are wait in the residual, and where there are
-      fewer, nothing fills up.
+    density: Share of the entries that is sent.
+    sample_rate: If given, a random sample of this share of the entries
+      estimates a threshold, instead of a selection from all (Deep Gradient
+      Compression, Lin et al. 2018, arXiv:1712.01887). Shapes are static, so
+      at most k entries are sent: the first ones above the threshold, counted
+      from a random position. More entries wait in the residual; if fewer pass,
+      the remaining places stay empty.
   """
 
   density: float
@@ -183,7 +232,7 @@ class TopK:
   def average(
     self, values: Sequence[jax.Array], key: jax.Array, axis_name: str
   ) -> Averaged:
-    """Averages flat float32 arrays."""
+    """Averages flat float32 arrays at the entries that each replica picks."""
     replicas = collectives.num_devices(axis_name)
     indices = [
       self._largest(value, jax.random.fold_in(key, i))
@@ -197,31 +246,33 @@ class TopK:
       (jnp.concatenate(picked), jnp.concatenate(indices)), axis_name
     )
     ends = np.cumsum([len(index) for index in indices])[:-1]
-    theirs, places = (jnp.split(x, ends, axis=1) for x in gathered)
+    entries, places = (jnp.split(x, ends, axis=1) for x in gathered)
     mean, sent = [], []
     for j, value in enumerate(values):
-      own = jnp.zeros_like(value)
-      sent.append(own.at[indices[j]].set(picked[j], mode="drop"))
-      mean.append(_total(theirs[j], places[j], value.size) / replicas)
+      zeros = jnp.zeros_like(value)
+      sent.append(zeros.at[indices[j]].set(picked[j], mode="drop"))
+      # mean = sum_i sent_i / N
+      mean.append(_total(entries[j], places[j], value.size) / replicas)
     return Averaged(mean, sent, None)
 
   def num_bytes(self, sizes: Sequence[int], replicas: int) -> int:
-    """Half of what is gathered."""
+    """Predicts the bytes: half of the gathered values and indices."""
     return sum(replicas * 4 * _count(self.density, size) for size in sizes)
 
   def _largest(self, value: jax.Array, key: jax.Array) -> jax.Array:
-    """Indices int32 [k]; the size, which is none, where there are fewer."""
+    """Returns the k indices to send, int32; `size` in places left empty."""
     count, size = _count(self.density, value.size), value.size
-    # A non-finite entry is sent, so that all replicas see it.
+    # Non-finite entries are sent, so that all replicas detect them.
     magnitude = jnp.where(jnp.isfinite(value), jnp.abs(value), jnp.inf)
     if self.sample_rate is None:
       return jax.lax.top_k(magnitude, count)[1]
     sample_size = max(_LEAST_SAMPLE, round(self.sample_rate * size))
     places = _one_of_each_run(size, min(sample_size, size), key)[0]
+    # The threshold is the same quantile of the sample as of all entries.
     in_sample = max(1, round(self.density * len(places)))
     threshold = jax.lax.top_k(magnitude[places], in_sample)[0][-1]
     start = jax.random.randint(jax.random.fold_in(key, 1), (), 0, size)
-    # Zeros are not worth sending, whatever the threshold.
+    # Zeros are not worth sending, even if the threshold is zero.
     passes = jnp.roll((magnitude >= threshold) & (magnitude > 0), -start)
     (found,) = jnp.nonzero(passes, size=count, fill_value=size)
     found = found.astype(jnp.int32)
@@ -233,15 +284,18 @@ class TopK:
 
 @dataclasses.dataclass(frozen=True)
 class RandomK:
-  """Random entries, the same on all replicas, so that values are all-reduced.
+  """Sends random entries, the same on all replicas.
 
-  A tensor of n entries is cut into k = max(1, round(density n)) equal runs,
-  up to one entry, and of each one entry is drawn. Bytes: 4 k, one all-reduce.
+  A tensor of n entries is cut into k = max(1, round(density n)) runs of equal
+  length, up to one entry, and one entry of each run is drawn. No indices are
+  sent.
+
+  Wire: 4 k bytes, in one all-reduce.
 
   Attributes:
-    density: Share of the entries.
+    density: Share of the entries that is sent.
     is_scaled: Whether an entry is multiplied by the length of its run, which
-      makes the result unbiased: without error feedback.
+      makes the mean unbiased. Use it without error feedback only.
   """
 
   density: float
@@ -250,7 +304,7 @@ class RandomK:
   def average(
     self, values: Sequence[jax.Array], key: jax.Array, axis_name: str
   ) -> Averaged:
-    """Averages flat float32 arrays at entries drawn by the key."""
+    """Averages flat float32 arrays at entries drawn from the key."""
     places, scales = [], []
     for i, value in enumerate(values):
       count = _count(self.density, value.size)
@@ -269,18 +323,22 @@ class RandomK:
     return Averaged(spread(averaged), spread(picked), None)
 
   def num_bytes(self, sizes: Sequence[int], replicas: int) -> int:
-    """One all-reduce of float32."""
+    """Predicts the bytes of one all-reduce of float32."""
     del replicas
     return 4 * sum(_count(self.density, size) for size in sizes)
 
 
 def _count(density: float, size: int) -> int:
-  """How many entries are sent of a tensor."""
+  """Returns k, the number of entries sent of a tensor.
+
+  Raises:
+    ValueError: if the tensor is too large for int32 indices.
+  """
   if size > _MOST_ENTRIES:
     raise ValueError(
-      f"`updates` must have leaves of at most {_MOST_ENTRIES:,} entries, which"
-      f" an index reaches, got one of {size:,}; split it, or send it dense with"
-      " a `matrix_view` that returns None for it."
+      f"`updates` must have leaves of at most {_MOST_ENTRIES:,} entries, the"
+      f" range of int32 indices, got one of {size:,}; split it, or send it"
+      " dense with a `matrix_view` that returns None for it."
     )
   return max(1, round(density * size))
 
@@ -288,20 +346,25 @@ def _count(density: float, size: int) -> int:
 def _one_of_each_run(
   size: int, count: int, key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """One place out of each of `count` runs, and the runs' lengths; int32."""
+  """Draws one position from each of `count` runs.
+
+  Returns:
+    The positions and the lengths of the runs, int32 [count] each.
+  """
   shorter, longer = divmod(size, count)
   i = jnp.arange(count, dtype=jnp.int32)
   lengths = shorter + (i < longer).astype(jnp.int32)
   starts = i * shorter + jnp.minimum(i, longer)
-  # Integers alone, in which no two platforms differ.
+  # Integer arithmetic only: it gives the same result on every platform.
   return starts + jax.random.randint(key, (count,), 0, lengths), lengths
 
 
 def _total(values: jax.Array, places: jax.Array, size: int) -> jax.Array:
-  """Sum over replicas of values [N, k] at their places, [size].
+  """Adds up the values [N, k] of N replicas at their places; float32 [size].
 
-  One replica after the other, whose places differ: sums of entries that meet
-  are then made in the same order on all devices, atomics or not.
+  Replicas are added one after the other. The places of one replica differ, so
+  every entry is summed in the same order on all devices, even if a device
+  scatters with atomics.
   """
 
   def add(j: int, total: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Error feedback: a replica adds to the next gradient what it did not send.
+"""Error feedback: replicas add the entries they did not send to the next step.
 
   M_i = gradient_i + residual_i,    residual_i' = M_i - sent_i
 
-Over time everything is sent (Stich et al. 2018, arXiv:1809.07599; Karimireddy
-et al. 2019, arXiv:1901.09847).
+Over time every gradient is sent in full (Stich et al. 2018, arXiv:1809.07599;
+Karimireddy et al. 2019, arXiv:1901.09847).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,10 @@ from edgc_jax.plan.plan import Plan
 
 
 def init_residual(plan: Plan) -> list[jax.Array]:
-  """Returns zeros for each compressible leaf; each replica has its own."""
+  """Returns zeros for each compressible leaf, or none without error feedback.
+
+  Residuals are float32, as large as the leaves, and local to a replica.
+  """
   if not plan.has_residual:
     return []
   return [
@@ -36,6 +39,7 @@ def add_residual(
   """
   matrices = [g.astype(jnp.float32) for g in gradients]
   members = plan.compressible if plan.has_residual else ()
+  # M_i = gradient_i + residual_i
   for i, e in zip(members, residual, strict=True):
     matrices[i] += e
   return matrices
@@ -44,24 +48,25 @@ def add_residual(
 def keep_error(
   plan: Plan, gradients: Sequence[jax.Array], exchange: Exchange
 ) -> Exchange:
-  """Rounds updates to the gradients' dtypes, and keeps what rounding took.
+  """Rounds updates to the gradients' dtypes; residuals keep the rounding error.
 
     residual' = M - sent + update - round(update)
 
   Args:
-    plan: Names the leaves with a residual; without error feedback it is
-      dropped here.
-    gradients: All leaves, local; of these only dtypes are read.
-    exchange: Its result, in float32.
+    plan: Names the leaves with a residual; without error feedback residuals
+      are dropped here.
+    gradients: All leaves, local; only their dtypes are read.
+    exchange: The result of an exchange, in float32.
 
   Returns:
-    The exchange, with `averaged` in the gradients' dtypes.
+    The result, with `averaged` in the gradients' dtypes.
   """
   rounded = [
     _round(mean, g.dtype)
     for mean, g in zip(exchange.averaged, gradients, strict=True)
   ]
   members = plan.compressible if plan.has_residual else ()
+  # residual' = (M - sent) + update - round(update)
   residual = [
     e
     if rounded[i] is exchange.averaged[i]
@@ -75,9 +80,9 @@ def keep_error(
 
 
 def _round(mean: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """Rounds float32 to the values of a narrower dtype, at most its largest.
+  """Rounds float32 to values of a narrower dtype, clipped to its range.
 
-  The compiler may drop a cast there and back; it may not drop this.
+  The compiler may remove a cast to the dtype and back, but not this.
   """
   if jnp.dtype(dtype).itemsize >= 4:
     return mean

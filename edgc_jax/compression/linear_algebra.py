@@ -1,10 +1,10 @@
 """Linear algebra of stacks of matrices [k, m, n]: bases, products, sketches.
 
-Orthonormal bases of tall, possibly rank-deficient matrices. Every replica
-computes the basis of a factor that all have received, and the bases must agree
-although the replicas' processors round differently. So the basis is a
-continuous function of the factor: Gram-Schmidt in the order of the
-columns, no eigenvectors, no pivots, no decision. It is computed as a Cholesky
+Bases. Every replica computes an orthonormal basis of a factor that all have
+received, and the bases must agree although the replicas' processors round
+differently. The factor is tall and may be rank-deficient. So the basis is a
+continuous function of the factor: Gram-Schmidt in the order of the columns,
+without eigenvectors, pivoting or decisions. It is computed by a Cholesky
 factorisation of the Gram matrix, which batches over all matrices of a model,
 in three passes (shifted Cholesky-QR, Fukaya et al. 2020, arXiv:1809.11085):
 
@@ -12,25 +12,25 @@ in three passes (shifted Cholesky-QR, Fukaya et al. 2020, arXiv:1809.11085):
   L L^T = (1 - s) U^T U + s I   s is the rounding error of a Gram matrix
   Y <- U L^-T
 
-The QR factorisation is unique, whatever scales its columns have, so each pass
-corrects what the one before it rounded. Departures from that paper: columns are
-scaled in each pass (a spectrum wider than float32's precision leaves every
-column of the result of length one); the shift leaves lengths as they are; it
-does not grow with the number of rows, over whose blocks Gram matrices are
-summed; and a column that consists of little but rounding noise is damped.
+The QR factorisation is unique for any scales of the columns, so each pass
+corrects the rounding of the pass before. Departures from the paper: columns are
+scaled in each pass (every column of the result has length one even if the
+spectrum is wider than float32's precision); the shift preserves lengths; it
+does not grow with the number of rows, because Gram matrices are summed over
+blocks of rows; and a column that is mostly rounding noise is damped.
 
-Sketches measure the norm of the mean residual from a few values a matrix. The
-residual E_i = M_i - P Q_i^T is a replica's own, and its norm says little: most
-of it sets the replicas apart and is gone from their mean. An update lacks the
-mean:
+Sketches. A few values per matrix measure the norm of the mean residual. The
+norm of one replica's residual E_i = M_i - P Q_i^T says little, since most of
+E_i differs between replicas and cancels in their mean. The error of the update
+is that mean:
 
   z_g = sum_(j in g) v_j (u^T mean_i E_i)_j,    E |z|^2 = |mean_i E_i|^2
 
-with random signs u and v, new in each step and the same on all replicas, and
+with random signs u and v, new at each step and the same on all replicas, and
 g one of `SKETCH_VALUES` groups of columns. z is linear, so it is averaged with
-the factors. One |z|^2 has a relative standard deviation of about
-(2 / SKETCH_VALUES)^(1/2) if the residual has many directions; means over a
-window are nearer.
+the factors. If the residual has many directions, the relative standard
+deviation of |z|^2 is about (2 / SKETCH_VALUES)^(1/2); the mean over a window
+is more precise.
 """
 
 from collections.abc import Sequence
@@ -42,21 +42,21 @@ import numpy as np
 
 from edgc_jax.plan.plan import SKETCH_VALUES
 
-# Three bring a column of which 1e-5 is new to a right angle with the others;
-# two bring one of which 1e-3 is.
+# Three passes make a column orthogonal of which a share of 1e-5 is new; two
+# passes need a share of 1e-3.
 _PASSES = 3
-# The shift s, for each column: some 8 roundings, as the Gram matrix of many
-# equal columns may need to remain positive definite.
+# The shift s per column, about 8 roundings: with many equal columns the Gram
+# matrix may need as much to remain positive definite.
 _SHIFT = 8 * float(np.finfo(np.float32).eps)
-_BLOCK = 128  # rows
-# Share of a column that the columns before it lack, below which it is damped.
-# Rounding is 1e-7 of a column, so of one of which 1e-5 is new that is known to
-# 1 %.
+_BLOCK = 128  # rows per partial sum of a Gram matrix
+# A column is damped if less than this share of its length is new, orthogonal
+# to the columns before it. Rounding is 1e-7 of a column, so a new part of 1e-5
+# is known to 1 %.
 _DAMPED = 1e-5
-# Below this share a column may be dying, and is given this much of a new
+# Below the share _FADING a column may be vanishing: it gets up to _NEW of a new
 # direction, more the smaller the share.
 _FADING, _NEW = 1e-2, 1e-3
-# Of a column without length, in units of the largest number received.
+# Length given to a zero column, in units of the largest number received.
 _LEAST = 1e-6
 Stacks = Sequence[jax.Array]
 Signs = tuple[jax.Array, jax.Array]
@@ -66,8 +66,8 @@ class Basis(NamedTuple):
   """An orthonormal basis of each of several stacks of matrices."""
 
   columns: list[jax.Array]  # float32 [k, m, r]
-  # float32 [k, r], in [0, 1]: of each column's length, what the columns before
-  # it lack
+  # float32 [k, r], in [0, 1]: share of each column's length that is orthogonal
+  # to the columns before it
   shares: list[jax.Array]
 
 
@@ -77,21 +77,21 @@ def orthonormalize(stacks: Stacks) -> Basis:
     p_i = d(t_i) (y_i - sum_(j < i) p_j p_j^T y_i) / |...|
     d(t) = min(1, t / 1e-5)
 
-  with t_i the share of y_i's length that the columns before it lack. The
-  factor d is 1 but where t_i is close to rounding noise: a direction that one
-  host cannot tell from another is left short, and counts little. Of equal
-  input, hosts that round differently by e make p_i that differ by e / t_i.
-  Where Y = M B, the update p_i p_i^T M has about t_i of the length of Y, so
-  updates differ by about e all the same; unless M has much more along p_i than
-  B showed of it, a direction that came up at once and of which B had nearly
-  nothing: then by e / t_i for a step, until it is in Q.
+  with t_i the share of y_i's length that is orthogonal to the columns before
+  it. The factor d is 1 unless t_i is close to rounding noise; then the column
+  is short and has little weight, since hosts cannot agree on its direction.
+  From equal input, hosts whose rounding differs by e get p_i that differ by
+  e / t_i. If Y = M B, the length of the update p_i p_i^T M is about t_i times
+  the length of Y, so updates still differ by about e only. The exception is a
+  new direction of M that B hardly contains: updates then differ by e / t_i for
+  one step, until Q contains the direction.
 
   Args:
     stacks: float32 arrays [k_i, m_i, r_i]; ranks and heights may differ.
 
   Returns:
     Columns of the same shapes, P^T P = diag(d^2) to about 1e-6, and t. The
-    first columns span what Y's first columns do. A column of zeros stays zero.
+    first c columns span the first c columns of Y. A column of zeros stays zero.
 
   >>> y = jnp.array([[[3.0, 1.0], [4.0, 1.0], [0.0, 0.0]]])
   >>> orthonormalize([y]).columns[0].round(3) + 0.0
@@ -103,11 +103,12 @@ def orthonormalize(stacks: Stacks) -> Basis:
   shares = [jnp.ones_like(y[:, 0]) for y in stacks]
   for i in range(_PASSES):
     columns, lengths, pivots = _one_pass(columns)
-    # The first lengths are those of the columns themselves.
+    # In the first pass the lengths are the columns' own scales, not shares.
     lengths = lengths if i else [jnp.sign(length) for length in lengths]
     shares = [
       s * x * pivot for s, x, pivot in zip(shares, lengths, pivots, strict=True)
     ]
+  # p_i <- d(t_i) p_i
   columns = [
     y * jnp.minimum(1.0, share / _DAMPED)[:, None]
     for y, share in zip(columns, shares, strict=True)
@@ -116,11 +117,11 @@ def orthonormalize(stacks: Stacks) -> Basis:
 
 
 def unit_columns(factors: Stacks) -> list[jax.Array]:
-  """Scales columns to length one and brings them near right angles.
+  """Scales columns to length one and makes them nearly orthogonal.
 
-  Age and scale of a column of Q do not count for what P is searched with. One
-  pass of Gram-Schmidt is enough for that: replicas need not agree on it to the
-  last digit, since what all go on from is their mean.
+  The age and the scale of a column of Q must not count in the search for P.
+  One pass of Gram-Schmidt is enough: replicas need not agree to the last digit
+  here, since all continue from the mean of their products.
 
   Args:
     factors: float32 arrays [k_i, n_i, r_i].
@@ -134,23 +135,23 @@ def unit_columns(factors: Stacks) -> list[jax.Array]:
 def revive(
   factors: Stacks, shares: Stacks, key: jax.Array, unit: jax.Array
 ) -> list[jax.Array]:
-  """Gives columns that may be dying a little of a new direction.
+  """Adds a small random direction to columns that are vanishing.
 
     q_c + 1e-3 max(0, 1 - t_c / 1e-2) max(|q_c|, 1e-6 unit) n_c
 
-  A gradient of low rank leaves columns of zeros or of rounding noise, which
-  would stay so for ever: M^T M 0 = 0. With n_c in it such a column is n_c's
-  direction when it is next scaled to length one, the same on all replicas. A
-  column of which 1 % or more is new is left as it is.
+  A gradient of low rank leaves columns of zeros or of rounding noise, and
+  M^T M 0 = 0 would keep them zero permanently. With n_c added, such a column
+  points along n_c when it is next scaled to length one, on every replica.
+  A column with a share t_c of at least 1e-2 stays as it is.
 
-  The n_c are random signs of rows times Walsh functions, which serve as
-  Gaussian numbers do (Halko et al. 2011, arXiv:0909.4061, on structured
-  random matrices) and take one draw a row.
+  The n_c are random signs of rows times Walsh functions, which do as well as
+  Gaussian numbers (Halko et al. 2011, arXiv:0909.4061, on structured random
+  matrices) and need one draw per row.
 
   Args:
     factors: float32 arrays [k_i, n_i, r_i].
-    shares: t of each, [k_i, r_i], from the basis that it was made with.
-    key: Draws n; the same on all replicas.
+    shares: t of each, [k_i, r_i], from the basis P that Q was computed with.
+    key: Draws the n_c; equal on all replicas.
     unit: float32 [], the largest number received, positive.
 
   Returns:
@@ -169,14 +170,14 @@ def revive(
       revived.append(q + weight[:, None] * new)
     return revived
 
-  # At the threshold both branches give the same, so replicas on either side of
-  # it do not part.
+  # At the threshold both branches give the same result, so replicas on either
+  # side of it do not diverge.
   fading = jnp.stack([jnp.any(share < _FADING) for share in shares])
   return jax.lax.cond(jnp.any(fading), mix, lambda q: q, list(factors))
 
 
 def _one_pass(stacks: Stacks) -> tuple[list, list, list]:
-  """U L^-T, the lengths that columns had [k, r], and the diagonals of L."""
+  """Returns U L^-T, the columns' lengths [k, r], and the diagonals of L."""
   if not stacks:
     return [], [], []
   scaled = [_unit(y) for y in stacks]
@@ -186,8 +187,8 @@ def _one_pass(stacks: Stacks) -> tuple[list, list, list]:
 
 
 def _unit(y: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Columns of length one [k, m, r], or zero, and the lengths [k, r]."""
-  # By the largest entry first: squares of 1e-18 and 1e+30 are then in range.
+  """Returns columns scaled to length one, or zero, and their lengths [k, r]."""
+  # By the largest entry first, so squares of 1e-18 and 1e+30 stay in range.
   largest = jnp.max(jnp.abs(y), axis=1, keepdims=True)
   y = y / jnp.where(largest > 0, largest, 1.0)
   length = jnp.sqrt(jnp.sum(jnp.square(y), axis=1, keepdims=True))
@@ -195,11 +196,11 @@ def _unit(y: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _gram(u: jax.Array) -> jax.Array:
-  """U^T U of [k, m, r], summed over blocks of rows.
+  """Returns U^T U of [k, m, r], summed over blocks of rows.
 
-  In one long sum of equal terms rounding goes one way, and adds up to more than
-  the shift makes up for: parallel columns of few values would not be positive
-  definite.
+  One long sum of equal terms always rounds the same way, by more than the shift
+  compensates: with parallel columns of few distinct values the matrix would not
+  be positive definite.
   """
   count, height, width = u.shape
   blocks = -(-height // _BLOCK)
@@ -210,18 +211,18 @@ def _gram(u: jax.Array) -> jax.Array:
 
 
 def _inverse_roots(grams: Sequence[jax.Array]) -> tuple[list, list]:
-  """L^-T of Gram matrices of unit columns, and the pivots L_ii.
+  """Returns L^-T of Gram matrices of unit columns, and the pivots L_ii.
 
-  One call for each size would be fewer operations. But XLA's CPU backend may
-  start calls that do not depend on each other at once; each waits for its
-  parts with a thread of the pool, and a small pool is soon all waiting.
+  One call per size would take fewer operations. But XLA's CPU backend may start
+  independent calls at once, each of which blocks a thread of the pool until its
+  parts are done; a small pool then deadlocks.
   """
   size = max(g.shape[-1] for g in grams)
   gram = jnp.concatenate(
     [jnp.pad(g, ((0, 0), *[(0, size - g.shape[-1])] * 2)) for g in grams]
   )
   eye = jnp.zeros_like(gram) + jnp.eye(size, dtype=gram.dtype)
-  # Ones on the diagonal, also for columns of zeros and those padded.
+  # L L^T = (1 - s) U^T U + s I; zero and padded columns have ones, too.
   root = jax.lax.linalg.cholesky(
     jnp.where(eye > 0, 1.0, (1.0 - _SHIFT * size) * gram),
     symmetrize_input=False,
@@ -229,8 +230,8 @@ def _inverse_roots(grams: Sequence[jax.Array]) -> tuple[list, list]:
   inverse = jax.lax.linalg.triangular_solve(
     root, eye, left_side=True, lower=True
   )
-  # Should rounding be worse than the shift all the same, the basis of that
-  # matrix is empty for a step, and what it would have sent is owed.
+  # If rounding still exceeds the shift, the basis of that matrix is zero for
+  # a step, and the residual keeps the whole gradient.
   is_sound = jnp.all(jnp.isfinite(inverse), (1, 2), keepdims=True)
   inverse = jnp.where(is_sound, jnp.swapaxes(inverse, 1, 2), 0.0)
   pivot = jnp.diagonal(root, axis1=-2, axis2=-1)
@@ -245,8 +246,8 @@ def _inverse_roots(grams: Sequence[jax.Array]) -> tuple[list, list]:
 
 
 def _random_directions(key: jax.Array, stacks: Stacks) -> list[jax.Array]:
-  """Columns of length one, [k, n, r] for each stack."""
-  # One draw for all: a generator for each compiles slowly.
+  """Returns random columns of length one, [k, n, r] for each stack."""
+  # One draw for all stacks: one generator per stack compiles slowly.
   rows = [k * n for k, n, _ in (stack.shape for stack in stacks)]
   draw = jax.random.rademacher(key, (sum(rows),), jnp.float32)
   directions = []
@@ -265,9 +266,9 @@ def _random_directions(key: jax.Array, stacks: Stacks) -> list[jax.Array]:
 def transposed_product(a: jax.Array, b: jax.Array) -> jax.Array:
   """Returns A^T B, computed as (B^T A)^T.
 
-  A^T B reads A along its columns. XLA's CPU backend has a kernel for that which
-  is two to four times slower than its others, so the factor B, which is small
-  beside the gradient A, is transposed instead.
+  A^T B reads A along its columns. The kernel of XLA's CPU backend for that is
+  two to four times slower than the others, so the factor B, which is much
+  smaller than the gradient A, is transposed instead.
 
   Args:
     a: float32 [k, m, n].
@@ -281,7 +282,7 @@ def transposed_product(a: jax.Array, b: jax.Array) -> jax.Array:
   Array([[6.],
          [9.]], dtype=float32)
   """
-  # Else the compiler sees that both are equal, and takes the slower one.
+  # Without barriers the compiler rewrites this to the slower form.
   transposed = jax.lax.optimization_barrier(jnp.swapaxes(b, 1, 2))
   product = jax.lax.optimization_barrier(transposed @ a)
   return jnp.swapaxes(product, 1, 2)
@@ -315,12 +316,12 @@ def transposed_products(
 
 
 def products(stacks: Stacks, factors: Stacks) -> list[jax.Array]:
-  """Returns M B; float32 [k, m, r] of [k, m, n] and [k, n, r] each."""
+  """Returns M B, float32 [k, m, r], of [k, m, n] and [k, n, r] each."""
   return [m @ b for m, b in zip(stacks, factors, strict=True)]
 
 
 def outer_products(p: Stacks, q: Stacks) -> list[jax.Array]:
-  """Returns P Q^T; float32 [k, m, n] of [k, m, r] and [k, n, r] each."""
+  """Returns P Q^T, float32 [k, m, n], of [k, m, r] and [k, n, r] each."""
   return [a @ jnp.swapaxes(b, 1, 2) for a, b in zip(p, q, strict=True)]
 
 
@@ -331,7 +332,7 @@ def largest_magnitude(arrays: Stacks) -> jax.Array:
 
 
 def gaussian_columns(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
-  """Draws [k, n, r] Gaussian entries, of columns with expected length one."""
+  """Draws Gaussian columns of expected length one; float32 [k, n, r]."""
   return jax.random.normal(key, shape, jnp.float32) * shape[1] ** -0.5
 
 
@@ -341,7 +342,7 @@ def energies(stacks: Stacks, unit: jax.Array) -> list[jax.Array]:
 
 
 def draw_signs(key: jax.Array, stacks: Sequence[jax.Array]) -> list[Signs]:
-  """Signs u [k, 1, m] and v [k, n] for each stack of matrices [k, m, n]."""
+  """Draws signs u [k, 1, m] and v [k, n] for each stack [k, m, n]."""
   if not stacks:
     return []
   shapes = [
@@ -349,7 +350,7 @@ def draw_signs(key: jax.Array, stacks: Sequence[jax.Array]) -> list[Signs]:
     for k, m, n in (stack.shape for stack in stacks)
     for shape in ((k, 1, m), (k, n))
   ]
-  # One draw for all: a generator for each compiles slowly.
+  # One draw for all stacks: one generator per stack compiles slowly.
   sizes = [int(np.prod(shape)) for shape in shapes]
   draw = jax.random.rademacher(key, (sum(sizes),), jnp.float32)
   parts = jnp.split(draw, np.cumsum(sizes[:-1]))
@@ -360,7 +361,7 @@ def draw_signs(key: jax.Array, stacks: Sequence[jax.Array]) -> list[Signs]:
 def sketches(
   stacks: Sequence[jax.Array], signs: Sequence[Signs]
 ) -> list[jax.Array]:
-  """Returns z of each stack itself; float32 [k, SKETCH_VALUES]."""
+  """Returns the sketch z of each stack, float32 [k, SKETCH_VALUES]."""
   return [
     _in_groups((u @ m)[:, 0] * v)
     for m, (u, v) in zip(stacks, signs, strict=True)
@@ -373,7 +374,7 @@ def residual_sketches(
   q: Sequence[jax.Array],
   signs: Sequence[Signs],
 ) -> list[jax.Array]:
-  """Returns z of M - P Q^T of each stack, without forming it.
+  """Returns the sketch z of M - P Q^T of each stack, without forming it.
 
   Args:
     rows: u^T M, float32 [k, 1, n] each.
@@ -391,6 +392,6 @@ def residual_sketches(
 
 
 def _in_groups(row: jax.Array) -> jax.Array:
-  """Sums of `SKETCH_VALUES` groups of columns of [k, n]."""
+  """Sums [k, n] over `SKETCH_VALUES` groups of columns."""
   row = jnp.pad(row, ((0, 0), (0, -row.shape[1] % SKETCH_VALUES)))
   return jnp.sum(row.reshape(len(row), SKETCH_VALUES, -1), axis=2)

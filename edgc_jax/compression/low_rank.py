@@ -1,4 +1,4 @@
-"""One exchange of a gradient: factors for matrices, dense for the rest.
+"""Exchanges gradients as factors; leaves that are not worth it are sent dense.
 
 For every matrix M [m, n] = gradient + residual of a leaf sent at rank r:
 
@@ -6,32 +6,32 @@ For every matrix M [m, n] = gradient + residual of a leaf sent at rank r:
   Q_i = M_i^T P,  Q' = mean_i Q_i      all-reduce of [n, r]
   update = P Q'^T,  residual_i = M_i - P Q_i^T
 
-One step of subspace iteration, warm-started by the last Q (Vogels et al.
-2019, Algorithm 1, arXiv:1905.13727). Differences:
+This is one step of subspace iteration, warm-started by the last Q (Vogels et
+al. 2019, Algorithm 1, arXiv:1905.13727). Departures from the paper:
 
-- A replica keeps the part of its own M_i that its factors did not hold; the
-  paper subtracts the mean update. Both residuals have the same mean, and so
-  do all updates. But the paper's residual never sends the differences between
+- A replica subtracts the approximation P Q_i^T of its own M_i; the paper
+  subtracts the mean update. Both residuals have the same mean, so all updates
+  are the same. But the paper's residual never sends the differences between
   replicas, which add up in it from step to step.
-- Q is made nearly orthonormal before use, and columns that die get new
+- Q is made nearly orthonormal before use, and vanishing columns get new
   directions (`linear_algebra.revive`): a gradient of low rank leaves zero
-  columns, and M^T 0 = 0 would keep them zero for ever.
+  columns, and M^T 0 = 0 would keep them zero permanently.
 - The basis is a Gram-Schmidt basis in the order of columns. That makes the
-  step an orthogonal iteration, whose columns tend to the singular vectors, the
-  strongest first: slicing Q to a smaller rank keeps the best ones. Columns
-  beyond the rank in use stay in the state and serve again when the rank grows
-  back. The residual does not depend on the rank, and stays.
+  step an orthogonal iteration, whose columns converge to the singular vectors,
+  the strongest first: slicing Q to a smaller rank keeps the best ones. Columns
+  beyond the rank in use stay in the state and are used again when the rank
+  grows back. The residual does not depend on the rank and is kept.
 
-Replicas on processors that round differently get the same update, to some 1e-6
-of its norm, at every step. Each computes P by itself, but by a continuous
-function of a factor that all have received. What a replica computes before
-its numbers are averaged need not agree with others.
+Replicas on processors that round differently get the same update, to about
+1e-6 of its norm, at every step. Each computes P by itself, but as a continuous
+function of a factor that all have received. Numbers that are averaged later
+may differ between replicas.
 
-If matrices have ranks of their own (`plan.spread` above 1), their factors are
+If the ranks of matrices differ (`plan.spread` above 1), their factors are
 packed into as many bytes as they would take at the rung's rank (`packing`).
 With a `plan.code`, factors and dense matrices are encoded. The residual keeps
-the encoding error of Q. The error of P does not matter, since all replicas use
-the P that they received.
+the encoding error of Q. The encoding error of P does not matter, since all
+replicas use the P that they received.
 """
 
 import functools
@@ -50,7 +50,15 @@ from edgc_jax.plan.plan import Layout, Plan
 
 
 def init_factors(plan: Plan, seed: int) -> list[jax.Array]:
-  """Returns Gaussian first Q, the same on every replica and stage."""
+  """Draws the first Q of each leaf, equal on all replicas and stages.
+
+  Args:
+    plan: Names the compressible leaves and the shapes of their Q.
+    seed: Seed of the Gaussian entries.
+
+  Returns:
+    float32 [k, n, columns] each, columns of expected length one.
+  """
   if not plan.has_factors:
     return []
   key = jax.random.key(seed)
@@ -71,26 +79,29 @@ def exchange(
   axis_name: str,
   ranks: jax.Array | None = None,
 ) -> Exchange:
-  """Averages over replicas at the rung chosen in the graph.
+  """Averages all leaves over replicas at a rung chosen in the graph.
 
-  Each rung is a branch with collectives of the rung's own size, so that one
-  compiled program sends, at each step, the bytes of the rung in use.
+  Each rung is a branch with collectives of its own size, so one compiled
+  program sends, at each step, only the bytes of the rung in use.
+
+  Wire: `plan.wire_bytes` at the rank of the rung.
 
   Args:
     plan: Static: leaves, ladder, least ratio, spread, encoding.
     rung: int32 [], index into the ladder, equal on all replicas.
     matrices: All leaves in order, float32, residual added.
     factors: Q of the compressible leaves.
-    key: Source of new directions and of the sketches' signs.
+    key: Source of new directions, signs of sketches and random rounding; equal
+      on all replicas, new at each step.
     axis_name: The bound axis of the replicas.
     ranks: int32 [K], columns of each matrix, if `plan.spread` lets them
-      differ; the sums over P and over Q must not exceed those at the rung's
-      own rank (`adaptation.allocation`).
+      differ; the sizes of all P and of all Q must not exceed the sizes at the
+      rung's rank (`adaptation.allocation`).
 
   Returns:
     The exchange.
   """
-  # Rungs that send the same are one branch, since every branch is compiled.
+  # Rungs with equal layouts share a branch, since every branch is compiled.
   layouts = list(dict.fromkeys(plan.layouts))
   branches = [
     functools.partial(_exchange_at, plan, layout, key, axis_name)
@@ -98,11 +109,12 @@ def exchange(
   ]
   own_ranks = [None] * len(factors) if plan.spread == 1 else plan.by_leaf(ranks)
   operands = (list(matrices), factors, own_ranks)
-  # TF32 or bf16 products would leave bases orthonormal to 1e-3 only.
+  # With TF32 or bf16 products bases would be orthonormal to 1e-3 only.
   with jax.default_matmul_precision("highest"):
     if len(branches) == 1:
       return branches[0](*operands)
-    # Else the compiler moves the ends of the branches behind the conditional.
+    # Without barriers the compiler moves the last operations of the branches
+    # behind the conditional.
     hold = lambda tree: jax.tree.map(jax.lax.optimization_barrier, tree)  # noqa: E731
     held = [lambda *o, run=run: hold(run(*o)) for run in branches]
     branch = jnp.array([layouts.index(layout) for layout in plan.layouts])
@@ -123,7 +135,7 @@ def _exchange_at(
   stacks = [leaves[i].reshape(plan.leaves[i].view) for i in layout.factored]
   buffers = FactorBuffers(plan, layout, [ranks[slot] for slot in slots])
   unit = jnp.ones((), jnp.float32)
-  if factors:  # which vary over stages, if there are any
+  if factors:  # gives `unit` their type, which varies over stages
     unit = jnp.ones_like(factors[0], shape=())
   basis, is_finite = Basis([], []), jnp.array(True)
   if stacks:
@@ -160,10 +172,10 @@ def _average_p(
   key: jax.Array,
   axis_name: str,
 ) -> tuple[Basis, jax.Array, jax.Array]:
-  """Returns the basis P, the unit of its numbers, and whether all were finite.
+  """Returns the basis P, the unit for energies, and whether P was finite.
 
   A non-finite entry on any replica makes the mean non-finite on all, so all
-  agree without a collective for it.
+  replicas agree without another collective.
   """
   # P_i = M_i unit(Q)
   local = linear_algebra.products(stacks, linear_algebra.unit_columns(start))
@@ -187,7 +199,7 @@ def _average_q(
   encoded: list[jax.Array],
   exact: list[jax.Array],
 ) -> Received:
-  """Averages Q and all dense leaves, with what measures the residuals.
+  """Averages Q and all dense leaves, with sketches and energies of residuals.
 
   Returns:
     The means; `exact` is (dense leaves, sketches of the residuals' mean
@@ -198,7 +210,7 @@ def _average_q(
   local, rows = linear_algebra.transposed_products(
     stacks, basis.columns, [u for u, _ in signs]
   )
-  # |M_i - P Q_i^T|^2 = |M_i|^2 - |Q_i|^2; the encoding loses little beside it.
+  # |M_i - P Q_i^T|^2 = |M_i|^2 - |Q_i|^2; the encoding error is much smaller.
   whole = linear_algebra.energies(stacks, unit)
   sent = linear_algebra.energies(local, unit)
   energies = [a - b for a, b in zip(whole, sent, strict=True)]
@@ -226,15 +238,15 @@ def _reconstruct(
   unit: jax.Array,
   is_finite: jax.Array,
 ) -> Exchange:
-  """Returns the updates, the residuals, the next Q, and what was lost."""
+  """Computes the updates, the residuals, the next Q, and the energies."""
   exact, sketches, energies = received.exact
   is_finite &= dataflow.all_finite((received.factors, received.dense, exact))
-  # The product P Q'^T of zeros is zero: P is finite.
+  # P is finite, so zeros for Q' make the product P Q'^T zero.
   exact, dense, mean_q = dataflow.zeros_unless(
     is_finite, (exact, received.dense, received.factors)
   )
   averaged: list[Any] = [None] * len(leaves)
-  # A leaf that is sent dense, and not encoded, leaves no residual.
+  # A leaf that is sent dense and not encoded has no residual.
   residual = [jnp.zeros_like(leaves[i]) for i in plan.compressible]
   columns = [jnp.zeros_like(q[:, 0]) for q in factors]
   lost = [jnp.zeros_like(c, shape=len(c)) for c in columns]

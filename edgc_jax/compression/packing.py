@@ -1,14 +1,17 @@
-"""Factors of many matrices in one buffer, each with a rank of its own.
+"""Packs factors of different ranks into one buffer, and averages factors.
 
-A collective has a static length; ranks that are chosen while training have
-not. So all factors are computed at a static width, of which the first r_i
-columns are live, and only these are laid end to end:
+A collective has a static length, but the ranks of matrices are chosen during
+training. So all factors are computed at a static width, of which the first r_i
+columns are live, and only live columns are packed end to end:
 
-  | matrix 0: r_0 columns | matrix 1: r_1 columns | ... | left over |
+  | matrix 0: r_0 columns | matrix 1: r_1 columns | ... | zeros |
 
-As long as sum_i r_i height_i stays within the buffer, any ranks travel in it.
-Every matrix is written whole where its columns begin, and what it has beyond
-its rank is covered by the next: copies of static size, and no index per value.
+One buffer holds any ranks with sum_i r_i height_i <= length. Each matrix is
+written at its full width where its first column belongs, and the next matrix
+overwrites the columns beyond its rank. This takes copies of static size, and
+no index per value.
+
+`FactorBuffers` sends the factors of one layout, packed or not, encoded or not.
 """
 
 from collections.abc import Sequence
@@ -22,25 +25,30 @@ from edgc_jax.plan.plan import Layout, Plan
 
 
 def live_columns(ranks: jax.Array, width: int) -> jax.Array:
-  """Which columns are within the rank; bool [k, 1, width] for ranks [k]."""
+  """Returns a mask of the columns below the rank, bool [k, 1, width].
+
+  Args:
+    ranks: int32 [k].
+    width: Columns of the factors.
+  """
   return (jnp.arange(width) < ranks[:, None])[:, None, :]
 
 
 def pack(
   factors: Sequence[jax.Array], ranks: Sequence[jax.Array], length: int
 ) -> jax.Array:
-  """Lays the live columns of all matrices end to end.
+  """Packs the live columns of all matrices end to end.
 
   Args:
-    factors: float32 [k, height, width], a stack of matrices each.
+    factors: Stacks of matrices, float32 [k, height, width] each.
     ranks: int32 [k] for each stack, at most its width.
-    length: Values in the buffer; no less than sum of rank times height.
+    length: Values in the buffer, at least the sum of rank times height.
 
   Returns:
     float32 [length]; zeros after the last column.
   """
   all_starts = _starts(factors, ranks)
-  # Room for the columns of the last matrices that are not live.
+  # Room for the columns of the last matrix that are not live.
   spare = max(f.shape[1] * f.shape[2] for f in factors)
   buffer = jnp.zeros_like(factors[0], shape=(length + spare,))
   for factor, own_ranks, starts in zip(factors, ranks, all_starts, strict=True):
@@ -53,7 +61,7 @@ def pack(
 def unpack(
   buffer: jax.Array, factors: Sequence[jax.Array], ranks: Sequence[jax.Array]
 ) -> list[jax.Array]:
-  """Takes the columns out again.
+  """Restores the stacks of matrices from a buffer: the reverse of `pack`.
 
   Args:
     buffer: float32 [length], from `pack` with the same shapes and ranks.
@@ -77,7 +85,8 @@ def unpack(
     )
     columns = jnp.swapaxes(blocks.reshape(-1, width, height), 1, 2)
     live = live_columns(own_ranks, width)
-    # Else products of it would be read across: see `products`.
+    # Without a barrier, products would read the factor along its columns, which
+    # is slow (`linear_algebra.transposed_product`).
     stacks.append(jax.lax.optimization_barrier(jnp.where(live, columns, 0.0)))
   return stacks
 
@@ -85,7 +94,7 @@ def unpack(
 def _write(
   buffer: jax.Array, blocks: jax.Array, starts: jax.Array
 ) -> jax.Array:
-  """Each block at its place, one after the other."""
+  """Writes each block at its start, in order; later ones overwrite."""
 
   def write(i: int, buffer: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(buffer, blocks[i], (starts[i],))
@@ -96,7 +105,7 @@ def _write(
 def _starts(
   factors: Sequence[jax.Array], ranks: Sequence[jax.Array]
 ) -> list[jax.Array]:
-  """Where each matrix begins, which is where the one before it ends."""
+  """Returns the position of each matrix in the buffer, int32 [k] per stack."""
   sizes = [r * f.shape[1] for f, r in zip(factors, ranks, strict=True)]
   starts = jnp.cumsum(jnp.concatenate([jnp.zeros_like(sizes[0][:1]), *sizes]))
   split = []
@@ -107,17 +116,21 @@ def _starts(
 
 
 class Received(NamedTuple):
-  """Means over replicas, and what this replica contributed to them."""
+  """Means over replicas, and this replica's contributions to them.
+
+  The contributions include the encoding errors: their mean over replicas is the
+  mean that all received.
+  """
 
   factors: list[jax.Array]
-  sent_factors: list[jax.Array]  # live columns
+  sent_factors: list[jax.Array]  # live columns only
   dense: list[jax.Array]
   sent_dense: list[jax.Array]
-  exact: Any
+  exact: Any  # the mean of a tree sent in float32
 
 
 class FactorBuffers:
-  """Sends the factors of one layout: as they are, packed, or encoded.
+  """Averages the factors of one layout, packed if ranks differ.
 
   Attributes:
     live: bool [k, 1, width] for each leaf, the columns within the ranks of
@@ -130,15 +143,15 @@ class FactorBuffers:
     layout: Layout,
     ranks: Sequence[jax.Array | None],
   ):
-    """Computes `live`, and nothing else.
+    """Computes `live`; sends nothing.
 
     Args:
-      plan: Static.
+      plan: Static: leaves, spread and encoding.
       layout: The leaves sent as factors, with their columns.
       ranks: int32 [k] for each of these leaves, if the plan has a spread.
     """
     self._widths = layout.widths
-    # Columns that all matrices of a leaf have together.
+    # Columns at the rung's rank, summed over the matrices of each leaf.
     self._columns = [
       plan.leaves[i].view.count * columns
       for i, columns in zip(layout.factored, layout.columns, strict=True)
@@ -152,7 +165,7 @@ class FactorBuffers:
       ]
 
   def slices(self, factors: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the columns that this layout uses, zero where not live."""
+    """Returns the columns that this layout uses; columns not live are zero."""
     sliced = [
       q[..., :width] for q, width in zip(factors, self._widths, strict=True)
     ]
@@ -178,10 +191,10 @@ class FactorBuffers:
       key: Source of the encoding's random draws.
       axis_name: The bound axis of the replicas.
       dense: float32 arrays, encoded as the factors are.
-      exact: A tree that is sent as it is.
+      exact: A tree that is sent in float32.
 
     Returns:
-      The means.
+      The means and this replica's contributions.
     """
     buffers = self._pack(factors)
     received = averages.average(
@@ -202,7 +215,12 @@ class FactorBuffers:
   def merge(
     self, new: Sequence[jax.Array], old: Sequence[jax.Array]
   ) -> list[jax.Array]:
-    """Returns factors for the state: columns not in use stay as they were."""
+    """Returns factors for the state; columns not in use keep their old values.
+
+    Args:
+      new: float32 [k, n, width], Q of this step for each leaf of the layout.
+      old: float32 [k, n, columns], Q in the state, as wide or wider.
+    """
     merged = []
     for j, (own, kept) in enumerate(zip(new, old, strict=True)):
       width = own.shape[-1]

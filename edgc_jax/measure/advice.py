@@ -1,10 +1,11 @@
-"""Which way to send gradients, given a link and the time of a step.
+"""Recommends a reducer, given a link and the time of a training step.
 
   seconds = step + exchange,   exchange = k latency + bytes / bandwidth + c
 
-with k all-reduces one after the other and c seconds to compute what travels
-(`link`). Where the link is fast next to the step, dense is as quick as anything
-and loses nothing; compression pays below a bandwidth that is told.
+with k all-reduces in sequence, and c seconds to compute the exchange
+(`plan.link_model`). If the link is fast compared with the step, dense takes no
+longer than any other method, and loses nothing. `break_even` is the bandwidth
+below which compression is faster.
 """
 
 import dataclasses
@@ -18,23 +19,23 @@ from edgc_jax.plan.leaves import ViewFn, trailing_matrix
 from edgc_jax.plan.link_model import CompressionModel, LinkModel
 from edgc_jax.plan.plan import Plan, make_plan
 
-RANKS = (32, 16, 8)
-TOLERANCE = 0.1
+RANKS = (32, 16, 8)  # of `edgc`, compared by default
+TOLERANCE = 0.1  # of the fastest step, accepted for a smaller error
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-  """A way of averaging gradients, and what it would cost.
+  """A method of averaging gradients, with its predicted bytes and time.
 
   Attributes:
-    name: For people.
-    reducer: The function of this package.
-    options: Arguments for it, beside `min_ratio` and `matrix_view`.
-    wire_bytes: Payload of a step's exchange, per replica.
-    seconds: Predicted for a step, with the exchange.
-    break_even: Payload bytes per second of an all-reduce above which dense
-      float32 is predicted to be faster; inf where it never is, 0 for dense
-      itself and what is never faster.
+    name: A name to print.
+    reducer: Name of the function of this package.
+    options: Its arguments, in addition to `min_ratio` and `matrix_view`.
+    wire_bytes: Payload of one exchange per replica.
+    seconds: Predicted time of a step with the exchange.
+    break_even: Bandwidth, in bytes of payload per second of an all-reduce,
+      above which dense float32 is predicted to be faster; inf if dense never
+      is, 0 for dense itself and for methods that are never faster.
   """
 
   name: str
@@ -47,7 +48,7 @@ class Method:
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-  """All methods, those that lose least first, and the one to take."""
+  """All methods, sorted by their error, smallest first, and the best one."""
 
   methods: tuple[Method, ...]
   choice: Method
@@ -69,33 +70,34 @@ def advise(
 ) -> Advice:
   """Chooses between dense float32, dense bfloat16 and ranks of `edgc`.
 
-  The choice is the way that loses least of those that are at most `tolerance`
-  slower than the fastest: whoever has a fast link is told to send dense.
-  Nothing is taken to travel while something else is computed. Between CPU
-  hosts, if this runs there, what is coded may travel in many messages, whose
-  latencies are added (`cpu_hosts.more_trips`).
+  Of all methods that are at most `tolerance` slower than the fastest, it takes
+  the one with the smallest error, so on a fast link it chooses dense. It
+  assumes that communication and computation do not overlap. On CPU hosts,
+  encoded values may be sent in many messages, whose latencies are added
+  (`cpu_backend.more_trips`).
 
   Args:
     params: Parameters or their `jax.ShapeDtypeStruct`s.
     link: Time of an all-reduce over the replicas, as from `measure_link`.
-    step_seconds: Of a training step in which nothing travels: of one without
+    step_seconds: Seconds of a training step that sends nothing: a step without
       any exchange, plus `measure_coding(params, "float32")`.
-    replicas: How many there are.
+    replicas: Number of replicas.
     compression: Time to compute an exchange of factors, as from
       `measure_compression`.
-    coding_seconds: To round a dense gradient for the wire and back, as from
-      `measure_coding`.
-    ranks: Those to be considered, within those that `compression` was
-      measured at; such that save less than `min_ratio` on every matrix are
+    coding_seconds: Seconds to encode and decode a dense bfloat16 gradient, as
+      from `measure_coding`.
+    ranks: Ranks of `edgc` to consider, in the range that `compression` was
+      measured in. Ranks that save less than `min_ratio` on every matrix are
       left out.
-    tolerance: Share of the fastest step that fidelity is worth, at least 0.
-    wire_dtype: Of the factors, as for `edgc`; the time to code them, which
-      are small, is left out.
+    tolerance: Extra time accepted for a smaller error, as a share of the
+      fastest step; at least 0.
+    wire_dtype: Encoding of the factors, as for `edgc`. The time to encode them
+      is not counted, as factors are small.
     min_ratio: As for `edgc`.
     matrix_view: As for `edgc`.
 
   Returns:
-    The advice.
+    All methods, and the chosen one.
 
   Raises:
     TypeError: if an argument is not a number.
@@ -135,7 +137,7 @@ def advise(
     if plan.averages_in_parts:
       trips += cpu_backend.more_trips(sent, replicas)
     exchange = link.seconds(sent, trips) + computing
-    # Where both take as long: bytes saved for latencies and computing added.
+    # Both take equally long if saved bytes / bandwidth = added seconds.
     saved = dense.wire_bytes(0) - sent
     added = (trips - dense.all_reduces(0)) * link.latency + computing
     even = 0.0 if saved <= 0 else saved / added if added > 0 else float("inf")
@@ -161,7 +163,7 @@ def advise(
 
 
 def first_fast(seconds: Sequence[float], tolerance: float = TOLERANCE) -> int:
-  """The first that is at most `tolerance` slower than the fastest.
+  """Returns the first index at most `tolerance` slower than the fastest.
 
   >>> first_fast([1.5, 1.05, 1.0])
   1

@@ -1,11 +1,11 @@
-"""What a compiled program really sends, read from its HLO text.
+"""Counts the bytes that a compiled program sends, from its HLO text.
 
-`comm_cost` predicts; this counts. An all-reduce of B bytes counts B; other
-collectives count what an all-reduce made of them would: a reduce-scatter or
-all-to-all half its operand, an all-gather half its result. A permute counts its
-operand, which is all that it sends: more than `comm_cost` says where parts
-rotate between more than two CPU hosts. Totals per program or branch are what
-can be compared: XLA merges single collectives as it likes.
+`plan.plan` predicts these bytes; this module checks the prediction. An
+all-reduce of B bytes counts B. Other collectives count as parts of an
+all-reduce: a reduce-scatter or all-to-all half its operand, an all-gather half
+its result. A permute counts its operand, which is all that it sends; this is
+more than predicted if parts rotate between more than two CPU hosts. Compare
+only totals per program or branch, since XLA merges single collectives freely.
 """
 
 import math
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+# Bytes of a value.
 _WIDTHS = {
   "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
   "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
@@ -40,16 +41,15 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 def wire_bytes_of_branches(hlo: str) -> list[list[int]]:
-  """Bytes sent by the branches of each conditional, the widest first.
-
-  For a reducer with a ladder of several ranks the first is its `lax.switch`,
-  and its branches are the rungs, in order.
+  """Counts the bytes that the branches of each conditional send.
 
   Args:
     hlo: Text of a compiled program, as from `compiled.as_text()`.
 
   Returns:
-    Bytes per replica, a list for each conditional.
+    Bytes per replica of each branch: a list for each conditional, most branches
+    first. For a reducer with a ladder of several ranks the first is its
+    `lax.switch`, whose branches are the rungs in order.
   """
   computations = computations_of(hlo)
   groups = [_names(listed) for listed in _BRANCHES.findall(hlo)]
@@ -60,7 +60,7 @@ def wire_bytes_of_branches(hlo: str) -> list[list[int]]:
 
 
 def wire_bytes_outside_branches(hlo: str) -> int:
-  """Bytes that the program sends whatever branches it takes.
+  """Counts the bytes that the program sends outside of all conditionals.
 
   Args:
     hlo: Text of a compiled program, as from `compiled.as_text()`.
@@ -72,23 +72,23 @@ def wire_bytes_outside_branches(hlo: str) -> int:
 
 
 class Collective(NamedTuple):
-  """One collective of a program; several arrays may travel in it."""
+  """One collective of a program; it may send several arrays."""
 
-  kind: str  # as HLO calls it
+  kind: str  # its name in HLO
   results: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of each
-  pairs: tuple[tuple[int, int], ...] = ()  # of a permute: sources and targets
+  pairs: tuple[tuple[int, int], ...] = ()  # sources and targets of a permute
 
 
 def collectives_in_order(hlo: str, branch: int = 0) -> list[Collective]:
-  """What the program sends, one after the other.
+  """Lists the collectives of a program in the order in which they run.
 
   Args:
     hlo: Text of a compiled program, as from `compiled.as_text()`.
-    branch: Which one is taken of the conditional that sends the most, for a
-      reducer with a ladder its rung; other conditionals are left out.
+    branch: Index of the branch to follow in the conditional that sends most;
+      for a reducer with a ladder the rung. Other conditionals are left out.
 
   Returns:
-    The collectives, in the order in which they run.
+    The collectives, repeated as often as their loops run.
   """
   computations, entry = computations_of(hlo), _entry(hlo)
   conditionals = [
@@ -122,7 +122,7 @@ def collectives_in_order(hlo: str, branch: int = 0) -> list[Collective]:
 
 
 def computations_of(hlo: str) -> dict[str, list[str]]:
-  """The instructions of each computation, by its name."""
+  """Returns the instructions of each computation, by its name."""
   computations: dict[str, list[str]] = {}
   current: list[str] = []
   for line in hlo.splitlines():
@@ -135,12 +135,15 @@ def computations_of(hlo: str) -> dict[str, list[str]]:
 
 
 def is_collective(line: str) -> bool:
-  """Whether an instruction is one itself."""
+  """Returns whether an instruction is itself a collective."""
   return _COLLECTIVE.search(line) is not None
 
 
 def called_by(line: str) -> list[str]:
-  """Names of the computations that an instruction may run, all branches."""
+  """Returns the computations that an instruction may run, by name.
+
+  All branches of a conditional are among them.
+  """
   called = _CALLED.findall(line)
   for group in _BRANCHES.findall(line):
     called += _names(group)
@@ -148,17 +151,17 @@ def called_by(line: str) -> list[str]:
 
 
 def _entry(hlo: str) -> str:
-  """The name of the computation that a program begins with."""
+  """Returns the name of a program's entry computation."""
   return re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE).group(1)
 
 
 def _names(listed: str) -> list[str]:
-  """Of computations, from a list in HLO."""
+  """Returns the names of computations in an HLO list."""
   return [name.strip().lstrip("%") for name in listed.split(",")]
 
 
 def _branches_of(line: str) -> list[str]:
-  """Names of a conditional's branches, by their number."""
+  """Returns the names of a conditional's branches, in order of their index."""
   listed = _BRANCHES.search(line)
   if listed:
     return _names(listed.group(1))
@@ -170,12 +173,14 @@ def _branches_of(line: str) -> list[str]:
 
 
 def _bytes_of_branches(line: str, computations: dict[str, list[str]]) -> int:
+  """Sums the bytes of all branches of a conditional."""
   return sum(_total(name, computations) for name in _branches_of(line))
 
 
 def _total(
   name: str, computations: dict[str, list[str]], follow_branches: bool = True
 ) -> int:
+  """Sums the bytes of a computation and of all computations that it runs."""
   total = 0
   for line in computations[name]:
     match = _COLLECTIVE.search(line)
@@ -192,58 +197,64 @@ def _total(
 
 
 def _pairs(line: str) -> tuple[tuple[int, int], ...]:
-  """Sources and targets of a permute."""
+  """Returns the sources and targets of a permute."""
   listed = _PAIRS.search(line)
   pairs = re.findall(r"(\d+),(\d+)", listed.group(1)) if listed else []
   return tuple((int(source), int(target)) for source, target in pairs)
 
 
 def _trips(line: str) -> int:
-  """How often an instruction runs what it calls and what has collectives."""
+  """Returns how often an instruction runs the computations that it calls.
+
+  Raises:
+    ValueError: if it is a loop of unknown length.
+  """
   if " while(" not in line:
     return 1
   known = _TRIPS.search(line)
   if not known:
     raise ValueError(
-      "`hlo` must tell how often loops with collectives run, got one that does"
-      f" not: {line}; give it a fixed length, as lax.scan has."
+      "`hlo` must give the number of iterations of loops with collectives, got"
+      f" a loop without it: {line}; give the loop a fixed length, as lax.scan"
+      " does."
     )
   return int(known.group(1))
 
 
 def _bytes_of(collective: re.Match) -> int:
+  """Returns the bytes of one collective, counted as for an all-reduce."""
   size = _size(collective["result"])
   kind = collective["kind"]
   if kind in ("all-gather", "all-to-all"):
     return size // 2
   if kind == "reduce-scatter":
-    # The operand is as many times the result as there are replicas; its text
-    # holds no shape in newer XLA, the groups do.
+    # The operand has the size of the result times the replicas. Newer XLA does
+    # not print its shape, so the replicas are counted in the groups.
     return size * len(groups_of(collective.string)[0]) // 2
   return size
 
 
 def _is_known(groups: re.Match) -> bool:
-  """Whether axes of a mesh, if there are any, are whole ones by their names."""
+  """Returns whether groups that name mesh axes name whole axes only."""
   axes = groups["axes"]
   return axes is None or re.fullmatch(r"('[^']*'(, ?)?)+", axes) is not None
 
 
 def groups_of(line: str) -> list[list[int]]:
-  """The devices that exchange with each other in a collective, by group.
+  """Returns the groups of devices that a collective communicates in.
 
-  HLO writes them as a list {{0,1},{2,3}}, as a cut through all devices
+  HLO writes groups as a list {{0,1},{2,3}}, as a reshape of all devices
   [2,2]<=[4] or [2,2]<=[2,2]T(1,0), or, since JAX 0.12, by the axes of a mesh,
   mesh['stage'=2,'data'=2] {'data'}.
 
   Args:
-    line: Of a collective with groups.
+    line: The instruction of a collective with groups.
 
   Returns:
-    Positions of devices in the program's order.
+    Device positions, in the program's order, of each group.
 
   Raises:
-    ValueError: if the groups are written in another way.
+    ValueError: if the groups are missing or have another format.
 
   >>> groups_of("all-reduce(%a), replica_groups=mesh['s'=2,'d'=2] {'s'}")
   [[0, 2], [1, 3]]
@@ -251,8 +262,8 @@ def groups_of(line: str) -> list[list[int]]:
   found = _GROUPS.search(line)
   if found is None or not _is_known(found):
     raise ValueError(
-      "`line` must have replica_groups in a known way, got one that does not:"
-      f" {line}; compile with a version of JAX that README names."
+      "`line` must have replica_groups in a known format, got"
+      f" {line}; compile with a version of JAX that the README names."
     )
   numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
   if found["listed"]:
@@ -274,14 +285,14 @@ def groups_of(line: str) -> list[list[int]]:
 
 
 def _size(types: str) -> int:
-  """Bytes of an HLO type, tuples summed."""
+  """Returns the bytes of an HLO type; of a tuple, the sum."""
   return sum(
     _WIDTHS[dtype] * math.prod(shape) for dtype, shape in _arrays(types)
   )
 
 
 def _arrays(types: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-  """Dtypes and shapes in an HLO type, in order."""
+  """Returns the dtypes and shapes in an HLO type, in order."""
   return tuple(
     (dtype, tuple(int(dim) for dim in dims.split(",") if dim))
     for dtype, dims in _ARRAY.findall(types)

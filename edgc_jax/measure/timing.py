@@ -1,4 +1,15 @@
-"""Measures what computing takes, on the devices that will be used."""
+"""Measures computation and communication on the devices of the training.
+
+  measure_compression   computation of a compressed exchange, beyond a dense one
+  measure_coding        computation of a dense exchange
+  measure_backward      backward pass of one microbatch through a stage
+  measure_link          all-reduces of several sizes over one mesh axis
+
+All of them take medians of repeated calls. The times are compiled into the
+training program (as ranks, for example), and processes with different programs
+would hang. So with several processes all call these functions at the same
+point, and continue with the mean of their times (`agree`).
+"""
 
 import functools
 import time
@@ -23,9 +34,11 @@ from edgc_jax.plan.link_model import CompressionModel, LinkModel, fit_line
 from edgc_jax.reducers import edgc, powersgd
 
 _AXIS = "data"
-_CHAINED = 8  # all-reduces in a call, so that the call itself weighs little
+_CHAINED = 8  # all-reduces per call, to make the overhead of a call small
 _LEAST_REPEATS = 2
-_EXTRA_RUNS = 4  # that are not timed, or not for good
+# Calls of each size in addition to its repeats: two in `_affordable`, and two
+# to warm up in `medians`.
+_EXTRA_RUNS = 4
 _RUNS = _LEAST_REPEATS + _EXTRA_RUNS
 
 
@@ -39,28 +52,34 @@ def measure_compression(
   allocation: Allocation = Allocation(),
   mesh: Mesh | None = None,
 ) -> CompressionModel:
-  """Times the computation of compressed exchanges.
+  """Times the computation of compressed exchanges, and fits a line.
 
-  `edgc.update` at one rank less `allreduce().update`, each device for itself:
-  both compute all and send nothing. All devices of this process are at it at
-  once, since they may share cores and memory; base + per_rank * rank is fitted
-  by least squares, both at least 0. At large ranks orthonormalisation grows
-  faster than a line: give ranks that span those to be used. Coding values for
-  the wire, and factors that alternate, are not in it.
+    edgc.update at a rank - allreduce().update = base + per_rank * rank
+
+  Each device is alone on its axis, so updates compute everything and send
+  nothing. All devices of this process run at once, since they may share cores
+  and memory. The line is fitted by least squares, both terms at least 0. At
+  large ranks the time of orthonormalisation grows faster than a line, so
+  measure ranks that span the ranks to be used. The time to encode values for
+  the wire is not included.
 
   Args:
-    params: Parameters or their `jax.ShapeDtypeStruct`s. Only shapes and types
-      are read; gradients are drawn, Gaussian, from a fixed seed.
+    params: Parameters or their `jax.ShapeDtypeStruct`s. Only shapes and dtypes
+      are read; gradients are Gaussian, drawn from a fixed seed.
     ranks: At least two different ranks.
-    repeats: How often each is timed.
+    repeats: Number of timed calls per rank.
     min_ratio: As for `edgc`.
     matrix_view: As for `edgc`.
-    allocation: As for `edgc`; ranks by matrix are computed at more columns.
-    mesh: With several processes the mesh of the training: all call this at
-      the same point, and get the same model (see `agree`).
+    allocation: As for `edgc`; ranks per matrix compute more columns.
+    mesh: With several processes, the mesh of the training. All of them must
+      call this at the same point, and get the same model (`agree`).
 
   Returns:
     The model.
+
+  Raises:
+    TypeError: if a rank or `repeats` is not an integer.
+    ValueError: if fewer than two ranks differ, or `repeats` is below 1.
   """
   validation.require_several("ranks", ranks, 1)
   validation.require_int("repeats", repeats, 1)
@@ -72,7 +91,7 @@ def measure_compression(
     for rank in ranks
   ]  # fmt: skip
   dense = powersgd.allreduce(_AXIS)
-  extra = _beyond(dense, reducers, params, repeats, mesh)
+  extra = _extra_seconds(dense, reducers, params, repeats, mesh)
   base, per_rank = fit_line(np.array(ranks, float), extra)
   if per_rank < 0:
     base, per_rank = max(float(np.mean(extra)), 0.0), 0.0
@@ -86,28 +105,33 @@ def measure_coding(
   repeats: int = 10,
   mesh: Mesh | None = None,
 ) -> float:
-  """Times what a dense exchange computes.
+  """Times the computation of a dense exchange.
 
-    "float32"   allreduce().update less a pass that hands gradients on
-    others      allreduce(wire_dtype=...).update less allreduce().update
+    "float32"   allreduce().update - an update that only scales gradients
+    others      allreduce(wire_dtype=...).update - allreduce().update
 
   Nothing is sent, as in `measure_compression`.
 
   Args:
     params: As for `measure_compression`.
     wire_dtype: As for `allreduce`.
-    repeats: How often it is timed.
+    repeats: Number of timed calls.
     mesh: As for `measure_compression`.
 
   Returns:
     Seconds, at least 0.
+
+  Raises:
+    TypeError: if `repeats` is not an integer.
+    ValueError: if `repeats` is below 1, or `wire_dtype` is unknown.
   """
   validation.require_int("repeats", repeats, 1)
   least = powersgd.allreduce(_AXIS)
   if code_of(wire_dtype) is None:
-    least = optax.scale(0.5)  # the compiler leaves out what changes nothing
-  coded = powersgd.allreduce(_AXIS, wire_dtype=wire_dtype)
-  return max(0.0, float(_beyond(least, [coded], params, repeats, mesh)[0]))
+    least = optax.scale(0.5)  # the compiler would remove an identity
+  encoded = powersgd.allreduce(_AXIS, wire_dtype=wire_dtype)
+  extra = _extra_seconds(least, [encoded], params, repeats, mesh)
+  return max(0.0, float(extra[0]))
 
 
 def measure_backward(
@@ -120,18 +144,22 @@ def measure_backward(
 ) -> float:
   """Times one microbatch's backward pass through a stage.
 
-  With rematerialisation: the forward pass is computed again, then gradients of
-  parameters and inputs, from a cotangent of ones.
+  Rematerialisation is included: the forward pass is computed again, then the
+  gradients of parameters and inputs, from a cotangent of ones.
 
   Args:
-    stage_fn: From parameters and inputs to outputs, without collectives.
+    stage_fn: Maps parameters and inputs to outputs, without collectives.
     params: The stage's parameters.
-    inputs: One microbatch as it comes into the stage.
-    repeats: How often it is timed.
+    inputs: One microbatch, as the stage receives it.
+    repeats: Number of timed calls.
     mesh: As for `measure_compression`.
 
   Returns:
     Median seconds.
+
+  Raises:
+    TypeError: if `repeats` is not an integer.
+    ValueError: if `repeats` is below 1.
   """
   validation.require_int("repeats", repeats, 1)
 
@@ -144,14 +172,25 @@ def measure_backward(
   return float((seconds if mesh is None else agree(mesh, seconds))[0])
 
 
-def _beyond(
+def _extra_seconds(
   least: optax.GradientTransformation,
   others: Sequence[optax.GradientTransformation],
   params: Any,
   repeats: int,
   mesh: Mesh | None,
 ) -> np.ndarray:
-  """Seconds of updates less those of the first, nothing sent; [k]."""
+  """Times updates of transformations on single devices, less the first's.
+
+  Args:
+    least: The transformation whose time is subtracted.
+    others: The k transformations to time.
+    params: As for `measure_compression`.
+    repeats: Number of timed calls.
+    mesh: As for `measure_compression`.
+
+  Returns:
+    Seconds, float64 [k]; may be negative.
+  """
   devices = np.array(jax.local_devices())
   alone = Mesh(devices.reshape(-1, 1), ("copies", _AXIS))
   random = np.random.default_rng(0)
@@ -171,10 +210,11 @@ def _beyond(
 
 
 def _update(mesh: Mesh, tx: Any, gradients: Any) -> Callable[[], Any]:
-  """A call of a transformation's second update, in which nothing is sampled.
+  """Returns a call of a transformation's second update.
 
-  What is alone on the axis cannot vary.
+  No entropy is sampled in the second step.
   """
+  # An axis of one device has nothing to vary over, hence check_vma=False.
   on_device = functools.partial(
     jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
   )
@@ -191,41 +231,44 @@ def measure_link(
   repeats: int = 10,
   budget: float = 60.0,
 ) -> LinkModel:
-  """Times all-reduces of several sizes over one axis of a mesh.
+  """Times all-reduces of several sizes over one mesh axis, and fits a line.
 
     seconds = latency + bytes / bandwidth
 
-  is fitted by least squares of relative errors; absolute ones would leave the
-  latency to the noise of the largest size. A latency below zero is set to zero
-  and the bandwidth fitted again. On several processes all call this at the
-  same point, and get the same model.
+  The fit minimises squared relative errors; with absolute errors, the noise of
+  the largest size would decide the latency. If the latency is negative, it is
+  set to zero and the bandwidth is fitted again. With several processes, all
+  must call this at the same point, and get the same model.
 
   Args:
-    mesh: The mesh of the training. Groups along the axis are timed all at
-      once, as they will be when they share the links.
+    mesh: The mesh of the training. All groups along the axis are timed at once,
+      as in the training, since they may share links.
     axis_name: The axis that gradients are averaged over.
     sizes: Bytes of float32 payload, at least two sizes.
-    repeats: How often each size is timed.
-    budget: Seconds that this should take, without compiling. On a link too
-      slow for it the largest sizes are left out, but for two, and there are
-      fewer repeats, but for two.
+    repeats: Number of timed calls per size.
+    budget: Seconds that the measurement may take, without compilation. If the
+      link is too slow for it, the largest sizes are left out, down to two
+      sizes, and there are fewer repeats, down to two.
 
   Returns:
     The model; `r_squared` is the share of the weighted variance explained.
 
   Raises:
-    ValueError: if there is no such axis, or nothing to measure.
+    TypeError: if a size or `repeats` is not an integer, or `budget` no number.
+    ValueError: if the mesh has no such axis of several devices, fewer than two
+      sizes differ, or `repeats` or `budget` is out of range.
+    RuntimeError: if CPU devices share too small a thread pool.
 
   Warns:
-    RuntimeWarning: if times do not grow with size. Latency is then 0 and
-      bandwidth that of the largest size.
+    RuntimeWarning: if the times do not grow with size. The latency is then 0,
+      and the bandwidth is measured at the largest size.
   """
   validation.require(
     mesh.shape.get(axis_name, 1) > 1,
     "axis_name",
     axis_name,
     f"an axis of the mesh {dict(mesh.shape)} with several devices",
-    "name the one gradients are averaged over; a single replica has no link",
+    "name the axis of the replicas; a single replica has no link",
   )
   validation.require_several("sizes", sizes, 4)
   validation.require_int("repeats", repeats, 1)
@@ -245,7 +288,7 @@ def measure_link(
   num_bytes = 4.0 * np.array(counts)
   latency, slope = fit_line(num_bytes, seconds, scale=seconds)
   largest = np.argmax(num_bytes)
-  # A growth below the rounding of the times is none.
+  # Growth below the rounding errors of the times does not count.
   if slope * num_bytes[largest] <= 1e-6 * seconds[largest]:
     bandwidth = float(num_bytes[largest] / seconds[largest])
     warnings.warn(
@@ -270,14 +313,17 @@ def _affordable(
   repeats: int,
   budget: float,
 ) -> tuple[list[Callable[[], Any]], int]:
-  """The calls that can be timed in so many seconds, and how often.
+  """Chooses the calls, and the repeats, that fit into a budget.
 
   Args:
-    mesh: Whose processes decide the same.
-    calls: From the smallest on; made only where they are affordable.
-    counts: Of values in each.
-    repeats: At most so many.
-    budget: Seconds for all of them.
+    mesh: The mesh whose processes must decide the same.
+    calls: The calls, smallest first; larger ones are built only if affordable.
+    counts: Number of values in each call.
+    repeats: Most repeats.
+    budget: Seconds for all calls together.
+
+  Returns:
+    The first two calls or more, and the number of repeats.
   """
   affordable, seconds = [], []
   for call, larger in zip(calls, [*counts[1:], None], strict=True):
@@ -296,15 +342,16 @@ def _affordable(
 
 
 def _all_reduces(mesh: Mesh, axis_name: str, count: int) -> Callable[[], Any]:
-  """All-reduces of `count` values that each need the one before."""
+  """Returns a call of `_CHAINED` all-reduces of `count` values, in sequence."""
   spec = P(axis_name)
   shape = (mesh.shape[axis_name] * count,)
-  # Made by a program, since no process can place another one's part.
+  # A program creates the values, since no process can place another's part.
   placed = NamedSharding(mesh, spec)
   values = jax.jit(lambda: jnp.ones(shape, jnp.float32), out_shardings=placed)()
 
   def chain(local: jax.Array) -> jax.Array:
-    # `local` keeps replicas different: the sum of equal ones is a product.
+    # x <- mean(x) + local. Without `local`, replicas would be equal, and their
+    # sum a product without an all-reduce.
     step = lambda _, x: collectives.mean(x, axis_name) + local  # noqa: E731
     return jax.lax.fori_loop(0, _CHAINED, step, local)
 
@@ -313,8 +360,8 @@ def _all_reduces(mesh: Mesh, axis_name: str, count: int) -> Callable[[], Any]:
 
 
 def medians(calls: Sequence[Callable[[], Any]], repeats: int) -> np.ndarray:
-  """Median seconds of each call, float64 [len(calls)], made in turn."""
-  for call in 2 * list(calls):  # compiles, and warms up
+  """Returns median seconds of calls that take turns, float64 [len(calls)]."""
+  for call in 2 * list(calls):  # compile, and warm up
     jax.block_until_ready(call())
   seconds = np.empty((repeats, len(calls)))
   for row in seconds:
@@ -326,16 +373,15 @@ def medians(calls: Sequence[Callable[[], Any]], repeats: int) -> np.ndarray:
 
 
 def agree(mesh: Mesh, measured: np.ndarray) -> np.ndarray:
-  """The mean over all devices of what their processes measured.
-
-  Times are compiled in; processes that compile different ones would hang.
+  """Averages measurements over the devices of all processes.
 
   Args:
-    mesh: Devices of all the processes, which call this at the same point.
-    measured: [k], this process's numbers.
+    mesh: A mesh with the devices of all processes, which must call this at the
+      same point.
+    measured: This process's measurements, [k].
 
   Returns:
-    float64 [k] of float32 precision, equal on all processes.
+    float64 [k], of float32 precision, equal on all processes.
   """
   axes = tuple(mesh.axis_names)
   rows = np.tile(np.asarray(measured, np.float32), (mesh.devices.size, 1))

@@ -1,7 +1,10 @@
-"""On pipeline stages: the gradients that travel after a stage's own.
+"""Gradients on pipeline stages: the order, the checks, and the global norm.
 
-They depend on what stage 0 does last. Were they computed before the first
-exchange, every stage would wait for stage 0 before it may send anything.
+A stage sends the gradients of its own layers as soon as its backward pass is
+done. Leaves that are split over the stages, or shared by them, get their
+gradients last, when stage 0 is done. `late_gradients` completes them after the
+exchange of the stage's own leaves: before it, every stage would have to wait
+for stage 0 before it could send anything.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +20,11 @@ from edgc_jax.comm.dataflow import is_varying
 from edgc_jax.plan.leaves import Leaf, require_local
 from edgc_jax.plan.plan import Plan
 
-# From a function `after` to a tree like the updates: see `edgc`.
+# Returns a tree like the updates, given a function `after`: see `edgc`.
 LateUpdates = Callable[[Callable[[Any], Any]], optax.Updates]
 
 
-def rest_of(
+def late_gradients(
   updates: optax.Updates,
   late_updates: LateUpdates | None,
   first_is_finite: jax.Array,
@@ -29,26 +32,27 @@ def rest_of(
   axis_name: str,
   stage_axis: str | None,
 ) -> list[jax.Array]:
-  """The gradients of what is not a stage's own, after the first exchange.
+  """Completes the gradients of split and shared leaves.
 
-  JAX has summed the gradient of a shared leaf over the stages already where
-  its type says that it is equal on all of them.
+  They wait for the first exchange, the one of the stage's own leaves. Gradients
+  of shared leaves are summed over the stages, 4 bytes a value, unless their
+  type says that they are equal on all stages: then JAX has summed them.
 
   Args:
-    updates: The gradients as they came into `update`.
-    late_updates: What completes them, None if they are complete.
-    first_is_finite: bool [], from the first exchange; what is returned waits
-      for it.
+    updates: The gradients passed to `update`.
+    late_updates: Computes the late ones; None if `updates` is complete.
+    first_is_finite: bool [], from the first exchange; late gradients wait for
+      it.
     plan: All leaves.
     axis_name: The bound axis of the replicas.
-    stage_axis: That of the stages, None if there are none.
+    stage_axis: The bound axis of the stages, None if there are none.
 
   Returns:
-    All leaves in order; the stage's own as they were.
+    All leaves in order; the stage's own ones are unchanged.
 
   Raises:
-    ValueError: if late updates are not local, have another form, or change
-      what has been sent.
+    ValueError: if `late_updates` returns a tree of another form, gradients
+      that are not local, or new values for the stage's own leaves.
   """
 
   def after(tree: Any) -> Any:
@@ -66,6 +70,7 @@ def rest_of(
       continue
     gradients[i] = after(gradients[i])
     if leaf.placement == "shared" and not is_summed:
+      # sum over stages of the gradient, in float32
       total = collectives.total(gradients[i].astype(jnp.float32), stage_axis)
       gradients[i] = total.astype(leaf.dtype)
   return gradients
@@ -74,9 +79,11 @@ def rest_of(
 def _checked(
   late: optax.Updates, updates: optax.Updates, plan: Plan
 ) -> optax.Updates:
-  """Late updates, if they fit those that came first.
+  """Returns `late`, checked against `updates`.
 
-  What is a stage's own has been sent by then, so it must be as it was.
+  Raises:
+    ValueError: if the trees differ in form, or in one of the stage's own
+      leaves, which have been sent by then.
   """
   forms = [
     jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
@@ -85,16 +92,16 @@ def _checked(
   if forms[0] != forms[1]:
     raise ValueError(
       "`late_updates` must return a tree like `updates`, got"
-      f" {forms[0]} for {forms[1]}; return all leaves, those of the stage's"
-      " own layers unchanged."
+      f" {forms[0]} for {forms[1]}; return all leaves, and the leaves of the"
+      " stage's own layers unchanged."
     )
   pairs = zip(jax.tree.leaves(late), jax.tree.leaves(updates), strict=True)
   for leaf, (new, old) in zip(plan.leaves, pairs, strict=True):
     if leaf.placement == "own" and new is not old:
       raise ValueError(
         "`late_updates` must return a stage's own leaves unchanged, got another"
-        f" value for {leaf.path}, which has been sent before; hand back the"
-        " one in `updates`, or let `placement` say 'split' or 'shared'."
+        f" value for {leaf.path}, which has already been sent; return the array"
+        " of `updates`, or let `placement` return 'split' or 'shared' for it."
       )
   return late
 
@@ -105,19 +112,19 @@ def require_stages(
   params: Sequence[jax.Array] | None,
   stage_axis: str,
 ) -> None:
-  """Raises where a placement and JAX's types disagree.
+  """Raises unless the placement of every leaf agrees with JAX's types.
 
   Args:
-    gradients: The leaves, as they come into `update`.
-    leaves: What is known about each.
+    gradients: The leaves passed to `update`.
+    leaves: Their paths and placements.
     params: The parameters, if `update` was given them.
     stage_axis: The bound axis of the stages.
 
   Raises:
-    ValueError: if the axis is not bound, varying types are not tracked, a
-      leaf that differs by stage has a gradient equal on all stages, or a
-      shared one has parameters that differ.
-    RuntimeError: if CPU devices may run programs from JAX's cache.
+    ValueError: if the axis is not bound, JAX does not track varying types, a
+      leaf that is not shared has a gradient equal on all stages, or a shared
+      leaf has parameters that vary over the stages.
+    RuntimeError: if CPU devices may run programs from JAX's persistent cache.
   """
   if collectives.num_devices(stage_axis, "stage_axis") == 1:
     return
@@ -125,8 +132,9 @@ def require_stages(
   if not collectives.tracks_varying(stage_axis):
     raise ValueError(
       f"`stage_axis` must be an axis of jax.shard_map with its default"
-      f" check_vma=True, got {stage_axis!r} where JAX does not track what"
-      " varies; drop check_vma=False, and jax.pmap."
+      f" check_vma=True, got {stage_axis!r}, over which JAX does not track"
+      " varying types; remove check_vma=False, and use jax.shard_map instead of"
+      " jax.pmap."
     )
   for gradient, leaf in zip(gradients, leaves, strict=True):
     varies = is_varying(gradient, stage_axis)
@@ -134,37 +142,41 @@ def require_stages(
       raise ValueError(
         f"`placement` must be 'shared' for a leaf that is equal on all stages,"
         f" got {leaf.placement!r} for {leaf.path}, whose gradient does not"
-        f" vary over {stage_axis!r}; return 'shared' for its path, or shard it"
-        " over the stages."
+        f" vary over {stage_axis!r}; return 'shared' for its path, or shard the"
+        " leaf over the stages."
       )
   for param, leaf in zip(params or (), leaves, strict=False):
     if leaf.placement == "shared" and is_varying(param, stage_axis):
       raise ValueError(
         "`placement` must be 'own' or 'split' for a leaf that differs by stage,"
         f" got 'shared' for {leaf.path}, which varies over {stage_axis!r};"
-        " gradients of different layers would be summed."
+        " 'shared' would sum the gradients of different layers."
       )
 
 
 def clip_by_global_norm(
   max_norm: float, stage_axis: str
 ) -> optax.GradientTransformation:
-  """`optax.clip_by_global_norm` for updates that differ by pipeline stage.
+  """Clips updates by their global norm over all pipeline stages.
 
     u * min(1, max_norm / |u|),   |u|^2 summed over all leaves of all stages
 
-  Leaves that vary over the axis, by their types, are summed over it; the
-  others are the same on all stages and count once. 4 bytes on the wire.
+  `optax.clip_by_global_norm` would use a different norm on each stage. Leaves
+  whose type varies over the axis are summed over it; other leaves are equal on
+  all stages and count once.
+
+  Wire: 4 bytes.
 
   Args:
-    max_norm: The largest norm that is left as it is.
+    max_norm: Updates up to this norm stay as they are.
     stage_axis: The axis of the stages, bound by `jax.shard_map`.
 
   Returns:
-    A gradient transformation; put it after the reducer.
+    A gradient transformation; place it after the reducer.
 
   Raises:
-    ValueError: if `max_norm` is not positive.
+    ValueError: if `max_norm` is not positive; in `update`, if the axis is not
+      bound or JAX does not track varying types.
 
   >>> tx = optax.chain(clip_by_global_norm(1.0, "stage"), optax.adam(1e-3))
   """
@@ -184,14 +196,16 @@ def clip_by_global_norm(
       "stage_axis",
       stage_axis,
       "an axis of jax.shard_map with its default check_vma=True",
-      "drop check_vma=False; types tell which leaves differ by stage",
+      "remove check_vma=False, since types show which leaves differ by stage",
     )
+    # |u|^2 of leaves that vary over the stages, and of the others
     squares = {True: jnp.zeros(()), False: jnp.zeros(())}
     for u in jax.tree.leaves(updates):
       varies = is_varying(u, stage_axis)
       squares[varies] += jnp.sum(jnp.square(u.astype(jnp.float32)))
-    own = collectives.total(squares[True], stage_axis)
-    norm = jnp.sqrt(own + squares[False])
+    staged = collectives.total(squares[True], stage_axis)
+    norm = jnp.sqrt(staged + squares[False])
+    # min(1, max_norm / |u|)
     scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, max_norm * 1e-6))
     return jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates), state
 

@@ -1,4 +1,4 @@
-"""A microbatched pipeline over a mesh axis, inside `jax.shard_map`.
+"""Runs a microbatched pipeline over a mesh axis, inside `jax.shard_map`.
 
 Each device along the axis is a stage. Microbatch m reaches stage s at tick
 m + s; with S = 3 stages and M = 5 microbatches (F forward, B backward):
@@ -8,19 +8,19 @@ m + s; with S = 3 stages and M = 5 microbatches (F forward, B backward):
   stage 2    .  . F0 F1 F2 F3 F4  B4 B3 B2 B1 B0 -- --  two ticks of slack
            | ramp |  scan  |drain| drain|  scan  | ramp|
 
-Of the M + S - 1 ticks of either direction every stage idles in S - 1: the
-bubble is (S - 1) / (M + S - 1) of the time. Idle ticks are skipped, not
-computed and thrown away. JAX derives the backward half from the forward one.
+In each direction every stage is idle in S - 1 of the M + S - 1 ticks: the
+bubble is (S - 1) / (M + S - 1) of the time. Idle ticks compute nothing. JAX
+derives the backward half from the forward half.
 
-Slack is what a later stage has left when its backward pass is done and those
-before it still work: stage s ends s microbatches before stage 0. It is real
-only if nothing makes a finished stage wait. So ramp and drain are unrolled
-and their permutes name live pairs only; a permute over all stages would
-synchronise them in every tick. (Unrolling compiles the stage 2 (S - 1) times
-more.)
+Slack is the time that a later stage has left between the end of its own
+backward pass and the end of stage 0: stage s ends s microbatches before stage
+0. A finished stage can use it only if nothing makes it wait. So ramp and drain
+are unrolled, and their permutes name only pairs of live stages; a permute over
+all stages would synchronise them at every tick. (Unrolling compiles the stage
+2 (S - 1) times more.)
 
-Activations are recomputed in the backward pass: per microbatch only the
-input of the stage is kept.
+The backward pass recomputes activations: only the input of the stage is kept
+for each microbatch.
 """
 
 from collections.abc import Callable
@@ -41,32 +41,32 @@ def apply_stages(
   microbatches: Any,
   axis_name: str = "stage",
 ) -> Any:
-  """Sends microbatches through all stages, one after the other.
+  """Applies all stages to each microbatch, as a pipeline.
 
     y[m] = stage_fn(params_(S-1), ... stage_fn(params_0, x[m]))
 
   Only reverse-mode differentiation (`jax.grad`) is defined.
 
-  Wire, per tick and live pair of neighbours: one microbatch, and as much
+  Wire, per tick and pair of live neighbours: one microbatch, and as much
   again in the backward pass.
 
   Args:
-    stage_fn: From a stage's parameters and one microbatch to one of the same
-      shapes and dtypes, without collectives over `axis_name`.
-    params: The parameters of this device's stage, and whatever else is traced
+    stage_fn: Maps a stage's parameters and one microbatch to a microbatch of
+      the same shapes and dtypes, without collectives over `axis_name`.
+    params: The parameters of this device's stage, and all other traced values
       that `stage_fn` uses; floating.
-    microbatches: Floating arrays [M, ...]; those of stage 0 are used. Carry
-      masks and the like as floats.
+    microbatches: Floating arrays [M, ...]; only stage 0's values are read. Pass
+      masks and integers as floats.
     axis_name: The bound mesh axis of the stages.
 
   Returns:
     Arrays [M, ...], varying over the axis: the results on the last stage,
-    zeros on the others. Sum them over the axis where all stages need them.
+    zeros on the others. Sum them over the axis if all stages need them.
 
   Raises:
     TypeError: if a leaf is not floating.
-    ValueError: if the axis is not bound, the microbatches are none or differ
-      in number, or the stage changes the shape of what passes through or
+    ValueError: if the axis is not bound, the leading sizes of microbatches
+      differ or are zero, or `stage_fn` changes the shape of a microbatch or
       closes over traced values.
 
   >>> import functools
@@ -85,9 +85,10 @@ def apply_stages(
   num_stages = collectives.num_devices(axis_name)
   num_microbatches = _num_microbatches(microbatches)
   stage = collectives.device_index(axis_name)
-  # A predicate that varies would otherwise lose track of what does not.
+  # JAX would lose track of unvarying values in a conditional whose predicate
+  # varies.
   params = collectives.as_varying(params, axis_name)
-  # And what passes through a stage varies as its parameters do.
+  # Activations vary over all axes that the parameters vary over.
   for axis in varying_axes((params, microbatches)):
     microbatches = collectives.as_varying(microbatches, axis)
   first = _take(microbatches, 0)
@@ -120,7 +121,7 @@ def apply_stages(
   tick, num_ticks = 0, num_microbatches + num_stages - 1
   while tick < num_ticks:
     if tick == num_stages - 1 < num_microbatches:
-      # All stages are live from here to the last microbatch's entry.
+      # From here until the last microbatch enters, all stages are live.
       rest = jax.tree.map(lambda x: x[num_stages - 1 :], microbatches)
       received, ys = jax.lax.scan(full, received, rest)
       results.append(ys)
@@ -137,12 +138,12 @@ def apply_stages(
 
 
 def _rematerialized(stage_fn: StageFn) -> Callable[..., Any]:
-  """The stage on one microbatch; nothing, and zeros, where it is idle.
+  """Returns the stage with recomputation; zeros, uncomputed, if it is idle.
 
-  Of the forward pass only the inputs are kept, and one conditional holds the
-  recomputation with what needs the cotangent. `jax.checkpoint` around the
-  conditional lets XLA recompute at once, and keep it; inside, every unrolled
-  tick keeps a copy of the parameters.
+  Only the inputs of the forward pass are kept, and one conditional holds both
+  the recomputation and the backward pass. With `jax.checkpoint` around the
+  conditional, XLA may recompute early and keep the result; with it inside,
+  every unrolled tick keeps a copy of the parameters.
   """
 
   def when(
@@ -196,26 +197,26 @@ def _num_microbatches(microbatches: Any) -> int:
 
 
 def _require_pure(stage_fn: StageFn, params: Any, x: Any) -> None:
-  """Raises unless a stage keeps the form of x and closes over no tracer."""
+  """Raises unless `stage_fn` preserves shapes and closes over no tracer."""
   for name, tree in (("params", params), ("microbatches", x)):
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
       if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise TypeError(
           f"`{name}` must have floating leaves, since they are differentiated,"
           f" got {leaf.dtype} at {jax.tree_util.keystr(path) or 'the root'};"
-          " carry it as floats and convert it inside `stage_fn`."
+          " pass it as floats and convert it inside `stage_fn`."
         )
   jaxpr, after = jax.make_jaxpr(stage_fn, return_shape=True)(params, x)
   form = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)  # noqa: E731
   if form(x) != form(after):
     raise ValueError(
-      "`stage_fn` must return a microbatch of the shapes and dtypes it gets,"
-      f" got {form(after)} for {form(x)}; embed before the pipeline and"
-      " project after it."
+      "`stage_fn` must return a microbatch of the same shapes and dtypes,"
+      f" got {form(after)} for {form(x)}; move embeddings before the pipeline"
+      " and the output projection after it."
     )
   around = [c for c in jaxpr.consts if isinstance(c, jax.core.Tracer)]
   if around:
     raise ValueError(
-      "`stage_fn` must depend on its arguments and on constants only, got one"
+      "`stage_fn` must depend only on its arguments and on constants, got one"
       f" that closes over traced values {around}; pass them in `params`."
     )

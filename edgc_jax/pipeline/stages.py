@@ -1,4 +1,4 @@
-"""How a model is cut into pipeline stages, as reducers need to know it."""
+"""Describes pipeline stages to the reducers."""
 
 import dataclasses
 
@@ -19,10 +19,10 @@ class Stages:
       embedding) or "shared" (the same on all stages; their gradients are
       summed, if JAX has not done that).
     align: "slack": `edgc` gives stage s the largest rank whose modelled
-      all-reduce ends no later than the one of stage 0. "none": each stage
-      follows its own entropy alone. Other reducers do not read it.
-    backward_seconds: Time of one microbatch's backward pass on a stage
-      (`measure_backward`); slack needs it.
+      all-reduce ends no later than the all-reduce of stage 0. "none": each
+      stage follows only its own entropy. Other reducers do not read it.
+    backward_seconds: Seconds of one microbatch's backward pass on a stage
+      (`measure_backward`); needed for "slack".
 
   Raises:
     TypeError: if `backward_seconds` is not a number.
@@ -40,5 +40,5 @@ class Stages:
       validation.require_finite(
         "backward_seconds",
         self.backward_seconds,
-        "give one microbatch's time; 0 puts all stages on one rung",
+        "give the time of one microbatch; 0 puts all stages on one rung",
       )

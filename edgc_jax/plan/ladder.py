@@ -1,4 +1,8 @@
-"""Which ranks may be used: given by hand, or found from times on the link."""
+"""The rank ladder: the ranks `edgc` may use, given or found from a link model.
+
+A rank above the ceiling is no faster than a dense exchange, or saves too few
+bytes. Every rank of the ladder is compiled, so their number is limited.
+"""
 
 import dataclasses
 import functools
@@ -12,12 +16,17 @@ from edgc_jax.plan.link_model import (
 )
 from edgc_jax.plan.plan import Plan
 
-_RANK_MAX = 32  # where neither a rank nor a link is given
+_RANK_MAX = 32  # if neither a rank nor a link is given
 
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-  """Options that decide the ranks of `edgc`; see there for their meaning."""
+  """Options of the rank ladder; `edgc` documents them.
+
+  Raises:
+    TypeError: if a rank or the multiple is not a Python integer.
+    ValueError: if one is out of range, or `rank_min` is above the largest rank.
+  """
 
   rank_max: int | None
   rank_min: int | None
@@ -45,28 +54,28 @@ class Ladder:
 
   @functools.cached_property
   def given(self) -> tuple[int, ...]:
-    """Dense (0) and the ranks, rising in equal steps; empty if a link decides.
+    """Dense (0) and the ranks, in equal steps; empty if a link decides them.
 
     Raises:
       ValueError: if `rank_min` is above the largest rank.
     """
     if self.rank_max is None and self.link is not None:
       return ()
-    usual = max(1, _RANK_MAX // self.rank_multiple) * self.rank_multiple
-    top = self.rank_max or usual
-    return (0, *range(self._least(top), top + 1, self.rank_multiple))
+    default = max(1, _RANK_MAX // self.rank_multiple) * self.rank_multiple
+    top = self.rank_max or default
+    return (0, *range(self._lowest(top), top + 1, self.rank_multiple))
 
   def ranks_on_link(self, plan: Plan) -> tuple[int, ...]:
-    """Returns dense (0) and the ranks that are worth having on the link.
+    """Finds the ladder for the link: dense (0), and ranks up to the ceiling.
 
     Args:
-      plan: The leaves to compress; its own ladder does not matter.
+      plan: The leaves to compress; its ladder is ignored.
 
     Returns:
-      The ladder; only dense if no rank is worth having.
+      The ladder; only dense if the ceiling is 0 (`rank_ceiling`).
 
     Warns:
-      RuntimeWarning: in that case.
+      RuntimeWarning: if the ceiling is 0.
     """
     top = rank_ceiling(
       plan, self.link, self.compression, rank_multiple=self.rank_multiple
@@ -74,16 +83,16 @@ class Ladder:
     if top == 0:
       warnings.warn(
         f"On this link ({self.link}) a dense all-reduce is no slower than any"
-        " rank that saves `min_ratio`, so all gradients travel dense. Use"
-        " allreduce, or give rank_max to compress all the same.",
+        " rank that saves `min_ratio`, so all gradients are sent dense. Use"
+        " allreduce, or give rank_max to compress anyway.",
         RuntimeWarning,
         stacklevel=2,
       )
       return (0,)
-    return (0, *spread_ranks(self._least(top), top, self.rank_multiple))
+    return (0, *spread_ranks(self._lowest(top), top, self.rank_multiple))
 
-  def _least(self, top: int) -> int:
-    """The smallest rank under a largest one."""
+  def _lowest(self, top: int) -> int:
+    """Returns the smallest rank: `rank_min`, or about a quarter of `top`."""
     if self.rank_min is None:
       return self.rank_multiple * max(1, top // (4 * self.rank_multiple))
     validation.require(
@@ -103,29 +112,33 @@ def rank_ceiling(
   *,
   rank_multiple: int = 4,
 ) -> int:
-  """The largest rank worth having: no slower than dense, and much smaller.
+  """Finds the largest rank that is no slower than dense and saves enough bytes.
 
   The largest multiple r of `rank_multiple` at which
 
     modelled seconds(r) <= modelled seconds(dense)
     wire_bytes(dense) / wire_bytes(r) >= min_ratio  (of the whole gradient)
 
-  and some leaf is still sent as factors. The single conditions need not hold
-  up to one rank and fail from there on, since leaves go dense one by one: all
-  multiples are tried.
+  and some leaf is still sent as factors. Tries all multiples: leaves become
+  dense one by one, so that a condition that fails at one rank may hold at a
+  higher one.
 
   Args:
-    plan: Leaves and least ratio; its ladder does not matter.
-    link: Time of an all-reduce.
-    compression: Time of the computation.
+    plan: The leaves, and the least ratio; its ladder is ignored.
+    link: Model of an all-reduce.
+    compression: Model of the computation.
     rank_multiple: Ranks are multiples of this.
 
   Returns:
-    The rank, or 0 if there is none, and dense is always to be preferred.
+    The rank; 0 if no rank meets the conditions.
+
+  Raises:
+    TypeError: if `rank_multiple` is not a Python integer.
+    ValueError: if `rank_multiple` is below 1.
 
   References:
     EDGC, arXiv:2511.10333, takes the largest rank as given; here it follows
-    from the times.
+    from the modelled times.
 
   >>> import numpy as np
   >>> from edgc_jax.plan.plan import make_plan
@@ -140,31 +153,31 @@ def rank_ceiling(
   views = [leaf.view for leaf in plan.leaves if leaf.view is not None]
   largest = max((min(view.rows, view.cols) for view in views), default=0)
   dense = exchange_seconds_at(plan, 0, link, compression)
-  worth = (
+  candidates = (
     rank
     for rank in range(rank_multiple, largest + 1, rank_multiple)
     if plan.sends_factors(rank)
     and exchange_seconds_at(plan, rank, link, compression) <= dense
     and plan.wire_bytes(0) / plan.wire_bytes(rank) >= plan.min_ratio
   )
-  return max(worth, default=0)
+  return max(candidates, default=0)
 
 
 def spread_ranks(
   rank_min: int, rank_max: int, rank_multiple: int = 4, most: int = 16
 ) -> tuple[int, ...]:
-  """Ranks in equal steps from about `rank_min` to exactly `rank_max`.
+  """Spreads ranks in equal steps from about `rank_min` to `rank_max`.
 
-  Every rank is a branch that is compiled, so a wide range needs wider steps.
-  The step is the least multiple of `rank_multiple` that gives at most `most`
-  ranks. Counted down from `rank_max`, the first rank is less than one step
-  above `rank_min`, and equal to it where the step divides the range.
+  Every rank is a compiled branch, so a wide range needs wider steps. The step
+  is the least multiple of `rank_multiple` that gives at most `most` ranks. The
+  ranks are counted down from `rank_max`: the first is less than one step above
+  `rank_min`, and equal to it if the step divides the range.
 
   Args:
-    rank_min: No rank is below this.
+    rank_min: Lower bound of the ranks.
     rank_max: The last rank.
-    rank_multiple: What the step is a multiple of.
-    most: Most ranks to give.
+    rank_multiple: The step is a multiple of this.
+    most: Largest number of ranks.
 
   Returns:
     The ranks, rising.
@@ -199,16 +212,16 @@ def spread_ranks(
 
 
 def warn_if_nothing_saves(plan: Plan) -> None:
-  """Warns where a ladder of ranks compresses no leaf at all.
+  """Warns if no rank of the ladder compresses any leaf.
 
   Warns:
-    RuntimeWarning: if every leaf travels dense at every rung.
+    RuntimeWarning: if every leaf is sent dense at every rung.
   """
   ranks = [rank for rank in plan.ladder if rank]
   if ranks and plan.leaves and not plan.compressible:
     warnings.warn(
       f"No leaf saves `min_ratio` ({plan.min_ratio:g}) at rank {min(ranks)} or"
-      " above, so all gradients travel dense. Lower the rank, or give a"
+      " above, so all gradients are sent dense. Lower the rank, or give a"
       " `matrix_view` that folds the leaves into larger matrices.",
       RuntimeWarning,
       stacklevel=4,

@@ -1,8 +1,8 @@
-"""Which leaves of a gradient are matrices, and how they are looked at.
+"""Leaves of a gradient as stacks of matrices, and checks of the leaves.
 
-A leaf is compressed as a stack of `count` matrices [rows, cols]; the view is
-a row-major reshape, so no data moves. Shapes and ranks are Python integers:
-everything here happens while tracing.
+A leaf is compressed as a stack of `count` matrices [rows, cols]. The view is a
+row-major reshape, which copies no data. Everything here runs while JAX traces:
+shapes and ranks are Python integers.
 """
 
 import math
@@ -19,7 +19,7 @@ from edgc_jax.comm.dataflow import is_varying
 
 
 class MatrixView(NamedTuple):
-  """A leaf seen as `count` matrices of `rows` x `cols`."""
+  """The shape of a leaf viewed as `count` matrices of `rows` x `cols`."""
 
   count: int
   rows: int
@@ -32,13 +32,13 @@ PLACEMENTS = ("own", "split", "shared")
 
 
 class Leaf(NamedTuple):
-  """The static facts of one gradient leaf.
+  """Static description of one gradient leaf.
 
   Attributes:
-    path: Where it is in the tree.
+    path: Its key path in the tree.
     shape: Its shape on one device.
     dtype: Its dtype.
-    view: The matrices in it, None if it is never sent as factors.
+    view: Its matrices; None if it is never sent as factors.
     placement: "own", "split" or "shared": see `own_placement`.
   """
 
@@ -50,40 +50,41 @@ class Leaf(NamedTuple):
 
   @property
   def size(self) -> int:
+    """Number of entries on one device."""
     return math.prod(self.shape)
 
 
 class Measurement(NamedTuple):
-  """Energies of K matrices in one exchange, or their means over a window."""
+  """Measured energies of K matrices, of one exchange or averaged over some."""
 
   lost: jax.Array  # float32 [K], |mean of residuals|^2
   columns: jax.Array  # float32 [K, width], squared norms of the columns of Q
 
   @property
   def energy(self) -> jax.Array:
-    """Energy of the mean of gradients and residuals; float32 [K]."""
+    """|mean of gradients plus residuals|^2; float32 [K]."""
     return self.lost + jnp.sum(self.columns, axis=1)
 
   @property
   def lost_share(self) -> jax.Array:
-    """Share of the energy that was not sent; float32 [K]."""
+    """Share of the energy lost by compression; float32 [K]."""
     return share(self.lost, self.energy)
 
 
 def share(part: jax.Array, whole: jax.Array) -> jax.Array:
-  """Returns part / whole; 0 where both are 0."""
+  """Returns part / whole; 0 if both are 0."""
   return part / jnp.where(whole > 0, whole, 1.0)
 
 
 def trailing_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
-  """The default view: [..., m, n] is a stack of matrices [m, n].
+  """Views a leaf [..., m, n] as a stack of matrices [m, n]; the default.
 
-  This is the convention of `jnp.linalg`, and what scanned or stacked layers
-  need. Kernels with split or spatial axes are better folded by a view of the
-  user's own, such as an attention kernel [768, 12, 64] into (1, 768, 768).
+  This is the convention of `jnp.linalg`, and fits scanned or stacked layers.
+  For kernels with split or spatial axes, write a view that folds them, such as
+  an attention kernel [768, 12, 64] into (1, 768, 768).
 
   Args:
-    path: The leaf's key path, for views that choose by name.
+    path: The leaf's key path; not used here, but a view may choose by it.
     shape: The leaf's shape.
 
   Returns:
@@ -100,22 +101,19 @@ def trailing_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
 
 
 def own_placement(path: str, shape: tuple[int, ...]) -> str:
-  """The default placement on pipeline stages: every leaf is its stage's own.
+  """Returns "own": by default no leaf is common to several pipeline stages.
 
-  A stage holds of a leaf
+  A placement says which part of a leaf a stage holds:
 
     own     layers that no other stage has, such as its blocks
     split   a part of a tensor that all stages use together, such as rows of
-            the embedding; its gradient is there when stage 0 is done
-    shared  the same as all stages, such as the final norm; stages sum its
-            gradient, and it is always sent dense
+            the embedding; its gradient is complete once stage 0 is done
+    shared  the same values as all stages, such as the final norm; the stages
+            sum its gradient, and it is always sent dense
 
   Args:
     path: The leaf's key path.
     shape: The leaf's shape on one stage.
-
-  Returns:
-    "own".
   """
   del path, shape
   return "own"
@@ -126,18 +124,18 @@ def describe(
   view_fn: ViewFn = trailing_matrix,
   placement_fn: PlacementFn = own_placement,
 ) -> list[Leaf]:
-  """Lists the leaves of a gradient tree, in `jax.tree` order.
+  """Describes the leaves of a gradient tree, in `jax.tree` order.
 
   Args:
     tree: Arrays or `jax.ShapeDtypeStruct`s.
-    view_fn: Chooses each leaf's view from its path and shape.
-    placement_fn: Chooses each leaf's placement likewise.
+    view_fn: Returns a leaf's view from its path and shape.
+    placement_fn: Returns a leaf's placement from its path and shape.
 
   Returns:
     One `Leaf` per leaf.
 
   Raises:
-    TypeError: if a leaf is complex or an integer.
+    TypeError: if a leaf is not real floating.
     ValueError: if a view does not hold as many values as its leaf, or a
       placement is none of `PLACEMENTS`.
   """
@@ -163,7 +161,7 @@ def describe(
     if placement not in PLACEMENTS:
       raise ValueError(
         f"`placement` must return one of {PLACEMENTS}, got {placement!r} for"
-        f" leaf {path}; return 'own' for what one stage alone holds."
+        f" leaf {path}; return 'own' for a leaf that only one stage holds."
       )
     view = None if placement == "shared" else view
     leaves.append(Leaf(path, shape, dtype, view, placement))
@@ -173,11 +171,11 @@ def describe(
 def require_local(
   gradients: Sequence[jax.Array], leaves: Sequence[Leaf], axis_name: str
 ) -> None:
-  """Raises where JAX's types show gradients already summed over the axis.
+  """Raises if JAX's types show that gradients are already summed over the axis.
 
   Args:
-    gradients: The leaves, as they come into `update`.
-    leaves: What is known about each.
+    gradients: The leaves passed to `update`.
+    leaves: Their descriptions.
     axis_name: The bound axis of the replicas.
 
   Raises:
@@ -201,21 +199,21 @@ def require_local(
       " uncompressed;"
       f" differentiate with respect to jax.lax.pcast(params, {axis_name!r},"
       ' to="varying") instead, and drop any pmean or psum of the gradients. If'
-      " that is done: only one reducer may see a leaf, so drop the other from"
-      " the chain; and optax.MultiSteps holds gradients as equal on all"
-      " replicas, so use edgc_jax.accumulate in its place."
+      " the step does so already: only one reducer may see a leaf, so drop the"
+      " other from the chain; and optax.MultiSteps types gradients as equal on"
+      " all replicas, so use edgc_jax.accumulate in its place."
     )
 
 
 def require_same_leaves(updates: Any, like: Any) -> None:
-  """Raises where gradients have other leaves than the parameters had.
+  """Raises unless the gradients have the leaves of the parameters.
 
   Args:
-    updates: The tree that came into `update`.
+    updates: The tree passed to `update`.
     like: A tree of the state with an entry for every leaf that `init` saw.
 
   Raises:
-    ValueError: if a leaf is missing, None for example, or was not there.
+    ValueError: if a leaf is missing (a gradient is None, for example) or new.
   """
   is_entry = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
   now, then = (
@@ -227,23 +225,23 @@ def require_same_leaves(updates: Any, like: Any) -> None:
   )
   missing, new = sorted(then - now), sorted(now - then)
   if missing or new:
-    what = f"none at {missing[0]}" if missing else f"one more at {new[0]}"
+    found = f"none at {missing[0]}" if missing else f"one more at {new[0]}"
     raise ValueError(
       f"`updates` must have the leaves of the parameters that `init` saw, got"
-      f" {what} ({len(missing)} missing, {len(new)} more); a gradient that is"
-      " None has no place in them, so give zeros, or split the tree with"
-      " optax.partition before `init`."
+      f" {found} ({len(missing)} missing, {len(new)} more); a gradient that is"
+      " None is no leaf, so pass zeros, or split the tree with optax.partition"
+      " before `init`."
     )
 
 
 def warn_of_dtypes(leaves: Sequence[Leaf]) -> None:
-  """Warns of leaves that come back with less than they seem to have.
+  """Warns of leaves whose mean loses range or precision.
 
   Warns:
     RuntimeWarning: for float64, which is exchanged in float32, and for float16,
-      in which the mean comes back and whose squares an optimiser cannot hold.
+      whose mean is returned in float16, too narrow for an optimiser's squares.
   """
-  for dtype, what, remedy in (
+  for dtype, effect, remedy in (
     (
       jnp.float64,
       "exchanged in float32 and rounded to it",
@@ -253,13 +251,13 @@ def warn_of_dtypes(leaves: Sequence[Leaf]) -> None:
       jnp.float16,
       "returned in float16, in which squares above 65504 are infinite, as in"
       " Adam's second moment",
-      "Cast gradients to float32 before the chain, and their loss scaling off",
+      "Cast gradients to float32, and undo loss scaling, before the chain",
     ),
   ):
     paths = [leaf.path for leaf in leaves if leaf.dtype == dtype]
     if paths:
       warnings.warn(
-        f"Gradients of {jnp.dtype(dtype).name} are {what}: {paths[0]}"
+        f"Gradients of {jnp.dtype(dtype).name} are {effect}: {paths[0]}"
         f" ({len(paths)} of {len(leaves)} leaves). {remedy}.",
         RuntimeWarning,
         stacklevel=4,
@@ -272,18 +270,18 @@ def require_shapes(
   factors: Sequence[jax.Array],
   factor_shapes: Sequence[tuple[int, ...]],
 ) -> None:
-  """Raises unless the state's arrays have the shapes that one replica has.
+  """Raises unless the state's arrays have the shapes of one replica.
 
-  Shapes are all that tells one replica's arrays from global ones.
+  Only shapes distinguish the arrays of one replica from global ones.
 
   Args:
     leaves: The compressible leaves.
-    residuals: Their residuals; may be none.
-    factors: Their Q; may be none.
-    factor_shapes: Shapes that Q must have.
+    residuals: Their residuals; may be empty.
+    factors: Their factors Q; may be empty.
+    factor_shapes: Expected shapes of Q.
 
   Raises:
-    ValueError: if one has another shape.
+    ValueError: if an array has another shape.
   """
   shapes = [leaf.shape for leaf in leaves]
   for name, arrays, expected in (
@@ -295,8 +293,8 @@ def require_shapes(
         raise ValueError(
           f"`state` must be the state of one replica, with a {name} of shape"
           f" {tuple(shape)} for the leaf at {leaf.path or 'the root'}, got"
-          f" {tuple(x.shape)}; under jax.shard_map make it inside, with"
+          f" {tuple(x.shape)}; under jax.shard_map create it inside, with"
           " jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(),"
-          " out_specs=edgc_jax.state_specs(tx, params)), and cut a state of"
+          " out_specs=edgc_jax.state_specs(tx, params)), and resize a state of"
           " another number of replicas with edgc_jax.resize_replicas."
         )

@@ -1,8 +1,8 @@
-"""What an exchange takes in seconds, and which ranks are worth having.
+"""Models the time of an exchange, and counts its bytes.
 
 One all-reduce of B bytes takes latency + B / bandwidth. A compressed exchange
-sends fewer bytes, but in two all-reduces instead of one, and has to be
-computed: below some rank it is faster than dense, and above it is not.
+sends fewer bytes, but in two all-reduces instead of one, and takes time to
+compute. It is faster than a dense exchange up to some rank (`plan.ladder`).
 """
 
 import dataclasses
@@ -26,15 +26,21 @@ _REMEDY = "give seconds, or measure them"
 
 @dataclasses.dataclass(frozen=True)
 class LinkModel:
-  """Time of an all-reduce over the replicas: a constant and a slope.
+  """Linear model of the time of an all-reduce over the replicas.
+
+    seconds = latency + bytes / bandwidth
 
   Attributes:
-    latency: Seconds per all-reduce, whatever it sends; 0 is an ideal link.
-    bandwidth: Bytes of payload per second of an all-reduce. The payload is
-      what `wire_bytes` counts; the 2 (N - 1) / N times as many bytes that a
-      ring of N replicas moves are inside this number.
-    r_squared: Quality of the fit it came from, None if given by hand. Not
-      part of a comparison.
+    latency: Seconds per all-reduce of any size; 0 for an ideal link.
+    bandwidth: Payload bytes per second of an all-reduce, as `wire_bytes` counts
+      them. It includes the factor 2 (N - 1) / N by which a ring of N replicas
+      moves more bytes than the payload.
+    r_squared: Coefficient of determination of the fit; None if the model was
+      not fitted. Ignored in comparisons.
+
+  Raises:
+    TypeError: if an attribute is not a Python number.
+    ValueError: if an attribute is out of range.
 
   >>> LinkModel(latency=0.25, bandwidth=1000.0).seconds(2000, num_collectives=2)
   2.5
@@ -56,25 +62,28 @@ class LinkModel:
     )
 
   def seconds(self, num_bytes: float, num_collectives: float = 1) -> float:
-    """Seconds that all-reduces of `num_bytes` in all take, one after another.
+    """Returns num_collectives * latency + num_bytes / bandwidth.
 
     Args:
-      num_bytes: Payload of all of them together.
-      num_collectives: How many there are.
-
-    Returns:
-      num_collectives * latency + num_bytes / bandwidth.
+      num_bytes: Payload of all all-reduces together.
+      num_collectives: Number of all-reduces, one after the other.
     """
     return num_collectives * self.latency + num_bytes / self.bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
 class CompressionModel:
-  """Time of computing an exchange of factors, beyond that of a dense one.
+  """Linear model of the time to compute a compressed exchange.
+
+    seconds = base + per_rank rank,    0 for a dense exchange
 
   Attributes:
     base: Seconds at any rank.
     per_rank: Seconds per column of the factors.
+
+  Raises:
+    TypeError: if an attribute is not a Python number.
+    ValueError: if an attribute is negative or not finite.
 
   >>> CompressionModel(base=0.5, per_rank=0.25).seconds(rank=8)
   2.5
@@ -88,21 +97,21 @@ class CompressionModel:
     validation.require_finite("per_rank", self.per_rank, _REMEDY)
 
   def seconds(self, rank: int) -> float:
-    """Seconds at a rank: base + per_rank * rank, and none at 0 (dense)."""
+    """Returns base + per_rank * rank, or 0 at rank 0 (dense)."""
     return self.base + self.per_rank * rank if rank else 0.0
 
 
 def require_models(
   link: LinkModel | None, compression: CompressionModel | None
 ) -> None:
-  """Raises unless both are what they are called, or None."""
+  """Raises unless both arguments are models of their kind, or None."""
   for name, value, kind in (
     ("link", link, LinkModel),
     ("compression", compression, CompressionModel),
   ):
     if not isinstance(value, kind | None):
       raise TypeError(
-        f"`{name}` must be an edgc_jax.{kind.__name__}, got {value!r}; make"
+        f"`{name}` must be an edgc_jax.{kind.__name__}, got {value!r}; create"
         " one, or measure it."
       )
 
@@ -110,7 +119,16 @@ def require_models(
 def fit_line(
   x: np.ndarray, y: np.ndarray, scale: np.ndarray | float = 1.0
 ) -> tuple[float, float]:
-  """Intercept (at least 0) and slope; residuals in units of `scale`."""
+  """Fits y = intercept + slope x by least squares, with intercept >= 0.
+
+  Args:
+    x: float64 [n].
+    y: float64 [n].
+    scale: Standard deviation of y, one for all points or [n].
+
+  Returns:
+    The intercept and the slope.
+  """
   ones, x, y = np.ones_like(x) / scale, x / scale, y / scale
   (intercept, slope), *_ = np.linalg.lstsq(np.stack([ones, x], axis=1), y)
   if intercept < 0:
@@ -123,27 +141,26 @@ def exchange_seconds(
   link: LinkModel,
   compression: CompressionModel = CompressionModel(0.0, 0.0),
 ) -> np.ndarray:
-  """Modelled seconds of one step's exchange at every rung.
+  """Models the seconds of one step's exchange at every rung.
 
     dense    latency + bytes / bandwidth
     rank r   k latency + bytes(r) / bandwidth + base + per_rank r
 
-  k is 2, since Q needs the mean of P, and dense leaves are sent with Q; and one
-  more if factors are encoded. A rank at which no leaf is sent as factors counts
-  as dense.
+  k is 2, since Q needs the mean of P, and dense leaves are sent with Q; encoded
+  factors add one. A rank at which no leaf is sent as factors counts as dense.
 
-  That can fall from a rung to the next: where a leaf goes dense that sent more
-  as factors (`min_ratio` below one), or where the last leaf does and nothing
-  is left to compute. A running maximum over the compressed rungs levels such
-  dips, so that whatever rank is in time, all lower ones are.
+  The time of a higher rung can be shorter: if a leaf becomes dense whose
+  factors were larger (`min_ratio` below one), or if the last leaf does and
+  nothing remains to compute. A running maximum over the compressed rungs
+  removes such dips, so that if a rank is fast enough, all lower ranks are.
 
   Args:
-    plan: Leaves, and a ladder whose ranks rise (0 for dense).
-    link: Time of an all-reduce.
-    compression: Time of the computation.
+    plan: The leaves, and a ladder of rising ranks (0 for dense).
+    link: Model of an all-reduce.
+    compression: Model of the computation.
 
   Returns:
-    float64 [len(plan.ladder)].
+    float64 [rungs], seconds.
   """
   seconds = np.array(
     [exchange_seconds_at(plan, r, link, compression) for r in plan.ladder]
@@ -156,7 +173,7 @@ def exchange_seconds(
 def exchange_seconds_at(
   plan: Plan, rank: int, link: LinkModel, compression: CompressionModel
 ) -> float:
-  """Modelled seconds of an exchange at any rank, in the ladder or not."""
+  """Models the seconds of an exchange at any rank, in the ladder or not."""
   seconds = link.seconds(plan.wire_bytes(rank), plan.all_reduces(rank))
   if not plan.sends_factors(rank):
     return seconds
@@ -164,7 +181,7 @@ def exchange_seconds_at(
 
 
 def ring_bytes(payload: float, replicas: int) -> float:
-  """Bytes that every uplink moves where N replicas send a payload in a ring.
+  """Returns the bytes per uplink of a ring all-reduce over N replicas.
 
     2 (N - 1) / N payload
 
@@ -186,31 +203,35 @@ def wire_bytes(
   wire_dtype: Any = "float32",
   replicas: int = 1,
 ) -> int:
-  """Bytes one step's exchange sends per replica at a rank (0 is dense).
+  """Predicts the payload bytes that a replica sends in one step's exchange.
 
-  Of `edgc`, `powersgd` and `allreduce`; what others send is in their `metrics`.
+  Valid for `edgc`, `powersgd` and `allreduce`; the `metrics` of the other
+  reducers report theirs.
 
   Args:
     params: Parameters, gradients, or their `jax.ShapeDtypeStruct`s; on
-      pipeline stages those of one stage.
-    rank: Columns of the factors, 0 for dense.
+      pipeline stages, the tree of one stage.
+    rank: Columns of the factors; 0 for dense.
     min_ratio: As for `edgc`.
     matrix_view: As for `edgc`.
-    placement: As for `edgc`.
-    lead_rank: On pipeline stages the rank of stage 0, at which all stages
-      send what is not their own; None if it is the same.
-    rank_min: The smallest rank of `edgc`, None if there is `rank` only: coded
-      is what travels as factors at some rank, and at rank 0 alone everything.
+    placement: As for `Stages`.
+    lead_rank: On pipeline stages, the rank of stage 0, at which all stages send
+      their "split" and "shared" leaves; None if it is `rank`.
+    rank_min: The smallest rank of `edgc`; None if `rank` is the only one.
+      Leaves sent as factors at some rank are encoded, also while they are
+      dense; if 0 is the only rank, all leaves with a view are.
     wire_dtype: As for `edgc`.
-    replicas: What is coded is cut into so many equal parts, padded.
+    replicas: Number of replicas; encoded values are padded to as many equal
+      parts.
 
   Returns:
-    The bytes, without those of entropy samples and of agreeing.
+    The bytes, without entropy samples, checks of the replicas, and ranks that
+    are broadcast at the end of a window.
 
   Raises:
-    TypeError: if a rank or `replicas` is not an integer.
-    ValueError: if one of them is too small, or `wire_dtype` is none of those
-      that there are.
+    TypeError: if a rank or `replicas` is not a Python integer.
+    ValueError: if a rank or `replicas` is too small, or `wire_dtype` is
+      unknown.
 
   >>> import jax
   >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")

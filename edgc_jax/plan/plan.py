@@ -1,9 +1,9 @@
 """Decides how each leaf is sent, and predicts the bytes, before compilation.
 
 A rank-r exchange of a matrix [m, n] sends P [m, r] and Q [n, r] instead of
-m n values. Bytes are the payload of an all-reduce per replica. Rank 0 means
-dense. `tests/wire_bytes_test.py` holds these numbers against the collectives
-of the compiled program.
+m n values; rank 0 means dense. Bytes are the payload of an all-reduce per
+replica. `tests/wire_bytes_test.py` compares them with the collectives of the
+compiled program.
 """
 
 import dataclasses
@@ -30,24 +30,23 @@ from edgc_jax.plan.leaves import (
 )
 
 BYTES_PER_VALUE = 4
-SKETCH_VALUES = (
-  16  # of each matrix's residual: see `compression.linear_algebra`
-)
+# Sketch of each matrix's residual, see `compression.linear_algebra`.
+SKETCH_VALUES = 16
 # Sent in float32 with the factors of each matrix: the sketch and a norm.
 _ERROR_VALUES = SKETCH_VALUES + 1
-# More columns cost products; whether they would be worth it is not measured.
+# More columns take more products; whether they are worth it is not measured.
 _WIDE = 64
 
 
 class Layout(NamedTuple):
-  """How the leaves of a plan are sent at one rank; indices into its leaves."""
+  """How the leaves of a plan are sent at one rank, as indices of leaves."""
 
   rank: int
-  factored: tuple[int, ...]  # sent as factors
-  columns: tuple[int, ...]  # of the factors of each `factored` leaf
-  widths: tuple[int, ...]  # most columns that one of its matrices may have
-  encoded: tuple[int, ...]  # sent dense, in the plan's code
-  exact: tuple[int, ...]  # sent dense in float32
+  factored: tuple[int, ...]  # leaves sent as factors
+  columns: tuple[int, ...]  # columns of the factors of each `factored` leaf
+  widths: tuple[int, ...]  # most columns of one matrix of each such leaf
+  encoded: tuple[int, ...]  # leaves sent dense, in the plan's code
+  exact: tuple[int, ...]  # leaves sent dense in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +55,11 @@ class Plan:
 
   Attributes:
     leaves: The leaves exchanged together, in tree order.
-    ladder: The ranks that may be used, 0 for dense, one collective shape each.
+    ladder: The ranks that may be used, 0 for dense; each is compiled.
     min_ratio: Least m n / (r (m + n)) at which factors are sent.
     positions: Index of each leaf in the whole gradient.
-    spread: How many times the rung's rank a matrix may have while others
-      have less; 1 if all have the same.
+    spread: Largest ratio of a matrix's rank to the rung's rank; 1 if all
+      matrices have the rank of the rung.
     code: Encoding of values on the wire; None is float32.
   """
 
@@ -72,9 +71,9 @@ class Plan:
   code: Bfloat16 | NativeBfloat16 | None = None
 
   def columns(self, leaf: Leaf, rank: int) -> int:
-    """Columns of a leaf's factors at this rank; 0 if it is sent dense.
+    """Returns the columns of a leaf's factors at a rung's rank; 0 if dense.
 
-    The one place where the rank of a rung becomes the rank of a matrix.
+    Only here does the rank of a rung become the rank of a matrix.
     """
     if leaf.view is None or rank == 0:
       return 0
@@ -82,19 +81,20 @@ class Plan:
     return min(rank, rows, cols) if self.saves(rows, cols, rank) else 0
 
   def saves(self, rows: Any, cols: Any, rank: Any) -> Any:
-    """Whether factors of a [rows, cols] matrix save at least `min_ratio`.
+    """Returns whether factors of [rows, cols] save at least `min_ratio`.
 
-    Arguments are integers, or arrays that broadcast.
+    The arguments are integers, or arrays that broadcast.
     """
     columns = np.minimum(rank, np.minimum(rows, cols))
+    # m n / (r (m + n)) >= min_ratio
     return rows * cols >= self.min_ratio * columns * (rows + cols)
 
   def is_compressed(self, leaf: Leaf) -> bool:
-    """Whether a leaf is sent as factors at some rung."""
+    """Returns whether a leaf is sent as factors at some rung."""
     return any(self.columns(leaf, rank) for rank in self.ladder)
 
   def sends_factors(self, rank: int) -> bool:
-    """Whether some leaf is sent as factors at this rank."""
+    """Returns whether some leaf is sent as factors at this rank."""
     return any(self.columns(leaf, rank) for leaf in self.leaves)
 
   @functools.cached_property
@@ -115,10 +115,9 @@ class Plan:
 
   @functools.cached_property
   def matrices(self) -> tuple[Leaf, ...]:
-    """The leaf of every matrix that is sent as factors at some rung.
+    """The leaf of each of the K matrices that are factors at some rung.
 
-    K matrices, in the order of leaves, then along their stacks: the order of
-    every array over matrices.
+    Ordered by leaf, then along the stack, as all arrays over matrices.
     """
     leaves = (self.leaves[i] for i in self.compressible)
     return tuple(leaf for leaf in leaves for _ in range(leaf.view.count))
@@ -136,16 +135,16 @@ class Plan:
 
   @functools.cached_property
   def uniform_ranks(self) -> np.ndarray:
-    """Columns of each matrix if all have the rung's rank; int32 [rungs, K]."""
+    """Columns of each matrix at the rung's rank; int32 [rungs, K]."""
     return self._by_rung_and_matrix(self.columns)
 
   @functools.cached_property
   def most_ranks(self) -> np.ndarray:
-    """Most columns that each matrix may have; int32 [rungs, K]."""
+    """Largest number of columns of each matrix; int32 [rungs, K]."""
     return self._by_rung_and_matrix(self.limit)
 
   def limit(self, leaf: Leaf, rank: int) -> int:
-    """Most columns that a matrix may have at this rank; 0 if dense."""
+    """Returns the most columns of a leaf's matrices at a rank; 0 if dense."""
     columns = self.columns(leaf, rank)
     if columns == 0 or self.spread == 1:
       return columns
@@ -157,7 +156,7 @@ class Plan:
 
   @functools.cached_property
   def factor_shapes(self) -> tuple[tuple[int, int, int], ...]:
-    """Shapes [k, n, columns] of Q in the state: columns of the widest rung."""
+    """Shapes [k, n, columns] of Q in the state, for the widest rung."""
     leaves = (self.leaves[i] for i in self.compressible)
     return tuple(
       (
@@ -170,23 +169,20 @@ class Plan:
 
   @functools.cached_property
   def layouts(self) -> tuple[Layout, ...]:
-    """The layout of every rung; equal ones at rungs that send the same."""
-    layouts: dict[Any, Layout] = {}
-    own = [self._layout(rank) for rank in self.ladder]
-    for layout in own:
-      layouts.setdefault((layout.factored, layout.columns), layout)
-    return tuple(layouts[layout.factored, layout.columns] for layout in own)
+    """The layout of every rung; rungs that send the same share one layout."""
+    first: dict[Any, Layout] = {}
+    layouts = [self._layout(rank) for rank in self.ladder]
+    for layout in layouts:
+      first.setdefault((layout.factored, layout.columns), layout)
+    return tuple(first[layout.factored, layout.columns] for layout in layouts)
 
   def by_leaf(self, values: jax.Array) -> list[jax.Array]:
-    """Splits an array over matrices [K, ...] into one for each leaf."""
+    """Splits an array over matrices [K, ...] into one array per leaf."""
     counts = [self.leaves[i].view.count for i in self.compressible]
     return jnp.split(values, np.cumsum(counts)[:-1]) if counts else []
 
   def without_idle_ranks(self) -> "Plan":
-    """Returns the plan without ranks that compress nothing.
-
-    The least rank stays.
-    """
+    """Drops ranks that compress nothing from the ladder, except the least."""
     least = min((rank for rank in self.ladder if rank), default=0)
     kept = [
       rank
@@ -197,24 +193,24 @@ class Plan:
 
   @property
   def dense_bytes(self) -> int:
-    """Bytes of a dense float32 all-reduce of the whole gradient."""
+    """Bytes of a dense float32 all-reduce of all leaves."""
     return BYTES_PER_VALUE * sum(self.leaf_sizes)
 
   @property
   def has_factors(self) -> bool:
-    """Whether matrices are sent as factors, which the state keeps."""
+    """Whether the state keeps factors Q."""
     return True
 
   @property
   def has_residual(self) -> bool:
-    """Whether there is error feedback."""
+    """Whether the state keeps residuals, for error feedback."""
     return True
 
   def is_encoded(self, leaf: Leaf) -> bool:
-    """Whether a leaf is encoded where it is sent dense.
+    """Returns whether a leaf is encoded when it is sent dense.
 
-    Vectors are not; and if some leaf is sent as factors, only leaves with a
-    residual are.
+    Vectors are not. If the ladder has ranks, only leaves that are factors at
+    some rung are: they have a residual.
     """
     if self.code is None or leaf.view is None:
       return False
@@ -226,11 +222,11 @@ class Plan:
     return not isinstance(self.code, NativeBfloat16 | None)
 
   def all_reduces(self, rank: int) -> int:
-    """How many all-reduces follow each other in one exchange.
+    """Returns the number of consecutive all-reduces in one exchange.
 
-    An all-to-all and the all-gather after it count as one.
+    An all-to-all and its all-gather count as one.
     """
-    # Sketches and vectors are reduced apart from encoded values.
+    # Sketches and vectors are reduced separately from encoded values.
     exact = 1 if self.averages_in_parts else 0
     return (2 if self.sends_factors(rank) else 1) + exact
 
@@ -238,13 +234,13 @@ class Plan:
     """Predicts the bytes that one exchange sends at this rank.
 
     Args:
-      rank: Columns of the factors, 0 for dense.
+      rank: Columns of the factors; 0 for dense.
       replicas: Encoded values are padded to as many equal parts.
 
     Returns:
-      k r (m + n) values for each leaf sent as factors, the size of each dense
-      leaf, and 17 values a matrix to measure its error; 4 bytes each, or as
-      many as the code has.
+      The bytes of k r (m + n) values for each leaf sent as factors, of each
+      dense leaf, and of 17 values per matrix to measure its error. A value has
+      4 bytes, or fewer if it is encoded; the 17 never are.
     """
     return self._bytes_of([self._layout(rank)], replicas)[0]
 
@@ -257,26 +253,27 @@ class Plan:
     for layout in layouts:
       views = [self.leaves[i].view for i in layout.factored]
       columns = [
-        view.count * own
-        for view, own in zip(views, layout.columns, strict=True)
+        view.count * width
+        for view, width in zip(views, layout.columns, strict=True)
       ]
+      # All P in one exchange, all Q and the encoded dense leaves in another.
       encoded += [
-        [view.rows * own for view, own in zip(views, columns, strict=True)],
-        [view.cols * own for view, own in zip(views, columns, strict=True)]
+        [view.rows * num for view, num in zip(views, columns, strict=True)],
+        [view.cols * num for view, num in zip(views, columns, strict=True)]
         + [self.leaf_sizes[i] for i in layout.encoded],
       ]
       errors = _ERROR_VALUES * sum([view.count for view in views])
       exact.append(errors + sum([self.leaf_sizes[i] for i in layout.exact]))
     sent = averages.average_bytes(encoded, self.code, replicas)
     return [
-      p + q + BYTES_PER_VALUE * own
-      for p, q, own in zip(sent[::2], sent[1::2], exact, strict=True)
+      p + q + BYTES_PER_VALUE * values
+      for p, q, values in zip(sent[::2], sent[1::2], exact, strict=True)
     ]
 
   def _layout(self, rank: int) -> Layout:
     columns = [self.columns(leaf, rank) for leaf in self.leaves]
-    factored = [i for i, own in enumerate(columns) if own]
-    dense = [i for i, own in enumerate(columns) if not own]
+    factored = [i for i, width in enumerate(columns) if width]
+    dense = [i for i, width in enumerate(columns) if not width]
     return Layout(
       rank,
       tuple(factored),
@@ -304,19 +301,28 @@ def make_plan(
   kind: Callable[..., Plan] = Plan,
   **options: Any,
 ) -> Plan:
-  """The plan for a tree of parameters or gradients (or their shapes).
+  """Makes the plan for a tree of parameters or gradients, or their shapes.
 
-  Ranks at which no leaf would be compressed are dropped from the ladder: they
-  would send dense gradients under another name. The least rank stays.
+  Drops ranks that compress no leaf from the ladder, except for the least: they
+  would only be another name for dense.
+
+  Args:
+    tree: Arrays or `jax.ShapeDtypeStruct`s.
+    ladder: The ranks, 0 for dense.
+    min_ratio: Least m n / (r (m + n)) at which factors are sent.
+    matrix_view: Returns the view of a leaf.
+    placement: Returns the placement of a leaf.
+    kind: The class of the plan.
+    **options: Its other attributes.
   """
   leaves = tuple(describe(tree, matrix_view, placement))
-  everything = tuple(range(len(leaves)))
-  plan = kind(leaves, ladder, min_ratio, everything, **options)
+  positions = tuple(range(len(leaves)))
+  plan = kind(leaves, ladder, min_ratio, positions, **options)
   return plan.without_idle_ranks()
 
 
 def require_ratio(min_ratio: float) -> None:
-  """Raises unless `min_ratio` is a number of at least 0."""
+  """Raises unless `min_ratio` is a Python number, at least 0."""
   validation.require_number("min_ratio", min_ratio)
   validation.require(
     min_ratio >= 0, "min_ratio", min_ratio, "at least 0", "use 2 or more"
@@ -324,28 +330,29 @@ def require_ratio(min_ratio: float) -> None:
 
 
 def by_exchange(plan: Plan) -> tuple[Plan, ...]:
-  """The plans of the leaves that are exchanged together, earliest first.
+  """Splits a plan into one for each exchange, in their order.
 
-  What is a stage's own travels when the stage is done; the rest waits for
-  stage 0, and travels at its rung. One ladder for both, so that a rung means
-  the same rank: that of the first.
+  A stage sends its own leaves once its backward pass is done. The other leaves
+  wait for stage 0, and are sent at its rung. Both plans have the ladder of the
+  first, so that a rung means the same rank in both.
 
   Args:
     plan: The plan of all leaves.
 
   Returns:
-    The plan of the own leaves and, if there are others, that of the rest.
+    The plan of the stage's own leaves and, if there are others, their plan.
   """
   is_own = [leaf.placement == "own" for leaf in plan.leaves]
-  own = _part(plan, [i for i, own in enumerate(is_own) if own])
+  own = _subset(plan, [i for i, flag in enumerate(is_own) if flag])
   own = own.without_idle_ranks()
-  rest = _part(plan, [i for i, own in enumerate(is_own) if not own])
+  rest = _subset(plan, [i for i, flag in enumerate(is_own) if not flag])
   if not rest.leaves:
     return (own,)
   return own, dataclasses.replace(rest, ladder=own.ladder, spread=1)
 
 
-def _part(plan: Plan, members: Sequence[int]) -> Plan:
+def _subset(plan: Plan, members: Sequence[int]) -> Plan:
+  """Returns the plan of the leaves at the indices `members`."""
   return dataclasses.replace(
     plan,
     leaves=tuple(plan.leaves[i] for i in members),
@@ -356,15 +363,15 @@ def _part(plan: Plan, members: Sequence[int]) -> Plan:
 def as_tree(
   plans: Sequence[Plan], tree: Any, values: Sequence[Sequence]
 ) -> Any:
-  """Arranges one value for each compressible leaf in a tree like `tree`.
+  """Arranges one value per compressible leaf in a tree like `tree`.
 
   Args:
-    plans: The plans of some or all leaves.
+    plans: Plans of some or all leaves.
     tree: Parameters or gradients.
-    values: For each plan, one value for each compressible leaf.
+    values: For each plan, one value per compressible leaf.
 
   Returns:
-    The tree, with `optax.MaskedNode` where a leaf has no value.
+    The tree, with `optax.MaskedNode` in place of leaves without a value.
   """
   structure = jax.tree.structure(tree)
   slots: list[Any] = [optax.MaskedNode()] * structure.num_leaves
@@ -375,7 +382,12 @@ def as_tree(
 
 
 def from_tree(plans: Sequence[Plan], tree: Any) -> list[list[Any]]:
-  """Returns the values that `as_tree` arranged; none from an empty tree."""
+  """Returns the values that `as_tree` arranged; empty lists if there are none.
+
+  Args:
+    plans: The plans passed to `as_tree`.
+    tree: Its result, or an empty tree.
+  """
   values = jax.tree.leaves(tree)
   if not values:
     return [[] for _ in plans]

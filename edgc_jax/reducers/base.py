@@ -1,18 +1,18 @@
-"""The one gradient transformation behind all reducers.
+"""Builds the gradient transformation of every reducer.
 
-Reducers differ in the exchange, in their ladder of ranks and in the policy that
+Reducers differ in the exchange, in the rank ladder, and in the policy that
 chooses a rung. Each step of `update` has four parts:
 
-  choose     the policy names the rung, and the rank of each matrix
-  exchange   M = gradient + residual; the mean of M, compressed
+  choose     the policy chooses the rung, and the rank of each matrix
+  exchange   M = gradient + residual; replicas average M, compressed
   keep       updates, residuals and Q, unless a gradient was not finite
   account    bytes, errors and entropies of the step, for `metrics`
 
-On pipeline stages there are two exchanges. A stage's own leaves go first, at
-the stage's own rung, as soon as its backward pass is done. The rest (tensors
-split over all stages, leaves shared by all) waits for stage 0 anyway: it
-follows at the rung of stage 0, after the first exchange, so that no stage has
-to wait for another before.
+On pipeline stages there are two exchanges. A stage's own leaves are sent first,
+at the stage's own rung, as soon as its backward pass is done. The other leaves
+(split over the stages, or shared by them) have to wait for stage 0 anyway. They
+are sent after the first exchange, at the rung of stage 0, so until then no
+stage waits for another.
 """
 
 import functools
@@ -29,7 +29,11 @@ from edgc_jax.adaptation.policy import Policy, PolicyState, Report
 from edgc_jax.comm import agreement, collectives, cpu_backend, dataflow
 from edgc_jax.compression import error_feedback, low_rank
 from edgc_jax.compression.base import Exchange, ExchangeFn, ExchangeState
-from edgc_jax.pipeline.gradients import LateUpdates, require_stages, rest_of
+from edgc_jax.pipeline.gradients import (
+  LateUpdates,
+  late_gradients,
+  require_stages,
+)
 from edgc_jax.plan import leaves as leaf_checks
 from edgc_jax.plan import plan as plans_of
 from edgc_jax.plan.ladder import warn_if_nothing_saves
@@ -60,7 +64,7 @@ def make_reducer(
     axis_name: Axis averaged over; must be bound where `update` runs.
     plan_for: From a tree of parameters or gradients to the plan.
     policy_for: From the plan of a stage's own leaves to the policy.
-    seed: Seed of the first Q and of columns drawn anew.
+    seed: Seed of the first Q, and of all random draws in the steps.
     stage_axis: Axis of the pipeline stages, None if there are none.
     exchange: Averages over the replicas.
     check_every: Steps from one comparison of the replicas to the next.
@@ -85,7 +89,7 @@ def make_reducer(
     zeros = [jnp.zeros(len(part.matrices), jnp.float32) for part in plans]
     ranks = [jnp.zeros(len(part.matrices), jnp.int32) for part in plans]
     matrices = _matrix_stats(plans, params, report, ranks, zeros)
-    # A new array for every field: one that served twice cannot be donated.
+    # A new array for every field: an array used twice cannot be donated.
     count, *counters = (jnp.zeros((), jnp.int32) for _ in range(4))
     state = ReducerState(
       count,
@@ -105,10 +109,10 @@ def make_reducer(
     **extra_args: Any,
   ) -> tuple[optax.Updates, ReducerState]:
     del extra_args
-    # Raises where the axis is unbound.
+    # Raises if the axis is not bound.
     replicas = collectives.num_devices(axis_name)
     cpu_backend.prepare()
-    plan = plan_for(updates)  # raises on leaves that are not real floating
+    plan = plan_for(updates)  # raises if a leaf is not real floating
     gradients = jax.tree.leaves(updates)
     leaf_checks.require_same_leaves(updates, state.stats.matrices.rank)
     leaf_checks.require_local(gradients, plan.leaves, axis_name)
@@ -123,7 +127,7 @@ def make_reducer(
     key = jax.random.fold_in(jax.random.key(seed), count)
     own = [gradients[i] for i in plans[0].positions]
 
-    # Choose the rung. Before it, in the first steps, compare the replicas.
+    # Choose the rung. Before that, in the first steps, compare the replicas.
     identical = state.checks.identical_steps
     compared = agreement.compare_gradients(own, identical, axis_name)
     choice = policy.choose(
@@ -133,7 +137,7 @@ def make_reducer(
       (compared.verdict, own[:1]),
     )
 
-    # Exchange the stage's own leaves, then the rest.
+    # Exchange the stage's own leaves, then all others.
     run = functools.partial(_exchange, exchange, axis_name)
     sent = dataflow.in_turn(own, choice.last)
     results = [
@@ -145,20 +149,20 @@ def make_reducer(
     rungs = [choice.rung, choice.lead_rung][: len(plans)]
     if len(plans) > 1 or late_updates is not None:
       first_is_finite = results[0].is_finite
-      rest = rest_of(
+      completed = late_gradients(
         updates, late_updates, first_is_finite, plan, axis_name, stage_axis
       )
     for i, part in enumerate(plans[1:], 1):
-      late = [rest[position] for position in part.positions]
+      late = [completed[position] for position in part.positions]
       own_key = jax.random.fold_in(key, i)
       results.append(
         run(part, rungs[i], late, factors[i], residuals[i], own_key)
       )
 
-    # Keep the results, unless some stage has a gradient that is not finite.
+    # Keep the results, unless a gradient on any stage is not finite.
     is_finite = jnp.all(jnp.stack([result.is_finite for result in results]))
-    # A step that is not finite is compared, too: a number that is not finite
-    # on one replica alone would make all skip, for ever.
+    # Non-finite steps are compared, too: if one replica alone has a non-finite
+    # parameter, all replicas skip every step until this detects it.
     is_due = (count % check_every == 0) | ~is_finite
     applied = params
     if params is None:
@@ -169,7 +173,8 @@ def make_reducer(
     ok, verdict, has_parted, stage_bytes = agreement.agree(
       is_finite, compared.verdict, parted.verdict, stage_axis
     )
-    # One exchange has zeros for what is not finite; there may be others.
+    # An exchange returns zeros if it was not finite itself; with several
+    # exchanges or stages, another one may not have been.
     is_alone = len(results) == 1 and not stage_axis
     for part, result in zip(plans, results, strict=True):
       for i, mean in zip(part.positions, result.averaged, strict=True):
@@ -187,7 +192,7 @@ def make_reducer(
 
     # Account for the bytes and errors of the step.
     measured = [_measurement(result) for result in results]
-    # The policy adds up steps, whose units differ.
+    # The policy sums over steps, whose units differ.
     squared = jnp.square(results[0].unit)
     own_measured = jax.tree.map(lambda x: x * squared, measured[0])
     control = policy.settle(choice, own_measured, ok)
@@ -264,7 +269,7 @@ def _exchange_state(
   factors: Sequence[Sequence[jax.Array]],
   residuals: Sequence[Sequence[jax.Array]],
 ) -> ExchangeState:
-  """Arranges what an exchange keeps in trees like the parameters."""
+  """Arranges factors and residuals in trees like the parameters."""
   plan = plans[0]
   return ExchangeState(
     plans_of.as_tree(plans, tree, factors) if plan.has_factors else (),
@@ -278,7 +283,7 @@ def _carried(
   """Returns Q and the residuals of each plan's compressible leaves.
 
   Raises:
-    ValueError: if an array does not have the shape that one replica has.
+    ValueError: if an array has another shape than the state of one replica.
   """
   factors = plans_of.from_tree(plans, state.factor_q)
   residuals = plans_of.from_tree(plans, state.residual)
@@ -297,7 +302,7 @@ def _masked_leaves(params: Any) -> int:
 
 
 def _measurement(result: Exchange) -> Measurement:
-  """Joins the energies of an exchange's leaves, in units of its `unit`."""
+  """Joins the energies of all matrices of an exchange, in its own unit."""
   if not result.columns:
     return Measurement(
       jnp.zeros((0,), jnp.float32), jnp.zeros((0, 0), jnp.float32)
@@ -312,7 +317,7 @@ def _measurement(result: Exchange) -> Measurement:
 def _energies(
   results: Sequence[Exchange], measured: Sequence[Measurement]
 ) -> dict[str, jax.Array]:
-  """Adds up energies over all exchanges, in a common unit."""
+  """Sums energies over all exchanges, in their largest unit squared."""
   unit = jnp.max(jnp.stack([result.unit for result in results]))
 
   def total(squares: Sequence[Sequence[jax.Array]]) -> jax.Array:
@@ -356,4 +361,5 @@ def _matrix_stats(
 
 
 def _by_rung(table: np.ndarray, rung: jax.Array) -> jax.Array:
+  """Returns the row of a static table at a traced rung."""
   return jnp.asarray(table)[rung]

@@ -1,9 +1,9 @@
-"""Gradient transformations that compress entry by entry.
+"""Defines reducers that compress entry by entry: the baselines of `edgc`.
 
-topk, randomk, quantize and signsgd take *local* gradients and return their
-mean over the replicas, as `powersgd` and `edgc` do, and come first in an optax
-chain. Leaves of fewer than `min_size` entries, and those that are no matrices
-(`matrix_view`), travel dense.
+`topk`, `randomk`, `quantize` and `signsgd` take *local* gradients and return
+their mean over the replicas, as `powersgd` and `edgc` do, and come first in an
+optax chain. Leaves of fewer than `min_size` entries, and leaves without
+matrices (`matrix_view` returns None), are sent dense.
 """
 
 import functools
@@ -17,8 +17,8 @@ from edgc_jax.comm.agreement import CHECK_EVERY
 from edgc_jax.comm.codes import Blockwise, Signs
 from edgc_jax.compression import entrywise
 from edgc_jax.compression.entrywise import (
-  Coded,
   Compressor,
+  Encoded,
   EntrywisePlan,
   RandomK,
   TopK,
@@ -50,18 +50,18 @@ def topk(
     k = max(1, round(density n)),    sent_i = the k largest |M_i| of n entries,
     update = mean_i sent_i,          residual_i = M_i - sent_i
 
-  Wire, N replicas: 4 N k bytes for each tensor, as values and int32 indices
-  are gathered (half of 8 N k, as an all-gather is half an all-reduce). That
-  grows with N: at N density = 1 it is as much as dense.
+  Wire, N replicas: 4 N k bytes for each tensor, since values and int32 indices
+  are gathered (half of 8 N k: an all-gather counts as half an all-reduce). It
+  grows with N: at N density = 1 it equals dense.
 
   Args:
-    density: Share of the entries sent, in (0, 1].
+    density: Share of the entries that is sent, in (0, 1].
     axis_name: Axis averaged over; must be bound where `update` runs.
     stages: Pipeline stages; None if every device holds the whole model.
-    sample_rate: Share of the entries of which a threshold is found, instead
-      of the exact k-th largest; quicker on large tensors. None is exact.
-    min_size: Leaves of fewer entries travel dense.
-    matrix_view: From a leaf's path and shape to (count, rows, cols), or None
+    sample_rate: Share of the entries that is sampled to estimate a threshold;
+      faster on large tensors than the exact k-th largest. None is exact.
+    min_size: Leaves of fewer entries are sent dense.
+    matrix_view: Maps a leaf's path and shape to (count, rows, cols), or to None
       for dense; by default `edgc_jax.trailing_matrix`.
     check_every: As for `edgc`.
 
@@ -73,9 +73,9 @@ def topk(
     ValueError: if an argument is out of range.
 
   References:
-    Stich et al. 2018, arXiv:1809.07599; the sampled threshold: Lin et al.
-    2018, arXiv:1712.01887, without their momentum correction, since momentum
-    is the optimiser's here.
+    Stich et al. 2018, arXiv:1809.07599. The sampled threshold is from Lin et
+    al. 2018, arXiv:1712.01887; their momentum correction is left out, since
+    momentum belongs to the optimiser here.
 
   >>> tx = optax.chain(topk(density=0.01), optax.adam(1e-3))
   """
@@ -106,21 +106,23 @@ def randomk(
 ) -> optax.GradientTransformationExtraArgs:
   """Averages random entries of every tensor, the same on all replicas.
 
-  k = max(1, round(density n)) of n entries, one out of each of k runs of equal
-  length (up to one entry), drawn anew in each step:
+  A tensor of n entries is cut into k = max(1, round(density n)) runs of equal
+  length, up to one entry. At each step one entry of each run is drawn:
 
-    with error feedback     update = mean_i M_i there, 0 elsewhere
-    without                 update = (length of the run) times that, unbiased
+    with error feedback   update = mean_i M_i at these entries, 0 elsewhere
+    without               update = mean_i M_i times the length of the run at
+                          these entries, 0 elsewhere: unbiased
 
-  Wire: 4 k bytes for each tensor, one all-reduce.
+  Wire: 4 k bytes for each tensor, in one all-reduce.
 
   Args:
-    density: Share of the entries sent, in (0, 1].
+    density: Share of the entries that is sent, in (0, 1].
     axis_name: Axis averaged over; must be bound where `update` runs.
-    error_feedback: Whether what was not sent is added to the next gradient.
-      Without it `relative_error` tells at most 1, and may be more.
+    error_feedback: Whether entries that were not sent are added to the next
+      gradient. Without it the true error may exceed 1, but `relative_error` is
+      at most 1.
     stages: Pipeline stages; None if every device holds the whole model.
-    min_size: Leaves of fewer entries travel dense.
+    min_size: Leaves of fewer entries are sent dense.
     matrix_view: As for `topk`.
     seed: Seed of the entries.
     check_every: As for `edgc`.
@@ -133,7 +135,8 @@ def randomk(
     ValueError: if an argument is out of range.
 
   References:
-    Stich et al. 2018, arXiv:1809.07599; they draw entries of the whole tensor.
+    Stich et al. 2018, arXiv:1809.07599. Departure: the paper draws entries
+    from the whole tensor, not from runs.
 
   >>> tx = optax.chain(randomk(density=0.1), optax.adam(1e-3))
   """
@@ -163,26 +166,27 @@ def quantize(
   seed: int = 714,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
-  """Averages integers of 8 or 4 bits, with a scale for every block.
+  """Averages gradients as integers of 8 or 4 bits, with a scale per block.
 
   An entry x of a block with largest magnitude s becomes, L = 2^(bits-1) - 1,
 
     q = floor(L x / s + u),   u uniform in [0, 1),   E q s / L = x
 
-  Parts are exchanged, summed in float32, coded again, and gathered; both
-  codings are unbiased, and so is the update.
+  Each replica receives one part of all gradients, sums it in float32, and
+  quantises the mean again, which all gather. Both roundings are unbiased, and
+  so is the update.
 
   Wire: (bits / 8 + 4 / block) bytes an entry. Memory: several float32 copies
-  of the gradient while it travels.
+  of the gradient during the exchange.
 
   Args:
     bits: 8 or 4.
     axis_name: Axis averaged over; must be bound where `update` runs.
     block: Entries that share a scale; even.
-    error_feedback: Whether what rounding changed goes on with the next
-      gradient. Unbiased rounding needs none.
+    error_feedback: Whether rounding errors are added to the next gradient.
+      Unbiased rounding does not need it.
     stages: Pipeline stages; None if every device holds the whole model.
-    min_size: Leaves of fewer entries travel dense.
+    min_size: Leaves of fewer entries are sent dense.
     matrix_view: As for `topk`.
     seed: Seed of the rounding.
     check_every: As for `edgc`.
@@ -195,8 +199,8 @@ def quantize(
     ValueError: if an argument is out of range.
 
   References:
-    QSGD, Alistarh et al. 2017, arXiv:1610.02132, with the largest magnitude
-    for the norm, and without its entropy coding.
+    QSGD, Alistarh et al. 2017, arXiv:1610.02132. Departures: blocks are scaled
+    by the largest magnitude instead of the norm, without entropy coding.
 
   >>> tx = optax.chain(quantize(bits=4), optax.adam(1e-3))
   """
@@ -208,7 +212,7 @@ def quantize(
   validation.require(block % 2 == 0, "block", block, "even", "use 256")
   validation.require_flag("error_feedback", error_feedback)
   return _make(
-    Coded(Blockwise(bits, block)),
+    Encoded(Blockwise(bits, block)),
     axis_name,
     error_feedback=error_feedback,
     stages=stages,
@@ -228,12 +232,12 @@ def signsgd(
   matrix_view: ViewFn | None = None,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
-  """Averages signs with a scale for every block, with error feedback.
+  """Averages gradients as signs with a scale per block, with error feedback.
 
     sent = mean |x| over the block times sign(x)
 
-  coded so twice, on the way to where a part is summed and from there to all;
-  what either loses is in the residuals.
+  Values are encoded twice: on the way to the replica that sums a part, and on
+  the way back to all. Residuals keep both errors.
 
   Wire: (1 / 8 + 4 / block) bytes an entry.
 
@@ -241,7 +245,7 @@ def signsgd(
     axis_name: Axis averaged over; must be bound where `update` runs.
     block: Entries that share a scale; a multiple of 8.
     stages: Pipeline stages; None if every device holds the whole model.
-    min_size: Leaves of fewer entries travel dense.
+    min_size: Leaves of fewer entries are sent dense.
     matrix_view: As for `topk`.
     check_every: As for `edgc`.
 
@@ -253,8 +257,9 @@ def signsgd(
     ValueError: if an argument is out of range.
 
   References:
-    EF-SignSGD, Karimireddy et al. 2019, arXiv:1901.09847, which has one scale
-    a tensor; the two codings are those of 1-bit Adam, arXiv:2102.02888.
+    EF-SignSGD, Karimireddy et al. 2019, arXiv:1901.09847. Departures: one scale
+    per block instead of one per tensor; values are encoded twice, as in 1-bit
+    Adam, arXiv:2102.02888.
 
   >>> tx = optax.chain(signsgd(), optax.sgd(1e-2))
   """
@@ -263,7 +268,7 @@ def signsgd(
     block % 8 == 0, "block", block, "a multiple of 8", "use 256"
   )
   return _make(
-    Coded(Signs(block)),
+    Encoded(Signs(block)),
     axis_name,
     error_feedback=True,
     stages=stages,
@@ -284,7 +289,7 @@ def _make(
   check_every: int,
   seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  """A reducer of entries."""
+  """Builds a reducer from a compressor; arguments as for `topk`."""
   validation.require_int("min_size", min_size, 1)
   kind: Any = functools.partial(
     EntrywisePlan,

@@ -1,4 +1,4 @@
-"""The gradient transformation whose rank follows the entropy: edgc."""
+"""Defines `edgc`, the reducer whose rank follows the gradients' entropy."""
 
 import dataclasses
 from typing import Any
@@ -45,88 +45,91 @@ def edgc(
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients through factors whose rank follows their entropy.
 
-  Every window, the mean of sampled gradient entropies H is compared with
-  H_ref, the mean of the last window of a warm-up. The rank r becomes the one
-  at which the model expects the same absolute error:
+  At the end of every window, the mean H of the sampled gradient entropies is
+  compared with H_ref, the mean of the last window of the warm-up. The next rank
+  r is the rank at which the model expects the same absolute error as then:
 
     T(r) = e^(exponent (H_ref - H)) T(rank_max)
 
-  with T the energy fraction lost by rank-r approximation of a random matrix
-  (`adaptation.error_model`). The exchange at a rank is the one of `powersgd`;
-  the residual is kept over all rank changes. The rank is chosen in the graph:
-  one program is compiled, and at each step it sends the bytes of the rank in
-  use.
+  with T the share of energy that the best approximation of rank r loses of a
+  random matrix (`adaptation.error_model`). The exchange at a rank is the
+  exchange of `powersgd`; residuals are kept over all changes of the rank. The
+  rank is chosen in the graph: one program is compiled, and at each step it
+  sends only the bytes of the rank in use.
 
-  On pipeline stages (`stages`) every stage has an entropy, a controller and a
-  rank of its own for its own leaves. Stage 0 ends its backward pass last and
-  follows the rule. Aligned by slack, stage s takes the largest rank whose
-  modelled all-reduce ends no later than the one of stage 0:
+  On pipeline stages (`stages`) every stage has its own entropy, controller and
+  rank for its own leaves. Stage 0 ends its backward pass last and follows the
+  rule. Aligned by slack, stage s takes the largest rank whose modelled
+  all-reduce, which takes t(r_s) seconds, ends no later than stage 0's:
 
-    T(r_s) <= T(r_0) + s backward_seconds,   or dense, if that fits
+    t(r_s) <= t(r_0) + s backward_seconds,   or dense, if that fits
 
-  Leaves split over all stages are exchanged at the rank of stage 0, shared
-  ones dense, both in a second exchange after the first. For their gradients to
-  be computed after the first, too, give `update` the function
+  A second exchange sends leaves that are split over the stages, at the rank of
+  stage 0, and shared leaves, dense. To compute their gradients after the first
+  exchange, too, pass `update` a function
 
-    late_updates(after)   a tree like `updates`, with the late ones in place
+    late_updates(after)   returns a tree like `updates`, completed
 
-  where `after(x)` is x, but not before this stage's own leaves are exchanged.
+  in which `after(x)` returns x with a data dependency on the exchange of this
+  stage's own leaves.
 
-  Wire: as `powersgd` at the rank in use, or dense; entropy samples add a few
-  values per matrix, once in 1 / step_rate steps. Over stages: 12 bytes a step,
-  and 8 a window.
+  Wire: as `powersgd` at the rank in use, or dense. Entropy samples add a few
+  values per matrix, once in 1 / step_rate steps. Over stages: 12 bytes per
+  step, and 8 per window.
 
   Args:
     axis_name: Axis averaged over; must be bound where `update` runs.
     rank_max: Largest rank, and the rank of the first window after warm-up.
       None is 32, or with a `link` the largest rank that is no slower than dense
-      (`plan.ladder.rank_ceiling`), at most 16 ranks then being spread below it.
-      Ranks at which no leaf would be compressed are left out of the ladder.
-    rank_min: Smallest rank; None is a quarter of rank_max, rounded down to
-      `rule.rank_multiple`.
-    total_steps: Steps of the run, if known: sets the window, the warm-up and
-      the sampling in proportion, where these are not given.
+      (`plan.ladder.rank_ceiling`); the ladder then has at most 16 ranks. It
+      leaves out ranks at which no leaf would be compressed.
+    rank_min: Smallest rank; None is a quarter of rank_max, rounded down to a
+      multiple of `rule.rank_multiple`.
+    total_steps: Steps of the run, if known. Window, warm-up and sampling follow
+      from it, unless they are given.
     window: Steps between two choices of the rank. None is a fortieth of
       `total_steps`, at most 1000; 1000 if that is not given.
-    warmup_steps: First steps, before the rule, rounded up to whole windows,
+    warmup_steps: Steps before the rule applies, rounded up to whole windows,
       at least one. None is a tenth of `total_steps`, or 1000.
     min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
     wire_dtype: As for `powersgd`.
-    matrix_view: From a leaf's path and shape to (count, rows, cols), or None
+    matrix_view: Maps a leaf's path and shape to (count, rows, cols), or to None
       for dense; by default `edgc_jax.trailing_matrix`.
     link: Time of an all-reduce over the replicas, measured (`measure_link`)
-      or given by hand; slack needs it.
-    compression: Time of computing an exchange (`measure_compression`); None
-      is no time.
+      or given by hand; needed for alignment by slack.
+    compression: Time to compute an exchange (`measure_compression`); None
+      counts no time.
     sampling: Steps and entries whose entropy is sampled. None is `Sampling()`,
       or `Sampling.for_window` if `total_steps` is given.
     rule: How the rank follows the entropy.
     allocation: How matrices share the bytes that a rank allows.
     stages: Pipeline stages; None if every device holds the whole model.
     seed: Seed of the first factors.
-    check_every: Steps from one comparison of the replicas to the next: of
-      parameters, or of updates if `update` is not given parameters, up to
-      rounding. 40 bytes; `metrics` counts the comparisons that found replicas
-      apart.
+    check_every: Steps between two comparisons of the replicas: of their
+      parameters, or of their updates if `update` is not given parameters, up to
+      rounding. 40 bytes for up to 32 leaves; `metrics` counts the comparisons
+      that found diverged replicas.
 
   Returns:
     A gradient transformation, from local gradients to their mean. A step in
     which any replica or stage has a non-finite gradient returns zeros and
-    leaves residual and Q as they were.
+    leaves residuals and Q unchanged.
 
   Raises:
     TypeError: if an argument that decides shapes is not a Python number.
-    ValueError: if an argument is out of range, or slack lacks its times.
+    ValueError: if an argument is out of range, or the times are missing that
+      alignment by slack needs.
 
   Warns:
-    RuntimeWarning: if on this link dense is faster at every rank, and used.
+    RuntimeWarning: if dense is no slower than any rank on this link; gradients
+      are then sent dense.
 
   References:
-    EDGC, arXiv:2511.10333. Differences: the entropy is the entropy of the local
-    gradient all through training and is differential; g is the square root
-    of T from the Marchenko-Pastur law instead of a Monte Carlo estimate; the
-    reference stays fixed; ranks of stages are rounded down, so that none ends
-    after stage 0, which rounding up does. See docs/algorithm.md.
+    EDGC, arXiv:2511.10333. Departures: the entropy is differential, and always
+    of the local gradient; g is the square root of T from the Marchenko-Pastur
+    law instead of a Monte Carlo estimate; the reference stays fixed; ranks of
+    stages are rounded down, so that no stage ends after stage 0 (rounding up
+    lets them). See docs/algorithm.md.
 
   >>> tx = optax.chain(edgc(total_steps=400), optax.adamw(3e-4))
   """
@@ -182,7 +185,7 @@ def edgc(
 
 
 def _require_times(link: LinkModel | None, stages: Stages) -> None:
-  """Raises unless there are times to align stages by."""
+  """Raises unless the times are given that alignment by slack needs."""
   for name, value, measure in (
     ("link", link, "measure_link"),
     ("backward_seconds", stages.backward_seconds, "measure_backward"),

@@ -1,8 +1,8 @@
-"""Gradient transformations that do the all-reduce: powersgd and allreduce.
+"""Defines `powersgd` and `allreduce`, reducers with a given rank.
 
-They take *local* gradients and return their mean over the replicas, so they
-come first in an optax chain: clipping and Adam then see the mean. Use them
-wherever the axis name is bound, under `jax.pmap` or `jax.shard_map`.
+A reducer takes *local* gradients and returns their mean over the replicas, so
+it comes first in an optax chain: clipping and Adam then see the mean. Call
+`update` where the axis is bound, inside `jax.pmap` or `jax.shard_map`.
 """
 
 from collections.abc import Mapping
@@ -28,18 +28,19 @@ def allreduce(
   stages: Stages | None = None,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
-  """Averages gradients over replicas, dense: the baseline.
+  """Averages gradients over replicas without compression: the baseline.
 
-  Wire: every value once, in one all-reduce of float32. With
+  Wire: 4 bytes a value, in one all-reduce of float32. With
   `wire_dtype="bfloat16"`, the baseline to beat, matrices take 2 bytes a value,
   in an all-to-all and an all-gather.
 
   Args:
     axis_name: Axis averaged over; must be bound where `update` runs.
-    wire_dtype: "float32"; "bfloat16", as integers of 16 bits, summed in
-      float32 on every platform and rounded in both directions, without error
-      feedback; or "native_bfloat16", summed as the platform does it (XLA's CPU
-      backend widens it and saves nothing). Vectors are sent as float32.
+    wire_dtype: "float32"; "bfloat16", sent as 16-bit integers, summed in
+      float32 on every platform, and rounded in both directions without error
+      feedback; or "native_bfloat16", summed by the platform's own all-reduce
+      (XLA's CPU backend widens it and saves nothing). Vectors are always sent
+      as float32.
     matrix_view: As for `edgc`; leaves without a view are vectors.
     stages: Pipeline stages; None if every device holds the whole model.
     check_every: As for `edgc`.
@@ -83,24 +84,25 @@ def powersgd(
 
   For every matrix M [m, n] = gradient + residual:
 
-    P = orth(mean M Q), Q_i = M_i^T P, Q' = mean Q_i, update = P Q'^T,
-    residual' = M - P Q_i^T
+    P = orth(mean_i M_i Q),   Q_i = M_i^T P,   Q' = mean_i Q_i,
+    update = P Q'^T,          residual_i' = M_i - P Q_i^T
 
   Wire: r (m + n) + 17 values instead of m n, in two all-reduces. Vectors, and
   matrices that save less than `min_ratio`, are sent dense with the second.
 
   Args:
-    rank: Columns of the factors, clipped to the smaller side of a matrix; or
-      a schedule {first step: rank} that starts at step 0, with 0 for dense.
+    rank: Columns of the factors, at most the smaller side of a matrix; or a
+      schedule {first step: rank} that starts at step 0, with 0 for dense.
     axis_name: Axis averaged over; must be bound where `update` runs.
-    warmup_steps: First steps sent dense.
+    warmup_steps: Number of first steps that send dense gradients.
     min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
-    wire_dtype: "float32"; "bfloat16", as integers, summed in float32, the
-      rounding errors kept as error feedback; or "native_bfloat16", summed as
-      the platform does it (XLA's CPU backend widens it and saves nothing),
-      where the rounding errors of the sum are lost. Leaves without a residual,
-      vectors and matrices that are never compressed, are sent as float32.
-    matrix_view: From a leaf's path and shape to (count, rows, cols), or None
+    wire_dtype: "float32"; "bfloat16", sent as integers and summed in float32,
+      with residuals that keep the rounding errors; or "native_bfloat16", summed
+      by the platform's own all-reduce (XLA's CPU backend widens it and saves
+      nothing), which loses the rounding errors of the sum. Leaves without a
+      residual, which are vectors and matrices that are never compressed, are
+      sent as float32.
+    matrix_view: Maps a leaf's path and shape to (count, rows, cols), or to None
       for dense; by default `edgc_jax.trailing_matrix`.
     stages: Pipeline stages; None if every device holds the whole model.
     seed: Seed of the first factors.
@@ -114,8 +116,8 @@ def powersgd(
     ValueError: if an argument is out of range.
 
   References:
-    Vogels et al. 2019, Algorithms 1 and 2, arXiv:1905.13727;
-    `compression.low_rank` names the differences.
+    Vogels et al. 2019, Algorithms 1 and 2, arXiv:1905.13727; the departures
+    are listed in `compression.low_rank`.
 
   >>> tx = optax.chain(powersgd(rank=4), optax.adam(1e-3))
   """
@@ -131,7 +133,7 @@ def powersgd(
     return make_plan(tree, ladder, min_ratio, view, placement, code=code)
 
   def policy_for(plan: Plan) -> FixedPolicy:
-    # A rank that is not in the ladder compresses nothing: it is dense.
+    # A rank that the plan has dropped would compress nothing: it is dense.
     rungs = {rank: rung for rung, rank in enumerate(plan.ladder)}
     return FixedPolicy({step: rungs.get(r, 0) for step, r in schedule.items()})
 
@@ -148,7 +150,12 @@ def powersgd(
 def _schedule(
   rank: int | Mapping[int, int], warmup_steps: int
 ) -> dict[int, int]:
-  """{first step: rank} with a dense warm-up before it."""
+  """Returns {first step: rank}, with 0 for the steps of a dense warm-up.
+
+  Raises:
+    TypeError: if a step or a rank is not a Python integer.
+    ValueError: if one is out of range, or the schedule has no rank at step 0.
+  """
   if not isinstance(rank, Mapping):
     validation.require_int("rank", rank, 1)
     rank = {0: rank}
@@ -159,7 +166,7 @@ def _schedule(
     0 in rank and any(rank.values()),
     "rank",
     dict(rank),
-    "a rank from step 0 on, and not always 0",
+    "a rank from step 0 on, and not 0 at all steps",
     "add an entry {0: rank}, or use allreduce for dense",
   )
   validation.require_int("warmup_steps", warmup_steps, 0)

@@ -1,8 +1,9 @@
-"""Wrappers that know about collectives: accumulate and skip_nonfinite.
+"""Wraps chains that communicate: `accumulate` and `skip_nonfinite`.
 
-optax's own wrappers decide per replica, which deadlocks or wastes bytes when
-the wrapped transformation communicates. These decide together. `after_update`
-keeps other collectives of a step apart from those of a reducer.
+optax's own wrappers decide separately on each replica, which deadlocks or
+wastes bytes if the wrapped chain has collectives. With these wrappers all
+replicas decide the same. `after_update` orders other collectives of a step
+after the collectives of a reducer.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from edgc_jax.state.metrics import Checks, SkipStats, find
 
 
 class SkipNonfiniteState(NamedTuple):
-  """State of `skip_nonfinite`."""
+  """State of `skip_nonfinite`: its counters, and the state of the chain."""
 
   stats: SkipStats
   inner_state: Any
@@ -28,11 +29,11 @@ class SkipNonfiniteState(NamedTuple):
 def accumulate(
   tx: optax.GradientTransformation, every: int
 ) -> optax.GradientTransformationExtraArgs:
-  """Means gradients over `every` calls, then updates once.
+  """Averages gradients over `every` calls, then applies one update.
 
-  Nothing travels in the calls between: a local float32 mean is kept, and the
-  wrapped chain, its collectives included, runs at every `every`-th call. The
-  others return zeros. (`optax.MultiSteps` runs it at each.)
+  The calls in between send nothing: they add to a local float32 mean, and
+  return zeros. The wrapped chain with its collectives runs only at every
+  `every`-th call. (`optax.MultiSteps` runs it at each call.)
 
   Args:
     tx: The chain to wrap, reducer first.
@@ -42,7 +43,7 @@ def accumulate(
     A gradient transformation.
 
   Raises:
-    ValueError: if `every` is below 1.
+    ValueError: if `every` is below 1; in `update`, if `late_updates` is given.
 
   >>> tx = accumulate(optax.sgd(1.0), every=4)
   """
@@ -50,7 +51,7 @@ def accumulate(
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: optax.Params) -> AccumulateState:
-    # The leading axis lets scalars be sharded over replicas like the rest.
+    # With a leading axis, scalars can be sharded over replicas, too.
     zeros = jax.tree.map(
       lambda p: jnp.zeros((1, *jnp.shape(p)), jnp.float32), params
     )
@@ -66,9 +67,10 @@ def accumulate(
       extra_args.get("late_updates") is None,
       "late_updates",
       extra_args.get("late_updates"),
-      "None under `accumulate`, which would see those of the last call only",
+      "None under `accumulate`, which would read it at the last call only",
       "accumulate in the pipeline, with more microbatches",
     )
+    # mean over calls = sum of gradient / every
     total = jax.tree.map(
       lambda a, g: a + g.astype(jnp.float32) / every, state.accumulated, updates
     )
@@ -100,27 +102,28 @@ def skip_nonfinite(
   axis_name: str | tuple[str, ...] = "data",
   max_consecutive: int = 10,
 ) -> optax.GradientTransformationExtraArgs:
-  """Skips, on all replicas together, steps with a non-finite gradient.
+  """Skips steps with a non-finite gradient, on all replicas together.
 
-  A gradient is looked at before and after the exchange. The replicas agree (4
-  bytes on the wire) when all else has been sent; a skipped step returns zeros
-  and leaves the state of the whole wrapped chain, Adam's moments and counters
-  included, bit for bit as it was, but for the count of steps at which replicas
-  had parted. `edgc_jax.metrics` counts the skips and
-  warns after `max_consecutive` in a row; the rest of what it shows is then
-  that of the step before.
+  Gradients are checked before and after the exchange. A skipped step returns
+  zeros and leaves the state of the whole wrapped chain unchanged, bit for bit,
+  including Adam's moments and all counters except `parted_steps`.
+  `edgc_jax.metrics` counts the skips, and warns after `max_consecutive` in a
+  row; its other statistics are then from the step before.
+
+  Wire: 4 bytes, after all other collectives of the update.
 
   Args:
     tx: The chain to wrap, reducer first.
     axis_name: Axis over which replicas agree; with pipeline stages both axes,
       ("data", "stage").
-    max_consecutive: Skips in a row from which on `metrics` warns.
+    max_consecutive: Number of skips in a row from which `metrics` warns.
 
   Returns:
     A gradient transformation.
 
   Raises:
-    ValueError: if `max_consecutive` is below 1.
+    ValueError: if `max_consecutive` is below 1; in `update`, if an axis is not
+      bound, or gradients vary over an axis that `axis_name` does not name.
 
   >>> tx = skip_nonfinite(optax.chain(optax.adam(1e-3)), "data")
   """
@@ -143,15 +146,16 @@ def skip_nonfinite(
     **extra_args: Any,
   ) -> tuple[optax.Updates, SkipNonfiniteState]:
     for name in axes:
-      collectives.num_devices(name)  # raises where the axis is unbound
-    # Always run: a branch would have to hold the chain's collectives, and its
-    # two sides types that agree. What it made of bad gradients is dropped.
+      collectives.num_devices(name)  # raises if the axis is not bound
+    # The chain always runs: a branch would have to contain its collectives, and
+    # return the same types on both sides. If the step is skipped, its results
+    # are dropped.
     averaged, inner_state = tx.update(
       updates, state.inner_state, params, **extra_args
     )
     finite = [dataflow.all_finite(updates)]
-    # Whether a reducer inside skipped the step depends on all its exchanges,
-    # so that agreeing comes last and makes no stage wait for another before.
+    # Whether a reducer skipped the step depends on all its exchanges, so
+    # replicas agree last, and until then no stage waits for another.
     before, after = (
       [checks.skipped_steps for checks in find(tree, Checks)]
       for tree in (state.inner_state, inner_state)
@@ -166,8 +170,8 @@ def skip_nonfinite(
       not (left := varying_axes(ok)),
       "axis_name",
       axis_name,
-      f"all axes that gradients vary over (those left are {left})",
-      "name them all, or stages decide differently",
+      f"all axes that gradients vary over ({left} are missing)",
+      "name all of them, or stages decide differently",
     )
     parted = [checks.parted_steps for checks in seen]
     averaged, inner_state = jax.tree.map(
@@ -175,7 +179,7 @@ def skip_nonfinite(
       (averaged, inner_state),
       (jax.tree.map(jnp.zeros_like, averaged), state.inner_state),
     )
-    # That replicas have parted may be why all skip.
+    # Diverged replicas may be the reason for the skips, so their count stays.
     is_checks = lambda x: isinstance(x, Checks)  # noqa: E731
     counts = iter(parted)
     inner_state = jax.tree.map(
@@ -196,24 +200,25 @@ def skip_nonfinite(
 
 
 def after_update(tree: Any, opt_state: optax.OptState) -> Any:
-  """A tree as it is, to be had once a reducer's update is done.
+  """Returns `tree` unchanged, with a data dependency on a reducer's update.
 
-  For a collective of your own beside `update`, the mean of a loss say. On CPUs
-  XLA may start one that needs nothing of the update while those inside it are
-  under way, on one device sooner than on another, and the values of the two
-  are mixed up (`docs/design.md`). It is needed on CPU devices only; elsewhere
-  nothing is done, and nothing travels for it anywhere. Collectives that the
-  gradients need, as inside a loss, come before the update by themselves.
+  Use it before other collectives of a step, such as the mean of a loss. On
+  CPUs, XLA may start a collective that does not depend on the update during the
+  collectives of the update, earlier on one device than on another, and mix up
+  their values (`docs/design.md`). Only CPU devices need it; on others it does
+  nothing. It sends nothing. Collectives that the gradients depend on, as inside
+  a loss, run before the update anyway.
 
   Args:
-    tree: What you are about to average, a loss say.
-    opt_state: What `update` returned, inside the same `shard_map` or `pmap`.
+    tree: The arrays to average, such as a loss.
+    opt_state: The state that `update` returned, in the same `shard_map` or
+      `pmap`.
 
   Returns:
-    The tree, the same values.
+    The same tree.
 
   Raises:
-    ValueError: if no reducer's state is in `opt_state`.
+    ValueError: if `opt_state` holds no reducer's state.
 
   >>> def mean_loss(loss, opt_state):
   ...   return jax.lax.pmean(after_update(loss, opt_state), "data")
@@ -223,7 +228,7 @@ def after_update(tree: Any, opt_state: optax.OptState) -> Any:
     bool(found),
     "opt_state",
     type(opt_state),
-    "a state with that of a reducer in it",
-    "pass what `update` of a chain with edgc() returned",
+    "a state with a reducer's state in it",
+    "pass the state that `update` of a chain with edgc() returned",
   )
   return dataflow.in_turn(tree, found)

@@ -1,4 +1,4 @@
-"""The state of a reducer, and its form on pipeline stages."""
+"""States that are sharded over a mesh: of a reducer, and of `accumulate`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,10 +13,10 @@ from edgc_jax.state.metrics import Checks, Stats
 
 
 class ReducerState(NamedTuple):
-  """State of a reducer; controller and allocator are empty where there is none.
+  """State of a reducer; `controller` and `allocator` are () if it has none.
 
-  On pipeline stages both, but for `lead_rung`, and the statistics have an axis
-  of one for the stage in front.
+  On pipeline stages the controller (except `lead_rung`), the allocator and the
+  statistics have a leading axis of size one for the stage.
   """
 
   count: jax.Array  # int32 [], steps done
@@ -28,9 +28,12 @@ class ReducerState(NamedTuple):
 
 
 def stacked(state: ReducerState, stage_axis: str | None = None) -> ReducerState:
-  """With an axis of one for the stage before what differs by stage.
+  """Adds the leading axis of stages to the parts that differ by stage.
 
-  Where the axis is bound all of it is typed so, whether it differs or not.
+  Args:
+    state: The state of one stage, as the reducer computes with it.
+    stage_axis: The axis of the stages if it is bound: the parts are then typed
+      as varying over it, even if their values do not.
   """
   state = _by_stage(lambda x: x[None], state)
   if stage_axis is None:
@@ -39,10 +42,12 @@ def stacked(state: ReducerState, stage_axis: str | None = None) -> ReducerState:
 
 
 def unstacked(state: ReducerState) -> ReducerState:
+  """Removes the axis that `stacked` added."""
   return _by_stage(lambda x: x[0], state)
 
 
 def _by_stage(fn: Callable, state: ReducerState) -> ReducerState:
+  """Applies `fn` to all arrays that differ by stage."""
   controller = state.controller
   if controller:
     lead_rung = controller.lead_rung
@@ -56,8 +61,8 @@ def _by_stage(fn: Callable, state: ReducerState) -> ReducerState:
 
 
 class AccumulateState(NamedTuple):
-  """State of `accumulate`."""
+  """State of `edgc_jax.accumulate`."""
 
   mini_step: jax.Array  # int32 [], calls since the last exchange
-  accumulated: Any  # float32, a leading axis of 1 per leaf; per replica
+  accumulated: Any  # float32, [1, *shape] for each leaf; local to a replica
   inner_state: Any

@@ -1,8 +1,8 @@
-"""The state of one number of replicas as that of another.
+"""Adapts a state to a change: of replicas, batch size, or gradient scale.
 
-What all replicas hold alike needs nothing. What each holds for itself is error
-feedback, and of that the mean over replicas is what later updates are made
-of: it stays.
+Most of a reducer's state is equal on all replicas. The exceptions are residuals
+and accumulated gradients, which are local. Later updates depend on their mean
+over replicas, so `resize_replicas` preserves the mean.
 """
 
 import math
@@ -28,34 +28,35 @@ def resize_replicas(
   *,
   stages: int | None = None,
 ) -> Any:
-  """An optimiser state of `old` replicas, cut for `new` of them.
+  """Converts an optimiser state of `old` replicas to `new` replicas.
 
-  Of every array [S old m, ...] that differs by replica the parts [m, ...] are
-  copied where `new` is a multiple of `old`, averaged in groups where it
-  divides it, and replaced by their mean otherwise. In each case
+  An array [S old m, ...] that differs by replica has one part [m, ...] for each
+  replica of each of S stages. If `new` is a multiple of `old`, parts are
+  copied; if `new` divides `old`, parts are averaged in groups; otherwise all
+  parts become their mean. In each case
 
     mean over new replicas = mean over old replicas,
 
-  so that a compressor which depends on the mean alone goes on as if nothing
-  had happened. What set replicas apart is lost where they are averaged.
+  so a compressor that depends only on the mean continues as if nothing had
+  happened. Averaging loses the differences between replicas.
 
   Args:
-    opt_state: Global arrays, as under `jax.shard_map`, or those of `jax.pmap`,
+    opt_state: Global arrays, as under `jax.shard_map`, or arrays of `jax.pmap`,
       all with a first axis of replicas; fetched to the host.
-    specs: Those of `state_specs`.
-    old: Replicas of the state. Arrays do not tell: a wrong number gives a
-      wrong state.
-    new: Replicas it is for.
+    specs: PartitionSpecs of the state, from `state_specs`.
+    old: Number of replicas of the state. It cannot be read from the arrays: a
+      wrong number gives a wrong state.
+    new: Number of replicas to convert to.
     axis_name: The mesh axis of the replicas, or a tuple of axes.
-    stages: Pipeline stages, the same before and after; needed where `specs`
-      shard arrays over them, too.
+    stages: Number of pipeline stages, the same before and after; needed if
+      `specs` shard arrays over stages, too.
 
   Returns:
     The state, with NumPy arrays where replicas differ.
 
   Raises:
     ValueError: if `old`, `new` or `stages` is below 1, `stages` is needed
-      and not given, or an array cannot be of so many replicas.
+      and not given, or the shape of an array does not fit `old`.
 
   >>> parts = np.array([1.0, 3.0, 5.0, 7.0])
   >>> resize_replicas(parts, PartitionSpec("data"), 4, 2)
@@ -89,8 +90,8 @@ def resize_replicas(
       len(x) % math.prod(lead) == 0,
       "old",
       old,
-      f"the replicas of a state with an array of shape {x.shape}",
-      "pass how many it was made on, and its stages",
+      f"the number of replicas of a state with an array of shape {x.shape}",
+      "pass the numbers of replicas and stages that it was made for",
     )
     parts = x.reshape(*lead, -1, *x.shape[1:])
     return _resized(parts, new).reshape(-1, *x.shape[1:])
@@ -99,37 +100,46 @@ def resize_replicas(
 
 
 def _restacked(x: Any, old: int, new: int) -> np.ndarray:
-  """What pmap's replicas hold alike, [old, ...], for another number of them."""
+  """Converts an array that is equal on all replicas of `pmap`, [old, ...].
+
+  Returns:
+    The first replica's part, repeated: [new, ...].
+
+  Raises:
+    ValueError: if the first axis is not `old`.
+  """
   x = np.asarray(x)
   validation.require(
     x.shape[:1] == (old,),
     "old",
     old,
-    f"the replicas of a pmapped state with an array of shape {x.shape}",
-    "pass how many it was made on",
+    f"the number of replicas of a pmap state, with an array of shape {x.shape}",
+    "pass the number of replicas that it was made for",
   )
   return np.repeat(x[:1], new, axis=0)
 
 
 def follow_first_replica(tree: Any, axis_name: str = "data") -> Any:
-  """Replaces what replicas should hold alike by the first replica's.
+  """Copies the first replica's parameters and state to all replicas.
 
-  The way back for replicas that have parted (`metrics` counts them as
-  `parted_steps`). Error feedback and accumulated gradients, which are each
-  replica's own, stay: what is owed stays owed. Call it where the axis is bound,
-  on parameters and optimiser state together:
+  This repairs replicas that have diverged (`metrics` counts them as
+  `parted_steps`). Residuals and accumulated gradients are local, and stay: they
+  will still be sent. Call it where the axis is bound, on parameters and
+  optimiser state together:
 
     params, opt_state = follow_first_replica((params, opt_state), "data")
 
-  On pipeline stages every stage follows its own first replica.
+  On pipeline stages every stage copies its own first replica.
+
+  Wire: an all-reduce of the copied arrays; for parameters and Adam's moments
+  three times the bytes of a dense gradient.
 
   Args:
     tree: Parameters, optimiser state, or both.
     axis_name: The bound axis of the replicas.
 
   Returns:
-    The same tree. On the wire an all-reduce of all of it: of parameters and
-    Adam's moments three times the bytes of a dense gradient.
+    The same tree, equal on all replicas except for the local arrays.
 
   >>> tree = jax.vmap(follow_first_replica, axis_name="data")(np.arange(3.0))
   >>> tree.tolist()
@@ -139,7 +149,7 @@ def follow_first_replica(tree: Any, axis_name: str = "data") -> Any:
 
   def follow(part: Any) -> Any:
     if isinstance(part, ReducerState):
-      # None stands for what is a replica's own.
+      # Residuals are local: None keeps them out of the copy.
       common = part._replace(exchange=part.exchange._replace(residual=None))
       common = collectives.from_first(common, axis_name)
       exchange = common.exchange._replace(residual=part.exchange.residual)
@@ -155,7 +165,7 @@ def follow_first_replica(tree: Any, axis_name: str = "data") -> Any:
 
 
 def _resized(parts: np.ndarray, new: int) -> np.ndarray:
-  """[S, old, ...] to [S, new, ...]."""
+  """Converts parts [S, old, ...] to [S, new, ...] with the same mean."""
   stages, old, *shape = parts.shape
   if new % old == 0:
     return np.repeat(parts, new // old, axis=1)
@@ -166,17 +176,18 @@ def _resized(parts: np.ndarray, new: int) -> np.ndarray:
 
 
 def rebase_entropy(opt_state: Any) -> Any:
-  """Tells `edgc` that from here on a replica's batch has another size.
+  """Prepares `edgc` for a change of the batch size per replica.
 
-  Gradients of half as many sequences have 0.1 to 0.3 nats more entropy, more
-  than all ranks are worth. The first window without steps from before moves
-  H_ref by its entropy less that of the last window before.
+  Gradients of half as many sequences have 0.1 to 0.3 nats more entropy, which
+  is more than the whole rank ladder spans. After the call, H_ref moves once: by
+  the entropy of the first window that has only new steps, less the entropy of
+  the last window before the change.
 
   Args:
     opt_state: Any optimiser state, with or without reducers of this package.
 
   Returns:
-    The same, marked.
+    The same state, with the change marked in each `edgc`.
   """
 
   def mark(state: Any) -> Any:
@@ -190,29 +201,28 @@ def rebase_entropy(opt_state: Any) -> Any:
 
 
 def rescale_gradients(opt_state: Any, factor: float) -> Any:
-  """Tells reducers that from here on gradients come `factor` times as large.
+  """Rescales reducers for gradients that are `factor` times as large.
 
-  Reducers keep gradients: error feedback, and `edgc` the entropy at its
-  reference. A loss with another weight, or another loss scale that is undone
-  only after the reducer, changes new gradients but not those kept: what is owed
-  then comes back at the wrong size, and the rank follows a change of scale as
-  if it were one of entropy (half the scale is 0.69 nats, more than all ranks
-  are worth). Best is to undo a loss scale before the reducer; where a change is
-  known, this carries the state over it.
+  Residuals, accumulated gradients and the reference entropy of `edgc` have the
+  scale of past gradients. If the weight of the loss changes, or a loss scale
+  that is undone only after the reducer, old residuals have the wrong size, and
+  the rank follows the change of scale as if the entropy had changed (half the
+  scale is 0.69 nats, more than the whole rank ladder spans). It is best to undo
+  loss scaling before the reducer; for any other known change, call this.
 
   Args:
     opt_state: Any optimiser state, with or without reducers of this package,
-      under pmap, global, or on the host. What an optimiser such as Adam keeps
-      stays as it is.
-    factor: New scale over old, positive.
+      under pmap, global, or on the host. The state of an optimiser such as Adam
+      is not changed.
+    factor: New scale over old scale, positive.
 
   Returns:
-    The same, rescaled.
+    The same state, rescaled.
 
   Raises:
     ValueError: if `factor` is not positive and finite.
   """
-  validation.require_finite("factor", factor, "give new scale over old")
+  validation.require_finite("factor", factor, "give new over old scale")
   validation.require(
     factor > 0, "factor", factor, "positive", "1 changes nothing"
   )

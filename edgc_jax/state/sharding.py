@@ -1,17 +1,16 @@
-"""Where optimiser state lives on a mesh: the one place that knows.
+"""Computes the PartitionSpecs of optimiser state on a mesh.
 
-Three classes of state, told by the axes of the mesh that they are sharded
-over on their first axis:
+The first axis of an array is sharded over these axes of the mesh:
 
-  each replica's own   residuals, sums of `accumulate`         data
-  each stage's own     controller, allocator, factors,         stage
+  local to a replica   residuals, sums of `accumulate`         data
+  local to a stage     controller, allocator, factors,         stage
                        statistics
-  everyone's           counters                                none
+  the same everywhere  counters                                none
 
-On pipeline stages residuals are sharded over both, and what mirrors the
-parameters, such as Adam's moments, is sharded as they are. A residual of a
-leaf [m, n] is [m, n] locally and [N m, n] as a global array on N replicas,
-[S N m, n] on S stages of them.
+On pipeline stages residuals are sharded over both axes, and state that mirrors
+the parameters, such as Adam's moments, is sharded like the parameters. A
+residual of a leaf [m, n] is [m, n] locally; as a global array it is [N m, n] on
+N replicas, and [S N m, n] on S stages of N replicas.
 """
 
 from typing import Any
@@ -34,11 +33,11 @@ def state_specs(
   param_specs: Any = None,
   stage_axis: str = "stage",
 ) -> Any:
-  """PartitionSpecs of an optimiser state under `jax.shard_map`.
+  """Returns the PartitionSpecs of an optimiser state under `jax.shard_map`.
 
-  Make the state with them, then pass them as specs of the train step (the
-  axes of `jax.make_mesh` are Explicit unless it is told otherwise, and
-  `shard_map` then wants its inputs placed already):
+  Create the state with them, then pass them as specs of the train step. (The
+  axes of `jax.make_mesh` are Explicit by default, and `shard_map` then requires
+  inputs that are placed already.)
 
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     specs = state_specs(tx, params)
@@ -48,21 +47,22 @@ def state_specs(
 
   Args:
     tx: Any optax transformation, with or without reducers of this package. On
-      stages, state that mirrors the parameters is known by their paths and
-      shapes; state of other shapes (as of Adafactor) is not.
+      stages, state that mirrors the parameters is recognised by their paths and
+      shapes; state of other shapes, such as Adafactor's, is not.
     params: Parameters or their `jax.ShapeDtypeStruct`s: the global arrays, not
       one stage's part.
     axis_name: The mesh axis of the replicas.
     mesh: The mesh; needed with `param_specs`.
-    param_specs: PartitionSpecs of the parameters, a tree like them, where
-      they are cut over pipeline stages; None if every device has them all.
+    param_specs: PartitionSpecs of the parameters, in a tree like them, if they
+      are sharded over pipeline stages; None if every device has all of them.
     stage_axis: The mesh axis of the stages.
 
   Returns:
     A tree like `tx.init(params)`, of PartitionSpecs.
 
   Raises:
-    ValueError: if there are `param_specs` and no mesh, or one without the axes.
+    ValueError: if `param_specs` is given without a mesh, or the mesh lacks one
+      of the axes.
   """
   by_path = {}
   if param_specs is not None:
@@ -71,7 +71,7 @@ def state_specs(
       "mesh",
       mesh,
       "given with `param_specs`",
-      "pass the mesh that shard_map is called with",
+      "pass the mesh of shard_map",
     )
     for name, axis in (("axis_name", axis_name), ("stage_axis", stage_axis)):
       validation.require(
@@ -79,7 +79,7 @@ def state_specs(
         name,
         axis,
         f"an axis of the mesh {dict(mesh.shape)}",
-        "name the axis you have",
+        "pass the name of an axis of the mesh",
       )
     params = jax.tree.map(
       lambda p, spec: jax.ShapeDtypeStruct(
@@ -97,7 +97,10 @@ def state_specs(
     }
 
   def mirrored(path: tuple, leaf: Any) -> PartitionSpec:
-    """That of the parameter whose path the leaf's ends in, if any."""
+    """Returns the spec of the parameter that `leaf` mirrors, if there is one.
+
+    The path of the leaf ends in the path of that parameter.
+    """
     for start in range(len(path) + 1):
       shape, spec = by_path.get(path[start:], (None, None))
       if shape == leaf.shape:
@@ -109,7 +112,7 @@ def state_specs(
     return jax.tree.map(lambda _: spec, tree)
 
   def sums(path: tuple, leaf: Any) -> PartitionSpec:
-    """Each replica's own, and each stage's where its parameter is."""
+    """Returns the spec of a gradient sum: over replicas, and its own stages."""
     del leaf
     _, spec = by_path.get(path, (None, ()))
     if stage_axis in jax.tree.leaves(tuple(spec)):

@@ -1,17 +1,17 @@
-"""How the cost of a reducer grows with the model, and what it can be at least.
+"""Measures how the cost of a reducer grows with the model, against a floor.
 
   python -m experiments.benchmarks.growth
 
-One device, GPT-2's shapes of 2M to 355M parameters, random gradients: nothing
-is sent and no model is run, so what is timed is the transformation alone. Its
-floor is what the same device needs to multiply and to move as much, one after
-the other:
+Runs on one device with random gradients of GPT-2's shapes, 2M to 355M
+parameters. Nothing is sent and no model runs, so this times the transformation
+alone. The floor is the time of the same device for the same multiplications
+and memory traffic, one after the other:
 
-  4 products, M Q, M^T P and twice P Q^T, which read or write a gradient each
-  4 passes more: gradient and residual are read and their sum is written, and
-    it is read again for the new residual
+  4 products: M Q, M^T P and twice P Q^T, each reads or writes a gradient
+  4 more passes over a gradient: to read the gradient and the residual, to
+    write their sum, and to read it again for the new residual
 
-timed as such products of all matrices, and as copies, of two passes each.
+The products are timed on all matrices, the passes as copies of two passes each.
 """
 
 import functools
@@ -39,9 +39,11 @@ from experiments.reporting import markdown
 from experiments.runs.run_folder import environment
 from experiments.runtime import heap
 
-_SIZES = flags.DEFINE_list("sizes", ["2M", "11M", "124M", "355M"], "Models.")
-_RANKS = flags.DEFINE_list("ranks", ["8", "32"], "Ranks.")
-_ROUNDS = flags.DEFINE_integer("rounds", 7, "How often each is timed.")
+_SIZES = flags.DEFINE_list(
+  "sizes", ["2M", "11M", "124M", "355M"], "Models, by number of parameters."
+)
+_RANKS = flags.DEFINE_list("ranks", ["8", "32"], "Ranks of powersgd and edgc.")
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Number of timed rounds.")
 _OUTPUT = flags.DEFINE_string("output", "docs/growth.md", "The page.")
 
 MODELS = {
@@ -51,17 +53,18 @@ MODELS = {
   "355M": GPT2Config(50304, 1024, 1024, 24, 16),
 }
 _AXIS = "data"
-_PASSES = 4  # see above
+_PASSES = 4  # of the floor, in addition to its products
 _MARK = "<!-- Made by experiments/benchmarks/growth.py: do not edit. -->"
 
 
 def main(argv: Sequence[str]) -> None:
-  """Times all sizes, and writes the page."""
+  """Times all sizes and writes the page."""
   del argv
   unknown = set(_SIZES.value) - MODELS.keys()
   if unknown:
     sys.exit(
-      f"error: `--sizes` must be of {', '.join(MODELS)}, got {unknown.pop()!r}."
+      f"error: `--sizes` must be among {', '.join(MODELS)}, got"
+      f" {unknown.pop()!r}."
     )
   ranks = [int(rank) for rank in _RANKS.value]
   lines = [
@@ -71,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
     ]
   ]  # fmt: skip
   for size in _SIZES.value:
-    # What one size leaves in the heap must not slow down the next.
+    # In a new process, or one size's heap would slow down the next.
     with futures.ProcessPoolExecutor(1, get_context("spawn")) as pool:
       found, device = pool.submit(_measure, size, ranks, _ROUNDS.value).result()
     lines += found
@@ -85,7 +88,7 @@ def main(argv: Sequence[str]) -> None:
 def _measure(
   size: str, ranks: Sequence[int], rounds: int
 ) -> tuple[list[list[str]], str]:
-  """Lines, and the device; for a process of its own."""
+  """Returns the lines of a size and the device; runs in a new process."""
   cpu_backend.fit_thread_pool(1)
   heap.share_one_heap()
   device = jax.devices()[0]
@@ -96,15 +99,15 @@ def _measure(
 def measure(
   model: GPT2Config, ranks: Sequence[int], rounds: int
 ) -> list[list[str]]:
-  """A line of the table for each reducer.
+  """Measures all reducers on gradients of a model's shapes.
 
   Args:
-    model: Whose shapes the gradients have.
-    ranks: Of powersgd and edgc.
-    rounds: How often each is timed.
+    model: Sizes of the model.
+    ranks: Ranks of powersgd and edgc.
+    rounds: Number of timed rounds.
 
   Returns:
-    The cells.
+    The cells of a table, with a line per reducer.
   """
   shapes = gpt2.param_shapes(model)
   count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
@@ -142,7 +145,7 @@ def measure(
   }
   lines = []
   for name in reducers:
-    floor = seconds["copy"]  # what is dense is read, and written rounded
+    floor = seconds["copy"]  # allreduce reads a gradient and writes it rounded
     if not name.startswith("allreduce"):
       rank = name.rsplit(maxsplit=1)[1]
       floor = _PASSES / 2 * seconds["copy"] + seconds[f"products {rank}"]
@@ -159,7 +162,7 @@ def measure(
 def _update(
   tx: optax.GradientTransformation, gradients: Any
 ) -> tuple[Callable[[], Any], int]:
-  """An update that goes on from its own state, and its temporary bytes."""
+  """Compiles an update that carries its state; returns its temporary bytes."""
   mesh = Mesh(np.array(jax.devices()[:1]), (_AXIS,))
   on_device = functools.partial(
     jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
@@ -177,7 +180,7 @@ def _update(
 
 
 def _products(gradients: Any, shapes: Any, rank: int) -> Callable[[], Any]:
-  """The products of an exchange, of all matrices."""
+  """Compiles the products of an exchange of all matrices."""
   views = [
     gpt2.matrix_view(jax.tree_util.keystr(path), leaf.shape)
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
@@ -190,7 +193,7 @@ def _products(gradients: Any, shapes: Any, rank: int) -> Callable[[], Any]:
       if view is None:
         continue
       m = leaf.reshape(view)
-      q = m[:, :rank, :].swapaxes(1, 2)  # some factors
+      q = m[:, :rank, :].swapaxes(1, 2)  # any factors of this shape
       p = m @ q
       q = linear_algebra.transposed_product(m, p)
       results += [
@@ -212,14 +215,14 @@ def _heading(device: str) -> list[str]:
     "# Cost of the transformations by size of the model",
     "",
     f"`{command}`, commit {about['commit']}; {device}; {versions}. Medians of"
-    f" {_ROUNDS.value} rounds, all in turn.",
+    f" {_ROUNDS.value} rounds, in each of which all methods take turns.",
     "",
-    "One device, random gradients of GPT-2's shapes: nothing is sent, and no"
-    " model is run. The floor is what the device needs for"
-    f" the four products of an exchange, and for {_PASSES} passes over it"
-    " besides, by the time of a copy; for allreduce a copy. Temporary memory is"
-    " the compiler's account, beside gradients, updates and state, which is"
-    " donated.",
+    "One device, random gradients of GPT-2's shapes; nothing is sent and no"
+    " model runs. The floor is the time of the device for the four products of"
+    f" an exchange and for {_PASSES} more passes over the gradient, which are"
+    " timed as copies; for allreduce it is one copy. Temporary memory is as"
+    " the compiler reports it, in addition to gradients, updates and state. The"
+    " state is donated.",
     "",
   ]
 

@@ -1,4 +1,4 @@
-"""Entropies of given gradients, and times that are fair to each other."""
+"""Estimates entropies of gradients alone, and times functions in turn."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from experiments.models import gpt2
 
 ENTRY_RATES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
 PERIODS = (1, 2, 4, 10)  # steps from one sample to the next
-FULL_PASS = "forward and backward"  # what an estimate's time is compared with
+FULL_PASS = "forward and backward"  # the reference of an estimate's time
 
 
 def make_estimate(
@@ -23,16 +23,17 @@ def make_estimate(
   entry_rate: float,
   estimator: str,
 ) -> Callable[[Any, jax.Array], entropy.EntropySample]:
-  """What `edgc` does in a sampled step, alone.
+  """Returns the entropy estimate of a sampled step of `edgc` as a function.
 
   Args:
     config: The whole configuration.
     axis_name: The axis of the replicas; bound where the result is called.
-    entry_rate: Share of the entries that is read, in (0, 1].
+    entry_rate: Fraction of the entries to read, in (0, 1].
     estimator: "gaussian" or "histogram".
 
   Returns:
-    From local gradients and the sample's number, int32 [], to the estimate.
+    A function of local gradients and the index of the sample, int32 [], that
+    returns the estimate.
   """
 
   def estimate(gradients: Any, index: jax.Array) -> entropy.EntropySample:
@@ -56,15 +57,15 @@ def make_estimate(
 def alternate(
   timed: Mapping[str, Callable[[], Any]], rounds: int
 ) -> dict[str, list[float]]:
-  """Times functions in turn, so that what else runs hits all alike.
+  """Times functions in turn, so that other load on the machine hits them all.
 
   Args:
-    timed: By name; each is called once before, to compile.
-    rounds: How often each is timed.
+    timed: Functions by name; each is called once before, to compile.
+    rounds: Number of timed calls of each.
 
   Returns:
-    Seconds of each call by name, in the order of the rounds: those of one
-    round were measured side by side, so that ratios are better than times.
+    Seconds of each call by name, in the order of the rounds. Calls of one
+    round are close in time, so their ratios are more reliable than the times.
   """
   seconds = {name: [] for name in timed}
   for call in timed.values():

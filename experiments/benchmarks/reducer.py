@@ -1,10 +1,10 @@
-"""What a reducer costs beside a model's forward and backward pass.
+"""Times the reducers, compared with a model's forward and backward pass.
 
   python -m experiments.benchmarks.reducer --config=configs/gpt2_tiny.py
 
-All are timed in alternation, so that what else the machine does hits them
-alike; medians are printed. The replicas of a CPU share its cores, and their
-exchange is a copy in memory: the times are those of the computation.
+Prints medians. All functions are timed in turn, so that other load on the
+machine hits them all. The replicas of a CPU share its cores, and their exchange
+is a copy in memory, so these are times of computation.
 """
 
 import functools
@@ -22,13 +22,13 @@ from experiments.models import gpt2
 from experiments.runtime import command_line
 from experiments.training import optimizer
 
-_ROUNDS = flags.DEFINE_integer("rounds", 20, "How often each is timed.")
+_ROUNDS = flags.DEFINE_integer("rounds", 20, "Number of timed rounds.")
 _RANKS = flags.DEFINE_list("ranks", ["8", "20", "32"], "Ranks of powersgd.")
 _AXIS = "data"
 
 
 def main(config: ConfigDict) -> None:
-  """Prints two tables: times, and memory by the compiler's own account."""
+  """Prints two tables: times, and memory as the compiler reports it."""
   replicas = config.mesh.data
   devices = jax.devices()[:replicas]
   model = gpt2.GPT2Config(**config.model.to_dict())
@@ -68,8 +68,8 @@ def main(config: ConfigDict) -> None:
     )
     rungs = {0: "dense", 1: options.rank_min, top: options.rank_max}
     for rung, rank in rungs.items():
-      on_rung = _on_rung(state, rung)
-      timed[f"edgc, {rank}"] = functools.partial(update, gradients, on_rung)
+      fixed = _with_rung(state, rung)
+      timed[f"edgc, {rank}"] = functools.partial(update, gradients, fixed)
   for name, rate in (
     ("entropy, sampled", config.edgc.sampling.entry_rate),
     ("entropy, all entries", 1.0),
@@ -91,17 +91,20 @@ def main(config: ConfigDict) -> None:
   for rate in sorted({0.1, config.edgc.sampling.step_rate}):
     sampled = medians["entropy, sampled"] * rate
     print(
-      f"entropy at step_rate {rate}, spread over steps:"
-      f" {sampled * 1e3:.2f} ms a step, {sampled / base:.2%} of forward and"
-      f" backward, {1 - sampled / every:.1%} less than all entries always"
+      f"entropy at step_rate {rate}, averaged over steps:"
+      f" {sampled * 1e3:.2f} ms per step, {sampled / base:.2%} of forward and"
+      f" backward, {1 - sampled / every:.1%} less than all entries in all steps"
     )
   print(f"\n{'MB a replica, donated':24}{'arguments':>12}{'temporary':>12}")
   for name, (arguments, temporary) in memory.items():
     print(f"{name:24}{arguments / 1e6:12.2f}{temporary / 1e6:12.2f}")
 
 
-def _on_rung(state: Any, rung: int) -> Any:
-  """The state in a step that is neither sampled, nor checked, nor a bound."""
+def _with_rung(state: Any, rung: int) -> Any:
+  """Returns the state on a rung, at a step without samples or checks.
+
+  The step does not end a window either, so the rung stays.
+  """
   control = state.controller
   control = control._replace(
     rung=jnp.full_like(control.rung, rung),

@@ -1,11 +1,11 @@
-"""The method's own figures, from runs of this project.
+"""Makes the figures of the method from recorded training runs.
 
   python -m experiments.figures
 
-Trains what is missing, one run after the other, each in a process and a folder
-of its own under --runs; what is finished is not run again, so the same command
-goes on where it was cut off. Then it writes the pictures with their numbers to
-OUTPUT/figures/ and the page OUTPUT/figures.md, anew each time.
+Starts the missing runs one after the other, each in a separate process and a
+separate folder under --runs. Finished runs are not repeated, so the same
+command resumes after an interruption. Then it writes the pictures and their
+numbers to OUTPUT/figures/, and the page OUTPUT/figures.md.
 """
 
 import json
@@ -20,11 +20,11 @@ from experiments.figures import page, panels
 from experiments.figures.sources import collect, read_run, rounded
 
 _STEPS = flags.DEFINE_integer(
-  "steps", 400, "Of each run; fewer to try it, with another --output."
+  "steps", 400, "Steps of each run; fewer to try it, with another --output."
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Of all runs.")
-_RUNS = flags.DEFINE_string("runs", "runs/figures", "Where the runs go.")
-_OUTPUT = flags.DEFINE_string("output", "docs", "Where the page goes.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of all runs.")
+_RUNS = flags.DEFINE_string("runs", "runs/figures", "Parent of run folders.")
+_OUTPUT = flags.DEFINE_string("output", "docs", "The folder of the page.")
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 _GRADIENT_STEPS = (1, 10, 50, 100, 400)
@@ -33,12 +33,13 @@ _SHARED = {
   "edgc.rank_max": 32,
   "edgc.rank_min": 8,
   "edgc.rule.rank_multiple": 4,
-  "edgc.rule.max_rank_step": 24,  # all there are: the rule alone decides
+  "edgc.rule.max_rank_step": 24,  # the whole range: the rule alone decides
   "edgc.sampling.step_rate": 1.0,
   "evaluation.every": 0,
   "log_every": 1,
 }
-# Name: configuration, rule, and whether entropies are estimated in all ways.
+# Name: configuration, rule, and whether to record the estimates of all
+# estimators and sampling rates.
 _RUN_LIST = {
   "gpt2-cqm": ("gpt2_tiny", "cqm", True),
   "bert-cqm": ("bert_tiny", "cqm", False),
@@ -47,12 +48,12 @@ _RUN_LIST = {
 
 
 def main(argv: Sequence[str]) -> None:
-  """Runs what is missing, then writes the page."""
+  """Starts the missing runs, then writes the page."""
   del argv
   if _STEPS.value < 40 or _STEPS.value % 40:
     sys.exit(
-      f"error: `--steps` must be a multiple of 40, got {_STEPS.value}; the last"
-      " quarter of a run is compared, in windows of 10 steps."
+      f"error: `--steps` must be a multiple of 40, got {_STEPS.value}; the"
+      " figures compare the last quarter of a run in windows of 10 steps."
     )
   runs = {}
   for name in _RUN_LIST:
@@ -78,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _command(name: str, folder: pathlib.Path) -> Sequence[str]:
-  """The command line of one run."""
+  """Returns the command of a run."""
   config, rule, is_sampled = _RUN_LIST[name]
   steps = _STEPS.value
   kept = sorted({min(step, steps) for step in _GRADIENT_STEPS})

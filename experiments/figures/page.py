@@ -1,4 +1,4 @@
-"""The page of the figures: every number in it comes from the runs."""
+"""Writes the page of the figures; all of its numbers come from the runs."""
 
 import pathlib
 import platform
@@ -18,15 +18,15 @@ def page(
   runs: Mapping[str, RecordedRun],
   command: str,
 ) -> str:
-  """Markdown: each picture with what it shows, then where it is from.
+  """Returns the page in Markdown: each picture with a text, then the origin.
 
   Args:
     sources: From `sources.collect`.
-    runs: By name.
-    command: What was run.
+    runs: The recorded runs by name.
+    command: The command that makes the page.
 
   Returns:
-    The page; pictures are in figures/ beside it.
+    The page, which expects its pictures in figures/.
   """
   first = next(iter(runs.values()))
   steps = first.summary["steps"]
@@ -37,9 +37,9 @@ def page(
     f" {first.summary['params']:,} parameters) and BERT (`bert_tiny`,"
     f" {runs['bert-cqm'].summary['params']:,}), {steps} steps,"
     f" {first.summary['replicas']} replicas on one machine, one seed. All"
-    " matrices have the rank of the rule, in warm-up the largest; entropies are"
-    " sampled in every step. The numbers of each picture are beside it, as"
-    " JSON.",
+    " matrices have the rank that the rule chooses, or the largest rank during"
+    " warm-up. Entropies are sampled in every step. The numbers of each picture"
+    " are in figures/, as JSON.",
   ]
   for name, (title, text) in _TEXTS.items():
     lines += ["", f"## {title}", "", f"![{title}](figures/{name}.png)", ""]
@@ -48,7 +48,7 @@ def page(
 
 
 def entropy_text(numbers: Numbers) -> str:
-  """How far it falls, how much it moves afterwards, and the ranks."""
+  """Describes the fall of the entropy, its later changes, and the ranks."""
   parts = []
   for name, run in numbers.items():
     entropy, means = np.array(run["entropy"]), np.array(run["window_mean"])
@@ -57,11 +57,11 @@ def entropy_text(numbers: Numbers) -> str:
     steps = np.array(run["step"])
     jump = np.median(np.abs(np.diff(entropy[len(entropy) // 2 :])))
     parts.append(
-      f"{name}: {entropy[0]:.2f} nats in step {steps[0]},"
+      f"{name}: the entropy is {entropy[0]:.2f} nats in step {steps[0]},"
       f" {means[lowest]:.2f} in the lowest window (around step"
-      f" {run['window_middle'][lowest]:.0f}), {means[-1]:.2f} in the last. In"
-      f" the second half windows lie between {means[half:].min():.2f} and"
-      f" {means[half:].max():.2f}, and one step differs from the next by"
+      f" {run['window_middle'][lowest]:.0f}) and {means[-1]:.2f} in the last."
+      f" In the second half, windows are between {means[half:].min():.2f} and"
+      f" {means[half:].max():.2f}, and consecutive steps differ by"
       f" {jump:.2f} (median). Ranks: {_spans(run['step'], run['rank'])}."
       f" Held-out loss at the end: {run['val_loss']:.4f} nats."
     )
@@ -69,7 +69,7 @@ def entropy_text(numbers: Numbers) -> str:
 
 
 def histogram_text(numbers: Numbers) -> str:
-  """How the scale falls, and how far from Gaussian the entries are."""
+  """Describes the scale of the entries and their excess kurtosis."""
   parts = []
   for name, steps in numbers.items():
     (first, begin), *_, (last, end) = steps.items()
@@ -78,20 +78,21 @@ def histogram_text(numbers: Numbers) -> str:
       for step, found in steps.items()
     )
     parts.append(
-      f"{name}: the root mean square goes from {begin['rms']:.2g} in step"
-      f" {first} to {end['rms']:.2g} in step {last}. The excess kurtosis of the"
-      " entries of all matrices together, 0 for the Gaussian of the model, is"
+      f"{name}: the root mean square is {begin['rms']:.2g} in step {first} and"
+      f" {end['rms']:.2g} in step {last}. The excess kurtosis over the entries"
+      " of all matrices, 0 for the Gaussian entries of the model, is"
       f" {tails}."
     )
   return "\n\n".join(parts)
 
 
 def error_text(numbers: Numbers) -> str:
-  """Where the model is right, and where it is not."""
+  """Compares the error model with Gaussian matrices and with gradients."""
   rank, found = numbers["rank_max"], numbers["matrices"]
   lines = [
-    f"| matrices | model's error at rank {rank} | of a gradient, one replica |"
-    f" of the mean gradient | rank for {FALL} nats less, model | own curve |",
+    f"| matrices | model's error at rank {rank} | error of one replica's"
+    f" gradient | error of the mean gradient | rank for {FALL} nats less, model"
+    f" | rank for {FALL} nats less, own curve |",
     "|---|---|---|---|---|---|",
   ]
   worst, factors, moves = [], [], []
@@ -111,15 +112,15 @@ def error_text(numbers: Numbers) -> str:
   by_model, by_curve = np.transpose(moves)
   text = (
     f"On Gaussian matrices the model is within {max(worst):.1%} of an exact"
-    " decomposition up to three quarters of all ranks"
-    f" (mean of {numbers['draws']} draws). Of the mean gradient it expects an"
-    f" error {min(factors):.3g} to {max(factors):.3g} times the real one at"
-    f" rank {rank}: the energy of gradients is in few directions, that of"
-    f" independent entries in all. For {FALL} nats of entropy less the model"
-    f" goes from rank {rank} to between {by_model.min():.1f} and"
-    f" {by_model.max():.1f}, the gradients' own curves would go to between"
-    f" {by_curve.min():.1f} and {by_curve.max():.1f}. The vertical line is rank"
-    f" {rank}, the run's largest."
+    " decomposition, up to three quarters of all ranks"
+    f" (mean of {numbers['draws']} draws). For the mean gradient it predicts"
+    f" {min(factors):.3g} to {max(factors):.3g} times the real error at rank"
+    f" {rank}, because the energy of gradients is in few directions, and the"
+    " energy of independent entries in all. If the entropy falls by"
+    f" {FALL} nats, the model goes from rank {rank} to between"
+    f" {by_model.min():.1f} and {by_model.max():.1f}; the gradients' own curves"
+    f" would go to between {by_curve.min():.1f} and {by_curve.max():.1f}. The"
+    f" vertical line is rank {rank}, the run's largest."
   )
   return "\n".join(
     [
@@ -127,15 +128,15 @@ def error_text(numbers: Numbers) -> str:
       "",
       *lines,
       "",
-      "The last two columns of errors and the own curve are of the last step,"
-      " without the residual that the reducer adds; means over the matrices of"
-      " a name.",
+      "The errors of gradients and their own curves are from the last step,"
+      " without the residual that the reducer adds, averaged over the matrices"
+      " of a name.",
     ]
   )
 
 
 def rank_text(numbers: Numbers) -> str:
-  """What each rule did."""
+  """Describes the ranks that each rule chose."""
   parts = []
   for rule, run in numbers.items():
     ranks = np.array(run["rank"])
@@ -146,36 +147,36 @@ def rank_text(numbers: Numbers) -> str:
     changes = np.abs(np.diff(ranks))
     at_limit = np.sum(changes == run["max_rank_step"])
     parts.append(
-      f"`{rule}`: of {len(ranks)} windows {', '.join(at_ends)}, and"
-      f" {np.count_nonzero(changes)} times another rank than before,"
-      f" {at_limit} times by the limit of {run['max_rank_step']}; held-out loss"
+      f"`{rule}`: {len(ranks)} windows, of which {' and '.join(at_ends)}. The"
+      f" rank changed {np.count_nonzero(changes)} times, {at_limit} times by"
+      f" the limit of {run['max_rank_step']}. The held-out loss is"
       f" {run['val_loss']:.4f} at {run['compression_ratio']:.2f} times fewer"
       " bytes than dense."
     )
   first, *others = (run["rank"] for run in numbers.values())
   if all(ranks == first for ranks in others):
     parts.append(
-      "The rules chose the same ranks in every window, so their curves are one"
-      " and these runs do not tell them apart."
+      "The rules chose the same ranks in every window, so their curves coincide"
+      " and these runs do not distinguish them."
     )
   else:
-    parts.append("One seed: which rule is better these losses do not tell.")
+    parts.append("One seed is too few to show which rule is better.")
   return "\n\n".join(parts)
 
 
 def sampling_text(numbers: Numbers) -> str:
-  """Errors and costs at the rates of a user."""
+  """Describes errors and times of the estimates by sampling rate."""
   rates = numbers["entry_rates"]
   lines = [
-    f"Errors of the mean of a window of {numbers['window']} steps against all"
-    f" entries in all steps, steps {numbers['first_step']} to"
-    f" {numbers['last_step']} of GPT; root mean square. A step of"
-    f" {numbers['rank_step']} ranks below the largest is worth"
-    f" {numbers['rank_step_nats']:.4f} nats to the model, for the largest"
-    " matrices. Times are medians of ratios to forward and backward"
-    f" ({numbers['pass_seconds'] * 1e3:.0f} ms), {numbers['rounds']} rounds in"
-    " turn, all replicas at once; a sampled step pays once, so divide by the"
-    " period of the steps.",
+    f"Root mean square errors of the mean over a window of {numbers['window']}"
+    " steps, compared with all entries in all steps; steps"
+    f" {numbers['first_step']} to {numbers['last_step']} of GPT. In the model,"
+    f" a step from the largest rank to {numbers['rank_step']} ranks below it is"
+    f" worth {numbers['rank_step_nats']:.4f} nats for the largest matrices."
+    " Times are medians of ratios to forward and backward"
+    f" ({numbers['pass_seconds'] * 1e3:.0f} ms) over {numbers['rounds']} rounds"
+    " in turn, with all replicas at once. Only a sampled step has this cost, so"
+    " multiply it by the fraction of steps.",
     "",
     "| estimator | entries | "
     + " | ".join(f"error, {float(r):g} of steps" for r in _steps(numbers))
@@ -197,11 +198,11 @@ def sampling_text(numbers: Numbers) -> str:
     "",
     f"Errors with {rates[-1]:g} of the entries in all steps, and with all"
     f" entries in {float(fewest):g} of the steps: {', '.join(parts)} nats.",
-    f"The histogram's entropy differs from the Gaussian's by"
-    f" {numbers['gap']:+.2f} nats, 0 if entries were Gaussian. A constant"
-    " difference changes no rank.",
+    f"The histogram's entropy minus the Gaussian estimate is"
+    f" {numbers['gap']:+.2f} nats; it would be 0 for Gaussian entries. A"
+    " constant difference changes no rank.",
     "A longer window has more samples at the same rate, and smaller errors;"
-    " that is not measured here.",
+    " that was not measured here.",
   ]
   return "\n".join(lines)
 
@@ -211,12 +212,12 @@ _TEXTS = {
   "histograms": ("Entries of the gradient", histogram_text),
   "errors": ("Error by rank: model and gradients", error_text),
   "ranks": ("Two rules", rank_text),
-  "sampling": ("What sampling costs and misses", sampling_text),
+  "sampling": ("Errors and cost of sampling", sampling_text),
 }
 
 
 def _newest(real: list[Numbers], kind: str) -> list[float]:
-  """g of the last recorded step."""
+  """Returns g of the last recorded step."""
   return max(
     (each for each in real if each["kind"] == kind), key=lambda x: x["step"]
   )["errors"]
@@ -227,7 +228,7 @@ def _steps(numbers: Numbers) -> list[str]:
 
 
 def _spans(steps: list[int], ranks: list[int]) -> str:
-  """Such as "32 from step 1, 28 from step 31"."""
+  """Formats ranks, such as "32 from step 1, 28 from step 31"."""
   starts = [i for i in range(len(ranks)) if not i or ranks[i] != ranks[i - 1]]
   names = [
     f"{ranks[i] or 'dense'} from {'step ' * (not i)}{steps[i]}" for i in starts
@@ -246,7 +247,7 @@ def _origin(runs: Mapping[str, RecordedRun], command: str) -> list[str]:
   versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items())
   minutes = sum(s["seconds"] for s in summaries) / 60
   return [
-    "## Where this is from",
+    "## Origin",
     "",
     f"- Command: `{command}`; {len(runs)} runs, {minutes:.0f} minutes",
     f"- Commit of the runs: {', '.join(commits)}",
@@ -258,7 +259,7 @@ def _origin(runs: Mapping[str, RecordedRun], command: str) -> list[str]:
 
 
 def _processor() -> str:
-  """The name of this machine's processor."""
+  """Returns the name of this machine's processor."""
   file = pathlib.Path("/proc/cpuinfo")
   if file.exists():
     for line in file.read_text().splitlines():

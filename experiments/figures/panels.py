@@ -1,4 +1,4 @@
-"""The figures, each drawn from its numbers alone."""
+"""Draws the figures, each from its numbers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Okabe and Ito's, which colour-blind people can tell apart.
+# Okabe and Ito's colours, which colour-blind people can distinguish.
 _BLUE, _RED, _GREEN = "#0072b2", "#d55e00", "#009e73"
 _ORDER = ("#440154", "#3b528b", "#21918c", "#5ec962", "#e0b000")
 _MARKERS = "os^Dv"
@@ -17,13 +17,13 @@ Numbers = Mapping[str, Any]
 
 
 def draw_entropy(numbers: Numbers) -> Figure:
-  """Entropy by step above the ranks, a column for each model."""
+  """Draws entropy by step above the ranks, with a column per model."""
   figure = _figure(10, 5.6)
   grid = figure.subplots(2, len(numbers), sharex="col", sharey="row")
   for (name, run), (above, below) in zip(numbers.items(), grid.T, strict=True):
     above.plot(
       run["step"], run["entropy"], color=_BLUE, lw=0.7, alpha=0.6,
-      label="a step's estimate",
+      label="estimate of a step",
     )  # fmt: skip
     above.plot(
       run["window_middle"], run["window_mean"], color=_RED, marker="o", ms=3,
@@ -38,7 +38,7 @@ def draw_entropy(numbers: Numbers) -> Figure:
 
 
 def draw_histograms(numbers: Numbers) -> Figure:
-  """Densities as they are, and in units of their root mean square."""
+  """Draws densities of gradient entries, unscaled and in units of the rms."""
   figure = _figure(10, 7)
   grid = figure.subplots(2, len(numbers), sharey="row")
   normal = np.linspace(-6, 6, 201)
@@ -54,7 +54,7 @@ def draw_histograms(numbers: Numbers) -> Figure:
       above.plot(units * rms * 1e3, density / rms / 1e3, color=color,
                  label=label)  # fmt: skip
       below.plot(units, density, color=color, label=label)
-    # The first steps are far wider than all others: their tails are cut off.
+    # The first step is far wider than the others: its tails are cut off.
     widest = sorted(found["rms"] for found in steps.values())
     above.set_xlim(np.array([-6e3, 6e3]) * widest[-2:][0])
     gaussian = np.exp(-(normal**2) / 2) / np.sqrt(2 * np.pi)
@@ -72,7 +72,7 @@ def draw_histograms(numbers: Numbers) -> Figure:
 
 
 def draw_errors(numbers: Numbers) -> Figure:
-  """g(r) of the model, of Gaussian matrices and of gradients."""
+  """Draws g(r) of the model, of Gaussian matrices and of gradients."""
   figure = _figure(10, 7)
   found = numbers["matrices"]
   axes_of = figure.subplots(2, 2, sharey=True).ravel()
@@ -96,16 +96,16 @@ def draw_errors(numbers: Numbers) -> Figure:
     _dress(axes, f"{title}, {rows} x {cols}", "rank", "")
     axes.set(yscale="log", ylim=(3e-4, 1.5))
   for axes in axes_of[::2]:
-    axes.set_ylabel("error g(r) (share of the norm)")
+    axes.set_ylabel("error g(r) (fraction of the norm)")
   _add_legend(figure, axes_of[0], 3)
   return figure
 
 
 def draw_ranks(numbers: Numbers) -> Figure:
-  """Entropy and rank by window, a colour for each rule."""
+  """Draws entropy and rank by window, with a colour per rule."""
   figure = _figure(10, 4)
   left, right = figure.subplots(1, 2)
-  # The first is wide, so that it shows behind one that is the same.
+  # The first line is wide, to be visible behind an identical second one.
   for color, width, (rule, run) in zip(
     (_BLUE, _RED), (4.5, 1.2), numbers.items(), strict=True
   ):
@@ -123,7 +123,7 @@ def draw_ranks(numbers: Numbers) -> Figure:
 
 
 def draw_sampling(numbers: Numbers) -> Figure:
-  """Errors of both estimators by rates, and what an estimate costs."""
+  """Draws errors of both estimators by rate, and times of an estimate."""
   figure = _figure(12, 4)
   *panels, cost = figure.subplots(1, 3)
   rates = numbers["entry_rates"]
@@ -133,12 +133,12 @@ def draw_sampling(numbers: Numbers) -> Figure:
     for color, marker, (rate, errors) in zip(
       _ORDER, _MARKERS, by_step.items(), strict=False
     ):
-      shown = [error or np.nan for error in errors]  # zero against itself
+      shown = [error or np.nan for error in errors]  # all entries, all steps: 0
       axes.plot(rates, shown, color=color, marker=marker, ms=4,
                 label=f"{float(rate):g} of the steps")  # fmt: skip
     axes.axhline(numbers["rank_step_nats"], color="k", ls="--", lw=1,
                  label=f"worth {numbers['rank_step']} ranks")  # fmt: skip
-    _dress(axes, estimator, "share of the entries", "error (nats)")
+    _dress(axes, estimator, "fraction of the entries", "error (nats)")
     axes.set(xscale="log", yscale="log")
   low, high = zip(*(axes.get_ylim() for axes in panels), strict=True)
   for axes in panels:
@@ -149,7 +149,7 @@ def draw_sampling(numbers: Numbers) -> Figure:
   ):
     percent = 100 * np.array(ratios)
     cost.plot(rates, percent, color=color, marker=marker, ms=4, label=estimator)
-  _dress(cost, "Time of one estimate", "share of the entries",
+  _dress(cost, "Time of one estimate", "fraction of the entries",
          "of forward and backward (%)")  # fmt: skip
   cost.set(xscale="log")
   cost.set_ylim(bottom=0)
@@ -173,7 +173,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _add_legend(figure: Figure, axes: Axes, columns: int) -> None:
-  """What the curves of all panels are, above them."""
+  """Adds one legend for all panels, above them."""
   place = {"loc": "outside upper left", "ncols": columns}
   figure.legend(*axes.get_legend_handles_labels(), frameon=False, **place)
 

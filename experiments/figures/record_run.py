@@ -1,14 +1,16 @@
-"""A training run that keeps gradients and measures entropies on the way.
+"""Trains, and records gradients and entropy estimates of the run.
 
   python -m experiments.figures.record_run --config=configs/gpt2_tiny.py \
       --config.run_dir=runs/recorded --gradient_steps=1,400 --sampled_steps=50
 
-The run is `train_gpt2.py`'s, to the bit; into its folder go, besides,
+The run equals a run of `train_gpt2.py`, bit for bit. It also writes to its
+folder:
 
-  gradients-STEP.npz  "local PATH", of the first replica, and "mean PATH", of
-                      all, for every matrix: what the reducer got in that step
-  entropies.json      by step, the estimate that every way of sampling has if
-                      it samples this step; also from all entries
+  gradients-STEP.npz  the gradients that the reducer got at that step, of every
+                      matrix: "local PATH" of the first replica, and "mean PATH"
+                      over all replicas
+  entropies.json      by step, the estimates of every estimator and sampling
+                      rate, if it samples this step, and from all entries
   costs.json          seconds of an estimate, and of forward and backward
 """
 
@@ -36,16 +38,16 @@ from experiments.runtime import command_line
 from experiments.training.trainer import Trainer
 
 _GRADIENTS = flags.DEFINE_list(
-  "gradient_steps", [], "Steps whose gradients are kept."
+  "gradient_steps", [], "Steps whose gradients to keep."
 )
 _SAMPLED = flags.DEFINE_integer(
-  "sampled_steps", 0, "At the end of the run, with all estimates and times."
+  "sampled_steps", 0, "Number of last steps with all estimates, then timed."
 )
-_ROUNDS = flags.DEFINE_integer("rounds", 15, "How often an estimate is timed.")
+_ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed rounds of the estimates.")
 
 
 class Recorder:
-  """Stands in for the trainer's backend, and looks at what goes through."""
+  """A wrapper of the trainer's backend that records gradients."""
 
   def __init__(self, parallel: Parallel, config: ConfigDict, done: int):
     """Writes nothing yet.
@@ -53,7 +55,7 @@ class Recorder:
     Args:
       parallel: The backend.
       config: The whole configuration.
-      done: Steps that the run has behind it.
+      done: Number of steps done before.
     """
     self._parallel, self._config = parallel, config
     self._folder = pathlib.Path(config.run_dir)
@@ -69,7 +71,7 @@ class Recorder:
     return getattr(self._parallel, name)
 
   def step(self, params: Any, opt_state: Any, batch: np.ndarray) -> tuple:
-    """As the backend's; records before it."""
+    """Records gradients and estimates if due, then runs the backend's step."""
     self._step += 1
     replicas = self._config.mesh.data
     parts = batch.reshape(replicas, -1, batch.shape[-1])
@@ -95,10 +97,10 @@ class Recorder:
     np.savez(self._folder / f"gradients-{self._step}.npz", **arrays)
 
   def _estimate(self, gradients: Any) -> None:
-    """Adds this step to what an earlier start of the run may have written."""
+    """Adds this step's estimates to the file, which a resumed run keeps."""
     found = dict(self._of_all(gradients, self._index(0)))
     for period in PERIODS:
-      # A sample's number decides which entries it reads.
+      # The index of a sample determines the entries that it reads.
       number = self._index((self._step - 1) // period)
       some = self._of_some(gradients, number)
       found |= {f"{name} every {period}": x for name, x in some.items()}
@@ -120,12 +122,12 @@ class Recorder:
     (self._folder / "costs.json").write_text(json.dumps(seconds))
 
   def _estimates(self, is_full: bool) -> Callable:
-    """Those of all entries, or all others, in one program."""
+    """Returns all estimates with all entries, or all others, as one program."""
     fns = {n: fn for n, fn in self._each() if n.endswith(" 1.0") == is_full}
     return lambda *args: {name: fn(*args).entropy for name, fn in fns.items()}
 
   def _each(self) -> list[tuple[str, Callable]]:
-    """Every estimate by a name such as "gaussian 0.25"."""
+    """Returns all estimates, with names such as "gaussian 0.25"."""
     return [
       (
         f"{estimator} {rate}",
@@ -144,12 +146,12 @@ class Recorder:
 
 
 def main(config: ConfigDict) -> None:
-  """Trains and records; nothing is done where the run is finished."""
+  """Trains and records, unless the run is already finished."""
   if config.mesh.backend != "pmap" or not config.run_dir:
     sys.exit(
       "error: `mesh.backend` must be pmap and `run_dir` be given, got"
-      f" {config.mesh.backend!r} and {config.run_dir!r}; recorded are the"
-      " gradients of replicas in one process, into the run's folder."
+      f" {config.mesh.backend!r} and {config.run_dir!r}; the gradients of"
+      " replicas in one process are recorded in the run's folder."
     )
   trainer = Trainer(config)
   if trainer.folder.summary() is None:

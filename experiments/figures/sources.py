@@ -1,4 +1,4 @@
-"""From the folders of recorded runs to the numbers of each figure."""
+"""Collects the numbers of each figure from the folders of recorded runs."""
 
 import json
 import pathlib
@@ -20,14 +20,14 @@ from experiments.figures.numbers import (
   window_means,
 )
 
-FALL = 0.1  # nats, an example
-_DRAWS = 3  # Gaussian matrices of a shape
+FALL = 0.1  # nats; an example of a fall of the entropy
+_DRAWS = 3  # Gaussian matrices per shape
 _SHOWN = ("blocks.attention_out.kernel", "blocks.attention_in.kernel",
           "blocks.mlp_in.kernel", "embedding")  # fmt: skip
 
 
 class RecordedRun(NamedTuple):
-  """What `record_run.py` left."""
+  """The contents of a run folder that `record_run.py` wrote."""
 
   config: Mapping[str, Any]
   summary: Mapping[str, Any]
@@ -37,7 +37,7 @@ class RecordedRun(NamedTuple):
   costs: Mapping[str, list[float]]  # seconds by estimate
 
   def column(self, name: str) -> np.ndarray:
-    """A number of the only stage, by line."""
+    """Returns a metric of the only stage, [lines]."""
     return np.array([np.ravel(line[name])[0] for line in self.lines])
 
 
@@ -45,7 +45,7 @@ def read_run(folder: pathlib.Path) -> RecordedRun:
   """Reads a finished run.
 
   Args:
-    folder: Of the run.
+    folder: The run's folder.
 
   Raises:
     FileNotFoundError: if the run is not finished.
@@ -70,13 +70,13 @@ def read_run(folder: pathlib.Path) -> RecordedRun:
 
 
 def collect(runs: Mapping[str, RecordedRun]) -> dict[str, dict[str, Any]]:
-  """The numbers of every figure, by its name.
+  """Returns the numbers of every figure, by its name.
 
   Args:
-    runs: gpt2-cqm, bert-cqm and gpt2-linear.
+    runs: The runs gpt2-cqm, bert-cqm and gpt2-linear, by name.
 
   Returns:
-    What JSON can hold.
+    Values that JSON can hold.
   """
   gpt2, bert = runs["gpt2-cqm"], runs["bert-cqm"]
   models = {"GPT": gpt2, "BERT": bert}
@@ -91,7 +91,7 @@ def collect(runs: Mapping[str, RecordedRun]) -> dict[str, dict[str, Any]]:
 
 
 def rounded(value: Any) -> Any:
-  """The same with five significant digits in every number."""
+  """Rounds every number in `value` to five significant digits."""
   if isinstance(value, Mapping):
     return {str(key): rounded(each) for key, each in value.items()}
   if isinstance(value, list | tuple | np.ndarray):
@@ -115,7 +115,7 @@ def _entropy(run: RecordedRun) -> dict[str, Any]:
 
 
 def _histograms(run: RecordedRun) -> dict[int, Any]:
-  """Of all matrices of the first replica's gradient, by step."""
+  """Returns histograms of the first replica's gradient, by step."""
   return {
     step: histogram(
       np.concatenate(
@@ -127,7 +127,7 @@ def _histograms(run: RecordedRun) -> dict[int, Any]:
 
 
 def _errors(run: RecordedRun) -> dict[str, Any]:
-  """g(r) by matrix: the model's, of Gaussian draws, and of gradients."""
+  """Returns g(r) by matrix: of the model, Gaussian draws and gradients."""
   last = max(run.gradients)
   early = sorted(run.gradients)[min(1, len(run.gradients) - 1)]
   found = {}
@@ -212,7 +212,7 @@ def _sampling(run: RecordedRun) -> dict[str, Any]:
     "pass_seconds": float(np.median(run.costs[FULL_PASS])),
     "rounds": len(run.costs[FULL_PASS]),
     "gap": float(np.mean(full["histogram"] - full["gaussian"])),
-    # What a rank less is worth, by the model of the largest matrices.
+    # Entropy that one step of the rank is worth, for the largest matrices.
     "rank_step": step,
     "rank_step_nats": float(np.log(model[top - step] / model[top])),
   }

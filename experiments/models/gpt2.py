@@ -1,13 +1,12 @@
 """GPT-2 in Flax Linen: learned positions, pre-LayerNorm, tied embedding.
 
-With the objective "masked" attention sees both sides and hidden tokens are
-guessed, as in BERT; all else is the same.
+With the objective "masked", attention is bidirectional and the model predicts
+masked tokens, as in BERT; everything else is the same.
 
-All blocks are one scanned block, so every parameter of the blocks has the
-layer as its first axis, and a matrix of the model is a stack of matrices to
-the compressor. Tokens are flattened to [batch * time, width] between the
-attention products: matrix products are faster so on CPUs, and no slower
-elsewhere.
+The model scans one block, so every parameter of the blocks has the layer as
+its first axis, and a compressor sees a stack of matrices. Tokens are flattened
+to [batch * time, width] except inside attention: that makes matrix products
+faster on CPUs, and no slower elsewhere.
 """
 
 import dataclasses
@@ -33,13 +32,14 @@ class GPT2Config:
 
   Attributes:
     vocab_size: Number of token ids.
-    context: Tokens in a sequence, at most.
+    context: Maximum number of tokens in a sequence.
     width: Size of the residual stream.
     num_layers: Number of blocks.
     num_heads: Attention heads; divides width.
-    dtype: Of activations; parameters are float32.
-    unroll: Blocks per turn of the scan: more run faster and compile slower.
-    objective: "next_token", or "masked": the last token id is then the mask.
+    dtype: Dtype of activations; parameters are float32.
+    unroll: Blocks per iteration of the scan; more run faster, and compile
+      more slowly.
+    objective: "next_token", or "masked" with the last token id as the mask.
   """
 
   vocab_size: int
@@ -60,7 +60,7 @@ class GPT2Config:
     if self.objective not in OBJECTIVES:
       raise ValueError(
         f"`model.objective` must be one of {', '.join(OBJECTIVES)}, got"
-        f" {self.objective!r}; next_token is GPT's, masked is BERT's."
+        f" {self.objective!r}; GPT has next_token, BERT has masked."
       )
     for name, value in dataclasses.asdict(self).items():
       if not isinstance(value, str) and value < 1:
@@ -75,13 +75,13 @@ class GPT2Config:
 
   @property
   def reserved_ids(self) -> int:
-    """Token ids that must not occur in the data: that of the mask."""
+    """Number of token ids that must not occur in the data: 1 for the mask."""
     return int(self.objective == "masked")
 
 
 @jax.custom_vjp
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
-  """x [tokens, in] times w [in, out]."""
+  """Returns x w for x [tokens, in] and w [in, out]."""
   return x @ w
 
 
@@ -93,8 +93,8 @@ def _product_backward(
   operands: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   x, w = operands
-  # Multiplied in place by its transpose, x is read against its grain: a copy
-  # that XLA may not merge into the product makes the whole backward pass of
+  # Without the barrier XLA merges the transpose into the product, which then
+  # reads x with a large stride. The copy makes the whole backward pass of
   # gpt2_tiny 1.4 times as fast on CPUs.
   x_transposed = jax.lax.optimization_barrier(x.T)
   return g @ w.T, x_transposed @ g
@@ -104,12 +104,12 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def _dot_general(x: jax.Array, w: jax.Array, *_: Any, **__: Any) -> jax.Array:
-  """What Flax's Dense calls; tokens are flat and precision is the default."""
+  """Replaces `lax.dot_general` in Dense; tokens are flat, precision default."""
   return _product(x, w)
 
 
 class Block(nn.Module):
-  """Attention and feed-forward, each added to the residual stream."""
+  """A block of attention and feed-forward on the residual stream."""
 
   config: GPT2Config
   batch: int
@@ -118,7 +118,8 @@ class Block(nn.Module):
   def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
     """Maps x [batch * time, width] to the same shape."""
     c = self.config
-    # GPT-2 scales down what is added to the stream 2 * num_layers times.
+    # GPT-2 scales down the output layers, because 2 * num_layers of them add
+    # to the stream.
     output_std = _INIT_STD * (2 * c.num_layers) ** -0.5
     h = nn.LayerNorm(dtype=c.dtype, name="attention_norm")(x)
     qkv = self._dense(3 * c.width, "attention_in")(h)
@@ -138,7 +139,7 @@ class Block(nn.Module):
     )
 
   def _attend(self, qkv: jax.Array) -> jax.Array:
-    """Attention, causal for next_token; qkv [batch * time, 3 * width]."""
+    """Attends, causally for next_token; qkv is [batch * time, 3 * width]."""
     heads = self.config.num_heads
     size = self.config.width // heads
     qkv = qkv.reshape(self.batch, -1, 3, heads, size).transpose(2, 0, 3, 1, 4)
@@ -156,7 +157,7 @@ class Block(nn.Module):
 def scanned_blocks(
   config: GPT2Config, batch: int, num_layers: int, name: str | None = None
 ) -> nn.Module:
-  """Several blocks in a row, their parameters stacked on a first axis."""
+  """Makes a scan over blocks, with parameters stacked along a first axis."""
   scanned = nn.scan(
     Block,
     variable_axes={"params": 0},
@@ -168,7 +169,7 @@ def scanned_blocks(
 
 
 class GPT2(nn.Module):
-  """Token ids [batch, time] to logits [batch, time, vocab_size]."""
+  """Maps token ids [batch, time] to logits [batch, time, vocab_size]."""
 
   config: GPT2Config
 
@@ -190,24 +191,25 @@ class GPT2(nn.Module):
 
 @functools.partial(jax.jit, static_argnums=0)
 def init_params(config: GPT2Config, key: jax.Array) -> Any:
-  """Freshly drawn parameters, float32; compiled once for a configuration."""
+  """Draws float32 parameters; compiled once per configuration."""
   tokens = jnp.zeros((1, config.context), jnp.int32)
   return GPT2(config).init(key, tokens)["params"]
 
 
 def param_shapes(config: GPT2Config) -> Any:
-  """Shapes and dtypes of the parameters."""
+  """Returns the shapes and dtypes of the parameters."""
   return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
 def loss_fn(config: GPT2Config, params: Any, batch: jax.Array) -> jax.Array:
-  """Mean cross-entropy in nats a predicted token.
+  """Returns the mean cross-entropy in nats per predicted token.
 
   Args:
     config: Sizes of the model.
     params: As from `init_params`.
-    batch: int32 [batch, time + 1]; each token is predicted from those before,
-      or those that `masking` chooses of the first [batch, time] from all.
+    batch: int32 [batch, time + 1]. With next_token each token is predicted
+      from the previous ones; with masked, the tokens that `masking` chooses of
+      the first [batch, time] are predicted from all of them.
 
   Returns:
     float32 [].
@@ -224,6 +226,6 @@ def loss_fn(config: GPT2Config, params: Any, batch: jax.Array) -> jax.Array:
 
 
 def matrix_view(path: str, shape: tuple[int, ...]) -> MatrixView | None:
-  """Kernels and embeddings are matrices; stacked biases and norms are not."""
+  """Views kernels and embeddings as matrices, biases and norms as vectors."""
   is_vector = path.endswith(("['bias']", "['scale']"))
   return None if is_vector else trailing_matrix(path, shape)

@@ -1,12 +1,12 @@
 """GPT-2 cut into pipeline stages, with the vocabulary split over them.
 
 Stage s holds layers [s L / S, (s + 1) L / S) and rows [s V / S, (s + 1) V / S)
-of the tied embedding, padded to equal parts; positions and final norm are on
-all stages. So the stages carry equal loads, logits are never gathered, and
+of the tied embedding, padded to equal parts. All stages hold the positions and
+the final norm. So the stages have equal loads, logits are never gathered, and
 the embedding's gradient needs no exchange between stages.
 
-Over the stages travel, besides the pipeline's microbatches, the embedded
-batch to stage 0 and the last hidden states back to all: [batch, time, width]
+In addition to the pipeline's microbatches, the stages exchange the embedded
+batch, for stage 0, and the last hidden states, for all: [batch, time, width]
 twice, and twice more in the backward pass.
 """
 
@@ -27,15 +27,15 @@ AXIS = "stage"
 
 
 def init_params(config: GPT2Config, num_stages: int, key: jax.Array) -> Any:
-  """Those of `gpt2.init_params`, the embedding padded to equal parts.
+  """Draws the parameters of `gpt2.init_params`, with the embedding padded.
 
   Args:
     config: Sizes of the model.
-    num_stages: How many stages will share it.
+    num_stages: Number of stages that the embedding is split over.
     key: As for `gpt2.init_params`: the same key gives the same model.
 
   Returns:
-    Global parameters; `param_specs` says how they are cut.
+    Global parameters, to be sharded by `param_specs`.
   """
   params = gpt2.init_params(config, key)
   missing = -config.vocab_size % num_stages
@@ -44,7 +44,7 @@ def init_params(config: GPT2Config, num_stages: int, key: jax.Array) -> Any:
 
 
 def placement(path: str, shape: tuple[int, ...]) -> str:
-  """What each stage holds of a leaf, in the terms of `edgc_jax.edgc`."""
+  """Returns "own", "split" or "shared" for a leaf: see `edgc_jax.Stages`."""
   del shape
   if path.startswith("['blocks']"):
     return "own"
@@ -52,7 +52,7 @@ def placement(path: str, shape: tuple[int, ...]) -> str:
 
 
 def param_specs(params: Any) -> Any:
-  """PartitionSpecs of the parameters on a mesh with the axis "stage"."""
+  """Returns the parameters' PartitionSpecs on a mesh with the axis "stage"."""
   return jax.tree_util.tree_map_with_path(
     lambda path, p: (
       PartitionSpec()
@@ -66,11 +66,11 @@ def param_specs(params: Any) -> Any:
 def loss_fn(
   config: GPT2Config, num_microbatches: int, params: Any, batch: jax.Array
 ) -> jax.Array:
-  """Mean cross-entropy in nats a token, as `gpt2.loss_fn` gives it.
+  """Returns the mean cross-entropy in nats per token, as `gpt2.loss_fn`.
 
   Args:
     config: Sizes of the whole model.
-    num_microbatches: Divides the batch.
+    num_microbatches: Number of parts of the batch; divides it.
     params: This stage's part of the parameters.
     batch: int32 [batch, time + 1], the same on all stages.
 
@@ -84,12 +84,12 @@ def loss_fn(
 def value_and_grad(
   config: GPT2Config, num_microbatches: int, params: Any, batch: jax.Array
 ) -> tuple[jax.Array, Any, Callable]:
-  """Loss and gradients, with the backward pass of the embedding left over.
+  """Returns loss and gradients, and leaves out the embedding's backward pass.
 
-  The gradient of what stage 0 embedded has to go to all stages, when stage 0
-  is done. As a part of `jax.grad` that would come before any exchange of
-  gradients, and every stage would wait for stage 0. So it is left to the
-  reducer, which calls for it after the stage's own exchange.
+  The gradient of the embedded batch has to go from stage 0 to all stages, once
+  stage 0 is done. Inside `jax.grad` that would come before any exchange of
+  gradients, and every stage would wait for stage 0. So `late_updates` does it:
+  the reducer calls it after the exchange of the stage's own gradients.
 
   Args:
     config: As for `loss_fn`.
@@ -98,12 +98,12 @@ def value_and_grad(
     batch: As for `loss_fn`.
 
   Returns:
-    The loss, the gradients without that part, and `late_updates` for the
-    `update` of a reducer, which completes them.
+    The loss, the gradients without that part, and the argument `late_updates`
+    of a reducer's `update`, which completes them.
   """
   late = {name: params[name] for name in ("embedding", "positions")}
   x, embed_backward = jax.vjp(lambda p: _embed(p, batch[:, :-1]), late)
-  # Varying, so that its gradient is this stage's own and not yet summed.
+  # If x varies, its gradient is this stage's own, not yet summed.
   x = lax.pcast(x, AXIS, to="varying")
 
   def rest(params: Any, x: jax.Array) -> jax.Array:
@@ -121,15 +121,16 @@ def value_and_grad(
 def make_stage_fn(
   config: GPT2Config, sequences: int, blocks: Any
 ) -> Callable[[Any, jax.Array], jax.Array]:
-  """One stage's layers, on microbatches of a number of sequences.
+  """Returns a function that applies one stage's layers to a microbatch.
 
   Args:
     config: Sizes of the whole model.
-    sequences: In a microbatch.
+    sequences: Number of sequences in a microbatch.
     blocks: The stage's parameters; their first axis is the layer.
 
   Returns:
-    From such parameters and x [sequences * time, width] to the same shape.
+    A function of such parameters and x [sequences * time, width], which
+    returns an array of the shape of x.
   """
   num_layers = jax.tree.leaves(blocks)[0].shape[0]
   module = gpt2.scanned_blocks(config, sequences, num_layers)
@@ -137,7 +138,7 @@ def make_stage_fn(
 
 
 def _embed(params: Any, tokens: jax.Array) -> jax.Array:
-  """Tokens [batch, time] to float32 [batch, time, width]."""
+  """Embeds tokens [batch, time] as float32 [batch, time, width]."""
   x = lookup(params["embedding"], tokens.reshape(-1))
   return x.reshape(*tokens.shape, -1) + params["positions"][: tokens.shape[1]]
 
@@ -165,7 +166,7 @@ def _loss_of_embedded(
 
 
 def lookup(rows: jax.Array, tokens: jax.Array) -> jax.Array:
-  """Rows of an embedding that is split over the stages.
+  """Returns the tokens' rows of an embedding that is split over the stages.
 
   Args:
     rows: float32 [V / S, width], this stage's part.
@@ -183,19 +184,19 @@ def lookup(rows: jax.Array, tokens: jax.Array) -> jax.Array:
 def cross_entropy(
   x: jax.Array, rows: jax.Array, labels: jax.Array, vocab_size: int
 ) -> jax.Array:
-  """Cross-entropy over a vocabulary whose rows are split over the stages.
+  """Computes cross-entropy over a vocabulary that is split over the stages.
 
     loss = m + ln sum_s sum_(v in s) e^(z_v - m) - z_label,   z = x rows^T
 
-  with m the largest logit of all stages, so no exponential overflows. Per
-  token three values travel over the stages.
+  with m the largest logit of all stages, so no exponential overflows. The
+  stages exchange three values per token.
 
   Args:
     x: [n, width], equal on all stages.
-    rows: float32 [V / S, width], this stage's part; what is beyond
-      `vocab_size` in the last parts is padding and takes no probability.
+    rows: float32 [V / S, width], this stage's part; rows beyond `vocab_size`
+      in the last parts are padding and have no probability.
     labels: int32 [n], equal on all stages.
-    vocab_size: Rows of all stages without padding.
+    vocab_size: Number of rows of all stages, without padding.
 
   Returns:
     float32 [n], nats, equal on all stages.
@@ -208,7 +209,8 @@ def cross_entropy(
   places = labels - first
   is_here = (places >= 0) & (places < rows.shape[0])
   own = jnp.take_along_axis(logits, jnp.where(is_here, places, 0)[:, None], 1)
-  # As one: gradients need no label, and nothing else would wait for its sum.
+  # In one psum: no gradient depends on the label's sum, so nothing would wait
+  # for a separate one.
   both = (
     jnp.where(is_here, own[:, 0], 0.0),
     jnp.exp(logits - largest[:, None]).sum(axis=-1),

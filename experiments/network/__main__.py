@@ -1,12 +1,12 @@
-"""Step times on hosts with real, slow links, beside PyTorch's.
+"""Measures step times on hosts with slow links, compared with PyTorch.
 
   sudo python -m experiments.network --config=configs/gpt2_10m.py
 
-Brings up virtual hosts with a shaped uplink each (Linux, root, iproute2), one
-process a host and framework, and times training steps: at every link speed all
-methods in turn, round after round, so that whatever else the machine does hits
-them alike. Everything is removed at the end, also after Ctrl-C. All that was
-measured goes to --output as JSON, and to a page with pictures beside it.
+Creates virtual hosts, each with a shaped uplink (needs Linux, root and
+iproute2) and one process per framework, and times training steps. At every link
+speed all methods take turns, round after round, so that other load on the
+machine hits them all. Everything is removed at the end, also after Ctrl-C. The
+measurements go to --output as JSON, and a page with pictures to its folder.
 """
 
 import pathlib
@@ -26,44 +26,44 @@ from experiments.network.results import ROWS, Layout, load
 _CONFIG = config_flags.DEFINE_config_file(
   "config", "configs/gpt2_10m.py", "A file in configs/."
 )
-_HOSTS = flags.DEFINE_list("hosts", ["2", "4"], "How many hosts.")
+_HOSTS = flags.DEFINE_list("hosts", ["2", "4"], "Numbers of hosts.")
 _STAGES = flags.DEFINE_bool("stages", True, "Also 2 stages of 2 replicas.")
 _RATES = flags.DEFINE_list(
-  "rates", ["50", "100", "300", "1000"], "Mbit/s of an uplink."
+  "rates", ["50", "100", "300", "1000"], "Speeds of an uplink in Mbit/s."
 )
 _MANY_RATES = flags.DEFINE_list(
-  "many_rates", ["100", "300", "1000"], "The same with more than 2 hosts."
+  "many_rates", ["100", "300", "1000"], "Speeds with more than 2 hosts."
 )
 _STAGE_RATES = flags.DEFINE_list(
-  "stage_rates", ["100"], "The same with stages, which compile for long."
+  "stage_rates", ["100"], "Speeds with stages, which take long to compile."
 )
 _ROUNDS = flags.DEFINE_integer(
-  "rounds", 3, "How often each row is timed.", lower_bound=1
+  "rounds", 3, "Number of timed rounds.", lower_bound=1
 )
 _THREADS = flags.DEFINE_integer(
-  "threads", 0, "Of each host; 0 for its share of the cores.", lower_bound=0
+  "threads", 0, "Threads per host; 0 for its share of cores.", lower_bound=0
 )
-_PEER = flags.DEFINE_bool("peer", True, "PyTorch, too, where it is installed.")
+_PEER = flags.DEFINE_bool("peer", True, "Also PyTorch, if it is installed.")
 _ADVISE = flags.DEFINE_bool("advise", True, "Also compare the advice.")
-_ROWS = flags.DEFINE_multi_string("row", [], "Only such rows; else all.")
+_ROWS = flags.DEFINE_multi_string("row", [], "A row to measure; default: all.")
 _OUTPUT = flags.DEFINE_string("output", "docs/network.json", "The JSON file.")
-_FOLDER = flags.DEFINE_string("folder", "runs/network", "For logs.")
+_FOLDER = flags.DEFINE_string("folder", "runs/network", "The folder of logs.")
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures, and writes the JSON file and the page."""
+  """Measures all layouts and writes the JSON file and the page."""
   del argv
   for number in (signal.SIGTERM, signal.SIGHUP):
-    if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-      # An exception, so that `with` cleans up.
+    if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+      # Raises SystemExit, so that `with` cleans up.
       signal.signal(number, lambda number, _: sys.exit(128 + number))
   unknown = set(_ROWS.value) - {row.name for row in ROWS}
   if unknown:
     names = ", ".join(repr(row.name) for row in ROWS if row.framework == "jax")
-    sys.exit(f"error: `--row` must be of {names}, got {unknown.pop()!r}.")
+    sys.exit(f"error: `--row` must be among {names}, got {unknown.pop()!r}.")
   reason = virtual_hosts.why_not()
   if reason:
-    sys.exit(f"error: there can be no virtual hosts here: {reason}.")
+    sys.exit(f"error: virtual hosts are not possible here: {reason}.")
   output = pathlib.Path(_OUTPUT.value)
   options = Options(
     _ROWS.value, _ROUNDS.value, _THREADS.value, _PEER.value, _ADVISE.value,
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> None:
 def _numbers(
   flag: flags.FlagHolder, kind: type[int | float], least: float
 ) -> list[Any]:
-  """Those that a flag lists, or the end of the program."""
+  """Parses the numbers of a flag; exits if they are not valid."""
   try:
     numbers = [kind(text) for text in flag.value]
   except ValueError:

@@ -15,28 +15,28 @@ from ml_collections import ConfigDict
 
 from experiments.network import virtual_hosts
 from experiments.network.calls import HostError, Hosts
-from experiments.network.results import NO_EXCHANGE, ROWS, WAYS, Layout, Row
+from experiments.network.results import ADVISED, NO_EXCHANGE, ROWS, Layout, Row
 from experiments.network.virtual_hosts import VirtualHosts
 from experiments.runs.run_folder import environment
 
-_PATIENCE, _RUN_PATIENCE = 900.0, 180.0  # seconds for a call
-# Seconds; shorter steps are timed several at a time. How long one lasts that
-# is mostly waiting varies little: it is timed twice, communication once.
+_TIMEOUT, _RUN_TIMEOUT = 900.0, 180.0  # seconds for a call
+# Seconds. Shorter steps are timed several at a time. Longer ones mostly wait
+# and vary little, so they are timed twice, and their communication once.
 _LONG, _SEVERAL = 1.5, 3
-_FIRST_STEPS = 3  # PyTorch's hook begins dense
+_FIRST_STEPS = 3  # PyTorch's PowerSGD hook starts dense
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What is measured, and how often.
+  """Options of the benchmark.
 
   Attributes:
-    rows: Names of those to measure; all if there are none.
-    rounds: How often each is timed.
-    threads: Of a host; 0 for its share of the cores.
-    has_peer: Whether PyTorch is measured, too, where it is installed.
-    has_advice: Whether the predictions of `advise` are compared.
-    folder: For the logs of hosts.
+    rows: Names of the rows to measure; all if empty.
+    rounds: Number of timed rounds.
+    threads: Threads per host; 0 for its share of the cores.
+    has_peer: Whether to measure PyTorch, too, if it is installed.
+    has_advice: Whether to compare the predictions of `advise`.
+    folder: The folder of the hosts' logs.
   """
 
   rows: Sequence[str]
@@ -47,18 +47,24 @@ class Options:
   folder: pathlib.Path
 
   def asks_advice(self, layout: Layout) -> bool:
-    """Whether there is advice, and something to compare it with."""
-    is_compared = not self.rows or set(self.rows) >= WAYS
+    """Returns whether to ask for advice and all of its methods are measured."""
+    is_compared = not self.rows or set(self.rows) >= ADVISED
     return self.has_advice and layout.stages == 1 and is_compared
 
 
 class Benchmark:
-  """Measures one layout after the other."""
+  """A benchmark that measures layouts and collects the results in a file."""
 
   def __init__(
     self, config: ConfigDict, options: Options, output: pathlib.Path
   ):
-    """Args: the configuration, what to do, and the file for the outcome."""
+    """Measures nothing yet.
+
+    Args:
+      config: The configuration of all rows.
+      options: What to measure.
+      output: The JSON file to write.
+    """
     self._config, self._options, self._output = config, options, output
     self._start = time.monotonic()
     about = environment()
@@ -74,7 +80,7 @@ class Benchmark:
     }  # fmt: skip
 
   def measure(self, layout: Layout, rates: Sequence[float]) -> None:
-    """All rows on a layout at all link speeds."""
+    """Measures all rows on a layout, at all link speeds in Mbit/s."""
     print(f"--- {layout.name}", flush=True)
     with VirtualHosts(layout.hosts) as network:
       frameworks = ["jax"]
@@ -93,7 +99,7 @@ class Benchmark:
             processes, layout, "advice", "measure_costs", config=config
           )
         for hosts in processes.values():
-          hosts.call("built", timeout=_PATIENCE)
+          hosts.call("built", timeout=_TIMEOUT)
         for rate in rates:
           network.shape(rate * 1e6)
           self._rounds(network, layout, rate, processes, rows)
@@ -135,7 +141,7 @@ class Benchmark:
   def _build(
     self, processes: dict[str, Hosts], layout: Layout
   ) -> Iterator[Row]:
-    """Compiles every row, and yields what can be run."""
+    """Compiles every row, and yields the rows that can run."""
     for row in ROWS:
       is_wanted = not self._options.rows or row.name in self._options.rows
       if layout.stages > 1:
@@ -163,7 +169,7 @@ class Benchmark:
         print(f"{row.framework}, {row.name}: {built}", flush=True)
         params = self._found.setdefault("params", about[0]["params"])
         if params != about[0]["params"]:
-          raise RuntimeError(f"{row} has another model than other rows.")
+          raise RuntimeError(f"{row} has another model than the other rows.")
         yield row
 
   def _rounds(
@@ -174,7 +180,7 @@ class Benchmark:
     processes: dict[str, Hosts],
     rows: Sequence[Row],
   ) -> None:
-    """Times all rows in turn, each round from another one on."""
+    """Times all rows in turn; each round starts with another row."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for number in range(self._options.rounds):
       first = number * len(rows) // self._options.rounds
@@ -202,7 +208,7 @@ class Benchmark:
           if not answers:
             break
           sent = network.sent_bytes(0) - before
-          # Those who wait for nobody may be done earlier than others.
+          # A host that waits for no other may finish earlier.
           seconds = [answer["seconds"] for answer in answers]
           entry["seconds"] += map(max, zip(*seconds, strict=True))
           entry["sent_bytes"].append(sent / count)
@@ -217,7 +223,7 @@ class Benchmark:
   def _advise(
     self, layout: Layout, rate: float, processes: dict[str, Hosts]
   ) -> None:
-    """Asks for the advice that a user would get."""
+    """Records the advice that a user would get on these links."""
     config = self._config_of(layout).to_dict()
     answers = self._call(processes, layout, "advice", "advise", config=config)
     if answers:
@@ -233,9 +239,13 @@ class Benchmark:
     function: str,
     **arguments: Any,
   ) -> list[Any]:
-    """What all hosts answered; nothing after a failure, which is recorded.
+    """Calls a function on all hosts.
 
-    Hosts that can no longer be called are removed from `processes`.
+    A failure is recorded, and hosts that can no longer be called are removed
+    from `processes`.
+
+    Returns:
+      The answers of all hosts; empty after a failure.
     """
     name, framework = (row, "jax") if row == "advice" else (
       row.name, row.framework
@@ -244,9 +254,9 @@ class Benchmark:
       return []
     hosts = processes[framework]
     is_short = function in ("run", "advise")
-    patience = _RUN_PATIENCE if is_short else _PATIENCE
+    timeout = _RUN_TIMEOUT if is_short else _TIMEOUT
     try:
-      return hosts.call(function, timeout=patience, **arguments)
+      return hosts.call(function, timeout=timeout, **arguments)
     except HostError as error:
       print(f"{framework}, {name}: {error}", flush=True)
       self._found["failures"].append(
@@ -258,12 +268,12 @@ class Benchmark:
       return []
 
   def _threads(self, layout: Layout) -> int:
-    """Of a host's process."""
+    """Returns the number of threads of a host's process."""
     cores = len(os.sched_getaffinity(0))
     return self._options.threads or max(1, cores // layout.hosts)
 
   def _config_of(self, layout: Layout) -> ConfigDict:
-    """The configuration on a layout; a replica's batch is that of the file."""
+    """Returns the configuration on a layout; the batch per replica is kept."""
     config = self._config.copy_and_resolve_references()
     rows_each = config.batch_size // config.mesh.data
     config.mesh.stage = layout.stages
@@ -281,7 +291,7 @@ class Benchmark:
 
 
 def _parts(row: Row, layout: Layout) -> Sequence[str]:
-  """What of a step is timed, besides the whole of it."""
+  """Returns the parts of a row to time: the step, and if possible its parts."""
   has_parts = row.framework == "jax" and layout.stages == 1
   if not has_parts or row.name == NO_EXCHANGE:
     return ("step",)

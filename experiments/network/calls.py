@@ -1,6 +1,6 @@
 """Calls from the benchmark to its processes on the hosts, as lines of JSON.
 
-A call goes to all hosts at once, since what they do they do together.
+A call goes to all hosts at once, because their collectives need all of them.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from typing import Any
 
 
 class HostError(RuntimeError):
-  """A process on a host that failed, went silent or ended."""
+  """Raised if a process on a host has failed, is silent or has ended."""
 
 
 def serve(functions: Mapping[str, Callable[..., Any]]) -> None:
   """Answers calls on standard input until it is closed.
 
   Args:
-    functions: By name; arguments and results go through JSON.
+    functions: Functions by name; arguments and results go through JSON.
   """
-  # Libraries print: what is not an answer goes to standard error.
+  # Libraries print, too: send anything but answers to standard error.
   answers = os.fdopen(os.dup(1), "w")
   os.dup2(2, 1)
   for line in sys.stdin:
@@ -40,7 +40,7 @@ def serve(functions: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def seconds_of(call: Callable[[], Any], count: int) -> tuple[list[float], Any]:
-  """Seconds of each of so many calls, and the last result."""
+  """Returns the seconds of each of `count` calls, and the last result."""
   seconds, result = [], None
   for _ in range(count):
     start = time.perf_counter()
@@ -53,9 +53,14 @@ class Hosts:
   """The processes of one framework, one on each host."""
 
   def __init__(self, name: str, processes: Sequence[subprocess.Popen]):
-    """Args: a name for messages, and the processes in the order of hosts."""
+    """Calls nothing yet.
+
+    Args:
+      name: A name for messages.
+      processes: The processes, in the order of hosts.
+    """
     self.name, self._processes = name, list(processes)
-    self.is_broken = False  # a host did not answer: none can be called
+    self.is_broken = False  # if a host did not answer, none can be called
 
   def call(
     self, function: str, *, timeout: float, **arguments: Any
@@ -64,15 +69,15 @@ class Hosts:
 
     Args:
       function: Its name.
-      timeout: Seconds for all of them.
-      **arguments: The same for all.
+      timeout: Seconds until all hosts have to answer.
+      **arguments: Arguments, the same on all hosts.
 
     Returns:
-      What each of them gave back.
+      The result of each host.
 
     Raises:
-      HostError: if one of them did not. After an error that a function
-        raised on all hosts others can be called; else none can.
+      HostError: if a host fails. Calls remain possible if all hosts have
+        answered, even with errors; otherwise none are.
     """
     if self.is_broken:
       raise HostError(f"{self.name} on some host has failed before.")
@@ -94,22 +99,22 @@ class Hosts:
     return [answer["result"] for answer in answers]
 
   def close(self) -> None:
-    """Ends the processes."""
+    """Kills the processes."""
     for process in self._processes:
       process.kill()
       process.wait()
       for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # what it did not read
+        with contextlib.suppress(OSError):  # unread data in the pipe
           pipe.close()
 
   def _answers(self, timeout: float) -> list[dict[str, Any]]:
-    """One line of each, in whatever order they come."""
+    """Reads one line from each host, in the order of arrival."""
     deadline = time.monotonic() + timeout
     answers: dict[int, dict[str, Any]] = {}
     pipes = {p.stdout: i for i, p in enumerate(self._processes)}
     while pipes:
       left = deadline - time.monotonic()
-      # A call is answered by one line, so nothing is left in a buffer.
+      # An answer is one line, so no data is left in a buffer.
       ready = select.select(list(pipes), [], [], max(0.0, left))[0]
       if not ready:
         silent = ", ".join(map(str, pipes.values()))
@@ -129,7 +134,7 @@ class Hosts:
 
 
 def _failures(name: str, answers: Mapping[int, dict[str, Any]]) -> str:
-  """What those said that did answer, if it was an error."""
+  """Formats the errors among the answers."""
   return "".join(
     f" {name} on host {index} failed: {answer['error']}"
     for index, answer in answers.items()

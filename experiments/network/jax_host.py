@@ -1,7 +1,7 @@
-"""One host of the network benchmark: this project's training step.
+"""A host of the network benchmark that runs this project's training step.
 
-Started by the benchmark, a process on each host, and called through standard
-input. Times are of the trainer's own step, on random tokens.
+The benchmark starts one process per host and calls it through standard input.
+It times the trainer's own step on random tokens.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from experiments.parallel.meshes import DATA
 from experiments.runtime import heap
 from experiments.training import advised, optimizer
 
-NO_EXCHANGE = "none"  # a reducer that leaves gradients as they are
+NO_EXCHANGE = "none"  # a reducer that leaves gradients unchanged
 _BUDGET = 15.0  # seconds to measure the link
 _DTYPES = {
   "f32": jnp.float32, "bf16": jnp.bfloat16, "u32": jnp.uint32,
@@ -40,7 +40,7 @@ _DTYPES = {
 
 @dataclasses.dataclass
 class _Method:
-  """What is timed, each ready to run; None where it is not."""
+  """Compiled functions to time; None if not measured."""
 
   step: Callable[[], Any]
   compress: Callable[[], Any] | None  # the reducer, for a single replica
@@ -48,23 +48,22 @@ class _Method:
 
 
 class JaxHost:
-  """The functions that can be called."""
+  """The functions that the benchmark calls."""
 
   def __init__(self, index: int, count: int, address: str):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Collectives of pipeline stages get mixed up otherwise: cpu_backend.
+    # The cache would mix up collectives of pipeline stages: see cpu_backend.
     jax.config.update("jax_enable_compilation_cache", False)
     jax.distributed.initialize(address, count, index)
     self._methods: dict[str, _Method] = {}
     self._costs: advised.Costs | None = None
 
   def build(self, name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Compiles a method, and sends nothing but small numbers.
+    """Compiles a method without sending gradients.
 
     Args:
-      name: For later calls.
-      config: The whole configuration; with the reducer "none" nothing is
-        exchanged.
+      name: A name of the method for later calls.
+      config: The whole configuration; the reducer "none" exchanges nothing.
 
     Returns:
       The number of parameters.
@@ -79,7 +78,7 @@ class JaxHost:
     tx = optimizer.make_optimizer(config, DATA, {}, reducer)
     backend = backends.make(config, model, tx, mesh)
     state = backend.init(jax.random.key(0))
-    # One batch for all: a replica's stages have the same rows.
+    # One batch for all hosts, because a replica's stages have the same rows.
     rows = np.random.default_rng(0).integers(
       model.vocab_size,
       size=(config.batch_size, model.context + 1),
@@ -104,7 +103,7 @@ class JaxHost:
     return {"params": backend.num_params}
 
   def measure_costs(self, config: dict[str, Any]) -> None:
-    """What `advise` needs beside the link; compiles, and runs steps."""
+    """Measures what `advise` needs in addition to the link."""
     config, mesh, model = _read(config)
     plain = self._methods.get(NO_EXCHANGE)
     self._costs = advised.measure_costs(
@@ -117,10 +116,10 @@ class JaxHost:
     Args:
       name: As in `build`.
       part: "step", "compress" or "communicate".
-      count: How often.
+      count: Number of runs.
 
     Returns:
-      Seconds of each, and the wire bytes of the last step.
+      The seconds of each run, and for "step" the wire bytes of the last one.
     """
     call = getattr(self._methods[name], part)
     seconds, result = calls.seconds_of(
@@ -132,18 +131,18 @@ class JaxHost:
     return {"seconds": seconds, "wire_bytes": float(wire_bytes)}
 
   def advise(self, config: dict[str, Any]) -> dict[str, Any]:
-    """What `advise.py` would say on the links as they are.
+    """Computes the advice of `advise.py` on the current links.
 
     Args:
-      config: The whole configuration; its reducer does not matter.
+      config: The whole configuration, with any reducer.
 
     Returns:
-      Predicted seconds of a step by way, the choice, and the link.
+      Predicted seconds of a step by method, the choice, and the link.
     """
     config, mesh, model = _read(config)
     link = edgc_jax.measure_link(mesh, DATA, repeats=3, budget=_BUDGET)
     costs = self._costs
-    if NO_EXCHANGE in self._methods:  # as fast as the machine is by now
+    if NO_EXCHANGE in self._methods:  # at the machine's current speed
       step = self._methods[NO_EXCHANGE].step
       costs = costs._replace(step=advised.seconds_of(step, mesh))
     found = advised.advise(config, model, mesh, link, costs, RANKS)
@@ -157,7 +156,7 @@ class JaxHost:
 def _read(
   values: dict[str, Any],
 ) -> tuple[ConfigDict, Mesh, gpt2.GPT2Config]:
-  """A configuration, its mesh and its model."""
+  """Returns a configuration, its mesh and its model."""
   config = ConfigDict(values)
   mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
   return config, mesh, gpt2.GPT2Config(**config.model.to_dict())
@@ -166,7 +165,7 @@ def _read(
 def _compress(
   reducer: optax.GradientTransformation, model: gpt2.GPT2Config
 ) -> Callable[[], Any]:
-  """Updates with one replica: all is computed, and nothing travels."""
+  """Compiles updates with one replica, which compute all and send nothing."""
   pmap = functools.partial(
     jax.pmap, axis_name=DATA, devices=jax.local_devices()[:1]
   )
@@ -185,8 +184,8 @@ def _compress(
 
 @functools.cache
 def _gradients(model: gpt2.GPT2Config) -> Any:
-  """Random ones, on the first device, as pmap has them."""
-  random = np.random.default_rng(0)  # a program that draws compiles for long
+  """Draws random gradients on the first device, in the layout of pmap."""
+  random = np.random.default_rng(0)  # drawing with JAX takes long to compile
   values = jax.tree.map(
     lambda s: 1e-3 * random.standard_normal((1, *s.shape), np.float32),
     gpt2.param_shapes(model),
@@ -195,7 +194,7 @@ def _gradients(model: gpt2.GPT2Config) -> Any:
 
 
 def _communicate(sent: list[hlo.Collective], mesh: Mesh) -> Callable[[], Any]:
-  """The collectives of a program, with nothing to compute."""
+  """Compiles the collectives of a program, without computation."""
   call = jax.pmap(replay_of(sent, mesh.shape[DATA]), axis_name=DATA)
   zeros = np.zeros(len(mesh.local_devices), np.int32)
   call.lower(zeros).compile()
@@ -205,12 +204,21 @@ def _communicate(sent: list[hlo.Collective], mesh: Mesh) -> Callable[[], Any]:
 def replay_of(
   sent: list[hlo.Collective], replicas: int
 ) -> Callable[[jax.Array], list[list[jax.Array]]]:
-  """The same collectives, one after the other, of numbers from a given one."""
+  """Returns a function that runs the same collectives, one after the other.
+
+  Args:
+    sent: The collectives of a program.
+    replicas: Number of replicas.
+
+  Returns:
+    A function of a number, from which it makes the arrays to send, that returns
+    the results of all collectives.
+  """
 
   def operands(collective: hlo.Collective, value: jax.Array) -> list[jax.Array]:
     parts = replicas if collective.kind == "all-gather" else 1
     arrays = [
-      # Of two arrays that are equal, or of equal values, XLA would send one.
+      # All arrays differ: of two equal ones XLA would send only one.
       (jnp.arange(int(np.prod(shape)) // parts) + value + i).astype(
         _DTYPES[dtype]
       )
@@ -220,7 +228,7 @@ def replay_of(
       return [jnp.concatenate(arrays)]  # a result for each replica's part
     return arrays
 
-  def travel(
+  def send(
     collective: hlo.Collective,
     value: jax.Array,
     before: list[jax.Array],
@@ -238,21 +246,21 @@ def replay_of(
   def replay(value: jax.Array) -> list[list[jax.Array]]:
     done: list[list[jax.Array]] = [[]]
     for collective, group in itertools.groupby(sent):
-      last = travel(collective, value, done[-1])
-      # Of a loop of the program, the rest.
+      last = send(collective, value, done[-1])
+      # The other iterations, if the program has it in a loop.
       last, _ = lax.scan(
-        lambda last, _: (travel(collective, value, last), None),  # noqa: B023
+        lambda last, _: (send(collective, value, last), None),  # noqa: B023
         last,
         length=len(list(group)) - 1,
       )
       done.append(last)
-    return done  # all: what nobody reads XLA does not send
+    return done  # all of them: XLA drops collectives with unused results
 
   return replay
 
 
 def main() -> None:
-  """Arguments: index of the host, number of hosts, address of the first."""
+  """Serves calls; arguments: host index, number of hosts, first address."""
   heap.share_one_heap()
   index, count, address = sys.argv[1:]
   host = JaxHost(int(index), int(count), address)

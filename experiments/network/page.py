@@ -1,4 +1,4 @@
-"""The page of the network benchmark, and its pictures."""
+"""Writes the page of the network benchmark, and its pictures."""
 
 import pathlib
 import statistics
@@ -23,12 +23,12 @@ _PARTS = (
 
 
 def write(results: Results, page: pathlib.Path, command: str) -> None:
-  """Writes the page, with <page>-parts.png and <page>-speeds.png beside it.
+  """Writes the page, and <page>-parts.png and <page>-speeds.png.
 
   Args:
-    results: At least one cell.
-    page: Where to.
-    command: That makes the page.
+    results: The results, with at least one cell.
+    page: The file to write; pictures go to its folder.
+    command: The command that makes the page.
   """
   pictures = {
     "Parts of a step": draw_parts(results),
@@ -40,7 +40,8 @@ def write(results: Results, page: pathlib.Path, command: str) -> None:
     lines += markdown.table(_table(results, layout))
     peers = _peers(results, layout)
     if len(peers) > 1:
-      lines += ["", "Beside PyTorch, seconds:", "", *markdown.table(peers)]
+      lines += ["", "Compared with PyTorch, in seconds:", ""]
+      lines += markdown.table(peers)
   if results.predictions:
     lines += ["", "## Advice", "", *_advice(results)]
   for (title, figure), name in zip(
@@ -50,7 +51,7 @@ def write(results: Results, page: pathlib.Path, command: str) -> None:
     figure.savefig(file, dpi=DPI)
     lines += ["", f"## {title}", "", f"![{title}]({file.name})"]
   if results.failures:
-    lines += ["", "## What did not run", ""]
+    lines += ["", "## Failures", ""]
     lines += [
       f"- {f['layout']}, {f['framework']}, {f['row']}: {f['error']}"
       for f in results.failures
@@ -59,7 +60,7 @@ def write(results: Results, page: pathlib.Path, command: str) -> None:
 
 
 def draw_parts(results: Results) -> Figure:
-  """Bars of the parts, each measured alone, and marks of the whole step."""
+  """Draws bars of the parts, measured alone, and marks of the whole step."""
   rate = _middle(results.rates)
   layouts = [
     layout
@@ -93,7 +94,7 @@ def draw_parts(results: Results) -> Figure:
 
 
 def draw_speeds(results: Results) -> Figure:
-  """Step time against the speed of the links, a panel for each layout."""
+  """Draws step time by link speed, with a panel for each layout."""
   layouts = [
     layout
     for layout in results.layouts
@@ -127,7 +128,7 @@ def draw_speeds(results: Results) -> Figure:
 
 
 def _middle(rates: Sequence[float]) -> float:
-  """100 Mbit/s where it is there."""
+  """Returns 100 Mbit/s if it was measured, or else the middle rate."""
   return 100.0 if 100.0 in rates else rates[len(rates) // 2]
 
 
@@ -138,67 +139,66 @@ def _heading(results: Results, command: str) -> Sequence[str]:
     f"# Step times on real links: {about['params']:,} parameters",
     "",
     f"`{command}`, configuration `{about['config']}`,"
-    f" {about['tokens']} tokens a replica and step, commit {about['commit']}."
-    f" {about['machine']}, {about['cores']} cores for all hosts together;"
-    f" {about['versions']}; {about['minutes']:.0f} minutes in all."
-    f" Rounds: {about['rounds']}, all rows in turn;"
-    " what takes above 1.5 s is timed twice, and communication that does once;"
-    " medians. Threads of a host: "
+    f" {about['tokens']} tokens per replica and step, commit"
+    f" {about['commit']}. {about['machine']}, {about['cores']} cores for all"
+    f" hosts together; {about['versions']}; {about['minutes']:.0f} minutes in"
+    f" all. Times are medians of {about['rounds']} rounds, in which the rows"
+    " take turns; steps above 1.5 s are timed twice, and communication above"
+    " 1.5 s once. Threads of a host: "
     + ", ".join(f"{count} with {layout}" for layout, count in threads)
     + ".",
     "",
-    "Hosts are network namespaces of one Linux machine with shaped uplinks and"
-    " one process each, with Gloo; they share the cores, so computing gets"
-    " slower with more hosts, and the links do not. *Exchange* is the step less"
-    " that of the same framework without an exchange. *Compress* is the update"
-    " of the transformation for one replica, on all hosts at once, and"
-    " *communicate* the compiled program's collectives with nothing to compute:"
-    " both are measured alone, so that together they may be longer than the"
-    " step, and neither on stages nor in PyTorch. *Link alone* is the payload,"
-    " as a ring moves it, at the full speed of the link, and *limit* that with"
-    " compute and, where it is measured, compress; a link that was idle lets"
-    " its first 64 KiB (1 ms of its speed, if that is more) through at once, so"
-    " steps with few bytes can be below it. A dash stands for a ratio of"
-    " exchanges where one is within half the range of the steps that it is a"
-    " difference of. *Sent* has the headers"
-    " of packets as the kernel counts them, which is once for many of them on"
-    " fast links. Ranks of edgc are fixed here, and the step at a window's end,"
-    " which shares out ranks, is not among those timed.",
+    "Hosts are network namespaces of one Linux machine, with shaped uplinks and"
+    " one process each, over Gloo. They share the cores, so computation gets"
+    " slower with more hosts; the links do not. *Exchange* is the step time"
+    " minus the step time of the same framework without an exchange. *Compress*"
+    " is the update of the transformation for one replica, on all hosts at"
+    " once, and *communicate* the collectives of the compiled program without"
+    " computation. Both are measured alone, so their sum may exceed the step;"
+    " neither is measured on stages or in PyTorch. *Link alone* is the time of"
+    " the payload, as a ring moves it, at the full speed of the link. *Limit*"
+    " is its sum with compute and, if measured, compress. An idle link passes"
+    " its first 64 KiB (or 1 ms of its speed, if that is more) at once, so"
+    " steps with few bytes can be faster than the limit. A dash replaces a"
+    " ratio of exchanges if one of them is within the noise: half the range of"
+    " its steps plus half the range of the steps without an exchange. *Sent*"
+    " includes packet headers as the kernel counts them: on fast links one"
+    " header for many packets. Ranks of edgc are fixed here, and no timed step"
+    " ends a window, at which ranks are allocated.",
     *_doubts(results),
     *(_about_peer() if results.of(framework="torch") else ()),
   ]  # fmt: skip
 
 
 def _doubts(results: Results) -> Sequence[str]:
-  """A warning where noise is larger than what is measured."""
+  """Returns a warning if the noise is larger than an exchange."""
   exchanges = [c.exchange for c in results.cells if c.exchange is not None]
   if min(exchanges, default=0) >= 0:
     return []
   return [
     "",
-    "**Some steps were shorter than that without an exchange: noise. Use more"
-    " `--rounds`, on a machine that does nothing else.**",
+    "**Some steps were faster than the step without an exchange, because of"
+    " noise. Use more `--rounds`, on a machine without other load.**",
   ]
 
 
 def _about_peer() -> Sequence[str]:
   return [
     "",
-    "PyTorch is DistributedDataParallel over Gloo: the same shapes, batch and"
-    " threads, fused AdamW and fused attention, and memory that is freed is"
-    " kept, as here; its bf16 hook is let run on Gloo. It differs in that"
-    " nothing is compiled, that gradients travel while the backward pass goes"
-    " on (in one bucket, and so after it, with the PowerSGD hook, which hangs"
-    " or aborts over Gloo with several), that the learning rate is"
-    " constant, that steps"
-    " which are not finite are not skipped, and that the loss is not averaged"
-    " over replicas: without an exchange its hosts do not wait for each other.",
+    "PyTorch is DistributedDataParallel over Gloo, with the same shapes, batch"
+    " and threads, fused AdamW and fused attention. It keeps freed memory, as"
+    " this project does, and its bf16 hook is allowed on Gloo. Differences:"
+    " nothing is compiled. Gradients are sent during the backward pass; with"
+    " the PowerSGD hook, which hangs or aborts over Gloo with several buckets,"
+    " they are in one bucket and so sent after it. The learning rate is"
+    " constant. Non-finite steps are not skipped. The loss is not averaged over"
+    " replicas, so without an exchange the hosts do not wait for each other.",
   ]  # fmt: skip
 
 
 def _table(results: Results, layout: str) -> list[list[str]]:
   head = [
-    "Mbit/s", "way", "step, s", "exchange, s", "exchange less than dense",
+    "Mbit/s", "method", "step, s", "exchange, s", "exchange less than dense",
     "than bf16", "step less than dense", "than bf16", "compute", "compress",
     "communicate",
     "payload, MB", "sent, MB", "limit, s", "step / limit",
@@ -209,9 +209,9 @@ def _table(results: Results, layout: str) -> list[list[str]]:
     limit = None if is_none else cell.limit
     dense = narrow = None
     if cell.row not in (NO_EXCHANGE, DENSE):
-      dense = results.beside(cell, DENSE)
+      dense = results.other_row(cell, DENSE)
     if cell.row not in (NO_EXCHANGE, DENSE, NARROW):
-      narrow = results.beside(cell, NARROW)
+      narrow = results.other_row(cell, NARROW)
     lines.append(
       [
         f"{cell.rate:g}",
@@ -240,7 +240,7 @@ def _table(results: Results, layout: str) -> list[list[str]]:
 
 def _peers(results: Results, layout: str) -> list[list[str]]:
   lines = [
-    ["Mbit/s", "way", "step, ours", "step, PyTorch", "step, ratio",
+    ["Mbit/s", "method", "step, ours", "step, PyTorch", "step, ratio",
      "exchange, ours", "exchange, PyTorch", "exchange, ratio", "link alone"]
   ]  # fmt: skip
   for theirs in results.of(layout=layout, framework="torch"):
@@ -271,11 +271,13 @@ def _peers(results: Results, layout: str) -> list[list[str]]:
 
 
 def _advice(results: Results) -> Sequence[str]:
-  """Predicted against measured steps, and choice against the right one."""
-  ways = list(results.predictions[0].predicted)
-  lines = [["layout", "Mbit/s", *ways, "choice", "right", "choice / fastest"]]
+  """Compares predicted with measured steps, and the choice with the right."""
+  methods = list(results.predictions[0].predicted)
+  lines = [
+    ["layout", "Mbit/s", *methods, "choice", "right", "choice / fastest"]
+  ]
   for found in results.predictions:
-    both = ((found.predicted[way], found.measured[way]) for way in ways)
+    both = ((found.predicted[name], found.measured[name]) for name in methods)
     lines.append(
       [
         found.layout, f"{found.rate:g}",
@@ -285,27 +287,27 @@ def _advice(results: Results) -> Sequence[str]:
     )  # fmt: skip
   right = sum(p.choice == p.right_choice for p in results.predictions)
   errors = [
-    abs(found.predicted[way] / found.measured[way] - 1)
+    abs(found.predicted[name] / found.measured[name] - 1)
     for found in results.predictions
-    for way in ways
+    for name in methods
   ]
   orders = [order for p in results.predictions for order in p.orders]
   return [
-    "Seconds of a step as `advise` predicts them from measured links, steps"
-    " and times to compute exchanges, and as they were. The right choice is"
-    " that of the same rule from the measured steps: what loses least of all"
-    f" that is at most {TOLERANCE:.0%} slower than the fastest. Right: {right}"
-    f" of {len(results.predictions)}; errors: median"
+    "Seconds per step, predicted / measured. `advise` predicts them from"
+    " measured links, steps and times to compute exchanges. The right choice is"
+    " the one that the same rule makes from the measured steps: the method that"
+    f" loses least among those at most {TOLERANCE:.0%} slower than the fastest."
+    f" Right: {right} of {len(results.predictions)}; errors: median"
     f" {statistics.median(errors):.0%}, largest {max(errors):.0%}. Of"
-    f" {len(orders)} pairs of ways whose steps are more than {TOLERANCE:.0%}"
-    f" apart, {sum(orders)} are in the right order.",
+    f" {len(orders)} pairs of methods whose steps differ by more than"
+    f" {TOLERANCE:.0%}, {sum(orders)} are in the right order.",
     "",
     *markdown.table(lines),
   ]
 
 
 def _less(ours: float | None, others: float | None) -> str:
-  """By how much, as a share."""
+  """Formats by how much `ours` is less than `others`, in percent."""
   if ours is None or others is None:
     return _NONE
   return f"{1 - ours / others:.1%}"

@@ -1,4 +1,4 @@
-"""What the network benchmark compares, and what it measured, cell by cell."""
+"""Rows and results of the network benchmark."""
 
 import dataclasses
 import functools
@@ -17,12 +17,12 @@ NO_EXCHANGE, DENSE, NARROW = "no exchange", "dense", "dense, bf16"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A way to train, of one framework."""
+  """A method of one framework."""
 
   name: str
   framework: str  # jax or torch
   settings: Mapping[str, Any]  # of the configuration, or arguments of `build`
-  is_for_stages: bool = True  # where every row compiles for a minute
+  is_for_stages: bool = True  # with stages each row compiles for a minute
 
 
 RANKS = (32, 8)
@@ -52,13 +52,13 @@ ROWS = (
   Row("powersgd, rank 32", "torch", {"hook": "powersgd", "rank": 32}),
   Row("powersgd, rank 8", "torch", {"hook": "powersgd", "rank": 8}),
 )  # fmt: skip
-# Between which `advise` chooses.
-WAYS = {"dense", "dense, bf16", *(f"edgc, rank {rank}" for rank in RANKS)}
+# The rows that `advise` chooses from.
+ADVISED = {"dense", "dense, bf16", *(f"edgc, rank {rank}" for rank in RANKS)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Which hosts there are, and what they are for each other."""
+  """A number of hosts, and the stages that they are divided into."""
 
   hosts: int
   stages: int = 1
@@ -72,7 +72,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-  """One way to train at one link speed; seconds are medians of a step."""
+  """One row at one link speed; times are medians in seconds per step."""
 
   layout: str
   replicas: int
@@ -81,43 +81,43 @@ class Cell:
   framework: str
   row: str
   step: float
-  without: float | None  # the framework's own step without an exchange
-  compress: float | None  # None where it is not measured
+  without: float | None  # the same framework's step without an exchange
+  compress: float | None  # None if it is not measured
   communicate: float | None
   wire_bytes: float | None  # payload of an exchange
-  sent_bytes: float  # by a host, with the headers of packets
-  noise: float  # half the range of steps, and of those without an exchange
+  sent_bytes: float  # sent by a host, including packet headers
+  noise: float  # half the range of steps, plus that of steps without exchange
 
   @property
   def exchange(self) -> float | None:
-    """What the step takes longer than without one."""
+    """Step time minus the step time without an exchange."""
     return None if self.without is None else self.step - self.without
 
   @property
   def clear_exchange(self) -> float | None:
-    """The same where it is more than noise, for ratios."""
+    """The exchange for use in ratios; None if it is not above the noise."""
     exchange = self.exchange
     is_clear = exchange is not None and exchange > self.noise
     return exchange if is_clear else None
 
   @property
   def parts(self) -> float | None:
-    """Compute, compress and communicate, each measured alone."""
+    """Sum of compute, compress and communicate, each measured alone."""
     parts = (self.without, self.compress, self.communicate)
     return None if None in parts else sum(parts)
 
   @property
   def link_alone(self) -> float | None:
-    """What a ring of the replicas takes at the full speed of the links."""
+    """Time of a ring all-reduce of the payload at the links' full speed."""
     if self.wire_bytes is None:
       return None
     return ring_bytes(self.wire_bytes, self.replicas) / (self.rate * 1e6 / 8)
 
   @property
   def limit(self) -> float | None:
-    """What a step would take if nothing overlapped and nothing were lost.
+    """Step time without overlap and without any overhead.
 
-    Compute, compress where it is known, and the link alone.
+    It is the sum of compute, compress if measured, and the link alone.
     """
     if self.without is None or self.link_alone is None:
       return None
@@ -126,7 +126,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-  """Steps as advice predicted them and as they were; {way: seconds}."""
+  """Predicted and measured step times, {method: seconds}."""
 
   layout: str
   rate: float
@@ -136,12 +136,12 @@ class Prediction:
 
   @property
   def right_choice(self) -> str:
-    """By the rule of the advice, from the steps that were measured."""
+    """The choice of the same rule from the measured steps."""
     return list(self.measured)[first_fast(list(self.measured.values()))]
 
   @property
   def orders(self) -> Sequence[bool]:
-    """Whether two ways that are clearly apart are predicted in their order."""
+    """Whether pairs of clearly different methods are predicted in order."""
     return [
       (self.predicted[a] < self.predicted[b])
       == (self.measured[a] < self.measured[b])
@@ -151,13 +151,13 @@ class Prediction:
 
   @property
   def loss(self) -> float:
-    """What the choice is slower than the fastest, as a share."""
+    """How much slower the choice is than the fastest, as a fraction."""
     return self.measured[self.choice] / min(self.measured.values()) - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-  """All that was measured in one run of the benchmark."""
+  """The results of one run of the benchmark."""
 
   cells: tuple[Cell, ...]
   advice: tuple[dict[str, Any], ...]
@@ -166,23 +166,24 @@ class Results:
 
   @functools.cached_property
   def layouts(self) -> Sequence[str]:
-    """In the order in which they were measured."""
+    """Names of the layouts, in the order of measurement."""
     return tuple(dict.fromkeys(cell.layout for cell in self.cells))
 
   @functools.cached_property
   def rates(self) -> Sequence[float]:
+    """Link speeds in Mbit/s, in the order of measurement."""
     return tuple(dict.fromkeys(cell.rate for cell in self.cells))
 
   def of(self, **wanted: Any) -> list[Cell]:
-    """Cells with these attributes."""
+    """Returns the cells with these attributes."""
     return [
       cell
       for cell in self.cells
       if all(getattr(cell, k) == v for k, v in wanted.items())
     ]
 
-  def beside(self, cell: Cell, row: str) -> Cell | None:
-    """The cell of another row of the same framework, hosts and links."""
+  def other_row(self, cell: Cell, row: str) -> Cell | None:
+    """Returns the cell of another row, with the same framework and links."""
     found = self.of(
       layout=cell.layout, rate=cell.rate, framework=cell.framework, row=row
     )
@@ -190,26 +191,26 @@ class Results:
 
   @functools.cached_property
   def predictions(self) -> Sequence[Prediction]:
-    """What advice said, where all its ways were measured."""
+    """Predictions of the advice, if all of its methods were measured."""
     found = []
     for advice in self.advice:
       cells = self.of(
         layout=advice["layout"], rate=advice["rate"], framework="jax"
       )
       measured = {cell.row: cell.step for cell in cells}
-      ways = advice["seconds"]
-      if measured.keys() >= ways.keys():
+      predicted = advice["seconds"]
+      if measured.keys() >= predicted.keys():
         found.append(
           Prediction(
-            advice["layout"], advice["rate"], advice["choice"], ways,
-            {way: measured[way] for way in ways},
+            advice["layout"], advice["rate"], advice["choice"], predicted,
+            {method: measured[method] for method in predicted},
           )
         )  # fmt: skip
     return found
 
 
 def load(path: pathlib.Path) -> Results:
-  """Reads what the benchmark wrote."""
+  """Reads the JSON file of the benchmark."""
   found = json.loads(path.read_text())
   by_key = {
     (e["layout"], e["rate"], e["framework"], e["row"], e["part"]): e

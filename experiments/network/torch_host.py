@@ -1,9 +1,9 @@
-"""One host of the network benchmark: PyTorch's DistributedDataParallel.
+"""A host of the network benchmark that runs DistributedDataParallel.
 
-The same shapes, batch, optimiser and threads as in `jax_host`, over Gloo. The
-PowerSGD hook gets one bucket for all gradients: with several, that of PyTorch
-2.13 hangs or aborts over Gloo. Without it, buckets are DDP's own, and travel
-while the backward pass goes on.
+It has the same shapes, batch, optimiser and threads as `jax_host`, over Gloo.
+The PowerSGD hook gets one bucket for all gradients, because with several the
+hook of PyTorch 2.13 hangs or aborts over Gloo. Other methods use DDP's own
+buckets, which are sent during the backward pass.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _ONE_BUCKET = 1000  # MB
 
 
 class _Block(nn.Module):
-  """Attention and feed-forward, each added to the residual stream."""
+  """A block of attention and feed-forward on the residual stream."""
 
   def __init__(self, width: int, heads: int):
     super().__init__()
@@ -56,7 +56,7 @@ class _Block(nn.Module):
 
 
 class _GPT2(nn.Module):
-  """Token ids [batch, time] to logits; the embedding is the last layer, too."""
+  """Maps token ids [batch, time] to logits, with a tied embedding."""
 
   def __init__(self, model: dict[str, Any]):
     super().__init__()
@@ -76,12 +76,12 @@ class _GPT2(nn.Module):
 def _bf16_hook(
   state: object, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-  """PyTorch's own, which by its name is refused without NCCL."""
+  """Calls PyTorch's bf16 hook, which DDP refuses by its name without NCCL."""
   return default_hooks.bf16_compress_hook(state, bucket)
 
 
 class TorchHost:
-  """The functions that can be called."""
+  """The functions that the benchmark calls."""
 
   def __init__(self, index: int, count: int, address: str):
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -96,15 +96,15 @@ class TorchHost:
     """Makes a model and its optimiser.
 
     Args:
-      name: For later calls.
+      name: A name of the method for later calls.
       config: The whole configuration.
-      hook: "none" exchanges nothing; "dense", "bf16", "powersgd".
-      rank: Of "powersgd".
+      hook: "dense", "bf16", "powersgd", or "none", which exchanges nothing.
+      rank: The rank of "powersgd".
 
     Returns:
       The number of parameters.
     """
-    torch.manual_seed(0)  # of the parameters, which are the first host's
+    torch.manual_seed(0)  # for the parameters; DDP copies the first host's
     options = config["optimizer"]
     module = _GPT2(config["model"])
     buckets = {"bucket_cap_mb": _ONE_BUCKET} if hook == "powersgd" else {}
@@ -121,7 +121,7 @@ class TorchHost:
         min_compression_rate=2,
       )
       model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    # Weight decay is for matrices, as in `optimizer`.
+    # Weight decay is for matrices only, as in `optimizer`.
     groups = [
       {
         "params": [p for p in model.parameters() if (p.ndim > 1) == is_matrix],
@@ -158,14 +158,14 @@ class TorchHost:
     return {"params": sum(p.numel() for p in module.parameters())}
 
   def run(self, name: str, part: str, count: int) -> dict[str, Any]:
-    """Times steps; returns the seconds of each."""
+    """Times steps and returns the seconds of each."""
     if part != "step":
       raise ValueError(f"`part` must be step here, got {part}.")
     return {"seconds": calls.seconds_of(self._steps[name], count)[0]}
 
 
 def main() -> None:
-  """Arguments: index of the host, number of hosts, address of the first."""
+  """Serves calls; arguments: host index, number of hosts, first address."""
   heap.share_one_heap()
   index, count, address = sys.argv[1:]
   host = TorchHost(int(index), int(count), address)

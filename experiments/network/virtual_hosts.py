@@ -1,9 +1,9 @@
-"""Hosts with links of a chosen speed, on one Linux machine.
+"""Virtual hosts with links of a chosen speed, on one Linux machine.
 
-Each host is a network namespace with a virtual cable to a common bridge. What
-it sends passes a token bucket (`tc ... tbf`), so that a host's uplink has a
-bandwidth; latency is that of the kernel, some 0.05 ms. Cores and memory are
-shared by all.
+Each host is a network namespace with a virtual cable to a common bridge. Its
+outgoing packets pass a token bucket (`tc ... tbf`), which limits the bandwidth
+of its uplink. The kernel's latency is about 0.05 ms. All hosts share the
+machine's cores and memory.
 """
 
 import fcntl
@@ -20,8 +20,8 @@ from types import TracebackType
 _NAME = "edgc"  # of namespaces, cables and the bridge
 _BRIDGE = f"{_NAME}-bridge"
 _SUBNET = "10.99.0"
-# A bucket smaller than what the link carries between two looks at the clock
-# would slow it down; what is in it, an idle link lets through at once.
+# A bucket must hold as much as the link carries in a tick of the kernel's
+# clock, or it slows the link down. An idle link passes a full bucket at once.
 _TICK = 0.001
 _LEAST_BURST = 64 * 1024
 _TOOLS = ("ip", "tc", "setpriv")
@@ -30,7 +30,7 @@ _FILES = pathlib.Path("/etc/netns")  # where `ip netns exec` looks for them
 
 
 def why_not() -> str:
-  """Why there can be no such hosts on this machine; empty if there can."""
+  """Returns why this machine cannot have virtual hosts; empty if it can."""
   missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
   if missing:
     return f"{' and '.join(missing)} not found (iproute2, util-linux)"
@@ -39,44 +39,44 @@ def why_not() -> str:
   trial = f"{_NAME}-{os.getpid()}"
   attempt = _run("ip", "link", "add", trial, "type", "bridge", check=False)
   if attempt.returncode:
-    return f"no network bridge can be made ({attempt.stderr.strip()})"
+    return f"a network bridge cannot be created ({attempt.stderr.strip()})"
   _run("ip", "link", "delete", trial)
   return ""
 
 
 class VirtualHosts:
-  """Namespaces on a bridge; to be used in a `with` statement.
+  """Network namespaces on a bridge; a context manager.
 
-  What is left of others that ended without cleaning up is removed first, and
-  all is removed at the end: processes in the namespaces, too. There is one at
-  a time on a machine.
+  Entering first removes hosts of a process that ended without cleaning up.
+  Leaving removes all hosts, and the processes in their namespaces. Only one
+  process of a machine can have virtual hosts.
   """
 
   def __init__(self, count: int):
-    """Makes nothing yet.
+    """Creates nothing yet.
 
     Args:
-      count: How many hosts, 2 to 200.
+      count: Number of hosts, 2 to 200.
     """
     if not 2 <= count <= 200:
       raise ValueError(
-        f"`count` must be between 2 and 200, got {count}; choose so many hosts."
+        f"`count` must be between 2 and 200, got {count}; choose another."
       )
     self._count = count
 
   def __enter__(self) -> "VirtualHosts":
     reason = why_not()
     if reason:
-      raise OSError(f"There can be no virtual hosts here: {reason}.")
+      raise OSError(f"Virtual hosts are not possible here: {reason}.")
     self._lock = _LOCK.open("w")
     try:
-      # The kernel lets go of it when this process ends, however it does.
+      # The kernel releases the lock whenever this process ends.
       fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
       self._lock.close()
       raise OSError(
-        "There are virtual hosts of another process on this machine, which"
-        " would be removed; wait until it has ended."
+        "Another process on this machine has virtual hosts, which would be"
+        " removed; wait until it has ended."
       ) from error
     remove_all()
     try:
@@ -99,7 +99,7 @@ class VirtualHosts:
     self._lock.close()
 
   def shape(self, bits_per_second: float) -> None:
-    """Gives every uplink a bandwidth; 0 for none but the kernel's own."""
+    """Limits the bandwidth of every uplink; 0 removes the limit."""
     for index in range(self._count):
       command = ["tc", "qdisc", "replace", "dev", "eth0", "root"]
       if bits_per_second:
@@ -119,12 +119,12 @@ class VirtualHosts:
     environment: Mapping[str, str],
     errors: pathlib.Path,
   ) -> subprocess.Popen:
-    """Starts a process on a host, that ends when this one does.
+    """Starts a process on a host; it ends when this process does.
 
     Args:
-      index: Of the host.
+      index: Index of the host.
       command: Program and arguments.
-      environment: All variables of it.
+      environment: All of its environment variables.
       errors: The file for its standard error.
 
     Returns:
@@ -145,7 +145,7 @@ class VirtualHosts:
       )
 
   def sent_bytes(self, index: int) -> int:
-    """What a host has sent so far, with the headers of its packets."""
+    """Returns the bytes that a host has sent, including packet headers."""
     path = "/sys/class/net/eth0/statistics/tx_bytes"
     return int(
       _run("ip", "netns", "exec", _host(index), "cat", path).stdout.strip()
@@ -163,7 +163,8 @@ class VirtualHosts:
     _run(*inside, "addr", "add", f"{address(index)}/24", "dev", "eth0")
     _run(*inside, "link", "set", "eth0", "up")
     _run(*inside, "link", "set", "lo", "up")
-    # Gloo listens where the machine's name points to: not to loopback here.
+    # Gloo listens on the address of the machine's name, so it must not be
+    # loopback here.
     folder = _hosts_folder(index)
     folder.mkdir(parents=True, exist_ok=True)
     lines = ("127.0.0.1 localhost", f"{address(index)} {socket.gethostname()}")
@@ -171,7 +172,7 @@ class VirtualHosts:
 
 
 def processor() -> str:
-  """The name of that which all hosts share, as Linux gives it."""
+  """Returns the name of the processor, which all hosts share."""
   for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
     if line.startswith("model name"):
       return line.split(":", 1)[1].strip()
@@ -179,12 +180,12 @@ def processor() -> str:
 
 
 def address(index: int) -> str:
-  """Of a host."""
+  """Returns the address of a host."""
   return f"{_SUBNET}.{index + 1}"
 
 
 def remove_all() -> None:
-  """Removes all hosts there are, and ends what runs on them."""
+  """Removes all virtual hosts and kills their processes."""
   listed = _run("ip", "netns", "list").stdout.splitlines()
   names = [line.split()[0] for line in listed if line]
   for name in names:
@@ -195,7 +196,7 @@ def remove_all() -> None:
     _run("ip", "netns", "delete", name, check=False)
   for folder in _FILES.glob(f"{_NAME}-host-*"):
     shutil.rmtree(folder, ignore_errors=True)
-  # The kernel removes the cables of a namespace some time after it.
+  # The kernel removes the cables of a namespace some time later.
   listed = _run("ip", "-o", "link", "show", "type", "veth").stdout
   for line in listed.splitlines():
     cable = line.split(": ")[1].split("@")[0]

@@ -1,6 +1,6 @@
-"""The same training step on many devices: through pmap, or on a mesh.
+"""Backends that run the training step on many devices: pmap or shard_map.
 
-Both hide from the trainer where arrays live.
+The trainer does not need to know how a backend places its arrays.
 """
 
 from collections.abc import Mapping
@@ -21,47 +21,52 @@ BACKENDS = ("pmap", "shard_map")
 
 
 class Parallel(Protocol):
-  """What the trainer needs of either backend."""
+  """The interface of both backends."""
 
-  traces: int  # how often JAX traced the step
+  traces: int  # number of times JAX has traced the step
   num_params: int
   stored: StoredForm  # of (parameters, optimiser state)
 
   def init(self, key: jax.Array) -> tuple[Any, Any]:
-    """Parameters and optimiser state."""
+    """Returns new parameters and optimiser state."""
 
   def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, ...]:
-    """The same, or one of them, from what `stored` gave on `replicas`."""
+    """Restores parameters, optimiser state or both.
+
+    Args:
+      trees: As saved by `stored`, by name.
+      replicas: Number of replicas of the run that saved them.
+    """
 
   def step(
     self, params: Any, opt_state: Any, batch: np.ndarray
   ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    """One step on this process's rows [.., context + 1] of a batch.
+    """Runs one step on this process's rows [.., context + 1] of a batch.
 
     Returns:
-      Parameters, optimiser state and numbers, equal on all devices: scalars,
-      and arrays over a leaf's matrices by its path; with [stages] in front
-      where they differ by stage.
+      Parameters, optimiser state and metrics. Metrics are equal on all devices:
+      scalars, and arrays over a leaf's matrices by its path. Those that differ
+      by stage have a first axis of stages.
     """
 
   def follow_first_replica(
     self, params: Any, opt_state: Any
   ) -> tuple[Any, Any]:
-    """Both, with the first replica's values of what all should hold alike."""
+    """Copies the first replica's values, where replicas should be equal."""
 
   def loss(self, params: Any, batch: np.ndarray) -> jax.Array:
-    """The mean loss over the replicas on such rows."""
+    """Returns the loss on rows as of `step`, averaged over the replicas."""
 
   def compile_step(
     self, params: Any, opt_state: Any, batch_size: int
   ) -> jax.stages.Compiled:
-    """Compiles the step, without a collective, also for later calls of it."""
+    """Compiles the step for later calls, without running a collective."""
 
   def compile_loss(self, params: Any, batch_size: int) -> None:
-    """The same for the loss."""
+    """Compiles the loss for later calls, without running a collective."""
 
   def rows(self, batch_size: int) -> slice:
-    """Which of a batch's rows are for this process's devices."""
+    """Returns the rows of a batch for this process's devices."""
 
 
 def make(
@@ -70,7 +75,7 @@ def make(
   tx: optax.GradientTransformation,
   mesh: Mesh,
 ) -> Parallel:
-  """The backend of `mesh.backend`; compiles nothing yet."""
+  """Makes the backend that `mesh.backend` names; compiles nothing yet."""
   if config.mesh.backend == "pmap":
     return Pmap(model, tx, mesh)
   return OnMesh(model, tx, mesh, config.pipeline.microbatches)

@@ -1,4 +1,4 @@
-"""Replicas, or pipeline stages times replicas, through `jax.shard_map`."""
+"""Training through `jax.shard_map`, on replicas and pipeline stages."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from experiments.parallel.stored_state import Stored, StoredForm
 
 
 class OnMesh:
-  """Training on a mesh, in one process or in several."""
+  """A backend on a mesh, in one process or in several."""
 
   def __init__(
     self,
@@ -35,7 +35,7 @@ class OnMesh:
       model: Sizes of the model.
       tx: The optimiser, made for the axes of the mesh.
       mesh: From `make_mesh`.
-      num_microbatches: Of a replica's batch; 1 without stages.
+      num_microbatches: Parts of a replica's batch; unused without stages.
     """
     self.traces = 0
     self._mesh = mesh
@@ -73,7 +73,8 @@ class OnMesh:
       params: Any, opt_state: Any, batch: jax.Array
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
       self.traces += 1  # runs when JAX traces, not when the step runs
-      # Varying over the replicas, or JAX would sum the gradients, dense.
+      # If parameters did not vary over the replicas, JAX would all-reduce
+      # their gradients itself, uncompressed.
       local = lax.pcast(params, DATA, to="varying")
       loss, gradients, late_updates = value_and_grad(local, batch)
       updates, opt_state = tx.update(
@@ -153,7 +154,7 @@ class OnMesh:
     self._loss.lower(params, batch).compile()
 
   def _placed(self, batch: np.ndarray) -> jax.Array:
-    """The rows, each replica's on its devices, as a part of the batch."""
+    """Places each replica's rows on its devices, as a part of the batch."""
     sharding = NamedSharding(self._mesh, PartitionSpec(DATA))
     return jax.make_array_from_process_local_data(sharding, batch)
 
@@ -162,7 +163,7 @@ class OnMesh:
 
 
 def _of_all_stages(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """What differs by stage with an axis of stages, equal on all."""
+  """Gathers metrics that differ by stage, along a first axis of stages."""
   stage, stages = lax.axis_index(STAGE), lax.axis_size(STAGE)
   slots = {
     name: jax.tree.map(

@@ -1,4 +1,4 @@
-"""Meshes of stages and replicas, and which rows of a batch are whose."""
+"""Meshes of stages and replicas, and each process's rows of a batch."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ DATA, STAGE = "data", gpt2_stages.AXIS
 
 
 def make_mesh(replicas: int, stages: int) -> Mesh:
-  """The first devices, by stage and replica; no axis for a single stage."""
+  """Makes a mesh of the first devices, without a stage axis for one stage."""
   shape = {STAGE: stages, DATA: replicas} if stages > 1 else {DATA: replicas}
   return jax.make_mesh(
     tuple(shape.values()),
@@ -25,13 +25,13 @@ def make_mesh(replicas: int, stages: int) -> Mesh:
 def blank_rows(
   rows: Callable[[int], slice], context: int, batch_size: int
 ) -> np.ndarray:
-  """Rows of zeros, as those of a batch."""
+  """Returns zeros in the shape of this process's rows of a batch."""
   rows = range(batch_size)[rows(batch_size)]
   return np.zeros((len(rows), context + 1), np.int32)
 
 
 def rows_of(mesh: Mesh, batch_size: int) -> slice:
-  """Those of the replicas that have a device of this process."""
+  """Returns the rows of the replicas that have a device of this process."""
   sharding = NamedSharding(mesh, PartitionSpec(DATA))
   own = sharding.addressable_devices_indices_map((batch_size,)).values()
   bounds = [index.indices(batch_size) for (index,) in own]

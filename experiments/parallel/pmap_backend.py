@@ -1,4 +1,4 @@
-"""Data parallelism through `jax.pmap`."""
+"""Data-parallel training through `jax.pmap`."""
 
 import functools
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from experiments.parallel.stored_state import Stored, StoredForm
 
 
 class Pmap:
-  """Training on the replicas of one process, or of several."""
+  """A backend for the replicas of one process, or of several."""
 
   def __init__(
     self, model: GPT2Config, tx: optax.GradientTransformation, mesh: Mesh
@@ -29,9 +29,9 @@ class Pmap:
     Args:
       model: Sizes of the model.
       tx: The optimiser.
-      mesh: From `make_mesh`, replicas alone.
+      mesh: From `make_mesh`, without stages.
     """
-    devices = None  # all that there are, as several processes must
+    devices = None  # all devices: required with several processes
     if jax.process_count() == 1:
       devices = list(mesh.devices.flat)
     pmap = functools.partial(jax.pmap, axis_name=DATA, devices=devices)
@@ -58,7 +58,7 @@ class Pmap:
     self.stored = StoredForm.of_pmap(tx, *shapes, mesh, DATA)
     self._draw = functools.partial(gpt2.init_params, model)
     self._init = pmap(lambda p, _: (p, tx.init(p)), in_axes=(None, 0))
-    self._place = pmap(lambda x: x)  # arrays as the step's own
+    self._place = pmap(lambda x: x)  # places arrays as the step returns them
     self._step = pmap(step, donate_argnums=(0, 1))
     self._follow = pmap(
       lambda *state: edgc_jax.follow_first_replica(state, DATA),
@@ -99,10 +99,10 @@ class Pmap:
     self._loss.lower(params, batch).compile()
 
   def _split(self, batch: np.ndarray) -> np.ndarray:
-    """[rows, time] to [local replicas, rows / local replicas, time]."""
+    """Reshapes [rows, time] to [replicas, rows / replicas, time], local."""
     return batch.reshape(self._local, -1, batch.shape[-1])
 
 
 def _first(x: jax.Array) -> jax.Array:
-  """What pmap gives for the first of this process's devices."""
+  """Returns the part of `x` on the first of this process's devices."""
   return x.addressable_shards[0].data

@@ -1,9 +1,9 @@
-"""Training state as it is stored: the same for pmap and for any mesh.
+"""The stored form of a training state, the same for pmap and for any mesh.
 
-What all replicas hold alike is stored once. What each holds for itself is one
-array, the replicas' parts one after the other on the first axis, as
-`jax.shard_map` has it. So a run may go on through another backend, and, with
-`edgc_jax.resize_replicas`, on another number of replicas.
+A value that is equal on all replicas is stored once. A value that differs by
+replica is stored as one array with the replicas' parts concatenated along the
+first axis, as in `jax.shard_map`. So a run can resume with another backend and,
+through `edgc_jax.resize_replicas`, on another number of replicas.
 """
 
 import dataclasses
@@ -18,20 +18,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import edgc_jax
 
 TREES = ("params", "opt_state")
-Stored = Mapping[str, Any]  # of one tree, arrays or shapes by their path
+Stored = Mapping[str, Any]  # arrays or shapes of one tree, by path
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredForm:
-  """Between training state and its stored form.
+  """The stored form of a training state, with conversions in both directions.
 
   Attributes:
-    shapes: Of the global arrays, (parameters, optimiser state).
-    specs: Trees like it, of PartitionSpecs.
+    shapes: Shapes of the global arrays, (parameters, optimiser state).
+    specs: PartitionSpecs, in trees of the same structure.
     mesh: The devices.
-    data_axis: Axis of the replicas.
-    is_stacked: Whether the training state is `pmap`'s, with every local array
-      on a first axis of replicas.
+    data_axis: The mesh axis of the replicas.
+    is_stacked: Whether the training state comes from `jax.pmap`, in which
+      every array has a first axis of local replicas.
   """
 
   shapes: tuple[Any, Any]
@@ -49,14 +49,14 @@ class StoredForm:
     mesh: Mesh,
     data_axis: str,
   ) -> "StoredForm":
-    """That of (parameters, optimiser state) under `jax.pmap`.
+    """Makes the form of a state under `jax.pmap`.
 
     Args:
       tx: The optimiser.
       params: Shapes of a replica's parameters.
       opt_state: Shapes of a replica's state.
-      mesh: The devices, replicas alone.
-      data_axis: Its axis.
+      mesh: The devices, without stages.
+      data_axis: The mesh axis of the replicas.
     """
     own = jax.tree.map(lambda _: PartitionSpec(), params)
     specs = (own, edgc_jax.state_specs(tx, params, data_axis))
@@ -64,15 +64,19 @@ class StoredForm:
     return dataclasses.replace(local, shapes=local._global_shapes())
 
   def store(self, state: Any) -> Mapping[str, Stored]:
-    """What to save of a state; each process gives what its devices hold."""
+    """Returns the arrays to save, as far as this process's devices hold them.
+
+    Args:
+      state: (parameters, optimiser state).
+    """
     if self.is_stacked:
       state = jax.tree.map(self._unstacked, state, self.shapes, self.specs)
     return _flat(state)
 
   def template(self, replicas: int) -> Mapping[str, Stored]:
-    """Shapes to load, as saved on `replicas`, and where their parts belong.
+    """Returns shapes and shardings of the arrays that `replicas` saved.
 
-    Those without a sharding are loaded whole, by every process.
+    Every process loads the arrays without a sharding as a whole.
     """
 
     def shape_of(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -90,14 +94,14 @@ class StoredForm:
   def load(
     self, stored: Mapping[str, Stored], replicas: int
   ) -> tuple[Any, ...]:
-    """What was saved on `replicas`, on this form's devices; some trees or all.
+    """Places stored arrays on the devices of this mesh.
 
     Args:
-      stored: By the names of `store`.
-      replicas: Of the run that saved it.
+      stored: One or both trees, by the names of `store`.
+      replicas: Number of replicas of the run that saved them.
 
     Returns:
-      The trees given, in the order of (parameters, optimiser state).
+      The given trees, in the order (parameters, optimiser state).
     """
     names = [name for name in TREES if name in stored]
     shapes, specs = (
@@ -116,7 +120,7 @@ class StoredForm:
     return jax.tree.map(place, state, specs)
 
   def _global_shapes(self) -> tuple[Any, Any]:
-    """From those of one replica's arrays."""
+    """Returns the global shapes, given `shapes` of one replica."""
 
     def grown(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
       shape = leaf.shape
@@ -131,11 +135,11 @@ class StoredForm:
     return self.mesh.shape[self.data_axis]
 
   def _differs(self, spec: PartitionSpec) -> bool:
-    """By replica."""
+    """Returns whether an array with this spec differs by replica."""
     return bool(len(spec)) and self.data_axis in np.ravel(spec[0])
 
   def _unstacked(self, x: jax.Array, shape: Any, spec: PartitionSpec) -> Any:
-    """[local replicas, ...] of pmap to the global array, or its value."""
+    """Converts pmap's [local replicas, ...] to the global array or value."""
     if not self._differs(spec):
       return np.asarray(np.asarray(x.addressable_shards[0].data)[0])
     local = np.concatenate(
@@ -148,7 +152,7 @@ class StoredForm:
     )
 
   def _stacked(self, x: Any, spec: PartitionSpec) -> np.ndarray:
-    """The global array to [local replicas, ...], on the host."""
+    """Converts a global array to pmap's [local replicas, ...] on the host."""
     local = [d for d in self.mesh.devices.flat if d.process_index == _here()]
     if not self._differs(spec):
       return np.broadcast_to(x, (len(local), *np.shape(x)))
@@ -187,7 +191,7 @@ def _flat(state: tuple) -> Mapping[str, Stored]:
 
 
 def _unflat(stored: Stored, tree: Any) -> Any:
-  """A tree like `tree` of what is stored under its paths."""
+  """Returns a tree like `tree` of the arrays stored under its paths."""
   return jax.tree_util.tree_map_with_path(
     lambda path, _: stored[_path(path)], tree
   )

@@ -1,4 +1,4 @@
-"""Every matrix of a model over a run: ranks, entropies and errors."""
+"""Heat maps of ranks, entropies and errors of every matrix over a run."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -12,20 +12,20 @@ from matplotlib.ticker import MaxNLocator
 _KEYS = (
   "matrix_rank", "matrix_entropy", "matrix_error", "matrix_predicted_error",
 )  # fmt: skip
-_MOST_COLUMNS = 400  # lines, of a heat map; up to twice as many
+_MOST_COLUMNS = 400  # logged lines in a heat map; at most twice as many
 _MOST_LABELS = 60
 
 
 class Matrices:
-  """The numbers of each matrix by logged step, thinned out in long runs."""
+  """The metrics of each matrix by logged step, thinned out in long runs."""
 
   def __init__(self) -> None:
-    """Holds nothing yet."""
+    """Starts without lines; `add` them in order."""
     self._kept: list[Mapping[str, Any]] = []
     self._seen, self._stride = 0, 1
 
   def add(self, record: Mapping[str, Any]) -> None:
-    """Takes a line of metrics.jsonl, if there are matrices in it."""
+    """Adds a line of metrics.jsonl, if it has metrics of matrices."""
     if not record.get("matrix_rank"):
       return
     if self._seen % self._stride == 0:
@@ -41,31 +41,31 @@ class Matrices:
 
   @property
   def names(self) -> list[str]:
-    """One for each of K matrices, by stage, path and place in the stack."""
+    """Names of the K matrices: stage, path and index in the stack."""
     return [_name(key, self._keys) for key in self._keys]
 
   @property
   def steps(self) -> np.ndarray:
-    """The steps of the lines, [lines]."""
+    """Steps of the lines, float64 [lines]."""
     return np.array([record["step"] for record in self._kept], float)
 
   def values(self, key: str) -> np.ndarray:
-    """A number of each matrix, [lines, K], NaN for nothing."""
+    """Returns the metric `key`, float64 [lines, K]; NaN if not measured."""
     flat = [_flat(record[key] or {}) for record in self._kept]
     rows = [[row.get(key, np.nan) for key in self._keys] for row in flat]
     return np.array(rows, float).reshape(-1, len(self._keys))
 
 
 def draw(matrices: Matrices, title: str) -> Figure | None:
-  """Draws heat maps over matrices and steps, and errors against predictions.
+  """Draws heat maps over matrices and steps, and measured against predicted.
 
   Args:
-    matrices: The numbers of one run.
-    title: Its name.
+    matrices: The metrics of one run.
+    title: The run's name.
 
   Returns:
-    Panels of rank, entropy, error and predicted against measured error; None
-    where the run has no matrices to show.
+    Panels of rank, entropy, error, and measured against predicted error; None
+    if the run has no metrics of matrices.
   """
   count = len(matrices.names)
   if not count:
@@ -90,10 +90,10 @@ def _heat_map(
 ) -> None:
   axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
   if not np.isfinite(values).any():
-    _say(axes, "not measured")
+    _write(axes, "not measured")
     return
   steps = matrices.steps
-  # A line of a log stands for the steps since the line before.
+  # A logged line covers the steps since the previous line.
   edges = np.concatenate([[min(0.0, steps[0] - 1)], steps])
   rows = np.arange(len(matrices.names) + 1) - 0.5
   image = axes.pcolormesh(edges, rows, values.T, cmap="viridis")
@@ -112,7 +112,7 @@ def _heat_map(
 def _errors(
   axes: Axes, values: Mapping[str, np.ndarray], is_low: np.ndarray
 ) -> None:
-  """A point for each matrix: means over the last quarter of the run."""
+  """Draws a point per matrix: means over the last quarter of the run."""
   axes.set_title(
     "Error by matrix, last quarter of the run", loc="left", fontsize=11,
     fontweight="bold",
@@ -123,7 +123,7 @@ def _errors(
   )
   known = is_low[last] & np.isfinite(pairs).all(axis=0) & (pairs[0] > 0)
   if not known.any():
-    _say(axes, "nothing was predicted")
+    _write(axes, "nothing was predicted")
     return
   counts = np.maximum(known.sum(axis=0), 1)
   means = np.where(known, pairs, 0.0).sum(axis=1) / counts
@@ -142,7 +142,8 @@ def _errors(
   axes.grid(color="#dddddd", linewidth=0.6)
 
 
-def _say(axes: Axes, text: str) -> None:
+def _write(axes: Axes, text: str) -> None:
+  """Writes `text` in the middle of an empty panel."""
   axes.set(xticks=[], yticks=[])
   axes.text(
     0.5, 0.5, text, color="#666666", ha="center", va="center",
@@ -151,21 +152,21 @@ def _say(axes: Axes, text: str) -> None:
 
 
 def _flat(by_path: Mapping[str, Any]) -> dict[tuple[str, int, int], float]:
-  """{(path, stage, place): number} of {path: [stages][places]}."""
+  """Returns {(path, stage, index): number} of {path: [stages][indices]}."""
   return {
-    (path, stage, place): number
+    (path, stage, index): number
     for path, stages in by_path.items()
     for stage, numbers in enumerate(stages)
-    for place, number in enumerate(numbers)
+    for index, number in enumerate(numbers)
   }
 
 
 def _name(key: tuple[str, int, int], keys: Sequence[tuple]) -> str:
-  path, stage, place = key
+  path, stage, index = key
   is_stack = any(other[0] == path and other[2] for other in keys)
   is_staged = any(other[1] for other in keys)
   return (
     (f"stage {stage} " if is_staged else "")
     + path.removesuffix("/kernel")
-    + (f" {place}" if is_stack else "")
+    + (f" {index}" if is_stack else "")
   )

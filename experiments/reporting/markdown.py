@@ -1,13 +1,13 @@
-"""Tables for pages."""
+"""Markdown tables."""
 
 from collections.abc import Sequence
 
 
 def table(lines: Sequence[Sequence[str]]) -> list[str]:
-  """Lines of a Markdown table.
+  """Returns the lines of a Markdown table.
 
   Args:
-    lines: Cells of each line; the first are the headings.
+    lines: The cells of each line; the first line has the headings.
   """
   lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
   return [f"| {' | '.join(cells)} |" for cells in lines]

@@ -1,4 +1,4 @@
-"""The panels of a report's picture, and the runs that they show."""
+"""Draws the panels of a report's picture from the logged runs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#e69f00", "#7f4f24")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a run folder holds; columns are [lines, stages], NaN for nothing."""
+  """A run folder; columns are [lines, stages], NaN if not measured."""
 
   name: str
   config: dict[str, Any]
@@ -34,7 +34,7 @@ class Run:
 
   @property
   def is_dense(self) -> np.ndarray:
-    """Lines whose rank of 0 stands for dense, not for no rank at all."""
+    """Whether a rank of 0 means dense, not "no ranks"; bool [lines, stages]."""
     settings = self.config | self.summary
     has_ranks = rank_name(settings.get("reducer", "allreduce"), 0) == "dense"
     return (self.columns["rank"] == 0) & has_ranks
@@ -44,7 +44,7 @@ class Run:
     return f"{self.reducer} ({self.name})"
 
   def numbers(self) -> dict[str, Any]:
-    """The summary, or as much of it as the lines so far tell."""
+    """Returns the summary, or as much of it as the lines so far provide."""
 
     def last(key: str) -> float | None:
       values = self.columns[key][:, 0]
@@ -74,20 +74,20 @@ class Run:
 
 
 def draw(runs: Sequence[Run]) -> Figure:
-  """Draws runs side by side, a colour for each.
+  """Draws runs in the same panels, each in its own colour.
 
   Args:
     runs: At least one run; its columns may be empty.
 
   Returns:
-    Panels of loss by step, loss by bytes sent, entropy, rank, bytes of a step
+    Panels of loss by step, loss by bytes sent, entropy, rank, bytes per step
     and error, in this order.
   """
   figure = Figure(figsize=(14, 9), layout="constrained")
   figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
   (loss, spent, entropy), (rank, wire, error) = figure.subplots(2, 3)
   columns = [run.columns for run in runs]
-  # The ratio is of the whole run so far, so this is exact on every line.
+  # The ratio covers all steps so far, so this is exact on every line.
   sent = [
     c["dense_bytes"] * c["step"] / c["compression_ratio"] for c in columns
   ]
@@ -98,15 +98,15 @@ def draw(runs: Sequence[Run]) -> Figure:
     color, steps, dense = _COLORS[i % len(_COLORS)], c["step"], runs[i].is_dense
     _curves(loss, steps, c["loss"], color, linewidth=0.6, alpha=0.6)
     _curves(loss, steps, c["val_loss"], color, marker="o")
-    # One evaluation makes no curve.
+    # A single evaluation is not a curve.
     is_curve = np.isfinite(c["val_loss"]).sum() > 1
     known = c["val_loss"] if is_curve else c["loss"]
     _curves(spent, sent[i] / scale, known, color)
     if np.isfinite(known).any():
       losses.add("held-out" if is_curve else "training")
     _curves(entropy, steps, c["entropy"], color, linewidth=0.9)
-    # Dense is not a rank of zero: it has a band above all ranks, and in it
-    # every run has its own height.
+    # Dense is not a rank of zero, so it is drawn in a band above all ranks,
+    # at a different height for each run.
     height = top * (1.08 + 0.16 * (i + 1) / (len(runs) + 1))
     shown = np.where(dense, height, c["rank"])
     shown[shown == 0] = np.nan
@@ -120,7 +120,7 @@ def draw(runs: Sequence[Run]) -> Figure:
       )  # fmt: skip
     measured = np.where(dense, np.nan, c["relative_error"])
     _curves(error, steps, measured, color, gaps=True, linewidth=0.8, alpha=0.5)
-    # Zero stands for no prediction.
+    # Zero means that nothing was predicted.
     unknown = dense | (c["predicted_error"] == 0)
     predicted = np.where(unknown, np.nan, c["predicted_error"])
     _curves(error, steps, predicted, color, gaps=True, linestyle="--", zorder=3)
@@ -134,7 +134,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     (spent, "Loss by bytes sent", f"{loss_name} loss (nats)", ""),
     (entropy, "Entropy of the gradient", "entropy (nats)", absent),
     (rank, "Rank", "rank", absent),
-    (wire, f"Bytes of a step, dense dashed{dotted}", "sent per replica",
+    (wire, f"Bytes per step, dense dashed{dotted}", "sent per replica",
      absent),
     (error, "Error: measured, predicted dashed", "energy lost (fraction)",
      "nothing was compressed"),
@@ -163,15 +163,15 @@ def draw(runs: Sequence[Run]) -> Figure:
 
 
 def downsample(values: np.ndarray, limit: int = 2000) -> np.ndarray:
-  """Picks the points of a curve to draw.
+  """Selects the points of a curve to draw.
 
   Args:
     values: [points], NaN for a gap.
-    limit: The most points to keep, at least 4.
+    limit: The maximum number of points to keep, at least 4.
 
   Returns:
-    Increasing indices: both ends, and the least and the greatest value of
-    each of equal stretches, so that no spike is lost.
+    Increasing indices: both ends, and the minimum and maximum of each of equal
+    intervals, so that no spike is lost.
   """
   if len(values) <= limit:
     return np.arange(len(values))
@@ -182,16 +182,16 @@ def downsample(values: np.ndarray, limit: int = 2000) -> np.ndarray:
 
 
 def human_bytes(count: float) -> str:
-  """Bytes for people, such as "2.5 MB"; a kB is 1000 B."""
+  """Formats bytes, such as "2.5 MB"; a kB is 1000 B."""
   scale, unit = _byte_unit(count)
   return f"{count / scale:.3g} {unit}"
 
 
 def _add_legend(figure: Figure, runs: Sequence[Run]) -> None:
-  """Names each run's colour, and the shades of the first and last stage."""
+  """Adds each run's colour, and the shades of the first and last stage."""
   labels = [run.label for run in runs]
   colors = [_COLORS[i % len(_COLORS)] for i in range(len(runs))]
-  # About 180 letters fit across, the line beside a label takes up to ten.
+  # About 180 letters fit across; the line next to a label takes up to ten.
   fitting = 180 // (max(map(len, labels)) + 10)
   stages = max(run.columns["wire_bytes"].shape[1] for run in runs)
   for stage in sorted({0, stages - 1}) if stages > 1 else ():
@@ -222,7 +222,7 @@ def _dress_wire(axes: Axes, dense: set[float]) -> None:
   for count in dense:
     axes.axhline(count, color="#444444", linestyle="--", linewidth=1)
   axes.set_yscale("log")
-  # Room on both sides, so that at least one of 1, 2, 5 has its tick.
+  # With room on both sides, at least one of 1, 2, 5 gets a tick.
   axes.set_ylim(values.min() / 2, values.max() * 2)
   axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
   axes.yaxis.set_major_formatter(lambda value, _: human_bytes(value))
@@ -230,7 +230,7 @@ def _dress_wire(axes: Axes, dense: set[float]) -> None:
 
 
 def _shade(color: str, stage: int, stages: int) -> np.ndarray:
-  """The colour for stage 0, lighter for every further stage."""
+  """Returns `color` for stage 0, and a lighter shade for each later stage."""
   light = 0.65 * stage / max(stages - 1, 1)
   return (1 - light) * np.array(to_rgb(color)) + light
 
@@ -245,7 +245,7 @@ def _curves(
 ) -> None:
   """Draws every stage of y [lines, stages] over x [lines, 1].
 
-  Without `gaps` a curve goes on through lines that lack a value.
+  Without `gaps` a curve continues across lines that have no value.
   """
   stages = y.shape[1]
   for stage in range(stages):

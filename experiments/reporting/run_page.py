@@ -1,4 +1,4 @@
-"""One picture and one page from the folders that training runs wrote."""
+"""Writes the report of training runs: a picture and an HTML page."""
 
 import base64
 import html
@@ -39,7 +39,7 @@ pre { overflow-x: auto; padding: 1rem; background: #8882; }
 
 
 def is_newest(run_dir: pathlib.Path) -> bool:
-  """Whether the page of a finished run is from after its end."""
+  """Returns whether a finished run's page is newer than its summary."""
   page, summary = (run_dir / name for name in ("report.html", "summary.json"))
   return page.exists() and page.stat().st_mtime >= summary.stat().st_mtime
 
@@ -48,19 +48,19 @@ def write_report(
   run_dirs: Sequence[pathlib.Path | str],
   out_dir: pathlib.Path | str | None = None,
 ) -> tuple[pathlib.Path, pathlib.Path]:
-  """Draws runs side by side and writes a page with their key numbers.
+  """Draws runs in one picture and writes a page with their key numbers.
 
   Args:
-    run_dirs: Folders of runs, ended or going on.
-    out_dir: Where to write. By default the run's own folder for one run, the
-      current directory for several.
+    run_dirs: Folders of runs, finished or not.
+    out_dir: The folder to write to. By default the run's folder for one run,
+      and the current directory for several.
 
   Returns:
     The paths of `report.png` and `report.html`.
 
   Raises:
-    FileNotFoundError: A run folder or its `metrics.jsonl` is missing.
-    ValueError: There is no run, or one of its files is broken.
+    FileNotFoundError: if a run folder or its `metrics.jsonl` is missing.
+    ValueError: if there is no run, or one of its files is broken.
   """
   if not run_dirs:
     raise ValueError(f"run_dirs is {run_dirs!r}: give at least one run folder")
@@ -76,7 +76,7 @@ def write_report(
     figure = heat_maps.draw(run.matrices, run.label)
     if figure is not None:
       name = "matrices.png"
-      if len(runs) > 1:  # folders of different parents may have one name
+      if len(runs) > 1:  # folders of different parents may share a name
         name = f"matrices-{number}-{run.name}.png"
       figure.savefig(folder / name, dpi=100)
       maps.append((folder / name).read_bytes())
@@ -86,10 +86,10 @@ def write_report(
 
 
 def summary_table(summary: dict[str, Any]) -> str:
-  """A run's key numbers for a terminal.
+  """Formats a run's key numbers for a terminal.
 
   Args:
-    summary: What `summary.json` holds; what it lacks is left out.
+    summary: The contents of `summary.json`; missing numbers are left out.
 
   Returns:
     Lines of at most 78 columns.
@@ -116,7 +116,7 @@ def _load(folder: pathlib.Path) -> panels.Run:
   rows: dict[str, list] = {key: [] for key in _KEYS}
   matrices = heat_maps.Matrices()
   broken = None
-  # Bytes, since a half-written character would end a text file's iteration.
+  # As bytes: a half-written character would end the iteration of a text file.
   with path.open("rb") as lines:
     for number, line in enumerate(lines, start=1):
       if broken:
@@ -161,7 +161,7 @@ def _matrix(values: list) -> np.ndarray:
 
 
 def _rows(numbers: dict[str, Any], width: int) -> dict[str, str]:
-  """The key numbers as text by name, "-" for what is not known."""
+  """Returns the key numbers as text by name, "-" for an unknown one."""
   sent = numbers.get("wire_bytes_per_step")
   dense = numbers.get("dense_bytes_per_step")
   if sent is not None and dense is not None:
@@ -193,7 +193,7 @@ def _rows(numbers: dict[str, Any], width: int) -> dict[str, str]:
 
 
 def _rank_text(numbers: dict[str, Any], width: int) -> str | None:
-  """Each rank and its last step, "dense ->40, 32 ->60", a line per stage."""
+  """Returns ranks and their last steps, "dense ->40, 32 ->60", per stage."""
   history, steps = numbers.get("rank_history"), numbers.get("steps")
   if not history:
     return None
@@ -210,7 +210,7 @@ def _rank_text(numbers: dict[str, Any], width: int) -> str | None:
         spans.pop()  # Only another stage's rank changed.
       spans.append(f"{rank_name('edgc', value)} ->{end:.0f}")
     name = f"stage {stage}: " if len(ranks[0]) > 1 else ""
-    # As many as fit beside an ellipsis, half from either end.
+    # As many as fit together with an ellipsis, half from each end.
     room = (width - len(name) - 5) // (max(map(len, spans)) + 2)
     if room < len(spans):
       spans[room - room // 2 : len(spans) - room // 2] = ["..."]

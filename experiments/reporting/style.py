@@ -1,18 +1,18 @@
-"""Colours, sizes and axes that the pictures of all pages share."""
+"""Colours, sizes and axes shared by the pictures of all pages."""
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
-# Told apart by colour-blind people (Okabe and Ito), and groups by markers.
+# Okabe and Ito's colours, which colour-blind people can distinguish.
 COLORS = (
   "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f4f24",
 )  # fmt: skip
 DENSE = "#444444"
-WIDTH, DPI = 9.0, 100  # inches, so 900 pixels
+WIDTH, DPI = 9.0, 100  # inches and dots per inch: 900 pixels
 
 
 def dress(axes: Axes, title: str) -> None:
-  """Title and grid of a panel."""
+  """Sets the title, grid and tick labels of a panel."""
   axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
   axes.spines[["top", "right"]].set_visible(False)
   axes.grid(color="#dddddd", linewidth=0.6)
@@ -21,7 +21,7 @@ def dress(axes: Axes, title: str) -> None:
 
 
 def scale_bytes(axes: Axes) -> None:
-  """A logarithmic scale with plain numbers."""
+  """Gives the x axis a logarithmic scale with plain numbers."""
   axes.set_xscale("log")
   axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
   axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")

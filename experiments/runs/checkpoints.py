@@ -1,8 +1,9 @@
-"""Checkpoints of a run: written while it goes on, checked when read.
+"""Checkpoints of a run: saved during training, and verified when read.
 
-Orbax writes them, into a folder that gets its name when it is whole, so that a
-run which is killed leaves the ones before. Each holds the SHA-256 of its files:
-one that was damaged later is told from a sound one, and the one before it used.
+Orbax writes a checkpoint to a temporary folder and renames it once it is
+complete, so a killed run keeps the earlier ones. Each checkpoint holds the
+SHA-256 of its files. Checksums detect damaged checkpoints; training falls back
+to the previous one.
 """
 
 import contextlib
@@ -31,26 +32,27 @@ from experiments.runtime import hosts
 
 _NONE, _ALL_DAMAGED = -1, -2  # instead of a step
 _SUMS = "sha256.json"
-_TIMES = "_CHECKPOINT_METADATA"  # orbax writes it again later
+_TIMES = "_CHECKPOINT_METADATA"  # orbax rewrites it after the checksums
 
 
 class CheckpointError(RuntimeError):
-  """A checkpoint that could not be written or read, and what to do."""
+  """Raised if a checkpoint cannot be written or read."""
 
 
 class Checkpoints:
   """The checkpoints of one run, newest last.
 
-  All processes of a run make one and call the same methods in the same order.
+  All processes of a run create this object and call the same methods in the
+  same order.
   """
 
   def __init__(self, path: str | os.PathLike, keep: int):
     """Writes nothing yet.
 
     Args:
-      path: Their folder; made with the first.
-      keep: How many of the newest to keep; beside them, the one of the lowest
-        held-out loss.
+      path: The folder of the checkpoints; created with the first.
+      keep: Number of newest checkpoints to keep, in addition to the one with
+        the lowest held-out loss.
     """
     self.path = pathlib.Path(path).absolute()
     self._keep = keep
@@ -58,7 +60,7 @@ class Checkpoints:
     self._damaged: list[int] = []
 
   def steps(self) -> list[int]:
-    """Steps that there are whole checkpoints of, newest first."""
+    """Returns the steps of the complete checkpoints, newest first."""
     if not self.path.is_dir():
       return []
     names = [entry.name for entry in self.path.iterdir() if entry.is_dir()]
@@ -71,22 +73,23 @@ class Checkpoints:
     about: Mapping[str, Any],
     val_loss: float | None,
   ) -> None:
-    """Starts to save; returns as soon as all that was given may change.
+    """Starts to save; returns once the arguments may be changed.
 
     Args:
-      step: Steps done.
-      trees: Arrays of this process's devices, by a name each.
-      about: Anything that JSON can hold, the same in all processes.
-      val_loss: By which the best is found.
+      step: Number of steps done.
+      trees: Trees of arrays on this process's devices, by name.
+      about: Values that JSON can hold, the same in all processes.
+      val_loss: Held-out loss, to choose the best checkpoint by; None if not
+        evaluated.
 
     Raises:
-      CheckpointError: if this one or the one before cannot be written.
+      CheckpointError: if this checkpoint or the previous one cannot be written.
     """
     self.wait()
     self._saving = step
     is_known = val_loss is not None and math.isfinite(val_loss)
     metrics = {"val_loss": val_loss} if is_known else None
-    about = copy.deepcopy(dict(about))  # Orbax reads it later, in a thread.
+    about = copy.deepcopy(dict(about))  # Orbax's thread reads it later.
     with _explained(self.path, step):
       self._manager.save(
         step,
@@ -99,7 +102,7 @@ class Checkpoints:
       )
 
   def wait(self) -> None:
-    """Until what is being saved is on disk.
+    """Waits until the checkpoint being saved is on disk.
 
     Raises:
       CheckpointError: if it could not be written.
@@ -112,27 +115,27 @@ class Checkpoints:
         self._saving = None
 
   def close(self) -> None:
-    """Waits, and ends what waits for work."""
+    """Waits, and ends Orbax's threads."""
     self.wait()
     if "_manager" in vars(self):
       self._manager.close()
 
   def newest(self) -> tuple[int, Mapping[str, Any]] | None:
-    """The newest checkpoint that is whole; all are checked.
+    """Verifies all checkpoints and finds the newest undamaged one.
 
     Returns:
-      step and what was saved as `about`, or None if there are no checkpoints.
+      Its step and `about`, or None if there are no checkpoints.
 
     Raises:
-      CheckpointError: if there are, and all are damaged.
+      CheckpointError: if all checkpoints are damaged.
     """
     step = self._newest_step() if hosts.is_first() else 0
-    if jax.process_count() > 1:  # one looks, for all
+    if jax.process_count() > 1:  # one process reads the files for all
       hosts.wait_for_all("checked")
       step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
     if step == _ALL_DAMAGED:
       raise CheckpointError(
-        f"All checkpoints in {self.path} are damaged; train anew in another"
+        f"All checkpoints in {self.path} are damaged; train again in another"
         " folder."
       )
     if step == _NONE:
@@ -143,14 +146,17 @@ class Checkpoints:
   def load(
     self, step: int, shapes: Mapping[str, Stored]
   ) -> Mapping[str, Stored]:
-    """The arrays of a checkpoint, by tree.
+    """Loads arrays of a checkpoint.
 
     Args:
       step: From `newest`.
-      shapes: Those of the arrays wanted, by tree.
+      shapes: Shapes of the arrays to load, by tree.
+
+    Returns:
+      The arrays, by tree.
 
     Raises:
-      CheckpointError: if it has others.
+      CheckpointError: if the checkpoint's arrays have other shapes.
     """
     self.require_shapes(step, shapes)
     folder = self.path / str(step)
@@ -163,10 +169,10 @@ class Checkpoints:
 
     Args:
       step: From `newest`.
-      shapes: Those of the arrays wanted, by tree.
+      shapes: Required shapes, by tree.
 
     Raises:
-      CheckpointError: if it has others.
+      CheckpointError: if the checkpoint's arrays have other shapes.
     """
     handler = ocp.PyTreeCheckpointHandler()
     for name, wanted in shapes.items():
@@ -175,9 +181,12 @@ class Checkpoints:
       _require_shapes(folder, found, wanted)
 
   def set_aside(self) -> None:
-    """Renames what `newest` found damaged, so that nothing trips over it."""
+    """Renames the checkpoints that `newest` found damaged.
+
+    Their steps can then be saved again.
+    """
     for step in self._damaged:
-      names = (f"damaged-{step}{mark}" for mark in _marks())
+      names = (f"damaged-{step}{suffix}" for suffix in _suffixes())
       free = (self.path / name for name in names)
       os.rename(
         self.path / str(step), next(path for path in free if not path.exists())
@@ -211,19 +220,19 @@ class Checkpoints:
     )
 
   def _write_sums(self) -> None:
-    """Called by orbax before the folder gets its name."""
+    """Writes the checksums; orbax calls it before it renames the folder."""
     if hosts.is_first():
       (folder,) = self.path.glob(f"{self._saving}.orbax-checkpoint-tmp*")
       _write_checksums(folder)
 
   def _newest_step(self) -> int:
-    """That of the newest whole one; warns of the others."""
+    """Returns the step of the newest undamaged one; warns of damaged ones."""
     found = {step: _damage_of(self.path / str(step)) for step in self.steps()}
     self._damaged = [step for step, damage in found.items() if damage]
     for step in self._damaged:
       print(
         f"warning: the checkpoint of step {step} is damaged ({found[step]}) and"
-        " not used",
+        " is not used",
         file=sys.stderr,
       )
     whole = [step for step in found if step not in self._damaged]
@@ -245,7 +254,7 @@ class Checkpoints:
 def _require_shapes(
   folder: pathlib.Path, found: Stored, shapes: Stored
 ) -> None:
-  """Orbax would cut or fill up what has another shape."""
+  """Raises on other shapes, because Orbax would cut or pad the arrays."""
   for path in sorted({*found, *shapes}):
     has, wants = (
       tuple(tree[path].shape) if path in tree else "none"
@@ -261,46 +270,46 @@ def _require_shapes(
 
 @contextlib.contextmanager
 def _explained(path: pathlib.Path, step: int) -> Iterator[None]:
-  """Says of a checkpoint that cannot be written what is left."""
+  """Replaces errors of writing a checkpoint by a `CheckpointError`."""
   try:
     yield
-  except Exception as error:  # orbax hands on what its threads raised
+  except Exception as error:  # orbax re-raises errors of its threads
     cause = error.__cause__ or error
-    is_late = isinstance(cause, TimeoutError)  # of another process
-    # Tensorstore names the system's own error behind much else.
+    is_late = isinstance(cause, TimeoutError)  # another process is late
+    # Tensorstore's message contains the system's error code.
     code = re.search(r"os_error_code='(\d+)'", str(cause))
     if is_late or not (code or isinstance(cause, OSError)):
       raise
     text = os.strerror(int(code[1])) if code else str(cause)[:200]
     raise CheckpointError(
       f"The checkpoint of step {step} could not be written to {path} ({text});"
-      " those before it are whole. Make room or let this user write there, then"
-      " give the same command again."
+      " earlier checkpoints are intact. Free some space or give this user"
+      " write access, then give the same command again."
     ) from error
 
 
 class _Manager(ocp.CheckpointManager):
-  """Leaves it to the run to ask, once a step, whether to stop."""
+  """A manager that leaves preemption to the run, which asks at every step."""
 
   def reached_preemption(self, step: int) -> bool:
-    """Never: asked of an old step, the runtime would set its count back."""
+    """Returns False: asking about an old step resets the runtime's count."""
     del step
     return False
 
 
-def _marks() -> Iterator[str]:
-  """Endings of names: none, -2, -3, ..."""
+def _suffixes() -> Iterator[str]:
+  """Yields suffixes that make a name unique: none, -2, -3, ..."""
   yield ""
   yield from map("-{}".format, itertools.count(2))
 
 
 def _write_checksums(folder: pathlib.Path) -> None:
-  """Notes what the files of a folder are."""
+  """Writes the checksums of a folder's files."""
   (folder / _SUMS).write_text(json.dumps(_sums(folder)))
 
 
 def _damage_of(folder: pathlib.Path) -> str:
-  """What is wrong with the files, in words; empty if nothing is."""
+  """Describes damage to a folder's files; empty if there is none."""
   try:
     expected = json.loads((folder / _SUMS).read_text())
     found = _sums(folder)
@@ -310,7 +319,7 @@ def _damage_of(folder: pathlib.Path) -> str:
   if not wrong:
     return ""
   more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-  return f"{wrong[0]}{more} is not what was written"
+  return f"wrong checksum of {wrong[0]}{more}"
 
 
 def _sums(folder: pathlib.Path) -> dict[str, str]:

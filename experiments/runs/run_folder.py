@@ -1,4 +1,4 @@
-"""The folder of a run: what a run leaves behind, and who may write there."""
+"""The folder of a run: its files, and a lock against other writers."""
 
 import contextlib
 import fcntl
@@ -25,29 +25,29 @@ _SCRATCH, _LOCK = ".tmp", "lock"
 _PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")
 
 
-# What may differ between a run and its continuation.
+# Keys that may differ between a run and the command that resumes it.
 _FREE = ("run_dir", "resume", "log_every", "checkpoint.", "mesh.data",
          "mesh.backend")  # fmt: skip
 
 
 class RunInUse(RuntimeError):
-  """Another process writes into the folder."""
+  """Raised if another process writes to the folder."""
 
 
 class RunFolder:
-  """Writes config.json, metrics.jsonl, TensorBoard events and summary.json.
+  """A run's folder of config, metrics, TensorBoard events and summary.
 
-  Of several processes the first writes, into a folder that all can read.
-  A folder belongs to one configuration, from its first logged line on. A
-  finished run is kept; one that was cut off goes on from its last checkpoint,
-  or starts again from the first step where it has none.
+  Of several processes the first one writes, to a folder that all can read.
+  From its first logged line on, a folder belongs to one configuration. A
+  finished run is kept. An interrupted run resumes from its last checkpoint, or
+  starts again from the first step if it has none.
   """
 
   def __init__(self, path: str | os.PathLike, config: Mapping[str, Any]):
-    """Claims the folder, or raises without having changed anything.
+    """Raises if this run must not use the folder; changes nothing.
 
     Args:
-      path: The folder, made if it does not exist.
+      path: The folder; it need not exist.
       config: The whole configuration, as plain nested dictionaries.
 
     Raises:
@@ -64,13 +64,13 @@ class RunFolder:
         raise ValueError(
           f"`run_dir` must be new or hold a run of the same configuration, got"
           f" {self.path}, where {'; '.join(changes[:4])}; give another folder"
-          " with --config.run_dir=FOLDER, or remove that one. The parameters"
-          " alone are loaded by --config.init_from=FOLDER."
+          " with --config.run_dir=FOLDER, or remove that one. To load only its"
+          " parameters, use --config.init_from=FOLDER."
         )
     elif not file.exists() and self.is_claimed():
       raise FileExistsError(
         f"`run_dir` must be new or hold a run, got {self.path}, whose"
-        " config.json is gone; restore it, or give another folder with"
+        " config.json is missing; restore it, or give another folder with"
         " --config.run_dir=FOLDER."
       )
     elif not file.exists() and any(self._foreign_files()):
@@ -80,15 +80,15 @@ class RunFolder:
       )
 
   def summary(self) -> dict[str, Any] | None:
-    """The summary of a finished run, or None."""
+    """Returns the summary of a finished run, or None."""
     file = self.path / "summary.json"
     return _read_json(file) if file.exists() else None
 
   def lock(self) -> None:
-    """Keeps others from writing into the folder until `close`; makes it.
+    """Creates the folder, and locks it against other processes until `close`.
 
     Raises:
-      RunInUse: if another process does.
+      RunInUse: if another process has locked it.
     """
     if not hosts.is_first():
       return
@@ -110,11 +110,11 @@ class RunFolder:
     self._lock.flush()
 
   def start(self, step: int = 0, last_line: int = 0) -> None:
-    """Drops what was written of later steps, and opens the files.
+    """Removes the lines of later steps, and opens the files.
 
     Args:
-      step: Steps that the run has behind it.
-      last_line: That of the newest line by then.
+      step: Number of steps done, from which the run resumes.
+      last_line: Step of the newest line that was logged by then.
     """
     if not hosts.is_first():
       return
@@ -125,28 +125,28 @@ class RunFolder:
     if newest < last_line:
       print(
         f"warning: {file} has lost its lines from step {newest} to {last_line};"
-        " the run itself has not",
+        " the run itself is complete",
         file=sys.stderr,
       )
-    for left in self.path.glob("events.out.tfevents.*"):
-      left.unlink()
+    for old in self.path.glob("events.out.tfevents.*"):
+      old.unlink()
     _write_json(self.path / "config.json", _plain(self.config))
     _write(file, "".join(kept))
     self._lines = open(file, "a")  # noqa: SIM115
-    # Its thread ends on a full disk: a queue with bounds would hang the run.
+    # On a full disk its thread ends, and a bounded queue would hang the run.
     self._events = tensorboardX.FileWriter(str(self.path), max_queue=0)
-    for line in kept:  # a killed run's events may not have reached the disk
+    for line in kept:  # events of a killed run may be missing
       self._add_event(json.loads(line))
 
   def is_claimed(self) -> bool:
-    """Whether there is a run that has got as far as its first line."""
+    """Returns whether a run in this folder has logged its first line."""
     lines = self.path / "metrics.jsonl"
     return self.checkpoints.exists() or (
       lines.exists() and lines.stat().st_size > 0
     )
 
   def log(self, line: Mapping[str, Any]) -> None:
-    """Adds a line to metrics.jsonl and its numbers to TensorBoard."""
+    """Appends a line to metrics.jsonl and adds its numbers to TensorBoard."""
     if not hosts.is_first():
       return
     line = _plain(line)
@@ -155,7 +155,10 @@ class RunFolder:
     self._add_event(line)
 
   def _foreign_files(self) -> Iterator[pathlib.Path]:
-    """What a run did not write, or would have written after config.json."""
+    """Yields files other than the lock and temporary files.
+
+    Without a config.json, no run wrote them.
+    """
     if self.path.exists():
       files = (p for p in self.path.iterdir() if p.suffix != _SCRATCH)
       yield from (p for p in files if p.name != _LOCK)
@@ -170,30 +173,30 @@ class RunFolder:
     self._events.add_summary(Summary(value=values), line["step"])
 
   def finish(self, summary: Mapping[str, Any]) -> None:
-    """Writes the summary, which marks the run as finished."""
+    """Writes the summary, which marks a run as finished."""
     if hosts.is_first():
       _write_json(self.path / "summary.json", _plain(summary))
 
   def sync(self) -> None:
-    """Until all lines are on disk, whatever happens to the host."""
+    """Forces all lines to disk, so that they survive a crash of the host."""
     if hosts.is_first():
       os.fsync(self._lines.fileno())
 
   def close(self) -> None:
-    """Closes the files; what was logged is on disk."""
+    """Closes the files and releases the lock."""
     for name in ("_lines", "_events", "_lock"):
       if name in vars(self):
         vars(self).pop(name).close()
 
 
 def environment() -> dict[str, Any]:
-  """Versions, hardware and commit, for whoever reads the run later."""
+  """Returns versions, hardware and commit, to be recorded with a run."""
   device = jax.devices()[0]
   versions = {name: metadata.version(name) for name in _PACKAGES}
   return {
     "python": platform.python_version(),
     "versions": versions,
-    # "cpu" is both on CPUs.
+    # On CPUs both are "cpu".
     "device": " ".join(dict.fromkeys([device.platform, device.device_kind])),
     "cores": os.cpu_count(),
     "commit": commit_of(pathlib.Path(__file__).parent),
@@ -201,9 +204,9 @@ def environment() -> dict[str, Any]:
 
 
 def commit_of(folder: pathlib.Path) -> str:
-  """The commit of the code, "-dirty" behind it where files were changed.
+  """Returns the commit of the code, with "-dirty" if files were changed.
 
-  Those in docs/ aside, where runs leave what they found.
+  Changes in docs/ do not count, because runs write their results there.
   """
 
   def git(*arguments: str) -> str:
@@ -224,7 +227,7 @@ def commit_of(folder: pathlib.Path) -> str:
 
 
 def _plain(value: Any) -> Any:
-  """JSON's own types; a number that is not finite is left out."""
+  """Converts to JSON's types; leaves out keys with non-finite numbers."""
   if isinstance(value, Mapping):
     items = {str(k): _plain(v) for k, v in value.items()}
     return {k: v for k, v in items.items() if v is not None}
@@ -237,7 +240,7 @@ def _plain(value: Any) -> Any:
 
 
 def _differences(old: dict, new: dict) -> list[str]:
-  """One phrase for each configuration key that is not the same."""
+  """Describes each key that differs between two configurations."""
   old, new = (traverse_util.flatten_dict(tree, sep=".") for tree in (old, new))
   return [
     f"{key} is {old.get(key)!r} and not {new.get(key)!r}"
@@ -247,12 +250,12 @@ def _differences(old: dict, new: dict) -> list[str]:
 
 
 def _lines_up_to(file: pathlib.Path, step: int) -> list[str]:
-  """The whole lines of metrics.jsonl whose step is not above `step`."""
+  """Returns the complete lines of metrics.jsonl up to and including `step`."""
   if not step or not file.exists():
     return []
   kept = []
   for line in file.read_text(errors="replace").splitlines(keepends=True):
-    # A host that fails may leave half a line, or zeros for one.
+    # A host that crashes may leave half a line, or a line of zeros.
     with contextlib.suppress(json.JSONDecodeError):
       if line.endswith("\n") and json.loads(line)["step"] <= step:
         kept.append(line)
@@ -264,7 +267,7 @@ def _read_json(file: pathlib.Path) -> Any:
     return json.loads(file.read_text())
   except ValueError as error:
     raise ValueError(
-      f"`run_dir` must hold whole files, got {file}, which is damaged"
+      f"`run_dir` must hold intact files, got {file}, which is damaged"
       f" ({error}); restore it, or give another --config.run_dir=FOLDER."
     ) from error
 
@@ -274,7 +277,7 @@ def _write_json(file: pathlib.Path, value: Any) -> None:
 
 
 def _write(file: pathlib.Path, text: str) -> None:
-  """Writes beside the file first, so that it is never half there."""
+  """Writes a temporary file first, so that `file` is never incomplete."""
   scratch = file.with_suffix(_SCRATCH)
   with open(scratch, "w") as out:
     out.write(text)
@@ -284,7 +287,7 @@ def _write(file: pathlib.Path, text: str) -> None:
 
 
 def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
-  """A value's numbers, named by path, stage and matrix where there are any."""
+  """Yields a value's numbers with tags of their path, stage and matrix."""
   if isinstance(value, dict):
     for path, numbers in value.items():
       yield from _scalars(f"{name}/{path}", numbers)

@@ -1,4 +1,4 @@
-"""The --config flag of all scripts, and errors that name the nearest key."""
+"""The --config flag of all commands, and errors that name the nearest key."""
 
 import difflib
 import faulthandler
@@ -16,25 +16,29 @@ from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
 from edgc_jax.comm import cpu_backend
-from experiments.runtime import heap, hosts
+from experiments.runtime import heap, hosts, renamed_keys
 
 _CONFIG = config_flags.DEFINE_config_file(
-  "config", None, "A file in configs/, with :REDUCER behind it if you like."
+  "config", None, "A file in configs/, or FILE:REDUCER."
 )
 _FILE = re.compile(r"--?config=([^:]*)")
 _OVERRIDE = re.compile(r"--config\.([\w.]+)")
 
 
 def run(main: Callable[[ConfigDict], Any]) -> None:
-  """Parses the flags, makes CPU devices for the replicas, calls `main`."""
+  """Parses the flags, makes CPU devices for the replicas and calls `main`.
+
+  Args:
+    main: The command, a function of the configuration.
+  """
 
   def start(argv: list[str]) -> None:
     if len(argv) > 1:
       sys.exit(f"error: unknown arguments {argv[1:]}; options begin with --.")
     heap.share_one_heap()
-    # JAX tells of every platform that is not there.
+    # JAX logs every platform that it does not find.
     logging.getLogger("jax").setLevel(logging.WARNING)
-    # Orbax tells of each file, and of errors before it raises them.
+    # Orbax logs each file, and errors before it raises them.
     absl_logging.set_verbosity(absl_logging.FATAL)
     config = _CONFIG.value
     try:
@@ -42,16 +46,16 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
     except (ValueError, RuntimeError) as error:
       sys.exit(f"error: {error}")
     if processes != 1:
-      # JAX aborts where another one is silent: its message says all.
+      # JAX aborts if another process is silent; its message is enough.
       faulthandler.disable()
     if not _devices_are_chosen():
-      # Only the CPU platform heeds this: replicas on one machine's cores.
+      # Only the CPU platform uses this: replicas share a machine's cores.
       devices = max(1, config.mesh.data) * max(1, config.mesh.stage)
       share = devices // processes if processes else 1
       jax.config.update("jax_num_cpu_devices", max(1, share))
       cpu_backend.fit_thread_pool(max(1, share))
     if config.mesh.stage > 1 and jax.default_backend() == "cpu":
-      # See edgc_jax.comm.cpu_backend: cached programs get collectives mixed up.
+      # Cached programs mix up collectives: see edgc_jax.comm.cpu_backend.
       jax.config.update("jax_enable_compilation_cache", False)
     with hosts.end_together():
       main(config)
@@ -61,33 +65,36 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
 
 
 def _parse(argv: list[str]) -> list[str]:
-  """As absl does, but with one clear error for a key that does not exist."""
+  """Parses flags with absl; a key that does not exist is one clear error."""
   for file in (m.group(1) for m in map(_FILE.match, argv) if m):
     if not os.path.isfile(file):
       sys.exit(
         f"error: `--config` must name a file, got {file!r}, which does not"
-        " exist; those of this project are in configs/."
+        " exist; this project's files are in configs/."
       )
+  message = renamed_keys.problem(_OVERRIDE.findall(" ".join(argv)))
+  if message:
+    sys.exit(f"error: {message}")
   try:
     return app.parse_flags_with_usage(argv)
   except (AttributeError, KeyError) as error:
     overrides = _OVERRIDE.findall(" ".join(argv))
-    # Once more without them; ml_collections looks for them in sys.argv.
+    # Parse again without overrides; ml_collections reads them from sys.argv.
     sys.argv = [a for a in argv if not _OVERRIDE.match(a)]
     flags.FLAGS.unparse_flags()
     app.parse_flags_with_usage(sys.argv)
     keys = list(traverse_util.flatten_dict(_CONFIG.value.to_dict(), sep="."))
     for key in overrides:
       if key not in keys:
-        near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
+        nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
         sys.exit(
           f"error: `--config.KEY` must be a key of the configuration, got"
-          f" {key!r}; the nearest is {near}."
+          f" {key!r}; the nearest is {nearest}."
         )
     raise error
 
 
 def _devices_are_chosen() -> bool:
-  """Whether the user says how many CPU devices there are."""
+  """Returns whether the user has set the number of CPU devices."""
   in_flags = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
   return in_flags or "JAX_NUM_CPU_DEVICES" in os.environ

@@ -1,19 +1,20 @@
-"""Memory that the C library keeps for the next step.
+"""Settings of glibc's malloc that make it reuse memory between steps.
 
-XLA's CPU backend allocates the buffers of every step anew, and glibc gives
-large ones back to the kernel at once: the next step pays for each of their
-pages again, a fifth of the time of a training step of `gpt2_tiny` on 2 cores
-(medians 505, 523 and 408 ms without this, in turn with 464, 451 and 368).
+XLA's CPU backend allocates the buffers of every step again, and glibc returns
+large buffers to the kernel at once. The next step then faults in each of their
+pages again, which takes a fifth of a training step of `gpt2_tiny` on 2 cores:
+medians 505, 523 and 408 ms without these settings, alternating with 464, 451
+and 368 ms with them.
 
-Two calls, since each works at its own time:
+There are two calls, because each works only at its own time:
 
-- Threads get heaps of their own, which cannot hold a buffer above 64 MB nor
-  grow; a thread that has one keeps it. So they share one from the start. An
-  update of `powersgd` with 98 MB of temporary memory, one thread: 64 ms, with
-  one heap 33.
-- What a compiler leaves behind would lie between the buffers for good. So
-  memory is kept from when programs are compiled: before, one with seven
-  branches took 280 ms and not 122.
+- `share_one_heap`, before the first thread starts: glibc gives each thread its
+  own heap, which can neither hold a buffer above 64 MB nor grow, and a thread
+  keeps its heap. An update of `powersgd` with 98 MB of temporary memory on one
+  thread took 64 ms, and 33 ms with one shared heap.
+- `keep_freed_memory`, after compiling: otherwise memory that the compiler
+  leaves behind would lie between the buffers permanently. A program with seven
+  branches took 280 ms if memory was kept earlier, and 122 ms otherwise.
 """
 
 import contextlib
@@ -24,42 +25,42 @@ from collections.abc import Iterator
 # Parameters of mallopt, from glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 _LARGEST_INT = 2**31 - 1
-# Those of glibc, which moves some of them until one is set.
+# Glibc's defaults. It adapts some of them until one is set.
 _DEFAULTS = {_MMAP_MAX: 65536, _TRIM_THRESHOLD: 2**17, _TOP_PAD: 2**17}
 
 
 def share_one_heap() -> bool:
-  """One heap for all threads; to be called before JAX uses a device.
+  """Makes all threads share one heap; call it before JAX uses a device.
 
   Returns:
-    Whether the C library is glibc and took it; nothing changes elsewhere.
+    Whether glibc accepted the setting; False with any other C library.
   """
   return _set({_ARENA_MAX: 1})
 
 
 def keep_freed_memory() -> bool:
-  """Makes glibc reuse what was freed; to be called after compiling.
+  """Makes glibc reuse freed memory; call it after compiling.
 
-  The process holds on to the most memory that it ever used at one time.
+  The process then stays at its peak memory.
 
   Returns:
-    As `share_one_heap`.
+    Whether glibc accepted the settings; False with any other C library.
   """
   _trim()
   return _set(
     {
       _MMAP_MAX: 0,  # large blocks come from the heap, too
-      _TRIM_THRESHOLD: _LARGEST_INT,  # whose end is not given back
-      _TOP_PAD: 64 * 2**20,  # and grows in such steps
+      _TRIM_THRESHOLD: _LARGEST_INT,  # the heap never shrinks
+      _TOP_PAD: 64 * 2**20,  # and grows in steps of 64 MiB
     }
   )
 
 
 @contextlib.contextmanager
 def freed_memory_kept() -> Iterator[None]:
-  """`keep_freed_memory` for a while, where more will be compiled later.
+  """Keeps freed memory inside a `with`, if more will be compiled afterwards.
 
-  Afterwards glibc's defaults hold, also where memory was kept before.
+  On exit it restores glibc's defaults, even if memory was kept before.
   """
   keep_freed_memory()
   try:
@@ -70,7 +71,7 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 def _trim() -> None:
-  """Gives back to the kernel what is free."""
+  """Returns free memory to the kernel."""
   if platform.libc_ver()[0] == "glibc":
     ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,7 +1,7 @@
-"""Several processes as one run, on JAX's own runtime.
+"""Joins several processes into one run, through `jax.distributed`.
 
-Under SLURM, Open MPI and indexed Kubernetes jobs they find each other; else
-each is told where the first one listens and which it is:
+Under SLURM, Open MPI and indexed Kubernetes jobs the processes find each other.
+Otherwise flags give each one the address of the first process and its index:
 
   train_gpt2.py ... --coordinator_address=HOST:PORT --num_processes=2 \
       --process_id=0
@@ -22,45 +22,47 @@ from absl import flags
 _ADDRESS = flags.DEFINE_string(
   "coordinator_address", None, "HOST:PORT of the first of several processes."
 )
-_COUNT = flags.DEFINE_integer("num_processes", None, "How many there are.")
-_INDEX = flags.DEFINE_integer("process_id", None, "Which this is, from 0.")
+_COUNT = flags.DEFINE_integer("num_processes", None, "Number of processes.")
+_INDEX = flags.DEFINE_integer(
+  "process_id", None, "Index of this process, from 0."
+)
 _TIMEOUT = flags.DEFINE_integer(
-  "heartbeat_timeout", 100, "Seconds until a silent process is given up."
+  "heartbeat_timeout", 100, "Seconds until a silent process counts as dead."
 )
 
-# What tells that a scheduler started several: how many, or which this is.
+# Schedulers set these: the number of processes, or an index on Kubernetes.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-_POINTS = itertools.count()
-_PATIENCE = 3600  # seconds; compiling may take long
 _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
+_BARRIERS = itertools.count()
+_BARRIER_TIMEOUT = 3600  # seconds; compiling may take long
 
 
 def initialize() -> int:
-  """Joins the other processes, if there are any; before devices are used.
+  """Joins the other processes, if any; call it before JAX uses a device.
 
   Returns:
-    How many processes there are; 0 where the runtime alone knows.
+    The number of processes; 0 if only JAX's runtime knows it.
 
   Raises:
     ValueError: if only some of the flags are given, or one is out of range.
     RuntimeError: if the others cannot be reached.
   """
   given = (_ADDRESS.value, _COUNT.value, _INDEX.value)
-  is_told = any(value is not None for value in given)
-  if not is_told and not _is_scheduled():
+  has_flags = any(value is not None for value in given)
+  if not has_flags and not _is_scheduled():
     return 1
-  if is_told and None in given:
+  if has_flags and None in given:
     raise ValueError(
       "`--coordinator_address`, `--num_processes` and `--process_id` must be"
-      f" given together, got {', '.join(map(str, given))}; give the others, or"
-      " none for a single process or those of a scheduler."
+      f" given together, got {', '.join(map(str, given))}; give all of them, or"
+      " none for a single process or under a scheduler."
     )
   if _COUNT.value is not None and not 0 <= _INDEX.value < _COUNT.value:
     raise ValueError(
       f"`--process_id` must be between 0 and num_processes - 1"
       f" ({_COUNT.value - 1}), got {_INDEX.value}; number them from 0."
     )
-  # Among CPUs; other platforms have their own.
+  # For CPUs; other platforms have their own collectives.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(*given, heartbeat_timeout_seconds=_TIMEOUT.value)
   return _COUNT.value or _scheduled_count()
@@ -68,24 +70,25 @@ def initialize() -> int:
 
 @contextlib.contextmanager
 def end_together() -> Iterator[None]:
-  """Where one of several processes fails, ends it at once, with a message.
+  """Ends a process that fails at once, if there are several, with a message.
 
-  An orderly end would wait for the others, and they for this one.
+  An orderly exit would wait for the other processes, and they for this one.
   """
   try:
     yield
   except BaseException as error:
-    is_asked = isinstance(error, SystemExit) and not isinstance(error.code, str)
-    if jax.process_count() == 1 or is_asked:
+    # A string is an error message; a number is a deliberate exit.
+    is_exit = isinstance(error, SystemExit) and not isinstance(error.code, str)
+    if jax.process_count() == 1 or is_exit:
       raise
     cause = error.__cause__ or error
     if isinstance(error, SystemExit):
       print(error.code, file=sys.stderr)
     elif isinstance(cause, jax.errors.JaxRuntimeError | TimeoutError):
       print(
-        f"error: another process is gone, or the network to it:"
-        f" {str(cause)[:200]}; give the same command on all hosts again to go"
-        " on from the newest checkpoint.",
+        f"error: another process, or the network to it, has failed:"
+        f" {str(cause)[:200]}; give the same command on all hosts again to"
+        " resume from the newest checkpoint.",
         file=sys.stderr,
       )
     else:
@@ -96,38 +99,39 @@ def end_together() -> Iterator[None]:
 
 
 def is_first() -> bool:
-  """Whether this process writes and prints for all."""
+  """Returns whether this is the process that writes and prints for all."""
   return jax.process_index() == 0
 
 
 def say(text: str) -> None:
-  """Prints once for all processes."""
+  """Prints `text` in the first process only."""
   if is_first():
     print(text, flush=True)
 
 
-def wait_for_all(what: str) -> None:
-  """Until every process is at the same point.
+def wait_for_all(name: str) -> None:
+  """Waits until every process has called this with the same name.
 
-  Before work that took some of them longer than others: collectives that some
-  processes are late for by half a minute fail.
+  Call it after work that takes some processes longer than others: a collective
+  fails if a process is late for it by half a minute.
 
   Args:
-    what: A name for the point.
+    name: A name for this point of the program.
   """
   barrier = ocp.multihost.get_barrier_sync_fn()
-  # Each key once: all processes pass the same points in the same order.
-  barrier(key=f"{what} {next(_POINTS)}", timeout_ms=_PATIENCE * 1000)
+  # Keys must be unique; all processes pass the same points in the same order.
+  key = f"{name} {next(_BARRIERS)}"
+  barrier(key=key, timeout_ms=_BARRIER_TIMEOUT * 1000)
 
 
 def peak_memory() -> dict[str, int]:
-  """The most memory that was used at once, in bytes.
+  """Returns the peak memory so far, in bytes.
 
   Returns:
-    peak_memory_bytes: Of this process, in the host's memory; on CPUs that is
-      all replicas of the process, compiler and data included.
-    peak_device_memory_bytes: Of the fullest of its devices, by the backend's
-      own account; left out where the backend keeps none, as on CPUs.
+    peak_memory_bytes: Of this process, in host memory. On CPUs this includes
+      all of its replicas, the compiler and the data.
+    peak_device_memory_bytes: Of the device that used the most, as the backend
+      counts; missing if the backend does not count, as on CPUs.
   """
   unit = 1 if sys.platform == "darwin" else 1024
   most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

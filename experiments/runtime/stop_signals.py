@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a wish to stop after the step."""
+"""SIGTERM and Ctrl-C as requests to stop after the current step."""
 
 import os
 import shlex
@@ -11,10 +11,10 @@ from jax.experimental import multihost_utils
 
 
 class TrainingInterrupted(RuntimeError):
-  """A run that was told to stop, and was saved.
+  """Raised after a signal, once the run has been saved.
 
   Attributes:
-    signal: What told it.
+    signal: The signal received.
   """
 
   def __init__(self, received: signal.Signals, step: int):
@@ -23,19 +23,19 @@ class TrainingInterrupted(RuntimeError):
 
 
 class StopSignals:
-  """Notes the first signal; a second one ends the process at once.
+  """A context that records a signal; a second one ends the process at once.
 
-  Among several processes the runtime passes a SIGTERM of one on to all, and
-  names a step that none of them has done yet.
+  Among several processes the runtime forwards a SIGTERM from one process to
+  all, and chooses a step to stop at that none of them has reached yet.
   """
 
   def __init__(self) -> None:
-    """Changes nothing yet."""
+    """Installs no handlers yet; `with` does."""
     self.received: signal.Signals | None = None
     self._before: dict[signal.Signals, object] = {}
 
   def __enter__(self) -> "StopSignals":
-    # JAX's own handler of SIGTERM stays where it speaks to other processes.
+    # With several processes JAX's own handler of SIGTERM has to stay.
     handled = [signal.SIGINT]
     if jax.process_count() == 1:
       handled.append(signal.SIGTERM)
@@ -53,14 +53,14 @@ class StopSignals:
       signal.signal(number, signal.SIG_DFL)
       os.kill(os.getpid(), number)
     self.received = signal.Signals(number)
-    # Not print: the signal may have come in the midst of one.
-    said = f"{self.received.name}: ending the step, then saving.\n"
-    os.write(1, said.encode())
+    # Not `print`: the signal may have interrupted one.
+    message = f"{self.received.name}: ending the step, then saving.\n"
+    os.write(1, message.encode())
     if jax.process_count() > 1:
-      os.kill(os.getpid(), signal.SIGTERM)  # the runtime tells the others
+      os.kill(os.getpid(), signal.SIGTERM)  # the runtime notifies the others
 
   def wants_stop(self, step: int) -> bool:
-    """Whether to stop after `step`; the same answer in all processes."""
+    """Returns whether to stop after `step`; the same in all processes."""
     if jax.process_count() > 1:
       if multihost_utils.reached_preemption_sync_point(step):
         self.received = self.received or signal.SIGTERM
@@ -70,10 +70,10 @@ class StopSignals:
 
 
 def exit_code(received: signal.Signals) -> int:
-  """As shells report a process that a signal ended: 128 and its number."""
+  """Returns the exit code shells use for a signal: 128 plus its number."""
   return 128 + received
 
 
 def command() -> str:
-  """The command that this process was started by."""
+  """Returns the command line of this process."""
   return shlex.join([sys.executable, *sys.argv])

@@ -1,4 +1,4 @@
-"""What the records of a study say: rows of runs, and how they differ."""
+"""Compares the rows of a study, from its records."""
 
 import dataclasses
 import itertools
@@ -11,30 +11,30 @@ from experiments.study.study import Study
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """One method.
+  """The finished runs of one method.
 
   Attributes:
     name: As in tables.
     reducer: Its name in configurations.
-    runs: {seed: record} of what came to an end.
-    beside: The fixed rank that sends the same bytes, of a row of edgc.
+    runs: {seed: record} of the finished runs.
+    matched: For a row of edgc, the fixed rank that sends the same bytes.
   """
 
   name: str
   reducer: str
   runs: Mapping[str, Record]
-  beside: "Row | None" = None
+  matched: "Row | None" = None
 
   def mean(self, *keys: str) -> float | None:
-    """Mean over runs of the first of the numbers that all runs have."""
+    """Returns the mean over runs of the first key that all runs have."""
     return self._over_runs(statistics.mean, keys)
 
   def least(self, *keys: str) -> float | None:
-    """The least over runs of the first of the numbers that all runs have."""
+    """Returns the minimum over runs of the first key that all runs have."""
     return self._over_runs(min, keys)
 
   def most(self, *keys: str) -> float | None:
-    """The most of it."""
+    """Returns the maximum over runs of the first key that all runs have."""
     return self._over_runs(max, keys)
 
   def _over_runs(
@@ -49,15 +49,15 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """All there is of a study.
+  """The rows of a study, as far as its runs are finished.
 
   Attributes:
     study: The study.
-    seeds: Those asked for.
-    tables: {table: rows}, those with no finished run left out.
-    dense: The first row of all, which gaps are to.
-    failures: (row, seed, error).
-    planned: How many runs there will be in all.
+    seeds: The seeds of each row.
+    tables: {table: rows}, without rows that have no finished run.
+    dense: The first row of all, the reference of the gaps.
+    failures: (row, seed, error) of each failed run.
+    planned: Number of runs of the complete study.
   """
 
   study: Study
@@ -69,19 +69,19 @@ class Comparison:
 
   @property
   def rows(self) -> Sequence[Row]:
-    """Of all tables, each once, the one beside it behind it."""
+    """The rows of all tables, each once and followed by its matched row."""
     own = itertools.chain.from_iterable(self.tables.values())
-    pairs = itertools.chain.from_iterable((row, row.beside) for row in own)
+    pairs = itertools.chain.from_iterable((row, row.matched) for row in own)
     return list({id(row): row for row in pairs if row}.values())
 
   @property
   def finished(self) -> int:
-    """How many runs came to an end, those that rows share counted for each."""
+    """Number of finished runs; a run that rows share counts for each row."""
     return sum(len(row.runs) for row in self.rows)
 
 
 def collect(study: Study, records: Records, seeds: Sequence[str]) -> Comparison:
-  """Reads the records that fit the study; others are left out."""
+  """Reads the records that agree with the study, and ignores others."""
   rows: dict[str, Row] = {}
   failures = []
   for name, settings in study.rows.items():
@@ -95,10 +95,10 @@ def collect(study: Study, records: Records, seeds: Sequence[str]) -> Comparison:
         failures.append((name, seed, record["error"]))
         continue
       runs[seed] = record
-      if not study.has_beside(name):
+      if not study.has_match(name):
         continue
       try:
-        other = study.run_beside(run, record)
+        other = study.matched_run(run, record)
       except ValueError as error:
         failures.append((f"{name}: fixed rank", seed, str(error)))
         continue
@@ -107,13 +107,13 @@ def collect(study: Study, records: Records, seeds: Sequence[str]) -> Comparison:
         failures.append((other.row, seed, found["error"]))
       elif found:
         others[seed] = found
-    beside = None
+    matched = None
     if others:
       ranks = [r["settings"]["powersgd.rank"] for r in others.values()]
       same = "about the same bytes" if study.grid else "same bytes"
       title = f"fixed rank {statistics.mean(ranks):.3g}, {same}"
-      beside = Row(title, "powersgd", others)
-    rows[name] = Row(name, settings["reducer"], runs, beside)
+      matched = Row(title, "powersgd", others)
+    rows[name] = Row(name, settings["reducer"], runs, matched)
   tables = {
     table: [rows[name] for name in own if rows[name].runs]
     for table, own in study.tables.items()
@@ -124,15 +124,16 @@ def collect(study: Study, records: Records, seeds: Sequence[str]) -> Comparison:
     {table: own for table, own in tables.items() if own},
     next(iter(rows.values())),
     failures,
-    planned=len(seeds) * sum(1 + study.has_beside(row) for row in study.rows),
+    planned=len(seeds) * sum(1 + study.has_match(row) for row in study.rows),
   )
 
 
 def difference(row: Row, other: Row) -> tuple[float, float | None] | None:
-  """Mean difference of held-out losses, seed by seed, of the seeds both have.
+  """Returns the mean difference of held-out losses, paired by seed.
 
   Returns:
-    The mean and its standard error (None for one seed); None without seeds.
+    The mean over the seeds of both rows, and its standard error (None for one
+    seed); None without common seeds.
   """
   seeds = [seed for seed in row.runs if seed in other.runs]
   found = [
@@ -146,7 +147,7 @@ def difference(row: Row, other: Row) -> tuple[float, float | None] | None:
 
 
 def gap(row: Row, dense: Row) -> tuple[float, float | None] | None:
-  """`difference` as a fraction of the dense loss of the same seeds."""
+  """Returns `difference` as a fraction of the dense loss of the same seeds."""
   found = difference(row, dense)
   if found is None or row.runs == dense.runs:
     return None
@@ -158,13 +159,13 @@ def gap(row: Row, dense: Row) -> tuple[float, float | None] | None:
 
 
 def non_dominated(points: Sequence[tuple[float, float]]) -> list[int]:
-  """Which points no other beats.
+  """Returns the points on the Pareto frontier.
 
   Args:
-    points: (ratio, gap); more of the first is better, less of the second.
+    points: (ratio, gap); a higher ratio and a lower gap are better.
 
   Returns:
-    Indices by increasing ratio; of equal points the first.
+    Indices by increasing ratio; of equal points only the first.
   """
   order = sorted(
     range(len(points)), key=lambda i: (-points[i][0], points[i][1])

@@ -1,4 +1,4 @@
-"""The frontier of a study: what quality costs in bytes, by method."""
+"""Draws the frontier of a study: gap to dense by compression ratio."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,8 @@ from experiments.study.comparison import Comparison, Row, gap, non_dominated
 
 _MARKERS = "osD^vP*X"
 _HALO = patheffects.withStroke(linewidth=2, foreground="white")
-# Beside a point, nearest first; further up and down also further out.
+# Places of a label left and right of a point, nearest first. Labels further up
+# or down are also further out.
 _OFFSETS = [
   ((right * (8 + far / 4), up), side)
   for far in range(0, 240, 6)
@@ -32,10 +33,10 @@ _OFFSETS = [
 
 
 def draw(found: Comparison) -> Figure:
-  """Gap to dense against the ratio of bytes: what no other beats is joined.
+  """Draws gaps to dense against compression ratios, with the Pareto frontier.
 
   Args:
-    found: At least one row with a gap.
+    found: The comparison, with at least one row with a gap.
 
   Returns:
     The figure; bars are standard errors over seeds.
@@ -44,33 +45,33 @@ def draw(found: Comparison) -> Figure:
   axes = figure.subplots()
   gaps = gaps_of(found)
   places = [place for _, place, _ in gaps]
-  others = {id(row.beside) for row in found.rows}
+  others = {id(row.matched) for row in found.rows}
   own = [place for row, place, _ in gaps if id(row) not in others]
   best = [own[i] for i in non_dominated(own)]
-  # A gap is what it costs to send any of the bytes up to that point.
+  # The gap at a point is attainable at every smaller ratio, too.
   axes.plot(
     *zip(*best, strict=True), color="#999999", zorder=1, drawstyle="steps-pre"
   )
   groups = list(found.tables)
   members = {id(r): t for t, rows in found.tables.items() for r in rows}
-  beside = {
-    id(row.beside): members[id(row)] for row in found.rows if row.beside
+  matched = {
+    id(row.matched): members[id(row)] for row in found.rows if row.matched
   }
   shown = set()
   for row, (ratio, height), error in gaps:
-    group = {**beside, **members}[id(row)]
+    group = {**matched, **members}[id(row)]
     number = groups.index(group)
     color = COLORS[number % len(COLORS)]
     axes.errorbar(
       ratio, height, yerr=error, color=color, capsize=2, linewidth=1,
       marker=_MARKERS[number % len(_MARKERS)], markersize=6,
-      markerfacecolor="white" if id(row) in beside else color,
+      markerfacecolor="white" if id(row) in matched else color,
       label=group if group not in shown else None, linestyle="",
       zorder=4,
     )  # fmt: skip
     shown.add(group)
   heights = [height for _, height in places]
-  # Small gaps are what matters, and great ones have to be there, too.
+  # Small gaps matter most, but large ones must be visible, too.
   if max(heights) > 5:
     axes.set_yscale("symlog", linthresh=1, linscale=1)
     ticks = [-1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
@@ -86,22 +87,22 @@ def draw(found: Comparison) -> Figure:
   axes.set_ylabel(f"held-out loss above {found.dense.name} (%)")
   axes.legend(
     fontsize=8, frameon=False, loc="upper left", title_fontsize=8,
-    title="grey: the least gap; bars: standard errors"
-    + "\nhollow: fixed rank of the same bytes" * bool(beside),
+    title="grey: the smallest gap; bars: standard errors"
+    + "\nhollow: fixed rank of the same bytes" * bool(matched),
     alignment="left",
   )  # fmt: skip
   where = {id(row): place for row, place, _ in gaps}
   for row, place, _ in gaps:
-    if row.beside and id(row.beside) in where:
-      ends = zip(place, where[id(row.beside)], strict=True)
+    if row.matched and id(row.matched) in where:
+      ends = zip(place, where[id(row.matched)], strict=True)
       axes.plot(*ends, color="#999999", linewidth=0.8, linestyle=":")
-  named = [(r.name, place) for r, place, _ in gaps if id(r) not in beside]
+  named = [(r.name, place) for r, place, _ in gaps if id(r) not in matched]
   _label(figure, axes, named, [place for _, place, _ in gaps])
   return figure
 
 
 def gaps_of(found: Comparison) -> list[tuple[Row, tuple[float, float], float]]:
-  """Rows with a gap, their (ratio, gap in %), and its error."""
+  """Returns rows with a gap, their (ratio, gap in %), and its error in %."""
   gaps = []
   for row in found.rows:
     if row is found.dense:
@@ -119,7 +120,7 @@ def _label(
   named: Sequence[tuple[str, tuple[float, float]]],
   points: Sequence[tuple[float, float]],
 ) -> None:
-  """Puts names where no other and no point is, as near as that can be."""
+  """Puts each name as near to its point as possible without overlaps."""
   renderer = FigureCanvasAgg(figure).get_renderer()
   figure.draw_without_rendering()
   centers = axes.transData.transform(points)
@@ -140,6 +141,6 @@ def _label(
       if is_inside and not any(box.overlaps(other) for other in taken):
         break
       text.remove()
-    else:  # no room for it
+    else:  # there is no room for this name
       continue
     taken.append(box)

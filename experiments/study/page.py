@@ -1,4 +1,4 @@
-"""The page of a study, and the table of all its runs for other programs."""
+"""Writes the page of a study, and a CSV table of all its runs."""
 
 import csv
 import json
@@ -14,7 +14,7 @@ from experiments.training.optimizer import LOW_RANK, rank_name
 
 _MARK = "<!-- Made by experiments/compare.py from records: do not edit. -->"
 _NONE = "-"
-_RANKS = 12  # of a run's line
+_RANKS = 12  # in the line of a run
 _NUMBERS = (
   "val_loss", "train_loss", "steps", "params", "replicas", "compression_ratio",
   "peak_wire_bytes_per_step", "dense_bytes_per_step", "step_seconds", "seconds",
@@ -27,15 +27,15 @@ COLUMNS = (
 
 
 def require_own(page: pathlib.Path) -> None:
-  """Raises if there is a page that was not made here.
+  """Raises unless `page` is new or was made by this program.
 
   Raises:
-    ValueError: if there is.
+    ValueError: if another file is there.
   """
   if page.exists() and not page.read_text().startswith(_MARK):
     raise ValueError(
       f"`--output` must be new or a page that this program made, got {page},"
-      " which is something else; give another with --output=FILE."
+      " which is another file; give another with --output=FILE."
     )
 
 
@@ -45,13 +45,13 @@ def write(
   pictures: Mapping[str, pathlib.Path],
   command: str,
 ) -> str:
-  """Writes the page, and <study>.csv beside it.
+  """Writes the page, and <study>.csv to the same folder.
 
   Args:
-    found: At least one finished run.
-    page: Where to.
-    pictures: {what they show: file beside the page}.
-    command: That makes the page.
+    found: The comparison, with at least one finished run.
+    page: The file to write.
+    pictures: {title: file}; the files are in the folder of the page.
+    command: The command that makes the page.
 
   Returns:
     The text of the page.
@@ -77,16 +77,16 @@ def write(
 
 
 def csv_rows(found: Comparison) -> list[dict[str, Any]]:
-  """A dictionary by COLUMNS for each run, failed ones at the end."""
+  """Returns a dictionary by COLUMNS for each run, failed runs last."""
   rows = []
   for title, own in found.tables.items():
     for row in own:
-      for one in (row, row.beside) if row.beside else (row,):
-        beside = row.name if one is row.beside else ""
+      for one in (row, row.matched) if row.matched else (row,):
+        partner = row.name if one is row.matched else ""
         rows += [
           {
             "table": title, "row": one.name, "seed": seed,
-            "reducer": one.reducer, "beside": beside,
+            "reducer": one.reducer, "beside": partner,
             **{key: run.get(key, "") for key in _NUMBERS},
             "wire_bytes": round(sum(run["wire_bytes_per_step"]) * run["steps"]),
             "ranks": _ranks(run, len(run["rank_history"])),
@@ -102,7 +102,7 @@ def csv_rows(found: Comparison) -> list[dict[str, Any]]:
 
 
 def _heading(found: Comparison, command: str) -> Sequence[str]:
-  """Where the numbers come from and what they mean."""
+  """Returns the text before the tables: origin and meaning of the numbers."""
   runs = [run for row in found.rows for run in row.runs.values()]
   first = runs[0]
   places = [run["environment"] for run in runs]
@@ -125,41 +125,42 @@ def _heading(found: Comparison, command: str) -> Sequence[str]:
     f"# {found.study.name.capitalize()}: {first['params']:,} parameters,"
     f" {first['steps']} steps, {first['replicas']} replicas",
     "",
-    *_what_is_missing(found),
+    *_missing_runs(found),
     f"`{command}`, configuration `{found.study.config}`, seeds"
     f" {', '.join(found.seeds)}. Commits: {_commits(found)}.",
     f"{'; '.join(machines)}. {'; '.join(versions)}.",
     f"Data: {'; '.join(sorted(data))}.",
     "",
-    "Held-out loss is in nats a token at the last step: mean over seeds, and"
-    f" the standard deviation. The gap is to {found.dense.name}, seed by seed,"
-    " with the standard error of its mean. With three seeds a difference below"
-    " 4.3 standard errors is not resolved (95 %), and of many rows some are far"
-    " off by chance. Rows with fewer seeds than others are not to be compared"
-    " by their mean loss. Curves are means over seeds, cut off above where"
-    " dense is early in the run. Bytes are those that a replica"
-    " sends, as an all-reduce of as many would count, warm-up, samples and"
-    " agreement included; the ratio is dense over sent bytes of the whole run."
+    "Held-out loss is in nats per token at the last step: the mean over seeds;"
+    " *spread* is the standard deviation. The gap is relative to"
+    f" {found.dense.name}, paired by seed, with the standard error of its mean."
+    " With three seeds, a difference below 4.3 standard errors is not resolved"
+    " (95 %), and among many rows some are far off by chance. Rows with fewer"
+    " seeds than others cannot be compared by their mean loss. Curves are means"
+    " over seeds; their range leaves out the higher losses at the start of the"
+    " run. Bytes are the payload that a replica sends, counted as for an"
+    " all-reduce, and include warm-up, samples and agreement. The ratio is"
+    " dense over sent bytes of the whole run."
     + (
-      " Each row of edgc stands over a fixed rank that was run to send"
+      " Each row of edgc is followed by a fixed rank that was chosen to send"
       f" {'about ' * bool(found.study.grid)}the same bytes; the last column is"
-      " the difference to it, in nats, below zero where edgc is better."
-      if found.study.beside
+      " the difference between them in nats, below zero if edgc is better."
+      if found.study.matched_ranks
       else ""
     ),
     "",
     "The time of a step is the median between logged lines, without"
-    " compilation, evaluation and checkpoints, least and most over the seeds."
-    " Rows are not to be compared by it: runs come one after the other, hours"
-    " apart, with whatever else the machine does. Where replicas share the"
-    " cores of one machine it is mostly computation: no network is in it."
-    " Memory is the most that the process had, all replicas and the compiler"
-    " included, or of a device where the backend tells.",
+    " compilation, evaluation and checkpoints; the table has the smallest and"
+    " the largest over the seeds. Rows cannot be compared by it, because runs"
+    " are hours apart and the machine does other work. If replicas share the"
+    " cores of one machine it is mostly computation, without any network."
+    " Memory is the peak of the process, with all replicas and the compiler, or"
+    " the peak of a device if the backend reports it.",
   ]  # fmt: skip
 
 
 def _commits(found: Comparison) -> str:
-  """Of the runs, by seed."""
+  """Lists the commits of the runs by seed."""
   by_seed: dict[str, set[str]] = {}
   for row in found.rows:
     for seed, run in row.runs.items():
@@ -170,11 +171,12 @@ def _commits(found: Comparison) -> str:
   )
 
 
-def _what_is_missing(found: Comparison) -> Sequence[str]:
+def _missing_runs(found: Comparison) -> Sequence[str]:
+  """Returns a note about missing and failed runs, if there are any."""
   lines = []
   if found.finished < found.planned:
     lines.append(
-      f"**{found.finished} of {found.planned} runs:** the same command makes"
+      f"**{found.finished} of {found.planned} runs:** the same command starts"
       " the others."
     )
   if found.failures:
@@ -183,17 +185,17 @@ def _what_is_missing(found: Comparison) -> Sequence[str]:
 
 
 def _table(rows: Sequence[Row], dense: Row) -> Sequence[str]:
-  has_beside = any(row.beside for row in rows)
+  has_match = any(row.matched for row in rows)
   head = [
     "method", "held-out loss", "spread", "gap to dense", "MB a step",
     "peak MB", "ratio", "ms a step", "memory, GB", "seeds",
-    *["to the fixed rank"] * has_beside,
+    *["to the fixed rank"] * has_match,
   ]  # fmt: skip
   lines = [head]
   for row in rows:
-    lines.append(_cells(row, dense) + [_difference(row)] * has_beside)
-    if row.beside:
-      name, *cells = _cells(row.beside, dense)
+    lines.append(_cells(row, dense) + [_difference(row)] * has_match)
+    if row.matched:
+      name, *cells = _cells(row.matched, dense)
       lines.append([f"↳ {name}", *cells, ""])
   return markdown.table(lines)
 
@@ -216,7 +218,7 @@ def _cells(row: Row, dense: Row) -> list[str]:
 
 
 def _range(row: Row) -> str:
-  """Milliseconds of a step, least and most over seeds."""
+  """Formats the milliseconds of a step, smallest and largest over seeds."""
   ends = (row.least("step_seconds"), row.most("step_seconds"))
   return " to ".join(_scaled(end, 1e3, ".0f") for end in dict.fromkeys(ends))
 
@@ -234,7 +236,7 @@ def _gap(row: Row, dense: Row) -> str:
 
 
 def _difference(row: Row) -> str:
-  found = difference(row, row.beside) if row.beside else None
+  found = difference(row, row.matched) if row.matched else None
   if found is None:
     return _NONE if row.reducer == "edgc" else ""
   mean, error = found
@@ -260,7 +262,7 @@ def _every_run(found: Comparison) -> Sequence[str]:
 
 
 def _ranks(run: Record, limit: int = _RANKS) -> str:
-  """Each rank and its first step; the middle of very many left out."""
+  """Lists ranks and their first steps, without the middle of very many."""
   if run["reducer"] not in LOW_RANK:
     return rank_name(run["reducer"], 0)
   texts = [

@@ -1,4 +1,4 @@
-"""The pictures of a study: loss by step, loss by bytes, and the frontier."""
+"""Draws the pictures of a study: loss by step, by bytes, and the frontier."""
 
 import io
 import itertools
@@ -29,11 +29,11 @@ def write(found: Comparison, folder: pathlib.Path) -> dict[str, pathlib.Path]:
   """Draws <study>-steps.png, <study>-bytes.png and <study>-frontier.png.
 
   Args:
-    found: At least one finished run.
-    folder: Where to.
+    found: The comparison, with at least one finished run.
+    folder: The folder to write to.
 
   Returns:
-    {what a picture shows: its file}; the frontier only where there are gaps.
+    {title: file}; the frontier is left out if there are no gaps.
   """
   figures = {
     ("Loss by step", "steps"): draw_curves(found, "step"),
@@ -52,13 +52,14 @@ def write(found: Comparison, folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def draw_curves(found: Comparison, x: str) -> Figure:
-  """Loss by steps or by bytes sent, a panel for each table.
+  """Draws loss by steps or by bytes sent, with a panel for each table.
 
-  Held-out loss where it was measured on the way, else training loss; mean over
-  seeds, cut to where the run's end can be read.
+  The loss is the held-out loss if it was evaluated during the run, and the
+  training loss otherwise; the mean over seeds. The range leaves out the start,
+  so that the end of the run is legible.
 
   Args:
-    found: At least one finished run.
+    found: The comparison, with at least one finished run.
     x: "step" or "wire_bytes".
 
   Returns:
@@ -77,7 +78,7 @@ def draw_curves(found: Comparison, x: str) -> Figure:
     curves = [
       _curve(axes, row, x, **style) for row, style in _styles(found, rows)
     ]
-    # What is worth seeing: the ends, and dense from a quarter on.
+    # The range has all ends, and dense after the first quarter.
     shown = [loss[len(loss) // 4 :] for _, loss in curves[:1]]
     shown += [loss[-1:] for _, loss in curves]
     low, high = (
@@ -104,7 +105,7 @@ def draw_curves(found: Comparison, x: str) -> Figure:
 
 
 def _save(figure: Figure, file: pathlib.Path) -> None:
-  """Writes a PNG in 128 colours, a third as large: pages are kept in git."""
+  """Writes a PNG with 128 colours, a third as large, because git keeps it."""
   pixels = io.BytesIO()
   figure.savefig(pixels, dpi=DPI)
   image = Image.open(pixels).convert("RGB")
@@ -114,7 +115,7 @@ def _save(figure: Figure, file: pathlib.Path) -> None:
 def _styles(
   found: Comparison, rows: Sequence[Row]
 ) -> Iterator[tuple[Row, dict[str, Any]]]:
-  """What a panel shows, dense first, with how."""
+  """Yields the rows of a panel with their styles, dense first."""
   if found.dense.runs:
     yield found.dense, {"color": DENSE, "linewidth": 2.2}
   styles = itertools.cycle(itertools.product(_DASHES, COLORS))
@@ -122,14 +123,14 @@ def _styles(
     if row is not found.dense:
       dashes, color = next(styles)
       yield row, {"color": color, "linestyle": dashes}
-      if row.beside:
-        yield row.beside, {"color": color, "linestyle": "--", "alpha": 0.8}
+      if row.matched:
+        yield row.matched, {"color": color, "linestyle": "--", "alpha": 0.8}
 
 
 def _curve(
   axes: Axes, row: Row, x: str, **style: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Draws the mean over runs, and returns its points."""
+  """Draws the mean over runs and returns its points."""
   runs = list(row.runs.values())
   has_points = all(len(run["evaluations"]) > 1 for run in runs)
   drawn = []

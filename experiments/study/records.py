@@ -1,8 +1,8 @@
-"""What is kept of a study's runs: a small file each, which git can have.
+"""Records of a study's runs: one file per run, small enough for git.
 
-Run folders are large, and stay on the machine that made them. A record has
-the settings, the summary and a thin curve; pages are made of records alone,
-and a run whose record is there is not run again.
+Run folders are large and stay on the machine that made them. A record holds
+the settings, the summary and a thinned curve. Pages are made from records
+only, and a recorded run is not repeated.
 """
 
 import json
@@ -15,31 +15,31 @@ import numpy as np
 from experiments.study.study import Run, Study
 
 Record = Mapping[str, Any]
-_POINTS = 60  # of a curve
-_RANKS = 120  # changes of rank
+_POINTS = 60  # points of a curve, at most
+_RANKS = 120  # changes of rank, at most
 
 
 class Records:
-  """The records of one study, in a folder of its name."""
+  """The records of one study, in a folder named after it."""
 
   def __init__(self, folder: str | pathlib.Path, study: Study):
-    """Records of `study` in `folder`/<its name>."""
+    """Reads and writes records in `folder`/<name of the study>."""
     self.folder = pathlib.Path(folder) / study.name
     self._study = study
 
   def find(self, run: Run) -> Record | None:
-    """The record of a run with these settings, finished or failed."""
+    """Returns the record of a finished or failed run with these settings."""
     file = self._file(run)
     if not file.exists():
       return None
     record = json.loads(file.read_text())
-    # As JSON has it: a tuple is a list there.
+    # Through JSON, which turns tuples into lists.
     wanted = json.loads(json.dumps(self._about(run)))
     is_same = all(record.get(key) == value for key, value in wanted.items())
     return record if is_same else None
 
   def finished(self, run: Run) -> Record | None:
-    """The record of a run with these settings that has come to its end."""
+    """Returns the record of a finished run with these settings."""
     record = self.find(run)
     return record if record and "error" not in record else None
 
@@ -48,7 +48,7 @@ class Records:
 
     Args:
       run: The run.
-      numbers: From `numbers_of`, or {"error": its last words}.
+      numbers: From `numbers_of`, or {"error": message} of a failed run.
     """
     lines = [
       f"  {json.dumps(key)}: {json.dumps(value)}"
@@ -60,7 +60,7 @@ class Records:
     scratch.replace(self._file(run))
 
   def remove(self, run: Run) -> None:
-    """Forgets a run."""
+    """Deletes the record of a run, if there is one."""
     self._file(run).unlink(missing_ok=True)
 
   def _about(self, run: Run) -> Mapping[str, Any]:
@@ -77,16 +77,16 @@ class Records:
 
 
 def numbers_of(folder: str | pathlib.Path) -> dict[str, Any]:
-  """What a record keeps of a finished run's folder.
+  """Reads the numbers of a record from a finished run's folder.
 
   Args:
-    folder: It holds summary.json and metrics.jsonl.
+    folder: A folder with summary.json and metrics.jsonl.
 
   Returns:
-    The summary, its ranks thinned where there are very many, with "curve":
-    {"step", "loss", "wire_bytes"} in equal stretches of the run (the mean loss
-    of each, and bytes sent up to its end), and "evaluations": [[step, held-out
-    loss]].
+    The summary, with very many ranks thinned out, and in addition "curve":
+    {"step", "loss", "wire_bytes"} over equal parts of the run (mean loss of
+    the part, and bytes sent up to its end), and "evaluations": [[step,
+    held-out loss]].
 
   Raises:
     ValueError: if the held-out loss is not finite.
@@ -97,13 +97,13 @@ def numbers_of(folder: str | pathlib.Path) -> dict[str, Any]:
     raise ValueError("the held-out loss is not finite")
   text = (folder / "metrics.jsonl").read_text()
   lines = [json.loads(line) for line in text.splitlines()]
-  lines = [line for line in lines if "loss" in line]  # it may not be finite
+  lines = [line for line in lines if "loss" in line]  # missing if not finite
   parts = [p for p in np.array_split(np.array(lines), _POINTS) if len(p)]
   ends = [part[-1] for part in parts]
   curve = {
     "step": [end["step"] for end in ends],
     "loss": [_short(np.mean([x["loss"] for x in part])) for part in parts],
-    # The ratio is of the whole run so far.
+    # The ratio covers all steps so far.
     "wire_bytes": [
       round(end["dense_bytes"] * end["step"] / end["compression_ratio"])
       for end in ends
@@ -125,7 +125,7 @@ def _short(number: float) -> float:
 
 
 def _thin(values: Sequence[Any], limit: int) -> list[Any]:
-  """At most so many of them, first and last included."""
+  """Returns at most `limit` of the values, including the first and last."""
   if len(values) <= limit:
     return list(values)
   kept = np.linspace(0, len(values) - 1, limit).round().astype(int)

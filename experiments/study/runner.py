@@ -1,7 +1,6 @@
-"""Makes the runs of a study, one after the other, and records them.
+"""Starts the runs of a study, one after the other, and records them.
 
-Each is a process of its own. What is recorded is not run again; a run that
-failed is.
+Each run is a separate process. Recorded runs are not repeated; failed runs are.
 """
 
 import pathlib
@@ -17,32 +16,32 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Runner:
-  """Makes the runs of a study that are not recorded yet."""
+  """A plan of a study's runs, and the folders and records they go to."""
 
   def __init__(
     self, study: Study, records: Records, seeds: Sequence[str], folder: str
   ):
-    """Plans all runs, a seed at a time: all methods grow together.
+    """Plans all runs, seed by seed, so that all rows progress together.
 
     Args:
-      study: What to run.
-      records: Of what was run.
-      seeds: With each of which every row is run.
-      folder: Where run folders go.
+      study: The study to run.
+      records: Its records, to read and to write.
+      seeds: Seeds of every row.
+      folder: Parent of the run folders.
     """
     self._study, self._records = study, records
     self._folder = pathlib.Path(folder) / study.name
     self._plan = [
-      (row, seed, is_beside)
+      (row, seed, is_matched)
       for seed in seeds
       for row in study.rows
-      for is_beside in (False, True)[: 1 + study.has_beside(row)]
+      for is_matched in (False, True)[: 1 + study.has_match(row)]
     ]
 
   def run(self) -> None:
-    """Runs what is missing, one after the other, and records it."""
-    for number, (row, seed, is_beside) in enumerate(self._plan, 1):
-      run = self._run_of(row, seed, is_beside)
+    """Starts the missing runs, one after the other, and records them."""
+    for number, (row, seed, is_matched) in enumerate(self._plan, 1):
+      run = self._run_of(row, seed, is_matched)
       if run is None or self._records.finished(run):
         continue
       left = self._time_left(self._plan[number - 1 :])
@@ -58,27 +57,27 @@ class Runner:
       self._records.write(run, numbers)
 
   def forget(self) -> None:
-    """Removes what was recorded of the runs, and their folders."""
-    # Those beside first: which they are follows from what they are beside.
-    for row, seed, is_beside in sorted(self._plan, key=lambda p: not p[2]):
-      run = self._run_of(row, seed, is_beside)
+    """Deletes the records and folders of all runs."""
+    # Matched runs first, because they depend on the records of the others.
+    for row, seed, is_matched in sorted(self._plan, key=lambda p: not p[2]):
+      run = self._run_of(row, seed, is_matched)
       if run:
         shutil.rmtree(self._path(run), ignore_errors=True)
         self._records.remove(run)
 
-  def _run_of(self, row: str, seed: str, is_beside: bool) -> Run | None:
-    """None where it is not known yet what sends the same bytes."""
+  def _run_of(self, row: str, seed: str, is_matched: bool) -> Run | None:
+    """Returns a planned run; None for a match whose rank is not known yet."""
     run = self._study.run(row, seed)
-    if not is_beside:
+    if not is_matched:
       return run
     record = self._records.finished(run)
     try:
-      return record and self._study.run_beside(run, record)
-    except ValueError:  # no rank does; the page says so
+      return record and self._study.matched_run(run, record)
+    except ValueError:  # no rank sends the same; the page reports it
       return None
 
   def _time_left(self, plan: Sequence[tuple[str, str, bool]]) -> str:
-    """From the mean of the runs that are recorded."""
+    """Estimates the time of the missing runs from the recorded ones."""
     records = {}
     for planned in self._plan:
       run = self._run_of(*planned)
@@ -90,11 +89,11 @@ class Runner:
     return f"; {about(count * sum(seconds) / len(seconds))} left"
 
   def _path(self, run: Run) -> pathlib.Path:
-    """A folder belongs to one configuration, hence the digest."""
+    """Returns the run's folder; its name has the configuration's digest."""
     return self._folder / f"{run.name}-{self._study.digest(run)[:8]}"
 
   def _command(self, run: Run) -> Sequence[str]:
-    """The command line of one run; it ends at once where it was run before."""
+    """Returns the command of a run; it ends at once if the run is finished."""
     settings = dict(run.settings)
     reducer = settings.pop("reducer")
     return [
@@ -108,7 +107,7 @@ class Runner:
 
 
 def about(seconds: float) -> str:
-  """A time for people, such as "about 2 h 10 min"."""
+  """Formats a time, such as "about 2 h 10 min"."""
   minutes = max(1, round(seconds / 60))
   hours, minutes = divmod(minutes, 60)
   parts = [f"{hours} h"] * bool(hours) + [f"{minutes} min"] * bool(minutes)
@@ -116,7 +115,7 @@ def about(seconds: float) -> str:
 
 
 def _execute(command: Sequence[str]) -> str:
-  """Runs a command and returns the last line of its error, or nothing."""
+  """Runs a command; returns its exit code and last error line, or ""."""
   last = ""
   with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
     try:
@@ -125,8 +124,8 @@ def _execute(command: Sequence[str]) -> str:
         last = line.strip() or last
       code = process.wait()
     except KeyboardInterrupt:
-      process.wait()  # it was told, too, and saves what it can
+      process.wait()  # it got the same signal, and saves its state
       raise
-  # Records are for others, who have other folders.
+  # Records are committed, so they must not contain paths of this machine.
   last = last.replace(f"{_ROOT}/", "").replace(f"{pathlib.Path.home()}/", "~/")
   return f"exit code {code}: {last}"[:300] if code else ""

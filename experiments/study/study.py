@@ -1,16 +1,18 @@
-"""What a study runs: rows of settings, and fixed ranks of equal bytes.
+"""A study: rows of settings to run, and fixed ranks that send the same bytes.
 
 A study is a Python file with
 
-  CONFIG    the configuration that all runs share
-  TABLES    {table: {row: settings}}; the first row of all is dense
-  SETTINGS  those of all rows (may be left out)
-  BESIDE    False: without the runs that are set beside edgc's
-  GRID      those are of multiples of this rank, for rows to share them
+  CONFIG         the configuration that all runs share
+  TABLES         {table: {row: settings}}; the first row of all is dense
+  SETTINGS       settings of all rows (optional)
+  MATCHED_RANKS  whether to run a matched fixed rank for each row of edgc
+                 (optional, default True)
+  GRID           matched ranks are multiples of this number, so that rows can
+                 share them (optional)
 
-A row of edgc is judged by what its bytes would have bought without it: with
-the same seed, a fixed rank that sends the same total is run, too. Which rank
-that is follows from what the run of edgc has sent.
+Each row of edgc is compared with a matched run: a fixed rank with the same seed
+that sends the same total bytes. Its rank follows from the bytes that the run of
+edgc has sent.
 """
 
 import dataclasses
@@ -31,7 +33,7 @@ from experiments.models import gpt2
 from experiments.training.optimizer import REDUCERS
 
 Settings = Mapping[str, Any]
-# By edgc and a fixed rank beside it.
+# Options that a matched run takes over from edgc.
 _SHARED = ("wire_dtype", "min_ratio")
 
 
@@ -40,9 +42,9 @@ class Run:
   """One run of a study.
 
   Attributes:
-    row: A name.
+    row: The name of its row.
     seed: As on the command line.
-    settings: All that the study sets, the reducer among them.
+    settings: All settings of the study for this run, including the reducer.
   """
 
   row: str
@@ -51,51 +53,52 @@ class Run:
 
   @property
   def name(self) -> str:
-    """That of its files."""
+    """The name of the run's files."""
     return f"{slug(self.row)}-seed{self.seed}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-  """A study as its file says.
+  """The contents of a study's file.
 
   Attributes:
-    name: That of the file.
+    name: Name of the file.
     config: Path of the configuration.
-    tables: {table: {row: settings of its own}}.
-    settings: Those of all rows.
-    beside: Whether fixed ranks are run beside edgc.
-    grid: Their ranks are multiples of it; 0 for those of equal bytes.
+    tables: {table: {row: the row's own settings}}.
+    settings: Settings of all rows.
+    matched_ranks: Whether each run of edgc is matched with a fixed rank.
+    grid: Matched ranks are multiples of this number; 0 for equal bytes.
   """
 
   name: str
   config: str
   tables: Mapping[str, Mapping[str, Settings]]
   settings: Settings = dataclasses.field(default_factory=dict)
-  beside: bool = True
+  matched_ranks: bool = True
   grid: float = 0.0
 
   @property
   def rows(self) -> Mapping[str, Settings]:
-    """The rows of all tables, each once, with all that is set."""
+    """The rows of all tables, each once, with all of their settings."""
     return {
       row: {**self.settings, **own}
       for table in self.tables.values()
       for row, own in table.items()
     }
 
-  def has_beside(self, row: str) -> bool:
-    """Whether a fixed rank of equal bytes belongs to the row."""
-    return self.beside and self.rows[row]["reducer"] == "edgc"
+  def has_match(self, row: str) -> bool:
+    """Returns whether the row's runs are matched with a fixed rank."""
+    return self.matched_ranks and self.rows[row]["reducer"] == "edgc"
 
   def run(self, row: str, seed: str) -> Run:
-    """A row's run with this seed."""
+    """Returns a row's run with this seed."""
     return Run(row, seed, self.rows[row])
 
   def digest(self, run: Run) -> str:
-    """Of all that a run is configured by, sections of other reducers left out.
+    """Returns a hash of a run's configuration.
 
-    A configuration file may change under the same name.
+    It covers all values except the sections of other reducers, because the
+    contents of a configuration file may change under the same name.
     """
     reducer = run.settings["reducer"]
     values = _configuration(self.config, reducer, run.settings)
@@ -104,20 +107,22 @@ class Study:
     text = json.dumps(values.to_dict(), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-  def run_beside(self, run: Run, summary: Mapping[str, Any]) -> Run:
-    """The fixed rank that sends in all as much as a run of edgc did.
+  def matched_run(self, run: Run, summary: Mapping[str, Any]) -> Run:
+    """Returns the run of a fixed rank that sends the same total as a run.
 
-    Or the next on the grid, whose bytes then differ by what the page says.
+    With a grid it is the nearest rank on the grid; the page shows the bytes of
+    both.
 
     Args:
-      run: The run of edgc.
-      summary: What came out of it.
+      run: A run of edgc.
+      summary: Its summary.
 
     Returns:
-      A run, which several rows may share: its name says all it differs in.
+      A run, which several rows may share. Its name has all settings that
+      differ from the study's.
 
     Raises:
-      ValueError: if no fixed rank sends as much.
+      ValueError: if no fixed rank sends the same.
     """
     settings = {
       key: value
@@ -134,13 +139,13 @@ class Study:
     rank = equal_rank(bytes_of_step, sum(summary["wire_bytes_per_step"]))
     if self.grid:
       rank = max(1.0, round(rank / self.grid) * self.grid)
-    told = [
+    differing = [
       f"{key} {value}"
       for key, value in sorted({**settings, **own}.items())
       if self.settings.get(key) != value
     ]
     return Run(
-      ", ".join([f"fixed rank {rank:g}", *told]),
+      ", ".join([f"fixed rank {rank:g}", *differing]),
       run.seed,
       {
         **settings, **own, "reducer": "powersgd", "powersgd.rank": rank,
@@ -150,10 +155,10 @@ class Study:
 
 
 def load(path: str) -> Study:
-  """A study from its file.
+  """Loads a study from its file.
 
   Raises:
-    ValueError: if two different rows would share their files.
+    ValueError: if rows with different settings would share their files.
   """
   values = runpy.run_path(path)
   tables = values["TABLES"]
@@ -162,7 +167,7 @@ def load(path: str) -> Study:
     if seen.setdefault(slug(row), (row, settings)) != (row, settings):
       raise ValueError(
         f"`TABLES` must have one row of each name, got {row!r} and"
-        f" {seen[slug(row)][0]!r} with different settings; name them apart."
+        f" {seen[slug(row)][0]!r} with different settings; rename one of them."
       )
   name = pathlib.Path(path).stem
   return Study(
@@ -170,35 +175,35 @@ def load(path: str) -> Study:
     values["CONFIG"],
     tables,
     values.get("SETTINGS", {}),
-    values.get("BESIDE", True),
+    values.get("MATCHED_RANKS", True),
     values.get("GRID", 0.0),
   )
 
 
 def slug(text: str) -> str:
-  """A name for files."""
+  """Converts a row's name to a file name."""
   return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
 def equal_rank(bytes_of_step: Callable[[int], float], target: float) -> float:
-  """The rank, as a mean over steps, that sends a number of bytes a step.
+  """Returns the rank, a mean over steps, that sends `target` bytes per step.
 
   Args:
-    bytes_of_step: From a rank to its bytes; 0 is dense.
-    target: Bytes a step.
+    bytes_of_step: A function from a rank to its bytes per step; 0 is dense.
+    target: Bytes per step.
 
   Returns:
-    To three digits, which is within 0.5 %.
+    The rank to three digits, which is within 0.5 %.
 
   Raises:
-    ValueError: if no rank sends as much or as little.
+    ValueError: if rank 1 sends more than the target, or dense no more.
   """
   least, dense = bytes_of_step(1), bytes_of_step(0)
   if not least <= target < dense:
     raise ValueError(
       f"bytes must be from {least:,} (rank 1) to {dense:,} (dense) a step for a"
       f" fixed rank to send the same, got {target:,.0f}; set other ranks, or"
-      " BESIDE = False."
+      " MATCHED_RANKS = False."
     )
   below = next(r for r in itertools.count(1) if bytes_of_step(r + 1) > target)
   low, high = bytes_of_step(below), bytes_of_step(below + 1)
@@ -206,7 +211,7 @@ def equal_rank(bytes_of_step: Callable[[int], float], target: float) -> float:
 
 
 def _configuration(config: str, reducer: str, settings: Settings) -> ConfigDict:
-  """The configuration that a run has."""
+  """Returns the configuration of a run."""
   values = runpy.run_path(config)["get_config"](reducer)
   values.update_from_flattened_dict(dict(settings))
   return values
@@ -214,12 +219,17 @@ def _configuration(config: str, reducer: str, settings: Settings) -> ConfigDict:
 
 @functools.cache
 def _bytes_of_step(config: str, options: str) -> Callable[[int], int]:
-  """From a rank to what powersgd sends a step, with settings as JSON."""
+  """Returns a function from a rank to powersgd's bytes per step.
+
+  Args:
+    config: Path of the configuration.
+    options: Settings as JSON, so that they can be hashed.
+  """
   values = _configuration(config, "powersgd", json.loads(options))
   if values.mesh.stage > 1:
     raise ValueError(
       f"`mesh.stage` must be 1 for a fixed rank of equal bytes, got"
-      f" {values.mesh.stage}; set BESIDE = False in the study."
+      f" {values.mesh.stage}; set MATCHED_RANKS = False in the study."
     )
   model = gpt2.GPT2Config(**values.model.to_dict())
   shapes = gpt2.param_shapes(model)

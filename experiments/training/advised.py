@@ -1,4 +1,4 @@
-"""Which reducer to train with, from what is measured on the mesh."""
+"""Chooses the reducer to train with, from measurements on the mesh."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from experiments.runtime import heap, hosts
 from experiments.training import optimizer
 from experiments.training.optimizer import AUTO
 
-_STEPS = 5  # of which the median is taken
+_STEPS = 5  # timed steps, of which the median is taken
 
 
 def resolve(
@@ -29,16 +29,16 @@ def resolve(
   mesh: Mesh,
   choice: Mapping[str, Any] | None,
 ) -> tuple[ConfigDict, Mapping[str, Any]]:
-  """A configuration that names its reducer.
+  """Replaces the reducer "auto" of a configuration by a measured choice.
 
   Args:
-    config: Any; with another reducer than "auto" it stays as it is.
+    config: Any configuration; returned unchanged unless its reducer is "auto".
     model: Sizes of the model.
     mesh: All its processes call this at the same point.
-    choice: What was chosen before, if the run goes on; empty or None if not.
+    choice: The choice of a resumed run; empty or None for a new run.
 
   Returns:
-    The configuration, and the choice for the next time.
+    The configuration, and the choice to keep for resuming.
   """
   if config.reducer != AUTO:
     return config, {}
@@ -52,17 +52,17 @@ def resolve(
   config.reducer = choice["reducer"]
   config[config.reducer].update(choice["options"])
   if config.reducer == "edgc":
-    config.edgc.rank_min = 0  # that which belongs to the rank
+    config.edgc.rank_min = 0  # derived from rank_max
   return config, choice
 
 
 def require_choice(config: ConfigDict) -> None:
-  """Raises where there is nothing to choose, or no way to measure it."""
+  """Raises if there is nothing to choose, or no method to measure it."""
   mesh = config.mesh
   if mesh.data == 1 or mesh.stage > 1 or mesh.backend != "pmap":
     raise ValueError(
-      "`mesh` must be of several replicas, without stages, through pmap, where"
-      f" a reducer is chosen, got data={mesh.data}, stage={mesh.stage} and"
+      "`mesh` must be several replicas without stages, through pmap, to choose"
+      f" a reducer, got data={mesh.data}, stage={mesh.stage} and"
       f" backend={mesh.backend!r}; change it, or name a reducer with"
       " --config=FILE:REDUCER. On stages edgc.rank_max=0 finds the largest"
       " rank."
@@ -70,22 +70,23 @@ def require_choice(config: ConfigDict) -> None:
 
 
 class Costs(NamedTuple):
-  """What does not depend on the link; seconds."""
+  """Times of computation, which do not depend on the link; in seconds."""
 
-  step: float  # without any exchange
-  dense: float  # what a dense exchange computes
-  compression: edgc_jax.CompressionModel  # beyond that
-  coding: float  # to bfloat16 and back, beyond that
+  step: float  # a step without any exchange
+  dense: float  # computation of a dense exchange
+  compression: edgc_jax.CompressionModel  # in addition to dense
+  coding: float  # rounding to bfloat16 and back, in addition to dense
 
 
 def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
-  """Measures the link, a step and what exchanges cost, and advises.
+  """Measures the link, a step and the cost of exchanges, and advises.
 
   Args:
-    config: The whole configuration; its reducer does not matter, and a link
-      that it gives is not measured.
+    config: The whole configuration, with any reducer. The link is measured
+      unless it is given here.
     model: Sizes of the model.
-    mesh: Replicas alone; all its processes call this at the same point.
+    mesh: A mesh of replicas only; all its processes call this at the same
+      point.
 
   Returns:
     The advice.
@@ -98,7 +99,7 @@ def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
     link = edgc_jax.measure_link(mesh, DATA)
   uplink = _uplink(link.bandwidth, mesh.shape[DATA])
   latency = 1e3 * link.latency
-  hosts.say(f"link: {uplink:.4g} Mbit/s uplinks, {latency:.3g} ms a trip")
+  hosts.say(f"link: {uplink:.4g} Mbit/s uplinks, latency {latency:.3g} ms")
   hosts.say("compiling and timing exchanges and a step ...")
   return advise(config, model, mesh, link, measure_costs(config, model, mesh))
 
@@ -109,9 +110,16 @@ def measure_costs(
   mesh: Mesh,
   step: Callable[[], Any] | None = None,
 ) -> Costs:
-  """All but the link; arguments as of `measure`.
+  """Measures all costs except the link.
 
-  A step that averages nothing may be given, if there is one already.
+  Args:
+    config: As for `measure`.
+    model: As for `measure`.
+    mesh: As for `measure`.
+    step: Runs a compiled step without an exchange; compiled here if None.
+
+  Returns:
+    The costs.
   """
   shapes = gpt2.param_shapes(model)
   compression = edgc_jax.measure_compression(
@@ -126,7 +134,7 @@ def measure_costs(
     for wire_dtype in ("float32", "bfloat16")
   )
   step = step or _plain_step(config, model, mesh)
-  with heap.freed_memory_kept():  # as in training
+  with heap.freed_memory_kept():  # as when training
     return Costs(seconds_of(step, mesh), dense, compression, coding)
 
 
@@ -138,7 +146,7 @@ def advise(
   costs: Costs,
   ranks: Sequence[int] = RANKS,
 ) -> Advice:
-  """The advice for a link, among these ranks."""
+  """Returns the advice for a link, among dense and these ranks of edgc."""
   return edgc_jax.advise(
     gpt2.param_shapes(model),
     link,
@@ -146,7 +154,7 @@ def advise(
     mesh.shape[DATA],
     compression=costs.compression,
     coding_seconds=costs.coding,
-    # Others than multiples could not be had.
+    # The ladder of edgc has only such multiples.
     ranks=[r for r in ranks if r % config.edgc.rule.rank_multiple == 0],
     wire_dtype=config.edgc.wire_dtype,
     min_ratio=config.edgc.min_ratio,
@@ -155,7 +163,7 @@ def advise(
 
 
 def table(advice: Advice, replicas: int) -> str:
-  """For a terminal: what each way would take, and the choice."""
+  """Formats the predicted steps of all methods, and the choice."""
   lines = [f"{'':14}{'payload, MB':>13}{'s a step':>10}   dense faster above"]
   for method in advice.methods:
     uplink = _uplink(method.break_even, replicas)
@@ -165,20 +173,21 @@ def table(advice: Advice, replicas: int) -> str:
     elif not method.break_even:
       bound = "any speed"
     lines.append(
-      f"{method.name:14}{method.wire_bytes / 1e6:13.2f}{method.seconds:10.3f}   {bound}"
+      f"{method.name:14}{method.wire_bytes / 1e6:13.2f}"
+      f"{method.seconds:10.3f}   {bound}"
     )
   return "\n".join([*lines, f"choice: {advice.choice.name}"])
 
 
 def _uplink(bandwidth: float, replicas: int) -> float:
-  """Mbit/s of an uplink at which so many bytes of payload a second travel."""
+  """Converts payload bytes per second to Mbit/s of a replica's uplink."""
   return 8e-6 * ring_bytes(bandwidth, replicas)
 
 
 def _plain_step(
   config: ConfigDict, model: GPT2Config, mesh: Mesh
 ) -> Callable[[], Any]:
-  """A training step that averages nothing, compiled."""
+  """Compiles a training step that averages nothing."""
   plain = config.copy_and_resolve_references()
   plain.reducer = "allreduce"
   tx = optimizer.make_optimizer(
@@ -199,6 +208,6 @@ def _plain_step(
 
 
 def seconds_of(step: Callable[[], Any], mesh: Mesh) -> float:
-  """The median of a step; the mean over all processes."""
+  """Returns the median seconds of a step, averaged over all processes."""
   seconds = timing.medians([step], _STEPS)
   return float(timing.agree(mesh, seconds)[0])

@@ -1,14 +1,20 @@
-"""What can be wrong with a configuration, found before anything is written."""
+"""Validates a configuration before the run writes anything."""
 
 import jax
+from flax import traverse_util
 from ml_collections import ConfigDict
 
 from experiments.parallel import backends
+from experiments.runtime import renamed_keys
 from experiments.training import times
 
 
 def check(config: ConfigDict) -> None:
-  """Raises on what the parts do not check themselves."""
+  """Raises on invalid keys, and on values that no other part checks."""
+  keys = traverse_util.flatten_dict(config.to_dict(), sep=".")
+  message = renamed_keys.problem(keys)
+  if message:
+    raise ValueError(message)
   for name in ("steps", "batch_size", "log_every"):
     if config[name] < 1:
       raise ValueError(
@@ -22,7 +28,7 @@ def check(config: ConfigDict) -> None:
   if config.sentinel.action not in ("stop", "follow"):
     raise ValueError(
       "`sentinel.action` must be stop or follow (the first replica), got"
-      f" {config.sentinel.action!r}; stop ends the run where replicas part."
+      f" {config.sentinel.action!r}; stop ends the run if replicas part."
     )
   if config.checkpoint.keep < 1 or config.checkpoint.every < 0:
     raise ValueError(
@@ -37,7 +43,7 @@ def check(config: ConfigDict) -> None:
 
 
 def check_mesh(config: ConfigDict) -> None:
-  """That there are devices, and that model and batch can be cut over them."""
+  """Raises unless the devices suffice and model and batch divide over them."""
   mesh, microbatches = config.mesh, config.pipeline.microbatches
   replicas, stages, available = mesh.data, mesh.stage, len(jax.devices())
   processes = jax.process_count()
@@ -46,7 +52,8 @@ def check_mesh(config: ConfigDict) -> None:
       f"`mesh.data` times `mesh.stage` must be the number of devices of all"
       f" {processes} processes ({available}), got {replicas} times {stages};"
       f" set --config.mesh.data={max(1, available // stages)}. On CPUs each"
-      " process makes its share of them: any multiple of the processes."
+      " process makes an equal share of the devices, so use a multiple of the"
+      " number of processes."
     )
   if replicas < 1 or stages < 1 or replicas * stages > available:
     kind, wanted = jax.devices()[0].platform, max(1, replicas) * max(1, stages)
@@ -59,7 +66,7 @@ def check_mesh(config: ConfigDict) -> None:
   if mesh.backend not in backends.BACKENDS:
     raise ValueError(
       f"`mesh.backend` must be one of {', '.join(backends.BACKENDS)}, got"
-      f" {mesh.backend!r}; pmap is for replicas, shard_map for stages, too."
+      f" {mesh.backend!r}; pmap has replicas only, shard_map also stages."
     )
   if stages > 1 and mesh.backend == "pmap":
     raise ValueError(
@@ -74,24 +81,24 @@ def check_mesh(config: ConfigDict) -> None:
   if config.model.num_layers % stages:
     raise ValueError(
       f"`model.num_layers` must be divisible by mesh.stage ({stages}), got"
-      f" {config.model.num_layers}; every stage holds as many layers."
+      f" {config.model.num_layers}; every stage holds the same number."
     )
   if microbatches < 1:
     raise ValueError(
       f"`pipeline.microbatches` must be at least 1, got {microbatches}; more"
-      " of them leave less idle time, (S - 1) / (M + S - 1) on S stages."
+      " microbatches (M) leave less idle time, (S - 1) / (M + S - 1) on S"
+      " stages."
     )
   parts = replicas * (microbatches if stages > 1 else 1)
   if config.batch_size % parts:
     name = "mesh.data" if stages == 1 else "mesh.data * pipeline.microbatches"
-    near = max(1, round(config.batch_size / parts)) * parts
+    nearest = max(1, round(config.batch_size / parts)) * parts
     raise ValueError(
       f"`batch_size` must be divisible by {name} ({parts}), got"
-      f" {config.batch_size}; use {near}."
+      f" {config.batch_size}; use {nearest}."
     )
   if times.needed(config) and not config.link.bandwidth and replicas == 1:
     raise ValueError(
-      "`mesh.data` must be at least 2 where the link between replicas is"
-      " measured, got 1; give link.bandwidth, or set pipeline.align=none and"
-      " edgc.rank_max."
+      "`mesh.data` must be at least 2 to measure the link between replicas, got"
+      " 1; give link.bandwidth, or set pipeline.align=none and edgc.rank_max."
     )

@@ -1,8 +1,8 @@
-"""Token corpora and the batches drawn from them.
+"""Loads token corpora and draws batches from them.
 
-Text is read as bytes (256 tokens); a nanoGPT-style pair of `.bin` files is read
-as it stands. Every batch holds windows of `context + 1` tokens: the first
-`context` are the inputs, the last `context` the targets.
+Text is read as bytes (256 tokens), a nanoGPT-style pair of `.bin` files as
+tokens. Every batch holds windows of `context + 1` tokens: the first `context`
+are the inputs, the last `context` the targets.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
-# NUL ends every file of a folder: no text file holds one, so it is unambiguous.
+# Ends every file of a folder; unambiguous, because text files hold no NUL.
 _SEPARATOR = b"\0"
-_HELD_OUT_FILES = 20  # Of a folder, one file in this many is held out.
+_HELD_OUT_FILES = 20  # One file in this many of a folder is held out.
 _HASHED_BYTES = 64 << 20  # At each end of a part too large to hash in full.
 _HIDDEN = re.compile(r"\.")
-# Of the standard library: its tests are bulky and missing from some installs;
-# config-* and _sysconfigdata* differ between builds of the same version.
+# Left out of the standard library: tests are bulky and missing from some
+# installs; config-* and _sysconfigdata* differ between builds of one version.
 _NOT_STDLIB = re.compile(
   r"(site-packages|dist-packages|tests?|idle_test|idlelib|__pycache__)$"
   r"|config-|_sysconfigdata|\."
@@ -39,8 +39,8 @@ class Corpus(NamedTuple):
     held_out: Evaluation tokens of the same type, `[tokens]`.
     vocab_size: 256 for bytes; for `.bin` files the largest id plus one.
     name: Short name for reports.
-    sha256: Hash over the train, then the held-out part: of each its length and
-      its tokens, or only their first and last 64 MiB if there are more.
+    sha256: Hash of the train part, then of the held-out part: the length and
+      the tokens, or only their first and last 64 MiB if there are more.
   """
 
   train: np.ndarray
@@ -56,21 +56,21 @@ def load_corpus(path: str | None = None, *, context: int) -> Corpus:
   Args:
     path: One of
       - None or "": the `.py` files of the running Python's standard library.
-        It differs between versions of Python; `Corpus.sha256` tells which.
+        It differs between versions of Python, and with it `Corpus.sha256`.
       - a folder with `train.bin` and `val.bin`, or that `train.bin`: raw
-        little-endian uint16 tokens, memory-mapped. They win over other files.
-      - any other folder: its non-empty UTF-8 files, hidden and binary ones left
-        out, in the order of their relative paths. Every 20th file is held out,
-        of fewer than 20 files the last one.
+        little-endian uint16 tokens, memory-mapped. Other files are ignored.
+      - any other folder: its non-empty UTF-8 files, without hidden and binary
+        ones, in the order of their relative paths. Every 20th file is held
+        out, or the last one of fewer than 20 files.
       - a text file, or a folder with just one: the last 10 % is held out.
     context: Length of a model input; each part needs one token more.
 
   Returns:
-    The corpus, the same for the same files whatever the machine's locale.
+    The corpus; it does not depend on the machine's locale.
 
   Raises:
-    FileNotFoundError: `path`, or one file of a `.bin` pair, is missing.
-    ValueError: The data is empty, not text, of odd size or too short.
+    FileNotFoundError: if `path`, or one file of a `.bin` pair, is missing.
+    ValueError: if the data is empty, not text, of odd size or too short.
   """
   root = pathlib.Path(path or sysconfig.get_path("stdlib")).expanduser()
   if not root.exists():
@@ -99,26 +99,26 @@ def load_corpus(path: str | None = None, *, context: int) -> Corpus:
 
 
 def check_vocab(corpus: Corpus, vocab_size: int, reserved: int = 0) -> None:
-  """Checks that every token of the corpus has a row in the model's embedding.
+  """Raises unless every token of the corpus has a row in the embedding.
 
-  JAX would not complain: it clamps or fills an index that is out of bounds.
+  JAX raises no error itself: it clamps or fills indices out of bounds.
 
   Args:
     corpus: The corpus to check.
-    vocab_size: Number of token ids that the model knows.
-    reserved: How many of them, at the end, the corpus must not hold.
+    vocab_size: Number of token ids of the model.
+    reserved: How many of the last ids must not occur in the corpus.
 
   Raises:
-    ValueError: A token id at or above `vocab_size - reserved` occurs.
+    ValueError: if a token id at or above `vocab_size - reserved` occurs.
   """
   if vocab_size - reserved >= corpus.vocab_size:
     return
   least = _largest_id(corpus.train, corpus.held_out) + 1 + reserved
   if vocab_size < least:
-    beside = f" by more than {reserved}, for the mask" if reserved else ""
+    extra = f" by more than {reserved}, for the mask" if reserved else ""
     raise ValueError(
       f"`model.vocab_size` must exceed the largest token id"
-      f" ({least - 1 - reserved} in {corpus.name!r}){beside}, got"
+      f" ({least - 1 - reserved} in {corpus.name!r}){extra}, got"
       f" {vocab_size}; set it to {least} or more."
     )
 
@@ -134,28 +134,28 @@ def train_batches(
   """Returns an endless iterator over shuffled training batches.
 
   The tokens are cut into `(len(tokens) - 1) // context` windows that share only
-  their end tokens. Each epoch visits all of them in a fresh order, and a batch
-  may span two epochs, so none is short. What a batch holds depends on `tokens`,
-  the arguments and its index alone; `get_state` and `set_state` save and
-  restore the position, which is that index, whatever the `rows`.
+  their end tokens. Each epoch visits all of them in a new order, and a batch
+  may span two epochs, so none is short. A batch depends only on the arguments
+  and its index; `get_state` and `set_state` save and restore that index, which
+  does not depend on `rows`.
 
   Args:
     tokens: Tokens, `[tokens]`.
     context: Length of a model input.
     batch_size: Number of windows in a batch.
     seed: Non-negative seed of the order.
-    rows: Which windows of each batch this process reads; None for all.
+    rows: The windows of each batch that this process reads; None for all.
 
   Returns:
     An iterator of int32 batches, `[rows, context + 1]`.
 
   Raises:
-    ValueError: There are fewer than `context + 1` tokens.
+    ValueError: if there are fewer than `context + 1` tokens.
   """
   _check_length(tokens, context, "tokens")
-  tokens = np.asarray(tokens)  # Slicing a plain view beats slicing a memmap.
-  # Grain seeds epoch e with seed + e; hashing keeps seeds 0 and 1 from sharing
-  # all their orders, shifted by one epoch.
+  tokens = np.asarray(tokens)  # Slicing an array is faster than a memmap.
+  # Grain seeds epoch e with seed + e. Without the hash, seeds 0 and 1 would
+  # have the same orders, shifted by one epoch.
   seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
   windows = grain.MapDataset.range((len(tokens) - 1) // context)
   windows = windows.shuffle(seed).repeat()
@@ -178,9 +178,9 @@ def held_out_batches(
 ) -> np.ndarray:
   """Returns evaluation batches, evenly spread and the same in every run.
 
-  The windows reach from the first token to the last. If there are too few
-  tokens for `num_batches` batches of windows that share no target, there are
-  fewer batches; if too few even for one, the windows of that one overlap.
+  The windows range from the first token to the last. If there are too few
+  tokens for `num_batches` batches whose windows share no target, it returns
+  fewer; if there are too few for a single batch, its windows overlap.
 
   Args:
     tokens: Tokens, `[tokens]`.
@@ -192,7 +192,7 @@ def held_out_batches(
     int32 batches, `[num_batches or fewer, batch_size, context + 1]`.
 
   Raises:
-    ValueError: There are fewer than `context + 1` tokens.
+    ValueError: if there are fewer than `context + 1` tokens.
   """
   _check_length(tokens, context, "tokens")
   windows = (len(tokens) - 1) // context
@@ -230,8 +230,8 @@ def _load_bin(path: pathlib.Path) -> np.ndarray:
   """Memory-maps little-endian uint16 tokens."""
   if not path.is_file():
     raise FileNotFoundError(
-      f"`data.path` must hold both train.bin and val.bin, got no {str(path)!r};"
-      " write both files into one folder."
+      "`data.path` must hold both train.bin and val.bin, got no"
+      f" {str(path)!r}; write both files to one folder."
     )
   size = path.stat().st_size
   if size == 0 or size % 2:
@@ -243,7 +243,7 @@ def _load_bin(path: pathlib.Path) -> np.ndarray:
 
 
 def _text_length(data: bytes) -> int:
-  """Returns how many leading bytes are UTF-8 without NUL."""
+  """Returns the number of leading bytes that are UTF-8 without NUL."""
   end = len(data)
   try:
     data.decode()
@@ -277,7 +277,7 @@ def _load_folder(
     folders[:] = [name for name in folders if not skipped.match(name)]
     names = [name for name in files if not skipped.match(name)]
     paths += [pathlib.Path(folder, n) for n in names if n.endswith(suffix)]
-  # A folder's listing has no order of its own.
+  # The operating system lists a folder in no particular order.
   paths.sort(key=lambda path: path.relative_to(root).as_posix())
   read = [(path, path.read_bytes()) for path in paths if path.is_file()]
   texts = [(p, text) for p, text in read if 0 < len(text) == _text_length(text)]

@@ -1,4 +1,4 @@
-"""From a configuration to an optax chain, reducer first."""
+"""Makes the reducer and the optax chain of a configuration."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from edgc_jax.comm.dataflow import varying_axes
 from experiments.models import gpt2, gpt2_stages
 
 _SCHEDULE_PARTS = 8
-# The arguments that a reducer has beside those of its section.
+# Arguments of a reducer in addition to its section of the configuration.
 _COMMON = {
   "edgc": ("matrix_view", "seed"),
   "powersgd": ("matrix_view", "seed"),
@@ -27,14 +27,14 @@ _COMMON = {
   "signsgd": ("matrix_view",),
 }
 REDUCERS = tuple(_COMMON)
-LOW_RANK = ("edgc", "powersgd")  # those that have a rank
-AUTO = "auto"  # one of them, or allreduce: see `advised`
+LOW_RANK = ("edgc", "powersgd")  # reducers with a rank
+AUTO = "auto"  # `advised` chooses edgc or allreduce
 
 
 def make_reducer(
   config: ConfigDict, axis_name: str, times: Mapping[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
-  """The transformation that averages gradients, by its name in the config.
+  """Returns the gradient transformation that `config.reducer` names.
 
   Args:
     config: The whole configuration.
@@ -42,7 +42,7 @@ def make_reducer(
     times: Arguments of `edgc` from `times.options_of`.
 
   Returns:
-    The transformation.
+    A transformation that averages gradients over the replicas.
 
   Raises:
     ValueError: if the name is unknown or an option is out of range.
@@ -68,7 +68,7 @@ def make_reducer(
   options |= config[config.reducer].to_dict()
   if is_edgc:
     options |= times
-    # Zero stands for a value that is found.
+    # Zero stands for None: edgc derives the value.
     for name in ("rank_max", "rank_min", "window"):
       options[name] = options[name] or None
     if options["window"] is None:
@@ -88,10 +88,11 @@ def make_reducer(
 def without_exchange(
   config: ConfigDict, axis_name: str
 ) -> optax.GradientTransformationExtraArgs:
-  """What averages nothing and has a reducer's state: for measuring.
+  """Returns a transformation with a reducer's state that averages nothing.
 
-  On stages, whose parameters must stay equal on all replicas, each gradient is
-  replaced by its sum: it is read as it would be, and a number of it travels.
+  It is for measuring a step without an exchange. On stages, where parameters
+  have to stay equal on all replicas, it replaces each gradient by its sum: the
+  gradient is read as usual, but only one number of it is sent.
   """
   reducer = make_reducer(config, axis_name, {})
 
@@ -113,20 +114,23 @@ def without_exchange(
 
 
 def _as_invariant_as(gradient: jax.Array, param: jax.Array) -> jax.Array:
-  """The sum everywhere, over the axes too on which the parameter is equal."""
+  """Returns a gradient's sum in the shape of `param`.
+
+  The sum runs over the axes, too, on which `param` is equal.
+  """
   axes = tuple(set(varying_axes(gradient)) - set(varying_axes(param)))
   return jnp.full_like(param, lax.psum(jnp.sum(gradient), axes))
 
 
 def rank_name(reducer: str, rank: float) -> str:
-  """A rank for people: that of a reducer without ranks is always 0."""
+  """Formats a rank; 0 means dense, or "-" for a reducer without ranks."""
   if rank:
     return f"{rank:.0f}"
   return "dense" if reducer in (*LOW_RANK, "allreduce", AUTO) else "-"
 
 
 def _rule(options: dict[str, Any]) -> edgc_jax.RankRule:
-  """Returns the rule of a configuration, in which zero stands for None."""
+  """Returns the rule of a configuration, where zero stands for None."""
   rank = options.pop("warmup_rank")
   if rank.isdigit():
     rank = int(rank)
@@ -138,10 +142,13 @@ def _rule(options: dict[str, Any]) -> edgc_jax.RankRule:
 
 
 def _rank_schedule(rank: float, final_rank: int, steps: int) -> dict[int, int]:
-  """{first step: rank}, by the two options of a configuration.
+  """Returns powersgd's schedule, {first step: rank}.
 
-  A fraction is a mean over the run, first the rank above and then the one
-  below. A final rank is moved to in equal parts of the run.
+  Args:
+    rank: A fraction is the mean over the run: first the rank above it, then
+      the one below.
+    final_rank: If not 0, the rank moves there in equal parts of the run.
+    steps: Steps of the run.
   """
   below = math.floor(rank)
   if rank < 1 or (final_rank and below != rank):
@@ -160,7 +167,7 @@ def _rank_schedule(rank: float, final_rank: int, steps: int) -> dict[int, int]:
 
 
 def make_schedule(config: ConfigDict) -> optax.Schedule:
-  """Learning rate by step: linear warm-up, then a cosine."""
+  """Returns the learning rate by step: linear warm-up, then cosine decay."""
   options = config.optimizer
   return optax.warmup_cosine_decay_schedule(
     init_value=0.0,
@@ -177,16 +184,16 @@ def make_optimizer(
   times: Mapping[str, Any],
   reducer: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Reducer, clipping of the mean, AdamW; non-finite steps are skipped.
+  """Chains the reducer, clipping of the mean gradient, and AdamW.
 
   Args:
     config: The whole configuration.
     axis_name: The axis of the replicas.
     times: Arguments of `edgc` from `times.options_of`.
-    reducer: Another than that of the configuration.
+    reducer: Replaces the reducer of the configuration if given.
 
   Returns:
-    The transformation.
+    The transformation, which skips steps with non-finite gradients.
   """
   if reducer is None:
     reducer = make_reducer(config, axis_name, times)
@@ -211,7 +218,7 @@ def make_optimizer(
 
 
 def _is_matrix(params: optax.Params) -> optax.Params:
-  """Weight decay is for kernels and embeddings only."""
+  """Masks weight decay: kernels and embeddings only."""
   return jax.tree_util.tree_map_with_path(
     lambda path, p: (
       gpt2.matrix_view(jax.tree_util.keystr(path), p.shape) is not None

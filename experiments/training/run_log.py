@@ -1,4 +1,4 @@
-"""The numbers of a run's steps: fetched, summed, shown and written."""
+"""Fetches, accumulates, shows and writes the metrics of a run's steps."""
 
 import collections
 import statistics
@@ -16,10 +16,10 @@ from experiments.runs.run_folder import RunFolder
 from experiments.runtime import hosts
 from experiments.training.optimizer import make_schedule, rank_name
 
-# Numbers that differ per pipeline stage are lists, one entry a stage.
+# Metrics that differ by pipeline stage are lists with an entry per stage.
 _PER_STAGE = ("entropy", "rank", "rung", "wire_bytes", "dense_bytes",
               "relative_error", "predicted_error", "residual_norm")  # fmt: skip
-_TIMED = 1000  # newest log intervals, of whose times the median is taken
+_TIMED = 1000  # newest log intervals, over which the median time is taken
 _NEW = {
   "step": 0, "wire_bytes": [], "peak_wire_bytes": 0.0, "rank_history": [],
   "losses": [], "seconds": 0.0, "step_seconds": [], "parted_steps": 0,
@@ -28,24 +28,26 @@ _NEW = {
 
 
 class RunLog:
-  """Keeps each step's numbers on the devices until a line is due.
+  """A log that keeps each step's metrics on the devices until a line is due.
 
-  A line holds the numbers of its step, and for the loss the mean since the
-  line before. On a terminal a progress bar shows them, elsewhere plain lines.
+  A line holds the metrics of its step, and for the loss the mean since the
+  previous line. A terminal shows them in a progress bar, other outputs as
+  plain lines.
 
   Attributes:
     wire_bytes: Sum over all steps so far, per replica, for each stage.
     peak_wire_bytes: The most of any step so far, per replica, over all stages.
     rank_history: [step, [rank per stage]] at the first step of each rank.
-    new_parted_steps: Steps since the line before at which replicas had parted.
+    new_parted_steps: Steps since the previous line at which a check found
+      that replicas had parted.
   """
 
   def __init__(self, folder: RunFolder, state: Mapping[str, Any] | None = None):
-    """Starts the clock of the run whose folder this is.
+    """Starts the clock of a run.
 
     Args:
-      folder: Where lines go.
-      state: From `state()`, of a run that goes on; None for a new one.
+      folder: The run's folder, to write lines to.
+      state: From `state()`, to resume a run; None for a new one.
     """
     config = ConfigDict(folder.config)
     state = {**_NEW, **(state or {})}
@@ -65,11 +67,11 @@ class RunLog:
     self._pending: list[dict[str, jax.Array]] = []
     self._began = time.monotonic()
     self._started = self._began - state["seconds"]
-    # Step and time of the first numbers: what is before them is compilation.
+    # Step and time of the first fetch; the time before it is compilation.
     self._timed: tuple[int, float] | None = None
-    # Seconds a step by log interval, without what the host does in between.
+    # Seconds per step by log interval, without the host's work in between.
     self._step_seconds = collections.deque(state["step_seconds"], _TIMED)
-    self._interval: float | None = None  # when it began
+    self._interval: float | None = None  # start of the current log interval
     self._is_shown = hosts.is_first()
     self._is_terminal = sys.stderr.isatty()
     self._bar = tqdm.tqdm(
@@ -80,16 +82,16 @@ class RunLog:
     )
 
   def begin_step(self) -> None:
-    """Starts the clock, if evaluation or a checkpoint has stopped it."""
+    """Restarts the clock, if evaluation or a checkpoint has stopped it."""
     if self._interval is None:
       self._interval = time.monotonic()
 
   def add(self, numbers: dict[str, jax.Array]) -> None:
-    """Takes a step's numbers without waiting for them."""
+    """Adds a step's metrics without waiting for them."""
     self._pending.append(numbers)
 
   def state(self) -> dict[str, Any]:
-    """All of it, for JSON; waits for the devices."""
+    """Returns the state of the log, for JSON; waits for the devices."""
     self._drain()
     return {
       "step": self._step,
@@ -104,12 +106,12 @@ class RunLog:
     }
 
   def summary(self) -> dict[str, Any]:
-    """What a run's summary says of all its steps.
+    """Returns the numbers over all steps, for the run's summary.
 
-    `step_seconds` is the median over log intervals of the time between two
-    fetches, when all devices were done, by the steps between them. Intervals
-    in which a process compiled, evaluation and checkpoints are left out; so
-    is the number where nothing else is.
+    `step_seconds` is the median over log intervals of the seconds per step
+    between two fetches, each of which waits for all devices. It leaves out
+    compilation, evaluation and checkpoints, and is missing if no interval
+    remains.
     """
     numbers = {
       "wire_bytes_per_step": [sent / self._step for sent in self.wire_bytes],
@@ -122,7 +124,7 @@ class RunLog:
     return numbers
 
   def fetch(self) -> dict[str, Any]:
-    """The line of the newest step; waits for the devices."""
+    """Returns the line of the newest step; waits for the devices."""
     self._drain()
     self.new_parted_steps, self._noticed = self._noticed, []
     step = self._step
@@ -132,7 +134,7 @@ class RunLog:
     line["learning_rate"] = float(self._learning_rate(step - 1))
     line["dense_bytes"] = sum(line["dense_bytes"])
     sent = sum(self.wire_bytes)
-    # None yet where the first step was skipped.
+    # Nothing has been sent if the first step was skipped.
     line["compression_ratio"] = (
       line["dense_bytes"] * step / sent if sent else 1.0
     )
@@ -155,13 +157,13 @@ class RunLog:
     if self._is_shown and not self._is_terminal:
       text = "  ".join(f"{name} {value}" for name, value in shown.items())
       left = ""
-      if self._timed[0] < step:  # before that compilation is all there is
+      if self._timed[0] < step:  # until then only compilation was timed
         left = f"  {(self._steps - step) / self._speed():.0f} s left"
       print(f"step {step}/{self._steps}  {text}{left}", flush=True)
     self._folder.log(line)
 
   def _drain(self) -> None:
-    """Takes what is pending from the devices."""
+    """Fetches the pending metrics from the devices."""
     pending = len(self._pending)
     for values in map(_by_stage, jax.device_get(self._pending)):
       self._step += 1
@@ -193,11 +195,14 @@ class RunLog:
     self._bar.close()
 
   def seconds(self) -> float:
-    """Since the run started, compilation included."""
+    """Returns the seconds since the run started, including compilation."""
     return time.monotonic() - self._started
 
   def _speed(self) -> float:
-    """Steps a second of this process, compilation left out where it can be."""
+    """Returns the steps per second since the first fetch.
+
+    If there was only one, it counts from the start, with compilation.
+    """
     now, (step, since) = time.monotonic(), self._timed
     if step == self._step:
       step, since = self._first, self._began
@@ -205,7 +210,7 @@ class RunLog:
 
 
 def _by_stage(numbers: dict[str, np.ndarray]) -> dict[str, Any]:
-  """Plain numbers, and lists of them where they differ by stage."""
+  """Converts metrics to plain numbers, and to lists if they differ by stage."""
   plain = {}
   stages = np.size(numbers["rank"])
   for name, x in numbers.items():

@@ -1,4 +1,4 @@
-"""The times that decide ranks: given in the configuration, or measured."""
+"""Times that the ranks depend on: from the configuration, or measured."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ from experiments.parallel.meshes import DATA
 
 
 def needed(config: ConfigDict) -> bool:
-  """Whether anything of this configuration depends on times."""
+  """Returns whether the ranks of this configuration depend on times."""
   is_aligned = config.mesh.stage > 1 and config.pipeline.align == "slack"
   return config.reducer == "edgc" and (is_aligned or config.edgc.rank_max == 0)
 
@@ -23,15 +23,16 @@ def needed(config: ConfigDict) -> bool:
 def options_of(
   config: ConfigDict, model: GPT2Config, mesh: Mesh
 ) -> dict[str, Any]:
-  """Arguments of `edgc_jax.edgc` that are times.
+  """Returns the arguments of `edgc_jax.edgc` that are times.
 
   Args:
-    config: The whole configuration; zeros in it are measured.
+    config: The whole configuration; times that are zero there are measured.
     model: Sizes of the model.
     mesh: The devices; all their processes call this at the same point.
 
   Returns:
-    link, compression and, with stages, backward_seconds.
+    `link`, `compression` and, with stages, `backward_seconds`; empty if no
+    rank depends on them.
   """
   if not needed(config):
     return {}
@@ -59,7 +60,7 @@ def options_of(
 
 
 def of_numbers(numbers: dict[str, Any] | None) -> dict[str, Any] | None:
-  """Those that `as_numbers` gave; None for None."""
+  """Restores times from the result of `as_numbers`; None for None."""
   if numbers is None:
     return None
   kinds = {
@@ -73,7 +74,7 @@ def of_numbers(numbers: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def as_numbers(times: dict[str, Any]) -> dict[str, Any]:
-  """The same for JSON."""
+  """Converts times to plain numbers, for JSON."""
   return {
     name: dataclasses.asdict(value)
     if dataclasses.is_dataclass(value)
@@ -83,14 +84,14 @@ def as_numbers(times: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(times: dict[str, Any]) -> str:
-  """One line for a terminal."""
+  """Formats times as one line for a terminal."""
   link, compression = times["link"], times["compression"]
   quality = f", R^2 {link.r_squared:.3f}" if link.r_squared is not None else ""
   parts = [
-    f"link {link.bandwidth / 1e6:.4g} MB/s, {link.latency * 1e3:.3g} ms an"
+    f"link {link.bandwidth / 1e6:.4g} MB/s, {link.latency * 1e3:.3g} ms per"
     f" all-reduce{quality}",
     f"compression {compression.base * 1e3:.3g} ms +"
-    f" {compression.per_rank * 1e3:.3g} ms a rank",
+    f" {compression.per_rank * 1e3:.3g} ms per rank",
   ]
   if "backward_seconds" in times:
     parts.append(f"backward {times['backward_seconds'] * 1e3:.3g} ms")
@@ -98,7 +99,7 @@ def describe(times: dict[str, Any]) -> str:
 
 
 def params_of_one_stage(model: GPT2Config, stages: int) -> Any:
-  """Shapes of the parameters that one stage holds."""
+  """Returns the shapes of the parameters that one stage holds."""
   shapes = jax.eval_shape(
     lambda: gpt2_stages.init_params(model, stages, jax.random.key(0))
   )
@@ -113,7 +114,7 @@ def params_of_one_stage(model: GPT2Config, stages: int) -> Any:
 
 
 def _backward(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> float:
-  """Measured seconds of one microbatch's backward pass, on one device."""
+  """Measures the seconds of one microbatch's backward pass on one device."""
   blocks = params_of_one_stage(model, config.mesh.stage)["blocks"]
   params = jax.tree.map(lambda p: jnp.full(p.shape, 0.01, p.dtype), blocks)
   sequences = config.batch_size // (

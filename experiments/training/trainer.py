@@ -1,8 +1,7 @@
-"""Training, from a configuration to a summary.
+"""Trains a model as a configuration says, and summarises the run.
 
-Only small numbers leave the devices: every step hands them out as device
-arrays, which are fetched in one go when a line is logged, so that devices
-never wait for the host in between.
+A step returns its metrics as device arrays. They are fetched together when a
+line is logged, so that the devices do not wait for the host in between.
 """
 
 import dataclasses
@@ -28,14 +27,14 @@ from experiments.training.run_log import RunLog
 
 
 class TrainingStopped(RuntimeError):
-  """A run that cannot go on, and why."""
+  """Raised if a run cannot continue; the message gives the reason."""
 
 
 class Trainer:
-  """One run: everything that can be wrong with its options is found here."""
+  """One training run."""
 
   def __init__(self, config: ConfigDict):
-    """Checks the configuration and loads the data; writes nothing.
+    """Validates the configuration and loads the data; writes nothing.
 
     Args:
       config: As from a file in configs/.
@@ -43,8 +42,8 @@ class Trainer:
     Raises:
       ValueError: if an option is out of range, or does not fit another.
       FileNotFoundError: if there is no data at `data.path`.
-      FileExistsError: if `run_dir` holds something else.
-      CheckpointError: if there is none that can be used where one is needed.
+      FileExistsError: if `run_dir` holds other files.
+      CheckpointError: if a checkpoint is needed and none can be used.
     """
     checks.check(config)
     self.config = config
@@ -61,54 +60,56 @@ class Trainer:
       self.corpus, self.model.vocab_size, self.model.reserved_ids
     )
     hosts.wait_for_all("loaded")
-    self._behind = self._what_is_behind()
+    self._progress = self._find_progress()
     config, self.choice = advised.resolve(
-      config, self.model, mesh, self._behind.about.get("choice")
+      config, self.model, mesh, self._progress.about.get("choice")
     )
     self.config = config
-    # Ladders follow from times: measured once in a run.
-    self.times = times.of_numbers(self._behind.about.get("times"))
+    # The ladder depends on the times, so a run measures them only once.
+    self.times = times.of_numbers(self._progress.about.get("times"))
     if self.times is None:
       self.times = times.options_of(config, self.model, mesh)
     self.tx = make_optimizer(config, meshes.DATA, self.times)
     self.parallel = backends.make(config, self.model, self.tx, mesh)
     self._load_params = None
-    if config.init_from and not (self._behind.step or self.folder.summary()):
+    if config.init_from and not (self._progress.step or self.folder.summary()):
       self._load_params = self._find_params(config.init_from)
 
   def run(self) -> dict[str, Any]:
-    """Trains to the last step and returns the summary, also written.
+    """Trains to the last step, and writes and returns the summary.
 
-    Goes on from the run's newest checkpoint, if there is one.
+    Resumes from the run's newest checkpoint, if there is one.
 
     Raises:
-      TrainingStopped: if all replicas had the same gradients, too many steps
-        in a row were not finite, or replicas parted (`sentinel.action`).
+      TrainingStopped: if all replicas had the same gradients, too many
+        consecutive steps were not finite, or replicas parted
+        (`sentinel.action`).
       TrainingInterrupted: after SIGTERM or Ctrl-C.
       CheckpointError: if a checkpoint could not be written or read.
       RunInUse: if another process writes into the folder.
     """
     try:
       self.folder.lock()
-      found = self._load()
-      self.folder.start(found.step, found.about.get("line", {}).get("step", 0))
+      progress = self._load()
+      last_line = progress.about.get("line", {}).get("step", 0)
+      self.folder.start(progress.step, last_line)
       if self.times and hosts.is_first():
         print(times.describe(self.times))
       with StopSignals() as signals:
-        summary = self._train(found, signals)
+        summary = self._train(progress, signals)
       self.checkpoints.close()
       self.folder.finish(summary)
     finally:
       self.folder.close()
     return summary
 
-  def _what_is_behind(self) -> "_Progress":
-    """Of a run that goes on: the step of its newest checkpoint, not loaded."""
+  def _find_progress(self) -> "_Progress":
+    """Finds the newest checkpoint of a resumed run, without its arrays."""
     if not self.config.resume and self.folder.is_claimed():
       raise ValueError(
         f"`run_dir` must be new with --config.resume=false, got"
-        f" {self.folder.path}, which holds a run; leave `resume` out to go on"
-        " with it."
+        f" {self.folder.path}, which holds a run; leave `resume` out to resume"
+        " it."
       )
     summary = self.folder.summary()
     newest = self.checkpoints.newest() if summary is None else None
@@ -117,22 +118,23 @@ class Trainer:
     step, about = newest
     if about["corpus"] != self.corpus.sha256:
       raise ValueError(
-        f"`data.path` must hold what the run {self.folder.path} began with, got"
-        " other contents; restore them, or give another --config.run_dir."
+        f"`data.path` must hold the data that the run {self.folder.path} began"
+        " with, got other data; restore it, or give another --config.run_dir."
       )
     return _Progress(step, about=about)
 
   def _load(self) -> "_Progress":
-    """The same with its arrays."""
-    config, step, about = self.config, self._behind.step, self._behind.about
+    """Returns the progress with parameters and optimiser state loaded."""
+    config, progress = self.config, self._progress
+    step, about = progress.step, progress.about
     self.checkpoints.set_aside()
     if not step:
-      return self._behind
+      return progress
     replicas = about["replicas"]
     trees = self.checkpoints.load(step, self.parallel.stored.template(replicas))
     params, opt_state = self.parallel.load(trees, replicas)
     if replicas != config.mesh.data:
-      # A replica's batch is another one now, and with it the entropy.
+      # The batch of a replica has changed, and with it the entropy.
       opt_state = edgc_jax.rebase_entropy(opt_state)
     if hosts.is_first():
       change = ""
@@ -142,11 +144,15 @@ class Trainer:
           change += "; residuals keep their mean"
         if config.reducer == "edgc":
           change += "; the reference entropy will move"
-      print(f"going on after step {step}{change}", flush=True)
+      print(f"resuming after step {step}{change}", flush=True)
     return _Progress(step, params, opt_state, about)
 
   def _find_params(self, folder: str) -> Callable[[], Any]:
-    """What loads the parameters of another run, once that can be done."""
+    """Returns a function that loads the parameters of another run.
+
+    Raises:
+      CheckpointError: if the run has no checkpoint of this model.
+    """
     checkpoints = Checkpoints(pathlib.Path(folder, "checkpoints"), 1)
     try:
       newest = checkpoints.newest()
@@ -158,7 +164,7 @@ class Trainer:
     except CheckpointError as error:
       raise CheckpointError(
         "`init_from` must be the folder of a run with checkpoints of this"
-        f" model, got {folder}; give another. {error}"
+        f" model, got {folder}; give another folder. {error}"
       ) from error
 
     def load() -> Any:
@@ -168,11 +174,13 @@ class Trainer:
 
     return load
 
-  def _train(self, found: "_Progress", signals: StopSignals) -> dict[str, Any]:
+  def _train(
+    self, progress: "_Progress", signals: StopSignals
+  ) -> dict[str, Any]:
     config = self.config
-    log = RunLog(self.folder, found.about.get("log"))
-    params, opt_state = found.params, found.opt_state
-    if found.step == 0:
+    log = RunLog(self.folder, progress.about.get("log"))
+    params, opt_state = progress.params, progress.opt_state
+    if progress.step == 0:
       params, opt_state = self.parallel.init(jax.random.key(config.seed))
       if self._load_params:
         params = self._load_params()
@@ -187,10 +195,10 @@ class Trainer:
       seed=config.seed,
       rows=self.parallel.rows(config.batch_size),
     )
-    if found.step:
-      batches.set_state(found.about["batches"])
-    line = found.about.get("line", {})
-    for step in range(found.step + 1, config.steps + 1):
+    if progress.step:
+      batches.set_state(progress.about["batches"])
+    line = progress.about.get("line", {})
+    for step in range(progress.step + 1, config.steps + 1):
       log.begin_step()
       params, opt_state, numbers = self.parallel.step(
         params, opt_state, next(batches)
@@ -253,7 +261,7 @@ class Trainer:
     }
 
   def _evaluate(self, params: Any) -> float:
-    """Mean loss on the held-out windows, the same in every run."""
+    """Returns the mean loss on the held-out windows, the same in every run."""
     batches = data.held_out_batches(
       self.corpus.held_out,
       context=self.model.context,
@@ -267,25 +275,26 @@ class Trainer:
   def _rejoin(
     self, params: Any, opt_state: Any, steps: list[int]
   ) -> tuple[Any, Any]:
-    """Follows the first replica after replicas have parted, or stops."""
-    found = (
+    """Copies the first replica after replicas have parted, or stops."""
+    finding = (
       f"At step {steps[0]} replicas held different parameters, or applied"
       " different updates"
     )
     if self.config.sentinel.action == "stop":
       raise TrainingStopped(
-        f"{found}: they train different models from some step before it, at"
-        f" most {self.config.sentinel.every} earlier, on. Go on from a"
-        " checkpoint from before that (delete the later ones), or set"
-        " --config.sentinel.action=follow to go on with the first replica's"
-        " parameters and state for all; if it comes again, look at the hardware"
-        " of the hosts and at what else changes parameters."
+        f"{finding}; by then they may have trained different models for up to"
+        f" {self.config.sentinel.every} steps. Resume from a checkpoint before"
+        " those steps (delete the later ones), or set"
+        " --config.sentinel.action=follow to continue with the first replica's"
+        " parameters and state on all replicas. If it happens again, check the"
+        " hardware of the hosts, and any other code that changes parameters."
       )
     if hosts.is_first():
-      print(f"{found}; all go on with those of the first", flush=True)
+      print(f"{finding}; all continue with the first replica's", flush=True)
     return self.parallel.follow_first_replica(params, opt_state)
 
   def _stop_if_hopeless(self, line: dict[str, Any], step: int) -> None:
+    """Raises if more steps cannot help."""
     if line["identical_gradients"] and self.config.mesh.data > 1:
       raise TrainingStopped(
         "All replicas had the same gradients in the first steps, so averaging"
@@ -294,13 +303,13 @@ class Trainer:
     if line["consecutive_skips"] >= self.config.optimizer.max_consecutive_skips:
       raise TrainingStopped(
         f"{line['consecutive_skips']} steps in a row up to step {step} had"
-        " non-finite gradients; lower optimizer.lr or look at the data."
+        " non-finite gradients; lower optimizer.lr or check the data."
       )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Progress:
-  """What a run has behind it."""
+  """Progress of a run: steps done, state, and the checkpoint's `about`."""
 
   step: int = 0
   params: Any = None

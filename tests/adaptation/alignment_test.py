@@ -7,7 +7,7 @@ from edgc_jax.adaptation.alignment import aligned_rungs, finish_seconds
 
 
 def random_ladders(number, seed=0):
-  """Times of rungs, stages, t_b; with ties, and with slow rungs."""
+  """Yields times of rungs, stages and t_b, with ties and slow rungs."""
   random = np.random.default_rng(seed)
   for _ in range(number):
     num_rungs = int(random.integers(1, 12))
@@ -24,7 +24,7 @@ def random_ladders(number, seed=0):
 
 
 def quality(rungs):
-  """Ranks in order, with dense above all of them."""
+  """Returns a number that rises with the rank, dense above all ranks."""
   return np.where(rungs == 0, 1000, rungs)
 
 
@@ -55,7 +55,7 @@ class AlignedTest(parameterized.TestCase):
     ([1.0, 2.0, 3.0],),  # dense faster
     ([1.0],),
   )
-  def test_no_slack_is_no_difference(self, seconds):
+  def test_no_slack_changes_nothing(self, seconds):
     found = aligned_rungs(np.array(seconds), 4, 0.0)
     np.testing.assert_array_equal(found, [list(range(len(seconds)))] * 4)
 
@@ -76,13 +76,14 @@ class AlignedTest(parameterized.TestCase):
       # More time never gives less: dense beats every rank.
       self.assertTrue(np.all(np.diff(quality(rungs), axis=0) >= 0))
       self.assertTrue(np.all(quality(rungs) >= quality(own)))
-      # In time, too, but where dense is faster than stage 0's rung.
+      # Times rise too, unless dense is faster than stage 0's rung.
       times = seconds[rungs]
       usual = seconds <= seconds[0]
       self.assertTrue(np.all(np.diff(times[:, usual], axis=0) >= 0))
       self.assertTrue(np.all(np.diff(times[1:], axis=0) >= 0))
 
-  def test_never_later_and_never_more_in_time(self):
+  def test_rungs_fill_the_slack(self):
+    """No stage finishes late, and none has time for another rung."""
     for seconds, num_stages, backward in random_ladders(500, seed=1):
       rungs = aligned_rungs(seconds, num_stages, backward)
       for i, column in enumerate(rungs.T):

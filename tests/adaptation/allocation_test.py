@@ -1,4 +1,4 @@
-"""Ranks under a budget, against brute force and exact decompositions."""
+"""Ranks under a budget against brute force and exact decompositions."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ def _allocate(gains, sides, budgets, floors, limits):
 
 
 def allocate(gains, sides, budgets, floor=0, limits=None):
-  """Ranks as NumPy integers; floor and limits may be one number for all."""
+  """Returns ranks; `floor` and `limits` may be one number for all."""
   gains = np.asarray(gains, np.float32)
   num, width = gains.shape
   full = lambda x: jnp.broadcast_to(jnp.int32(x), num)  # noqa: E731
@@ -35,7 +35,7 @@ def removed(gains, ranks):
 
 
 def best(gains, sides, budgets, floor=0):
-  """The most that any ranks within the budgets remove."""
+  """Returns the largest energy that ranks within the budgets remove."""
   num, width = np.shape(gains)
   every = itertools.product(range(floor, width + 1), repeat=num)
   return max(
@@ -46,7 +46,7 @@ def best(gains, sides, budgets, floor=0):
 
 
 def spectra(random, num, width):
-  """Falling squared singular values of unlike decay and size."""
+  """Draws falling squared singular values of different decay and size."""
   decay = random.uniform(0.3, 0.95, (num, 1))
   size = 10 ** random.uniform(-2, 2, (num, 1))
   return size * decay ** np.arange(width)
@@ -55,7 +55,7 @@ def spectra(random, num, width):
 class AllocateTest(parameterized.TestCase):
   @parameterized.product(seed=[*range(6)], floor=[0, 1])
   def test_best_up_to_a_column(self, seed, floor):
-    """One kind of matrix, so that there is one budget: Lagrange is exact."""
+    """With one shape of matrix there is one budget, and Lagrange is exact."""
     random = np.random.default_rng(seed)
     gains = spectra(random, 4, 6)
     sides = np.tile(random.integers(2, 9, 2), (4, 1))
@@ -66,8 +66,8 @@ class AllocateTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(*range(12))
-  def test_near_the_best_for_unlike_sides(self, seed):
-    """Off by less than what one more column would remove, at best."""
+  def test_near_the_best_for_different_sides(self, seed):
+    """The gap is at most the largest gain of one more column."""
     random = np.random.default_rng(seed)
     gains = spectra(random, 4, 6)
     sides = random.integers(2, 9, (4, 2))
@@ -82,8 +82,8 @@ class AllocateTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(*range(6))
-  def test_budget_is_kept_and_spent(self, seed):
-    """What is left over does not hold another column of any matrix."""
+  def test_the_budget_is_kept_and_spent(self, seed):
+    """The rest of the budget is too small for another column."""
     random = np.random.default_rng(seed)
     num, width = 12, 40
     gains = spectra(random, num, width)
@@ -113,7 +113,7 @@ class AllocateTest(parameterized.TestCase):
       allocate(np.zeros((2, 8)), sides, (48, 72), 2), [2, 2]
     )
 
-  def test_what_is_left_out_gets_nothing(self):
+  def test_limit_0_gives_rank_0(self):
     gains = np.ones((3, 4))
     sides = np.tile([2, 3], (3, 1))
     ranks = _allocate(
@@ -134,7 +134,7 @@ class AllocateTest(parameterized.TestCase):
 
 class CurvesTest(parameterized.TestCase):
   def test_measured_energies_of_known_spectra(self):
-    """Ranks from what was measured are those from the exact spectra."""
+    """Measured energies give the ranks that the exact spectra give."""
     random = np.random.default_rng(0)
     num, width, rank = 6, 24, 8
     exact = spectra(random, num, width)
@@ -199,17 +199,17 @@ class CurvesTest(parameterized.TestCase):
       exact = np.mean(values**2, axis=0)[:24]
       np.testing.assert_allclose(np.cumsum(row), np.cumsum(exact), rtol=0.06)
 
-  def test_calibration_meets_the_measured_error(self):
+  @parameterized.parameters(0.9, 0.5, 0.1)
+  def test_calibration_meets_the_measured_error(self, lost):
     sides = np.array([[48, 96], [64, 64]])
-    for lost in (0.9, 0.5, 0.1):
-      gains = np.asarray(
-        error_model.calibrated_gains(
-          jnp.ones(2), sides, 48, jnp.full(2, lost), jnp.array([8, 5])
-        )
+    gains = np.asarray(
+      error_model.calibrated_gains(
+        jnp.ones(2), sides, 48, jnp.full(2, lost), jnp.array([8, 5])
       )
-      sizes = np.prod(sides, axis=1)
-      kept = [gains[0, :8].sum() / sizes[0], gains[1, :5].sum() / sizes[1]]
-      np.testing.assert_allclose(kept, 1 - lost, atol=0.01)
+    )
+    sizes = np.prod(sides, axis=1)
+    kept = [gains[0, :8].sum() / sizes[0], gains[1, :5].sum() / sizes[1]]
+    np.testing.assert_allclose(kept, 1 - lost, atol=0.01)
 
   def test_a_matrix_on_the_model_is_not_stretched(self):
     lost = lost_energy(48, 96)[8]
@@ -223,7 +223,7 @@ class CurvesTest(parameterized.TestCase):
     )
 
   def test_the_full_rank_says_nothing_of_the_spectrum(self):
-    """It loses nothing, whatever the spectrum: so the model as it stands."""
+    """It loses nothing for any spectrum: the model stays as it is."""
     sides, full = np.array([[8, 96], [64, 64]]), jnp.array([8, 64])
     np.testing.assert_allclose(
       error_model.calibrated_gains(jnp.ones(2), sides, 64, jnp.zeros(2), full),

@@ -1,4 +1,4 @@
-"""Warm-up, windows and ranks, driven by scripted entropies."""
+"""Warm-up, windows and ranks for scripted entropies."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def make(rule="cqm", warmup=4, most=None, max_rank_step=4):
 
 
 def advance_of(controller):
-  """The state to use in a step, from that after the step before."""
+  """Returns a function from the state after a step to that of the next."""
 
   @jax.jit
   def advance(state, count):
@@ -50,7 +50,10 @@ def log_loss(rank):
 
 
 def drive(controller, entropies, weights=None):
-  """Ranks in each step; one window per entropy."""
+  """Returns ranks by window, the state and ranks by step.
+
+  Each entropy is that of one window.
+  """
   advance, observe = advance_of(controller), jax.jit(controller.observe)
   state, ranks = controller.init(), []
   for count in range(4 * len(entropies)):
@@ -75,19 +78,19 @@ class ControllerTest(parameterized.TestCase):
     self.assertEqual(ranks, [r for r in by_window for _ in range(4)])
 
   def test_falling_entropy(self):
-    """Dense, then rank_max, then down by the step limit at most."""
+    """Dense, then rank_max, then down by at most the step limit."""
     by_window, state, _ = drive(make(), [0, -1, -1, -1, -1, -1, -1])
     self.assertEqual(by_window, [0, 16, 12, 8, 4, 4, 4])
     self.assertAlmostEqual(float(state.reference_entropy), 0.0, places=5)
 
   def test_reference_is_fixed(self):
-    """The way back up ends where it began: no drift through chained windows."""
+    """Ranks return to where they began: chained windows do not drift."""
     by_window, _, _ = drive(make(), [0, -1, -1, -1, 0.01, 0.01, 0.01, 0.01])
     self.assertEqual(by_window, [0, 16, 12, 8, 4, 8, 12, 16])
 
   @parameterized.parameters(0, 1, 3)
-  def test_rebasing_moves_the_references_by_what_the_mark_changed(self, late):
-    """Entropies 0.2 higher from the mark on: ranks as if they were not."""
+  def test_rebasing_moves_the_reference_by_the_change_at_the_mark(self, late):
+    """Entropies are 0.2 higher from the mark on, and ranks do not see it."""
     controller = make()
     entropies = [0, -1, -1, -1, -0.7, -0.7, -0.3, 0.01]
     marked = 4 * 5 + late  # at a window's end, or within it
@@ -108,15 +111,15 @@ class ControllerTest(parameterized.TestCase):
     state = advance(state, jnp.int32(4 * len(entropies)))
     plain, _, _ = drive(make(), entropies)
     self.assertEqual(int(state.rebase), 0)
-    # The first whole window after the mark stands for the last before it:
-    # its own change of entropy is taken for the mark's.
+    # The first whole window after the mark counts as the last one before it:
+    # its own change of entropy is attributed to the mark.
     first = 5 if late == 0 else 6
     change = entropies[first] - entropies[first - 1 if late == 0 else 4]
     self.assertAlmostEqual(
       float(state.reference_entropy), 0.2 + change, places=5
     )
     self.assertEqual(ranks[:marked:4], plain[: (marked + 3) // 4])
-    # While it is measured the rank stays.
+    # The rank stays during that measurement.
     self.assertEqual(ranks[4 * (first + 1)], ranks[4 * 5 + 1])
 
   @parameterized.parameters(
@@ -178,8 +181,8 @@ class ControllerTest(parameterized.TestCase):
     self.assertEqual(by_window[: windows + 1], [0] * windows + [16])
     self.assertTrue(bool(state.is_warm))
 
-  def test_warmup_goes_on_until_the_entropy_has_fallen(self):
-    """Until rank_min loses no more than rank_max would have at first."""
+  def test_warmup_lasts_until_the_entropy_has_fallen(self):
+    """rank_min must lose no more than rank_max would have lost at first."""
     gap = 0.5 * float(log_loss(RANKS[0]) - log_loss(RANKS[-1]))
     falling = [0, -0.5 * gap, -1.01 * gap, -1.01 * gap, -1.01 * gap]
     by_window, state, _ = drive(make(warmup=4, most=40), falling)
@@ -198,14 +201,14 @@ class ControllerTest(parameterized.TestCase):
     self.assertEqual(by_window, [0, 16, 12, 8, 8, 4])
 
   def test_linear_rule(self):
-    """As much change as in the beginning is rank_max, none is rank_min."""
+    """The first change gives rank_max, no change gives rank_min."""
     by_window, state, _ = drive(
       make("linear", max_rank_step=12), [0, -1, -2, -2, -2.5, -2.5]
     )
     self.assertEqual(by_window, [0, 16, 16, 16, 4, 8])
     self.assertAlmostEqual(float(state.first_change), -1.0, places=5)
 
-  def test_predicted_error_is_the_models(self):
+  def test_predicted_error_is_from_the_model(self):
     controller = make()
     _, state, _ = drive(controller, [0, 0])
     self.assertAlmostEqual(

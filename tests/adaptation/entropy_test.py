@@ -1,7 +1,8 @@
-"""Entropies against closed forms, and what must not move them."""
+"""Entropies against closed forms, and inputs that must not change them."""
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ REPLICAS = 4
 
 @functools.partial(jax.jit, static_argnames=("rate", "estimator"))
 def estimate(leaves, index=0, rate=1.0, estimator="gaussian"):
-  """`entropy.estimate` of matrices, with the replicas on a leading axis."""
+  """Runs `entropy.estimate` on matrices with a leading axis of replicas."""
   run = lambda *x: entropy.estimate(  # noqa: E731
     [leaf[None] for leaf in x], index, "data",
     entropy.Sampling(entry_rate=rate, estimator=estimator),
@@ -92,7 +93,7 @@ class EntropyTest(parameterized.TestCase):
     self.assertEqual(quarters[4], quarters[0])
 
   def test_each_sample_reads_its_share(self):
-    """Only the entries of one offset are read: others may be anything."""
+    """Entries of other offsets do not matter."""
     x = np.array(gaussian((40, 40)))
     flat = x.reshape(REPLICAS, -1)
     expected = sample(jnp.asarray(x), rate=0.25, index=2)
@@ -111,18 +112,17 @@ class EntropyTest(parameterized.TestCase):
     np.testing.assert_allclose(result.entropies[0], expected, atol=0.01)
 
   def test_a_stack_is_many_matrices(self):
-    """Each by itself, as if it had been a leaf of its own."""
+    """Each matrix of a stack counts as if it were a leaf."""
     leaves = [gaussian((30, 40), seed, 10.0**seed) for seed in range(3)]
     apart = estimate(leaves, rate=0.25)
     together = jax.vmap(
       lambda x: entropy.estimate([x], 0, "data", entropy.Sampling()),
       axis_name="data",
     )(jnp.stack(leaves, axis=1))
-    for one, other in zip(apart, together, strict=True):
-      np.testing.assert_allclose(one, other, rtol=1e-5)
+    chex.assert_trees_all_close(apart, together, rtol=1e-5)
 
-  def test_leaves_of_unlike_scales(self):
-    """A small loud leaf is not taken for outliers of the quiet rest."""
+  def test_leaves_of_different_scales(self):
+    """Entries of a small loud leaf are not outliers of the quiet rest."""
     loud, quiet = gaussian((100, 100), 1, 100.0), gaussian((400, 500), 2, 1.0)
     result = estimate((loud, quiet))
     variance = (1e4 * 1e4 + 2e5) / 2.1e5

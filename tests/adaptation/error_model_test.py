@@ -1,4 +1,4 @@
-"""The theory against singular values."""
+"""The error model against exact singular values."""
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -7,7 +7,7 @@ from edgc_jax.adaptation.error_model import SMALLEST_LOSS, lost_energy
 
 
 def lost_by_svd(rows, cols, draws):
-  """Mean lost share of the energy by rank, from exact singular values."""
+  """Returns the mean lost share of the energy by rank, from exact values."""
   random = np.random.default_rng(0)
   shares = []
   for _ in range(draws):

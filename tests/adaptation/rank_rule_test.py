@@ -1,4 +1,4 @@
-"""From entropies to ranks, against exact decompositions."""
+"""Ranks from entropies against exact decompositions."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from edgc_jax.plan.plan import make_plan
 
 
 def errors_of(shapes, rank_max, variance=None, min_ratio=0.0):
-  """ln G by rank for matrices of the given shapes."""
+  """Returns ln G by rank for matrices of the given shapes."""
   tree = {str(i): jnp.zeros(s) for i, s in enumerate(shapes)}
   plan = make_plan(tree, (1, rank_max), min_ratio)
   table, sizes = error_model.loss_table(plan), plan.sizes
@@ -20,7 +20,7 @@ def errors_of(shapes, rank_max, variance=None, min_ratio=0.0):
 
 class CqmTest(parameterized.TestCase):
   def test_constant_absolute_error_by_svd(self):
-    """Exact: find the rank at which a quieter matrix leaves the same error."""
+    """The exact rank is where a quieter matrix leaves the same error."""
     random = np.random.default_rng(0)
     drop, rank_max = 0.2, 64
     values = np.linalg.svd(random.standard_normal((192, 768)), compute_uv=False)
@@ -66,8 +66,8 @@ class CqmTest(parameterized.TestCase):
     np.testing.assert_allclose(both, sum(single), rtol=1e-5)
     self.assertAlmostEqual(both[0], 64 * 128 * 0.5 + 32 * 32 * 3.0, delta=0.1)
 
-  def test_nothing_is_lost_where_a_shape_goes_dense(self):
-    """32 x 32 stops paying above rank 8 at ratio 2; 64 x 128 goes on."""
+  def test_a_dense_shape_loses_nothing(self):
+    """At ratio 2, 32 x 32 is dense above rank 8; 64 x 128 is not."""
     small = np.exp(errors_of([(32, 32)], 12, min_ratio=0.0))
     mixed = [(32, 32), (64, 128)]
     with_gate = np.exp(errors_of(mixed, 12, min_ratio=2.0))
@@ -88,7 +88,7 @@ class LinearTest(parameterized.TestCase):
     )
     self.assertAlmostEqual(float(found), rank, places=5)
 
-  def test_no_change_to_compare_with(self):
+  def test_a_first_change_of_0_gives_rank_max(self):
     found = rank_rule.linear_rank(8, 32, *map(jnp.float32, (-5, -4, 0)))
     self.assertEqual(float(found), 32)
 

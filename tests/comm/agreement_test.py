@@ -1,13 +1,21 @@
-"""Replicas that part are noticed, whatever parted them, and can be rejoined."""
+"""Replicas that diverge are detected, for any cause, and can be repaired."""
 
 from unittest import mock
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
-from helpers.meshes import AXIS, Pmap, ShardMap, find, gradients_like
+from helpers.meshes import (
+  AXIS,
+  Pmap,
+  ShardMap,
+  assert_replicas_equal,
+  find,
+  gradients_like,
+)
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -18,7 +26,7 @@ PARAMS = {"w": jnp.ones((40, 60)), "b": jnp.full((30,), 1e-3)}
 
 
 class Trained(Pmap):
-  """Parameters on each replica, which a test may change."""
+  """Parameters of each replica, which a test can change."""
 
   def __init__(self, tx, params=PARAMS, replicas=4):
     self.replicas, self.devices = replicas, jax.devices()[:replicas]
@@ -52,7 +60,7 @@ def chain(**options):
 
 
 class SentinelTest(parameterized.TestCase):
-  def test_all_is_well(self):
+  def test_equal_replicas_have_not_parted(self):
     run = Trained(chain(check_every=1))
     for step in range(6):
       run.step(step)
@@ -72,13 +80,13 @@ class SentinelTest(parameterized.TestCase):
     run.change(name, 2, index, value)
     run.step(1)
     run.step(2)
-    self.assertEqual(run.parted, 0, "it was not due")
+    self.assertEqual(run.parted, 0, "the check is not due")
     run.step(3)
     self.assertEqual(run.parted, 1)
     with self.assertWarnsRegex(RuntimeWarning, "at 1 of the steps"):
       self.assertEqual(edgc_jax.metrics(run.state)["parted_steps"], 1)
 
-  def test_differences_of_rounding_are_none(self):
+  def test_rounding_does_not_count(self):
     run = Trained(chain(check_every=1))
     noise = np.random.default_rng(0).standard_normal((40, 60))
     run.params["w"] = run.params["w"].at[1].mul(1 + 1e-5 * noise)
@@ -88,7 +96,7 @@ class SentinelTest(parameterized.TestCase):
     run.step(1)
     self.assertEqual(run.parted, 1)
 
-  def test_narrow_parameters_may_differ_by_roundings(self):
+  def test_rounding_of_narrow_parameters_does_not_count(self):
     params = jnp.ones((64, 64), jnp.bfloat16)
     flips = np.random.default_rng(0).random((64, 64)) < 0.05
     see = jax.pmap(
@@ -102,7 +110,7 @@ class SentinelTest(parameterized.TestCase):
     self.assertEqual(see(jnp.stack([params, other])).tolist(), [1, 1])
 
   @parameterized.product(scale=[1e-12, 1.0, 1e12], seed=[0, 1, 2])
-  def test_any_difference_is_seen_at_any_scale(self, scale, seed):
+  def test_differences_are_detected_at_any_scale(self, scale, seed):
     random = np.random.default_rng(seed)
     x = np.float32(scale * random.standard_normal((7, 30, 20)))
     noise = random.standard_normal(x.shape)
@@ -123,12 +131,12 @@ class SentinelTest(parameterized.TestCase):
     update = lambda g: tx.update(g, tx.init(PARAMS))[1].checks.parted_steps  # noqa: E731
     run = lambda: jax.vmap(update, axis_name=AXIS)(gradients_like(PARAMS, 0))  # noqa: E731
     self.assertEqual(run().tolist(), [0] * 4)
-    # An all-reduce that gives every replica something else.
+    # This all-reduce returns different values on each replica.
     with mock.patch.object(collectives, "mean", lambda tree, _: tree):
       self.assertEqual(run().tolist(), [1] * 4)
 
   def test_many_leaves(self):
-    """Sums over leaves must not drown a difference, nor rounding be one."""
+    """Sums over leaves hide no difference, and rounding is none."""
     params = {f"{i:04}": jnp.full((3,), 1e-3 * i) for i in range(500)}
     see = jax.pmap(
       lambda x: agreement.have_parted(x, True, jnp.int32(0), AXIS).verdict,
@@ -144,8 +152,8 @@ class SentinelTest(parameterized.TestCase):
     self.assertEqual(see(both(wrong)).tolist(), [1, 1])
 
   @parameterized.parameters(np.nan, 1e3)
-  def test_seen_through_skip_nonfinite(self, value):
-    """A parameter that is not finite on one replica makes all skip."""
+  def test_detected_inside_skip_nonfinite(self, value):
+    """A non-finite parameter on one replica makes all skip."""
     run = Trained(edgc_jax.skip_nonfinite(chain(check_every=100)))
     run.step(0)
     run.change("w", 1, (0, 0), value)
@@ -153,11 +161,11 @@ class SentinelTest(parameterized.TestCase):
     if np.isnan(value):
       gradients["w"] = gradients["w"].at[1, 0, 0].set(value)
     run.params, run.state = run.update(gradients, run.params, run.state)
-    self.assertEqual(run.parted, int(np.isnan(value)), "if not due, then not")
+    self.assertEqual(run.parted, int(np.isnan(value)), "or it is not due")
 
   @parameterized.parameters("w", "b")
   def test_following_the_first_replica(self, name):
-    """All hold the same again; what each is owed stays."""
+    """All parameters are equal again; residuals stay."""
     run = Trained(chain(check_every=1))
     run.step(0)
     run.change(name, 1, (0,), 7.0)
@@ -165,12 +173,11 @@ class SentinelTest(parameterized.TestCase):
     self.assertEqual(run.parted, 1)
     before, first = run.residual(), jax.tree.map(lambda p: p[0], run.params)
     run.params, run.state = run.follow(run.params, run.state)
-    for path, leaf in run.params.items():
-      for replica in leaf:
-        np.testing.assert_array_equal(replica, first[path])
-    jax.tree.map(np.testing.assert_array_equal, run.residual(), before)
+    assert_replicas_equal(run.params)
+    chex.assert_trees_all_equal(jax.tree.map(lambda p: p[0], run.params), first)
+    chex.assert_trees_all_equal(run.residual(), before)
     run.step(2)
-    self.assertEqual(run.parted, 1, "no more of them")
+    self.assertEqual(run.parted, 1, "none since")
 
   def test_following_under_shard_map_and_accumulate(self):
     tx = optax.chain(
@@ -194,24 +201,16 @@ class SentinelTest(parameterized.TestCase):
     on_mesh = jax.shard_map(
       follow, mesh=run.mesh, in_specs=(specs,), out_specs=specs
     )
-    after = jax.jit(on_mesh)(run.state)
-    data = lambda x: (  # noqa: E731
-      jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-      else x
-    )  # fmt: skip
-    jax.tree.map(
-      lambda a, b: np.testing.assert_array_equal(data(a), data(b)),
-      after, run.state,
-    )  # fmt: skip
+    chex.assert_trees_all_equal(jax.jit(on_mesh)(run.state), run.state)
 
-  def test_following_where_no_axis_is_bound(self):
+  def test_following_needs_a_bound_axis(self):
     with self.assertRaisesRegex(
       ValueError, "`axis_name` must be an axis bound"
     ):
       edgc_jax.follow_first_replica(PARAMS)
 
-  def test_sees_what_static_checks_cannot(self):
-    """check_vma=False turns JAX's own tracking off, and not the sentinel."""
+  def test_detected_without_check_vma(self):
+    """check_vma=False turns off JAX's tracking, not this check."""
     mesh = jax.make_mesh(
       (4,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
     )

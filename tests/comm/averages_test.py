@@ -1,13 +1,14 @@
-"""Codes, and means of what travels coded, against NumPy on four replicas."""
+"""Codes and means of encoded values, against NumPy on four replicas."""
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
-from helpers.meshes import AXIS
+from helpers.meshes import AXIS, assert_replicas_equal
 
 from edgc_jax.comm import averages
 from edgc_jax.comm.codes import (
@@ -23,7 +24,7 @@ SHAPES = ((5, 7), (40,), (3, 2, 4))
 
 
 def draw(seed=0, scale=1.0):
-  """Values of four replicas, unlike large."""
+  """Draws one list of values of four replicas."""
   random = np.random.default_rng(seed)
   return [
     np.asarray(scale * random.standard_normal((REPLICAS, *shape)), np.float32)
@@ -45,7 +46,7 @@ def average_fn(code):
 
 
 def in_numpy(values, round_trip, granule):
-  """Means and what each replica put in, parts and padding written out."""
+  """Returns means and sent values, with parts and padding written out."""
   sizes = [-(-v[0].size // granule) * granule for v in values]
   flat = np.concatenate(
     [
@@ -96,32 +97,32 @@ class AverageTest(parameterized.TestCase):
     values = draw()
     found = average_fn(code)(values, jax.random.key(0))
     mean, sent = in_numpy(values, round_trip, granule)
-    for leaf in range(len(SHAPES)):
-      for replica in range(REPLICAS):
-        np.testing.assert_allclose(
-          found.mean[leaf][replica], mean[leaf], 1e-6, 1e-6
-        )
-      np.testing.assert_allclose(found.sent[leaf], sent[leaf], 1e-5, 1e-5)
+    assert_replicas_equal(found.mean)
+    chex.assert_trees_all_close(
+      [m[0] for m in found.mean], mean, rtol=1e-6, atol=1e-6
+    )
+    chex.assert_trees_all_close(found.sent, sent, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(found.exact, np.ones(REPLICAS))
 
   @parameterized.parameters(
     None, Bfloat16(), NativeBfloat16(), Blockwise(8, 16), Blockwise(4, 16),
     Signs(16),
   )  # fmt: skip
-  def test_what_is_sent_has_the_mean_that_comes(self, code):
-    """So that nothing is lost where the rest goes on."""
+  def test_sent_values_have_the_mean_that_is_received(self, code):
+    """So error feedback, which keeps the rest, loses nothing."""
     found = average_fn(code)(draw(1), jax.random.key(1))
-    for mean, sent in zip(found.mean, found.sent, strict=True):
-      for replica in mean[1:]:
-        np.testing.assert_array_equal(replica, mean[0])
-      tolerance = 1e-2 if isinstance(code, NativeBfloat16) else 1e-5
-      np.testing.assert_allclose(
-        np.mean(sent, axis=0), mean[0], tolerance, tolerance
-      )
+    assert_replicas_equal(found.mean)
+    tolerance = 1e-2 if isinstance(code, NativeBfloat16) else 1e-5
+    chex.assert_trees_all_close(
+      [np.mean(sent, axis=0) for sent in found.sent],
+      [mean[0] for mean in found.mean],
+      rtol=tolerance,
+      atol=tolerance,
+    )
 
   @parameterized.parameters(8, 4)
   def test_rounding_is_unbiased(self, bits):
-    """Over 400 draws the mean comes near; one draw does not."""
+    """The mean of 400 draws is close; one draw is not."""
     code = Blockwise(bits, 16)
     values = draw(2)
     keys = jax.random.split(jax.random.key(3), 400)
@@ -151,19 +152,21 @@ class AverageTest(parameterized.TestCase):
       found = average_fn(code)(values, jax.random.key(0))
       self.assertFalse(np.isfinite(found.mean[1]).all(axis=1).any())
 
-  @parameterized.parameters(0.0, 1e-38, 1e-20, 1e30)
-  def test_any_scale_stays_finite(self, scale):
-    for code in (Bfloat16(), Blockwise(8, 16), Blockwise(4, 16), Signs(16)):
-      values = draw(scale=scale)
-      found = average_fn(code)(values, jax.random.key(0))
-      largest = max(np.abs(value).max() for value in values)
-      for mean in found.mean:
-        self.assertTrue(np.isfinite(mean).all())
-        self.assertLessEqual(np.abs(mean).max(), 1.01 * largest)
+  @parameterized.product(
+    scale=[0.0, 1e-38, 1e-20, 1e30],
+    code=[Bfloat16(), Blockwise(8, 16), Blockwise(4, 16), Signs(16)],
+  )
+  def test_any_scale_stays_finite(self, scale, code):
+    values = draw(scale=scale)
+    found = average_fn(code)(values, jax.random.key(0))
+    largest = max(np.abs(value).max() for value in values)
+    chex.assert_tree_all_finite(found.mean)
+    for mean in found.mean:
+      self.assertLessEqual(np.abs(mean).max(), 1.01 * largest)
 
 
 class PaddingTest(absltest.TestCase):
-  def test_the_last_block_of_a_leaf_has_a_scale_of_its_own(self):
+  def test_the_last_block_of_a_leaf_has_its_own_scale(self):
     values = [np.ones((REPLICAS, 17), np.float32)]
     found = average_fn(Signs(16))(values, jax.random.key(0))
     np.testing.assert_allclose(found.mean[0][0], np.ones(17))
@@ -171,7 +174,7 @@ class PaddingTest(absltest.TestCase):
 
 class CodesTest(parameterized.TestCase):
   @parameterized.parameters(8, 4)
-  def test_integers_are_what_the_formula_says(self, bits):
+  def test_integers_follow_the_formula(self, bits):
     values = draw()[1][:, :32]
     key, levels = jax.random.key(5), 2 ** (bits - 1) - 1
     code = Blockwise(bits, 8)
@@ -189,7 +192,7 @@ class CodesTest(parameterized.TestCase):
   @parameterized.parameters(
     Bfloat16(), Blockwise(8, 16), Blockwise(4, 16), Signs(16)
   )
-  def test_bytes_are_those_of_the_arrays(self, code):
+  def test_num_bytes_counts_the_arrays(self, code):
     encoded = code.encode(jnp.ones(64), jax.random.key(0))
     size = sum(x.nbytes for x in jax.tree.leaves(encoded))
     self.assertEqual(size, code.num_bytes(64))

@@ -1,10 +1,11 @@
-"""No collective of an update may overtake another, as XLA orders them on CPUs.
+"""No collective of an update may overtake another on CPUs.
 
-Between hosts, which here are only pretended, there are loops, too.
+Between hosts, which these tests only pretend, there are loops too.
 """
 
 import contextlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +47,7 @@ IN_LOOPS = {2: (*CODED, "top"), 4: CODED}  # a ring of two is cut, too
 
 
 def program(tx, waits=True, params=PARAMS, replicas=REPLICAS):
-  """Of a step that also sends a number of its own."""
+  """Compiles a step that also sends a number of its own."""
 
   def step(gradients, state):
     updates, state = tx.update(gradients, state, params)
@@ -65,7 +66,7 @@ def program(tx, waits=True, params=PARAMS, replicas=REPLICAS):
 
 class OrderTest(parameterized.TestCase):
   @parameterized.product(name=list(REDUCERS), hosts=[0, 2, 4])
-  def test_every_collective_waits_for_those_in_branches(self, name, hosts):
+  def test_every_collective_waits_for_branches(self, name, hosts):
     tx = edgc_jax.skip_nonfinite(
       optax.chain(REDUCERS[name](), optax.adamw(1e-3)), AXIS
     )
@@ -81,8 +82,8 @@ class OrderTest(parameterized.TestCase):
     ("dense", 0), ("dense", 4), ("low_rank", 4), ("coded", 0), ("coded", 4),
     ("quantize", 2), ("top", 2),
   )  # fmt: skip
-  def test_a_replay_of_them_sends_the_same(self, name, hosts):
-    """As the network benchmark times them, with nothing to compute."""
+  def test_a_replay_sends_the_same(self, name, hosts):
+    """The network benchmark times such a replay, without computation."""
     params = {**PARAMS, "other": jnp.ones((48, 40))}  # two of a shape
     replicas = hosts or REPLICAS
     with between_hosts(16) if hosts else contextlib.nullcontext():
@@ -114,23 +115,23 @@ class OrderTest(parameterized.TestCase):
     self.assertEqual(unordered(program(tx)), [])
 
   def test_many_leaves(self):
-    """More than XLA joins into one collective."""
+    """These are more than XLA joins into one collective."""
     params = {f"leaf_{i:03}": jnp.ones(3 + i % 2) for i in range(300)}
     params["empty"] = jnp.ones(0)
     text = program(REDUCERS["dense"](), params=params)
     self.assertEqual(unordered(text), [])
 
-  def test_where_nothing_is_compressed(self):
+  def test_without_compression(self):
     tx = REDUCERS["adaptive"]()
     with self.assertWarns(RuntimeWarning):
       text = program(tx, params={"bias": jnp.ones(40)})
     self.assertEqual(unordered(text), [])
 
-  def test_one_of_the_user_that_does_not_wait_is_found(self):
+  def test_a_collective_of_the_user_that_does_not_wait_is_found(self):
     text = program(REDUCERS["low_rank"](), waits=False)
     self.assertNotEqual(unordered(text), [])
 
-  def test_values_are_as_they_were(self):
+  def test_waiting_keeps_values(self):
     tx = REDUCERS["dense"]()
     gradients = gradients_like(PARAMS, 0, 1)
     waited = jax.pmap(
@@ -138,9 +139,9 @@ class OrderTest(parameterized.TestCase):
       AXIS,
       devices=jax.devices()[:1],
     )(gradients)
-    jax.tree.map(np.testing.assert_array_equal, waited, gradients)
+    chex.assert_trees_all_equal(waited, gradients)
 
-  def test_a_state_without_a_reducer_is_refused(self):
+  def test_a_state_without_a_reducer_raises(self):
     state = optax.adam(1e-3).init(PARAMS)
     with self.assertRaisesRegex(ValueError, "`opt_state` must be a state with"):
       edgc_jax.after_update(1.0, state)

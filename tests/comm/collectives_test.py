@@ -1,7 +1,8 @@
-"""How collectives travel: small leaves as one, by rotation, in messages."""
+"""Collectives: small leaves joined, parts rotated, messages cut."""
 
 import contextlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +17,9 @@ REPLICAS = 4
 
 
 def pmapped(fn, *args):
-  """What a function gives on all replicas, and its program."""
+  """Returns a function's results on all replicas, and its program."""
   mapped = jax.pmap(
-    lambda *args: fn(*args),  # a new one: JAX would know the old one's program
+    lambda *args: fn(*args),  # a new function, which JAX compiles again
     axis_name=AXIS,
     devices=jax.devices()[: len(jax.tree.leaves(args)[0])],
   )
@@ -31,7 +32,7 @@ def draw(*shape, dtype=np.float32):
 
 
 class JoinedTest(absltest.TestCase):
-  """Between CPU hosts, which here is only pretended."""
+  """Joined leaves between pretended CPU hosts."""
 
   def test_small_leaves_of_a_kind_are_one_operand(self):
     tree = {
@@ -40,11 +41,14 @@ class JoinedTest(absltest.TestCase):
     }  # fmt: skip
     with between_hosts():
       mean, program = pmapped(lambda t: collectives.mean(t, AXIS), tree)
-    for name in "ab":
-      expected = np.broadcast_to(tree[name].mean(0), tree[name].shape)
-      np.testing.assert_allclose(mean[name], expected, rtol=1e-5, atol=1e-4)
-    expected = np.broadcast_to(tree["large"].mean(0), tree["large"].shape)
-    np.testing.assert_allclose(mean["large"], expected, rtol=1e-4, atol=1e-3)
+    expected = jax.tree.map(lambda x: np.broadcast_to(x.mean(0), x.shape), tree)
+    small = lambda tree: (tree["a"], tree["b"])  # noqa: E731
+    chex.assert_trees_all_close(
+      small(mean), small(expected), rtol=1e-5, atol=1e-4
+    )
+    np.testing.assert_allclose(
+      mean["large"], expected["large"], rtol=1e-4, atol=1e-3
+    )
     self.assertEqual(mean["none"].shape, (REPLICAS, 0))
     shapes = [
       shape
@@ -57,8 +61,9 @@ class JoinedTest(absltest.TestCase):
     tree = [draw(3, dtype=np.int32), draw(2, 2, dtype=np.int32)]
     with between_hosts():
       total, _ = pmapped(lambda t: collectives.total(t, AXIS), tree)
-    for ours, leaf in zip(total, tree, strict=True):
-      np.testing.assert_array_equal(ours[0], leaf.sum(0))
+    chex.assert_trees_all_equal(
+      [leaf[0] for leaf in total], [leaf.sum(0) for leaf in tree]
+    )
 
 
 class AfterTest(parameterized.TestCase):
@@ -66,7 +71,7 @@ class AfterTest(parameterized.TestCase):
     np.nan, np.inf, -np.inf, -5.0, -1.0, -0.5, 0.0, 0.5, 1e-45, 3e38, True, 7,
     np.float16(-2),
   )  # fmt: skip
-  def test_values_stay_whatever_came_before(self, earlier):
+  def test_values_stay_for_any_earlier_value(self, earlier):
     tree = {
       "float": np.array([np.nan, -0.0, np.inf, 1.5], np.float32),
       "narrow": jnp.array([1.5, -2], jnp.bfloat16),
@@ -77,30 +82,30 @@ class AfterTest(parameterized.TestCase):
     }
     before = [jnp.array([0, earlier]), jnp.zeros((0,))]
     waited = jax.jit(dataflow.after)(tree, before)
-    for name, leaf in tree.items():
-      self.assertEqual(waited[name].dtype, leaf.dtype)
+    chex.assert_trees_all_equal_dtypes(waited, tree)
+    for name, leaf in tree.items():  # bytes tell -0.0 from 0.0
       self.assertEqual(waited[name].tobytes(), leaf.tobytes(), name)
 
-  def test_nothing_before(self):
+  def test_without_earlier_values(self):
     self.assertEqual(dataflow.after(3, []), 3)
     self.assertEqual(dataflow.after(3, [jnp.zeros((2, 0))]), 3)
 
 
 class MessagesTest(parameterized.TestCase):
-  """Between CPU hosts, which here is only pretended."""
+  """Messages between pretended CPU hosts."""
 
   def run_both(self, fn, x):
-    """What is sent in messages, and its bytes without and with them."""
+    """Returns collectives with messages, and bytes without and with them."""
     plain, in_one = pmapped(fn, x)
     with between_hosts(64):
       cut, in_many = pmapped(fn, x)
     np.testing.assert_array_equal(plain, cut)
-    sent = [hlo.wire_bytes_outside_branches(hlo) for hlo in (in_one, in_many)]
+    sent = [hlo.wire_bytes_outside_branches(x) for x in (in_one, in_many)]
     return hlo.collectives_in_order(in_many), *sent
 
   @parameterized.parameters((3, [1, 2]), (4, [1, 2, 2, 2, 3]))
   def test_parts_arrive_by_rotations(self, devices, shifts):
-    """One where pairs send to each other is cut: 50 values into 3 messages."""
+    """A rotation by half is cut: 50 values into 3 messages."""
     x = draw(devices, 5, 10)[:devices]
     sent, whole, rotated = self.run_both(
       lambda x: collectives.exchange_parts(x, AXIS), x
@@ -108,11 +113,11 @@ class MessagesTest(parameterized.TestCase):
     self.assertEqual({one.kind for one in sent}, {"collective-permute"})
     found = [(one.pairs[0][1] - one.pairs[0][0]) % devices for one in sent]
     self.assertEqual(found, shifts)
-    # An all-reduce sends 2 (N - 1) / N of what is counted for it.
+    # An all-reduce sends 2 (N - 1) / N times its counted bytes.
     self.assertEqual(rotated, whole * 2 * (devices - 1) // devices)
 
   def test_two_swap_parts(self):
-    """Of 50 values, in 3 messages."""
+    """They swap 50 values in 3 messages."""
     x = draw(2, 5, 10)[:2]
     sent, whole, cut = self.run_both(
       lambda x: collectives.exchange_parts(x, AXIS), x
@@ -120,18 +125,18 @@ class MessagesTest(parameterized.TestCase):
     self.assertEqual([one.kind for one in sent], ["all-gather"] * 3)
     self.assertEqual(cut, whole)
 
-  def test_leaves_of_any_kind(self):
+  @parameterized.parameters(collectives.exchange_parts, collectives.gather)
+  def test_leaves_of_any_kind(self, fn):
     tree = [draw(4, 50), draw(4, 0), draw(4, 3, dtype=np.int8), draw(8)]
-    for fn in (collectives.exchange_parts, collectives.gather):
-      run = lambda tree, fn=fn: fn(tree, AXIS)  # noqa: E731
-      plain, _ = pmapped(run, tree)
-      with between_hosts(64):
-        cut, _ = pmapped(run, tree)
-      jax.tree.map(np.testing.assert_array_equal, plain, cut)
+    run = lambda tree: fn(tree, AXIS)  # noqa: E731
+    plain, _ = pmapped(run, tree)
+    with between_hosts(64):
+      cut, _ = pmapped(run, tree)
+    chex.assert_trees_all_equal(plain, cut)
 
   @parameterized.parameters((2, "all-gather"), (4, "all-to-all"))
   def test_stages_do_not_wait_for_each_other(self, replicas, kind):
-    """Each is in a branch of its own, as at ranks of their own."""
+    """Each stage is in its own branch, as if ranks differed."""
     mesh = mesh_of((2, replicas))
     x = draw(2 * replicas, 5, 10).reshape(-1, 5, 10)[: 2 * replicas**2]
 
@@ -148,7 +153,7 @@ class MessagesTest(parameterized.TestCase):
     found = []
     for context in (contextlib.nullcontext(), between_hosts(64)):
       with context:
-        # A new one, as above.
+        # A new function, as above.
         mapped = jax.jit(
           jax.shard_map(
             lambda x: exchange(x), mesh=mesh, in_specs=specs,
@@ -157,7 +162,7 @@ class MessagesTest(parameterized.TestCase):
         )  # fmt: skip
         found.append(mapped(x))
         program = mapped.lower(x).compile().as_text()
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    chex.assert_trees_all_equal(*found)
     self.assertIn(f" {kind}(", program)
     self.assertNotIn(" collective-permute(", program)
 
@@ -176,7 +181,7 @@ class MessagesTest(parameterized.TestCase):
       self.assertEqual(cpu_backend.num_messages(num_bytes), count)
     self.assertEqual(cpu_backend.more_trips(2 * part, 2), 0)
     with between_hosts():
-      # Of the 2, 6 and 4 messages of an all-reduce.
+      # An all-reduce has 2, 6 and 4 messages.
       self.assertEqual(cpu_backend.more_trips(2 * part, 2), 4)
       self.assertEqual(cpu_backend.more_trips(4 * part, 4), 4 / 6)
       self.assertEqual(cpu_backend.more_trips(3 * part, 3), 0)

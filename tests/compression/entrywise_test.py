@@ -1,15 +1,24 @@
-"""Methods on entries: against NumPy on four replicas, bytes, errors."""
+"""Entrywise methods against NumPy on four replicas; bytes and errors."""
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from helpers.meshes import BACKENDS, Pmap, ShardMap, find, gradients_like
+from helpers.meshes import (
+  BACKENDS,
+  Pmap,
+  ShardMap,
+  find,
+  first_replica,
+  gradients_like,
+)
 
 import edgc_jax
 from edgc_jax.measure import hlo
 
 REPLICAS = 4
-# Of the two that are compressed one is no multiple of a block, or of a run.
+# Of the two compressed leaves, one is no multiple of a block or a run.
 PARAMS = {
   "small": jnp.zeros((20, 20)),
   "stack": jnp.zeros((3, 20, 24)),
@@ -19,11 +28,15 @@ LARGE = ("stack", "wide")
 
 
 def host(tree):
-  return {name: np.asarray(value, np.float64) for name, value in tree.items()}
+  return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def mean(tree):
+  return jax.tree.map(lambda x: x.mean(0), host(tree))
 
 
 def largest(x, density):
-  """x without all but its k largest entries."""
+  """Returns x with all but its k largest entries set to zero."""
   count = max(1, round(density * x.size))
   kept = np.zeros(x.size)
   places = np.argsort(-np.abs(x.ravel()), kind="stable")[:count]
@@ -38,21 +51,19 @@ class EntrywiseTest(parameterized.TestCase):
     for step in range(4):
       gradients = gradients_like(PARAMS, seed=step)
       updates = run.step(gradients)
-      gradients = host(gradients)
+      expected = mean(gradients)
       for name in LARGE:
-        m = gradients[name] + residual[name]
+        m = host(gradients)[name] + residual[name]
         sent = np.stack([largest(part, 0.05) for part in m])
-        residual[name] = m - sent
-        np.testing.assert_allclose(updates[name][0], sent.mean(0), 1e-5, 1e-6)
-        np.testing.assert_allclose(
-          run.residual()[name], residual[name], 1e-5, 1e-6
-        )
-      np.testing.assert_allclose(
-        updates["small"][0], gradients["small"].mean(0), 1e-5, 1e-6
+        expected[name], residual[name] = sent.mean(0), m - sent
+      kept = {name: run.residual()[name] for name in LARGE}
+      chex.assert_trees_all_close(
+        first_replica(updates), expected, rtol=1e-5, atol=1e-6
       )
+      chex.assert_trees_all_close(kept, residual, rtol=1e-5, atol=1e-6)
 
   def test_a_sampled_threshold_sends_about_the_largest(self):
-    """Nothing small goes before much that is larger, and no more than k."""
+    """No small entry is sent before many larger ones, and at most k are."""
     params = {"w": jnp.zeros((100, 120))}
     run = Pmap(edgc_jax.topk(0.05, sample_rate=0.2), params)
     gradients = gradients_like(params, seed=0)
@@ -61,21 +72,21 @@ class EntrywiseTest(parameterized.TestCase):
     for replica, sent in zip(np.asarray(gradients["w"]), kept, strict=True):
       self.assertBetween(sent.sum(), 0.6 * 600, 600)
       smallest = np.abs(replica[sent]).min()
-      # The 10 % quantile of |N(0, 1)| from above is 1.64, that of 5 % is 1.96.
+      # The upper 10 % quantile of |N(0, 1)| is 1.64, the 5 % quantile 1.96.
       self.assertGreater(smallest, 1.64)
 
   def test_a_sampled_threshold_of_rare_entries_sends_them(self):
-    """Fewer than k are not zero: the threshold is zero, what is sent is not."""
+    """Fewer than k are not zero: the threshold is zero, the update is not."""
     params = {"w": jnp.zeros((100, 120))}
     run = Pmap(edgc_jax.topk(0.05, sample_rate=0.2), params)
     gradients = gradients_like(params, seed=0)
     rows = jnp.isin(jnp.arange(100), jnp.array([90, 91]))
     gradients = {"w": gradients["w"] * rows[:, None]}
     update = run.step(gradients)["w"][0]
-    np.testing.assert_allclose(update, host(gradients)["w"].mean(0), 1e-5, 1e-6)
+    np.testing.assert_allclose(update, mean(gradients)["w"], 1e-5, 1e-6)
 
-  def test_a_sample_does_not_see_columns(self):
-    """Loud columns, as far apart as sampled entries are."""
+  def test_a_sample_is_not_of_a_few_columns(self):
+    """Loud columns are as far apart as sampled entries."""
     params = {"w": jnp.zeros((64, 256))}
     run = Pmap(edgc_jax.topk(0.1, sample_rate=1 / 16), params)
     gradients = gradients_like(params, seed=0)
@@ -86,7 +97,7 @@ class EntrywiseTest(parameterized.TestCase):
 
   @parameterized.parameters(True, False)
   def test_randomk_agrees_with_numpy(self, error_feedback):
-    """One entry of every run; the same on all replicas."""
+    """One entry of each run is sent, the same on all replicas."""
     tx = edgc_jax.randomk(0.1, error_feedback=error_feedback)
     run = Pmap(tx, PARAMS)
     residual = dict.fromkeys(LARGE, 0.0)
@@ -120,13 +131,13 @@ class EntrywiseTest(parameterized.TestCase):
     self.assertLen(seen, 8)
 
   def test_randomk_is_unbiased_without_error_feedback(self):
-    """Over 400 draws every entry comes near its mean."""
+    """The average of 400 draws is close to the mean in each entry."""
     params = {"w": jnp.zeros((16, 64))}
     run = Pmap(edgc_jax.randomk(0.25, error_feedback=False), params)
     gradients = gradients_like(params, seed=0)
-    exact = host(gradients)["w"].mean(0)
+    exact = mean(gradients)["w"]
     total = sum(run.step(gradients)["w"][0] for _ in range(400)) / 400
-    # An entry comes in one of 4 steps, 4 times as large: deviation 3^(1/2).
+    # An entry is sent in one of 4 steps, 4 times as large: deviation 3^(1/2).
     error = (total - exact) / (np.abs(exact) * (3 / 400) ** 0.5)
     self.assertAlmostEqual(np.mean(error * np.sign(exact)), 0, delta=0.15)
     self.assertAlmostEqual(np.std(error), 1, delta=0.15)
@@ -141,11 +152,12 @@ class EntrywiseTest(parameterized.TestCase):
     run = Pmap(make(), PARAMS)
     for step in range(2):
       gradients = gradients_like(PARAMS, seed=step)
-      updates = run.step(gradients)
-      for name, value in host(gradients).items():
-        np.testing.assert_allclose(
-          updates[name][0], value.mean(0), 1e-5, 1e-6, err_msg=name
-        )
+      chex.assert_trees_all_close(
+        first_replica(run.step(gradients)),
+        mean(gradients),
+        rtol=1e-5,
+        atol=1e-6,
+      )
     self.assertLess(edgc_jax.metrics(run.state)["relative_error"], 1e-6)
 
   @parameterized.named_parameters(
@@ -156,7 +168,8 @@ class EntrywiseTest(parameterized.TestCase):
     run = BACKENDS[backend](make(), PARAMS)
     found = self.bytes_of(run)
     counts = [round(0.05 * PARAMS[name].size) for name in LARGE]
-    self.assertEqual(found, sum(map(by_count, counts)) + self.beside())
+    expected = sum(map(by_count, counts)) + self.other_bytes()
+    self.assertEqual(found, expected)
 
   @parameterized.named_parameters(
     ("quantize_8", "shard_map", lambda: edgc_jax.quantize(8), 8),
@@ -166,21 +179,21 @@ class EntrywiseTest(parameterized.TestCase):
   def test_bytes_of_fewer_bits(self, backend, make, bits):
     run = BACKENDS[backend](make(), PARAMS)
     blocks = sum(-(-PARAMS[name].size // 256) for name in LARGE)
-    blocks = -(-blocks // REPLICAS) * REPLICAS  # as many for each
-    expected = blocks * (256 * bits // 8 + 4) + self.beside()
+    blocks = -(-blocks // REPLICAS) * REPLICAS  # an equal number for each
+    expected = blocks * (256 * bits // 8 + 4) + self.other_bytes()
     self.assertEqual(self.bytes_of(run), expected)
 
-  def beside(self):
-    """Dense leaves, and what tells the errors of 4 matrices."""
+  def other_bytes(self):
+    """Returns the bytes of dense leaves and of the errors of 4 matrices."""
     return 4 * 400 + 4 * 4 * 33
 
   def bytes_of(self, run):
-    """What the compiled program sends whatever branches it takes."""
+    """Returns the bytes that the compiled program sends on all branches."""
     text = run.compiled(gradients_like(PARAMS, seed=0))
     return hlo.wire_bytes_outside_branches(text)
 
-  def test_error_is_that_of_the_mean(self):
-    """Sketches of the whole and of the rest; unbiased, up to their ratio."""
+  def test_relative_error_is_of_the_mean(self):
+    """Sketches of the whole and the rest are unbiased, up to their ratio."""
     params = {"w": jnp.zeros((60, 80))}
     run = Pmap(edgc_jax.topk(0.3), params)
     estimated, exact = [], []
@@ -194,7 +207,7 @@ class EntrywiseTest(parameterized.TestCase):
       estimated.append(values["relative_error"])
       norm = np.sqrt(np.mean(np.sum(residual**2, axis=(1, 2))))
       self.assertAlmostEqual(values["residual_norm"] / norm, 1, places=4)
-    # Values and indices of 4 replicas, and what tells the error.
+    # Values and indices of 4 replicas, and sketches for the error.
     self.assertEqual(values["wire_bytes"], 4 * 4 * 1440 + 4 * 33)
     self.assertAlmostEqual(np.mean(estimated), np.mean(exact), delta=0.1)
     self.assertBetween(np.mean(exact), 0.2, 0.8)
@@ -204,8 +217,8 @@ class EntrywiseTest(parameterized.TestCase):
     ("quantize", lambda: edgc_jax.quantize()),
     ("randomk_scaled", lambda: edgc_jax.randomk(0.1, error_feedback=False)),
   )
-  def test_nonfinite_entries_are_seen_wherever_they_are(self, make):
-    """By all replicas, sent or not."""
+  def test_a_nonfinite_entry_skips_the_step(self, make):
+    """All replicas skip it, even if the entry is not sent."""
     params = {"w": jnp.zeros((32, 40))}
     run = Pmap(make(), params)
     for step, bad in enumerate((np.nan, np.inf, None)):
@@ -217,13 +230,14 @@ class EntrywiseTest(parameterized.TestCase):
       self.assertTrue(np.isfinite(update).all())
     self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 2)
 
-  def test_state_without_error_feedback_is_empty(self):
-    for tx in (
-      edgc_jax.quantize(),
-      edgc_jax.randomk(0.1, error_feedback=False),
-    ):
-      state = tx.init(PARAMS)
-      self.assertEqual(tuple(state.exchange), ((), (), ()))
+  @parameterized.named_parameters(
+    ("quantize", lambda: edgc_jax.quantize()),
+    ("randomk", lambda: edgc_jax.randomk(0.1, error_feedback=False)),
+  )
+  def test_state_without_error_feedback_is_empty(self, make):
+    self.assertEqual(tuple(make().init(PARAMS).exchange), ((), ()))
+
+  def test_residuals_are_stacked_by_replica(self):
     run = ShardMap(edgc_jax.signsgd(), PARAMS)
     self.assertEqual(
       find(run.state).exchange.residual["wide"].shape, (REPLICAS * 23, 51)

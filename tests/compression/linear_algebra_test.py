@@ -1,13 +1,14 @@
-"""Orthonormal or short, continuous, in order, whatever comes in."""
+"""Bases are orthonormal or short, continuous and in order for any input."""
 
 from unittest import mock
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax.compression import linear_algebra as orthonormalization
+from edgc_jax.compression import linear_algebra
 from edgc_jax.compression.linear_algebra import (
   orthonormalize,
   revive,
@@ -19,7 +20,7 @@ UNIT = jnp.ones(())
 
 
 def spectrum(values, seed=0):
-  """A matrix [ROWS, len(values)] with given singular values."""
+  """Returns a matrix [ROWS, len(values)] of given singular values."""
   random = np.random.default_rng(seed)
   u, _ = np.linalg.qr(random.standard_normal((ROWS, len(values))))
   v, _ = np.linalg.qr(random.standard_normal((len(values),) * 2))
@@ -31,7 +32,7 @@ def gaussian(seed=0):
 
 
 def flushed(y):
-  """As XLA reads it: denormal numbers are zeros."""
+  """Sets denormal numbers to zero, as XLA does."""
   return np.where(np.abs(y) < np.finfo(np.float32).tiny, 0.0, y)
 
 
@@ -54,7 +55,7 @@ INPUTS = {
 
 
 def basis_of(y):
-  """Columns and shares of one matrix, as float64."""
+  """Returns columns and shares of one matrix as float64."""
   basis = jax.jit(orthonormalize)([jnp.asarray(y, jnp.float32)[None]])
   return np.float64(basis.columns[0][0]), np.float64(basis.shares[0][0])
 
@@ -71,7 +72,7 @@ class OrthonormalizeTest(parameterized.TestCase):
     np.testing.assert_allclose(
       gram[whole][:, whole], np.eye(rank), rtol=0, atol=2e-6
     )
-    # What is damped is rounding noise, and hardly there.
+    # Damped columns are rounding noise, and short.
     self.assertLess(np.abs(p[:, ~whole]).max(initial=0), 0.05)
     # Nothing of substance is outside the span.
     scale = np.maximum(np.abs(y).max(0), 1e-300)
@@ -82,9 +83,9 @@ class OrthonormalizeTest(parameterized.TestCase):
     (name, y) for name, (y, rank) in INPUTS.items() if rank == y.shape[1]
   )
   def test_is_gram_schmidt(self, y):
-    """The factor of the one decomposition with a positive diagonal.
+    """The basis is Q of the QR decomposition with a positive diagonal.
 
-    To what rounding the input to float32 alone does to it.
+    The tolerance is the effect of rounding the input to float32.
     """
     p, shares = basis_of(y)
     y = np.float64(np.float32(y) / np.abs(y).max(0))
@@ -96,7 +97,7 @@ class OrthonormalizeTest(parameterized.TestCase):
 
   @parameterized.named_parameters((name, y) for name, (y, _) in INPUTS.items())
   def test_no_threshold_and_no_sign_flips(self, y):
-    """Noise of 1e-7 moves a column by that over its share of what is new."""
+    """Noise of 1e-7 moves a column by at most 1e-7 over its share."""
     y = np.asarray(y / max(np.abs(y).max(), 1e-300), np.float32)
     p, shares = basis_of(y)
     for seed in range(5):
@@ -110,28 +111,27 @@ class OrthonormalizeTest(parameterized.TestCase):
     rows=[768, 5000, 50304], values=[(0.1, 0.3), (0, 1, 2, 3), (1, -1), (0.7,)]
   )
   def test_tall_parallel_columns_of_few_values(self, rows, values):
-    """Rounding errors of long sums of equal terms all go one way."""
+    """Rounding errors of long sums of equal terms have one sign."""
     random = np.random.default_rng(rows)
     column = random.choice(np.float32(values), rows)
     for scales in (np.ones(32), random.choice(np.float32(values), 32)):
       y = jnp.asarray(np.outer(column, scales), jnp.float32)[None]
-      for found in (orthonormalize([y]).columns[0], unit_columns([y])[0]):
-        self.assertTrue(np.isfinite(found).all())
+      chex.assert_tree_all_finite((orthonormalize([y]), unit_columns([y])))
       p = np.float64(orthonormalize([y]).columns[0][0])
       first = np.flatnonzero(scales)[0]
       self.assertAlmostEqual(np.linalg.norm(p[:, first]), 1, places=5)
 
   def test_a_matrix_that_cannot_be_factorised_gives_no_basis(self):
-    """And the others have theirs."""
+    """The others still have theirs."""
     bad = jnp.full((1, 40, 4), jnp.nan)
     good = jnp.asarray(gaussian()[None], jnp.float32)
     columns, _ = orthonormalize([bad, good])
     alone, _ = orthonormalize([good])
     np.testing.assert_allclose(columns[1], alone[0], atol=1e-6)
 
-  def test_a_failed_factorisation_leaves_nothing_that_is_not_finite(self):
+  def test_a_failed_factorisation_gives_zeros(self):
     y = jnp.ones((1, 40, 4))
-    with mock.patch.object(orthonormalization, "_SHIFT", -1.0):
+    with mock.patch.object(linear_algebra, "_SHIFT", -1.0):
       columns, shares = orthonormalize([y])
     np.testing.assert_array_equal(columns[0], 0.0)
     np.testing.assert_array_equal(shares[0], 0.0)
@@ -153,12 +153,15 @@ class OrthonormalizeTest(parameterized.TestCase):
       jnp.asarray(np.random.default_rng(i).standard_normal(shape), jnp.float32)
       for i, shape in enumerate(((2, 30, 4), (1, 50, 4), (3, 20, 7), (1, 9, 1)))
     ]
-    together = orthonormalize(stacks)
-    for i, (y, p) in enumerate(zip(stacks, together.columns, strict=True)):
-      self.assertEqual(y.shape, p.shape)
-      alone = orthonormalize([y])
-      np.testing.assert_allclose(p, alone.columns[0], 0, 1e-5)
-      np.testing.assert_allclose(together.shares[i], alone.shares[0], 1e-5)
+    columns, shares = orthonormalize(stacks)
+    chex.assert_trees_all_equal_shapes(columns, stacks)
+    alone = [orthonormalize([y]) for y in stacks]
+    chex.assert_trees_all_close(
+      columns, [one.columns[0] for one in alone], rtol=0, atol=1e-5
+    )
+    chex.assert_trees_all_close(
+      shares, [one.shares[0] for one in alone], rtol=1e-5
+    )
 
   def test_later_passes_are_needed(self):
     """One pass alone is far from orthonormal on a conditioned input."""
@@ -173,18 +176,18 @@ class ReviveTest(parameterized.TestCase):
     self.q = jnp.asarray(gaussian(), jnp.float32)[None]
     self.key = jax.random.key(0)
 
-  def test_leaves_columns_alone_that_are_new_enough(self):
+  def test_keeps_columns_that_are_new_enough(self):
     shares = jnp.full((1, COLS), 0.01)
     (q,) = revive([self.q], [shares], self.key, UNIT)
     np.testing.assert_array_equal(q, self.q)
 
-  def test_is_continuous_where_it_begins(self):
+  def test_is_continuous_at_the_threshold(self):
     below = jnp.full((1, COLS), 0.01 * (1 - 1e-4))
     (q,) = revive([self.q], [below], self.key, UNIT)
     self.assertBetween(np.abs(q - self.q).max(), 1e-12, 1e-6)
 
   @parameterized.parameters("zeros", "copies", "noise")
-  def test_dead_columns_get_directions_of_their_own(self, dead):
+  def test_dead_columns_get_new_directions(self, dead):
     half = COLS // 2
     column = self.q[:, :, :1]
     last = {

@@ -1,7 +1,8 @@
-"""Packing loses nothing and moves nothing, whatever the ranks are."""
+"""Packing keeps values and their places, at any ranks."""
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +46,7 @@ RANKS = (
 
 class PackingTest(parameterized.TestCase):
   @parameterized.product(ranks=RANKS, spare=[0, 9])
-  def test_there_and_back(self, ranks, spare):
+  def test_unpacking_inverts_packing(self, ranks, spare):
     values = factors(seed=0)
     expected, columns, place = [], [], 0
     for value in map(np.asarray, values):
@@ -60,8 +61,7 @@ class PackingTest(parameterized.TestCase):
     np.testing.assert_array_equal(buffer[: len(columns)], columns)
     np.testing.assert_array_equal(buffer[len(columns) :], 0)
     received = unpack(buffer, values, np.array(ranks))
-    for value, kept in zip(received, expected, strict=True):
-      np.testing.assert_array_equal(value, kept)
+    chex.assert_trees_all_equal(received, expected)
 
   def test_random_ranks(self):
     random = np.random.default_rng(0)
@@ -71,9 +71,11 @@ class PackingTest(parameterized.TestCase):
     for _ in range(50):
       ranks = np.array([random.integers(w + 1) for w in widths])
       received = unpack(pack(values, ranks, length), values, ranks)
-      for value, own, kept in zip(values, split(ranks), received, strict=True):
-        live = packing.live_columns(own, value.shape[2])
-        np.testing.assert_array_equal(jnp.where(live, value, 0), kept)
+      expected = [
+        jnp.where(packing.live_columns(own, value.shape[2]), value, 0)
+        for value, own in zip(values, split(ranks), strict=True)
+      ]
+      chex.assert_trees_all_equal(received, expected)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A replica whose products round differently applies what the others apply."""
+"""A replica whose products round differently applies the same updates."""
 
 import functools
 
@@ -19,10 +19,10 @@ CALLS = ("closed_call", "jit", "pjit", "remat2", "checkpoint")
 
 
 def with_noise(fn):
-  """The same function, with noise in every product of replica 1.
+  """Returns the same function with noise in every product of replica 1.
 
-  Of `LEVEL` times the root mean square of the row that an entry is in: what is
-  computed is read as a program, and evaluated operation by operation.
+  The noise of an entry is `LEVEL` times the root mean square of its row. The
+  function is traced to a jaxpr, which is evaluated operation by operation.
   """
 
   def run(*args):
@@ -50,7 +50,7 @@ def evaluate(program, consts, *args):
       outputs = evaluate(inner.jaxpr, inner.consts, *inputs)
     else:
       bound = equation.primitive.get_bind_params(params)
-      # Functions that are arguments come apart from the rest in some versions.
+      # Some versions of JAX return functions apart from other parameters.
       functions, bound = bound if isinstance(bound, tuple) else ((), bound)
       outputs = equation.primitive.bind(*functions, *inputs, **bound)
       if not equation.primitive.multiple_results:
@@ -76,7 +76,7 @@ def _noisy(x, number):
 
 
 class Noisy(Pmap):
-  """A run in which replica 1 rounds in its own way."""
+  """A run in which replica 1 rounds differently."""
 
   def __init__(self, tx, params, replicas=2):
     super().__init__(tx, params, replicas)
@@ -95,7 +95,7 @@ def matrix(shape, values, random):
 
 
 def of_spectrum(values, turns):
-  """Gradients with these singular values, new in each step or turning."""
+  """Returns gradients of these singular values; vectors turn if asked."""
 
   def gradients(step):
     random = np.random.default_rng(1000 + step if turns else 0)
@@ -152,7 +152,7 @@ class RoundingTest(parameterized.TestCase):
 
 @functools.cache
 def _run_of(reducer):
-  """One compilation for all kinds of gradients."""
+  """Returns a run, compiled once for all kinds of gradients."""
   if reducer == "powersgd":
     return Noisy(edgc_jax.powersgd(16, min_ratio=0), PARAMS)
   return Noisy(edgc(**(MOVING | {"min_ratio": 0})), PARAMS)

@@ -1,4 +1,4 @@
-"""Sketched norms against exact ones."""
+"""Sketched norms against exact norms."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ COUNT = 3
 
 
 def stacks_of(rows, cols, rank, seed=0):
-  """Residuals M - P Q^T and, exactly, their squared norms."""
+  """Returns M, P, Q and the exact squared norms of M - P Q^T."""
   random = np.random.default_rng(seed)
   p, q = (random.standard_normal((COUNT, side, rank)) for side in (rows, cols))
   scales = np.array([0.1, 1.0, 10.0])[:, None, None]
@@ -31,7 +31,7 @@ def sketch_of(arrays, seed):
 
 class SketchTest(parameterized.TestCase):
   @parameterized.parameters((40, 64, 3), (64, 40, 2), (12, 7, 2))
-  def test_mean_of_many_is_the_norm(self, rows, cols, rank):
+  def test_the_mean_of_many_is_the_norm(self, rows, cols, rank):
     arrays, exact = stacks_of(rows, cols, rank)
     sketches = jax.vmap(lambda seed: sketch_of(arrays, seed))(jnp.arange(2000))
     self.assertEqual(sketches.shape, (2000, COUNT, SKETCH_VALUES))
@@ -44,7 +44,7 @@ class SketchTest(parameterized.TestCase):
     self.assertLess(np.std(ratios), 1.3 * deviation)
 
   def test_sketches_average_as_the_residuals_do(self):
-    """The norm of the mean, not the mean of the norms."""
+    """They give the norm of the mean, not the mean of the norms."""
     arrays, exact = stacks_of(40, 64, 3)
     stack, p, q = arrays
     rest = stack - p @ jnp.swapaxes(q, 1, 2)
@@ -53,7 +53,7 @@ class SketchTest(parameterized.TestCase):
     scale = np.sqrt(exact)[:, None]
     np.testing.assert_allclose(both / scale, 0, atol=1e-4)
 
-  def test_nothing_left_is_nothing(self):
+  def test_zero_residuals_have_zero_sketches(self):
     p = jnp.eye(8)[None]
     stack = jax.random.normal(jax.random.key(0), (1, 8, 20))
     z = sketch_of([stack, p, jnp.swapaxes(stack, 1, 2)], 3)

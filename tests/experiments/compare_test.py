@@ -60,7 +60,7 @@ def records(tmp_path):
     kept.write(STUDY.run("strong", seed), numbers(strong))
     edgc = numbers(strong - 0.1, 6.0, "edgc")
     kept.write(STUDY.run("edgc", seed), edgc)
-    other = STUDY.run_beside(STUDY.run("edgc", seed), edgc)
+    other = STUDY.matched_run(STUDY.run("edgc", seed), edgc)
     kept.write(other, numbers(strong + 0.1 * int(seed), 6.0))
   kept.write(STUDY.run("sparse", "0"), {"error": "exit code 1: no room"})
   return kept
@@ -85,7 +85,7 @@ def test_gaps_are_seed_by_seed(found):
   alone = dataclasses.replace(one, runs={"1": one.runs["1"]})
   assert comparison.gap(alone, found.dense) == (pytest.approx(0.1), None)
   edgc = row(found, "edgc")
-  mean, error = comparison.difference(edgc, edgc.beside)
+  mean, error = comparison.difference(edgc, edgc.matched)
   assert mean == pytest.approx(-0.15) and error == pytest.approx(0.05)
 
 
@@ -275,7 +275,7 @@ def test_a_fixed_rank_of_the_same_bytes():
   run = STUDY.run("edgc", "1")
   bytes_of_step = study._bytes_of_step(STUDY.config, '{"steps": 400}')
   for target in (0.3e6, 0.62e6, 0.9137e6, 1.24e6, 2e6):
-    other = STUDY.run_beside(run, {"wire_bytes_per_step": [target]})
+    other = STUDY.matched_run(run, {"wire_bytes_per_step": [target]})
     ranks = optimizer._rank_schedule(other.settings["powersgd.rank"], 0, 400)
     ends = [*ranks, 400][1:]
     sent = sum(
@@ -287,12 +287,12 @@ def test_a_fixed_rank_of_the_same_bytes():
     assert not any(key.startswith("edgc.") for key in other.settings)
   for target in (1e4, 8e6):  # less than rank 1, and more than dense
     with pytest.raises(ValueError, match="bytes must be from"):
-      STUDY.run_beside(run, {"wire_bytes_per_step": [target]})
+      STUDY.matched_run(run, {"wire_bytes_per_step": [target]})
 
 
 def test_a_fixed_rank_keeps_what_else_a_row_sets():
   settings = {"steps": 40, **EDGC, "edgc.min_ratio": 1.5, "mesh.data": 2}
-  other = STUDY.run_beside(
+  other = STUDY.matched_run(
     study.Run("edgc", "0", settings), {"wire_bytes_per_step": [1e6]}
   )
   assert other.settings["powersgd.min_ratio"] == 1.5
@@ -349,9 +349,9 @@ def test_settings_of_the_studies_are_sound(name):
 def test_a_narrow_row_has_a_narrow_one_beside_it():
   narrow = {**EDGC, "edgc.wire_dtype": "bfloat16"}
   sent = {"wire_bytes_per_step": [0.62e6]}
-  other = STUDY.run_beside(study.Run("edgc", "0", narrow), sent)
+  other = STUDY.matched_run(study.Run("edgc", "0", narrow), sent)
   assert other.settings["powersgd.wire_dtype"] == "bfloat16"
-  wide = STUDY.run_beside(STUDY.run("edgc", "0"), sent)
+  wide = STUDY.matched_run(STUDY.run("edgc", "0"), sent)
   ranks = [run.settings["powersgd.rank"] for run in (other, wide)]
   assert 1.8 < ranks[0] / ranks[1] < 2.2
 
@@ -362,7 +362,7 @@ def test_rows_share_fixed_ranks_on_a_grid():
   for target in (0.3e6, 0.5e6, 0.62e6):
     sent = {"wire_bytes_per_step": [target]}
     exact, near = (
-      which.run_beside(run, sent).settings["powersgd.rank"]
+      which.matched_run(run, sent).settings["powersgd.rank"]
       for which in (STUDY, coarse)
     )
     assert near % 0.5 == 0 and abs(near - exact) <= 0.25

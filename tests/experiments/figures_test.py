@@ -156,7 +156,7 @@ def test_page_and_pictures_show_what_was_measured():
   assert error == pytest.approx(np.sqrt((1.5**2 + 0.5**2) / 2))
   text = page.page(sources, runs, "the command")
   for expected in (
-    "2.1250", "2.2500", "3.5000", "and 1 times another rank", "25.0%",
+    "2.1250", "2.2500", "3.5000", "The rank changed 1 times", "25.0%",
     "abc-linear", "-6.50 in the last", "the command", "1,234",
   ):  # fmt: skip
     assert expected in text

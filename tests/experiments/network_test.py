@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from experiments.network import benchmark, calls, page, results
-from experiments.network.results import WAYS, Layout
+from experiments.network.results import ADVISED, Layout
 
 # A host that fails, sleeps or ends when it is told to.
 HOST = """
@@ -131,7 +131,7 @@ def test_the_page_says_what_is_noise_and_what_is_not_there(tmp_path):
   [
     ((), 1, True),
     ((), 2, False),
-    (WAYS | {"no exchange"}, 1, True),
+    (ADVISED | {"no exchange"}, 1, True),
     (("dense",), 1, False),
   ],
 )

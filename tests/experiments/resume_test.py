@@ -131,7 +131,7 @@ def test_other_data_is_refused(tmp_path):
   config.data.path = str(text)
   run(config, cut_after=3)
   text.write_text(str(list(range(2001))))
-  with pytest.raises(ValueError, match=r"`data.path` must hold what .* began"):
+  with pytest.raises(ValueError, match=r"`data.path` must hold .* began"):
     Trainer(config)
 
 
@@ -205,7 +205,7 @@ def test_damaged_files_of_the_folder(tmp_path, whole, name, text):
   with pytest.raises(ValueError, match=f"{name}, which is damaged.*restore"):
     Trainer(config_of(folder, "allreduce"))
   (folder / "config.json").unlink()
-  with pytest.raises(FileExistsError, match=r"config.json is gone; restore"):
+  with pytest.raises(FileExistsError, match=r"config.json is missing; restore"):
     Trainer(config_of(folder, "allreduce"))
 
 

@@ -132,7 +132,7 @@ def test_nonfinite_loss_stops_the_run(tmp_path):
     ("mesh.data", 99, ValueError, "`mesh.data`.*8 cpu.*NUM_CPU_DEVICES=99"),
     ("model.num_heads", 5, ValueError, "`model.num_heads`"),
     ("model.vocab_size", 100, ValueError, "`model.vocab_size`"),
-    ("edgc.window", 0, ValueError, "`window` must be at least"),
+    ("edgc.window", -1, ValueError, "`window` must be at least"),
     ("edgc.rank_min", 40, ValueError, "`rank_min`"),
     ("evaluation.batches", 0, ValueError, "`evaluation.batches`"),
     ("data.path", "/nowhere", FileNotFoundError, "`data.path`"),

@@ -1,4 +1,4 @@
-"""Collectives of a compiled program that may overtake each other on CPUs."""
+"""Finds collectives of a compiled program that may overtake each other."""
 
 import functools
 import re
@@ -9,11 +9,11 @@ _INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = ")
 
 
 def unordered(text: str) -> list[tuple[str, str]]:
-  """Pairs with one in a branch or a loop, and no order.
+  """Returns pairs of collectives, one in a branch or loop, without an order.
 
   XLA's CPU backend keeps the order of a program's collectives, unless one is
-  inside a conditional or a loop: there only data that the one takes from the
-  other does (`ordering.in_turn`).
+  inside a conditional or a loop: then only a data dependency orders them
+  (`comm.dataflow.in_turn`).
 
   Args:
     text: Text of a compiled program.
@@ -24,7 +24,7 @@ def unordered(text: str) -> list[tuple[str, str]]:
   computations = hlo.computations_of(text)
 
   def sends(line: str) -> bool:
-    """Whether an instruction, or what it calls, is a collective."""
+    """Returns whether an instruction is a collective or calls one."""
     if hlo.is_collective(line):
       return True
     return any(map(holds_collectives, hlo.called_by(line)))

@@ -1,4 +1,4 @@
-"""Runs in this process that are cut off after a step, and what they leave."""
+"""Runs that are cut off after a step in this process, and their results."""
 
 import json
 import struct
@@ -18,7 +18,7 @@ CLOCK = (
 
 
 class CutOff(Exception):
-  """As if the process had been killed."""
+  """Stands for a kill of the process."""
 
 
 def config_of(folder, reducer, backend="pmap", **options):
@@ -30,7 +30,7 @@ def config_of(folder, reducer, backend="pmap", **options):
 
 
 def run(config, cut_after=None):
-  """The trainer after its run, which may be cut off after a step."""
+  """Returns the trainer after a run, which `cut_after` may cut off."""
   trainer = Trainer(config)
   if cut_after is None:
     trainer.run()
@@ -56,7 +56,7 @@ def lines_of(trainer):
 
 
 def tensorboard_of(trainer):
-  """What TensorBoard shows, {(tag, step): value}, of all files of the run."""
+  """Returns {(tag, step): value} of all TensorBoard files of the run."""
   shown = {}
   for file in sorted(trainer.folder.path.glob("events.out.tfevents.*")):
     data = file.read_bytes()
@@ -71,7 +71,7 @@ def tensorboard_of(trainer):
 
 
 def newest(trainer):
-  """Step and arrays of the newest checkpoint."""
+  """Returns step and arrays of the newest checkpoint."""
   step, about = trainer.checkpoints.newest()
   shapes = trainer.parallel.stored.template(about["replicas"])
   trees = trainer.checkpoints.load(step, shapes)
@@ -79,7 +79,7 @@ def newest(trainer):
 
 
 def whole_runs(folder):
-  """From reducer and backend to a run that nobody cut off, kept in `folder`."""
+  """Returns a cache of uninterrupted runs by reducer and backend."""
   found = {}
 
   def get(reducer, backend):

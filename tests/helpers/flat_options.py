@@ -1,4 +1,4 @@
-"""edgc with all options side by side, as tests vary and merge them."""
+"""`edgc` with flat options, for tests that merge or vary them."""
 
 import dataclasses
 
@@ -13,12 +13,12 @@ _GROUPS = {
 
 
 def edgc(*, rule="cqm", stage_axis=None, **options):
-  """Returns `edgc_jax.edgc`, each option put where it belongs.
+  """Returns `edgc_jax.edgc` and puts each option into its group.
 
   Args:
-    rule: Name of the rule.
-    stage_axis: Name of the axis of the stages, None if there are none.
-    **options: Of `edgc`, and of the classes that group its options.
+    rule: Name of the rank rule.
+    stage_axis: Name of the mesh axis of stages, None without stages.
+    **options: Arguments of `edgc` and fields of its option classes.
   """
   options |= {"name": rule}
   groups = {}

@@ -1,4 +1,4 @@
-"""One of several processes that train together: a script, and its run.
+"""A script: one of several processes that train together.
 
 python four_processes_worker.py FOLDER PORT INDEX COUNT SECONDS
 """
@@ -22,15 +22,16 @@ from experiments.training.trainer import Trainer
 
 
 def pipeline_run(folder, name):
-  """Two stages of two replicas: dense, then rank 8 on stage 0 alone.
+  """Returns a run on two stages of two replicas.
 
-  What travels coded is cut into messages between hosts, as models' would be.
+  It is dense at first, then of rank 8 on stage 0 alone. Encoded values are cut
+  into messages between hosts, as those of large models are.
   """
   config = gpt2_tiny.get_config("edgc")
   config.run_dir = str(folder / name)
   config.data.path = str(folder / "words.txt")
   config.steps, config.batch_size, config.log_every = 6, 4, 1
-  config.checkpoint.every = 0  # which would be one folder for all
+  config.checkpoint.every = 0  # all processes would share one folder
   config.model.update(
     vocab_size=128, context=16, width=32, num_layers=2, num_heads=2, unroll=1
   )
@@ -49,7 +50,7 @@ def pipeline_run(folder, name):
 
 
 def write_text(folder):
-  """What all processes learn."""
+  """Writes the text that all processes train on."""
   words = ("gradient", "rank", "stage", "the", "of", "a", "link", "slack")
   text = " ".join(random.Random(0).choices(words, k=2000))
   (folder / "words.txt").write_text(text)
@@ -57,7 +58,7 @@ def write_text(folder):
 
 def main(folder, port, index, count, seconds):
   """Trains as process `index` of `count`, on one CPU device."""
-  # Shows where a process hangs, and leaves none behind.
+  # Prints where a process hangs, and ends it.
   faulthandler.dump_traceback_later(float(seconds), exit=True)
   jax.config.update("jax_disable_most_optimizations", True)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -65,7 +66,7 @@ def main(folder, port, index, count, seconds):
   jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
   assert jax.device_count() == int(count), jax.devices()
   assert jax.local_device_count() == 1, jax.local_devices()
-  hosts.is_first = lambda: True  # all write what they see, to be compared
+  hosts.is_first = lambda: True  # all write their metrics, to be compared
   Trainer(pipeline_run(pathlib.Path(folder), f"process_{index}")).run()
   jax.distributed.shutdown()
 

@@ -1,4 +1,4 @@
-"""Processes on loopback that work together."""
+"""Processes that work together on loopback."""
 
 import socket
 import time
@@ -13,9 +13,9 @@ def free_port():
 
 
 def wait(processes, folder, deadline):
-  """Until all are done; one that fails, or the deadline, fails the test.
+  """Waits for all processes; a failed one or the deadline fails the test.
 
-  What process i prints is in output_i.txt.
+  Process i prints to output_i.txt.
   """
   while True:
     codes = [process.poll() for process in processes]

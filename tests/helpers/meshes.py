@@ -1,17 +1,20 @@
 """Runs a transformation on fake devices, through pmap or shard_map.
 
-Both give the same view to a test: gradients come in with a leading axis of
-replicas, and updates and states go out as the transformation made them.
+Both look the same to a test: gradients have a leading axis of replicas, and
+updates and states are returned as the transformation made them.
 """
 
 import contextlib
 import functools
+import itertools
 from typing import Any
 from unittest import mock
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,11 +22,12 @@ import edgc_jax
 from edgc_jax.comm import cpu_backend
 
 AXIS = "data"
+_NUMBERS = itertools.count()
 
 
 @contextlib.contextmanager
 def between_hosts(message=cpu_backend._MESSAGE):
-  """Pretends that devices were CPU hosts; messages are of so many bytes."""
+  """Makes devices pass for CPU hosts; a message has `message` bytes."""
   with (
     mock.patch.object(cpu_backend, "spans_hosts", return_value=True),
     mock.patch.object(cpu_backend, "_MESSAGE", message),
@@ -32,7 +36,7 @@ def between_hosts(message=cpu_backend._MESSAGE):
 
 
 def mesh_of(shape=(2, 4), axis_type=AxisType.Auto):
-  """Of the first devices, with the last of the names."""
+  """Returns a mesh of the first devices; one axis is the data axis."""
   names = ("stage", "data")[-len(shape) :]
   return jax.make_mesh(
     shape,
@@ -40,6 +44,20 @@ def mesh_of(shape=(2, 4), axis_type=AxisType.Auto):
     (axis_type,) * len(shape),
     devices=jax.devices()[: np.prod(shape)],
   )
+
+
+def traced_once(
+  tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns `tx` with an update that raises if it is traced a second time."""
+
+  def update(*args, **kwargs):
+    return tx.update(*args, **kwargs)
+
+  # chex counts by source and name: each `tx` needs a name of its own, so that
+  # it is counted alone, also over several tests.
+  update.__name__ = f"update_{next(_NUMBERS)}"
+  return tx._replace(update=chex.assert_max_traces(update, n=1))
 
 
 class Pmap:
@@ -53,16 +71,12 @@ class Pmap:
     )
     init = self._pmap(lambda _: tx.init(params))
     self.first_state = self.state = init(jnp.arange(replicas))
-    self.traces = 0
-
-    def update(gradients, state):
-      self.traces += 1
-      return tx.update(gradients, state, params)
-
-    self.step_fn = self._pmap(update)
+    self.step_fn = self._pmap(
+      lambda gradients, state: tx.update(gradients, state, params)
+    )
 
   def step(self, gradients):
-    """One update; returns it as [replicas, ...] arrays."""
+    """Returns the updates of one step as [replicas, ...] arrays."""
     updates, self.state = self.step_fn(gradients, self.state)
     return jax.tree.map(np.asarray, updates)
 
@@ -75,7 +89,7 @@ class Pmap:
 
 
 class ShardMap:
-  """The same through shard_map, with varying types tracked."""
+  """Same as `Pmap` through shard_map, with varying types tracked."""
 
   def __init__(self, tx, params, replicas=4):
     self.replicas = replicas
@@ -88,10 +102,8 @@ class ShardMap:
     specs = edgc_jax.state_specs(tx, params)
     init = jax.shard_map(tx.init, mesh=self.mesh, in_specs=P(), out_specs=specs)
     self.first_state = self.state = jax.jit(init)(params)
-    self.traces = 0
 
     def update(gradients, state):
-      self.traces += 1
       local = jax.tree.map(lambda g: g[0], gradients)
       return tx.update(local, state, params)
 
@@ -105,7 +117,10 @@ class ShardMap:
     )
 
   def step(self, gradients):
-    """One update; replicated by its type, shown as [replicas, ...]."""
+    """Returns the updates of one step as [replicas, ...] arrays.
+
+    By their type they are replicated: this reads each replica's copy.
+    """
     gradients = jax.device_put(gradients, NamedSharding(self.mesh, P(AXIS)))
     updates, self.state = self.step_fn(gradients, self.state)
     return jax.tree.map(
@@ -130,7 +145,7 @@ BACKENDS = {"pmap": Pmap, "shard_map": ShardMap}
 
 
 def find(state: Any) -> Any:
-  """The reducer's state inside any optimiser state."""
+  """Returns the reducer's state inside any optimiser state."""
   from edgc_jax.state.base import ReducerState
 
   is_leaf = lambda x: isinstance(x, ReducerState)  # noqa: E731
@@ -138,13 +153,30 @@ def find(state: Any) -> Any:
   return next(leaf for leaf in leaves if is_leaf(leaf))
 
 
+def first_replica(tree: Any) -> Any:
+  """Returns the first replica of leaves [replicas, ...]."""
+  return jax.tree.map(lambda x: x[0], tree)
+
+
+def assert_replicas_equal(tree: Any) -> None:
+  """Raises unless all replicas hold the same in leaves [replicas, ...]."""
+  first = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), tree)
+  chex.assert_trees_all_equal(tree, first)
+
+
 PARTED_BYTES = 4 * 2 * 5  # highest and lowest of four projections and a flag
 
 
 def window_bytes(state, replicas=1, stages=1):
-  """All that the first replica decides at a window's end: all but sums.
+  """Returns the bytes that the first replica broadcasts at a window's end.
 
-  Of the state on one device, or with everything once for each replica or stage.
+  They are the state of controller and allocator without its sums.
+
+  Args:
+    state: Reducer state of one device, or with a copy for each replica or
+      stage.
+    replicas: Number of replicas.
+    stages: Number of stages.
   """
   copies = (replicas if state.count.ndim else 1) * stages
   allocator = state.allocator and state.allocator[:3]
@@ -158,7 +190,7 @@ def window_bytes(state, replicas=1, stages=1):
 
 
 def gradients_like(params, seed, replicas=4, scale=1.0):
-  """Independent Gaussian gradients for every replica."""
+  """Returns independent Gaussian gradients for each replica."""
   leaves, structure = jax.tree.flatten(params)
   random = np.random.default_rng(seed)
   return jax.tree.unflatten(
@@ -171,7 +203,7 @@ def gradients_like(params, seed, replicas=4, scale=1.0):
 
 
 def stage_mesh(stages, replicas):
-  """Pipeline stages times replicas, on the first devices."""
+  """Returns a mesh of pipeline stages times replicas."""
   return jax.make_mesh(
     (stages, replicas),
     ("stage", AXIS),

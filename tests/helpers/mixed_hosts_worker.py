@@ -1,9 +1,9 @@
-"""One of several hosts whose linear algebra rounds in a way of its own.
+"""A script: one of several hosts whose linear algebra rounds differently.
 
 python -m helpers.mixed_hosts_worker FOLDER PORT INDEX COUNT SECONDS CASE...
 
-Each case trains a small model for `STEPS` steps, one process a replica, with
-real gradients and with white ones side by side, and saves what steps applied.
+Each case trains a small model for `STEPS` steps, one process a replica, on real
+gradients and on white noise, and saves the updates of each step.
 """
 
 import faulthandler
@@ -23,7 +23,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 STEPS, RATE = 200, 0.02
-# Ranks that move, and a window's end every few steps.
+# Ranks move, and a window ends every few steps.
 MOVING = {
   "rank_max": 12, "rank_min": 6, "rank_multiple": 6, "window": 5,
   "warmup_steps": 5, "max_warmup_steps": 5, "step_rate": 1.0,
@@ -49,15 +49,15 @@ REDUCERS = {
   "quantize": lambda: edgc_jax.quantize(4, error_feedback=True),
   "signsgd": lambda: edgc_jax.signsgd(),
 }
-WITHOUT_RESIDUAL = ("allreduce_bfloat16",)  # which drops what it rounds off
+WITHOUT_RESIDUAL = ("allreduce_bfloat16",)  # drops its rounding errors
 STAGES = "stages"  # two of them, of two replicas each
 
 
 def model():
-  """Parameters, and the gradients of a replica in one step by their kind.
+  """Returns parameters and a function for one replica's gradients in a step.
 
-  White ones are noise. Real ones are far from random: a decaying spectrum, a
-  layer that sees inputs of rank 4 only, rows without any gradient.
+  White gradients are noise. Real gradients are far from random: a decaying
+  spectrum, a layer with inputs of rank 4 only, rows without any gradient.
   """
   keys = jax.random.split(jax.random.key(0), 4)
   real = {
@@ -85,7 +85,7 @@ def model():
 
 
 def train(tx, mesh, stage_axis=None):
-  """What this process applied and saw; arrays by their name."""
+  """Returns updates and metrics of this process; arrays by name."""
   params, gradients_of = model()
   specs = jax.tree.map(lambda _: P(), params)
   if stage_axis:
@@ -126,7 +126,7 @@ def train(tx, mesh, stage_axis=None):
       lambda x, like: _varying(x, like.manual_axis_type.varying), carry, types
     )
     (params, state, owed), (updates, shown) = jax.lax.scan(step, carry, keys)
-    # What a replica was not sent for is what it keeps, if it keeps anything.
+    # A replica keeps in its residual what it did not send, if it has one.
     kept = state.exchange.residual or {}
     owed = owed if kept else {}
     owed = jax.tree.map(
@@ -159,13 +159,13 @@ def train(tx, mesh, stage_axis=None):
 
 
 def _varying(x, axes):
-  """As varying over these axes, whether it does already or not."""
+  """Returns `x` typed as varying over `axes`."""
   missing = set(axes) - set(jax.typeof(x).manual_axis_type.varying)
   return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
 def fingerprint():
-  """What this process's linear algebra makes of a matrix."""
+  """Returns a matrix decomposition, which shows how this process rounds."""
   a = np.random.default_rng(0).standard_normal((24, 48)).astype(np.float32)
   a = jnp.asarray(a @ a.T)
   root = jax.lax.linalg.cholesky(a)
@@ -173,7 +173,7 @@ def fingerprint():
 
 
 def main(folder, port, index, count, seconds, *cases):
-  # Shows where a process hangs, and leaves none behind.
+  # Prints where a process hangs, and ends it.
   faulthandler.dump_traceback_later(float(seconds), exit=True)
   jax.config.update("jax_disable_most_optimizations", True)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -1,4 +1,4 @@
-"""The training command as processes of their own."""
+"""The training command in processes of their own."""
 
 import functools
 import os
@@ -8,13 +8,13 @@ import time
 
 from helpers import quick_compile, soak
 
-SECONDS = 150  # for anything a process does
+SECONDS = 150  # time limit of a process
 
 
 def start(folder, *arguments, steps=60, output=None, file_bytes=None):
-  """The training command, with everything it compiles kept for the next.
+  """Starts the training command, with a compilation cache for the next one.
 
-  Files may have `file_bytes` at most, as on a disk that is nearly full.
+  Files have at most `file_bytes`, as on a disk that is nearly full.
   """
   settings = {"steps": steps, "run_dir": folder, **soak.SETTINGS}
   settings["checkpoint.every"] = 10
@@ -51,7 +51,7 @@ def start(folder, *arguments, steps=60, output=None, file_bytes=None):
 
 
 def finish(process, code=0):
-  """What the process printed, once it has ended with that code."""
+  """Waits for the process, checks its exit code and returns its output."""
   text, _ = process.communicate(timeout=SECONDS)
   assert process.returncode == code, text
   return text

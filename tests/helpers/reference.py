@@ -1,18 +1,18 @@
-"""The exchange of one matrix in NumPy, float64, to compare with."""
+"""A reference exchange of one matrix in NumPy, in float64."""
 
 import numpy as np
 
 
 class PowerSGD:
-  """PowerSGD with error feedback; every replica keeps its own part."""
+  """PowerSGD with error feedback; each replica keeps its own residual."""
 
   def __init__(self, factor_q, replicas, rows, cols):
-    """Starts from Q [cols, columns]."""
+    """Starts from a factor Q [cols, columns]."""
     self.q = np.asarray(factor_q, np.float64)
     self.residual = np.zeros((replicas, rows, cols))
 
   def step(self, gradients, rank):
-    """The update from gradients [replicas, rows, cols]."""
+    """Returns the update for gradients [replicas, rows, cols]."""
     m = gradients + self.residual
     basis, _ = np.linalg.qr(self.q[:, :rank])
     p, _, _ = np.linalg.svd(m.mean(0) @ basis, full_matrices=False)

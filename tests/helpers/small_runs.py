@@ -1,10 +1,10 @@
-"""The configuration of a run of seconds."""
+"""The configuration of a run that takes seconds."""
 
 from configs import gpt2_tiny
 
 
 def small(folder, reducer="edgc"):
-  """A model of a few thousand parameters, eight steps."""
+  """Returns eight steps of a model of a few thousand parameters."""
   config = gpt2_tiny.get_config(reducer)
   config.run_dir = str(folder)
   config.steps, config.batch_size, config.log_every = 8, 8, 3

@@ -1,10 +1,10 @@
-"""Kills runs at random times and compares what they end with. A script.
+"""A script: kills runs at random times and compares their results.
 
   python tests/helpers/soak.py --kills=20 --reducers=edgc,powersgd,allreduce
 
-Each reducer trains once undisturbed, and once more with the same command given
-again after every SIGKILL. Parameters, optimiser state and lines of metrics have
-to be equal, bit for bit; times are left out. With --stages=2, on a pipeline.
+Each reducer trains once undisturbed, and once with the command repeated after
+each SIGKILL. Parameters, optimiser state and lines of metrics must be equal bit
+for bit, without times. --stages=2 trains on a pipeline.
 """
 
 import json
@@ -48,9 +48,9 @@ _CLOCK = ("seconds", "tokens_per_second")
 
 
 def main(argv: list[str]) -> None:
-  """Soaks one reducer after the other; exits with 1 if one differs."""
+  """Soaks each reducer in turn; exits with 1 if one differs."""
   del argv
-  logging.set_verbosity(logging.ERROR)  # orbax tells of each file
+  logging.set_verbosity(logging.ERROR)  # orbax logs each file
   chance = random.Random(_SEED.value)
   with tempfile.TemporaryDirectory() as folder:
     verdicts = [
@@ -89,7 +89,7 @@ def _soak(reducer: str, folder: pathlib.Path, chance: random.Random) -> bool:
 def _wait(
   process: subprocess.Popen, folder: pathlib.Path, chance: random.Random
 ) -> None:
-  """Until some steps further on, or once in six times while it starts."""
+  """Waits for some more steps; one time in six it ends during start-up."""
   share = _STEPS.value / (_KILLS.value + 1)
   until = _last_step(folder) + chance.uniform(0.0, 1.6) * share
   is_early = chance.random() < 1 / 6
@@ -120,7 +120,7 @@ def _start(reducer: str, folder: pathlib.Path) -> subprocess.Popen:
     f"--config={ROOT}/configs/{config}.py:{reducer}",
     *(f"--config.{key}={value}" for key, value in settings.items()),
   ]
-  # Compiled once, so that kills find runs at work.
+  # Compiled once, so that kills hit training and not compilation.
   cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled")}
   with open(folder.parent / "output.txt", "a") as output:
     return subprocess.Popen(
@@ -129,7 +129,7 @@ def _start(reducer: str, folder: pathlib.Path) -> subprocess.Popen:
 
 
 def difference(one: pathlib.Path, other: pathlib.Path) -> str:
-  """What differs in the state and the lines that two runs ended with."""
+  """Returns the differences of two runs in their state and metrics."""
   (step, arrays), (last, others) = map(_newest, (one, other))
   found = [f"last step {step} and {last}"] if step != last else []
   for name in sorted(arrays.keys() | others.keys()):
@@ -146,10 +146,10 @@ def difference(one: pathlib.Path, other: pathlib.Path) -> str:
 
 
 def _newest(folder: pathlib.Path) -> tuple[int, dict[str, np.ndarray]]:
-  """Step and arrays of the newest checkpoint, whatever they are."""
+  """Returns step and arrays of the newest checkpoint, of any structure."""
   checkpoints = Checkpoints(folder / "checkpoints", 2)
   step = checkpoints.steps()[0]
-  # Whole, on the host: this process does not have the run's devices.
+  # On the host: this process does not have the run's devices.
   as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
   trees = {}
   with ocp.PyTreeCheckpointer() as reader:
@@ -166,7 +166,7 @@ def _newest(folder: pathlib.Path) -> tuple[int, dict[str, np.ndarray]]:
 
 
 def lines_of(folder: pathlib.Path) -> list[dict]:
-  """A run's lines of metrics, times left out."""
+  """Returns a run's lines of metrics without times."""
   text = (folder / "metrics.jsonl").read_text()
   lines = [json.loads(line) for line in text.splitlines()]
   return [{k: v for k, v in x.items() if k not in _CLOCK} for x in lines]

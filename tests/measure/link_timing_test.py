@@ -1,4 +1,4 @@
-"""Fits of made-up times of links are exact; real measurements are sane."""
+"""Fits of made-up link times are exact; real measurements are sane."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ SIZES = (2**12, 2**16, 2**20)
 
 
 def fake_link(seconds):
-  """Replaces the clock: medians of one all-reduce, whatever is called."""
+  """Replaces the clock: any call gives these medians of one all-reduce."""
   times = timing._CHAINED * np.array(seconds, float)
   return mock.patch.object(timing, "medians", lambda calls, repeats: times)
 
@@ -50,7 +50,7 @@ class LinkTest(parameterized.TestCase):
     self.assertAlmostEqual(link.latency, 1e-3, places=9)
 
   def test_small_sizes_weigh_as_much(self):
-    """A tenth more at the largest size must not swamp the latency."""
+    """10 % more at the largest size must not swamp the latency."""
     times = np.array([1e-5 + size / 1e8 for size in SIZES])
     times[-1] *= 1.1
     with fake_link(times):
@@ -59,7 +59,7 @@ class LinkTest(parameterized.TestCase):
     self.assertBetween(link.r_squared, 0.9, 0.9999)
 
   def test_no_negative_latency(self):
-    """Through the origin then: least squares of relative errors by hand."""
+    """The line is through the origin: least squares of relative errors."""
     seconds, sizes = np.array([1e-5, 1.2e-3]), np.array([2**16, 2**20])
     with fake_link(seconds):
       link = timing.measure_link(mesh_of(), "data", sizes.tolist())
@@ -81,19 +81,20 @@ class LinkTest(parameterized.TestCase):
     self.assertEqual((link.latency, link.r_squared), (0.0, 0.0))
     np.testing.assert_allclose(link.bandwidth, expected, rtol=1e-6)
 
-  @parameterized.parameters(AxisType.Auto, AxisType.Explicit)
-  def test_real(self, axis_type):
-    for shape in ((8,), (2, 4)):
-      with noise_allowed():
-        link = timing.measure_link(
-          mesh_of(shape, axis_type), "data", SIZES, repeats=3
-        )
-      self.assertGreater(link.bandwidth, 0)
-      self.assertTrue(np.isfinite([link.latency, link.bandwidth]).all())
-      self.assertLessEqual(link.r_squared, 1)
+  @parameterized.product(
+    axis_type=[AxisType.Auto, AxisType.Explicit], shape=[(8,), (2, 4)]
+  )
+  def test_real(self, axis_type, shape):
+    with noise_allowed():
+      link = timing.measure_link(
+        mesh_of(shape, axis_type), "data", SIZES, repeats=3
+      )
+    self.assertGreater(link.bandwidth, 0)
+    self.assertTrue(np.isfinite([link.latency, link.bandwidth]).all())
+    self.assertLessEqual(link.r_squared, 1)
 
-  def test_what_is_timed(self):
-    """One all-reduce in a loop, over groups along the axis, none dropped."""
+  def test_program(self):
+    """It is one all-reduce in a loop, over groups along the axis."""
     call = timing._all_reduces(mesh_of(), "data", 1000)
     result = call()
     # x <- mean(x) + x_0 from x = x_0 = 1.
@@ -120,24 +121,22 @@ class LinkTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, f"`{name}` must be .*, got .*; "):
       timing.measure_link(mesh_of((1, 8)), **options)
 
-  def test_what_a_slow_link_affords(self):
-    """Seconds 1, 4 and 16; each is run four times beside its repeats."""
-    clock = [0.0]
+  @parameterized.parameters(
+    (300.0, 3, 10), (200.0, 3, 5), (100.0, 2, 10), (40.0, 2, 4), (1.0, 2, 2)
+  )
+  def test_calls_within_a_budget(self, budget, many, repeats):
+    """They take 1, 4 and 16 seconds, and each has four runs in addition."""
+    clock, made = [0.0], []
 
     def call(seconds):
       clock[0] += seconds
       return jnp.zeros(())
 
-    for budget, many, repeats in ((300.0, 3, 10), (200.0, 3, 5), (100.0, 2, 10),
-                                  (40.0, 2, 4), (1.0, 2, 2)):  # fmt: skip
-      made = []
-      calls = (made.append(s) or functools.partial(call, s) for s in (1, 4, 16))
-      with mock.patch.object(timing.time, "perf_counter", lambda: clock[0]):
-        found = timing._affordable(
-          mesh_of(), calls, [100, 400, 1600], 10, budget
-        )
-      self.assertEqual((len(found[0]), found[1]), (many, repeats))
-      self.assertLen(made, many)
+    calls = (made.append(s) or functools.partial(call, s) for s in (1, 4, 16))
+    with mock.patch.object(timing.time, "perf_counter", lambda: clock[0]):
+      found = timing._affordable(mesh_of(), calls, [100, 400, 1600], 10, budget)
+    self.assertEqual((len(found[0]), found[1]), (many, repeats))
+    self.assertLen(made, many)
 
   def test_threads_are_checked(self):
     with (

@@ -20,7 +20,7 @@ PARAMS = {
 
 
 def fake_times(seconds):
-  """Replaces the clock: these medians, whatever is called."""
+  """Replaces the clock: any calls give these medians."""
   return mock.patch.object(
     timing, "medians", lambda calls, repeats: np.array(seconds, float)
   )
@@ -42,7 +42,7 @@ class CompressionTest(parameterized.TestCase):
     self.assertAlmostEqual(found.per_rank, per_rank, places=9)
 
   def test_real(self):
-    """Dense first, then one update per rank, on each device for itself."""
+    """It times dense first, then one update per rank, on each device."""
     medians, ranks, factors = timing.medians, [], []
 
     def spy(calls, repeats):
@@ -82,7 +82,7 @@ class CompressionTest(parameterized.TestCase):
 
 class CodingTest(parameterized.TestCase):
   @parameterized.parameters(([1.0, 1.5], 0.5), ([1.0, 0.9], 0.0))
-  def test_is_what_it_costs_more_than_dense(self, seconds, expected):
+  def test_is_the_time_beyond_dense(self, seconds, expected):
     nothing = mock.patch.object(timing, "_update")
     with nothing as made, fake_times(seconds):
       found = timing.measure_coding(PARAMS)
@@ -94,7 +94,7 @@ class CodingTest(parameterized.TestCase):
     found = timing.measure_coding(PARAMS, wire_dtype, repeats=3)
     self.assertBetween(found, 0, 10)
 
-  def test_that_of_float32_is_beyond_handing_gradients_on(self):
+  def test_float32_is_compared_with_passing_gradients_on(self):
     def run(calls, repeats):
       (passed_on, _), (averaged, _) = (call() for call in calls)
       np.testing.assert_allclose(passed_on["bias"], averaged["bias"] / 2)
@@ -134,9 +134,9 @@ class BackwardTest(parameterized.TestCase):
 
 
 class MediansTest(parameterized.TestCase):
-  def test_in_turn_without_the_first_runs(self):
+  def test_calls_alternate_and_first_runs_do_not_count(self):
     log, clock = [], [0.0]
-    # Slow at first, then 1, 2, 9 seconds and 3, 1, 1.
+    # First runs are slow, then 1, 2, 9 seconds and 3, 1, 1.
     costs = {"a": [50.0, 50.0, 1.0, 2.0, 9.0], "b": [50.0, 50.0, 3.0, 1.0, 1.0]}
 
     def call(name):

@@ -1,8 +1,9 @@
-"""The pipeline computes what the stages in a row compute, and no more."""
+"""The pipeline computes the same as stages in a row, and no more."""
 
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +34,7 @@ def in_a_row(params, x):
 
 
 def pipelined(num_stages, fn=stage_fn):
-  """Value and gradients as a function of global arrays."""
+  """Returns a function of global arrays for value and gradients."""
   mesh = stage_mesh(num_stages, 1)
 
   def loss(params, x):
@@ -54,7 +55,7 @@ class PipelineTest(parameterized.TestCase):
   @parameterized.parameters(
     (1, 3), (2, 1), (2, 2), (2, 5), (4, 2), (4, 4), (4, 7), (8, 3), (8, 10)
   )
-  def test_values_and_gradients_are_those_of_stages_in_a_row(
+  def test_values_and_gradients_are_of_stages_in_a_row(
     self, num_stages, num_microbatches
   ):
     params, x = example(num_stages, num_microbatches)
@@ -64,15 +65,11 @@ class PipelineTest(parameterized.TestCase):
     )(params, x)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(y, row, rtol=1e-5, atol=1e-6)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-      gradients,
-      row_gradients,
-    )
+    chex.assert_trees_all_close(gradients, row_gradients, rtol=1e-4, atol=1e-5)
 
   @parameterized.parameters((4, 6), (4, 2), (2, 3))
   def test_permutes_name_live_pairs_only(self, num_stages, num_microbatches):
-    """Those of the ramp grow, those of the drain shrink, both ways."""
+    """Pairs grow on the ramp and shrink on the drain, in both directions."""
     params, x = example(num_stages, num_microbatches)
     text = pipelined(num_stages).lower(params, x).compile().as_text()
     found = []
@@ -81,7 +78,7 @@ class PipelineTest(parameterized.TestCase):
     ):
       numbers = [int(n) for n in re.findall(r"\d+", pairs)]
       found.append(tuple(zip(numbers[::2], numbers[1::2], strict=True)))
-    # Stage s works on microbatch t - s; what it makes is read at s + 1.
+    # Stage s works on microbatch t - s; stage s + 1 reads the result.
     expected = []
     in_scan = False
     for t in range(num_stages + num_microbatches - 1):
@@ -104,11 +101,11 @@ class PipelineTest(parameterized.TestCase):
     params, x = example(num_stages, num_microbatches)
     jax.block_until_ready(pipelined(num_stages, counted)(params, x))
     jax.effects_barrier()
-    # Forward, and once more for the backward pass.
+    # Each forward pass is repeated for the backward pass.
     self.assertLen(calls, 2 * num_stages * num_microbatches)
 
   def test_memory_grows_with_the_boundaries_only(self):
-    """What a stage computes on the way is not kept per microbatch."""
+    """Intermediates of a stage are not kept for each microbatch."""
     wide = 64
 
     def thick(params, x):

@@ -1,4 +1,4 @@
-"""The ranks that may be used, given or found."""
+"""Rank ladders, given or found."""
 
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
@@ -15,7 +15,8 @@ PLAN = make_plan(PARAMS, (0,))
 
 
 def ranks(rank_max=None, rank_min=None, multiple=4, link=None):
-  return Ladder(rank_max, rank_min, multiple, link, FREE).ranks(PLAN)
+  ladder = Ladder(rank_max, rank_min, multiple, link, FREE)
+  return ladder.given or ladder.ranks_on_link(PLAN)
 
 
 class LadderTest(parameterized.TestCase):
@@ -34,15 +35,15 @@ class LadderTest(parameterized.TestCase):
     self.assertEqual(ranks(16, link=LINK), ranks(16))
 
   def test_found_from_the_link(self):
-    """At most 16 ranks, up to the largest that is worth having."""
+    """There are at most 16 ranks, up to the rank ceiling."""
     found = ranks(link=LINK)
     self.assertEqual(found[-1], rank_ceiling(PLAN, LINK, FREE))
     self.assertLessEqual(len(found), 1 + 16)
     self.assertEqual({b - a for a, b in zip(found[1:], found[2:])}, {16})  # noqa: B905, RUF007
     self.assertGreaterEqual(found[1], found[-1] // 4)
 
-  def test_dense_is_always_faster(self):
-    """And the user is told, and sent dense."""
+  def test_without_a_useful_rank_it_is_dense(self):
+    """`init` warns, and the update is dense."""
     far = LinkModel(latency=10.0, bandwidth=1e9)
     with self.assertWarnsRegex(RuntimeWarning, "dense all-reduce is no slower"):
       self.assertEqual(ranks(link=far), (0,))
@@ -59,7 +60,7 @@ class LadderTest(parameterized.TestCase):
       Ladder(30, None, 4, None, FREE)
 
   def test_step_limit_fits_the_ladder(self):
-    """A found ladder may have wider steps than the usual limit."""
+    """A found ladder may have wider steps than the default limit."""
     edgc(link=LINK).init(PARAMS)
     with self.assertRaisesRegex(
       ValueError, r"`max_rank_step` must be at least the step of the ladder"

@@ -1,4 +1,4 @@
-"""Times by hand, and the best rank against trying all of them."""
+"""Times by hand, and the rank ceiling against a search over all ranks."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def shaped(*shape):
 
 
 def gpt2_124m():
-  """Parameters of GPT-2 124M, scanned: 12 layers of width 768."""
+  """Returns parameters of GPT-2 124M, scanned: 12 layers of width 768."""
   tree = {"tokens": shaped(50257, 768), "positions": shaped(1024, 768)}
   for name, factor in KERNELS.items():
     sides = (768, factor * 768)
@@ -56,7 +56,7 @@ def plan_of(name, ladder=(0, 4), min_ratio=2.0):
 
 
 def brute_force(plan, link, compression, multiple):
-  """Bytes and times leaf by leaf, all ranks up to the largest side."""
+  """Finds the rank ceiling by trying all ranks, with bytes leaf by leaf."""
 
   def sent(rank):
     total, factors = 0, False
@@ -176,14 +176,14 @@ class CeilingTest(parameterized.TestCase):
         self.assertEqual(found, expected, (link, compression))
         self.assertIsInstance(found, int)
 
-  def test_ratio_is_what_binds(self):
-    """On a slow link any saving pays; m n / (r (m + n)) = 2 at r = 64."""
+  def test_the_ratio_binds(self):
+    """On a slow link any saving counts; m n / (r (m + n)) = 2 at r = 64."""
     slow = LinkModel(0.0, 1.0)
     self.assertEqual(rank_ceiling(plan_of("one"), slow, FREE), 60)
-    # The two scalars cost the last rank: without them it would be 64.
+    # Without the two scalars it would be rank 64.
     found = rank_ceiling(plan_of("one", min_ratio=1.9), slow, FREE)
     self.assertEqual(found, 64)
-    # The leaves would pay up to 307 columns; the dense rest does not shrink.
+    # The leaf alone has ratio 2 up to rank 307; the dense rest does not shrink.
     plan = make_plan(
       {"w": shaped(768, 3072), "b": shaped(768 * 3072 // 3)}, (0,)
     )
@@ -192,8 +192,8 @@ class CeilingTest(parameterized.TestCase):
     self.assertGreaterEqual(plan.dense_bytes / plan.wire_bytes(204), 2)
     self.assertLess(plan.dense_bytes / plan.wire_bytes(208), 2)
 
-  def test_time_is_what_binds(self):
-    """One second per rank; dense 263.1, rank r 2 + 2.048 r + 0.068 + r."""
+  def test_the_time_binds(self):
+    """Seconds: dense 263.1, rank r 2 + 2.048 r + 0.068 + r."""
     found = rank_ceiling(
       plan_of("one", min_ratio=1.0),
       LinkModel(1.0, 1000.0),
@@ -202,7 +202,7 @@ class CeilingTest(parameterized.TestCase):
     self.assertEqual(found, 84)  # (263.144 - 2.068) / 3.048 = 85.7
 
   def test_the_second_all_reduce_counts(self):
-    """Rank 4 saves 253.884 ms of sending, and costs one more latency."""
+    """Rank 4 saves 253.884 ms of sending and adds one latency."""
     plan = plan_of("one")
     link = lambda latency: LinkModel(latency, 1e6)  # noqa: E731
     self.assertEqual(rank_ceiling(plan, link(0.2538), FREE), 4)
@@ -224,7 +224,7 @@ class CeilingTest(parameterized.TestCase):
   def test_gpt2(self):
     plan = plan_of("gpt2")
     rank = rank_ceiling(plan, LinkModel(1e-4, 1e9), FREE)
-    # The square kernels go dense above 192; the others carry on.
+    # The square kernels are dense above 192; the others are not.
     self.assertBetween(rank, 200, 307)
 
   def test_bad_multiple(self):

@@ -96,7 +96,7 @@ class EdgcTest(parameterized.TestCase):
     params = {"b": jnp.zeros((8,))}
     tx = edgc(**OPTIONS | {"granularity": granularity})
     for backend in BACKENDS.values():
-      with self.assertWarnsRegex(RuntimeWarning, "all gradients travel dense"):
+      with self.assertWarnsRegex(RuntimeWarning, "gradients are sent dense"):
         run = backend(tx, params)
       for step in range(6):
         gradients = gradients_like(params, seed=step)

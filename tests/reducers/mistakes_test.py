@@ -60,7 +60,7 @@ class StateTest(parameterized.TestCase):
       tx.init(params),
       specs,
     )
-    with self.assertRaisesRegex(ValueError, "`state` must be that of one .*w.*"
+    with self.assertRaisesRegex(ValueError, "`state` must be the state of one .*w.*"
                                 "tx.init.*state_specs"):  # fmt: skip
       run.step(gradients_like(params, 0))
 
@@ -84,7 +84,7 @@ class StateTest(parameterized.TestCase):
     after.state = state
     updates = after.step(gradients_like(PARAMS, 2, 2))
     np.testing.assert_array_equal(updates["w"][0], updates["w"][1])
-    with self.assertRaisesRegex(ValueError, "`old` must be the replicas of a"):
+    with self.assertRaisesRegex(ValueError, "`old` must be the number of"):
       edgc_jax.resize_replicas(before.state, specs, 3, 2)
 
   def test_resizing_over_several_axes(self):

@@ -27,7 +27,7 @@ def test_killed_told_to_stop_and_finished(whole):
   process.send_signal(signal.SIGTERM)
   text = finish(process, 128 + signal.SIGTERM)
   assert "SIGTERM: ending the step, then saving" in text
-  assert "saved. Go on with the same command" in text
+  assert "saved. Resume with the same command" in text
   assert f"--config.run_dir={folder}" in text
 
   process = start(folder)
@@ -35,7 +35,7 @@ def test_killed_told_to_stop_and_finished(whole):
   process.send_signal(signal.SIGINT)
   finish(process, 128 + signal.SIGINT)
 
-  assert "going on after step" in finish(start(folder))
+  assert "resuming after step" in finish(start(folder))
   assert not soak.difference(whole, folder)
   assert "compression ratio" in finish(start(folder))  # the table, at once
 

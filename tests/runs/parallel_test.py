@@ -299,7 +299,7 @@ def test_nothing_is_measured_in_vain(folder, monkeypatch, changes):
     ({"pipeline.align": "slacks"}, "`align` must be one of"),
     (
       {"mesh.data": 1, "link.bandwidth": 0.0},
-      "`mesh.data` must be at least 2 where the link",
+      "`mesh.data` must be at least 2 to measure the link",
     ),
   ],
 )

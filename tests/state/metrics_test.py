@@ -1,4 +1,4 @@
-"""metrics finds the numbers wherever the state lies."""
+"""`metrics` finds the reducer's state anywhere in a state."""
 
 import jax
 import jax.numpy as jnp

@@ -1,10 +1,11 @@
-"""State of one number of replicas as that of another."""
+"""States resized to another number of replicas."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from helpers.meshes import ShardMap, find, gradients_like
+from helpers.meshes import ShardMap, find, first_replica, gradients_like
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
@@ -37,19 +38,19 @@ class ResizeTest(parameterized.TestCase):
     neither = edgc_jax.resize_replicas(x, P("data"), 4, 3)
     np.testing.assert_array_equal(neither, [1.5, 1.5, 1.5])
 
-  def test_there_and_back_is_exact(self):
+  def test_growing_and_shrinking_is_exact(self):
     x = np.random.default_rng(1).normal(size=(2, 3, 4)).astype(np.float32)
     there = edgc_jax.resize_replicas(x, P("data"), 2, 8)
     back = edgc_jax.resize_replicas(there, P("data"), 8, 2)
     np.testing.assert_array_equal(back, x)
 
   def test_stages_keep_their_own(self):
-    """[S N m]: stages first, then replicas."""
+    """The leading axis is [S N m]: stages first, then replicas."""
     x = np.array([0.0, 2.0, 10.0, 14.0])
     found = edgc_jax.resize_replicas(x, P(("stage", "data")), 2, 1, stages=2)
     np.testing.assert_array_equal(found, [1.0, 12.0])
 
-  def test_what_all_hold_alike_is_left_alone(self):
+  def test_replicated_leaves_stay(self):
     tree = {"a": np.ones(3), "b": np.ones((4, 2))}
     specs = {"a": P(), "b": P("stage")}
     found = edgc_jax.resize_replicas(tree, specs, 4, 2)
@@ -67,8 +68,8 @@ class ResizeTest(parameterized.TestCase):
       edgc_jax.resize_replicas(np.ones(4), P(("stage", "data")), 2, 1)
 
   @parameterized.parameters((4, 2), (2, 4))
-  def test_the_next_update_is_as_if_nothing_had_happened(self, old, new):
-    """Of a compressor that depends on means alone: gradients regrouped."""
+  def test_the_next_update_is_the_same(self, old, new):
+    """Gradients are regrouped; the exchange depends on means alone."""
     tx = edgc_jax.powersgd(4, min_ratio=1.0)
     before, after = (ShardMap(tx, PARAMS, n) for n in (old, new))
     for seed in range(3):
@@ -77,16 +78,14 @@ class ResizeTest(parameterized.TestCase):
     state = jax.device_get(before.state)
     after.state = edgc_jax.resize_replicas(state, specs, old, new)
     gradients = gradients_like(PARAMS, 9, old)
-    regrouped = {
-      name: edgc_jax.resize_replicas(g, P("data"), old, new)
-      for name, g in gradients.items()
-    }
+    regrouped = jax.tree.map(
+      lambda g: edgc_jax.resize_replicas(g, P("data"), old, new), gradients
+    )
     expected = before.step(gradients)
     found = after.step(regrouped)
-    for name in PARAMS:
-      np.testing.assert_allclose(
-        found[name][0], expected[name][0], rtol=1e-4, atol=1e-6
-      )
+    chex.assert_trees_all_close(
+      first_replica(found), first_replica(expected), rtol=1e-4, atol=1e-6
+    )
 
 
 class RebaseTest(absltest.TestCase):
@@ -96,9 +95,7 @@ class RebaseTest(absltest.TestCase):
     before, after = find(state), find(edgc_jax.rebase_entropy(state))
     self.assertEqual(int(before.controller.rebase), 0)
     self.assertEqual(int(after.controller.rebase), MARKED)
-    self.assertEqual(
-      jax.tree.map(jnp.shape, before), jax.tree.map(jnp.shape, after)
-    )
+    chex.assert_trees_all_equal_shapes(before, after)
 
   def test_nothing_to_mark(self):
     state = edgc_jax.powersgd(4).init(PARAMS)

@@ -1,5 +1,6 @@
-"""Which parts of a state are each replica's own."""
+"""Shardings of states: each replica has its own residuals and sums."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -21,9 +22,7 @@ class StateSpecsTest(absltest.TestCase):
       every=2,
     )
     specs = edgc_jax.state_specs(tx, PARAMS)
-    self.assertEqual(
-      jax.tree.structure(specs), jax.tree.structure(tx.init(PARAMS))
-    )
+    chex.assert_trees_all_equal_structs(specs, tx.init(PARAMS))
     sharded = {
       jax.tree_util.keystr(path)
       for path, spec in jax.tree_util.tree_leaves_with_path(specs)
@@ -46,7 +45,7 @@ class StateSpecsTest(absltest.TestCase):
     self.assertEqual(set(jax.tree.leaves(plain)), {P()})
 
   def test_global_shapes(self):
-    """[m, n] on each replica, [N m, n] as one array."""
+    """Arrays [m, n] of replicas are one array [N m, n]."""
     run = ShardMap(edgc_jax.powersgd(2), PARAMS)
     run.step(gradients_like(PARAMS, 0))
     residual = find(run.state).exchange.residual["w"]

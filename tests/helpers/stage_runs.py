@@ -1,0 +1,146 @@
+"""Runs of reducers on pipeline stages times replicas."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import edgc_jax
+from helpers.flat_options import edgc
+from helpers.meshes import AXIS, stage_mesh
+
+STAGES, REPLICAS = 4, 2
+# Shapes of one stage: own leaves, a part of a split tensor, a shared leaf.
+LOCAL = {
+  "blocks": {"bias": (1, 24), "kernel": (2, 48, 40)},
+  "embedding": (32, 40),
+  "norm": (40,),
+}
+# Every rank differs, and stage 3 has time for a dense exchange.
+TIMES = {
+  "link": edgc_jax.LinkModel(latency=1e-6, bandwidth=1e6),
+  "backward_seconds": 3.5e-3,
+}
+OPTIONS = {
+  "rank_max": 8, "rank_min": 2, "rank_multiple": 2, "window": 2,
+  "warmup_steps": 2, "max_warmup_steps": 2, "step_rate": 1.0,
+  "min_ratio": 1.2, "max_rank_step": 8,
+  "granularity": "stage", "warmup_rank": None,
+}  # fmt: skip
+
+
+def placement(path, shape):
+  del shape
+  names = {"blocks": "own", "embedding": "split", "norm": "shared"}
+  return names[re.match(r"\['(\w+)'\]", path).group(1)]
+
+
+def make_edgc(**options):
+  return edgc(
+    stage_axis="stage", placement=placement, **(OPTIONS | TIMES | options)
+  )
+
+
+def _map_shapes(fn):
+  """Maps paths and shapes of `LOCAL`."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, shape: fn(jax.tree_util.keystr(path), shape),
+    LOCAL,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+
+
+def param_specs():
+  return _map_shapes(
+    lambda path, shape: (
+      P() if placement(path, shape) == "shared" else P("stage")
+    )
+  )
+
+
+def local_params():
+  return _map_shapes(lambda path, shape: jnp.zeros(shape))
+
+
+def global_params():
+  return jax.tree.map(
+    lambda x, spec: jnp.concatenate(
+      [x] * (STAGES if spec == P("stage") else 1)
+    ),
+    local_params(),
+    param_specs(),
+  )
+
+
+def gradients(seed, scales=(1.0,) * STAGES):
+  """Draws [STAGES, REPLICAS, ...] arrays, with one scale for each stage."""
+  random = np.random.default_rng(seed)
+  sizes = np.array(scales, np.float32)
+
+  def draw(path, shape):
+    values = random.standard_normal((STAGES, REPLICAS, *shape))
+    values *= sizes.reshape(-1, *[1] * (values.ndim - 1))
+    return jnp.asarray(values, jnp.float32)
+
+  return _map_shapes(draw)
+
+
+class Run:
+  """Steps of a transformation on the mesh, for scripted gradients."""
+
+  def __init__(self, tx, late=False):
+    self.mesh = stage_mesh(STAGES, REPLICAS)
+    params, specs = global_params(), param_specs()
+    self.specs = edgc_jax.state_specs(
+      tx, params, mesh=self.mesh, param_specs=specs
+    )
+    placed = jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs)
+    self.params = jax.device_put(params, placed)
+    init = jax.shard_map(
+      tx.init, mesh=self.mesh, in_specs=(specs,), out_specs=self.specs
+    )
+    self.first_state = self.state = jax.jit(init)(self.params)
+
+    def update(grads, state, params):
+      local = jax.tree.map(lambda g: g[0, 0], grads)
+      options = {}
+      if late:
+        early = local | {"embedding": jnp.zeros_like(local["embedding"])}
+
+        def late_updates(after):
+          # As in a pipeline, values that stages exchange come last.
+          rest = jax.lax.psum(after(local["embedding"]), "stage") * 0
+          return local | {"embedding": local["embedding"] + rest}
+
+        options = {"late_updates": late_updates}
+      first = early if late else local
+      updates, state = tx.update(first, state, params, **options)
+      return jax.tree.map(lambda u: u[None], updates), state
+
+    self.step_fn = jax.jit(
+      jax.shard_map(
+        update,
+        mesh=self.mesh,
+        in_specs=(P("stage", AXIS), self.specs, specs),
+        out_specs=(
+          jax.tree.map(lambda s: P("stage") if s != P() else P(None), specs),
+          self.specs,
+        ),
+      )
+    )
+
+  def restart(self):
+    """Goes back to the first state, without another compilation."""
+    self.state = self.first_state
+    return self
+
+  def step(self, grads):
+    """Returns updates [STAGES, ...]; those of shared leaves [1, ...]."""
+    updates, self.state = self.step_fn(grads, self.state, self.params)
+    return jax.tree.map(np.asarray, updates)
+
+  def metrics(self):
+    return edgc_jax.metrics(self.state)
