@@ -1,4 +1,4 @@
-"""What every reducer owes its user, on pmap and on shard_map alike."""
+"""The contract of every reducer, on pmap and on shard_map."""
 
 import functools
 import inspect
@@ -10,7 +10,16 @@ import numpy as np
 import optax
 from absl.testing import absltest, parameterized
 from helpers.flat_options import edgc
-from helpers.meshes import AXIS, BACKENDS, Pmap, find, gradients_like
+from helpers.meshes import (
+  AXIS,
+  BACKENDS,
+  Pmap,
+  assert_replicas_equal,
+  find,
+  first_replica,
+  gradients_like,
+  traced_once,
+)
 
 import edgc_jax
 
@@ -26,12 +35,12 @@ PARAMS = {
   "tall": jnp.zeros((64, 12)),
   "wide": jnp.zeros((12, 64)),
 }
-# Short windows, so that a few steps see warm-up and every rank.
+# Windows are short, so that a few steps have warm-up and every rank.
 QUICK = {
   "rank_min": 2, "rank_max": 4, "rank_multiple": 2, "window": 2,
   "warmup_steps": 2, "step_rate": 1.0, "min_ratio": 1.2,
 }  # fmt: skip
-# Enough where not the leaves are the question: quick to compile.
+# Few leaves compile quickly, if a test is not about leaves.
 FEW = {name: PARAMS[name] for name in ("bias", "wide")}
 
 REDUCERS = {
@@ -53,22 +62,20 @@ REDUCERS = {
   ),
   "signsgd": lambda: edgc_jax.signsgd(block=16, min_size=1),
 }
-# Compiled on one backend only; what they share is on both with others.
+# Compiled on one backend only: others test the same code on both.
 ONCE = {
   "edgc_published": "pmap", "edgc_bfloat16": "pmap",
   "randomk": "shard_map",
   "signsgd": "pmap",
 }  # fmt: skip
-
-
-# What a step computes is what it is with others of them.
+# Their steps compute the same as those of others.
 SAME_STEPS = ("edgc_bfloat16", "edgc_published", "powersgd_warm")
 
 
 @functools.cache
 def run_of(name, backend):
-  """One compilation for all tests of a reducer, and its first state."""
-  return BACKENDS[backend](REDUCERS[name](), PARAMS)
+  """Returns a run of a reducer, compiled once for all tests."""
+  return BACKENDS[backend](traced_once(REDUCERS[name]()), PARAMS)
 
 
 def fresh(name, backend):
@@ -92,31 +99,25 @@ def mean(tree):
 class ContractTest(parameterized.TestCase):
   @parameterized.named_parameters(*CASES)
   def test_steps_keep_the_contract(self, name, backend):
-    """Nothing is lost, all replicas agree, the state keeps its form."""
+    """Nothing is lost, replicas agree, shapes and dtypes stay, one trace."""
     run = fresh(name, backend)
-    form = jax.tree.map(lambda x: (x.shape, x.dtype), run.state)
     for step in range(6):
       gradients = gradients_like(PARAMS, seed=step)
       before = run.residual()
       updates = run.step(gradients)
       after = run.residual()
-      for update in jax.tree.leaves(updates):
-        for replica in update[1:]:
-          np.testing.assert_array_equal(replica, update[0])
+      assert_replicas_equal(updates)
       for leaf, gradient in mean(gradients).items():
         owed, kept = gradient, np.asarray(updates[leaf][0], np.float32)
         tolerance = F32
         if not isinstance(after[leaf], optax.MaskedNode):
           owed = owed + before[leaf].mean(0)
           kept = kept + after[leaf].mean(0)
-        elif leaf == "bfloat16":  # rounded, and no residual to keep the rest
+        elif leaf == "bfloat16":  # no residual keeps the rounding errors
           tolerance = BF16
         np.testing.assert_allclose(kept, owed, err_msg=leaf, **tolerance)
-      self.assertEqual(
-        jax.tree.map(lambda x: (x.shape, x.dtype), run.state), form
-      )
+      chex.assert_trees_all_equal_shapes_and_dtypes(run.state, run.first_state)
       chex.assert_trees_all_equal_dtypes(updates, PARAMS)
-    self.assertEqual(run.traces, 1)
     self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 0)
 
   @parameterized.named_parameters(*CASES)
@@ -133,8 +134,7 @@ class ContractTest(parameterized.TestCase):
         gradients[leaf].at[(1,) + (0,) * PARAMS[leaf].ndim].set(bad)
       )
       updates = run.step(gradients)
-      for update in jax.tree.leaves(updates):
-        np.testing.assert_array_equal(update, np.zeros_like(update))
+      chex.assert_trees_all_equal(updates, optax.tree.zeros_like(updates))
       chex.assert_trees_all_equal(find(run.state).exchange, before)
       self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 1)
       updates = run.step(gradients_like(PARAMS, seed=4))
@@ -158,24 +158,26 @@ class ContractTest(parameterized.TestCase):
     ("powersgd", lambda: edgc_jax.powersgd(64, min_ratio=0)),
     (
       "edgc",
-      lambda: edgc(
-        rank_max=64, rank_min=64, rank_multiple=64, max_rank_step=64,
-        min_ratio=0, window=1, warmup_steps=1, step_rate=1.0,
+      lambda: edgc_jax.edgc(
+        rank_max=64,
+        rank_min=64,
+        window=1,
+        warmup_steps=1,
+        min_ratio=0,
+        sampling=edgc_jax.Sampling(step_rate=1.0),
+        rule=edgc_jax.RankRule(rank_multiple=64, max_rank_step=64),
       ),
     ),
-  )  # fmt: skip
+  )
   def test_full_rank_gives_the_dense_mean(self, make):
     run = Pmap(make(), PARAMS)
     for step in range(3):
       gradients = gradients_like(PARAMS, seed=step)
-      updates = run.step(gradients)
-      for name, expected in mean(gradients).items():
-        np.testing.assert_allclose(
-          np.asarray(updates[name][0], np.float32),
-          expected,
-          err_msg=name,
-          **(BF16 if name == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}),
-        )
+      updates = first_replica(run.step(gradients))
+      expected = mean(gradients)
+      narrow = np.asarray(updates.pop("bfloat16"), np.float32)
+      np.testing.assert_allclose(narrow, expected.pop("bfloat16"), **BF16)
+      chex.assert_trees_all_close(updates, expected, rtol=1e-4, atol=1e-5)
 
   @parameterized.named_parameters(*REDUCERS.items())
   def test_init_needs_shapes_only(self, make):
@@ -187,7 +189,7 @@ class ContractTest(parameterized.TestCase):
     *((n, make) for n, make in REDUCERS.items() if n not in SAME_STEPS)
   )
   def test_compiled_equals_eager(self, make):
-    """Eagerly, op by op, on one replica under a bound axis."""
+    """One replica under a bound axis runs eagerly, op by op."""
     tx = make()
     state = tx.init(FEW)
     gradients = gradients_like(FEW, seed=0)
@@ -196,8 +198,7 @@ class ContractTest(parameterized.TestCase):
     with jax.disable_jit():
       eager = update(gradients, state)
     compiled = jax.jit(update)(gradients, state)
-    # Of the factors only the span is determined, not the basis: compare what
-    # they make, and what they leave.
+    # Factors are determined up to their basis: compare updates and residuals.
     chex.assert_trees_all_close(eager[0], compiled[0], **F32)
     eager, compiled = eager[1], compiled[1]
     chex.assert_trees_all_close(
@@ -215,7 +216,7 @@ class ContractTest(parameterized.TestCase):
 
 
 class InsideOptaxTest(parameterized.TestCase):
-  """The reducer works wherever optax lets a transformation stand."""
+  """Reducers inside the combinators of optax."""
 
   def setUp(self):
     super().setUp()
@@ -228,9 +229,7 @@ class InsideOptaxTest(parameterized.TestCase):
         updates = run.step(self.gradients)
       chex.assert_tree_all_finite(updates)
       if expected is not None:
-        chex.assert_trees_all_close(
-          jax.tree.map(lambda u: u[0], updates), expected, **F32
-        )
+        chex.assert_trees_all_close(first_replica(updates), expected, **F32)
       self.assertIn("rank", edgc_jax.metrics(run.state))
 
   def test_chain(self):
@@ -245,29 +244,29 @@ class InsideOptaxTest(parameterized.TestCase):
 
   def test_defaults_in_a_chain(self):
     params = {"w": jnp.zeros((40, 80))}
-    run = Pmap(optax.chain(edgc(), optax.adamw(3e-4)), params)
+    run = Pmap(optax.chain(edgc_jax.edgc(), optax.adamw(3e-4)), params)
     chex.assert_tree_all_finite(run.step(gradients_like(params, seed=0)))
 
-  def test_masked_and_partition(self):
+  @parameterized.parameters("masked", "partition")
+  def test_one_reducer_for_each_part(self, combinator):
     is_matrix = jax.tree.map(lambda p: p.ndim == 2, FEW)
     others = jax.tree.map(lambda m: not m, is_matrix)
-    # One reducer per part: metrics wants to know which of them is meant.
-    tx = optax.chain(
-      optax.masked(REDUCERS["powersgd"](), is_matrix),
-      optax.masked(edgc_jax.allreduce(), others),
-    )
     labels = jax.tree.map(lambda m: "low" if m else "dense", is_matrix)
-    partitioned = optax.partition(
-      {"low": REDUCERS["powersgd"](), "dense": edgc_jax.allreduce()}, labels
+    low, dense = REDUCERS["powersgd"](), edgc_jax.allreduce()
+    tx = {
+      "masked": optax.chain(
+        optax.masked(low, is_matrix), optax.masked(dense, others)
+      ),
+      "partition": optax.partition({"low": low, "dense": dense}, labels),
+    }[combinator]
+    run = Pmap(tx, FEW)
+    updates = run.step(self.gradients)
+    np.testing.assert_allclose(
+      updates["bias"][0], mean(self.gradients)["bias"], **F32
     )
-    for candidate in (tx, partitioned):
-      run = Pmap(candidate, FEW)
-      updates = run.step(self.gradients)
-      np.testing.assert_allclose(
-        updates["bias"][0], mean(self.gradients)["bias"], **F32
-      )
-      with self.assertRaisesRegex(ValueError, "exactly one reducer"):
-        edgc_jax.metrics(run.state)
+    # Metrics cannot tell which reducer is meant.
+    with self.assertRaisesRegex(ValueError, "exactly one reducer"):
+      edgc_jax.metrics(run.state)
 
   def test_inject_hyperparams(self):
     arguments = inspect.signature(edgc_jax.edgc).parameters

@@ -92,7 +92,7 @@ class PathTest(parameterized.TestCase):
     self.assertContainsSubset(
       {"comm/collectives.py", "compression/low_rank.py"}, path.files
     )
-    self.assertIn("reducers/base.py update_fn", path.moves)
+    self.assertIn("reducers/base.py update", path.moves)
 
 
 if __name__ == "__main__":

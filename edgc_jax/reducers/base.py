@@ -15,9 +15,10 @@ are sent after the first exchange, at the rung of stage 0, so until then no
 stage waits for another.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ import numpy as np
 import optax
 
 from edgc_jax import validation
-from edgc_jax.adaptation.policy import Policy, PolicyState, Report
+from edgc_jax.adaptation.policy import Choice, Policy, PolicyState
 from edgc_jax.comm import agreement, collectives, cpu_backend, dataflow
 from edgc_jax.compression import error_feedback, low_rank
 from edgc_jax.compression.base import Exchange, ExchangeFn, ExchangeState
@@ -34,40 +35,313 @@ from edgc_jax.pipeline.gradients import (
   late_gradients,
   require_stages,
 )
+from edgc_jax.pipeline.stages import Stages
 from edgc_jax.plan import leaves as leaf_checks
 from edgc_jax.plan import plan as plans_of
 from edgc_jax.plan.ladder import warn_if_nothing_saves
-from edgc_jax.plan.leaves import Measurement
+from edgc_jax.plan.leaves import (
+  ViewFn,
+  own_placement,
+  trailing_matrix,
+)
 from edgc_jax.plan.plan import Plan, by_exchange
 from edgc_jax.state.base import ReducerState, stacked, unstacked
-from edgc_jax.state.metrics import (
+from edgc_jax.state.statistics import (
   Account,
   Checks,
-  MatrixStats,
+  Stats,
   first_stats,
+  masked_leaves,
+  matrix_stats,
+  measurement_of,
   next_stats,
+  total_energies,
 )
+
+
+class Step(NamedTuple):
+  """One step, as its four parts share it."""
+
+  plan: Plan  # of all leaves
+  plans: tuple[Plan, ...]  # of the leaves exchanged together
+  policy: Policy
+  updates: optax.Updates
+  params: optax.Params | None
+  late_updates: LateUpdates | None
+  count: jax.Array  # int32 [], steps done
+
+
+class Settled(NamedTuple):
+  """What replicas and stages agree on after the exchange of a step."""
+
+  is_finite: jax.Array  # bool [], on this stage
+  ok: jax.Array  # bool [], on all stages
+  identical: jax.Array  # int32 [], verdict on the gradients
+  parted: jax.Array  # int32 [], whether the replicas of any stage have parted
+  wire_bytes: jax.Array  # float32 []
+
+
+@dataclasses.dataclass(frozen=True)
+class Reducer:
+  """Local gradients to their mean: `init` and `update` of a transformation.
+
+  Attributes:
+    axis_name: Axis averaged over; must be bound where `update` runs.
+    plan_for: Maps a tree of parameters or gradients to the plan.
+    policy_for: Maps the plan of a stage's own leaves to the policy.
+    seed: Seed of the first Q, and of all random draws in the steps.
+    stage_axis: Axis of the pipeline stages, None if there are none.
+    exchange: Averages over the replicas.
+    check_every: Steps from one comparison of the replicas to the next.
+  """
+
+  axis_name: str
+  plan_for: Callable[[Any], Plan]
+  policy_for: Callable[[Plan], Policy]
+  seed: int
+  stage_axis: str | None
+  exchange: ExchangeFn
+  check_every: int
+
+  def init(self, params: optax.Params) -> ReducerState:
+    """Returns the state before the first step."""
+    plan = self.plan_for(params)
+    warn_if_nothing_saves(plan)
+    leaf_checks.warn_of_dtypes(plan.leaves)
+    plans = by_exchange(plan)
+    policy = self.policy_for(plans[0])
+    factors = [low_rank.init_factors(part, self.seed) for part in plans]
+    residuals = [error_feedback.init_residual(part) for part in plans]
+    report = policy.report(policy.init())
+    zeros = [jnp.zeros(len(part.matrices), jnp.float32) for part in plans]
+    ranks = [jnp.zeros(len(part.matrices), jnp.int32) for part in plans]
+    matrices = matrix_stats(plans, params, report, ranks, zeros)
+    # A new array for every field: an array used twice cannot be donated.
+    count, *counters = (jnp.zeros((), jnp.int32) for _ in range(4))
+    state = ReducerState(
+      count,
+      *policy.init(),
+      _exchange_state(plans, params, factors, residuals),
+      first_stats(plan.dense_bytes, report, matrices),
+      Checks(*counters, jnp.array(masked_leaves(params), jnp.int32)),
+    )
+    return stacked(state) if self.stage_axis else state
+
+  def update(
+    self,
+    updates: optax.Updates,
+    state: ReducerState,
+    params: optax.Params | None = None,
+    *,
+    late_updates: LateUpdates | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, ReducerState]:
+    """Returns the mean of local gradients, and the next state."""
+    del extra_args
+    step, state = self._open(updates, state, params, late_updates)
+    carried = _carried(step.plans, state.exchange)
+    compared, choice = self._choose(step, state)
+    results = self._exchange(step, choice, *carried)
+    settled = self._settle(step, compared, results)
+    averaged, kept = self._keep(step, results, settled, *carried)
+    control, stats = self._account(step, state, choice, results, settled)
+    checks = Checks(
+      state.checks.skipped_steps + (~settled.ok).astype(jnp.int32),
+      agreement.count_identical(
+        state.checks.identical_steps, settled.identical
+      ),
+      state.checks.parted_steps + settled.parted,
+      state.checks.left_out,
+    )
+    count = optax.safe_increment(step.count)
+    state = ReducerState(count, *control, kept, stats, checks)
+    if self.stage_axis:
+      state = stacked(state, self.stage_axis)
+    return averaged, state
+
+  def _open(
+    self,
+    updates: optax.Updates,
+    state: ReducerState,
+    params: optax.Params | None,
+    late_updates: LateUpdates | None,
+  ) -> tuple[Step, ReducerState]:
+    """Checks a step's arguments, and drops the stage axis of the state."""
+    collectives.num_devices(self.axis_name)  # raises if the axis is not bound
+    cpu_backend.prepare()
+    plan = self.plan_for(updates)  # raises if a leaf is not real floating
+    gradients = jax.tree.leaves(updates)
+    leaf_checks.require_same_leaves(updates, state.stats.matrices.rank)
+    leaf_checks.require_local(gradients, plan.leaves, self.axis_name)
+    if self.stage_axis:
+      leaves = None if params is None else jax.tree.leaves(params)
+      require_stages(gradients, plan.leaves, leaves, self.stage_axis)
+      state = unstacked(state)
+    plans = by_exchange(plan)
+    policy = self.policy_for(plans[0])
+    step = Step(plan, plans, policy, updates, params, late_updates, state.count)
+    return step, state
+
+  def _choose(
+    self, step: Step, state: ReducerState
+  ) -> tuple[agreement.Check, Choice]:
+    """Chooses the rung. Before that, in the first steps, compares replicas."""
+    own = _own_leaves(step)
+    compared = agreement.compare_gradients(
+      own, state.checks.identical_steps, self.axis_name
+    )
+    control = PolicyState(state.controller, state.allocator)
+    earlier = (compared.verdict, own[:1])
+    return compared, step.policy.choose(control, own, step.count, earlier)
+
+  def _exchange(
+    self,
+    step: Step,
+    choice: Choice,
+    factors: Sequence[list[jax.Array]],
+    residuals: Sequence[list[jax.Array]],
+  ) -> list[Exchange]:
+    """Exchanges the stage's own leaves, then the others; with feedback."""
+    key = jax.random.fold_in(jax.random.key(self.seed), step.count)
+    gradients = dataflow.in_turn(_own_leaves(step), choice.last)
+    ranks, results = choice.ranks, []
+    for i, plan in enumerate(step.plans):
+      matrices = error_feedback.add_residual(plan, gradients, residuals[i])
+      result = self.exchange(
+        plan,
+        (choice.rung, choice.lead_rung)[i],
+        matrices,
+        factors[i],
+        jax.random.fold_in(key, i),
+        self.axis_name,
+        ranks,
+      )
+      results.append(error_feedback.keep_error(plan, gradients, result))
+      if i == 0 and (len(step.plans) > 1 or step.late_updates is not None):
+        late = late_gradients(
+          step.updates,
+          step.late_updates,
+          result.is_finite,
+          step.plan,
+          self.axis_name,
+          self.stage_axis,
+        )
+        gradients = [late[place] for place in step.plans[-1].positions]
+        ranks = None
+    return results
+
+  def _settle(
+    self, step: Step, compared: agreement.Check, results: Sequence[Exchange]
+  ) -> Settled:
+    """Lets replicas and stages agree on whether the step counts."""
+    is_finite = jnp.all(jnp.stack([result.is_finite for result in results]))
+    # Non-finite steps are compared, too: if one replica alone has a non-finite
+    # parameter, all replicas skip every step until this detects it.
+    is_due = (step.count % self.check_every == 0) | ~is_finite
+    applied = step.params
+    if applied is None:
+      applied = [result.averaged for result in results]
+    parted = agreement.have_parted(
+      applied, dataflow.in_turn(is_due, is_finite), step.count, self.axis_name
+    )
+    ok, identical, has_parted, stage_bytes = agreement.agree(
+      is_finite, compared.verdict, parted.verdict, self.stage_axis
+    )
+    sent = compared.wire_bytes + parted.wire_bytes + stage_bytes
+    return Settled(is_finite, ok, identical, has_parted, sent)
+
+  def _keep(
+    self,
+    step: Step,
+    results: Sequence[Exchange],
+    settled: Settled,
+    factors: Sequence[list[jax.Array]],
+    residuals: Sequence[list[jax.Array]],
+  ) -> tuple[optax.Updates, ExchangeState]:
+    """Returns updates, Q and residuals; zeros and the old ones if not ok."""
+    # An exchange returns zeros if it was not finite itself; with several
+    # exchanges or stages, another one may not have been.
+    is_alone = len(results) == 1 and not self.stage_axis
+    averaged, structure = jax.tree.flatten(step.updates)
+    for plan, result in zip(step.plans, results, strict=True):
+      for i, mean in zip(plan.positions, result.averaged, strict=True):
+        zero = jnp.zeros_like(mean)
+        averaged[i] = mean if is_alone else jnp.where(settled.ok, mean, zero)
+    keep = lambda new, old: jax.tree.map(  # noqa: E731
+      lambda n, o: jnp.where(settled.ok, n, o), new, old
+    )
+    kept = _exchange_state(
+      step.plans,
+      step.updates,
+      keep([result.factors for result in results], factors),
+      keep([result.residual for result in results], residuals),
+    )
+    return jax.tree.unflatten(structure, averaged), kept
+
+  def _account(
+    self,
+    step: Step,
+    state: ReducerState,
+    choice: Choice,
+    results: Sequence[Exchange],
+    settled: Settled,
+  ) -> tuple[PolicyState, Stats]:
+    """Accounts for the step: the policy's state, and the numbers to report."""
+    plans, rungs = step.plans, (choice.rung, choice.lead_rung)
+    measured = [measurement_of(result) for result in results]
+    # The policy sums over steps, whose units differ.
+    squared = jnp.square(results[0].unit)
+    own = jax.tree.map(lambda x: x * squared, measured[0])
+    control = step.policy.settle(choice, own, settled.ok)
+    report = step.policy.report(control)
+    by_rung = lambda table, rung: jnp.asarray(table)[rung]  # noqa: E731
+    ranks = [
+      by_rung(plan.uniform_ranks, rung)
+      for plan, rung in zip(plans, rungs, strict=False)
+    ]
+    if choice.ranks is not None:
+      ranks[0] = choice.ranks
+    errors = [m.lost_share for m in measured]
+    replicas = collectives.num_devices(self.axis_name)
+    sent = sum(
+      by_rung(plan.wire_bytes_by_rung(replicas), rung)
+      for plan, rung in zip(plans, rungs, strict=False)
+    )
+    account = Account(
+      rank=by_rung(np.array(plans[0].ladder, np.int32), choice.rung),
+      rung=choice.rung,
+      wire_bytes=sent + choice.wire_bytes + settled.wire_bytes,
+      **total_energies(results, measured),
+      is_finite=settled.is_finite,
+      report=report,
+      matrices=matrix_stats(plans, step.updates, report, ranks, errors),
+    )
+    return control, next_stats(state.stats, account, step.count)
 
 
 def make_reducer(
   axis_name: str,
-  plan_for: Callable[[Any], Plan],
+  plan_for: Callable[..., Plan],
   policy_for: Callable[[Plan], Policy],
-  seed: int,
-  stage_axis: str | None = None,
+  *,
+  seed: int = 0,
+  matrix_view: ViewFn | None = None,
+  stages: Stages | None = None,
   exchange: ExchangeFn = low_rank.exchange,
   check_every: int = agreement.CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a transformation from local gradients to their mean.
 
   Args:
-    axis_name: Axis averaged over; must be bound where `update` runs.
-    plan_for: From a tree of parameters or gradients to the plan.
-    policy_for: From the plan of a stage's own leaves to the policy.
-    seed: Seed of the first Q, and of all random draws in the steps.
-    stage_axis: Axis of the pipeline stages, None if there are none.
-    exchange: Averages over the replicas.
-    check_every: Steps from one comparison of the replicas to the next.
+    axis_name: As for `Reducer`.
+    plan_for: Makes the plan of a tree, with `matrix_view` and `placement`.
+    policy_for: As for `Reducer`.
+    seed: As for `Reducer`.
+    matrix_view: Maps a leaf's path and shape to (count, rows, cols), or None
+      for dense; by default `trailing_matrix`.
+    stages: Pipeline stages, None if there are none.
+    exchange: As for `Reducer`.
+    check_every: As for `Reducer`.
 
   Returns:
     The transformation.
@@ -76,191 +350,22 @@ def make_reducer(
     ValueError: if `check_every` is below 1.
   """
   validation.require_int("check_every", check_every, 1)
-
-  def init_fn(params: optax.Params) -> ReducerState:
-    plan = plan_for(params)
-    warn_if_nothing_saves(plan)
-    leaf_checks.warn_of_dtypes(plan.leaves)
-    plans = by_exchange(plan)
-    policy = policy_for(plans[0])
-    factors = [low_rank.init_factors(part, seed) for part in plans]
-    residuals = [error_feedback.init_residual(part) for part in plans]
-    report = policy.report(policy.init())
-    zeros = [jnp.zeros(len(part.matrices), jnp.float32) for part in plans]
-    ranks = [jnp.zeros(len(part.matrices), jnp.int32) for part in plans]
-    matrices = _matrix_stats(plans, params, report, ranks, zeros)
-    # A new array for every field: an array used twice cannot be donated.
-    count, *counters = (jnp.zeros((), jnp.int32) for _ in range(4))
-    state = ReducerState(
-      count,
-      *policy.init(),
-      _exchange_state(plans, params, factors, residuals),
-      first_stats(plan.dense_bytes, report, matrices),
-      Checks(*counters, jnp.array(_masked_leaves(params), jnp.int32)),
-    )
-    return stacked(state) if stage_axis else state
-
-  def update_fn(
-    updates: optax.Updates,
-    state: ReducerState,
-    params: optax.Params | None = None,
-    *,
-    late_updates: LateUpdates | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, ReducerState]:
-    del extra_args
-    # Raises if the axis is not bound.
-    replicas = collectives.num_devices(axis_name)
-    cpu_backend.prepare()
-    plan = plan_for(updates)  # raises if a leaf is not real floating
-    gradients = jax.tree.leaves(updates)
-    leaf_checks.require_same_leaves(updates, state.stats.matrices.rank)
-    leaf_checks.require_local(gradients, plan.leaves, axis_name)
-    if stage_axis:
-      leaves = None if params is None else jax.tree.leaves(params)
-      require_stages(gradients, plan.leaves, leaves, stage_axis)
-      state = unstacked(state)
-    plans = by_exchange(plan)
-    policy = policy_for(plans[0])
-    factors, residuals = _carried(plans, state.exchange)
-    count = state.count
-    key = jax.random.fold_in(jax.random.key(seed), count)
-    own = [gradients[i] for i in plans[0].positions]
-
-    # Choose the rung. Before that, in the first steps, compare the replicas.
-    identical = state.checks.identical_steps
-    compared = agreement.compare_gradients(own, identical, axis_name)
-    choice = policy.choose(
-      PolicyState(state.controller, state.allocator),
-      own,
-      count,
-      (compared.verdict, own[:1]),
-    )
-
-    # Exchange the stage's own leaves, then all others.
-    run = functools.partial(_exchange, exchange, axis_name)
-    sent = dataflow.in_turn(own, choice.last)
-    results = [
-      run(
-        plans[0], choice.rung, sent, factors[0], residuals[0],
-        jax.random.fold_in(key, 0), choice.ranks,
-      )
-    ]  # fmt: skip
-    rungs = [choice.rung, choice.lead_rung][: len(plans)]
-    if len(plans) > 1 or late_updates is not None:
-      first_is_finite = results[0].is_finite
-      completed = late_gradients(
-        updates, late_updates, first_is_finite, plan, axis_name, stage_axis
-      )
-    for i, part in enumerate(plans[1:], 1):
-      late = [completed[position] for position in part.positions]
-      own_key = jax.random.fold_in(key, i)
-      results.append(
-        run(part, rungs[i], late, factors[i], residuals[i], own_key)
-      )
-
-    # Keep the results, unless a gradient on any stage is not finite.
-    is_finite = jnp.all(jnp.stack([result.is_finite for result in results]))
-    # Non-finite steps are compared, too: if one replica alone has a non-finite
-    # parameter, all replicas skip every step until this detects it.
-    is_due = (count % check_every == 0) | ~is_finite
-    applied = params
-    if params is None:
-      applied = [result.averaged for result in results]
-    parted = agreement.have_parted(
-      applied, dataflow.in_turn(is_due, is_finite), count, axis_name
-    )
-    ok, verdict, has_parted, stage_bytes = agreement.agree(
-      is_finite, compared.verdict, parted.verdict, stage_axis
-    )
-    # An exchange returns zeros if it was not finite itself; with several
-    # exchanges or stages, another one may not have been.
-    is_alone = len(results) == 1 and not stage_axis
-    for part, result in zip(plans, results, strict=True):
-      for i, mean in zip(part.positions, result.averaged, strict=True):
-        zero = jnp.zeros_like(mean)
-        gradients[i] = mean if is_alone else jnp.where(ok, mean, zero)
-    keep = lambda new, old: jax.tree.map(  # noqa: E731
-      lambda n, o: jnp.where(ok, n, o), new, old
-    )
-    kept = _exchange_state(
-      plans,
-      updates,
-      keep([result.factors for result in results], factors),
-      keep([result.residual for result in results], residuals),
-    )
-
-    # Account for the bytes and errors of the step.
-    measured = [_measurement(result) for result in results]
-    # The policy sums over steps, whose units differ.
-    squared = jnp.square(results[0].unit)
-    own_measured = jax.tree.map(lambda x: x * squared, measured[0])
-    control = policy.settle(choice, own_measured, ok)
-    report = policy.report(control)
-    ranks = [
-      _by_rung(part.uniform_ranks, rung)
-      for part, rung in zip(plans, rungs, strict=True)
-    ]
-    if choice.ranks is not None:
-      ranks[0] = choice.ranks
-    errors = [m.lost_share for m in measured]
-    sent_bytes = [
-      _by_rung(part.wire_bytes_by_rung(replicas), rung)
-      for part, rung in zip(plans, rungs, strict=True)
-    ]
-    stats = next_stats(
-      state.stats,
-      Account(
-        rank=_by_rung(np.array(plans[0].ladder, np.int32), choice.rung),
-        rung=choice.rung,
-        wire_bytes=sum(sent_bytes)
-        + choice.wire_bytes
-        + compared.wire_bytes
-        + parted.wire_bytes
-        + stage_bytes,
-        **_energies(results, measured),
-        is_finite=is_finite,
-        report=report,
-        matrices=_matrix_stats(plans, updates, report, ranks, errors),
-      ),
-      count,
-    )
-    new_state = ReducerState(
-      optax.safe_increment(count),
-      control.controller,
-      control.allocator,
-      kept,
-      stats,
-      Checks(
-        state.checks.skipped_steps + (~ok).astype(jnp.int32),
-        agreement.count_identical(identical, verdict),
-        state.checks.parted_steps + has_parted,
-        state.checks.left_out,
-      ),
-    )
-    return (
-      jax.tree.unflatten(jax.tree.structure(updates), gradients),
-      stacked(new_state, stage_axis) if stage_axis else new_state,
-    )
-
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  plan_for = functools.partial(
+    plan_for,
+    matrix_view=matrix_view or trailing_matrix,
+    placement=stages.placement if stages else own_placement,
+  )
+  stage_axis = stages.axis_name if stages else None
+  reducer = Reducer(
+    axis_name, plan_for, policy_for, seed, stage_axis, exchange, check_every
+  )
+  return optax.GradientTransformationExtraArgs(reducer.init, reducer.update)
 
 
-def _exchange(
-  exchange: ExchangeFn,
-  axis_name: str,
-  plan: Plan,
-  rung: jax.Array,
-  gradients: Sequence[jax.Array],
-  factors: list[jax.Array],
-  residual: Sequence[jax.Array],
-  key: jax.Array,
-  ranks: jax.Array | None = None,
-) -> Exchange:
-  """Exchanges the leaves of one plan, with error feedback."""
-  matrices = error_feedback.add_residual(plan, gradients, residual)
-  result = exchange(plan, rung, matrices, factors, key, axis_name, ranks)
-  return error_feedback.keep_error(plan, gradients, result)
+def _own_leaves(step: Step) -> list[jax.Array]:
+  """The gradients that only this stage has; all without stages."""
+  gradients = jax.tree.leaves(step.updates)
+  return [gradients[i] for i in step.plans[0].positions]
 
 
 def _exchange_state(
@@ -292,74 +397,3 @@ def _carried(
       [plan.leaves[i] for i in plan.compressible], e, q, plan.factor_shapes
     )
   return factors, residuals
-
-
-def _masked_leaves(params: Any) -> int:
-  """Counts the leaves that `optax.masked` keeps from this transformation."""
-  is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-  leaves = jax.tree.leaves(params, is_leaf=is_masked)
-  return sum(map(is_masked, leaves))
-
-
-def _measurement(result: Exchange) -> Measurement:
-  """Joins the energies of all matrices of an exchange, in its own unit."""
-  if not result.columns:
-    return Measurement(
-      jnp.zeros((0,), jnp.float32), jnp.zeros((0, 0), jnp.float32)
-    )
-  width = max(c.shape[1] for c in result.columns)
-  columns = [
-    jnp.pad(c, ((0, 0), (0, width - c.shape[1]))) for c in result.columns
-  ]
-  return Measurement(jnp.concatenate(result.lost), jnp.concatenate(columns))
-
-
-def _energies(
-  results: Sequence[Exchange], measured: Sequence[Measurement]
-) -> dict[str, jax.Array]:
-  """Sums energies over all exchanges, in their largest unit squared."""
-  unit = jnp.max(jnp.stack([result.unit for result in results]))
-
-  def total(squares: Sequence[Sequence[jax.Array]]) -> jax.Array:
-    return sum(
-      jnp.sum(x) * jnp.square(result.unit / unit)
-      for result, own in zip(results, squares, strict=True)
-      for x in own
-    )
-
-  return {
-    "lost": total([[m.lost] for m in measured]),
-    "energy": total([[m.energy] for m in measured]),
-    "residual_energy": total([result.residual_energy for result in results]),
-    "unit": unit,
-  }
-
-
-def _matrix_stats(
-  plans: Sequence[Plan],
-  tree: Any,
-  report: Report,
-  ranks: Sequence[jax.Array],
-  errors: Sequence[jax.Array],
-) -> MatrixStats:
-  """Splits arrays over the matrices of each plan into trees like `tree`."""
-
-  def as_tree(values: Sequence[jax.Array]) -> Any:
-    parts = plans[: len(values)]
-    by_leaf = [p.by_leaf(v) for p, v in zip(parts, values, strict=True)]
-    return plans_of.as_tree(parts, tree, by_leaf)
-
-  is_measured = report.matrix_entropy is not None
-  return MatrixStats(
-    entropy=as_tree([report.matrix_entropy]) if is_measured else None,
-    rank=as_tree(ranks),
-    error=as_tree(errors),
-    predicted_error=as_tree([report.matrix_predicted_error])
-    if is_measured
-    else None,
-  )
-
-
-def _by_rung(table: np.ndarray, rung: jax.Array) -> jax.Array:
-  """Returns the row of a static table at a traced rung."""
-  return jnp.asarray(table)[rung]

@@ -26,8 +26,6 @@ from edgc_jax.compression.entrywise import (
 from edgc_jax.pipeline.stages import Stages
 from edgc_jax.plan.leaves import (
   ViewFn,
-  own_placement,
-  trailing_matrix,
 )
 from edgc_jax.plan.plan import make_plan
 from edgc_jax.reducers.base import make_reducer
@@ -283,11 +281,8 @@ def _make(
   axis_name: str,
   *,
   error_feedback: bool,
-  stages: Stages | None,
   min_size: int,
-  matrix_view: ViewFn | None,
-  check_every: int,
-  seed: int = 0,
+  **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a reducer from a compressor; arguments as for `topk`."""
   validation.require_int("min_size", min_size, 1)
@@ -297,14 +292,10 @@ def _make(
     min_size=min_size,
     error_feedback=error_feedback,
   )
-  view = matrix_view or trailing_matrix
-  placement = stages.placement if stages else own_placement
   return make_reducer(
     axis_name,
-    lambda tree: make_plan(tree, (0,), 0.0, view, placement, kind=kind),
+    functools.partial(make_plan, ladder=(0,), min_ratio=0.0, kind=kind),
     lambda plan: FixedPolicy({0: 0}),
-    seed,
-    stages.axis_name if stages else None,
-    entrywise.exchange,
-    check_every,
+    exchange=entrywise.exchange,
+    **options,
   )

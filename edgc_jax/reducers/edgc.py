@@ -17,7 +17,7 @@ from edgc_jax.comm.codes import code_of
 from edgc_jax.pipeline.stages import Stages
 from edgc_jax.plan import link_model
 from edgc_jax.plan.ladder import Ladder
-from edgc_jax.plan.leaves import ViewFn, own_placement, trailing_matrix
+from edgc_jax.plan.leaves import ViewFn
 from edgc_jax.plan.link_model import CompressionModel, LinkModel
 from edgc_jax.plan.plan import Plan, by_exchange, make_plan, require_ratio
 from edgc_jax.reducers.base import make_reducer
@@ -149,12 +149,9 @@ def edgc(
   is_aligned = stages is not None and stages.align == "slack"
   if is_aligned:
     _require_times(link, stages)
-  view = matrix_view or trailing_matrix
-  placement = stages.placement if stages else own_placement
-  stage_axis = stages.axis_name if stages else None
 
-  def plan_for(tree: optax.Params) -> Plan:
-    whole = make_plan(tree, (0,), min_ratio, view, placement, code=code)
+  def plan_for(tree: optax.Params, **how: Any) -> Plan:
+    whole = make_plan(tree, (0,), min_ratio, code=code, **how)
     ranks = ladder.given or ladder.ranks_on_link(by_exchange(whole)[0])
     whole = dataclasses.replace(whole, ladder=ranks, spread=allocation.spread)
     return whole.without_idle_ranks()
@@ -170,7 +167,7 @@ def edgc(
       window=window,
       warmup_steps=warmup_steps,
       rule=rule,
-      stage_axis=stage_axis,
+      stage_axis=stages.axis_name if stages else None,
       rung_seconds=seconds,
       backward_seconds=stages.backward_seconds if is_aligned else 0.0,
     )
@@ -180,7 +177,13 @@ def edgc(
     return EntropyPolicy(plan, controller, allocator, axis_name, sampling)
 
   return make_reducer(
-    axis_name, plan_for, policy_for, seed, stage_axis, check_every=check_every
+    axis_name,
+    plan_for,
+    policy_for,
+    seed=seed,
+    matrix_view=matrix_view,
+    stages=stages,
+    check_every=check_every,
   )
 
 

@@ -5,6 +5,7 @@ it comes first in an optax chain: clipping and Adam then see the mean. Call
 `update` where the axis is bound, inside `jax.pmap` or `jax.shard_map`.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from edgc_jax.adaptation.policy import FixedPolicy
 from edgc_jax.comm.agreement import CHECK_EVERY
 from edgc_jax.comm.codes import code_of
 from edgc_jax.pipeline.stages import Stages
-from edgc_jax.plan.leaves import ViewFn, own_placement, trailing_matrix
+from edgc_jax.plan.leaves import ViewFn
 from edgc_jax.plan.plan import Plan, make_plan, require_ratio
 from edgc_jax.reducers.base import make_reducer
 
@@ -53,17 +54,13 @@ def allreduce(
 
   >>> tx = optax.chain(allreduce(), optax.sgd(0.1))
   """
-  view = matrix_view or trailing_matrix
-  placement = stages.placement if stages else own_placement
   code = code_of(wire_dtype)
   return make_reducer(
     axis_name,
-    lambda tree: make_plan(
-      tree, (0,), matrix_view=view, placement=placement, code=code
-    ),
+    functools.partial(make_plan, ladder=(0,), code=code),
     lambda plan: FixedPolicy({0: 0}),
-    seed=0,
-    stage_axis=stages.axis_name if stages else None,
+    matrix_view=matrix_view,
+    stages=stages,
     check_every=check_every,
   )
 
@@ -126,23 +123,19 @@ def powersgd(
   code = code_of(wire_dtype)
   ranks = sorted(set(schedule.values()))
   ladder = tuple(ranks) if len(ranks) == 1 else (0, *filter(None, ranks))
-  view = matrix_view or trailing_matrix
-  placement = stages.placement if stages else own_placement
-
-  def plan_for(tree: optax.Params) -> Plan:
-    return make_plan(tree, ladder, min_ratio, view, placement, code=code)
 
   def policy_for(plan: Plan) -> FixedPolicy:
-    # A rank that the plan has dropped would compress nothing: it is dense.
+    # A rank that is not in the ladder compresses nothing: it is dense.
     rungs = {rank: rung for rung, rank in enumerate(plan.ladder)}
     return FixedPolicy({step: rungs.get(r, 0) for step, r in schedule.items()})
 
   return make_reducer(
     axis_name,
-    plan_for,
+    functools.partial(make_plan, ladder=ladder, min_ratio=min_ratio, code=code),
     policy_for,
-    seed,
-    stages.axis_name if stages else None,
+    seed=seed,
+    matrix_view=matrix_view,
+    stages=stages,
     check_every=check_every,
   )
 

@@ -16,7 +16,8 @@ from edgc_jax import validation
 from edgc_jax.comm import collectives, dataflow
 from edgc_jax.comm.dataflow import varying_axes
 from edgc_jax.state.base import AccumulateState
-from edgc_jax.state.metrics import Checks, SkipStats, find
+from edgc_jax.state.metrics import find
+from edgc_jax.state.statistics import Checks, SkipStats
 
 
 class SkipNonfiniteState(NamedTuple):

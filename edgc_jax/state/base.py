@@ -9,7 +9,7 @@ from edgc_jax.adaptation.allocation import AllocatorState
 from edgc_jax.adaptation.controller import ControllerState
 from edgc_jax.comm import collectives
 from edgc_jax.compression.base import ExchangeState
-from edgc_jax.state.metrics import Checks, Stats
+from edgc_jax.state.statistics import Checks, Stats
 
 
 class ReducerState(NamedTuple):

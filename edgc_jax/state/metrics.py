@@ -1,155 +1,18 @@
-"""Statistics that reducers keep in their state, and `metrics` to read them.
+"""Reads the statistics of a reducer from any optimiser state.
 
-`next_stats` computes the statistics of a step from its `Account`; `metrics`
-finds them in any optimiser state, and warns of common mistakes.
+`metrics` also warns of common mistakes, which the statistics show.
 """
 
-import functools
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from edgc_jax.adaptation.policy import Report
 from edgc_jax.comm.agreement import CHECKED_STEPS
-from edgc_jax.plan.leaves import share
-
-
-class Stats(NamedTuple):
-  """Statistics of the newest step; a field is None if it is not measured.
-
-  On pipeline stages each stage has its own, with a leading axis of size one.
-  """
-
-  entropy: jax.Array | None  # float32 [], newest sample, nats
-  rank: jax.Array  # int32 [], 0 is dense
-  rung: jax.Array  # int32 [], index into the ladder
-  wire_bytes: jax.Array  # float32 [], sent in this step over the replicas
-  mean_wire_bytes: jax.Array  # float32 [], over all steps
-  dense_bytes: jax.Array  # float32 [], of a dense float32 all-reduce
-  relative_error: jax.Array  # float32 [], share of the energy not sent
-  predicted_error: jax.Array | None  # float32 [], the same, by the model
-  scale_jumps: jax.Array | None  # int32 [], windows with a jump
-  residual_norm: jax.Array  # float32 [], root mean square over replicas
-  matrices: "MatrixStats"
-
-
-class MatrixStats(NamedTuple):
-  """Statistics of each matrix: trees like the parameters, leaves [k].
-
-  Leaves that are always dense have an `optax.MaskedNode`; so have leaves that
-  are not a stage's own, for entropies and predictions. A field is None if it is
-  not measured.
-  """
-
-  entropy: Any  # float32, nats
-  rank: Any  # int32, 0 is dense
-  error: Any  # float32, share of the energy not sent
-  predicted_error: Any  # float32, the same, by the model
-
-
-class Checks(NamedTuple):
-  """Counters that are equal on all replicas and stages."""
-
-  skipped_steps: jax.Array  # int32 [], steps with non-finite gradients
-  # int32 [], first steps with equal gradients on all replicas; -1 once they
-  # differed (`comm.agreement.count_identical`)
-  identical_steps: jax.Array
-  # int32 [], comparisons that found diverged replicas
-  # (`comm.agreement.have_parted`)
-  parted_steps: jax.Array
-  left_out: jax.Array  # int32 [], leaves that a mask keeps from the reducer
-
-
-class SkipStats(NamedTuple):
-  """Counters of `skip_nonfinite`."""
-
-  skipped_steps: jax.Array  # int32 []
-  consecutive_skips: jax.Array  # int32 [], skips in a row up to this step
-  max_consecutive: jax.Array  # int32 [], constant: skips before a warning
-
-
-def first_stats(
-  dense_bytes: int, report: Report, matrices: MatrixStats
-) -> Stats:
-  """Returns the statistics before the first step.
-
-  Args:
-    dense_bytes: Bytes of a dense float32 all-reduce of all leaves.
-    report: From the policy's first state.
-    matrices: Zeros for each matrix.
-  """
-  # A new array for every field: an array used twice cannot be donated.
-  zero = functools.partial(jnp.zeros, (), jnp.float32)
-  return Stats(
-    entropy=report.entropy,
-    rank=jnp.zeros((), jnp.int32),
-    rung=jnp.zeros((), jnp.int32),
-    wire_bytes=zero(),
-    mean_wire_bytes=zero(),
-    dense_bytes=jnp.array(dense_bytes, jnp.float32),
-    relative_error=zero(),
-    predicted_error=report.predicted_error,
-    scale_jumps=report.scale_jumps,
-    residual_norm=zero(),
-    matrices=matrices,
-  )
-
-
-class Account(NamedTuple):
-  """Measurements of one step; energies in units of `unit` squared."""
-
-  rank: jax.Array  # int32 []
-  rung: jax.Array  # int32 []
-  wire_bytes: jax.Array  # float32 []
-  lost: jax.Array  # float32 [], energy not sent, summed over all matrices
-  energy: jax.Array  # float32 [], |mean of gradients and residuals|^2
-  residual_energy: jax.Array  # float32 [], mean over replicas of |residual|^2
-  unit: jax.Array  # float32 [], positive
-  is_finite: jax.Array  # bool []
-  report: Report
-  matrices: MatrixStats
-
-
-def next_stats(old: Stats, account: Account, count: jax.Array) -> Stats:
-  """Returns the statistics of step `count`.
-
-  Errors keep their old values if this step's are not finite.
-
-  Args:
-    old: The statistics of the step before.
-    account: Measurements of this step.
-    count: int32 [], steps done before.
-  """
-  # |mean residual|^2 / |mean M|^2
-  lost_share = share(account.lost, account.energy)
-  norm = account.unit * jnp.sqrt(account.residual_energy)
-  is_measured = (
-    account.is_finite & jnp.isfinite(lost_share) & jnp.isfinite(norm)
-  )
-  keep = lambda new, old: jax.tree.map(  # noqa: E731
-    lambda n, o: jnp.where(is_measured, n, o), new, old
-  )
-  # mean' = mean + (bytes - mean) / steps
-  more = (account.wire_bytes - old.mean_wire_bytes) / (count + 1)
-  return Stats(
-    entropy=account.report.entropy,
-    rank=account.rank,
-    rung=account.rung,
-    wire_bytes=account.wire_bytes,
-    mean_wire_bytes=old.mean_wire_bytes + more,
-    dense_bytes=old.dense_bytes,
-    relative_error=keep(lost_share, old.relative_error),
-    predicted_error=account.report.predicted_error,
-    scale_jumps=account.report.scale_jumps,
-    residual_norm=keep(norm, old.residual_norm),
-    matrices=account.matrices._replace(
-      error=keep(account.matrices.error, old.matrices.error)
-    ),
-  )
+from edgc_jax.state.statistics import Checks, SkipStats, Stats
 
 
 def metrics(opt_state: Any) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 from absl.testing import absltest, parameterized
 from helpers.collective_order import unordered
-from helpers.flat_options import edgc
 from helpers.meshes import AXIS, between_hosts, gradients_like
 
 import edgc_jax
@@ -27,14 +26,14 @@ REDUCERS = {
   "dense_bfloat16": lambda: edgc_jax.allreduce(AXIS, wire_dtype="bfloat16"),
   "low_rank": lambda: edgc_jax.powersgd(4, **COMPRESS),
   "schedule": lambda: edgc_jax.powersgd({0: 8, 3: 4}, **COMPRESS),
-  "coded": lambda: edgc_jax.powersgd(4, wire_dtype="bfloat16", **COMPRESS),
-  "adaptive": lambda: edgc(
+  "encoded": lambda: edgc_jax.powersgd(4, wire_dtype="bfloat16", **COMPRESS),
+  "adaptive": lambda: edgc_jax.edgc(
     rank_max=8, rank_min=4, window=10, **COMPRESS
   ),
-  "adaptive_coded": lambda: edgc(
+  "adaptive_encoded": lambda: edgc_jax.edgc(
     rank_max=8, rank_min=4, window=10, wire_dtype="bfloat16", **COMPRESS
   ),
-  "one_rank": lambda: edgc(
+  "one_rank": lambda: edgc_jax.edgc(
     rank_max=4, rank_min=4, window=10, **COMPRESS
   ),
   "quantize": lambda: edgc_jax.quantize(8, AXIS),
@@ -42,8 +41,8 @@ REDUCERS = {
   "top": lambda: edgc_jax.topk(0.1, AXIS),
   "random": lambda: edgc_jax.randomk(0.1, AXIS),
 }  # fmt: skip
-CODED = ("dense_bfloat16", "coded", "adaptive_coded", "quantize", "signs")
-IN_LOOPS = {2: (*CODED, "top"), 4: CODED}  # a ring of two is cut, too
+ENCODED = ("dense_bfloat16", "encoded", "adaptive_encoded", "quantize", "signs")
+IN_LOOPS = {2: (*ENCODED, "top"), 4: ENCODED}  # a ring of two is cut, too
 
 
 def program(tx, waits=True, params=PARAMS, replicas=REPLICAS):
@@ -79,7 +78,7 @@ class OrderTest(parameterized.TestCase):
     self.assertEqual(unordered(text), [])
 
   @parameterized.parameters(
-    ("dense", 0), ("dense", 4), ("low_rank", 4), ("coded", 0), ("coded", 4),
+    ("dense", 0), ("dense", 4), ("low_rank", 4), ("encoded", 0), ("encoded", 4),
     ("quantize", 2), ("top", 2),
   )  # fmt: skip
   def test_a_replay_sends_the_same(self, name, hosts):

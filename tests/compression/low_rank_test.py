@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from helpers.flat_options import edgc
 from helpers.meshes import Pmap, assert_replicas_equal, find, gradients_like
 from helpers.reference import PowerSGD
 
@@ -146,11 +145,16 @@ class RankChangeTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    tx = edgc(
-      rank_max=16, rank_min=8, rank_multiple=8, max_rank_step=8,
-      min_ratio=0, window=1000, warmup_steps=1000, step_rate=1.0,
-      granularity="stage",
-    )  # fmt: skip
+    tx = edgc_jax.edgc(
+      rank_max=16,
+      rank_min=8,
+      window=1000,
+      warmup_steps=1000,
+      min_ratio=0,
+      sampling=edgc_jax.Sampling(step_rate=1.0),
+      rule=edgc_jax.RankRule(rank_multiple=8, max_rank_step=8),
+      allocation=edgc_jax.Allocation(granularity="stage"),
+    )
     self.run_ = Pmap(tx, PARAMS)
 
   def step(self, gradients, rung):

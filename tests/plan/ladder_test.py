@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
-from helpers.flat_options import edgc
 
+import edgc_jax
 from edgc_jax.plan.ladder import Ladder, rank_ceiling
 from edgc_jax.plan.link_model import CompressionModel, LinkModel
 from edgc_jax.plan.plan import make_plan
@@ -48,7 +48,7 @@ class LadderTest(parameterized.TestCase):
     with self.assertWarnsRegex(RuntimeWarning, "dense all-reduce is no slower"):
       self.assertEqual(ranks(link=far), (0,))
     with self.assertWarnsRegex(RuntimeWarning, "Use allreduce"):
-      state = edgc(link=far).init(PARAMS)
+      state = edgc_jax.edgc(link=far).init(PARAMS)
     self.assertEmpty(state.controller)
 
   def test_errors(self):
@@ -61,11 +61,12 @@ class LadderTest(parameterized.TestCase):
 
   def test_step_limit_fits_the_ladder(self):
     """A found ladder may have wider steps than the default limit."""
-    edgc(link=LINK).init(PARAMS)
+    edgc_jax.edgc(link=LINK).init(PARAMS)
+    rule = edgc_jax.RankRule(max_rank_step=4)
     with self.assertRaisesRegex(
       ValueError, r"`max_rank_step` must be at least the step of the ladder"
     ):
-      edgc(link=LINK, max_rank_step=4).init(PARAMS)
+      edgc_jax.edgc(link=LINK, rule=rule).init(PARAMS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Bad input gives one error: argument, value, rule, remedy."""
+"""Errors name the argument, the value, the rule and the remedy."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,))}
 REDUCERS = {
   "allreduce": edgc_jax.allreduce,
   "powersgd": lambda: edgc_jax.powersgd(2),
-  "edgc": lambda: edgc(rank_max=4),
+  "edgc": lambda: edgc_jax.edgc(rank_max=4),
 }
 
 
@@ -64,27 +64,34 @@ class ArgumentsTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, f"`{name}` must be a Python"):
       edgc(**{name: value})
 
-  def test_powersgd(self):
-    for options, message in (
-      ({"rank": 0}, "`rank` must be at least 1, got 0"),
-      ({"rank": 2, "warmup_steps": -1}, "`warmup_steps` must be at least 0"),
-      ({"rank": 2, "min_ratio": -1}, "`min_ratio` must be at least 0"),
-      ({"rank": {5: 2}}, "`rank` must be a rank from step 0 on"),
-      ({"rank": {0: 0}}, "`rank` must be a rank from step 0 on"),
-    ):
-      with self.assertRaisesRegex(ValueError, message):
-        edgc_jax.powersgd(**options)
+  @parameterized.parameters(
+    ({"rank": 0}, "`rank` must be at least 1, got 0"),
+    ({"rank": 2, "warmup_steps": -1}, "`warmup_steps` must be at least 0"),
+    ({"rank": 2, "min_ratio": -1}, "`min_ratio` must be at least 0"),
+    ({"rank": {5: 2}}, "`rank` must be a rank from step 0 on"),
+    ({"rank": {0: 0}}, "`rank` must be a rank from step 0 on"),
+  )
+  def test_powersgd(self, options, message):
+    with self.assertRaisesRegex(ValueError, message):
+      edgc_jax.powersgd(**options)
 
   def test_warmup_rank_outside_the_ladder(self):
     params = {"w": jnp.zeros((80, 80))}
+    of = lambda rank: edgc_jax.edgc(rule=edgc_jax.RankRule(warmup_rank=rank))  # noqa: E731
     with self.assertRaisesRegex(ValueError, "`warmup_rank`.*at least.*8"):
-      edgc(warmup_rank=4).init(params)
-    edgc(warmup_rank=64).init(params)  # the largest there is
+      of(4).init(params)
+    of(64).init(params)  # uses the largest rank
 
   def test_matrix_view_that_does_not_fit(self):
     tx = edgc_jax.powersgd(2, matrix_view=lambda path, shape: (1, 5, 5))
     with self.assertRaisesRegex(ValueError, r"\['b'\].*\(3,\)"):
       tx.init(PARAMS)
+
+  @parameterized.parameters(jnp.complex64, jnp.int32)
+  def test_leaves_that_are_not_real(self, dtype):
+    tree = {"w": jnp.zeros((4, 4), dtype)}
+    with self.assertRaisesRegex(TypeError, r"real floating.*\['w'\]"):
+      edgc_jax.allreduce().init(tree)
 
 
 class AxisTest(parameterized.TestCase):
@@ -119,26 +126,25 @@ class AveragedGradientsTest(parameterized.TestCase):
       local = jax.lax.pcast(params, "data", to="varying")
       return tx.update(jax.grad(loss)(local, x), state)
 
-    x, state = jnp.ones((4, 16, 24)), tx.init(PARAMS)
-    for step, message in ((wrong, "`updates` must be local"), (right, None)):
+    x = jnp.ones((4, 16, 24))
+    state = jax.eval_shape(
+      jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs), PARAMS
+    )
+
+    def trace(step):
       mapped = jax.shard_map(
         step,
         mesh=mesh,
         in_specs=(P(), P("data"), specs),
         out_specs=(P(), specs),
       )
-      abstract = jax.eval_shape(
-        jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs), PARAMS
-      )
-      del state
-      state = abstract
-      if message:
-        with self.assertRaisesRegex(ValueError, message):
-          jax.eval_shape(mapped, PARAMS, x, state)
-      else:
-        jax.eval_shape(mapped, PARAMS, x, state)
+      jax.eval_shape(mapped, PARAMS, x, state)
 
-  def test_pmap_notices_by_checksum(self):
+    with self.assertRaisesRegex(ValueError, "`updates` must be local"):
+      trace(wrong)
+    trace(right)
+
+  def test_pmap_detects_them_by_checksums(self):
     same = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), PARAMS)
     run = Pmap(edgc_jax.powersgd(2), PARAMS)
     for _ in range(2):
@@ -149,8 +155,8 @@ class AveragedGradientsTest(parameterized.TestCase):
       values = edgc_jax.metrics(run.state)
     self.assertEqual(values["identical_gradients"], 1)
 
-  def test_steps_that_tell_nothing_do_not_count(self):
-    """Zeros are equal by nature; a non-finite step must not hide the rest."""
+  def test_steps_without_information_do_not_count(self):
+    """Zeros are always equal; a non-finite step must not hide the others."""
     zeros = jax.tree.map(lambda p: jnp.zeros((4, *p.shape)), PARAMS)
     same = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), PARAMS)
     broken = dict(same, b=same["b"].at[1, 0].set(jnp.nan))
@@ -163,13 +169,13 @@ class AveragedGradientsTest(parameterized.TestCase):
       edgc_jax.metrics(run.state)
 
   @parameterized.parameters(*BACKENDS)
-  def test_unlike_gradients_are_fine(self, backend):
+  def test_different_gradients_are_fine(self, backend):
     run = BACKENDS[backend](edgc_jax.powersgd(2), PARAMS)
     for step in range(4):
       run.step(gradients_like(PARAMS, step))
     self.assertEqual(edgc_jax.metrics(run.state)["identical_gradients"], 0)
 
-  def test_one_replica_is_never_blamed(self):
+  def test_one_replica_raises_no_warning(self):
     run = Pmap(edgc_jax.powersgd(2), PARAMS, replicas=1)
     for step in range(4):
       run.step(gradients_like(PARAMS, step, replicas=1))
@@ -178,7 +184,7 @@ class AveragedGradientsTest(parameterized.TestCase):
     self.assertEqual(values["wire_bytes"], edgc_jax.wire_bytes(PARAMS, 2))
 
 
-class ThreadPoolTest(absltest.TestCase):
+class ThreadPoolTest(parameterized.TestCase):
   def test_too_small_a_pool_raises_before_it_hangs(self):
     with (
       mock.patch.dict(os.environ, {"NPROC": "4"}),
@@ -186,37 +192,40 @@ class ThreadPoolTest(absltest.TestCase):
     ):
       Pmap(edgc_jax.allreduce(), PARAMS).step(gradients_like(PARAMS, 0))
 
-  def test_import_widens_the_pool_and_respects_a_choice(self):
+  @parameterized.parameters((None, 32), ("7", 7))
+  def test_import_widens_the_pool_and_respects_a_choice(self, given, least):
     code = "import edgc_jax, os; print(os.environ['NPROC'])"
-    for given, least in ((None, 32), ("7", 7)):
-      env = {k: v for k, v in os.environ.items() if k != "NPROC"}
-      env |= {"NPROC": given} if given else {}
-      printed = subprocess.check_output([sys.executable, "-c", code], env=env)
-      self.assertGreaterEqual(int(printed), least)
-      if given:
-        self.assertEqual(int(printed), least)
+    env = {k: v for k, v in os.environ.items() if k != "NPROC"}
+    env |= {"NPROC": given} if given else {}
+    printed = subprocess.check_output([sys.executable, "-c", code], env=env)
+    self.assertGreaterEqual(int(printed), least)
+    if given:
+      self.assertEqual(int(printed), least)
 
-  def test_scripts_make_the_pool_fit_and_respect_a_choice(self):
+  # A script's pool has 6 threads or one for each core, even if its parent
+  # process has set another size.
+  @parameterized.parameters(
+    ({}, max(6, os.cpu_count())),
+    ({"NPROC": "32", "EDGC_JAX_NPROC": "32"}, max(6, os.cpu_count())),
+    ({"NPROC": "7"}, 7),
+    ({"NPROC": "7", "EDGC_JAX_NPROC": "32"}, 7),
+  )
+  def test_scripts_fit_the_pool_and_respect_a_choice(self, given, expected):
     code = (
       "import os, edgc_jax\n"
       "from edgc_jax.comm import cpu_backend\n"
       "cpu_backend.fit_thread_pool(3)\n"
       "print(os.environ['NPROC'])\n"
     )
-    cores = os.cpu_count()
-    own = {"NPROC": "32", "EDGC_JAX_NPROC": "32"}  # from a parent process
-    for given, expected in (
-      ({}, max(6, cores)),
-      (own, max(6, cores)),
-      ({"NPROC": "7"}, 7),
-      ({"NPROC": "7", "EDGC_JAX_NPROC": "32"}, 7),
-    ):
-      env = {k: v for k, v in os.environ.items() if "NPROC" not in k} | given
-      printed = subprocess.check_output([sys.executable, "-c", code], env=env)
-      self.assertEqual(int(printed), expected)
+    env = {k: v for k, v in os.environ.items() if "NPROC" not in k} | given
+    printed = subprocess.check_output([sys.executable, "-c", code], env=env)
+    self.assertEqual(int(printed), expected)
 
+  @parameterized.parameters(
+    ({}, "1\nNone\n"), ({"OPENBLAS_NUM_THREADS": "2"}, "2\n2\n")
+  )
   @unittest.skipUnless(sys.platform == "linux", "reads /proc")
-  def test_decompositions_have_one_thread_or_those_asked_for(self):
+  def test_decompositions_have_one_thread_by_default(self, given, expected):
     code = (
       "import ctypes, os, re, jax, jax.numpy as jnp, edgc_jax\n"
       "tx = edgc_jax.powersgd(2)\n"
@@ -227,18 +236,14 @@ class ThreadPoolTest(absltest.TestCase):
       "print(ctypes.CDLL(path).scipy_openblas_get_num_threads())\n"
       "print(os.environ.get('OPENBLAS_NUM_THREADS'))\n"
     )
-    for given, expected in (
-      ({}, "1\nNone\n"),
-      ({"OPENBLAS_NUM_THREADS": "2"}, "2\n2\n"),
-    ):
-      env = {k: v for k, v in os.environ.items() if "_NUM_THREADS" not in k}
-      printed = subprocess.check_output(
-        [sys.executable, "-c", code], env=env | given, text=True
-      )
-      self.assertEqual(printed, expected)
+    env = {k: v for k, v in os.environ.items() if "_NUM_THREADS" not in k}
+    printed = subprocess.check_output(
+      [sys.executable, "-c", code], env=env | given, text=True
+    )
+    self.assertEqual(printed, expected)
 
-  def test_import_after_a_device_was_used_is_noticed(self):
-    """Setting NPROC would come too late: better an error than a hang."""
+  def test_an_import_after_the_use_of_a_device_raises(self):
+    """It is too late to set NPROC: an error is better than a hang."""
     code = (
       "import os, jax\n"
       "jax.config.update('jax_num_cpu_devices', 64)\n"
@@ -254,12 +259,6 @@ class ThreadPoolTest(absltest.TestCase):
       [sys.executable, "-c", code], env=env, capture_output=True, text=True
     )
     self.assertIn("NPROC must be at least 128", done.stderr)
-
-  def test_leaves_that_are_not_real(self):
-    for dtype in (jnp.complex64, jnp.int32):
-      tree = {"w": jnp.zeros((4, 4), dtype)}
-      with self.assertRaisesRegex(TypeError, r"real floating.*\['w'\]"):
-        edgc_jax.allreduce().init(tree)
 
 
 if __name__ == "__main__":

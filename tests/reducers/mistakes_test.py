@@ -1,12 +1,20 @@
-"""Mistakes that would go unnoticed: each is made to work, or named."""
+"""Mistakes that would go unnoticed: each one works or raises an error."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
 from helpers.flat_options import edgc
-from helpers.meshes import AXIS, Pmap, ShardMap, find, gradients_like
+from helpers.meshes import (
+  AXIS,
+  Pmap,
+  ShardMap,
+  assert_replicas_equal,
+  find,
+  gradients_like,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,7 +30,7 @@ QUICK = {
 
 class HugeGradientsTest(parameterized.TestCase):
   @parameterized.parameters(1e20, 1e-25)
-  def test_numbers_are_as_those_of_the_same_gradients_scaled(self, scale):
+  def test_metrics_do_not_depend_on_the_scale(self, scale):
     """Squares of 1e20 are infinite, of 1e-25 zero."""
     seen = []
     for size in (1.0, scale):
@@ -41,8 +49,9 @@ class HugeGradientsTest(parameterized.TestCase):
       scale = 1e20 if step == 3 else 1.0
       run.step(gradients_like(params, step, scale=scale))
       allocator = find(run.state).allocator
-      self.assertTrue(np.isfinite(allocator.sums.lost).all())
-      self.assertTrue(np.isfinite(allocator.predicted_errors).all())
+      chex.assert_tree_all_finite(
+        (allocator.sums.lost, allocator.predicted_errors)
+      )
     ranks = edgc_jax.metrics(run.state)["matrix_rank"]
     self.assertGreaterEqual(min(ranks["a"] + ranks["c"]), 2)
 
@@ -50,7 +59,7 @@ class HugeGradientsTest(parameterized.TestCase):
 class StateTest(parameterized.TestCase):
   @parameterized.parameters(24, 4)
   def test_init_outside_shard_map(self, rows):
-    """With as many rows as replicas it would even broadcast."""
+    """With as many rows as replicas, the residual would broadcast."""
     params = {"w": jnp.zeros((rows, 40))}
     tx = edgc_jax.powersgd(1, min_ratio=0)
     run = ShardMap(tx, params)
@@ -79,11 +88,10 @@ class StateTest(parameterized.TestCase):
       before.step(gradients_like(PARAMS, seed, 4))
     specs = edgc_jax.state_specs(tx, PARAMS)
     state = edgc_jax.resize_replicas(before.state, specs, 4, 2)
-    shapes = lambda tree: jax.tree.map(jnp.shape, tree)  # noqa: E731
-    self.assertEqual(shapes(state), shapes(after.state))
+    chex.assert_trees_all_equal_shapes(state, after.state)
     after.state = state
     updates = after.step(gradients_like(PARAMS, 2, 2))
-    np.testing.assert_array_equal(updates["w"][0], updates["w"][1])
+    assert_replicas_equal(updates)
     with self.assertRaisesRegex(ValueError, "`old` must be the number of"):
       edgc_jax.resize_replicas(before.state, specs, 3, 2)
 
@@ -120,21 +128,21 @@ class ChainTest(parameterized.TestCase):
       ),
     ),
   )
-  def test_leaves_that_others_take_are_not(self, wrap):
+  def test_leaves_of_other_transformations_are_not(self, wrap):
     edgc_jax.metrics(wrap(edgc_jax.powersgd(4)).init(PARAMS))
 
   @parameterized.named_parameters(
     ("two_reducers", lambda: optax.chain(*[edgc_jax.powersgd(2)] * 2)),
     ("multi_steps", lambda: optax.MultiSteps(edgc_jax.powersgd(2), 2)),
   )
-  def test_the_cause_is_in_the_message(self, make):
+  def test_the_error_names_the_cause(self, make):
     run = ShardMap(make(), PARAMS)
     with self.assertRaisesRegex(
       ValueError, "only one reducer.*MultiSteps.*edgc_jax.accumulate"
     ):
       run.step(gradients_like(PARAMS, 0))
 
-  def test_a_gradient_that_is_none(self):
+  def test_a_missing_gradient_raises(self):
     tx = edgc_jax.powersgd(2)
     gradients = {"w": jnp.ones((16, 24)), "b": None}
     update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None))
@@ -160,16 +168,19 @@ class DtypesTest(parameterized.TestCase):
 
 
 class RuleTest(parameterized.TestCase):
-  def run_of(self, **options):
+  def make_run(self):
     params = {"a": jnp.zeros((128, 256)), "c": jnp.zeros((96, 128))}
-    tx = edgc(
-      granularity="stage", window=2, warmup_steps=2, max_warmup_steps=2,
-      step_rate=1.0, entry_rate=1.0, **options,
-    )  # fmt: skip
+    tx = edgc_jax.edgc(
+      window=2,
+      warmup_steps=2,
+      sampling=edgc_jax.Sampling(step_rate=1.0, entry_rate=1.0),
+      rule=edgc_jax.RankRule(max_warmup_steps=2),
+      allocation=edgc_jax.Allocation(granularity="stage"),
+    )
     return Pmap(tx, params, replicas=2), params
 
   def test_white_gradients_of_constant_scale_keep_their_rank(self):
-    run, params = self.run_of()
+    run, params = self.make_run()
     ranks, moved = set(), []
     draw = jax.jit(
       lambda key, scale: jax.tree.map(
@@ -185,21 +196,21 @@ class RuleTest(parameterized.TestCase):
     for step in range(2 * 4):
       run.step(draw(jax.random.key(1000 + step), np.exp(-0.1)))
       moved.append(edgc_jax.metrics(run.state)["rank"])
-    self.assertLess(moved[-1], rank, "0.1 nats are a change")
+    self.assertLess(moved[-1], rank, "0.1 nats count")
 
   def drive(self, run, params, scales):
     for step, scale in enumerate(scales):
       run.step(gradients_like(params, step, 2, scale=scale))
 
   def test_a_jump_of_the_scale_is_named(self):
-    run, params = self.run_of()
+    run, params = self.make_run()
     self.drive(run, params, [1.0] * 6 + [0.5] * 4)
     with self.assertWarnsRegex(RuntimeWarning, "1 windows.*rescale_gradients"):
       self.assertEqual(edgc_jax.metrics(run.state)["scale_jumps"], 1)
 
-  def test_a_change_that_is_told_moves_no_rank(self):
-    """Neither ranks nor what is owed see it."""
-    run, params = self.run_of()
+  def test_an_announced_change_of_scale_moves_no_rank(self):
+    """Residuals are rescaled with it."""
+    run, params = self.make_run()
     self.drive(run, params, [1.0] * 6)
     rank = edgc_jax.metrics(run.state)["rank"]
     owed = run.residual()["a"]
