@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
 
 class Settled(NamedTuple):
-  """What replicas and stages agree on after the exchange of a step."""
+  """Verdicts that replicas and stages share after the exchange of a step."""
 
   is_finite: jax.Array  # bool [], on this stage
   ok: jax.Array  # bool [], on all stages

@@ -1,4 +1,4 @@
-"""Trains, and records gradients and entropy estimates of the run.
+r"""Trains, and records gradients and entropy estimates of the run.
 
   python -m experiments.figures.record_run --config=configs/gpt2_tiny.py \
       --config.run_dir=runs/recorded --gradient_steps=1,400 --sampled_steps=50

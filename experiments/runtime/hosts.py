@@ -1,4 +1,4 @@
-"""Joins several processes into one run, through `jax.distributed`.
+r"""Joins several processes into one run, through `jax.distributed`.
 
 Under SLURM, Open MPI and indexed Kubernetes jobs the processes find each other.
 Otherwise flags give each one the address of the first process and its index:
