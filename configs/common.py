@@ -74,7 +74,7 @@ def base(reducer: str) -> ConfigDict:
       "edgc": {
         "rank_max": 32,  # 0: derived from the measured times
         "rank_min": 8,  # 0: a quarter of rank_max
-        "window": 1000,  # steps; 0: in proportion to the run's steps
+        "window": 1000,  # steps; 0: a fortieth of the run's steps
         "warmup_steps": 1000,
         "min_ratio": 2.0,
         "wire_dtype": "float32",  # or bfloat16, native_bfloat16

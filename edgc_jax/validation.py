@@ -84,3 +84,12 @@ def require_flag(name: str, value: Any) -> None:
       f"`{name}` must be True or False, got {value!r}; under"
       " optax.inject_hyperparams list it in `static_args`."
     )
+
+
+def require_kind(name: str, value: Any, kind: type, example: str) -> None:
+  """Raises unless `value` is an instance of `kind`."""
+  if not isinstance(value, kind):
+    raise TypeError(
+      f"`{name}` must be an edgc_jax.{kind.__name__}, got {value!r}; pass"
+      f" {example}."
+    )

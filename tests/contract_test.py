@@ -68,7 +68,7 @@ ONCE = {
   "randomk": "shard_map",
   "signsgd": "pmap",
 }  # fmt: skip
-# Their steps compute the same as those of others.
+# Other reducers compute the same steps.
 SAME_STEPS = ("edgc_bfloat16", "edgc_published", "powersgd_warm")
 
 

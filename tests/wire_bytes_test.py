@@ -108,7 +108,7 @@ class WireBytesTest(parameterized.TestCase):
       self.assertEqual(encoded, ["all-to-all", "all-gather"] * trips)
 
   def test_native_bfloat16_is_as_wide_as_float32_on_cpus(self):
-    """Predicted and sent bytes are both those of float32."""
+    """Predicted and sent bytes are both as for float32."""
     run = BACKENDS["pmap"](
       edgc_jax.allreduce(wire_dtype="native_bfloat16"), PARAMS
     )

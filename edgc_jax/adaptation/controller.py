@@ -292,12 +292,12 @@ class Controller:
     )
     target = self._target_rank(closed, entropy)
     top = jnp.int32(len(self.ranks))
-    settled = 1 + rank_rule.settle(
+    next_rung = 1 + rank_rule.round_to_ladder(
       target, state.rung - 1, self.ranks, self._max_rank_step
     )
     closed = closed._replace(
       rung=jnp.where(
-        state.is_warm, settled, jnp.where(ends_warmup, top, self.warmup_rung)
+        state.is_warm, next_rung, jnp.where(ends_warmup, top, self.warmup_rung)
       ),
       window_entropy=entropy,
       window_variance=variance,

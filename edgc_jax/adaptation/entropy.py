@@ -74,8 +74,9 @@ class Sampling:
     >>> Sampling.for_window(20)
     Sampling(step_rate=0.5, entry_rate=0.05, estimator='gaussian', bins=1000)
     """
-    step_rate = min(1.0, max(cls.step_rate, 10 / window))
-    return cls(step_rate, round(cls.entry_rate * cls.step_rate / step_rate, 3))
+    period = min(round(1 / cls.step_rate), max(1, window // 10))
+    entry_rate = cls.entry_rate * cls.step_rate * period
+    return cls(1 / period, round(entry_rate, 3))
 
 
 class EntropySample(NamedTuple):

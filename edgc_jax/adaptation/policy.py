@@ -73,7 +73,7 @@ class Policy(Protocol):
         wait for them (`dataflow.in_turn`).
     """
 
-  def settle(
+  def observe(
     self, choice: Choice, measured: Measurement, is_finite: jax.Array
   ) -> PolicyState:
     """Returns the state after the step; ignores a step that is not finite.
@@ -111,7 +111,7 @@ class FixedPolicy:
     nothing = jnp.zeros((), jnp.float32)
     return Choice(state, rung, rung, None, None, nothing, earlier)
 
-  def settle(
+  def observe(
     self, choice: Choice, measured: Measurement, is_finite: jax.Array
   ) -> PolicyState:
     del measured, is_finite
@@ -208,7 +208,7 @@ class EntropyPolicy:
       is_leaf=lambda x: x is None,
     )
 
-  def settle(
+  def observe(
     self, choice: Choice, measured: Measurement, is_finite: jax.Array
   ) -> PolicyState:
     weight = jnp.where(is_finite, choice.sample.weight, 0.0)

@@ -1,8 +1,8 @@
 """Rules that turn a change of entropy into a rank.
 
-Two rules, `cqm_rank` and `linear_rank`, return a real-valued rank; `settle`
-turns it into a rank of the ladder. The reference window is the last window of
-the warm-up. Pure functions of scalars, equal on all replicas.
+Two rules, `cqm_rank` and `linear_rank`, return a real-valued rank, and
+`round_to_ladder` returns a rank of the ladder. The reference window is the last
+window of the warm-up. Pure functions of scalars, equal on all replicas.
 """
 
 import dataclasses
@@ -180,7 +180,7 @@ def linear_rank(
   return rank_min + (rank_max - rank_min) * share
 
 
-def settle(
+def round_to_ladder(
   target: jax.Array,
   current: jax.Array,
   ranks: Sequence[int],
@@ -203,10 +203,10 @@ def settle(
   Returns:
     int32 [], an index into `ranks`.
 
-  >>> [int(settle(jnp.float32(w), jnp.int32(3), (8, 12, 16, 20), 4))
+  >>> [int(round_to_ladder(jnp.float32(w), jnp.int32(3), (8, 12, 16, 20), 4))
   ...  for w in (0, 15.9, 16, 99)]
   [2, 2, 2, 3]
-  >>> [int(settle(jnp.float32(14.5), jnp.int32(i), (8, 12, 16, 20), 4))
+  >>> [int(round_to_ladder(jnp.float32(14.5), jnp.int32(i), (8, 12, 16, 20), 4))
   ...  for i in (1, 2, 3)]
   [1, 2, 2]
   """

@@ -28,7 +28,7 @@ class Exchange(NamedTuple):
   1e+30 stay in range.
   """
 
-  averaged: list[jax.Array]  # float32, one per leaf; zeros if not finite
+  averaged: list[jax.Array]  # float32, one per leaf; see `zeros_unless`
   residual: list[jax.Array]  # float32, compressible leaves, local
   factors: list[jax.Array]  # Q, as in the state
   columns: list[jax.Array]  # float32 [k, columns], squared norms of Q' columns

@@ -35,6 +35,20 @@ class Stages:
   backward_seconds: float | None = None
 
   def __post_init__(self) -> None:
+    validation.require(
+      isinstance(self.axis_name, str) and bool(self.axis_name),
+      "axis_name",
+      self.axis_name,
+      "the name of a mesh axis",
+      "without pipeline stages pass stages=None to the reducer",
+    )
+    validation.require(
+      callable(self.placement),
+      "placement",
+      self.placement,
+      "a function of a leaf's path and shape",
+      "leave it out if every leaf belongs to one stage",
+    )
     validation.require_one_of("align", self.align, ALIGNMENTS)
     if self.backward_seconds is not None:
       validation.require_finite(

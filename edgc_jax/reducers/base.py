@@ -1,10 +1,12 @@
 """Builds the gradient transformation of every reducer.
 
 Reducers differ in the exchange, in the rank ladder, and in the policy that
-chooses a rung. Each step of `update` has four parts:
+chooses a rung. Each step of `update` has six parts:
 
+  open       checks the arguments and plans the exchange, from shapes alone
   choose     the policy chooses the rung, and the rank of each matrix
   exchange   M = gradient + residual; replicas average M, compressed
+  agree      replicas and stages agree on whether the step counts
   keep       updates, residuals and Q, unless a gradient was not finite
   account    bytes, errors and entropies of the step, for `metrics`
 
@@ -60,7 +62,7 @@ from edgc_jax.state.statistics import (
 
 
 class Step(NamedTuple):
-  """One step, as its four parts share it."""
+  """One step, as its parts share it."""
 
   plan: Plan  # of all leaves
   plans: tuple[Plan, ...]  # of the leaves exchanged together
@@ -71,7 +73,7 @@ class Step(NamedTuple):
   count: jax.Array  # int32 [], steps done
 
 
-class Settled(NamedTuple):
+class Agreed(NamedTuple):
   """Verdicts that replicas and stages share after the exchange of a step."""
 
   is_finite: jax.Array  # bool [], on this stage
@@ -142,15 +144,13 @@ class Reducer:
     carried = _carried(step.plans, state.exchange)
     compared, choice = self._choose(step, state)
     results = self._exchange(step, choice, *carried)
-    settled = self._settle(step, compared, results)
-    averaged, kept = self._keep(step, results, settled, *carried)
-    control, stats = self._account(step, state, choice, results, settled)
+    agreed = self._agree(step, compared, results)
+    averaged, kept = self._keep(step, results, agreed, *carried)
+    control, stats = self._account(step, state, choice, results, agreed)
     checks = Checks(
-      state.checks.skipped_steps + (~settled.ok).astype(jnp.int32),
-      agreement.count_identical(
-        state.checks.identical_steps, settled.identical
-      ),
-      state.checks.parted_steps + settled.parted,
+      state.checks.skipped_steps + (~agreed.ok).astype(jnp.int32),
+      agreement.count_identical(state.checks.identical_steps, agreed.identical),
+      state.checks.parted_steps + agreed.parted,
       state.checks.left_out,
     )
     count = optax.safe_increment(step.count)
@@ -230,9 +230,9 @@ class Reducer:
         ranks = None
     return results
 
-  def _settle(
+  def _agree(
     self, step: Step, compared: agreement.Check, results: Sequence[Exchange]
-  ) -> Settled:
+  ) -> Agreed:
     """Lets replicas and stages agree on whether the step counts."""
     is_finite = jnp.all(jnp.stack([result.is_finite for result in results]))
     # Non-finite steps are compared, too: if one replica alone has a non-finite
@@ -248,13 +248,13 @@ class Reducer:
       is_finite, compared.verdict, parted.verdict, self.stage_axis
     )
     sent = compared.wire_bytes + parted.wire_bytes + stage_bytes
-    return Settled(is_finite, ok, identical, has_parted, sent)
+    return Agreed(is_finite, ok, identical, has_parted, sent)
 
   def _keep(
     self,
     step: Step,
     results: Sequence[Exchange],
-    settled: Settled,
+    agreed: Agreed,
     factors: Sequence[list[jax.Array]],
     residuals: Sequence[list[jax.Array]],
   ) -> tuple[optax.Updates, ExchangeState]:
@@ -266,9 +266,9 @@ class Reducer:
     for plan, result in zip(step.plans, results, strict=True):
       for i, mean in zip(plan.positions, result.averaged, strict=True):
         zero = jnp.zeros_like(mean)
-        averaged[i] = mean if is_alone else jnp.where(settled.ok, mean, zero)
+        averaged[i] = mean if is_alone else jnp.where(agreed.ok, mean, zero)
     keep = lambda new, old: jax.tree.map(  # noqa: E731
-      lambda n, o: jnp.where(settled.ok, n, o), new, old
+      lambda n, o: jnp.where(agreed.ok, n, o), new, old
     )
     kept = _exchange_state(
       step.plans,
@@ -284,7 +284,7 @@ class Reducer:
     state: ReducerState,
     choice: Choice,
     results: Sequence[Exchange],
-    settled: Settled,
+    agreed: Agreed,
   ) -> tuple[PolicyState, Stats]:
     """Accounts for the step: the policy's state, and the numbers to report."""
     plans, rungs = step.plans, (choice.rung, choice.lead_rung)
@@ -292,7 +292,7 @@ class Reducer:
     # The policy sums over steps, whose units differ.
     squared = jnp.square(results[0].unit)
     own = jax.tree.map(lambda x: x * squared, measured[0])
-    control = step.policy.settle(choice, own, settled.ok)
+    control = step.policy.observe(choice, own, agreed.ok)
     report = step.policy.report(control)
     by_rung = lambda table, rung: jnp.asarray(table)[rung]  # noqa: E731
     ranks = [
@@ -310,9 +310,9 @@ class Reducer:
     account = Account(
       rank=by_rung(np.array(plans[0].ladder, np.int32), choice.rung),
       rung=choice.rung,
-      wire_bytes=sent + choice.wire_bytes + settled.wire_bytes,
+      wire_bytes=sent + choice.wire_bytes + agreed.wire_bytes,
       **total_energies(results, measured),
-      is_finite=settled.is_finite,
+      is_finite=agreed.is_finite,
       report=report,
       matrices=matrix_stats(plans, step.updates, report, ranks, errors),
     )
@@ -350,6 +350,7 @@ def make_reducer(
     ValueError: if `check_every` is below 1.
   """
   validation.require_int("check_every", check_every, 1)
+  validation.require_kind("stages", stages or Stages(), Stages, 'Stages("s")')
   plan_for = functools.partial(
     plan_for,
     matrix_view=matrix_view or trailing_matrix,

@@ -133,6 +133,13 @@ def edgc(
 
   >>> tx = optax.chain(edgc(total_steps=400), optax.adamw(3e-4))
   """
+  for name, value, kind, example in (
+    ("rule", rule, RankRule, 'RankRule(name="linear")'),
+    ("allocation", allocation, Allocation, 'Allocation(granularity="stage")'),
+    ("sampling", sampling or Sampling(), Sampling, "Sampling(step_rate=0.1)"),
+    ("stages", stages or Stages(), Stages, 'Stages("stage")'),
+  ):
+    validation.require_kind(name, value, kind, example)
   link_model.require_models(link, compression)
   compression = compression or CompressionModel(0.0, 0.0)
   ladder = Ladder(rank_max, rank_min, rule.rank_multiple, link, compression)

@@ -10,14 +10,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
-from experiments.reporting.style import (
-  COLORS,
-  DENSE,
-  DPI,
-  WIDTH,
-  dress,
-  scale_bytes,
-)
+from experiments.reporting import style
 from experiments.study.comparison import Comparison, Row, gap, non_dominated
 
 _MARKERS = "osD^vP*X"
@@ -41,7 +34,9 @@ def draw(found: Comparison) -> Figure:
   Returns:
     The figure; bars are standard errors over seeds.
   """
-  figure = Figure(figsize=(WIDTH, 6.0), dpi=DPI, layout="constrained")
+  figure = Figure(
+    figsize=(style.WIDTH, 6.0), dpi=style.DPI, layout="constrained"
+  )
   axes = figure.subplots()
   gaps = gaps_of(found)
   places = [place for _, place, _ in gaps]
@@ -61,7 +56,7 @@ def draw(found: Comparison) -> Figure:
   for row, (ratio, height), error in gaps:
     group = {**matched, **members}[id(row)]
     number = groups.index(group)
-    color = COLORS[number % len(COLORS)]
+    color = style.COLORS[number % len(style.COLORS)]
     axes.errorbar(
       ratio, height, yerr=error, color=color, capsize=2, linewidth=1,
       marker=_MARKERS[number % len(_MARKERS)], markersize=6,
@@ -78,11 +73,11 @@ def draw(found: Comparison) -> Figure:
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_ylim(min([-0.5, *heights]) - 0.2, max(heights) * 1.5)
     axes.yaxis.set_minor_locator(NullLocator())
-  axes.axhline(0, color=DENSE, linestyle="--", linewidth=1, zorder=0)
+  axes.axhline(0, color=style.DENSE, linestyle="--", linewidth=1, zorder=0)
   low, high = min(r for r, _ in places), max(r for r, _ in places)
   axes.set_xlim(min(low, 1) / 1.15, high * 1.6)
-  scale_bytes(axes)
-  dress(axes, "Gap to dense by compression ratio")
+  style.scale_bytes(axes)
+  style.dress(axes, "Gap to dense by compression ratio")
   axes.set_xlabel("times fewer bytes than dense, over the whole run")
   axes.set_ylabel(f"held-out loss above {found.dense.name} (%)")
   axes.legend(

@@ -34,6 +34,8 @@ from experiments.training.optimizer import REDUCERS
 
 Settings = Mapping[str, Any]
 # Options that a matched run takes over from edgc.
+# Private names of a study begin with an underscore.
+_NAMES = ("CONFIG", "TABLES", "SETTINGS", "MATCHED_RANKS", "GRID")
 _SHARED = ("wire_dtype", "min_ratio")
 
 
@@ -158,9 +160,17 @@ def load(path: str) -> Study:
   """Loads a study from its file.
 
   Raises:
-    ValueError: if rows with different settings would share their files.
+    ValueError: if rows with different settings would share their files, or a
+      name in capitals is not one that a study sets.
   """
   values = runpy.run_path(path)
+  public = {name for name in values if not name.startswith("_")}
+  unknown = {name for name in public - set(_NAMES) if name.isupper()}
+  if unknown:
+    raise ValueError(
+      f"A study must set no other names than {', '.join(_NAMES)}, got"
+      f" {', '.join(sorted(unknown))} in {path}; MATCHED_RANKS was BESIDE."
+    )
   tables = values["TABLES"]
   seen: dict[str, tuple[str, Settings]] = {}
   for row, settings in itertools.chain(*(t.items() for t in tables.values())):

@@ -32,7 +32,7 @@ SIDES = np.array([(32, 64)] * 3 + [(96, 40), (32, 64)])  # of P and Q
 
 
 def gradients(seed, loud=8.0):
-  """Draws gradients; the second of `stack` is loud, that of `zero` is 0."""
+  """Draws gradients; the second of `stack` is loud, and `zero` has none."""
   tree = gradients_like(PARAMS, seed)
   scales = jnp.array([1.0, loud, 1.0])[None, :, None, None]
   return tree | {"stack": scales * tree["stack"], "zero": 0.0 * tree["zero"]}

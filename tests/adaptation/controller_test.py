@@ -30,7 +30,7 @@ def make(rule="cqm", warmup=4, most=None, max_rank_step=4):
 
 
 def advance_of(controller):
-  """Returns a function from the state after a step to that of the next."""
+  """Returns a function from the state after a step to the next step's."""
 
   @jax.jit
   def advance(state, count):
@@ -52,7 +52,7 @@ def log_loss(rank):
 def drive(controller, entropies, weights=None):
   """Returns ranks by window, the state and ranks by step.
 
-  Each entropy is that of one window.
+  Each window has one of the entropies.
   """
   advance, observe = advance_of(controller), jax.jit(controller.observe)
   state, ranks = controller.init(), []

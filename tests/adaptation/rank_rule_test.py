@@ -93,14 +93,16 @@ class LinearTest(parameterized.TestCase):
     self.assertEqual(float(found), 32)
 
 
-class SettleTest(parameterized.TestCase):
+class RoundToLadderTest(parameterized.TestCase):
   def test_always_allowed_and_never_far(self):
     random = np.random.default_rng(0)
     for ranks, step in (((8, 12, 16, 20), 4), ((4, 8, 12), 8), ((5,), 4)):
       for _ in range(100):
         wish = jnp.float32(random.uniform(-5, 40))
         current = random.integers(len(ranks))
-        index = int(rank_rule.settle(wish, jnp.int32(current), ranks, step))
+        index = int(
+          rank_rule.round_to_ladder(wish, jnp.int32(current), ranks, step)
+        )
         self.assertIn(index, range(len(ranks)))
         self.assertLessEqual(abs(ranks[index] - ranks[current]), step)
         step_up = ranks[1] - ranks[0] if len(ranks) > 1 else 1

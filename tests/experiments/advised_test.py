@@ -1,4 +1,4 @@
-"""A configuration that leaves its reducer to what is measured."""
+"""Configurations whose reducer is chosen from measurements."""
 
 from unittest import mock
 
@@ -42,7 +42,7 @@ def resolve(config, choice=None):
 
 
 class AdvisedTest(parameterized.TestCase):
-  def test_others_stay_as_they_are(self):
+  def test_other_configurations_stay(self):
     config = small("powersgd")
     found, choice = resolve(config)
     self.assertIs(found, config)
@@ -57,7 +57,7 @@ class AdvisedTest(parameterized.TestCase):
       self.assertEqual(config[reducer][name], value)
     optimizer.make_reducer(config, "data", {})
 
-  def test_a_run_that_goes_on_keeps_its_choice(self):
+  def test_a_resumed_run_keeps_its_choice(self):
     before = {"reducer": "edgc", "options": {"rank_max": 16}}
     with mock.patch.object(advised, "measure", side_effect=AssertionError):
       config, choice = resolve(small(), before)
@@ -68,19 +68,19 @@ class AdvisedTest(parameterized.TestCase):
     lines = advised.table(advice(FAST), replicas=4).splitlines()
     self.assertEqual(lines[-1], "choice: dense")
     self.assertLen(lines, 2 + len(advice(FAST).methods))
-    # A break-even of payload, as that of an uplink: 1.5 times the bytes.
-    way = advice(FAST).methods[-1]
-    self.assertIn(f"{12e-6 * way.break_even:.4g} Mbit/s", lines[-2])
+    # Break-even of an uplink: 1.5 times the bytes of payload.
+    method = advice(FAST).methods[-1]
+    self.assertIn(f"{12e-6 * method.break_even:.4g} Mbit/s", lines[-2])
 
   @parameterized.parameters(
     (1, 1, "pmap"), (2, 2, "shard_map"), (4, 1, "shard_map")
   )
-  def test_where_there_is_nothing_to_choose(self, replicas, stages, backend):
+  def test_meshes_without_a_choice_raise(self, replicas, stages, backend):
     config = small()
     config.mesh.update(data=replicas, stage=stages, backend=backend)
     with self.assertRaisesRegex(ValueError, "`mesh` must be .*, got .*; "):
       resolve(config)
-    # A run that goes on may have another mesh.
+    # A resumed run may have another mesh.
     resolve(config, {"reducer": "allreduce", "options": {}})
 
   def test_a_given_link_is_not_measured(self):
@@ -95,7 +95,7 @@ class AdvisedTest(parameterized.TestCase):
     dense = found.methods[0]
     self.assertAlmostEqual(dense.seconds, 0.101 + dense.wire_bytes / 1e6)
 
-  def test_what_is_measured(self):
+  def test_costs_are_measured(self):
     config, mesh = small(), meshes.make_mesh(4, 1)
     seconds = {"float32": 0.25, "bfloat16": 0.5}
     compression = CompressionModel(1e-3, 1e-4)
@@ -112,7 +112,7 @@ class AdvisedTest(parameterized.TestCase):
       )
     self.assertEqual(costs[1:], (0.25, compression, 0.5))
     found = advised.advise(config, model_of(config), mesh, FAST, costs)
-    dense, narrow, *_ = (way.seconds for way in found.methods)
+    dense, narrow, *_ = (method.seconds for method in found.methods)
     self.assertAlmostEqual(dense, costs.step + 0.25, places=3)
     self.assertAlmostEqual(narrow, costs.step + 0.75, places=3)
 
@@ -123,7 +123,7 @@ class AdvisedTest(parameterized.TestCase):
     found = advised.advise(
       config, model_of(config), meshes.make_mesh(4, 1), SLOW, costs
     )
-    names = [way.name for way in found.methods[2:]]
+    names = [method.name for method in found.methods[2:]]
     self.assertEqual(names, ["edgc, rank 16"])
 
 

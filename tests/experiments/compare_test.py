@@ -1,4 +1,4 @@
-"""Comparisons, from runs made up."""
+"""Comparisons of made-up runs."""
 
 import csv
 import dataclasses
@@ -32,7 +32,7 @@ STUDY = study.Study(
 
 
 def numbers(loss, ratio=4.0, reducer="powersgd", **more):
-  """What a finished run leaves, by its held-out loss."""
+  """Returns the record of a finished run of a held-out loss."""
   return {
     "reducer": reducer, "val_loss": loss, "train_loss": loss, "steps": 40,
     "params": 1, "replicas": 4, "compression_ratio": ratio,
@@ -51,7 +51,7 @@ def numbers(loss, ratio=4.0, reducer="powersgd", **more):
 
 @pytest.fixture
 def records(tmp_path):
-  """Dense, 0.2 and 0.3 above a mean of 2.5, edgc beside 0.1 and 0.2."""
+  """Returns records: dense has a mean of 2.5, strong is 0.2 and 0.3 above."""
   kept = Records(tmp_path / "records", STUDY)
   for seed, dense in (("0", 2.0), ("1", 3.0)):
     run = STUDY.run("all-reduce", seed)
@@ -80,7 +80,7 @@ def test_gaps_are_seed_by_seed(found):
   mean, error = comparison.gap(row(found, "strong"), found.dense)
   assert mean == pytest.approx(0.1) and error == pytest.approx(0.02)
   assert comparison.gap(found.dense, found.dense) is None
-  # Seed 1 alone: 0.3 of 3, and nothing to tell an error from.
+  # Seed 1 alone: 0.3 of 3, and no standard error.
   one = row(found, "strong")
   alone = dataclasses.replace(one, runs={"1": one.runs["1"]})
   assert comparison.gap(alone, found.dense) == (pytest.approx(0.1), None)
@@ -89,7 +89,7 @@ def test_gaps_are_seed_by_seed(found):
   assert mean == pytest.approx(-0.15) and error == pytest.approx(0.05)
 
 
-def test_page_has_all_there_is(found, tmp_path):
+def test_the_page_is_complete(found, tmp_path):
   pictures = plots.write(found, tmp_path)
   assert len(pictures) == 3
   for file in pictures.values():
@@ -108,8 +108,8 @@ def test_page_has_all_there_is(found, tmp_path):
     "2.00", "2", "",
   ]  # fmt: skip
   assert cells["edgc"][-1] == "-0.1500 ± 0.0500"
-  (beside,) = [name for name in cells if name.startswith("↳ fixed rank")]
-  assert list(cells).index(beside) == list(cells).index("edgc") + 1
+  (partner,) = [name for name in cells if name.startswith("↳ fixed rank")]
+  assert list(cells).index(partner) == list(cells).index("edgc") + 1
   assert "**8 of 10 runs:**" in text and "**1 failed,**" in text
   assert "| sparse | 0 | failed: exit code 1: no room | | |" in text
   assert "| strong | 1 | 3.3000 | 4.00 | dense from 1, 4 from 3 |" in text
@@ -140,7 +140,7 @@ def test_other_pages_are_not_overwritten(found, tmp_path):
 
 
 def test_records_hold_for_the_same_contents_of_a_configuration(tmp_path):
-  """What another reducer is configured by does not matter."""
+  """Settings of other reducers do not matter."""
   file = tmp_path / "config.py"
   of_file = dataclasses.replace(STUDY, config=str(file))
   text = (ROOT / "configs/gpt2_tiny.py").read_text()
@@ -200,7 +200,7 @@ def test_record_of_a_run_folder_is_small(tmp_path):
 
 @pytest.fixture
 def runner(records, tmp_path, monkeypatch):
-  """One whose commands are kept and not run, and leave a run folder."""
+  """Returns a runner that keeps its commands and makes up run folders."""
   made = runners.Runner(STUDY, records, ["0", "1"], str(tmp_path / "runs"))
   made.commands = []
 
@@ -220,9 +220,9 @@ def runner(records, tmp_path, monkeypatch):
   return made
 
 
-def test_what_is_recorded_is_not_run_again(runner, records, capsys):
+def test_recorded_runs_do_not_run_again(runner, records, capsys):
   runner.run()
-  # What failed is, and does not stop the rest.
+  # Failed runs do, and they do not stop the rest.
   names = [c["--config.run_dir"].split("/")[-1] for c in runner.commands]
   assert [name.rsplit("-", 1)[0] for name in names] == [
     "sparse-seed0", "sparse-seed1",
@@ -243,14 +243,14 @@ def test_changed_settings_run_again(runner, records):
   edgc = runner.commands[0]
   assert edgc["--config.edgc.window"] == "5"
   assert edgc["--config"].endswith("gpt2_tiny.py:edgc")
-  # Its bytes are others now, and the rank beside it with them.
+  # Its bytes have changed, and with them the rank of its partner.
   assert runner.commands[1]["--config"].endswith("gpt2_tiny.py:powersgd")
   assert len(runner.commands) == 4
   runner.run()
   assert len(runner.commands) == 4
 
 
-def test_what_is_forgotten_runs_again(runner):
+def test_forgotten_runs_run_again(runner):
   runner.forget()
   runner.run()
   assert len(runner.commands) == 10
@@ -290,7 +290,7 @@ def test_a_fixed_rank_of_the_same_bytes():
       STUDY.matched_run(run, {"wire_bytes_per_step": [target]})
 
 
-def test_a_fixed_rank_keeps_what_else_a_row_sets():
+def test_a_fixed_rank_keeps_other_settings_of_its_row():
   settings = {"steps": 40, **EDGC, "edgc.min_ratio": 1.5, "mesh.data": 2}
   other = STUDY.matched_run(
     study.Run("edgc", "0", settings), {"wire_bytes_per_step": [1e6]}
@@ -300,7 +300,7 @@ def test_a_fixed_rank_keeps_what_else_a_row_sets():
   assert other.row.endswith(", mesh.data 2, powersgd.min_ratio 1.5")
 
 
-def test_what_no_other_beats():
+def test_non_dominated_points():
   points = [(1, 0.0), (8, 1.0), (4, -0.1), (8, 0.5), (16, 3.0), (12, 4.0)]
   assert comparison.non_dominated(points) == [2, 3, 4]
   assert comparison.non_dominated([(2, 1.0), (2, 1.0)]) == [0]
@@ -317,7 +317,7 @@ def test_rows_of_one_name_must_be_one_run(tmp_path):
       study.load(str(file))
 
 
-def test_schedules_of_the_study_send_what_the_fixed_rank_sends():
+def test_schedules_of_the_study_send_as_much_as_the_fixed_rank():
   tables = runpy.run_path(str(ROOT / "configs/studies/allocation.py"))["TABLES"]
   for table in list(tables.values())[1:]:
     rows = list(table.values())
@@ -335,7 +335,7 @@ def test_schedules_of_the_study_send_what_the_fixed_rank_sends():
 
 
 @pytest.mark.parametrize("name", ["methods", "ablations", "allocation"])
-def test_settings_of_the_studies_are_sound(name):
+def test_settings_of_the_studies_are_valid(name):
   found = study.load(str(ROOT / f"configs/studies/{name}.py"))
   path = str(ROOT / found.config)
   for settings in found.rows.values():
@@ -346,7 +346,7 @@ def test_settings_of_the_studies_are_sound(name):
     optimizer.make_reducer(config, "data", {})
 
 
-def test_a_narrow_row_has_a_narrow_one_beside_it():
+def test_a_narrow_row_has_a_narrow_partner():
   narrow = {**EDGC, "edgc.wire_dtype": "bfloat16"}
   sent = {"wire_bytes_per_step": [0.62e6]}
   other = STUDY.matched_run(study.Run("edgc", "0", narrow), sent)

@@ -1,4 +1,4 @@
-"""Tests of the corpora, their split and their batches."""
+"""Corpora, their split and their batches."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def test_folder_is_split_by_file(tmp_path, count, held_out):
   assert corpus.held_out.tobytes() == _joined(contents[i] for i in held_out)
 
 
-def test_folder_order_is_that_of_relative_paths(tmp_path, monkeypatch):
+def test_folder_order_is_by_relative_path(tmp_path, monkeypatch):
   names = ["b/a.txt", "a.txt", "b.txt", "b/c/z.md", "Z.py", "c.rst"]
   texts = {name: f"this is {name}".encode() for name in names}
   path = _write(tmp_path, texts)
@@ -138,13 +138,13 @@ def test_folder_skips_hidden_binary_and_empty_files(tmp_path):
   assert corpus.held_out.tobytes() == _joined([held_out])
 
 
-def test_folder_with_one_text_is_that_text(tmp_path):
+def test_folder_with_one_text_equals_the_text(tmp_path):
   files = {"a.txt": b"0123456789" * 10, "b.png": b"\xff\xff"}
   path = _write(tmp_path, files)
   chex.assert_trees_all_equal(_load(path)[:2], _load(path + "/a.txt")[:2])
 
 
-def test_hash_tells_the_split(tmp_path):
+def test_hash_depends_on_the_split(tmp_path):
   tokens = np.arange(20)
   pairs = [
     _write_bin(tmp_path / f"{n}", *np.split(tokens, [n])) for n in (8, 9)
@@ -343,7 +343,7 @@ def test_neighbouring_seeds_share_no_order():
   assert len({tuple(order) for order in orders}) == len(orders)
 
 
-def test_batch_size_leaves_the_order_alone():
+def test_batch_size_does_not_change_the_order():
   tokens = np.arange(101)
   large = _window_ids(_take(_iterator(tokens, batch_size=6), 10))
   small = _window_ids(_take(_iterator(tokens, batch_size=3), 20))

@@ -1,4 +1,4 @@
-"""The numbers behind the figures, on data whose answer is known."""
+"""The numbers behind the figures, on data of known answers."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_svd_error_of_known_singular_values():
   np.testing.assert_allclose(errors, [expected] * 2, atol=1e-12)
 
 
-def test_the_model_is_that_of_gaussian_matrices():
+def test_the_model_holds_for_gaussian_matrices():
   drawn = gaussian_error(64, 160, draws=4).mean(axis=0)
   model = model_error(64, 160)
   np.testing.assert_allclose(model[:49], drawn[:49], rtol=0.02)
@@ -100,7 +100,7 @@ def run(rule, val_loss):
     }
     for step in (1, 8)
   }
-  ways = [f"{name} {rate}" for name in ESTIMATORS for rate in ENTRY_RATES]
+  samplings = [f"{name} {rate}" for name in ESTIMATORS for rate in ENTRY_RATES]
   return RecordedRun(
     {
       "edgc": {
@@ -132,17 +132,17 @@ def run(rule, val_loss):
     gradients,
     {
       str(s): {
-        way + end: -float(s)
-        for way in ways
+        sampling + end: -float(s)
+        for sampling in samplings
         for end in ("", *(f" every {period}" for period in PERIODS))
       }
       for s in steps
     },
-    {FULL_PASS: [1.0, 1.0], **{way: [0.25, 0.25] for way in ways}},
+    {FULL_PASS: [1.0, 1.0], **{key: [0.25, 0.25] for key in samplings}},
   )  # fmt: skip
 
 
-def test_page_and_pictures_show_what_was_measured():
+def test_page_and_pictures_show_the_measurements():
   runs = {
     "gpt2-cqm": run("cqm", 2.125),
     "bert-cqm": run("bert", 3.5),

@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +53,7 @@ class GPT2Test(parameterized.TestCase):
 
   def test_no_token_sees_the_future(self):
     params = init_params(TINY, jax.random.key(0))
-    # Louder weights, so that a leak would show.
+    # Larger weights make a leak visible.
     params = jax.tree.map(lambda p: p * 10, params)
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 50)
     changed = tokens.at[:, 9].set((tokens[:, 9] + 1) % 50)
@@ -72,31 +73,30 @@ class GPT2Test(parameterized.TestCase):
     params = init_params(TINY, jax.random.key(0))
     batch = jax.random.randint(jax.random.key(1), (2, 17), 0, 50)
     unrolled = gpt2.GPT2Config(50, 16, 24, 3, 4, unroll=3)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 1e-6),
-      grad_fn(TINY, params, batch), grad_fn(unrolled, params, batch),
-    )  # fmt: skip
+    chex.assert_trees_all_close(
+      grad_fn(TINY, params, batch),
+      grad_fn(unrolled, params, batch),
+      rtol=1e-3,
+      atol=1e-6,
+    )
 
   def test_bfloat16_activations(self):
     config = gpt2.GPT2Config(50, 16, 24, 3, 4, dtype="bfloat16")
     params = init_params(config, jax.random.key(0))
     batch = jax.random.randint(jax.random.key(1), (8, 17), 0, 50)
     grads = grad_fn(config, params, batch)
-    dtypes = {g.dtype for g in jax.tree.leaves(grads)}
-    self.assertEqual(dtypes, {jnp.dtype("float32")})
+    chex.assert_type(jax.tree.leaves(grads), jnp.float32)
     loss = float(loss_fn(config, params, batch))
     self.assertAlmostEqual(loss, np.log(50), delta=0.1)
 
-  def test_a_layers_own_backward_pass_is_jaxs(self):
+  def test_custom_backward_passes_agree_with_jax(self):
     params = init_params(TINY, jax.random.key(0))
     batch = jax.random.randint(jax.random.key(1), (2, 17), 0, 50)
     own = grad_fn(TINY, params, batch)
     with mock.patch.object(gpt2, "_product", jnp.matmul):
       plain = jax.jit(jax.grad(lambda p: gpt2.loss_fn(TINY, p, batch)))(params)
     self.assertGreater(optax.tree.norm(plain["blocks"]), 0)
-    jax.tree.map(
-      lambda x, y: np.testing.assert_allclose(x, y, 1e-4, 1e-7), own, plain
-    )
+    chex.assert_trees_all_close(own, plain, rtol=1e-4, atol=1e-7)
 
   def test_stacked_biases_are_no_matrices(self):
     self.assertIsNone(

@@ -1,4 +1,4 @@
-"""Tests that freed memory is kept for as long as it should be."""
+"""Freed memory is kept inside `freed_memory_kept` only."""
 
 import platform
 import subprocess

@@ -1,4 +1,4 @@
-"""Masked-language modelling: what is hidden, and that both sides are seen."""
+"""Masked-language modelling: masks, and attention to both sides."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ def logits(config, params, tokens):
 
 @pytest.fixture(scope="module")
 def many():
-  """Tokens [400, 128], what a model sees of them, and what is to guess."""
+  """Returns tokens [400, 128], masked tokens and positions to predict."""
   tokens = jax.random.randint(jax.random.key(0), (400, 128), 0, VOCAB - 1)
   return tuple(map(np.asarray, (tokens, *mask(tokens, VOCAB))))
 
@@ -46,7 +46,7 @@ def test_positions(many):
   tokens, seen, positions = many
   assert positions.shape == (400, 19)  # 15 % of 128
   assert all(len(set(row)) == 19 for row in positions)
-  # Every place is equally likely: 59 of 400, give or take 7.1.
+  # Every position is equally likely: 59 of 400, with deviation 7.1.
   counts = np.bincount(positions.ravel(), minlength=128)
   assert counts.min() > 59.4 - 5 * 7.1 and counts.max() < 59.4 + 5 * 7.1
   is_hidden = np.zeros(tokens.shape, bool)
@@ -54,7 +54,7 @@ def test_positions(many):
   np.testing.assert_array_equal(seen[~is_hidden], tokens[~is_hidden])
 
 
-def test_what_is_seen_there(many):
+def test_tokens_at_masked_positions(many):
   tokens, seen, positions = many
   seen, labels = (np.take_along_axis(x, positions, 1) for x in (seen, tokens))
   is_mask, is_same = seen == VOCAB - 1, seen == labels
@@ -67,7 +67,7 @@ def test_what_is_seen_there(many):
   assert random.mean() == pytest.approx(127.5, abs=5 * 73.9 / 700**0.5)
 
 
-def test_a_sequence_is_masked_alike_wherever_it_is(many):
+def test_masks_do_not_depend_on_the_place_in_the_batch(many):
   tokens, seen, positions = many
   again, where = mask(tokens[::-1], VOCAB)
   np.testing.assert_array_equal(again, seen[::-1])
@@ -83,7 +83,7 @@ def test_another_sequence_is_masked_differently(many):
   assert same == pytest.approx(19 * 19 / 128, rel=0.1)  # by chance
 
 
-def test_short_sequences_have_something_to_guess():
+def test_short_sequences_have_a_masked_position():
   tokens = jax.ShapeDtypeStruct((2, 1), jnp.int32)
   _, positions = jax.eval_shape(masking.mask_tokens, tokens, VOCAB)
   assert positions.shape == (2, 1)
@@ -99,8 +99,8 @@ def test_replicas_of_a_mesh_mask_their_own_sequences(many):
   np.testing.assert_array_equal(jax.jit(on_mesh)(tokens), seen)
 
 
-def test_later_tokens_are_seen_only_when_masked(params):
-  params = jax.tree.map(lambda p: p * 3, params)  # louder, so that it shows
+def test_only_masked_models_see_later_tokens(params):
+  params = jax.tree.map(lambda p: p * 3, params)  # makes differences visible
   tokens = jax.random.randint(jax.random.key(1), (8, 16), 0, 50)
   changed = tokens.at[:, 9].set((tokens[:, 9] + 1) % 50)
 
@@ -115,7 +115,7 @@ def test_later_tokens_are_seen_only_when_masked(params):
   assert differences(causal).max() < 1e-6
 
 
-def test_loss_is_that_of_the_hidden_positions(params):
+def test_loss_is_of_the_masked_positions(params):
   batch = jax.random.randint(jax.random.key(2), (8, 17), 0, 50)
   loss = float(loss_fn(TINY, params, batch))
   assert loss == pytest.approx(np.log(51), abs=0.15)
@@ -130,7 +130,7 @@ def test_loss_is_that_of_the_hidden_positions(params):
   assert loss == pytest.approx(np.mean(by_hand), rel=1e-5)
 
 
-def test_config_is_of_gpt2_tinys_size():
+def test_bert_tiny_has_the_size_of_gpt2_tiny():
   bert, gpt = (c.get_config().model for c in (bert_tiny, gpt2_tiny))
   different = {key for key in gpt if bert[key] != gpt[key]}
   assert different == {"objective", "vocab_size"}

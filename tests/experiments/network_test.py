@@ -1,4 +1,4 @@
-"""What is made of the numbers of the network benchmark, and its calls."""
+"""Results and pages of the network benchmark, and calls of its hosts."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ import pytest
 from experiments.network import benchmark, calls, page, results
 from experiments.network.results import ADVISED, Layout
 
-# A host that fails, sleeps or ends when it is told to.
+# A host that fails, sleeps or ends on request.
 HOST = """
 import os, sys, time
 from experiments.network import calls
@@ -34,7 +34,7 @@ def entry(row, part, seconds, framework="jax", **more):
 
 
 def measured(tmp_path):
-  """By hand: 12.5 MB take one second on this link."""
+  """Returns made-up results; 12.5 MB take one second on the link."""
   rows = [
     entry("no exchange", "step", [0.5, 0.45, 0.6]),
     entry("dense", "step", [2.5, 2.6, 2.7], wire_bytes=25e6),
@@ -112,7 +112,7 @@ def test_page(tmp_path):
     assert (tmp_path / f"network-{name}.png").stat().st_size > 10_000
 
 
-def test_the_page_says_what_is_noise_and_what_is_not_there(tmp_path):
+def test_the_page_reports_noise_and_missing_rows(tmp_path):
   path, found = tmp_path / "network.md", measured(tmp_path)
   page.write(found, path, "the command")
   assert "DistributedDataParallel" in path.read_text()
@@ -135,7 +135,7 @@ def test_the_page_says_what_is_noise_and_what_is_not_there(tmp_path):
     (("dense",), 1, False),
   ],
 )
-def test_advice_is_asked_for_where_it_can_be_compared(rows, stages, asks):
+def test_advice_is_asked_for_if_it_can_be_compared(rows, stages, asks):
   options = benchmark.Options(tuple(rows), 1, 0, False, True, None)
   assert options.asks_advice(Layout(4, stages)) == asks
 
@@ -163,7 +163,7 @@ def run(hosts, fails=(), sleeps=(), ends=(), timeout=20.0):
   )
 
 
-def test_calls_in_whatever_order_hosts_answer(hosts):
+def test_hosts_may_answer_in_any_order(hosts):
   assert run(hosts) == [0, 1, 2]
   assert run(hosts, sleeps=[1]) == [0, 1, 2]
 
@@ -174,7 +174,7 @@ def test_an_error_leaves_calls_in_step(hosts):
   assert run(hosts) == [0, 1, 2]
 
 
-def test_a_host_that_ends_or_is_silent(hosts):
+def test_a_host_that_ends(hosts):
   with pytest.raises(calls.HostError, match="host 1 has ended"):
     run(hosts, sleeps=[2], ends=[1])
   with pytest.raises(calls.HostError, match="failed before"):

@@ -1,4 +1,4 @@
-"""What a configuration's words mean to a reducer."""
+"""Reducers from configurations."""
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ def test_warmup_rank_of_a_configuration():
     assert rule.warmup_rank == expected
 
 
-def test_a_fraction_of_a_rank_is_a_mean_over_the_run():
+def test_a_fractional_rank_is_a_mean_over_the_run():
   assert optimizer._rank_schedule(11.3, 0, 400) == {0: 12, 120: 11}
   assert optimizer._rank_schedule(8.0, 0, 400) == {0: 8}
-  # Shares of less than half a step are none.
+  # A share of less than half a step is dropped.
   assert optimizer._rank_schedule(8.02, 0, 20) == {0: 8}
   assert optimizer._rank_schedule(8.99, 0, 20) == {0: 9}
   for rank, final_rank in ((0.5, 0), (11.3, 5)):
@@ -38,20 +38,22 @@ def test_ranks_have_names():
   assert optimizer.rank_name("topk", 0) == "-"
 
 
-def test_what_takes_the_place_of_gradients_does_not_vary():
-  """As the parameter does: the sums of either stage, or of all."""
+@pytest.mark.parametrize(
+  "spec, expected",
+  [(P("stage"), [[3 * 1] * 3, [3 * 5] * 3]), (P(), [[6 * 6] * 3] * 2)],
+)
+def test_stand_ins_of_gradients_vary_as_parameters_do(spec, expected):
+  """They are sums over a stage, or over all stages."""
 
   def sums(param, values):
     gradient = lax.pcast(param, "data", to="varying") + values[0]
     return optimizer._as_invariant_as(gradient, param)
 
   values = jnp.arange(4.0)  # 0 and 1 on the first stage, 2 and 3 on the other
-  stages, everywhere = [[3 * 1] * 3, [3 * 5] * 3], [[6 * 6] * 3] * 2
-  for spec, expected in ((P("stage"), stages), (P(), everywhere)):
-    found = jax.shard_map(
-      sums,
-      mesh=mesh_of((2, 2)),
-      in_specs=(spec, P(("stage", "data"))),
-      out_specs=spec,
-    )(jnp.zeros((2, 3)), values)
-    np.testing.assert_array_equal(found, expected)
+  found = jax.shard_map(
+    sums,
+    mesh=mesh_of((2, 2)),
+    in_specs=(spec, P(("stage", "data"))),
+    out_specs=spec,
+  )(jnp.zeros((2, 3)), values)
+  np.testing.assert_array_equal(found, expected)

@@ -1,4 +1,4 @@
-"""The report of runs: its picture, its page and the table of a run's end."""
+"""Reports of runs: picture, page and final table."""
 
 import base64
 import json
@@ -32,7 +32,7 @@ SUMMARY = {
 
 
 def metrics(step, stages=1, compressed=True, **more):
-  """A line of metrics."""
+  """Returns a line of metrics."""
   rank = 0 if not compressed or step <= 40 else max(16, 42 - step // 20)
   wire = DENSE_BYTES / stages / (4 if rank else 1)
   line = {
@@ -56,7 +56,7 @@ def metrics(step, stages=1, compressed=True, **more):
 
 
 def by_matrix(step, stages=1):
-  """What a line says of matrices: two in a stack, and one alone."""
+  """Returns metrics of matrices: two in a stack and one alone."""
   ranks = {"blocks/mlp/kernel": [[4, 0]] * stages, "embedding": [[8]] * stages}
   share = lambda x: {k: [[x] * len(v[0])] * stages for k, v in ranks.items()}  # noqa: E731
   return {
@@ -80,18 +80,18 @@ def write_run(folder, steps, summary=None, config=None, **options):
 
 
 def draw(*folders):
-  """The panels of the picture, by the first word of their title."""
+  """Returns the panels of the picture by the first word of the title."""
   axes = panels.draw([run_page._load(folder) for folder in folders]).axes
   names = ("loss", "sent", "entropy", "rank", "wire", "error")
   return dict(zip(names, axes, strict=True))
 
 
 def shown(axes):
-  """The text in a panel's middle."""
+  """Returns the text in the middle of a panel."""
   return [text.get_text() for text in axes.texts]
 
 
-def test_a_page_from_before_the_end_is_not_the_newest(tmp_path):
+def test_a_page_older_than_the_summary_is_not_the_newest(tmp_path):
   page, summary = tmp_path / "report.html", tmp_path / "summary.json"
   summary.write_text("{}")
   assert not run_page.is_newest(tmp_path)
@@ -160,7 +160,7 @@ def test_curves(tmp_path):
   assert np.isnan(error[:40]).all() and (error[40:] == 0.2).all()
 
 
-def test_one_evaluation_gives_way_to_the_training_loss(tmp_path):
+def test_with_one_evaluation_the_training_loss_is_drawn(tmp_path):
   sent = draw(write_run(tmp_path / "run", 100))["sent"]
   assert sent.get_ylabel() == "training loss (nats)"
   assert len(sent.lines[0].get_xdata()) == 100
@@ -198,7 +198,7 @@ def test_broken_middle_line_is_an_error(tmp_path, line):
     run_page.write_report([run])
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_errors_name_the_missing_part(tmp_path):
   with pytest.raises(ValueError, match=r"run_dirs is \[\].*at least one"):
     run_page.write_report([])
   with pytest.raises(FileNotFoundError, match=r"absent is not a folder"):
@@ -233,7 +233,7 @@ BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 @pytest.mark.skipif(not BROWSER, reason=f"none of {', '.join(BROWSERS)} here")
 @pytest.mark.parametrize("steps", [0, 30])
 def test_page_in_a_browser(tmp_path, steps):
-  """Rendered as a person sees it: the table, and the picture below it."""
+  """The browser renders the table and the picture below it."""
   config = {"reducer": "edgc", "data": {"text": "x" * 3000}}
   run = write_run(tmp_path / "run", steps, config=config, **by_matrix(3))
   _, page = run_page.write_report([run])
@@ -247,12 +247,12 @@ def test_page_in_a_browser(tmp_path, steps):
   pixels = matplotlib.image.imread(shot)[..., :3]
   assert pixels.shape[:2] == (1400, 1200)
   assert pixels[:400].std() > 0.02
-  # The first colour of curves, or at least of the legend.
+  # The first colour of curves or of the legend.
   curve = np.abs(pixels - np.array([0x00, 0x72, 0xB2]) / 255).max(-1) < 0.05
   assert curve.any()
 
 
-def test_page_tells_running_from_finished(tmp_path):
+def test_the_page_shows_whether_a_run_is_finished(tmp_path):
   def cells(page):
     rows = re.findall(r"<tr><th>(.*?)<td>(.*)", page.read_text())
     return {name: cell.split("<td>") for name, cell in rows}
@@ -316,14 +316,14 @@ def test_reducers_without_ranks_show_none(tmp_path):
   assert (drawn["error"].lines[0].get_ydata() == 0).all()
 
 
-def test_summary_table_merges_what_only_other_stages_changed():
+def test_summary_table_merges_spans_of_equal_rank():
   history = [[1, [0, 0]], [11, [0, 8]], [21, [4, 8]]]
   table = run_page.summary_table({"steps": 30, "rank_history": history})
   assert "stage 0: dense ->20, 4 ->30" in table
   assert "stage 1: dense ->10, 8 ->30" in table
 
 
-def test_summary_table_leaves_out_what_is_unknown():
+def test_summary_table_omits_unknown_numbers():
   assert run_page.summary_table({"reducer": "edgc", "val_loss": None}) == (
     "reducer           edgc"
   )

@@ -1,4 +1,4 @@
-"""What a run needs of its checkpoints: damage, refusals, what is kept."""
+"""Checkpoints of runs: damage, refusals, retention."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from experiments.training.trainer import Trainer
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(tmp_path_factory):
-  """The same two programs, which most tests here train, from a cache."""
+  """Caches the two programs that most of these tests train."""
   options = {
     "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
     "jax_persistent_cache_min_compile_time_secs": 0.2,
@@ -34,7 +34,7 @@ def compiled_once(tmp_path_factory):
   before = {name: getattr(jax.config, name) for name in options}
   for name, value in options.items():
     jax.config.update(name, value)
-  compilation_cache.reset_cache()  # whether there is one is asked once
+  compilation_cache.reset_cache()  # JAX looks for a cache only once
   yield
   for name, value in before.items():
     jax.config.update(name, value)
@@ -54,7 +54,7 @@ class Damage:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
   def flipped(folder):
-    """A bit in the middle of the largest file."""
+    """Flips a bit in the middle of the largest file."""
     file = max(Damage.files(folder), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -80,7 +80,7 @@ class Damage:
   [Damage.flipped, Damage.truncated, Damage.missing, Damage.without_sums,
    Damage.emptied],
 )  # fmt: skip
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
   tmp_path, whole, damage, capfd
 ):
   expected = whole("allreduce", "pmap")
@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
   assert "step 8 is damaged" in capfd.readouterr().err
 
 
-def test_a_run_goes_on_from_the_one_before(tmp_path, whole):
+def test_a_run_continues_from_the_one_before(tmp_path, whole):
   config = config_of(tmp_path / "run", "allreduce")
   trainer = run(config, cut_after=7)
   Damage.truncated(Damage.newest(trainer.folder.checkpoints))
@@ -101,7 +101,7 @@ def test_a_run_goes_on_from_the_one_before(tmp_path, whole):
   assert (trainer.folder.checkpoints / "damaged-6").is_dir()
 
 
-def test_damage_to_older_ones_and_for_the_second_time(tmp_path):
+def test_repeated_damage_gets_another_name(tmp_path):
   config = config_of(tmp_path / "run", "allreduce")
   for step in (5, 7):
     trainer = run(config, cut_after=step)
@@ -114,8 +114,8 @@ def test_damage_to_older_ones_and_for_the_second_time(tmp_path):
   assert names >= {"damaged-2", "damaged-2-2", "8"} and "2" not in names
 
 
-def test_events_that_never_reached_the_disk(tmp_path, whole):
-  """As when the process is killed: its buffers are gone."""
+def test_lost_events_are_written_again(tmp_path, whole):
+  """A killed process loses the buffers of its event file."""
   config = config_of(tmp_path / "run", "allreduce")
   trainer = run(config, cut_after=5)
   for file in trainer.folder.path.glob("events.out.tfevents.*"):
@@ -124,7 +124,7 @@ def test_events_that_never_reached_the_disk(tmp_path, whole):
   assert tensorboard_of(trainer) == tensorboard_of(whole("allreduce", "pmap"))
 
 
-def test_other_data_is_refused(tmp_path):
+def test_other_data_raises(tmp_path):
   config = config_of(tmp_path / "run", "allreduce")
   text = tmp_path / "text.txt"
   text.write_text(str(list(range(2000))))
@@ -135,7 +135,7 @@ def test_other_data_is_refused(tmp_path):
     Trainer(config)
 
 
-def test_all_damaged(tmp_path, whole):
+def test_only_damaged_checkpoints_raise(tmp_path, whole):
   folder = tmp_path / "checkpoints"
   shutil.copytree(whole("allreduce", "pmap").folder.checkpoints, folder)
   for path in folder.glob("[0-9]*"):
@@ -144,11 +144,11 @@ def test_all_damaged(tmp_path, whole):
     Checkpoints(folder, 2).newest()
 
 
-def test_what_cannot_be_written_stops_the_run(tmp_path):
+def test_a_failed_write_stops_the_run(tmp_path):
   config = config_of(tmp_path / "run", "allreduce")
   trainer = run(config, cut_after=3)
   before = newest(trainer)[0]
-  # A file where the folder of the next ones has to be.
+  # A file takes the place of the folder of the next ones.
   blocked = Trainer(config)
   load = blocked._load
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_written_stops_the_run(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_is_read_only(tmp_path):
+def test_a_read_only_folder_stops_the_run(tmp_path):
   config = config_of(tmp_path / "run", "allreduce")
   trainer = run(config, cut_after=3)
   trainer.folder.checkpoints.chmod(0o500)
@@ -179,7 +179,7 @@ def test_a_folder_that_is_read_only(tmp_path):
 
 @pytest.mark.parametrize("cut_after", [1, 3, None])
 def test_resume_can_be_refused(tmp_path, cut_after):
-  """With a line, with a checkpoint, and when it is finished."""
+  """The run has a line, or a checkpoint, or is finished."""
   run(config_of(tmp_path / "run", "allreduce"), cut_after=cut_after)
   with pytest.raises(ValueError, match=r"resume=false, got .* holds a run"):
     Trainer(config_of(tmp_path / "run", "allreduce", resume=False))
@@ -209,7 +209,7 @@ def test_damaged_files_of_the_folder(tmp_path, whole, name, text):
     Trainer(config_of(folder, "allreduce"))
 
 
-def test_lost_lines_are_named(tmp_path, whole, capfd):
+def test_lost_lines_are_reported(tmp_path, whole, capfd):
   config = config_of(tmp_path / "run", "allreduce")
   trainer = run(config, cut_after=5)
   file = trainer.folder.path / "metrics.jsonl"
@@ -222,7 +222,7 @@ def test_lost_lines_are_named(tmp_path, whole, capfd):
   assert [line["step"] for line in found] == [1, *(s for s in steps if s > 4)]
 
 
-def test_another_model_is_refused(tmp_path):
+def test_another_model_raises(tmp_path):
   run(config_of(tmp_path / "run", "allreduce"), cut_after=3)
   config = config_of(tmp_path / "run", "allreduce")
   config.model.width = 64
@@ -231,7 +231,7 @@ def test_another_model_is_refused(tmp_path):
 
 
 def test_parameters_alone(tmp_path, whole):
-  """Another reducer begins where a run of the first one ended."""
+  """Another reducer starts from the parameters of a finished run."""
   first = whole("allreduce", "pmap")
   config = config_of(tmp_path / "run", "powersgd", "shard_map")
   config.init_from = str(first.folder.path)
@@ -258,8 +258,8 @@ def test_parameters_of_no_run(tmp_path):
   assert not (tmp_path / "run").exists()
 
 
-def test_what_changes_while_it_is_saved(tmp_path, monkeypatch):
-  """The writing thread may come to it steps later."""
+def test_a_checkpoint_is_a_snapshot(tmp_path, monkeypatch):
+  """The writing thread may run several steps later."""
   may_write = threading.Event()
 
   class Late:

@@ -1,4 +1,4 @@
-"""What a log makes of the numbers of steps, and of the time between them."""
+"""Logs of steps and of their times."""
 
 import subprocess
 
@@ -44,7 +44,7 @@ def take_steps(log, clock, count, seconds, sent=1.0):
   return log.state()
 
 
-def test_time_of_a_step_is_without_what_comes_between(folder, clock):
+def test_step_time_excludes_the_time_between_steps(folder, clock):
   log = run_log.RunLog(folder)
   take_steps(log, clock, 1, 50.0)  # compiles
   assert "step_seconds" not in log.summary()
@@ -55,7 +55,7 @@ def test_time_of_a_step_is_without_what_comes_between(folder, clock):
   assert log.summary()["step_seconds"] == 3.0
 
 
-def test_what_a_summary_says_of_all_steps_outlives_a_process(folder, clock):
+def test_totals_survive_a_restart(folder, clock):
   log = run_log.RunLog(folder)
   take_steps(log, clock, 2, 50.0)
   state = take_steps(log, clock, 2, 3.0, sent=5.0)
@@ -67,8 +67,8 @@ def test_what_a_summary_says_of_all_steps_outlives_a_process(folder, clock):
   assert summary["step_seconds"] == 3.0
 
 
-def test_the_commit_is_that_of_the_code(tmp_path):
-  """Whatever runs leave in docs/."""
+def test_the_commit_is_of_the_code(tmp_path):
+  """Files that runs write to docs/ do not make it dirty."""
   git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
   for name in ("code/a.py", "docs/page.md"):
     (tmp_path / name).parent.mkdir()

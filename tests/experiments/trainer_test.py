@@ -1,4 +1,4 @@
-"""A run from its command to its folder, and the errors on the way."""
+"""Runs, from the command to the folder, and their errors."""
 
 import json
 import os
@@ -22,13 +22,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-  """One finished run, for the tests that look at what it left."""
+  """Returns folder and summary of one finished run."""
   folder = tmp_path_factory.mktemp("runs") / "edgc"
   summary = Trainer(small(folder)).run()
   return folder, summary
 
 
-def test_run_folder_holds_what_it_should(finished):
+def test_the_run_folder_is_complete(finished):
   folder, summary = finished
   names = {path.name for path in folder.iterdir()}
   assert {"config.json", "metrics.jsonl", "summary.json"} <= names
@@ -61,7 +61,7 @@ def test_metrics_lines_agree_with_the_summary(finished):
   last = lines[-1]
   for name in ("val_loss", "compression_ratio"):
     np.testing.assert_allclose(last[name], summary[name], rtol=1e-6)
-  # Warm-up is dense, and so is the peak, beside a few bytes of control.
+  # Warm-up is dense, and so is the peak, plus a few bytes of control.
   peak = summary["peak_wire_bytes_per_step"]
   assert peak >= max(sum(line["wire_bytes"]) for line in lines)
   assert 1 <= peak / summary["dense_bytes_per_step"] < 1.01
@@ -93,7 +93,7 @@ def test_the_command_writes_a_report(tmp_path, capsys):
   assert run_page.is_newest(tmp_path / "run")
 
 
-def test_run_that_was_cut_off_starts_again(tmp_path):
+def test_a_run_cut_off_before_a_checkpoint_starts_again(tmp_path):
   folder = tmp_path / "run"
   trainer = Trainer(small(folder, "allreduce"))
   trainer.folder.start()
@@ -165,8 +165,8 @@ def test_folder_of_another_run(tmp_path):
     Trainer(other)
 
 
-def test_larger_config_is_sound(tmp_path):
-  """Everything but the devices and the token files of gpt2_124m."""
+def test_the_larger_config_is_valid(tmp_path):
+  """All of gpt2_124m is checked but its devices and token files."""
   config = gpt2_124m.get_config()
   config.run_dir = str(tmp_path / "run")
   config.model.context = 128  # the default corpus is text
@@ -202,7 +202,7 @@ def test_command_gives_one_clear_error(tmp_path, argument, message):
 
 
 def parts_at(trainer, step):
-  """Makes one weight of one replica wrong before a step."""
+  """Changes one leaf of one replica before a step."""
   run, calls = trainer.parallel.step, []
 
   def parting(params, opt_state, batch):

@@ -25,7 +25,7 @@ def pipeline_run(folder, name):
   """Returns a run on two stages of two replicas.
 
   It is dense at first, then of rank 8 on stage 0 alone. Encoded values are cut
-  into messages between hosts, as those of large models are.
+  into messages between hosts, as for large models.
   """
   config = gpt2_tiny.get_config("edgc")
   config.run_dir = str(folder / name)

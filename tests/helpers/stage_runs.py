@@ -138,7 +138,7 @@ class Run:
     return self
 
   def step(self, grads):
-    """Returns updates [STAGES, ...]; those of shared leaves [1, ...]."""
+    """Returns updates [STAGES, ...], or [1, ...] for shared leaves."""
     updates, self.state = self.step_fn(grads, self.state, self.params)
     return jax.tree.map(np.asarray, updates)
 

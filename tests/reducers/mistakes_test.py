@@ -69,8 +69,10 @@ class StateTest(parameterized.TestCase):
       tx.init(params),
       specs,
     )
-    with self.assertRaisesRegex(ValueError, "`state` must be the state of one .*w.*"
-                                "tx.init.*state_specs"):  # fmt: skip
+    with self.assertRaisesRegex(
+      ValueError,
+      "`state` must be the state of one .*w.*tx.init.*state_specs",
+    ):
       run.step(gradients_like(params, 0))
 
   def test_state_of_another_number_of_replicas(self):
@@ -81,7 +83,7 @@ class StateTest(parameterized.TestCase):
       after.step(gradients_like(PARAMS, 0, 2))
 
   def test_resizing_a_state_of_pmap(self):
-    """Adam's moments too, so that training goes on on fewer replicas."""
+    """Adam's moments are resized too, so training continues."""
     tx = optax.chain(edgc_jax.powersgd(4, min_ratio=0), optax.adam(1e-3))
     before, after = Pmap(tx, PARAMS, 4), Pmap(tx, PARAMS, 2)
     for seed in range(2):

@@ -1,7 +1,7 @@
 """Hosts whose linear algebra rounds differently train one model.
 
-OpenBLAS picks its kernels by the processor; told to take another's, a process
-rounds as that one would: an AMD host beside an Intel one.
+OpenBLAS picks its kernels by the processor. A process that is given the kernels
+of another processor rounds as that one: an AMD host with an Intel host.
 """
 
 import os
@@ -22,14 +22,14 @@ SECONDS = 400  # for all processes; a fifth of it on an idle machine
 
 
 def make_of(kind):
-  """What makes a process round as one kind of host: kernels and vectors."""
+  """Returns the environment that makes a process round as one kind of host."""
   isa = "" if kind else "--xla_cpu_max_isa=AVX2"
   flags = f"{quick_compile.XLA_FLAGS} {isa}".strip()
   return {"OPENBLAS_CORETYPE": KERNELS[kind], "XLA_FLAGS": flags}
 
 
 def run(folder, count, cases):
-  """Trains on so many hosts, every other one with the second kernels."""
+  """Trains on `count` hosts; every other one has the second kernels."""
   foreign = ("JAX_", "NPROC", "PYTHONWARNINGS", "XLA_FLAGS")
   environment = {
     k: v for k, v in os.environ.items() if not k.startswith(foreign)
@@ -69,7 +69,7 @@ def run(folder, count, cases):
 
 
 def norm(arrays, axis=None):
-  """Of many arrays as one; by step if asked."""
+  """Returns the norm of all arrays together, by step for axis=0."""
   squares = 0.0
   for x in arrays:
     axes = None if axis is None else tuple(range(1, x.ndim))
@@ -78,7 +78,7 @@ def norm(arrays, axis=None):
 
 
 def check(folder, case, kind, hosts):
-  """Two hosts that hold the same applied the same, and lost nothing."""
+  """Checks that two hosts applied the same updates and lost nothing."""
   runs = [np.load(folder / f"{case}_{i}.npz") for i in hosts]
 
   def of(name, kind=""):
@@ -98,12 +98,12 @@ def check(folder, case, kind, hosts):
   share = norm(apart(moved)) / norm(moved[0])
   assert share <= 1e-5, f"accumulated weights differ by {share:.1e}"
   if case not in worker.WITHOUT_RESIDUAL:
-    # Sums of 200 steps: their rounding is some 1e-7 of what was summed.
+    # Rounding in sums of 200 steps is about 1e-7 of the sum.
     for owed, total in zip(of("owed", kind), moved, strict=True):
       share = worker.RATE * norm(owed) / norm(total)
       assert share <= 1e-4, f"{share:.1e} of the gradients went missing"
   for run_ in runs:
-    assert run_["['parted']"] == 0, "the sentinel saw nothing"
+    assert run_["['parted']"] == 0, "replicas have not parted"
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +128,8 @@ def test_updates_agree_on_stages(four_hosts, stage, kind):
   check(four_hosts, worker.STAGES, kind, hosts=(2 * stage, 2 * stage + 1))
 
 
-def test_ranks_move(two_hosts):
-  """Or agreeing on them would be nothing."""
-  for case in ("edgc", "edgc_bfloat16"):
-    ranks = np.load(pathlib.Path(two_hosts, f"{case}_0.npz"))
-    assert len(np.unique(ranks["['shown']['rank']"])) > 1, case
+@pytest.mark.parametrize("case", ["edgc", "edgc_bfloat16"])
+def test_ranks_move(two_hosts, case):
+  """Otherwise hosts would agree on them without effort."""
+  ranks = np.load(pathlib.Path(two_hosts, f"{case}_0.npz"))
+  assert len(np.unique(ranks["['shown']['rank']"])) > 1

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from absl.testing import absltest
-from helpers.flat_options import edgc
 from helpers.meshes import AXIS, stage_mesh
 from helpers.stage_runs import (
   REPLICAS,
@@ -27,12 +26,12 @@ import edgc_jax
 class StagesErrorsTest(absltest.TestCase):
   def test_slack_needs_its_times(self):
     with self.assertRaisesRegex(ValueError, "`link` must be given.*'none'"):
-      edgc(stage_axis="stage")
+      edgc_jax.edgc(stages=edgc_jax.Stages("stage"))
     with self.assertRaisesRegex(ValueError, "`backward_seconds` must be given"):
-      edgc(stage_axis="stage", link=TIMES["link"])
+      edgc_jax.edgc(link=TIMES["link"], stages=edgc_jax.Stages("stage"))
     with self.assertRaisesRegex(ValueError, "`align` must be one of"):
       make_edgc(align="left")
-    edgc(stage_axis="stage", align="none")
+    edgc_jax.edgc(stages=edgc_jax.Stages("stage", align="none"))
 
   def test_unbound_stage_axis(self):
     tx = make_edgc()
@@ -130,7 +129,7 @@ class StagesErrorsTest(absltest.TestCase):
 
   def test_kinds_of_models(self):
     with self.assertRaisesRegex(TypeError, "`link` must be an edgc_jax.Link"):
-      edgc(link=(1e-3, 1e8))
+      edgc_jax.edgc(link=(1e-3, 1e8))
 
   def test_agreeing_over_too_few_axes(self):
     tx = edgc_jax.skip_nonfinite(edgc_jax.allreduce(stages=edgc_jax.Stages()))

@@ -1,6 +1,6 @@
-"""Runs that are cut off end bit for bit as those that were not."""
+"""Interrupted runs end bit for bit as uninterrupted runs do."""
 
-import jax
+import chex
 import numpy as np
 import pytest
 from helpers.cut_runs import (
@@ -27,12 +27,12 @@ def whole(tmp_path_factory):
     ("edgc", "shard_map", (3,)),
     ("powersgd", "pmap", (3, 4)),
     ("allreduce", "shard_map", (5,)),
-    # No residual; no factors.
+    # No residual, then no factors.
     ("quantize", "pmap", (3,)),
     ("topk", "shard_map", (4,)),
   ],
 )
-def test_as_if_nothing_had_happened(tmp_path, whole, reducer, backend, cuts):
+def test_a_resumed_run_is_the_same(tmp_path, whole, reducer, backend, cuts):
   config = config_of(tmp_path / "run", reducer, backend)
   for step in cuts:
     run(config, cut_after=step)
@@ -46,11 +46,11 @@ def test_as_if_nothing_had_happened(tmp_path, whole, reducer, backend, cuts):
       assert trainer.folder.summary()[name] == value, name
   step, arrays = newest(trainer)
   assert step == config.steps
-  jax.tree.map(np.testing.assert_array_equal, arrays, newest(expected)[1])
+  chex.assert_trees_all_equal(arrays, newest(expected)[1])
 
 
-def test_another_backend_goes_on(tmp_path, whole):
-  """What is stored is the same for both."""
+def test_resumes_with_another_backend(tmp_path, whole):
+  """Both backends store the same arrays."""
   run(config_of(tmp_path / "run", "powersgd", "pmap"), cut_after=5)
   trainer = run(config_of(tmp_path / "run", "powersgd", "shard_map"))
   expected = lines_of(whole("powersgd", "pmap"))
@@ -59,7 +59,9 @@ def test_another_backend_goes_on(tmp_path, whole):
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 8])
-def test_another_number_of_replicas_goes_on(tmp_path, whole, replicas, capfd):
+def test_resumes_on_another_number_of_replicas(
+  tmp_path, whole, replicas, capfd
+):
   run(config_of(tmp_path / "run", "powersgd"), cut_after=5)
   config = config_of(tmp_path / "run", "powersgd")
   config.mesh.data = replicas
@@ -72,7 +74,7 @@ def test_another_number_of_replicas_goes_on(tmp_path, whole, replicas, capfd):
 
 
 def controller_of(trainer, step):
-  """A field's value, by its name."""
+  """Returns scalar fields of the controller by name."""
   shapes = trainer.parallel.stored.template(trainer.config.mesh.data)
   trees = trainer.checkpoints.load(step, {"opt_state": shapes["opt_state"]})
   fields = {
@@ -84,7 +86,7 @@ def controller_of(trainer, step):
 
 
 def test_larger_batches_move_the_reference(tmp_path):
-  """By what the first whole window after the change differs in entropy."""
+  """It moves by the change of entropy in the first whole window after it."""
   before = run(config_of(tmp_path / "run", "edgc"), cut_after=5)
   reference = controller_of(before, 4)["reference_entropy"]
   config = config_of(tmp_path / "run", "edgc")

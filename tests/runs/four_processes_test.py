@@ -14,18 +14,18 @@ from helpers.local_processes import free_port, wait
 from experiments.training.trainer import Trainer
 
 PROCESSES = 4
-SECONDS = 165  # for all that the processes do; half of it on an idle machine
+SECONDS = 165  # for all processes; they take half of it on an idle machine
 
 
 def read(folder):
-  """The lines and the summary of a run."""
+  """Returns the lines and the summary of a run."""
   text = (folder / "metrics.jsonl").read_text()
   summary = json.loads((folder / "summary.json").read_text())
   return [json.loads(line) for line in text.splitlines()], summary
 
 
 def start(folder, port, index):
-  """Starts a process that compiles as this one, its output in a file."""
+  """Starts a process with this one's XLA flags, its output in a file."""
   foreign = ("JAX_", "NPROC", "PYTHONWARNINGS")
   environment = {
     k: v for k, v in os.environ.items() if not k.startswith(foreign)
@@ -43,7 +43,7 @@ def start(folder, port, index):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-  """Those of the four processes, and that of one process alone."""
+  """Returns the runs of four processes, and the run of one process."""
   folder = tmp_path_factory.mktemp("runs")
   worker.write_text(folder)
   port, deadline = free_port(), time.monotonic() + SECONDS
@@ -66,7 +66,7 @@ def without_clock(line):
 
 
 def test_all_processes_report_the_same(runs):
-  """Every number of every step, bit for bit."""
+  """All numbers of all steps are equal, bit for bit."""
   (first, summary), *others = runs[0]
   for lines, other in others:
     assert list(map(without_clock, lines)) == list(map(without_clock, first))
@@ -84,7 +84,7 @@ def test_ranks_change_and_differ_by_stage(runs):
 
 
 def test_same_as_one_process(runs):
-  """However it travels, and the order of sums over two is the same."""
+  """Sums over two replicas do not depend on how values are sent."""
   (lines, summary), (alone, other) = runs[0][0], runs[1]
   assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
   assert alone[-1]["loss"] < alone[0]["loss"] - 0.5, "something is learned"

@@ -1,8 +1,9 @@
-"""GPT-2 on pipeline stages is the same GPT-2, and never holds all logits."""
+"""GPT-2 on pipeline stages equals GPT-2, and no array holds all logits."""
 
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ BATCH = 16
 
 @functools.cache
 def whole_params(config=TINY):
-  """Louder than a fresh model's, and no bias is zero."""
+  """Returns parameters larger than at initialisation, without zero biases."""
   params = jax.jit(gpt2.init_params, static_argnums=0)(
     config, jax.random.key(0)
   )
@@ -33,7 +34,7 @@ def whole_params(config=TINY):
 
 
 def padded(params, stages):
-  """The same parameters as `gpt2_stages.init_params` would lay them out."""
+  """Returns `params` in the layout of `gpt2_stages.init_params`."""
   missing = -len(params["embedding"]) % stages
   rows = np.pad(params["embedding"], ((0, missing), (0, 0)))
   return params | {"embedding": rows}
@@ -41,7 +42,7 @@ def padded(params, stages):
 
 @functools.cache
 def example(config=TINY):
-  """A batch, and the whole model's loss and gradients on it."""
+  """Returns a batch, and the whole model's loss and gradients on it."""
   batch = jax.random.randint(
     jax.random.key(1), (BATCH, config.context + 1), 0, config.vocab_size
   )
@@ -50,7 +51,7 @@ def example(config=TINY):
 
 
 def on_mesh(fn, stages, replicas, params):
-  """Loss and gradients of global parameters and batch, averaged."""
+  """Returns a function of global arrays for averaged loss and gradients."""
   specs = gpt2_stages.param_specs(params)
 
   def averaged(params, batch):
@@ -68,7 +69,7 @@ def on_mesh(fn, stages, replicas, params):
 
 
 def over_stages(stages, fn, in_specs, out_specs):
-  """A function of global arrays, on stages of one replica."""
+  """Returns a function of global arrays, on stages of one replica."""
   return jax.jit(
     jax.shard_map(
       fn,
@@ -110,7 +111,7 @@ class WholeModelTest(parameterized.TestCase):
     self.assert_is_the_whole_models(loss, gradients)
 
   def test_late_updates_complete_the_gradients(self):
-    """What is left out before is the embedding's part, and nothing else."""
+    """Only embedding and positions differ in the early gradients."""
     params = padded(whole_params(), 4)
 
     def fn(params, batch):
@@ -143,7 +144,7 @@ class WholeModelTest(parameterized.TestCase):
     key = jax.random.key(3)
     whole = jax.jit(gpt2.init_params, static_argnums=0)(TINY, key)
     cut = jax.jit(gpt2_stages.init_params, static_argnums=(0, 1))(TINY, 8, key)
-    jax.tree.map(np.testing.assert_array_equal, cut, padded(whole, 8))
+    chex.assert_trees_all_equal(cut, padded(whole, 8))
 
   def test_no_array_holds_all_logits(self):
     """Nor is the vocabulary gathered, forward or backward."""
@@ -163,7 +164,7 @@ class WholeModelTest(parameterized.TestCase):
       tuple(map(int, dims.split(",")))
       for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", text)
     }
-    # A stage's own logits are the largest array there is.
+    # A stage's own logits are the largest array.
     self.assertIn((tokens, part), shapes)
     self.assertEqual(max(map(np.prod, shapes)), tokens * part)
     dims = {dim for shape in shapes for dim in shape}
@@ -172,7 +173,7 @@ class WholeModelTest(parameterized.TestCase):
 
 class CrossEntropyTest(parameterized.TestCase):
   def compare(self, stages, vocab_size, x, rows, labels, rtol, atol):
-    """Losses and gradients against those on the whole logits."""
+    """Compares losses and gradients with a loss of whole logits."""
     missing = -vocab_size % stages
     weights = np.linspace(0.5, 1.5, len(labels), dtype=np.float32)
 
@@ -190,7 +191,7 @@ class CrossEntropyTest(parameterized.TestCase):
     run = over_stages(
       stages, grad(cut), (P(), split), ((P(), P()), (P(), split))
     )
-    # What the padding holds must not matter.
+    # Values of the padding must not matter.
     filled = np.pad(rows, ((0, missing), (0, 0)), constant_values=1e3)
     (_, losses), (dx, drows) = run(x, filled)
     (_, expected), (whole_dx, whole_drows) = jax.jit(grad(whole))(x, rows)
@@ -208,7 +209,7 @@ class CrossEntropyTest(parameterized.TestCase):
       )
 
   def drawn(self, vocab_size, width=16):
-    """Inputs and rows; every id is a label, so every stage has some."""
+    """Returns inputs, rows and labels; each stage has some of the labels."""
     random = np.random.default_rng(vocab_size)
     x = random.standard_normal((vocab_size, width), np.float32)
     rows = random.standard_normal((vocab_size, width), np.float32)
@@ -219,12 +220,12 @@ class CrossEntropyTest(parameterized.TestCase):
     (8, 50),
     (4, 9),  # the last stage holds padding only
   )
-  def test_equals_that_of_whole_logits(self, stages, vocab_size):
+  def test_equals_the_loss_of_whole_logits(self, stages, vocab_size):
     x, rows, labels = self.drawn(vocab_size)
     self.compare(stages, vocab_size, x, rows, labels, 1e-5, 1e-6)
 
   def test_extreme_logits(self):
-    """Whole numbers, so that logits are exact in either order of sums."""
+    """Logits of integers are exact in any order of sums."""
     random = np.random.default_rng(0)
     x = random.integers(-2000, 2001, (50, 16)).astype(np.float32)
     rows = random.integers(-5, 6, (50, 16)).astype(np.float32)
@@ -234,7 +235,7 @@ class CrossEntropyTest(parameterized.TestCase):
     self.compare(4, 50, jnp.asarray(x), rows, jnp.arange(50), 1e-6, 1e-6)
 
   def test_bfloat16(self):
-    """Logits are rounded alike; the gradient of x is summed in bfloat16."""
+    """Logits have the same rounding; the gradient of x sums in bfloat16."""
     x, rows, labels = self.drawn(50)
     eps = float(jnp.finfo(jnp.bfloat16).eps)
     self.compare(4, 50, x.astype(jnp.bfloat16), rows, labels, eps, 2 * eps)

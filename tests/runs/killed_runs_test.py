@@ -1,4 +1,4 @@
-"""Real processes and real signals: killed, and told to stop."""
+"""Real processes and signals: killed, then asked to stop."""
 
 import signal
 
@@ -9,13 +9,13 @@ from helpers.processes import finish, lines_written, start, wait_for
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-  """A run that nothing happened to."""
+  """Returns an uninterrupted run."""
   folder = tmp_path_factory.mktemp("killed") / "whole"
   finish(start(folder))
   return folder
 
 
-def test_killed_told_to_stop_and_finished(whole):
+def test_killed_stopped_and_finished(whole):
   folder = whole.parent / "killed"
   process = start(folder)
   wait_for(lambda: lines_written(folder) >= 4, process)

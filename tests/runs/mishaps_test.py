@@ -1,4 +1,4 @@
-"""Mishaps of real processes: a disk that is full, one of two that dies."""
+"""Mishaps of real processes: a full disk, a death of one of two."""
 
 import errno
 import os
@@ -15,14 +15,14 @@ from experiments.runs.checkpoints import Checkpoints
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-  """A run that nothing happened to."""
+  """Returns an uninterrupted run."""
   folder = tmp_path_factory.mktemp("two") / "whole"
   finish(start(folder))
   return folder
 
 
 def test_one_of_two_processes_dies(whole):
-  """The other ends with an error; both again go on to the same end."""
+  """The other ends with an error; started again, both finish the run."""
   folder = whole.parent / "two"
 
   def both():
@@ -66,8 +66,8 @@ def test_one_of_two_processes_dies(whole):
   np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
 
 
-def test_a_disk_that_is_full(whole):
-  """An error, what was there before left whole, and no half checkpoint."""
+def test_a_full_disk(whole):
+  """An error; older checkpoints stay, and there is no partial one."""
   folder = whole.parent / "full"
   process = start(folder)
   wait_for(lambda: lines_written(folder) >= 5, process)
@@ -76,7 +76,7 @@ def test_a_disk_that_is_full(whole):
   steps = Checkpoints(folder / "checkpoints", 2).steps()
 
   text = finish(start(folder, file_bytes=20_000), 1)
-  said = text.splitlines()[-1]  # below what threads of orbax may have said
+  said = text.splitlines()[-1]  # below messages of orbax's threads
   assert said.startswith("error: The checkpoint of step")
   assert "could not be written to" in said and "Make room" in said
   assert os.strerror(errno.EFBIG) in said

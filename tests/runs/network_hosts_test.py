@@ -1,4 +1,4 @@
-"""The network benchmark on two virtual hosts: root and iproute2 needed."""
+"""The network benchmark on two virtual hosts; needs root and iproute2."""
 
 import pathlib
 import subprocess
@@ -14,14 +14,14 @@ SECONDS = 400
 
 @pytest.fixture
 def network():
-  """Skips where there can be none."""
+  """Skips the test if virtual hosts cannot be made."""
   reason = virtual_hosts.why_not()
   if reason:
     pytest.skip(reason)
 
 
 def test_two_hosts(tmp_path, network):
-  """A whole benchmark, small; nothing of it is left on the machine."""
+  """A small benchmark runs, and leaves no namespace on the machine."""
   output = tmp_path / "network.json"
   command = [
     sys.executable, "-m", "experiments.network",
@@ -42,10 +42,10 @@ def test_two_hosts(tmp_path, network):
   assert not found.failures
   (dense,) = found.of(row="dense")
   (factors,) = found.of(row="powersgd, rank 8")
-  # Headers of packets and acknowledgements come on top, and the loss.
+  # Sent bytes include headers, acknowledgements and the loss.
   assert 1.0 < dense.sent_bytes / dense.wire_bytes < 1.15
   assert factors.sent_bytes < dense.sent_bytes / 2
-  # The uplink is what it is said to be, but for what its bucket holds.
+  # The uplink has the given rate, apart from the tokens in its bucket.
   assert dense.communicate > (dense.wire_bytes - 2**16) * 8 / 20e6
   assert factors.exchange < dense.exchange
   listed = subprocess.run(

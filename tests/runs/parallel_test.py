@@ -1,4 +1,4 @@
-"""Runs on replicas and on stages: the same training, whatever the mesh."""
+"""Runs on replicas and on stages train the same on any mesh."""
 
 import functools
 import json
@@ -19,14 +19,14 @@ from experiments.training import times
 from experiments.training.trainer import Trainer
 
 STEPS = 6
-# All float32: meshes differ in the order of sums, by some 1e-7 in a step, and
-# Adam hands that on at its own scale. Observed are 1e-7 after eight steps.
+# All is float32. Meshes differ in the order of sums, by about 1e-7 in a step,
+# which Adam rescales. The observed difference is 1e-7 after eight steps.
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """Where runs go, with something to learn in it."""
+  """Returns the folder of runs, with a text to train on."""
   folder = tmp_path_factory.mktemp("runs")
   words = ("gradient", "rank", "stage", "the", "of", "a", "link", "slack")
   text = " ".join(random.Random(0).choices(words, k=2000))
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 
 def small(folder, name, reducer, data, stage=1, backend="shard_map"):
-  """Two layers of width 32; dense for two steps, with edgc."""
+  """Returns a model of two layers of width 32; edgc starts dense."""
   config = gpt2_tiny.get_config(reducer)
   config.run_dir = str(folder / name)
   config.data.path = str(folder / "words.txt")
@@ -57,7 +57,7 @@ def small(folder, name, reducer, data, stage=1, backend="shard_map"):
 
 
 def run(config):
-  """The lines and the summary of a run."""
+  """Returns the lines and the summary of a run."""
   trainer = Trainer(config)
   summary = trainer.run()
   text = (trainer.folder.path / "metrics.jsonl").read_text()
@@ -66,13 +66,13 @@ def run(config):
 
 @pytest.fixture(scope="module")
 def replicas(folder):
-  """Four replicas under shard_map, without compression."""
+  """Returns a run on four replicas under shard_map, without compression."""
   return run(small(folder, "replicas", "allreduce", 4))
 
 
 @pytest.fixture(scope="module")
 def staged(folder):
-  """Two stages of two replicas with edgc; times as if measured."""
+  """Returns an edgc run on two stages of two replicas, with fake times."""
   config = small(folder, "staged", "edgc", 2, stage=2)
   config.link.bandwidth = config.pipeline.backward_seconds = 0.0
   config.edgc.rank_min = 4
@@ -89,7 +89,7 @@ def staged(folder):
 
 
 def assert_same_training(one, other):
-  """Losses of every step and of the held-out batch, to rounding."""
+  """Compares losses of all steps and of the held-out batch, to rounding."""
   for lines in (one[0], other[0]):
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["step"] for line in lines if "val_loss" in line] == [3, 6]
@@ -123,13 +123,13 @@ def test_backends_agree_with_edgc(folder):
 
 
 def test_stages_train_as_replicas_do(folder, replicas):
-  """The same four devices, batch and seed: sums differ in order only."""
+  """With equal devices, batch and seed, only the order of sums differs."""
   staged = run(small(folder, "dense_stages", "allreduce", 2, stage=2))
   assert_same_training(staged, replicas)
   (_, summary), (_, alone) = staged, replicas
   assert summary["params"] == alone["params"]
   assert summary["traces"] == 1 and summary["rank_history"] == [[1, [0, 0]]]
-  # Every stage has half of the layers, of the tokens, and all shared leaves.
+  # Each stage has half of the layers and tokens, and all shared leaves.
   shared = 4 * (16 * 32 + 2 * 32)
   assert summary["dense_bytes_per_step"] == alone["dense_bytes_per_step"] + (
     shared
@@ -137,7 +137,7 @@ def test_stages_train_as_replicas_do(folder, replicas):
 
 
 def test_small_leaves_joined_on_stages(folder, replicas):
-  """As between CPU hosts: what is compared first must not be overtaken."""
+  """Between CPU hosts, no collective overtakes the check of replicas."""
   with between_hosts():
     joined = run(small(folder, "joined_stages", "allreduce", 2, stage=2))
   assert_same_training(joined, replicas)
@@ -154,7 +154,7 @@ def test_small_leaves_joined_on_stages(folder, replicas):
 def test_order_of_collectives(
   folder, reducer, wire_dtype, data, stage, backend
 ):
-  """None in a branch or loop can be overtaken, between hosts neither."""
+  """None in a branch or loop can be overtaken, also between hosts."""
   name = f"order_{reducer}_{stage}"
   with between_hosts(64):
     config = small(folder, name, reducer, data, stage, backend)
@@ -193,7 +193,7 @@ def test_numbers_of_every_stage(staged):
 
 
 def test_stage_with_slack_keeps_the_higher_rank(staged):
-  """Stage 0 follows the rule; what it sends less, stage 1 need not."""
+  """Stage 0 follows the rule; stage 1 has time to send more."""
   _, lines, summary = staged
   assert summary["rank_history"] == [[1, [0, 0]], [3, [8, 8]], [5, [4, 8]]]
   dense, same, apart = (np.array(lines[i]["wire_bytes"]) for i in (1, 3, 5))
@@ -213,7 +213,7 @@ def test_measured_times_are_in_the_summary(staged):
 
 
 def test_zeros_are_measured(folder, monkeypatch):
-  """With fewer repeats; on a busy machine the numbers may be anything."""
+  """Few repeats; measured numbers may be anything on a busy machine."""
   config = small(folder, "measured", "edgc", 2, stage=2)
   config.link.bandwidth = config.pipeline.backward_seconds = 0.0
   measure_compression = edgc_jax.measure_compression
@@ -249,7 +249,7 @@ def test_zeros_are_measured(folder, monkeypatch):
     {"link.bandwidth": 1e6, "pipeline.backward_seconds": 1e-3},
   ],
 )
-def test_nothing_is_measured_in_vain(folder, monkeypatch, changes):
+def test_unneeded_times_are_not_measured(folder, monkeypatch, changes):
   def refuse(*args, **options):
     raise AssertionError("measured")
 
