@@ -78,7 +78,7 @@ def test_a_full_disk(whole):
   text = finish(start(folder, file_bytes=20_000), 1)
   said = text.splitlines()[-1]  # below messages of orbax's threads
   assert said.startswith("error: The checkpoint of step")
-  assert "could not be written to" in said and "Make room" in said
+  assert "could not be written to" in said and "Free some space" in said
   assert os.strerror(errno.EFBIG) in said
   assert Checkpoints(folder / "checkpoints", 2).steps() == steps
 
