@@ -86,10 +86,11 @@ def require_flag(name: str, value: Any) -> None:
     )
 
 
-def require_kind(name: str, value: Any, kind: type, example: str) -> None:
-  """Raises unless `value` is an instance of `kind`."""
-  if not isinstance(value, kind):
+def require_kind(
+  name: str, value: Any, kind: type, remedy: str, *, optional: bool = True
+) -> None:
+  """Raises unless `value` is an instance of `kind`, or None if optional."""
+  if not (isinstance(value, kind) or (optional and value is None)):
     raise TypeError(
-      f"`{name}` must be an edgc_jax.{kind.__name__}, got {value!r}; pass"
-      f" {example}."
+      f"`{name}` must be an edgc_jax.{kind.__name__}, got {value!r}; {remedy}."
     )

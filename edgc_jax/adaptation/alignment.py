@@ -51,7 +51,7 @@ def aligned_rungs(
   """
   seconds = _checked(seconds)
   validation.require_int("num_stages", num_stages, 1)
-  require_backward(backward_seconds)
+  _require_backward(backward_seconds)
   slack = np.arange(num_stages)[:, None] * backward_seconds
   # budget = T(i) + s t_b
   budget = seconds + slack
@@ -87,7 +87,7 @@ def finish_seconds(
   array([1. , 0.5, 0. ])
   """
   seconds, rungs = _checked(seconds), np.asarray(rungs)
-  require_backward(backward_seconds)
+  _require_backward(backward_seconds)
   return seconds[rungs] - np.arange(len(rungs)) * backward_seconds
 
 
@@ -119,7 +119,7 @@ def _checked(seconds: np.ndarray) -> np.ndarray:
   return seconds
 
 
-def require_backward(backward_seconds: float) -> None:
+def _require_backward(backward_seconds: float) -> None:
   """Raises unless `backward_seconds` is a finite number, at least 0."""
   validation.require_finite(
     "backward_seconds",

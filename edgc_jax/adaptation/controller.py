@@ -171,6 +171,8 @@ class Controller:
   window: int
   warmup_steps: int
   rule: RankRule
+  warmup_rung: int  # 0 for dense
+  max_rank_step: int
   sizes: np.ndarray  # float32 [K], from Plan.sizes
   table: np.ndarray  # float32 [K, rank_max + 1], from error_model.loss_table
   stage_axis: str | None = None
@@ -180,27 +182,22 @@ class Controller:
   backward_seconds: float = 0.0  # of one microbatch
 
   @classmethod
-  def for_plan(cls, plan: Plan, **options: Any) -> "Controller":
-    """Returns a controller with the ladder and the model tables of a plan."""
+  def for_plan(cls, plan: Plan, rule: RankRule, **options: Any) -> "Controller":
+    """Returns a controller with the ladder and the model tables of a plan.
+
+    Raises:
+      ValueError: if the ladder does not fit the rule.
+    """
+    ranks = tuple(rank for rank in plan.ladder if rank > 0)
     return cls(
-      ranks=tuple(rank for rank in plan.ladder if rank > 0),
+      ranks=ranks,
+      rule=rule,
+      warmup_rung=rule.warmup_rung(ranks),
+      max_rank_step=rule.rank_step(ranks),
       sizes=plan.sizes,
       table=error_model.loss_table(plan),
       **options,
     )
-
-  def __post_init__(self) -> None:
-    # Raise if the ladder does not fit the rule.
-    self.warmup_rung, self._max_rank_step  # noqa: B018
-
-  @functools.cached_property
-  def warmup_rung(self) -> int:
-    """Rung of the warm-up, 0 for dense."""
-    return self.rule.warmup_rung(self.ranks)
-
-  @functools.cached_property
-  def _max_rank_step(self) -> int:
-    return self.rule.rank_step(self.ranks)
 
   def init(self) -> ControllerState:
     """Returns the state before the first step, without measurements."""
@@ -293,7 +290,7 @@ class Controller:
     target = self._target_rank(closed, entropy)
     top = jnp.int32(len(self.ranks))
     next_rung = 1 + rank_rule.round_to_ladder(
-      target, state.rung - 1, self.ranks, self._max_rank_step
+      target, state.rung - 1, self.ranks, self.max_rank_step
     )
     closed = closed._replace(
       rung=jnp.where(

@@ -101,21 +101,6 @@ class CompressionModel:
     return self.base + self.per_rank * rank if rank else 0.0
 
 
-def require_models(
-  link: LinkModel | None, compression: CompressionModel | None
-) -> None:
-  """Raises unless both arguments are models of their kind, or None."""
-  for name, value, kind in (
-    ("link", link, LinkModel),
-    ("compression", compression, CompressionModel),
-  ):
-    if not isinstance(value, kind | None):
-      raise TypeError(
-        f"`{name}` must be an edgc_jax.{kind.__name__}, got {value!r}; create"
-        " one, or measure it."
-      )
-
-
 def fit_line(
   x: np.ndarray, y: np.ndarray, scale: np.ndarray | float = 1.0
 ) -> tuple[float, float]:

@@ -41,7 +41,6 @@ _WIDE = 64
 class Layout(NamedTuple):
   """How the leaves of a plan are sent at one rank, as indices of leaves."""
 
-  rank: int
   factored: tuple[int, ...]  # leaves sent as factors
   columns: tuple[int, ...]  # columns of the factors of each `factored` leaf
   widths: tuple[int, ...]  # most columns of one matrix of each such leaf
@@ -169,12 +168,8 @@ class Plan:
 
   @functools.cached_property
   def layouts(self) -> tuple[Layout, ...]:
-    """The layout of every rung; rungs that send the same share one layout."""
-    first: dict[Any, Layout] = {}
-    layouts = [self._layout(rank) for rank in self.ladder]
-    for layout in layouts:
-      first.setdefault((layout.factored, layout.columns), layout)
-    return tuple(first[layout.factored, layout.columns] for layout in layouts)
+    """The layout of every rung; rungs that send the same have equal ones."""
+    return tuple(self._layout(rank) for rank in self.ladder)
 
   def by_leaf(self, values: jax.Array) -> list[jax.Array]:
     """Splits an array over matrices [K, ...] into one array per leaf."""
@@ -275,7 +270,6 @@ class Plan:
     factored = [i for i, width in enumerate(columns) if width]
     dense = [i for i, width in enumerate(columns) if not width]
     return Layout(
-      rank,
       tuple(factored),
       tuple(columns[i] for i in factored),
       tuple(self.limit(self.leaves[i], rank) for i in factored),

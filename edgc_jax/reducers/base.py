@@ -68,6 +68,7 @@ class Step(NamedTuple):
   plans: tuple[Plan, ...]  # of the leaves exchanged together
   policy: Policy
   updates: optax.Updates
+  own: list[jax.Array]  # gradients of this stage alone; all without stages
   params: optax.Params | None
   late_updates: LateUpdates | None
   count: jax.Array  # int32 [], steps done
@@ -179,20 +180,21 @@ class Reducer:
       state = unstacked(state)
     plans = by_exchange(plan)
     policy = self.policy_for(plans[0])
-    step = Step(plan, plans, policy, updates, params, late_updates, state.count)
-    return step, state
+    own = [gradients[i] for i in plans[0].positions]
+    return Step(
+      plan, plans, policy, updates, own, params, late_updates, state.count
+    ), state
 
   def _choose(
     self, step: Step, state: ReducerState
   ) -> tuple[agreement.Check, Choice]:
     """Chooses the rung. Before that, in the first steps, compares replicas."""
-    own = _own_leaves(step)
     compared = agreement.compare_gradients(
-      own, state.checks.identical_steps, self.axis_name
+      step.own, state.checks.identical_steps, self.axis_name
     )
     control = PolicyState(state.controller, state.allocator)
-    earlier = (compared.verdict, own[:1])
-    return compared, step.policy.choose(control, own, step.count, earlier)
+    earlier = (compared.verdict, step.own[:1])
+    return compared, step.policy.choose(control, step.own, step.count, earlier)
 
   def _exchange(
     self,
@@ -203,7 +205,7 @@ class Reducer:
   ) -> list[Exchange]:
     """Exchanges the stage's own leaves, then the others; with feedback."""
     key = jax.random.fold_in(jax.random.key(self.seed), step.count)
-    gradients = dataflow.in_turn(_own_leaves(step), choice.last)
+    gradients = dataflow.in_turn(step.own, choice.last)
     ranks, results = choice.ranks, []
     for i, plan in enumerate(step.plans):
       matrices = error_feedback.add_residual(plan, gradients, residuals[i])
@@ -350,7 +352,7 @@ def make_reducer(
     ValueError: if `check_every` is below 1.
   """
   validation.require_int("check_every", check_every, 1)
-  validation.require_kind("stages", stages or Stages(), Stages, 'Stages("s")')
+  validation.require_kind("stages", stages, Stages, 'pass Stages("stage")')
   plan_for = functools.partial(
     plan_for,
     matrix_view=matrix_view or trailing_matrix,
@@ -361,12 +363,6 @@ def make_reducer(
     axis_name, plan_for, policy_for, seed, stage_axis, exchange, check_every
   )
   return optax.GradientTransformationExtraArgs(reducer.init, reducer.update)
-
-
-def _own_leaves(step: Step) -> list[jax.Array]:
-  """The gradients that only this stage has; all without stages."""
-  gradients = jax.tree.leaves(step.updates)
-  return [gradients[i] for i in step.plans[0].positions]
 
 
 def _exchange_state(

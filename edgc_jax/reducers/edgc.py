@@ -133,14 +133,18 @@ def edgc(
 
   >>> tx = optax.chain(edgc(total_steps=400), optax.adamw(3e-4))
   """
-  for name, value, kind, example in (
-    ("rule", rule, RankRule, 'RankRule(name="linear")'),
-    ("allocation", allocation, Allocation, 'Allocation(granularity="stage")'),
-    ("sampling", sampling or Sampling(), Sampling, "Sampling(step_rate=0.1)"),
-    ("stages", stages or Stages(), Stages, 'Stages("stage")'),
+  for name, value, kind, remedy in (
+    ("rule", rule, RankRule, 'pass RankRule(name="linear")'),
+    ("allocation", allocation, Allocation, "pass Allocation()"),
   ):
-    validation.require_kind(name, value, kind, example)
-  link_model.require_models(link, compression)
+    validation.require_kind(name, value, kind, remedy, optional=False)
+  for name, value, kind, remedy in (
+    ("sampling", sampling, Sampling, "pass Sampling(step_rate=0.1)"),
+    ("stages", stages, Stages, 'pass Stages("stage")'),
+    ("link", link, LinkModel, "create one, or measure it"),
+    ("compression", compression, CompressionModel, "create one, or measure it"),
+  ):
+    validation.require_kind(name, value, kind, remedy)
   compression = compression or CompressionModel(0.0, 0.0)
   ladder = Ladder(rank_max, rank_min, rule.rank_multiple, link, compression)
   window, warmup_steps = windows.choose_windows(

@@ -20,7 +20,7 @@ RENAMED = {
 # What was measured of them is in docs/design.md.
 REMOVED = {
   "alternating": "wire_dtype=bfloat16 also halves the bytes, and loses less",
-  "refresh_every": "leave it out; it changed no result",
+  "refresh_every": "leave it out; no gain was measured",
 }
 
 

@@ -54,7 +54,6 @@ def make_reducer(
     )
   times = dict(times)
   options = {"axis_name": axis_name}
-  is_edgc = config.reducer == "edgc"
   if config.mesh.stage > 1:
     options["stages"] = edgc_jax.Stages(
       gpt2_stages.AXIS,
@@ -66,7 +65,7 @@ def make_reducer(
   common = {"matrix_view": gpt2.matrix_view, "seed": config.seed}
   options |= {name: common[name] for name in _COMMON[config.reducer]}
   options |= config[config.reducer].to_dict()
-  if is_edgc:
+  if config.reducer == "edgc":
     options |= times
     # Zero stands for None: edgc derives the value.
     for name in ("rank_max", "rank_min", "window"):

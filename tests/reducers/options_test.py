@@ -11,6 +11,9 @@ class KindsTest(parameterized.TestCase):
     ("allocation", {"allocation": "matrix"}, "Allocation"),
     ("sampling", {"sampling": 0.1}, "Sampling"),
     ("stages", {"stages": "stage"}, "Stages"),
+    ("no_name", {"stages": ""}, "Stages"),
+    ("no_rate", {"sampling": 0}, "Sampling"),
+    ("no_rule", {"rule": None}, "RankRule"),
   )
   def test_edgc_names_the_class(self, options, kind):
     (name,) = options

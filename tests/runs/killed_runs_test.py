@@ -2,17 +2,8 @@
 
 import signal
 
-import pytest
 from helpers import soak
 from helpers.processes import finish, lines_written, start, wait_for
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-  """Returns an uninterrupted run."""
-  folder = tmp_path_factory.mktemp("killed") / "whole"
-  finish(start(folder))
-  return folder
 
 
 def test_killed_stopped_and_finished(whole):

@@ -5,20 +5,11 @@ import os
 import signal
 
 import numpy as np
-import pytest
 from helpers import soak
 from helpers.local_processes import free_port
 from helpers.processes import SECONDS, finish, lines_written, start, wait_for
 
 from experiments.runs.checkpoints import Checkpoints
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-  """Returns an uninterrupted run."""
-  folder = tmp_path_factory.mktemp("two") / "whole"
-  finish(start(folder))
-  return folder
 
 
 def test_one_of_two_processes_dies(whole):
