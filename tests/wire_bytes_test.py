@@ -36,29 +36,34 @@ class WireBytesTest(parameterized.TestCase):
       edgc_jax.wire_bytes(PARAMS, **options)
 
   @parameterized.parameters(
-    ("pmap", "stage", "gaussian"),
-    ("pmap", "matrix", "gaussian"),
-    ("shard_map", "matrix", "histogram"),
+    ("pmap", "stage", "gaussian", None),
+    ("pmap", "matrix", "gaussian", "max"),
+    ("shard_map", "matrix", "histogram", None),
+    ("shard_map", "stage", "gaussian", "max"),
   )
-  def test_every_rung_of_edgc(self, backend, granularity, estimator):
-    """Ranks of a stage and of any matrices send the same bytes."""
+  def test_every_rung_of_edgc(self, backend, granularity, estimator, warmup):
+    """Ranks of a stage and of any matrices send the same bytes.
+
+    Dense is compiled only if the warm-up is dense.
+    """
     sampling = edgc_jax.Sampling(estimator=estimator, bins=100)
     tx = edgc_jax.edgc(
       rank_max=12,
       rank_min=4,
       window=10,
       sampling=sampling,
+      rule=edgc_jax.RankRule(warmup_rank=warmup),
       allocation=edgc_jax.Allocation(granularity=granularity),
     )
     run = BACKENDS[backend](tx, PARAMS)
     text = run.compiled(gradients_like(PARAMS, seed=0))
-    rungs, *others = hlo.wire_bytes_of_branches(text)
-    predicted = [edgc_jax.wire_bytes(PARAMS, rank) for rank in (0, 4, 8, 12)]
-    self.assertEqual(rungs, predicted)
+    ranks = (4, 8, 12) if warmup else (0, 4, 8, 12)
+    predicted = [edgc_jax.wire_bytes(PARAMS, rank) for rank in ranks]
+    self.assertEqual(hlo.wire_bytes_by_rung(text), [predicted])
     for rung, expected in enumerate(predicted):
       found = hlo.collectives_in_order(text, rung)
       self.assertEqual({one.kind for one in found}, {"all-reduce"})
-      self.assertLen(found, 2 if rung else 1)
+      self.assertLen(found, 2 if ranks[rung] else 1)
       sent = sum(
         4 * math.prod(shape) for one in found for _, shape in one.results
       )
@@ -67,11 +72,17 @@ class WireBytesTest(parameterized.TestCase):
     # dense rung has one, the entropy two; one compares gradients of replicas,
     # one their parameters. Two at a window's end, of integers and of floats,
     # broadcast the decisions of the first replica.
-    self.assertEqual(text.count(" all-reduce("), 1 + 2 * 3 + 2 + 1 + 1 + 2)
+    dense = 0 if warmup else 1
+    self.assertEqual(text.count(" all-reduce("), dense + 2 * 3 + 2 + 1 + 1 + 2)
     self.assertEqual(hlo.wire_bytes_outside_branches(text), 0)
     # All other branches are rarely taken.
     num_matrices = len(make_plan(PARAMS, (4,)).matrices)
-    rare = sorted(sum(branches) for branches in others if sum(branches))
+    others = [
+      branches
+      for branches in hlo.wire_bytes_of_branches(text)
+      if any(branches) and not all(branches)
+    ]
+    rare = sorted(map(sum, others))
     sample = entropy.sample_bytes(num_matrices, sampling)
     decided = window_bytes(run.first_state, run.replicas)
     check = [agreement.CHECK_BYTES, PARTED_BYTES]
@@ -120,17 +131,36 @@ class WireBytesTest(parameterized.TestCase):
 
   def test_encoded_factors_at_every_rung(self):
     options = {"wire_dtype": "bfloat16"}
-    tx = edgc_jax.edgc(rank_max=8, rank_min=4, window=10, **options)
+    rule = edgc_jax.RankRule(warmup_rank=None)
+    tx = edgc_jax.edgc(rank_max=8, rank_min=4, window=10, rule=rule, **options)
     text = BACKENDS["pmap"](tx, PARAMS).compiled(gradients_like(PARAMS, seed=0))
-    rungs, *_ = hlo.wire_bytes_of_branches(text)
     plan = make_plan(PARAMS, (0, 4, 8), code=code_of("bfloat16"))
     expected = [plan.wire_bytes(rank, replicas=4) for rank in plan.ladder]
-    self.assertEqual(rungs, expected)
+    self.assertEqual(hlo.wire_bytes_by_rung(text), [expected])
     for rank, own in zip(plan.ladder, expected, strict=True):
       found = edgc_jax.wire_bytes(
         PARAMS, rank, rank_min=4, replicas=4, **options
       )
       self.assertEqual(found, own)
+
+  def test_rungs_of_one_group_share_a_program(self):
+    """P and Q are sent in two conditionals; a single rung has none."""
+    params = {"w": jnp.zeros((96, 160))}
+    for ranks in ((4, 8, 12), (8,)):
+      tx = edgc_jax.edgc(rank_max=ranks[-1], rank_min=ranks[0], window=10)
+      text = BACKENDS["pmap"](tx, params).compiled(gradients_like(params, 0))
+      predicted = [edgc_jax.wire_bytes(params, rank) for rank in ranks]
+      ladders = hlo.wire_bytes_by_rung(text)
+      outside = hlo.wire_bytes_outside_branches(text)
+      if len(ranks) > 1:
+        self.assertLen(ladders, 2)
+        self.assertEqual(
+          [sum(x) for x in zip(*ladders, strict=True)], predicted
+        )
+        self.assertEqual(outside, 0)
+      else:
+        self.assertEqual(ladders, [])
+        self.assertEqual([outside], predicted)
 
   def test_prediction_by_hand(self):
     low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)

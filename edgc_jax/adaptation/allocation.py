@@ -129,29 +129,48 @@ def allocate(
   left = budgets - floors @ sides
   share = sides.astype(jnp.float32) / jnp.maximum(budgets, 1)
 
-  def spend(price: jax.Array) -> tuple[jax.Array, jax.Array]:
-    cost = price * share[:, 0] + (1.0 - price) * share[:, 1]
-    score = jnp.where(is_open, gains / cost[:, None], -1.0)
-    # Ordered by column first: of equal gains, every matrix gets one column
-    # before any matrix gets two.
-    order = jnp.argsort(-score.T.reshape(-1), stable=True)
+  # One row per price.
+  price = jnp.asarray(_PRICES)[:, None]
+  cost = price * share[:, 0] + (1.0 - price) * share[:, 1]
+  score = jnp.where(is_open, gains / cost[:, :, None], -1.0)
+  # Ordered by column first: of equal gains, every matrix gets one column
+  # before any matrix gets two.
+  score = jnp.swapaxes(score, 1, 2).reshape(len(_PRICES), -1)
+  column, matrix = jnp.divmod(jnp.argsort(-score, axis=1, stable=True), num)
+  taken = _take(sides[matrix], is_open[matrix, column], left)
+  removed = jnp.sum(jnp.where(taken, gains[matrix, column], 0.0), axis=1)
+  best = jnp.argmax(removed)
+  return floors.at[matrix[best]].add(taken[best].astype(jnp.int32))
 
-    def take(carry: tuple, entry: jax.Array) -> tuple[tuple, None]:
-      left, ranks, removed = carry
-      column, matrix = entry // num, entry % num
-      # A column that does not fit never fits later, so none is skipped.
-      fits = is_open[matrix, column] & jnp.all(sides[matrix] <= left)
-      left = left - jnp.where(fits, sides[matrix], 0)
-      ranks = ranks.at[matrix].add(fits.astype(jnp.int32))
-      removed += jnp.where(fits, gains[matrix, column], 0.0)
-      return (left, ranks, removed), None
 
-    start = (left, floors, jnp.zeros_like(largest))
-    (_, ranks, removed), _ = jax.lax.scan(take, start, order)
-    return ranks, removed
+def _take(sizes: jax.Array, is_open: jax.Array, left: jax.Array) -> jax.Array:
+  """Takes entries in order, each if it fits into what is left; bool [..., N].
 
-  ranks, removed = jax.vmap(spend)(jnp.asarray(_PRICES))
-  return ranks[jnp.argmax(removed)]
+  Each round takes the longest run of entries that fits, and drops those that no
+  longer fit. The first entry after the run is among them, so there are at most
+  as many rounds as different sizes, and one more.
+
+  Args:
+    sizes: int32 [..., N, 2].
+    is_open: bool [..., N], the entries that may be taken.
+    left: int32 [2].
+  """
+
+  def one_round(state: tuple) -> tuple:
+    taken, is_open, left = state
+    wanted = jnp.where(is_open[..., None], sizes, 0)
+    # Sums beyond the range of int32 fit nowhere.
+    in_range = jnp.cumsum(wanted.astype(jnp.float32), axis=-2) < 2.0**30
+    does_fit = in_range & (jnp.cumsum(wanted, axis=-2) <= left)
+    fits = is_open & jnp.all(does_fit, axis=-1)
+    used = jnp.where(fits[..., None], sizes, 0)
+    left = left - jnp.sum(used, -2, sizes.dtype, keepdims=True)
+    is_open = is_open & ~fits & jnp.all(sizes <= left, axis=-1)
+    return taken | fits, is_open, left
+
+  left = jnp.zeros_like(sizes[..., :1, :]) + left
+  start = (jnp.zeros_like(is_open), is_open, left)
+  return jax.lax.while_loop(lambda x: jnp.any(x[1]), one_round, start)[0]
 
 
 def scale_weights(variance: jax.Array, exponent: float) -> jax.Array:

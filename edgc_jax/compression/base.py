@@ -22,13 +22,14 @@ class Exchange(NamedTuple):
   """Result of one exchange.
 
   All fields except `residual` are equal on all replicas, up to rounding if
-  their processors round differently; `is_finite` is always equal. `columns`,
-  `lost` and `residual_energy` of a leaf are zero if it was sent dense in
-  float32. They are in units of `unit` squared, so that gradients of 1e-30 or
-  1e+30 stay in range.
+  their processors round differently; `is_finite` is always equal. If it is
+  false, `averaged` is zero, and `residual` and `factors` are those from before
+  the step. `columns`, `lost` and `residual_energy` of a leaf are zero if it was
+  sent dense in float32. They are in units of `unit` squared, so that gradients
+  of 1e-30 or 1e+30 stay in range.
   """
 
-  averaged: list[jax.Array]  # float32, one per leaf; see `zeros_unless`
+  averaged: list[jax.Array]  # in the leaves' dtypes; see `zeros_unless`
   residual: list[jax.Array]  # float32, compressible leaves, local
   factors: list[jax.Array]  # Q, as in the state
   columns: list[jax.Array]  # float32 [k, columns], squared norms of Q' columns
@@ -45,23 +46,29 @@ class ExchangeFn(Protocol):
     self,
     plan: Plan,
     rung: jax.Array,
-    matrices: list[jax.Array],
+    gradients: list[jax.Array],
+    residuals: list[jax.Array],
     factors: list[jax.Array],
     key: jax.Array,
     axis_name: str,
     ranks: jax.Array | None = None,
+    earlier: Any = (),
   ) -> Exchange:
     """Runs one exchange.
 
     Args:
       plan: Static: leaves, ladder, encoding.
       rung: int32 [], index into the ladder, equal on all replicas.
-      matrices: All leaves in order, float32, residual added.
+      gradients: All leaves in order, local.
+      residuals: Residuals of the compressible leaves; none without error
+        feedback.
       factors: Q of the compressible leaves.
       key: Source of all random draws; equal on all replicas, new at each step.
       axis_name: The bound axis of the replicas.
       ranks: int32 [K], columns of each matrix; None if all have the rank of
         the rung.
+      earlier: Results of the collectives before; those of the exchange follow
+        them (`dataflow.in_turn`).
 
     Returns:
       The means, the next factors and residuals, and energies of the error.

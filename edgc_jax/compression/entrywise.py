@@ -24,7 +24,7 @@ import numpy as np
 from edgc_jax.comm import averages, collectives, dataflow
 from edgc_jax.comm.averages import Averaged
 from edgc_jax.comm.codes import Code
-from edgc_jax.compression import linear_algebra
+from edgc_jax.compression import error_feedback, linear_algebra
 from edgc_jax.compression.base import Exchange
 from edgc_jax.plan.leaves import Leaf
 from edgc_jax.plan.plan import BYTES_PER_VALUE, SKETCH_VALUES, Layout, Plan
@@ -120,11 +120,13 @@ class EntrywisePlan(Plan):
 def exchange(
   plan: EntrywisePlan,
   rung: jax.Array,
-  matrices: list[jax.Array],
+  gradients: list[jax.Array],
+  residuals: list[jax.Array],
   factors: list[jax.Array],
   key: jax.Array,
   axis_name: str,
   ranks: jax.Array | None = None,
+  earlier: Any = (),
 ) -> Exchange:
   """Averages all leaves over replicas through the plan's compressor.
 
@@ -134,17 +136,22 @@ def exchange(
   Args:
     plan: Static: leaves and compressor.
     rung: Not used, as there are no ranks.
-    matrices: All leaves in order, float32, residual added.
+    gradients: All leaves in order, local.
+    residuals: Residuals of the compressible leaves, none without error
+      feedback.
     factors: Empty.
     key: Source of all random draws; equal on all replicas, new at each step.
     axis_name: The bound axis of the replicas.
     ranks: Not used.
+    earlier: Results of the collectives before, which this exchange follows.
 
   Returns:
     The exchange.
   """
   del rung, ranks
   own_key, sketch_key = jax.random.split(key)
+  matrices = error_feedback.all_added(plan, gradients, residuals)
+  matrices = dataflow.in_turn(matrices, earlier)
   members = plan.compressible
   dense = [i for i in range(len(matrices)) if i not in plan.slots]
   values = [matrices[i].ravel() for i in members]
@@ -159,14 +166,12 @@ def exchange(
     for v, sent, view in zip(values, received.sent, views, strict=True)
   ]
   signs = linear_algebra.draw_signs(sketch_key, stacks)
-  # TF32 or bf16 products would add to the error that is measured.
-  with jax.default_matmul_precision("highest"):
-    sketched = [linear_algebra.sketches(x, signs) for x in (stacks, residual)]
+  sketched = [linear_algebra.sketches(x, signs) for x in (stacks, residual)]
   unit = jnp.ones((), jnp.float32)
   if values:
-    unit = linear_algebra.largest_magnitude(received.mean)
+    unit = linear_algebra.unit_of(received.mean)
   # |residual_i|^2
-  residual_energy = linear_algebra.energies(residual, unit)
+  residual_energy = [linear_algebra.energy(r, unit) for r in residual]
   exact = ([matrices[i] for i in dense], sketched, residual_energy)
   exact = dataflow.in_turn(exact, received.mean)
   dense_means, (z_all, z_residual), residual_energy = collectives.mean(
@@ -190,12 +195,22 @@ def exchange(
   # A non-finite entry may not have been sent, but it makes the sketch of M
   # non-finite.
   is_finite = dataflow.all_finite((averaged, z_all))
+  averaged = dataflow.zeros_unless(is_finite, averaged)
+  left = dict(zip(members, residual, strict=True))
+  old = dict(zip(members, residuals, strict=bool(residuals)))
+  settled = [
+    error_feedback.settled(
+      mean,
+      left[i].reshape(mean.shape) if i in left else None,
+      gradients[i],
+      old.get(i),
+      is_finite,
+    )
+    for i, mean in enumerate(averaged)
+  ]
   return Exchange(
-    averaged=dataflow.zeros_unless(is_finite, averaged),
-    residual=[
-      r.reshape(plan.leaves[i].shape)
-      for i, r in zip(members, residual, strict=True)
-    ],
+    averaged=[mean for mean, _ in settled],
+    residual=[settled[i][1] for i in old],
     factors=factors,
     columns=[k[:, None] for k in kept],
     lost=lost,

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from edgc_jax.compression.base import Exchange
 from edgc_jax.plan.plan import Plan
 
 
@@ -27,56 +26,61 @@ def init_residual(plan: Plan) -> list[jax.Array]:
   ]
 
 
-def add_residual(
-  plan: Plan, gradients: Sequence[jax.Array], residual: Sequence[jax.Array]
+def added(gradient: jax.Array, residual: jax.Array) -> jax.Array:
+  """Returns M = gradient + residual, float32."""
+  # M_i = gradient_i + residual_i
+  return gradient.astype(jnp.float32) + residual
+
+
+def all_added(
+  plan: Plan, gradients: Sequence[jax.Array], residuals: Sequence[jax.Array]
 ) -> list[jax.Array]:
-  """Returns M = gradient + residual of all leaves, float32.
+  """Returns M of all leaves, float32.
 
   Args:
     plan: Names the leaves with a residual.
     gradients: All leaves, local.
-    residual: Arrays of the compressible leaves, none without error feedback.
+    residuals: Arrays of the compressible leaves, none without error feedback.
   """
   matrices = [g.astype(jnp.float32) for g in gradients]
   members = plan.compressible if plan.has_residual else ()
-  # M_i = gradient_i + residual_i
-  for i, e in zip(members, residual, strict=True):
-    matrices[i] += e
+  for i, e in zip(members, residuals, strict=True):
+    matrices[i] = added(gradients[i], e)
   return matrices
 
 
-def keep_error(
-  plan: Plan, gradients: Sequence[jax.Array], exchange: Exchange
-) -> Exchange:
-  """Rounds updates to the gradients' dtypes; residuals keep the rounding error.
+def settled(
+  mean: jax.Array,
+  left: jax.Array | None,
+  gradient: jax.Array,
+  residual: jax.Array | None,
+  is_finite: jax.Array,
+) -> tuple[jax.Array, jax.Array | None]:
+  """Rounds an update to the gradient's dtype, and keeps what was not applied.
 
-    residual' = M - sent + update - round(update)
+    residual' = (M - sent) + (update - round(update))
 
   Args:
-    plan: Names the leaves with a residual; without error feedback residuals
-      are dropped here.
-    gradients: All leaves, local; only their dtypes are read.
-    exchange: The result of an exchange, in float32.
+    mean: The update, float32; zero if the step was not finite.
+    left: M - sent, float32; None if all of M was sent.
+    gradient: Only its dtype is read.
+    residual: The residual before, which stays if the step was not finite; None
+      without error feedback.
+    is_finite: bool [], whether the step was finite.
 
   Returns:
-    The result, with `averaged` in the gradients' dtypes.
+    The update in the gradient's dtype, and the new residual.
   """
-  rounded = [
-    _round(mean, g.dtype)
-    for mean, g in zip(exchange.averaged, gradients, strict=True)
-  ]
-  members = plan.compressible if plan.has_residual else ()
+  rounded = _round(mean, gradient.dtype)
+  if residual is None:
+    return rounded.astype(gradient.dtype), None
+  if left is None:
+    left = jnp.zeros_like(residual)
   # residual' = (M - sent) + update - round(update)
-  residual = [
-    e
-    if rounded[i] is exchange.averaged[i]
-    else e + exchange.averaged[i] - rounded[i]
-    for i, e in zip(members, exchange.residual, strict=plan.has_residual)
-  ]
-  averaged = [
-    u.astype(g.dtype) for u, g in zip(rounded, gradients, strict=True)
-  ]
-  return exchange._replace(averaged=averaged, residual=residual)
+  if rounded is not mean:
+    left = left + mean - rounded
+  left = jnp.where(is_finite, left, residual)
+  return rounded.astype(gradient.dtype), left
 
 
 def _round(mean: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -1,23 +1,26 @@
-"""Linear algebra of stacks of matrices [k, m, n]: bases, products, sketches.
+"""Linear algebra of single matrices and their factors: bases, sketches.
+
+A factor is an array of rows [r, m]: row c is the c-th column of P or of Q. So
+the first columns of a factor are contiguous, and no product reads along them.
 
 Bases. Every replica computes an orthonormal basis of a factor that all have
 received, and the bases must agree although the replicas' processors round
 differently. The factor is tall and may be rank-deficient. So the basis is a
 continuous function of the factor: Gram-Schmidt in the order of the columns,
 without eigenvectors, pivoting or decisions. It is computed by a Cholesky
-factorisation of the Gram matrix, which batches over all matrices of a model,
-in three passes (shifted Cholesky-QR, Fukaya et al. 2020, arXiv:1809.11085):
+factorisation of the Gram matrix in two or three passes (shifted Cholesky-QR,
+Fukaya et al. 2020, arXiv:1809.11085). With the columns as the rows of Y:
 
-  U = Y D                       columns scaled to length one
-  L L^T = (1 - s) U^T U + s I   s is the rounding error of a Gram matrix
-  Y <- U L^-T
+  U = D Y                       rows scaled to length one
+  L L^T = (1 - s) U U^T + s I   s is the rounding error of a Gram matrix
+  Y <- L^-1 U
 
-The QR factorisation is unique for any scales of the columns, so each pass
-corrects the rounding of the pass before. Departures from the paper: columns are
-scaled in each pass (every column of the result has length one even if the
-spectrum is wider than float32's precision); the shift preserves lengths; it
-does not grow with the number of rows, because Gram matrices are summed over
-blocks of rows; and a column that is mostly rounding noise is damped.
+The factorisation is unique for any scales of the columns, so each pass corrects
+the rounding of the pass before. Departures from the paper: columns are scaled
+in each pass (every column of the result has length one even if the spectrum is
+wider than float32's precision); the shift preserves lengths; it does not grow
+with the length of the columns, because Gram matrices are summed over blocks;
+and a column that is mostly rounding noise is damped.
 
 Sketches. A few values per matrix measure the norm of the mean residual. The
 norm of one replica's residual E_i = M_i - P Q_i^T says little, since most of
@@ -31,6 +34,10 @@ g one of `SKETCH_VALUES` groups of columns. z is linear, so it is averaged with
 the factors. If the residual has many directions, the relative standard
 deviation of |z|^2 is about (2 / SKETCH_VALUES)^(1/2); the mean over a window
 is more precise.
+
+Precision. Accelerators may round the operands of a product. Bases and updates
+have the highest precision, or a replica would subtract another P Q^T than it
+applies. M Q and M^T P have not: what they lose stays in the residual.
 """
 
 from collections.abc import Sequence
@@ -42,13 +49,15 @@ import numpy as np
 
 from edgc_jax.plan.plan import SKETCH_VALUES
 
-# Three passes make a column orthogonal of which a share of 1e-5 is new; two
-# passes need a share of 1e-3.
+# Three passes make a column orthogonal of which a share of 1e-5 is new. Two are
+# enough for a share of 1e-3, and the third then changes roundings only, so
+# hosts need not agree whether they compute it.
 _PASSES = 3
+_CLEAR = 0.1
 # The shift s per column, about 8 roundings: with many equal columns the Gram
 # matrix may need as much to remain positive definite.
 _SHIFT = 8 * float(np.finfo(np.float32).eps)
-_BLOCK = 128  # rows per partial sum of a Gram matrix
+_BLOCK = 128  # entries of a column per partial sum of a Gram matrix
 # A column is damped if less than this share of its length is new, orthogonal
 # to the columns before it. Rounding is 1e-7 of a column, so a new part of 1e-5
 # is known to 1 %.
@@ -58,20 +67,29 @@ _DAMPED = 1e-5
 _FADING, _NEW = 1e-2, 1e-3
 # Length given to a zero column, in units of the largest number received.
 _LEAST = 1e-6
+_EXACT = jax.lax.Precision.HIGHEST
 Stacks = Sequence[jax.Array]
 Signs = tuple[jax.Array, jax.Array]
 
 
 class Basis(NamedTuple):
-  """An orthonormal basis of each of several stacks of matrices."""
+  """An orthonormal basis."""
 
-  columns: list[jax.Array]  # float32 [k, m, r]
-  # float32 [k, r], in [0, 1]: share of each column's length that is orthogonal
-  # to the columns before it
-  shares: list[jax.Array]
+  rows: jax.Array  # float32 [r, m], the columns
+  # float32 [r], in [0, 1]: share of each column's length that is orthogonal to
+  # the columns before it
+  shares: jax.Array
 
 
-def orthonormalize(stacks: Stacks) -> Basis:
+class Projection(NamedTuple):
+  """A matrix M in the basis P."""
+
+  basis: Basis
+  rows: jax.Array  # float32 [1 + r, n]: u^T M, then the columns of Q = M^T P
+  energy: jax.Array  # float32 [r], |M|^2 in units of unit^2, for each column
+
+
+def orthonormalize(rows: jax.Array) -> Basis:
   """Orthonormalises columns in their order, by Gram-Schmidt.
 
     p_i = d(t_i) (y_i - sum_(j < i) p_j p_j^T y_i) / |...|
@@ -87,36 +105,39 @@ def orthonormalize(stacks: Stacks) -> Basis:
   one step, until Q contains the direction.
 
   Args:
-    stacks: float32 arrays [k_i, m_i, r_i]; ranks and heights may differ.
+    rows: float32 [r, m], the columns y_i.
 
   Returns:
-    Columns of the same shapes, P^T P = diag(d^2) to about 1e-6, and t. The
+    Columns of the same shape, P P^T = diag(d^2) to about 1e-6, and t. The
     first c columns span the first c columns of Y. A column of zeros stays zero.
 
-  >>> y = jnp.array([[[3.0, 1.0], [4.0, 1.0], [0.0, 0.0]]])
-  >>> orthonormalize([y]).columns[0].round(3) + 0.0
-  Array([[[ 0.6,  0.8],
-          [ 0.8, -0.6],
-          [ 0. ,  0. ]]], dtype=float32)
+  >>> y = jnp.array([[3.0, 4.0, 0.0], [1.0, 1.0, 0.0]])
+  >>> orthonormalize(y).rows.round(3) + 0.0
+  Array([[ 0.6,  0.8,  0. ],
+         [ 0.8, -0.6,  0. ]], dtype=float32)
   """
-  columns = list(stacks)
-  shares = [jnp.ones_like(y[:, 0]) for y in stacks]
-  for i in range(_PASSES):
-    columns, lengths, pivots = _one_pass(columns)
-    # In the first pass the lengths are the columns' own scales, not shares.
-    lengths = lengths if i else [jnp.sign(length) for length in lengths]
-    shares = [
-      s * x * pivot for s, x, pivot in zip(shares, lengths, pivots, strict=True)
-    ]
+  rows, size = _in_range(rows)
+  # A column of zeros has no share, but must not stop the factorisation.
+  start = Basis(rows, jnp.sign(size))
+
+  def is_needed(carry: tuple[jax.Array, Basis]) -> jax.Array:
+    done, (_, shares) = carry
+    is_close = (shares > 0) & (shares < _CLEAR)
+    return (done < 2) | (done < _PASSES) & jnp.any(is_close)
+
+  def one_more(carry: tuple[jax.Array, Basis]) -> tuple[jax.Array, Basis]:
+    done, (rows, shares) = carry
+    rows, new = _one_pass(rows)
+    # In the first pass lengths are the columns' own scales, not shares.
+    lengths = jnp.where(done > 0, new.lengths, 1.0)
+    return done + 1, Basis(rows, shares * lengths * new.pivots)
+
+  _, (rows, shares) = jax.lax.while_loop(is_needed, one_more, (0, start))
   # p_i <- d(t_i) p_i
-  columns = [
-    y * jnp.minimum(1.0, share / _DAMPED)[:, None]
-    for y, share in zip(columns, shares, strict=True)
-  ]
-  return Basis(columns, shares)
+  return Basis(rows * jnp.minimum(1.0, shares / _DAMPED)[:, None], shares)
 
 
-def unit_columns(factors: Stacks) -> list[jax.Array]:
+def unit_columns(rows: jax.Array) -> jax.Array:
   """Scales columns to length one and makes them nearly orthogonal.
 
   The age and the scale of a column of Q must not count in the search for P.
@@ -124,12 +145,13 @@ def unit_columns(factors: Stacks) -> list[jax.Array]:
   here, since all continue from the mean of their products.
 
   Args:
-    factors: float32 arrays [k_i, n_i, r_i].
+    rows: float32 [r, n], the columns.
 
   Returns:
-    Arrays of the same shapes; columns of zeros stay zero.
+    An array of the same shape; columns of zeros stay zero.
   """
-  return _one_pass(factors)[0]
+  rows, _ = _in_range(rows)
+  return _one_pass(rows)[0]
 
 
 def revive(
@@ -144,18 +166,16 @@ def revive(
   points along n_c when it is next scaled to length one, on every replica.
   A column with a share t_c of at least 1e-2 stays as it is.
 
-  The n_c are random signs of rows times Walsh functions, which do as well as
-  Gaussian numbers (Halko et al. 2011, arXiv:0909.4061, on structured random
-  matrices) and need one draw per row.
+  The n_c are random signs times Walsh functions, which do as well as Gaussian
+  numbers (Halko et al. 2011, arXiv:0909.4061) and need one draw per entry.
 
   Args:
-    factors: float32 arrays [k_i, n_i, r_i].
-    shares: t of each, [k_i, r_i], from the basis P that Q was computed with.
+    factors: Stacks of factors, float32 [k_i, r_i, n_i].
+    shares: t of each, [k_i, r_i], from the basis P that Q was computed with;
+      1 for columns that are not in use.
     key: Draws the n_c; equal on all replicas.
     unit: float32 [], the largest number received, positive.
 
-  Returns:
-    Arrays of the same shapes.
   """
   if not factors:
     return []
@@ -164,10 +184,10 @@ def revive(
     revived = []
     directions = _random_directions(key, factors)
     for q, share, new in zip(factors, shares, directions, strict=True):
-      largest = jnp.max(jnp.abs(q), axis=1)
-      size = jnp.maximum(largest * q.shape[1] ** 0.5, _LEAST * unit)
+      largest = jnp.max(jnp.abs(q), axis=2)
+      size = jnp.maximum(largest * q.shape[2] ** 0.5, _LEAST * unit)
       weight = _NEW * jnp.maximum(0.0, 1.0 - share / _FADING) * size
-      revived.append(q + weight[:, None] * new)
+      revived.append(q + weight[:, :, None] * new)
     return revived
 
   # At the threshold both branches give the same result, so replicas on either
@@ -176,53 +196,68 @@ def revive(
   return jax.lax.cond(jnp.any(fading), mix, lambda q: q, list(factors))
 
 
-def _one_pass(stacks: Stacks) -> tuple[list, list, list]:
-  """Returns U L^-T, the columns' lengths [k, r], and the diagonals of L."""
-  if not stacks:
-    return [], [], []
-  scaled = [_unit(y) for y in stacks]
-  inverses, pivots = _inverse_roots([_gram(u) for u, _ in scaled])
-  columns = [u @ t for (u, _), t in zip(scaled, inverses, strict=True)]
-  return columns, [length for _, length in scaled], pivots
+class _New(NamedTuple):
+  """The new part of each column in one pass."""
+
+  lengths: jax.Array  # float32 [r], before the pass
+  pivots: jax.Array  # float32 [r], share that is orthogonal to those before
 
 
-def _unit(y: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns columns scaled to length one, or zero, and their lengths [k, r]."""
-  # By the largest entry first, so squares of 1e-18 and 1e+30 stay in range.
-  largest = jnp.max(jnp.abs(y), axis=1, keepdims=True)
-  y = y / jnp.where(largest > 0, largest, 1.0)
-  length = jnp.sqrt(jnp.sum(jnp.square(y), axis=1, keepdims=True))
-  return y / jnp.where(length > 0, length, 1.0), (length * largest)[:, 0]
+def _one_pass(rows: jax.Array) -> tuple[jax.Array, _New]:
+  """Returns L^-1 U, the columns' lengths, and the pivots."""
+  # U = D Y; scaling the Gram matrix instead would scale its rounding, too.
+  lengths = jnp.sqrt(_row_sums(jnp.square(rows)))
+  unit = rows / jnp.where(lengths > 0, lengths, 1.0)
+  inverse, pivots = _inverse_root(_gram(unit))
+  # Y <- L^-1 U
+  rows = jnp.matmul(inverse, unit, precision=_EXACT)
+  return rows, _New(lengths[:, 0], pivots)
 
 
-def _gram(u: jax.Array) -> jax.Array:
-  """Returns U^T U of [k, m, r], summed over blocks of rows.
+def _row_sums(rows: jax.Array) -> jax.Array:
+  """Sums each row over blocks, [r, 1].
+
+  A product, since XLA's CPU backend is slow to reduce rows.
+  """
+  ones = jnp.ones_like(rows, shape=(_BLOCK, 1))
+  parts = jnp.matmul(_blocks(rows), ones, precision=_EXACT)
+  return jnp.sum(parts, axis=1)
+
+
+def _blocks(rows: jax.Array) -> jax.Array:
+  """Cuts rows [r, m] into [r, blocks, 128], padded with zeros.
 
   One long sum of equal terms always rounds the same way, by more than the shift
-  compensates: with parallel columns of few distinct values the matrix would not
-  be positive definite.
+  compensates: with parallel columns of few distinct values the Gram matrix
+  would not be positive definite.
   """
-  count, height, width = u.shape
-  blocks = -(-height // _BLOCK)
-  u = jnp.pad(u, ((0, 0), (0, blocks * _BLOCK - height), (0, 0)))
-  parts = u.reshape(count * blocks, _BLOCK, width)
-  grams = transposed_product(parts, parts)
-  return jnp.sum(grams.reshape(count, blocks, width, width), axis=1)
+  width, length = rows.shape
+  blocks = -(-length // _BLOCK)
+  padded = jnp.pad(rows, ((0, 0), (0, blocks * _BLOCK - length)))
+  return padded.reshape(width, blocks, _BLOCK)
 
 
-def _inverse_roots(grams: Sequence[jax.Array]) -> tuple[list, list]:
-  """Returns L^-T of Gram matrices of unit columns, and the pivots L_ii.
+def _in_range(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Divides columns by the sum of |y|, and returns it, [r].
 
-  One call per size would take fewer operations. But XLA's CPU backend may start
-  independent calls at once, each of which blocks a thread of the pool until its
-  parts are done; a small pool then deadlocks.
+  So squares of 1e-18 and 1e+30 stay in range.
   """
-  size = max(g.shape[-1] for g in grams)
-  gram = jnp.concatenate(
-    [jnp.pad(g, ((0, 0), *[(0, size - g.shape[-1])] * 2)) for g in grams]
-  )
+  size = _row_sums(jnp.abs(rows))
+  return rows / jnp.where(size > 0, size, 1.0), size[:, 0]
+
+
+def _gram(rows: jax.Array) -> jax.Array:
+  """Returns Y Y^T of [r, m], summed over blocks of entries."""
+  parts = _blocks(rows)
+  grams = jnp.einsum("rbx,sbx->brs", parts, parts, precision=_EXACT)
+  return jnp.sum(grams, axis=0)
+
+
+def _inverse_root(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns L^-1 of the Gram matrix of unit columns, and the pivots L_ii."""
+  size = gram.shape[-1]
   eye = jnp.zeros_like(gram) + jnp.eye(size, dtype=gram.dtype)
-  # L L^T = (1 - s) U^T U + s I; zero and padded columns have ones, too.
+  # L L^T = (1 - s) U U^T + s I; columns of zeros have ones, too.
   root = jax.lax.linalg.cholesky(
     jnp.where(eye > 0, 1.0, (1.0 - _SHIFT * size) * gram),
     symmetrize_input=False,
@@ -232,113 +267,84 @@ def _inverse_roots(grams: Sequence[jax.Array]) -> tuple[list, list]:
   )
   # If rounding still exceeds the shift, the basis of that matrix is zero for
   # a step, and the residual keeps the whole gradient.
-  is_sound = jnp.all(jnp.isfinite(inverse), (1, 2), keepdims=True)
-  inverse = jnp.where(is_sound, jnp.swapaxes(inverse, 1, 2), 0.0)
-  pivot = jnp.diagonal(root, axis1=-2, axis2=-1)
-  pivot = jnp.where(is_sound[:, 0], pivot, 0.0)
-  inverses, pivots, start = [], [], 0
-  for g in grams:
-    stop, own = start + g.shape[0], g.shape[-1]
-    inverses.append(inverse[start:stop, :own, :own])
-    pivots.append(pivot[start:stop, :own])
-    start = stop
-  return inverses, pivots
+  is_sound = jnp.isfinite(root[-1, -1])
+  inverse = jnp.where(is_sound, inverse, 0.0)
+  return inverse, jnp.where(is_sound, jnp.diagonal(root), 0.0)
 
 
 def _random_directions(key: jax.Array, stacks: Stacks) -> list[jax.Array]:
-  """Returns random columns of length one, [k, n, r] for each stack."""
+  """Returns random columns of length one, [k, r, n] for each stack."""
   # One draw for all stacks: one generator per stack compiles slowly.
-  rows = [k * n for k, n, _ in (stack.shape for stack in stacks)]
-  draw = jax.random.rademacher(key, (sum(rows),), jnp.float32)
+  sizes = [k * n for k, _, n in (stack.shape for stack in stacks)]
+  draw = jax.random.rademacher(key, (sum(sizes),), jnp.float32)
   directions = []
   for signs, stack in zip(
-    jnp.split(draw, np.cumsum(rows[:-1])), stacks, strict=True
+    jnp.split(draw, np.cumsum(sizes[:-1])), stacks, strict=True
   ):
-    count, height, width = stack.shape
-    row = jax.lax.broadcasted_iota(jnp.uint32, (height, width), 0)
-    column = jax.lax.broadcasted_iota(jnp.uint32, (height, width), 1)
-    is_odd = jax.lax.population_count(row & column) & 1
-    walsh = (1.0 - 2.0 * is_odd.astype(jnp.float32)) * height**-0.5
-    directions.append(signs.reshape(count, height, 1) * walsh)
+    count, width, length = stack.shape
+    row = jax.lax.broadcasted_iota(jnp.uint32, (width, length), 0)
+    entry = jax.lax.broadcasted_iota(jnp.uint32, (width, length), 1)
+    is_odd = jax.lax.population_count(row & entry) & 1
+    walsh = (1.0 - 2.0 * is_odd.astype(jnp.float32)) * length**-0.5
+    directions.append(signs.reshape(count, 1, length) * walsh)
   return directions
 
 
-def transposed_product(a: jax.Array, b: jax.Array) -> jax.Array:
-  """Returns A^T B, computed as (B^T A)^T.
+def product(q: jax.Array, m: jax.Array) -> jax.Array:
+  """Returns the rows of M Q, [r, m], of the rows of Q [r, n] and M [m, n].
 
-  A^T B reads A along its columns. The kernel of XLA's CPU backend for that is
-  two to four times slower than the others, so the factor B, which is much
-  smaller than the gradient A, is transposed instead.
+  >>> m = jnp.arange(6.0).reshape(3, 2)
+  >>> product(jnp.ones((1, 2)), m)
+  Array([[1., 5., 9.]], dtype=float32)
+  """
+  return jax.lax.dot_general(m, q, (((1,), (1,)), ((), ()))).T
+
+
+def projection(
+  basis: Basis, m: jax.Array, u: jax.Array, unit: jax.Array
+) -> Projection:
+  """Projects M [m, n] on a basis P of its columns.
+
+  Reads M along its rows. (M^T P as such reads M along its columns; the kernel
+  of XLA's CPU backend for that is two to four times slower.)
 
   Args:
-    a: float32 [k, m, n].
-    b: float32 [k, m, r], the smaller one.
-
-  Returns:
-    float32 [k, n, r].
-
-  >>> a = jnp.arange(6.0).reshape(1, 3, 2)
-  >>> transposed_product(a, jnp.ones((1, 3, 1)))[0]
-  Array([[6.],
-         [9.]], dtype=float32)
+    basis: P.
+    m: M.
+    u: Random signs [1, m] of a sketch.
+    unit: float32 [], positive.
   """
-  # Without barriers the compiler rewrites this to the slower form.
-  transposed = jax.lax.optimization_barrier(jnp.swapaxes(b, 1, 2))
-  product = jax.lax.optimization_barrier(transposed @ a)
-  return jnp.swapaxes(product, 1, 2)
+  # u^T M and Q = M^T P in one pass
+  both = jnp.concatenate([u, basis.rows]) @ m
+  return Projection(basis, both, jnp.full_like(basis.shares, energy(m, unit)))
 
 
-def transposed_products(
-  stacks: Stacks, factors: Stacks, rows: Stacks
-) -> tuple[list[jax.Array], list[jax.Array]]:
-  """Returns A^T B and u A of each stack, in one pass over A.
+def outer_products(p: jax.Array, *factors: jax.Array) -> list[jax.Array]:
+  """Returns P Q^T, [m, n], of the rows of P [r, m] and of each Q [r, n]."""
+  # Without a barrier the compiler uses its slower kernel for A^T B.
+  columns = jax.lax.optimization_barrier(p.T)
+  return [jnp.matmul(columns, q, precision=_EXACT) for q in factors]
 
-  Args:
-    stacks: A, float32 [k, m, n] each.
-    factors: B, float32 [k, m, r] each.
-    rows: u, float32 [k, 1, m] each.
 
-  Returns:
-    Lists of float32 [k, n, r] and of [k, 1, n].
+def unit_of(arrays: Stacks) -> jax.Array:
+  """Returns the power of two below the largest |x|, a unit for energies.
 
-  >>> a = jnp.arange(6.0).reshape(1, 3, 2)
-  >>> b, u = jnp.ones((1, 3, 1)), jnp.array([[[1.0, 0.0, 0.0]]])
-  >>> transposed_products([a], [b], [u])[1][0]
-  Array([[[0., 1.]]], dtype=float32)
+  Numbers are exact in it, and their squares in range. 1 if the largest is zero
+  or not finite.
   """
-  both = [
-    transposed_product(a, jnp.append(b, jnp.swapaxes(u, 1, 2), axis=2))
-    for a, b, u in zip(stacks, factors, rows, strict=True)
-  ]
-  return [x[:, :, :-1] for x in both], [
-    jnp.swapaxes(x[:, :, -1:], 1, 2) for x in both
-  ]
-
-
-def products(stacks: Stacks, factors: Stacks) -> list[jax.Array]:
-  """Returns M B, float32 [k, m, r], of [k, m, n] and [k, n, r] each."""
-  return [m @ b for m, b in zip(stacks, factors, strict=True)]
-
-
-def outer_products(p: Stacks, q: Stacks) -> list[jax.Array]:
-  """Returns P Q^T, float32 [k, m, n], of [k, m, r] and [k, n, r] each."""
-  return [a @ jnp.swapaxes(b, 1, 2) for a, b in zip(p, q, strict=True)]
-
-
-def largest_magnitude(arrays: Stacks) -> jax.Array:
-  """Returns the largest |x| of all entries; 1 if it is zero or not finite."""
   largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x)) for x in arrays]))
-  return jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)
+  exponent = jnp.uint32(0x7F800000)  # the bits of float32's exponent
+  bits = jax.lax.bitcast_convert_type(largest, jnp.uint32) & exponent
+  # Neither the unit nor its inverse may be denormal.
+  unit = jnp.minimum(jax.lax.bitcast_convert_type(bits, jnp.float32), 2.0**126)
+  return jnp.where(
+    (largest > 0) & jnp.isfinite(largest) & (unit > 0), unit, 1.0
+  )
 
 
-def gaussian_columns(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
-  """Draws Gaussian columns of expected length one; float32 [k, n, r]."""
-  return jax.random.normal(key, shape, jnp.float32) * shape[1] ** -0.5
-
-
-def energies(stacks: Stacks, unit: jax.Array) -> list[jax.Array]:
-  """Returns the sum of squares of each matrix, in units of unit^2; [k] each."""
-  return [jnp.sum(jnp.square(m / unit), axis=(1, 2)) for m in stacks]
+def energy(m: jax.Array, unit: jax.Array) -> jax.Array:
+  """Returns the sum of squares of matrices [..., m, n], in units of unit^2."""
+  return jnp.sum(jnp.square(m * (1.0 / unit)), axis=(-2, -1))
 
 
 def draw_signs(key: jax.Array, stacks: Sequence[jax.Array]) -> list[Signs]:
@@ -363,32 +369,28 @@ def sketches(
 ) -> list[jax.Array]:
   """Returns the sketch z of each stack, float32 [k, SKETCH_VALUES]."""
   return [
-    _in_groups((u @ m)[:, 0] * v)
+    _in_groups(jnp.matmul(u, m, precision=_EXACT)[:, 0] * v)
     for m, (u, v) in zip(stacks, signs, strict=True)
   ]
 
 
 def residual_sketches(
-  rows: Sequence[jax.Array],
-  p: Sequence[jax.Array],
-  q: Sequence[jax.Array],
-  signs: Sequence[Signs],
-) -> list[jax.Array]:
-  """Returns the sketch z of M - P Q^T of each stack, without forming it.
+  rows: jax.Array, p: jax.Array, q: jax.Array, signs: Signs
+) -> jax.Array:
+  """Returns the sketches z of a stack of M - P Q^T, without forming it.
 
   Args:
-    rows: u^T M, float32 [k, 1, n] each.
-    p: float32 [k, m, r] each.
-    q: float32 [k, n, r] each.
-    signs: From `draw_signs`.
+    rows: u^T M, float32 [k, 1, n].
+    p: Rows of P, float32 [k, r, m].
+    q: Rows of Q, float32 [k, r, n].
+    signs: Of this stack, from `draw_signs`.
 
   Returns:
-    float32 [k, SKETCH_VALUES] each.
+    float32 [k, SKETCH_VALUES].
   """
-  return [
-    _in_groups((row - (u @ a) @ jnp.swapaxes(b, 1, 2))[:, 0] * v)
-    for row, a, b, (u, v) in zip(rows, p, q, signs, strict=True)
-  ]
+  u, v = signs
+  sent = jnp.matmul(u @ jnp.swapaxes(p, 1, 2), q, precision=_EXACT)
+  return _in_groups((rows - sent)[:, 0] * v)
 
 
 def _in_groups(row: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ function of a factor that all have received. Numbers that are averaged later
 may differ between replicas.
 
 If the ranks of matrices differ (`plan.spread` above 1), their factors are
-packed into as many bytes as they would take at the rung's rank (`packing`).
+packed into as many bytes as they would take at the rung's rank (`factors`).
 With a `plan.code`, factors and dense matrices are encoded. The residual keeps
 the encoding error of Q. The encoding error of P does not matter, since all
 replicas use the P that they received.
@@ -36,17 +36,30 @@ replicas use the P that they received.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from edgc_jax.comm import dataflow
-from edgc_jax.compression import linear_algebra
+from edgc_jax.compression import error_feedback, linear_algebra
 from edgc_jax.compression.base import Exchange
-from edgc_jax.compression.linear_algebra import Basis
-from edgc_jax.compression.packing import FactorBuffers, Received
-from edgc_jax.plan.plan import Layout, Plan
+from edgc_jax.compression.factors import (
+  FactorBuffers,
+  Received,
+  Stack,
+  map_matrices,
+  map_rows,
+)
+from edgc_jax.compression.linear_algebra import Projection
+from edgc_jax.plan.plan import Group, Plan
+
+_CLASSES = 4
+# Entries of a stack; a smaller one takes longer to compile in classes than it
+# would ever save.
+_SMALL = 2**18
+_GRANULE = 8  # columns; kernels for CPUs compute at least as many at once
 
 
 def init_factors(plan: Plan, seed: int) -> list[jax.Array]:
@@ -63,8 +76,9 @@ def init_factors(plan: Plan, seed: int) -> list[jax.Array]:
     return []
   key = jax.random.key(seed)
   return [
-    linear_algebra.gaussian_columns(
-      jax.random.fold_in(key, plan.positions[i]), shape
+    shape[1] ** -0.5
+    * jax.random.normal(
+      jax.random.fold_in(key, plan.positions[i]), shape, jnp.float32
     )
     for i, shape in zip(plan.compressible, plan.factor_shapes, strict=True)
   ]
@@ -73,23 +87,28 @@ def init_factors(plan: Plan, seed: int) -> list[jax.Array]:
 def exchange(
   plan: Plan,
   rung: jax.Array,
-  matrices: Sequence[jax.Array],
+  gradients: Sequence[jax.Array],
+  residuals: list[jax.Array],
   factors: list[jax.Array],
   key: jax.Array,
   axis_name: str,
   ranks: jax.Array | None = None,
+  earlier: Any = (),
 ) -> Exchange:
   """Averages all leaves over replicas at a rung chosen in the graph.
 
-  Each rung is a branch with collectives of its own size, so one compiled
-  program sends, at each step, only the bytes of the rung in use.
+  One compiled program sends, at each step, only the bytes of the rung in use:
+  each rung has collectives of its own size. Rungs at which the same leaves are
+  factors share everything else.
 
   Wire: `plan.wire_bytes` at the rank of the rung.
 
   Args:
     plan: Static: leaves, ladder, least ratio, spread, encoding.
-    rung: int32 [], index into the ladder, equal on all replicas.
-    matrices: All leaves in order, float32, residual added.
+    rung: int32 [], index into the ladder, equal on all replicas; at least
+      `plan.first_rung`.
+    gradients: All leaves in order, local.
+    residuals: Residuals of the compressible leaves.
     factors: Q of the compressible leaves.
     key: Source of new directions, signs of sketches and random rounding; equal
       on all replicas, new at each step.
@@ -97,126 +116,198 @@ def exchange(
     ranks: int32 [K], columns of each matrix, if `plan.spread` lets them
       differ; the sizes of all P and of all Q must not exceed the sizes at the
       rung's rank (`adaptation.allocation`).
+    earlier: Results of the collectives before, which this exchange follows.
 
   Returns:
     The exchange.
   """
-  # Rungs with equal layouts share a branch, since every branch is compiled.
-  layouts = list(dict.fromkeys(plan.layouts))
+  if plan.spread == 1:
+    ranks = jnp.asarray(plan.uniform_ranks)[rung]
   branches = [
-    functools.partial(_exchange_at, plan, layout, key, axis_name)
-    for layout in layouts
+    functools.partial(_exchange_group, plan, group, axis_name)
+    for group in plan.groups
   ]
-  own_ranks = [None] * len(factors) if plan.spread == 1 else plan.by_leaf(ranks)
-  operands = (list(matrices), factors, own_ranks)
-  # With TF32 or bf16 products bases would be orthonormal to 1e-3 only.
-  with jax.default_matmul_precision("highest"):
-    if len(branches) == 1:
-      return branches[0](*operands)
-    # Without barriers the compiler moves the last operations of the branches
-    # behind the conditional.
-    hold = lambda tree: jax.tree.map(jax.lax.optimization_barrier, tree)  # noqa: E731
-    held = [lambda *o, run=run: hold(run(*o)) for run in branches]
-    branch = jnp.array([layouts.index(layout) for layout in plan.layouts])
-    return jax.lax.switch(branch[rung], held, *operands)
+  leaves = (list(gradients), residuals, factors, plan.by_leaf(ranks))
+  operands = _Operands(rung, key, earlier, *leaves)
+  if len(branches) == 1:
+    return branches[0](operands)
+  # Without barriers the compiler moves the last operations of the branches
+  # behind the conditional.
+  hold = lambda tree: jax.tree.map(jax.lax.optimization_barrier, tree)  # noqa: E731
+  held = [lambda o, run=run: hold(run(o)) for run in branches]
+  of_rung = np.argmax([np.array(g.by_rung) >= 0 for g in plan.groups], axis=0)
+  return jax.lax.switch(jnp.asarray(of_rung)[rung], held, operands)
 
 
-def _exchange_at(
-  plan: Plan,
-  layout: Layout,
-  key: jax.Array,
-  axis_name: str,
-  leaves: list[jax.Array],
-  factors: list[jax.Array],
-  ranks: list[jax.Array | None],
+class _Operands(NamedTuple):
+  """Arguments of the branches of an exchange."""
+
+  rung: jax.Array  # int32 []
+  key: jax.Array
+  earlier: Any  # results of the collectives before
+  gradients: list[jax.Array]  # all leaves
+  residuals: list[jax.Array]  # compressible leaves
+  factors: list[jax.Array]  # compressible leaves
+  ranks: list[jax.Array]  # int32 [k], compressible leaves
+
+
+def _exchange_group(
+  plan: Plan, group: Group, axis_name: str, operands: _Operands
 ) -> Exchange:
-  """Runs the exchange of one static layout, in the order of the header."""
-  slots = [plan.slots[i] for i in layout.factored]
-  stacks = [leaves[i].reshape(plan.leaves[i].view) for i in layout.factored]
-  buffers = FactorBuffers(plan, layout, [ranks[slot] for slot in slots])
+  """Runs the exchange of a group of rungs, in the order of the header."""
+  stacks = _stacks(plan, group, operands)
+  index = jnp.array(group.by_rung)[operands.rung]
+  buffers = FactorBuffers(plan, group, index, stacks)
   unit = jnp.ones((), jnp.float32)
-  if factors:  # gives `unit` their type, which varies over stages
-    unit = jnp.ones_like(factors[0], shape=())
-  basis, is_finite = Basis([], []), jnp.array(True)
+  if operands.factors:  # gives `unit` their type, which varies over stages
+    unit = jnp.ones_like(operands.factors[0], shape=())
+  mean_p, is_finite = [], jnp.array(True)
+  dense = _dense_matrices(plan, group, operands)
   if stacks:
-    start = buffers.slices([factors[slot] for slot in slots])
-    basis, unit, is_finite = _average_p(stacks, start, buffers, key, axis_name)
-  received = _average_q(
-    stacks,
-    basis,
-    buffers,
-    key,
-    axis_name,
-    unit=unit,
-    encoded=[leaves[i] for i in layout.encoded],
-    exact=[leaves[i] for i in layout.exact],
+    mean_p, unit, is_finite = _average_p(stacks, buffers, operands, axis_name)
+  else:
+    dense = dataflow.in_turn(dense, operands.earlier)
+  projections, received = _average_q(
+    stacks, mean_p, buffers, dense, operands.key, axis_name, unit
   )
   return _reconstruct(
     plan,
-    layout,
+    group,
+    operands,
+    stacks,
+    projections,
     buffers,
-    leaves,
-    factors,
-    basis,
     received,
-    key,
-    unit=unit,
-    is_finite=is_finite,
+    unit,
+    is_finite,
   )
 
 
+def _stacks(plan: Plan, group: Group, operands: _Operands) -> list[Stack]:
+  """Returns the matrices of the leaves that are sent as factors."""
+  stacks = []
+  for j, leaf in enumerate(group.factored):
+    slot, view = plan.slots[leaf], plan.leaves[leaf].view
+    narrowest = min([layout.columns[j] for layout in group.layouts])
+    stacks.append(
+      Stack(
+        leaf,
+        slot,
+        operands.gradients[leaf].reshape(view),
+        operands.residuals[slot].reshape(view),
+        operands.factors[slot],
+        operands.ranks[slot],
+        _width_classes(narrowest, group.widths[j], plan.leaf_sizes[leaf]),
+      )
+    )
+  return stacks
+
+
+def _width_classes(narrowest: int, widest: int, size: int) -> tuple[int, ...]:
+  """Returns the classes of width for ranks between two bounds.
+
+  At most four in equal steps, and half a step if a rung is that narrow.
+
+  Args:
+    narrowest: Least rank of a rung.
+    widest: Largest rank of a matrix.
+    size: Entries of the stack of matrices.
+
+  >>> _width_classes(32, 64, 10**6), _width_classes(8, 64, 10**6)
+  ((16, 32, 48, 64), (8, 16, 32, 48, 64))
+  >>> _width_classes(23, 23, 10**6), _width_classes(8, 64, 10**4)
+  ((23,), (64,))
+  """
+  is_cpu = jax.default_backend() == "cpu"
+  if narrowest == widest or size < _SMALL or not is_cpu:
+    return (widest,)
+  step = -(-widest // (_CLASSES * _GRANULE)) * _GRANULE
+  classes = [*range(step, widest, step), widest]
+  return (step // 2, *classes) if 2 * narrowest <= step else tuple(classes)
+
+
+def _dense_matrices(
+  plan: Plan, group: Group, operands: _Operands
+) -> tuple[list[jax.Array], list[jax.Array]]:
+  """Returns M of the leaves that are sent encoded, and in float32."""
+  matrices = {}
+  for leaf in (*group.encoded, *group.exact):
+    gradient = operands.gradients[leaf]
+    matrices[leaf] = gradient.astype(jnp.float32)
+    if leaf in plan.slots:
+      residual = operands.residuals[plan.slots[leaf]]
+      matrices[leaf] = error_feedback.added(gradient, residual)
+  return [matrices[i] for i in group.encoded], [
+    matrices[i] for i in group.exact
+  ]
+
+
 def _average_p(
-  stacks: list[jax.Array],
-  start: list[jax.Array],
+  stacks: list[Stack],
   buffers: FactorBuffers,
-  key: jax.Array,
+  operands: _Operands,
   axis_name: str,
-) -> tuple[Basis, jax.Array, jax.Array]:
-  """Returns the basis P, the unit for energies, and whether P was finite.
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+  """Returns the mean P, the unit for energies, and whether P was finite.
 
   A non-finite entry on any replica makes the mean non-finite on all, so all
   replicas agree without another collective.
   """
   # P_i = M_i unit(Q)
-  local = linear_algebra.products(stacks, linear_algebra.unit_columns(start))
-  own_key = jax.random.fold_in(key, 2)
-  received = buffers.average(local, own_key, axis_name).factors
+  local = map_rows(
+    stacks,
+    buffers.rows(),
+    linear_algebra.unit_columns,
+    linear_algebra.product,
+  )
+  local = dataflow.in_turn(local, operands.earlier)
+  key = jax.random.fold_in(operands.key, 2)
+  received = buffers.average(local, key, axis_name).factors
   is_finite = dataflow.all_finite(received)
   mean = [jnp.where(is_finite, p, 0.0) for p in received]
-  # P = orth(mean_i P_i)
-  basis = linear_algebra.orthonormalize(mean)
-  return basis, linear_algebra.largest_magnitude(mean), is_finite
+  return mean, linear_algebra.unit_of(mean), is_finite
 
 
 def _average_q(
-  stacks: list[jax.Array],
-  basis: Basis,
+  stacks: list[Stack],
+  mean_p: list[jax.Array],
   buffers: FactorBuffers,
+  dense: tuple[list[jax.Array], list[jax.Array]],
   key: jax.Array,
   axis_name: str,
-  *,
   unit: jax.Array,
-  encoded: list[jax.Array],
-  exact: list[jax.Array],
-) -> Received:
+) -> tuple[list[Projection], Received]:
   """Averages Q and all dense leaves, with sketches and energies of residuals.
 
   Returns:
-    The means; `exact` is (dense leaves, sketches of the residuals' mean
-    [k, SKETCH_VALUES], mean energies of the residuals [k]).
+    The bases P and the own Q, and the means; `exact` is (dense leaves, sketches
+    of the residuals' mean [k, SKETCH_VALUES], mean energies of the residuals
+    [k]).
   """
-  signs = linear_algebra.draw_signs(jax.random.fold_in(key, 1), stacks)
-  # Q_i = M_i^T P
-  local, rows = linear_algebra.transposed_products(
-    stacks, basis.columns, [u for u, _ in signs]
+  signs = linear_algebra.draw_signs(
+    jax.random.fold_in(key, 1), [stack.gradient for stack in stacks]
   )
+  # P = orth(mean_i P_i),  Q_i = M_i^T P
+  projections = map_rows(
+    stacks,
+    mean_p,
+    linear_algebra.orthonormalize,
+    functools.partial(linear_algebra.projection, unit=unit),
+    [(u,) for u, _ in signs],
+  )
+  local = [found.rows[:, 1:] for found in projections]
   # |M_i - P Q_i^T|^2 = |M_i|^2 - |Q_i|^2; the encoding error is much smaller.
-  whole = linear_algebra.energies(stacks, unit)
-  sent = linear_algebra.energies(local, unit)
-  energies = [a - b for a, b in zip(whole, sent, strict=True)]
-  sketches = linear_algebra.residual_sketches(rows, basis.columns, local, signs)
+  energies = [
+    found.energy[:, 0] - linear_algebra.energy(q, unit)
+    for found, q in zip(projections, local, strict=True)
+  ]
+  sketches = [
+    linear_algebra.residual_sketches(found.rows[:, :1], found.basis.rows, q, s)
+    for found, q, s in zip(projections, local, signs, strict=True)
+  ]
+  encoded, exact = dense
   # Q' = mean_i Q_i
-  return buffers.average(
+  return projections, buffers.average(
     local,
     jax.random.fold_in(key, 3),
     axis_name,
@@ -227,14 +318,12 @@ def _average_q(
 
 def _reconstruct(
   plan: Plan,
-  layout: Layout,
+  group: Group,
+  operands: _Operands,
+  stacks: list[Stack],
+  projections: list[Projection],
   buffers: FactorBuffers,
-  leaves: list[jax.Array],
-  factors: list[jax.Array],
-  basis: Basis,
   received: Received,
-  key: jax.Array,
-  *,
   unit: jax.Array,
   is_finite: jax.Array,
 ) -> Exchange:
@@ -242,40 +331,51 @@ def _reconstruct(
   exact, sketches, energies = received.exact
   is_finite &= dataflow.all_finite((received.factors, received.dense, exact))
   # P is finite, so zeros for Q' make the product P Q'^T zero.
-  exact, dense, mean_q = dataflow.zeros_unless(
+  exact, encoded, mean_q = dataflow.zeros_unless(
     is_finite, (exact, received.dense, received.factors)
   )
-  averaged: list[Any] = [None] * len(leaves)
-  # A leaf that is sent dense and not encoded has no residual.
-  residual = [jnp.zeros_like(leaves[i]) for i in plan.compressible]
-  columns = [jnp.zeros_like(q[:, 0]) for q in factors]
+  averaged: list[Any] = [None] * len(operands.gradients)
+  residual, next_q = list(operands.residuals), list(operands.factors)
+  columns = [jnp.zeros_like(q[:, 0]) for q in next_q]
   lost = [jnp.zeros_like(c, shape=len(c)) for c in columns]
   residual_energy = list(lost)
-  next_q = list(factors)
-  for i, value in zip(layout.exact, exact, strict=True):
-    averaged[i] = value
-  for i, value, sent in zip(
-    layout.encoded, dense, received.sent_dense, strict=True
-  ):
-    averaged[i] = value
-    if i in plan.slots:
-      residual[plan.slots[i]] = leaves[i] - sent
+  bases = [found.basis for found in projections]
+  shares = buffers.live_shares([basis.shares for basis in bases])
+  merged = buffers.merge(
+    linear_algebra.revive(mean_q, shares, operands.key, unit)
+  )
+  settle = functools.partial(error_feedback.settled, is_finite=is_finite)
   # update = P Q'^T,  residual_i = M_i - P Q_i^T
-  updates = linear_algebra.outer_products(basis.columns, mean_q)
-  own = linear_algebra.outer_products(basis.columns, received.sent_factors)
-  revived = linear_algebra.revive(mean_q, basis.shares, key, unit)
-  slots = [plan.slots[i] for i in layout.factored]
-  merged = buffers.merge(revived, [factors[slot] for slot in slots])
-  for j, (i, slot) in enumerate(zip(layout.factored, slots, strict=True)):
-    shape = plan.leaves[i].shape
-    averaged[i] = updates[j].reshape(shape)
-    residual[slot] = leaves[i] - own[j].reshape(shape)
+  own_q = received.sent_factors
+  settled = map_matrices(
+    stacks,
+    [(b.rows, q, own) for b, q, own in zip(bases, mean_q, own_q, strict=True)],
+    linear_algebra.outer_products,
+    settle,
+  )
+  means = zip((*group.exact, *group.encoded), (*exact, *encoded), strict=True)
+  sent = dict(zip(group.encoded, received.sent_dense, strict=True))
+  for leaf, mean in means:
+    gradient, slot = operands.gradients[leaf], plan.slots.get(leaf)
+    old = None if slot is None else residual[slot]
+    left = None  # of a leaf that is sent dense and not encoded, or without slot
+    if leaf in sent and slot is not None:
+      left = error_feedback.added(gradient, old) - sent[leaf]
+    averaged[leaf], left = settle(mean, left, gradient, old)
+    if slot is not None:
+      residual[slot] = left
+  for j, (stack, (update, left)) in enumerate(
+    zip(stacks, settled, strict=True)
+  ):
+    shape, slot = plan.leaves[stack.leaf].shape, stack.slot
+    averaged[stack.leaf] = update.reshape(shape)
+    residual[slot] = left.reshape(shape)
     # |mean_i residual_i|^2 from its sketch, |Q'_c|^2 of each column c
     lost[slot] = jnp.sum(jnp.square(sketches[j] / unit), axis=1)
     residual_energy[slot] = jnp.maximum(energies[j], 0.0)
-    norms = jnp.sum(jnp.square(mean_q[j] / unit), axis=1)
+    norms = jnp.sum(jnp.square(mean_q[j] / unit), axis=2)
     columns[slot] = columns[slot].at[:, : norms.shape[1]].set(norms)
-    next_q[slot] = merged[j]
+    next_q[slot] = jnp.where(is_finite, merged[j], stack.factor)
   return Exchange(
     averaged, residual, next_q, columns, lost, residual_energy, unit, is_finite
   )

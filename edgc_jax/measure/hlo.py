@@ -47,9 +47,8 @@ def wire_bytes_of_branches(hlo: str) -> list[list[int]]:
     hlo: Text of a compiled program, as from `compiled.as_text()`.
 
   Returns:
-    Bytes per replica of each branch: a list for each conditional, most branches
-    first. For a reducer with a ladder of several ranks the first is its
-    `lax.switch`, whose branches are the rungs in order.
+    Bytes per replica of each branch, with all branches inside of it: a list for
+    each conditional, most branches first.
   """
   computations = computations_of(hlo)
   groups = [_names(listed) for listed in _BRANCHES.findall(hlo)]
@@ -57,6 +56,24 @@ def wire_bytes_of_branches(hlo: str) -> list[list[int]]:
     [_total(name, computations) for name in group]
     for group in sorted(groups, key=len, reverse=True)
   ]
+
+
+def wire_bytes_by_rung(hlo: str) -> list[list[int]]:
+  """Counts the bytes that the conditionals of a rank ladder send at each rung.
+
+  These are the conditionals that send something in every branch. One may hold
+  others: then its branches are groups of rungs (`Plan.groups`).
+
+  Args:
+    hlo: Text of a compiled program, as from `compiled.as_text()`.
+
+  Returns:
+    Bytes per replica at each rung that is compiled, in order: a list for each
+    outermost conditional. An exchange at rungs of one group has two, for P and
+    for Q.
+  """
+  computations = computations_of(hlo)
+  return _by_rung(_entry(hlo), computations)
 
 
 def wire_bytes_outside_branches(hlo: str) -> int:
@@ -79,30 +96,20 @@ class Collective(NamedTuple):
   pairs: tuple[tuple[int, int], ...] = ()  # sources and targets of a permute
 
 
-def collectives_in_order(hlo: str, branch: int = 0) -> list[Collective]:
+def collectives_in_order(hlo: str, rung: int = 0) -> list[Collective]:
   """Lists the collectives of a program in the order in which they run.
 
   Args:
     hlo: Text of a compiled program, as from `compiled.as_text()`.
-    branch: Index of the branch to follow in the conditional that sends most;
-      for a reducer with a ladder the rung. Other conditionals are left out.
+    rung: Index among the rungs that are compiled, as in `wire_bytes_by_rung`;
+      not read without a ladder. Other conditionals are left out.
 
   Returns:
     The collectives, repeated as often as their loops run.
   """
-  computations, entry = computations_of(hlo), _entry(hlo)
-  conditionals = [
-    line
-    for line in computations[entry]
-    if " conditional(" in line and _bytes_of_branches(line, computations)
-  ]
-  ladder = max(
-    conditionals,
-    key=lambda line: _bytes_of_branches(line, computations),
-    default=None,
-  )
+  computations = computations_of(hlo)
 
-  def walk(name: str) -> list[Collective]:
+  def walk(name: str, rung: int) -> list[Collective]:
     found = []
     for line in computations[name]:
       match = _COLLECTIVE.search(line)
@@ -110,15 +117,17 @@ def collectives_in_order(hlo: str, branch: int = 0) -> list[Collective]:
         found.append(
           Collective(match["kind"], _arrays(match["result"]), _pairs(line))
         )
-      elif line == ladder:
-        found += walk(_branches_of(line)[branch])
-      elif " conditional(" not in line:
+      elif " conditional(" in line:
+        places = rungs_of(line, computations)
+        if places:
+          found += walk(*places[rung])
+      else:
         for other in _CALLED.findall(line):
-          inside = walk(other)
+          inside = walk(other, rung)
           found += inside and _trips(line) * inside
     return found
 
-  return walk(entry)
+  return walk(_entry(hlo), rung)
 
 
 def computations_of(hlo: str) -> dict[str, list[str]]:
@@ -172,9 +181,43 @@ def _branches_of(line: str) -> list[str]:
   return [match.group(1) for match in both]
 
 
-def _bytes_of_branches(line: str, computations: dict[str, list[str]]) -> int:
-  """Sums the bytes of all branches of a conditional."""
-  return sum(_total(name, computations) for name in _branches_of(line))
+def _by_rung(name: str, computations: dict[str, list[str]]) -> list[list[int]]:
+  """Returns the bytes at each rung, for each ladder in a computation."""
+  found = []
+  for line in computations[name]:
+    if " conditional(" not in line:
+      for other in called_by(line):
+        found += _by_rung(other, computations)
+      continue
+    sent = []
+    for branch, rung in rungs_of(line, computations):
+      inside = _by_rung(branch, computations)
+      fixed = _total(branch, computations, follow_branches=False)
+      sent.append(fixed + sum(ladder[rung] for ladder in inside))
+    found += [sent] if sent else []
+  return found
+
+
+def rungs_of(
+  line: str, computations: dict[str, list[str]]
+) -> list[tuple[str, int]]:
+  """Returns the branch of each rung, and the rung's index in the branch.
+
+  Args:
+    line: A conditional.
+    computations: From `computations_of`.
+
+  Returns:
+    The rungs in order; none if some branch of the conditional sends nothing.
+  """
+  branches = _branches_of(line)
+  if not all(_total(branch, computations) for branch in branches):
+    return []
+  return [
+    (branch, rung)
+    for branch in branches
+    for rung in range(len(next(iter(_by_rung(branch, computations)), [0])))
+  ]
 
 
 def _total(

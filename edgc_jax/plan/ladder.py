@@ -1,7 +1,8 @@
 """The rank ladder: the ranks `edgc` may use, given or found from a link model.
 
 A rank above the ceiling is no faster than a dense exchange, or saves too few
-bytes. Every rank of the ladder is compiled, so their number is limited.
+bytes. Every rank of the ladder has compiled collectives, so their number is
+limited.
 """
 
 import dataclasses
@@ -168,10 +169,10 @@ def spread_ranks(
 ) -> tuple[int, ...]:
   """Spreads ranks in equal steps from about `rank_min` to `rank_max`.
 
-  Every rank is a compiled branch, so a wide range needs wider steps. The step
-  is the least multiple of `rank_multiple` that gives at most `most` ranks. The
-  ranks are counted down from `rank_max`: the first is less than one step above
-  `rank_min`, and equal to it if the step divides the range.
+  Every rank has compiled collectives, so a wide range needs wider steps. The
+  step is the least multiple of `rank_multiple` that gives at most `most` ranks.
+  The ranks are counted down from `rank_max`: the first is less than one step
+  above `rank_min`, and equal to it if the step divides the range.
 
   Args:
     rank_min: Lower bound of the ranks.

@@ -298,3 +298,39 @@ def require_shapes(
           " out_specs=edgc_jax.state_specs(tx, params)), and resize a state of"
           " another number of replicas with edgc_jax.resize_replicas."
         )
+
+
+def as_tree(
+  places: Sequence[Sequence[int]], tree: Any, values: Sequence[Sequence]
+) -> Any:
+  """Arranges one value per compressible leaf in a tree like `tree`.
+
+  Args:
+    places: Indices of the compressible leaves of some or all plans.
+    tree: Parameters or gradients.
+    values: For each plan, one value per compressible leaf.
+
+  Returns:
+    The tree, with `optax.MaskedNode` in place of leaves without a value.
+  """
+  structure = jax.tree.structure(tree)
+  slots: list[Any] = [optax.MaskedNode()] * structure.num_leaves
+  for own_places, own in zip(places, values, strict=True):
+    for place, value in zip(own_places, own, strict=True):
+      slots[place] = value
+  return jax.tree.unflatten(structure, slots)
+
+
+def from_tree(places: Sequence[Sequence[int]], tree: Any) -> list[list[Any]]:
+  """Returns the values that `as_tree` arranged; empty lists if there are none.
+
+  Args:
+    places: As for `as_tree`.
+    tree: Its result, or an empty tree.
+  """
+  values = jax.tree.leaves(tree)
+  if not values:
+    return [[] for _ in places]
+  in_order = sorted(place for own in places for place in own)
+  by_place = dict(zip(in_order, values, strict=True))
+  return [[by_place[place] for place in own] for own in places]

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from edgc_jax import validation
 from edgc_jax.comm import averages
@@ -43,9 +42,22 @@ class Layout(NamedTuple):
 
   factored: tuple[int, ...]  # leaves sent as factors
   columns: tuple[int, ...]  # columns of the factors of each `factored` leaf
+  encoded: tuple[int, ...]  # leaves sent dense, in the plan's code
+  exact: tuple[int, ...]  # leaves sent dense in float32
+
+
+class Group(NamedTuple):
+  """Rungs at which the same leaves are sent as factors.
+
+  They share all computation, and differ in the length of what is sent.
+  """
+
+  factored: tuple[int, ...]  # leaves sent as factors
   widths: tuple[int, ...]  # most columns of one matrix of each such leaf
   encoded: tuple[int, ...]  # leaves sent dense, in the plan's code
   exact: tuple[int, ...]  # leaves sent dense in float32
+  layouts: tuple[Layout, ...]  # different ones, by rising rung
+  by_rung: tuple[int, ...]  # index into `layouts`; -1 for rungs of other groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +66,14 @@ class Plan:
 
   Attributes:
     leaves: The leaves exchanged together, in tree order.
-    ladder: The ranks that may be used, 0 for dense; each is compiled.
+    ladder: The ranks that may be used, 0 for dense.
     min_ratio: Least m n / (r (m + n)) at which factors are sent.
     positions: Index of each leaf in the whole gradient.
     spread: Largest ratio of a matrix's rank to the rung's rank; 1 if all
       matrices have the rank of the rung.
     code: Encoding of values on the wire; None is float32.
+    first_rung: The first rung that can be in use; those before it are not
+      compiled.
   """
 
   leaves: tuple[Leaf, ...]
@@ -68,6 +82,7 @@ class Plan:
   positions: tuple[int, ...]
   spread: int = 1
   code: Bfloat16 | NativeBfloat16 | None = None
+  first_rung: int = 0
 
   def columns(self, leaf: Leaf, rank: int) -> int:
     """Returns the columns of a leaf's factors at a rung's rank; 0 if dense.
@@ -111,6 +126,11 @@ class Plan:
   def slots(self) -> dict[int, int]:
     """Position of each compressible leaf among them, by its index."""
     return {leaf: slot for slot, leaf in enumerate(self.compressible)}
+
+  @functools.cached_property
+  def places(self) -> tuple[int, ...]:
+    """Index in the whole gradient of each compressible leaf."""
+    return tuple(self.positions[i] for i in self.compressible)
 
   @functools.cached_property
   def matrices(self) -> tuple[Leaf, ...]:
@@ -171,6 +191,16 @@ class Plan:
     """The layout of every rung; rungs that send the same have equal ones."""
     return tuple(self._layout(rank) for rank in self.ladder)
 
+  @functools.cached_property
+  def groups(self) -> tuple[Group, ...]:
+    """The groups of the rungs that can be in use, each compiled once."""
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rung in range(self.first_rung, len(self.ladder)):
+      members.setdefault(self.layouts[rung].factored, []).append(rung)
+    return tuple(
+      self._group(factored, rungs) for factored, rungs in members.items()
+    )
+
   def by_leaf(self, values: jax.Array) -> list[jax.Array]:
     """Splits an array over matrices [K, ...] into one array per leaf."""
     counts = [self.leaves[i].view.count for i in self.compressible]
@@ -184,7 +214,9 @@ class Plan:
       for rank in self.ladder
       if rank in (0, least) or self.sends_factors(rank)
     ]
-    return dataclasses.replace(self, ladder=tuple(kept))
+    # A fixed schedule of ranks is dense where it names a rank that is dropped.
+    first = self.first_rung if len(kept) == len(self.ladder) else 0
+    return dataclasses.replace(self, ladder=tuple(kept), first_rung=first)
 
   @property
   def dense_bytes(self) -> int:
@@ -228,14 +260,13 @@ class Plan:
   def wire_bytes(self, rank: int, replicas: int = 1) -> int:
     """Predicts the bytes that one exchange sends at this rank.
 
+    Counts k r (m + n) values for each leaf sent as factors, each dense leaf,
+    and 17 values per matrix to measure its error. A value has 4 bytes, or fewer
+    if it is encoded; the 17 never are.
+
     Args:
       rank: Columns of the factors; 0 for dense.
       replicas: Encoded values are padded to as many equal parts.
-
-    Returns:
-      The bytes of k r (m + n) values for each leaf sent as factors, of each
-      dense leaf, and of 17 values per matrix to measure its error. A value has
-      4 bytes, or fewer if it is encoded; the 17 never are.
     """
     return self._bytes_of([self._layout(rank)], replicas)[0]
 
@@ -272,9 +303,26 @@ class Plan:
     return Layout(
       tuple(factored),
       tuple(columns[i] for i in factored),
-      tuple(self.limit(self.leaves[i], rank) for i in factored),
       tuple(i for i in dense if self.is_encoded(self.leaves[i])),
       tuple(i for i in dense if not self.is_encoded(self.leaves[i])),
+    )
+
+  def _group(self, factored: tuple[int, ...], rungs: Sequence[int]) -> Group:
+    layouts = list(dict.fromkeys(self.layouts[rung] for rung in rungs))
+    ranks = [self.ladder[rung] for rung in rungs]
+    by_rung = [
+      layouts.index(layout) if rung in rungs else -1
+      for rung, layout in enumerate(self.layouts)
+    ]
+    return Group(
+      factored,
+      tuple(
+        max(self.limit(self.leaves[i], r) for r in ranks) for i in factored
+      ),
+      layouts[0].encoded,
+      layouts[0].exact,
+      tuple(layouts),
+      tuple(by_rung),
     )
 
   def _by_rung_and_matrix(
@@ -328,13 +376,8 @@ def by_exchange(plan: Plan) -> tuple[Plan, ...]:
 
   A stage sends its own leaves once its backward pass is done. The other leaves
   wait for stage 0, and are sent at its rung. Both plans have the ladder of the
-  first, so that a rung means the same rank in both.
-
-  Args:
-    plan: The plan of all leaves.
-
-  Returns:
-    The plan of the stage's own leaves and, if there are others, their plan.
+  first, so that a rung means the same rank in both. Without other leaves there
+  is one plan.
   """
   is_own = [leaf.placement == "own" for leaf in plan.leaves]
   own = _subset(plan, [i for i, flag in enumerate(is_own) if flag])
@@ -342,7 +385,9 @@ def by_exchange(plan: Plan) -> tuple[Plan, ...]:
   rest = _subset(plan, [i for i, flag in enumerate(is_own) if not flag])
   if not rest.leaves:
     return (own,)
-  return own, dataclasses.replace(rest, ladder=own.ladder, spread=1)
+  return own, dataclasses.replace(
+    rest, ladder=own.ladder, first_rung=own.first_rung, spread=1
+  )
 
 
 def _subset(plan: Plan, members: Sequence[int]) -> Plan:
@@ -352,39 +397,3 @@ def _subset(plan: Plan, members: Sequence[int]) -> Plan:
     leaves=tuple(plan.leaves[i] for i in members),
     positions=tuple(plan.positions[i] for i in members),
   )
-
-
-def as_tree(
-  plans: Sequence[Plan], tree: Any, values: Sequence[Sequence]
-) -> Any:
-  """Arranges one value per compressible leaf in a tree like `tree`.
-
-  Args:
-    plans: Plans of some or all leaves.
-    tree: Parameters or gradients.
-    values: For each plan, one value per compressible leaf.
-
-  Returns:
-    The tree, with `optax.MaskedNode` in place of leaves without a value.
-  """
-  structure = jax.tree.structure(tree)
-  slots: list[Any] = [optax.MaskedNode()] * structure.num_leaves
-  for plan, own in zip(plans, values, strict=True):
-    for i, value in zip(plan.compressible, own, strict=True):
-      slots[plan.positions[i]] = value
-  return jax.tree.unflatten(structure, slots)
-
-
-def from_tree(plans: Sequence[Plan], tree: Any) -> list[list[Any]]:
-  """Returns the values that `as_tree` arranged; empty lists if there are none.
-
-  Args:
-    plans: The plans passed to `as_tree`.
-    tree: Its result, or an empty tree.
-  """
-  values = jax.tree.leaves(tree)
-  if not values:
-    return [[] for _ in plans]
-  places = sorted(p.positions[i] for p in plans for i in p.compressible)
-  by_place = dict(zip(places, values, strict=True))
-  return [[by_place[p.positions[i]] for i in p.compressible] for p in plans]

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from edgc_jax import validation
@@ -38,8 +37,7 @@ from edgc_jax.pipeline.gradients import (
   require_stages,
 )
 from edgc_jax.pipeline.stages import Stages
-from edgc_jax.plan import leaves as leaf_checks
-from edgc_jax.plan import plan as plans_of
+from edgc_jax.plan import leaves as leaves_of
 from edgc_jax.plan.ladder import warn_if_nothing_saves
 from edgc_jax.plan.leaves import (
   ViewFn,
@@ -110,7 +108,7 @@ class Reducer:
     """Returns the state before the first step."""
     plan = self.plan_for(params)
     warn_if_nothing_saves(plan)
-    leaf_checks.warn_of_dtypes(plan.leaves)
+    leaves_of.warn_of_dtypes(plan.leaves)
     plans = by_exchange(plan)
     policy = self.policy_for(plans[0])
     factors = [low_rank.init_factors(part, self.seed) for part in plans]
@@ -172,8 +170,8 @@ class Reducer:
     cpu_backend.prepare()
     plan = self.plan_for(updates)  # raises if a leaf is not real floating
     gradients = jax.tree.leaves(updates)
-    leaf_checks.require_same_leaves(updates, state.stats.matrices.rank)
-    leaf_checks.require_local(gradients, plan.leaves, self.axis_name)
+    leaves_of.require_same_leaves(updates, state.stats.matrices.rank)
+    leaves_of.require_local(gradients, plan.leaves, self.axis_name)
     if self.stage_axis:
       leaves = None if params is None else jax.tree.leaves(params)
       require_stages(gradients, plan.leaves, leaves, self.stage_axis)
@@ -205,20 +203,21 @@ class Reducer:
   ) -> list[Exchange]:
     """Exchanges the stage's own leaves, then the others; with feedback."""
     key = jax.random.fold_in(jax.random.key(self.seed), step.count)
-    gradients = dataflow.in_turn(step.own, choice.last)
-    ranks, results = choice.ranks, []
+    gradients, ranks, earlier = step.own, choice.ranks, choice.last
+    results = []
     for i, plan in enumerate(step.plans):
-      matrices = error_feedback.add_residual(plan, gradients, residuals[i])
       result = self.exchange(
         plan,
         (choice.rung, choice.lead_rung)[i],
-        matrices,
+        gradients,
+        residuals[i],
         factors[i],
         jax.random.fold_in(key, i),
         self.axis_name,
         ranks,
+        earlier,
       )
-      results.append(error_feedback.keep_error(plan, gradients, result))
+      results.append(result)
       if i == 0 and (len(step.plans) > 1 or step.late_updates is not None):
         late = late_gradients(
           step.updates,
@@ -229,7 +228,7 @@ class Reducer:
           self.stage_axis,
         )
         gradients = [late[place] for place in step.plans[-1].positions]
-        ranks = None
+        ranks, earlier = None, ()
     return results
 
   def _agree(
@@ -261,22 +260,24 @@ class Reducer:
     residuals: Sequence[list[jax.Array]],
   ) -> tuple[optax.Updates, ExchangeState]:
     """Returns updates, Q and residuals; zeros and the old ones if not ok."""
-    # An exchange returns zeros if it was not finite itself; with several
+    new = [[r.averaged, r.factors, r.residual] for r in results]
+    # An exchange keeps the old state if it was not finite itself; with several
     # exchanges or stages, another one may not have been.
-    is_alone = len(results) == 1 and not self.stage_axis
+    if len(results) > 1 or self.stage_axis:
+      old = [
+        [jax.tree.map(jnp.zeros_like, r.averaged), q, e]
+        for r, q, e in zip(results, factors, residuals, strict=True)
+      ]
+      new = jax.tree.map(lambda n, o: jnp.where(agreed.ok, n, o), new, old)
     averaged, structure = jax.tree.flatten(step.updates)
-    for plan, result in zip(step.plans, results, strict=True):
-      for i, mean in zip(plan.positions, result.averaged, strict=True):
-        zero = jnp.zeros_like(mean)
-        averaged[i] = mean if is_alone else jnp.where(agreed.ok, mean, zero)
-    keep = lambda new, old: jax.tree.map(  # noqa: E731
-      lambda n, o: jnp.where(agreed.ok, n, o), new, old
-    )
+    for plan, (means, _, _) in zip(step.plans, new, strict=True):
+      for i, mean in zip(plan.positions, means, strict=True):
+        averaged[i] = mean
     kept = _exchange_state(
       step.plans,
       step.updates,
-      keep([result.factors for result in results], factors),
-      keep([result.residual for result in results], residuals),
+      [factors for _, factors, _ in new],
+      [residual for _, _, residual in new],
     )
     return jax.tree.unflatten(structure, averaged), kept
 
@@ -293,26 +294,22 @@ class Reducer:
     measured = [measurement_of(result) for result in results]
     # The policy sums over steps, whose units differ.
     squared = jnp.square(results[0].unit)
-    own = jax.tree.map(lambda x: x * squared, measured[0])
+    lost, columns = measured[0]
+    own = measured[0]._replace(lost=lost * squared, columns=columns * squared)
     control = step.policy.observe(choice, own, agreed.ok)
     report = step.policy.report(control)
-    by_rung = lambda table, rung: jnp.asarray(table)[rung]  # noqa: E731
-    ranks = [
-      by_rung(plan.uniform_ranks, rung)
-      for plan, rung in zip(plans, rungs, strict=False)
-    ]
+    replicas = collectives.num_devices(self.axis_name)
+    ranks, sent = [], choice.wire_bytes + agreed.wire_bytes
+    for plan, rung in zip(plans, rungs, strict=False):
+      ranks.append(jnp.asarray(plan.uniform_ranks)[rung])
+      sent += jnp.asarray(plan.wire_bytes_by_rung(replicas))[rung]
     if choice.ranks is not None:
       ranks[0] = choice.ranks
     errors = [m.lost_share for m in measured]
-    replicas = collectives.num_devices(self.axis_name)
-    sent = sum(
-      by_rung(plan.wire_bytes_by_rung(replicas), rung)
-      for plan, rung in zip(plans, rungs, strict=False)
-    )
     account = Account(
-      rank=by_rung(np.array(plans[0].ladder, np.int32), choice.rung),
+      rank=jnp.array(plans[0].ladder, jnp.int32)[choice.rung],
       rung=choice.rung,
-      wire_bytes=sent + choice.wire_bytes + agreed.wire_bytes,
+      wire_bytes=sent,
       **total_energies(results, measured),
       is_finite=agreed.is_finite,
       report=report,
@@ -372,10 +369,10 @@ def _exchange_state(
   residuals: Sequence[Sequence[jax.Array]],
 ) -> ExchangeState:
   """Arranges factors and residuals in trees like the parameters."""
-  plan = plans[0]
+  plan, places = plans[0], [plan.places for plan in plans]
   return ExchangeState(
-    plans_of.as_tree(plans, tree, factors) if plan.has_factors else (),
-    plans_of.as_tree(plans, tree, residuals) if plan.has_residual else (),
+    leaves_of.as_tree(places, tree, factors) if plan.has_factors else (),
+    leaves_of.as_tree(places, tree, residuals) if plan.has_residual else (),
   )
 
 
@@ -387,10 +384,11 @@ def _carried(
   Raises:
     ValueError: if an array has another shape than the state of one replica.
   """
-  factors = plans_of.from_tree(plans, state.factor_q)
-  residuals = plans_of.from_tree(plans, state.residual)
+  places = [plan.places for plan in plans]
+  factors = leaves_of.from_tree(places, state.factor_q)
+  residuals = leaves_of.from_tree(places, state.residual)
   for plan, q, e in zip(plans, factors, residuals, strict=True):
-    leaf_checks.require_shapes(
+    leaves_of.require_shapes(
       [plan.leaves[i] for i in plan.compressible], e, q, plan.factor_shapes
     )
   return factors, residuals

@@ -165,7 +165,10 @@ def edgc(
     whole = make_plan(tree, (0,), min_ratio, code=code, **how)
     ranks = ladder.given or ladder.ranks_on_link(by_exchange(whole)[0])
     whole = dataclasses.replace(whole, ladder=ranks, spread=allocation.spread)
-    return whole.without_idle_ranks()
+    whole = whole.without_idle_ranks()
+    # Only a dense warm-up, or the slack of a stage, leads to dense.
+    never_dense = any(whole.ladder) and rule.warmup_rank and not is_aligned
+    return dataclasses.replace(whole, first_rung=1 if never_dense else 0)
 
   def policy_for(plan: Plan) -> Policy:
     if not any(plan.ladder):

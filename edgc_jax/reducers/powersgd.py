@@ -123,6 +123,8 @@ def powersgd(
   code = code_of(wire_dtype)
   ranks = sorted(set(schedule.values()))
   ladder = tuple(ranks) if len(ranks) == 1 else (0, *filter(None, ranks))
+  # Dense is the first rung also of a schedule without it.
+  first_rung = int(len(ranks) > 1 and 0 not in ranks)
 
   def policy_for(plan: Plan) -> FixedPolicy:
     # A rank that is not in the ladder compresses nothing: it is dense.
@@ -131,7 +133,13 @@ def powersgd(
 
   return make_reducer(
     axis_name,
-    functools.partial(make_plan, ladder=ladder, min_ratio=min_ratio, code=code),
+    functools.partial(
+      make_plan,
+      ladder=ladder,
+      min_ratio=min_ratio,
+      code=code,
+      first_rung=first_rung,
+    ),
     policy_for,
     seed=seed,
     matrix_view=matrix_view,

@@ -10,7 +10,7 @@ import optax
 
 from edgc_jax.adaptation.policy import Report
 from edgc_jax.compression.base import Exchange
-from edgc_jax.plan import plan as plans_of
+from edgc_jax.plan import leaves as leaves_of
 from edgc_jax.plan.leaves import Measurement, share
 from edgc_jax.plan.plan import Plan
 
@@ -127,9 +127,8 @@ def next_stats(old: Stats, account: Account, count: jax.Array) -> Stats:
   is_measured = (
     account.is_finite & jnp.isfinite(lost_share) & jnp.isfinite(norm)
   )
-  keep = lambda new, old: jax.tree.map(  # noqa: E731
-    lambda n, o: jnp.where(is_measured, n, o), new, old
-  )
+  pick = functools.partial(jnp.where, is_measured)
+  keep = functools.partial(jax.tree.map, pick)
   # mean' = mean + (bytes - mean) / steps
   more = (account.wire_bytes - old.mean_wire_bytes) / (count + 1)
   return Stats(
@@ -167,20 +166,20 @@ def total_energies(
 ) -> dict[str, jax.Array]:
   """Sums energies over all exchanges, in their largest unit squared."""
   unit = jnp.max(jnp.stack([result.unit for result in results]))
-
-  def total(squares: Sequence[Sequence[jax.Array]]) -> jax.Array:
-    return sum(
-      jnp.sum(x) * jnp.square(result.unit / unit)
-      for result, own in zip(results, squares, strict=True)
-      for x in own
-    )
-
-  return {
-    "lost": total([[m.lost] for m in measured]),
-    "energy": total([[m.energy] for m in measured]),
-    "residual_energy": total([result.residual_energy for result in results]),
-    "unit": unit,
+  squared = [jnp.square(result.unit / unit) for result in results]
+  energies = {
+    "lost": [m.lost for m in measured],
+    "energy": [m.energy for m in measured],
+    "residual_energy": [
+      sum([jnp.sum(x) for x in result.residual_energy], 0.0 * unit)
+      for result in results
+    ],
   }
+  totals = {
+    name: sum([jnp.sum(x) * s for x, s in zip(own, squared, strict=True)])
+    for name, own in energies.items()
+  }
+  return {**totals, "unit": unit}
 
 
 def matrix_stats(
@@ -191,20 +190,19 @@ def matrix_stats(
   errors: Sequence[jax.Array],
 ) -> MatrixStats:
   """Splits arrays over the matrices of each plan into trees like `tree`."""
-
-  def as_tree(values: Sequence[jax.Array]) -> Any:
-    parts = plans[: len(values)]
-    by_leaf = [p.by_leaf(v) for p, v in zip(parts, values, strict=True)]
-    return plans_of.as_tree(parts, tree, by_leaf)
-
-  is_measured = report.matrix_entropy is not None
+  values = MatrixStats(
+    [report.matrix_entropy], ranks, errors, [report.matrix_predicted_error]
+  )
+  by_leaf = [
+    [p.by_leaf(v) for p, v in zip(plans, own, strict=False) if v is not None]
+    for own in values
+  ]
+  places = [plan.places for plan in plans]
   return MatrixStats(
-    entropy=as_tree([report.matrix_entropy]) if is_measured else None,
-    rank=as_tree(ranks),
-    error=as_tree(errors),
-    predicted_error=as_tree([report.matrix_predicted_error])
-    if is_measured
-    else None,
+    *[
+      leaves_of.as_tree(places[: len(own)], tree, own) if own else None
+      for own in by_leaf
+    ]
   )
 
 

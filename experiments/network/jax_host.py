@@ -85,9 +85,10 @@ class JaxHost:
       dtype=np.int32,
     )[backend.rows(config.batch_size)]
     compiled = backend.compile_step(*state, config.batch_size)
-    sent = hlo.collectives_in_order(
-      compiled.as_text(), branch=int(config.reducer == "edgc")
-    )
+    text = compiled.as_text()
+    # The last rung is a rank; the first may be dense.
+    rungs = max(map(len, hlo.wire_bytes_by_rung(text)), default=1)
+    sent = hlo.collectives_in_order(text, rungs - 1)
 
     def step() -> dict[str, jax.Array]:
       nonlocal state

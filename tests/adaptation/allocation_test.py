@@ -52,7 +52,41 @@ def spectra(random, num, width):
   return size * decay ** np.arange(width)
 
 
+def one_by_one(gains, sides, budgets, floor):
+  """Takes column after column in the order of gain per price."""
+  gains = np.asarray(gains, np.float32)
+  gains = np.minimum.accumulate(gains / gains.max(), axis=1)
+  share = np.float32(sides) / np.maximum(np.float32(budgets), 1)
+  found = []
+  for price in allocation._PRICES:
+    cost = price * share[:, 0] + (1 - price) * share[:, 1]
+    score = gains / cost[:, None]
+    ranks = np.full(len(gains), floor)
+    left = budgets - ranks @ sides
+    for place in np.argsort(-score.T.ravel(), kind="stable"):
+      column, i = divmod(place, len(gains))
+      if column >= floor and gains[i, column] > 0 and all(sides[i] <= left):
+        left, ranks[i] = left - sides[i], ranks[i] + 1
+    found.append((removed(gains, ranks), ranks))
+  return max(found, key=lambda x: x[0])[1]
+
+
 class AllocateTest(parameterized.TestCase):
+  @parameterized.parameters(*range(10))
+  def test_whole_runs_of_columns_are_as_one_column_after_the_other(self, seed):
+    random = np.random.default_rng(100 + seed)
+    gains = spectra(random, 25, 16)
+    sides = random.choice([8, 24, 32, 96], (25, 2))
+    floor, rank = int(random.integers(3)), int(random.integers(4, 12))
+    budgets = rank * sides.sum(axis=0)
+    expected = one_by_one(gains, sides, budgets, floor)
+    ranks = allocate(gains, sides, budgets, floor)
+    self.assertTrue(np.all(ranks @ sides <= budgets))
+    # Prices that remove as much, up to rounding, may leave other ranks.
+    self.assertAlmostEqual(
+      removed(gains, ranks) / removed(gains, expected), 1, places=6
+    )
+
   @parameterized.product(seed=[*range(6)], floor=[0, 1])
   def test_best_up_to_a_column(self, seed, floor):
     """With one shape of matrix there is one budget, and Lagrange is exact."""

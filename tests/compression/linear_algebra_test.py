@@ -9,14 +9,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from edgc_jax.compression import linear_algebra
-from edgc_jax.compression.linear_algebra import (
-  orthonormalize,
-  revive,
-  unit_columns,
-)
 
 ROWS, COLS = 200, 24
-UNIT = jnp.ones(())
 
 
 def spectrum(values, seed=0):
@@ -54,10 +48,21 @@ INPUTS = {
 }
 
 
+@jax.jit
+def orthonormalize(y):
+  """Returns the basis of [m, r] as columns, and the shares."""
+  basis = linear_algebra.orthonormalize(y.T)
+  return basis.rows.T, basis.shares
+
+
+@jax.jit
+def unit_columns(y):
+  return linear_algebra.unit_columns(y.T).T
+
+
 def basis_of(y):
   """Returns columns and shares of one matrix as float64."""
-  basis = jax.jit(orthonormalize)([jnp.asarray(y, jnp.float32)[None]])
-  return np.float64(basis.columns[0][0]), np.float64(basis.shares[0][0])
+  return tuple(map(np.float64, orthonormalize(jnp.asarray(y, jnp.float32))))
 
 
 class OrthonormalizeTest(parameterized.TestCase):
@@ -115,107 +120,64 @@ class OrthonormalizeTest(parameterized.TestCase):
     random = np.random.default_rng(rows)
     column = random.choice(np.float32(values), rows)
     for scales in (np.ones(32), random.choice(np.float32(values), 32)):
-      y = jnp.asarray(np.outer(column, scales), jnp.float32)[None]
-      chex.assert_tree_all_finite((orthonormalize([y]), unit_columns([y])))
-      p = np.float64(orthonormalize([y]).columns[0][0])
+      y = jnp.asarray(np.outer(column, scales), jnp.float32)
+      chex.assert_tree_all_finite((orthonormalize(y), unit_columns(y)))
+      p, _ = basis_of(y)
       first = np.flatnonzero(scales)[0]
       self.assertAlmostEqual(np.linalg.norm(p[:, first]), 1, places=5)
 
-  def test_a_matrix_that_cannot_be_factorised_gives_no_basis(self):
-    """The others still have theirs."""
-    bad = jnp.full((1, 40, 4), jnp.nan)
-    good = jnp.asarray(gaussian()[None], jnp.float32)
-    columns, _ = orthonormalize([bad, good])
-    alone, _ = orthonormalize([good])
-    np.testing.assert_allclose(columns[1], alone[0], atol=1e-6)
-
   def test_a_failed_factorisation_gives_zeros(self):
-    y = jnp.ones((1, 40, 4))
+    y = jnp.ones((40, 4))
     with mock.patch.object(linear_algebra, "_SHIFT", -1.0):
-      columns, shares = orthonormalize([y])
-    np.testing.assert_array_equal(columns[0], 0.0)
-    np.testing.assert_array_equal(shares[0], 0.0)
+      columns, shares = orthonormalize.__wrapped__(y)
+    np.testing.assert_array_equal(columns, 0.0)
+    np.testing.assert_array_equal(shares, 0.0)
 
   def test_iterated_columns_come_sorted_by_energy(self):
     """Orthogonal iteration: column i tends to the i-th singular vector."""
     values = np.logspace(0, -2, COLS)
-    m = jnp.asarray(spectrum(values), jnp.float32)[None]
-    q = [jnp.asarray(gaussian()[:COLS], jnp.float32)[None]]
-    step = jax.jit(lambda q: orthonormalize([m @ unit_columns(q)[0]]).columns)
+    m = jnp.asarray(spectrum(values), jnp.float32)
+    q = jnp.asarray(gaussian()[:COLS], jnp.float32)
     for _ in range(20):
-      p = step(q)
-      q = [jnp.swapaxes(m, 1, 2) @ p[0]]
-    held = np.linalg.norm(np.asarray(q[0][0]), axis=0)
+      p, _ = orthonormalize(m @ unit_columns(q))
+      q = m.T @ p
+    held = np.linalg.norm(q, axis=0)
     np.testing.assert_allclose(held, values, rtol=0.02)
 
-  def test_batches_of_many_shapes(self):
-    stacks = [
-      jnp.asarray(np.random.default_rng(i).standard_normal(shape), jnp.float32)
-      for i, shape in enumerate(((2, 30, 4), (1, 50, 4), (3, 20, 7), (1, 9, 1)))
-    ]
-    columns, shares = orthonormalize(stacks)
-    chex.assert_trees_all_equal_shapes(columns, stacks)
-    alone = [orthonormalize([y]) for y in stacks]
-    chex.assert_trees_all_close(
-      columns, [one.columns[0] for one in alone], rtol=0, atol=1e-5
+  def test_a_batch_has_the_bases_of_its_matrices(self):
+    """Accelerators compute all matrices of a stack at once."""
+    rows = jnp.asarray(
+      [gaussian(0).T, spectrum(np.logspace(0, -4, COLS)).T, gaussian(1).T],
+      jnp.float32,
     )
-    chex.assert_trees_all_close(
-      shares, [one.shares[0] for one in alone], rtol=1e-5
-    )
+    together = jax.vmap(linear_algebra.orthonormalize)(rows)
+    alone = jax.lax.map(linear_algebra.orthonormalize, rows)
+    chex.assert_trees_all_close(together, alone, rtol=1e-5, atol=1e-5)
 
   def test_later_passes_are_needed(self):
     """One pass alone is far from orthonormal on a conditioned input."""
-    y = jnp.asarray(spectrum(np.logspace(0, -2.9, COLS)), jnp.float32)[None]
-    once = np.asarray(unit_columns([y])[0][0], np.float64)
+    y = jnp.asarray(spectrum(np.logspace(0, -2.9, COLS)), jnp.float32)
+    once = np.float64(unit_columns(y))
     self.assertGreater(np.abs(once.T @ once - np.eye(COLS)).max(), 1e-4)
 
-
-class ReviveTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.q = jnp.asarray(gaussian(), jnp.float32)[None]
-    self.key = jax.random.key(0)
-
-  def test_keeps_columns_that_are_new_enough(self):
-    shares = jnp.full((1, COLS), 0.01)
-    (q,) = revive([self.q], [shares], self.key, UNIT)
-    np.testing.assert_array_equal(q, self.q)
-
-  def test_is_continuous_at_the_threshold(self):
-    below = jnp.full((1, COLS), 0.01 * (1 - 1e-4))
-    (q,) = revive([self.q], [below], self.key, UNIT)
-    self.assertBetween(np.abs(q - self.q).max(), 1e-12, 1e-6)
-
-  @parameterized.parameters("zeros", "copies", "noise")
-  def test_dead_columns_get_new_directions(self, dead):
-    half = COLS // 2
-    column = self.q[:, :, :1]
-    last = {
-      "zeros": jnp.zeros_like(column),
-      "copies": column,
-      "noise": column * (1 + 1e-7 * self.q[:, :, half:]),
-    }[dead]
-    q = jnp.concatenate(
-      [self.q[:, :, :half], jnp.broadcast_to(last, (1, ROWS, COLS - half))], 2
-    )
-    found = orthonormalize([q]).shares[0]
-    self.assertLess(np.max(found[0, half:]), 1e-5, "they are dead")
-    shares = jnp.where(jnp.arange(COLS)[None] < half, 1.0, 0.0)
-    q = revive([q], [shares], self.key, UNIT)
-    p, shares = orthonormalize(unit_columns(q))
-    np.testing.assert_array_less(1e-3, shares[0])
-    gram = np.asarray(p[0][0]).T @ np.asarray(p[0][0])
-    np.testing.assert_allclose(gram, np.eye(COLS), 0, 2e-6)
-
-  def test_directions_change_with_the_key(self):
-    zeros, shares = jnp.zeros_like(self.q), jnp.zeros((1, COLS))
-    first, second = (
-      np.asarray(revive([zeros], [shares], jax.random.key(i), UNIT)[0][0])
-      for i in range(2)
-    )
-    unit = lambda q: q / np.linalg.norm(q, axis=0)  # noqa: E731
-    overlap = np.abs(np.sum(unit(first) * unit(second), axis=0))
-    self.assertLess(overlap.max(), 0.5)
+  @parameterized.parameters(0.9, 0.5, 0.2, 0.11)
+  def test_the_third_pass_changes_roundings_only(self, share):
+    """Two passes are enough for shares above the threshold."""
+    random = np.random.default_rng(0)
+    base, _ = np.linalg.qr(random.standard_normal((ROWS, COLS)))
+    y = base + 0.0
+    y[:, 1:] = np.sqrt(1 - share**2) * base[:, :1] + share * base[:, 1:]
+    bases = []
+    for clear in (0.0, 1.0):  # two passes, three
+      with mock.patch.object(linear_algebra, "_CLEAR", clear):
+        bases.append(
+          np.float64(
+            linear_algebra.orthonormalize(jnp.asarray(y.T, jnp.float32)).rows
+          )
+        )
+    gram = bases[0] @ bases[0].T
+    np.testing.assert_allclose(gram, np.eye(COLS), rtol=0, atol=2e-6)
+    self.assertLess(np.abs(bases[1] - bases[0]).max(), 1e-6)
 
 
 if __name__ == "__main__":

@@ -152,7 +152,9 @@ class RankChangeTest(parameterized.TestCase):
       warmup_steps=1000,
       min_ratio=0,
       sampling=edgc_jax.Sampling(step_rate=1.0),
-      rule=edgc_jax.RankRule(rank_multiple=8, max_rank_step=8),
+      rule=edgc_jax.RankRule(
+        rank_multiple=8, max_rank_step=8, warmup_rank=None
+      ),
       allocation=edgc_jax.Allocation(granularity="stage"),
     )
     self.run_ = Pmap(tx, PARAMS)

@@ -1,6 +1,7 @@
 """A replica whose products round differently applies the same updates."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from helpers.mixed_hosts_worker import MOVING
 from jax.extend import core
 
 import edgc_jax
+from edgc_jax.compression import low_rank
 
 LEVEL = 1e-7
 ROUNDS = ("cholesky", "dot_general", "triangular_solve")
@@ -45,6 +47,10 @@ def evaluate(program, consts, *args):
         for branch in params["branches"]
       ]
       outputs = jax.lax.switch(inputs[0], branches, *inputs[1:])
+    elif name == "scan":
+      outputs = _scan(params, inputs)
+    elif name == "while":
+      outputs = _while(params, inputs)
     elif name in CALLS:
       inner = params["jaxpr"]
       outputs = evaluate(inner.jaxpr, inner.consts, *inputs)
@@ -62,6 +68,39 @@ def evaluate(program, consts, *args):
       ]
     values |= zip(equation.outvars, outputs, strict=True)
   return [_read(x, values) for x in program.outvars]
+
+
+def _scan(params, inputs):
+  """Evaluates a loop of fixed length, with noise in its products."""
+  fixed, carried = params["num_consts"], params["num_carry"]
+  consts, init, xs = (
+    inputs[:fixed],
+    inputs[fixed : fixed + carried],
+    inputs[fixed + carried :],
+  )
+
+  def step(carry, x):
+    body = params["jaxpr"]
+    outputs = evaluate(body.jaxpr, body.consts, *consts, *carry, *x)
+    return outputs[:carried], outputs[carried:]
+
+  carry, ys = jax.lax.scan(
+    step, init, xs, length=params["length"], reverse=params["reverse"]
+  )
+  return [*carry, *ys]
+
+
+def _while(params, inputs):
+  """Evaluates another loop, with noise in its products."""
+  first, second = params["cond_nconsts"], params["body_nconsts"]
+  test_consts, rest = inputs[:first], inputs[first:]
+  body_consts, init = rest[:second], rest[second:]
+  test, body = params["cond_jaxpr"], params["body_jaxpr"]
+  return jax.lax.while_loop(
+    lambda c: evaluate(test.jaxpr, test.consts, *test_consts, *c)[0],
+    lambda c: evaluate(body.jaxpr, body.consts, *body_consts, *c),
+    init,
+  )
 
 
 def _read(x, values):
@@ -120,7 +159,9 @@ GRADIENTS = {
 
 
 class RoundingTest(parameterized.TestCase):
-  @parameterized.product(kind=list(GRADIENTS), reducer=["powersgd", "edgc"])
+  @parameterized.product(
+    kind=list(GRADIENTS), reducer=["powersgd", "edgc", "edgc_in_classes"]
+  )
   def test_updates_agree_and_nothing_is_lost(self, kind, reducer):
     run = _run_of(reducer)
     run.state, owed = run.first_state, jax.tree.map(jnp.zeros_like, PARAMS)
@@ -155,7 +196,11 @@ def _run_of(reducer):
   """Returns a run, compiled once for all kinds of gradients."""
   if reducer == "powersgd":
     return Noisy(edgc_jax.powersgd(16, min_ratio=0), PARAMS)
-  return Noisy(edgc(**(MOVING | {"min_ratio": 0})), PARAMS)
+  run = Noisy(edgc(**(MOVING | {"min_ratio": 0})), PARAMS)
+  if reducer == "edgc_in_classes":
+    with mock.patch.object(low_rank, "_SMALL", 0):
+      run.step(GRADIENTS["white"](0))  # compiles
+  return run
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ def sketch_of(arrays, seed):
   stack, p, q = arrays
   signs = linear_algebra.draw_signs(jax.random.key(seed), [stack])
   row = signs[0][0] @ stack
-  return linear_algebra.residual_sketches([row], [p], [q], signs)[0]
+  rows_p, rows_q = (jnp.swapaxes(x, 1, 2) for x in (p, q))
+  return linear_algebra.residual_sketches(row, rows_p, rows_q, signs[0])
 
 
 class SketchTest(parameterized.TestCase):

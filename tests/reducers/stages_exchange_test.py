@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 import edgc_jax
 from edgc_jax.adaptation import alignment
 from edgc_jax.comm import agreement
-from edgc_jax.compression import error_feedback, low_rank
+from edgc_jax.compression import low_rank
 from edgc_jax.measure import hlo
 from edgc_jax.plan import link_model
 from edgc_jax.plan.plan import by_exchange, make_plan
@@ -63,9 +63,7 @@ def exchange_alone(part):
   plan = plans()[part]
 
   def reduce(rung, leaves, residual, factors, key):
-    matrices = error_feedback.add_residual(plan, leaves, residual)
-    result = low_rank.exchange(plan, rung, matrices, factors, key, AXIS)
-    return error_feedback.keep_error(plan, leaves, result)
+    return low_rank.exchange(plan, rung, leaves, residual, factors, key, AXIS)
 
   return jax.jit(
     jax.vmap(reduce, in_axes=(None, 0, 0, None, None), axis_name=AXIS)
@@ -200,10 +198,8 @@ class WireTest(absltest.TestCase):
   def test_bytes_of_every_rung_of_both_exchanges(self):
     run = run_of("slack").restart()
     compiled = run.step_fn.lower(gradients(0), run.state, run.params).compile()
-    branches = hlo.wire_bytes_of_branches(compiled.as_text())
-    own, rest = (b for b in branches if len(b) == 5)
     self.assertCountEqual(
-      [own, rest],
+      hlo.wire_bytes_by_rung(compiled.as_text()),
       [[plan.wire_bytes(r) for r in plan.ladder] for plan in plans()],
     )
     shared = 4 * 40  # summed over the stages
@@ -216,11 +212,12 @@ class WireTest(absltest.TestCase):
     lowered = run.step_fn.lower(gradients(0), run.state, run.params)
     entry = lowered.compile().as_text()
     self.assertEqual(unordered(entry), [])
+    computations = hlo.computations_of(entry)
     entry = entry[entry.index("\nENTRY") :]
     over_stages = [[0, 2, 4, 6], [1, 3, 5, 7]]
     order = []
     for line in entry.splitlines():
-      if " conditional(" in line and line.count("%region") == 5:
+      if " conditional(" in line and hlo.rungs_of(line, computations):
         order.append("exchange")
       elif " all-reduce(" in line:
         order.append("stages" if hlo.groups_of(line) == over_stages else "all")
