@@ -48,7 +48,7 @@ def evaluate(program, consts, *args):
       ]
       outputs = jax.lax.switch(inputs[0], branches, *inputs[1:])
     elif name == "scan":
-      outputs = _scan(params, inputs)
+      outputs = _scan(equation, inputs)
     elif name == "while":
       outputs = _while(params, inputs)
     elif name in CALLS:
@@ -70,9 +70,16 @@ def evaluate(program, consts, *args):
   return [_read(x, values) for x in program.outvars]
 
 
-def _scan(params, inputs):
+def _scan(equation, inputs):
   """Evaluates a loop of fixed length, with noise in its products."""
-  fixed, carried = params["num_consts"], params["num_carry"]
+  params = equation.params
+  body = params["jaxpr"]
+  # The counts by shape, since their names differ between versions of JAX: only
+  # arrays that the loop iterates over have one axis more outside.
+  scanned = _more_axes(equation.invars, body.jaxpr.invars)
+  stacked = _more_axes(equation.outvars, body.jaxpr.outvars)
+  carried = len(equation.outvars) - stacked
+  fixed = len(inputs) - scanned - carried
   consts, init, xs = (
     inputs[:fixed],
     inputs[fixed : fixed + carried],
@@ -80,7 +87,6 @@ def _scan(params, inputs):
   )
 
   def step(carry, x):
-    body = params["jaxpr"]
     outputs = evaluate(body.jaxpr, body.consts, *consts, *carry, *x)
     return outputs[:carried], outputs[carried:]
 
@@ -88,6 +94,11 @@ def _scan(params, inputs):
     step, init, xs, length=params["length"], reverse=params["reverse"]
   )
   return [*carry, *ys]
+
+
+def _more_axes(outer, inner):
+  pairs = zip(outer, inner, strict=True)
+  return sum(x.aval.ndim > y.aval.ndim for x, y in pairs)
 
 
 def _while(params, inputs):
