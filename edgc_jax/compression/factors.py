@@ -42,9 +42,13 @@ class Stack(NamedTuple):
   ranks: jax.Array  # int32 [k]
   classes: tuple[int, ...]  # of width, rising; the last is the width of P and Q
 
-  def in_class(self, i: Any, branches: Sequence[Callable], *args: Any) -> Any:
-    """Runs the branch of the narrowest class that holds rank i."""
-    index = jnp.sum(self.ranks[i] > jnp.array(self.classes[:-1], jnp.int32))
+  def in_class(
+    self, rank: jax.Array, branches: Sequence[Callable], *args: Any
+  ) -> Any:
+    """Runs the branch of the narrowest class that holds a rank."""
+    if len(branches) == 1:
+      return branches[0](*args)
+    index = jnp.sum(rank > jnp.array(self.classes[:-1], jnp.int32))
     return jax.lax.switch(index, branches, *args)
 
 
@@ -112,7 +116,7 @@ def _in_classes(
     i, rows, gradient, residual, other = x
     # In memory once, whatever the number of classes.
     m = added(gradient, residual)
-    return stack.in_class(i, branches, rows, m, *other)
+    return stack.in_class(stack.ranks[i], branches, rows, m, *other)
 
   index = jnp.arange(len(factors))
   arrays = (index, factors, stack.gradient, stack.residual, other)
@@ -146,43 +150,16 @@ def map_matrices(
   Returns:
     The new gradients and residuals of each stack, [k, m, n].
   """
-  fixed = [j for j, stack in enumerate(stacks) if len(stack.classes) == 1]
-  new = {j: jax.vmap(multiply)(*factors[j]) for j in fixed}
-  for j in fixed:
-    (mean, sent), g, e = new[j], stacks[j].gradient, stacks[j].residual
-    new[j] = finish(mean, added(g, e) - sent, g, e)
-  for j, stack in enumerate(stacks):
-    if j not in new:
-      new[j] = _in_place(stack, factors[j], multiply, finish)
-  return [new[j] for j in range(len(stacks))]
-
-
-def _in_place(
-  stack: Stack,
-  factors: tuple,
-  multiply: Callable[..., Any],
-  finish: Callable[..., tuple[jax.Array, jax.Array]],
-) -> tuple[jax.Array, jax.Array]:
-  """Maps the factors of a stack with several classes, as `map_matrices`."""
-  branches = [
-    lambda rows, size=size: multiply(*[x[:size] for x in rows])
-    for size in stack.classes
-  ]
-
-  def step(i: jax.Array, carry: tuple) -> tuple[jax.Array, jax.Array]:
-    updates, residuals = carry
-    mean, sent = stack.in_class(i, branches, [x[i] for x in factors])
-    gradient, residual = stack.gradient[i], residuals[i]
-    left = added(gradient, residual) - sent
-    update, residual = finish(mean, left, gradient, residual)
-    return updates.at[i].set(update), residuals.at[i].set(residual)
-
-  shape, dtype = stack.gradient.shape, stack.gradient.dtype
-  # The updates have the type of the factors, which do not vary over replicas.
-  updates = jnp.zeros_like(factors[0], shape=shape, dtype=dtype)
-  if shape[0] == 1:
-    return step(0, (updates, stack.residual))
-  return jax.lax.fori_loop(0, shape[0], step, (updates, stack.residual))
+  settled = []
+  for stack, rows in zip(stacks, factors, strict=True):
+    branches = [
+      lambda rows, size=size: jax.vmap(multiply)(*[x[:, :size] for x in rows])
+      for size in stack.classes
+    ]
+    mean, sent = stack.in_class(jnp.max(stack.ranks), branches, rows)
+    g, e = stack.gradient, stack.residual
+    settled.append(finish(mean, added(g, e) - sent, g, e))
+  return settled
 
 
 def pack(

@@ -55,7 +55,6 @@ from edgc_jax.compression.factors import (
 from edgc_jax.compression.linear_algebra import Projection
 from edgc_jax.plan.plan import Group, Plan
 
-_CLASSES = 4
 # Entries of a stack; a smaller one takes longer to compile in classes than it
 # would ever save.
 _SMALL = 2**18
@@ -206,7 +205,8 @@ def _stacks(plan: Plan, group: Group, operands: _Operands) -> list[Stack]:
 def _width_classes(narrowest: int, widest: int, size: int) -> tuple[int, ...]:
   """Returns the classes of width for ranks between two bounds.
 
-  At most four in equal steps, and half a step if a rung is that narrow.
+  The full width, a half and a quarter of it, and an eighth if a rung is that
+  narrow.
 
   Args:
     narrowest: Least rank of a rung.
@@ -214,16 +214,16 @@ def _width_classes(narrowest: int, widest: int, size: int) -> tuple[int, ...]:
     size: Entries of the stack of matrices.
 
   >>> _width_classes(32, 64, 10**6), _width_classes(8, 64, 10**6)
-  ((16, 32, 48, 64), (8, 16, 32, 48, 64))
+  ((16, 32, 64), (8, 16, 32, 64))
   >>> _width_classes(23, 23, 10**6), _width_classes(8, 64, 10**4)
   ((23,), (64,))
   """
   is_cpu = jax.default_backend() == "cpu"
   if narrowest == widest or size < _SMALL or not is_cpu:
     return (widest,)
-  step = -(-widest // (_CLASSES * _GRANULE)) * _GRANULE
-  classes = [*range(step, widest, step), widest]
-  return (step // 2, *classes) if 2 * narrowest <= step else tuple(classes)
+  shares = [8, 4, 2] if narrowest <= widest / 8 else [4, 2]
+  parts = {-(-widest // (n * _GRANULE)) * _GRANULE for n in shares}
+  return (*sorted(n for n in parts if n < widest), widest)
 
 
 def _dense_matrices(
