@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax.comm import averages
+from edgc_jax.comm import averages, dataflow
 from edgc_jax.compression.error_feedback import added
 from edgc_jax.plan.plan import Group, Plan
 
@@ -128,38 +128,45 @@ def _in_classes(
 
 def map_matrices(
   stacks: Sequence[Stack],
-  factors: Sequence[tuple],
+  factors: Sequence[tuple[jax.Array, ...]],
   multiply: Callable[..., Any],
   finish: Callable[..., tuple[jax.Array, jax.Array]],
 ) -> list[tuple[jax.Array, jax.Array]]:
-  """Maps the factors of each matrix to the new gradient and residual.
+  """Maps the factors of each stack to its new gradient and residual.
 
     mean, sent = multiply(*factors)
     finish(mean, M - sent, gradient, residual)
 
-  With several classes the residual is replaced in place, a matrix at a time, so
-  no product of the size of the stack is in memory.
+  A stack is one batch, in the class of its widest matrix: a loop over matrices
+  would write its results with one thread.
 
   Args:
     stacks: The matrices.
-    factors: Rows of several factors of each, [k, width, ...].
+    factors: Rows of several factors of each, [k, width, ...]; the last is
+      local.
     multiply: Maps the first rows of a matrix's factors to the mean update and
       to this replica's part of it, [m, n] each.
-    finish: Returns the new gradient and residual of a matrix.
+    finish: Returns the new gradients and residuals of a stack.
 
   Returns:
     The new gradients and residuals of each stack, [k, m, n].
   """
-  settled = []
-  for stack, rows in zip(stacks, factors, strict=True):
+  new, before = [], ()
+  for stack, (*rows, last) in zip(stacks, factors, strict=True):
     branches = [
       lambda rows, size=size: jax.vmap(multiply)(*[x[:, :size] for x in rows])
       for size in stack.classes
     ]
-    mean, sent = stack.in_class(jnp.max(stack.ranks), branches, rows)
-    g, e = stack.gradient, stack.residual
-    settled.append(finish(mean, added(g, e) - sent, g, e))
-  return settled
+    if len(branches) > 1:
+      # One large stack after the other, so one product is in memory at a time.
+      last = dataflow.in_turn(last, before)
+    widest = jnp.max(stack.ranks)
+    mean, sent = stack.in_class(widest, branches, [*rows, last])
+    gradient, residual = stack.gradient, stack.residual
+    left = added(gradient, residual) - sent
+    new.append(finish(mean, left, gradient, residual))
+    before = new[-1][1]
+  return new
 
 
 def pack(

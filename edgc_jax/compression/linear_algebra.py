@@ -155,7 +155,11 @@ def unit_columns(rows: jax.Array) -> jax.Array:
 
 
 def revive(
-  factors: Stacks, shares: Stacks, key: jax.Array, unit: jax.Array
+  factors: Stacks,
+  shares: Stacks,
+  energies: Stacks,
+  key: jax.Array,
+  unit: jax.Array,
 ) -> list[jax.Array]:
   """Adds a small random direction to columns that are vanishing.
 
@@ -173,27 +177,38 @@ def revive(
     factors: Stacks of factors, float32 [k_i, r_i, n_i].
     shares: t of each, [k_i, r_i], from the basis P that Q was computed with;
       1 for columns that are not in use.
+    energies: |q_c|^2 of each, [k_i, r_i], in units of unit^2.
     key: Draws the n_c; equal on all replicas.
     unit: float32 [], the largest number received, positive.
 
+  Returns:
+    Factors of the same shapes.
   """
   if not factors:
     return []
-
-  def mix(factors: list[jax.Array]) -> list[jax.Array]:
-    revived = []
-    directions = _random_directions(key, factors)
-    for q, share, new in zip(factors, shares, directions, strict=True):
-      largest = jnp.max(jnp.abs(q), axis=2)
-      size = jnp.maximum(largest * q.shape[2] ** 0.5, _LEAST * unit)
-      weight = _NEW * jnp.maximum(0.0, 1.0 - share / _FADING) * size
-      revived.append(q + weight[:, :, None] * new)
-    return revived
-
-  # At the threshold both branches give the same result, so replicas on either
-  # side of it do not diverge.
-  fading = jnp.stack([jnp.any(share < _FADING) for share in shares])
-  return jax.lax.cond(jnp.any(fading), mix, lambda q: q, list(factors))
+  sizes = [k * n for k, _, n in (q.shape for q in factors)]
+  # Only the draw is conditional: a branch that kept the factors would copy
+  # them. At the threshold the weight is zero, so replicas on either side of it
+  # do not diverge.
+  fading = jnp.any(jnp.stack([jnp.any(share < _FADING) for share in shares]))
+  draw = jax.lax.cond(
+    fading,
+    lambda: jax.random.rademacher(key, (sum(sizes),), jnp.float32),
+    lambda: jnp.zeros_like(unit, shape=(sum(sizes),)),
+  )
+  revived = []
+  for signs, q, share, energy_of in zip(
+    jnp.split(draw, np.cumsum(sizes[:-1])),
+    factors,
+    shares,
+    energies,
+    strict=True,
+  ):
+    size = jnp.maximum(jnp.sqrt(energy_of), _LEAST) * unit
+    weight = _NEW * jnp.maximum(0.0, 1.0 - share / _FADING) * size
+    new = signs.reshape(len(q), 1, -1) * _walsh(*q.shape[1:])
+    revived.append(q + weight[:, :, None] * new)
+  return revived
 
 
 class _New(NamedTuple):
@@ -272,22 +287,12 @@ def _inverse_root(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
   return inverse, jnp.where(is_sound, jnp.diagonal(root), 0.0)
 
 
-def _random_directions(key: jax.Array, stacks: Stacks) -> list[jax.Array]:
-  """Returns random columns of length one, [k, r, n] for each stack."""
-  # One draw for all stacks: one generator per stack compiles slowly.
-  sizes = [k * n for k, _, n in (stack.shape for stack in stacks)]
-  draw = jax.random.rademacher(key, (sum(sizes),), jnp.float32)
-  directions = []
-  for signs, stack in zip(
-    jnp.split(draw, np.cumsum(sizes[:-1])), stacks, strict=True
-  ):
-    count, width, length = stack.shape
-    row = jax.lax.broadcasted_iota(jnp.uint32, (width, length), 0)
-    entry = jax.lax.broadcasted_iota(jnp.uint32, (width, length), 1)
-    is_odd = jax.lax.population_count(row & entry) & 1
-    walsh = (1.0 - 2.0 * is_odd.astype(jnp.float32)) * length**-0.5
-    directions.append(signs.reshape(count, 1, length) * walsh)
-  return directions
+def _walsh(width: int, length: int) -> jax.Array:
+  """Returns different Walsh functions of length one, [width, length]."""
+  row = jax.lax.broadcasted_iota(jnp.uint32, (width, length), 0)
+  entry = jax.lax.broadcasted_iota(jnp.uint32, (width, length), 1)
+  is_odd = jax.lax.population_count(row & entry) & 1
+  return (1.0 - 2.0 * is_odd.astype(jnp.float32)) * length**-0.5
 
 
 def product(q: jax.Array, m: jax.Array) -> jax.Array:

@@ -341,8 +341,10 @@ def _reconstruct(
   residual_energy = list(lost)
   bases = [found.basis for found in projections]
   shares = buffers.live_shares([basis.shares for basis in bases])
+  # |Q'_c|^2 of each column c
+  norms = [jnp.sum(jnp.square(q / unit), axis=2) for q in mean_q]
   merged = buffers.merge(
-    linear_algebra.revive(mean_q, shares, operands.key, unit)
+    linear_algebra.revive(mean_q, shares, norms, operands.key, unit)
   )
   settle = functools.partial(error_feedback.settled, is_finite=is_finite)
   # update = P Q'^T,  residual_i = M_i - P Q_i^T
@@ -370,11 +372,10 @@ def _reconstruct(
     shape, slot = plan.leaves[stack.leaf].shape, stack.slot
     averaged[stack.leaf] = update.reshape(shape)
     residual[slot] = left.reshape(shape)
-    # |mean_i residual_i|^2 from its sketch, |Q'_c|^2 of each column c
+    # |mean_i residual_i|^2 from its sketch
     lost[slot] = jnp.sum(jnp.square(sketches[j] / unit), axis=1)
     residual_energy[slot] = jnp.maximum(energies[j], 0.0)
-    norms = jnp.sum(jnp.square(mean_q[j] / unit), axis=2)
-    columns[slot] = columns[slot].at[:, : norms.shape[1]].set(norms)
+    columns[slot] = columns[slot].at[:, : norms[j].shape[1]].set(norms[j])
     next_q[slot] = jnp.where(is_finite, merged[j], stack.factor)
   return Exchange(
     averaged, residual, next_q, columns, lost, residual_energy, unit, is_finite

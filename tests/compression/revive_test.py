@@ -20,6 +20,12 @@ def orthonormalize(rows):
   return tuple(map(np.float64, linear_algebra.orthonormalize(rows)))
 
 
+def revive(q, shares, key):
+  """Revives one stack."""
+  energies = [jnp.sum(jnp.square(q), axis=2)]
+  return linear_algebra.revive([q], [shares], energies, key, UNIT)[0]
+
+
 class ReviveTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
@@ -28,12 +34,12 @@ class ReviveTest(parameterized.TestCase):
 
   def test_keeps_columns_that_are_new_enough(self):
     shares = jnp.full((1, COLS), 0.01)
-    (q,) = linear_algebra.revive([self.q], [shares], self.key, UNIT)
+    q = revive(self.q, shares, self.key)
     np.testing.assert_array_equal(q, self.q)
 
   def test_is_continuous_at_the_threshold(self):
     below = jnp.full((1, COLS), 0.01 * (1 - 1e-4))
-    (q,) = linear_algebra.revive([self.q], [below], self.key, UNIT)
+    q = revive(self.q, below, self.key)
     self.assertBetween(np.abs(q - self.q).max(), 1e-12, 1e-6)
 
   @parameterized.parameters("zeros", "copies", "noise")
@@ -51,7 +57,7 @@ class ReviveTest(parameterized.TestCase):
     _, found = orthonormalize(q[0])
     self.assertLess(np.max(found[half:]), 1e-5, "they are dead")
     shares = jnp.where(jnp.arange(COLS)[None] < half, 1.0, 0.0)
-    (q,) = linear_algebra.revive([q], [shares], self.key, UNIT)
+    q = revive(q, shares, self.key)
     p, shares = orthonormalize(linear_algebra.unit_columns(q[0]))
     np.testing.assert_array_less(1e-3, shares)
     np.testing.assert_allclose(p @ p.T, np.eye(COLS), 0, 2e-6)
@@ -59,10 +65,7 @@ class ReviveTest(parameterized.TestCase):
   def test_directions_change_with_the_key(self):
     zeros, shares = jnp.zeros_like(self.q), jnp.zeros((1, COLS))
     first, second = (
-      np.asarray(
-        linear_algebra.revive([zeros], [shares], jax.random.key(i), UNIT)[0][0]
-      )
-      for i in range(2)
+      np.asarray(revive(zeros, shares, jax.random.key(i))[0]) for i in range(2)
     )
     unit = lambda q: q / np.linalg.norm(q, axis=1, keepdims=True)  # noqa: E731
     overlap = np.abs(np.sum(unit(first) * unit(second), axis=1))
