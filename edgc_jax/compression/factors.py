@@ -46,8 +46,6 @@ class Stack(NamedTuple):
     self, rank: jax.Array, branches: Sequence[Callable], *args: Any
   ) -> Any:
     """Runs the branch of the narrowest class that holds a rank."""
-    if len(branches) == 1:
-      return branches[0](*args)
     index = jnp.sum(rank > jnp.array(self.classes[:-1], jnp.int32))
     return jax.lax.switch(index, branches, *args)
 
@@ -151,20 +149,20 @@ def map_matrices(
   Returns:
     The new gradients and residuals of each stack, [k, m, n].
   """
+  fixed = [j for j, stack in enumerate(stacks) if len(stack.classes) == 1]
+  products = {j: jax.vmap(multiply)(*factors[j]) for j in fixed}
   new, before = [], ()
-  for stack, (*rows, last) in zip(stacks, factors, strict=True):
-    branches = [
-      lambda rows, size=size: jax.vmap(multiply)(*[x[:, :size] for x in rows])
-      for size in stack.classes
-    ]
-    if len(branches) > 1:
+  for j, (stack, (*rows, last)) in enumerate(zip(stacks, factors, strict=True)):
+    if j not in products:
+      branches = [
+        lambda rows, size=size: jax.vmap(multiply)(*[x[:, :size] for x in rows])
+        for size in stack.classes
+      ]
       # One large stack after the other, so one product is in memory at a time.
-      last = dataflow.in_turn(last, before)
-    widest = jnp.max(stack.ranks)
-    mean, sent = stack.in_class(widest, branches, [*rows, last])
-    gradient, residual = stack.gradient, stack.residual
-    left = added(gradient, residual) - sent
-    new.append(finish(mean, left, gradient, residual))
+      rows = [*rows, dataflow.in_turn(last, before)]
+      products[j] = stack.in_class(jnp.max(stack.ranks), branches, rows)
+    (mean, sent), g, e = products[j], stack.gradient, stack.residual
+    new.append(finish(mean, added(g, e) - sent, g, e))
     before = new[-1][1]
   return new
 

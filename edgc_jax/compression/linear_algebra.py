@@ -187,9 +187,8 @@ def revive(
   if not factors:
     return []
   sizes = [k * n for k, _, n in (q.shape for q in factors)]
-  # Only the draw is conditional: a branch that kept the factors would copy
-  # them. At the threshold the weight is zero, so replicas on either side of it
-  # do not diverge.
+  # Only the draw is conditional: a branch would copy the factors. The weight is
+  # zero at the threshold, so replicas on either side of it do not diverge.
   fading = jnp.any(jnp.stack([jnp.any(share < _FADING) for share in shares]))
   draw = jax.lax.cond(
     fading,
@@ -197,14 +196,11 @@ def revive(
     lambda: jnp.zeros_like(unit, shape=(sum(sizes),)),
   )
   revived = []
-  for signs, q, share, energy_of in zip(
-    jnp.split(draw, np.cumsum(sizes[:-1])),
-    factors,
-    shares,
-    energies,
-    strict=True,
+  draws = jnp.split(draw, np.cumsum(sizes[:-1]))
+  for signs, q, share, squared in zip(
+    draws, factors, shares, energies, strict=True
   ):
-    size = jnp.maximum(jnp.sqrt(energy_of), _LEAST) * unit
+    size = jnp.maximum(jnp.sqrt(squared), _LEAST) * unit
     weight = _NEW * jnp.maximum(0.0, 1.0 - share / _FADING) * size
     new = signs.reshape(len(q), 1, -1) * _walsh(*q.shape[1:])
     revived.append(q + weight[:, :, None] * new)
