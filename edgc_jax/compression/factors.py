@@ -4,10 +4,11 @@ Factors are stacks of rows [k, width, height], one row for each column of P or Q
 (`linear_algebra`). A matrix uses the first r_i rows, which are live; the others
 are zero. The ranks are numbers in the graph, so
 
-  all columns are computed at a static width. On CPUs one matrix after the
-    other, in the narrowest of a few classes of width that holds its rank; each
-    class has a compiled branch. Accelerators compute a batch at the full width:
-    a product with so few columns takes them as long as reading the gradient.
+  all columns are computed at a static width. On CPUs that is the narrowest of
+    a few classes of width that holds the rank; each has a compiled branch. P
+    and Q are computed one matrix after the other, updates in the class of the
+    widest matrix of a stack. Accelerators compute a batch at the full width: a
+    product with so few columns takes them as long as reading the gradient.
   only live columns are sent, packed end to end in a buffer of static length:
 
   | matrix 0: r_0 columns | matrix 1: r_1 columns | ... | zeros |

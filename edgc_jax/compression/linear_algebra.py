@@ -175,8 +175,7 @@ def revive(
 
   Args:
     factors: Stacks of factors, float32 [k_i, r_i, n_i].
-    shares: t of each, [k_i, r_i], from the basis P that Q was computed with;
-      1 for columns that are not in use.
+    shares: t of each, [k_i, r_i], from the basis P; 1 for columns not in use.
     energies: |q_c|^2 of each, [k_i, r_i], in units of unit^2.
     key: Draws the n_c; equal on all replicas.
     unit: float32 [], the largest number received, positive.
@@ -192,8 +191,9 @@ def revive(
   fading = jnp.any(jnp.stack([jnp.any(share < _FADING) for share in shares]))
   draw = jax.lax.cond(
     fading,
-    lambda: jax.random.rademacher(key, (sum(sizes),), jnp.float32),
-    lambda: jnp.zeros_like(unit, shape=(sum(sizes),)),
+    lambda zeros: zeros + jax.random.rademacher(key, zeros.shape, jnp.float32),
+    lambda zeros: zeros,
+    jnp.zeros_like(unit, shape=sum(sizes)),
   )
   revived = []
   draws = jnp.split(draw, np.cumsum(sizes[:-1]))
