@@ -79,7 +79,7 @@ def map_rows(
   is_cpu = jax.default_backend() == "cpu"
   each = jax.lax.map if is_cpu else lambda f, x: jax.vmap(f)(x)
   fixed = [j for j, stack in enumerate(stacks) if len(stack.classes) == 1]
-  # Function by function: a reader who follows the calls stays in one file.
+  # All calls of one function before the next: few changes of file to a reader.
   new = {j: each(factorise, factors[j]) for j in fixed}
   m = {j: added(stacks[j].gradient, stacks[j].residual) for j in fixed}
   new = {j: jax.vmap(multiply)(new[j], m[j], *others[j]) for j in fixed}
@@ -112,10 +112,10 @@ def _in_classes(
   branches = [at(size) for size in stack.classes]
 
   def one(x: tuple) -> Any:
-    i, rows, gradient, residual, other = x
+    i, rows, gradient, residual, more = x
     # In memory once, whatever the number of classes.
     m = added(gradient, residual)
-    return stack.in_class(stack.ranks[i], branches, rows, m, *other)
+    return stack.in_class(stack.ranks[i], branches, rows, m, *more)
 
   index = jnp.arange(len(factors))
   arrays = (index, factors, stack.gradient, stack.residual, other)

@@ -37,7 +37,8 @@ is more precise.
 
 Precision. Accelerators may round the operands of a product. Bases and updates
 have the highest precision, or a replica would subtract another P Q^T than it
-applies. M Q and M^T P have not: what they lose stays in the residual.
+applies. M Q and M^T P have not: what they lose stays in the residual. Nor has
+u^T M of a sketch, so the error that it measures has their rounding, too.
 """
 
 from collections.abc import Sequence
@@ -50,10 +51,10 @@ import numpy as np
 from edgc_jax.plan.plan import SKETCH_VALUES
 
 # Three passes make a column orthogonal of which a share of 1e-5 is new. Two are
-# enough for a share of 1e-3, and the third then changes roundings only, so
-# hosts need not agree whether they compute it.
+# enough if each column was nearly orthogonal to those before it when the second
+# began. Then the third changes roundings only, so hosts need not agree on it.
 _PASSES = 3
-_CLEAR = 0.1
+_NEAR = 0.999  # share of a column that is orthogonal to those before it
 # The shift s per column, about 8 roundings: with many equal columns the Gram
 # matrix may need as much to remain positive definite.
 _SHIFT = 8 * float(np.finfo(np.float32).eps)
@@ -118,21 +119,20 @@ def orthonormalize(rows: jax.Array) -> Basis:
   """
   rows, size = _in_range(rows)
   # A column of zeros has no share, but must not stop the factorisation.
-  start = Basis(rows, jnp.sign(size))
+  start = (0, Basis(rows, jnp.sign(size)), jnp.sign(size))
 
-  def is_needed(carry: tuple[jax.Array, Basis]) -> jax.Array:
-    done, (_, shares) = carry
-    is_close = (shares > 0) & (shares < _CLEAR)
-    return (done < 2) | (done < _PASSES) & jnp.any(is_close)
+  def is_needed(carry: tuple) -> jax.Array:
+    done, _, pivots = carry
+    return (done < 2) | (done < _PASSES) & (jnp.min(pivots) < _NEAR)
 
-  def one_more(carry: tuple[jax.Array, Basis]) -> tuple[jax.Array, Basis]:
-    done, (rows, shares) = carry
+  def one_more(carry: tuple) -> tuple:
+    done, (rows, shares), _ = carry
     rows, new = _one_pass(rows)
     # In the first pass lengths are the columns' own scales, not shares.
     lengths = jnp.where(done > 0, new.lengths, 1.0)
-    return done + 1, Basis(rows, shares * lengths * new.pivots)
+    return done + 1, Basis(rows, shares * lengths * new.pivots), new.pivots
 
-  _, (rows, shares) = jax.lax.while_loop(is_needed, one_more, (0, start))
+  _, (rows, shares), _ = jax.lax.while_loop(is_needed, one_more, start)
   # p_i <- d(t_i) p_i
   return Basis(rows * jnp.minimum(1.0, shares / _DAMPED)[:, None], shares)
 
@@ -249,11 +249,9 @@ def _blocks(rows: jax.Array) -> jax.Array:
 
 
 def _in_range(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Divides columns by the sum of |y|, and returns it, [r].
-
-  So squares of 1e-18 and 1e+30 stay in range.
-  """
-  size = _row_sums(jnp.abs(rows))
+  """Divides columns by about their sum of |y|, so squares stay in range."""
+  # The sum of larger numbers might not.
+  size = _row_sums(jnp.minimum(jnp.abs(rows), 2.0**100))
   return rows / jnp.where(size > 0, size, 1.0), size[:, 0]
 
 
@@ -390,7 +388,8 @@ def residual_sketches(
     float32 [k, SKETCH_VALUES].
   """
   u, v = signs
-  sent = jnp.matmul(u @ jnp.swapaxes(p, 1, 2), q, precision=_EXACT)
+  shares = jnp.matmul(u, jnp.swapaxes(p, 1, 2), precision=_EXACT)  # u^T P
+  sent = jnp.matmul(shares, q, precision=_EXACT)
   return _in_groups((rows - sent)[:, 0] * v)
 
 

@@ -162,10 +162,9 @@ def _exchange_group(
     unit = jnp.ones_like(operands.factors[0], shape=())
   mean_p, is_finite = [], jnp.array(True)
   dense = _dense_matrices(plan, group, operands)
+  dense = dataflow.in_turn(dense, operands.earlier)
   if stacks:
     mean_p, unit, is_finite = _average_p(stacks, buffers, operands, axis_name)
-  else:
-    dense = dataflow.in_turn(dense, operands.earlier)
   projections, received = _average_q(
     stacks, mean_p, buffers, dense, operands.key, axis_name, unit
   )

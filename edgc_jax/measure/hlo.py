@@ -70,7 +70,7 @@ def wire_bytes_by_rung(hlo: str) -> list[list[int]]:
   Returns:
     Bytes per replica at each rung that is compiled, in order: a list for each
     outermost conditional. An exchange at rungs of one group has two, for P and
-    for Q.
+    for Q. Rungs at which each matrix has the same columns share one entry.
   """
   computations = computations_of(hlo)
   return _by_rung(_entry(hlo), computations)

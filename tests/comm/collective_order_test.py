@@ -113,6 +113,12 @@ class OrderTest(parameterized.TestCase):
     tx = edgc_jax.accumulate(REDUCERS["adaptive"](), 2)
     self.assertEqual(unordered(program(tx)), [])
 
+  def test_more_dense_leaves_than_one_collective_takes(self):
+    """Those that are not joined with P must wait for branches, too."""
+    params = {f"leaf_{i:03}": jnp.ones(3 + i % 2) for i in range(600)}
+    text = program(REDUCERS["low_rank"](), params={**PARAMS, **params})
+    self.assertEqual(unordered(text), [])
+
   def test_many_leaves(self):
     """These are more than XLA joins into one collective."""
     params = {f"leaf_{i:03}": jnp.ones(3 + i % 2) for i in range(300)}

@@ -123,7 +123,10 @@ class ClassesTest(parameterized.TestCase):
     for own, rank in zip(results[1], ranks, strict=True):
       np.testing.assert_array_equal(own[rank:], 0)
 
-  @parameterized.parameters([[16, 1, 4, 5]], [[0, 0, 16, 8]])
+  @parameterized.parameters(
+    [[16, 1, 4, 5]], [[0, 0, 16, 8]], [[3, 1, 4, 2]], [[8, 8, 5, 1]],
+    [[0, 0, 0, 0]],
+  )  # fmt: skip
   def test_matrices(self, ranks):
     results = []
     for classes in ((16,), (4, 8, 12, 16)):

@@ -43,6 +43,7 @@ INPUTS = {
   "tiny": (gaussian() * 1e-18, COLS),
   "nearly_denormal": (flushed(gaussian() * 1e-36), COLS),
   "huge": (gaussian() * 1e30, COLS),
+  "largest": (gaussian() * 5e37, COLS),
   "zero": (np.zeros((ROWS, COLS)), 0),
   "square": (gaussian()[:COLS], COLS),
 }
@@ -162,22 +163,32 @@ class OrthonormalizeTest(parameterized.TestCase):
 
   @parameterized.parameters(0.9, 0.5, 0.2, 0.11)
   def test_the_third_pass_changes_roundings_only(self, share):
-    """Two passes are enough for shares above the threshold."""
-    random = np.random.default_rng(0)
-    base, _ = np.linalg.qr(random.standard_normal((ROWS, COLS)))
+    """Two passes are enough if the second begins nearly orthogonal."""
+    base = orthonormal(COLS)
     y = base + 0.0
     y[:, 1:] = np.sqrt(1 - share**2) * base[:, :1] + share * base[:, 1:]
     bases = []
-    for clear in (0.0, 1.0):  # two passes, three
-      with mock.patch.object(linear_algebra, "_CLEAR", clear):
-        bases.append(
-          np.float64(
-            linear_algebra.orthonormalize(jnp.asarray(y.T, jnp.float32)).rows
-          )
-        )
+    for near in (0.0, 2.0):  # two passes, three
+      with mock.patch.object(linear_algebra, "_NEAR", near):
+        rows = linear_algebra.orthonormalize(jnp.asarray(y.T, jnp.float32)).rows
+        bases.append(np.float64(rows))
     gram = bases[0] @ bases[0].T
     np.testing.assert_allclose(gram, np.eye(COLS), rtol=0, atol=2e-6)
     self.assertLess(np.abs(bases[1] - bases[0]).max(), 1e-6)
+
+  @parameterized.parameters((16, 0.6), (16, 0.5), (32, 0.6), (32, 0.8))
+  def test_columns_that_each_lean_on_the_one_before(self, count, share):
+    """They are close to dependent although each has a large share."""
+    base = orthonormal(count)
+    y = base + 0.0
+    y[:, 1:] = np.sqrt(1 - share**2) * base[:, :-1] + share * base[:, 1:]
+    p, _ = basis_of(y)
+    np.testing.assert_allclose(p.T @ p, np.eye(count), rtol=0, atol=1e-5)
+
+
+def orthonormal(count):
+  random = np.random.default_rng(0)
+  return np.linalg.qr(random.standard_normal((ROWS, count)))[0]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A replica whose products round differently applies the same updates."""
 
+import contextlib
 import functools
 from unittest import mock
 
@@ -7,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from helpers.classes import in_classes
 from helpers.flat_options import edgc
-from helpers.meshes import AXIS, Pmap, gradients_like
+from helpers.meshes import AXIS, Pmap, ShardMap, find, gradients_like
 from helpers.mixed_hosts_worker import MOVING
 from jax.extend import core
 
 import edgc_jax
-from edgc_jax.compression import linear_algebra, low_rank
+from edgc_jax.compression import linear_algebra
 
 LEVEL = 1e-7
 ROUNDS = ("cholesky", "dot_general", "triangular_solve")
@@ -233,6 +235,22 @@ class RoundingTest(parameterized.TestCase):
     updates = run.step(GRADIENTS["white"](0))
     self.assertGreater(np.abs(updates["tall"][1] - updates["tall"][0]).max(), 0)
 
+  def test_classes_change_roundings_only(self):
+    plain, classes = (
+      ShardMap(edgc(**(MOVING | {"min_ratio": 0})), PARAMS, 2) for _ in range(2)
+    )
+    for step in range(12):
+      gradients = GRADIENTS["decaying"](step)
+      expected = plain.step(gradients)
+      with in_classes() if step == 0 else contextlib.nullcontext():
+        found = classes.step(gradients)
+      pairs = jax.tree.map(
+        lambda *x: np.stack([y[0] for y in x]), expected, found
+      )
+      self.assertLess(difference(pairs), 1e-4)
+    ranks = jax.tree.leaves(find(plain.state).stats.matrices.rank)
+    self.assertGreater(len(set(np.concatenate(ranks))), 1)
+
   def test_bases_and_updates_need_their_precision(self):
     with mock.patch.object(linear_algebra, "_EXACT", None):
       run = Mixed(edgc_jax.powersgd(16, min_ratio=0), PARAMS, in_bfloat16)
@@ -260,7 +278,7 @@ def _run_of(reducer, compute):
     return Mixed(edgc_jax.powersgd(16, min_ratio=0), PARAMS, compute)
   run = Mixed(edgc(**(MOVING | {"min_ratio": 0})), PARAMS, compute)
   if reducer == "edgc_in_classes":
-    with mock.patch.object(low_rank, "_SMALL", 0):
+    with in_classes():
       run.step(GRADIENTS["white"](0))  # compiles
   return run
 

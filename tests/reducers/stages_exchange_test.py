@@ -1,5 +1,6 @@
 """Exchanges of pipeline stages: each stage on its own rung."""
 
+import contextlib
 import functools
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
+from helpers.classes import in_classes
 from helpers.collective_order import unordered
 from helpers.meshes import AXIS, find, stage_mesh, traced_once
 from helpers.stage_runs import (
@@ -151,6 +153,16 @@ class StagesExchangeTest(parameterized.TestCase):
   def assert_state(self, state, expected):
     self.assert_close(state.residual, expected.residual)
     self.assert_close(state.factor_q, expected.factor_q)
+
+  def test_classes_of_width_change_roundings_only(self):
+    plain, classes = run_of("slack").restart(), Run(make_edgc(align="slack"))
+    for step in range(6):
+      expected = plain.step(gradients(step))
+      with in_classes() if step == 0 else contextlib.nullcontext():
+        updates = classes.step(gradients(step))
+      for u, e in zip(*map(jax.tree.leaves, (updates, expected)), strict=True):
+        error = np.linalg.norm(u - e)
+        self.assertLessEqual(error, 1e-4 * np.linalg.norm(e))
 
   def test_shared_leaves_are_summed_over_stages_and_dense(self):
     run = run_of("slack").restart()
