@@ -162,9 +162,12 @@ def _exchange_group(
     unit = jnp.ones_like(operands.factors[0], shape=())
   mean_p, is_finite = [], jnp.array(True)
   dense = _dense_matrices(plan, group, operands)
-  dense = dataflow.in_turn(dense, operands.earlier)
   if stacks:
-    mean_p, unit, is_finite = _average_p(stacks, buffers, operands, axis_name)
+    mean_p, dense, unit, is_finite = _average_p(
+      stacks, buffers, dense, operands, axis_name
+    )
+  else:
+    dense = dataflow.in_turn(dense, operands.earlier)
   projections, received = _average_q(
     stacks, mean_p, buffers, dense, operands.key, axis_name, unit
   )
@@ -244,11 +247,13 @@ def _dense_matrices(
 def _average_p(
   stacks: list[Stack],
   buffers: FactorBuffers,
+  dense: tuple[list[jax.Array], list[jax.Array]],
   operands: _Operands,
   axis_name: str,
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+) -> tuple[list[jax.Array], Any, jax.Array, jax.Array]:
   """Returns the mean P, the unit for energies, and whether P was finite.
 
+  Also returns the dense leaves, to be sent after `operands.earlier`, like P.
   A non-finite entry on any replica makes the mean non-finite on all, so all
   replicas agree without another collective.
   """
@@ -259,12 +264,12 @@ def _average_p(
     linear_algebra.unit_columns,
     linear_algebra.product,
   )
-  local = dataflow.in_turn(local, operands.earlier)
+  local, dense = dataflow.in_turn((local, dense), operands.earlier)
   key = jax.random.fold_in(operands.key, 2)
   received = buffers.average(local, key, axis_name).factors
   is_finite = dataflow.all_finite(received)
   mean = [jnp.where(is_finite, p, 0.0) for p in received]
-  return mean, linear_algebra.unit_of(mean), is_finite
+  return mean, dense, linear_algebra.unit_of(mean), is_finite
 
 
 def _average_q(
