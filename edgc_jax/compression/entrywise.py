@@ -153,7 +153,7 @@ def exchange(
   matrices = error_feedback.all_added(plan, gradients, residuals)
   matrices = dataflow.in_turn(matrices, earlier)
   members = plan.compressible
-  dense = [i for i in range(len(matrices)) if i not in plan.slots]
+  dense = [i for i in range(len(matrices)) if i not in plan.compressible]
   values = [matrices[i].ravel() for i in members]
   received = Averaged([], [], None)
   if values:

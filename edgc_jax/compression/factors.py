@@ -36,7 +36,6 @@ class Stack(NamedTuple):
   """The matrices M = gradient + residual of a leaf that is sent as factors."""
 
   leaf: int  # index in the plan
-  slot: int  # position among the compressible leaves
   gradient: jax.Array  # [k, m, n], local
   residual: jax.Array  # float32 [k, m, n], local
   factor: jax.Array  # Q in the state, float32 [k, n, columns]
@@ -68,12 +67,13 @@ def map_rows(
     factorise: Maps rows [w, n]; it may factorise a matrix. On CPUs that is not
       batched: a batched factorisation splits its work and waits for threads,
       and several at once may occupy all threads of XLA's pool.
-    multiply: Returns a tree of factors, with w rows or a constant more.
+    multiply: Returns a tree of factors, with w rows or a constant more, and of
+      scalars.
     others: More arrays [k, ...] for each stack.
 
   Returns:
-    For each stack the factors, [k, width or a constant more, ...]; rows beyond
-    the class of a matrix are zero.
+    For each stack the factors, [k, width or a constant more, ...], and scalars
+    [k]; rows beyond the class of a matrix are zero.
   """
   others = others or [()] * len(stacks)
   is_cpu = jax.default_backend() == "cpu"
@@ -102,10 +102,7 @@ def _in_classes(
   def at(size: int) -> Callable[..., Any]:
     def run(rows: jax.Array, *args: Any) -> Any:
       new = multiply(factorise(rows[:size]), *args)
-      leaves, structure = jax.tree.flatten(new)
-      more = [[(0, width - size), *[(0, 0)] * (x.ndim - 1)] for x in leaves]
-      padded = [jnp.pad(x, fill) for x, fill in zip(leaves, more, strict=True)]
-      return jax.tree.unflatten(structure, padded)
+      return jax.tree.map(lambda x: _with_rows(x, width - size), new)
 
     return run
 
@@ -123,6 +120,11 @@ def _in_classes(
     new = one(jax.tree.map(lambda x: x[0], arrays))
     return jax.tree.map(lambda x: x[None], new)
   return jax.lax.map(one, arrays)
+
+
+def _with_rows(x: jax.Array, more: int) -> jax.Array:
+  """Adds rows of zeros; a scalar has none."""
+  return jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) if x.ndim else x
 
 
 def map_matrices(

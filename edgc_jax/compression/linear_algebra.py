@@ -41,6 +41,7 @@ applies. M Q and M^T P have not: what they lose stays in the residual. Nor has
 u^T M of a sketch, so the error that it measures has their rounding, too.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -87,7 +88,7 @@ class Projection(NamedTuple):
 
   basis: Basis
   rows: jax.Array  # float32 [1 + r, n]: u^T M, then the columns of Q = M^T P
-  energy: jax.Array  # float32 [r], |M|^2 in units of unit^2, for each column
+  energy: jax.Array  # float32 [], |M|^2 in units of unit^2
 
 
 def orthonormalize(rows: jax.Array) -> Basis:
@@ -185,7 +186,7 @@ def revive(
   """
   if not factors:
     return []
-  sizes = [k * n for k, _, n in (q.shape for q in factors)]
+  shapes = [(len(q), 1, q.shape[2]) for q in factors]
   # Only the draw is conditional: a branch would copy the factors. The weight is
   # zero at the threshold, so replicas on either side of it do not diverge.
   fading = jnp.any(jnp.stack([jnp.any(share < _FADING) for share in shares]))
@@ -193,17 +194,15 @@ def revive(
     fading,
     lambda zeros: zeros + jax.random.rademacher(key, zeros.shape, jnp.float32),
     lambda zeros: zeros,
-    jnp.zeros_like(unit, shape=sum(sizes)),
+    jnp.zeros_like(unit, shape=sum(math.prod(shape) for shape in shapes)),
   )
   revived = []
-  draws = jnp.split(draw, np.cumsum(sizes[:-1]))
   for signs, q, share, squared in zip(
-    draws, factors, shares, energies, strict=True
+    _cut(draw, shapes), factors, shares, energies, strict=True
   ):
     size = jnp.maximum(jnp.sqrt(squared), _LEAST) * unit
     weight = _NEW * jnp.maximum(0.0, 1.0 - share / _FADING) * size
-    new = signs.reshape(len(q), 1, -1) * _walsh(*q.shape[1:])
-    revived.append(q + weight[:, :, None] * new)
+    revived.append(q + weight[:, :, None] * signs * _walsh(*q.shape[1:]))
   return revived
 
 
@@ -231,8 +230,7 @@ def _row_sums(rows: jax.Array) -> jax.Array:
   A product, since XLA's CPU backend is slow to reduce rows.
   """
   ones = jnp.ones_like(rows, shape=(_BLOCK, 1))
-  parts = jnp.matmul(_blocks(rows), ones, precision=_EXACT)
-  return jnp.sum(parts, axis=1)
+  return jnp.sum(jnp.matmul(_blocks(rows), ones, precision=_EXACT), axis=1)
 
 
 def _blocks(rows: jax.Array) -> jax.Array:
@@ -315,7 +313,7 @@ def projection(
   """
   # u^T M and Q = M^T P in one pass
   both = jnp.concatenate([u, basis.rows]) @ m
-  return Projection(basis, both, jnp.full_like(basis.shares, energy(m, unit)))
+  return Projection(basis, both, energy(m, unit))
 
 
 def outer_products(p: jax.Array, *factors: jax.Array) -> list[jax.Array]:
@@ -351,16 +349,19 @@ def draw_signs(key: jax.Array, stacks: Sequence[jax.Array]) -> list[Signs]:
   if not stacks:
     return []
   shapes = [
-    shape
-    for k, m, n in (stack.shape for stack in stacks)
-    for shape in ((k, 1, m), (k, n))
+    s for k, m, n in map(jnp.shape, stacks) for s in ((k, 1, m), (k, n))
   ]
   # One draw for all stacks: one generator per stack compiles slowly.
-  sizes = [int(np.prod(shape)) for shape in shapes]
-  draw = jax.random.rademacher(key, (sum(sizes),), jnp.float32)
-  parts = jnp.split(draw, np.cumsum(sizes[:-1]))
-  signs = [part.reshape(s) for part, s in zip(parts, shapes, strict=True)]
+  size = sum(math.prod(shape) for shape in shapes)
+  signs = _cut(jax.random.rademacher(key, (size,), jnp.float32), shapes)
   return list(zip(signs[::2], signs[1::2], strict=True))
+
+
+def _cut(values: jax.Array, shapes: Sequence[tuple]) -> list[jax.Array]:
+  """Cuts a vector into arrays of these shapes."""
+  ends = np.cumsum([math.prod(shape) for shape in shapes])
+  parts = jnp.split(values, ends[:-1])
+  return [part.reshape(s) for part, s in zip(parts, shapes, strict=True)]
 
 
 def sketches(

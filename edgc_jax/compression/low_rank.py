@@ -126,8 +126,12 @@ def exchange(
     functools.partial(_exchange_group, plan, group, axis_name)
     for group in plan.groups
   ]
-  leaves = (list(gradients), residuals, factors, plan.by_leaf(ranks))
-  operands = _Operands(rung, key, earlier, *leaves)
+  ranks = plan.by_leaf(ranks)
+  of_leaves = [
+    dict(zip(plan.compressible, arrays, strict=True))
+    for arrays in (residuals, factors, ranks)
+  ]
+  operands = _Operands(rung, key, earlier, list(gradients), *of_leaves)
   if len(branches) == 1:
     return branches[0](operands)
   # Without barriers the compiler moves the last operations of the branches
@@ -139,15 +143,18 @@ def exchange(
 
 
 class _Operands(NamedTuple):
-  """Arguments of the branches of an exchange."""
+  """Arguments of the branches of an exchange.
+
+  Compressible leaves are named by their index in the plan.
+  """
 
   rung: jax.Array  # int32 []
   key: jax.Array
   earlier: Any  # results of the collectives before
   gradients: list[jax.Array]  # all leaves
-  residuals: list[jax.Array]  # compressible leaves
-  factors: list[jax.Array]  # compressible leaves
-  ranks: list[jax.Array]  # int32 [k], compressible leaves
+  residuals: dict[int, jax.Array]
+  factors: dict[int, jax.Array]
+  ranks: dict[int, jax.Array]  # int32 [k]
 
 
 def _exchange_group(
@@ -159,7 +166,7 @@ def _exchange_group(
   buffers = FactorBuffers(plan, group, index, stacks)
   unit = jnp.ones((), jnp.float32)
   if operands.factors:  # gives `unit` their type, which varies over stages
-    unit = jnp.ones_like(operands.factors[0], shape=())
+    unit = jnp.ones_like(next(iter(operands.factors.values())), shape=())
   mean_p, is_finite = [], jnp.array(True)
   dense = _dense_matrices(plan, group, operands)
   if stacks:
@@ -172,7 +179,6 @@ def _exchange_group(
     stacks, mean_p, buffers, dense, operands.key, axis_name, unit
   )
   return _reconstruct(
-    plan,
     group,
     operands,
     stacks,
@@ -188,16 +194,15 @@ def _stacks(plan: Plan, group: Group, operands: _Operands) -> list[Stack]:
   """Returns the matrices of the leaves that are sent as factors."""
   stacks = []
   for j, leaf in enumerate(group.factored):
-    slot, view = plan.slots[leaf], plan.leaves[leaf].view
+    view = plan.leaves[leaf].view
     narrowest = min([layout.columns[j] for layout in group.layouts])
     stacks.append(
       Stack(
         leaf,
-        slot,
         operands.gradients[leaf].reshape(view),
-        operands.residuals[slot].reshape(view),
-        operands.factors[slot],
-        operands.ranks[slot],
+        operands.residuals[leaf].reshape(view),
+        operands.factors[leaf],
+        operands.ranks[leaf],
         _width_classes(narrowest, group.widths[j], plan.leaf_sizes[leaf]),
       )
     )
@@ -232,16 +237,14 @@ def _dense_matrices(
   plan: Plan, group: Group, operands: _Operands
 ) -> tuple[list[jax.Array], list[jax.Array]]:
   """Returns M of the leaves that are sent encoded, and in float32."""
-  matrices = {}
-  for leaf in (*group.encoded, *group.exact):
-    gradient = operands.gradients[leaf]
-    matrices[leaf] = gradient.astype(jnp.float32)
-    if leaf in plan.slots:
-      residual = operands.residuals[plan.slots[leaf]]
-      matrices[leaf] = error_feedback.added(gradient, residual)
-  return [matrices[i] for i in group.encoded], [
-    matrices[i] for i in group.exact
-  ]
+
+  def read(leaf: int) -> jax.Array:
+    gradient, residual = operands.gradients[leaf], operands.residuals.get(leaf)
+    if residual is None:
+      return gradient.astype(jnp.float32)
+    return error_feedback.added(gradient, residual)
+
+  return [read(i) for i in group.encoded], [read(i) for i in group.exact]
 
 
 def _average_p(
@@ -302,7 +305,7 @@ def _average_q(
   local = [found.rows[:, 1:] for found in projections]
   # |M_i - P Q_i^T|^2 = |M_i|^2 - |Q_i|^2; the encoding error is much smaller.
   energies = [
-    found.energy[:, 0] - linear_algebra.energy(q, unit)
+    found.energy - linear_algebra.energy(q, unit)
     for found, q in zip(projections, local, strict=True)
   ]
   sketches = [
@@ -321,7 +324,6 @@ def _average_q(
 
 
 def _reconstruct(
-  plan: Plan,
   group: Group,
   operands: _Operands,
   stacks: list[Stack],
@@ -338,11 +340,6 @@ def _reconstruct(
   exact, encoded, mean_q = dataflow.zeros_unless(
     is_finite, (exact, received.dense, received.factors)
   )
-  averaged: list[Any] = [None] * len(operands.gradients)
-  residual, next_q = list(operands.residuals), list(operands.factors)
-  columns = [jnp.zeros_like(q[:, 0]) for q in next_q]
-  lost = [jnp.zeros_like(c, shape=len(c)) for c in columns]
-  residual_energy = list(lost)
   bases = [found.basis for found in projections]
   shares = buffers.live_shares([basis.shares for basis in bases])
   # |Q'_c|^2 of each column c
@@ -353,34 +350,41 @@ def _reconstruct(
   settle = functools.partial(error_feedback.settled, is_finite=is_finite)
   # update = P Q'^T,  residual_i = M_i - P Q_i^T
   own_q = received.sent_factors
-  settled = map_matrices(
+  updates = map_matrices(
     stacks,
     [(b.rows, q, own) for b, q, own in zip(bases, mean_q, own_q, strict=True)],
     linear_algebra.outer_products,
     settle,
   )
-  means = zip((*group.exact, *group.encoded), (*exact, *encoded), strict=True)
+  settled = {s.leaf: found for s, found in zip(stacks, updates, strict=True)}
+  means = (
+    *zip(group.exact, exact, strict=True),
+    *zip(group.encoded, encoded, strict=True),
+  )
   sent = dict(zip(group.encoded, received.sent_dense, strict=True))
   for leaf, mean in means:
-    gradient, slot = operands.gradients[leaf], plan.slots.get(leaf)
-    old = None if slot is None else residual[slot]
-    left = None  # of a leaf that is sent dense and not encoded, or without slot
-    if leaf in sent and slot is not None:
+    gradient, old = operands.gradients[leaf], operands.residuals.get(leaf)
+    left = None  # of a leaf that was not encoded, or without a residual
+    if leaf in sent and old is not None:
       left = error_feedback.added(gradient, old) - sent[leaf]
-    averaged[leaf], left = settle(mean, left, gradient, old)
-    if slot is not None:
-      residual[slot] = left
-  for j, (stack, (update, left)) in enumerate(
-    zip(stacks, settled, strict=True)
-  ):
-    shape, slot = plan.leaves[stack.leaf].shape, stack.slot
-    averaged[stack.leaf] = update.reshape(shape)
-    residual[slot] = left.reshape(shape)
+    settled[leaf] = settle(mean, left, gradient, old)
+  averaged = [
+    settled[i][0].reshape(g.shape) for i, g in enumerate(operands.gradients)
+  ]
+  residual = {
+    i: settled[i][1].reshape(e.shape) for i, e in operands.residuals.items()
+  }
+  next_q = dict(operands.factors)
+  columns = {i: jnp.zeros_like(q[:, 0]) for i, q in next_q.items()}
+  lost = {i: jnp.zeros_like(c, shape=len(c)) for i, c in columns.items()}
+  residual_energy = dict(lost)
+  for j, stack in enumerate(stacks):
+    leaf = stack.leaf
     # |mean_i residual_i|^2 from its sketch
-    lost[slot] = jnp.sum(jnp.square(sketches[j] / unit), axis=1)
-    residual_energy[slot] = jnp.maximum(energies[j], 0.0)
-    columns[slot] = columns[slot].at[:, : norms[j].shape[1]].set(norms[j])
-    next_q[slot] = jnp.where(is_finite, merged[j], stack.factor)
-  return Exchange(
-    averaged, residual, next_q, columns, lost, residual_energy, unit, is_finite
-  )
+    lost[leaf] = jnp.sum(jnp.square(sketches[j] / unit), axis=1)
+    residual_energy[leaf] = jnp.maximum(energies[j], 0.0)
+    columns[leaf] = columns[leaf].at[:, : norms[j].shape[1]].set(norms[j])
+    next_q[leaf] = jnp.where(is_finite, merged[j], stack.factor)
+  of_leaves = (residual, next_q, columns, lost, residual_energy)
+  lists = [list(arrays.values()) for arrays in of_leaves]
+  return Exchange(averaged, *lists, unit, is_finite)

@@ -123,11 +123,6 @@ class Plan:
     return tuple([math.prod(leaf.shape) for leaf in self.leaves])
 
   @functools.cached_property
-  def slots(self) -> dict[int, int]:
-    """Position of each compressible leaf among them, by its index."""
-    return {leaf: slot for slot, leaf in enumerate(self.compressible)}
-
-  @functools.cached_property
   def places(self) -> tuple[int, ...]:
     """Index in the whole gradient of each compressible leaf."""
     return tuple(self.positions[i] for i in self.compressible)

@@ -91,7 +91,7 @@ def stack_of(classes, ranks, seed=0):
   )
   shape = (len(ranks), 24, 40)
   return packed.Stack(
-    leaf=0, slot=0, gradient=draw(*shape), residual=draw(*shape),
+    leaf=0, gradient=draw(*shape), residual=draw(*shape),
     factor=draw(len(ranks), 40, 16), ranks=jnp.array(ranks, jnp.int32),
     classes=classes,
   )  # fmt: skip
