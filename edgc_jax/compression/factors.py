@@ -67,8 +67,8 @@ def map_rows(
     factorise: Maps rows [w, n]; it may factorise a matrix. On CPUs that is not
       batched: a batched factorisation splits its work and waits for threads,
       and several at once may occupy all threads of XLA's pool.
-    multiply: Returns a tree of factors, with w rows or a constant more, and of
-      scalars.
+    multiply: Returns a tree of scalars and of arrays with w rows, or a constant
+      more.
     others: More arrays [k, ...] for each stack.
 
   Returns:

@@ -126,10 +126,9 @@ def exchange(
     functools.partial(_exchange_group, plan, group, axis_name)
     for group in plan.groups
   ]
-  ranks = plan.by_leaf(ranks)
   of_leaves = [
     dict(zip(plan.compressible, arrays, strict=True))
-    for arrays in (residuals, factors, ranks)
+    for arrays in (residuals, factors, plan.by_leaf(ranks))
   ]
   operands = _Operands(rung, key, earlier, list(gradients), *of_leaves)
   if len(branches) == 1:
@@ -145,7 +144,8 @@ def exchange(
 class _Operands(NamedTuple):
   """Arguments of the branches of an exchange.
 
-  Compressible leaves are named by their index in the plan.
+  Compressible leaves are named by their index in the plan. Indices rise, so the
+  order in which JAX rebuilds a dict is that of `plan.compressible`.
   """
 
   rung: jax.Array  # int32 []
@@ -364,7 +364,7 @@ def _reconstruct(
   sent = dict(zip(group.encoded, received.sent_dense, strict=True))
   for leaf, mean in means:
     gradient, old = operands.gradients[leaf], operands.residuals.get(leaf)
-    left = None  # of a leaf that was not encoded, or without a residual
+    left = None  # M was sent as it is, or there is no residual
     if leaf in sent and old is not None:
       left = error_feedback.added(gradient, old) - sent[leaf]
     settled[leaf] = settle(mean, left, gradient, old)

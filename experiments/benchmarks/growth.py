@@ -13,9 +13,11 @@ and memory traffic, one after the other:
 
 The products are timed on all matrices, the passes as copies of two passes each.
 
-`edgc` is timed with one rank for all matrices, as after its first window, and
-with ranks by matrix as they are in training: a quarter of a stack's matrices
-have twice the rank, the others less, at the same bytes.
+`edgc` is timed with one rank for all matrices, as in its first window, and with
+ranks by matrix as they are in training: a quarter of a stack's matrices have
+twice the rank, the others less, at the same bytes. It is also timed with its
+default ladder, at rank 32. The page is overwritten, unless `--output` names
+another file.
 """
 
 import functools
@@ -48,7 +50,9 @@ from experiments.runtime import heap
 _SIZES = flags.DEFINE_list(
   "sizes", ["2M", "11M", "124M", "355M"], "Models, by number of parameters."
 )
-_RANKS = flags.DEFINE_list("ranks", ["8", "32"], "Ranks of powersgd and edgc.")
+_RANKS = flags.DEFINE_list(
+  "ranks", ["8", "32"], "Ranks of powersgd and edgc (its least and largest)."
+)
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Number of timed rounds.")
 _OUTPUT = flags.DEFINE_string("output", "docs/growth.md", "The page.")
 
@@ -59,6 +63,7 @@ MODELS = {
   "355M": GPT2Config(50304, 1024, 1024, 24, 16),
 }
 _AXIS = "data"
+_DEFAULT = 32  # edgc's largest rank, which it has at first
 _PASSES = 4  # of the floor, in addition to its products
 _MARK = "<!-- Made by experiments/benchmarks/growth.py: do not edit. -->"
 
@@ -136,14 +141,17 @@ def measure(
     adaptive = edgc_jax.edgc(_AXIS, rank_max=rank, rank_min=rank, **options)
     reducers[f"edgc, rank {rank}"] = adaptive
     reducers[f"edgc by matrix, rank {rank}"] = adaptive
-  reducers["edgc, defaults, at rank 32"] = edgc_jax.edgc(_AXIS, **options)
+  reducers[f"edgc, defaults, at rank {_DEFAULT}"] = edgc_jax.edgc(
+    _AXIS, **options
+  )
   calls, cost = {}, {}
   for name, tx in reducers.items():
     ranks_of = _by_matrix if "by matrix" in name else lambda state: state
     calls[name], *cost[name] = _update(tx, gradients, ranks_of)
   copy = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree))
   calls |= {
-    f"products {rank}": _products(gradients, shapes, rank) for rank in ranks
+    f"products {rank}": _products(gradients, shapes, rank)
+    for rank in {*ranks, _DEFAULT}
   }
   calls["copy"] = functools.partial(copy, gradients)
   heap.keep_freed_memory()
