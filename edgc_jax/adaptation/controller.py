@@ -13,7 +13,9 @@ rank_min to lose more now than rank_max would have lost in the first window.
 The state is small and equal on all replicas; each pipeline stage has its own.
 Stage 0 is on the critical path. At the end of a window it broadcasts its rung,
 and each stage takes the rung that fits into its slack (`alignment`), or keeps
-its own choice if stages are not aligned.
+its own choice if stages are not aligned. Shards of the leaves have one rung: at
+the end of a window they average their entropies and ln G, and take the rung of
+the first shard.
 
 If the loss's scale or the batch size changes, so do all entropies. `rescaled`
 shifts the references by a known factor, `mark_rebase` by the next whole window.
@@ -29,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from edgc_jax.adaptation import alignment, error_model, rank_rule
-from edgc_jax.adaptation.entropy import EntropySample
+from edgc_jax.adaptation.entropy import EntropySample, has_jumped
 from edgc_jax.adaptation.rank_rule import RankRule
 from edgc_jax.comm import collectives
 from edgc_jax.plan.plan import Plan
@@ -39,18 +41,15 @@ from edgc_jax.plan.plan import Plan
 # whole window shifts the references. Both are set if the batch size changes
 # again before that window has ended.
 MARKED, DUE = 1, 2
-# Nats by which the entropies of all matrices shift at least when the scale
-# jumps, and by which these shifts may differ.
-_JUMP, _SPREAD = 0.5, 0.3
 
 
 class ControllerState(NamedTuple):
   """Window state; entropies in nats, all equal over the data axis.
 
-  Each pipeline stage has its own, except for `lead_rung`.
+  Each pipeline stage and each shard has its own, except for `lead_rung`.
   """
 
-  lead_rung: jax.Array  # int32 [], rung of stage 0, equal on all stages
+  lead_rung: jax.Array  # int32 [], rung of stage 0 or the first shard
   rung: jax.Array  # int32 []
   is_warm: jax.Array  # bool [], whether the warm-up is over
   num_windows: jax.Array  # int32 [], whole windows so far, with a sample
@@ -96,29 +95,6 @@ def first_state(warmup_rung: int, num_matrices: int) -> ControllerState:
     num_before=zero(),
     scale_jumps=integer(0),
   )
-
-
-def has_jumped(variance: jax.Array, previous: jax.Array) -> jax.Array:
-  """Returns whether all gradients changed their scale at once; bool [].
-
-  All must shift by more than half a nat in the same direction from one window
-  to the next, by factors that agree to about a third. A change of the loss's
-  scale does this, and learning hardly ever.
-
-  Args:
-    variance: float32 [K], mean squares in the newest window.
-    previous: float32 [K], in the window before it; zeros if there is none.
-  """
-  if not variance.size:
-    return jnp.array(False)
-  is_known = (variance > 0) & (previous > 0)
-  ratio = jnp.where(
-    is_known, variance / jnp.where(is_known, previous, 1.0), 1.0
-  )
-  shifts = 0.5 * jnp.log(ratio)  # of entropy, if only the scale changed
-  lowest, highest = jnp.min(shifts), jnp.max(shifts)
-  is_one_way = (lowest > _JUMP) | (highest < -_JUMP)
-  return jnp.all(is_known) & is_one_way & (highest - lowest < _SPREAD)
 
 
 def rescaled(state: ControllerState, factor: float) -> ControllerState:
@@ -180,6 +156,7 @@ class Controller:
   # aligned, and each follows its own entropy.
   rung_seconds: np.ndarray | None = None
   backward_seconds: float = 0.0  # of one microbatch
+  shards: tuple[str, ...] = ()  # axes over which leaves are sharded
 
   @classmethod
   def for_plan(cls, plan: Plan, rule: RankRule, **options: Any) -> "Controller":
@@ -264,13 +241,16 @@ class Controller:
       The state to use in step `count`.
     """
     num_closed = count // self.window
+    variance = state.variance_sum / jnp.maximum(state.num_samples, 1.0)
+    errors = [self._log_error(v) for v in (variance, state.reference_variance)]
+    entropy_sum, num_samples, (error, reference_error) = self._pooled(
+      (state.entropy_sum, state.num_samples, errors)
+    )
     # A mean over entropies from before and after a mark has no meaning.
     is_marked = state.rebase & MARKED > 0
     is_mixed = is_marked & (state.num_samples > state.num_before)
-    has_sample = (state.num_samples > 0) & ~is_mixed
-    num_samples = jnp.maximum(state.num_samples, 1.0)
-    entropy = state.entropy_sum / num_samples
-    variance = state.variance_sum / num_samples
+    has_sample = (num_samples > 0) & ~is_mixed
+    entropy = entropy_sum / jnp.maximum(num_samples, 1.0)
     state = rebased(state, entropy, has_sample)
     before = state.num_windows
     jumped = (
@@ -279,7 +259,7 @@ class Controller:
     first = jnp.where(before == 0, entropy, state.first_entropy)
     change = jnp.where(before == 1, entropy - first, state.first_change)
     ends_warmup = self._ends_warmup(
-      state, has_sample, num_closed, entropy, first, self._log_error(variance)
+      state, has_sample, num_closed, entropy, first, error
     )
     closed = state._replace(
       num_windows=before + 1,
@@ -287,7 +267,7 @@ class Controller:
       first_change=change,
       scale_jumps=state.scale_jumps + jumped.astype(jnp.int32),
     )
-    target = self._target_rank(closed, entropy)
+    target = self._target_rank(closed, entropy, reference_error)
     top = jnp.int32(len(self.ranks))
     next_rung = 1 + rank_rule.round_to_ladder(
       target, state.rung - 1, self.ranks, self.max_rank_step
@@ -316,8 +296,25 @@ class Controller:
       rebase=jnp.where(is_marked, DUE, state.rebase),
     )
 
+  def _pooled(self, tree: Any) -> Any:
+    """Returns the means of numbers over the shards, the same on each."""
+    if not self.shards:
+      return tree
+    tree = collectives.as_varying(tree, self.shards)
+    return collectives.mean(tree, self.shards)
+
   def _align(self, state: ControllerState) -> ControllerState:
-    """Broadcasts the rung of stage 0, and aligns each stage's rung with it."""
+    """Broadcasts the rung of stage 0, and aligns each stage's rung with it.
+
+    All shards take the rung of the first.
+    """
+    if self.shards:
+      rung = collectives.as_varying(state.rung, self.shards)
+      lead_rung = collectives.from_first(rung, self.shards)
+      return state._replace(
+        lead_rung=lead_rung,
+        rung=collectives.as_varying(lead_rung, self.shards),
+      )
     if self.stage_axis is None:
       return state._replace(lead_rung=state.rung)
     lead_rung = collectives.from_first(state.rung, self.stage_axis)
@@ -375,7 +372,10 @@ class Controller:
     )
 
   def _target_rank(
-    self, state: ControllerState, entropy: jax.Array
+    self,
+    state: ControllerState,
+    entropy: jax.Array,
+    reference_error: jax.Array,
   ) -> jax.Array:
     """Returns the rank that the rule asks for, a real number."""
     if self.rule.name == "linear":
@@ -387,7 +387,7 @@ class Controller:
         state.first_change,
       )
     return rank_rule.cqm_rank(
-      self._log_error(state.reference_variance),
+      reference_error,
       self.ranks[-1],
       entropy,
       state.reference_entropy,

@@ -30,6 +30,9 @@ from edgc_jax.comm import collectives
 
 ESTIMATORS = ("gaussian", "histogram")
 _CLIP = 8.0  # in scales
+# Nats by which the entropies of all matrices shift at least when the scale
+# jumps, and by which these shifts may differ.
+_JUMP, _SPREAD = 0.5, 0.3
 _GAUSSIAN_SCALE = math.sqrt(math.pi / 2)  # std over mean |x| of a Gaussian
 
 
@@ -176,6 +179,29 @@ def sample_bytes(num_matrices: int, sampling: Sampling) -> int:
   if sampling.estimator == "histogram":
     num_values = sampling.bins
   return 4 * (3 * num_matrices + num_values)
+
+
+def has_jumped(variance: jax.Array, previous: jax.Array) -> jax.Array:
+  """Returns whether all gradients changed their scale at once; bool [].
+
+  All must shift by more than half a nat in the same direction from one window
+  to the next, by factors that agree to about a third. A change of the loss's
+  scale does this, and learning hardly ever.
+
+  Args:
+    variance: float32 [K], mean squares in the newest window.
+    previous: float32 [K], in the window before it; zeros if there is none.
+  """
+  if not variance.size:
+    return jnp.array(False)
+  is_known = (variance > 0) & (previous > 0)
+  ratio = jnp.where(
+    is_known, variance / jnp.where(is_known, previous, 1.0), 1.0
+  )
+  shifts = 0.5 * jnp.log(ratio)  # of entropy, if only the scale changed
+  lowest, highest = jnp.min(shifts), jnp.max(shifts)
+  is_one_way = (lowest > _JUMP) | (highest < -_JUMP)
+  return jnp.all(is_known) & is_one_way & (highest - lowest < _SPREAD)
 
 
 def _subsample(x: jax.Array, stride: int, index: jax.Array) -> jax.Array:

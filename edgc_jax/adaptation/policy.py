@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 
   state: PolicyState
   rung: jax.Array  # int32 [], index into the ladder, equal on all replicas
-  lead_rung: jax.Array  # int32 [], rung of stage 0, equal on all stages
+  lead_rung: jax.Array  # int32 [], equal on all stages and shards
   ranks: jax.Array | None  # int32 [K]; None if all matrices have the rung's
   sample: entropy.EntropySample | None
   wire_bytes: jax.Array  # float32 [], sent to choose
@@ -163,7 +163,7 @@ class EntropyPolicy:
     sample, sampled_bytes = self._sample(gradients, count, is_sampled)
     return Choice(
       state,
-      control.rung,
+      control.lead_rung if self.controller.shards else control.rung,
       control.lead_rung,
       allocator.ranks if self.allocator is not None else None,
       sample,
@@ -236,13 +236,13 @@ class EntropyPolicy:
     """Keeps the fields that the first replica broadcasts at a window's end.
 
     Replaces the others by None: the sums over a window, which start at zero,
-    and, without stages, `lead_rung`, which is `rung`.
+    and, without stages and shards, `lead_rung`, which is `rung`.
     """
     controller, allocator = state
     controller = controller._replace(
       entropy_sum=None, variance_sum=None, num_samples=None
     )
-    if self.controller.stage_axis is None:
+    if self.controller.stage_axis is None and not self.controller.shards:
       controller = controller._replace(lead_rung=None)
     if allocator:
       no_sums = jax.tree.map(lambda _: None, allocator.sums)

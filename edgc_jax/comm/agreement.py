@@ -133,8 +133,9 @@ def agree(
   verdict: jax.Array,
   parted: jax.Array,
   stage_axis: str | None,
+  shards: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array, jax.Array, int]:
-  """Combines the checks of all pipeline stages.
+  """Combines the checks of all pipeline stages and shards.
 
   Sends `STAGE_CHECK_BYTES` in one collective in every step: in a branch, it
   might mix with other collectives over the stages (`dataflow.in_turn`).
@@ -144,16 +145,20 @@ def agree(
     verdict: int32 [], from `compare_gradients`.
     parted: int32 [], from `have_parted`.
     stage_axis: The bound axis of the stages; None if there are none.
+    shards: The axes over which leaves are sharded.
 
   Returns:
-    Whether the step was finite on all stages, the least verdict, whether the
-    replicas of any stage have diverged, and the bytes sent.
+    Whether the step was finite on all stages and shards, the least verdict,
+    whether the replicas of any stage or shard have diverged, and the bytes sent
+    over the stages.
   """
-  if stage_axis is None:
+  axes = shards if stage_axis is None else (stage_axis,)
+  if not axes:
     return is_finite, verdict, parted, 0
   seen = jnp.stack([is_finite.astype(jnp.int32), verdict, -parted])
-  finite, verdict, together = collectives.least(seen, stage_axis)
-  is_alone = collectives.num_devices(stage_axis) == 1
+  seen = collectives.as_varying(seen, axes)
+  finite, verdict, together = collectives.least(seen, axes)
+  is_alone = stage_axis is None or collectives.num_devices(stage_axis) == 1
   num_bytes = 0 if is_alone else STAGE_CHECK_BYTES
   return finite > 0, verdict, -together, num_bytes
 

@@ -13,10 +13,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from edgc_jax.comm import cpu_backend
-from edgc_jax.comm.dataflow import in_turn, is_varying, one_by_one
+from edgc_jax.comm.dataflow import (
+  AxisName,
+  in_turn,
+  is_varying,
+  names,
+  one_by_one,
+)
 
 
-def num_devices(axis_name: str, argument: str = "axis_name") -> int:
+def num_devices(axis_name: AxisName, argument: str = "axis_name") -> int:
   """Returns the number of devices along a bound axis, a Python integer.
 
   Args:
@@ -38,7 +44,7 @@ def num_devices(axis_name: str, argument: str = "axis_name") -> int:
     ) from error
 
 
-def mean(tree: Any, axis_name: str) -> Any:
+def mean(tree: Any, axis_name: AxisName) -> Any:
   """Averages every leaf over an axis, in one variadic all-reduce.
 
   Between CPU hosts small leaves are joined (`cpu_backend.reduce_joined`).
@@ -46,12 +52,27 @@ def mean(tree: Any, axis_name: str) -> Any:
   return _reduce(functools.partial(lax.pmean, axis_name=axis_name), tree)
 
 
-def total(tree: Any, axis_name: str) -> Any:
+def total(tree: Any, axis_name: AxisName) -> Any:
   """Sums every leaf over an axis; as `mean`."""
   return _reduce(functools.partial(lax.psum, axis_name=axis_name), tree)
 
 
-def all_true(flag: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
+def mean_where_varying(tree: Any, axis_name: AxisName) -> Any:
+  """Averages every leaf over those of the axes that it varies over.
+
+  If JAX does not track an axis, every leaf counts as varying over it. Keeps the
+  dtypes of the leaves: a bf16 leaf is sent in bf16, if the platform can.
+  """
+
+  def average(x: jax.Array) -> jax.Array:
+    axes = [a for a in names(axis_name) if not tracks_varying(a)]
+    axes += [a for a in names(axis_name) if is_varying(x, a)]
+    return lax.pmean(x, tuple(axes)) if axes else x
+
+  return jax.tree.map(average, tree)
+
+
+def all_true(flag: jax.Array, axis_name: AxisName) -> jax.Array:
   """Returns whether `flag` (bool, any shape) is true on every device.
 
   Elementwise; sends 4 bytes per entry.
@@ -59,12 +80,12 @@ def all_true(flag: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
   return least(flag.astype(jnp.int32), axis_name) > 0
 
 
-def device_index(axis_name: str) -> jax.Array:
+def device_index(axis_name: AxisName) -> jax.Array:
   """Returns this device's index along an axis; int32 [], varying over it."""
   return lax.axis_index(axis_name)
 
 
-def exchange_parts(tree: Any, axis_name: str) -> Any:
+def exchange_parts(tree: Any, axis_name: AxisName) -> Any:
   """Sends part j of every leaf [N, ...] to device j; returns [N, ...].
 
   Sends half the bytes of an all-reduce of the leaf. An all-to-all; between CPU
@@ -89,7 +110,7 @@ def exchange_parts(tree: Any, axis_name: str) -> Any:
   return one_by_one(swap, tree)
 
 
-def gather(tree: Any, axis_name: str) -> Any:
+def gather(tree: Any, axis_name: AxisName) -> Any:
   """Gathers every leaf of all devices as [N, ...], equal on all devices.
 
   Sends half the bytes of an all-reduce of the result.
@@ -109,7 +130,7 @@ def gather(tree: Any, axis_name: str) -> Any:
   return one_by_one(collect, tree)
 
 
-def from_first(tree: Any, axis_name: str) -> Any:
+def from_first(tree: Any, axis_name: AxisName) -> Any:
   """Broadcasts the leaves of the first device to all devices along the axis.
 
   Exact to the bit, except for the sign of zeros. Leaves may be PRNG keys.
@@ -134,7 +155,9 @@ def from_first(tree: Any, axis_name: str) -> Any:
   return jax.tree.map(restored, tree, sums)
 
 
-def send(tree: Any, axis_name: str, pairs: Sequence[tuple[int, int]]) -> Any:
+def send(
+  tree: Any, axis_name: AxisName, pairs: Sequence[tuple[int, int]]
+) -> Any:
   """Sends leaves from source to target for each (source, target) in `pairs`.
 
   Returns zeros on devices that are no target.
@@ -142,12 +165,12 @@ def send(tree: Any, axis_name: str, pairs: Sequence[tuple[int, int]]) -> Any:
   return lax.ppermute(tree, axis_name, perm=list(pairs))
 
 
-def least(value: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
+def least(value: jax.Array, axis_name: AxisName) -> jax.Array:
   """Returns the elementwise minimum over an axis."""
   return lax.pmin(value, axis_name)
 
 
-def spread(value: jax.Array, axis_name: str) -> jax.Array:
+def spread(value: jax.Array, axis_name: AxisName) -> jax.Array:
   """Returns the largest difference of any entry between devices; float32 [].
 
   Sends 8 bytes per entry; all entries must be finite.
@@ -157,7 +180,7 @@ def spread(value: jax.Array, axis_name: str) -> jax.Array:
   return jnp.max(highest + negated_lowest)
 
 
-def compare(value: jax.Array, axis_name: str) -> jax.Array:
+def compare(value: jax.Array, axis_name: AxisName) -> jax.Array:
   """Compares a float scalar between the replicas; sends 12 bytes.
 
   Args:
@@ -179,7 +202,7 @@ def compare(value: jax.Array, axis_name: str) -> jax.Array:
   return jnp.where((any_broken > 0) | is_zero, 0, verdict)
 
 
-def tracks_varying(axis_name: str) -> bool:
+def tracks_varying(axis_name: AxisName) -> bool:
   """Returns whether JAX tracks which values vary over the axis.
 
   It does under `shard_map` with its default `check_vma=True`. Under `pmap` or
@@ -188,16 +211,17 @@ def tracks_varying(axis_name: str) -> bool:
   return is_varying(lax.axis_index(axis_name), axis_name)
 
 
-def as_varying(tree: Any, axis_name: str) -> Any:
-  """Types every leaf as varying over the axis; sends nothing."""
-  return jax.tree.map(
-    lambda x: (
-      x
-      if is_varying(x, axis_name) or not tracks_varying(axis_name)
-      else lax.pcast(x, axis_name, to="varying")
-    ),
-    tree,
-  )
+def as_varying(tree: Any, axis_name: AxisName) -> Any:
+  """Types every leaf as varying over the axes; sends nothing."""
+  tracked = [axis for axis in names(axis_name) if tracks_varying(axis)]
+  if not tracked:
+    return tree
+
+  def cast(x: jax.Array) -> jax.Array:
+    missing = tuple([axis for axis in tracked if not is_varying(x, axis)])
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(cast, tree)
 
 
 def zeros_like_type(aval: Any) -> jax.Array:
@@ -214,7 +238,7 @@ def _reduce(reduce: Callable[[Any], Any], tree: Any) -> Any:
   return reduce(tree)
 
 
-def _swap_parts(parts: jax.Array, axis_name: str) -> jax.Array:
+def _swap_parts(parts: jax.Array, axis_name: AxisName) -> jax.Array:
   """Exchanges the parts [2, n] of two devices by all-gathers."""
   device = device_index(axis_name)
 
@@ -227,7 +251,7 @@ def _swap_parts(parts: jax.Array, axis_name: str) -> jax.Array:
   return lax.dynamic_update_index_in_dim(parts, part, 1 - device, 0)
 
 
-def _rotate_parts(parts: jax.Array, axis_name: str) -> jax.Array:
+def _rotate_parts(parts: jax.Array, axis_name: AxisName) -> jax.Array:
   """Exchanges the parts [N, n] of N devices in N - 1 rotations.
 
   Every device sends to the next device first, then to the second next, ...

@@ -4,12 +4,65 @@ Which mesh axes a value varies over, whether it is finite, and which of two
 collectives runs first if the platform does not keep their order.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from edgc_jax import validation
+
+AxisName = str | tuple[str, ...]
+
+
+class Axes(NamedTuple):
+  """Axes of a mesh, by what differs along them.
+
+  All other axes that JAX tracks a leaf to vary over shard it: every device
+  holds a part of the leaf, and a part of a matrix is a matrix.
+  """
+
+  replicas: AxisName  # batches; gradients are averaged over them, compressed
+  stage: str | None = None  # layers: the stages of a pipeline
+  fast: AxisName | None = None  # batches; averaged before, dense
+
+  def shards(self, tree: Any) -> list[tuple[str, ...]]:
+    """Returns the axes over which each leaf is sharded, sorted."""
+    known = {*names(self.replicas), *names(self.stage), *names(self.fast)}
+    return [
+      tuple(sorted(set(varying_axes(leaf)) - known))
+      for leaf in jax.tree.leaves(tree)
+    ]
+
+
+def names(axis_name: AxisName | None) -> tuple[str, ...]:
+  """Returns the names in an argument that takes one axis or several.
+
+  >>> names("data"), names(("pod", "data")), names(None)
+  (('data',), ('pod', 'data'), ())
+  """
+  if axis_name is None:
+    return ()
+  return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def require_names(argument: str, axis_name: Any) -> None:
+  """Raises unless `axis_name` is the name of an axis, or a tuple of names.
+
+  Raises:
+    ValueError: if it is not.
+  """
+  is_sequence = isinstance(axis_name, str | tuple | list)
+  found = names(axis_name) if is_sequence else ()
+  is_name = [isinstance(name, str) and bool(name) for name in found]
+  validation.require(
+    bool(found) and all(is_name) and len(set(found)) == len(found),
+    argument,
+    axis_name,
+    "the name of a mesh axis, or a tuple of different names",
+    "pass the axis that splits the batch",
+  )
 
 
 def after(tree: Any, earlier: Any) -> Any:
@@ -63,10 +116,9 @@ def one_by_one(send: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
   return jax.tree.unflatten(structure, results)
 
 
-def is_varying(value: jax.Array, axes: str | Sequence[str]) -> bool:
+def is_varying(value: jax.Array, axes: AxisName) -> bool:
   """Returns whether JAX tracks `value` as varying over any of the axes."""
-  names = {axes} if isinstance(axes, str) else set(axes)
-  return bool(names & set(varying_axes(value)))
+  return bool(set(names(axes)) & set(varying_axes(value)))
 
 
 def varying_axes(tree: Any) -> tuple[str, ...]:

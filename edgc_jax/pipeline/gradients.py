@@ -129,6 +129,15 @@ def require_stages(
   if collectives.num_devices(stage_axis, "stage_axis") == 1:
     return
   cpu_backend.require_no_cached_programs()
+  sharded = [leaf for leaf in leaves if leaf.shards]
+  if sharded:
+    raise ValueError(
+      f"`stages` must be None if leaves are sharded over further axes, got"
+      f" {stage_axis!r} and a gradient that varies over {sharded[0].shards}, at"
+      f" {sharded[0].path}: stages have ranks of their own, and all shards have"
+      " one rank. Average gradients over axes that split the batch, with"
+      " `fast_axis`, or use a mesh without stages."
+    )
   if not collectives.tracks_varying(stage_axis):
     raise ValueError(
       f"`stage_axis` must be an axis of jax.shard_map with its default"

@@ -227,3 +227,11 @@ def warn_if_nothing_saves(plan: Plan) -> None:
       RuntimeWarning,
       stacklevel=4,
     )
+
+
+def require_ratio(min_ratio: float) -> None:
+  """Raises unless `min_ratio` is a Python number, at least 0."""
+  validation.require_number("min_ratio", min_ratio)
+  validation.require(
+    min_ratio >= 0, "min_ratio", min_ratio, "at least 0", "use 2 or more"
+  )

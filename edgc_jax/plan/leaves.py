@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from edgc_jax.comm import collectives
-from edgc_jax.comm.dataflow import is_varying
+from edgc_jax.comm.dataflow import AxisName, is_varying, names
 
 
 class MatrixView(NamedTuple):
@@ -28,6 +28,7 @@ class MatrixView(NamedTuple):
 
 ViewFn = Callable[[str, tuple[int, ...]], MatrixView | None]
 PlacementFn = Callable[[str, tuple[int, ...]], str]
+ShardsFn = Callable[[Any], Sequence[tuple[str, ...]]]
 PLACEMENTS = ("own", "split", "shared")
 
 
@@ -40,6 +41,7 @@ class Leaf(NamedTuple):
     dtype: Its dtype.
     view: Its matrices; None if it is never sent as factors.
     placement: "own", "split" or "shared": see `own_placement`.
+    shards: Axes of the mesh over which it is sharded (`comm.axes`).
   """
 
   path: str
@@ -47,6 +49,7 @@ class Leaf(NamedTuple):
   dtype: Any
   view: MatrixView | None
   placement: str = "own"
+  shards: tuple[str, ...] = ()
 
   @property
   def size(self) -> int:
@@ -123,6 +126,7 @@ def describe(
   tree: Any,
   view_fn: ViewFn = trailing_matrix,
   placement_fn: PlacementFn = own_placement,
+  shards: Sequence[tuple[str, ...]] | None = None,
 ) -> list[Leaf]:
   """Describes the leaves of a gradient tree, in `jax.tree` order.
 
@@ -130,6 +134,7 @@ def describe(
     tree: Arrays or `jax.ShapeDtypeStruct`s.
     view_fn: Returns a leaf's view from its path and shape.
     placement_fn: Returns a leaf's placement from its path and shape.
+    shards: The axes over which each leaf is sharded; None if none is.
 
   Returns:
     One `Leaf` per leaf.
@@ -139,8 +144,9 @@ def describe(
     ValueError: if a view does not hold as many values as its leaf, or a
       placement is none of `PLACEMENTS`.
   """
-  leaves = []
-  for key_path, value in jax.tree_util.tree_leaves_with_path(tree):
+  leaves, values = [], jax.tree_util.tree_leaves_with_path(tree)
+  shards = shards or [()] * len(values)
+  for (key_path, value), axes in zip(values, shards, strict=True):
     path, shape = jax.tree_util.keystr(key_path), tuple(jnp.shape(value))
     dtype = jnp.result_type(value)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -164,22 +170,23 @@ def describe(
         f" leaf {path}; return 'own' for a leaf that only one stage holds."
       )
     view = None if placement == "shared" else view
-    leaves.append(Leaf(path, shape, dtype, view, placement))
+    leaves.append(Leaf(path, shape, dtype, view, placement, axes))
   return leaves
 
 
 def require_local(
-  gradients: Sequence[jax.Array], leaves: Sequence[Leaf], axis_name: str
+  gradients: Sequence[jax.Array], leaves: Sequence[Leaf], axis_name: AxisName
 ) -> None:
   """Raises if JAX's types show that gradients are already summed over the axis.
 
   Args:
     gradients: The leaves passed to `update`.
     leaves: Their descriptions.
-    axis_name: The bound axis of the replicas.
+    axis_name: The bound axes of the replicas.
 
   Raises:
-    ValueError: if varying types are tracked and a leaf does not vary.
+    ValueError: if varying types are tracked and a leaf does not vary over all
+      of the axes.
   """
   if collectives.num_devices(axis_name) == 1 or not gradients:
     return
@@ -188,7 +195,7 @@ def require_local(
   summed = [
     leaf.path
     for gradient, leaf in zip(gradients, leaves, strict=True)
-    if not is_varying(gradient, axis_name)
+    if not all(is_varying(gradient, axis) for axis in names(axis_name))
   ]
   if summed:
     raise ValueError(

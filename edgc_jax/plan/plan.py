@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax import validation
 from edgc_jax.comm import averages
 from edgc_jax.comm.codes import Bfloat16, NativeBfloat16
 from edgc_jax.plan.leaves import (
   Leaf,
   PlacementFn,
+  ShardsFn,
   ViewFn,
   describe,
   own_placement,
@@ -116,6 +116,11 @@ class Plan:
     """Indices of the leaves that are sent as factors at some rung."""
     leaves = enumerate(self.leaves)
     return tuple(i for i, leaf in leaves if self.is_compressed(leaf))
+
+  @functools.cached_property
+  def shards(self) -> tuple[str, ...]:
+    """Axes over which any leaf is sharded, sorted."""
+    return tuple(sorted(set().union(*[leaf.shards for leaf in self.leaves])))
 
   @functools.cached_property
   def leaf_sizes(self) -> tuple[int, ...]:
@@ -335,6 +340,7 @@ def make_plan(
   min_ratio: float = 2.0,
   matrix_view: ViewFn = trailing_matrix,
   placement: PlacementFn = own_placement,
+  shards: ShardsFn | None = None,
   kind: Callable[..., Plan] = Plan,
   **options: Any,
 ) -> Plan:
@@ -349,40 +355,42 @@ def make_plan(
     min_ratio: Least m n / (r (m + n)) at which factors are sent.
     matrix_view: Returns the view of a leaf.
     placement: Returns the placement of a leaf.
+    shards: Returns the axes over which each leaf is sharded.
     kind: The class of the plan.
     **options: Its other attributes.
   """
-  leaves = tuple(describe(tree, matrix_view, placement))
-  positions = tuple(range(len(leaves)))
-  plan = kind(leaves, ladder, min_ratio, positions, **options)
+  axes = shards(tree) if shards else None
+  leaves = tuple(describe(tree, matrix_view, placement, axes))
+  plan = kind(leaves, ladder, min_ratio, tuple(range(len(leaves))), **options)
   return plan.without_idle_ranks()
-
-
-def require_ratio(min_ratio: float) -> None:
-  """Raises unless `min_ratio` is a Python number, at least 0."""
-  validation.require_number("min_ratio", min_ratio)
-  validation.require(
-    min_ratio >= 0, "min_ratio", min_ratio, "at least 0", "use 2 or more"
-  )
 
 
 def by_exchange(plan: Plan) -> tuple[Plan, ...]:
   """Splits a plan into one for each exchange, in their order.
 
   A stage sends its own leaves once its backward pass is done. The other leaves
-  wait for stage 0, and are sent at its rung. Both plans have the ladder of the
-  first, so that a rung means the same rank in both. Without other leaves there
-  is one plan.
+  wait for stage 0, and are sent at its rung. On shards there is an exchange for
+  each combination of axes that shards leaves, the largest first, since factors
+  must not depend on anything that differs over further axes. All plans have the
+  ladder of the first, so that a rung means the same rank in each.
   """
-  is_own = [leaf.placement == "own" for leaf in plan.leaves]
-  own = _subset(plan, [i for i, flag in enumerate(is_own) if flag])
-  own = own.without_idle_ranks()
-  rest = _subset(plan, [i for i, flag in enumerate(is_own) if not flag])
-  if not rest.leaves:
-    return (own,)
-  return own, dataclasses.replace(
-    rest, ladder=own.ladder, first_rung=own.first_rung, spread=1
-  )
+  first, late, groups = [], [], {}
+  for i, leaf in enumerate(plan.leaves):
+    if leaf.placement != "own":
+      late.append(i)
+    elif plan.is_compressed(leaf) or plan.is_encoded(leaf):
+      groups.setdefault(leaf.shards, []).append(i)
+    else:
+      first.append(i)
+  if groups:
+    most = max(groups, key=lambda a: sum(plan.leaf_sizes[i] for i in groups[a]))
+    first += groups.pop(most)
+    # Ranks by matrix differ over all axes.
+    plan = plan if most == plan.shards else dataclasses.replace(plan, spread=1)
+  own = _subset(plan, sorted(first)).without_idle_ranks()
+  how = {"ladder": own.ladder, "first_rung": own.first_rung, "spread": 1}
+  rest = [_subset(plan, x) for x in (*groups.values(), late) if x]
+  return own, *[dataclasses.replace(part, **how) for part in rest]
 
 
 def _subset(plan: Plan, members: Sequence[int]) -> Plan:

@@ -15,6 +15,10 @@ at the stage's own rung, as soon as its backward pass is done. The other leaves
 (split over the stages, or shared by them) have to wait for stage 0 anyway. They
 are sent after the first exchange, at the rung of stage 0, so until then no
 stage waits for another.
+
+On shards every device plans for its own parts of the leaves, and has its own
+factors and ranks by matrix. All shards are on one rung, and skip the same
+steps.
 """
 
 import dataclasses
@@ -29,6 +33,7 @@ import optax
 from edgc_jax import validation
 from edgc_jax.adaptation.policy import Choice, Policy, PolicyState
 from edgc_jax.comm import agreement, collectives, cpu_backend, dataflow
+from edgc_jax.comm.dataflow import Axes, AxisName
 from edgc_jax.compression import error_feedback, low_rank
 from edgc_jax.compression.base import Exchange, ExchangeFn, ExchangeState
 from edgc_jax.pipeline.gradients import (
@@ -39,11 +44,7 @@ from edgc_jax.pipeline.gradients import (
 from edgc_jax.pipeline.stages import Stages
 from edgc_jax.plan import leaves as leaves_of
 from edgc_jax.plan.ladder import warn_if_nothing_saves
-from edgc_jax.plan.leaves import (
-  ViewFn,
-  own_placement,
-  trailing_matrix,
-)
+from edgc_jax.plan.leaves import ViewFn, own_placement, trailing_matrix
 from edgc_jax.plan.plan import Plan, by_exchange
 from edgc_jax.state.base import ReducerState, stacked, unstacked
 from edgc_jax.state.statistics import (
@@ -64,6 +65,7 @@ class Step(NamedTuple):
 
   plan: Plan  # of all leaves
   plans: tuple[Plan, ...]  # of the leaves exchanged together
+  lead: int  # leading axes of parts of the state
   policy: Policy
   updates: optax.Updates
   own: list[jax.Array]  # gradients of this stage alone; all without stages
@@ -78,7 +80,7 @@ class Agreed(NamedTuple):
   is_finite: jax.Array  # bool [], on this stage
   ok: jax.Array  # bool [], on all stages
   identical: jax.Array  # int32 [], verdict on the gradients
-  parted: jax.Array  # int32 [], whether the replicas of any stage have parted
+  parted: jax.Array  # int32 [], whether the replicas of any part have parted
   wire_bytes: jax.Array  # float32 []
 
 
@@ -87,22 +89,22 @@ class Reducer:
   """Local gradients to their mean: `init` and `update` of a transformation.
 
   Attributes:
-    axis_name: Axis averaged over; must be bound where `update` runs.
+    axes: The axes averaged over, which must be bound where `update` runs, and
+      the axis of the pipeline stages.
     plan_for: Maps a tree of parameters or gradients to the plan.
-    policy_for: Maps the plan of a stage's own leaves to the policy.
+    policy_for: Maps the plan of a stage's own leaves, and the axes over which
+      leaves are sharded, to the policy.
     seed: Seed of the first Q, and of all random draws in the steps.
-    stage_axis: Axis of the pipeline stages, None if there are none.
     exchange: Averages over the replicas.
     check_every: Steps from one comparison of the replicas to the next.
   """
 
-  axis_name: str
+  axes: Axes
   plan_for: Callable[[Any], Plan]
-  policy_for: Callable[[Plan], Policy]
-  seed: int
-  stage_axis: str | None
-  exchange: ExchangeFn
-  check_every: int
+  policy_for: Callable[[Plan, tuple[str, ...]], Policy]
+  seed: int = 0
+  exchange: ExchangeFn = low_rank.exchange
+  check_every: int = agreement.CHECK_EVERY
 
   def init(self, params: optax.Params) -> ReducerState:
     """Returns the state before the first step."""
@@ -110,7 +112,7 @@ class Reducer:
     warn_if_nothing_saves(plan)
     leaves_of.warn_of_dtypes(plan.leaves)
     plans = by_exchange(plan)
-    policy = self.policy_for(plans[0])
+    policy = self.policy_for(plans[0], plan.shards)
     factors = [low_rank.init_factors(part, self.seed) for part in plans]
     residuals = [error_feedback.init_residual(part) for part in plans]
     report = policy.report(policy.init())
@@ -126,7 +128,8 @@ class Reducer:
       first_stats(plan.dense_bytes, report, matrices),
       Checks(*counters, jnp.array(masked_leaves(params), jnp.int32)),
     )
-    return stacked(state) if self.stage_axis else state
+    lead = self._lead(plan)
+    return stacked(state, lead, plan.shards) if lead else state
 
   def update(
     self,
@@ -154,8 +157,8 @@ class Reducer:
     )
     count = optax.safe_increment(step.count)
     state = ReducerState(count, *control, kept, stats, checks)
-    if self.stage_axis:
-      state = stacked(state, self.stage_axis)
+    if step.lead:
+      state = stacked(state, step.lead, step.plan.shards or (self.axes.stage,))
     return averaged, state
 
   def _open(
@@ -166,29 +169,38 @@ class Reducer:
     late_updates: LateUpdates | None,
   ) -> tuple[Step, ReducerState]:
     """Checks a step's arguments, and drops the stage axis of the state."""
-    collectives.num_devices(self.axis_name)  # raises if the axis is not bound
+    replicas = self.axes.replicas
+    collectives.num_devices(replicas)  # raises if the axis is not bound
     cpu_backend.prepare()
+    if self.axes.fast:
+      collectives.num_devices(self.axes.fast, "fast_axis")
+      updates = collectives.mean_where_varying(updates, self.axes.fast)
     plan = self.plan_for(updates)  # raises if a leaf is not real floating
+    plans, lead = by_exchange(plan), self._lead(plan)
     gradients = jax.tree.leaves(updates)
     leaves_of.require_same_leaves(updates, state.stats.matrices.rank)
-    leaves_of.require_local(gradients, plan.leaves, self.axis_name)
-    if self.stage_axis:
+    leaves_of.require_local(gradients, plan.leaves, replicas)
+    if self.axes.stage:
       leaves = None if params is None else jax.tree.leaves(params)
-      require_stages(gradients, plan.leaves, leaves, self.stage_axis)
-      state = unstacked(state)
-    plans = by_exchange(plan)
-    policy = self.policy_for(plans[0])
+      require_stages(gradients, plan.leaves, leaves, self.axes.stage)
+    if lead or state.stats.rank.ndim > state.count.ndim:
+      state = unstacked(state, lead)
+    policy = self.policy_for(plans[0], plan.shards)
     own = [gradients[i] for i in plans[0].positions]
     return Step(
-      plan, plans, policy, updates, own, params, late_updates, state.count
+      plan, plans, lead, policy, updates, own, params, late_updates, state.count
     ), state
+
+  def _lead(self, plan: Plan) -> int:
+    """Returns the leading axes of state: [stage], [stage, shard], or none."""
+    return 2 if plan.shards else int(self.axes.stage is not None)
 
   def _choose(
     self, step: Step, state: ReducerState
   ) -> tuple[agreement.Check, Choice]:
     """Chooses the rung. Before that, in the first steps, compares replicas."""
     compared = agreement.compare_gradients(
-      step.own, state.checks.identical_steps, self.axis_name
+      step.own, state.checks.identical_steps, self.axes.replicas
     )
     control = PolicyState(state.controller, state.allocator)
     earlier = (compared.verdict, step.own[:1])
@@ -203,32 +215,34 @@ class Reducer:
   ) -> list[Exchange]:
     """Exchanges the stage's own leaves, then the others; with feedback."""
     key = jax.random.fold_in(jax.random.key(self.seed), step.count)
-    gradients, ranks, earlier = step.own, choice.ranks, choice.last
-    results = []
+    stage = self.axes.stage
+    leaves, ranks = jax.tree.leaves(step.updates), choice.ranks
+    results, earlier = [], choice.last
     for i, plan in enumerate(step.plans):
       result = self.exchange(
         plan,
-        (choice.rung, choice.lead_rung)[i],
-        gradients,
+        choice.lead_rung if i else choice.rung,
+        [leaves[place] for place in plan.positions],
         residuals[i],
         factors[i],
         jax.random.fold_in(key, i),
-        self.axis_name,
+        self.axes.replicas,
         ranks,
         earlier,
       )
       results.append(result)
-      if i == 0 and (len(step.plans) > 1 or step.late_updates is not None):
-        late = late_gradients(
+      ranks, earlier = None, (result.is_finite,)
+      if step.late_updates is not None or (len(step.plans) > 1 and stage):
+        # They wait for the exchange already.
+        earlier = ()
+        leaves = late_gradients(
           step.updates,
           step.late_updates,
           result.is_finite,
           step.plan,
-          self.axis_name,
-          self.stage_axis,
+          self.axes.replicas,
+          stage,
         )
-        gradients = [late[place] for place in step.plans[-1].positions]
-        ranks, earlier = None, ()
     return results
 
   def _agree(
@@ -243,10 +257,17 @@ class Reducer:
     if applied is None:
       applied = [result.averaged for result in results]
     parted = agreement.have_parted(
-      applied, dataflow.in_turn(is_due, is_finite), step.count, self.axis_name
+      applied,
+      dataflow.in_turn(is_due, is_finite),
+      step.count,
+      self.axes.replicas,
     )
     ok, identical, has_parted, stage_bytes = agreement.agree(
-      is_finite, compared.verdict, parted.verdict, self.stage_axis
+      is_finite,
+      compared.verdict,
+      parted.verdict,
+      self.axes.stage,
+      step.plan.shards,
     )
     sent = compared.wire_bytes + parted.wire_bytes + stage_bytes
     return Agreed(is_finite, ok, identical, has_parted, sent)
@@ -263,7 +284,7 @@ class Reducer:
     new = [[r.averaged, r.factors, r.residual] for r in results]
     # An exchange keeps the old state if it was not finite itself; with several
     # exchanges or stages, another one may not have been.
-    if len(results) > 1 or self.stage_axis:
+    if len(results) > 1 or step.lead:
       old = [
         [jax.tree.map(jnp.zeros_like, r.averaged), q, e]
         for r, q, e in zip(results, factors, residuals, strict=True)
@@ -290,7 +311,8 @@ class Reducer:
     agreed: Agreed,
   ) -> tuple[PolicyState, Stats]:
     """Accounts for the step: the policy's state, and the numbers to report."""
-    plans, rungs = step.plans, (choice.rung, choice.lead_rung)
+    plans = step.plans
+    rungs = [choice.rung, *[choice.lead_rung] * (len(plans) - 1)]
     measured = [measurement_of(result) for result in results]
     # The policy sums over steps, whose units differ.
     squared = jnp.square(results[0].unit)
@@ -298,9 +320,9 @@ class Reducer:
     own = measured[0]._replace(lost=lost * squared, columns=columns * squared)
     control = step.policy.observe(choice, own, agreed.ok)
     report = step.policy.report(control)
-    replicas = collectives.num_devices(self.axis_name)
+    replicas = collectives.num_devices(self.axes.replicas)
     ranks, sent = [], choice.wire_bytes + agreed.wire_bytes
-    for plan, rung in zip(plans, rungs, strict=False):
+    for plan, rung in zip(plans, rungs, strict=True):
       ranks.append(jnp.asarray(plan.uniform_ranks)[rung])
       sent += jnp.asarray(plan.wire_bytes_by_rung(replicas))[rung]
     if choice.ranks is not None:
@@ -319,46 +341,34 @@ class Reducer:
 
 
 def make_reducer(
-  axis_name: str,
+  axis_name: AxisName,
   plan_for: Callable[..., Plan],
-  policy_for: Callable[[Plan], Policy],
+  policy_for: Callable[[Plan, tuple[str, ...]], Policy],
   *,
-  seed: int = 0,
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
-  exchange: ExchangeFn = low_rank.exchange,
-  check_every: int = agreement.CHECK_EVERY,
+  fast_axis: AxisName | None = None,
+  **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a transformation from local gradients to their mean.
 
-  Args:
-    axis_name: As for `Reducer`.
-    plan_for: Makes the plan of a tree, with `matrix_view` and `placement`.
-    policy_for: As for `Reducer`.
-    seed: As for `Reducer`.
-    matrix_view: Maps a leaf's path and shape to (count, rows, cols), or None
-      for dense; by default `trailing_matrix`.
-    stages: Pipeline stages, None if there are none.
-    exchange: As for `Reducer`.
-    check_every: As for `Reducer`.
-
-  Returns:
-    The transformation.
-
-  Raises:
-    ValueError: if `check_every` is below 1.
+  `plan_for` makes the plan of a tree, with `matrix_view`, `placement` and
+  `shards`; `options` are attributes of `Reducer`. The rest is as for `edgc`.
   """
-  validation.require_int("check_every", check_every, 1)
   validation.require_kind("stages", stages, Stages, 'pass Stages("stage")')
+  dataflow.require_names("axis_name", axis_name)
+  if fast_axis is not None:
+    dataflow.require_names("fast_axis", fast_axis)
+  stage_axis = stages.axis_name if stages else None
+  axes = Axes(axis_name, stage_axis, fast_axis)
   plan_for = functools.partial(
     plan_for,
     matrix_view=matrix_view or trailing_matrix,
     placement=stages.placement if stages else own_placement,
+    shards=axes.shards,
   )
-  stage_axis = stages.axis_name if stages else None
-  reducer = Reducer(
-    axis_name, plan_for, policy_for, seed, stage_axis, exchange, check_every
-  )
+  reducer = Reducer(axes, plan_for, policy_for, **options)
+  validation.require_int("check_every", reducer.check_every, 1)
   return optax.GradientTransformationExtraArgs(reducer.init, reducer.update)
 
 

@@ -15,6 +15,7 @@ from edgc_jax import validation
 from edgc_jax.adaptation.policy import FixedPolicy
 from edgc_jax.comm.agreement import CHECK_EVERY
 from edgc_jax.comm.codes import Blockwise, Signs
+from edgc_jax.comm.dataflow import AxisName
 from edgc_jax.compression import entrywise
 from edgc_jax.compression.entrywise import (
   Compressor,
@@ -35,9 +36,10 @@ _BITS = (8, 4)
 
 def topk(
   density: float,
-  axis_name: str = "data",
+  axis_name: AxisName = "data",
   *,
   stages: Stages | None = None,
+  fast_axis: AxisName | None = None,
   sample_rate: float | None = None,
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
@@ -54,8 +56,9 @@ def topk(
 
   Args:
     density: Share of the entries that is sent, in (0, 1].
-    axis_name: Axis averaged over; must be bound where `update` runs.
+    axis_name: As for `edgc`.
     stages: Pipeline stages; None if every device holds the whole model.
+    fast_axis: As for `edgc`.
     sample_rate: Share of the entries that is sampled to estimate a threshold;
       faster on large tensors than the exact k-th largest. None is exact.
     min_size: Leaves of fewer entries are sent dense.
@@ -85,6 +88,7 @@ def topk(
     axis_name,
     error_feedback=True,
     stages=stages,
+    fast_axis=fast_axis,
     min_size=min_size,
     matrix_view=matrix_view,
     check_every=check_every,
@@ -93,10 +97,11 @@ def topk(
 
 def randomk(
   density: float,
-  axis_name: str = "data",
+  axis_name: AxisName = "data",
   *,
   error_feedback: bool = True,
   stages: Stages | None = None,
+  fast_axis: AxisName | None = None,
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
   seed: int = 714,
@@ -115,11 +120,12 @@ def randomk(
 
   Args:
     density: Share of the entries that is sent, in (0, 1].
-    axis_name: Axis averaged over; must be bound where `update` runs.
+    axis_name: As for `edgc`.
     error_feedback: Whether entries that were not sent are added to the next
       gradient. Without it the true error may exceed 1, but `relative_error` is
       at most 1.
     stages: Pipeline stages; None if every device holds the whole model.
+    fast_axis: As for `edgc`.
     min_size: Leaves of fewer entries are sent dense.
     matrix_view: As for `topk`.
     seed: Seed of the entries.
@@ -145,6 +151,7 @@ def randomk(
     axis_name,
     error_feedback=error_feedback,
     stages=stages,
+    fast_axis=fast_axis,
     min_size=min_size,
     matrix_view=matrix_view,
     seed=seed,
@@ -154,11 +161,12 @@ def randomk(
 
 def quantize(
   bits: int = 8,
-  axis_name: str = "data",
+  axis_name: AxisName = "data",
   *,
   block: int = 256,
   error_feedback: bool = False,
   stages: Stages | None = None,
+  fast_axis: AxisName | None = None,
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
   seed: int = 714,
@@ -179,11 +187,12 @@ def quantize(
 
   Args:
     bits: 8 or 4.
-    axis_name: Axis averaged over; must be bound where `update` runs.
+    axis_name: As for `edgc`.
     block: Entries that share a scale; even.
     error_feedback: Whether rounding errors are added to the next gradient.
       Unbiased rounding does not need it.
     stages: Pipeline stages; None if every device holds the whole model.
+    fast_axis: As for `edgc`.
     min_size: Leaves of fewer entries are sent dense.
     matrix_view: As for `topk`.
     seed: Seed of the rounding.
@@ -214,6 +223,7 @@ def quantize(
     axis_name,
     error_feedback=error_feedback,
     stages=stages,
+    fast_axis=fast_axis,
     min_size=min_size,
     matrix_view=matrix_view,
     seed=seed,
@@ -222,10 +232,11 @@ def quantize(
 
 
 def signsgd(
-  axis_name: str = "data",
+  axis_name: AxisName = "data",
   *,
   block: int = 256,
   stages: Stages | None = None,
+  fast_axis: AxisName | None = None,
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
   check_every: int = CHECK_EVERY,
@@ -240,9 +251,10 @@ def signsgd(
   Wire: (1 / 8 + 4 / block) bytes an entry.
 
   Args:
-    axis_name: Axis averaged over; must be bound where `update` runs.
+    axis_name: As for `edgc`.
     block: Entries that share a scale; a multiple of 8.
     stages: Pipeline stages; None if every device holds the whole model.
+    fast_axis: As for `edgc`.
     min_size: Leaves of fewer entries are sent dense.
     matrix_view: As for `topk`.
     check_every: As for `edgc`.
@@ -270,6 +282,7 @@ def signsgd(
     axis_name,
     error_feedback=True,
     stages=stages,
+    fast_axis=fast_axis,
     min_size=min_size,
     matrix_view=matrix_view,
     check_every=check_every,
@@ -278,7 +291,7 @@ def signsgd(
 
 def _make(
   compressor: Compressor,
-  axis_name: str,
+  axis_name: AxisName,
   *,
   error_feedback: bool,
   min_size: int,
@@ -295,7 +308,7 @@ def _make(
   return make_reducer(
     axis_name,
     functools.partial(make_plan, ladder=(0,), min_ratio=0.0, kind=kind),
-    lambda plan: FixedPolicy({0: 0}),
+    lambda plan, shards: FixedPolicy({0: 0}),
     exchange=entrywise.exchange,
     **options,
   )

@@ -14,17 +14,18 @@ from edgc_jax.adaptation.policy import EntropyPolicy, FixedPolicy, Policy
 from edgc_jax.adaptation.rank_rule import RankRule
 from edgc_jax.comm.agreement import CHECK_EVERY
 from edgc_jax.comm.codes import code_of
+from edgc_jax.comm.dataflow import AxisName
 from edgc_jax.pipeline.stages import Stages
 from edgc_jax.plan import link_model
-from edgc_jax.plan.ladder import Ladder
+from edgc_jax.plan.ladder import Ladder, require_ratio
 from edgc_jax.plan.leaves import ViewFn
 from edgc_jax.plan.link_model import CompressionModel, LinkModel
-from edgc_jax.plan.plan import Plan, by_exchange, make_plan, require_ratio
+from edgc_jax.plan.plan import Plan, by_exchange, make_plan
 from edgc_jax.reducers.base import make_reducer
 
 
 def edgc(
-  axis_name: str = "data",
+  axis_name: AxisName = "data",
   *,
   rank_max: int | None = None,
   rank_min: int | None = None,
@@ -40,6 +41,7 @@ def edgc(
   rule: RankRule = RankRule(),
   allocation: Allocation = Allocation(),
   stages: Stages | None = None,
+  fast_axis: AxisName | None = None,
   seed: int = 714,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
@@ -78,7 +80,8 @@ def edgc(
   step, and 8 per window.
 
   Args:
-    axis_name: Axis averaged over; must be bound where `update` runs.
+    axis_name: Axis averaged over, or a tuple of axes; must be bound where
+      `update` runs.
     rank_max: Largest rank, and the rank of the first window after warm-up.
       None is 32, or with a `link` the largest rank that is no slower than dense
       (`plan.ladder.rank_ceiling`); the ladder then has at most 16 ranks. It
@@ -104,6 +107,9 @@ def edgc(
     rule: How the rank follows the entropy.
     allocation: How matrices share the bytes that a rank allows.
     stages: Pipeline stages; None if every device holds the whole model.
+    fast_axis: Axis, or axes, over which gradients are averaged before, dense
+      and in their own dtype, unless JAX's types show that they are equal along
+      it already. For batches that are split over the fast links of a host, too.
     seed: Seed of the first factors.
     check_every: Steps between two comparisons of the replicas: of their
       parameters, or of their updates if `update` is not given parameters, up to
@@ -170,7 +176,7 @@ def edgc(
     never_dense = any(whole.ladder) and rule.warmup_rank and not is_aligned
     return dataclasses.replace(whole, first_rung=1 if never_dense else 0)
 
-  def policy_for(plan: Plan) -> Policy:
+  def policy_for(plan: Plan, shards: tuple[str, ...]) -> Policy:
     if not any(plan.ladder):
       return FixedPolicy({0: 0})
     seconds = None
@@ -184,9 +190,10 @@ def edgc(
       stage_axis=stages.axis_name if stages else None,
       rung_seconds=seconds,
       backward_seconds=stages.backward_seconds if is_aligned else 0.0,
+      shards=shards,
     )
     allocator = None
-    if allocation.granularity == "matrix" and plan.compressible:
+    if plan.spread > 1 and plan.compressible:
       allocator = Allocator(plan, allocation)
     return EntropyPolicy(plan, controller, allocator, axis_name, sampling)
 
@@ -197,6 +204,7 @@ def edgc(
     seed=seed,
     matrix_view=matrix_view,
     stages=stages,
+    fast_axis=fast_axis,
     check_every=check_every,
   )
 

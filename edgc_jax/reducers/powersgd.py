@@ -15,18 +15,21 @@ from edgc_jax import validation
 from edgc_jax.adaptation.policy import FixedPolicy
 from edgc_jax.comm.agreement import CHECK_EVERY
 from edgc_jax.comm.codes import code_of
+from edgc_jax.comm.dataflow import AxisName
 from edgc_jax.pipeline.stages import Stages
+from edgc_jax.plan.ladder import require_ratio
 from edgc_jax.plan.leaves import ViewFn
-from edgc_jax.plan.plan import Plan, make_plan, require_ratio
+from edgc_jax.plan.plan import Plan, make_plan
 from edgc_jax.reducers.base import make_reducer
 
 
 def allreduce(
-  axis_name: str = "data",
+  axis_name: AxisName = "data",
   *,
   wire_dtype: Any = "float32",
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
+  fast_axis: AxisName | None = None,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over replicas without compression: the baseline.
@@ -36,7 +39,7 @@ def allreduce(
   in an all-to-all and an all-gather.
 
   Args:
-    axis_name: Axis averaged over; must be bound where `update` runs.
+    axis_name: As for `edgc`.
     wire_dtype: "float32"; "bfloat16", sent as 16-bit integers, summed in
       float32 on every platform, and rounded in both directions without error
       feedback; or "native_bfloat16", summed by the platform's own all-reduce
@@ -44,6 +47,7 @@ def allreduce(
       as float32.
     matrix_view: As for `edgc`; leaves without a view are vectors.
     stages: Pipeline stages; None if every device holds the whole model.
+    fast_axis: As for `edgc`.
     check_every: As for `edgc`.
 
   Returns:
@@ -58,22 +62,24 @@ def allreduce(
   return make_reducer(
     axis_name,
     functools.partial(make_plan, ladder=(0,), code=code),
-    lambda plan: FixedPolicy({0: 0}),
+    lambda plan, shards: FixedPolicy({0: 0}),
     matrix_view=matrix_view,
     stages=stages,
+    fast_axis=fast_axis,
     check_every=check_every,
   )
 
 
 def powersgd(
   rank: int | Mapping[int, int],
-  axis_name: str = "data",
+  axis_name: AxisName = "data",
   *,
   warmup_steps: int = 0,
   min_ratio: float = 2.0,
   wire_dtype: Any = "float32",
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
+  fast_axis: AxisName | None = None,
   seed: int = 714,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
@@ -90,7 +96,7 @@ def powersgd(
   Args:
     rank: Columns of the factors, at most the smaller side of a matrix; or a
       schedule {first step: rank} that starts at step 0, with 0 for dense.
-    axis_name: Axis averaged over; must be bound where `update` runs.
+    axis_name: As for `edgc`.
     warmup_steps: Number of first steps that send dense gradients.
     min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
     wire_dtype: "float32"; "bfloat16", sent as integers and summed in float32,
@@ -102,6 +108,7 @@ def powersgd(
     matrix_view: Maps a leaf's path and shape to (count, rows, cols), or to None
       for dense; by default `edgc_jax.trailing_matrix`.
     stages: Pipeline stages; None if every device holds the whole model.
+    fast_axis: As for `edgc`.
     seed: Seed of the first factors.
     check_every: As for `edgc`.
 
@@ -126,7 +133,8 @@ def powersgd(
   # Dense is the first rung also of a schedule without it.
   first_rung = int(len(ranks) > 1 and 0 not in ranks)
 
-  def policy_for(plan: Plan) -> FixedPolicy:
+  def policy_for(plan: Plan, shards: tuple[str, ...]) -> FixedPolicy:
+    del shards
     # A rank that is not in the ladder compresses nothing: it is dense.
     rungs = {rank: rung for rung, rank in enumerate(plan.ladder)}
     return FixedPolicy({step: rungs.get(r, 0) for step, r in schedule.items()})
@@ -144,6 +152,7 @@ def powersgd(
     seed=seed,
     matrix_view=matrix_view,
     stages=stages,
+    fast_axis=fast_axis,
     check_every=check_every,
   )
 

@@ -16,7 +16,8 @@ class ReducerState(NamedTuple):
   """State of a reducer; `controller` and `allocator` are () if it has none.
 
   On pipeline stages the controller (except `lead_rung`), the allocator and the
-  statistics have a leading axis of size one for the stage.
+  statistics have a leading axis of size one for the stage; on shards two, for
+  the stage (of which there is one) and for the shard.
   """
 
   count: jax.Array  # int32 [], steps done
@@ -27,27 +28,50 @@ class ReducerState(NamedTuple):
   checks: Checks
 
 
-def stacked(state: ReducerState, stage_axis: str | None = None) -> ReducerState:
-  """Adds the leading axis of stages to the parts that differ by stage.
+def stacked(
+  state: ReducerState, lead: int, axes: tuple[str, ...] = ()
+) -> ReducerState:
+  """Adds the leading axes to the parts that differ by stage or shard.
 
   Args:
-    state: The state of one stage, as the reducer computes with it.
-    stage_axis: The axis of the stages if it is bound: the parts are then typed
-      as varying over it, even if their values do not.
+    state: The state of one device, as the reducer computes with it.
+    lead: Number of leading axes.
+    axes: The axes of stages and shards if they are bound: the parts are then
+      typed as varying over them, even if their values do not.
   """
-  state = _by_stage(lambda x: x[None], state)
-  if stage_axis is None:
+  state = _by_part(lambda x: x.reshape((1,) * lead + x.shape), state)
+  if not axes:
     return state
-  return _by_stage(lambda x: collectives.as_varying(x, stage_axis), state)
+  return _by_part(lambda x: collectives.as_varying(x, axes), state)
 
 
-def unstacked(state: ReducerState) -> ReducerState:
-  """Removes the axis that `stacked` added."""
-  return _by_stage(lambda x: x[0], state)
+def unstacked(state: ReducerState, lead: int) -> ReducerState:
+  """Removes the axes that `stacked` added.
+
+  Raises:
+    ValueError: if the state has another number of them.
+  """
+  found = lead_axes(state)
+  if found != lead:
+    kinds = ("none", "stages", "shards")
+    raise ValueError(
+      f"`state` must have leading axes for {kinds[lead]}, as the types of the"
+      f" gradients demand, got a state made for {kinds[min(found, 2)]}; create"
+      " it inside, with jax.shard_map(tx.init, mesh=mesh,"
+      " in_specs=param_specs, out_specs=edgc_jax.state_specs(tx, params,"
+      " mesh=mesh, param_specs=param_specs)), and average gradients over axes"
+      " that do not shard the parameters, with `fast_axis`."
+    )
+  return _by_part(lambda x: x[(0,) * lead], state) if lead else state
 
 
-def _by_stage(fn: Callable, state: ReducerState) -> ReducerState:
-  """Applies `fn` to all arrays that differ by stage."""
+def lead_axes(state: ReducerState) -> int:
+  """Returns the leading axes of a state's parts: 1 on stages, 2 on shards."""
+  return state.stats.rank.ndim - state.count.ndim
+
+
+def _by_part(fn: Callable, state: ReducerState) -> ReducerState:
+  """Applies `fn` to all arrays that differ by stage or shard."""
   controller = state.controller
   if controller:
     lead_rung = controller.lead_rung

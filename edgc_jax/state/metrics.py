@@ -24,7 +24,8 @@ def metrics(opt_state: Any) -> dict[str, Any]:
   all. It takes one transfer from the device.
 
   On pipeline stages `entropy`, `rank` and the other statistics that differ by
-  stage are lists with one entry per stage.
+  stage are lists with one entry per stage. On shards bytes are the sum over all
+  shards of a replica, and errors and entropies are means.
 
   Args:
     opt_state: Any optimiser state that holds one reducer of this package.
@@ -53,7 +54,7 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     consecutive_skips    under `skip_nonfinite` only
 
     And for each matrix, as {path: list over the matrices of the leaf}, on
-    stages a list of stages of such lists: `matrix_rank`, `matrix_error`, and
+    stages or shards a list of such lists: `matrix_rank`, `matrix_error`, and
     for `edgc` `matrix_entropy` and `matrix_predicted_error`.
 
   Raises:
@@ -73,12 +74,14 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     )
   (stats,), (checks,) = found, find(opt_state, Checks)
   skips = find(opt_state, SkipStats)
-  by_stage = np.ndim(stats.rank) > np.ndim(checks.skipped_steps)
+  lead = np.ndim(stats.rank) - np.ndim(checks.skipped_steps)
+  if lead == 2:
+    stats, lead = _of_all_shards(stats), 0
   if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(stats)):
     stats, checks, skips = jax.device_get((stats, checks, skips))
     first = lambda x: np.ravel(x)[0].item()  # noqa: E731
     checks, skips = jax.tree.map(first, (checks, skips))
-    if not by_stage:
+    if not lead:
       stats = _of_one_replica(stats)
     _warn(checks, skips)
     _warn_of_scale(stats)
@@ -109,6 +112,27 @@ def _by_path(tree: Any) -> dict[str, Any]:
     jax.tree_util.keystr(path, simple=True, separator="/"): value
     for path, value in leaves
   }
+
+
+def _of_all_shards(stats: Stats) -> Stats:
+  """Joins the statistics of all shards of a replica, [1, F, ...].
+
+  Bytes and energies add up, shares are averaged, and the rank is common.
+  Statistics of matrices keep the axis of shards.
+  """
+
+  def join(name: str, x: Any) -> Any:
+    if x is None or name == "matrices":
+      return jax.tree.map(lambda leaf: leaf[0], x)
+    if name in ("rank", "rung"):
+      return x[0, 0]
+    if name.endswith("bytes"):
+      return x.sum()
+    if name == "scale_jumps":
+      return x.max()
+    return (x**2).sum() ** 0.5 if name == "residual_norm" else x.mean()
+
+  return Stats(**{name: join(name, x) for name, x in stats._asdict().items()})
 
 
 def _of_one_replica(stats: Stats) -> Stats:

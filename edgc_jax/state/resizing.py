@@ -76,7 +76,9 @@ def resize_replicas(
       return x
     if not names & set(axes):
       return _restacked(x, old, new) if is_stacked else x
-    others = set(axes) - names
+    # Stages come before the replicas, and shards after them.
+    start = min(i for i, axis in enumerate(axes) if axis in names)
+    others = set(axes[:start])
     validation.require(
       not others or stages is not None,
       "stages",

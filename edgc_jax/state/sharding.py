@@ -1,35 +1,39 @@
 """Computes the PartitionSpecs of optimiser state on a mesh.
 
-The first axis of an array is sharded over these axes of the mesh:
+Arrays differ over these axes of the mesh:
 
   local to a replica   residuals, sums of `accumulate`         data
   local to a stage     controller, allocator, factors,         stage
-                       statistics
+    or a shard         statistics                              shards
   the same everywhere  counters                                none
 
-On pipeline stages residuals are sharded over both axes, and state that mirrors
-the parameters, such as Adam's moments, is sharded like the parameters. A
-residual of a leaf [m, n] is [m, n] locally; as a global array it is [N m, n] on
-N replicas, and [S N m, n] on S stages of N replicas.
+State that mirrors the parameters, such as Adam's moments, is sharded like them.
+A residual is sharded like its parameter, and over the replicas along its first
+axis: locally [m, n], it is [N m, n] on N replicas as a global array, and
+[N m, F n] if F shards split the columns. On pipeline stages it is sharded over
+stages and replicas along the first axis, [S N m, n]. Factors are sharded along
+their first axis, which counts matrices.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from edgc_jax import validation
+from edgc_jax.comm.dataflow import AxisName, names, varying_axes
 from edgc_jax.compression.base import ExchangeState
-from edgc_jax.state.base import AccumulateState, ReducerState
+from edgc_jax.state.base import AccumulateState, ReducerState, lead_axes
+from edgc_jax.state.metrics import find
 
 
 def state_specs(
   tx: optax.GradientTransformation,
   params: Any,
-  axis_name: str = "data",
+  axis_name: AxisName = "data",
   *,
-  mesh: Mesh | None = None,
+  mesh: Mesh | AbstractMesh | None = None,
   param_specs: Any = None,
   stage_axis: str = "stage",
 ) -> Any:
@@ -45,118 +49,180 @@ def state_specs(
         tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
     opt_state = jax.jit(init)(params)
 
+  If parameters are sharded, over pipeline stages or within a replica, pass the
+  mesh and their specs, and `in_specs=(param_specs,)` to `shard_map`.
+
   Args:
-    tx: Any optax transformation, with or without reducers of this package. On
-      stages, state that mirrors the parameters is recognised by their paths and
+    tx: Any optax transformation, with or without reducers of this package. If
+      parameters are sharded, state that mirrors them is recognised by paths and
       shapes; state of other shapes, such as Adafactor's, is not.
     params: Parameters or their `jax.ShapeDtypeStruct`s: the global arrays, not
-      one stage's part.
-    axis_name: The mesh axis of the replicas.
-    mesh: The mesh; needed with `param_specs`.
-    param_specs: PartitionSpecs of the parameters, in a tree like them, if they
-      are sharded over pipeline stages; None if every device has all of them.
-    stage_axis: The mesh axis of the stages.
+      one device's part.
+    axis_name: The mesh axis of the replicas, or a tuple of axes, as given to
+      the reducer.
+    mesh: The mesh, to check names of axes; needed with `param_specs`.
+    param_specs: PartitionSpecs of the parameters, in a tree like them or a
+      prefix of it, if they are sharded; None if every device has all of them.
+    stage_axis: The mesh axis of the stages, if there are any.
 
   Returns:
     A tree like `tx.init(params)`, of PartitionSpecs.
 
   Raises:
-    ValueError: if `param_specs` is given without a mesh, or the mesh lacks one
-      of the axes.
+    ValueError: if `param_specs` is given without a mesh, the mesh lacks one of
+      the axes, or parameters are sharded over the replicas.
   """
-  by_path = {}
-  if param_specs is not None:
-    validation.require(
-      mesh is not None,
-      "mesh",
-      mesh,
-      "given with `param_specs`",
-      "pass the mesh of shard_map",
+  if mesh is not None:
+    _require_axes(mesh, "axis_name", axis_name)
+  if param_specs is None:
+    return _Specs(axis_name, stage_axis, {}).of(jax.eval_shape(tx.init, params))
+  validation.require(
+    mesh is not None,
+    "mesh",
+    mesh,
+    "given with `param_specs`",
+    "pass the mesh of shard_map",
+  )
+  param_specs = jax.tree.map(
+    lambda spec, part: jax.tree.map(lambda _: spec, part), param_specs, params
+  )
+  split = {axis for s in jax.tree.leaves(param_specs) for axis in _axes_of(s)}
+  validation.require(
+    not split & set(names(axis_name)),
+    "param_specs",
+    sorted(split),
+    f"specs without the axes of the replicas, {axis_name!r}",
+    "every replica holds all parameters; shard them over other axes",
+  )
+  local, state = _types(tx, params, mesh, param_specs)
+  leaves = jax.tree_util.tree_leaves_with_path(local)
+  by_path = {
+    path: (leaf.shape, spec)
+    for (path, leaf), spec in zip(
+      leaves, jax.tree.leaves(param_specs), strict=True
     )
-    for name, axis in (("axis_name", axis_name), ("stage_axis", stage_axis)):
-      validation.require(
-        axis in mesh.shape,
-        name,
-        axis,
-        f"an axis of the mesh {dict(mesh.shape)}",
-        "pass the name of an axis of the mesh",
-      )
-    params = jax.tree.map(
-      lambda p, spec: jax.ShapeDtypeStruct(
-        NamedSharding(mesh, spec).shard_shape(p.shape), p.dtype
-      ),
-      params,
-      param_specs,
-    )
-    shapes = jax.tree_util.tree_leaves_with_path(params)
-    by_path = {
-      path: (leaf.shape, spec)
-      for (path, leaf), spec in zip(
-        shapes, jax.tree.leaves(param_specs), strict=True
-      )
-    }
+  }
+  if any(lead_axes(reducer) == 1 for reducer in find(state, ReducerState)):
+    _require_axes(mesh, "stage_axis", stage_axis)
+  return _Specs(axis_name, stage_axis, by_path).of(state)
 
-  def mirrored(path: tuple, leaf: Any) -> PartitionSpec:
+
+class _Specs(NamedTuple):
+  """Finds the specs of the parts of a state."""
+
+  axis_name: AxisName
+  stage_axis: str
+  by_path: dict[tuple, tuple]  # local shape and spec of sharded parameters
+
+  def of(self, state: Any) -> Any:
+    """Returns the specs of a state of one device, as its tree."""
+
+    def specs(path: tuple, part: Any) -> Any:
+      if isinstance(part, ReducerState):
+        return self._of_reducer(part)
+      if isinstance(part, AccumulateState):
+        sums = jax.tree_util.tree_map_with_path(self._of_sum, part.accumulated)
+        return AccumulateState(PartitionSpec(), sums, self.of(part.inner_state))
+      return self._mirrored(path, part)
+
+    kinds = (ReducerState, AccumulateState)
+    return jax.tree_util.tree_map_with_path(
+      specs, state, is_leaf=lambda x: isinstance(x, kinds)
+    )
+
+  def _mirrored(self, path: tuple, leaf: Any) -> PartitionSpec:
     """Returns the spec of the parameter that `leaf` mirrors, if there is one.
 
     The path of the leaf ends in the path of that parameter.
     """
     for start in range(len(path) + 1):
-      shape, spec = by_path.get(path[start:], (None, None))
+      shape, spec = self.by_path.get(path[start:], (None, None))
       if shape == leaf.shape:
         return spec
     return PartitionSpec()
 
-  def everywhere(tree: Any, *axes: str) -> Any:
-    spec = PartitionSpec(axes if len(axes) > 1 else axes[0])
-    return jax.tree.map(lambda _: spec, tree)
-
-  def sums(path: tuple, leaf: Any) -> PartitionSpec:
-    """Returns the spec of a gradient sum: over replicas, and its own stages."""
+  def _of_sum(self, path: tuple, leaf: Any) -> PartitionSpec:
+    """Returns the spec of a gradient sum, [1, *shape] on a device."""
     del leaf
-    _, spec = by_path.get(path, (None, ()))
-    if stage_axis in jax.tree.leaves(tuple(spec)):
-      return PartitionSpec((stage_axis, axis_name))
-    return PartitionSpec(axis_name)
+    _, spec = self.by_path.get(path, (None, PartitionSpec()))
+    if self.stage_axis in _axes_of(spec):
+      return _along_first(self.stage_axis, self.axis_name)
+    return PartitionSpec(self.axis_name, *spec)
 
-  def of_reducer(state: ReducerState) -> ReducerState:
+  def _of_residual(self, path: tuple, leaf: Any) -> PartitionSpec:
+    del leaf
+    _, spec = self.by_path.get(path, (None, PartitionSpec()))
+    first, rest = spec[:1], spec[1:]
+    return PartitionSpec((*names(self.axis_name), *_axes_of(first)), *rest)
+
+  def _of_factor(self, path: tuple, leaf: Any) -> PartitionSpec:
+    del leaf
+    _, spec = self.by_path.get(path, (None, PartitionSpec()))
+    return _along_first(*_axes_of(spec))
+
+  def _of_reducer(self, state: ReducerState) -> ReducerState:
     common = jax.tree.map(lambda _: PartitionSpec(), state)
-    is_staged = state.stats.rank.ndim > state.count.ndim
-    own = (stage_axis,) if is_staged else ()
-    residual = everywhere(state.exchange.residual, *own, axis_name)
-    if not is_staged:
-      return common._replace(
-        exchange=common.exchange._replace(residual=residual)
-      )
-    controller = common.controller
+    lead, own = lead_axes(state), PartitionSpec()
+    if lead == 1:
+      own = PartitionSpec(self.stage_axis)
+    elif lead == 2:
+      own = PartitionSpec(None, varying_axes(state.stats.rank))
+    controller = jax.tree.map(lambda _: own, state.controller)
     if controller:
-      controller = everywhere(state.controller, stage_axis)
       controller = controller._replace(lead_rung=PartitionSpec())
+    by_path = jax.tree_util.tree_map_with_path
+    factor_q, residual = state.exchange
+    if lead == 1:
+      place = _along_first(self.stage_axis, *names(self.axis_name))
+      exchange = ExchangeState(
+        jax.tree.map(lambda _: own, factor_q),
+        jax.tree.map(lambda _: place, residual),
+      )
+    else:
+      exchange = ExchangeState(
+        by_path(self._of_factor, factor_q), by_path(self._of_residual, residual)
+      )
     return common._replace(
       controller=controller,
-      allocator=everywhere(state.allocator, stage_axis),
-      stats=everywhere(state.stats, stage_axis),
-      exchange=ExchangeState(
-        everywhere(state.exchange.factor_q, stage_axis),
-        residual,
-      ),
+      allocator=jax.tree.map(lambda _: own, state.allocator),
+      stats=jax.tree.map(lambda _: own, state.stats),
+      exchange=exchange,
     )
 
-  def specs(path: tuple, state: Any) -> Any:
-    if isinstance(state, ReducerState):
-      return of_reducer(state)
-    if isinstance(state, AccumulateState):
-      return AccumulateState(
-        PartitionSpec(),
-        jax.tree_util.tree_map_with_path(sums, state.accumulated),
-        walk(state.inner_state),
-      )
-    return mirrored(path, state)
 
-  def walk(tree: Any) -> Any:
-    kinds = (ReducerState, AccumulateState)
-    return jax.tree_util.tree_map_with_path(
-      specs, tree, is_leaf=lambda x: isinstance(x, kinds)
-    )
+def _types(
+  tx: optax.GradientTransformation, params: Any, mesh: Any, param_specs: Any
+) -> tuple[Any, Any]:
+  """Returns the types of one device's parameters and state, in `shard_map`."""
+  found = []
 
-  return walk(jax.eval_shape(tx.init, params))
+  def init(local: Any) -> tuple[()]:
+    found.append(jax.eval_shape(lambda p: (p, tx.init(p)), local))
+    return ()
+
+  trace = jax.shard_map(init, mesh=mesh, in_specs=(param_specs,), out_specs=())
+  jax.eval_shape(trace, params)
+  return found[0]
+
+
+def _along_first(*axes: str) -> PartitionSpec:
+  """Shards the first axis of an array over all these axes of the mesh."""
+  if len(axes) < 2:
+    return PartitionSpec(*axes)
+  return PartitionSpec(axes)
+
+
+def _axes_of(spec: PartitionSpec | tuple) -> tuple[str, ...]:
+  """Returns the axes of the mesh that a spec names, in its order."""
+  return tuple(axis for part in spec for axis in names(part))
+
+
+def _require_axes(mesh: Any, argument: str, axis_name: AxisName) -> None:
+  """Raises unless the mesh has all the axes."""
+  validation.require(
+    set(names(axis_name)) <= set(mesh.shape),
+    argument,
+    axis_name,
+    f"an axis of the mesh {dict(mesh.shape)}",
+    "pass the name of an axis of the mesh",
+  )

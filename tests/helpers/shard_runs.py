@@ -1,0 +1,158 @@
+"""A small model whose matrices are sharded within each replica.
+
+Two matrices are sharded over all axes of the shards: over "fsdp" they are
+gathered before use, and the batch is split; over "tensor" every device computes
+a part of the hidden layer. One matrix and a vector are whole on every device.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import edgc_jax
+from edgc_jax.measure import hlo
+
+SIZE, HIDDEN, BATCH = 64, 128, 32
+SPECS = {
+  "bias": P(),
+  "down": P("tensor", "fsdp"),
+  "up": P("fsdp", "tensor"),
+  "whole": P(),
+}
+
+
+def first_params() -> dict[str, jax.Array]:
+  """Returns the parameters before the first step, whole."""
+  random = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(  # noqa: E731
+    random.standard_normal(shape) / np.sqrt(shape[0]), jnp.float32
+  )
+  return {
+    "bias": jnp.zeros(SIZE),
+    "down": draw(HIDDEN, SIZE),
+    "up": draw(SIZE, HIDDEN),
+    "whole": draw(SIZE, SIZE),
+  }
+
+
+def batch_at(step: int) -> tuple[jax.Array, jax.Array]:
+  """Returns inputs and targets, [BATCH, SIZE] each, of a fixed teacher."""
+  teacher = np.random.default_rng(1).standard_normal((SIZE, SIZE))
+  x = np.random.default_rng(100 + step).standard_normal((BATCH, SIZE))
+  y = np.tanh(x @ teacher / np.sqrt(SIZE))
+  return jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
+
+
+def _axes_in(spec: P, mesh: jax.sharding.Mesh) -> P:
+  """Drops the axes that a mesh does not have."""
+  return P(*[axis if axis in mesh.shape else None for axis in spec])
+
+
+class ShardedRun:
+  """Trains on a mesh with an axis "data" and any of "fsdp" and "tensor"."""
+
+  def __init__(self, tx: Any, **shape: int):
+    devices = jax.devices()[: int(np.prod(list(shape.values())))]
+    self.mesh = jax.make_mesh(
+      tuple(shape.values()),
+      tuple(shape),
+      axis_types=(AxisType.Auto,) * len(shape),
+      devices=devices,
+    )
+    self.param_specs = {n: _axes_in(s, self.mesh) for n, s in SPECS.items()}
+    self.tx = tx
+    shapes = jax.eval_shape(first_params)
+    self.specs = edgc_jax.state_specs(
+      tx, shapes, mesh=self.mesh, param_specs=self.param_specs
+    )
+    self.params = self._place(first_params(), self.param_specs)
+    init = jax.shard_map(
+      tx.init,
+      mesh=self.mesh,
+      in_specs=(self.param_specs,),
+      out_specs=self.specs,
+    )
+    self.state = jax.jit(init)(self.params)
+    split = tuple(a for a in ("data", "fsdp") if a in shape)
+    self.step_fn = jax.jit(
+      jax.shard_map(
+        self._step,
+        mesh=self.mesh,
+        in_specs=(self.param_specs, self.specs, (P(split), P(split))),
+        out_specs=(self.param_specs, self.specs, P()),
+      )
+    )
+
+  def _place(self, tree: Any, specs: Any) -> Any:
+    return jax.tree.map(
+      lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(self.mesh, s)),
+      tree,
+      specs,
+    )
+
+  def _loss(self, params: Any, batch: Any) -> jax.Array:
+    (x, y), mesh = batch, self.mesh.shape
+    up, down = params["up"], params["down"]
+    if "fsdp" in mesh:
+      up = lax.all_gather(up, "fsdp", axis=0, tiled=True)
+      down = lax.all_gather(down, "fsdp", axis=1, tiled=True)
+    out = jax.nn.relu(x @ up) @ down
+    if "tensor" in mesh:
+      out = lax.psum(out, "tensor")
+    out = out @ params["whole"] + params["bias"]
+    # The gradient is summed over the axis, so this makes it a mean.
+    return jnp.mean((out - y) ** 2) / mesh.get("fsdp", 1)
+
+  def _step(self, params: Any, state: Any, batch: Any) -> tuple:
+    local = lax.pcast(params, "data", to="varying")
+    loss, gradients = jax.value_and_grad(self._loss)(local, batch)
+    updates, state = self.tx.update(gradients, state, params)
+    loss = lax.pmean(loss, "data")
+    if "fsdp" in self.mesh.shape:
+      loss = lax.psum(loss, "fsdp")
+    return optax.apply_updates(params, updates), state, loss
+
+  def train(self, steps: int, start: int = 0) -> list[float]:
+    """Returns the loss of each step."""
+    losses = []
+    for i in range(start, start + steps):
+      self.params, self.state, loss = self.step_fn(
+        self.params, self.state, batch_at(i)
+      )
+      losses.append(float(loss))
+    return losses
+
+  def compiled(self) -> str:
+    """Returns the text of the compiled step."""
+    arguments = (self.params, self.state, batch_at(0))
+    return self.step_fn.lower(*arguments).compile().as_text()
+
+
+def over_axes(text: str, mesh: jax.sharding.Mesh, *axes: str) -> str:
+  """Drops the collectives of a program that are not over exactly these axes.
+
+  Args:
+    text: Text of a compiled program.
+    mesh: Its mesh.
+    *axes: Axes of the mesh.
+  """
+  devices = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+  names = list(mesh.shape)
+  inside = [names.index(axis) for axis in axes]
+  outside = [i for i in range(len(names)) if i not in inside]
+  count = int(np.prod([mesh.shape[axis] for axis in axes]))
+  groups = devices.transpose(*outside, *inside).reshape(-1, count)
+  wanted = {frozenset(group) for group in groups.tolist()}
+
+  def is_kept(line: str) -> bool:
+    if not hlo.is_collective(line):
+      return True
+    return {frozenset(group) for group in hlo.groups_of(line)} == wanted
+
+  return "\n".join(line for line in text.splitlines() if is_kept(line))

@@ -1,0 +1,108 @@
+"""Tests reducers on models that are sharded within each replica."""
+
+import jax
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from helpers.meshes import PARTED_BYTES
+from helpers.shard_runs import ShardedRun, over_axes
+
+import edgc_jax
+from edgc_jax.adaptation import entropy
+from edgc_jax.comm import agreement
+from edgc_jax.measure import hlo
+
+MESHES = {
+  "one_device": {"data": 1},
+  "replicas": {"data": 4},
+  "fsdp": {"data": 4, "fsdp": 2},
+  "tensor": {"data": 2, "tensor": 4},
+  "both": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+REDUCERS = {
+  "allreduce": lambda: edgc_jax.allreduce(),
+  "allreduce_bf16": lambda: edgc_jax.allreduce(wire_dtype="bfloat16"),
+  "powersgd": lambda: edgc_jax.powersgd(4),
+  "edgc": lambda: edgc_jax.edgc(
+    rank_max=8, rank_min=2, rule=edgc_jax.RankRule(rank_multiple=2),
+    window=10, warmup_steps=10,
+  ),
+  "topk": lambda: edgc_jax.topk(0.1),
+  "randomk": lambda: edgc_jax.randomk(0.1),
+  "quantize": lambda: edgc_jax.quantize(8),
+  "signsgd": lambda: edgc_jax.signsgd(),
+}  # fmt: skip
+
+
+LOSS_BYTES = 4  # averaged over the replicas by the step itself
+
+
+def mean_only():
+  """Returns a transformation that averages gradients and does no more."""
+  return optax.stateless(lambda g, _: jax.lax.pmean(g, "data"))
+
+
+def sum_of_bytes(text):
+  """Returns the bytes of all collectives of a program, in branches, too."""
+  branches = hlo.wire_bytes_of_branches(text)
+  return hlo.wire_bytes_outside_branches(text) + sum(map(sum, branches))
+
+
+def losses_of(tx, steps, **mesh):
+  return ShardedRun(optax.chain(tx, optax.adam(3e-3)), **mesh).train(steps)
+
+
+class ShardsTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    (name, name) for name in MESHES if name != "one_device"
+  )
+  def test_dense_is_one_device(self, mesh):
+    one = losses_of(edgc_jax.allreduce(), 50, **MESHES["one_device"])
+    many = losses_of(edgc_jax.allreduce(), 50, **MESHES[mesh])
+    np.testing.assert_allclose(many, one, rtol=1e-5)
+
+  def test_full_rank_is_dense(self):
+    dense = losses_of(edgc_jax.allreduce(), 50, **MESHES["one_device"])
+    full = edgc_jax.powersgd(64, min_ratio=0.0)
+    many = losses_of(full, 50, **MESHES["both"])
+    np.testing.assert_allclose(many, dense, rtol=1e-5)
+
+  @parameterized.named_parameters(
+    (f"{name}_{mesh}", name, mesh)
+    for name in REDUCERS
+    for mesh in ("fsdp", "both")
+  )
+  def test_sends_what_is_predicted(self, name, mesh):
+    """Over the replicas to the byte; over the shards next to nothing."""
+    run = ShardedRun(REDUCERS[name](), **MESHES[mesh])
+    run.train(1)
+    metrics = edgc_jax.metrics(run.state)
+    text = run.compiled()
+    found = over_axes(text, run.mesh, "data")
+    sent = hlo.wire_bytes_outside_branches(found) - LOSS_BYTES
+    for ladder in hlo.wire_bytes_by_rung(found):
+      sent += ladder[metrics["rung"] - 1]  # without dense, which has no branch
+    # The first step also compares gradients, and updates or parameters.
+    sent += agreement.CHECK_BYTES + PARTED_BYTES
+    shards = [axis for axis in run.mesh.shape if axis != "data"]
+    if name == "edgc":  # and samples the entropy
+      sent += entropy.sample_bytes(2, edgc_jax.Sampling())
+    size = run.mesh.size // run.mesh.shape["data"]
+    self.assertEqual(size * sent, metrics["wire_bytes"])
+    plain = ShardedRun(mean_only(), **MESHES[mesh]).compiled()
+    axes = [*[(axis,) for axis in shards], tuple(shards)]
+    inside, without = (
+      sum(sum_of_bytes(over_axes(x, run.mesh, *own)) for own in set(axes))
+      for x in (text, plain)
+    )
+    gradient = 4 * sum(x.size for x in jax.tree.leaves(run.params)) / size
+    self.assertLess(inside - without, gradient / 100)
+
+  @parameterized.named_parameters((name, name) for name in REDUCERS)
+  def test_reducers_train(self, name):
+    losses = losses_of(REDUCERS[name](), 60, **MESHES["both"])
+    self.assertLess(losses[-1], 0.8 * losses[0])
+
+
+if __name__ == "__main__":
+  absltest.main()
