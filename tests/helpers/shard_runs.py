@@ -45,6 +45,7 @@ def batch_at(step: int) -> tuple[jax.Array, jax.Array]:
   """Returns inputs and targets, [BATCH, SIZE] each, of a fixed teacher."""
   teacher = np.random.default_rng(1).standard_normal((SIZE, SIZE))
   x = np.random.default_rng(100 + step).standard_normal((BATCH, SIZE))
+  x = x * np.linspace(0.2, 1.8, SIZE)  # so gradients of shards differ in size
   y = np.tanh(x @ teacher / np.sqrt(SIZE))
   return jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
 

@@ -1,10 +1,11 @@
 """Tests reducers on models that are sharded within each replica."""
 
+import chex
 import jax
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
-from helpers.meshes import PARTED_BYTES
+from helpers.meshes import PARTED_BYTES, find
 from helpers.shard_runs import ShardedRun, over_axes
 
 import edgc_jax
@@ -102,6 +103,78 @@ class ShardsTest(parameterized.TestCase):
   def test_reducers_train(self, name):
     losses = losses_of(REDUCERS[name](), 60, **MESHES["both"])
     self.assertLess(losses[-1], 0.8 * losses[0])
+
+  def test_all_shards_are_on_one_rung(self):
+    """The rung moves, and each shard has ranks of its own."""
+    run = ShardedRun(
+      optax.chain(REDUCERS["edgc"](), optax.adam(3e-3)), **MESHES["both"]
+    )
+    rungs, own = set(), set()
+    for window in range(8):
+      run.train(10, start=10 * window)
+      state = find(run.state)
+      self.assertEqual(state.controller.rung.shape, (1, 4))
+      self.assertLen(np.unique(state.controller.rung), 1)
+      rungs.add(int(state.controller.rung[0, 0]))
+      self.assertEqual(
+        int(state.controller.lead_rung), int(state.controller.rung[0, 0])
+      )
+      self.assertLen(np.unique(state.controller.window_entropy), 1)
+      own.add(len(np.unique(np.asarray(state.allocator.ranks[0]), axis=0)))
+    self.assertGreater(len(rungs), 1)
+    self.assertGreater(max(own), 1)
+
+  def test_edgc_trains_like_unsharded(self):
+    one = losses_of(REDUCERS["edgc"](), 200, **MESHES["replicas"])
+    many = losses_of(REDUCERS["edgc"](), 200, data=4, fsdp=2)
+    self.assertLess(np.mean(many[-20:]), 1.005 * np.mean(one[-20:]))
+
+  @parameterized.named_parameters((name, name) for name in REDUCERS)
+  def test_non_finite_shard(self, name):
+    """One shard alone has a non-finite gradient: all skip the step."""
+    run = ShardedRun(REDUCERS[name](), **MESHES["both"])
+    run.train(2)
+    params, exchange = run.params, find(run.state).exchange
+    up = np.asarray(params["up"]).copy()
+    up[0, 0] = np.inf  # the hidden entries of one part of "tensor"
+    run.params = {**params, "up": jax.device_put(up, params["up"].sharding)}
+    before = run.params
+    run.train(1, start=2)
+    chex.assert_trees_all_equal(run.params, before)
+    chex.assert_trees_all_equal(find(run.state).exchange, exchange)
+    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 1)
+
+  def test_replicas_part_on_one_shard(self):
+    """Parameters of one shard differ between replicas: it is noticed."""
+    run = ShardedRun(
+      optax.chain(edgc_jax.powersgd(4, check_every=2), optax.sgd(0.1)),
+      **MESHES["both"],
+    )
+    run.train(2)
+    up = run.params["up"]
+    parts = [np.asarray(x.data).copy() for x in up.addressable_shards]
+    parts[0] += 1.0
+    arrays = [
+      jax.device_put(part, x.device)
+      for part, x in zip(parts, up.addressable_shards, strict=True)
+    ]
+    run.params["up"] = jax.make_array_from_single_device_arrays(
+      up.shape, up.sharding, arrays
+    )
+    run.train(2, start=2)
+    with self.assertWarnsRegex(RuntimeWarning, "different parameters"):
+      self.assertEqual(edgc_jax.metrics(run.state)["parted_steps"], 1)
+
+  def test_metrics_are_of_a_replica(self):
+    """Bytes are those of all shards; the ratio compares like with like."""
+    run = ShardedRun(REDUCERS["powersgd"](), **MESHES["both"])
+    run.train(2)
+    metrics = edgc_jax.metrics(run.state)
+    sharded, whole = 2 * 64 * 128, 4 * (64 * 64 + 64)  # the latter on 4 devices
+    self.assertEqual(metrics["dense_bytes"], 4 * (sharded + whole))
+    self.assertEqual(metrics["rank"], 4)
+    self.assertIsInstance(metrics["relative_error"], float)
+    self.assertEqual(np.shape(metrics["matrix_rank"]["up"]), (4, 1))
 
 
 if __name__ == "__main__":
