@@ -127,7 +127,7 @@ def describe(
   view_fn: ViewFn = trailing_matrix,
   placement_fn: PlacementFn = own_placement,
   shards: Sequence[tuple[str, ...]] | None = None,
-) -> list[Leaf]:
+) -> tuple[Leaf, ...]:
   """Describes the leaves of a gradient tree, in `jax.tree` order.
 
   Args:
@@ -171,7 +171,7 @@ def describe(
       )
     view = None if placement == "shared" else view
     leaves.append(Leaf(path, shape, dtype, view, placement, axes))
-  return leaves
+  return tuple(leaves)
 
 
 def require_local(

@@ -359,8 +359,7 @@ def make_plan(
     kind: The class of the plan.
     **options: Its other attributes.
   """
-  axes = shards(tree) if shards else None
-  leaves = tuple(describe(tree, matrix_view, placement, axes))
+  leaves = describe(tree, matrix_view, placement, shards and shards(tree))
   plan = kind(leaves, ladder, min_ratio, tuple(range(len(leaves))), **options)
   return plan.without_idle_ranks()
 
@@ -369,10 +368,9 @@ def by_exchange(plan: Plan) -> tuple[Plan, ...]:
   """Splits a plan into one for each exchange, in their order.
 
   A stage sends its own leaves once its backward pass is done. The other leaves
-  wait for stage 0, and are sent at its rung. On shards there is an exchange for
-  each combination of axes that shards leaves, the largest first, since factors
-  must not depend on anything that differs over further axes. All plans have the
-  ladder of the first, so that a rung means the same rank in each.
+  wait for stage 0, and are sent at its rung. On shards each combination of axes
+  that shards leaves has an exchange, the largest first: factors must not depend
+  on what differs over further axes. All plans have the ladder of the first.
   """
   first, late, groups = [], [], {}
   for i, leaf in enumerate(plan.leaves):
@@ -385,11 +383,11 @@ def by_exchange(plan: Plan) -> tuple[Plan, ...]:
   if groups:
     most = max(groups, key=lambda a: sum(plan.leaf_sizes[i] for i in groups[a]))
     first += groups.pop(most)
-    # Ranks by matrix differ over all axes.
-    plan = plan if most == plan.shards else dataclasses.replace(plan, spread=1)
+    if most != plan.shards:  # ranks by matrix differ over all axes
+      plan = dataclasses.replace(plan, spread=1)
   own = _subset(plan, sorted(first)).without_idle_ranks()
-  how = {"ladder": own.ladder, "first_rung": own.first_rung, "spread": 1}
   rest = [_subset(plan, x) for x in (*groups.values(), late) if x]
+  how = {"ladder": own.ladder, "first_rung": own.first_rung, "spread": 1}
   return own, *[dataclasses.replace(part, **how) for part in rest]
 
 

@@ -16,9 +16,8 @@ at the stage's own rung, as soon as its backward pass is done. The other leaves
 are sent after the first exchange, at the rung of stage 0, so until then no
 stage waits for another.
 
-On shards every device plans for its own parts of the leaves, and has its own
-factors and ranks by matrix. All shards are on one rung, and skip the same
-steps.
+On shards every device plans for its own parts of the leaves, with factors and
+ranks of its own. All shards are on one rung, and skip the same steps.
 """
 
 import dataclasses
@@ -169,8 +168,7 @@ class Reducer:
     late_updates: LateUpdates | None,
   ) -> tuple[Step, ReducerState]:
     """Checks a step's arguments, and drops the stage axis of the state."""
-    replicas = self.axes.replicas
-    collectives.num_devices(replicas)  # raises if the axis is not bound
+    collectives.num_devices(self.axes.replicas)  # raises if it is not bound
     cpu_backend.prepare()
     if self.axes.fast:
       collectives.num_devices(self.axes.fast, "fast_axis")
@@ -179,7 +177,7 @@ class Reducer:
     plans, lead = by_exchange(plan), self._lead(plan)
     gradients = jax.tree.leaves(updates)
     leaves_of.require_same_leaves(updates, state.stats.matrices.rank)
-    leaves_of.require_local(gradients, plan.leaves, replicas)
+    leaves_of.require_local(gradients, plan.leaves, self.axes.replicas)
     if self.axes.stage:
       leaves = None if params is None else jax.tree.leaves(params)
       require_stages(gradients, plan.leaves, leaves, self.axes.stage)
@@ -187,9 +185,8 @@ class Reducer:
       state = unstacked(state, lead)
     policy = self.policy_for(plans[0], plan.shards)
     own = [gradients[i] for i in plans[0].positions]
-    return Step(
-      plan, plans, lead, policy, updates, own, params, late_updates, state.count
-    ), state
+    rest = (updates, own, params, late_updates, state.count)
+    return Step(plan, plans, lead, policy, *rest), state
 
   def _lead(self, plan: Plan) -> int:
     """Returns the leading axes of state: [stage], [stage, shard], or none."""
@@ -215,7 +212,8 @@ class Reducer:
   ) -> list[Exchange]:
     """Exchanges the stage's own leaves, then the others; with feedback."""
     key = jax.random.fold_in(jax.random.key(self.seed), step.count)
-    stage = self.axes.stage
+    is_late = step.late_updates is not None
+    is_late |= len(step.plans) > 1 and self.axes.stage is not None
     leaves, ranks = jax.tree.leaves(step.updates), choice.ranks
     results, earlier = [], choice.last
     for i, plan in enumerate(step.plans):
@@ -232,16 +230,15 @@ class Reducer:
       )
       results.append(result)
       ranks, earlier = None, (result.is_finite,)
-      if step.late_updates is not None or (len(step.plans) > 1 and stage):
-        # They wait for the exchange already.
-        earlier = ()
+      if is_late and i == 0:
+        earlier = ()  # late gradients wait for the exchange already
         leaves = late_gradients(
           step.updates,
           step.late_updates,
           result.is_finite,
           step.plan,
           self.axes.replicas,
-          stage,
+          self.axes.stage,
         )
     return results
 
@@ -359,8 +356,7 @@ def make_reducer(
   dataflow.require_names("axis_name", axis_name)
   if fast_axis is not None:
     dataflow.require_names("fast_axis", fast_axis)
-  stage_axis = stages.axis_name if stages else None
-  axes = Axes(axis_name, stage_axis, fast_axis)
+  axes = Axes(axis_name, stages.axis_name if stages else None, fast_axis)
   plan_for = functools.partial(
     plan_for,
     matrix_view=matrix_view or trailing_matrix,
