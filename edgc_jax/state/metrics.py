@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from edgc_jax.comm import collectives
 from edgc_jax.comm.agreement import CHECKED_STEPS
+from edgc_jax.comm.dataflow import varying_axes
 from edgc_jax.state.statistics import Checks, SkipStats, Stats
 
 
@@ -25,7 +27,8 @@ def metrics(opt_state: Any) -> dict[str, Any]:
 
   On pipeline stages `entropy`, `rank` and the other statistics that differ by
   stage are lists with one entry per stage. On shards bytes are the sum over all
-  shards of a replica, and errors and entropies are means.
+  shards of a replica, and errors and entropies are means; inside `shard_map`
+  the shards gather their statistics, some values for each matrix.
 
   Args:
     opt_state: Any optimiser state that holds one reducer of this package.
@@ -118,8 +121,14 @@ def _of_all_shards(stats: Stats) -> Stats:
   """Joins the statistics of all shards of a replica, [1, F, ...].
 
   Bytes and energies add up, shares are averaged, and the rank is common.
-  Statistics of matrices keep the axis of shards.
+  Statistics of matrices keep the axis of shards. Inside `shard_map` the shards
+  are gathered first.
   """
+  axes = varying_axes(stats.rank)
+  if axes:
+    stats = jax.tree.map(
+      lambda x: x.reshape(1, -1, *x.shape[3:]), collectives.gather(stats, axes)
+    )
 
   def join(name: str, x: Any) -> Any:
     if x is None or name == "matrices":

@@ -72,7 +72,7 @@ class ShardedRun:
     self.specs = edgc_jax.state_specs(
       tx, shapes, mesh=self.mesh, param_specs=self.param_specs
     )
-    self.params = self._place(first_params(), self.param_specs)
+    self.params = self.place(first_params(), self.param_specs)
     init = jax.shard_map(
       tx.init,
       mesh=self.mesh,
@@ -90,7 +90,8 @@ class ShardedRun:
       )
     )
 
-  def _place(self, tree: Any, specs: Any) -> Any:
+  def place(self, tree: Any, specs: Any) -> Any:
+    """Places a tree on the mesh, as specs say."""
     return jax.tree.map(
       lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(self.mesh, s)),
       tree,
