@@ -35,7 +35,7 @@ def base(reducer: str) -> ConfigDict:
       # of text files, or a folder with train.bin and val.bin (uint16 tokens).
       "data": {"path": ""},
       # Replicas, pipeline stages, and pmap or shard_map (stages need it).
-      "mesh": {"data": 4, "stage": 1, "backend": "pmap"},
+      "mesh": {"data": 4, "stage": 1, "fsdp": 1, "backend": "pmap"},
       "pipeline": {
         "microbatches": 4,  # parts of a replica's batch
         "align": "slack",  # or none: each stage follows its own entropy

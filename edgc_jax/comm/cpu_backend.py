@@ -134,8 +134,8 @@ def require_no_cached_programs() -> None:
   if path and jax.config.jax_enable_compilation_cache:
     raise RuntimeError(
       "The persistent compilation cache must be off if CPU devices are"
-      f" pipeline stages, got jax_compilation_cache_dir={path!r}: programs read"
-      " from the cache mix up their collectives. Set"
+      f" pipeline stages or shards, got jax_compilation_cache_dir={path!r}:"
+      " programs read from the cache mix up their collectives. Set"
       " JAX_ENABLE_COMPILATION_CACHE=false before Python starts."
     )
 

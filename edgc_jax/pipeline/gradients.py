@@ -16,7 +16,7 @@ import optax
 
 from edgc_jax import validation
 from edgc_jax.comm import collectives, cpu_backend, dataflow
-from edgc_jax.comm.dataflow import is_varying
+from edgc_jax.comm.dataflow import AxisName, is_varying, names
 from edgc_jax.plan.leaves import Leaf, require_local
 from edgc_jax.plan.plan import Plan
 
@@ -110,7 +110,7 @@ def require_stages(
   gradients: Sequence[jax.Array],
   leaves: Sequence[Leaf],
   params: Sequence[jax.Array] | None,
-  stage_axis: str,
+  stage_axis: str | None,
 ) -> None:
   """Raises unless the placement of every leaf agrees with JAX's types.
 
@@ -118,7 +118,7 @@ def require_stages(
     gradients: The leaves passed to `update`.
     leaves: Their paths and placements.
     params: The parameters, if `update` was given them.
-    stage_axis: The bound axis of the stages.
+    stage_axis: The bound axis of the stages; None on shards.
 
   Raises:
     ValueError: if the axis is not bound, JAX does not track varying types, a
@@ -126,9 +126,11 @@ def require_stages(
       leaf has parameters that vary over the stages.
     RuntimeError: if CPU devices may run programs from JAX's persistent cache.
   """
-  if collectives.num_devices(stage_axis, "stage_axis") == 1:
+  if stage_axis and collectives.num_devices(stage_axis, "stage_axis") == 1:
     return
   cpu_backend.require_no_cached_programs()
+  if stage_axis is None:
+    return
   sharded = [leaf for leaf in leaves if leaf.shards]
   if sharded:
     raise ValueError(
@@ -164,21 +166,22 @@ def require_stages(
 
 
 def clip_by_global_norm(
-  max_norm: float, stage_axis: str
+  max_norm: float, stage_axis: AxisName
 ) -> optax.GradientTransformation:
-  """Clips updates by their global norm over all pipeline stages.
+  """Clips updates by their global norm over all pipeline stages or shards.
 
-    u * min(1, max_norm / |u|),   |u|^2 summed over all leaves of all stages
+    u * min(1, max_norm / |u|),   |u|^2 summed over all leaves of all parts
 
-  `optax.clip_by_global_norm` would use a different norm on each stage. Leaves
-  whose type varies over the axis are summed over it; other leaves are equal on
-  all stages and count once.
+  `optax.clip_by_global_norm` would use a different norm on each device. A leaf
+  is summed over the axes that its type varies over; along the others it is
+  equal, and counts once.
 
-  Wire: 4 bytes.
+  Wire: 4 bytes for each combination of axes that some leaf varies over.
 
   Args:
     max_norm: Updates up to this norm stay as they are.
-    stage_axis: The axis of the stages, bound by `jax.shard_map`.
+    stage_axis: The axis of the stages, or the axes that shard parameters, bound
+      by `jax.shard_map`.
 
   Returns:
     A gradient transformation; place it after the reducer.
@@ -200,20 +203,25 @@ def clip_by_global_norm(
   ) -> tuple[optax.Updates, optax.EmptyState]:
     del params
     is_single = collectives.num_devices(stage_axis, "stage_axis") == 1
+    is_tracked = all(map(collectives.tracks_varying, names(stage_axis)))
     validation.require(
-      is_single or collectives.tracks_varying(stage_axis),
+      is_single or is_tracked,
       "stage_axis",
       stage_axis,
       "an axis of jax.shard_map with its default check_vma=True",
       "remove check_vma=False, since types show which leaves differ by stage",
     )
-    # |u|^2 of leaves that vary over the stages, and of the others
-    squares = {True: jnp.zeros(()), False: jnp.zeros(())}
+    # |u|^2 by the axes that leaves vary over
+    squares: dict[tuple[str, ...], Any] = {}
     for u in jax.tree.leaves(updates):
-      varies = is_varying(u, stage_axis)
-      squares[varies] += jnp.sum(jnp.square(u.astype(jnp.float32)))
-    staged = collectives.total(squares[True], stage_axis)
-    norm = jnp.sqrt(staged + squares[False])
+      axes = tuple(axis for axis in names(stage_axis) if is_varying(u, axis))
+      square = jnp.sum(jnp.square(u.astype(jnp.float32)))
+      squares[axes] = squares.get(axes, 0.0) + square
+    totals = [
+      collectives.total(square, axes) if axes else square
+      for axes, square in squares.items()
+    ]
+    norm = jnp.sqrt(sum(totals))
     # min(1, max_norm / |u|)
     scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, max_norm * 1e-6))
     return jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates), state

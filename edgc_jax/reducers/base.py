@@ -178,7 +178,7 @@ class Reducer:
     gradients = jax.tree.leaves(updates)
     leaves_of.require_same_leaves(updates, state.stats.matrices.rank)
     leaves_of.require_local(gradients, plan.leaves, self.axes.replicas)
-    if self.axes.stage:
+    if lead:
       leaves = None if params is None else jax.tree.leaves(params)
       require_stages(gradients, plan.leaves, leaves, self.axes.stage)
     if lead or state.stats.rank.ndim > state.count.ndim:

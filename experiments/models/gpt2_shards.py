@@ -24,19 +24,21 @@ _LEAST = 2**12  # entries; smaller parameters are whole on every device
 def param_specs(shapes: Any, shards: int) -> Any:
   """Returns the PartitionSpecs of the parameters.
 
-  Shards the last dimension that the number of shards divides, except for the
-  first dimension of a stack of layers.
+  Shards the longer side of each large matrix that the number of shards divides:
+  F shards of [m, n] send r (F m + n) values at rank r if they share n.
 
   Args:
     shapes: Shapes of the parameters, from `gpt2.param_shapes`.
-    shards: Number of devices of a replica.
+    shards: F, the number of devices of a replica.
   """
 
   def spec(leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
-    sides = range(leaf.ndim - 1, leaf.ndim - 3, -1)
+    if leaf.ndim < 2 or leaf.size < _LEAST:
+      return PartitionSpec()
+    sides = [-2, -1] if leaf.shape[-2] > leaf.shape[-1] else [-1, -2]
     for side in sides:
-      if leaf.ndim > 1 and leaf.size >= _LEAST and leaf.shape[side] % shards == 0:
-        return PartitionSpec(*[None] * side, AXIS)
+      if leaf.shape[side] % shards == 0:
+        return PartitionSpec(*[None] * (leaf.ndim + side), AXIS)
     return PartitionSpec()
 
   return jax.tree.map(spec, shapes)

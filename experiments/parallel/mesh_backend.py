@@ -1,4 +1,4 @@
-"""Training through `jax.shard_map`, on replicas and pipeline stages."""
+"""Training through `jax.shard_map`, on replicas, with stages or shards."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -12,10 +12,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import edgc_jax
-from experiments.models import gpt2, gpt2_stages
+from experiments.models import gpt2, gpt2_shards, gpt2_stages
 from experiments.models.gpt2 import GPT2Config
 from experiments.parallel import meshes
-from experiments.parallel.meshes import DATA, STAGE
+from experiments.parallel.meshes import DATA, SHARD, STAGE
 from experiments.parallel.stored_state import Stored, StoredForm
 
 
@@ -51,6 +51,11 @@ class OnMesh:
     else:
       fresh = functools.partial(gpt2.init_params, model)
       loss_fn = functools.partial(gpt2.loss_fn, model)
+      if SHARD in mesh.shape:
+        shard_specs = gpt2_shards.param_specs(
+          gpt2.param_shapes(model), mesh.shape[SHARD]
+        )
+        loss_fn = functools.partial(gpt2_shards.loss_fn, model, shard_specs)
 
       def value_and_grad(params: Any, batch: jax.Array) -> tuple:
         return *jax.value_and_grad(loss_fn)(params, batch), None
@@ -61,13 +66,14 @@ class OnMesh:
       p.size for p in jax.tree.leaves(gpt2.param_shapes(model))
     )
     param_specs = jax.tree.map(lambda _: PartitionSpec(), shapes)
-    specs = edgc_jax.state_specs(tx, shapes, DATA)
     if STAGE in mesh.shape:
       param_specs = gpt2_stages.param_specs(shapes)
-      specs = edgc_jax.state_specs(
-        tx, shapes, DATA, mesh=mesh, param_specs=param_specs
-      )
-    everywhere, replicas = PartitionSpec(), PartitionSpec(DATA)
+    elif SHARD in mesh.shape:
+      param_specs = shard_specs
+    specs = edgc_jax.state_specs(
+      tx, shapes, DATA, mesh=mesh, param_specs=param_specs
+    )
+    everywhere, rows = PartitionSpec(), meshes.batch_spec(mesh)
 
     def step(
       params: Any, opt_state: Any, batch: jax.Array
@@ -84,11 +90,16 @@ class OnMesh:
       numbers = edgc_jax.metrics(opt_state)
       if STAGE in mesh.shape:
         numbers = _of_all_stages(numbers)
-      loss = lax.pmean(edgc_jax.after_update(loss, opt_state), DATA)
+      loss = of_replicas(edgc_jax.after_update(loss, opt_state))
       return params, opt_state, numbers | {"loss": loss}
 
+    def of_replicas(loss: jax.Array) -> jax.Array:
+      if SHARD in mesh.shape:  # a shard's loss is its part of the replica's
+        loss = lax.psum(loss, SHARD)
+      return lax.pmean(loss, DATA)
+
     def losses(params: Any, batch: jax.Array) -> jax.Array:
-      return lax.pmean(loss_fn(params, batch), DATA)
+      return of_replicas(loss_fn(params, batch))
 
     def on_mesh(fn: Callable, in_specs: tuple, out_specs: Any) -> Callable:
       return jax.shard_map(
@@ -107,7 +118,7 @@ class OnMesh:
     self._step = jax.jit(
       on_mesh(
         step,
-        (param_specs, specs, replicas),
+        (param_specs, specs, rows),
         (param_specs, specs, everywhere),
       ),
       donate_argnums=(0, 1),
@@ -120,7 +131,7 @@ class OnMesh:
       ),
       donate_argnums=(0, 1),
     )
-    self._loss = jax.jit(on_mesh(losses, (param_specs, replicas), everywhere))
+    self._loss = jax.jit(on_mesh(losses, (param_specs, rows), everywhere))
 
   def init(self, key: jax.Array) -> tuple[Any, Any]:
     make = jax.jit(self._fresh, out_shardings=self._params_sharding)
@@ -154,8 +165,8 @@ class OnMesh:
     self._loss.lower(params, batch).compile()
 
   def _placed(self, batch: np.ndarray) -> jax.Array:
-    """Places each replica's rows on its devices, as a part of the batch."""
-    sharding = NamedSharding(self._mesh, PartitionSpec(DATA))
+    """Places each device's rows, as a part of the batch."""
+    sharding = NamedSharding(self._mesh, meshes.batch_spec(self._mesh))
     return jax.make_array_from_process_local_data(sharding, batch)
 
   def _shardings(self, specs: Any) -> Any:

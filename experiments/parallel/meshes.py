@@ -1,4 +1,4 @@
-"""Meshes of stages and replicas, and each process's rows of a batch."""
+"""Meshes of stages, replicas and shards; each process's rows of a batch."""
 
 from collections.abc import Callable
 
@@ -6,20 +6,34 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from experiments.models import gpt2_stages
+from experiments.models import gpt2_shards, gpt2_stages
 
-DATA, STAGE = "data", gpt2_stages.AXIS
+DATA, STAGE, SHARD = "data", gpt2_stages.AXIS, gpt2_shards.AXIS
 
 
-def make_mesh(replicas: int, stages: int) -> Mesh:
-  """Makes a mesh of the first devices, without a stage axis for one stage."""
-  shape = {STAGE: stages, DATA: replicas} if stages > 1 else {DATA: replicas}
+def make_mesh(replicas: int, stages: int, shards: int = 1) -> Mesh:
+  """Makes a mesh of the first devices.
+
+  The axes of stages and shards are left out if there is one.
+
+  Args:
+    replicas: Number of replicas.
+    stages: Number of pipeline stages.
+    shards: Number of devices among which each replica shards its parameters.
+  """
+  shape = {STAGE: stages, DATA: replicas, SHARD: shards}
+  shape = {name: n for name, n in shape.items() if n > 1 or name == DATA}
   return jax.make_mesh(
     tuple(shape.values()),
     tuple(shape),
     axis_types=(AxisType.Auto,) * len(shape),
-    devices=jax.devices()[: stages * replicas],
+    devices=jax.devices()[: stages * replicas * shards],
   )
+
+
+def batch_spec(mesh: Mesh) -> PartitionSpec:
+  """Returns the spec of a batch, whose rows replicas and shards divide."""
+  return PartitionSpec(tuple(a for a in (DATA, SHARD) if a in mesh.shape))
 
 
 def blank_rows(
@@ -31,8 +45,8 @@ def blank_rows(
 
 
 def rows_of(mesh: Mesh, batch_size: int) -> slice:
-  """Returns the rows of the replicas that have a device of this process."""
-  sharding = NamedSharding(mesh, PartitionSpec(DATA))
+  """Returns the rows of this process's devices."""
+  sharding = NamedSharding(mesh, batch_spec(mesh))
   own = sharding.addressable_devices_indices_map((batch_size,)).values()
   bounds = [index.indices(batch_size) for (index,) in own]
   return slice(min(b[0] for b in bounds), max(b[1] for b in bounds))

@@ -114,7 +114,7 @@ class StoredForm:
       replicas,
       self._replicas,
       self.data_axis,
-      stages=self.mesh.size // self._replicas,
+      stages=self.mesh.shape.get("stage", 1),
     )
     place = self._stacked if self.is_stacked else self._placed
     return jax.tree.map(place, state, specs)

@@ -3,6 +3,7 @@
 import difflib
 import faulthandler
 import logging
+import math
 import os
 import re
 import sys
@@ -50,11 +51,13 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       faulthandler.disable()
     if not _devices_are_chosen():
       # Only the CPU platform uses this: replicas share a machine's cores.
-      devices = max(1, config.mesh.data) * max(1, config.mesh.stage)
+      mesh = config.mesh
+      devices = math.prod(max(1, n) for n in (mesh.data, mesh.stage, mesh.fsdp))
       share = devices // processes if processes else 1
       jax.config.update("jax_num_cpu_devices", max(1, share))
       cpu_backend.fit_thread_pool(max(1, share))
-    if config.mesh.stage > 1 and jax.default_backend() == "cpu":
+    has_parts = config.mesh.stage > 1 or config.mesh.fsdp > 1
+    if has_parts and jax.default_backend() == "cpu":
       # Cached programs mix up collectives: see edgc_jax.comm.cpu_backend.
       jax.config.update("jax_enable_compilation_cache", False)
     with hosts.end_together():

@@ -1,5 +1,7 @@
 """Validates a configuration before the run writes anything."""
 
+import math
+
 import jax
 from flax import traverse_util
 from ml_collections import ConfigDict
@@ -42,27 +44,52 @@ def check(config: ConfigDict) -> None:
     )
 
 
+def _check_shards(config: ConfigDict) -> None:
+  """Raises unless the configuration can run on sharded parameters."""
+  mesh = config.mesh
+  if mesh.backend == "pmap" or mesh.stage > 1:
+    raise ValueError(
+      "`mesh.fsdp` must be 1 with the backend pmap and on pipeline stages, got"
+      f" {mesh.fsdp} with {mesh.backend} and mesh.stage={mesh.stage}; set"
+      " --config.mesh.backend=shard_map and --config.mesh.stage=1."
+    )
+  if config.reducer == "edgc" and config.edgc.rank_max == 0:
+    raise ValueError(
+      "`edgc.rank_max` must be given if parameters are sharded (mesh.fsdp is"
+      f" {mesh.fsdp}), got 0, which derives it from times of whole matrices;"
+      " set --config.edgc.rank_max=32."
+    )
+
+
 def check_mesh(config: ConfigDict) -> None:
   """Raises unless the devices suffice and model and batch divide over them."""
   mesh, microbatches = config.mesh, config.pipeline.microbatches
-  replicas, stages, available = mesh.data, mesh.stage, len(jax.devices())
-  processes = jax.process_count()
-  if processes > 1 and replicas * stages != available:
+  shards, available = mesh.fsdp, len(jax.devices())
+  replicas, stages, processes = mesh.data, mesh.stage, jax.process_count()
+  sizes = {"data": replicas, "stage": stages, "fsdp": shards}
+  named = [name for name, n in sizes.items() if n != 1 or name != "fsdp"]
+  product = " times ".join(f"`mesh.{name}`" for name in named)
+  got = " times ".join(str(sizes[name]) for name in named)
+  total = math.prod(sizes.values())
+  if processes > 1 and total != available:
     raise ValueError(
-      f"`mesh.data` times `mesh.stage` must be the number of devices of all"
-      f" {processes} processes ({available}), got {replicas} times {stages};"
-      f" set --config.mesh.data={max(1, available // stages)}. On CPUs each"
-      " process makes an equal share of the devices, so use a multiple of the"
-      " number of processes."
+      f"{product} must be the number of devices of all"
+      f" {processes} processes ({available}), got {got};"
+      f" set --config.mesh.data={max(1, available // max(1, stages * shards))}."
+      " On CPUs each process makes an equal share of the devices, so use a"
+      " multiple of the number of processes."
     )
-  if replicas < 1 or stages < 1 or replicas * stages > available:
-    kind, wanted = jax.devices()[0].platform, max(1, replicas) * max(1, stages)
+  if min(sizes.values()) < 1 or total > available:
+    kind = jax.devices()[0].platform
+    wanted = math.prod(max(1, n) for n in sizes.values())
     raise ValueError(
-      f"`mesh.data` times `mesh.stage` must be between 1 and the number of"
-      f" devices ({available} {kind}), got {replicas} times {stages}; lower"
+      f"{product} must be between 1 and the number of"
+      f" devices ({available} {kind}), got {got}; lower"
       " them, or train on fake CPU devices with JAX_PLATFORMS=cpu"
       f" JAX_NUM_CPU_DEVICES={wanted} before the command."
     )
+  if shards > 1:
+    _check_shards(config)
   if mesh.backend not in backends.BACKENDS:
     raise ValueError(
       f"`mesh.backend` must be one of {', '.join(backends.BACKENDS)}, got"
@@ -89,9 +116,10 @@ def check_mesh(config: ConfigDict) -> None:
       " microbatches (M) leave less idle time, (S - 1) / (M + S - 1) on S"
       " stages."
     )
-  parts = replicas * (microbatches if stages > 1 else 1)
+  parts = replicas * shards * (microbatches if stages > 1 else 1)
   if config.batch_size % parts:
     name = "mesh.data" if stages == 1 else "mesh.data * pipeline.microbatches"
+    name = name if shards == 1 else "mesh.data * mesh.fsdp"
     nearest = max(1, round(config.batch_size / parts)) * parts
     raise ValueError(
       f"`batch_size` must be divisible by {name} ({parts}), got"

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from edgc_jax.comm.dataflow import varying_axes
-from experiments.models import gpt2, gpt2_stages
+from experiments.models import gpt2, gpt2_shards, gpt2_stages
 
 _SCHEDULE_PARTS = 8
 # Arguments of a reducer in addition to its section of the configuration.
@@ -89,9 +89,9 @@ def without_exchange(
 ) -> optax.GradientTransformationExtraArgs:
   """Returns a transformation with a reducer's state that averages nothing.
 
-  It is for measuring a step without an exchange. On stages, where parameters
-  have to stay equal on all replicas, it replaces each gradient by its sum: the
-  gradient is read as usual, but only one number of it is sent.
+  It is for measuring a step without an exchange. On stages and shards, where
+  parameters have to stay equal on all replicas, it replaces each gradient by
+  its sum: the gradient is read as usual, but only one number of it is sent.
   """
   reducer = make_reducer(config, axis_name, {})
 
@@ -105,7 +105,7 @@ def without_exchange(
   ) -> tuple[optax.Updates, optax.OptState]:
     if late_updates is not None:
       updates = late_updates(lambda x: x)
-    if config.mesh.stage > 1:
+    if max(config.mesh.stage, config.mesh.fsdp) > 1:
       updates = jax.tree.map(_as_invariant_as, updates, params)
     return updates, state
 
@@ -199,9 +199,14 @@ def make_optimizer(
   options = config.optimizer
   axes = (axis_name,)
   clip = optax.clip_by_global_norm(options.clip_norm)
+  parts = None
   if config.mesh.stage > 1:
-    axes = (axis_name, gpt2_stages.AXIS)
-    clip = edgc_jax.clip_by_global_norm(options.clip_norm, gpt2_stages.AXIS)
+    parts = gpt2_stages.AXIS
+  elif config.mesh.fsdp > 1:
+    parts = gpt2_shards.AXIS
+  if parts:
+    axes = (axis_name, parts)
+    clip = edgc_jax.clip_by_global_norm(options.clip_norm, parts)
   chain = optax.chain(
     reducer,
     clip,

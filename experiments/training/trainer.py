@@ -48,7 +48,9 @@ class Trainer:
     checks.check(config)
     self.config = config
     self.model = gpt2.GPT2Config(**config.model.to_dict())
-    mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
+    mesh = meshes.make_mesh(
+      config.mesh.data, config.mesh.stage, config.mesh.fsdp
+    )
     name = f"{config.name}-{config.reducer}-seed{config.seed}"
     path = config.run_dir or pathlib.Path("runs") / name
     self.folder = RunFolder(path, config.to_dict())
@@ -116,6 +118,15 @@ class Trainer:
     if newest is None:
       return _Progress(about=summary or {})
     step, about = newest
+    shards = about.get("shards", 1)
+    if shards != self.config.mesh.fsdp:
+      raise ValueError(
+        f"`mesh.fsdp` must be the number of shards that the run"
+        f" {self.folder.path} began with ({shards}), got"
+        f" {self.config.mesh.fsdp}: factors belong to the parts of matrices."
+        f" Set --config.mesh.fsdp={shards}, or begin a new run with"
+        " --config.init_from, which takes its parameters."
+      )
     if about["corpus"] != self.corpus.sha256:
       raise ValueError(
         f"`data.path` must hold the data that the run {self.folder.path} began"
@@ -223,6 +234,7 @@ class Trainer:
       if is_stopped or (every and (is_last or step % every == 0)):
         about = {
           "replicas": config.mesh.data,
+          "shards": config.mesh.fsdp,
           "times": times.as_numbers(self.times),
           "choice": self.choice,
           "corpus": self.corpus.sha256,
@@ -244,6 +256,7 @@ class Trainer:
       "params": self.parallel.num_params,
       "replicas": config.mesh.data,
       "stages": config.mesh.stage,
+      "shards": config.mesh.fsdp,
       "train_loss": line["loss"],
       "val_loss": line["val_loss"],
       "dense_bytes_per_step": line["dense_bytes"],
