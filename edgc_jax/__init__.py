@@ -31,7 +31,12 @@ from edgc_jax.plan.link_model import CompressionModel, LinkModel, wire_bytes
 from edgc_jax.reducers.baselines import quantize, randomk, signsgd, topk
 from edgc_jax.reducers.edgc import edgc
 from edgc_jax.reducers.powersgd import allreduce, powersgd
-from edgc_jax.reducers.wrappers import accumulate, after_update, skip_nonfinite
+from edgc_jax.reducers.wrappers import (
+  accumulate,
+  after_update,
+  over_shards,
+  skip_nonfinite,
+)
 from edgc_jax.state.metrics import metrics
 from edgc_jax.state.resizing import (
   follow_first_replica,
@@ -64,6 +69,7 @@ __all__ = [
   "measure_compression",
   "measure_link",
   "metrics",
+  "over_shards",
   "powersgd",
   "quantize",
   "randomk",

@@ -47,6 +47,11 @@ def names(axis_name: AxisName | None) -> tuple[str, ...]:
   return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
+def mesh_around() -> jax.sharding.AbstractMesh:
+  """Returns the mesh of the enclosing `shard_map`; without axes outside."""
+  return jax.sharding.get_abstract_mesh()
+
+
 def require_names(argument: str, axis_name: Any) -> None:
   """Raises unless `axis_name` is the name of an axis, or a tuple of names.
 

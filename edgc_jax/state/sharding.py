@@ -15,6 +15,7 @@ stages and replicas along the first axis, [S N m, n]. Factors are sharded along
 their first axis, which counts matrices.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +37,7 @@ def state_specs(
   mesh: Mesh | AbstractMesh | None = None,
   param_specs: Any = None,
   stage_axis: str = "stage",
+  axis_names: Collection[str] | None = None,
 ) -> Any:
   """Returns the PartitionSpecs of an optimiser state under `jax.shard_map`.
 
@@ -50,7 +52,10 @@ def state_specs(
     opt_state = jax.jit(init)(params)
 
   If parameters are sharded, over pipeline stages or within a replica, pass the
-  mesh and their specs, and `in_specs=(param_specs,)` to `shard_map`.
+  mesh and their specs, and `in_specs=(param_specs,)` to `shard_map`. If
+  `shard_map` leaves some axes to the compiler, pass its `axis_names`, too: the
+  specs of `shard_map` name those axes alone. Without `axis_names` they are the
+  shardings of the global arrays.
 
   Args:
     tx: Any optax transformation, with or without reducers of this package. If
@@ -64,6 +69,7 @@ def state_specs(
     param_specs: PartitionSpecs of the parameters, in a tree like them or a
       prefix of it, if they are sharded; None if every device has all of them.
     stage_axis: The mesh axis of the stages, if there are any.
+    axis_names: Keeps only these axes in the specs; None keeps all.
 
   Returns:
     A tree like `tx.init(params)`, of PartitionSpecs.
@@ -75,7 +81,8 @@ def state_specs(
   if mesh is not None:
     _require_axes(mesh, "axis_name", axis_name)
   if param_specs is None:
-    return _Specs(axis_name, stage_axis, {}).of(jax.eval_shape(tx.init, params))
+    specs = _Specs(axis_name, stage_axis, {})
+    return _only(specs.of(jax.eval_shape(tx.init, params)), axis_names)
   validation.require(
     mesh is not None,
     "mesh",
@@ -83,10 +90,8 @@ def state_specs(
     "given with `param_specs`",
     "pass the mesh of shard_map",
   )
-  param_specs = jax.tree.map(
-    lambda spec, part: jax.tree.map(lambda _: spec, part), param_specs, params
-  )
-  split = {axis for s in jax.tree.leaves(param_specs) for axis in _axes_of(s)}
+  param_specs = spread_specs(param_specs, params)
+  split = axes_of(param_specs)
   validation.require(
     not split & set(names(axis_name)),
     "param_specs",
@@ -94,17 +99,42 @@ def state_specs(
     f"specs without the axes of the replicas, {axis_name!r}",
     "every replica holds all parameters; shard them over other axes",
   )
-  local, state = _types(tx, params, mesh, param_specs)
-  leaves = jax.tree_util.tree_leaves_with_path(local)
-  by_path = {
-    path: (leaf.shape, spec)
-    for (path, leaf), spec in zip(
-      leaves, jax.tree.leaves(param_specs), strict=True
-    )
-  }
+  by_path, state = _types(tx, params, param_specs, mesh=mesh)
   if any(lead_axes(reducer) == 1 for reducer in find(state, ReducerState)):
     _require_axes(mesh, "stage_axis", stage_axis)
-  return _Specs(axis_name, stage_axis, by_path).of(state)
+  return _only(_Specs(axis_name, stage_axis, by_path).of(state), axis_names)
+
+
+def specs_of_parts(
+  tx: optax.GradientTransformation,
+  params: Any,
+  param_specs: Any,
+  axis_names: Collection[str],
+) -> Any:
+  """Returns the specs of a state over axes that are left to the compiler.
+
+  Call it inside `jax.shard_map` over the other axes.
+
+  Args:
+    tx: Any optax transformation.
+    params: Parameters, or gradients.
+    param_specs: Their specs, in a tree like them.
+    axis_names: The axes.
+  """
+  by_path, state = _types(tx, params, param_specs, axis_names=set(axis_names))
+  return _only(_Specs((), "", by_path).of(state), axis_names)
+
+
+def spread_specs(param_specs: Any, params: Any) -> Any:
+  """Returns the specs in a tree like the parameters, given a prefix of it."""
+  return jax.tree.map(
+    lambda spec, part: jax.tree.map(lambda _: spec, part), param_specs, params
+  )
+
+
+def axes_of(param_specs: Any) -> set[str]:
+  """Returns the axes that any spec of a tree names."""
+  return {a for spec in jax.tree.leaves(param_specs) for a in _axes_of(spec)}
 
 
 class _Specs(NamedTuple):
@@ -147,7 +177,7 @@ class _Specs(NamedTuple):
     _, spec = self.by_path.get(path, (None, PartitionSpec()))
     if self.stage_axis in _axes_of(spec):
       return _along_first(self.stage_axis, self.axis_name)
-    return PartitionSpec(self.axis_name, *spec)
+    return PartitionSpec(names(self.axis_name), *spec)
 
   def _of_residual(self, path: tuple, leaf: Any) -> PartitionSpec:
     del leaf
@@ -191,18 +221,47 @@ class _Specs(NamedTuple):
 
 
 def _types(
-  tx: optax.GradientTransformation, params: Any, mesh: Any, param_specs: Any
-) -> tuple[Any, Any]:
-  """Returns the types of one device's parameters and state, in `shard_map`."""
+  tx: optax.GradientTransformation, params: Any, param_specs: Any, **where: Any
+) -> tuple[dict[tuple, tuple], Any]:
+  """Returns types of one device's parts, as `init` sees them in `shard_map`.
+
+  Args:
+    tx: The transformation.
+    params: Parameters.
+    param_specs: Their specs.
+    **where: Arguments of `shard_map`: the mesh, or the axes of the mesh around.
+
+  Returns:
+    Shape and spec of each parameter by path, and the state.
+  """
   found = []
 
   def init(local: Any) -> tuple[()]:
     found.append(jax.eval_shape(lambda p: (p, tx.init(p)), local))
     return ()
 
-  trace = jax.shard_map(init, mesh=mesh, in_specs=(param_specs,), out_specs=())
+  trace = jax.shard_map(init, in_specs=(param_specs,), out_specs=(), **where)
   jax.eval_shape(trace, params)
-  return found[0]
+  local, state = found[0]
+  leaves = jax.tree_util.tree_leaves_with_path(local)
+  specs = jax.tree.leaves(param_specs)
+  by_path = {
+    path: (leaf.shape, spec)
+    for (path, leaf), spec in zip(leaves, specs, strict=True)
+  }
+  return by_path, state
+
+
+def _only(specs: Any, axis_names: Collection[str] | None) -> Any:
+  """Drops all other axes from the specs of a tree; None keeps all."""
+  if axis_names is None:
+    return specs
+
+  def kept(part: AxisName | None) -> AxisName | None:
+    left = tuple(axis for axis in names(part) if axis in axis_names)
+    return left if len(left) > 1 else (*left, None)[0]
+
+  return jax.tree.map(lambda s: PartitionSpec(*[kept(x) for x in s]), specs)
 
 
 def _along_first(*axes: str) -> PartitionSpec:
