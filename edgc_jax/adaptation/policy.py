@@ -7,7 +7,7 @@ gradients; the controller and the allocator behind `EntropyPolicy` do not.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from edgc_jax.adaptation import entropy
 from edgc_jax.adaptation.allocation import Allocator, AllocatorState
 from edgc_jax.adaptation.controller import Controller, ControllerState
 from edgc_jax.comm import collectives, dataflow
+from edgc_jax.comm.dataflow import AxisName
 from edgc_jax.plan.leaves import Measurement
 from edgc_jax.plan.plan import Plan
 
@@ -52,6 +53,8 @@ class Report(NamedTuple):
 
 class Policy(Protocol):
   """Interface of the policies."""
+
+  samples: bool  # whether it reads entries of gradients
 
   def init(self) -> PolicyState:
     """Returns the state before the first step."""
@@ -93,6 +96,7 @@ class FixedPolicy:
   """Fixed rungs that change at given steps: {first step: rung}."""
 
   rungs: Mapping[int, int]
+  samples: ClassVar[bool] = False
 
   def init(self) -> PolicyState:
     return PolicyState((), ())
@@ -134,8 +138,9 @@ class EntropyPolicy:
   plan: Plan
   controller: Controller
   allocator: Allocator | None  # None if all matrices have the rung's rank
-  axis_name: str
+  axis_name: AxisName
   sampling: entropy.Sampling
+  samples: ClassVar[bool] = True
 
   def init(self) -> PolicyState:
     allocator = ()

@@ -63,6 +63,7 @@ def mean_where_varying(tree: Any, axis_name: AxisName) -> Any:
   If JAX does not track an axis, every leaf counts as varying over it. Keeps the
   dtypes of the leaves: a bf16 leaf is sent in bf16, if the platform can.
   """
+  num_devices(axis_name, "fast_axis")  # raises if the axis is unbound
 
   def average(x: jax.Array) -> jax.Array:
     axes = [a for a in names(axis_name) if not tracks_varying(a)]

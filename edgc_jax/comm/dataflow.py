@@ -52,6 +52,25 @@ def mesh_around() -> jax.sharding.AbstractMesh:
   return jax.sharding.get_abstract_mesh()
 
 
+def require_all_bound() -> None:
+  """Raises if the enclosing `shard_map` leaves axes to the compiler.
+
+  Raises:
+    ValueError: if it does, and they have more than one device.
+  """
+  mesh = mesh_around()
+  left = [a for a in mesh.axis_names if a not in mesh.manual_axes]
+  left = [axis for axis in left if mesh.shape[axis] > 1]
+  validation.require(
+    not (mesh.manual_axes and left),
+    "axis_names",
+    mesh.manual_axes,
+    f"all axes of the mesh for a reducer that reads single entries ({left} are"
+    " left to the compiler, which would gather whole gradients)",
+    "wrap the reducer with edgc_jax.over_shards(tx, param_specs)",
+  )
+
+
 def require_names(argument: str, axis_name: Any) -> None:
   """Raises unless `axis_name` is the name of an axis, or a tuple of names.
 

@@ -34,7 +34,9 @@ _PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]*)\}")
 _GROUPS = re.compile(
   r"replica_groups=(?:\{(?P<listed>\{[\d,{} ]*\})\}"
   r"|\[(?P<shape>[\d,]+)\]<=\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
-  r"|mesh\[(?P<mesh>[^\]]*)\] *\{(?P<axes>[^}]*)\})"
+  r"|mesh\[(?P<mesh>[^\]]*)\]"
+  r"(?:, device_ids=\(\[(?P<ids>[\d,]+)\](?:T\((?P<turn>[\d,]+)\))?\))?"
+  r" *\{(?P<axes>[^}]*)\})"
 )
 _AXIS = re.compile(r"'([^']*)'(?:=(\d+))?")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -287,8 +289,9 @@ def groups_of(line: str) -> list[list[int]]:
   """Returns the groups of devices that a collective communicates in.
 
   HLO writes groups as a list {{0,1},{2,3}}, as a reshape of all devices
-  [2,2]<=[4] or [2,2]<=[2,2]T(1,0), or, since JAX 0.12, by the axes of a mesh,
-  mesh['stage'=2,'data'=2] {'data'}.
+  [2,2]<=[4] or [2,2]<=[2,2]T(1,0), or by the axes of a mesh,
+  mesh['stage'=2,'data'=2] {'data'}, whose devices may have another order,
+  mesh['stage'=2,'data'=2], device_ids=([2,2]T(1,0)) {'data'}.
 
   Args:
     line: The instruction of a collective with groups.
@@ -301,6 +304,9 @@ def groups_of(line: str) -> list[list[int]]:
 
   >>> groups_of("all-reduce(%a), replica_groups=mesh['s'=2,'d'=2] {'s'}")
   [[0, 2], [1, 3]]
+  >>> mesh = "mesh['s'=2,'d'=2], device_ids=([2,2]T(1,0))"
+  >>> groups_of("all-reduce(%a), replica_groups=" + mesh + " {'s'}")
+  [[0, 1], [2, 3]]
   """
   found = _GROUPS.search(line)
   if found is None or not _is_known(found):
@@ -319,6 +325,9 @@ def groups_of(line: str) -> list[list[int]]:
   sizes = [(name, int(size)) for name, size in _AXIS.findall(found["mesh"])]
   inside = [name for name, _ in _AXIS.findall(found["axes"])]
   devices = np.arange(math.prod(size for _, size in sizes))
+  if found["ids"]:
+    turn = numbers(found["turn"]) if found["turn"] else None
+    devices = devices.reshape(numbers(found["ids"])).transpose(turn)
   devices = devices.reshape([size for _, size in sizes])
   names = [name for name, _ in sizes]
   outside = [name for name in names if name not in inside]

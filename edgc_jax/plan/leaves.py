@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from edgc_jax.comm import collectives
-from edgc_jax.comm.dataflow import AxisName, is_varying, names
+from edgc_jax.comm.dataflow import Axes, AxisName, is_varying, names
 
 
 class MatrixView(NamedTuple):
@@ -175,7 +175,10 @@ def describe(
 
 
 def require_local(
-  gradients: Sequence[jax.Array], leaves: Sequence[Leaf], axis_name: AxisName
+  gradients: Sequence[jax.Array],
+  leaves: Sequence[Leaf],
+  axis_name: AxisName,
+  axes: Axes | None = None,
 ) -> None:
   """Raises if JAX's types show that gradients are already summed over the axis.
 
@@ -183,14 +186,19 @@ def require_local(
     gradients: The leaves passed to `update`.
     leaves: Their descriptions.
     axis_name: The bound axes of the replicas.
+    axes: All axes that do not shard leaves, to check that without types there
+      are no more; None checks nothing.
 
   Raises:
     ValueError: if varying types are tracked and a leaf does not vary over all
-      of the axes.
+      of the axes, or if they are not tracked and leaves may be sharded.
   """
   if collectives.num_devices(axis_name) == 1 or not gradients:
     return
   if not collectives.tracks_varying(axis_name):
+    mesh = jax.sharding.get_abstract_mesh()
+    if axes is not None and mesh.manual_axes:
+      _require_no_more(mesh, axes)
     return
   summed = [
     leaf.path
@@ -209,6 +217,18 @@ def require_local(
       " the step does so already: only one reducer may see a leaf, so drop the"
       " other from the chain; and optax.MultiSteps types gradients as equal on"
       " all replicas, so use edgc_jax.accumulate in its place."
+    )
+
+
+def _require_no_more(mesh: jax.sharding.AbstractMesh, axes: Axes) -> None:
+  """Raises if the mesh has bound axes that may shard leaves, without types."""
+  known = {name for axis in axes for name in names(axis)}
+  more = [a for a in mesh.manual_axes if a not in known and mesh.shape[a] > 1]
+  if more:
+    raise ValueError(
+      f"`check_vma` must be True, its default, on a mesh with further axes, got"
+      f" False with {more}: only JAX's types show which leaves they shard. Name"
+      " axes that split the batch alone in the reducer's `fast_axis`."
     )
 
 

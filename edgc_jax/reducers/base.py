@@ -91,8 +91,7 @@ class Reducer:
     axes: The axes averaged over, which must be bound where `update` runs, and
       the axis of the pipeline stages.
     plan_for: Maps a tree of parameters or gradients to the plan.
-    policy_for: Maps the plan of a stage's own leaves, and the axes over which
-      leaves are sharded, to the policy.
+    policy_for: Maps the first plan, and the axes of shards, to the policy.
     seed: Seed of the first Q, and of all random draws in the steps.
     exchange: Averages over the replicas.
     check_every: Steps from one comparison of the replicas to the next.
@@ -112,8 +111,10 @@ class Reducer:
     leaves_of.warn_of_dtypes(plan.leaves)
     plans = by_exchange(plan)
     policy = self.policy_for(plans[0], plan.shards)
+    if type(plan) is not Plan or plan.code or policy.samples:
+      dataflow.require_all_bound()  # they read entries, not matrices alone
     factors = [low_rank.init_factors(part, self.seed) for part in plans]
-    residuals = [error_feedback.init_residual(part) for part in plans]
+    residuals = list(map(error_feedback.init_residual, plans))
     report = policy.report(policy.init())
     zeros = [jnp.zeros(len(part.matrices), jnp.float32) for part in plans]
     ranks = [jnp.zeros(len(part.matrices), jnp.int32) for part in plans]
@@ -127,8 +128,7 @@ class Reducer:
       first_stats(plan.dense_bytes, report, matrices),
       Checks(*counters, jnp.array(masked_leaves(params), jnp.int32)),
     )
-    lead = self._lead(plan)
-    return stacked(state, lead, plan.shards) if lead else state
+    return stacked(state, self._lead(plan), plan.shards)
 
   def update(
     self,
@@ -168,19 +168,19 @@ class Reducer:
     late_updates: LateUpdates | None,
   ) -> tuple[Step, ReducerState]:
     """Checks a step's arguments, and drops the stage axis of the state."""
-    collectives.num_devices(self.axes.replicas)  # raises if it is not bound
+    axes = self.axes
+    collectives.num_devices(axes.replicas)  # raises if it is not bound
     cpu_backend.prepare()
-    if self.axes.fast:
-      collectives.num_devices(self.axes.fast, "fast_axis")
-      updates = collectives.mean_where_varying(updates, self.axes.fast)
+    if axes.fast:
+      updates = collectives.mean_where_varying(updates, axes.fast)
     plan = self.plan_for(updates)  # raises if a leaf is not real floating
     plans, lead = by_exchange(plan), self._lead(plan)
     gradients = jax.tree.leaves(updates)
     leaves_of.require_same_leaves(updates, state.stats.matrices.rank)
-    leaves_of.require_local(gradients, plan.leaves, self.axes.replicas)
+    leaves_of.require_local(gradients, plan.leaves, axes.replicas, axes)
     if lead:
-      leaves = None if params is None else jax.tree.leaves(params)
-      require_stages(gradients, plan.leaves, leaves, self.axes.stage)
+      leaves = jax.tree.leaves(params)
+      require_stages(gradients, plan.leaves, leaves, axes.stage)
     if lead or state.stats.rank.ndim > state.count.ndim:
       state = unstacked(state, lead)
     policy = self.policy_for(plans[0], plan.shards)

@@ -67,7 +67,7 @@ def over_shards(
   tx = optax.with_extra_args_support(tx)
 
   def inside(tree: Any) -> tuple[set[str], Any]:
-    """Returns the axes that are not bound, and the specs of a tree."""
+    """Returns all axes that are not bound, and the specs of a tree."""
     specs, mesh = spread_specs(param_specs, tree), dataflow.mesh_around()
     axes = axes_of(specs)
     validation.require(
@@ -77,7 +77,7 @@ def over_shards(
       f"specs over the axes of an enclosing mesh ({mesh.axis_names})",
       "call init and update inside jax.shard_map over the replicas",
     )
-    return axes - set(mesh.manual_axes), specs
+    return set(mesh.axis_names) - set(mesh.manual_axes), specs
 
   def init_fn(params: optax.Params) -> Any:
     axes, specs = inside(params)

@@ -39,6 +39,8 @@ def stacked(
     axes: The axes of stages and shards if they are bound: the parts are then
       typed as varying over them, even if their values do not.
   """
+  if not lead:
+    return state
   state = _by_part(lambda x: x.reshape((1,) * lead + x.shape), state)
   if not axes:
     return state

@@ -172,6 +172,14 @@ class RefusalsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "with `fast_axis`"):
       steps_on(mesh, tx, "data", gradients)
 
+  def test_shards_without_types(self):
+    """Without types nobody knows which leaves are sharded."""
+    gradients = [gradients_like(PARAMS, 0, 8)]
+    with self.assertRaisesRegex(ValueError, "`check_vma` must be True"):
+      steps_on(
+        mesh_of(data=2, fsdp=4), edgc_jax.powersgd(4), "data", gradients, False
+      )
+
   @parameterized.named_parameters(
     ("replicas", {"axis_name": "dta"}, "`axis_name` must be an axis of"),
     ("two", {"axis_name": ("data", "pod")}, "`axis_name` must be an axis of"),

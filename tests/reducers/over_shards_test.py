@@ -15,12 +15,13 @@ import edgc_jax
 from edgc_jax.measure import hlo
 
 REPLICAS = {"data"}
+SHARDS = {frozenset(range(4)), frozenset(range(4, 8))}  # devices of a replica
 
 
 class PartialRun:
   """The model of `ShardedRun`; only the replicas are bound."""
 
-  def __init__(self, make, axis_type=AxisType.Auto, **shape):
+  def __init__(self, make, axis_type=AxisType.Auto, sharded=True):
     self.mesh = jax.make_mesh(
       (2, 4),
       ("data", "fsdp"),
@@ -35,8 +36,12 @@ class PartialRun:
     }
     self.tx = tx = make(self.param_specs)
     params = first_params()
-    how = {"mesh": self.mesh, "param_specs": self.param_specs}
-    self.shardings = self.named(edgc_jax.state_specs(tx, params, **how))
+    how = {
+      "mesh": self.mesh,
+      "param_specs": self.param_specs if sharded else None,
+    }
+    specs = edgc_jax.state_specs(tx, params, **how)
+    self.shardings = self.named(specs) if sharded else None
     self.specs = edgc_jax.state_specs(tx, params, **how, axis_names=REPLICAS)
     self.params = jax.device_put(params, self.named(self.param_specs))
     init = jax.shard_map(
@@ -142,10 +147,11 @@ class OverShardsTest(parameterized.TestCase):
   def test_nothing_is_gathered(self, name):
     """Over the shards an update sends less than a hundredth of a gradient."""
     text = PartialRun(within(REDUCERS[name]())).compiled_update()
-    own = {frozenset(range(4)), frozenset(range(4, 8))}
     lines = filter(hlo.is_collective, text.splitlines())
     inside = "\n".join(
-      line for line in lines if set(map(frozenset, hlo.groups_of(line))) == own
+      line
+      for line in lines
+      if set(map(frozenset, hlo.groups_of(line))) == SHARDS
     )
     others = [
       line
@@ -159,7 +165,30 @@ class OverShardsTest(parameterized.TestCase):
       for _, shape in hlo._arrays(line.split(" all-")[0])
     )
     gradient = 4 * sum(p.size for p in jax.tree.leaves(first_params()))
+    self.assertGreater(sent, 0)
     self.assertLess(sent, gradient / 100)
+
+  @parameterized.named_parameters(
+    (name, name) for name in REDUCERS if name not in ("allreduce", "powersgd")
+  )
+  def test_refused_without_the_wrapper(self, name):
+    """The compiler would gather gradients to read their entries."""
+    with self.assertRaisesRegex(ValueError, "wrap the reducer with"):
+      PartialRun(lambda _: REDUCERS[name]())
+
+  @parameterized.parameters("allreduce", "powersgd")
+  def test_matrices_need_no_wrapper(self, name):
+    """No sharded matrix is gathered, nor sent over the shards."""
+    run = PartialRun(
+      lambda _: optax.chain(REDUCERS[name](), optax.adam(3e-3)), sharded=False
+    )
+    self.assertLess(run.train(6)[-1], 3.0)
+    matrix = run.params["up"].nbytes
+    for line in filter(hlo.is_collective, run.compiled_update().splitlines()):
+      is_permute = "source_target_pairs" in line
+      if is_permute or set(map(frozenset, hlo.groups_of(line))) == SHARDS:
+        sizes = [4 * np.prod(s) for _, s in hlo._arrays(line.split("(%")[0])]
+        self.assertLess(max(sizes), matrix)
 
   def test_state_is_born_sharded(self):
     run = PartialRun(within(edgc_jax.edgc(rank_max=8)))
