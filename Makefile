@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-pipeline test test-newest test-runs soak lint format compare \
+.PHONY: train train-hsdp train-pipeline test test-newest test-runs soak lint format compare \
   ablations allocation figures bench bench-growth bench-network clean
 
 # Reinstalls when the requirements or the package metadata change.
@@ -18,6 +18,10 @@ train: $(VENV)/installed
 # The same model on 4 pipeline stages of 2 replicas; compiles for a minute.
 train-pipeline: $(VENV)/installed
 	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny_pipeline.py
+
+# The same model on 2 replicas of 4 shards.
+train-hsdp: $(VENV)/installed
+	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny_hsdp.py
 
 # Slow tests: whole models and runs on meshes, in one process and in four. They
 # compile for minutes.

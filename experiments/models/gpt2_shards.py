@@ -60,8 +60,8 @@ def loss_fn(
   """
 
   def whole(part: jax.Array, spec: PartitionSpec) -> jax.Array:
-    if AXIS not in spec:
-      return part
+    if AXIS not in spec:  # its gradient is summed over the shards
+      return lax.pcast(part, AXIS, to="varying")
     return lax.all_gather(part, AXIS, axis=tuple(spec).index(AXIS), tiled=True)
 
   gathered = jax.tree.map(whole, params, specs)

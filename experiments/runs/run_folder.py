@@ -28,6 +28,8 @@ _PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")
 # Keys that may differ between a run and the command that resumes it.
 _FREE = ("run_dir", "resume", "log_every", "checkpoint.", "mesh.data",
          "mesh.backend")  # fmt: skip
+# Keys that earlier runs do not have, and how these runs behaved.
+_LATER = {"mesh.fsdp": 1}
 
 
 class RunInUse(RuntimeError):
@@ -242,6 +244,7 @@ def _plain(value: Any) -> Any:
 def _differences(old: dict, new: dict) -> list[str]:
   """Describes each key that differs between two configurations."""
   old, new = (traverse_util.flatten_dict(tree, sep=".") for tree in (old, new))
+  old = _LATER | old
   return [
     f"{key} is {old.get(key)!r} and not {new.get(key)!r}"
     for key in sorted(old.keys() | new.keys())

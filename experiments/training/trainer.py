@@ -118,15 +118,6 @@ class Trainer:
     if newest is None:
       return _Progress(about=summary or {})
     step, about = newest
-    shards = about.get("shards", 1)
-    if shards != self.config.mesh.fsdp:
-      raise ValueError(
-        f"`mesh.fsdp` must be the number of shards that the run"
-        f" {self.folder.path} began with ({shards}), got"
-        f" {self.config.mesh.fsdp}: factors belong to the parts of matrices."
-        f" Set --config.mesh.fsdp={shards}, or begin a new run with"
-        " --config.init_from, which takes its parameters."
-      )
     if about["corpus"] != self.corpus.sha256:
       raise ValueError(
         f"`data.path` must hold the data that the run {self.folder.path} began"
@@ -234,7 +225,6 @@ class Trainer:
       if is_stopped or (every and (is_last or step % every == 0)):
         about = {
           "replicas": config.mesh.data,
-          "shards": config.mesh.fsdp,
           "times": times.as_numbers(self.times),
           "choice": self.choice,
           "corpus": self.corpus.sha256,

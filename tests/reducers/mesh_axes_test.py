@@ -262,7 +262,9 @@ class StateTest(parameterized.TestCase):
     then.state = then.place(resized, then.specs)
     for name, shape in (("up", (64, 128)), ("whole", (64, 64))):
       before, after = (
-        np.asarray(state.exchange.residual[name]).reshape(-1, *shape).mean(0)
+        np.asarray(state.exchange.residual[name], np.float64)  # exact means
+        .reshape(-1, *shape)
+        .mean(0)
         for state in (run.state, then.state)
       )
       np.testing.assert_allclose(after, before, rtol=1e-6, atol=1e-9)

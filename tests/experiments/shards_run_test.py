@@ -1,0 +1,114 @@
+"""Runs whose parameters are sharded within each replica."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from helpers import cut_runs
+
+from experiments.models import gpt2, gpt2_shards
+from experiments.training.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def without_cache():
+  """Cached programs mix up collectives over several axes."""
+  before = jax.config.jax_enable_compilation_cache
+  jax.config.update("jax_enable_compilation_cache", False)
+  yield
+  jax.config.update("jax_enable_compilation_cache", before)
+
+
+def config_of(folder, reducer, data=2, fsdp=2):
+  config = cut_runs.config_of(folder, reducer, backend="shard_map")
+  config.mesh.update(data=data, fsdp=fsdp)
+  return config
+
+
+def test_dense_is_unsharded(tmp_path):
+  """Sharding changes neither gradients nor losses."""
+  whole, sharded = (
+    cut_runs.run(config_of(tmp_path / str(n), "allreduce", 2, n))
+    for n in (1, 2)
+  )
+  lines = [cut_runs.lines_of(trainer)[-1] for trainer in (whole, sharded)]
+  for name in ("loss", "val_loss"):
+    assert np.isclose(lines[0][name], lines[1][name], rtol=1e-5)
+  summary = sharded.folder.summary()
+  assert summary["shards"] == 2
+  assert summary["params"] == whole.folder.summary()["params"]
+  assert summary["traces"] == 1
+
+
+@pytest.mark.parametrize("reducer", ["edgc", "powersgd"])
+def test_resumes_bit_for_bit(tmp_path, reducer):
+  """A run that was cut off continues as if it had not been."""
+  whole = cut_runs.run(config_of(tmp_path / "whole", reducer))
+  cut_runs.run(config_of(tmp_path / "cut", reducer), cut_after=5)
+  resumed = cut_runs.run(config_of(tmp_path / "cut", reducer))
+  assert cut_runs.lines_of(resumed) == cut_runs.lines_of(whole)
+  assert (whole.folder.path / "report.html").exists() == (
+    resumed.folder.path / "report.html"
+  ).exists()
+
+
+def test_resumes_on_another_number_of_replicas(tmp_path):
+  config = config_of(tmp_path / "cut", "powersgd")
+  cut_runs.run(config, cut_after=5)
+  config.mesh.data = 4
+  resumed = cut_runs.run(config)
+  assert np.isfinite(cut_runs.lines_of(resumed)[-1]["loss"])
+
+
+def test_refuses_another_number_of_shards(tmp_path):
+  """Factors belong to parts of matrices."""
+  config = config_of(tmp_path / "cut", "powersgd")
+  cut_runs.run(config, cut_after=5)
+  config.mesh.fsdp = 4
+  with pytest.raises(ValueError, match=r"mesh\.fsdp is 2 and not 4"):
+    Trainer(config)
+
+
+def test_resumes_a_run_from_before_shards(tmp_path):
+  """Its configuration has no `mesh.fsdp`."""
+  config = config_of(tmp_path / "cut", "powersgd", fsdp=1)
+  cut_runs.run(config, cut_after=5)
+  file = tmp_path / "cut" / "config.json"
+  values = json.loads(file.read_text())
+  del values["mesh"]["fsdp"]
+  file.write_text(json.dumps(values))
+  Trainer(config)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"backend": "pmap"}, "`mesh.fsdp` must be 1 with the backend pmap"),
+    ({"stage": 2}, "`mesh.fsdp` must be 1 with the backend pmap and on"),
+    ({"fsdp": 0}, "`mesh.data` times `mesh.stage` times `mesh.fsdp` must be"),
+    ({"fsdp": 16}, "must be between 1 and the number of devices"),
+  ],
+)
+def test_refused_meshes(tmp_path, changes, message):
+  config = config_of(tmp_path / "run", "powersgd")
+  config.mesh.update(changes)
+  with pytest.raises(ValueError, match=message):
+    Trainer(config)
+
+
+def test_rank_by_times_is_refused(tmp_path):
+  config = config_of(tmp_path / "run", "edgc")
+  config.edgc.rank_max = 0
+  with pytest.raises(ValueError, match=r"`edgc\.rank_max` must be given"):
+    Trainer(config)
+
+
+def test_specs_divide_the_longer_side():
+  model = gpt2.GPT2Config(128, 64, 64, 2, 2)
+  specs = gpt2_shards.param_specs(gpt2.param_shapes(model), 4)
+  kernels = specs["blocks"]
+  assert tuple(specs["embedding"]) == ("fsdp",)
+  assert tuple(kernels["mlp_in"]["kernel"]) == (None, None, "fsdp")
+  assert tuple(kernels["mlp_out"]["kernel"]) == (None, "fsdp")
+  assert not tuple(specs["final_norm"]["scale"])
