@@ -109,7 +109,7 @@ def _checked(
 def require_stages(
   gradients: Sequence[jax.Array],
   leaves: Sequence[Leaf],
-  params: Sequence[jax.Array] | None,
+  params: optax.Params | None,
   stage_axis: str | None,
 ) -> None:
   """Raises unless the placement of every leaf agrees with JAX's types.
@@ -156,7 +156,7 @@ def require_stages(
         f" vary over {stage_axis!r}; return 'shared' for its path, or shard the"
         " leaf over the stages."
       )
-  for param, leaf in zip(params or (), leaves, strict=False):
+  for param, leaf in zip(jax.tree.leaves(params), leaves, strict=False):
     if leaf.placement == "shared" and is_varying(param, stage_axis):
       raise ValueError(
         "`placement` must be 'own' or 'split' for a leaf that differs by stage,"

@@ -137,10 +137,9 @@ class Reducer:
     params: optax.Params | None = None,
     *,
     late_updates: LateUpdates | None = None,
-    **extra_args: Any,
+    **_: Any,
   ) -> tuple[optax.Updates, ReducerState]:
     """Returns the mean of local gradients, and the next state."""
-    del extra_args
     step, state = self._open(updates, state, params, late_updates)
     carried = _carried(step.plans, state.exchange)
     compared, choice = self._choose(step, state)
@@ -179,12 +178,13 @@ class Reducer:
     leaves_of.require_same_leaves(updates, state.stats.matrices.rank)
     leaves_of.require_local(gradients, plan.leaves, axes.replicas, axes)
     if lead:
-      leaves = jax.tree.leaves(params)
-      require_stages(gradients, plan.leaves, leaves, axes.stage)
+      require_stages(gradients, plan.leaves, params, axes.stage)
     if lead or state.stats.rank.ndim > state.count.ndim:
       state = unstacked(state, lead)
     policy = self.policy_for(plans[0], plan.shards)
     own = [gradients[i] for i in plans[0].positions]
+    if plan.shards:  # collectives over shards in the backward pass come first
+      own[:1] = dataflow.in_turn(own[:1], gradients)
     rest = (updates, own, params, late_updates, state.count)
     return Step(plan, plans, lead, policy, *rest), state
 

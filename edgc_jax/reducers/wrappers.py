@@ -106,8 +106,15 @@ def over_shards(
       "use pipeline stages on a mesh whose axes are all bound",
     )
     own = specs_of_parts(tx, updates, specs, axes)
+
+    def update_parts(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+      # The compiler may send parts of any argument before.
+      leaves, structure = jax.tree.flatten(updates)
+      leaves[:1] = dataflow.in_turn(leaves[:1], (state, params))
+      return tx.update(jax.tree.unflatten(structure, leaves), state, params)
+
     update = jax.shard_map(
-      tx.update,
+      update_parts,
       in_specs=(specs, own, None if params is None else specs),
       out_specs=(specs, own),
       axis_names=axes,

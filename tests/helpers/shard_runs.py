@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from edgc_jax.measure import hlo
+from edgc_jax.state.metrics import find
+from edgc_jax.state.statistics import Checks
 
 SIZE, HIDDEN, BATCH = 64, 128, 32
 SPECS = {
@@ -115,6 +117,8 @@ class ShardedRun:
     local = lax.pcast(params, "data", to="varying")
     loss, gradients = jax.value_and_grad(self._loss)(local, batch)
     updates, state = self.tx.update(gradients, state, params)
+    if find(state, Checks):
+      loss = edgc_jax.after_update(loss, state)
     loss = lax.pmean(loss, "data")
     if "fsdp" in self.mesh.shape:
       loss = lax.psum(loss, "fsdp")

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
+from helpers.collective_order import unordered
 from helpers.meshes import find
 from helpers.shard_runs import ShardedRun, batch_at, first_params
 from jax.sharding import AxisType, NamedSharding
@@ -142,6 +143,14 @@ class OverShardsTest(parameterized.TestCase):
     mine, theirs = map(edgc_jax.metrics, (partial.state, bound.state))
     for key in ("wire_bytes", "dense_bytes", "rank", "compression_ratio"):
       self.assertEqual(mine[key], theirs[key])
+
+  @parameterized.named_parameters((name, name) for name in REDUCERS)
+  def test_collectives_are_ordered(self, name):
+    """Also those that the compiler adds."""
+    run = PartialRun(within(REDUCERS[name]()))
+    arguments = (run.params, run.state, batch_at(0))
+    text = run.step_fn.lower(*arguments).compile().as_text()
+    self.assertEmpty(unordered(text))
 
   @parameterized.named_parameters((name, name) for name in REDUCERS)
   def test_nothing_is_gathered(self, name):

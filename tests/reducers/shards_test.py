@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
+from helpers.collective_order import unordered
 from helpers.meshes import PARTED_BYTES, find
 from helpers.shard_runs import ShardedRun, over_axes
 
@@ -98,6 +99,16 @@ class ShardsTest(parameterized.TestCase):
     )
     gradient = 4 * sum(x.size for x in jax.tree.leaves(run.params)) / size
     self.assertLess(inside - without, gradient / 100)
+
+  @parameterized.named_parameters(
+    (f"{name}_{mesh}", name, mesh)
+    for name in REDUCERS
+    for mesh in ("fsdp", "both")
+  )
+  def test_collectives_are_ordered(self, name, mesh):
+    """The model's over the shards, then the reducer's, then the loss."""
+    run = ShardedRun(REDUCERS[name](), **MESHES[mesh])
+    self.assertEmpty(unordered(run.compiled()))
 
   @parameterized.named_parameters((name, name) for name in REDUCERS)
   def test_reducers_train(self, name):
