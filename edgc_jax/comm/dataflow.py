@@ -47,18 +47,13 @@ def names(axis_name: AxisName | None) -> tuple[str, ...]:
   return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
-def mesh_around() -> jax.sharding.AbstractMesh:
-  """Returns the mesh of the enclosing `shard_map`; without axes outside."""
-  return jax.sharding.get_abstract_mesh()
-
-
 def require_all_bound() -> None:
   """Raises if the enclosing `shard_map` leaves axes to the compiler.
 
   Raises:
     ValueError: if it does, and they have more than one device.
   """
-  mesh = mesh_around()
+  mesh = jax.sharding.get_abstract_mesh()
   left = [a for a in mesh.axis_names if a not in mesh.manual_axes]
   left = [axis for axis in left if mesh.shape[axis] > 1]
   validation.require(

@@ -41,7 +41,7 @@ class Leaf(NamedTuple):
     dtype: Its dtype.
     view: Its matrices; None if it is never sent as factors.
     placement: "own", "split" or "shared": see `own_placement`.
-    shards: Axes of the mesh over which it is sharded (`comm.axes`).
+    shards: Axes of the mesh over which it is sharded (`comm.dataflow`).
   """
 
   path: str

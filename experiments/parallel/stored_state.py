@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import edgc_jax
+from experiments.parallel.meshes import STAGE
 
 TREES = ("params", "opt_state")
 Stored = Mapping[str, Any]  # arrays or shapes of one tree, by path
@@ -114,7 +115,7 @@ class StoredForm:
       replicas,
       self._replicas,
       self.data_axis,
-      stages=self.mesh.shape.get("stage", 1),
+      stages=self.mesh.shape.get(STAGE, 1),
     )
     place = self._stacked if self.is_stacked else self._placed
     return jax.tree.map(place, state, specs)

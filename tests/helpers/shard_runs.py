@@ -57,17 +57,21 @@ def _axes_in(spec: P, mesh: jax.sharding.Mesh) -> P:
   return P(*[axis if axis in mesh.shape else None for axis in spec])
 
 
+def mesh_of(**shape: int) -> jax.sharding.Mesh:
+  """Returns a mesh of the first devices, by the names and sizes of its axes."""
+  return jax.make_mesh(
+    tuple(shape.values()),
+    tuple(shape),
+    axis_types=(AxisType.Auto,) * len(shape),
+    devices=jax.devices()[: int(np.prod(list(shape.values())))],
+  )
+
+
 class ShardedRun:
   """Trains on a mesh with an axis "data" and any of "fsdp" and "tensor"."""
 
   def __init__(self, tx: Any, **shape: int):
-    devices = jax.devices()[: int(np.prod(list(shape.values())))]
-    self.mesh = jax.make_mesh(
-      tuple(shape.values()),
-      tuple(shape),
-      axis_types=(AxisType.Auto,) * len(shape),
-      devices=devices,
-    )
+    self.mesh = mesh_of(**shape)
     self.param_specs = {n: _axes_in(s, self.mesh) for n, s in SPECS.items()}
     self.tx = tx
     shapes = jax.eval_shape(first_params)

@@ -7,8 +7,8 @@ import numpy as np
 import optax
 from absl.testing import absltest, parameterized
 from helpers.meshes import ShardMap, gradients_like
-from helpers.shard_runs import ShardedRun, first_params
-from jax.sharding import AxisType, NamedSharding
+from helpers.shard_runs import ShardedRun, first_params, mesh_of
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
@@ -32,15 +32,6 @@ REDUCERS = {
   "topk": lambda *a, **k: edgc_jax.topk(0.1, *a, **k),
   "quantize": lambda *a, **k: edgc_jax.quantize(8, *a, **k),
 }
-
-
-def mesh_of(**shape):
-  return jax.make_mesh(
-    tuple(shape.values()),
-    tuple(shape),
-    axis_types=(AxisType.Auto,) * len(shape),
-    devices=jax.devices()[: int(np.prod(list(shape.values())))],
-  )
 
 
 def steps_on(mesh, tx, axis_name, gradients, check_vma=True):

@@ -36,6 +36,11 @@ REDUCERS = {
 }  # fmt: skip
 
 
+ON_SHARDS = [
+  (f"{name}_{mesh}", name, mesh)
+  for name in REDUCERS
+  for mesh in ("fsdp", "both")
+]
 LOSS_BYTES = 4  # averaged over the replicas by the step itself
 
 
@@ -69,11 +74,7 @@ class ShardsTest(parameterized.TestCase):
     many = losses_of(full, 50, **MESHES["both"])
     np.testing.assert_allclose(many, dense, rtol=1e-5)
 
-  @parameterized.named_parameters(
-    (f"{name}_{mesh}", name, mesh)
-    for name in REDUCERS
-    for mesh in ("fsdp", "both")
-  )
+  @parameterized.named_parameters(*ON_SHARDS)
   def test_sends_what_is_predicted(self, name, mesh):
     """Over the replicas to the byte; over the shards next to nothing."""
     run = ShardedRun(REDUCERS[name](), **MESHES[mesh])
@@ -100,11 +101,7 @@ class ShardsTest(parameterized.TestCase):
     gradient = 4 * sum(x.size for x in jax.tree.leaves(run.params)) / size
     self.assertLess(inside - without, gradient / 100)
 
-  @parameterized.named_parameters(
-    (f"{name}_{mesh}", name, mesh)
-    for name in REDUCERS
-    for mesh in ("fsdp", "both")
-  )
+  @parameterized.named_parameters(*ON_SHARDS)
   def test_collectives_are_ordered(self, name, mesh):
     """The model's over the shards, then the reducer's, then the loss."""
     run = ShardedRun(REDUCERS[name](), **MESHES[mesh])
