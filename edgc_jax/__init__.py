@@ -14,6 +14,7 @@ from edgc_jax.adaptation.allocation import Allocation
 from edgc_jax.adaptation.entropy import Sampling
 from edgc_jax.adaptation.rank_rule import RankRule
 from edgc_jax.measure.advice import advise
+from edgc_jax.measure.description import describe
 from edgc_jax.measure.timing import (
   measure_backward,
   measure_coding,
@@ -23,10 +24,7 @@ from edgc_jax.measure.timing import (
 from edgc_jax.pipeline.gradients import clip_by_global_norm
 from edgc_jax.pipeline.schedule import apply_stages
 from edgc_jax.pipeline.stages import Stages
-from edgc_jax.plan.leaves import (
-  MatrixView,
-  trailing_matrix,
-)
+from edgc_jax.plan.leaves import MatrixView, layer_matrix, trailing_matrix
 from edgc_jax.plan.link_model import CompressionModel, LinkModel, wire_bytes
 from edgc_jax.reducers.baselines import quantize, randomk, signsgd, topk
 from edgc_jax.reducers.edgc import edgc
@@ -62,8 +60,10 @@ __all__ = [
   "allreduce",
   "apply_stages",
   "clip_by_global_norm",
+  "describe",
   "edgc",
   "follow_first_replica",
+  "layer_matrix",
   "measure_backward",
   "measure_coding",
   "measure_compression",

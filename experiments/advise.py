@@ -12,8 +12,9 @@ and its latency in seconds, both of an all-reduce:
   --config.link.bandwidth=12.5e6 --config.link.latency=1e-3
 
 It compares dense float32, dense bfloat16 and several ranks of edgc; powersgd
-computes less than edgc at the same rank. It needs the pmap backend, without
-pipeline stages.
+computes less than edgc at the same rank. It does not advise for pipeline
+stages. If replicas shard their parameters (`mesh.fsdp`), a given bandwidth is
+one shard's, while all shards of the replica send.
 """
 
 import pathlib
@@ -36,10 +37,10 @@ def main(config: ConfigDict) -> None:
     advised.require_choice(config)
   except ValueError as error:
     sys.exit(f"error: {error}")
-  mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
+  mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage, config.mesh.fsdp)
   model = gpt2.GPT2Config(**config.model.to_dict())
   advice = advised.measure(config, model, mesh)
-  hosts.say(advised.table(advice, config.mesh.data))
+  hosts.say(advised.table(advice, mesh))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from edgc_jax.plan import link_model
 from edgc_jax.plan.ladder import Ladder
 from edgc_jax.plan.plan import by_exchange, make_plan
 from experiments.models import gpt2, gpt2_stages
-from experiments.parallel import meshes
+from experiments.parallel import layout, meshes
 from experiments.runtime import command_line
 from experiments.training import checks, times
 
@@ -56,7 +56,7 @@ def main(config: ConfigDict) -> None:
       f" reducer edgc, got {config.mesh.stage}, {config.pipeline.align!r} and"
       f" {config.reducer!r}; other configurations do not align stages."
     )
-  params = times.params_of_one_stage(model, config.mesh.stage)
+  params = layout.of_one_device(model, mesh.shape)
   for mbits in speeds:
     # A ring of N replicas moves 2 (N - 1) / N times the payload.
     replicas = config.mesh.data
@@ -69,7 +69,7 @@ def _table(config: ConfigDict, params: Any, given: dict[str, Any]) -> str:
   """Returns a table with a line for each rank of stage 0 on a link."""
   options = config.edgc
   plan = make_plan(
-    params, (0,), options.min_ratio, gpt2.matrix_view, gpt2_stages.placement,
+    params, (0,), options.min_ratio, placement=gpt2_stages.placement,
     code=code_of(options.wire_dtype),
   )  # fmt: skip
   own = by_exchange(plan)[0]

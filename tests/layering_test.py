@@ -43,8 +43,8 @@ COLLECTIVES = {
   "pswapaxes", "pvary", "ragged_all_to_all",
 }  # fmt: skip
 STANDARD = {
-  "collections", "dataclasses", "functools", "importlib", "math", "os", "re",
-  "sys", "time", "typing", "warnings",
+  "collections", "contextlib", "contextvars", "dataclasses", "functools",
+  "importlib", "math", "os", "re", "sys", "time", "typing", "warnings",
 }  # fmt: skip
 MOST_LINES, MOST_FILES = 400, 8
 

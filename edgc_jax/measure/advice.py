@@ -15,7 +15,7 @@ from typing import Any
 from edgc_jax import validation
 from edgc_jax.comm import cpu_backend
 from edgc_jax.comm.codes import code_of
-from edgc_jax.plan.leaves import ViewFn, trailing_matrix
+from edgc_jax.plan.leaves import ViewFn, layer_matrix
 from edgc_jax.plan.link_model import CompressionModel, LinkModel
 from edgc_jax.plan.plan import Plan, make_plan
 
@@ -66,7 +66,7 @@ def advise(
   tolerance: float = TOLERANCE,
   wire_dtype: str = "float32",
   min_ratio: float = 2.0,
-  matrix_view: ViewFn = trailing_matrix,
+  matrix_view: ViewFn = layer_matrix,
 ) -> Advice:
   """Chooses between dense float32, dense bfloat16 and ranks of `edgc`.
 

@@ -212,23 +212,6 @@ def spread_ranks(
   return tuple(range(rank_min + span % step, rank_max + 1, step))
 
 
-def warn_if_nothing_saves(plan: Plan) -> None:
-  """Warns if no rank of the ladder compresses any leaf.
-
-  Warns:
-    RuntimeWarning: if every leaf is sent dense at every rung.
-  """
-  ranks = [rank for rank in plan.ladder if rank]
-  if ranks and plan.leaves and not plan.compressible:
-    warnings.warn(
-      f"No leaf saves `min_ratio` ({plan.min_ratio:g}) at rank {min(ranks)} or"
-      " above, so all gradients are sent dense. Lower the rank, or give a"
-      " `matrix_view` that folds the leaves into larger matrices.",
-      RuntimeWarning,
-      stacklevel=4,
-    )
-
-
 def require_ratio(min_ratio: float) -> None:
   """Raises unless `min_ratio` is a Python number, at least 0."""
   validation.require_number("min_ratio", min_ratio)

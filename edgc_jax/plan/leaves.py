@@ -6,7 +6,7 @@ shapes and ranks are Python integers.
 """
 
 import math
-import warnings
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +30,14 @@ ViewFn = Callable[[str, tuple[int, ...]], MatrixView | None]
 PlacementFn = Callable[[str, tuple[int, ...]], str]
 ShardsFn = Callable[[Any], Sequence[tuple[str, ...]]]
 PLACEMENTS = ("own", "split", "shared")
+# Names in paths of leaves, for `layer_matrix`.
+_VARIABLE = re.compile(r"\.(raw_)?value$")  # of NNX
+_VECTORS = ("bias", "scale", "offset")
+_KERNELS = ("kernel", "w", "weight")
+_TO_HEADS = ("query", "key", "value", "q", "k", "v")
+_FROM_HEADS = ("out", "o")
+_HEAD = 256  # most values of a head
+_WINDOW = 16  # widest window of a convolution
 
 
 class Leaf(NamedTuple):
@@ -80,11 +88,9 @@ def share(part: jax.Array, whole: jax.Array) -> jax.Array:
 
 
 def trailing_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
-  """Views a leaf [..., m, n] as a stack of matrices [m, n]; the default.
+  """Views a leaf [..., m, n] as a stack of matrices [m, n].
 
   This is the convention of `jnp.linalg`, and fits scanned or stacked layers.
-  For kernels with split or spatial axes, write a view that folds them, such as
-  an attention kernel [768, 12, 64] into (1, 768, 768).
 
   Args:
     path: The leaf's key path; not used here, but a view may choose by it.
@@ -101,6 +107,79 @@ def trailing_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
   if len(shape) < 2 or math.prod(shape) == 0:
     return None
   return MatrixView(math.prod(shape[:-2]), *shape[-2:])
+
+
+def layer_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
+  """Views a leaf as the matrices that its layer multiplies with; the default.
+
+  The names at the end of the path and the shape tell the layouts of Flax (Linen
+  and NNX), Haiku and Equinox apart:
+
+    bias, scale, offset; in a norm            [..., n]            no matrix
+    query, key, value of Flax; if m >= heads  [..., m, heads, d]  [m, heads d]
+    out of Flax                               [..., heads, d, n]  [heads d, n]
+    kernels of convolutions, Flax and Haiku   [..., *k, m, n]     [prod(k) m, n]
+    weights of convolutions, Equinox          [..., m, n, *k]     [m, n prod(k)]
+    all others                                [..., m, n]         [m, n]
+
+  Axes before these count matrices, as of scanned layers. A name decides what a
+  shape leaves open. If it guesses wrong, the exchange is as correct but may
+  send more: `edgc_jax.describe` shows the views, `matrix_view` replaces them.
+
+  Args:
+    path: The leaf's key path.
+    shape: The leaf's shape.
+
+  Returns:
+    The view, or None for leaves that are sent dense.
+
+  >>> layer_matrix("['attention']['query']['kernel']", (768, 12, 64))
+  MatrixView(count=1, rows=768, cols=768)
+  >>> layer_matrix("['Conv_0']['kernel']", (3, 3, 64, 128))
+  MatrixView(count=1, rows=576, cols=128)
+  >>> layer_matrix(".layers[0].weight", (128, 64, 3, 3))
+  MatrixView(count=1, rows=128, cols=576)
+  >>> layer_matrix("['blocks']['bias']", (12, 768))
+  """
+  words = re.findall(r"\w+", _VARIABLE.sub("", path))
+  layer, name = ("", "", *[word for word in words if not word.isdigit()])[-2:]
+  layer = layer.lower().removesuffix("_proj")
+  if name in _VECTORS or ("norm" in layer and name != "kernel"):
+    return None
+  if len(shape) < 3 or name not in _KERNELS or 0 in shape:
+    return trailing_matrix(path, shape)
+  *_, a, b, c = shape
+  if layer in _TO_HEADS and b <= a:  # layers have more rows than a scan steps
+    return _folded(shape, -3, -2)
+  if layer in _FROM_HEADS and b <= _HEAD and b != c:
+    return _folded(shape, -3, -1)
+  if name == "weight":
+    window = _equal_run(shape[:1:-1])
+    return _folded(shape, -window - 2, -window - 1)
+  window = _equal_run(shape[-3::-1])
+  if "conv" in layer or window > 1:
+    return _folded(shape, -window - 2, -1)
+  if max(b, c) <= a:  # as kernels of DenseGeneral
+    return _folded(shape, -3, -2)
+  return trailing_matrix(path, shape)
+
+
+def _folded(shape: tuple[int, ...], rows: int, cols: int) -> MatrixView:
+  """Folds axes from `rows` on into rows, and axes from `cols` on into columns.
+
+  >>> _folded((5, 3, 3, 64, 128), -4, -1)
+  MatrixView(count=5, rows=576, cols=128)
+  """
+  cut = (shape[:rows], shape[rows:cols], shape[cols:])
+  return MatrixView(*map(math.prod, cut))
+
+
+def _equal_run(sizes: tuple[int, ...]) -> int:
+  """Returns how many of the first sizes are equal, as of a square window."""
+  run = 0
+  while run < len(sizes) and sizes[run] == sizes[0] <= _WINDOW:
+    run += 1
+  return run
 
 
 def own_placement(path: str, shape: tuple[int, ...]) -> str:
@@ -122,9 +201,9 @@ def own_placement(path: str, shape: tuple[int, ...]) -> str:
   return "own"
 
 
-def describe(
+def leaves_in(
   tree: Any,
-  view_fn: ViewFn = trailing_matrix,
+  view_fn: ViewFn = layer_matrix,
   placement_fn: PlacementFn = own_placement,
   shards: Sequence[tuple[str, ...]] | None = None,
 ) -> tuple[Leaf, ...]:
@@ -261,36 +340,6 @@ def require_same_leaves(updates: Any, like: Any) -> None:
     )
 
 
-def warn_of_dtypes(leaves: Sequence[Leaf]) -> None:
-  """Warns of leaves whose mean loses range or precision.
-
-  Warns:
-    RuntimeWarning: for float64, which is exchanged in float32, and for float16,
-      whose mean is returned in float16, too narrow for an optimiser's squares.
-  """
-  for dtype, effect, remedy in (
-    (
-      jnp.float64,
-      "exchanged in float32 and rounded to it",
-      "Average such leaves with jax.lax.pmean, or train them in float32",
-    ),
-    (
-      jnp.float16,
-      "returned in float16, in which squares above 65504 are infinite, as in"
-      " Adam's second moment",
-      "Cast gradients to float32, and undo loss scaling, before the chain",
-    ),
-  ):
-    paths = [leaf.path for leaf in leaves if leaf.dtype == dtype]
-    if paths:
-      warnings.warn(
-        f"Gradients of {jnp.dtype(dtype).name} are {effect}: {paths[0]}"
-        f" ({len(paths)} of {len(leaves)} leaves). {remedy}.",
-        RuntimeWarning,
-        stacklevel=4,
-      )
-
-
 def require_shapes(
   leaves: Sequence[Leaf],
   residuals: Sequence[jax.Array],
@@ -325,39 +374,3 @@ def require_shapes(
           " out_specs=edgc_jax.state_specs(tx, params)), and resize a state of"
           " another number of replicas with edgc_jax.resize_replicas."
         )
-
-
-def as_tree(
-  places: Sequence[Sequence[int]], tree: Any, values: Sequence[Sequence]
-) -> Any:
-  """Arranges one value per compressible leaf in a tree like `tree`.
-
-  Args:
-    places: Indices of the compressible leaves of some or all plans.
-    tree: Parameters or gradients.
-    values: For each plan, one value per compressible leaf.
-
-  Returns:
-    The tree, with `optax.MaskedNode` in place of leaves without a value.
-  """
-  structure = jax.tree.structure(tree)
-  slots: list[Any] = [optax.MaskedNode()] * structure.num_leaves
-  for own_places, own in zip(places, values, strict=True):
-    for place, value in zip(own_places, own, strict=True):
-      slots[place] = value
-  return jax.tree.unflatten(structure, slots)
-
-
-def from_tree(places: Sequence[Sequence[int]], tree: Any) -> list[list[Any]]:
-  """Returns the values that `as_tree` arranged; empty lists if there are none.
-
-  Args:
-    places: As for `as_tree`.
-    tree: Its result, or an empty tree.
-  """
-  values = jax.tree.leaves(tree)
-  if not values:
-    return [[] for _ in places]
-  in_order = sorted(place for own in places for place in own)
-  by_place = dict(zip(in_order, values, strict=True))
-  return [[by_place[place] for place in own] for own in places]

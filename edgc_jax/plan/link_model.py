@@ -16,8 +16,8 @@ from edgc_jax.comm.codes import code_of
 from edgc_jax.plan.leaves import (
   PlacementFn,
   ViewFn,
+  layer_matrix,
   own_placement,
-  trailing_matrix,
 )
 from edgc_jax.plan.plan import Plan, by_exchange, make_plan
 
@@ -181,7 +181,7 @@ def wire_bytes(
   rank: int,
   *,
   min_ratio: float = 2.0,
-  matrix_view: ViewFn = trailing_matrix,
+  matrix_view: ViewFn = layer_matrix,
   placement: PlacementFn = own_placement,
   lead_rank: int | None = None,
   rank_min: int | None = None,

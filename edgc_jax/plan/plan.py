@@ -23,9 +23,9 @@ from edgc_jax.plan.leaves import (
   PlacementFn,
   ShardsFn,
   ViewFn,
-  describe,
+  layer_matrix,
+  leaves_in,
   own_placement,
-  trailing_matrix,
 )
 
 BYTES_PER_VALUE = 4
@@ -338,7 +338,7 @@ def make_plan(
   tree: Any,
   ladder: tuple[int, ...],
   min_ratio: float = 2.0,
-  matrix_view: ViewFn = trailing_matrix,
+  matrix_view: ViewFn = layer_matrix,
   placement: PlacementFn = own_placement,
   shards: ShardsFn | None = None,
   kind: Callable[..., Plan] = Plan,
@@ -359,7 +359,7 @@ def make_plan(
     kind: The class of the plan.
     **options: Its other attributes.
   """
-  leaves = describe(tree, matrix_view, placement, shards and shards(tree))
+  leaves = leaves_in(tree, matrix_view, placement, shards and shards(tree))
   plan = kind(leaves, ladder, min_ratio, tuple(range(len(leaves))), **options)
   return plan.without_idle_ranks()
 
@@ -385,13 +385,13 @@ def by_exchange(plan: Plan) -> tuple[Plan, ...]:
     first += groups.pop(most)
     if most != plan.shards:  # ranks by matrix differ over all axes
       plan = dataclasses.replace(plan, spread=1)
-  own = _subset(plan, sorted(first)).without_idle_ranks()
-  rest = [_subset(plan, x) for x in (*groups.values(), late) if x]
+  own = subset(plan, sorted(first)).without_idle_ranks()
+  rest = [subset(plan, x) for x in (*groups.values(), late) if x]
   how = {"ladder": own.ladder, "first_rung": own.first_rung, "spread": 1}
   return own, *[dataclasses.replace(part, **how) for part in rest]
 
 
-def _subset(plan: Plan, members: Sequence[int]) -> Plan:
+def subset(plan: Plan, members: Sequence[int]) -> Plan:
   """Returns the plan of the leaves at the indices `members`."""
   return dataclasses.replace(
     plan,

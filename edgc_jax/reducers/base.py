@@ -42,15 +42,17 @@ from edgc_jax.pipeline.gradients import (
 )
 from edgc_jax.pipeline.stages import Stages
 from edgc_jax.plan import leaves as leaves_of
-from edgc_jax.plan.ladder import warn_if_nothing_saves
-from edgc_jax.plan.leaves import ViewFn, own_placement, trailing_matrix
+from edgc_jax.plan import review
+from edgc_jax.plan.leaves import ViewFn, layer_matrix, own_placement
 from edgc_jax.plan.plan import Plan, by_exchange
 from edgc_jax.state.base import ReducerState, stacked, unstacked
 from edgc_jax.state.statistics import (
   Account,
   Checks,
   Stats,
+  as_tree,
   first_stats,
+  from_tree,
   masked_leaves,
   matrix_stats,
   measurement_of,
@@ -107,9 +109,8 @@ class Reducer:
   def init(self, params: optax.Params) -> ReducerState:
     """Returns the state before the first step."""
     plan = self.plan_for(params)
-    warn_if_nothing_saves(plan)
-    leaves_of.warn_of_dtypes(plan.leaves)
     plans = by_exchange(plan)
+    review.at_init(plan, plans, self.axes)
     policy = self.policy_for(plans[0], plan.shards)
     if type(plan) is not Plan or plan.code or policy.samples:
       dataflow.require_all_bound()  # they read entries, not matrices alone
@@ -359,7 +360,7 @@ def make_reducer(
   axes = Axes(axis_name, stages.axis_name if stages else None, fast_axis)
   plan_for = functools.partial(
     plan_for,
-    matrix_view=matrix_view or trailing_matrix,
+    matrix_view=matrix_view or layer_matrix,
     placement=stages.placement if stages else own_placement,
     shards=axes.shards,
   )
@@ -377,8 +378,8 @@ def _exchange_state(
   """Arranges factors and residuals in trees like the parameters."""
   plan, places = plans[0], [plan.places for plan in plans]
   return ExchangeState(
-    leaves_of.as_tree(places, tree, factors) if plan.has_factors else (),
-    leaves_of.as_tree(places, tree, residuals) if plan.has_residual else (),
+    as_tree(places, tree, factors) if plan.has_factors else (),
+    as_tree(places, tree, residuals) if plan.has_residual else (),
   )
 
 
@@ -391,8 +392,7 @@ def _carried(
     ValueError: if an array has another shape than the state of one replica.
   """
   places = [plan.places for plan in plans]
-  factors = leaves_of.from_tree(places, state.factor_q)
-  residuals = leaves_of.from_tree(places, state.residual)
+  factors, residuals = [from_tree(places, tree) for tree in state]
   for plan, q, e in zip(plans, factors, residuals, strict=True):
     leaves_of.require_shapes(
       [plan.leaves[i] for i in plan.compressible], e, q, plan.factor_shapes

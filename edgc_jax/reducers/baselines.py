@@ -63,7 +63,7 @@ def topk(
       faster on large tensors than the exact k-th largest. None is exact.
     min_size: Leaves of fewer entries are sent dense.
     matrix_view: Maps a leaf's path and shape to (count, rows, cols), or to None
-      for dense; by default `edgc_jax.trailing_matrix`.
+      for dense; by default `edgc_jax.layer_matrix`.
     check_every: As for `edgc`.
 
   Returns:

@@ -97,7 +97,7 @@ def edgc(
     min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
     wire_dtype: As for `powersgd`.
     matrix_view: Maps a leaf's path and shape to (count, rows, cols), or to None
-      for dense; by default `edgc_jax.trailing_matrix`.
+      for dense; by default `edgc_jax.layer_matrix`.
     link: Time of an all-reduce over the replicas, measured (`measure_link`)
       or given by hand; needed for alignment by slack.
     compression: Time to compute an exchange (`measure_compression`); None

@@ -106,7 +106,7 @@ def powersgd(
       residual, which are vectors and matrices that are never compressed, are
       sent as float32.
     matrix_view: Maps a leaf's path and shape to (count, rows, cols), or to None
-      for dense; by default `edgc_jax.trailing_matrix`.
+      for dense; by default `edgc_jax.layer_matrix`.
     stages: Pipeline stages; None if every device holds the whole model.
     fast_axis: As for `edgc`.
     seed: Seed of the first factors.

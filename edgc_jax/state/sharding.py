@@ -83,14 +83,6 @@ def state_specs(
   if param_specs is None:
     specs = _Specs(axis_name, stage_axis, {})
     return _only(specs.of(jax.eval_shape(tx.init, params)), axis_names)
-  validation.require(
-    mesh is not None,
-    "mesh",
-    mesh,
-    "given with `param_specs`",
-    "pass the mesh of shard_map",
-  )
-  param_specs = spread_specs(param_specs, params)
   split = axes_of(param_specs)
   validation.require(
     not split & set(names(axis_name)),
@@ -99,10 +91,34 @@ def state_specs(
     f"specs without the axes of the replicas, {axis_name!r}",
     "every replica holds all parameters; shard them over other axes",
   )
-  by_path, state = _types(tx, params, param_specs, mesh=mesh)
+  by_path, state = init_on_mesh(tx, params, mesh, param_specs)
   if any(lead_axes(reducer) == 1 for reducer in find(state, ReducerState)):
     _require_axes(mesh, "stage_axis", stage_axis)
   return _only(_Specs(axis_name, stage_axis, by_path).of(state), axis_names)
+
+
+def init_on_mesh(
+  tx: optax.GradientTransformation,
+  params: Any,
+  mesh: Mesh | AbstractMesh | None,
+  param_specs: Any,
+) -> tuple[dict[tuple, tuple], Any]:
+  """Traces `init` on one device's parts; arguments as for `state_specs`.
+
+  Returns:
+    Local shape and spec of each parameter by path, and the types of the state.
+
+  Raises:
+    ValueError: if there is no mesh.
+  """
+  validation.require(
+    mesh is not None,
+    "mesh",
+    mesh,
+    "given with `param_specs`",
+    "pass the mesh of shard_map",
+  )
+  return _types(tx, params, spread_specs(param_specs, params), mesh=mesh)
 
 
 def specs_of_parts(

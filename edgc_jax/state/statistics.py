@@ -1,4 +1,4 @@
-"""Statistics that a reducer keeps in its state: their init and update."""
+"""Statistics that a reducer keeps in its state; trees like the parameters."""
 
 import functools
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ import optax
 
 from edgc_jax.adaptation.policy import Report
 from edgc_jax.compression.base import Exchange
-from edgc_jax.plan import leaves as leaves_of
 from edgc_jax.plan.leaves import Measurement, share
 from edgc_jax.plan.plan import Plan
 
@@ -200,8 +199,7 @@ def matrix_stats(
   places = [plan.places for plan in plans]
   return MatrixStats(
     *[
-      leaves_of.as_tree(places[: len(own)], tree, own) if own else None
-      for own in by_leaf
+      as_tree(places[: len(own)], tree, own) if own else None for own in by_leaf
     ]
   )
 
@@ -211,3 +209,39 @@ def masked_leaves(params: Any) -> int:
   is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
   leaves = jax.tree.leaves(params, is_leaf=is_masked)
   return sum(map(is_masked, leaves))
+
+
+def as_tree(
+  places: Sequence[Sequence[int]], tree: Any, values: Sequence[Sequence]
+) -> Any:
+  """Arranges one value per compressible leaf in a tree like `tree`.
+
+  Args:
+    places: Indices of the compressible leaves of some or all plans.
+    tree: Parameters or gradients.
+    values: For each plan, one value per compressible leaf.
+
+  Returns:
+    The tree, with `optax.MaskedNode` in place of leaves without a value.
+  """
+  structure = jax.tree.structure(tree)
+  slots: list[Any] = [optax.MaskedNode()] * structure.num_leaves
+  for own_places, own in zip(places, values, strict=True):
+    for place, value in zip(own_places, own, strict=True):
+      slots[place] = value
+  return jax.tree.unflatten(structure, slots)
+
+
+def from_tree(places: Sequence[Sequence[int]], tree: Any) -> list[list[Any]]:
+  """Returns the values that `as_tree` arranged; empty lists if there are none.
+
+  Args:
+    places: As for `as_tree`.
+    tree: Its result, or an empty tree.
+  """
+  values = jax.tree.leaves(tree)
+  if not values:
+    return [[] for _ in places]
+  in_order = sorted(place for own in places for place in own)
+  by_place = dict(zip(in_order, values, strict=True))
+  return [[by_place[place] for place in own] for own in places]

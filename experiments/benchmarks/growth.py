@@ -128,22 +128,15 @@ def measure(
       lambda leaf: draw(jax.random.key(leaf.size), leaf.shape), shapes
     )
   )()
-  options = {"matrix_view": gpt2.matrix_view}
   reducers: dict[str, optax.GradientTransformation] = {
-    "allreduce, bf16": edgc_jax.allreduce(
-      _AXIS, wire_dtype="bfloat16", **options
-    )
+    "allreduce, bf16": edgc_jax.allreduce(_AXIS, wire_dtype="bfloat16")
   }
   for rank in ranks:
-    reducers[f"powersgd, rank {rank}"] = edgc_jax.powersgd(
-      rank, _AXIS, **options
-    )
-    adaptive = edgc_jax.edgc(_AXIS, rank_max=rank, rank_min=rank, **options)
+    reducers[f"powersgd, rank {rank}"] = edgc_jax.powersgd(rank, _AXIS)
+    adaptive = edgc_jax.edgc(_AXIS, rank_max=rank, rank_min=rank)
     reducers[f"edgc, rank {rank}"] = adaptive
     reducers[f"edgc by matrix, rank {rank}"] = adaptive
-  reducers[f"edgc, defaults, at rank {_DEFAULT}"] = edgc_jax.edgc(
-    _AXIS, **options
-  )
+  reducers[f"edgc, defaults, at rank {_DEFAULT}"] = edgc_jax.edgc(_AXIS)
   calls, cost = {}, {}
   for name, tx in reducers.items():
     ranks_of = _by_matrix if "by matrix" in name else lambda state: state
@@ -229,7 +222,7 @@ def _by_matrix(state: Any) -> Any:
 def _products(gradients: Any, shapes: Any, rank: int) -> Callable[[], Any]:
   """Compiles the products of an exchange of all matrices."""
   views = [
-    gpt2.matrix_view(jax.tree_util.keystr(path), leaf.shape)
+    edgc_jax.layer_matrix(jax.tree_util.keystr(path), leaf.shape)
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
   ]
 

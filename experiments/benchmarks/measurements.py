@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 from edgc_jax.adaptation import entropy
 from edgc_jax.adaptation.entropy import Sampling
 from edgc_jax.plan.plan import make_plan
-from experiments.models import gpt2
 
 ENTRY_RATES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
 PERIODS = (1, 2, 4, 10)  # steps from one sample to the next
@@ -38,7 +37,7 @@ def make_estimate(
 
   def estimate(gradients: Any, index: jax.Array) -> entropy.EntropySample:
     ranks, min_ratio = (config.edgc.rank_min,), config.edgc.min_ratio
-    plan = make_plan(gradients, ranks, min_ratio, gpt2.matrix_view)
+    plan = make_plan(gradients, ranks, min_ratio)
     leaves = jax.tree.leaves(gradients)
     return entropy.estimate(
       [leaves[i].reshape(plan.leaves[i].view) for i in plan.compressible],

@@ -48,9 +48,7 @@ def main(config: ConfigDict) -> None:
   memory = {}
   reducers = {"allreduce": edgc_jax.allreduce(_AXIS)}
   for rank in map(int, _RANKS.value):
-    reducers[f"powersgd, rank {rank}"] = edgc_jax.powersgd(
-      rank, _AXIS, matrix_view=gpt2.matrix_view
-    )
+    reducers[f"powersgd, rank {rank}"] = edgc_jax.powersgd(rank, _AXIS)
   with config.unlocked():
     config.reducer = "edgc"
   reducers["edgc"] = optimizer.make_reducer(config, _AXIS, {})

@@ -27,6 +27,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
+from edgc_jax import layer_matrix
 from edgc_jax.adaptation.entropy import ESTIMATORS
 from experiments.benchmarks import measurements
 from experiments.benchmarks.measurements import ENTRY_RATES, FULL_PASS, PERIODS
@@ -90,7 +91,7 @@ class Recorder:
     arrays = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
       name = jax.tree_util.keystr(path, simple=True, separator=".")
-      if gpt2.matrix_view(jax.tree_util.keystr(path), leaf.shape[1:]):
+      if layer_matrix(jax.tree_util.keystr(path), leaf.shape[1:]):
         leaf = np.asarray(leaf)
         arrays[f"local {name}"] = leaf[0]
         arrays[f"mean {name}"] = leaf.mean(axis=0)

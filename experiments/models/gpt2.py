@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from edgc_jax import MatrixView, trailing_matrix
 from experiments.models import masking
 
 _INIT_STD = 0.02
@@ -223,9 +222,3 @@ def loss_fn(config: GPT2Config, params: Any, batch: jax.Array) -> jax.Array:
   if config.objective == "masked":
     logits = jnp.take_along_axis(logits, positions[..., None], 1)
   return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def matrix_view(path: str, shape: tuple[int, ...]) -> MatrixView | None:
-  """Views kernels and embeddings as matrices, biases and norms as vectors."""
-  is_vector = path.endswith(("['bias']", "['scale']"))
-  return None if is_vector else trailing_matrix(path, shape)

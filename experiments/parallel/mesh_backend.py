@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import edgc_jax
 from experiments.models import gpt2, gpt2_shards, gpt2_stages
 from experiments.models.gpt2 import GPT2Config
-from experiments.parallel import meshes
+from experiments.parallel import layout, meshes
 from experiments.parallel.meshes import DATA, SHARD, STAGE
 from experiments.parallel.stored_state import Stored, StoredForm
 
@@ -41,35 +41,23 @@ class OnMesh:
     self._mesh = mesh
     self.rows = functools.partial(meshes.rows_of, mesh)
     self._blank = functools.partial(meshes.blank_rows, self.rows, model.context)
-    stages = mesh.shape.get(STAGE, 1)
+    self._fresh, shapes, param_specs = layout.of_params(model, mesh.shape)
     if STAGE in mesh.shape:
-      fresh = functools.partial(gpt2_stages.init_params, model, stages)
       value_and_grad = functools.partial(
         gpt2_stages.value_and_grad, model, num_microbatches
       )
       loss_fn = functools.partial(gpt2_stages.loss_fn, model, num_microbatches)
     else:
-      fresh = functools.partial(gpt2.init_params, model)
       loss_fn = functools.partial(gpt2.loss_fn, model)
       if SHARD in mesh.shape:
-        shard_specs = gpt2_shards.param_specs(
-          gpt2.param_shapes(model), mesh.shape[SHARD]
-        )
-        loss_fn = functools.partial(gpt2_shards.loss_fn, model, shard_specs)
+        loss_fn = functools.partial(gpt2_shards.loss_fn, model, param_specs)
 
       def value_and_grad(params: Any, batch: jax.Array) -> tuple:
         return *jax.value_and_grad(loss_fn)(params, batch), None
 
-    self._fresh = fresh
-    shapes = jax.eval_shape(fresh, jax.random.key(0))
     self.num_params = sum(
       p.size for p in jax.tree.leaves(gpt2.param_shapes(model))
     )
-    param_specs = jax.tree.map(lambda _: PartitionSpec(), shapes)
-    if STAGE in mesh.shape:
-      param_specs = gpt2_stages.param_specs(shapes)
-    elif SHARD in mesh.shape:
-      param_specs = shard_specs
     specs = edgc_jax.state_specs(
       tx, shapes, DATA, mesh=mesh, param_specs=param_specs
     )

@@ -26,6 +26,7 @@ class Run:
   summary: dict[str, Any]  # Empty until the run has ended.
   columns: dict[str, np.ndarray]
   matrices: Matrices
+  leaves: str = "not recorded"  # how each leaf of the gradient is sent
 
   @property
   def reducer(self) -> str:

@@ -139,6 +139,7 @@ def _load(folder: pathlib.Path) -> panels.Run:
     summary=_read_object(folder / "summary.json"),
     columns={key: _matrix(values) for key, values in rows.items()},
     matrices=matrices,
+    leaves=_read_text(folder / "leaves.txt"),
   )
 
 
@@ -151,6 +152,10 @@ def _read_object(path: pathlib.Path) -> dict[str, Any]:
     raise ValueError(
       f"{path} must be a JSON object ({error}); repair or remove it"
     ) from error
+
+
+def _read_text(path: pathlib.Path) -> str:
+  return path.read_text() if path.exists() else "not recorded"
 
 
 def _matrix(values: list) -> np.ndarray:
@@ -177,6 +182,7 @@ def _rows(numbers: dict[str, Any], width: int) -> dict[str, str]:
     "parameters": (numbers.get("params"), ",.0f"),
     "replicas": (numbers.get("replicas"), ".0f"),
     "stages": (numbers.get("stages"), ".0f"),
+    "shards": (numbers.get("shards"), ".0f"),
     "held-out loss": (numbers.get("val_loss"), ".4f"),
     "training loss": (numbers.get("train_loss"), ".4f"),
     "bytes a step": (sent, ""),
@@ -243,8 +249,12 @@ def _page(
   text += [_image(m, "Rank, entropy and error by matrix") for m in maps]
   for run in runs:
     config = json.dumps(run.config, indent=2) if run.config else "not recorded"
-    text.append(
-      f"<details><summary>Configuration of {html.escape(run.label)}</summary>"
-      f"<pre>{html.escape(config)}</pre></details>"
-    )
+    label = html.escape(run.label)
+    for title, details in (
+      ("How each leaf is sent", run.leaves), ("Configuration", config)
+    ):  # fmt: skip
+      text.append(
+        f"<details><summary>{title}: {label}</summary>"
+        f"<pre>{html.escape(details)}</pre></details>"
+      )
   return "\n".join([*text, "</html>\n"])

@@ -111,12 +111,13 @@ class RunFolder:
     self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     self._lock.flush()
 
-  def start(self, step: int = 0, last_line: int = 0) -> None:
+  def start(self, step: int = 0, last_line: int = 0, leaves: str = "") -> None:
     """Removes the lines of later steps, and opens the files.
 
     Args:
       step: Number of steps done, from which the run resumes.
       last_line: Step of the newest line that was logged by then.
+      leaves: Tells how each leaf of the gradient is sent: leaves.txt.
     """
     if not hosts.is_first():
       return
@@ -133,6 +134,7 @@ class RunFolder:
     for old in self.path.glob("events.out.tfevents.*"):
       old.unlink()
     _write_json(self.path / "config.json", _plain(self.config))
+    _write(self.path / "leaves.txt", f"{leaves}\n")
     _write(file, "".join(kept))
     self._lines = open(file, "a")  # noqa: SIM115
     # On a full disk its thread ends, and a bounded queue would hang the run.

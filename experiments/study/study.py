@@ -30,6 +30,7 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from experiments.models import gpt2
+from experiments.parallel import layout, meshes
 from experiments.training.optimizer import REDUCERS
 
 Settings = Mapping[str, Any]
@@ -242,14 +243,14 @@ def _bytes_of_step(config: str, options: str) -> Callable[[int], int]:
       f" {values.mesh.stage}; set MATCHED_RANKS = False in the study."
     )
   model = gpt2.GPT2Config(**values.model.to_dict())
-  shapes = gpt2.param_shapes(model)
+  shards = values.mesh.fsdp
+  sizes = {meshes.DATA: values.mesh.data}
+  sizes |= {meshes.SHARD: shards} if shards > 1 else {}
+  shapes = layout.of_one_device(model, sizes)
   same = {name: values.powersgd[name] for name in _SHARED}
   return functools.cache(
-    lambda rank: edgc_jax.wire_bytes(
-      shapes,
-      rank,
-      matrix_view=gpt2.matrix_view,
-      replicas=values.mesh.data,
-      **same,
+    lambda rank: (
+      shards
+      * edgc_jax.wire_bytes(shapes, rank, replicas=values.mesh.data, **same)
     )
   )

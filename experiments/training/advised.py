@@ -12,10 +12,9 @@ import edgc_jax
 from edgc_jax.measure import timing
 from edgc_jax.measure.advice import RANKS, Advice
 from edgc_jax.plan.link_model import ring_bytes
-from experiments.models import gpt2
 from experiments.models.gpt2 import GPT2Config
-from experiments.parallel import backends, meshes
-from experiments.parallel.meshes import DATA
+from experiments.parallel import backends, layout, meshes
+from experiments.parallel.meshes import DATA, SHARD
 from experiments.runtime import heap, hosts
 from experiments.training import optimizer
 from experiments.training.optimizer import AUTO
@@ -45,7 +44,7 @@ def resolve(
   if not choice:
     require_choice(config)
     advice = measure(config, model, mesh)
-    hosts.say(table(advice, mesh.shape[DATA]))
+    hosts.say(table(advice, mesh))
     chosen = advice.choice
     choice = {"reducer": chosen.reducer, "options": dict(chosen.options)}
   config = config.copy_and_resolve_references()
@@ -59,12 +58,11 @@ def resolve(
 def require_choice(config: ConfigDict) -> None:
   """Raises if there is nothing to choose, or no method to measure it."""
   mesh = config.mesh
-  if mesh.data == 1 or mesh.stage > 1 or mesh.backend != "pmap":
+  if mesh.data == 1 or mesh.stage > 1:
     raise ValueError(
-      "`mesh` must be several replicas without stages, through pmap, to choose"
-      f" a reducer, got data={mesh.data}, stage={mesh.stage} and"
-      f" backend={mesh.backend!r}; change it, or name a reducer with"
-      " --config=FILE:REDUCER. On stages edgc.rank_max=0 finds the largest"
+      "`mesh` must be several replicas without stages to choose a reducer, got"
+      f" data={mesh.data} and stage={mesh.stage}; change it, or name a reducer"
+      " with --config=FILE:REDUCER. On stages edgc.rank_max=0 finds the largest"
       " rank."
     )
 
@@ -85,8 +83,7 @@ def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
     config: The whole configuration, with any reducer. The link is measured
       unless it is given here.
     model: Sizes of the model.
-    mesh: A mesh of replicas only; all its processes call this at the same
-      point.
+    mesh: A mesh without stages; all its processes call this at the same point.
 
   Returns:
     The advice.
@@ -97,7 +94,7 @@ def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
   else:
     hosts.say("measuring the link ...")
     link = edgc_jax.measure_link(mesh, DATA)
-  uplink = _uplink(link.bandwidth, mesh.shape[DATA])
+  uplink = _uplink(link.bandwidth, mesh)
   latency = 1e3 * link.latency
   hosts.say(f"link: {uplink:.4g} Mbit/s uplinks, latency {latency:.3g} ms")
   hosts.say("compiling and timing exchanges and a step ...")
@@ -121,11 +118,10 @@ def measure_costs(
   Returns:
     The costs.
   """
-  shapes = gpt2.param_shapes(model)
+  shapes = layout.of_one_device(model, mesh.shape)
   compression = edgc_jax.measure_compression(
     shapes,
     min_ratio=config.edgc.min_ratio,
-    matrix_view=gpt2.matrix_view,
     allocation=edgc_jax.Allocation(**config.edgc.allocation),
     mesh=mesh,
   )
@@ -148,7 +144,7 @@ def advise(
 ) -> Advice:
   """Returns the advice for a link, among dense and these ranks of edgc."""
   return edgc_jax.advise(
-    gpt2.param_shapes(model),
+    layout.of_one_device(model, mesh.shape),
     link,
     costs.step + costs.dense,
     mesh.shape[DATA],
@@ -158,30 +154,34 @@ def advise(
     ranks=[r for r in ranks if r % config.edgc.rule.rank_multiple == 0],
     wire_dtype=config.edgc.wire_dtype,
     min_ratio=config.edgc.min_ratio,
-    matrix_view=gpt2.matrix_view,
   )
 
 
-def table(advice: Advice, replicas: int) -> str:
-  """Formats the predicted steps of all methods, and the choice."""
+def table(advice: Advice, mesh: Mesh) -> str:
+  """Formats the predicted steps of all methods, and the choice.
+
+  Bytes and speeds are those of a replica: of all its shards together.
+  """
   lines = [f"{'':14}{'payload, MB':>13}{'s a step':>10}   dense faster above"]
+  shards = mesh.shape.get(SHARD, 1)
   for method in advice.methods:
-    uplink = _uplink(method.break_even, replicas)
+    uplink = _uplink(method.break_even, mesh)
     bound = f"{uplink:.4g} Mbit/s" if np.isfinite(uplink) else "no speed"
     if method.name == "dense":
       bound = ""
     elif not method.break_even:
       bound = "any speed"
     lines.append(
-      f"{method.name:14}{method.wire_bytes / 1e6:13.2f}"
+      f"{method.name:14}{shards * method.wire_bytes / 1e6:13.2f}"
       f"{method.seconds:10.3f}   {bound}"
     )
   return "\n".join([*lines, f"choice: {advice.choice.name}"])
 
 
-def _uplink(bandwidth: float, replicas: int) -> float:
-  """Converts payload bytes per second to Mbit/s of a replica's uplink."""
-  return 8e-6 * ring_bytes(bandwidth, replicas)
+def _uplink(bandwidth: float, mesh: Mesh) -> float:
+  """Converts a device's payload bytes per second to Mbit/s of its replica."""
+  shards = mesh.shape.get(SHARD, 1)
+  return 8e-6 * shards * ring_bytes(bandwidth, mesh.shape[DATA])
 
 
 def _plain_step(

@@ -53,12 +53,6 @@ def _check_shards(config: ConfigDict) -> None:
       f" {mesh.fsdp} with {mesh.backend} and mesh.stage={mesh.stage}; set"
       " --config.mesh.backend=shard_map and --config.mesh.stage=1."
     )
-  if config.reducer == "edgc" and config.edgc.rank_max == 0:
-    raise ValueError(
-      "`edgc.rank_max` must be given if parameters are sharded (mesh.fsdp is"
-      f" {mesh.fsdp}), got 0, which derives it from times of whole matrices;"
-      " set --config.edgc.rank_max=32."
-    )
 
 
 def check_mesh(config: ConfigDict) -> None:

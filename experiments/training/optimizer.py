@@ -13,20 +13,11 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from edgc_jax.comm.dataflow import varying_axes
-from experiments.models import gpt2, gpt2_shards, gpt2_stages
+from experiments.models import gpt2_shards, gpt2_stages
 
 _SCHEDULE_PARTS = 8
-# Arguments of a reducer in addition to its section of the configuration.
-_COMMON = {
-  "edgc": ("matrix_view", "seed"),
-  "powersgd": ("matrix_view", "seed"),
-  "allreduce": ("matrix_view",),
-  "topk": ("matrix_view",),
-  "randomk": ("matrix_view", "seed"),
-  "quantize": ("matrix_view", "seed"),
-  "signsgd": ("matrix_view",),
-}
-REDUCERS = tuple(_COMMON)
+_SEEDED = ("edgc", "powersgd", "randomk", "quantize")
+REDUCERS = (*_SEEDED, "allreduce", "topk", "signsgd")
 LOW_RANK = ("edgc", "powersgd")  # reducers with a rank
 AUTO = "auto"  # `advised` chooses edgc or allreduce
 
@@ -62,8 +53,8 @@ def make_reducer(
       backward_seconds=times.pop("backward_seconds", None),
     )
   options["check_every"] = config.sentinel.every
-  common = {"matrix_view": gpt2.matrix_view, "seed": config.seed}
-  options |= {name: common[name] for name in _COMMON[config.reducer]}
+  if config.reducer in _SEEDED:
+    options["seed"] = config.seed
   options |= config[config.reducer].to_dict()
   if config.reducer == "edgc":
     options |= times
@@ -105,7 +96,7 @@ def without_exchange(
   ) -> tuple[optax.Updates, optax.OptState]:
     if late_updates is not None:
       updates = late_updates(lambda x: x)
-    if max(config.mesh.stage, config.mesh.fsdp) > 1:
+    if config.mesh.backend == "shard_map":
       updates = jax.tree.map(_as_invariant_as, updates, params)
     return updates, state
 
@@ -225,7 +216,7 @@ def _is_matrix(params: optax.Params) -> optax.Params:
   """Masks weight decay: kernels and embeddings only."""
   return jax.tree_util.tree_map_with_path(
     lambda path, p: (
-      gpt2.matrix_view(jax.tree_util.keystr(path), p.shape) is not None
+      edgc_jax.layer_matrix(jax.tree_util.keystr(path), p.shape) is not None
     ),
     params,
   )

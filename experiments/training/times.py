@@ -9,8 +9,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments.models import gpt2, gpt2_stages
+from experiments.models import gpt2_stages
 from experiments.models.gpt2 import GPT2Config
+from experiments.parallel import layout
 from experiments.parallel.meshes import DATA
 
 
@@ -37,7 +38,6 @@ def options_of(
   if not needed(config):
     return {}
   given, stages = config.link, config.mesh.stage
-  params = params_of_one_stage(model, stages)
   if given.bandwidth:
     link = edgc_jax.LinkModel(given.latency, given.bandwidth)
     compression = edgc_jax.CompressionModel(
@@ -46,9 +46,8 @@ def options_of(
   else:
     link = edgc_jax.measure_link(mesh, DATA)
     compression = edgc_jax.measure_compression(
-      params["blocks"],
+      layout.of_one_device(model, mesh.shape)["blocks"],
       min_ratio=config.edgc.min_ratio,
-      matrix_view=gpt2.matrix_view,
       allocation=edgc_jax.Allocation(**config.edgc.allocation),
       mesh=mesh,
     )
@@ -98,24 +97,9 @@ def describe(times: dict[str, Any]) -> str:
   return "; ".join(parts)
 
 
-def params_of_one_stage(model: GPT2Config, stages: int) -> Any:
-  """Returns the shapes of the parameters that one stage holds."""
-  shapes = jax.eval_shape(
-    lambda: gpt2_stages.init_params(model, stages, jax.random.key(0))
-  )
-
-  def cut(path: tuple, leaf: Any) -> jax.ShapeDtypeStruct:
-    shape = leaf.shape
-    if gpt2_stages.placement(jax.tree_util.keystr(path), shape) != "shared":
-      shape = (shape[0] // stages, *shape[1:])
-    return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-  return jax.tree_util.tree_map_with_path(cut, shapes)
-
-
 def _backward(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> float:
   """Measures the seconds of one microbatch's backward pass on one device."""
-  blocks = params_of_one_stage(model, config.mesh.stage)["blocks"]
+  blocks = layout.of_one_device(model, mesh.shape)["blocks"]
   params = jax.tree.map(lambda p: jnp.full(p.shape, 0.01, p.dtype), blocks)
   sequences = config.batch_size // (
     config.mesh.data * config.pipeline.microbatches

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from experiments.models import gpt2
-from experiments.parallel import backends, meshes
+from experiments.parallel import backends, layout, meshes
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
 from experiments.runs.run_folder import RunFolder, environment
 from experiments.runtime import heap, hosts
@@ -73,6 +73,12 @@ class Trainer:
       self.times = times.options_of(config, self.model, mesh)
     self.tx = make_optimizer(config, meshes.DATA, self.times)
     self.parallel = backends.make(config, self.model, self.tx, mesh)
+    params = layout.of_params(self.model, mesh.shape)
+    self._leaves = str(
+      edgc_jax.describe(
+        self.tx, params.shapes, mesh=mesh, param_specs=params.specs
+      )
+    )
     self._load_params = None
     if config.init_from and not (self._progress.step or self.folder.summary()):
       self._load_params = self._find_params(config.init_from)
@@ -94,9 +100,10 @@ class Trainer:
       self.folder.lock()
       progress = self._load()
       last_line = progress.about.get("line", {}).get("step", 0)
-      self.folder.start(progress.step, last_line)
-      if self.times and hosts.is_first():
-        print(times.describe(self.times))
+      self.folder.start(progress.step, last_line, self._leaves)
+      if self.times:
+        hosts.say(times.describe(self.times))
+      hosts.say(self._leaves)
       with StopSignals() as signals:
         summary = self._train(progress, signals)
       self.checkpoints.close()

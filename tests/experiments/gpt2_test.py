@@ -98,14 +98,6 @@ class GPT2Test(parameterized.TestCase):
     self.assertGreater(optax.tree.norm(plain["blocks"]), 0)
     chex.assert_trees_all_close(own, plain, rtol=1e-4, atol=1e-7)
 
-  def test_stacked_biases_are_no_matrices(self):
-    self.assertIsNone(
-      gpt2.matrix_view("['blocks']['mlp_in']['bias']", (48, 99))
-    )
-    self.assertIsNone(gpt2.matrix_view("['blocks']['norm']['scale']", (48, 9)))
-    view = gpt2.matrix_view("['blocks']['mlp_in']['kernel']", (48, 9, 36))
-    self.assertEqual(view, (48, 9, 36))
-
   def test_bad_sizes(self):
     with self.assertRaisesRegex(
       ValueError, r"`model.num_heads`.*\(10\), got 3"
