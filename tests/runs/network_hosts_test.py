@@ -27,8 +27,8 @@ def test_two_hosts(tmp_path, network):
     sys.executable, "-m", "experiments.network",
     "--config=configs/gpt2_tiny.py", "--config.model.width=64",
     "--config.model.num_layers=2", "--config.model.num_heads=2",
-    "--hosts=2", "--nostages", "--nopeer", "--noadvise", "--rates=20",
-    "--rounds=2", "--row=no exchange", "--row=dense",
+    "--hosts=2", "--nostages", "--noshards", "--nopeer", "--noadvise",
+    "--rates=20", "--rounds=2", "--row=no exchange", "--row=dense",
     "--row=powersgd, rank 8",
     f"--output={output}", f"--folder={tmp_path / 'logs'}",
   ]  # fmt: skip
