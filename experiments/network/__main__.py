@@ -7,6 +7,9 @@ iproute2) and one process per framework, and times training steps. At every link
 speed all methods take turns, round after round, so that other load on the
 machine hits them all. Everything is removed at the end, also after Ctrl-C. The
 measurements go to --output as JSON, and a page with pictures to its folder.
+To measure one layout again and keep the others of the file, such as shards:
+
+  sudo python -m experiments.network --keep --hosts= --nostages
 """
 
 import pathlib
@@ -86,6 +89,8 @@ def main(argv: Sequence[str]) -> None:
     _numbers(flag, float, 1e-3)
     for flag in (_RATES, _MANY_RATES, _STAGE_RATES, _SHARD_RATES)
   )
+  if not counts + [flag for flag in (_STAGES, _SHARDS) if flag.value]:
+    sys.exit("error: `--hosts` must not be empty without stages and shards.")
   layouts = {Layout(n): many if n > 2 else rates for n in counts}
   if _STAGES.value:
     layouts[Layout(4, stages=2)] = staged

@@ -99,8 +99,8 @@ class Benchmark:
       older = {key: self._found[key] for key in model}
       if older != model:
         raise ValueError(
-          f"`keeps` needs an output of the same configuration, {model}, got"
-          f" {output} of {older}; choose another output."
+          f"`--keep` needs an output of the same configuration, {model}, got"
+          f" {output} of {older}; choose another `--output`."
         )
     self._found["runs"].append(self._run)
 
@@ -316,8 +316,7 @@ class Benchmark:
     config.mesh.stage = layout.stages
     config.mesh.data = layout.hosts // layout.stages
     config.mesh.fsdp = layout.shards
-    has_pmap = layout.has_replicas_only
-    config.mesh.backend = "pmap" if has_pmap else "shard_map"
+    config.mesh.backend = "pmap" if layout.has_replicas_only else "shard_map"
     config.pipeline.align = "none"  # each row has one rank for all stages
     config.batch_size = rows_each * config.mesh.data
     return config

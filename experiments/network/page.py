@@ -157,15 +157,14 @@ def _heading(results: Results) -> Sequence[str]:
     " computation. Both are measured alone, so their sum may exceed the step;"
     " neither is measured on stages, on shards or in PyTorch. *Link alone* is"
     " the time of the payload, as a ring moves it, at the full speed of the"
-    " link. *Limit*"
-    " is its sum with compute and, if measured, compress. An idle link passes"
-    " its first 64 KiB (or 1 ms of its speed, if that is more) at once, so"
-    " steps with few bytes can be faster than the limit. A dash replaces a"
-    " ratio of exchanges if one of them is within the noise: half the range of"
-    " its steps plus half the range of the steps without an exchange. *Sent*"
-    " includes packet headers as the kernel counts them: on fast links one"
-    " header for many packets. Ranks of edgc are fixed here, and no timed step"
-    " ends a window, at which ranks are allocated.",
+    " link. *Limit* is its sum with compute and, if measured, compress. An idle"
+    " link passes its first 64 KiB (or 1 ms of its speed, if that is more) at"
+    " once, so steps with few bytes can be faster than the limit. A dash"
+    " replaces a ratio of exchanges if one of them is within the noise: half"
+    " the range of its steps plus half the range of the steps without an"
+    " exchange. *Sent* includes packet headers as the kernel counts them: on"
+    " fast links one header for many packets. Ranks of edgc are fixed here, and"
+    " no timed step ends a window, at which ranks are allocated.",
     *_doubts(results),
     *(_about_peer() if results.of(framework="torch") else ()),
   ]  # fmt: skip
@@ -187,11 +186,12 @@ def _about_layout(results: Results, layout: str) -> Sequence[str]:
   ]
   lines += [
     f"Each host has {shards} devices, which shard the parameters of its"
-    " replica (FSDP). They gather parameters and scatter gradients inside the"
-    " host. Only the exchange between replicas crosses the link: each device"
+    " replica (FSDP). They gather parameters and sum gradients inside the host,"
+    " over its loopback interface, which is not shaped: *compute* includes"
+    " that. Only the exchange between replicas crosses the link: each device"
     " has a ring with the devices of the other hosts that hold the same shard."
     f" *Payload* counts all {shards} shards. A ring moves it 2 (N - 1) / N"
-    " times for N replicas: that is the prediction of the bytes that a host"
+    " times between N replicas: that is the prediction of the bytes that a host"
     f" sends. The kernel counted {min(ratios, default=0):.2f} to"
     f" {max(ratios, default=0):.2f} times as many at the uplink.",
     "",
