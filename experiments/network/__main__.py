@@ -7,6 +7,9 @@ iproute2) and one process per framework, and times training steps. At every link
 speed all methods take turns, round after round, so that other load on the
 machine hits them all. Everything is removed at the end, also after Ctrl-C. The
 measurements go to --output as JSON, and a page with pictures to its folder.
+To measure one layout again and keep the others of the file, such as shards:
+
+  sudo python -m experiments.network --keep --hosts= --nostages
 """
 
 import pathlib
@@ -26,8 +29,11 @@ from experiments.network.results import ROWS, Layout, load
 _CONFIG = config_flags.DEFINE_config_file(
   "config", "configs/gpt2_10m.py", "A file in configs/."
 )
-_HOSTS = flags.DEFINE_list("hosts", ["2", "4"], "Numbers of hosts.")
+_HOSTS = flags.DEFINE_list(
+  "hosts", ["2", "4"], "Numbers of hosts, one replica each; may be empty."
+)
 _STAGES = flags.DEFINE_bool("stages", True, "Also 2 stages of 2 replicas.")
+_SHARDS = flags.DEFINE_bool("shards", True, "Also 2 replicas of 4 shards.")
 _RATES = flags.DEFINE_list(
   "rates", ["50", "100", "300", "1000"], "Speeds of an uplink in Mbit/s."
 )
@@ -37,6 +43,7 @@ _MANY_RATES = flags.DEFINE_list(
 _STAGE_RATES = flags.DEFINE_list(
   "stage_rates", ["100"], "Speeds with stages, which take long to compile."
 )
+_SHARD_RATES = flags.DEFINE_list("shard_rates", ["100"], "Speeds with shards.")
 _ROUNDS = flags.DEFINE_integer(
   "rounds", 3, "Number of timed rounds.", lower_bound=1
 )
@@ -46,6 +53,9 @@ _THREADS = flags.DEFINE_integer(
 _PEER = flags.DEFINE_bool("peer", True, "Also PyTorch, if it is installed.")
 _ADVISE = flags.DEFINE_bool("advise", True, "Also compare the advice.")
 _ROWS = flags.DEFINE_multi_string("row", [], "A row to measure; default: all.")
+_KEEP = flags.DEFINE_bool(
+  "keep", False, "Keep what --output has of layouts that are not measured."
+)
 _OUTPUT = flags.DEFINE_string("output", "docs/network.json", "The JSON file.")
 _FOLDER = flags.DEFINE_string("folder", "runs/network", "The folder of logs.")
 
@@ -67,22 +77,30 @@ def main(argv: Sequence[str]) -> None:
   output = pathlib.Path(_OUTPUT.value)
   options = Options(
     _ROWS.value, _ROUNDS.value, _THREADS.value, _PEER.value, _ADVISE.value,
-    pathlib.Path(_FOLDER.value),
+    _KEEP.value, pathlib.Path(_FOLDER.value),
   )  # fmt: skip
-  benchmark = Benchmark(_CONFIG.value, options, output)
-  counts = _numbers(_HOSTS, int, 2)
-  rates, many, staged = (
-    _numbers(flag, float, 1e-3) for flag in (_RATES, _MANY_RATES, _STAGE_RATES)
+  command = shlex.join(["python", "-m", "experiments.network", *sys.argv[1:]])
+  try:
+    benchmark = Benchmark(_CONFIG.value, options, output, command)
+  except ValueError as error:
+    sys.exit(f"error: {error}")
+  counts = _numbers(_HOSTS, int, 2) if _HOSTS.value else []
+  rates, many, staged, sharded = (
+    _numbers(flag, float, 1e-3)
+    for flag in (_RATES, _MANY_RATES, _STAGE_RATES, _SHARD_RATES)
   )
+  if not counts + [flag for flag in (_STAGES, _SHARDS) if flag.value]:
+    sys.exit("error: `--hosts` must not be empty without stages and shards.")
   layouts = {Layout(n): many if n > 2 else rates for n in counts}
   if _STAGES.value:
-    layouts[Layout(4, 2)] = staged
-  command = shlex.join(["python", "-m", "experiments.network", *sys.argv[1:]])
+    layouts[Layout(4, stages=2)] = staged
+  if _SHARDS.value:
+    layouts[Layout(2, shards=4)] = sharded
   for layout, each in layouts.items():
     benchmark.measure(layout, each)
     results = load(output)
     if results.cells:
-      page.write(results, output.with_suffix(".md"), command)
+      page.write(results, output.with_suffix(".md"))
 
 
 def _numbers(

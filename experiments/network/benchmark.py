@@ -36,6 +36,8 @@ class Options:
     threads: Threads per host; 0 for its share of the cores.
     has_peer: Whether to measure PyTorch, too, if it is installed.
     has_advice: Whether to compare the predictions of `advise`.
+    keeps: Whether to keep the layouts of an older output that are not
+      measured.
     folder: The folder of the hosts' logs.
   """
 
@@ -44,19 +46,24 @@ class Options:
   threads: int
   has_peer: bool
   has_advice: bool
+  keeps: bool
   folder: pathlib.Path
 
   def asks_advice(self, layout: Layout) -> bool:
     """Returns whether to ask for advice and all of its methods are measured."""
     is_compared = not self.rows or set(self.rows) >= ADVISED
-    return self.has_advice and layout.stages == 1 and is_compared
+    return self.has_advice and layout.has_replicas_only and is_compared
 
 
 class Benchmark:
   """A benchmark that measures layouts and collects the results in a file."""
 
   def __init__(
-    self, config: ConfigDict, options: Options, output: pathlib.Path
+    self,
+    config: ConfigDict,
+    options: Options,
+    output: pathlib.Path,
+    command: str,
   ):
     """Measures nothing yet.
 
@@ -64,27 +71,48 @@ class Benchmark:
       config: The configuration of all rows.
       options: What to measure.
       output: The JSON file to write.
+      command: The command that started this run.
+
+    Raises:
+      ValueError: if the output to keep is of another configuration.
     """
     self._config, self._options, self._output = config, options, output
     self._start = time.monotonic()
     about = environment()
     versions = about["versions"] | _peer_version()
-    self._found: dict[str, Any] = {
-      "config": config.name,
-      "tokens": config.batch_size // config.mesh.data * config.model.context,
+    self._run: dict[str, Any] = {
+      "command": command, "layouts": [],
       "rounds": self._options.rounds, "commit": about["commit"],
       "machine": virtual_hosts.processor(),
       "cores": len(os.sched_getaffinity(0)),
       "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
-      "rows": [], "advice": [], "failures": [],
     }  # fmt: skip
+    model = {
+      "config": config.name,
+      "tokens": config.batch_size // config.mesh.data * config.model.context,
+    }
+    self._found: dict[str, Any] = model | {
+      "runs": [], "rows": [], "advice": [], "failures": [],
+    }  # fmt: skip
+    if options.keeps and output.exists():
+      self._found = json.loads(output.read_text())
+      older = {key: self._found[key] for key in model}
+      if older != model:
+        raise ValueError(
+          f"`--keep` needs an output of the same configuration, {model}, got"
+          f" {output} of {older}; choose another `--output`."
+        )
+    self._found["runs"].append(self._run)
 
   def measure(self, layout: Layout, rates: Sequence[float]) -> None:
     """Measures all rows on a layout, at all link speeds in Mbit/s."""
     print(f"--- {layout.name}", flush=True)
+    self._forget(layout.name)
+    self._run["layouts"].append(layout.name)
     with VirtualHosts(layout.hosts) as network:
+      has_peer = self._options.has_peer and bool(_peer_version())
       frameworks = ["jax"]
-      if self._options.has_peer and _peer_version() and layout.stages == 1:
+      if has_peer and layout.has_replicas_only:
         frameworks.append("torch")
       processes = {
         framework: self._start_hosts(network, framework, layout)
@@ -118,7 +146,13 @@ class Benchmark:
     folder.mkdir(parents=True, exist_ok=True)
     threads = str(self._threads(layout))
     port, own = {
-      "jax": (12345, {"JAX_PLATFORMS": "cpu", "NPROC": threads}),
+      "jax": (
+        12345,
+        {
+          "JAX_PLATFORMS": "cpu", "NPROC": threads,
+          "JAX_NUM_CPU_DEVICES": str(layout.shards),
+        },
+      ),
       "torch": (
         12346, {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "eth0"},
       ),
@@ -191,7 +225,8 @@ class Benchmark:
             {
               "layout": layout.name, "hosts": layout.hosts,
               "threads": self._threads(layout),
-              "replicas": layout.hosts // layout.stages, "rate": rate,
+              "replicas": layout.hosts // layout.stages,
+              "shards": layout.shards, "rate": rate,
               "framework": row.framework, "row": row.name, "part": part,
               "seconds": [], "sent_bytes": [],
             },
@@ -269,8 +304,10 @@ class Benchmark:
 
   def _threads(self, layout: Layout) -> int:
     """Returns the number of threads of a host's process."""
-    cores = len(os.sched_getaffinity(0))
-    return self._options.threads or max(1, cores // layout.hosts)
+    share = len(os.sched_getaffinity(0)) // layout.hosts
+    # Devices that wait for each other need two each: see cpu_backend.
+    least = 2 * layout.shards if layout.shards > 1 else 1
+    return self._options.threads or max(least, share)
 
   def _config_of(self, layout: Layout) -> ConfigDict:
     """Returns the configuration on a layout; the batch per replica is kept."""
@@ -278,13 +315,25 @@ class Benchmark:
     rows_each = config.batch_size // config.mesh.data
     config.mesh.stage = layout.stages
     config.mesh.data = layout.hosts // layout.stages
-    config.mesh.backend = "shard_map" if layout.stages > 1 else "pmap"
+    config.mesh.fsdp = layout.shards
+    config.mesh.backend = "pmap" if layout.has_replicas_only else "shard_map"
     config.pipeline.align = "none"  # each row has one rank for all stages
     config.batch_size = rows_each * config.mesh.data
     return config
 
+  def _forget(self, layout: str) -> None:
+    """Drops the older measurements of a layout, and runs that had no other."""
+    found = self._found
+    for key in ("rows", "advice", "failures"):
+      found[key] = [each for each in found[key] if each["layout"] != layout]
+    for run in found["runs"]:
+      run["layouts"] = [name for name in run["layouts"] if name != layout]
+    found["runs"] = [
+      run for run in found["runs"] if run["layouts"] or run is self._run
+    ]
+
   def _write(self) -> None:
-    self._found["minutes"] = (time.monotonic() - self._start) / 60
+    self._run["minutes"] = (time.monotonic() - self._start) / 60
     self._output.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(self._found, indent=1, allow_nan=False)
     self._output.write_text(text + "\n")
@@ -292,7 +341,7 @@ class Benchmark:
 
 def _parts(row: Row, layout: Layout) -> Sequence[str]:
   """Returns the parts of a row to time: the step, and if possible its parts."""
-  has_parts = row.framework == "jax" and layout.stages == 1
+  has_parts = row.framework == "jax" and layout.has_replicas_only
   if not has_parts or row.name == NO_EXCHANGE:
     return ("step",)
   return ("step", "compress", "communicate")

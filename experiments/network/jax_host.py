@@ -95,7 +95,7 @@ class JaxHost:
       *state, numbers = backend.step(*state, rows)
       return numbers
 
-    has_parts = exchanges and config.mesh.stage == 1
+    has_parts = exchanges and config.mesh.stage == config.mesh.fsdp == 1
     self._methods[name] = _Method(
       step,
       _compress(reducer, model) if has_parts else None,
@@ -159,7 +159,8 @@ def _read(
 ) -> tuple[ConfigDict, Mesh, gpt2.GPT2Config]:
   """Returns a configuration, its mesh and its model."""
   config = ConfigDict(values)
-  mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
+  own = config.mesh
+  mesh = meshes.make_mesh(own.data, own.stage, own.fsdp)
   return config, mesh, gpt2.GPT2Config(**config.model.to_dict())
 
 

@@ -22,21 +22,21 @@ _PARTS = (
 )
 
 
-def write(results: Results, page: pathlib.Path, command: str) -> None:
+def write(results: Results, page: pathlib.Path) -> None:
   """Writes the page, and <page>-parts.png and <page>-speeds.png.
 
   Args:
     results: The results, with at least one cell.
     page: The file to write; pictures go to its folder.
-    command: The command that makes the page.
   """
   pictures = {
     "Parts of a step": draw_parts(results),
     "Step time by link speed": draw_speeds(results),
   }
-  lines = [_MARK, "", *_heading(results, command)]
+  lines = [_MARK, "", *_heading(results)]
   for layout in results.layouts:
     lines += ["", f"## {layout[0].upper()}{layout[1:]}", ""]
+    lines += _about_layout(results, layout)
     lines += markdown.table(_table(results, layout))
     peers = _peers(results, layout)
     if len(peers) > 1:
@@ -132,21 +132,21 @@ def _middle(rates: Sequence[float]) -> float:
   return 100.0 if 100.0 in rates else rates[len(rates) // 2]
 
 
-def _heading(results: Results, command: str) -> Sequence[str]:
+def _heading(results: Results) -> Sequence[str]:
   about = results.about
-  threads = dict.fromkeys((c.layout, c.threads) for c in results.cells)
   return [
     f"# Step times on real links: {about['params']:,} parameters",
     "",
-    f"`{command}`, configuration `{about['config']}`,"
-    f" {about['tokens']} tokens per replica and step, commit"
-    f" {about['commit']}. {about['machine']}, {about['cores']} cores for all"
-    f" hosts together; {about['versions']}; {about['minutes']:.0f} minutes in"
-    f" all. Times are medians of {about['rounds']} rounds, in which the rows"
-    " take turns; steps above 1.5 s are timed twice, and communication above"
-    " 1.5 s once. Threads of a host: "
-    + ", ".join(f"{count} with {layout}" for layout, count in threads)
-    + ".",
+    f"Configuration `{about['config']}`, {about['tokens']} tokens per replica"
+    " and step. Times are medians of several rounds, in which the rows take"
+    " turns; steps above 1.5 s are timed twice, and communication above 1.5 s"
+    " once. Made by:",
+    "",
+    *(
+      f"- {', '.join(run['layouts'])}: `{run['command']}`,"
+      f" {run['minutes']:.0f} minutes in all; {run['versions']}"
+      for run in results.runs
+    ),
     "",
     "Hosts are network namespaces of one Linux machine, with shaped uplinks and"
     " one process each, over Gloo. They share the cores, so computation gets"
@@ -155,19 +155,48 @@ def _heading(results: Results, command: str) -> Sequence[str]:
     " is the update of the transformation for one replica, on all hosts at"
     " once, and *communicate* the collectives of the compiled program without"
     " computation. Both are measured alone, so their sum may exceed the step;"
-    " neither is measured on stages or in PyTorch. *Link alone* is the time of"
-    " the payload, as a ring moves it, at the full speed of the link. *Limit*"
-    " is its sum with compute and, if measured, compress. An idle link passes"
-    " its first 64 KiB (or 1 ms of its speed, if that is more) at once, so"
-    " steps with few bytes can be faster than the limit. A dash replaces a"
-    " ratio of exchanges if one of them is within the noise: half the range of"
-    " its steps plus half the range of the steps without an exchange. *Sent*"
-    " includes packet headers as the kernel counts them: on fast links one"
-    " header for many packets. Ranks of edgc are fixed here, and no timed step"
-    " ends a window, at which ranks are allocated.",
+    " neither is measured on stages, on shards or in PyTorch. *Link alone* is"
+    " the time of the payload, as a ring moves it, at the full speed of the"
+    " link. *Limit* is its sum with compute and, if measured, compress. An idle"
+    " link passes its first 64 KiB (or 1 ms of its speed, if that is more) at"
+    " once, so steps with few bytes can be faster than the limit. A dash"
+    " replaces a ratio of exchanges if one of them is within the noise: half"
+    " the range of its steps plus half the range of the steps without an"
+    " exchange. *Sent* includes packet headers as the kernel counts them: on"
+    " fast links one header for many packets. Ranks of edgc are fixed here, and"
+    " no timed step ends a window, at which ranks are allocated.",
     *_doubts(results),
     *(_about_peer() if results.of(framework="torch") else ()),
   ]  # fmt: skip
+
+
+def _about_layout(results: Results, layout: str) -> Sequence[str]:
+  """Says where a layout was measured, and what its shards send."""
+  cells, run = results.of(layout=layout), results.run_of(layout)
+  threads, shards = cells[0].threads, cells[0].shards
+  lines = [
+    f"Commit {run['commit']}. {run['machine']}, {run['cores']} cores for all"
+    f" hosts together; threads of a host: {threads}. {run['rounds']} rounds.",
+    "",
+  ]
+  if shards == 1:
+    return lines
+  ratios = [
+    c.sent_bytes / c.predicted_bytes for c in cells if c.predicted_bytes
+  ]
+  lines += [
+    f"Each host has {shards} devices, which shard the parameters of its"
+    " replica (FSDP). They gather parameters and sum gradients inside the host,"
+    " over its loopback interface, which is not shaped: *compute* includes"
+    " that. Only the exchange between replicas crosses the link: each device"
+    " has a ring with the devices of the other hosts that hold the same shard."
+    f" *Payload* counts all {shards} shards. A ring moves it 2 (N - 1) / N"
+    " times between N replicas: that is the prediction of the bytes that a host"
+    f" sends. The kernel counted {min(ratios, default=0):.2f} to"
+    f" {max(ratios, default=0):.2f} times as many at the uplink.",
+    "",
+  ]
+  return lines
 
 
 def _doubts(results: Results) -> Sequence[str]:

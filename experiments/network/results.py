@@ -58,16 +58,27 @@ ADVISED = {"dense", "dense, bf16", *(f"edgc, rank {rank}" for rank in RANKS)}
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """A number of hosts, and the stages that they are divided into."""
+  """Hosts, the stages that they are divided into, and the devices of each.
+
+  If a host has several devices, they shard the parameters of its replica.
+  """
 
   hosts: int
   stages: int = 1
+  shards: int = 1
+
+  @property
+  def has_replicas_only(self) -> bool:
+    """Whether each host is one whole replica on one device."""
+    return self.stages == self.shards == 1
 
   @property
   def name(self) -> str:
-    if self.stages == 1:
-      return f"{self.hosts} replicas"
-    return f"{self.stages} stages of {self.hosts // self.stages} replicas"
+    if self.shards > 1:
+      return f"{self.hosts} replicas of {self.shards} shards"
+    if self.stages > 1:
+      return f"{self.stages} stages of {self.hosts // self.stages} replicas"
+    return f"{self.hosts} replicas"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +87,7 @@ class Cell:
 
   layout: str
   replicas: int
+  shards: int  # of a replica
   threads: int  # of a host
   rate: float  # Mbit/s of an uplink
   framework: str
@@ -84,7 +96,7 @@ class Cell:
   without: float | None  # the same framework's step without an exchange
   compress: float | None  # None if it is not measured
   communicate: float | None
-  wire_bytes: float | None  # payload of an exchange
+  wire_bytes: float | None  # payload of an exchange, of all shards together
   sent_bytes: float  # sent by a host, including packet headers
   noise: float  # half the range of steps, plus that of steps without exchange
 
@@ -107,11 +119,18 @@ class Cell:
     return None if None in parts else sum(parts)
 
   @property
-  def link_alone(self) -> float | None:
-    """Time of a ring all-reduce of the payload at the links' full speed."""
+  def predicted_bytes(self) -> float | None:
+    """Bytes that a host sends in a ring all-reduce of the payload."""
     if self.wire_bytes is None:
       return None
-    return ring_bytes(self.wire_bytes, self.replicas) / (self.rate * 1e6 / 8)
+    return ring_bytes(self.wire_bytes, self.replicas)
+
+  @property
+  def link_alone(self) -> float | None:
+    """Time of the predicted bytes at the links' full speed."""
+    if self.predicted_bytes is None:
+      return None
+    return self.predicted_bytes / (self.rate * 1e6 / 8)
 
   @property
   def limit(self) -> float | None:
@@ -157,17 +176,23 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-  """The results of one run of the benchmark."""
+  """The results of one run of the benchmark, or of several with one model."""
 
   cells: tuple[Cell, ...]
   advice: tuple[dict[str, Any], ...]
   failures: tuple[dict[str, str], ...]
-  about: dict[str, Any]
+  runs: tuple[dict[str, Any], ...]  # command, commit, machine, layouts, ...
+  about: dict[str, Any]  # the model
 
   @functools.cached_property
   def layouts(self) -> Sequence[str]:
     """Names of the layouts, in the order of measurement."""
     return tuple(dict.fromkeys(cell.layout for cell in self.cells))
+
+  def run_of(self, layout: str) -> dict[str, Any]:
+    """Returns the run that measured a layout."""
+    (run,) = (run for run in self.runs if layout in run["layouts"])
+    return run
 
   @functools.cached_property
   def rates(self) -> Sequence[float]:
@@ -234,6 +259,7 @@ def load(path: pathlib.Path) -> Results:
       Cell(
         layout=layout,
         replicas=entry["replicas"],
+        shards=entry.get("shards", 1),
         threads=entry["threads"],
         rate=rate,
         framework=framework,
@@ -247,11 +273,6 @@ def load(path: pathlib.Path) -> Results:
         noise=half_range(row) + half_range(NO_EXCHANGE),
       )
     )
-  about = {
-    key: found[key]
-    for key in found
-    if key not in ("rows", "advice", "failures")
-  }
-  return Results(
-    tuple(cells), tuple(found["advice"]), tuple(found["failures"]), about
-  )
+  lists = [tuple(found.pop(key)) for key in ("advice", "failures", "runs")]
+  found.pop("rows")
+  return Results(tuple(cells), *lists, found)

@@ -25,6 +25,17 @@ calls.serve({"run": run})
 """
 
 
+SHARDED = {"layout": "2 replicas of 4 shards", "shards": 4}
+
+
+def run_of(layout, commit):
+  return {
+    "command": f"made {commit}", "layouts": [layout], "rounds": 3,
+    "minutes": 12.3, "commit": commit, "machine": "m", "cores": 2,
+    "versions": "v",
+  }  # fmt: skip
+
+
 def entry(row, part, seconds, framework="jax", **more):
   return {
     "layout": "2 replicas", "hosts": 2, "replicas": 2, "threads": 1,
@@ -53,10 +64,12 @@ def measured(tmp_path):
     "seconds": {"dense": 2.6, "edgc, rank 8": 1.0},
     "break_even": {}, "link": {},
   }  # fmt: skip
-  about = {
-    "config": "c", "tokens": 8, "rounds": 3, "minutes": 12.3, "commit": "abc",
-    "machine": "m", "cores": 2, "versions": "v", "params": 10,
-  }  # fmt: skip
+  rows += [
+    entry("no exchange", "step", [0.5], **SHARDED, wire_bytes=0.0),
+    entry("dense", "step", [2.5], **SHARDED, wire_bytes=0.8e6),
+  ]
+  runs = [run_of("2 replicas", "abc"), run_of(SHARDED["layout"], "def")]
+  about = {"config": "c", "tokens": 8, "params": 10, "runs": runs}
   path = tmp_path / "network.json"
   failure = {
     "layout": "2 replicas", "framework": "torch", "row": "dense, bf16",
@@ -73,6 +86,7 @@ def measured(tmp_path):
 def test_numbers_by_hand(tmp_path):
   found = measured(tmp_path)
   (cell,) = found.of(framework="jax", row="powersgd, rank 8")
+  assert found.run_of(cell.layout)["commit"] == "abc"
   assert cell.step == 0.8
   assert cell.without == 0.5
   assert cell.exchange == pytest.approx(0.3)
@@ -96,7 +110,7 @@ def test_differences_within_noise_have_no_ratio(tmp_path):
 
 def test_page(tmp_path):
   path = tmp_path / "network.md"
-  page.write(measured(tmp_path), path, "the command")
+  page.write(measured(tmp_path), path)
   text = path.read_text()
   for expected in (
     # Exchange 0.3 s in place of 2.1, and steps of 0.8 in place of 2.6.
@@ -106,6 +120,11 @@ def test_page(tmp_path):
     "| 1.000 / 0.800 (+25%) | dense | edgc, rank 8 | 3.25 |",
     "Right: 0 of 1; errors: median 12%, largest 25%. Of 1 pairs",
     "- 2 replicas, torch, dense, bf16: refused",
+    # Sections of two runs.
+    "- 2 replicas: `made abc`, 12 minutes in all; v",
+    "- 2 replicas of 4 shards: `made def`",
+    "## 2 replicas of 4 shards\n\nCommit def. m, 2 cores",
+    "1.25 to 1.25 times as many",
   ):
     assert expected in text
   for name in ("parts", "speeds"):
@@ -114,30 +133,31 @@ def test_page(tmp_path):
 
 def test_the_page_reports_noise_and_missing_rows(tmp_path):
   path, found = tmp_path / "network.md", measured(tmp_path)
-  page.write(found, path, "the command")
+  page.write(found, path)
   assert "DistributedDataParallel" in path.read_text()
   assert "noise. Use more" not in path.read_text()
   alone = [
     dataclasses.replace(cell, step=min(cell.step, 0.4))
-    for cell in found.of(framework="jax")
+    for cell in found.of(framework="jax", shards=1)
   ]
-  page.write(dataclasses.replace(found, cells=tuple(alone)), path, "")
+  page.write(dataclasses.replace(found, cells=tuple(alone)), path)
   assert "DistributedDataParallel" not in path.read_text()
   assert "noise. Use more" in path.read_text()
 
 
 @pytest.mark.parametrize(
-  "rows, stages, asks",
+  "rows, layout, asks",
   [
-    ((), 1, True),
-    ((), 2, False),
-    (ADVISED | {"no exchange"}, 1, True),
-    (("dense",), 1, False),
+    ((), Layout(4), True),
+    ((), Layout(4, stages=2), False),
+    ((), Layout(2, shards=4), False),
+    (ADVISED | {"no exchange"}, Layout(4), True),
+    (("dense",), Layout(4), False),
   ],
 )
-def test_advice_is_asked_for_if_it_can_be_compared(rows, stages, asks):
-  options = benchmark.Options(tuple(rows), 1, 0, False, True, None)
-  assert options.asks_advice(Layout(4, stages)) == asks
+def test_advice_is_asked_for_if_it_can_be_compared(rows, layout, asks):
+  options = benchmark.Options(tuple(rows), 1, 0, False, True, False, None)
+  assert options.asks_advice(layout) == asks
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The network benchmark on two virtual hosts; needs root and iproute2."""
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 from experiments.network import results, virtual_hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SECONDS = 400
+SECONDS = 900
 
 
 @pytest.fixture
@@ -20,26 +21,33 @@ def network():
     pytest.skip(reason)
 
 
-def test_two_hosts(tmp_path, network):
-  """A small benchmark runs, and leaves no namespace on the machine."""
-  output = tmp_path / "network.json"
+def measured(folder, *options):
+  """Runs a small benchmark; returns its results, which have no failure."""
+  output = folder / "network.json"
   command = [
     sys.executable, "-m", "experiments.network",
-    "--config=configs/gpt2_tiny.py", "--config.model.width=64",
-    "--config.model.num_layers=2", "--config.model.num_heads=2",
-    "--hosts=2", "--nostages", "--nopeer", "--noadvise", "--rates=20",
-    "--rounds=2", "--row=no exchange", "--row=dense",
-    "--row=powersgd, rank 8",
-    f"--output={output}", f"--folder={tmp_path / 'logs'}",
+    "--config=configs/gpt2_tiny.py", "--nostages", "--nopeer", "--noadvise",
+    "--rounds=2", f"--output={output}", f"--folder={folder / 'logs'}",
+    *options,
   ]  # fmt: skip
   done = subprocess.run(
     command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS,
     check=False,
   )  # fmt: skip
-  logs = "".join(p.read_text()[-2000:] for p in (tmp_path / "logs").iterdir())
+  logs = "".join(p.read_text()[-2000:] for p in (folder / "logs").iterdir())
   assert done.returncode == 0, done.stdout + done.stderr + logs
   found = results.load(output)
   assert not found.failures
+  return found
+
+
+def test_two_hosts(tmp_path, network):
+  """A small benchmark runs, and leaves no namespace on the machine."""
+  found = measured(
+    tmp_path, "--config.model.width=64", "--config.model.num_layers=2",
+    "--config.model.num_heads=2", "--hosts=2", "--noshards", "--rates=20",
+    "--row=no exchange", "--row=dense", "--row=powersgd, rank 8",
+  )  # fmt: skip
   (dense,) = found.of(row="dense")
   (factors,) = found.of(row="powersgd, rank 8")
   # Sent bytes include headers, acknowledgements and the loss.
@@ -52,3 +60,38 @@ def test_two_hosts(tmp_path, network):
     ["ip", "netns", "list"], capture_output=True, text=True, check=True
   )
   assert "edgc-host" not in listed.stdout
+
+
+def test_only_the_exchange_of_shards_crosses_the_link(tmp_path, network):
+  """Two hosts of four shards send what is predicted, at 100 Mbit/s."""
+  other = {
+    "layout": "2 replicas", "hosts": 2, "replicas": 2, "threads": 1,
+    "rate": 100.0, "framework": "jax", "row": "dense", "part": "step",
+    "seconds": [1.0], "sent_bytes": [1.0],
+  }  # fmt: skip
+  older = {
+    "config": "gpt2_tiny", "tokens": 512, "advice": [], "failures": [],
+    "rows": [other, other | {"layout": "2 replicas of 4 shards"}],
+    "runs": [{
+      "command": "older", "rounds": 1, "minutes": 1, "commit": "older",
+      "machine": "m", "cores": 2, "versions": "v",
+      "layouts": ["2 replicas", "2 replicas of 4 shards"],
+    }],
+  }  # fmt: skip
+  (tmp_path / "network.json").write_text(json.dumps(older))
+  found = measured(tmp_path, "--hosts=", "--shard_rates=100", "--keep")
+  # The older run keeps the layout that was not measured again.
+  assert [run["layouts"] for run in found.runs] == [
+    ["2 replicas"], ["2 replicas of 4 shards"],
+  ]  # fmt: skip
+  assert "Commit older" in (tmp_path / "network.md").read_text()
+  cells = {cell.row: cell for cell in found.of(shards=4)}
+  nothing, dense = cells.pop("no exchange"), cells["dense"]
+  # The shards gather some megabytes in each step, inside their hosts.
+  assert nothing.sent_bytes < 50_000
+  assert dense.wire_bytes > 4 * found.about["params"]
+  assert len(cells) == 6
+  for row, cell in cells.items():
+    assert 1.0 < cell.sent_bytes / cell.predicted_bytes < 1.1, row
+  # Rank 8 sends an eighth of the bytes.
+  assert cells["powersgd, rank 8"].exchange < dense.exchange
