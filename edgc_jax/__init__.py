@@ -36,6 +36,7 @@ from edgc_jax.reducers.wrappers import (
   skip_nonfinite,
 )
 from edgc_jax.state.metrics import metrics
+from edgc_jax.state.resharding import resize_shards
 from edgc_jax.state.resizing import (
   follow_first_replica,
   rebase_entropy,
@@ -76,6 +77,7 @@ __all__ = [
   "rebase_entropy",
   "rescale_gradients",
   "resize_replicas",
+  "resize_shards",
   "signsgd",
   "skip_nonfinite",
   "state_specs",

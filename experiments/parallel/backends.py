@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 from experiments.models.gpt2 import GPT2Config
-from experiments.parallel.mesh_backend import OnMesh
+from experiments.parallel.mesh_backend import OnMesh, stored_form
+from experiments.parallel.meshes import DATA, SHARD
 from experiments.parallel.pmap_backend import Pmap
 from experiments.parallel.stored_state import Stored, StoredForm
 
@@ -30,12 +31,19 @@ class Parallel(Protocol):
   def init(self, key: jax.Array) -> tuple[Any, Any]:
     """Returns new parameters and optimiser state."""
 
-  def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, ...]:
+  def load(
+    self,
+    trees: Mapping[str, Stored],
+    replicas: int,
+    before: StoredForm | None = None,
+  ) -> tuple[Any, ...]:
     """Restores parameters, optimiser state or both.
 
     Args:
       trees: As saved by `stored`, by name.
       replicas: Number of replicas of the run that saved them.
+      before: The stored form of that run, if it sharded parameters otherwise;
+        then both trees are needed.
     """
 
   def step(
@@ -79,3 +87,22 @@ def make(
   if config.mesh.backend == "pmap":
     return Pmap(model, tx, mesh)
   return OnMesh(model, tx, mesh, config.pipeline.microbatches)
+
+
+def form_on(
+  model: GPT2Config,
+  tx: optax.GradientTransformation,
+  replicas: int,
+  shards: int,
+) -> StoredForm:
+  """Returns the form in which a run on so many devices stored its state.
+
+  Args:
+    model: Sizes of the model.
+    tx: The optimiser of that run.
+    replicas: Its number of replicas.
+    shards: Its number of shards.
+  """
+  sizes = {DATA: replicas} | ({SHARD: shards} if shards > 1 else {})
+  mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+  return stored_form(model, tx, mesh)

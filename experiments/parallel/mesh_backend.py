@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import edgc_jax
 from experiments.models import gpt2, gpt2_shards, gpt2_stages
@@ -38,10 +38,11 @@ class OnMesh:
       num_microbatches: Parts of a replica's batch; unused without stages.
     """
     self.traces = 0
+    self._tx = tx
     self._mesh = mesh
     self.rows = functools.partial(meshes.rows_of, mesh)
     self._blank = functools.partial(meshes.blank_rows, self.rows, model.context)
-    self._fresh, shapes, param_specs = layout.of_params(model, mesh.shape)
+    self._fresh, _, param_specs = layout.of_params(model, mesh.shape)
     if STAGE in mesh.shape:
       value_and_grad = functools.partial(
         gpt2_stages.value_and_grad, model, num_microbatches
@@ -58,9 +59,8 @@ class OnMesh:
     self.num_params = sum(
       p.size for p in jax.tree.leaves(gpt2.param_shapes(model))
     )
-    specs = edgc_jax.state_specs(
-      tx, shapes, DATA, mesh=mesh, param_specs=param_specs
-    )
+    self.stored = stored_form(model, tx, mesh)
+    specs = self.stored.specs[1]
     everywhere, rows = PartitionSpec(), meshes.batch_spec(mesh)
 
     def step(
@@ -96,13 +96,6 @@ class OnMesh:
 
     self._params_sharding = self._shardings(param_specs)
     self._init = jax.jit(on_mesh(tx.init, (param_specs,), specs))
-    self.stored = StoredForm(
-      shapes=(shapes, jax.eval_shape(self._init, shapes)),
-      specs=(param_specs, specs),
-      mesh=mesh,
-      data_axis=DATA,
-      is_stacked=False,
-    )
     self._step = jax.jit(
       on_mesh(
         step,
@@ -126,8 +119,13 @@ class OnMesh:
     params = make(key)
     return params, self._init(params)
 
-  def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, ...]:
-    return self.stored.load(trees, replicas)
+  def load(
+    self,
+    trees: Mapping[str, Stored],
+    replicas: int,
+    before: StoredForm | None = None,
+  ) -> tuple[Any, ...]:
+    return self.stored.load(trees, replicas, self._tx, before)
 
   def step(
     self, params: Any, opt_state: Any, batch: np.ndarray
@@ -159,6 +157,28 @@ class OnMesh:
 
   def _shardings(self, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
+
+
+def stored_form(
+  model: GPT2Config,
+  tx: optax.GradientTransformation,
+  mesh: Mesh | AbstractMesh,
+) -> StoredForm:
+  """Returns the stored form of a state on a mesh, which need not exist."""
+  _, shapes, param_specs = layout.of_params(model, mesh.shape)
+  specs = edgc_jax.state_specs(
+    tx, shapes, DATA, mesh=mesh, param_specs=param_specs
+  )
+  init = jax.shard_map(
+    tx.init, mesh=mesh, in_specs=(param_specs,), out_specs=specs
+  )
+  return StoredForm(
+    shapes=(shapes, jax.eval_shape(init, shapes)),
+    specs=(param_specs, specs),
+    mesh=mesh,
+    data_axis=DATA,
+    is_stacked=False,
+  )
 
 
 def _of_all_stages(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:

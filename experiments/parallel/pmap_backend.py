@@ -55,6 +55,7 @@ class Pmap:
     params = gpt2.param_shapes(model)
     shapes = (params, jax.eval_shape(tx.init, params))
     self.num_params = sum(p.size for p in jax.tree.leaves(shapes[0]))
+    self._tx = tx
     self.stored = StoredForm.of_pmap(tx, *shapes, mesh, DATA)
     self._draw = functools.partial(gpt2.init_params, model)
     self._init = pmap(lambda p, _: (p, tx.init(p)), in_axes=(None, 0))
@@ -69,8 +70,13 @@ class Pmap:
   def init(self, key: jax.Array) -> tuple[Any, Any]:
     return self._init(self._draw(key), np.zeros(self._local))
 
-  def load(self, trees: Mapping[str, Stored], replicas: int) -> tuple[Any, ...]:
-    return self._place(self.stored.load(trees, replicas))
+  def load(
+    self,
+    trees: Mapping[str, Stored],
+    replicas: int,
+    before: StoredForm | None = None,
+  ) -> tuple[Any, ...]:
+    return self._place(self.stored.load(trees, replicas, self._tx, before))
 
   def step(
     self, params: Any, opt_state: Any, batch: np.ndarray

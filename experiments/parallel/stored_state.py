@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import edgc_jax
 from experiments.parallel.meshes import STAGE
@@ -29,7 +29,7 @@ class StoredForm:
   Attributes:
     shapes: Shapes of the global arrays, (parameters, optimiser state).
     specs: PartitionSpecs, in trees of the same structure.
-    mesh: The devices.
+    mesh: The devices; abstract if nothing is placed on them.
     data_axis: The mesh axis of the replicas.
     is_stacked: Whether the training state comes from `jax.pmap`, in which
       every array has a first axis of local replicas.
@@ -37,7 +37,7 @@ class StoredForm:
 
   shapes: tuple[Any, Any]
   specs: tuple[Any, Any]
-  mesh: Mesh
+  mesh: Mesh | AbstractMesh
   data_axis: str
   is_stacked: bool
 
@@ -77,7 +77,8 @@ class StoredForm:
   def template(self, replicas: int) -> Mapping[str, Stored]:
     """Returns shapes and shardings of the arrays that `replicas` saved.
 
-    Every process loads the arrays without a sharding as a whole.
+    Every process loads the arrays without a sharding as a whole: all of them
+    if the mesh is abstract.
     """
 
     def shape_of(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -88,22 +89,34 @@ class StoredForm:
           sharding = None
       elif self.is_stacked:
         sharding = None
+      if isinstance(self.mesh, AbstractMesh):
+        sharding = None
       return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     return _flat(jax.tree.map(shape_of, self.shapes, self.specs))
 
   def load(
-    self, stored: Mapping[str, Stored], replicas: int
+    self,
+    stored: Mapping[str, Stored],
+    replicas: int,
+    tx: optax.GradientTransformation,
+    before: "StoredForm | None" = None,
   ) -> tuple[Any, ...]:
     """Places stored arrays on the devices of this mesh.
 
     Args:
       stored: One or both trees, by the names of `store`.
       replicas: Number of replicas of the run that saved them.
+      tx: The optimiser.
+      before: The form of that run, if it sharded parameters otherwise; then
+        both trees are needed.
 
     Returns:
       The given trees, in the order (parameters, optimiser state).
     """
+    if before is not None:
+      stored = self._resharded(stored, replicas, tx, before)
+      replicas = self._replicas
     names = [name for name in TREES if name in stored]
     shapes, specs = (
       tuple(trees[TREES.index(name)] for name in names)
@@ -119,6 +132,32 @@ class StoredForm:
     )
     place = self._stacked if self.is_stacked else self._placed
     return jax.tree.map(place, state, specs)
+
+  def _resharded(
+    self,
+    stored: Mapping[str, Stored],
+    replicas: int,
+    tx: optax.GradientTransformation,
+    before: "StoredForm",
+  ) -> Mapping[str, Stored]:
+    """Converts stored arrays to the shards and the replicas of this mesh."""
+    params, opt_state = (
+      _unflat(stored[name], shapes)
+      for name, shapes in zip(TREES, before.shapes, strict=True)
+    )
+    opt_state = edgc_jax.resize_replicas(
+      opt_state, before.specs[1], replicas, self._replicas, self.data_axis
+    )
+    placed = jax.tree.map(self._placed, params, self.specs[0])
+    opt_state = edgc_jax.resize_shards(
+      tx,
+      placed,
+      opt_state,
+      self.data_axis,
+      mesh=self.mesh,
+      param_specs=self.specs[0],
+    )
+    return _flat((params, opt_state))
 
   def _global_shapes(self) -> tuple[Any, Any]:
     """Returns the global shapes, given `shapes` of one replica."""

@@ -27,9 +27,7 @@ _PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")
 
 # Keys that may differ between a run and the command that resumes it.
 _FREE = ("run_dir", "resume", "log_every", "checkpoint.", "mesh.data",
-         "mesh.backend")  # fmt: skip
-# Keys that earlier runs do not have, and how these runs behaved.
-_LATER = {"mesh.fsdp": 1}
+         "mesh.fsdp", "mesh.backend")  # fmt: skip
 
 
 class RunInUse(RuntimeError):
@@ -246,7 +244,6 @@ def _plain(value: Any) -> Any:
 def _differences(old: dict, new: dict) -> list[str]:
   """Describes each key that differs between two configurations."""
   old, new = (traverse_util.flatten_dict(tree, sep=".") for tree in (old, new))
-  old = _LATER | old
   return [
     f"{key} is {old.get(key)!r} and not {new.get(key)!r}"
     for key in sorted(old.keys() | new.keys())

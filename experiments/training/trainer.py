@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 import edgc_jax
 from experiments.models import gpt2
 from experiments.parallel import backends, layout, meshes
+from experiments.parallel.stored_state import StoredForm
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
 from experiments.runs.run_folder import RunFolder, environment
 from experiments.runtime import heap, hosts
@@ -139,22 +140,35 @@ class Trainer:
     self.checkpoints.set_aside()
     if not step:
       return progress
-    replicas = about["replicas"]
-    trees = self.checkpoints.load(step, self.parallel.stored.template(replicas))
-    params, opt_state = self.parallel.load(trees, replicas)
-    if replicas != config.mesh.data:
-      # The batch of a replica has changed, and with it the entropy.
+    replicas, shards = about["replicas"], about.get("shards", 1)
+    before = self._form_before(replicas, shards)
+    template = (before or self.parallel.stored).template(replicas)
+    trees = self.checkpoints.load(step, template)
+    params, opt_state = self.parallel.load(trees, replicas, before)
+    mesh, changes = config.mesh, []
+    if replicas != mesh.data:
+      changes.append(f" on {mesh.data} replicas, {replicas} before")
+    if shards != mesh.fsdp:
+      changes.append(f" on {mesh.fsdp} shards of a replica, {shards} before")
+    if changes:
+      # The batch of a replica has changed, or the matrices of a device, and
+      # with it the entropy.
       opt_state = edgc_jax.rebase_entropy(opt_state)
-    if hosts.is_first():
-      change = ""
-      if replicas != config.mesh.data:
-        change = f" on {config.mesh.data} replicas, {replicas} before"
-        if jax.tree.leaves(optax.tree.get(opt_state, "residual")):
-          change += "; residuals keep their mean"
-        if config.reducer == "edgc":
-          change += "; the reference entropy will move"
-      print(f"resuming after step {step}{change}", flush=True)
+      if jax.tree.leaves(optax.tree.get(opt_state, "residual")):
+        changes.append("; residuals keep their mean")
+      if config.reducer == "edgc":
+        changes.append("; the reference entropy will move")
+    hosts.say(f"resuming after step {step}{''.join(changes)}")
     return _Progress(step, params, opt_state, about)
+
+  def _form_before(self, replicas: int, shards: int) -> StoredForm | None:
+    """Returns the stored form of a run on another number of shards."""
+    if shards == self.config.mesh.fsdp:
+      return None
+    config = self.config.copy_and_resolve_references()
+    config.mesh.update(data=replicas, fsdp=shards)
+    tx = make_optimizer(config, meshes.DATA, self.times)
+    return backends.form_on(self.model, tx, replicas, shards)
 
   def _find_params(self, folder: str) -> Callable[[], Any]:
     """Returns a function that loads the parameters of another run.
@@ -232,6 +246,7 @@ class Trainer:
       if is_stopped or (every and (is_last or step % every == 0)):
         about = {
           "replicas": config.mesh.data,
+          "shards": config.mesh.fsdp,
           "times": times.as_numbers(self.times),
           "choice": self.choice,
           "corpus": self.corpus.sha256,

@@ -220,7 +220,7 @@ def test_page_is_escaped_and_self_contained(tmp_path):
   assert (
     page.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") >= 3
   )
-  assert page.count("<details>") == 1
+  assert page.count("<details>") == 2
   references = re.findall(r"""(?:src|href)=["'](.{0,22})|url\(""", page)
   assert references == ["data:image/png;base64,"]
   assert "http" not in re.sub(r"base64,[^\"]*", "", page)

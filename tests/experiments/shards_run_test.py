@@ -61,13 +61,38 @@ def test_resumes_on_another_number_of_replicas(tmp_path):
   assert np.isfinite(cut_runs.lines_of(resumed)[-1]["loss"])
 
 
-def test_refuses_another_number_of_shards(tmp_path):
-  """Factors belong to parts of matrices."""
-  config = config_of(tmp_path / "cut", "powersgd")
+@pytest.mark.parametrize(
+  ("reducer", "before", "after"),
+  [
+    ("edgc", (4, 2), (2, 4)),
+    ("edgc", (2, 2), (2, 1)),
+    ("powersgd", (2, 1), (2, 4)),
+    ("allreduce", (4, 2), (2, 2)),
+  ],
+)
+def test_resumes_on_another_number_of_shards(
+  tmp_path, capsys, reducer, before, after
+):
+  config = config_of(tmp_path / "cut", reducer, *before)
   cut_runs.run(config, cut_after=5)
-  config.mesh.fsdp = 4
-  with pytest.raises(ValueError, match=r"mesh\.fsdp is 2 and not 4"):
-    Trainer(config)
+  config.mesh.update(data=after[0], fsdp=after[1])
+  resumed = cut_runs.run(config)
+  whole = cut_runs.run(config_of(tmp_path / "whole", reducer, *before))
+  found, expected = (
+    cut_runs.lines_of(trainer)[-1]["val_loss"] for trainer in (resumed, whole)
+  )
+  assert np.isclose(found, expected, rtol=0.01)
+  text = capsys.readouterr().out
+  if before[1] != after[1]:
+    assert f"on {after[1]} shards of a replica, {before[1]} before" in text
+
+
+def test_resumes_shards_with_pmap(tmp_path):
+  config = config_of(tmp_path / "cut", "powersgd", 2, 2)
+  cut_runs.run(config, cut_after=5)
+  config.mesh.update(data=4, fsdp=1, backend="pmap")
+  resumed = cut_runs.run(config)
+  assert np.isfinite(cut_runs.lines_of(resumed)[-1]["loss"])
 
 
 def test_resumes_a_run_from_before_shards(tmp_path):
@@ -97,11 +122,15 @@ def test_refused_meshes(tmp_path, changes, message):
     Trainer(config)
 
 
-def test_rank_by_times_is_refused(tmp_path):
+def test_rank_by_times(tmp_path):
+  """A slow link allows ranks on shards, too."""
   config = config_of(tmp_path / "run", "edgc")
-  config.edgc.rank_max = 0
-  with pytest.raises(ValueError, match=r"`edgc\.rank_max` must be given"):
-    Trainer(config)
+  config.edgc.update(rank_max=0, rank_min=0)
+  config.link.update(bandwidth=1e6, latency=1e-3)
+  trainer = Trainer(config)
+  leaves = trainer._leaves
+  assert "on each shard of fsdp" in leaves
+  assert "as factors of rank" in leaves
 
 
 def test_specs_divide_the_longer_side():

@@ -1,0 +1,147 @@
+"""A state continues on another number of shards, and of replicas."""
+
+import jax
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from helpers.shard_runs import ShardedRun
+from jax.sharding import PartitionSpec as P
+
+import edgc_jax
+
+SHAPES = {"up": (64, 128), "down": (128, 64), "whole": (64, 64)}
+
+
+def edgc():
+  return optax.chain(
+    edgc_jax.edgc(
+      rank_max=8,
+      rank_min=4,
+      window=4,
+      warmup_steps=4,
+      min_ratio=1.0,
+      sampling=edgc_jax.Sampling(step_rate=1.0),
+    ),
+    optax.adam(3e-3),
+  )
+
+
+def powersgd():
+  return optax.chain(edgc_jax.powersgd(4, min_ratio=1.0), optax.adam(3e-3))
+
+
+def moved(run, tx, **shape):
+  """The run on another mesh, with its parameters and state converted."""
+  then = ShardedRun(tx, **shape)
+  old, new = run.mesh.shape["data"], shape["data"]
+  params = jax.device_get(run.params)
+  state = edgc_jax.resize_replicas(
+    jax.device_get(run.state), run.specs, old, new
+  )
+  state = edgc_jax.resize_shards(
+    tx, params, state, mesh=then.mesh, param_specs=then.param_specs
+  )
+  then.params = then.place(params, then.param_specs)
+  then.state = then.place(jax.device_get(state), then.specs)
+  return then
+
+
+def mean_residuals(run):
+  residual = run.state[0].exchange.residual
+  return {
+    name: np.asarray(residual[name], np.float64).reshape(-1, *shape).mean(0)
+    for name, shape in SHAPES.items()
+  }
+
+
+class ReshardingTest(parameterized.TestCase):
+  @parameterized.product(
+    make=(edgc, powersgd),
+    shape=({"data": 2, "fsdp": 4}, {"data": 4}, {"data": 2, "tensor": 2}),
+  )
+  def test_nothing_is_lost(self, make, shape):
+    tx = make()
+    run = ShardedRun(tx, data=4, fsdp=2)
+    run.train(10)
+    then = moved(run, tx, **shape)
+    before, after = mean_residuals(run), mean_residuals(then)
+    for name in SHAPES:
+      np.testing.assert_allclose(
+        after[name], before[name], rtol=1e-6, atol=1e-9
+      )
+    for old, new in zip(
+      jax.tree.leaves(run.state[1]), jax.tree.leaves(then.state[1]), strict=True
+    ):
+      np.testing.assert_array_equal(old, new)  # Adam's moments
+    was, now = (edgc_jax.metrics(r.state) for r in (run, then))
+    self.assertEqual(now["rank"], was["rank"])
+    self.assertEqual(int(then.state[0].count), 10)
+    self.assertAlmostEqual(
+      now["compression_ratio"], was["compression_ratio"], places=4
+    )
+    last = run.train(1, start=10)[0]
+    losses = then.train(8, start=10)
+    self.assertAlmostEqual(losses[0], last, delta=1e-5 * last)
+    self.assertLess(losses[-1], last)
+
+  def test_there_and_back(self):
+    """What all shards have in common comes back as it was."""
+    tx = edgc()
+    run = ShardedRun(tx, data=2, fsdp=2)
+    run.train(10)
+    back = moved(moved(run, tx, data=2, fsdp=4), tx, data=2, fsdp=2)
+    for field in ("reference_entropy", "num_windows", "is_warm", "lead_rung"):
+      was, now = (
+        np.asarray(getattr(r.state[0].controller, field)).ravel()
+        for r in (run, back)
+      )
+      np.testing.assert_allclose(now, was.mean(), rtol=1e-6, err_msg=field)
+    before, after = mean_residuals(run), mean_residuals(back)
+    for name in SHAPES:
+      np.testing.assert_array_equal(after[name], before[name])
+
+  def test_learns_as_if_nothing_had_happened(self):
+    """Factors start anew: the loss is soon that of an uninterrupted run."""
+    tx = edgc()
+    whole, first = (ShardedRun(tx, data=4, fsdp=2) for _ in range(2))
+    expected = whole.train(60)
+    first.train(20)
+    then = moved(first, tx, data=2, fsdp=4)
+    found = then.train(40, start=20)
+    self.assertAlmostEqual(found[-1] / expected[-1], 1.0, delta=0.02)
+
+  def test_another_number_of_replicas_is_refused(self):
+    tx = powersgd()
+    run, then = (ShardedRun(tx, data=n, fsdp=2) for n in (4, 2))
+    with self.assertRaisesRegex(ValueError, "resize_replicas"):
+      edgc_jax.resize_shards(
+        tx, run.params, run.state, mesh=then.mesh, param_specs=then.param_specs
+      )
+
+  def test_lost_residuals_are_told(self):
+    """Parts of a quarter save too little."""
+    tx = edgc_jax.powersgd(8, min_ratio=2.0)
+    run = ShardedRun(tx, data=2, fsdp=2)
+    run.train(2)
+    then = ShardedRun(edgc_jax.powersgd(8, min_ratio=4.0), data=2, fsdp=2)
+    with self.assertWarnsRegex(RuntimeWarning, "Residuals of . leaves"):
+      edgc_jax.resize_shards(
+        then.tx,
+        run.params,
+        run.state,
+        mesh=then.mesh,
+        param_specs=then.param_specs,
+      )
+
+  def test_without_a_reducer(self):
+    run = ShardedRun(edgc_jax.powersgd(4), data=2, fsdp=2)
+    tx = optax.adam(1e-3)
+    state = tx.init(run.params)
+    found = edgc_jax.resize_shards(
+      tx, run.params, state, mesh=run.mesh, param_specs=P()
+    )
+    self.assertEqual(jax.tree.structure(found), jax.tree.structure(state))
+
+
+if __name__ == "__main__":
+  absltest.main()
