@@ -13,6 +13,7 @@ cpu_backend.widen_thread_pool()  # has no effect once JAX has used a device
 from edgc_jax.adaptation.allocation import Allocation
 from edgc_jax.adaptation.entropy import Sampling
 from edgc_jax.adaptation.rank_rule import RankRule
+from edgc_jax.comm.dataflow import FastAxis
 from edgc_jax.measure.advice import advise
 from edgc_jax.measure.description import describe
 from edgc_jax.measure.timing import (
@@ -50,6 +51,7 @@ __version__ = "0.1.0"
 __all__ = [
   "Allocation",
   "CompressionModel",
+  "FastAxis",
   "LinkModel",
   "MatrixView",
   "RankRule",

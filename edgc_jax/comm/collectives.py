@@ -15,6 +15,7 @@ from jax import lax
 from edgc_jax.comm import cpu_backend
 from edgc_jax.comm.dataflow import (
   AxisName,
+  FastAxis,
   in_turn,
   is_varying,
   names,
@@ -57,18 +58,23 @@ def total(tree: Any, axis_name: AxisName) -> Any:
   return _reduce(functools.partial(lax.psum, axis_name=axis_name), tree)
 
 
-def mean_where_varying(tree: Any, axis_name: AxisName) -> Any:
+def mean_where_varying(tree: Any, fast: FastAxis) -> Any:
   """Averages every leaf over those of the axes that it varies over.
 
-  If JAX does not track an axis, every leaf counts as varying over it. Keeps the
-  dtypes of the leaves: a bf16 leaf is sent in bf16, if the platform can.
+  If JAX does not track an axis, every leaf counts as varying over it. Leaves
+  come back in their own dtypes.
   """
-  num_devices(axis_name, "fast_axis")  # raises if the axis is unbound
+  own = names(fast.axis_name)
+  num_devices(fast.axis_name, "fast_axis")  # raises if the axis is unbound
 
   def average(x: jax.Array) -> jax.Array:
-    axes = [a for a in names(axis_name) if not tracks_varying(a)]
-    axes += [a for a in names(axis_name) if is_varying(x, a)]
-    return lax.pmean(x, tuple(axes)) if axes else x
+    axes = [a for a in own if not tracks_varying(a)]
+    axes += [a for a in own if is_varying(x, a)]
+    if not axes:
+      return x
+    return lax.pmean(x.astype(fast.dtype or x.dtype), tuple(axes)).astype(
+      x.dtype
+    )
 
   return jax.tree.map(average, tree)
 

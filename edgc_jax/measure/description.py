@@ -226,7 +226,9 @@ def _where(part: Part) -> str:
   if part.shards:
     where += f", on each shard of {', '.join(part.shards)}"
   if part.axes.fast:
-    where += f", after a dense mean over {', '.join(names(part.axes.fast))}"
+    where += (
+      f", after a dense mean over {', '.join(names(part.axes.fast.axis_name))}"
+    )
   return where
 
 

@@ -301,8 +301,8 @@ def require_local(
 
 def _require_no_more(mesh: jax.sharding.AbstractMesh, axes: Axes) -> None:
   """Raises if the mesh has bound axes that may shard leaves, without types."""
-  known = {name for axis in axes for name in names(axis)}
-  more = [a for a in mesh.manual_axes if a not in known and mesh.shape[a] > 1]
+  more = sorted(set(mesh.manual_axes) - axes.known)
+  more = [axis for axis in more if mesh.shape[axis] > 1]
   if more:
     raise ValueError(
       f"`check_vma` must be True, its default, on a mesh with further axes, got"

@@ -32,7 +32,7 @@ import optax
 from edgc_jax import validation
 from edgc_jax.adaptation.policy import Choice, Policy, PolicyState
 from edgc_jax.comm import agreement, collectives, cpu_backend, dataflow
-from edgc_jax.comm.dataflow import Axes, AxisName
+from edgc_jax.comm.dataflow import Axes, AxisName, FastAxis
 from edgc_jax.compression import error_feedback, low_rank
 from edgc_jax.compression.base import Exchange, ExchangeFn, ExchangeState
 from edgc_jax.pipeline.gradients import (
@@ -345,7 +345,7 @@ def make_reducer(
   *,
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
-  fast_axis: AxisName | None = None,
+  fast_axis: AxisName | FastAxis | None = None,
   **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a transformation from local gradients to their mean.
@@ -355,8 +355,8 @@ def make_reducer(
   """
   validation.require_kind("stages", stages, Stages, 'pass Stages("stage")')
   dataflow.require_names("axis_name", axis_name)
-  if fast_axis is not None:
-    dataflow.require_names("fast_axis", fast_axis)
+  if not isinstance(fast_axis, FastAxis | None):
+    fast_axis = FastAxis(fast_axis)
   axes = Axes(axis_name, stages.axis_name if stages else None, fast_axis)
   plan_for = functools.partial(
     plan_for,

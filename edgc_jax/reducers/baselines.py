@@ -15,7 +15,7 @@ from edgc_jax import validation
 from edgc_jax.adaptation.policy import FixedPolicy
 from edgc_jax.comm.agreement import CHECK_EVERY
 from edgc_jax.comm.codes import Blockwise, Signs
-from edgc_jax.comm.dataflow import AxisName
+from edgc_jax.comm.dataflow import AxisName, FastAxis
 from edgc_jax.compression import entrywise
 from edgc_jax.compression.entrywise import (
   Compressor,
@@ -39,7 +39,7 @@ def topk(
   axis_name: AxisName = "data",
   *,
   stages: Stages | None = None,
-  fast_axis: AxisName | None = None,
+  fast_axis: AxisName | FastAxis | None = None,
   sample_rate: float | None = None,
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
@@ -101,7 +101,7 @@ def randomk(
   *,
   error_feedback: bool = True,
   stages: Stages | None = None,
-  fast_axis: AxisName | None = None,
+  fast_axis: AxisName | FastAxis | None = None,
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
   seed: int = 714,
@@ -166,7 +166,7 @@ def quantize(
   block: int = 256,
   error_feedback: bool = False,
   stages: Stages | None = None,
-  fast_axis: AxisName | None = None,
+  fast_axis: AxisName | FastAxis | None = None,
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
   seed: int = 714,
@@ -236,7 +236,7 @@ def signsgd(
   *,
   block: int = 256,
   stages: Stages | None = None,
-  fast_axis: AxisName | None = None,
+  fast_axis: AxisName | FastAxis | None = None,
   min_size: int = 1024,
   matrix_view: ViewFn | None = None,
   check_every: int = CHECK_EVERY,

@@ -14,7 +14,7 @@ from edgc_jax.adaptation.policy import EntropyPolicy, FixedPolicy, Policy
 from edgc_jax.adaptation.rank_rule import RankRule
 from edgc_jax.comm.agreement import CHECK_EVERY
 from edgc_jax.comm.codes import code_of
-from edgc_jax.comm.dataflow import AxisName
+from edgc_jax.comm.dataflow import AxisName, FastAxis
 from edgc_jax.pipeline.stages import Stages
 from edgc_jax.plan import link_model
 from edgc_jax.plan.ladder import Ladder, require_ratio
@@ -41,7 +41,7 @@ def edgc(
   rule: RankRule = RankRule(),
   allocation: Allocation = Allocation(),
   stages: Stages | None = None,
-  fast_axis: AxisName | None = None,
+  fast_axis: AxisName | FastAxis | None = None,
   seed: int = 714,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
@@ -107,9 +107,10 @@ def edgc(
     rule: How the rank follows the entropy.
     allocation: How matrices share the bytes that a rank allows.
     stages: Pipeline stages; None if every device holds the whole model.
-    fast_axis: Axis, or axes, over which gradients are averaged before, dense
-      and in their own dtype, unless JAX's types show that they are equal along
-      it already. For batches that are split over the fast links of a host, too.
+    fast_axis: Axis, or axes, over which gradients are averaged before, dense,
+      unless JAX's types show that they are equal along it already; for batches
+      that are split over the fast links of a host, too. In their own dtype, or
+      in bfloat16 with `FastAxis(axis, "bfloat16")`.
     seed: Seed of the first factors.
     check_every: Steps between two comparisons of the replicas: of their
       parameters, or of their updates if `update` is not given parameters, up to

@@ -15,7 +15,7 @@ from edgc_jax import validation
 from edgc_jax.adaptation.policy import FixedPolicy
 from edgc_jax.comm.agreement import CHECK_EVERY
 from edgc_jax.comm.codes import code_of
-from edgc_jax.comm.dataflow import AxisName
+from edgc_jax.comm.dataflow import AxisName, FastAxis
 from edgc_jax.pipeline.stages import Stages
 from edgc_jax.plan.ladder import require_ratio
 from edgc_jax.plan.leaves import ViewFn
@@ -29,7 +29,7 @@ def allreduce(
   wire_dtype: Any = "float32",
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
-  fast_axis: AxisName | None = None,
+  fast_axis: AxisName | FastAxis | None = None,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over replicas without compression: the baseline.
@@ -79,7 +79,7 @@ def powersgd(
   wire_dtype: Any = "float32",
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
-  fast_axis: AxisName | None = None,
+  fast_axis: AxisName | FastAxis | None = None,
   seed: int = 714,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:

@@ -1,5 +1,7 @@
 """Tests several axes of replicas, fast axes, and the refusals of meshes."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
+from edgc_jax.comm import collectives
 
 PARAMS = {"bias": jnp.zeros((30,)), "kernel": jnp.zeros((2, 48, 64))}
 REDUCERS = {
@@ -124,6 +127,28 @@ class MeshAxesTest(parameterized.TestCase):
       text.append(str(jax.make_jaxpr(step)(*arguments)))
     self.assertEqual(text[0].count("psum"), text[1].count("psum"))
 
+  def test_fast_axis_in_bfloat16(self):
+    """Leaves are rounded on the fast links alone, and come back in float32."""
+    mesh = mesh_of(data=2, fast=4)
+    gradients = gradients_like(PARAMS, 0, 8)
+    fast = edgc_jax.FastAxis("fast", "bfloat16")
+    found, exact = (
+      steps_on(mesh, edgc_jax.allreduce(fast_axis=axis), "data", [gradients])[0]
+      for axis in (fast, "fast")
+    )
+    chex.assert_trees_all_equal_dtypes(found, exact)
+    chex.assert_trees_all_close(found, exact, atol=0.02)
+    with self.assertRaises(AssertionError):
+      chex.assert_trees_all_close(found, exact, atol=1e-5)
+    mean = jax.shard_map(
+      lambda g: collectives.mean_where_varying(g, fast),
+      mesh=mesh,
+      in_specs=P(("data", "fast")),
+      out_specs=P("data"),
+    )
+    text = str(jax.make_jaxpr(mean)(gradients))
+    self.assertLen(re.findall(r"bf16\[[\d,]*\].* = psum", text), len(PARAMS))
+
 
 class RefusalsTest(parameterized.TestCase):
   @parameterized.parameters(
@@ -134,6 +159,10 @@ class RefusalsTest(parameterized.TestCase):
       edgc_jax.allreduce(axis_name)
     with self.assertRaisesRegex(ValueError, "`fast_axis` must be the name"):
       edgc_jax.allreduce(fast_axis=axis_name)
+
+  def test_fast_dtype(self):
+    with self.assertRaisesRegex(ValueError, "`dtype` must be a floating"):
+      edgc_jax.FastAxis("ici", "int8")
 
   def test_fast_axis_must_be_bound(self):
     tx = edgc_jax.allreduce(fast_axis="ici")
