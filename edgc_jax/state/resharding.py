@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
 from edgc_jax.adaptation.controller import ControllerState
@@ -50,7 +50,7 @@ def resize_shards(
     param_specs: As for `state_specs`, on the new mesh.
 
   Returns:
-    The state; factors are placed on the mesh, other arrays are not.
+    The state, placed on the new mesh.
 
   Raises:
     ValueError: if the state is not of these parameters and as many replicas,
@@ -72,11 +72,20 @@ def resize_shards(
     if isinstance(new, ReducerState):
       return _reducer(jax.tree.map(np.asarray, old), new, seen)
     _require_shape(old, new, path)
-    return old
+    return np.asarray(old)
 
-  return jax.tree_util.tree_map_with_path(
+  def place(x: Any, spec: PartitionSpec) -> jax.Array:
+    if isinstance(x, jax.Array):  # new
+      return x
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(
+      x.shape, sharding, lambda index: x[index]
+    )
+
+  state = jax.tree_util.tree_map_with_path(
     convert, fresh, opt_state, is_leaf=lambda x: isinstance(x, ReducerState)
   )
+  return jax.tree.map(place, state, specs)
 
 
 def _reducer(

@@ -42,7 +42,7 @@ def moved(run, tx, **shape):
     tx, params, state, mesh=then.mesh, param_specs=then.param_specs
   )
   then.params = then.place(params, then.param_specs)
-  then.state = then.place(jax.device_get(state), then.specs)
+  then.state = state
   return then
 
 
