@@ -14,7 +14,7 @@ import optax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 
 STEPS = 200
 NOISE, HIDDEN, DATA = 32, 128, 16
@@ -67,7 +67,7 @@ def init(params):  # noqa: ANN001, ANN201
 
 
 def main() -> tuple[list[float], list[dict[str, object]]]:
-  mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
   keys = jax.random.split(jax.random.key(0))
   params = (
     init_mlp(keys[0], [NOISE, HIDDEN, HIDDEN, DATA]),

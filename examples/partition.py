@@ -1,7 +1,7 @@
 """Trains matrices and other leaves by optimisers of their own, in two ways.
 
-One reducer first, then `optax.partition`: edgc sends matrices as factors and
-all else dense. Or a reducer for each group, edgc and allreduce: a leaf that no
+One reducer first, then `optax.partition`: a reducer sends matrices as factors
+and all else dense. Or a reducer for each group, edgc and allreduce: a leaf that no
 reducer gets would not be averaged.
 
     python examples/partition.py
@@ -31,9 +31,9 @@ def masked(name: str, tx: optax.GradientTransformation):  # noqa: ANN201
 
 
 def one_reducer():  # noqa: ANN201
-  """Returns edgc, which sends dense all that is no matrix, then a partition."""
+  """Returns a reducer, which sends vectors dense, then a partition."""
   return optax.chain(
-    edgc_jax.edgc(rank_max=8, window=10, warmup_steps=10),
+    edgc_jax.powersgd(4),
     optax.partition(
       {"matrix": optax.adamw(1e-2), "other": optax.adam(1e-2)}, label
     ),
