@@ -7,12 +7,13 @@ discriminator's, and the mean of the losses after both.
     python examples/gan.py
 """
 
-import edgc_jax  # before JAX uses a device
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+import edgc_jax  # before JAX uses a device
 
 jax.config.update("jax_num_cpu_devices", 8)
 

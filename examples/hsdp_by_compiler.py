@@ -10,12 +10,13 @@ state is born sharded.
 
 import functools
 
-import edgc_jax  # before JAX uses a device
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import edgc_jax  # before JAX uses a device
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -7,12 +7,13 @@ Weights are gathered over the fast axis "fsdp" where a layer needs them, and
     python examples/hsdp_by_hand.py
 """
 
-import edgc_jax  # before JAX uses a device
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import edgc_jax  # before JAX uses a device
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -60,7 +61,9 @@ def train_step(params, opt_state, x):  # noqa: ANN001, ANN201
 
 
 def main() -> tuple[list[float], dict[str, object]]:
-  mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+  mesh = jax.make_mesh(
+    (2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2
+  )
   placed = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
   params = jax.jit(init_params, out_shardings=placed)()
   specs = edgc_jax.state_specs(tx, params, mesh=mesh, param_specs=SPECS)

@@ -6,13 +6,14 @@ are, and what the step changes comes out.
     python examples/nnx_model.py
 """
 
-import edgc_jax  # before JAX uses a device
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+import edgc_jax  # before JAX uses a device
 
 jax.config.update("jax_num_cpu_devices", 8)
 

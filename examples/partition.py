@@ -7,12 +7,13 @@ reducer gets would not be averaged.
     python examples/partition.py
 """
 
-import edgc_jax  # before JAX uses a device
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+import edgc_jax  # before JAX uses a device
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -53,7 +54,7 @@ def two_reducers():  # noqa: ANN201
   )
   other = masked("other", optax.chain(edgc_jax.allreduce(), optax.adam(1e-2)))
 
-  def update(updates, states, params):  # noqa: ANN001, ANN202
+  def update(updates, states, params):  # noqa: ANN001
     updates, first = matrix.update(updates, states[0], params)
     updates = edgc_jax.after_update(updates, first)
     updates, second = other.update(updates, states[1], params)
@@ -91,7 +92,7 @@ def main(tx=None) -> tuple[list[float], dict[str, object]]:  # noqa: ANN001
   params = init_params()
   specs = edgc_jax.state_specs(tx, params)
 
-  def train_step(params, opt_state, x):  # noqa: ANN001, ANN202
+  def train_step(params, opt_state, x):  # noqa: ANN001
     local = jax.lax.pcast(params, "data", to="varying")
     loss, grads = jax.value_and_grad(loss_fn)(local, x)
     updates, opt_state = tx.update(grads, opt_state, params)

@@ -7,13 +7,14 @@
 
 import functools
 
-import edgc_jax  # before JAX uses a device
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 from flax import jax_utils
 from flax.training.train_state import TrainState
+
+import edgc_jax  # before JAX uses a device
 
 REPLICAS = 8
 STEPS = 60
@@ -43,7 +44,7 @@ def train_step(
 ) -> tuple[TrainState, jax.Array]:
   """Applies one update; there is no pmean of gradients, edgc averages."""
 
-  def loss_fn(params):  # noqa: ANN001, ANN202
+  def loss_fn(params):  # noqa: ANN001
     return jnp.mean((state.apply_fn(params, x) - y) ** 2)
 
   loss, grads = jax.value_and_grad(loss_fn)(state.params)
@@ -59,7 +60,7 @@ def main() -> tuple[list[float], dict[str, object]]:
     apply_fn=model.apply,
     params=model.init(jax.random.key(0), jnp.zeros((1, 64))),
     tx=optax.chain(
-      edgc_jax.edgc(rank_max=8, window=10, warmup_steps=10),
+      edgc_jax.edgc(rank_max=8, window=10, warmup_steps=10, check_every=10),
       optax.clip_by_global_norm(1.0),  # sees the mean gradient
       optax.adam(1e-2),
     ),

@@ -7,12 +7,13 @@ replicas: inside a pod gradients are averaged dense.
     python examples/two_data_axes.py
 """
 
-import edgc_jax  # before JAX uses a device
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+import edgc_jax  # before JAX uses a device
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -42,7 +43,7 @@ def main(fast: bool = False) -> tuple[list[float], dict[str, object]]:
   # Residuals differ along the axes of the replicas alone.
   specs = edgc_jax.state_specs(tx, params, replicas)
 
-  def train_step(params, opt_state, x):  # noqa: ANN001, ANN202
+  def train_step(params, opt_state, x):  # noqa: ANN001
     local = jax.lax.pcast(params, AXES, to="varying")
     loss, grads = jax.value_and_grad(loss_fn)(local, x)
     updates, opt_state = tx.update(grads, opt_state, params)
