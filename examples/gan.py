@@ -17,7 +17,7 @@ import edgc_jax  # before JAX uses a device
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-STEPS = 200
+STEPS = 150
 NOISE, HIDDEN, DATA = 32, 128, 16
 
 gen_tx = optax.chain(edgc_jax.powersgd(4), optax.adam(1e-3, b1=0.5))
@@ -68,7 +68,9 @@ def init(params):  # noqa: ANN001, ANN201
 
 
 def main() -> tuple[list[float], list[dict[str, object]]]:
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+  mesh = jax.make_mesh(
+    (4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
+  )
   keys = jax.random.split(jax.random.key(0))
   params = (
     init_mlp(keys[0], [NOISE, HIDDEN, HIDDEN, DATA]),

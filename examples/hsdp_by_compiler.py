@@ -20,7 +20,7 @@ import edgc_jax  # before JAX uses a device
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-STEPS = 30
+STEPS = 45
 VOCAB, LENGTH, EMBED, HEADS, HIDDEN = 32, 16, 64, 4, 128
 RULES = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": None}
 SHAPES = {  # sizes and logical axes of each parameter

@@ -19,7 +19,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 STEPS = 60
 
-tx = optax.chain(edgc_jax.edgc(rank_max=4), optax.adam(1e-2))
+tx = optax.chain(edgc_jax.powersgd(4), optax.adam(1e-2))
 
 
 class Mlp(nnx.Module):
