@@ -17,7 +17,7 @@ import edgc_jax  # before JAX uses a device
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-STEPS = 150
+STEPS = 180
 NOISE, HIDDEN, DATA = 32, 128, 16
 
 gen_tx = optax.chain(edgc_jax.powersgd(4), optax.adam(1e-3, b1=0.5))
