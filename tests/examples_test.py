@@ -1,0 +1,63 @@
+"""Every example trains, sends fewer bytes, and keeps its replicas equal."""
+
+import importlib.util
+import pathlib
+
+from absl.testing import absltest, parameterized
+
+FOLDER = pathlib.Path(__file__).parents[1] / "examples"
+
+
+def load(name):
+  """Imports an example by its path."""
+  spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+class ExamplesTest(parameterized.TestCase):
+  def check(self, losses, numbers, factor, ratio):
+    self.assertLess(factor * losses[-1], losses[0])
+    self.assertGreater(numbers["compression_ratio"], ratio)
+    self.assertEqual(numbers["parted_steps"], 0)
+    self.assertEqual(numbers["skipped_steps"], 0)
+    self.assertEqual(numbers["identical_gradients"], 0)
+
+  @parameterized.named_parameters(
+    ("pmap_linen", "pmap_linen", 5, 6),
+    ("nnx_model", "nnx_model", 5, 9),
+    ("equinox_model", "equinox_model", 5, 9),
+    ("two_data_axes", "two_data_axes", 5, 8),
+    ("hsdp_by_hand", "hsdp_by_hand", 5, 6),
+    ("hsdp_by_compiler", "hsdp_by_compiler", 5, 3),
+    ("restore_on_another_mesh", "restore_on_another_mesh", 5, 6),
+  )
+  def test_one_reducer(self, name, factor, ratio):
+    """The loss falls by a factor, and the bytes by a ratio."""
+    self.check(*load(name).main(), factor, ratio)
+
+  def test_fast_axis(self):
+    self.check(*load("two_data_axes").main(fast=True), 5, 8)
+
+  @parameterized.parameters("one_reducer", "two_reducers")
+  def test_partition(self, name):
+    example = load("partition")
+    self.check(*example.main(getattr(example, name)()), 5, 6)
+
+  def test_gan(self):
+    losses, numbers = load("gan").main()
+    for own in numbers:
+      self.check(losses, own, 5, 8)
+
+  def test_each_has_a_test_and_a_row(self):
+    names = {path.stem for path in FOLDER.glob("*.py")}
+    page = (FOLDER / "README.md").read_text()
+    source = pathlib.Path(__file__).read_text()
+    for name in names:
+      self.assertIn(f'"{name}"', source)
+      self.assertIn(f"[`{name}.py`]({name}.py)", page)
+
+
+if __name__ == "__main__":
+  absltest.main()
