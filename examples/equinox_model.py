@@ -27,7 +27,7 @@ def main() -> tuple[list[float], dict[str, object]]:
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
   model = eqx.nn.MLP(64, 1, width_size=128, depth=2, key=jax.random.key(0))
   params, static = eqx.partition(model, eqx.is_array)
-  specs = edgc_jax.state_specs(tx, params)
+  specs = edgc_jax.state_specs(tx, model)
 
   def loss_fn(params: eqx.nn.MLP, x: jax.Array) -> jax.Array:
     model = eqx.combine(params, static)

@@ -53,12 +53,8 @@ def train_step(model, optimizer, x):  # noqa: ANN001, ANN201
 def main() -> tuple[list[float], dict[str, object]]:
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
   model = Mlp(nnx.Rngs(0))
-  # The specs as an optimiser: it adds a counter and wraps each array.
-  specs = jax.eval_shape(init, model)
-  state_specs = edgc_jax.state_specs(tx, nnx.state(model, nnx.Param))
-  specs.step.set_value(P())
-  specs.opt_state = jax.tree.unflatten(
-    jax.tree.structure(specs.opt_state), jax.tree.leaves(state_specs)
+  specs = edgc_jax.state_specs(
+    jax.eval_shape(init, model), nnx.state(model, nnx.Param)
   )
   make = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs)
   step = jax.jit(
@@ -75,8 +71,7 @@ def main() -> tuple[list[float], dict[str, object]]:
     x = jax.random.normal(jax.random.key(i), (256, 64))
     model, optimizer, loss = step(model, optimizer, x)
     losses.append(float(loss))
-  # `metrics` reads plain arrays, without the variables around them.
-  return losses, edgc_jax.metrics(nnx.as_pure(optimizer.opt_state))
+  return losses, edgc_jax.metrics(optimizer)
 
 
 if __name__ == "__main__":

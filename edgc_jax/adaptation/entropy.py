@@ -192,7 +192,7 @@ def has_jumped(variance: jax.Array, previous: jax.Array) -> jax.Array:
     variance: float32 [K], mean squares in the newest window.
     previous: float32 [K], in the window before it; zeros if there is none.
   """
-  if not variance.size:
+  if variance.size < 2:  # one matrix cannot tell the loss's scale from its own
     return jnp.array(False)
   is_known = (variance > 0) & (previous > 0)
   ratio = jnp.where(

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from edgc_jax import validation
 from edgc_jax.comm.dataflow import Axes, names
 from edgc_jax.compression.entrywise import EntrywisePlan
-from edgc_jax.plan.leaves import Leaf
+from edgc_jax.plan.leaves import Leaf, arrays_of
 from edgc_jax.plan.plan import Plan, subset
 from edgc_jax.plan.review import Reviewed, plans_seen
 from edgc_jax.state.sharding import init_on_mesh
@@ -107,6 +107,7 @@ def describe(
   all                                       6,212  dense / 10.7
   """
   validation.require_int("replicas", replicas, 1)
+  params = arrays_of(params)
   with plans_seen() as seen:
     if param_specs is None:
       jax.eval_shape(lambda p: tx.init(p), params)  # not from JAX's cache

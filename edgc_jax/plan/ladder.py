@@ -49,7 +49,7 @@ class Ladder:
         name,
         value,
         f"a multiple of rank_multiple ({self.rank_multiple})",
-        "round it, or set rank_multiple=1 for a finer ladder",
+        "round it, or pass rule=RankRule(rank_multiple=1) for a finer ladder",
       )
     self.given  # noqa: B018 - raises if rank_min is above rank_max
 

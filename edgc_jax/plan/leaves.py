@@ -31,7 +31,6 @@ PlacementFn = Callable[[str, tuple[int, ...]], str]
 ShardsFn = Callable[[Any], Sequence[tuple[str, ...]]]
 PLACEMENTS = ("own", "split", "shared")
 # Names in paths of leaves, for `layer_matrix`.
-_VARIABLE = re.compile(r"\.(raw_)?value$")  # of NNX
 _VECTORS = ("bias", "scale", "offset")
 _KERNELS = ("kernel", "w", "weight")
 _TO_HEADS = ("query", "key", "value", "q", "k", "v")
@@ -141,7 +140,7 @@ def layer_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
   MatrixView(count=1, rows=128, cols=576)
   >>> layer_matrix("['blocks']['bias']", (12, 768))
   """
-  words = re.findall(r"\w+", _VARIABLE.sub("", path))
+  words = re.findall(r"\w+", path)
   layer, name = ("", "", *[word for word in words if not word.isdigit()])[-2:]
   layer = layer.lower().removesuffix("_proj")
   if name in _VECTORS or ("norm" in layer and name != "kernel"):
@@ -201,6 +200,23 @@ def own_placement(path: str, shape: tuple[int, ...]) -> str:
   return "own"
 
 
+def is_variable(leaf: Any) -> bool:
+  """Returns whether this is a variable of Flax NNX, which wraps an array."""
+  return hasattr(leaf, "get_value") and hasattr(leaf, "get_metadata")
+
+
+def without_variables(tree: Any) -> Any:
+  """Returns a tree with the arrays in place of NNX's variables."""
+  return jax.tree.map(
+    lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable
+  )
+
+
+def arrays_of(tree: Any) -> Any:
+  """Drops all leaves without a shape, such as the functions of a model."""
+  return jax.tree.map(lambda x: x if hasattr(x, "shape") else None, tree)
+
+
 def leaves_in(
   tree: Any,
   view_fn: ViewFn = layer_matrix,
@@ -223,11 +239,13 @@ def leaves_in(
     ValueError: if a view does not hold as many values as its leaf, or a
       placement is none of `PLACEMENTS`.
   """
-  leaves, values = [], jax.tree_util.tree_leaves_with_path(tree)
+  leaves = []
+  # With `is_variable`, paths are the same with and without NNX's variables.
+  values = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
   shards = shards or [()] * len(values)
   for (key_path, value), axes in zip(values, shards, strict=True):
-    path, shape = jax.tree_util.keystr(key_path), tuple(jnp.shape(value))
-    dtype = jnp.result_type(value)
+    path, value = jax.tree_util.keystr(key_path), without_variables(value)
+    shape, dtype = tuple(jnp.shape(value)), jnp.result_type(value)
     if not jnp.issubdtype(dtype, jnp.floating):
       raise TypeError(
         f"`updates` must have real floating leaves, got {dtype} at {path};"

@@ -16,6 +16,7 @@ from edgc_jax.comm.codes import code_of
 from edgc_jax.plan.leaves import (
   PlacementFn,
   ViewFn,
+  arrays_of,
   layer_matrix,
   own_placement,
 )
@@ -232,7 +233,7 @@ def wire_bytes(
     validation.require_int(name, value, least)
   ladder = (rank, lead_rank, rank_min)
   plan = make_plan(
-    params,
+    arrays_of(params),
     ladder,
     min_ratio,
     matrix_view,

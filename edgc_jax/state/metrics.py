@@ -14,6 +14,7 @@ import optax
 from edgc_jax.comm import collectives
 from edgc_jax.comm.agreement import CHECKED_STEPS
 from edgc_jax.comm.dataflow import varying_axes
+from edgc_jax.plan.leaves import without_variables
 from edgc_jax.state.statistics import Checks, SkipStats, Stats
 
 
@@ -31,7 +32,8 @@ def metrics(opt_state: Any) -> dict[str, Any]:
   the shards gather their statistics, some values for each matrix.
 
   Args:
-    opt_state: Any optimiser state that holds one reducer of this package.
+    opt_state: Any optimiser state that holds one reducer of this package, or
+      an optimiser of Flax NNX.
 
   Returns:
     Scalars by name:
@@ -73,7 +75,9 @@ def metrics(opt_state: Any) -> dict[str, Any]:
   if len(found) != 1:
     raise ValueError(
       "`opt_state` must hold the state of exactly one reducer (such as edgc or"
-      f" powersgd), got {len(found)}; pass the part of it that holds one."
+      f" powersgd), got {len(found)}; pass the part of it that holds one, such"
+      ' as opt_state.inner_states["matrix"].inner_state of optax.partition, or'
+      " the optimiser itself if it is one of Flax NNX."
     )
   (stats,), (checks,) = found, find(opt_state, Checks)
   skips = find(opt_state, SkipStats)
@@ -152,9 +156,12 @@ def _of_one_replica(stats: Stats) -> Stats:
 
 
 def find(tree: Any, kind: type) -> list:
-  """Returns all subtrees of a state that are of one type, in order."""
+  """Returns all subtrees of a state that are of one type, in order.
+
+  They have plain arrays, also in an optimiser of Flax NNX.
+  """
   leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-  return [leaf for leaf in leaves if isinstance(leaf, kind)]
+  return [without_variables(leaf) for leaf in leaves if isinstance(leaf, kind)]
 
 
 def _ratio(dense: Any, sent: Any) -> Any:
@@ -178,8 +185,7 @@ def _warn_of_masks(opt_state: Any, checks: Checks) -> None:
       f"optax.masked keeps {checks.left_out} leaves from the reducer, so their"
       " gradients are not averaged, and replicas diverge, unless they are"
       " frozen. Remove the mask and send these leaves dense, with"
-      " matrix_view=lambda path, shape: None for them, or pass them to"
-      " edgc_jax.allreduce() under the opposite mask.",
+      " matrix_view=lambda path, shape: None for them.",
       RuntimeWarning,
       stacklevel=3,
     )

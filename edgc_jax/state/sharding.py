@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from edgc_jax import validation
 from edgc_jax.comm.dataflow import AxisName, names, varying_axes
 from edgc_jax.compression.base import ExchangeState
+from edgc_jax.plan.leaves import arrays_of
 from edgc_jax.state.base import AccumulateState, ReducerState, lead_axes
 from edgc_jax.state.metrics import find
 
@@ -60,9 +61,12 @@ def state_specs(
   Args:
     tx: Any optax transformation, with or without reducers of this package. If
       parameters are sharded, state that mirrors them is recognised by paths and
-      shapes; state of other shapes, such as Adafactor's, is not.
+      shapes; state of other shapes, such as Adafactor's, is not. Or an
+      optimiser of Flax NNX (as `jax.eval_shape` returns it, too): the specs are
+      then in a tree like it.
     params: Parameters or their `jax.ShapeDtypeStruct`s: the global arrays, not
-      one device's part.
+      one device's part. Leaves that are no arrays, such as the functions of an
+      Equinox model, are left out.
     axis_name: The mesh axis of the replicas, or a tuple of axes, as given to
       the reducer.
     mesh: The mesh, to check names of axes; needed with `param_specs`.
@@ -80,6 +84,15 @@ def state_specs(
   """
   if mesh is not None:
     _require_axes(mesh, "axis_name", axis_name)
+  params = arrays_of(params)
+  if hasattr(tx, "opt_state"):  # of NNX; all else that it holds is replicated
+    how = {"mesh": mesh, "param_specs": param_specs, "stage_axis": stage_axis}
+    own = state_specs(tx.tx, params, axis_name, **how, axis_names=axis_names)
+    specs = jax.tree.map(lambda _: PartitionSpec(), tx)
+    specs.opt_state = jax.tree.unflatten(
+      jax.tree.structure(specs.opt_state), jax.tree.leaves(own)
+    )
+    return specs
   if param_specs is None:
     specs = _Specs(axis_name, stage_axis, {})
     return _only(specs.of(jax.eval_shape(tx.init, params)), axis_names)

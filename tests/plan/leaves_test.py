@@ -1,5 +1,7 @@
 """Default views of leaves, with the layouts of real libraries."""
 
+import re
+
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -9,6 +11,7 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 
 from edgc_jax import layer_matrix
+from edgc_jax.plan.leaves import arrays_of, leaves_in
 
 KEY = jax.random.key(0)
 WIDTH, HEADS = 32, 4
@@ -17,11 +20,8 @@ WIDTH, HEADS = 32, 4
 def views_of(tree):
   """Views of all leaves, by path with words joined by "/"."""
   return {
-    jax.tree_util.keystr(path, simple=True, separator="/"): layer_matrix(
-      jax.tree_util.keystr(path), leaf.shape
-    )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    if hasattr(leaf, "shape")
+    "/".join(re.findall(r"[^\[\]'.]+", leaf.path)): leaf.view
+    for leaf in leaves_in(arrays_of(tree))
   }
 
 
@@ -110,7 +110,6 @@ class LayoutsTest(parameterized.TestCase):
   def test_nnx(self):
     model = nnx.eval_shape(lambda: Nnx(nnx.Rngs(0)))
     found = views_of(nnx.state(model, nnx.Param))
-    found = {path.removesuffix("/value"): view for path, view in found.items()}
     for name in ("query", "key", "value", "out"):
       self.assertEqual(found[f"attention/{name}/kernel"], (1, 32, 32))
       self.assertEqual(found[f"blocks/{name}/kernel"], (3, 32, 32))
