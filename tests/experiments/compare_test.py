@@ -10,6 +10,9 @@ import sys
 import matplotlib.image
 import pytest
 
+import edgc_jax
+from experiments.models import gpt2
+from experiments.parallel import layout, meshes
 from experiments.study import comparison, page, plots, study
 from experiments.study import runner as runners
 from experiments.study.records import Records, numbers_of
@@ -354,6 +357,28 @@ def test_a_narrow_row_has_a_narrow_partner():
   wide = STUDY.matched_run(STUDY.run("edgc", "0"), sent)
   ranks = [run.settings["powersgd.rank"] for run in (other, wide)]
   assert 1.8 < ranks[0] / ranks[1] < 2.2
+
+
+def test_a_row_on_shards_has_a_partner_of_equal_bytes():
+  """The bytes of all shards count, as in the summary of a run on shards."""
+  mesh_keys = {
+    "mesh.data": 2, "mesh.fsdp": 4, "mesh.backend": "shard_map"
+  }  # fmt: skip
+  bytes_of_step = study._bytes_of_step(STUDY.config, json.dumps(mesh_keys))
+  config = study._configuration(STUDY.config, "powersgd", mesh_keys)
+  config.powersgd.rank = 8
+  tx = optimizer.make_reducer(config, "data", {})
+  mesh = meshes.make_mesh(2, 1, 4)
+  model = gpt2.GPT2Config(**config.model.to_dict())
+  params = layout.of_params(model, mesh.shape)
+  (part,) = edgc_jax.describe(
+    tx, params.shapes, mesh=mesh, param_specs=params.specs
+  ).parts
+  assert bytes_of_step(8) == 4 * part.wire_bytes[0]
+  sent = {"wire_bytes_per_step": [float(bytes_of_step(8))]}
+  other = STUDY.matched_run(study.Run("edgc", "0", {**EDGC, **mesh_keys}), sent)
+  assert other.settings["powersgd.rank"] == pytest.approx(8)
+  assert other.settings["mesh.fsdp"] == 4
 
 
 def test_rows_share_fixed_ranks_on_a_grid():
