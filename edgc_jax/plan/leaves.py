@@ -32,6 +32,7 @@ ShardsFn = Callable[[Any], Sequence[tuple[str, ...]]]
 PLACEMENTS = ("own", "split", "shared")
 # Names in paths of leaves, for `layer_matrix`.
 _VECTORS = ("bias", "scale", "offset")
+_STACKS = ("expert", "moe")  # axes before the last two count matrices
 _KERNELS = ("kernel", "w", "weight")
 _TO_HEADS = ("query", "key", "value", "q", "k", "v")
 _FROM_HEADS = ("out", "o")
@@ -143,14 +144,15 @@ def layer_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
   words = re.findall(r"\w+", path)
   layer, name = ("", "", *[word for word in words if not word.isdigit()])[-2:]
   layer = layer.lower().removesuffix("_proj")
-  if name in _VECTORS or ("norm" in layer and name != "kernel"):
+  if name in _VECTORS or ("norm" in layer and name == "weight"):
     return None
-  if len(shape) < 3 or name not in _KERNELS or 0 in shape:
+  is_stack = any(word in path.lower() for word in _STACKS)
+  if len(shape) < 3 or name not in _KERNELS or 0 in shape or is_stack:
     return trailing_matrix(path, shape)
   *_, a, b, c = shape
   if layer in _TO_HEADS and b <= a:  # layers have more rows than a scan steps
     return _folded(shape, -3, -2)
-  if layer in _FROM_HEADS and b <= _HEAD and b != c:
+  if layer in _FROM_HEADS and b <= _HEAD and b < c:
     return _folded(shape, -3, -1)
   if name == "weight":
     window = _equal_run(shape[:1:-1])
