@@ -36,3 +36,12 @@ def forget_programs(request):
       value.cache_clear()
   jax.clear_caches()
   gc.collect()
+
+
+@pytest.fixture
+def without_cache():
+  """Cached programs mix up collectives over several axes."""
+  before = jax.config.jax_enable_compilation_cache
+  jax.config.update("jax_enable_compilation_cache", False)
+  yield
+  jax.config.update("jax_enable_compilation_cache", before)

@@ -147,18 +147,18 @@ class Trainer:
     params, opt_state = self.parallel.load(trees, replicas, before)
     mesh, changes = config.mesh, []
     if replicas != mesh.data:
-      changes.append(f" on {mesh.data} replicas, {replicas} before")
+      changes.append(f"on {mesh.data} replicas, {replicas} before")
     if shards != mesh.fsdp:
-      changes.append(f" on {mesh.fsdp} shards of a replica, {shards} before")
+      changes.append(f"on {mesh.fsdp} shards of a replica, {shards} before")
     if changes:
       # The batch of a replica has changed, or the matrices of a device, and
       # with it the entropy.
       opt_state = edgc_jax.rebase_entropy(opt_state)
       if jax.tree.leaves(optax.tree.get(opt_state, "residual")):
-        changes.append("; residuals keep their mean")
+        changes.append("residuals keep their mean")
       if config.reducer == "edgc":
-        changes.append("; the reference entropy will move")
-    hosts.say(f"resuming after step {step}{''.join(changes)}")
+        changes.append("the reference entropy will move")
+    hosts.say(f"resuming after step {step} {'; '.join(changes)}".rstrip())
     return _Progress(step, params, opt_state, about)
 
   def _form_before(self, replicas: int, shards: int) -> StoredForm | None:
