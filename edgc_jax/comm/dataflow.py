@@ -34,7 +34,10 @@ class FastAxis:
 
   def __post_init__(self) -> None:
     require_names("fast_axis", self.axis_name)
-    is_float = self.dtype is None or jnp.issubdtype(self.dtype, jnp.floating)
+    try:
+      is_float = jnp.issubdtype(self.dtype or jnp.float32, jnp.floating)
+    except TypeError:
+      is_float = False
     validation.require(
       is_float, "dtype", self.dtype, "a floating dtype", 'pass "bfloat16"'
     )

@@ -1,5 +1,6 @@
 """Describes how each leaf of a tree is sent, before anything runs."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from edgc_jax import validation
+from edgc_jax.comm.codes import Bfloat16, NativeBfloat16
 from edgc_jax.comm.dataflow import Axes, names
 from edgc_jax.compression.entrywise import EntrywisePlan
 from edgc_jax.plan.leaves import Leaf, arrays_of
@@ -86,8 +88,8 @@ def describe(
     params: Parameters or their `jax.ShapeDtypeStruct`s.
     replicas: Number of replicas, on which the bytes of some methods depend; of
       a mesh it is not needed.
-    mesh: As for `state_specs`, if parameters are sharded: leaves, matrices and
-      bytes are those of one device.
+    mesh: As for `state_specs`; needed if parameters are sharded. Leaves,
+      matrices and bytes are those of one device.
     param_specs: As for `state_specs`.
 
   Returns:
@@ -129,9 +131,14 @@ def _part(reviewed: Reviewed, replicas: int, mesh: Any) -> Part:
   """Describes the plans of one reducer."""
   axes, plans = reviewed
   if mesh is not None:
-    replicas = 1
-    for axis in names(axes.replicas):
-      replicas *= mesh.shape[axis]
+    validation.require(
+      axes.known & set(mesh.shape) == axes.known,
+      "mesh",
+      dict(mesh.shape),
+      f"a mesh with the axes of the reducer, {sorted(axes.known)}",
+      "pass the mesh of the training, or other names to the reducer",
+    )
+    replicas = math.prod(mesh.shape[axis] for axis in names(axes.replicas))
   ladder = plans[0].ladder[plans[0].first_rung :]
 
   def row(leaf: Leaf, plan: Plan) -> LeafRow:
@@ -160,8 +167,10 @@ def _part(reviewed: Reviewed, replicas: int, mesh: Any) -> Part:
 def _method(plan: Plan, ladder: tuple[int, ...]) -> str:
   """Names the method of a plan."""
   if isinstance(plan, EntrywisePlan):
-    return f"entry by entry, {plan.compressor}"
-  code = f" in {type(plan.code).__name__.lower()}" if plan.code else ""
+    method = getattr(plan.compressor, "code", plan.compressor)
+    return f"entry by entry ({type(method).__name__.lower()})"
+  codes = {NativeBfloat16: "native_bfloat16", Bfloat16: "bfloat16"}
+  code = f" in {codes[type(plan.code)]}" if plan.code else ""
   if not any(ladder):
     return f"dense{code}"
   ranks = ", ".join(str(rank) for rank in ladder if rank)
@@ -181,6 +190,8 @@ def _sent_as(leaf: Leaf, plan: Plan) -> str:
     return "dense: no matrix"
   count, rows, cols = leaf.view
   if plan.is_compressed(leaf):
+    if isinstance(plan, EntrywisePlan):
+      return "entries"
     several = f"{count} matrices" if count > 1 else "matrix"
     return f"{several} of {rows} x {cols}"
   if isinstance(plan, EntrywisePlan):
@@ -201,14 +212,15 @@ def _table(part: Part) -> str:
       ", ".join(map(str, row.shape)),
       row.sent_as,
       _range([rank for rank in row.ranks if rank]) or "-",
-      _range(row.wire_bytes),
+      _range(_compressed(part, row.wire_bytes)),
       "",
     )
     for row in part.rows
   ]
-  ends = (part.dense_bytes / max(sent, 1) for sent in part.wire_bytes)
-  saved = f"dense / {_range(list(ends), '.1f')}"
-  lines.append(("all", "", "", "", _range(part.wire_bytes), saved))
+  sent = _compressed(part, part.wire_bytes)
+  ratios = [part.dense_bytes / max(each, 1) for each in sent]
+  saved = f"dense / {_range(ratios, '.1f')}"
+  lines.append(("all", "", "", "", _range(sent), saved))
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   aligned = ("<", "<", "<", ">", ">", "<")
   text = [
@@ -219,6 +231,12 @@ def _table(part: Part) -> str:
     for line in lines
   ]
   return "\n".join([f"{_where(part)}, {part.method}:", *text])
+
+
+def _compressed(part: Part, values: Sequence[int]) -> Sequence[int]:
+  """Returns the values at all ranks but dense; all if there is only dense."""
+  pairs = zip(part.ladder, values, strict=True)
+  return [value for rank, value in pairs if rank] or values
 
 
 def _where(part: Part) -> str:

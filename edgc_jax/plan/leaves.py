@@ -37,7 +37,10 @@ _KERNELS = ("kernel", "w", "weight")
 _TO_HEADS = ("query", "key", "value", "q", "k", "v")
 _FROM_HEADS = ("out", "o")
 _HEAD = 256  # most values of a head
-_WINDOW = 16  # widest window of a convolution
+_WINDOW = 32  # widest window of a convolution, and longest scan of norms
+_LINE = 7  # widest window along one axis that has no name
+_CHANNELS = 16  # most channels of an image
+_NORM = re.compile(r"(norm|^ln)\d*$")
 
 
 class Leaf(NamedTuple):
@@ -116,15 +119,16 @@ def layer_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
   and NNX), Haiku and Equinox apart:
 
     bias, scale, offset; in a norm            [..., n]            no matrix
-    query, key, value of Flax; if m >= heads  [..., m, heads, d]  [m, heads d]
-    out of Flax                               [..., heads, d, n]  [heads d, n]
-    kernels of convolutions, Flax and Haiku   [..., *k, m, n]     [prod(k) m, n]
-    weights of convolutions, Equinox          [..., m, n, *k]     [m, n prod(k)]
+    query, key, value of Flax's attention     [..., m, heads, d]  [m, heads d]
+    out of Flax's attention                   [..., heads, d, n]  [heads d, n]
+    convolutions of Flax and Haiku            [..., k, k, m, n]   [k k m, n]
+    convolutions of Equinox                   [..., m, n, k, k]   [m, n k k]
     all others                                [..., m, n]         [m, n]
 
-  Axes before these count matrices, as of scanned layers. A name decides what a
-  shape leaves open. If it guesses wrong, the exchange is as correct but may
-  send more: `edgc_jax.describe` shows the views, `matrix_view` replaces them.
+  Axes before these count matrices, as of scanned layers. Names decide what a
+  shape leaves open. A wrong guess never breaks the mean; it sends more, or
+  loses more if several layers share one rank. `edgc_jax.describe` shows the
+  views, and `matrix_view` replaces them.
 
   Args:
     path: The leaf's key path.
@@ -143,34 +147,34 @@ def layer_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
   """
   words = re.findall(r"\w+", path)
   layer, name = ("", "", *[word for word in words if not word.isdigit()])[-2:]
-  layer = layer.lower().removesuffix("_proj")
-  if name in _VECTORS or ("norm" in layer and name == "weight"):
+  layer, path = layer.lower(), path.lower()
+  is_gain = name == "weight" and _NORM.search(layer) and len(shape) <= 2
+  if name in _VECTORS or (is_gain and math.prod(shape[:-1]) <= _WINDOW):
     return None
-  is_stack = any(word in path.lower() for word in _STACKS)
+  is_stack = any(word in path for word in _STACKS)
   if len(shape) < 3 or name not in _KERNELS or 0 in shape or is_stack:
     return trailing_matrix(path, shape)
   *_, a, b, c = shape
-  if layer in _TO_HEADS and b <= a:  # layers have more rows than a scan steps
-    return _folded(shape, -3, -2)
-  if layer in _FROM_HEADS and b <= _HEAD and b < c:
-    return _folded(shape, -3, -1)
   if name == "weight":
     window = _equal_run(shape[:1:-1])
+    if window == 1 and c > _LINE and "conv" not in layer:
+      window = 0  # a stack of narrow layers
     return _folded(shape, -window - 2, -window - 1)
+  if "attn" in path or "attention" in path:
+    # A scan has fewer steps than a layer has rows.
+    if layer.removesuffix("_proj") in _TO_HEADS and b <= a and c <= _HEAD:
+      return _folded(shape, -3, -2)
+    if layer in _FROM_HEADS and b <= _HEAD and b < c:
+      return _folded(shape, -3, -1)
   window = _equal_run(shape[-3::-1])
-  if "conv" in layer or window > 1:
+  # Without a name, a square window over the few channels of an image.
+  if "conv" in layer or (window > 1 and b <= _CHANNELS):
     return _folded(shape, -window - 2, -1)
-  if max(b, c) <= a:  # as kernels of DenseGeneral
-    return _folded(shape, -3, -2)
   return trailing_matrix(path, shape)
 
 
 def _folded(shape: tuple[int, ...], rows: int, cols: int) -> MatrixView:
-  """Folds axes from `rows` on into rows, and axes from `cols` on into columns.
-
-  >>> _folded((5, 3, 3, 64, 128), -4, -1)
-  MatrixView(count=5, rows=576, cols=128)
-  """
+  """Folds axes [rows, cols) into rows, and axes from `cols` on into columns."""
   cut = (shape[:rows], shape[rows:cols], shape[cols:])
   return MatrixView(*map(math.prod, cut))
 

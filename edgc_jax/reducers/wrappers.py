@@ -76,7 +76,8 @@ def over_shards(
       "param_specs",
       sorted(axes),
       f"specs over the axes of an enclosing mesh ({mesh.axis_names})",
-      "call init and update inside jax.shard_map over the replicas",
+      "call init and update inside jax.shard_map over the replicas, and pass"
+      " describe and state_specs the mesh and param_specs",
     )
     return set(mesh.axis_names) - set(mesh.manual_axes), specs
 

@@ -13,6 +13,7 @@ from edgc_jax import validation
 from edgc_jax.adaptation.controller import ControllerState
 from edgc_jax.comm.dataflow import AxisName
 from edgc_jax.compression.base import ExchangeState
+from edgc_jax.plan.leaves import arrays_of, without_variables
 from edgc_jax.plan.plan import Plan
 from edgc_jax.plan.review import Reviewed, plans_seen
 from edgc_jax.state.base import ReducerState, lead_axes
@@ -43,14 +44,17 @@ def resize_shards(
 
   Args:
     tx: The transformation, for the new mesh.
-    params: The parameters as global arrays.
-    opt_state: The state of the old mesh as global arrays; fetched to the host.
+    params: The parameters as global arrays, placed on the new mesh or not at
+      all.
+    opt_state: The state of the old mesh as global arrays. With several
+      processes it must be on the host, as after `resize_replicas`.
     axis_name: As for `state_specs`.
     mesh: The new mesh.
     param_specs: As for `state_specs`, on the new mesh.
 
   Returns:
-    The state, placed on the new mesh.
+    The state, placed on the new mesh; of plain arrays, if they were variables
+    of Flax NNX.
 
   Raises:
     ValueError: if the state is not of these parameters and as many replicas,
@@ -60,6 +64,8 @@ def resize_shards(
     RuntimeWarning: if parts of a leaf are too small to be compressed any more,
       so that its residual is lost.
   """
+  params = without_variables(arrays_of(params))
+  opt_state = without_variables(opt_state)
   specs = state_specs(tx, params, axis_name, mesh=mesh, param_specs=param_specs)
   own = (spread_specs(param_specs, params),)
   init = jax.shard_map(
@@ -100,10 +106,17 @@ def _reducer(
     "without pipeline stages",
     "every number of stages has layers of its own; resume on the same number",
   )
+  exchange = ExchangeState(
+    new.exchange.factor_q,
+    _residuals(old.exchange.residual, new.exchange.residual),
+  )
+  if not np.any(old.count):  # no step yet, so no rank in use
+    return new._replace(exchange=exchange, checks=old.checks)
   plans = _plans_of(new, seen)
   plan = plans[0]
   (rank,) = set(np.ravel(old.stats.rank).tolist())  # one for all shards
-  rung = int(np.argmin([abs(rank - value) for value in plan.ladder]))
+  usable = np.array(plan.ladder[plan.first_rung :])  # others send nothing
+  rung = plan.first_rung + int(np.argmin(np.abs(usable - rank)))
   controller, allocator = new.controller, new.allocator
   if controller:
     controller = _controller(old, new)._replace(
@@ -117,10 +130,7 @@ def _reducer(
     count=old.count,
     controller=controller,
     allocator=allocator,
-    exchange=ExchangeState(
-      new.exchange.factor_q,
-      _residuals(old.exchange.residual, new.exchange.residual),
-    ),
+    exchange=exchange,
     stats=_stats(
       old.stats, new.stats, sum(plan.dense_bytes for plan in plans)
     )._replace(rung=np.full(new.stats.rung.shape, rung, np.int32)),
@@ -131,15 +141,20 @@ def _reducer(
 def _plans_of(
   state: ReducerState, seen: Sequence[Reviewed]
 ) -> tuple[Plan, ...]:
-  """Returns the plans of the reducer whose state this is."""
-  paths = _by_path(state.stats.matrices.rank)
-  (plans,) = [
-    reviewed.plans
-    for reviewed in seen
-    if {leaf.path for plan in reviewed.plans for leaf in plan.matrices}
-    == set(paths)
-  ]
-  return plans
+  """Returns the plans of the reducer whose state this is.
+
+  Reducers with the same matrices and bytes, such as none, need not be told
+  apart.
+  """
+  paths = set(_by_path(state.stats.matrices.rank))
+  dense_bytes = np.asarray(state.stats.dense_bytes.addressable_shards[0].data)
+
+  def fits(plans: tuple[Plan, ...]) -> bool:
+    found = {leaf.path for plan in plans for leaf in plan.matrices}
+    total = np.float32(sum(plan.dense_bytes for plan in plans))
+    return found == paths and bool(np.all(dense_bytes == total))
+
+  return next(each.plans for each in seen if fits(each.plans))
 
 
 def _controller(old: ReducerState, new: ReducerState) -> ControllerState:

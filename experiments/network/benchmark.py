@@ -97,10 +97,11 @@ class Benchmark:
     if options.keeps and output.exists():
       self._found = json.loads(output.read_text())
       older = {key: self._found[key] for key in model}
-      if older != model:
+      if older != model or "runs" not in self._found:
         raise ValueError(
-          f"`--keep` needs an output of the same configuration, {model}, got"
-          f" {output} of {older}; choose another `--output`."
+          "`--keep` needs an output of this version and of the same"
+          f" configuration, {model}, got {output} of {older}; choose another"
+          " `--output`."
         )
     self._found["runs"].append(self._run)
 

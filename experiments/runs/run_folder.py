@@ -79,6 +79,10 @@ class RunFolder:
         " other files; give another folder with --config.run_dir=FOLDER."
       )
 
+  def shards(self) -> int:
+    """Returns the number of shards of the run in this folder."""
+    return _read_json(self.path / "config.json")["mesh"].get("fsdp", 1)
+
   def summary(self) -> dict[str, Any] | None:
     """Returns the summary of a finished run, or None."""
     file = self.path / "summary.json"

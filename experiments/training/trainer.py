@@ -140,7 +140,8 @@ class Trainer:
     self.checkpoints.set_aside()
     if not step:
       return progress
-    replicas, shards = about["replicas"], about.get("shards", 1)
+    replicas = about["replicas"]
+    shards = about.get("shards", self.folder.shards())
     before = self._form_before(replicas, shards)
     template = (before or self.parallel.stored).template(replicas)
     trees = self.checkpoints.load(step, template)

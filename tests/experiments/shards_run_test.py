@@ -1,5 +1,6 @@
 """Runs whose parameters are sharded within each replica."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -66,6 +67,16 @@ def test_resumes_on_another_number_of_shards(tmp_path, capsys):
   assert np.isclose(found, expected, rtol=0.01)
   text = capsys.readouterr().out
   assert "on 2 replicas, 4 before; on 4 shards" in text
+
+
+def test_resumes_a_checkpoint_that_does_not_name_its_shards(tmp_path):
+  config = config_of(tmp_path / "cut", "powersgd")
+  cut_runs.run(config, cut_after=5)
+  trainer = Trainer(config)
+  about = dict(trainer._progress.about)
+  del about["shards"]
+  trainer._progress = dataclasses.replace(trainer._progress, about=about)
+  assert trainer._load().step == 4
 
 
 def test_resumes_a_run_from_before_shards(tmp_path):

@@ -120,6 +120,28 @@ class DescriptionTest(parameterized.TestCase):
     stack = rows["['stack']['kernel']"]
     self.assertEqual(stack.sent_as, "2 matrices of 48 x 40")
 
+  def test_names_of_methods(self):
+    for tx, words in (
+      (edgc_jax.topk(0.1), "entry by entry (topk)"),
+      (edgc_jax.signsgd(), "entry by entry (signs)"),
+      (edgc_jax.powersgd(4, wire_dtype="native_bfloat16"), "native_bfloat16"),
+    ):
+      self.assertIn(words, str(describe(tx, PARAMS)).splitlines()[0])
+
+  def test_a_dense_warm_up_does_not_hide_the_ranks(self):
+    tx = edgc_jax.powersgd(4, warmup_steps=3)
+    found = describe(tx, PARAMS)
+    lines = str(found).splitlines()
+    self.assertIn("dense or as factors of rank 4", lines[0])
+    dense, factors = found.parts[0].wire_bytes
+    self.assertIn(f"{factors:,}", lines[-1])
+    self.assertNotIn(f"{dense:,}", lines[-1])
+
+  def test_another_mesh(self):
+    mesh = shard_runs.mesh_of(replica=2, fsdp=2)
+    with self.assertRaisesRegex(ValueError, "`mesh` must be .*'data'"):
+      describe(edgc_jax.allreduce(), PARAMS, mesh=mesh, param_specs=P())
+
   def test_nothing_to_describe(self):
     with self.assertRaisesRegex(ValueError, "`tx` must be .* reducer"):
       describe(optax.adam(1e-3), PARAMS)

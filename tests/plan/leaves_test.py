@@ -45,7 +45,7 @@ class Nnx(nnx.Module):
     self.attention = nnx.MultiHeadAttention(
       HEADS, WIDTH, rngs=rngs, decode=False
     )
-    self.blocks = nnx.vmap(
+    self.attentions = nnx.vmap(
       lambda key: nnx.MultiHeadAttention(
         HEADS, WIDTH, rngs=nnx.Rngs(key), decode=False
       )
@@ -101,7 +101,7 @@ class LayoutsTest(parameterized.TestCase):
         "Conv_0/kernel": (1, 27, 16),
         "patches/kernel": (1, 192, 16),
         "Conv_1/kernel": (1, 160, 16),
-        "heads/kernel": (1, 32, 32),
+        "heads/kernel": (32, 4, 8),  # nothing tells it from a stack
         "Embed_0/embedding": (1, 100, 32),
         "Dense_0/kernel": (1, 32, 64),
       },
@@ -112,10 +112,10 @@ class LayoutsTest(parameterized.TestCase):
     found = views_of(nnx.state(model, nnx.Param))
     for name in ("query", "key", "value", "out"):
       self.assertEqual(found[f"attention/{name}/kernel"], (1, 32, 32))
-      self.assertEqual(found[f"blocks/{name}/kernel"], (3, 32, 32))
+      self.assertEqual(found[f"attentions/{name}/kernel"], (3, 32, 32))
     self.assertEqual(found["conv/kernel"], (1, 27, 16))
     self.assertEqual(found["layers/0/kernel"], (1, 32, 64))
-    for path in ("attention/query/bias", "blocks/out/bias", "norm/scale"):
+    for path in ("attention/query/bias", "attentions/out/bias", "norm/scale"):
       self.assertIsNone(found[path], path)
 
   def test_equinox(self):
@@ -147,12 +147,32 @@ class LayoutsTest(parameterized.TestCase):
     ("", (64, 32), (1, 64, 32)),
     ("['blocks']['mlp']['kernel']", (12, 768, 3072), (12, 768, 3072)),
     ("['blocks']['attention']['out']['kernel']", (12, 64, 64), (12, 64, 64)),
-    ("['query']['kernel']", (12, 768, 768), (12, 768, 768)),
-    ("['query']['kernel']", (48, 12, 64), (1, 48, 768)),  # a shard of 768
+    ("['attention']['out']['kernel']", (12, 64, 768), (1, 768, 768)),
+    ("['attention']['query']['kernel']", (12, 768, 768), (12, 768, 768)),
+    # A shard of 768 rows.
+    ("['attention']['query']['kernel']", (48, 12, 64), (1, 48, 768)),
+    # Other stacks than scans, and layers of other names.
+    ("['query']['kernel']", (48, 12, 64), (48, 12, 64)),
+    ("['attention']['query']['kernel']", (512, 12, 384), (512, 12, 384)),
+    ("['self_attn']['o_proj']['kernel']", (32, 256, 4096), (32, 256, 4096)),
+    ("['mlp']['out']['kernel']", (12, 192, 768), (12, 192, 768)),
+    ("['mlp']['wi']['kernel']", (4, 4, 1024, 4096), (16, 1024, 4096)),
+    ("['mlp']['wo']['kernel']", (2048, 12, 512), (2048, 12, 512)),
+    ("['dense']['kernel']", (128, 64, 64), (128, 64, 64)),
+    (".layers.weight", (12, 768, 16), (12, 768, 16)),
+    (".query_proj.weight", (12, 32, 32), (12, 32, 32)),
+    ("['embedding']['kernel']", (32, 32, 3, 768), (1, 3072, 768)),
+    (".patches.weight", (768, 3, 16, 16), (1, 768, 768)),
+    (".conv.weight", (16, 8, 9), (1, 16, 72)),
+    # Gains of norms, and matrices of layers that have "norm" in their name.
+    (".blocks.ln1.weight", (12, 768), None),
+    (".blocks.norm2.weight", (12, 768), None),
+    (".norm1.weight", (768, 4608), (1, 768, 4608)),
+    ("['normalized_linear']['w']", (768, 768), (1, 768, 768)),
+    ("['norm_embed']['embedding']", (50000, 768), (1, 50000, 768)),
     ("['moe']['wi']", (8, 64, 128), (8, 64, 128)),
     ("['moe']['up']['kernel']", (8, 8, 64, 128), (64, 64, 128)),
     ("['mlp']['out']['kernel']", (4, 128, 64), (4, 128, 64)),
-    ("['normalized']['w']", (64, 32), (1, 64, 32)),
     ("['blocks']['Conv_0']['kernel']", (5, 3, 3, 8, 16), (5, 72, 16)),
     ("['w']", (0, 3, 4), None),
     ("['w']", (7,), None),

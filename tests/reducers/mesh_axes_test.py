@@ -161,8 +161,9 @@ class RefusalsTest(parameterized.TestCase):
       edgc_jax.allreduce(fast_axis=axis_name)
 
   def test_fast_dtype(self):
-    with self.assertRaisesRegex(ValueError, "`dtype` must be a floating"):
-      edgc_jax.FastAxis("ici", "int8")
+    for dtype in ("int8", "nonsense"):
+      with self.assertRaisesRegex(ValueError, "`dtype` must be a floating"):
+        edgc_jax.FastAxis("ici", dtype)
 
   def test_fast_axis_must_be_bound(self):
     tx = edgc_jax.allreduce(fast_axis="ici")

@@ -118,20 +118,76 @@ class ReshardingTest(parameterized.TestCase):
         tx, run.params, run.state, mesh=then.mesh, param_specs=then.param_specs
       )
 
-  def test_lost_residuals_are_told(self):
-    """Parts of a quarter save too little."""
-    tx = edgc_jax.powersgd(8, min_ratio=2.0)
+  def test_leaves_that_are_not_compressed_any_more(self):
+    """Parts of a quarter save too little: their residuals are lost, and told.
+
+    On the way back they start from zero.
+    """
+    tx = optax.chain(edgc_jax.powersgd(8, min_ratio=2.0), optax.adam(3e-3))
     run = ShardedRun(tx, data=2, fsdp=2)
     run.train(2)
-    then = ShardedRun(edgc_jax.powersgd(8, min_ratio=4.0), data=2, fsdp=2)
     with self.assertWarnsRegex(RuntimeWarning, "Residuals of . leaves"):
-      edgc_jax.resize_shards(
-        then.tx,
-        run.params,
-        run.state,
-        mesh=then.mesh,
-        param_specs=then.param_specs,
-      )
+      then = moved(run, tx, data=2, fsdp=4)
+    there, gone = (set(r.state[0].stats.matrices.rank) for r in (run, then))
+    self.assertEqual(there, gone)
+    back = moved(then, tx, data=2, fsdp=2)
+    self.assertFalse(np.any(back.state[0].exchange.residual["up"]))
+    self.assertTrue(np.isfinite(back.train(2)).all())
+
+  @parameterized.named_parameters(
+    ("edgc", edgc),
+    ("accumulate", lambda: edgc_jax.accumulate(edgc(), every=4)),
+  )
+  def test_before_the_first_exchange(self, make):
+    """No rank was in use, and dense is not compiled: training goes on."""
+    tx = make()
+    run = ShardedRun(tx, data=2, fsdp=2)
+    if make is not edgc:
+      run.train(1)
+    then = moved(run, tx, data=2, fsdp=4)
+    first = then.params["up"]
+    then.train(4)
+    self.assertGreater(edgc_jax.metrics(then.state)["rank"], 0)
+    self.assertGreater(float(abs(then.params["up"] - first).max()), 1e-4)
+
+  def test_stacks_keep_their_entropies(self):
+    """Shards that divide a stack of layers hold whole matrices."""
+    params = {"stack": {"kernel": np.ones((4, 32, 32), np.float32)}}
+    tx = edgc_jax.edgc(rank_max=4, min_ratio=1.0)
+    specs = {"stack": {"kernel": P("fsdp")}}
+    mesh = ShardedRun(tx, data=2, fsdp=2).mesh
+    init = jax.shard_map(
+      tx.init,
+      mesh=mesh,
+      in_specs=(specs,),
+      out_specs=edgc_jax.state_specs(tx, params, mesh=mesh, param_specs=specs),
+    )
+    state = jax.device_get(jax.jit(init)(params))
+    entropies = np.array([[[1.0, 2.0], [3.0, 4.0]]], np.float32)
+    state = state._replace(
+      count=np.int32(1),
+      controller=state.controller._replace(entropies=entropies),
+    )
+    four = ShardedRun(tx, data=2, fsdp=4).mesh
+    found = edgc_jax.resize_shards(
+      tx, params, state, mesh=four, param_specs=specs
+    )
+    np.testing.assert_array_equal(
+      found.controller.entropies, [[[1.0], [2.0], [3.0], [4.0]]]
+    )
+
+  def test_two_reducers_without_matrices(self):
+    tx = optax.partition(
+      {"m": edgc_jax.allreduce(), "v": edgc_jax.allreduce()},
+      lambda tree: jax.tree.map(lambda p: "m" if p.ndim > 1 else "v", tree),
+    )
+    run = ShardedRun(tx, data=2, fsdp=2)
+    then = ShardedRun(tx, data=2, fsdp=4)
+    state = jax.tree.map(lambda x: np.asarray(x) + 3, jax.device_get(run.state))
+    found = edgc_jax.resize_shards(
+      tx, run.params, state, mesh=then.mesh, param_specs=then.param_specs
+    )
+    self.assertEqual(jax.tree.structure(found), jax.tree.structure(then.state))
 
   def test_without_a_reducer(self):
     run = ShardedRun(edgc_jax.powersgd(4), data=2, fsdp=2)
@@ -140,7 +196,10 @@ class ReshardingTest(parameterized.TestCase):
     found = edgc_jax.resize_shards(
       tx, run.params, state, mesh=run.mesh, param_specs=P()
     )
-    self.assertEqual(jax.tree.structure(found), jax.tree.structure(state))
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+    sharding = jax.sharding.NamedSharding(run.mesh, P())
+    for leaf in jax.tree.leaves(found):
+      self.assertTrue(leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
 
 
 if __name__ == "__main__":
