@@ -34,30 +34,21 @@ def test_dense_is_unsharded(tmp_path):
   assert summary["traces"] == 1
 
 
-@pytest.mark.parametrize("reducer", ["edgc", "powersgd"])
-def test_resumes_bit_for_bit(tmp_path, reducer):
+def test_resumes_bit_for_bit(tmp_path):
   """A run that was cut off continues as if it had not been."""
-  whole = cut_runs.run(config_of(tmp_path / "whole", reducer))
-  cut_runs.run(config_of(tmp_path / "cut", reducer), cut_after=5)
-  resumed = cut_runs.run(config_of(tmp_path / "cut", reducer))
+  whole = cut_runs.run(config_of(tmp_path / "whole", "edgc"))
+  cut_runs.run(config_of(tmp_path / "cut", "edgc"), cut_after=5)
+  resumed = cut_runs.run(config_of(tmp_path / "cut", "edgc"))
   assert cut_runs.lines_of(resumed) == cut_runs.lines_of(whole)
   assert (whole.folder.path / "report.html").exists() == (
     resumed.folder.path / "report.html"
   ).exists()
 
 
-def test_resumes_on_another_number_of_replicas(tmp_path):
-  config = config_of(tmp_path / "cut", "powersgd")
-  cut_runs.run(config, cut_after=5)
-  config.mesh.data = 4
-  resumed = cut_runs.run(config)
-  assert np.isfinite(cut_runs.lines_of(resumed)[-1]["loss"])
-
-
 def test_resumes_on_another_number_of_shards(tmp_path, capsys):
   """More cases are in tests/runs/other_shards_test.py."""
-  config = config_of(tmp_path / "cut", "edgc", 4, 2)
-  whole = cut_runs.run(config_of(tmp_path / "whole", "edgc", 4, 2))
+  config = config_of(tmp_path / "cut", "powersgd", 4, 2)
+  whole = cut_runs.run(config_of(tmp_path / "whole", "powersgd", 4, 2))
   cut_runs.run(config, cut_after=5)
   config.mesh.update(data=2, fsdp=4)
   resumed = cut_runs.run(config)

@@ -50,7 +50,7 @@ class DescriptionTest(parameterized.TestCase):
     spread = lambda p: jnp.ones((2, *p.shape), p.dtype)  # noqa: E731
     gradients = jax.tree.map(spread, PARAMS)
     update = jax.vmap(tx.update, axis_name="data", in_axes=(0, None))
-    _, state = update(gradients, tx.init(PARAMS))
+    _, state = jax.jit(update)(gradients, tx.init(PARAMS))
     found = edgc_jax.metrics(jax.tree.map(lambda x: x[0], state))
     rung = part.ladder.index(found["rank"])
     # Checks of the replicas, and samples of the entropy.

@@ -8,8 +8,11 @@ pytestmark = pytest.mark.usefixtures("without_cache")
 
 CASES = [
   ("edgc", (2, 2), (2, 1), "shard_map"),
+  ("edgc", (4, 2), (2, 4), "shard_map"),
   ("edgc", (2, 1), (2, 4), "shard_map"),
   ("powersgd", (2, 2), (4, 1), "pmap"),
+  ("powersgd", (2, 2), (4, 2), "shard_map"),
+  ("powersgd", (2, 2), (2, 2), "shard_map"),
   ("allreduce", (4, 2), (2, 4), "shard_map"),
 ]
 
@@ -30,4 +33,4 @@ def test_resumes(tmp_path, reducer, before, after, backend):
   found, expected = (
     cut_runs.lines_of(trainer)[-1]["val_loss"] for trainer in (resumed, whole)
   )
-  assert np.isclose(found, expected, rtol=0.01)
+  assert np.isclose(found, expected, rtol=0.01 if before != after else 0)

@@ -1,5 +1,7 @@
 """A state continues on another number of shards, and of replicas."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -46,6 +48,17 @@ def moved(run, tx, **shape):
   return then
 
 
+@functools.cache
+def trained(make):
+  """A run of 4 replicas of 2 shards after 10 steps; the loss of the next."""
+  run = ShardedRun(make(), data=4, fsdp=2)
+  run.train(10)
+  at_ten = run.params, run.state
+  (loss,) = run.train(1, start=10)
+  run.params, run.state = at_ten
+  return run, loss
+
+
 def mean_residuals(run):
   residual = run.state[0].exchange.residual
   return {
@@ -60,10 +73,8 @@ class ReshardingTest(parameterized.TestCase):
     shape=({"data": 2, "fsdp": 4}, {"data": 4}, {"data": 2, "tensor": 2}),
   )
   def test_nothing_is_lost(self, make, shape):
-    tx = make()
-    run = ShardedRun(tx, data=4, fsdp=2)
-    run.train(10)
-    then = moved(run, tx, **shape)
+    run, last = trained(make)
+    then = moved(run, run.tx, **shape)
     before, after = mean_residuals(run), mean_residuals(then)
     for name in SHAPES:
       np.testing.assert_allclose(
@@ -79,7 +90,6 @@ class ReshardingTest(parameterized.TestCase):
     self.assertAlmostEqual(
       now["compression_ratio"], was["compression_ratio"], places=4
     )
-    last = run.train(1, start=10)[0]
     losses = then.train(8, start=10)
     self.assertAlmostEqual(losses[0], last, delta=1e-5 * last)
     self.assertLess(losses[-1], last)
@@ -103,10 +113,10 @@ class ReshardingTest(parameterized.TestCase):
   def test_learns_as_if_nothing_had_happened(self):
     """Factors start anew: the loss is soon that of an uninterrupted run."""
     tx = edgc()
-    whole, first = (ShardedRun(tx, data=4, fsdp=2) for _ in range(2))
-    expected = whole.train(60)
-    first.train(20)
-    then = moved(first, tx, data=2, fsdp=4)
+    run = ShardedRun(tx, data=4, fsdp=2)
+    run.train(20)
+    then = moved(run, tx, data=2, fsdp=4)
+    expected = run.train(40, start=20)
     found = then.train(40, start=20)
     self.assertAlmostEqual(found[-1] / expected[-1], 1.0, delta=0.02)
 
