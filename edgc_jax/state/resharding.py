@@ -71,8 +71,11 @@ def resize_shards(
   init = jax.shard_map(
     lambda p: tx.init(p), mesh=mesh, in_specs=own, out_specs=specs
   )
+  placed = jax.tree.map(
+    lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, *own
+  )
   with plans_seen() as seen:
-    fresh = jax.jit(init)(params)
+    fresh = jax.jit(init)(placed)
 
   def convert(path: tuple, new: Any, old: Any) -> Any:
     if isinstance(new, ReducerState):

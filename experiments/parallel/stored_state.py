@@ -148,10 +148,13 @@ class StoredForm:
     opt_state = edgc_jax.resize_replicas(
       opt_state, before.specs[1], replicas, self._replicas, self.data_axis
     )
-    placed = jax.tree.map(self._placed, params, self.specs[0])
+    # Arrays that were loaded as a whole may lie on one device.
+    params = jax.tree.map(
+      lambda x, spec: self._placed(np.asarray(x), spec), params, self.specs[0]
+    )
     opt_state = edgc_jax.resize_shards(
       tx,
-      placed,
+      params,
       opt_state,
       self.data_axis,
       mesh=self.mesh,
