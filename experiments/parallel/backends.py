@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from ml_collections import ConfigDict
 
 from experiments.models.gpt2 import GPT2Config
@@ -104,5 +104,6 @@ def form_on(
     shards: Its number of shards.
   """
   sizes = {DATA: replicas} | ({SHARD: shards} if shards > 1 else {})
-  mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+  types = (AxisType.Auto,) * len(sizes)
+  mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
   return stored_form(model, tx, mesh)
