@@ -168,3 +168,12 @@ def code_of(wire_dtype: Any) -> Bfloat16 | NativeBfloat16 | None:
       " use bfloat16 for half the bytes."
     )
   return _WIRE_CODES[name]
+
+
+def name_of(code: Bfloat16 | NativeBfloat16 | None) -> str:
+  """Returns the `wire_dtype` that names a code.
+
+  >>> name_of(code_of("bfloat16"))
+  'bfloat16'
+  """
+  return next(name for name, own in _WIRE_CODES.items() if own == code)

@@ -72,9 +72,8 @@ def mean_where_varying(tree: Any, fast: FastAxis) -> Any:
     axes += [a for a in own if is_varying(x, a)]
     if not axes:
       return x
-    return lax.pmean(x.astype(fast.dtype or x.dtype), tuple(axes)).astype(
-      x.dtype
-    )
+    narrow = x.astype(fast.dtype or x.dtype)
+    return lax.pmean(narrow, tuple(axes)).astype(x.dtype)
 
   return jax.tree.map(average, tree)
 

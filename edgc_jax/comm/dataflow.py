@@ -62,8 +62,9 @@ class Axes(NamedTuple):
 
   def shards(self, tree: Any) -> list[tuple[str, ...]]:
     """Returns the axes over which each leaf is sharded, sorted."""
+    known = self.known
     return [
-      tuple(sorted(set(varying_axes(leaf)) - self.known))
+      tuple(sorted(set(varying_axes(leaf)) - known))
       for leaf in jax.tree.leaves(tree)
     ]
 

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from edgc_jax import validation
-from edgc_jax.comm.codes import Bfloat16, NativeBfloat16
+from edgc_jax.comm.codes import name_of
 from edgc_jax.comm.dataflow import Axes, names
 from edgc_jax.compression.entrywise import EntrywisePlan
 from edgc_jax.plan.leaves import Leaf, arrays_of
@@ -132,7 +132,7 @@ def _part(reviewed: Reviewed, replicas: int, mesh: Any) -> Part:
   axes, plans = reviewed
   if mesh is not None:
     validation.require(
-      axes.known & set(mesh.shape) == axes.known,
+      axes.known <= set(mesh.shape),
       "mesh",
       dict(mesh.shape),
       f"a mesh with the axes of the reducer, {sorted(axes.known)}",
@@ -169,8 +169,7 @@ def _method(plan: Plan, ladder: tuple[int, ...]) -> str:
   if isinstance(plan, EntrywisePlan):
     method = getattr(plan.compressor, "code", plan.compressor)
     return f"entry by entry ({type(method).__name__.lower()})"
-  codes = {NativeBfloat16: "native_bfloat16", Bfloat16: "bfloat16"}
-  code = f" in {codes[type(plan.code)]}" if plan.code else ""
+  code = f" in {name_of(plan.code)}" if plan.code else ""
   if not any(ladder):
     return f"dense{code}"
   ranks = ", ".join(str(rank) for rank in ladder if rank)

@@ -238,7 +238,8 @@ def _stats(old: Stats, new: Stats, dense_bytes: int) -> Stats:
 
 def _residuals(old: Any, new: Any) -> Any:
   """Returns the old residuals, and zeros for leaves that had none."""
-  kept, lost = _by_path(old), set(_by_path(old)) - set(_by_path(new))
+  kept = _by_path(old)
+  lost = kept.keys() - _by_path(new).keys()
   if any(np.any(kept[path]) for path in lost):
     warnings.warn(
       f"Residuals of {len(lost)} leaves, such as {min(lost)}, are lost: their"

@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from ml_collections import ConfigDict
 
 from experiments.models.gpt2 import GPT2Config
+from experiments.parallel import layout, meshes
 from experiments.parallel.mesh_backend import OnMesh, stored_form
-from experiments.parallel.meshes import DATA, SHARD
 from experiments.parallel.pmap_backend import Pmap
 from experiments.parallel.stored_state import Stored, StoredForm
 
@@ -103,7 +103,7 @@ def form_on(
     replicas: Its number of replicas.
     shards: Its number of shards.
   """
-  sizes = {DATA: replicas} | ({SHARD: shards} if shards > 1 else {})
-  types = (AxisType.Auto,) * len(sizes)
-  mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
-  return stored_form(model, tx, mesh)
+  shape = meshes.shape_of(replicas, shards=shards)
+  types = (AxisType.Auto,) * len(shape)
+  mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=types)
+  return stored_form(layout.of_params(model, shape), tx, mesh)

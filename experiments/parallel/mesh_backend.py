@@ -42,7 +42,10 @@ class OnMesh:
     self._mesh = mesh
     self.rows = functools.partial(meshes.rows_of, mesh)
     self._blank = functools.partial(meshes.blank_rows, self.rows, model.context)
-    self._fresh, _, param_specs = layout.of_params(model, mesh.shape)
+    params = layout.of_params(model, mesh.shape)
+    self._fresh = params.init
+    self.stored = stored_form(params, tx, mesh)
+    param_specs, specs = self.stored.specs
     if STAGE in mesh.shape:
       value_and_grad = functools.partial(
         gpt2_stages.value_and_grad, model, num_microbatches
@@ -59,8 +62,6 @@ class OnMesh:
     self.num_params = sum(
       p.size for p in jax.tree.leaves(gpt2.param_shapes(model))
     )
-    self.stored = stored_form(model, tx, mesh)
-    specs = self.stored.specs[1]
     everywhere, rows = PartitionSpec(), meshes.batch_spec(mesh)
 
     def step(
@@ -160,12 +161,12 @@ class OnMesh:
 
 
 def stored_form(
-  model: GPT2Config,
+  params: layout.Layout,
   tx: optax.GradientTransformation,
   mesh: Mesh | AbstractMesh,
 ) -> StoredForm:
   """Returns the stored form of a state on a mesh, which need not exist."""
-  _, shapes, param_specs = layout.of_params(model, mesh.shape)
+  _, shapes, param_specs = params
   specs = edgc_jax.state_specs(
     tx, shapes, DATA, mesh=mesh, param_specs=param_specs
   )

@@ -1,6 +1,6 @@
 """Meshes of stages, replicas and shards; each process's rows of a batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -9,6 +9,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from experiments.models import gpt2_shards, gpt2_stages
 
 DATA, STAGE, SHARD = "data", gpt2_stages.AXIS, gpt2_shards.AXIS
+
+
+def shape_of(
+  replicas: int, stages: int = 1, shards: int = 1
+) -> Mapping[str, int]:
+  """Returns the size of each axis of a mesh; arguments as for `make_mesh`."""
+  shape = {STAGE: stages, DATA: replicas, SHARD: shards}
+  return {name: n for name, n in shape.items() if n > 1 or name == DATA}
 
 
 def make_mesh(replicas: int, stages: int, shards: int = 1) -> Mesh:
@@ -21,8 +29,7 @@ def make_mesh(replicas: int, stages: int, shards: int = 1) -> Mesh:
     stages: Number of pipeline stages.
     shards: Number of devices among which each replica shards its parameters.
   """
-  shape = {STAGE: stages, DATA: replicas, SHARD: shards}
-  shape = {name: n for name, n in shape.items() if n > 1 or name == DATA}
+  shape = shape_of(replicas, stages, shards)
   return jax.make_mesh(
     tuple(shape.values()),
     tuple(shape),

@@ -244,9 +244,8 @@ def _bytes_of_step(config: str, options: str) -> Callable[[int], int]:
     )
   model = gpt2.GPT2Config(**values.model.to_dict())
   shards = values.mesh.fsdp
-  sizes = {meshes.DATA: values.mesh.data}
-  sizes |= {meshes.SHARD: shards} if shards > 1 else {}
-  shapes = layout.of_one_device(model, sizes)
+  mesh_shape = meshes.shape_of(values.mesh.data, shards=shards)
+  shapes = layout.of_one_device(model, mesh_shape)
   same = {name: values.powersgd[name] for name in _SHARED}
   return functools.cache(
     lambda rank: (

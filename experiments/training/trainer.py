@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from experiments.models import gpt2
-from experiments.parallel import backends, layout, meshes
+from experiments.parallel import backends, meshes
 from experiments.parallel.stored_state import StoredForm
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
 from experiments.runs.run_folder import RunFolder, environment
@@ -74,10 +74,10 @@ class Trainer:
       self.times = times.options_of(config, self.model, mesh)
     self.tx = make_optimizer(config, meshes.DATA, self.times)
     self.parallel = backends.make(config, self.model, self.tx, mesh)
-    params = layout.of_params(self.model, mesh.shape)
+    form = self.parallel.stored
     self._leaves = str(
       edgc_jax.describe(
-        self.tx, params.shapes, mesh=mesh, param_specs=params.specs
+        self.tx, form.shapes[0], mesh=mesh, param_specs=form.specs[0]
       )
     )
     self._load_params = None
@@ -141,7 +141,7 @@ class Trainer:
     if not step:
       return progress
     replicas = about["replicas"]
-    shards = about.get("shards", self.folder.shards())
+    shards = about["shards"] if "shards" in about else self.folder.shards()
     before = self._form_before(replicas, shards)
     template = (before or self.parallel.stored).template(replicas)
     trees = self.checkpoints.load(step, template)
