@@ -77,7 +77,7 @@ def base(reducer: str) -> ConfigDict:
         "window": 1000,  # steps; 0: a fortieth of the run's steps
         "warmup_steps": 1000,
         "min_ratio": 2.0,
-        "wire_dtype": "float32",  # or bfloat16, native_bfloat16
+        "wire_dtype": "float32",  # or bfloat16, int8, int4, native_bfloat16
         "sampling": {
           "step_rate": 0.1,  # fraction of steps sampled
           "entry_rate": 0.25,  # fraction of entries read

@@ -55,6 +55,9 @@ REDUCERS = {
   "powersgd_bfloat16": lambda: edgc_jax.powersgd(
     3, wire_dtype=jnp.bfloat16, warmup_steps=2, min_ratio=1.2
   ),
+  "powersgd_int4": lambda: edgc_jax.powersgd(
+    3, wire_dtype="int4", warmup_steps=2, min_ratio=1.2
+  ),
   "topk": lambda: edgc_jax.topk(0.1, min_size=1),
   "randomk": lambda: edgc_jax.randomk(0.1, min_size=1),
   "quantize": lambda: edgc_jax.quantize(
@@ -65,6 +68,7 @@ REDUCERS = {
 # Compiled on one backend only: others test the same code on both.
 ONCE = {
   "edgc_published": "pmap", "edgc_bfloat16": "pmap",
+  "powersgd_int4": "shard_map",
   "randomk": "shard_map",
   "signsgd": "pmap",
 }  # fmt: skip

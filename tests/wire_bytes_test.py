@@ -129,12 +129,33 @@ class WireBytesTest(parameterized.TestCase):
       edgc_jax.wire_bytes(PARAMS, 0, wire_dtype="native_bfloat16"),
     )
 
-  def test_encoded_factors_at_every_rung(self):
-    options = {"wire_dtype": "bfloat16"}
+  @parameterized.parameters("int8", "int4")
+  def test_integers(self, name):
+    """A value has one byte or half a byte, in blocks, unless blocks waste."""
+    code = code_of(name)
+
+    def padded(size, parts=1):
+      return -(-size // (parts * code.granule)) * parts * code.granule
+
+    p = sum(map(padded, (12 * 40, 4 * 96, 4 * 64, 4 * 20)))
+    q = sum(map(padded, (12 * 64, 4 * 160, 4 * 48, 4 * 20, 300)))
+    params = {**PARAMS, "bias": jnp.zeros(300)}
+    found = edgc_jax.wire_bytes(params, 4, wire_dtype=name, replicas=4)
+    # The scalar would take a block.
+    exact = 4 * (17 * 6 + 1)
+    encoded = code.num_bytes(padded(p, 4)) + code.num_bytes(padded(q, 4))
+    self.assertEqual(found, encoded + exact)
+    run = BACKENDS["pmap"](edgc_jax.powersgd(4, wire_dtype=name), params)
+    text = run.compiled(gradients_like(params, seed=0))
+    self.assertEqual(hlo.wire_bytes_outside_branches(text), found)
+
+  @parameterized.parameters("bfloat16", "int8")
+  def test_encoded_factors_at_every_rung(self, wire_dtype):
+    options = {"wire_dtype": wire_dtype}
     rule = edgc_jax.RankRule(warmup_rank=None)
     tx = edgc_jax.edgc(rank_max=8, rank_min=4, window=10, rule=rule, **options)
     text = BACKENDS["pmap"](tx, PARAMS).compiled(gradients_like(PARAMS, seed=0))
-    plan = make_plan(PARAMS, (0, 4, 8), code=code_of("bfloat16"))
+    plan = make_plan(PARAMS, (0, 4, 8), code=code_of(wire_dtype))
     expected = [plan.wire_bytes(rank, replicas=4) for rank in plan.ladder]
     self.assertEqual(hlo.wire_bytes_by_rung(text), [expected])
     for rank, own in zip(plan.ladder, expected, strict=True):

@@ -30,7 +30,7 @@ class Exchange(NamedTuple):
   """
 
   averaged: list[jax.Array]  # in the leaves' dtypes; see `zeros_unless`
-  residual: list[jax.Array]  # float32, compressible leaves, local
+  residual: list[jax.Array]  # float32, of `plan.with_residual`, local
   factors: list[jax.Array]  # Q, as in the state
   columns: list[jax.Array]  # float32 [k, columns], squared norms of Q' columns
   lost: list[jax.Array]  # float32 [k], |mean_i residual_i|^2, from a sketch
@@ -60,8 +60,7 @@ class ExchangeFn(Protocol):
       plan: Static: leaves, ladder, encoding.
       rung: int32 [], index into the ladder, equal on all replicas.
       gradients: All leaves in order, local.
-      residuals: Residuals of the compressible leaves; none without error
-        feedback.
+      residuals: Residuals of the leaves of `plan.with_residual`.
       factors: Q of the compressible leaves.
       key: Source of all random draws; equal on all replicas, new at each step.
       axis_name: The bound axis of the replicas.

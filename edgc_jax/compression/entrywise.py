@@ -15,7 +15,7 @@ are sent, and how:
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -92,10 +92,7 @@ class EntrywisePlan(Plan):
   compressor: Compressor
   min_size: int
   error_feedback: bool
-
-  @property
-  def has_factors(self) -> bool:
-    return False
+  has_factors: ClassVar[bool] = False
 
   @property
   def has_residual(self) -> bool:

@@ -15,15 +15,12 @@ from edgc_jax.plan.plan import Plan
 
 
 def init_residual(plan: Plan) -> list[jax.Array]:
-  """Returns zeros for each compressible leaf, or none without error feedback.
+  """Returns zeros for each leaf of `plan.with_residual`.
 
   Residuals are float32, as large as the leaves, and local to a replica.
   """
-  if not plan.has_residual:
-    return []
-  return [
-    jnp.zeros(plan.leaves[i].shape, jnp.float32) for i in plan.compressible
-  ]
+  shapes = [plan.leaves[i].shape for i in plan.with_residual]
+  return [jnp.zeros(shape, jnp.float32) for shape in shapes]
 
 
 def added(gradient: jax.Array, residual: jax.Array) -> jax.Array:
@@ -40,11 +37,10 @@ def all_added(
   Args:
     plan: Names the leaves with a residual.
     gradients: All leaves, local.
-    residuals: Arrays of the compressible leaves, none without error feedback.
+    residuals: Arrays of these leaves.
   """
   matrices = [g.astype(jnp.float32) for g in gradients]
-  members = plan.compressible if plan.has_residual else ()
-  for i, e in zip(members, residuals, strict=True):
+  for i, e in zip(plan.with_residual, residuals, strict=True):
     matrices[i] = added(gradients[i], e)
   return matrices
 

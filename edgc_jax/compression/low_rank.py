@@ -107,7 +107,7 @@ def exchange(
     rung: int32 [], index into the ladder, equal on all replicas; at least
       `plan.first_rung`.
     gradients: All leaves in order, local.
-    residuals: Residuals of the compressible leaves.
+    residuals: Residuals of the leaves of `plan.with_residual`.
     factors: Q of the compressible leaves.
     key: Source of new directions, signs of sketches and random rounding; equal
       on all replicas, new at each step.
@@ -127,8 +127,12 @@ def exchange(
     for group in plan.groups
   ]
   of_leaves = [
-    dict(zip(plan.compressible, arrays, strict=True))
-    for arrays in (residuals, factors, plan.by_leaf(ranks))
+    dict(zip(members, arrays, strict=True))
+    for members, arrays in (
+      (plan.with_residual, residuals),
+      (plan.compressible, factors),
+      (plan.compressible, plan.by_leaf(ranks)),
+    )
   ]
   operands = _Operands(rung, key, earlier, list(gradients), *of_leaves)
   if len(branches) == 1:
@@ -144,8 +148,8 @@ def exchange(
 class _Operands(NamedTuple):
   """Arguments of the branches of an exchange.
 
-  Compressible leaves are named by their index in the plan. Indices rise, so the
-  order in which JAX rebuilds a dict is that of `plan.compressible`.
+  Leaves are named by their index in the plan. Indices rise, so the order in
+  which JAX rebuilds a dict is that of `plan.compressible`, or `with_residual`.
   """
 
   rung: jax.Array  # int32 []

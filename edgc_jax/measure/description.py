@@ -185,8 +185,9 @@ def _sent_as(leaf: Leaf, plan: Plan) -> str:
   """Returns the matrices of a leaf, or why it is sent dense."""
   if leaf.placement == "shared":
     return "dense: shared by all stages"
+  dense = f"dense in {name_of(plan.code)}" if plan.is_encoded(leaf) else "dense"
   if leaf.view is None:
-    return "dense: no matrix"
+    return f"{dense}: no matrix"
   count, rows, cols = leaf.view
   if plan.is_compressed(leaf):
     if isinstance(plan, EntrywisePlan):
@@ -199,7 +200,9 @@ def _sent_as(leaf: Leaf, plan: Plan) -> str:
   if not ranks:
     return "dense"
   ratio = rows * cols / (min(*ranks, rows, cols) * (rows + cols))
-  return f"dense: {rows} x {cols} at rank {min(ranks)} saves {ratio:.1f} times"
+  return (
+    f"{dense}: {rows} x {cols} at rank {min(ranks)} saves {ratio:.1f} times"
+  )
 
 
 def _table(part: Part) -> str:

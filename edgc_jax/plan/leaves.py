@@ -365,36 +365,31 @@ def require_same_leaves(updates: Any, like: Any) -> None:
 
 
 def require_shapes(
+  name: str,
   leaves: Sequence[Leaf],
-  residuals: Sequence[jax.Array],
-  factors: Sequence[jax.Array],
-  factor_shapes: Sequence[tuple[int, ...]],
+  arrays: Sequence[jax.Array],
+  shapes: Sequence[tuple[int, ...]],
 ) -> None:
   """Raises unless the state's arrays have the shapes of one replica.
 
   Only shapes distinguish the arrays of one replica from global ones.
 
   Args:
-    leaves: The compressible leaves.
-    residuals: Their residuals; may be empty.
-    factors: Their factors Q; may be empty.
-    factor_shapes: Expected shapes of Q.
+    name: Of the arrays.
+    leaves: The leaves that they belong to.
+    arrays: The arrays; may be empty.
+    shapes: Expected shapes.
 
   Raises:
     ValueError: if an array has another shape.
   """
-  shapes = [leaf.shape for leaf in leaves]
-  for name, arrays, expected in (
-    ("residual", residuals, shapes),
-    ("factor_q", factors, factor_shapes),
-  ):
-    for leaf, x, shape in zip(leaves, arrays, expected, strict=False):
-      if tuple(x.shape) != tuple(shape):
-        raise ValueError(
-          f"`state` must be the state of one replica, with a {name} of shape"
-          f" {tuple(shape)} for the leaf at {leaf.path or 'the root'}, got"
-          f" {tuple(x.shape)}; under jax.shard_map create it inside, with"
-          " jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(),"
-          " out_specs=edgc_jax.state_specs(tx, params)), and resize a state of"
-          " another number of replicas with edgc_jax.resize_replicas."
-        )
+  for leaf, x, shape in zip(leaves, arrays, shapes, strict=False):
+    if tuple(x.shape) != tuple(shape):
+      raise ValueError(
+        f"`state` must be the state of one replica, with a {name} of shape"
+        f" {tuple(shape)} for the leaf at {leaf.path or 'the root'}, got"
+        f" {tuple(x.shape)}; under jax.shard_map create it inside, with"
+        " jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(),"
+        " out_specs=edgc_jax.state_specs(tx, params)), and resize a state of"
+        " another number of replicas with edgc_jax.resize_replicas."
+      )

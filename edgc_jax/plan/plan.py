@@ -10,14 +10,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from edgc_jax.comm import averages
-from edgc_jax.comm.codes import Bfloat16, NativeBfloat16
+from edgc_jax.comm.codes import Code, NativeBfloat16
 from edgc_jax.plan.leaves import (
   Leaf,
   PlacementFn,
@@ -81,8 +81,10 @@ class Plan:
   min_ratio: float
   positions: tuple[int, ...]
   spread: int = 1
-  code: Bfloat16 | NativeBfloat16 | None = None
+  code: Code | NativeBfloat16 | None = None
   first_rung: int = 0
+  has_factors: ClassVar[bool] = True  # whether the state keeps factors Q
+  has_residual: ClassVar[bool] = True  # and residuals of what are factors
 
   def columns(self, leaf: Leaf, rank: int) -> int:
     """Returns the columns of a leaf's factors at a rung's rank; 0 if dense.
@@ -95,10 +97,7 @@ class Plan:
     return min(rank, rows, cols) if self.saves(rows, cols, rank) else 0
 
   def saves(self, rows: Any, cols: Any, rank: Any) -> Any:
-    """Returns whether factors of [rows, cols] save at least `min_ratio`.
-
-    The arguments are integers, or arrays that broadcast.
-    """
+    """Returns whether factors save at least `min_ratio`; arrays broadcast."""
     columns = np.minimum(rank, np.minimum(rows, cols))
     # m n / (r (m + n)) >= min_ratio
     return rows * cols >= self.min_ratio * columns * (rows + cols)
@@ -127,10 +126,17 @@ class Plan:
     """Entries of each leaf."""
     return tuple([math.prod(leaf.shape) for leaf in self.leaves])
 
+  def places(self, members: Sequence[int]) -> tuple[int, ...]:
+    """Returns the indices in the whole gradient of the leaves `members`."""
+    return tuple(self.positions[i] for i in members)
+
   @functools.cached_property
-  def places(self) -> tuple[int, ...]:
-    """Index in the whole gradient of each compressible leaf."""
-    return tuple(self.positions[i] for i in self.compressible)
+  def with_residual(self) -> tuple[int, ...]:
+    """Indices of the leaves whose errors are fed back."""
+    kept = set(self.compressible if self.has_residual else ())
+    if self.code and self.code.needs_feedback:
+      kept |= {i for i, x in enumerate(self.leaves) if self.is_encoded(x)}
+    return tuple(sorted(kept))
 
   @functools.cached_property
   def matrices(self) -> tuple[Leaf, ...]:
@@ -223,23 +229,19 @@ class Plan:
     """Bytes of a dense float32 all-reduce of all leaves."""
     return BYTES_PER_VALUE * sum(self.leaf_sizes)
 
-  @property
-  def has_factors(self) -> bool:
-    """Whether the state keeps factors Q."""
-    return True
-
-  @property
-  def has_residual(self) -> bool:
-    """Whether the state keeps residuals, for error feedback."""
-    return True
-
   def is_encoded(self, leaf: Leaf) -> bool:
     """Returns whether a leaf is encoded when it is sent dense.
 
-    Vectors are not. If the ladder has ranks, only leaves that are factors at
-    some rung are: they have a residual.
+    If the code needs error feedback, all that get smaller are: they have a
+    residual. Otherwise vectors are not, and if the ladder has ranks, only
+    leaves that are factors at some rung are, which have a residual anyway.
     """
-    if self.code is None or leaf.view is None:
+    if self.code is None or leaf.placement == "shared":
+      return False
+    if self.code.needs_feedback:
+      (sent,) = averages.average_bytes([[leaf.size]], self.code)
+      return self.is_compressed(leaf) or sent < BYTES_PER_VALUE * leaf.size
+    if leaf.view is None:
       return False
     return not any(self.ladder) or self.is_compressed(leaf)
 
@@ -249,10 +251,7 @@ class Plan:
     return not isinstance(self.code, NativeBfloat16 | None)
 
   def all_reduces(self, rank: int) -> int:
-    """Returns the number of consecutive all-reduces in one exchange.
-
-    An all-to-all and its all-gather count as one.
-    """
+    """Counts consecutive all-reduces; an all-to-all and all-gather are one."""
     # Sketches and vectors are reduced separately from encoded values.
     exact = 1 if self.averages_in_parts else 0
     return (2 if self.sends_factors(rank) else 1) + exact

@@ -1,7 +1,6 @@
 """Builds the gradient transformation of every reducer.
 
-Reducers differ in the exchange, in the rank ladder, and in the policy that
-chooses a rung. Each step of `update` has six parts:
+Reducers differ in exchange, ladder and policy. Each `update` has six parts:
 
   open       checks the arguments and plans the exchange, from shapes alone
   choose     the policy chooses the rung, and the rank of each matrix
@@ -11,10 +10,9 @@ chooses a rung. Each step of `update` has six parts:
   account    bytes, errors and entropies of the step, for `metrics`
 
 On pipeline stages there are two exchanges. A stage's own leaves are sent first,
-at the stage's own rung, as soon as its backward pass is done. The other leaves
-(split over the stages, or shared by them) have to wait for stage 0 anyway. They
-are sent after the first exchange, at the rung of stage 0, so until then no
-stage waits for another.
+at its own rung, as soon as its backward pass is done. The other leaves, split
+over the stages or shared by them, have to wait for stage 0 anyway. They are
+sent next, at its rung, so until then no stage waits for another.
 
 On shards every device plans for its own parts of the leaves, with factors and
 ranks of its own. All shards are on one rung, and skip the same steps.
@@ -90,8 +88,7 @@ class Reducer:
   """Local gradients to their mean: `init` and `update` of a transformation.
 
   Attributes:
-    axes: The axes averaged over, which must be bound where `update` runs, and
-      the axis of the pipeline stages.
+    axes: Those averaged over, bound where `update` runs, and of the stages.
     plan_for: Maps a tree of parameters or gradients to the plan.
     policy_for: Maps the first plan, and the axes of shards, to the policy.
     seed: Seed of the first Q, and of all random draws in the steps.
@@ -376,25 +373,28 @@ def _exchange_state(
   residuals: Sequence[Sequence[jax.Array]],
 ) -> ExchangeState:
   """Arranges factors and residuals in trees like the parameters."""
-  plan, places = plans[0], [plan.places for plan in plans]
+  places = [plan.places(plan.compressible) for plan in plans]
+  fed_back = [plan.places(plan.with_residual) for plan in plans]
   return ExchangeState(
-    as_tree(places, tree, factors) if plan.has_factors else (),
-    as_tree(places, tree, residuals) if plan.has_residual else (),
+    as_tree(places, tree, factors) if plans[0].has_factors else (),
+    as_tree(fed_back, tree, residuals) if plans[0].has_residual else (),
   )
 
 
 def _carried(
   plans: Sequence[Plan], state: ExchangeState
 ) -> tuple[list[list[jax.Array]], list[list[jax.Array]]]:
-  """Returns Q and the residuals of each plan's compressible leaves.
+  """Returns Q and the residuals of each plan.
 
   Raises:
     ValueError: if an array has another shape than the state of one replica.
   """
-  places = [plan.places for plan in plans]
-  factors, residuals = [from_tree(places, tree) for tree in state]
+  factors = from_tree([p.places(p.compressible) for p in plans], state.factor_q)
+  fed_back = [plan.places(plan.with_residual) for plan in plans]
+  residuals = from_tree(fed_back, state.residual)
   for plan, q, e in zip(plans, factors, residuals, strict=True):
-    leaves_of.require_shapes(
-      [plan.leaves[i] for i in plan.compressible], e, q, plan.factor_shapes
-    )
+    kept = [plan.leaves[i] for i in plan.compressible]
+    leaves_of.require_shapes("factor_q", kept, q, plan.factor_shapes)
+    kept = [plan.leaves[i] for i in plan.with_residual]
+    leaves_of.require_shapes("residual", kept, e, [x.shape for x in kept])
   return factors, residuals

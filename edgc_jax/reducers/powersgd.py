@@ -58,7 +58,7 @@ def allreduce(
 
   >>> tx = optax.chain(allreduce(), optax.sgd(0.1))
   """
-  code = code_of(wire_dtype)
+  code = code_of(wire_dtype, has_feedback=False)
   return make_reducer(
     axis_name,
     functools.partial(make_plan, ladder=(0,), code=code),
@@ -91,7 +91,9 @@ def powersgd(
     update = P Q'^T,          residual_i' = M_i - P Q_i^T
 
   Wire: r (m + n) + 17 values instead of m n, in two all-reduces. Vectors, and
-  matrices that save less than `min_ratio`, are sent dense with the second.
+  matrices that save less than `min_ratio`, are sent dense with the second. A
+  value has 4 bytes, 2 in bfloat16, 1 + 2 / 128 in int8 or 1 / 2 + 2 / 256 in
+  int4.
 
   Args:
     rank: Columns of the factors, at most the smaller side of a matrix; or a
@@ -100,11 +102,12 @@ def powersgd(
     warmup_steps: Number of first steps that send dense gradients.
     min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
     wire_dtype: "float32"; "bfloat16", sent as integers and summed in float32,
-      with residuals that keep the rounding errors; or "native_bfloat16", summed
+      with residuals that keep the rounding errors; "int8" and "int4", sent with
+      a scale for each block of 128 or 256 values; or "native_bfloat16", summed
       by the platform's own all-reduce (XLA's CPU backend widens it and saves
-      nothing), which loses the rounding errors of the sum. Leaves without a
-      residual, which are vectors and matrices that are never compressed, are
-      sent as float32.
+      nothing), which loses the rounding errors of the sum. Vectors, and
+      matrices that are never compressed, are encoded as integers, with
+      residuals, but with bfloat16 sent as float32. See `comm.codes`.
     matrix_view: Maps a leaf's path and shape to (count, rows, cols), or to None
       for dense; by default `edgc_jax.layer_matrix`.
     stages: Pipeline stages; None if every device holds the whole model.

@@ -196,7 +196,7 @@ def matrix_stats(
     [p.by_leaf(v) for p, v in zip(plans, own, strict=False) if v is not None]
     for own in values
   ]
-  places = [plan.places for plan in plans]
+  places = [plan.places(plan.compressible) for plan in plans]
   return MatrixStats(
     *[
       as_tree(places[: len(own)], tree, own) if own else None for own in by_leaf

@@ -253,7 +253,7 @@ class EntrywiseTest(parameterized.TestCase):
     (lambda: edgc_jax.quantize(block=7), ValueError, "`block` must be even"),
     (lambda: edgc_jax.signsgd(block=12), ValueError, "a multiple of 8"),
     (lambda: edgc_jax.signsgd(min_size=0), ValueError, "`min_size` must be"),
-    (lambda: edgc_jax.edgc(wire_dtype="int8"), ValueError, "`wire_dtype`"),
+    (lambda: edgc_jax.edgc(wire_dtype="int2"), ValueError, "`wire_dtype`"),
   )  # fmt: skip
   def test_errors(self, make, kind, message):
     with self.assertRaisesRegex(kind, message):

@@ -33,8 +33,8 @@ MOVING = {
 REDUCERS = {
   "allreduce_bfloat16": lambda: edgc_jax.allreduce(wire_dtype="bfloat16"),
   "powersgd": lambda: edgc_jax.powersgd(12, min_ratio=1.2),
-  "powersgd_bfloat16": lambda: edgc_jax.powersgd(
-    {0: 12, 100: 6}, min_ratio=1.2, wire_dtype="bfloat16"
+  "powersgd_int4": lambda: edgc_jax.powersgd(
+    {0: 12, 100: 6}, min_ratio=1.2, wire_dtype="int4"
   ),
   "edgc": lambda: edgc(**MOVING),
   "edgc_bfloat16": lambda: edgc(

@@ -128,6 +128,15 @@ class DescriptionTest(parameterized.TestCase):
     ):
       self.assertIn(words, str(describe(tx, PARAMS)).splitlines()[0])
 
+  def test_vectors_in_integers(self):
+    tx = edgc_jax.powersgd(4, wire_dtype="int8")
+    (part,) = describe(tx, {**PARAMS, "bias": jnp.zeros(300)}).parts
+    self.assertIn("rank 4 in int8", part.method)
+    bias = rows_of(part)["['bias']"]
+    self.assertEqual(bias.sent_as, "dense in int8: no matrix")
+    # Three blocks of 128 values and 16 bits.
+    self.assertEqual(bias.wire_bytes, (3 * (128 + 2),))
+
   def test_a_dense_warm_up_does_not_hide_the_ranks(self):
     tx = edgc_jax.powersgd(4, warmup_steps=3)
     found = describe(tx, PARAMS)

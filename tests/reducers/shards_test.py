@@ -25,6 +25,7 @@ REDUCERS = {
   "allreduce": lambda: edgc_jax.allreduce(),
   "allreduce_bf16": lambda: edgc_jax.allreduce(wire_dtype="bfloat16"),
   "powersgd": lambda: edgc_jax.powersgd(4),
+  "powersgd_int8": lambda: edgc_jax.powersgd(4, wire_dtype="int8"),
   "edgc": lambda: edgc_jax.edgc(
     rank_max=8, rank_min=2, rule=edgc_jax.RankRule(rank_multiple=2),
     window=10, warmup_steps=10,

@@ -146,6 +146,23 @@ class StagesExchangeTest(parameterized.TestCase):
     self.assertIn((8, 8, 8, 0), seen)
     self.assertIn((2, 6, 8, 8), seen)
 
+  def test_integers_lose_nothing(self):
+    """Updates plus mean residuals are the gradients, on every stage."""
+    stages = edgc_jax.Stages("stage", placement, align="none")
+    tx = edgc_jax.powersgd(4, wire_dtype="int8", min_ratio=1.2, stages=stages)
+    run, owed, sent = Run(tx), 0.0, 0.0
+    for count in range(3):
+      grads = gradients(count)
+      updates = run.step(grads)
+      owed += np.asarray(grads["embedding"]).mean(1)
+      sent += updates["embedding"]
+      norm = np.asarray(grads["norm"]).sum(0).mean(0)
+      self.assert_close(updates["norm"][0], norm)
+    residual = np.asarray(find(run.state).exchange.residual["embedding"])
+    residual = residual.reshape(STAGES, REPLICAS, *owed.shape[1:]).mean(1)
+    self.assertGreater(np.abs(residual).max(), 0.1)
+    self.assert_close(sent + residual, owed)
+
   def assert_close(self, update, expected):
     error = np.linalg.norm(update - expected)
     self.assertLessEqual(error, 5e-6 * np.linalg.norm(expected))
