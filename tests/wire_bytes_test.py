@@ -137,13 +137,13 @@ class WireBytesTest(parameterized.TestCase):
     def padded(size, parts=1):
       return -(-size // (parts * code.granule)) * parts * code.granule
 
-    p = sum(map(padded, (12 * 40, 4 * 96, 4 * 64, 4 * 20)))
-    q = sum(map(padded, (12 * 64, 4 * 160, 4 * 48, 4 * 20, 300)))
+    p = sum(map(padded, (12 * 40, 4 * 96, 4 * 48, 4 * 20)))
+    q = sum(map(padded, (12 * 64, 4 * 160, 4 * 64, 4 * 20, 300)))
     params = {**PARAMS, "bias": jnp.zeros(300)}
     found = edgc_jax.wire_bytes(params, 4, wire_dtype=name, replicas=4)
     # The scalar would take a block.
     exact = 4 * (17 * 6 + 1)
-    encoded = code.num_bytes(padded(p, 4)) + code.num_bytes(padded(q, 4))
+    encoded = sum(code.num_bytes(padded(size, 4), 4) for size in (p, q))
     self.assertEqual(found, encoded + exact)
     run = BACKENDS["pmap"](edgc_jax.powersgd(4, wire_dtype=name), params)
     text = run.compiled(gradients_like(params, seed=0))

@@ -114,7 +114,7 @@ def average_bytes(
     sum(_padded(size, code.granule) for size in sizes) for sizes in groups
   ]
   granule = code.granule * replicas
-  return [code.num_bytes(_padded(total, granule)) for total in totals]
+  return [code.num_bytes(_padded(total, granule), replicas) for total in totals]
 
 
 def _pack(values: Sequence[jax.Array], code: Code, replicas: int) -> jax.Array:

@@ -162,7 +162,7 @@ def exchange(
     (v - sent).reshape(view)
     for v, sent, view in zip(values, received.sent, views, strict=True)
   ]
-  signs = linear_algebra.draw_signs(sketch_key, stacks)
+  signs = linear_algebra.draw_signs(sketch_key, [x.shape for x in stacks])
   sketched = [linear_algebra.sketches(x, signs) for x in (stacks, residual)]
   unit = jnp.ones((), jnp.float32)
   if values:

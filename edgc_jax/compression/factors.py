@@ -20,6 +20,7 @@ value. Only the collective has the length of a rung, so only the collective is
 in the branches of a switch over rungs.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +43,11 @@ class Stack(NamedTuple):
   ranks: jax.Array  # int32 [k]
   classes: tuple[int, ...]  # of width, rising; the last is the width of P and Q
 
+  @property
+  def is_tall(self) -> bool:
+    """Whether M has more rows than columns, so that P is on its columns."""
+    return self.gradient.shape[1] > self.gradient.shape[2]
+
   def in_class(
     self, rank: jax.Array, branches: Sequence[Callable], *args: Any
   ) -> Any:
@@ -59,7 +65,7 @@ def map_rows(
 ) -> list[Any]:
   """Maps the factor of each matrix, and the matrix, to other factors.
 
-    multiply(factorise(rows), M, *other)
+    multiply(is_tall, factorise(rows), M, *other)
 
   Args:
     stacks: The matrices.
@@ -82,10 +88,11 @@ def map_rows(
   # All calls of one function before the next: few changes of file to a reader.
   new = {j: each(factorise, factors[j]) for j in fixed}
   m = {j: added(stacks[j].gradient, stacks[j].residual) for j in fixed}
-  new = {j: jax.vmap(multiply)(new[j], m[j], *others[j]) for j in fixed}
+  times = [functools.partial(multiply, stack.is_tall) for stack in stacks]
+  new = {j: jax.vmap(times[j])(new[j], m[j], *others[j]) for j in fixed}
   for j, stack in enumerate(stacks):
     if j not in new:
-      new[j] = _in_classes(stack, factors[j], factorise, multiply, others[j])
+      new[j] = _in_classes(stack, factors[j], factorise, times[j], others[j])
   return [new[j] for j in range(len(stacks))]
 
 
@@ -135,7 +142,7 @@ def map_matrices(
 ) -> list[tuple[jax.Array, jax.Array]]:
   """Maps the factors of each stack to its new gradient and residual.
 
-    mean, sent = multiply(*factors)
+    mean, sent = multiply(is_tall, *factors)
     finish(mean, M - sent, gradient, residual)
 
   A stack is one batch, in the class of its widest matrix: a loop over matrices
@@ -153,12 +160,15 @@ def map_matrices(
     The new gradients and residuals of each stack, [k, m, n].
   """
   fixed = [j for j, stack in enumerate(stacks) if len(stack.classes) == 1]
-  products = {j: jax.vmap(multiply)(*factors[j]) for j in fixed}
+  times = [functools.partial(multiply, stack.is_tall) for stack in stacks]
+  products = {j: jax.vmap(times[j])(*factors[j]) for j in fixed}
   new, before = [], ()
   for j, (stack, (*rows, last)) in enumerate(zip(stacks, factors, strict=True)):
     if j not in products:
       branches = [
-        lambda rows, size=size: jax.vmap(multiply)(*[x[:, :size] for x in rows])
+        lambda rows, size=size, times=times[j]: jax.vmap(times)(
+          *[x[:, :size] for x in rows]
+        )
         for size in stack.classes
       ]
       # One large stack after the other, so one product is in memory at a time.

@@ -32,13 +32,12 @@ is that mean:
 with random signs u and v, new at each step and the same on all replicas, and
 g one of `SKETCH_VALUES` groups of columns. z is linear, so it is averaged with
 the factors. If the residual has many directions, the relative standard
-deviation of |z|^2 is about (2 / SKETCH_VALUES)^(1/2); the mean over a window
-is more precise.
+deviation of |z|^2 is about (2 / SKETCH_VALUES)^(1/2), and less over a window.
 
 Precision. Accelerators may round the operands of a product. Bases and updates
 have the highest precision, or a replica would subtract another P Q^T than it
-applies. M Q and M^T P have not: what they lose stays in the residual. Nor has
-u^T M of a sketch, so the error that it measures has their rounding, too.
+applies. M Q, M^T P, and u^T M of a sketch have not: what they lose stays in the
+residual, and in the error that the sketch measures.
 """
 
 import math
@@ -287,40 +286,44 @@ def _walsh(width: int, length: int) -> jax.Array:
   return (1.0 - 2.0 * is_odd.astype(jnp.float32)) * length**-0.5
 
 
-def product(q: jax.Array, m: jax.Array) -> jax.Array:
-  """Returns the rows of M Q, [r, m], of the rows of Q [r, n] and M [m, n].
+def product(is_tall: bool, q: jax.Array, m: jax.Array) -> jax.Array:
+  """Returns the rows of M Q, or if M [m, n] is tall, of M^T Q.
 
   >>> m = jnp.arange(6.0).reshape(3, 2)
-  >>> product(jnp.ones((1, 2)), m)
-  Array([[1., 5., 9.]], dtype=float32)
+  >>> product(True, jnp.ones((1, 3)), m)
+  Array([[6., 9.]], dtype=float32)
   """
+  if is_tall:
+    return q @ m
   return jax.lax.dot_general(m, q, (((1,), (1,)), ((), ()))).T
 
 
 def projection(
-  basis: Basis, m: jax.Array, u: jax.Array, unit: jax.Array
+  is_tall: bool, basis: Basis, m: jax.Array, u: jax.Array, unit: jax.Array
 ) -> Projection:
-  """Projects M [m, n] on a basis P of its columns.
+  """Projects M [m, n] on a basis P of its columns, or if it is tall, rows.
 
-  Reads M along its rows. (M^T P as such reads M along its columns; the kernel
-  of XLA's CPU backend for that is two to four times slower.)
+  Reads M along its rows: XLA's CPU backend is slow along columns.
 
   Args:
-    basis: P.
-    m: M.
-    u: Random signs [1, m] of a sketch.
+    is_tall: Whether P is a basis of the rows.
+    basis, m: P and M.
+    u: Random signs of a sketch, [1, height of P].
     unit: float32 [], positive.
   """
   # u^T M and Q = M^T P in one pass
-  both = jnp.concatenate([u, basis.rows]) @ m
+  both = product(not is_tall, jnp.concatenate([u, basis.rows]), m)
   return Projection(basis, both, energy(m, unit))
 
 
-def outer_products(p: jax.Array, *factors: jax.Array) -> list[jax.Array]:
-  """Returns P Q^T, [m, n], of the rows of P [r, m] and of each Q [r, n]."""
+def outer_products(
+  is_tall: bool, p: jax.Array, *factors: jax.Array
+) -> list[jax.Array]:
+  """Returns P Q^T of the rows of P and of each Q, or Q P^T if M is tall."""
+  pairs = [(q, p) if is_tall else (p, q) for q in factors]
   # Without a barrier the compiler uses its slower kernel for A^T B.
-  columns = jax.lax.optimization_barrier(p.T)
-  return [jnp.matmul(columns, q, precision=_EXACT) for q in factors]
+  hold = jax.lax.optimization_barrier
+  return [jnp.matmul(hold(a.T), b, precision=_EXACT) for a, b in pairs]
 
 
 def unit_of(arrays: Stacks) -> jax.Array:
@@ -344,13 +347,11 @@ def energy(m: jax.Array, unit: jax.Array) -> jax.Array:
   return jnp.sum(jnp.square(m * (1.0 / unit)), axis=(-2, -1))
 
 
-def draw_signs(key: jax.Array, stacks: Sequence[jax.Array]) -> list[Signs]:
-  """Draws signs u [k, 1, m] and v [k, n] for each stack [k, m, n]."""
+def draw_signs(key: jax.Array, stacks: Sequence[tuple]) -> list[Signs]:
+  """Draws signs u [k, 1, m] and v [k, n] for each stack of shape (k, m, n)."""
   if not stacks:
     return []
-  shapes = [
-    s for k, m, n in map(jnp.shape, stacks) for s in ((k, 1, m), (k, n))
-  ]
+  shapes = [s for k, m, n in stacks for s in ((k, 1, m), (k, n))]
   # One draw for all stacks: one generator per stack compiles slowly.
   size = sum(math.prod(shape) for shape in shapes)
   signs = _cut(jax.random.rademacher(key, (size,), jnp.float32), shapes)
@@ -381,8 +382,7 @@ def residual_sketches(
 
   Args:
     rows: u^T M, float32 [k, 1, n].
-    p: Rows of P, float32 [k, r, m].
-    q: Rows of Q, float32 [k, r, n].
+    p, q: Rows of P and of Q, float32 [k, r, m] and [k, r, n].
     signs: Of this stack, from `draw_signs`.
 
   Returns:

@@ -1,6 +1,7 @@
 """Exchanges gradients as factors; leaves that are not worth it are sent dense.
 
-For every matrix M [m, n] = gradient + residual of a leaf sent at rank r:
+For every matrix M [m, n] = gradient + residual of a leaf sent at rank r, or for
+M^T if M has more rows than columns:
 
   P   = orth(mean_i M_i unit(Q))       all-reduce of [m, r]
   Q_i = M_i^T P,  Q' = mean_i Q_i      all-reduce of [n, r]
@@ -13,6 +14,7 @@ al. 2019, Algorithm 1, arXiv:1905.13727). Departures from the paper:
   subtracts the mean update. Both residuals have the same mean, so all updates
   are the same. But the paper's residual never sends the differences between
   replicas, which add up in it from step to step.
+- P is on the smaller side of M, where r directions are a larger share of all.
 - Q is made nearly orthonormal before use, and vanishing columns get new
   directions (`linear_algebra.revive`): a gradient of low rank leaves zero
   columns, and M^T 0 = 0 would keep them zero permanently.
@@ -296,7 +298,11 @@ def _average_q(
     [k]).
   """
   signs = linear_algebra.draw_signs(
-    jax.random.fold_in(key, 1), [stack.gradient for stack in stacks]
+    jax.random.fold_in(key, 1),
+    [
+      (len(s.factor), p.shape[2], s.factor.shape[1])
+      for s, p in zip(stacks, mean_p, strict=True)
+    ],
   )
   # P = orth(mean_i P_i),  Q_i = M_i^T P
   projections = map_rows(

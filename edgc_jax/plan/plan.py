@@ -2,8 +2,7 @@
 
 A rank-r exchange of a matrix [m, n] sends P [m, r] and Q [n, r] instead of
 m n values; rank 0 means dense. Bytes are the payload of an all-reduce per
-replica. `tests/wire_bytes_test.py` compares them with the collectives of the
-compiled program.
+replica; `tests/wire_bytes_test.py` compares them with compiled programs.
 """
 
 import dataclasses
@@ -20,6 +19,7 @@ from edgc_jax.comm import averages
 from edgc_jax.comm.codes import Code, NativeBfloat16
 from edgc_jax.plan.leaves import (
   Leaf,
+  MatrixView,
   PlacementFn,
   ShardsFn,
   ViewFn,
@@ -69,11 +69,9 @@ class Plan:
     ladder: The ranks that may be used, 0 for dense.
     min_ratio: Least m n / (r (m + n)) at which factors are sent.
     positions: Index of each leaf in the whole gradient.
-    spread: Largest ratio of a matrix's rank to the rung's rank; 1 if all
-      matrices have the rank of the rung.
+    spread: Largest ratio of a matrix's rank to the rung's; 1 if all are equal.
     code: Encoding of values on the wire; None is float32.
-    first_rung: The first rung that can be in use; those before it are not
-      compiled.
+    first_rung: The first rung in use; those before it are not compiled.
   """
 
   leaves: tuple[Leaf, ...]
@@ -150,7 +148,7 @@ class Plan:
   @functools.cached_property
   def sides(self) -> np.ndarray:
     """Heights of P and Q of each of `matrices`; int64 [K, 2]."""
-    sides = [(leaf.view.rows, leaf.view.cols) for leaf in self.matrices]
+    sides = [_heights(leaf.view) for leaf in self.matrices]
     return np.array(sides, np.int64).reshape(-1, 2)
 
   @functools.cached_property
@@ -186,7 +184,7 @@ class Plan:
     return tuple(
       (
         leaf.view.count,
-        leaf.view.cols,
+        _heights(leaf.view)[1],
         max(self.limit(leaf, rank) for rank in self.ladder),
       )
       for leaf in leaves
@@ -260,8 +258,7 @@ class Plan:
     """Predicts the bytes that one exchange sends at this rank.
 
     Counts k r (m + n) values for each leaf sent as factors, each dense leaf,
-    and 17 values per matrix to measure its error. A value has 4 bytes, or fewer
-    if it is encoded; the 17 never are.
+    and 17 values per matrix for its error. A value has 4 bytes, or its code's.
 
     Args:
       rank: Columns of the factors; 0 for dense.
@@ -277,15 +274,14 @@ class Plan:
     encoded, exact = [], []
     for layout in layouts:
       views = [self.leaves[i].view for i in layout.factored]
-      columns = [
-        view.count * width
+      sizes = [
+        np.multiply(_heights(view), view.count * width).tolist()
         for view, width in zip(views, layout.columns, strict=True)
       ]
       # All P in one exchange, all Q and the encoded dense leaves in another.
       encoded += [
-        [view.rows * num for view, num in zip(views, columns, strict=True)],
-        [view.cols * num for view, num in zip(views, columns, strict=True)]
-        + [self.leaf_sizes[i] for i in layout.encoded],
+        [p for p, _ in sizes],
+        [q for _, q in sizes] + [self.leaf_sizes[i] for i in layout.encoded],
       ]
       errors = _ERROR_VALUES * sum([view.count for view in views])
       exact.append(errors + sum([self.leaf_sizes[i] for i in layout.exact]))
@@ -331,6 +327,11 @@ class Plan:
       [count(leaf, rank) for leaf in self.matrices] for rank in self.ladder
     ]
     return np.array(ranks, np.int32).reshape(len(self.ladder), -1)
+
+
+def _heights(view: MatrixView) -> list[int]:
+  """Returns the heights of P, which is on the smaller side, and of Q."""
+  return sorted([view.rows, view.cols])
 
 
 def make_plan(

@@ -389,9 +389,9 @@ def _carried(
   Raises:
     ValueError: if an array has another shape than the state of one replica.
   """
-  factors = from_tree([p.places(p.compressible) for p in plans], state.factor_q)
+  places = [plan.places(plan.compressible) for plan in plans]
   fed_back = [plan.places(plan.with_residual) for plan in plans]
-  residuals = from_tree(fed_back, state.residual)
+  factors, residuals = map(from_tree, (places, fed_back), state)
   for plan, q, e in zip(plans, factors, residuals, strict=True):
     kept = [plan.leaves[i] for i in plan.compressible]
     leaves_of.require_shapes("factor_q", kept, q, plan.factor_shapes)

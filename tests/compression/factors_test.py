@@ -114,7 +114,9 @@ class ClassesTest(parameterized.TestCase):
         [stack],
         [rows],
         linear_algebra.unit_columns,
-        lambda q, m, more: linear_algebra.product(q, m) * (1 + more),
+        lambda tall, q, m, more: (
+          linear_algebra.product(tall, q, m) * (1 + more)
+        ),
         [(jnp.arange(4.0),)],
       )
       results.append(p)

@@ -24,7 +24,7 @@ def stacks_of(rows, cols, rank, seed=0):
 
 def sketch_of(arrays, seed):
   stack, p, q = arrays
-  signs = linear_algebra.draw_signs(jax.random.key(seed), [stack])
+  signs = linear_algebra.draw_signs(jax.random.key(seed), [stack.shape])
   row = signs[0][0] @ stack
   rows_p, rows_q = (jnp.swapaxes(x, 1, 2) for x in (p, q))
   return linear_algebra.residual_sketches(row, rows_p, rows_q, signs[0])
