@@ -68,7 +68,7 @@ REDUCERS = {
 # Compiled on one backend only: others test the same code on both.
 ONCE = {
   "edgc_published": "pmap", "edgc_bfloat16": "pmap",
-  "powersgd_int4": "shard_map",
+  "powersgd_bfloat16": "pmap", "powersgd_int4": "shard_map",
   "randomk": "shard_map",
   "signsgd": "pmap",
 }  # fmt: skip

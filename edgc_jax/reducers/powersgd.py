@@ -92,7 +92,7 @@ def powersgd(
 
   Wire: r (m + n) + 17 values instead of m n, in two all-reduces. Vectors, and
   matrices that save less than `min_ratio`, are sent dense with the second. A
-  value has 4 bytes, 2 in bfloat16, 1 + 2 / 128 in int8 or 1 / 2 + 2 / 256 in
+  value has 4 bytes, 2 in bfloat16, 1 + 2 / 128 in int8 or 1 / 2 + 1 / 64 in
   int4.
 
   Args:
@@ -103,7 +103,7 @@ def powersgd(
     min_ratio: Least m n / (r (m + n)) at which a matrix is compressed.
     wire_dtype: "float32"; "bfloat16", sent as integers and summed in float32,
       with residuals that keep the rounding errors; "int8" and "int4", sent with
-      a scale for each block of 128 or 256 values; or "native_bfloat16", summed
+      a scale for each block of 128 or 64 values; or "native_bfloat16", summed
       by the platform's own all-reduce (XLA's CPU backend widens it and saves
       nothing), which loses the rounding errors of the sum. Vectors, and
       matrices that are never compressed, are encoded as integers, with

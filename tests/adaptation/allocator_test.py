@@ -28,7 +28,7 @@ OPTIONS = {
   "max_warmup_steps": 2, "step_rate": 1.0, "entry_rate": 1.0,
   "min_ratio": 1.5, "scale_exponent": 0.0,
 }  # fmt: skip
-SIDES = np.array([(32, 64)] * 3 + [(96, 40), (32, 64)])  # of P and Q
+SIDES = np.array([(32, 64)] * 3 + [(40, 96), (32, 64)])  # of P and Q
 
 
 def gradients(seed, loud=8.0):

@@ -65,7 +65,7 @@ class CompressionTest(parameterized.TestCase):
       )
     self.assertEqual(ranks, [0, 4, 36])
     # Computed at three times the rank, and at most at min_ratio.
-    self.assertEqual(factors, [[], [(1, 128, 12)], [(1, 128, 38)]])
+    self.assertEqual(factors, [[], [(1, 192, 12)], [(1, 192, 38)]])
     self.assertGreaterEqual(min(found.base, found.per_rank), 0)
     self.assertBetween(found.seconds(36), 0, 10)
 

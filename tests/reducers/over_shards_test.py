@@ -144,7 +144,9 @@ class OverShardsTest(parameterized.TestCase):
     for key in ("wire_bytes", "dense_bytes", "rank", "compression_ratio"):
       self.assertEqual(mine[key], theirs[key])
 
-  @parameterized.named_parameters((name, name) for name in REDUCERS)
+  @parameterized.named_parameters(
+    (name, name) for name in REDUCERS if name != "powersgd_int8"
+  )
   def test_collectives_are_ordered(self, name):
     """Also those that the compiler adds."""
     run = PartialRun(within(REDUCERS[name]()))
