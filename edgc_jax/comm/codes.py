@@ -112,16 +112,14 @@ class Blockwise:
     integers = jnp.clip(rounded, -self._levels, self._levels).astype(jnp.int8)
     integers = integers.reshape(values.shape)
     if self.bits == 4:
-      low, high = jnp.split(integers, 2, axis=-1)
-      integers = ((high & 15) << 4) | (low & 15)
+      integers = _in_pairs(integers)
     scales = Bfloat16().encode(scale[..., 0], key)
     return {"integers": integers, "scales": scales}
 
   def decode(self, sent: dict[str, jax.Array]) -> jax.Array:
     integers, scales = sent["integers"], Bfloat16().decode(sent["scales"])
     if self.bits == 4:
-      # Shifts of signed integers keep the sign.
-      integers = jnp.concatenate([(integers << 4) >> 4, integers >> 4], axis=-1)
+      integers = _one_by_one(integers)
     shape = integers.shape
     blocks = integers.reshape(*shape[:-1], -1, self.granule)
     step = scales[..., None] / self._levels
@@ -130,6 +128,18 @@ class Blockwise:
   def num_bytes(self, size: int, parts: int = 1) -> int:
     del parts
     return size * self.bits // 8 + 2 * (size // self.granule)
+
+
+def _in_pairs(integers: jax.Array) -> jax.Array:
+  """Packs integers of 4 bits, int8 or uint8 [..., n], two in a byte."""
+  low, high = jnp.split(integers, 2, axis=-1)
+  return ((high & 15) << 4) | (low & 15)
+
+
+def _one_by_one(pairs: jax.Array) -> jax.Array:
+  """Reverses `_in_pairs`."""
+  # Shifts of signed integers keep the sign.
+  return jnp.concatenate([(pairs << 4) >> 4, pairs >> 4], axis=-1)
 
 
 def _rounded_up(x: jax.Array) -> jax.Array:
@@ -178,17 +188,16 @@ class Rotated:
     unit = rotated / jnp.where(size > 0, size, 1.0)
     # The index of a level is the number of thresholds below.
     index = sum((unit > t).astype(jnp.uint8) for t in _thresholds().tolist())
-    low, high = jnp.split(index.reshape(values.shape), 2, axis=-1)
+    pairs = _in_pairs(index.reshape(values.shape))
     scale = (size * largest)[..., 0]
     top = jnp.max(scale, axis=-1, keepdims=True)
     shares = jnp.log2(scale / jnp.where(top > 0, top, 1.0))
     scales = jnp.clip(jnp.round(255 + 8 * shares), 0, 255).astype(jnp.uint8)
-    return {"integers": (high << 4) | low, "scales": scales, "top": top}
+    return {"integers": pairs, "scales": scales, "top": top}
 
   def decode(self, sent: dict[str, jax.Array]) -> jax.Array:
-    integers = sent["integers"]
     scales = sent["top"] * jnp.asarray(_shares())[sent["scales"]]
-    index = jnp.concatenate([integers & 15, integers >> 4], axis=-1)
+    index = _one_by_one(sent["integers"])
     blocks = index.reshape(*index.shape[:-1], -1, self.granule)
     levels = jnp.asarray(_gaussian_levels())[blocks]
     # x' = R^T s c

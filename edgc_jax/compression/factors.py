@@ -45,7 +45,7 @@ class Stack(NamedTuple):
 
   @property
   def is_tall(self) -> bool:
-    """Whether M has more rows than columns, so that P is on its columns."""
+    """Whether M has more rows than columns: then P is a basis of its rows."""
     return self.gradient.shape[1] > self.gradient.shape[2]
 
   def in_class(

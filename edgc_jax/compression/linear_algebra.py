@@ -290,8 +290,8 @@ def product(is_tall: bool, q: jax.Array, m: jax.Array) -> jax.Array:
   """Returns the rows of M Q, or if M [m, n] is tall, of M^T Q.
 
   >>> m = jnp.arange(6.0).reshape(3, 2)
-  >>> product(True, jnp.ones((1, 3)), m)
-  Array([[6., 9.]], dtype=float32)
+  >>> product(False, jnp.ones((1, 2)), m), product(True, jnp.ones((1, 3)), m)
+  (Array([[1., 5., 9.]], dtype=float32), Array([[6., 9.]], dtype=float32))
   """
   if is_tall:
     return q @ m
