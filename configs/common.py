@@ -7,8 +7,8 @@ def base(reducer: str) -> ConfigDict:
   """Returns the base of all configurations.
 
   Args:
-    reducer: edgc, powersgd, allreduce, topk, randomk, quantize or signsgd;
-      or auto, which chooses one for the measured link.
+    reducer: A name of `edgc_jax.REDUCERS`; or auto, which chooses edgc or
+      allreduce for the measured link.
 
   Returns:
     A configuration with the sizes of GPT-2 with 124M parameters.
@@ -17,7 +17,7 @@ def base(reducer: str) -> ConfigDict:
     {
       "name": "run",
       "run_dir": "",  # empty: runs/<name>-<reducer>-seed<seed>
-      "reducer": reducer,  # a function of edgc_jax (sections below), or auto
+      "reducer": reducer,  # of edgc_jax.REDUCERS (sections below), or auto
       "steps": 1000,
       "seed": 0,  # of parameters, data order and initial factors
       "batch_size": 32,  # sequences per step, over all replicas
@@ -77,26 +77,21 @@ def base(reducer: str) -> ConfigDict:
         "window": 1000,  # steps; 0: a fortieth of the run's steps
         "warmup_steps": 1000,
         "min_ratio": 2.0,
-        "wire_dtype": "float32",  # or bfloat16, int8, int4, native_bfloat16
+        "wire_dtype": "float32",  # or bfloat16, int8, int4
         "sampling": {
           "step_rate": 0.1,  # fraction of steps sampled
           "entry_rate": 0.25,  # fraction of entries read
           "estimator": "gaussian",  # or histogram
           "bins": 1000,
         },
-        "rule": {
-          "name": "cqm",  # or linear
-          "exponent": 2.0,
-          "rank_multiple": 4,
-          "max_rank_step": 4,  # 0: 4, or the step of the ladder
-          "warmup_rank": "max",  # the top of the ladder; a rank; or dense
-          "max_warmup_steps": 2000,  # 0: twice warmup_steps
-        },
-        "allocation": {
-          "granularity": "matrix",  # or stage: one rank for all matrices
-          "curves": "calibrated",  # or energy, entropy
-          "scale_exponent": 1.0,  # of sigma; 0: absolute errors, 2: relative
-        },
+        "rule": "cqm",  # or linear (experiments/training/rules.py)
+        "exponent": 2.0,  # of cqm
+        "rank_multiple": 4,
+        "max_rank_step": 4,  # 0: 4, or the step of the ladder
+        "warmup_rank": "max",  # the top of the ladder; a rank; or dense
+        "max_warmup_steps": 2000,  # 0: twice warmup_steps
+        "allocation": "error",  # or uniform: one rank for all matrices
+        "scale_exponent": 1.0,  # of sigma; 0: absolute errors, 2: relative
       },
       "powersgd": {
         # A fraction is the mean over all steps: 11.3 is rank 12 for the first
@@ -106,13 +101,13 @@ def base(reducer: str) -> ConfigDict:
         "warmup_steps": 1000,
         "min_ratio": 2.0,
         "wire_dtype": "float32",
+        "allocation": "uniform",  # or error, as for edgc
+        "scale_exponent": 1.0,
+        "window": 100,  # steps between two allocations by error
       },
       "allreduce": {"wire_dtype": "float32"},
-      # Fractions of the entries sent, and of those sampled to estimate the
-      # threshold (0: send exactly the k largest).
-      "topk": {"density": 0.01, "sample_rate": 0.0},
+      "topk": {"density": 0.01},  # fraction of the entries sent
       "randomk": {"density": 0.05, "error_feedback": True},
       "quantize": {"bits": 8, "block": 256, "error_feedback": False},
-      "signsgd": {"block": 256},
     }
   )

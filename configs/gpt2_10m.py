@@ -20,9 +20,9 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.optimizer.warmup_steps = 100
   config.edgc.rank_max = 32
   config.edgc.rank_min = 8
-  config.edgc.rule.rank_multiple = 4
+  config.edgc.rank_multiple = 4
   config.edgc.window = 50
   config.edgc.warmup_steps = 100
-  config.edgc.rule.max_warmup_steps = 200
+  config.edgc.max_warmup_steps = 200
   config.powersgd.rank = 32
   return config

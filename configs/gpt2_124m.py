@@ -29,7 +29,7 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.edgc.rank_max = 64
   config.edgc.rank_min = 16
   config.edgc.warmup_steps = 10_000
-  config.edgc.rule.max_warmup_steps = 20_000
+  config.edgc.max_warmup_steps = 20_000
   config.powersgd.rank = 32
   config.powersgd.warmup_steps = 10_000
   return config

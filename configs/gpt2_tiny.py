@@ -30,10 +30,10 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   # rank, and the allocation gives each matrix more or less than it.
   config.edgc.rank_max = 28
   config.edgc.rank_min = 22
-  config.edgc.rule.rank_multiple = 2
+  config.edgc.rank_multiple = 2
   config.edgc.window = 10
   config.edgc.warmup_steps = 20
-  config.edgc.rule.max_warmup_steps = 40
+  config.edgc.max_warmup_steps = 40
   # Entropy varies more between steps than one rank is worth, but little
   # between entries of a step: sample few entries in every step
   # (docs/figures.md).

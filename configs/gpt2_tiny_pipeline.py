@@ -31,9 +31,9 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   # The largest rank that the link allows and that saves a factor of 3.
   config.edgc.rank_max = 0
   config.edgc.rank_min = 0
-  config.edgc.rule.rank_multiple = 8
-  config.edgc.rule.max_rank_step = 0
+  config.edgc.rank_multiple = 8
+  config.edgc.max_rank_step = 0
   config.edgc.min_ratio = 3.0
   config.edgc.warmup_steps = 10
-  config.edgc.rule.max_warmup_steps = 10
+  config.edgc.max_warmup_steps = 10
   return config

@@ -6,84 +6,79 @@ transformations that average local gradients over replicas:
   tx = optax.chain(edgc_jax.edgc(axis_name="data"), optax.adamw(3e-4))
 """
 
-from edgc_jax.comm import cpu_backend
+from edgc_jax.wire import cpu_backend
 
 cpu_backend.widen_thread_pool()  # has no effect once JAX has used a device
 
-from edgc_jax.adaptation.allocation import Allocation
-from edgc_jax.adaptation.entropy import Sampling
-from edgc_jax.adaptation.rank_rule import RankRule
-from edgc_jax.comm.dataflow import FastAxis
+from edgc_jax.budget.allocation import ErrorAllocation
+from edgc_jax.budget.entropy import Sampling
+from edgc_jax.budget.rules import Rule, Window, cqm
+from edgc_jax.leaves.views import MatrixView, layer_matrix, trailing_matrix
 from edgc_jax.measure.advice import advise
-from edgc_jax.measure.description import describe
+from edgc_jax.measure.description import describe, wire_bytes
 from edgc_jax.measure.timing import (
   measure_backward,
   measure_coding,
   measure_compression,
   measure_link,
 )
-from edgc_jax.pipeline.gradients import clip_by_global_norm
-from edgc_jax.pipeline.schedule import apply_stages
-from edgc_jax.pipeline.stages import Stages
-from edgc_jax.plan.leaves import MatrixView, layer_matrix, trailing_matrix
-from edgc_jax.plan.link_model import CompressionModel, LinkModel, wire_bytes
-from edgc_jax.reducers.baselines import quantize, randomk, signsgd, topk
-from edgc_jax.reducers.edgc import edgc
-from edgc_jax.reducers.powersgd import allreduce, powersgd
-from edgc_jax.reducers.wrappers import (
+from edgc_jax.mesh.over_shards import over_shards
+from edgc_jax.mesh.resharding import resize_shards
+from edgc_jax.mesh.resizing import (
+  follow_first_replica,
+  resize_replicas,
+  restart_reference,
+)
+from edgc_jax.mesh.sharding import state_specs
+from edgc_jax.methods import *  # noqa: F403
+from edgc_jax.methods import REDUCERS
+from edgc_jax.methods import __all__ as _methods
+from edgc_jax.reducer.metrics import metrics
+from edgc_jax.reducer.wrappers import (
   accumulate,
   after_update,
-  over_shards,
+  mean_over,
   skip_nonfinite,
 )
-from edgc_jax.state.metrics import metrics
-from edgc_jax.state.resharding import resize_shards
-from edgc_jax.state.resizing import (
-  follow_first_replica,
-  rebase_entropy,
-  rescale_gradients,
-  resize_replicas,
-)
-from edgc_jax.state.sharding import state_specs
+from edgc_jax.stages.gradients import clip_by_global_norm
+from edgc_jax.stages.pipeline import apply_stages
+from edgc_jax.stages.stages import Stages
+from edgc_jax.wire.link_model import CompressionModel, LinkModel
 
 __version__ = "0.1.0"
 
 __all__ = [
-  "Allocation",
+  "REDUCERS",
   "CompressionModel",
-  "FastAxis",
+  "ErrorAllocation",
   "LinkModel",
   "MatrixView",
-  "RankRule",
+  "Rule",
   "Sampling",
   "Stages",
+  "Window",
   "accumulate",
   "advise",
   "after_update",
-  "allreduce",
   "apply_stages",
   "clip_by_global_norm",
+  "cqm",
   "describe",
-  "edgc",
   "follow_first_replica",
   "layer_matrix",
+  "mean_over",
   "measure_backward",
   "measure_coding",
   "measure_compression",
   "measure_link",
   "metrics",
   "over_shards",
-  "powersgd",
-  "quantize",
-  "randomk",
-  "rebase_entropy",
-  "rescale_gradients",
   "resize_replicas",
   "resize_shards",
-  "signsgd",
+  "restart_reference",
   "skip_nonfinite",
   "state_specs",
-  "topk",
   "trailing_matrix",
   "wire_bytes",
 ]
+__all__ += _methods

@@ -29,11 +29,13 @@ def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 def main(fast: bool = False) -> tuple[list[float], dict[str, object]]:
   mesh = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)
+  replicas = AXES
+  tx = optax.chain(edgc_jax.powersgd(4, AXES), optax.adam(1e-2))
   if fast:
-    replicas, reducer = "pod", edgc_jax.powersgd(4, "pod", fast_axis="data")
-  else:
-    replicas, reducer = AXES, edgc_jax.powersgd(4, AXES)
-  tx = optax.chain(reducer, optax.adam(1e-2))
+    replicas = "pod"
+    tx = optax.chain(
+      edgc_jax.mean_over("data"), edgc_jax.powersgd(4, "pod"), optax.adam(1e-2)
+    )
   keys = jax.random.split(jax.random.key(0), 3)
   params = {
     "up": jax.random.normal(keys[0], (64, 128)) / 8,

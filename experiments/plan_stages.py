@@ -19,15 +19,12 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from edgc_jax.adaptation import alignment
-from edgc_jax.comm.codes import code_of
-from edgc_jax.plan import link_model
-from edgc_jax.plan.ladder import Ladder
-from edgc_jax.plan.plan import by_exchange, make_plan
-from experiments.models import gpt2, gpt2_stages
+from edgc_jax.budget import alignment
+from edgc_jax.measure.description import reviewed
+from experiments.models import gpt2
 from experiments.parallel import layout, meshes
 from experiments.runtime import command_line
-from experiments.training import checks, times
+from experiments.training import checks, optimizer, times
 
 _MBITS = flags.DEFINE_list(
   "mbits", ["50", "100", "1000"], "Links to plan for, in Mbit/s."
@@ -67,36 +64,21 @@ def main(config: ConfigDict) -> None:
 
 def _table(config: ConfigDict, params: Any, given: dict[str, Any]) -> str:
   """Returns a table with a line for each rank of stage 0 on a link."""
-  options = config.edgc
-  plan = make_plan(
-    params, (0,), options.min_ratio, placement=gpt2_stages.placement,
-    code=code_of(options.wire_dtype),
-  )  # fmt: skip
-  own = by_exchange(plan)[0]
-  ladder = Ladder(
-    options.rank_max or None,
-    options.rank_min or None,
-    options.rule.rank_multiple,
-    given["link"],
-    given["compression"],
-  )
-  ranks = ladder.given or ladder.ranks_on_link(own)
-  if ranks == (0,):
-    return "no rank is faster than dense; use allreduce"
-  own = dataclasses.replace(own, ladder=ranks)
-  seconds = link_model.exchange_seconds(
-    own, given["link"], given["compression"]
-  )
   backward = given["backward_seconds"]
-  table = alignment.aligned_rungs(seconds, config.mesh.stage, backward)
+  tx = optimizer.make_reducer(config, meshes.DATA, given)
+  (found,) = reviewed(tx, params)
+  ranks, seconds = found.budget.ladder, getattr(found.budget, "seconds", None)
+  if seconds is None:
+    return "no rank is faster than dense; use allreduce"
+  table = alignment.aligned_levels(seconds, config.mesh.stage, backward)
   lines = [
     f"dense {seconds[0] * 1e3:.1f} ms, a microbatch's backward pass"
     f" {backward * 1e3:.1f} ms",
     f"  {'stage 0 on':<12}{'ranks':<28}end of exchange, ms",
   ]
-  for rungs in table.T[1:]:
-    names = [str(ranks[rung] or "dense") for rung in rungs]
-    ends = alignment.finish_seconds(seconds, rungs, backward)
+  for levels in table.T[1:]:
+    names = [str(ranks[level] or "dense") for level in levels]
+    ends = alignment.finish_seconds(seconds, levels, backward)
     ends = " ".join(f"{1e3 * end:8.1f}" for end in np.asarray(ends))
     lines.append(f"  {names[0]:<12}{' / '.join(names):<28}{ends}")
   return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from unittest import mock
 
 import chex
 import jax
@@ -9,17 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
-from helpers.flat_options import edgc
 from helpers.meshes import (
   AXIS,
   BACKENDS,
   Pmap,
   assert_replicas_equal,
-  find,
+  factors,
   first_replica,
   gradients_like,
+  residuals,
   traced_once,
+  with_field,
 )
+from helpers.reducers import WITHOUT_RESIDUAL, is_plain, moving, reducers
 
 import edgc_jax
 
@@ -35,45 +38,14 @@ PARAMS = {
   "tall": jnp.zeros((64, 12)),
   "wide": jnp.zeros((12, 64)),
 }
-# Windows are short, so that a few steps have warm-up and every rank.
-QUICK = {
-  "rank_min": 2, "rank_max": 4, "rank_multiple": 2, "window": 2,
-  "warmup_steps": 2, "step_rate": 1.0, "min_ratio": 1.2,
-}  # fmt: skip
 # Few leaves compile quickly, if a test is not about leaves.
 FEW = {name: PARAMS[name] for name in ("bias", "wide")}
-
-REDUCERS = {
-  "allreduce": lambda: edgc_jax.allreduce(),
-  "powersgd": lambda: edgc_jax.powersgd(3, min_ratio=1.2),
-  "powersgd_warm": lambda: edgc_jax.powersgd(3, warmup_steps=2, min_ratio=1.2),
-  "edgc_published": lambda: edgc(
-    granularity="stage", warmup_rank=None, **QUICK
-  ),
-  "edgc_matrix": lambda: edgc(rule="linear", estimator="histogram", **QUICK),
-  "edgc_bfloat16": lambda: edgc(wire_dtype="bfloat16", **QUICK),
-  "powersgd_bfloat16": lambda: edgc_jax.powersgd(
-    3, wire_dtype=jnp.bfloat16, warmup_steps=2, min_ratio=1.2
-  ),
-  "powersgd_int4": lambda: edgc_jax.powersgd(
-    3, wire_dtype="int4", warmup_steps=2, min_ratio=1.2
-  ),
-  "topk": lambda: edgc_jax.topk(0.1, min_size=1),
-  "randomk": lambda: edgc_jax.randomk(0.1, min_size=1),
-  "quantize": lambda: edgc_jax.quantize(
-    4, block=16, error_feedback=True, min_size=1
-  ),
-  "signsgd": lambda: edgc_jax.signsgd(block=16, min_size=1),
-}
-# Compiled on one backend only: others test the same code on both.
-ONCE = {
-  "edgc_published": "pmap", "edgc_bfloat16": "pmap",
-  "powersgd_bfloat16": "pmap", "powersgd_int4": "shard_map",
-  "randomk": "shard_map",
-  "signsgd": "pmap",
-}  # fmt: skip
-# Other reducers compute the same steps.
-SAME_STEPS = ("edgc_bfloat16", "edgc_published", "powersgd_warm")
+REDUCERS = reducers()
+# Step by step, without the compiler; the others compute the same steps.
+EAGER = (
+  *filter(is_plain, REDUCERS), "allreduce_bfloat16", "powersgd_bfloat16",
+  "powersgd_int4",
+)  # fmt: skip
 
 
 @functools.cache
@@ -88,16 +60,23 @@ def fresh(name, backend):
   return run
 
 
+# Variants run the code of a reducer, so they are compiled on one backend only.
 CASES = [
   (f"{name}_{backend}", name, backend)
-  for name in REDUCERS
-  for backend in BACKENDS
-  if ONCE.get(name, backend) == backend
+  for i, name in enumerate(REDUCERS)
+  for j, backend in enumerate(BACKENDS)
+  if is_plain(name) or i % len(BACKENDS) == j
 ]
 
 
 def mean(tree):
   return jax.tree.map(lambda x: np.asarray(x, np.float32).mean(0), tree)
+
+
+def as_on_mesh(state):
+  """Returns a state of pmap as it is under shard_map."""
+  joined = jax.tree.map(lambda e: e.reshape(-1, *e.shape[2:]), residuals(state))
+  return with_field(first_replica(state), "residual", joined)
 
 
 class ContractTest(parameterized.TestCase):
@@ -117,6 +96,8 @@ class ContractTest(parameterized.TestCase):
         if not isinstance(after[leaf], optax.MaskedNode):
           owed = owed + before[leaf].mean(0)
           kept = kept + after[leaf].mean(0)
+        elif name in WITHOUT_RESIDUAL:
+          continue
         elif leaf == "bfloat16":  # no residual keeps the rounding errors
           tolerance = BF16
         np.testing.assert_allclose(kept, owed, err_msg=leaf, **tolerance)
@@ -132,14 +113,15 @@ class ContractTest(parameterized.TestCase):
       run = fresh(name, backend)
       for step in range(3):
         run.step(gradients_like(PARAMS, seed=step))
-      before = find(run.state).exchange
+      before = residuals(run.state), factors(run.state)
       gradients = gradients_like(PARAMS, seed=3)
       gradients[leaf] = (
         gradients[leaf].at[(1,) + (0,) * PARAMS[leaf].ndim].set(bad)
       )
       updates = run.step(gradients)
       chex.assert_trees_all_equal(updates, optax.tree.zeros_like(updates))
-      chex.assert_trees_all_equal(find(run.state).exchange, before)
+      after = residuals(run.state), factors(run.state)
+      chex.assert_trees_all_equal(after, before)
       self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 1)
       updates = run.step(gradients_like(PARAMS, seed=4))
       chex.assert_tree_all_finite(updates)
@@ -169,7 +151,7 @@ class ContractTest(parameterized.TestCase):
         warmup_steps=1,
         min_ratio=0,
         sampling=edgc_jax.Sampling(step_rate=1.0),
-        rule=edgc_jax.RankRule(rank_multiple=64, max_rank_step=64),
+        rank_multiple=64,
       ),
     ),
   )
@@ -189,11 +171,10 @@ class ContractTest(parameterized.TestCase):
     abstract = jax.eval_shape(lambda: PARAMS)
     chex.assert_trees_all_equal(tx.init(abstract), tx.init(PARAMS))
 
-  @parameterized.named_parameters(
-    *((n, make) for n, make in REDUCERS.items() if n not in SAME_STEPS)
-  )
-  def test_compiled_equals_eager(self, make):
+  @parameterized.parameters(*EAGER)
+  def test_compiled_equals_eager(self, name):
     """One replica under a bound axis runs eagerly, op by op."""
+    make = REDUCERS[name]
     tx = make()
     state = tx.init(FEW)
     gradients = gradients_like(FEW, seed=0)
@@ -205,18 +186,29 @@ class ContractTest(parameterized.TestCase):
     # Factors are determined up to their basis: compare updates and residuals.
     chex.assert_trees_all_close(eager[0], compiled[0], **F32)
     eager, compiled = eager[1], compiled[1]
-    chex.assert_trees_all_close(
-      eager.exchange.residual, compiled.exchange.residual, **F32
-    )
+    chex.assert_trees_all_close(residuals(eager), residuals(compiled), **F32)
     chex.assert_trees_all_close(eager.stats, compiled.stats, **F32)
 
-  @parameterized.parameters(*(name for name in REDUCERS if name not in ONCE))
+  @parameterized.parameters(*filter(is_plain, REDUCERS))
   def test_both_backends_agree(self, name):
-    runs = [fresh(name, backend) for backend in BACKENDS]
+    """In each step from equal states: a code enlarges the last rounding."""
+    on_pmap, on_mesh = (fresh(name, backend) for backend in BACKENDS)
+    places = jax.tree.map(lambda x: x.sharding, on_mesh.state)
     for step in range(5):
       gradients = gradients_like(PARAMS, seed=step)
-      first, second = (run.step(gradients) for run in runs)
+      state = jax.tree.map(np.asarray, as_on_mesh(on_pmap.state))
+      on_mesh.state = jax.device_put(state, places)
+      first, second = (run.step(gradients) for run in (on_pmap, on_mesh))
       chex.assert_trees_all_close(first, second, **F32)
+      chex.assert_trees_all_close(
+        as_on_mesh(on_pmap.state), on_mesh.state, **F32
+      )
+
+  def test_all_reducers_of_the_registry_are_tested(self):
+    self.assertLessEqual(set(edgc_jax.REDUCERS), set(REDUCERS))
+    more = edgc_jax.REDUCERS | {"mine": edgc_jax.allreduce}
+    with mock.patch.object(edgc_jax, "REDUCERS", more):
+      self.assertIn("mine", reducers(), "with its defaults")
 
 
 class InsideOptaxTest(parameterized.TestCase):
@@ -237,7 +229,7 @@ class InsideOptaxTest(parameterized.TestCase):
       self.assertIn("rank", edgc_jax.metrics(run.state))
 
   def test_chain(self):
-    self.check(optax.chain(REDUCERS["edgc_matrix"](), optax.adamw(1e-3)))
+    self.check(optax.chain(REDUCERS["edgc"](), optax.adamw(1e-3)))
 
   def test_named_chain(self):
     self.check(
@@ -275,27 +267,21 @@ class InsideOptaxTest(parameterized.TestCase):
   def test_inject_hyperparams(self):
     arguments = inspect.signature(edgc_jax.edgc).parameters
     tx = optax.inject_hyperparams(edgc_jax.edgc, static_args=list(arguments))(
-      rank_min=2,
-      rank_max=4,
-      window=2,
-      warmup_steps=2,
-      min_ratio=1.2,
-      sampling=edgc_jax.Sampling(step_rate=1.0),
-      rule=edgc_jax.RankRule(rank_multiple=2),
+      **moving(rank=4)
     )
     self.check(tx, backends={"pmap": Pmap})
     with self.assertRaisesRegex(TypeError, "`rank`.*static_args"):
       optax.inject_hyperparams(edgc_jax.powersgd)(rank=2).init(FEW)
 
   def test_multi_steps(self):
-    tx = optax.MultiSteps(REDUCERS["edgc_matrix"](), every_k_schedule=2)
+    tx = optax.MultiSteps(REDUCERS["edgc"](), every_k_schedule=2)
     self.check(tx, backends={"pmap": Pmap})
 
   def test_state_is_found_by_optax_tree_get(self):
-    tx = optax.chain(REDUCERS["edgc_matrix"](), optax.adam(1e-3))
+    tx = optax.chain(REDUCERS["edgc"](), optax.adam(1e-3))
     state = tx.init(FEW)
     self.assertEqual(optax.tree.get(state, "wire_bytes"), 0)
-    self.assertIn("wide", optax.tree.get(state, "residual"))
+    self.assertEqual(set(optax.tree.get(state, "leaves")), set(FEW))
 
 
 if __name__ == "__main__":

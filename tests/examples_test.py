@@ -20,7 +20,7 @@ class ExamplesTest(parameterized.TestCase):
   def check(self, losses, numbers, factor, ratio):
     self.assertLess(factor * losses[-1], losses[0])
     self.assertGreater(numbers["compression_ratio"], ratio)
-    self.assertEqual(numbers["parted_steps"], 0)
+    self.assertEqual(numbers["diverged_steps"], 0)
     self.assertEqual(numbers["skipped_steps"], 0)
     self.assertEqual(numbers["identical_gradients"], 0)
 

@@ -1,4 +1,4 @@
-"""Holds the one import rule of each package, and the homes of its files.
+"""Holds the one import rule of each package.
 
 A room may import from the rooms on the floors below its own, and from itself.
 Rooms on one floor never import each other.
@@ -13,11 +13,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLOORS = {
   "edgc_jax": (
     {"validation"},
-    {"comm"},
-    {"plan"},
-    {"pipeline", "compression", "adaptation"},
-    {"state"},
-    {"reducers"},
+    {"wire"},
+    {"leaves"},
+    {"budget", "stages"},
+    {"reducer"},
+    {"methods", "mesh"},
     {"measure"},
     {"__init__"},
   ),
@@ -44,9 +44,9 @@ COLLECTIVES = {
 }  # fmt: skip
 STANDARD = {
   "collections", "contextlib", "contextvars", "dataclasses", "functools",
-  "importlib", "math", "os", "re", "sys", "time", "typing", "warnings",
+  "importlib", "logging", "math", "os", "re", "sys", "threading", "time",
+  "typing", "warnings",
 }  # fmt: skip
-MOST_LINES, MOST_FILES = 400, 8
 
 
 def files(package):
@@ -98,11 +98,6 @@ class LayeringTest(parameterized.TestCase):
         self.assertLess(ROOMS[package][room], ROOMS[package][own], name)
 
   @parameterized.named_parameters(*cases())
-  def test_a_file_stays_small(self, package, path):
-    lines = len((ROOT / package / path).read_text().splitlines())
-    self.assertLessEqual(lines, MOST_LINES)
-
-  @parameterized.named_parameters(*cases())
   def test_libraries_are_used_by_their_public_parts(self, package, path):
     for name in imports(ROOT / package / path):
       self.assertNotIn("_src", name.split("."))
@@ -114,18 +109,12 @@ class LayeringTest(parameterized.TestCase):
     *(case for case in cases() if case[1] == "edgc_jax")
   )
   def test_collectives_have_one_home(self, package, path):
-    if path == pathlib.Path("comm/collectives.py"):
+    if path == pathlib.Path("wire/collectives.py"):
       return
     tree = ast.parse((ROOT / package / path).read_text())
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     names = {n.split(".")[-1] for n in imports(ROOT / package / path)}
     self.assertEmpty((used | names) & COLLECTIVES)
-
-  @parameterized.parameters(*((package,) for package in FLOORS))
-  def test_a_room_has_few_files(self, package):
-    for folder in {(ROOT / package / path).parent for path in files(package)}:
-      modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-      self.assertLessEqual(len(modules), MOST_FILES, folder.name)
 
   def test_configurations_import_nothing_but_themselves(self):
     for path in (ROOT / "configs").glob("*.py"):

@@ -1,19 +1,28 @@
-"""The compiled program sends the predicted bytes."""
+"""The compiled program sends the bytes that the library counts."""
 
 import math
 
+import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
-from helpers.meshes import BACKENDS, PARTED_BYTES, gradients_like, window_bytes
+from helpers.meshes import (
+  AXIS,
+  BACKENDS,
+  DIVERGED_BYTES,
+  gradients_like,
+  window_bytes,
+)
+from jax.sharding import NamedSharding, PartitionSpec
 
 import edgc_jax
-from edgc_jax.adaptation import entropy
-from edgc_jax.comm import agreement
-from edgc_jax.comm.codes import code_of
+from edgc_jax.budget import entropy
 from edgc_jax.measure import hlo
-from edgc_jax.plan.plan import make_plan
+from edgc_jax.wire import agreement
+from edgc_jax.wire.codes import code_of
 
-# The small matrix saves bytes up to rank 5; above that it is dense.
+REPLICAS = 4
+# Factors of the small matrix save half of its bytes at up to 5 columns, which
+# are its cap at higher ranks.
 PARAMS = {
   "bfloat16": jnp.zeros((64, 48), jnp.bfloat16),
   "bias": jnp.zeros((30,)),
@@ -22,26 +31,45 @@ PARAMS = {
   "small": jnp.zeros((20, 20)),
   "stack": jnp.zeros((3, 40, 64)),
 }
+MATRICES = 6
+CODES = ("float32", "bfloat16", "int8", "int4")
 
 
-class WireBytesTest(parameterized.TestCase):
+def counted(tx, params=PARAMS):
+  """Returns the ladder of a reducer, and the bytes at each rank."""
+  (part,) = edgc_jax.describe(tx, params, replicas=REPLICAS).parts
+  return part.ladder, list(part.wire_bytes)
+
+
+def sent_at_each_rank(text):
+  """Returns the bytes of an exchange at each rank of a program's ladder."""
+  ladders = hlo.wire_bytes_by_rank(text)
+  plain = hlo.wire_bytes_outside_branches(text)
+  return [plain + sum(sent) for sent in zip(*ladders, strict=True)] or [plain]
+
+
+def compiled_run(tx, backend, params=PARAMS):
+  """Returns a run and the text of its program, compiled once for both."""
+  run, gradients = BACKENDS[backend](tx, params), gradients_like(params, seed=0)
+  if backend == "shard_map":
+    over_replicas = NamedSharding(run.mesh, PartitionSpec(AXIS))
+    gradients = jax.device_put(gradients, over_replicas)
+  run.step_fn = run.step_fn.lower(gradients, run.state).compile()
+  return run, run.step_fn.as_text()
+
+
+def compiled(tx, backend, params=PARAMS):
+  return BACKENDS[backend](tx, params).compiled(gradients_like(params, seed=0))
+
+
+class EdgcTest(parameterized.TestCase):
   @parameterized.parameters(
-    ({"rank": -1}, ValueError), ({"rank": "4"}, TypeError),
-    ({"rank": 4, "replicas": 0}, ValueError),
-    ({"rank": 4, "lead_rank": -2}, ValueError),
-  )  # fmt: skip
-  def test_arguments_are_checked(self, options, error):
-    name = list(options)[-1]
-    with self.assertRaisesRegex(error, f"`{name}` must be"):
-      edgc_jax.wire_bytes(PARAMS, **options)
-
-  @parameterized.parameters(
-    ("pmap", "stage", "gaussian", None),
-    ("pmap", "matrix", "gaussian", "max"),
-    ("shard_map", "matrix", "histogram", None),
-    ("shard_map", "stage", "gaussian", "max"),
+    ("pmap", "uniform", "gaussian", None),
+    ("pmap", "error", "gaussian", "max"),
+    ("shard_map", "error", "histogram", None),
+    ("shard_map", "uniform", "gaussian", "max"),
   )
-  def test_every_rung_of_edgc(self, backend, granularity, estimator, warmup):
+  def test_every_rank(self, backend, allocation, estimator, warmup):
     """Ranks of a stage and of any matrices send the same bytes.
 
     Dense is compiled only if the warm-up is dense.
@@ -51,52 +79,146 @@ class WireBytesTest(parameterized.TestCase):
       rank_max=12,
       rank_min=4,
       window=10,
+      warmup_rank=warmup,
       sampling=sampling,
-      rule=edgc_jax.RankRule(warmup_rank=warmup),
-      allocation=edgc_jax.Allocation(granularity=granularity),
+      allocation=allocation,
     )
     run = BACKENDS[backend](tx, PARAMS)
     text = run.compiled(gradients_like(PARAMS, seed=0))
     ranks = (4, 8, 12) if warmup else (0, 4, 8, 12)
-    predicted = [edgc_jax.wire_bytes(PARAMS, rank) for rank in ranks]
-    self.assertEqual(hlo.wire_bytes_by_rung(text), [predicted])
-    for rung, expected in enumerate(predicted):
-      found = hlo.collectives_in_order(text, rung)
+    predicted = [
+      edgc_jax.wire_bytes(PARAMS, rank, rank_min=4) for rank in ranks
+    ]
+    self.assertEqual(counted(tx), (ranks, predicted))
+    self.assertEqual(sent_at_each_rank(text), predicted)
+    # Around P and Q one conditional each, or around both one for dense.
+    self.assertLen(hlo.wire_bytes_by_rank(text), 2 if warmup else 1)
+    for level, expected in enumerate(predicted):
+      found = hlo.collectives_in_order(text, level)
       self.assertEqual({one.kind for one in found}, {"all-reduce"})
-      self.assertLen(found, 2 if ranks[rung] else 1)
+      self.assertLen(found, 2 if ranks[level] else 1)
       sent = sum(
         4 * math.prod(shape) for one in found for _, shape in one.results
       )
       self.assertEqual(sent, expected)
-    # All P and every dense leaf are in one all-reduce, all Q in another. The
-    # dense rung has one, the entropy two; one compares gradients of replicas,
-    # one their parameters. Two at a window's end, of integers and of floats,
-    # broadcast the decisions of the first replica.
+    # All P are in one all-reduce, all Q and every dense leaf in another. The
+    # dense branch has one, the entropy two; one compares gradients of replicas,
+    # one their parameters. One at a window's end broadcasts the ranks that the
+    # first replica chose.
     dense = 0 if warmup else 1
-    self.assertEqual(text.count(" all-reduce("), dense + 2 * 3 + 2 + 1 + 1 + 2)
+    self.assertEqual(text.count(" all-reduce("), dense + 2 * 3 + 2 + 1 + 1 + 1)
     self.assertEqual(hlo.wire_bytes_outside_branches(text), 0)
     # All other branches are rarely taken.
-    num_matrices = len(make_plan(PARAMS, (4,)).matrices)
     others = [
       branches
       for branches in hlo.wire_bytes_of_branches(text)
       if any(branches) and not all(branches)
     ]
     rare = sorted(map(sum, others))
-    sample = entropy.sample_bytes(num_matrices, sampling)
+    sample = entropy.sample_bytes(MATRICES, sampling)
     decided = window_bytes(run.first_state, run.replicas)
-    check = [agreement.CHECK_BYTES, PARTED_BYTES]
+    check = [agreement.CHECK_BYTES, DIVERGED_BYTES]
     self.assertEqual(rare, sorted([*check, sample, decided]))
 
+  @parameterized.parameters(
+    ("bfloat16", "pmap", "error", "max"),
+    ("int8", "shard_map", "uniform", None),
+    ("int4", "pmap", "error", None),
+  )
+  def test_every_rank_in_fewer_bits(self, name, backend, allocation, warmup):
+    tx = edgc_jax.edgc(
+      rank_max=12,
+      rank_min=4,
+      window=10,
+      warmup_rank=warmup,
+      allocation=allocation,
+      wire_dtype=name,
+    )
+    ladder, predicted = counted(tx)
+    self.assertEqual(sent_at_each_rank(compiled(tx, backend)), predicted)
+    for rank, expected in zip(ladder, predicted, strict=True):
+      if rank != 4:  # alone, factors of rank 4 are not packed
+        found = edgc_jax.wire_bytes(
+          PARAMS, rank, rank_min=4, wire_dtype=name, replicas=REPLICAS
+        )
+        self.assertEqual(found, expected)
+
+  def test_one_rank_needs_no_branches(self):
+    tx = edgc_jax.edgc(rank_max=8, rank_min=8, window=10)
+    text = compiled(tx, "pmap")
+    self.assertEqual(hlo.wire_bytes_by_rank(text), [])
+    self.assertEqual(sent_at_each_rank(text), counted(tx)[1])
+
+  def test_metrics_add_up(self):
+    """The state counts warm-up, ranks, samples and checks."""
+    tx = edgc_jax.edgc(
+      rank_max=4,
+      rank_min=4,
+      window=2,
+      warmup_steps=2,
+      warmup_rank=None,
+      sampling=edgc_jax.Sampling(step_rate=0.5),
+    )
+    run = BACKENDS["pmap"](tx, PARAMS)
+    sample = entropy.sample_bytes(MATRICES, entropy.Sampling())
+    decided = window_bytes(run.state, run.replicas)
+    total = 0
+    for step in range(5):
+      run.step(gradients_like(PARAMS, seed=step))
+      values = edgc_jax.metrics(run.state)
+      expected = edgc_jax.wire_bytes(PARAMS, 0 if step < 2 else 4)
+      expected += sample * (step % 2 == 0)
+      expected += (agreement.CHECK_BYTES + DIVERGED_BYTES) * (step == 0)
+      expected += decided * (step > 0 and step % 2 == 0)
+      self.assertEqual(values["wire_bytes"], expected)
+      total += expected
+    dense = 5 * edgc_jax.wire_bytes(PARAMS, 0)
+    self.assertAlmostEqual(values["compression_ratio"], dense / total, 5)
+    self.assertEqual(values["dense_bytes"], dense / 5)
+
+
+class FixedRanksTest(parameterized.TestCase):
   @parameterized.product(rank=[0, 4, 8], backend=list(BACKENDS))
-  def test_fixed_ranks_and_dense(self, rank, backend):
+  def test_one_rank_or_dense(self, rank, backend):
     tx = edgc_jax.powersgd(rank) if rank else edgc_jax.allreduce()
-    text = BACKENDS[backend](tx, PARAMS).compiled(
-      gradients_like(PARAMS, seed=0)
+    sent = hlo.wire_bytes_outside_branches(compiled(tx, backend))
+    self.assertEqual(sent, edgc_jax.wire_bytes(PARAMS, rank))
+    self.assertEqual(counted(tx), ((rank,), [sent]))
+
+  @parameterized.parameters(
+    ("float32", "error", "shard_map"), ("bfloat16", "uniform", "pmap"),
+    ("int8", "error", "pmap"), ("int4", "uniform", "shard_map"),
+  )  # fmt: skip
+  def test_every_rank_of_a_schedule(self, name, allocation, backend):
+    """The program sends what is counted, and the state reports it."""
+    tx = edgc_jax.powersgd(
+      {0: 4, 1: 12, 2: 0}, allocation=allocation, wire_dtype=name
     )
-    self.assertEqual(
-      hlo.wire_bytes_outside_branches(text), edgc_jax.wire_bytes(PARAMS, rank)
-    )
+    run, text = compiled_run(tx, backend)
+    gradients = gradients_like(PARAMS, seed=0)
+    ladder, predicted = counted(tx)
+    self.assertEqual(ladder, (0, 4, 12))
+    self.assertEqual(sent_at_each_rank(text), predicted)
+    reported = []
+    for _ in range(3):
+      run.step(gradients)
+      reported.append(edgc_jax.metrics(run.state)["wire_bytes"])
+    reported[0] -= agreement.CHECK_BYTES + DIVERGED_BYTES
+    self.assertEqual(reported, [predicted[i] for i in (1, 2, 0)])
+    found = [
+      edgc_jax.wire_bytes(
+        PARAMS, rank, rank_min=4, wire_dtype=name, replicas=REPLICAS
+      )
+      for rank in (0, 12)
+    ]
+    self.assertEqual(found, predicted[::2])
+
+  def test_without_dense(self):
+    """P and Q have a conditional each."""
+    tx = edgc_jax.powersgd({0: 12, 9: 4})
+    text = compiled(tx, "pmap")
+    self.assertLen(hlo.wire_bytes_by_rank(text), 2)
+    self.assertEqual(sent_at_each_rank(text), counted(tx)[1])
 
   def test_bfloat16(self):
     """A value of a matrix or factor has two bytes, one of a vector four."""
@@ -104,30 +226,18 @@ class WireBytesTest(parameterized.TestCase):
     dense = edgc_jax.wire_bytes(PARAMS, 0, wire_dtype="bfloat16", replicas=4)
     self.assertEqual(dense, 2 * matrices + 4 * 31)
     low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
-    factors = edgc_jax.wire_bytes(PARAMS, 4, wire_dtype=jnp.bfloat16)
-    self.assertEqual(factors, 2 * low + 4 * (31 + 17 * 6))
+    low_bytes = edgc_jax.wire_bytes(PARAMS, 4, wire_dtype=jnp.bfloat16)
+    self.assertEqual(low_bytes, 2 * low + 4 * (31 + 17 * 6))
     for backend, tx, expected, trips in (
       ("pmap", edgc_jax.allreduce(wire_dtype="bfloat16"), dense, 1),
-      ("shard_map", edgc_jax.powersgd(4, wire_dtype="bfloat16"), factors, 2),
+      ("shard_map", edgc_jax.powersgd(4, wire_dtype="bfloat16"), low_bytes, 2),
     ):
-      run = BACKENDS[backend](tx, PARAMS)
-      text = run.compiled(gradients_like(PARAMS, seed=0))
+      text = compiled(tx, backend)
       sent = hlo.wire_bytes_outside_branches(text)
       self.assertEqual(sent, expected)
       kinds = [one.kind for one in hlo.collectives_in_order(text)]
       encoded = [kind for kind in kinds if kind != "all-reduce"]
       self.assertEqual(encoded, ["all-to-all", "all-gather"] * trips)
-
-  def test_native_bfloat16_is_as_wide_as_float32_on_cpus(self):
-    """Predicted and sent bytes are both as for float32."""
-    run = BACKENDS["pmap"](
-      edgc_jax.allreduce(wire_dtype="native_bfloat16"), PARAMS
-    )
-    text = run.compiled(gradients_like(PARAMS, seed=0))
-    self.assertEqual(
-      hlo.wire_bytes_outside_branches(text),
-      edgc_jax.wire_bytes(PARAMS, 0, wire_dtype="native_bfloat16"),
-    )
 
   @parameterized.parameters("int8", "int4")
   def test_integers(self, name):
@@ -145,44 +255,23 @@ class WireBytesTest(parameterized.TestCase):
     exact = 4 * (17 * 6 + 1)
     encoded = sum(code.num_bytes(padded(size, 4), 4) for size in (p, q))
     self.assertEqual(found, encoded + exact)
-    run = BACKENDS["pmap"](edgc_jax.powersgd(4, wire_dtype=name), params)
-    text = run.compiled(gradients_like(params, seed=0))
+    text = compiled(edgc_jax.powersgd(4, wire_dtype=name), "pmap", params)
     self.assertEqual(hlo.wire_bytes_outside_branches(text), found)
 
-  def test_encoded_factors_at_every_rung(self):
-    options = {"wire_dtype": "int8"}
-    rule = edgc_jax.RankRule(warmup_rank=None)
-    tx = edgc_jax.edgc(rank_max=8, rank_min=4, window=10, rule=rule, **options)
-    text = BACKENDS["pmap"](tx, PARAMS).compiled(gradients_like(PARAMS, seed=0))
-    plan = make_plan(PARAMS, (0, 4, 8), code=code_of("int8"))
-    expected = [plan.wire_bytes(rank, replicas=4) for rank in plan.ladder]
-    self.assertEqual(hlo.wire_bytes_by_rung(text), [expected])
-    for rank, own in zip(plan.ladder, expected, strict=True):
-      found = edgc_jax.wire_bytes(
-        PARAMS, rank, rank_min=4, replicas=4, **options
-      )
-      self.assertEqual(found, own)
 
-  def test_rungs_of_one_group_share_a_program(self):
-    """P and Q are sent in two conditionals; a single rung has none."""
-    params = {"w": jnp.zeros((96, 160))}
-    for ranks in ((4, 8, 12), (8,)):
-      tx = edgc_jax.edgc(rank_max=ranks[-1], rank_min=ranks[0], window=10)
-      text = BACKENDS["pmap"](tx, params).compiled(gradients_like(params, 0))
-      predicted = [edgc_jax.wire_bytes(params, rank) for rank in ranks]
-      ladders = hlo.wire_bytes_by_rung(text)
-      outside = hlo.wire_bytes_outside_branches(text)
-      if len(ranks) > 1:
-        self.assertLen(ladders, 2)
-        self.assertEqual(
-          [sum(x) for x in zip(*ladders, strict=True)], predicted
-        )
-        self.assertEqual(outside, 0)
-      else:
-        self.assertEqual(ladders, [])
-        self.assertEqual([outside], predicted)
+class PredictionTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"rank": -1}, ValueError), ({"rank": "4"}, TypeError),
+    ({"rank": 4, "replicas": 0}, ValueError),
+    ({"rank": 4, "first_rank": -2}, ValueError),
+    ({"rank": 4, "rank_min": "4"}, TypeError),
+  )  # fmt: skip
+  def test_arguments_are_checked(self, options, error):
+    name = list(options)[-1]
+    with self.assertRaisesRegex(error, f"`{name}` must be"):
+      edgc_jax.wire_bytes(PARAMS, **options)
 
-  def test_prediction_by_hand(self):
+  def test_by_hand(self):
     low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
     dense = 30 + 1
     errors = 17 * (3 + 1 + 1 + 1)
@@ -190,14 +279,58 @@ class WireBytesTest(parameterized.TestCase):
     sizes = 64 * 48 + 30 + 96 * 160 + 1 + 20 * 20 + 3 * 40 * 64
     self.assertEqual(edgc_jax.wire_bytes(PARAMS, 0), 4 * sizes)
 
-  def test_small_matrices_are_dense_at_high_ranks(self):
+  def test_small_matrices_have_at_most_their_cap(self):
+    """And are dense only if even the smallest rank saves too little."""
     small = {"w": jnp.zeros((20, 20))}
-    self.assertEqual(edgc_jax.wire_bytes(small, 5), 4 * (5 * 40 + 17))
+    capped = 4 * (5 * 40 + 17)
+    self.assertEqual(edgc_jax.wire_bytes(small, 5), capped)
+    self.assertEqual(edgc_jax.wire_bytes(small, 12, rank_min=4), capped)
     self.assertEqual(edgc_jax.wire_bytes(small, 6), 4 * 400)
     self.assertEqual(
       edgc_jax.wire_bytes(small, 6, min_ratio=1.5), 4 * (6 * 40 + 17)
     )
 
+  def test_a_ladder_ends_at_the_largest_cap(self):
+    small = {"w": jnp.zeros((20, 20)), "v": jnp.zeros((4, 4))}
+    tx = edgc_jax.edgc(rank_max=8, rank_min=2, rank_multiple=2)
+    # 4 x 4 at rank 2 saves nothing: it is always dense.
+    sent = [4 * (r * 40 + 17 + 16) for r in (2, 4)]
+    self.assertEqual(counted(tx, small), ((2, 4), sent))
+
+
+class EntriesTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("topk", {"density": 0.05}, "pmap"),
+    ("randomk", {"density": 0.05}, "shard_map"),
+    ("randomk", {"error_feedback": False}, "pmap"),
+    ("quantize", {"bits": 8}, "shard_map"),
+    ("quantize", {"bits": 4, "block": 64, "error_feedback": True}, "pmap"),
+  )
+  def test_every_method_of_entries(self, name, options, backend):
+    """The program sends what is counted, and the state reports it."""
+    tx = edgc_jax.REDUCERS[name](**options)
+    run, text = compiled_run(tx, backend)
+    ladder, (predicted,) = counted(tx)
+    self.assertEqual(ladder, (0,))
+    self.assertEqual(hlo.wire_bytes_outside_branches(text), predicted)
+    run.step(gradients_like(PARAMS, seed=0))
+    checks = agreement.CHECK_BYTES + DIVERGED_BYTES
+    sent = edgc_jax.metrics(run.state)["wire_bytes"]
+    self.assertEqual(sent, predicted + checks)
+
+  def test_bytes_grow_with_the_replicas_that_gather(self):
+    (two,), (eight,) = (
+      edgc_jax.describe(edgc_jax.topk(0.05), PARAMS, replicas=n).parts
+      for n in (2, 8)
+    )
+    counts = [round(0.05 * PARAMS[x].size) for x in ("bfloat16", "large")]
+    counts.append(round(0.05 * PARAMS["stack"].size))
+    self.assertEqual(
+      eight.wire_bytes[0] - two.wire_bytes[0], 6 * 4 * sum(counts)
+    )
+
+
+class HloTest(absltest.TestCase):
   def test_other_collectives_count_as_their_share_of_an_all_reduce(self):
     text = """
 HloModule m
@@ -215,33 +348,44 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     text = text.replace(", to_apply=%add", "")
     self.assertEqual(hlo.wire_bytes_outside_branches(text), expected)
 
-  def test_metrics_add_up(self):
-    """The state counts warm-up, ranks, samples and checks."""
-    tx = edgc_jax.edgc(
-      rank_max=4,
-      rank_min=4,
-      window=2,
-      warmup_steps=2,
-      sampling=edgc_jax.Sampling(step_rate=0.5),
-      rule=edgc_jax.RankRule(warmup_rank=None),
-    )
-    run = BACKENDS["pmap"](tx, PARAMS)
-    num_matrices = len(make_plan(PARAMS, (4,)).matrices)
-    sample = entropy.sample_bytes(num_matrices, entropy.Sampling())
-    decided = window_bytes(run.state, run.replicas)
-    total = 0
-    for step in range(5):
-      run.step(gradients_like(PARAMS, seed=step))
-      values = edgc_jax.metrics(run.state)
-      expected = edgc_jax.wire_bytes(PARAMS, 0 if step < 2 else 4)
-      expected += sample * (step % 2 == 0)
-      expected += (agreement.CHECK_BYTES + PARTED_BYTES) * (step == 0)
-      expected += decided * (step > 0 and step % 2 == 0)
-      self.assertEqual(values["wire_bytes"], expected)
-      total += expected
-    dense = 5 * edgc_jax.wire_bytes(PARAMS, 0)
-    self.assertAlmostEqual(values["compression_ratio"], dense / total, 5)
-    self.assertEqual(values["dense_bytes"], dense / 5)
+  def test_ranks_inside_a_conditional_of_dense(self):
+    """Dense is the first rank; a check that sends in one branch is none."""
+    text = """
+HloModule m
+
+%d (p: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} all-reduce(%p)
+}
+
+%low (p: f32[8]) -> f32[8] {
+  ROOT %a = f32[2]{0} all-reduce(%p)
+}
+
+%high (p: f32[8]) -> f32[8] {
+  ROOT %a = f32[4]{0} all-reduce(%p)
+}
+
+%each (p: f32[8]) -> f32[8] {
+  %a = f32[1]{0} all-reduce(%p)
+  %b = f32[8]{0} conditional(%i, %p, %p), branch_computations={%low, %high}
+  ROOT %c = f32[8]{0} conditional(%i, %p, %p), branch_computations={%low, %high}
+}
+
+%none (p: f32[8]) -> f32[8] {
+  ROOT %p = f32[8]{0} parameter(0)
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %a = f32[8]{0} conditional(%i, %p, %p), branch_computations={%d, %none}
+  ROOT %b = f32[8]{0} conditional(%i, %p, %p), branch_computations={%d, %each}
+}
+"""
+    self.assertEqual(hlo.wire_bytes_by_rank(text), [[32, 4 + 16, 4 + 32]])
+    sizes = [
+      [4 * math.prod(shape) for x in found for _, shape in x.results]
+      for found in (hlo.collectives_in_order(text, i) for i in (0, 1, -1))
+    ]
+    self.assertEqual(sizes, [[32], [4, 8, 8], [4, 16, 16]])
 
 
 if __name__ == "__main__":

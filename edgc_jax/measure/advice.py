@@ -3,7 +3,7 @@
   seconds = step + exchange,   exchange = k latency + bytes / bandwidth + c
 
 with k all-reduces in sequence, and c seconds to compute the exchange
-(`plan.link_model`). If the link is fast compared with the step, dense takes no
+(`wire.link_model`). If the link is fast compared with the step, dense takes no
 longer than any other method, and loses nothing. `break_even` is the bandwidth
 below which compression is faster.
 """
@@ -13,11 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgc_jax import validation
-from edgc_jax.comm import cpu_backend
-from edgc_jax.comm.codes import code_of
-from edgc_jax.plan.leaves import ViewFn, layer_matrix
-from edgc_jax.plan.link_model import CompressionModel, LinkModel
-from edgc_jax.plan.plan import Plan, make_plan
+from edgc_jax.leaves.leaf import arrays_of, leaves_in
+from edgc_jax.leaves.views import ViewFn, layer_matrix
+from edgc_jax.methods.low_rank import with_factors
+from edgc_jax.reducer.rounds import count_bytes
+from edgc_jax.wire import cpu_backend
+from edgc_jax.wire.codes import code_of
+from edgc_jax.wire.link_model import CompressionModel, LinkModel
 
 RANKS = (32, 16, 8)  # of `edgc`, compared by default
 TOLERANCE = 0.1  # of the fastest step, accepted for a smaller error
@@ -120,44 +122,44 @@ def advise(
   for rank in ranks:
     validation.require_int("ranks", rank, 1)
 
-  def plan_of(rank: int, wire_dtype: str = "float32") -> Plan:
-    return make_plan(
-      params, (rank,), min_ratio, matrix_view, code=code_of(wire_dtype)
-    )
+  tree = arrays_of(params)
+  plain = leaves_in(tree, matrix_view)
+  dense_bytes = 4 * sum(leaf.size for leaf in plain)
 
   def method(
     name: str,
-    plan: Plan,
+    rank: int,
+    wire_dtype: str,
     computing: float,
     reducer: str,
     **options: Any,
-  ) -> Method:
-    (rank,) = plan.ladder
-    sent, trips = plan.wire_bytes(rank, replicas), plan.all_reduces(rank)
-    if plan.averages_in_parts:
+  ) -> Method | None:
+    code = code_of(wire_dtype)
+    leaves = with_factors(plain, [rank] if rank else [], min_ratio, code)
+    if rank and not any(leaf.cap for leaf in leaves):
+      return None
+    (sent,) = count_bytes(leaves, [rank], code, replicas).tolist()
+    trips = (2 if rank else 1) + (code is not None)
+    if code is not None:
       trips += cpu_backend.more_trips(sent, replicas)
     exchange = link.seconds(sent, trips) + computing
     # Both take equally long if saved bytes / bandwidth = added seconds.
-    saved = dense.wire_bytes(0) - sent
-    added = (trips - dense.all_reduces(0)) * link.latency + computing
+    saved, added = dense_bytes - sent, (trips - 1) * link.latency + computing
     even = 0.0 if saved <= 0 else saved / added if added > 0 else float("inf")
+    options = {**options, "wire_dtype": wire_dtype}
     return Method(name, reducer, options, sent, step_seconds + exchange, even)
 
-  dense = plan_of(0)
-  methods = [
-    method("dense", dense, 0.0, "allreduce", wire_dtype="float32"),
-    method(
-      "dense, bf16", plan_of(0, "bfloat16"), coding_seconds,
-      "allreduce", wire_dtype="bfloat16",
-    ),
-  ]  # fmt: skip
+  found = [
+    method("dense", 0, "float32", 0.0, "allreduce"),
+    method("dense, bf16", 0, "bfloat16", coding_seconds, "allreduce"),
+  ]
   for rank in sorted(set(ranks), reverse=True):
-    plan = plan_of(rank, wire_dtype)
-    if plan.compressible:
-      computing = compression.seconds(rank)
-      options = {"rank_max": rank, "wire_dtype": wire_dtype}
-      name = f"edgc, rank {rank}"
-      methods.append(method(name, plan, computing, "edgc", **options))
+    computing = compression.seconds(rank)
+    name = f"edgc, rank {rank}"
+    found.append(
+      method(name, rank, wire_dtype, computing, "edgc", rank_max=rank)
+    )
+  methods = [one for one in found if one is not None]
   chosen = first_fast([method.seconds for method in methods], tolerance)
   return Advice(tuple(methods), methods[chosen])
 

@@ -1,5 +1,10 @@
-"""Describes how each leaf of a tree is sent, before anything runs."""
+"""Describes how each leaf of a tree is sent, before anything runs.
 
+Bytes are counted by running the methods themselves, without sending.
+"""
+
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,13 +14,21 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from edgc_jax import validation
-from edgc_jax.comm.codes import name_of
-from edgc_jax.comm.dataflow import Axes, names
-from edgc_jax.compression.entrywise import EntrywisePlan
-from edgc_jax.plan.leaves import Leaf, arrays_of
-from edgc_jax.plan.plan import Plan, subset
-from edgc_jax.plan.review import Reviewed, plans_seen
-from edgc_jax.state.sharding import init_on_mesh
+from edgc_jax.leaves.leaf import (
+  Leaf,
+  PlacementFn,
+  arrays_of,
+  leaves_in,
+  own_placement,
+)
+from edgc_jax.leaves.review import Reviewed, reducers_seen
+from edgc_jax.leaves.views import ViewFn, layer_matrix
+from edgc_jax.mesh.sharding import init_on_mesh
+from edgc_jax.methods.low_rank import require_ratio, with_factors
+from edgc_jax.reducer.reducer import shards_of
+from edgc_jax.reducer.rounds import count_bytes
+from edgc_jax.wire.codes import Code, code_of, name_of
+from edgc_jax.wire.order import Axes, names
 
 
 class LeafRow(NamedTuple):
@@ -99,7 +112,7 @@ def describe(
     ValueError: if `tx` holds no reducer, or `param_specs` is given without a
       mesh.
 
-  >>> from edgc_jax.reducers.powersgd import powersgd
+  >>> from edgc_jax.methods import powersgd
   >>> params = {"w": jax.numpy.zeros((64, 256)), "b": jax.numpy.zeros(256)}
   >>> print(describe(powersgd(rank=4), params))
   Over data, as factors of rank 4:
@@ -109,8 +122,27 @@ def describe(
   all                                       6,212  dense / 10.7
   """
   validation.require_int("replicas", replicas, 1)
+  seen = reviewed(tx, params, mesh=mesh, param_specs=param_specs)
+  return Description(tuple(_part(one, replicas, mesh) for one in seen))
+
+
+def reviewed(
+  tx: optax.GradientTransformation,
+  params: Any,
+  *,
+  mesh: Mesh | AbstractMesh | None = None,
+  param_specs: Any = None,
+) -> list[Reviewed]:
+  """Returns the leaves and the budget of each reducer of a chain.
+
+  Args:
+    tx, params, mesh, param_specs: As for `describe`.
+
+  Raises:
+    ValueError: as `describe`.
+  """
   params = arrays_of(params)
-  with plans_seen() as seen:
+  with reducers_seen() as seen:
     if param_specs is None:
       jax.eval_shape(lambda p: tx.init(p), params)  # not from JAX's cache
     else:
@@ -122,14 +154,84 @@ def describe(
     "a transformation with a reducer of this package",
     "pass the chain that begins with edgc() or another reducer",
   )
-  return Description(
-    tuple(_part(reviewed, replicas, mesh) for reviewed in seen)
+  return seen
+
+
+def wire_bytes(
+  params: Any,
+  rank: int,
+  *,
+  min_ratio: float = 2.0,
+  matrix_view: ViewFn = layer_matrix,
+  placement: PlacementFn = own_placement,
+  first_rank: int | None = None,
+  rank_min: int | None = None,
+  wire_dtype: Any = "float32",
+  replicas: int = 1,
+) -> int:
+  """Predicts the payload bytes that a replica sends in one step's exchange.
+
+  Valid for `edgc`, `powersgd` and `allreduce`; `describe` predicts the bytes of
+  any reducer.
+
+  Args:
+    params: Parameters, gradients, or their `jax.ShapeDtypeStruct`s; on
+      pipeline stages, the tree of one stage.
+    rank: Columns of the factors; 0 for dense.
+    min_ratio: As for `powersgd`.
+    matrix_view: As for `edgc`.
+    placement: As for `Stages`.
+    first_rank: On pipeline stages, the rank of stage 0, at which all stages
+      send their "split" and "shared" leaves; None if it is `rank`.
+    rank_min: The smallest rank of `edgc`, which decides which leaves are
+      factors; None if `rank` is the only one.
+    wire_dtype: As for `powersgd`.
+    replicas: Number of replicas; encoded values are padded to as many equal
+      parts.
+
+  Returns:
+    The bytes, without entropy samples, checks of the replicas, and ranks that
+    are broadcast at the end of a window.
+
+  Raises:
+    TypeError: if a rank or `replicas` is not a Python integer.
+    ValueError: if a rank or `replicas` is too small, or `wire_dtype` is
+      unknown.
+
+  >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")
+  >>> wire_bytes(weights, 0), wire_bytes(weights, 32)
+  (9437184, 491588)
+  """
+  first_rank = rank if first_rank is None else first_rank
+  rank_min = rank if rank_min is None else rank_min
+  for name, value, least in (
+    ("rank", rank, 0), ("first_rank", first_rank, 0), ("rank_min", rank_min, 0),
+    ("replicas", replicas, 1),
+  ):  # fmt: skip
+    validation.require_int(name, value, least)
+  require_ratio(min_ratio)
+  code = code_of(wire_dtype)
+  ladder = sorted({rank, first_rank, rank_min})
+  leaves = leaves_in(arrays_of(params), matrix_view, placement)
+  leaves = with_factors(leaves, [r for r in ladder if r], min_ratio, code)
+  return sum(
+    int(count_bytes(own, [rank if e == 0 else first_rank], code, replicas)[0])
+    for e, own in enumerate(_exchanges(leaves))
   )
 
 
-def _part(reviewed: Reviewed, replicas: int, mesh: Any) -> Part:
-  """Describes the plans of one reducer."""
-  axes, plans = reviewed
+def _exchanges(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
+  """Returns the leaves of each exchange."""
+  last = max((leaf.exchange for leaf in leaves), default=0)
+  return [
+    [leaf for leaf in leaves if leaf.exchange == e] for e in range(last + 1)
+  ]
+
+
+def _part(found: Reviewed, replicas: int, mesh: Any) -> Part:
+  """Describes the leaves of one reducer."""
+  axes, leaves, budget, code, is_shared = found
+  ladder = budget.ladder
   if mesh is not None:
     validation.require(
       axes.known <= set(mesh.shape),
@@ -139,66 +241,74 @@ def _part(reviewed: Reviewed, replicas: int, mesh: Any) -> Part:
       "pass the mesh of the training, or other names to the reducer",
     )
     replicas = math.prod(mesh.shape[axis] for axis in names(axes.replicas))
-  ladder = plans[0].ladder[plans[0].first_rung :]
 
-  def row(leaf: Leaf, plan: Plan) -> LeafRow:
-    alone = subset(plan, [plan.leaves.index(leaf)])
+  # Counted once for all equal leaves.
+  bytes_of = functools.cache(
+    lambda leaf: tuple(count_bytes([leaf], ladder, code, replicas).tolist())
+  )
+
+  def row(leaf: Leaf) -> LeafRow:
     return LeafRow(
       leaf.path,
       leaf.shape,
-      _sent_as(leaf, plan),
-      tuple(plan.columns(leaf, rank) for rank in ladder),
-      tuple(alone.wire_bytes(rank, replicas) for rank in ladder),
+      _sent_as(leaf, ladder, code),
+      tuple(leaf.columns(rank) for rank in ladder),
+      bytes_of(dataclasses.replace(leaf, path="")),
     )
 
   return Part(
     axes,
-    tuple(sorted({axis for plan in plans for axis in plan.shards})),
-    _method(plans[0], ladder),
+    shards_of(leaves),
+    _method(leaves, ladder, code, is_shared),
     ladder,
-    tuple(row(leaf, plan) for leaf, plan in reviewed.leaves),
+    tuple(row(leaf) for leaf in leaves),
     tuple(
-      sum(plan.wire_bytes(rank, replicas) for plan in plans) for rank in ladder
+      sum(
+        count_bytes(own, ladder, code, replicas) for own in _exchanges(leaves)
+      ).tolist()
     ),
-    sum(plan.dense_bytes for plan in plans),
+    4 * sum(leaf.size for leaf in leaves),
   )
 
 
-def _method(plan: Plan, ladder: tuple[int, ...]) -> str:
-  """Names the method of a plan."""
-  if isinstance(plan, EntrywisePlan):
-    method = getattr(plan.compressor, "code", plan.compressor)
-    return f"entry by entry ({type(method).__name__.lower()})"
-  code = f" in {name_of(plan.code)}" if plan.code else ""
+def _method(
+  leaves: Sequence[Leaf],
+  ladder: Sequence[int],
+  code: Code | None,
+  is_shared: bool,
+) -> str:
+  """Names the method of a reducer."""
+  in_code = f" in {name_of(code)}" if code else ""
+  for leaf in leaves:
+    if leaf.is_compressed and not leaf.cap:
+      return f"{leaf.method.name}{in_code}"
   if not any(ladder):
-    return f"dense{code}"
+    return f"dense{in_code}"
   ranks = ", ".join(str(rank) for rank in ladder if rank)
   first = "dense or " if 0 in ladder else ""
-  method = f"{first}as factors of rank {ranks}{code}"
-  if plan.spread > 1:
-    method += " (matrices share a rank's bytes: one may get up to"
-    method += f" {plan.spread} times the rank)"
+  method = f"{first}as factors of rank {ranks}{in_code}"
+  if is_shared:
+    method += " (matrices share a rank's bytes: one may get up to 3 times the"
+    method += " rank)"
   return method
 
 
-def _sent_as(leaf: Leaf, plan: Plan) -> str:
+def _sent_as(leaf: Leaf, ladder: Sequence[int], code: Code | None) -> str:
   """Returns the matrices of a leaf, or why it is sent dense."""
   if leaf.placement == "shared":
     return "dense: shared by all stages"
-  dense = f"dense in {name_of(plan.code)}" if plan.is_encoded(leaf) else "dense"
+  dense = f"dense in {name_of(code)}" if leaf.is_encoded else "dense"
   if leaf.view is None:
     return f"{dense}: no matrix"
   count, rows, cols = leaf.view
-  if plan.is_compressed(leaf):
-    if isinstance(plan, EntrywisePlan):
-      return "entries"
+  if leaf.is_compressed:
+    if not leaf.cap:
+      return leaf.method.name
     several = f"{count} matrices" if count > 1 else "matrix"
     return f"{several} of {rows} x {cols}"
-  if isinstance(plan, EntrywisePlan):
-    return f"dense: fewer than {plan.min_size} entries"
-  ranks = [rank for rank in plan.ladder if rank]
+  ranks = [rank for rank in ladder if rank]
   if not ranks:
-    return "dense"
+    return dense
   ratio = rows * cols / (min(*ranks, rows, cols) * (rows + cols))
   return (
     f"{dense}: {rows} x {cols} at rank {min(ranks)} saves {ratio:.1f} times"
@@ -246,10 +356,6 @@ def _where(part: Part) -> str:
   where = f"Over {', '.join(names(part.axes.replicas))}"
   if part.shards:
     where += f", on each shard of {', '.join(part.shards)}"
-  if part.axes.fast:
-    where += (
-      f", after a dense mean over {', '.join(names(part.axes.fast.axis_name))}"
-    )
   return where
 
 

@@ -1,6 +1,6 @@
 """Counts the bytes that a compiled program sends, from its HLO text.
 
-`plan.plan` predicts these bytes; this module checks the prediction. An
+`wire.wire` counts bytes while JAX traces; this module checks the count. An
 all-reduce of B bytes counts B. Other collectives count as parts of an
 all-reduce: a reduce-scatter or all-to-all half its operand, an all-gather half
 its result. A permute counts its operand, which is all that it sends; this is
@@ -60,22 +60,22 @@ def wire_bytes_of_branches(hlo: str) -> list[list[int]]:
   ]
 
 
-def wire_bytes_by_rung(hlo: str) -> list[list[int]]:
-  """Counts the bytes that the conditionals of a rank ladder send at each rung.
+def wire_bytes_by_rank(hlo: str) -> list[list[int]]:
+  """Counts the bytes that the conditionals of a ladder send at each rank.
 
-  These are the conditionals that send something in every branch. One may hold
-  others: then its branches are groups of rungs (`Plan.groups`).
+  These are the conditionals that send something in every branch: around an
+  exchange one of dense and of ranks, if both may be used, and for each round of
+  factors one of all ranks.
 
   Args:
     hlo: Text of a compiled program, as from `compiled.as_text()`.
 
   Returns:
-    Bytes per replica at each rung that is compiled, in order: a list for each
-    outermost conditional. An exchange at rungs of one group has two, for P and
-    for Q. Rungs at which each matrix has the same columns share one entry.
+    Bytes per replica at each rank of the ladder, in order: a list for each
+    outermost conditional. An exchange that may be dense has one, other
+    exchanges at several ranks have two, for P and for Q.
   """
-  computations = computations_of(hlo)
-  return _by_rung(_entry(hlo), computations)
+  return _by_rank(_entry(hlo), computations_of(hlo))
 
 
 def wire_bytes_outside_branches(hlo: str) -> int:
@@ -98,20 +98,20 @@ class Collective(NamedTuple):
   pairs: tuple[tuple[int, int], ...] = ()  # sources and targets of a permute
 
 
-def collectives_in_order(hlo: str, rung: int = 0) -> list[Collective]:
+def collectives_in_order(hlo: str, level: int = 0) -> list[Collective]:
   """Lists the collectives of a program in the order in which they run.
 
   Args:
     hlo: Text of a compiled program, as from `compiled.as_text()`.
-    rung: Index among the rungs that are compiled, as in `wire_bytes_by_rung`;
-      not read without a ladder. Other conditionals are left out.
+    level: Index into the ladder, or -1 for the largest rank; not read without a
+      ladder. Conditionals that do not choose a rank are left out.
 
   Returns:
     The collectives, repeated as often as their loops run.
   """
   computations = computations_of(hlo)
 
-  def walk(name: str, rung: int) -> list[Collective]:
+  def walk(name: str, level: int) -> list[Collective]:
     found = []
     for line in computations[name]:
       match = _COLLECTIVE.search(line)
@@ -120,16 +120,14 @@ def collectives_in_order(hlo: str, rung: int = 0) -> list[Collective]:
           Collective(match["kind"], _arrays(match["result"]), _pairs(line))
         )
       elif " conditional(" in line:
-        places = rungs_of(line, computations)
-        if places:
-          found += walk(*places[rung])
+        ranks = ranks_of(line, computations)
+        found += walk(*ranks[level]) if ranks else []
       else:
-        for other in _CALLED.findall(line):
-          inside = walk(other, rung)
-          found += inside and _trips(line) * inside
+        inside = [x for other in called_by(line) for x in walk(other, level)]
+        found += inside and _trips(line) * inside
     return found
 
-  return walk(_entry(hlo), rung)
+  return walk(_entry(hlo), level)
 
 
 def computations_of(hlo: str) -> dict[str, list[str]]:
@@ -183,43 +181,47 @@ def _branches_of(line: str) -> list[str]:
   return [match.group(1) for match in both]
 
 
-def _by_rung(name: str, computations: dict[str, list[str]]) -> list[list[int]]:
-  """Returns the bytes at each rung, for each ladder in a computation."""
-  found = []
-  for line in computations[name]:
-    if " conditional(" not in line:
-      for other in called_by(line):
-        found += _by_rung(other, computations)
-      continue
-    sent = []
-    for branch, rung in rungs_of(line, computations):
-      inside = _by_rung(branch, computations)
-      fixed = _total(branch, computations, follow_branches=False)
-      sent.append(fixed + sum(ladder[rung] for ladder in inside))
-    found += [sent] if sent else []
-  return found
-
-
-def rungs_of(
+def ranks_of(
   line: str, computations: dict[str, list[str]]
 ) -> list[tuple[str, int]]:
-  """Returns the branch of each rung, and the rung's index in the branch.
+  """Returns the branch that sends each rank, and the rank's index inside.
 
   Args:
     line: A conditional.
     computations: From `computations_of`.
 
   Returns:
-    The rungs in order; none if some branch of the conditional sends nothing.
+    The ranks in order; none if a branch of the conditional sends nothing. A
+    branch without conditionals of ranks in it is one rank.
   """
   branches = _branches_of(line)
   if not all(_total(branch, computations) for branch in branches):
     return []
   return [
-    (branch, rung)
+    (branch, i)
     for branch in branches
-    for rung in range(len(next(iter(_by_rung(branch, computations)), [0])))
+    for i in range(max(map(len, _by_rank(branch, computations)), default=1))
   ]
+
+
+def _by_rank(name: str, computations: dict[str, list[str]]) -> list[list[int]]:
+  """Returns the bytes at each rank, for each ladder in a computation."""
+  found = []
+  for line in computations[name]:
+    if " conditional(" in line:
+      ranks = ranks_of(line, computations)
+      sent = [_at_rank(*rank, computations) for rank in ranks]
+      found += [sent] if sent else []
+    else:
+      for other in called_by(line):
+        found += _by_rank(other, computations)
+  return found
+
+
+def _at_rank(name: str, i: int, computations: dict[str, list[str]]) -> int:
+  """Returns the bytes of a branch at the i-th of its ranks."""
+  plain = _total(name, computations, follow_branches=False)
+  return plain + sum(ranks[i] for ranks in _by_rank(name, computations))
 
 
 def _total(

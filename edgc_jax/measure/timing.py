@@ -25,13 +25,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from edgc_jax import validation
-from edgc_jax.adaptation.allocation import Allocation
-from edgc_jax.adaptation.rank_rule import RankRule
-from edgc_jax.comm import collectives, cpu_backend
-from edgc_jax.comm.codes import code_of
-from edgc_jax.plan.leaves import ViewFn
-from edgc_jax.plan.link_model import CompressionModel, LinkModel, fit_line
-from edgc_jax.reducers import edgc, powersgd
+from edgc_jax.budget.allocation import BY_ERROR, ErrorAllocation
+from edgc_jax.leaves.views import ViewFn
+from edgc_jax.methods import allreduce, powersgd
+from edgc_jax.wire import collectives, cpu_backend
+from edgc_jax.wire.codes import code_of
+from edgc_jax.wire.link_model import CompressionModel, LinkModel, fit_line
 
 _AXIS = "data"
 _CHAINED = 8  # all-reduces per call, to make the overhead of a call small
@@ -49,12 +48,12 @@ def measure_compression(
   repeats: int = 10,
   min_ratio: float = 2.0,
   matrix_view: ViewFn | None = None,
-  allocation: Allocation = Allocation(),
+  allocation: str | ErrorAllocation = BY_ERROR,
   mesh: Mesh | None = None,
 ) -> CompressionModel:
   """Times the computation of compressed exchanges, and fits a line.
 
-    edgc.update at a rank - allreduce().update = base + per_rank * rank
+    powersgd(rank).update - allreduce().update = base + per_rank * rank
 
   Each device is alone on its axis, so updates compute everything and send
   nothing. All devices of this process run at once, since they may share cores
@@ -70,7 +69,7 @@ def measure_compression(
     repeats: Number of timed calls per rank.
     min_ratio: As for `edgc`.
     matrix_view: As for `edgc`.
-    allocation: As for `edgc`; ranks per matrix compute more columns.
+    allocation: As for `powersgd`; ranks by matrix compute more columns.
     mesh: With several processes, the mesh of the training. All of them must
       call this at the same point, and get the same model (`agree`).
 
@@ -84,13 +83,13 @@ def measure_compression(
   validation.require_several("ranks", ranks, 1)
   validation.require_int("repeats", repeats, 1)
   reducers = [
-    edgc.edgc(
-      _AXIS, rank_max=rank, rank_min=rank, rule=RankRule(rank_multiple=rank),
-      min_ratio=min_ratio, matrix_view=matrix_view, allocation=allocation,
+    powersgd(
+      rank, _AXIS, min_ratio=min_ratio, matrix_view=matrix_view,
+      allocation=allocation,
     )
     for rank in ranks
   ]  # fmt: skip
-  dense = powersgd.allreduce(_AXIS)
+  dense = allreduce(_AXIS)
   extra = _extra_seconds(dense, reducers, params, repeats, mesh)
   base, per_rank = fit_line(np.array(ranks, float), extra)
   if per_rank < 0:
@@ -126,10 +125,10 @@ def measure_coding(
     ValueError: if `repeats` is below 1, or `wire_dtype` is unknown.
   """
   validation.require_int("repeats", repeats, 1)
-  least = powersgd.allreduce(_AXIS)
+  least = allreduce(_AXIS)
   if code_of(wire_dtype) is None:
     least = optax.scale(0.5)  # the compiler would remove an identity
-  encoded = powersgd.allreduce(_AXIS, wire_dtype=wire_dtype)
+  encoded = allreduce(_AXIS, wire_dtype=wire_dtype)
   extra = _extra_seconds(least, [encoded], params, repeats, mesh)
   return max(0.0, float(extra[0]))
 
@@ -210,10 +209,7 @@ def _extra_seconds(
 
 
 def _update(mesh: Mesh, tx: Any, gradients: Any) -> Callable[[], Any]:
-  """Returns a call of a transformation's second update.
-
-  No entropy is sampled in the second step.
-  """
+  """Returns a call of a transformation's second update."""
   # An axis of one device has nothing to vary over, hence check_vma=False.
   on_device = functools.partial(
     jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False

@@ -38,8 +38,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
-from edgc_jax.comm import cpu_backend
-from edgc_jax.compression import linear_algebra
+from edgc_jax.leaves.leaf import is_leaf_state
+from edgc_jax.methods import linear_algebra
+from edgc_jax.wire import cpu_backend
 from experiments.benchmarks import measurements
 from experiments.models import gpt2
 from experiments.models.gpt2 import GPT2Config
@@ -207,16 +208,18 @@ def _update(
 
 def _by_matrix(state: Any) -> Any:
   """Gives a quarter of each stack's matrices twice the rank, others less."""
-  ranks, start = np.array(state.allocator.ranks), 0
-  for leaf in jax.tree.leaves(state.stats.matrices.rank):
-    own = ranks[start : start + len(leaf)]  # a view
-    start += len(leaf)
+  ranks, start = np.array(state.allocation.ranks), 0
+  for leaf in jax.tree.leaves(state.leaves, is_leaf=is_leaf_state):
+    if leaf.stats is None:  # it is always sent dense
+      continue
+    own = ranks[start : start + len(leaf.stats.rank)]  # a view
+    start += len(own)
     wide = -(-len(own) // 4)
     if len(own) > 1:
       own[wide:] -= -(-own[0] * wide // (len(own) - wide))
       own[:wide] *= 2
-  allocator = state.allocator._replace(ranks=jnp.array(ranks))
-  return state._replace(allocator=allocator)
+  allocation = state.allocation._replace(ranks=jnp.array(ranks))
+  return state._replace(allocation=allocation)
 
 
 def _products(gradients: Any, shapes: Any, rank: int) -> Callable[[], Any]:
@@ -232,11 +235,20 @@ def _products(gradients: Any, shapes: Any, rank: int) -> Callable[[], Any]:
     for leaf, view in zip(jax.tree.leaves(gradients), views, strict=True):
       if view is None:
         continue
-      m = leaf.reshape(view)
-      q = m[:, :rank, :]  # any factors of this shape
-      p = jax.vmap(linear_algebra.product)(q, m)
-      q = p @ m
-      results.append(jax.vmap(linear_algebra.outer_products)(p, q, -q))
+      m, is_tall = leaf.reshape(view), view.rows > view.cols
+      # Any factors of this shape.
+      q = jnp.swapaxes(m[..., :rank], 1, 2) if is_tall else m[:, :rank]
+      to_p, to_q, outer = (
+        jax.vmap(functools.partial(function, is_first_tall))
+        for function, is_first_tall in (
+          (linear_algebra.product, is_tall),
+          (linear_algebra.product, not is_tall),
+          (linear_algebra.outer_product, is_tall),
+        )
+      )
+      p = to_p(q, m)
+      q = to_q(p, m)
+      results += [outer(p, q), outer(p, -q)]
     return results
 
   return functools.partial(multiply, gradients)

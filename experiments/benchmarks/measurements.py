@@ -7,9 +7,10 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from edgc_jax.adaptation import entropy
-from edgc_jax.adaptation.entropy import Sampling
-from edgc_jax.plan.plan import make_plan
+import edgc_jax
+from edgc_jax.budget import entropy
+from edgc_jax.budget.entropy import Sampling
+from edgc_jax.measure.description import reviewed
 
 ENTRY_RATES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
 PERIODS = (1, 2, 4, 10)  # steps from one sample to the next
@@ -36,11 +37,13 @@ def make_estimate(
   """
 
   def estimate(gradients: Any, index: jax.Array) -> entropy.EntropySample:
-    ranks, min_ratio = (config.edgc.rank_min,), config.edgc.min_ratio
-    plan = make_plan(gradients, ranks, min_ratio)
-    leaves = jax.tree.leaves(gradients)
+    tx = edgc_jax.powersgd(
+      config.edgc.rank_min, min_ratio=config.edgc.min_ratio
+    )
+    (found,) = reviewed(tx, gradients)
+    leaves = zip(found.leaves, jax.tree.leaves(gradients), strict=True)
     return entropy.estimate(
-      [leaves[i].reshape(plan.leaves[i].view) for i in plan.compressible],
+      [g.reshape(leaf.view) for leaf, g in leaves if leaf.is_compressed],
       index,
       axis_name,
       Sampling(

@@ -61,12 +61,8 @@ def main(config: ConfigDict) -> None:
       timed[name] = functools.partial(update, gradients, state)
       continue
     options = config.edgc
-    top = (
-      1 + (options.rank_max - options.rank_min) // options.rule.rank_multiple
-    )
-    rungs = {0: "dense", 1: options.rank_min, top: options.rank_max}
-    for rung, rank in rungs.items():
-      fixed = _with_rung(state, rung)
+    for rank in (options.rank_min, options.rank_max):
+      fixed = _with_rank(state, rank)
       timed[f"edgc, {rank}"] = functools.partial(update, gradients, fixed)
   for name, rate in (
     ("entropy, sampled", config.edgc.sampling.entry_rate),
@@ -98,19 +94,18 @@ def main(config: ConfigDict) -> None:
     print(f"{name:24}{arguments / 1e6:12.2f}{temporary / 1e6:12.2f}")
 
 
-def _with_rung(state: Any, rung: int) -> Any:
-  """Returns the state on a rung, at a step without samples or checks.
+def _with_rank(state: Any, rank: int) -> Any:
+  """Returns the state on a rank, at a step without samples or checks.
 
-  The step does not end a window either, so the rung stays.
+  The step does not end a window either, so the rank stays.
   """
-  control = state.controller
-  control = control._replace(
-    rung=jnp.full_like(control.rung, rung),
-    is_warm=jnp.ones_like(control.is_warm),
-    num_samples=jnp.zeros_like(control.num_samples),
+  budget = state.budget
+  fixed = jnp.full_like(budget.first_rank, rank)
+  decision = budget.decision._replace(
+    rank=fixed, is_warm=jnp.ones_like(budget.decision.is_warm)
   )
   return state._replace(
-    controller=control,
+    budget=budget._replace(decision=decision, first_rank=fixed),
     count=jnp.full_like(state.count, 1001),
     checks=state.checks._replace(
       identical_steps=jnp.full_like(state.count, -1)

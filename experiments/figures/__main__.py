@@ -29,11 +29,11 @@ _OUTPUT = flags.DEFINE_string("output", "docs", "The folder of the page.")
 _CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 _GRADIENT_STEPS = (1, 10, 50, 100, 400)
 _SHARED = {
-  "edgc.allocation.granularity": "stage",  # the paper's
+  "edgc.allocation": "uniform",  # the paper's
   "edgc.rank_max": 32,
   "edgc.rank_min": 8,
-  "edgc.rule.rank_multiple": 4,
-  "edgc.rule.max_rank_step": 24,  # the whole range: the rule alone decides
+  "edgc.rank_multiple": 4,
+  "edgc.max_rank_step": 24,  # the whole range: the rule alone decides
   "edgc.sampling.step_rate": 1.0,
   "evaluation.every": 0,
   "log_every": 1,
@@ -85,7 +85,7 @@ def _command(name: str, folder: pathlib.Path) -> Sequence[str]:
   kept = sorted({min(step, steps) for step in _GRADIENT_STEPS})
   settings = {
     **_SHARED,
-    "edgc.rule.name": rule,
+    "edgc.rule": rule,
     "steps": steps,
     "seed": _SEED.value,
     "run_dir": folder,

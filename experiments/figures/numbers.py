@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from edgc_jax.adaptation.error_model import lost_energy
+from edgc_jax.budget.error_model import lost_energy
 
 _LIMIT = 6.0  # of a histogram's bins, in units of the values' rms
 

@@ -28,7 +28,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from edgc_jax import layer_matrix
-from edgc_jax.adaptation.entropy import ESTIMATORS
+from edgc_jax.budget.entropy import ESTIMATORS
 from experiments.benchmarks import measurements
 from experiments.benchmarks.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 from experiments.models import gpt2

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgc_jax.adaptation.entropy import ESTIMATORS
+from edgc_jax.budget.entropy import ESTIMATORS
 from experiments.benchmarks.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 from experiments.figures.numbers import (
   cost_ratios,
@@ -163,7 +163,7 @@ def _ranks(run: RecordedRun) -> dict[str, Any]:
     "entropy": means[: ends.sum()].tolist(),
     "rank_min": run.config["edgc"]["rank_min"],
     "rank_max": run.config["edgc"]["rank_max"],
-    "max_rank_step": run.config["edgc"]["rule"]["max_rank_step"],
+    "max_rank_step": run.config["edgc"]["max_rank_step"],
     "val_loss": run.summary["val_loss"],
     "compression_ratio": run.summary["compression_ratio"],
   }
@@ -201,7 +201,7 @@ def _sampling(run: RecordedRun) -> dict[str, Any]:
   model = model_error(
     run.config["model"]["width"], 4 * run.config["model"]["width"]
   )
-  top, step = edgc["rank_max"], edgc["rule"]["rank_multiple"]
+  top, step = edgc["rank_max"], edgc["rank_multiple"]
   return {
     "first_step": steps[0],
     "last_step": steps[-1],

@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import edgc_jax
-from edgc_jax.comm import dataflow
 from edgc_jax.measure import hlo
+from edgc_jax.wire import order
 from experiments.models import gpt2
 from experiments.network import calls
 from experiments.network.results import RANKS
@@ -85,10 +85,8 @@ class JaxHost:
       dtype=np.int32,
     )[backend.rows(config.batch_size)]
     compiled = backend.compile_step(*state, config.batch_size)
-    text = compiled.as_text()
-    # The last rung is a rank; the first may be dense.
-    rungs = max(map(len, hlo.wire_bytes_by_rung(text)), default=1)
-    sent = hlo.collectives_in_order(text, rungs - 1)
+    # At the largest rank of the ladder, which is its last entry.
+    sent = hlo.collectives_in_order(compiled.as_text(), -1)
 
     def step() -> dict[str, jax.Array]:
       nonlocal state
@@ -235,7 +233,7 @@ def replay_of(
     value: jax.Array,
     before: list[jax.Array],
   ) -> list[jax.Array]:
-    values = dataflow.after(operands(collective, value), before)
+    values = order.after(operands(collective, value), before)
     if collective.kind == "all-reduce":
       return list(lax.psum(tuple(values), DATA))
     if collective.kind == "collective-permute":

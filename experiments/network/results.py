@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgc_jax.measure.advice import TOLERANCE, first_fast
-from edgc_jax.plan.link_model import ring_bytes
+from edgc_jax.wire.link_model import ring_bytes
 
 NO_EXCHANGE, DENSE, NARROW = "no exchange", "dense", "dense, bf16"
 

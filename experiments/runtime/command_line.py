@@ -16,7 +16,7 @@ from absl import logging as absl_logging
 from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
-from edgc_jax.comm import cpu_backend
+from edgc_jax.wire import cpu_backend
 from experiments.runtime import heap, hosts, renamed_keys
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -58,7 +58,7 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       cpu_backend.fit_thread_pool(max(1, share))
     has_parts = config.mesh.stage > 1 or config.mesh.fsdp > 1
     if has_parts and jax.default_backend() == "cpu":
-      # Cached programs mix up collectives: see edgc_jax.comm.cpu_backend.
+      # Cached programs mix up collectives: see edgc_jax.wire.cpu_backend.
       jax.config.update("jax_enable_compilation_cache", False)
     with hosts.end_together():
       main(config)

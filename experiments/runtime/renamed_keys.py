@@ -7,20 +7,26 @@ RENAMED = {
   "edgc.entry_rate": "edgc.sampling.entry_rate",
   "edgc.estimator": "edgc.sampling.estimator",
   "edgc.bins": "edgc.sampling.bins",
-  "edgc.rule": "edgc.rule.name",
-  "edgc.exponent": "edgc.rule.exponent",
-  "edgc.rank_multiple": "edgc.rule.rank_multiple",
-  "edgc.max_rank_step": "edgc.rule.max_rank_step",
-  "edgc.warmup_rank": "edgc.rule.warmup_rank",
-  "edgc.max_warmup_steps": "edgc.rule.max_warmup_steps",
-  "edgc.granularity": "edgc.allocation.granularity",
-  "edgc.curves": "edgc.allocation.curves",
-  "edgc.scale_exponent": "edgc.allocation.scale_exponent",
+  "edgc.rule.name": "edgc.rule",
+  "edgc.rule.exponent": "edgc.exponent",
+  "edgc.rule.rank_multiple": "edgc.rank_multiple",
+  "edgc.rule.max_rank_step": "edgc.max_rank_step",
+  "edgc.rule.warmup_rank": "edgc.warmup_rank",
+  "edgc.rule.max_warmup_steps": "edgc.max_warmup_steps",
+  "edgc.granularity": "edgc.allocation",
+  "edgc.allocation.granularity": "edgc.allocation",
+  "edgc.allocation.scale_exponent": "edgc.scale_exponent",
 }
 # What was measured of them is in docs/design.md.
 REMOVED = {
-  "alternating": "wire_dtype=bfloat16 also halves the bytes, and loses less",
-  "refresh_every": "leave it out; no gain was measured",
+  "edgc.alternating": "wire_dtype=bfloat16 also halves the bytes, loses less",
+  "powersgd.alternating": "wire_dtype=bfloat16 halves the bytes, loses less",
+  "edgc.refresh_every": "leave it out; no gain was measured",
+  "powersgd.refresh_every": "leave it out; no gain was measured",
+  "edgc.curves": "leave it out; calibrated curves lost least",
+  "edgc.allocation.curves": "leave it out; calibrated curves lost least",
+  "topk.sample_rate": "leave it out; the k largest are exact",
+  "signsgd.block": "use quantize(bits=4), or another method",
 }
 
 
@@ -28,7 +34,7 @@ def problem(keys: Iterable[str]) -> str | None:
   """Returns an error message for the first key that no longer exists.
 
   Args:
-    keys: Full keys of values, such as "edgc.rule.name".
+    keys: Full keys of values, such as "edgc.rule".
 
   Returns:
     The message, or None if all keys may exist.
@@ -39,7 +45,6 @@ def problem(keys: Iterable[str]) -> str | None:
   for key in keys:
     if key in RENAMED:
       return f"`{key}` is now `{RENAMED[key]}`; use the new key."
-    section, _, name = key.partition(".")
-    if section in ("edgc", "powersgd") and name in REMOVED:
-      return f"`{key}` was removed; {REMOVED[name]}."
+    if key in REMOVED:
+      return f"`{key}` was removed; {REMOVED[key]}."
   return None

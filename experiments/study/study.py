@@ -15,6 +15,7 @@ that sends the same total bytes. Its rank follows from the bytes that the run of
 edgc has sent.
 """
 
+import bisect
 import dataclasses
 import functools
 import hashlib
@@ -34,10 +35,11 @@ from experiments.parallel import layout, meshes
 from experiments.training.optimizer import REDUCERS
 
 Settings = Mapping[str, Any]
-# Options that a matched run takes over from edgc.
 # Private names of a study begin with an underscore.
 _NAMES = ("CONFIG", "TABLES", "SETTINGS", "MATCHED_RANKS", "GRID")
+# Options that a matched run takes over from edgc.
 _SHARED = ("wire_dtype", "min_ratio")
+_RANKS = range(1, 1 << 12)  # of a matched run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Study:
     """
     reducer = run.settings["reducer"]
     values = _configuration(self.config, reducer, run.settings)
-    for other in set(REDUCERS) - {reducer}:
+    for other in set(REDUCERS) & set(values) - {reducer}:
       del values[other]
     text = json.dumps(values.to_dict(), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -196,15 +198,17 @@ def slug(text: str) -> str:
   return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
-def equal_rank(bytes_of_step: Callable[[int], float], target: float) -> float:
+def equal_rank(bytes_of_step: Callable[..., float], target: float) -> float:
   """Returns the rank, a mean over steps, that sends `target` bytes per step.
 
   Args:
-    bytes_of_step: A function from a rank to its bytes per step; 0 is dense.
+    bytes_of_step: From `_bytes_of_step`.
     target: Bytes per step.
 
   Returns:
-    The rank to three digits, which is within 0.5 %.
+    The rank to three digits. It sends within 0.5 % of the target, unless the
+    rank above is the first at which some matrix is dense: a run whose rank
+    falls from there never sends that matrix dense.
 
   Raises:
     ValueError: if rank 1 sends more than the target, or dense no more.
@@ -216,9 +220,10 @@ def equal_rank(bytes_of_step: Callable[[int], float], target: float) -> float:
       f" fixed rank to send the same, got {target:,.0f}; set other ranks, or"
       " MATCHED_RANKS = False."
     )
-  below = next(r for r in itertools.count(1) if bytes_of_step(r + 1) > target)
-  low, high = bytes_of_step(below), bytes_of_step(below + 1)
-  return float(f"{below + (target - low) / (high - low):.3g}")
+  below = bisect.bisect_right(_RANKS, target, key=bytes_of_step)
+  low, high = bytes_of_step(below), bytes_of_step(below + 1, below)
+  share = min(1.0, (target - low) / (high - low))
+  return float(f"{below + share:.3g}")
 
 
 def _configuration(config: str, reducer: str, settings: Settings) -> ConfigDict:
@@ -229,12 +234,16 @@ def _configuration(config: str, reducer: str, settings: Settings) -> ConfigDict:
 
 
 @functools.cache
-def _bytes_of_step(config: str, options: str) -> Callable[[int], int]:
-  """Returns a function from a rank to powersgd's bytes per step.
+def _bytes_of_step(config: str, options: str) -> Callable[..., int]:
+  """Returns a function for powersgd's bytes per step.
 
   Args:
     config: Path of the configuration.
     options: Settings as JSON, so that they can be hashed.
+
+  Returns:
+    A function of a rank, 0 for dense, and of the least rank of the run, if that
+    is another one: it decides which matrices are never compressed.
   """
   values = _configuration(config, "powersgd", json.loads(options))
   if values.mesh.stage > 1:
@@ -248,8 +257,10 @@ def _bytes_of_step(config: str, options: str) -> Callable[[int], int]:
   shapes = layout.of_one_device(model, mesh_shape)
   same = {name: values.powersgd[name] for name in _SHARED}
   return functools.cache(
-    lambda rank: (
+    lambda rank, least=None: (
       shards
-      * edgc_jax.wire_bytes(shapes, rank, replicas=values.mesh.data, **same)
+      * edgc_jax.wire_bytes(
+        shapes, rank, rank_min=least, replicas=values.mesh.data, **same
+      )
     )
   )

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 import edgc_jax
 from edgc_jax.measure import timing
 from edgc_jax.measure.advice import RANKS, Advice
-from edgc_jax.plan.link_model import ring_bytes
+from edgc_jax.wire.link_model import ring_bytes
 from experiments.models.gpt2 import GPT2Config
 from experiments.parallel import backends, layout, meshes
 from experiments.parallel.meshes import DATA, SHARD
@@ -122,7 +122,7 @@ def measure_costs(
   compression = edgc_jax.measure_compression(
     shapes,
     min_ratio=config.edgc.min_ratio,
-    allocation=edgc_jax.Allocation(**config.edgc.allocation),
+    allocation=optimizer.allocation_of(config.edgc),
     mesh=mesh,
   )
   dense, coding = (
@@ -151,7 +151,7 @@ def advise(
     compression=costs.compression,
     coding_seconds=costs.coding,
     # The ladder of edgc has only such multiples.
-    ranks=[r for r in ranks if r % config.edgc.rule.rank_multiple == 0],
+    ranks=[r for r in ranks if r % config.edgc.rank_multiple == 0],
     wire_dtype=config.edgc.wire_dtype,
     min_ratio=config.edgc.min_ratio,
   )

@@ -30,7 +30,7 @@ def check(config: ConfigDict) -> None:
   if config.sentinel.action not in ("stop", "follow"):
     raise ValueError(
       "`sentinel.action` must be stop or follow (the first replica), got"
-      f" {config.sentinel.action!r}; stop ends the run if replicas part."
+      f" {config.sentinel.action!r}; stop ends the run if they diverge."
     )
   if config.checkpoint.keep < 1 or config.checkpoint.every < 0:
     raise ValueError(

@@ -1,5 +1,6 @@
 """Makes the reducer and the optax chain of a configuration."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,12 +13,12 @@ from jax import lax
 from ml_collections import ConfigDict
 
 import edgc_jax
-from edgc_jax.comm.dataflow import varying_axes
+from edgc_jax.wire.order import varying_axes
 from experiments.models import gpt2_shards, gpt2_stages
+from experiments.training import rules
 
 _SCHEDULE_PARTS = 8
-_SEEDED = ("edgc", "powersgd", "randomk", "quantize")
-REDUCERS = (*_SEEDED, "allreduce", "topk", "signsgd")
+REDUCERS = tuple(edgc_jax.REDUCERS)
 LOW_RANK = ("edgc", "powersgd")  # reducers with a rank
 AUTO = "auto"  # `advised` chooses edgc or allreduce
 
@@ -53,26 +54,37 @@ def make_reducer(
       backward_seconds=times.pop("backward_seconds", None),
     )
   options["check_every"] = config.sentinel.every
-  if config.reducer in _SEEDED:
+  make = edgc_jax.REDUCERS[config.reducer]
+  if "seed" in inspect.signature(make).parameters:
     options["seed"] = config.seed
-  options |= config[config.reducer].to_dict()
+  options |= config.get(config.reducer, ConfigDict()).to_dict()
+  if config.reducer in LOW_RANK:
+    options["allocation"] = allocation_of(options)
+    del options["scale_exponent"]
   if config.reducer == "edgc":
     options |= times
     # Zero stands for None: edgc derives the value.
-    for name in ("rank_max", "rank_min", "window"):
+    for name in (
+      "rank_max", "rank_min", "window", "max_rank_step", "max_warmup_steps",
+    ):  # fmt: skip
       options[name] = options[name] or None
     if options["window"] is None:
       options["total_steps"] = config.steps
     options["sampling"] = edgc_jax.Sampling(**options["sampling"])
-    options["rule"] = _rule(options["rule"])
-    options["allocation"] = edgc_jax.Allocation(**options["allocation"])
+    options["rule"] = rules.rule_of(options["rule"], options.pop("exponent"))
+    options["warmup_rank"] = _warmup_rank(options["warmup_rank"])
   elif config.reducer == "powersgd":
     options["rank"] = _rank_schedule(
       options["rank"], options.pop("final_rank"), config.steps
     )
-  elif config.reducer == "topk":
-    options["sample_rate"] = options["sample_rate"] or None
-  return getattr(edgc_jax, config.reducer)(**options)
+  return make(**options)
+
+
+def allocation_of(options: Mapping[str, Any]) -> Any:
+  """Returns the argument `allocation` from a section of a configuration."""
+  if options["allocation"] == "error":
+    return edgc_jax.ErrorAllocation(options["scale_exponent"])
+  return options["allocation"]
 
 
 def without_exchange(
@@ -119,16 +131,11 @@ def rank_name(reducer: str, rank: float) -> str:
   return "dense" if reducer in (*LOW_RANK, "allreduce", AUTO) else "-"
 
 
-def _rule(options: dict[str, Any]) -> edgc_jax.RankRule:
-  """Returns the rule of a configuration, where zero stands for None."""
-  rank = options.pop("warmup_rank")
+def _warmup_rank(rank: str) -> int | str | None:
+  """Returns the rank of a warm-up that a configuration names."""
   if rank.isdigit():
-    rank = int(rank)
-  for name in ("max_rank_step", "max_warmup_steps"):
-    options[name] = options[name] or None
-  return edgc_jax.RankRule(
-    warmup_rank=None if rank == "dense" else rank, **options
-  )
+    return int(rank)
+  return None if rank == "dense" else rank
 
 
 def _rank_schedule(rank: float, final_rank: int, steps: int) -> dict[int, int]:

@@ -17,12 +17,12 @@ from experiments.runtime import hosts
 from experiments.training.optimizer import make_schedule, rank_name
 
 # Metrics that differ by pipeline stage are lists with an entry per stage.
-_PER_STAGE = ("entropy", "rank", "rung", "wire_bytes", "dense_bytes",
+_PER_STAGE = ("entropy", "rank", "wire_bytes", "dense_bytes",
               "relative_error", "predicted_error", "residual_norm")  # fmt: skip
 _TIMED = 1000  # newest log intervals, over which the median time is taken
 _NEW = {
   "step": 0, "wire_bytes": [], "peak_wire_bytes": 0.0, "rank_history": [],
-  "losses": [], "seconds": 0.0, "step_seconds": [], "parted_steps": 0,
+  "losses": [], "seconds": 0.0, "step_seconds": [], "diverged_steps": 0,
   "noticed": [],
 }  # fmt: skip
 
@@ -38,8 +38,8 @@ class RunLog:
     wire_bytes: Sum over all steps so far, per replica, for each stage.
     peak_wire_bytes: The most of any step so far, per replica, over all stages.
     rank_history: [step, [rank per stage]] at the first step of each rank.
-    new_parted_steps: Steps since the previous line at which a check found
-      that replicas had parted.
+    new_diverged_steps: Steps since the previous line at which a check found
+      that replicas had diverged.
   """
 
   def __init__(self, folder: RunFolder, state: Mapping[str, Any] | None = None):
@@ -54,9 +54,9 @@ class RunLog:
     self.wire_bytes: list[float] = list(state["wire_bytes"])
     self.peak_wire_bytes: float = state["peak_wire_bytes"]
     self.rank_history: list[Any] = list(state["rank_history"])
-    self.new_parted_steps: list[int] = []
+    self.new_diverged_steps: list[int] = []
     self._noticed: list[int] = list(state["noticed"])
-    self._parted_steps: int = state["parted_steps"]
+    self._diverged_steps: int = state["diverged_steps"]
     self._losses: list[float] = list(state["losses"])  # since the last line
     self._first = self._step = state["step"]
     self._folder = folder
@@ -99,7 +99,7 @@ class RunLog:
       "peak_wire_bytes": self.peak_wire_bytes,
       "rank_history": self.rank_history,
       "losses": self._losses,
-      "parted_steps": self._parted_steps,
+      "diverged_steps": self._diverged_steps,
       "noticed": list(self._noticed),
       "seconds": self.seconds(),
       "step_seconds": list(self._step_seconds),
@@ -126,7 +126,7 @@ class RunLog:
   def fetch(self) -> dict[str, Any]:
     """Returns the line of the newest step; waits for the devices."""
     self._drain()
-    self.new_parted_steps, self._noticed = self._noticed, []
+    self.new_diverged_steps, self._noticed = self._noticed, []
     step = self._step
     line = dict(self._newest, step=step)
     line["loss"] = float(np.mean(self._losses))
@@ -169,9 +169,9 @@ class RunLog:
       self._step += 1
       self._newest = values
       self._losses.append(values["loss"])
-      if values["parted_steps"] > self._parted_steps:
+      if values["diverged_steps"] > self._diverged_steps:
         self._noticed.append(self._step)
-        self._parted_steps = values["parted_steps"]
+        self._diverged_steps = values["diverged_steps"]
       before = self.wire_bytes or [0.0] * len(values["rank"])
       self.wire_bytes = [
         total + sent

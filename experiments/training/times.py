@@ -13,6 +13,7 @@ from experiments.models import gpt2_stages
 from experiments.models.gpt2 import GPT2Config
 from experiments.parallel import layout
 from experiments.parallel.meshes import DATA
+from experiments.training import optimizer
 
 
 def needed(config: ConfigDict) -> bool:
@@ -48,7 +49,7 @@ def options_of(
     compression = edgc_jax.measure_compression(
       layout.of_one_device(model, mesh.shape)["blocks"],
       min_ratio=config.edgc.min_ratio,
-      allocation=edgc_jax.Allocation(**config.edgc.allocation),
+      allocation=optimizer.allocation_of(config.edgc),
       mesh=mesh,
     )
   times = {"link": link, "compression": compression}

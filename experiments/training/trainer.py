@@ -15,6 +15,7 @@ import optax
 from ml_collections import ConfigDict
 
 import edgc_jax
+from edgc_jax.reducer.state import STATE_VERSION
 from experiments.models import gpt2
 from experiments.parallel import backends, meshes
 from experiments.parallel.stored_state import StoredForm
@@ -91,7 +92,7 @@ class Trainer:
 
     Raises:
       TrainingStopped: if all replicas had the same gradients, too many
-        consecutive steps were not finite, or replicas parted
+        consecutive steps were not finite, or replicas diverged
         (`sentinel.action`).
       TrainingInterrupted: after SIGTERM or Ctrl-C.
       CheckpointError: if a checkpoint could not be written or read.
@@ -131,6 +132,13 @@ class Trainer:
         f"`data.path` must hold the data that the run {self.folder.path} began"
         " with, got other data; restore it, or give another --config.run_dir."
       )
+    if about.get("state_version") != STATE_VERSION:
+      raise ValueError(
+        f"`run_dir` must hold checkpoints with states of version"
+        f" {STATE_VERSION}, got {self.folder.path}, whose states are of an"
+        " earlier edgc_jax and do not load; give another --config.run_dir, and"
+        f" --config.init_from={self.folder.path} for its parameters."
+      )
     return _Progress(step, about=about)
 
   def _load(self) -> "_Progress":
@@ -154,8 +162,9 @@ class Trainer:
     if changes:
       # The batch of a replica has changed, or the matrices of a device, and
       # with it the entropy.
-      opt_state = edgc_jax.rebase_entropy(opt_state)
-      if jax.tree.leaves(optax.tree.get(opt_state, "residual")):
+      opt_state = edgc_jax.restart_reference(opt_state)
+      residuals = optax.tree.get_all_with_path(opt_state, "residual")
+      if jax.tree.leaves(residuals):
         changes.append("residuals keep their mean")
       if config.reducer == "edgc":
         changes.append("the reference entropy will move")
@@ -233,9 +242,9 @@ class Trainer:
       val_loss = None
       if is_evaluated or step % config.log_every == 0 or step == 1:
         line = log.fetch()
-        if log.new_parted_steps:
+        if log.new_diverged_steps:
           params, opt_state = self._rejoin(
-            params, opt_state, log.new_parted_steps
+            params, opt_state, log.new_diverged_steps
           )
         else:
           self._stop_if_hopeless(line, step)
@@ -246,6 +255,7 @@ class Trainer:
       is_stopped = signals.wants_stop(step) and not is_last
       if is_stopped or (every and (is_last or step % every == 0)):
         about = {
+          "state_version": STATE_VERSION,
           "replicas": config.mesh.data,
           "shards": config.mesh.fsdp,
           "times": times.as_numbers(self.times),
@@ -301,7 +311,7 @@ class Trainer:
   def _rejoin(
     self, params: Any, opt_state: Any, steps: list[int]
   ) -> tuple[Any, Any]:
-    """Copies the first replica after replicas have parted, or stops."""
+    """Copies the first replica after replicas have diverged, or stops."""
     finding = (
       f"At step {steps[0]} replicas held different parameters, or applied"
       " different updates"

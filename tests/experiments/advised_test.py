@@ -141,7 +141,7 @@ class AdvisedTest(parameterized.TestCase):
 
   def test_ranks_fit_the_ladder(self):
     config = small()
-    config.edgc.rule.rank_multiple = 16
+    config.edgc.rank_multiple = 16
     costs = advised.Costs(0.09, 0.01, CompressionModel(1e-3, 1e-4), 1e-3)
     found = advised.advise(
       config, model_of(config), meshes.make_mesh(4, 1), SLOW, costs

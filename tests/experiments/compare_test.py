@@ -154,7 +154,7 @@ def test_records_hold_for_the_same_contents_of_a_configuration(tmp_path):
   for added, is_same in (
     ("  config.model.width = 96\n", False),
     (f"  config.{section}.min_ratio = 3.0\n", False),
-    ("  config.signsgd.block = 64\n", True),
+    ("  config.quantize.block = 64\n", True),
   ):
     file.write_text(text.replace("  return config", added + "  return config"))
     assert (of_file.digest(run) == first) == is_same, added
@@ -282,7 +282,7 @@ def test_a_fixed_rank_of_the_same_bytes():
     ranks = optimizer._rank_schedule(other.settings["powersgd.rank"], 0, 400)
     ends = [*ranks, 400][1:]
     sent = sum(
-      bytes_of_step(rank) * (end - start)
+      bytes_of_step(rank, min(ranks.values())) * (end - start)
       for (start, rank), end in zip(ranks.items(), ends, strict=True)
     )
     assert sent / 400 == pytest.approx(target, rel=0.005)
@@ -291,6 +291,14 @@ def test_a_fixed_rank_of_the_same_bytes():
   for target in (1e4, 8e6):  # less than rank 1, and more than dense
     with pytest.raises(ValueError, match="bytes must be from"):
       STUDY.matched_run(run, {"wire_bytes_per_step": [target]})
+
+
+def test_a_fixed_rank_where_a_matrix_becomes_dense():
+  """It is dense from rank 39 on, but not in a run whose least rank is 38."""
+  bytes_of_step = study._bytes_of_step(STUDY.config, '{"steps": 400}')
+  assert bytes_of_step(39, 38) < bytes_of_step(39) - 40_000
+  for target, expected in ((2.05e6, 38.4), (2.12e6, 39)):
+    assert study.equal_rank(bytes_of_step, target) == expected
 
 
 def test_a_fixed_rank_keeps_other_settings_of_its_row():

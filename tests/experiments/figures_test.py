@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from edgc_jax.adaptation.entropy import ESTIMATORS
+from edgc_jax.budget.entropy import ESTIMATORS
 from experiments.benchmarks.measurements import ENTRY_RATES, FULL_PASS, PERIODS
 from experiments.figures import page, panels
 from experiments.figures.numbers import (
@@ -107,7 +107,8 @@ def run(rule, val_loss):
         "window": 4,
         "rank_max": 8,
         "rank_min": 4,
-        "rule": {"rank_multiple": 2, "max_rank_step": 4},
+        "rank_multiple": 2,
+        "max_rank_step": 4,
       },
       "model": {"width": 12},
       "seed": 5,

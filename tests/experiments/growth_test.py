@@ -2,8 +2,10 @@
 
 from unittest import mock
 
+import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
+import edgc_jax
 from experiments.benchmarks import growth
 from experiments.models.gpt2 import GPT2Config
 
@@ -28,6 +30,15 @@ class GrowthTest(parameterized.TestCase):
       for method in ("powersgd", "edgc", "edgc by matrix"):
         self.assertIn(f"{method}, rank {rank}", names)
     self.assertLen(names, 2 + 3 * len(ranks))
+
+  def test_ranks_by_matrix_send_the_same_bytes(self):
+    """A quarter of the four matrices has twice the rank, others less."""
+    params = {"a": jnp.zeros((4, 64, 64)), "b": jnp.zeros((64, 96)),
+              "bias": jnp.zeros(64)}  # fmt: skip
+    tx = edgc_jax.edgc(rank_max=8, rank_min=8)
+    state = growth._by_matrix(tx.init(params))
+    ranks = state.allocation.ranks.tolist()
+    self.assertEqual(ranks, [16, 5, 5, 5, 8])
 
 
 if __name__ == "__main__":

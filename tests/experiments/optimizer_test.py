@@ -8,16 +8,44 @@ from helpers.meshes import mesh_of
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import edgc_jax
 from configs import gpt2_tiny
 from experiments.training import optimizer
 
 
 def test_warmup_rank_of_a_configuration():
-  options = gpt2_tiny.get_config().edgc.rule.to_dict()
-  assert optimizer._rule(dict(options)).warmup_rank == "max"
-  for text, expected in (("dense", None), ("12", 12)):
-    rule = optimizer._rule(options | {"warmup_rank": text})
-    assert rule.warmup_rank == expected
+  for text, expected in (("max", "max"), ("dense", None), ("12", 12)):
+    assert optimizer._warmup_rank(text) == expected
+
+
+@pytest.mark.parametrize("reducer", optimizer.LOW_RANK)
+def test_allocation_of_a_configuration(reducer):
+  config = gpt2_tiny.get_config(reducer)
+  options = config[reducer]
+  options.update(allocation="error", scale_exponent=2.0)
+  expected = edgc_jax.ErrorAllocation(2.0)
+  assert optimizer.allocation_of(options) == expected
+  options.allocation = "uniform"
+  assert optimizer.allocation_of(options) == "uniform"
+  optimizer.make_reducer(config, "data", {})
+  options.allocation = "stage"
+  with pytest.raises(ValueError, match="`allocation` must be one of"):
+    optimizer.make_reducer(config, "data", {})
+
+
+def test_arguments_of_a_configuration(monkeypatch):
+  """The rule, its exponent, and zeros that stand for None."""
+  config = gpt2_tiny.get_config("edgc")
+  config.edgc.update(rank_min=0, max_rank_step=0, exponent=1.0, window=0)
+  given = {}
+  make = lambda **options: given.update(options)  # noqa: E731
+  monkeypatch.setattr(edgc_jax, "REDUCERS", {"edgc": make})
+  optimizer.make_reducer(config, "data", {})
+  assert given["axis_name"] == "data" and given["rank_max"] == 28
+  assert given["rank_min"] is given["max_rank_step"] is given["window"] is None
+  assert given["total_steps"] == config.steps
+  assert given["rule"].keywords == {"exponent": 1.0}
+  assert not {"exponent", "scale_exponent"} & set(given)
 
 
 def test_a_fractional_rank_is_a_mean_over_the_run():

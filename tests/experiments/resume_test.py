@@ -21,6 +21,7 @@ from orbax.checkpoint._src.handlers import json_checkpoint_handler
 
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
 from experiments.runs.run_folder import RunInUse
+from experiments.training import trainer as trainer_module
 from experiments.training.trainer import Trainer
 
 
@@ -175,6 +176,14 @@ def test_a_read_only_folder_stops_the_run(tmp_path):
     run(config)
   trainer.folder.checkpoints.chmod(0o700)
   assert newest(run(config))[0] == config.steps
+
+
+def test_states_of_an_earlier_version_are_refused(tmp_path, monkeypatch):
+  monkeypatch.setattr(trainer_module, "STATE_VERSION", 1)
+  run(config_of(tmp_path / "run", "allreduce"), cut_after=3)
+  monkeypatch.undo()
+  with pytest.raises(ValueError, match=r"`run_dir`.*version 2.*init_from="):
+    Trainer(config_of(tmp_path / "run", "allreduce"))
 
 
 @pytest.mark.parametrize("cut_after", [1, 3, None])

@@ -36,7 +36,7 @@ def take_steps(log, clock, count, seconds, sent=1.0):
     clock.now += seconds
     values = {
       "loss": 2.0,
-      "parted_steps": 0,
+      "diverged_steps": 0,
       "rank": [8, 8],
       "wire_bytes": [sent, 2 * sent],
     }

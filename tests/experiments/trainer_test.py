@@ -128,12 +128,15 @@ def test_nonfinite_loss_stops_the_run(tmp_path):
     ("model.dtype", "float23", ValueError, "`model.dtype` must be one of"),
     ("sentinel.action", "hope", ValueError, "`sentinel.action` must be stop"),
     ("sentinel.every", 0, ValueError, "`check_every` must be at least 1"),
-    ("reducer", "magic", ValueError, "`reducer` must be one of edgc"),
+    ("reducer", "magic", ValueError, "`reducer` must be one of allreduce, e"),
     ("mesh.data", 99, ValueError, "`mesh.data`.*8 cpu.*NUM_CPU_DEVICES=99"),
     ("model.num_heads", 5, ValueError, "`model.num_heads`"),
     ("model.vocab_size", 100, ValueError, "`model.vocab_size`"),
     ("edgc.window", -1, ValueError, "`window` must be at least"),
     ("edgc.rank_min", 40, ValueError, "`rank_min`"),
+    ("edgc.rule", "stage", ValueError, "`edgc.rule` must be one of cqm, lin"),
+    ("edgc.allocation", "stage", ValueError, "`allocation` must be one of"),
+    ("edgc.wire_dtype", "native_bfloat16", ValueError, "`wire_dtype` must be"),
     ("evaluation.batches", 0, ValueError, "`evaluation.batches`"),
     ("data.path", "/nowhere", FileNotFoundError, "`data.path`"),
   ],
@@ -201,11 +204,11 @@ def test_command_gives_one_clear_error(tmp_path, argument, message):
   assert "Traceback" not in done.stderr
 
 
-def parts_at(trainer, step):
+def diverged_at(trainer, step):
   """Changes one leaf of one replica before a step."""
   run, calls = trainer.parallel.step, []
 
-  def parting(params, opt_state, batch):
+  def diverging(params, opt_state, batch):
     calls.append(step)
     if len(calls) == step:
       wrong = jax.pmap(
@@ -217,23 +220,23 @@ def parts_at(trainer, step):
       params = jax.tree.unflatten(structure, [wrong(leaves[0]), *leaves[1:]])
     return run(params, opt_state, batch)
 
-  trainer.parallel.step = parting
+  trainer.parallel.step = diverging
   return trainer
 
 
-def test_replicas_that_part_stop_the_run(tmp_path):
+def test_replicas_that_diverge_stop_the_run(tmp_path):
   config = small(tmp_path / "run", "powersgd")
   config.sentinel.every = 2
   with pytest.raises(TrainingStopped, match=r"At step 5 replicas .*=follow"):
-    parts_at(Trainer(config), step=4).run()
+    diverged_at(Trainer(config), step=4).run()
 
 
-def test_replicas_that_part_follow_the_first(tmp_path, capsys):
+def test_replicas_that_diverge_follow_the_first(tmp_path, capsys):
   config = small(tmp_path / "run", "powersgd")
   config.sentinel.update(every=1, action="follow")
   config.log_every = 1
-  parts_at(Trainer(config), step=4).run()
+  diverged_at(Trainer(config), step=4).run()
   assert "At step 4 replicas held different" in capsys.readouterr().out
   lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-  parted = [json.loads(line)["parted_steps"] for line in lines]
-  assert parted == [0, 0, 0, 1, 1, 1, 1, 1]
+  diverged = [json.loads(line)["diverged_steps"] for line in lines]
+  assert diverged == [0, 0, 0, 1, 1, 1, 1, 1]

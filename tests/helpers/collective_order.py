@@ -13,7 +13,7 @@ def unordered(text: str) -> list[tuple[str, str]]:
 
   XLA's CPU backend keeps the order of a program's collectives, unless one is
   inside a conditional or a loop: then only a data dependency orders them
-  (`comm.dataflow.in_turn`).
+  (`wire.order.in_turn`).
 
   Args:
     text: Text of a compiled program.

@@ -3,13 +3,10 @@
 import dataclasses
 
 import edgc_jax
+from experiments.training.rules import linear
 
-_GROUPS = {
-  "sampling": edgc_jax.Sampling,
-  "rule": edgc_jax.RankRule,
-  "allocation": edgc_jax.Allocation,
-  "stages": edgc_jax.Stages,
-}
+_GROUPS = {"sampling": edgc_jax.Sampling, "stages": edgc_jax.Stages}
+_RULES = {"cqm": edgc_jax.cqm, "linear": linear}
 
 
 def edgc(*, rule="cqm", stage_axis=None, **options):
@@ -20,7 +17,6 @@ def edgc(*, rule="cqm", stage_axis=None, **options):
     stage_axis: Name of the mesh axis of stages, None without stages.
     **options: Arguments of `edgc` and fields of its option classes.
   """
-  options |= {"name": rule}
   groups = {}
   for group, kind in _GROUPS.items():
     names = {field.name for field in dataclasses.fields(kind)} & set(options)
@@ -30,4 +26,4 @@ def edgc(*, rule="cqm", stage_axis=None, **options):
   else:
     groups["stages"]["axis_name"] = stage_axis
   made = {group: _GROUPS[group](**own) for group, own in groups.items()}
-  return edgc_jax.edgc(**options, **made)
+  return edgc_jax.edgc(rule=_RULES[rule], **options, **made)

@@ -1,4 +1,4 @@
-"""A script: one of several processes that train together.
+"""A script: one of several processes that train together, or one alone.
 
 python four_processes_worker.py FOLDER PORT INDEX COUNT SECONDS
 """
@@ -16,9 +16,11 @@ import edgc_jax  # noqa: F401  (before JAX uses a device, see conftest.py)
 import jax  # isort: skip
 
 from configs import gpt2_tiny
-from edgc_jax.comm import cpu_backend
+from edgc_jax.wire import cpu_backend
 from experiments.runtime import hosts
 from experiments.training.trainer import Trainer
+
+DEVICES = 4  # of all processes together
 
 
 def pipeline_run(folder, name):
@@ -43,7 +45,7 @@ def pipeline_run(folder, name):
   config.link.update(bandwidth=1e9, latency=1e-6)
   config.edgc.update(
     rank_max=8, rank_min=8, window=2, warmup_steps=2, min_ratio=3.1,
-    rule={"max_warmup_steps": 2, "warmup_rank": "dense"},
+    max_warmup_steps=2, warmup_rank="dense",
     sampling={"step_rate": 1.0}, wire_dtype="bfloat16",
   )  # fmt: skip
   return config
@@ -57,18 +59,26 @@ def write_text(folder):
 
 
 def main(folder, port, index, count, seconds):
-  """Trains as process `index` of `count`, on one CPU device."""
+  """Trains as process `index` of `count`, on its share of the CPU devices.
+
+  The run is in FOLDER/process_INDEX_of_COUNT.
+  """
   # Prints where a process hangs, and ends it.
   faulthandler.dump_traceback_later(float(seconds), exit=True)
+  count = int(count)
   jax.config.update("jax_disable_most_optimizations", True)
-  jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  cpu_backend._MESSAGE = 256
-  jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
-  assert jax.device_count() == int(count), jax.devices()
-  assert jax.local_device_count() == 1, jax.local_devices()
-  hosts.is_first = lambda: True  # all write their metrics, to be compared
-  Trainer(pipeline_run(pathlib.Path(folder), f"process_{index}")).run()
-  jax.distributed.shutdown()
+  jax.config.update("jax_num_cpu_devices", DEVICES // count)
+  if count > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    cpu_backend._MESSAGE = 256
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, int(index))
+    hosts.is_first = lambda: True  # all write their metrics, to be compared
+  assert jax.device_count() == DEVICES, jax.devices()
+  assert jax.local_device_count() == DEVICES // count, jax.local_devices()
+  name = f"process_{index}_of_{count}"
+  Trainer(pipeline_run(pathlib.Path(folder), name)).run()
+  if count > 1:
+    jax.distributed.shutdown()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
-from edgc_jax.comm import cpu_backend
+from edgc_jax.leaves.leaf import is_leaf_state
+from edgc_jax.reducer.state import ReducerState, map_leaves
+from edgc_jax.wire import cpu_backend
 
 AXIS = "data"
 _NUMBERS = itertools.count()
@@ -82,7 +84,7 @@ class Pmap:
 
   def residual(self):
     """The residuals as [replicas, ...] arrays."""
-    return jax.tree.map(np.asarray, find(self.state).exchange.residual)
+    return jax.tree.map(np.asarray, residuals(self.state))
 
   def compiled(self, gradients):
     return self.step_fn.lower(gradients, self.state).compile().as_text()
@@ -134,7 +136,7 @@ class ShardMap:
       lambda e: np.asarray(e).reshape(
         self.replicas, e.shape[0] // self.replicas, *e.shape[1:]
       ),
-      find(self.state).exchange.residual,
+      residuals(self.state),
     )
 
   def compiled(self, gradients):
@@ -146,11 +148,43 @@ BACKENDS = {"pmap": Pmap, "shard_map": ShardMap}
 
 def find(state: Any) -> Any:
   """Returns the reducer's state inside any optimiser state."""
-  from edgc_jax.state.base import ReducerState
-
   is_leaf = lambda x: isinstance(x, ReducerState)  # noqa: E731
   leaves = jax.tree.leaves(state, is_leaf=is_leaf)
   return next(leaf for leaf in leaves if is_leaf(leaf))
+
+
+def residuals(state: Any) -> Any:
+  """Returns the residuals of all leaves, in a tree like the parameters.
+
+  Leaves without one have an `optax.MaskedNode`.
+  """
+  return _field(state, "residual")
+
+
+def factors(state: Any) -> Any:
+  """Returns Q of all leaves, as `residuals`."""
+  return _field(state, "factor_q")
+
+
+def _field(state: Any, name: str) -> Any:
+  def get(leaf: Any) -> Any:
+    value = getattr(leaf, name)
+    return optax.MaskedNode() if value is None else value
+
+  return map_leaves(get, find(state).leaves)
+
+
+def with_field(state: Any, name: str, tree: Any) -> Any:
+  """Returns a reducer's state with other residuals ("residual") or Q."""
+  leaves = jax.tree.map(
+    lambda leaf, x: leaf._replace(
+      **{name: None if isinstance(x, optax.MaskedNode) else x}
+    ),
+    state.leaves,
+    tree,
+    is_leaf=lambda x: is_leaf_state(x) or isinstance(x, optax.MaskedNode),
+  )
+  return state._replace(leaves=leaves)
 
 
 def first_replica(tree: Any) -> Any:
@@ -164,13 +198,14 @@ def assert_replicas_equal(tree: Any) -> None:
   chex.assert_trees_all_equal(tree, first)
 
 
-PARTED_BYTES = 4 * 2 * 5  # highest and lowest of four projections and a flag
+DIVERGED_BYTES = 4 * 2 * 5  # highest and lowest of four projections and a flag
 
 
 def window_bytes(state, replicas=1, stages=1):
   """Returns the bytes that the first replica broadcasts at a window's end.
 
-  They are the state of controller and allocator without its sums.
+  They are the rank, whether the warm-up is over, the ranks of matrices and, on
+  stages, the rank of stage 0.
 
   Args:
     state: Reducer state of one device, or with a copy for each replica or
@@ -179,14 +214,9 @@ def window_bytes(state, replicas=1, stages=1):
     stages: Number of stages.
   """
   copies = (replicas if state.count.ndim else 1) * stages
-  allocator = state.allocator and state.allocator[:3]
-  controller = state.controller
-  controller = controller._replace(
-    entropy_sum=(), variance_sum=(), num_samples=()
-  )
-  leaves = jax.tree.leaves((controller._replace(lead_rung=()), allocator))
-  lead = 1 if stages > 1 else 0
-  return 4 * (sum(leaf.size for leaf in leaves) // copies + lead)
+  ranks = state.allocation.ranks.size if state.allocation else 0
+  decided = (2 + (stages > 1)) if state.budget else 0
+  return 4 * (ranks // copies + decided)
 
 
 def gradients_like(params, seed, replicas=4, scale=1.0):

@@ -12,6 +12,7 @@ import pathlib
 import sys
 
 from helpers.flat_options import edgc
+from helpers.meshes import residuals
 
 import edgc_jax  # isort: skip
 
@@ -32,22 +33,19 @@ MOVING = {
 
 REDUCERS = {
   "allreduce_bfloat16": lambda: edgc_jax.allreduce(wire_dtype="bfloat16"),
-  "powersgd": lambda: edgc_jax.powersgd(12, min_ratio=1.2),
   "powersgd_int4": lambda: edgc_jax.powersgd(
     {0: 12, 100: 6}, min_ratio=1.2, wire_dtype="int4"
   ),
   "edgc": lambda: edgc(**MOVING),
   "edgc_bfloat16": lambda: edgc(
-    granularity="stage",
+    allocation="uniform",
     warmup_rank=None,
     estimator="histogram",
     wire_dtype="bfloat16",
     **MOVING,
   ),
-  "topk": lambda: edgc_jax.topk(0.05, sample_rate=0.5),
-  "randomk": lambda: edgc_jax.randomk(0.1),
+  "topk": lambda: edgc_jax.topk(0.05),
   "quantize": lambda: edgc_jax.quantize(4, error_feedback=True),
-  "signsgd": lambda: edgc_jax.signsgd(),
 }
 WITHOUT_RESIDUAL = ("allreduce_bfloat16",)  # drops its rounding errors
 STAGES = "stages"  # two of them, of two replicas each
@@ -115,8 +113,7 @@ def train(tx, mesh, stage_axis=None):
       params = jax.tree.map(lambda p, u: p - RATE * u, params, updates)
       owed = jax.tree.map(lambda o, g, u: o + g - u, owed, gradients, updates)
       numbers = edgc_jax.metrics(state)
-      ranks = numbers.get("matrix_rank", {})
-      shown = {"rank": numbers["rank"], "rung": numbers["rung"], **ranks}
+      shown = {"rank": numbers["rank"], **numbers.get("matrix_rank", {})}
       return (params, state, owed), (updates, shown)
 
     carry = (params, state, jax.tree.map(jnp.zeros_like, params))
@@ -127,12 +124,10 @@ def train(tx, mesh, stage_axis=None):
     )
     (params, state, owed), (updates, shown) = jax.lax.scan(step, carry, keys)
     # A replica keeps in its residual what it did not send, if it has one.
-    kept = state.exchange.residual or {}
-    owed = owed if kept else {}
     owed = jax.tree.map(
       lambda o, e: o if isinstance(e, optax.MaskedNode) else o - e,
       owed,
-      kept,
+      residuals(state),
       is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )
     owed = jax.lax.pmean(edgc_jax.after_update(owed, state), "data")
@@ -140,7 +135,7 @@ def train(tx, mesh, stage_axis=None):
     return jax.tree.map(
       lambda x: _varying(x, everyone)[None],
       {"updates": updates, "shown": shown, "moved": moved, "owed": owed,
-       "parted": state.checks.parted_steps},
+       "diverged": state.checks.diverged_steps},
     )  # fmt: skip
 
   fn = jax.jit(

@@ -5,6 +5,7 @@ gathered before use, and the batch is split; over "tensor" every device computes
 a part of the hidden layer. One matrix and a vector are whole on every device.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -17,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from edgc_jax.measure import hlo
-from edgc_jax.state.metrics import find
-from edgc_jax.state.statistics import Checks
+from edgc_jax.reducer.metrics import find
+from edgc_jax.reducer.state import Checks
 
 SIZE, HIDDEN, BATCH = 64, 128, 32
 SPECS = {
@@ -78,14 +79,8 @@ class ShardedRun:
     self.specs = edgc_jax.state_specs(
       tx, shapes, mesh=self.mesh, param_specs=self.param_specs
     )
-    self.params = self.place(first_params(), self.param_specs)
-    init = jax.shard_map(
-      tx.init,
-      mesh=self.mesh,
-      in_specs=(self.param_specs,),
-      out_specs=self.specs,
-    )
-    self.state = jax.jit(init)(self.params)
+    self.first_params = self.place(first_params(), self.param_specs)
+    self.restart()
     split = tuple(a for a in ("data", "fsdp") if a in shape)
     self.step_fn = jax.jit(
       jax.shard_map(
@@ -95,6 +90,31 @@ class ShardedRun:
         out_specs=(self.param_specs, self.specs, P()),
       )
     )
+
+  @functools.cached_property
+  def first_state(self) -> Any:
+    """The state before the first step."""
+    init = jax.shard_map(
+      self.tx.init,
+      mesh=self.mesh,
+      in_specs=(self.param_specs,),
+      out_specs=self.specs,
+    )
+    return jax.jit(init)(self.first_params)
+
+  @property
+  def state(self) -> Any:
+    """The state; the first one is made when it is read."""
+    return self.first_state if self._state is None else self._state
+
+  @state.setter
+  def state(self, state: Any) -> None:
+    self._state = state
+
+  def restart(self) -> "ShardedRun":
+    """Goes back to the first step, without another compilation."""
+    self.params, self.state = dict(self.first_params), None
+    return self
 
   def place(self, tree: Any, specs: Any) -> Any:
     """Places a tree on the mesh, as specs say."""
@@ -132,16 +152,20 @@ class ShardedRun:
     """Returns the loss of each step."""
     losses = []
     for i in range(start, start + steps):
-      self.params, self.state, loss = self.step_fn(
+      self.params, self.state, loss = self._compiled(
         self.params, self.state, batch_at(i)
       )
       losses.append(float(loss))
     return losses
 
+  @functools.cached_property
+  def _compiled(self) -> jax.stages.Compiled:
+    arguments = (self.params, self.state, batch_at(0))
+    return self.step_fn.lower(*arguments).compile()
+
   def compiled(self) -> str:
     """Returns the text of the compiled step."""
-    arguments = (self.params, self.state, batch_at(0))
-    return self.step_fn.lower(*arguments).compile().as_text()
+    return self._compiled.as_text()
 
 
 def over_axes(text: str, mesh: jax.sharding.Mesh, *axes: str) -> str:

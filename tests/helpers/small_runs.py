@@ -13,7 +13,7 @@ def small(folder, reducer="edgc"):
   config.optimizer.warmup_steps = 2
   config.edgc.update(
     rank_max=8, rank_min=4, window=2, warmup_steps=2, min_ratio=1.5,
-    rule={"max_warmup_steps": 2, "warmup_rank": "dense"},
+    max_warmup_steps=2, warmup_rank="dense",
     sampling={"step_rate": 1.0},
   )  # fmt: skip
   config.powersgd.update(rank=4, warmup_steps=2)

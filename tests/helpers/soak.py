@@ -39,9 +39,9 @@ SETTINGS = {
   "batch_size": 8, "log_every": 5, "checkpoint.every": 7,
   "evaluation.every": 50, "evaluation.batches": 1, "model.context": 16,
   "model.width": 32, "model.num_layers": 2, "model.num_heads": 2,
-  "edgc.rank_max": 8, "edgc.rank_min": 4, "edgc.rule.rank_multiple": 2,
+  "edgc.rank_max": 8, "edgc.rank_min": 4, "edgc.rank_multiple": 2,
   "edgc.min_ratio": 1.5, "edgc.warmup_steps": 40,
-  "edgc.rule.max_warmup_steps": 80,
+  "edgc.max_warmup_steps": 80,
   "powersgd.rank": 4,
 }  # fmt: skip
 _CLOCK = ("seconds", "tokens_per_second")

@@ -28,8 +28,9 @@ OPTIONS = {
   "rank_max": 8, "rank_min": 2, "rank_multiple": 2, "window": 2,
   "warmup_steps": 2, "max_warmup_steps": 2, "step_rate": 1.0,
   "min_ratio": 1.2, "max_rank_step": 8,
-  "granularity": "stage", "warmup_rank": None,
+  "allocation": "uniform", "warmup_rank": None,
 }  # fmt: skip
+LADDER = (0, 2, 4, 6, 8)
 
 
 def placement(path, shape):

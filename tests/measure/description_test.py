@@ -52,12 +52,12 @@ class DescriptionTest(parameterized.TestCase):
     update = jax.vmap(tx.update, axis_name="data", in_axes=(0, None))
     _, state = jax.jit(update)(gradients, tx.init(PARAMS))
     found = edgc_jax.metrics(jax.tree.map(lambda x: x[0], state))
-    rung = part.ladder.index(found["rank"])
+    level = part.ladder.index(found["rank"])
     # Checks of the replicas, and samples of the entropy.
     self.assertAlmostEqual(
-      found["wire_bytes"], part.wire_bytes[rung], delta=400
+      found["wire_bytes"], part.wire_bytes[level], delta=400
     )
-    self.assertGreaterEqual(found["wire_bytes"], part.wire_bytes[rung])
+    self.assertGreaterEqual(found["wire_bytes"], part.wire_bytes[level])
     self.assertEqual(found["dense_bytes"], part.dense_bytes)
     # Codes pad all values together.
     rows = np.sum([row.wire_bytes for row in part.rows], axis=0)
@@ -121,12 +121,42 @@ class DescriptionTest(parameterized.TestCase):
     self.assertEqual(stack.sent_as, "2 matrices of 48 x 40")
 
   def test_names_of_methods(self):
+    share = (
+      "(matrices share a rank's bytes: one may get up to 3 times the rank)"
+    )
     for tx, words in (
-      (edgc_jax.topk(0.1), "entry by entry (topk)"),
-      (edgc_jax.signsgd(), "entry by entry (signs)"),
-      (edgc_jax.powersgd(4, wire_dtype="native_bfloat16"), "native_bfloat16"),
+      (edgc_jax.topk(0.1), "entry by entry"),
+      (edgc_jax.quantize(8), "entry by entry in integers of 8 bits"),
+      (edgc_jax.allreduce(), "dense"),
+      (edgc_jax.allreduce(wire_dtype="bfloat16"), "dense in bfloat16"),
+      (
+        edgc_jax.powersgd(4, wire_dtype="bfloat16"),
+        "as factors of rank 4 in bfloat16",
+      ),
+      (
+        edgc_jax.powersgd(4, allocation="error"),
+        f"as factors of rank 4 {share}",
+      ),
+      (
+        edgc_jax.edgc(rank_max=8, warmup_rank=None, allocation="uniform"),
+        "dense or as factors of rank 4, 8",
+      ),
     ):
-      self.assertIn(words, str(describe(tx, PARAMS)).splitlines()[0])
+      line, *_ = str(describe(tx, PARAMS)).splitlines()
+      self.assertEqual(line, f"Over data, {words}:")
+
+  def test_columns_end_at_the_cap(self):
+    """48 x 40 has at most 10 columns; wider matrices have the whole rank."""
+    params = {**PARAMS, "wide": jnp.zeros((60, 200))}
+    tx = edgc_jax.edgc(rank_max=16, rank_min=4, allocation="uniform")
+    (part,) = describe(tx, params).parts
+    self.assertEqual(part.ladder, (4, 8, 12, 16))
+    stack = rows_of(part)["['stack']['kernel']"]
+    self.assertEqual(stack.ranks, (4, 8, 10, 10))
+    self.assertEqual(
+      stack.wire_bytes, tuple(4 * 3 * (r * 88 + 17) for r in stack.ranks)
+    )
+    self.assertEqual(rows_of(part)["['wide']"].ranks, part.ladder)
 
   def test_vectors_in_integers(self):
     tx = edgc_jax.powersgd(4, wire_dtype="int8")

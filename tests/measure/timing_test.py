@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from helpers.meshes import mesh_of
+from helpers.meshes import factors, mesh_of
 from jax.sharding import AxisType
 
 from edgc_jax.measure import timing
@@ -43,16 +43,14 @@ class CompressionTest(parameterized.TestCase):
 
   def test_real(self):
     """It times dense first, then one update per rank, on each device."""
-    medians, ranks, factors = timing.medians, [], []
+    medians, ranks, widths = timing.medians, [], []
 
     def spy(calls, repeats):
       for call in calls:
         updates, state = call()
         self.assertEqual(state.count, 2)
         ranks.append(int(state.stats.rank))
-        factors.append(
-          [q.shape for q in jax.tree.leaves(state.exchange.factor_q)]
-        )
+        widths.append([q.shape for q in jax.tree.leaves(factors(state))])
         self.assertLen(updates["kernel"].devices(), len(jax.devices()))
         self.assertTrue(updates["kernel"].is_fully_replicated)
         self.assertEqual(updates["kernel"].dtype, jnp.bfloat16)
@@ -65,7 +63,7 @@ class CompressionTest(parameterized.TestCase):
       )
     self.assertEqual(ranks, [0, 4, 36])
     # Computed at three times the rank, and at most at min_ratio.
-    self.assertEqual(factors, [[], [(1, 192, 12)], [(1, 192, 38)]])
+    self.assertEqual(widths, [[], [(1, 192, 12)], [(1, 192, 38)]])
     self.assertGreaterEqual(min(found.base, found.per_rank), 0)
     self.assertBetween(found.seconds(36), 0, 10)
 

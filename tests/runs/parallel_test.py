@@ -50,7 +50,7 @@ def small(folder, name, reducer, data, stage=1, backend="shard_map"):
   config.link.update(bandwidth=1e6, latency=1e-6)
   config.edgc.update(
     rank_max=8, rank_min=8, window=2, warmup_steps=2, min_ratio=1.5,
-    rule={"max_warmup_steps": 2, "warmup_rank": "dense"},
+    max_warmup_steps=2, warmup_rank="dense",
     sampling={"step_rate": 1.0},
   )  # fmt: skip
   return config
@@ -172,7 +172,7 @@ def test_numbers_of_every_stage(staged):
   assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
   for line in lines:
     for name in (
-      "entropy", "rank", "rung", "wire_bytes", "relative_error",
+      "entropy", "rank", "wire_bytes", "relative_error",
       "predicted_error", "residual_norm",
     ):  # fmt: skip
       assert len(line[name]) == 2, name

@@ -1,0 +1,95 @@
+"""What all budgets share: a budget chooses the rank of a stage at each step.
+
+The rank sets how many bytes the matrices of a stage may send together. How they
+share these bytes is the business of an allocation (`budget.allocation`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Report(NamedTuple):
+  """Diagnostics of a budget or an allocation; None if not measured."""
+
+  entropy: jax.Array | None = None  # float32 [], newest, nats
+  entropies: jax.Array | None = None  # float32 [K], of each matrix
+  predicted_error: jax.Array | None = None  # float32 [], share of the energy
+  predicted_errors: jax.Array | None = None  # float32 [K]
+
+
+class Budget:
+  """Base of the budgets: one that keeps no state and decides nothing.
+
+  Attributes:
+    ladder: The ranks that may be used, rising; 0, dense, is the first if it may
+      be used. A level is an index into the ladder.
+    first_level: The level of the first step.
+    window: Steps between two decisions; None if there are none.
+    stage_bytes: Bytes that a decision sends over the stages.
+    samples: Whether the budget reads entries of gradients.
+  """
+
+  ladder: tuple[int, ...]
+  first_level: int
+  window: int | None
+  stage_bytes: int = 0
+  samples: bool = False
+
+  def init(self) -> Any:
+    """Returns the state before the first step."""
+    return ()
+
+  def levels(self, state: Any, count: jax.Array) -> tuple[Any, Any]:
+    """Returns the level of step `count`, and the level of stage 0; int32 []."""
+    raise NotImplementedError
+
+  def close_window(self, state: Any, count: jax.Array) -> Any:
+    """Returns the state after the decision before step `count`."""
+    del count
+    return state
+
+  def decision(self, state: Any) -> tuple[Any, Any]:
+    """Returns the discrete part of a state, on which replicas must agree.
+
+    Also returns results of collectives that its broadcast must follow.
+    """
+    del state
+    return None, None
+
+  def decided(self, state: Any, decision: Any) -> Any:
+    """Returns the state with the decision of the first replica."""
+    del decision
+    return state
+
+  def sample(
+    self, gradients: Sequence[jax.Array], count: jax.Array, earlier: Any
+  ) -> tuple[Any, jax.Array]:
+    """Samples the gradients of step `count`.
+
+    Args:
+      gradients: The compressed leaves as stacks of matrices, local.
+      count: int32 [], steps done.
+      earlier: Results of earlier collectives, which this follows.
+
+    Returns:
+      The sample, or None, and the bytes sent, float32 [].
+    """
+    del gradients, count, earlier
+    return None, jnp.zeros((), jnp.float32)
+
+  def observe(self, state: Any, sample: Any, is_usable: jax.Array) -> Any:
+    """Adds a sample to the state, unless the step was not finite."""
+    del sample, is_usable
+    return state
+
+  def variance(self, state: Any) -> jax.Array | None:
+    """Returns the mean square of the entries of each matrix; float32 [K]."""
+    del state
+
+  def report(self, state: Any) -> Report:
+    """Returns the diagnostics after a step."""
+    del state
+    return Report()

@@ -1,0 +1,133 @@
+"""Checks of the gradients and of the state that `update` gets."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from edgc_jax.leaves.leaf import (
+  Leaf,
+  LeafState,
+  is_leaf_state,
+  is_variable,
+)
+from edgc_jax.wire import collectives
+from edgc_jax.wire.order import Axes, AxisName, is_varying, names
+
+
+def require_local(
+  gradients: Sequence[jax.Array],
+  leaves: Sequence[Leaf],
+  axis_name: AxisName,
+  axes: Axes | None = None,
+) -> None:
+  """Raises if JAX's types show that gradients are already summed over the axis.
+
+  Args:
+    gradients: The leaves passed to `update`.
+    leaves: Their descriptions.
+    axis_name: The bound axes of the replicas.
+    axes: All axes that do not shard leaves, to check that without types there
+      are no more; None checks nothing.
+
+  Raises:
+    ValueError: if varying types are tracked and a leaf does not vary over all
+      of the axes, or if they are not tracked and leaves may be sharded.
+  """
+  if collectives.num_devices(axis_name) == 1 or not gradients:
+    return
+  if not collectives.tracks_varying(axis_name):
+    mesh = jax.sharding.get_abstract_mesh()
+    if axes is not None and mesh.manual_axes:
+      _require_no_more(mesh, axes)
+    return
+  summed = [
+    leaf.path
+    for gradient, leaf in zip(gradients, leaves, strict=True)
+    if not all(is_varying(gradient, axis) for axis in names(axis_name))
+  ]
+  if summed:
+    raise ValueError(
+      f"`updates` must be local gradients that vary over axis {axis_name!r},"
+      f" got gradients equal on all replicas at {summed[0] or 'the root'}"
+      f" ({len(summed)} of {len(leaves)} leaves): under shard_map, jax.grad"
+      " with respect to replicated parameters sums them over the axis,"
+      " uncompressed;"
+      f" differentiate with respect to jax.lax.pcast(params, {axis_name!r},"
+      ' to="varying") instead, and drop any pmean or psum of the gradients. If'
+      " the step does so already: only one reducer may see a leaf, so drop the"
+      " other from the chain; and optax.MultiSteps types gradients as equal on"
+      " all replicas, so use edgc_jax.accumulate in its place."
+    )
+
+
+def _require_no_more(mesh: jax.sharding.AbstractMesh, axes: Axes) -> None:
+  """Raises if the mesh has bound axes that may shard leaves, without types."""
+  more = sorted(set(mesh.manual_axes) - axes.known)
+  more = [axis for axis in more if mesh.shape[axis] > 1]
+  if more:
+    raise ValueError(
+      f"`check_vma` must be True, its default, on a mesh with further axes, got"
+      f" False with {more}: only JAX's types show which leaves they shard;"
+      " remove check_vma=False."
+    )
+
+
+def require_same_leaves(updates: Any, like: Any) -> None:
+  """Raises unless the gradients have the leaves of the parameters.
+
+  Args:
+    updates: The tree passed to `update`.
+    like: The tree of the leaves' states.
+
+  Raises:
+    ValueError: if a leaf is missing (a gradient is None, for example) or new.
+  """
+  now, then = (
+    {
+      jax.tree_util.keystr(path)
+      for path, _ in jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: is_leaf_state(x) or is_variable(x)
+      )
+    }
+    for tree in (updates, like)
+  )
+  missing, new = sorted(then - now), sorted(now - then)
+  if missing or new:
+    found = f"none at {missing[0]}" if missing else f"one more at {new[0]}"
+    raise ValueError(
+      f"`updates` must have the leaves of the parameters that `init` saw, got"
+      f" {found} ({len(missing)} missing, {len(new)} more); a gradient that is"
+      " None is no leaf, so pass zeros, or split the tree with optax.partition"
+      " before `init`."
+    )
+
+
+def require_shapes(leaf: Leaf, state: LeafState) -> None:
+  """Raises unless the arrays of a leaf's state have the shapes of one replica.
+
+  Only shapes distinguish the arrays of one replica from global ones.
+
+  Raises:
+    ValueError: if an array has another shape.
+  """
+  for name, found, shape in (
+    (
+      "factor_q",
+      state.factor_q,
+      leaf.width and (leaf.view.count, leaf.sides[1], leaf.width),
+    ),
+    ("residual", state.residual, leaf.has_residual and leaf.shape),
+  ):
+    expected = tuple(shape) if shape or shape == () else None
+    got = None if found is None else tuple(found.shape)
+    if got != expected:
+      raise ValueError(
+        f"`state` must be the state of one replica, with a {name} of shape"
+        f" {expected} for the leaf at {leaf.path or 'the root'}, got {got};"
+        " under jax.shard_map create it inside, with jax.shard_map(tx.init,"
+        " mesh=mesh, in_specs=PartitionSpec(), out_specs=edgc_jax.state_specs("
+        "tx, params)); resize a state of another number of replicas with"
+        " edgc_jax.resize_replicas; a state of other options, such as another"
+        " rank, cannot be continued."
+      )

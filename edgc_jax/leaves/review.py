@@ -1,0 +1,105 @@
+"""Reviews leaves at `init`: warns of mistakes, and shows them to `describe`."""
+
+import contextlib
+import contextvars
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from edgc_jax.leaves.leaf import Leaf
+from edgc_jax.wire.order import Axes
+
+
+class Reviewed(NamedTuple):
+  """What the `init` of one reducer found."""
+
+  axes: Axes
+  leaves: tuple[Leaf, ...]
+  budget: Any
+  code: Any
+  is_shared: bool  # whether matrices share the bytes of a rank
+
+
+_seen: contextvars.ContextVar[list[Reviewed] | None]
+_seen = contextvars.ContextVar("seen", default=None)
+
+
+def at_init(reviewed: Reviewed, min_ratio: float) -> None:
+  """Warns of leaves that lose precision, and of ranks that save nothing."""
+  seen = _seen.get()
+  if seen is not None:
+    found = [(x.axes, x.leaves, x.budget.ladder, x.code) for x in seen]
+    own = (
+      reviewed.axes,
+      reviewed.leaves,
+      reviewed.budget.ladder,
+      reviewed.code,
+    )
+    seen += [] if own in found else [reviewed]  # `init` may run twice
+    return
+  _warn_if_nothing_saves(reviewed, min_ratio)
+  _warn_of_dtypes(reviewed.leaves)
+
+
+@contextlib.contextmanager
+def reducers_seen() -> Iterator[list[Reviewed]]:
+  """Collects what all reducers find whose `init` runs inside, in order."""
+  token = _seen.set([])
+  try:
+    yield _seen.get()
+  finally:
+    _seen.reset(token)
+
+
+def _warn_if_nothing_saves(reviewed: Reviewed, min_ratio: float) -> None:
+  """Warns if no rank of the ladder compresses any leaf.
+
+  Warns:
+    RuntimeWarning: if every leaf is sent dense at every rank.
+  """
+  ranks = [rank for rank in reviewed.budget.ladder if rank]
+  if (
+    ranks
+    and reviewed.leaves
+    and not any(x.is_compressed for x in reviewed.leaves)
+  ):
+    warnings.warn(
+      f"No leaf saves `min_ratio` ({min_ratio:g}) at rank {min(ranks)} or"
+      " above, so all gradients are sent dense. Lower the rank, or give a"
+      " `matrix_view` that folds the leaves into larger matrices;"
+      " edgc_jax.describe(tx, params) shows the matrices.",
+      RuntimeWarning,
+      stacklevel=5,
+    )
+
+
+def _warn_of_dtypes(leaves: Sequence[Leaf]) -> None:
+  """Warns of leaves whose mean loses range or precision.
+
+  Warns:
+    RuntimeWarning: for float64, which is exchanged in float32, and for float16,
+      whose mean is returned in float16, too narrow for an optimiser's squares.
+  """
+  for dtype, effect, remedy in (
+    (
+      jnp.float64,
+      "exchanged in float32 and rounded to it",
+      "Average such leaves with jax.lax.pmean, or train them in float32",
+    ),
+    (
+      jnp.float16,
+      "returned in float16, in which squares above 65504 are infinite, as in"
+      " Adam's second moment",
+      "Cast gradients to float32, and undo loss scaling, before the chain",
+    ),
+  ):
+    paths = [leaf.path for leaf in leaves if leaf.dtype == dtype]
+    if paths:
+      warnings.warn(
+        f"Gradients of {jnp.dtype(dtype).name} are {effect}: {paths[0]}"
+        f" ({len(paths)} of {len(leaves)} leaves). {remedy}.",
+        RuntimeWarning,
+        stacklevel=5,
+      )

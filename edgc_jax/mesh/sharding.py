@@ -1,0 +1,325 @@
+"""Computes the PartitionSpecs of optimiser state on a mesh.
+
+Arrays differ over these axes of the mesh:
+
+  local to a replica   residuals, sums of `accumulate`         data
+  local to a stage     budget, allocation, factors,            stage
+    or a shard         statistics                              shards
+  the same everywhere  counters                                none
+
+State that mirrors the parameters, such as Adam's moments, is sharded like them.
+A residual is sharded like its parameter, and over the replicas along its first
+axis: locally [m, n], it is [N m, n] on N replicas as a global array, and
+[N m, F n] if F shards split the columns. On pipeline stages it is sharded over
+stages and replicas along the first axis, [S N m, n]. Factors are sharded along
+their first axis, which counts matrices.
+"""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from edgc_jax import validation
+from edgc_jax.leaves.leaf import (
+  LeafState,
+  arrays_of,
+  is_leaf_state,
+  is_variable,
+)
+from edgc_jax.reducer.metrics import find
+from edgc_jax.reducer.state import (
+  AccumulateState,
+  ReducerState,
+  map_parts,
+  part_axes,
+)
+from edgc_jax.wire.order import AxisName, names, varying_axes
+
+
+def state_specs(
+  tx: optax.GradientTransformation,
+  params: Any,
+  axis_name: AxisName = "data",
+  *,
+  mesh: Mesh | AbstractMesh | None = None,
+  param_specs: Any = None,
+  stage_axis: str = "stage",
+  axis_names: Collection[str] | None = None,
+) -> Any:
+  """Returns the PartitionSpecs of an optimiser state under `jax.shard_map`.
+
+  Create the state with them, then pass them as specs of the train step. (The
+  axes of `jax.make_mesh` are Explicit by default, and `shard_map` then requires
+  inputs that are placed already.)
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    specs = state_specs(tx, params)
+    init = jax.shard_map(
+        tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
+    opt_state = jax.jit(init)(params)
+
+  If parameters are sharded, over pipeline stages or within a replica, pass the
+  mesh and their specs, and `in_specs=(param_specs,)` to `shard_map`. If
+  `shard_map` leaves some axes to the compiler, pass its `axis_names`, too: the
+  specs of `shard_map` name those axes alone. Without `axis_names` they are the
+  shardings of the global arrays.
+
+  Args:
+    tx: Any optax transformation, with or without reducers of this package. If
+      parameters are sharded, state that mirrors them is recognised by paths and
+      shapes; state of other shapes, such as Adafactor's, is not. Or an
+      optimiser of Flax NNX (as `jax.eval_shape` returns it, too): the specs are
+      then in a tree like it.
+    params: Parameters or their `jax.ShapeDtypeStruct`s: the global arrays, not
+      one device's part. Leaves that are no arrays, such as the functions of an
+      Equinox model, are left out.
+    axis_name: The mesh axis of the replicas, or a tuple of axes, as given to
+      the reducer.
+    mesh: The mesh, to check names of axes; needed with `param_specs`.
+    param_specs: PartitionSpecs of the parameters, in a tree like them or a
+      prefix of it, if they are sharded; None if every device has all of them.
+    stage_axis: The mesh axis of the stages, if there are any.
+    axis_names: Keeps only these axes in the specs; None keeps all.
+
+  Returns:
+    A tree like `tx.init(params)`, of PartitionSpecs.
+
+  Raises:
+    ValueError: if `param_specs` is given without a mesh, the mesh lacks one of
+      the axes, or parameters are sharded over the replicas.
+  """
+  if mesh is not None:
+    _require_axes(mesh, "axis_name", axis_name)
+  params = arrays_of(params)
+  if hasattr(tx, "opt_state"):  # of NNX; all else that it holds is replicated
+    how = {"mesh": mesh, "param_specs": param_specs, "stage_axis": stage_axis}
+    own = state_specs(tx.tx, params, axis_name, **how, axis_names=axis_names)
+    specs = jax.tree.map(lambda _: PartitionSpec(), tx)
+    specs.opt_state = jax.tree.unflatten(
+      jax.tree.structure(specs.opt_state), jax.tree.leaves(own)
+    )
+    return specs
+  if param_specs is None:
+    specs = _Specs(axis_name, stage_axis, {})
+    return _only(specs.of(jax.eval_shape(tx.init, params)), axis_names)
+  split = axes_of(param_specs)
+  validation.require(
+    not split & set(names(axis_name)),
+    "param_specs",
+    sorted(split),
+    f"specs without the axes of the replicas, {axis_name!r}",
+    "every replica holds all parameters; shard them over other axes",
+  )
+  by_path, state = init_on_mesh(tx, params, mesh, param_specs)
+  if any(part_axes(reducer) == 1 for reducer in find(state, ReducerState)):
+    _require_axes(mesh, "stage_axis", stage_axis)
+  return _only(_Specs(axis_name, stage_axis, by_path).of(state), axis_names)
+
+
+def init_on_mesh(
+  tx: optax.GradientTransformation,
+  params: Any,
+  mesh: Mesh | AbstractMesh | None,
+  param_specs: Any,
+) -> tuple[dict[tuple, tuple], Any]:
+  """Traces `init` on one device's parts; arguments as for `state_specs`.
+
+  Returns:
+    Local shape and spec of each parameter by path, and the types of the state.
+
+  Raises:
+    ValueError: if there is no mesh.
+  """
+  validation.require(
+    mesh is not None,
+    "mesh",
+    mesh,
+    "given with `param_specs`",
+    "pass the mesh of shard_map",
+  )
+  return _types(tx, params, specs_like(param_specs, params), mesh=mesh)
+
+
+def specs_of_parts(
+  tx: optax.GradientTransformation,
+  params: Any,
+  param_specs: Any,
+  axis_names: Collection[str],
+) -> Any:
+  """Returns the specs of a state over axes that are left to the compiler.
+
+  Call it inside `jax.shard_map` over the other axes.
+
+  Args:
+    tx: Any optax transformation.
+    params: Parameters, or gradients.
+    param_specs: Their specs, in a tree like them.
+    axis_names: The axes.
+  """
+  by_path, state = _types(tx, params, param_specs, axis_names=set(axis_names))
+  return _only(_Specs((), "", by_path).of(state), axis_names)
+
+
+def specs_like(param_specs: Any, params: Any) -> Any:
+  """Returns the specs in a tree like the parameters, given a prefix of it."""
+  return jax.tree.map(
+    lambda spec, part: jax.tree.map(lambda _: spec, part), param_specs, params
+  )
+
+
+def axes_of(param_specs: Any) -> set[str]:
+  """Returns the axes that any spec of a tree names."""
+  return {a for spec in jax.tree.leaves(param_specs) for a in _axes_of(spec)}
+
+
+class _Specs(NamedTuple):
+  """Finds the specs of the parts of a state."""
+
+  axis_name: AxisName
+  stage_axis: str
+  by_path: dict[tuple, tuple]  # local shape and spec of sharded parameters
+
+  def of(self, state: Any) -> Any:
+    """Returns the specs of a state of one device, as its tree."""
+
+    def specs(path: tuple, part: Any) -> Any:
+      if isinstance(part, ReducerState):
+        return self._of_reducer(part)
+      if isinstance(part, AccumulateState):
+        sums = jax.tree_util.tree_map_with_path(self._of_sum, part.accumulated)
+        return AccumulateState(PartitionSpec(), sums, self.of(part.inner_state))
+      return self._mirrored(path, part)
+
+    kinds = (ReducerState, AccumulateState)
+    return jax.tree_util.tree_map_with_path(
+      specs, state, is_leaf=lambda x: isinstance(x, kinds)
+    )
+
+  def _mirrored(self, path: tuple, leaf: Any) -> PartitionSpec:
+    """Returns the spec of the parameter that `leaf` mirrors, if there is one.
+
+    The path of the leaf ends in the path of that parameter.
+    """
+    for start in range(len(path) + 1):
+      shape, spec = self.by_path.get(path[start:], (None, None))
+      if shape == leaf.shape:
+        return spec
+    return PartitionSpec()
+
+  def _of_sum(self, path: tuple, leaf: Any) -> PartitionSpec:
+    """Returns the spec of a gradient sum, [1, *shape] on a device."""
+    del leaf
+    _, spec = self.by_path.get(path, (None, PartitionSpec()))
+    if self.stage_axis in _axes_of(spec):
+      return _along_first(self.stage_axis, self.axis_name)
+    return PartitionSpec(names(self.axis_name), *spec)
+
+  def _of_leaf(self, path: tuple, leaf: LeafState) -> LeafState:
+    """Returns the specs of factors and residual of one leaf."""
+    _, spec = self.by_path.get(path, (None, PartitionSpec()))
+    first, rest = spec[:1], spec[1:]
+    axes = (*names(self.axis_name), *_axes_of(first))
+    own = LeafState(_along_first(*_axes_of(spec)), PartitionSpec(axes, *rest))
+    return _only_where(leaf, own)
+
+  def _of_stage_leaf(self, path: tuple, leaf: LeafState) -> LeafState:
+    """Returns the same on pipeline stages, along the first axis."""
+    del path
+    place = _along_first(self.stage_axis, *names(self.axis_name))
+    return _only_where(leaf, LeafState(PartitionSpec(self.stage_axis), place))
+
+  def _of_reducer(self, state: ReducerState) -> ReducerState:
+    num_axes, own = part_axes(state), PartitionSpec()
+    if num_axes == 1:
+      own = PartitionSpec(self.stage_axis)
+    elif num_axes == 2:
+      own = PartitionSpec(None, varying_axes(state.stats.rank))
+    of_leaf = self._of_stage_leaf if num_axes == 1 else self._of_leaf
+    leaves = jax.tree_util.tree_map_with_path(
+      of_leaf, state.leaves, is_leaf=is_leaf_state
+    )
+    common = jax.tree.map(lambda _: PartitionSpec(), state)
+    return map_parts(lambda _: own, common._replace(leaves=leaves))
+
+
+def _only_where(leaf: LeafState, specs: LeafState) -> LeafState:
+  """Returns specs of factors and residual, where a leaf has them."""
+  return LeafState(
+    None if leaf.factor_q is None else specs.factor_q,
+    None if leaf.residual is None else specs.residual,
+    jax.tree.map(lambda _: PartitionSpec(), leaf.stats),
+  )
+
+
+def _types(
+  tx: optax.GradientTransformation, params: Any, param_specs: Any, **where: Any
+) -> tuple[dict[tuple, tuple], Any]:
+  """Returns types of one device's parts, as `init` sees them in `shard_map`.
+
+  Args:
+    tx: The transformation.
+    params: Parameters.
+    param_specs: Their specs.
+    **where: Arguments of `shard_map`: the mesh, or the axes of the mesh around.
+
+  Returns:
+    Shape and spec of each parameter by path, and the state.
+  """
+  found = []
+
+  def init(local: Any) -> tuple[()]:
+    found.append(jax.eval_shape(lambda p: (p, tx.init(p)), local))
+    return ()
+
+  trace = jax.shard_map(init, in_specs=(param_specs,), out_specs=(), **where)
+  jax.eval_shape(trace, params)
+  local, state = found[0]
+  shapes = [leaf.shape for leaf in jax.tree.leaves(local)]
+  specs = jax.tree.leaves(param_specs)
+  by_path = {}
+  # Moments are inside of NNX's variables, as parameters are; states are not.
+  for is_leaf in (None, is_variable):
+    paths = jax.tree_util.tree_leaves_with_path(local, is_leaf=is_leaf)
+    by_path |= {
+      path: (shape, spec)
+      for (path, _), shape, spec in zip(paths, shapes, specs, strict=True)
+    }
+  return by_path, state
+
+
+def _only(specs: Any, axis_names: Collection[str] | None) -> Any:
+  """Drops all other axes from the specs of a tree; None keeps all."""
+  if axis_names is None:
+    return specs
+
+  def kept(part: AxisName | None) -> AxisName | None:
+    left = tuple(axis for axis in names(part) if axis in axis_names)
+    return left if len(left) > 1 else (*left, None)[0]
+
+  return jax.tree.map(lambda s: PartitionSpec(*[kept(x) for x in s]), specs)
+
+
+def _along_first(*axes: str) -> PartitionSpec:
+  """Shards the first axis of an array over all these axes of the mesh."""
+  if len(axes) < 2:
+    return PartitionSpec(*axes)
+  return PartitionSpec(axes)
+
+
+def _axes_of(spec: PartitionSpec | tuple) -> tuple[str, ...]:
+  """Returns the axes of the mesh that a spec names, in its order."""
+  return tuple(axis for part in spec for axis in names(part))
+
+
+def _require_axes(mesh: Any, argument: str, axis_name: AxisName) -> None:
+  """Raises unless the mesh has all the axes."""
+  validation.require(
+    set(names(axis_name)) <= set(mesh.shape),
+    argument,
+    axis_name,
+    f"an axis of the mesh {dict(mesh.shape)}",
+    "pass the name of an axis of the mesh",
+  )

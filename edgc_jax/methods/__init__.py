@@ -1,0 +1,28 @@
+"""The registry of reducers, which tests and configurations read.
+
+A new method is a file of this folder, a line here, and a page.
+"""
+
+from collections.abc import Callable, Mapping
+
+import optax
+
+from edgc_jax.methods.allreduce import allreduce
+from edgc_jax.methods.edgc import edgc
+from edgc_jax.methods.powersgd import powersgd
+from edgc_jax.methods.quantize import quantize
+from edgc_jax.methods.randomk import randomk
+from edgc_jax.methods.topk import topk
+
+__all__ = [
+  "allreduce",
+  "edgc",
+  "powersgd",
+  "quantize",
+  "randomk",
+  "topk",
+]
+
+REDUCERS: Mapping[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
+  name: globals()[name] for name in __all__
+}

@@ -1,0 +1,130 @@
+"""Methods that compress a gradient entry by entry, not as matrices.
+
+With M_i the gradient of replica i plus its residual:
+
+  update = mean_i sent_i,    residual_i = M_i - sent_i
+
+`entrywise` makes a method of a function that averages an array; it measures the
+error, and feeds it back.
+"""
+
+import dataclasses
+from collections.abc import Callable, Generator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from edgc_jax import validation
+from edgc_jax.budget.fixed_budget import FixedBudget
+from edgc_jax.leaves.leaf import Leaf, LeafState
+from edgc_jax.methods import linear_algebra, sketches
+from edgc_jax.reducer.reducer import Plan, by_exchange, make_reducer
+from edgc_jax.reducer.rounds import (
+  DENSE,
+  Draws,
+  Energies,
+  Method,
+  Outcome,
+  Rounds,
+  added,
+)
+from edgc_jax.wire.order import AxisName
+from edgc_jax.wire.wire import Reply, Send
+
+MIN_SIZE = 1024  # entries; smaller leaves are sent dense
+_MOST_ENTRIES = 2**31 - 1  # the largest size that int32 indices cover
+
+Average = Callable[
+  [jax.Array, jax.Array],
+  Generator[Send | None, Reply | None, tuple[jax.Array, jax.Array]],
+]
+
+
+def entrywise(average: Average) -> Method:
+  """Makes a method of a function that averages the entries of an array.
+
+  Wire: what `average` sends, and 33 values for each matrix.
+
+  Args:
+    average: From an array M_i, float32 [n], and a key that is equal on all
+      replicas, to one round that returns mean_i sent_i and sent_i.
+  """
+
+  def rounds(
+    leaf: Leaf, gradient: jax.Array, state: LeafState, ranks: Any, draws: Draws
+  ) -> Rounds:
+    del ranks
+    m = added(gradient, state.residual)
+    mean, sent = yield from average(m.ravel(), draws.key)
+    # residual_i = M_i - sent_i
+    residual = m - sent.reshape(m.shape)
+    matrices, left = m.reshape(leaf.view), residual.reshape(leaf.view)
+    unit = linear_algebra.unit_of(mean)
+    # The sketch of M is not finite if an entry that was not sent is not.
+    reply = yield Send(
+      exact=sketches.sketch(leaf, matrices, draws),
+      measured=(
+        sketches.sketch(leaf, left, draws),
+        linear_algebra.energy(left, unit),
+      ),
+    )
+    z, energy = reply.measured
+    lost = sketches.squared(z, unit)
+    total = jnp.maximum(sketches.squared(reply.exact, unit), lost)
+    return Outcome(
+      mean,
+      residual,
+      energies=Energies(lost, total, energy, unit),
+    )
+
+  return Method(rounds, "entry by entry")
+
+
+def make_entrywise(
+  average: Average,
+  axis_name: AxisName,
+  *,
+  error_feedback: bool = True,
+  min_size: int = MIN_SIZE,
+  **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+  """Builds a reducer that sends the entries of large leaves.
+
+  Args:
+    average: As for `entrywise`.
+    axis_name: As for `edgc`.
+    error_feedback: Whether replicas keep a residual.
+    min_size: Leaves of fewer entries, and without matrices, are sent dense.
+    **options: As for `make_reducer`.
+  """
+  validation.require_int("min_size", min_size, 1)
+  validation.require_flag("error_feedback", error_feedback)
+  method = entrywise(average)
+
+  def plan_for(leaves: tuple[Leaf, ...]) -> Plan:
+    found = []
+    for leaf in leaves:
+      facts: dict[str, Any] = {"method": DENSE}
+      if leaf.view is not None and leaf.size >= min_size:
+        facts = {"method": method, "has_residual": error_feedback}
+      found.append(dataclasses.replace(leaf, **facts))
+    return Plan(by_exchange(found), FixedBudget())
+
+  return make_reducer(axis_name, plan_for, **options)
+
+
+def count_of(density: float, size: int) -> int:
+  """Returns k = max(1, round(density n)), the entries sent of n.
+
+  Raises:
+    ValueError: if the array is too large for int32 indices.
+  """
+  if size > _MOST_ENTRIES:
+    raise ValueError(
+      f"`updates` must have leaves of at most {_MOST_ENTRIES:,} entries, the"
+      f" range of int32 indices, got one of {size:,}; split it, or send it"
+      " dense with a `matrix_view` that returns None for it."
+    )
+  return max(1, round(density * size))

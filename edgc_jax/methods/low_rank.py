@@ -1,0 +1,250 @@
+"""Sends matrices as two thin factors: one step of subspace iteration.
+
+For every matrix M [m, n] = gradient + residual with m <= n, or for M^T if M has
+more rows than columns, at rank r:
+
+  P   = orth(mean_i M_i unit(Q))       all-reduce of [m, r]
+  Q_i = M_i^T P,  Q' = mean_i Q_i      all-reduce of [n, r]
+  update = P Q'^T,  residual_i = M_i - P Q_i^T
+
+The search is warm-started by the last Q (Vogels et al. 2019, Algorithm 1,
+arXiv:1905.13727). Departures from the paper:
+
+- A replica subtracts the approximation P Q_i^T of its own M_i; the paper
+  subtracts the mean update. Both residuals have the same mean, so all updates
+  are the same. But the paper's residual never sends the differences between
+  replicas, which add up in it from step to step.
+- P is on the smaller side of M, where r directions are a larger share of all.
+- Q is made nearly orthonormal before use, and vanishing columns get new
+  directions (`linear_algebra.revive`): a gradient of low rank leaves zero
+  columns, and M^T 0 = 0 would keep them zero permanently.
+- The basis is a Gram-Schmidt basis in the order of columns. That makes the
+  step an orthogonal iteration, whose columns converge to the singular vectors,
+  the strongest first: slicing Q to a smaller rank keeps the best ones. Columns
+  beyond the rank in use stay in the state and are used again when the rank
+  grows back. The residual does not depend on the rank and is kept.
+
+Replicas on processors that round differently get the same update, to about
+1e-6 of its norm, at every step. Each computes P by itself, but as a continuous
+function of a factor that all have received. Numbers that are averaged later
+may differ between replicas.
+
+If values are encoded, the residual keeps the encoding error of Q. The encoding
+error of P does not matter, since all replicas use the P that they received.
+
+Factors are stacks of rows [k, width, height]: row c is a column of P or Q. If
+ranks change, all rows are computed, and those beyond the rank are zero.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from edgc_jax import validation
+from edgc_jax.budget.allocation import ErrorAllocation, ErrorAllocator
+from edgc_jax.leaves.leaf import Leaf, LeafState, cap_of
+from edgc_jax.methods import linear_algebra, sketches
+from edgc_jax.reducer.reducer import by_exchange, matrices_of, shards_of
+from edgc_jax.reducer.rounds import (
+  DENSE,
+  Draws,
+  Energies,
+  Method,
+  Outcome,
+  Rounds,
+  added,
+)
+from edgc_jax.wire import averages
+from edgc_jax.wire.codes import Code
+from edgc_jax.wire.wire import Send
+
+
+def low_rank(
+  leaf: Leaf,
+  gradient: jax.Array,
+  state: LeafState,
+  ranks: jax.Array,
+  draws: Draws,
+) -> Rounds:
+  """Sends the k matrices of a leaf as factors.
+
+  Wire: r (m + n) + 17 values for each matrix.
+
+  Args:
+    leaf: The leaf; its width is the width of both factors.
+    gradient: Local.
+    state: Q and the residual.
+    ranks: int32 [k], columns in use.
+    draws: Signs of the sketch, and of new directions.
+  """
+  ranks = None if leaf.is_fixed else ranks
+  gradient = gradient.reshape(leaf.view)
+  parts = (gradient,)  # of M
+  if state.residual is not None:
+    parts += (state.residual.reshape(leaf.view),)
+  old_q = jnp.swapaxes(state.factor_q, 1, 2)
+
+  def search(q: jax.Array, parts: tuple) -> jax.Array:
+    # P_i = M_i unit(Q)
+    q = linear_algebra.unit_columns(q)
+    return linear_algebra.product(leaf.is_tall, q, added(*parts))
+
+  p = yield Send(_each(search, (_in_use(ranks, old_q), parts)), ranks)
+  unit = linear_algebra.unit_of(p.mean)
+
+  def project(p: jax.Array, signs: jax.Array, parts: tuple) -> tuple:
+    m = added(*parts)
+    # P = orth(mean_i P_i)
+    basis = linear_algebra.orthonormalize(p)
+    # Q_i = M_i^T P, and u^T M_i, the rows of a sketch, in one pass
+    both = jnp.concatenate([signs, basis.rows])
+    rows = linear_algebra.product(not leaf.is_tall, both, m)
+    return basis, rows, linear_algebra.energy(m, unit)
+
+  basis, rows, energy = _each(project, (p.mean, draws.short, parts))
+  own_q = rows[:, 1:]
+  z = sketches.residual_sketch(rows[:, :1], basis.rows, own_q, draws)
+  # |M_i - P Q_i^T|^2 = |M_i|^2 - |Q_i|^2; the encoding error is much smaller.
+  energy -= linear_algebra.energy(own_q, unit)
+  q = yield Send(own_q, ranks, measured=(z, energy))
+
+  # update = P Q'^T,  residual_i = M_i - P Q_i^T
+  product = functools.partial(linear_algebra.outer_product, leaf.is_tall)
+  update = jax.vmap(product)(basis.rows, q.mean)
+  left = added(*parts) - jax.vmap(product)(basis.rows, q.sent)
+  z, energy = q.measured
+  lost, columns = sketches.squared(z, unit), jnp.square(q.mean / unit).sum(2)
+  new_q = linear_algebra.revive(
+    q.mean, _in_use(ranks, basis.shares, 1.0), columns, draws.fresh, unit
+  )
+  total, energy = lost + columns.sum(1), jnp.maximum(energy, 0.0)
+  return Outcome(
+    update,
+    left,
+    jnp.swapaxes(_in_use(ranks, new_q, old_q), 1, 2),
+    Energies(lost, total, energy, unit),
+  )
+
+
+LOW_RANK = Method(low_rank, "as factors", joins=True, zeroes=True)
+
+
+def with_factors(
+  leaves: Sequence[Leaf],
+  ranks: Sequence[int],
+  min_ratio: float,
+  code: Code | None,
+  most: Callable[[int, int], int] | None = None,
+) -> tuple[Leaf, ...]:
+  """Gives leaves that save enough factors, and the others dense values.
+
+  A rank that a matrix cannot use is capped, so the same leaves are factors at
+  every rank. A leaf is dense if even the smallest rank saves too little.
+
+  Args:
+    leaves: Leaves without methods.
+    ranks: The ranks that may be used, without dense.
+    min_ratio: Least ratio of the values of a matrix and of its factors.
+    code: Encoding of values; None is float32.
+    most: Most columns of a matrix, from its columns at a rank and its cap, if
+      ranks differ by matrix; None if all have the rank.
+  """
+  found = []
+  for leaf in leaves:
+    cap = cap_of(leaf.view, min_ratio, min(ranks)) if ranks else 0
+    leaf = dataclasses.replace(leaf, method=LOW_RANK if cap else DENSE, cap=cap)
+    encoded = _is_encoded(leaf, code, bool(ranks))
+    has_residual = bool(cap) or (encoded and code.needs_feedback)
+    found.append(
+      dataclasses.replace(leaf, is_encoded=encoded, has_residual=has_residual)
+    )
+  found = by_exchange(found)
+  # Ranks by matrix differ over all axes: only if the first exchange has them.
+  shards = [leaf.shards for leaf in found if leaf.exchange == 0 and leaf.cap]
+  by_error = most and all(axes == shards_of(found) for axes in shards)
+
+  def with_width(leaf: Leaf) -> Leaf:
+    columns = [leaf.columns(rank) for rank in ranks]
+    is_shared = by_error and leaf.exchange == 0
+    if is_shared:
+      columns = [most(own, leaf.cap) for own in columns]
+    return dataclasses.replace(
+      leaf,
+      width=max(columns, default=0),
+      is_fixed=len(ranks) == 1 and not is_shared,
+    )
+
+  return tuple(map(with_width, found))
+
+
+def allocator_for(
+  leaves: Sequence[Leaf],
+  ladder: Sequence[int],
+  options: ErrorAllocation | None,
+) -> ErrorAllocator | None:
+  """Returns what shares a rank among matrices by error; None if nothing does.
+
+  Args:
+    leaves: From `with_factors`.
+    ladder: The ranks that may be used; 0 is dense.
+    options: How the matrices share the bytes; None for equal ranks.
+  """
+  matrices = matrices_of(leaves)
+  if options is None or not matrices or not any(ladder):
+    return None
+  if matrices[0].shards != shards_of(leaves):
+    return None
+  return ErrorAllocator(matrices, tuple(ladder), options)
+
+
+def require_ratio(min_ratio: float) -> None:
+  """Raises unless `min_ratio` is a Python number, at least 0."""
+  validation.require_number("min_ratio", min_ratio)
+  validation.require(
+    min_ratio >= 0, "min_ratio", min_ratio, "at least 0", "use 2 or more"
+  )
+
+
+def _is_encoded(leaf: Leaf, code: Code | None, has_ranks: bool) -> bool:
+  """Returns whether a leaf is encoded when it is sent dense.
+
+  If the code needs error feedback, all that get smaller are: they have a
+  residual. Otherwise vectors are not, and if there are ranks, only leaves that
+  are factors at them are, which have a residual anyway.
+  """
+  if code is None or leaf.placement == "shared":
+    return False
+  if code.needs_feedback:
+    (sent,) = averages.average_bytes([[leaf.size]], code)
+    return bool(leaf.cap) or sent < 4 * leaf.size
+  return leaf.view is not None and (bool(leaf.cap) or not has_ranks)
+
+
+def _in_use(
+  ranks: jax.Array | None, rows: jax.Array, other: Any = 0.0
+) -> jax.Array:
+  """Returns the rows [k, width, ...] in use, and `other` beyond the ranks."""
+  if ranks is None:
+    return rows
+  is_used = jnp.arange(rows.shape[1]) < ranks[:, None]
+  return jnp.where(is_used[..., None] if rows.ndim > 2 else is_used,
+                   rows, other)  # fmt: skip
+
+
+def _each(function: Callable[..., Any], stacks: tuple) -> Any:
+  """Maps a function over the matrices of stacks.
+
+  On CPUs one after the other: a batched factorisation splits its work and waits
+  for threads, and several at once may occupy all threads of XLA's pool.
+  """
+  if jax.default_backend() != "cpu":
+    return jax.vmap(function)(*stacks)
+  if len(stacks[0]) > 1:
+    return jax.lax.map(lambda x: function(*x), stacks)
+  # XLA's CPU backend has more threads outside of loops.
+  one = function(*jax.tree.map(lambda x: x[0], stacks))
+  return jax.tree.map(lambda x: x[None], one)

@@ -1,0 +1,153 @@
+"""Defines `powersgd`: sends factors of a given rank."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import optax
+
+from edgc_jax import validation
+from edgc_jax.budget.allocation import (
+  UNIFORM,
+  ErrorAllocation,
+  allocation_of,
+  most_columns,
+)
+from edgc_jax.budget.fixed_budget import FixedBudget
+from edgc_jax.leaves.leaf import Leaf
+from edgc_jax.leaves.views import ViewFn
+from edgc_jax.methods.low_rank import (
+  allocator_for,
+  require_ratio,
+  with_factors,
+)
+from edgc_jax.reducer.reducer import Plan, make_reducer
+from edgc_jax.stages.stages import Stages
+from edgc_jax.wire.agreement import CHECK_EVERY
+from edgc_jax.wire.codes import code_of
+from edgc_jax.wire.order import AxisName
+
+
+def powersgd(
+  rank: int | Mapping[int, int] = 32,
+  axis_name: AxisName = "data",
+  *,
+  warmup_steps: int = 0,
+  allocation: str | ErrorAllocation = UNIFORM,
+  window: int = 100,
+  min_ratio: float = 2.0,
+  wire_dtype: Any = "float32",
+  matrix_view: ViewFn | None = None,
+  stages: Stages | None = None,
+  seed: int = 714,
+  check_every: int = CHECK_EVERY,
+) -> optax.GradientTransformationExtraArgs:
+  """Averages gradients over replicas through factors of a given rank.
+
+  For every matrix M [m, n] = gradient + residual:
+
+    P = orth(mean_i M_i Q),   Q_i = M_i^T P,   Q' = mean_i Q_i,
+    update = P Q'^T,          residual_i' = M_i - P Q_i^T
+
+  Wire: r (m + n) + 17 values instead of m n, in two all-reduces. Vectors, and
+  matrices that save less than `min_ratio`, are sent dense with the second. A
+  value has 4 bytes, 2 in bfloat16, 1 + 2 / 128 in int8 or 1 / 2 + 1 / 64 in
+  int4.
+
+  Args:
+    rank: Columns of the factors, at most the smaller side of a matrix; or a
+      schedule {first step: rank} that starts at step 0, with 0 for dense.
+    axis_name: As for `edgc`.
+    warmup_steps: Number of first steps that send dense gradients.
+    min_ratio: Least m n / (r (m + n)) of a matrix. It caps the columns of its
+      factors; if even the smallest rank saves less, the matrix is dense.
+    allocation: How matrices share the bytes of the rank: "uniform", all have
+      the rank; or "error", so that together they lose least, with options in an
+      `ErrorAllocation`.
+    window: Steps between two allocations by error.
+    wire_dtype: "float32"; "bfloat16", sent as integers and summed in float32,
+      with residuals that keep the rounding errors; "int8" and "int4", sent with
+      a scale for each block of 128 or 64 values. Vectors, and matrices that are
+      never compressed, are encoded as integers, with residuals, but with
+      bfloat16 sent as float32. See `wire.codes`.
+    matrix_view: Maps a leaf's path and shape to (count, rows, cols), or to None
+      for dense; by default `edgc_jax.layer_matrix`.
+    stages: Pipeline stages; None if every device holds the whole model.
+    seed: Seed of the first factors.
+    check_every: As for `edgc`.
+
+  Returns:
+    A gradient transformation, from local gradients to their mean.
+
+  Raises:
+    TypeError: if an argument that decides shapes is not a Python number.
+    ValueError: if an argument is out of range.
+
+  References:
+    Vogels et al. 2019, Algorithms 1 and 2, arXiv:1905.13727; the departures
+    are listed in `methods.low_rank`.
+
+  >>> tx = optax.chain(powersgd(rank=4), optax.adam(1e-3))
+  """
+  schedule = _schedule(rank, warmup_steps)
+  ranks = sorted({rank for rank in schedule.values() if rank})
+  require_ratio(min_ratio)
+  validation.require_int("window", window, 1)
+  code, options = code_of(wire_dtype), allocation_of(allocation)
+
+  def plan_for(leaves: tuple[Leaf, ...]) -> Plan:
+    most = most_columns if options else None
+    leaves = with_factors(leaves, ranks, min_ratio, code, most)
+    budget = FixedBudget(schedule)
+    allocator = allocator_for(leaves, budget.ladder, options)
+    if allocator:
+      budget = FixedBudget(schedule, window)
+    return Plan(leaves, budget, allocator)
+
+  return make_reducer(
+    axis_name,
+    plan_for,
+    code=code,
+    min_ratio=min_ratio,
+    seed=seed,
+    matrix_view=matrix_view,
+    stages=stages,
+    check_every=check_every,
+  )
+
+
+def _schedule(
+  rank: int | Mapping[int, int], warmup_steps: int
+) -> dict[int, int]:
+  """Returns {first step: rank}, with 0 for the steps of a dense warm-up.
+
+  Raises:
+    TypeError: if a step or a rank is not a Python integer.
+    ValueError: if one is out of range, or the schedule has no rank at step 0.
+  """
+  if not isinstance(rank, Mapping):
+    validation.require_int("rank", rank, 1)
+    rank = {0: rank}
+  for step, value in rank.items():
+    validation.require_int("step of `rank`", step, 0)
+    validation.require_int("rank", value, 0)
+  validation.require(
+    0 in rank and any(rank.values()),
+    "rank",
+    dict(rank),
+    "a rank from step 0 on, and not 0 at all steps",
+    "add an entry {0: rank}, or use allreduce for dense",
+  )
+  validation.require_int("warmup_steps", warmup_steps, 0)
+  if not warmup_steps:
+    return dict(rank)
+  then = rank[max(step for step in rank if step <= warmup_steps)]
+  later = {step: r for step, r in rank.items() if step > warmup_steps}
+  schedule = {0: 0, warmup_steps: then, **later}
+  validation.require(
+    any(schedule.values()),
+    "warmup_steps",
+    warmup_steps,
+    f"shorter than the steps with a rank in {dict(rank)}",
+    "shorten the warm-up, or use allreduce for dense",
+  )
+  return schedule

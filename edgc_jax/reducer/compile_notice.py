@@ -1,0 +1,52 @@
+"""Says that XLA compiles, if the first call of a train step takes long.
+
+JAX reports the end of lowering, just before XLA starts, and the end of
+compilation. A timer between the two logs a message.
+"""
+
+import logging
+import threading
+
+import jax
+
+SECONDS = 10.0  # until the message
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_SHORT = 1.0  # seconds; programs of single operations compile faster
+_thread = threading.local()  # a program is traced and compiled in one thread
+_lock = threading.Lock()
+_is_listening = False
+
+
+def expect() -> None:
+  """Expects that this thread compiles a program that it is tracing now."""
+  global _is_listening
+  with _lock:
+    if not _is_listening:
+      jax.monitoring.register_event_duration_secs_listener(_on_event)
+      _is_listening = True
+  _thread.is_expecting = True
+
+
+def _on_event(event: str, duration: float, **_: object) -> None:
+  if not getattr(_thread, "is_expecting", False):
+    return
+  timer = getattr(_thread, "timer", None)
+  if event == _LOWERED:
+    if timer:
+      timer.cancel()
+    _thread.timer = threading.Timer(SECONDS, _say)
+    _thread.timer.daemon = True
+    _thread.timer.start()
+  elif event == _COMPILED and timer:
+    timer.cancel()
+    _thread.timer = None
+    _thread.is_expecting = duration < _SHORT
+
+
+def _say() -> None:
+  logging.getLogger("edgc_jax").warning(
+    "XLA has been compiling a program with a reducer of edgc_jax for %d"
+    " seconds. It does so once; jax_compilation_cache_dir keeps the result.",
+    SECONDS,
+  )

@@ -1,0 +1,233 @@
+"""Reads the statistics of a reducer from any optimiser state.
+
+`metrics` also warns of common mistakes, which the statistics show.
+"""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from edgc_jax.leaves.leaf import LeafStats, is_leaf_state, without_variables
+from edgc_jax.reducer.state import Checks, ReducerState, SkipStats, Stats
+from edgc_jax.wire import collectives
+from edgc_jax.wire.agreement import CHECKED_STEPS
+from edgc_jax.wire.order import varying_axes
+
+
+def metrics(opt_state: Any) -> dict[str, Any]:
+  """Returns the statistics of the newest step from any optimiser state.
+
+  Finds the reducer inside `optax.chain`, `named_chain`, `masked`, `partition`,
+  `MultiSteps`, `inject_hyperparams`, `accumulate` and `skip_nonfinite`. Of a
+  state stacked by `pmap` it reads the first replica; statistics are equal on
+  all. It takes one transfer from the device.
+
+  On pipeline stages `entropy`, `rank` and the other statistics that differ by
+  stage are lists with one entry per stage. On shards bytes are the sum over all
+  shards of a replica, and errors and entropies are means; inside `shard_map`
+  the shards gather their statistics, some values for each matrix.
+
+  Args:
+    opt_state: Any optimiser state that holds one reducer of this package, or
+      an optimiser of Flax NNX.
+
+  Returns:
+    Scalars by name:
+
+    rank                 0 if dense, or if the reducer has no ranks
+    wire_bytes           sent per replica in this step
+    dense_bytes          of a dense float32 all-reduce
+    compression_ratio    total dense over total wire bytes since the first step
+    relative_error       share of |M|^2 that was not sent, M the mean of
+                         gradient and residual; estimated, for factors of one
+                         matrix with a standard deviation of a third
+    residual_norm        of one replica, root mean square over replicas
+    skipped_steps        steps skipped because of non-finite gradients
+    diverged_steps       comparisons, one every `check_every` steps, that found
+                         replicas with different parameters or updates
+    identical_gradients  1 if all replicas had the same gradients in the first
+                         steps
+    entropy              in nats; `edgc` only
+    predicted_error      `relative_error` as the model predicts it; `edgc` only
+    consecutive_skips    under `skip_nonfinite` only
+
+    And for each matrix, as {path: list over the matrices of the leaf}, on
+    stages or shards a list of such lists: `matrix_rank`, `matrix_error`, and
+    for `edgc` `matrix_entropy` and `matrix_predicted_error`.
+
+  Raises:
+    ValueError: if the state holds no reducer, or more than one.
+
+  Warns:
+    RuntimeWarning: if the gradients were the same on all replicas, if replicas
+      have diverged, if a mask keeps leaves from the reducer, or if
+      `skip_nonfinite` has skipped `max_consecutive` steps in a row.
+  """
+  found = find(opt_state, ReducerState)
+  if len(found) != 1:
+    raise ValueError(
+      "`opt_state` must hold the state of exactly one reducer (such as edgc or"
+      f" powersgd), got {len(found)}; pass the part of it that holds one, such"
+      ' as opt_state.inner_states["matrix"].inner_state of optax.partition, or'
+      " the optimiser itself if it is one of Flax NNX."
+    )
+  stats, checks, leaves = found[0].stats, found[0].checks, _by_path(found[0])
+  skips = find(opt_state, SkipStats)
+  num_axes = np.ndim(stats.rank) - np.ndim(checks.skipped_steps)
+  if num_axes == 2:
+    stats, leaves = _of_all_shards(stats, leaves)
+    num_axes = 0
+  tree = (stats, checks, skips, leaves)
+  if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+    stats, checks, skips, leaves = jax.device_get(tree)
+    first = lambda x: np.ravel(x)[0].item()  # noqa: E731
+    is_stacked = np.ndim(checks.skipped_steps) > 0
+    checks, skips = jax.tree.map(first, (checks, skips))
+    if not num_axes:
+      stats, leaves = _of_one_replica(stats, leaves, is_stacked)
+    _warn(checks, skips)
+    _warn_of_masks(opt_state, checks)
+  values = stats._asdict()
+  del values["mean_wire_bytes"]
+  for name in LeafStats._fields:
+    values[f"matrix_{name}"] = {
+      path: getattr(own, name)
+      for path, own in leaves.items()
+      if getattr(own, name) is not None
+    }
+  values |= {
+    "compression_ratio": _ratio(stats.dense_bytes, stats.mean_wire_bytes),
+    "skipped_steps": checks.skipped_steps
+    + sum(skip.skipped_steps for skip in skips),
+    "diverged_steps": checks.diverged_steps,
+    "identical_gradients": (checks.identical_steps >= CHECKED_STEPS) * 1,
+  }
+  if skips:
+    values["consecutive_skips"] = skips[0].consecutive_skips
+  to_list = lambda x: x.tolist() if isinstance(x, np.ndarray) else x  # noqa: E731
+  # Statistics that are not measured are None, or for matrices empty.
+  values = {n: v for n, v in values.items() if jax.tree.leaves(v)}
+  return jax.tree.map(to_list, values)
+
+
+def _by_path(state: ReducerState) -> dict[str, LeafStats]:
+  """Returns the statistics of leaves by path, as in "blocks/kernel"."""
+  leaves = jax.tree_util.tree_leaves_with_path(
+    state.leaves, is_leaf=is_leaf_state
+  )
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): leaf.stats
+    for path, leaf in leaves
+    if leaf.stats is not None
+  }
+
+
+def _of_all_shards(
+  stats: Stats, leaves: dict[str, LeafStats]
+) -> tuple[Stats, dict[str, LeafStats]]:
+  """Joins the statistics of all shards of a replica, [1, F, ...].
+
+  Bytes and energies add up, shares are averaged, and the rank is common.
+  Statistics of matrices keep the axis of shards. Inside `shard_map` the shards
+  are gathered first.
+  """
+  axes = varying_axes(stats.rank)
+  if axes:
+    stats, leaves = jax.tree.map(
+      lambda x: x.reshape(1, -1, *x.shape[3:]),
+      collectives.gather((stats, leaves), axes),
+    )
+
+  def join(name: str, x: Any) -> Any:
+    if x is None:
+      return None
+    if name == "rank":
+      return x[0, 0]
+    if name.endswith("bytes"):
+      return x.sum()
+    return (x**2).sum() ** 0.5 if name == "residual_norm" else x.mean()
+
+  joined = {name: join(name, x) for name, x in stats._asdict().items()}
+  return Stats(**joined), jax.tree.map(lambda x: x[0], leaves)
+
+
+def _of_one_replica(
+  stats: Stats, leaves: dict[str, LeafStats], is_stacked: bool
+) -> tuple[Stats, dict[str, LeafStats]]:
+  """Returns the first replica's statistics if `pmap` stacked them."""
+  if is_stacked:
+    stats, leaves = jax.tree.map(lambda x: x[0], (stats, leaves))
+  return jax.tree.map(lambda x: x if np.ndim(x) else x.item(), stats), leaves
+
+
+def find(tree: Any, kind: type) -> list:
+  """Returns all subtrees of a state that are of one type, in order.
+
+  They have plain arrays, also in an optimiser of Flax NNX.
+  """
+  leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+  return [without_variables(leaf) for leaf in leaves if isinstance(leaf, kind)]
+
+
+def _ratio(dense: Any, sent: Any) -> Any:
+  """Returns dense over sent bytes, elementwise; 1 where nothing was sent."""
+  if isinstance(sent, float):
+    return dense / sent if sent > 0 else 1.0
+  np_like = jnp if isinstance(sent, jax.core.Tracer) else np
+  safe = np_like.where(sent > 0, sent, 1.0)
+  return np_like.where(sent > 0, dense / safe, 1.0)
+
+
+def _warn_of_masks(opt_state: Any, checks: Checks) -> None:
+  """Warns of leaves that a mask keeps from the only reducer."""
+  masked = find(opt_state, optax.MaskedState)
+  is_masked = any(find(state.inner_state, Checks) for state in masked)
+  # Under optax.partition another transformation takes the other leaves.
+  parts = find(opt_state, optax.transforms.PartitionState)
+  is_part = any(find(part.inner_states, Checks) for part in parts)
+  if is_masked and not is_part and checks.left_out:
+    warnings.warn(
+      f"optax.masked keeps {checks.left_out} leaves from the reducer, so their"
+      " gradients are not averaged, and replicas diverge, unless they are"
+      " frozen. Remove the mask and send these leaves dense, with"
+      " matrix_view=lambda path, shape: None for them.",
+      RuntimeWarning,
+      stacklevel=3,
+    )
+
+
+def _warn(checks: Checks, skips: list[SkipStats]) -> None:
+  """Warns of equal gradients, diverged replicas and repeated skips."""
+  if checks.identical_steps >= CHECKED_STEPS:
+    warnings.warn(
+      "All replicas had the same gradients in the first steps. Either they were"
+      " averaged before the reducer, so that compression saves nothing, or all"
+      " replicas read the same data. Remove the pmean of the gradients, or give"
+      " every replica its own part of the batch.",
+      RuntimeWarning,
+      stacklevel=3,
+    )
+  if checks.diverged_steps:
+    warnings.warn(
+      "Replicas held different parameters, or applied different updates, at"
+      f" {checks.diverged_steps} of the steps at which they were compared:"
+      " since then they train different models. Start all replicas from equal"
+      " parameters and average every leaf; after a hardware fault resume from a"
+      " checkpoint, or copy the first replica's state with"
+      " edgc_jax.follow_first_replica.",
+      RuntimeWarning,
+      stacklevel=3,
+    )
+  for skip in skips:
+    if skip.consecutive_skips >= skip.max_consecutive:
+      warnings.warn(
+        f"{skip.consecutive_skips} steps in a row had non-finite gradients and"
+        " were skipped: training makes no progress. Lower the learning rate,"
+        " or check the data of these steps.",
+        RuntimeWarning,
+        stacklevel=3,
+      )

@@ -1,0 +1,672 @@
+"""Builds the gradient transformation of every reducer.
+
+A reducer takes the local gradients of a replica and returns their mean. Each
+`update` has six parts:
+
+  open       checks the arguments, and describes the leaves, from shapes alone
+  choose     the budget chooses the rank, the allocation each matrix's share
+  exchange   M = gradient + residual; replicas average M, compressed
+  agree      replicas and stages agree on whether the step counts
+  keep       updates, residuals and Q, unless a gradient was not finite
+  account    bytes, errors and entropies of the step, for `metrics`
+
+On pipeline stages there are two exchanges. A stage's own leaves are sent first,
+at its own rank, as soon as its backward pass is done. The other leaves, split
+over the stages or shared by them, have to wait for stage 0 anyway. They are
+sent next, at its rank, so until then no stage waits for another.
+
+On shards every device plans for its own parts of the leaves, with factors and
+columns of its own. All shards have one rank, and skip the same steps.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from edgc_jax import validation
+from edgc_jax.budget.allocation import ErrorAllocator, Measured
+from edgc_jax.budget.base import Budget, Report
+from edgc_jax.leaves import checks as leaf_checks
+from edgc_jax.leaves import review
+from edgc_jax.leaves.leaf import (
+  Leaf,
+  LeafState,
+  LeafStats,
+  by_matrix,
+  is_leaf_state,
+  leaves_in,
+  own_placement,
+  without_variables,
+)
+from edgc_jax.leaves.views import ViewFn, layer_matrix
+from edgc_jax.reducer import compile_notice, rounds
+from edgc_jax.reducer.rounds import Energies, Input, Outcome
+from edgc_jax.reducer.state import (
+  Checks,
+  ReducerState,
+  Stats,
+  stacked,
+  unstacked,
+)
+from edgc_jax.stages.gradients import (
+  LateUpdates,
+  late_gradients,
+  require_stages,
+)
+from edgc_jax.stages.stages import Stages
+from edgc_jax.wire import agreement, collectives, cpu_backend, order
+from edgc_jax.wire.codes import Code
+from edgc_jax.wire.order import Axes, AxisName
+from edgc_jax.wire.wire import Wire
+
+
+class Plan(NamedTuple):
+  """Static: how the leaves of a tree are sent."""
+
+  leaves: tuple[Leaf, ...]  # in tree order, with their methods
+  budget: Budget
+  allocator: ErrorAllocator | None = None  # None: all matrices have the rank
+
+  @property
+  def shards(self) -> tuple[str, ...]:
+    """Axes over which any leaf is sharded, sorted."""
+    return shards_of(self.leaves)
+
+  @property
+  def exchanges(self) -> list[list[int]]:
+    """The indices of the leaves of each exchange; the first may be empty."""
+    last = max((leaf.exchange for leaf in self.leaves), default=0)
+    return [
+      [i for i, leaf in enumerate(self.leaves) if leaf.exchange == e]
+      for e in range(last + 1)
+    ]
+
+  @property
+  def sampled(self) -> list[int]:
+    """Indices of the leaves whose matrices the budget sees."""
+    return [i for i, leaf in enumerate(self.leaves) if is_sampled(leaf)]
+
+  def by_leaf(self, values: jax.Array | None) -> list[jax.Array | None]:
+    """Splits an array over the sampled matrices, [K, ...], by leaf."""
+    parts: list[Any] = [None] * len(self.leaves)
+    if values is not None:
+      own = by_matrix([self.leaves[i] for i in self.sampled], values)
+      for i, part in zip(self.sampled, own, strict=True):
+        parts[i] = part
+    return parts
+
+
+class Choice(NamedTuple):
+  """What budget and allocation chose for one step."""
+
+  budget: Any  # their states
+  allocation: Any
+  levels: tuple[jax.Array, jax.Array]  # of this stage, and of stage 0; int32 []
+  ranks: list[jax.Array | None]  # int32 [k] of each leaf with matrices
+  sample: Any
+  wire_bytes: jax.Array  # float32 [], sent to choose
+
+
+@dataclasses.dataclass(frozen=True)
+class Reducer:
+  """Local gradients to their mean: `init` and `update` of a transformation.
+
+  Attributes:
+    axes: Those averaged over, bound where `update` runs, and of the stages.
+    plan_for: From leaves without methods to the plan.
+    matrix_view: Returns the view of a leaf.
+    placement: Returns the placement of a leaf.
+    code: Encoding of values on the wire; None is float32.
+    min_ratio: For a warning alone.
+    seed: Seed of the first Q, and of all random draws in the steps.
+    check_every: Steps from one comparison of the replicas to the next.
+  """
+
+  axes: Axes
+  plan_for: Callable[[tuple[Leaf, ...]], Plan]
+  matrix_view: ViewFn = layer_matrix
+  placement: Callable = own_placement
+  code: Code | None = None
+  min_ratio: float = 0.0
+  seed: int = 714
+  check_every: int = agreement.CHECK_EVERY
+
+  def init(self, params: optax.Params) -> ReducerState:
+    """Returns the state before the first step."""
+    plan = self._plan(params)
+    budget, is_shared = plan.budget, plan.allocator is not None
+    review.at_init(
+      review.Reviewed(self.axes, plan.leaves, budget, self.code, is_shared),
+      self.min_ratio,
+    )
+    reads = [x.is_compressed and not x.cap for x in plan.leaves]
+    if budget.samples or self.code or any(reads):
+      order.require_all_bound()  # they read entries, not matrices alone
+    key = jax.random.key(self.seed)
+    states = [
+      rounds.first_state(leaf, jax.random.fold_in(key, i))
+      for i, leaf in enumerate(plan.leaves)
+    ]
+    own, shares = budget.init(), ()
+    if plan.allocator:
+      shares = plan.allocator.init(budget.first_level)
+    # A new array for every field: an array used twice cannot be donated.
+    report = jax.tree.map(jnp.copy, _report(plan, own, shares))
+    zero = functools.partial(jnp.zeros, (), jnp.float32)
+    count, rank, *counters = (jnp.zeros((), jnp.int32) for _ in range(5))
+    dense_bytes = 4.0 * sum(leaf.size for leaf in plan.leaves)
+    stats = Stats(
+      rank, zero(), zero(), jnp.float32(dense_bytes), zero(), zero(),
+      report.entropy, report.predicted_error,
+    )  # fmt: skip
+    zeros = [
+      [jnp.zeros(x.view.count, kind) if x.is_compressed else None
+       for x in plan.leaves]
+      for kind in (jnp.int32, jnp.float32)
+    ]  # fmt: skip
+    left_out = jnp.array(_masked_leaves(params), jnp.int32)
+    state = ReducerState(
+      count,
+      # NNX updates a variable as a whole, so its array's state is not inside.
+      _as_tree(
+        without_variables(params), _with_stats(plan, states, *zeros, report)
+      ),
+      own,
+      shares,
+      stats,
+      Checks(*counters, left_out),
+    )
+    return stacked(state, self._part_axes(plan), plan.shards)
+
+  def update(
+    self,
+    updates: optax.Updates,
+    state: ReducerState,
+    params: optax.Params | None = None,
+    *,
+    late_updates: LateUpdates | None = None,
+    **_: Any,
+  ) -> tuple[optax.Updates, ReducerState]:
+    """Returns the mean of local gradients, and the next state."""
+    compile_notice.expect()
+    plan, gradients, state = self._open(updates, state, params)
+    compared, choice = self._choose(plan, state, gradients)
+    late = functools.partial(self._late, plan, updates, late_updates)
+    found, is_finite, sent = self._exchange(
+      plan, state, choice, gradients, compared, late
+    )
+    applied = [one.update for one in found] if params is None else params
+    ok, checks, checked = self._agree(plan, state, compared, is_finite, applied)
+    found = self._keep(plan, state, found, ok)
+    sent += choice.wire_bytes + checked
+    state = self._account(plan, state, choice, found, is_finite & ok, sent)
+    state = state._replace(checks=checks)
+    axes = plan.shards or (self.axes.stage,)
+    averaged = _as_tree(updates, [one.update for one in found])
+    return averaged, stacked(state, self._part_axes(plan), axes)
+
+  def _plan(self, tree: Any) -> Plan:
+    return self.plan_for(
+      leaves_in(tree, self.matrix_view, self.placement, self.axes.shards)
+    )
+
+  def _part_axes(self, plan: Plan) -> int:
+    """Returns the leading axes of state: [stage], [stage, shard], or none."""
+    return 2 if plan.shards else int(self.axes.stage is not None)
+
+  def _open(
+    self,
+    updates: optax.Updates,
+    state: ReducerState,
+    params: optax.Params | None,
+  ) -> tuple[Plan, list[jax.Array], ReducerState]:
+    """Checks a step's arguments, and drops the stage axis of the state."""
+    axes = self.axes
+    collectives.num_devices(axes.replicas)  # raises if it is not bound
+    cpu_backend.prepare()
+    plan = self._plan(updates)  # raises if a leaf is not real floating
+    num_axes, gradients = self._part_axes(plan), jax.tree.leaves(updates)
+    leaf_checks.require_same_leaves(updates, state.leaves)
+    leaf_checks.require_local(gradients, plan.leaves, axes.replicas, axes)
+    if num_axes:
+      require_stages(gradients, plan.leaves, params, axes.stage)
+    if num_axes or state.stats.rank.ndim > state.count.ndim:
+      state = unstacked(state, num_axes)
+    for leaf, own in zip(plan.leaves, _states(state), strict=True):
+      leaf_checks.require_shapes(leaf, own)
+    own = plan.exchanges[0][:1]
+    if (
+      plan.shards and own
+    ):  # collectives over shards in the backward pass first
+      gradients[own[0]] = order.in_turn(gradients[own[0]], gradients)
+    return plan, gradients, state
+
+  def _choose(
+    self, plan: Plan, state: ReducerState, gradients: Sequence[jax.Array]
+  ) -> tuple[agreement.Check, Choice]:
+    """Chooses the ranks. Before that, in the first steps, compares replicas."""
+    count, budget = state.count, plan.budget
+    own = [gradients[i] for i in plan.exchanges[0]]
+    compared = agreement.compare_gradients(
+      own, state.checks.identical_steps, self.axes.replicas
+    )
+    earlier = (compared.verdict, own[:1])
+    kept, sent = (state.budget, state.allocation), jnp.zeros((), jnp.float32)
+    if budget.window:
+      closes = (count > 0) & (count % budget.window == 0)
+      kept = jax.lax.cond(
+        order.in_turn(closes, earlier),
+        lambda kept: self._close_window(plan, kept, count),
+        lambda kept: kept,
+        kept,
+      )
+      sent = jnp.where(closes, float(self._window_bytes(plan)), 0.0)
+    stacks = [gradients[i].reshape(plan.leaves[i].view) for i in plan.sampled]
+    earlier = (jax.tree.leaves(kept)[:1], earlier)
+    sample, sample_bytes = budget.sample(stacks, count, earlier)
+    levels = budget.levels(kept[0], count)
+    shares = [None] * len(plan.leaves)
+    if plan.allocator:
+      shares = plan.by_leaf(plan.allocator.ranks(kept[1], levels[0]))
+    ranks = [
+      _uniform(leaf, budget.ladder, levels[leaf.exchange > 0])
+      if own is None
+      else own
+      for leaf, own in zip(plan.leaves, shares, strict=True)
+    ]
+    sent += sample_bytes
+    return compared, Choice(*kept, levels, ranks, sample, sent)
+
+  def _close_window(
+    self, plan: Plan, kept: tuple[Any, Any], count: jax.Array
+  ) -> tuple[Any, Any]:
+    """Returns budget and allocation of the next window, as the first decides.
+
+    All replicas compute them from equal inputs. But ranks are discrete, and a
+    replica that rounds differently by one ulp might take another branch of the
+    program, with collectives of another size.
+    """
+    budget, shares = kept
+    budget, ranks = plan.budget.close_window(budget, count), None
+    if plan.allocator:
+      level, _ = plan.budget.levels(budget, count)
+      variance = plan.budget.variance(budget)
+      shares = plan.allocator.share_out(shares, level, variance)
+      ranks = shares.ranks
+    # Must follow the broadcast of stage 0's rank over the stages.
+    decision = order.in_turn(*plan.budget.decision(budget))
+    decision, ranks = collectives.from_first(
+      (decision, ranks), self.axes.replicas
+    )
+    budget = plan.budget.decided(budget, decision)
+    if plan.allocator:
+      level, _ = plan.budget.levels(budget, count)
+      level += jnp.zeros_like(kept[1].level)  # by type it varies over shards
+      shares = shares._replace(level=level, ranks=ranks)
+    return budget, shares
+
+  def _window_bytes(self, plan: Plan) -> int:
+    """Returns the bytes sent at a window's end, over replicas and stages."""
+    stage, sent = self.axes.stage, plan.budget.stage_bytes
+    if stage and collectives.num_devices(stage, "stage_axis") == 1:
+      sent = 0
+    if collectives.num_devices(self.axes.replicas) == 1:
+      return sent
+    decision = jax.eval_shape(
+      lambda: plan.budget.decision(plan.budget.init())[0]
+    )
+    num_ranks = len(plan.allocator.matrices) if plan.allocator else 0
+    decided = len(jax.tree.leaves(decision)) + num_ranks
+    return sent + 4 * decided
+
+  def _exchange(
+    self,
+    plan: Plan,
+    state: ReducerState,
+    choice: Choice,
+    gradients: list[jax.Array],
+    compared: agreement.Check,
+    late: Callable[..., tuple[list[jax.Array], bool]],
+  ) -> tuple[list[Outcome], jax.Array, jax.Array]:
+    """Exchanges the stage's own leaves, then the others; with feedback.
+
+    Returns:
+      What each leaf receives, whether all numbers were finite, and the bytes.
+    """
+    states, outcomes = _states(state), dict[int, Outcome]()
+    key = jax.random.fold_in(jax.random.key(self.seed), state.count)
+    # One result of each conditional with collectives.
+    earlier: Any = [
+      compared.verdict,
+      *jax.tree.leaves((choice.budget, choice.allocation))[:1],
+      *jax.tree.leaves(choice.sample)[:1],
+    ]
+    all_finite, sent = [], jnp.zeros((), jnp.float32)
+    for e, members in enumerate(plan.exchanges):
+      own_key, level = jax.random.fold_in(key, e), choice.levels[e > 0]
+
+      def make_wire(
+        ladder: Sequence[int], earlier: Any = earlier, key: Any = own_key,
+        level: Any = level,
+      ) -> Wire:  # fmt: skip
+        if len(ladder) < len(plan.budget.ladder):  # a branch, without dense
+          level = jnp.maximum(level - 1, 0)
+        return Wire(self.axes.replicas, ladder, level, key, self.code, earlier)
+
+      found, is_finite, num_bytes = rounds.exchange(
+        [
+          Input(plan.leaves[i], gradients[i], states[i], choice.ranks[i])
+          for i in members
+        ],
+        make_wire,
+        plan.budget.ladder,
+        level,
+        own_key,
+      )
+      outcomes |= dict(zip(members, found, strict=True))
+      all_finite.append(is_finite)
+      sent += jnp.asarray(num_bytes)[level]
+      earlier = (is_finite,)
+      if e == 0:
+        gradients, is_late = late(gradients, is_finite)
+        earlier = () if is_late else earlier  # late ones wait for it already
+    in_order = [outcomes[i] for i in range(len(plan.leaves))]
+    return in_order, jnp.all(jnp.stack(all_finite)), sent
+
+  def _late(
+    self,
+    plan: Plan,
+    updates: optax.Updates,
+    late_updates: LateUpdates | None,
+    gradients: list[jax.Array],
+    first_is_finite: jax.Array,
+  ) -> tuple[list[jax.Array], bool]:
+    """Returns complete gradients, and whether some were completed now."""
+    axes, is_late = self.axes, late_updates is not None
+    is_late |= len(plan.exchanges) > 1 and axes.stage is not None
+    if is_late:
+      gradients = late_gradients(
+        updates, late_updates, first_is_finite, plan.leaves, axes
+      )
+    return gradients, is_late
+
+  def _agree(
+    self,
+    plan: Plan,
+    state: ReducerState,
+    compared: agreement.Check,
+    is_finite: jax.Array,
+    applied: Any,
+  ) -> tuple[jax.Array, Checks, jax.Array]:
+    """Lets replicas and stages agree on whether the step counts.
+
+    Returns:
+      Whether it does, bool []; the counters; the bytes sent.
+    """
+    # Non-finite steps are compared, too: if one replica alone has a non-finite
+    # parameter, all replicas skip every step until this detects it.
+    is_due = (state.count % self.check_every == 0) | ~is_finite
+    diverged = agreement.have_diverged(
+      applied,
+      order.in_turn(is_due, is_finite),
+      state.count,
+      self.axes.replicas,
+    )
+    ok, identical, has_diverged, stage_bytes = agreement.agree(
+      is_finite,
+      compared.verdict,
+      diverged.verdict,
+      self.axes.stage,
+      plan.shards,
+    )
+    checks = Checks(
+      state.checks.skipped_steps + (~ok).astype(jnp.int32),
+      agreement.count_identical(state.checks.identical_steps, identical),
+      state.checks.diverged_steps + has_diverged,
+      state.checks.left_out,
+    )
+    return ok, checks, compared.wire_bytes + diverged.wire_bytes + stage_bytes
+
+  def _keep(
+    self,
+    plan: Plan,
+    state: ReducerState,
+    found: Sequence[Outcome],
+    ok: jax.Array,
+  ) -> list[Outcome]:
+    """Returns the outcomes; zeros and the old states if the step is not ok.
+
+    An exchange keeps the old state if it was not finite itself; with several
+    exchanges or stages, another one may not have been.
+    """
+    if len(plan.exchanges) == 1 and not self._part_axes(plan):
+      return list(found)
+
+    def kept(new: Outcome, old: LeafState) -> Outcome:
+      before = Outcome(
+        jnp.zeros_like(new.update), old.residual, old.factor_q, new.energies
+      )
+      return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, before)
+
+    return list(map(kept, found, _states(state)))
+
+  def _account(
+    self,
+    plan: Plan,
+    state: ReducerState,
+    choice: Choice,
+    found: Sequence[Outcome],
+    ok: jax.Array,
+    sent: jax.Array,
+  ) -> ReducerState:
+    """Accounts for the step: the next state, with the numbers to report."""
+    budget = plan.budget.observe(choice.budget, choice.sample, ok)
+    shares = choice.allocation
+    if plan.allocator:
+      measured = [_measured(found[i].energies) for i in plan.sampled]
+      measured = jax.tree.map(lambda *xs: jnp.concatenate(xs), *measured)
+      shares = plan.allocator.observe(shares, choice.levels[0], measured, ok)
+    report = _report(plan, budget, shares)
+    stats, is_measured = _next_stats(state, sent, found, ok)
+    rank = jnp.array(plan.budget.ladder, jnp.int32)[choice.levels[0]]
+    states, errors = [], []
+    for one, old in zip(found, _states(state), strict=True):
+      states.append(LeafState(one.factor_q, one.residual))
+      errors.append(
+        one.energies
+        and jnp.where(
+          is_measured,
+          share(one.energies.lost, one.energies.total),
+          old.stats.error,
+        )
+      )
+    leaves = _with_stats(plan, states, choice.ranks, errors, report)
+    return ReducerState(
+      optax.safe_increment(state.count),
+      _as_tree(state.leaves, leaves),
+      budget,
+      shares,
+      stats._replace(
+        rank=rank,
+        entropy=report.entropy,
+        predicted_error=report.predicted_error,
+      ),
+      state.checks,
+    )
+
+
+def make_reducer(
+  axis_name: AxisName,
+  plan_for: Callable[[tuple[Leaf, ...]], Plan],
+  *,
+  matrix_view: ViewFn | None = None,
+  stages: Stages | None = None,
+  **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+  """Builds a transformation from local gradients to their mean.
+
+  Args:
+    axis_name: As for `edgc`.
+    plan_for: Gives leaves their methods, and returns the plan.
+    matrix_view, stages: As for `edgc`.
+    **options: Attributes of `Reducer`.
+  """
+  validation.require_kind("stages", stages, Stages, 'pass Stages("stage")')
+  order.require_names("axis_name", axis_name)
+  reducer = Reducer(
+    Axes(axis_name, stages.axis_name if stages else None),
+    plan_for,
+    matrix_view or layer_matrix,
+    stages.placement if stages else own_placement,
+    **options,
+  )
+  validation.require_int("check_every", reducer.check_every, 1)
+  return optax.GradientTransformationExtraArgs(reducer.init, reducer.update)
+
+
+def shards_of(leaves: Sequence[Leaf]) -> tuple[str, ...]:
+  """Returns the axes over which any leaf is sharded, sorted."""
+  return tuple(sorted(set().union(*[leaf.shards for leaf in leaves])))
+
+
+def by_exchange(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
+  """Gives each leaf the index of its exchange.
+
+  A stage sends its own leaves once its backward pass is done. The other leaves
+  wait for stage 0, and are sent at its rank. On shards each combination of axes
+  that shards leaves has an exchange, the largest first: factors must not depend
+  on what differs over further axes.
+  """
+  groups: dict[tuple[str, ...], int] = {}
+  for leaf in leaves:
+    if leaf.placement == "own" and (leaf.is_compressed or leaf.is_encoded):
+      groups[leaf.shards] = groups.get(leaf.shards, 0) + leaf.size
+  first = max(groups, key=lambda axes: groups[axes], default=())
+  others = [axes for axes in groups if axes != first]
+
+  def index(leaf: Leaf) -> int:
+    if leaf.placement != "own":
+      return 1 + len(others)
+    if (leaf.is_compressed or leaf.is_encoded) and leaf.shards in others:
+      return 1 + others.index(leaf.shards)
+    return 0
+
+  return tuple(dataclasses.replace(x, exchange=index(x)) for x in leaves)
+
+
+def is_sampled(leaf: Leaf) -> bool:
+  """Returns whether a budget sees the matrices of a leaf."""
+  return leaf.exchange == 0 and leaf.is_compressed
+
+
+def matrices_of(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
+  """Returns the leaf of each matrix that a budget sees: of the first exchange.
+
+  Ordered by leaf, then along the stack.
+  """
+  own = filter(is_sampled, leaves)
+  return tuple(leaf for leaf in own for _ in range(leaf.view.count))
+
+
+def _as_tree(tree: Any, values: Sequence[Any]) -> Any:
+  """Arranges one value for each leaf in a tree like `tree`."""
+  structure = jax.tree.structure(tree, is_leaf=is_leaf_state)
+  return jax.tree.unflatten(structure, values)
+
+
+def _states(state: ReducerState) -> list[LeafState]:
+  """Returns the states of all leaves in order."""
+  return jax.tree.leaves(state.leaves, is_leaf=is_leaf_state)
+
+
+def _uniform(
+  leaf: Leaf, ladder: Sequence[int], level: jax.Array
+) -> jax.Array | None:
+  """Returns the columns of matrices that all have the rank; int32 [k]."""
+  if not leaf.is_compressed:
+    return None
+  columns = np.array([leaf.columns(rank) for rank in ladder], np.int32)
+  return jnp.broadcast_to(jnp.asarray(columns)[level], leaf.view.count)
+
+
+def _with_stats(
+  plan: Plan,
+  states: Sequence[LeafState],
+  ranks: Sequence[Any],
+  errors: Sequence[Any],
+  report: Report,
+) -> list[LeafState]:
+  """Returns the states of the leaves with their statistics."""
+  columns = (
+    ranks,
+    errors,
+    plan.by_leaf(report.entropies),
+    plan.by_leaf(report.predicted_errors),
+  )
+  return [
+    own._replace(stats=LeafStats(*values)) if leaf.is_compressed else own
+    for leaf, own, *values in zip(plan.leaves, states, *columns, strict=True)
+  ]
+
+
+def _report(plan: Plan, budget: Any, shares: Any) -> Report:
+  """Returns the diagnostics of budget and allocation."""
+  report = plan.budget.report(budget)
+  return plan.allocator.report(shares, report) if plan.allocator else report
+
+
+def _measured(energies: Energies) -> Measured:
+  """Returns energies that may be added up over steps, whose units differ."""
+  squared = jnp.square(energies.unit)
+  return Measured(energies.lost * squared, energies.total * squared)
+
+
+def _next_stats(
+  state: ReducerState,
+  sent: jax.Array,
+  found: Sequence[Outcome],
+  is_finite: jax.Array,
+) -> tuple[Stats, jax.Array]:
+  """Returns the statistics of a step, and whether its errors are finite.
+
+  Errors keep their old values if they are not.
+  """
+  old, error, norm = state.stats, jnp.float32(0.0), jnp.float32(0.0)
+  energies = [one.energies for one in found if one.energies is not None]
+  if energies:
+    unit = functools.reduce(jnp.maximum, [own.unit for own in energies])
+    scaled = [
+      jax.tree.map(lambda x, own=own: jnp.sum(x) * (own.unit / unit) ** 2, own)
+      for own in energies
+    ]
+    total = jax.tree.map(lambda *xs: sum(xs), *scaled)
+    # |mean residual|^2 / |mean M|^2
+    error, norm = share(total.lost, total.total), unit * total.residual**0.5
+  is_measured = is_finite & jnp.isfinite(error) & jnp.isfinite(norm)
+  # mean' = mean + (bytes - mean) / steps
+  more = (sent - old.mean_wire_bytes) / (state.count + 1)
+  stats = old._replace(
+    wire_bytes=sent,
+    mean_wire_bytes=old.mean_wire_bytes + more,
+    relative_error=jnp.where(is_measured, error, old.relative_error),
+    residual_norm=jnp.where(is_measured, norm, old.residual_norm),
+  )
+  return stats, is_measured
+
+
+def share(part: jax.Array, whole: jax.Array) -> jax.Array:
+  """Returns part / whole; 0 if both are 0."""
+  return part / jnp.where(whole > 0, whole, 1.0)
+
+
+def _masked_leaves(params: Any) -> int:
+  """Counts the leaves that `optax.masked` keeps from this transformation."""
+  is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+  leaves = jax.tree.leaves(params, is_leaf=is_masked)
+  return sum(map(is_masked, leaves))

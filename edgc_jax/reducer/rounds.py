@@ -1,0 +1,447 @@
+"""Runs the methods of all leaves in step, round by round.
+
+A method is a generator. It computes, yields what has to be averaged (`Send`),
+gets the mean (`Reply`), and goes on; it returns an `Outcome`. All methods of an
+exchange run in step: the wire joins what they send in one round.
+
+    def plain_mean(leaf, gradient, state, ranks, draws):
+      m = added(gradient, state.residual)
+      reply = yield Send(m)
+      return Outcome(reply.mean, m - reply.sent)
+
+Error feedback keeps what was not sent, and adds it to the next gradient:
+
+  M_i = gradient_i + residual_i,    residual_i' = M_i - sent_i
+
+Over time every gradient is sent in full (Stich et al. 2018, arXiv:1809.07599;
+Karimireddy et al. 2019, arXiv:1901.09847).
+"""
+
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from edgc_jax.leaves.leaf import Leaf, LeafState, joined
+from edgc_jax.wire import order
+from edgc_jax.wire.codes import Code
+from edgc_jax.wire.wire import CountingWire, Reply, Send, Wire
+
+
+class Energies(NamedTuple):
+  """Energies of the k matrices of a leaf, equal on all replicas.
+
+  In units of `unit` squared, so that gradients of 1e-30 or 1e+30 stay in range.
+  """
+
+  lost: jax.Array  # float32 [k], |mean_i residual_i|^2
+  total: jax.Array  # float32 [k], |mean_i M_i|^2
+  residual: jax.Array  # float32 [k], mean_i |residual_i|^2
+  unit: jax.Array  # float32 [], positive
+
+
+class Outcome(NamedTuple):
+  """What a method returns.
+
+  Attributes:
+    update: The mean, float32, in the shape of the leaf or of its view.
+    residual: M - sent, float32, local; None if all of M was sent.
+    factor_q: Q for the next step; None keeps the old one.
+    energies: Energies of the error; None if nothing was lost, or measured.
+  """
+
+  update: jax.Array
+  residual: jax.Array | None = None
+  factor_q: jax.Array | None = None
+  energies: Energies | None = None
+
+
+class Draws(NamedTuple):
+  """Random numbers of one leaf in one step, equal on all replicas.
+
+  For the k matrices of a leaf with sides m <= n.
+  """
+
+  key: jax.Array
+  short: jax.Array  # signs, float32 [k, 1, m]
+  long: jax.Array  # signs, float32 [k, n]
+  fresh: jax.Array  # signs, float32 [k, n]
+
+
+# Entries; smaller leaves that are sent dense are joined to one array, since
+# each array takes time to compile.
+_SMALL = 2**16
+Rounds = Generator[Send | None, Reply | None, Outcome]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """A method of averaging one leaf.
+
+  Attributes:
+    rounds: From a leaf, its gradient and state, the ranks of its matrices
+      (int32 [k]; 0 without factors) and its draws, to the rounds of its
+      exchange.
+    name: How it sends matrices, for `describe`.
+    compresses: Whether it sends less than the whole matrices.
+    joins: Whether leaves with matrices of equal shape are sent as one stack,
+      so that the time to compile does not grow with their number.
+    zeroes: Whether its update is zero whenever its last reply is. If not, the
+      driver drops the update of a step that was not finite, which reads it.
+  """
+
+  rounds: Callable[[Leaf, jax.Array, LeafState, Any, Draws | None], Rounds]
+  name: str = "compressed"
+  compresses: bool = True
+  joins: bool = False
+  zeroes: bool = False
+
+
+def added(gradient: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+  """Returns M = gradient + residual, float32."""
+  m = gradient.astype(jnp.float32)
+  return m if residual is None else m + residual.reshape(m.shape)
+
+
+def dense(
+  leaf: Leaf, gradient: jax.Array, state: LeafState, ranks: Any, draws: Any
+) -> Rounds:
+  """Sends all of M in the second round, encoded if the leaf is."""
+  del ranks, draws
+  yield None
+  m = added(gradient, state.residual)
+  if not leaf.is_encoded:
+    reply = yield Send(exact=m)
+    return Outcome(reply.exact)
+  reply = yield Send(m)
+  return Outcome(reply.mean, m - reply.sent)
+
+
+DENSE = Method(dense, "dense", compresses=False, zeroes=True)
+
+
+class Input(NamedTuple):
+  """A leaf, as it goes into an exchange; it comes out as an `Outcome`."""
+
+  leaf: Leaf
+  gradient: jax.Array  # local
+  state: LeafState
+  ranks: jax.Array | None  # int32 [k], columns in use; None without matrices
+
+
+def run(inputs: Sequence[Input], wire: Wire, key: jax.Array) -> list[Outcome]:
+  """Runs the methods of all leaves over one wire.
+
+  Args:
+    inputs: The leaves that are exchanged together.
+    wire: Carries the rounds.
+    key: Source of the draws; equal on all replicas, new at each step.
+
+  Returns:
+    What each leaf receives, with updates in its dtype. If a number was not
+    finite (`wire.is_finite`), updates are zero, and Q and residuals the old
+    ones.
+  """
+  draws = _draws([own.leaf for own in inputs], key)
+  stacks: dict[Any, list[int]] = {}
+  for i, (leaf, *_) in enumerate(inputs):
+    stacks.setdefault(_kind(leaf) or i, []).append(i)
+  leaves, generators = [], []
+  for members in stacks.values():
+    own, signs = [inputs[i] for i in members], [draws[i] for i in members]
+    stack, drawn = _joined(own, signs) if len(own) > 1 else (own[0], signs[0])
+    leaves.append(stack.leaf)
+    generators.append(stack.leaf.method.rounds(*stack, drawn))
+  outcomes = _in_step(leaves, generators, wire)
+  outputs: dict[int, Outcome] = {}
+  for members, outcome in zip(stacks.values(), outcomes, strict=True):
+    start = 0
+    for i in members:
+      part = outcome
+      if len(members) > 1:
+        end = start + _length(inputs[i].leaf)
+        part, start = _part(outcome, start, end), end
+      outputs[i] = _fed_back(inputs[i], part, wire.is_finite)
+  return [outputs[i] for i in range(len(inputs))]
+
+
+def exchange(
+  inputs: Sequence[Input],
+  make_wire: Callable[[Sequence[int]], Wire],
+  ladder: Sequence[int],
+  level: jax.Array,
+  key: jax.Array,
+) -> tuple[list[Outcome], jax.Array, np.ndarray]:
+  """Averages leaves over replicas at a rank chosen in the graph.
+
+  If the ladder has dense (0) and ranks, each is one branch of a conditional.
+
+  Args:
+    inputs: The leaves that are exchanged together.
+    make_wire: Returns the wire for some ranks of the ladder.
+    ladder: The ranks that may be used; 0, dense, first.
+    level: int32 [], index into the ladder, equal on all replicas.
+    key: As for `run`.
+
+  Returns:
+    What each leaf receives, as `run`; whether all numbers were finite, bool []
+    and equal on all replicas; and the bytes sent at each level, float32.
+  """
+  leaves = [own.leaf for own in inputs]
+  num_bytes: dict[tuple[int, ...], np.ndarray] = {}  # by part of the ladder
+
+  def branch(ladder: Sequence[int], methods: Sequence[Method]) -> Callable:
+    def run_all(operands: list[tuple]) -> tuple[list[Outcome], jax.Array]:
+      wire = make_wire(ladder)
+      own = [
+        Input(dataclasses.replace(leaf, method=method), *arrays)
+        for leaf, method, arrays in zip(leaves, methods, operands, strict=True)
+      ]
+      found = run(own, wire, key)
+      num_bytes[tuple(ladder)] = wire.num_bytes
+      return list(map(_with_energies, leaves, found)), wire.is_finite
+
+    return run_all
+
+  # Without barriers the compiler moves the last operations of the branches
+  # behind the conditional.
+  def held(run: Callable) -> Callable:
+    barrier = jax.lax.optimization_barrier
+    return lambda operands: jax.tree.map(barrier, run(operands))
+
+  operands = [tuple(own[1:]) for own in inputs]
+  own_methods = [leaf.method for leaf in leaves]
+  is_compressed = any(leaf.is_compressed for leaf in leaves)
+  if ladder[0] > 0 or len(ladder) == 1 or not is_compressed:
+    found, is_finite = branch(ladder, own_methods)(operands)
+    return found, is_finite, np.float32(num_bytes[tuple(ladder)])
+  dense_only, ranks = tuple(ladder[:1]), tuple(ladder[1:])
+  branches = [
+    held(branch(dense_only, [DENSE] * len(leaves))),
+    held(branch(ranks, own_methods)),
+  ]
+  index = (level > 0).astype(jnp.int32)
+  found, is_finite = jax.lax.switch(index, branches, operands)
+  for part, one in zip((dense_only, ranks), branches, strict=True):
+    if part not in num_bytes:  # without a trace only one branch runs
+      jax.eval_shape(one, operands)
+  both = np.concatenate([num_bytes[dense_only], num_bytes[ranks]])
+  return found, is_finite, np.float32(both)
+
+
+def count_bytes(
+  leaves: Sequence[Leaf],
+  ladder: Sequence[int],
+  code: Code | None,
+  replicas: int = 1,
+) -> np.ndarray:
+  """Counts the bytes that an exchange sends at each rank, and sends nothing.
+
+  Runs the methods themselves, without computing.
+
+  Args:
+    leaves: The leaves that are exchanged together.
+    ladder: The ranks, in any order; 0 is dense.
+    code: Encoding of values; None is float32.
+    replicas: Number of replicas.
+
+  Returns:
+    int64 [ranks], counted as for an all-reduce.
+  """
+
+  def trace(leaves: Sequence[Leaf], ladder: Sequence[int]) -> np.ndarray:
+    wire = CountingWire(replicas, ladder, code)
+
+    def zeros(leaf: Leaf) -> Input:
+      ranks = jnp.zeros(leaf.view.count if leaf.view else 0, jnp.int32)
+      gradient = jnp.zeros(leaf.shape, jnp.float32)
+      return Input(leaf, gradient, first_state(leaf), ranks)
+
+    def all_rounds() -> None:
+      run([zeros(leaf) for leaf in leaves], wire, jax.random.key(0))
+
+    jax.eval_shape(all_rounds)
+    return wire.num_bytes
+
+  ranks = [rank for rank in ladder if rank]
+  if not ranks and not any(leaf.cap for leaf in leaves):
+    return trace(leaves, ladder)  # the only way to send these leaves
+  plain = [dataclasses.replace(leaf, method=DENSE) for leaf in leaves]
+  found = {0: trace(plain, (0,))[0]} if 0 in ladder else {}
+  if ranks:
+    found |= dict(zip(ranks, trace(leaves, ranks), strict=True))
+  return np.array([found[rank] for rank in ladder], np.int64)
+
+
+def first_state(leaf: Leaf, draw: jax.Array | None = None) -> LeafState:
+  """Returns the state of a leaf before the first step, without statistics.
+
+  Args:
+    leaf: The leaf.
+    draw: A key for Q, equal on all replicas and stages; None gives zeros.
+  """
+  factor_q = residual = None
+  if leaf.width:
+    shape = (leaf.view.count, leaf.sides[1], leaf.width)
+    factor_q = jnp.zeros(shape, jnp.float32)
+    if draw is not None:  # columns of expected length one
+      factor_q = shape[1] ** -0.5 * jax.random.normal(draw, shape, jnp.float32)
+  if leaf.has_residual:
+    residual = jnp.zeros(leaf.shape, jnp.float32)
+  return LeafState(factor_q, residual)
+
+
+def _kind(leaf: Leaf) -> Any:
+  """Returns what leaves of one stack have in common; None for a leaf alone."""
+  if order.axes_left():
+    return None
+  if leaf.method.joins:
+    return (
+      leaf.method, leaf.view.rows, leaf.view.cols, leaf.cap, leaf.width,
+      leaf.is_fixed, leaf.has_residual, leaf.shards,
+    )  # fmt: skip
+  is_plain = leaf.method is DENSE and not leaf.is_encoded
+  if is_plain and not leaf.has_residual and leaf.size <= _SMALL:
+    return leaf.method, leaf.placement, leaf.shards
+  return None
+
+
+def _length(leaf: Leaf) -> int:
+  """Returns the length of a leaf in a stack: its matrices, or its entries."""
+  return leaf.view.count if leaf.method.joins else leaf.size
+
+
+def _joined(
+  inputs: Sequence[Input], draws: Sequence[Draws | None]
+) -> tuple[Input, Draws | None]:
+  """Joins equal leaves along their matrices, or small dense ones end to end.
+
+  The joined gradient is M already, without a residual.
+  """
+  leaf = joined([own.leaf for own in inputs])
+  if not leaf.method.joins:
+    flat = [added(own.gradient).ravel() for own in inputs]
+    return Input(leaf, jnp.concatenate(flat), LeafState(), None), None
+  m = [
+    added(own.gradient, own.state.residual).reshape(own.leaf.view)
+    for own in inputs
+  ]
+  ranks = jnp.concatenate([own.ranks for own in inputs])
+  q = None
+  if leaf.width:
+    q = jnp.concatenate([own.state.factor_q for own in inputs])
+  signs = jax.tree.map(
+    lambda *xs: jnp.concatenate(xs), *[own[1:] for own in draws]
+  )
+  return (
+    Input(leaf, jnp.concatenate(m), LeafState(q), ranks),
+    Draws(draws[0].key, *signs),
+  )
+
+
+def _part(outcome: Outcome, start: int, end: int) -> Outcome:
+  """Returns the outcome of the matrices [start, end) of a stack."""
+  cut = lambda x: x[start:end] if x.ndim else x  # noqa: E731
+  return jax.tree.map(cut, outcome)
+
+
+def _in_step(
+  leaves: Sequence[Leaf], rounds: Sequence[Rounds], wire: Wire
+) -> list[Outcome]:
+  """Advances all methods by one round at a time, until all have returned."""
+  outcomes: dict[int, Outcome] = {}
+  replies: Sequence[Reply | None] = [None] * len(rounds)
+  while len(outcomes) < len(rounds):
+    sends: list[Send | None] = [None] * len(rounds)
+    for i, each in enumerate(rounds):
+      if i not in outcomes:
+        try:
+          sends[i] = each.send(replies[i])
+        except StopIteration as done:
+          outcomes[i] = done.value
+    replies = wire.exchange(leaves, sends)
+  return [outcomes[i] for i in range(len(rounds))]
+
+
+def _draws(leaves: Sequence[Leaf], key: jax.Array) -> list[Draws | None]:
+  """Draws the signs of all compressed leaves.
+
+  One draw for all leaves: one generator for each compiles slowly.
+  """
+  own = [i for i, leaf in enumerate(leaves) if leaf.method.compresses]
+  if not own:
+    return [None] * len(leaves)
+  shapes = {}
+  for i in own:
+    (short, long), count = leaves[i].sides, leaves[i].view.count
+    shapes[i] = (count, 1, short), (count, long)
+  sketched = _signs(
+    jax.random.fold_in(key, 1), [s for both in shapes.values() for s in both]
+  )
+  fresh = _signs(key, [long for _, long in shapes.values()])
+  draws: list[Draws | None] = [None] * len(leaves)
+  for j, i in enumerate(own):
+    draws[i] = Draws(
+      jax.random.fold_in(key, i), *sketched[2 * j : 2 * j + 2], fresh[j]
+    )
+  return draws
+
+
+def _signs(key: jax.Array, shapes: Sequence[tuple]) -> list[jax.Array]:
+  """Draws random signs of several shapes."""
+  sizes = [int(np.prod(shape)) for shape in shapes]
+  drawn = jax.random.rademacher(key, (sum(sizes),), jnp.float32)
+  ends = np.cumsum([0, *sizes])
+  return [
+    drawn[ends[i] : ends[i + 1]].reshape(shape)
+    for i, shape in enumerate(shapes)
+  ]
+
+
+def _fed_back(own: Input, outcome: Outcome, is_finite: jax.Array) -> Outcome:
+  """Rounds an update to its dtype, and keeps what was not applied.
+
+  residual' = (M - sent) + (update - round(update))
+  """
+  mean = outcome.update.reshape(own.gradient.shape)
+  if not own.leaf.method.zeroes:
+    mean = order.zeros_unless(is_finite, mean)
+  rounded = _round(mean, own.gradient.dtype)
+  factor_q, residual, _ = own.state
+  if residual is not None:
+    left = jnp.zeros_like(residual)
+    if outcome.residual is not None:
+      left = outcome.residual.reshape(residual.shape)
+    if rounded is not mean:
+      left = left + mean - rounded
+    residual = order.new_if(is_finite, left, residual)
+  if outcome.factor_q is not None:
+    factor_q = order.new_if(is_finite, outcome.factor_q, factor_q)
+  update = rounded.astype(own.gradient.dtype)
+  return Outcome(update, residual, factor_q, outcome.energies)
+
+
+def _with_energies(leaf: Leaf, outcome: Outcome) -> Outcome:
+  """Gives a leaf that lost nothing energies of zero."""
+  if outcome.energies is not None or not leaf.is_compressed:
+    return outcome
+  like = outcome.factor_q if leaf.width else outcome.update
+  zeros = [jnp.zeros_like(like, jnp.float32, (leaf.view.count,))] * 3
+  unit = jnp.ones_like(like, jnp.float32, ())
+  return outcome._replace(energies=Energies(*zeros, unit))
+
+
+def _round(mean: jax.Array, dtype: Any) -> jax.Array:
+  """Rounds float32 to values of a narrower dtype, clipped to its range.
+
+  The compiler may remove a cast to the dtype and back, but not this.
+  """
+  if jnp.dtype(dtype).itemsize >= 4:
+    return mean
+  info = jnp.finfo(dtype)
+  limit = float(info.max)
+  mean = jnp.clip(mean, -limit, limit)
+  return jax.lax.reduce_precision(mean, info.nexp, info.nmant)

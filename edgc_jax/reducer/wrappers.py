@@ -1,0 +1,263 @@
+"""Wraps chains that communicate: in time, and after bad steps.
+
+`accumulate` and `skip_nonfinite` replace wrappers of optax, which decide
+separately on each replica: that deadlocks or wastes bytes if the wrapped chain
+has collectives. With these all replicas decide the same. `after_update` orders
+other collectives of a step after the collectives of a reducer. `mean_over` is a
+link before a reducer, for axes with fast links.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from edgc_jax import validation
+from edgc_jax.reducer.metrics import find
+from edgc_jax.reducer.state import AccumulateState, Checks, SkipStats
+from edgc_jax.wire import collectives, order
+from edgc_jax.wire.order import AxisName, varying_axes
+
+
+class SkipNonfiniteState(NamedTuple):
+  """State of `skip_nonfinite`: its counters, and the state of the chain."""
+
+  stats: SkipStats
+  inner_state: Any
+
+
+def mean_over(axis_name: AxisName) -> optax.GradientTransformation:
+  """Averages gradients over axes with fast links, uncompressed.
+
+  It comes before a reducer, which then averages over the slow axis:
+
+    tx = optax.chain(mean_over("fast"), edgc("slow"), optax.adamw(3e-4))
+
+  Gradients that JAX's types show to be equal along an axis stay as they are.
+
+  Wire: 4 bytes a value over the fast axes, in the dtype of the gradients.
+
+  Args:
+    axis_name: The axis, or a tuple of axes, bound where `update` runs.
+
+  Returns:
+    A gradient transformation without a state.
+
+  Raises:
+    ValueError: in `update`, if an axis is not bound.
+
+  >>> tx = optax.chain(mean_over("fast"), optax.sgd(0.1))
+  """
+  order.require_names("axis_name", axis_name)
+  return optax.stateless(
+    lambda updates, params: collectives.mean_where_varying(updates, axis_name)
+  )
+
+
+def accumulate(
+  tx: optax.GradientTransformation, every: int
+) -> optax.GradientTransformationExtraArgs:
+  """Averages gradients over `every` calls, then applies one update.
+
+  The calls in between send nothing: they add to a local float32 mean, and
+  return zeros. The wrapped chain with its collectives runs only at every
+  `every`-th call. (`optax.MultiSteps` runs it at each call.)
+
+  Args:
+    tx: The chain to wrap, reducer first.
+    every: Calls per update, at least 1.
+
+  Returns:
+    A gradient transformation.
+
+  Raises:
+    ValueError: if `every` is below 1; in `update`, if `late_updates` is given.
+
+  >>> tx = accumulate(optax.sgd(1.0), every=4)
+  """
+  validation.require_int("every", every, 1)
+  tx = optax.with_extra_args_support(tx)
+
+  def init_fn(params: optax.Params) -> AccumulateState:
+    # With a leading axis, scalars can be sharded over replicas, too.
+    zeros = jax.tree.map(
+      lambda p: jnp.zeros((1, *jnp.shape(p)), jnp.float32), params
+    )
+    return AccumulateState(jnp.zeros((), jnp.int32), zeros, tx.init(params))
+
+  def update_fn(
+    updates: optax.Updates,
+    state: AccumulateState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, AccumulateState]:
+    validation.require(
+      extra_args.get("late_updates") is None,
+      "late_updates",
+      extra_args.get("late_updates"),
+      "None under `accumulate`, which would read it at the last call only",
+      "accumulate in the pipeline, with more microbatches",
+    )
+    # mean over calls = sum of gradient / every
+    total = jax.tree.map(
+      lambda a, g: a + g.astype(jnp.float32) / every, state.accumulated, updates
+    )
+    is_last = state.mini_step == every - 1
+
+    def exchange(inner_state: Any) -> tuple[optax.Updates, Any]:
+      means = jax.tree.map(lambda a, g: a[0].astype(g.dtype), total, updates)
+      return tx.update(means, inner_state, params, **extra_args)
+
+    shapes = jax.eval_shape(exchange, state.inner_state)[0]
+
+    def wait(inner_state: Any) -> tuple[optax.Updates, Any]:
+      return jax.tree.map(collectives.zeros_like_type, shapes), inner_state
+
+    averaged, inner_state = jax.lax.cond(
+      is_last, exchange, wait, state.inner_state
+    )
+    return averaged, AccumulateState(
+      (state.mini_step + 1) % every,
+      jax.tree.map(lambda a: jnp.where(is_last, 0.0, a), total),
+      inner_state,
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def skip_nonfinite(
+  tx: optax.GradientTransformation,
+  axis_name: str | tuple[str, ...] = "data",
+  max_consecutive: int = 10,
+) -> optax.GradientTransformationExtraArgs:
+  """Skips steps with a non-finite gradient, on all replicas together.
+
+  Gradients are checked before and after the exchange. A skipped step returns
+  zeros and leaves the state of the whole wrapped chain unchanged, bit for bit,
+  including Adam's moments and all counters except `diverged_steps`.
+  `edgc_jax.metrics` counts the skips, and warns after `max_consecutive` in a
+  row; its other statistics are then from the step before.
+
+  Wire: 4 bytes, after all other collectives of the update.
+
+  Args:
+    tx: The chain to wrap, reducer first.
+    axis_name: Axis over which replicas agree; with pipeline stages both axes,
+      ("data", "stage").
+    max_consecutive: Number of skips in a row from which `metrics` warns.
+
+  Returns:
+    A gradient transformation.
+
+  Raises:
+    ValueError: if `max_consecutive` is below 1; in `update`, if an axis is not
+      bound, or gradients vary over an axis that `axis_name` does not name.
+
+  >>> tx = skip_nonfinite(optax.chain(optax.adam(1e-3)), "data")
+  """
+  validation.require_int("max_consecutive", max_consecutive, 1)
+  axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+  tx = optax.with_extra_args_support(tx)
+
+  def init_fn(params: optax.Params) -> SkipNonfiniteState:
+    stats = SkipStats(
+      jnp.zeros((), jnp.int32),
+      jnp.zeros((), jnp.int32),
+      jnp.array(max_consecutive, jnp.int32),
+    )
+    return SkipNonfiniteState(stats, tx.init(params))
+
+  def update_fn(
+    updates: optax.Updates,
+    state: SkipNonfiniteState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, SkipNonfiniteState]:
+    for name in axes:
+      collectives.num_devices(name)  # raises if the axis is not bound
+    # The chain always runs: a branch would have to contain its collectives, and
+    # return the same types on both sides. If the step is skipped, its results
+    # are dropped.
+    averaged, inner_state = tx.update(
+      updates, state.inner_state, params, **extra_args
+    )
+    finite = [order.all_finite(updates)]
+    # Whether a reducer skipped the step depends on all its exchanges, so
+    # replicas agree last, and until then no stage waits for another.
+    before, after = (
+      [checks.skipped_steps for checks in find(tree, Checks)]
+      for tree in (state.inner_state, inner_state)
+    )
+    finite += [new == old for new, old in zip(after, before, strict=True)]
+    seen = find(inner_state, Checks)
+    ok = order.in_turn(
+      jnp.all(jnp.stack(finite)), [checks.diverged_steps for checks in seen]
+    )
+    ok = collectives.all_true(ok, axes)
+    validation.require(
+      not (left := varying_axes(ok)),
+      "axis_name",
+      axis_name,
+      f"all axes that gradients vary over ({left} are missing)",
+      "name all of them, or stages decide differently",
+    )
+    diverged = [checks.diverged_steps for checks in seen]
+    averaged, inner_state = jax.tree.map(
+      lambda new, old: jnp.where(ok, new, old),
+      (averaged, inner_state),
+      (jax.tree.map(jnp.zeros_like, averaged), state.inner_state),
+    )
+    # Diverged replicas may be the reason for the skips, so their count stays.
+    is_checks = lambda x: isinstance(x, Checks)  # noqa: E731
+    counts = iter(diverged)
+    inner_state = jax.tree.map(
+      lambda x: x._replace(diverged_steps=next(counts)) if is_checks(x) else x,
+      inner_state,
+      is_leaf=is_checks,
+    )
+    skipped = (~ok).astype(jnp.int32)
+    old = state.stats
+    stats = SkipStats(
+      skipped_steps=old.skipped_steps + skipped,
+      consecutive_skips=jnp.where(ok, 0, old.consecutive_skips + 1),
+      max_consecutive=old.max_consecutive,
+    )
+    return averaged, SkipNonfiniteState(stats, inner_state)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def after_update(tree: Any, opt_state: optax.OptState) -> Any:
+  """Returns `tree` unchanged, with a data dependency on a reducer's update.
+
+  Use it before other collectives of a step, such as the mean of a loss. On
+  CPUs, XLA may start a collective that does not depend on the update during the
+  collectives of the update, earlier on one device than on another, and mix up
+  their values (`docs/design.md`). Only CPU devices need it; on others it does
+  nothing. It sends nothing. Collectives that the gradients depend on, as inside
+  a loss, run before the update anyway.
+
+  Args:
+    tree: The arrays to average, such as a loss.
+    opt_state: The state that `update` returned, in the same `shard_map` or
+      `pmap`.
+
+  Returns:
+    The same tree.
+
+  Raises:
+    ValueError: if `opt_state` holds no reducer's state.
+
+  >>> def mean_loss(loss, opt_state):
+  ...   return jax.lax.pmean(after_update(loss, opt_state), "data")
+  """
+  found = find(opt_state, Checks)
+  validation.require(
+    bool(found),
+    "opt_state",
+    type(opt_state),
+    "a state with a reducer's state in it",
+    "pass the state that `update` of a chain with edgc() returned",
+  )
+  return order.in_turn(tree, found)

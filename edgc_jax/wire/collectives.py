@@ -1,0 +1,273 @@
+"""All collectives of the package, and queries about the axis they run over.
+
+No other module calls `psum` and the like, so this file shows everything that
+the package communicates. Errors about unbound axes are raised here, too.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from edgc_jax.wire import cpu_backend
+from edgc_jax.wire.order import (
+  AxisName,
+  in_turn,
+  is_varying,
+  names,
+  one_by_one,
+)
+
+
+def num_devices(axis_name: AxisName, argument: str = "axis_name") -> int:
+  """Returns the number of devices along a bound axis, a Python integer.
+
+  Args:
+    axis_name: The axis of the replicas or of the stages.
+    argument: Name of the user's argument that gave the axis, for the error.
+
+  Raises:
+    ValueError: if no enclosing `pmap` or `shard_map` binds the axis.
+  """
+  try:
+    return lax.axis_size(axis_name)
+  except NameError as error:
+    raise ValueError(
+      f"`{argument}` must be an axis bound where it is used, got"
+      f" {axis_name!r}, which is not; call this inside jax.shard_map over a"
+      f" mesh with that axis or, for replicas, inside"
+      f" jax.pmap(..., axis_name={axis_name!r}), or pass the name of the axis"
+      " you have."
+    ) from error
+
+
+def mean(tree: Any, axis_name: AxisName) -> Any:
+  """Averages every leaf over an axis, in one variadic all-reduce.
+
+  Between CPU hosts small leaves are joined (`cpu_backend.reduce_joined`).
+  """
+  return _reduce(functools.partial(lax.pmean, axis_name=axis_name), tree)
+
+
+def total(tree: Any, axis_name: AxisName) -> Any:
+  """Sums every leaf over an axis; as `mean`."""
+  return _reduce(functools.partial(lax.psum, axis_name=axis_name), tree)
+
+
+def mean_where_varying(tree: Any, axis_name: AxisName) -> Any:
+  """Averages every leaf over those of the axes that it varies over.
+
+  If JAX does not track an axis, every leaf counts as varying over it.
+  """
+  num_devices(axis_name)  # raises if the axis is unbound
+  untracked = [a for a in names(axis_name) if not tracks_varying(a)]
+
+  def average(x: jax.Array) -> jax.Array:
+    axes = untracked + [a for a in names(axis_name) if is_varying(x, a)]
+    return lax.pmean(x, tuple(axes)) if axes else x
+
+  return jax.tree.map(average, tree)
+
+
+def all_true(flag: jax.Array, axis_name: AxisName) -> jax.Array:
+  """Returns whether `flag` (bool, any shape) is true on every device.
+
+  Elementwise; sends 4 bytes per entry.
+  """
+  return least(flag.astype(jnp.int32), axis_name) > 0
+
+
+def device_index(axis_name: AxisName) -> jax.Array:
+  """Returns this device's index along an axis; int32 [], varying over it."""
+  return lax.axis_index(axis_name)
+
+
+def exchange_parts(tree: Any, axis_name: AxisName) -> Any:
+  """Sends part j of every leaf [N, ...] to device j; returns [N, ...].
+
+  Sends half the bytes of an all-reduce of the leaf. An all-to-all; between CPU
+  hosts a swap or a rotation (`cpu_backend`).
+  """
+  devices = num_devices(axis_name)
+  # A permute waits for all devices of the mesh, and other stages may be in a
+  # branch without it.
+  is_alone = jax.sharding.get_abstract_mesh().size == devices
+  exchange = functools.partial(
+    lax.all_to_all, split_axis=0, concat_axis=0, tiled=True
+  )
+  if cpu_backend.spans_hosts() and devices == 2:
+    exchange = _swap_parts
+  elif cpu_backend.spans_hosts() and is_alone:
+    exchange = _rotate_parts
+
+  def swap(leaf: jax.Array) -> jax.Array:
+    parts = leaf.reshape(devices, -1)
+    return exchange(parts, axis_name).reshape(leaf.shape)
+
+  return one_by_one(swap, tree)
+
+
+def gather(tree: Any, axis_name: AxisName) -> Any:
+  """Gathers every leaf of all devices as [N, ...], equal on all devices.
+
+  Sends half the bytes of an all-reduce of the result.
+  """
+  to = "invarying" if tracks_varying(axis_name) else "varying"
+  devices = num_devices(axis_name)
+  is_cut = cpu_backend.spans_hosts() and cpu_backend.is_mutual(1, devices)
+
+  def collect(leaf: jax.Array) -> jax.Array:
+    gathered = functools.partial(lax.all_gather, axis_name=axis_name, to=to)
+    flat = leaf.ravel()
+    whole = (
+      cpu_backend.in_messages(gathered, flat) if is_cut else gathered(flat)
+    )
+    return whole.reshape(devices, *leaf.shape)
+
+  return one_by_one(collect, tree)
+
+
+def from_first(tree: Any, axis_name: AxisName) -> Any:
+  """Broadcasts the leaves of the first device to all devices along the axis.
+
+  Exact to the bit, except for the sign of zeros. Leaves may be PRNG keys.
+  """
+  num_devices(axis_name)  # raises if the axis is unbound
+  is_first = lax.axis_index(axis_name) == 0
+
+  def is_key(x: jax.Array) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+  def masked(x: jax.Array) -> jax.Array:
+    x = jax.random.key_data(x) if is_key(x) else x
+    x = x.astype(jnp.int32) if x.dtype == bool else x
+    return jnp.where(is_first, x, jnp.zeros_like(x))
+
+  def restored(x: jax.Array, s: jax.Array) -> jax.Array:
+    if is_key(x):
+      return jax.random.wrap_key_data(s, impl=jax.random.key_impl(x))
+    return s.astype(x.dtype)
+
+  sums = total(jax.tree.map(masked, tree), axis_name)
+  return jax.tree.map(restored, tree, sums)
+
+
+def send(
+  tree: Any, axis_name: AxisName, pairs: Sequence[tuple[int, int]]
+) -> Any:
+  """Sends leaves from source to target for each (source, target) in `pairs`.
+
+  Returns zeros on devices that are no target.
+  """
+  return lax.ppermute(tree, axis_name, perm=list(pairs))
+
+
+def least(value: jax.Array, axis_name: AxisName) -> jax.Array:
+  """Returns the elementwise minimum over an axis."""
+  return lax.pmin(value, axis_name)
+
+
+def difference(value: jax.Array, axis_name: AxisName) -> jax.Array:
+  """Returns the largest difference of any entry between devices; float32 [].
+
+  Sends 8 bytes per entry; all entries must be finite.
+  """
+  value = as_varying(value, axis_name)
+  highest, negated_lowest = lax.pmax(jnp.stack([value, -value]), axis_name)
+  return jnp.max(highest + negated_lowest)
+
+
+def compare(value: jax.Array, axis_name: AxisName) -> jax.Array:
+  """Compares a float scalar between the replicas; sends 12 bytes.
+
+  Args:
+    value: float32 [], local.
+    axis_name: The bound axis.
+
+  Returns:
+    int32 []: 1 if all values are equal, -1 if not, and 0 if the comparison
+    says nothing, since a value is not finite or all are zero.
+  """
+  is_finite = jnp.isfinite(value)
+  value = jnp.where(is_finite, value, 0.0)
+  broken = (~is_finite).astype(value.dtype)
+  highest, negated_lowest, any_broken = lax.pmax(
+    jnp.stack([value, -value, broken]), axis_name
+  )
+  is_zero = (highest == 0) & (negated_lowest == 0)
+  verdict = jnp.where(highest == -negated_lowest, 1, -1)
+  return jnp.where((any_broken > 0) | is_zero, 0, verdict)
+
+
+def tracks_varying(axis_name: AxisName) -> bool:
+  """Returns whether JAX tracks which values vary over the axis.
+
+  It does under `shard_map` with its default `check_vma=True`. Under `pmap` or
+  with `check_vma=False` every value counts as unvarying.
+  """
+  return is_varying(lax.axis_index(axis_name), axis_name)
+
+
+def as_varying(tree: Any, axis_name: AxisName) -> Any:
+  """Types every leaf as varying over the axes; sends nothing."""
+  tracked = [axis for axis in names(axis_name) if tracks_varying(axis)]
+  if not tracked:
+    return tree
+
+  def cast(x: jax.Array) -> jax.Array:
+    missing = tuple([axis for axis in tracked if not is_varying(x, axis)])
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(cast, tree)
+
+
+def zeros_like_type(aval: Any) -> jax.Array:
+  """Returns zeros of the shape, dtype and varying axes of `aval`."""
+  zeros = jnp.zeros(aval.shape, aval.dtype)
+  axes = aval.manual_axis_type.varying if aval.manual_axis_type else ()
+  return lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
+
+
+def _reduce(reduce: Callable[[Any], Any], tree: Any) -> Any:
+  """Applies `reduce` to the leaves; between CPU hosts, joins small ones."""
+  if cpu_backend.spans_hosts():
+    return cpu_backend.reduce_joined(reduce, tree)
+  return reduce(tree)
+
+
+def _swap_parts(parts: jax.Array, axis_name: AxisName) -> jax.Array:
+  """Exchanges the parts [2, n] of two devices by all-gathers."""
+  device = device_index(axis_name)
+
+  def swap(part: jax.Array) -> jax.Array:
+    both = lax.all_gather(part, axis_name)
+    return lax.dynamic_index_in_dim(both, 1 - device, keepdims=False)
+
+  part = lax.dynamic_index_in_dim(parts, 1 - device, keepdims=False)
+  part = cpu_backend.in_messages(swap, part)
+  return lax.dynamic_update_index_in_dim(parts, part, 1 - device, 0)
+
+
+def _rotate_parts(parts: jax.Array, axis_name: AxisName) -> jax.Array:
+  """Exchanges the parts [N, n] of N devices in N - 1 rotations.
+
+  Every device sends to the next device first, then to the second next, ...
+  """
+  devices, device = num_devices(axis_name), device_index(axis_name)
+  received, last = parts, []  # the device's own part is in place
+  for shift in range(1, devices):
+    pairs = [(i, (i + shift) % devices) for i in range(devices)]
+    rotate = functools.partial(send, axis_name=axis_name, pairs=pairs)
+    target, source = (device + shift) % devices, (device - shift) % devices
+    part = lax.dynamic_index_in_dim(parts, target, keepdims=False)
+    part = in_turn(part, last)
+    if cpu_backend.is_mutual(shift, devices):
+      part = cpu_backend.in_messages(rotate, part)
+    else:
+      part = rotate(part)
+    received = lax.dynamic_update_index_in_dim(received, part, source, 0)
+    last = [part]
+  return received

@@ -1,0 +1,191 @@
+"""Properties and order of values while JAX traces a program.
+
+Which mesh axes a value varies over, whether it is finite, and which of two
+collectives runs first if the platform does not keep their order.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from edgc_jax import validation
+
+AxisName = str | tuple[str, ...]
+
+
+class Axes(NamedTuple):
+  """Axes of a mesh, by what differs along them.
+
+  All other axes that JAX tracks a leaf to vary over shard it: every device
+  holds a part of the leaf, and a part of a matrix is a matrix.
+  """
+
+  replicas: AxisName  # batches; gradients are averaged over them, compressed
+  stage: str | None = None  # layers: the stages of a pipeline
+
+  @property
+  def known(self) -> set[str]:
+    """All axes that do not shard leaves."""
+    return {*names(self.replicas), *names(self.stage)}
+
+  def shards(self, tree: Any) -> list[tuple[str, ...]]:
+    """Returns the axes over which each leaf is sharded, sorted."""
+    known = self.known
+    return [
+      tuple(sorted(set(varying_axes(leaf)) - known))
+      for leaf in jax.tree.leaves(tree)
+    ]
+
+
+def names(axis_name: AxisName | None) -> tuple[str, ...]:
+  """Returns the names in an argument that takes one axis or several.
+
+  >>> names("data"), names(("pod", "data")), names(None)
+  (('data',), ('pod', 'data'), ())
+  """
+  if axis_name is None:
+    return ()
+  return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def axes_left() -> list[str]:
+  """Returns the axes that the enclosing `shard_map` leaves to the compiler.
+
+  Arrays may be sharded over them, which no type shows. The compiler may gather
+  such an array to flatten it, or to join it with an array of other shards. Axes
+  of one device do not count.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  left = [a for a in mesh.axis_names if a not in mesh.manual_axes]
+  return [a for a in left if mesh.manual_axes and mesh.shape[a] > 1]
+
+
+def require_all_bound() -> None:
+  """Raises if the enclosing `shard_map` leaves axes to the compiler.
+
+  Raises:
+    ValueError: if it does, and they have more than one device.
+  """
+  left = axes_left()
+  validation.require(
+    not left,
+    "axis_names",
+    jax.sharding.get_abstract_mesh().manual_axes,
+    f"all axes of the mesh for a reducer that reads single entries ({left} are"
+    " left to the compiler, which would gather whole gradients)",
+    "wrap the reducer with edgc_jax.over_shards(tx, param_specs)",
+  )
+
+
+def require_names(argument: str, axis_name: Any) -> None:
+  """Raises unless `axis_name` is the name of an axis, or a tuple of names.
+
+  Raises:
+    ValueError: if it is not.
+  """
+  is_sequence = isinstance(axis_name, str | tuple | list)
+  found = names(axis_name) if is_sequence else ()
+  is_name = [isinstance(name, str) and bool(name) for name in found]
+  validation.require(
+    bool(found) and all(is_name) and len(set(found)) == len(found),
+    argument,
+    axis_name,
+    "the name of a mesh axis, or a tuple of different names",
+    "pass the axis that splits the batch",
+  )
+
+
+def after(tree: Any, earlier: Any) -> Any:
+  """Returns `tree` unchanged, with a data dependency on `earlier`.
+
+  Every leaf is selected by a condition on the last value of each leaf of
+  `earlier`. It is always true, but the compiler cannot know. A branch replaces
+  the `where` for leaves that it would make vary over more axes.
+  """
+  may_send = None
+  for leaf in jax.tree.leaves(earlier):
+    if leaf.size:
+      value = leaf[(-1,) * leaf.ndim].astype(jnp.float32)
+      is_true = ~(value > 0) | (value > -1)
+      may_send = is_true if may_send is None else may_send & is_true
+  if may_send is None:
+    return tree
+  axes = set(varying_axes(may_send))
+
+  def wait(leaf: jax.Array) -> jax.Array:
+    if axes <= set(varying_axes(leaf)):
+      return jnp.where(may_send, leaf, jnp.zeros_like(leaf))
+    return lax.cond(may_send, lambda x: x, jnp.zeros_like, leaf)
+
+  return jax.tree.map(wait, tree)
+
+
+def in_turn(tree: Any, earlier: Any) -> Any:
+  """Orders collectives on CPUs: `after(tree, earlier)` there, else `tree`.
+
+  XLA's CPU backend (of JAX 0.10.2) holds a collective back until the previous
+  ones have started, but takes a conditional or a loop for started before the
+  collectives in it have. A collective that does not need their results then
+  overtakes them, on one device sooner than on another, and operands of
+  different collectives are mixed up: stages as CPU devices of one process had
+  their memory overwritten. So if one of two collectives is in a branch or a
+  loop, the second must depend on the first. Accelerators keep the order.
+  """
+  return after(tree, earlier) if jax.default_backend() == "cpu" else tree
+
+
+def one_by_one(send: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+  """Applies the collective `send` to each leaf, after the one before it."""
+  leaves, structure = jax.tree.flatten(tree)
+  results: list[jax.Array] = []
+  last: list[jax.Array] = []  # the last result that is not empty
+  for leaf in leaves:
+    result = send(in_turn(leaf, last))
+    results.append(result)
+    last = [result] if result.size else last
+  return jax.tree.unflatten(structure, results)
+
+
+def is_varying(value: jax.Array, axes: AxisName) -> bool:
+  """Returns whether JAX tracks `value` as varying over any of the axes."""
+  return bool(set(names(axes)) & set(varying_axes(value)))
+
+
+def varying_axes(tree: Any) -> tuple[str, ...]:
+  """Returns all axes that JAX tracks any leaf to vary over, sorted."""
+  axes = set()
+  for leaf in jax.tree.leaves(tree):
+    kind = jax.typeof(leaf).manual_axis_type
+    axes |= set(kind.varying if kind else ())
+  return tuple(sorted(axes))
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Returns whether every entry of every leaf is finite; bool []."""
+  flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+  return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+
+
+def zeros_unless(flag: jax.Array, tree: Any) -> Any:
+  """Returns `tree`, with zeros in place of its leaves if `flag` is false.
+
+  As `new_if`.
+  """
+  return new_if(flag, tree, jax.tree.map(jnp.zeros_like, tree))
+
+
+def new_if(flag: jax.Array, new: Any, old: Any) -> Any:
+  """Returns the leaves of `new`, or of `old` if `flag` is false.
+
+  If `flag` varies over the stages or shards, leaves that are equal on all of
+  them stay new: the devices have to agree before they drop such a leaf.
+  """
+  axes = set(varying_axes(flag))
+
+  def chosen(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.where(flag, x, y) if axes <= set(varying_axes(x)) else x
+
+  return jax.tree.map(chosen, new, old)

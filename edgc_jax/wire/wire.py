@@ -1,0 +1,268 @@
+"""The wire: the values that all methods send in one round share collectives.
+
+A method sends arrays and gets their means over the replicas. `Wire` joins what
+the methods of all leaves send in one round: one all-reduce carries it, encoded
+values have an all-to-all and an all-gather of their own, and gathered values an
+all-gather for each dtype. It encodes values, packs factors, orders collectives,
+detects numbers that are not finite, and counts the bytes.
+
+One compiled program serves every rank of the ladder, and sends only the bytes
+of the rank in use: each rank has a collective of its own length, in a branch of
+a switch. Nothing else is inside the switch.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from edgc_jax.wire import averages, collectives, order, packing
+from edgc_jax.wire.codes import Code
+from edgc_jax.wire.order import AxisName
+
+
+class Send(NamedTuple):
+  """What the method of one leaf sends in one round.
+
+  Attributes:
+    values: float32 array, local, averaged in the code of the wire.
+    ranks: int32 [k], rows in use of `values` [k, width, height]; None if all
+      rows always are.
+    exact: A tree that is averaged in float32.
+    measured: A tree that is averaged in float32 and may be not finite: a step
+      is skipped if a number of `values` or `exact` is not finite.
+    gathered: A tree that is gathered from all replicas instead.
+  """
+
+  values: Any = None
+  ranks: jax.Array | None = None
+  exact: Any = None
+  measured: Any = None
+  gathered: Any = None
+
+
+class Reply(NamedTuple):
+  """What a method receives; all but `sent` is equal on all replicas.
+
+  Attributes:
+    mean: The mean of `values`; of factors, zero beyond the rank.
+    sent: The contribution of this replica to the mean. `values - sent` is what
+      encoding lost, so the mean of `sent` over the replicas is `mean`.
+    exact: The mean of `exact`.
+    measured: The mean of `measured`.
+    gathered: `gathered` of all N replicas; leaves [N, ...].
+    is_finite: bool [], whether all numbers of the exchange so far are finite.
+      If not, the others are zero, except for `sent` and `measured`.
+  """
+
+  mean: Any
+  sent: Any
+  exact: Any
+  measured: Any
+  gathered: Any
+  is_finite: jax.Array
+
+
+class Wire:
+  """Sends the rounds of one exchange over the replicas.
+
+  Attributes:
+    num_bytes: int64 [levels], bytes sent so far at each rank of the ladder,
+      counted as for an all-reduce.
+    is_finite: bool [], whether all numbers received so far are finite; equal
+      on all replicas.
+  """
+
+  def __init__(
+    self,
+    axis_name: AxisName,
+    ladder: Sequence[int],
+    level: jax.Array | int,
+    key: jax.Array | None = None,
+    code: Code | None = None,
+    earlier: Any = (),
+  ):
+    """Sends nothing.
+
+    Args:
+      axis_name: The bound axis of the replicas.
+      ladder: The ranks that may be used.
+      level: int32 [], index of the rank in use, equal on all replicas.
+      key: Source of random rounding; equal on all replicas, new at each step.
+      code: Encoding of values; None is float32.
+      earlier: Results of the collectives before; the first round follows them.
+    """
+    self._axis_name, self._ladder, self._level = axis_name, ladder, level
+    self._key, self._round_key = key, key
+    self._code, self._earlier = code, earlier
+    self.num_bytes = np.zeros(len(ladder), np.int64)
+    self.is_finite = jnp.array(True)
+
+  def exchange(
+    self, leaves: Sequence[Any], sends: Sequence[Send | None]
+  ) -> list[Reply | None]:
+    """Sends one round.
+
+    Args:
+      leaves: The `Leaf` of each method.
+      sends: What each sends; None for nothing.
+
+    Returns:
+      What each receives, with zeros in place of numbers if any number of the
+      exchange so far was not finite.
+    """
+    found = [send for send in sends if send is not None]
+    if not jax.tree.leaves(found):
+      nothing = Reply(*[None] * 5, self.is_finite)
+      return [None if send is None else nothing for send in sends]
+    if self._key is not None:
+      self._round_key, self._key = jax.random.split(self._key)
+    ranks = [send.ranks for send in found]
+    found = [send._replace(ranks=None) for send in found]
+    found = order.in_turn(found, self._earlier)
+    columns = [
+      [leaf.columns(rank) for rank in self._ladder]
+      for leaf, send in zip(leaves, sends, strict=True)
+      if send is not None
+    ]
+    gathered = self._gather([send.gathered for send in found])
+    found = order.in_turn(found, gathered)
+    mean, sent, exact, measured = self._average(found, ranks, columns)
+    self._earlier = (mean, exact, measured, gathered)
+    self.is_finite &= order.all_finite((mean, exact, gathered))
+    # What follows the exchange waits for this flag.
+    self.is_finite = order.in_turn(self.is_finite, measured)
+    mean, exact, gathered = order.zeros_unless(
+      self.is_finite, (mean, exact, gathered)
+    )
+    finite = [self.is_finite] * len(found)
+    replies = map(Reply, mean, sent, exact, measured, gathered, finite)
+    return [None if send is None else next(replies) for send in sends]
+
+  def _average(
+    self,
+    sends: Sequence[Send],
+    ranks: Sequence[jax.Array | None],
+    columns: Sequence[Sequence[int]],
+  ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """Averages values, packed where ranks differ, and exact numbers."""
+    packed = [i for i, own in enumerate(ranks) if own is not None]
+    whole = [
+      i for i, send in enumerate(sends)
+      if send.values is not None and i not in packed
+    ]  # fmt: skip
+    factors, own_ranks = [sends[i].values for i in packed], [
+      ranks[i] for i in packed
+    ]  # fmt: skip
+    lengths = sum(
+      len(sends[i].values) * sends[i].values.shape[2] * np.array(columns[i])
+      for i in packed
+    )
+    lengths = (lengths + np.zeros(len(self._ladder), int)).tolist()
+    plain = [sends[i].values for i in whole]
+    exact = [(send.exact, send.measured) for send in sends]
+    exact_bytes = 4 * sum(x.size for x in jax.tree.leaves(exact))
+    sizes = [value.size for value in plain]
+    self.num_bytes += exact_bytes + np.array(
+      averages.average_bytes(
+        [[length] * bool(packed) + sizes for length in lengths],
+        self._code,
+        self._replicas,
+      )
+    )
+    if not packed:
+      done = self._mean(plain, exact)
+    else:
+      buffer = packing.pack(factors, own_ranks, max(lengths))
+      done = self._by_level(buffer, lengths, plain, exact)
+    mean: list[Any] = [None] * len(sends)
+    sent: list[Any] = list(mean)
+    for found, place in ((done.mean, mean), (done.sent, sent)):
+      if packed and found:
+        restored = packing.unpack(found[0], factors, own_ranks)
+        for i, value in zip(packed, restored, strict=True):
+          place[i] = value
+      for i, value in zip(whole, found[bool(packed) :], strict=bool(found)):
+        place[i] = value
+    if self._code is None:  # the whole values were sent
+      sent = [send.values for send in sends]
+    return mean, sent, [e for e, _ in done.exact], [m for _, m in done.exact]
+
+  def _by_level(
+    self, buffer: jax.Array, lengths: list[int], plain: list, exact: Any
+  ) -> averages.Averaged:
+    """Averages a buffer; its length follows the rank in use."""
+    most = max(lengths)
+
+    def send(length: int, buffer: jax.Array, rest: Any) -> averages.Averaged:
+      found = self._mean([buffer[:length], *rest[0]], rest[1])
+      fill = lambda xs: [jnp.pad(xs[0], (0, most - length)), *xs[1:]]  # noqa: E731
+      sent = fill(found.sent) if self._code else []
+      return averages.Averaged(fill(found.mean), sent, found.exact)
+
+    branches = [
+      lambda *args, length=length: send(length, *args) for length in lengths
+    ]
+    if len(set(lengths)) == 1:
+      return branches[0](buffer, (plain, exact))
+    return jax.lax.switch(self._level, branches, buffer, (plain, exact))
+
+  def _mean(self, values: list[jax.Array], exact: Any) -> averages.Averaged:
+    return averages.average(
+      values, self._axis_name, self._code, self._round_key, exact
+    )
+
+  def _gather(self, trees: Sequence[Any]) -> list[Any]:
+    """Gathers trees of all replicas, one collective for each dtype."""
+    leaves, structure = jax.tree.flatten(list(trees))
+    self.num_bytes += self._replicas * sum(x.nbytes for x in leaves) // 2
+    kinds = [
+      [i for i, x in enumerate(leaves) if x.dtype == dtype]
+      for dtype in dict.fromkeys(x.dtype for x in leaves)
+    ]
+    rows = self._all(
+      [jnp.concatenate([leaves[i].ravel() for i in own]) for own in kinds]
+    )
+    gathered: list[Any] = list(leaves)
+    for own, joined in zip(kinds, rows, strict=True):
+      start = 0
+      for i in own:
+        part = joined[:, start : start + leaves[i].size]
+        gathered[i] = part.reshape(len(joined), *leaves[i].shape)
+        start += leaves[i].size
+    return jax.tree.unflatten(structure, gathered)
+
+  def _all(self, vectors: list[jax.Array]) -> list[jax.Array]:
+    return collectives.gather(vectors, self._axis_name)
+
+  @property
+  def _replicas(self) -> int:
+    return collectives.num_devices(self._axis_name)
+
+
+class CountingWire(Wire):
+  """Counts the bytes of an exchange between N replicas, and sends nothing.
+
+  Every replica would send what this one sends.
+  """
+
+  def __init__(self, replicas: int, ladder: Sequence[int], code: Code | None):
+    super().__init__("", ladder, 0, None, code)
+    self._count = replicas
+
+  def _mean(self, values: list[jax.Array], exact: Any) -> averages.Averaged:
+    return averages.Averaged(list(values), list(values), exact)
+
+  def _by_level(
+    self, buffer: jax.Array, lengths: list[int], plain: list, exact: Any
+  ) -> averages.Averaged:
+    return self._mean([buffer, *plain], exact)
+
+  def _all(self, vectors: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.broadcast_to(x, (self._count, x.size)) for x in vectors]
+
+  @property
+  def _replicas(self) -> int:
+    return self._count

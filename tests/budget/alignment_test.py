@@ -1,0 +1,137 @@
+"""Alignment of stages, over many random ladders."""
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from edgc_jax.budget.alignment import aligned_levels, finish_seconds
+
+
+def random_ladders(number, seed=0):
+  """Yields times of levels, stages and t_b, with ties and slow levels."""
+  random = np.random.default_rng(seed)
+  for _ in range(number):
+    num_levels = int(random.integers(1, 12))
+    steps = random.exponential(size=num_levels) * (
+      random.random(num_levels) < 0.7
+    )
+    compressed = random.exponential() + 0.1 + np.cumsum(steps)[1:]
+    dense = random.choice([1.0, 0.5, 0.8]) * (compressed.max(initial=0.1) + 0.1)
+    if random.random() < 0.2 and num_levels > 1:
+      dense = random.choice(compressed)
+    backward = random.choice([0.01, 0.3, 2.0]) * random.exponential()
+    stages = int(random.integers(1, 7))
+    yield np.append(dense, compressed), stages, float(backward)
+
+
+def quality(levels):
+  """Returns a number that rises with the rank, dense above all ranks."""
+  return np.where(levels == 0, 1000, levels)
+
+
+class AlignedTest(parameterized.TestCase):
+  def test_by_hand(self):
+    """Budgets of stage 1 are T + 2, of stage 2 T + 4; dense takes 7.5."""
+    seconds = np.array([7.5, 1.0, 2.0, 3.0, 3.0, 5.0])
+    expected = [[0, 1, 2, 3, 4, 5], [0, 4, 4, 5, 5, 5], [0, 5, 5, 5, 5, 0]]
+    found = aligned_levels(seconds, 3, 2.0)
+    np.testing.assert_array_equal(found, expected)
+    self.assertEqual(found.dtype, np.int32)
+    np.testing.assert_allclose(
+      finish_seconds(seconds, found[:, 5], 2.0), [5.0, 3.0, 3.5]
+    )
+
+  def test_dense_as_soon_as_it_fits(self):
+    seconds = np.array([3.0, 1.0, 2.0])
+    np.testing.assert_array_equal(
+      aligned_levels(seconds, 3, 1.0), [[0, 1, 2], [0, 2, 0], [0, 0, 0]]
+    )
+    np.testing.assert_array_equal(
+      aligned_levels(seconds, 2, 0.999), [[0, 1, 2], [0, 1, 2]]
+    )
+
+  @parameterized.parameters(
+    ([2.0, 1.0, 1.0, 1.0],),  # levels of equal time
+    ([1.0, 1.0, 1.0],),  # dense as fast as any
+    ([1.0, 2.0, 3.0],),  # dense faster
+    ([1.0],),
+  )
+  def test_no_slack_changes_nothing(self, seconds):
+    found = aligned_levels(np.array(seconds), 4, 0.0)
+    np.testing.assert_array_equal(found, [list(range(len(seconds)))] * 4)
+
+  def test_slow_levels_leave_dense_to_stages_with_time(self):
+    found = aligned_levels(np.array([2.0, 1.0, 2.0, 3.0]), 2, 0.5)
+    np.testing.assert_array_equal(found, [[0, 1, 2, 3], [0, 1, 0, 0]])
+
+  def test_properties(self):
+    for seconds, num_stages, backward in random_ladders(500):
+      levels = aligned_levels(seconds, num_stages, backward)
+      self.assertEqual(levels.shape, (num_stages, len(seconds)))
+      own = np.arange(len(seconds))
+      np.testing.assert_array_equal(levels[0], own)
+      np.testing.assert_array_equal(levels[:, 0], 0)
+      np.testing.assert_array_equal(
+        aligned_levels(seconds, num_stages, 0.0), [own] * num_stages
+      )
+      # More time never gives less: dense beats every rank.
+      self.assertTrue(np.all(np.diff(quality(levels), axis=0) >= 0))
+      self.assertTrue(np.all(quality(levels) >= quality(own)))
+      # Times rise too, unless dense is faster than stage 0's level.
+      times = seconds[levels]
+      usual = seconds <= seconds[0]
+      self.assertTrue(np.all(np.diff(times[:, usual], axis=0) >= 0))
+      self.assertTrue(np.all(np.diff(times[1:], axis=0) >= 0))
+
+  def test_levels_fill_the_slack(self):
+    """No stage finishes late, and none has time for another level."""
+    for seconds, num_stages, backward in random_ladders(500, seed=1):
+      levels = aligned_levels(seconds, num_stages, backward)
+      for i, column in enumerate(levels.T):
+        finish = finish_seconds(seconds, column, backward)
+        self.assertEqual(finish[0], seconds[i])
+        self.assertLessEqual(finish.max(), seconds[i] + 1e-12)
+        for stage, level in list(enumerate(column))[1:]:
+          budget = seconds[i] + stage * backward
+          self.assertEqual(level == 0, seconds[0] <= budget)
+          if 0 < level < len(seconds) - 1:
+            self.assertGreater(seconds[level + 1], budget)
+
+  @parameterized.parameters(
+    ("seconds", ([], 2, 1.0)),
+    ("seconds", ([[1.0, 2.0]], 2, 1.0)),
+    ("seconds", (1.0, 2, 1.0)),
+    ("seconds", ([1.0, 0.0], 2, 1.0)),
+    ("seconds", ([-1.0, 1.0], 2, 1.0)),
+    ("seconds", ([1.0, np.nan], 2, 1.0)),
+    ("seconds", ([np.inf, 1.0], 2, 1.0)),
+    ("seconds", ([9.0, 2.0, 1.0], 2, 1.0)),
+    ("num_stages", ([1.0], 0, 1.0)),
+    ("backward_seconds", ([1.0], 2, -1.0)),
+    ("backward_seconds", ([1.0], 2, float("inf"))),
+    ("backward_seconds", ([1.0], 2, float("nan"))),
+  )
+  def test_errors(self, name, arguments):
+    with self.assertRaisesRegex(ValueError, f"`{name}` must be .*, got .*; "):
+      aligned_levels(*arguments)
+
+  def test_types(self):
+    with self.assertRaisesRegex(TypeError, "`num_stages`"):
+      aligned_levels(np.ones(2), 2.0, 1.0)
+    with self.assertRaisesRegex(TypeError, "`backward_seconds`"):
+      aligned_levels(np.ones(2), 2, None)
+
+
+class FinishTest(parameterized.TestCase):
+  def test_by_hand(self):
+    found = finish_seconds(np.array([9.0, 1.0, 4.0]), np.array([1, 2, 0]), 5.0)
+    np.testing.assert_array_equal(found, [1.0, -1.0, -1.0])
+
+  def test_errors(self):
+    with self.assertRaisesRegex(ValueError, "`backward_seconds`"):
+      finish_seconds(np.ones(2), np.array([0, 1]), -1.0)
+    with self.assertRaisesRegex(ValueError, "`seconds`"):
+      finish_seconds(np.zeros(2), np.array([0, 1]), 1.0)
+
+
+if __name__ == "__main__":
+  absltest.main()

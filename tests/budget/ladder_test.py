@@ -1,0 +1,359 @@
+"""Rank ladders, given or found, and ceilings against a search of all ranks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import edgc_jax
+from edgc_jax.budget.ladder import (
+  Ladder,
+  equal_steps,
+  exchange_seconds,
+  rank_ceiling,
+)
+from edgc_jax.leaves.leaf import leaves_in
+from edgc_jax.methods.low_rank import require_ratio, with_factors
+from edgc_jax.reducer.rounds import count_bytes
+from edgc_jax.wire.link_model import CompressionModel, LinkModel
+
+FREE = CompressionModel(0.0, 0.0)
+LINK = LinkModel(latency=1e-4, bandwidth=1e7)
+COMPRESSIONS = (FREE, CompressionModel(1e-5, 1e-6), CompressionModel(0, 3e-3))
+LINKS = (
+  LinkModel(0.0, 1e9),
+  LinkModel(1e-5, 1e8),
+  LinkModel(2e-4, 1e9),
+  LinkModel(1e-6, 1e11),
+)
+KERNELS = {"attention_in": 3, "attention_out": 1, "mlp_in": 4, "mlp_out": 4}
+NUM_REDUCES = 2  # of factors in float32
+
+
+def shaped(*shape):
+  return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def gpt2_124m():
+  """Returns parameters of GPT-2 124M, scanned: 12 layers of width 768."""
+  tree = {"tokens": shaped(50257, 768), "positions": shaped(1024, 768)}
+  for name, factor in KERNELS.items():
+    sides = (768, factor * 768)
+    tree[name] = shaped(12, *(sides[::-1] if name == "mlp_out" else sides))
+  return tree | {"norms": [shaped(768)] * 2, "biases": shaped(12 * 9 * 768)}
+
+
+PARAMS = {"w": shaped(768, 3072), "b": shaped(3072)}
+TREES = {
+  "one": {"w": shaped(256, 256)},
+  "mixed": {
+    "bias": shaped(3000),
+    "large": shaped(96, 160),
+    "small": shaped(20, 20),
+    "stack": shaped(3, 40, 64),
+  },
+  "vectors": {"bias": shaped(100), "scale": shaped(7)},
+  "empty": {},
+  "gpt2": gpt2_124m(),
+}
+
+
+@functools.cache
+def sizes_of(name, least=4, min_ratio=2.0):
+  """Returns the largest cap of a tree, and its bytes by rank."""
+  tree = TREES[name] if isinstance(name, str) else dict(name)
+  leaves = with_factors(leaves_in(tree), (least, 999), min_ratio, None)
+  cap = max((leaf.cap for leaf in leaves), default=0)
+  return cap, functools.partial(count_bytes, leaves, code=None)
+
+
+def ceiling(name, link, compression=FREE, multiple=4, min_ratio=2.0):
+  """Returns the rank ceiling of a tree."""
+  cap, bytes_at = sizes_of(name, multiple, min_ratio)
+  candidates = range(multiple, cap + 1, multiple)
+  return rank_ceiling(
+    link, compression, candidates, bytes_at, min_ratio, NUM_REDUCES
+  )
+
+
+def ladder_of(rank_max=None, rank_min=None, multiple=4, link=None, cap=None):
+  """Returns the ladder of `PARAMS`, or of leaves with a given cap."""
+  ladder = Ladder(rank_max, rank_min, multiple, link, FREE)
+  found, bytes_at = sizes_of(tuple(PARAMS.items()), ladder.least)
+  cap = found if cap is None else cap
+  return ladder.ranks(cap, bytes_at, 2.0, NUM_REDUCES)
+
+
+def brute_force(name, link, compression, multiple, min_ratio):
+  """Finds the rank ceiling by trying all ranks, with bytes leaf by leaf."""
+
+  def cap_of(m, n):
+    cap = min(m, n)
+    while min_ratio and m * n < min_ratio * cap * (m + n):
+      cap -= 1
+    return cap if cap >= min(multiple, m, n) else 0
+
+  leaves = leaves_in(TREES[name])
+  caps = [cap_of(*leaf.view[1:]) if leaf.view else 0 for leaf in leaves]
+
+  def sent(rank):
+    total = 0
+    for leaf, cap in zip(leaves, caps, strict=True):
+      size = int(np.prod(leaf.shape))
+      if cap and rank:
+        count, m, n = leaf.view
+        size = count * (min(rank, cap) * (m + n) + 17)
+      total += 4 * size
+    return total
+
+  dense = link.latency + sent(0) / link.bandwidth
+  best = 0
+  for rank in range(multiple, max(caps, default=0) + 1, multiple):
+    time = 2 * link.latency + sent(rank) / link.bandwidth
+    time += compression.base + compression.per_rank * rank
+    if time <= dense and sent(0) / sent(rank) >= min_ratio:
+      best = rank
+  return best
+
+
+class LadderTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ((None, None), (8, 12, 16, 20, 24, 28, 32)),
+    ((16, None), (4, 8, 12, 16)),
+    ((8, 8), (8,)),
+    ((24, 12, 6), (12, 18, 24)),
+    ((None, None, 10), (10, 20, 30)),
+    ((None, None, 64), (64,)),
+  )
+  def test_given(self, options, expected):
+    self.assertEqual(ladder_of(*options), expected)
+
+  @parameterized.parameters(
+    (32, (8, 12, 16, 20, 24, 28, 32)),
+    (31, (8, 12, 16, 20, 24, 28)),
+    (13, (8, 12)),
+    (8, (8,)),
+    # Leaves out all ranks but the least, which other leaves may be dense for.
+    (7, (8,)),
+    (0, (8,)),
+  )
+  def test_ranks_above_the_largest_cap_are_left_out(self, cap, expected):
+    self.assertEqual(ladder_of(cap=cap), expected)
+
+  @parameterized.parameters(
+    ((None, None), 8), ((16, None), 4), ((24, 12, 6), 12), ((8, 8), 8)
+  )
+  def test_least_rank(self, options, least):
+    """Which leaves have factors follows from it, before the ladder is known."""
+    ladder = Ladder(*options[:2], *(options[2:] or (4,)), None, FREE)
+    self.assertEqual(ladder.least, least)
+    self.assertEqual(ladder_of(*options)[0], least)
+
+  @parameterized.parameters(4, 24, 100, 304)
+  def test_a_given_least_rank_with_a_link(self, rank_min):
+    """The first rank is less than a step above it."""
+    found = ladder_of(rank_min=rank_min, link=LINK)
+    self.assertEqual(found[-1], ladder_of(link=LINK)[-1])
+    step = (found[-1] - found[0]) // max(1, len(found) - 1) or 1
+    self.assertBetween(found[0], rank_min, rank_min + step - 1)
+
+  def test_a_given_rank_stays_with_a_link(self):
+    self.assertEqual(ladder_of(16, link=LINK), ladder_of(16))
+
+  def test_found_from_the_link(self):
+    """There are at most 16 ranks, up to the rank ceiling."""
+    found = ladder_of(link=LINK)
+    self.assertEqual(found[-1], ceiling(tuple(PARAMS.items()), LINK))
+    self.assertLessEqual(len(found), 16)
+    self.assertEqual({b - a for a, b in zip(found, found[1:])}, {16})  # noqa: B905, RUF007
+    self.assertGreaterEqual(found[0], found[-1] // 4)
+
+  def test_edgc_has_the_ladder_of_the_link(self):
+    (part,) = edgc_jax.describe(edgc_jax.edgc(link=LINK), PARAMS).parts
+    self.assertEqual(part.ladder, ladder_of(link=LINK))
+
+  def test_without_a_useful_rank_it_is_dense(self):
+    """`init` warns, and the update is dense."""
+    far = LinkModel(latency=10.0, bandwidth=1e9)
+    with self.assertWarnsRegex(RuntimeWarning, "dense all-reduce is no slower"):
+      self.assertEqual(ladder_of(link=far), ())
+    with self.assertWarnsRegex(RuntimeWarning, "Use allreduce"):
+      state = jax.eval_shape(edgc_jax.edgc(link=far).init, PARAMS)
+    self.assertEmpty(state.budget)
+    self.assertEmpty(state.allocation)
+
+  def test_a_rank_that_compresses_nothing_is_dense(self):
+    """At ratio 2, 20 x 20 has at most 5 columns."""
+    small = {"w": shaped(20, 20)}
+    with self.assertWarnsRegex(RuntimeWarning, "No leaf saves `min_ratio`"):
+      state = jax.eval_shape(edgc_jax.edgc(rank_max=8, rank_min=8).init, small)
+    self.assertEmpty(state.budget)
+    self.assertIsNone(state.leaves["w"].factor_q)
+
+  def test_errors(self):
+    with self.assertRaisesRegex(ValueError, r"`rank_min` must be at most.*32"):
+      Ladder(None, 36, 4, None, FREE)
+    top = ladder_of(link=LINK)[-1]
+    for rank_min in (top + 4, 400):
+      with self.assertRaisesRegex(
+        ValueError, rf"`rank_min` must be at most the largest rank.*\({top}\)"
+      ):
+        ladder_of(rank_min=rank_min, link=LINK)
+    with self.assertRaisesRegex(ValueError, "`rank_min` must be at most"):
+      jax.eval_shape(edgc_jax.edgc(rank_min=400, link=LINK).init, PARAMS)
+    with self.assertRaisesRegex(ValueError, "`rank_max` must be a multiple"):
+      Ladder(30, None, 4, None, FREE)
+    with self.assertRaisesRegex(ValueError, "`rank_multiple`"):
+      Ladder(None, None, 0, None, FREE)
+    with self.assertRaisesRegex(TypeError, "`rank_multiple`"):
+      Ladder(None, None, 4.0, None, FREE)
+
+  def test_step_limit_fits_the_ladder(self):
+    """A found ladder may have wider steps than the default limit."""
+    jax.eval_shape(edgc_jax.edgc(link=LINK).init, PARAMS)
+    with self.assertRaisesRegex(
+      ValueError, r"`max_rank_step` must be at least the step of the ladder"
+    ):
+      edgc_jax.edgc(link=LINK, max_rank_step=4).init(PARAMS)
+
+  def test_ratio(self):
+    require_ratio(0)
+    with self.assertRaisesRegex(ValueError, "`min_ratio` must be at least 0"):
+      require_ratio(-0.5)
+    with self.assertRaisesRegex(TypeError, "`min_ratio`"):
+      require_ratio("2")
+
+
+class ExchangeTest(parameterized.TestCase):
+  def seconds(self, name, ranks, link, compression=FREE, min_ratio=2.0):
+    _, bytes_at = sizes_of(name, 4, min_ratio)
+    sizes = bytes_at(ranks)
+    return exchange_seconds(ranks, sizes, link, compression, NUM_REDUCES)
+
+  def test_by_hand(self):
+    """256 x 256: dense 262144 bytes, rank r 4 (512 r + 17)."""
+    link, compression = LinkModel(1.0, 1000.0), CompressionModel(3.0, 0.5)
+    found = self.seconds("one", (0, 4, 8), link, compression)
+    expected = [1 + 262.144, 2 + 8.26 + 3 + 2, 2 + 16.452 + 3 + 4]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    free = self.seconds("one", (0, 4, 8), link)
+    np.testing.assert_allclose(free, [263.144, 10.26, 18.452], rtol=1e-12)
+
+  def test_without_dense(self):
+    found = self.seconds("one", (4, 8), LinkModel(1.0, 1000.0))
+    np.testing.assert_allclose(found, [10.26, 18.452], rtol=1e-12)
+
+  def test_encoded_factors_take_one_reduce_more(self):
+    link = LinkModel(1.0, 1000.0)
+    found = exchange_seconds((0, 4), np.array([3000, 500]), link, FREE, 3)
+    np.testing.assert_allclose(found, [2 + 3.0, 3 + 0.5], rtol=1e-12)
+
+  @parameterized.product(
+    tree=["one", "mixed", "gpt2"], min_ratio=[2.0, 1.0, 0.51, 0.0]
+  )
+  def test_never_falls_with_the_rank(self, tree, min_ratio):
+    """A matrix at its cap sends what it sends at its cap, and no less."""
+    ranks = tuple(range(4, 140, 4))
+    _, bytes_at = sizes_of(tree, 4, min_ratio)
+    self.assertTrue(np.all(np.diff(bytes_at(ranks)) >= 0))
+    for compression in COMPRESSIONS:
+      found = self.seconds(tree, ranks, LINK, compression, min_ratio)
+      self.assertTrue(np.all(np.diff(found) >= 0))
+
+
+class CeilingTest(parameterized.TestCase):
+  @parameterized.product(
+    tree=list(TREES),
+    setting=[(4, 2.0), (1, 2.0), (8, 1.0), (4, 0.5), (1, 0.0)],
+  )
+  def test_brute_force(self, tree, setting):
+    for link in LINKS:
+      for compression in COMPRESSIONS:
+        found = ceiling(tree, link, compression, *setting)
+        expected = brute_force(tree, link, compression, *setting)
+        self.assertEqual(found, expected, (link, compression))
+        self.assertIsInstance(found, int)
+
+  def test_the_ratio_binds(self):
+    """On a slow link any saving counts; m n / (r (m + n)) = 2 at r = 64."""
+    slow = LinkModel(0.0, 1.0)
+    self.assertEqual(ceiling("one", slow), 60)
+    # Without the values of the sketch it would be rank 64.
+    self.assertEqual(ceiling("one", slow, min_ratio=1.9), 64)
+    # The leaf alone has ratio 2 up to rank 307; the dense rest does not shrink.
+    tree = (("w", shaped(768, 3072)), ("b", shaped(768 * 3072 // 3)))
+    rank = ceiling(tree, slow)
+    self.assertEqual(rank, 204)
+    _, bytes_at = sizes_of(tree)
+    dense, at_ceiling, above = bytes_at((0, 204, 208))
+    self.assertGreaterEqual(dense / at_ceiling, 2)
+    self.assertLess(dense / above, 2)
+
+  def test_the_time_binds(self):
+    """Seconds: dense 263.1, rank r 2 + 2.048 r + 0.068 + r."""
+    found = ceiling(
+      "one", LinkModel(1.0, 1000.0), CompressionModel(0.0, 1.0), min_ratio=1.0
+    )
+    self.assertEqual(found, 84)  # (263.144 - 2.068) / 3.048 = 85.7
+
+  def test_the_second_all_reduce_counts(self):
+    """Rank 4 saves 253.884 ms of sending and adds one latency."""
+    link = lambda latency: LinkModel(latency, 1e6)  # noqa: E731
+    self.assertEqual(ceiling("one", link(0.2538)), 4)
+    self.assertEqual(ceiling("one", link(0.2539)), 0)
+
+  def test_nothing_to_gain(self):
+    fast = LinkModel(1e-3, 1e12)
+    for name in TREES:
+      self.assertEqual(ceiling(name, fast), 0)
+
+  def test_gpt2(self):
+    # The token embedding has at most 378 columns, all other matrices fewer.
+    self.assertEqual(ceiling("gpt2", LinkModel(1e-4, 1e9)), 376)
+
+
+class SpreadTest(parameterized.TestCase):
+  def test_properties(self):
+    random = np.random.default_rng(0)
+    for _ in range(500):
+      low = int(random.integers(1, 100))
+      high = low + int(random.integers(0, 300))
+      multiple, most = (int(x) for x in random.integers(1, (9, 21)))
+      ranks = equal_steps(low, high, multiple, most)
+      self.assertEqual(ranks[-1], high)
+      self.assertGreaterEqual(ranks[0], low)
+      self.assertLessEqual(len(ranks), most)
+      steps = set(np.diff(ranks))
+      self.assertLessEqual(len(steps), 1)
+      for step in steps:
+        self.assertEqual(step % multiple, 0)
+        self.assertLess(ranks[0] - step, low)
+        # A finer step would give too many.
+        finer = step - multiple
+        self.assertTrue(finer == 0 or (high - low) // finer + 1 > most)
+        self.assertEqual(ranks[0] == low, (high - low) % step == 0)
+
+  def test_by_hand(self):
+    self.assertEqual(equal_steps(4, 64, 4), tuple(range(4, 65, 4)))
+    self.assertEqual(equal_steps(4, 68, 4), tuple(range(4, 69, 8)))
+    self.assertEqual(equal_steps(16, 16), (16,))
+    self.assertEqual(equal_steps(4, 288, most=1), (288,))
+    self.assertEqual(equal_steps(4, 288, most=2), (144, 288))
+
+  @parameterized.parameters(
+    ("rank_min", (0, 8)),
+    ("rank_min", (12, 8)),
+    ("rank_multiple", (4, 8, 0)),
+    ("most", (4, 8, 4, 0)),
+  )
+  def test_errors(self, name, arguments):
+    with self.assertRaisesRegex(ValueError, f"`{name}` must be"):
+      equal_steps(*arguments)
+    with self.assertRaisesRegex(TypeError, "Python integer"):
+      equal_steps(4.0, 8)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,186 @@
+"""Default views of leaves, with the layouts of real libraries."""
+
+import re
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from absl.testing import absltest, parameterized
+from flax import nnx
+
+from edgc_jax import layer_matrix
+from edgc_jax.leaves.leaf import arrays_of, leaves_in
+
+KEY = jax.random.key(0)
+WIDTH, HEADS = 32, 4
+
+
+def views_of(tree):
+  """Views of all leaves, by path with words joined by "/"."""
+  return {
+    "/".join(re.findall(r"[^\[\]'.]+", leaf.path)): leaf.view
+    for leaf in leaves_in(arrays_of(tree))
+  }
+
+
+class Linen(nn.Module):
+  @nn.compact
+  def __call__(self, x, image):
+    x = nn.MultiHeadDotProductAttention(HEADS, name="attention")(x)
+    x = nn.LayerNorm()(x)
+    nn.Conv(16, (3, 3))(image)
+    nn.Conv(16, (8, 8), name="patches")(image)
+    nn.Conv(16, (5,))(x)
+    nn.DenseGeneral((HEADS, 8), name="heads")(x)
+    return nn.Embed(100, WIDTH)(jnp.zeros(2, int)), nn.Dense(64)(x)
+
+
+class Nnx(nnx.Module):
+  def __init__(self, rngs):
+    self.conv = nnx.Conv(3, 16, (3, 3), rngs=rngs)
+    self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+    self.layers = nnx.List([nnx.Linear(WIDTH, 64, rngs=rngs)])
+    self.attention = nnx.MultiHeadAttention(
+      HEADS, WIDTH, rngs=rngs, decode=False
+    )
+    self.attentions = nnx.vmap(
+      lambda key: nnx.MultiHeadAttention(
+        HEADS, WIDTH, rngs=nnx.Rngs(key), decode=False
+      )
+    )(jax.random.split(KEY, 3))
+
+
+class Equinox(eqx.Module):
+  layers: list
+  blocks: eqx.nn.Linear
+
+  def __init__(self):
+    self.layers = [
+      eqx.nn.Conv2d(3, 16, 3, key=KEY),
+      eqx.nn.Conv1d(8, 16, 5, key=KEY),
+      eqx.nn.Linear(WIDTH, 64, key=KEY),
+      eqx.nn.MultiheadAttention(HEADS, WIDTH, key=KEY),
+    ]
+    keys = jax.random.split(KEY, 3)
+    make = lambda key: eqx.nn.Linear(WIDTH, 64, key=key)  # noqa: E731
+    self.blocks = eqx.filter_vmap(make)(keys)
+
+
+def haiku_net(x, image):
+  hk.Conv2D(16, 3)(image)
+  hk.Conv1D(16, 3)(x)
+  ones = hk.initializers.Constant(1.0)
+  x = hk.MultiHeadAttention(HEADS, 8, w_init=ones)(x, x, x)
+  hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+  return hk.experimental.layer_stack(3)(lambda x: hk.Linear(WIDTH)(x))(x)
+
+
+INPUTS = (jnp.zeros((2, 7, WIDTH)), jnp.zeros((2, 8, 8, 3)))
+
+
+class LayoutsTest(parameterized.TestCase):
+  def check(self, tree, expected):
+    found = views_of(tree)
+    self.assertEqual({path: found[path] for path in expected}, expected)
+    biases = [path for path in found if "bias" in path or "scale" in path]
+    self.assertNotEmpty(biases)
+    for path in biases:
+      self.assertIsNone(found[path], path)
+
+  def test_linen(self):
+    shapes = jax.eval_shape(Linen().init, KEY, *INPUTS)["params"]
+    self.check(
+      shapes,
+      {
+        "attention/query/kernel": (1, 32, 32),
+        "attention/key/kernel": (1, 32, 32),
+        "attention/value/kernel": (1, 32, 32),
+        "attention/out/kernel": (1, 32, 32),
+        "Conv_0/kernel": (1, 27, 16),
+        "patches/kernel": (1, 192, 16),
+        "Conv_1/kernel": (1, 160, 16),
+        "heads/kernel": (32, 4, 8),  # nothing tells it from a stack
+        "Embed_0/embedding": (1, 100, 32),
+        "Dense_0/kernel": (1, 32, 64),
+      },
+    )
+
+  def test_nnx(self):
+    model = nnx.eval_shape(lambda: Nnx(nnx.Rngs(0)))
+    found = views_of(nnx.state(model, nnx.Param))
+    for name in ("query", "key", "value", "out"):
+      self.assertEqual(found[f"attention/{name}/kernel"], (1, 32, 32))
+      self.assertEqual(found[f"attentions/{name}/kernel"], (3, 32, 32))
+    self.assertEqual(found["conv/kernel"], (1, 27, 16))
+    self.assertEqual(found["layers/0/kernel"], (1, 32, 64))
+    for path in ("attention/query/bias", "attentions/out/bias", "norm/scale"):
+      self.assertIsNone(found[path], path)
+
+  def test_equinox(self):
+    self.check(
+      eqx.filter_eval_shape(Equinox),
+      {
+        "layers/0/weight": (1, 16, 27),
+        "layers/1/weight": (1, 16, 40),
+        "layers/2/weight": (1, 64, 32),
+        "layers/3/query_proj/weight": (1, 32, 32),
+        "blocks/weight": (3, 64, 32),
+      },
+    )
+
+  def test_haiku(self):
+    shapes = jax.eval_shape(hk.transform(haiku_net).init, KEY, *INPUTS)
+    self.check(
+      shapes,
+      {
+        "conv2_d/w": (1, 27, 16),
+        "conv1_d/w": (1, 96, 16),
+        "multi_head_attention/query/w": (1, 32, 32),
+        "__layer_stack_no_per_layer/linear/w": (3, 32, 32),
+      },
+    )
+
+  @parameterized.parameters(
+    ("['w']", (64, 32), (1, 64, 32)),
+    ("", (64, 32), (1, 64, 32)),
+    ("['blocks']['mlp']['kernel']", (12, 768, 3072), (12, 768, 3072)),
+    ("['blocks']['attention']['out']['kernel']", (12, 64, 64), (12, 64, 64)),
+    ("['attention']['out']['kernel']", (12, 64, 768), (1, 768, 768)),
+    ("['attention']['query']['kernel']", (12, 768, 768), (12, 768, 768)),
+    # A shard of 768 rows.
+    ("['attention']['query']['kernel']", (48, 12, 64), (1, 48, 768)),
+    # Other stacks than scans, and layers of other names.
+    ("['query']['kernel']", (48, 12, 64), (48, 12, 64)),
+    ("['attention']['query']['kernel']", (512, 12, 384), (512, 12, 384)),
+    ("['self_attn']['o_proj']['kernel']", (32, 256, 4096), (32, 256, 4096)),
+    ("['mlp']['out']['kernel']", (12, 192, 768), (12, 192, 768)),
+    ("['mlp']['wi']['kernel']", (4, 4, 1024, 4096), (16, 1024, 4096)),
+    ("['mlp']['wo']['kernel']", (2048, 12, 512), (2048, 12, 512)),
+    ("['dense']['kernel']", (128, 64, 64), (128, 64, 64)),
+    (".layers.weight", (12, 768, 16), (12, 768, 16)),
+    (".query_proj.weight", (12, 32, 32), (12, 32, 32)),
+    ("['embedding']['kernel']", (32, 32, 3, 768), (1, 3072, 768)),
+    (".patches.weight", (768, 3, 16, 16), (1, 768, 768)),
+    (".conv.weight", (16, 8, 9), (1, 16, 72)),
+    # Gains of norms, and matrices of layers that have "norm" in their name.
+    (".blocks.ln1.weight", (12, 768), None),
+    (".blocks.norm2.weight", (12, 768), None),
+    (".norm1.weight", (768, 4608), (1, 768, 4608)),
+    ("['normalized_linear']['w']", (768, 768), (1, 768, 768)),
+    ("['norm_embed']['embedding']", (50000, 768), (1, 50000, 768)),
+    ("['moe']['wi']", (8, 64, 128), (8, 64, 128)),
+    ("['moe']['up']['kernel']", (8, 8, 64, 128), (64, 64, 128)),
+    ("['mlp']['out']['kernel']", (4, 128, 64), (4, 128, 64)),
+    ("['blocks']['Conv_0']['kernel']", (5, 3, 3, 8, 16), (5, 72, 16)),
+    ("['w']", (0, 3, 4), None),
+    ("['w']", (7,), None),
+    ("['lora']['b']", (8, 64), (1, 8, 64)),
+  )
+  def test_names_and_shapes(self, path, shape, view):
+    self.assertEqual(layer_matrix(path, shape), view)
+
+
+if __name__ == "__main__":
+  absltest.main()

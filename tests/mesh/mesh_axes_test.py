@@ -1,0 +1,280 @@
+"""Tests several axes of replicas, fast axes, and the refusals of meshes."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from helpers.meshes import ShardMap, gradients_like, residuals
+from helpers.shard_runs import ShardedRun, first_params, mesh_of
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import edgc_jax
+
+PARAMS = {"bias": jnp.zeros((30,)), "kernel": jnp.zeros((2, 48, 64))}
+REDUCERS = {
+  "allreduce_bf16": lambda *a: edgc_jax.allreduce(*a, wire_dtype="bfloat16"),
+  "edgc": lambda *a: edgc_jax.edgc(
+    *a,
+    rank_max=8,
+    rank_min=8,
+    window=2,
+    warmup_steps=2,
+    sampling=edgc_jax.Sampling(step_rate=1.0),
+  ),
+  "topk": lambda *a: edgc_jax.topk(0.1, *a),
+}
+
+
+def steps_on(mesh, tx, axis_name, gradients, check_vma=True):
+  """Runs a step for each tree [devices, ...]; returns the updates."""
+  specs = edgc_jax.state_specs(tx, PARAMS, axis_name, mesh=mesh)
+  init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
+  state, all_axes = jax.jit(init)(PARAMS), P(tuple(mesh.shape))
+
+  def update(gradients, state):
+    local = jax.tree.map(lambda g: g[0], gradients)
+    return tx.update(local, state, PARAMS)
+
+  step = jax.jit(
+    jax.shard_map(
+      update,
+      mesh=mesh,
+      in_specs=(all_axes, specs),
+      out_specs=(P(), specs),
+      check_vma=check_vma,
+    )
+  )
+  found = []
+  for tree in gradients:
+    tree = jax.device_put(tree, NamedSharding(mesh, all_axes))
+    updates, state = step(tree, state)
+    found.append(jax.tree.map(np.asarray, updates))
+  return found, edgc_jax.metrics(state)
+
+
+def means_of(gradients):
+  """Returns the means of [8, ...] over groups of four, [2, ...]."""
+  return jax.tree.map(
+    lambda g: g.reshape(2, 4, *g.shape[1:]).mean(1), gradients
+  )
+
+
+class MeshAxesTest(parameterized.TestCase):
+  @parameterized.named_parameters((name, name) for name in REDUCERS)
+  def test_two_axes_of_replicas(self, name):
+    """Equal to one axis of as many replicas."""
+    axes = ("pod", "data")
+    gradients = [gradients_like(PARAMS, seed, 4) for seed in range(4)]
+    found, metrics = steps_on(
+      mesh_of(pod=2, data=2), REDUCERS[name](axes), axes, gradients
+    )
+    run = ShardMap(REDUCERS[name](), PARAMS, 4)
+    for gradient, update in zip(gradients, found, strict=True):
+      expected = jax.tree.map(lambda u: u[0], run.step(gradient))
+      chex.assert_trees_all_close(update, expected, rtol=1e-5, atol=1e-6)
+    one = edgc_jax.metrics(run.state)
+    self.assertEqual(metrics["wire_bytes"], one["wire_bytes"])
+
+  def test_fast_axis_is_averaged_before(self):
+    """Equal to fewer replicas with the mean of their gradients."""
+    gradients = [gradients_like(PARAMS, seed, 8) for seed in range(4)]
+    tx = optax.chain(edgc_jax.mean_over("fast"), REDUCERS["edgc"]("data"))
+    found, metrics = steps_on(mesh_of(data=2, fast=4), tx, "data", gradients)
+    run = ShardMap(REDUCERS["edgc"](), PARAMS, 2)
+    for gradient, update in zip(gradients, found, strict=True):
+      expected = jax.tree.map(lambda u: u[0], run.step(means_of(gradient)))
+      chex.assert_trees_all_close(update, expected, rtol=1e-4, atol=1e-6)
+    one = edgc_jax.metrics(run.state)
+    self.assertEqual(metrics["wire_bytes"], one["wire_bytes"])
+
+  @parameterized.parameters(True, False)
+  def test_mean_over_alone(self, check_vma):
+    """It averages over its own axes only, with types or without them."""
+    mesh, tx = mesh_of(data=2, fast=4), edgc_jax.mean_over("fast")
+    mean = jax.shard_map(
+      lambda g: tx.update(g, tx.init(PARAMS))[0],
+      mesh=mesh,
+      in_specs=P(("data", "fast")),
+      out_specs=P("data"),
+      check_vma=check_vma,
+    )
+    gradients = gradients_like(PARAMS, 0, 8)
+    chex.assert_trees_all_close(
+      jax.jit(mean)(gradients), means_of(gradients), atol=1e-6
+    )
+
+  def test_fast_axis_may_be_reduced_already(self):
+    """The types show that: nothing is sent over the axis again."""
+    mesh, own = mesh_of(data=2, fast=4), edgc_jax.allreduce()
+    text = []
+    for tx in (optax.chain(edgc_jax.mean_over("fast"), own), optax.chain(own)):
+
+      def update(gradients, state, tx=tx):
+        local = jax.tree.map(lambda g: g[0], gradients)
+        return tx.update(jax.lax.pmean(local, "fast"), state)
+
+      specs = edgc_jax.state_specs(tx, PARAMS, mesh=mesh)
+      step = jax.shard_map(
+        update,
+        mesh=mesh,
+        in_specs=(P(("data", "fast")), specs),
+        out_specs=(P(), specs),
+      )
+      arguments = (
+        gradients_like(PARAMS, 0, 8),
+        jax.eval_shape(tx.init, PARAMS),
+      )
+      text.append(str(jax.make_jaxpr(step)(*arguments)))
+    self.assertEqual(text[0].count("psum"), text[1].count("psum"))
+
+
+class RefusalsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("",), ((),), (("data", "data"),), (3,), (("data", ""),)
+  )
+  def test_axis_name(self, axis_name):
+    with self.assertRaisesRegex(ValueError, "`axis_name` must be the name"):
+      edgc_jax.allreduce(axis_name)
+    with self.assertRaisesRegex(ValueError, "`axis_name` must be the name"):
+      edgc_jax.mean_over(axis_name)
+
+  def test_fast_axis_must_be_bound(self):
+    tx = optax.chain(edgc_jax.mean_over("ici"), edgc_jax.allreduce())
+    with self.assertRaisesRegex(
+      ValueError, "`axis_name` must be an axis bound.*'ici'"
+    ):
+      ShardMap(tx, PARAMS, 2).step(gradients_like(PARAMS, 0, 2))
+
+  def test_state_made_outside(self):
+    """A state without the axis of shards is refused before anything is sent."""
+    run = ShardedRun(edgc_jax.powersgd(4), data=2, fsdp=2)
+    run.state = jax.eval_shape(run.tx.init, first_params())
+    run.specs = jax.tree.map(lambda _: P(), run.state)
+    step = jax.shard_map(
+      run._step,
+      mesh=run.mesh,
+      in_specs=(run.param_specs, run.specs, (P("data"), P("data"))),
+      out_specs=P(),
+    )
+    with self.assertRaisesRegex(ValueError, "leading axes for shards"):
+      jax.eval_shape(step, run.params, run.state, (jnp.zeros((4, 64)),) * 2)
+
+  def test_axis_that_does_not_shard(self):
+    """Gradients that vary over an axis of the batch: `mean_over` is named."""
+    mesh, tx = mesh_of(data=2, fast=4), edgc_jax.powersgd(4)
+    gradients = [gradients_like(PARAMS, 0, 8)]
+    with self.assertRaisesRegex(ValueError, "with edgc_jax.mean_over"):
+      steps_on(mesh, tx, "data", gradients)
+
+  def test_shards_without_types(self):
+    """Without types nobody knows which leaves are sharded."""
+    gradients = [gradients_like(PARAMS, 0, 8)]
+    with self.assertRaisesRegex(ValueError, "`check_vma` must be True"):
+      steps_on(
+        mesh_of(data=2, fsdp=4), edgc_jax.powersgd(4), "data", gradients, False
+      )
+
+  @parameterized.named_parameters(
+    ("replicas", {"axis_name": "dta"}, "`axis_name` must be an axis of"),
+    ("two", {"axis_name": ("data", "pod")}, "`axis_name` must be an axis of"),
+    ("no_mesh", {"mesh": None}, "`mesh` must be given"),
+    (
+      "sharded_over_replicas",
+      {"param_specs": {"bias": P(), "kernel": P(None, "data")}},
+      "`param_specs` must be specs without the axes of the replicas",
+    ),
+  )
+  def test_state_specs(self, options, message):
+    own = {
+      "axis_name": "data",
+      "mesh": mesh_of(data=2, fsdp=2),
+      "param_specs": {"bias": P(), "kernel": P(None, "fsdp")},
+    } | options
+    with self.assertRaisesRegex(ValueError, message):
+      edgc_jax.state_specs(edgc_jax.powersgd(4), PARAMS, **own)
+
+  def test_stages_beside_shards(self):
+    mesh = mesh_of(stage=2, data=2, fsdp=2)
+    specs = {"bias": P("stage"), "kernel": P("stage", "fsdp")}
+    tx = edgc_jax.powersgd(4, stages=edgc_jax.Stages(align="none"))
+
+    def update(gradients):
+      local = jax.lax.pcast(gradients, "data", to="varying")
+      return tx.update(local, tx.init(gradients))[0]
+
+    step = jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    with self.assertRaisesRegex(ValueError, "`stages` must be None"):
+      jax.eval_shape(step, PARAMS)
+
+
+class StateTest(parameterized.TestCase):
+  def test_specs(self):
+    run = ShardedRun(
+      optax.chain(edgc_jax.edgc(), optax.adam(1e-3)), data=2, fsdp=2, tensor=2
+    )
+    reducer, adam = run.specs[0], run.specs[1][0]
+    both = ("fsdp", "tensor")
+    up, whole = reducer.leaves["up"], reducer.leaves["whole"]
+    self.assertEqual(up.factor_q, P(both))
+    self.assertEqual(whole.factor_q, P())
+    self.assertEqual(up.residual, P(("data", "fsdp"), "tensor"))
+    self.assertEqual(whole.residual, P(("data",)))
+    self.assertEqual(up.stats.rank, P(None, both))
+    self.assertEqual(reducer.budget.decision.rank, P(None, both))
+    self.assertEqual(reducer.budget.first_rank, P())
+    self.assertEqual(reducer.allocation.ranks, P(None, both))
+    self.assertEqual(reducer.stats.rank, P(None, both))
+    self.assertEqual(adam.mu["down"], P("tensor", "fsdp"))
+
+  def test_continues_bit_for_bit(self):
+    """A state that was fetched to the host and placed again."""
+    run = ShardedRun(
+      optax.chain(
+        edgc_jax.edgc(
+          rank_max=8, rank_min=4, window=4, warmup_steps=4,
+          sampling=edgc_jax.Sampling(step_rate=1.0),
+        ),
+        optax.adam(3e-3),
+      ),
+      data=2, fsdp=2, tensor=2,
+    )  # fmt: skip
+    expected = run.train(12)
+    self.assertEqual(run.restart().train(6), expected[:6])
+    host = jax.device_get((run.params, run.state))
+    run.params = run.place(host[0], run.param_specs)
+    run.state = run.place(host[1], run.specs)
+    self.assertEqual(run.train(6, start=6), expected[6:])
+
+  @staticmethod
+  @functools.cache
+  def trained():
+    run = ShardedRun(edgc_jax.powersgd(4), data=2, fsdp=2)
+    run.train(3)
+    return run
+
+  @parameterized.parameters(1, 4)
+  def test_another_number_of_replicas(self, new):
+    """The mean of the residuals stays, on every shard."""
+    run, tx = self.trained(), edgc_jax.powersgd(4)
+    resized = edgc_jax.resize_replicas(run.state, run.specs, 2, new)
+    then = ShardedRun(tx, data=new, fsdp=2)
+    then.state = then.place(resized, then.specs)
+    for name, shape in (("up", (64, 128)), ("whole", (64, 64))):
+      before, after = (
+        np.asarray(residuals(state)[name], np.float64)  # exact means
+        .reshape(-1, *shape)
+        .mean(0)
+        for state in (run.state, then.state)
+      )
+      np.testing.assert_allclose(after, before, rtol=1e-6, atol=1e-9)
+    then.params = then.place(jax.device_get(run.params), then.param_specs)
+    self.assertTrue(np.isfinite(then.train(1)).all())
+
+
+if __name__ == "__main__":
+  absltest.main()

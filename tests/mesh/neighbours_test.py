@@ -1,0 +1,73 @@
+"""Models and optimisers of neighbouring libraries, as they are."""
+
+import equinox as eqx
+import jax
+import optax
+from absl.testing import absltest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import edgc_jax
+from edgc_jax.leaves.leaf import leaves_in
+
+
+def nnx_optimizer():
+  model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+  tx = optax.chain(edgc_jax.powersgd(4), optax.adam(1e-3))
+  return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+class NnxTest(absltest.TestCase):
+  def test_metrics(self):
+    _, optimizer = nnx_optimizer()
+    for state in (optimizer, optimizer.opt_state):
+      found = edgc_jax.metrics(state)
+      self.assertEqual(found["matrix_rank"], {"kernel": [0]})
+      self.assertEqual(found["dense_bytes"], 4 * (64 * 128 + 128))
+
+  def test_specs_have_the_tree_of_the_optimizer(self):
+    model, optimizer = nnx_optimizer()
+    specs = edgc_jax.state_specs(optimizer, nnx.state(model, nnx.Param))
+    self.assertEqual(jax.tree.structure(specs), jax.tree.structure(optimizer))
+    self.assertIn(P(("data",)), jax.tree.leaves(specs.opt_state[0].leaves))
+    expected = edgc_jax.state_specs(optimizer.tx, nnx.state(model, nnx.Param))
+    self.assertEqual(
+      jax.tree.leaves(specs.opt_state), jax.tree.leaves(expected)
+    )
+
+  def test_paths_are_the_same_with_and_without_variables(self):
+    """A view sees one path in `init` and in `update`."""
+    params = nnx.state(nnx_optimizer()[0], nnx.Param)
+    for tree in (params, nnx.as_pure(params)):
+      paths = [leaf.path for leaf in leaves_in(tree)]
+      self.assertEqual(paths, ["['bias']", "['kernel']"])
+
+
+class EquinoxTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.model = eqx.nn.MLP(8, 1, 64, 2, key=jax.random.key(0))
+    self.arrays = eqx.filter(self.model, eqx.is_array)
+    self.tx = optax.chain(edgc_jax.powersgd(4), optax.adam(1e-3))
+
+  def test_specs_of_a_whole_model(self):
+    self.assertEqual(
+      edgc_jax.state_specs(self.tx, self.model),
+      edgc_jax.state_specs(self.tx, self.arrays),
+    )
+
+  def test_bytes_and_descriptions_of_a_whole_model(self):
+    for tell in (
+      lambda params: edgc_jax.wire_bytes(params, 4),
+      lambda params: edgc_jax.describe(self.tx, params),
+    ):
+      self.assertEqual(tell(self.model), tell(self.arrays))
+
+  def test_metrics(self):
+    state = self.tx.init(self.arrays)
+    found = edgc_jax.metrics(state)
+    self.assertEqual(found["matrix_rank"], {"layers/1/weight": [0]})
+
+
+if __name__ == "__main__":
+  absltest.main()

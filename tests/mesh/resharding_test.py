@@ -1,0 +1,238 @@
+"""A state continues on another number of shards, and of replicas."""
+
+import functools
+import operator
+
+import jax
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from helpers.meshes import find, residuals
+from helpers.shard_runs import ShardedRun, mesh_of
+from jax.sharding import PartitionSpec as P
+
+import edgc_jax
+
+SHAPES = {"up": (64, 128), "down": (128, 64), "whole": (64, 64)}
+
+
+def edgc():
+  return optax.chain(
+    edgc_jax.edgc(
+      rank_max=8,
+      rank_min=4,
+      window=4,
+      warmup_steps=4,
+      min_ratio=1.0,
+      sampling=edgc_jax.Sampling(step_rate=1.0),
+    ),
+    optax.adam(3e-3),
+  )
+
+
+def powersgd():
+  return optax.chain(edgc_jax.powersgd(4, min_ratio=1.0), optax.adam(3e-3))
+
+
+def coarse():
+  return optax.chain(edgc_jax.powersgd(8, min_ratio=2.0), optax.adam(3e-3))
+
+
+def accumulated():
+  return edgc_jax.accumulate(powersgd(), every=4)
+
+
+@functools.cache
+def run_on(make, **shape):
+  """Returns a run on a mesh, compiled once for all tests."""
+  return ShardedRun(make(), **shape)
+
+
+def moved(run, make, **shape):
+  """The run on another mesh, with its parameters and state converted."""
+  then = run_on(make, **shape)
+  old, new = run.mesh.shape["data"], shape["data"]
+  params = jax.device_get(run.params)
+  state = edgc_jax.resize_replicas(
+    jax.device_get(run.state), run.specs, old, new
+  )
+  state = edgc_jax.resize_shards(
+    then.tx, params, state, mesh=then.mesh, param_specs=then.param_specs
+  )
+  then.params = then.place(params, then.param_specs)
+  then.state = state
+  return then
+
+
+@functools.cache
+def trained(make):
+  """Parameters and state after 10 steps on 4 replicas of 2 shards."""
+  run = run_on(make, data=4, fsdp=2).restart()
+  run.train(10)
+  return run.params, run.state
+
+
+def resumed(make):
+  """The run of `trained`, after its 10 steps."""
+  run = run_on(make, data=4, fsdp=2)
+  run.params, run.state = trained(make)
+  return run
+
+
+def mean_residuals(state):
+  residual = residuals(state)
+  return {
+    name: np.asarray(residual[name], np.float64).reshape(-1, *shape).mean(0)
+    for name, shape in SHAPES.items()
+  }
+
+
+class ReshardingTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (edgc, {"data": 2, "fsdp": 4}),
+    (edgc, {"data": 4}),
+    (edgc, {"data": 2, "tensor": 2}),
+    (powersgd, {"data": 2, "tensor": 2}),
+  )
+  def test_nothing_is_lost(self, make, shape):
+    run = resumed(make)
+    (last,) = run.train(1, start=10)
+    run = resumed(make)
+    then = moved(run, make, **shape)
+    before, after = mean_residuals(run.state), mean_residuals(then.state)
+    for name in SHAPES:
+      np.testing.assert_allclose(
+        after[name], before[name], rtol=1e-6, atol=1e-9
+      )
+    for old, new in zip(
+      jax.tree.leaves(run.state[1]), jax.tree.leaves(then.state[1]), strict=True
+    ):
+      np.testing.assert_array_equal(old, new)  # Adam's moments
+    was, now = (edgc_jax.metrics(r.state) for r in (run, then))
+    self.assertEqual(now["rank"], was["rank"])
+    self.assertEqual(int(then.state[0].count), 10)
+    self.assertAlmostEqual(
+      now["compression_ratio"], was["compression_ratio"], places=4
+    )
+    losses = then.train(8, start=10)
+    self.assertAlmostEqual(losses[0], last, delta=1e-5 * last)
+    self.assertLess(losses[-1], last)
+
+  def test_there_and_back(self):
+    """What all shards have in common comes back as it was."""
+    run = resumed(edgc)
+    first = run.state
+    there = moved(run, edgc, data=4)
+    back = moved(there, edgc, data=4, fsdp=2)
+    was, now = (find(state).budget for state in (first, back.state))
+    for field in (
+      "reference_entropy", "num_windows", "decision.is_warm", "first_rank",
+      "decision.rank", "restarts",
+    ):  # fmt: skip
+      old, new = (np.ravel(operator.attrgetter(field)(x)) for x in (was, now))
+      np.testing.assert_allclose(new, old.mean(), rtol=1e-6, err_msg=field)
+    before, after = mean_residuals(first), mean_residuals(back.state)
+    for name in SHAPES:
+      np.testing.assert_array_equal(after[name], before[name])
+
+  def test_learns_as_if_nothing_had_happened(self):
+    """Factors start anew: the loss is soon that of an uninterrupted run."""
+    run = resumed(edgc)
+    run.train(10, start=10)
+    then = moved(run, edgc, data=2, fsdp=4)
+    expected = run.train(40, start=20)
+    found = then.train(40, start=20)
+    self.assertAlmostEqual(found[-1] / expected[-1], 1.0, delta=0.02)
+
+  def test_another_number_of_replicas_is_refused(self):
+    run, then = (run_on(powersgd, data=n, fsdp=2).restart() for n in (4, 2))
+    with self.assertRaisesRegex(ValueError, "resize_replicas"):
+      edgc_jax.resize_shards(
+        run.tx,
+        run.params,
+        run.state,
+        mesh=then.mesh,
+        param_specs=then.param_specs,
+      )
+
+  def test_leaves_that_are_not_compressed_any_more(self):
+    """Parts of a quarter save too little: their residuals are lost, and told.
+
+    On the way back they start from zero.
+    """
+    run = run_on(coarse, data=2, fsdp=2)
+    run.train(2)
+    self.assertTrue(np.any(residuals(run.state)["up"]))
+    with self.assertWarnsRegex(RuntimeWarning, "Residuals of . leaves"):
+      then = moved(run, coarse, data=2, fsdp=4)
+    self.assertIsNone(find(then.state).leaves["up"].residual)
+    self.assertTrue(np.any(residuals(then.state)["whole"]))
+    back = moved(then, coarse, data=2, fsdp=2)
+    self.assertFalse(np.any(residuals(back.state)["up"]))
+    self.assertTrue(np.isfinite(back.train(2)).all())
+
+  @parameterized.parameters(edgc, accumulated)
+  def test_before_the_first_exchange(self, make):
+    """No rank was in use, and dense is not compiled: training goes on."""
+    run = run_on(make, data=2, fsdp=2).restart()
+    if make is accumulated:
+      run.train(1)
+    then = moved(run, make, data=2, fsdp=4)
+    first = then.params["up"]
+    then.train(4)
+    self.assertGreater(edgc_jax.metrics(then.state)["rank"], 0)
+    self.assertGreater(float(abs(then.params["up"] - first).max()), 1e-4)
+
+  def test_stacks_keep_their_entropies(self):
+    """Shards that divide a stack of layers hold whole matrices."""
+    params = {"stack": {"kernel": np.ones((4, 32, 32), np.float32)}}
+    tx = edgc_jax.edgc(rank_max=4, min_ratio=1.0)
+    specs = {"stack": {"kernel": P("fsdp")}}
+    mesh = mesh_of(data=2, fsdp=2)
+    init = jax.shard_map(
+      tx.init,
+      mesh=mesh,
+      in_specs=(specs,),
+      out_specs=edgc_jax.state_specs(tx, params, mesh=mesh, param_specs=specs),
+    )
+    state = jax.device_get(jax.jit(init)(params))
+    entropies = np.array([[[1.0, 2.0], [3.0, 4.0]]], np.float32)
+    state = state._replace(
+      count=np.int32(1),
+      budget=state.budget._replace(entropies=entropies),
+    )
+    four = mesh_of(data=2, fsdp=4)
+    found = edgc_jax.resize_shards(
+      tx, params, state, mesh=four, param_specs=specs
+    )
+    np.testing.assert_array_equal(
+      found.budget.entropies, [[[1.0], [2.0], [3.0], [4.0]]]
+    )
+
+  def test_two_reducers_without_matrices(self):
+    tx = optax.partition(
+      {"m": edgc_jax.allreduce(), "v": edgc_jax.allreduce()},
+      lambda tree: jax.tree.map(lambda p: "m" if p.ndim > 1 else "v", tree),
+    )
+    run = ShardedRun(tx, data=2, fsdp=2)
+    then = ShardedRun(tx, data=2, fsdp=4)
+    state = jax.tree.map(lambda x: np.asarray(x) + 3, jax.device_get(run.state))
+    found = edgc_jax.resize_shards(
+      tx, run.params, state, mesh=then.mesh, param_specs=then.param_specs
+    )
+    self.assertEqual(jax.tree.structure(found), jax.tree.structure(then.state))
+
+  def test_without_a_reducer(self):
+    run, tx = run_on(powersgd, data=2, fsdp=2), optax.adam(1e-3)
+    state = tx.init(run.params)
+    found = edgc_jax.resize_shards(
+      tx, run.params, state, mesh=run.mesh, param_specs=P()
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+    sharding = jax.sharding.NamedSharding(run.mesh, P())
+    for leaf in jax.tree.leaves(found):
+      self.assertTrue(leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
+
+
+if __name__ == "__main__":
+  absltest.main()

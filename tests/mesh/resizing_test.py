@@ -1,0 +1,106 @@
+"""States resized to another number of replicas."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from helpers.meshes import ShardMap, find, first_replica, gradients_like
+from jax.sharding import PartitionSpec as P
+
+import edgc_jax
+
+PARAMS = {"w": jnp.zeros((3, 32, 48)), "bias": jnp.zeros((7,))}
+
+
+def parts_of(x, replicas):
+  return x.reshape(replicas, -1, *x.shape[1:])
+
+
+class ResizeTest(parameterized.TestCase):
+  @parameterized.parameters((4, 2), (2, 4), (4, 1), (1, 4), (4, 3), (3, 4))
+  def test_the_mean_over_replicas_stays(self, old, new):
+    x = np.random.default_rng(0).normal(size=(old * 6, 5)).astype(np.float32)
+    found = edgc_jax.resize_replicas(x, P("data"), old, new)
+    self.assertEqual(found.shape, (new * 6, 5))
+    self.assertEqual(found.dtype, np.float32)
+    np.testing.assert_allclose(
+      parts_of(found, new).mean(0), parts_of(x, old).mean(0), atol=1e-6
+    )
+
+  def test_multiples_are_copies_and_groups_are_means(self):
+    x = np.arange(4.0)
+    more = edgc_jax.resize_replicas(x, P("data"), 4, 8)
+    np.testing.assert_array_equal(more, [0, 0, 1, 1, 2, 2, 3, 3])
+    less = edgc_jax.resize_replicas(x, P("data"), 4, 2)
+    np.testing.assert_array_equal(less, [0.5, 2.5])
+    neither = edgc_jax.resize_replicas(x, P("data"), 4, 3)
+    np.testing.assert_array_equal(neither, [1.5, 1.5, 1.5])
+
+  def test_growing_and_shrinking_is_exact(self):
+    x = np.random.default_rng(1).normal(size=(2, 3, 4)).astype(np.float32)
+    there = edgc_jax.resize_replicas(x, P("data"), 2, 8)
+    back = edgc_jax.resize_replicas(there, P("data"), 8, 2)
+    np.testing.assert_array_equal(back, x)
+
+  def test_stages_keep_their_own(self):
+    """The leading axis is [S N m]: stages first, then replicas."""
+    x = np.array([0.0, 2.0, 10.0, 14.0])
+    found = edgc_jax.resize_replicas(x, P(("stage", "data")), 2, 1, stages=2)
+    np.testing.assert_array_equal(found, [1.0, 12.0])
+
+  def test_replicated_leaves_stay(self):
+    tree = {"a": np.ones(3), "b": np.ones((4, 2))}
+    specs = {"a": P(), "b": P("stage")}
+    found = edgc_jax.resize_replicas(tree, specs, 4, 2)
+    self.assertIs(found["a"], tree["a"])
+    self.assertIs(found["b"], tree["b"])
+
+  def test_out_of_range(self):
+    with self.assertRaisesRegex(ValueError, "`new` must be .*, got 0"):
+      edgc_jax.resize_replicas(np.ones(4), P("data"), 4, 0)
+    with self.assertRaisesRegex(ValueError, r"`old` must be .*\(6,\), got 4"):
+      edgc_jax.resize_replicas(np.ones(6), P("data"), 4, 2)
+
+  def test_stages_are_not_mixed(self):
+    with self.assertRaisesRegex(ValueError, "`stages` must be given.*got None"):
+      edgc_jax.resize_replicas(np.ones(4), P(("stage", "data")), 2, 1)
+
+  @parameterized.parameters((4, 2), (2, 4))
+  def test_the_next_update_is_the_same(self, old, new):
+    """Gradients are regrouped; the exchange depends on means alone."""
+    tx = edgc_jax.powersgd(4, min_ratio=1.0)
+    before, after = (ShardMap(tx, PARAMS, n) for n in (old, new))
+    for seed in range(3):
+      before.step(gradients_like(PARAMS, seed, old))
+    specs = edgc_jax.state_specs(tx, PARAMS)
+    state = jax.device_get(before.state)
+    after.state = edgc_jax.resize_replicas(state, specs, old, new)
+    gradients = gradients_like(PARAMS, 9, old)
+    regrouped = jax.tree.map(
+      lambda g: edgc_jax.resize_replicas(g, P("data"), old, new), gradients
+    )
+    expected = before.step(gradients)
+    found = after.step(regrouped)
+    chex.assert_trees_all_close(
+      first_replica(found), first_replica(expected), rtol=1e-4, atol=1e-6
+    )
+
+
+class RestartTest(absltest.TestCase):
+  def test_marks_every_reducer_and_nothing_else(self):
+    tx = edgc_jax.skip_nonfinite(edgc_jax.edgc(), "data")
+    state = tx.init(PARAMS)
+    before, after = find(state), find(edgc_jax.restart_reference(state))
+    self.assertEqual(int(before.budget.restarts), 0)
+    self.assertGreater(int(after.budget.restarts), 0)
+    unmarked = after.budget._replace(restarts=before.budget.restarts)
+    chex.assert_trees_all_equal(after._replace(budget=unmarked), before)
+
+  def test_nothing_to_mark(self):
+    state = edgc_jax.powersgd(4).init(PARAMS)
+    self.assertIs(edgc_jax.restart_reference(state).budget, state.budget)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,194 @@
+"""Ranks and metrics of `edgc` for scripted gradients."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+from helpers.flat_options import edgc
+from helpers.meshes import BACKENDS, find, gradients_like, traced_once
+
+import edgc_jax
+
+PARAMS = {"w": jnp.zeros((64, 128)), "b": jnp.zeros((8,))}
+# The published method: dense warm-up, one rank for a stage.
+OPTIONS = {
+  "rank_max": 12, "rank_min": 4, "window": 4, "warmup_steps": 4,
+  "max_warmup_steps": 4, "step_rate": 0.5, "entry_rate": 1.0,
+  "warmup_rank": None, "allocation": "uniform",
+}  # fmt: skip
+GAUSSIAN = 0.5 * np.log(2 * np.pi * np.e)
+
+
+@functools.cache
+def run_of(backend, **options):
+  """Returns a run, compiled once for all tests."""
+  return BACKENDS[backend](traced_once(edgc(**(OPTIONS | options))), PARAMS)
+
+
+def drive(backend, scales, **options):
+  """Runs one window for each scale; returns the run and all metrics."""
+  run, values = run_of(backend, **options), []
+  run.state = run.first_state
+  for step in range(4 * len(scales)):
+    scale = scales[step // 4]
+    run.step(gradients_like(PARAMS, seed=step, scale=scale))
+    values.append(edgc_jax.metrics(run.state))
+  return run, values
+
+
+class EdgcTest(parameterized.TestCase):
+  @parameterized.parameters(*BACKENDS)
+  def test_visits_every_rank_in_one_trace(self, backend):
+    # Both changes of the scale, down and up, span the whole ladder.
+    scales = [1.0, 0.2, 0.2, 0.2, 1.1, 1.1, 1.1]
+    _, values = drive(backend, scales)
+    ranks = [v["rank"] for v in values]
+    self.assertEqual(ranks[::4], [0, 12, 8, 4, 4, 8, 12])
+    for window in range(len(scales)):
+      self.assertLen(set(ranks[4 * window : 4 * window + 4]), 1)
+
+  def test_entropy_is_of_the_local_gradient(self):
+    """It is measured in nats before error feedback, every second step."""
+    _, values = drive("pmap", [1.0, 0.2, 0.2])
+    for step, value in enumerate(values):
+      scale = 1.0 if step < 4 else 0.2
+      expected = GAUSSIAN + np.log(scale)
+      self.assertAlmostEqual(value["entropy"], expected, delta=0.02)
+    entropies = [v["entropy"] for v in values]
+    np.testing.assert_array_equal(entropies[::2], entropies[1::2])
+
+  def test_predicted_error_is_near_the_measured_one(self):
+    """The model holds for independent entries.
+
+    One power step is not the best rank-r approximation, and error feedback
+    flattens the spectrum: the measured error is larger.
+    """
+    _, values = drive("pmap", [1.0] * 3)
+    last = values[-1]
+    self.assertEqual(last["rank"], 12)
+    self.assertBetween(
+      last["relative_error"],
+      last["predicted_error"],
+      1.35 * last["predicted_error"],
+    )
+    self.assertEqual(values[0]["predicted_error"], 0)
+    self.assertEqual(values[0]["relative_error"], 0)
+
+  def test_linear_rule(self):
+    scales = [1.0, 0.2, 0.2, 0.2, 0.04, 0.04]
+    _, values = drive("pmap", scales, rule="linear", max_rank_step=8)
+    self.assertEqual([v["rank"] for v in values[::4]], [0, 12, 12, 4, 4, 12])
+
+  @parameterized.parameters(("max", 12), (9, 8))
+  def test_compressed_warmup(self, warmup_rank, first):
+    """Windows and H_ref stay the same: only the rank differs."""
+    scales = [1.0, 0.2, 0.2, 0.2, 1.1]
+    run, values = drive("pmap", scales, warmup_rank=warmup_rank)
+    ranks = [v["rank"] for v in values]
+    self.assertEqual(ranks[::4], [first, 12, 8, 4, 4])
+    reference = np.ravel(find(run.state).budget.reference_entropy)[0]
+    self.assertAlmostEqual(reference, GAUSSIAN, delta=0.02)
+    residual = run.residual()["w"]
+    self.assertGreater(np.abs(residual).max(), 0)
+
+  @parameterized.product(
+    allocation=["uniform", "error"], backend=list(BACKENDS)
+  )
+  def test_nothing_to_compress(self, allocation, backend):
+    """With vectors only, `edgc` warns that it is an all-reduce."""
+    params = {"b": jnp.zeros((8,))}
+    tx = edgc(**OPTIONS | {"allocation": allocation})
+    with self.assertWarnsRegex(RuntimeWarning, "gradients are sent dense"):
+      run = BACKENDS[backend](tx, params)
+    for step in range(6):
+      gradients = gradients_like(params, seed=step)
+      updates = run.step(gradients)
+      np.testing.assert_allclose(
+        updates["b"][0], np.mean(gradients["b"], 0), rtol=1e-6
+      )
+    values = edgc_jax.metrics(run.state)
+    self.assertEqual(values["wire_bytes"], 4 * 8)
+    chex.assert_tree_all_finite(values)
+
+  def test_excluded_by_view(self):
+    view = lambda path, shape: None  # noqa: E731
+    tx = edgc(matrix_view=view, **OPTIONS)
+    with self.assertWarnsRegex(RuntimeWarning, "`matrix_view`"):
+      self.assertEmpty(jax.tree.leaves(tx.init(PARAMS).leaves))
+
+
+@pytest.mark.filterwarnings("ignore:Gradients of float")
+class DtypesTest(parameterized.TestCase):
+  def test_float16_overflow_does_not_stay(self):
+    """The residual keeps values beyond the range of float16."""
+    params = {"w": jnp.zeros((32, 32), jnp.float16)}
+    large = jnp.broadcast_to(4e4 * jnp.eye(32, dtype=jnp.float16), (4, 32, 32))
+    large = large * jnp.array([1.0, 0.9, 1.1, 1.0], jnp.float16)[:, None, None]
+    run = BACKENDS["pmap"](edgc_jax.powersgd(1), params)
+    for _ in range(12):
+      updates = run.step({"w": large})
+      chex.assert_tree_all_finite((updates, run.residual()))
+    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 0)
+
+  def test_narrow_dtypes_lose_nothing_to_rounding(self):
+    params = {
+      dtype: jnp.zeros((32, 48), dtype) for dtype in ("bfloat16", "float16")
+    }
+    run = BACKENDS["pmap"](edgc_jax.powersgd(2), params)
+    owed = dict.fromkeys(params, 0.0)
+    for step in range(5):
+      gradients = gradients_like(params, seed=step)
+      updates = run.step(gradients)
+      for dtype in params:
+        owed[dtype] += np.asarray(gradients[dtype], np.float64).mean(0)
+        owed[dtype] -= np.asarray(updates[dtype][0], np.float64)
+    for dtype, residual in run.residual().items():
+      np.testing.assert_allclose(residual.mean(0), owed[dtype], 1e-4, 1e-4)
+
+  @parameterized.named_parameters(
+    ("histogram", "float32", {"estimator": "histogram"}),
+    ("by_error", "float64", {"allocation": "error"}),
+  )
+  def test_with_64_bits_enabled(self, dtype, changes):
+    """State and wire stay float32, so a scan can carry the state."""
+    with jax.enable_x64(True):
+      params = {"w": jnp.zeros((32, 48), dtype)}
+      options = OPTIONS | {"rank_max": 4, "window": 1, "step_rate": 1}
+      run = BACKENDS["pmap"](edgc(**(options | changes)), params)
+      for step in range(3):
+        updates = run.step(gradients_like(params, seed=step))
+      chex.assert_trees_all_equal_dtypes(run.state, run.first_state)
+      chex.assert_trees_all_equal_dtypes(updates, params)
+
+  def test_a_state_made_eagerly_can_be_donated(self):
+    tx = edgc_jax.skip_nonfinite(edgc_jax.edgc(rank_max=4))
+    state = tx.init(PARAMS)
+    leaves = jax.tree.leaves(state)
+    pointers = {leaf.unsafe_buffer_pointer() for leaf in leaves}
+    self.assertLen(pointers, len(leaves))
+
+  def test_ranks_that_compress_nothing_are_left_out(self):
+    """64 x 64 saves bytes up to rank 16: the reference rank is 16, not 32."""
+    params = {"w": jnp.zeros((64, 64))}
+    tx = edgc_jax.edgc(
+      window=2,
+      warmup_steps=2,
+      max_warmup_steps=2,
+      sampling=edgc_jax.Sampling(step_rate=1),
+      allocation="uniform",
+    )
+    run = BACKENDS["pmap"](tx, params)
+    for step in range(3):
+      run.step(gradients_like(params, seed=step))
+    values = edgc_jax.metrics(run.state)
+    self.assertEqual(values["rank"], 16)
+    self.assertLess(values["wire_bytes"], values["dense_bytes"])
+    self.assertGreater(values["predicted_error"], 0.1)
+
+
+if __name__ == "__main__":
+  absltest.main()

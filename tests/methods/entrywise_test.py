@@ -1,0 +1,227 @@
+"""Entrywise methods against NumPy on four replicas; bytes and errors."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from helpers.meshes import (
+  BACKENDS,
+  Pmap,
+  ShardMap,
+  factors,
+  first_replica,
+  gradients_like,
+  residuals,
+)
+
+import edgc_jax
+from edgc_jax.measure import hlo
+
+REPLICAS = 4
+# Of the two compressed leaves, one is no multiple of a block or a run.
+PARAMS = {
+  "small": jnp.zeros((20, 20)),
+  "stack": jnp.zeros((3, 20, 24)),
+  "wide": jnp.zeros((23, 51)),
+}
+LARGE = ("stack", "wide")
+
+
+def host(tree):
+  return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def mean(tree):
+  return jax.tree.map(lambda x: x.mean(0), host(tree))
+
+
+def largest(x, density):
+  """Returns x with all but its k largest entries set to zero."""
+  count = max(1, round(density * x.size))
+  kept = np.zeros(x.size)
+  places = np.argsort(-np.abs(x.ravel()), kind="stable")[:count]
+  kept[places] = x.ravel()[places]
+  return kept.reshape(x.shape)
+
+
+class EntrywiseTest(parameterized.TestCase):
+  def test_topk_agrees_with_numpy(self):
+    run = Pmap(edgc_jax.topk(0.05), PARAMS)
+    residual = dict.fromkeys(LARGE, 0.0)
+    for step in range(4):
+      gradients = gradients_like(PARAMS, seed=step)
+      updates = run.step(gradients)
+      expected = mean(gradients)
+      for name in LARGE:
+        m = host(gradients)[name] + residual[name]
+        sent = np.stack([largest(part, 0.05) for part in m])
+        expected[name], residual[name] = sent.mean(0), m - sent
+      kept = {name: run.residual()[name] for name in LARGE}
+      chex.assert_trees_all_close(
+        first_replica(updates), expected, rtol=1e-5, atol=1e-6
+      )
+      chex.assert_trees_all_close(kept, residual, rtol=1e-5, atol=1e-6)
+
+  @parameterized.parameters(True, False)
+  def test_randomk_agrees_with_numpy(self, error_feedback):
+    """One entry of each run is sent, the same on all replicas."""
+    tx = edgc_jax.randomk(0.1, error_feedback=error_feedback)
+    run = Pmap(tx, PARAMS)
+    residual = dict.fromkeys(LARGE, 0.0)
+    seen = set()
+    for step in range(4):
+      gradients = gradients_like(PARAMS, seed=step)
+      updates = run.step(gradients)
+      for name in LARGE:
+        m = host(gradients)[name] + residual[name]
+        size = PARAMS[name].size
+        count = round(0.1 * size)
+        places = np.flatnonzero(updates[name][0])
+        lengths = size // count + (np.arange(count) < size % count)
+        ends = np.cumsum(lengths)
+        np.testing.assert_array_equal(
+          np.searchsorted(ends, places, side="right"), np.arange(count)
+        )
+        expected = np.zeros(size)
+        scale = 1 if error_feedback else lengths
+        expected[places] = m.mean(0).ravel()[places] * scale
+        np.testing.assert_allclose(
+          updates[name][0].ravel(), expected, 1e-5, 1e-6
+        )
+        if error_feedback:
+          residual[name] = m.copy()
+          residual[name].reshape(REPLICAS, -1)[:, places] = 0
+          np.testing.assert_allclose(
+            run.residual()[name], residual[name], 1e-5, 1e-6
+          )
+        seen.add((name, tuple(places)))
+    self.assertLen(seen, 8)
+
+  def test_randomk_is_unbiased_without_error_feedback(self):
+    """The average of 400 draws is close to the mean in each entry."""
+    params = {"w": jnp.zeros((16, 64))}
+    run = Pmap(edgc_jax.randomk(0.25, error_feedback=False), params)
+    gradients = gradients_like(params, seed=0)
+    exact = mean(gradients)["w"]
+    total = sum(run.step(gradients)["w"][0] for _ in range(400)) / 400
+    # An entry is sent in one of 4 steps, 4 times as large: deviation 3^(1/2).
+    error = (total - exact) / (np.abs(exact) * (3 / 400) ** 0.5)
+    self.assertAlmostEqual(np.mean(error * np.sign(exact)), 0, delta=0.15)
+    self.assertAlmostEqual(np.std(error), 1, delta=0.15)
+
+  @parameterized.named_parameters(
+    ("topk", lambda: edgc_jax.topk(1.0)),
+    ("randomk", lambda: edgc_jax.randomk(1.0)),
+    ("randomk_scaled", lambda: edgc_jax.randomk(1.0, error_feedback=False)),
+  )
+  def test_density_one_gives_the_dense_mean(self, make):
+    run = Pmap(make(), PARAMS)
+    for step in range(2):
+      gradients = gradients_like(PARAMS, seed=step)
+      chex.assert_trees_all_close(
+        first_replica(run.step(gradients)),
+        mean(gradients),
+        rtol=1e-5,
+        atol=1e-6,
+      )
+    self.assertLess(edgc_jax.metrics(run.state)["relative_error"], 1e-6)
+
+  @parameterized.named_parameters(
+    ("topk", "pmap", lambda: edgc_jax.topk(0.05), lambda n: 4 * 4 * n),
+    ("randomk", "pmap", lambda: edgc_jax.randomk(0.05), lambda n: 4 * n),
+  )
+  def test_bytes_of_sparse_methods(self, backend, make, by_count):
+    run = BACKENDS[backend](make(), PARAMS)
+    found = self.bytes_of(run)
+    counts = [round(0.05 * PARAMS[name].size) for name in LARGE]
+    expected = sum(map(by_count, counts)) + self.other_bytes()
+    self.assertEqual(found, expected)
+
+  @parameterized.named_parameters(
+    ("quantize_8", "shard_map", lambda: edgc_jax.quantize(8), 8),
+    ("quantize_4", "pmap", lambda: edgc_jax.quantize(4), 4),
+  )
+  def test_bytes_of_fewer_bits(self, backend, make, bits):
+    run = BACKENDS[backend](make(), PARAMS)
+    blocks = sum(-(-PARAMS[name].size // 256) for name in LARGE)
+    blocks = -(-blocks // REPLICAS) * REPLICAS  # an equal number for each
+    expected = blocks * (256 * bits // 8 + 2) + self.other_bytes()
+    self.assertEqual(self.bytes_of(run), expected)
+
+  def other_bytes(self):
+    """Returns the bytes of dense leaves and of the errors of 4 matrices."""
+    return 4 * 400 + 4 * 4 * 33
+
+  def bytes_of(self, run):
+    """Returns the bytes that the compiled program sends on all branches."""
+    text = run.compiled(gradients_like(PARAMS, seed=0))
+    return hlo.wire_bytes_outside_branches(text)
+
+  def test_relative_error_is_of_the_mean(self):
+    """Sketches of the whole and the rest are unbiased, up to their ratio."""
+    params = {"w": jnp.zeros((60, 80))}
+    run = Pmap(edgc_jax.topk(0.3), params)
+    estimated, exact = [], []
+    for step in range(40):
+      gradients = gradients_like(params, seed=step)
+      m = host(gradients)["w"] + run.residual()["w"]
+      run.step(gradients)
+      residual = run.residual()["w"]
+      exact.append(np.sum(residual.mean(0) ** 2) / np.sum(m.mean(0) ** 2))
+      values = edgc_jax.metrics(run.state)
+      estimated.append(values["relative_error"])
+      norm = np.sqrt(np.mean(np.sum(residual**2, axis=(1, 2))))
+      self.assertAlmostEqual(values["residual_norm"] / norm, 1, places=4)
+    # Values and indices of 4 replicas, and sketches for the error.
+    self.assertEqual(values["wire_bytes"], 4 * 4 * 1440 + 4 * 33)
+    self.assertAlmostEqual(np.mean(estimated), np.mean(exact), delta=0.1)
+    self.assertBetween(np.mean(exact), 0.2, 0.8)
+
+  @parameterized.named_parameters(
+    ("topk", lambda: edgc_jax.topk(0.05)),
+    ("quantize", lambda: edgc_jax.quantize()),
+    ("randomk_scaled", lambda: edgc_jax.randomk(0.1, error_feedback=False)),
+  )
+  def test_a_nonfinite_entry_skips_the_step(self, make):
+    """All replicas skip it, even if the entry is not sent."""
+    params = {"w": jnp.zeros((32, 40))}
+    run = Pmap(make(), params)
+    for step, bad in enumerate((np.nan, np.inf, None)):
+      gradients = gradients_like(params, seed=step)
+      if bad:
+        gradients["w"] = gradients["w"].at[2, 3, 4].set(bad)
+      update = run.step(gradients)["w"]
+      self.assertEqual(np.abs(update).max() > 0, bad is None)
+      self.assertTrue(np.isfinite(update).all())
+    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 2)
+
+  @parameterized.named_parameters(
+    ("quantize", lambda: edgc_jax.quantize()),
+    ("randomk", lambda: edgc_jax.randomk(0.1, error_feedback=False)),
+  )
+  def test_state_without_error_feedback_is_empty(self, make):
+    state = make().init(PARAMS)
+    self.assertEmpty(jax.tree.leaves((residuals(state), factors(state))))
+
+  def test_residuals_are_stacked_by_replica(self):
+    run = ShardMap(edgc_jax.quantize(error_feedback=True), PARAMS)
+    self.assertEqual(residuals(run.state)["wide"].shape, (REPLICAS * 23, 51))
+
+  @parameterized.parameters(
+    (lambda: edgc_jax.topk(0.0), ValueError, "`density` must be in"),
+    (lambda: edgc_jax.topk(1.5), ValueError, "`density` must be in"),
+    (lambda: edgc_jax.topk("0.1"), TypeError, "`density` must be a Python"),
+    (lambda: edgc_jax.randomk(0.1, error_feedback=1), TypeError, "True or"),
+    (lambda: edgc_jax.quantize(3), ValueError, "`bits` must be one of"),
+    (lambda: edgc_jax.quantize(block=7), ValueError, "`block` must be even"),
+    (lambda: edgc_jax.topk(min_size=0), ValueError, "`min_size` must be"),
+    (lambda: edgc_jax.edgc(wire_dtype="int2"), ValueError, "`wire_dtype`"),
+  )  # fmt: skip
+  def test_errors(self, make, kind, message):
+    with self.assertRaisesRegex(kind, message):
+      make()
+
+
+if __name__ == "__main__":
+  absltest.main()

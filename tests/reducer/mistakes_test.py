@@ -1,0 +1,240 @@
+"""Mistakes that would go unnoticed: each one works or raises an error."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from helpers.flat_options import edgc
+from helpers.meshes import (
+  AXIS,
+  BACKENDS,
+  Pmap,
+  ShardMap,
+  assert_replicas_equal,
+  find,
+  gradients_like,
+)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import edgc_jax
+
+PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,))}
+QUICK = {
+  "rank_max": 8, "rank_min": 4, "rank_multiple": 2, "window": 2,
+  "warmup_steps": 2, "max_warmup_steps": 2, "step_rate": 1.0,
+  "entry_rate": 1.0, "min_ratio": 1.0,
+}  # fmt: skip
+
+
+@functools.cache
+def powersgd_run(backend):
+  """Returns a run of four replicas, compiled once for all tests."""
+  return BACKENDS[backend](edgc_jax.powersgd(4, min_ratio=0), PARAMS)
+
+
+class HugeGradientsTest(parameterized.TestCase):
+  @parameterized.parameters(1e20, 1e-25)
+  def test_metrics_do_not_depend_on_the_scale(self, scale):
+    """Squares of 1e20 are infinite, of 1e-25 zero."""
+    seen, run = [], powersgd_run("pmap")
+    for size in (1.0, scale):
+      run.state = run.first_state
+      for seed in range(3):
+        run.step(gradients_like(PARAMS, seed, scale=size))
+      values = edgc_jax.metrics(run.state)
+      seen.append((values["relative_error"], values["residual_norm"] / size))
+    np.testing.assert_allclose(seen[1], seen[0], rtol=1e-3)
+    self.assertGreater(seen[0][0], 0.01)
+
+  def test_a_huge_step_does_not_poison_the_ranks_of_matrices(self):
+    params = {"a": jnp.zeros((32, 48)), "c": jnp.zeros((32, 48))}
+    run = Pmap(edgc(**QUICK), params)
+    for step in range(8):
+      scale = 1e20 if step == 3 else 1.0
+      run.step(gradients_like(params, step, scale=scale))
+      allocation = find(run.state).allocation
+      chex.assert_tree_all_finite(
+        (allocation.sums.lost, allocation.predicted_errors)
+      )
+    ranks = edgc_jax.metrics(run.state)["matrix_rank"]
+    self.assertGreaterEqual(min(ranks["a"] + ranks["c"]), 2)
+
+
+class StateTest(parameterized.TestCase):
+  @parameterized.parameters(24, 4)
+  def test_init_outside_shard_map(self, rows):
+    """With as many rows as replicas, the residual would broadcast."""
+    params = {"w": jnp.zeros((rows, 40))}
+    tx = edgc_jax.powersgd(1, min_ratio=0)
+    run = ShardMap(tx, params)
+    specs = edgc_jax.state_specs(tx, params)
+    run.state = jax.tree.map(
+      lambda x, spec: jax.device_put(x, NamedSharding(run.mesh, spec)),
+      tx.init(params),
+      specs,
+    )
+    with self.assertRaisesRegex(
+      ValueError,
+      "`state` must be the state of one .*w.*tx.init.*state_specs",
+    ):
+      run.step(gradients_like(params, 0))
+
+  def test_state_of_another_number_of_replicas(self):
+    tx = edgc_jax.powersgd(4, min_ratio=0)
+    before, after = ShardMap(tx, PARAMS, 4), ShardMap(tx, PARAMS, 2)
+    after.state = jax.device_get(before.state)
+    with self.assertRaisesRegex(ValueError, "resize_replicas"):
+      after.step(gradients_like(PARAMS, 0, 2))
+
+  def test_resizing_a_state_of_pmap(self):
+    """Adam's moments are resized too, so training continues."""
+    tx = optax.chain(edgc_jax.powersgd(4, min_ratio=0), optax.adam(1e-3))
+    before, after = Pmap(tx, PARAMS, 4), Pmap(tx, PARAMS, 2)
+    for seed in range(2):
+      before.step(gradients_like(PARAMS, seed, 4))
+    specs = edgc_jax.state_specs(tx, PARAMS)
+    state = edgc_jax.resize_replicas(before.state, specs, 4, 2)
+    chex.assert_trees_all_equal_shapes(state, after.state)
+    after.state = state
+    updates = after.step(gradients_like(PARAMS, 2, 2))
+    assert_replicas_equal(updates)
+    with self.assertRaisesRegex(ValueError, "`old` must be the number of"):
+      edgc_jax.resize_replicas(before.state, specs, 3, 2)
+
+  def test_resizing_over_several_axes(self):
+    found = edgc_jax.resize_replicas(
+      np.arange(8.0), P(("host", "data")), 8, 4, ("host", "data")
+    )
+    np.testing.assert_array_equal(found, [0.5, 2.5, 4.5, 6.5])
+    found = edgc_jax.resize_replicas(
+      np.arange(8.0), P(("stage", "host", "data")), 4, 2, ("host", "data"),
+      stages=2,
+    )  # fmt: skip
+    np.testing.assert_array_equal(found, [0.5, 2.5, 4.5, 6.5])
+
+
+class ChainTest(parameterized.TestCase):
+  def test_masked_leaves_are_named(self):
+    mask = {"w": True, "b": False}
+    run = Pmap(optax.masked(edgc_jax.powersgd(4, min_ratio=0), mask), PARAMS)
+    run.step(gradients_like(PARAMS, 0))
+    with self.assertWarnsRegex(RuntimeWarning, "keeps 1 leaves .*matrix_view"):
+      edgc_jax.metrics(run.state)
+    decayed = optax.adamw(1e-3, mask=mask).init(PARAMS)
+    with self.assertWarnsRegex(RuntimeWarning, "keeps 1 leaves"):
+      edgc_jax.metrics((run.state, decayed))
+
+  @parameterized.named_parameters(
+    ("all", lambda tx: optax.masked(tx, {"w": True, "b": True})),
+    (
+      "frozen",
+      lambda tx: optax.partition(
+        {"train": tx, "freeze": optax.set_to_zero()},
+        {"w": "train", "b": "freeze"},
+      ),
+    ),
+  )
+  def test_leaves_of_other_transformations_are_not(self, wrap):
+    edgc_jax.metrics(wrap(edgc_jax.powersgd(4)).init(PARAMS))
+
+  @parameterized.named_parameters(
+    ("two_reducers", lambda: optax.chain(*[edgc_jax.powersgd(2)] * 2)),
+    ("multi_steps", lambda: optax.MultiSteps(edgc_jax.powersgd(2), 2)),
+  )
+  def test_the_error_names_the_cause(self, make):
+    run = ShardMap(make(), PARAMS)
+    with self.assertRaisesRegex(
+      ValueError, "only one reducer.*MultiSteps.*edgc_jax.accumulate"
+    ):
+      run.step(gradients_like(PARAMS, 0))
+
+  def test_a_missing_gradient_raises(self):
+    tx = edgc_jax.powersgd(2)
+    gradients = {"w": jnp.ones((16, 24)), "b": None}
+    update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None))
+    gradients = jax.tree.map(lambda g: g[None], gradients)
+    with self.assertRaisesRegex(ValueError, r"none at \['b'\].*zeros"):
+      update(gradients, tx.init(PARAMS))
+    with self.assertRaisesRegex(ValueError, r"one more at \['new'\]"):
+      update({**gradients, "b": jnp.ones((1, 3)), "new": jnp.ones((1, 2))},
+             tx.init(PARAMS))  # fmt: skip
+
+
+class DtypesTest(parameterized.TestCase):
+  def test_float16(self):
+    params = {"w": jnp.zeros((16, 24), jnp.float16)}
+    with self.assertWarnsRegex(RuntimeWarning, "float16.*Cast gradients"):
+      edgc_jax.powersgd(2).init(params)
+
+  def test_float64(self):
+    with jax.enable_x64(True):
+      params = {"w": jnp.zeros((16, 24), jnp.float64)}
+      with self.assertWarnsRegex(RuntimeWarning, "float64.*float32"):
+        edgc_jax.allreduce().init(params)
+
+
+class RuleTest(parameterized.TestCase):
+  """With one rank for all matrices, on two replicas."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.params = {"a": jnp.zeros((128, 256)), "c": jnp.zeros((96, 128))}
+    tx = edgc_jax.edgc(
+      window=2,
+      warmup_steps=2,
+      max_warmup_steps=2,
+      sampling=edgc_jax.Sampling(step_rate=1.0, entry_rate=1.0),
+      allocation="uniform",
+    )
+    cls.run_of_two = Pmap(tx, cls.params, replicas=2)
+    cls.addClassCleanup(delattr, cls, "run_of_two")
+
+  def restarted(self):
+    run = self.run_of_two
+    run.state = run.first_state
+    return run
+
+  def test_white_gradients_of_constant_scale_keep_their_rank(self):
+    run, ranks, moved = self.restarted(), set(), []
+    draw = jax.jit(
+      lambda key, scale: jax.tree.map(
+        lambda p: scale * jax.random.normal(key, (2, *p.shape)), self.params
+      )
+    )
+    for step in range(2 * 103):
+      run.step(draw(jax.random.key(step), 1.0))
+      if step >= 2:
+        ranks.add(int(find(run.state).budget.decision.rank[0]))
+    self.assertLen(ranks, 1, "100 windows")
+    rank = edgc_jax.metrics(run.state)["rank"]
+    for step in range(2 * 4):
+      run.step(draw(jax.random.key(1000 + step), np.exp(-0.1)))
+      moved.append(edgc_jax.metrics(run.state)["rank"])
+    self.assertLess(moved[-1], rank, "0.1 nats count")
+
+  def drive(self, run, scales):
+    for step, scale in enumerate(scales):
+      run.step(gradients_like(self.params, step, 2, scale=scale))
+
+  def test_an_announced_change_of_scale_moves_no_rank(self):
+    run = self.restarted()
+    self.drive(run, [1.0] * 6)
+    rank, owed = edgc_jax.metrics(run.state)["rank"], run.residual()
+    before = run.state
+    run.state = edgc_jax.restart_reference(before)
+    chex.assert_trees_all_equal(run.residual(), owed)
+    self.drive(run, [0.5] * 6)
+    self.assertEqual(edgc_jax.metrics(run.state)["rank"], rank)
+    run.state = before
+    self.drive(run, [0.5] * 6)
+    self.assertLess(edgc_jax.metrics(run.state)["rank"], rank)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,245 @@
+"""Methods run in step; equal matrices are computed together."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from helpers.meshes import (
+  AXIS,
+  BACKENDS,
+  Pmap,
+  assert_replicas_equal,
+  factors,
+  gradients_like,
+  with_field,
+)
+
+import edgc_jax
+from edgc_jax.budget.fixed_budget import FixedBudget
+from edgc_jax.measure import hlo
+from edgc_jax.reducer.reducer import Plan, by_exchange, make_reducer
+from edgc_jax.reducer.rounds import (
+  DENSE,
+  Method,
+  Outcome,
+  added,
+  count_bytes,
+)
+from edgc_jax.wire.codes import code_of
+from edgc_jax.wire.wire import Send
+
+REPLICAS = 4
+PARAMS = {
+  "bias": jnp.zeros(30),
+  "once": jnp.zeros((24, 40)),
+  "twice": jnp.zeros((2, 16, 20)),
+}
+
+
+def plain_mean(leaf, gradient, state, ranks, draws):
+  """Sends M in one round."""
+  m = added(gradient, state.residual)
+  reply = yield Send(m)
+  return Outcome(reply.mean, m - reply.sent)
+
+
+def signs(leaf, gradient, state, ranks, draws):
+  """Sends the mean magnitude of each matrix, then signs in units of it."""
+  m = added(gradient, state.residual).reshape(leaf.view)
+  first = yield Send(exact=jnp.abs(m).mean(axis=(1, 2), keepdims=True))
+  second = yield Send(first.exact * jnp.sign(m))
+  return Outcome(second.mean, m - second.sent)
+
+
+def reducer_of(methods, code=None):
+  """Returns a reducer with a method of one's own for each leaf, by its path.
+
+  Leaves without one are sent dense.
+  """
+
+  def plan_for(leaves):
+    found = []
+    for leaf in leaves:
+      own = methods.get(leaf.path.strip("[']"))
+      method = Method(own) if own else DENSE
+      found.append(
+        dataclasses.replace(leaf, method=method, has_residual=bool(own))
+      )
+    return Plan(by_exchange(found), FixedBudget())
+
+  return make_reducer(AXIS, plan_for, code=code)
+
+
+class OwnMethodTest(parameterized.TestCase):
+  """A method is a generator: these are two of one's own."""
+
+  @parameterized.product(
+    wire_dtype=["float32", "bfloat16", "int8"], backend=list(BACKENDS)
+  )
+  def test_methods_of_one_and_of_two_rounds(self, wire_dtype, backend):
+    code = code_of(wire_dtype)
+    tx = reducer_of({"once": plain_mean, "twice": signs}, code)
+    run = BACKENDS[backend](tx, PARAMS)
+    for step in range(3):
+      gradients = gradients_like(PARAMS, seed=step)
+      before = run.residual()
+      updates = run.step(gradients)
+      after = run.residual()
+      assert_replicas_equal(updates)
+      for name, gradient in gradients.items():
+        owed, kept = np.asarray(gradient).mean(0), updates[name][0]
+        if name != "bias":
+          owed = owed + before[name].mean(0)
+          kept = kept + after[name].mean(0)
+        np.testing.assert_allclose(kept, owed, 1e-5, 1e-5)
+    # All rounds of all leaves are two, and the bytes are those counted.
+    text = run.compiled(gradients)
+    values = edgc_jax.metrics(run.state)
+    (part,) = edgc_jax.describe(tx, PARAMS, replicas=REPLICAS).parts
+    self.assertEqual(part.wire_bytes, (values["wire_bytes"],))
+    self.assertEqual(
+      hlo.wire_bytes_outside_branches(text), values["wire_bytes"]
+    )
+    if code is None:
+      self.assertLen(hlo.collectives_in_order(text), 2)
+      exact = 4 * (30 + 2)
+      self.assertEqual(values["wire_bytes"], exact + 4 * (960 + 640))
+
+  def test_a_step_that_is_not_finite_is_skipped(self):
+    run = Pmap(reducer_of({"once": plain_mean, "twice": signs}), PARAMS)
+    run.step(gradients_like(PARAMS, seed=0))
+    before = run.residual()
+    gradients = gradients_like(PARAMS, seed=1)
+    gradients["once"] = gradients["once"].at[1, 0, 0].set(np.nan)
+    updates = run.step(gradients)
+    for name in PARAMS:
+      np.testing.assert_array_equal(updates[name], 0)
+    for name in ("once", "twice"):
+      np.testing.assert_array_equal(run.residual()[name], before[name])
+    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 1)
+
+  def test_bytes_are_counted_without_devices(self):
+    """Also of more replicas than there are devices."""
+    tx = reducer_of({"once": plain_mean})
+    (part,) = edgc_jax.describe(tx, PARAMS, replicas=1000).parts
+    self.assertEqual(part.wire_bytes, (4 * (30 + 960 + 640),))
+
+  def test_dense_leaves_have_a_round_of_their_own(self):
+    """Bytes of leaves add up to the bytes of all."""
+    tx = edgc_jax.powersgd(4, min_ratio=1.2)
+    (part,) = edgc_jax.describe(tx, PARAMS).parts
+    self.assertEqual(
+      part.wire_bytes[0], sum(row.wire_bytes[0] for row in part.rows)
+    )
+    self.assertEqual(count_bytes([], (4,), None).tolist(), [0])
+
+
+# Four matrices of one shape: by themselves, and in a stack of one leaf.
+APART = {
+  "a": {"deep": [jnp.zeros((24, 40)), jnp.zeros(7)]},
+  "b": jnp.zeros((40, 24)),  # tall: another kind
+  "c": jnp.zeros((2, 24, 40)),
+  "d": jnp.zeros((30, 36)),
+  "z": jnp.zeros((24, 40)),
+}
+STACKED = {
+  "b": APART["b"],
+  "d": APART["d"],
+  "deep": jnp.zeros(7),
+  "stack": jnp.zeros((4, 24, 40)),
+}
+
+
+def stacked(tree, axis=1):
+  """Puts leaves like `APART` in a tree like `STACKED`, [replicas, ...]."""
+  (first, vector), last = tree["a"]["deep"], tree["z"]
+  if first.ndim < tree["c"].ndim:
+    first, last = first[:, None], last[:, None]
+  stack = jnp.concatenate([first, tree["c"], last], axis)
+  return {"b": tree["b"], "d": tree["d"], "deep": vector, "stack": stack}
+
+
+class StackTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ("fixed", lambda: edgc_jax.powersgd(4, min_ratio=1.2)),
+    ("packed", lambda: edgc_jax.powersgd({0: 4, 2: 6, 4: 2}, min_ratio=1.2)),
+    ("dense_first", lambda: edgc_jax.powersgd(4, warmup_steps=2, min_ratio=1)),
+  )
+  def test_leaves_are_sent_as_one_stacked_leaf_would_be(self, make):
+    """Wherever they are in the tree: equal Q give equal updates."""
+    apart, together = Pmap(make(), APART), Pmap(make(), STACKED)
+    own_factors = stacked(factors(apart.state))
+    together.state = with_field(together.state, "factor_q", own_factors)
+    for step in range(6):
+      gradients = gradients_like(APART, seed=step)
+      updates = stacked(apart.step(gradients))
+      expected = together.step(stacked(gradients))
+      for name in STACKED:
+        np.testing.assert_allclose(
+          updates[name], expected[name], 1e-4, 1e-5, err_msg=name
+        )
+    left = stacked(apart.residual())["stack"]
+    np.testing.assert_allclose(left, together.residual()["stack"], 1e-3, 1e-4)
+    sent = [
+      edgc_jax.metrics(run.state)["wire_bytes"] for run in (apart, together)
+    ]
+    self.assertEqual(*sent)
+
+  def test_equal_leaves_of_several_dtypes(self):
+    """They are computed together; each keeps its own rounding errors."""
+    params = {
+      "narrow": jnp.zeros((24, 40), jnp.bfloat16),
+      "wide": jnp.zeros((24, 40)),
+    }
+    run = Pmap(edgc_jax.powersgd(4, min_ratio=1.2), params)
+    for step in range(3):
+      gradients = gradients_like(params, seed=step)
+      before, updates = run.residual(), run.step(gradients)
+      after = run.residual()
+      for name, gradient in gradients.items():
+        self.assertEqual(updates[name].dtype, params[name].dtype)
+        owed = np.float32(gradient).mean(0) + before[name].mean(0)
+        kept = np.float32(updates[name][0]) + after[name].mean(0)
+        np.testing.assert_allclose(kept, owed, 2e-5, 2e-6)
+
+  def test_the_error_of_each_leaf_is_its_own(self):
+    """A leaf whose gradient has rank one loses nothing."""
+    run = Pmap(edgc_jax.powersgd(4, min_ratio=1.2), APART)
+    gradients = gradients_like(APART, seed=0)
+    line = jnp.outer(jnp.arange(24.0), jnp.arange(40.0))
+    gradients["z"] = jnp.broadcast_to(line, (REPLICAS, 24, 40))
+    run.step(gradients)
+    errors = edgc_jax.metrics(run.state)["matrix_error"]
+    self.assertLess(errors["z"][0], 1e-3)
+    self.assertLen(errors["c"], 2)
+    for error in (*errors["c"], *errors["a/deep/0"]):
+      self.assertGreater(error, 0.3)
+
+  def test_a_method_of_one_round_sends_nothing_in_a_skipped_step(self):
+    """Its reply comes before the round in which a vector is not finite."""
+
+    def rounds(leaf, gradient, state, ranks, draws):
+      m = added(gradient, state.residual)
+      reply = yield Send(m)
+      return Outcome(reply.mean)
+
+    def plan_for(leaves):
+      methods = [Method(rounds) if leaf.view else DENSE for leaf in leaves]
+      found = [
+        dataclasses.replace(leaf, method=method)
+        for leaf, method in zip(leaves, methods, strict=True)
+      ]
+      return Plan(by_exchange(found), FixedBudget())
+
+    params = {"b": jnp.zeros(8), "w": jnp.zeros((8, 16))}
+    run = Pmap(make_reducer("data", plan_for), params)
+    gradients = gradients_like(params, seed=0)
+    gradients["b"] = gradients["b"].at[1, 0].set(jnp.nan)
+    updates = run.step(gradients)
+    self.assertEqual(np.abs(updates["w"]).max(), 0.0)
+    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 1)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,130 @@
+"""`accumulate` and `skip_nonfinite`: replicas decide together."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from helpers.meshes import BACKENDS, Pmap, gradients_like, traced_once
+
+import edgc_jax
+from edgc_jax.measure import hlo
+
+PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,)), "s": jnp.zeros(())}
+
+
+def chain():
+  return optax.chain(edgc_jax.powersgd(2), optax.adam(1e-3))
+
+
+@functools.cache
+def accumulating(backend):
+  """Returns a run that exchanges at every third call, compiled once."""
+  tx = traced_once(edgc_jax.accumulate(chain(), 3))
+  return BACKENDS[backend](tx, PARAMS)
+
+
+class AccumulateTest(parameterized.TestCase):
+  @parameterized.parameters(*BACKENDS)
+  def test_equals_one_step_on_the_mean(self, backend):
+    every = accumulating(backend)
+    every.state = every.first_state
+    single = BACKENDS[backend](chain(), PARAMS)
+    for step in range(2):
+      parts = [gradients_like(PARAMS, 3 * step + i) for i in range(3)]
+      mean = jax.tree.map(lambda *g: sum(g) / 3, *parts)
+      for part in parts[:2]:
+        updates = every.step(part)
+        chex.assert_trees_all_equal(updates, optax.tree.zeros_like(updates))
+      chex.assert_trees_all_close(
+        every.step(parts[2]), single.step(mean), rtol=1e-3, atol=1e-6
+      )
+
+  def test_calls_in_between_send_nothing(self):
+    run = Pmap(edgc_jax.accumulate(chain(), 3), PARAMS)
+    text = run.compiled(gradients_like(PARAMS, 0))
+    self.assertEqual(hlo.wire_bytes_outside_branches(text), 0)
+    outer = [sorted(x) for x in hlo.wire_bytes_of_branches(text)]
+    exchange = edgc_jax.wire_bytes(PARAMS, 2)
+    self.assertTrue(any(b[0] == 0 and b[-1] >= exchange for b in outer), outer)
+
+  def test_a_nonfinite_call_skips_one_exchange_only(self):
+    run = accumulating("pmap")
+    run.state = run.first_state
+    bad = gradients_like(PARAMS, 0)
+    bad["w"] = bad["w"].at[2, 0, 0].set(jnp.nan)
+    run.step(bad)
+    run.step(gradients_like(PARAMS, 1))
+    np.testing.assert_array_equal(run.step(gradients_like(PARAMS, 2))["b"], 0)
+    for seed in range(3, 6):
+      updates = run.step(gradients_like(PARAMS, seed))
+    chex.assert_tree_all_finite(updates)
+    self.assertGreater(np.abs(updates["b"]).max(), 0)
+    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 1)
+
+  def test_bad_argument(self):
+    with self.assertRaisesRegex(ValueError, "`every` must be at least 1"):
+      edgc_jax.accumulate(chain(), 0)
+
+
+class SkipNonfiniteTest(parameterized.TestCase):
+  @parameterized.parameters(*BACKENDS)
+  def test_the_whole_chain_keeps_its_state(self, backend):
+    tx = edgc_jax.skip_nonfinite(chain(), "data", max_consecutive=2)
+    run = BACKENDS[backend](tx, PARAMS)
+    run.step(gradients_like(PARAMS, 0))
+    before = run.state.inner_state
+    bad = gradients_like(PARAMS, 1)
+    bad["b"] = bad["b"].at[3, 0].set(jnp.inf)  # on one replica only
+    updates = run.step(bad)
+    chex.assert_trees_all_equal(updates, optax.tree.zeros_like(updates))
+    chex.assert_trees_all_equal(run.state.inner_state, before)
+    values = edgc_jax.metrics(run.state)
+    self.assertEqual(
+      (values["skipped_steps"], values["consecutive_skips"]), (1, 1)
+    )
+    run.step(bad)
+    with self.assertWarnsRegex(RuntimeWarning, "2 steps in a row"):
+      edgc_jax.metrics(run.state)
+    good = gradients_like(PARAMS, 2)
+    updates = run.step(good)
+    values = edgc_jax.metrics(run.state)
+    self.assertEqual(
+      (values["skipped_steps"], values["consecutive_skips"]), (2, 0)
+    )
+
+    # The bad steps leave no trace.
+    run.state = run.first_state
+    run.step(gradients_like(PARAMS, 0))
+    chex.assert_trees_all_equal(run.step(good), updates)
+
+  def test_bad_arguments(self):
+    with self.assertRaisesRegex(ValueError, "`max_consecutive` must be at"):
+      edgc_jax.skip_nonfinite(chain(), max_consecutive=0)
+    tx = edgc_jax.skip_nonfinite(chain(), "replica")
+    with self.assertRaisesRegex(ValueError, "'replica'"):
+      Pmap(tx, PARAMS).step(gradients_like(PARAMS, 0))
+
+
+class CombinedTest(parameterized.TestCase):
+  @parameterized.product(
+    backend=list(BACKENDS), outer=["accumulate", "skip_nonfinite"]
+  )
+  def test_accumulate_and_skip_in_either_order(self, backend, outer):
+    if outer == "accumulate":
+      tx = edgc_jax.accumulate(edgc_jax.skip_nonfinite(chain()), 2)
+    else:
+      tx = edgc_jax.skip_nonfinite(edgc_jax.accumulate(chain(), 2))
+    run = BACKENDS[backend](tx, PARAMS)
+    for step in range(4):
+      updates = run.step(gradients_like(PARAMS, step))
+    chex.assert_tree_all_finite(updates)
+    self.assertGreater(np.abs(updates["b"]).max(), 0)
+    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 0)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,241 @@
+"""Replicas that diverge are detected, for any cause, and can be repaired."""
+
+from unittest import mock
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from helpers.meshes import (
+  AXIS,
+  Pmap,
+  ShardMap,
+  assert_replicas_equal,
+  factors,
+  find,
+  gradients_like,
+  with_field,
+)
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import edgc_jax
+from edgc_jax.wire import agreement, collectives
+
+PARAMS = {"w": jnp.ones((40, 60)), "b": jnp.full((30,), 1e-3)}
+
+
+class Trained(Pmap):
+  """Parameters of each replica, which a test can change."""
+
+  def __init__(self, tx, params=PARAMS, replicas=4):
+    self.replicas, self.devices = replicas, jax.devices()[:replicas]
+    pmap = lambda fn: jax.pmap(fn, axis_name=AXIS, devices=self.devices)  # noqa: E731
+    start = lambda _: (params, tx.init(params))  # noqa: E731
+    self.params, self.state = pmap(start)(jnp.arange(replicas))
+
+    def update(gradients, params, state):
+      updates, state = tx.update(gradients, state, params)
+      return optax.apply_updates(params, updates), state
+
+    self.update = pmap(update)
+    self.follow = pmap(
+      lambda *state: edgc_jax.follow_first_replica(state, AXIS)
+    )
+
+  def step(self, seed):
+    gradients = gradients_like(PARAMS, seed, self.replicas)
+    self.params, self.state = self.update(gradients, self.params, self.state)
+
+  def change(self, name, replica, index, value):
+    self.params[name] = self.params[name].at[(replica, *index)].set(value)
+
+  @property
+  def diverged(self):
+    return int(find(self.state).checks.diverged_steps[0])
+
+
+def chain(**options):
+  return optax.chain(edgc_jax.powersgd(4, **options), optax.adam(1e-3))
+
+
+class SentinelTest(parameterized.TestCase):
+  def test_equal_replicas_have_not_parted(self):
+    run = Trained(chain(check_every=1))
+    for step in range(6):
+      run.step(step)
+    self.assertEqual(run.diverged, 0)
+
+  @parameterized.named_parameters(
+    ("a_flipped_exponent", "w", (3, 4), 2.0**64),
+    ("a_flipped_sign", "w", (3, 4), -1.0),
+    ("a_small_leaf", "b", (0,), 0.01),
+    ("not_a_number", "w", (0, 0), np.nan),
+    ("infinite", "b", (7,), np.inf),
+  )
+  def test_one_wrong_number_on_one_replica(self, name, index, value):
+    run = Trained(chain(check_every=3))
+    run.step(0)
+    self.assertEqual(run.diverged, 0)
+    run.change(name, 2, index, value)
+    run.step(1)
+    run.step(2)
+    self.assertEqual(run.diverged, 0, "the check is not due")
+    run.step(3)
+    self.assertEqual(run.diverged, 1)
+    with self.assertWarnsRegex(RuntimeWarning, "at 1 of the steps"):
+      self.assertEqual(edgc_jax.metrics(run.state)["diverged_steps"], 1)
+
+  def test_rounding_does_not_count(self):
+    run = Trained(chain(check_every=1))
+    noise = np.random.default_rng(0).standard_normal((40, 60))
+    run.params["w"] = run.params["w"].at[1].mul(1 + 1e-5 * noise)
+    run.step(0)
+    self.assertEqual(run.diverged, 0)
+    run.params["w"] = run.params["w"].at[1].mul(1 + 1e-2 * noise)
+    run.step(1)
+    self.assertEqual(run.diverged, 1)
+
+  def test_rounding_of_narrow_parameters_does_not_count(self):
+    params = jnp.ones((64, 64), jnp.bfloat16)
+    flips = np.random.default_rng(0).random((64, 64)) < 0.05
+    see = jax.pmap(
+      lambda x: agreement.have_diverged(x, True, jnp.int32(0), AXIS).verdict,
+      AXIS,
+      devices=jax.devices()[:2],
+    )
+    ulp = jnp.where(flips, jnp.bfloat16(1 / 128), 0)
+    self.assertEqual(see(jnp.stack([params, params + ulp])).tolist(), [0, 0])
+    other = params.at[:8].set(3)
+    self.assertEqual(see(jnp.stack([params, other])).tolist(), [1, 1])
+
+  @parameterized.product(scale=[1e-12, 1.0, 1e12], seed=[0, 1, 2])
+  def test_differences_are_detected_at_any_scale(self, scale, seed):
+    random = np.random.default_rng(seed)
+    x = np.float32(scale * random.standard_normal((7, 30, 20)))
+    noise = random.standard_normal(x.shape)
+    see = jax.pmap(
+      lambda x: agreement.have_diverged(x, True, jnp.int32(seed), AXIS).verdict,
+      AXIS,
+      devices=jax.devices()[:2],
+    )
+    for size, expected in ((0, 0), (1e-4, 0), (1e-2, 1)):
+      other = np.float32(x * (1 + size * noise))
+      longer = see(jnp.stack([x, np.float32(x * (1 + size))]))
+      self.assertEqual(longer.tolist(), [expected] * 2)
+      found = see(jnp.stack([x, other]))
+      self.assertEqual(found.tolist(), [expected] * 2)
+
+  def test_without_parameters_updates_are_compared(self):
+    tx = edgc_jax.allreduce(check_every=1)
+    update = lambda g: tx.update(g, tx.init(PARAMS))[1].checks.diverged_steps  # noqa: E731
+    run = lambda: jax.vmap(update, axis_name=AXIS)(gradients_like(PARAMS, 0))  # noqa: E731
+    self.assertEqual(run().tolist(), [0] * 4)
+    # This all-reduce returns different values on each replica.
+    with mock.patch.object(collectives, "mean", lambda tree, _: tree):
+      self.assertEqual(run().tolist(), [1] * 4)
+
+  def test_many_leaves(self):
+    """Sums over leaves hide no difference, and rounding is none."""
+    params = {f"{i:04}": jnp.full((3,), 1e-3 * i) for i in range(500)}
+    see = jax.pmap(
+      lambda x: agreement.have_diverged(x, True, jnp.int32(0), AXIS).verdict,
+      AXIS,
+      devices=jax.devices()[:2],
+    )
+    both = lambda other: jax.tree.map(  # noqa: E731
+      lambda *x: jnp.stack(x), params, other
+    )
+    ulps = jax.tree.map(lambda p: p * (1 + 2e-7), params)
+    self.assertEqual(see(both(ulps)).tolist(), [0, 0])
+    wrong = params | {"0499": params["0499"].at[1].mul(1.05)}
+    self.assertEqual(see(both(wrong)).tolist(), [1, 1])
+
+  @parameterized.parameters(np.nan, 1e3)
+  def test_detected_inside_skip_nonfinite(self, value):
+    """A non-finite parameter on one replica makes all skip."""
+    run = Trained(edgc_jax.skip_nonfinite(chain(check_every=100)))
+    run.step(0)
+    run.change("w", 1, (0, 0), value)
+    gradients = gradients_like(PARAMS, 1)
+    if np.isnan(value):
+      gradients["w"] = gradients["w"].at[1, 0, 0].set(value)
+    run.params, run.state = run.update(gradients, run.params, run.state)
+    self.assertEqual(run.diverged, int(np.isnan(value)), "or it is not due")
+
+  @parameterized.parameters("w", "b")
+  def test_following_the_first_replica(self, name):
+    """All parameters are equal again; residuals stay."""
+    run = Trained(chain(check_every=1))
+    run.step(0)
+    run.change(name, 1, (0,), 7.0)
+    run.step(1)
+    self.assertEqual(run.diverged, 1)
+    before, first = run.residual(), jax.tree.map(lambda p: p[0], run.params)
+    run.params, run.state = run.follow(run.params, run.state)
+    assert_replicas_equal(run.params)
+    chex.assert_trees_all_equal(jax.tree.map(lambda p: p[0], run.params), first)
+    chex.assert_trees_all_equal(run.residual(), before)
+    run.step(2)
+    self.assertEqual(run.diverged, 1, "none since")
+
+  def test_following_under_shard_map_and_accumulate(self):
+    tx = optax.chain(
+      edgc_jax.accumulate(edgc_jax.powersgd(4), 2),
+      optax.add_noise(0.1, 0.5, jax.random.key(3)),
+    )
+    run = ShardMap(tx, PARAMS)
+    run.step(gradients_like(PARAMS, 0))
+    specs = edgc_jax.state_specs(tx, PARAMS)
+
+    def follow(state):
+      own = jax.lax.axis_index(AXIS)
+      part = lambda x: x + jnp.where(own > 0, 1, 0).astype(x.dtype)  # noqa: E731
+      inner = state[0].inner_state
+      q = jax.tree.map(part, factors(inner))
+      inner = with_field(inner, "factor_q", q)
+      return edgc_jax.follow_first_replica(
+        (state[0]._replace(inner_state=inner), state[1]), AXIS
+      )
+
+    on_mesh = jax.shard_map(
+      follow, mesh=run.mesh, in_specs=(specs,), out_specs=specs
+    )
+    chex.assert_trees_all_equal(jax.jit(on_mesh)(run.state), run.state)
+
+  def test_following_needs_a_bound_axis(self):
+    with self.assertRaisesRegex(
+      ValueError, "`axis_name` must be an axis bound"
+    ):
+      edgc_jax.follow_first_replica(PARAMS)
+
+  def test_detected_without_check_vma(self):
+    """check_vma=False turns off JAX's tracking, not this check."""
+    mesh = jax.make_mesh(
+      (4,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
+    )
+    tx = edgc_jax.powersgd(4, check_every=1)
+
+    def step(gradients):
+      own = 1.0 + jax.lax.axis_index(AXIS)  # different parameters everywhere
+      params = jax.tree.map(lambda p: p * own, PARAMS)
+      updates, state = tx.update(
+        jax.tree.map(lambda g: g[0], gradients), tx.init(params), params
+      )
+      return updates, state.checks.diverged_steps
+
+    run = jax.shard_map(
+      step, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False
+    )
+    _, diverged = jax.jit(run)(gradients_like(PARAMS, 0))
+    self.assertEqual(int(diverged), 1)
+
+  def test_argument_is_checked(self):
+    with self.assertRaisesRegex(ValueError, "`check_every` must be at least 1"):
+      edgc_jax.edgc(check_every=0)
+
+
+if __name__ == "__main__":
+  absltest.main()

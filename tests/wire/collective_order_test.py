@@ -1,0 +1,143 @@
+"""No collective of an update may overtake another on CPUs.
+
+Between hosts, which these tests only pretend, there are loops too.
+"""
+
+import contextlib
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from helpers.collective_order import unordered
+from helpers.meshes import AXIS, between_hosts, gradients_like
+from helpers.reducers import is_plain, reducers
+
+import edgc_jax
+from edgc_jax.measure import hlo
+from edgc_jax.measure.description import reviewed
+from experiments.network import jax_host
+
+REPLICAS = 4
+PARAMS = {"kernel": jnp.ones((48, 40)), "bias": jnp.ones(40)}
+REDUCERS = reducers()
+# Each sends as another reducer does.
+SAME_PROGRAM = ("quantize_unbiased", "randomk_unbiased")
+HOSTS = (0, 2, 4)  # 0 for devices of one process
+CASES = [
+  (name, hosts)
+  for i, name in enumerate(REDUCERS)
+  for hosts in (HOSTS if is_plain(name) else (0, HOSTS[1 + i % 2]))
+  if name not in SAME_PROGRAM
+]
+
+
+def program(tx, waits=True, params=PARAMS, replicas=REPLICAS):
+  """Compiles a step that also sends a number of its own."""
+
+  def step(gradients, state):
+    updates, state = tx.update(gradients, state, params)
+    loss = sum(jnp.sum(g) for g in jax.tree.leaves(gradients))
+    if waits:
+      loss = edgc_jax.after_update(loss, state)
+    return updates, state, jax.lax.pmax(loss, AXIS)  # not a sum to be joined
+
+  state = jax.tree.map(
+    lambda x: jnp.stack([x] * replicas), jax.jit(tx.init)(params)
+  )
+  mapped = jax.pmap(step, AXIS, devices=jax.devices()[:replicas])
+  gradients = gradients_like(params, 0, replicas)
+  return mapped.lower(gradients, state).compile().as_text()
+
+
+class OrderTest(parameterized.TestCase):
+  @parameterized.parameters(*CASES)
+  def test_every_collective_waits_for_branches(self, name, hosts):
+    reducer = REDUCERS[name]()
+    tx = edgc_jax.skip_nonfinite(optax.chain(reducer, optax.adamw(1e-3)), AXIS)
+    with between_hosts(16) if hosts else contextlib.nullcontext():
+      text = program(tx, replicas=hosts or REPLICAS)
+    self.assertIn(" conditional(", text)
+    sent = hlo.collectives_in_order(text)
+    # Messages of the same size follow each other.
+    is_cut = any(a == b for a, b in itertools.pairwise(sent))
+    (found,) = reviewed(reducer, PARAMS)
+    # A ring of two is cut, too.
+    may_be_cut = found.code is not None or (hosts == 2 and "-gather(" in text)
+    self.assertEqual(is_cut, hosts > 0 and may_be_cut)
+    self.assertEqual(unordered(text), [])
+
+  @parameterized.parameters(
+    ("allreduce", 0), ("allreduce", 4), ("powersgd", 4),
+    ("powersgd_bfloat16", 0), ("powersgd_bfloat16", 4), ("quantize", 2),
+    ("topk", 2),
+  )  # fmt: skip
+  def test_a_replay_sends_the_same(self, name, hosts):
+    """The network benchmark times such a replay, without computation."""
+    params = {**PARAMS, "other": jnp.ones((48, 40))}  # two of a shape
+    replicas = hosts or REPLICAS
+    with between_hosts(16) if hosts else contextlib.nullcontext():
+      sent = hlo.collectives_in_order(
+        program(REDUCERS[name](), params=params, replicas=replicas), -1
+      )
+    replay = jax.pmap(
+      jax_host.replay_of(sent, replicas),
+      AXIS,
+      devices=jax.devices()[:replicas],
+    )
+    zeros = np.zeros(replicas, np.int32)
+    text = replay.lower(zeros).compile().as_text()
+    sizes = [
+      [
+        [
+          (c.kind, c.pairs, dtype, int(np.prod(shape)))
+          for dtype, shape in c.results
+        ]
+        for c in collectives
+      ]
+      for collectives in (sent, hlo.collectives_in_order(text))
+    ]
+    self.assertEqual(*sizes)
+    self.assertEqual(unordered(text), [])
+
+  def test_under_accumulate(self):
+    tx = edgc_jax.accumulate(REDUCERS["edgc"](), 2)
+    self.assertEqual(unordered(program(tx)), [])
+
+  def test_many_leaves(self):
+    params = {f"leaf_{i:03}": jnp.ones(3 + i % 2) for i in range(300)}
+    params["empty"] = jnp.ones(0)
+    text = program(REDUCERS["allreduce"](), params=params)
+    self.assertEqual(unordered(text), [])
+
+  def test_without_compression(self):
+    tx = REDUCERS["edgc"]()
+    with self.assertWarns(RuntimeWarning):
+      text = program(tx, params={"bias": jnp.ones(40)})
+    self.assertEqual(unordered(text), [])
+
+  def test_a_collective_of_the_user_that_does_not_wait_is_found(self):
+    text = program(REDUCERS["powersgd"](), waits=False)
+    self.assertNotEqual(unordered(text), [])
+
+  def test_waiting_keeps_values(self):
+    tx = REDUCERS["allreduce"]()
+    gradients = gradients_like(PARAMS, 0, 1)
+    waited = jax.pmap(
+      lambda g: edgc_jax.after_update(g, tx.update(g, tx.init(PARAMS))[1]),
+      AXIS,
+      devices=jax.devices()[:1],
+    )(gradients)
+    chex.assert_trees_all_equal(waited, gradients)
+
+  def test_a_state_without_a_reducer_raises(self):
+    state = optax.adam(1e-3).init(PARAMS)
+    with self.assertRaisesRegex(ValueError, "`opt_state` must be a state with"):
+      edgc_jax.after_update(1.0, state)
+
+
+if __name__ == "__main__":
+  absltest.main()
