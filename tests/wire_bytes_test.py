@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import edgc_jax
 from edgc_jax.budget import entropy
-from edgc_jax.measure import hlo
 from edgc_jax.wire import agreement
 from edgc_jax.wire.codes import code_of
+from experiments.runtime import hlo
 
 REPLICAS = 4
 # Factors of the small matrix save half of its bytes at up to 5 columns, which

@@ -20,14 +20,13 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import edgc_jax
-from edgc_jax.measure import hlo
 from edgc_jax.wire import order
 from experiments.models import gpt2
 from experiments.network import calls
 from experiments.network.results import RANKS
 from experiments.parallel import backends, meshes
 from experiments.parallel.meshes import DATA
-from experiments.runtime import heap
+from experiments.runtime import heap, hlo
 from experiments.training import advised, optimizer
 
 NO_EXCHANGE = "none"  # a reducer that leaves gradients unchanged

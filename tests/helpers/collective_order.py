@@ -3,7 +3,7 @@
 import functools
 import re
 
-from edgc_jax.measure import hlo
+from experiments.runtime import hlo
 
 _INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = ")
 

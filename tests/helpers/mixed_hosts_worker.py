@@ -11,8 +11,8 @@ import functools
 import pathlib
 import sys
 
-from helpers.flat_options import edgc
 from helpers.meshes import residuals
+from helpers.reducers import moving, reducers
 
 import edgc_jax  # isort: skip
 
@@ -25,29 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 STEPS, RATE = 200, 0.02
 # Ranks move, and a window ends every few steps.
-MOVING = {
-  "rank_max": 12, "rank_min": 6, "rank_multiple": 6, "window": 5,
-  "warmup_steps": 5, "max_warmup_steps": 5, "step_rate": 1.0,
-  "entry_rate": 1.0, "min_ratio": 1.2,
-}  # fmt: skip
-
-REDUCERS = {
-  "allreduce_bfloat16": lambda: edgc_jax.allreduce(wire_dtype="bfloat16"),
-  "powersgd_int4": lambda: edgc_jax.powersgd(
-    {0: 12, 100: 6}, min_ratio=1.2, wire_dtype="int4"
-  ),
-  "edgc": lambda: edgc(**MOVING),
-  "edgc_bfloat16": lambda: edgc(
-    allocation="uniform",
-    warmup_rank=None,
-    estimator="histogram",
-    wire_dtype="bfloat16",
-    **MOVING,
-  ),
-  "topk": lambda: edgc_jax.topk(0.05),
-  "quantize": lambda: edgc_jax.quantize(4, error_feedback=True),
-}
-WITHOUT_RESIDUAL = ("allreduce_bfloat16",)  # drops its rounding errors
+RANK, WINDOW = 12, 5
+REDUCERS = reducers(RANK, WINDOW)
 STAGES = "stages"  # two of them, of two replicas each
 
 
@@ -179,7 +158,8 @@ def main(folder, port, index, count, seconds, *cases):
   for case in cases:
     if case == STAGES:
       mesh = auto((2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
-      tx = edgc(stage_axis="stage", align="none", **MOVING)
+      stages = edgc_jax.Stages("stage", align="none")
+      tx = edgc_jax.edgc(stages=stages, **moving(RANK, WINDOW))
       numbers = train(tx, mesh, "stage")
     else:
       mesh = auto((int(count),), ("data",), axis_types=(AxisType.Auto,))

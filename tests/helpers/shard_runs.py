@@ -17,9 +17,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
-from edgc_jax.measure import hlo
 from edgc_jax.reducer.metrics import find
 from edgc_jax.reducer.state import Checks
+from experiments.runtime import hlo
 
 SIZE, HIDDEN, BATCH = 64, 128, 32
 SPECS = {

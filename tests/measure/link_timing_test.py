@@ -12,7 +12,8 @@ from absl.testing import absltest, parameterized
 from helpers.meshes import mesh_of
 from jax.sharding import AxisType
 
-from edgc_jax.measure import hlo, timing
+from edgc_jax.measure import timing
+from experiments.runtime import hlo
 
 SIZES = (2**12, 2**16, 2**20)
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from mesh.shards_test import REDUCERS
 
 import edgc_jax
-from edgc_jax.measure import hlo
+from experiments.runtime import hlo
 
 # Inside the wrapper all axes are bound, so each kind of a method is enough.
 WRAPPED = ("allreduce", "powersgd_int8", "edgc", "topk")
@@ -189,7 +189,7 @@ class OverShardsTest(parameterized.TestCase):
     sent = sum(
       4 * int(np.prod(shape))
       for line in inside.splitlines()
-      for _, shape in hlo._arrays(line.split(" all-")[0])
+      for _, shape in hlo.arrays_of(line.split(" all-")[0])
     )
     gradient = 4 * sum(p.size for p in jax.tree.leaves(first_params()))
     self.assertGreater(sent, 0)
@@ -214,7 +214,7 @@ class OverShardsTest(parameterized.TestCase):
     for line in filter(hlo.is_collective, run.compiled_update().splitlines()):
       is_permute = "source_target_pairs" in line
       if is_permute or set(map(frozenset, hlo.groups_of(line))) == SHARDS:
-        sizes = [4 * np.prod(s) for _, s in hlo._arrays(line.split("(%")[0])]
+        sizes = [4 * np.prod(s) for _, s in hlo.arrays_of(line.split("(%")[0])]
         self.assertLess(max(sizes), matrix)
 
   def test_state_is_born_sharded(self):

@@ -13,8 +13,8 @@ from helpers.shard_runs import ShardedRun, over_axes
 
 import edgc_jax
 from edgc_jax.budget import entropy
-from edgc_jax.measure import hlo
 from edgc_jax.wire import agreement
+from experiments.runtime import hlo
 
 MESHES = {
   "one_device": {"data": 1},

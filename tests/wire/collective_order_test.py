@@ -17,9 +17,9 @@ from helpers.meshes import AXIS, between_hosts, gradients_like
 from helpers.reducers import is_plain, reducers
 
 import edgc_jax
-from edgc_jax.measure import hlo
 from edgc_jax.measure.description import reviewed
 from experiments.network import jax_host
+from experiments.runtime import hlo
 
 REPLICAS = 4
 PARAMS = {"kernel": jnp.ones((48, 40)), "bias": jnp.ones(40)}

@@ -9,8 +9,8 @@ from absl.testing import absltest, parameterized
 from helpers.meshes import AXIS, between_hosts, mesh_of
 from jax.sharding import PartitionSpec as P
 
-from edgc_jax.measure import hlo
 from edgc_jax.wire import collectives, cpu_backend
+from experiments.runtime import hlo
 
 REPLICAS = 4
 

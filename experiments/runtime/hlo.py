@@ -117,7 +117,7 @@ def collectives_in_order(hlo: str, level: int = 0) -> list[Collective]:
       match = _COLLECTIVE.search(line)
       if match:
         found.append(
-          Collective(match["kind"], _arrays(match["result"]), _pairs(line))
+          Collective(match["kind"], arrays_of(match["result"]), _pairs(line))
         )
       elif " conditional(" in line:
         ranks = ranks_of(line, computations)
@@ -341,11 +341,11 @@ def groups_of(line: str) -> list[list[int]]:
 def _size(types: str) -> int:
   """Returns the bytes of an HLO type; of a tuple, the sum."""
   return sum(
-    _WIDTHS[dtype] * math.prod(shape) for dtype, shape in _arrays(types)
+    _WIDTHS[dtype] * math.prod(shape) for dtype, shape in arrays_of(types)
   )
 
 
-def _arrays(types: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def arrays_of(types: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
   """Returns the dtypes and shapes in an HLO type, in order."""
   return tuple(
     (dtype, tuple(int(dim) for dim in dims.split(",") if dim))
