@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-hsdp train-pipeline test test-newest test-runs soak lint format compare \
+.PHONY: train train-hsdp train-pipeline test test-slow test-runs test-newest soak lint format compare \
   ablations allocation figures bench bench-growth bench-network clean
 
 # Reinstalls when the requirements or the package metadata change.
@@ -23,21 +23,27 @@ train-pipeline: $(VENV)/installed
 train-hsdp: $(VENV)/installed
 	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny_hsdp.py
 
-# Slow tests: whole models and runs on meshes, in one process and in four. They
-# compile for minutes.
+# The tests of every day; some minutes. Continuous integration runs the slow ones
+# below, too.
 RUNS := tests/runs
+PYTEST := $(BIN)/python -m pytest
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadscope --ignore=$(RUNS)
+	$(PYTEST) -n 2 --dist loadscope --ignore=$(RUNS) -m "not slow"
+
+# Whole programs on meshes, the pages and the examples.
+test-slow: $(VENV)/installed
+	$(PYTEST) -n 2 --dist loadscope --ignore=$(RUNS) -m slow
+
+# Whole runs, in one process and in several, some of which are killed.
+test-runs: $(VENV)/installed
+	$(PYTEST) $(RUNS)
 
 # Runs TARGETS on Debian's newest Python with the newest JAX, in a separate
 # system root. Needs Linux, root and debootstrap.
 TARGETS ?= test
 test-newest:
 	tests/newest.sh $(TARGETS)
-
-test-runs: $(VENV)/installed
-	$(BIN)/python -m pytest $(RUNS)
 
 # Kills runs twenty times each and compares the results; takes half an hour.
 soak: $(VENV)/installed

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.meshes import (
   AXIS,
@@ -171,6 +172,7 @@ class ContractTest(parameterized.TestCase):
     abstract = jax.eval_shape(lambda: PARAMS)
     chex.assert_trees_all_equal(tx.init(abstract), tx.init(PARAMS))
 
+  @pytest.mark.slow
   @parameterized.parameters(*EAGER)
   def test_compiled_equals_eager(self, name):
     """One replica under a bound axis runs eagerly, op by op."""

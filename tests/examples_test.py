@@ -3,7 +3,10 @@
 import importlib.util
 import pathlib
 
+import pytest
 from absl.testing import absltest, parameterized
+
+pytestmark = pytest.mark.slow
 
 FOLDER = pathlib.Path(__file__).parents[1] / "examples"
 
@@ -37,7 +40,7 @@ class ExamplesTest(parameterized.TestCase):
     """The loss falls by a factor, and the bytes by a ratio."""
     self.check(*load(name).main(), factor, ratio)
 
-  def test_fast_axis(self):
+  def test_mean_over(self):
     self.check(*load("two_data_axes").main(fast=True), 5, 8)
 
   @parameterized.parameters("one_reducer", "two_reducers")

@@ -13,6 +13,7 @@ SECONDS = 300  # a page takes some seconds on an idle machine
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.stem)
 def test_blocks_run_one_after_the_other(path, tmp_path):
   """The blocks of a page are one program, on eight CPU devices."""

@@ -13,6 +13,8 @@ from helpers.pages import ROOT, blocks_of
 
 import edgc_jax
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 300
 
 

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.meshes import (
   AXIS,
@@ -19,6 +20,8 @@ from edgc_jax.budget import entropy
 from edgc_jax.wire import agreement
 from edgc_jax.wire.codes import code_of
 from experiments.runtime import hlo
+
+pytestmark = pytest.mark.slow
 
 REPLICAS = 4
 # Factors of the small matrix save half of its bytes at up to 5 columns, which

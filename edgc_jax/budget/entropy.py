@@ -28,6 +28,7 @@ import numpy as np
 
 from edgc_jax import validation
 from edgc_jax.wire import collectives
+from edgc_jax.wire.order import AxisName
 
 _CLIP = 8.0  # in scales
 Stacks = Sequence[jax.Array]
@@ -102,7 +103,7 @@ def no_sample(num_matrices: int) -> EntropySample:
 def estimate(
   gradients: Sequence[jax.Array],
   index: jax.Array,
-  axis_name: str,
+  axis_name: AxisName,
   sampling: Sampling,
 ) -> EntropySample:
   """Estimates the entropy of the local gradients, pooled over the replicas.

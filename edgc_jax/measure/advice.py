@@ -26,7 +26,7 @@ TOLERANCE = 0.1  # of the fastest step, accepted for a smaller error
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
+class Candidate:
   """A method of averaging gradients, with its predicted bytes and time.
 
   Attributes:
@@ -52,8 +52,8 @@ class Method:
 class Advice:
   """All methods, sorted by their error, smallest first, and the best one."""
 
-  methods: tuple[Method, ...]
-  choice: Method
+  methods: tuple[Candidate, ...]
+  choice: Candidate
 
 
 def advise(
@@ -133,7 +133,7 @@ def advise(
     computing: float,
     reducer: str,
     **options: Any,
-  ) -> Method | None:
+  ) -> Candidate | None:
     code = code_of(wire_dtype)
     leaves = with_factors(plain, [rank] if rank else [], min_ratio, code)
     if rank and not any(leaf.cap for leaf in leaves):
@@ -147,7 +147,9 @@ def advise(
     saved, added = dense_bytes - sent, (trips - 1) * link.latency + computing
     even = 0.0 if saved <= 0 else saved / added if added > 0 else float("inf")
     options = {**options, "wire_dtype": wire_dtype}
-    return Method(name, reducer, options, sent, step_seconds + exchange, even)
+    return Candidate(
+      name, reducer, options, sent, step_seconds + exchange, even
+    )
 
   found = [
     method("dense", 0, "float32", 0.0, "allreduce"),

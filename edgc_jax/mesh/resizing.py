@@ -22,6 +22,7 @@ from edgc_jax.reducer.state import (
   map_leaves,
 )
 from edgc_jax.wire import collectives
+from edgc_jax.wire.order import AxisName
 
 
 def resize_replicas(
@@ -29,7 +30,7 @@ def resize_replicas(
   specs: Any,
   old: int,
   new: int,
-  axis_name: str | tuple[str, ...] = "data",
+  axis_name: AxisName = "data",
   *,
   stages: int | None = None,
 ) -> Any:
@@ -126,7 +127,7 @@ def _restacked(x: Any, old: int, new: int) -> np.ndarray:
   return np.repeat(x[:1], new, axis=0)
 
 
-def follow_first_replica(tree: Any, axis_name: str = "data") -> Any:
+def follow_first_replica(tree: Any, axis_name: AxisName = "data") -> Any:
   """Copies the first replica's parameters and state to all replicas.
 
   This repairs replicas that have diverged (`metrics` counts them as

@@ -241,9 +241,8 @@ class Reducer:
     for leaf, own in zip(plan.leaves, _states(state), strict=True):
       leaf_checks.require_shapes(leaf, own)
     own = plan.exchanges[0][:1]
-    if (
-      plan.shards and own
-    ):  # collectives over shards in the backward pass first
+    if plan.shards and own:
+      # Collectives over shards in the backward pass come first.
       gradients[own[0]] = order.in_turn(gradients[own[0]], gradients)
     return plan, gradients, state
 

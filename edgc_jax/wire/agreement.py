@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from edgc_jax.wire import collectives
-from edgc_jax.wire.order import axes_left, varying_axes
+from edgc_jax.wire.order import AxisName, axes_left, varying_axes
 
 CHECKED_STEPS = 3  # first steps, in which gradients are compared
 CHECK_BYTES = 12  # sent by one such comparison, over the replicas
@@ -51,7 +51,9 @@ class Check(NamedTuple):
 
 
 def compare_gradients(
-  gradients: Sequence[jax.Array], identical_steps: jax.Array, axis_name: str
+  gradients: Sequence[jax.Array],
+  identical_steps: jax.Array,
+  axis_name: AxisName,
 ) -> Check:
   """Compares the replicas' gradients by a checksum in the first steps.
 
@@ -96,7 +98,7 @@ def count_identical(
 
 
 def have_diverged(
-  tree: Any, is_due: jax.Array, count: jax.Array, axis_name: str
+  tree: Any, is_due: jax.Array, count: jax.Array, axis_name: AxisName
 ) -> Check:
   """Compares arrays that must be equal on all replicas, up to rounding.
 

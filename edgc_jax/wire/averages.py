@@ -21,6 +21,7 @@ import numpy as np
 
 from edgc_jax.wire import collectives, order
 from edgc_jax.wire.codes import Code
+from edgc_jax.wire.order import AxisName
 
 
 class Averaged(NamedTuple):
@@ -38,7 +39,7 @@ class Averaged(NamedTuple):
 
 def average(
   values: Sequence[jax.Array],
-  axis_name: str,
+  axis_name: AxisName,
   code: Code | None = None,
   key: jax.Array | None = None,
   exact: Any = None,

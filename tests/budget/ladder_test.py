@@ -66,7 +66,12 @@ def sizes_of(name, least=4, min_ratio=2.0):
   tree = TREES[name] if isinstance(name, str) else dict(name)
   leaves = with_factors(leaves_in(tree), (least, 999), min_ratio, None)
   cap = max((leaf.cap for leaf in leaves), default=0)
-  return cap, functools.partial(count_bytes, leaves, code=None)
+
+  @functools.cache
+  def counted(ranks):
+    return count_bytes(leaves, ranks, None)
+
+  return cap, lambda ranks: counted(tuple(ranks))
 
 
 def ceiling(name, link, compression=FREE, multiple=4, min_ratio=2.0):

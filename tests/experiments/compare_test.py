@@ -18,6 +18,8 @@ from experiments.study import runner as runners
 from experiments.study.records import Records, numbers_of
 from experiments.training import optimizer
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EDGC = {"reducer": "edgc", "edgc.rank_max": 8}
 STUDY = study.Study(

@@ -24,6 +24,8 @@ from experiments.runs.run_folder import RunInUse
 from experiments.training import trainer as trainer_module
 from experiments.training.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(tmp_path_factory):

@@ -10,6 +10,8 @@ from helpers import cut_runs
 from experiments.models import gpt2, gpt2_shards
 from experiments.training.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 pytestmark = pytest.mark.usefixtures("without_cache")
 
 

@@ -17,6 +17,8 @@ from experiments.models import gpt2
 from experiments.reporting import run_page
 from experiments.training.trainer import Trainer, TrainingStopped
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.meshes import ShardMap, gradients_like, residuals
 from helpers.shard_runs import ShardedRun, first_params, mesh_of
@@ -14,6 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
+
+pytestmark = pytest.mark.slow
 
 PARAMS = {"bias": jnp.zeros((30,)), "kernel": jnp.zeros((2, 48, 64))}
 REDUCERS = {
@@ -80,7 +83,7 @@ class MeshAxesTest(parameterized.TestCase):
     one = edgc_jax.metrics(run.state)
     self.assertEqual(metrics["wire_bytes"], one["wire_bytes"])
 
-  def test_fast_axis_is_averaged_before(self):
+  def test_mean_over_before_the_reducer(self):
     """Equal to fewer replicas with the mean of their gradients."""
     gradients = [gradients_like(PARAMS, seed, 8) for seed in range(4)]
     tx = optax.chain(edgc_jax.mean_over("fast"), REDUCERS["edgc"]("data"))
@@ -108,7 +111,7 @@ class MeshAxesTest(parameterized.TestCase):
       jax.jit(mean)(gradients), means_of(gradients), atol=1e-6
     )
 
-  def test_fast_axis_may_be_reduced_already(self):
+  def test_mean_over_an_axis_that_is_reduced_already(self):
     """The types show that: nothing is sent over the axis again."""
     mesh, own = mesh_of(data=2, fast=4), edgc_jax.allreduce()
     text = []
@@ -143,7 +146,7 @@ class RefusalsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "`axis_name` must be the name"):
       edgc_jax.mean_over(axis_name)
 
-  def test_fast_axis_must_be_bound(self):
+  def test_the_axis_of_mean_over_must_be_bound(self):
     tx = optax.chain(edgc_jax.mean_over("ici"), edgc_jax.allreduce())
     with self.assertRaisesRegex(
       ValueError, "`axis_name` must be an axis bound.*'ici'"

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.collective_order import unordered
 from helpers.meshes import factors, residuals
@@ -16,6 +17,8 @@ from mesh.shards_test import REDUCERS
 
 import edgc_jax
 from experiments.runtime import hlo
+
+pytestmark = pytest.mark.slow
 
 # Inside the wrapper all axes are bound, so each kind of a method is enough.
 WRAPPED = ("allreduce", "powersgd_int8", "edgc", "topk")

@@ -6,12 +6,15 @@ import operator
 import jax
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.meshes import find, residuals
 from helpers.shard_runs import ShardedRun, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
+
+pytestmark = pytest.mark.slow
 
 SHAPES = {"up": (64, 128), "down": (128, 64), "whole": (64, 64)}
 

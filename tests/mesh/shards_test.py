@@ -6,6 +6,7 @@ import chex
 import jax
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.collective_order import unordered
 from helpers.meshes import DIVERGED_BYTES, factors, find, residuals
@@ -15,6 +16,8 @@ import edgc_jax
 from edgc_jax.budget import entropy
 from edgc_jax.wire import agreement
 from experiments.runtime import hlo
+
+pytestmark = pytest.mark.slow
 
 MESHES = {
   "one_device": {"data": 1},

@@ -6,6 +6,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.meshes import AXIS, Pmap, gradients_like
 from helpers.reducers import moving
@@ -13,6 +14,8 @@ from jax.extend import core
 
 import edgc_jax
 from edgc_jax.methods import linear_algebra
+
+pytestmark = pytest.mark.slow
 
 LEVEL = 1e-7
 ROUNDS = ("cholesky", "dot_general", "triangular_solve")

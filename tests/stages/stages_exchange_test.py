@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.collective_order import unordered
 from helpers.meshes import (
@@ -41,6 +42,8 @@ from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer import rounds
 from edgc_jax.wire import agreement
 from experiments.runtime import hlo
+
+pytestmark = pytest.mark.slow
 
 
 def optimize(wanted):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.collective_order import unordered
 from helpers.meshes import AXIS, between_hosts, gradients_like
@@ -20,6 +21,8 @@ import edgc_jax
 from edgc_jax.measure.description import reviewed
 from experiments.network import jax_host
 from experiments.runtime import hlo
+
+pytestmark = pytest.mark.slow
 
 REPLICAS = 4
 PARAMS = {"kernel": jnp.ones((48, 40)), "bias": jnp.ones(40)}
