@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 
 from experiments.models import gpt2
+
+pytestmark = pytest.mark.slow
 
 TINY = gpt2.GPT2Config(
   vocab_size=50, context=16, width=24, num_layers=3, num_heads=4

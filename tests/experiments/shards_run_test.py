@@ -10,9 +10,7 @@ from helpers import cut_runs
 from experiments.models import gpt2, gpt2_shards
 from experiments.training.trainer import Trainer
 
-pytestmark = pytest.mark.slow
-
-pytestmark = pytest.mark.usefixtures("without_cache")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cache")]
 
 
 def config_of(folder, reducer, data=2, fsdp=2):

@@ -3,11 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
+
+pytestmark = pytest.mark.slow
 
 PARAMS = {
   "layers": jnp.zeros((6, 768, 1536)),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest
 from helpers.meshes import (
   AXIS,
@@ -33,6 +34,8 @@ from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from edgc_jax.wire import agreement
+
+pytestmark = pytest.mark.slow
 
 
 @functools.cache
