@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.flat_options import edgc
 from helpers.meshes import (
@@ -245,6 +246,7 @@ def fresh(scale_exponent=0.0):
   return run
 
 
+@pytest.mark.slow
 class EdgcTest(parameterized.TestCase):
   """Ranks that `edgc` gives to matrices, for scripted gradients."""
 
@@ -396,6 +398,7 @@ class EdgcTest(parameterized.TestCase):
     )
 
 
+@pytest.mark.slow
 class FixedRankTest(parameterized.TestCase):
   """A rank that is fixed beforehand may be shared by error, too."""
 

@@ -3,6 +3,7 @@
 from unittest import mock
 
 import jax
+import pytest
 from absl.testing import absltest, parameterized
 
 import edgc_jax
@@ -11,6 +12,8 @@ from edgc_jax import CompressionModel, LinkModel
 from experiments.models import gpt2
 from experiments.parallel import meshes
 from experiments.training import advised, optimizer
+
+pytestmark = pytest.mark.slow
 
 SLOW, FAST = LinkModel(1e-4, 1e6), LinkModel(1e-6, 1e11)
 

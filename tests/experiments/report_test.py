@@ -13,6 +13,8 @@ import pytest
 
 from experiments.reporting import heat_maps, panels, run_page
 
+pytestmark = pytest.mark.slow
+
 DENSE_BYTES = 8_000_000
 SUMMARY = {
   "reducer": "edgc",

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.flat_options import edgc
 from helpers.meshes import (
@@ -178,6 +179,7 @@ class DtypesTest(parameterized.TestCase):
         edgc_jax.allreduce().init(params)
 
 
+@pytest.mark.slow
 class RuleTest(parameterized.TestCase):
   """With one rank for all matrices, on two replicas."""
 

@@ -7,11 +7,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.meshes import AXIS, stage_mesh
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
+
+pytestmark = pytest.mark.slow
 
 WIDTH = 6
 
