@@ -1,8 +1,26 @@
 """Checks of arguments; each error names argument, value, rule and remedy."""
 
+import inspect
 import math
+import types
+import warnings
 from collections.abc import Sequence
 from typing import Any
+
+# Frames of these packages do not show where a user's mistake is.
+_NOT_THE_USERS = ("edgc_jax", "flax", "jax", "optax")
+
+
+def warn(message: str) -> None:
+  """Warns of a mistake, at the line of the user's code that led to it."""
+  frame, depth = inspect.currentframe(), 1
+  while frame.f_back and _package_of(frame) in _NOT_THE_USERS:
+    frame, depth = frame.f_back, depth + 1
+  warnings.warn(message, RuntimeWarning, stacklevel=depth)
+
+
+def _package_of(frame: types.FrameType) -> str:
+  return frame.f_globals.get("__name__", "").split(".")[0]
 
 
 def require(

@@ -44,8 +44,8 @@ COLLECTIVES = {
 }  # fmt: skip
 STANDARD = {
   "collections", "contextlib", "contextvars", "dataclasses", "functools",
-  "importlib", "logging", "math", "os", "re", "sys", "threading", "time",
-  "typing", "warnings",
+  "importlib", "inspect", "logging", "math", "os", "re", "sys", "threading",
+  "time", "types", "typing", "warnings",
 }  # fmt: skip
 
 

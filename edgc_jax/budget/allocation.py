@@ -14,7 +14,7 @@ ends. Any budget may be shared so. Arrays are over the K matrices of a stage.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -363,25 +363,19 @@ class ErrorAllocator:
 
   @functools.cached_property
   def _tables(self) -> "_Tables":
-    uniform = uniform_ranks(self.matrices, self.ladder)
-    limits = [
-      [most_columns(leaf.columns(rank), leaf.cap) for leaf in self.matrices]
-      for rank in self.ladder
-    ]
+    def of_all(columns: Callable[[Leaf, int], int]) -> np.ndarray:
+      ranks = [
+        [columns(x, rank) for x in self.matrices] for rank in self.ladder
+      ]
+      return np.array(ranks, np.int32).reshape(len(self.ladder), -1)
+
+    uniform = of_all(lambda leaf, rank: leaf.columns(rank))
     return _Tables(
       uniform,
       (uniform.astype(np.int64) @ self._sides).astype(np.int32),
       np.minimum(uniform, _FLOOR),
-      np.array(limits, np.int32).reshape(len(self.ladder), -1),
+      of_all(lambda x, rank: most_columns(x.columns(rank), x.cap)),
     )
-
-
-def uniform_ranks(
-  matrices: Sequence[Leaf], ladder: Sequence[int]
-) -> np.ndarray:
-  """Returns the columns of each matrix at each rank; int32 [levels, K]."""
-  ranks = [[leaf.columns(rank) for leaf in matrices] for rank in ladder]
-  return np.array(ranks, np.int32).reshape(len(ladder), -1)
 
 
 class _Tables(NamedTuple):

@@ -90,16 +90,6 @@ class EntropySample(NamedTuple):
   weight: jax.Array  # float32 [], 1 for a usable estimate, else 0
 
 
-def no_sample(num_matrices: int) -> EntropySample:
-  """Returns the placeholder of a step that is not sampled: zeros."""
-  return EntropySample(
-    jnp.zeros((), jnp.float32),
-    jnp.zeros(num_matrices, jnp.float32),
-    jnp.zeros(num_matrices, jnp.float32),
-    jnp.zeros((), jnp.float32),
-  )
-
-
 def estimate(
   gradients: Sequence[jax.Array],
   index: jax.Array,

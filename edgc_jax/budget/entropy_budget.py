@@ -175,8 +175,6 @@ class EntropyBudget(Budget):
     self, gradients: Sequence[jax.Array], count: jax.Array, earlier: Any
   ) -> tuple[EntropySample, jax.Array]:
     """Steps that are not sampled cost nothing: the estimate is in a branch."""
-    if not gradients:
-      return entropy.no_sample(0), jnp.zeros((), jnp.float32)
     period = self.sampling.period
     is_sampled = order.in_turn(count % period == 0, earlier)
 

@@ -6,7 +6,6 @@ limited.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -101,20 +100,16 @@ class Ladder:
       num_reduces,
     )
     if top == 0 and cap == 0:
-      warnings.warn(
+      validation.warn(
         f"No leaf saves `min_ratio` ({min_ratio:g}) at rank"
         f" {self.rank_multiple} or above, so all gradients are sent dense."
-        " edgc_jax.describe(tx, params) shows the matrices.",
-        RuntimeWarning,
-        stacklevel=2,
+        " edgc_jax.describe(tx, params) shows the matrices."
       )
     elif top == 0:
-      warnings.warn(
+      validation.warn(
         f"On this link ({self.link}) a dense all-reduce is no slower than any"
         " rank that saves `min_ratio`, so all gradients are sent dense. Use"
-        " allreduce, or give rank_max to compress anyway.",
-        RuntimeWarning,
-        stacklevel=2,
+        " allreduce, or give rank_max to compress anyway."
       )
     if top == 0:
       return ()
@@ -230,29 +225,11 @@ def equal_steps(
   Returns:
     The ranks, rising.
 
-  Raises:
-    TypeError: if an argument is not a Python integer.
-    ValueError: if an argument is below 1, or rank_min above rank_max.
-
   >>> equal_steps(8, 32)
   (8, 12, 16, 20, 24, 28, 32)
   >>> equal_steps(8, 100, most=5)
   (20, 40, 60, 80, 100)
   """
-  for name, value in (
-    ("rank_min", rank_min),
-    ("rank_max", rank_max),
-    ("rank_multiple", rank_multiple),
-    ("most", most),
-  ):
-    validation.require_int(name, value, 1)
-  validation.require(
-    rank_min <= rank_max,
-    "rank_min",
-    rank_min,
-    f"at most rank_max ({rank_max})",
-    "lower it",
-  )
   # floor(span / step) + 1 <= most, so step > span / most.
   span = rank_max - rank_min
   step = rank_multiple * (span // (most * rank_multiple) + 1)

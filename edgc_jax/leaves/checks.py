@@ -111,15 +111,10 @@ def require_shapes(leaf: Leaf, state: LeafState) -> None:
   Raises:
     ValueError: if an array has another shape.
   """
-  for name, found, shape in (
-    (
-      "factor_q",
-      state.factor_q,
-      leaf.width and (leaf.view.count, leaf.sides[1], leaf.width),
-    ),
-    ("residual", state.residual, leaf.has_residual and leaf.shape),
+  for name, found, expected in (
+    ("factor_q", state.factor_q, leaf.shape_of_q),
+    ("residual", state.residual, leaf.shape if leaf.has_residual else None),
   ):
-    expected = tuple(shape) if shape or shape == () else None
     got = None if found is None else tuple(found.shape)
     if got != expected:
       raise ValueError(

@@ -70,6 +70,13 @@ class Leaf:
     return tuple(sorted(self.view[1:]))
 
   @property
+  def shape_of_q(self) -> tuple[int, int, int] | None:
+    """Shape of the factors Q in its state; None without factors."""
+    if not self.width:
+      return None
+    return self.view.count, self.width, self.sides[1]
+
+  @property
   def is_tall(self) -> bool:
     """Whether matrices have more rows than columns."""
     return self.view.rows > self.view.cols
@@ -86,7 +93,7 @@ class LeafStats(NamedTuple):
   """
 
   rank: jax.Array  # int32 [k], columns in the newest step; 0 is dense
-  error: jax.Array  # float32 [k], share of the energy not sent
+  error: jax.Array | None = None  # float32 [k], share of the energy not sent
   entropy: jax.Array | None = None  # float32 [k], nats
   predicted_error: jax.Array | None = None  # float32 [k], by the model
 
@@ -94,7 +101,7 @@ class LeafStats(NamedTuple):
 class LeafState(NamedTuple):
   """What is kept of one leaf; a field is None if the leaf does not have it."""
 
-  # float32 [k, n, width], columns of Q; equal on all replicas
+  # float32 [k, width, n], the columns of Q as rows; equal on all replicas
   factor_q: jax.Array | None = None
   # float32, the shape of the leaf; each replica has its own
   residual: jax.Array | None = None
@@ -233,13 +240,13 @@ def leaves_in(
   return tuple(leaves)
 
 
-def by_matrix(leaves: Sequence[Leaf], values: jax.Array) -> list[jax.Array]:
+def split_by_leaf(leaves: Sequence[Leaf], values: jax.Array) -> list[jax.Array]:
   """Splits an array over all matrices of leaves, [K, ...], by leaf.
 
   Matrices are ordered by leaf, then along the stack.
   """
-  ends, parts = 0, []
+  start, parts = 0, []
   for leaf in leaves:
-    parts.append(values[ends : ends + leaf.view.count])
-    ends += leaf.view.count
+    parts.append(values[start : start + leaf.view.count])
+    start += leaf.view.count
   return parts

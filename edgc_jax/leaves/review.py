@@ -2,12 +2,12 @@
 
 import contextlib
 import contextvars
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from edgc_jax import validation
 from edgc_jax.leaves.leaf import Leaf
 from edgc_jax.wire.order import Axes
 
@@ -65,13 +65,11 @@ def _warn_if_nothing_saves(reviewed: Reviewed, min_ratio: float) -> None:
     and reviewed.leaves
     and not any(x.is_compressed for x in reviewed.leaves)
   ):
-    warnings.warn(
+    validation.warn(
       f"No leaf saves `min_ratio` ({min_ratio:g}) at rank {min(ranks)} or"
       " above, so all gradients are sent dense. Lower the rank, or give a"
       " `matrix_view` that folds the leaves into larger matrices;"
-      " edgc_jax.describe(tx, params) shows the matrices.",
-      RuntimeWarning,
-      stacklevel=5,
+      " edgc_jax.describe(tx, params) shows the matrices."
     )
 
 
@@ -97,9 +95,7 @@ def _warn_of_dtypes(leaves: Sequence[Leaf]) -> None:
   ):
     paths = [leaf.path for leaf in leaves if leaf.dtype == dtype]
     if paths:
-      warnings.warn(
+      validation.warn(
         f"Gradients of {jnp.dtype(dtype).name} are {effect}: {paths[0]}"
-        f" ({len(paths)} of {len(leaves)} leaves). {remedy}.",
-        RuntimeWarning,
-        stacklevel=5,
+        f" ({len(paths)} of {len(leaves)} leaves). {remedy}."
       )

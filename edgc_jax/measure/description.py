@@ -24,8 +24,8 @@ from edgc_jax.leaves.leaf import (
 from edgc_jax.leaves.review import Reviewed, reducers_seen
 from edgc_jax.leaves.views import ViewFn, layer_matrix
 from edgc_jax.mesh.sharding import init_on_mesh
-from edgc_jax.methods.low_rank import require_ratio, with_factors
-from edgc_jax.reducer.reducer import shards_of
+from edgc_jax.methods.low_rank import with_factors
+from edgc_jax.reducer.reducer import exchanges_of, shards_of
 from edgc_jax.reducer.rounds import count_bytes
 from edgc_jax.wire.codes import Code, code_of, name_of
 from edgc_jax.wire.order import Axes, names
@@ -209,23 +209,16 @@ def wire_bytes(
     ("replicas", replicas, 1),
   ):  # fmt: skip
     validation.require_int(name, value, least)
-  require_ratio(min_ratio)
+  validation.require_finite("min_ratio", min_ratio, "use 2 or more")
   code = code_of(wire_dtype)
   ladder = sorted({rank, first_rank, rank_min})
   leaves = leaves_in(arrays_of(params), matrix_view, placement)
   leaves = with_factors(leaves, [r for r in ladder if r], min_ratio, code)
-  return sum(
-    int(count_bytes(own, [rank if e == 0 else first_rank], code, replicas)[0])
-    for e, own in enumerate(_exchanges(leaves))
-  )
-
-
-def _exchanges(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
-  """Returns the leaves of each exchange."""
-  last = max((leaf.exchange for leaf in leaves), default=0)
-  return [
-    [leaf for leaf in leaves if leaf.exchange == e] for e in range(last + 1)
-  ]
+  total = 0
+  for e, members in enumerate(exchanges_of(leaves)):
+    own, at = [leaves[i] for i in members], rank if e == 0 else first_rank
+    total += int(count_bytes(own, [at], code, replicas)[0])
+  return total
 
 
 def _part(found: Reviewed, replicas: int, mesh: Any) -> Part:
@@ -264,7 +257,8 @@ def _part(found: Reviewed, replicas: int, mesh: Any) -> Part:
     tuple(row(leaf) for leaf in leaves),
     tuple(
       sum(
-        count_bytes(own, ladder, code, replicas) for own in _exchanges(leaves)
+        count_bytes([leaves[i] for i in own], ladder, code, replicas)
+        for own in exchanges_of(leaves)
       ).tolist()
     ),
     4 * sum(leaf.size for leaf in leaves),

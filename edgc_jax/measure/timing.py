@@ -13,7 +13,6 @@ point, and continue with the mean of their times (`agree`).
 
 import functools
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -287,13 +286,11 @@ def measure_link(
   # Growth below the rounding errors of the times does not count.
   if slope * num_bytes[largest] <= 1e-6 * seconds[largest]:
     bandwidth = float(num_bytes[largest] / seconds[largest])
-    warnings.warn(
+    validation.warn(
       f"All-reduces of {num_bytes.tolist()} bytes took {seconds.tolist()}"
       " seconds, which does not grow with size. Falling back to latency 0 and"
       f" the bandwidth of the largest, {bandwidth:.4g} bytes a second. Measure"
-      " on an idle machine, with more `repeats` or larger `sizes`.",
-      RuntimeWarning,
-      stacklevel=2,
+      " on an idle machine, with more `repeats` or larger `sizes`."
     )
     return LinkModel(0.0, bandwidth, r_squared=0.0)
   error = lambda fit: np.sum((fit / seconds - 1) ** 2)  # noqa: E731

@@ -1,6 +1,5 @@
 """Converts a state to parameters that are sharded otherwise."""
 
-import warnings
 from typing import Any
 
 import jax
@@ -213,12 +212,10 @@ def _leaves(old: ReducerState, new: ReducerState) -> Any:
     and np.any(leaf.residual)
   ]
   if lost:
-    warnings.warn(
+    validation.warn(
       f"Residuals of {len(lost)} leaves, such as {min(lost)}, are lost: their"
       " parts on the new mesh are too small to be compressed. Their gradients"
-      " are sent dense from now on; lower `min_ratio` to compress them.",
-      RuntimeWarning,
-      stacklevel=5,
+      " are sent dense from now on; lower `min_ratio` to compress them."
     )
 
   def residual(path: tuple, leaf: LeafState) -> LeafState:

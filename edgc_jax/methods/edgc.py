@@ -25,7 +25,6 @@ from edgc_jax.leaves.leaf import Leaf
 from edgc_jax.leaves.views import ViewFn
 from edgc_jax.methods.low_rank import (
   allocator_for,
-  require_ratio,
   with_factors,
 )
 from edgc_jax.reducer import rounds
@@ -190,7 +189,7 @@ def edgc(
     if total_steps is not None:
       sampling = Sampling.for_window(window)
   windows.require_windows(window, warmup_steps, max_warmup_steps, sampling)
-  require_ratio(min_ratio)
+  validation.require_finite("min_ratio", min_ratio, "use 2 or more")
   code, options = code_of(wire_dtype), allocation_of(allocation)
   is_aligned = stages is not None and stages.align == "slack"
   if is_aligned:

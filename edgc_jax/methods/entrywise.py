@@ -79,7 +79,7 @@ def entrywise(average: Average) -> Method:
       energies=Energies(lost, total, energy, unit),
     )
 
-  return Method(rounds, "entry by entry")
+  return Method(rounds, "entry by entry", measures=True)
 
 
 def make_entrywise(

@@ -44,7 +44,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from edgc_jax import validation
 from edgc_jax.budget.allocation import ErrorAllocation, ErrorAllocator
 from edgc_jax.leaves.leaf import Leaf, LeafState, cap_of
 from edgc_jax.methods import linear_algebra, sketches
@@ -58,7 +57,7 @@ from edgc_jax.reducer.rounds import (
   Rounds,
   added,
 )
-from edgc_jax.wire import averages
+from edgc_jax.wire import averages, packing
 from edgc_jax.wire.codes import Code
 from edgc_jax.wire.wire import Send
 
@@ -86,14 +85,13 @@ def low_rank(
   parts = (gradient,)  # of M
   if state.residual is not None:
     parts += (state.residual.reshape(leaf.view),)
-  old_q = jnp.swapaxes(state.factor_q, 1, 2)
 
   def search(q: jax.Array, parts: tuple) -> jax.Array:
     # P_i = M_i unit(Q)
     q = linear_algebra.unit_columns(q)
     return linear_algebra.product(leaf.is_tall, q, added(*parts))
 
-  p = yield Send(_each(search, (_in_use(ranks, old_q), parts)), ranks)
+  p = yield Send(_each(search, (state.factor_q, parts)), ranks)
   unit = linear_algebra.unit_of(p.mean)
 
   def project(p: jax.Array, signs: jax.Array, parts: tuple) -> tuple:
@@ -125,12 +123,12 @@ def low_rank(
   return Outcome(
     update,
     left,
-    jnp.swapaxes(_in_use(ranks, new_q, old_q), 1, 2),
+    _in_use(ranks, new_q, state.factor_q),
     Energies(lost, total, energy, unit),
   )
 
 
-LOW_RANK = Method(low_rank, "as factors", joins=True, zeroes=True)
+LOW_RANK = Method(low_rank, "as factors", measures=True, joins=True)
 
 
 def with_factors(
@@ -201,14 +199,6 @@ def allocator_for(
   return ErrorAllocator(matrices, tuple(ladder), options)
 
 
-def require_ratio(min_ratio: float) -> None:
-  """Raises unless `min_ratio` is a Python number, at least 0."""
-  validation.require_number("min_ratio", min_ratio)
-  validation.require(
-    min_ratio >= 0, "min_ratio", min_ratio, "at least 0", "use 2 or more"
-  )
-
-
 def _is_encoded(leaf: Leaf, code: Code | None, has_ranks: bool) -> bool:
   """Returns whether a leaf is encoded when it is sent dense.
 
@@ -219,20 +209,14 @@ def _is_encoded(leaf: Leaf, code: Code | None, has_ranks: bool) -> bool:
   if code is None or leaf.placement == "shared":
     return False
   if code.needs_feedback:
-    (sent,) = averages.average_bytes([[leaf.size]], code)
+    sent = averages.average_bytes([leaf.size], code)
     return bool(leaf.cap) or sent < 4 * leaf.size
   return leaf.view is not None and (bool(leaf.cap) or not has_ranks)
 
 
-def _in_use(
-  ranks: jax.Array | None, rows: jax.Array, other: Any = 0.0
-) -> jax.Array:
-  """Returns the rows [k, width, ...] in use, and `other` beyond the ranks."""
-  if ranks is None:
-    return rows
-  is_used = jnp.arange(rows.shape[1]) < ranks[:, None]
-  return jnp.where(is_used[..., None] if rows.ndim > 2 else is_used,
-                   rows, other)  # fmt: skip
+def _in_use(ranks: jax.Array | None, rows: jax.Array, other: Any) -> jax.Array:
+  """Returns the rows in use, `other` beyond; None: all rows always are."""
+  return rows if ranks is None else packing.in_use(rows, ranks, other)
 
 
 def _each(function: Callable[..., Any], stacks: tuple) -> Any:

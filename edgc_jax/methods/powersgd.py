@@ -17,7 +17,6 @@ from edgc_jax.leaves.leaf import Leaf
 from edgc_jax.leaves.views import ViewFn
 from edgc_jax.methods.low_rank import (
   allocator_for,
-  require_ratio,
   with_factors,
 )
 from edgc_jax.reducer.reducer import Plan, make_reducer
@@ -90,7 +89,7 @@ def powersgd(
   """
   schedule = _schedule(rank, warmup_steps)
   ranks = sorted({rank for rank in schedule.values() if rank})
-  require_ratio(min_ratio)
+  validation.require_finite("min_ratio", min_ratio, "use 2 or more")
   validation.require_int("window", window, 1)
   code, options = code_of(wire_dtype), allocation_of(allocation)
 

@@ -1,13 +1,15 @@
 """Defines `quantize`: sends every entry in fewer bits."""
 
 from collections.abc import Generator
-from typing import Any
 
 import jax
 import optax
 
 from edgc_jax import validation
-from edgc_jax.methods.entrywise import make_entrywise
+from edgc_jax.leaves.views import ViewFn
+from edgc_jax.methods.entrywise import MIN_SIZE, make_entrywise
+from edgc_jax.stages.stages import Stages
+from edgc_jax.wire.agreement import CHECK_EVERY
 from edgc_jax.wire.codes import Blockwise
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
@@ -21,9 +23,11 @@ def quantize(
   *,
   block: int = 256,
   error_feedback: bool = False,
-  min_size: int = 1024,
+  min_size: int = MIN_SIZE,
   seed: int = 714,
-  **options: Any,
+  matrix_view: ViewFn | None = None,
+  stages: Stages | None = None,
+  check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients as integers of 8 or 4 bits, with a scale per block.
 
@@ -46,7 +50,7 @@ def quantize(
       Unbiased rounding does not need it.
     min_size: Leaves of fewer entries are sent dense.
     seed: Seed of the rounding.
-    **options: `matrix_view`, `stages` and `check_every`, as for `edgc`.
+    matrix_view, stages, check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -75,7 +79,9 @@ def quantize(
     min_size=min_size,
     seed=seed,
     code=Blockwise(bits, block, is_random=not error_feedback),
-    **options,
+    matrix_view=matrix_view,
+    stages=stages,
+    check_every=check_every,
   )
 
 

@@ -1,14 +1,16 @@
 """Defines `randomk`: sends random entries, the same on all replicas."""
 
 from collections.abc import Generator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from edgc_jax import validation
-from edgc_jax.methods.entrywise import count_of, make_entrywise
+from edgc_jax.leaves.views import ViewFn
+from edgc_jax.methods.entrywise import MIN_SIZE, count_of, make_entrywise
+from edgc_jax.stages.stages import Stages
+from edgc_jax.wire.agreement import CHECK_EVERY
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
 
@@ -18,9 +20,11 @@ def randomk(
   axis_name: AxisName = "data",
   *,
   error_feedback: bool = True,
-  min_size: int = 1024,
+  min_size: int = MIN_SIZE,
   seed: int = 714,
-  **options: Any,
+  matrix_view: ViewFn | None = None,
+  stages: Stages | None = None,
+  check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages random entries of every tensor, the same on all replicas.
 
@@ -41,7 +45,7 @@ def randomk(
       at most 1.
     min_size: Leaves of fewer entries are sent dense.
     seed: Seed of the entries.
-    **options: `matrix_view`, `stages` and `check_every`, as for `edgc`.
+    matrix_view, stages, check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -76,7 +80,9 @@ def randomk(
     error_feedback=error_feedback,
     min_size=min_size,
     seed=seed,
-    **options,
+    matrix_view=matrix_view,
+    stages=stages,
+    check_every=check_every,
   )
 
 

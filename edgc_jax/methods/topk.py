@@ -1,14 +1,16 @@
 """Defines `topk`: sends the largest entries of every tensor."""
 
 from collections.abc import Generator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from edgc_jax import validation
-from edgc_jax.methods.entrywise import count_of, make_entrywise
+from edgc_jax.leaves.views import ViewFn
+from edgc_jax.methods.entrywise import MIN_SIZE, count_of, make_entrywise
+from edgc_jax.stages.stages import Stages
+from edgc_jax.wire.agreement import CHECK_EVERY
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
 
@@ -17,8 +19,10 @@ def topk(
   density: float = 0.01,
   axis_name: AxisName = "data",
   *,
-  min_size: int = 1024,
-  **options: Any,
+  min_size: int = MIN_SIZE,
+  matrix_view: ViewFn | None = None,
+  stages: Stages | None = None,
+  check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages the largest entries of every tensor, with error feedback.
 
@@ -33,7 +37,7 @@ def topk(
     density: Share of the entries that is sent, in (0, 1].
     axis_name: As for `edgc`.
     min_size: Leaves of fewer entries are sent dense.
-    **options: `matrix_view`, `stages` and `check_every`, as for `edgc`.
+    matrix_view, stages, check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -60,7 +64,14 @@ def topk(
     mean = _total(values, places, m.size) / len(values)
     return mean, jnp.zeros_like(m).at[index].set(m[index])
 
-  return make_entrywise(average, axis_name, min_size=min_size, **options)
+  return make_entrywise(
+    average,
+    axis_name,
+    min_size=min_size,
+    matrix_view=matrix_view,
+    stages=stages,
+    check_every=check_every,
+  )
 
 
 def _total(values: jax.Array, places: jax.Array, size: int) -> jax.Array:

@@ -3,7 +3,6 @@
 `metrics` also warns of common mistakes, which the statistics show.
 """
 
-import warnings
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from edgc_jax import validation
 from edgc_jax.leaves.leaf import LeafStats, is_leaf_state, without_variables
 from edgc_jax.reducer.state import Checks, ReducerState, SkipStats, Stats
 from edgc_jax.wire import collectives
@@ -190,44 +190,36 @@ def _warn_of_masks(opt_state: Any, checks: Checks) -> None:
   parts = find(opt_state, optax.transforms.PartitionState)
   is_part = any(find(part.inner_states, Checks) for part in parts)
   if is_masked and not is_part and checks.left_out:
-    warnings.warn(
+    validation.warn(
       f"optax.masked keeps {checks.left_out} leaves from the reducer, so their"
       " gradients are not averaged, and replicas diverge, unless they are"
       " frozen. Remove the mask and send these leaves dense, with"
-      " matrix_view=lambda path, shape: None for them.",
-      RuntimeWarning,
-      stacklevel=3,
+      " matrix_view=lambda path, shape: None for them."
     )
 
 
 def _warn(checks: Checks, skips: list[SkipStats]) -> None:
   """Warns of equal gradients, diverged replicas and repeated skips."""
   if checks.identical_steps >= CHECKED_STEPS:
-    warnings.warn(
+    validation.warn(
       "All replicas had the same gradients in the first steps. Either they were"
       " averaged before the reducer, so that compression saves nothing, or all"
       " replicas read the same data. Remove the pmean of the gradients, or give"
-      " every replica its own part of the batch.",
-      RuntimeWarning,
-      stacklevel=3,
+      " every replica its own part of the batch."
     )
   if checks.diverged_steps:
-    warnings.warn(
+    validation.warn(
       "Replicas held different parameters, or applied different updates, at"
       f" {checks.diverged_steps} of the steps at which they were compared:"
       " since then they train different models. Start all replicas from equal"
       " parameters and average every leaf; after a hardware fault resume from a"
       " checkpoint, or copy the first replica's state with"
-      " edgc_jax.follow_first_replica.",
-      RuntimeWarning,
-      stacklevel=3,
+      " edgc_jax.follow_first_replica."
     )
   for skip in skips:
     if skip.consecutive_skips >= skip.max_consecutive:
-      warnings.warn(
+      validation.warn(
         f"{skip.consecutive_skips} steps in a row had non-finite gradients and"
         " were skipped: training makes no progress. Lower the learning rate,"
-        " or check the data of these steps.",
-        RuntimeWarning,
-        stacklevel=3,
+        " or check the data of these steps."
       )

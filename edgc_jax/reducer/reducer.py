@@ -38,15 +38,15 @@ from edgc_jax.leaves.leaf import (
   Leaf,
   LeafState,
   LeafStats,
-  by_matrix,
   is_leaf_state,
   leaves_in,
   own_placement,
+  split_by_leaf,
   without_variables,
 )
 from edgc_jax.leaves.views import ViewFn, layer_matrix
 from edgc_jax.reducer import compile_notice, rounds
-from edgc_jax.reducer.rounds import Energies, Input, Outcome
+from edgc_jax.reducer.rounds import Input, Outcome
 from edgc_jax.reducer.state import (
   Checks,
   ReducerState,
@@ -63,7 +63,6 @@ from edgc_jax.stages.stages import Stages
 from edgc_jax.wire import agreement, collectives, cpu_backend, order
 from edgc_jax.wire.codes import Code
 from edgc_jax.wire.order import Axes, AxisName
-from edgc_jax.wire.wire import Wire
 
 
 class Plan(NamedTuple):
@@ -81,22 +80,23 @@ class Plan(NamedTuple):
   @property
   def exchanges(self) -> list[list[int]]:
     """The indices of the leaves of each exchange; the first may be empty."""
-    last = max((leaf.exchange for leaf in self.leaves), default=0)
-    return [
-      [i for i, leaf in enumerate(self.leaves) if leaf.exchange == e]
-      for e in range(last + 1)
-    ]
+    return exchanges_of(self.leaves)
 
   @property
   def sampled(self) -> list[int]:
     """Indices of the leaves whose matrices the budget sees."""
     return [i for i, leaf in enumerate(self.leaves) if is_sampled(leaf)]
 
+  @property
+  def is_measured(self) -> bool:
+    """Whether the errors of all compressed leaves are known."""
+    return all(x.method.measures for x in self.leaves if x.is_compressed)
+
   def by_leaf(self, values: jax.Array | None) -> list[jax.Array | None]:
     """Splits an array over the sampled matrices, [K, ...], by leaf."""
     parts: list[Any] = [None] * len(self.leaves)
     if values is not None:
-      own = by_matrix([self.leaves[i] for i in self.sampled], values)
+      own = split_by_leaf([self.leaves[i] for i in self.sampled], values)
       for i, part in zip(self.sampled, own, strict=True):
         parts[i] = part
     return parts
@@ -161,21 +161,27 @@ class Reducer:
     zero = functools.partial(jnp.zeros, (), jnp.float32)
     count, rank, *counters = (jnp.zeros((), jnp.int32) for _ in range(5))
     dense_bytes = 4.0 * sum(leaf.size for leaf in plan.leaves)
+    errors = (zero(), zero()) if plan.is_measured else (None, None)
     stats = Stats(
-      rank, zero(), zero(), jnp.float32(dense_bytes), zero(), zero(),
+      rank, zero(), zero(), jnp.float32(dense_bytes), *errors,
       report.entropy, report.predicted_error,
     )  # fmt: skip
-    zeros = [
-      [jnp.zeros(x.view.count, kind) if x.is_compressed else None
-       for x in plan.leaves]
-      for kind in (jnp.int32, jnp.float32)
-    ]  # fmt: skip
+
+    def zeros(leaf: Leaf, kind: Any, is_kept: bool) -> jax.Array | None:
+      return jnp.zeros(leaf.view.count, kind) if is_kept else None
+
+    ranks = [zeros(x, jnp.int32, x.is_compressed) for x in plan.leaves]
+    errors = [
+      zeros(x, jnp.float32, x.is_compressed and x.method.measures)
+      for x in plan.leaves
+    ]
     left_out = jnp.array(_masked_leaves(params), jnp.int32)
     state = ReducerState(
       count,
       # NNX updates a variable as a whole, so its array's state is not inside.
       _as_tree(
-        without_variables(params), _with_stats(plan, states, *zeros, report)
+        without_variables(params),
+        _with_stats(plan, states, ranks, errors, report),
       ),
       own,
       shares,
@@ -203,7 +209,7 @@ class Reducer:
     )
     applied = [one.update for one in found] if params is None else params
     ok, checks, checked = self._agree(plan, state, compared, is_finite, applied)
-    found = self._keep(plan, state, found, ok)
+    found = self._keep(state, found, ok)
     sent += choice.wire_bytes + checked
     state = self._account(plan, state, choice, found, is_finite & ok, sent)
     state = state._replace(checks=checks)
@@ -236,8 +242,7 @@ class Reducer:
     leaf_checks.require_local(gradients, plan.leaves, axes.replicas, axes)
     if num_axes:
       require_stages(gradients, plan.leaves, params, axes.stage)
-    if num_axes or state.stats.rank.ndim > state.count.ndim:
-      state = unstacked(state, num_axes)
+    state = unstacked(state, num_axes)
     for leaf, own in zip(plan.leaves, _states(state), strict=True):
       leaf_checks.require_shapes(leaf, own)
     own = plan.exchanges[0][:1]
@@ -348,25 +353,18 @@ class Reducer:
     ]
     all_finite, sent = [], jnp.zeros((), jnp.float32)
     for e, members in enumerate(plan.exchanges):
-      own_key, level = jax.random.fold_in(key, e), choice.levels[e > 0]
-
-      def make_wire(
-        ladder: Sequence[int], earlier: Any = earlier, key: Any = own_key,
-        level: Any = level,
-      ) -> Wire:  # fmt: skip
-        if len(ladder) < len(plan.budget.ladder):  # a branch, without dense
-          level = jnp.maximum(level - 1, 0)
-        return Wire(self.axes.replicas, ladder, level, key, self.code, earlier)
-
+      level = choice.levels[e > 0]
       found, is_finite, num_bytes = rounds.exchange(
         [
           Input(plan.leaves[i], gradients[i], states[i], choice.ranks[i])
           for i in members
         ],
-        make_wire,
+        self.axes.replicas,
         plan.budget.ladder,
         level,
-        own_key,
+        jax.random.fold_in(key, e),
+        self.code,
+        earlier,
       )
       outcomes |= dict(zip(members, found, strict=True))
       all_finite.append(is_finite)
@@ -433,19 +431,9 @@ class Reducer:
     return ok, checks, compared.wire_bytes + diverged.wire_bytes + stage_bytes
 
   def _keep(
-    self,
-    plan: Plan,
-    state: ReducerState,
-    found: Sequence[Outcome],
-    ok: jax.Array,
+    self, state: ReducerState, found: Sequence[Outcome], ok: jax.Array
   ) -> list[Outcome]:
-    """Returns the outcomes; zeros and the old states if the step is not ok.
-
-    An exchange keeps the old state if it was not finite itself; with several
-    exchanges or stages, another one may not have been.
-    """
-    if len(plan.exchanges) == 1 and not self._part_axes(plan):
-      return list(found)
+    """Returns the outcomes; zeros and the old states if the step is not ok."""
 
     def kept(new: Outcome, old: LeafState) -> Outcome:
       before = Outcome(
@@ -468,23 +456,25 @@ class Reducer:
     budget = plan.budget.observe(choice.budget, choice.sample, ok)
     shares = choice.allocation
     if plan.allocator:
-      measured = [_measured(found[i].energies) for i in plan.sampled]
-      measured = jax.tree.map(lambda *xs: jnp.concatenate(xs), *measured)
+      # Added up over steps, whose units differ.
+      energies = [found[i].energies for i in plan.sampled]
+      measured = Measured(
+        jnp.concatenate([x.lost * jnp.square(x.unit) for x in energies]),
+        jnp.concatenate([x.total * jnp.square(x.unit) for x in energies]),
+      )
       shares = plan.allocator.observe(shares, choice.levels[0], measured, ok)
     report = _report(plan, budget, shares)
     stats, is_measured = _next_stats(state, sent, found, ok)
     rank = jnp.array(plan.budget.ladder, jnp.int32)[choice.levels[0]]
+    rank *= any(leaf.cap for leaf in plan.leaves)  # 0 if all leaves are dense
     states, errors = [], []
     for one, old in zip(found, _states(state), strict=True):
       states.append(LeafState(one.factor_q, one.residual))
-      errors.append(
-        one.energies
-        and jnp.where(
-          is_measured,
-          share(one.energies.lost, one.energies.total),
-          old.stats.error,
-        )
-      )
+      error = None
+      if one.energies is not None:
+        error = _ratio(one.energies.lost, one.energies.total)
+        error = jnp.where(is_measured, error, old.stats.error)
+      errors.append(error)
     leaves = _with_stats(plan, states, choice.ranks, errors, report)
     return ReducerState(
       optax.safe_increment(state.count),
@@ -559,6 +549,15 @@ def by_exchange(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
   return tuple(dataclasses.replace(x, exchange=index(x)) for x in leaves)
 
 
+def exchanges_of(leaves: Sequence[Leaf]) -> list[list[int]]:
+  """Returns the indices of the leaves of each exchange."""
+  last = max((leaf.exchange for leaf in leaves), default=0)
+  return [
+    [i for i, leaf in enumerate(leaves) if leaf.exchange == e]
+    for e in range(last + 1)
+  ]
+
+
 def is_sampled(leaf: Leaf) -> bool:
   """Returns whether a budget sees the matrices of a leaf."""
   return leaf.exchange == 0 and leaf.is_compressed
@@ -620,12 +619,6 @@ def _report(plan: Plan, budget: Any, shares: Any) -> Report:
   return plan.allocator.report(shares, report) if plan.allocator else report
 
 
-def _measured(energies: Energies) -> Measured:
-  """Returns energies that may be added up over steps, whose units differ."""
-  squared = jnp.square(energies.unit)
-  return Measured(energies.lost * squared, energies.total * squared)
-
-
 def _next_stats(
   state: ReducerState,
   sent: jax.Array,
@@ -637,6 +630,13 @@ def _next_stats(
   Errors keep their old values if they are not.
   """
   old, error, norm = state.stats, jnp.float32(0.0), jnp.float32(0.0)
+  # mean' = mean + (bytes - mean) / steps
+  more = (sent - old.mean_wire_bytes) / (state.count + 1)
+  stats = old._replace(
+    wire_bytes=sent, mean_wire_bytes=old.mean_wire_bytes + more
+  )
+  if old.relative_error is None:
+    return stats, is_finite
   energies = [one.energies for one in found if one.energies is not None]
   if energies:
     unit = functools.reduce(jnp.maximum, [own.unit for own in energies])
@@ -646,20 +646,16 @@ def _next_stats(
     ]
     total = jax.tree.map(lambda *xs: sum(xs), *scaled)
     # |mean residual|^2 / |mean M|^2
-    error, norm = share(total.lost, total.total), unit * total.residual**0.5
+    error, norm = _ratio(total.lost, total.total), unit * total.residual**0.5
   is_measured = is_finite & jnp.isfinite(error) & jnp.isfinite(norm)
-  # mean' = mean + (bytes - mean) / steps
-  more = (sent - old.mean_wire_bytes) / (state.count + 1)
-  stats = old._replace(
-    wire_bytes=sent,
-    mean_wire_bytes=old.mean_wire_bytes + more,
+  stats = stats._replace(
     relative_error=jnp.where(is_measured, error, old.relative_error),
     residual_norm=jnp.where(is_measured, norm, old.residual_norm),
   )
   return stats, is_measured
 
 
-def share(part: jax.Array, whole: jax.Array) -> jax.Array:
+def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
   """Returns part / whole; 0 if both are 0."""
   return part / jnp.where(whole > 0, whole, 1.0)
 

@@ -25,9 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from edgc_jax import validation
 from edgc_jax.leaves.leaf import Leaf, LeafState, joined
 from edgc_jax.wire import order
 from edgc_jax.wire.codes import Code
+from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import CountingWire, Reply, Send, Wire
 
 
@@ -87,17 +89,18 @@ class Method:
       exchange.
     name: How it sends matrices, for `describe`.
     compresses: Whether it sends less than the whole matrices.
+    measures: Whether its outcomes have energies; if not, `metrics` has no
+      errors.
     joins: Whether leaves with matrices of equal shape are sent as one stack,
-      so that the time to compile does not grow with their number.
-    zeroes: Whether its update is zero whenever its last reply is. If not, the
-      driver drops the update of a step that was not finite, which reads it.
+      so that the time to compile does not grow with their number. The gradient
+      of a stack is M already, and its state has no residual.
   """
 
   rounds: Callable[[Leaf, jax.Array, LeafState, Any, Draws | None], Rounds]
   name: str = "compressed"
   compresses: bool = True
+  measures: bool = False
   joins: bool = False
-  zeroes: bool = False
 
 
 def added(gradient: jax.Array, residual: jax.Array | None = None) -> jax.Array:
@@ -120,7 +123,7 @@ def dense(
   return Outcome(reply.mean, m - reply.sent)
 
 
-DENSE = Method(dense, "dense", compresses=False, zeroes=True)
+DENSE = Method(dense, "dense", compresses=False)
 
 
 class Input(NamedTuple):
@@ -141,9 +144,12 @@ def run(inputs: Sequence[Input], wire: Wire, key: jax.Array) -> list[Outcome]:
     key: Source of the draws; equal on all replicas, new at each step.
 
   Returns:
-    What each leaf receives, with updates in its dtype. If a number was not
-    finite (`wire.is_finite`), updates are zero, and Q and residuals the old
-    ones.
+    What each leaf receives, with updates in its dtype; nothing of it may be
+    kept if a number was not finite (`wire.is_finite`).
+
+  Raises:
+    TypeError: if a method is no generator, or returns no `Outcome`.
+    ValueError: if a method returns no residual for a leaf that has one.
   """
   draws = _draws([own.leaf for own in inputs], key)
   stacks: dict[Any, list[int]] = {}
@@ -154,8 +160,10 @@ def run(inputs: Sequence[Input], wire: Wire, key: jax.Array) -> list[Outcome]:
     own, signs = [inputs[i] for i in members], [draws[i] for i in members]
     stack, drawn = _joined(own, signs) if len(own) > 1 else (own[0], signs[0])
     leaves.append(stack.leaf)
-    generators.append(stack.leaf.method.rounds(*stack, drawn))
+    generators.append(_started(stack, drawn))
   outcomes = _in_step(leaves, generators, wire)
+  for leaf, outcome in zip(leaves, outcomes, strict=True):
+    _require_outcome(leaf, outcome)
   outputs: dict[int, Outcome] = {}
   for members, outcome in zip(stacks.values(), outcomes, strict=True):
     start = 0
@@ -164,16 +172,18 @@ def run(inputs: Sequence[Input], wire: Wire, key: jax.Array) -> list[Outcome]:
       if len(members) > 1:
         end = start + _length(inputs[i].leaf)
         part, start = _part(outcome, start, end), end
-      outputs[i] = _fed_back(inputs[i], part, wire.is_finite)
+      outputs[i] = _fed_back(inputs[i], part)
   return [outputs[i] for i in range(len(inputs))]
 
 
 def exchange(
   inputs: Sequence[Input],
-  make_wire: Callable[[Sequence[int]], Wire],
+  axis_name: AxisName,
   ladder: Sequence[int],
   level: jax.Array,
   key: jax.Array,
+  code: Code | None,
+  earlier: Any,
 ) -> tuple[list[Outcome], jax.Array, np.ndarray]:
   """Averages leaves over replicas at a rank chosen in the graph.
 
@@ -181,10 +191,12 @@ def exchange(
 
   Args:
     inputs: The leaves that are exchanged together.
-    make_wire: Returns the wire for some ranks of the ladder.
+    axis_name: The bound axis of the replicas.
     ladder: The ranks that may be used; 0, dense, first.
     level: int32 [], index into the ladder, equal on all replicas.
     key: As for `run`.
+    code: Encoding of values; None is float32.
+    earlier: Results of the collectives before, which this follows.
 
   Returns:
     What each leaf receives, as `run`; whether all numbers were finite, bool []
@@ -193,9 +205,11 @@ def exchange(
   leaves = [own.leaf for own in inputs]
   num_bytes: dict[tuple[int, ...], np.ndarray] = {}  # by part of the ladder
 
-  def branch(ladder: Sequence[int], methods: Sequence[Method]) -> Callable:
+  def branch(
+    ladder: Sequence[int], level: jax.Array, methods: Sequence[Method]
+  ) -> Callable:
     def run_all(operands: list[tuple]) -> tuple[list[Outcome], jax.Array]:
-      wire = make_wire(ladder)
+      wire = Wire(axis_name, ladder, level, key, code, earlier)
       own = [
         Input(dataclasses.replace(leaf, method=method), *arrays)
         for leaf, method, arrays in zip(leaves, methods, operands, strict=True)
@@ -208,20 +222,20 @@ def exchange(
 
   # Without barriers the compiler moves the last operations of the branches
   # behind the conditional.
-  def held(run: Callable) -> Callable:
+  def held(run_all: Callable) -> Callable:
     barrier = jax.lax.optimization_barrier
-    return lambda operands: jax.tree.map(barrier, run(operands))
+    return lambda operands: jax.tree.map(barrier, run_all(operands))
 
   operands = [tuple(own[1:]) for own in inputs]
   own_methods = [leaf.method for leaf in leaves]
   is_compressed = any(leaf.is_compressed for leaf in leaves)
   if ladder[0] > 0 or len(ladder) == 1 or not is_compressed:
-    found, is_finite = branch(ladder, own_methods)(operands)
+    found, is_finite = branch(ladder, level, own_methods)(operands)
     return found, is_finite, np.float32(num_bytes[tuple(ladder)])
   dense_only, ranks = tuple(ladder[:1]), tuple(ladder[1:])
   branches = [
-    held(branch(dense_only, [DENSE] * len(leaves))),
-    held(branch(ranks, own_methods)),
+    held(branch(dense_only, level, [DENSE] * len(leaves))),
+    held(branch(ranks, jnp.maximum(level - 1, 0), own_methods)),
   ]
   index = (level > 0).astype(jnp.int32)
   found, is_finite = jax.lax.switch(index, branches, operands)
@@ -284,11 +298,12 @@ def first_state(leaf: Leaf, draw: jax.Array | None = None) -> LeafState:
     draw: A key for Q, equal on all replicas and stages; None gives zeros.
   """
   factor_q = residual = None
-  if leaf.width:
-    shape = (leaf.view.count, leaf.sides[1], leaf.width)
+  if shape := leaf.shape_of_q:
     factor_q = jnp.zeros(shape, jnp.float32)
     if draw is not None:  # columns of expected length one
-      factor_q = shape[1] ** -0.5 * jax.random.normal(draw, shape, jnp.float32)
+      count, width, height = shape
+      factor_q = jax.random.normal(draw, (count, height, width), jnp.float32)
+      factor_q = height**-0.5 * jnp.swapaxes(factor_q, 1, 2)
   if leaf.has_residual:
     residual = jnp.zeros(leaf.shape, jnp.float32)
   return LeafState(factor_q, residual)
@@ -348,6 +363,45 @@ def _part(outcome: Outcome, start: int, end: int) -> Outcome:
   return jax.tree.map(cut, outcome)
 
 
+def _started(own: Input, draws: Draws | None) -> Rounds:
+  """Starts the method of a leaf; raises unless it is a generator."""
+  method = own.leaf.method
+  rounds = method.rounds(*own, draws)
+  if not isinstance(rounds, Generator):
+    raise TypeError(
+      f"`rounds` of the method {method.name!r} must be a generator, got"
+      f" {type(rounds).__name__}; yield a `Send` for each round, or None for a"
+      " round in which it sends nothing."
+    )
+  return rounds
+
+
+def _require_outcome(leaf: Leaf, outcome: Any) -> None:
+  """Raises unless a method returned what its leaf needs."""
+  name = leaf.method.name
+  if not isinstance(outcome, Outcome):
+    raise TypeError(
+      f"`rounds` of the method {name!r} must return an `Outcome`, got"
+      f" {type(outcome).__name__}; end it with `return Outcome(...)`."
+    )
+  has_residual = outcome.residual is not None or not leaf.has_residual
+  validation.require(
+    has_residual or not leaf.is_compressed,
+    "residual",
+    None,
+    f"returned by the method {name!r} for {leaf.path or 'the root'}, whose leaf"
+    " has one",
+    "return Outcome(update, m - sent), or give the leaf has_residual=False",
+  )
+  validation.require(
+    not leaf.method.measures or outcome.energies is not None,
+    "energies",
+    None,
+    f"returned by the method {name!r}, which measures",
+    "return Outcome(..., energies=Energies(...)), or declare measures=False",
+  )
+
+
 def _in_step(
   leaves: Sequence[Leaf], rounds: Sequence[Rounds], wire: Wire
 ) -> list[Outcome]:
@@ -362,7 +416,7 @@ def _in_step(
           sends[i] = each.send(replies[i])
         except StopIteration as done:
           outcomes[i] = done.value
-    replies = wire.exchange(leaves, sends)
+    replies = wire.send(leaves, sends)
   return [outcomes[i] for i in range(len(rounds))]
 
 
@@ -382,10 +436,11 @@ def _draws(leaves: Sequence[Leaf], key: jax.Array) -> list[Draws | None]:
     jax.random.fold_in(key, 1), [s for both in shapes.values() for s in both]
   )
   fresh = _signs(key, [long for _, long in shapes.values()])
+  own_key = jax.random.fold_in(key, 2)
   draws: list[Draws | None] = [None] * len(leaves)
   for j, i in enumerate(own):
     draws[i] = Draws(
-      jax.random.fold_in(key, i), *sketched[2 * j : 2 * j + 2], fresh[j]
+      jax.random.fold_in(own_key, i), *sketched[2 * j : 2 * j + 2], fresh[j]
     )
   return draws
 
@@ -401,32 +456,33 @@ def _signs(key: jax.Array, shapes: Sequence[tuple]) -> list[jax.Array]:
   ]
 
 
-def _fed_back(own: Input, outcome: Outcome, is_finite: jax.Array) -> Outcome:
+def _fed_back(own: Input, outcome: Outcome) -> Outcome:
   """Rounds an update to its dtype, and keeps what was not applied.
 
   residual' = (M - sent) + (update - round(update))
   """
   mean = outcome.update.reshape(own.gradient.shape)
-  if not own.leaf.method.zeroes:
-    mean = order.zeros_unless(is_finite, mean)
   rounded = _round(mean, own.gradient.dtype)
   factor_q, residual, _ = own.state
   if residual is not None:
     left = jnp.zeros_like(residual)
     if outcome.residual is not None:
       left = outcome.residual.reshape(residual.shape)
-    if rounded is not mean:
-      left = left + mean - rounded
-    residual = order.new_if(is_finite, left, residual)
+    residual = left if rounded is mean else left + mean - rounded
   if outcome.factor_q is not None:
-    factor_q = order.new_if(is_finite, outcome.factor_q, factor_q)
+    factor_q = outcome.factor_q
   update = rounded.astype(own.gradient.dtype)
   return Outcome(update, residual, factor_q, outcome.energies)
 
 
 def _with_energies(leaf: Leaf, outcome: Outcome) -> Outcome:
-  """Gives a leaf that lost nothing energies of zero."""
-  if outcome.energies is not None or not leaf.is_compressed:
+  """Gives a leaf that is measured at some rank energies of zero in dense ones.
+
+  Drops those of a method that does not measure.
+  """
+  if not leaf.method.measures:
+    return outcome._replace(energies=None)
+  if outcome.energies is not None:
     return outcome
   like = outcome.factor_q if leaf.width else outcome.update
   zeros = [jnp.zeros_like(like, jnp.float32, (leaf.view.count,))] * 3

@@ -10,7 +10,7 @@ from edgc_jax.budget.entropy_budget import EntropyState
 from edgc_jax.leaves.leaf import LeafState, is_leaf_state
 from edgc_jax.wire import collectives
 
-STATE_VERSION = 2  # checkpoints of another version do not load
+STATE_VERSION = 3  # checkpoints of another version do not load
 
 
 class Stats(NamedTuple):
@@ -23,8 +23,9 @@ class Stats(NamedTuple):
   wire_bytes: jax.Array  # float32 [], sent in this step over the replicas
   mean_wire_bytes: jax.Array  # float32 [], over all steps
   dense_bytes: jax.Array  # float32 [], of a dense float32 all-reduce
-  relative_error: jax.Array  # float32 [], share of the energy not sent
-  residual_norm: jax.Array  # float32 [], root mean square over replicas
+  # float32 [], share of the energy not sent; and root mean square over replicas
+  relative_error: jax.Array | None = None
+  residual_norm: jax.Array | None = None
   entropy: jax.Array | None = None  # float32 [], newest sample, nats
   predicted_error: jax.Array | None = None  # float32 [], by the model
 

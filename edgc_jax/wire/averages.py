@@ -86,28 +86,23 @@ def average(
 
 
 def average_bytes(
-  groups: Sequence[Sequence[int]],
-  code: Code | None = None,
-  replicas: int = 1,
-) -> list[int]:
-  """Predicts the bytes of several calls of `average`, without `exact`.
+  sizes: Sequence[int], code: Code | None = None, replicas: int = 1
+) -> int:
+  """Predicts the bytes of `average`, without `exact`.
 
   Args:
-    groups: For each call, the sizes of its values.
+    sizes: The sizes of the values.
     code: Their encoding; None is float32.
     replicas: Number of replicas; values are padded to as many equal parts of
       whole granules.
 
   Returns:
-    The payload of each call, counted as for an all-reduce.
+    The payload, counted as for an all-reduce.
   """
   if code is None:
-    return [4 * sum(sizes) for sizes in groups]
-  totals = [
-    sum(_padded(size, code.granule) for size in sizes) for sizes in groups
-  ]
-  granule = code.granule * replicas
-  return [code.num_bytes(_padded(total, granule), replicas) for total in totals]
+    return 4 * sum(sizes)
+  total = sum(_padded(size, code.granule) for size in sizes)
+  return code.num_bytes(_padded(total, code.granule * replicas), replicas)
 
 
 def _pack(values: Sequence[jax.Array], code: Code, replicas: int) -> jax.Array:

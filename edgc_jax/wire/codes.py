@@ -131,8 +131,11 @@ def _rounded_up(x: jax.Array) -> jax.Array:
 
   No value of a block exceeds a scale that is rounded up.
   """
-  bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(0xFFFF)
-  upper = bits & jnp.uint32(0xFFFF0000)
+  # Sums of larger bits, of some numbers that are not one, would overflow.
+  bits = jnp.minimum(
+    jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32(0x7FC00000)
+  )
+  upper = (bits + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000)
   return jax.lax.bitcast_convert_type(upper, jnp.float32)
 
 

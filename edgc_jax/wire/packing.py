@@ -13,9 +13,23 @@ value.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+
+def in_use(rows: jax.Array, ranks: jax.Array, other: Any = 0.0) -> jax.Array:
+  """Returns the first rows of each matrix, and `other` beyond its rank.
+
+  Args:
+    rows: [k, width, ...].
+    ranks: int32 [k].
+    other: A number, or an array like `rows`.
+  """
+  is_used = jnp.arange(rows.shape[1]) < ranks[:, None]
+  return jnp.where(is_used.reshape(*is_used.shape, *[1] * (rows.ndim - 2)),
+                   rows, other)  # fmt: skip
 
 
 def pack(

@@ -28,8 +28,8 @@ class Send(NamedTuple):
 
   Attributes:
     values: float32 array, local, averaged in the code of the wire.
-    ranks: int32 [k], rows in use of `values` [k, width, height]; None if all
-      rows always are.
+    ranks: int32 [k], rows in use of `values` [k, width, height], of which the
+      others are not sent; None if all rows always are in use.
     exact: A tree that is averaged in float32.
     measured: A tree that is averaged in float32 and may be not finite: a step
       is skipped if a number of `values` or `exact` is not finite.
@@ -84,7 +84,7 @@ class Wire:
     code: Code | None = None,
     earlier: Any = (),
   ):
-    """Sends nothing.
+    """Prepares one exchange.
 
     Args:
       axis_name: The bound axis of the replicas.
@@ -100,10 +100,12 @@ class Wire:
     self.num_bytes = np.zeros(len(ladder), np.int64)
     self.is_finite = jnp.array(True)
 
-  def exchange(
+  def send(
     self, leaves: Sequence[Any], sends: Sequence[Send | None]
   ) -> list[Reply | None]:
     """Sends one round.
+
+    Rows of factors beyond the rank count as zeros.
 
     Args:
       leaves: The `Leaf` of each method.
@@ -153,9 +155,8 @@ class Wire:
       i for i, send in enumerate(sends)
       if send.values is not None and i not in packed
     ]  # fmt: skip
-    factors, own_ranks = [sends[i].values for i in packed], [
-      ranks[i] for i in packed
-    ]  # fmt: skip
+    own_ranks = [ranks[i] for i in packed]
+    factors = [packing.in_use(sends[i].values, ranks[i]) for i in packed]
     lengths = sum(
       len(sends[i].values) * sends[i].values.shape[2] * np.array(columns[i])
       for i in packed
@@ -165,13 +166,13 @@ class Wire:
     exact = [(send.exact, send.measured) for send in sends]
     exact_bytes = 4 * sum(x.size for x in jax.tree.leaves(exact))
     sizes = [value.size for value in plain]
-    self.num_bytes += exact_bytes + np.array(
-      averages.average_bytes(
-        [[length] * bool(packed) + sizes for length in lengths],
-        self._code,
-        self._replicas,
+    self.num_bytes += [
+      exact_bytes
+      + averages.average_bytes(
+        [length] * bool(packed) + sizes, self._code, self._replicas
       )
-    )
+      for length in lengths
+    ]
     if not packed:
       done = self._mean(plain, exact)
     else:
@@ -188,6 +189,8 @@ class Wire:
         place[i] = value
     if self._code is None:  # the whole values were sent
       sent = [send.values for send in sends]
+      for i, factor in zip(packed, factors, strict=True):
+        sent[i] = factor
     return mean, sent, [e for e, _ in done.exact], [m for _, m in done.exact]
 
   def _by_level(

@@ -11,8 +11,8 @@ class PowerSGD:
   """
 
   def __init__(self, factor_q, replicas, rows, cols):
-    """Starts from a factor Q [larger side, columns]."""
-    self.q = np.asarray(factor_q, np.float64)
+    """Starts from the columns of Q as rows [columns, larger side]."""
+    self.q = np.asarray(factor_q, np.float64).T
     self.residual = np.zeros((replicas, rows, cols))
 
   def step(self, gradients, rank):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from edgc_jax.leaves.leaf import by_matrix, cap_of, joined, leaves_in
+from edgc_jax.leaves.leaf import cap_of, joined, leaves_in, split_by_leaf
 from edgc_jax.leaves.views import MatrixView
 from edgc_jax.methods.low_rank import with_factors
 
@@ -136,7 +136,7 @@ class LeafTest(parameterized.TestCase):
 
   def test_arrays_over_matrices_are_split_by_leaf(self):
     _, stack, tall = leaves_in(TREE)
-    parts = by_matrix((stack, tall), jnp.arange(4))
+    parts = split_by_leaf((stack, tall), jnp.arange(4))
     self.assertEqual([x.tolist() for x in parts], [[0, 1, 2], [3]])
 
 

@@ -112,6 +112,7 @@ class EdgcTest(parameterized.TestCase):
       )
     values = edgc_jax.metrics(run.state)
     self.assertEqual(values["wire_bytes"], 4 * 8)
+    self.assertEqual(values["rank"], 0)
     chex.assert_tree_all_finite(values)
 
   def test_excluded_by_view(self):

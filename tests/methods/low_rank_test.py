@@ -103,7 +103,7 @@ class LowRankTest(parameterized.TestCase):
     params = {"w": jnp.zeros((rows, cols))}
     values = np.r_[np.full(8, 1e4), np.ones(24)]
     run = Pmap(edgc_jax.powersgd(rank, min_ratio=0), params, replicas=1)
-    q = np.float32(factors(run.state)["w"])[0, 0]
+    q = np.float32(factors(run.state)["w"])[0, 0].T
     residual = np.zeros((rows, cols), np.float32)
     for step in range(30):
       random = np.random.default_rng(step if turns else 0)
@@ -120,7 +120,7 @@ class LowRankTest(parameterized.TestCase):
     ours = np.linalg.norm(run.residual()["w"])
     self.assertLessEqual(ours, 1.2 * np.linalg.norm(residual))
     kept = np.asarray(factors(run.state)["w"])[0, 0]
-    self.assertGreater(np.linalg.norm(kept, axis=0).min(), 0.3)
+    self.assertGreater(np.linalg.norm(kept, axis=1).min(), 0.3)
 
   def test_dead_directions_come_back(self):
     """After gradients of rank one, all directions are used again."""
@@ -130,7 +130,7 @@ class LowRankTest(parameterized.TestCase):
     run.step(gradients_like(PARAMS, seed=0))
     run.step(gradients_like(PARAMS, seed=1))
     q = np.asarray(factors(run.state)["w"])[0, 0]
-    lengths = np.linalg.norm(q, axis=0)
+    lengths = np.linalg.norm(q, axis=1)
     self.assertGreater(lengths.min(), 0.1 * lengths.max())
 
   def test_equal_on_all_replicas_with_dead_directions(self):

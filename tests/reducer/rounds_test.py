@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -118,6 +119,41 @@ class OwnMethodTest(parameterized.TestCase):
     for name in ("once", "twice"):
       np.testing.assert_array_equal(run.residual()[name], before[name])
     self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 1)
+
+  def test_errors_that_no_method_measures_are_not_reported(self):
+    run = Pmap(reducer_of({"once": plain_mean}), PARAMS)
+    run.step(gradients_like(PARAMS, 0))
+    values = edgc_jax.metrics(run.state)
+    self.assertNotIn("relative_error", values)
+    self.assertNotIn("residual_norm", values)
+    self.assertNotIn("matrix_error", values)
+
+  @parameterized.parameters(
+    (TypeError, "must be a generator", lambda *_: Outcome(None)),
+    (TypeError, "must return an `Outcome`", lambda *_: (yield None)),
+    (ValueError, "`residual` must be returned", "no_residual"),
+    (ValueError, "`energies` must be returned", "no_energies"),
+  )
+  def test_mistakes_in_a_method_are_named(self, kind, message, rounds):
+    def no_residual(leaf, gradient, state, ranks, draws):
+      reply = yield Send(0.5 * added(gradient, state.residual))
+      return Outcome(reply.mean)
+
+    own = {"no_residual": no_residual, "no_energies": plain_mean}
+    rounds = own.get(rounds, rounds)
+    method = Method(rounds, measures=rounds is plain_mean)
+
+    def plan_for(leaves):
+      leaves = [
+        dataclasses.replace(x, method=method, has_residual=True) for x in leaves
+      ]
+      return Plan(by_exchange(leaves), FixedBudget())
+
+    params = {"once": PARAMS["once"]}
+    tx = make_reducer(AXIS, plan_for)
+    update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None))
+    with self.assertRaisesRegex(kind, message):
+      jax.eval_shape(update, gradients_like(params, 0), tx.init(params))
 
   def test_bytes_are_counted_without_devices(self):
     """Also of more replicas than there are devices."""

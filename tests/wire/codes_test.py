@@ -89,6 +89,15 @@ class CodesTest(parameterized.TestCase):
     self.assertTrue((found >= values[:, :1]).all())
     self.assertTrue((found <= values[:, :1] * (1 + 2**-7)).all())
 
+  @parameterized.parameters(0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001)
+  def test_no_nan_is_lost(self, bits):
+    """Whatever its bits are, which differ by processor."""
+    values = np.ones((1, 128), np.float32)
+    values.view(np.uint32)[0, 3] = bits
+    for code in (Bfloat16(), Blockwise(8, 128), Blockwise(4, 128), Rotated(64)):
+      found = code.decode(code.encode(jnp.asarray(values), jax.random.key(0)))
+      self.assertFalse(np.all(np.isfinite(found)), code)
+
   def test_cost_of_scales(self):
     """1/64 and 1/32 of the integers, and the largest scale."""
     size = 2**20
