@@ -99,8 +99,9 @@ def edgc(
 
   Wire: as `powersgd` at the rank in use, or dense. Entropy samples add a few
   values per matrix, once in 1 / step_rate steps. The end of a window adds 8
-  bytes, and 4 per matrix if matrices share the rank by error. Over stages: 12
-  bytes per step, and 4 per window, or 8 if aligned by slack.
+  bytes, 12 on stages or shards, and 4 per matrix if matrices share the rank by
+  error. Over stages: 12 bytes per step, and 4 per window, or 8 if aligned by
+  slack.
 
   Args:
     axis_name: Axis averaged over, or a tuple of axes; must be bound where
@@ -137,7 +138,7 @@ def edgc(
       expects the smallest rank to lose too much; None for twice the warm-up.
     allocation: How matrices share the bytes of the rank, as for `powersgd`.
     stages: Pipeline stages; None if every device holds the whole model.
-    seed: Seed of the first factors.
+    seed: Seed of the first factors, and of all random draws in the steps.
     check_every: Steps between two comparisons of the replicas: of their
       parameters, or of their updates if `update` is not given parameters, up to
       rounding. 40 bytes for up to 32 leaves; `metrics` counts the comparisons

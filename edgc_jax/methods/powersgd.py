@@ -71,7 +71,7 @@ def powersgd(
     matrix_view: Maps a leaf's path and shape to (count, rows, cols), or to None
       for dense; by default `edgc_jax.layer_matrix`.
     stages: Pipeline stages; None if every device holds the whole model.
-    seed: Seed of the first factors.
+    seed: As for `edgc`.
     check_every: As for `edgc`.
 
   Returns:

@@ -44,7 +44,8 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     compression_ratio    total dense over total wire bytes since the first step
     relative_error       share of |M|^2 that was not sent, M the mean of
                          gradient and residual; estimated, for factors of one
-                         matrix with a standard deviation of a third
+                         matrix with a standard deviation of a third; not of
+                         methods that do not measure it
     residual_norm        of one replica, root mean square over replicas
     skipped_steps        steps skipped because of non-finite gradients
     diverged_steps       comparisons, one every `check_every` steps, that found
@@ -52,12 +53,13 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     identical_gradients  1 if all replicas had the same gradients in the first
                          steps
     entropy              in nats; `edgc` only
-    predicted_error      `relative_error` as the model predicts it; `edgc` only
+    predicted_error      `relative_error` as the model predicts it, for `edgc`
+                         and with `allocation="error"`
     consecutive_skips    under `skip_nonfinite` only
 
     And for each matrix, as {path: list over the matrices of the leaf}, on
     stages or shards a list of such lists: `matrix_rank`, `matrix_error`, and
-    for `edgc` `matrix_entropy` and `matrix_predicted_error`.
+    where they are known `matrix_entropy` and `matrix_predicted_error`.
 
   Raises:
     ValueError: if the state holds no reducer, or more than one.

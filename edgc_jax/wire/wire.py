@@ -1,14 +1,15 @@
 """The wire: the values that all methods send in one round share collectives.
 
-A method sends arrays and gets their means over the replicas. `Wire` joins what
-the methods of all leaves send in one round: one all-reduce carries it, encoded
-values have an all-to-all and an all-gather of their own, and gathered values an
-all-gather for each dtype. It encodes values, packs factors, orders collectives,
-detects numbers that are not finite, and counts the bytes.
+A method sends arrays and gets their means over the replicas. `Wire` joins the
+arrays that the methods of all leaves send in one round. It sends them in one
+all-reduce; encoded values in an all-to-all and an all-gather of their own, and
+gathered values in an all-gather for each dtype. It encodes values, packs
+factors, orders collectives, detects numbers that are not finite, and counts the
+bytes.
 
 One compiled program serves every rank of the ladder, and sends only the bytes
 of the rank in use: each rank has a collective of its own length, in a branch of
-a switch. Nothing else is inside the switch.
+a switch. Nothing else is inside the switch, except for the encoding.
 """
 
 from collections.abc import Sequence
