@@ -63,7 +63,7 @@ class CompressionTest(parameterized.TestCase):
       )
     self.assertEqual(ranks, [0, 4, 36])
     # Computed at three times the rank, and at most at min_ratio.
-    self.assertEqual(widths, [[], [(1, 192, 12)], [(1, 192, 38)]])
+    self.assertEqual(widths, [[], [(1, 12, 192)], [(1, 38, 192)]])
     self.assertGreaterEqual(min(found.base, found.per_rank), 0)
     self.assertBetween(found.seconds(36), 0, 10)
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.meshes import (
   AXIS,
@@ -202,6 +203,7 @@ class StackTest(parameterized.TestCase):
     ("packed", lambda: edgc_jax.powersgd({0: 4, 2: 6, 4: 2}, min_ratio=1.2)),
     ("dense_first", lambda: edgc_jax.powersgd(4, warmup_steps=2, min_ratio=1)),
   )
+  @pytest.mark.slow
   def test_leaves_are_sent_as_one_stacked_leaf_would_be(self, make):
     """Wherever they are in the tree: equal Q give equal updates."""
     apart, together = Pmap(make(), APART), Pmap(make(), STACKED)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.meshes import (
   AXIS,
@@ -61,6 +62,7 @@ def chain(**options):
   return optax.chain(edgc_jax.powersgd(4, **options), optax.adam(1e-3))
 
 
+@pytest.mark.slow
 class SentinelTest(parameterized.TestCase):
   def test_equal_replicas_have_not_parted(self):
     run = Trained(chain(check_every=1))
