@@ -13,7 +13,13 @@ cpu_backend.widen_thread_pool()  # has no effect once JAX has used a device
 from edgc_jax.budget.allocation import ErrorAllocation
 from edgc_jax.budget.entropy import Sampling
 from edgc_jax.budget.rules import Rule, Window, cqm
-from edgc_jax.leaves.views import MatrixView, layer_matrix, trailing_matrix
+from edgc_jax.leaves.views import (
+  MatrixView,
+  TransposedView,
+  layer_matrix,
+  scanned,
+  trailing_matrix,
+)
 from edgc_jax.measure.advice import advise
 from edgc_jax.measure.description import describe, wire_bytes
 from edgc_jax.measure.timing import (
@@ -22,6 +28,7 @@ from edgc_jax.measure.timing import (
   measure_compression,
   measure_link,
 )
+from edgc_jax.mesh.local_gradients import value_and_grad
 from edgc_jax.mesh.over_shards import over_shards
 from edgc_jax.mesh.resharding import resize_shards
 from edgc_jax.mesh.resizing import (
@@ -29,11 +36,11 @@ from edgc_jax.mesh.resizing import (
   resize_replicas,
   restart_reference,
 )
-from edgc_jax.mesh.sharding import state_specs
+from edgc_jax.mesh.restoring import restore
+from edgc_jax.mesh.sharding import state_axes, state_specs
 from edgc_jax.methods import *  # noqa: F403
 from edgc_jax.methods import REDUCERS
 from edgc_jax.methods import __all__ as _methods
-from edgc_jax.reducer.metrics import metrics
 from edgc_jax.reducer.wrappers import (
   accumulate,
   after_update,
@@ -43,6 +50,7 @@ from edgc_jax.reducer.wrappers import (
 from edgc_jax.stages.gradients import clip_by_global_norm
 from edgc_jax.stages.pipeline import apply_stages
 from edgc_jax.stages.stages import Stages
+from edgc_jax.state.metrics import metrics
 from edgc_jax.wire.link_model import CompressionModel, LinkModel
 
 __version__ = "0.1.0"
@@ -56,6 +64,7 @@ __all__ = [
   "Rule",
   "Sampling",
   "Stages",
+  "TransposedView",
   "Window",
   "accumulate",
   "advise",
@@ -76,9 +85,13 @@ __all__ = [
   "resize_replicas",
   "resize_shards",
   "restart_reference",
+  "restore",
+  "scanned",
   "skip_nonfinite",
+  "state_axes",
   "state_specs",
   "trailing_matrix",
+  "value_and_grad",
   "wire_bytes",
 ]
 __all__ += _methods

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from edgc_jax import validation
 from edgc_jax.leaves.leaf import (
   Leaf,
   LeafState,
@@ -73,6 +75,31 @@ def _require_no_more(mesh: jax.sharding.AbstractMesh, axes: Axes) -> None:
     )
 
 
+def warn_of_narrow_gradients(
+  gradients: Sequence[jax.Array], leaves: Sequence[Leaf], params: Any
+) -> None:
+  """Warns of gradients in float16 whose parameters are wider.
+
+  Warns:
+    RuntimeWarning: if there are any. Scaled losses overflow in float16, and
+      every step with an overflow is skipped.
+  """
+  narrow = [
+    leaf.path
+    for leaf, gradient, param in zip(
+      leaves, gradients, jax.tree.leaves(params), strict=False
+    )
+    if gradient.dtype == jnp.float16 and jnp.result_type(param) != jnp.float16
+  ]
+  if narrow:
+    validation.warn(
+      f"Gradients at {narrow[0]} ({len(narrow)} of {len(leaves)} leaves) are"
+      " float16 although their parameters are not. Sums over replicas overflow"
+      " in float16, and the reducer skips such steps. Cast gradients to"
+      " float32, and divide by the scale of the loss, before `update`."
+    )
+
+
 def require_same_leaves(updates: Any, like: Any) -> None:
   """Raises unless the gradients have the leaves of the parameters.
 
@@ -116,6 +143,14 @@ def require_shapes(leaf: Leaf, state: LeafState) -> None:
     ("residual", state.residual, leaf.shape if leaf.has_residual else None),
   ):
     got = None if found is None else tuple(found.shape)
+    is_other_rank = name == "factor_q" and got and expected
+    if is_other_rank and got[::2] == expected[::2] and got != expected:
+      raise ValueError(
+        f"`state` must be made with the options of this reducer, got factors of"
+        f" {got[1]} columns for the leaf at {leaf.path or 'the root'}, where"
+        f" they need {expected[1]}: the state of another rank cannot be"
+        " continued; pass the old rank, or call `init` anew."
+      )
     if got != expected:
       raise ValueError(
         f"`state` must be the state of one replica, with a {name} of shape"
@@ -124,5 +159,5 @@ def require_shapes(leaf: Leaf, state: LeafState) -> None:
         " mesh=mesh, in_specs=PartitionSpec(), out_specs=edgc_jax.state_specs("
         "tx, params)); resize a state of another number of replicas with"
         " edgc_jax.resize_replicas; a state of other options, such as another"
-        " rank, cannot be continued."
+        " method, cannot be continued."
       )

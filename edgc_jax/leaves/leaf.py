@@ -10,8 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from edgc_jax.leaves.views import MatrixView, ViewFn, layer_matrix
+from edgc_jax.leaves.views import (
+  MatrixView,
+  TransposedView,
+  ViewFn,
+  layer_matrix,
+)
 
 PlacementFn = Callable[[str, tuple[int, ...]], str]
 ShardsFn = Callable[[Any], Sequence[tuple[str, ...]]]
@@ -27,6 +33,7 @@ class Leaf:
     shape: Its shape on one device.
     dtype: Its dtype.
     view: Its matrices; None if it is always sent dense.
+    order: Order of its axes in the view; None if they keep theirs.
     placement: "own", "split" or "shared": see `own_placement`.
     shards: Axes of the mesh over which it is sharded (`wire.order.Axes`).
     method: Sends it (`reducer.rounds.Method`).
@@ -53,6 +60,26 @@ class Leaf:
   is_encoded: bool = False
   has_residual: bool = False
   exchange: int = 0
+  order: tuple[int, ...] | None = None
+
+  def arranged(self) -> "Leaf":
+    """Returns the leaf whose shape is its view, without another order."""
+    if self.order is None:
+      return self
+    return dataclasses.replace(self, shape=tuple(self.view), order=None)
+
+  def to_view(self, x: jax.Array | None) -> jax.Array | None:
+    """Puts the axes of an array like the leaf into the order of the view."""
+    if x is None or self.order is None:
+      return x
+    return x.transpose(self.order).reshape(self.view)
+
+  def from_view(self, x: jax.Array | None) -> jax.Array | None:
+    """Reverses `to_view`."""
+    if x is None or self.order is None:
+      return x
+    shape = [self.shape[axis] for axis in self.order]
+    return x.reshape(shape).transpose(np.argsort(self.order))
 
   @property
   def size(self) -> int:
@@ -220,7 +247,14 @@ def leaves_in(
         f"`updates` must have real floating leaves, got {dtype} at {path};"
         " leave such leaves out with optax.masked or optax.partition."
       )
-    view = view_fn(path, shape)
+    view, order = view_fn(path, shape), None
+    if isinstance(view, TransposedView):
+      order, view = view
+      if sorted(order) != list(range(len(shape))):
+        raise ValueError(
+          f"`matrix_view` must order all {len(shape)} axes, got {order} for"
+          f" leaf {path} of shape {shape}; name each axis once."
+        )
     if view is not None:
       view = MatrixView(*view)
       if math.prod(view) != math.prod(shape):
@@ -236,7 +270,8 @@ def leaves_in(
         f" leaf {path}; return 'own' for a leaf that only one stage holds."
       )
     view = None if placement == "shared" else view
-    leaves.append(Leaf(path, shape, dtype, view, placement, axes))
+    leaf = Leaf(path, shape, dtype, view, placement, axes)
+    leaves.append(dataclasses.replace(leaf, order=order if view else None))
   return tuple(leaves)
 
 

@@ -22,6 +22,7 @@ class Reviewed(NamedTuple):
   is_shared: bool  # whether matrices share the bytes of a rank
 
 
+_HEAVY = 2**20  # bytes of a gradient from which dense leaves deserve a warning
 _seen: contextvars.ContextVar[list[Reviewed] | None]
 _seen = contextvars.ContextVar("seen", default=None)
 
@@ -40,6 +41,7 @@ def at_init(reviewed: Reviewed, min_ratio: float) -> None:
     seen += [] if own in found else [reviewed]  # `init` may run twice
     return
   _warn_if_nothing_saves(reviewed, min_ratio)
+  _warn_if_most_is_dense(reviewed)
   _warn_of_dtypes(reviewed.leaves)
 
 
@@ -70,6 +72,34 @@ def _warn_if_nothing_saves(reviewed: Reviewed, min_ratio: float) -> None:
       " above, so all gradients are sent dense. Lower the rank, or give a"
       " `matrix_view` that folds the leaves into larger matrices;"
       " edgc_jax.describe(tx, params) shows the matrices."
+    )
+
+
+def _warn_if_most_is_dense(reviewed: Reviewed) -> None:
+  """Warns if leaves with several axes that are sent dense are the larger part.
+
+  Warns:
+    RuntimeWarning: if they have more than half of all bytes, and some weight.
+  """
+  dense = [
+    leaf
+    for leaf in reviewed.leaves
+    if sum(side > 1 for side in leaf.shape) > 1
+    and not (leaf.is_compressed or leaf.is_encoded)
+  ]
+  total = sum(leaf.size for leaf in reviewed.leaves)
+  share = sum(leaf.size for leaf in dense) / max(total, 1)
+  is_compressing = any(leaf.is_compressed for leaf in reviewed.leaves)
+  if is_compressing and share > 0.5 and 4 * total > _HEAVY:
+    dense.sort(key=lambda leaf: -leaf.size)
+    named = ", ".join(f"{x.path} {x.shape}" for x in dense[:3])
+    validation.warn(
+      f"{share:.0%} of the gradient's bytes are sent dense, in"
+      f" {len(dense)} leaves such as {named}: their views save less than"
+      " `min_ratio`. Give a `matrix_view` that returns the matrices which the"
+      " layers multiply with, such as edgc_jax.scanned(1) for layers that are"
+      " stacked along the second axis; edgc_jax.describe(tx, params) shows the"
+      " matrices."
     )
 
 

@@ -1,7 +1,7 @@
 """Views: leaves of a gradient as stacks of matrices.
 
 A leaf is compressed as a stack of `count` matrices [rows, cols]. The view is a
-row-major reshape, which copies no data.
+row-major reshape, which copies no data, or a transposition and a reshape.
 """
 
 import math
@@ -18,13 +18,21 @@ class MatrixView(NamedTuple):
   cols: int
 
 
-ViewFn = Callable[[str, tuple[int, ...]], MatrixView | None]
+class TransposedView(NamedTuple):
+  """A view of the leaf with its axes in another order; copies the leaf."""
+
+  order: tuple[int, ...]  # as for `jnp.transpose`
+  view: MatrixView
+
+
+ViewFn = Callable[[str, tuple[int, ...]], MatrixView | TransposedView | None]
 # Names in paths of leaves, for `layer_matrix`.
 _VECTORS = ("bias", "scale", "offset")
 _STACKS = ("expert", "moe")  # axes before the last two count matrices
 _KERNELS = ("kernel", "w", "weight")
 _TO_HEADS = ("query", "key", "value", "q", "k", "v")
 _FROM_HEADS = ("out", "o")
+_FUSED = re.compile(r"qkv|c_attn|in_proj")
 _HEAD = 256  # most values of a head
 _WINDOW = 32  # widest window of a convolution, and longest scan of norms
 _LINE = 7  # widest window along one axis that has no name
@@ -63,6 +71,7 @@ def layer_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
     bias, scale, offset; in a norm            [..., n]            no matrix
     query, key, value of Flax's attention     [..., m, heads, d]  [m, heads d]
     out of Flax's attention                   [..., heads, d, n]  [heads d, n]
+    fused qkv                                 [..., m, 3, (h,) d] [m, 3 h d]
     convolutions of Flax and Haiku            [..., k, k, m, n]   [k k m, n]
     convolutions of Equinox                   [..., m, n, k, k]   [m, n k k]
     all others                                [..., m, n]         [m, n]
@@ -96,6 +105,9 @@ def layer_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
   is_stack = any(word in path for word in _STACKS)
   if len(shape) < 3 or name not in _KERNELS or 0 in shape or is_stack:
     return trailing_matrix(path, shape)
+  if _FUSED.search(layer) and 3 in shape[-3:-1]:
+    axis = -3 if shape[-3] == 3 and len(shape) > 3 else -2
+    return _folded(shape, axis - 1, axis)
   *_, a, b, c = shape
   if name == "weight":
     window = _equal_run(shape[:1:-1])
@@ -113,6 +125,44 @@ def layer_matrix(path: str, shape: tuple[int, ...]) -> MatrixView | None:
   if "conv" in layer or (window > 1 and b <= _CHANNELS):
     return _folded(shape, -window - 2, -1)
   return trailing_matrix(path, shape)
+
+
+def scanned(axis: int, view: ViewFn = layer_matrix) -> ViewFn:
+  """Returns the view of layers that are stacked along an inner axis.
+
+  Such as MaxText's, whose parameters have the axis of scanned layers second:
+
+    tx = edgc(matrix_view=scanned(1))
+
+  Leaves with the word "layers" in their path are stacks along `axis`, which is
+  moved to the front; `view` then sees the shape of one layer.
+
+  Args:
+    axis: The axis of the layers, at least 0.
+    view: The view of the leaf of one layer.
+
+  >>> scanned(1)("['layers']['wi']['kernel']", (512, 12, 2048)).order
+  (1, 0, 2)
+  """
+
+  def view_of(
+    path: str, shape: tuple[int, ...]
+  ) -> MatrixView | TransposedView | None:
+    if "layers" not in re.findall(r"\w+", path) or len(shape) <= axis:
+      return view(path, shape)
+    order = (axis, *[i for i in range(len(shape)) if i != axis])
+    found = view(path, shape[:axis] + shape[axis + 1 :])
+    if isinstance(found, TransposedView):
+      inner = [i + (i >= axis) for i in found.order]
+      order, found = (axis, *inner), found.view
+    if found is None:
+      return None
+    found = found._replace(count=found.count * shape[axis])
+    return (
+      found if order == tuple(sorted(order)) else TransposedView(order, found)
+    )
+
+  return view_of
 
 
 def _folded(shape: tuple[int, ...], rows: int, cols: int) -> MatrixView:

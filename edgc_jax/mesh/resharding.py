@@ -16,7 +16,7 @@ from edgc_jax.leaves.leaf import (
   without_variables,
 )
 from edgc_jax.mesh.sharding import specs_like, state_specs
-from edgc_jax.reducer.state import ReducerState, Stats, part_axes
+from edgc_jax.state.state import ReducerState, Stats, part_axes
 from edgc_jax.wire.order import AxisName
 
 

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 from edgc_jax import validation
 from edgc_jax.budget.entropy_budget import EntropyState, restarted
 from edgc_jax.leaves.leaf import is_leaf_state
-from edgc_jax.reducer.metrics import find
-from edgc_jax.reducer.state import (
+from edgc_jax.mesh.sharding import axes_of
+from edgc_jax.state.metrics import find
+from edgc_jax.state.state import (
   AccumulateState,
   ReducerState,
   map_leaves,
@@ -73,6 +74,14 @@ def resize_replicas(
 
   names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
   reducers = find(opt_state, ReducerState)
+  named = axes_of(specs)
+  validation.require(
+    bool(names & named) or not named or not reducers,
+    "axis_name",
+    axis_name,
+    f"the axis of the replicas in `specs`, which name {sorted(named)}",
+    "pass the axis_name of the reducer, or nothing would be converted",
+  )
   is_stacked = any(np.ndim(reducer.count) for reducer in reducers)
 
   def resized(x: Any, spec: PartitionSpec) -> Any:

@@ -29,8 +29,8 @@ from edgc_jax.leaves.leaf import (
   is_leaf_state,
   is_variable,
 )
-from edgc_jax.reducer.metrics import find
-from edgc_jax.reducer.state import (
+from edgc_jax.state.metrics import find
+from edgc_jax.state.state import (
   AccumulateState,
   ReducerState,
   map_parts,
@@ -117,6 +117,39 @@ def state_specs(
   if any(part_axes(reducer) == 1 for reducer in find(state, ReducerState)):
     _require_axes(mesh, "stage_axis", stage_axis)
   return _only(_Specs(axis_name, stage_axis, by_path).of(state), axis_names)
+
+
+def state_axes(
+  tx: optax.GradientTransformation, params: Any, axis_name: AxisName = "data"
+) -> Any:
+  """Returns the axes of an optimiser state under `jax.vmap`.
+
+  For replicas that `vmap` simulates on one device. A part that is equal on all
+  replicas is kept once, and conditions on it run one branch:
+
+    axes = state_axes(tx, params)
+    init = jax.vmap(
+        tx.init, in_axes=None, out_axes=axes, axis_name="data", axis_size=8)
+    update = jax.vmap(
+        tx.update, in_axes=(0, axes, None), out_axes=(None, axes),
+        axis_name="data")
+
+  Args:
+    tx: Any optax transformation, with reducers of this package over
+      `axis_name` that were not told a mesh.
+    params: Parameters or their `jax.ShapeDtypeStruct`s.
+    axis_name: The name of the axis that `vmap` binds.
+
+  Returns:
+    A tree like `tx.init(params)`: 0 for residuals and sums of `accumulate`,
+    which each replica has for itself, along a new first axis; None for all
+    else.
+  """
+  own = set(names(axis_name))
+  return jax.tree.map(
+    lambda spec: 0 if own & set(_axes_of(spec)) else None,
+    state_specs(tx, params, axis_name),
+  )
 
 
 def init_on_mesh(

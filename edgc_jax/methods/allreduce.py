@@ -3,6 +3,7 @@
 from typing import Any
 
 import optax
+from jax.sharding import Mesh
 
 from edgc_jax.budget.fixed_budget import FixedBudget
 from edgc_jax.leaves.leaf import Leaf
@@ -21,6 +22,8 @@ def allreduce(
   wire_dtype: Any = "float32",
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
+  mesh: Mesh | None = None,
+  param_specs: Any = None,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over replicas without compression: the baseline.
@@ -36,6 +39,7 @@ def allreduce(
       feedback. Vectors are always sent as float32.
     matrix_view: As for `edgc`; leaves without a view are vectors.
     stages: Pipeline stages; None if every device holds the whole model.
+    mesh, param_specs: As for `edgc`.
     check_every: As for `edgc`.
 
   Returns:
@@ -57,5 +61,7 @@ def allreduce(
     code=code,
     matrix_view=matrix_view,
     stages=stages,
+    mesh=mesh,
+    param_specs=param_specs,
     check_every=check_every,
   )

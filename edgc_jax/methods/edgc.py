@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.budget import windows
@@ -64,6 +65,8 @@ def edgc(
   link: LinkModel | None = None,
   compression: CompressionModel | None = None,
   stages: Stages | None = None,
+  mesh: Mesh | None = None,
+  param_specs: Any = None,
   seed: int = 714,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
@@ -138,6 +141,12 @@ def edgc(
       expects the smallest rank to lose too much; None for twice the warm-up.
     allocation: How matrices share the bytes of the rank, as for `powersgd`.
     stages: Pipeline stages; None if every device holds the whole model.
+    mesh: The mesh of the training, for a step in plain `jax.jit`: `update` then
+      takes gradients stacked over the replicas, as `edgc_jax.value_and_grad`
+      returns them, and binds the axis itself; `init` returns a state that is
+      sharded over the mesh. None inside `pmap`, `shard_map` or `vmap`.
+    param_specs: With `mesh`, PartitionSpecs of the parameters, in a tree like
+      them or a prefix of it, if further axes of the mesh shard them.
     seed: Seed of the first factors, and of all random draws in the steps.
     check_every: Steps between two comparisons of the replicas: of their
       parameters, or of their updates if `update` is not given parameters, up to
@@ -252,6 +261,8 @@ def edgc(
     seed=seed,
     matrix_view=matrix_view,
     stages=stages,
+    mesh=mesh,
+    param_specs=param_specs,
     check_every=check_every,
   )
 

@@ -1,9 +1,11 @@
 """Defines `quantize`: sends every entry in fewer bits."""
 
 from collections.abc import Generator
+from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.leaves.views import ViewFn
@@ -27,6 +29,8 @@ def quantize(
   seed: int = 714,
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
+  mesh: Mesh | None = None,
+  param_specs: Any = None,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients as integers of 8 or 4 bits, with a scale per block.
@@ -50,7 +54,7 @@ def quantize(
       Unbiased rounding does not need it.
     min_size: Leaves of fewer entries are sent dense.
     seed: Seed of the rounding.
-    matrix_view, stages, check_every: As for `edgc`.
+    matrix_view, stages, mesh, param_specs, check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -81,6 +85,8 @@ def quantize(
     code=Blockwise(bits, block, is_random=not error_feedback),
     matrix_view=matrix_view,
     stages=stages,
+    mesh=mesh,
+    param_specs=param_specs,
     check_every=check_every,
   )
 

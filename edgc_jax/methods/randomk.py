@@ -1,10 +1,12 @@
 """Defines `randomk`: sends random entries, the same on all replicas."""
 
 from collections.abc import Generator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.leaves.views import ViewFn
@@ -24,6 +26,8 @@ def randomk(
   seed: int = 714,
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
+  mesh: Mesh | None = None,
+  param_specs: Any = None,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages random entries of every tensor, the same on all replicas.
@@ -45,7 +49,7 @@ def randomk(
       at most 1.
     min_size: Leaves of fewer entries are sent dense.
     seed: Seed of the entries.
-    matrix_view, stages, check_every: As for `edgc`.
+    matrix_view, stages, mesh, param_specs, check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -82,6 +86,8 @@ def randomk(
     seed=seed,
     matrix_view=matrix_view,
     stages=stages,
+    mesh=mesh,
+    param_specs=param_specs,
     check_every=check_every,
   )
 

@@ -1,10 +1,12 @@
 """Defines `topk`: sends the largest entries of every tensor."""
 
 from collections.abc import Generator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.leaves.views import ViewFn
@@ -22,6 +24,8 @@ def topk(
   min_size: int = MIN_SIZE,
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
+  mesh: Mesh | None = None,
+  param_specs: Any = None,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages the largest entries of every tensor, with error feedback.
@@ -37,7 +41,7 @@ def topk(
     density: Share of the entries that is sent, in (0, 1].
     axis_name: As for `edgc`.
     min_size: Leaves of fewer entries are sent dense.
-    matrix_view, stages, check_every: As for `edgc`.
+    matrix_view, stages, mesh, param_specs, check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -70,6 +74,8 @@ def topk(
     min_size=min_size,
     matrix_view=matrix_view,
     stages=stages,
+    mesh=mesh,
+    param_specs=param_specs,
     check_every=check_every,
   )
 

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.budget.allocation import ErrorAllocator, Measured
@@ -45,21 +46,22 @@ from edgc_jax.leaves.leaf import (
   without_variables,
 )
 from edgc_jax.leaves.views import ViewFn, layer_matrix
+from edgc_jax.mesh.binding import bind
 from edgc_jax.reducer import compile_notice, rounds
 from edgc_jax.reducer.rounds import Input, Outcome
-from edgc_jax.reducer.state import (
-  Checks,
-  ReducerState,
-  Stats,
-  stacked,
-  unstacked,
-)
 from edgc_jax.stages.gradients import (
   LateUpdates,
   late_gradients,
   require_stages,
 )
 from edgc_jax.stages.stages import Stages
+from edgc_jax.state.state import (
+  Checks,
+  ReducerState,
+  Stats,
+  stacked,
+  unstacked,
+)
 from edgc_jax.wire import agreement, collectives, cpu_backend, order
 from edgc_jax.wire.codes import Code
 from edgc_jax.wire.order import Axes, AxisName
@@ -239,6 +241,7 @@ class Reducer:
     plan = self._plan(updates)  # raises if a leaf is not real floating
     num_axes, gradients = self._part_axes(plan), jax.tree.leaves(updates)
     leaf_checks.require_same_leaves(updates, state.leaves)
+    leaf_checks.warn_of_narrow_gradients(gradients, plan.leaves, params)
     leaf_checks.require_local(gradients, plan.leaves, axes.replicas, axes)
     if num_axes:
       require_stages(gradients, plan.leaves, params, axes.stage)
@@ -271,7 +274,10 @@ class Reducer:
         kept,
       )
       sent = jnp.where(closes, float(self._window_bytes(plan)), 0.0)
-    stacks = [gradients[i].reshape(plan.leaves[i].view) for i in plan.sampled]
+    stacks = [
+      plan.leaves[i].to_view(gradients[i]).reshape(plan.leaves[i].view)
+      for i in plan.sampled
+    ]
     earlier = (jax.tree.leaves(kept)[:1], earlier)
     sample, sample_bytes = budget.sample(stacks, count, earlier)
     levels = budget.levels(kept[0], count)
@@ -356,7 +362,7 @@ class Reducer:
       level = choice.levels[e > 0]
       found, is_finite, num_bytes = rounds.exchange(
         [
-          Input(plan.leaves[i], gradients[i], states[i], choice.ranks[i])
+          _arranged(plan.leaves[i], gradients[i], states[i], choice.ranks[i])
           for i in members
         ],
         self.axes.replicas,
@@ -366,7 +372,11 @@ class Reducer:
         self.code,
         earlier,
       )
-      outcomes |= dict(zip(members, found, strict=True))
+      for i, own in zip(members, found, strict=True):
+        outcomes[i] = own._replace(
+          update=plan.leaves[i].from_view(own.update),
+          residual=plan.leaves[i].from_view(own.residual),
+        )
       all_finite.append(is_finite)
       sent += jnp.asarray(num_bytes)[level]
       earlier = (is_finite,)
@@ -496,6 +506,8 @@ def make_reducer(
   *,
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
+  mesh: Mesh | None = None,
+  param_specs: Any = None,
   **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a transformation from local gradients to their mean.
@@ -503,7 +515,7 @@ def make_reducer(
   Args:
     axis_name: As for `edgc`.
     plan_for: Gives leaves their methods, and returns the plan.
-    matrix_view, stages: As for `edgc`.
+    matrix_view, stages, mesh, param_specs: As for `edgc`.
     **options: Attributes of `Reducer`.
   """
   validation.require_kind("stages", stages, Stages, 'pass Stages("stage")')
@@ -516,7 +528,22 @@ def make_reducer(
     **options,
   )
   validation.require_int("check_every", reducer.check_every, 1)
-  return optax.GradientTransformationExtraArgs(reducer.init, reducer.update)
+  tx = optax.GradientTransformationExtraArgs(reducer.init, reducer.update)
+  validation.require(
+    mesh is not None or param_specs is None,
+    "param_specs",
+    param_specs,
+    "None without a mesh",
+    "pass the mesh, too, or leave them out if shard_map binds the axes",
+  )
+  validation.require(
+    mesh is None or stages is None,
+    "mesh",
+    mesh,
+    "None with pipeline stages",
+    "bind the axes of stages with jax.shard_map",
+  )
+  return tx if mesh is None else bind(tx, mesh, axis_name, param_specs)
 
 
 def shards_of(leaves: Sequence[Leaf]) -> tuple[str, ...]:
@@ -570,6 +597,14 @@ def matrices_of(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
   """
   own = filter(is_sampled, leaves)
   return tuple(leaf for leaf in own for _ in range(leaf.view.count))
+
+
+def _arranged(
+  leaf: Leaf, gradient: jax.Array, state: LeafState, ranks: Any
+) -> Input:
+  """Returns a leaf as it goes into an exchange, in the order of its view."""
+  state = state._replace(residual=leaf.to_view(state.residual))
+  return Input(leaf.arranged(), leaf.to_view(gradient), state, ranks)
 
 
 def _as_tree(tree: Any, values: Sequence[Any]) -> Any:

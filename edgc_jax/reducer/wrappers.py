@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from edgc_jax import validation
-from edgc_jax.reducer.metrics import find
-from edgc_jax.reducer.state import AccumulateState, Checks, SkipStats
+from edgc_jax.state.metrics import find
+from edgc_jax.state.state import AccumulateState, Checks, SkipStats
 from edgc_jax.wire import collectives, order
 from edgc_jax.wire.order import AxisName, varying_axes
 
@@ -25,6 +25,10 @@ class SkipNonfiniteState(NamedTuple):
 
   stats: SkipStats
   inner_state: Any
+
+
+class MeanOverState(NamedTuple):
+  """State of `mean_over`: none. A name of its own, for `metrics`."""
 
 
 def mean_over(axis_name: AxisName) -> optax.GradientTransformation:
@@ -50,8 +54,12 @@ def mean_over(axis_name: AxisName) -> optax.GradientTransformation:
   >>> tx = optax.chain(mean_over("fast"), optax.sgd(0.1))
   """
   order.require_names("axis_name", axis_name)
-  return optax.stateless(
-    lambda updates, params: collectives.mean_where_varying(updates, axis_name)
+  return optax.GradientTransformation(
+    lambda params: MeanOverState(),
+    lambda updates, state, params=None: (
+      collectives.mean_where_varying(updates, axis_name),
+      state,
+    ),
   )
 
 

@@ -15,7 +15,7 @@ import optax
 from ml_collections import ConfigDict
 
 import edgc_jax
-from edgc_jax.reducer.state import STATE_VERSION
+from edgc_jax.state.state import STATE_VERSION
 from experiments.models import gpt2
 from experiments.parallel import backends, meshes
 from experiments.parallel.stored_state import StoredForm

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from edgc_jax.leaves.leaf import is_leaf_state
-from edgc_jax.reducer.state import ReducerState, map_leaves
+from edgc_jax.state.state import ReducerState, map_leaves
 from edgc_jax.wire import cpu_backend
 
 AXIS = "data"

@@ -17,8 +17,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
-from edgc_jax.reducer.metrics import find
-from edgc_jax.reducer.state import Checks
+from edgc_jax.state.metrics import find
+from edgc_jax.state.state import Checks
 from experiments.runtime import hlo
 
 SIZE, HIDDEN, BATCH = 64, 128, 32

@@ -7,10 +7,13 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl.testing import absltest, parameterized
 from flax import nnx
+from helpers.meshes import Pmap, gradients_like
 
-from edgc_jax import layer_matrix
+import edgc_jax
+from edgc_jax import MatrixView, TransposedView, layer_matrix, scanned
 from edgc_jax.leaves.leaf import arrays_of, leaves_in
 
 KEY = jax.random.key(0)
@@ -177,9 +180,76 @@ class LayoutsTest(parameterized.TestCase):
     ("['w']", (0, 3, 4), None),
     ("['w']", (7,), None),
     ("['lora']['b']", (8, 64), (1, 8, 64)),
+    # Query, key and value in one.
+    ("['attn']['qkv']['kernel']", (768, 3, 12, 64), (1, 768, 2304)),
+    ("['qkv_proj']['kernel']", (12, 768, 3, 12, 64), (12, 768, 2304)),
+    ("['attn']['c_attn']['kernel']", (12, 768, 3, 768), (12, 768, 2304)),
   )
   def test_names_and_shapes(self, path, shape, view):
     self.assertEqual(layer_matrix(path, shape), view)
+
+
+class ScannedTest(parameterized.TestCase):
+  """Layers in the second axis, as MaxText stacks them."""
+
+  @parameterized.parameters(
+    ("['layers']['mlp']['wi_0']['kernel']", (64, 12, 256), (12, 64, 256)),
+    ("['layers']['mlp']['wo']['kernel']", (256, 12, 64), (12, 256, 64)),
+    ("['layers']['attention']['query']['kernel']", (64, 12, 8, 8),
+     (12, 64, 64)),
+    ("['layers']['attention']['out']['kernel']", (8, 12, 8, 64), (12, 64, 64)),
+    ("['layers']['attention']['qkv_proj']['kernel']", (64, 12, 3, 8, 8),
+     (12, 64, 192)),
+    ("['layers']['moe']['wi']", (4, 12, 64, 256), (48, 64, 256)),
+    ("['layers']['norm']['scale']", (64, 12), None),
+    ("['embedding']", (1000, 64), (1, 1000, 64)),
+  )  # fmt: skip
+  def test_views(self, path, shape, expected):
+    view = scanned(1)(path, shape)
+    if isinstance(view, TransposedView):
+      self.assertEqual(view.order[0], 1)
+      view = view.view
+    self.assertEqual(view, expected)
+
+  def test_the_first_axis_needs_no_transposition(self):
+    view = scanned(0)("['layers']['wi']['kernel']", (12, 64, 256))
+    self.assertEqual(view, MatrixView(12, 64, 256))
+
+  def test_arrays_go_there_and_back(self):
+    x = jnp.arange(2.0 * 3 * 4 * 5).reshape(2, 3, 4, 5)
+    tree = {"layers": {"attention": {"out": {"kernel": x}}}}
+    (leaf,) = leaves_in(tree, scanned(1))
+    there = leaf.to_view(x)
+    self.assertEqual(there.shape, (3, 8, 5))
+    np.testing.assert_array_equal(there[1], x[:, 1].reshape(8, 5))
+    np.testing.assert_array_equal(leaf.from_view(there), x)
+
+  def test_a_reducer_sends_the_matrices_of_the_layers(self):
+    """As if the axis of the layers came first."""
+    second = {"layers": {"wi": {"kernel": jnp.zeros((24, 3, 40))}}}
+    first = {"layers": {"wi": {"kernel": jnp.zeros((3, 24, 40))}}}
+    gradients = gradients_like(first, 0)
+    turned = jax.tree.map(lambda g: jnp.swapaxes(g, 1, 2), gradients)
+    one = Pmap(edgc_jax.powersgd(2), first)
+    other = Pmap(edgc_jax.powersgd(2, matrix_view=scanned(1)), second)
+    for _ in range(2):
+      expected = one.step(gradients)["layers"]["wi"]["kernel"]
+      found = other.step(turned)["layers"]["wi"]["kernel"]
+      np.testing.assert_allclose(
+        np.swapaxes(found, 1, 2), expected, rtol=1e-4, atol=1e-5
+      )
+
+  def test_an_order_has_all_axes(self):
+    view = lambda path, shape: TransposedView((0, 0), MatrixView(1, 8, 4))  # noqa: E731
+    with self.assertRaisesRegex(ValueError, "`matrix_view` must order all 2"):
+      leaves_in({"w": jnp.zeros((8, 4))}, view)
+
+  def test_a_tree_that_goes_mostly_dense_warns(self):
+    params = {"layers": {"wi": {"kernel": jnp.zeros((512, 8, 512))}}}
+    params["embedding"] = jnp.zeros((64, 512))
+    with self.assertWarnsRegex(RuntimeWarning, r"98% .*wi.*scanned\(1\)"):
+      edgc_jax.powersgd(8).init(params)
+    edgc_jax.powersgd(8, matrix_view=scanned(1)).init(params)
 
 
 if __name__ == "__main__":

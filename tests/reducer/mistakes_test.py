@@ -92,6 +92,19 @@ class StateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "resize_replicas"):
       after.step(gradients_like(PARAMS, 0, 2))
 
+  def test_state_of_another_rank(self):
+    tx, other = edgc_jax.powersgd(4), edgc_jax.powersgd(2)
+    update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None))
+    params = {"w": jnp.zeros((64, 64))}
+    with self.assertRaisesRegex(ValueError, "state of another rank"):
+      update(gradients_like(params, 0), other.init(params))
+
+  def test_resizing_over_an_axis_of_another_name(self):
+    tx = edgc_jax.powersgd(2)
+    specs = edgc_jax.state_specs(tx, PARAMS)
+    with self.assertRaisesRegex(ValueError, "`axis_name`.*'data'"):
+      edgc_jax.resize_replicas(tx.init(PARAMS), specs, 4, 2, "replica")
+
   def test_resizing_a_state_of_pmap(self):
     """Adam's moments are resized too, so training continues."""
     tx = optax.chain(edgc_jax.powersgd(4, min_ratio=0), optax.adam(1e-3))
@@ -154,6 +167,18 @@ class ChainTest(parameterized.TestCase):
     ):
       run.step(gradients_like(PARAMS, 0))
 
+  @parameterized.parameters(True, False)
+  def test_a_link_before_the_reducer_is_named(self, is_nested):
+    clip, tx = optax.clip_by_global_norm(1.0), edgc_jax.powersgd(4)
+    chain = optax.chain(clip, tx, optax.adam(1e-3))
+    if is_nested:
+      chain = optax.chain(optax.chain(clip, tx), optax.adam(1e-3))
+    with self.assertWarnsRegex(RuntimeWarning, "Put the reducer first"):
+      edgc_jax.metrics(chain.init(PARAMS))
+    before = edgc_jax.mean_over("fast")
+    for right in (optax.chain(tx, clip), optax.chain(before, tx, clip)):
+      edgc_jax.metrics(right.init(PARAMS))
+
   def test_a_missing_gradient_raises(self):
     tx = edgc_jax.powersgd(2)
     gradients = {"w": jnp.ones((16, 24)), "b": None}
@@ -171,6 +196,14 @@ class DtypesTest(parameterized.TestCase):
     params = {"w": jnp.zeros((16, 24), jnp.float16)}
     with self.assertWarnsRegex(RuntimeWarning, "float16.*Cast gradients"):
       edgc_jax.powersgd(2).init(params)
+
+  def test_float16_gradients_of_wider_parameters(self):
+    tx = edgc_jax.powersgd(2)
+    gradients = {"w": jnp.ones((1, 16, 24), jnp.float16)}
+    params = {"w": jnp.ones((16, 24))}
+    update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None, None))
+    with self.assertWarnsRegex(RuntimeWarning, "Cast gradients to float32"):
+      update(gradients, tx.init(params), params)
 
   def test_float64(self):
     with jax.enable_x64(True):

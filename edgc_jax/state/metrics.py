@@ -12,7 +12,7 @@ import optax
 
 from edgc_jax import validation
 from edgc_jax.leaves.leaf import LeafStats, is_leaf_state, without_variables
-from edgc_jax.reducer.state import Checks, ReducerState, SkipStats, Stats
+from edgc_jax.state.state import Checks, ReducerState, SkipStats, Stats
 from edgc_jax.wire import collectives
 from edgc_jax.wire.agreement import CHECKED_STEPS
 from edgc_jax.wire.order import varying_axes
@@ -93,6 +93,7 @@ def metrics(opt_state: Any) -> dict[str, Any]:
       stats, leaves = _of_one_replica(stats, leaves, is_stacked)
     _warn(checks, skips)
     _warn_of_masks(opt_state, checks)
+    _warn_of_order(opt_state)
   values = stats._asdict()
   del values["mean_wire_bytes"]
   for name in LeafStats._fields:
@@ -197,6 +198,26 @@ def _warn_of_masks(opt_state: Any, checks: Checks) -> None:
       " gradients are not averaged, and replicas diverge, unless they are"
       " frozen. Remove the mask and send these leaves dense, with"
       " matrix_view=lambda path, shape: None for them."
+    )
+
+
+def _warn_of_order(opt_state: Any) -> None:
+  """Warns of links of optax before the reducer, which see local gradients."""
+  is_chain = lambda x: type(x) is tuple  # noqa: E731
+
+  def has_links_before(chain: Any) -> bool:
+    holds = [bool(find(link, ReducerState)) for link in chain]
+    first = holds.index(True) if any(holds) else 0
+    is_stateless = [isinstance(x, optax.EmptyState) for x in chain[:first]]
+    inside = [x for x in chain if is_chain(x)]
+    return any(is_stateless) or any(map(has_links_before, inside))
+
+  if is_chain(opt_state) and has_links_before(opt_state):
+    validation.warn(
+      "A link without a state, such as optax.clip_by_global_norm, comes before"
+      " the reducer in the chain. It sees the gradient of one replica, which is"
+      " longer than the mean, so it clips more. Put the reducer first; only"
+      " edgc_jax.mean_over belongs before it."
     )
 
 

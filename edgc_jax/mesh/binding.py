@@ -1,0 +1,136 @@
+"""Binds the axis of the replicas inside a reducer, for plain `jax.jit`."""
+
+import math
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from edgc_jax import validation
+from edgc_jax.leaves.review import reducers_seen
+from edgc_jax.mesh.sharding import specs_like, state_specs
+from edgc_jax.wire.order import AxisName, names
+
+
+def bind(
+  tx: optax.GradientTransformationExtraArgs,
+  mesh: Mesh,
+  axis_name: AxisName = "data",
+  param_specs: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Runs a reducer inside a `shard_map` of its own.
+
+  `update` takes gradients of all replicas, stacked along a first axis, as
+  `edgc_jax.value_and_grad` returns them, and returns their mean. `init` takes
+  the parameters and returns a state that is sharded over the mesh. Where the
+  axis is bound already, both do what `tx` does.
+
+  Args:
+    tx: A reducer over `axis_name`.
+    mesh: The mesh of the training.
+    axis_name: The axis of the replicas, or a tuple of axes.
+    param_specs: PartitionSpecs of the parameters, in a tree like them or a
+      prefix of it, if further axes of the mesh shard them; None if every device
+      has all of them.
+
+  Returns:
+    A gradient transformation, with the state of `tx`.
+
+  Raises:
+    ValueError: if the mesh lacks an axis; in `update`, if gradients are not
+      stacked.
+  """
+  validation.require(
+    set(names(axis_name)) <= set(mesh.shape),
+    "mesh",
+    dict(mesh.shape),
+    f"a mesh with the axis of the replicas, {axis_name!r}",
+    "pass axis_name=, or a mesh with that axis",
+  )
+  replicas = math.prod(mesh.shape[axis] for axis in names(axis_name))
+  if replicas == 1:
+    validation.warn(
+      f"`mesh` has one replica along {axis_name!r}, so the reducer sends"
+      " nothing and only takes time: leave it out, or name the axis that splits"
+      " the batch."
+    )
+
+  def is_bound() -> bool:
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(set(names(axis_name)) & set(manual))
+
+  def specs_of(params: Any) -> tuple[Any, Any]:
+    """Returns the specs of parameters, and of the state."""
+    with reducers_seen():  # warnings come once, from `init` itself
+      state = state_specs(
+        tx, params, axis_name, mesh=mesh, param_specs=param_specs
+      )
+    own = PartitionSpec() if param_specs is None else param_specs
+    return specs_like(own, params), state
+
+  def init_fn(params: optax.Params) -> Any:
+    if is_bound():
+      return tx.init(params)
+    own, state = specs_of(params)
+    init = jax.shard_map(tx.init, mesh=mesh, in_specs=(own,), out_specs=state)
+    return jax.jit(init)(params)
+
+  def update_fn(
+    updates: optax.Updates,
+    state: Any,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, Any]:
+    if is_bound():
+      return tx.update(updates, state, params, **extra_args)
+    _require_stacked(updates, params, replicas)
+    validation.require(
+      extra_args.get("late_updates") is None,
+      "late_updates",
+      extra_args.get("late_updates"),
+      "None for a reducer with `mesh`",
+      "bind the stages with jax.shard_map",
+    )
+    one = jax.tree.map(
+      lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates
+    )
+    own, state_specs = specs_of(one)
+    stacked = jax.tree.map(lambda s: PartitionSpec(axis_name, *s), own)
+
+    def update_local(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+      return tx.update(jax.tree.map(lambda g: g[0], updates), state, params)
+
+    update = jax.shard_map(
+      update_local,
+      mesh=mesh,
+      in_specs=(stacked, state_specs, None if params is None else own),
+      out_specs=(own, state_specs),
+    )
+    return update(updates, state, params)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _require_stacked(updates: Any, params: Any, replicas: int) -> None:
+  """Raises unless gradients have a first axis of replicas."""
+  shapes = [None] * len(jax.tree.leaves(updates))
+  if params is not None:
+    shapes = [jax.numpy.shape(p) for p in jax.tree.leaves(params)]
+  gradients = jax.tree_util.tree_leaves_with_path(updates)
+  if len(gradients) != len(shapes):
+    return  # `tx.update` names the missing leaf
+  for (path, gradient), shape in zip(gradients, shapes, strict=True):
+    got = tuple(jax.numpy.shape(gradient))
+    is_stacked = got[:1] == (replicas,) and shape in (None, got[1:])
+    place = jax.tree_util.keystr(path) or "the root"
+    wanted = "..." if shape is None else ", ".join(map(str, shape))
+    validation.require(
+      is_stacked,
+      "updates",
+      got,
+      f"gradients of all {replicas} replicas, stacked as [{replicas}, {wanted}]"
+      f" at {place}, for a reducer with `mesh`",
+      "differentiate with edgc_jax.value_and_grad(loss_fn, mesh), and put the"
+      " reducer first in the chain; clip and scale after it",
+    )

@@ -1,0 +1,208 @@
+"""Differentiates a loss on each replica alone, under plain `jax.jit`."""
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from edgc_jax import validation
+from edgc_jax.wire import collectives, order
+from edgc_jax.wire.order import AxisName, names
+
+
+def value_and_grad(
+  loss_fn: Callable[..., Any],
+  mesh: Mesh,
+  axis_name: AxisName = "data",
+  *,
+  has_aux: bool = False,
+  in_axes: int | tuple[int | None, ...] | None = 0,
+  wrt: Any = None,
+) -> Callable[..., Any]:
+  """Differentiates a loss on every replica's part of the batch.
+
+  As `jax.value_and_grad`, for a step in plain `jax.jit`:
+
+    loss, grads = edgc_jax.value_and_grad(loss_fn, mesh)(params, batch, key)
+
+  but gradients are not averaged: they have a first axis of replicas, sharded
+  over `axis_name`, and go to a reducer that was told the mesh. Nothing but the
+  loss and the auxiliary outputs crosses that axis. Other axes of the mesh are
+  left to the compiler, so sharded parameters, sharding constraints over these
+  axes and scans work inside `loss_fn` as without this function. The axis is
+  bound in `loss_fn`: `jax.lax.pmean(x, axis_name)` averages over all replicas.
+
+  Args:
+    loss_fn: From parameters and further arguments to a loss that is a mean over
+      the batch, float [].
+    mesh: The mesh of the training.
+    axis_name: The axis of the replicas, or a tuple of axes.
+    has_aux: Whether `loss_fn` returns a pair of the loss and other outputs. Of
+      these, floats are averaged over the replicas, as running statistics of
+      batches; all others are those of the first replica.
+    in_axes: As for `jax.vmap`, one entry for each argument after the
+      parameters, or one for all: 0 for arguments that are split over the
+      replicas along their first axis, None for arguments that every replica
+      gets whole. Of split arguments, scalars are whole, and keys
+      (`jax.random.key`) are split, so that replicas draw different numbers.
+    wrt: For a module of Flax NNX in place of parameters, the filter of the
+      variables to differentiate; None for `nnx.Param`. All other variables
+      that `loss_fn` changes are updated in the module: floats by their mean,
+      such as the statistics of `nnx.BatchNorm`, and counts of random numbers as
+      on the first replica. The keys of random streams differ by replica.
+
+  Returns:
+    A function of the parameters and the further arguments, which returns
+    `(loss, gradients)`, or `((loss, aux), gradients)`: the mean loss, float32
+    [], and gradients [N, ...] for N replicas.
+
+  Raises:
+    ValueError: if the mesh lacks an axis, or replicas do not divide a batch.
+    TypeError: if an argument looks like a key of the old kind.
+  """
+  validation.require(
+    set(names(axis_name)) <= set(mesh.shape),
+    "axis_name",
+    axis_name,
+    f"an axis of the mesh {dict(mesh.shape)}",
+    "pass the axis that splits the batch",
+  )
+  replicas = math.prod(mesh.shape[axis] for axis in names(axis_name))
+  split, whole = PartitionSpec(axis_name), PartitionSpec()
+  differentiated = jax.value_and_grad(loss_fn, has_aux=has_aux)
+
+  def placed(x: Any, spec: PartitionSpec) -> Any:
+    """Places an array, where types of arrays say how they lie."""
+    if AxisType.Explicit in mesh.axis_types:
+      return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    return x
+
+  @functools.wraps(loss_fn)
+  def run(params: Any, *args: Any) -> Any:
+    axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+    if _is_module(params):
+      loss_of, own, others = _without_module(loss_fn, params, wrt, axis_name)
+      axes = (None, *axes)
+      inner = value_and_grad(
+        loss_of, mesh, axis_name, has_aux=True, in_axes=axes
+      )
+      (loss, (aux, left)), gradients = inner(own, others, *args)
+      sys.modules["flax.nnx"].update(params, left)
+      return (loss, aux) if has_aux else loss, gradients
+    validation.require(
+      len(axes) == len(args) and set(axes) <= {0, None},
+      "in_axes",
+      in_axes,
+      f"0 or None for each of the {len(args)} arguments after the parameters",
+      "give one entry for each",
+    )
+    leaves, structure = jax.tree.flatten_with_path(args)
+    values, specs, is_key = [], [], []
+    for path, x in leaves:
+      splits, key = axes[path[0].idx] == 0, _is_key(x) and jnp.ndim(x) == 0
+      if splits and key:
+        x = jax.random.split(x, replicas)
+      elif splits and jnp.ndim(x):
+        _require_even(x, replicas, jax.tree_util.keystr(path))
+      specs.append(split if splits and jnp.ndim(x) else whole)
+      values.append(placed(x, specs[-1]))
+      is_key.append(splits and key)
+
+    def on_replica(params: Any, values: list) -> Any:
+      own = [x[0] if key else x for x, key in zip(values, is_key, strict=True)]
+      own = jax.tree.unflatten(structure, own)
+      value, gradients = differentiated(params, *own)
+      value = _common(value, axis_name)
+      # On CPUs the collectives of the update must follow.
+      sent = [x for x in jax.tree.leaves(value) if not _is_key(x)]
+      gradients = order.in_turn(gradients, sent)
+      return value, jax.tree.map(lambda g: g[None], gradients)
+
+    return jax.shard_map(
+      on_replica,
+      mesh=mesh,
+      in_specs=(whole, specs),
+      out_specs=(whole, split),
+      axis_names=set(names(axis_name)),
+      check_vma=False,
+    )(params, values)
+
+  return run
+
+
+def _is_module(params: Any) -> bool:
+  """Returns whether this is a module of Flax NNX."""
+  nnx = sys.modules.get("flax.nnx")
+  return nnx is not None and isinstance(params, nnx.Module)
+
+
+def _without_module(
+  loss_fn: Callable[..., Any], module: Any, wrt: Any, axis_name: AxisName
+) -> tuple[Callable[..., Any], Any, Any]:
+  """Returns a loss of plain trees in place of a loss of a module.
+
+  Returns:
+    A loss of the parameters, the other variables and the further arguments,
+    which also returns the other variables as it left them; and both trees.
+  """
+  nnx = sys.modules["flax.nnx"]
+  kinds = nnx.Param if wrt is None else wrt, ...
+  graph, params, others = nnx.split(module, *kinds)
+
+  def loss_of(params: Any, others: Any, *args: Any) -> tuple[Any, Any]:
+    index = collectives.device_index(axis_name)
+    own = jax.tree.map(
+      lambda x: jax.random.fold_in(x, index) if _is_key(x) else x, others
+    )
+    module = nnx.merge(graph, params, own)
+    value = loss_fn(module, *args)
+    left = nnx.split(module, *kinds)[2]
+    # The keys of all replicas stay equal.
+    left = jax.tree.map(lambda x, y: x if _is_key(x) else y, others, left)
+    value, aux = value if isinstance(value, tuple) else (value, None)
+    return value, (aux, left)
+
+  return loss_of, params, others
+
+
+def _is_key(x: Any) -> bool:
+  """Returns whether this is a key of `jax.random.key`, or an array of them."""
+  return jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def _require_even(x: Any, replicas: int, place: str) -> None:
+  """Raises unless the first axis of an argument splits over the replicas."""
+  shape = jnp.shape(x)
+  if jnp.result_type(x) == jnp.uint32 and shape == (2,):
+    raise TypeError(
+      f"`args` must have keys of jax.random.key, which are split over the"
+      f" replicas, got an array uint32[2] at {place}, which may be a key of"
+      " jax.random.PRNGKey; pass jax.random.wrap_key_data(key), or None for it"
+      " in `in_axes`, with which all replicas draw the same numbers."
+    )
+  validation.require(
+    shape[0] % replicas == 0,
+    "args",
+    shape,
+    f"arrays whose first axis {replicas} replicas divide, at {place}",
+    "pass a batch that divides, or None for this argument in `in_axes`",
+  )
+
+
+def _common(value: Any, axis_name: AxisName) -> Any:
+  """Returns the means of floats; of all else, those of the first replica."""
+  leaves, structure = jax.tree.flatten(value)
+  is_float = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves]
+  means = collectives.mean(
+    [x for x, own in zip(leaves, is_float, strict=True) if own], axis_name
+  )
+  others = [x for x, own in zip(leaves, is_float, strict=True) if not own]
+  if others:
+    others = collectives.from_first(order.in_turn(others, means), axis_name)
+  found = {True: iter(means), False: iter(others)}
+  return jax.tree.unflatten(structure, [next(found[own]) for own in is_float])

@@ -1,0 +1,184 @@
+"""Restores checkpoints of any number of replicas and shards."""
+
+import importlib
+import math
+import os
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from edgc_jax import validation
+from edgc_jax.leaves.leaf import is_leaf_state
+from edgc_jax.leaves.review import reducers_seen
+from edgc_jax.mesh.resharding import resize_shards
+from edgc_jax.mesh.resizing import resize_replicas
+from edgc_jax.mesh.sharding import specs_like, state_specs
+from edgc_jax.state.state import AccumulateState, ReducerState
+from edgc_jax.wire.order import AxisName, names
+
+
+def restore(
+  path: str | os.PathLike,
+  tx: optax.GradientTransformation,
+  params: Any,
+  *,
+  mesh: Mesh,
+  axis_name: AxisName = "data",
+  param_specs: Any = None,
+) -> tuple[Any, Any]:
+  """Restores parameters and optimiser state onto a mesh.
+
+  Reads the old number of replicas and of shards from the arrays, and converts
+  the state if they differ (`resize_replicas`, `resize_shards`). Every process
+  reads the whole checkpoint into its memory. If replicas get batches of another
+  size from here on, call `restart_reference` next.
+
+  Args:
+    path: Folder of an orbax checkpoint of `(params, opt_state)`, or of a
+      dictionary with the entries "params" and "opt_state", of global arrays.
+      Other entries are ignored.
+    tx: The transformation, with the options of the run that saved the state.
+    params: The parameters or their `jax.ShapeDtypeStruct`s.
+    mesh: The mesh to restore on.
+    axis_name: The axis of the replicas, or a tuple of axes.
+    param_specs: As for `state_specs`.
+
+  Returns:
+    Parameters and optimiser state, placed on the mesh.
+
+  Raises:
+    ImportError: if orbax-checkpoint is not installed.
+    ValueError: if the checkpoint lacks an array of the state, or an array has
+      another shape than the transformation needs.
+  """
+  own = PartitionSpec() if param_specs is None else param_specs
+  specs = specs_like(own, params)
+  how = {"mesh": mesh, "param_specs": param_specs}
+  with reducers_seen():
+    of_state = state_specs(tx, params, axis_name, **how)
+    new = jax.eval_shape(
+      jax.shard_map(tx.init, mesh=mesh, in_specs=(specs,), out_specs=of_state),
+      params,
+    )
+  stored = _read(path)
+  loaded = _like(params, stored[0], "params")
+  old = _like(new, stored[1], "opt_state")
+  replicas = math.prod(mesh.shape[axis] for axis in names(axis_name))
+  before = _replicas_of(old, new, replicas)
+  if before != replicas:
+    old = resize_replicas(
+      old, _local_specs(old, axis_name), before, replicas, axis_name
+    )
+  place = _placing(mesh)
+  loaded = jax.tree.map(place, loaded, specs)
+  if jax.tree.map(np.shape, old) != jax.tree.map(np.shape, new):
+    return loaded, resize_shards(tx, loaded, old, axis_name, mesh=mesh,
+                                 param_specs=own)  # fmt: skip
+  return loaded, jax.tree.map(place, old, of_state)
+
+
+def _read(path: str | os.PathLike) -> tuple[Any, Any]:
+  """Reads the two trees of a checkpoint, with NumPy arrays."""
+  try:
+    ocp = importlib.import_module("orbax.checkpoint")
+  except ImportError as error:
+    raise ImportError(
+      "`restore` reads checkpoints of orbax, which is not installed; run pip"
+      " install orbax-checkpoint."
+    ) from error
+  with ocp.PyTreeCheckpointer() as checkpointer:
+    tree = checkpointer.metadata(os.path.abspath(path)).item_metadata.tree
+    args = jax.tree.map(
+      lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
+    )
+    found = checkpointer.restore(os.path.abspath(path), restore_args=args)
+  if isinstance(found, dict):
+    is_named = "params" in found
+    keys = ("params", "opt_state") if is_named else ("0", "1")
+    validation.require(
+      set(keys) <= set(found),
+      "path",
+      sorted(found),
+      'a checkpoint with the entries "params" and "opt_state"',
+      "save {'params': params, 'opt_state': opt_state}, or the pair of them",
+    )
+    return found[keys[0]], found[keys[1]]
+  return found[0], found[1]
+
+
+def _like(tree: Any, stored: Any, entry: str) -> Any:
+  """Returns the stored arrays in a tree like `tree`."""
+
+  def pick(path: tuple, leaf: Any) -> np.ndarray:
+    found = stored
+    for key in path:
+      name = next(
+        str(getattr(key, kind))
+        for kind in ("key", "idx", "name")
+        if hasattr(key, kind)
+      )
+      if isinstance(found, list | tuple):
+        found = found[int(name)]
+      else:
+        found = (found or {}).get(name)
+    validation.require(
+      found is not None,
+      "path",
+      entry + jax.tree_util.keystr(path),
+      f"a checkpoint with all arrays of the state, of shape {leaf.shape}",
+      "pass the options of the run that saved it, such as its rank",
+    )
+    return found
+
+  return jax.tree_util.tree_map_with_path(pick, tree)
+
+
+def _local_specs(state: Any, axis_name: AxisName) -> Any:
+  """Returns specs that name the replicas alone, where arrays differ by them."""
+  everywhere = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)  # noqa: E731
+  local = PartitionSpec(axis_name)
+
+  def of_leaf(leaf: Any) -> Any:
+    residual = None if leaf.residual is None else local
+    return everywhere(leaf)._replace(residual=residual)
+
+  def of(part: Any) -> Any:
+    if isinstance(part, ReducerState):
+      leaves = jax.tree.map(of_leaf, part.leaves, is_leaf=is_leaf_state)
+      return everywhere(part)._replace(leaves=leaves)
+    if isinstance(part, AccumulateState):
+      sums = jax.tree.map(lambda _: local, part.accumulated)
+      inner = _local_specs(part.inner_state, axis_name)
+      return AccumulateState(PartitionSpec(), sums, inner)
+    return PartitionSpec()
+
+  kinds = (ReducerState, AccumulateState)
+  return jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, kinds))
+
+
+def _replicas_of(old: Any, new: Any, replicas: int) -> int:
+  """Returns the number of replicas of a state, given one of `replicas`."""
+  for before, after, spec in zip(
+    jax.tree.leaves(old),
+    jax.tree.leaves(new),
+    jax.tree.leaves(_local_specs(new, "replicas")),
+    strict=True,
+  ):
+    if spec and np.size(after):
+      # [N m, ...], with the same m
+      return np.shape(before)[0] * replicas // np.shape(after)[0]
+  return replicas
+
+
+def _placing(mesh: Mesh) -> Any:
+  """Returns a function that places an array by its spec."""
+
+  def place(x: Any, spec: PartitionSpec) -> jax.Array:
+    return jax.make_array_from_callback(
+      np.shape(x), NamedSharding(mesh, spec), lambda index: np.asarray(x)[index]
+    )
+
+  return place

@@ -1,0 +1,304 @@
+"""Steps in plain `jax.jit`: a reducer that was told the mesh."""
+
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from absl.testing import absltest, parameterized
+from flax import nnx
+from helpers.meshes import AXIS
+from helpers.reducers import variants
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import edgc_jax
+from experiments.runtime import hlo
+
+REPLICAS = 4
+PARAMS = {
+  "w": 0.1 * jax.random.normal(jax.random.key(1), (64, 96)),
+  "v": 0.1 * jax.random.normal(jax.random.key(2), (96, 64)),
+  "b": jnp.zeros(96),
+}
+SHARDS = {"w": P("shard"), "v": P("shard"), "b": P("shard")}
+
+
+def mesh_of(shape=(REPLICAS,), names=(AXIS,), kind=AxisType.Auto):
+  devices = jax.devices()[: int(np.prod(shape))]
+  return jax.make_mesh(shape, names, (kind,) * len(shape), devices=devices)
+
+
+def loss_fn(params, x, cast=lambda h: h):
+  """Has a scan, whose carry needs a cast of its type in `shard_map`."""
+
+  def body(h, _):
+    return jnp.tanh((h + x) @ params["w"] @ params["v"]), None
+
+  h, _ = jax.lax.scan(body, cast(jnp.zeros(x.shape)), None, length=2)
+  h = jnp.tanh((h + x) @ params["w"] + params["b"]) @ params["v"]
+  return jnp.mean((h - x) ** 2)
+
+
+def batch(step, rows=32):
+  return jax.random.normal(jax.random.key(step), (rows, 64))
+
+
+def train_plain(tx, mesh, params=PARAMS, axis_name=AXIS, steps=4):
+  """Trains in plain jit; returns parameters, state and the step."""
+
+  @jax.jit
+  def step(params, opt_state, x):
+    gradient = edgc_jax.value_and_grad(loss_fn, mesh, axis_name)
+    loss, grads = gradient(params, x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  opt_state = tx.init(params)
+  for i in range(steps):
+    params, opt_state, _ = step(params, opt_state, batch(i))
+  return params, opt_state, step
+
+
+def train_by_hand(tx, mesh, steps=4):
+  """Trains with the axis bound by `shard_map`."""
+  specs = edgc_jax.state_specs(tx, PARAMS)
+
+  def step(params, opt_state, x):
+    local = jax.lax.pcast(params, AXIS, to="varying")
+
+    cast = lambda h: jax.lax.pcast(h, AXIS, to="varying")  # noqa: E731
+    grads = jax.grad(loss_fn)(local, x, cast)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
+  step = jax.shard_map(
+    step, mesh=mesh, in_specs=(P(), specs, P(AXIS)), out_specs=(P(), specs)
+  )
+  params, opt_state, step = PARAMS, jax.jit(init)(PARAMS), jax.jit(step)
+  for i in range(steps):
+    params, opt_state = step(params, opt_state, batch(i))
+  return params, opt_state
+
+
+def assert_near(first, second):
+  for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5)
+
+
+class ReplicasTest(parameterized.TestCase):
+  @parameterized.parameters("edgc", "topk")
+  def test_equal_to_shard_map(self, name):
+    mesh, options = mesh_of(), variants()[name][""]
+    make = edgc_jax.REDUCERS[name]
+    plain = optax.chain(make(mesh=mesh, **options), optax.sgd(0.5))
+    by_hand = optax.chain(make(**options), optax.sgd(0.5))
+    params, state, _ = train_plain(plain, mesh)
+    expected, other = train_by_hand(by_hand, mesh)
+    assert_near(params, expected)
+    self.assertEqual(
+      edgc_jax.metrics(state)["wire_bytes"],
+      edgc_jax.metrics(other)["wire_bytes"],
+    )
+    residual = state[0].leaves["w"].residual
+    self.assertEqual(residual.sharding.spec[0], AXIS)
+
+  def test_explicit_axes(self):
+    mesh = mesh_of(kind=AxisType.Explicit)
+    params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    tx = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.sgd(0.5))
+    found = train_plain(tx, mesh, params)[0]
+    auto = mesh_of()
+    tx = optax.chain(edgc_jax.powersgd(4, mesh=auto), optax.sgd(0.5))
+    assert_near(found, train_plain(tx, auto)[0])
+
+  def test_keys_differ_by_replica_and_aux_is_averaged(self):
+    mesh = mesh_of()
+
+    def noisy(params, x, whole, key):
+      noise = jax.random.normal(key, ())
+      loss = params["b"].mean() * noise + 0 * x.mean()
+      return loss, {"noise": noise, "count": whole + 1}
+
+    value = edgc_jax.value_and_grad(
+      noisy, mesh, has_aux=True, in_axes=(0, None, 0)
+    )
+    (_, aux), grads = jax.jit(value)(
+      PARAMS, batch(0), jnp.arange(3), jax.random.key(5)
+    )
+    drawn = np.unique(np.asarray(grads["b"])[:, 0])
+    self.assertLen(drawn, REPLICAS)
+    np.testing.assert_allclose(aux["noise"], 96 * drawn.mean(), rtol=1e-4)
+    np.testing.assert_array_equal(aux["count"], [1, 2, 3])
+
+  def test_mistakes(self):
+    mesh = mesh_of()
+    tx = edgc_jax.powersgd(4, mesh=mesh)
+    state = tx.init(PARAMS)
+    with self.assertRaisesRegex(ValueError, "stacked as .*value_and_grad"):
+      tx.update(PARAMS, state, PARAMS)
+    value = edgc_jax.value_and_grad(loss_fn, mesh)
+    with self.assertRaisesRegex(ValueError, "4 replicas divide"):
+      value(PARAMS, batch(0, rows=6))
+    with self.assertRaisesRegex(TypeError, "jax.random.key"):
+      value(PARAMS, jax.random.PRNGKey(0))
+    with self.assertRaisesRegex(ValueError, "an axis of the mesh"):
+      edgc_jax.value_and_grad(loss_fn, mesh, "replica")
+    with self.assertRaisesRegex(ValueError, "axis of the replicas"):
+      edgc_jax.powersgd(4, "replica", mesh=mesh)
+    with self.assertRaisesRegex(ValueError, "`param_specs` must be None"):
+      edgc_jax.powersgd(4, param_specs=P())
+    with self.assertWarnsRegex(RuntimeWarning, "one replica"):
+      edgc_jax.topk(mesh=mesh_of((1,)))
+
+
+@pytest.mark.slow
+class ShardsTest(parameterized.TestCase):
+  def test_nothing_but_factors_crosses_the_slow_axis(self):
+    names = ("replica", "shard")
+    mesh = mesh_of((2, 2), names)
+    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), SHARDS)
+    params = jax.device_put(PARAMS, shardings)
+    reducer = edgc_jax.powersgd(4, "replica", mesh=mesh, param_specs=SHARDS)
+    tx = optax.chain(reducer, optax.adam(1e-2))
+    params, state, step = train_plain(tx, mesh, params, "replica")
+    self.assertEqual(params["w"].sharding.spec[0], "shard")
+    text = step.lower(params, state, batch(0)).compile().as_text()
+    within = {frozenset({0, 1}), frozenset({2, 3})}
+    sent = 0
+    for line in filter(hlo.is_collective, text.splitlines()):
+      if set(map(frozenset, hlo.groups_of(line))) != within:
+        shapes = hlo.arrays_of(line.split(" all-reduce(")[0])
+        sent += sum(4 * np.prod(shape, dtype=int) for _, shape in shapes)
+    (part,) = edgc_jax.describe(tx, PARAMS, mesh=mesh, param_specs=SHARDS).parts
+    # Checks and the loss take some values more.
+    self.assertBetween(sent, part.wire_bytes[0], part.wire_bytes[0] + 100)
+    # One device computes the same, up to what two shards' own factors lose.
+    alone = optax.chain(edgc_jax.allreduce(mesh=mesh_of((2,))), optax.sgd(0.5))
+    sharded = edgc_jax.allreduce("replica", mesh=mesh, param_specs=SHARDS)
+    found = train_plain(
+      optax.chain(sharded, optax.sgd(0.5)), mesh,
+      jax.device_put(PARAMS, shardings), "replica",
+    )[0]  # fmt: skip
+    assert_near(found, train_plain(alone, mesh_of((2,)))[0])
+
+  @parameterized.parameters(((4, 2),), ((1, 2),), ((2, 4),))
+  def test_restore_on_another_mesh(self, shape):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    names = ("replica", "shard")
+
+    def run_on(shape):
+      mesh = mesh_of(shape, names)
+      reducer = edgc_jax.powersgd(4, "replica", mesh=mesh, param_specs=SHARDS)
+      return mesh, optax.chain(reducer, optax.adam(1e-2))
+
+    mesh, tx = run_on((2, 2))
+    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), SHARDS)
+    params = jax.device_put(PARAMS, shardings)
+    params, state, _ = train_plain(tx, mesh, params, "replica")
+    temporary = tempfile.TemporaryDirectory()
+    self.addCleanup(temporary.cleanup)
+    folder = temporary.name + "/checkpoint"
+    with ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(folder, {"params": params, "opt_state": state})
+    if shape[0] == 1:
+      with self.assertWarnsRegex(RuntimeWarning, "one replica"):
+        mesh, tx = run_on(shape)
+    else:
+      mesh, tx = run_on(shape)
+    found, restored = edgc_jax.restore(
+      folder, tx, PARAMS, mesh=mesh, axis_name="replica", param_specs=SHARDS
+    )
+    assert_near(found, params)
+    assert_near(restored[1], state[1])
+
+    def owed(state, replicas):
+      residual = np.asarray(state[0].leaves["w"].residual)
+      return residual.reshape(replicas, *PARAMS["w"].shape).mean(0)
+
+    np.testing.assert_allclose(
+      owed(restored, shape[0]), owed(state, 2), rtol=1e-5, atol=1e-7
+    )
+    self.assertEqual(int(restored[0].count), 4)
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.up = nnx.Linear(64, 96, rngs=rngs)
+    self.norm = nnx.BatchNorm(96, momentum=0.0, rngs=rngs)
+    self.drop = nnx.Dropout(0.5, rngs=rngs)
+    self.down = nnx.Linear(96, 64, rngs=rngs)
+
+  def __call__(self, x):
+    return self.down(self.drop(jnp.tanh(self.norm(self.up(x)))))
+
+
+class NnxTest(absltest.TestCase):
+  def test_statistics_and_counts_are_kept(self):
+    mesh = mesh_of()
+    model = Net(nnx.Rngs(0))
+    tx = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.sgd(0.1))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+      loss, grads = edgc_jax.value_and_grad(
+        lambda model, x: jnp.mean((model(x) - x) ** 2), mesh
+      )(model, x)
+      optimizer.update(model, grads)
+      return loss, grads
+
+    same = jnp.tile(batch(0, 8), (REPLICAS, 1))  # for each replica
+    hidden = model.up(same[:8])
+    _, grads = step(model, optimizer, same)
+    np.testing.assert_allclose(
+      model.norm.mean.get_value(), hidden.mean(0), atol=1e-5
+    )
+    self.assertEqual(int(model.drop.rngs.count.get_value()), 1)
+    kernel = np.asarray(grads["down"]["kernel"].get_value())
+    self.assertEqual(kernel.shape, (REPLICAS, 96, 64))
+    self.assertGreater(np.abs(kernel[0] - kernel[1]).max(), 0, "dropout")
+    first = float(step(model, optimizer, batch(1))[0])
+    for _ in range(20):
+      last = float(step(model, optimizer, batch(1))[0])
+    self.assertLess(last, first)
+    self.assertEqual(int(model.drop.rngs.count.get_value()), 22)
+
+
+class VmapTest(parameterized.TestCase):
+  @parameterized.parameters("edgc", "quantize")
+  def test_equal_to_shard_map(self, name):
+    options = variants()[name][""]
+    if name == "quantize":
+      options = {**options, "bits": 8}
+    tx = optax.chain(edgc_jax.REDUCERS[name](**options), optax.sgd(0.5))
+    axes = edgc_jax.state_axes(tx, PARAMS)
+    size = {"axis_name": AXIS, "axis_size": REPLICAS}
+    init = jax.vmap(tx.init, in_axes=None, out_axes=axes, **size)
+    update = jax.vmap(
+      tx.update, in_axes=(0, axes, None), out_axes=(None, axes), axis_name=AXIS
+    )
+
+    @jax.jit
+    def step(params, opt_state, x):
+      parts = x.reshape(REPLICAS, -1, 64)
+      grads = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(params, parts)
+      updates, opt_state = update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state = PARAMS, jax.jit(init)(PARAMS)
+    text = step.lower(params, opt_state, batch(0)).compile().as_text()
+    # Of dense and ranks, of windows and samples one branch runs.
+    self.assertGreater(text.count(" conditional("), name == "edgc")
+    for i in range(4):
+      params, opt_state = step(params, opt_state, batch(i))
+    assert_near(params, train_by_hand(tx, mesh_of())[0])
+    self.assertEqual(opt_state[0].count.shape, ())
+    self.assertEqual(opt_state[0].leaves["w"].residual.shape, (4, 64, 96))
+
+
+if __name__ == "__main__":
+  absltest.main()
