@@ -1,7 +1,7 @@
-"""Trains a Flax NNX model with `nnx.Optimizer` under `jax.shard_map`.
+"""Trains a Flax NNX model with mutable state under `nnx.jit`.
 
-Models and optimisers of NNX are trees of JAX: they go into `shard_map` as they
-are, and what the step changes comes out.
+`edgc_jax.value_and_grad` takes the module itself. The statistics of BatchNorm
+are averaged over the replicas, and the masks of Dropout differ by replica.
 
     python examples/nnx_model.py
 """
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax  # before JAX uses a device
@@ -19,58 +19,44 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 STEPS = 60
 
-tx = optax.chain(edgc_jax.powersgd(4), optax.adam(1e-2))
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+tx = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.adam(1e-2))
 
 
 class Mlp(nnx.Module):
-  """Three linear layers."""
+  """Three linear layers, with BatchNorm and Dropout."""
 
   def __init__(self, rngs: nnx.Rngs) -> None:
     self.first = nnx.Linear(64, 128, rngs=rngs)
+    self.norm = nnx.BatchNorm(128, rngs=rngs)
     self.second = nnx.Linear(128, 128, rngs=rngs)
+    self.dropout = nnx.Dropout(0.02, rngs=rngs)
     self.last = nnx.Linear(128, 1, rngs=rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return self.last(nnx.relu(self.second(nnx.relu(self.first(x)))))
+    x = self.second(nnx.relu(self.norm(self.first(x))))
+    return self.last(self.dropout(nnx.relu(x)))
 
 
 def loss_fn(model: Mlp, x: jax.Array) -> jax.Array:
   return jnp.mean((model(x) - jnp.sin(x[:, :4]).sum(-1, keepdims=True)) ** 2)
 
 
-def init(model: Mlp) -> nnx.Optimizer:
-  return nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-
+@nnx.jit
 def train_step(model, optimizer, x):  # noqa: ANN001, ANN201
-  local = jax.lax.pcast(model, "data", to="varying")
-  loss, grads = nnx.value_and_grad(loss_fn)(local, x)
+  loss, grads = edgc_jax.value_and_grad(loss_fn, mesh)(model, x)
   optimizer.update(model, grads)
-  loss = edgc_jax.after_update(loss, optimizer)
-  return model, optimizer, jax.lax.pmean(loss, "data")
+  return loss
 
 
 def main() -> tuple[list[float], dict[str, object]]:
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
   model = Mlp(nnx.Rngs(0))
-  specs = edgc_jax.state_specs(
-    jax.eval_shape(init, model), nnx.state(model, nnx.Param)
-  )
-  make = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs)
-  step = jax.jit(
-    jax.shard_map(
-      train_step,
-      mesh=mesh,
-      in_specs=(P(), specs, P("data")),
-      out_specs=(P(), specs, P()),
-    )
-  )
-  optimizer = jax.jit(make)(model)
-  losses = []
+  # On all devices, or the step compiles again when it has placed them.
+  nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, P())))
+  optimizer, losses = nnx.Optimizer(model, tx, wrt=nnx.Param), []
   for i in range(STEPS):
     x = jax.random.normal(jax.random.key(i), (256, 64))
-    model, optimizer, loss = step(model, optimizer, x)
-    losses.append(float(loss))
+    losses.append(float(train_step(model, optimizer, x)))
   return losses, edgc_jax.metrics(optimizer)
 
 

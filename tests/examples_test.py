@@ -37,6 +37,7 @@ class ExamplesTest(parameterized.TestCase):
     ("two_data_axes", "two_data_axes", 5, 8),
     ("hsdp_by_hand", "hsdp_by_hand", 5, 6),
     ("hsdp_by_compiler", "hsdp_by_compiler", 5, 3),
+    ("lora", "lora", 5, 3),
     ("simulated_replicas", "simulated_replicas", 5, 9),
     ("restore_on_another_mesh", "restore_on_another_mesh", 5, 6),
   )
