@@ -270,8 +270,8 @@ def leaves_in(
         f" leaf {path}; return 'own' for a leaf that only one stage holds."
       )
     view = None if placement == "shared" else view
-    leaf = Leaf(path, shape, dtype, view, placement, axes)
-    leaves.append(dataclasses.replace(leaf, order=order if view else None))
+    order = order if view else None
+    leaves.append(Leaf(path, shape, dtype, view, placement, axes, order=order))
   return tuple(leaves)
 
 

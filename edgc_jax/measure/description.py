@@ -5,7 +5,6 @@ Bytes are counted by running the methods themselves, without sending.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from edgc_jax.leaves.leaf import (
 )
 from edgc_jax.leaves.review import Reviewed, reducers_seen
 from edgc_jax.leaves.views import ViewFn, layer_matrix
-from edgc_jax.mesh.sharding import init_on_mesh
+from edgc_jax.mesh.sharding import init_on_mesh, num_replicas
 from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer.reducer import exchanges_of, shards_of
 from edgc_jax.reducer.rounds import count_bytes
@@ -233,7 +232,7 @@ def _part(found: Reviewed, replicas: int, mesh: Any) -> Part:
       f"a mesh with the axes of the reducer, {sorted(axes.known)}",
       "pass the mesh of the training, or other names to the reducer",
     )
-    replicas = math.prod(mesh.shape[axis] for axis in names(axes.replicas))
+    replicas = num_replicas(mesh, axes.replicas)
 
   # Counted once for all equal leaves.
   bytes_of = functools.cache(

@@ -1,6 +1,5 @@
 """Binds the axis of the replicas inside a reducer, for plain `jax.jit`."""
 
-import math
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from edgc_jax import validation
 from edgc_jax.leaves.review import reducers_seen
-from edgc_jax.mesh.sharding import specs_like, state_specs
+from edgc_jax.mesh.sharding import init_on, num_replicas, require_axes
 from edgc_jax.wire.order import AxisName, names
 
 
@@ -41,14 +40,8 @@ def bind(
     ValueError: if the mesh lacks an axis; in `update`, if gradients are not
       stacked.
   """
-  validation.require(
-    set(names(axis_name)) <= set(mesh.shape),
-    "mesh",
-    dict(mesh.shape),
-    f"a mesh with the axis of the replicas, {axis_name!r}",
-    "pass axis_name=, or a mesh with that axis",
-  )
-  replicas = math.prod(mesh.shape[axis] for axis in names(axis_name))
+  require_axes(mesh, "axis_name", axis_name)
+  replicas = num_replicas(mesh, axis_name)
   if replicas == 1:
     validation.warn(
       f"`mesh` has one replica along {axis_name!r}, so the reducer sends"
@@ -60,21 +53,14 @@ def bind(
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return bool(set(names(axis_name)) & set(manual))
 
-  def specs_of(params: Any) -> tuple[Any, Any]:
-    """Returns the specs of parameters, and of the state."""
+  def on_mesh(params: Any) -> tuple[Any, Any, Any]:
     with reducers_seen():  # warnings come once, from `init` itself
-      state = state_specs(
-        tx, params, axis_name, mesh=mesh, param_specs=param_specs
-      )
-    own = PartitionSpec() if param_specs is None else param_specs
-    return specs_like(own, params), state
+      return init_on(tx, params, mesh, axis_name, param_specs)
 
   def init_fn(params: optax.Params) -> Any:
     if is_bound():
       return tx.init(params)
-    own, state = specs_of(params)
-    init = jax.shard_map(tx.init, mesh=mesh, in_specs=(own,), out_specs=state)
-    return jax.jit(init)(params)
+    return jax.jit(on_mesh(params)[0])(params)
 
   def update_fn(
     updates: optax.Updates,
@@ -95,7 +81,7 @@ def bind(
     one = jax.tree.map(
       lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates
     )
-    own, state_specs = specs_of(one)
+    _, own, of_state = on_mesh(one)
     stacked = jax.tree.map(lambda s: PartitionSpec(axis_name, *s), own)
 
     def update_local(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
@@ -104,8 +90,8 @@ def bind(
     update = jax.shard_map(
       update_local,
       mesh=mesh,
-      in_specs=(stacked, state_specs, None if params is None else own),
-      out_specs=(own, state_specs),
+      in_specs=(stacked, of_state, None if params is None else own),
+      out_specs=(own, of_state),
     )
     return update(updates, state, params)
 

@@ -1,7 +1,6 @@
 """Differentiates a loss on each replica alone, under plain `jax.jit`."""
 
 import functools
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
+from edgc_jax.mesh.sharding import num_replicas, require_axes
 from edgc_jax.wire import collectives, order
 from edgc_jax.wire.order import AxisName, names
 
@@ -65,18 +65,11 @@ def value_and_grad(
     ValueError: if the mesh lacks an axis, or replicas do not divide a batch.
     TypeError: if an argument looks like a key of the old kind.
   """
-  validation.require(
-    set(names(axis_name)) <= set(mesh.shape),
-    "axis_name",
-    axis_name,
-    f"an axis of the mesh {dict(mesh.shape)}",
-    "pass the axis that splits the batch",
-  )
-  replicas = math.prod(mesh.shape[axis] for axis in names(axis_name))
+  require_axes(mesh, "axis_name", axis_name)
+  replicas = num_replicas(mesh, axis_name)
   split, whole = PartitionSpec(axis_name), PartitionSpec()
-  differentiated = jax.value_and_grad(loss_fn, has_aux=has_aux)
 
-  def placed(x: Any, spec: PartitionSpec) -> Any:
+  def typed(x: Any, spec: PartitionSpec) -> Any:
     """Places an array, where types of arrays say how they lie."""
     if AxisType.Explicit in mesh.axis_types:
       return jax.sharding.reshard(x, NamedSharding(mesh, spec))
@@ -86,7 +79,9 @@ def value_and_grad(
   def run(params: Any, *args: Any) -> Any:
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
     if _is_module(params):
-      loss_of, own, others = _without_module(loss_fn, params, wrt, axis_name)
+      loss_of, own, others = _without_module(
+        loss_fn, params, wrt, axis_name, has_aux
+      )
       axes = (None, *axes)
       inner = value_and_grad(
         loss_of, mesh, axis_name, has_aux=True, in_axes=axes
@@ -110,12 +105,13 @@ def value_and_grad(
       elif splits and jnp.ndim(x):
         _require_even(x, replicas, jax.tree_util.keystr(path))
       specs.append(split if splits and jnp.ndim(x) else whole)
-      values.append(placed(x, specs[-1]))
+      values.append(typed(x, specs[-1]))
       is_key.append(splits and key)
 
     def on_replica(params: Any, values: list) -> Any:
       own = [x[0] if key else x for x, key in zip(values, is_key, strict=True)]
       own = jax.tree.unflatten(structure, own)
+      differentiated = jax.value_and_grad(loss_fn, has_aux=has_aux)
       value, gradients = differentiated(params, *own)
       value = _common(value, axis_name)
       # On CPUs the collectives of the update must follow.
@@ -142,7 +138,11 @@ def _is_module(params: Any) -> bool:
 
 
 def _without_module(
-  loss_fn: Callable[..., Any], module: Any, wrt: Any, axis_name: AxisName
+  loss_fn: Callable[..., Any],
+  module: Any,
+  wrt: Any,
+  axis_name: AxisName,
+  has_aux: bool,
 ) -> tuple[Callable[..., Any], Any, Any]:
   """Returns a loss of plain trees in place of a loss of a module.
 
@@ -164,7 +164,7 @@ def _without_module(
     left = nnx.split(module, *kinds)[2]
     # The keys of all replicas stay equal.
     left = jax.tree.map(lambda x, y: x if _is_key(x) else y, others, left)
-    value, aux = value if isinstance(value, tuple) else (value, None)
+    value, aux = value if has_aux else (value, None)
     return value, (aux, left)
 
   return loss_of, params, others

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from edgc_jax import validation
 from edgc_jax.budget.entropy_budget import EntropyState
@@ -15,7 +15,7 @@ from edgc_jax.leaves.leaf import (
   is_leaf_state,
   without_variables,
 )
-from edgc_jax.mesh.sharding import specs_like, state_specs
+from edgc_jax.mesh.sharding import init_on, placed
 from edgc_jax.state.state import ReducerState, Stats, part_axes
 from edgc_jax.wire.order import AxisName
 
@@ -66,15 +66,9 @@ def resize_shards(
   """
   params = without_variables(arrays_of(params))
   opt_state = without_variables(opt_state)
-  specs = state_specs(tx, params, axis_name, mesh=mesh, param_specs=param_specs)
-  own = (specs_like(param_specs, params),)
-  init = jax.shard_map(
-    lambda p: tx.init(p), mesh=mesh, in_specs=own, out_specs=specs
-  )
-  placed = jax.tree.map(
-    lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, *own
-  )
-  fresh = jax.jit(init)(placed)
+  init, own, specs = init_on(tx, params, mesh, axis_name, param_specs)
+  shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), own)
+  fresh = jax.jit(init)(jax.device_put(params, shardings))
 
   def convert(path: tuple, new: Any, old: Any) -> Any:
     if isinstance(new, ReducerState):
@@ -82,18 +76,10 @@ def resize_shards(
     _require_shape(old, new, path)
     return np.asarray(old)
 
-  def place(x: Any, spec: PartitionSpec) -> jax.Array:
-    if isinstance(x, jax.Array):  # new
-      return x
-    sharding = NamedSharding(mesh, spec)
-    return jax.make_array_from_callback(
-      x.shape, sharding, lambda index: x[index]
-    )
-
   state = jax.tree_util.tree_map_with_path(
     convert, fresh, opt_state, is_leaf=lambda x: isinstance(x, ReducerState)
   )
-  return jax.tree.map(place, state, specs)
+  return placed(state, mesh, specs)
 
 
 def _reducer(old: ReducerState, new: ReducerState) -> ReducerState:

@@ -1,23 +1,26 @@
 """Restores checkpoints of any number of replicas and shards."""
 
 import importlib
-import math
 import os
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from edgc_jax import validation
-from edgc_jax.leaves.leaf import is_leaf_state
 from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.resharding import resize_shards
 from edgc_jax.mesh.resizing import resize_replicas
-from edgc_jax.mesh.sharding import specs_like, state_specs
-from edgc_jax.state.state import AccumulateState, ReducerState
-from edgc_jax.wire.order import AxisName, names
+from edgc_jax.mesh.sharding import (
+  axes_of,
+  init_on,
+  num_replicas,
+  placed,
+  specs_of_replicas,
+)
+from edgc_jax.wire.order import AxisName
 
 
 def restore(
@@ -54,30 +57,22 @@ def restore(
     ValueError: if the checkpoint lacks an array of the state, or an array has
       another shape than the transformation needs.
   """
-  own = PartitionSpec() if param_specs is None else param_specs
-  specs = specs_like(own, params)
-  how = {"mesh": mesh, "param_specs": param_specs}
   with reducers_seen():
-    of_state = state_specs(tx, params, axis_name, **how)
-    new = jax.eval_shape(
-      jax.shard_map(tx.init, mesh=mesh, in_specs=(specs,), out_specs=of_state),
-      params,
-    )
+    init, own, of_state = init_on(tx, params, mesh, axis_name, param_specs)
+    new = jax.eval_shape(init, params)
   stored = _read(path)
   loaded = _like(params, stored[0], "params")
   old = _like(new, stored[1], "opt_state")
-  replicas = math.prod(mesh.shape[axis] for axis in names(axis_name))
+  replicas = num_replicas(mesh, axis_name)
   before = _replicas_of(old, new, replicas)
   if before != replicas:
-    old = resize_replicas(
-      old, _local_specs(old, axis_name), before, replicas, axis_name
-    )
-  place = _placing(mesh)
-  loaded = jax.tree.map(place, loaded, specs)
+    local = specs_of_replicas(old, axis_name)
+    old = resize_replicas(old, local, before, replicas, axis_name)
+  loaded = placed(loaded, mesh, own)
   if jax.tree.map(np.shape, old) != jax.tree.map(np.shape, new):
-    return loaded, resize_shards(tx, loaded, old, axis_name, mesh=mesh,
-                                 param_specs=own)  # fmt: skip
-  return loaded, jax.tree.map(place, old, of_state)
+    how = {"mesh": mesh, "param_specs": own}
+    return loaded, resize_shards(tx, loaded, old, axis_name, **how)
+  return loaded, placed(old, mesh, of_state)
 
 
 def _read(path: str | os.PathLike) -> tuple[Any, Any]:
@@ -136,49 +131,15 @@ def _like(tree: Any, stored: Any, entry: str) -> Any:
   return jax.tree_util.tree_map_with_path(pick, tree)
 
 
-def _local_specs(state: Any, axis_name: AxisName) -> Any:
-  """Returns specs that name the replicas alone, where arrays differ by them."""
-  everywhere = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)  # noqa: E731
-  local = PartitionSpec(axis_name)
-
-  def of_leaf(leaf: Any) -> Any:
-    residual = None if leaf.residual is None else local
-    return everywhere(leaf)._replace(residual=residual)
-
-  def of(part: Any) -> Any:
-    if isinstance(part, ReducerState):
-      leaves = jax.tree.map(of_leaf, part.leaves, is_leaf=is_leaf_state)
-      return everywhere(part)._replace(leaves=leaves)
-    if isinstance(part, AccumulateState):
-      sums = jax.tree.map(lambda _: local, part.accumulated)
-      inner = _local_specs(part.inner_state, axis_name)
-      return AccumulateState(PartitionSpec(), sums, inner)
-    return PartitionSpec()
-
-  kinds = (ReducerState, AccumulateState)
-  return jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, kinds))
-
-
 def _replicas_of(old: Any, new: Any, replicas: int) -> int:
   """Returns the number of replicas of a state, given one of `replicas`."""
   for before, after, spec in zip(
     jax.tree.leaves(old),
     jax.tree.leaves(new),
-    jax.tree.leaves(_local_specs(new, "replicas")),
+    jax.tree.leaves(specs_of_replicas(new, "replicas")),
     strict=True,
   ):
-    if spec and np.size(after):
+    if "replicas" in axes_of(spec) and np.size(after):
       # [N m, ...], with the same m
       return np.shape(before)[0] * replicas // np.shape(after)[0]
   return replicas
-
-
-def _placing(mesh: Mesh) -> Any:
-  """Returns a function that places an array by its spec."""
-
-  def place(x: Any, spec: PartitionSpec) -> jax.Array:
-    return jax.make_array_from_callback(
-      np.shape(x), NamedSharding(mesh, spec), lambda index: np.asarray(x)[index]
-    )
-
-  return place

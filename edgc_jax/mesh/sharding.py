@@ -15,12 +15,14 @@ stages and replicas along the first axis, [S N m, n]. Factors are sharded along
 their first axis, which counts matrices.
 """
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
 from edgc_jax.leaves.leaf import (
@@ -92,7 +94,7 @@ def state_specs(
       the axes, or parameters are sharded over the replicas.
   """
   if mesh is not None:
-    _require_axes(mesh, "axis_name", axis_name)
+    require_axes(mesh, "axis_name", axis_name)
   params = arrays_of(params)
   if hasattr(tx, "opt_state"):  # of NNX; all else that it holds is replicated
     how = {"mesh": mesh, "param_specs": param_specs, "stage_axis": stage_axis}
@@ -115,7 +117,7 @@ def state_specs(
   )
   by_path, state = init_on_mesh(tx, params, mesh, param_specs)
   if any(part_axes(reducer) == 1 for reducer in find(state, ReducerState)):
-    _require_axes(mesh, "stage_axis", stage_axis)
+    require_axes(mesh, "stage_axis", stage_axis)
   return _only(_Specs(axis_name, stage_axis, by_path).of(state), axis_names)
 
 
@@ -194,6 +196,52 @@ def specs_of_parts(
   """
   by_path, state = _types(tx, params, param_specs, axis_names=set(axis_names))
   return _only(_Specs((), "", by_path).of(state), axis_names)
+
+
+def specs_of_replicas(state: Any, axis_name: AxisName) -> Any:
+  """Returns specs that name the replicas, but no shards; of any state."""
+  return _Specs(axis_name, "stage", {}).of(state)
+
+
+def init_on(
+  tx: optax.GradientTransformation,
+  params: Any,
+  mesh: Mesh,
+  axis_name: AxisName,
+  param_specs: Any,
+) -> tuple[Callable[[Any], Any], Any, Any]:
+  """Binds the axes of a mesh in `init`; arguments as for `state_specs`.
+
+  Returns:
+    A function that creates the global state; the specs of the parameters, in a
+    tree like them; and the specs of the state.
+  """
+  own = PartitionSpec() if param_specs is None else param_specs
+  own = specs_like(own, params)
+  of_state = state_specs(
+    tx, params, axis_name, mesh=mesh, param_specs=param_specs
+  )
+  init = jax.shard_map(tx.init, mesh=mesh, in_specs=(own,), out_specs=of_state)
+  return init, own, of_state
+
+
+def placed(tree: Any, mesh: Mesh, specs: Any) -> Any:
+  """Places arrays of the host on a mesh; arrays of JAX stay as they are."""
+
+  def place(x: Any, spec: PartitionSpec) -> jax.Array:
+    if isinstance(x, jax.Array):
+      return x
+    # `device_put` would have all processes compare a host's array.
+    return jax.make_array_from_callback(
+      np.shape(x), NamedSharding(mesh, spec), lambda index: x[index]
+    )
+
+  return jax.tree.map(place, tree, specs)
+
+
+def num_replicas(mesh: Any, axis_name: AxisName) -> int:
+  """Returns the number of replicas along one axis or several."""
+  return math.prod(mesh.shape[axis] for axis in names(axis_name))
 
 
 def specs_like(param_specs: Any, params: Any) -> Any:
@@ -278,6 +326,17 @@ class _Specs(NamedTuple):
     return map_parts(lambda _: own, common._replace(leaves=leaves))
 
 
+def require_axes(mesh: Any, argument: str, axis_name: AxisName) -> None:
+  """Raises unless the mesh has all the axes."""
+  validation.require(
+    set(names(axis_name)) <= set(mesh.shape),
+    argument,
+    axis_name,
+    f"an axis of the mesh {dict(mesh.shape)}",
+    "pass the name of an axis of the mesh",
+  )
+
+
 def _only_where(leaf: LeafState, specs: LeafState) -> LeafState:
   """Returns specs of factors and residual, where a leaf has them."""
   return LeafState(
@@ -345,14 +404,3 @@ def _along_first(*axes: str) -> PartitionSpec:
 def _axes_of(spec: PartitionSpec | tuple) -> tuple[str, ...]:
   """Returns the axes of the mesh that a spec names, in its order."""
   return tuple(axis for part in spec for axis in names(part))
-
-
-def _require_axes(mesh: Any, argument: str, axis_name: AxisName) -> None:
-  """Raises unless the mesh has all the axes."""
-  validation.require(
-    set(names(axis_name)) <= set(mesh.shape),
-    argument,
-    axis_name,
-    f"an axis of the mesh {dict(mesh.shape)}",
-    "pass the name of an axis of the mesh",
-  )

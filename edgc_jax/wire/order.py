@@ -132,8 +132,8 @@ def in_turn(tree: Any, earlier: Any) -> Any:
   overtakes them, on one device sooner than on another, and operands of
   different collectives are mixed up: stages as CPU devices of one process had
   their memory overwritten. So if one of two collectives is in a branch or a
-  loop, the second must depend on the first. Accelerators keep the order. Nor
-  do replicas that `jax.vmap` simulates on one device: they send nothing.
+  loop, the second must depend on the first. Accelerators keep the order, and
+  replicas that `jax.vmap` simulates on one device send nothing.
   """
   is_sent = bool(jax.sharding.get_abstract_mesh().manual_axes)
   is_needed = is_sent and jax.default_backend() == "cpu"
@@ -175,20 +175,14 @@ def all_finite(tree: Any) -> jax.Array:
 def zeros_unless(flag: jax.Array, tree: Any) -> Any:
   """Returns `tree`, with zeros in place of its leaves if `flag` is false.
 
-  As `new_if`.
-  """
-  return new_if(flag, tree, jax.tree.map(jnp.zeros_like, tree))
-
-
-def new_if(flag: jax.Array, new: Any, old: Any) -> Any:
-  """Returns the leaves of `new`, or of `old` if `flag` is false.
-
   If `flag` varies over the stages or shards, leaves that are equal on all of
-  them stay new: the devices have to agree before they drop such a leaf.
+  them stay as they are: the devices have to agree before they drop such a leaf.
   """
   axes = set(varying_axes(flag))
 
-  def chosen(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.where(flag, x, y) if axes <= set(varying_axes(x)) else x
+  def kept(x: jax.Array) -> jax.Array:
+    if not axes <= set(varying_axes(x)):
+      return x
+    return jnp.where(flag, x, jnp.zeros_like(x))
 
-  return jax.tree.map(chosen, new, old)
+  return jax.tree.map(kept, tree)

@@ -147,7 +147,7 @@ class ReplicasTest(parameterized.TestCase):
       value(PARAMS, jax.random.PRNGKey(0))
     with self.assertRaisesRegex(ValueError, "an axis of the mesh"):
       edgc_jax.value_and_grad(loss_fn, mesh, "replica")
-    with self.assertRaisesRegex(ValueError, "axis of the replicas"):
+    with self.assertRaisesRegex(ValueError, "an axis of the mesh"):
       edgc_jax.powersgd(4, "replica", mesh=mesh)
     with self.assertRaisesRegex(ValueError, "`param_specs` must be None"):
       edgc_jax.powersgd(4, param_specs=P())

@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl.testing import absltest, parameterized
 from helpers.meshes import ShardMap, find, first_replica, gradients_like
 from jax.sharding import PartitionSpec as P
@@ -65,6 +66,14 @@ class ResizeTest(parameterized.TestCase):
   def test_stages_are_not_mixed(self):
     with self.assertRaisesRegex(ValueError, "`stages` must be given.*got None"):
       edgc_jax.resize_replicas(np.ones(4), P(("stage", "data")), 2, 1)
+
+  def test_without_residuals_specs_need_not_name_the_replicas(self):
+    tx = optax.chain(edgc_jax.allreduce(), optax.adam(0.1))
+    params = {"w": jnp.ones((4, 8))}
+    state = tx.init(params)
+    specs = jax.tree.map(lambda x: P("shard") if x.ndim else P(), state)
+    found = edgc_jax.resize_replicas(state, specs, 4, 2)
+    chex.assert_trees_all_equal(found, state)
 
   @parameterized.parameters((4, 2), (2, 4))
   def test_the_next_update_is_the_same(self, old, new):
