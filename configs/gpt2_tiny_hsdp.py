@@ -14,5 +14,5 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.name = "gpt2_tiny_hsdp"
   config.mesh.data = 2
   config.mesh.fsdp = 4
-  config.mesh.backend = "shard_map"
+  config.mesh.backend = "jit"
   return config

@@ -16,7 +16,7 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.evaluation.every = 30
   config.mesh.data = 2
   config.mesh.stage = 4
-  config.mesh.backend = "shard_map"
+  config.mesh.backend = "jit"
   config.pipeline.microbatches = 4
 
   # Devices of one machine have no link, so a link of 100 Mbit/s is modelled.

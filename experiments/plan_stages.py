@@ -33,7 +33,7 @@ _MBITS = flags.DEFINE_list(
 
 def main(config: ConfigDict) -> None:
   """Prints a table for each link speed."""
-  config.mesh.backend = "shard_map"
+  config.mesh.backend = "jit"
   try:
     checks.check_mesh(config)
     speeds = [float(text) for text in _MBITS.value]

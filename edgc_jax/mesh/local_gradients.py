@@ -34,7 +34,8 @@ def value_and_grad(
   over `axis_name`, and go to a reducer that was told the mesh. Nothing but the
   loss and the auxiliary outputs crosses that axis. Other axes of the mesh are
   left to the compiler, so sharded parameters, sharding constraints over these
-  axes and scans work inside `loss_fn` as without this function. The axis is
+  axes (as PartitionSpecs) and scans work inside `loss_fn` as without this
+  function. The axis is
   bound in `loss_fn`: `jax.lax.pmean(x, axis_name)` averages over all replicas.
 
   Args:
@@ -62,7 +63,8 @@ def value_and_grad(
     [], and gradients [N, ...] for N replicas.
 
   Raises:
-    ValueError: if the mesh lacks an axis, or replicas do not divide a batch.
+    ValueError: if the mesh lacks an axis, replicas do not divide a batch, or
+      `loss_fn` constrains arrays over `axis_name`, or by a NamedSharding.
     TypeError: if an argument looks like a key of the old kind.
   """
   require_axes(mesh, "axis_name", axis_name)
@@ -119,16 +121,42 @@ def value_and_grad(
       gradients = order.in_turn(gradients, sent)
       return value, jax.tree.map(lambda g: g[None], gradients)
 
-    return jax.shard_map(
+    bound = jax.shard_map(
       on_replica,
       mesh=mesh,
       in_specs=(whole, specs),
       out_specs=(whole, split),
       axis_names=set(names(axis_name)),
       check_vma=False,
-    )(params, values)
+    )
+    try:
+      return bound(params, values)
+    except ValueError as error:
+      if any(text in str(error) for text in _OF_CONSTRAINTS):
+        raise _constraint_error(mesh, axis_name) from error
+      raise
 
   return run
+
+
+# Messages of JAX if a sharding constraint inside names an axis that is bound.
+_OF_CONSTRAINTS = (
+  "should match the mesh of sharding",
+  "can only refer to Auto axes",
+)  # fmt: skip
+
+
+def _constraint_error(mesh: Mesh, axis_name: AxisName) -> ValueError:
+  """Returns the error for sharding constraints over the whole mesh."""
+  left = tuple(axis for axis in mesh.shape if axis not in names(axis_name))
+  return ValueError(
+    "`loss_fn` must constrain arrays by PartitionSpecs over the axes"
+    f" {left} alone, got a constraint over {axis_name!r} or a NamedSharding:"
+    " inside, every replica has arrays of its own. In"
+    " jax.lax.with_sharding_constraint pass PartitionSpec(...) without"
+    f" {axis_name!r}, not NamedSharding(mesh, ...). For the same function"
+    " elsewhere, jax.set_mesh(mesh) makes bare specs work."
+  )
 
 
 def _is_module(params: Any) -> bool:

@@ -136,7 +136,7 @@ def accumulate(
 
 def skip_nonfinite(
   tx: optax.GradientTransformation,
-  axis_name: str | tuple[str, ...] = "data",
+  axis_name: AxisName | None = "data",
   max_consecutive: int = 10,
 ) -> optax.GradientTransformationExtraArgs:
   """Skips steps with a non-finite gradient, on all replicas together.
@@ -152,7 +152,8 @@ def skip_nonfinite(
   Args:
     tx: The chain to wrap, reducer first.
     axis_name: Axis over which replicas agree; with pipeline stages both axes,
-      ("data", "stage").
+      ("data", "stage"); None in plain `jax.jit`, around reducers with `mesh`,
+      where one program decides for all.
     max_consecutive: Number of skips in a row from which `metrics` warns.
 
   Returns:
@@ -165,7 +166,7 @@ def skip_nonfinite(
   >>> tx = skip_nonfinite(optax.chain(optax.adam(1e-3)), "data")
   """
   validation.require_int("max_consecutive", max_consecutive, 1)
-  axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+  axes = order.names(axis_name)
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: optax.Params) -> SkipNonfiniteState:
@@ -190,6 +191,10 @@ def skip_nonfinite(
     averaged, inner_state = tx.update(
       updates, state.inner_state, params, **extra_args
     )
+    seen = find(inner_state, Checks)
+    counts = [checks.diverged_steps for checks in seen]
+    if not axes:  # the compiler joins the flags of all replicas
+      updates = order.after_all(updates, counts)
     finite = [order.all_finite(updates)]
     # Whether a reducer skipped the step depends on all its exchanges, so
     # replicas agree last, and until then no stage waits for another.
@@ -198,11 +203,8 @@ def skip_nonfinite(
       for tree in (state.inner_state, inner_state)
     )
     finite += [new == old for new, old in zip(after, before, strict=True)]
-    seen = find(inner_state, Checks)
-    ok = order.in_turn(
-      jnp.all(jnp.stack(finite)), [checks.diverged_steps for checks in seen]
-    )
-    ok = collectives.all_true(ok, axes)
+    ok = order.in_turn(jnp.all(jnp.stack(finite)), counts)
+    ok = collectives.all_true(ok, axes) if axes else ok
     validation.require(
       not (left := varying_axes(ok)),
       "axis_name",
@@ -210,7 +212,6 @@ def skip_nonfinite(
       f"all axes that gradients vary over ({left} are missing)",
       "name all of them, or stages decide differently",
     )
-    diverged = [checks.diverged_steps for checks in seen]
     averaged, inner_state = jax.tree.map(
       lambda new, old: jnp.where(ok, new, old),
       (averaged, inner_state),
@@ -218,9 +219,9 @@ def skip_nonfinite(
     )
     # Diverged replicas may be the reason for the skips, so their count stays.
     is_checks = lambda x: isinstance(x, Checks)  # noqa: E731
-    counts = iter(diverged)
+    kept = iter(counts)
     inner_state = jax.tree.map(
-      lambda x: x._replace(diverged_steps=next(counts)) if is_checks(x) else x,
+      lambda x: x._replace(diverged_steps=next(kept)) if is_checks(x) else x,
       inner_state,
       is_leaf=is_checks,
     )
@@ -248,8 +249,8 @@ def after_update(tree: Any, opt_state: optax.OptState) -> Any:
 
   Args:
     tree: The arrays to average, such as a loss.
-    opt_state: The state that `update` returned, in the same `shard_map` or
-      `pmap`.
+    opt_state: The state that `update` returned, in the same `shard_map`,
+      `pmap` or `jit`.
 
   Returns:
     The same tree.
@@ -268,4 +269,4 @@ def after_update(tree: Any, opt_state: optax.OptState) -> Any:
     "a state with a reducer's state in it",
     "pass the state that `update` of a chain with edgc() returned",
   )
-  return order.in_turn(tree, found)
+  return order.after_all(tree, found)

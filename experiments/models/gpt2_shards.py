@@ -1,18 +1,15 @@
 """GPT-2 with parameters sharded within each replica (FSDP).
 
 Every device of a replica stores a part of each large parameter, and reads its
-own rows of the batch. A step gathers the parameters, and its backward pass
-sums their gradients over the shards and scatters them, so that each device has
-the mean gradient of its part:
-
-  loss of the replica = mean over shards of the loss of their rows
+own rows of the batch. The compiler gathers the parameters, and sums their
+gradients over the shards.
 """
 
 from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.models import gpt2
 from experiments.models.gpt2 import GPT2Config
@@ -45,24 +42,21 @@ def param_specs(shapes: Any, shards: int) -> Any:
 
 
 def loss_fn(
-  config: GPT2Config, specs: Any, params: Any, batch: jax.Array
+  config: GPT2Config,
+  whole: PartitionSpec | NamedSharding,
+  params: Any,
+  batch: jax.Array,
 ) -> jax.Array:
-  """Returns a device's part of the loss of its replica.
+  """Returns `gpt2.loss_fn`, for which the compiler gathers the parameters.
 
-  The sum over the shards is the mean loss of the replica's rows, and the
-  gradient of a part is the gradient of that mean.
+  Without the constraint it sends activations, too: the step of gpt2_tiny on 2
+  replicas of 4 shards then took 1.5 times as long.
 
   Args:
     config: Sizes of the model.
-    specs: From `param_specs`.
-    params: The device's parts.
-    batch: int32 [rows, time + 1], the device's rows.
+    whole: The empty spec; outside `value_and_grad` with the mesh.
+    params: The parameters.
+    batch: int32 [rows, time + 1].
   """
-
-  def whole(part: jax.Array, spec: PartitionSpec) -> jax.Array:
-    if AXIS not in spec:  # its gradient is summed over the shards
-      return lax.pcast(part, AXIS, to="varying")
-    return lax.all_gather(part, AXIS, axis=tuple(spec).index(AXIS), tiled=True)
-
-  gathered = jax.tree.map(whole, params, specs)
-  return gpt2.loss_fn(config, gathered, batch) / lax.axis_size(AXIS)
+  gathered = lax.with_sharding_constraint(params, whole)
+  return gpt2.loss_fn(config, gathered, batch)

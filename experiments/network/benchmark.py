@@ -317,7 +317,7 @@ class Benchmark:
     config.mesh.stage = layout.stages
     config.mesh.data = layout.hosts // layout.stages
     config.mesh.fsdp = layout.shards
-    config.mesh.backend = "pmap" if layout.has_replicas_only else "shard_map"
+    config.mesh.backend = "pmap" if layout.has_replicas_only else "jit"
     config.pipeline.align = "none"  # each row has one rank for all stages
     config.batch_size = rows_each * config.mesh.data
     return config

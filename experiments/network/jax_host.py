@@ -70,11 +70,11 @@ class JaxHost:
     config, mesh, model = _read(config)
     exchanges = config.reducer != NO_EXCHANGE
     if exchanges:
-      reducer = optimizer.make_reducer(config, DATA, {})
+      reducer = optimizer.make_reducer(config, DATA, {}, mesh)
     else:
       config.reducer = "allreduce"
-      reducer = optimizer.without_exchange(config, DATA)
-    tx = optimizer.make_optimizer(config, DATA, {}, reducer)
+      reducer = optimizer.without_exchange(config, DATA, mesh)
+    tx = optimizer.make_optimizer(config, DATA, {}, reducer, mesh)
     backend = backends.make(config, model, tx, mesh)
     state = backend.init(jax.random.key(0))
     # One batch for all hosts, because a replica's stages have the same rows.

@@ -1,4 +1,4 @@
-"""Backends that run the training step on many devices: pmap or shard_map.
+"""Backends that run the training step on many devices: pmap or jit.
 
 The trainer does not need to know how a backend places its arrays.
 """
@@ -9,16 +9,16 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 from experiments.models.gpt2 import GPT2Config
-from experiments.parallel import layout, meshes
+from experiments.parallel import layout
 from experiments.parallel.mesh_backend import OnMesh, stored_form
 from experiments.parallel.pmap_backend import Pmap
 from experiments.parallel.stored_state import Stored, StoredForm
 
-BACKENDS = ("pmap", "shard_map")
+BACKENDS = ("pmap", "jit")
 
 
 class Parallel(Protocol):
@@ -92,18 +92,13 @@ def make(
 def form_on(
   model: GPT2Config,
   tx: optax.GradientTransformation,
-  replicas: int,
-  shards: int,
+  mesh: AbstractMesh,
 ) -> StoredForm:
-  """Returns the form in which a run on so many devices stored its state.
+  """Returns the form in which a run on a mesh stored its state.
 
   Args:
     model: Sizes of the model.
     tx: The optimiser of that run.
-    replicas: Its number of replicas.
-    shards: Its number of shards.
+    mesh: Its mesh, without stages.
   """
-  shape = meshes.shape_of(replicas, shards=shards)
-  types = (AxisType.Auto,) * len(shape)
-  mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=types)
-  return stored_form(layout.of_params(model, shape), tx, mesh)
+  return stored_form(layout.of_params(model, mesh.shape), tx, mesh)

@@ -1,4 +1,4 @@
-"""Training through `jax.shard_map`, on replicas, with stages or shards."""
+"""Training under `jax.jit`, on replicas, with stages or shards."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -46,74 +46,42 @@ class OnMesh:
     self._fresh = params.init
     self.stored = stored_form(params, tx, mesh)
     param_specs, specs = self.stored.specs
-    if STAGE in mesh.shape:
-      value_and_grad = functools.partial(
-        gpt2_stages.value_and_grad, model, num_microbatches
-      )
-      loss_fn = functools.partial(gpt2_stages.loss_fn, model, num_microbatches)
-    else:
-      loss_fn = functools.partial(gpt2.loss_fn, model)
-      if SHARD in mesh.shape:
-        loss_fn = functools.partial(gpt2_shards.loss_fn, model, param_specs)
-
-      def value_and_grad(params: Any, batch: jax.Array) -> tuple:
-        return *jax.value_and_grad(loss_fn)(params, batch), None
-
     self.num_params = sum(
       p.size for p in jax.tree.leaves(gpt2.param_shapes(model))
     )
-    everywhere, rows = PartitionSpec(), meshes.batch_spec(mesh)
+    if STAGE in mesh.shape:
+      step, loss = _on_stages(
+        model, tx, mesh, num_microbatches, self.stored.specs
+      )
+    else:
+      step, loss = _in_plain_jit(model, tx, mesh)
 
-    def step(
-      params: Any, opt_state: Any, batch: jax.Array
-    ) -> tuple[Any, Any, dict[str, jax.Array]]:
+    def traced(*args: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
       self.traces += 1  # runs when JAX traces, not when the step runs
-      # If parameters did not vary over the replicas, JAX would all-reduce
-      # their gradients itself, uncompressed.
-      local = lax.pcast(params, DATA, to="varying")
-      loss, gradients, late_updates = value_and_grad(local, batch)
-      updates, opt_state = tx.update(
-        gradients, opt_state, params, late_updates=late_updates
-      )
-      params = optax.apply_updates(params, updates)
-      numbers = edgc_jax.metrics(opt_state)
-      if STAGE in mesh.shape:
-        numbers = _of_all_stages(numbers)
-      loss = of_replicas(edgc_jax.after_update(loss, opt_state))
-      return params, opt_state, numbers | {"loss": loss}
-
-    def of_replicas(loss: jax.Array) -> jax.Array:
-      if SHARD in mesh.shape:  # a shard's loss is its part of the replica's
-        loss = lax.psum(loss, SHARD)
-      return lax.pmean(loss, DATA)
-
-    def losses(params: Any, batch: jax.Array) -> jax.Array:
-      return of_replicas(loss_fn(params, batch))
-
-    def on_mesh(fn: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-      return jax.shard_map(
-        fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs
-      )
+      return step(*args)
 
     self._params_sharding = self._shardings(param_specs)
-    self._init = jax.jit(on_mesh(tx.init, (param_specs,), specs))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    self._init = jax.jit(
+      jax.shard_map(
+        tx.init, mesh=mesh, in_specs=(param_specs,), out_specs=specs
+      )
+    )
     self._step = jax.jit(
-      on_mesh(
-        step,
-        (param_specs, specs, rows),
-        (param_specs, specs, everywhere),
-      ),
+      traced,
+      out_shardings=(*self._shardings(self.stored.specs), everywhere),
       donate_argnums=(0, 1),
     )
     self._follow = jax.jit(
-      on_mesh(
+      jax.shard_map(
         lambda *state: edgc_jax.follow_first_replica(state, DATA),
-        (param_specs, specs),
-        (param_specs, specs),
+        mesh=mesh,
+        in_specs=self.stored.specs,
+        out_specs=self.stored.specs,
       ),
       donate_argnums=(0, 1),
     )
-    self._loss = jax.jit(on_mesh(losses, (param_specs, rows), everywhere))
+    self._loss = jax.jit(loss, out_shardings=everywhere)
 
   def init(self, key: jax.Array) -> tuple[Any, Any]:
     make = jax.jit(self._fresh, out_shardings=self._params_sharding)
@@ -180,6 +148,84 @@ def stored_form(
     data_axis=DATA,
     is_stacked=False,
   )
+
+
+def _in_plain_jit(
+  model: GPT2Config, tx: optax.GradientTransformation, mesh: Mesh
+) -> tuple[Callable, Callable]:
+  """Returns step and loss on replicas, whose shards the compiler gathers.
+
+  Args:
+    model: Sizes of the model.
+    tx: The optimiser, with a reducer that was told the mesh.
+    mesh: The devices.
+  """
+  loss_fn = evaluate = functools.partial(gpt2.loss_fn, model)
+  if SHARD in mesh.shape:
+    sharded, whole = gpt2_shards.loss_fn, PartitionSpec()
+    loss_fn = functools.partial(sharded, model, whole)
+    evaluate = functools.partial(sharded, model, NamedSharding(mesh, whole))
+
+  def step(
+    params: Any, opt_state: Any, batch: jax.Array
+  ) -> tuple[Any, Any, dict[str, jax.Array]]:
+    value_and_grad = edgc_jax.value_and_grad(loss_fn, mesh, DATA)
+    loss, gradients = value_and_grad(params, batch)
+    updates, opt_state = tx.update(gradients, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    # Statistics of shards are joined after the exchange.
+    numbers = edgc_jax.metrics(edgc_jax.after_update(opt_state, opt_state))
+    return params, opt_state, numbers | {"loss": loss}
+
+  return step, evaluate
+
+
+def _on_stages(
+  model: GPT2Config,
+  tx: optax.GradientTransformation,
+  mesh: Mesh,
+  num_microbatches: int,
+  specs: tuple[Any, Any],
+) -> tuple[Callable, Callable]:
+  """Returns step and loss on pipeline stages.
+
+  Args:
+    model: Sizes of the model.
+    tx: The optimiser.
+    mesh: The devices.
+    num_microbatches: Parts of a replica's batch.
+    specs: Of parameters and optimiser state.
+  """
+  rows, everywhere = meshes.batch_spec(mesh), PartitionSpec()
+  on_mesh = functools.partial(jax.shard_map, mesh=mesh)
+
+  @functools.partial(
+    on_mesh, in_specs=(*specs, rows), out_specs=(*specs, everywhere)
+  )
+  def step(
+    params: Any, opt_state: Any, batch: jax.Array
+  ) -> tuple[Any, Any, dict[str, jax.Array]]:
+    # If parameters did not vary over the replicas, JAX would all-reduce their
+    # gradients itself, uncompressed.
+    local = lax.pcast(params, DATA, to="varying")
+    loss, gradients, late_updates = gpt2_stages.value_and_grad(
+      model, num_microbatches, local, batch
+    )
+    updates, opt_state = tx.update(
+      gradients, opt_state, params, late_updates=late_updates
+    )
+    params = optax.apply_updates(params, updates)
+    numbers = _of_all_stages(edgc_jax.metrics(opt_state))
+    loss = lax.pmean(edgc_jax.after_update(loss, opt_state), DATA)
+    return params, opt_state, numbers | {"loss": loss}
+
+  @functools.partial(on_mesh, in_specs=(specs[0], rows), out_specs=everywhere)
+  def loss(params: Any, batch: jax.Array) -> jax.Array:
+    return lax.pmean(
+      gpt2_stages.loss_fn(model, num_microbatches, params, batch), DATA
+    )
+
+  return step, loss
 
 
 def _of_all_stages(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -4,7 +4,13 @@ from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+  AbstractMesh,
+  AxisType,
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+)
 
 from experiments.models import gpt2_shards, gpt2_stages
 
@@ -36,6 +42,13 @@ def make_mesh(replicas: int, stages: int, shards: int = 1) -> Mesh:
     axis_types=(AxisType.Auto,) * len(shape),
     devices=jax.devices()[: stages * replicas * shards],
   )
+
+
+def abstract_mesh(replicas: int, shards: int) -> AbstractMesh:
+  """Returns a mesh without devices; arguments as for `make_mesh`."""
+  shape = shape_of(replicas, shards=shards)
+  types = (AxisType.Auto,) * len(shape)
+  return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=types)
 
 
 def batch_spec(mesh: Mesh) -> PartitionSpec:

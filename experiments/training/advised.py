@@ -191,7 +191,7 @@ def _plain_step(
   plain = config.copy_and_resolve_references()
   plain.reducer = "allreduce"
   tx = optimizer.make_optimizer(
-    plain, DATA, {}, optimizer.without_exchange(plain, DATA)
+    plain, DATA, {}, optimizer.without_exchange(plain, DATA, mesh), mesh
   )
   backend = backends.make(plain, model, tx, mesh)
   state = backend.init(jax.random.key(0))

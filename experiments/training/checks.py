@@ -51,7 +51,7 @@ def _check_shards(config: ConfigDict) -> None:
     raise ValueError(
       "`mesh.fsdp` must be 1 with the backend pmap and on pipeline stages, got"
       f" {mesh.fsdp} with {mesh.backend} and mesh.stage={mesh.stage}; set"
-      " --config.mesh.backend=shard_map and --config.mesh.stage=1."
+      " --config.mesh.backend=jit and --config.mesh.stage=1."
     )
 
 
@@ -87,12 +87,13 @@ def check_mesh(config: ConfigDict) -> None:
   if mesh.backend not in backends.BACKENDS:
     raise ValueError(
       f"`mesh.backend` must be one of {', '.join(backends.BACKENDS)}, got"
-      f" {mesh.backend!r}; pmap has replicas only, shard_map also stages."
+      f" {mesh.backend!r}; pmap has replicas only, jit (once named shard_map)"
+      " also shards and stages."
     )
   if stages > 1 and mesh.backend == "pmap":
     raise ValueError(
-      f"`mesh.backend` must be shard_map for several stages (mesh.stage is"
-      f" {stages}), got 'pmap'; set --config.mesh.backend=shard_map."
+      f"`mesh.backend` must be jit for several stages (mesh.stage is"
+      f" {stages}), got 'pmap'; set --config.mesh.backend=jit."
     )
   if stages > 1 and config.model.objective == "masked":
     raise ValueError(

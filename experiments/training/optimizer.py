@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 import edgc_jax
 from edgc_jax.wire.order import varying_axes
-from experiments.models import gpt2_shards, gpt2_stages
+from experiments.models import gpt2_stages
+from experiments.models.gpt2 import GPT2Config
+from experiments.parallel import layout
 from experiments.training import rules
 
 _SCHEDULE_PARTS = 8
@@ -24,7 +27,10 @@ AUTO = "auto"  # `advised` chooses edgc or allreduce
 
 
 def make_reducer(
-  config: ConfigDict, axis_name: str, times: Mapping[str, Any]
+  config: ConfigDict,
+  axis_name: str,
+  times: Mapping[str, Any],
+  mesh: Mesh | AbstractMesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the gradient transformation that `config.reducer` names.
 
@@ -32,6 +38,7 @@ def make_reducer(
     config: The whole configuration.
     axis_name: The axis of the replicas.
     times: Arguments of `edgc` from `times.options_of`.
+    mesh: The devices; None if the axis is bound in any case.
 
   Returns:
     A transformation that averages gradients over the replicas.
@@ -53,6 +60,11 @@ def make_reducer(
       align=config.pipeline.align,
       backward_seconds=times.pop("backward_seconds", None),
     )
+  if mesh is not None and _is_plain(config):
+    options["mesh"] = mesh
+    options["param_specs"] = layout.of_params(
+      GPT2Config(**config.model), mesh.shape
+    ).specs
   options["check_every"] = config.sentinel.every
   make = edgc_jax.REDUCERS[config.reducer]
   if "seed" in inspect.signature(make).parameters:
@@ -88,15 +100,15 @@ def allocation_of(options: Mapping[str, Any]) -> Any:
 
 
 def without_exchange(
-  config: ConfigDict, axis_name: str
+  config: ConfigDict, axis_name: str, mesh: Mesh | None = None
 ) -> optax.GradientTransformationExtraArgs:
   """Returns a transformation with a reducer's state that averages nothing.
 
-  It is for measuring a step without an exchange. On stages and shards, where
-  parameters have to stay equal on all replicas, it replaces each gradient by
-  its sum: the gradient is read as usual, but only one number of it is sent.
+  It is for measuring a step without an exchange. Under `jit`, where parameters
+  have to stay equal on all replicas, it replaces each gradient by its sum: the
+  gradient is read as usual, but only one number of it is sent.
   """
-  reducer = make_reducer(config, axis_name, {})
+  reducer = make_reducer(config, axis_name, {}, mesh)
 
   def update(
     updates: optax.Updates,
@@ -108,7 +120,7 @@ def without_exchange(
   ) -> tuple[optax.Updates, optax.OptState]:
     if late_updates is not None:
       updates = late_updates(lambda x: x)
-    if config.mesh.backend == "shard_map":
+    if config.mesh.backend == "jit":
       updates = jax.tree.map(_as_invariant_as, updates, params)
     return updates, state
 
@@ -180,6 +192,7 @@ def make_optimizer(
   axis_name: str,
   times: Mapping[str, Any],
   reducer: optax.GradientTransformation | None = None,
+  mesh: Mesh | AbstractMesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Chains the reducer, clipping of the mean gradient, and AdamW.
 
@@ -188,23 +201,19 @@ def make_optimizer(
     axis_name: The axis of the replicas.
     times: Arguments of `edgc` from `times.options_of`.
     reducer: Replaces the reducer of the configuration if given.
+    mesh: As for `make_reducer`.
 
   Returns:
     The transformation, which skips steps with non-finite gradients.
   """
   if reducer is None:
-    reducer = make_reducer(config, axis_name, times)
+    reducer = make_reducer(config, axis_name, times, mesh)
   options = config.optimizer
-  axes = (axis_name,)
+  axes = None if mesh is not None and _is_plain(config) else axis_name
   clip = optax.clip_by_global_norm(options.clip_norm)
-  parts = None
   if config.mesh.stage > 1:
-    parts = gpt2_stages.AXIS
-  elif config.mesh.fsdp > 1:
-    parts = gpt2_shards.AXIS
-  if parts:
-    axes = (axis_name, parts)
-    clip = edgc_jax.clip_by_global_norm(options.clip_norm, parts)
+    axes = (axis_name, gpt2_stages.AXIS)
+    clip = edgc_jax.clip_by_global_norm(options.clip_norm, gpt2_stages.AXIS)
   chain = optax.chain(
     reducer,
     clip,
@@ -217,6 +226,11 @@ def make_optimizer(
     ),
   )
   return edgc_jax.skip_nonfinite(chain, axes, options.max_consecutive_skips)
+
+
+def _is_plain(config: ConfigDict) -> bool:
+  """Returns whether the step is plain `jax.jit`, in which no axis is bound."""
+  return config.mesh.backend == "jit" and config.mesh.stage == 1
 
 
 def _is_matrix(params: optax.Params) -> optax.Params:

@@ -73,7 +73,7 @@ class Trainer:
     self.times = times.of_numbers(self._progress.about.get("times"))
     if self.times is None:
       self.times = times.options_of(config, self.model, mesh)
-    self.tx = make_optimizer(config, meshes.DATA, self.times)
+    self.tx = make_optimizer(config, meshes.DATA, self.times, mesh=mesh)
     self.parallel = backends.make(config, self.model, self.tx, mesh)
     form = self.parallel.stored
     self._leaves = str(
@@ -177,8 +177,9 @@ class Trainer:
       return None
     config = self.config.copy_and_resolve_references()
     config.mesh.update(data=replicas, fsdp=shards)
-    tx = make_optimizer(config, meshes.DATA, self.times)
-    return backends.form_on(self.model, tx, replicas, shards)
+    mesh = meshes.abstract_mesh(replicas, shards)
+    tx = make_optimizer(config, meshes.DATA, self.times, mesh=mesh)
+    return backends.form_on(self.model, tx, mesh)
 
   def _find_params(self, folder: str) -> Callable[[], Any]:
     """Returns a function that loads the parameters of another run.

@@ -75,7 +75,7 @@ class AdvisedTest(parameterized.TestCase):
     method = advice(FAST).methods[-1]
     self.assertIn(f"{12e-6 * method.break_even:.4g} Mbit/s", lines[-2])
 
-  @parameterized.parameters((1, 1, "pmap"), (2, 2, "shard_map"))
+  @parameterized.parameters((1, 1, "pmap"), (2, 2, "jit"))
   def test_meshes_without_a_choice_raise(self, replicas, stages, backend):
     config = small()
     config.mesh.update(data=replicas, stage=stages, backend=backend)
@@ -119,7 +119,7 @@ class AdvisedTest(parameterized.TestCase):
 
   def test_shards_share_the_uplink(self):
     config = small()
-    config.mesh.update(data=2, fsdp=2, backend="shard_map")
+    config.mesh.update(data=2, fsdp=2, backend="jit")
     advised.require_choice(config)
     model, mesh = model_of(config), meshes.make_mesh(2, 1, 2)
     costs = advised.Costs(0.09, 0.01, CompressionModel(1e-3, 1e-4), 1e-3)
@@ -135,7 +135,7 @@ class AdvisedTest(parameterized.TestCase):
 
   def test_costs_are_measured_on_shards(self):
     config = small()
-    config.mesh.update(data=2, fsdp=2, backend="shard_map")
+    config.mesh.update(data=2, fsdp=2, backend="jit")
     mesh = meshes.make_mesh(2, 1, 2)
     seconds = advised.seconds_of(
       advised._plain_step(config, model_of(config), mesh), mesh

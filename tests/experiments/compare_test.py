@@ -372,7 +372,7 @@ def test_a_narrow_row_has_a_narrow_partner():
 def test_a_row_on_shards_has_a_partner_of_equal_bytes():
   """The bytes of all shards count, as in the summary of a run on shards."""
   mesh_keys = {
-    "mesh.data": 2, "mesh.fsdp": 4, "mesh.backend": "shard_map"
+    "mesh.data": 2, "mesh.fsdp": 4, "mesh.backend": "jit"
   }  # fmt: skip
   bytes_of_step = study._bytes_of_step(STUDY.config, json.dumps(mesh_keys))
   config = study._configuration(STUDY.config, "powersgd", mesh_keys)

@@ -142,7 +142,7 @@ def test_errors():
   with pytest.raises(ValueError, match=r"`model.objective` must .* got 'bert'"):
     dataclasses.replace(TINY, objective="bert")
   config = bert_tiny.get_config()
-  config.mesh.update(stage=2, data=2, backend="shard_map")
+  config.mesh.update(stage=2, data=2, backend="jit")
   with pytest.raises(ValueError, match=r"`model.objective`.*\(mesh.stage is 2"):
     checks.check(config)
   tokens = np.arange(257, dtype=np.uint16)

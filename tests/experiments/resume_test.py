@@ -244,7 +244,7 @@ def test_another_model_raises(tmp_path):
 def test_parameters_alone(tmp_path, whole):
   """Another reducer starts from the parameters of a finished run."""
   first = whole("allreduce", "pmap")
-  config = config_of(tmp_path / "run", "powersgd", "shard_map")
+  config = config_of(tmp_path / "run", "powersgd", "jit")
   config.init_from = str(first.folder.path)
   config.steps = 1
   trainer = run(config)

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cache")]
 
 
 def config_of(folder, reducer, data=2, fsdp=2):
-  config = cut_runs.config_of(folder, reducer, backend="shard_map")
+  config = cut_runs.config_of(folder, reducer, backend="jit")
   config.mesh.update(data=data, fsdp=fsdp)
   return config
 

@@ -39,7 +39,7 @@ def pipeline_run(folder, name):
   )
   config.evaluation.update(every=3, batches=1)
   config.optimizer.update(warmup_steps=1, lr=1e-2)
-  config.mesh.update(data=2, stage=2, backend="shard_map")
+  config.mesh.update(data=2, stage=2, backend="jit")
   config.pipeline.update(microbatches=2, backward_seconds=1e-4)
   # All-reduces so fast that a microbatch's time is enough for a dense one.
   config.link.update(bandwidth=1e9, latency=1e-6)

@@ -24,12 +24,12 @@ def whole(tmp_path_factory):
   [
     # Warm-up is steps 1 and 2, and every window ends with an even one.
     ("edgc", "pmap", (1, 2, 5, 6)),
-    ("edgc", "shard_map", (3,)),
+    ("edgc", "jit", (3,)),
     ("powersgd", "pmap", (3, 4)),
-    ("allreduce", "shard_map", (5,)),
+    ("allreduce", "jit", (5,)),
     # No residual, then no factors.
     ("quantize", "pmap", (3,)),
-    ("topk", "shard_map", (4,)),
+    ("topk", "jit", (4,)),
   ],
 )
 def test_a_resumed_run_is_the_same(tmp_path, whole, reducer, backend, cuts):
@@ -52,7 +52,7 @@ def test_a_resumed_run_is_the_same(tmp_path, whole, reducer, backend, cuts):
 def test_resumes_with_another_backend(tmp_path, whole):
   """Both backends store the same arrays."""
   run(config_of(tmp_path / "run", "powersgd", "pmap"), cut_after=5)
-  trainer = run(config_of(tmp_path / "run", "powersgd", "shard_map"))
+  trainer = run(config_of(tmp_path / "run", "powersgd", "jit"))
   expected = lines_of(whole("powersgd", "pmap"))
   for line, other in zip(lines_of(trainer), expected, strict=True):
     np.testing.assert_allclose(line["loss"], other["loss"], rtol=1e-5)

@@ -20,7 +20,7 @@ def test_one_of_two_processes_dies(whole):
     address = f"--coordinator_address=127.0.0.1:{free_port()}"
     return [
       start(
-        folder, "--config.mesh.backend=shard_map", address,
+        folder, "--config.mesh.backend=jit", address,
         "--num_processes=2", f"--process_id={i}", "--heartbeat_timeout=10",
         output=folder.parent / f"output_{i}.txt",
       )

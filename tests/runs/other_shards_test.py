@@ -7,13 +7,13 @@ from helpers import cut_runs
 pytestmark = pytest.mark.usefixtures("without_cache")
 
 CASES = [
-  ("edgc", (2, 2), (2, 1), "shard_map"),
-  ("edgc", (4, 2), (2, 4), "shard_map"),
-  ("edgc", (2, 1), (2, 4), "shard_map"),
+  ("edgc", (2, 2), (2, 1), "jit"),
+  ("edgc", (4, 2), (2, 4), "jit"),
+  ("edgc", (2, 1), (2, 4), "jit"),
   ("powersgd", (2, 2), (4, 1), "pmap"),
-  ("powersgd", (2, 2), (4, 2), "shard_map"),
-  ("powersgd", (2, 2), (2, 2), "shard_map"),
-  ("allreduce", (4, 2), (2, 4), "shard_map"),
+  ("powersgd", (2, 2), (4, 2), "jit"),
+  ("powersgd", (2, 2), (2, 2), "jit"),
+  ("allreduce", (4, 2), (2, 4), "jit"),
 ]
 
 
@@ -22,7 +22,7 @@ def test_resumes(tmp_path, reducer, before, after, backend):
   """The held-out loss is that of a run that was not cut off."""
 
   def config_of(name):
-    config = cut_runs.config_of(tmp_path / name, reducer, backend="shard_map")
+    config = cut_runs.config_of(tmp_path / name, reducer, backend="jit")
     config.mesh.update(data=before[0], fsdp=before[1])
     return config
 

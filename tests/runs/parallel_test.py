@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
   return folder
 
 
-def small(folder, name, reducer, data, stage=1, backend="shard_map"):
+def small(folder, name, reducer, data, stage=1, backend="jit"):
   """Returns a model of two layers of width 32; edgc starts dense."""
   config = gpt2_tiny.get_config(reducer)
   config.run_dir = str(folder / name)
@@ -147,8 +147,8 @@ def test_small_leaves_joined_on_stages(folder, replicas):
   "reducer, wire_dtype, data, stage, backend",
   [
     ("edgc", "float32", 4, 1, "pmap"),
-    ("edgc", "bfloat16", 2, 2, "shard_map"),
-    ("allreduce", "float32", 2, 2, "shard_map"),
+    ("edgc", "bfloat16", 2, 2, "jit"),
+    ("allreduce", "float32", 2, 2, "jit"),
   ],
 )
 def test_order_of_collectives(
@@ -279,11 +279,11 @@ def test_unneeded_times_are_not_measured(folder, monkeypatch, changes):
     ),
     (
       {"mesh.backend": "pmap"},
-      r"`mesh.backend` must be shard_map.*\(mesh.stage is 2\), got 'pmap'",
+      r"`mesh.backend` must be jit.*\(mesh.stage is 2\), got 'pmap'",
     ),
     (
       {"mesh.backend": "xmap"},
-      "`mesh.backend` must be one of pmap, shard_map, got 'xmap'",
+      "`mesh.backend` must be one of pmap, jit, got 'xmap'",
     ),
     (
       {"mesh.stage": 4, "mesh.data": 4},
