@@ -70,6 +70,9 @@ class EntropyState(NamedTuple):
   # int32 [], 0, or windows to end before the references have shifted: 2 while
   # the change is in the running window, 1 while the next one is measured
   restarts: jax.Array
+  # float32 [], of the last window's mean; after the warm-up, not at a restart
+  last_change: jax.Array
+  total_steps: jax.Array  # int32 [], constant: steps of the run; 0 if not given
 
 
 def restarted(state: EntropyState) -> EntropyState:
@@ -96,6 +99,7 @@ class EntropyBudget(Budget):
     sampling: Steps and entries that are sampled.
     matrices: The leaf of each of K matrices.
     axis_name: The axis of the replicas.
+    total_steps: Steps of the run; 0 if not given.
     stage_axis: The axis of pipeline stages, if any.
     seconds: Modelled seconds of an exchange at each rank of the ladder; None if
       stages are not aligned, and each follows its own entropy.
@@ -113,6 +117,7 @@ class EntropyBudget(Budget):
   sampling: Sampling
   matrices: tuple[Leaf, ...]
   axis_name: AxisName
+  total_steps: int = 0
   stage_axis: str | None = None
   seconds: np.ndarray | None = None
   backward_seconds: float = 0.0
@@ -145,6 +150,8 @@ class EntropyBudget(Budget):
       reference_entropy=zero(),
       reference_variance=per_matrix(),
       restarts=jnp.zeros((), jnp.int32),
+      last_change=zero(),
+      total_steps=jnp.array(self.total_steps, jnp.int32),
     )
 
   def levels(
@@ -267,6 +274,7 @@ class EntropyBudget(Budget):
       window_variance=variance,
       first_entropy=first,
       first_change=statistics.first_change,
+      last_change=jnp.where(is_warm, mean - state.window_entropy, 0.0),
       # Until the warm-up ends, which the first replica decides.
       reference_entropy=jnp.where(is_warm, state.reference_entropy, mean),
       reference_variance=jnp.where(is_warm, state.reference_variance, variance),

@@ -246,6 +246,7 @@ def edgc(
       sampling=sampling,
       matrices=matrices_of(leaves),
       axis_name=axis_name,
+      total_steps=total_steps or 0,
       stage_axis=stages.axis_name if stages else None,
       seconds=seconds,
       backward_seconds=stages.backward_seconds if is_aligned else 0.0,

@@ -11,11 +11,14 @@ import numpy as np
 import optax
 
 from edgc_jax import validation
+from edgc_jax.budget.entropy_budget import EntropyState
 from edgc_jax.leaves.leaf import LeafStats, is_leaf_state, without_variables
 from edgc_jax.state.state import Checks, ReducerState, SkipStats, Stats
 from edgc_jax.wire import collectives
 from edgc_jax.wire.agreement import CHECKED_STEPS
 from edgc_jax.wire.order import varying_axes
+
+_LARGE_CHANGE = 0.5  # nats from one window to the next: a factor of 1.6
 
 
 def metrics(opt_state: Any) -> dict[str, Any]:
@@ -66,8 +69,11 @@ def metrics(opt_state: Any) -> dict[str, Any]:
 
   Warns:
     RuntimeWarning: if the gradients were the same on all replicas, if replicas
-      have diverged, if a mask keeps leaves from the reducer, or if
-      `skip_nonfinite` has skipped `max_consecutive` steps in a row.
+      have diverged, if a mask keeps leaves from the reducer, if a link without
+      a state comes before it, or if `skip_nonfinite` has skipped
+      `max_consecutive` steps in a row. Of `edgc`: if the run is past
+      `total_steps`, or the entropy has jumped by more than 0.5 nats from one
+      window to the next after the warm-up, as with another batch size.
   """
   found = find(opt_state, ReducerState)
   if len(found) != 1:
@@ -92,6 +98,7 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     if not num_axes:
       stats, leaves = _of_one_replica(stats, leaves, is_stacked)
     _warn(checks, skips)
+    _warn_of_windows(found[0])
     _warn_of_masks(opt_state, checks)
     _warn_of_order(opt_state)
   values = stats._asdict()
@@ -183,6 +190,33 @@ def _ratio(dense: Any, sent: Any) -> Any:
   np_like = jnp if isinstance(sent, jax.core.Tracer) else np
   safe = np_like.where(sent > 0, sent, 1.0)
   return np_like.where(sent > 0, dense / safe, 1.0)
+
+
+def _warn_of_windows(state: ReducerState) -> None:
+  """Warns of a run past its length, and of another batch size."""
+  budget = state.budget
+  if not isinstance(budget, EntropyState):
+    return
+  count, total, change = (
+    np.ravel(x)
+    for x in jax.device_get(
+      (state.count, budget.total_steps, budget.last_change)
+    )
+  )
+  if 0 < total[0] < count[0]:
+    validation.warn(
+      f"The run is past total_steps={total[0]}, from which edgc chose window"
+      " and warm-up. It goes on with the same window; pass the length of the"
+      " whole run to have others."
+    )
+  if np.abs(change).max() > _LARGE_CHANGE:
+    validation.warn(
+      "The entropy of the gradients changed by more than"
+      f" {_LARGE_CHANGE} nats from one window to the next. If replicas get"
+      " batches of another size, or the loss has another scale, edgc takes"
+      " that for a change of the gradients: call"
+      " opt_state = edgc_jax.restart_reference(opt_state) when you change it."
+    )
 
 
 def _warn_of_masks(opt_state: Any, checks: Checks) -> None:

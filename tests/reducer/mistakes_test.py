@@ -1,6 +1,7 @@
 """Mistakes that would go unnoticed: each one works or raises an error."""
 
 import functools
+import warnings
 
 import chex
 import jax
@@ -64,6 +65,33 @@ class HugeGradientsTest(parameterized.TestCase):
       )
     ranks = edgc_jax.metrics(run.state)["matrix_rank"]
     self.assertGreaterEqual(min(ranks["a"] + ranks["c"]), 2)
+
+
+class WindowsTest(parameterized.TestCase):
+  """A run of edgc whose circumstances change after the warm-up."""
+
+  def check(self, scales, message, total_steps=None, restarts=()):
+    run = Pmap(edgc(**QUICK, total_steps=total_steps), PARAMS)
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter("always")
+      for step, scale in enumerate(scales):
+        if step in restarts:
+          run.state = edgc_jax.restart_reference(run.state)
+        run.step(gradients_like(PARAMS, step, scale=scale))
+        edgc_jax.metrics(run.state)
+    texts = [str(warning.message) for warning in caught]
+    self.assertEqual(any(message in text for text in texts), bool(message))
+    self.assertEqual(bool(texts), bool(message))
+
+  def test_another_batch_size(self):
+    """Eight times the batch has noise of an eighth of the variance."""
+    scales = [1.0] * 8 + [8**-0.5] * 4
+    self.check(scales, "batches of another size")
+    self.check(scales, "", restarts=(8,))
+
+  def test_past_the_end(self):
+    self.check([1.0] * 9, "past total_steps=8", total_steps=8)
+    self.check([1.0] * 8, "", total_steps=8)
 
 
 class StateTest(parameterized.TestCase):
