@@ -34,7 +34,7 @@ def main() -> tuple[list[float], dict[str, object]]:
     y = jnp.sin(x[:, :4]).sum(-1, keepdims=True)
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
-  def train_step(params, opt_state, x):  # noqa: ANN001
+  def train_step(params, opt_state, x):
     local = jax.lax.pcast(params, "data", to="varying")
     loss, grads = jax.value_and_grad(loss_fn)(local, x)
     updates, opt_state = tx.update(grads, opt_state, params)

@@ -1,8 +1,7 @@
 """Trains on 2 replicas of 4 shards; `jax.shard_map` binds all axes (HSDP).
 
-Weights are gathered over the fast axis "fsdp" where a layer needs them, and
-`powersgd` sends the gradients of each device's own shards over the slow axis
-"data".
+The loss gathers weights over the fast axis "fsdp" where it needs them;
+`powersgd` sends the gradients of each device's own shards over "data".
 
     python examples/hsdp_by_hand.py
 """
@@ -18,39 +17,28 @@ import edgc_jax  # before JAX uses a device
 jax.config.update("jax_num_cpu_devices", 8)
 
 STEPS = 60
-SPECS = {"up": P(None, "fsdp"), "down": P("fsdp"), "head": P()}
+SPECS = {"up": P(None, "fsdp"), "down": P("fsdp")}
+ROWS = P(("data", "fsdp"))
 
-tx = edgc_jax.skip_nonfinite(
-  optax.chain(
-    edgc_jax.powersgd(4),
-    edgc_jax.clip_by_global_norm(1.0, "fsdp"),
-    optax.adam(1e-2),
-  ),
-  ("data", "fsdp"),
+chain = optax.chain(
+  edgc_jax.powersgd(4),
+  edgc_jax.clip_by_global_norm(1.0, "fsdp"),
+  optax.adam(1e-2),
 )
+tx = edgc_jax.skip_nonfinite(chain, ("data", "fsdp"))
 
 
-def init_params() -> dict[str, jax.Array]:
-  keys = jax.random.split(jax.random.key(0), 3)
-  normal = jax.random.normal
-  return {
-    "up": normal(keys[0], (64, 256)) / 8,
-    "down": normal(keys[1], (256, 64)) / 16,
-    "head": normal(keys[2], (64,)) / 8,
-  }
-
-
-def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def loss_fn(params, x):
   """Returns this device's part of the mean loss over the shards."""
   up = jax.lax.all_gather(params["up"], "fsdp", axis=1, tiled=True)
   down = jax.lax.all_gather(params["down"], "fsdp", axis=0, tiled=True)
-  out = (x + jax.nn.relu(x @ up) @ down) @ params["head"]
+  out = (x + jax.nn.relu(x @ up) @ down).sum(-1) / 8
   loss = jnp.mean((out - jnp.sin(x[:, :4]).sum(-1)) ** 2)
   # JAX sums gradients over the shards: this makes the sum a mean.
   return loss / jax.lax.axis_size("fsdp")
 
 
-def train_step(params, opt_state, x):  # noqa: ANN001, ANN201
+def train_step(params, opt_state, x):
   # Varying over the replicas alone, so that their gradients stay local.
   local = jax.lax.pcast(params, "data", to="varying")
   loss, grads = jax.value_and_grad(loss_fn)(local, x)
@@ -60,25 +48,19 @@ def train_step(params, opt_state, x):  # noqa: ANN001, ANN201
   return params, opt_state, jax.lax.pmean(loss, "data")
 
 
-def main() -> tuple[list[float], dict[str, object]]:
-  mesh = jax.make_mesh(
-    (2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2
-  )
+def main():
+  types = (AxisType.Auto,) * 2
+  mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=types)
   placed = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-  params = jax.jit(init_params, out_shardings=placed)()
+  keys, normal = jax.random.split(jax.random.key(0)), jax.random.normal
+  params = {"up": normal(keys[0], (64, 256)) / 8,
+            "down": normal(keys[1], (256, 64)) / 16}  # fmt: skip
+  params = jax.device_put(params, placed)
   specs = edgc_jax.state_specs(tx, params, mesh=mesh, param_specs=SPECS)
+  how = {"in_specs": (SPECS, specs, ROWS), "out_specs": (SPECS, specs, P())}
+  step = jax.jit(jax.shard_map(train_step, mesh=mesh, **how))
   init = jax.shard_map(tx.init, mesh=mesh, in_specs=(SPECS,), out_specs=specs)
-  step = jax.jit(
-    jax.shard_map(
-      train_step,
-      mesh=mesh,
-      in_specs=(SPECS, specs, P(("data", "fsdp"))),
-      out_specs=(SPECS, specs, P()),
-    ),
-    donate_argnums=(0, 1),
-  )
-  opt_state = jax.jit(init)(params)
-  losses = []
+  opt_state, losses = jax.jit(init)(params), []
   for i in range(STEPS):
     x = jax.random.normal(jax.random.key(i), (256, 64))
     params, opt_state, loss = step(params, opt_state, x)

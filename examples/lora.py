@@ -40,20 +40,20 @@ def init_params() -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
   return adapters, frozen
 
 
-def predict(frozen, adapters, x):  # noqa: ANN001, ANN201
+def predict(frozen, adapters, x):
   for name, weight in frozen.items():
     own = adapters[name]
     x = jnp.tanh(x @ weight + x @ own["a"] @ own["b"])
   return x
 
 
-def loss_fn(adapters, frozen, x):  # noqa: ANN001, ANN201
+def loss_fn(adapters, frozen, x):
   target = jnp.tanh(x[:, :1]) * jnp.ones(WIDTH)
   return jnp.mean((predict(frozen, adapters, x) - target) ** 2)
 
 
 @jax.jit
-def train_step(adapters, opt_state, frozen, x):  # noqa: ANN001, ANN201
+def train_step(adapters, opt_state, frozen, x):
   gradient = edgc_jax.value_and_grad(loss_fn, mesh, in_axes=(None, 0))
   loss, grads = gradient(adapters, frozen, x)
   updates, opt_state = tx.update(grads, opt_state, adapters)

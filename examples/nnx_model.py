@@ -43,7 +43,7 @@ def loss_fn(model: Mlp, x: jax.Array) -> jax.Array:
 
 
 @nnx.jit
-def train_step(model, optimizer, x):  # noqa: ANN001, ANN201
+def train_step(model, optimizer, x):
   loss, grads = edgc_jax.value_and_grad(loss_fn, mesh)(model, x)
   optimizer.update(model, grads)
   return loss

@@ -16,31 +16,28 @@ import edgc_jax  # before JAX uses a device
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-STEPS = 60
-VOCAB, LENGTH, WIDTH, HIDDEN = 32, 16, 64, 256
+STEPS, VOCAB, LENGTH, WIDTH, HIDDEN = 60, 32, 16, 64, 256
 
 
-def init_params() -> dict[str, jax.Array]:
+def init_params():
   keys = jax.random.split(jax.random.key(0), 4)
-  shapes = {
-    "embedding": (VOCAB, WIDTH), "up": (2 * WIDTH, HIDDEN),
-    "down": (HIDDEN, WIDTH), "head": (WIDTH, VOCAB),
-  }  # fmt: skip
+  normal = jax.nn.initializers.lecun_normal()
   return {
-    name: jax.random.normal(key, shape) / shape[0] ** 0.5
-    for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    "embedding": jax.random.normal(keys[0], (VOCAB, WIDTH)) / VOCAB**0.5,
+    "up": normal(keys[1], (2 * WIDTH, HIDDEN)),
+    "down": normal(keys[2], (HIDDEN, WIDTH)),
+    "head": normal(keys[3], (WIDTH, VOCAB)),
   }
 
 
-def loss_fn(params, tokens, key):  # noqa: ANN001, ANN201
+def loss_fn(params, tokens, key):
   """Returns the cross entropy of tokens given the two before, with dropout."""
   x = params["embedding"][tokens]
   pairs = jnp.concatenate([x[:, :-2], x[:, 1:-1]], -1)
   pairs *= jax.random.bernoulli(key, 0.9, pairs.shape) / 0.9
   logits = jax.nn.relu(pairs @ params["up"]) @ params["down"] @ params["head"]
-  return optax.softmax_cross_entropy_with_integer_labels(
-    logits, tokens[:, 2:]
-  ).mean()
+  losses = optax.softmax_cross_entropy_with_integer_labels
+  return losses(logits, tokens[:, 2:]).mean()
 
 
 def batch_of(step: int) -> jax.Array:
@@ -58,13 +55,13 @@ tx = optax.chain(reducer, optax.adam(1e-2))
 
 
 @jax.jit
-def train_step(params, opt_state, tokens, key):  # noqa: ANN001, ANN201
+def train_step(params, opt_state, tokens, key):
   loss, grads = edgc_jax.value_and_grad(loss_fn, mesh)(params, tokens, key)
   updates, opt_state = tx.update(grads, opt_state, params)
   return optax.apply_updates(params, updates), opt_state, loss
 
 
-def main() -> tuple[list[float], object]:
+def main():
   params = jax.device_put(init_params(), NamedSharding(mesh, P()))
   opt_state, losses = tx.init(params), []
   for step in range(STEPS):

@@ -44,7 +44,7 @@ def train_step(
 ) -> tuple[TrainState, jax.Array]:
   """Applies one update; there is no pmean of gradients, edgc averages."""
 
-  def loss_fn(params):  # noqa: ANN001
+  def loss_fn(params):
     return jnp.mean((state.apply_fn(params, x) - y) ** 2)
 
   loss, grads = jax.value_and_grad(loss_fn)(state.params)

@@ -37,7 +37,7 @@ def main() -> tuple[list[float], dict[str, object]]:
   update = jax.vmap(tx.update, (0, axes, None), (None, axes), axis_name="data")
 
   @jax.jit
-  def train_step(params, opt_state, x):  # noqa: ANN001
+  def train_step(params, opt_state, x):
     gradients = jax.vmap(jax.value_and_grad(loss_fn), in_axes=(None, 0))
     loss, grads = gradients(params, x)
     updates, opt_state = update(grads, opt_state, params)

@@ -45,7 +45,7 @@ def main(fast: bool = False) -> tuple[list[float], dict[str, object]]:
   # Residuals differ along the axes of the replicas alone.
   specs = edgc_jax.state_specs(tx, params, replicas)
 
-  def train_step(params, opt_state, x):  # noqa: ANN001
+  def train_step(params, opt_state, x):
     local = jax.lax.pcast(params, AXES, to="varying")
     loss, grads = jax.value_and_grad(loss_fn)(local, x)
     updates, opt_state = tx.update(grads, opt_state, params)

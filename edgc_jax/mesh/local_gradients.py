@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
-from edgc_jax.mesh.sharding import num_replicas, require_axes
+from edgc_jax.mesh.sharding import axes_of, num_replicas, require_axes
 from edgc_jax.wire import collectives, order
 from edgc_jax.wire.order import AxisName, names
 
@@ -34,8 +35,7 @@ def value_and_grad(
   over `axis_name`, and go to a reducer that was told the mesh. Nothing but the
   loss and the auxiliary outputs crosses that axis. Other axes of the mesh are
   left to the compiler, so sharded parameters, sharding constraints over these
-  axes (as PartitionSpecs) and scans work inside `loss_fn` as without this
-  function. The axis is
+  axes and scans work inside `loss_fn` as without this function. The axis is
   bound in `loss_fn`: `jax.lax.pmean(x, axis_name)` averages over all replicas.
 
   Args:
@@ -64,16 +64,21 @@ def value_and_grad(
 
   Raises:
     ValueError: if the mesh lacks an axis, replicas do not divide a batch, or
-      `loss_fn` constrains arrays over `axis_name`, or by a NamedSharding.
+      `loss_fn` constrains arrays over `axis_name`.
     TypeError: if an argument looks like a key of the old kind.
   """
   require_axes(mesh, "axis_name", axis_name)
   replicas = num_replicas(mesh, axis_name)
   split, whole = PartitionSpec(axis_name), PartitionSpec()
 
+  left = set(mesh.shape) - set(names(axis_name))
+  is_explicit = AxisType.Explicit in mesh.axis_types
+  # Whether the compiler shards over further axes.
+  is_shared = any(mesh.shape[a] > 1 for a in left) and not is_explicit
+
   def typed(x: Any, spec: PartitionSpec) -> Any:
     """Places an array, where types of arrays say how they lie."""
-    if AxisType.Explicit in mesh.axis_types:
+    if is_explicit:
       return jax.sharding.reshard(x, NamedSharding(mesh, spec))
     return x
 
@@ -117,28 +122,27 @@ def value_and_grad(
       value, gradients = differentiated(params, *own)
       value = _common(value, axis_name)
       # On CPUs the collectives of the update must follow.
-      sent = [x for x in jax.tree.leaves(value) if not _is_key(x)]
-      gradients = order.in_turn(gradients, sent)
+      gradients = order.in_turn(gradients, _arrays_of(value))
       return value, jax.tree.map(lambda g: g[None], gradients)
 
-    bound = jax.shard_map(
-      on_replica,
-      mesh=mesh,
-      in_specs=(whole, specs),
-      out_specs=(whole, split),
-      axis_names=set(names(axis_name)),
-      check_vma=False,
+    by = (on_replica, mesh, axis_name, specs)
+    if not is_shared:
+      return _by_shard_map(*by)(params, values)
+    found, result = jax.make_jaxpr(_by_vmap(*by), return_shape=True)(
+      params, values
     )
-    try:
-      return bound(params, values)
-    except ValueError as error:
-      if any(text in str(error) for text in _OF_CONSTRAINTS):
-        raise _constraint_error(mesh, axis_name) from error
-      raise
+    if _CONVOLUTION in str(found):
+      return _by_shard_map(*by)(params, values)
+    flat = jaxpr_as_fun(found)(*jax.tree.leaves((params, values)))
+    return jax.tree.unflatten(jax.tree.structure(result), flat)
 
   return run
 
 
+OnReplica = Callable[[Any, list], tuple[Any, Any]]
+# XLA would gather the operands of a kernel's gradient over a sharded axis that
+# `vmap` adds.
+_CONVOLUTION = "conv_general_dilated"
 # Messages of JAX if a sharding constraint inside names an axis that is bound.
 _OF_CONSTRAINTS = (
   "should match the mesh of sharding",
@@ -157,6 +161,73 @@ def _constraint_error(mesh: Mesh, axis_name: AxisName) -> ValueError:
     f" {axis_name!r}, not NamedSharding(mesh, ...). For the same function"
     " elsewhere, jax.set_mesh(mesh) makes bare specs work."
   )
+
+
+def _by_shard_map(
+  on_replica: OnReplica, mesh: Mesh, axis_name: AxisName, specs: list
+) -> OnReplica:
+  """Binds the axes of the replicas by `shard_map`; all others stay."""
+  bound = jax.shard_map(
+    on_replica,
+    mesh=mesh,
+    in_specs=(PartitionSpec(), specs),
+    out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
+    axis_names=set(names(axis_name)),
+    check_vma=False,
+  )
+
+  def run(params: Any, values: list) -> tuple[Any, Any]:
+    try:
+      return bound(params, values)
+    except ValueError as error:
+      if any(text in str(error) for text in _OF_CONSTRAINTS):
+        raise _constraint_error(mesh, axis_name) from error
+      raise
+
+  return run
+
+
+def _by_vmap(
+  on_replica: OnReplica, mesh: Mesh, axis_name: AxisName, specs: list
+) -> OnReplica:
+  """Binds the axes by `vmap`, and has the compiler split them."""
+  axes = names(axis_name)
+  is_split = [bool(axes_of(spec)) for spec in specs]
+  bound = on_replica
+  for axis in reversed(axes):
+    bound = jax.vmap(
+      bound,
+      in_axes=(None, [0 if own else None for own in is_split]),
+      out_axes=(None, 0),
+      axis_name=axis,
+      axis_size=mesh.shape[axis],
+      spmd_axis_name=axis,
+    )
+
+  def cut(x: Any) -> Any:
+    """Reshapes [rows, ...] to [*replicas, rows of each, ...]."""
+    x = x.reshape(*(mesh.shape[a] for a in axes), -1, *x.shape[1:])
+    free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(axes))
+    sharding = NamedSharding(mesh, PartitionSpec(*axes, *free))
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+  def run(params: Any, values: list) -> tuple[Any, Any]:
+    values = [
+      cut(x) if own else x for x, own in zip(values, is_split, strict=True)
+    ]
+    value, gradients = bound(params, values)
+    gradients = jax.tree.map(
+      lambda g: g.reshape(-1, *g.shape[len(axes) + 1 :]), gradients
+    )
+    # Means over the replicas are the compiler's collectives here.
+    return value, order.after_all(gradients, _arrays_of(value))
+
+  return run
+
+
+def _arrays_of(tree: Any) -> list:
+  """Returns the leaves that are no keys."""
+  return [x for x in jax.tree.leaves(tree) if not _is_key(x)]
 
 
 def _is_module(params: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.models import gpt2
 from experiments.models.gpt2 import GPT2Config
@@ -42,10 +42,7 @@ def param_specs(shapes: Any, shards: int) -> Any:
 
 
 def loss_fn(
-  config: GPT2Config,
-  whole: PartitionSpec | NamedSharding,
-  params: Any,
-  batch: jax.Array,
+  config: GPT2Config, mesh: Mesh, params: Any, batch: jax.Array
 ) -> jax.Array:
   """Returns `gpt2.loss_fn`, for which the compiler gathers the parameters.
 
@@ -54,9 +51,10 @@ def loss_fn(
 
   Args:
     config: Sizes of the model.
-    whole: The empty spec; outside `value_and_grad` with the mesh.
+    mesh: The devices.
     params: The parameters.
     batch: int32 [rows, time + 1].
   """
+  whole = NamedSharding(mesh, PartitionSpec())
   gathered = lax.with_sharding_constraint(params, whole)
   return gpt2.loss_fn(config, gathered, batch)

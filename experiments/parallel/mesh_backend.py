@@ -160,11 +160,9 @@ def _in_plain_jit(
     tx: The optimiser, with a reducer that was told the mesh.
     mesh: The devices.
   """
-  loss_fn = evaluate = functools.partial(gpt2.loss_fn, model)
+  loss_fn = functools.partial(gpt2.loss_fn, model)
   if SHARD in mesh.shape:
-    sharded, whole = gpt2_shards.loss_fn, PartitionSpec()
-    loss_fn = functools.partial(sharded, model, whole)
-    evaluate = functools.partial(sharded, model, NamedSharding(mesh, whole))
+    loss_fn = functools.partial(gpt2_shards.loss_fn, model, mesh)
 
   def step(
     params: Any, opt_state: Any, batch: jax.Array
@@ -177,7 +175,7 @@ def _in_plain_jit(
     numbers = edgc_jax.metrics(edgc_jax.after_update(opt_state, opt_state))
     return params, opt_state, numbers | {"loss": loss}
 
-  return step, evaluate
+  return step, loss_fn
 
 
 def _on_stages(

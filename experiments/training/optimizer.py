@@ -105,8 +105,8 @@ def without_exchange(
   """Returns a transformation with a reducer's state that averages nothing.
 
   It is for measuring a step without an exchange. Under `jit`, where parameters
-  have to stay equal on all replicas, it replaces each gradient by its sum: the
-  gradient is read as usual, but only one number of it is sent.
+  have to stay equal on all replicas, it replaces gradients by their sum: they
+  are read as usual, but only one number is sent (on stages, of each leaf).
   """
   reducer = make_reducer(config, axis_name, {}, mesh)
 
@@ -120,7 +120,10 @@ def without_exchange(
   ) -> tuple[optax.Updates, optax.OptState]:
     if late_updates is not None:
       updates = late_updates(lambda x: x)
-    if config.mesh.backend == "jit":
+    if mesh is not None and _is_plain(config):
+      total = sum(map(jnp.sum, jax.tree.leaves(updates)))
+      updates = jax.tree.map(lambda p: jnp.full_like(p, total), params)
+    elif config.mesh.backend == "jit":
       updates = jax.tree.map(_as_invariant_as, updates, params)
     return updates, state
 
