@@ -12,8 +12,10 @@ import itertools
 import os
 import resource
 import sys
+import time
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -150,3 +152,24 @@ def _scheduled_count() -> int:
   if all(name in os.environ for name in _KUBERNETES):
     return 0
   return max(int(os.environ.get(name, 1)) for name in _COUNTS)
+
+
+def wait_for_devices(tree: Any) -> None:
+  """Waits until every device of this process has its part of the arrays.
+
+  If another process dies, a collective fails on the devices that talk to it,
+  while others of this process may wait for ever for what those had to pass on.
+
+  Raises:
+    jax.errors.JaxRuntimeError: as soon as one device has failed.
+  """
+  if jax.process_count() == 1:
+    return
+  parts = [
+    part.data for x in jax.tree.leaves(tree) for part in x.addressable_shards
+  ]
+  while parts:
+    is_ready = [part.is_ready() for part in parts]
+    jax.block_until_ready(list(itertools.compress(parts, is_ready)))
+    parts = [p for p, ready in zip(parts, is_ready, strict=True) if not ready]
+    time.sleep(0.001)

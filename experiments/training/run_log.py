@@ -165,6 +165,7 @@ class RunLog:
   def _drain(self) -> None:
     """Fetches the pending metrics from the devices."""
     pending = len(self._pending)
+    hosts.wait_for_devices(self._pending)
     for values in map(_by_stage, jax.device_get(self._pending)):
       self._step += 1
       self._newest = values

@@ -307,6 +307,7 @@ class Trainer:
     )
     rows = self.parallel.rows(self.config.batch_size)
     losses = [self.parallel.loss(params, batch[rows]) for batch in batches]
+    hosts.wait_for_devices(losses)
     return float(np.mean([np.asarray(loss) for loss in losses]))
 
   def _rejoin(
