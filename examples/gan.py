@@ -12,10 +12,10 @@ from jax.sharding import AxisType
 
 import edgc_jax  # before JAX uses a device
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 
 STEPS, NOISE, HIDDEN, DATA = 180, 32, 128, 16
-mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 gen_tx = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.adam(1e-3, b1=0.5))
 disc_tx = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.adam(1e-3, b1=0.5))
 
@@ -40,7 +40,6 @@ def disc_loss(disc, gen, noise, real):
 
 
 def gen_loss(gen, disc, noise, real):
-  """Also returns how far the mean is from the mean of the data."""
   fake = mlp(gen, noise)
   return jax.nn.softplus(-mlp(disc, fake)).mean(), real.mean(0) - fake.mean(0)
 
@@ -48,7 +47,7 @@ def gen_loss(gen, disc, noise, real):
 @jax.jit
 def train_step(params, states, noise, real):
   gen, disc = params
-  args, how = (noise, real), {"mesh": mesh, "in_axes": (None, 0, 0)}
+  how, args = {"mesh": mesh, "in_axes": (None, 0, 0)}, (noise, real)
   _, grads = edgc_jax.value_and_grad(disc_loss, **how)(disc, gen, *args)
   updates, disc_state = disc_tx.update(grads, states[1], disc)
   gen = edgc_jax.after_update(gen, disc_state)

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
+from edgc_jax.mesh.sharding import num_replicas, specs_like
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import AccumulateState, Checks, SkipStats
 from edgc_jax.wire import collectives, order
@@ -64,7 +66,12 @@ def mean_over(axis_name: AxisName) -> optax.GradientTransformation:
 
 
 def accumulate(
-  tx: optax.GradientTransformation, every: int
+  tx: optax.GradientTransformation,
+  every: int,
+  axis_name: AxisName = "data",
+  *,
+  mesh: Mesh | None = None,
+  param_specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over `every` calls, then applies one update.
 
@@ -75,6 +82,9 @@ def accumulate(
   Args:
     tx: The chain to wrap, reducer first.
     every: Calls per update, at least 1.
+    axis_name: The axis of the replicas; unused without `mesh`.
+    mesh: The mesh, in plain `jax.jit`, around a reducer with `mesh`.
+    param_specs: As for the reducer.
 
   Returns:
     A gradient transformation.
@@ -86,13 +96,26 @@ def accumulate(
   """
   validation.require_int("every", every, 1)
   tx = optax.with_extra_args_support(tx)
+  replicas = 1 if mesh is None else num_replicas(mesh, axis_name)
+
+  def zeros_like(params: optax.Params) -> Any:
+    # With a leading axis, scalars can be sharded over replicas, too.
+    return jax.tree.map(
+      lambda p: jnp.zeros((replicas, *jnp.shape(p)), jnp.float32), params
+    )
 
   def init_fn(params: optax.Params) -> AccumulateState:
-    # With a leading axis, scalars can be sharded over replicas, too.
-    zeros = jax.tree.map(
-      lambda p: jnp.zeros((1, *jnp.shape(p)), jnp.float32), params
+    zeros = zeros_like
+    if mesh is not None:
+      own = PartitionSpec() if param_specs is None else param_specs
+      shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, PartitionSpec(axis_name, *spec)),
+        specs_like(own, params),
+      )
+      zeros = jax.jit(zeros_like, out_shardings=shardings)
+    return AccumulateState(
+      jnp.zeros((), jnp.int32), zeros(params), tx.init(params)
     )
-    return AccumulateState(jnp.zeros((), jnp.int32), zeros, tx.init(params))
 
   def update_fn(
     updates: optax.Updates,
@@ -107,6 +130,7 @@ def accumulate(
       "None under `accumulate`, which would read it at the last call only",
       "accumulate in the pipeline, with more microbatches",
     )
+    _require_like_sums(updates, state.accumulated)
     # mean over calls = sum of gradient / every
     total = jax.tree.map(
       lambda a, g: a + g.astype(jnp.float32) / every, state.accumulated, updates
@@ -114,7 +138,9 @@ def accumulate(
     is_last = state.mini_step == every - 1
 
     def exchange(inner_state: Any) -> tuple[optax.Updates, Any]:
-      means = jax.tree.map(lambda a, g: a[0].astype(g.dtype), total, updates)
+      means = jax.tree.map(
+        lambda a, g: a.reshape(g.shape).astype(g.dtype), total, updates
+      )
       return tx.update(means, inner_state, params, **extra_args)
 
     shapes = jax.eval_shape(exchange, state.inner_state)[0]
@@ -132,6 +158,20 @@ def accumulate(
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _require_like_sums(updates: Any, sums: Any) -> None:
+  """Raises unless gradients are local, [*shape], or stacked as the sums."""
+  found = jax.tree_util.tree_leaves_with_path(updates)
+  for (path, g), a in zip(found, jax.tree.leaves(sums), strict=False):
+    validation.require(
+      jnp.shape(g) in (a.shape, a.shape[1:]) and jnp.size(g) == a.size,
+      "updates",
+      jnp.shape(g),
+      f"gradients of the shape {a.shape} of the sums, or of {a.shape[1:]} on"
+      f" one replica, at {jax.tree_util.keystr(path)}",
+      "in plain jax.jit pass mesh= to accumulate, too",
+    )
 
 
 def skip_nonfinite(
