@@ -122,7 +122,8 @@ def value_and_grad(
       value, gradients = differentiated(params, *own)
       value = _common(value, axis_name)
       # On CPUs the collectives of the update must follow.
-      gradients = order.in_turn(gradients, _arrays_of(value))
+      arrays = [x for x in jax.tree.leaves(value) if not _is_key(x)]
+      gradients = order.after_all(gradients, arrays)
       return value, jax.tree.map(lambda g: g[None], gradients)
 
     by = (on_replica, mesh, axis_name, specs)
@@ -219,15 +220,9 @@ def _by_vmap(
     gradients = jax.tree.map(
       lambda g: g.reshape(-1, *g.shape[len(axes) + 1 :]), gradients
     )
-    # Means over the replicas are the compiler's collectives here.
-    return value, order.after_all(gradients, _arrays_of(value))
+    return value, gradients
 
   return run
-
-
-def _arrays_of(tree: Any) -> list:
-  """Returns the leaves that are no keys."""
-  return [x for x in jax.tree.leaves(tree) if not _is_key(x)]
 
 
 def _is_module(params: Any) -> bool:

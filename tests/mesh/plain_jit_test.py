@@ -1,5 +1,7 @@
 """Steps in plain `jax.jit`: a reducer that was told the mesh."""
 
+import functools
+import re
 import tempfile
 
 import jax
@@ -9,6 +11,7 @@ import optax
 import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
+from helpers.collective_order import unordered
 from helpers.meshes import AXIS
 from helpers.reducers import variants
 from jax.sharding import AxisType, NamedSharding
@@ -81,7 +84,65 @@ def train_by_hand(tx, mesh, steps=4):
   params, opt_state, step = PARAMS, jax.jit(init)(PARAMS), jax.jit(step)
   for i in range(steps):
     params, opt_state = step(params, opt_state, batch(i))
-  return params, opt_state
+  return params, opt_state, step
+
+
+def train_sharded_by_hand(tx, mesh, params, steps=4):
+  """Trains with all axes bound, gathering the shards where they are read."""
+  specs = edgc_jax.state_specs(
+    tx, params, "replica", mesh=mesh, param_specs=SHARDS
+  )
+
+  def local_loss(params, x):
+    whole = jax.tree.map(
+      lambda p: jax.lax.all_gather(p, "shard", axis=0, tiled=True), params
+    )
+    cast = lambda h: jax.lax.pcast(h, ("replica", "shard"), to="varying")  # noqa: E731
+    return loss_fn(whole, x, cast) / jax.lax.axis_size("shard")
+
+  def step(params, opt_state, x):
+    local = jax.lax.pcast(params, "replica", to="varying")
+    loss, grads = jax.value_and_grad(local_loss)(local, x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    loss = jax.lax.psum(edgc_jax.after_update(loss, opt_state), "shard")
+    params = optax.apply_updates(params, updates)
+    return params, opt_state, jax.lax.pmean(loss, "replica")
+
+  on_mesh = functools.partial(jax.shard_map, mesh=mesh)
+  init = on_mesh(tx.init, in_specs=(SHARDS,), out_specs=specs)
+  rows = P(("replica", "shard"))
+  step = on_mesh(
+    step, in_specs=(SHARDS, specs, rows), out_specs=(SHARDS, specs, P())
+  )
+  opt_state, step = jax.jit(init)(params), jax.jit(step)
+  for i in range(steps):
+    params, opt_state, _ = step(params, opt_state, batch(i))
+  return params, opt_state, step
+
+
+def compiled(step, params, opt_state, x):
+  return step.lower(params, opt_state, x).compile()
+
+
+def sent_between(text, groups=None):
+  """Returns the collectives of a program, except those inside the groups.
+
+  Each as its name, and the types of what it returns.
+  """
+  found = []
+  for line in filter(hlo.is_collective, text.splitlines()):
+    own = set(map(frozenset, hlo.groups_of(line)))
+    if groups is None or own != groups:
+      types, name = re.search(r"= (.*) ([a-z-]+)\(", line).groups()
+      found.append((name, sorted(hlo.arrays_of(types))))
+  return sorted(found)
+
+
+def cost_of(program):
+  """Returns operations, bytes read and written, and bytes of memory."""
+  costs = program.cost_analysis()
+  memory = program.memory_analysis().temp_size_in_bytes
+  return np.array([costs["flops"], costs["bytes accessed"], memory])
 
 
 def assert_near(first, second):
@@ -96,9 +157,20 @@ class ReplicasTest(parameterized.TestCase):
     make = edgc_jax.REDUCERS[name]
     plain = optax.chain(make(mesh=mesh, **options), optax.sgd(0.5))
     by_hand = optax.chain(make(**options), optax.sgd(0.5))
-    params, state, _ = train_plain(plain, mesh)
-    expected, other = train_by_hand(by_hand, mesh)
+    params, state, step = train_plain(plain, mesh)
+    expected, other, step_by_hand = train_by_hand(by_hand, mesh)
     assert_near(params, expected)
+    programs = (
+      compiled(step, params, state, batch(0)),
+      compiled(step_by_hand, params, other, batch(0)),
+    )
+    sent, sent_by_hand = (sent_between(p.as_text()) for p in programs)
+    # The mean of the loss comes with the plain form.
+    self.assertEqual(
+      sent, sorted([*sent_by_hand, ("all-reduce", [("f32", ())])])
+    )
+    costs = [cost_of(program) for program in programs]
+    np.testing.assert_array_less(costs[0], 1.03 * costs[1])
     self.assertEqual(
       edgc_jax.metrics(state)["wire_bytes"],
       edgc_jax.metrics(other)["wire_bytes"],
@@ -174,6 +246,15 @@ class ShardsTest(parameterized.TestCase):
         shapes = hlo.arrays_of(line.split(" all-reduce(")[0])
         sent += sum(4 * np.prod(shape, dtype=int) for _, shape in shapes)
     (part,) = edgc_jax.describe(tx, PARAMS, mesh=mesh, param_specs=SHARDS).parts
+    # The compiler's own have no order, without edgc either; nor has the loss.
+    factors = {
+      line.split(" = ")[0].strip("% ").removeprefix("ROOT %")
+      for line in filter(hlo.is_collective, map(str.strip, text.splitlines()))
+      if set(map(frozenset, hlo.groups_of(line))) != within
+      and "= f32[] " not in line
+    }
+    self.assertNotEmpty(factors)
+    self.assertEmpty(factors & set(sum(unordered(text), ())))
     # Checks and the loss take some values more.
     self.assertBetween(sent, part.wire_bytes[0], part.wire_bytes[0] + 100)
     # One device computes the same, up to what two shards' own factors lose.
@@ -184,6 +265,73 @@ class ShardsTest(parameterized.TestCase):
       jax.device_put(PARAMS, shardings), "replica",
     )[0]  # fmt: skip
     assert_near(found, train_plain(alone, mesh_of((2,)))[0])
+
+  @parameterized.parameters("edgc", "powersgd")
+  def test_equal_to_shard_map(self, name):
+    """The same parameters, and the same messages between the replicas."""
+    mesh = mesh_of((2, 2), ("replica", "shard"))
+    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), SHARDS)
+    first = jax.device_put(PARAMS, shardings)
+    options = variants()[name][""] | {"axis_name": "replica"}
+    make = edgc_jax.REDUCERS[name]
+    both = make(**options, mesh=mesh, param_specs=SHARDS), make(**options)
+    chains = [optax.chain(tx, optax.sgd(0.5)) for tx in both]
+    params, state, step = train_plain(chains[0], mesh, first, "replica")
+    found = train_sharded_by_hand(chains[1], mesh, first)
+    assert_near(params, found[0])
+    within = {frozenset({0, 1}), frozenset({2, 3})}
+    texts = [
+      compiled(step, params, state, batch(0)).as_text(),
+      compiled(found[2], *found[:2], batch(0)).as_text(),
+    ]
+    sent = [sent_between(text, within) for text in texts]
+    self.assertEqual(*sent)
+
+  def test_convolutions_gather_nothing(self):
+    """They are bound by `shard_map`: the rows of an image stay."""
+    mesh = mesh_of((2, 2), ("replica", "shard"))
+    params = {"k": 0.1 * jnp.ones((3, 3, 4, 8)), "w": jnp.ones((8, 16))}
+    specs = {"k": P(), "w": P(None, "shard")}
+
+    def loss_fn(params, x):
+      names = ("NHWC", "HWIO", "NHWC")
+      x = jax.lax.conv_general_dilated(
+        x, params["k"], (1, 1), "SAME", dimension_numbers=names
+      )
+      return jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
+
+    images = jax.random.normal(jax.random.key(0), (8, 8, 8, 4))
+    gradient = edgc_jax.value_and_grad(loss_fn, mesh, "replica")
+    shardings = jax.tree.map(
+      lambda spec: NamedSharding(mesh, spec), (specs, P("replica"))
+    )
+    step = jax.jit(gradient, in_shardings=shardings)
+    _, grads = step(params, images)
+    expected = jax.grad(loss_fn)(params, images)
+    assert_near(jax.tree.map(lambda g: g.mean(0), grads), expected)
+    within = {frozenset({0, 1}), frozenset({2, 3})}
+    text = step.lower(params, images).compile().as_text()
+    self.assertEqual(
+      sent_between(text, within), [("all-reduce", [("f32", ())])]
+    )
+
+  def test_several_axes_and_constraints(self):
+    """As on one device, with constraints over the other axis."""
+    mesh = mesh_of((2, 2, 2), ("pod", "data", "shard"))
+    where = NamedSharding(mesh, P(None, "shard"))
+
+    def constrained(params, x):
+      whole = jax.lax.with_sharding_constraint(params["w"], where)
+      loss = loss_fn(params | {"w": whole[jnp.arange(64)]}, x)
+      return loss, jax.lax.pmean(loss, ("pod", "data"))
+
+    axes = ("pod", "data")
+    gradient = edgc_jax.value_and_grad(constrained, mesh, axes, has_aux=True)
+    (loss, aux), grads = jax.jit(gradient)(PARAMS, batch(0))
+    expected, whole = jax.value_and_grad(loss_fn)(PARAMS, batch(0))
+    np.testing.assert_allclose((loss, aux), (expected, expected), rtol=1e-5)
+    assert_near(jax.tree.map(lambda g: g.mean(0), grads), whole)
+    self.assertEqual(grads["b"].shape, (4, 96))
 
   @parameterized.parameters(((4, 2),), ((1, 2),), ((2, 4),))
   def test_restore_on_another_mesh(self, shape):
