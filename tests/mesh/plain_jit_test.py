@@ -415,6 +415,67 @@ class NnxTest(absltest.TestCase):
     self.assertLess(last, first)
     self.assertEqual(int(model.drop.rngs.count.get_value()), 22)
 
+  def test_equal_to_shard_map(self):
+    """By hand the module is split, and its other variables are averaged."""
+    mesh, reducer = mesh_of(), edgc_jax.powersgd
+    plain = optax.chain(reducer(4, mesh=mesh), optax.sgd(0.1))
+    by_hand = optax.chain(reducer(4), optax.sgd(0.1))
+    model, other = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+
+    def loss_fn(model, x):
+      return jnp.mean((model(x) - x) ** 2)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+      _, grads = edgc_jax.value_and_grad(loss_fn, mesh)(model, x)
+      optimizer.update(model, grads)
+
+    graph, params, rest = nnx.split(other, nnx.Param, ...)
+    specs = edgc_jax.state_specs(by_hand, params)
+
+    def local_step(params, rest, opt_state, x):
+      index = jax.lax.axis_index(AXIS)
+
+      def is_key(x):
+        return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+      def loss_of(params):
+        own = jax.tree.map(
+          lambda x: jax.random.fold_in(x, index) if is_key(x) else x, rest
+        )
+        model = nnx.merge(graph, params, own)
+        return loss_fn(model, x), nnx.state(model, nnx.Not(nnx.Param))
+
+      grads, left = jax.grad(loss_of, has_aux=True)(params)
+      updates, opt_state = by_hand.update(grads, opt_state, params)
+      left = jax.tree.map(
+        lambda x, y: (
+          jax.lax.pmean(x, AXIS)
+          if jnp.issubdtype(x.dtype, jnp.floating)
+          else y if is_key(x) else x
+        ),
+        left, rest,
+      )  # fmt: skip
+      return optax.apply_updates(params, updates), left, opt_state
+
+    on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    opt_state = jax.jit(on_mesh(by_hand.init, in_specs=P(), out_specs=specs))(
+      params
+    )
+    local_step = jax.jit(
+      on_mesh(
+        local_step,
+        in_specs=(P(), P(), specs, P(AXIS)),
+        out_specs=(P(), P(), specs),
+      )
+    )
+    optimizer = nnx.Optimizer(model, plain, wrt=nnx.Param)
+    for i in range(3):
+      step(model, optimizer, batch(i))
+      params, rest, opt_state = local_step(params, rest, opt_state, batch(i))
+    assert_near(nnx.state(model, nnx.Param), params)
+    assert_near(nnx.state(model, nnx.BatchStat), nnx.filter_state(rest, nnx.BatchStat))
+
 
 class VmapTest(parameterized.TestCase):
   @parameterized.parameters("edgc", "quantize")
