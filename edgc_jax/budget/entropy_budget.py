@@ -176,6 +176,8 @@ class EntropyBudget(Budget):
       entropy_sum=state.entropy_sum + weight * sample.entropy,
       variance_sum=state.variance_sum + weight * sample.variance,
       num_samples=state.num_samples + weight,
+      # A restored state may be of a shorter run.
+      total_steps=jnp.full_like(state.total_steps, self.total_steps),
     )
 
   def sample(

@@ -22,7 +22,7 @@ from edgc_jax.leaves.leaf import (
 )
 from edgc_jax.leaves.review import Reviewed, reducers_seen
 from edgc_jax.leaves.views import ViewFn, layer_matrix
-from edgc_jax.mesh.sharding import init_on_mesh, num_replicas
+from edgc_jax.mesh.sharding import num_replicas, traced_init
 from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer.reducer import exchanges_of, shards_of
 from edgc_jax.reducer.rounds import count_bytes
@@ -145,7 +145,7 @@ def reviewed(
     if param_specs is None:
       jax.eval_shape(lambda p: tx.init(p), params)  # not from JAX's cache
     else:
-      init_on_mesh(tx, params, mesh, param_specs)
+      traced_init(tx, params, mesh, param_specs)
   validation.require(
     bool(seen),
     "tx",

@@ -8,8 +8,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from edgc_jax import validation
 from edgc_jax.leaves.review import reducers_seen
-from edgc_jax.mesh.sharding import init_on, num_replicas, require_axes
-from edgc_jax.wire.order import AxisName, names
+from edgc_jax.mesh.sharding import bound_init, num_replicas
+from edgc_jax.wire.order import AxisName, is_bound
 
 
 def bind(
@@ -40,7 +40,6 @@ def bind(
     ValueError: if the mesh lacks an axis; in `update`, if gradients are not
       stacked.
   """
-  require_axes(mesh, "axis_name", axis_name)
   replicas = num_replicas(mesh, axis_name)
   if replicas == 1:
     validation.warn(
@@ -49,16 +48,12 @@ def bind(
       " the batch."
     )
 
-  def is_bound() -> bool:
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return bool(set(names(axis_name)) & set(manual))
-
   def on_mesh(params: Any) -> tuple[Any, Any, Any]:
     with reducers_seen():  # warnings come once, from `init` itself
-      return init_on(tx, params, mesh, axis_name, param_specs)
+      return bound_init(tx, params, mesh, axis_name, param_specs)
 
   def init_fn(params: optax.Params) -> Any:
-    if is_bound():
+    if is_bound(axis_name):
       return tx.init(params)
     return jax.jit(on_mesh(params)[0])(params)
 
@@ -68,7 +63,7 @@ def bind(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, Any]:
-    if is_bound():
+    if is_bound(axis_name):
       return tx.update(updates, state, params, **extra_args)
     _require_stacked(updates, params, replicas)
     validation.require(

@@ -1,17 +1,18 @@
 """Differentiates a loss on each replica alone, under plain `jax.jit`."""
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
-from edgc_jax.mesh.sharding import axes_of, num_replicas, require_axes
+from edgc_jax.mesh.sharding import axes_of, num_replicas
 from edgc_jax.wire import collectives, order
 from edgc_jax.wire.order import AxisName, names
 
@@ -35,7 +36,9 @@ def value_and_grad(
   over `axis_name`, and go to a reducer that was told the mesh. Nothing but the
   loss and the auxiliary outputs crosses that axis. Other axes of the mesh are
   left to the compiler, so sharded parameters, sharding constraints over these
-  axes and scans work inside `loss_fn` as without this function. The axis is
+  axes and scans work inside `loss_fn` as without this function. (With a
+  convolution or `top_k` inside, or axes that are Explicit, constraints must be
+  bare PartitionSpecs.) The axis is
   bound in `loss_fn`: `jax.lax.pmean(x, axis_name)` averages over all replicas.
 
   Args:
@@ -59,22 +62,23 @@ def value_and_grad(
 
   Returns:
     A function of the parameters and the further arguments, which returns
-    `(loss, gradients)`, or `((loss, aux), gradients)`: the mean loss, float32
-    [], and gradients [N, ...] for N replicas.
+    `(loss, gradients)`, or `((loss, aux), gradients)`: the mean loss, and
+    gradients [N, ...] for N replicas.
 
   Raises:
     ValueError: if the mesh lacks an axis, replicas do not divide a batch, or
       `loss_fn` constrains arrays over `axis_name`.
     TypeError: if an argument looks like a key of the old kind.
   """
-  require_axes(mesh, "axis_name", axis_name)
   replicas = num_replicas(mesh, axis_name)
   split, whole = PartitionSpec(axis_name), PartitionSpec()
 
-  left = set(mesh.shape) - set(names(axis_name))
-  is_explicit = AxisType.Explicit in mesh.axis_types
+  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  is_explicit = AxisType.Explicit in {types[a] for a in names(axis_name)}
   # Whether the compiler shards over further axes.
-  is_shared = any(mesh.shape[a] > 1 for a in left) and not is_explicit
+  is_shared = set(mesh.shape) > set(names(axis_name)) and (
+    AxisType.Explicit not in mesh.axis_types
+  )
 
   def typed(x: Any, spec: PartitionSpec) -> Any:
     """Places an array, where types of arrays say how they lie."""
@@ -84,7 +88,8 @@ def value_and_grad(
 
   @functools.wraps(loss_fn)
   def run(params: Any, *args: Any) -> Any:
-    axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+    is_each = isinstance(in_axes, tuple | list)
+    axes = tuple(in_axes) if is_each else (in_axes,) * len(args)
     if _is_module(params):
       loss_of, own, others = _without_module(
         loss_fn, params, wrt, axis_name, has_aux
@@ -126,49 +131,79 @@ def value_and_grad(
       gradients = order.after_all(gradients, arrays)
       return value, jax.tree.map(lambda g: g[None], gradients)
 
-    by = (on_replica, mesh, axis_name, specs)
-    if not is_shared:
-      return _by_shard_map(*by)(params, values)
-    found, result = jax.make_jaxpr(_by_vmap(*by), return_shape=True)(
-      params, values
-    )
-    if _CONVOLUTION in str(found):
-      return _by_shard_map(*by)(params, values)
-    flat = jaxpr_as_fun(found)(*jax.tree.leaves((params, values)))
+    how, found = (on_replica, mesh, axis_name, specs), None
+    with _constraint_errors(axis_name):
+      if is_shared:
+        found = _traced(_by_vmap(*how), mesh, params, values)
+      if found is None:
+        return jax.jit(_by_shard_map(*how))(params, values)
+    jaxpr, result = found
+    flat = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((params, values)))
     return jax.tree.unflatten(jax.tree.structure(result), flat)
 
   return run
 
 
 OnReplica = Callable[[Any, list], tuple[Any, Any]]
-# XLA would gather the operands of a kernel's gradient over a sharded axis that
-# `vmap` adds.
-_CONVOLUTION = "conv_general_dilated"
-# Messages of JAX if a sharding constraint inside names an axis that is bound.
+# Operations that XLA gathers over a sharded axis which `vmap` adds.
+_GATHERED = {"conv_general_dilated", "top_k"}
+# What JAX says of a sharding constraint over an axis that is bound.
 _OF_CONSTRAINTS = (
   "should match the mesh of sharding",
   "can only refer to Auto axes",
-)  # fmt: skip
+  "contains a manual axes",
+  "cannot appear in with_sharding_constraint",
+)
 
 
-def _constraint_error(mesh: Mesh, axis_name: AxisName) -> ValueError:
-  """Returns the error for sharding constraints over the whole mesh."""
-  left = tuple(axis for axis in mesh.shape if axis not in names(axis_name))
-  return ValueError(
-    "`loss_fn` must constrain arrays by PartitionSpecs over the axes"
-    f" {left} alone, got a constraint over {axis_name!r} or a NamedSharding:"
-    " inside, every replica has arrays of its own. In"
-    " jax.lax.with_sharding_constraint pass PartitionSpec(...) without"
-    f" {axis_name!r}, not NamedSharding(mesh, ...). For the same function"
-    " elsewhere, jax.set_mesh(mesh) makes bare specs work."
-  )
+@contextlib.contextmanager
+def _constraint_errors(axis_name: AxisName) -> Iterator[None]:
+  """Says what to do where JAX refuses a constraint over a bound axis."""
+  try:
+    yield
+  except ValueError as error:
+    if not any(text in str(error) for text in _OF_CONSTRAINTS):
+      raise
+    raise ValueError(
+      "`loss_fn` must constrain arrays over other axes than the axis of the"
+      f" replicas, {axis_name!r}, along which each has its own; leave it out of"
+      " jax.lax.with_sharding_constraint. If it is not there, pass a bare"
+      " PartitionSpec in place of a NamedSharding, or drop the constraint if"
+      " the mesh has no other axis."
+    ) from error
+
+
+def _traced(
+  bound: OnReplica, mesh: Mesh, params: Any, values: list
+) -> tuple[Any, Any] | None:
+  """Traces a function that is bound by `vmap`, with the mesh as context.
+
+  Returns:
+    The jaxpr and the shapes of the result; None if `vmap` does not know an
+    operation, or XLA would gather its operands.
+  """
+  trace = jax.make_jaxpr(bound, return_shape=True)
+  try:
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      found = trace(params, values)
+  except NotImplementedError:
+    return None
+  return None if _GATHERED & set(_operations(found[0].jaxpr)) else found
+
+
+def _operations(jaxpr: Any) -> Iterator[str]:
+  """Returns the names of all operations, also of inner functions."""
+  for equation in jaxpr.eqns:
+    yield equation.primitive.name
+    for inner in jaxprs_in_params(equation.params):
+      yield from _operations(inner)
 
 
 def _by_shard_map(
   on_replica: OnReplica, mesh: Mesh, axis_name: AxisName, specs: list
 ) -> OnReplica:
   """Binds the axes of the replicas by `shard_map`; all others stay."""
-  bound = jax.shard_map(
+  return jax.shard_map(
     on_replica,
     mesh=mesh,
     in_specs=(PartitionSpec(), specs),
@@ -176,16 +211,6 @@ def _by_shard_map(
     axis_names=set(names(axis_name)),
     check_vma=False,
   )
-
-  def run(params: Any, values: list) -> tuple[Any, Any]:
-    try:
-      return bound(params, values)
-    except ValueError as error:
-      if any(text in str(error) for text in _OF_CONSTRAINTS):
-        raise _constraint_error(mesh, axis_name) from error
-      raise
-
-  return run
 
 
 def _by_vmap(
@@ -207,7 +232,8 @@ def _by_vmap(
 
   def cut(x: Any) -> Any:
     """Reshapes [rows, ...] to [*replicas, rows of each, ...]."""
-    x = x.reshape(*(mesh.shape[a] for a in axes), -1, *x.shape[1:])
+    rows = x.shape[0] // num_replicas(mesh, axis_name)
+    x = x.reshape(*(mesh.shape[a] for a in axes), rows, *x.shape[1:])
     free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(axes))
     sharding = NamedSharding(mesh, PartitionSpec(*axes, *free))
     return jax.lax.with_sharding_constraint(x, sharding)
@@ -217,8 +243,9 @@ def _by_vmap(
       cut(x) if own else x for x, own in zip(values, is_split, strict=True)
     ]
     value, gradients = bound(params, values)
+    replicas = num_replicas(mesh, axis_name)
     gradients = jax.tree.map(
-      lambda g: g.reshape(-1, *g.shape[len(axes) + 1 :]), gradients
+      lambda g: g.reshape(replicas, *g.shape[len(axes) + 1 :]), gradients
     )
     return value, gradients
 
@@ -291,6 +318,7 @@ def _require_even(x: Any, replicas: int, place: str) -> None:
 def _common(value: Any, axis_name: AxisName) -> Any:
   """Returns the means of floats; of all else, those of the first replica."""
   leaves, structure = jax.tree.flatten(value)
+  leaves = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves]
   is_float = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves]
   means = collectives.mean(
     [x for x, own in zip(leaves, is_float, strict=True) if own], axis_name

@@ -15,7 +15,7 @@ from edgc_jax.leaves.leaf import (
   is_leaf_state,
   without_variables,
 )
-from edgc_jax.mesh.sharding import init_on, placed
+from edgc_jax.mesh.sharding import bound_init, placed
 from edgc_jax.state.state import ReducerState, Stats, part_axes
 from edgc_jax.wire.order import AxisName
 
@@ -66,7 +66,7 @@ def resize_shards(
   """
   params = without_variables(arrays_of(params))
   opt_state = without_variables(opt_state)
-  init, own, specs = init_on(tx, params, mesh, axis_name, param_specs)
+  init, own, specs = bound_init(tx, params, mesh, axis_name, param_specs)
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), own)
   fresh = jax.jit(init)(jax.device_put(params, shardings))
 

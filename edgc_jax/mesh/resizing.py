@@ -75,13 +75,13 @@ def resize_replicas(
   names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
   reducers = find(opt_state, ReducerState)
   named = axes_of(specs)
-  has_residuals = any(
+  has_own = bool(find(opt_state, AccumulateState)) or any(
     leaf.residual is not None
     for reducer in reducers
     for leaf in jax.tree.leaves(reducer.leaves, is_leaf=is_leaf_state)
   )
   validation.require(
-    bool(names & named) or not named or not has_residuals,
+    bool(names & named) or not named or not has_own,
     "axis_name",
     axis_name,
     f"the axis of the replicas in `specs`, which name {sorted(named)}",

@@ -15,7 +15,7 @@ from edgc_jax.mesh.resharding import resize_shards
 from edgc_jax.mesh.resizing import resize_replicas
 from edgc_jax.mesh.sharding import (
   axes_of,
-  init_on,
+  bound_init,
   num_replicas,
   placed,
   specs_of_replicas,
@@ -58,7 +58,7 @@ def restore(
       another shape than the transformation needs.
   """
   with reducers_seen():
-    init, own, of_state = init_on(tx, params, mesh, axis_name, param_specs)
+    init, own, of_state = bound_init(tx, params, mesh, axis_name, param_specs)
     new = jax.eval_shape(init, params)
   stored = _read(path)
   loaded = _like(params, stored[0], "params")

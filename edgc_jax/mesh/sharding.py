@@ -115,7 +115,7 @@ def state_specs(
     f"specs without the axes of the replicas, {axis_name!r}",
     "every replica holds all parameters; shard them over other axes",
   )
-  by_path, state = init_on_mesh(tx, params, mesh, param_specs)
+  by_path, state = traced_init(tx, params, mesh, param_specs)
   if any(part_axes(reducer) == 1 for reducer in find(state, ReducerState)):
     require_axes(mesh, "stage_axis", stage_axis)
   return _only(_Specs(axis_name, stage_axis, by_path).of(state), axis_names)
@@ -154,7 +154,7 @@ def state_axes(
   )
 
 
-def init_on_mesh(
+def traced_init(
   tx: optax.GradientTransformation,
   params: Any,
   mesh: Mesh | AbstractMesh | None,
@@ -199,11 +199,14 @@ def specs_of_parts(
 
 
 def specs_of_replicas(state: Any, axis_name: AxisName) -> Any:
-  """Returns specs that name the replicas, but no shards; of any state."""
+  """Returns specs that name the replicas, but no shards.
+
+  Of any state of global arrays; on pipeline stages they name the stages, too.
+  """
   return _Specs(axis_name, "stage", {}).of(state)
 
 
-def init_on(
+def bound_init(
   tx: optax.GradientTransformation,
   params: Any,
   mesh: Mesh,
@@ -233,14 +236,19 @@ def placed(tree: Any, mesh: Mesh, specs: Any) -> Any:
       return x
     # `device_put` would have all processes compare a host's array.
     return jax.make_array_from_callback(
-      np.shape(x), NamedSharding(mesh, spec), lambda index: x[index]
+      np.shape(x), NamedSharding(mesh, spec), lambda index: np.asarray(x)[index]
     )
 
   return jax.tree.map(place, tree, specs)
 
 
 def num_replicas(mesh: Any, axis_name: AxisName) -> int:
-  """Returns the number of replicas along one axis or several."""
+  """Returns the number of replicas along one axis or several.
+
+  Raises:
+    ValueError: if the mesh lacks an axis.
+  """
+  require_axes(mesh, "axis_name", axis_name)
   return math.prod(mesh.shape[axis] for axis in names(axis_name))
 
 

@@ -96,26 +96,34 @@ def accumulate(
   """
   validation.require_int("every", every, 1)
   tx = optax.with_extra_args_support(tx)
+  validation.require(
+    mesh is not None or param_specs is None,
+    "param_specs",
+    param_specs,
+    "None without `mesh`",
+    "pass mesh=, as to the reducer",
+  )
   replicas = 1 if mesh is None else num_replicas(mesh, axis_name)
 
-  def zeros_like(params: optax.Params) -> Any:
+  def start(params: optax.Params, replicas: int) -> tuple[jax.Array, Any]:
     # With a leading axis, scalars can be sharded over replicas, too.
-    return jax.tree.map(
+    sums = jax.tree.map(
       lambda p: jnp.zeros((replicas, *jnp.shape(p)), jnp.float32), params
     )
+    return jnp.zeros((), jnp.int32), sums
 
   def init_fn(params: optax.Params) -> AccumulateState:
-    zeros = zeros_like
-    if mesh is not None:
-      own = PartitionSpec() if param_specs is None else param_specs
-      shardings = jax.tree.map(
-        lambda spec: NamedSharding(mesh, PartitionSpec(axis_name, *spec)),
-        specs_like(own, params),
-      )
-      zeros = jax.jit(zeros_like, out_shardings=shardings)
-    return AccumulateState(
-      jnp.zeros((), jnp.int32), zeros(params), tx.init(params)
+    if mesh is None or order.is_bound(axis_name):
+      return AccumulateState(*start(params, 1), tx.init(params))
+    own = PartitionSpec() if param_specs is None else param_specs
+    specs = jax.tree.map(
+      lambda spec: PartitionSpec(axis_name, *spec), specs_like(own, params)
     )
+    shardings = jax.tree.map(
+      lambda spec: NamedSharding(mesh, spec), (PartitionSpec(), specs)
+    )
+    on_mesh = jax.jit(start, static_argnums=1, out_shardings=shardings)
+    return AccumulateState(*on_mesh(params, replicas), tx.init(params))
 
   def update_fn(
     updates: optax.Updates,
@@ -207,6 +215,8 @@ def skip_nonfinite(
   """
   validation.require_int("max_consecutive", max_consecutive, 1)
   axes = order.names(axis_name)
+  if axis_name is not None:
+    order.require_names("axis_name", axis_name)
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: optax.Params) -> SkipNonfiniteState:
@@ -225,6 +235,14 @@ def skip_nonfinite(
   ) -> tuple[optax.Updates, SkipNonfiniteState]:
     for name in axes:
       collectives.num_devices(name)  # raises if the axis is not bound
+    bound = jax.sharding.get_abstract_mesh().manual_axes
+    validation.require(
+      bool(axes) or not bound,
+      "axis_name",
+      axis_name,
+      f"the axis of the replicas where one is bound ({list(bound)} here)",
+      "pass None in plain jax.jit only",
+    )
     # The chain always runs: a branch would have to contain its collectives, and
     # return the same types on both sides. If the step is skipped, its results
     # are dropped.
@@ -233,9 +251,11 @@ def skip_nonfinite(
     )
     seen = find(inner_state, Checks)
     counts = [checks.diverged_steps for checks in seen]
-    if not axes:  # the compiler joins the flags of all replicas
-      updates = order.after_all(updates, counts)
-    finite = [order.all_finite(updates)]
+    if axes:
+      finite = [order.all_finite(updates)]
+    else:  # first on each replica, so that one flag crosses their axis
+      stacked = order.after_all(updates, counts)
+      finite = [jnp.all(jax.vmap(order.all_finite)(stacked))]
     # Whether a reducer skipped the step depends on all its exchanges, so
     # replicas agree last, and until then no stage waits for another.
     before, after = (

@@ -85,20 +85,25 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     )
   stats, checks, leaves = found[0].stats, found[0].checks, _by_path(found[0])
   skips = find(opt_state, SkipStats)
+  windows = [
+    (found[0].count, budget.total_steps, budget.last_change)
+    for budget in find(found[0].budget, EntropyState)
+  ]
   num_axes = np.ndim(stats.rank) - np.ndim(checks.skipped_steps)
   if num_axes == 2:
     stats, leaves = _of_all_shards(stats, leaves)
     num_axes = 0
-  tree = (stats, checks, skips, leaves)
+  tree = (stats, checks, skips, leaves, windows)
   if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
-    stats, checks, skips, leaves = jax.device_get(tree)
+    stats, checks, skips, leaves, windows = jax.device_get(tree)
     first = lambda x: np.ravel(x)[0].item()  # noqa: E731
     is_stacked = np.ndim(checks.skipped_steps) > 0
     checks, skips = jax.tree.map(first, (checks, skips))
     if not num_axes:
       stats, leaves = _of_one_replica(stats, leaves, is_stacked)
     _warn(checks, skips)
-    _warn_of_windows(found[0])
+    for window in windows:
+      _warn_of_windows(*map(np.ravel, window))
     _warn_of_masks(opt_state, checks)
     _warn_of_order(opt_state)
   values = stats._asdict()
@@ -192,17 +197,10 @@ def _ratio(dense: Any, sent: Any) -> Any:
   return np_like.where(sent > 0, dense / safe, 1.0)
 
 
-def _warn_of_windows(state: ReducerState) -> None:
+def _warn_of_windows(
+  count: np.ndarray, total: np.ndarray, change: np.ndarray
+) -> None:
   """Warns of a run past its length, and of another batch size."""
-  budget = state.budget
-  if not isinstance(budget, EntropyState):
-    return
-  count, total, change = (
-    np.ravel(x)
-    for x in jax.device_get(
-      (state.count, budget.total_steps, budget.last_change)
-    )
-  )
   if 0 < total[0] < count[0]:
     validation.warn(
       f"The run is past total_steps={total[0]}, from which edgc chose window"
@@ -213,8 +211,8 @@ def _warn_of_windows(state: ReducerState) -> None:
     validation.warn(
       "The entropy of the gradients changed by more than"
       f" {_LARGE_CHANGE} nats from one window to the next. If replicas get"
-      " batches of another size, or the loss has another scale, edgc takes"
-      " that for a change of the gradients: call"
+      " batches several times as large or as small, or the loss has another"
+      " scale, edgc takes that for a change of the gradients: call"
       " opt_state = edgc_jax.restart_reference(opt_state) when you change it."
     )
 

@@ -71,7 +71,9 @@ class AccumulateState(NamedTuple):
   """State of `edgc_jax.accumulate`."""
 
   mini_step: jax.Array  # int32 [], calls since the last exchange
-  accumulated: Any  # float32, [1, *shape] for each leaf; local to a replica
+  # float32, [1, *shape] for each leaf, local to a replica; with a mesh global,
+  # [N, *shape]
+  accumulated: Any
   inner_state: Any
 
 

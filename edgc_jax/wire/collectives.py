@@ -40,7 +40,8 @@ def num_devices(axis_name: AxisName, argument: str = "axis_name") -> int:
       f" {axis_name!r}, which is not; call this inside jax.shard_map over a"
       f" mesh with that axis or, for replicas, inside"
       f" jax.pmap(..., axis_name={axis_name!r}), or pass the name of the axis"
-      " you have."
+      " you have. In plain jax.jit pass mesh= to the reducer, and None as the"
+      " axis of skip_nonfinite."
     ) from error
 
 

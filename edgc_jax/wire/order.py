@@ -63,6 +63,12 @@ def axes_left() -> list[str]:
   return [a for a in left if mesh.manual_axes and mesh.shape[a] > 1]
 
 
+def is_bound(axis_name: AxisName) -> bool:
+  """Returns whether `shard_map` or `pmap` binds any of the axes here."""
+  manual = jax.sharding.get_abstract_mesh().manual_axes
+  return bool(set(names(axis_name)) & set(manual))
+
+
 def require_all_bound() -> None:
   """Raises if the enclosing `shard_map` leaves axes to the compiler.
 

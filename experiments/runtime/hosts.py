@@ -172,4 +172,4 @@ def wait_for_devices(tree: Any) -> None:
     is_ready = [part.is_ready() for part in parts]
     jax.block_until_ready(list(itertools.compress(parts, is_ready)))
     parts = [p for p, ready in zip(parts, is_ready, strict=True) if not ready]
-    time.sleep(0.001)
+    time.sleep(0.001 if parts else 0)

@@ -121,7 +121,8 @@ def without_exchange(
     if late_updates is not None:
       updates = late_updates(lambda x: x)
     if mesh is not None and _is_plain(config):
-      total = sum(map(jnp.sum, jax.tree.leaves(updates)))
+      totals = jax.vmap(lambda tree: sum(map(jnp.sum, jax.tree.leaves(tree))))
+      total = jnp.sum(totals(updates))
       updates = jax.tree.map(lambda p: jnp.full_like(p, total), params)
     elif config.mesh.backend == "jit":
       updates = jax.tree.map(_as_invariant_as, updates, params)

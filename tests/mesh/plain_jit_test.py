@@ -27,6 +27,8 @@ PARAMS = {
   "b": jnp.zeros(96),
 }
 SHARDS = {"w": P("shard"), "v": P("shard"), "b": P("shard")}
+# Meshes on which `value_and_grad` binds the replicas by shard_map, and by vmap.
+BINDERS = ((4,), ("replica",)), ((2, 2), ("replica", "shard"))
 
 
 def mesh_of(shape=(REPLICAS,), names=(AXIS,), kind=AxisType.Auto):
@@ -178,6 +180,45 @@ class ReplicasTest(parameterized.TestCase):
     residual = state[0].leaves["w"].residual
     self.assertEqual(residual.sharding.spec[0], AXIS)
 
+  def test_skip_nonfinite(self):
+    """A NaN on one replica; one flag is sent for all leaves."""
+    mesh = mesh_of()
+    chain = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.adam(0.1))
+    tx = edgc_jax.skip_nonfinite(chain, None)
+    params, state, step = train_plain(tx, mesh, steps=1)
+    broken = batch(1).at[0, 0].set(jnp.nan)
+    same, skipped, _ = step(params, state, broken)
+    assert_near(same, params)
+    assert_near(skipped.inner_state, state.inner_state)
+    values = edgc_jax.metrics(skipped)
+    self.assertEqual(values["consecutive_skips"], 1)
+    self.assertEqual(values["skipped_steps"], 1)
+    sent = sent_between(compiled(step, params, state, broken).as_text())
+    self.assertLen([s for s in sent if s == ("all-reduce", [("pred", ())])], 1)
+    _, state, _ = step(params, skipped, batch(1))
+    self.assertEqual(edgc_jax.metrics(state)["consecutive_skips"], 0)
+
+  def test_accumulate(self):
+    """Two calls are one call on the mean of both."""
+    mesh = mesh_of()
+    chain = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.sgd(0.5))
+    tx = edgc_jax.accumulate(chain, 2, mesh=mesh)
+    params, state, step = train_plain(tx, mesh, steps=1)
+    assert_near(params, PARAMS)
+    self.assertEqual(state.accumulated["w"].shape, (4, 64, 96))
+    self.assertEqual(state.accumulated["w"].sharding.spec[0], AXIS)
+    params, state, _ = step(params, state, batch(1))
+    grads = [
+      edgc_jax.value_and_grad(loss_fn, mesh)(PARAMS, batch(i))[1]
+      for i in range(2)
+    ]
+    mean = jax.tree.map(lambda *g: sum(g) / 2, *grads)
+    updates, _ = chain.update(mean, chain.init(PARAMS), PARAMS)
+    assert_near(params, optax.apply_updates(PARAMS, updates))
+    without = edgc_jax.accumulate(chain, 2)
+    with self.assertRaisesRegex(ValueError, "pass mesh= to accumulate"):
+      train_plain(without, mesh, steps=1)
+
   def test_explicit_axes(self):
     mesh = mesh_of(kind=AxisType.Explicit)
     params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
@@ -315,6 +356,70 @@ class ShardsTest(parameterized.TestCase):
       sent_between(text, within), [("all-reduce", [("f32", ())])]
     )
 
+  def test_top_k_gathers_nothing(self):
+    mesh = mesh_of((2, 2), ("replica", "shard"))
+
+    def loss_fn(params, x):
+      return jnp.mean(jax.lax.top_k(jnp.tanh(x @ params["w"]), 4)[0])
+
+    place = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
+    params = jax.device_put(PARAMS, jax.tree.map(place, SHARDS))
+    x = jax.device_put(batch(0), place(P(("replica", "shard"))))
+    step = jax.jit(edgc_jax.value_and_grad(loss_fn, mesh, "replica"))
+    text = step.lower(params, x).compile().as_text()
+    crossing = [
+      line for line in filter(hlo.is_collective, text.splitlines())
+      if "source_target_pairs" not in line
+      and set(map(frozenset, hlo.groups_of(line)))
+      != {frozenset({0, 1}), frozenset({2, 3})}
+    ]  # fmt: skip
+    self.assertLen(crossing, 1)
+    self.assertIn("f32[] all-reduce(", crossing[0])
+
+  @parameterized.parameters(*BINDERS)
+  def test_auxiliary_outputs(self, shape, names):
+    """Of any kind, with either way of binding the axis."""
+    mesh = mesh_of(shape, names)
+
+    def loss_fn(params, x, key):
+      aux = {
+        "float": 2.5, "int": 3, "bool": True, "none": None, "key": key,
+        "mean": x.mean(), "rows": jnp.array(x.shape[0]),
+      }  # fmt: skip
+      return params["b"].sum() * x.mean(), aux
+
+    gradient = edgc_jax.value_and_grad(loss_fn, mesh, "replica", has_aux=True)
+    (_, aux), _ = jax.jit(gradient)(PARAMS, batch(0), jax.random.key(1))
+    np.testing.assert_allclose(aux["mean"], batch(0).mean(), rtol=1e-5)
+    self.assertEqual(aux["rows"], 32 // shape[0])
+    self.assertEqual((aux["float"], aux["int"], aux["bool"]), (2.5, 3, True))
+    self.assertEqual(aux["key"].shape, ())
+    self.assertIsNone(aux["none"])
+
+  @parameterized.parameters(*BINDERS)
+  def test_a_constraint_over_the_replicas(self, shape, names):
+    mesh = mesh_of(shape, names)
+    where = NamedSharding(mesh, P("replica"))
+
+    def constrained(params, x):
+      x = jax.lax.with_sharding_constraint(x, where)
+      return jnp.mean(jnp.tanh(x @ params["w"])[jnp.arange(2)])
+
+    with self.assertRaisesRegex(ValueError, "leave it out of jax.lax.with_sh"):
+      edgc_jax.value_and_grad(constrained, mesh, "replica")(PARAMS, batch(0))
+
+  @parameterized.parameters(((4, 1),), ((2, 2),))
+  def test_bare_specs(self, shape):
+    mesh = mesh_of(shape, ("replica", "shard"))
+
+    def constrained(params, x):
+      w = jax.lax.with_sharding_constraint(params["w"], P(None, "shard"))
+      return loss_fn(params | {"w": w[jnp.arange(64)]}, x)
+
+    gradient = jax.jit(edgc_jax.value_and_grad(constrained, mesh, "replica"))
+    loss, _ = gradient(PARAMS, batch(0))
+    np.testing.assert_allclose(loss, loss_fn(PARAMS, batch(0)), rtol=1e-5)
+
   def test_several_axes_and_constraints(self):
     """As on one device, with constraints over the other axis."""
     mesh = mesh_of((2, 2, 2), ("pod", "data", "shard"))
@@ -333,20 +438,27 @@ class ShardsTest(parameterized.TestCase):
     assert_near(jax.tree.map(lambda g: g.mean(0), grads), whole)
     self.assertEqual(grads["b"].shape, (4, 96))
 
-  @parameterized.parameters(((4, 2),), ((1, 2),), ((2, 4),))
-  def test_restore_on_another_mesh(self, shape):
+  @parameterized.parameters(
+    ((4, 2), 1), ((1, 2), 1), ((2, 4), 1), ((4, 2), 2), ((2, 4), 2)
+  )
+  def test_restore_on_another_mesh(self, shape, every):
+    """Also in the middle of accumulated calls."""
     ocp = pytest.importorskip("orbax.checkpoint")
     names = ("replica", "shard")
 
     def run_on(shape):
       mesh = mesh_of(shape, names)
-      reducer = edgc_jax.powersgd(4, "replica", mesh=mesh, param_specs=SHARDS)
-      return mesh, optax.chain(reducer, optax.adam(1e-2))
+      where = {"mesh": mesh, "param_specs": SHARDS}
+      reducer = edgc_jax.powersgd(4, "replica", **where)
+      tx = optax.chain(reducer, optax.adam(1e-2))
+      if every > 1:
+        tx = edgc_jax.accumulate(tx, every, "replica", **where)
+      return mesh, tx
 
     mesh, tx = run_on((2, 2))
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), SHARDS)
     params = jax.device_put(PARAMS, shardings)
-    params, state, _ = train_plain(tx, mesh, params, "replica")
+    params, state, _ = train_plain(tx, mesh, params, "replica", 5)
     temporary = tempfile.TemporaryDirectory()
     self.addCleanup(temporary.cleanup)
     folder = temporary.name + "/checkpoint"
@@ -361,6 +473,13 @@ class ShardsTest(parameterized.TestCase):
       folder, tx, PARAMS, mesh=mesh, axis_name="replica", param_specs=SHARDS
     )
     assert_near(found, params)
+    if every > 1:
+      sums = [np.asarray(s.accumulated["w"]) for s in (restored, state)]
+      assert_near(*[x.reshape(-1, 64, 96).mean(0) for x in sums])
+      self.assertEqual(len(sums[0]), shape[0])
+      train_plain_step = train_plain(tx, mesh, found, "replica", 0)[2]
+      train_plain_step(found, restored, batch(5))
+      restored, state = restored.inner_state, state.inner_state
     assert_near(restored[1], state[1])
 
     def owed(state, replicas):
@@ -370,7 +489,7 @@ class ShardsTest(parameterized.TestCase):
     np.testing.assert_allclose(
       owed(restored, shape[0]), owed(state, 2), rtol=1e-5, atol=1e-7
     )
-    self.assertEqual(int(restored[0].count), 4)
+    self.assertEqual(int(restored[0].count), 5 // every)
 
 
 class Net(nnx.Module):

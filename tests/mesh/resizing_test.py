@@ -67,6 +67,13 @@ class ResizeTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "`stages` must be given.*got None"):
       edgc_jax.resize_replicas(np.ones(4), P(("stage", "data")), 2, 1)
 
+  def test_sums_are_of_a_replica(self):
+    tx = edgc_jax.accumulate(edgc_jax.allreduce("replica"), 4)
+    params = {"w": jnp.ones((4, 8))}
+    specs = edgc_jax.state_specs(tx, params, "replica")
+    with self.assertRaisesRegex(ValueError, "`axis_name`"):
+      edgc_jax.resize_replicas(tx.init(params), specs, 4, 2)
+
   def test_without_residuals_specs_need_not_name_the_replicas(self):
     tx = optax.chain(edgc_jax.allreduce(), optax.adam(0.1))
     params = {"w": jnp.ones((4, 8))}

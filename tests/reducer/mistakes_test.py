@@ -86,12 +86,21 @@ class WindowsTest(parameterized.TestCase):
   def test_another_batch_size(self):
     """Eight times the batch has noise of an eighth of the variance."""
     scales = [1.0] * 8 + [8**-0.5] * 4
-    self.check(scales, "batches of another size")
+    self.check(scales, "batches several times")
     self.check(scales, "", restarts=(8,))
 
   def test_past_the_end(self):
     self.check([1.0] * 9, "past total_steps=8", total_steps=8)
     self.check([1.0] * 8, "", total_steps=8)
+
+  def test_a_longer_run_continues(self):
+    short, long = (Pmap(edgc(**QUICK, total_steps=n), PARAMS) for n in (4, 8))
+    for step in range(4):
+      short.step(gradients_like(PARAMS, step))
+    long.state = short.state
+    for step in range(4):
+      long.step(gradients_like(PARAMS, step))
+      edgc_jax.metrics(long.state)  # warnings are errors here
 
 
 class StateTest(parameterized.TestCase):

@@ -109,6 +109,19 @@ class SkipNonfiniteTest(parameterized.TestCase):
       Pmap(tx, PARAMS).step(gradients_like(PARAMS, 0))
 
 
+class PlainTest(parameterized.TestCase):
+  def test_none_is_for_plain_jit_only(self):
+    tx = edgc_jax.skip_nonfinite(optax.sgd(1.0), None)
+    run = BACKENDS["pmap"](tx, PARAMS)
+    with self.assertRaisesRegex(ValueError, "pass None in plain jax.jit only"):
+      run.step(gradients_like(PARAMS, 0))
+
+  def test_an_axis_is_not_bound_in_plain_jit(self):
+    tx = edgc_jax.skip_nonfinite(optax.sgd(1.0))
+    with self.assertRaisesRegex(ValueError, "None as the axis of skip_non"):
+      jax.jit(tx.update)(PARAMS, tx.init(PARAMS))
+
+
 class CombinedTest(parameterized.TestCase):
   @parameterized.product(
     backend=list(BACKENDS), outer=["accumulate", "skip_nonfinite"]
