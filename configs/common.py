@@ -34,7 +34,7 @@ def base(reducer: str) -> ConfigDict:
       # Empty: the standard library's sources. Otherwise a text file, a folder
       # of text files, or a folder with train.bin and val.bin (uint16 tokens).
       "data": {"path": ""},
-      # Replicas, pipeline stages, and pmap or jit (stages need it).
+      # Replicas, pipeline stages, and pmap or jit (stages and shards need it).
       "mesh": {"data": 4, "stage": 1, "fsdp": 1, "backend": "pmap"},
       "pipeline": {
         "microbatches": 4,  # parts of a replica's batch

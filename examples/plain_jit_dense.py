@@ -60,7 +60,7 @@ def train_step(params, opt_state, tokens, key):
 
 def main():
   params = jax.device_put(init_params(), NamedSharding(mesh, P()))
-  opt_state, losses = tx.init(params), []
+  opt_state, losses = jax.jit(tx.init)(params), []
   for step in range(STEPS):
     tokens = jax.device_put(batch_of(step), NamedSharding(mesh, P("data")))
     key = jax.random.key(step)
