@@ -4,11 +4,11 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
 from edgc_jax.leaves.review import reducers_seen
-from edgc_jax.mesh.sharding import bound_init, num_replicas
+from edgc_jax.mesh.sharding import bound_init, num_replicas, specs_like
 from edgc_jax.wire.order import AxisName, is_bound
 
 
@@ -55,6 +55,8 @@ def bind(
   def init_fn(params: optax.Params) -> Any:
     if is_bound(axis_name):
       return tx.init(params)
+    _require_all(params)
+    _require_placed(params, mesh, param_specs)
     return jax.jit(on_mesh(params)[0])(params)
 
   def update_fn(
@@ -93,6 +95,49 @@ def bind(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def _require_all(params: Any) -> None:
+  """Raises if a mask hides leaves, whose gradients would stay stacked."""
+  is_hidden = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+  hidden = [
+    jax.tree_util.keystr(path)
+    for path, x in jax.tree_util.tree_leaves_with_path(
+      params, is_leaf=is_hidden
+    )
+    if is_hidden(x)
+  ]
+  validation.require(
+    not hidden,
+    "params",
+    f"a mask over {', '.join(hidden[:3])}",
+    "all parameters for a reducer with `mesh`: gradients that pass it by would"
+    " keep their axis of replicas, and grow the parameters",
+    "put the reducer first, optax.chain(reducer, optax.partition(...)), or"
+    " differentiate the trained parameters alone, with"
+    " edgc_jax.value_and_grad(loss_fn, mesh, in_axes=(None, 0)) and the frozen"
+    " ones as an argument",
+  )
+
+
+def _require_placed(params: Any, mesh: Mesh, param_specs: Any) -> None:
+  """Raises if parameters lie on the mesh otherwise than their specs say."""
+  own = PartitionSpec() if param_specs is None else param_specs
+  specs = specs_like(own, params)
+  found = jax.tree_util.tree_leaves_with_path(params)
+  for (path, x), spec in zip(found, jax.tree.leaves(specs), strict=True):
+    where = getattr(x, "sharding", None)
+    if isinstance(x, jax.core.Tracer) or not isinstance(where, NamedSharding):
+      continue
+    validation.require(
+      where.mesh != mesh
+      or where.is_equivalent_to(NamedSharding(mesh, spec), x.ndim),
+      "param_specs",
+      spec,
+      f"the spec of the parameter at {jax.tree_util.keystr(path)}, which lies"
+      f" on the mesh as {where.spec}",
+      "pass the specs with which you place the parameters",
+    )
+
+
 def _require_stacked(updates: Any, params: Any, replicas: int) -> None:
   """Raises unless gradients have a first axis of replicas."""
   shapes = [None] * len(jax.tree.leaves(updates))
@@ -112,6 +157,7 @@ def _require_stacked(updates: Any, params: Any, replicas: int) -> None:
       got,
       f"gradients of all {replicas} replicas, stacked as [{replicas}, {wanted}]"
       f" at {place}, for a reducer with `mesh`",
-      "differentiate with edgc_jax.value_and_grad(loss_fn, mesh), and put the"
-      " reducer first in the chain; clip and scale after it",
+      "differentiate with edgc_jax.value_and_grad(loss_fn, mesh), put the"
+      " reducer first in the chain, clip and scale after it, and accumulate by"
+      " edgc_jax.accumulate, not optax.MultiSteps",
     )

@@ -48,12 +48,14 @@ def value_and_grad(
     axis_name: The axis of the replicas, or a tuple of axes.
     has_aux: Whether `loss_fn` returns a pair of the loss and other outputs. Of
       these, floats are averaged over the replicas, as running statistics of
-      batches; all others are those of the first replica.
+      batches; all others are those of the first replica. So return an accuracy
+      and not a count, and no outputs for each row.
     in_axes: As for `jax.vmap`, one entry for each argument after the
       parameters, or one for all: 0 for arguments that are split over the
       replicas along their first axis, None for arguments that every replica
       gets whole. Of split arguments, scalars are whole, and keys
       (`jax.random.key`) are split, so that replicas draw different numbers.
+      Other axes than the first are not split: move the batch there.
     wrt: For a module of Flax NNX in place of parameters, the filter of the
       variables to differentiate; None for `nnx.Param`. All other variables
       that `loss_fn` changes are updated in the module: floats by their mean,
@@ -119,6 +121,16 @@ def value_and_grad(
       specs.append(split if splits and jnp.ndim(x) else whole)
       values.append(typed(x, specs[-1]))
       is_key.append(splits and key)
+
+    validation.require(
+      any(map(axes_of, specs)),
+      "args",
+      [jnp.shape(x) for _, x in leaves],
+      f"an array or a key that is split over {axis_name!r}, or all replicas"
+      " compute the same",
+      "pass the batch as an argument of the loss, not in a closure, with 0 in"
+      " `in_axes`",
+    )
 
     def on_replica(params: Any, values: list) -> Any:
       own = [x[0] if key else x for x, key in zip(values, is_key, strict=True)]

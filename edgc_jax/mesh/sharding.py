@@ -255,13 +255,21 @@ def num_replicas(mesh: Any, axis_name: AxisName) -> int:
 def specs_like(param_specs: Any, params: Any) -> Any:
   """Returns the specs in a tree like the parameters, given a prefix of it."""
   return jax.tree.map(
-    lambda spec, part: jax.tree.map(lambda _: spec, part), param_specs, params
+    lambda spec, part: jax.tree.map(lambda _: _bare(spec), part),
+    param_specs,
+    params,
   )
 
 
 def axes_of(param_specs: Any) -> set[str]:
   """Returns the axes that any spec of a tree names."""
-  return {a for spec in jax.tree.leaves(param_specs) for a in _axes_of(spec)}
+  specs = map(_bare, jax.tree.leaves(param_specs))
+  return {axis for spec in specs for axis in _axes_of(spec)}
+
+
+def _bare(spec: Any) -> PartitionSpec:
+  """Returns the spec of a NamedSharding, or the spec that is given."""
+  return getattr(spec, "spec", spec)
 
 
 class _Specs(NamedTuple):

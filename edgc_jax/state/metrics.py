@@ -69,8 +69,8 @@ def metrics(opt_state: Any) -> dict[str, Any]:
 
   Warns:
     RuntimeWarning: if the gradients were the same on all replicas, if replicas
-      have diverged, if a mask keeps leaves from the reducer, if a link without
-      a state comes before it, or if `skip_nonfinite` has skipped
+      have diverged, if a mask keeps leaves from the reducer, if another link
+      comes before it, or if `skip_nonfinite` has skipped
       `max_consecutive` steps in a row. Of `edgc`: if the run is past
       `total_steps`, or the entropy has jumped by more than 0.5 nats from one
       window to the next after the warm-up, as with another batch size.
@@ -234,22 +234,27 @@ def _warn_of_masks(opt_state: Any, checks: Checks) -> None:
 
 
 def _warn_of_order(opt_state: Any) -> None:
-  """Warns of links of optax before the reducer, which see local gradients."""
+  """Warns of other links before the reducer, which see local gradients."""
   is_chain = lambda x: type(x) is tuple  # noqa: E731
 
   def has_links_before(chain: Any) -> bool:
     holds = [bool(find(link, ReducerState)) for link in chain]
     first = holds.index(True) if any(holds) else 0
-    is_stateless = [isinstance(x, optax.EmptyState) for x in chain[:first]]
+    # The state of `mean_over` is none of these.
+    is_other = [
+      isinstance(x, optax.EmptyState) or bool(jax.tree.leaves(x))
+      for x in chain[:first]
+    ]
     inside = [x for x in chain if is_chain(x)]
-    return any(is_stateless) or any(map(has_links_before, inside))
+    return any(is_other) or any(map(has_links_before, inside))
 
   if is_chain(opt_state) and has_links_before(opt_state):
     validation.warn(
-      "A link without a state, such as optax.clip_by_global_norm, comes before"
-      " the reducer in the chain. It sees the gradient of one replica, which is"
-      " longer than the mean, so it clips more. Put the reducer first; only"
-      " edgc_jax.mean_over belongs before it."
+      "A link such as optax.clip_by_global_norm or optax.adam comes before the"
+      " reducer in the chain. It sees the gradient of one replica, which is"
+      " longer than the mean: it clips more, or learns the moments of one"
+      " replica alone. Put the reducer first; only edgc_jax.mean_over belongs"
+      " before it."
     )
 
 

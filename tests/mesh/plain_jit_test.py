@@ -266,6 +266,25 @@ class ReplicasTest(parameterized.TestCase):
       edgc_jax.powersgd(4, param_specs=P())
     with self.assertWarnsRegex(RuntimeWarning, "one replica"):
       edgc_jax.topk(mesh=mesh_of((1,)))
+    with self.assertRaisesRegex(ValueError, "`args` must be an array or a key"):
+      edgc_jax.value_and_grad(lambda p: loss_fn(p, batch(0)), mesh)(PARAMS)
+    groups = {"own": optax.chain(tx, optax.sgd(0.1)), "rest": optax.sgd(0.1)}
+    labels = {"w": "own", "v": "rest", "b": "rest"}
+    with self.assertRaisesRegex(ValueError, r"a mask over \['b'\], \['v'\]"):
+      optax.partition(groups, labels).init(PARAMS)
+
+  def test_specs_are_as_the_parameters_lie(self):
+    mesh = mesh_of((2, 2), (AXIS, "shard"))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SHARDS)
+    params = jax.device_put(PARAMS, shardings)
+    for specs in (None, SHARDS | {"w": P(None, "shard")}):
+      tx = edgc_jax.powersgd(4, mesh=mesh, param_specs=specs)
+      with self.assertRaisesRegex(ValueError, "lies on the mesh as"):
+        tx.init(params)
+    for specs in (SHARDS, shardings):
+      tx = edgc_jax.powersgd(4, mesh=mesh, param_specs=specs)
+      spec = tx.init(params).leaves["w"].residual.sharding.spec
+      self.assertEqual(spec[0], (AXIS, "shard"))
 
 
 @pytest.mark.slow

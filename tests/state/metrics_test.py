@@ -1,5 +1,7 @@
 """`metrics` finds the reducer's state anywhere in a state."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -41,6 +43,19 @@ class MetricsTest(parameterized.TestCase):
     tx = wrap(edgc_jax.powersgd(2))
     values = edgc_jax.metrics(tx.init(PARAMS))
     self.assertEqual(values["dense_bytes"], 4 * 16 * 24)
+
+  @parameterized.parameters(
+    (optax.clip_by_global_norm(1.0), True),
+    (optax.adam(1e-3), True),
+    (edgc_jax.mean_over("fast"), False),
+  )
+  def test_a_link_before_the_reducer(self, link, warns):
+    state = optax.chain(link, edgc_jax.powersgd(2), optax.sgd(1.0)).init(PARAMS)
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter("always")
+      edgc_jax.metrics(state)
+    texts = [str(warning.message) for warning in caught]
+    self.assertEqual(any("Put the reducer first" in t for t in texts), warns)
 
   def test_python_scalars_from_a_stacked_state(self):
     run = Pmap(optax.chain(edgc_jax.powersgd(2), optax.sgd(1.0)), PARAMS)
