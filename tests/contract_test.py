@@ -127,6 +127,7 @@ class ContractTest(parameterized.TestCase):
       chex.assert_tree_all_finite(updates)
       self.assertGreater(np.abs(updates["bias"]).max(), 0)
 
+  @pytest.mark.filterwarnings("ignore:The entropy of the gradients")
   @parameterized.named_parameters(*CASES)
   def test_zero_tiny_and_huge_gradients(self, name, backend):
     run = fresh(name, backend)
