@@ -127,8 +127,8 @@ class ContractTest(parameterized.TestCase):
       chex.assert_tree_all_finite(updates)
       self.assertGreater(np.abs(updates["bias"]).max(), 0)
 
-  @pytest.mark.filterwarnings("ignore:The entropy of the gradients")
   @parameterized.named_parameters(*CASES)
+  @pytest.mark.filterwarnings("ignore:The entropy of the gradients")
   def test_zero_tiny_and_huge_gradients(self, name, backend):
     run = fresh(name, backend)
     for step, scale in enumerate((0.0, 1e-18, 1.0, 1e15, 1e-30, 0.0)):

@@ -43,7 +43,11 @@ from edgc_jax.reducer import rounds
 from edgc_jax.wire import agreement
 from experiments.runtime import hlo
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+  pytest.mark.slow,
+  # Scales change from window to window, without an announcement.
+  pytest.mark.filterwarnings("ignore:The entropy of the gradients"),
+]
 
 
 def optimize(wanted):
