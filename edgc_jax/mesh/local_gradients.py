@@ -36,10 +36,10 @@ def value_and_grad(
   over `axis_name`, and go to a reducer that was told the mesh. Nothing but the
   loss and the auxiliary outputs crosses that axis. Other axes of the mesh are
   left to the compiler, so sharded parameters, sharding constraints over these
-  axes and scans work inside `loss_fn` as without this function. (With a
-  convolution or `top_k` inside, or axes that are Explicit, constraints must be
-  bare PartitionSpecs.) The axis is
-  bound in `loss_fn`: `jax.lax.pmean(x, axis_name)` averages over all replicas.
+  axes and scans work inside `loss_fn` as without this function. (Constraints
+  must be bare PartitionSpecs, with `jax.set_mesh`, if the loss has a convolution
+  or `top_k`, or an axis is Explicit.) The axis is bound in `loss_fn`:
+  `jax.lax.pmean(x, axis_name)` averages over all replicas.
 
   Args:
     loss_fn: From parameters and further arguments to a loss that is a mean over
@@ -68,8 +68,8 @@ def value_and_grad(
     gradients [N, ...] for N replicas.
 
   Raises:
-    ValueError: if the mesh lacks an axis, replicas do not divide a batch, or
-      `loss_fn` constrains arrays over `axis_name`.
+    ValueError: if the mesh lacks an axis, no argument is split, replicas do not
+      divide a batch, or `loss_fn` constrains arrays over `axis_name`.
     TypeError: if an argument looks like a key of the old kind.
   """
   replicas = num_replicas(mesh, axis_name)
