@@ -37,8 +37,8 @@ def value_and_grad(
   loss and the auxiliary outputs crosses that axis. Other axes of the mesh are
   left to the compiler, so sharded parameters, sharding constraints over these
   axes and scans work inside `loss_fn` as without this function. (Constraints
-  must be bare PartitionSpecs, with `jax.set_mesh`, if the loss has a convolution
-  or `top_k`, or an axis is Explicit.) The axis is bound in `loss_fn`:
+  must be bare PartitionSpecs if the loss has a convolution or `top_k`, or an
+  axis is Explicit.) The axis is bound in `loss_fn`:
   `jax.lax.pmean(x, axis_name)` averages over all replicas.
 
   Args:
