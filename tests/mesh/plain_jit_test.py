@@ -635,15 +635,26 @@ class VmapTest(parameterized.TestCase):
       parts = x.reshape(REPLICAS, -1, 64)
       grads = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(params, parts)
       updates, opt_state = update(grads, opt_state, params)
-      return optax.apply_updates(params, updates), opt_state
+      largest = jnp.stack([jnp.abs(u).max() for u in jax.tree.leaves(updates)])
+      return optax.apply_updates(params, updates), opt_state, largest.max()
 
     params, opt_state = PARAMS, jax.jit(init)(PARAMS)
     text = step.lower(params, opt_state, batch(0)).compile().as_text()
     # Of dense and ranks, of windows and samples one branch runs.
     self.assertGreater(text.count(" conditional("), name == "edgc")
+    largest = []
     for i in range(4):
-      params, opt_state = step(params, opt_state, batch(i))
-    assert_near(params, train_by_hand(tx, mesh_of())[0])
+      params, opt_state, size = step(params, opt_state, batch(i))
+      largest.append(float(size))
+    expected = train_by_hand(tx, mesh_of())[0]
+    if name == "quantize":  # few entries are rounded to the next level
+      level = max(largest) / 127
+      off = jax.tree.map(lambda a, b: np.abs(a - b), params, expected)
+      off = np.concatenate([np.ravel(x) for x in jax.tree.leaves(off)])
+      self.assertLess(off.max(), level)
+      self.assertLess(off.mean(), level / 100)
+    else:
+      assert_near(params, expected)
     self.assertEqual(opt_state[0].count.shape, ())
     self.assertEqual(opt_state[0].leaves["w"].residual.shape, (4, 64, 96))
 
