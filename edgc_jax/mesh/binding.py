@@ -120,8 +120,7 @@ def _require_all(params: Any) -> None:
 
 def _require_placed(params: Any, mesh: Mesh, param_specs: Any) -> None:
   """Raises if parameters lie on the mesh otherwise than their specs say."""
-  own = PartitionSpec() if param_specs is None else param_specs
-  specs = specs_like(own, params)
+  specs = specs_like(param_specs, params)
   found = jax.tree_util.tree_leaves_with_path(params)
   for (path, x), spec in zip(found, jax.tree.leaves(specs), strict=True):
     where = getattr(x, "sharding", None)

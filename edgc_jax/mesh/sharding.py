@@ -219,8 +219,7 @@ def bound_init(
     A function that creates the global state; the specs of the parameters, in a
     tree like them; and the specs of the state.
   """
-  own = PartitionSpec() if param_specs is None else param_specs
-  own = specs_like(own, params)
+  own = specs_like(param_specs, params)
   of_state = state_specs(
     tx, params, axis_name, mesh=mesh, param_specs=param_specs
   )
@@ -253,7 +252,12 @@ def num_replicas(mesh: Any, axis_name: AxisName) -> int:
 
 
 def specs_like(param_specs: Any, params: Any) -> Any:
-  """Returns the specs in a tree like the parameters, given a prefix of it."""
+  """Returns the specs in a tree like the parameters, given a prefix of it.
+
+  None stands for parameters that every device has whole.
+  """
+  if param_specs is None:
+    param_specs = PartitionSpec()
   return jax.tree.map(
     lambda spec, part: jax.tree.map(lambda _: _bare(spec), part),
     param_specs,

@@ -115,9 +115,9 @@ def accumulate(
   def init_fn(params: optax.Params) -> AccumulateState:
     if mesh is None or order.is_bound(axis_name):
       return AccumulateState(*start(params, 1), tx.init(params))
-    own = PartitionSpec() if param_specs is None else param_specs
     specs = jax.tree.map(
-      lambda spec: PartitionSpec(axis_name, *spec), specs_like(own, params)
+      lambda spec: PartitionSpec(axis_name, *spec),
+      specs_like(param_specs, params),
     )
     shardings = jax.tree.map(
       lambda spec: NamedSharding(mesh, spec), (PartitionSpec(), specs)
@@ -235,7 +235,7 @@ def skip_nonfinite(
   ) -> tuple[optax.Updates, SkipNonfiniteState]:
     for name in axes:
       collectives.num_devices(name)  # raises if the axis is not bound
-    bound = jax.sharding.get_abstract_mesh().manual_axes
+    bound = order.bound_axes()
     validation.require(
       bool(axes) or not bound,
       "axis_name",

@@ -63,10 +63,14 @@ def axes_left() -> list[str]:
   return [a for a in left if mesh.manual_axes and mesh.shape[a] > 1]
 
 
+def bound_axes() -> tuple[str, ...]:
+  """Returns the axes that `shard_map` or `pmap` binds here."""
+  return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def is_bound(axis_name: AxisName) -> bool:
   """Returns whether `shard_map` or `pmap` binds any of the axes here."""
-  manual = jax.sharding.get_abstract_mesh().manual_axes
-  return bool(set(names(axis_name)) & set(manual))
+  return bool(set(names(axis_name)) & set(bound_axes()))
 
 
 def require_all_bound() -> None:
@@ -141,8 +145,7 @@ def in_turn(tree: Any, earlier: Any) -> Any:
   loop, the second must depend on the first. Accelerators keep the order, and
   replicas that `jax.vmap` simulates on one device send nothing.
   """
-  is_sent = bool(jax.sharding.get_abstract_mesh().manual_axes)
-  return after_all(tree, earlier) if is_sent else tree
+  return after_all(tree, earlier) if bound_axes() else tree
 
 
 def after_all(tree: Any, earlier: Any) -> Any:

@@ -16,6 +16,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import edgc_jax
+from edgc_jax.mesh.sharding import placed
 from experiments.parallel.meshes import STAGE
 
 TREES = ("params", "opt_state")
@@ -130,8 +131,9 @@ class StoredForm:
       self.data_axis,
       stages=self.mesh.shape.get(STAGE, 1),
     )
-    place = self._stacked if self.is_stacked else self._placed
-    return jax.tree.map(place, state, specs)
+    if self.is_stacked:
+      return jax.tree.map(self._stacked, state, specs)
+    return placed(state, self.mesh, specs)
 
   def _resharded(
     self,
@@ -149,9 +151,8 @@ class StoredForm:
       opt_state, before.specs[1], replicas, self._replicas, self.data_axis
     )
     # Arrays that were loaded as a whole may lie on one device.
-    params = jax.tree.map(
-      lambda x, spec: self._placed(np.asarray(x), spec), params, self.specs[0]
-    )
+    params = jax.tree.map(np.asarray, params)
+    params = placed(params, self.mesh, self.specs[0])
     opt_state = edgc_jax.resize_shards(
       tx,
       params,
@@ -205,14 +206,6 @@ class StoredForm:
     parts = np.reshape(x, (self._replicas, -1, *np.shape(x)[1:]))
     first = list(self.mesh.devices.flat).index(local[0])
     return parts[first : first + len(local)]
-
-  def _placed(self, x: Any, spec: PartitionSpec) -> jax.Array:
-    if isinstance(x, jax.Array):
-      return x
-    sharding = NamedSharding(self.mesh, spec)
-    return jax.make_array_from_callback(
-      np.shape(x), sharding, lambda index: x[index]
-    )
 
 
 def _here() -> int:

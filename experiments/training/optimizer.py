@@ -60,7 +60,7 @@ def make_reducer(
       align=config.pipeline.align,
       backward_seconds=times.pop("backward_seconds", None),
     )
-  if mesh is not None and _is_plain(config):
+  if _is_plain(config, mesh):
     options["mesh"] = mesh
     options["param_specs"] = layout.of_params(
       GPT2Config(**config.model), mesh.shape
@@ -120,7 +120,7 @@ def without_exchange(
   ) -> tuple[optax.Updates, optax.OptState]:
     if late_updates is not None:
       updates = late_updates(lambda x: x)
-    if mesh is not None and _is_plain(config):
+    if _is_plain(config, mesh):
       totals = jax.vmap(lambda tree: sum(map(jnp.sum, jax.tree.leaves(tree))))
       total = jnp.sum(totals(updates))
       updates = jax.tree.map(lambda p: jnp.full_like(p, total), params)
@@ -213,7 +213,7 @@ def make_optimizer(
   if reducer is None:
     reducer = make_reducer(config, axis_name, times, mesh)
   options = config.optimizer
-  axes = None if mesh is not None and _is_plain(config) else axis_name
+  axes = None if _is_plain(config, mesh) else axis_name
   clip = optax.clip_by_global_norm(options.clip_norm)
   if config.mesh.stage > 1:
     axes = (axis_name, gpt2_stages.AXIS)
@@ -232,9 +232,10 @@ def make_optimizer(
   return edgc_jax.skip_nonfinite(chain, axes, options.max_consecutive_skips)
 
 
-def _is_plain(config: ConfigDict) -> bool:
+def _is_plain(config: ConfigDict, mesh: Mesh | AbstractMesh | None) -> bool:
   """Returns whether the step is plain `jax.jit`, in which no axis is bound."""
-  return config.mesh.backend == "jit" and config.mesh.stage == 1
+  has_stages = config.mesh.stage > 1
+  return mesh is not None and config.mesh.backend == "jit" and not has_stages
 
 
 def _is_matrix(params: optax.Params) -> optax.Params:

@@ -27,6 +27,8 @@ PARAMS = {
   "b": jnp.zeros(96),
 }
 SHARDS = {"w": P("shard"), "v": P("shard"), "b": P("shard")}
+# The shards of each replica, on a mesh of two replicas of two shards.
+WITHIN = {frozenset({0, 1}), frozenset({2, 3})}
 # Meshes on which `value_and_grad` binds the replicas by shard_map, and by vmap.
 BINDERS = ((4,), ("replica",)), ((2, 2), ("replica", "shard"))
 
@@ -299,10 +301,9 @@ class ShardsTest(parameterized.TestCase):
     params, state, step = train_plain(tx, mesh, params, "replica")
     self.assertEqual(params["w"].sharding.spec[0], "shard")
     text = step.lower(params, state, batch(0)).compile().as_text()
-    within = {frozenset({0, 1}), frozenset({2, 3})}
     sent = 0
     for line in filter(hlo.is_collective, text.splitlines()):
-      if set(map(frozenset, hlo.groups_of(line))) != within:
+      if set(map(frozenset, hlo.groups_of(line))) != WITHIN:
         shapes = hlo.arrays_of(line.split(" all-reduce(")[0])
         sent += sum(4 * np.prod(shape, dtype=int) for _, shape in shapes)
     (part,) = edgc_jax.describe(tx, PARAMS, mesh=mesh, param_specs=SHARDS).parts
@@ -310,7 +311,7 @@ class ShardsTest(parameterized.TestCase):
     factors = {
       line.split(" = ")[0].strip("% ").removeprefix("ROOT %")
       for line in filter(hlo.is_collective, map(str.strip, text.splitlines()))
-      if set(map(frozenset, hlo.groups_of(line))) != within
+      if set(map(frozenset, hlo.groups_of(line))) != WITHIN
       and "= f32[] " not in line
     }
     self.assertNotEmpty(factors)
@@ -339,12 +340,11 @@ class ShardsTest(parameterized.TestCase):
     params, state, step = train_plain(chains[0], mesh, first, "replica")
     found = train_sharded_by_hand(chains[1], mesh, first)
     assert_near(params, found[0])
-    within = {frozenset({0, 1}), frozenset({2, 3})}
     texts = [
       compiled(step, params, state, batch(0)).as_text(),
       compiled(found[2], *found[:2], batch(0)).as_text(),
     ]
-    sent = [sent_between(text, within) for text in texts]
+    sent = [sent_between(text, WITHIN) for text in texts]
     self.assertEqual(*sent)
 
   def test_convolutions_gather_nothing(self):
@@ -369,10 +369,9 @@ class ShardsTest(parameterized.TestCase):
     _, grads = step(params, images)
     expected = jax.grad(loss_fn)(params, images)
     assert_near(jax.tree.map(lambda g: g.mean(0), grads), expected)
-    within = {frozenset({0, 1}), frozenset({2, 3})}
     text = step.lower(params, images).compile().as_text()
     self.assertEqual(
-      sent_between(text, within), [("all-reduce", [("f32", ())])]
+      sent_between(text, WITHIN), [("all-reduce", [("f32", ())])]
     )
 
   def test_top_k_gathers_nothing(self):
@@ -390,7 +389,7 @@ class ShardsTest(parameterized.TestCase):
       line for line in filter(hlo.is_collective, text.splitlines())
       if "source_target_pairs" not in line
       and set(map(frozenset, hlo.groups_of(line)))
-      != {frozenset({0, 1}), frozenset({2, 3})}
+      != WITHIN
     ]  # fmt: skip
     self.assertLen(crossing, 1)
     self.assertIn("f32[] all-reduce(", crossing[0])
