@@ -17,8 +17,9 @@ from experiments.parallel import layout
 from experiments.parallel.mesh_backend import OnMesh, stored_form
 from experiments.parallel.pmap_backend import Pmap
 from experiments.parallel.stored_state import Stored, StoredForm
+from experiments.parallel.vmap_backend import Simulated
 
-BACKENDS = ("pmap", "jit")
+BACKENDS = ("pmap", "jit", "vmap")
 
 
 class Parallel(Protocol):
@@ -86,6 +87,8 @@ def make(
   """Makes the backend that `mesh.backend` names; compiles nothing yet."""
   if config.mesh.backend == "pmap":
     return Pmap(model, tx, mesh)
+  if config.mesh.backend == "vmap":
+    return Simulated(model, tx, mesh)
   return OnMesh(model, tx, mesh, config.pipeline.microbatches)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import (
   NamedSharding,
   PartitionSpec,
 )
+from ml_collections import ConfigDict
 
 from experiments.models import gpt2_shards, gpt2_stages
 
@@ -44,7 +45,15 @@ def make_mesh(replicas: int, stages: int, shards: int = 1) -> Mesh:
   )
 
 
-def abstract_mesh(replicas: int, shards: int) -> AbstractMesh:
+def of_config(config: ConfigDict) -> Mesh | AbstractMesh:
+  """Returns the mesh of a configuration; abstract if `vmap` simulates it."""
+  mesh = config.mesh
+  if mesh.backend == "vmap":
+    return abstract_mesh(mesh.data)
+  return make_mesh(mesh.data, mesh.stage, mesh.fsdp)
+
+
+def abstract_mesh(replicas: int, shards: int = 1) -> AbstractMesh:
   """Returns a mesh without devices; arguments as for `make_mesh`."""
   shape = shape_of(replicas, shards=shards)
   types = (AxisType.Auto,) * len(shape)

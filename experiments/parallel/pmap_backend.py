@@ -56,7 +56,9 @@ class Pmap:
     shapes = (params, jax.eval_shape(tx.init, params))
     self.num_params = sum(p.size for p in jax.tree.leaves(shapes[0]))
     self._tx = tx
-    self.stored = StoredForm.of_pmap(tx, *shapes, mesh, DATA)
+    self.stored = StoredForm.of_replicas(
+      tx, *shapes, mesh, DATA, is_stacked=True
+    )
     self._draw = functools.partial(gpt2.init_params, model)
     self._init = pmap(lambda p, _: (p, tx.init(p)), in_axes=(None, 0))
     self._place = pmap(lambda x: x)  # places arrays as the step returns them

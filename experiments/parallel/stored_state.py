@@ -43,15 +43,16 @@ class StoredForm:
   is_stacked: bool
 
   @classmethod
-  def of_pmap(
+  def of_replicas(
     cls,
     tx: optax.GradientTransformation,
     params: Any,
     opt_state: Any,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     data_axis: str,
+    is_stacked: bool = False,
   ) -> "StoredForm":
-    """Makes the form of a state under `jax.pmap`.
+    """Makes the form of a state on replicas alone.
 
     Args:
       tx: The optimiser.
@@ -59,10 +60,11 @@ class StoredForm:
       opt_state: Shapes of a replica's state.
       mesh: The devices, without stages.
       data_axis: The mesh axis of the replicas.
+      is_stacked: As for the class.
     """
     own = jax.tree.map(lambda _: PartitionSpec(), params)
     specs = (own, edgc_jax.state_specs(tx, params, data_axis))
-    local = cls((params, opt_state), specs, mesh, data_axis, is_stacked=True)
+    local = cls((params, opt_state), specs, mesh, data_axis, is_stacked)
     return dataclasses.replace(local, shapes=local._global_shapes())
 
   def store(self, state: Any) -> Mapping[str, Stored]:
@@ -133,6 +135,8 @@ class StoredForm:
     )
     if self.is_stacked:
       return jax.tree.map(self._stacked, state, specs)
+    if isinstance(self.mesh, AbstractMesh):
+      return state
     return placed(state, self.mesh, specs)
 
   def _resharded(

@@ -52,7 +52,10 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
     if not _devices_are_chosen():
       # Only the CPU platform uses this: replicas share a machine's cores.
       mesh = config.mesh
-      devices = math.prod(max(1, n) for n in (mesh.data, mesh.stage, mesh.fsdp))
+      sizes = (mesh.data, mesh.stage, mesh.fsdp)
+      devices = math.prod(max(1, n) for n in sizes)
+      if mesh.backend == "vmap":
+        devices = 1
       share = devices // processes if processes else 1
       jax.config.update("jax_num_cpu_devices", max(1, share))
       cpu_backend.fit_thread_pool(max(1, share))

@@ -59,6 +59,8 @@ def check_mesh(config: ConfigDict) -> None:
   """Raises unless the devices suffice and model and batch divide over them."""
   mesh, microbatches = config.mesh, config.pipeline.microbatches
   shards, available = mesh.fsdp, len(jax.devices())
+  if mesh.backend == "vmap":
+    available = math.inf
   replicas, stages, processes = mesh.data, mesh.stage, jax.process_count()
   sizes = {"data": replicas, "stage": stages, "fsdp": shards}
   named = [name for name, n in sizes.items() if n != 1 or name != "fsdp"]

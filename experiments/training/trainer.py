@@ -50,9 +50,7 @@ class Trainer:
     checks.check(config)
     self.config = config
     self.model = gpt2.GPT2Config(**config.model.to_dict())
-    mesh = meshes.make_mesh(
-      config.mesh.data, config.mesh.stage, config.mesh.fsdp
-    )
+    mesh = meshes.of_config(config)
     name = f"{config.name}-{config.reducer}-seed{config.seed}"
     path = config.run_dir or pathlib.Path("runs") / name
     self.folder = RunFolder(path, config.to_dict())
