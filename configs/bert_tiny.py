@@ -13,6 +13,6 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   """Returns the configuration for `--config=FILE:REDUCER`."""
   config = gpt2_tiny.get_config(reducer)
   config.name = "bert_tiny"
-  config.model.objective = "masked"
+  config.task = "bert"
   config.model.vocab_size = 257  # 256 bytes and the mask
   return config

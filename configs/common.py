@@ -16,6 +16,7 @@ def base(reducer: str) -> ConfigDict:
   return ConfigDict(
     {
       "name": "run",
+      "task": "gpt2",  # a file in experiments/tasks/: model, loss and data
       "run_dir": "",  # empty: runs/<name>-<reducer>-seed<seed>
       "reducer": reducer,  # of edgc_jax.REDUCERS (sections below), or auto
       "steps": 1000,
@@ -34,7 +35,8 @@ def base(reducer: str) -> ConfigDict:
       # Empty: the standard library's sources. Otherwise a text file, a folder
       # of text files, or a folder with train.bin and val.bin (uint16 tokens).
       "data": {"path": ""},
-      # Replicas, pipeline stages, and pmap or jit (stages and shards need it).
+      # Replicas, pipeline stages, shards of a replica, and pmap, jit (stages
+      # and shards need it) or vmap, which simulates replicas on one device.
       "mesh": {"data": 4, "stage": 1, "fsdp": 1, "backend": "pmap"},
       "pipeline": {
         "microbatches": 4,  # parts of a replica's batch
@@ -49,7 +51,7 @@ def base(reducer: str) -> ConfigDict:
         "compression_base": 0.0,
         "compression_per_rank": 0.0,
       },
-      "model": {
+      "model": {  # of GPT-2; each task has its own
         "vocab_size": 50304,
         "context": 1024,  # tokens
         "width": 768,
@@ -57,7 +59,6 @@ def base(reducer: str) -> ConfigDict:
         "num_heads": 12,
         "dtype": "float32",  # of activations; parameters are float32
         "unroll": 1,  # blocks per iteration of the scan
-        "objective": "next_token",  # or masked: the last id is the mask
       },
       "optimizer": {  # AdamW; linear warm-up, then cosine decay
         "lr": 6e-4,  # the peak
@@ -69,7 +70,9 @@ def base(reducer: str) -> ConfigDict:
         "clip_norm": 1.0,  # of the averaged gradient
         "max_consecutive_skips": 10,  # non-finite steps until the run stops
       },
-      "evaluation": {"every": 100, "batches": 8},  # steps; of batch_size
+      # Steps between evaluations, batches of batch_size, and the metric by
+      # which the best checkpoint is chosen.
+      "evaluation": {"every": 100, "batches": 8, "metric": "loss"},
       # Arguments of edgc_jax.edgc, with its defaults, and of the others.
       "edgc": {
         "rank_max": 32,  # 0: derived from the measured times

@@ -39,7 +39,7 @@ from edgc_jax.mesh.resizing import (
 from edgc_jax.mesh.restoring import restore
 from edgc_jax.mesh.sharding import state_axes, state_specs
 from edgc_jax.methods import *  # noqa: F403
-from edgc_jax.methods import REDUCERS
+from edgc_jax.methods import METHOD_VERSIONS, REDUCERS
 from edgc_jax.methods import __all__ as _methods
 from edgc_jax.reducer.wrappers import (
   accumulate,
@@ -56,6 +56,7 @@ from edgc_jax.wire.link_model import CompressionModel, LinkModel
 __version__ = "0.1.0"
 
 __all__ = [
+  "METHOD_VERSIONS",
   "REDUCERS",
   "CompressionModel",
   "ErrorAllocation",

@@ -24,7 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
 
-from experiments.models import gpt2
+from experiments import tasks
 from experiments.parallel import meshes
 from experiments.runtime import command_line, hosts
 from experiments.training import advised, checks
@@ -33,13 +33,13 @@ from experiments.training import advised, checks
 def main(config: ConfigDict) -> None:
   """Measures and prints the table of methods."""
   try:
-    checks.check(config)
+    task = tasks.make(config)
+    checks.check(config, task)
     advised.require_choice(config)
   except ValueError as error:
     sys.exit(f"error: {error}")
-  mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage, config.mesh.fsdp)
-  model = gpt2.GPT2Config(**config.model.to_dict())
-  advice = advised.measure(config, model, mesh)
+  mesh = meshes.of_config(config)
+  advice = advised.measure(config, task, mesh)
   hosts.say(advised.table(advice, mesh))
 
 

@@ -16,13 +16,14 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import optax
 from absl import flags
 from ml_collections import ConfigDict
 
 from edgc_jax.budget import alignment
 from edgc_jax.measure.description import reviewed
-from experiments.models import gpt2
-from experiments.parallel import layout, meshes
+from experiments import tasks
+from experiments.parallel import meshes
 from experiments.runtime import command_line
 from experiments.training import checks, optimizer, times
 
@@ -35,7 +36,8 @@ def main(config: ConfigDict) -> None:
   """Prints a table for each link speed."""
   config.mesh.backend = "jit"
   try:
-    checks.check_mesh(config)
+    task = tasks.make(config)
+    checks.check_mesh(config, task)
     speeds = [float(text) for text in _MBITS.value]
     if not speeds or min(speeds) <= 0:
       raise ValueError(
@@ -44,28 +46,32 @@ def main(config: ConfigDict) -> None:
       )
   except ValueError as error:
     sys.exit(f"error: {error}")
-  model = gpt2.GPT2Config(**config.model.to_dict())
   mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
-  given = times.options_of(config, model, mesh)
+  given = times.options_of(config, task, mesh)
   if "backward_seconds" not in given:
     sys.exit(
       "error: `mesh.stage` must be above 1 and `pipeline.align` slack, with the"
       f" reducer edgc, got {config.mesh.stage}, {config.pipeline.align!r} and"
       f" {config.reducer!r}; other configurations do not align stages."
     )
-  params = layout.of_one_device(model, mesh.shape)
+  params = task.layout(mesh.shape).of_one_device(mesh.shape)
   for mbits in speeds:
     # A ring of N replicas moves 2 (N - 1) / N times the payload.
     replicas = config.mesh.data
     bandwidth = mbits * 1e6 / 8 * replicas / (2 * max(1, replicas - 1))
     link = dataclasses.replace(given["link"], bandwidth=bandwidth)
-    print(f"{mbits:g} Mbit/s, {_table(config, params, given | {'link': link})}")
+    tx = optimizer.make_reducer(config, task, given | {"link": link})
+    print(f"{mbits:g} Mbit/s, {_table(config, params, tx, given)}")
 
 
-def _table(config: ConfigDict, params: Any, given: dict[str, Any]) -> str:
+def _table(
+  config: ConfigDict,
+  params: Any,
+  tx: optax.GradientTransformation,
+  given: dict[str, Any],
+) -> str:
   """Returns a table with a line for each rank of stage 0 on a link."""
   backward = given["backward_seconds"]
-  tx = optimizer.make_reducer(config, meshes.DATA, given)
   (found,) = reviewed(tx, params)
   ranks, seconds = found.budget.ladder, getattr(found.budget, "seconds", None)
   if seconds is None:

@@ -19,7 +19,7 @@ import edgc_jax
 from edgc_jax.budget import entropy
 from edgc_jax.wire import agreement
 from edgc_jax.wire.codes import code_of
-from experiments.runtime import hlo
+from experiments.network import hlo
 
 pytestmark = pytest.mark.slow
 

@@ -23,6 +23,10 @@ __all__ = [
   "topk",
 ]
 
+# Raised when a method gives other results with the same options. Records of
+# runs hold it, and `tests/golden_test.py` asks for it.
+METHOD_VERSIONS: Mapping[str, int] = dict.fromkeys(__all__, 1)
+
 REDUCERS: Mapping[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
   name: globals()[name] for name in __all__
 }

@@ -6,7 +6,7 @@ Creates virtual hosts, each with a shaped uplink (needs Linux, root and
 iproute2) and one process per framework, and times training steps. At every link
 speed all methods take turns, round after round, so that other load on the
 machine hits them all. Everything is removed at the end, also after Ctrl-C. The
-measurements go to --output as JSON, and a page with pictures to its folder.
+measurements go to --output as JSON, of which `make pages` makes tables.
 To measure one layout again and keep the others of the file, such as shards:
 
   sudo python -m experiments.network --keep --hosts= --nostages
@@ -22,9 +22,9 @@ from typing import Any
 from absl import app, flags
 from ml_collections import config_flags
 
-from experiments.network import page, virtual_hosts
+from experiments.network import virtual_hosts
 from experiments.network.benchmark import Benchmark, Options
-from experiments.network.results import ROWS, Layout, load
+from experiments.network.results import ROWS, Layout
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", "configs/gpt2_10m.py", "A file in configs/."
@@ -61,7 +61,7 @@ _FOLDER = flags.DEFINE_string("folder", "runs/network", "The folder of logs.")
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures all layouts and writes the JSON file and the page."""
+  """Measures all layouts and writes the JSON file."""
   del argv
   for number in (signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -98,9 +98,6 @@ def main(argv: Sequence[str]) -> None:
     layouts[Layout(2, shards=4)] = sharded
   for layout, each in layouts.items():
     benchmark.measure(layout, each)
-    results = load(output)
-    if results.cells:
-      page.write(results, output.with_suffix(".md"))
 
 
 def _numbers(

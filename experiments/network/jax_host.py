@@ -21,12 +21,13 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from edgc_jax.wire import order
-from experiments.models import gpt2
-from experiments.network import calls
+from experiments import tasks
+from experiments.network import calls, hlo
 from experiments.network.results import RANKS
 from experiments.parallel import backends, meshes
 from experiments.parallel.meshes import DATA
-from experiments.runtime import heap, hlo
+from experiments.runtime import heap
+from experiments.tasks.base import Task
 from experiments.training import advised, optimizer
 
 NO_EXCHANGE = "none"  # a reducer that leaves gradients unchanged
@@ -67,45 +68,41 @@ class JaxHost:
     Returns:
       The number of parameters.
     """
-    config, mesh, model = _read(config)
+    config, mesh, task = _read(config)
     exchanges = config.reducer != NO_EXCHANGE
     if exchanges:
-      reducer = optimizer.make_reducer(config, DATA, {}, mesh)
+      reducer = optimizer.make_reducer(config, task, {}, mesh)
     else:
       config.reducer = "allreduce"
-      reducer = optimizer.without_exchange(config, DATA, mesh)
-    tx = optimizer.make_optimizer(config, DATA, {}, reducer, mesh)
-    backend = backends.make(config, model, tx, mesh)
+      reducer = optimizer.without_exchange(config, task, mesh)
+    tx = optimizer.make_optimizer(config, task, {}, reducer, mesh)
+    backend = backends.make(config, task, tx, mesh)
     state = backend.init(jax.random.key(0))
-    # One batch for all hosts, because a replica's stages have the same rows.
-    rows = np.random.default_rng(0).integers(
-      model.vocab_size,
-      size=(config.batch_size, model.context + 1),
-      dtype=np.int32,
-    )[backend.rows(config.batch_size)]
+    own = backend.rows(config.batch_size)
+    rows = next(task.train_batches(config.batch_size, 0, own))
     compiled = backend.compile_step(*state, config.batch_size)
     # At the largest rank of the ladder, which is its last entry.
     sent = hlo.collectives_in_order(compiled.as_text(), -1)
 
     def step() -> dict[str, jax.Array]:
       nonlocal state
-      *state, numbers = backend.step(*state, rows)
+      *state, numbers = backend.step(*state, rows, 1)
       return numbers
 
     has_parts = exchanges and config.mesh.stage == config.mesh.fsdp == 1
     self._methods[name] = _Method(
       step,
-      _compress(reducer, model) if has_parts else None,
+      _compress(reducer, task) if has_parts else None,
       _communicate(sent, mesh) if has_parts else None,
     )
     return {"params": backend.num_params}
 
   def measure_costs(self, config: dict[str, Any]) -> None:
     """Measures what `advise` needs in addition to the link."""
-    config, mesh, model = _read(config)
+    config, mesh, task = _read(config)
     plain = self._methods.get(NO_EXCHANGE)
     self._costs = advised.measure_costs(
-      config, model, mesh, plain.step if plain else None
+      config, task, mesh, plain.step if plain else None
     )
 
   def run(self, name: str, part: str, count: int) -> dict[str, Any]:
@@ -137,13 +134,13 @@ class JaxHost:
     Returns:
       Predicted seconds of a step by method, the choice, and the link.
     """
-    config, mesh, model = _read(config)
+    config, mesh, task = _read(config)
     link = edgc_jax.measure_link(mesh, DATA, repeats=3, budget=_BUDGET)
     costs = self._costs
     if NO_EXCHANGE in self._methods:  # at the machine's current speed
       step = self._methods[NO_EXCHANGE].step
       costs = costs._replace(step=advised.seconds_of(step, mesh))
-    found = advised.advise(config, model, mesh, link, costs, RANKS)
+    found = advised.advise(config, task, mesh, link, costs, RANKS)
     return {
       "seconds": {method.name: method.seconds for method in found.methods},
       "choice": found.choice.name,
@@ -151,24 +148,20 @@ class JaxHost:
     }
 
 
-def _read(
-  values: dict[str, Any],
-) -> tuple[ConfigDict, Mesh, gpt2.GPT2Config]:
-  """Returns a configuration, its mesh and its model."""
+def _read(values: dict[str, Any]) -> tuple[ConfigDict, Mesh, Task]:
+  """Returns a configuration, its mesh and its task."""
   config = ConfigDict(values)
-  own = config.mesh
-  mesh = meshes.make_mesh(own.data, own.stage, own.fsdp)
-  return config, mesh, gpt2.GPT2Config(**config.model.to_dict())
+  return config, meshes.of_config(config), tasks.make(config)
 
 
 def _compress(
-  reducer: optax.GradientTransformation, model: gpt2.GPT2Config
+  reducer: optax.GradientTransformation, task: Task
 ) -> Callable[[], Any]:
   """Compiles updates with one replica, which compute all and send nothing."""
   pmap = functools.partial(
     jax.pmap, axis_name=DATA, devices=jax.local_devices()[:1]
   )
-  gradients = _gradients(model)
+  gradients = _gradients(task)
   state = pmap(reducer.init)(gradients)
   update = pmap(reducer.update, donate_argnums=1)
 
@@ -181,13 +174,12 @@ def _compress(
   return run
 
 
-@functools.cache
-def _gradients(model: gpt2.GPT2Config) -> Any:
+def _gradients(task: Task) -> Any:
   """Draws random gradients on the first device, in the layout of pmap."""
   random = np.random.default_rng(0)  # drawing with JAX takes long to compile
   values = jax.tree.map(
     lambda s: 1e-3 * random.standard_normal((1, *s.shape), np.float32),
-    gpt2.param_shapes(model),
+    task.layout({DATA: 1}).shapes,
   )
   return jax.pmap(lambda x: x, devices=jax.local_devices()[:1])(values)
 

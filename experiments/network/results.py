@@ -1,18 +1,21 @@
 """Rows and results of the network benchmark."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import pathlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+import pandas as pd
 
 from edgc_jax.measure.advice import TOLERANCE, first_fast
 from edgc_jax.wire.link_model import ring_bytes
 
 NO_EXCHANGE, DENSE, NARROW = "no exchange", "dense", "dense, bf16"
+FILE = pathlib.Path("docs/network.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,198 +84,65 @@ class Layout:
     return f"{self.hosts} replicas"
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-  """One row at one link speed; times are medians in seconds per step."""
+def cells_of(file: pathlib.Path) -> pd.DataFrame:
+  """Reads the benchmark's JSON file.
 
-  layout: str
-  replicas: int
-  shards: int  # of a replica
-  threads: int  # of a host
-  rate: float  # Mbit/s of an uplink
-  framework: str
-  row: str
-  step: float
-  without: float | None  # the same framework's step without an exchange
-  compress: float | None  # None if it is not measured
-  communicate: float | None
-  wire_bytes: float | None  # payload of an exchange, of all shards together
-  sent_bytes: float  # sent by a host, including packet headers
-  noise: float  # half the range of steps, plus that of steps without exchange
-
-  @property
-  def exchange(self) -> float | None:
-    """Step time minus the step time without an exchange."""
-    return None if self.without is None else self.step - self.without
-
-  @property
-  def clear_exchange(self) -> float | None:
-    """The exchange for use in ratios; None if it is not above the noise."""
-    exchange = self.exchange
-    is_clear = exchange is not None and exchange > self.noise
-    return exchange if is_clear else None
-
-  @property
-  def parts(self) -> float | None:
-    """Sum of compute, compress and communicate, each measured alone."""
-    parts = (self.without, self.compress, self.communicate)
-    return None if None in parts else sum(parts)
-
-  @property
-  def predicted_bytes(self) -> float | None:
-    """Bytes that a host sends in a ring all-reduce of the payload."""
-    if self.wire_bytes is None:
-      return None
-    return ring_bytes(self.wire_bytes, self.replicas)
-
-  @property
-  def link_alone(self) -> float | None:
-    """Time of the predicted bytes at the links' full speed."""
-    if self.predicted_bytes is None:
-      return None
-    return self.predicted_bytes / (self.rate * 1e6 / 8)
-
-  @property
-  def limit(self) -> float | None:
-    """Step time without overlap and without any overhead.
-
-    It is the sum of compute, compress if measured, and the link alone.
-    """
-    if self.without is None or self.link_alone is None:
-      return None
-    return self.without + (self.compress or 0.0) + self.link_alone
+  Returns:
+    A line for each row of a layout at a link speed; times are medians in
+    seconds, NaN if not measured: `step`; `without`, the same framework's step
+    without an exchange; `compress` and `communicate`, each measured alone;
+    `exchange`, step minus without; `clear`, the exchange if it is above the
+    noise; `noise`, half the ranges of step and without; `wire_bytes`, the
+    payload of all shards; `sent_bytes` of a host, with packet headers;
+    `ring_bytes`, what a host sends of the payload in a ring; `link_alone`,
+    their time at the link's full speed; `limit`, the step without overlap and
+    overhead.
+  """
+  keys = ["layout", "rate", "framework", "row"]
+  found = pd.DataFrame(json.loads(file.read_text())["rows"])
+  seconds = found["seconds"].map(statistics.median)
+  found = found.assign(
+    median=seconds,
+    half_range=found["seconds"].map(lambda x: (max(x) - min(x)) / 2),
+    sent_bytes=found["sent_bytes"].map(statistics.median),
+  ).drop(columns=["seconds"])
+  if "shards" not in found:
+    found["shards"] = 1
+  steps = found[found["part"] == "step"].set_index(keys)
+  alone = found.pivot(index=keys, columns="part", values="median")
+  cells = steps.drop(columns="part").rename(columns={"median": "step"})
+  for part in ("compress", "communicate"):
+    cells[part] = alone.get(part, np.nan)
+  cells = cells.reset_index()
+  none = cells[cells["row"] == NO_EXCHANGE].set_index(keys[:3])
+  is_none = cells["row"] == NO_EXCHANGE
+  by_key = pd.MultiIndex.from_frame(cells[keys[:3]])
+  cells["without"] = none["step"].reindex(by_key).to_numpy()
+  noise = none["half_range"].reindex(by_key, fill_value=0.0).to_numpy()
+  cells["noise"] = cells["half_range"] + noise
+  for name in ("compress", "communicate", "wire_bytes"):
+    cells.loc[is_none, name] = 0.0
+  cells["exchange"] = cells["step"] - cells["without"]
+  cells["clear"] = cells["exchange"].where(cells["exchange"] > cells["noise"])
+  # Bytes that a host sends in a ring all-reduce of the payload.
+  cells["ring_bytes"] = ring_bytes(cells["wire_bytes"], cells["replicas"])
+  cells["link_alone"] = cells["ring_bytes"] / (cells["rate"] * 1e6 / 8)
+  compress = cells["compress"].fillna(0.0)
+  cells["limit"] = cells["without"] + compress + cells["link_alone"]
+  return cells
 
 
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-  """Predicted and measured step times, {method: seconds}."""
-
-  layout: str
-  rate: float
-  choice: str
-  predicted: Mapping[str, float]
-  measured: Mapping[str, float]
-
-  @property
-  def right_choice(self) -> str:
-    """The choice of the same rule from the measured steps."""
-    return list(self.measured)[first_fast(list(self.measured.values()))]
-
-  @property
-  def orders(self) -> Sequence[bool]:
-    """Whether pairs of clearly different methods are predicted in order."""
-    return [
-      (self.predicted[a] < self.predicted[b])
-      == (self.measured[a] < self.measured[b])
-      for a, b in itertools.combinations(self.measured, 2)
-      if abs(self.measured[a] / self.measured[b] - 1) > TOLERANCE
-    ]
-
-  @property
-  def loss(self) -> float:
-    """How much slower the choice is than the fastest, as a fraction."""
-    return self.measured[self.choice] / min(self.measured.values()) - 1
+def right_choice(measured: Mapping[str, float]) -> str:
+  """Returns the choice that `advise` makes from measured steps."""
+  return list(measured)[first_fast(list(measured.values()))]
 
 
-@dataclasses.dataclass(frozen=True)
-class Results:
-  """The results of one run of the benchmark, or of several with one model."""
-
-  cells: tuple[Cell, ...]
-  advice: tuple[dict[str, Any], ...]
-  failures: tuple[dict[str, str], ...]
-  runs: tuple[dict[str, Any], ...]  # command, commit, machine, layouts, ...
-  about: dict[str, Any]  # the model
-
-  @functools.cached_property
-  def layouts(self) -> Sequence[str]:
-    """Names of the layouts, in the order of measurement."""
-    return tuple(dict.fromkeys(cell.layout for cell in self.cells))
-
-  def run_of(self, layout: str) -> dict[str, Any]:
-    """Returns the run that measured a layout."""
-    (run,) = (run for run in self.runs if layout in run["layouts"])
-    return run
-
-  @functools.cached_property
-  def rates(self) -> Sequence[float]:
-    """Link speeds in Mbit/s, in the order of measurement."""
-    return tuple(dict.fromkeys(cell.rate for cell in self.cells))
-
-  def of(self, **wanted: Any) -> list[Cell]:
-    """Returns the cells with these attributes."""
-    return [
-      cell
-      for cell in self.cells
-      if all(getattr(cell, k) == v for k, v in wanted.items())
-    ]
-
-  def other_row(self, cell: Cell, row: str) -> Cell | None:
-    """Returns the cell of another row, with the same framework and links."""
-    found = self.of(
-      layout=cell.layout, rate=cell.rate, framework=cell.framework, row=row
-    )
-    return found[0] if found else None
-
-  @functools.cached_property
-  def predictions(self) -> Sequence[Prediction]:
-    """Predictions of the advice, if all of its methods were measured."""
-    found = []
-    for advice in self.advice:
-      cells = self.of(
-        layout=advice["layout"], rate=advice["rate"], framework="jax"
-      )
-      measured = {cell.row: cell.step for cell in cells}
-      predicted = advice["seconds"]
-      if measured.keys() >= predicted.keys():
-        found.append(
-          Prediction(
-            advice["layout"], advice["rate"], advice["choice"], predicted,
-            {method: measured[method] for method in predicted},
-          )
-        )  # fmt: skip
-    return found
-
-
-def load(path: pathlib.Path) -> Results:
-  """Reads the JSON file of the benchmark."""
-  found = json.loads(path.read_text())
-  by_key = {
-    (e["layout"], e["rate"], e["framework"], e["row"], e["part"]): e
-    for e in found["rows"]
-  }
-  cells = []
-  for (layout, rate, framework, row, part), entry in by_key.items():
-    if part != "step":
-      continue
-
-    def median(row: str, part: str, key: tuple = (layout, rate, framework)):
-      other = by_key.get((*key, row, part))
-      return statistics.median(other["seconds"]) if other else None
-
-    def half_range(row: str, key: tuple = (layout, rate, framework)) -> float:
-      other = by_key.get((*key, row, "step"), {"seconds": [0.0]})
-      return (max(other["seconds"]) - min(other["seconds"])) / 2
-
-    is_none = row == NO_EXCHANGE
-    cells.append(
-      Cell(
-        layout=layout,
-        replicas=entry["replicas"],
-        shards=entry.get("shards", 1),
-        threads=entry["threads"],
-        rate=rate,
-        framework=framework,
-        row=row,
-        step=median(row, "step"),
-        without=median(NO_EXCHANGE, "step"),
-        compress=0.0 if is_none else median(row, "compress"),
-        communicate=0.0 if is_none else median(row, "communicate"),
-        wire_bytes=0.0 if is_none else entry.get("wire_bytes"),
-        sent_bytes=statistics.median(entry["sent_bytes"]),
-        noise=half_range(row) + half_range(NO_EXCHANGE),
-      )
-    )
-  lists = [tuple(found.pop(key)) for key in ("advice", "failures", "runs")]
-  found.pop("rows")
-  return Results(tuple(cells), *lists, found)
+def orders_of(
+  predicted: Mapping[str, float], measured: Mapping[str, float]
+) -> list[bool]:
+  """Returns whether pairs of clearly different methods are in right order."""
+  return [
+    (predicted[a] < predicted[b]) == (measured[a] < measured[b])
+    for a, b in itertools.combinations(measured, 2)
+    if abs(measured[a] / measured[b] - 1) > TOLERANCE
+  ]

@@ -1,9 +1,8 @@
 """Meshes of stages, replicas and shards; each process's rows of a batch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
-import numpy as np
 from jax.sharding import (
   AbstractMesh,
   AxisType,
@@ -63,14 +62,6 @@ def abstract_mesh(replicas: int, shards: int = 1) -> AbstractMesh:
 def batch_spec(mesh: Mesh) -> PartitionSpec:
   """Returns the spec of a batch, whose rows replicas and shards divide."""
   return PartitionSpec(tuple(a for a in (DATA, SHARD) if a in mesh.shape))
-
-
-def blank_rows(
-  rows: Callable[[int], slice], context: int, batch_size: int
-) -> np.ndarray:
-  """Returns zeros in the shape of this process's rows of a batch."""
-  rows = range(batch_size)[rows(batch_size)]
-  return np.zeros((len(rows), context + 1), np.int32)
 
 
 def rows_of(mesh: Mesh, batch_size: int) -> slice:

@@ -47,7 +47,6 @@ class StoredForm:
     cls,
     tx: optax.GradientTransformation,
     params: Any,
-    opt_state: Any,
     mesh: Mesh | AbstractMesh,
     data_axis: str,
     is_stacked: bool = False,
@@ -56,14 +55,14 @@ class StoredForm:
 
     Args:
       tx: The optimiser.
-      params: Shapes of a replica's parameters.
-      opt_state: Shapes of a replica's state.
+      params: Shapes of the parameters.
       mesh: The devices, without stages.
       data_axis: The mesh axis of the replicas.
       is_stacked: As for the class.
     """
     own = jax.tree.map(lambda _: PartitionSpec(), params)
     specs = (own, edgc_jax.state_specs(tx, params, data_axis))
+    opt_state = jax.eval_shape(tx.init, params)
     local = cls((params, opt_state), specs, mesh, data_axis, is_stacked)
     return dataclasses.replace(local, shapes=local._global_shapes())
 

@@ -52,7 +52,7 @@ class Checkpoints:
     Args:
       path: The folder of the checkpoints; created with the first.
       keep: Number of newest checkpoints to keep, in addition to the one with
-        the lowest held-out loss.
+        the lowest score.
     """
     self.path = pathlib.Path(path).absolute()
     self._keep = keep
@@ -71,7 +71,7 @@ class Checkpoints:
     step: int,
     trees: Mapping[str, Stored],
     about: Mapping[str, Any],
-    val_loss: float | None,
+    score: float | None,
   ) -> None:
     """Starts to save; returns once the arguments may be changed.
 
@@ -79,16 +79,15 @@ class Checkpoints:
       step: Number of steps done.
       trees: Trees of arrays on this process's devices, by name.
       about: Values that JSON can hold, the same in all processes.
-      val_loss: Held-out loss, to choose the best checkpoint by; None if not
-        evaluated.
+      score: The best checkpoint has the least; None if not evaluated.
 
     Raises:
       CheckpointError: if this checkpoint or the previous one cannot be written.
     """
     self.wait()
     self._saving = step
-    is_known = val_loss is not None and math.isfinite(val_loss)
-    metrics = {"val_loss": val_loss} if is_known else None
+    is_known = score is not None and math.isfinite(score)
+    metrics = {"score": score} if is_known else None
     about = copy.deepcopy(dict(about))  # Orbax's thread reads it later.
     with _explained(self.path, step):
       self._manager.save(
@@ -200,7 +199,7 @@ class Checkpoints:
       self.path,
       options=ocp.CheckpointManagerOptions(
         cleanup_tmp_directories=True,
-        best_fn=lambda metrics: metrics["val_loss"],
+        best_fn=lambda metrics: metrics["score"],
         best_mode="min",
         async_options=ocp.options.AsyncOptions(
           post_finalization_callback=self._write_sums
@@ -209,7 +208,7 @@ class Checkpoints:
           [
             policies.LatestN(self._keep),
             policies.BestN(
-              get_metric_fn=lambda metrics: metrics["val_loss"],
+              get_metric_fn=lambda metrics: metrics["score"],
               reverse=True,
               n=1,
               keep_checkpoints_without_metrics=False,

@@ -26,6 +26,7 @@ REMOVED = {
   "edgc.curves": "leave it out; calibrated curves lost least",
   "edgc.allocation.curves": "leave it out; calibrated curves lost least",
   "topk.sample_rate": "leave it out; the k largest are exact",
+  "model.objective": "task=bert has masked tokens, task=gpt2 the next token",
   "signsgd.block": "use quantize(bits=4), or another method",
 }
 

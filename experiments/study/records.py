@@ -1,92 +1,168 @@
-"""Records of a study's runs: one file per run, small enough for git.
+"""Records of runs: one file a run, small enough for git.
 
 Run folders are large and stay on the machine that made them. A record holds
-the settings, the summary and a thinned curve. Pages are made from records
-only, and a recorded run is not repeated.
+everything that the run was told and everything that it logged; pages are made
+from records alone, and a recorded run is not repeated.
 """
 
+import functools
+import hashlib
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
+import pandas as pd
+from flax import traverse_util
+from ml_collections import ConfigDict
 
-from experiments.study.study import Run, Study
+import edgc_jax
+from configs import common
 
-Record = Mapping[str, Any]
-_POINTS = 60  # points of a curve, at most
-_RANKS = 120  # changes of rank, at most
+# Keys that do not change what a run computes, up to rounding.
+_FREE = ("name", "run_dir", "resume", "log_every", "checkpoint.", "sentinel.",
+         "mesh.backend")  # fmt: skip
+_DIGITS = 5  # of logged numbers
+
+Flat = Mapping[str, Any]
+
+
+class Record(Mapping[str, Any]):
+  """What a run was told and what it logged.
+
+  Its keys are those of the file: `config`, `changed` (keys that were not at
+  their defaults), `summary` (as summary.json), and `lines` (each number of
+  metrics.jsonl as a list over the lines; None where a line lacks it). A failed
+  run has `error` in place of the last two.
+  """
+
+  def __init__(self, values: Mapping[str, Any]):
+    """Wraps the contents of a file."""
+    self._values = values
+
+  def __getitem__(self, key: str) -> Any:
+    return self._values[key]
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._values)
+
+  def __len__(self) -> int:
+    return len(self._values)
+
+  @property
+  def is_finished(self) -> bool:
+    return "summary" in self
+
+  @functools.cached_property
+  def flat(self) -> Flat:
+    """All keys of the configuration that make the run what it is."""
+    return _flat(self["config"])
+
+  @property
+  def is_current(self) -> bool:
+    """Whether the method and the task still give the results of this run."""
+    versions = self["summary"]["versions"]
+    return (
+      versions["method"] == edgc_jax.METHOD_VERSIONS[self["summary"]["reducer"]]
+    )
+
+  @property
+  def curve(self) -> pd.DataFrame:
+    """The scalars of each logged line."""
+    lines = {k: v for k, v in self["lines"].items() if "/" not in k}
+    return pd.DataFrame(lines)
+
+  @property
+  def bits(self) -> float:
+    """Bits a parameter a step: payload of an all-reduce, over the whole run."""
+    summary = self["summary"]
+    return 8 * sum(summary["wire_bytes_per_step"]) / summary["params"]
 
 
 class Records:
-  """The records of one study, in a folder named after it."""
+  """All records below a folder."""
 
-  def __init__(self, folder: str | pathlib.Path, study: Study):
-    """Reads and writes records in `folder`/<name of the study>."""
-    self.folder = pathlib.Path(folder) / study.name
-    self._study = study
-
-  def find(self, run: Run) -> Record | None:
-    """Returns the record of a finished or failed run with these settings."""
-    file = self._file(run)
-    if not file.exists():
-      return None
-    record = json.loads(file.read_text())
-    # Through JSON, which turns tuples into lists.
-    wanted = json.loads(json.dumps(self._about(run)))
-    is_same = all(record.get(key) == value for key, value in wanted.items())
-    return record if is_same else None
-
-  def finished(self, run: Run) -> Record | None:
-    """Returns the record of a finished run with these settings."""
-    record = self.find(run)
-    return record if record and "error" not in record else None
-
-  def write(self, run: Run, numbers: Mapping[str, Any]) -> None:
-    """Writes the record of a run.
-
-    Args:
-      run: The run.
-      numbers: From `numbers_of`, or {"error": message} of a failed run.
-    """
-    lines = [
-      f"  {json.dumps(key)}: {json.dumps(value)}"
-      for key, value in {**self._about(run), **numbers}.items()
-    ]
-    self.folder.mkdir(parents=True, exist_ok=True)
-    scratch = self._file(run).with_suffix(".tmp")
-    scratch.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    scratch.replace(self._file(run))
-
-  def remove(self, run: Run) -> None:
-    """Deletes the record of a run, if there is one."""
-    self._file(run).unlink(missing_ok=True)
-
-  def _about(self, run: Run) -> Mapping[str, Any]:
-    return {
-      "row": run.row,
-      "seed": run.seed,
-      "config": self._study.config,
-      "digest": self._study.digest(run),
-      "settings": dict(run.settings),
+  def __init__(self, folder: str | pathlib.Path):
+    """Reads the records."""
+    self.folder = pathlib.Path(folder)
+    self._all = {
+      file: Record(json.loads(file.read_text()))
+      for file in sorted(self.folder.rglob("*.json"))
     }
 
-  def _file(self, run: Run) -> pathlib.Path:
-    return self.folder / f"{run.name}.json"
+  def find(self, config: ConfigDict) -> Record | None:
+    """Returns the record of a run of this configuration.
+
+    It is the same run if all keys are equal; keys that only one of the two has
+    must be at their defaults.
+    """
+    same = (
+      each
+      for each in self._all.values()
+      if each["config"]["seed"] == config.seed
+      and each["config"]["reducer"] == config.reducer
+      and is_of(each, config)
+    )
+    return next(same, None)
+
+  def finished(self, config: ConfigDict) -> Record | None:
+    """Returns the record of a finished run of this configuration."""
+    record = self.find(config)
+    return record if record is not None and record.is_finished else None
+
+  def add(self, config: ConfigDict, found: Mapping[str, Any]) -> pathlib.Path:
+    """Writes the record of a run, in place of an earlier one.
+
+    Args:
+      config: The configuration.
+      found: From `numbers_of`, or {"error": message} of a failed run.
+
+    Returns:
+      The file.
+    """
+    file = self.folder / config.name / f"{name_of(config)}.json"
+    changed = sorted(_changed(config))
+    values = {"config": _kept(config), "changed": changed, **found}
+    lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in values.items()]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_suffix(".tmp")
+    scratch.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    scratch.replace(file)
+    self._all[file] = Record(json.loads(file.read_text()))
+    return file
+
+  def forget_failures(self) -> None:
+    """Deletes the records of failed runs."""
+    for file in [f for f, each in self._all.items() if not each.is_finished]:
+      file.unlink()
+      del self._all[file]
+
+
+def name_of(config: ConfigDict) -> str:
+  """Returns a name of a run: its reducer, a hash of its settings, its seed."""
+  text = json.dumps(_changed(config), sort_keys=True)
+  digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+  return f"{config.reducer}-{digest}-seed{config.seed}"
+
+
+def is_of(record: Record, config: ConfigDict) -> bool:
+  """Returns whether a record is of a run of this configuration."""
+  old, new, defaults = record.flat, _flat(config), _defaults(config.reducer)
+  return all(
+    old[key] == new[key]
+    if key in old and key in new
+    else key not in record["changed"]
+    if key in old
+    else key in defaults and new[key] == defaults[key]
+    for key in old.keys() | new.keys()
+  )
 
 
 def numbers_of(folder: str | pathlib.Path) -> dict[str, Any]:
-  """Reads the numbers of a record from a finished run's folder.
-
-  Args:
-    folder: A folder with summary.json and metrics.jsonl.
+  """Reads what a finished run has logged from its folder.
 
   Returns:
-    The summary, with very many ranks thinned out, and in addition "curve":
-    {"step", "loss", "wire_bytes"} over equal parts of the run (mean loss of
-    the part, and bytes sent up to its end), and "evaluations": [[step,
-    held-out loss]].
+    `summary` and `lines` of a `Record`.
 
   Raises:
     ValueError: if the held-out loss is not finite.
@@ -96,37 +172,52 @@ def numbers_of(folder: str | pathlib.Path) -> dict[str, Any]:
   if "val_loss" not in summary:
     raise ValueError("the held-out loss is not finite")
   text = (folder / "metrics.jsonl").read_text()
-  lines = [json.loads(line) for line in text.splitlines()]
-  lines = [line for line in lines if "loss" in line]  # missing if not finite
-  parts = [p for p in np.array_split(np.array(lines), _POINTS) if len(p)]
-  ends = [part[-1] for part in parts]
-  curve = {
-    "step": [end["step"] for end in ends],
-    "loss": [_short(np.mean([x["loss"] for x in part])) for part in parts],
-    # The ratio covers all steps so far.
-    "wire_bytes": [
-      round(end["dense_bytes"] * end["step"] / end["compression_ratio"])
-      for end in ends
-    ],
-  }
-  evaluations = [
-    [line["step"], _short(line["val_loss"])]
-    for line in lines
-    if "val_loss" in line
+  lines = [
+    _short(traverse_util.flatten_dict(json.loads(line), sep="/"))
+    for line in text.splitlines()
   ]
-  summary.pop("times", None)
-  summary["rank_history"] = _thin(summary["rank_history"], _RANKS)
-  thin = _thin(evaluations, _POINTS)
-  return {**summary, "curve": curve, "evaluations": thin}
+  names = dict.fromkeys(name for line in lines for name in line)
+  columns = {name: [line.get(name) for line in lines] for name in names}
+  return {"summary": summary, "lines": columns}
 
 
-def _short(number: float) -> float:
-  return float(f"{number:.5g}")
+def _short(value: Any) -> Any:
+  """Rounds the numbers in lists and dictionaries."""
+  if isinstance(value, dict):
+    return {key: _short(each) for key, each in value.items()}
+  if isinstance(value, list):
+    # Of a run without stages, the list over stages has one entry.
+    values = [_short(each) for each in value]
+    return values[0] if len(values) == 1 else values
+  if isinstance(value, float):
+    short = float(f"{value:.{_DIGITS}g}")
+    return int(short) if short.is_integer() else short
+  return value
 
 
-def _thin(values: Sequence[Any], limit: int) -> list[Any]:
-  """Returns at most `limit` of the values, including the first and last."""
-  if len(values) <= limit:
-    return list(values)
-  kept = np.linspace(0, len(values) - 1, limit).round().astype(int)
-  return [values[i] for i in kept]
+def _kept(config: ConfigDict) -> dict[str, Any]:
+  """Returns a configuration without the sections of other reducers."""
+  values = json.loads(config.to_json())
+  for other in set(edgc_jax.REDUCERS) - {config.reducer}:
+    values.pop(other, None)
+  values["run_dir"] = ""  # a path of this machine
+  return values
+
+
+def _flat(config: ConfigDict | Mapping[str, Any]) -> Flat:
+  """Returns all keys that make a run what it is."""
+  if isinstance(config, ConfigDict):
+    config = _kept(config)
+  flat = traverse_util.flatten_dict(config, sep=".")
+  return {k: v for k, v in flat.items() if not k.startswith(_FREE)}
+
+
+@functools.cache
+def _defaults(reducer: str) -> Flat:
+  return _flat(common.base(reducer))
+
+
+def _changed(config: ConfigDict) -> Flat:
+  """Returns what is not at its default."""
+  own, defaults = _flat(config), _defaults(config.reducer)
+  return {k: v for k, v in own.items() if k not in defaults or v != defaults[k]}

@@ -1,131 +1,150 @@
-"""Starts the runs of a study, one after the other, and records them.
+"""Runs what a study lacks, several runs at once, and records them.
 
-Each run is a separate process. Recorded runs are not repeated; failed runs are.
+Each run is a process: on this machine, or a job of SLURM through submitit.
 """
 
+import os
 import pathlib
-import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from typing import Any
 
-from experiments.study.records import Records, numbers_of
+import submitit
+from flax import traverse_util
+from ml_collections import ConfigDict
+
+from experiments.study.records import Records, name_of, numbers_of
 from experiments.study.study import Run, Study
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-class Runner:
-  """A plan of a study's runs, and the folders and records they go to."""
+def run_all(
+  study: Study,
+  records: Records,
+  folder: pathlib.Path,
+  *,
+  jobs: int = 1,
+  slurm: str = "",
+  limit: int | None = None,
+) -> int:
+  """Runs what is missing, until nothing is left to start.
 
-  def __init__(
-    self, study: Study, records: Records, seeds: Sequence[str], folder: str
-  ):
-    """Plans all runs, seed by seed, so that all rows progress together.
+  Args:
+    study: The study.
+    records: Its records, to read and to write.
+    folder: Parent of the run folders.
+    jobs: Number of runs at once.
+    slurm: Empty for this machine; otherwise parameters of submitit, such as
+      "slurm_partition=gpu gpus_per_node=1 timeout_min=60".
+    limit: Number of runs to start, at most.
 
-    Args:
-      study: The study to run.
-      records: Its records, to read and to write.
-      seeds: Seeds of every row.
-      folder: Parent of the run folders.
-    """
-    self._study, self._records = study, records
-    self._folder = pathlib.Path(folder) / study.name
-    self._plan = [
-      (row, seed, is_matched)
-      for seed in seeds
-      for row in study.rows
-      for is_matched in (False, True)[: 1 + study.has_match(row)]
-    ]
-
-  def run(self) -> None:
-    """Starts the missing runs, one after the other, and records them."""
-    for number, (row, seed, is_matched) in enumerate(self._plan, 1):
-      run = self._run_of(row, seed, is_matched)
-      if run is None or self._records.finished(run):
-        continue
-      left = self._time_left(self._plan[number - 1 :])
-      print(
-        f"--- run {number} of {len(self._plan)}: {run.row}, seed {seed}{left}",
-        flush=True,
-      )
-      error = _execute(self._command(run))
-      try:
-        numbers = {"error": error} if error else numbers_of(self._path(run))
-      except (OSError, ValueError) as damage:
-        numbers = {"error": str(damage)}
-      self._records.write(run, numbers)
-
-  def forget(self) -> None:
-    """Deletes the records and folders of all runs."""
-    # Matched runs first, because they depend on the records of the others.
-    for row, seed, is_matched in sorted(self._plan, key=lambda p: not p[2]):
-      run = self._run_of(row, seed, is_matched)
-      if run:
-        shutil.rmtree(self._path(run), ignore_errors=True)
-        self._records.remove(run)
-
-  def _run_of(self, row: str, seed: str, is_matched: bool) -> Run | None:
-    """Returns a planned run; None for a match whose rank is not known yet."""
-    run = self._study.run(row, seed)
-    if not is_matched:
-      return run
-    record = self._records.finished(run)
+  Returns:
+    The number of runs that failed.
+  """
+  started = failed = 0
+  running: dict[futures.Future, Run] = {}
+  submit = _on_slurm(slurm, folder) if slurm else _here(jobs)
+  while True:
+    names = {folder / name_of(run.config) for run in running.values()}
+    for run in study.plan(records):
+      path = folder / name_of(run.config)
+      if len(running) == jobs or started == limit:
+        break
+      if path not in names:
+        names.add(path)
+        started += 1
+        kind = "judged" if run.is_judged else "tuning"
+        print(f"--- run {started}, {kind}: {run.arm}, {path.name}", flush=True)
+        running[submit(command_of(study, run, path))] = run
+    if not running:
+      return failed
+    done = _next_finished(running)
+    run = running.pop(done)
+    error = done.result()
     try:
-      return record and self._study.matched_run(run, record)
-    except ValueError:  # no rank sends the same; the page reports it
-      return None
-
-  def _time_left(self, plan: Sequence[tuple[str, str, bool]]) -> str:
-    """Estimates the time of the missing runs from the recorded ones."""
-    records = {}
-    for planned in self._plan:
-      run = self._run_of(*planned)
-      records[planned] = run and self._records.finished(run)
-    seconds = [r["seconds"] for r in records.values() if r]
-    if not seconds:
-      return ""
-    count = sum(not records[planned] for planned in plan)
-    return f"; {about(count * sum(seconds) / len(seconds))} left"
-
-  def _path(self, run: Run) -> pathlib.Path:
-    """Returns the run's folder; its name has the configuration's digest."""
-    return self._folder / f"{run.name}-{self._study.digest(run)[:8]}"
-
-  def _command(self, run: Run) -> Sequence[str]:
-    """Returns the command of a run; it ends at once if the run is finished."""
-    settings = dict(run.settings)
-    reducer = settings.pop("reducer")
-    return [
-      sys.executable,
-      str(_ROOT / "experiments" / "train_gpt2.py"),
-      f"--config={self._study.config}:{reducer}",
-      f"--config.seed={run.seed}",
-      f"--config.run_dir={self._path(run)}",
-      *(f"--config.{key}={value}" for key, value in settings.items()),
-    ]
+      path = folder / name_of(run.config)
+      found: dict[str, Any] = {"error": error} if error else numbers_of(path)
+    except (OSError, ValueError) as damage:
+      found = {"error": str(damage)}
+    records.add(run.config, found)
+    failed += "error" in found
+    loss = found.get("error") or f"{found['summary']['val_loss']:.4f}"
+    print(f"    {run.arm}: {loss}", flush=True)
 
 
-def about(seconds: float) -> str:
-  """Formats a time, such as "about 2 h 10 min"."""
-  minutes = max(1, round(seconds / 60))
-  hours, minutes = divmod(minutes, 60)
-  parts = [f"{hours} h"] * bool(hours) + [f"{minutes} min"] * bool(minutes)
-  return f"about {' '.join(parts)}"
+def command_of(study: Study, run: Run, path: pathlib.Path) -> list[str]:
+  """Returns the command of a run; it ends at once if the run is finished."""
+  base = study.configuration({"reducer": run.config.reducer})
+  own, common = (_flat(config) for config in (run.config, base))
+  return [
+    sys.executable,
+    str(_ROOT / "experiments" / "train_gpt2.py"),
+    f"--config={_ROOT / study.config}:{run.config.reducer}",
+    f"--config.run_dir={path}",
+    *(
+      f"--config.{key}={value}"
+      for key, value in own.items()
+      if value != common[key]
+    ),
+  ]
 
 
-def _execute(command: Sequence[str]) -> str:
+def _flat(config: ConfigDict) -> dict[str, Any]:
+  return traverse_util.flatten_dict(config.to_dict(), sep=".")
+
+
+def _execute(command: list[str], cores: set[int] | None = None) -> str:
   """Runs a command; returns its exit code and last error line, or ""."""
   last = ""
-  with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-    try:
-      for line in process.stderr:
-        sys.stderr.write(line)
-        last = line.strip() or last
-      code = process.wait()
-    except KeyboardInterrupt:
-      process.wait()  # it got the same signal, and saves its state
-      raise
+  before = (lambda: os.sched_setaffinity(0, cores)) if cores else None
+  with subprocess.Popen(
+    command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    preexec_fn=before,
+  ) as process:  # fmt: skip
+    for line in process.stderr or ():
+      last = line.strip() or last
+    code = process.wait()
   # Records are committed, so they must not contain paths of this machine.
   last = last.replace(f"{_ROOT}/", "").replace(f"{pathlib.Path.home()}/", "~/")
   return f"exit code {code}: {last}"[:300] if code else ""
+
+
+def _here(jobs: int) -> Callable[[list[str]], futures.Future]:
+  """Runs commands on this machine, each on its share of the cores."""
+  pool = futures.ThreadPoolExecutor(jobs)
+  cores = sorted(os.sched_getaffinity(0))
+  shares = [set(cores[i::jobs]) or set(cores) for i in range(jobs)]
+
+  def call(command: list[str]) -> str:
+    share = shares.pop()
+    try:
+      return _execute(command, share if jobs > 1 else None)
+    finally:
+      shares.append(share)
+
+  return lambda command: pool.submit(call, command)
+
+
+def _on_slurm(
+  options: str, folder: pathlib.Path
+) -> Callable[[list[str]], futures.Future]:
+  """Submits commands as jobs of SLURM."""
+  executor = submitit.AutoExecutor(folder / "slurm", cluster="slurm")
+  given = dict(part.split("=", 1) for part in options.split())
+  executor.update_parameters(
+    **{k: int(v) if v.isdigit() else v for k, v in given.items()}
+  )
+  return lambda command: executor.submit(_execute, command)
+
+
+def _next_finished(running: Mapping[Any, Run]) -> Any:
+  """Waits until one of the calls has ended."""
+  while True:
+    for call in running:
+      if call.done():
+        return call
+    time.sleep(1)

@@ -1,209 +1,271 @@
-"""A study: rows of settings to run, and fixed ranks that send the same bytes.
+"""A study: arms to compare, whose learning rates are tuned on other seeds.
 
 A study is a Python file with
 
-  CONFIG         the configuration that all runs share
-  TABLES         {table: {row: settings}}; the first row of all is dense
-  SETTINGS       settings of all rows (optional)
-  MATCHED_RANKS  whether to run a matched fixed rank for each row of edgc
-                 (optional, default True)
-  GRID           matched ranks are multiples of this number, so that rows can
-                 share them (optional)
+  CONFIG   the configuration that all runs share
+  TABLES   {table: {arm: settings}}; the first arm of all is dense
+  SEEDS    the seeds that are judged
+  MORE     (optional) further judged seeds, for the dense arm and for the best
+           arms of each table, of which `BEST` says how many
+  TUNING   (optional) {"key", "start", "factor", "seed", "settings"}: tunes a
+           key for every arm, from its values `start`, by factors, until the
+           best value lies between two others; the judged runs take it
+  MATCHED  (optional) {arm of edgc: arm of powersgd}: adds an arm that is
+           powersgd at the rank whose bytes equal those of edgc
 
-Each row of edgc is compared with a matched run: a fixed rank with the same seed
-that sends the same total bytes. Its rank follows from the bytes that the run of
-edgc has sent.
+What is to run next follows from what is recorded.
 """
 
 import bisect
 import dataclasses
 import functools
-import hashlib
-import itertools
 import json
+import math
 import pathlib
-import re
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments.models import gpt2
-from experiments.parallel import layout, meshes
-from experiments.training.optimizer import REDUCERS
+from experiments import tasks
+from experiments.parallel import meshes
+from experiments.study.records import Record, Records
 
 Settings = Mapping[str, Any]
-# Private names of a study begin with an underscore.
-_NAMES = ("CONFIG", "TABLES", "SETTINGS", "MATCHED_RANKS", "GRID")
-# Options that a matched run takes over from edgc.
-_SHARED = ("wire_dtype", "min_ratio")
-_RANKS = range(1, 1 << 12)  # of a matched run
+_RANKS = range(1, 1 << 12)  # of a matched arm
+MATCHED = ": its fixed rank"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+  """How a key is tuned; see the file's beginning."""
+
+  key: str
+  start: Sequence[float]
+  factor: float
+  seed: int
+  settings: Settings
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """One run of a study.
+  """One run: an arm, its configuration, and whether it is judged."""
 
-  Attributes:
-    row: The name of its row.
-    seed: As on the command line.
-    settings: All settings of the study for this run, including the reducer.
-  """
-
-  row: str
-  seed: str
-  settings: Settings
-
-  @property
-  def name(self) -> str:
-    """The name of the run's files."""
-    return f"{slug(self.row)}-seed{self.seed}"
+  arm: str
+  config: ConfigDict
+  is_judged: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-  """The contents of a study's file.
-
-  Attributes:
-    name: Name of the file.
-    config: Path of the configuration.
-    tables: {table: {row: the row's own settings}}.
-    settings: Settings of all rows.
-    matched_ranks: Whether each run of edgc is matched with a fixed rank.
-    grid: Matched ranks are multiples of this number; 0 for equal bytes.
-  """
+  """The contents of a study's file."""
 
   name: str
   config: str
   tables: Mapping[str, Mapping[str, Settings]]
-  settings: Settings = dataclasses.field(default_factory=dict)
-  matched_ranks: bool = True
-  grid: float = 0.0
+  seeds: Sequence[int]
+  more: Sequence[int] = ()
+  best: int = 2
+  tuning: Tuning | None = None
+  matched: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  @functools.cached_property
+  def arms(self) -> Mapping[str, Settings]:
+    """The settings of each arm, without those of matched arms."""
+    return {
+      arm: own for table in self.tables.values() for arm, own in table.items()
+    }
 
   @property
-  def rows(self) -> Mapping[str, Settings]:
-    """The rows of all tables, each once, with all of their settings."""
+  def dense(self) -> str:
+    """The first arm, with which all others are compared."""
+    return next(iter(self.arms))
+
+  def table_of(self, table: str) -> list[str]:
+    """Returns the arms of a table, each followed by its matched one."""
+    return [
+      name
+      for arm in self.tables[table]
+      for name in (arm, arm + MATCHED)[: 1 + (arm in self.matched)]
+    ]
+
+  def configuration(self, settings: Settings) -> ConfigDict:
+    """Returns the configuration of a run with these settings."""
+    reducer = settings["reducer"]
+    config = runpy.run_path(self.config)["get_config"](reducer)
+    config.update_from_flattened_dict(dict(settings))
+    return config
+
+  def tuned(self, arm: str, records: Records) -> dict[float, Record]:
+    """Returns the finished runs of an arm's tuning, by value.
+
+    A run that failed counts as infinitely bad.
+    """
     return {
-      row: {**self.settings, **own}
-      for table in self.tables.values()
-      for row, own in table.items()
+      value: record
+      for value, run in self._tuning_runs(arm, records)
+      if (record := records.find(run.config)) is not None
     }
 
-  def has_match(self, row: str) -> bool:
-    """Returns whether the row's runs are matched with a fixed rank."""
-    return self.matched_ranks and self.rows[row]["reducer"] == "edgc"
+  def best_value(self, arm: str, records: Records) -> float | None:
+    """Returns the best value of the tuned key, once others surround it."""
+    found = {
+      value: loss_of(record)
+      for value, record in self.tuned(arm, records).items()
+    }
+    if not found:
+      return None
+    best = min(found, key=lambda value: found[value])
+    is_inside = min(found) < best < max(found)
+    return best if is_inside and math.isfinite(found[best]) else None
 
-  def run(self, row: str, seed: str) -> Run:
-    """Returns a row's run with this seed."""
-    return Run(row, seed, self.rows[row])
-
-  def digest(self, run: Run) -> str:
-    """Returns a hash of a run's configuration.
-
-    It covers all values except the sections of other reducers, because the
-    contents of a configuration file may change under the same name.
-    """
-    reducer = run.settings["reducer"]
-    values = _configuration(self.config, reducer, run.settings)
-    for other in set(REDUCERS) & set(values) - {reducer}:
-      del values[other]
-    text = json.dumps(values.to_dict(), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-  def matched_run(self, run: Run, summary: Mapping[str, Any]) -> Run:
-    """Returns the run of a fixed rank that sends the same total as a run.
-
-    With a grid it is the nearest rank on the grid; the page shows the bytes of
-    both.
-
-    Args:
-      run: A run of edgc.
-      summary: Its summary.
+  def judged(
+    self, arm: str, seed: int, records: Records
+  ) -> tuple[Run | None, Record | None]:
+    """Returns a judged run of an arm and its record.
 
     Returns:
-      A run, which several rows may share. Its name has all settings that
-      differ from the study's.
-
-    Raises:
-      ValueError: if no fixed rank sends the same.
+      The run, or None if it depends on a run that is not recorded; its record,
+      or None if it is not recorded.
     """
-    settings = {
-      key: value
-      for key, value in run.settings.items()
-      if key != "reducer" and not key.startswith(("edgc.", "powersgd."))
-    }
-    own = {
-      f"powersgd.{key}": run.settings[f"edgc.{key}"]
-      for key in _SHARED
-      if f"edgc.{key}" in run.settings
-    }
-    options = json.dumps({**settings, **own}, sort_keys=True)
-    bytes_of_step = _bytes_of_step(self.config, options)
-    rank = equal_rank(bytes_of_step, sum(summary["wire_bytes_per_step"]))
-    if self.grid:
-      rank = max(1.0, round(rank / self.grid) * self.grid)
-    differing = [
-      f"{key} {value}"
-      for key, value in sorted({**settings, **own}.items())
-      if self.settings.get(key) != value
+    settings = {"seed": seed}
+    if arm.endswith(MATCHED):
+      own = arm.removesuffix(MATCHED)
+      _, record = self.judged(own, seed, records)
+      if record is None or not record.is_finished:
+        return None, None
+      arm_of = self.matched[own]
+      settings |= self.arms[arm_of]
+      settings["powersgd.rank"] = self._equal_rank(arm_of, record)
+    else:
+      arm_of = arm
+      settings |= self.arms[arm]
+    if self.tuning is not None:
+      value = self.best_value(arm_of, records)
+      if value is None:
+        return None, None
+      settings[self.tuning.key] = value
+    run = Run(arm, self.configuration(settings), is_judged=True)
+    return run, records.find(run.config)
+
+  def plan(self, records: Records) -> Iterator[Run]:
+    """Yields the runs that can start now, the most useful ones first."""
+    arms = [arm for table in self.tables for arm in self.table_of(table)]
+    for arm in self.arms if self.tuning else ():
+      for _, run in self._tuning_runs(arm, records):
+        if records.find(run.config) is None:
+          yield run
+    for seed in self.seeds:
+      yield from self._missing(arms, seed, records)
+    for seed in self.more:
+      yield from self._missing(self.leaders(records), seed, records)
+
+  def leaders(self, records: Records) -> list[str]:
+    """Returns the arms that get more seeds; none before all have theirs."""
+    means: dict[str, float] = {}
+    for arm in (a for table in self.tables for a in self.table_of(table)):
+      found = [self.judged(arm, seed, records)[1] for seed in self.seeds]
+      if any(record is None for record in found):
+        return []
+      means[arm] = sum(map(loss_of, found)) / len(found)
+    tables = [self.table_of(table) for table in self.tables]
+    best = [
+      arm
+      for arms in tables[1:]
+      for arm in sorted(arms, key=lambda arm: means[arm])[: self.best]
     ]
-    return Run(
-      ", ".join([f"fixed rank {rank:g}", *differing]),
-      run.seed,
-      {
-        **settings, **own, "reducer": "powersgd", "powersgd.rank": rank,
-        "powersgd.warmup_steps": 0, "powersgd.final_rank": 0,
-      },
-    )  # fmt: skip
+    return list(dict.fromkeys([self.dense, *best]))
+
+  def _missing(
+    self, arms: Sequence[str], seed: int, records: Records
+  ) -> Iterator[Run]:
+    for arm in arms:
+      run, record = self.judged(arm, seed, records)
+      if run is not None and record is None:
+        yield run
+
+  def _tuning_runs(
+    self, arm: str, records: Records
+  ) -> Iterator[tuple[float, Run]]:
+    """Yields the runs of an arm's tuning, as far as they are known."""
+    tuning = self.tuning
+    assert tuning is not None
+    losses: dict[float, float] = {}
+    values = list(tuning.start)
+    while values:
+      value = values.pop(0)
+      settings = {
+        **tuning.settings, **self.arms[arm], "seed": tuning.seed,
+        tuning.key: value,
+      }  # fmt: skip
+      settings = _own_settings(settings)
+      run = Run(arm, self.configuration(settings), is_judged=False)
+      yield value, run
+      record = records.find(run.config)
+      if record is not None:
+        losses[value] = loss_of(record)
+      if not values and len(losses) >= len(tuning.start):
+        best = min(losses, key=lambda value: losses[value])
+        if best == min(losses):
+          values = [best / tuning.factor]
+        elif best == max(losses):
+          values = [best * tuning.factor]
+        # The next value is known only once the last one is.
+        values = [v for v in values if v not in losses]
+
+  def _equal_rank(self, arm: str, record: Record) -> float:
+    """Returns the rank at which an arm sends the bytes of a run."""
+    config = self.configuration(self.arms[arm])
+    return equal_rank(
+      _bytes_of_step(config.to_json()),
+      sum(record["summary"]["wire_bytes_per_step"]),
+    )
 
 
 def load(path: str) -> Study:
   """Loads a study from its file.
 
   Raises:
-    ValueError: if rows with different settings would share their files, or a
-      name in capitals is not one that a study sets.
+    ValueError: if a name in capitals is not one that a study sets, or arms of
+      one name have different settings.
   """
   values = runpy.run_path(path)
-  public = {name for name in values if not name.startswith("_")}
-  unknown = {name for name in public - set(_NAMES) if name.isupper()}
+  public = {k: v for k, v in values.items() if k.isupper() and k[0] != "_"}
+  names = {field.name.upper() for field in dataclasses.fields(Study)} - {"NAME"}
+  unknown = public.keys() - names
   if unknown:
     raise ValueError(
-      f"A study must set no other names than {', '.join(_NAMES)}, got"
-      f" {', '.join(sorted(unknown))} in {path}; MATCHED_RANKS was BESIDE."
+      f"A study must set no other names than {', '.join(sorted(names))}, got"
+      f" {', '.join(sorted(unknown))} in {path}; rename or remove them."
     )
-  tables = values["TABLES"]
-  seen: dict[str, tuple[str, Settings]] = {}
-  for row, settings in itertools.chain(*(t.items() for t in tables.values())):
-    if seen.setdefault(slug(row), (row, settings)) != (row, settings):
-      raise ValueError(
-        f"`TABLES` must have one row of each name, got {row!r} and"
-        f" {seen[slug(row)][0]!r} with different settings; rename one of them."
-      )
-  name = pathlib.Path(path).stem
-  return Study(
-    name,
-    values["CONFIG"],
-    tables,
-    values.get("SETTINGS", {}),
-    values.get("MATCHED_RANKS", True),
-    values.get("GRID", 0.0),
-  )
+  seen: dict[str, Settings] = {}
+  for table in public["TABLES"].values():
+    for arm, settings in table.items():
+      if seen.setdefault(arm, settings) != settings:
+        raise ValueError(
+          f"`TABLES` must have one arm of each name, got {arm!r} with different"
+          " settings; rename one of them."
+        )
+  if "TUNING" in public:
+    public["TUNING"] = Tuning(**public["TUNING"])
+  parts = pathlib.Path(path).with_suffix("").parts
+  name = "-".join(parts[parts.index("configs") + 1 :])
+  return Study(name, **{key.lower(): v for key, v in public.items()})
 
 
-def slug(text: str) -> str:
-  """Converts a row's name to a file name."""
-  return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+def loss_of(record: Record) -> float:
+  """Returns the held-out loss of a run; infinite if it failed."""
+  return record["summary"]["val_loss"] if record.is_finished else math.inf
 
 
 def equal_rank(bytes_of_step: Callable[..., float], target: float) -> float:
-  """Returns the rank, a mean over steps, that sends `target` bytes per step.
+  """Returns the rank, a mean over steps, that sends `target` bytes a step.
 
   Args:
     bytes_of_step: From `_bytes_of_step`.
-    target: Bytes per step.
+    target: Bytes a step.
 
   Returns:
     The rank to three digits. It sends within 0.5 % of the target, unless the
@@ -218,7 +280,7 @@ def equal_rank(bytes_of_step: Callable[..., float], target: float) -> float:
     raise ValueError(
       f"bytes must be from {least:,} (rank 1) to {dense:,} (dense) a step for a"
       f" fixed rank to send the same, got {target:,.0f}; set other ranks, or"
-      " MATCHED_RANKS = False."
+      " leave the arm out of MATCHED."
     )
   below = bisect.bisect_right(_RANKS, target, key=bytes_of_step)
   low, high = bytes_of_step(below), bytes_of_step(below + 1, below)
@@ -226,41 +288,38 @@ def equal_rank(bytes_of_step: Callable[..., float], target: float) -> float:
   return float(f"{below + share:.3g}")
 
 
-def _configuration(config: str, reducer: str, settings: Settings) -> ConfigDict:
-  """Returns the configuration of a run."""
-  values = runpy.run_path(config)["get_config"](reducer)
-  values.update_from_flattened_dict(dict(settings))
-  return values
-
-
 @functools.cache
-def _bytes_of_step(config: str, options: str) -> Callable[..., int]:
-  """Returns a function for powersgd's bytes per step.
+def _bytes_of_step(config: str) -> Callable[..., int]:
+  """Returns a function for powersgd's bytes a step.
 
   Args:
-    config: Path of the configuration.
-    options: Settings as JSON, so that they can be hashed.
+    config: The configuration as JSON, so that it can be hashed.
 
   Returns:
     A function of a rank, 0 for dense, and of the least rank of the run, if that
     is another one: it decides which matrices are never compressed.
   """
-  values = _configuration(config, "powersgd", json.loads(options))
-  if values.mesh.stage > 1:
+  values = ConfigDict(json.loads(config))
+  mesh = values.mesh
+  if mesh.stage > 1:
     raise ValueError(
       f"`mesh.stage` must be 1 for a fixed rank of equal bytes, got"
-      f" {values.mesh.stage}; set MATCHED_RANKS = False in the study."
+      f" {mesh.stage}; leave the arm out of MATCHED."
     )
-  model = gpt2.GPT2Config(**values.model.to_dict())
-  shards = values.mesh.fsdp
-  mesh_shape = meshes.shape_of(values.mesh.data, shards=shards)
-  shapes = layout.of_one_device(model, mesh_shape)
-  same = {name: values.powersgd[name] for name in _SHARED}
+  shape = meshes.shape_of(mesh.data, shards=mesh.fsdp)
+  shapes = tasks.make(values).layout(shape).of_one_device(shape)
+  same = {name: values.powersgd[name] for name in ("wire_dtype", "min_ratio")}
   return functools.cache(
     lambda rank, least=None: (
-      shards
+      mesh.fsdp
       * edgc_jax.wire_bytes(
-        shapes, rank, rank_min=least, replicas=values.mesh.data, **same
+        shapes, rank, rank_min=least, replicas=mesh.data, **same
       )
     )
   )
+
+
+def _own_settings(settings: Settings) -> Settings:
+  """Leaves out settings of other reducers."""
+  others = set(edgc_jax.REDUCERS) - {settings["reducer"]}
+  return {k: v for k, v in settings.items() if k.split(".")[0] not in others}

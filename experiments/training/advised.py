@@ -12,10 +12,10 @@ import edgc_jax
 from edgc_jax.measure import timing
 from edgc_jax.measure.advice import RANKS, Advice
 from edgc_jax.wire.link_model import ring_bytes
-from experiments.models.gpt2 import GPT2Config
-from experiments.parallel import backends, layout, meshes
+from experiments.parallel import backends
 from experiments.parallel.meshes import DATA, SHARD
 from experiments.runtime import heap, hosts
+from experiments.tasks.base import Task
 from experiments.training import optimizer
 from experiments.training.optimizer import AUTO
 
@@ -24,7 +24,7 @@ _STEPS = 5  # timed steps, of which the median is taken
 
 def resolve(
   config: ConfigDict,
-  model: GPT2Config,
+  task: Task,
   mesh: Mesh,
   choice: Mapping[str, Any] | None,
 ) -> tuple[ConfigDict, Mapping[str, Any]]:
@@ -32,7 +32,7 @@ def resolve(
 
   Args:
     config: Any configuration; returned unchanged unless its reducer is "auto".
-    model: Sizes of the model.
+    task: Its task.
     mesh: All its processes call this at the same point.
     choice: The choice of a resumed run; empty or None for a new run.
 
@@ -43,7 +43,7 @@ def resolve(
     return config, {}
   if not choice:
     require_choice(config)
-    advice = measure(config, model, mesh)
+    advice = measure(config, task, mesh)
     hosts.say(table(advice, mesh))
     chosen = advice.choice
     choice = {"reducer": chosen.reducer, "options": dict(chosen.options)}
@@ -76,13 +76,13 @@ class Costs(NamedTuple):
   coding: float  # rounding to bfloat16 and back, in addition to dense
 
 
-def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
+def measure(config: ConfigDict, task: Task, mesh: Mesh) -> Advice:
   """Measures the link, a step and the cost of exchanges, and advises.
 
   Args:
     config: The whole configuration, with any reducer. The link is measured
       unless it is given here.
-    model: Sizes of the model.
+    task: Its task.
     mesh: A mesh without stages; all its processes call this at the same point.
 
   Returns:
@@ -98,12 +98,12 @@ def measure(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> Advice:
   latency = 1e3 * link.latency
   hosts.say(f"link: {uplink:.4g} Mbit/s uplinks, latency {latency:.3g} ms")
   hosts.say("compiling and timing exchanges and a step ...")
-  return advise(config, model, mesh, link, measure_costs(config, model, mesh))
+  return advise(config, task, mesh, link, measure_costs(config, task, mesh))
 
 
 def measure_costs(
   config: ConfigDict,
-  model: GPT2Config,
+  task: Task,
   mesh: Mesh,
   step: Callable[[], Any] | None = None,
 ) -> Costs:
@@ -111,14 +111,14 @@ def measure_costs(
 
   Args:
     config: As for `measure`.
-    model: As for `measure`.
+    task: As for `measure`.
     mesh: As for `measure`.
     step: Runs a compiled step without an exchange; compiled here if None.
 
   Returns:
     The costs.
   """
-  shapes = layout.of_one_device(model, mesh.shape)
+  shapes = task.layout(mesh.shape).of_one_device(mesh.shape)
   compression = edgc_jax.measure_compression(
     shapes,
     min_ratio=config.edgc.min_ratio,
@@ -129,14 +129,14 @@ def measure_costs(
     edgc_jax.measure_coding(shapes, wire_dtype, mesh=mesh)
     for wire_dtype in ("float32", "bfloat16")
   )
-  step = step or _plain_step(config, model, mesh)
+  step = step or _plain_step(config, task, mesh)
   with heap.freed_memory_kept():  # as when training
     return Costs(seconds_of(step, mesh), dense, compression, coding)
 
 
 def advise(
   config: ConfigDict,
-  model: GPT2Config,
+  task: Task,
   mesh: Mesh,
   link: edgc_jax.LinkModel,
   costs: Costs,
@@ -144,7 +144,7 @@ def advise(
 ) -> Advice:
   """Returns the advice for a link, among dense and these ranks of edgc."""
   return edgc_jax.advise(
-    layout.of_one_device(model, mesh.shape),
+    task.layout(mesh.shape).of_one_device(mesh.shape),
     link,
     costs.step + costs.dense,
     mesh.shape[DATA],
@@ -185,23 +185,23 @@ def _uplink(bandwidth: float, mesh: Mesh) -> float:
 
 
 def _plain_step(
-  config: ConfigDict, model: GPT2Config, mesh: Mesh
+  config: ConfigDict, task: Task, mesh: Mesh
 ) -> Callable[[], Any]:
   """Compiles a training step that averages nothing."""
   plain = config.copy_and_resolve_references()
   plain.reducer = "allreduce"
   tx = optimizer.make_optimizer(
-    plain, DATA, {}, optimizer.without_exchange(plain, DATA, mesh), mesh
+    plain, task, {}, optimizer.without_exchange(plain, task, mesh), mesh
   )
-  backend = backends.make(plain, model, tx, mesh)
+  backend = backends.make(plain, task, tx, mesh)
   state = backend.init(jax.random.key(0))
   backend.compile_step(*state, config.batch_size)
   hosts.wait_for_all("compiled without exchange")
-  rows = meshes.blank_rows(backend.rows, model.context, config.batch_size)
+  rows = backend.blank(config.batch_size)
 
   def step() -> Any:
     nonlocal state
-    *state, numbers = backend.step(*state, rows)
+    *state, numbers = backend.step(*state, rows, 1)
     return numbers
 
   return step

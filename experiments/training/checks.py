@@ -8,15 +8,20 @@ from ml_collections import ConfigDict
 
 from experiments.parallel import backends
 from experiments.runtime import renamed_keys
+from experiments.tasks.base import Task
 from experiments.training import times
 
 
-def check(config: ConfigDict) -> None:
-  """Raises on invalid keys, and on values that no other part checks."""
+def check_keys(config: ConfigDict) -> None:
+  """Raises on keys that no longer exist."""
   keys = traverse_util.flatten_dict(config.to_dict(), sep=".")
   message = renamed_keys.problem(keys)
   if message:
     raise ValueError(message)
+
+
+def check(config: ConfigDict, task: Task) -> None:
+  """Raises on values that no other part checks."""
   for name in ("steps", "batch_size", "log_every"):
     if config[name] < 1:
       raise ValueError(
@@ -26,7 +31,7 @@ def check(config: ConfigDict) -> None:
     raise ValueError(
       f"`seed` must be at least 0, got {config.seed}; choose another."
     )
-  check_mesh(config)
+  check_mesh(config, task)
   if config.sentinel.action not in ("stop", "follow"):
     raise ValueError(
       "`sentinel.action` must be stop or follow (the first replica), got"
@@ -42,20 +47,26 @@ def check(config: ConfigDict) -> None:
       "`evaluation.batches` must be at least 1 and `evaluation.every` at least"
       f" 0, got {config.evaluation.batches} and {config.evaluation.every}."
     )
+  if config.evaluation.metric not in task.metrics:
+    raise ValueError(
+      f"`evaluation.metric` must be one of {', '.join(task.metrics)}, which the"
+      f" task {config.task!r} measures, got {config.evaluation.metric!r}; it"
+      " decides which checkpoint is the best."
+    )
 
 
 def _check_shards(config: ConfigDict) -> None:
   """Raises unless the configuration can run on sharded parameters."""
   mesh = config.mesh
-  if mesh.backend == "pmap" or mesh.stage > 1:
+  if mesh.backend != "jit" or mesh.stage > 1:
     raise ValueError(
-      "`mesh.fsdp` must be 1 with the backend pmap and on pipeline stages, got"
-      f" {mesh.fsdp} with {mesh.backend} and mesh.stage={mesh.stage}; set"
-      " --config.mesh.backend=jit and --config.mesh.stage=1."
+      "`mesh.fsdp` must be 1 on pipeline stages, and with a backend other than"
+      f" jit, got {mesh.fsdp} with {mesh.backend} and mesh.stage={mesh.stage};"
+      " set --config.mesh.backend=jit and --config.mesh.stage=1."
     )
 
 
-def check_mesh(config: ConfigDict) -> None:
+def check_mesh(config: ConfigDict, task: Task) -> None:
   """Raises unless the devices suffice and model and batch divide over them."""
   mesh, microbatches = config.mesh, config.pipeline.microbatches
   shards, available = mesh.fsdp, len(jax.devices())
@@ -84,25 +95,28 @@ def check_mesh(config: ConfigDict) -> None:
       " them, or train on fake CPU devices with JAX_PLATFORMS=cpu"
       f" JAX_NUM_CPU_DEVICES={wanted} before the command."
     )
+  for name, axis, size in (
+    ("stage", "stages", stages), ("fsdp", "shards", shards),
+  ):  # fmt: skip
+    if size > 1 and name not in task.axes:
+      raise ValueError(
+        f"`mesh.{name}` must be 1 for the task {config.task!r}, whose model has"
+        f" no {axis}, got {size}; set --config.mesh.{name}=1."
+      )
   if shards > 1:
     _check_shards(config)
   if mesh.backend not in backends.BACKENDS:
     raise ValueError(
       f"`mesh.backend` must be one of {', '.join(backends.BACKENDS)}, got"
-      f" {mesh.backend!r}; pmap has replicas only, jit (once named shard_map)"
-      " also shards and stages."
+      f" {mesh.backend!r}; pmap has replicas only, vmap simulates them on one"
+      " device, and jit (once named shard_map) also has shards and stages."
     )
-  if stages > 1 and mesh.backend == "pmap":
+  if stages > 1 and mesh.backend != "jit":
     raise ValueError(
       f"`mesh.backend` must be jit for several stages (mesh.stage is"
-      f" {stages}), got 'pmap'; set --config.mesh.backend=jit."
+      f" {stages}), got {mesh.backend!r}; set --config.mesh.backend=jit."
     )
-  if stages > 1 and config.model.objective == "masked":
-    raise ValueError(
-      f"`model.objective` must be next_token on pipeline stages (mesh.stage is"
-      f" {stages}), got 'masked'; set --config.mesh.stage=1."
-    )
-  if config.model.num_layers % stages:
+  if stages > 1 and config.model.num_layers % stages:
     raise ValueError(
       f"`model.num_layers` must be divisible by mesh.stage ({stages}), got"
       f" {config.model.num_layers}; every stage holds the same number."

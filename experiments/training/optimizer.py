@@ -15,9 +15,8 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from edgc_jax.wire.order import varying_axes
-from experiments.models import gpt2_stages
-from experiments.models.gpt2 import GPT2Config
-from experiments.parallel import layout
+from experiments.parallel.meshes import DATA, STAGE
+from experiments.tasks.base import StagedTask, Task
 from experiments.training import rules
 
 _SCHEDULE_PARTS = 8
@@ -28,7 +27,7 @@ AUTO = "auto"  # `advised` chooses edgc or allreduce
 
 def make_reducer(
   config: ConfigDict,
-  axis_name: str,
+  task: Task,
   times: Mapping[str, Any],
   mesh: Mesh | AbstractMesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -36,7 +35,7 @@ def make_reducer(
 
   Args:
     config: The whole configuration.
-    axis_name: The axis of the replicas.
+    task: Its task.
     times: Arguments of `edgc` from `times.options_of`.
     mesh: The devices; None if the axis is bound in any case.
 
@@ -52,19 +51,18 @@ def make_reducer(
       f" {config.reducer!r}; name one with --config=FILE:REDUCER."
     )
   times = dict(times)
-  options = {"axis_name": axis_name}
+  options = {"axis_name": DATA}
   if config.mesh.stage > 1:
+    assert isinstance(task, StagedTask)  # as `checks` requires
     options["stages"] = edgc_jax.Stages(
-      gpt2_stages.AXIS,
-      gpt2_stages.placement,
+      STAGE,
+      task.placement,
       align=config.pipeline.align,
       backward_seconds=times.pop("backward_seconds", None),
     )
   if _is_plain(config, mesh):
     options["mesh"] = mesh
-    options["param_specs"] = layout.of_params(
-      GPT2Config(**config.model), mesh.shape
-    ).specs
+    options["param_specs"] = task.layout(mesh.shape).specs
   options["check_every"] = config.sentinel.every
   make = edgc_jax.REDUCERS[config.reducer]
   if "seed" in inspect.signature(make).parameters:
@@ -100,7 +98,7 @@ def allocation_of(options: Mapping[str, Any]) -> Any:
 
 
 def without_exchange(
-  config: ConfigDict, axis_name: str, mesh: Mesh | None = None
+  config: ConfigDict, task: Task, mesh: Mesh | None = None
 ) -> optax.GradientTransformationExtraArgs:
   """Returns a transformation with a reducer's state that averages nothing.
 
@@ -108,7 +106,7 @@ def without_exchange(
   have to stay equal on all replicas, it replaces gradients by their sum: they
   are read as usual, but only one number is sent (on stages, of each leaf).
   """
-  reducer = make_reducer(config, axis_name, {}, mesh)
+  reducer = make_reducer(config, task, {}, mesh)
 
   def update(
     updates: optax.Updates,
@@ -193,7 +191,7 @@ def make_schedule(config: ConfigDict) -> optax.Schedule:
 
 def make_optimizer(
   config: ConfigDict,
-  axis_name: str,
+  task: Task,
   times: Mapping[str, Any],
   reducer: optax.GradientTransformation | None = None,
   mesh: Mesh | AbstractMesh | None = None,
@@ -202,7 +200,7 @@ def make_optimizer(
 
   Args:
     config: The whole configuration.
-    axis_name: The axis of the replicas.
+    task: Its task.
     times: Arguments of `edgc` from `times.options_of`.
     reducer: Replaces the reducer of the configuration if given.
     mesh: As for `make_reducer`.
@@ -211,13 +209,13 @@ def make_optimizer(
     The transformation, which skips steps with non-finite gradients.
   """
   if reducer is None:
-    reducer = make_reducer(config, axis_name, times, mesh)
+    reducer = make_reducer(config, task, times, mesh)
   options = config.optimizer
-  axes = None if _is_plain(config, mesh) else axis_name
+  axes = None if _is_plain(config, mesh) else DATA
   clip = optax.clip_by_global_norm(options.clip_norm)
   if config.mesh.stage > 1:
-    axes = (axis_name, gpt2_stages.AXIS)
-    clip = edgc_jax.clip_by_global_norm(options.clip_norm, gpt2_stages.AXIS)
+    axes = (DATA, STAGE)
+    clip = edgc_jax.clip_by_global_norm(options.clip_norm, STAGE)
   chain = optax.chain(
     reducer,
     clip,

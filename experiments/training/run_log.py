@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from experiments.runs.run_folder import RunFolder
 from experiments.runtime import hosts
+from experiments.tasks.base import Task
 from experiments.training.optimizer import make_schedule, rank_name
 
 # Metrics that differ by pipeline stage are lists with an entry per stage.
@@ -22,7 +23,7 @@ _PER_STAGE = ("entropy", "rank", "wire_bytes", "dense_bytes",
 _TIMED = 1000  # newest log intervals, over which the median time is taken
 _NEW = {
   "step": 0, "wire_bytes": [], "peak_wire_bytes": 0.0, "rank_history": [],
-  "losses": [], "seconds": 0.0, "step_seconds": [], "diverged_steps": 0,
+  "means": {}, "seconds": 0.0, "step_seconds": [], "diverged_steps": 0,
   "noticed": [],
 }  # fmt: skip
 
@@ -30,9 +31,9 @@ _NEW = {
 class RunLog:
   """A log that keeps each step's metrics on the devices until a line is due.
 
-  A line holds the metrics of its step, and for the loss the mean since the
-  previous line. A terminal shows them in a progress bar, other outputs as
-  plain lines.
+  A line holds the metrics of its step; loss and metrics of the task are means
+  since the previous line. A terminal shows them in a progress bar, other
+  outputs as plain lines.
 
   Attributes:
     wire_bytes: Sum over all steps so far, per replica, for each stage.
@@ -42,11 +43,17 @@ class RunLog:
       that replicas had diverged.
   """
 
-  def __init__(self, folder: RunFolder, state: Mapping[str, Any] | None = None):
+  def __init__(
+    self,
+    folder: RunFolder,
+    task: Task,
+    state: Mapping[str, Any] | None = None,
+  ):
     """Starts the clock of a run.
 
     Args:
       folder: The run's folder, to write lines to.
+      task: Its task.
       state: From `state()`, to resume a run; None for a new one.
     """
     config = ConfigDict(folder.config)
@@ -57,12 +64,15 @@ class RunLog:
     self.new_diverged_steps: list[int] = []
     self._noticed: list[int] = list(state["noticed"])
     self._diverged_steps: int = state["diverged_steps"]
-    self._losses: list[float] = list(state["losses"])  # since the last line
+    # Values since the last line, of which it has the means.
+    self._means: dict[str, list[float]] = dict(state["means"])
     self._first = self._step = state["step"]
     self._folder = folder
     self._steps = config.steps
     self._reducer = config.reducer
-    self._tokens = config.batch_size * config.model.context
+    self._units = config.batch_size * task.units_per_row
+    self.speed_name = f"{task.unit}_per_second"
+    self._averaged = tuple(task.metrics)
     self._learning_rate = make_schedule(config)
     self._pending: list[dict[str, jax.Array]] = []
     self._began = time.monotonic()
@@ -98,7 +108,7 @@ class RunLog:
       "wire_bytes": self.wire_bytes,
       "peak_wire_bytes": self.peak_wire_bytes,
       "rank_history": self.rank_history,
-      "losses": self._losses,
+      "means": self._means,
       "diverged_steps": self._diverged_steps,
       "noticed": list(self._noticed),
       "seconds": self.seconds(),
@@ -129,8 +139,8 @@ class RunLog:
     self.new_diverged_steps, self._noticed = self._noticed, []
     step = self._step
     line = dict(self._newest, step=step)
-    line["loss"] = float(np.mean(self._losses))
-    self._losses = []
+    line |= {k: float(np.mean(each)) for k, each in self._means.items()}
+    self._means = {}
     line["learning_rate"] = float(self._learning_rate(step - 1))
     line["dense_bytes"] = sum(line["dense_bytes"])
     sent = sum(self.wire_bytes)
@@ -139,7 +149,7 @@ class RunLog:
       line["dense_bytes"] * step / sent if sent else 1.0
     )
     line["seconds"] = self.seconds()
-    line["tokens_per_second"] = self._tokens * self._speed()
+    line[self.speed_name] = self._units * self._speed()
     return line
 
   def write(self, line: dict[str, Any]) -> None:
@@ -150,8 +160,7 @@ class RunLog:
       "rank": "/".join(rank_name(self._reducer, r) for r in line["rank"]),
       "ratio": f"{line['compression_ratio']:.2f}",
     }
-    if "val_loss" in line:
-      shown["val_loss"] = f"{line['val_loss']:.4f}"
+    shown |= {k: f"{v:.4f}" for k, v in line.items() if k.startswith("val_")}
     self._bar.set_postfix(shown, refresh=False)
     self._bar.update(step - self._bar.n)
     if self._is_shown and not self._is_terminal:
@@ -169,7 +178,9 @@ class RunLog:
     for values in map(_by_stage, jax.device_get(self._pending)):
       self._step += 1
       self._newest = values
-      self._losses.append(values["loss"])
+      for name in self._averaged:
+        if name in values:
+          self._means.setdefault(name, []).append(values[name])
       if values["diverged_steps"] > self._diverged_steps:
         self._noticed.append(self._step)
         self._diverged_steps = values["diverged_steps"]

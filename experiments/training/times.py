@@ -3,16 +3,12 @@
 import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments.models import gpt2_stages
-from experiments.models.gpt2 import GPT2Config
-from experiments.parallel import layout
 from experiments.parallel.meshes import DATA
+from experiments.tasks.base import StagedTask, Task
 from experiments.training import optimizer
 
 
@@ -22,14 +18,12 @@ def needed(config: ConfigDict) -> bool:
   return config.reducer == "edgc" and (is_aligned or config.edgc.rank_max == 0)
 
 
-def options_of(
-  config: ConfigDict, model: GPT2Config, mesh: Mesh
-) -> dict[str, Any]:
+def options_of(config: ConfigDict, task: Task, mesh: Mesh) -> dict[str, Any]:
   """Returns the arguments of `edgc_jax.edgc` that are times.
 
   Args:
     config: The whole configuration; times that are zero there are measured.
-    model: Sizes of the model.
+    task: Its task.
     mesh: The devices; all their processes call this at the same point.
 
   Returns:
@@ -47,7 +41,7 @@ def options_of(
   else:
     link = edgc_jax.measure_link(mesh, DATA)
     compression = edgc_jax.measure_compression(
-      layout.of_one_device(model, mesh.shape)["blocks"],
+      task.layout(mesh.shape).of_one_device(mesh.shape),
       min_ratio=config.edgc.min_ratio,
       allocation=optimizer.allocation_of(config.edgc),
       mesh=mesh,
@@ -55,7 +49,7 @@ def options_of(
   times = {"link": link, "compression": compression}
   if stages > 1:
     seconds = config.pipeline.backward_seconds
-    times["backward_seconds"] = seconds or _backward(config, model, mesh)
+    times["backward_seconds"] = seconds or _backward(config, task, mesh)
   return times
 
 
@@ -98,13 +92,11 @@ def describe(times: dict[str, Any]) -> str:
   return "; ".join(parts)
 
 
-def _backward(config: ConfigDict, model: GPT2Config, mesh: Mesh) -> float:
+def _backward(config: ConfigDict, task: Task, mesh: Mesh) -> float:
   """Measures the seconds of one microbatch's backward pass on one device."""
-  blocks = layout.of_one_device(model, mesh.shape)["blocks"]
-  params = jax.tree.map(lambda p: jnp.full(p.shape, 0.01, p.dtype), blocks)
-  sequences = config.batch_size // (
-    config.mesh.data * config.pipeline.microbatches
+  assert isinstance(task, StagedTask)  # as `checks` requires
+  parts = config.mesh.data * config.pipeline.microbatches
+  stage_fn, params, inputs = task.stage_of(
+    mesh.shape, config.batch_size // parts
   )
-  inputs = jnp.ones((sequences * model.context, model.width), model.dtype)
-  stage_fn = gpt2_stages.make_stage_fn(model, sequences, params)
   return edgc_jax.measure_backward(stage_fn, params, inputs, mesh=mesh)

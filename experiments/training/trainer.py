@@ -16,14 +16,15 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from edgc_jax.state.state import STATE_VERSION
-from experiments.models import gpt2
+from experiments import tasks
 from experiments.parallel import backends, meshes
+from experiments.parallel.mesh_backend import stored_form
 from experiments.parallel.stored_state import StoredForm
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
 from experiments.runs.run_folder import RunFolder, environment
 from experiments.runtime import heap, hosts
 from experiments.runtime.stop_signals import StopSignals, TrainingInterrupted
-from experiments.training import advised, checks, data, times
+from experiments.training import advised, checks, times
 from experiments.training.optimizer import make_optimizer
 from experiments.training.run_log import RunLog
 
@@ -47,9 +48,10 @@ class Trainer:
       FileExistsError: if `run_dir` holds other files.
       CheckpointError: if a checkpoint is needed and none can be used.
     """
-    checks.check(config)
+    checks.check_keys(config)
     self.config = config
-    self.model = gpt2.GPT2Config(**config.model.to_dict())
+    self.task = tasks.make(config)
+    checks.check(config, self.task)
     mesh = meshes.of_config(config)
     name = f"{config.name}-{config.reducer}-seed{config.seed}"
     path = config.run_dir or pathlib.Path("runs") / name
@@ -57,22 +59,19 @@ class Trainer:
     self.checkpoints = Checkpoints(
       self.folder.checkpoints, config.checkpoint.keep
     )
-    self.corpus = data.load_corpus(config.data.path, context=self.model.context)
-    data.check_vocab(
-      self.corpus, self.model.vocab_size, self.model.reserved_ids
-    )
+    self._source = self.task.source
     hosts.wait_for_all("loaded")
     self._progress = self._find_progress()
     config, self.choice = advised.resolve(
-      config, self.model, mesh, self._progress.about.get("choice")
+      config, self.task, mesh, self._progress.about.get("choice")
     )
     self.config = config
     # The ladder depends on the times, so a run measures them only once.
     self.times = times.of_numbers(self._progress.about.get("times"))
     if self.times is None:
-      self.times = times.options_of(config, self.model, mesh)
-    self.tx = make_optimizer(config, meshes.DATA, self.times, mesh=mesh)
-    self.parallel = backends.make(config, self.model, self.tx, mesh)
+      self.times = times.options_of(config, self.task, mesh)
+    self.tx = make_optimizer(config, self.task, self.times, mesh=mesh)
+    self.parallel = backends.make(config, self.task, self.tx, mesh)
     form = self.parallel.stored
     self._leaves = str(
       edgc_jax.describe(
@@ -125,7 +124,7 @@ class Trainer:
     if newest is None:
       return _Progress(about=summary or {})
     step, about = newest
-    if about["corpus"] != self.corpus.sha256:
+    if about["corpus"] != self._source.sha256:
       raise ValueError(
         f"`data.path` must hold the data that the run {self.folder.path} began"
         " with, got other data; restore it, or give another --config.run_dir."
@@ -176,8 +175,8 @@ class Trainer:
     config = self.config.copy_and_resolve_references()
     config.mesh.update(data=replicas, fsdp=shards)
     mesh = meshes.abstract_mesh(replicas, shards)
-    tx = make_optimizer(config, meshes.DATA, self.times, mesh=mesh)
-    return backends.form_on(self.model, tx, mesh)
+    tx = make_optimizer(config, self.task, self.times, mesh=mesh)
+    return stored_form(self.task.layout(mesh.shape), tx, mesh)
 
   def _find_params(self, folder: str) -> Callable[[], Any]:
     """Returns a function that loads the parameters of another run.
@@ -210,22 +209,18 @@ class Trainer:
     self, progress: "_Progress", signals: StopSignals
   ) -> dict[str, Any]:
     config = self.config
-    log = RunLog(self.folder, progress.about.get("log"))
+    log = RunLog(self.folder, self.task, progress.about.get("log"))
     params, opt_state = progress.params, progress.opt_state
     if progress.step == 0:
       params, opt_state = self.parallel.init(jax.random.key(config.seed))
       if self._load_params:
         params = self._load_params()
     self.parallel.compile_step(params, opt_state, config.batch_size)
-    self.parallel.compile_loss(params, config.batch_size)
+    self.parallel.compile_evaluation(params, config.batch_size)
     hosts.wait_for_all("compiled")
     heap.keep_freed_memory()
-    batches = data.train_batches(
-      self.corpus.train,
-      context=self.model.context,
-      batch_size=config.batch_size,
-      seed=config.seed,
-      rows=self.parallel.rows(config.batch_size),
+    batches = self.task.train_batches(
+      config.batch_size, config.seed, self.parallel.rows(config.batch_size)
     )
     if progress.step:
       batches.set_state(progress.about["batches"])
@@ -233,12 +228,12 @@ class Trainer:
     for step in range(progress.step + 1, config.steps + 1):
       log.begin_step()
       params, opt_state, numbers = self.parallel.step(
-        params, opt_state, next(batches)
+        params, opt_state, next(batches), step
       )
       log.add(numbers)
       every = config.evaluation.every
       is_evaluated = step == config.steps or (every and step % every == 0)
-      val_loss = None
+      measured: dict[str, float] = {}
       if is_evaluated or step % config.log_every == 0 or step == 1:
         line = log.fetch()
         if log.new_diverged_steps:
@@ -248,7 +243,8 @@ class Trainer:
         else:
           self._stop_if_hopeless(line, step)
         if is_evaluated:
-          line["val_loss"] = val_loss = self._evaluate(params)
+          measured = self._evaluate(params)
+          line |= {f"val_{name}": value for name, value in measured.items()}
         log.write(line)
       is_last, every = step == config.steps, config.checkpoint.every
       is_stopped = signals.wants_stop(step) and not is_last
@@ -259,14 +255,14 @@ class Trainer:
           "shards": config.mesh.fsdp,
           "times": times.as_numbers(self.times),
           "choice": self.choice,
-          "corpus": self.corpus.sha256,
+          "corpus": self._source.sha256,
           "log": log.state(),
           "line": line,
           "batches": batches.get_state(),
         }
         self.folder.sync()
         trees = self.parallel.stored.store((params, opt_state))
-        self.checkpoints.save(step, trees, about, val_loss)
+        self.checkpoints.save(step, trees, about, self._score(measured))
       if is_stopped:
         self.checkpoints.close()
         raise TrainingInterrupted(signals.received, step)
@@ -280,7 +276,7 @@ class Trainer:
       "stages": config.mesh.stage,
       "shards": config.mesh.fsdp,
       "train_loss": line["loss"],
-      "val_loss": line["val_loss"],
+      **{f"val_{name}": line[f"val_{name}"] for name in self.task.metrics},
       "dense_bytes_per_step": line["dense_bytes"],
       "compression_ratio": line["dense_bytes"]
       / sum(numbers["wire_bytes_per_step"]),
@@ -290,23 +286,39 @@ class Trainer:
       "choice": self.choice,
       **numbers,
       **hosts.peak_memory(),
-      "tokens_per_second": line["tokens_per_second"],
-      "corpus": {"name": self.corpus.name, "sha256": self.corpus.sha256},
+      log.speed_name: line[log.speed_name],
+      "corpus": self._source._asdict(),
+      "versions": {
+        "task": self.task.version,
+        "method": edgc_jax.METHOD_VERSIONS[config.reducer],
+      },
       "environment": environment(),
     }
 
-  def _evaluate(self, params: Any) -> float:
-    """Returns the mean loss on the held-out windows, the same in every run."""
-    batches = data.held_out_batches(
-      self.corpus.held_out,
-      context=self.model.context,
-      batch_size=self.config.batch_size,
-      num_batches=self.config.evaluation.batches,
+  def _evaluate(self, params: Any) -> dict[str, float]:
+    """Returns the metrics of held-out data, the same in every run."""
+    config = self.config
+    batches = self.task.held_out_batches(
+      config.batch_size, config.evaluation.batches
     )
-    rows = self.parallel.rows(self.config.batch_size)
-    losses = [self.parallel.loss(params, batch[rows]) for batch in batches]
-    hosts.wait_for_devices(losses)
-    return float(np.mean([np.asarray(loss) for loss in losses]))
+    rows = self.parallel.rows(config.batch_size)
+    found = [
+      self.parallel.evaluate(params, jax.tree.map(lambda x: x[rows], batch))
+      for batch in batches
+    ]
+    hosts.wait_for_devices(found)
+    return {
+      name: float(np.mean([np.asarray(numbers[name]) for numbers in found]))
+      for name in self.task.metrics
+    }
+
+  def _score(self, measured: Mapping[str, float]) -> float | None:
+    """Returns what the best checkpoint has least of; None if not evaluated."""
+    if not measured:
+      return None
+    name = self.config.evaluation.metric
+    sign = {"min": 1, "max": -1}[self.task.metrics[name]]
+    return sign * measured[name]
 
   def _rejoin(
     self, params: Any, opt_state: Any, steps: list[int]

@@ -3,7 +3,7 @@
 import functools
 import re
 
-from experiments.runtime import hlo
+from experiments.network import hlo
 
 _INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = ")
 

@@ -13,7 +13,7 @@ from helpers.meshes import mesh_of
 from jax.sharding import AxisType
 
 from edgc_jax.measure import timing
-from experiments.runtime import hlo
+from experiments.network import hlo
 
 SIZES = (2**12, 2**16, 2**20)
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from mesh.shards_test import REDUCERS
 
 import edgc_jax
-from experiments.runtime import hlo
+from experiments.network import hlo
 
 pytestmark = pytest.mark.slow
 

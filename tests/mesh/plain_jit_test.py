@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
-from experiments.runtime import hlo
+from experiments.network import hlo
 
 REPLICAS = 4
 PARAMS = {

@@ -15,7 +15,7 @@ from helpers.shard_runs import ShardedRun, over_axes
 import edgc_jax
 from edgc_jax.budget import entropy
 from edgc_jax.wire import agreement
-from experiments.runtime import hlo
+from experiments.network import hlo
 
 pytestmark = pytest.mark.slow
 

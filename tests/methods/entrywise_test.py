@@ -16,7 +16,7 @@ from helpers.meshes import (
 )
 
 import edgc_jax
-from experiments.runtime import hlo
+from experiments.network import hlo
 
 REPLICAS = 4
 # Of the two compressed leaves, one is no multiple of a block or a run.

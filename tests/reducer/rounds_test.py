@@ -29,7 +29,7 @@ from edgc_jax.reducer.rounds import (
 )
 from edgc_jax.wire.codes import code_of
 from edgc_jax.wire.wire import Send
-from experiments.runtime import hlo
+from experiments.network import hlo
 
 REPLICAS = 4
 PARAMS = {

@@ -41,7 +41,7 @@ from edgc_jax.leaves.leaf import leaves_in
 from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer import rounds
 from edgc_jax.wire import agreement
-from experiments.runtime import hlo
+from experiments.network import hlo
 
 pytestmark = [
   pytest.mark.slow,

@@ -19,8 +19,7 @@ from helpers.reducers import is_plain, reducers
 
 import edgc_jax
 from edgc_jax.measure.description import reviewed
-from experiments.network import jax_host
-from experiments.runtime import hlo
+from experiments.network import hlo, jax_host
 
 pytestmark = pytest.mark.slow
 

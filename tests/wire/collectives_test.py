@@ -10,7 +10,7 @@ from helpers.meshes import AXIS, between_hosts, mesh_of
 from jax.sharding import PartitionSpec as P
 
 from edgc_jax.wire import collectives, cpu_backend
-from experiments.runtime import hlo
+from experiments.network import hlo
 
 REPLICAS = 4
 

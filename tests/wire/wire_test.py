@@ -10,7 +10,7 @@ from helpers.meshes import AXIS, assert_replicas_equal
 
 from edgc_jax.wire.codes import Bfloat16, Blockwise, Rotated
 from edgc_jax.wire.wire import CountingWire, Send, Wire
-from experiments.runtime import hlo
+from experiments.network import hlo
 
 REPLICAS = 4
 LADDER = (1, 2, 4)

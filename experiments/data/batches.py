@@ -1,0 +1,64 @@
+"""Draws batches of rows: shuffled without end, or evenly spread."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import grain
+import numpy as np
+
+Read = Callable[[np.ndarray], Any]  # from indices of rows to a batch of them
+
+
+def shuffled(
+  count: int,
+  read: Read,
+  *,
+  batch_size: int,
+  seed: int,
+  rows: slice | None = None,
+) -> grain.DatasetIterator:
+  """Returns an endless iterator over shuffled batches.
+
+  Each epoch visits all rows in a new order, and a batch may span two epochs, so
+  none is short. A batch depends only on the arguments and its index;
+  `get_state` and `set_state` save and restore that index, which does not depend
+  on `rows`.
+
+  Args:
+    count: Number of rows in the data.
+    read: Reads rows, from int64 [rows].
+    batch_size: Number of rows in a batch.
+    seed: Non-negative seed of the order.
+    rows: The rows of each batch that this process reads; None for all.
+  """
+  # Grain seeds epoch e with seed + e. Without the hash, seeds 0 and 1 would
+  # have the same orders, shifted by one epoch.
+  seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+  order = grain.MapDataset.range(count).shuffle(seed).repeat()
+  own = range(batch_size)[rows or slice(None)]
+
+  def batch(index: int) -> Any:
+    return read(np.array([order[index * batch_size + row] for row in own]))
+
+  return iter(
+    grain.MapDataset.range(sys.maxsize // batch_size)
+    .map(batch)
+    .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
+  )
+
+
+def spread(most: int, *, batch_size: int, num_batches: int) -> np.ndarray:
+  """Returns the rows of evaluation batches, the same in every run.
+
+  Args:
+    most: Number of rows that share nothing. If they are too few for
+      `num_batches` batches there are fewer, but at least one.
+    batch_size: Number of rows in a batch.
+    num_batches: Number of batches, at most.
+
+  Returns:
+    int64 [batches, batch_size]: evenly spread counts, from 0.
+  """
+  num_batches = max(1, min(num_batches, most // batch_size))
+  return np.arange(num_batches * batch_size).reshape(num_batches, batch_size)

@@ -1,0 +1,117 @@
+"""Makes the tables and pictures of all pages again, from what is recorded.
+
+  python -m experiments.pages [--check]
+
+People write the pages. Between the lines
+
+  <!-- table NAME -->
+  <!-- end -->
+
+this program writes the table of that name, in README.md and in docs/*.md. Some
+names take an argument, as in `network: 2 replicas`. Pictures go to
+docs/pictures/. With --check nothing is written, and a page or a picture that
+would change is an error.
+"""
+
+import io
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from absl import app, flags
+from matplotlib.figure import Figure
+from PIL import Image
+
+from experiments.pages import cost, network, protocol
+from experiments.reporting.style import DPI
+
+_CHECK = flags.DEFINE_bool("check", False, "Write nothing, and compare.")
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# Fonts and lines may be drawn a little differently by another version.
+_MOST_DIFFERENT = 0.02  # mean difference of pixels, of 1
+_BLOCK = re.compile(
+  r"(<!-- table ([^:>]+?)(?:: ([^>]+?))? -->\n).*?(<!-- end -->)", re.DOTALL
+)
+
+Table = Callable[..., Sequence[str]]
+Picture = Callable[[], Figure]
+TABLES: Mapping[str, Table] = protocol.TABLES | network.TABLES | cost.TABLES
+PICTURES: Mapping[str, Picture] = protocol.PICTURES | network.PICTURES
+
+
+def main(argv: Sequence[str]) -> None:
+  """Writes or checks all pages and pictures."""
+  del argv
+  stale = [*_pages(), *_pictures()]
+  for file in stale:
+    print(f"{'stale' if _CHECK.value else 'written'}: {file.relative_to(ROOT)}")
+  if _CHECK.value and stale:
+    sys.exit("error: pages differ from the records; run `make pages`.")
+
+
+def filled(text: str, tables: Mapping[str, Table]) -> str:
+  """Returns a page with its tables made again.
+
+  Raises:
+    ValueError: if a table is unknown.
+  """
+
+  def block(found: re.Match) -> str:
+    start, name, argument, end = found.groups()
+    if name not in tables:
+      raise ValueError(
+        f"`table` must be one of {', '.join(tables)}, got {name!r}; rename it."
+      )
+    lines = tables[name](*[argument] if argument else [])
+    return "\n".join([start, *lines, "", end])
+
+  return _BLOCK.sub(block, text)
+
+
+def _pages() -> list[pathlib.Path]:
+  """Writes the pages whose tables have changed, and returns them."""
+  changed = []
+  for file in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    before = file.read_text()
+    after = filled(before, TABLES)
+    if after != before:
+      changed.append(file)
+      if not _CHECK.value:
+        file.write_text(after)
+  return changed
+
+
+def _pictures() -> list[pathlib.Path]:
+  """Writes the pictures that look different, and returns them."""
+  changed = []
+  for name, draw in PICTURES.items():
+    file = ROOT / "docs/pictures" / f"{name}.png"
+    image = _drawn(draw())
+    if file.exists() and _look_alike(image, Image.open(file).convert("RGB")):
+      continue
+    changed.append(file)
+    if not _CHECK.value:
+      file.parent.mkdir(exist_ok=True)
+      # 128 colours are a third as large, and git keeps every version.
+      image.quantize(128, dither=Image.Dither.NONE).save(file, optimize=True)
+  return changed
+
+
+def _drawn(figure: Figure) -> Image.Image:
+  pixels = io.BytesIO()
+  figure.savefig(pixels, dpi=DPI)
+  return Image.open(pixels).convert("RGB")
+
+
+def _look_alike(one: Image.Image, other: Image.Image) -> bool:
+  if one.size != other.size:
+    return False
+  a, b = (np.asarray(image, float) / 255 for image in (one, other))
+  return float(np.abs(a - b).mean()) <= _MOST_DIFFERENT
+
+
+if __name__ == "__main__":
+  app.run(main)

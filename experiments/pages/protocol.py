@@ -1,0 +1,262 @@
+"""Tables and pictures of the protocol's study, from its records."""
+
+import functools
+import itertools
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments.reporting.style import COLORS, DENSE, WIDTH, dress
+from experiments.study import statistics, study
+from experiments.study.records import Records
+from experiments.study.study import MATCHED, Study
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_STALE = " (older version)"
+
+
+@functools.cache
+def _records() -> Records:
+  return Records(_ROOT / "docs/records")
+
+
+@functools.cache
+def _study(name: str) -> Study:
+  return study.load(str(_ROOT / f"configs/{name}.py"))
+
+
+@functools.cache
+def _judged(name: str) -> pd.DataFrame:
+  return statistics.judged(_study(name), _records())
+
+
+@functools.cache
+def _arms(name: str) -> pd.DataFrame:
+  frame = _judged(name)
+  return statistics.by_arm(frame) if len(frame) else frame
+
+
+def _results(name: str) -> Sequence[str]:
+  """Returns a table for each budget of a study."""
+  found, lines = _arms(name), []
+  for table in _study(name).tables:
+    lines += ["", f"**{table}**", ""]
+    if len(found) and table in found.index:
+      lines += _markdown(map(_line, *zip(*found.loc[table].iterrows())))  # noqa: B905
+    else:
+      lines += ["No run is finished yet."]
+  return lines[1:]
+
+
+def _line(arm: str, row: pd.Series) -> dict[str, str]:
+  """Returns the cells of an arm."""
+  is_match = arm.endswith(MATCHED)
+  stale = "" if row["is_current"] else _STALE
+  line = {
+    "arm": ("↳ a fixed rank of the same bytes" if is_match else arm) + stale,
+    "bits": f"{row['bits']:.2f}",
+    "held-out loss": f"{row['loss']:.4f}",
+    "above dense": _difference(row["gap"], row["gap_error"]),
+    "dense gets there in": f"{1 - row['saved']:.0%} of its steps",
+    "seeds": str(row["seeds"]),
+    "learning rate": f"{row['value']:g}",
+  }
+  if row["gap"] == 0 and not row["gap_error"] > 0:
+    line |= {"above dense": "-", "dense gets there in": "-"}
+  return line
+
+
+def _fixed_ranks(name: str) -> Sequence[str]:
+  """Compares each arm of edgc with the fixed rank of the same bytes."""
+  found, lines = _arms(name), []
+  for (_, arm), row in found.dropna(subset="beside").iterrows():
+    sure = statistics.verdict(row["beside"], row["beside_error"])
+    lines.append(
+      {
+        "arm": arm,
+        "bits": f"{row['bits']:.2f}",
+        "minus its fixed rank": _difference(row["beside"], row["beside_error"]),
+        "seeds": str(row["seeds"]),
+        "so edgc is": sure,
+      }
+    )
+  return _markdown(lines) if lines else ["No run is finished yet."]
+
+
+def _tuning(name: str) -> Sequence[str]:
+  """Returns the loss of every run of the tuning."""
+  own = _study(name)
+  lines = []
+  for arm in own.arms:
+    losses = {
+      value: study.loss_of(record)
+      for value, record in own.tuned(arm, _records()).items()
+    }
+    best = own.best_value(arm, _records())
+    lines.append(
+      {"arm": arm}
+      | {
+        f"{value:g}": f"**{loss:.4f}**"
+        if value == best
+        else "diverged"
+        if not np.isfinite(loss)
+        else f"{loss:.4f}"
+        for value, loss in losses.items()
+      }
+    )
+  table = pd.DataFrame(lines).fillna("")
+  rates = sorted((c for c in table if c != "arm"), key=float)
+  return _markdown(table[["arm", *rates]].to_dict("records"))
+
+
+def _origin(name: str) -> Sequence[str]:
+  """Says from which code, machines and hours a study's numbers are."""
+  own = _study(name)
+  records = [
+    record
+    for arm in own.arms
+    for record in own.tuned(arm, _records()).values()
+    if record.is_finished
+  ]
+  frame = _judged(name)
+  records += list(frame["record"]) if len(frame) else []
+  records = list({id(r): r for r in records}.values())
+  if not records:
+    return ["No run is finished yet."]
+  places = [r["summary"]["environment"] for r in records]
+  machines = {f"{p['device']}, {p['cores']} cores" for p in places}
+  versions = {
+    f"Python {p['python']}, jax {p['versions']['jax']}" for p in places
+  }
+  data = {r["summary"]["corpus"]["name"] for r in records}
+  hours = sum(r["summary"]["seconds"] for r in records) / 3600
+  left = sum(1 for _ in own.plan(_records()))
+  commits = sorted({p["commit"] for p in places})
+  return [
+    f"{len(records)} runs, {hours:.1f} hours of one core in all"
+    f" ({'; '.join(sorted(machines))}; {'; '.join(sorted(versions))}); data:"
+    f" {'; '.join(sorted(data))}; commits {', '.join(commits)}."
+    + (f" **At least {left} runs are missing.**" if left else ""),
+  ]
+
+
+def _summary(name: str) -> Sequence[str]:
+  """Returns the best and the worst arm of each budget, for the README."""
+  found, lines = _arms(name), []
+  tables = list(_study(name).tables)
+  for table in tables if len(found) else ():
+    if table not in found.index:
+      continue
+    own = found.loc[table]
+    own = own[[not arm.endswith(MATCHED) for arm in own.index]]
+    if table != tables[0]:
+      is_edgc = own.index.str.startswith("edgc")
+      ordered = own.sort_values("loss")
+      kept = [ordered.index[0], *own.index[is_edgc], ordered.index[-1]]
+      own = own.loc[list(dict.fromkeys(kept))]
+    for arm, row in own.iterrows():
+      line = _line(arm, row)
+      lines.append({k: line[k] for k in list(line)[:5]})
+  return _markdown(lines) if lines else ["No run is finished yet."]
+
+
+def draw_frontier(name: str) -> Figure:
+  """Draws the gap to dense by bits, with standard errors."""
+  figure = Figure(figsize=(WIDTH, 5.5), layout="constrained")
+  axes = figure.subplots()
+  found = _arms(name)
+  found = found.droplevel("table") if len(found) else found
+  families: dict[str, list[str]] = {}
+  for arm in found.index:
+    families.setdefault(_family(arm), []).append(arm)
+  for (family, arms), color, marker in zip(
+    families.items(), itertools.cycle(COLORS), itertools.cycle("osD^vP*X"),
+    strict=False,
+  ):  # fmt: skip
+    own = found.loc[arms].sort_values("bits")
+    axes.errorbar(
+      own["bits"], own["gap"], yerr=own["gap_error"], color=color, label=family,
+      marker=marker, linestyle=":" if len(own) > 1 else "", capsize=2,
+      markersize=6, linewidth=1,
+      markerfacecolor="white" if family.endswith("bytes") else color,
+    )  # fmt: skip
+  axes.axhline(0, color=DENSE, linestyle="--", linewidth=1, zorder=0)
+  axes.set_xscale("log", base=2)
+  ticks = [0.25, 0.5, 1, 2, 4, 8, 16, 32]
+  axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+  axes.invert_xaxis()
+  dress(axes, "Held-out loss above dense, by bits a parameter and step")
+  axes.set_xlabel("bits sent a parameter and step, over the whole run")
+  axes.set_ylabel("nats above dense float32")
+  if families:
+    axes.legend(fontsize=8, frameon=False, loc="upper left")
+  return figure
+
+
+def draw_entropy(name: str) -> Figure:
+  """Draws entropy, rank, and predicted and measured error of edgc's arms."""
+  figure = Figure(figsize=(WIDTH, 8.5), layout="constrained")
+  panels = figure.subplots(3, 1, sharex=True)
+  frame = _judged(name)
+  is_edgc = [r["summary"]["reducer"] == "edgc" for r in frame.get("record", [])]
+  own = frame[is_edgc] if len(frame) else frame
+  groups = own.groupby("arm", sort=False)["record"] if len(own) else ()
+  for (arm, records), color in zip(groups, COLORS, strict=False):
+    curves = pd.concat(record.curve for record in records)
+    mean = curves.groupby("step").mean(numeric_only=True)
+    panels[0].plot(mean.index, mean["entropy"], color=color, label=arm)
+    panels[1].plot(
+      mean.index, mean["rank"], color=color, drawstyle="steps-post"
+    )
+    panels[2].plot(mean.index, mean["relative_error"], color=color)
+    panels[2].plot(mean.index, mean["predicted_error"], "--", color=color)
+  for axes, title, label in zip(
+    panels,
+    ("Entropy of the gradient", "Rank of the rule",
+     "Energy lost: measured, predicted dashed"),
+    ("nats", "rank", "fraction"),
+    strict=True,
+  ):  # fmt: skip
+    dress(axes, title)
+    axes.set_ylabel(label)
+  if len(own):
+    panels[0].legend(fontsize=8, frameon=False)
+  panels[2].set_xlabel("step")
+  return figure
+
+
+def _family(arm: str) -> str:
+  """Returns the group of an arm in the picture."""
+  if arm.endswith(MATCHED):
+    return "fixed rank of edgc's bytes"
+  parts = arm.split(", ")
+  if parts[0].startswith("powersgd"):
+    return ", ".join(["powersgd", *parts[1:]])
+  return parts[0].split()[0]
+
+
+def _difference(mean: float, error: float) -> str:
+  if not np.isfinite(mean):
+    return "-"
+  return f"{mean:+.4f}" + (f" ± {error:.4f}" if np.isfinite(error) else "")
+
+
+def _markdown(lines: Sequence[dict[str, str]]) -> list[str]:
+  table = pd.DataFrame(list(lines))
+  return table.to_markdown(index=False, disable_numparse=True).splitlines()
+
+
+TABLES = {
+  "results": _results,
+  "fixed ranks": _fixed_ranks,
+  "tuning": _tuning,
+  "origin": _origin,
+  "summary": _summary,
+}
+PICTURES = {
+  "protocol-frontier": functools.partial(draw_frontier, "protocol/table"),
+  "protocol-entropy": functools.partial(draw_entropy, "protocol/table"),
+}

@@ -1,0 +1,158 @@
+"""What the ways to run a training step on many devices share.
+
+The trainer does not need to know how a backend places its arrays.
+"""
+
+import abc
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+
+import edgc_jax
+from experiments.parallel import meshes
+from experiments.parallel.meshes import DATA
+from experiments.parallel.stored_state import Stored, StoredForm
+from experiments.tasks.base import Task
+
+Numbers = Mapping[str, Any]
+
+
+class Backend(abc.ABC):
+  """A way to run the training step; its subclasses make the functions.
+
+  Attributes:
+    stored: The stored form of (parameters, optimiser state).
+    num_params: Number of parameters of the model.
+    traces: Number of times that JAX has traced the step.
+  """
+
+  stored: StoredForm
+  _step: Any  # jitted: (params, opt_state, batch, step) to new ones and numbers
+  _evaluate: Any  # jitted: (params, batch) to metrics
+  _follow: Callable[..., Any]
+
+  def __init__(
+    self,
+    task: Task,
+    tx: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    seed: int,
+  ):
+    """Compiles nothing yet.
+
+    Args:
+      task: The model and its data.
+      tx: The optimiser, made for the axes of the mesh.
+      mesh: From `meshes.of_config`.
+      seed: Of the keys of the steps.
+    """
+    self.task, self.mesh, self.traces = task, mesh, 0
+    self._tx, self._seed = tx, seed
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    self.num_params = sum(p.size for p in jax.tree.leaves(shapes))
+
+  @abc.abstractmethod
+  def init(self, key: jax.Array) -> tuple[Any, Any]:
+    """Returns new parameters and optimiser state."""
+
+  @abc.abstractmethod
+  def _placed(self, batch: Any) -> Any:
+    """Converts this process's rows of a batch to an argument of the step."""
+
+  def rows(self, batch_size: int) -> slice:
+    """Returns the rows of a batch for this process's devices."""
+    return meshes.rows_of(self.mesh, batch_size)
+
+  def load(
+    self,
+    trees: Mapping[str, Stored],
+    replicas: int,
+    before: StoredForm | None = None,
+  ) -> tuple[Any, ...]:
+    """Restores parameters, optimiser state or both.
+
+    Args:
+      trees: As saved by `stored`, by name.
+      replicas: Number of replicas of the run that saved them.
+      before: The stored form of that run, if it sharded parameters otherwise;
+        then both trees are needed.
+    """
+    return self.stored.load(trees, replicas, self._tx, before)
+
+  def step(
+    self, params: Any, opt_state: Any, batch: Any, step: int
+  ) -> tuple[Any, Any, Numbers]:
+    """Runs a step on this process's rows of a batch.
+
+    Args:
+      params: The parameters; the call consumes them.
+      opt_state: The optimiser state; the call consumes it.
+      batch: From the task.
+      step: Number of the step, from 1, for its key.
+
+    Returns:
+      Parameters, optimiser state and metrics. Metrics are equal on all devices:
+      scalars, and arrays over a leaf's matrices by its path. Those that differ
+      by stage have a first axis of stages.
+    """
+    found = self._step(params, opt_state, self._placed(batch), np.int32(step))
+    return *found[:2], self._common(found[2])
+
+  def evaluate(self, params: Any, batch: Any) -> Numbers:
+    """Returns the task's metrics on such rows, as means over the replicas."""
+    return self._common(self._evaluate(params, self._placed(batch)))
+
+  def follow_first_replica(
+    self, params: Any, opt_state: Any
+  ) -> tuple[Any, Any]:
+    """Copies the first replica's values, where replicas should be equal."""
+    return self._follow(params, opt_state)
+
+  def compile_step(
+    self, params: Any, opt_state: Any, batch_size: int
+  ) -> jax.stages.Compiled:
+    """Compiles the step for later calls, without running a collective."""
+    batch = self._placed(self.blank(batch_size))
+    return self._step.lower(params, opt_state, batch, np.int32(1)).compile()
+
+  def compile_evaluation(self, params: Any, batch_size: int) -> None:
+    """Compiles `evaluate` for later calls, without running a collective."""
+    self._evaluate.lower(params, self._placed(self.blank(batch_size))).compile()
+
+  def blank(self, batch_size: int) -> Any:
+    """Returns zeros in the shape of this process's rows of a batch."""
+    return self.task.blank(len(range(batch_size)[self.rows(batch_size)]))
+
+  def _common(self, numbers: Numbers) -> Numbers:
+    """Returns numbers that are equal on all devices once."""
+    return numbers
+
+  def _key(self, step: jax.Array) -> jax.Array:
+    """Returns the key of a step, which differs between steps and seeds."""
+    return jax.random.fold_in(jax.random.key(self._seed), step)
+
+  def _counted(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def counted(*args: Any) -> Any:
+      self.traces += 1  # runs when JAX traces, not when the step runs
+      return step(*args)
+
+    return counted
+
+  def _on_replica(
+    self, params: Any, opt_state: Any, batch: Any, key: jax.Array
+  ) -> tuple[Any, Any, Numbers]:
+    """Runs a step where pmap or vmap has bound the axis of the replicas."""
+    differentiated = jax.value_and_grad(self.task.loss, has_aux=True)
+    (loss, others), gradients = differentiated(params, batch, key)
+    updates, opt_state = self._tx.update(gradients, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    numbers = edgc_jax.metrics(opt_state)
+    loss = edgc_jax.after_update({"loss": loss, **others}, opt_state)
+    return params, opt_state, {**numbers, **lax.pmean(loss, DATA)}

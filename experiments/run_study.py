@@ -1,0 +1,59 @@
+"""Runs what a study lacks, and records it; `make pages` makes the tables.
+
+  python experiments/run_study.py --study=configs/protocol/table.py --jobs=2
+
+`experiments/study/study.py` describes the file of a study. Finished runs are
+recorded in --records and not repeated, so the same command continues an
+interrupted study, on another machine, too. A run that failed is recorded, and
+repeated with --retry. On a cluster, --slurm submits each run as a job:
+
+  --jobs=16 --slurm="slurm_partition=gpu gpus_per_node=1 timeout_min=60"
+"""
+
+import pathlib
+import sys
+
+# `configs` and `experiments` are not installed packages.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from absl import app, flags
+
+from experiments.study import runner, study
+from experiments.study.records import Records
+
+_STUDY = flags.DEFINE_string("study", None, "A study's file in configs/.")
+_RUNS = flags.DEFINE_string("runs", "runs/studies", "Parent of run folders.")
+_RECORDS = flags.DEFINE_string("records", "docs/records", "The records.")
+_JOBS = flags.DEFINE_integer("jobs", 1, "Runs at once.", lower_bound=1)
+_LIMIT = flags.DEFINE_integer("limit", None, "Runs to start, at most.")
+_SLURM = flags.DEFINE_string("slurm", "", "Parameters of submitit, for SLURM.")
+_RETRY = flags.DEFINE_bool("retry", False, "Repeat runs that failed.")
+
+
+def main(argv: list[str]) -> None:
+  """Starts the missing runs."""
+  del argv
+  try:
+    found = study.load(_STUDY.value)
+  except (ValueError, OSError) as error:
+    sys.exit(f"error: {error}")
+  records = Records(_RECORDS.value)
+  if _RETRY.value:
+    records.forget_failures()
+  failed = runner.run_all(
+    found,
+    records,
+    pathlib.Path(_RUNS.value) / found.name,
+    jobs=_JOBS.value,
+    slurm=_SLURM.value,
+    limit=_LIMIT.value,
+  )
+  left = sum(1 for _ in found.plan(records))
+  print(f"{left} runs are left that could start now" if left else "complete")
+  if failed:
+    sys.exit(f"error: {failed} runs failed; --retry repeats them.")
+
+
+if __name__ == "__main__":
+  flags.mark_flag_as_required("study")
+  app.run(main)

@@ -1,0 +1,92 @@
+"""Statistics of a study's judged runs: differences paired by seed."""
+
+import numpy as np
+import pandas as pd
+
+from experiments.study.records import Record, Records
+from experiments.study.study import MATCHED, Study
+
+SURE = 3  # standard errors from which on a difference is called one
+
+
+def judged(study: Study, records: Records) -> pd.DataFrame:
+  """Returns a line for each judged run that is finished.
+
+  Returns:
+    table, arm, seed, loss, bits (sent a parameter and step), gap (to dense with
+    the same seed, nats), saved (the share of the steps after which dense had
+    not yet reached the loss of the arm; 0 if it never was better), value (of
+    the tuned key), beside (gap to the matched arm), is_current, record.
+  """
+  lines = []
+  arms = [(t, arm) for t in study.tables for arm in study.table_of(t)]
+  for seed in (*study.seeds, *study.more):
+    _, dense = study.judged(study.dense, seed, records)
+    for table, arm in arms:
+      run, record = study.judged(arm, seed, records)
+      if run is None or record is None or not record.is_finished:
+        continue
+      loss = record["summary"]["val_loss"]
+      _, other = (
+        study.judged(arm + MATCHED, seed, records)
+        if (arm in study.matched)
+        else (None, None)
+      )
+      has_dense = dense is not None and dense.is_finished
+      lines.append(
+        {
+          "table": table, "arm": arm, "seed": seed, "loss": loss,
+          "bits": record.bits,
+          "gap": loss - dense["summary"]["val_loss"] if has_dense else np.nan,
+          "saved": saved(dense, loss) if has_dense else np.nan,
+          "value": run.config[study.tuning.key] if study.tuning else np.nan,
+          "beside": loss - other["summary"]["val_loss"]
+          if other is not None and other.is_finished else np.nan,
+          "is_current": record.is_current, "record": record,
+        }
+      )  # fmt: skip
+  return pd.DataFrame(lines)
+
+
+def saved(dense: Record, loss: float) -> float:
+  """Returns the share of its steps that dense could save to reach a loss.
+
+  Dense reaches the loss at a step between two of its evaluations, found by
+  linear interpolation.
+  """
+  curve = dense.curve.dropna(subset="val_loss")
+  steps, losses = curve["step"].to_numpy(), curve["val_loss"].to_numpy()
+  below = np.flatnonzero(losses <= loss)
+  if not below.size:
+    return 0.0
+  i = below[0]
+  if i == 0:
+    return 1 - steps[0] / steps[-1]
+  share = (losses[i - 1] - loss) / (losses[i - 1] - losses[i])
+  step = steps[i - 1] + share * (steps[i] - steps[i - 1])
+  return float(1 - step / steps[-1])
+
+
+def by_arm(frame: pd.DataFrame) -> pd.DataFrame:
+  """Returns a line for each arm: means, and standard errors of differences.
+
+  Args:
+    frame: From `judged`.
+
+  Returns:
+    By (table, arm), in the order of the study: seeds, loss, bits, gap,
+    gap_error, saved, beside, beside_error, value, is_current.
+  """
+  groups = frame.groupby(["table", "arm"], sort=False)
+  found = groups[["loss", "bits", "gap", "saved", "beside", "value"]].mean()
+  errors = groups[["gap", "beside"]].sem().add_suffix("_error")
+  return found.join(errors).assign(
+    seeds=groups.size(), is_current=groups["is_current"].all()
+  )
+
+
+def verdict(difference: float, error: float) -> str:
+  """Says whether a difference of losses is one: ahead, behind or open."""
+  if not np.isfinite(error) or abs(difference) < SURE * error:
+    return "open"
+  return "ahead" if difference < 0 else "behind"

@@ -1,0 +1,18 @@
+"""Two inputs that attend to each other: the halves of handwritten digits.
+
+It stands in for data of two kinds, such as images and questions about them.
+The data is made here: the left and the right half of each image of
+scikit-learn's digits are the two inputs, and the digit is the class.
+"""
+
+from experiments.models import vision
+from experiments.tasks._digits import DigitsTask
+
+
+class CoAttention(DigitsTask):
+  """Classifies digits by `vision.CoAttention`."""
+
+  network = vision.CoAttention
+
+
+TASK = CoAttention
