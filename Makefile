@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-hsdp train-pipeline test test-slow test-runs test-newest soak lint format compare \
-  ablations allocation figures bench bench-growth bench-network clean
+.PHONY: train train-vision train-hsdp train-pipeline test test-slow test-runs \
+  test-newest soak lint format protocol pages bench bench-network clean
 
 # Reinstalls when the requirements or the package metadata change.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -14,6 +14,13 @@ $(VENV)/installed: requirements.txt pyproject.toml
 
 train: $(VENV)/installed
 	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny.py
+
+# Three networks for images: a transformer, a convolution, two inputs.
+train-vision: $(VENV)/installed
+	for task in vit conv coattention; do \
+	  $(BIN)/python experiments/train_gpt2.py \
+	    --config=configs/$${task}_digits.py || exit; \
+	done
 
 # The same model on 4 pipeline stages of 2 replicas; compiles for a minute.
 train-pipeline: $(VENV)/installed
@@ -49,47 +56,37 @@ test-newest:
 soak: $(VENV)/installed
 	$(BIN)/python tests/helpers/soak.py
 
+# Style, and the types of the package.
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ty check --python $(VENV) edgc_jax
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Studies with three seeds each; they take hours. The same target resumes an
-# interrupted study. Pages, pictures and records are in docs/.
-COMPARE := $(BIN)/python experiments/compare.py --study=configs/studies
+# The protocol's study (docs/protocol.md), one run a core; it takes many hours,
+# and the same target continues it. Records go to docs/records/.
+STUDY := $(BIN)/python experiments/run_study.py --jobs=$(shell nproc) --study=
 
-compare: $(VENV)/installed
-	$(COMPARE)/methods.py
+protocol: $(VENV)/installed
+	$(STUDY)configs/protocol/full_length.py
+	$(STUDY)configs/protocol/table.py
 
-ablations: $(VENV)/installed
-	$(COMPARE)/ablations.py
-	$(COMPARE)/alignment.py
-
-# docs/allocation.md was made by an earlier version and is kept.
-allocation: $(VENV)/installed
-	$(COMPARE)/allocation.py --output=docs/allocation_again.md
-
-# Figures of the method, docs/figures.md, from three runs; resumes if it was
-# interrupted.
-figures: $(VENV)/installed
-	$(BIN)/python -m experiments.figures
+# Tables and pictures of all pages, from records: minutes.
+pages: $(VENV)/installed
+	$(BIN)/python -m experiments.pages
 
 # Step times on virtual hosts with slow links, compared with PyTorch. Needs
-# Linux, root and iproute2; takes half an hour. Page: docs/network.md.
+# Linux, root and iproute2; takes half an hour. Result: docs/network.json.
 bench-network: $(VENV)/installed
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/python -m experiments.network --config=configs/gpt2_10m.py
 
-# Time and memory of the reducers, compared with forward and backward.
+# Cost of the reducers by model size: docs/growth.json. Takes some minutes.
 bench: $(VENV)/installed
-	$(BIN)/python -m experiments.benchmarks.reducer --config=configs/gpt2_tiny.py
-
-# Cost of the reducers by model size: docs/growth.md. Takes some minutes.
-bench-growth: $(VENV)/installed
-	$(BIN)/python -m experiments.benchmarks.growth
+	$(BIN)/python -m experiments.benchmarks.cost
 
 clean:
 	rm -rf $(VENV) .newest

@@ -24,7 +24,7 @@ from absl import app, flags
 from matplotlib.figure import Figure
 from PIL import Image
 
-from experiments.pages import cost, network, protocol
+from experiments.pages import benchmarks, network, protocol
 from experiments.reporting.style import DPI
 
 _CHECK = flags.DEFINE_bool("check", False, "Write nothing, and compare.")
@@ -38,7 +38,9 @@ _BLOCK = re.compile(
 
 Table = Callable[..., Sequence[str]]
 Picture = Callable[[], Figure]
-TABLES: Mapping[str, Table] = protocol.TABLES | network.TABLES | cost.TABLES
+TABLES: Mapping[str, Table] = {
+  **protocol.TABLES, **network.TABLES, **benchmarks.TABLES,
+}  # fmt: skip
 PICTURES: Mapping[str, Picture] = protocol.PICTURES | network.PICTURES
 
 

@@ -145,14 +145,20 @@ class Backend(abc.ABC):
 
     return counted
 
-  def _on_replica(
-    self, params: Any, opt_state: Any, batch: Any, key: jax.Array
-  ) -> tuple[Any, Any, Numbers]:
-    """Runs a step where pmap or vmap has bound the axis of the replicas."""
+  def _differentiate(
+    self, params: Any, batch: Any, key: jax.Array
+  ) -> tuple[Numbers, Any]:
+    """Returns loss and other metrics of a replica, and its gradients."""
     differentiated = jax.value_and_grad(self.task.loss, has_aux=True)
     (loss, others), gradients = differentiated(params, batch, key)
+    return {"loss": loss, **others}, gradients
+
+  def _update(
+    self, params: Any, opt_state: Any, numbers: Numbers, gradients: Any
+  ) -> tuple[Any, Any, Numbers]:
+    """Ends a step where pmap or vmap has bound the axis of the replicas."""
     updates, opt_state = self._tx.update(gradients, opt_state, params)
     params = optax.apply_updates(params, updates)
-    numbers = edgc_jax.metrics(opt_state)
-    loss = edgc_jax.after_update({"loss": loss, **others}, opt_state)
-    return params, opt_state, {**numbers, **lax.pmean(loss, DATA)}
+    numbers = edgc_jax.after_update(numbers, opt_state)
+    numbers = lax.pmean(numbers, DATA)
+    return params, opt_state, {**edgc_jax.metrics(opt_state), **numbers}

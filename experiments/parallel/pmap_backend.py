@@ -35,7 +35,8 @@ class Pmap(Backend):
       params: Any, opt_state: Any, batch: Any, step: jax.Array
     ) -> tuple[Any, Any, Numbers]:
       key = jax.random.split(self._key(step), replicas)[lax.axis_index(DATA)]
-      return self._on_replica(params, opt_state, batch, key)
+      found = self._differentiate(params, batch, key)
+      return self._update(params, opt_state, *found)
 
     self.stored = StoredForm.of_replicas(
       tx, task.layout(mesh.shape).shapes, mesh, DATA, is_stacked=True

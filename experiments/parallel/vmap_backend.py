@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import optax
+from jax import lax
 from jax.sharding import AbstractMesh
 
 import edgc_jax
@@ -33,6 +34,10 @@ class Vmap(Backend):
     replicas, shapes = mesh.shape[DATA], task.layout(mesh.shape).shapes
     self.stored = StoredForm.of_replicas(tx, shapes, mesh, DATA)
     axes = edgc_jax.state_axes(tx, shapes, DATA)
+    # One after the other they stay in a CPU's caches: the gradients of a GPT
+    # of 0.4M parameters on 4 replicas then take 0.7 of the time.
+    is_cpu = jax.default_backend() == "cpu"
+    map_replicas = lax.map if is_cpu else lambda f, x: jax.vmap(f)(x)
 
     def split(x: jax.Array) -> jax.Array:
       return x.reshape(replicas, -1, *x.shape[1:])
@@ -50,17 +55,19 @@ class Vmap(Backend):
     def step(
       params: Any, opt_state: Any, batch: Any, step: jax.Array
     ) -> tuple[Any, Any, Numbers]:
-      on_replicas = jax.vmap(
-        self._on_replica,
+      parts = jax.tree.map(split, batch)
+      keys = jax.random.split(self._key(step), replicas)
+      numbers, gradients = map_replicas(
+        lambda part: self._differentiate(params, *part), (parts, keys)
+      )
+      update = jax.vmap(
+        self._update,
         in_axes=(None, axes, 0, 0),
         out_axes=(None, axes, None),
         axis_name=DATA,
       )
-      params, opt_state, numbers = on_replicas(
-        params,
-        own(split, opt_state),
-        jax.tree.map(split, batch),
-        jax.random.split(self._key(step), replicas),
+      params, opt_state, numbers = update(
+        params, own(split, opt_state), numbers, gradients
       )
       return params, joined(opt_state), numbers
 

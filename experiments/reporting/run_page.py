@@ -176,6 +176,16 @@ def _rows(numbers: dict[str, Any], width: int) -> dict[str, str]:
     if len(parts) > 1:
       sent += "\nby stage " + ", ".join(parts)
   steps = numbers.get("steps")
+  measured = {
+    f"held-out {key.removeprefix('val_')}": (value, ".4f")
+    for key, value in numbers.items()
+    if key.startswith("val_")
+  }
+  speeds = {
+    key.replace("_per_second", " a second"): (value, ",.0f")
+    for key, value in numbers.items()
+    if key.endswith("_per_second")
+  }
   rows = {
     "reducer": (numbers.get("reducer"), ""),
     "steps": (steps, ",.0f"),
@@ -183,12 +193,13 @@ def _rows(numbers: dict[str, Any], width: int) -> dict[str, str]:
     "replicas": (numbers.get("replicas"), ".0f"),
     "stages": (numbers.get("stages"), ".0f"),
     "shards": (numbers.get("shards"), ".0f"),
-    "held-out loss": (numbers.get("val_loss"), ".4f"),
+    "held-out loss": (None, ""),
+    **measured,
     "training loss": (numbers.get("train_loss"), ".4f"),
     "bytes a step": (sent, ""),
     "compression ratio": (numbers.get("compression_ratio"), ".2f"),
     "rank over time": (_rank_text(numbers, width), ""),
-    "tokens a second": (numbers.get("tokens_per_second"), ",.0f"),
+    **(speeds or {"tokens a second": (None, "")}),
     "seconds": (numbers.get("seconds"), ",.1f"),
     "skipped steps": (numbers.get("skipped_steps"), ",.0f"),
   }
