@@ -22,6 +22,7 @@ TUNING = {
   "start": (8e-3, 16e-3),
   "factor": 2,
   "seed": 100,
+  "tolerance": 0.01,  # nats: runs of one arm differ by as much between seeds
   "settings": {
     "steps": 538, "evaluation.every": 0, "powersgd.window": 12,
     "edgc.window": 12, "edgc.warmup_steps": 25, "edgc.max_warmup_steps": 50,

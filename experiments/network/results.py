@@ -106,8 +106,8 @@ def cells_of(file: pathlib.Path) -> pd.DataFrame:
     half_range=found["seconds"].map(lambda x: (max(x) - min(x)) / 2),
     sent_bytes=found["sent_bytes"].map(statistics.median),
   ).drop(columns=["seconds"])
-  if "shards" not in found:
-    found["shards"] = 1
+  # Older entries do not name their shards.
+  found["shards"] = found.get("shards", seconds * np.nan).fillna(1).astype(int)
   steps = found[found["part"] == "step"].set_index(keys)
   alone = found.pivot(index=keys, columns="part", values="median")
   cells = steps.drop(columns="part").rename(columns={"median": "step"})

@@ -90,7 +90,7 @@ def _peers(layout: str) -> Sequence[str]:
   ours, theirs = (
     cells[cells["framework"] == name] for name in ("jax", "torch")
   )
-  both = theirs.join(ours, lsuffix="_theirs", how="inner")
+  both = theirs.add_suffix("_theirs").join(ours, how="inner")
   lines = []
   for (rate, row), cell in both.iterrows():
     is_none = row == NO_EXCHANGE

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from configs import common
+from experiments import tasks
 
 # Keys that do not change what a run computes, up to rounding.
 _FREE = ("name", "run_dir", "resume", "log_every", "checkpoint.", "sentinel.",
@@ -61,10 +62,11 @@ class Record(Mapping[str, Any]):
   @property
   def is_current(self) -> bool:
     """Whether the method and the task still give the results of this run."""
-    versions = self["summary"]["versions"]
-    return (
-      versions["method"] == edgc_jax.METHOD_VERSIONS[self["summary"]["reducer"]]
-    )
+    summary, name = self["summary"], self["config"].get("task", "gpt2")
+    return summary["versions"] == {
+      "task": tasks.version_of(name),
+      "method": edgc_jax.METHOD_VERSIONS.get(summary["reducer"]),
+    }
 
   @property
   def curve(self) -> pd.DataFrame:

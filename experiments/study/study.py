@@ -6,10 +6,12 @@ A study is a Python file with
   TABLES   {table: {arm: settings}}; the first arm of all is dense
   SEEDS    the seeds that are judged
   MORE     (optional) further judged seeds, for the dense arm and for the best
-           arms of each table, of which `BEST` says how many
-  TUNING   (optional) {"key", "start", "factor", "seed", "settings"}: tunes a
-           key for every arm, from its values `start`, by factors, until the
-           best value lies between two others; the judged runs take it
+           arms of each table after the first, of which `BEST` says how many
+  TUNING   (optional) {"key", "start", "factor", "seed", "settings",
+           "tolerance"}: tunes a key for every arm, from its values `start`, by
+           factors, until the best value lies between two others. The judged
+           runs take the lowest value whose loss is within the tolerance of the
+           best one's
   MATCHED  (optional) {arm of edgc: arm of powersgd}: adds an arm that is
            powersgd at the rank whose bytes equal those of edgc
 
@@ -47,6 +49,7 @@ class Tuning:
   factor: float
   seed: int
   settings: Settings
+  tolerance: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +113,11 @@ class Study:
     }
 
   def best_value(self, arm: str, records: Records) -> float | None:
-    """Returns the best value of the tuned key, once others surround it."""
+    """Returns the value that judged runs take; None while others may be better.
+
+    Of values that are as good as the best within the tolerance it is the
+    lowest: high learning rates make runs of one arm differ more.
+    """
     found = {
       value: loss_of(record)
       for value, record in self.tuned(arm, records).items()
@@ -119,7 +126,11 @@ class Study:
       return None
     best = min(found, key=lambda value: found[value])
     is_inside = min(found) < best < max(found)
-    return best if is_inside and math.isfinite(found[best]) else None
+    if not is_inside or not math.isfinite(found[best]):
+      return None
+    assert self.tuning is not None
+    limit = found[best] + self.tuning.tolerance
+    return min(value for value, loss in found.items() if loss <= limit)
 
   def judged(
     self, arm: str, seed: int, records: Records
@@ -206,14 +217,13 @@ class Study:
       record = records.find(run.config)
       if record is not None:
         losses[value] = loss_of(record)
-      if not values and len(losses) >= len(tuning.start):
-        best = min(losses, key=lambda value: losses[value])
-        if best == min(losses):
-          values = [best / tuning.factor]
-        elif best == max(losses):
-          values = [best * tuning.factor]
-        # The next value is known only once the last one is.
-        values = [v for v in values if v not in losses]
+      if values or value not in losses or len(losses) < len(tuning.start):
+        continue  # what follows depends on all losses so far
+      best = min(losses, key=lambda value: losses[value])
+      if best == min(losses):
+        values = [best / tuning.factor]
+      elif best == max(losses):
+        values = [best * tuning.factor]
 
   def _equal_rank(self, arm: str, record: Record) -> float:
     """Returns the rank at which an arm sends the bytes of a run."""
@@ -228,8 +238,9 @@ def load(path: str) -> Study:
   """Loads a study from its file.
 
   Raises:
-    ValueError: if a name in capitals is not one that a study sets, or arms of
-      one name have different settings.
+    ValueError: if a name in capitals is not one that a study sets, one that it
+      has to set is missing, arms of one name have different settings, or
+      `MATCHED` names others.
   """
   values = runpy.run_path(path)
   public = {k: v for k, v in values.items() if k.isupper() and k[0] != "_"}
@@ -240,6 +251,12 @@ def load(path: str) -> Study:
       f"A study must set no other names than {', '.join(sorted(names))}, got"
       f" {', '.join(sorted(unknown))} in {path}; rename or remove them."
     )
+  missing = {"CONFIG", "TABLES", "SEEDS"} - public.keys()
+  if missing:
+    raise ValueError(
+      f"A study must set CONFIG, TABLES and SEEDS, got no"
+      f" {' and no '.join(sorted(missing))} in {path}; add what is missing."
+    )
   seen: dict[str, Settings] = {}
   for table in public["TABLES"].values():
     for arm, settings in table.items():
@@ -248,10 +265,18 @@ def load(path: str) -> Study:
           f"`TABLES` must have one arm of each name, got {arm!r} with different"
           " settings; rename one of them."
         )
+  matched = public.get("MATCHED", {})
+  strangers = {*matched, *matched.values()} - seen.keys()
+  if strangers:
+    raise ValueError(
+      f"`MATCHED` must name arms of TABLES, got {', '.join(sorted(strangers))}"
+      f" in {path}; rename or remove them."
+    )
   if "TUNING" in public:
     public["TUNING"] = Tuning(**public["TUNING"])
   parts = pathlib.Path(path).with_suffix("").parts
-  name = "-".join(parts[parts.index("configs") + 1 :])
+  start = parts.index("configs") + 1 if "configs" in parts else -1
+  name = "-".join(parts[start:])
   return Study(name, **{key.lower(): v for key, v in public.items()})
 
 

@@ -15,15 +15,23 @@ def names() -> list[str]:
 
 
 def make(config: ConfigDict) -> Task:
-  """Makes the task that `config.task` names, and loads its data.
+  """Makes the task that `config.task` names; its data is read when needed.
 
   Raises:
-    ValueError: if the name is unknown, or sizes or data do not fit.
-    FileNotFoundError: if there is no data at `data.path`.
+    ValueError: if the name is unknown, or sizes do not fit.
   """
   if config.task not in names():
     raise ValueError(
       f"`task` must be one of {', '.join(names())}, got {config.task!r}; a file"
       " of that name in experiments/tasks/ adds one."
     )
-  return importlib.import_module(f"{__name__}.{config.task}").TASK(config)
+  return _class_of(config.task)(config)
+
+
+def version_of(name: str) -> int | None:
+  """Returns the version of a task; None if there is no such task."""
+  return _class_of(name).version if name in names() else None
+
+
+def _class_of(name: str) -> type[Task]:
+  return importlib.import_module(f"{__name__}.{name}").TASK

@@ -23,11 +23,10 @@ class Gpt2(StagedTask):
   objective = "next_token"
 
   def __init__(self, config: ConfigDict):
-    """Loads the text.
+    """Makes the model of `config.model`; the text is read when it is needed.
 
     Raises:
-      ValueError: if a token of the text is not in the vocabulary.
-      FileNotFoundError: if there is no text at `data.path`.
+      ValueError: if sizes do not fit.
     """
     sizes = {"objective": self.objective, **config.model.to_dict()}
     self.model = gpt2.GPT2Config(**sizes)
@@ -37,7 +36,12 @@ class Gpt2(StagedTask):
 
   @functools.cached_property
   def corpus(self) -> text.Corpus:
-    """The text, which is read when it is needed."""
+    """The text, which is read when it is needed.
+
+    Raises:
+      ValueError: if it is no text, or a token is not in the vocabulary.
+      FileNotFoundError: if there is none at `data.path`.
+    """
     corpus = text.load_corpus(self._path, context=self.model.context)
     text.check_vocab(corpus, self.model.vocab_size, self.model.reserved_ids)
     return corpus
