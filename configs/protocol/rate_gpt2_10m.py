@@ -1,0 +1,23 @@
+"""Tunes the learning rate of gpt2_10m, over a quarter of the run."""
+
+CONFIG = "configs/gpt2_10m.py"
+SEEDS = ()
+TUNING = {
+  "key": "optimizer.lr",
+  "start": (2e-3, 4e-3),
+  "factor": 2,
+  "seed": 100,
+  "tolerance": 0.01,
+  "settings": {
+    "mesh.backend": "vmap",
+    "evaluation.every": 0,
+    "checkpoint.every": 0,
+    "steps": 500,
+  },
+}
+TABLES = {
+  "gpt2_10m": {
+    "dense": {"reducer": "allreduce"},
+    "edgc, as configured": {"reducer": "edgc"},
+  }
+}
