@@ -15,7 +15,7 @@ def base(reducer: str, task: str) -> ConfigDict:
   config.checkpoint.every = 100
   config.evaluation.every = 50
   config.evaluation.metric = "accuracy"
-  config.optimizer.lr = 3e-3
+  config.optimizer.lr = 6e-3
   config.optimizer.warmup_steps = 40
   config.edgc.rank_max = 12
   config.edgc.rank_min = 8

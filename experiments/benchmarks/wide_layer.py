@@ -5,9 +5,9 @@
 Trains the protocol's model dense, once as it is and once 8 times as wide, and
 records the gradients that each replica has of one matrix, `mlp_in`: 128 x 512,
 and 1024 x 4096. Every method then averages the recorded gradients, at the same
-bits an entry, with its own error feedback. Low rank is handicapped in narrow
-models, where the rank of a budget is a larger part of the width; this says by
-how much. The result is docs/wide_layer.json.
+bits an entry, with its own error feedback. In narrow models the rank of a
+budget is a larger part of the width; this says what that costs. The result is
+docs/wide_layer.json.
 """
 
 import json
