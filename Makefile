@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: train train-vision train-hsdp train-pipeline test test-slow test-runs \
-  test-newest soak lint format protocol pages bench bench-network clean
+  test-newest golden soak lint format protocol pages bench bench-network clean
 
 # Reinstalls when the requirements or the package metadata change.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -45,6 +45,10 @@ test-slow: $(VENV)/installed
 # Whole runs, in one process and in several, some of which are killed.
 test-runs: $(VENV)/installed
 	$(PYTEST) $(RUNS)
+
+# Records the golden run again, after a method's version was raised.
+golden: $(VENV)/installed
+	PYTHONPATH=. $(BIN)/python tests/golden_test.py
 
 # Runs TARGETS on Debian's newest Python with the newest JAX, in a separate
 # system root. Needs Linux, root and debootstrap.

@@ -14,7 +14,7 @@ _NOT_THE_USERS = ("edgc_jax", "flax", "jax", "optax")
 def warn(message: str) -> None:
   """Warns of a mistake, at the line of the user's code that led to it."""
   frame, depth = inspect.currentframe(), 1
-  while frame.f_back and _package_of(frame) in _NOT_THE_USERS:
+  while frame and frame.f_back and _package_of(frame) in _NOT_THE_USERS:
     frame, depth = frame.f_back, depth + 1
   warnings.warn(message, RuntimeWarning, stacklevel=depth)
 

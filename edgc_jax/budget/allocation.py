@@ -133,9 +133,9 @@ def allocate(
   columns = jnp.arange(width)
   is_open = (columns >= floors[:, None]) & (columns < limits[:, None])
   is_open &= gains > 0
-  sides = jnp.asarray(sides, jnp.int32)
-  left = budgets - floors @ sides
-  share = sides.astype(jnp.float32) / jnp.maximum(budgets, 1)
+  heights = jnp.asarray(sides, jnp.int32)
+  left = budgets - floors @ heights
+  share = heights.astype(jnp.float32) / jnp.maximum(budgets, 1)
 
   # One row per price.
   price = jnp.asarray(_PRICES)[:, None]
@@ -145,7 +145,7 @@ def allocate(
   # before any matrix gets two.
   score = jnp.swapaxes(score, 1, 2).reshape(len(_PRICES), -1)
   column, matrix = jnp.divmod(jnp.argsort(-score, axis=1, stable=True), num)
-  taken = _take(sides[matrix], is_open[matrix, column], left)
+  taken = _take(heights[matrix], is_open[matrix, column], left)
   removed = jnp.sum(jnp.where(taken, gains[matrix, column], 0.0), axis=1)
   best = jnp.argmax(removed)
   return floors.at[matrix[best]].add(taken[best].astype(jnp.int32))
@@ -327,8 +327,9 @@ class ErrorAllocator:
     )
     weights = scale_weights(variance, self.options.scale_exponent)
     floors, limits = _bounds(state.ranks, before, tables, self._sides)
+    budgets = jnp.asarray(tables.budgets)
     chosen = allocate(
-      weights[:, None] * gains, self._sides, tables.budgets, floors, limits
+      weights[:, None] * gains, self._sides, budgets, floors, limits
     )
     # Nothing is measured in dense steps or without any gradient: equal ranks.
     is_measured = jnp.any(gains > 0)
@@ -378,13 +379,16 @@ class ErrorAllocator:
     )
 
 
+_Ints = np.ndarray | jax.Array  # static, or at a level that the graph chooses
+
+
 class _Tables(NamedTuple):
   """Bounds of the ranks at every level, or at one level; integers."""
 
-  uniform: np.ndarray  # [levels, K], ranks if all matrices have the ladder's
-  budgets: np.ndarray  # [levels, 2], values of P and of Q
-  floors: np.ndarray  # [levels, K], least ranks
-  limits: np.ndarray  # [levels, K], largest ranks
+  uniform: _Ints  # [levels, K], ranks if all matrices have the ladder's
+  budgets: _Ints  # [levels, 2], values of P and of Q
+  floors: _Ints  # [levels, K], least ranks
+  limits: _Ints  # [levels, K], largest ranks
 
   def at(self, level: jax.Array) -> "_Tables":
     """Returns the bounds at one level, without the first axis."""

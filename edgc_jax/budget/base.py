@@ -5,7 +5,7 @@ share these bytes is the business of an allocation (`budget.allocation`).
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +28,24 @@ class Budget:
       be used. A level is an index into the ladder.
     first_level: The level of the first step.
     window: Steps between two decisions; None if there are none.
-    stage_bytes: Bytes that a decision sends over the stages.
     samples: Whether the budget reads entries of gradients.
   """
 
-  ladder: tuple[int, ...]
-  first_level: int
-  window: int | None
-  stage_bytes: int = 0
-  samples: bool = False
+  if TYPE_CHECKING:  # read-only: subclasses may be frozen, or compute them
+
+    @property
+    def ladder(self) -> tuple[int, ...]: ...
+    @property
+    def first_level(self) -> int: ...
+    @property
+    def window(self) -> int | None: ...
+
+  samples: ClassVar[bool] = False
+
+  @property
+  def stage_bytes(self) -> int:
+    """Bytes that a decision sends over the stages."""
+    return 0
 
   def init(self) -> Any:
     """Returns the state before the first step."""

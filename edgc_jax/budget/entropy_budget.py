@@ -362,7 +362,7 @@ class EntropyBudget(Budget):
     may_end = (num_closed >= least) & (loss_now <= loss_then)
     may_end |= num_closed >= most
     ends = ~state.decision.is_warm & may_end & has_sample
-    if self.seconds is None:
+    if self.stage_axis is None or self.seconds is None:
       return ends
     return collectives.from_first(ends.astype(jnp.int32), self.stage_axis) > 0
 

@@ -6,7 +6,7 @@ limited.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -87,7 +87,7 @@ class Ladder:
     Warns:
       RuntimeWarning: if there are none.
     """
-    if self.is_given:
+    if self.link is None or self.is_given:
       lowest = self._lowest(self._top)
       ranks = range(lowest, self._top + 1, self.rank_multiple)
       return tuple(rank for rank in ranks if rank == lowest or rank <= cap)
@@ -178,7 +178,7 @@ def rank_ceiling(
 
 
 def exchange_seconds(
-  ranks: list[int],
+  ranks: Sequence[int],
   sizes: np.ndarray,
   link: LinkModel,
   compression: CompressionModel,

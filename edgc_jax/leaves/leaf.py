@@ -66,17 +66,17 @@ class Leaf:
     """Returns the leaf whose shape is its view, without another order."""
     if self.order is None:
       return self
-    return dataclasses.replace(self, shape=tuple(self.view), order=None)
+    return dataclasses.replace(self, shape=tuple(self.matrices), order=None)
 
-  def to_view(self, x: jax.Array | None) -> jax.Array | None:
+  def to_view(self, x: jax.Array) -> jax.Array:
     """Puts the axes of an array like the leaf into the order of the view."""
-    if x is None or self.order is None:
+    if self.order is None:
       return x
     return x.transpose(self.order).reshape(self.view)
 
-  def from_view(self, x: jax.Array | None) -> jax.Array | None:
+  def from_view(self, x: jax.Array) -> jax.Array:
     """Reverses `to_view`."""
-    if x is None or self.order is None:
+    if self.order is None:
       return x
     shape = [self.shape[axis] for axis in self.order]
     return x.reshape(shape).transpose(np.argsort(self.order))
@@ -87,6 +87,12 @@ class Leaf:
     return math.prod(self.shape)
 
   @property
+  def matrices(self) -> MatrixView:
+    """Its view, if it has one, as all compressed leaves."""
+    assert self.view is not None, f"{self.path} is sent dense"
+    return self.view
+
+  @property
   def is_compressed(self) -> bool:
     """Whether its matrices are compressed at some rank."""
     return bool(self.method and self.method.compresses)
@@ -94,19 +100,20 @@ class Leaf:
   @property
   def sides(self) -> tuple[int, int]:
     """Heights of P, on the smaller side of a matrix, and of Q."""
-    return tuple(sorted(self.view[1:]))
+    short, long = sorted(self.matrices[1:])
+    return short, long
 
   @property
   def shape_of_q(self) -> tuple[int, int, int] | None:
     """Shape of the factors Q in its state; None without factors."""
     if not self.width:
       return None
-    return self.view.count, self.width, self.sides[1]
+    return self.matrices.count, self.width, self.sides[1]
 
   @property
   def is_tall(self) -> bool:
     """Whether matrices have more rows than columns."""
-    return self.view.rows > self.view.cols
+    return self.matrices.rows > self.matrices.cols
 
   def columns(self, rank: int) -> int:
     """Returns the columns of its factors at a rank: min(rank, cap)."""
@@ -171,8 +178,8 @@ def joined(leaves: Sequence[Leaf]) -> Leaf:
   if not first.is_compressed:
     shape = (sum(leaf.size for leaf in leaves),)
     return dataclasses.replace(first, view=None, shape=shape)
-  count = sum(leaf.view.count for leaf in leaves)
-  view = first.view._replace(count=count)
+  count = sum(leaf.matrices.count for leaf in leaves)
+  view = first.matrices._replace(count=count)
   return dataclasses.replace(first, view=view, shape=tuple(view))
 
 
@@ -282,6 +289,6 @@ def split_by_leaf(leaves: Sequence[Leaf], values: jax.Array) -> list[jax.Array]:
   """
   start, parts = 0, []
   for leaf in leaves:
-    parts.append(values[start : start + leaf.view.count])
-    start += leaf.view.count
+    parts.append(values[start : start + leaf.matrices.count])
+    start += leaf.matrices.count
   return parts

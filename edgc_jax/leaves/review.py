@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -46,11 +46,12 @@ def at_init(reviewed: Reviewed, min_ratio: float) -> None:
 
 
 @contextlib.contextmanager
-def reducers_seen() -> Iterator[list[Reviewed]]:
+def reducers_seen() -> Generator[list[Reviewed]]:
   """Collects what all reducers find whose `init` runs inside, in order."""
-  token = _seen.set([])
+  seen: list[Reviewed] = []
+  token = _seen.set(seen)
   try:
-    yield _seen.get()
+    yield seen
   finally:
     _seen.reset(token)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
@@ -248,18 +249,17 @@ def _part(found: Reviewed, replicas: int, mesh: Any) -> Part:
       bytes_of(dataclasses.replace(leaf, path="")),
     )
 
+  num_bytes = [
+    count_bytes([leaves[i] for i in own], ladder, code, replicas)
+    for own in exchanges_of(leaves)
+  ]
   return Part(
     axes,
     shards_of(leaves),
     _method(leaves, ladder, code, is_shared),
     ladder,
     tuple(row(leaf) for leaf in leaves),
-    tuple(
-      sum(
-        count_bytes([leaves[i] for i in own], ladder, code, replicas)
-        for own in exchanges_of(leaves)
-      ).tolist()
-    ),
+    tuple(np.sum(num_bytes, axis=0).tolist()),
     4 * sum(leaf.size for leaf in leaves),
   )
 

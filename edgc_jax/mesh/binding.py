@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
@@ -124,7 +125,7 @@ def _require_placed(params: Any, mesh: Mesh, param_specs: Any) -> None:
   found = jax.tree_util.tree_leaves_with_path(params)
   for (path, x), spec in zip(found, jax.tree.leaves(specs), strict=True):
     where = getattr(x, "sharding", None)
-    if isinstance(x, jax.core.Tracer) or not isinstance(where, NamedSharding):
+    if isinstance(x, Tracer) or not isinstance(where, NamedSharding):
       continue
     validation.require(
       where.mesh != mesh

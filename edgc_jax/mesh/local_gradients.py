@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -169,7 +169,7 @@ _OF_CONSTRAINTS = (
 
 
 @contextlib.contextmanager
-def _constraint_errors(axis_name: AxisName) -> Iterator[None]:
+def _constraint_errors(axis_name: AxisName) -> Generator[None]:
   """Says what to do where JAX refuses a constraint over a bound axis."""
   try:
     yield

@@ -148,7 +148,7 @@ def _by_matrix(
   return np.concatenate(converted, axis=1)
 
 
-def _matrices(state: ReducerState) -> dict[str, tuple[int, int]]:
+def _matrices(state: ReducerState) -> dict[str, tuple[int, ...]]:
   """Returns the numbers of shards and of matrices of each leaf, by path.
 
   Of the leaves whose matrices the budget sees.

@@ -69,7 +69,8 @@ def resize_replicas(
   >>> resize_replicas(parts, PartitionSpec("data"), 4, 2)
   array([2., 6.])
   """
-  for name, value in (("old", old), ("new", new), ("stages", stages or 1)):
+  num_stages = 1 if stages is None else stages
+  for name, value in (("old", old), ("new", new), ("stages", num_stages)):
     validation.require_int(name, value, 1)
 
   names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
@@ -107,7 +108,7 @@ def resize_replicas(
       "pass the number of pipeline stages",
     )
     x = np.asarray(x)
-    parts_of = (stages if others else 1, old)
+    parts_of = (num_stages if others else 1, old)
     validation.require(
       len(x) % math.prod(parts_of) == 0,
       "old",

@@ -107,7 +107,7 @@ def _read(path: str | os.PathLike) -> tuple[Any, Any]:
 def _like(tree: Any, stored: Any, entry: str) -> Any:
   """Returns the stored arrays in a tree like `tree`."""
 
-  def pick(path: tuple, leaf: Any) -> np.ndarray:
+  def pick(path: tuple, leaf: Any) -> Any:
     found = stored
     for key in path:
       name = next(

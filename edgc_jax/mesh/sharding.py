@@ -42,7 +42,7 @@ from edgc_jax.wire.order import AxisName, names, varying_axes
 
 
 def state_specs(
-  tx: optax.GradientTransformation,
+  tx: Any,
   params: Any,
   axis_name: AxisName = "data",
   *,
@@ -291,7 +291,11 @@ class _Specs(NamedTuple):
         return self._of_reducer(part)
       if isinstance(part, AccumulateState):
         sums = jax.tree_util.tree_map_with_path(self._of_sum, part.accumulated)
-        return AccumulateState(PartitionSpec(), sums, self.of(part.inner_state))
+        return AccumulateState(
+          jax.tree.map(lambda _: PartitionSpec(), part.mini_step),
+          sums,
+          self.of(part.inner_state),
+        )
       return self._mirrored(path, part)
 
     kinds = (ReducerState, AccumulateState)
@@ -315,7 +319,7 @@ class _Specs(NamedTuple):
     del leaf
     _, spec = self.by_path.get(path, (None, PartitionSpec()))
     if self.stage_axis in _axes_of(spec):
-      return _along_first(self.stage_axis, self.axis_name)
+      return _along_first(self.stage_axis, *names(self.axis_name))
     return PartitionSpec(names(self.axis_name), *spec)
 
   def _of_leaf(self, path: tuple, leaf: LeafState) -> LeafState:
@@ -323,14 +327,14 @@ class _Specs(NamedTuple):
     _, spec = self.by_path.get(path, (None, PartitionSpec()))
     first, rest = spec[:1], spec[1:]
     axes = (*names(self.axis_name), *_axes_of(first))
-    own = LeafState(_along_first(*_axes_of(spec)), PartitionSpec(axes, *rest))
-    return _only_where(leaf, own)
+    factors = _along_first(*_axes_of(spec))
+    return _specs_of(leaf, factors, PartitionSpec(axes, *rest))
 
   def _of_stage_leaf(self, path: tuple, leaf: LeafState) -> LeafState:
     """Returns the same on pipeline stages, along the first axis."""
     del path
     place = _along_first(self.stage_axis, *names(self.axis_name))
-    return _only_where(leaf, LeafState(PartitionSpec(self.stage_axis), place))
+    return _specs_of(leaf, PartitionSpec(self.stage_axis), place)
 
   def _of_reducer(self, state: ReducerState) -> ReducerState:
     num_axes, own = part_axes(state), PartitionSpec()
@@ -357,11 +361,13 @@ def require_axes(mesh: Any, argument: str, axis_name: AxisName) -> None:
   )
 
 
-def _only_where(leaf: LeafState, specs: LeafState) -> LeafState:
+def _specs_of(
+  leaf: LeafState, factors: PartitionSpec, residual: PartitionSpec
+) -> LeafState:
   """Returns specs of factors and residual, where a leaf has them."""
   return LeafState(
-    None if leaf.factor_q is None else specs.factor_q,
-    None if leaf.residual is None else specs.residual,
+    jax.tree.map(lambda _: factors, leaf.factor_q),
+    jax.tree.map(lambda _: residual, leaf.residual),
     jax.tree.map(lambda _: PartitionSpec(), leaf.stats),
   )
 
@@ -406,9 +412,10 @@ def _only(specs: Any, axis_names: Collection[str] | None) -> Any:
   """Drops all other axes from the specs of a tree; None keeps all."""
   if axis_names is None:
     return specs
+  kept_names = set(axis_names)
 
   def kept(part: AxisName | None) -> AxisName | None:
-    left = tuple(axis for axis in names(part) if axis in axis_names)
+    left = tuple(axis for axis in names(part) if axis in kept_names)
     return left if len(left) > 1 else (*left, None)[0]
 
   return jax.tree.map(lambda s: PartitionSpec(*[kept(x) for x in s]), specs)

@@ -229,7 +229,7 @@ def edgc(
     may_be_dense = is_aligned or warmup_rank is None
     used = (0, *ranks) if may_be_dense else ranks
     seconds = None
-    if is_aligned:
+    if is_aligned and link is not None:
       seconds = exchange_seconds(
         used, bytes_at(used, leaves), link, compression, num_reduces
       )
@@ -249,7 +249,7 @@ def edgc(
       total_steps=total_steps or 0,
       stage_axis=stages.axis_name if stages else None,
       seconds=seconds,
-      backward_seconds=stages.backward_seconds if is_aligned else 0.0,
+      backward_seconds=(stages.backward_seconds or 0.0) if stages else 0.0,
       shards=shards_of(leaves),
     )
     return Plan(leaves, budget, allocator_for(leaves, used, options))
@@ -294,7 +294,7 @@ def _warmup_rank(rank: int | str | None, ranks: Sequence[int]) -> int:
   """
   if rank is None:
     return 0
-  if rank == "max":
+  if isinstance(rank, str):  # "max"
     return ranks[-1]
   validation.require(
     rank >= ranks[0],

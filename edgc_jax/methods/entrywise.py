@@ -36,10 +36,8 @@ from edgc_jax.wire.wire import Reply, Send
 MIN_SIZE = 1024  # entries; smaller leaves are sent dense
 _MOST_ENTRIES = 2**31 - 1  # the largest size that int32 indices cover
 
-Average = Callable[
-  [jax.Array, jax.Array],
-  Generator[Send | None, Reply | None, tuple[jax.Array, jax.Array]],
-]
+Round = Generator[Send | None, Reply, tuple[jax.Array, jax.Array]]
+Average = Callable[[jax.Array, jax.Array], Round]
 
 
 def entrywise(average: Average) -> Method:

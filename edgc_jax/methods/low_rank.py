@@ -80,7 +80,7 @@ def low_rank(
     ranks: int32 [k], columns in use.
     draws: Signs of the sketch, and of new directions.
   """
-  ranks = None if leaf.is_fixed else ranks
+  used = None if leaf.is_fixed else ranks
   gradient = gradient.reshape(leaf.view)
   parts = (gradient,)  # of M
   if state.residual is not None:
@@ -91,7 +91,7 @@ def low_rank(
     q = linear_algebra.unit_columns(q)
     return linear_algebra.product(leaf.is_tall, q, added(*parts))
 
-  p = yield Send(_each(search, (state.factor_q, parts)), ranks)
+  p = yield Send(_each(search, (state.factor_q, parts)), used)
   unit = linear_algebra.unit_of(p.mean)
 
   def project(p: jax.Array, signs: jax.Array, parts: tuple) -> tuple:
@@ -108,7 +108,7 @@ def low_rank(
   z = sketches.residual_sketch(rows[:, :1], basis.rows, own_q, draws)
   # |M_i - P Q_i^T|^2 = |M_i|^2 - |Q_i|^2; the encoding error is much smaller.
   energy -= linear_algebra.energy(own_q, unit)
-  q = yield Send(own_q, ranks, measured=(z, energy))
+  q = yield Send(own_q, used, measured=(z, energy))
 
   # update = P Q'^T,  residual_i = M_i - P Q_i^T
   product = functools.partial(linear_algebra.outer_product, leaf.is_tall)
@@ -117,13 +117,13 @@ def low_rank(
   z, energy = q.measured
   lost, columns = sketches.squared(z, unit), jnp.square(q.mean / unit).sum(2)
   new_q = linear_algebra.revive(
-    q.mean, _in_use(ranks, basis.shares, 1.0), columns, draws.fresh, unit
+    q.mean, _in_use(used, basis.shares, 1.0), columns, draws.fresh, unit
   )
   total, energy = lost + columns.sum(1), jnp.maximum(energy, 0.0)
   return Outcome(
     update,
     left,
-    _in_use(ranks, new_q, state.factor_q),
+    _in_use(used, new_q, state.factor_q),
     Energies(lost, total, energy, unit),
   )
 
@@ -156,7 +156,7 @@ def with_factors(
     cap = cap_of(leaf.view, min_ratio, min(ranks)) if ranks else 0
     leaf = dataclasses.replace(leaf, method=LOW_RANK if cap else DENSE, cap=cap)
     encoded = _is_encoded(leaf, code, bool(ranks))
-    has_residual = bool(cap) or (encoded and code.needs_feedback)
+    has_residual = bool(cap or (encoded and code and code.needs_feedback))
     found.append(
       dataclasses.replace(leaf, is_encoded=encoded, has_residual=has_residual)
     )
@@ -168,7 +168,7 @@ def with_factors(
   def with_width(leaf: Leaf) -> Leaf:
     columns = [leaf.columns(rank) for rank in ranks]
     is_shared = by_error and leaf.exchange == 0
-    if is_shared:
+    if most and is_shared:
       columns = [most(own, leaf.cap) for own in columns]
     return dataclasses.replace(
       leaf,

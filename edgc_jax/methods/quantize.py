@@ -1,6 +1,5 @@
 """Defines `quantize`: sends every entry in fewer bits."""
 
-from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.leaves.views import ViewFn
-from edgc_jax.methods.entrywise import MIN_SIZE, make_entrywise
+from edgc_jax.methods.entrywise import MIN_SIZE, Round, make_entrywise
 from edgc_jax.stages.stages import Stages
 from edgc_jax.wire.agreement import CHECK_EVERY
 from edgc_jax.wire.codes import Blockwise
@@ -91,7 +90,7 @@ def quantize(
   )
 
 
-def _every_entry(m: jax.Array, key: jax.Array) -> Generator:
+def _every_entry(m: jax.Array, key: jax.Array) -> Round:
   del key
   reply = yield Send(m)
   return reply.mean, reply.sent

@@ -1,6 +1,5 @@
 """Defines `randomk`: sends random entries, the same on all replicas."""
 
-from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.leaves.views import ViewFn
-from edgc_jax.methods.entrywise import MIN_SIZE, count_of, make_entrywise
+from edgc_jax.methods.entrywise import MIN_SIZE, Round, count_of, make_entrywise
 from edgc_jax.stages.stages import Stages
 from edgc_jax.wire.agreement import CHECK_EVERY
 from edgc_jax.wire.order import AxisName
@@ -66,7 +65,7 @@ def randomk(
   """
   validation.require_share("density", density)
 
-  def average(m: jax.Array, key: jax.Array) -> Generator:
+  def average(m: jax.Array, key: jax.Array) -> Round:
     place, lengths = _one_of_each_run(m.size, count_of(density, m.size), key)
     scale = 1.0 if error_feedback else lengths.astype(jnp.float32)
     reply = yield Send(m[place])

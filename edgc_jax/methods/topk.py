@@ -1,6 +1,5 @@
 """Defines `topk`: sends the largest entries of every tensor."""
 
-from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.leaves.views import ViewFn
-from edgc_jax.methods.entrywise import MIN_SIZE, count_of, make_entrywise
+from edgc_jax.methods.entrywise import MIN_SIZE, Round, count_of, make_entrywise
 from edgc_jax.stages.stages import Stages
 from edgc_jax.wire.agreement import CHECK_EVERY
 from edgc_jax.wire.order import AxisName
@@ -57,7 +56,7 @@ def topk(
   """
   validation.require_share("density", density)
 
-  def average(m: jax.Array, key: jax.Array) -> Generator:
+  def average(m: jax.Array, key: jax.Array) -> Round:
     del key
     # Non-finite entries are sent, so that all replicas detect them.
     magnitude = jnp.where(jnp.isfinite(m), jnp.abs(m), jnp.inf)

@@ -28,7 +28,7 @@ def expect() -> None:
   _thread.is_expecting = True
 
 
-def _on_event(event: str, duration: float, **_: object) -> None:
+def _on_event(event: str, duration_secs: float, **_: object) -> None:
   if not getattr(_thread, "is_expecting", False):
     return
   timer = getattr(_thread, "timer", None)
@@ -41,7 +41,7 @@ def _on_event(event: str, duration: float, **_: object) -> None:
   elif event == _COMPILED and timer:
     timer.cancel()
     _thread.timer = None
-    _thread.is_expecting = duration < _SHORT
+    _thread.is_expecting = duration_secs < _SHORT
 
 
 def _say() -> None:

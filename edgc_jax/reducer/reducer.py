@@ -48,7 +48,7 @@ from edgc_jax.leaves.leaf import (
 from edgc_jax.leaves.views import ViewFn, layer_matrix
 from edgc_jax.mesh.binding import bind
 from edgc_jax.reducer import compile_notice, rounds
-from edgc_jax.reducer.rounds import Input, Outcome
+from edgc_jax.reducer.rounds import Energies, Input, Outcome
 from edgc_jax.stages.gradients import (
   LateUpdates,
   late_gradients,
@@ -170,7 +170,7 @@ class Reducer:
     )  # fmt: skip
 
     def zeros(leaf: Leaf, kind: Any, is_kept: bool) -> jax.Array | None:
-      return jnp.zeros(leaf.view.count, kind) if is_kept else None
+      return jnp.zeros(leaf.matrices.count, kind) if is_kept else None
 
     ranks = [zeros(x, jnp.int32, x.is_compressed) for x in plan.leaves]
     errors = [
@@ -215,7 +215,7 @@ class Reducer:
     sent += choice.wire_bytes + checked
     state = self._account(plan, state, choice, found, is_finite & ok, sent)
     state = state._replace(checks=checks)
-    axes = plan.shards or (self.axes.stage,)
+    axes = plan.shards or order.names(self.axes.stage)
     averaged = _as_tree(updates, [one.update for one in found])
     return averaged, stacked(state, self._part_axes(plan), axes)
 
@@ -264,7 +264,8 @@ class Reducer:
       own, state.checks.identical_steps, self.axes.replicas
     )
     earlier = (compared.verdict, own[:1])
-    kept, sent = (state.budget, state.allocation), jnp.zeros((), jnp.float32)
+    kept: tuple[Any, Any] = (state.budget, state.allocation)
+    sent = jnp.zeros((), jnp.float32)
     if budget.window:
       closes = (count > 0) & (count % budget.window == 0)
       kept = jax.lax.cond(
@@ -375,7 +376,7 @@ class Reducer:
       for i, own in zip(members, found, strict=True):
         outcomes[i] = own._replace(
           update=plan.leaves[i].from_view(own.update),
-          residual=plan.leaves[i].from_view(own.residual),
+          residual=jax.tree.map(plan.leaves[i].from_view, own.residual),
         )
       all_finite.append(is_finite)
       sent += jnp.asarray(num_bytes)[level]
@@ -467,7 +468,7 @@ class Reducer:
     shares = choice.allocation
     if plan.allocator:
       # Added up over steps, whose units differ.
-      energies = [found[i].energies for i in plan.sampled]
+      energies = _energies([found[i] for i in plan.sampled])
       measured = Measured(
         jnp.concatenate([x.lost * jnp.square(x.unit) for x in energies]),
         jnp.concatenate([x.total * jnp.square(x.unit) for x in energies]),
@@ -480,14 +481,14 @@ class Reducer:
     states, errors = [], []
     for one, old in zip(found, _states(state), strict=True):
       states.append(LeafState(one.factor_q, one.residual))
-      error = None
-      if one.energies is not None:
-        error = _ratio(one.energies.lost, one.energies.total)
-        error = jnp.where(is_measured, error, old.stats.error)
+      error = old.stats and old.stats.error  # None if not measured
+      if error is not None and one.energies is not None:
+        new = _ratio(one.energies.lost, one.energies.total)
+        error = jnp.where(is_measured, new, error)
       errors.append(error)
     leaves = _with_stats(plan, states, choice.ranks, errors, report)
     return ReducerState(
-      optax.safe_increment(state.count),
+      jnp.asarray(optax.safe_increment(state.count)),
       _as_tree(state.leaves, leaves),
       budget,
       shares,
@@ -528,7 +529,10 @@ def make_reducer(
     **options,
   )
   validation.require_int("check_every", reducer.check_every, 1)
-  tx = optax.GradientTransformationExtraArgs(reducer.init, reducer.update)
+  tx = optax.GradientTransformationExtraArgs(
+    reducer.init,  # ty: ignore[invalid-argument-type] states may have None
+    reducer.update,  # ty: ignore[invalid-argument-type] takes its own state
+  )
   validation.require(
     mesh is not None or param_specs is None,
     "param_specs",
@@ -596,14 +600,15 @@ def matrices_of(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
   Ordered by leaf, then along the stack.
   """
   own = filter(is_sampled, leaves)
-  return tuple(leaf for leaf in own for _ in range(leaf.view.count))
+  return tuple(leaf for leaf in own for _ in range(leaf.matrices.count))
 
 
 def _arranged(
   leaf: Leaf, gradient: jax.Array, state: LeafState, ranks: Any
 ) -> Input:
   """Returns a leaf as it goes into an exchange, in the order of its view."""
-  state = state._replace(residual=leaf.to_view(state.residual))
+  residual = jax.tree.map(leaf.to_view, state.residual)
+  state = state._replace(residual=residual)
   return Input(leaf.arranged(), leaf.to_view(gradient), state, ranks)
 
 
@@ -625,7 +630,7 @@ def _uniform(
   if not leaf.is_compressed:
     return None
   columns = np.array([leaf.columns(rank) for rank in ladder], np.int32)
-  return jnp.broadcast_to(jnp.asarray(columns)[level], leaf.view.count)
+  return jnp.broadcast_to(jnp.asarray(columns)[level], leaf.matrices.count)
 
 
 def _with_stats(
@@ -670,9 +675,9 @@ def _next_stats(
   stats = old._replace(
     wire_bytes=sent, mean_wire_bytes=old.mean_wire_bytes + more
   )
-  if old.relative_error is None:
+  if old.relative_error is None or old.residual_norm is None:
     return stats, is_finite
-  energies = [one.energies for one in found if one.energies is not None]
+  energies = _energies(found)
   if energies:
     unit = functools.reduce(jnp.maximum, [own.unit for own in energies])
     scaled = [
@@ -688,6 +693,11 @@ def _next_stats(
     residual_norm=jnp.where(is_measured, norm, old.residual_norm),
   )
   return stats, is_measured
+
+
+def _energies(found: Sequence[Outcome]) -> list[Energies]:
+  """Returns the energies of the leaves that are measured."""
+  return [one.energies for one in found if one.energies is not None]
 
 
 def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:

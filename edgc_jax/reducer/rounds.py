@@ -76,7 +76,7 @@ class Draws(NamedTuple):
 # Entries; smaller leaves that are sent dense are joined to one array, since
 # each array takes time to compile.
 _SMALL = 2**16
-Rounds = Generator[Send | None, Reply | None, Outcome]
+Rounds = Generator[Send | None, Reply, Outcome]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Method:
 
   Attributes:
     rounds: From a leaf, its gradient and state, the ranks of its matrices
-      (int32 [k]; 0 without factors) and its draws, to the rounds of its
-      exchange.
+      (int32 [k]; 0 without factors) and its `Draws` (None if it does not
+      compress), to the rounds of its exchange.
     name: How it sends matrices, for `describe`.
     compresses: Whether it sends less than the whole matrices.
     measures: Whether its outcomes have energies; if not, `metrics` has no
@@ -96,7 +96,7 @@ class Method:
       of a stack is M already, and its state has no residual.
   """
 
-  rounds: Callable[[Leaf, jax.Array, LeafState, Any, Draws | None], Rounds]
+  rounds: Callable[[Leaf, jax.Array, LeafState, Any, Any], Rounds]
   name: str = "compressed"
   compresses: bool = True
   measures: bool = False
@@ -231,7 +231,7 @@ def exchange(
   is_compressed = any(leaf.is_compressed for leaf in leaves)
   if ladder[0] > 0 or len(ladder) == 1 or not is_compressed:
     found, is_finite = branch(ladder, level, own_methods)(operands)
-    return found, is_finite, np.float32(num_bytes[tuple(ladder)])
+    return found, is_finite, num_bytes[tuple(ladder)].astype(np.float32)
   dense_only, ranks = tuple(ladder[:1]), tuple(ladder[1:])
   branches = [
     held(branch(dense_only, level, [DENSE] * len(leaves))),
@@ -243,7 +243,7 @@ def exchange(
     if part not in num_bytes:  # without a trace only one branch runs
       jax.eval_shape(one, operands)
   both = np.concatenate([num_bytes[dense_only], num_bytes[ranks]])
-  return found, is_finite, np.float32(both)
+  return found, is_finite, both.astype(np.float32)
 
 
 def count_bytes(
@@ -315,7 +315,7 @@ def _kind(leaf: Leaf) -> Any:
     return None
   if leaf.method.joins:
     return (
-      leaf.method, leaf.view.rows, leaf.view.cols, leaf.cap, leaf.width,
+      leaf.method, leaf.matrices[1:], leaf.cap, leaf.width,
       leaf.is_fixed, leaf.has_residual, leaf.shards,
     )  # fmt: skip
   is_plain = leaf.method is DENSE and not leaf.is_encoded
@@ -326,7 +326,7 @@ def _kind(leaf: Leaf) -> Any:
 
 def _length(leaf: Leaf) -> int:
   """Returns the length of a leaf in a stack: its matrices, or its entries."""
-  return leaf.view.count if leaf.method.joins else leaf.size
+  return leaf.matrices.count if leaf.method.joins else leaf.size
 
 
 def _joined(
@@ -344,16 +344,15 @@ def _joined(
     added(own.gradient, own.state.residual).reshape(own.leaf.view)
     for own in inputs
   ]
-  ranks = jnp.concatenate([own.ranks for own in inputs])
-  q = None
-  if leaf.width:
-    q = jnp.concatenate([own.state.factor_q for own in inputs])
-  signs = jax.tree.map(
-    lambda *xs: jnp.concatenate(xs), *[own[1:] for own in draws]
-  )
+  drawn = [own for own in draws if own is not None]  # of all: they compress
+  rest = [
+    (own.state.factor_q, own.ranks, signs[1:])
+    for own, signs in zip(inputs, drawn, strict=True)
+  ]
+  q, ranks, signs = jax.tree.map(lambda *xs: jnp.concatenate(xs), *rest)
   return (
     Input(leaf, jnp.concatenate(m), LeafState(q), ranks),
-    Draws(draws[0].key, *signs),
+    Draws(drawn[0].key, *signs),
   )
 
 
@@ -412,8 +411,9 @@ def _in_step(
     sends: list[Send | None] = [None] * len(rounds)
     for i, each in enumerate(rounds):
       if i not in outcomes:
+        reply = replies[i]
         try:
-          sends[i] = each.send(replies[i])
+          sends[i] = next(each) if reply is None else each.send(reply)
         except StopIteration as done:
           outcomes[i] = done.value
     replies = wire.send(leaves, sends)
@@ -430,7 +430,7 @@ def _draws(leaves: Sequence[Leaf], key: jax.Array) -> list[Draws | None]:
     return [None] * len(leaves)
   shapes = {}
   for i in own:
-    (short, long), count = leaves[i].sides, leaves[i].view.count
+    (short, long), count = leaves[i].sides, leaves[i].matrices.count
     shapes[i] = (count, 1, short), (count, long)
   sketched = _signs(
     jax.random.fold_in(key, 1), [s for both in shapes.values() for s in both]
@@ -484,8 +484,8 @@ def _with_energies(leaf: Leaf, outcome: Outcome) -> Outcome:
     return outcome._replace(energies=None)
   if outcome.energies is not None:
     return outcome
-  like = outcome.factor_q if leaf.width else outcome.update
-  zeros = [jnp.zeros_like(like, jnp.float32, (leaf.view.count,))] * 3
+  like = outcome.update if outcome.factor_q is None else outcome.factor_q
+  zeros = [jnp.zeros_like(like, jnp.float32, (leaf.matrices.count,))] * 3
   unit = jnp.ones_like(like, jnp.float32, ())
   return outcome._replace(energies=Energies(*zeros, unit))
 

@@ -165,7 +165,10 @@ def accumulate(
       inner_state,
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return optax.GradientTransformationExtraArgs(
+    init_fn,
+    update_fn,  # ty: ignore[invalid-argument-type] takes its own state alone
+  )
 
 
 def _require_like_sums(updates: Any, sums: Any) -> None:
@@ -294,7 +297,10 @@ def skip_nonfinite(
     )
     return averaged, SkipNonfiniteState(stats, inner_state)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return optax.GradientTransformationExtraArgs(
+    init_fn,
+    update_fn,  # ty: ignore[invalid-argument-type] takes its own state alone
+  )
 
 
 def after_update(tree: Any, opt_state: optax.OptState) -> Any:

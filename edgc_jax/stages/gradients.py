@@ -61,15 +61,13 @@ def late_gradients(
     require_local(jax.tree.leaves(updates), leaves, axes.replicas)
   gradients = jax.tree.leaves(updates)
   for i, leaf in enumerate(leaves):
-    is_summed = leaf.placement == "shared" and not (
-      axes.stage and is_varying(gradients[i], axes.stage)
-    )
     if leaf.placement == "own":
       continue
+    stage = axes.stage if is_varying(gradients[i], names(axes.stage)) else None
     gradients[i] = after(gradients[i])
-    if leaf.placement == "shared" and not is_summed:
+    if leaf.placement == "shared" and stage:  # JAX has not summed it
       # sum over stages of the gradient, in float32
-      total = collectives.total(gradients[i].astype(jnp.float32), axes.stage)
+      total = collectives.total(gradients[i].astype(jnp.float32), stage)
       gradients[i] = total.astype(leaf.dtype)
   return gradients
 
@@ -196,9 +194,9 @@ def clip_by_global_norm(
 
   def update_fn(
     updates: optax.Updates,
-    state: optax.EmptyState,
+    state: optax.OptState,
     params: optax.Params | None = None,
-  ) -> tuple[optax.Updates, optax.EmptyState]:
+  ) -> tuple[optax.Updates, optax.OptState]:
     del params
     is_single = collectives.num_devices(stage_axis, "stage_axis") == 1
     is_tracked = all(map(collectives.tracks_varying, names(stage_axis)))

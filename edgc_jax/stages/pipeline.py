@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from edgc_jax.wire import collectives
 from edgc_jax.wire.order import varying_axes
@@ -214,7 +215,7 @@ def _require_pure(stage_fn: StageFn, params: Any, x: Any) -> None:
       f" got {form(after)} for {form(x)}; move embeddings before the pipeline"
       " and the output projection after it."
     )
-  around = [c for c in jaxpr.consts if isinstance(c, jax.core.Tracer)]
+  around = [c for c in jaxpr.consts if isinstance(c, Tracer)]
   if around:
     raise ValueError(
       "`stage_fn` must depend only on its arguments and on constants, got one"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from edgc_jax import validation
 from edgc_jax.budget.entropy_budget import EntropyState
@@ -94,7 +95,7 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     stats, leaves = _of_all_shards(stats, leaves)
     num_axes = 0
   tree = (stats, checks, skips, leaves, windows)
-  if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+  if not any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
     stats, checks, skips, leaves, windows = jax.device_get(tree)
     first = lambda x: np.ravel(x)[0].item()  # noqa: E731
     is_stacked = np.ndim(checks.skipped_steps) > 0
@@ -192,7 +193,7 @@ def _ratio(dense: Any, sent: Any) -> Any:
   """Returns dense over sent bytes, elementwise; 1 where nothing was sent."""
   if isinstance(sent, float):
     return dense / sent if sent > 0 else 1.0
-  np_like = jnp if isinstance(sent, jax.core.Tracer) else np
+  np_like = jnp if isinstance(sent, Tracer) else np
   safe = np_like.where(sent > 0, sent, 1.0)
   return np_like.where(sent > 0, dense / safe, 1.0)
 

@@ -64,6 +64,7 @@ def average(
   if code is None or not values:
     mean, exact = collectives.mean((values, exact), axis_name)
     return Averaged(mean, values, exact)
+  assert key is not None  # given with a code
   replicas = collectives.num_devices(axis_name)
   replica = collectives.device_index(axis_name)
   first, second = jax.random.split(jax.random.fold_in(key, replica))

@@ -18,10 +18,15 @@ _LEAST = float(np.finfo(np.float32).tiny)
 
 
 class Code(Protocol):
-  """An encoding of values in groups of `granule`."""
+  """An encoding of values in groups."""
 
-  granule: int
-  needs_feedback: bool  # whether its errors must be added to the next values
+  @property
+  def granule(self) -> int:
+    """Values in a group."""
+
+  @property
+  def needs_feedback(self) -> bool:
+    """Whether its errors must be added to the next values."""
 
   def encode(self, values: jax.Array, key: jax.Array) -> Any:
     """Encodes float32 [..., n], n a multiple of the granule, as [..., *]."""
@@ -174,7 +179,8 @@ class Rotated:
     size = jnp.sqrt(jnp.mean(jnp.square(rotated), axis=-1, keepdims=True))
     unit = rotated / jnp.where(size > 0, size, 1.0)
     # The index of a level is the number of thresholds below.
-    index = sum((unit > t).astype(jnp.uint8) for t in _thresholds().tolist())
+    above = [(unit > t).astype(jnp.uint8) for t in _thresholds().tolist()]
+    index = sum(above, jnp.uint8(0))
     pairs = _in_pairs(index.reshape(values.shape))
     scale = (size * largest)[..., 0]
     top = jnp.max(scale, axis=-1, keepdims=True)
@@ -204,7 +210,8 @@ class Rotated:
     rows = np.arange(self.granule, dtype=np.uint64)
     odd = np.bitwise_count(rows[:, None] & rows) & 1
     signs = 1.0 - 2.0 * np.random.default_rng(_SEED).integers(2, size=len(rows))
-    return np.float32((1.0 - 2.0 * odd) * signs * self.granule**-0.5)
+    rotation = (1.0 - 2.0 * odd) * signs * self.granule**-0.5
+    return rotation.astype(np.float32)
 
 
 @functools.cache
@@ -289,5 +296,9 @@ def name_of(code: Code | None) -> str:
   >>> name_of(code_of("bfloat16"))
   'bfloat16'
   """
-  names = [name for name, own in _WIRE_CODES.items() if own == code]
-  return names[0] if names else f"integers of {code.bits} bits"
+  for name, own in _WIRE_CODES.items():
+    if own == code:
+      return name
+  if isinstance(code, Blockwise):
+    return f"integers of {code.bits} bits"
+  return type(code).__name__

@@ -37,6 +37,7 @@ _SMALL_LEAF = 2**20
 # latency; so there are at most 128, and parts above 12 MiB are cut into longer
 # messages, which gain less.
 _MESSAGE, _MOST_MESSAGES = 3 * 2**15, 128
+_config: Any = jax.config  # its type leaves out the options
 
 
 # Several devices in one process.
@@ -130,8 +131,8 @@ def require_no_cached_programs() -> None:
   """
   if not _are_several():
     return
-  path = jax.config.jax_compilation_cache_dir
-  if path and jax.config.jax_enable_compilation_cache:
+  path = _config.jax_compilation_cache_dir
+  if path and _config.jax_enable_compilation_cache:
     raise RuntimeError(
       "The persistent compilation cache must be off if CPU devices are"
       f" pipeline stages or shards, got jax_compilation_cache_dir={path!r}:"
@@ -166,7 +167,7 @@ def _a_device_was_used() -> bool:
   `jax_num_cpu_devices` can be changed until then, and JAX has no other public
   sign of it.
   """
-  devices = jax.config.jax_num_cpu_devices
+  devices = _config.jax_num_cpu_devices
   try:
     jax.config.update("jax_num_cpu_devices", 2 if devices == 1 else 1)
   except RuntimeError:

@@ -151,13 +151,13 @@ class Wire:
     columns: Sequence[Sequence[int]],
   ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
     """Averages values, packed where ranks differ, and exact numbers."""
-    packed = [i for i, own in enumerate(ranks) if own is not None]
+    packed = {i: own for i, own in enumerate(ranks) if own is not None}
     whole = [
       i for i, send in enumerate(sends)
       if send.values is not None and i not in packed
     ]  # fmt: skip
-    own_ranks = [ranks[i] for i in packed]
-    factors = [packing.in_use(sends[i].values, ranks[i]) for i in packed]
+    own_ranks = list(packed.values())
+    factors = [packing.in_use(sends[i].values, r) for i, r in packed.items()]
     lengths = sum(
       len(sends[i].values) * sends[i].values.shape[2] * np.array(columns[i])
       for i in packed

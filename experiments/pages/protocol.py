@@ -72,7 +72,8 @@ def _line(arm: str, row: pd.Series) -> dict[str, str]:
 def _fixed_ranks(name: str) -> Sequence[str]:
   """Compares each arm of edgc with the fixed rank of the same bytes."""
   found, lines = _arms(name), []
-  for (_, arm), row in found.dropna(subset="beside").iterrows():
+  paired = found.dropna(subset="beside") if len(found) else found
+  for (_, arm), row in paired.iterrows():
     sure = statistics.verdict(row["beside"], row["beside_error"])
     lines.append(
       {

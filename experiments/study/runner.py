@@ -100,11 +100,11 @@ def _flat(config: ConfigDict) -> dict[str, Any]:
 def _execute(command: list[str], cores: set[int] | None = None) -> str:
   """Runs a command; returns its exit code and last error line, or ""."""
   last = ""
-  before = (lambda: os.sched_setaffinity(0, cores)) if cores else None
   with subprocess.Popen(
-    command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    preexec_fn=before,
-  ) as process:  # fmt: skip
+    command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+  ) as process:
+    if cores:  # before it starts threads
+      os.sched_setaffinity(process.pid, cores)
     for line in process.stderr or ():
       last = line.strip() or last
     code = process.wait()

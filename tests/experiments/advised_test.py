@@ -9,7 +9,7 @@ from absl.testing import absltest, parameterized
 import edgc_jax
 from configs import gpt2_tiny
 from edgc_jax import CompressionModel, LinkModel
-from experiments.models import gpt2
+from experiments import tasks
 from experiments.parallel import meshes
 from experiments.training import advised, optimizer
 
@@ -24,14 +24,8 @@ def small(reducer="auto"):
   return config
 
 
-def model_of(config):
-  return gpt2.GPT2Config(**config.model.to_dict())
-
-
 def advice(link):
-  shapes = jax.eval_shape(
-    lambda: gpt2.init_params(model_of(small()), jax.random.key(0))
-  )
+  shapes = jax.eval_shape(tasks.make(small()).init, jax.random.key(0))
   return edgc_jax.advise(
     shapes, link, 0.1, 4, compression=CompressionModel(1e-3, 1e-4),
     coding_seconds=1e-3,
@@ -40,7 +34,7 @@ def advice(link):
 
 def resolve(config, choice=None):
   return advised.resolve(
-    config, model_of(config), meshes.make_mesh(4, 1), choice
+    config, tasks.make(config), meshes.make_mesh(4, 1), choice
   )
 
 
@@ -58,7 +52,7 @@ class AdvisedTest(parameterized.TestCase):
     self.assertEqual((config.reducer, choice["reducer"]), (reducer, reducer))
     for name, value in choice["options"].items():
       self.assertEqual(config[reducer][name], value)
-    optimizer.make_reducer(config, "data", {})
+    optimizer.make_reducer(config, tasks.make(config), {})
 
   def test_a_resumed_run_keeps_its_choice(self):
     before = {"reducer": "edgc", "options": {"rank_max": 16}}
@@ -92,7 +86,9 @@ class AdvisedTest(parameterized.TestCase):
       mock.patch.object(advised, "measure_costs", lambda *_: costs),
       mock.patch.object(edgc_jax, "measure_link", side_effect=AssertionError),
     ):
-      found = advised.measure(config, model_of(config), meshes.make_mesh(4, 1))
+      found = advised.measure(
+        config, tasks.make(config), meshes.make_mesh(4, 1)
+      )
     dense = found.methods[0]
     self.assertAlmostEqual(dense.seconds, 0.101 + dense.wire_bytes / 1e6)
 
@@ -109,10 +105,10 @@ class AdvisedTest(parameterized.TestCase):
       ),
     ):
       costs = advised.measure_costs(
-        config, model_of(config), mesh, lambda: None
+        config, tasks.make(config), mesh, lambda: None
       )
     self.assertEqual(costs[1:], (0.25, compression, 0.5))
-    found = advised.advise(config, model_of(config), mesh, FAST, costs)
+    found = advised.advise(config, tasks.make(config), mesh, FAST, costs)
     dense, narrow, *_ = (method.seconds for method in found.methods)
     self.assertAlmostEqual(dense, costs.step + 0.25, places=3)
     self.assertAlmostEqual(narrow, costs.step + 0.75, places=3)
@@ -121,10 +117,10 @@ class AdvisedTest(parameterized.TestCase):
     config = small()
     config.mesh.update(data=2, fsdp=2, backend="jit")
     advised.require_choice(config)
-    model, mesh = model_of(config), meshes.make_mesh(2, 1, 2)
+    task, mesh = tasks.make(config), meshes.make_mesh(2, 1, 2)
     costs = advised.Costs(0.09, 0.01, CompressionModel(1e-3, 1e-4), 1e-3)
-    found = advised.advise(config, model, mesh, SLOW, costs)
-    whole = advised.advise(config, model, meshes.make_mesh(2, 1), SLOW, costs)
+    found = advised.advise(config, task, mesh, SLOW, costs)
+    whole = advised.advise(config, task, meshes.make_mesh(2, 1), SLOW, costs)
     dense, of_replica = found.methods[0], whole.methods[0]
     # Small parameters are whole on every shard.
     self.assertBetween(
@@ -138,7 +134,7 @@ class AdvisedTest(parameterized.TestCase):
     config.mesh.update(data=2, fsdp=2, backend="jit")
     mesh = meshes.make_mesh(2, 1, 2)
     seconds = advised.seconds_of(
-      advised._plain_step(config, model_of(config), mesh), mesh
+      advised._plain_step(config, tasks.make(config), mesh), mesh
     )
     self.assertGreater(seconds, 0)
 
@@ -147,7 +143,7 @@ class AdvisedTest(parameterized.TestCase):
     config.edgc.rank_multiple = 16
     costs = advised.Costs(0.09, 0.01, CompressionModel(1e-3, 1e-4), 1e-3)
     found = advised.advise(
-      config, model_of(config), meshes.make_mesh(4, 1), SLOW, costs
+      config, tasks.make(config), meshes.make_mesh(4, 1), SLOW, costs
     )
     names = [method.name for method in found.methods[2:]]
     self.assertEqual(names, ["edgc, rank 16"])

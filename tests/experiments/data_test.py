@@ -9,7 +9,7 @@ import chex
 import numpy as np
 import pytest
 
-from experiments.training import data
+from experiments.data import text
 
 _CONTEXT = 4
 
@@ -34,12 +34,12 @@ def _joined(texts) -> bytes:
   return b"".join(text + b"\0" for text in texts)
 
 
-def _load(path) -> data.Corpus:
-  return data.load_corpus(str(path), context=_CONTEXT)
+def _load(path) -> text.Corpus:
+  return text.load_corpus(str(path), context=_CONTEXT)
 
 
 def _iterator(tokens, *, batch_size=3, seed=0):
-  return data.train_batches(
+  return text.train_batches(
     tokens, context=_CONTEXT, batch_size=batch_size, seed=seed
   )
 
@@ -57,8 +57,8 @@ def _window_ids(batches: np.ndarray) -> list[int]:
 
 
 def test_default_corpus():
-  corpus = data.load_corpus(context=128)
-  again = data.load_corpus("", context=128)
+  corpus = text.load_corpus(context=128)
+  again = text.load_corpus("", context=128)
   assert len(corpus.train) > 5e6
   assert 0.02 < len(corpus.held_out) / len(corpus.train) < 0.1
   assert corpus.vocab_size == 256
@@ -76,8 +76,8 @@ def test_default_corpus_skips_tests_and_build_files(tmp_path, monkeypatch):
   }
   dropped |= {"_sysconfigdata_x.py": b"dropped", "notes.txt": b"dropped"}
   _write(tmp_path, kept | dropped)
-  monkeypatch.setattr(data.sysconfig, "get_path", lambda _: str(tmp_path))
-  corpus = data.load_corpus(context=_CONTEXT)
+  monkeypatch.setattr(text.sysconfig, "get_path", lambda _: str(tmp_path))
+  corpus = text.load_corpus(context=_CONTEXT)
   assert corpus.train.tobytes() == b"first file\0"
   assert corpus.held_out.tobytes() == b"second file\0"
 
@@ -119,7 +119,7 @@ def test_folder_order_is_by_relative_path(tmp_path, monkeypatch):
       folders.sort(reverse=True)
       yield folder, folders, sorted(files, reverse=True)
 
-  monkeypatch.setattr(data.os, "walk", reversed_walk)
+  monkeypatch.setattr(text.os, "walk", reversed_walk)
   chex.assert_trees_all_equal(corpus, _load(path))
 
 
@@ -188,7 +188,7 @@ def test_hash_of_large_files_reads_their_ends(
   tokens[changed] += 1
   after = _load(_write_bin(tmp_path / "b", tokens, tokens)).sha256
   assert before != after  # Small files are hashed in full.
-  monkeypatch.setattr(data, "_HASHED_BYTES", 8)
+  monkeypatch.setattr(text, "_HASHED_BYTES", 8)
   hashes = {_load(tmp_path / name).sha256 for name in "ab"}
   assert (len(hashes) == 2) is seen
 
@@ -274,7 +274,7 @@ def test_load_errors(tmp_path, files, path, error, parts):
   "make",
   [
     lambda tokens: _iterator(tokens),
-    lambda tokens: data.held_out_batches(
+    lambda tokens: text.held_out_batches(
       tokens, context=_CONTEXT, batch_size=2, num_batches=1
     ),
   ],
@@ -286,19 +286,19 @@ def test_batches_need_one_window(make):
 
 
 def test_check_vocab():
-  corpus = data.Corpus(
+  corpus = text.Corpus(
     train=np.array([3, 9], np.uint8),
     held_out=np.array([11, 4], np.uint8),
     vocab_size=256,
     name="small",
     sha256="",
   )
-  data.check_vocab(corpus, 256)
-  data.check_vocab(corpus, 12)
+  text.check_vocab(corpus, 256)
+  text.check_vocab(corpus, 12)
   with pytest.raises(
     ValueError, match=r"`model\.vocab_size` .*11 .* got 11; .* 12 or"
   ):
-    data.check_vocab(corpus, 11)
+    text.check_vocab(corpus, 11)
 
 
 # Batches.
@@ -383,7 +383,7 @@ def test_restored_iterator_continues(done):
 )
 def test_held_out_batches(windows, num_batches, expected):
   tokens = np.arange(windows * _CONTEXT + 2, dtype=np.uint16)
-  make = lambda: data.held_out_batches(  # noqa: E731
+  make = lambda: text.held_out_batches(  # noqa: E731
     tokens, context=_CONTEXT, batch_size=3, num_batches=num_batches
   )
   batches = make()
@@ -402,7 +402,7 @@ def test_held_out_batches(windows, num_batches, expected):
 
 
 def test_single_held_out_window():
-  batches = data.held_out_batches(
+  batches = text.held_out_batches(
     np.arange(50), context=_CONTEXT, batch_size=1, num_batches=1
   )
   np.testing.assert_array_equal(batches, [[np.arange(_CONTEXT + 1)]])

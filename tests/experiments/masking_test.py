@@ -11,8 +11,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from configs import bert_tiny, gpt2_tiny
+from experiments import tasks
+from experiments.data import text
 from experiments.models import gpt2, masking
-from experiments.training import checks, data
+from experiments.training import checks
 
 TINY = gpt2.GPT2Config(
   vocab_size=51, context=16, width=24, num_layers=1, num_heads=4,
@@ -131,11 +133,12 @@ def test_loss_is_of_the_masked_positions(params):
 
 
 def test_bert_tiny_has_the_size_of_gpt2_tiny():
-  bert, gpt = (c.get_config().model for c in (bert_tiny, gpt2_tiny))
-  different = {key for key in gpt if bert[key] != gpt[key]}
-  assert different == {"objective", "vocab_size"}
-  assert gpt2.GPT2Config(**bert.to_dict()).reserved_ids == 1
-  assert gpt2.GPT2Config(**gpt.to_dict()).reserved_ids == 0
+  bert, gpt = (c.get_config() for c in (bert_tiny, gpt2_tiny))
+  different = {key for key in gpt.model if bert.model[key] != gpt.model[key]}
+  assert different == {"vocab_size"}
+  models = [tasks.make(config).model for config in (bert, gpt)]
+  assert [model.objective for model in models] == ["masked", "next_token"]
+  assert [model.reserved_ids for model in models] == [1, 0]
 
 
 def test_errors():
@@ -143,11 +146,11 @@ def test_errors():
     dataclasses.replace(TINY, objective="bert")
   config = bert_tiny.get_config()
   config.mesh.update(stage=2, data=2, backend="jit")
-  with pytest.raises(ValueError, match=r"`model.objective`.*\(mesh.stage is 2"):
-    checks.check(config)
+  with pytest.raises(ValueError, match="must be 1 for the task 'bert'"):
+    checks.check(config, tasks.make(config))
   tokens = np.arange(257, dtype=np.uint16)
-  corpus = data.Corpus(tokens, tokens, 257, "made up", "")
-  data.check_vocab(corpus, 257)
+  corpus = text.Corpus(tokens, tokens, 257, "made up", "")
+  text.check_vocab(corpus, 257)
   with pytest.raises(ValueError, match="for the mask, got 257; set it to 258"):
-    data.check_vocab(corpus, 257, reserved=1)
-  data.check_vocab(corpus, 258, reserved=1)
+    text.check_vocab(corpus, 257, reserved=1)
+  text.check_vocab(corpus, 258, reserved=1)

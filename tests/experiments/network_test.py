@@ -1,14 +1,15 @@
-"""Results and pages of the network benchmark, and calls of its hosts."""
+"""Results and tables of the network benchmark, and calls of its hosts."""
 
-import dataclasses
 import json
+import math
 import subprocess
 import sys
 
 import pytest
 
-from experiments.network import benchmark, calls, page, results
+from experiments.network import benchmark, calls, results
 from experiments.network.results import ADVISED, Layout
+from experiments.pages import network as pages
 
 # A host that fails, sleeps or ends on request.
 HOST = """
@@ -44,105 +45,198 @@ def entry(row, part, seconds, framework="jax", **more):
   } | more  # fmt: skip
 
 
-def measured(tmp_path):
-  """Returns made-up results; 12.5 MB take one second on the link."""
+def measured(folder, factors=(0.8, 0.7, 0.9), dense=(2.5, 2.6, 2.7)):
+  """Returns a file of made-up results; 12.5 MB take one second on the link.
+
+  Args:
+    folder: Where to write the file.
+    factors: Seconds of steps of powersgd.
+    dense: Seconds of dense steps.
+  """
   rows = [
     entry("no exchange", "step", [0.5, 0.45, 0.6]),
-    entry("dense", "step", [2.5, 2.6, 2.7], wire_bytes=25e6),
+    entry("dense", "step", dense, wire_bytes=25e6),
     entry("dense", "compress", [0.0]),
     entry("dense", "communicate", [2.0]),
-    entry("powersgd, rank 8", "step", [0.8, 0.7, 0.9], wire_bytes=1.25e6),
+    entry("powersgd, rank 8", "step", factors, wire_bytes=1.25e6),
     entry("powersgd, rank 8", "compress", [0.1]),
     entry("powersgd, rank 8", "communicate", [0.15]),
     entry("edgc, rank 8", "step", [0.8]),
     entry("no exchange", "step", [0.3], "torch"),
     entry("dense", "step", [2.4], "torch"),
     entry("powersgd, rank 8", "step", [0.9], "torch"),
+    entry("dense, bf16", "step", [1.5], "torch"),  # not measured here
+    entry("dense", "step", [9.0], rate=20.0),
+    entry("no exchange", "step", [0.5], **SHARDED, wire_bytes=0.0),
+    entry("dense", "step", [2.5], **SHARDED, wire_bytes=0.8e6),
   ]
   advice = {
     "layout": "2 replicas", "rate": 100.0, "choice": "dense",
     "seconds": {"dense": 2.6, "edgc, rank 8": 1.0},
     "break_even": {}, "link": {},
   }  # fmt: skip
-  rows += [
-    entry("no exchange", "step", [0.5], **SHARDED, wire_bytes=0.0),
-    entry("dense", "step", [2.5], **SHARDED, wire_bytes=0.8e6),
-  ]
+  # One of its methods is not measured.
+  partial = advice | {"seconds": {"dense": 2.6, "dense, bf16": 1.5}}
   runs = [run_of("2 replicas", "abc"), run_of(SHARDED["layout"], "def")]
   about = {"config": "c", "tokens": 8, "params": 10, "runs": runs}
-  path = tmp_path / "network.json"
-  failure = {
-    "layout": "2 replicas", "framework": "torch", "row": "dense, bf16",
-    "error": "refused",
-  }  # fmt: skip
+  path = folder / "network.json"
   path.write_text(
     json.dumps(
-      about | {"rows": rows, "advice": [advice], "failures": [failure]}
+      about | {"rows": rows, "advice": [advice, partial], "failures": []}
     )
   )
-  return results.load(path)
+  return path
+
+
+def cell_of(path, row, framework="jax", layout="2 replicas"):
+  """Returns a cell at 100 Mbit/s."""
+  cells = results.cells_of(path)
+  keys = ["layout", "rate", "framework", "row"]
+  return cells.set_index(keys).loc[(layout, 100.0, framework, row)]
 
 
 def test_numbers_by_hand(tmp_path):
-  found = measured(tmp_path)
-  (cell,) = found.of(framework="jax", row="powersgd, rank 8")
-  assert found.run_of(cell.layout)["commit"] == "abc"
-  assert cell.step == 0.8
-  assert cell.without == 0.5
-  assert cell.exchange == pytest.approx(0.3)
-  assert cell.parts == pytest.approx(0.75)
+  path = measured(tmp_path)
+  cell = cell_of(path, "powersgd, rank 8")
+  assert cell["step"] == 0.8
+  assert cell["without"] == 0.5
+  assert cell["exchange"] == pytest.approx(0.3)
+  assert cell["compress"] + cell["communicate"] == pytest.approx(0.25)
   # A ring of two moves its payload once.
-  assert cell.limit == pytest.approx(0.5 + 0.1 + 0.1)
-  (theirs,) = found.of(framework="torch", row="powersgd, rank 8")
-  assert theirs.exchange == pytest.approx(0.6)
-  assert theirs.limit is None
+  assert cell["ring_bytes"] == cell["wire_bytes"] == 1.25e6
+  assert cell["link_alone"] == pytest.approx(0.1)
+  assert cell["limit"] == pytest.approx(0.5 + 0.1 + 0.1)
+  assert cell["sent_bytes"] == 1e6
+  theirs = cell_of(path, "powersgd, rank 8", "torch")
+  assert theirs["exchange"] == pytest.approx(0.6)
+  assert math.isnan(theirs["limit"])
+  nothing = cell_of(path, "no exchange")
+  assert nothing["step"] == nothing["without"] == 0.5
+  assert nothing["compress"] == nothing["communicate"] == 0
+  assert nothing["wire_bytes"] == 0
+  # Without the row that has no exchange there is nothing to subtract.
+  cells = results.cells_of(path)
+  (alone,) = cells[cells["rate"] == 20].to_dict("records")
+  assert math.isnan(alone["without"]) and math.isnan(alone["limit"])
+
+
+def test_shards_have_their_own_numbers(tmp_path):
+  path = measured(tmp_path)
+  cell = cell_of(path, "dense", layout=SHARDED["layout"])
+  assert cell["shards"] == 4 and cell_of(path, "dense")["shards"] == 1
+  assert cell["wire_bytes"] == 0.8e6
+  assert cell["sent_bytes"] / cell["ring_bytes"] == 1.25
+  assert math.isnan(cell["compress"])
+  assert cell["limit"] == pytest.approx(0.5 + 0.064)
 
 
 def test_differences_within_noise_have_no_ratio(tmp_path):
-  (cell,) = measured(tmp_path).of(framework="jax", row="powersgd, rank 8")
+  cell = cell_of(measured(tmp_path), "powersgd, rank 8")
   # Half of 0.9 - 0.7 and of 0.6 - 0.45.
-  assert cell.noise == pytest.approx(0.175)
-  assert cell.clear_exchange == cell.exchange
-  close = dataclasses.replace(cell, step=0.6)
-  assert close.exchange == pytest.approx(0.1)
-  assert close.clear_exchange is None
+  assert cell["noise"] == pytest.approx(0.175)
+  assert cell["clear"] == cell["exchange"]
+  close = cell_of(measured(tmp_path, (0.6, 0.5, 0.7)), "powersgd, rank 8")
+  assert close["exchange"] == pytest.approx(0.1)
+  assert math.isnan(close["clear"])
 
 
-def test_page(tmp_path):
-  path = tmp_path / "network.md"
-  page.write(measured(tmp_path), path)
-  text = path.read_text()
-  for expected in (
-    # Exchange 0.3 s in place of 2.1, and steps of 0.8 in place of 2.6.
-    "| 100 | powersgd, rank 8 | 0.800 | 0.300 | 85.7% | - | 69.2% | - |",
-    "| 100 | powersgd, rank 8 | 0.800 | 0.900 | 0.89 | 0.300 | 0.600 | 0.50 |",
-    # Advice took dense for the best, and rank 8 was.
-    "| 1.000 / 0.800 (+25%) | dense | edgc, rank 8 | 3.25 |",
-    "Right: 0 of 1; errors: median 12%, largest 25%. Of 1 pairs",
-    "- 2 replicas, torch, dense, bf16: refused",
-    # Sections of two runs.
-    "- 2 replicas: `made abc`, 12 minutes in all; v",
-    "- 2 replicas of 4 shards: `made def`",
-    "## 2 replicas of 4 shards\n\nCommit def. m, 2 cores",
-    "1.25 to 1.25 times as many",
-  ):
-    assert expected in text
-  for name in ("parts", "speeds"):
-    assert (tmp_path / f"network-{name}.png").stat().st_size > 10_000
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+  """Returns a function for the lines of a table of made-up results."""
+
+  def forget():
+    pages._found.cache_clear()
+    pages._cells.cache_clear()
+
+  def lines(name, *argument, **options):
+    forget()
+    monkeypatch.setattr(pages, "_FILE", measured(tmp_path, **options))
+    return [" ".join(line.split()) for line in pages.TABLES[name](*argument)]
+
+  yield lines
+  forget()
 
 
-def test_the_page_reports_noise_and_missing_rows(tmp_path):
-  path, found = tmp_path / "network.md", measured(tmp_path)
-  page.write(found, path)
-  assert "DistributedDataParallel" in path.read_text()
-  assert "noise. Use more" not in path.read_text()
-  alone = [
-    dataclasses.replace(cell, step=min(cell.step, 0.4))
-    for cell in found.of(framework="jax", shards=1)
-  ]
-  page.write(dataclasses.replace(found, cells=tuple(alone)), path)
-  assert "DistributedDataParallel" not in path.read_text()
-  assert "noise. Use more" in path.read_text()
+def test_table_of_steps(tables):
+  lines = tables("network", "2 replicas")
+  # Exchange 0.3 s in place of 2.1, and steps of 0.8 in place of 2.6.
+  assert (
+    "| 100 | powersgd, rank 8 | 0.800 | 0.300 | 85.7% | - | 69.2% | - | 0.500"
+    " | 0.100 | 0.150 | 1.25 | 1.00 | 0.700 | 1.14 |"
+  ) in lines
+  (dense,) = [line for line in lines if line.startswith("| 100 | dense |")]
+  assert dense.startswith("| 100 | dense | 2.600 | 2.100 | - | - | - | - |")
+  (nothing,) = [line for line in lines if "no exchange" in line]
+  assert nothing.startswith("| 100 | no exchange | 0.500 | - | - |")
+  assert nothing.endswith("| 0.00 | 1.00 | - | - |")
+  assert "| 20 | dense | 9.000 | - |" in "\n".join(lines)
+  assert not any("torch" in line for line in lines)
+  assert len(tables("network", SHARDED["layout"])) == 4
+  lines = tables("network", "2 replicas", factors=(0.6, 0.5, 0.7))
+  assert "| powersgd, rank 8 | 0.600 | 0.100 | - | - | 76.9% |" in "\n".join(
+    lines
+  )
+
+
+def test_table_of_peers(tables):
+  lines = tables("network peers", "2 replicas")
+  # The noise is of our rows alone: a single step has none.
+  assert (
+    "| 100 | powersgd, rank 8 | 0.800 | 0.900 | 0.89 | 0.300 | 0.600 | 0.50"
+    " | 0.100 |"
+  ) in lines
+  assert "| 100 | no exchange | 0.500 | 0.300 | 1.67 | - | - | - | - |" in lines
+  assert len(lines) == 2 + 3, "only rows that both have"
+  lines = tables("network peers", "2 replicas", factors=(0.6, 0.5, 0.7))
+  assert (
+    "| 100 | powersgd, rank 8 | 0.600 | 0.900 | 0.67 | 0.100 | 0.600 | -"
+    " | 0.100 |"
+  ) in lines
+
+
+def test_table_of_advice(tables):
+  lines = tables("network advice")
+  # Advice took dense for the best, and rank 8 was.
+  assert any(
+    line.endswith("| 1.000 / 0.800 (+25%) | dense | edgc, rank 8 | 3.25 |")
+    for line in lines
+  )
+  assert lines[-1].startswith(
+    "Right: 0 of 1; errors: median 12%, largest 25%. Of 1 pairs"
+  )
+  assert lines[-1].endswith(" 1 are in the right order.")
+
+
+def test_orders_and_choices():
+  measured = {"dense": 1.0, "narrow": 0.99, "low": 0.5}
+  # Dense and narrow differ too little to tell.
+  assert results.right_choice(measured) == "low"
+  assert results.right_choice({"dense": 1.0, "narrow": 0.99}) == "dense"
+  predicted = {"dense": 0.4, "narrow": 0.9, "low": 0.5}
+  assert results.orders_of(predicted, measured) == [False, True]
+
+
+def test_origins(tables):
+  first, second = tables("network origin")
+  assert first.startswith("- 2 replicas: `made abc`, 12 minutes in all, commit")
+  assert "commit abc; m, 2 cores for all hosts; 3 rounds; v" in first
+  assert second.startswith("- 2 replicas of 4 shards: `made def`")
+
+
+def test_pictures(tables, tmp_path):
+  tables("network origin")  # reads the made-up results
+  parts, speeds = pages.draw_parts(), pages.draw_speeds()
+  panel, _ = parts.axes  # shards are the other one
+  names = [label.get_text() for label in panel.get_yticklabels()]
+  assert "jax, powersgd, rank 8" in names and "torch, dense" in names
+  # Only the layout with two speeds is drawn.
+  (panel,) = speeds.axes
+  lines = {line.get_label(): line.get_xdata() for line in panel.lines}
+  assert list(lines["jax, dense"]) in ([20.0, 100.0], [100.0, 20.0])
+  for figure in (parts, speeds):
+    file = tmp_path / "picture.png"
+    figure.savefig(file)
+    assert file.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from configs import gpt2_tiny
+from experiments import tasks
 from experiments.training import optimizer
 
 
@@ -27,10 +28,11 @@ def test_allocation_of_a_configuration(reducer):
   assert optimizer.allocation_of(options) == expected
   options.allocation = "uniform"
   assert optimizer.allocation_of(options) == "uniform"
-  optimizer.make_reducer(config, "data", {})
+  task = tasks.make(config)
+  optimizer.make_reducer(config, task, {})
   options.allocation = "stage"
   with pytest.raises(ValueError, match="`allocation` must be one of"):
-    optimizer.make_reducer(config, "data", {})
+    optimizer.make_reducer(config, task, {})
 
 
 def test_arguments_of_a_configuration(monkeypatch):
@@ -40,7 +42,7 @@ def test_arguments_of_a_configuration(monkeypatch):
   given = {}
   make = lambda **options: given.update(options)  # noqa: E731
   monkeypatch.setattr(edgc_jax, "REDUCERS", {"edgc": make})
-  optimizer.make_reducer(config, "data", {})
+  optimizer.make_reducer(config, tasks.make(config), {})
   assert given["axis_name"] == "data" and given["rank_max"] == 28
   assert given["rank_min"] is given["max_rank_step"] is given["window"] is None
   assert given["total_steps"] == config.steps

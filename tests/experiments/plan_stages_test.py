@@ -4,9 +4,8 @@ import pytest
 
 import edgc_jax
 from configs import gpt2_tiny_pipeline
-from experiments import plan_stages
-from experiments.models import gpt2
-from experiments.parallel import layout
+from experiments import plan_stages, tasks
+from experiments.training import optimizer
 
 GIVEN = {
   "compression": edgc_jax.CompressionModel(7.5e-3, 2.4e-4),
@@ -17,10 +16,11 @@ GIVEN = {
 def table(bandwidth):
   """Returns the lines of the table of a link."""
   config = gpt2_tiny_pipeline.get_config("edgc")
-  model = gpt2.GPT2Config(**config.model.to_dict())
-  params = layout.of_one_device(model, {"data": 2, "stage": 4})
-  link = edgc_jax.LinkModel(0.5e-3, bandwidth)
-  return plan_stages._table(config, params, GIVEN | {"link": link}).split("\n")
+  task, mesh_shape = tasks.make(config), {"stage": 4, "data": 2}
+  params = task.layout(mesh_shape).of_one_device(mesh_shape)
+  link = {"link": edgc_jax.LinkModel(0.5e-3, bandwidth)}
+  tx = optimizer.make_reducer(config, task, GIVEN | link)
+  return plan_stages._table(config, params, tx, GIVEN).split("\n")
 
 
 def test_later_stages_send_more():

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from configs import common
+from experiments import tasks
 from experiments.runtime import renamed_keys
 from experiments.study.runner import _ROOT as ROOT
 from experiments.training import checks, optimizer
@@ -41,14 +42,14 @@ def test_an_old_key_names_the_new_one(key):
   with pytest.raises(
     ValueError, match=f"`{key}` is now `{renamed_keys.RENAMED[key]}`"
   ):
-    checks.check(config_with(key))
+    checks.check_keys(config_with(key))
 
 
 @pytest.mark.parametrize("key", sorted(renamed_keys.REMOVED))
 def test_a_removed_key_names_the_remedy(key):
   message = f"`{key}` was removed; {renamed_keys.REMOVED[key]}."
   with pytest.raises(ValueError, match=re.escape(message)):
-    checks.check(config_with(key))
+    checks.check_keys(config_with(key))
 
 
 def test_an_old_key_of_the_command_line(tmp_path):
@@ -71,7 +72,7 @@ def test_each_reducer_has_a_section_of_its_arguments(name):
   config = common.base(name)
   arguments = inspect.signature(edgc_jax.REDUCERS[name]).parameters
   assert set(config[name]) - CONVERTED <= set(arguments)
-  optimizer.make_reducer(config, "data", {})
+  optimizer.make_reducer(config, tasks.make(config), {})
 
 
 def test_defaults_are_those_of_the_package():

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from configs import gpt2_tiny
+from experiments import tasks
 from experiments.runs.run_folder import RunFolder, commit_of
 from experiments.training import run_log
+
+TASK = tasks.make(gpt2_tiny.get_config())
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def take_steps(log, clock, count, seconds, sent=1.0):
 
 
 def test_step_time_excludes_the_time_between_steps(folder, clock):
-  log = run_log.RunLog(folder)
+  log = run_log.RunLog(folder, TASK)
   take_steps(log, clock, 1, 50.0)  # compiles
   assert "step_seconds" not in log.summary()
   for seconds in (2.0, 3.0, 9.0):
@@ -56,10 +59,10 @@ def test_step_time_excludes_the_time_between_steps(folder, clock):
 
 
 def test_totals_survive_a_restart(folder, clock):
-  log = run_log.RunLog(folder)
+  log = run_log.RunLog(folder, TASK)
   take_steps(log, clock, 2, 50.0)
   state = take_steps(log, clock, 2, 3.0, sent=5.0)
-  log = run_log.RunLog(folder, state)
+  log = run_log.RunLog(folder, TASK, state)
   take_steps(log, clock, 4, 50.0)  # compiles again
   summary = log.summary()
   assert summary["peak_wire_bytes_per_step"] == 15.0

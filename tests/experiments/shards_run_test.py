@@ -84,8 +84,9 @@ def test_resumes_a_run_from_before_shards(tmp_path):
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"backend": "pmap"}, "`mesh.fsdp` must be 1 with the backend pmap"),
-    ({"stage": 2}, "`mesh.fsdp` must be 1 with the backend pmap and on"),
+    ({"backend": "pmap"}, "`mesh.fsdp` must be 1 on .* got 2 with pmap"),
+    ({"backend": "vmap"}, "`mesh.fsdp` must be 1 on .* got 2 with vmap"),
+    ({"stage": 2}, "`mesh.fsdp` must be 1 on pipeline stages, and with"),
     ({"fsdp": 0}, "`mesh.data` times `mesh.stage` times `mesh.fsdp` must be"),
     ({"fsdp": 16}, "must be between 1 and the number of devices"),
   ],

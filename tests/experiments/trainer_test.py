@@ -13,7 +13,6 @@ from helpers.small_runs import small
 
 from configs import gpt2_124m, gpt2_tiny
 from experiments import train_gpt2
-from experiments.models import gpt2
 from experiments.reporting import run_page
 from experiments.training.trainer import Trainer, TrainingStopped
 
@@ -176,9 +175,7 @@ def test_the_larger_config_is_valid(tmp_path):
   config.run_dir = str(tmp_path / "run")
   config.model.context = 128  # the default corpus is text
   trainer = Trainer(config)
-  params = jax.eval_shape(
-    lambda: gpt2.init_params(trainer.model, jax.random.key(0))
-  )
+  params = jax.eval_shape(trainer.task.init, jax.random.key(0))
   jax.eval_shape(trainer.tx.init, params)
 
 
@@ -210,8 +207,8 @@ def diverged_at(trainer, step):
   """Changes one leaf of one replica before a step."""
   run, calls = trainer.parallel.step, []
 
-  def diverging(params, opt_state, batch):
-    calls.append(step)
+  def diverging(params, opt_state, batch, number):
+    calls.append(number)
     if len(calls) == step:
       wrong = jax.pmap(
         lambda p: p + 10.0 * (jax.lax.axis_index("data") == 1),
@@ -220,7 +217,7 @@ def diverged_at(trainer, step):
       )
       leaves, structure = jax.tree.flatten(params)
       params = jax.tree.unflatten(structure, [wrong(leaves[0]), *leaves[1:]])
-    return run(params, opt_state, batch)
+    return run(params, opt_state, batch, number)
 
   trainer.parallel.step = diverging
   return trainer

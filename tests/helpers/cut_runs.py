@@ -13,7 +13,8 @@ from experiments.training.trainer import Trainer
 from helpers.small_runs import small
 
 CLOCK = (
-  "seconds", "step_seconds", "tokens_per_second", "peak_memory_bytes",
+  "seconds", "step_seconds", "tokens_per_second", "images_per_second",
+  "peak_memory_bytes",
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
-"""The configuration of a run that takes seconds."""
+"""The configurations of runs that take seconds."""
 
-from configs import gpt2_tiny
+from configs import coattention_digits, conv_digits, gpt2_tiny, vit_digits
 
 
 def small(folder, reducer="edgc"):
@@ -17,4 +17,30 @@ def small(folder, reducer="edgc"):
     sampling={"step_rate": 1.0},
   )  # fmt: skip
   config.powersgd.update(rank=4, warmup_steps=2)
+  return config
+
+
+# Sizes of `config.model`, and what is not as in `small`.
+_TASKS = {
+  "gpt2": (gpt2_tiny, {}),
+  "bert": (gpt2_tiny, {"vocab_size": 257}),
+  "vit": (vit_digits, {"patch": 4, "num_layers": 1}),
+  "conv": (conv_digits, {"channels": (16, 32)}),
+  "coattention": (coattention_digits, {"patch": 4, "num_layers": 1}),
+}
+
+
+def small_task(folder, task, reducer="edgc", backend="vmap"):
+  """Returns a configuration as `small` of any task, with a line each step."""
+  file, sizes = _TASKS[task]
+  config = small(folder, reducer)
+  if file is not gpt2_tiny:
+    own = file.get_config(reducer)
+    for name in ("model", "name"):
+      config[name] = own[name]
+    if "width" in own.model:
+      sizes = {"width": 32, "num_heads": 2, **sizes}
+    config.evaluation.metric = own.evaluation.metric
+  config.model.update(sizes)
+  config.task, config.mesh.backend, config.log_every = task, backend, 1
   return config

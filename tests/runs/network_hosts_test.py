@@ -22,7 +22,11 @@ def network():
 
 
 def measured(folder, *options):
-  """Runs a small benchmark; returns its results, which have no failure."""
+  """Runs a small benchmark without a failure.
+
+  Returns:
+    What the JSON file holds, and its cells by row for each layout.
+  """
   output = folder / "network.json"
   command = [
     sys.executable, "-m", "experiments.network",
@@ -36,20 +40,24 @@ def measured(folder, *options):
   )  # fmt: skip
   logs = "".join(p.read_text()[-2000:] for p in (folder / "logs").iterdir())
   assert done.returncode == 0, done.stdout + done.stderr + logs
-  found = results.load(output)
-  assert not found.failures
-  return found
+  found = json.loads(output.read_text())
+  assert not found["failures"]
+  cells = results.cells_of(output)
+  return found, {
+    layout: dict(zip(own["row"], own.itertuples(), strict=True))
+    for layout, own in cells.groupby("layout")
+  }
 
 
 def test_two_hosts(tmp_path, network):
   """A small benchmark runs, and leaves no namespace on the machine."""
-  found = measured(
+  _, cells = measured(
     tmp_path, "--config.model.width=64", "--config.model.num_layers=2",
     "--config.model.num_heads=2", "--hosts=2", "--noshards", "--rates=20",
     "--row=no exchange", "--row=dense", "--row=powersgd, rank 8",
   )  # fmt: skip
-  (dense,) = found.of(row="dense")
-  (factors,) = found.of(row="powersgd, rank 8")
+  rows = cells["2 replicas"]
+  dense, factors = rows["dense"], rows["powersgd, rank 8"]
   # Sent bytes include headers, acknowledgements and the loss.
   assert 1.0 < dense.sent_bytes / dense.wire_bytes < 1.15
   assert factors.sent_bytes < dense.sent_bytes / 2
@@ -79,19 +87,21 @@ def test_only_the_exchange_of_shards_crosses_the_link(tmp_path, network):
     }],
   }  # fmt: skip
   (tmp_path / "network.json").write_text(json.dumps(older))
-  found = measured(tmp_path, "--hosts=", "--shard_rates=100", "--keep")
+  found, cells = measured(tmp_path, "--hosts=", "--shard_rates=100", "--keep")
   # The older run keeps the layout that was not measured again.
-  assert [run["layouts"] for run in found.runs] == [
+  assert [run["layouts"] for run in found["runs"]] == [
     ["2 replicas"], ["2 replicas of 4 shards"],
   ]  # fmt: skip
-  assert "Commit older" in (tmp_path / "network.md").read_text()
-  cells = {cell.row: cell for cell in found.of(shards=4)}
+  assert found["runs"][0]["commit"] == "older"
+  assert list(cells["2 replicas"]) == ["dense"]
+  cells = cells["2 replicas of 4 shards"]
+  assert {cell.shards for cell in cells.values()} == {4}
   nothing, dense = cells.pop("no exchange"), cells["dense"]
   # The shards gather some megabytes in each step, inside their hosts.
   assert nothing.sent_bytes < 50_000
-  assert dense.wire_bytes > 4 * found.about["params"]
+  assert dense.wire_bytes > 4 * found["params"]
   assert len(cells) == 6
   for row, cell in cells.items():
-    assert 1.0 < cell.sent_bytes / cell.predicted_bytes < 1.1, row
+    assert 1.0 < cell.sent_bytes / cell.ring_bytes < 1.1, row
   # Rank 8 sends an eighth of the bytes.
   assert cells["powersgd, rank 8"].exchange < dense.exchange

@@ -1,0 +1,127 @@
+"""Tables and pictures of the pages."""
+
+import pytest
+from PIL import Image
+
+from experiments.pages import __main__ as pages
+from experiments.pages import protocol
+from experiments.study import study
+from experiments.study.records import Records
+
+PAGE = """# A page
+
+Before.
+<!-- table numbers -->
+| old |
+<!-- end -->
+Between, <!-- a comment -->.
+<!-- table of: 2 replicas -->
+<!-- end -->
+After.
+"""
+
+
+def test_tables_are_written_between_their_marks_alone():
+  tables = {"numbers": lambda: ["| 1 |"], "of": lambda which: [which]}
+  text = pages.filled(PAGE, tables)
+  assert text == PAGE.replace(
+    "<!-- table numbers -->\n| old |\n<!-- end -->",
+    "<!-- table numbers -->\n\n| 1 |\n\n<!-- end -->",
+  ).replace(
+    "<!-- table of: 2 replicas -->\n",
+    "<!-- table of: 2 replicas -->\n\n2 replicas\n\n",
+  )
+  assert pages.filled(text, tables) == text
+
+
+def test_an_unknown_table_is_an_error():
+  with pytest.raises(ValueError, match="`table` must be one of numbers, got"):
+    pages.filled(PAGE, {"numbers": lambda: []})
+
+
+@pytest.mark.parametrize(
+  "file",
+  [pages.ROOT / "README.md", *sorted((pages.ROOT / "docs").glob("*.md"))],
+  ids=lambda file: file.stem,
+)
+def test_committed_pages_have_the_tables_of_the_records(file):
+  text = file.read_text()
+  assert pages.filled(text, pages.TABLES) == text, "run `make pages`"
+
+
+@pytest.mark.parametrize("name", pages.PICTURES)
+def test_committed_pictures_show_the_records(name):
+  file = pages.ROOT / "docs/pictures" / f"{name}.png"
+  drawn = pages._drawn(pages.PICTURES[name]())
+  assert pages._look_alike(drawn, Image.open(file).convert("RGB"))
+
+
+def test_pictures_that_differ_are_noticed():
+  white, other = (Image.new("RGB", (100, 100), c) for c in ("white", "white"))
+  assert pages._look_alike(white, other)
+  other.paste("black", (0, 0, 20, 20))
+  assert not pages._look_alike(white, other)
+  assert not pages._look_alike(white, Image.new("RGB", (100, 99), "white"))
+
+
+@pytest.fixture
+def made_up(tmp_path, monkeypatch):
+  """Puts made-up records of two seeds in place of those of the protocol."""
+  own = study.Study(
+    "made_up",
+    str(pages.ROOT / "configs/gpt2_tiny.py"),
+    {
+      "Every entry": {"dense": {"reducer": "allreduce"}},
+      "Low rank": {"powersgd 8": {"reducer": "powersgd", "powersgd.rank": 8.0}},
+    },
+    (0, 1),
+  )
+  records = Records(tmp_path)
+  for arm, losses, bits in (
+    ("dense", (2.0, 3.0), 32.0), ("powersgd 8", (2.1, 3.3), 1.0),
+  ):  # fmt: skip
+    for seed, loss in enumerate(losses):
+      run, _ = own.judged(arm, seed, records)
+      summary = {
+        "reducer": run.config.reducer, "val_loss": loss, "params": 1000,
+        "wire_bytes_per_step": [bits * 125], "seconds": 3600.0,
+        "versions": {"task": 1, "method": 1 - seed},
+        "corpus": {"name": "text"},
+        "environment": {"device": "cpu", "cores": 2, "python": "3",
+                        "versions": {"jax": "1"}, "commit": f"c{seed}"},
+      }  # fmt: skip
+      lines = {
+        "step": [100, 200, 400],
+        "val_loss": [loss + 1, loss + 0.2, loss],
+      }
+      records.add(run.config, {"summary": summary, "lines": lines})
+  for cached in (protocol._records, protocol._study, protocol._judged,
+                 protocol._arms):  # fmt: skip
+    cached.cache_clear()
+  monkeypatch.setattr(protocol, "_records", lambda: records)
+  monkeypatch.setattr(protocol, "_study", lambda name: own)
+  yield
+  for cached in (protocol._judged, protocol._arms):
+    cached.cache_clear()
+
+
+def cells(lines):
+  """Returns the cells of each line by its first one."""
+  split = [[c.strip() for c in line.split("|")[1:-1]] for line in lines]
+  return {row[0]: row[1:] for row in split if row}
+
+
+def test_tables_of_made_up_records(made_up):
+  table = cells(protocol._results("made up"))
+  (dense,) = [name for name in table if name.startswith("dense")]
+  (low,) = [name for name in table if name.startswith("powersgd")]
+  assert "older version" in dense  # seed 1 is
+  assert table[dense][:4] == ["32.00", "2.5000", "-", "-"]
+  # Gaps of 0.1 and 0.3; dense is there at steps 300 and, earlier, 192.
+  assert table[low][:3] == ["1.00", "2.7000", "+0.2000 ± 0.1000"]
+  assert table[low][3] == f"{(300 / 400 + 187.5 / 400) / 2:.0%} of its steps"
+  (origin,) = protocol._origin("made up")
+  assert origin.startswith("4 runs, 4.0 hours") and "c0, c1" in origin
+  assert "missing" not in origin
+  summary = cells(protocol._summary("made up"))
+  assert any(name.startswith("powersgd 8") for name in summary)

@@ -1,0 +1,261 @@
+"""Records of runs: what they hold, and which run they are of."""
+
+import json
+
+import pytest
+from ml_collections import ConfigDict
+
+import edgc_jax
+from configs import common, conv_digits, gpt2_tiny
+from experiments.study import records as own
+from experiments.study.records import Record, Records
+from experiments.tasks.gpt2 import Gpt2
+
+
+def config_of(reducer="edgc", **changes):
+  config = gpt2_tiny.get_config(reducer)
+  config.update_from_flattened_dict(changes)
+  return config
+
+
+def found(reducer="edgc", loss=2.5, **summary):
+  """Returns what a finished run has logged, as `numbers_of`."""
+  summary = {
+    "reducer": reducer, "steps": 4, "params": 1000, "val_loss": loss,
+    "wire_bytes_per_step": [250.0], "seconds": 60.0,
+    "versions": {"task": 1, "method": 1},
+  } | summary  # fmt: skip
+  lines = {
+    "step": [1, 2, 4], "loss": [5.0, 4.0, 3.0], "val_loss": [None, 3.5, loss],
+    "matrix_rank/blocks/mlp_in/kernel": [[8, 4], [8, 4], [4, 4]],
+  }  # fmt: skip
+  return {"summary": summary, "lines": lines}
+
+
+@pytest.fixture
+def records(tmp_path):
+  return Records(tmp_path / "records")
+
+
+def changed_file(records, config, change):
+  """Changes the file of a record, and reads all records again."""
+  file = records.folder / config.name / f"{own.name_of(config)}.json"
+  values = json.loads(file.read_text())
+  change(values)
+  file.write_text(json.dumps(values))
+  return Records(records.folder)
+
+
+@pytest.mark.parametrize("file", [gpt2_tiny, conv_digits])
+def test_a_record_comes_back(records, file):
+  config = file.get_config("edgc")
+  config.run_dir = "/some/path"
+  path = records.add(config, found())
+  assert path.parent == records.folder / config.name
+  for known in (records, Records(records.folder)):
+    record = known.find(config)
+    assert dict(record) == json.loads(path.read_text())
+    assert record["lines"] == found()["lines"]
+    assert record["summary"] == found()["summary"]
+    assert record.is_finished and record == known.finished(config)
+    assert record.bits == 8 * 250 / 1000
+    assert list(record.curve) == ["step", "loss", "val_loss"]
+    assert record.curve["val_loss"].tolist()[1:] == [3.5, 2.5]
+  assert "/some/path" not in path.read_text()
+  assert "steps" in record["changed"] and "seed" not in record["changed"]
+  assert len(path.read_text().splitlines()) == 6, "a line for each part"
+
+
+def test_another_record_of_the_run_takes_its_place(records):
+  for loss in (3.0, 2.0):
+    records.add(config_of(), found(loss=loss))
+  assert len(list(records.folder.rglob("*"))) == 2  # folder and file
+  assert records.find(config_of())["summary"]["val_loss"] == 2.0
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"seed": 1},
+    {"steps": 401},
+    {"optimizer.lr": 2e-3},
+    {"edgc.rank_max": 32},
+    {"edgc.sampling.entry_rate": 0.1},
+    {"model.width": 96},
+    {"evaluation.every": 50},
+    {"mesh.data": 2},
+    {"data.path": "other.txt"},
+  ],
+)
+def test_a_run_with_another_key_is_another_run(records, changes):
+  records.add(config_of(), found())
+  other = config_of(**changes)
+  assert records.find(other) is None
+  assert own.name_of(other) != own.name_of(config_of())
+  records.add(other, found(loss=9.0))
+  for config, loss in ((config_of(), 2.5), (other, 9.0)):
+    assert records.find(config)["summary"]["val_loss"] == loss
+
+
+def test_another_reducer_or_task_is_another_run(records):
+  records.add(config_of(), found())
+  assert records.find(config_of("powersgd")) is None
+  assert records.find(conv_digits.get_config()) is None
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"run_dir": "elsewhere"},
+    {"name": "renamed"},
+    {"log_every": 3},
+    {"resume": False},
+    {"checkpoint.every": 7, "checkpoint.keep": 5},
+    {"sentinel.every": 11},
+    {"mesh.backend": "vmap"},
+    {"powersgd.rank": 3.0, "quantize.bits": 4},  # of other reducers
+  ],
+)
+def test_keys_that_change_no_result(records, changes):
+  records.add(config_of(), found())
+  assert records.find(config_of(**changes)) is not None
+  # The hash of the name does not depend on them, either.
+  assert own.name_of(config_of(**changes)) == own.name_of(config_of())
+
+
+@pytest.fixture(autouse=True)
+def forget_defaults():
+  yield
+  own._defaults.cache_clear()
+
+
+@pytest.mark.parametrize("key", ["restarts", "edgc.momentum", "mesh.hosts"])
+def test_a_new_key_counts_at_its_default(records, monkeypatch, key):
+  records.add(config_of(), found())
+  before = own.name_of(config_of())
+  section, _, name = key.rpartition(".")
+
+  def extended(value):
+    config = config_of()
+    with config.unlocked():
+      (config[section] if section else config)[name] = value
+    return config
+
+  base = common.base
+
+  def new_base(reducer):
+    config = base(reducer)
+    with config.unlocked():
+      (config[section] if section else config)[name] = 0.5
+    return config
+
+  monkeypatch.setattr(common, "base", new_base)
+  own._defaults.cache_clear()
+  assert records.find(extended(0.5)) is not None
+  assert own.name_of(extended(0.5)) == before
+  assert records.find(extended(0.75)) is None
+
+
+def test_a_key_that_has_vanished_must_have_been_at_its_default(records):
+  config = config_of()
+  records.add(config, found())
+  with_key = lambda values: values["config"].update(older=0.5)  # noqa: E731
+  assert changed_file(records, config, with_key).find(config) is not None
+  not_at_default = lambda values: values["changed"].append("older")  # noqa: E731
+  assert changed_file(records, config, not_at_default).find(config) is None
+
+
+def test_a_new_default_is_another_run(records, monkeypatch):
+  """The configuration of a run counts, not what was changed in it."""
+  records.add(config_of(), found())
+  base = common.base
+
+  def other(reducer):
+    config = base(reducer)
+    config.optimizer.b2 = 0.99
+    return config
+
+  monkeypatch.setattr(common, "base", other)
+  own._defaults.cache_clear()
+  assert records.find(config_of()) is None
+  assert records.find(config_of(**{"optimizer.b2": 0.95})) is not None
+
+
+def test_failures_are_recorded_and_forgotten(records):
+  failed, finished = config_of(), config_of(seed=1)
+  file = records.add(failed, {"error": "exit code 1: no room"})
+  records.add(finished, found())
+  for known in (records, Records(records.folder)):
+    record = known.find(failed)
+    assert record["error"] == "exit code 1: no room"
+    assert not record.is_finished and known.finished(failed) is None
+  known.forget_failures()
+  assert not file.exists() and known.find(failed) is None
+  assert known.find(finished) is not None
+  assert Records(records.folder).find(failed) is None
+  # A run that finishes in the end takes the place of its failure.
+  records.add(failed, {"error": "again"})
+  records.add(failed, found())
+  assert records.finished(failed) is not None
+
+
+def test_records_of_older_versions_are_marked(records, monkeypatch):
+  records.add(config_of(), found())
+  record = records.find(config_of())
+  assert record.is_current
+  with monkeypatch.context() as patch:
+    patch.setitem(edgc_jax.METHOD_VERSIONS, "powersgd", 2)
+    assert record.is_current
+    patch.setitem(edgc_jax.METHOD_VERSIONS, "edgc", 2)
+    assert not record.is_current
+  with monkeypatch.context() as patch:
+    patch.setattr(Gpt2, "version", 2)
+    assert not record.is_current
+  with monkeypatch.context() as patch:
+    patch.delitem(edgc_jax.METHOD_VERSIONS, "edgc")
+    assert not record.is_current, "the method is gone"
+  values = {**record, "config": {**record["config"], "task": "gone"}}
+  assert not Record(values).is_current
+  assert record.is_current
+
+
+def test_numbers_of_a_run_folder(tmp_path):
+  """Numbers keep five digits; lists over one stage become its value."""
+  lines = [
+    {"step": 1, "loss": 1 / 3, "rank": [8], "entropy": [-1.23456789, 2.0],
+     "matrix_rank": {"blocks/mlp": [[8, 4]], "embedding": [[4]]}},
+    {"step": 2, "loss": 2.0, "val_loss": 12345678.9, "rank": [4],
+     "entropy": [float("nan"), 2.0]},
+  ]  # fmt: skip
+  text = "".join(json.dumps(line) + "\n" for line in lines)
+  (tmp_path / "metrics.jsonl").write_text(text)
+  summary = {"val_loss": 1 / 3, "reducer": "edgc"}
+  (tmp_path / "summary.json").write_text(json.dumps(summary))
+  numbers = own.numbers_of(tmp_path)
+  assert numbers["summary"] == summary
+  entropies = numbers["lines"].pop("entropy")
+  assert entropies[0] == [-1.2346, 2] and entropies[1][1] == 2
+  assert entropies[1][0] != entropies[1][0]
+  assert numbers["lines"] == {
+    "step": [1, 2],
+    "loss": [0.33333, 2],
+    "val_loss": [None, 12346000],
+    "rank": [8, 4],
+    "matrix_rank/blocks/mlp": [[8, 4], None],
+    "matrix_rank/embedding": [4, None],
+  }
+  del summary["val_loss"]
+  (tmp_path / "summary.json").write_text(json.dumps(summary))
+  with pytest.raises(ValueError, match="held-out loss is not finite"):
+    own.numbers_of(tmp_path)
+  (tmp_path / "summary.json").unlink()
+  with pytest.raises(OSError, match="summary"):
+    own.numbers_of(tmp_path)
+
+
+def test_configurations_of_json_are_those_of_files(records):
+  """A record is found by the configuration that it holds."""
+  config = conv_digits.get_config("powersgd")
+  records.add(config, found("powersgd"))
+  again = ConfigDict(records.find(config)["config"])
+  assert records.find(again) is not None

@@ -1,0 +1,531 @@
+"""Studies: what runs next, how it runs, and what is made of it."""
+
+import json
+import math
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import edgc_jax
+from experiments import tasks
+from experiments.parallel import meshes
+from experiments.study import runner, statistics, study
+from experiments.study.records import Records
+from experiments.study.study import MATCHED, Study, Tuning
+from experiments.training import optimizer
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CONFIG = str(ROOT / "configs/gpt2_tiny.py")
+TABLES = {
+  "Every entry": {
+    "dense": {"reducer": "allreduce"},
+    "sparse": {"reducer": "topk", "topk.density": 0.05},
+  },
+  "Low rank": {
+    "fixed": {"reducer": "powersgd", "powersgd.rank": 8.0,
+              "powersgd.wire_dtype": "bfloat16"},
+    "edgc": {"reducer": "edgc", "edgc.wire_dtype": "bfloat16"},
+  },
+}  # fmt: skip
+PLAIN = Study("plain", CONFIG, TABLES, (0, 1))
+TUNED = Study(
+  "tuned", CONFIG, TABLES, (0, 1), more=(2, 3), best=1,
+  tuning=Tuning("optimizer.lr", (1e-3, 2e-3), 2, 100, {"steps": 50}),
+  matched={"edgc": "fixed"},
+)  # fmt: skip
+SENT = 0.5e6  # bytes of a step of edgc
+
+
+@pytest.fixture
+def records(tmp_path):
+  return Records(tmp_path / "records")
+
+
+def record(records, run, loss, curve=(), **more):
+  """Records a finished run; curve has steps and held-out losses."""
+  summary = {
+    "reducer": run.config.reducer, "val_loss": loss, "steps": 400,
+    "params": 4_000_000, "seconds": 1.0,
+    "wire_bytes_per_step": [SENT], "versions": {"task": 1, "method": 1},
+  } | more  # fmt: skip
+  steps, losses = zip(*(curve or [(400, loss)]), strict=True)
+  lines = {"step": list(steps), "val_loss": list(losses)}
+  records.add(run.config, {"summary": summary, "lines": lines})
+
+
+def tune(own, records, loss_of, arm=None):
+  """Records tuning runs of an arm, or all, until none is planned."""
+  tried = []
+  while True:
+    runs = [r for r in own.plan(records) if not r.is_judged]
+    run = next((r for r in runs if arm in (None, r.arm)), None)
+    if run is None:
+      return tried
+    value = run.config.optimizer.lr
+    tried.append(value)
+    loss = loss_of(value)
+    if loss is None:
+      records.add(run.config, {"error": "diverged"})
+    else:
+      record(records, run, loss)
+
+
+def judge(own, records, loss_of):
+  """Records judged runs until none is planned; returns (arm, seed) of all."""
+  tried = []
+  while run := next((r for r in own.plan(records) if r.is_judged), None):
+    tried.append((run.arm, run.config.seed))
+    record(records, run, loss_of(*tried[-1]))
+  return tried
+
+
+def near(best):
+  """Returns a loss that is least at a value."""
+  return lambda value: 2.0 + math.log(value / best) ** 2
+
+
+# What runs next.
+
+
+@pytest.mark.parametrize(
+  "best, expected",
+  [
+    (1e-3, [1e-3, 2e-3, 5e-4]),
+    (2e-3, [1e-3, 2e-3, 4e-3]),
+    (8e-3, [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]),
+    (2.5e-4, [1e-3, 2e-3, 5e-4, 2.5e-4, 1.25e-4]),
+  ],
+)
+def test_tuning_goes_on_until_the_best_value_is_inside(records, best, expected):
+  assert TUNED.best_value("fixed", records) is None
+  tried = tune(TUNED, records, near(best), "fixed")
+  assert tried == pytest.approx(expected)
+  assert TUNED.best_value("fixed", records) == pytest.approx(best)
+  assert list(TUNED.tuned("fixed", records)) == pytest.approx(expected)
+  assert TUNED.best_value("edgc", records) is None
+  assert TUNED.tuned("edgc", records) == {}
+
+
+def test_tuning_runs_have_their_own_settings(records):
+  runs = [run for run in TUNED.plan(records) if run.arm == "fixed"]
+  assert [run.config.optimizer.lr for run in runs] == [1e-3, 2e-3]
+  for run in runs:
+    assert not run.is_judged
+    assert (run.config.seed, run.config.steps) == (100, 50)
+    assert run.config.powersgd.wire_dtype == "bfloat16"
+  # The next value is known only once all first ones are.
+  record(records, runs[0], 2.0)
+  (left,) = [run for run in TUNED.plan(records) if run.arm == "fixed"]
+  assert left.config.optimizer.lr == 2e-3
+  # Nothing is judged before its rate is known.
+  assert TUNED.judged("fixed", 0, records) == (None, None)
+
+
+def test_a_value_that_diverges_is_infinitely_bad(records):
+  loss_of = lambda value: None if value > 1.5e-3 else near(1e-3)(value)  # noqa: E731
+  assert tune(TUNED, records, loss_of, "dense") == [1e-3, 2e-3, 5e-4]
+  assert TUNED.best_value("dense", records) == 1e-3
+  losses = [study.loss_of(r) for r in TUNED.tuned("dense", records).values()]
+  assert losses[1] == math.inf
+
+
+def test_judged_runs_take_the_best_value(records):
+  tune(TUNED, records, near(4e-3))
+  for arm in ("dense", "fixed", "edgc"):
+    run, found = TUNED.judged(arm, 1, records)
+    assert run.is_judged and found is None
+    assert run.config.optimizer.lr == 4e-3
+    assert (run.config.seed, run.config.steps) == (1, 400)
+    assert run.config.reducer == TUNED.arms[arm]["reducer"]
+  record(records, run, 2.5)
+  assert TUNED.judged("edgc", 1, records)[1]["summary"]["val_loss"] == 2.5
+  # Without tuning a judged run has the rate of its configuration.
+  run, _ = PLAIN.judged("dense", 0, records)
+  assert run.config.optimizer.lr == 1e-3
+
+
+def bytes_of(config, rank):
+  """Returns the bytes of a step of a schedule of ranks, by its mean."""
+  bytes_of_step = study._bytes_of_step(config.to_json())
+  ranks = optimizer._rank_schedule(rank, 0, 400)
+  ends = [*ranks, 400][1:]
+  return sum(
+    bytes_of_step(rank, min(ranks.values())) * (end - start)
+    for (start, rank), end in zip(ranks.items(), ends, strict=True)
+  ) / 400  # fmt: skip
+
+
+def test_a_matched_arm_sends_the_bytes_of_its_partner(records):
+  tune(TUNED, records, near(4e-3), "edgc")
+  tune(TUNED, records, near(2e-3), "fixed")
+  name = "edgc" + MATCHED
+  assert TUNED.table_of("Low rank") == ["fixed", "edgc", name]
+  assert TUNED.judged(name, 0, records) == (None, None)
+  ranks = {}
+  for seed, target in ((0, 0.5e6), (1, 0.62e6)):
+    run, _ = TUNED.judged("edgc", seed, records)
+    record(records, run, 2.5, wire_bytes_per_step=[target])
+    run, found = TUNED.judged(name, seed, records)
+    assert found is None and run.arm == name and run.is_judged
+    assert run.config.reducer == "powersgd" and run.config.seed == seed
+    # Rate and other settings are those of the fixed arm.
+    assert run.config.optimizer.lr == 2e-3
+    assert run.config.powersgd.wire_dtype == "bfloat16"
+    ranks[seed] = run.config.powersgd.rank
+    assert bytes_of(run.config, ranks[seed]) == pytest.approx(target, rel=0.005)
+  assert ranks[0] < ranks[1]
+  assert name in [run.arm for run in TUNED.plan(records)]
+
+
+def test_the_partner_of_a_failed_run_does_not_run(records):
+  tune(TUNED, records, near(2e-3))
+  run, _ = TUNED.judged("edgc", 0, records)
+  records.add(run.config, {"error": "exit code 1"})
+  assert TUNED.judged("edgc" + MATCHED, 0, records) == (None, None)
+
+
+@pytest.mark.parametrize("target", [0.3e6, 0.62e6, 0.9137e6, 1.24e6, 2e6])
+def test_a_fixed_rank_of_the_same_bytes(target):
+  config = PLAIN.configuration({"reducer": "powersgd"})
+  rank = study.equal_rank(study._bytes_of_step(config.to_json()), target)
+  assert bytes_of(config, rank) == pytest.approx(target, rel=0.005)
+
+
+def test_there_is_no_rank_below_one_or_above_dense():
+  config = PLAIN.configuration({"reducer": "powersgd"})
+  bytes_of_step = study._bytes_of_step(config.to_json())
+  for target in (1e4, 8e6):
+    with pytest.raises(ValueError, match=r"bytes must be from .* got .*; set"):
+      study.equal_rank(bytes_of_step, target)
+
+
+def test_a_fixed_rank_where_a_matrix_becomes_dense():
+  """It is dense from rank 39 on, but not in a run whose least rank is 38."""
+  config = PLAIN.configuration({"reducer": "powersgd"})
+  bytes_of_step = study._bytes_of_step(config.to_json())
+  assert bytes_of_step(39, 38) < bytes_of_step(39) - 40_000
+  for target, expected in ((2.05e6, 38.4), (2.12e6, 39)):
+    assert study.equal_rank(bytes_of_step, target) == expected
+
+
+def test_narrow_factors_have_twice_the_rank():
+  ranks = []
+  for wire_dtype in ("bfloat16", "float32"):
+    settings = {"reducer": "powersgd", "powersgd.wire_dtype": wire_dtype}
+    config = PLAIN.configuration(settings)
+    bytes_of_step = study._bytes_of_step(config.to_json())
+    ranks.append(study.equal_rank(bytes_of_step, 0.62e6))
+  assert 1.8 < ranks[0] / ranks[1] < 2.2
+
+
+def test_bytes_of_all_shards_count():
+  """As in the summary of a run on shards."""
+  config = PLAIN.configuration(
+    {"reducer": "powersgd", "powersgd.rank": 8, "mesh.data": 2,
+     "mesh.fsdp": 4, "mesh.backend": "jit"}
+  )  # fmt: skip
+  bytes_of_step = study._bytes_of_step(config.to_json())
+  task, mesh = tasks.make(config), meshes.make_mesh(2, 1, 4)
+  params = task.layout(mesh.shape)
+  (part,) = edgc_jax.describe(
+    optimizer.make_reducer(config, task, {}), params.shapes, mesh=mesh,
+    param_specs=params.specs,
+  ).parts  # fmt: skip
+  assert bytes_of_step(8) == 4 * part.wire_bytes[0]
+  assert study.equal_rank(bytes_of_step, bytes_of_step(8)) == 8
+  config.mesh.update(stage=2, fsdp=1)
+  with pytest.raises(ValueError, match=r"`mesh.stage` must be 1 .* got 2; "):
+    study._bytes_of_step(config.to_json())
+
+
+def test_more_seeds_are_for_dense_and_the_best(records):
+  tune(TUNED, records, near(2e-3))
+  name = "edgc" + MATCHED
+  means = {"dense": 2.0, "sparse": 1.5, "fixed": 2.2, "edgc": 2.1, name: 2.3}
+  assert TUNED.leaders(records) == []
+  loss_of = lambda arm, seed: means[arm] + 0.01 * seed  # noqa: E731
+  tried = judge(TUNED, records, loss_of)
+  first = [(arm, seed) for seed in (0, 1) for arm in means]
+  assert sorted(tried[: len(first)]) == sorted(first)
+  # The first table has dense alone; edgc is the best of the other.
+  assert TUNED.leaders(records) == ["dense", "edgc"]
+  assert tried[len(first) :] == [
+    (arm, seed) for seed in (2, 3) for arm in ("dense", "edgc")
+  ]
+  assert list(TUNED.plan(records)) == []
+
+
+def test_a_plan_without_tuning(records):
+  arms = ["dense", "sparse", "fixed", "edgc"]
+  assert [run.arm for run in PLAIN.plan(records)] == arms * 2
+  tried = judge(PLAIN, records, lambda arm, seed: 2.0)
+  assert tried == [(arm, seed) for seed in (0, 1) for arm in arms]
+
+
+# Files of studies.
+
+FILE = "CONFIG = 'c.py'\nSEEDS = (0,)\nTABLES = {'one': {'a b': {'x': 1}}"
+
+
+@pytest.mark.parametrize(
+  "text, message",
+  [
+    (
+      FILE + "}\nTUNNING = {}",
+      r"must set no other names than BEST, CONFIG, .*, got TUNNING in .*; ren",
+    ),
+    (
+      FILE + ", 'two': {'a b': {'x': 2}}}",
+      r"`TABLES` must have one arm of each name, got 'a b' .*; rename one",
+    ),
+    ("SEEDS = (0,)", r"must set CONFIG, .* no CONFIG and no TABLES in .*; add"),
+    (
+      FILE + "}\nMATCHED = {'a b': 'c'}",
+      r"`MATCHED` must name arms of TABLES, got c in .*; rename or remove",
+    ),
+  ],
+)
+def test_mistakes_in_a_file(tmp_path, text, message):
+  file = tmp_path / "some.py"
+  file.write_text(text)
+  with pytest.raises(ValueError, match=message):
+    study.load(str(file))
+
+
+def test_a_file_is_loaded(tmp_path):
+  file = tmp_path / "configs" / "mine" / "some.py"
+  file.parent.mkdir(parents=True)
+  file.write_text(FILE + ", 'two': {'a b': {'x': 1}}}\n_LIST = ()\nx = 1")
+  found = study.load(str(file))
+  assert found.name == "mine-some"
+  assert found.arms == {"a b": {"x": 1}} and found.dense == "a b"
+  assert found.seeds == (0,) and found.tuning is None
+  outside = tmp_path / "other.py"
+  outside.write_text(file.read_text())
+  assert study.load(str(outside)).name == "other"
+
+
+STUDIES = [
+  path for path in (ROOT / "configs").rglob("*.py")
+  if "\nTABLES = " in path.read_text()
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_settings_of_the_studies_are_valid(path, records, monkeypatch):
+  monkeypatch.chdir(ROOT)
+  own = study.load(str(path))
+  assert own.arms[own.dense]["reducer"] == "allreduce"
+  for settings in own.arms.values():
+    config = own.configuration(settings)
+    task = tasks.make(config)
+    tx = optimizer.make_reducer(config, task, {})
+    jax.eval_shape(tx.init, task.layout({"data": 4}).shapes)
+  arms = {run.arm for run in own.plan(records)}
+  assert arms == set(own.arms)
+
+
+def test_budgets_of_the_protocol(monkeypatch):
+  """Fixed ranks send what the name of their table says."""
+  monkeypatch.chdir(ROOT)
+  own = study.load("configs/protocol/table.py")
+  checked = 0
+  for table, arms in own.tables.items():
+    for settings in arms.values():
+      if settings["reducer"] != "powersgd":
+        continue
+      config = own.configuration(settings)
+      shapes = tasks.make(config).layout({"data": 4}).shapes
+      params = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+      bits = 8 * bytes_of(config, config.powersgd.rank) / params
+      assert bits == pytest.approx(float(table.split()[1]), rel=0.01)
+      checked += 1
+  assert checked == 18
+
+
+# Statistics.
+
+
+@pytest.fixture
+def judged(records):
+  """Returns the frame of dense losses of 2 and 3, and of arms above them."""
+  own = Study("own", CONFIG, TABLES, (0, 1), matched={"edgc": "fixed"})
+  above = {
+    "dense": (0.0, 0.0), "sparse": (-0.5, 0.0), "fixed": (0.2, 0.3),
+    "edgc": (0.1, 0.2), "edgc" + MATCHED: (0.2, 0.4),
+  }  # fmt: skip
+  while run := next(own.plan(records), None):
+    seed = run.config.seed
+    loss = 2.0 + seed + above[run.arm][seed]
+    curve = [(1, None), (100, loss + 2), (200, loss + 1), (400, loss)]
+    record(records, run, loss, curve, wire_bytes_per_step=[0.5e6])
+  return statistics.judged(own, records)
+
+
+def test_gaps_are_seed_by_seed(judged):
+  assert len(judged) == 10
+  found = statistics.by_arm(judged)
+  assert list(found.index) == [
+    ("Every entry", "dense"), ("Every entry", "sparse"),
+    ("Low rank", "fixed"), ("Low rank", "edgc"),
+    ("Low rank", "edgc" + MATCHED),
+  ]  # fmt: skip
+  fixed = found.loc[("Low rank", "fixed")]
+  assert fixed["seeds"] == 2 and fixed["is_current"]
+  assert fixed["loss"] == pytest.approx((2.2 + 3.3) / 2)
+  assert fixed["bits"] == 8 * 0.5e6 / 4e6
+  assert fixed["gap"] == pytest.approx(0.25)
+  # The deviation of 0.2 and 0.3 is 0.0707; divided by the root of 2.
+  assert fixed["gap_error"] == pytest.approx(0.05)
+  assert math.isnan(fixed["beside"])
+  dense = found.loc[("Every entry", "dense")]
+  assert dense["gap"] == dense["gap_error"] == dense["saved"] == 0
+  edgc = found.loc[("Low rank", "edgc")]
+  assert edgc["beside"] == pytest.approx((-0.1 - 0.2) / 2)
+  assert edgc["beside_error"] == pytest.approx(0.05)
+  # Seed 1 alone has no standard error.
+  alone = statistics.by_arm(judged[judged["seed"] == 1])
+  fixed = alone.loc[("Low rank", "fixed")]
+  assert fixed["gap"] == pytest.approx(0.3) and math.isnan(fixed["gap_error"])
+
+
+def test_saved_steps_are_interpolated(judged):
+  fixed = judged[judged["arm"] == "fixed"].set_index("seed")
+  # Dense loses 1 in the last 200 steps: 0.2 above its end is at step 360.
+  np.testing.assert_allclose(fixed["saved"], [0.1, 0.15])
+  sparse = judged[judged["arm"] == "sparse"].set_index("seed")
+  np.testing.assert_allclose(sparse["saved"], [0, 0])
+  dense = judged[judged["arm"] == "dense"]["record"].iloc[0]
+  for loss, expected in ((3.0, 0.5), (3.5, 0.625), (4.0, 0.75), (9.0, 0.75)):
+    assert statistics.saved(dense, loss) == pytest.approx(expected)
+
+
+def test_runs_that_are_not_finished_have_no_line(records):
+  assert len(statistics.judged(PLAIN, records)) == 0
+  run, _ = PLAIN.judged("fixed", 0, records)
+  record(records, run, 2.5)
+  run, _ = PLAIN.judged("dense", 0, records)
+  records.add(run.config, {"error": "exit code 1"})
+  (line,) = statistics.judged(PLAIN, records).to_dict("records")
+  assert line["arm"] == "fixed" and math.isnan(line["gap"])
+  assert math.isnan(line["saved"]) and math.isnan(line["value"])
+
+
+def test_records_of_older_versions_are_marked(records):
+  for seed in (0, 1):
+    run, _ = PLAIN.judged("fixed", seed, records)
+    record(records, run, 2.5, versions={"task": 1, "method": 1 - seed})
+  frame = statistics.judged(PLAIN, records)
+  assert frame["is_current"].tolist() == [True, False]
+  assert not statistics.by_arm(frame)["is_current"].any()
+
+
+@pytest.mark.parametrize(
+  "difference, error, expected",
+  [
+    (-0.31, 0.1, "ahead"), (-0.29, 0.1, "open"), (0.31, 0.1, "behind"),
+    (0.29, 0.1, "open"), (0.0, 0.1, "open"), (0.3, math.nan, "open"),
+    (-0.1, 0.0, "ahead"),
+  ],
+)  # fmt: skip
+def test_a_difference_of_three_standard_errors_is_one(
+  difference, error, expected
+):
+  assert statistics.verdict(difference, error) == expected
+
+
+# Runs.
+
+# Waits until another one has started, too.
+TOGETHER = """
+touch "$0.started"
+for i in $(seq 500); do
+  [ "$(ls "$(dirname "$0")" | grep -c started)" -ge 2 ] && exit 0
+  sleep 0.02
+done
+echo alone >&2
+exit 9
+"""
+
+
+@pytest.fixture
+def commands(monkeypatch):
+  """Makes runs end at once; returns what each arm does instead of training."""
+  sleep = time.sleep
+  monkeypatch.setattr(runner.time, "sleep", lambda _: sleep(0.01))
+  instead = {}
+
+  def command_of(own, run, path):
+    del own
+    path.mkdir(parents=True)
+    if run.arm != "lost":
+      line = {"step": 400, "loss": 2.0, "val_loss": 2.5}
+      (path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+      (path / "summary.json").write_text(json.dumps({"val_loss": 2.5}))
+    return ["sh", "-c", instead.get(run.arm, "true"), str(path)]
+
+  monkeypatch.setattr(runner, "command_of", command_of)
+  return instead
+
+
+def run_all(records, folder, **options):
+  tables = {"one": {
+    "dense": {"reducer": "allreduce"}, "other": {"reducer": "powersgd"},
+    "lost": {"reducer": "quantize"},
+  }}  # fmt: skip
+  own = Study("runs", CONFIG, tables, (0,))
+  failed = runner.run_all(own, records, folder, **options)
+  found = {run.arm: run.config for run in own.plan(records)}
+  return failed, {
+    arm: own.judged(arm, 0, records)[1] for arm in tables["one"]
+  }, list(found)  # fmt: skip
+
+
+def test_two_runs_at_once_and_failures(records, tmp_path, commands, capsys):
+  commands["dense"] = commands["other"] = TOGETHER
+  failed, found, left = run_all(records, tmp_path / "runs", jobs=2)
+  assert failed == 1 and left == []
+  for arm in ("dense", "other"):
+    assert found[arm].is_finished, found[arm]
+    assert found[arm]["lines"]["val_loss"] == [2.5]
+  assert "summary.json" in found["lost"]["error"]
+  shown = capsys.readouterr().out
+  assert "--- run 1, judged: dense, allreduce-" in shown
+  assert "    other: 2.5000" in shown
+  # Failed runs are recorded, too, and nothing runs again.
+  assert run_all(records, tmp_path / "runs", jobs=2)[0] == 0
+
+
+def test_the_last_words_of_a_run_are_recorded(records, tmp_path, commands):
+  place = pathlib.Path.home() / "x"
+  commands["dense"] = f"echo first >&2; echo no room in {place} >&2; exit 3"
+  failed, found, _ = run_all(records, tmp_path / "runs", limit=1)
+  assert failed == 1
+  assert dict(found["dense"])["error"] == "exit code 3: no room in ~/x"
+  # A limit leaves the rest for another time.
+  assert found["other"] is found["lost"] is None
+  failed, found, left = run_all(records, tmp_path / "runs", limit=0)
+  assert (failed, left) == (0, ["other", "lost"])
+  records.forget_failures()
+  del commands["dense"]
+  (tmp_path / "runs").rename(tmp_path / "before")
+  failed, found, _ = run_all(records, tmp_path / "runs")
+  assert failed == 1 and found["dense"].is_finished
+
+
+def test_commands_set_what_differs_from_the_file(tmp_path):
+  for arm in PLAIN.arms:
+    settings = {**PLAIN.arms[arm], "seed": 7, "optimizer.lr": 4e-3}
+    run = study.Run(arm, PLAIN.configuration(settings), is_judged=True)
+    first, script, file, folder, *changes = runner.command_of(
+      PLAIN, run, tmp_path / "run"
+    )
+    assert first == sys.executable and script.endswith("train_gpt2.py")
+    assert file == f"--config={CONFIG}:{run.config.reducer}"
+    assert folder == f"--config.run_dir={tmp_path / 'run'}"
+    expected = {f"--config.{key}={value}" for key, value in settings.items()}
+    assert set(changes) == expected - {f"--config.reducer={run.config.reducer}"}

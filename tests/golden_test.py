@@ -1,0 +1,96 @@
+"""A short run of every reducer gives the losses that are on record.
+
+`make golden` writes `golden.json` again, after the version of a method was
+raised.
+"""
+
+import json
+import pathlib
+import tempfile
+
+import jax
+import pytest
+
+import edgc_jax
+from configs import gpt2_tiny
+from experiments import tasks
+from experiments.parallel import backends, meshes
+from experiments.training import optimizer
+
+FILE = pathlib.Path(__file__).with_name("golden.json")
+STEPS, MOST = 20, 1e-3  # nats
+
+
+def config_of(name, folder):
+  """Returns a tiny run, whose text this test makes."""
+  text = pathlib.Path(folder, "text.txt")
+  words = [
+    f"{7 * i % 91} squared is {(7 * i % 91) ** 2}.\n" for i in range(999)
+  ]
+  text.write_text("".join(words))
+  config = gpt2_tiny.get_config(name)
+  config.data.path = str(text)
+  config.steps, config.batch_size = STEPS, 8
+  config.mesh.backend = "vmap"
+  config.model.update(context=32, width=64, num_layers=2, num_heads=2)
+  config.optimizer.update(lr=3e-3, warmup_steps=4)
+  config.edgc.update(
+    rank_max=12, rank_min=4, rank_multiple=4, window=4, warmup_steps=4,
+    max_warmup_steps=4, wire_dtype="int8",
+  )  # fmt: skip
+  config.powersgd.update(
+    rank=6, wire_dtype="int4", allocation="error", window=5
+  )
+  config.quantize.update(bits=4, error_feedback=True)
+  return config
+
+
+def run(name):
+  """Returns versions, the losses of all steps, and the ranks."""
+  with tempfile.TemporaryDirectory() as folder:
+    config = config_of(name, folder)
+    task, mesh = tasks.make(config), meshes.of_config(config)
+    tx = optimizer.make_optimizer(config, task, {}, mesh=mesh)
+    backend = backends.make(config, task, tx, mesh)
+    batches = task.train_batches(8, 0, slice(0, 8))
+
+    state, losses, ranks = backend.init(jax.random.key(0)), [], []
+    for step in range(1, STEPS + 1):
+      *state, numbers = backend.step(*state, next(batches), step)
+      losses.append(round(float(numbers["loss"]), 5))
+      ranks.append(float(numbers["rank"].ravel()[0]))
+  versions = {"task": task.version, "method": edgc_jax.METHOD_VERSIONS[name]}
+  return {"versions": versions, "losses": losses, "ranks": ranks}
+
+
+@pytest.mark.parametrize("name", edgc_jax.REDUCERS)
+def test_losses_are_those_on_record(name):
+  expected, found = json.loads(FILE.read_text())[name], run(name)
+  assert found["versions"] == expected["versions"], (
+    f"The version of {name!r} has changed: write {FILE.name} again with"
+    " `make golden`."
+  )
+  moved = [
+    abs(a - b) for a, b in zip(found["losses"], expected["losses"], strict=True)
+  ]
+  assert max(moved) <= MOST, (
+    f"The losses of {name!r} have moved by {max(moved):.2g}, more than {MOST}:"
+    f" raise METHOD_VERSIONS[{name!r}] in edgc_jax/methods/__init__.py, or the"
+    " `version` of the task if those of all reducers have moved, and write"
+    f" {FILE.name} again with `make golden`."
+  )
+
+
+def test_edgc_changes_its_rank():
+  """Otherwise the run would not see its rule."""
+  assert len(set(json.loads(FILE.read_text())["edgc"]["ranks"])) > 1
+
+
+def test_every_reducer_has_a_version():
+  assert edgc_jax.METHOD_VERSIONS.keys() == edgc_jax.REDUCERS.keys()
+
+
+if __name__ == "__main__":
+  found = {name: run(name) for name in edgc_jax.REDUCERS}
+  lines = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in found.items())
+  FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
