@@ -164,7 +164,7 @@ class Study:
   def plan(self, records: Records) -> Iterator[Run]:
     """Yields the runs that can start now, the most useful ones first."""
     arms = [arm for table in self.tables for arm in self.table_of(table)]
-    for arm in self.arms if self.tuning else ():
+    for arm in self.arms:
       for _, run in self._tuning_runs(arm, records):
         if records.find(run.config) is None:
           yield run
@@ -202,7 +202,8 @@ class Study:
   ) -> Iterator[tuple[float, Run]]:
     """Yields the runs of an arm's tuning, as far as they are known."""
     tuning = self.tuning
-    assert tuning is not None
+    if tuning is None:
+      return
     losses: dict[float, float] = {}
     values = list(tuning.start)
     while values:
