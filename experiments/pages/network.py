@@ -163,7 +163,7 @@ def _advice() -> Sequence[str]:
 def draw_parts() -> Figure:
   """Draws bars of the parts, measured alone, and marks of the whole step."""
   cells = _cells()
-  whole = cells.dropna(subset=list(_PARTS))
+  whole = cells[cells["row"] != NO_EXCHANGE].dropna(subset=list(_PARTS))
   rate = 100.0 if (whole["rate"] == 100).any() else whole["rate"].median()
   layouts = whole[whole["rate"] == rate]["layout"].unique()
   figure = Figure(
