@@ -25,7 +25,7 @@ _TASKS = {
   "gpt2": (gpt2_tiny, {}),
   "bert": (gpt2_tiny, {"vocab_size": 257}),
   "vit": (vit_digits, {"patch": 4, "num_layers": 1}),
-  "conv": (conv_digits, {"channels": (16, 32)}),
+  "conv": (conv_digits, {"channels": (32, 64), "dropout": 0.0}),
   "coattention": (coattention_digits, {"patch": 4, "num_layers": 1}),
 }
 
@@ -41,6 +41,7 @@ def small_task(folder, task, reducer="edgc", backend="vmap"):
     if "width" in own.model:
       sizes = {"width": 32, "num_heads": 2, **sizes}
     config.evaluation.metric = own.evaluation.metric
+    config.batch_size = 32  # 8 images are too noisy to learn from in few steps
   config.model.update(sizes)
   config.task, config.mesh.backend, config.log_every = task, backend, 1
   return config
