@@ -45,8 +45,7 @@ class OnMesh(Backend):
     if STAGE in mesh.shape:
       step, evaluate = self._on_stages(num_microbatches)
     else:
-      step = self._in_plain_jit
-      evaluate = lambda params, x: task.evaluate(self._gathered(params), x)  # noqa: E731
+      step, evaluate = self._in_plain_jit, self._in_plain_evaluation
     shardings = self._shardings(specs)
     everywhere = NamedSharding(mesh, PartitionSpec())
     self._draw = jax.jit(params.init, out_shardings=shardings[0])
@@ -93,6 +92,9 @@ class OnMesh(Backend):
       return params
     whole = NamedSharding(self.mesh, PartitionSpec())
     return lax.with_sharding_constraint(params, whole)
+
+  def _in_plain_evaluation(self, params: Any, batch: Any) -> Numbers:
+    return self.task.evaluate(self._gathered(params), batch)
 
   def _in_plain_jit(
     self, params: Any, opt_state: Any, batch: Any, step: jax.Array
