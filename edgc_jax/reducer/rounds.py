@@ -346,10 +346,10 @@ def _joined(
   ]
   drawn = [own for own in draws if own is not None]  # of all: they compress
   rest = [
-    (own.state.factor_q, own.ranks, signs[1:])
+    (own.ranks, own.state.factor_q, signs[1:])
     for own, signs in zip(inputs, drawn, strict=True)
   ]
-  q, ranks, signs = jax.tree.map(lambda *xs: jnp.concatenate(xs), *rest)
+  ranks, q, signs = jax.tree.map(lambda *xs: jnp.concatenate(xs), *rest)
   return (
     Input(leaf, jnp.concatenate(m), LeafState(q), ranks),
     Draws(drawn[0].key, *signs),

@@ -179,7 +179,7 @@ class Rotated:
     size = jnp.sqrt(jnp.mean(jnp.square(rotated), axis=-1, keepdims=True))
     unit = rotated / jnp.where(size > 0, size, 1.0)
     # The index of a level is the number of thresholds below.
-    above = [(unit > t).astype(jnp.uint8) for t in _thresholds().tolist()]
+    above = ((unit > t).astype(jnp.uint8) for t in _thresholds().tolist())
     index = sum(above, jnp.uint8(0))
     pairs = _in_pairs(index.reshape(values.shape))
     scale = (size * largest)[..., 0]
