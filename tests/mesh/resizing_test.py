@@ -62,6 +62,8 @@ class ResizeTest(parameterized.TestCase):
       edgc_jax.resize_replicas(np.ones(4), P("data"), 4, 0)
     with self.assertRaisesRegex(ValueError, r"`old` must be .*\(6,\), got 4"):
       edgc_jax.resize_replicas(np.ones(6), P("data"), 4, 2)
+    with self.assertRaisesRegex(ValueError, "`stages` must be .*, got 0"):
+      edgc_jax.resize_replicas(np.ones(4), P(("stage", "data")), 2, 1, stages=0)
 
   def test_stages_are_not_mixed(self):
     with self.assertRaisesRegex(ValueError, "`stages` must be given.*got None"):

@@ -221,8 +221,9 @@ def test_zeros_are_measured(folder, monkeypatch):
   measure_compression = edgc_jax.measure_compression
 
   def of_one_kernel(params, **options):
-    kernel = params["mlp_in"]["kernel"]
+    kernel = params["blocks"]["mlp_in"]["kernel"]
     assert kernel.shape == (1, 32, 128), "one stage holds one layer"
+    assert params["embedding"].shape == (64, 32), "and half of the vocabulary"
     return measure_compression({"kernel": kernel}, (4, 8), repeats=2, **options)
 
   link = functools.partial(

@@ -29,7 +29,7 @@ from helpers.stage_runs import (
   param_specs,
   placement,
 )
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
@@ -115,6 +115,26 @@ class StateSpecsTest(absltest.TestCase):
     self.assertEqual(adam.count, P())
     residual = residuals(run.state)["blocks"]["kernel"]
     self.assertEqual(residual.shape, (STAGES * REPLICAS * 2, 48, 40))
+
+  def test_specs_of_sums_over_two_axes(self):
+    """Sums of `accumulate` differ by stage and by both axes of replicas."""
+    tx = edgc_jax.powersgd(
+      4, ("pod", AXIS), stages=edgc_jax.Stages("stage", lambda *_: "own")
+    )
+    mesh = AbstractMesh(
+      (STAGES, 2, 2), ("stage", "pod", AXIS), axis_types=(AxisType.Auto,) * 3
+    )
+    specs = edgc_jax.state_specs(
+      edgc_jax.accumulate(tx, 2),
+      {"kernel": jax.ShapeDtypeStruct((STAGES * 2, 48, 40), jnp.float32)},
+      ("pod", AXIS),
+      mesh=mesh,
+      param_specs={"kernel": P("stage")},
+    )
+    own = P(("stage", "pod", AXIS))
+    self.assertEqual(specs.accumulated["kernel"], own)
+    self.assertEqual(specs.inner_state.leaves["kernel"].residual, own)
+    self.assertEqual(specs.mini_step, P())
 
   def test_round_trip_through_the_host(self):
     """A state on the host, placed by its specs again, continues the run."""

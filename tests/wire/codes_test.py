@@ -122,6 +122,12 @@ class CodesTest(parameterized.TestCase):
     self.assertEqual(code_of(jnp.int8), code_of("int8"))
     for name in ("bfloat16", "int8", "int4"):
       self.assertEqual(name_of(code_of(name)), name)
+    self.assertEqual(name_of(Blockwise(8, 64)), "integers of 8 bits")
+
+    class Own(Bfloat16):
+      """A code of a user."""
+
+    self.assertEqual(name_of(Own()), "Own")
     for wrong in ("int2", "native_bfloat16", jnp.float16, None, 3):
       with self.assertRaisesRegex(ValueError, "`wire_dtype` must be one of"):
         code_of(wrong)
