@@ -32,8 +32,10 @@ _CHECK = flags.DEFINE_bool("check", False, "Write nothing, and compare.")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Fonts and lines may be drawn a little differently by another version.
 _MOST_DIFFERENT = 0.02  # mean difference of pixels, of 1
+_START = "<!-- table "
 _BLOCK = re.compile(
-  r"(<!-- table ([^:>]+?)(?:: ([^>]+?))? -->\n).*?(<!-- end -->)", re.DOTALL
+  rf"({_START}([^:>]+?)(?:: ([^>]+?))? -->\n)(?:(?!{_START}).)*?(<!-- end -->)",
+  re.DOTALL,
 )
 
 Table = Callable[..., Sequence[str]]
@@ -58,8 +60,14 @@ def filled(text: str, tables: Mapping[str, Table]) -> str:
   """Returns a page with its tables made again.
 
   Raises:
-    ValueError: if a table is unknown.
+    ValueError: if a table is unknown, or has no end.
   """
+  starts, blocks = text.count(_START), len(_BLOCK.findall(text))
+  if blocks < starts:
+    raise ValueError(
+      f"`text` must have an end mark after each of its {starts} marks,"
+      f" got {blocks}; add `<!-- end -->` where a table ends."
+    )
 
   def block(found: re.Match) -> str:
     start, name, argument, end = found.groups()

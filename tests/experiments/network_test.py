@@ -226,7 +226,7 @@ def test_origins(tables):
 def test_pictures(tables, tmp_path):
   tables("network origin")  # reads the made-up results
   parts, speeds = pages.draw_parts(), pages.draw_speeds()
-  panel, _ = parts.axes  # shards are the other one
+  (panel,) = parts.axes  # of shards no parts are measured
   names = [label.get_text() for label in panel.get_yticklabels()]
   assert "jax, powersgd, rank 8" in names and "torch, dense" in names
   # Only the layout with two speeds is drawn.

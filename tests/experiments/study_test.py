@@ -1,5 +1,6 @@
 """Studies: what runs next, how it runs, and what is made of it."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -131,6 +132,18 @@ def test_a_value_that_diverges_is_infinitely_bad(records):
   assert TUNED.best_value("dense", records) == 1e-3
   losses = [study.loss_of(r) for r in TUNED.tuned("dense", records).values()]
   assert losses[1] == math.inf
+
+
+def test_of_equally_good_values_the_lowest_is_taken(records):
+  losses = {1e-3: 2.5, 2e-3: 2.02, 4e-3: 2.01, 8e-3: 2.0, 16e-3: 2.3}
+  tried = tune(TUNED, records, losses.get, "fixed")
+  assert tried == pytest.approx(list(losses))
+  for tolerance, expected in ((0.0, 8e-3), (0.015, 4e-3), (0.025, 2e-3)):
+    tuning = dataclasses.replace(TUNED.tuning, tolerance=tolerance)
+    own = dataclasses.replace(TUNED, tuning=tuning)
+    assert own.best_value("fixed", records) == expected
+    run, _ = own.judged("fixed", 0, records)
+    assert run.config.optimizer.lr == expected
 
 
 def test_judged_runs_take_the_best_value(records):

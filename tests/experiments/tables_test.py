@@ -39,6 +39,16 @@ def test_an_unknown_table_is_an_error():
     pages.filled(PAGE, {"numbers": lambda: []})
 
 
+def test_a_table_without_an_end_is_an_error():
+  """Otherwise the text up to the end of the next table would be lost."""
+  tables = {"numbers": lambda: [], "of": lambda which: [which]}
+  for number in (1, 2):
+    cut = "<!-- end -->".join(PAGE.split("<!-- end -->", number)[:number])
+    rest = PAGE.split("<!-- end -->", number)[number]
+    with pytest.raises(ValueError, match="its 2 marks, got 1; add"):
+      pages.filled(cut + rest, tables)
+
+
 @pytest.mark.parametrize(
   "file",
   [pages.ROOT / "README.md", *sorted((pages.ROOT / "docs").glob("*.md"))],
