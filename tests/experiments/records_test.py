@@ -78,7 +78,7 @@ def test_another_record_of_the_run_takes_its_place(records):
   [
     {"seed": 1},
     {"steps": 401},
-    {"optimizer.lr": 2e-3},
+    {"optimizer.lr": 3e-3},
     {"edgc.rank_max": 32},
     {"edgc.sampling.entry_rate": 0.1},
     {"model.width": 96},

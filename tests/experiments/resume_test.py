@@ -5,7 +5,6 @@ import os
 import shutil
 import threading
 
-import jax
 import numpy as np
 import pytest
 from helpers.cut_runs import (
@@ -16,7 +15,6 @@ from helpers.cut_runs import (
   tensorboard_of,
   whole_runs,
 )
-from jax.experimental.compilation_cache import compilation_cache
 from orbax.checkpoint._src.handlers import json_checkpoint_handler
 
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
@@ -24,24 +22,7 @@ from experiments.runs.run_folder import RunInUse
 from experiments.training import trainer as trainer_module
 from experiments.training.trainer import Trainer
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-  """Caches the two programs that most of these tests train."""
-  options = {
-    "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-    "jax_persistent_cache_min_compile_time_secs": 0.2,
-  }
-  before = {name: getattr(jax.config, name) for name in options}
-  for name, value in options.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()  # JAX looks for a cache only once
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import edgc_jax
+from configs import gpt2_tiny
 from experiments import tasks
 from experiments.parallel import meshes
 from experiments.study import runner, statistics, study
@@ -158,7 +159,7 @@ def test_judged_runs_take_the_best_value(records):
   assert TUNED.judged("edgc", 1, records)[1]["summary"]["val_loss"] == 2.5
   # Without tuning a judged run has the rate of its configuration.
   run, _ = PLAIN.judged("dense", 0, records)
-  assert run.config.optimizer.lr == 1e-3
+  assert run.config.optimizer.lr == gpt2_tiny.get_config().optimizer.lr
 
 
 def bytes_of(config, rank):

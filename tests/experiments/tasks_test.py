@@ -207,6 +207,7 @@ def test_keys_differ_between_replicas_steps_and_seeds():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize("name", tasks.names())
 def test_every_task_trains_and_resumes_bit_for_bit(name, tmp_path):
   """A run that was cut off continues as if it had not been."""
@@ -266,6 +267,7 @@ def losses_of(config, cut_after=None):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize("backend", ["pmap", "jit"])
 @pytest.mark.parametrize("reducer", ["edgc", "powersgd"])
 @pytest.mark.parametrize("name", ["gpt2", "vit"])
@@ -280,6 +282,7 @@ def test_simulated_replicas_train_as_real_ones(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize("name", ["gpt2", "vit"])
 def test_a_run_on_devices_continues_as_simulated(name, tmp_path, simulated):
   """Both backends store the same arrays."""
