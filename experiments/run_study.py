@@ -8,9 +8,13 @@ interrupted study, on another machine, too. A run that failed is recorded, and
 repeated with --retry. On a cluster, --slurm submits each run as a job:
 
   --jobs=16 --slurm="slurm_partition=gpu gpus_per_node=1 timeout_min=60"
+
+Machines that share no disk take different arms (--arms="dense|quantize"); a
+fixed rank that matches edgc's bytes belongs with edgc and its partner.
 """
 
 import pathlib
+import re
 import sys
 
 # `configs` and `experiments` are not installed packages.
@@ -24,6 +28,7 @@ from experiments.study.records import Records
 _STUDY = flags.DEFINE_string("study", None, "A study's file in configs/.")
 _RUNS = flags.DEFINE_string("runs", "runs/studies", "Parent of run folders.")
 _RECORDS = flags.DEFINE_string("records", "docs/records", "The records.")
+_ARMS = flags.DEFINE_string("arms", "", "A regular expression of arms to run.")
 _JOBS = flags.DEFINE_integer("jobs", 1, "Runs at once.", lower_bound=1)
 _LIMIT = flags.DEFINE_integer("limit", None, "Runs to start, at most.")
 _SLURM = flags.DEFINE_string("slurm", "", "Parameters of submitit, for SLURM.")
@@ -34,8 +39,9 @@ def main(argv: list[str]) -> None:
   """Starts the missing runs."""
   del argv
   try:
+    re.compile(_ARMS.value)
     found = study.load(_STUDY.value)
-  except (ValueError, OSError) as error:
+  except (ValueError, OSError, re.error) as error:
     sys.exit(f"error: {error}")
   records = Records(_RECORDS.value)
   if _RETRY.value:
@@ -44,6 +50,7 @@ def main(argv: list[str]) -> None:
     found,
     records,
     pathlib.Path(_RUNS.value) / found.name,
+    arms=_ARMS.value,
     jobs=_JOBS.value,
     slurm=_SLURM.value,
     limit=_LIMIT.value,

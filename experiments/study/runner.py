@@ -5,6 +5,7 @@ Each run is a process: on this machine, or a job of SLURM through submitit.
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ def run_all(
   records: Records,
   folder: pathlib.Path,
   *,
+  arms: str = "",
   jobs: int = 1,
   slurm: str = "",
   limit: int | None = None,
@@ -37,6 +39,7 @@ def run_all(
     study: The study.
     records: Its records, to read and to write.
     folder: Parent of the run folders.
+    arms: A regular expression; arms in which it is not found do not run.
     jobs: Number of runs at once.
     slurm: Empty for this machine; otherwise parameters of submitit, such as
       "slurm_partition=gpu gpus_per_node=1 timeout_min=60".
@@ -51,6 +54,8 @@ def run_all(
   while True:
     names = {folder / name_of(run.config) for run in running.values()}
     for run in study.plan(records):
+      if not re.search(arms, run.arm):
+        continue
       path = folder / name_of(run.config)
       if len(running) == jobs or started == limit:
         break

@@ -531,6 +531,13 @@ def test_the_last_words_of_a_run_are_recorded(records, tmp_path, commands):
   assert failed == 1 and found["dense"].is_finished
 
 
+def test_only_the_arms_that_are_asked_for_run(records, tmp_path, commands):
+  del commands
+  failed, found, left = run_all(records, tmp_path / "runs", arms="^o|dense")
+  assert (failed, left) == (0, ["lost"])
+  assert found["dense"].is_finished and found["other"].is_finished
+
+
 def test_commands_set_what_differs_from_the_file(tmp_path):
   for arm in PLAIN.arms:
     settings = {**PLAIN.arms[arm], "seed": 7, "optimizer.lr": 4e-3}
