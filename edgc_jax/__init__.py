@@ -41,6 +41,7 @@ from edgc_jax.mesh.sharding import state_axes, state_specs
 from edgc_jax.methods import *  # noqa: F403
 from edgc_jax.methods import METHOD_VERSIONS, REDUCERS
 from edgc_jax.methods import __all__ as _methods
+from edgc_jax.reducer.local_steps import local_params, local_steps
 from edgc_jax.reducer.wrappers import (
   accumulate,
   after_update,
@@ -76,6 +77,8 @@ __all__ = [
   "describe",
   "follow_first_replica",
   "layer_matrix",
+  "local_params",
+  "local_steps",
   "mean_over",
   "measure_backward",
   "measure_coding",

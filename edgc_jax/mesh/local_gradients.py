@@ -25,6 +25,7 @@ def value_and_grad(
   has_aux: bool = False,
   in_axes: int | tuple[int | None, ...] | None = 0,
   wrt: Any = None,
+  is_local: bool = False,
 ) -> Callable[..., Any]:
   """Differentiates a loss on every replica's part of the batch.
 
@@ -61,6 +62,8 @@ def value_and_grad(
       that `loss_fn` changes are updated in the module: floats by their mean,
       such as the statistics of `nnx.BatchNorm`, and counts of random numbers as
       on the first replica. The keys of random streams differ by replica.
+    is_local: Whether the parameters have a first axis of replicas, each with
+      its own, as `edgc_jax.local_params` returns them.
 
   Returns:
     A function of the parameters and the further arguments, which returns
@@ -69,7 +72,8 @@ def value_and_grad(
 
   Raises:
     ValueError: if the mesh lacks an axis, no argument is split, replicas do not
-      divide a batch, or `loss_fn` constrains arrays over `axis_name`.
+      divide a batch, own parameters have no axis of replicas, or `loss_fn`
+      constrains arrays over `axis_name`.
     TypeError: if an argument looks like a key of the old kind.
   """
   replicas = num_replicas(mesh, axis_name)
@@ -92,7 +96,10 @@ def value_and_grad(
   def run(params: Any, *args: Any) -> Any:
     is_each = isinstance(in_axes, tuple | list)
     axes = tuple(in_axes) if is_each else (in_axes,) * len(args)
-    if _is_module(params):
+    if is_local:
+      _require_own(params, replicas)
+      params = jax.tree.map(lambda x: typed(x, split), params)
+    elif _is_module(params):
       loss_of, own, others = _without_module(
         loss_fn, params, wrt, axis_name, has_aux
       )
@@ -135,6 +142,8 @@ def value_and_grad(
     def on_replica(params: Any, values: list) -> Any:
       own = [x[0] if key else x for x, key in zip(values, is_key, strict=True)]
       own = jax.tree.unflatten(structure, own)
+      if is_local:
+        params = jax.tree.map(lambda x: x[0], params)
       differentiated = jax.value_and_grad(loss_fn, has_aux=has_aux)
       value, gradients = differentiated(params, *own)
       value = _common(value, axis_name)
@@ -143,7 +152,8 @@ def value_and_grad(
       gradients = order.after_all(gradients, arrays)
       return value, jax.tree.map(lambda g: g[None], gradients)
 
-    how, found = (on_replica, mesh, axis_name, specs), None
+    of_params = split if is_local else whole
+    how, found = (on_replica, mesh, axis_name, (of_params, specs)), None
     with _constraint_errors(axis_name):
       if is_shared:
         found = _traced(_by_vmap(*how), mesh, params, values)
@@ -212,13 +222,13 @@ def _operations(jaxpr: Any) -> Iterator[str]:
 
 
 def _by_shard_map(
-  on_replica: OnReplica, mesh: Mesh, axis_name: AxisName, specs: list
+  on_replica: OnReplica, mesh: Mesh, axis_name: AxisName, specs: tuple
 ) -> OnReplica:
   """Binds the axes of the replicas by `shard_map`; all others stay."""
   return jax.shard_map(
     on_replica,
     mesh=mesh,
-    in_specs=(PartitionSpec(), specs),
+    in_specs=specs,
     out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
     axis_names=set(names(axis_name)),
     check_vma=False,
@@ -226,16 +236,20 @@ def _by_shard_map(
 
 
 def _by_vmap(
-  on_replica: OnReplica, mesh: Mesh, axis_name: AxisName, specs: list
+  on_replica: OnReplica, mesh: Mesh, axis_name: AxisName, specs: tuple
 ) -> OnReplica:
   """Binds the axes by `vmap`, and has the compiler split them."""
   axes = names(axis_name)
-  is_split = [bool(axes_of(spec)) for spec in specs]
+  is_local = bool(axes_of(specs[0]))
+  is_split = [bool(axes_of(spec)) for spec in specs[1]]
   bound = on_replica
   for axis in reversed(axes):
     bound = jax.vmap(
       bound,
-      in_axes=(None, [0 if own else None for own in is_split]),
+      in_axes=(
+        0 if is_local else None,
+        [0 if own else None for own in is_split],
+      ),
       out_axes=(None, 0),
       axis_name=axis,
       axis_size=mesh.shape[axis],
@@ -254,6 +268,8 @@ def _by_vmap(
     values = [
       cut(x) if own else x for x, own in zip(values, is_split, strict=True)
     ]
+    if is_local:
+      params = jax.tree.map(cut, params)
     value, gradients = bound(params, values)
     replicas = num_replicas(mesh, axis_name)
     gradients = jax.tree.map(
@@ -306,6 +322,24 @@ def _without_module(
 def _is_key(x: Any) -> bool:
   """Returns whether this is a key of `jax.random.key`, or an array of them."""
   return jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def _require_own(params: Any, replicas: int) -> None:
+  """Raises unless parameters have a first axis of replicas."""
+  if _is_module(params):
+    raise TypeError(
+      "`params` must be a tree of arrays with is_local=True, got a module of"
+      " Flax NNX; pass nnx.state(model, nnx.Param), and merge it in the loss."
+    )
+  for path, x in jax.tree_util.tree_leaves_with_path(params):
+    validation.require(
+      jnp.shape(x)[:1] == (replicas,),
+      "params",
+      jnp.shape(x),
+      f"own parameters of {replicas} replicas, [{replicas}, ...], with"
+      f" is_local=True, at {jax.tree_util.keystr(path) or 'the root'}",
+      "pass edgc_jax.local_params(params, opt_state)",
+    )
 
 
 def _require_even(x: Any, replicas: int, place: str) -> None:

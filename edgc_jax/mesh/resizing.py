@@ -1,8 +1,9 @@
 """Adapts a state to a change: of replicas, batch size, or loss scale.
 
-Most of a reducer's state is equal on all replicas. The exceptions are residuals
-and accumulated gradients, which are local. Later updates depend on their mean
-over replicas, so `resize_replicas` preserves the mean.
+Most of a reducer's state is equal on all replicas. The exceptions are
+residuals, accumulated gradients and what `local_steps` keeps of each replica.
+Later updates depend on their mean over replicas, so `resize_replicas` preserves
+the mean.
 """
 
 import math
@@ -18,7 +19,7 @@ from edgc_jax.leaves.leaf import is_leaf_state
 from edgc_jax.mesh.sharding import axes_of
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import (
-  AccumulateState,
+  PerReplica,
   ReducerState,
   map_leaves,
 )
@@ -76,7 +77,7 @@ def resize_replicas(
   names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
   reducers = find(opt_state, ReducerState)
   named = axes_of(specs)
-  has_own = bool(find(opt_state, AccumulateState)) or any(
+  has_own = bool(find(opt_state, PerReplica)) or any(
     leaf.residual is not None
     for reducer in reducers
     for leaf in jax.tree.leaves(reducer.leaves, is_leaf=is_leaf_state)
@@ -146,9 +147,9 @@ def follow_first_replica(tree: Any, axis_name: AxisName = "data") -> Any:
   """Copies the first replica's parameters and state to all replicas.
 
   This repairs replicas that have diverged (`metrics` counts them as
-  `diverged_steps`). Residuals and accumulated gradients are local, and stay:
-  they will still be sent. Call it where the axis is bound, on parameters and
-  optimiser state together:
+  `diverged_steps`). Residuals, accumulated gradients and what `local_steps`
+  keeps of each replica are local, and stay: they will still be sent. Call it
+  where the axis is bound, on parameters and optimiser state together:
 
     params, opt_state = follow_first_replica((params, opt_state), "data")
 
@@ -168,7 +169,7 @@ def follow_first_replica(tree: Any, axis_name: AxisName = "data") -> Any:
   >>> tree.tolist()
   [0.0, 0.0, 0.0]
   """
-  kinds = (ReducerState, AccumulateState)
+  kinds = (ReducerState, PerReplica)
 
   def follow(part: Any) -> Any:
     if isinstance(part, ReducerState):
@@ -182,11 +183,8 @@ def follow_first_replica(tree: Any, axis_name: AxisName = "data") -> Any:
         is_leaf=is_leaf_state,
       )
       return common._replace(leaves=leaves)
-    if isinstance(part, AccumulateState):
-      return part._replace(
-        mini_step=collectives.from_first(part.mini_step, axis_name),
-        inner_state=follow_first_replica(part.inner_state, axis_name),
-      )
+    if isinstance(part, PerReplica):
+      return part
     return collectives.from_first(part, axis_name)
 
   return jax.tree.map(follow, tree, is_leaf=lambda x: isinstance(x, kinds))

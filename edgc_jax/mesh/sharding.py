@@ -2,7 +2,8 @@
 
 Arrays differ over these axes of the mesh:
 
-  local to a replica   residuals, sums of `accumulate`         data
+  local to a replica   residuals, sums of `accumulate`, own    data
+                       parameters of `local_steps`
   local to a stage     budget, allocation, factors,            stage
     or a shard         statistics                              shards
   the same everywhere  counters                                none
@@ -33,7 +34,7 @@ from edgc_jax.leaves.leaf import (
 )
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import (
-  AccumulateState,
+  PerReplica,
   ReducerState,
   map_parts,
   part_axes,
@@ -143,9 +144,9 @@ def state_axes(
     axis_name: The name of the axis that `vmap` binds.
 
   Returns:
-    A tree like `tx.init(params)`: 0 for residuals and sums of `accumulate`,
-    which each replica has for itself, along a new first axis; None for all
-    else.
+    A tree like `tx.init(params)`: 0 for residuals, sums of `accumulate` and own
+    parameters of `local_steps`, which each replica has for itself, along a new
+    first axis; None for all else.
   """
   own = set(names(axis_name))
   return jax.tree.map(
@@ -289,35 +290,29 @@ class _Specs(NamedTuple):
     def specs(path: tuple, part: Any) -> Any:
       if isinstance(part, ReducerState):
         return self._of_reducer(part)
-      if isinstance(part, AccumulateState):
-        sums = jax.tree_util.tree_map_with_path(self._of_sum, part.accumulated)
-        return AccumulateState(
-          jax.tree.map(lambda _: PartitionSpec(), part.mini_step),
-          sums,
-          self.of(part.inner_state),
-        )
-      return self._mirrored(path, part)
+      if isinstance(part, PerReplica):
+        return jax.tree_util.tree_map_with_path(self._of_own, part)
+      return self._mirrored(path, part.shape)
 
-    kinds = (ReducerState, AccumulateState)
+    kinds = (ReducerState, PerReplica)
     return jax.tree_util.tree_map_with_path(
       specs, state, is_leaf=lambda x: isinstance(x, kinds)
     )
 
-  def _mirrored(self, path: tuple, leaf: Any) -> PartitionSpec:
-    """Returns the spec of the parameter that `leaf` mirrors, if there is one.
+  def _mirrored(self, path: tuple, shape: tuple[int, ...]) -> PartitionSpec:
+    """Returns the spec of the parameter that a leaf mirrors, if there is one.
 
     The path of the leaf ends in the path of that parameter.
     """
     for start in range(len(path) + 1):
-      shape, spec = self.by_path.get(path[start:], (None, None))
-      if shape == leaf.shape:
+      known, spec = self.by_path.get(path[start:], (None, None))
+      if known == shape:
         return spec
     return PartitionSpec()
 
-  def _of_sum(self, path: tuple, leaf: Any) -> PartitionSpec:
-    """Returns the spec of a gradient sum, [1, *shape] on a device."""
-    del leaf
-    _, spec = self.by_path.get(path, (None, PartitionSpec()))
+  def _of_own(self, path: tuple, leaf: Any) -> PartitionSpec:
+    """Returns the spec of an array [1, *shape] that is local to a replica."""
+    spec = self._mirrored(path, leaf.shape[1:])
     if self.stage_axis in _axes_of(spec):
       return _along_first(self.stage_axis, *names(self.axis_name))
     return PartitionSpec(names(self.axis_name), *spec)

@@ -17,7 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from edgc_jax import validation
 from edgc_jax.mesh.sharding import num_replicas, specs_like
 from edgc_jax.state.metrics import find
-from edgc_jax.state.state import AccumulateState, Checks, SkipStats
+from edgc_jax.state.state import (
+  AccumulateState,
+  Checks,
+  PerReplica,
+  SkipStats,
+)
 from edgc_jax.wire import collectives, order
 from edgc_jax.wire.order import AxisName, varying_axes
 
@@ -106,11 +111,10 @@ def accumulate(
   replicas = 1 if mesh is None else num_replicas(mesh, axis_name)
 
   def start(params: optax.Params, replicas: int) -> tuple[jax.Array, Any]:
-    # With a leading axis, scalars can be sharded over replicas, too.
     sums = jax.tree.map(
       lambda p: jnp.zeros((replicas, *jnp.shape(p)), jnp.float32), params
     )
-    return jnp.zeros((), jnp.int32), sums
+    return jnp.zeros((), jnp.int32), PerReplica(sums)
 
   def init_fn(params: optax.Params) -> AccumulateState:
     if mesh is None or order.is_bound(axis_name):
@@ -120,7 +124,8 @@ def accumulate(
       specs_like(param_specs, params),
     )
     shardings = jax.tree.map(
-      lambda spec: NamedSharding(mesh, spec), (PartitionSpec(), specs)
+      lambda spec: NamedSharding(mesh, spec),
+      (PartitionSpec(), PerReplica(specs)),
     )
     on_mesh = jax.jit(start, static_argnums=1, out_shardings=shardings)
     return AccumulateState(*on_mesh(params, replicas), tx.init(params))
@@ -138,10 +143,12 @@ def accumulate(
       "None under `accumulate`, which would read it at the last call only",
       "accumulate in the pipeline, with more microbatches",
     )
-    _require_like_sums(updates, state.accumulated)
+    _require_like_sums(updates, state.accumulated.values)
     # mean over calls = sum of gradient / every
     total = jax.tree.map(
-      lambda a, g: a + g.astype(jnp.float32) / every, state.accumulated, updates
+      lambda a, g: a + g.astype(jnp.float32) / every,
+      state.accumulated.values,
+      updates,
     )
     is_last = state.mini_step == every - 1
 
@@ -161,7 +168,7 @@ def accumulate(
     )
     return averaged, AccumulateState(
       (state.mini_step + 1) % every,
-      jax.tree.map(lambda a: jnp.where(is_last, 0.0, a), total),
+      PerReplica(jax.tree.map(lambda a: jnp.where(is_last, 0.0, a), total)),
       inner_state,
     )
 

@@ -3,6 +3,7 @@
 `metrics` also warns of common mistakes, which the statistics show.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,13 @@ from jax.core import Tracer
 from edgc_jax import validation
 from edgc_jax.budget.entropy_budget import EntropyState
 from edgc_jax.leaves.leaf import LeafStats, is_leaf_state, without_variables
-from edgc_jax.state.state import Checks, ReducerState, SkipStats, Stats
+from edgc_jax.state.state import (
+  Checks,
+  LocalStepsState,
+  ReducerState,
+  SkipStats,
+  Stats,
+)
 from edgc_jax.wire import collectives
 from edgc_jax.wire.agreement import CHECKED_STEPS
 from edgc_jax.wire.order import varying_axes
@@ -60,6 +67,12 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     predicted_error      `relative_error` as the model predicts it, for `edgc`
                          and with `allocation="error"`
     consecutive_skips    under `skip_nonfinite` only
+    skipped_inner_steps  under `local_steps` only: steps that single replicas
+                         skipped, of all replicas
+
+    Under `local_steps` bytes are those of a whole round, compression compares
+    them with a dense all-reduce at each of its steps, and the other statistics
+    are of the newest exchange of each fragment.
 
     And for each matrix, as {path: list over the matrices of the leaf}, on
     stages or shards a list of such lists: `matrix_rank`, `matrix_error`, and
@@ -76,6 +89,9 @@ def metrics(opt_state: Any) -> dict[str, Any]:
       `total_steps`, or the entropy has jumped by more than 0.5 nats from one
       window to the next after the warm-up, as with another batch size.
   """
+  rounds = find(opt_state, LocalStepsState)
+  if len(rounds) == 1:
+    return _of_rounds(rounds[0])
   found = find(opt_state, ReducerState)
   if len(found) != 1:
     raise ValueError(
@@ -128,6 +144,34 @@ def metrics(opt_state: Any) -> dict[str, Any]:
   # Statistics that are not measured are None, or for matrices empty.
   values = {n: v for n, v in values.items() if jax.tree.leaves(v)}
   return jax.tree.map(to_list, values)
+
+
+def _of_rounds(state: LocalStepsState) -> dict[str, Any]:
+  """Joins the statistics of the reducers of all fragments."""
+  parts = [metrics(own) for own in state.outer_state]
+  joined = dict(parts[0])
+  # total dense bytes of H steps over total wire bytes of a round
+  dense = sum(part["dense_bytes"] for part in parts)
+  sent = sum(part["dense_bytes"] / part["compression_ratio"] for part in parts)
+  is_traced = isinstance(state.every, Tracer)
+  every = state.every if is_traced else np.ravel(state.every)[0].item()
+  skipped = state.skipped.values.sum()
+  for name in joined:
+    found = [part[name] for part in parts]
+    if name.startswith("matrix_"):
+      joined[name] = {path: x for own in found for path, x in own.items()}
+    elif name in ("relative_error", "predicted_error", "entropy"):
+      joined[name] = sum(found) / len(found)
+    elif name == "residual_norm":
+      joined[name] = sum(x**2 for x in found) ** 0.5
+    elif name in ("wire_bytes", "dense_bytes"):
+      joined[name] = sum(found)
+    elif name in ("skipped_steps", "diverged_steps"):
+      joined[name] = functools.reduce(jnp.maximum if is_traced else max, found)
+  return joined | {
+    "compression_ratio": every * dense / sent,
+    "skipped_inner_steps": skipped if is_traced else skipped.item(),
+  }
 
 
 def _by_path(state: ReducerState) -> dict[str, LeafStats]:

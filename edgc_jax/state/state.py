@@ -1,4 +1,4 @@
-"""States that are sharded over a mesh: of a reducer, and of `accumulate`."""
+"""States that are sharded over a mesh: of a reducer, and of its wrappers."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -67,14 +67,34 @@ class SkipStats(NamedTuple):
   max_consecutive: jax.Array  # int32 [], constant: skips before a warning
 
 
+class PerReplica(NamedTuple):
+  """Arrays that every replica has for itself, [1, *shape] for each leaf.
+
+  As global arrays they are [N, *shape]. With the leading axis scalars can be
+  sharded over replicas, too.
+  """
+
+  values: Any
+
+
 class AccumulateState(NamedTuple):
   """State of `edgc_jax.accumulate`."""
 
   mini_step: jax.Array  # int32 [], calls since the last exchange
-  # float32, [1, *shape] for each leaf, local to a replica; with a mesh global,
-  # [N, *shape]
-  accumulated: Any
+  accumulated: PerReplica  # float32, like the gradients
   inner_state: Any
+
+
+class LocalStepsState(NamedTuple):
+  """State of `edgc_jax.local_steps`."""
+
+  step: jax.Array  # int32 [], inner steps done
+  every: jax.Array  # int32 [], constant: inner steps of a round
+  skipped: PerReplica  # int32, inner steps skipped on this replica alone
+  # float32, like the parameters: own parameters less the common ones
+  offset: PerReplica
+  inner_state: PerReplica
+  outer_state: tuple[Any, ...]  # of each fragment
 
 
 def map_leaves(function: Callable[[LeafState], Any], leaves: Any) -> Any:

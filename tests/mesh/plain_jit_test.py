@@ -207,8 +207,8 @@ class ReplicasTest(parameterized.TestCase):
     tx = edgc_jax.accumulate(chain, 2, mesh=mesh)
     params, state, step = train_plain(tx, mesh, steps=1)
     assert_near(params, PARAMS)
-    self.assertEqual(state.accumulated["w"].shape, (4, 64, 96))
-    self.assertEqual(state.accumulated["w"].sharding.spec[0], AXIS)
+    self.assertEqual(state.accumulated.values["w"].shape, (4, 64, 96))
+    self.assertEqual(state.accumulated.values["w"].sharding.spec[0], AXIS)
     params, state, _ = step(params, state, batch(1))
     grads = [
       edgc_jax.value_and_grad(loss_fn, mesh)(PARAMS, batch(i))[1]
@@ -492,7 +492,7 @@ class ShardsTest(parameterized.TestCase):
     )
     assert_near(found, params)
     if every > 1:
-      sums = [np.asarray(s.accumulated["w"]) for s in (restored, state)]
+      sums = [np.asarray(s.accumulated.values["w"]) for s in (restored, state)]
       assert_near(*[x.reshape(-1, 64, 96).mean(0) for x in sums])
       self.assertEqual(len(sums[0]), shape[0])
       train_plain_step = train_plain(tx, mesh, found, "replica", 0)[2]

@@ -31,9 +31,9 @@ class StateSpecsTest(absltest.TestCase):
     self.assertEqual(
       sharded,
       {
-        ".accumulated['b']",
-        ".accumulated['s']",
-        ".accumulated['w']",
+        ".accumulated.values['b']",
+        ".accumulated.values['s']",
+        ".accumulated.values['w']",
         ".inner_state.inner_state[0].leaves['w'].residual",
       },
     )

@@ -132,7 +132,7 @@ class StateSpecsTest(absltest.TestCase):
       param_specs={"kernel": P("stage")},
     )
     own = P(("stage", "pod", AXIS))
-    self.assertEqual(specs.accumulated["kernel"], own)
+    self.assertEqual(specs.accumulated.values["kernel"], own)
     self.assertEqual(specs.inner_state.leaves["kernel"].residual, own)
     self.assertEqual(specs.mini_step, P())
 

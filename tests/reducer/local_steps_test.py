@@ -1,0 +1,421 @@
+"""`local_steps`: replicas train alone, and average what they have moved."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.meshes import AXIS
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import edgc_jax
+from experiments.network import hlo
+
+REPLICAS = 4
+PARAMS = {
+  "w": 0.1 * jax.random.normal(jax.random.key(1), (48, 64)),
+  "v": 0.1 * jax.random.normal(jax.random.key(2), (64, 48)),
+  "b": jnp.zeros(64),
+}
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+AXES = {"in_axes": (None, 0), "axis_name": AXIS}
+
+
+def mesh_of(shape=(REPLICAS,), names=(AXIS,)):
+  devices = jax.devices()[: int(np.prod(shape))]
+  kinds = (AxisType.Auto,) * len(shape)
+  return jax.make_mesh(shape, names, kinds, devices=devices)
+
+
+def loss_fn(params, x):
+  h = jnp.tanh(x @ params["w"] + params["b"]) @ params["v"]
+  return jnp.mean((h - x) ** 2)
+
+
+def batch(step):
+  return jax.random.normal(jax.random.key(step), (32, 48))
+
+
+def tx_of(
+  reducer=None, every=4, inner=None, rule=NESTEROV, mesh=None, **options
+):
+  """Makes the transformation; `reducer` is a function of `mesh`."""
+  reducer = reducer or edgc_jax.allreduce
+  inner = optax.adam(1e-2) if inner is None else inner
+  outer = optax.chain(reducer(mesh=mesh), rule)
+  return edgc_jax.local_steps(inner, outer, every, mesh=mesh, **options)
+
+
+def step_of(tx):
+  """One step where the axis is bound."""
+
+  def step(params, opt_state, x):
+    local = edgc_jax.local_params(params, opt_state)
+    grads = jax.grad(loss_fn)(local, x)
+    updates, opt_state = tx.update(grads, opt_state, params, local_params=local)
+    return optax.apply_updates(params, updates), opt_state
+
+  return step
+
+
+def pmapped(tx, steps):
+  stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), tree)  # noqa: E731
+  devices = jax.devices()[:REPLICAS]
+  step = jax.pmap(step_of(tx), axis_name=AXIS, devices=devices)
+  params, state = stack(PARAMS), stack(tx.init(PARAMS))
+  for i in range(steps):
+    params, state = step(params, state, batch(i).reshape(REPLICAS, -1, 48))
+  for leaf in jax.tree.leaves(params):
+    np.testing.assert_array_equal(leaf, np.stack([leaf[0]] * REPLICAS))
+  return jax.tree.map(lambda x: x[0], params), state
+
+
+def shard_mapped(tx, steps):
+  mesh, specs = mesh_of(), edgc_jax.state_specs(tx, PARAMS)
+  init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
+  state, params = jax.jit(init)(PARAMS), PARAMS
+  step = jax.jit(
+    jax.shard_map(
+      step_of(tx),
+      mesh=mesh,
+      in_specs=(P(), specs, P(AXIS)),
+      out_specs=(P(), specs),
+    )
+  )
+  for i in range(steps):
+    params, state = step(params, state, batch(i))
+  return params, state
+
+
+def simulated(tx, steps):
+  axes = edgc_jax.state_axes(tx, PARAMS)
+  state = jax.vmap(
+    tx.init, in_axes=None, out_axes=axes, axis_size=REPLICAS, axis_name=AXIS
+  )(PARAMS)
+  step = jax.jit(
+    jax.vmap(
+      step_of(tx),
+      in_axes=(None, axes, 0),
+      out_axes=(None, axes),
+      axis_name=AXIS,
+    )
+  )
+  params = PARAMS
+  for i in range(steps):
+    params, state = step(params, state, batch(i).reshape(REPLICAS, -1, 48))
+  return params, state
+
+
+def plain_step(tx, mesh, axis_name=AXIS):
+  @jax.jit
+  def step(params, state, x):
+    local = edgc_jax.local_params(params, state, mesh)
+    differentiated = edgc_jax.value_and_grad(
+      loss_fn, mesh, axis_name, is_local=True
+    )
+    _, grads = differentiated(local, x)
+    updates, state = tx.update(grads, state, params, local_params=local)
+    return optax.apply_updates(params, updates), state
+
+  return step
+
+
+def plain(make, steps):
+  """In plain `jax.jit`; `make` makes the transformation for a mesh."""
+  mesh = mesh_of()
+  tx = make(mesh=mesh)
+  step, params, state = plain_step(tx, mesh), PARAMS, tx.init(PARAMS)
+  for i in range(steps):
+    params, state = step(params, state, batch(i))
+  return params, state
+
+
+def by_hand(every, steps, inner=None, rule=NESTEROV):
+  """DiLoCo with a loop over the replicas, on the host."""
+  inner = optax.adam(1e-2) if inner is None else inner
+  params, outer_state = PARAMS, rule.init(PARAMS)
+  own = [(params, inner.init(params)) for _ in range(REPLICAS)]
+  commons = []
+  for i in range(steps):
+    for r, x in enumerate(batch(i).reshape(REPLICAS, -1, 48)):
+      local, state = own[r]
+      found, state = inner.update(jax.grad(loss_fn)(local, x), state, local)
+      own[r] = (optax.apply_updates(local, found), state)
+    if (i + 1) % every == 0:
+      mean = jax.tree.map(lambda *p: sum(p) / REPLICAS, *[p for p, _ in own])
+      delta = jax.tree.map(jnp.subtract, params, mean)
+      found, outer_state = rule.update(delta, outer_state, params)
+      params = optax.apply_updates(params, found)
+      own = [(params, state) for _, state in own]
+    commons.append(params)
+  return commons
+
+
+@pytest.mark.parametrize("run", [pmapped, shard_mapped, simulated, plain])
+def test_equals_a_loop_over_the_replicas(run):
+  make = functools.partial(tx_of, every=3)
+  commons = by_hand(every=3, steps=7)
+  for steps in (2, 7):
+    params, _ = run(make if run is plain else make(), steps)
+    chex.assert_trees_all_close(params, commons[steps - 1], atol=2e-5)
+  chex.assert_trees_all_equal(commons[1], PARAMS)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_all_ways_to_bind_the_axis_agree(fragments, overlap):
+  make = functools.partial(tx_of, fragments=fragments, overlap=overlap)
+  expected, state = simulated(make(), 10)
+  moved = edgc_jax.metrics(state)
+  assert moved["wire_bytes"] > 0 and moved["skipped_inner_steps"] == 0
+  for run in (pmapped, shard_mapped, plain):
+    params, state = run(make if run is plain else make(), 10)
+    chex.assert_trees_all_close(params, expected, atol=2e-5)
+    chex.assert_trees_all_close(edgc_jax.metrics(state), moved, rtol=1e-4)
+  distance = optax.tree.norm(optax.tree.sub(expected, PARAMS))
+  assert distance > 0.1, "the tolerance is not what makes them agree"
+
+
+def test_one_fragment_at_a_time():
+  """Leaves change in turn: the largest fragment first, then the other."""
+  step = jax.jit(
+    jax.vmap(
+      step_of(tx := tx_of(every=4, fragments=2)),
+      in_axes=(None, axes := edgc_jax.state_axes(tx, PARAMS), 0),
+      out_axes=(None, axes),
+      axis_name=AXIS,
+    )
+  )
+  state = jax.vmap(
+    tx.init, in_axes=None, out_axes=axes, axis_size=REPLICAS, axis_name=AXIS
+  )(PARAMS)
+  params, changed = PARAMS, []
+  for i in range(9):
+    before = params
+    params, state = step(params, state, batch(i).reshape(REPLICAS, -1, 48))
+    changed.append(
+      {k for k in PARAMS if not np.array_equal(params[k], before[k])}
+    )
+  first, second = changed[1], changed[3]
+  assert first | second == set(PARAMS) and not first & second
+  nothing = set()
+  assert changed == [
+    nothing, first, nothing, second, nothing, first, nothing, second, nothing,
+  ]  # fmt: skip
+
+
+def test_an_overlap_sends_the_state_before_the_step():
+  """x <- x + outer(-d), d <- the step's own move."""
+  make = functools.partial(tx_of, every=2, inner=optax.sgd(0.1), overlap=True)
+  tx = make(rule=optax.sgd(1.0))
+  _, before = simulated(tx, 2)
+  params, after = simulated(tx, 3)
+  offset = lambda state: jax.tree.map(  # noqa: E731
+    lambda x: x[:, 0], state.offset.values
+  )
+  mean = jax.tree.map(lambda x: x.mean(0), offset(before))
+  chex.assert_trees_all_close(params, optax.tree.add(PARAMS, mean), atol=1e-6)
+  # The third step started at the own parameters, not at the new common ones.
+  for r, x in enumerate(batch(2).reshape(REPLICAS, -1, 48)):
+    own = jax.tree.map(lambda p, d, r=r: p + d[r], PARAMS, offset(before))
+    move = jax.tree.map(lambda g: -0.1 * g, jax.grad(loss_fn)(own, x))
+    found = jax.tree.map(lambda d, r=r: d[r], offset(after))
+    chex.assert_trees_all_close(found, move, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_inner_steps_send_nothing(is_sharded):
+  """All collectives over replicas of the compiled step are in the exchange."""
+  if is_sharded:
+    mesh = mesh_of((2, 2), ("replica", "shard"))
+    specs = {"w": P(None, "shard"), "v": P("shard"), "b": P("shard")}
+    where = {"mesh": mesh, "param_specs": specs}
+    within = {frozenset({0, 1}), frozenset({2, 3})}
+  else:
+    mesh, within = mesh_of((REPLICAS,), ("replica",)), set()
+    where = {"mesh": mesh}
+  reducer = edgc_jax.quantize(8, "replica", **where)
+  tx = edgc_jax.local_steps(
+    optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    optax.chain(reducer, NESTEROV), 4, "replica", **where,
+  )  # fmt: skip
+  params = PARAMS
+  if is_sharded:
+    params = jax.device_put(
+      PARAMS, jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs)
+    )
+
+  @jax.jit
+  def step(params, state, x):
+    local = edgc_jax.local_params(params, state, mesh)
+    # Without the mean of the loss, which is a collective over replicas.
+    grads = jax.vmap(jax.grad(loss_fn), spmd_axis_name="replica")(
+      local, x.reshape(mesh.shape["replica"], -1, 48)
+    )
+    updates, state = tx.update(grads, state, params, local_params=local)
+    return optax.apply_updates(params, updates), state
+
+  state = tx.init(params)
+  text = step.lower(params, state, batch(0)).compile().as_text()
+  entry = text[text.index("ENTRY") :]
+  assert "conditional(" in entry
+  for part, is_sent in ((text, True), (entry, False)):
+    groups = [
+      set(map(frozenset, hlo.groups_of(line)))
+      for line in filter(hlo.is_collective, part.splitlines())
+    ]
+    assert any(not own <= within for own in groups) == is_sent, groups
+  for _ in range(5):
+    params, state = step(params, state, batch(0))
+  assert np.isfinite(loss_fn(params, batch(0)))
+
+
+def test_a_replica_skips_a_step_alone():
+  """Its neighbours step; nothing of the broken gradient is left."""
+  tx = tx_of(every=3, inner=optax.adam(1e-2))
+  axes = edgc_jax.state_axes(tx, PARAMS)
+  state = jax.vmap(
+    tx.init, in_axes=None, out_axes=axes, axis_size=REPLICAS, axis_name=AXIS
+  )(PARAMS)
+  step = jax.vmap(
+    step_of(tx), in_axes=(None, axes, 0), out_axes=(None, axes), axis_name=AXIS
+  )
+  x = batch(0).reshape(REPLICAS, -1, 48)
+  params, state = step(PARAMS, state, x.at[2].set(jnp.nan))
+  moved = np.abs(state.offset.values["w"]).max((1, 2, 3))
+  assert moved[2] == 0 and np.all(moved[[0, 1, 3]] > 0)
+  assert state.inner_state.values[0].count.ravel().tolist() == [1, 1, 0, 1]
+  for i in range(1, 3):
+    params, state = step(params, state, batch(i).reshape(REPLICAS, -1, 48))
+  assert all(np.isfinite(p).all() for p in jax.tree.leaves(params))
+  metrics = edgc_jax.metrics(state)
+  assert metrics["skipped_inner_steps"] == 1 and metrics["skipped_steps"] == 0
+
+
+def test_a_round_that_is_not_finite_is_dropped():
+  """All replicas start again from the common parameters."""
+  tx = tx_of(every=2, rule=optax.sgd(1.0), inner=optax.sgd(1.0))
+  axes = edgc_jax.state_axes(tx, PARAMS)
+  state = jax.vmap(
+    tx.init, in_axes=None, out_axes=axes, axis_size=REPLICAS, axis_name=AXIS
+  )(PARAMS)
+  update = jax.vmap(
+    lambda grads, state: tx.update(grads, state, PARAMS, local_params=PARAMS),
+    in_axes=(0, axes),
+    out_axes=(None, axes),
+    axis_name=AXIS,
+  )
+  # Finite gradients whose sum over two steps is not.
+  grads = jax.tree.map(lambda p: jnp.full((REPLICAS, *p.shape), 3e38), PARAMS)
+  for _ in range(2):
+    updates, state = update(grads, state)
+  chex.assert_trees_all_equal(updates, optax.tree.zeros_like(PARAMS))
+  assert edgc_jax.metrics(state)["skipped_steps"] == 1
+  assert not any(np.any(d) for d in jax.tree.leaves(state.offset.values))
+
+
+def test_compression_counts_all_steps():
+  """A dense round of 4 steps sends a quarter of a dense run."""
+  _, state = simulated(tx_of(every=4), 8)
+  metrics = edgc_jax.metrics(state)
+  size = sum(p.size for p in jax.tree.leaves(PARAMS))
+  assert metrics["dense_bytes"] == 4 * size
+  np.testing.assert_allclose(metrics["compression_ratio"], 4, rtol=0.02)
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_resizing_keeps_the_mean_of_the_own_parameters(replicas):
+  tx = tx_of(every=4)
+  _, state = shard_mapped(tx, 6)
+  specs = edgc_jax.state_specs(tx, PARAMS)
+  host = jax.device_get(state)
+  resized = edgc_jax.resize_replicas(host, specs, REPLICAS, replicas)
+  for part in ("offset", "inner_state"):
+    old, new = (getattr(s, part).values for s in (host, resized))
+    for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+      assert b.shape == (replicas, *a.shape[1:])
+      np.testing.assert_allclose(a.mean(0), b.mean(0), atol=1e-6)
+
+
+def test_parameters_in_bfloat16():
+  tx = tx_of(every=2)
+  params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+  axes = edgc_jax.state_axes(tx, params)
+  state = jax.vmap(
+    tx.init, in_axes=None, out_axes=axes, axis_size=REPLICAS, axis_name=AXIS
+  )(params)
+  step = jax.vmap(
+    step_of(tx), in_axes=(None, axes, 0), out_axes=(None, axes), axis_name=AXIS
+  )
+  for i in range(2):
+    params, state = step(params, state, batch(i).reshape(REPLICAS, -1, 48))
+  assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+  assert not np.array_equal(params["w"], PARAMS["w"].astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "message"),
+  [
+    ({"every": 0}, ValueError, "`every` must be at least 1"),
+    ({"every": 2.0}, TypeError, "`every` must be a Python integer"),
+    ({"every": 4, "fragments": 3}, ValueError, "divisor of every=4, got 3"),
+    ({"every": 4, "fragments": 4}, ValueError, "at most 3, the number"),
+    ({"every": 4, "overlap": 1}, TypeError, "`overlap`"),
+    ({"every": 4, "param_specs": P()}, ValueError, "None without `mesh`"),
+    (
+      {"every": 4, "inner": edgc_jax.topk()},
+      ValueError,
+      "`inner` must be the optimiser of one replica",
+    ),
+  ],
+)
+def test_wrong_arguments(options, error, message):
+  with pytest.raises(error, match=message):
+    tx_of(**options).init(PARAMS)
+
+
+def test_outer_chains_need_a_reducer():
+  tx = edgc_jax.local_steps(optax.adam(1e-3), NESTEROV, 2)
+  with pytest.raises(ValueError, match="`outer` must be a chain whose first"):
+    tx.init(PARAMS)
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    ({}, "`params` must be the common parameters"),
+    ({"params": PARAMS}, "pass local_params=edgc_jax.local_params"),
+    (
+      {"params": PARAMS, "local_params": PARAMS, "late_updates": PARAMS},
+      "pipeline stages exchange at every step",
+    ),
+  ],
+)
+def test_update_needs_both_kinds_of_parameters(given, message):
+  tx = tx_of()
+  with pytest.raises(ValueError, match=message):
+    tx.update(PARAMS, tx.init(PARAMS), **given)
+
+
+def test_own_parameters_of_another_state():
+  with pytest.raises(ValueError, match="one state of local_steps in it"):
+    edgc_jax.local_params(PARAMS, optax.adam(1e-3).init(PARAMS))
+
+
+def test_own_parameters_of_all_replicas_need_the_mesh():
+  state = tx_of(mesh=mesh_of()).init(PARAMS)
+  with pytest.raises(
+    ValueError, match="a state of 4 replicas, got None; pass mesh="
+  ):
+    edgc_jax.local_params(PARAMS, state)
+
+
+def test_common_parameters_where_own_ones_belong():
+  mesh = mesh_of()
+  differentiated = edgc_jax.value_and_grad(loss_fn, mesh, is_local=True)
+  with pytest.raises(ValueError, match=r"own parameters of 4 replicas"):
+    differentiated(PARAMS, batch(0))
