@@ -39,6 +39,7 @@ class ExamplesTest(parameterized.TestCase):
     ("lora", "lora", 5, 3),
     ("maxtext_tree", "maxtext_tree", 5, 5),
     ("accumulation", "accumulation", 5, 9),
+    ("local_steps", "local_steps", 5, 30),
     ("simulated_replicas", "simulated_replicas", 5, 9),
     ("pmap_linen", "pmap_linen", 5, 6),
     ("equinox_model", "equinox_model", 5, 9),

@@ -4,6 +4,7 @@ With M_i the gradient of replica i plus its residual:
 
   update = mean_i sent_i,    residual_i = M_i - sent_i
 
+A residual that decays is multiplied by a number below 1 before it is added.
 `entrywise` makes a method of a function that averages an array; it measures the
 error, and feeds it back.
 """
@@ -40,7 +41,7 @@ Round = Generator[Send | None, Reply, tuple[jax.Array, jax.Array]]
 Average = Callable[[jax.Array, jax.Array], Round]
 
 
-def entrywise(average: Average) -> Method:
+def entrywise(average: Average, residual_decay: float = 1.0) -> Method:
   """Makes a method of a function that averages the entries of an array.
 
   Wire: what `average` sends, and 33 values for each matrix.
@@ -48,13 +49,17 @@ def entrywise(average: Average) -> Method:
   Args:
     average: From an array M_i, float32 [n], and a key that is equal on all
       replicas, to one round that returns mean_i sent_i and sent_i.
+    residual_decay: Multiplies the residual before it is added.
   """
 
   def rounds(
     leaf: Leaf, gradient: jax.Array, state: LeafState, ranks: Any, draws: Draws
   ) -> Rounds:
     del ranks
-    m = added(gradient, state.residual)
+    kept = state.residual
+    if kept is not None and residual_decay < 1:
+      kept = residual_decay * kept
+    m = added(gradient, kept)
     mean, sent = yield from average(m.ravel(), draws.key)
     # residual_i = M_i - sent_i
     residual = m - sent.reshape(m.shape)
@@ -85,6 +90,7 @@ def make_entrywise(
   axis_name: AxisName,
   *,
   error_feedback: bool = True,
+  residual_decay: float = 1.0,
   min_size: int = MIN_SIZE,
   **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
@@ -94,12 +100,14 @@ def make_entrywise(
     average: As for `entrywise`.
     axis_name: As for `edgc`.
     error_feedback: Whether replicas keep a residual.
+    residual_decay: As for `entrywise`; in (0, 1].
     min_size: Leaves of fewer entries, and without matrices, are sent dense.
     **options: As for `make_reducer`.
   """
   validation.require_int("min_size", min_size, 1)
   validation.require_flag("error_feedback", error_feedback)
-  method = entrywise(average)
+  validation.require_share("residual_decay", residual_decay)
+  method = entrywise(average, residual_decay)
 
   def plan_for(leaves: tuple[Leaf, ...]) -> Plan:
     found = []

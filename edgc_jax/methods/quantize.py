@@ -11,11 +11,11 @@ from edgc_jax.leaves.views import ViewFn
 from edgc_jax.methods.entrywise import MIN_SIZE, Round, make_entrywise
 from edgc_jax.stages.stages import Stages
 from edgc_jax.wire.agreement import CHECK_EVERY
-from edgc_jax.wire.codes import Blockwise
+from edgc_jax.wire.codes import Blockwise, Code, Rotated
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
 
-_BITS = (8, 4)
+_BITS = (8, 4, 2, 1)
 
 
 def quantize(
@@ -24,6 +24,8 @@ def quantize(
   *,
   block: int = 256,
   error_feedback: bool = False,
+  rotate: bool | None = None,
+  residual_decay: float = 1.0,
   min_size: int = MIN_SIZE,
   seed: int = 714,
   matrix_view: ViewFn | None = None,
@@ -32,7 +34,7 @@ def quantize(
   param_specs: Any = None,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
-  """Averages gradients as integers of 8 or 4 bits, with a scale per block.
+  """Averages gradients in 8, 4, 2 or 1 bits an entry, with a scale per block.
 
   An entry x of a block with largest magnitude s becomes, L = 2^(bits-1) - 1,
 
@@ -42,15 +44,26 @@ def quantize(
   quantises the mean again, which all gather. Both roundings are unbiased, and
   so is the update. With error feedback u = 1/2: to nearest, with less noise.
 
-  Wire: (bits / 8 + 2 / block) bytes an entry. Memory: several float32 copies
-  of the gradient during the exchange.
+  With a rotation R of every block, entries y = R x are nearly Gaussian, and are
+  rounded to the 2^bits levels c of least error for Gaussian numbers, which
+  needs error feedback:
+
+    x' = R^T s c(y / s),   s the root mean square of a block
+
+  Wire: (bits / 8 + 2 / block) bytes an entry, rotated (bits / 8 + 1 / block).
+  Memory: several float32 copies of the gradient during the exchange.
 
   Args:
-    bits: 8 or 4.
+    bits: 8, 4, 2 or 1.
     axis_name: As for `edgc`.
-    block: Entries that share a scale; even.
+    block: Entries that share a scale; even, with a rotation a power of two from
+      8 on.
     error_feedback: Whether rounding errors are added to the next gradient.
       Unbiased rounding does not need it.
+    rotate: Whether blocks are rotated, of 4 bits or fewer; None for 2 and 1
+      bits, which have too few integers.
+    residual_decay: The residual is multiplied by it before it is added; below
+      1 it forgets.
     min_size: Leaves of fewer entries are sent dense.
     seed: Seed of the rounding.
     matrix_view, stages, mesh, param_specs, check_every: As for `edgc`.
@@ -65,6 +78,8 @@ def quantize(
   References:
     QSGD, Alistarh et al. 2017, arXiv:1610.02132. Departures: blocks are scaled
     by the largest magnitude instead of the norm, without entropy coding.
+    Rotated levels: EDEN, Vargaftik et al. 2022, arXiv:2108.08842, with the
+    departures that `wire/codes.py` names.
 
   >>> tx = optax.chain(quantize(bits=4), optax.adam(1e-3))
   """
@@ -75,19 +90,51 @@ def quantize(
   validation.require_int("block", block, 2)
   validation.require(block % 2 == 0, "block", block, "even", "use 256")
   validation.require_flag("error_feedback", error_feedback)
+  is_rotated = bits < 4 if rotate is None else rotate
+  validation.require_flag("rotate", is_rotated)
   return make_entrywise(
     _every_entry,
     axis_name,
     error_feedback=error_feedback,
+    residual_decay=residual_decay,
     min_size=min_size,
     seed=seed,
-    code=Blockwise(bits, block, is_random=not error_feedback),
+    code=_code_of(bits, block, is_rotated, error_feedback),
     matrix_view=matrix_view,
     stages=stages,
     mesh=mesh,
     param_specs=param_specs,
     check_every=check_every,
   )
+
+
+def _code_of(
+  bits: int, block: int, is_rotated: bool, error_feedback: bool
+) -> Code:
+  """Returns the code; raises if its options do not go together."""
+  if not is_rotated:
+    validation.require(
+      bits >= 4, "rotate", False, f"True with bits={bits}", "leave it out"
+    )
+    return Blockwise(bits, block, is_random=not error_feedback)
+  validation.require(
+    bits <= 4, "rotate", True, f"False with bits={bits}", "leave it out"
+  )
+  validation.require(
+    error_feedback,
+    "error_feedback",
+    error_feedback,
+    f"True with bits={bits} and a rotation, which rounds with a bias",
+    "pass error_feedback=True, or use 8 or 4 bits",
+  )
+  validation.require(
+    block >= 8 and block & (block - 1) == 0,
+    "block",
+    block,
+    "a power of two from 8 on with a rotation",
+    "use 128",
+  )
+  return Rotated(block, bits)
 
 
 def _every_entry(m: jax.Array, key: jax.Array) -> Round:

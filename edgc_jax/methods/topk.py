@@ -20,6 +20,7 @@ def topk(
   density: float = 0.01,
   axis_name: AxisName = "data",
   *,
+  residual_decay: float = 1.0,
   min_size: int = MIN_SIZE,
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
@@ -39,6 +40,7 @@ def topk(
   Args:
     density: Share of the entries that is sent, in (0, 1].
     axis_name: As for `edgc`.
+    residual_decay: As for `quantize`.
     min_size: Leaves of fewer entries are sent dense.
     matrix_view, stages, mesh, param_specs, check_every: As for `edgc`.
 
@@ -70,6 +72,7 @@ def topk(
   return make_entrywise(
     average,
     axis_name,
+    residual_decay=residual_decay,
     min_size=min_size,
     matrix_view=matrix_view,
     stages=stages,

@@ -138,6 +138,31 @@ class EntrywiseTest(parameterized.TestCase):
     expected = sum(map(by_count, counts)) + self.other_bytes()
     self.assertEqual(found, expected)
 
+  @parameterized.parameters(2, 1)
+  def test_few_bits_lose_nothing_for_ever(self, bits):
+    """All updates and the mean residual add up to all gradients."""
+    params = {"w": jnp.zeros((32, 64))}
+    run = Pmap(edgc_jax.quantize(bits, error_feedback=True, block=64), params)
+    given, received = 0.0, 0.0
+    for step in range(12):
+      gradients = gradients_like(params, seed=step)
+      given += host(gradients)["w"].mean(0)
+      received += run.step(gradients)["w"][0]
+    left = run.residual()["w"].mean(0)
+    np.testing.assert_allclose(received + left, given, atol=1e-4)
+    self.assertGreater(np.abs(left).max(), 0.1)
+
+  def test_a_residual_that_decays_forgets(self):
+    params = {"w": jnp.zeros((32, 64))}
+    decayed = Pmap(edgc_jax.topk(0.05, residual_decay=0.5), params)
+    gradients = gradients_like(params, seed=0)
+    decayed.step(gradients)
+    residual = decayed.residual()["w"]
+    nothing = jax.tree.map(jnp.zeros_like, gradients)
+    sent = decayed.step(nothing)["w"][0]
+    left = decayed.residual()["w"].mean(0)
+    np.testing.assert_allclose(sent + left, 0.5 * residual.mean(0), atol=1e-6)
+
   @parameterized.named_parameters(
     ("quantize_8", "shard_map", lambda: edgc_jax.quantize(8), 8),
     ("quantize_4", "pmap", lambda: edgc_jax.quantize(4), 4),
@@ -215,6 +240,23 @@ class EntrywiseTest(parameterized.TestCase):
     (lambda: edgc_jax.randomk(0.1, error_feedback=1), TypeError, "True or"),
     (lambda: edgc_jax.quantize(3), ValueError, "`bits` must be one of"),
     (lambda: edgc_jax.quantize(block=7), ValueError, "`block` must be even"),
+    (lambda: edgc_jax.quantize(2), ValueError, "must be True with bits=2 and"),
+    (
+      lambda: edgc_jax.quantize(1, error_feedback=True, block=100),
+      ValueError, "a power of two",
+    ),
+    (
+      lambda: edgc_jax.quantize(2, rotate=False), ValueError,
+      "`rotate` must be True with bits=2",
+    ),
+    (
+      lambda: edgc_jax.quantize(8, rotate=True), ValueError,
+      "`rotate` must be False with bits=8",
+    ),
+    (
+      lambda: edgc_jax.topk(residual_decay=0.0), ValueError,
+      "`residual_decay` must be in",
+    ),
     (lambda: edgc_jax.topk(min_size=0), ValueError, "`min_size` must be"),
     (lambda: edgc_jax.edgc(wire_dtype="int2"), ValueError, "`wire_dtype`"),
   )  # fmt: skip

@@ -90,7 +90,7 @@ class AverageTest(parameterized.TestCase):
 
   @parameterized.parameters(
     None, Bfloat16(), Blockwise(8, 16), Blockwise(4, 16),
-    Blockwise(4, 16, is_random=True), Rotated(16),
+    Blockwise(4, 16, is_random=True), Rotated(16), Rotated(8, 1),
   )  # fmt: skip
   def test_sent_values_have_the_mean_that_is_received(self, code):
     """So error feedback, which keeps the rest, loses nothing."""

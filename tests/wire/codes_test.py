@@ -73,13 +73,30 @@ class CodesTest(parameterized.TestCase):
 
   def test_levels_have_the_published_error(self):
     """0.009497 for 16 levels (Max 1960, table I), and +-2.733 the last."""
-    levels = _gaussian_levels()
+    levels = _gaussian_levels(4)
     x = np.linspace(-8, 8, 200_001)
     density = np.exp(-x * x / 2) / np.sqrt(2 * np.pi) * (x[1] - x[0])
     nearest = np.abs(x[:, None] - levels).min(1)
     self.assertAlmostEqual(float(nearest**2 @ density), 0.009497, places=5)
     self.assertAlmostEqual(float(levels[-1]), 2.733, places=3)
     np.testing.assert_allclose(levels, -levels[::-1], atol=1e-6)
+
+  @parameterized.parameters((1, 0.3634, 0.7979), (2, 0.1175, 1.510))
+  def test_few_levels_have_the_published_error(self, bits, error, last):
+    """Max 1960, table I; rotated values of any distribution have no more."""
+    levels = _gaussian_levels(bits)
+    x = np.linspace(-8, 8, 200_001)
+    density = np.exp(-x * x / 2) / np.sqrt(2 * np.pi) * (x[1] - x[0])
+    nearest = np.abs(x[:, None] - levels).min(1)
+    self.assertAlmostEqual(float(nearest**2 @ density), error, places=4)
+    self.assertAlmostEqual(float(levels[-1]), last, places=3)
+    values = np.random.default_rng(1).standard_normal((64, 1024))
+    values *= np.exp(np.random.default_rng(2).standard_normal(values.shape))
+    values = jnp.asarray(values, jnp.float32)
+    code = Rotated(128, bits)
+    found = code.decode(code.encode(values, jax.random.key(0)))
+    noise = float(jnp.sum((found - values) ** 2) / jnp.sum(values**2))
+    self.assertBetween(noise, 0.85 * error, 1.02 * error)
 
   def test_no_value_exceeds_the_scale(self):
     """A scale rounded to nearest would clip, and bias, the largest values."""
@@ -94,7 +111,10 @@ class CodesTest(parameterized.TestCase):
     """Whatever its bits are, which differ by processor."""
     values = np.ones((1, 128), np.float32)
     values.view(np.uint32)[0, 3] = bits
-    for code in (Bfloat16(), Blockwise(8, 128), Blockwise(4, 128), Rotated(64)):
+    for code in (
+      Bfloat16(), Blockwise(8, 128), Blockwise(4, 128), Rotated(64),
+      Rotated(128, 2), Rotated(32, 1),
+    ):  # fmt: skip
       found = code.decode(code.encode(jnp.asarray(values), jax.random.key(0)))
       self.assertFalse(np.all(np.isfinite(found)), code)
 
@@ -107,8 +127,9 @@ class CodesTest(parameterized.TestCase):
       self.assertEqual(code_of(name).num_bytes(size), integers + scales)
 
   @parameterized.parameters(
-    Bfloat16(), Blockwise(8, 16), Blockwise(4, 16), Rotated(16)
-  )
+    Bfloat16(), Blockwise(8, 16), Blockwise(4, 16), Rotated(16),
+    Rotated(16, 2), Rotated(8, 1),
+  )  # fmt: skip
   def test_num_bytes_counts_the_arrays(self, code):
     encoded = code.encode(jnp.ones(64), jax.random.key(0))
     size = sum(x.nbytes for x in jax.tree.leaves(encoded))
@@ -123,6 +144,7 @@ class CodesTest(parameterized.TestCase):
     for name in ("bfloat16", "int8", "int4"):
       self.assertEqual(name_of(code_of(name)), name)
     self.assertEqual(name_of(Blockwise(8, 64)), "integers of 8 bits")
+    self.assertEqual(name_of(Rotated(64, 2)), "2 bits, rotated")
 
     class Own(Bfloat16):
       """A code of a user."""
