@@ -24,7 +24,7 @@ FLOORS = {
     {"__init__"},
   ),
   "experiments": (
-    {"runtime", "models", "data", "__init__"},
+    {"runtime", "models", "data", "peers", "__init__"},
     {"tasks"},
     {"parallel"},
     {"runs"},

@@ -47,8 +47,9 @@ def entrywise(average: Average, residual_decay: float = 1.0) -> Method:
   Wire: what `average` sends, and 33 values for each matrix.
 
   Args:
-    average: From an array M_i, float32 [n], and a key that is equal on all
-      replicas, to one round that returns mean_i sent_i and sent_i.
+    average: From the matrices M_i, float32 [k, m, n], and a key that is equal
+      on all replicas, to one round that returns mean_i sent_i and sent_i, of
+      any shape.
     residual_decay: Multiplies the residual before it is added.
   """
 
@@ -60,10 +61,11 @@ def entrywise(average: Average, residual_decay: float = 1.0) -> Method:
     if kept is not None and residual_decay < 1:
       kept = residual_decay * kept
     m = added(gradient, kept)
-    mean, sent = yield from average(m.ravel(), draws.key)
+    matrices = m.reshape(leaf.view)
+    mean, sent = yield from average(matrices, draws.key)
     # residual_i = M_i - sent_i
     residual = m - sent.reshape(m.shape)
-    matrices, left = m.reshape(leaf.view), residual.reshape(leaf.view)
+    left = residual.reshape(leaf.view)
     unit = linear_algebra.unit_of(mean)
     # The sketch of M is not finite if an entry that was not sent is not.
     reply = yield Send(

@@ -66,6 +66,7 @@ def randomk(
   validation.require_share("density", density)
 
   def average(m: jax.Array, key: jax.Array) -> Round:
+    m = m.ravel()
     place, lengths = _one_of_each_run(m.size, count_of(density, m.size), key)
     scale = 1.0 if error_feedback else lengths.astype(jnp.float32)
     reply = yield Send(m[place])

@@ -60,6 +60,7 @@ def topk(
 
   def average(m: jax.Array, key: jax.Array) -> Round:
     del key
+    m = m.ravel()
     # Non-finite entries are sent, so that all replicas detect them.
     magnitude = jnp.where(jnp.isfinite(m), jnp.abs(m), jnp.inf)
     index = jax.lax.top_k(magnitude, count_of(density, m.size))[1]

@@ -100,12 +100,12 @@ class Blockwise:
     rounded = jnp.floor(blocks / safe * self._levels + offset)
     integers = jnp.clip(rounded, -self._levels, self._levels).astype(jnp.int8)
     integers = integers.reshape(values.shape)
-    integers = _packed(integers, self.bits)
+    integers = packed(integers, self.bits)
     scales = Bfloat16().encode(scale[..., 0], key)
     return {"integers": integers, "scales": scales}
 
   def decode(self, sent: dict[str, jax.Array]) -> jax.Array:
-    integers = _unpacked(sent["integers"], self.bits)
+    integers = unpacked(sent["integers"], self.bits)
     scales = Bfloat16().decode(sent["scales"])
     shape = integers.shape
     blocks = integers.reshape(*shape[:-1], -1, self.granule)
@@ -117,7 +117,7 @@ class Blockwise:
     return size * self.bits // 8 + 2 * (size // self.granule)
 
 
-def _packed(integers: jax.Array, bits: int) -> jax.Array:
+def packed(integers: jax.Array, bits: int) -> jax.Array:
   """Packs integers of some bits, int8 or uint8 [..., n], into whole bytes."""
   if bits == 8:
     return integers
@@ -127,13 +127,13 @@ def _packed(integers: jax.Array, bits: int) -> jax.Array:
   return functools.reduce(jnp.bitwise_or, shifted)
 
 
-def _unpacked(packed: jax.Array, bits: int) -> jax.Array:
-  """Reverses `_packed`."""
+def unpacked(data: jax.Array, bits: int) -> jax.Array:
+  """Reverses `packed`."""
   if bits == 8:
-    return packed
+    return data
   # Shifts of signed integers to the right keep the sign.
   lifts = range(8 - bits, -1, -bits)
-  parts = [(packed << lift) >> (8 - bits) for lift in lifts]
+  parts = [(data << lift) >> (8 - bits) for lift in lifts]
   return jnp.concatenate(parts, axis=-1)
 
 
@@ -191,16 +191,16 @@ class Rotated:
     between = (levels[1:] + levels[:-1]) / 2
     above = ((unit > t).astype(jnp.uint8) for t in between.tolist())
     index = sum(above, jnp.uint8(0))
-    packed = _packed(index.reshape(values.shape), self.bits)
+    integers = packed(index.reshape(values.shape), self.bits)
     scale = (size * largest)[..., 0]
     top = jnp.max(scale, axis=-1, keepdims=True)
     shares = jnp.log2(scale / jnp.where(top > 0, top, 1.0))
     scales = jnp.clip(jnp.round(255 + 8 * shares), 0, 255).astype(jnp.uint8)
-    return {"integers": packed, "scales": scales, "top": top}
+    return {"integers": integers, "scales": scales, "top": top}
 
   def decode(self, sent: dict[str, jax.Array]) -> jax.Array:
     scales = sent["top"] * jnp.asarray(_shares())[sent["scales"]]
-    index = _unpacked(sent["integers"], self.bits)
+    index = unpacked(sent["integers"], self.bits)
     blocks = index.reshape(*index.shape[:-1], -1, self.granule)
     levels = jnp.asarray(_gaussian_levels(self.bits))[blocks]
     # x' = R^T s c

@@ -1,0 +1,123 @@
+"""The reducer of DeMo: the largest frequencies of momentum."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from edgc_jax import validation
+from edgc_jax.methods.entrywise import Round, make_entrywise
+from edgc_jax.wire.codes import Bfloat16
+from edgc_jax.wire.order import AxisName
+from edgc_jax.wire.wire import Send
+from experiments.peers import chunks
+from experiments.peers.chunks import Sparse
+
+_SIDE = 64  # the longest side of a chunk
+
+
+def demo(
+  axis_name: AxisName = "data",
+  *,
+  count: int = 32,
+  momentum: float = 0.999,
+  **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+  """Averages the largest frequencies of momentum; a sign descent follows.
+
+    M_i = gradient_i + momentum residual_i
+    q_i = the `count` largest frequencies of each chunk of M_i, by cosines
+    residual_i = M_i - q_i,    update = mean_i q_i
+
+  so the residual is the momentum, of which each step takes out what it sends.
+  Chain it with the sign and the learning rate:
+
+    optax.chain(demo(), optax.scale_by_sign(), optax.scale_by_learning_rate(lr))
+
+  Wire, N replicas: N / 2 times 3.5 count bytes for each chunk.
+
+  Args:
+    axis_name: As for `edgc_jax.edgc`.
+    count: Frequencies of a whole chunk of 64 x 64 that are sent, even; of
+      smaller chunks as large a share.
+    momentum: The decay of the momentum.
+    **options: Further arguments of entrywise reducers.
+
+  Returns:
+    A gradient transformation, from local gradients to their mean.
+
+  Raises:
+    ValueError: if `count` is odd, or above 4,096.
+
+  References:
+    DeMo, Peng et al. 2024, arXiv:2411.19870. Departures: values have 16 bits
+    and indices 12; small leaves are sent dense.
+  """
+  validation.require_int("count", count, 2)
+  validation.require(
+    count % 2 == 0 and count <= chunks.MOST,
+    "count",
+    count,
+    f"even, up to {chunks.MOST}",
+    "use 32",
+  )
+
+  def average(m: jax.Array, key: jax.Array) -> Round:
+    del key
+    sides = [_divisor(side) for side in m.shape[1:]]
+    size = sides[0] * sides[1]
+    first, second = (jnp.asarray(_cosines(side)) for side in sides)
+    high = {"precision": jax.lax.Precision.HIGHEST}
+    cut = _cut(m, *sides)
+    # Frequencies C M C^T of each chunk.
+    found = jnp.einsum("ai,cij,bj->cab", first, cut, second, **high)
+    own = max(2, size * count // chunks.MOST // 2 * 2)
+    values, index = chunks.largest(found.reshape(len(cut), size), own)
+    values = Bfloat16().encode(values, jax.random.key(0))
+    reply = yield Send(gathered=Sparse(*chunks.pack_indices(index), values))
+    gathered = Sparse(*reply.gathered)
+
+    def back(values: jax.Array, index: jax.Array) -> jax.Array:
+      mean = chunks.in_place(Bfloat16().decode(values), index, size)
+      mean = mean.reshape(-1, *sides)
+      return _joined(
+        jnp.einsum("ai,cab,bj->cij", first, mean, second, **high), m.shape
+      )
+
+    places = chunks.unpack_indices(gathered.low, gathered.high)
+    return back(gathered.values, places), back(values[None], index[None])
+
+  return make_entrywise(average, axis_name, residual_decay=momentum, **options)
+
+
+def _divisor(side: int) -> int:
+  """Returns the largest divisor up to 64."""
+  return max(d for d in range(1, min(side, _SIDE) + 1) if side % d == 0)
+
+
+def _cosines(size: int) -> np.ndarray:
+  """Returns the orthonormal cosine transform, float32 [size, size].
+
+  C_ai = (2 / n)^(1/2) cos(pi a (i + 1/2) / n),   and n^(-1/2) for a = 0
+  """
+  a, i = np.mgrid[:size, :size]
+  cosines = np.sqrt(2 / size) * np.cos(np.pi * a * (i + 0.5) / size)
+  cosines[0] = size**-0.5
+  return cosines.astype(np.float32)
+
+
+def _cut(m: jax.Array, rows: int, columns: int) -> jax.Array:
+  """Cuts matrices [k, m, n] into chunks [c, rows, columns]."""
+  k, height, width = m.shape
+  m = m.reshape(k, height // rows, rows, width // columns, columns)
+  return m.transpose(0, 1, 3, 2, 4).reshape(-1, rows, columns)
+
+
+def _joined(cut: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """Reverses `_cut`."""
+  k, height, width = shape
+  rows, columns = cut.shape[1:]
+  cut = cut.reshape(k, height // rows, width // columns, rows, columns)
+  return cut.transpose(0, 1, 3, 2, 4).reshape(shape)

@@ -1,0 +1,154 @@
+"""Peers' methods, against NumPy: what one step sends, and what it keeps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import fft
+
+import edgc_jax
+from experiments.peers.demo import demo
+from experiments.peers.sparse_loco import sparse_loco
+
+N, AXIS = 4, "data"
+PARAMS = {"w": jnp.zeros((96, 128)), "b": jnp.zeros(128)}
+
+
+def gradients(seed=0):
+  keys = jax.random.split(jax.random.key(seed), 2)
+  return {
+    "w": jax.random.normal(keys[0], (N, 96, 128)),
+    "b": jax.random.normal(keys[1], (N, 128)),
+  }
+
+
+def run(tx, steps):
+  """Returns updates and state after steps of the same gradients."""
+  axes = edgc_jax.state_axes(tx, PARAMS)
+  state = jax.vmap(
+    tx.init, in_axes=None, out_axes=axes, axis_size=N, axis_name=AXIS
+  )(PARAMS)
+  update = jax.jit(
+    jax.vmap(
+      tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS
+    )
+  )
+  for seed in range(steps):
+    updates, state = update(gradients(seed), state)
+  return updates, state
+
+
+def bytes_of(tx):
+  """Returns the bytes of a step after those that compare gradients."""
+  return edgc_jax.metrics(run(tx, 6)[1])["wire_bytes"]
+
+
+def residual_of(state):
+  return np.asarray(state.leaves["w"].residual)
+
+
+def two_magnitudes(values):
+  """The code of SparseLoCo, of the entries of one chunk."""
+  magnitude = np.abs(values)
+  large = magnitude > magnitude.mean()
+  coded = np.where(large, magnitude[large].mean(), magnitude[~large].mean())
+  return np.sign(values) * coded
+
+
+def test_sparse_loco_sends_the_largest_of_every_chunk():
+  tx = sparse_loco(count=64)
+  updates, state = run(tx, 1)
+  given = np.asarray(gradients()["w"]).reshape(N, 3, 4096)
+  expected = np.zeros_like(given)
+  for i in range(N):
+    for c in range(3):
+      index = np.argsort(-np.abs(given[i, c]))[:64]
+      expected[i, c, index] = two_magnitudes(given[i, c, index])
+  mean = expected.mean(0).reshape(96, 128)
+  # Values of 16 bits, of which opposite ones cancel.
+  np.testing.assert_allclose(updates["w"], mean, rtol=0.01, atol=5e-3)
+  assert np.count_nonzero(updates["w"]) <= N * 3 * 64
+  left = (given - expected).reshape(N, 96, 128)
+  np.testing.assert_allclose(residual_of(state), left, rtol=0.01, atol=0.02)
+  # 14 bits an entry and 4 bytes a chunk of each replica; errors and biases.
+  sent = N * 3 * (64 * 14 // 8 + 4) / 2
+  assert bytes_of(tx) == sent + 4 * 128 + 4 * 33
+
+
+def test_demo_sends_the_largest_frequencies():
+  updates, state = run(tx := demo(count=32), 1)
+  given = np.asarray(gradients()["w"])
+  expected = np.zeros_like(given)
+  for i in range(N):
+    # The largest divisors up to 64 are 48 and 64.
+    for r in range(0, 96, 48):
+      for c in range(0, 128, 64):
+        part = fft.dctn(given[i, r : r + 48, c : c + 64], norm="ortho")
+        count = 48 * 64 * 32 // 4096
+        least = np.sort(np.abs(part).ravel())[-count]
+        kept = np.where(np.abs(part) >= least, part, 0.0)
+        expected[i, r : r + 48, c : c + 64] = fft.idctn(kept, norm="ortho")
+  np.testing.assert_allclose(updates["w"], expected.mean(0), atol=5e-3)
+  np.testing.assert_allclose(residual_of(state), given - expected, atol=2e-2)
+  sent = N * 4 * 24 * (1.5 + 2) / 2
+  assert bytes_of(tx) == sent + 4 * 128 + 4 * 33
+
+
+@pytest.mark.parametrize(
+  ("tx", "decay"), [(sparse_loco(count=64), 0.95), (demo(), 0.999)]
+)
+def test_nothing_but_the_decay_is_lost(tx, decay):
+  _, state = run(tx, 2)
+  kept = residual_of(state).mean(0)
+  updates, state = run(tx, 3)
+  given = np.asarray(gradients(2)["w"]).mean(0)
+  np.testing.assert_allclose(
+    updates["w"] + residual_of(state).mean(0), given + decay * kept, atol=1e-4
+  )
+
+
+@pytest.mark.parametrize("make", [sparse_loco, demo])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_nonfinite_entry_skips_the_step(make, bad):
+  tx = make()
+  axes = edgc_jax.state_axes(tx, PARAMS)
+  state = jax.vmap(
+    tx.init, in_axes=None, out_axes=axes, axis_size=N, axis_name=AXIS
+  )(PARAMS)
+  given = gradients()
+  given["w"] = given["w"].at[1, 2, 3].set(bad)
+  updates, state = jax.vmap(
+    tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS
+  )(given, state)
+  assert not np.any(updates["w"])
+  assert edgc_jax.metrics(state)["skipped_steps"] == 1
+
+
+def test_as_outer_and_before_a_sign():
+  """Both work where they are meant to."""
+  outer = optax.chain(sparse_loco(), optax.sgd(1.0))
+  tx = edgc_jax.local_steps(optax.adam(1e-3), outer, 2)
+  axes = edgc_jax.state_axes(tx, PARAMS)
+  state = jax.vmap(
+    tx.init, in_axes=None, out_axes=axes, axis_size=N, axis_name=AXIS
+  )(PARAMS)
+
+  def step(grads, state):
+    local = edgc_jax.local_params(PARAMS, state)
+    return tx.update(grads, state, PARAMS, local_params=local)
+
+  for seed in range(2):
+    updates, state = jax.vmap(
+      step, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS
+    )(gradients(seed), state)
+  assert np.any(updates["w"])
+  updates, _ = run(optax.chain(demo(), optax.scale_by_sign()), 1)
+  assert set(np.unique(updates["w"])) <= {-1.0, 0.0, 1.0}
+
+
+@pytest.mark.parametrize("make", [sparse_loco, demo])
+@pytest.mark.parametrize("count", [3, 5000])
+def test_wrong_counts(make, count):
+  with pytest.raises(ValueError, match="`count` must be"):
+    make(count=count)
