@@ -1,0 +1,38 @@
+"""The first arms of the table again, at four times the parameters.
+
+A run takes about two hours on one core, the study 50:
+
+  python experiments/run_study.py --study=configs/protocol/larger.py --jobs=2
+"""
+
+from configs.protocol import table
+
+CONFIG = "configs/protocol/gpt_2m.py"
+SEEDS = table.SEEDS
+TUNING = {
+  **table.TUNING,
+  "start": (4e-3, 8e-3),
+  "settings": {
+    "steps": 2263, "evaluation.every": 0, "powersgd.window": 12,
+    "edgc.window": 12, "edgc.warmup_steps": 50, "edgc.max_warmup_steps": 100,
+  },
+}  # fmt: skip
+
+# Ranks of about 2, 1 and 0.5 bits for the 1,853,568 parameters of the model.
+_RANKS = {"2": 68.0, "1": 33.4, "0.5": 16.2}
+
+TABLES = {
+  "Every entry": {
+    arm: table.TABLES["Every entry"][arm]
+    for arm in ("dense", "quantize, 4 bits")
+  }
+} | {
+  f"About {bits} bits": {
+    f"powersgd {rank:g}, int4, {allocation}": {
+      **table.TABLES["About 1 bits"][f"powersgd 21.8, int4, {allocation}"],
+      "powersgd.rank": rank,
+    }
+    for allocation in ("uniform", "error")
+  }
+  for bits, rank in _RANKS.items()
+}
