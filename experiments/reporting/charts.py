@@ -63,30 +63,32 @@ def thin(y: pd.Series, parts: int = 1000) -> pd.Series:
 
 
 def _curves(
-  runs: Sequence[Run],
-  *keys: str,
-  x: str = "step",
-  shape: str = "linear",
+  runs: Sequence[Run], *keys: str, x: str = "step", shape: str = "linear"
 ) -> go.Figure:
-  """Draws metrics of all runs and stages, later stages paler."""
-  figure = go.Figure(layout=_LAYOUT)
+  """Draws metrics of all runs and stages.
+
+  A run has a colour, and its later stages are paler; in a single run each stage
+  has a colour.
+  """
+  figure, is_one = go.Figure(layout=_LAYOUT), len(runs) == 1
   for i, run in enumerate(runs):
     for dash, key in zip(("solid", "dot"), keys, strict=False):
       values = run.table(key)
       for stage, y in values.dropna(axis=1, how="all").items():
         y = thin(y)
-        name = [run.name] * (len(runs) > 1)
+        name = [] if is_one else [run.name]
         name += [key.replace("_", " ")] * (len(keys) > 1)
         name += [f"stage {stage}"] * (len(values.columns) > 1)
         figure.add_scatter(
           x=run.lines[x][y.index], y=y, name=html.escape(", ".join(name)),
           mode="lines+markers" if len(y) < 50 else "lines",
-          opacity=1 - 0.65 * stage / len(values.columns),
-          line={"color": COLORS[i % len(COLORS)], "width": 1.5, "dash": dash,
-                "shape": shape},
+          opacity=1 if is_one else 1 - 0.65 * stage / len(values.columns),
+          line={"width": 1.5, "dash": dash, "shape": shape,
+                "color": COLORS[(stage if is_one else i) % len(COLORS)]},
         )  # fmt: skip
   figure.update_xaxes(title_text=x, rangemode="tozero")
-  return figure.update_layout(showlegend=len(figure.data) > 1)
+  height = _LAYOUT["height"] + 12 * len(figure.data)  # room for the legend
+  return figure.update_layout(showlegend=len(figure.data) > 1, height=height)
 
 
 def _heat_map(run: Run, key: str) -> go.Figure:
