@@ -101,7 +101,7 @@ def test_the_command_writes_a_report(tmp_path, capsys, monkeypatch):
   assert "held-out loss" in capsys.readouterr().out
   # The second line comes too early for another page.
   assert states == ["not finished: 1 of 2 steps"] * 2
-  assert ">finished<" in page.read_text()
+  assert "<td>finished" in page.read_text()
 
 
 def test_a_run_cut_off_before_a_checkpoint_starts_again(tmp_path):
