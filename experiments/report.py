@@ -1,9 +1,9 @@
-"""Draws a picture and writes a page about one or several training runs.
+"""Writes a page with interactive charts of one or several training runs.
 
   python experiments/report.py RUN [RUN ...]
 
-writes `report.png` and `report.html` into the run's folder, or, for several
-runs, into the current directory. It can be called during a run.
+writes `report.html` into the run's folder, or, for several runs, into the
+current directory. It can be called during a run.
 """
 
 import pathlib
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
   """
   if len(argv) < 2:
     raise app.UsageError("give at least one run folder")
-  print(*run_page.write_report(argv[1:]), sep="\n")
+  print(run_page.write_report(argv[1:]))
 
 
 if __name__ == "__main__":

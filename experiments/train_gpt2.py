@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
 
-from experiments.reporting import run_page
+from experiments.reporting import key_numbers, run_page
 from experiments.runs.checkpoints import CheckpointError
 from experiments.runs.run_folder import RunInUse
 from experiments.runtime import command_line, hosts, stop_signals
@@ -30,8 +30,8 @@ def main(config: ConfigDict) -> None:
   summary = trainer.folder.summary()
   try:
     if summary is None:
-      summary = trainer.run()
-    if hosts.is_first() and not run_page.is_newest(trainer.folder.path):
+      summary = trainer.run(run_page.LivePage(trainer.folder.path).update)
+    if hosts.is_first():
       run_page.write_report([trainer.folder.path])
   except (TrainingStopped, CheckpointError, RunInUse) as error:
     sys.exit(f"error: {error}")
@@ -49,8 +49,8 @@ def main(config: ConfigDict) -> None:
     sys.exit(stop_signals.exit_code(stop.signal))
   if not hosts.is_first():
     return
-  print(run_page.summary_table(summary))
-  print(f"run folder: {trainer.folder.path} (see report.png, report.html)")
+  print(key_numbers.summary_table(summary))
+  print(f"run folder: {trainer.folder.path} (see report.html)")
 
 
 if __name__ == "__main__":

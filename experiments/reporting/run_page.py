@@ -1,54 +1,81 @@
-"""Writes the report of training runs: a picture and an HTML page."""
+"""Writes the report of training runs: a page with interactive charts."""
 
-import base64
+import datetime
 import html
-import json
 import pathlib
+import time
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
+import pandas as pd
+from flax import traverse_util
+from plotly.offline import get_plotlyjs
 
-from experiments.reporting import heat_maps, panels
-from experiments.training.optimizer import rank_name
+from experiments.reporting import charts, key_numbers
+from experiments.reporting.logged_run import Run, load
+from experiments.runs import run_folder
 
-# fmt: off
-_KEYS = (
-  "step", "loss", "val_loss", "entropy", "rank", "wire_bytes", "dense_bytes",
-  "compression_ratio", "relative_error", "predicted_error", "skipped_steps",
-  "seconds", "tokens_per_second",
-)
-# fmt: on
-_UNKNOWN = "-"
+_CONFIG = {"responsive": True, "displaylogo": False, "showSendToCloud": False}
+_SECONDS = 60  # between two pages of a run that goes on
 _TO = "\N{NO-BREAK SPACE}\N{RIGHTWARDS ARROW}\N{NO-BREAK SPACE}"
 _HEAD = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Gradient compression</title>
+<meta name="viewport" content="width=device-width">
 <style>
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 88rem;
   margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; display: block; overflow-x: auto; }
-th, td { padding: .3rem 1.5rem .3rem 0; text-align: left;
-  vertical-align: top; border-bottom: 1px solid #8886; white-space: pre-line; }
-th { white-space: nowrap; }
-img { width: 100%; margin: 1.5rem 0; background: white; border-radius: 6px; }
-pre { overflow-x: auto; padding: 1rem; background: #8882; }
+th, td { padding: .3rem 1.5rem .3rem 0; text-align: left; white-space: pre-line;
+  vertical-align: top; border-bottom: 1px solid #8886; }
+tr:first-child { font-weight: bold; }
+h2 { font-size: 1.1rem; margin: 1.5rem 0 0; }
+pre { overflow-x: auto; }
+main { display: grid; gap: 0 2rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 32rem), 1fr)); }
+section { min-width: 0; }
+.infolayer text, .cartesianlayer text { fill: CanvasText !important; }
 </style>
-<h1>Gradient compression</h1>
+"""
+# Keeps the zoom when the page is loaded again. Fingers scroll, and do not zoom.
+_SCRIPT = """<script>
+document.querySelectorAll(".js-plotly-plot").forEach((plot, number) => {
+  const key = location.pathname + number
+  const zoom = JSON.parse(sessionStorage.getItem(key) || "{}")
+  if (matchMedia("(pointer: coarse)").matches) zoom.dragmode = false
+  Plotly.relayout(plot, zoom)
+  plot.on("plotly_relayout", change => change.autosize
+    || sessionStorage.setItem(key, JSON.stringify(change)))
+})
+</script>
 """
 
 
-def is_newest(run_dir: pathlib.Path) -> bool:
-  """Returns whether a finished run's page is newer than its summary."""
-  page, summary = (run_dir / name for name in ("report.html", "summary.json"))
-  return page.exists() and page.stat().st_mtime >= summary.stat().st_mtime
+class LivePage:
+  """The page of a run that goes on, written again from time to time."""
+
+  def __init__(self, run_dir: pathlib.Path):
+    """Writes nothing yet."""
+    self._run_dir, self._due = run_dir, 0.0
+
+  def update(self) -> None:
+    """Writes the page if it is due; a failure is printed and does no harm."""
+    began = time.monotonic()
+    if began < self._due:
+      return
+    try:
+      write_report([self._run_dir])
+    except Exception as error:
+      print(f"warning: report.html could not be written: {error}", flush=True)
+    # The page of a long run takes seconds: a hundredth of the time at most.
+    now = time.monotonic()
+    self._due = now + max(_SECONDS, 100 * (now - began))
 
 
 def write_report(
   run_dirs: Sequence[pathlib.Path | str],
   out_dir: pathlib.Path | str | None = None,
-) -> tuple[pathlib.Path, pathlib.Path]:
-  """Draws runs in one picture and writes a page with their key numbers.
+) -> pathlib.Path:
+  """Writes report.html, a page with numbers, charts and configurations.
 
   Args:
     run_dirs: Folders of runs, finished or not.
@@ -56,7 +83,7 @@ def write_report(
       and the current directory for several.
 
   Returns:
-    The paths of `report.png` and `report.html`.
+    The path of the page.
 
   Raises:
     FileNotFoundError: if a run folder or its `metrics.jsonl` is missing.
@@ -64,208 +91,60 @@ def write_report(
   """
   if not run_dirs:
     raise ValueError(f"run_dirs is {run_dirs!r}: give at least one run folder")
-  runs = [_load(pathlib.Path(run_dir)) for run_dir in run_dirs]
+  runs = [load(pathlib.Path(run_dir)) for run_dir in run_dirs]
   if out_dir is None:
     out_dir = run_dirs[0] if len(runs) == 1 else "."
-  folder = pathlib.Path(out_dir)
-  folder.mkdir(parents=True, exist_ok=True)
-  picture, page = folder / "report.png", folder / "report.html"
-  panels.draw(runs).savefig(picture, dpi=100)
-  maps = []
-  for number, run in enumerate(runs, 1):
-    figure = heat_maps.draw(run.matrices, run.label)
-    if figure is not None:
-      name = "matrices.png"
-      if len(runs) > 1:  # folders of different parents may share a name
-        name = f"matrices-{number}-{run.name}.png"
-      figure.savefig(folder / name, dpi=100)
-      maps.append((folder / name).read_bytes())
-  text = _page(runs, picture.read_bytes(), maps)
-  page.write_text(text, encoding="utf-8")
-  return picture, page
+  page = pathlib.Path(out_dir, "report.html")
+  page.parent.mkdir(parents=True, exist_ok=True)
+  run_folder.write(page, _page(runs))
+  return page
 
 
-def summary_table(summary: dict[str, Any]) -> str:
-  """Formats a run's key numbers for a terminal.
-
-  Args:
-    summary: The contents of `summary.json`; missing numbers are left out.
-
-  Returns:
-    Lines of at most 78 columns.
-  """
-  lines = []
-  for name, text in _rows(summary, width=60).items():
-    for part in text.splitlines() if text != _UNKNOWN else ():
-      lines.append(f"{name:<18}{part[:60]}")
-      name = ""
-  return "\n".join(lines)
-
-
-def _load(folder: pathlib.Path) -> panels.Run:
-  path = folder / "metrics.jsonl"
-  if not folder.is_dir():
-    raise FileNotFoundError(
-      f"run_dirs: {folder} is not a folder; give one that a run wrote"
-    )
-  if not path.is_file():
-    raise FileNotFoundError(
-      f"run_dirs: {folder} has no metrics.jsonl, which every run writes; "
-      "give the folder of a run that has started"
-    )
-  rows: dict[str, list] = {key: [] for key in _KEYS}
-  matrices = heat_maps.Matrices()
-  broken = None
-  # As bytes: a half-written character would end the iteration of a text file.
-  with path.open("rb") as lines:
-    for number, line in enumerate(lines, start=1):
-      if broken:
-        raise ValueError(
-          f"{path}, line {broken}: every line but the last must be a JSON "
-          "object with a number 'step'; repair or remove it"
-        )
-      try:
-        record = json.loads(line)
-        float(record["step"])
-      except (ValueError, TypeError, KeyError):
-        broken = number
-        continue
-      for key, values in rows.items():
-        values.append(record.get(key))
-      matrices.add(record)
-  return panels.Run(
-    name=folder.resolve().name,
-    config=_read_object(folder / "config.json"),
-    summary=_read_object(folder / "summary.json"),
-    columns={key: _matrix(values) for key, values in rows.items()},
-    matrices=matrices,
-    leaves=_read_text(folder / "leaves.txt"),
-  )
-
-
-def _read_object(path: pathlib.Path) -> dict[str, Any]:
-  try:
-    return dict(json.loads(path.read_bytes()))
-  except FileNotFoundError:
-    return {}
-  except (ValueError, TypeError) as error:
-    raise ValueError(
-      f"{path} must be a JSON object ({error}); repair or remove it"
-    ) from error
-
-
-def _read_text(path: pathlib.Path) -> str:
-  return path.read_text() if path.exists() else "not recorded"
-
-
-def _matrix(values: list) -> np.ndarray:
-  rows = [v if isinstance(v, list) else [v] for v in values]
-  width = max(map(len, rows), default=1)
-  padded = [row + [None] * (width - len(row)) for row in rows]
-  return np.array(padded, float).reshape(len(rows), width)
-
-
-def _rows(numbers: dict[str, Any], width: int) -> dict[str, str]:
-  """Returns the key numbers as text by name, "-" for an unknown one."""
-  sent = numbers.get("wire_bytes_per_step")
-  dense = numbers.get("dense_bytes_per_step")
-  if sent is not None and dense is not None:
-    parts = [panels.human_bytes(part) for part in np.atleast_1d(sent)]
-    sent, dense = map(panels.human_bytes, (np.sum(sent), np.sum(dense)))
-    sent = f"{sent} (dense {dense})"
-    if len(parts) > 1:
-      sent += "\nby stage " + ", ".join(parts)
-  steps = numbers.get("steps")
-  measured = {
-    f"held-out {key.removeprefix('val_')}": (value, ".4f")
-    for key, value in numbers.items()
-    if key.startswith("val_")
-  }
-  speeds = {
-    key.replace("_per_second", " a second"): (value, ",.0f")
-    for key, value in numbers.items()
-    if key.endswith("_per_second")
-  }
-  rows = {
-    "reducer": (numbers.get("reducer"), ""),
-    "steps": (steps, ",.0f"),
-    "parameters": (numbers.get("params"), ",.0f"),
-    "replicas": (numbers.get("replicas"), ".0f"),
-    "stages": (numbers.get("stages"), ".0f"),
-    "shards": (numbers.get("shards"), ".0f"),
-    "held-out loss": (None, ""),
-    **measured,
-    "training loss": (numbers.get("train_loss"), ".4f"),
-    "bytes a step": (sent, ""),
-    "compression ratio": (numbers.get("compression_ratio"), ".2f"),
-    "rank over time": (_rank_text(numbers, width), ""),
-    **(speeds or {"tokens a second": (None, "")}),
-    "seconds": (numbers.get("seconds"), ",.1f"),
-    "skipped steps": (numbers.get("skipped_steps"), ",.0f"),
-  }
-  return {
-    name: _UNKNOWN if value is None else format(value, spec)
-    for name, (value, spec) in rows.items()
-  }
-
-
-def _rank_text(numbers: dict[str, Any], width: int) -> str | None:
-  """Returns ranks and their last steps, "dense ->40, 32 ->60", per stage."""
-  history, steps = numbers.get("rank_history"), numbers.get("steps")
-  if not history:
-    return None
-  name = rank_name(numbers.get("reducer", ""), 0)
-  if name == _UNKNOWN and not any(any(rank) for _, rank in history):
-    return None
-  lines = []
-  starts, ranks = zip(*history, strict=True)
-  ends = [*(start - 1 for start in starts[1:]), steps or starts[-1]]
-  for stage, values in enumerate(zip(*ranks, strict=True)):
-    spans = []
-    for i, (value, end) in enumerate(zip(values, ends, strict=True)):
-      if i and value == values[i - 1]:
-        spans.pop()  # Only another stage's rank changed.
-      spans.append(f"{rank_name('edgc', value)} ->{end:.0f}")
-    name = f"stage {stage}: " if len(ranks[0]) > 1 else ""
-    # As many as fit together with an ellipsis, half from each end.
-    room = (width - len(name) - 5) // (max(map(len, spans)) + 2)
-    if room < len(spans):
-      spans[room - room // 2 : len(spans) - room // 2] = ["..."]
-    lines.append(name + ", ".join(spans))
-  return "\n".join(lines)
-
-
-def _image(picture: bytes, text: str) -> str:
-  data = base64.b64encode(picture).decode()
-  return f'<img alt="{text}" src="data:image/png;base64,{data}">'
-
-
-def _page(
-  runs: Sequence[panels.Run], picture: bytes, maps: Sequence[bytes]
-) -> str:
-  tables = [
-    {
-      "run": run.name,
-      "state": "finished" if run.summary else "not finished",
-      **_rows(run.numbers(), width=100),
-    }
-    for run in runs
-  ]
-  text = [_HEAD, "<table>"]
-  for name in tables[0]:
-    cells = [html.escape(table[name].replace(" ->", _TO)) for table in tables]
-    text.append(f"<tr><th>{name}<td>" + "<td>".join(cells))
-  text.append("</table>")
-  text.append(_image(picture, "Loss, bytes, entropy, rank and error by step"))
-  text += [_image(m, "Rank, entropy and error by matrix") for m in maps]
+def _page(runs: Sequence[Run]) -> str:
+  numbers = _table(runs, [_numbers(run) for run in runs])
+  configs = [traverse_util.flatten_dict(run.config, sep=".") for run in runs]
+  config = _table(runs, configs)
+  differs = config.nunique(axis=1) > 1
+  parts = [_HEAD, f"<script>{get_plotlyjs()}</script>"]
+  if len(runs) == 1 and not runs[0].summary:
+    parts.append(f'<meta http-equiv="refresh" content="{_SECONDS}">')
+  parts += ["<h1>Gradient compression</h1>", _html(numbers)]
+  if differs.any():
+    parts += ["<h2>Differences</h2>", _html(config[differs])]
+  parts.append("<main>")
+  for title, chart in charts.draw(runs).items():
+    text = chart.to_html(_CONFIG, include_plotlyjs=False, full_html=False)
+    parts.append(f"<section><h2>{html.escape(title)}</h2>{text}</section>")
+  parts += ["</main>", _SCRIPT, "<details><summary>Configuration</summary>"]
+  parts += [_html(config), "</details>"]
   for run in runs:
-    config = json.dumps(run.config, indent=2) if run.config else "not recorded"
-    label = html.escape(run.label)
-    for title, details in (
-      ("How each leaf is sent", run.leaves), ("Configuration", config)
-    ):  # fmt: skip
-      text.append(
-        f"<details><summary>{title}: {label}</summary>"
-        f"<pre>{html.escape(details)}</pre></details>"
-      )
-  return "\n".join([*text, "</html>\n"])
+    title = html.escape(f"How each leaf is sent: {run.name}")
+    parts.append(f"<details><summary>{title}</summary>")
+    parts.append(f"<pre>{html.escape(run.leaves)}</pre></details>")
+  return "\n".join([*parts, "</html>\n"])
+
+
+def _numbers(run: Run) -> dict[str, str]:
+  """Returns key numbers, and what is left of a run that is not finished."""
+  seconds, steps = run.table("seconds"), run.config.get("steps", "?")
+  state = f"not finished: {seconds.index.max()} of {steps} steps"
+  if run.summary or seconds.empty:
+    state = "finished" if run.summary else "nothing logged yet"
+  elif len(seconds) > 1 and "steps" in run.config:
+    # The first line's seconds are those of compilation.
+    (first, began), *_, (last, now) = seconds.itertuples()
+    left = (now - began) / (last - first) * (steps - last)
+    state += f", about {datetime.timedelta(seconds=round(left))} left"
+  return {"state": state, **key_numbers.texts(run.numbers(), width=100)}
+
+
+def _table(runs: Sequence[Run], columns: Sequence[dict]) -> pd.DataFrame:
+  """Returns a table of texts, with a column for each run."""
+  frame = pd.DataFrame(columns, [run.name for run in runs], dtype=object).T
+  return frame.fillna("-").map(str)
+
+
+def _html(table: pd.DataFrame) -> str:
+  rows = [("", *table.columns), *table.itertuples(name=None)]
+  lines = ["<tr><th>" + "<td>".join(map(html.escape, row)) for row in rows]
+  return "\n".join(["<table>", *lines, "</table>"]).replace(" -&gt;", _TO)

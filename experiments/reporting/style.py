@@ -1,7 +1,6 @@
 """Colours, sizes and axes shared by the pictures of all pages."""
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, NullLocator
 
 # Okabe and Ito's colours, which colour-blind people can distinguish.
 COLORS = (
@@ -18,11 +17,3 @@ def dress(axes: Axes, title: str) -> None:
   axes.grid(color="#dddddd", linewidth=0.6)
   axes.set_axisbelow(True)
   axes.tick_params(labelsize=8)
-
-
-def scale_bytes(axes: Axes) -> None:
-  """Gives the x axis a logarithmic scale with plain numbers."""
-  axes.set_xscale("log")
-  axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-  axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-  axes.xaxis.set_minor_locator(NullLocator())

@@ -59,7 +59,7 @@ class RunFolder:
     self.config = config
     file = self.path / "config.json"
     if file.exists() and self.is_claimed():
-      changes = _differences(_read_json(file), _plain(config))
+      changes = _differences(read_json(file), _plain(config))
       if changes:
         raise ValueError(
           f"`run_dir` must be new or hold a run of the same configuration, got"
@@ -81,12 +81,12 @@ class RunFolder:
 
   def shards(self) -> int:
     """Returns the number of shards of the run in this folder."""
-    return _read_json(self.path / "config.json")["mesh"].get("fsdp", 1)
+    return read_json(self.path / "config.json")["mesh"].get("fsdp", 1)
 
   def summary(self) -> dict[str, Any] | None:
     """Returns the summary of a finished run, or None."""
     file = self.path / "summary.json"
-    return _read_json(file) if file.exists() else None
+    return read_json(file) if file.exists() else None
 
   def lock(self) -> None:
     """Creates the folder, and locks it against other processes until `close`.
@@ -136,8 +136,8 @@ class RunFolder:
     for old in self.path.glob("events.out.tfevents.*"):
       old.unlink()
     _write_json(self.path / "config.json", _plain(self.config))
-    _write(self.path / "leaves.txt", f"{leaves}\n")
-    _write(file, "".join(kept))
+    write(self.path / "leaves.txt", f"{leaves}\n")
+    write(file, "".join(kept))
     self._lines = open(file, "a")  # noqa: SIM115
     # On a full disk its thread ends, and a bounded queue would hang the run.
     self._events = tensorboardX.FileWriter(str(self.path), max_queue=0)
@@ -268,7 +268,8 @@ def _lines_up_to(file: pathlib.Path, step: int) -> list[str]:
   return kept
 
 
-def _read_json(file: pathlib.Path) -> Any:
+def read_json(file: pathlib.Path) -> Any:
+  """Reads a file of a run folder, and raises ValueError if it is damaged."""
   try:
     return json.loads(file.read_text())
   except ValueError as error:
@@ -279,13 +280,13 @@ def _read_json(file: pathlib.Path) -> Any:
 
 
 def _write_json(file: pathlib.Path, value: Any) -> None:
-  _write(file, json.dumps(value, indent=2, allow_nan=False) + "\n")
+  write(file, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def _write(file: pathlib.Path, text: str) -> None:
+def write(file: pathlib.Path, text: str) -> None:
   """Writes a temporary file first, so that `file` is never incomplete."""
   scratch = file.with_suffix(_SCRATCH)
-  with open(scratch, "w") as out:
+  with open(scratch, "w", encoding="utf-8") as out:
     out.write(text)
     out.flush()
     os.fsync(out.fileno())

@@ -82,10 +82,15 @@ class Trainer:
     if config.init_from and not (self._progress.step or self.folder.summary()):
       self._load_params = self._find_params(config.init_from)
 
-  def run(self) -> dict[str, Any]:
+  def run(
+    self, after_line: Callable[[], None] = lambda: None
+  ) -> dict[str, Any]:
     """Trains to the last step, and writes and returns the summary.
 
     Resumes from the run's newest checkpoint, if there is one.
+
+    Args:
+      after_line: Called in the first process after each logged line.
 
     Raises:
       TrainingStopped: if all replicas had the same gradients, too many
@@ -104,7 +109,7 @@ class Trainer:
         hosts.say(times.describe(self.times))
       hosts.say(self._leaves)
       with StopSignals() as signals:
-        summary = self._train(progress, signals)
+        summary = self._train(progress, signals, after_line)
       self.checkpoints.close()
       self.folder.finish(summary)
     finally:
@@ -206,7 +211,10 @@ class Trainer:
     return load
 
   def _train(
-    self, progress: "_Progress", signals: StopSignals
+    self,
+    progress: "_Progress",
+    signals: StopSignals,
+    after_line: Callable[[], None],
   ) -> dict[str, Any]:
     config = self.config
     log = RunLog(self.folder, self.task, progress.about.get("log"))
@@ -246,6 +254,8 @@ class Trainer:
           measured = self._evaluate(params)
           line |= {f"val_{name}": value for name, value in measured.items()}
         log.write(line)
+        if hosts.is_first():
+          after_line()
       is_last, every = step == config.steps, config.checkpoint.every
       is_stopped = signals.wants_stop(step) and not is_last
       if is_stopped or (every and (is_last or step % every == 0)):

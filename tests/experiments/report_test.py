@@ -1,17 +1,19 @@
-"""Reports of runs: picture, page and final table."""
+"""Reports of runs: page, charts and final table."""
 
-import base64
+import html
 import json
-import os
 import re
 import shutil
 import subprocess
 
 import matplotlib.image
 import numpy as np
+import pandas as pd
 import pytest
+from plotly.offline import get_plotlyjs
 
-from experiments.reporting import heat_maps, panels, run_page
+from experiments.reporting import charts, key_numbers, run_page
+from experiments.reporting.logged_run import load
 
 pytestmark = pytest.mark.slow
 
@@ -57,9 +59,9 @@ def metrics(step, stages=1, compressed=True, **more):
   return line | more
 
 
-def by_matrix(step, stages=1):
+def by_matrix(step, stages=1, path="blocks/mlp/kernel"):
   """Returns metrics of matrices: two in a stack and one alone."""
-  ranks = {"blocks/mlp/kernel": [[4, 0]] * stages, "embedding": [[8]] * stages}
+  ranks = {path: [[4, 0]] * stages, "embedding": [[8]] * stages}
   share = lambda x: {k: [[x] * len(v[0])] * stages for k, v in ranks.items()}  # noqa: E731
   return {
     "matrix_rank": ranks,
@@ -82,104 +84,107 @@ def write_run(folder, steps, summary=None, config=None, **options):
 
 
 def draw(*folders):
-  """Returns the panels of the picture by the first word of the title."""
-  axes = panels.draw([run_page._load(folder) for folder in folders]).axes
-  names = ("loss", "sent", "entropy", "rank", "wire", "error")
-  return dict(zip(names, axes, strict=True))
+  """Returns the charts of runs by title."""
+  return charts.draw([load(folder) for folder in folders])
 
 
-def shown(axes):
-  """Returns the text in the middle of a panel."""
-  return [text.get_text() for text in axes.texts]
+def page_of(*folders, out=None):
+  """Returns the page of runs without the library that draws."""
+  text = run_page.write_report(folders, out).read_text()
+  assert text.count(get_plotlyjs()) == 1, "readable offline"
+  return text.replace(get_plotlyjs(), "")
 
 
-def test_a_page_older_than_the_summary_is_not_the_newest(tmp_path):
-  page, summary = tmp_path / "report.html", tmp_path / "summary.json"
-  summary.write_text("{}")
-  assert not run_page.is_newest(tmp_path)
-  page.write_text("")
-  os.utime(page, (1, 1))
-  assert not run_page.is_newest(tmp_path)
-  os.utime(page)
-  assert run_page.is_newest(tmp_path)
+def tables_of(page):
+  """Returns the tables of a page: texts by name and run."""
+  tables = []
+  for text in re.findall("<table>(.*?)\n</table>", page, re.DOTALL):
+    rows = [row.split("<td>") for row in text.split("\n<tr><th>")]
+    _, (_, *runs), *rows = rows
+    tables.append({n: dict(zip(runs, row, strict=True)) for n, *row in rows})
+  return tables
 
 
 @pytest.mark.parametrize(
   ("steps", "options"),
-  [
-    (0, {}),
-    (1, {}),
-    (400, {}),
-    (400, {"stages": 4}),
-    (400, {"compressed": False}),
-  ],
+  [(0, {}), (1, {}), (400, {"stages": 4}), (400, {"compressed": False})],
 )
-def test_picture_and_page_of_one_run(tmp_path, steps, options):
+def test_page_of_one_run(tmp_path, steps, options):
   run = write_run(tmp_path / "run", steps, **options)
-  picture, page = run_page.write_report([run])
-  assert (picture, page) == (run / "report.png", run / "report.html")
-  pixels = matplotlib.image.imread(picture)
-  assert pixels.shape == (900, 1400, 4)
-  assert pixels.std() > 0.02
-  assert base64.b64encode(picture.read_bytes()).decode() in page.read_text()
+  page = page_of(run)
+  assert (run / "report.html").exists() and not list(run.glob("*.tmp"))
+  found = re.findall("<section><h2>(.*?)</h2>", page)
+  assert found == [html.escape(title) for title in draw(run)]
+  assert page.count("Plotly.newPlot(") == len(found)
+  assert bool(found) == bool(steps)
 
 
 def test_several_runs_side_by_side(tmp_path, monkeypatch):
-  first = write_run(tmp_path / "first", 120, SUMMARY, stages=2)
-  second = write_run(
-    tmp_path / "a $x_$ name", 120, SUMMARY | {"reducer": "allreduce"}
-  )
+  config = {"reducer": "edgc", "optimizer": {"lr": 0.1, "b1": 0.9}}
+  other = {"reducer": "allreduce", "optimizer": {"lr": 0.2, "b1": 0.9}}
+  first = write_run(tmp_path / "first", 120, SUMMARY, config, stages=2)
+  second = write_run(tmp_path / "a $x_$ name", 120, SUMMARY, other)
   monkeypatch.chdir(tmp_path)
-  picture, page = run_page.write_report([first, str(second)])
-  assert picture.resolve() == tmp_path / "report.png"
-  assert "allreduce (a $x_$ name)" in page.read_text()
-  picture, _ = run_page.write_report([first, second], tmp_path / "new" / "out")
-  assert picture.is_file()
-  loss = draw(first, second)["loss"]
-  assert len({line.get_color().tobytes() for line in loss.lines}) == 2
+  page = run_page.write_report([first, str(second)])
+  assert page.resolve() == tmp_path / "report.html"
+  numbers, differences, everything = tables_of(
+    page_of(first, second, out=tmp_path / "new" / "out")
+  )
+  assert set(numbers["state"]) == {"first", "a $x_$ name"}
+  assert differences == {
+    "reducer": {"first": "edgc", "a $x_$ name": "allreduce"},
+    "optimizer.lr": {"first": "0.1", "a $x_$ name": "0.2"},
+  }
+  assert everything["optimizer.b1"] == {"first": "0.9", "a $x_$ name": "0.9"}
+  loss = draw(first, second)["Loss"].data
+  assert [curve.name for curve in loss] == [
+    "first, loss", "first, val loss",
+    "a $x_$ name, loss", "a $x_$ name, val loss",
+  ]  # fmt: skip
+  colors = [curve.line.color for curve in loss]
+  assert colors[0] == colors[1] != colors[2] == colors[3]
+  entropy = draw(first, second)["Entropy of the gradient (nats)"].data
+  assert [curve.line.color for curve in entropy] == [colors[0]] * 2 + colors[
+    2:3
+  ]
+  assert entropy[0].opacity == entropy[2].opacity > entropy[1].opacity
 
 
 def test_curves(tmp_path):
-  drawn = draw(write_run(tmp_path / "run", 200, stages=2))
-  held_out = drawn["sent"].lines[0]
+  drawn = draw(write_run(tmp_path / "run", 200, stages=2, val_accuracy=0.5))
+  sent, held_out = drawn["Loss by bytes sent"].data
   # 8 MB a step over a ratio of 2.5, at the evaluations of steps 100 and 200.
-  np.testing.assert_allclose(held_out.get_xdata(), [320, 640])
-  np.testing.assert_allclose(held_out.get_ydata(), [4.16, 4.13])
-  assert drawn["sent"].get_xlabel() == "sent so far (MB per replica)"
-  assert drawn["sent"].get_ylabel() == "held-out loss (nats)"
-  assert len(drawn["entropy"].lines) == 2
-  rank = drawn["rank"].lines[0].get_ydata()
-  assert rank[40] == 40 and rank[-1] == 32
-  labels = [tick.get_text() for tick in drawn["rank"].get_yticklabels()]
-  assert labels[-1] == "dense" and "0" not in labels
-  assert (rank[:40] > 40).all()
-  # Both stages' bytes, and a line for dense.
-  np.testing.assert_allclose(
-    drawn["wire"].lines[0].get_ydata()[[0, -1]], [DENSE_BYTES, DENSE_BYTES / 4]
-  )
-  assert list(drawn["wire"].lines[-1].get_ydata()) == [DENSE_BYTES] * 2
-  error = drawn["error"].lines[0].get_ydata()
-  assert np.isnan(error[:40]).all() and (error[40:] == 0.2).all()
+  np.testing.assert_allclose(held_out.x, [320e6, 640e6])
+  np.testing.assert_allclose(held_out.y, [4.16, 4.13])
+  assert len(sent.x) == 200
+  assert list(drawn["Loss"].data[1].x) == [100, 200]
+  assert drawn["Accuracy"].data[0].y[0] == 0.5
+  stages = drawn["Entropy of the gradient (nats)"].data
+  assert [curve.name for curve in stages] == ["stage 0", "stage 1"]
+  assert stages[0].line.color != stages[1].line.color
+  rank = drawn["Rank (gap: dense)"].data[0].y
+  assert np.isnan(rank[:40]).all() and rank[40] == 40 and rank[-1] == 32
+  wire, dense = drawn["Bytes a step"].data  # of both stages
+  np.testing.assert_allclose(wire.y[[0, -1]], [DENSE_BYTES, DENSE_BYTES / 4])
+  assert (dense.y == DENSE_BYTES).all()
+  error, _, predicted, _ = drawn["Error (share of energy)"].data
+  assert np.isnan(error.y[:40]).all() and (error.y[40:] == 0.2).all()
+  assert predicted.line.dash == "dot" and predicted.y[-1] == 0.25
+  assert drawn["Seconds so far"].data[0].y[-1] == 20
+  assert (drawn["Tokens a second"].data[0].y == 1234).all()
 
 
-def test_with_one_evaluation_the_training_loss_is_drawn(tmp_path):
-  sent = draw(write_run(tmp_path / "run", 100))["sent"]
-  assert sent.get_ylabel() == "training loss (nats)"
-  assert len(sent.lines[0].get_xdata()) == 100
-
-
-def test_panels_without_data_say_so(tmp_path):
+def test_a_chart_appears_where_its_numbers_were_logged(tmp_path):
   dense = write_run(tmp_path / "dense", 50, compressed=False)
-  drawn = draw(dense)
-  assert shown(drawn["entropy"]) == ["not measured by this reducer"]
-  assert shown(drawn["error"]) == ["nothing was compressed"]
-  assert not shown(drawn["loss"])
   empty = write_run(tmp_path / "empty", 0)
-  for axes in draw(empty).values():
-    assert shown(axes) == ["nothing logged yet"]
-  # Another run's data fills the panel.
   edgc = write_run(tmp_path / "edgc", 50)
-  assert not shown(draw(dense, empty, edgc)["entropy"])
+  assert not draw(empty)
+  compressed = [
+    "Entropy of the gradient (nats)", "Rank (gap: dense)",
+    "Error (share of energy)",
+  ]  # fmt: skip
+  assert not set(compressed) & set(draw(dense)) and "Loss" in draw(dense)
+  assert set(compressed) < set(draw(dense, empty, edgc))
 
 
 @pytest.mark.parametrize("tail", ['{"step": 3, "lo', '{"step": 3, "x": "\xe9'])
@@ -187,7 +192,7 @@ def test_half_written_last_line_is_ignored(tmp_path, tail):
   run = write_run(tmp_path / "run", 2)
   with (run / "metrics.jsonl").open("ab") as file:
     file.write(tail.encode("latin-1"))
-  assert run_page._load(run).columns["step"].tolist() == [[1], [2]]
+  assert load(run).lines["step"].tolist() == [1, 2]
   run_page.write_report([run])
 
 
@@ -196,36 +201,37 @@ def test_broken_middle_line_is_an_error(tmp_path, line):
   run = write_run(tmp_path / "run", 2)
   with (run / "metrics.jsonl").open("a") as file:
     file.write(line + "\n" + json.dumps(metrics(4)) + "\n")
-  with pytest.raises(ValueError, match=r"metrics\.jsonl, line 3:.*repair"):
+  with pytest.raises(ValueError, match=r"metrics\.jsonl, line 3,.*repair"):
     run_page.write_report([run])
 
 
 def test_errors_name_the_missing_part(tmp_path):
   with pytest.raises(ValueError, match=r"run_dirs is \[\].*at least one"):
     run_page.write_report([])
-  with pytest.raises(FileNotFoundError, match=r"absent is not a folder"):
+  with pytest.raises(FileNotFoundError, match=r"absent, which has no metrics"):
     run_page.write_report([tmp_path / "absent"])
   with pytest.raises(FileNotFoundError, match=r"has no metrics\.jsonl"):
     run_page.write_report([tmp_path])
   run = write_run(tmp_path / "run", 1)
   (run / "config.json").write_text('{"reducer')
-  with pytest.raises(ValueError, match=r"config\.json must be a JSON object"):
+  with pytest.raises(ValueError, match=r"config\.json, which is damaged"):
     run_page.write_report([run])
 
 
 def test_page_is_escaped_and_self_contained(tmp_path):
   evil = "<script>alert('&')</script>"
   config = {"reducer": evil, "data": {"text": evil}}
-  run = write_run(tmp_path / "<b>run", 3, config=config)
-  page = run_page.write_report([run])[1].read_text()
-  assert "<script" not in page and "<b>" not in page
-  assert (
-    page.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") >= 3
-  )
-  assert page.count("<details>") == 2
-  references = re.findall(r"""(?:src|href)=["'](.{0,22})|url\(""", page)
-  assert references == ["data:image/png;base64,"]
-  assert "http" not in re.sub(r"base64,[^\"]*", "", page)
+  runs = [
+    write_run(tmp_path / name, 60, None, config, **by_matrix(3, path=evil))
+    for name in ("<b>run", "other")
+  ]
+  (runs[0] / "leaves.txt").write_text(evil)
+  page = page_of(*runs, out=tmp_path)
+  assert "<script>alert" not in page and "<b>" not in page
+  # The reducer and the text of two runs, twice, and the leaves.
+  assert page.count("&lt;script&gt;alert(") >= 7
+  assert '"name":"&lt;b&gt;run, loss"' in page, "a chart takes some HTML, too"
+  assert not re.findall(r"""(?:src|href)=|url\(|https?:""", page)
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -233,49 +239,83 @@ BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 @pytest.mark.skipif(not BROWSER, reason=f"none of {', '.join(BROWSERS)} here")
-@pytest.mark.parametrize("steps", [0, 30])
-def test_page_in_a_browser(tmp_path, steps):
-  """The browser renders the table and the picture below it."""
+def test_page_in_a_browser(tmp_path):
+  """The browser draws the charts and keeps to the width of a window."""
   config = {"reducer": "edgc", "data": {"text": "x" * 3000}}
-  run = write_run(tmp_path / "run", steps, config=config, **by_matrix(3))
-  _, page = run_page.write_report([run])
-  command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu"]
-  shot = tmp_path / "page.png"
+  run = write_run(tmp_path / "run", 30, SUMMARY, config, **by_matrix(3))
+  page, shot = run_page.write_report([run]), tmp_path / "page.png"
   subprocess.run(
-    [*command, f"--screenshot={shot}", "--window-size=1200,1400",
-     "--hide-scrollbars", page.as_uri()],
+    [BROWSER, "--headless", "--no-sandbox", "--disable-gpu",
+     f"--screenshot={shot}", "--window-size=1200,1400", "--hide-scrollbars",
+     "--virtual-time-budget=10000", page.as_uri()],
     check=True, timeout=60, capture_output=True,
   )  # fmt: skip
   pixels = matplotlib.image.imread(shot)[..., :3]
-  assert pixels.shape[:2] == (1400, 1200)
   assert pixels[:400].std() > 0.02
-  # The first colour of curves or of the legend.
+  # The first colour of curves, in charts side by side.
   curve = np.abs(pixels - np.array([0x00, 0x72, 0xB2]) / 255).max(-1) < 0.05
-  assert curve.any()
+  assert curve[:, :600].any() and curve[:, 600:].any()
 
 
-def test_the_page_shows_whether_a_run_is_finished(tmp_path):
-  def cells(page):
-    rows = re.findall(r"<tr><th>(.*?)<td>(.*)", page.read_text())
-    return {name: cell.split("<td>") for name, cell in rows}
+def test_the_page_shows_what_is_left_of_a_run(tmp_path):
+  config = {"reducer": "edgc", "steps": 400}
+  running = write_run(tmp_path / "running", 50, config=config, stages=2)
+  done = write_run(tmp_path / "done", 50, SUMMARY, config)
+  table, _ = tables_of(page_of(running, done, out=tmp_path))
+  assert table["state"] == {
+    "running": "not finished: 50 of 400 steps, about 0:00:35 left",
+    "done": "finished",
+  }
+  rank = table["rank over time"]["running"].replace("\N{NO-BREAK SPACE}", " ")
+  spans = "dense \N{RIGHTWARDS ARROW} 40, 40 \N{RIGHTWARDS ARROW} 50"
+  assert rank == f"stage 0: {spans}\nstage 1: {spans}"
+  for name, texts in {
+    "steps": ("50", "400"), "parameters": ("-", "2,000,000"),
+    "held-out loss": ("-", "3.4568"), "training loss": ("4.1200", "3.2199"),
+    "compression ratio": ("2.50", "3.20"), "skipped steps": ("3", "3"),
+    "bytes a step": ("3.2 MB (dense 8 MB)", "2.5 MB (dense 8 MB)"),
+  }.items():  # fmt: skip
+    assert tuple(table[name].values()) == texts, name
 
-  running = write_run(tmp_path / "running", 50)
-  done = write_run(tmp_path / "done", 50, SUMMARY)
-  table = cells(run_page.write_report([running, done], tmp_path)[1])
-  assert table["state"] == ["not finished", "finished"]
-  assert table["steps"] == ["50", "400"]
-  assert table["parameters"] == ["-", "2,000,000"]
-  assert table["held-out loss"] == ["-", "3.4568"]
-  assert table["training loss"] == ["4.1200", "3.2199"]
-  assert table["compression ratio"] == ["2.50", "3.20"]
-  assert table["bytes a step"][0] == "3.2 MB (dense 8 MB)"
-  assert table["skipped steps"] == ["3", "3"]
-  rank = table["rank over time"][0].replace("\N{NO-BREAK SPACE}", " ")
-  assert rank == "dense \N{RIGHTWARDS ARROW} 40, 40 \N{RIGHTWARDS ARROW} 50"
+
+def test_only_the_page_of_a_run_that_goes_on_loads_itself_again(tmp_path):
+  running = write_run(tmp_path / "running", 5)
+  done = write_run(tmp_path / "done", 5, SUMMARY)
+  refresh = '<meta http-equiv="refresh"'
+  assert refresh in page_of(running)
+  assert refresh not in page_of(done)
+  assert refresh not in page_of(running, done, out=tmp_path)
+
+
+def test_a_live_page_is_written_now_and_then(tmp_path, monkeypatch, capsys):
+  run, now = write_run(tmp_path / "run", 5), [0.0]
+  monkeypatch.setattr(run_page.time, "monotonic", lambda: now[0])
+  page, live = run / "report.html", run_page.LivePage(run)
+
+  def is_written_at(seconds):
+    now[0] = seconds
+    page.unlink(missing_ok=True)
+    live.update()
+    return page.exists()
+
+  written = [is_written_at(seconds) for seconds in (0, 30, 61, 90)]
+  assert written == [True, False, True, False]
+
+  def slow(folders):
+    now[0] += 5
+    page.write_text("")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(run_page, "write_report", slow)
+    written = [is_written_at(seconds) for seconds in (200, 600, 710)]
+    assert written == [True, False, True], "a hundredth of the time"
+  (run / "metrics.jsonl").write_text("[]\n")
+  assert not is_written_at(5000)
+  assert "warning: report.html could not be" in capsys.readouterr().out
 
 
 def test_summary_table_shows_the_numbers():
-  lines = run_page.summary_table(SUMMARY).splitlines()
+  lines = key_numbers.summary_table(SUMMARY).splitlines()
   rows = [re.split(r"\s{2,}|(?<=ratio) ", line, maxsplit=1) for line in lines]
   assert dict(rows) == {
     "reducer": "edgc",
@@ -297,7 +337,7 @@ def test_summary_table_shows_the_numbers():
 def test_summary_table_is_narrow(stages):
   history = [[20 * i + 1, [100 + i] * stages] for i in range(500)]
   long = {"reducer": "x" * 200, "steps": 10_000, "rank_history": history}
-  table = run_page.summary_table(SUMMARY | long)
+  table = key_numbers.summary_table(SUMMARY | long)
   assert max(map(len, table.splitlines())) <= 78
   spans = [line for line in table.splitlines() if "->" in line]
   assert len(spans) == stages
@@ -309,82 +349,66 @@ def test_summary_table_is_narrow(stages):
 def test_reducers_without_ranks_show_none(tmp_path):
   history = {"rank_history": [[1, [0]]], "steps": 50}
   for reducer, text in (("topk", ""), ("powersgd", "dense ->50")):
-    table = run_page.summary_table({"reducer": reducer, **history})
+    table = key_numbers.summary_table({"reducer": reducer, **history})
     assert ("rank over time" in table) == bool(text) and text in table
   config = {"reducer": "topk"}
-  run = write_run(tmp_path / "topk", 50, config=config, compressed=False)
-  drawn = draw(run)
-  assert shown(drawn["rank"]) == ["not measured by this reducer"]
-  assert (drawn["error"].lines[0].get_ydata() == 0).all()
+  drawn = draw(write_run(tmp_path / "topk", 50, config=config, rank=[0]))
+  assert "Rank (gap: dense)" not in drawn
+  assert (drawn["Error (share of energy)"].data[0].y[40:] == 0.2).all()
 
 
 def test_summary_table_merges_spans_of_equal_rank():
   history = [[1, [0, 0]], [11, [0, 8]], [21, [4, 8]]]
-  table = run_page.summary_table({"steps": 30, "rank_history": history})
+  table = key_numbers.summary_table({"steps": 30, "rank_history": history})
   assert "stage 0: dense ->20, 4 ->30" in table
   assert "stage 1: dense ->10, 8 ->30" in table
 
 
 def test_summary_table_omits_unknown_numbers():
-  assert run_page.summary_table({"reducer": "edgc", "val_loss": None}) == (
+  assert key_numbers.summary_table({"reducer": "edgc", "val_loss": None}) == (
     "reducer           edgc"
   )
 
 
-def test_downsample_keeps_ends_and_spikes():
-  values = np.zeros(100_000)
-  values[[12_345, 77_777]] = [9.0, -9.0]
-  kept = panels.downsample(values)
-  assert len(kept) <= 2000
-  assert {0, 12_345, 77_777, 99_999} <= set(kept.tolist())
-  assert (np.diff(kept) > 0).all()
-  np.testing.assert_array_equal(panels.downsample(values[:2000]), range(2000))
+def test_thinned_curves_keep_ends_spikes_and_gaps():
+  values = pd.Series(1.0, np.arange(100_000) * 10)
+  values.iloc[[12_345, 77_777]] = [9.0, -9.0]
+  values.iloc[50_000:51_000] = np.nan
+  kept = charts.thin(values)
+  assert len(kept) <= 2002 and kept.index.is_monotonic_increasing
+  assert {0, 123_450, 777_770, 999_990} <= set(kept.index)
+  assert kept[500_000:509_990].isna().all() and kept.isna().sum() > 1
+  assert charts.thin(values[:2000]).equals(values[:2000])
 
 
 def test_long_runs_are_thinned(tmp_path):
-  drawn = draw(write_run(tmp_path / "run", 5000))
-  for axes in drawn.values():
-    assert max(len(line.get_xdata()) for line in axes.lines) <= 2000
-  assert drawn["loss"].lines[0].get_xdata()[[0, -1]].tolist() == [1, 5000]
+  drawn = draw(write_run(tmp_path / "run", 5000, **by_matrix(3)))
+  for figure in drawn.values():
+    assert max(len(curve.x) for curve in figure.data) <= 2002
+  assert drawn["Loss"].data[0].x[[0, -1]].tolist() == [1, 5000]
+  steps = drawn["Rank by matrix"].data[0].x
+  assert 300 <= len(steps) <= 400 and len(set(np.diff(steps))) == 1
 
 
 @pytest.mark.parametrize(("steps", "stages"), [(1, 1), (30, 2)])
-def test_matrices_have_a_picture(tmp_path, steps, stages):
-  run = write_run(tmp_path / "run", steps, **by_matrix(3, stages))
-  run_page.write_report([run])
-  assert matplotlib.image.imread(run / "matrices.png").ndim == 3
-  page = (run / "report.html").read_text()
-  assert page.count("data:image/png;base64,") == 2
-  matrices = run_page._load(run).matrices
+def test_heat_maps(tmp_path, steps, stages):
+  run = write_run(
+    tmp_path / "run", steps, stages=stages, **by_matrix(3, stages)
+  )
+  drawn = draw(run)
   names = ["blocks/mlp 0", "blocks/mlp 1", "embedding"]
   if stages == 2:
     names = [f"stage {s} {n}" for s in (0, 1) for n in names[:2]] + [
       f"stage {s} embedding" for s in (0, 1)
     ]
-  assert matrices.names == names
-  assert matrices.values("matrix_rank").shape == (steps, 3 * stages)
+  rank = drawn["Rank by matrix"].data[0]
+  assert list(rank.y) == names and rank.z.shape == (3 * stages, steps)
+  assert rank.z[0, 0] == 4 and np.isnan(rank.z[1, 0])  # a gap where dense
+  for key, number in (("Error", 0.4), ("Predicted error", 0.3)):
+    assert (drawn[f"{key} by matrix"].data[0].z == number).all()
+  assert "Entropy by matrix" in drawn
 
 
-def test_heat_maps_and_errors(tmp_path):
-  run = run_page._load(write_run(tmp_path / "run", 8, **by_matrix(3)))
-  rank, entropy, error, against = heat_maps.draw(run.matrices, "run").axes[:4]
-  shown = rank.collections[0].get_array()
-  assert shown[:, 0].tolist() == [4.0, None, 8.0]  # white where dense
-  assert entropy.collections[0].get_array().count() == 3 * 8
-  assert error.collections[0].get_array().count() == 2 * 8
-  x, y = against.lines[1].get_data()
-  np.testing.assert_allclose([x, y], [[0.3, 0.3], [0.4, 0.4]])
-
-
-def test_runs_without_matrices_have_no_such_picture(tmp_path):
-  run = write_run(tmp_path / "run", 5)
-  run_page.write_report([run])
-  assert not (run / "matrices.png").exists()
-
-
-def test_matrices_of_long_runs_are_thinned():
-  matrices = heat_maps.Matrices()
-  for step in range(1, 10_001):
-    matrices.add({"step": step, **by_matrix(step)})
-  assert 400 <= len(matrices.steps) < 800
-  assert np.all(np.diff(matrices.steps) == np.diff(matrices.steps)[0])
+def test_runs_without_matrices_have_no_heat_maps(tmp_path):
+  drawn = draw(write_run(tmp_path / "run", 5))
+  assert drawn and not any("matrix" in title for title in drawn)

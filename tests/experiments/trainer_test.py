@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from helpers.small_runs import small
 
 from configs import gpt2_124m, gpt2_tiny
 from experiments import train_gpt2
-from experiments.reporting import run_page
+from experiments.reporting import key_numbers, run_page
 from experiments.training.trainer import Trainer, TrainingStopped
 
 pytestmark = pytest.mark.slow
@@ -82,16 +83,25 @@ def test_same_command_on_a_finished_run_keeps_it(finished):
   before = (folder / "metrics.jsonl").stat().st_mtime_ns
   assert Trainer(small(folder)).folder.summary() == summary
   assert (folder / "metrics.jsonl").stat().st_mtime_ns == before
-  assert "edgc" in run_page.summary_table(summary)
+  assert "edgc" in key_numbers.summary_table(summary)
 
 
-def test_the_command_writes_a_report(tmp_path, capsys):
+def test_the_command_writes_a_report(tmp_path, capsys, monkeypatch):
+  page, states = tmp_path / "run" / "report.html", []
+  live = run_page.LivePage.update
+
+  def update(self):
+    live(self)
+    states.extend(re.findall("not finished: .* steps", page.read_text()))
+
+  monkeypatch.setattr(run_page.LivePage, "update", update)
   config = small(tmp_path / "run", "allreduce")
   config.steps = 2
   train_gpt2.main(config)
   assert "held-out loss" in capsys.readouterr().out
-  assert (tmp_path / "run" / "report.png").exists()
-  assert run_page.is_newest(tmp_path / "run")
+  # The second line comes too early for another page.
+  assert states == ["not finished: 1 of 2 steps"] * 2
+  assert "<td>finished" in page.read_text()
 
 
 def test_a_run_cut_off_before_a_checkpoint_starts_again(tmp_path):
