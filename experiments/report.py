@@ -2,8 +2,8 @@
 
   python experiments/report.py RUN [RUN ...]
 
-writes `report.html` into the run's folder, or, for several runs, into the
-current directory. It can be called during a run.
+writes `report.html` and `report.png` into the run's folder, or, for several
+runs, into the current directory. It can be called during a run.
 """
 
 import pathlib

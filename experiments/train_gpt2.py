@@ -50,7 +50,7 @@ def main(config: ConfigDict) -> None:
   if not hosts.is_first():
     return
   print(key_numbers.summary_table(summary))
-  print(f"run folder: {trainer.folder.path} (see report.html)")
+  print(f"run folder: {trainer.folder.path} (see report.html, report.png)")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""Writes the report of training runs: a page with interactive charts."""
+"""Writes the report of training runs: a page with charts, and a picture."""
 
 import datetime
 import html
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
+import plotly.graph_objects as go
 from flax import traverse_util
 from plotly.offline import get_plotlyjs
 
-from experiments.reporting import charts, key_numbers
+from experiments.reporting import charts, key_numbers, picture
 from experiments.reporting.logged_run import Run, load
+from experiments.reporting.style import DPI
 from experiments.runs import run_folder
 
 _CONFIG = {"responsive": True, "displaylogo": False, "showSendToCloud": False}
@@ -75,7 +77,9 @@ def write_report(
   run_dirs: Sequence[pathlib.Path | str],
   out_dir: pathlib.Path | str | None = None,
 ) -> pathlib.Path:
-  """Writes report.html, a page with numbers, charts and configurations.
+  """Writes report.html, with numbers, charts and configurations.
+
+  Beside it stands report.png, the curves alone.
 
   Args:
     run_dirs: Folders of runs, finished or not.
@@ -96,11 +100,13 @@ def write_report(
     out_dir = run_dirs[0] if len(runs) == 1 else "."
   page = pathlib.Path(out_dir, "report.html")
   page.parent.mkdir(parents=True, exist_ok=True)
-  run_folder.write(page, _page(runs))
+  drawn = charts.draw(runs)
+  run_folder.write(page, _page(runs, drawn))
+  picture.draw(drawn).savefig(page.with_suffix(".png"), dpi=DPI)
   return page
 
 
-def _page(runs: Sequence[Run]) -> str:
+def _page(runs: Sequence[Run], drawn: Mapping[str, go.Figure]) -> str:
   numbers = _table(runs, [_numbers(run) for run in runs])
   configs = [traverse_util.flatten_dict(run.config, sep=".") for run in runs]
   config = _table(runs, configs)
@@ -112,7 +118,7 @@ def _page(runs: Sequence[Run]) -> str:
   if differs.any():
     parts += ["<h2>Differences</h2>", _html(config[differs])]
   parts.append("<main>")
-  for title, chart in charts.draw(runs).items():
+  for title, chart in drawn.items():
     text = chart.to_html(_CONFIG, include_plotlyjs=False, full_html=False)
     parts.append(f"<section><h2>{html.escape(title)}</h2>{text}</section>")
   parts += ["</main>", _SCRIPT, "<details><summary>Configuration</summary>"]

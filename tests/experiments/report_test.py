@@ -127,6 +127,10 @@ def test_several_runs_side_by_side(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   page = run_page.write_report([first, str(second)])
   assert page.resolve() == tmp_path / "report.html"
+  picture = matplotlib.image.imread(page.with_suffix(".png"))
+  assert picture.shape[1] == 900
+  # Curves have colours, and smooth edges.
+  assert len(np.unique((picture[..., :3] * 255).reshape(-1, 3), axis=0)) > 50
   numbers, differences, everything = tables_of(
     page_of(first, second, out=tmp_path / "new" / "out")
   )
