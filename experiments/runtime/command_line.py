@@ -17,7 +17,7 @@ from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
 from edgc_jax.wire import cpu_backend
-from experiments.runtime import heap, hosts, renamed_keys
+from experiments.runtime import heap, hosts
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file in configs/, or FILE:REDUCER."
@@ -78,12 +78,9 @@ def _parse(argv: list[str]) -> list[str]:
         f"error: `--config` must name a file, got {file!r}, which does not"
         " exist; this project's files are in configs/."
       )
-  message = renamed_keys.problem(_OVERRIDE.findall(" ".join(argv)))
-  if message:
-    sys.exit(f"error: {message}")
   try:
     return app.parse_flags_with_usage(argv)
-  except (AttributeError, KeyError) as error:
+  except (AttributeError, KeyError, TypeError) as error:
     overrides = _OVERRIDE.findall(" ".join(argv))
     # Parse again without overrides; ml_collections reads them from sys.argv.
     sys.argv = [a for a in argv if not _OVERRIDE.match(a)]

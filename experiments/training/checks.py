@@ -3,21 +3,11 @@
 import math
 
 import jax
-from flax import traverse_util
 from ml_collections import ConfigDict
 
 from experiments.parallel import backends
-from experiments.runtime import renamed_keys
 from experiments.tasks.base import Task
 from experiments.training import times
-
-
-def check_keys(config: ConfigDict) -> None:
-  """Raises on keys that no longer exist."""
-  keys = traverse_util.flatten_dict(config.to_dict(), sep=".")
-  message = renamed_keys.problem(keys)
-  if message:
-    raise ValueError(message)
 
 
 def check(config: ConfigDict, task: Task) -> None:

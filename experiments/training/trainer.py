@@ -48,7 +48,6 @@ class Trainer:
       FileExistsError: if `run_dir` holds other files.
       CheckpointError: if a checkpoint is needed and none can be used.
     """
-    checks.check_keys(config)
     self.config = config
     self.task = tasks.make(config)
     checks.check(config, self.task)
