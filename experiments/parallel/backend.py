@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 import edgc_jax
 from experiments.parallel import meshes
 from experiments.parallel.meshes import DATA
-from experiments.parallel.stored_state import Stored, StoredForm
+from experiments.parallel.stored_state import StoredForm
 from experiments.tasks.base import Task
 
 Numbers = Mapping[str, Any]
@@ -32,7 +32,6 @@ class Backend(abc.ABC):
     traces: Number of times that JAX has traced the step.
   """
 
-  stored: StoredForm
   _step: Any  # jitted: (params, opt_state, batch, step) to new ones and numbers
   _evaluate: Any  # jitted: (params, batch) to metrics
   _follow: Callable[..., Any]
@@ -54,6 +53,7 @@ class Backend(abc.ABC):
     """
     self.task, self.mesh, self.traces = task, mesh, 0
     self._tx, self._seed = tx, seed
+    self.stored = StoredForm.of(task.layout(mesh.shape), tx, mesh)
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     self.num_params = sum(p.size for p in jax.tree.leaves(shapes))
 
@@ -68,22 +68,6 @@ class Backend(abc.ABC):
   def rows(self, batch_size: int) -> slice:
     """Returns the rows of a batch for this process's devices."""
     return meshes.rows_of(self.mesh, batch_size)
-
-  def load(
-    self,
-    trees: Mapping[str, Stored],
-    replicas: int,
-    before: StoredForm | None = None,
-  ) -> tuple[Any, ...]:
-    """Restores parameters, optimiser state or both.
-
-    Args:
-      trees: As saved by `stored`, by name.
-      replicas: Number of replicas of the run that saved them.
-      before: The stored form of that run, if it sharded parameters otherwise;
-        then both trees are needed.
-    """
-    return self.stored.load(trees, replicas, self._tx, before)
 
   def step(
     self, params: Any, opt_state: Any, batch: Any, step: int
@@ -101,12 +85,11 @@ class Backend(abc.ABC):
       scalars, and arrays over a leaf's matrices by its path. Those that differ
       by stage have a first axis of stages.
     """
-    found = self._step(params, opt_state, self._placed(batch), np.int32(step))
-    return *found[:2], self._common(found[2])
+    return self._step(params, opt_state, self._placed(batch), np.int32(step))
 
   def evaluate(self, params: Any, batch: Any) -> Numbers:
     """Returns the task's metrics on such rows, as means over the replicas."""
-    return self._common(self._evaluate(params, self._placed(batch)))
+    return self._evaluate(params, self._placed(batch))
 
   def follow_first_replica(
     self, params: Any, opt_state: Any
@@ -129,10 +112,6 @@ class Backend(abc.ABC):
     """Returns zeros in the shape of this process's rows of a batch."""
     return self.task.blank(len(range(batch_size)[self.rows(batch_size)]))
 
-  def _common(self, numbers: Numbers) -> Numbers:
-    """Returns numbers that are equal on all devices once."""
-    return numbers
-
   def _key(self, step: jax.Array) -> jax.Array:
     """Returns the key of a step, which differs between steps and seeds."""
     return jax.random.fold_in(jax.random.key(self._seed), step)
@@ -154,10 +133,15 @@ class Backend(abc.ABC):
     return {"loss": loss, **others}, gradients
 
   def _update(
-    self, params: Any, opt_state: Any, numbers: Numbers, gradients: Any
+    self,
+    params: Any,
+    opt_state: Any,
+    numbers: Numbers,
+    gradients: Any,
+    **late: Any,
   ) -> tuple[Any, Any, Numbers]:
-    """Ends a step where pmap or vmap has bound the axis of the replicas."""
-    updates, opt_state = self._tx.update(gradients, opt_state, params)
+    """Ends a step where the axis of the replicas is bound."""
+    updates, opt_state = self._tx.update(gradients, opt_state, params, **late)
     params = optax.apply_updates(params, updates)
     numbers = edgc_jax.after_update(numbers, opt_state)
     numbers = lax.pmean(numbers, DATA)

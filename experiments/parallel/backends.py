@@ -6,7 +6,6 @@ from ml_collections import ConfigDict
 
 from experiments.parallel.backend import Backend
 from experiments.parallel.mesh_backend import OnMesh
-from experiments.parallel.pmap_backend import Pmap
 from experiments.parallel.vmap_backend import Vmap
 from experiments.tasks.base import Task
 
@@ -21,6 +20,10 @@ def make(
 ) -> Backend:
   """Makes the backend that `mesh.backend` names; compiles nothing yet."""
   common = (task, tx, mesh, config.seed)
-  if config.mesh.backend == "jit":
-    return OnMesh(*common, config.pipeline.microbatches)
-  return {"pmap": Pmap, "vmap": Vmap}[config.mesh.backend](*common)
+  if config.mesh.backend == "vmap":
+    return Vmap(*common)
+  return OnMesh(
+    *common,
+    is_plain=config.mesh.backend == "jit" and config.mesh.stage == 1,
+    num_microbatches=config.pipeline.microbatches,
+  )

@@ -1,4 +1,4 @@
-"""Training under `jax.jit`, on replicas, with stages or shards."""
+"""Training on a mesh of replicas, with stages or shards."""
 
 import functools
 from collections.abc import Callable
@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import edgc_jax
 from experiments.parallel import meshes
 from experiments.parallel.backend import Backend, Numbers
 from experiments.parallel.meshes import DATA, SHARD, STAGE
-from experiments.parallel.stored_state import StoredForm
-from experiments.tasks.base import Layout, StagedTask, Task
+from experiments.tasks.base import StagedTask, Task
 
 
 class OnMesh(Backend):
@@ -27,6 +26,8 @@ class OnMesh(Backend):
     tx: optax.GradientTransformation,
     mesh: Mesh,
     seed: int,
+    *,
+    is_plain: bool,
     num_microbatches: int,
   ):
     """Arguments as for `Backend`.
@@ -36,19 +37,20 @@ class OnMesh(Backend):
       tx: As for `Backend`.
       mesh: As for `Backend`.
       seed: As for `Backend`.
+      is_plain: Whether the step is plain `jax.jit`; otherwise `jax.shard_map`
+        binds the axes of replicas and stages, as `jax.pmap` does.
       num_microbatches: Parts of a replica's batch; unused without stages.
     """
     super().__init__(task, tx, mesh, seed)
-    params = task.layout(mesh.shape)
-    self.stored = stored_form(params, tx, mesh)
     specs = self.stored.specs
-    if STAGE in mesh.shape:
-      step, evaluate = self._on_stages(num_microbatches)
-    else:
+    if is_plain:
       step, evaluate = self._in_plain_jit, self._in_plain_evaluation
-    shardings = self._shardings(specs)
+    else:
+      step, evaluate = self._on_devices(num_microbatches)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    self._draw = jax.jit(params.init, out_shardings=shardings[0])
+    draw = task.layout(mesh.shape).init
+    self._draw = jax.jit(draw, out_shardings=shardings[0])
     self._init = jax.jit(
       jax.shard_map(tx.init, mesh=mesh, in_specs=specs[:1], out_specs=specs[1])
     )
@@ -78,9 +80,6 @@ class OnMesh(Backend):
     return jax.tree.map(
       lambda x: jax.make_array_from_process_local_data(sharding, x), batch
     )
-
-  def _shardings(self, specs: Any) -> Any:
-    return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
   def _gathered(self, params: Any) -> Any:
     """Has the compiler gather sharded parameters.
@@ -114,67 +113,48 @@ class OnMesh(Backend):
     numbers = edgc_jax.metrics(edgc_jax.after_update(opt_state, opt_state))
     return params, opt_state, {**numbers, "loss": loss, **others}
 
-  def _on_stages(self, num_microbatches: int) -> tuple[Callable, Callable]:
-    """Returns step and evaluation on pipeline stages."""
-    task = self.task
-    assert isinstance(task, StagedTask)  # as `checks` requires
+  def _on_devices(self, num_microbatches: int) -> tuple[Callable, Callable]:
+    """Returns step and evaluation as one device runs them."""
+    task, replicas = self.task, self.mesh.shape[DATA]
+    has_stages = STAGE in self.mesh.shape
+    if has_stages:
+      assert isinstance(task, StagedTask)  # as `checks` requires
     rows, everywhere = meshes.batch_spec(self.mesh), PartitionSpec()
     specs = self.stored.specs
     on_mesh = functools.partial(jax.shard_map, mesh=self.mesh)
 
     @functools.partial(
-      on_mesh, in_specs=(*specs, rows), out_specs=(*specs, everywhere)
+      on_mesh,
+      in_specs=(*specs, rows, everywhere),
+      out_specs=(*specs, everywhere),
     )
-    def on_stage(
-      params: Any, opt_state: Any, batch: Any
+    def step(
+      params: Any, opt_state: Any, batch: Any, step: jax.Array
     ) -> tuple[Any, Any, Numbers]:
       # If parameters did not vary over the replicas, JAX would all-reduce their
       # gradients itself, uncompressed.
       local = lax.pcast(params, DATA, to="varying")
+      if not has_stages:
+        key = jax.random.split(self._key(step), replicas)[lax.axis_index(DATA)]
+        found = self._differentiate(local, batch, key)
+        return self._update(params, opt_state, *found)
       loss, gradients, late_updates = task.staged_value_and_grad(
         num_microbatches, local, batch
       )
-      updates, opt_state = self._tx.update(
-        gradients, opt_state, params, late_updates=late_updates
+      *state, numbers = self._update(
+        params, opt_state, {"loss": loss}, gradients, late_updates=late_updates
       )
-      params = optax.apply_updates(params, updates)
-      numbers = _of_all_stages(edgc_jax.metrics(opt_state))
-      loss = lax.pmean(edgc_jax.after_update(loss, opt_state), DATA)
-      return params, opt_state, {**numbers, "loss": loss}
-
-    def step(
-      params: Any, opt_state: Any, batch: Any, step: jax.Array
-    ) -> tuple[Any, Any, Numbers]:
-      del step  # the loss draws no numbers
-      return on_stage(params, opt_state, batch)
+      return *state, _of_all_stages(numbers)
 
     @functools.partial(on_mesh, in_specs=(specs[0], rows), out_specs=everywhere)
     def evaluate(params: Any, batch: Any) -> Numbers:
-      loss = task.staged_loss(num_microbatches, params, batch)
-      return {"loss": lax.pmean(loss, DATA)}
+      if has_stages:
+        numbers = {"loss": task.staged_loss(num_microbatches, params, batch)}
+      else:
+        numbers = task.evaluate(params, batch)
+      return lax.pmean(numbers, DATA)
 
     return step, evaluate
-
-
-def stored_form(
-  params: Layout,
-  tx: optax.GradientTransformation,
-  mesh: Mesh | AbstractMesh,
-) -> StoredForm:
-  """Returns the stored form of a state on a mesh, which need not exist."""
-  specs = edgc_jax.state_specs(
-    tx, params.shapes, DATA, mesh=mesh, param_specs=params.specs
-  )
-  init = jax.shard_map(
-    tx.init, mesh=mesh, in_specs=(params.specs,), out_specs=specs
-  )
-  return StoredForm(
-    shapes=(params.shapes, jax.eval_shape(init, params.shapes)),
-    specs=(params.specs, specs),
-    mesh=mesh,
-    data_axis=DATA,
-    is_stacked=False,
-  )
 
 
 def _of_all_stages(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh
 import edgc_jax
 from experiments.parallel.backend import Backend, Numbers
 from experiments.parallel.meshes import DATA
-from experiments.parallel.stored_state import StoredForm
 from experiments.tasks.base import Task
 
 
@@ -31,9 +30,8 @@ class Vmap(Backend):
   ):
     """Arguments as for `Backend`; the mesh has replicas alone."""
     super().__init__(task, tx, mesh, seed)
-    replicas, shapes = mesh.shape[DATA], task.layout(mesh.shape).shapes
-    self.stored = StoredForm.of_replicas(tx, shapes, mesh, DATA)
-    axes = edgc_jax.state_axes(tx, shapes, DATA)
+    replicas = mesh.shape[DATA]
+    axes = edgc_jax.state_axes(tx, self.stored.shapes[0], DATA)
     # One after the other they stay in a CPU's caches: the gradients of a GPT
     # of 0.4M parameters on 4 replicas then take 0.7 of the time.
     is_cpu = jax.default_backend() == "cpu"
@@ -87,9 +85,6 @@ class Vmap(Backend):
 
   def rows(self, batch_size: int) -> slice:
     return slice(0, batch_size)
-
-  def load(self, *args: Any) -> tuple[Any, ...]:
-    return jax.device_put(super().load(*args))
 
   def _placed(self, batch: Any) -> Any:
     return batch

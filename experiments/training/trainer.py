@@ -18,8 +18,7 @@ import edgc_jax
 from edgc_jax.state.state import STATE_VERSION
 from experiments import tasks
 from experiments.parallel import backends, meshes
-from experiments.parallel.mesh_backend import stored_form
-from experiments.parallel.stored_state import StoredForm
+from experiments.parallel.stored_state import StoredForm, flat
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
 from experiments.runs.run_folder import RunFolder, environment
 from experiments.runtime import heap, hosts
@@ -146,10 +145,10 @@ class Trainer:
       return progress
     replicas = about["replicas"]
     shards = about["shards"] if "shards" in about else self.folder.shards()
-    before = self._form_before(replicas, shards)
-    template = (before or self.parallel.stored).template(replicas)
+    stored, before = self.parallel.stored, self._form_before(replicas, shards)
+    template = (before or stored).template(replicas)
     trees = self.checkpoints.load(step, template)
-    params, opt_state = self.parallel.load(trees, replicas, before)
+    params, opt_state = stored.load(trees, replicas, self.tx, before)
     mesh, changes = config.mesh, []
     if replicas != mesh.data:
       changes.append(f"on {mesh.data} replicas, {replicas} before")
@@ -175,7 +174,7 @@ class Trainer:
     config.mesh.update(data=replicas, fsdp=shards)
     mesh = meshes.abstract_mesh(replicas, shards)
     tx = make_optimizer(config, self.task, self.times, mesh=mesh)
-    return stored_form(self.task.layout(mesh.shape), tx, mesh)
+    return StoredForm.of(self.task.layout(mesh.shape), tx, mesh)
 
   def _find_params(self, folder: str) -> Callable[[], Any]:
     """Returns a function that loads the parameters of another run.
@@ -183,13 +182,14 @@ class Trainer:
     Raises:
       CheckpointError: if the run has no checkpoint of this model.
     """
+    stored = self.parallel.stored
     checkpoints = Checkpoints(pathlib.Path(folder, "checkpoints"), 1)
     try:
       newest = checkpoints.newest()
       if newest is None:
         raise CheckpointError("There are no checkpoints.")
       step, about = newest
-      shapes = self.parallel.stored.template(about["replicas"])["params"]
+      shapes = stored.template(about["replicas"])["params"]
       checkpoints.require_shapes(step, {"params": shapes})
     except CheckpointError as error:
       raise CheckpointError(
@@ -199,7 +199,7 @@ class Trainer:
 
     def load() -> Any:
       trees = checkpoints.load(step, {"params": shapes})
-      (params,) = self.parallel.load(trees, about["replicas"])
+      (params,) = stored.load(trees, about["replicas"], self.tx)
       return params
 
     return load
@@ -260,7 +260,7 @@ class Trainer:
           "batches": batches.get_state(),
         }
         self.folder.sync()
-        trees = self.parallel.stored.store((params, opt_state))
+        trees = flat((params, opt_state))
         self.checkpoints.save(step, trees, about, self._score(measured))
       if is_stopped:
         self.checkpoints.close()
