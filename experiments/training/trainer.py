@@ -143,8 +143,7 @@ class Trainer:
     self.checkpoints.set_aside()
     if not step:
       return progress
-    replicas = about["replicas"]
-    shards = about["shards"] if "shards" in about else self.folder.shards()
+    replicas, shards = about["replicas"], about["shards"]
     stored, before = self.parallel.stored, self._form_before(replicas, shards)
     template = (before or stored).template(replicas)
     trees = self.checkpoints.load(step, template)
