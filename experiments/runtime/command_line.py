@@ -51,14 +51,13 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       faulthandler.disable()
     if not _devices_are_chosen():
       # Only the CPU platform uses this: replicas share a machine's cores.
-      mesh = config.mesh
-      sizes = (mesh.data, mesh.stage, mesh.fsdp)
-      devices = math.prod(max(1, n) for n in sizes)
-      if mesh.backend == "vmap":
-        devices = 1
-      share = devices // processes if processes else 1
-      jax.config.update("jax_num_cpu_devices", max(1, share))
-      cpu_backend.fit_thread_pool(max(1, share))
+      mesh, devices = config.mesh, 1
+      if mesh.backend != "vmap":
+        sizes = (mesh.data, mesh.stage, mesh.fsdp)
+        devices = math.prod(max(1, n) for n in sizes)
+      share = max(1, devices // processes) if processes else 1
+      jax.config.update("jax_num_cpu_devices", share)
+      cpu_backend.fit_thread_pool(share)
     has_parts = config.mesh.stage > 1 or config.mesh.fsdp > 1
     if has_parts and jax.default_backend() == "cpu":
       # Cached programs mix up collectives: see edgc_jax.wire.cpu_backend.
