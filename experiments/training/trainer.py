@@ -65,8 +65,9 @@ class Trainer:
     )
     self.config = config
     # The ladder depends on the times, so a run measures them only once.
-    self.times = times.of_numbers(self._progress.about.get("times"))
-    if self.times is None:
+    if "times" in self._progress.about:
+      self.times = times.of_numbers(self._progress.about["times"])
+    else:
       self.times = times.options_of(config, self.task, mesh)
     self.tx = make_optimizer(config, self.task, self.times, mesh=mesh)
     self.parallel = backends.make(config, self.task, self.tx, mesh)
