@@ -27,14 +27,18 @@ class Backend(abc.ABC):
   """A way to run the training step; its subclasses make the functions.
 
   Attributes:
+    init: Returns new parameters and optimiser state from a key.
+    follow_first_replica: Takes parameters and optimiser state, and copies the
+      first replica's values, where replicas should be equal.
     stored: The stored form of (parameters, optimiser state).
     num_params: Number of parameters of the model.
     traces: Number of times that JAX has traced the step.
   """
 
+  init: Callable[[jax.Array], tuple[Any, Any]]
+  follow_first_replica: Callable[[Any, Any], tuple[Any, Any]]
   _step: Any  # jitted: (params, opt_state, batch, step) to new ones and numbers
   _evaluate: Any  # jitted: (params, batch) to metrics
-  _follow: Callable[..., Any]
 
   def __init__(
     self,
@@ -56,10 +60,6 @@ class Backend(abc.ABC):
     self.stored = StoredForm.of(task.layout(mesh.shape), tx, mesh)
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     self.num_params = sum(p.size for p in jax.tree.leaves(shapes))
-
-  @abc.abstractmethod
-  def init(self, key: jax.Array) -> tuple[Any, Any]:
-    """Returns new parameters and optimiser state."""
 
   @abc.abstractmethod
   def _placed(self, batch: Any) -> Any:
@@ -90,12 +90,6 @@ class Backend(abc.ABC):
   def evaluate(self, params: Any, batch: Any) -> Numbers:
     """Returns the task's metrics on such rows, as means over the replicas."""
     return self._evaluate(params, self._placed(batch))
-
-  def follow_first_replica(
-    self, params: Any, opt_state: Any
-  ) -> tuple[Any, Any]:
-    """Copies the first replica's values, where replicas should be equal."""
-    return self._follow(params, opt_state)
 
   def compile_step(
     self, params: Any, opt_state: Any, batch_size: int

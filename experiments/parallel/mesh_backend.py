@@ -14,7 +14,7 @@ import edgc_jax
 from experiments.parallel import meshes
 from experiments.parallel.backend import Backend, Numbers
 from experiments.parallel.meshes import DATA, SHARD, STAGE
-from experiments.tasks.base import StagedTask, Task
+from experiments.tasks.base import Task
 
 
 class OnMesh(Backend):
@@ -30,13 +30,13 @@ class OnMesh(Backend):
     is_plain: bool,
     num_microbatches: int,
   ):
-    """Arguments as for `Backend`.
+    """Takes the arguments of `Backend`, and two more.
 
     Args:
-      task: As for `Backend`.
-      tx: As for `Backend`.
-      mesh: As for `Backend`.
-      seed: As for `Backend`.
+      task: The model and its data.
+      tx: The optimiser, made for the axes of the mesh.
+      mesh: From `meshes.of_config`.
+      seed: Of the keys of the steps.
       is_plain: Whether the step is plain `jax.jit`; otherwise `jax.shard_map`
         binds the axes of replicas and stages, as `jax.pmap` does.
       num_microbatches: Parts of a replica's batch; unused without stages.
@@ -50,16 +50,21 @@ class OnMesh(Backend):
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     everywhere = NamedSharding(mesh, PartitionSpec())
     draw = task.layout(mesh.shape).init
-    self._draw = jax.jit(draw, out_shardings=shardings[0])
-    self._init = jax.jit(
-      jax.shard_map(tx.init, mesh=mesh, in_specs=specs[:1], out_specs=specs[1])
+    start = jax.shard_map(
+      tx.init, mesh=mesh, in_specs=specs[:1], out_specs=specs[1]
     )
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+      params = draw(key)
+      return params, start(params)
+
+    self.init = jax.jit(init, out_shardings=shardings)
     self._step = jax.jit(
       self._counted(step),
       out_shardings=(*shardings, everywhere),
       donate_argnums=(0, 1),
     )
-    self._follow = jax.jit(
+    self.follow_first_replica = jax.jit(
       jax.shard_map(
         lambda *state: edgc_jax.follow_first_replica(state, DATA),
         mesh=mesh,
@@ -69,10 +74,6 @@ class OnMesh(Backend):
       donate_argnums=(0, 1),
     )
     self._evaluate = jax.jit(evaluate, out_shardings=everywhere)
-
-  def init(self, key: jax.Array) -> tuple[Any, Any]:
-    params = self._draw(key)
-    return params, self._init(params)
 
   def _placed(self, batch: Any) -> Any:
     """Places each device's rows, as a part of the batch."""
@@ -117,11 +118,13 @@ class OnMesh(Backend):
     """Returns step and evaluation as one device runs them."""
     task, replicas = self.task, self.mesh.shape[DATA]
     has_stages = STAGE in self.mesh.shape
-    if has_stages:
-      assert isinstance(task, StagedTask)  # as `checks` requires
     rows, everywhere = meshes.batch_spec(self.mesh), PartitionSpec()
     specs = self.stored.specs
-    on_mesh = functools.partial(jax.shard_map, mesh=self.mesh)
+    # Without stages a loss needs no casts, as under `jax.pmap`: carries of its
+    # scans may start unvarying.
+    on_mesh = functools.partial(
+      jax.shard_map, mesh=self.mesh, check_vma=has_stages
+    )
 
     @functools.partial(
       on_mesh,
@@ -131,13 +134,13 @@ class OnMesh(Backend):
     def step(
       params: Any, opt_state: Any, batch: Any, step: jax.Array
     ) -> tuple[Any, Any, Numbers]:
+      if not has_stages:
+        key = jax.random.split(self._key(step), replicas)[lax.axis_index(DATA)]
+        found = self._differentiate(params, batch, key)
+        return self._update(params, opt_state, *found)
       # If parameters did not vary over the replicas, JAX would all-reduce their
       # gradients itself, uncompressed.
       local = lax.pcast(params, DATA, to="varying")
-      if not has_stages:
-        key = jax.random.split(self._key(step), replicas)[lax.axis_index(DATA)]
-        found = self._differentiate(local, batch, key)
-        return self._update(params, opt_state, *found)
       loss, gradients, late_updates = task.staged_value_and_grad(
         num_microbatches, local, batch
       )

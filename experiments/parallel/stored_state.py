@@ -79,48 +79,44 @@ class StoredForm:
     replicas: int,
     tx: optax.GradientTransformation,
     before: "StoredForm | None" = None,
-  ) -> tuple[Any, ...]:
+  ) -> tuple[Any, Any]:
     """Places stored arrays on the devices of this mesh, or on one device.
 
     Args:
-      stored: One or both trees, by their names.
+      stored: The arrays by tree and path, as `flat` returns them.
       replicas: Number of replicas of the run that saved them.
       tx: The optimiser.
-      before: The form of that run, if it sharded parameters otherwise; then
-        both trees are needed.
+      before: The form of that run, if it sharded parameters otherwise.
 
     Returns:
-      The given trees, in the order (parameters, optimiser state).
+      (parameters, optimiser state).
     """
     form = before or self
-    names = [name for name in TREES if name in stored]
-    shapes, specs = (
-      tuple(trees[TREES.index(name)] for name in names)
-      for trees in (form.shapes, form.specs)
-    )
     state = edgc_jax.resize_replicas(
-      tuple(map(_unflat, (stored[name] for name in names), shapes)),
-      specs,
+      tuple(
+        _unflat(stored[k], x) for k, x in zip(TREES, form.shapes, strict=True)
+      ),
+      form.specs,
       replicas,
       self._replicas,
       DATA,
       stages=self.mesh.shape.get(STAGE, 1),
     )
-    if before is not None:
-      return self._resharded(tx, *state)
-    if isinstance(self.mesh, AbstractMesh):
-      return jax.device_put(state)
-    return placed(state, self.mesh, specs)
-
-  def _resharded(
-    self, tx: optax.GradientTransformation, params: Any, opt_state: Any
-  ) -> tuple[Any, Any]:
-    """Converts a state of as many replicas to the shards of this mesh."""
+    if before is None:
+      return self._placed(state, self.specs)
     # Arrays that were loaded as a whole may lie on one device.
-    params = jax.tree.map(np.asarray, params)
-    params = placed(params, self.mesh, self.specs[0])
+    params = self._placed(jax.tree.map(np.asarray, state[0]), self.specs[0])
     how = {"mesh": self.mesh, "param_specs": self.specs[0]}
-    return params, edgc_jax.resize_shards(tx, params, opt_state, DATA, **how)
+    return params, edgc_jax.resize_shards(tx, params, state[1], DATA, **how)
+
+  def load_params(self, stored: Stored) -> Any:
+    """Places stored parameters, by path, as `load` does."""
+    return self._placed(_unflat(stored, self.shapes[0]), self.specs[0])
+
+  def _placed(self, tree: Any, specs: Any) -> Any:
+    if isinstance(self.mesh, AbstractMesh):
+      return jax.device_put(tree)
+    return placed(tree, self.mesh, specs)
 
   @property
   def _replicas(self) -> int:

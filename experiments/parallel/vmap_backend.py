@@ -75,13 +75,11 @@ class Vmap(Backend):
       on_replicas = jax.vmap(tx.init, in_axes=None, out_axes=axes, **size)
       return params, joined(on_replicas(params))
 
-    self._init = jax.jit(init)
+    self.init = jax.jit(init)
     self._step = jax.jit(self._counted(step), donate_argnums=(0, 1))
-    self._follow = lambda *state: state  # what should be equal is kept once
+    # What should be equal is kept once.
+    self.follow_first_replica = lambda *state: state
     self._evaluate = jax.jit(task.evaluate)
-
-  def init(self, key: jax.Array) -> tuple[Any, Any]:
-    return self._init(key)
 
   def rows(self, batch_size: int) -> slice:
     return slice(0, batch_size)

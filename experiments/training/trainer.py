@@ -172,7 +172,7 @@ class Trainer:
       return None
     config = self.config.copy_and_resolve_references()
     config.mesh.update(data=replicas, fsdp=shards)
-    mesh = meshes.abstract_mesh(replicas, shards)
+    mesh = meshes.abstract_mesh(replicas, shards=shards)
     tx = make_optimizer(config, self.task, self.times, mesh=mesh)
     return StoredForm.of(self.task.layout(mesh.shape), tx, mesh)
 
@@ -199,8 +199,7 @@ class Trainer:
 
     def load() -> Any:
       trees = checkpoints.load(step, {"params": shapes})
-      (params,) = stored.load(trees, about["replicas"], self.tx)
-      return params
+      return stored.load_params(trees["params"])
 
     return load
 
