@@ -37,7 +37,7 @@ def main(config: ConfigDict) -> None:
   config.mesh.backend = "jit"
   try:
     task = tasks.make(config)
-    checks.check_mesh(config, task)
+    checks.check(config, task)
     speeds = [float(text) for text in _MBITS.value]
     if not speeds or min(speeds) <= 0:
       raise ValueError(

@@ -6,6 +6,7 @@ r"""Trains GPT-2 with a chosen reducer.
 """
 
 import pathlib
+import shlex
 import sys
 
 # `configs` and `experiments` are not installed packages.
@@ -16,7 +17,7 @@ from ml_collections import ConfigDict
 from experiments.reporting import key_numbers, run_page
 from experiments.runs.checkpoints import CheckpointError
 from experiments.runs.run_folder import RunInUse
-from experiments.runtime import command_line, hosts, stop_signals
+from experiments.runtime import command_line, hosts
 from experiments.runtime.stop_signals import TrainingInterrupted
 from experiments.training.trainer import Trainer, TrainingStopped
 
@@ -44,9 +45,9 @@ def main(config: ConfigDict) -> None:
     )
   except TrainingInterrupted as stop:
     if hosts.is_first():
-      command = stop_signals.command()
+      command = shlex.join([sys.executable, *sys.argv])
       print(f"{stop} Resume with the same command:\n  {command}", flush=True)
-    sys.exit(stop_signals.exit_code(stop.signal))
+    sys.exit(128 + stop.signal)  # as shells report a signal
   if not hosts.is_first():
     return
   print(key_numbers.summary_table(summary))

@@ -1,6 +1,5 @@
 """Draws batches of rows: shuffled without end, or evenly spread."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,15 +34,12 @@ def shuffled(
   # Grain seeds epoch e with seed + e. Without the hash, seeds 0 and 1 would
   # have the same orders, shifted by one epoch.
   seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-  order = grain.MapDataset.range(count).shuffle(seed).repeat()
-  own = range(batch_size)[rows or slice(None)]
-
-  def batch(index: int) -> Any:
-    return read(np.array([order[index * batch_size + row] for row in own]))
-
   return iter(
-    grain.MapDataset.range(sys.maxsize // batch_size)
-    .map(batch)
+    grain.MapDataset.range(count)
+    .shuffle(seed)
+    .repeat()
+    .batch(batch_size)
+    .map(lambda index: read(index[rows or slice(None)]))
     .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
   )
 

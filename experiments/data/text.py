@@ -38,7 +38,6 @@ class Corpus(NamedTuple):
   Attributes:
     train: Training tokens, uint8 (bytes) or uint16 (`.bin`), `[tokens]`.
     held_out: Evaluation tokens of the same type, `[tokens]`.
-    vocab_size: 256 for bytes; for `.bin` files the largest id plus one.
     name: Short name for reports.
     sha256: Hash of the train part, then of the held-out part: the length and
       the tokens, or only their first and last 64 MiB if there are more.
@@ -46,7 +45,6 @@ class Corpus(NamedTuple):
 
   train: np.ndarray
   held_out: np.ndarray
-  vocab_size: int
   name: str
   sha256: str
 
@@ -93,10 +91,13 @@ def load_corpus(path: str | None = None, *, context: int) -> Corpus:
   else:
     train, held_out = _load_folder(root)
   for part, tokens in (("train", train), ("held-out", held_out)):
-    _check_length(tokens, context, f"`data.path`: the {part} part of {name!r}")
-  is_text = train.dtype == np.uint8
-  vocab_size = 256 if is_text else _largest_id(train, held_out) + 1
-  return Corpus(train, held_out, vocab_size, name, _sha256(train, held_out))
+    if len(tokens) < context + 1:
+      raise ValueError(
+        f"`data.path`: the {part} part of {name!r} must have at least context +"
+        f" 1 = {context + 1} tokens, got {len(tokens)}; give more text or lower"
+        " model.context."
+      )
+  return Corpus(train, held_out, name, _sha256(train, held_out))
 
 
 def check_vocab(corpus: Corpus, vocab_size: int, reserved: int = 0) -> None:
@@ -112,15 +113,13 @@ def check_vocab(corpus: Corpus, vocab_size: int, reserved: int = 0) -> None:
   Raises:
     ValueError: if a token id at or above `vocab_size - reserved` occurs.
   """
-  if vocab_size - reserved >= corpus.vocab_size:
-    return
-  least = _largest_id(corpus.train, corpus.held_out) + 1 + reserved
+  largest = max(int(part.max()) for part in (corpus.train, corpus.held_out))
+  least = largest + 1 + reserved
   if vocab_size < least:
     extra = f" by more than {reserved}, for the mask" if reserved else ""
     raise ValueError(
-      f"`model.vocab_size` must exceed the largest token id"
-      f" ({least - 1 - reserved} in {corpus.name!r}){extra}, got"
-      f" {vocab_size}; set it to {least} or more."
+      f"`model.vocab_size` must exceed the largest token id ({largest} in"
+      f" {corpus.name!r}){extra}, got {vocab_size}; set it to {least} or more."
     )
 
 
@@ -146,11 +145,7 @@ def train_batches(
 
   Returns:
     An iterator of int32 batches, `[rows, context + 1]`.
-
-  Raises:
-    ValueError: if there are fewer than `context + 1` tokens.
   """
-  _check_length(tokens, context, "tokens")
   tokens = np.asarray(tokens)  # Slicing an array is faster than a memmap.
   span = np.arange(context + 1)
   return batches.shuffled(
@@ -179,11 +174,7 @@ def held_out_batches(
 
   Returns:
     int32 batches, `[num_batches or fewer, batch_size, context + 1]`.
-
-  Raises:
-    ValueError: if there are fewer than `context + 1` tokens.
   """
-  _check_length(tokens, context, "tokens")
   windows = (len(tokens) - 1) // context
   index = batches.spread(
     windows, batch_size=batch_size, num_batches=num_batches
@@ -191,18 +182,6 @@ def held_out_batches(
   last = len(tokens) - 1 - context
   starts = index[..., None] * last // max(1, index.size - 1)
   return np.asarray(tokens)[starts + np.arange(context + 1)].astype(np.int32)
-
-
-def _check_length(tokens: np.ndarray, context: int, name: str) -> None:
-  if len(tokens) < context + 1:
-    raise ValueError(
-      f"{name} must have at least context + 1 = {context + 1} tokens, got"
-      f" {len(tokens)}; give more text or lower model.context."
-    )
-
-
-def _largest_id(*parts: np.ndarray) -> int:
-  return max(int(part.max()) for part in parts)
 
 
 def _sha256(*parts: np.ndarray) -> str:

@@ -1,7 +1,7 @@
 """GPT-2 in Flax Linen: learned positions, pre-LayerNorm, tied embedding.
 
-With the objective "masked", attention is bidirectional and the model predicts
-masked tokens, as in BERT; everything else is the same.
+With `is_masked`, attention is bidirectional and the model predicts masked
+tokens, as in BERT; everything else is the same.
 
 The model scans one block, so every parameter of the blocks has the layer as
 its first axis, and a compressor sees a stack of matrices. Tokens are flattened
@@ -22,7 +22,6 @@ from experiments.models import masking
 
 _INIT_STD = 0.02
 _DTYPES = ("float32", "bfloat16")
-OBJECTIVES = ("next_token", "masked")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,8 @@ class GPT2Config:
     dtype: Dtype of activations; parameters are float32.
     unroll: Blocks per iteration of the scan; more run faster, and compile
       more slowly.
-    objective: "next_token", or "masked" with the last token id as the mask.
+    is_masked: Whether the model predicts masked tokens, and not the next one;
+      the last token id is the mask.
   """
 
   vocab_size: int
@@ -48,7 +48,7 @@ class GPT2Config:
   num_heads: int
   dtype: str = "float32"
   unroll: int = 1
-  objective: str = "next_token"
+  is_masked: bool = False
 
   def __post_init__(self) -> None:
     if self.dtype not in _DTYPES:
@@ -56,13 +56,8 @@ class GPT2Config:
         f"`model.dtype` must be one of {', '.join(_DTYPES)}, got"
         f" {self.dtype!r}; parameters are float32 with either."
       )
-    if self.objective not in OBJECTIVES:
-      raise ValueError(
-        f"`model.objective` must be one of {', '.join(OBJECTIVES)}, got"
-        f" {self.objective!r}; GPT has next_token, BERT has masked."
-      )
     for name, value in dataclasses.asdict(self).items():
-      if not isinstance(value, str) and value < 1:
+      if type(value) is int and value < 1:
         raise ValueError(
           f"`model.{name}` must be at least 1, got {value}; raise it."
         )
@@ -75,7 +70,7 @@ class GPT2Config:
   @property
   def reserved_ids(self) -> int:
     """Number of token ids that must not occur in the data: 1 for the mask."""
-    return int(self.objective == "masked")
+    return int(self.is_masked)
 
 
 @jax.custom_vjp
@@ -138,13 +133,13 @@ class Block(nn.Module):
     )
 
   def _attend(self, qkv: jax.Array) -> jax.Array:
-    """Attends, causally for next_token; qkv is [batch * time, 3 * width]."""
+    """Attends, causally unless masked; qkv is [batch * time, 3 * width]."""
     heads = self.config.num_heads
     size = self.config.width // heads
     qkv = qkv.reshape(self.batch, -1, 3, heads, size).transpose(2, 0, 3, 1, 4)
     q, k, v = qkv[0] * size**-0.5, qkv[1], qkv[2]  # [batch, heads, time, size]
     scores = jnp.einsum("bhqd,bhkd->bhqk", q, k).astype(jnp.float32)
-    if self.config.objective == "next_token":
+    if not self.config.is_masked:
       time = scores.shape[-1]
       is_past = jnp.tril(jnp.ones((time, time), bool))
       scores = jnp.where(is_past, scores, -1e30)
@@ -206,19 +201,19 @@ def loss_fn(config: GPT2Config, params: Any, batch: jax.Array) -> jax.Array:
   Args:
     config: Sizes of the model.
     params: As from `init_params`.
-    batch: int32 [batch, time + 1]. With next_token each token is predicted
-      from the previous ones; with masked, the tokens that `masking` chooses of
-      the first [batch, time] are predicted from all of them.
+    batch: int32 [batch, time + 1]. Each token is predicted from the previous
+      ones; with `is_masked`, the tokens that `masking` chooses of the first
+      [batch, time] are predicted from all of them.
 
   Returns:
     float32 [].
   """
   inputs, labels = batch[:, :-1], batch[:, 1:]
-  if config.objective == "masked":
+  if config.is_masked:
     tokens = inputs
     inputs, positions = masking.mask_tokens(tokens, config.vocab_size)
     labels = jnp.take_along_axis(tokens, positions, 1)
   logits = GPT2(config).apply({"params": params}, inputs)
-  if config.objective == "masked":
+  if config.is_masked:
     logits = jnp.take_along_axis(logits, positions[..., None], 1)
   return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 import edgc_jax
 from experiments.parallel import meshes
 from experiments.parallel.meshes import DATA
-from experiments.parallel.stored_state import Stored, StoredForm
+from experiments.parallel.stored_state import StoredForm
 from experiments.tasks.base import Task
 
 Numbers = Mapping[str, Any]
@@ -27,15 +27,18 @@ class Backend(abc.ABC):
   """A way to run the training step; its subclasses make the functions.
 
   Attributes:
+    init: Returns new parameters and optimiser state from a key.
+    follow_first_replica: Takes parameters and optimiser state, and copies the
+      first replica's values, where replicas should be equal.
     stored: The stored form of (parameters, optimiser state).
     num_params: Number of parameters of the model.
     traces: Number of times that JAX has traced the step.
   """
 
-  stored: StoredForm
+  init: Callable[[jax.Array], tuple[Any, Any]]
+  follow_first_replica: Callable[[Any, Any], tuple[Any, Any]]
   _step: Any  # jitted: (params, opt_state, batch, step) to new ones and numbers
   _evaluate: Any  # jitted: (params, batch) to metrics
-  _follow: Callable[..., Any]
 
   def __init__(
     self,
@@ -54,12 +57,9 @@ class Backend(abc.ABC):
     """
     self.task, self.mesh, self.traces = task, mesh, 0
     self._tx, self._seed = tx, seed
+    self.stored = StoredForm.of(task.layout(mesh.shape), tx, mesh)
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     self.num_params = sum(p.size for p in jax.tree.leaves(shapes))
-
-  @abc.abstractmethod
-  def init(self, key: jax.Array) -> tuple[Any, Any]:
-    """Returns new parameters and optimiser state."""
 
   @abc.abstractmethod
   def _placed(self, batch: Any) -> Any:
@@ -69,21 +69,13 @@ class Backend(abc.ABC):
     """Returns the rows of a batch for this process's devices."""
     return meshes.rows_of(self.mesh, batch_size)
 
-  def load(
-    self,
-    trees: Mapping[str, Stored],
-    replicas: int,
-    before: StoredForm | None = None,
-  ) -> tuple[Any, ...]:
-    """Restores parameters, optimiser state or both.
+  def of_stored(self, tree: Any) -> Any:
+    """Converts stored parameters, or parameters and optimiser state."""
+    return tree
 
-    Args:
-      trees: As saved by `stored`, by name.
-      replicas: Number of replicas of the run that saved them.
-      before: The stored form of that run, if it sharded parameters otherwise;
-        then both trees are needed.
-    """
-    return self.stored.load(trees, replicas, self._tx, before)
+  def to_stored(self, state: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Reverses `of_stored`, as far as this process's devices hold the state."""
+    return state
 
   def step(
     self, params: Any, opt_state: Any, batch: Any, step: int
@@ -101,18 +93,11 @@ class Backend(abc.ABC):
       scalars, and arrays over a leaf's matrices by its path. Those that differ
       by stage have a first axis of stages.
     """
-    found = self._step(params, opt_state, self._placed(batch), np.int32(step))
-    return *found[:2], self._common(found[2])
+    return self._step(params, opt_state, self._placed(batch), np.int32(step))
 
   def evaluate(self, params: Any, batch: Any) -> Numbers:
     """Returns the task's metrics on such rows, as means over the replicas."""
-    return self._common(self._evaluate(params, self._placed(batch)))
-
-  def follow_first_replica(
-    self, params: Any, opt_state: Any
-  ) -> tuple[Any, Any]:
-    """Copies the first replica's values, where replicas should be equal."""
-    return self._follow(params, opt_state)
+    return self._evaluate(params, self._placed(batch))
 
   def compile_step(
     self, params: Any, opt_state: Any, batch_size: int
@@ -128,10 +113,6 @@ class Backend(abc.ABC):
   def blank(self, batch_size: int) -> Any:
     """Returns zeros in the shape of this process's rows of a batch."""
     return self.task.blank(len(range(batch_size)[self.rows(batch_size)]))
-
-  def _common(self, numbers: Numbers) -> Numbers:
-    """Returns numbers that are equal on all devices once."""
-    return numbers
 
   def _key(self, step: jax.Array) -> jax.Array:
     """Returns the key of a step, which differs between steps and seeds."""
@@ -154,10 +135,15 @@ class Backend(abc.ABC):
     return {"loss": loss, **others}, gradients
 
   def _update(
-    self, params: Any, opt_state: Any, numbers: Numbers, gradients: Any
+    self,
+    params: Any,
+    opt_state: Any,
+    numbers: Numbers,
+    gradients: Any,
+    **late: Any,
   ) -> tuple[Any, Any, Numbers]:
-    """Ends a step where pmap or vmap has bound the axis of the replicas."""
-    updates, opt_state = self._tx.update(gradients, opt_state, params)
+    """Ends a step where the axis of the replicas is bound."""
+    updates, opt_state = self._tx.update(gradients, opt_state, params, **late)
     params = optax.apply_updates(params, updates)
     numbers = edgc_jax.after_update(numbers, opt_state)
     numbers = lax.pmean(numbers, DATA)

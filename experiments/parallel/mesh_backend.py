@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import edgc_jax
 from experiments.parallel import meshes
 from experiments.parallel.backend import Backend, Numbers
 from experiments.parallel.meshes import DATA, SHARD, STAGE
-from experiments.parallel.stored_state import StoredForm
-from experiments.tasks.base import Layout, StagedTask, Task
+from experiments.tasks.base import Task
 
 
 class OnMesh(Backend):
@@ -29,35 +28,39 @@ class OnMesh(Backend):
     seed: int,
     num_microbatches: int,
   ):
-    """Arguments as for `Backend`.
+    """Takes the arguments of `Backend`, and one more.
 
     Args:
-      task: As for `Backend`.
-      tx: As for `Backend`.
-      mesh: As for `Backend`.
-      seed: As for `Backend`.
+      task: The model and its data.
+      tx: The optimiser, made for the axes of the mesh.
+      mesh: From `meshes.of_config`.
+      seed: Of the keys of the steps.
       num_microbatches: Parts of a replica's batch; unused without stages.
     """
     super().__init__(task, tx, mesh, seed)
-    params = task.layout(mesh.shape)
-    self.stored = stored_form(params, tx, mesh)
     specs = self.stored.specs
     if STAGE in mesh.shape:
       step, evaluate = self._on_stages(num_microbatches)
     else:
       step, evaluate = self._in_plain_jit, self._in_plain_evaluation
-    shardings = self._shardings(specs)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    self._draw = jax.jit(params.init, out_shardings=shardings[0])
-    self._init = jax.jit(
-      jax.shard_map(tx.init, mesh=mesh, in_specs=specs[:1], out_specs=specs[1])
+    draw = task.layout(mesh.shape).init
+    start = jax.shard_map(
+      tx.init, mesh=mesh, in_specs=specs[:1], out_specs=specs[1]
     )
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+      params = draw(key)
+      return params, start(params)
+
+    self.init = jax.jit(init, out_shardings=shardings)
     self._step = jax.jit(
       self._counted(step),
       out_shardings=(*shardings, everywhere),
       donate_argnums=(0, 1),
     )
-    self._follow = jax.jit(
+    self.follow_first_replica = jax.jit(
       jax.shard_map(
         lambda *state: edgc_jax.follow_first_replica(state, DATA),
         mesh=mesh,
@@ -68,19 +71,12 @@ class OnMesh(Backend):
     )
     self._evaluate = jax.jit(evaluate, out_shardings=everywhere)
 
-  def init(self, key: jax.Array) -> tuple[Any, Any]:
-    params = self._draw(key)
-    return params, self._init(params)
-
   def _placed(self, batch: Any) -> Any:
     """Places each device's rows, as a part of the batch."""
     sharding = NamedSharding(self.mesh, meshes.batch_spec(self.mesh))
     return jax.tree.map(
       lambda x: jax.make_array_from_process_local_data(sharding, x), batch
     )
-
-  def _shardings(self, specs: Any) -> Any:
-    return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
   def _gathered(self, params: Any) -> Any:
     """Has the compiler gather sharded parameters.
@@ -117,36 +113,29 @@ class OnMesh(Backend):
   def _on_stages(self, num_microbatches: int) -> tuple[Callable, Callable]:
     """Returns step and evaluation on pipeline stages."""
     task = self.task
-    assert isinstance(task, StagedTask)  # as `checks` requires
     rows, everywhere = meshes.batch_spec(self.mesh), PartitionSpec()
     specs = self.stored.specs
     on_mesh = functools.partial(jax.shard_map, mesh=self.mesh)
 
     @functools.partial(
-      on_mesh, in_specs=(*specs, rows), out_specs=(*specs, everywhere)
+      on_mesh,
+      in_specs=(*specs, rows, everywhere),
+      out_specs=(*specs, everywhere),
     )
-    def on_stage(
-      params: Any, opt_state: Any, batch: Any
+    def step(
+      params: Any, opt_state: Any, batch: Any, step: jax.Array
     ) -> tuple[Any, Any, Numbers]:
+      del step  # the loss draws no numbers
       # If parameters did not vary over the replicas, JAX would all-reduce their
       # gradients itself, uncompressed.
       local = lax.pcast(params, DATA, to="varying")
       loss, gradients, late_updates = task.staged_value_and_grad(
         num_microbatches, local, batch
       )
-      updates, opt_state = self._tx.update(
-        gradients, opt_state, params, late_updates=late_updates
+      *state, numbers = self._update(
+        params, opt_state, {"loss": loss}, gradients, late_updates=late_updates
       )
-      params = optax.apply_updates(params, updates)
-      numbers = _of_all_stages(edgc_jax.metrics(opt_state))
-      loss = lax.pmean(edgc_jax.after_update(loss, opt_state), DATA)
-      return params, opt_state, {**numbers, "loss": loss}
-
-    def step(
-      params: Any, opt_state: Any, batch: Any, step: jax.Array
-    ) -> tuple[Any, Any, Numbers]:
-      del step  # the loss draws no numbers
-      return on_stage(params, opt_state, batch)
+      return *state, _of_all_stages(numbers)
 
     @functools.partial(on_mesh, in_specs=(specs[0], rows), out_specs=everywhere)
     def evaluate(params: Any, batch: Any) -> Numbers:
@@ -154,27 +143,6 @@ class OnMesh(Backend):
       return {"loss": lax.pmean(loss, DATA)}
 
     return step, evaluate
-
-
-def stored_form(
-  params: Layout,
-  tx: optax.GradientTransformation,
-  mesh: Mesh | AbstractMesh,
-) -> StoredForm:
-  """Returns the stored form of a state on a mesh, which need not exist."""
-  specs = edgc_jax.state_specs(
-    tx, params.shapes, DATA, mesh=mesh, param_specs=params.specs
-  )
-  init = jax.shard_map(
-    tx.init, mesh=mesh, in_specs=(params.specs,), out_specs=specs
-  )
-  return StoredForm(
-    shapes=(params.shapes, jax.eval_shape(init, params.shapes)),
-    specs=(params.specs, specs),
-    mesh=mesh,
-    data_axis=DATA,
-    is_stacked=False,
-  )
 
 
 def _of_all_stages(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -35,12 +35,12 @@ def make_mesh(replicas: int, stages: int, shards: int = 1) -> Mesh:
     stages: Number of pipeline stages.
     shards: Number of devices among which each replica shards its parameters.
   """
-  shape = shape_of(replicas, stages, shards)
+  mesh = abstract_mesh(replicas, stages, shards)
   return jax.make_mesh(
-    tuple(shape.values()),
-    tuple(shape),
-    axis_types=(AxisType.Auto,) * len(shape),
-    devices=jax.devices()[: stages * replicas * shards],
+    mesh.axis_sizes,
+    mesh.axis_names,
+    axis_types=mesh.axis_types,
+    devices=jax.devices()[: mesh.size],
   )
 
 
@@ -52,9 +52,11 @@ def of_config(config: ConfigDict) -> Mesh | AbstractMesh:
   return make_mesh(mesh.data, mesh.stage, mesh.fsdp)
 
 
-def abstract_mesh(replicas: int, shards: int = 1) -> AbstractMesh:
+def abstract_mesh(
+  replicas: int, stages: int = 1, shards: int = 1
+) -> AbstractMesh:
   """Returns a mesh without devices; arguments as for `make_mesh`."""
-  shape = shape_of(replicas, shards=shards)
+  shape = shape_of(replicas, stages, shards)
   types = (AxisType.Auto,) * len(shape)
   return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=types)
 

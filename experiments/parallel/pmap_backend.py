@@ -7,17 +7,19 @@ import jax
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 import edgc_jax
 from experiments.parallel.backend import Backend, Numbers
 from experiments.parallel.meshes import DATA
-from experiments.parallel.stored_state import StoredForm
 from experiments.tasks.base import Task
 
 
 class Pmap(Backend):
-  """A backend for the replicas of one process, or of several."""
+  """A backend for the replicas of one process, or of several.
+
+  In the training state every array has a first axis of local replicas.
+  """
 
   def __init__(
     self, task: Task, tx: optax.GradientTransformation, mesh: Mesh, seed: int
@@ -38,25 +40,41 @@ class Pmap(Backend):
       found = self._differentiate(params, batch, key)
       return self._update(params, opt_state, *found)
 
-    self.stored = StoredForm.of_replicas(
-      tx, task.layout(mesh.shape).shapes, mesh, DATA, is_stacked=True
-    )
-    self._init = pmap(lambda p, _: (p, tx.init(p)), in_axes=(None, 0))
+    start = pmap(lambda p, _: (p, tx.init(p)), in_axes=(None, 0))
+    draw = jax.jit(task.init)
+    self.init = lambda key: start(draw(key), np.zeros(self._local))
     self._place = pmap(lambda x: x)  # places arrays as the step returns them
     self._step = pmap(
       self._counted(step), in_axes=(0, 0, 0, None), donate_argnums=(0, 1)
     )
-    self._follow = pmap(
+    self.follow_first_replica = pmap(
       lambda *state: edgc_jax.follow_first_replica(state, DATA),
       donate_argnums=(0, 1),
     )
     self._evaluate = pmap(lambda *x: lax.pmean(task.evaluate(*x), DATA))
 
-  def init(self, key: jax.Array) -> tuple[Any, Any]:
-    return self._init(jax.jit(self.task.init)(key), np.zeros(self._local))
+  def of_stored(self, tree: Any) -> Any:
+    def stack(x: jax.Array) -> np.ndarray:
+      return np.stack([np.asarray(s.data) for s in x.addressable_shards])
 
-  def load(self, *args: Any) -> tuple[Any, ...]:
-    return self._place(super().load(*args))
+    return self._place(jax.tree.map(stack, tree))
+
+  def to_stored(self, state: tuple[Any, Any]) -> tuple[Any, Any]:
+    def join(x: jax.Array, stored: Any, spec: Any) -> jax.Array:
+      parts = [shard.data[0] for shard in x.addressable_shards]
+      sharding = NamedSharding(self.mesh, spec)
+      return jax.make_array_from_single_device_arrays(
+        stored.shape, sharding, parts
+      )
+
+    return jax.tree.map(join, state, self.stored.shapes, self.stored.specs)
+
+  def step(self, *args: Any) -> tuple[Any, Any, Numbers]:
+    params, opt_state, numbers = super().step(*args)
+    return params, opt_state, _once(numbers)
+
+  def evaluate(self, params: Any, batch: Any) -> Numbers:
+    return _once(super().evaluate(params, batch))
 
   def _placed(self, batch: Any) -> Any:
     """Reshapes [rows, ...] to [replicas, rows / replicas, ...], local."""
@@ -64,6 +82,7 @@ class Pmap(Backend):
       lambda x: x.reshape(self._local, -1, *x.shape[1:]), batch
     )
 
-  def _common(self, numbers: Numbers) -> Numbers:
-    """Returns what the first of this process's devices has."""
-    return jax.tree.map(lambda x: x.addressable_shards[0].data, numbers)
+
+def _once(numbers: Numbers) -> Numbers:
+  """Returns what the first of this process's devices has."""
+  return jax.tree.map(lambda x: x.addressable_shards[0].data, numbers)

@@ -159,12 +159,20 @@ class Checkpoints:
     """
     self.require_shapes(step, shapes)
     folder = self.path / str(step)
-    return {
-      name: self._read(folder / name, wanted) for name, wanted in shapes.items()
-    }
+    with ocp.PyTreeCheckpointer() as reader:
+      return {
+        name: reader.restore(
+          folder / name,
+          item=dict(wanted),
+          restore_args={k: _restore_args(x) for k, x in wanted.items()},
+        )
+        for name, wanted in shapes.items()
+      }
 
   def require_shapes(self, step: int, shapes: Mapping[str, Stored]) -> None:
     """Raises unless a checkpoint's arrays have these shapes.
+
+    Orbax would cut or pad the arrays.
 
     Args:
       step: From `newest`.
@@ -177,7 +185,18 @@ class Checkpoints:
     for name, wanted in shapes.items():
       folder = self.path / str(step) / name
       found = handler.metadata(epath.Path(folder)).tree
-      _require_shapes(folder, found, wanted)
+      for path in sorted({*found, *wanted}):
+        has, wants = (
+          tuple(tree[path].shape) if path in tree else "none"
+          for tree in (found, wanted)
+        )
+        if has != wants:
+          raise CheckpointError(
+            f"The checkpoint {folder} must have the arrays of this"
+            f" configuration, got {path} of shape {has} instead of {wants};"
+            " give the model and reducer it was made with, or another"
+            " --config.run_dir=FOLDER."
+          )
 
   def set_aside(self) -> None:
     """Renames the checkpoints that `newest` found damaged.
@@ -185,11 +204,10 @@ class Checkpoints:
     Their steps can then be saved again.
     """
     for step in self._damaged:
-      names = (f"damaged-{step}{suffix}" for suffix in _suffixes())
-      free = (self.path / name for name in names)
-      os.rename(
-        self.path / str(step), next(path for path in free if not path.exists())
-      )
+      names = (f"damaged-{step}-{i}" for i in itertools.count(2))
+      names = itertools.chain([f"damaged-{step}"], names)
+      free = (self.path / n for n in names if not (self.path / n).exists())
+      os.rename(self.path / str(step), next(free))
     self._damaged = []
 
   @functools.cached_property
@@ -222,7 +240,7 @@ class Checkpoints:
     """Writes the checksums; orbax calls it before it renames the folder."""
     if hosts.is_first():
       (folder,) = self.path.glob(f"{self._saving}.orbax-checkpoint-tmp*")
-      _write_checksums(folder)
+      (folder / _SUMS).write_text(json.dumps(_sums(folder)))
 
   def _newest_step(self) -> int:
     """Returns the step of the newest undamaged one; warns of damaged ones."""
@@ -237,34 +255,14 @@ class Checkpoints:
     whole = [step for step in found if step not in self._damaged]
     return max(whole, default=_ALL_DAMAGED if found else _NONE)
 
-  def _read(self, folder: pathlib.Path, shapes: Stored) -> Stored:
-    args = {
-      path: ocp.RestoreArgs(restore_type=np.ndarray, dtype=shape.dtype)
-      if shape.sharding is None
-      else ocp.ArrayRestoreArgs(
-        sharding=shape.sharding, global_shape=shape.shape, dtype=shape.dtype
-      )
-      for path, shape in shapes.items()
-    }
-    with ocp.PyTreeCheckpointer() as reader:
-      return reader.restore(folder, item=dict(shapes), restore_args=args)
 
-
-def _require_shapes(
-  folder: pathlib.Path, found: Stored, shapes: Stored
-) -> None:
-  """Raises on other shapes, because Orbax would cut or pad the arrays."""
-  for path in sorted({*found, *shapes}):
-    has, wants = (
-      tuple(tree[path].shape) if path in tree else "none"
-      for tree in (found, shapes)
-    )
-    if has != wants:
-      raise CheckpointError(
-        f"The checkpoint {folder} must have the arrays of this configuration,"
-        f" got {path} of shape {has} instead of {wants}; give the model and"
-        " reducer it was made with, or another --config.run_dir=FOLDER."
-      )
+def _restore_args(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
+  """Reads an array without a sharding as a whole."""
+  if leaf.sharding is None:
+    return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+  return ocp.ArrayRestoreArgs(
+    sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+  )
 
 
 @contextlib.contextmanager
@@ -294,17 +292,6 @@ class _Manager(ocp.CheckpointManager):
     """Returns False: asking about an old step resets the runtime's count."""
     del step
     return False
-
-
-def _suffixes() -> Iterator[str]:
-  """Yields suffixes that make a name unique: none, -2, -3, ..."""
-  yield ""
-  yield from map("-{}".format, itertools.count(2))
-
-
-def _write_checksums(folder: pathlib.Path) -> None:
-  """Writes the checksums of a folder's files."""
-  (folder / _SUMS).write_text(json.dumps(_sums(folder)))
 
 
 def _damage_of(folder: pathlib.Path) -> str:

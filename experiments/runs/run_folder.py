@@ -73,15 +73,11 @@ class RunFolder:
         " config.json is missing; restore it, or give another folder with"
         " --config.run_dir=FOLDER."
       )
-    elif not file.exists() and any(self._foreign_files()):
+    elif not file.exists() and self._has_foreign_files():
       raise FileExistsError(
         f"`run_dir` must be new or hold a run, got {self.path}, which holds"
         " other files; give another folder with --config.run_dir=FOLDER."
       )
-
-  def shards(self) -> int:
-    """Returns the number of shards of the run in this folder."""
-    return read_json(self.path / "config.json")["mesh"].get("fsdp", 1)
 
   def summary(self) -> dict[str, Any] | None:
     """Returns the summary of a finished run, or None."""
@@ -160,14 +156,11 @@ class RunFolder:
     self._lines.flush()
     self._add_event(line)
 
-  def _foreign_files(self) -> Iterator[pathlib.Path]:
-    """Yields files other than the lock and temporary files.
-
-    Without a config.json, no run wrote them.
-    """
-    if self.path.exists():
-      files = (p for p in self.path.iterdir() if p.suffix != _SCRATCH)
-      yield from (p for p in files if p.name != _LOCK)
+  def _has_foreign_files(self) -> bool:
+    """Returns whether there are files that no run leaves without its config."""
+    return self.path.exists() and any(
+      p.suffix != _SCRATCH and p.name != _LOCK for p in self.path.iterdir()
+    )
 
   def _add_event(self, line: Mapping[str, Any]) -> None:
     values = [

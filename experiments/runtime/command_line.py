@@ -17,7 +17,7 @@ from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
 from edgc_jax.wire import cpu_backend
-from experiments.runtime import heap, hosts, renamed_keys
+from experiments.runtime import heap, hosts
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file in configs/, or FILE:REDUCER."
@@ -51,14 +51,13 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       faulthandler.disable()
     if not _devices_are_chosen():
       # Only the CPU platform uses this: replicas share a machine's cores.
-      mesh = config.mesh
-      sizes = (mesh.data, mesh.stage, mesh.fsdp)
-      devices = math.prod(max(1, n) for n in sizes)
-      if mesh.backend == "vmap":
-        devices = 1
-      share = devices // processes if processes else 1
-      jax.config.update("jax_num_cpu_devices", max(1, share))
-      cpu_backend.fit_thread_pool(max(1, share))
+      mesh, devices = config.mesh, 1
+      if mesh.backend != "vmap":
+        sizes = (mesh.data, mesh.stage, mesh.fsdp)
+        devices = math.prod(max(1, n) for n in sizes)
+      share = max(1, devices // processes) if processes else 1
+      jax.config.update("jax_num_cpu_devices", share)
+      cpu_backend.fit_thread_pool(share)
     has_parts = config.mesh.stage > 1 or config.mesh.fsdp > 1
     if has_parts and jax.default_backend() == "cpu":
       # Cached programs mix up collectives: see edgc_jax.wire.cpu_backend.
@@ -78,12 +77,9 @@ def _parse(argv: list[str]) -> list[str]:
         f"error: `--config` must name a file, got {file!r}, which does not"
         " exist; this project's files are in configs/."
       )
-  message = renamed_keys.problem(_OVERRIDE.findall(" ".join(argv)))
-  if message:
-    sys.exit(f"error: {message}")
   try:
     return app.parse_flags_with_usage(argv)
-  except (AttributeError, KeyError) as error:
+  except (AttributeError, KeyError, TypeError) as error:
     overrides = _OVERRIDE.findall(" ".join(argv))
     # Parse again without overrides; ml_collections reads them from sys.argv.
     sys.argv = [a for a in argv if not _OVERRIDE.match(a)]

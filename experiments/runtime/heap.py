@@ -29,25 +29,17 @@ _LARGEST_INT = 2**31 - 1
 _DEFAULTS = {_MMAP_MAX: 65536, _TRIM_THRESHOLD: 2**17, _TOP_PAD: 2**17}
 
 
-def share_one_heap() -> bool:
-  """Makes all threads share one heap; call it before JAX uses a device.
-
-  Returns:
-    Whether glibc accepted the setting; False with any other C library.
-  """
-  return _set({_ARENA_MAX: 1})
+def share_one_heap() -> None:
+  """Makes all threads share one heap; call it before JAX uses a device."""
+  _set({_ARENA_MAX: 1})
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory() -> None:
   """Makes glibc reuse freed memory; call it after compiling.
 
   The process then stays at its peak memory.
-
-  Returns:
-    Whether glibc accepted the settings; False with any other C library.
   """
-  _trim()
-  return _set(
+  _set(
     {
       _MMAP_MAX: 0,  # large blocks come from the heap, too
       _TRIM_THRESHOLD: _LARGEST_INT,  # the heap never shrinks
@@ -67,17 +59,12 @@ def freed_memory_kept() -> Iterator[None]:
     yield
   finally:
     _set(_DEFAULTS)
-    _trim()
 
 
-def _trim() -> None:
-  """Returns free memory to the kernel."""
-  if platform.libc_ver()[0] == "glibc":
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-def _set(wanted: dict[int, int]) -> bool:
-  if platform.libc_ver()[0] != "glibc":
-    return False
-  libc = ctypes.CDLL(None)
-  return all(libc.mallopt(name, value) == 1 for name, value in wanted.items())
+def _set(wanted: dict[int, int]) -> None:
+  """Sets parameters, and returns free memory to the kernel."""
+  if platform.libc_ver()[0] == "glibc":  # other C libraries have no mallopt
+    libc = ctypes.CDLL(None)
+    for name, value in wanted.items():
+      libc.mallopt(name, value)
+    libc.malloc_trim(0)

@@ -51,7 +51,7 @@ def initialize() -> int:
   """
   given = (_ADDRESS.value, _COUNT.value, _INDEX.value)
   has_flags = any(value is not None for value in given)
-  if not has_flags and not _is_scheduled():
+  if not has_flags and _scheduled_count() == 1:
     return 1
   if has_flags and None in given:
     raise ValueError(
@@ -142,10 +142,6 @@ def peak_memory() -> dict[str, int]:
   return {"peak_memory_bytes": most} | (
     {"peak_device_memory_bytes": max(peaks)} if peaks else {}
   )
-
-
-def _is_scheduled() -> bool:
-  return _scheduled_count() != 1
 
 
 def _scheduled_count() -> int:

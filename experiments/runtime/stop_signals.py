@@ -1,9 +1,7 @@
 """SIGTERM and Ctrl-C as requests to stop after the current step."""
 
 import os
-import shlex
 import signal
-import sys
 from types import FrameType
 
 import jax
@@ -67,13 +65,3 @@ class StopSignals:
         return True
       return False
     return self.received is not None
-
-
-def exit_code(received: signal.Signals) -> int:
-  """Returns the exit code shells use for a signal: 128 plus its number."""
-  return 128 + received
-
-
-def command() -> str:
-  """Returns the command line of this process."""
-  return shlex.join([sys.executable, *sys.argv])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 Metrics = Mapping[str, jax.Array]
 
@@ -34,12 +34,11 @@ class Layout(NamedTuple):
 
   def of_one_device(self, mesh_shape: Mapping[str, int]) -> Any:
     """Returns the shapes of one device's parts."""
+    mesh = AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
 
     def local(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-      shape = list(leaf.shape)
-      for i, axis in enumerate(spec):
-        shape[i] //= mesh_shape[axis] if axis else 1
-      return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+      shape = NamedSharding(mesh, spec).shard_shape(leaf.shape)
+      return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
     return jax.tree.map(local, self.shapes, self.specs)
 

@@ -7,7 +7,7 @@ class Bert(Gpt2):
   """GPT-2 with attention in both directions; the last token id is the mask."""
 
   axes = Gpt2.axes - {"stage"}
-  objective = "masked"
+  is_masked = True
 
 
 TASK = Bert

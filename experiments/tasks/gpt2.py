@@ -20,7 +20,7 @@ class Gpt2(StagedTask):
 
   axes = frozenset({gpt2_stages.AXIS, gpt2_shards.AXIS})
   unit = "tokens"
-  objective = "next_token"
+  is_masked = False
 
   def __init__(self, config: ConfigDict):
     """Makes the model of `config.model`; the text is read when it is needed.
@@ -28,8 +28,8 @@ class Gpt2(StagedTask):
     Raises:
       ValueError: if sizes do not fit.
     """
-    sizes = {"objective": self.objective, **config.model.to_dict()}
-    self.model = gpt2.GPT2Config(**sizes)
+    sizes = config.model.to_dict()
+    self.model = gpt2.GPT2Config(**sizes, is_masked=self.is_masked)
     self.units_per_row = self.model.context
     self.row = jax.ShapeDtypeStruct((self.model.context + 1,), np.int32)
     self._path = config.data.path

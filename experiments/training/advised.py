@@ -16,7 +16,7 @@ from experiments.parallel import backends
 from experiments.parallel.meshes import DATA, SHARD
 from experiments.runtime import heap, hosts
 from experiments.tasks.base import Task
-from experiments.training import optimizer
+from experiments.training import optimizer, times
 from experiments.training.optimizer import AUTO
 
 _STEPS = 5  # timed steps, of which the median is taken
@@ -88,12 +88,7 @@ def measure(config: ConfigDict, task: Task, mesh: Mesh) -> Advice:
   Returns:
     The advice.
   """
-  given = config.link
-  if given.bandwidth:
-    link = edgc_jax.LinkModel(given.latency, given.bandwidth)
-  else:
-    hosts.say("measuring the link ...")
-    link = edgc_jax.measure_link(mesh, DATA)
+  link = times.link_of(config, mesh)
   uplink = _uplink(link.bandwidth, mesh)
   latency = 1e3 * link.latency
   hosts.say(f"link: {uplink:.4g} Mbit/s uplinks, latency {latency:.3g} ms")
@@ -119,12 +114,7 @@ def measure_costs(
     The costs.
   """
   shapes = task.layout(mesh.shape).of_one_device(mesh.shape)
-  compression = edgc_jax.measure_compression(
-    shapes,
-    min_ratio=config.edgc.min_ratio,
-    allocation=optimizer.allocation_of(config.edgc),
-    mesh=mesh,
-  )
+  compression = times.compression_of(config, task, mesh)
   dense, coding = (
     edgc_jax.measure_coding(shapes, wire_dtype, mesh=mesh)
     for wire_dtype in ("float32", "bfloat16")

@@ -3,49 +3,38 @@
 import math
 
 import jax
-from flax import traverse_util
 from ml_collections import ConfigDict
 
 from experiments.parallel import backends
-from experiments.runtime import renamed_keys
 from experiments.tasks.base import Task
 from experiments.training import times
 
-
-def check_keys(config: ConfigDict) -> None:
-  """Raises on keys that no longer exist."""
-  keys = traverse_util.flatten_dict(config.to_dict(), sep=".")
-  message = renamed_keys.problem(keys)
-  if message:
-    raise ValueError(message)
+# The least values of keys that no other part checks.
+_LEAST = {
+  "steps": 1,
+  "batch_size": 1,
+  "log_every": 1,
+  "seed": 0,
+  "checkpoint.keep": 1,
+  "checkpoint.every": 0,
+  "evaluation.batches": 1,
+  "evaluation.every": 0,
+  "pipeline.microbatches": 1,
+}
 
 
 def check(config: ConfigDict, task: Task) -> None:
   """Raises on values that no other part checks."""
-  for name in ("steps", "batch_size", "log_every"):
-    if config[name] < 1:
+  for name, least in _LEAST.items():
+    if config[name] < least:
       raise ValueError(
-        f"`{name}` must be at least 1, got {config[name]}; raise it."
+        f"`{name}` must be at least {least}, got {config[name]}; raise it."
       )
-  if config.seed < 0:
-    raise ValueError(
-      f"`seed` must be at least 0, got {config.seed}; choose another."
-    )
-  check_mesh(config, task)
+  _check_mesh(config, task)
   if config.sentinel.action not in ("stop", "follow"):
     raise ValueError(
       "`sentinel.action` must be stop or follow (the first replica), got"
       f" {config.sentinel.action!r}; stop ends the run if they diverge."
-    )
-  if config.checkpoint.keep < 1 or config.checkpoint.every < 0:
-    raise ValueError(
-      "`checkpoint.keep` must be at least 1 and `checkpoint.every` at least 0"
-      f" (none), got {config.checkpoint.keep} and {config.checkpoint.every}."
-    )
-  if config.evaluation.batches < 1 or config.evaluation.every < 0:
-    raise ValueError(
-      "`evaluation.batches` must be at least 1 and `evaluation.every` at least"
-      f" 0, got {config.evaluation.batches} and {config.evaluation.every}."
     )
   if config.evaluation.metric not in task.metrics:
     raise ValueError(
@@ -55,18 +44,7 @@ def check(config: ConfigDict, task: Task) -> None:
     )
 
 
-def _check_shards(config: ConfigDict) -> None:
-  """Raises unless the configuration can run on sharded parameters."""
-  mesh = config.mesh
-  if mesh.backend != "jit" or mesh.stage > 1:
-    raise ValueError(
-      "`mesh.fsdp` must be 1 on pipeline stages, and with a backend other than"
-      f" jit, got {mesh.fsdp} with {mesh.backend} and mesh.stage={mesh.stage};"
-      " set --config.mesh.backend=jit and --config.mesh.stage=1."
-    )
-
-
-def check_mesh(config: ConfigDict, task: Task) -> None:
+def _check_mesh(config: ConfigDict, task: Task) -> None:
   """Raises unless the devices suffice and model and batch divide over them."""
   mesh, microbatches = config.mesh, config.pipeline.microbatches
   shards, available = mesh.fsdp, len(jax.devices())
@@ -74,9 +52,8 @@ def check_mesh(config: ConfigDict, task: Task) -> None:
     available = math.inf
   replicas, stages, processes = mesh.data, mesh.stage, jax.process_count()
   sizes = {"data": replicas, "stage": stages, "fsdp": shards}
-  named = [name for name, n in sizes.items() if n != 1 or name != "fsdp"]
-  product = " times ".join(f"`mesh.{name}`" for name in named)
-  got = " times ".join(str(sizes[name]) for name in named)
+  product = " times ".join(f"`mesh.{name}`" for name in sizes)
+  got = " times ".join(map(str, sizes.values()))
   total = math.prod(sizes.values())
   if processes > 1 and total != available:
     raise ValueError(
@@ -103,13 +80,17 @@ def check_mesh(config: ConfigDict, task: Task) -> None:
         f"`mesh.{name}` must be 1 for the task {config.task!r}, whose model has"
         f" no {axis}, got {size}; set --config.mesh.{name}=1."
       )
-  if shards > 1:
-    _check_shards(config)
+  if shards > 1 and (mesh.backend != "jit" or stages > 1):
+    raise ValueError(
+      "`mesh.fsdp` must be 1 on pipeline stages, and with a backend other than"
+      f" jit, got {shards} with {mesh.backend} and mesh.stage={stages};"
+      " set --config.mesh.backend=jit and --config.mesh.stage=1."
+    )
   if mesh.backend not in backends.BACKENDS:
     raise ValueError(
       f"`mesh.backend` must be one of {', '.join(backends.BACKENDS)}, got"
       f" {mesh.backend!r}; pmap has replicas only, vmap simulates them on one"
-      " device, and jit (once named shard_map) also has shards and stages."
+      " device, and jit also has shards and stages."
     )
   if stages > 1 and mesh.backend != "jit":
     raise ValueError(
@@ -120,12 +101,6 @@ def check_mesh(config: ConfigDict, task: Task) -> None:
     raise ValueError(
       f"`model.num_layers` must be divisible by mesh.stage ({stages}), got"
       f" {config.model.num_layers}; every stage holds the same number."
-    )
-  if microbatches < 1:
-    raise ValueError(
-      f"`pipeline.microbatches` must be at least 1, got {microbatches}; more"
-      " microbatches (M) leave less idle time, (S - 1) / (M + S - 1) on S"
-      " stages."
     )
   parts = replicas * shards * (microbatches if stages > 1 else 1)
   if config.batch_size % parts:

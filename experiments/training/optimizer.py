@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 import edgc_jax
 from edgc_jax.wire.order import varying_axes
 from experiments.parallel.meshes import DATA, STAGE
-from experiments.tasks.base import StagedTask, Task
+from experiments.tasks.base import Task
 from experiments.training import rules
 
 _SCHEDULE_PARTS = 8
@@ -53,7 +53,6 @@ def make_reducer(
   times = dict(times)
   options = {"axis_name": DATA}
   if config.mesh.stage > 1:
-    assert isinstance(task, StagedTask)  # as `checks` requires
     options["stages"] = edgc_jax.Stages(
       STAGE,
       task.placement,
@@ -103,8 +102,8 @@ def without_exchange(
   """Returns a transformation with a reducer's state that averages nothing.
 
   It is for measuring a step without an exchange. Under `jit`, where parameters
-  have to stay equal on all replicas, it replaces gradients by their sum: they
-  are read as usual, but only one number is sent (on stages, of each leaf).
+  have to stay equal on all replicas, all entries of the gradients are replaced
+  by their sum: they are read as usual, but only one number is sent.
   """
   reducer = make_reducer(config, task, {}, mesh)
 
@@ -118,24 +117,21 @@ def without_exchange(
   ) -> tuple[optax.Updates, optax.OptState]:
     if late_updates is not None:
       updates = late_updates(lambda x: x)
+    if config.mesh.backend != "jit":
+      return updates, state
     if _is_plain(config, mesh):
-      totals = jax.vmap(lambda tree: sum(map(jnp.sum, jax.tree.leaves(tree))))
-      total = jnp.sum(totals(updates))
-      updates = jax.tree.map(lambda p: jnp.full_like(p, total), params)
-    elif config.mesh.backend == "jit":
-      updates = jax.tree.map(_as_invariant_as, updates, params)
-    return updates, state
+      total = jnp.sum(jax.vmap(_total)(updates))
+    else:
+      total = _total(updates)
+      total = lax.psum(total, varying_axes(total))
+    return jax.tree.map(lambda p: jnp.full_like(p, total), params), state
 
   return optax.GradientTransformationExtraArgs(reducer.init, update)
 
 
-def _as_invariant_as(gradient: jax.Array, param: jax.Array) -> jax.Array:
-  """Returns a gradient's sum in the shape of `param`.
-
-  The sum runs over the axes, too, on which `param` is equal.
-  """
-  axes = tuple(set(varying_axes(gradient)) - set(varying_axes(param)))
-  return jnp.full_like(param, lax.psum(jnp.sum(gradient), axes))
+def _total(tree: Any) -> jax.Array:
+  """Returns the sum of all entries."""
+  return sum(map(jnp.sum, jax.tree.leaves(tree)))
 
 
 def rank_name(reducer: str, rank: float) -> str:

@@ -8,7 +8,8 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from experiments.parallel.meshes import DATA
-from experiments.tasks.base import StagedTask, Task
+from experiments.runtime import hosts
+from experiments.tasks.base import Task
 from experiments.training import optimizer
 
 
@@ -32,31 +33,43 @@ def options_of(config: ConfigDict, task: Task, mesh: Mesh) -> dict[str, Any]:
   """
   if not needed(config):
     return {}
-  given, stages = config.link, config.mesh.stage
+  given = config.link
+  times = {"link": link_of(config, mesh)}
   if given.bandwidth:
-    link = edgc_jax.LinkModel(given.latency, given.bandwidth)
-    compression = edgc_jax.CompressionModel(
+    times["compression"] = edgc_jax.CompressionModel(
       given.compression_base, given.compression_per_rank
     )
   else:
-    link = edgc_jax.measure_link(mesh, DATA)
-    compression = edgc_jax.measure_compression(
-      task.layout(mesh.shape).of_one_device(mesh.shape),
-      min_ratio=config.edgc.min_ratio,
-      allocation=optimizer.allocation_of(config.edgc),
-      mesh=mesh,
-    )
-  times = {"link": link, "compression": compression}
-  if stages > 1:
+    times["compression"] = compression_of(config, task, mesh)
+  if config.mesh.stage > 1:
     seconds = config.pipeline.backward_seconds
     times["backward_seconds"] = seconds or _backward(config, task, mesh)
   return times
 
 
-def of_numbers(numbers: dict[str, Any] | None) -> dict[str, Any] | None:
-  """Restores times from the result of `as_numbers`; None for None."""
-  if numbers is None:
-    return None
+def link_of(config: ConfigDict, mesh: Mesh) -> edgc_jax.LinkModel:
+  """Returns the link between replicas: the given one, or else measured."""
+  given = config.link
+  if given.bandwidth:
+    return edgc_jax.LinkModel(given.latency, given.bandwidth)
+  hosts.say("measuring the link ...")
+  return edgc_jax.measure_link(mesh, DATA)
+
+
+def compression_of(
+  config: ConfigDict, task: Task, mesh: Mesh
+) -> edgc_jax.CompressionModel:
+  """Measures the time to compress the gradients of one device."""
+  return edgc_jax.measure_compression(
+    task.layout(mesh.shape).of_one_device(mesh.shape),
+    min_ratio=config.edgc.min_ratio,
+    allocation=optimizer.allocation_of(config.edgc),
+    mesh=mesh,
+  )
+
+
+def of_numbers(numbers: dict[str, Any]) -> dict[str, Any]:
+  """Restores times from the result of `as_numbers`."""
   kinds = {
     "link": edgc_jax.LinkModel,
     "compression": edgc_jax.CompressionModel,
@@ -94,7 +107,6 @@ def describe(times: dict[str, Any]) -> str:
 
 def _backward(config: ConfigDict, task: Task, mesh: Mesh) -> float:
   """Measures the seconds of one microbatch's backward pass on one device."""
-  assert isinstance(task, StagedTask)  # as `checks` requires
   parts = config.mesh.data * config.pipeline.microbatches
   stage_fn, params, inputs = task.stage_of(
     mesh.shape, config.batch_size // parts

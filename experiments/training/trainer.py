@@ -18,8 +18,7 @@ import edgc_jax
 from edgc_jax.state.state import STATE_VERSION
 from experiments import tasks
 from experiments.parallel import backends, meshes
-from experiments.parallel.mesh_backend import stored_form
-from experiments.parallel.stored_state import StoredForm
+from experiments.parallel.stored_state import StoredForm, flat
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
 from experiments.runs.run_folder import RunFolder, environment
 from experiments.runtime import heap, hosts
@@ -48,7 +47,6 @@ class Trainer:
       FileExistsError: if `run_dir` holds other files.
       CheckpointError: if a checkpoint is needed and none can be used.
     """
-    checks.check_keys(config)
     self.config = config
     self.task = tasks.make(config)
     checks.check(config, self.task)
@@ -67,8 +65,9 @@ class Trainer:
     )
     self.config = config
     # The ladder depends on the times, so a run measures them only once.
-    self.times = times.of_numbers(self._progress.about.get("times"))
-    if self.times is None:
+    if "times" in self._progress.about:
+      self.times = times.of_numbers(self._progress.about["times"])
+    else:
       self.times = times.options_of(config, self.task, mesh)
     self.tx = make_optimizer(config, self.task, self.times, mesh=mesh)
     self.parallel = backends.make(config, self.task, self.tx, mesh)
@@ -150,12 +149,13 @@ class Trainer:
     self.checkpoints.set_aside()
     if not step:
       return progress
-    replicas = about["replicas"]
-    shards = about["shards"] if "shards" in about else self.folder.shards()
-    before = self._form_before(replicas, shards)
-    template = (before or self.parallel.stored).template(replicas)
+    replicas, shards = about["replicas"], about["shards"]
+    stored, before = self.parallel.stored, self._form_before(replicas, shards)
+    template = (before or stored).template(replicas)
     trees = self.checkpoints.load(step, template)
-    params, opt_state = self.parallel.load(trees, replicas, before)
+    params, opt_state = self.parallel.of_stored(
+      stored.load(trees, replicas, self.tx, before)
+    )
     mesh, changes = config.mesh, []
     if replicas != mesh.data:
       changes.append(f"on {mesh.data} replicas, {replicas} before")
@@ -179,9 +179,9 @@ class Trainer:
       return None
     config = self.config.copy_and_resolve_references()
     config.mesh.update(data=replicas, fsdp=shards)
-    mesh = meshes.abstract_mesh(replicas, shards)
+    mesh = meshes.abstract_mesh(replicas, shards=shards)
     tx = make_optimizer(config, self.task, self.times, mesh=mesh)
-    return stored_form(self.task.layout(mesh.shape), tx, mesh)
+    return StoredForm.of(self.task.layout(mesh.shape), tx, mesh)
 
   def _find_params(self, folder: str) -> Callable[[], Any]:
     """Returns a function that loads the parameters of another run.
@@ -189,13 +189,14 @@ class Trainer:
     Raises:
       CheckpointError: if the run has no checkpoint of this model.
     """
+    stored = self.parallel.stored
     checkpoints = Checkpoints(pathlib.Path(folder, "checkpoints"), 1)
     try:
       newest = checkpoints.newest()
       if newest is None:
         raise CheckpointError("There are no checkpoints.")
       step, about = newest
-      shapes = self.parallel.stored.template(about["replicas"])["params"]
+      shapes = stored.template(about["replicas"])["params"]
       checkpoints.require_shapes(step, {"params": shapes})
     except CheckpointError as error:
       raise CheckpointError(
@@ -205,8 +206,7 @@ class Trainer:
 
     def load() -> Any:
       trees = checkpoints.load(step, {"params": shapes})
-      (params,) = self.parallel.load(trees, about["replicas"])
-      return params
+      return self.parallel.of_stored(stored.load_params(trees["params"]))
 
     return load
 
@@ -271,7 +271,7 @@ class Trainer:
           "batches": batches.get_state(),
         }
         self.folder.sync()
-        trees = self.parallel.stored.store((params, opt_state))
+        trees = flat(self.parallel.to_stored((params, opt_state)))
         self.checkpoints.save(step, trees, about, self._score(measured))
       if is_stopped:
         self.checkpoints.close()

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import re
 
 import chex
 import numpy as np
@@ -61,7 +60,6 @@ def test_default_corpus():
   again = text.load_corpus("", context=128)
   assert len(corpus.train) > 5e6
   assert 0.02 < len(corpus.held_out) / len(corpus.train) < 0.1
-  assert corpus.vocab_size == 256
   assert max(corpus.train.max(), corpus.held_out.max()) < 256
   assert "standard library" in corpus.name
   assert corpus.sha256 == again.sha256
@@ -88,7 +86,7 @@ def test_text_file_holds_out_its_end(tmp_path):
   assert corpus.train.tobytes() == text[:90]
   assert corpus.held_out.tobytes() == text[90:]
   assert corpus.train.dtype == np.uint8
-  assert (corpus.vocab_size, corpus.name) == (256, "a.txt")
+  assert corpus.name == "a.txt"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +163,10 @@ def test_bin_pair_round_trip(tmp_path, file):
     assert isinstance(tokens, np.memmap)
     assert tokens.dtype == np.uint16
     np.testing.assert_array_equal(tokens, expected)
-  assert (corpus.vocab_size, corpus.name) == (40_001, "owt")
+  assert corpus.name == "owt"
+  text.check_vocab(corpus, 40_001)
+  with pytest.raises(ValueError, match=r"40000 in 'owt'.* set it to 40001"):
+    text.check_vocab(corpus, 40_000)
   assert next(_iterator(corpus.train)).max() < 700
 
 
@@ -270,26 +271,24 @@ def test_load_errors(tmp_path, files, path, error, parts):
     assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-  "make",
-  [
-    lambda tokens: _iterator(tokens),
-    lambda tokens: text.held_out_batches(
-      tokens, context=_CONTEXT, batch_size=2, num_batches=1
-    ),
-  ],
-)
-def test_batches_need_one_window(make):
-  make(np.arange(_CONTEXT + 1))
-  with pytest.raises(ValueError, match=re.escape("context + 1 = 5")):
-    make(np.arange(_CONTEXT))
+def test_batches_need_one_window(tmp_path):
+  """A corpus is refused without one, and one is enough for both kinds."""
+  enough, few = np.arange(_CONTEXT + 1), np.arange(_CONTEXT)
+  corpus = _load(_write_bin(tmp_path / "enough", enough, enough))
+  np.testing.assert_array_equal(next(_iterator(corpus.train)), [enough] * 3)
+  held_out = text.held_out_batches(
+    corpus.held_out, context=_CONTEXT, batch_size=2, num_batches=1
+  )
+  np.testing.assert_array_equal(held_out, [[enough] * 2])
+  for name, parts in (("train", (few, enough)), ("held-out", (enough, few))):
+    with pytest.raises(ValueError, match=f"{name} .*\\+ 1 = 5.* got 4;"):
+      _load(_write_bin(tmp_path / name, *parts))
 
 
 def test_check_vocab():
   corpus = text.Corpus(
     train=np.array([3, 9], np.uint8),
     held_out=np.array([11, 4], np.uint8),
-    vocab_size=256,
     name="small",
     sha256="",
   )

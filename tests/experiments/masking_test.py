@@ -18,7 +18,7 @@ from experiments.training import checks
 
 TINY = gpt2.GPT2Config(
   vocab_size=51, context=16, width=24, num_layers=1, num_heads=4,
-  objective="masked",
+  is_masked=True,
 )  # fmt: skip
 VOCAB = 257
 
@@ -113,7 +113,7 @@ def test_only_masked_models_see_later_tokens(params):
     return jnp.abs(before - after).max(axis=2)
 
   assert differences(TINY).min() > 1e-3
-  causal = dataclasses.replace(TINY, objective="next_token")
+  causal = dataclasses.replace(TINY, is_masked=False)
   assert differences(causal).max() < 1e-6
 
 
@@ -137,19 +137,17 @@ def test_bert_tiny_has_the_size_of_gpt2_tiny():
   different = {key for key in gpt.model if bert.model[key] != gpt.model[key]}
   assert different == {"vocab_size"}
   models = [tasks.make(config).model for config in (bert, gpt)]
-  assert [model.objective for model in models] == ["masked", "next_token"]
+  assert [model.is_masked for model in models] == [True, False]
   assert [model.reserved_ids for model in models] == [1, 0]
 
 
 def test_errors():
-  with pytest.raises(ValueError, match=r"`model.objective` must .* got 'bert'"):
-    dataclasses.replace(TINY, objective="bert")
   config = bert_tiny.get_config()
   config.mesh.update(stage=2, data=2, backend="jit")
   with pytest.raises(ValueError, match="must be 1 for the task 'bert'"):
     checks.check(config, tasks.make(config))
   tokens = np.arange(257, dtype=np.uint16)
-  corpus = text.Corpus(tokens, tokens, 257, "made up", "")
+  corpus = text.Corpus(tokens, tokens, "made up", "")
   text.check_vocab(corpus, 257)
   with pytest.raises(ValueError, match="for the mask, got 257; set it to 258"):
     text.check_vocab(corpus, 257, reserved=1)

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.meshes import mesh_of
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from configs import gpt2_tiny
 from experiments import tasks
+from experiments.parallel import meshes
 from experiments.training import optimizer
 
 
@@ -68,22 +68,42 @@ def test_ranks_have_names():
   assert optimizer.rank_name("topk", 0) == "-"
 
 
-@pytest.mark.parametrize(
-  "spec, expected",
-  [(P("stage"), [[3 * 1] * 3, [3 * 5] * 3]), (P(), [[6 * 6] * 3] * 2)],
-)
-def test_stand_ins_of_gradients_vary_as_parameters_do(spec, expected):
-  """They are sums over a stage, or over all stages."""
+def test_without_exchange_all_replicas_move_alike():
+  """By the sum of all entries of their gradients."""
+  config = gpt2_tiny.get_config("allreduce")
+  config.mesh.backend = "jit"
+  mesh = meshes.of_config(config)
+  tx = optimizer.without_exchange(config, tasks.make(config), mesh)
+  params = {"a": jnp.zeros((4, 3)), "b": jnp.zeros(5)}
+  gradients = jax.tree.map(
+    lambda p: jnp.arange(1.0, 5.0).reshape(4, *[1] * p.ndim) + p, params
+  )  # of four replicas
+  found, _ = tx.update(gradients, (), params)
+  for name, updates in found.items():
+    assert updates.shape == params[name].shape
+    np.testing.assert_array_equal(updates, (12 + 5) * (1 + 2 + 3 + 4))
 
-  def sums(param, values):
-    gradient = lax.pcast(param, "data", to="varying") + values[0]
-    return optimizer._as_invariant_as(gradient, param)
 
-  values = jnp.arange(4.0)  # 0 and 1 on the first stage, 2 and 3 on the other
+def test_without_exchange_all_stages_move_alike():
+  """Of what each of two stages has for itself, and of what all have."""
+  config = gpt2_tiny.get_config("allreduce")
+  config.mesh.update(backend="jit", data=2, stage=2)
+  mesh = meshes.of_config(config)
+  tx = optimizer.without_exchange(config, tasks.make(config), mesh)
+  params = {"own": jnp.zeros((2, 3)), "shared": jnp.zeros(5)}
+  specs = {"own": P("stage"), "shared": P()}
+
+  def update(params, factor):
+    local = lax.pcast(params, "data", to="varying")
+    own = jax.tree.map(lambda p: p + factor, local)
+    return tx.update(own, (), params)[0]
+
   found = jax.shard_map(
-    sums,
-    mesh=mesh_of((2, 2)),
-    in_specs=(spec, P(("stage", "data"))),
-    out_specs=spec,
-  )(jnp.zeros((2, 3)), values)
-  np.testing.assert_array_equal(found, expected)
+    update,
+    mesh=mesh,
+    in_specs=(specs, P(("stage", "data"))),
+    out_specs=specs,
+  )(params, jnp.arange(1.0, 5.0))
+  for name, updates in found.items():
+    assert updates.shape == params[name].shape
+    np.testing.assert_array_equal(updates, (3 + 5) * (1 + 2 + 3 + 4))

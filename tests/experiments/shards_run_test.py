@@ -1,8 +1,5 @@
 """Runs whose parameters are sharded within each replica."""
 
-import dataclasses
-import json
-
 import numpy as np
 import pytest
 from helpers import cut_runs
@@ -58,27 +55,6 @@ def test_resumes_on_another_number_of_shards(tmp_path, capsys):
   assert np.isclose(found, expected, rtol=0.01)
   text = capsys.readouterr().out
   assert "on 2 replicas, 4 before; on 4 shards" in text
-
-
-def test_resumes_a_checkpoint_that_does_not_name_its_shards(tmp_path):
-  config = config_of(tmp_path / "cut", "powersgd")
-  cut_runs.run(config, cut_after=5)
-  trainer = Trainer(config)
-  about = dict(trainer._progress.about)
-  del about["shards"]
-  trainer._progress = dataclasses.replace(trainer._progress, about=about)
-  assert trainer._load().step == 4
-
-
-def test_resumes_a_run_from_before_shards(tmp_path):
-  """Its configuration has no `mesh.fsdp`."""
-  config = config_of(tmp_path / "cut", "powersgd", fsdp=1)
-  cut_runs.run(config, cut_after=5)
-  file = tmp_path / "cut" / "config.json"
-  values = json.loads(file.read_text())
-  del values["mesh"]["fsdp"]
-  file.write_text(json.dumps(values))
-  Trainer(config)
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,10 @@ class Draws(Task):
     return {"drawn": jnp.zeros(4)}
 
   def loss(self, params, batch, key):
-    drawn = jax.random.uniform(key)
-    return jnp.sum(params["drawn"] * batch.mean(0)) * drawn, {}
+    drawn, own = jax.random.uniform(key), params["drawn"] * batch.mean(0)
+    # A carry that starts with a constant needs no cast on any backend.
+    total, _ = jax.lax.scan(lambda x, y: (x + y, None), jnp.zeros(()), own)
+    return total * drawn, {}
 
   def evaluate(self, params, batch):
     return {"loss": jnp.zeros(())}
