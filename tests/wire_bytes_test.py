@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import hlo
 from helpers.meshes import (
   AXIS,
   BACKENDS,
@@ -19,7 +20,6 @@ import edgc_jax
 from edgc_jax.budget import entropy
 from edgc_jax.wire import agreement
 from edgc_jax.wire.codes import code_of
-from experiments.network import hlo
 
 pytestmark = pytest.mark.slow
 

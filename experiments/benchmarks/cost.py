@@ -23,9 +23,9 @@ docs/growth.json.
 import functools
 import json
 import pathlib
+import shlex
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from multiprocessing import get_context
 from typing import Any
@@ -34,24 +34,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pandas as pd
 from absl import app, flags
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from edgc_jax.leaves.leaf import is_leaf_state
+from edgc_jax.measure import timing
 from edgc_jax.methods import linear_algebra
 from edgc_jax.wire import cpu_backend
 from experiments.models import gpt2
 from experiments.models.gpt2 import GPT2Config
 from experiments.runs.run_folder import environment
 from experiments.runtime import heap
+from experiments.runtime.update_alone import AXIS, gradients_like, update_alone
 
-_SIZES = flags.DEFINE_list(
-  "sizes", ["2M", "11M", "124M", "355M"], "Models, by number of parameters."
-)
-_RANKS = flags.DEFINE_list(
-  "ranks", ["8", "32"], "Ranks of powersgd and edgc (its least and largest)."
+_RANKS = flags.DEFINE_multi_integer(
+  "rank", [8, 32], "A rank of powersgd and edgc (its least and largest)."
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Number of timed rounds.")
 _OUTPUT = flags.DEFINE_string("output", "docs/growth.json", "The JSON file.")
@@ -62,65 +60,49 @@ MODELS = {
   "124M": GPT2Config(50304, 1024, 768, 12, 12),
   "355M": GPT2Config(50304, 1024, 1024, 24, 16),
 }
-_AXIS = "data"
 _DEFAULT = 32  # edgc's largest rank, which it has at first
 _PASSES = 4  # of the floor, in addition to its products
-_HEADINGS = (
-  "parameters", "method", "ms", "ns a parameter", "floor, ms", "time / floor",
-  "temporary / gradient", "compilation, s",
-)  # fmt: skip
+
+_SIZES = flags.DEFINE_multi_enum(
+  "size", list(MODELS), list(MODELS), "A model, by number of parameters."
+)
 
 
 def main(argv: Sequence[str]) -> None:
   """Times all sizes and writes the file."""
   del argv
-  unknown = set(_SIZES.value) - MODELS.keys()
-  if unknown:
-    sys.exit(
-      f"error: `--sizes` must be among {', '.join(MODELS)}, got"
-      f" {unknown.pop()!r}."
-    )
-  ranks = [int(rank) for rank in _RANKS.value]
-  lines: list[list[str]] = []
+  tables = []
   for size in _SIZES.value:
     # In a new process, or one size's heap would slow down the next.
     with futures.ProcessPoolExecutor(1, get_context("spawn")) as pool:
-      found, device = pool.submit(_measure, size, ranks, _ROUNDS.value).result()
-    lines += found
-    for line in found:
-      print(" | ".join(line), flush=True)
+      arguments = MODELS[size], _RANKS.value, _ROUNDS.value
+      tables.append(pool.submit(_measure_alone, *arguments).result())
+    print(tables[-1].to_string(index=False), flush=True)
   here = environment()
   about = {
-    "command": " ".join(
-      ["python -m experiments.benchmarks.cost", *sys.argv[1:]]
+    "command": shlex.join(
+      ["python", "-m", "experiments.benchmarks.cost", *sys.argv[1:]]
     ),
     "commit": here["commit"],
-    "device": device,
+    "device": here["device"],
     "versions": ", ".join(f"{k} {v}" for k, v in here["versions"].items()),
     "rounds": _ROUNDS.value,
   }
-  found = {
-    "about": about,
-    "lines": [dict(zip(_HEADINGS, line, strict=True)) for line in lines],
-  }
+  found = {"about": about, "lines": pd.concat(tables).to_dict("records")}
   file = pathlib.Path(_OUTPUT.value)
   file.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def _measure(
-  size: str, ranks: Sequence[int], rounds: int
-) -> tuple[list[list[str]], str]:
-  """Returns the lines of a size and the device; runs in a new process."""
+def _measure_alone(*arguments: Any) -> pd.DataFrame:
+  """Does as `measure` in a new process."""
   cpu_backend.fit_thread_pool(1)
   heap.share_one_heap()
-  device = jax.devices()[0]
-  about = f"{device.platform}, {device.device_kind}"
-  return measure(MODELS[size], ranks, rounds), about
+  return measure(*arguments)
 
 
 def measure(
   model: GPT2Config, ranks: Sequence[int], rounds: int
-) -> list[list[str]]:
+) -> pd.DataFrame:
   """Measures all reducers on gradients of a model's shapes.
 
   Args:
@@ -129,91 +111,65 @@ def measure(
     rounds: Number of timed rounds.
 
   Returns:
-    The cells of a table, with a line per reducer.
+    The table, with a line per reducer; all cells are text.
   """
   shapes = gpt2.param_shapes(model)
-  count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-  draw = jax.random.normal
-  gradients = jax.jit(
-    lambda: jax.tree.map(
-      lambda leaf: draw(jax.random.key(leaf.size), leaf.shape), shapes
+  gradients = gradients_like(shapes)
+  # By name: the transformation, its state, and the floor's rank.
+  same = lambda state: state  # noqa: E731
+  reducers = {
+    "allreduce, bf16": (
+      edgc_jax.allreduce(AXIS, wire_dtype="bfloat16"),
+      same,
+      0,
     )
-  )()
-  reducers: dict[str, optax.GradientTransformation] = {
-    "allreduce, bf16": edgc_jax.allreduce(_AXIS, wire_dtype="bfloat16")
   }
   for rank in ranks:
-    reducers[f"powersgd, rank {rank}"] = edgc_jax.powersgd(rank, _AXIS)
-    adaptive = edgc_jax.edgc(_AXIS, rank_max=rank, rank_min=rank)
-    reducers[f"edgc, rank {rank}"] = adaptive
-    reducers[f"edgc by matrix, rank {rank}"] = adaptive
-  reducers[f"edgc, defaults, at rank {_DEFAULT}"] = edgc_jax.edgc(_AXIS)
-  calls, cost = {}, {}
-  for name, tx in reducers.items():
-    ranks_of = _by_matrix if "by matrix" in name else lambda state: state
-    calls[name], *cost[name] = _update(tx, gradients, ranks_of)
-  copy = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree))
-  calls |= {
-    f"products {rank}": _products(gradients, shapes, rank)
-    for rank in {*ranks, _DEFAULT}
-  }
-  calls["copy"] = functools.partial(copy, gradients)
-  heap.keep_freed_memory()
-  seconds = {
-    name: float(np.median(each))
-    for name, each in _alternate(calls, rounds).items()
-  }
-  lines, size = [], optax.tree.size(gradients) * 4
-  for name in reducers:
-    memory, compilation = cost[name]
-    floor = seconds["copy"]  # allreduce reads a gradient and writes it rounded
-    if not name.startswith("allreduce"):
-      rank = name.rsplit(maxsplit=1)[1]
-      floor = _PASSES / 2 * seconds["copy"] + seconds[f"products {rank}"]
-    lines.append(
-      [
-        f"{count:,}", name, f"{seconds[name] * 1e3:.1f}",
-        f"{seconds[name] / count * 1e9:.2f}", f"{floor * 1e3:.1f}",
-        f"{seconds[name] / floor:.2f}", f"{memory / size:.2f}",
-        f"{compilation:.1f}",
-      ]
-    )  # fmt: skip
-  return lines
-
-
-def _update(
-  tx: optax.GradientTransformation,
-  gradients: Any,
-  ranks_of: Callable[[Any], Any],
-) -> tuple[Callable[[], Any], int, float]:
-  """Compiles an update that carries its state.
-
-  Returns:
-    The update, its temporary bytes, and the seconds of tracing and compiling.
-  """
-  mesh = Mesh(np.array(jax.devices()[:1]), (_AXIS,))
-  on_device = functools.partial(
-    jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    powersgd = edgc_jax.powersgd(rank, AXIS)
+    edgc = edgc_jax.edgc(AXIS, rank_max=rank, rank_min=rank)
+    reducers |= {
+      f"powersgd, rank {rank}": (powersgd, same, rank),
+      f"edgc, rank {rank}": (edgc, same, rank),
+      f"edgc by matrix, rank {rank}": (edgc, _by_matrix, rank),
+    }
+  default = (edgc_jax.edgc(AXIS), same, _DEFAULT)
+  reducers[f"edgc, defaults, at rank {_DEFAULT}"] = default
+  calls, memory, compilation = zip(
+    *(update_alone(tx, gradients, state) for tx, state, _ in reducers.values()),
+    strict=True,
   )
-  state = ranks_of(jax.jit(on_device(tx.init))(gradients))
-
-  # The state first: JAX lends the memory of a donated array to the first
-  # output of its shape.
-  def state_first(gradients: Any, state: Any) -> Any:
-    updates, state = on_device(tx.update)(gradients, state)
-    return state, updates
-
-  update = jax.jit(state_first, donate_argnums=1)
-  start = time.perf_counter()
-  compiled = update.lower(gradients, state).compile()
-  seconds = time.perf_counter() - start
-
-  def run() -> Any:
-    nonlocal state
-    state, updates = compiled(gradients, state)
-    return state, updates
-
-  return run, compiled.memory_analysis().temp_size_in_bytes, seconds
+  copy = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree))
+  floors = {rank: _products(gradients, shapes, rank)
+            for rank in (*ranks, _DEFAULT)}  # fmt: skip
+  heap.keep_freed_memory()
+  copied, *times = timing.medians(
+    [functools.partial(copy, gradients), *calls, *floors.values()], rounds
+  )
+  # allreduce reads a gradient and writes it rounded
+  products = dict(zip(floors, times[len(calls) :], strict=True))
+  floor = np.array(
+    [
+      _PASSES / 2 * copied + products[rank] if rank else copied
+      for _, _, rank in reducers.values()
+    ]
+  )
+  count = optax.tree.size(gradients)
+  seconds = np.array(times[: len(calls)])
+  table = {
+    "ms": (seconds * 1e3, ".1f"),
+    "ns a parameter": (seconds / count * 1e9, ".2f"),
+    "floor, ms": (floor * 1e3, ".1f"),
+    "time / floor": (seconds / floor, ".2f"),
+    "temporary / gradient": (np.array(memory) / (4 * count), ".2f"),
+    "compilation, s": (compilation, ".1f"),
+  }
+  return pd.DataFrame(
+    {"parameters": f"{count:,}", "method": list(reducers)}
+    | {
+      name: [format(value, spec) for value in values]
+      for name, (values, spec) in table.items()
+    }
+  )
 
 
 def _by_matrix(state: Any) -> Any:
@@ -262,25 +218,6 @@ def _products(gradients: Any, shapes: Any, rank: int) -> Callable[[], Any]:
     return results
 
   return functools.partial(multiply, gradients)
-
-
-def _alternate(
-  calls: Mapping[str, Callable[[], Any]], rounds: int
-) -> dict[str, list[float]]:
-  """Times functions in turn, so that other load on the machine hits them all.
-
-  Returns:
-    Seconds of each call by name; one more call compiles.
-  """
-  seconds: dict[str, list[float]] = {name: [] for name in calls}
-  for call in calls.values():
-    jax.block_until_ready(call())
-  for _ in range(rounds):
-    for name, call in calls.items():
-      start = time.perf_counter()
-      jax.block_until_ready(call())
-      seconds[name].append(time.perf_counter() - start)
-  return seconds
 
 
 if __name__ == "__main__":

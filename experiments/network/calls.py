@@ -1,42 +1,48 @@
-"""Calls from the benchmark to its processes on the hosts, as lines of JSON.
+"""Calls from the benchmark to its processes on the hosts.
 
 A call goes to all hosts at once, because their collectives need all of them.
 """
 
 import contextlib
-import json
-import os
-import select
+import pathlib
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from experiments.runtime import heap
 
 
 class HostError(RuntimeError):
   """Raised if a process on a host has failed, is silent or has ended."""
 
 
-def serve(functions: Mapping[str, Callable[..., Any]]) -> None:
-  """Answers calls on standard input until it is closed.
+def serve(host_of: Callable[[int, int, str], Any]) -> None:
+  """Answers calls of the benchmark until it ends.
+
+  The arguments of the command are those that `Hosts` gives.
 
   Args:
-    functions: Functions by name; arguments and results go through JSON.
+    host_of: Returns the object whose methods are called, from the index of the
+      host, the number of hosts and the address of the first.
   """
-  # Libraries print, too: send anything but answers to standard error.
-  answers = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)
-  for line in sys.stdin:
-    call = json.loads(line)
-    try:
-      result = functions[call["name"]](**call["arguments"])
-      answer = {"result": result}
-    except Exception as error:
-      traceback.print_exc()
-      answer = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(answer), file=answers, flush=True)
+  heap.share_one_heap()
+  pipe, index, count, address = sys.argv[1:]
+  host = host_of(int(index), int(count), address)
+  calls = Connection(int(pipe))
+  with contextlib.suppress(EOFError):  # the benchmark has ended
+    while True:
+      function, arguments = calls.recv()
+      try:
+        answer = getattr(host, function)(**arguments)
+      except Exception as error:
+        traceback.print_exc()
+        answer = HostError(f"{type(error).__name__}: {error}")
+      calls.send(answer)
 
 
 def seconds_of(call: Callable[[], Any], count: int) -> tuple[list[float], Any]:
@@ -52,15 +58,37 @@ def seconds_of(call: Callable[[], Any], count: int) -> tuple[list[float], Any]:
 class Hosts:
   """The processes of one framework, one on each host."""
 
-  def __init__(self, name: str, processes: Sequence[subprocess.Popen]):
-    """Calls nothing yet.
+  def __init__(
+    self,
+    name: str,
+    commands: Sequence[Sequence[str]],
+    address: str,
+    environment: Mapping[str, str],
+    logs: pathlib.Path,
+  ):
+    """Starts the processes.
 
     Args:
-      name: A name for messages.
-      processes: The processes, in the order of hosts.
+      name: A name for messages and logs.
+      commands: The command on each host; arguments for `serve` are appended.
+      address: The address of the first host, with a port.
+      environment: All environment variables.
+      logs: The folder of their logs, NAME-INDEX.log.
     """
-    self.name, self._processes = name, list(processes)
+    self.name, self._pipes, self._processes = name, [], []
     self.is_broken = False  # if a host did not answer, none can be called
+    logs.mkdir(parents=True, exist_ok=True)
+    for index, command in enumerate(commands):
+      own, theirs = Pipe()
+      arguments = (theirs.fileno(), index, len(commands), address)
+      with theirs, (logs / f"{name}-{index}.log").open("w") as log:
+        process = subprocess.Popen(
+          [*command, *map(str, arguments)],
+          stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+          env=dict(environment), pass_fds=[theirs.fileno()],
+        )  # fmt: skip
+      self._pipes.append(own)
+      self._processes.append(process)
 
   def call(
     self, function: str, *, timeout: float, **arguments: Any
@@ -82,61 +110,44 @@ class Hosts:
     if self.is_broken:
       raise HostError(f"{self.name} on some host has failed before.")
     self.is_broken = True  # until all have answered
-    line = json.dumps({"name": function, "arguments": arguments}) + "\n"
-    for index, process in enumerate(self._processes):
-      try:
-        process.stdin.write(line)
-        process.stdin.flush()
-      except OSError as error:
-        raise HostError(f"{self.name} on host {index} is gone.") from error
-    answers = self._answers(timeout)
+    answers: dict[int, Any] = {}
+    waiting = {pipe: index for index, pipe in enumerate(self._pipes)}
+    try:
+      for pipe, index in waiting.items():  # noqa: B007
+        pipe.send((function, arguments))
+      deadline = time.monotonic() + timeout
+      while waiting:
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+          silent = ", ".join(map(str, waiting.values()))
+          raise HostError(
+            f"{self.name} on host {silent} did not answer in {timeout:g} s."
+            + self._failures(answers)
+          )
+        for pipe in ready:
+          index = waiting.pop(pipe)
+          answers[index] = pipe.recv()
+    except (EOFError, OSError) as error:
+      raise HostError(
+        f"{self.name} on host {index} has ended; see its log."
+        + self._failures(answers)
+      ) from error
     self.is_broken = False
-    for index, answer in enumerate(answers):
-      if "error" in answer:
-        raise HostError(
-          f"{self.name} on host {index} failed: {answer['error']}"
-        )
-    return [answer["result"] for answer in answers]
+    if failures := self._failures(answers):
+      raise HostError(failures.strip())
+    return [answers[index] for index in range(len(self._pipes))]
 
   def close(self) -> None:
     """Kills the processes."""
-    for process in self._processes:
+    for process, pipe in zip(self._processes, self._pipes, strict=True):
       process.kill()
       process.wait()
-      for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # unread data in the pipe
-          pipe.close()
+      pipe.close()
 
-  def _answers(self, timeout: float) -> list[dict[str, Any]]:
-    """Reads one line from each host, in the order of arrival."""
-    deadline = time.monotonic() + timeout
-    answers: dict[int, dict[str, Any]] = {}
-    pipes = {p.stdout: i for i, p in enumerate(self._processes)}
-    while pipes:
-      left = deadline - time.monotonic()
-      # An answer is one line, so no data is left in a buffer.
-      ready = select.select(list(pipes), [], [], max(0.0, left))[0]
-      if not ready:
-        silent = ", ".join(map(str, pipes.values()))
-        raise HostError(
-          f"{self.name} on host {silent} did not answer in {timeout:g} s."
-          + _failures(self.name, answers)
-        )
-      for pipe in ready:
-        index = pipes.pop(pipe)
-        line = pipe.readline()
-        if not line:
-          raise HostError(
-            f"{self.name} on host {index} has ended; see its log."
-          )
-        answers[index] = json.loads(line)
-    return [answers[index] for index in range(len(self._processes))]
-
-
-def _failures(name: str, answers: Mapping[int, dict[str, Any]]) -> str:
-  """Formats the errors among the answers."""
-  return "".join(
-    f" {name} on host {index} failed: {answer['error']}"
-    for index, answer in answers.items()
-    if "error" in answer
-  )
+  def _failures(self, answers: Mapping[int, Any]) -> str:
+    """Formats the errors among the answers, each after a space."""
+    return "".join(
+      f" {self.name} on host {index} failed: {answer}"
+      for index, answer in answers.items()
+      if isinstance(answer, HostError)
+    )

@@ -1,10 +1,11 @@
-"""Rows and results of the network benchmark."""
+"""Layouts, rows and results of the network benchmark."""
 
 import dataclasses
 import itertools
 import json
 import pathlib
-import statistics
+import re
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,74 +15,143 @@ import pandas as pd
 from edgc_jax.measure.advice import TOLERANCE, first_fast
 from edgc_jax.wire.link_model import ring_bytes
 
-NO_EXCHANGE, DENSE, NARROW = "no exchange", "dense", "dense, bf16"
 FILE = pathlib.Path("docs/network.json")
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-  """A method of one framework."""
-
-  name: str
-  framework: str  # jax or torch
-  settings: Mapping[str, Any]  # of the configuration, or arguments of `build`
-  is_for_stages: bool = True  # with stages each row compiles for a minute
-
-
+NO_EXCHANGE, DENSE, NARROW = "no exchange", "dense", "dense, bf16"
 RANKS = (32, 8)
-ROWS = (
-  Row("no exchange", "jax", {"reducer": "none"}),
-  Row("dense", "jax", {"reducer": "allreduce"}),
-  Row(
-    "dense, bf16", "jax",
-    {"reducer": "allreduce", "allreduce.wire_dtype": "bfloat16"}, False,
-  ),
-  Row(
-    "powersgd, rank 32", "jax",
-    {"reducer": "powersgd", "powersgd.rank": 32.0}, False,
-  ),
-  Row("powersgd, rank 8", "jax", {"reducer": "powersgd", "powersgd.rank": 8.0}),
-  Row(
-    "edgc, rank 32", "jax",
-    {"reducer": "edgc", "edgc.rank_max": 32, "edgc.rank_min": 32}, False,
-  ),
-  Row(
-    "edgc, rank 8", "jax",
-    {"reducer": "edgc", "edgc.rank_max": 8, "edgc.rank_min": 8},
-  ),
-  Row("no exchange", "torch", {"hook": "none"}),
-  Row("dense", "torch", {"hook": "dense"}),
-  Row("dense, bf16", "torch", {"hook": "bf16"}),
-  Row("powersgd, rank 32", "torch", {"hook": "powersgd", "rank": 32}),
-  Row("powersgd, rank 8", "torch", {"hook": "powersgd", "rank": 8}),
-)  # fmt: skip
-# The rows that `advise` chooses from.
-ADVISED = {"dense", "dense, bf16", *(f"edgc, rank {rank}" for rank in RANKS)}
+# Methods, with settings of the configuration and arguments of torch_host.
+ROWS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+  NO_EXCHANGE: {"jax": {"reducer": "none"}, "torch": {"hook": "none"}},
+  DENSE: {"jax": {"reducer": "allreduce"}, "torch": {"hook": "dense"}},
+  NARROW: {
+    "jax": {"reducer": "allreduce", "allreduce.wire_dtype": "bfloat16"},
+    "torch": {"hook": "bf16"},
+  },
+  **{
+    f"powersgd, rank {rank}": {
+      "jax": {"reducer": "powersgd", "powersgd.rank": float(rank)},
+      "torch": {"hook": "powersgd", "rank": rank},
+    }
+    for rank in RANKS
+  },
+  **{
+    f"edgc, rank {rank}": {
+      "jax": {"reducer": "edgc", "edgc.rank_max": rank, "edgc.rank_min": rank}
+    }
+    for rank in RANKS
+  },
+}
+# With stages each row compiles for a minute.
+STAGED = {NO_EXCHANGE, DENSE, "powersgd, rank 8", "edgc, rank 8"}
+# The rows that `advise` chooses from, and the one that it starts from.
+ADVISED = {NO_EXCHANGE, DENSE, NARROW, *(f"edgc, rank {r}" for r in RANKS)}
+# Layouts of the page, and speeds of an uplink in Mbit/s.
+LAYOUTS: Mapping[str, tuple[float, ...]] = {
+  "2 replicas": (50, 100, 300, 1000),
+  "4 replicas": (100, 300, 1000),
+  "2 stages of 2 replicas": (100,),
+  "2 replicas of 4 shards": (100,),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Hosts, the stages that they are divided into, and the devices of each.
+  """Replicas, the stages of each or the devices that shard its parameters.
 
-  If a host has several devices, they shard the parameters of its replica.
+  There is a host for each stage of a replica.
   """
 
-  hosts: int
+  name: str
+  replicas: int
   stages: int = 1
   shards: int = 1
+
+  @classmethod
+  def of(cls, name: str) -> "Layout":
+    """Reads the name of a layout.
+
+    Raises:
+      ValueError: if it names none.
+
+    >>> Layout.of("2 stages of 3 replicas").hosts
+    6
+    """
+    found = re.fullmatch(
+      r"(?:(?P<stages>\d+) stages of )?(?P<replicas>\d+) replicas"
+      r"|(?P<wide>\d+) replicas of (?P<shards>\d+) shards",
+      name,
+    )
+    if not found:
+      raise ValueError(
+        "`--layout` must be like 4 replicas, 2 stages of 2 replicas, or 2"
+        f" replicas of 4 shards, got {name!r}; change it."
+      )
+    sizes = {key: int(number or 1) for key, number in found.groupdict().items()}
+    replicas = sizes["replicas"] * sizes["wide"]
+    return cls(name, replicas, sizes["stages"], sizes["shards"])
+
+  @property
+  def hosts(self) -> int:
+    return self.replicas * self.stages
 
   @property
   def has_replicas_only(self) -> bool:
     """Whether each host is one whole replica on one device."""
     return self.stages == self.shards == 1
 
-  @property
-  def name(self) -> str:
-    if self.shards > 1:
-      return f"{self.hosts} replicas of {self.shards} shards"
-    if self.stages > 1:
-      return f"{self.stages} stages of {self.hosts // self.stages} replicas"
-    return f"{self.hosts} replicas"
+
+class Results:
+  """The benchmark's JSON file; layouts that are not measured again are kept.
+
+  Attributes:
+    found: All that the file holds.
+  """
+
+  def __init__(
+    self, file: pathlib.Path, model: Mapping[str, Any], run: Mapping[str, Any]
+  ):
+    """Reads the file, if there is one, and writes nothing yet.
+
+    Args:
+      file: The file.
+      model: What all its measurements have in common.
+      run: What is known of this run.
+
+    Raises:
+      ValueError: if the file is of another configuration.
+    """
+    found = json.loads(file.read_text()) if file.exists() else dict(model)
+    older = {key: found.get(key) for key in model}
+    if older != model:
+      raise ValueError(
+        f"`--output` must be a new file or one of this configuration, {model},"
+        f" got {file} of {older}; choose another."
+      )
+    lists = {"runs": [], "rows": [], "advice": [], "failures": []}
+    self.found = lists | found
+    self._file, self._layout, self._start = file, "", time.monotonic()
+    self._run = {**run, "layouts": []}
+
+  def begin(self, layout: str) -> None:
+    """Drops what is known of a layout; what is added belongs to it."""
+    found, self._layout = self.found, layout
+    for key in ("rows", "advice", "failures"):
+      found[key] = [each for each in found[key] if each["layout"] != layout]
+    for run in found["runs"]:
+      run["layouts"] = [name for name in run["layouts"] if name != layout]
+    self._run["layouts"].append(layout)
+    others = [run for run in found["runs"] if run is not self._run]
+    found["runs"] = [*(run for run in others if run["layouts"]), self._run]
+
+  def add(self, kind: str, **entry: Any) -> None:
+    """Adds an entry of the layout: to rows, advice or failures."""
+    self.found[kind].append({"layout": self._layout, **entry})
+
+  def write(self) -> None:
+    """Writes the file."""
+    self._run["minutes"] = (time.monotonic() - self._start) / 60
+    self._file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(self.found, indent=1, allow_nan=False)
+    self._file.write_text(text + "\n")
 
 
 def cells_of(file: pathlib.Path) -> pd.DataFrame:
@@ -99,33 +169,25 @@ def cells_of(file: pathlib.Path) -> pd.DataFrame:
     overhead.
   """
   keys = ["layout", "rate", "framework", "row"]
-  found = pd.DataFrame(json.loads(file.read_text())["rows"])
-  seconds = found["seconds"].map(statistics.median)
-  found = found.assign(
-    median=seconds,
-    half_range=found["seconds"].map(lambda x: (max(x) - min(x)) / 2),
-    sent_bytes=found["sent_bytes"].map(statistics.median),
-  ).drop(columns=["seconds"])
-  # Older entries do not name their shards.
-  found["shards"] = found.get("shards", seconds * np.nan).fillna(1).astype(int)
-  steps = found[found["part"] == "step"].set_index(keys)
-  alone = found.pivot(index=keys, columns="part", values="median")
-  cells = steps.drop(columns="part").rename(columns={"median": "step"})
+  found = pd.DataFrame(json.loads(file.read_text())["rows"]).set_index(keys)
+  found["noise"] = found["seconds"].map(np.ptp) / 2
+  for name in ("seconds", "sent_bytes"):
+    found[name] = found[name].map(np.median)
+  found = found.rename(columns={"seconds": "step"})
+  cells = found[found["part"] == "step"].copy()
   for part in ("compress", "communicate"):
-    cells[part] = alone.get(part, np.nan)
-  cells = cells.reset_index()
-  none = cells[cells["row"] == NO_EXCHANGE].set_index(keys[:3])
-  is_none = cells["row"] == NO_EXCHANGE
-  by_key = pd.MultiIndex.from_frame(cells[keys[:3]])
-  cells["without"] = none["step"].reindex(by_key).to_numpy()
-  noise = none["half_range"].reindex(by_key, fill_value=0.0).to_numpy()
-  cells["noise"] = cells["half_range"] + noise
-  for name in ("compress", "communicate", "wire_bytes"):
-    cells.loc[is_none, name] = 0.0
+    cells[part] = found.loc[found["part"] == part, "step"]
+  plain = cells.xs(NO_EXCHANGE, level="row")[["step", "noise"]]
+  plain.columns = ["without", "noise_without"]
+  cells = cells.join(plain, on=keys[:3]).reset_index()
+  cells["noise"] += cells["noise_without"].fillna(0.0)
+  sent = ["compress", "communicate", "wire_bytes"]
+  cells.loc[cells["row"] == NO_EXCHANGE, sent] = 0.0
   cells["exchange"] = cells["step"] - cells["without"]
   cells["clear"] = cells["exchange"].where(cells["exchange"] > cells["noise"])
   # Bytes that a host sends in a ring all-reduce of the payload.
-  cells["ring_bytes"] = ring_bytes(cells["wire_bytes"], cells["replicas"])
+  replicas = cells["layout"].map(lambda name: Layout.of(name).replicas)
+  cells["ring_bytes"] = ring_bytes(cells["wire_bytes"], replicas)
   cells["link_alone"] = cells["ring_bytes"] / (cells["rate"] * 1e6 / 8)
   compress = cells["compress"].fillna(0.0)
   cells["limit"] = cells["without"] + compress + cells["link_alone"]

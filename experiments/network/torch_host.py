@@ -7,8 +7,8 @@ buckets, which are sent during the backward pass.
 """
 
 import contextlib
+import functools
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,33 +28,6 @@ from experiments.runtime import heap
 _ONE_BUCKET = 1000  # MB
 
 
-class _Block(nn.Module):
-  """A block of attention and feed-forward on the residual stream."""
-
-  def __init__(self, width: int, heads: int):
-    super().__init__()
-    self._heads = heads
-    self.attention_norm, self.mlp_norm = (
-      nn.LayerNorm(width),
-      nn.LayerNorm(width),
-    )
-    self.attention_in = nn.Linear(width, 3 * width)
-    self.attention_out = nn.Linear(width, width)
-    self.mlp_in = nn.Linear(width, 4 * width)
-    self.mlp_out = nn.Linear(4 * width, width)
-
-  def forward(self, x: torch.Tensor) -> torch.Tensor:
-    batch, time_, width = x.shape
-    qkv = self.attention_in(self.attention_norm(x))
-    q, k, v = qkv.view(batch, time_, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    x = x + self.attention_out(
-      attended.transpose(1, 2).reshape(batch, time_, width)
-    )
-    h = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
-    return x + self.mlp_out(h)
-
-
 class _GPT2(nn.Module):
   """Maps token ids [batch, time] to logits, with a tied embedding."""
 
@@ -63,14 +36,23 @@ class _GPT2(nn.Module):
     width = model["width"]
     self.embedding = nn.Embedding(model["vocab_size"], width)
     self.positions = nn.Parameter(0.02 * torch.randn(model["context"], width))
-    self.blocks = nn.Sequential(
-      *[_Block(width, model["num_heads"]) for _ in range(model["num_layers"])]
+    block = nn.TransformerEncoderLayer(
+      width, model["num_heads"], 4 * width, dropout=0.0, norm_first=True,
+      activation=functools.partial(F.gelu, approximate="tanh"),
+      batch_first=True,
+    )  # fmt: skip
+    self.blocks = nn.TransformerEncoder(
+      block,
+      model["num_layers"],
+      nn.LayerNorm(width),
+      enable_nested_tensor=False,
     )
-    self.final_norm = nn.LayerNorm(width)
 
   def forward(self, tokens: torch.Tensor) -> torch.Tensor:
     x = self.embedding(tokens) + self.positions
-    return F.linear(self.final_norm(self.blocks(x)), self.embedding.weight)
+    mask = nn.Transformer.generate_square_subsequent_mask(len(self.positions))
+    x = self.blocks(x, mask, is_causal=True)
+    return F.linear(x, self.embedding.weight)
 
 
 def _bf16_hook(
@@ -82,6 +64,8 @@ def _bf16_hook(
 
 class TorchHost:
   """The functions that the benchmark calls."""
+
+  built = staticmethod(heap.keep_freed_memory)
 
   def __init__(self, index: int, count: int, address: str):
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -164,19 +148,5 @@ class TorchHost:
     return {"seconds": calls.seconds_of(self._steps[name], count)[0]}
 
 
-def main() -> None:
-  """Serves calls; arguments: host index, number of hosts, first address."""
-  heap.share_one_heap()
-  index, count, address = sys.argv[1:]
-  host = TorchHost(int(index), int(count), address)
-  calls.serve(
-    {
-      "build": host.build,
-      "run": host.run,
-      "built": heap.keep_freed_memory,
-    }
-  )
-
-
 if __name__ == "__main__":
-  main()
+  calls.serve(TorchHost)

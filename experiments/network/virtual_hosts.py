@@ -1,32 +1,30 @@
 """Virtual hosts with links of a chosen speed, on one Linux machine.
 
-Each host is a network namespace with a virtual cable to a common bridge. Its
-outgoing packets pass a token bucket (`tc ... tbf`), which limits the bandwidth
-of its uplink. The kernel's latency is about 0.05 ms. All hosts share the
-machine's cores and memory.
+Each host is a network namespace with a virtual cable to a bridge, which has a
+namespace of its own. A host's outgoing packets pass a token bucket (`tc ...
+tbf`), which limits the bandwidth of its uplink. The kernel's latency is about
+0.05 ms. All hosts share the machine's cores and memory.
+
+Nothing of this has a name on the machine: a namespace lasts as long as a
+process in it, and the kernel removes its cables with it. So nothing is left
+behind, however the program ends, and several programs can have virtual hosts.
 """
 
-import fcntl
+import contextlib
+import json
 import os
-import pathlib
-import platform
 import shutil
-import socket
 import subprocess
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 
-_NAME = "edgc"  # of namespaces, cables and the bridge
-_BRIDGE = f"{_NAME}-bridge"
 _SUBNET = "10.99.0"
 # A bucket must hold as much as the link carries in a tick of the kernel's
 # clock, or it slows the link down. An idle link passes a full bucket at once.
 _TICK = 0.001
 _LEAST_BURST = 64 * 1024
-_TOOLS = ("ip", "tc", "setpriv")
-_LOCK = pathlib.Path(tempfile.gettempdir(), f"{_NAME}-virtual-hosts.lock")
-_FILES = pathlib.Path("/etc/netns")  # where `ip netns exec` looks for them
+_TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "hostname")
+_NEW = ("unshare", "--net", "--uts")
 
 
 def why_not() -> str:
@@ -36,20 +34,17 @@ def why_not() -> str:
     return f"{' and '.join(missing)} not found (iproute2, util-linux)"
   if os.geteuid() != 0:
     return "network namespaces need root"
-  trial = f"{_NAME}-{os.getpid()}"
-  attempt = _run("ip", "link", "add", trial, "type", "bridge", check=False)
-  if attempt.returncode:
-    return f"a network bridge cannot be created ({attempt.stderr.strip()})"
-  _run("ip", "link", "delete", trial)
+  try:
+    _run(*_NEW, "ip", "link", "add", "trial", "type", "bridge")
+  except OSError as error:
+    return f"a network bridge cannot be created: {error}"
   return ""
 
 
 class VirtualHosts:
   """Network namespaces on a bridge; a context manager.
 
-  Entering first removes hosts of a process that ended without cleaning up.
-  Leaving removes all hosts, and the processes in their namespaces. Only one
-  process of a machine can have virtual hosts.
+  Processes that were started on the hosts have to end before it is left.
   """
 
   def __init__(self, count: int):
@@ -68,25 +63,15 @@ class VirtualHosts:
     reason = why_not()
     if reason:
       raise OSError(f"Virtual hosts are not possible here: {reason}.")
-    self._lock = _LOCK.open("w")
-    try:
-      # The kernel releases the lock whenever this process ends.
-      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-      self._lock.close()
-      raise OSError(
-        "Another process on this machine has virtual hosts, which would be"
-        " removed; wait until it has ended."
-      ) from error
-    remove_all()
-    try:
-      _run("ip", "link", "add", _BRIDGE, "type", "bridge")
-      _run("ip", "link", "set", _BRIDGE, "up")
+    with contextlib.ExitStack() as stack:
+      self._bridge, *self._hosts = (
+        stack.enter_context(_Namespace()) for _ in range(1 + self._count)
+      )
+      self._bridge.run("ip", "link", "add", "bridge", "type", "bridge")
+      self._bridge.run("ip", "link", "set", "bridge", "up")
       for index in range(self._count):
-        self._add(index)
-    except BaseException:
-      self.__exit__(None, None, None)
-      raise
+        self._connect(index)
+      self._stack = stack.pop_all()
     return self
 
   def __exit__(
@@ -95,88 +80,44 @@ class VirtualHosts:
     error: BaseException | None,
     traceback: TracebackType | None,
   ) -> None:
-    remove_all()
-    self._lock.close()
+    self._stack.close()
+
+  def inside(self, index: int) -> Sequence[str]:
+    """Returns the start of a command that runs on a host.
+
+    Its process ends when this one does.
+    """
+    return "setpriv", "--pdeathsig", "KILL", *self._hosts[index].enter
 
   def shape(self, bits_per_second: float) -> None:
-    """Limits the bandwidth of every uplink; 0 removes the limit."""
-    for index in range(self._count):
-      command = ["tc", "qdisc", "replace", "dev", "eth0", "root"]
-      if bits_per_second:
-        burst = max(_LEAST_BURST, int(bits_per_second / 8 * _TICK))
-        command += [
-          "tbf", "rate", f"{bits_per_second:.0f}bit",
-          "burst", str(burst), "latency", "100ms",
-        ]  # fmt: skip
-      else:
-        command += ["pfifo_fast"]
-      _run("ip", "netns", "exec", _host(index), *command)
-
-  def start(
-    self,
-    index: int,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    errors: pathlib.Path,
-  ) -> subprocess.Popen:
-    """Starts a process on a host; it ends when this process does.
-
-    Args:
-      index: Index of the host.
-      command: Program and arguments.
-      environment: All of its environment variables.
-      errors: The file for its standard error.
-
-    Returns:
-      The process; its input and output are pipes of text.
-    """
-    with errors.open("w") as stderr:
-      return subprocess.Popen(
-        [
-          *("setpriv", "--pdeathsig", "KILL"),
-          *("ip", "netns", "exec", _host(index)),
-          *command,
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        env=dict(environment),
-        text=True,
-      )
+    """Limits the bandwidth of every uplink."""
+    burst = max(_LEAST_BURST, int(bits_per_second / 8 * _TICK))
+    for host in self._hosts:
+      host.run(
+        "tc", "qdisc", "replace", "dev", "eth0", "root",
+        "tbf", "rate", f"{bits_per_second:.0f}bit",
+        "burst", str(burst), "latency", "100ms",
+      )  # fmt: skip
 
   def sent_bytes(self, index: int) -> int:
     """Returns the bytes that a host has sent, including packet headers."""
-    path = "/sys/class/net/eth0/statistics/tx_bytes"
-    return int(
-      _run("ip", "netns", "exec", _host(index), "cat", path).stdout.strip()
-    )
+    command = ("ip", "-json", "-stats", "link", "show", "eth0")
+    found = self._hosts[index].run(*command)
+    return json.loads(found)[0]["stats64"]["tx"]["bytes"]
 
-  def _add(self, index: int) -> None:
-    host, cable = _host(index), f"{_NAME}-{index}"
-    _run("ip", "netns", "add", host)
-    _run(
+  def _connect(self, index: int) -> None:
+    """Connects a host to the bridge, and gives it its address."""
+    host, cable = self._hosts[index], f"cable{index}"
+    self._bridge.run(
       "ip", "link", "add", cable, "type", "veth",
-      "peer", "name", "eth0", "netns", host,
+      "peer", "name", "eth0", "netns", str(host.pid),
     )  # fmt: skip
-    _run("ip", "link", "set", cable, "master", _BRIDGE, "up")
-    inside = ("ip", "-n", host)
-    _run(*inside, "addr", "add", f"{address(index)}/24", "dev", "eth0")
-    _run(*inside, "link", "set", "eth0", "up")
-    _run(*inside, "link", "set", "lo", "up")
-    # Gloo listens on the address of the machine's name, so it must not be
-    # loopback here.
-    folder = _hosts_folder(index)
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = ("127.0.0.1 localhost", f"{address(index)} {socket.gethostname()}")
-    (folder / "hosts").write_text("\n".join(lines) + "\n")
-
-
-def processor() -> str:
-  """Returns the name of the processor, which all hosts share."""
-  for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-    if line.startswith("model name"):
-      return line.split(":", 1)[1].strip()
-  return platform.machine()
+    self._bridge.run("ip", "link", "set", cable, "master", "bridge", "up")
+    host.run("ip", "addr", "add", f"{address(index)}/24", "dev", "eth0")
+    host.run("ip", "link", "set", "eth0", "up")
+    host.run("ip", "link", "set", "lo", "up")
+    # Gloo listens on the address of the machine's name, so the name is one.
+    host.run("hostname", address(index))
 
 
 def address(index: int) -> str:
@@ -184,40 +125,31 @@ def address(index: int) -> str:
   return f"{_SUBNET}.{index + 1}"
 
 
-def remove_all() -> None:
-  """Removes all virtual hosts and kills their processes."""
-  listed = _run("ip", "netns", "list").stdout.splitlines()
-  names = [line.split()[0] for line in listed if line]
-  for name in names:
-    if not name.startswith(f"{_NAME}-host-"):
-      continue
-    for pid in _run("ip", "netns", "pids", name).stdout.split():
-      _run("kill", "-KILL", pid, check=False)
-    _run("ip", "netns", "delete", name, check=False)
-  for folder in _FILES.glob(f"{_NAME}-host-*"):
-    shutil.rmtree(folder, ignore_errors=True)
-  # The kernel removes the cables of a namespace some time later.
-  listed = _run("ip", "-o", "link", "show", "type", "veth").stdout
-  for line in listed.splitlines():
-    cable = line.split(": ")[1].split("@")[0]
-    if cable.startswith(f"{_NAME}-"):
-      _run("ip", "link", "delete", cable, check=False)
-  _run("ip", "link", "delete", _BRIDGE, check=False)
+class _Namespace(subprocess.Popen):
+  """A process with network devices and a host name of its own.
+
+  A context manager, which ends it; it also ends when this process does.
+  """
+
+  def __init__(self):
+    super().__init__(
+      [*_NEW, "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    self.enter = ("nsenter", f"--target={self.pid}", "--net", "--uts")
+    self.stdin.write("in place\n")
+    self.stdin.flush()
+    self.stdout.readline()  # `cat` runs, so the namespace exists
+
+  def run(self, *command: str) -> str:
+    """Runs a command in the namespace, and returns its output."""
+    return _run(*self.enter, *command)
 
 
-def _host(index: int) -> str:
-  return f"{_NAME}-host-{index}"
-
-
-def _hosts_folder(index: int) -> pathlib.Path:
-  return _FILES / _host(index)
-
-
-def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess:
+def _run(*command: str) -> str:
   done = subprocess.run(command, capture_output=True, text=True, check=False)
-  if check and done.returncode:
+  if done.returncode:
     raise OSError(
       f"`{' '.join(command)}` failed ({done.stderr.strip()}); virtual hosts"
       " need root and iproute2 on Linux."
     )
-  return done
+  return done.stdout

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
@@ -17,12 +18,7 @@ from experiments.reporting.style import COLORS, WIDTH, dress
 from experiments.reporting.style import DENSE as GREY
 
 _FILE = pathlib.Path(__file__).resolve().parents[2] / results.FILE
-_NONE = "-"
-_PARTS = {
-  "without": ("compute", GREY),
-  "compress": ("compress", COLORS[4]),
-  "communicate": ("communicate", COLORS[0]),
-}
+_PARTS = {"without": GREY, "compress": COLORS[4], "communicate": COLORS[0]}
 
 
 @functools.cache
@@ -49,38 +45,32 @@ def _steps(layout: str) -> Sequence[str]:
   """Compares our rows of a layout with the dense ones."""
   cells = _cells()
   ours = cells[(cells["layout"] == layout) & (cells["framework"] == "jax")]
-  by_row = ours.set_index(["rate", "row"])
-  lines = []
-  for cell in ours.to_dict("records"):
-    is_none = cell["row"] == NO_EXCHANGE
-    line = {
-      "Mbit/s": f"{cell['rate']:g}",
-      "method": cell["row"],
-      "step, s": f"{cell['step']:.3f}",
-      "exchange, s": _NONE if is_none else _number(cell["exchange"], ".3f"),
+  is_none = ours["row"] == NO_EXCHANGE
+  limit = ours["limit"].mask(is_none)
+  table = {
+    "Mbit/s": _text(ours["rate"], "g"),
+    "method": ours["row"],
+    "step, s": _text(ours["step"], ".3f"),
+    "exchange, s": _text(ours["exchange"].mask(is_none), ".3f"),
+  }
+  for kind, key in (("exchange", "clear"), ("step", "step")):
+    for other, left_out in ((DENSE, []), (NARROW, [DENSE])):
+      dense = ours[ours["row"] == other].set_index("rate")[key]
+      less = 1 - ours[key] / ours["rate"].map(dense)
+      less = less.mask(ours["row"].isin([NO_EXCHANGE, other, *left_out]))
+      table[f"{kind} less than {other}"] = _text(less, ".1%")
+  return _markdown(
+    table
+    | {
+      "compute": _text(ours["without"], ".3f"),
+      "compress": _text(ours["compress"], ".3f"),
+      "communicate": _text(ours["communicate"], ".3f"),
+      "payload, MB": _text(ours["wire_bytes"] / 1e6, ".2f"),
+      "sent, MB": _text(ours["sent_bytes"] / 1e6, ".2f"),
+      "limit, s": _text(limit, ".3f"),
+      "step / limit": _text(ours["step"] / limit, ".2f"),
     }
-    for kind, key in (("exchange", "clear"), ("step", "step")):
-      for other, smaller in ((DENSE, ()), (NARROW, (DENSE,))):
-        place = (cell["rate"], other)
-        is_compared = cell["row"] not in (NO_EXCHANGE, other, *smaller)
-        less = None
-        if is_compared and place in by_row.index:
-          less = 1 - cell[key] / by_row.loc[place, key]
-        line[f"{kind} less than {other}"] = _number(less, ".1%")
-    limit = None if is_none else cell["limit"]
-    lines.append(
-      line
-      | {
-        "compute": _number(cell["without"], ".3f"),
-        "compress": _number(cell["compress"], ".3f"),
-        "communicate": _number(cell["communicate"], ".3f"),
-        "payload, MB": _number(cell["wire_bytes"] / 1e6, ".2f"),
-        "sent, MB": _number(cell["sent_bytes"] / 1e6, ".2f"),
-        "limit, s": _number(limit, ".3f"),
-        "step / limit": _number(limit and cell["step"] / limit, ".2f"),
-      }
-    )
-  return _markdown(lines)
+  )
 
 
 def _peers(layout: str) -> Sequence[str]:
@@ -90,64 +80,52 @@ def _peers(layout: str) -> Sequence[str]:
   ours, theirs = (
     cells[cells["framework"] == name] for name in ("jax", "torch")
   )
-  both = theirs.add_suffix("_theirs").join(ours, how="inner")
-  lines = []
-  for (rate, row), cell in both.iterrows():
-    is_none = row == NO_EXCHANGE
-    ratio = cell["clear"] / cell["clear_theirs"]
-    values = (
-      cell["exchange"], cell["exchange_theirs"], ratio, cell["link_alone"],
-    )  # fmt: skip
-    lines.append(
-      {
-        "Mbit/s": f"{rate:g}", "method": row,
-        "step, ours": f"{cell['step']:.3f}",
-        "step, PyTorch": f"{cell['step_theirs']:.3f}",
-        "step, ratio": f"{cell['step'] / cell['step_theirs']:.2f}",
-      }
-      | {
-        name: _NONE if is_none else _number(value, spec)
-        for name, value, spec in zip(
-          ("exchange, ours", "exchange, PyTorch", "exchange, ratio",
-           "link alone"),
-          values,
-          (".3f", ".3f", ".2f", ".3f"),
-          strict=True,
-        )
-      }
-    )  # fmt: skip
-  return _markdown(lines)
+  both = theirs.add_suffix("_theirs").join(ours, how="inner").reset_index()
+  is_none = both["row"] == NO_EXCHANGE
+  table = {
+    "Mbit/s": _text(both["rate"], "g"),
+    "method": both["row"],
+    "step, ours": _text(both["step"], ".3f"),
+    "step, PyTorch": _text(both["step_theirs"], ".3f"),
+    "step, ratio": _text(both["step"] / both["step_theirs"], ".2f"),
+  }
+  for name, values, spec in (
+    ("exchange, ours", both["exchange"], ".3f"),
+    ("exchange, PyTorch", both["exchange_theirs"], ".3f"),
+    ("exchange, ratio", both["clear"] / both["clear_theirs"], ".2f"),
+    ("link alone", both["link_alone"], ".3f"),
+  ):
+    table[name] = _text(values.mask(is_none), spec)
+  return _markdown(table)
 
 
 def _advice() -> Sequence[str]:
   """Compares predicted with measured steps, and the choice with the right."""
   cells = _cells()
   ours = cells[cells["framework"] == "jax"]
+  steps = ours.pivot(index=["layout", "rate"], columns="row", values="step")
   lines, errors, orders, right = [], [], [], 0
   for advice in _found()["advice"]:
-    place = (ours["layout"] == advice["layout"]) & (
-      ours["rate"] == advice["rate"]
-    )
-    steps = ours[place].set_index("row")["step"].to_dict()
-    predicted = advice["seconds"]
-    if not steps.keys() >= predicted.keys():
+    predicted = pd.Series(advice["seconds"])
+    place = (advice["layout"], advice["rate"])
+    measured = steps.reindex(columns=predicted.index).loc[place]
+    if measured.isna().any():
       continue
-    measured = {name: steps[name] for name in predicted}
-    best = results.right_choice(measured)
+    best = results.right_choice(measured.to_dict())
     right += advice["choice"] == best
-    errors += [abs(predicted[n] / measured[n] - 1) for n in measured]
-    orders += results.orders_of(predicted, measured)
-    fastest = min(measured.values())
+    error, slower = predicted / measured - 1, measured / measured.min()
+    errors += error.abs().tolist()
+    orders += results.orders_of(predicted, measured.to_dict())
     lines.append(
       {"layout": advice["layout"], "Mbit/s": f"{advice['rate']:g}"}
       | {
-        n: f"{p:.3f} / {measured[n]:.3f} ({p / measured[n] - 1:+.0%})"
-        for n, p in predicted.items()
+        n: f"{predicted[n]:.3f} / {measured[n]:.3f} ({error[n]:+.0%})"
+        for n in predicted.index
       }
       | {
         "choice": advice["choice"],
         "right": best,
-        "choice / fastest": f"{measured[advice['choice']] / fastest:.2f}",
+        "choice / fastest": f"{slower[advice['choice']]:.2f}",
       }
     )
   return [
@@ -166,28 +144,22 @@ def draw_parts() -> Figure:
   whole = cells[cells["row"] != NO_EXCHANGE].dropna(subset=list(_PARTS))
   rate = 100.0 if (whole["rate"] == 100).any() else whole["rate"].median()
   layouts = whole[whole["rate"] == rate]["layout"].unique()
-  figure = Figure(
-    figsize=(WIDTH, 0.8 + 3.2 * len(layouts)), layout="constrained"
-  )
-  panels = figure.subplots(len(layouts), 1, squeeze=False).ravel()
+  figure, panels = _panels(len(layouts), 0.8, 3.2)
   for axes, layout in zip(panels, layouts, strict=True):
     own = cells[(cells["layout"] == layout) & (cells["rate"] == rate)]
-    names = (own["framework"] + ", " + own["row"]).tolist()
-    left = own["step"] * 0
-    for key, (_, color) in _PARTS.items():
-      widths = own[key].fillna(0.0)
-      axes.barh(range(len(own)), widths, left=left, color=color, height=0.6)
-      left = left + widths
-    for place, step in enumerate(own["step"]):
-      axes.plot([step] * 2, [place - 0.4, place + 0.4], color="black")
-    axes.set_yticks(range(len(own)), names)
+    own.set_index(own["framework"] + ", " + own["row"])[list(_PARTS)].plot.barh(
+      ax=axes, stacked=True, color=_PARTS, width=0.6, legend=False
+    )
+    places = range(len(own))
+    axes.vlines(
+      own["step"], [p - 0.4 for p in places], [p + 0.4 for p in places],
+      color="black", label="the whole step",
+    )  # fmt: skip
     axes.invert_yaxis()
     dress(axes, f"{layout}, {rate:g} Mbit/s")
     axes.set_xlabel("seconds a step")
-  for name, color in _PARTS.values():
-    panels[0].barh(0, 0, color=color, label=name)
-  panels[0].plot([], [], color="black", label="the whole step")
-  panels[0].legend(fontsize=8, frameon=False)
+  panels[0].legend(["the whole step", "compute", *list(_PARTS)[1:]],
+                   fontsize=8, frameon=False)  # fmt: skip
   return figure
 
 
@@ -196,10 +168,7 @@ def draw_speeds() -> Figure:
   cells = _cells()
   counts = cells.groupby("layout", sort=False)["rate"].nunique()
   layouts = counts[counts > 1].index
-  figure = Figure(
-    figsize=(WIDTH, 0.6 + 3.6 * len(layouts)), layout="constrained"
-  )
-  panels = figure.subplots(len(layouts), 1, squeeze=False).ravel()
+  figure, panels = _panels(len(layouts), 0.6, 3.6)
   rates = sorted(cells["rate"].unique())
   for axes, layout in zip(panels, layouts, strict=True):
     own = cells[cells["layout"] == layout]
@@ -222,13 +191,23 @@ def draw_speeds() -> Figure:
   return figure
 
 
-def _markdown(lines: Sequence[dict[str, str]]) -> Sequence[str]:
-  table = pd.DataFrame(lines)
-  return table.to_markdown(index=False, disable_numparse=True).splitlines()
+def _panels(
+  count: int, more: float, each: float
+) -> tuple[Figure, Sequence[Axes]]:
+  """Returns a figure of panels below each other, of a height in inches."""
+  size = (WIDTH, more + each * count)
+  figure = Figure(figsize=size, layout="constrained")
+  return figure, figure.subplots(count, 1, squeeze=False).ravel()
 
 
-def _number(value: float | None, spec: str) -> str:
-  return _NONE if value is None or pd.isna(value) else format(value, spec)
+def _markdown(table: Any) -> Sequence[str]:
+  lines = pd.DataFrame(table)
+  return lines.to_markdown(index=False, disable_numparse=True).splitlines()
+
+
+def _text(values: pd.Series, spec: str) -> pd.Series:
+  """Formats numbers, and a dash for what is not measured or compared."""
+  return values.map(lambda x: "-" if pd.isna(x) else format(x, spec))
 
 
 TABLES = {

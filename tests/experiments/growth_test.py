@@ -3,6 +3,7 @@
 from unittest import mock
 
 import jax.numpy as jnp
+import numpy as np
 from absl.testing import absltest, parameterized
 
 import edgc_jax
@@ -13,23 +14,50 @@ MODEL = GPT2Config(64, 32, 16, 1, 2)
 
 
 class CostTest(parameterized.TestCase):
+  def measured(self, ranks, medians):
+    """Returns the table by method, with given times in place of measured ones.
+
+    Args:
+      ranks: As for `cost.measure`.
+      medians: Returns the times of calls.
+    """
+    with (
+      mock.patch.object(cost, "update_alone", return_value=("update", 1, 1.0)),
+      mock.patch.object(cost, "_products", lambda _, shapes, rank: rank),
+      mock.patch.object(cost.heap, "keep_freed_memory"),
+      mock.patch.object(
+        cost.timing, "medians", lambda calls, _: medians(calls)
+      ),
+    ):
+      return cost.measure(MODEL, ranks, rounds=1).set_index("method")
+
   @parameterized.parameters(([8],), ([32],), ([8, 32],))
   def test_every_reducer_has_a_line(self, ranks):
     """Also the default ladder, whose rank need not be asked for."""
-    nothing = lambda: ()  # noqa: E731
-    with (
-      mock.patch.object(cost, "_update", return_value=(nothing, 1, 1.0)),
-      mock.patch.object(cost, "_products", return_value=nothing),
-      mock.patch.object(cost.heap, "keep_freed_memory"),
-    ):
-      lines = cost.measure(MODEL, ranks, rounds=1)
-    names = [line[1] for line in lines]
+    names = self.measured(ranks, lambda calls: np.ones(len(calls))).index
     self.assertEqual(names[0], "allreduce, bf16")
     self.assertEqual(names[-1], "edgc, defaults, at rank 32")
     for rank in ranks:
       for method in ("powersgd", "edgc", "edgc by matrix"):
         self.assertIn(f"{method}, rank {rank}", names)
     self.assertLen(names, 2 + 3 * len(ranks))
+
+  def test_every_time_is_compared_with_the_floor_of_its_rank(self):
+    """Products of rank r take r ms, a copy 1 ms, and every update 40 ms."""
+
+    def medians(calls):
+      copy, *others = calls
+      self.assertTrue(callable(copy))
+      return [0.001, *(0.04 if x == "update" else x / 1e3 for x in others)]
+
+    table = self.measured([8], medians)
+    self.assertEqual(set(table["ms"]), {"40.0"})
+    floors = table["floor, ms"].to_dict()
+    self.assertEqual(floors["allreduce, bf16"], "1.0")
+    self.assertEqual(floors["powersgd, rank 8"], "10.0")  # and two copies
+    self.assertEqual(floors["edgc by matrix, rank 8"], "10.0")
+    self.assertEqual(floors["edgc, defaults, at rank 32"], "34.0")
+    self.assertEqual(table["time / floor"]["edgc, rank 8"], "4.00")
 
   def test_ranks_by_matrix_send_the_same_bytes(self):
     """A quarter of the four matrices has twice the rank, others less."""

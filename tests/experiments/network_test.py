@@ -2,31 +2,36 @@
 
 import json
 import math
-import subprocess
+import os
 import sys
 
 import pytest
 
 from experiments.network import benchmark, calls, results
-from experiments.network.results import ADVISED, Layout
+from experiments.network.results import ADVISED, ROWS, Layout, Results
 from experiments.pages import network as pages
 
 # A host that fails, sleeps or ends on request.
 HOST = """
-import os, sys, time
+import dataclasses, os, time
 from experiments.network import calls
-def run(fails, sleeps, ends):
-  index = int(sys.argv[1])
-  time.sleep(0.5 * index if index in sleeps else 0.0)
-  if index in ends: os._exit(3)
-  if index in fails: raise ValueError(f"no {index}")
-  print("something that a library prints")
-  return index
-calls.serve({"run": run})
+@dataclasses.dataclass
+class Host:
+  index: int
+  count: int
+  address: str
+  def run(self, fails, sleeps, ends):
+    index = self.index
+    time.sleep(0.5 * index if index in sleeps else 0.0)
+    if index in ends: os._exit(3)
+    if index in fails: raise ValueError(f"no {index}")
+    print("something that a library prints", flush=True)
+    return index
+calls.serve(Host)
 """
 
 
-SHARDED = {"layout": "2 replicas of 4 shards", "shards": 4}
+SHARDED = {"layout": "2 replicas of 4 shards"}
 
 
 def run_of(layout, commit):
@@ -39,8 +44,8 @@ def run_of(layout, commit):
 
 def entry(row, part, seconds, framework="jax", **more):
   return {
-    "layout": "2 replicas", "hosts": 2, "replicas": 2, "threads": 1,
-    "rate": 100.0, "framework": framework, "row": row, "part": part,
+    "layout": "2 replicas", "threads": 1, "rate": 100.0,
+    "framework": framework, "row": row, "part": part,
     "seconds": seconds, "sent_bytes": [1e6],
   } | more  # fmt: skip
 
@@ -123,7 +128,6 @@ def test_numbers_by_hand(tmp_path):
 def test_shards_have_their_own_numbers(tmp_path):
   path = measured(tmp_path)
   cell = cell_of(path, "dense", layout=SHARDED["layout"])
-  assert cell["shards"] == 4 and cell_of(path, "dense")["shards"] == 1
   assert cell["wire_bytes"] == 0.8e6
   assert cell["sent_bytes"] / cell["ring_bytes"] == 1.25
   assert math.isnan(cell["compress"])
@@ -242,31 +246,88 @@ def test_pictures(tables, tmp_path):
 @pytest.mark.parametrize(
   "rows, layout, asks",
   [
-    ((), Layout(4), True),
-    ((), Layout(4, stages=2), False),
-    ((), Layout(2, shards=4), False),
-    (ADVISED | {"no exchange"}, Layout(4), True),
-    (("dense",), Layout(4), False),
+    (ROWS, "4 replicas", True),
+    (ROWS, "2 stages of 2 replicas", False),
+    (ROWS, "2 replicas of 4 shards", False),
+    (ADVISED, "4 replicas", True),
+    (ADVISED - {"no exchange"}, "4 replicas", False),
+    (("dense",), "4 replicas", False),
   ],
 )
 def test_advice_is_asked_for_if_it_can_be_compared(rows, layout, asks):
-  options = benchmark.Options(tuple(rows), 1, 0, False, True, False, None)
-  assert options.asks_advice(layout) == asks
+  one = benchmark.Benchmark(None, tuple(rows), 1, False, None, None)
+  assert one.asks_advice(Layout.of(layout)) == asks
+
+
+@pytest.mark.parametrize(
+  "name, hosts, sizes",
+  [
+    ("3 replicas", 3, (3, 1, 1)),
+    ("2 stages of 3 replicas", 6, (3, 2, 1)),
+    ("2 replicas of 4 shards", 2, (2, 1, 4)),
+  ],
+)
+def test_layouts_by_name(name, hosts, sizes):
+  layout = Layout.of(name)
+  assert (layout.replicas, layout.stages, layout.shards) == sizes
+  assert layout.hosts == hosts and layout.name == name
+
+
+@pytest.mark.parametrize(
+  "name", ["replicas", "2 replica", "2 stages of 2 replicas of 4 shards"]
+)
+def test_a_layout_that_is_none(name):
+  with pytest.raises(ValueError, match=f"`--layout` must be .* got '{name}'"):
+    Layout.of(name)
+
+
+MODEL = {"config": "c", "tokens": 8}
+
+
+def test_layouts_that_are_not_measured_again_are_kept(tmp_path):
+  path = measured(tmp_path)
+  found = Results(path, MODEL, {"commit": "new"})
+  found.begin("2 replicas")
+  found.add("failures", row="dense")
+  found.write()
+  found = json.loads(path.read_text())
+  assert {row["layout"] for row in found["rows"]} == {SHARDED["layout"]}
+  assert found["advice"] == []
+  assert found["failures"] == [{"layout": "2 replicas", "row": "dense"}]
+  # A run of which nothing is left is gone.
+  assert [(run["commit"], run["layouts"]) for run in found["runs"]] == [
+    ("def", [SHARDED["layout"]]), ("new", ["2 replicas"]),
+  ]  # fmt: skip
+  assert found["params"] == 10
+
+
+def test_a_file_of_another_configuration_is_refused(tmp_path):
+  path = measured(tmp_path)
+  before = path.read_text()
+  with pytest.raises(ValueError, match="`--output` must be a new file or one"):
+    Results(path, MODEL | {"tokens": 16}, {})
+  assert path.read_text() == before
+
+
+def test_a_new_file(tmp_path):
+  found = Results(tmp_path / "new" / "network.json", MODEL, {"commit": "a"})
+  found.begin("2 replicas")
+  found.add("rows", row="dense")
+  found.write()
+  text = (tmp_path / "new" / "network.json").read_text()
+  assert json.loads(text) == MODEL | {
+    "runs": [{"commit": "a", "layouts": ["2 replicas"],
+              "minutes": pytest.approx(0, abs=1)}],
+    "rows": [{"layout": "2 replicas", "row": "dense"}],
+    "advice": [],
+    "failures": [],
+  }  # fmt: skip
 
 
 @pytest.fixture
-def hosts():
-  processes = [
-    subprocess.Popen(
-      [sys.executable, "-c", HOST, str(index)],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
-      text=True,
-    )
-    for index in range(3)
-  ]
-  found = calls.Hosts("some", processes)
+def hosts(tmp_path):
+  command = [sys.executable, "-c", HOST]
+  found = calls.Hosts("some", [command] * 3, "", os.environ, tmp_path)
   yield found
   found.close()
 
@@ -277,9 +338,10 @@ def run(hosts, fails=(), sleeps=(), ends=(), timeout=20.0):
   )
 
 
-def test_hosts_may_answer_in_any_order(hosts):
+def test_hosts_may_answer_in_any_order(hosts, tmp_path):
   assert run(hosts) == [0, 1, 2]
   assert run(hosts, sleeps=[1]) == [0, 1, 2]
+  assert "a library prints" in (tmp_path / "some-0.log").read_text()
 
 
 def test_an_error_leaves_calls_in_step(hosts):

@@ -3,7 +3,7 @@
 import functools
 import re
 
-from experiments.network import hlo
+from helpers import hlo
 
 _INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = ")
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import edgc_jax
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import Checks
-from experiments.network import hlo
+from helpers import hlo
 
 SIZE, HIDDEN, BATCH = 64, 128, 32
 SPECS = {

@@ -11,6 +11,7 @@ import optax
 import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
+from helpers import hlo
 from helpers.collective_order import unordered
 from helpers.meshes import AXIS
 from helpers.reducers import variants
@@ -18,7 +19,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
-from experiments.network import hlo
 
 REPLICAS = 4
 PARAMS = {

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import hlo
 from helpers.collective_order import unordered
 from helpers.meshes import DIVERGED_BYTES, factors, find, residuals
 from helpers.shard_runs import ShardedRun, over_axes
@@ -15,7 +16,6 @@ from helpers.shard_runs import ShardedRun, over_axes
 import edgc_jax
 from edgc_jax.budget import entropy
 from edgc_jax.wire import agreement
-from experiments.network import hlo
 
 pytestmark = pytest.mark.slow
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from helpers import hlo
 from helpers.meshes import (
   BACKENDS,
   Pmap,
@@ -16,7 +17,6 @@ from helpers.meshes import (
 )
 
 import edgc_jax
-from experiments.network import hlo
 
 REPLICAS = 4
 # Of the two compressed leaves, one is no multiple of a block or a run.

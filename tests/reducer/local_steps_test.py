@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import hlo
 from helpers.meshes import AXIS
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
-from experiments.network import hlo
 
 REPLICAS = 4
 PARAMS = {

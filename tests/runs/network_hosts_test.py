@@ -1,9 +1,12 @@
 """The network benchmark on two virtual hosts; needs root and iproute2."""
 
+import contextlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -11,6 +14,31 @@ from experiments.network import results, virtual_hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECONDS = 900
+
+
+# Holds two hosts, with a process on one of them that prints its id.
+HOLDER = """
+import subprocess
+from experiments.network.virtual_hosts import VirtualHosts
+with VirtualHosts(2) as network:
+  command = ["sh", "-c", "echo $$; exec sleep 30"]
+  subprocess.run([*network.inside(1), *command])
+"""
+
+
+def marked(folder):
+  """Returns an environment that all processes of a program inherit."""
+  return os.environ | {"MARK": str(folder)}
+
+
+def processes_of(folder):
+  """Returns the processes with such an environment; they hold all hosts."""
+  found = []
+  for process in pathlib.Path("/proc").glob("[0-9]*"):
+    with contextlib.suppress(OSError):  # it has ended
+      if f"MARK={folder}".encode() in (process / "environ").read_bytes():
+        found.append(process)
+  return found
 
 
 @pytest.fixture
@@ -30,16 +58,17 @@ def measured(folder, *options):
   output = folder / "network.json"
   command = [
     sys.executable, "-m", "experiments.network",
-    "--config=configs/gpt2_tiny.py", "--nostages", "--nopeer", "--noadvise",
-    "--rounds=2", f"--output={output}", f"--folder={folder / 'logs'}",
+    "--config=configs/gpt2_tiny.py", "--nopeer", "--rounds=2",
+    f"--output={output}", f"--folder={folder / 'logs'}",
     *options,
   ]  # fmt: skip
   done = subprocess.run(
-    command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS,
-    check=False,
+    command, cwd=ROOT, env=marked(folder), capture_output=True, text=True,
+    timeout=SECONDS, check=False,
   )  # fmt: skip
-  logs = "".join(p.read_text()[-2000:] for p in (folder / "logs").iterdir())
+  logs = "".join(p.read_text()[-2000:] for p in folder.glob("logs/*/*.log"))
   assert done.returncode == 0, done.stdout + done.stderr + logs
+  assert not processes_of(folder)
   found = json.loads(output.read_text())
   assert not found["failures"]
   cells = results.cells_of(output)
@@ -50,11 +79,12 @@ def measured(folder, *options):
 
 
 def test_two_hosts(tmp_path, network):
-  """A small benchmark runs, and leaves no namespace on the machine."""
+  """A small benchmark runs, and its uplinks have the given rate."""
   _, cells = measured(
     tmp_path, "--config.model.width=64", "--config.model.num_layers=2",
-    "--config.model.num_heads=2", "--hosts=2", "--noshards", "--rates=20",
-    "--row=no exchange", "--row=dense", "--row=powersgd, rank 8",
+    "--config.model.num_heads=2", "--layout=2 replicas", "--rate=20",
+    "--row=no exchange", "--row=dense", "--row=dense, bf16",
+    "--row=powersgd, rank 8",
   )  # fmt: skip
   rows = cells["2 replicas"]
   dense, factors = rows["dense"], rows["powersgd, rank 8"]
@@ -62,18 +92,33 @@ def test_two_hosts(tmp_path, network):
   assert 1.0 < dense.sent_bytes / dense.wire_bytes < 1.15
   assert factors.sent_bytes < dense.sent_bytes / 2
   # The uplink has the given rate, apart from the tokens in its bucket.
-  assert dense.communicate > (dense.wire_bytes - 2**16) * 8 / 20e6
+  for row in (dense, rows["dense, bf16"]):  # each has its own collectives
+    assert row.communicate > (row.wire_bytes - 2**16) * 8 / 20e6
   assert factors.exchange < dense.exchange
-  listed = subprocess.run(
-    ["ip", "netns", "list"], capture_output=True, text=True, check=True
-  )
-  assert "edgc-host" not in listed.stdout
+
+
+def test_a_killed_program_leaves_nothing(tmp_path, network):
+  """Neither processes nor the namespaces that they hold."""
+  with subprocess.Popen(
+    [sys.executable, "-c", HOLDER], cwd=ROOT, env=marked(tmp_path),
+    stdout=subprocess.PIPE, text=True,
+  ) as program:  # fmt: skip
+    pid = int(program.stdout.readline())
+    own, theirs = (os.readlink(f"/proc/{p}/ns/net") for p in ("self", pid))
+    assert own != theirs
+    assert len(processes_of(tmp_path)) == 1 + 3 + 1  # with the bridge's
+    program.kill()
+  for _ in range(100):
+    if not processes_of(tmp_path):
+      return
+    time.sleep(0.1)
+  pytest.fail("a process is left")
 
 
 def test_only_the_exchange_of_shards_crosses_the_link(tmp_path, network):
   """Two hosts of four shards send what is predicted, at 100 Mbit/s."""
   other = {
-    "layout": "2 replicas", "hosts": 2, "replicas": 2, "threads": 1,
+    "layout": "2 replicas", "threads": 1,
     "rate": 100.0, "framework": "jax", "row": "dense", "part": "step",
     "seconds": [1.0], "sent_bytes": [1.0],
   }  # fmt: skip
@@ -87,7 +132,7 @@ def test_only_the_exchange_of_shards_crosses_the_link(tmp_path, network):
     }],
   }  # fmt: skip
   (tmp_path / "network.json").write_text(json.dumps(older))
-  found, cells = measured(tmp_path, "--hosts=", "--shard_rates=100", "--keep")
+  found, cells = measured(tmp_path, "--layout=2 replicas of 4 shards")
   # The older run keeps the layout that was not measured again.
   assert [run["layouts"] for run in found["runs"]] == [
     ["2 replicas"], ["2 replicas of 4 shards"],
@@ -95,7 +140,6 @@ def test_only_the_exchange_of_shards_crosses_the_link(tmp_path, network):
   assert found["runs"][0]["commit"] == "older"
   assert list(cells["2 replicas"]) == ["dense"]
   cells = cells["2 replicas of 4 shards"]
-  assert {cell.shards for cell in cells.values()} == {4}
   nothing, dense = cells.pop("no exchange"), cells["dense"]
   # The shards gather some megabytes in each step, inside their hosts.
   assert nothing.sent_bytes < 50_000

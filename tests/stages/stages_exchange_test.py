@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import hlo
 from helpers.collective_order import unordered
 from helpers.meshes import (
   AXIS,
@@ -41,7 +42,6 @@ from edgc_jax.leaves.leaf import leaves_in
 from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer import rounds
 from edgc_jax.wire import agreement
-from experiments.network import hlo
 
 pytestmark = [
   pytest.mark.slow,
