@@ -26,8 +26,8 @@ def base(reducer: str) -> ConfigDict:
       "init_from": "",  # a run folder whose parameters to start from
       "resume": True,  # resume from the run folder's checkpoint; False: refuse
       # Steps between checkpoints (0: only when the run is interrupted), and
-      # how many of the newest to keep, in addition to the best one (lowest
-      # held-out loss).
+      # how many of the newest to keep, in addition to the best one (by
+      # evaluation.metric).
       "checkpoint": {"every": 1000, "keep": 2},
       # Steps between comparisons of the replicas, and what to do if they
       # differ: stop, or follow (all copy the first replica and continue).

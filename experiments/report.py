@@ -29,7 +29,10 @@ def main(argv: Sequence[str]) -> None:
   """
   if len(argv) < 2:
     raise app.UsageError("give at least one run folder")
-  print(run_page.write_report(argv[1:]))
+  try:
+    print(run_page.write_report(argv[1:]))
+  except (OSError, ValueError) as error:
+    sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-r"""Trains GPT-2 with a chosen reducer.
+r"""Trains GPT-2, or another task, with a chosen reducer.
 
   python experiments/train_gpt2.py --config=configs/gpt2_tiny.py
   python experiments/train_gpt2.py --config=configs/gpt2_tiny.py:powersgd \

@@ -78,7 +78,7 @@ def local_steps(
     axis_name: The axis of the replicas, or a tuple of axes.
     fragments: Parts of about equal size into which leaves are divided, F. One
       part is exchanged every H / F steps, so the most bytes of a step fall by
-      F. It divides `every`.
+      up to F: a leaf is not divided. It divides `every`.
     overlap: Whether an exchange takes place one step later, at the same time
       as that step: it does not depend on the step's gradient, which a backend
       with asynchronous collectives uses. The step's own move is kept:
@@ -255,7 +255,7 @@ def local_steps(
     )
     return found, LocalStepsState(
       state.step + 1,
-      state.every,
+      jnp.array(every, jnp.int32),
       PerReplica(state.skipped.values + skipped),
       PerReplica(offset),
       PerReplica(inner_state),

@@ -68,11 +68,11 @@ def metrics(opt_state: Any) -> dict[str, Any]:
                          and with `allocation="error"`
     consecutive_skips    under `skip_nonfinite` only
     skipped_inner_steps  under `local_steps` only: steps that single replicas
-                         skipped, of all replicas
+                         skipped, of all replicas; not where the axis is bound
 
     Under `local_steps` bytes are those of a whole round, compression compares
     them with a dense all-reduce at each of its steps, and the other statistics
-    are of the newest exchange of each fragment.
+    are of the newest exchange of each fragment; the rank is that of the first.
 
     And for each matrix, as {path: list over the matrices of the leaf}, on
     stages or shards a list of such lists: `matrix_rank`, `matrix_error`, and
@@ -149,15 +149,15 @@ def metrics(opt_state: Any) -> dict[str, Any]:
 def _of_rounds(state: LocalStepsState) -> dict[str, Any]:
   """Joins the statistics of the reducers of all fragments."""
   parts = [metrics(own) for own in state.outer_state]
-  joined = dict(parts[0])
   # total dense bytes of H steps over total wire bytes of a round
   dense = sum(part["dense_bytes"] for part in parts)
   sent = sum(part["dense_bytes"] / part["compression_ratio"] for part in parts)
   is_traced = isinstance(state.every, Tracer)
   every = state.every if is_traced else np.ravel(state.every)[0].item()
-  skipped = state.skipped.values.sum()
-  for name in joined:
-    found = [part[name] for part in parts]
+  joined: dict[str, Any] = {}
+  for name in dict.fromkeys(name for part in parts for name in part):
+    found = [part[name] for part in parts if name in part]
+    joined[name] = found[0]
     if name.startswith("matrix_"):
       joined[name] = {path: x for own in found for path, x in own.items()}
     elif name in ("relative_error", "predicted_error", "entropy"):
@@ -168,10 +168,13 @@ def _of_rounds(state: LocalStepsState) -> dict[str, Any]:
       joined[name] = sum(found)
     elif name in ("skipped_steps", "diverged_steps"):
       joined[name] = functools.reduce(jnp.maximum if is_traced else max, found)
-  return joined | {
-    "compression_ratio": every * dense / sent,
-    "skipped_inner_steps": skipped if is_traced else skipped.item(),
-  }
+  joined["compression_ratio"] = every * dense / sent
+  skipped = state.skipped.values
+  if not is_traced:
+    joined["skipped_inner_steps"] = np.sum(skipped).item()
+  elif len(skipped) > 1:  # otherwise each replica would have its own number
+    joined["skipped_inner_steps"] = skipped.sum()
+  return joined
 
 
 def _by_path(state: ReducerState) -> dict[str, LeafStats]:

@@ -26,7 +26,7 @@ from experiments import tasks
 from experiments.runs.run_folder import environment
 from experiments.training import optimizer
 
-_STEPS = flags.DEFINE_integer("steps", 60, "Training steps.")
+_STEPS = flags.DEFINE_integer("steps", 100, "Training steps.")
 _MEASURED = flags.DEFINE_integer("measured", 20, "Last steps, to measure.")
 _OUTPUT = flags.DEFINE_string("output", "docs/wide_layer.json", "The file.")
 

@@ -138,7 +138,8 @@ class _Namespace(subprocess.Popen):
     self.enter = ("nsenter", f"--target={self.pid}", "--net", "--uts")
     self.stdin.write("in place\n")
     self.stdin.flush()
-    self.stdout.readline()  # `cat` runs, so the namespace exists
+    if not self.stdout.readline():  # otherwise the namespace exists
+      raise OSError(f"{' '.join(_NEW)} failed; it needs root and util-linux")
 
   def run(self, *command: str) -> str:
     """Runs a command in the namespace, and returns its output."""

@@ -33,7 +33,7 @@ def _wide_layer() -> Sequence[str]:
     step=lines["step"].map("{:.2%}".format),
     sum=lines["sum"].map("{:.3%}".format),
     bits=lines["bits"].map("{:.2f}".format),
-    width=lines["width"].map("{0} x 4 {0}".format),
+    width=[f"{width} x {4 * width}" for width in lines["width"]],
   ).rename(
     columns={
       "width": "matrix",

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 import edgc_jax
 from experiments.parallel.backend import Backend, Numbers
 from experiments.parallel.meshes import DATA
+from experiments.runtime import hosts
 from experiments.tasks.base import Task
 
 
@@ -74,7 +75,9 @@ class Pmap(Backend):
     return params, opt_state, _once(numbers)
 
   def evaluate(self, params: Any, batch: Any) -> Numbers:
-    return _once(super().evaluate(params, batch))
+    numbers = super().evaluate(params, batch)
+    hosts.wait_for_devices(numbers)
+    return _once(numbers)
 
   def _placed(self, batch: Any) -> Any:
     """Reshapes [rows, ...] to [replicas, rows / replicas, ...], local."""

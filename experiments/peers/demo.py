@@ -67,6 +67,13 @@ def demo(
   def average(m: jax.Array, key: jax.Array) -> Round:
     del key
     sides = [_divisor(side) for side in m.shape[1:]]
+    validation.require(
+      sides[0] * sides[1] > 1,
+      "updates",
+      m.shape[1:],
+      f"matrices with a side that has a divisor from 2 to {_SIDE}",
+      "pad it, or send it dense with a matrix_view that returns None for it",
+    )
     size = sides[0] * sides[1]
     first, second = (jnp.asarray(_cosines(side)) for side in sides)
     high = {"precision": jax.lax.Precision.HIGHEST}

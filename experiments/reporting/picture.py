@@ -26,6 +26,7 @@ def draw(charts: Mapping[str, go.Figure]) -> Figure:
     for curve in chart.data:
       axes.plot(
         curve.x, curve.y, _DASHES[curve.line.dash], color=curve.line.color,
+        marker="." if "markers" in curve.mode else "", markersize=4,
         alpha=curve.opacity, linewidth=1, label=html.unescape(curve.name),
         drawstyle="steps-post" if curve.line.shape == "hv" else "default",
       )  # fmt: skip

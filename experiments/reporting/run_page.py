@@ -110,13 +110,14 @@ def _page(runs: Sequence[Run], drawn: Mapping[str, go.Figure]) -> str:
   numbers = _table(runs, [_numbers(run) for run in runs])
   configs = [traverse_util.flatten_dict(run.config, sep=".") for run in runs]
   config = _table(runs, configs)
-  differs = config.nunique(axis=1) > 1
+  differs = config.drop("run_dir", errors="ignore").nunique(axis=1) > 1
   parts = [_HEAD, f"<script>{get_plotlyjs()}</script>"]
   if len(runs) == 1 and not runs[0].summary:
     parts.append(f'<meta http-equiv="refresh" content="{_SECONDS}">')
   parts += ["<h1>Gradient compression</h1>", _html(numbers)]
   if differs.any():
-    parts += ["<h2>Differences</h2>", _html(config[differs])]
+    differing = config.loc[differs[differs].index]
+    parts += ["<h2>Differences</h2>", _html(differing)]
   parts.append("<main>")
   for title, chart in drawn.items():
     text = chart.to_html(_CONFIG, include_plotlyjs=False, full_html=False)

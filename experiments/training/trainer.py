@@ -243,6 +243,7 @@ class Trainer:
       is_evaluated = step == config.steps or (every and step % every == 0)
       measured: dict[str, float] = {}
       if is_evaluated or step % config.log_every == 0 or step == 1:
+        hosts.wait_for_devices(params)  # numbers may be of one device alone
         line = log.fetch()
         if log.new_diverged_steps:
           params, opt_state = self._rejoin(

@@ -147,6 +147,16 @@ def test_as_outer_and_before_a_sign():
   assert set(np.unique(updates["w"])) <= {-1.0, 0.0, 1.0}
 
 
+def test_a_matrix_that_has_no_chunks():
+  with pytest.raises(ValueError, match="a divisor from 2 to 64"):
+    tx = demo()
+    params = {"w": jnp.zeros((67, 67))}
+    state = tx.init(params)
+    jax.vmap(
+      lambda g: tx.update(g, state), axis_name=AXIS, out_axes=(None, None)
+    )({"w": jnp.ones((N, 67, 67))})
+
+
 @pytest.mark.parametrize("make", [sparse_loco, demo])
 @pytest.mark.parametrize("count", [3, 5000])
 def test_wrong_counts(make, count):

@@ -327,6 +327,16 @@ def test_compression_counts_all_steps():
   np.testing.assert_allclose(metrics["compression_ratio"], 4, rtol=0.02)
 
 
+def test_metrics_join_fragments_of_other_kinds():
+  """Of two fragments one has a matrix, and the other is sent dense."""
+  params = {"w": jnp.zeros((64, 64)), "b": jnp.zeros(64)}
+  for make in (edgc_jax.quantize, edgc_jax.powersgd):
+    tx = tx_of(lambda mesh, make=make: make(4, mesh=mesh), fragments=2)
+    metrics = edgc_jax.metrics(tx.init(params))
+    assert list(metrics["matrix_error"]) == ["w"]
+    assert metrics["dense_bytes"] == 4 * (64 * 64 + 64)
+
+
 @pytest.mark.parametrize("replicas", [2, 8])
 def test_resizing_keeps_the_mean_of_the_own_parameters(replicas):
   tx = tx_of(every=4)

@@ -5,6 +5,7 @@ import os
 import signal
 
 import numpy as np
+import pytest
 from helpers import soak
 from helpers.local_processes import free_port
 from helpers.processes import SECONDS, finish, lines_written, start, wait_for
@@ -12,15 +13,16 @@ from helpers.processes import SECONDS, finish, lines_written, start, wait_for
 from experiments.runs.checkpoints import Checkpoints
 
 
-def test_one_of_two_processes_dies(whole):
+@pytest.mark.parametrize("backend", ["pmap", "jit"])
+def test_one_of_two_processes_dies(backend, whole):
   """The other ends with an error; started again, both finish the run."""
-  folder = whole.parent / "two"
+  folder = whole.parent / f"two_{backend}"
 
   def both():
     address = f"--coordinator_address=127.0.0.1:{free_port()}"
     return [
       start(
-        folder, "--config.mesh.backend=jit", address,
+        folder, f"--config.mesh.backend={backend}", address,
         "--num_processes=2", f"--process_id={i}", "--heartbeat_timeout=10",
         output=folder.parent / f"output_{i}.txt",
       )
