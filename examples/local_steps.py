@@ -73,10 +73,10 @@ def main():
     tokens = jax.device_put((start + jnp.arange(LENGTH + 1)) % VOCAB, rows)
     params, opt_state, loss = train_step(params, opt_state, tokens)
     losses.append(float(loss))
-  return losses, opt_state
+  return losses, edgc_jax.metrics(opt_state)
 
 
 if __name__ == "__main__":
-  losses, opt_state = main()
-  ratio = edgc_jax.metrics(opt_state)["compression_ratio"]
+  losses, numbers = main()
+  ratio = numbers["compression_ratio"]
   print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}, bytes / {ratio:.1f}")
