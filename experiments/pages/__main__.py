@@ -14,6 +14,7 @@ would change is an error.
 """
 
 import io
+import itertools
 import pathlib
 import re
 import sys
@@ -31,7 +32,8 @@ _CHECK = flags.DEFINE_bool("check", False, "Write nothing, and compare.")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Fonts and lines may be drawn a little differently by another version.
-_MOST_DIFFERENT = 0.02  # mean difference of pixels, of 1
+# The mean difference of pixels, of 1, in any square of so many pixels.
+_MOST_DIFFERENT, _SIDE = 0.05, 12
 _START = "<!-- table "
 _BLOCK = re.compile(
   rf"({_START}([^:>]+?)(?:: ([^>]+?))? -->\n)(?:(?!{_START}).)*?(<!-- end -->)",
@@ -120,7 +122,12 @@ def _look_alike(one: Image.Image, other: Image.Image) -> bool:
   if one.size != other.size:
     return False
   a, b = (np.asarray(image, float) / 255 for image in (one, other))
-  return float(np.abs(a - b).mean()) <= _MOST_DIFFERENT
+  starts = (range(0, side, _SIDE) for side in a.shape[:2])
+  differences = (
+    np.abs(a - b)[y : y + _SIDE, x : x + _SIDE].mean()
+    for y, x in itertools.product(*starts)
+  )
+  return max(differences) <= _MOST_DIFFERENT
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from experiments.study.study import MATCHED, Study
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _STALE = " (older version)"
+_SHORT = ("arm", "bits", "above dense", "dense needs", "seeds")
 
 
 @functools.cache
@@ -60,12 +61,12 @@ def _line(arm: str, row: pd.Series) -> dict[str, str]:
     "bits": f"{row['bits']:.2f}",
     "held-out loss": f"{row['loss']:.4f}",
     "above dense": _difference(row["gap"], row["gap_error"]),
-    "dense gets there in": f"{1 - row['saved']:.0%} of its steps",
+    "dense needs": f"{1 - row['saved']:.0%}",
     "seeds": str(row["seeds"]),
     "learning rate": f"{row['value']:g}",
   }
   if row["gap"] == 0 and not row["gap_error"] > 0:
-    line |= {"above dense": "-", "dense gets there in": "-"}
+    line |= {"above dense": "-", "dense needs": "-"}
   return line
 
 
@@ -160,7 +161,7 @@ def _summary(name: str) -> Sequence[str]:
       own = own.loc[list(dict.fromkeys(kept))]
     for arm, row in own.iterrows():
       line = _line(arm, row)
-      lines.append({k: line[k] for k in list(line)[:5]})
+      lines.append({k: line[k] for k in _SHORT})
   return _markdown(lines) if lines else ["No run is finished yet."]
 
 
