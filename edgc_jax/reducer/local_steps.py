@@ -3,6 +3,7 @@
 `local_params` returns the parameters at which a replica differentiates.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
+from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.sharding import num_replicas, specs_like, state_specs
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import LocalStepsState, PerReplica, ReducerState
@@ -159,8 +161,12 @@ def local_steps(
 
   def init_fn(params: optax.Params) -> LocalStepsState:
     own = start_on_mesh(params) if is_stacked() else start(params, 1)
-    parts = _parts(_wide(params), fragments)
-    outer_state = tuple(outer.init(part) for part in parts)
+    params = _wide(params)
+    parts = _parts(params, fragments)
+    if fragments > 1:  # warns of leaves once, and not of those of a fragment
+      jax.eval_shape(outer.init, params)
+    with reducers_seen() if fragments > 1 else contextlib.nullcontext():
+      outer_state = tuple(outer.init(part) for part in parts)
     _require_reducers(own[2], outer_state)
     return LocalStepsState(
       jnp.zeros((), jnp.int32),

@@ -129,7 +129,7 @@ def test_tables_of_made_up_records(made_up):
   assert table[dense][:4] == ["32.00", "2.5000", "-", "-"]
   # Gaps of 0.1 and 0.3; dense is there at steps 300 and, earlier, 192.
   assert table[low][:3] == ["1.00", "2.7000", "+0.2000 ± 0.1000"]
-  assert table[low][3] == f"{(300 / 400 + 187.5 / 400) / 2:.0%} of its steps"
+  assert table[low][3] == f"{(300 / 400 + 187.5 / 400) / 2:.0%}"
   (origin,) = protocol._origin("made up")
   assert origin.startswith("4 runs, 4.0 hours") and "c0, c1" in origin
   assert "missing" not in origin
