@@ -13,10 +13,12 @@ TUNING = {
   **table.TUNING,
   "start": (4e-3, 8e-3),
   "settings": {
-    "steps": 2263, "evaluation.every": 0, "powersgd.window": 12,
-    "edgc.window": 12, "edgc.warmup_steps": 50, "edgc.max_warmup_steps": 100,
+    **table.TUNING["settings"],
+    "steps": 2263,
+    "edgc.warmup_steps": 50,
+    "edgc.max_warmup_steps": 100,
   },
-}  # fmt: skip
+}
 
 # Ranks of about 2, 1 and 0.5 bits for the 1,853,568 parameters of the model.
 _RANKS = {"2": 68.0, "1": 33.4, "0.5": 16.2}

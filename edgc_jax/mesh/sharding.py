@@ -252,6 +252,42 @@ def num_replicas(mesh: Any, axis_name: AxisName) -> int:
   return math.prod(mesh.shape[axis] for axis in names(axis_name))
 
 
+def require_mesh(mesh: Any, axis_name: AxisName, param_specs: Any) -> None:
+  """Raises if a wrapper has specs without a mesh, or the mesh lacks an axis."""
+  validation.require(
+    mesh is not None or param_specs is None,
+    "param_specs",
+    param_specs,
+    "None without `mesh`",
+    "pass mesh=, as to the reducer",
+  )
+  if mesh is not None:
+    require_axes(mesh, "axis_name", axis_name)
+
+
+def start_on_mesh(
+  start: Callable[[Any, int], Any],
+  params: Any,
+  specs: Any,
+  mesh: Mesh,
+  axis_name: AxisName,
+) -> Any:
+  """Creates arrays of all replicas, [N, *shape], each part on its devices.
+
+  Args:
+    start: From the parameters and N to the arrays.
+    params: The parameters.
+    specs: The PartitionSpecs of `shape`, in a tree like the arrays.
+    mesh: The mesh of the training.
+    axis_name: The axis of the replicas, or a tuple of axes.
+  """
+  shardings = jax.tree.map(
+    lambda spec: NamedSharding(mesh, PartitionSpec(axis_name, *spec)), specs
+  )
+  on_mesh = jax.jit(start, static_argnums=1, out_shardings=shardings)
+  return on_mesh(params, num_replicas(mesh, axis_name))
+
+
 def specs_like(param_specs: Any, params: Any) -> Any:
   """Returns the specs in a tree like the parameters, given a prefix of it.
 

@@ -10,11 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from edgc_jax import validation
 from edgc_jax.leaves.review import reducers_seen
-from edgc_jax.mesh.sharding import num_replicas, specs_like, state_specs
+from edgc_jax.mesh.sharding import (
+  require_mesh,
+  specs_like,
+  start_on_mesh,
+  state_specs,
+)
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import LocalStepsState, PerReplica, ReducerState
 from edgc_jax.wire import collectives, order
@@ -119,14 +124,7 @@ def local_steps(
     f"a divisor of every={every}",
     "choose one",
   )
-  validation.require(
-    mesh is not None or param_specs is None,
-    "param_specs",
-    param_specs,
-    "None without `mesh`",
-    "pass mesh=, as to the reducer",
-  )
-  replicas = 1 if mesh is None else num_replicas(mesh, axis_name)
+  require_mesh(mesh, axis_name, param_specs)
   inner = optax.with_extra_args_support(inner)
   outer = optax.with_extra_args_support(outer)
   period = every // fragments
@@ -146,21 +144,17 @@ def local_steps(
     )
     return jnp.zeros((count,), jnp.int32), offset, inner_state
 
-  def start_on_mesh(params: optax.Params) -> tuple[Any, Any, Any]:
+  def start_all(params: optax.Params) -> tuple[Any, Any, Any]:
     """Returns the same of all replicas, each on its devices."""
     assert mesh is not None
     of_inner = state_specs(
       inner, params, axis_name, mesh=mesh, param_specs=param_specs
     )
     specs = PartitionSpec(), specs_like(param_specs, params), of_inner
-    shardings = jax.tree.map(
-      lambda spec: NamedSharding(mesh, PartitionSpec(axis_name, *spec)), specs
-    )
-    on_mesh = jax.jit(start, static_argnums=1, out_shardings=shardings)
-    return on_mesh(params, replicas)
+    return start_on_mesh(start, params, specs, mesh, axis_name)
 
   def init_fn(params: optax.Params) -> LocalStepsState:
-    own = start_on_mesh(params) if is_stacked() else start(params, 1)
+    own = start_all(params) if is_stacked() else start(params, 1)
     params = _wide(params)
     parts = _parts(params, fragments)
     if fragments > 1:  # warns of leaves once, and not of those of a fragment

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from edgc_jax import validation
-from edgc_jax.mesh.sharding import num_replicas, specs_like
+from edgc_jax.mesh.sharding import require_mesh, specs_like, start_on_mesh
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import (
   AccumulateState,
@@ -101,34 +101,21 @@ def accumulate(
   """
   validation.require_int("every", every, 1)
   tx = optax.with_extra_args_support(tx)
-  validation.require(
-    mesh is not None or param_specs is None,
-    "param_specs",
-    param_specs,
-    "None without `mesh`",
-    "pass mesh=, as to the reducer",
-  )
-  replicas = 1 if mesh is None else num_replicas(mesh, axis_name)
+  require_mesh(mesh, axis_name, param_specs)
 
-  def start(params: optax.Params, replicas: int) -> tuple[jax.Array, Any]:
-    sums = jax.tree.map(
-      lambda p: jnp.zeros((replicas, *jnp.shape(p)), jnp.float32), params
+  def start(params: optax.Params, count: int) -> Any:
+    return jax.tree.map(
+      lambda p: jnp.zeros((count, *jnp.shape(p)), jnp.float32), params
     )
-    return jnp.zeros((), jnp.int32), PerReplica(sums)
 
   def init_fn(params: optax.Params) -> AccumulateState:
     if mesh is None or order.is_bound(axis_name):
-      return AccumulateState(*start(params, 1), tx.init(params))
-    specs = jax.tree.map(
-      lambda spec: PartitionSpec(axis_name, *spec),
-      specs_like(param_specs, params),
-    )
-    shardings = jax.tree.map(
-      lambda spec: NamedSharding(mesh, spec),
-      (PartitionSpec(), PerReplica(specs)),
-    )
-    on_mesh = jax.jit(start, static_argnums=1, out_shardings=shardings)
-    return AccumulateState(*on_mesh(params, replicas), tx.init(params))
+      sums = start(params, 1)
+    else:
+      specs = specs_like(param_specs, params)
+      sums = start_on_mesh(start, params, specs, mesh, axis_name)
+    step = jnp.zeros((), jnp.int32)
+    return AccumulateState(step, PerReplica(sums), tx.init(params))
 
   def update_fn(
     updates: optax.Updates,
