@@ -1,14 +1,15 @@
 """All keys of a configuration, with units; the other files override values."""
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
 
 def base(reducer: str) -> ConfigDict:
   """Returns the base of all configurations.
 
   Args:
-    reducer: A name of `edgc_jax.REDUCERS`; or auto, which chooses edgc or
-      allreduce for the measured link.
+    reducer: A name of `edgc_jax.REDUCERS`, or of a method of others in
+      experiments/peers/; or auto, which chooses edgc or allreduce for the
+      measured link.
 
   Returns:
     A configuration with the sizes of GPT-2 with 124M parameters.
@@ -18,7 +19,7 @@ def base(reducer: str) -> ConfigDict:
       "name": "run",
       "task": "gpt2",  # a file in experiments/tasks/: model, loss and data
       "run_dir": "",  # empty: runs/<name>-<reducer>-seed<seed>
-      "reducer": reducer,  # of edgc_jax.REDUCERS (sections below), or auto
+      "reducer": reducer,  # sections below; or auto
       "steps": 1000,
       "seed": 0,  # of parameters, data order and initial factors
       "batch_size": 32,  # sequences per step, over all replicas
@@ -60,7 +61,19 @@ def base(reducer: str) -> ConfigDict:
         "dtype": "float32",  # of activations; parameters are float32
         "unroll": 1,  # blocks per iteration of the scan
       },
-      "optimizer": {  # AdamW; linear warm-up, then cosine decay
+      # Local steps: replicas train alone, and exchange what they have moved.
+      "local": {
+        "every": 0,  # steps between exchanges; 0: gradients, at each step
+        "lr": 1.0,  # of the outer SGD; 1 without momentum averages
+        "momentum": 0.0,  # of the outer SGD, Nesterov's
+        "fragments": 1,  # parts of the leaves, exchanged in turn
+        "overlap": False,  # exchanges one step later, beside that step
+        # A baseline: gradients are exchanged at each step, and the outer step
+        # sends nothing.
+        "lookahead": False,
+      },
+      "optimizer": {  # linear warm-up, then cosine decay
+        "name": "adamw",  # or sign: a step of the learning rate in each entry
         "lr": 6e-4,  # the peak
         "warmup_steps": 100,
         "final_lr_ratio": 0.1,  # of lr, at the last step
@@ -109,8 +122,17 @@ def base(reducer: str) -> ConfigDict:
         "window": 100,  # steps between two allocations by error
       },
       "allreduce": {"wire_dtype": "float32"},
-      "topk": {"density": 0.01},  # fraction of the entries sent
+      "topk": {"density": 0.01, "residual_decay": 1.0},  # share of entries sent
       "randomk": {"density": 0.05, "error_feedback": True},
-      "quantize": {"bits": 8, "block": 256, "error_feedback": False},
+      "quantize": {
+        "bits": 8,
+        "block": 256,
+        "error_feedback": False,
+        "rotate": config_dict.placeholder(bool),  # None: 2 and 1 bits only
+        "residual_decay": 1.0,
+      },
+      # Of 4,096 entries or frequencies.
+      "sparse_loco": {"count": 64, "residual_decay": 0.95},
+      "demo": {"count": 32, "momentum": 0.999},
     }
   )

@@ -25,7 +25,7 @@ __all__ = [
 
 # Raised when a method gives other results with the same options. Records of
 # runs hold it, and `tests/golden_test.py` asks for it.
-METHOD_VERSIONS: Mapping[str, int] = dict.fromkeys(__all__, 1)
+METHOD_VERSIONS: Mapping[str, int] = dict.fromkeys([*__all__, "local_steps"], 1)
 
 REDUCERS: Mapping[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
   name: globals()[name] for name in __all__

@@ -157,14 +157,16 @@ def local_steps(
     own = start_all(params) if is_stacked() else start(params, 1)
     params = _wide(params)
     parts = _parts(params, fragments)
-    if fragments > 1:  # warns of leaves once, and not of those of a fragment
-      jax.eval_shape(outer.init, params)
+    if fragments > 1:  # reviews all leaves once, and not those of a fragment
+      # As a new function, because JAX does not trace one a second time.
+      jax.eval_shape(lambda p: outer.init(p), params)
     with reducers_seen() if fragments > 1 else contextlib.nullcontext():
       outer_state = tuple(outer.init(part) for part in parts)
     _require_reducers(own[2], outer_state)
     return LocalStepsState(
       jnp.zeros((), jnp.int32),
       jnp.array(every, jnp.int32),
+      jnp.array(-1, jnp.int32),
       *map(PerReplica, own),
       outer_state,
     )
@@ -229,9 +231,9 @@ def local_steps(
         found[k], outer_state = exchange(k, outer_state)
       return _joined(found), outer_state
 
-    turn = (done // period - 1) % fragments
+    exchanged = jnp.where(is_due, (done // period - 1) % fragments, -1)
     found, outer_state = jax.lax.switch(
-      jnp.where(is_due, turn + 1, 0),
+      exchanged + 1,
       [
         lambda s, k=k: branch(k, s)
         for k in (None, *range(fragments))
@@ -247,7 +249,7 @@ def local_steps(
     # d_i <- 0, or the move of a step that the exchange did not wait for
     offset = jax.tree.map(
       lambda k, moved, d: jnp.where(
-        is_due & (turn == k), moved if overlap else 0.0, d
+        exchanged == k, moved if overlap else 0.0, d
       ),
       number,
       move,
@@ -256,6 +258,7 @@ def local_steps(
     return found, LocalStepsState(
       state.step + 1,
       jnp.array(every, jnp.int32),
+      exchanged,
       PerReplica(state.skipped.values + skipped),
       PerReplica(offset),
       PerReplica(inner_state),

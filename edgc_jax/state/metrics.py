@@ -70,9 +70,10 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     skipped_inner_steps  under `local_steps` only: steps that single replicas
                          skipped, of all replicas; not where the axis is bound
 
-    Under `local_steps` bytes are those of a whole round, compression compares
-    them with a dense all-reduce at each of its steps, and the other statistics
-    are of the newest exchange of each fragment; the rank is that of the first.
+    Under `local_steps` no bytes are sent between exchanges, compression
+    compares a whole round with a dense all-reduce at each of its steps, and the
+    other statistics are of the newest exchange of each fragment; the rank is
+    that of the first.
 
     And for each matrix, as {path: list over the matrices of the leaf}, on
     stages or shards a list of such lists: `matrix_rank`, `matrix_error`, and
@@ -153,7 +154,10 @@ def _of_rounds(state: LocalStepsState) -> dict[str, Any]:
   dense = sum(part["dense_bytes"] for part in parts)
   sent = sum(part["dense_bytes"] / part["compression_ratio"] for part in parts)
   is_traced = isinstance(state.every, Tracer)
-  every = state.every if is_traced else np.ravel(state.every)[0].item()
+  every, exchanged = (
+    x if is_traced else np.ravel(x)[0].item()
+    for x in (state.every, state.exchanged)
+  )
   joined: dict[str, Any] = {}
   for name in dict.fromkeys(name for part in parts for name in part):
     found = [part[name] for part in parts if name in part]
@@ -164,8 +168,10 @@ def _of_rounds(state: LocalStepsState) -> dict[str, Any]:
       joined[name] = sum(found) / len(found)
     elif name == "residual_norm":
       joined[name] = sum(x**2 for x in found) ** 0.5
-    elif name in ("wire_bytes", "dense_bytes"):
+    elif name == "dense_bytes":
       joined[name] = sum(found)
+    elif name == "wire_bytes":
+      joined[name] = sum((exchanged == k) * x for k, x in enumerate(found))
     elif name in ("skipped_steps", "diverged_steps"):
       joined[name] = functools.reduce(jnp.maximum if is_traced else max, found)
   joined["compression_ratio"] = every * dense / sent

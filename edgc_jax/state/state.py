@@ -90,6 +90,7 @@ class LocalStepsState(NamedTuple):
 
   step: jax.Array  # int32 [], inner steps done
   every: jax.Array  # int32 [], constant: inner steps of a round
+  exchanged: jax.Array  # int32 [], the fragment of the newest step, or -1
   skipped: PerReplica  # int32, inner steps skipped on this replica alone
   # float32, like the parameters: own parameters less the common ones
   offset: PerReplica

@@ -15,6 +15,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 import edgc_jax
+from edgc_jax.state.metrics import find
+from edgc_jax.state.state import LocalStepsState
 from experiments.parallel import meshes
 from experiments.parallel.meshes import DATA
 from experiments.parallel.stored_state import StoredForm
@@ -58,6 +60,8 @@ class Backend(abc.ABC):
     self.task, self.mesh, self.traces = task, mesh, 0
     self._tx, self._seed = tx, seed
     self.stored = StoredForm.of(task.layout(mesh.shape), tx, mesh)
+    # Replicas differentiate at parameters of their own between exchanges.
+    self._is_local = bool(find(self.stored.shapes[1], LocalStepsState))
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     self.num_params = sum(p.size for p in jax.tree.leaves(shapes))
 
@@ -140,11 +144,24 @@ class Backend(abc.ABC):
     opt_state: Any,
     numbers: Numbers,
     gradients: Any,
-    **late: Any,
+    **extra: Any,
   ) -> tuple[Any, Any, Numbers]:
     """Ends a step where the axis of the replicas is bound."""
-    updates, opt_state = self._tx.update(gradients, opt_state, params, **late)
+    updates, opt_state = self._tx.update(gradients, opt_state, params, **extra)
     params = optax.apply_updates(params, updates)
     numbers = edgc_jax.after_update(numbers, opt_state)
     numbers = lax.pmean(numbers, DATA)
+    for local in find(opt_state, LocalStepsState):
+      skipped = lax.psum(local.skipped.values.sum(), DATA)
+      numbers = {**numbers, "skipped_inner_steps": skipped}
     return params, opt_state, {**edgc_jax.metrics(opt_state), **numbers}
+
+  def _own(self, params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
+    """Returns where a replica, or each on a mesh, differentiates."""
+    if self._is_local:
+      return edgc_jax.local_params(params, opt_state, mesh)
+    return params
+
+  def _extra(self, own: Any) -> Mapping[str, Any]:
+    """Returns what the optimiser takes by name."""
+    return {"local_params": own} if self._is_local else {}

@@ -100,11 +100,14 @@ class OnMesh(Backend):
     def loss_fn(params: Any, batch: Any, key: jax.Array) -> Any:
       return self.task.loss(self._gathered(params), batch, key)
 
+    own = self._own(params, opt_state, self.mesh)
     differentiated = edgc_jax.value_and_grad(
-      loss_fn, self.mesh, DATA, has_aux=True
+      loss_fn, self.mesh, DATA, has_aux=True, is_local=self._is_local
     )
-    (loss, others), gradients = differentiated(params, batch, self._key(step))
-    updates, opt_state = self._tx.update(gradients, opt_state, params)
+    (loss, others), gradients = differentiated(own, batch, self._key(step))
+    updates, opt_state = self._tx.update(
+      gradients, opt_state, params, **self._extra(own)
+    )
     params = optax.apply_updates(params, updates)
     # Statistics of shards are joined after the exchange.
     numbers = edgc_jax.metrics(edgc_jax.after_update(opt_state, opt_state))

@@ -38,8 +38,9 @@ class Pmap(Backend):
       params: Any, opt_state: Any, batch: Any, step: jax.Array
     ) -> tuple[Any, Any, Numbers]:
       key = jax.random.split(self._key(step), replicas)[lax.axis_index(DATA)]
-      found = self._differentiate(params, batch, key)
-      return self._update(params, opt_state, *found)
+      own = self._own(params, opt_state)
+      found = self._differentiate(own, batch, key)
+      return self._update(params, opt_state, *found, **self._extra(own))
 
     start = pmap(lambda p, _: (p, tx.init(p)), in_axes=(None, 0))
     draw = jax.jit(task.init)

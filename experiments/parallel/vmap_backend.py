@@ -55,9 +55,17 @@ class Vmap(Backend):
     ) -> tuple[Any, Any, Numbers]:
       parts = jax.tree.map(split, batch)
       keys = jax.random.split(self._key(step), replicas)
-      numbers, gradients = map_replicas(
-        lambda part: self._differentiate(params, *part), (parts, keys)
-      )
+      opt_state = own(split, opt_state)
+      if self._is_local:
+        points = jax.vmap(self._own, (None, axes))(params, opt_state)
+        found = map_replicas(
+          lambda each: self._differentiate(*each), (points, parts, keys)
+        )
+      else:
+        points = params
+        found = map_replicas(
+          lambda each: self._differentiate(params, *each), (parts, keys)
+        )
       update = jax.vmap(
         self._update,
         in_axes=(None, axes, 0, 0),
@@ -65,7 +73,7 @@ class Vmap(Backend):
         axis_name=DATA,
       )
       params, opt_state, numbers = update(
-        params, own(split, opt_state), numbers, gradients
+        params, opt_state, *found, **self._extra(points)
       )
       return params, joined(opt_state), numbers
 

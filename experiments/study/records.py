@@ -16,9 +16,8 @@ import pandas as pd
 from flax import traverse_util
 from ml_collections import ConfigDict
 
-import edgc_jax
 from configs import common
-from experiments import tasks
+from experiments import peers, tasks
 
 # Keys that do not change what a run computes, up to rounding.
 _FREE = ("name", "run_dir", "resume", "log_every", "checkpoint.", "sentinel.",
@@ -62,10 +61,10 @@ class Record(Mapping[str, Any]):
   @property
   def is_current(self) -> bool:
     """Whether the method and the task still give the results of this run."""
-    summary, name = self["summary"], self["config"].get("task", "gpt2")
+    config, summary = self["config"], self["summary"]
     return summary["versions"] == {
-      "task": tasks.version_of(name),
-      "method": edgc_jax.METHOD_VERSIONS.get(summary["reducer"]),
+      "task": tasks.version_of(config.get("task", "gpt2")),
+      **peers.versions_of(summary["reducer"], config.get("local", {})),
     }
 
   @property
@@ -200,7 +199,7 @@ def _short(value: Any) -> Any:
 def _kept(config: ConfigDict) -> dict[str, Any]:
   """Returns a configuration without the sections of other reducers."""
   values = json.loads(config.to_json())
-  for other in set(edgc_jax.REDUCERS) - {config.reducer}:
+  for other in peers.reducers().keys() - {config.reducer}:
     values.pop(other, None)
   values["run_dir"] = ""  # a path of this machine
   return values

@@ -31,7 +31,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 import edgc_jax
-from experiments import tasks
+from experiments import peers, tasks
 from experiments.parallel import meshes
 from experiments.study.records import Record, Records
 
@@ -347,5 +347,5 @@ def _bytes_of_step(config: str) -> Callable[..., int]:
 
 def _own_settings(settings: Settings) -> Settings:
   """Leaves out settings of other reducers."""
-  others = set(edgc_jax.REDUCERS) - {settings["reducer"]}
+  others = peers.reducers().keys() - {settings["reducer"]}
   return {k: v for k, v in settings.items() if k.split(".")[0] not in others}

@@ -5,9 +5,11 @@ import math
 import jax
 from ml_collections import ConfigDict
 
+from configs import common
 from experiments.parallel import backends
 from experiments.tasks.base import Task
 from experiments.training import times
+from experiments.training.optimizer import AUTO
 
 # The least values of keys that no other part checks.
 _LEAST = {
@@ -20,6 +22,7 @@ _LEAST = {
   "evaluation.batches": 1,
   "evaluation.every": 0,
   "pipeline.microbatches": 1,
+  "local.every": 0,
 }
 
 
@@ -31,6 +34,7 @@ def check(config: ConfigDict, task: Task) -> None:
         f"`{name}` must be at least {least}, got {config[name]}; raise it."
       )
   _check_mesh(config, task)
+  _check_local(config)
   if config.sentinel.action not in ("stop", "follow"):
     raise ValueError(
       "`sentinel.action` must be stop or follow (the first replica), got"
@@ -41,6 +45,27 @@ def check(config: ConfigDict, task: Task) -> None:
       f"`evaluation.metric` must be one of {', '.join(task.metrics)}, which the"
       f" task {config.task!r} measures, got {config.evaluation.metric!r}; it"
       " decides which checkpoint is the best."
+    )
+
+
+def _check_local(config: ConfigDict) -> None:
+  """Raises unless local steps fit the rest of the configuration."""
+  local = config.local
+  if local.every and (config.mesh.stage > 1 or config.reducer == AUTO):
+    raise ValueError(
+      "`local.every` must be 0 on pipeline stages and with the reducer"
+      f" {AUTO}, got {local.every} with mesh.stage={config.mesh.stage} and"
+      f" {config.reducer}; set --config.local.every=0."
+    )
+  if not local.every and local != common.base(config.reducer).local:
+    raise ValueError(
+      f"`local.every` must be at least 1 with other options of local steps,"
+      f" got 0 with {local.to_dict()}; raise it."
+    )
+  if local.lookahead and (local.fragments > 1 or local.overlap):
+    raise ValueError(
+      "`local.lookahead` must be False with fragments or overlap, which only"
+      " exchanges have; leave them out."
     )
 
 

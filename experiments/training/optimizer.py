@@ -1,4 +1,4 @@
-"""Makes the reducer and the optax chain of a configuration."""
+"""Makes the optax chain of a configuration: reducer, clipping, descent."""
 
 import inspect
 import math
@@ -15,12 +15,13 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from edgc_jax.wire.order import varying_axes
+from experiments import peers
 from experiments.parallel.meshes import DATA, STAGE
+from experiments.peers.lookahead import lookahead
 from experiments.tasks.base import Task
 from experiments.training import rules
 
 _SCHEDULE_PARTS = 8
-REDUCERS = tuple(edgc_jax.REDUCERS)
 LOW_RANK = ("edgc", "powersgd")  # reducers with a rank
 AUTO = "auto"  # `advised` chooses edgc or allreduce
 
@@ -45,9 +46,10 @@ def make_reducer(
   Raises:
     ValueError: if the name is unknown or an option is out of range.
   """
-  if config.reducer not in REDUCERS:
+  reducers = peers.reducers()
+  if config.reducer not in reducers:
     raise ValueError(
-      f"`reducer` must be one of {', '.join(REDUCERS)}, got"
+      f"`reducer` must be one of {', '.join(reducers)}, got"
       f" {config.reducer!r}; name one with --config=FILE:REDUCER."
     )
   times = dict(times)
@@ -63,7 +65,7 @@ def make_reducer(
     options["mesh"] = mesh
     options["param_specs"] = task.layout(mesh.shape).specs
   options["check_every"] = config.sentinel.every
-  make = edgc_jax.REDUCERS[config.reducer]
+  make = reducers[config.reducer]
   if "seed" in inspect.signature(make).parameters:
     options["seed"] = config.seed
   options |= config.get(config.reducer, ConfigDict()).to_dict()
@@ -192,7 +194,10 @@ def make_optimizer(
   reducer: optax.GradientTransformation | None = None,
   mesh: Mesh | AbstractMesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Chains the reducer, clipping of the mean gradient, and AdamW.
+  """Chains the reducer, clipping of the mean gradient, and the descent.
+
+  With local steps clipping, of a replica's gradient, and descent are the inner
+  optimiser, and the reducer begins the outer one.
 
   Args:
     config: The whole configuration.
@@ -203,27 +208,63 @@ def make_optimizer(
 
   Returns:
     The transformation, which skips steps with non-finite gradients.
+
+  Raises:
+    ValueError: if a name is unknown or an option is out of range.
   """
   if reducer is None:
     reducer = make_reducer(config, task, times, mesh)
-  options = config.optimizer
+  options, local = config.optimizer, config.local
   axes = None if _is_plain(config, mesh) else DATA
   clip = optax.clip_by_global_norm(options.clip_norm)
   if config.mesh.stage > 1:
     axes = (DATA, STAGE)
     clip = edgc_jax.clip_by_global_norm(options.clip_norm, STAGE)
-  chain = optax.chain(
-    reducer,
-    clip,
-    optax.adamw(
-      make_schedule(config),
-      b1=options.b1,
-      b2=options.b2,
-      weight_decay=options.weight_decay,
-      mask=_is_matrix,
-    ),
+  descent = _make_descent(config)
+  outer = optax.sgd(local.lr, local.momentum or None, nesterov=True)
+  if local.every and not local.lookahead:
+    how: dict[str, Any] = {}
+    if _is_plain(config, mesh):
+      assert mesh is not None
+      how = {"mesh": mesh, "param_specs": task.layout(mesh.shape).specs}
+    return edgc_jax.local_steps(
+      optax.chain(clip, descent),
+      optax.chain(reducer, outer),
+      local.every,
+      DATA,
+      fragments=local.fragments,
+      overlap=local.overlap,
+      **how,
+    )
+  chain = edgc_jax.skip_nonfinite(
+    optax.chain(reducer, clip, descent), axes, options.max_consecutive_skips
   )
-  return edgc_jax.skip_nonfinite(chain, axes, options.max_consecutive_skips)
+  return lookahead(chain, outer, local.every) if local.every else chain
+
+
+def _make_descent(config: ConfigDict) -> optax.GradientTransformation:
+  """Returns the last links of the chain."""
+  options = config.optimizer
+  schedule = make_schedule(config)
+  adamw = optax.adamw(
+    schedule,
+    b1=options.b1,
+    b2=options.b2,
+    weight_decay=options.weight_decay,
+    mask=_is_matrix,
+  )
+  sign = optax.chain(
+    optax.scale_by_sign(),
+    optax.add_decayed_weights(options.weight_decay, _is_matrix),
+    optax.scale_by_learning_rate(schedule),
+  )
+  descents = {"adamw": adamw, "sign": sign}
+  if options.name not in descents:
+    raise ValueError(
+      f"`optimizer.name` must be one of {', '.join(descents)}, got"
+      f" {options.name!r}; sign belongs to the reducer demo."
+    )
+  return descents[options.name]
 
 
 def _is_plain(config: ConfigDict, mesh: Mesh | AbstractMesh | None) -> bool:

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from edgc_jax.state.state import STATE_VERSION
-from experiments import tasks
+from experiments import peers, tasks
 from experiments.parallel import backends, meshes
 from experiments.parallel.stored_state import StoredForm, flat
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
@@ -233,6 +233,7 @@ class Trainer:
     if progress.step:
       batches.set_state(progress.about["batches"])
     line = progress.about.get("line", {})
+    self._useful = line.get("skipped_inner_steps", 0), line.get("step", 0)
     for step in range(progress.step + 1, config.steps + 1):
       log.begin_step()
       params, opt_state, numbers = self.parallel.step(
@@ -301,7 +302,7 @@ class Trainer:
       "corpus": self._source._asdict(),
       "versions": {
         "task": self.task.version,
-        "method": edgc_jax.METHOD_VERSIONS[config.reducer],
+        **peers.versions_of(config.reducer, config.local),
       },
       "environment": environment(),
     }
@@ -359,11 +360,25 @@ class Trainer:
         "All replicas had the same gradients in the first steps, so averaging"
         " them changes nothing; give every replica its own part of the batch."
       )
-    if line["consecutive_skips"] >= self.config.optimizer.max_consecutive_skips:
+    skips = line.get("consecutive_skips", 0)
+    if self.config.local.every:
+      skips = self._skipped_by_all(line, step)
+    if skips >= self.config.optimizer.max_consecutive_skips:
       raise TrainingStopped(
-        f"{line['consecutive_skips']} steps in a row up to step {step} had"
+        f"{skips} steps in a row up to step {step} had"
         " non-finite gradients; lower optimizer.lr or check the data."
       )
+
+  def _skipped_by_all(self, line: dict[str, Any], step: int) -> int:
+    """Returns the steps since the last line with a step that was not skipped.
+
+    Under local steps each replica skips its own.
+    """
+    skipped = line.get("skipped_inner_steps", 0)
+    before, since = self._useful
+    if skipped - before < self.config.mesh.data * (step - since):
+      self._useful = skipped, step
+    return step - self._useful[1]
 
 
 @dataclasses.dataclass(frozen=True)

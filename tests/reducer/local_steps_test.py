@@ -1,6 +1,7 @@
 """`local_steps`: replicas train alone, and average what they have moved."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -91,7 +92,8 @@ def shard_mapped(tx, steps):
   return params, state
 
 
-def simulated(tx, steps):
+def simulation(tx):
+  """Yields parameters and state after 0, 1, 2, ... steps."""
   axes = edgc_jax.state_axes(tx, PARAMS)
   state = jax.vmap(
     tx.init, in_axes=None, out_axes=axes, axis_size=REPLICAS, axis_name=AXIS
@@ -105,9 +107,13 @@ def simulated(tx, steps):
     )
   )
   params = PARAMS
-  for i in range(steps):
+  for i in itertools.count():
+    yield params, state
     params, state = step(params, state, batch(i).reshape(REPLICAS, -1, 48))
-  return params, state
+
+
+def simulated(tx, steps):
+  return next(itertools.islice(simulation(tx), steps, None))
 
 
 def plain_step(tx, mesh, axis_name=AXIS):
@@ -169,11 +175,12 @@ def test_equals_a_loop_over_the_replicas(run):
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_all_ways_to_bind_the_axis_agree(fragments, overlap):
   make = functools.partial(tx_of, fragments=fragments, overlap=overlap)
-  expected, state = simulated(make(), 10)
+  steps = 12 + overlap  # the last one exchanges
+  expected, state = simulated(make(), steps)
   moved = edgc_jax.metrics(state)
   assert moved["wire_bytes"] > 0 and moved["skipped_inner_steps"] == 0
   for run in (pmapped, shard_mapped, plain):
-    params, state = run(make if run is plain else make(), 10)
+    params, state = run(make if run is plain else make(), steps)
     chex.assert_trees_all_close(params, expected, atol=2e-5)
     chex.assert_trees_all_close(edgc_jax.metrics(state), moved, rtol=1e-4)
   distance = optax.tree.norm(optax.tree.sub(expected, PARAMS))
@@ -318,13 +325,30 @@ def test_a_round_that_is_not_finite_is_dropped():
   assert not any(np.any(d) for d in jax.tree.leaves(state.offset.values))
 
 
-def test_compression_counts_all_steps():
+def test_bytes_are_those_of_each_step():
   """A dense round of 4 steps sends a quarter of a dense run."""
-  _, state = simulated(tx_of(every=4), 8)
-  metrics = edgc_jax.metrics(state)
   size = sum(p.size for p in jax.tree.leaves(PARAMS))
-  assert metrics["dense_bytes"] == 4 * size
-  np.testing.assert_allclose(metrics["compression_ratio"], 4, rtol=0.02)
+  for fragments in (1, 2):
+    sent = []
+    run = simulation(tx_of(every=4, fragments=fragments))
+    for _, state in itertools.islice(run, 13):
+      metrics = edgc_jax.metrics(state)
+      assert metrics["dense_bytes"] == 4 * size
+      sent.append(metrics["wire_bytes"])
+    due = range(4 // fragments, 13, 4 // fragments)
+    assert [step for step, n in enumerate(sent) if n] == list(due)
+    # The first exchanges also compare gradients and replicas.
+    np.testing.assert_allclose(sum(sent) / (4 * size), 3, rtol=0.05)
+    np.testing.assert_allclose(metrics["compression_ratio"], 4, rtol=0.05)
+    if fragments == 2:  # the two matrices, one with the bias
+      np.testing.assert_allclose(max(sent) / (2 * size), 1, rtol=0.05)
+
+
+def test_fragments_are_described_once():
+  tx = tx_of(lambda mesh: edgc_jax.quantize(4, mesh=mesh), fragments=2)
+  for _ in range(2):  # a second time, although JAX has traced it
+    (part,) = edgc_jax.describe(tx, PARAMS).parts
+    assert [row.path for row in part.rows] == ["['b']", "['v']", "['w']"]
 
 
 def test_metrics_join_fragments_of_other_kinds():

@@ -1,0 +1,212 @@
+"""Whole runs with local steps, and of the methods of others."""
+
+import jax
+import numpy as np
+import pytest
+from helpers import cut_runs
+from helpers.small_runs import small
+
+import edgc_jax
+from experiments import peers
+from experiments.training.trainer import Trainer, TrainingStopped
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+EVERY = 3
+
+
+def config_of(folder, reducer="quantize", backend="vmap", **local):
+  """Returns a run of two rounds of three steps, and two steps more."""
+  config = cut_runs.config_of(folder, reducer, backend)
+  config.log_every = 1
+  config.local.update({"every": EVERY, "momentum": 0.5} | local)
+  return config
+
+
+def losses_of(trainer):
+  return [line["loss"] for line in cut_runs.lines_of(trainer)]
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+  """An uninterrupted run on simulated replicas."""
+  return cut_runs.run(config_of(tmp_path_factory.mktemp("whole") / "run"))
+
+
+@pytest.mark.usefixtures("without_cache")  # for shards
+@pytest.mark.parametrize(
+  "backend, shards", [("pmap", 1), ("jit", 1), ("jit", 2)]
+)
+def test_backends_agree(tmp_path, simulated, backend, shards):
+  config = config_of(tmp_path / "run", backend=backend)
+  config.mesh.update(data=4, fsdp=shards)
+  trainer = cut_runs.run(config)
+  # Blocks of 8 bits are of a shard's part of a matrix.
+  within = 1e-5 if shards == 1 else 1e-3
+  np.testing.assert_allclose(
+    losses_of(trainer), losses_of(simulated), rtol=within
+  )
+  assert trainer.parallel.traces == 1
+
+
+def test_bytes_are_sent_at_exchanges_alone(simulated):
+  lines = cut_runs.lines_of(simulated)
+  sent = [line["wire_bytes"][0] for line in lines]
+  assert [step for step, n in enumerate(sent, 1) if n] == [3, 6]
+  summary = simulated.folder.summary()
+  assert summary["wire_bytes_per_step"] == [sum(sent) / len(sent)]
+  assert summary["peak_wire_bytes_per_step"] == max(sent)
+  assert lines[-1]["skipped_inner_steps"] == 0
+  # Dense bytes are of every step, as without rounds.
+  dense = 4 * simulated.parallel.num_params
+  assert {line["dense_bytes"] for line in lines} == {dense}
+  assert summary["versions"] == {"task": 1, "method": 1, "local_steps": 1}
+
+
+def test_what_is_evaluated_is_common(simulated):
+  """The parameters of the state stay the same between two exchanges."""
+  found = {}
+  for step in (2, 4, 6, 8):
+    form = simulated.parallel.stored.template(4)
+    trees = simulated.checkpoints.load(step, form)
+    found[step] = jax.tree.map(np.asarray, trees["params"])
+  same = lambda a, b: jax.tree.all(  # noqa: E731
+    jax.tree.map(np.array_equal, found[a], found[b])
+  )
+  assert not same(2, 4) and not same(4, 6) and same(6, 8)
+
+
+@pytest.mark.parametrize("backend", ["vmap", "pmap", "jit"])
+@pytest.mark.parametrize("cut_after", [4, 6])
+def test_resumes_bit_for_bit_within_a_round(
+  tmp_path, simulated, backend, cut_after
+):
+  if backend == "vmap":
+    whole = simulated
+  else:
+    whole = cut_runs.run(config_of(tmp_path / "whole", backend=backend))
+  config = config_of(tmp_path / "cut", backend=backend)
+  cut_runs.run(config, cut_after=cut_after)
+  resumed = cut_runs.run(config)
+  assert cut_runs.lines_of(resumed) == cut_runs.lines_of(whole)
+  for found, expected in zip(
+    *(jax.tree.leaves(cut_runs.newest(t)) for t in (resumed, whole)),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_resumes_on_another_number_of_replicas(
+  tmp_path, simulated, replicas, capsys
+):
+  """Own parameters keep their mean, in the middle of a round."""
+  config = config_of(tmp_path / "cut")
+  cut_runs.run(config, cut_after=4)
+  config.mesh.data = replicas
+  resumed = cut_runs.run(config)
+  assert f"on {replicas} replicas, 4 before" in capsys.readouterr().out
+  np.testing.assert_allclose(
+    losses_of(resumed)[-1], losses_of(simulated)[-1], rtol=0.01
+  )
+
+
+def test_fragments_and_overlap(tmp_path, simulated):
+  config = config_of(tmp_path / "run", fragments=3, overlap=True)
+  trainer = cut_runs.run(config)
+  sent = [line["wire_bytes"][0] for line in cut_runs.lines_of(trainer)]
+  # A step late, one fragment at a time.
+  assert sent[0] == 0 and all(sent[1:])
+  summary = trainer.folder.summary()
+  whole = simulated.folder.summary()["peak_wire_bytes_per_step"]
+  assert summary["peak_wire_bytes_per_step"] < 0.6 * whole
+
+
+@pytest.mark.parametrize("name", ["sparse_loco", "powersgd", "edgc", "topk"])
+def test_any_reducer_exchanges_what_replicas_moved(tmp_path, name):
+  config = config_of(tmp_path / "run", name)
+  config.local.momentum = 0.0
+  trainer = cut_runs.run(config)
+  losses = losses_of(trainer)
+  assert losses[-1] < losses[0] - 0.1
+  assert trainer.folder.summary()["compression_ratio"] > EVERY
+
+
+def test_demo_descends_by_signs(tmp_path):
+  config = small(tmp_path / "run", "demo")
+  config.optimizer.update(name="sign", lr=3e-3)
+  trainer = cut_runs.run(config)
+  losses = losses_of(trainer)
+  assert losses[-1] < losses[0] - 0.2
+  assert trainer.folder.summary()["versions"] == {"task": 1, "method": 1}
+
+
+def test_lookahead_without_momentum_is_the_run_itself(tmp_path):
+  """An outer step of rate 1 goes where the inner steps went."""
+  plain = small(tmp_path / "plain", "allreduce")
+  ahead = config_of(tmp_path / "ahead", "allreduce", lookahead=True, momentum=0)
+  moved = config_of(tmp_path / "moved", "allreduce", lookahead=True)
+  plain.mesh.backend, plain.log_every = "vmap", 1
+  plain, ahead, moved = (
+    losses_of(cut_runs.run(each)) for each in (plain, ahead, moved)
+  )
+  np.testing.assert_allclose(ahead, plain, rtol=1e-5)
+  # Momentum acts from the second outer step on, after step 6 (and Nesterov's
+  # from the first).
+  np.testing.assert_allclose(moved[:EVERY], plain[:EVERY], rtol=1e-5)
+  assert abs(moved[-1] - plain[-1]) > 1e-3
+
+
+def test_stops_if_all_replicas_skip_all_steps(tmp_path, monkeypatch):
+  config = config_of(tmp_path / "run")
+  config.optimizer.max_consecutive_skips = 3
+  trainer = Trainer(config)
+  differentiate = trainer.parallel._differentiate
+
+  def broken(*args):
+    numbers, gradients = differentiate(*args)
+    return numbers, jax.tree.map(lambda g: g * np.nan, gradients)
+
+  monkeypatch.setattr(trainer.parallel, "_differentiate", broken)
+  with pytest.raises(TrainingStopped, match=r"^3 steps in a row up to step 3"):
+    trainer.run()
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"local.every": -1}, r"^`local.every` must be at least 0, got -1"),
+    (
+      {"local.every": 0},
+      r"^`local.every` must be at least 1 with other options .*; raise it\.",
+    ),
+    ({"local.fragments": 2}, r"^`fragments` must be a divisor of every=3"),
+    (
+      {"local.fragments": 3, "local.lookahead": True},
+      r"^`local.lookahead` must be False with fragments or overlap",
+    ),
+    (
+      {"mesh.stage": 2, "mesh.data": 2, "mesh.backend": "jit"},
+      r"^`local.every` must be 0 on pipeline stages .* got 3 with mesh.stage=2",
+    ),
+    ({"reducer": "auto"}, r"^`local.every` must be 0 .* and auto; set"),
+    ({"optimizer.name": "adam"}, r"^`optimizer.name` must be one of adamw, si"),
+    ({"reducer": "gone"}, r"^`reducer` must be one of allreduce, .*sparse_lo"),
+  ],
+)
+def test_errors(tmp_path, changes, message):
+  config = config_of(tmp_path / "run")
+  config.model.num_layers = 2
+  config.update_from_flattened_dict(changes)
+  with pytest.raises(ValueError, match=message):
+    Trainer(config)
+  assert not (tmp_path / "run").exists()
+
+
+def test_versions_of_what_a_run_uses():
+  local = {"every": 4, "lookahead": False}
+  assert peers.versions_of("demo", {}) == {"method": 1}
+  assert peers.versions_of("edgc", local) == {"method": 1, "local_steps": 1}
+  local["lookahead"] = True
+  assert peers.versions_of("gone", local) == {"method": None, "lookahead": 1}
+  names = peers.reducers().keys()
+  assert edgc_jax.REDUCERS.keys() | {"demo", "sparse_loco"} == names
