@@ -93,25 +93,24 @@ def _tuning(name: str) -> Sequence[str]:
   own = _study(name)
   lines = []
   for arm in own.arms:
-    losses = {
-      value: study.loss_of(record)
-      for value, record in own.tuned(arm, _records()).items()
-    }
-    best = own.best_value(arm, _records())
-    lines.append(
-      {"arm": arm}
-      | {
-        f"{value:g}": f"**{loss:.4f}**"
-        if value == best
-        else "diverged"
-        if not np.isfinite(loss)
-        else f"{loss:.4f}"
-        for value, loss in losses.items()
-      }
-    )
+    best = own.taken(arm, _records())
+    for choice, found in enumerate(own.tuned(arm, _records())):
+      line = {"arm": _choice(own, arm, choice) if choice else arm}
+      for value, record in found.items():
+        loss = study.loss_of(record)
+        text = f"{loss:.4f}" if np.isfinite(loss) else "diverged"
+        is_best = (choice, value) == best
+        line[f"{value:g}"] = f"**{text}**" if is_best else text
+      lines.append(line)
   table = pd.DataFrame(lines).fillna("")
   rates = sorted((c for c in table if c != "arm"), key=float)
   return _markdown(table[["arm", *rates]].to_dict("records"))
+
+
+def _choice(own: Study, arm: str, choice: int) -> str:
+  """Returns what an alternative of an arm changes."""
+  changes = own.alternatives[arm][choice - 1]
+  return "↳ " + ", ".join(f"{k} {v:g}" for k, v in changes.items())
 
 
 def _origin(name: str) -> Sequence[str]:
@@ -120,7 +119,8 @@ def _origin(name: str) -> Sequence[str]:
   records = [
     record
     for arm in own.arms
-    for record in own.tuned(arm, _records()).values()
+    for found in own.tuned(arm, _records())
+    for record in found.values()
     if record.is_finished
   ]
   frame = _judged(name)

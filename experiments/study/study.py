@@ -12,6 +12,9 @@ A study is a Python file with
            factors, until the best value lies between two others. The judged
            runs take the lowest value whose loss is within the tolerance of the
            best one's
+  ALTERNATIVES  (optional) {arm: [settings, ...]}: further settings of an arm,
+           tried at the value that is best for its own. If one of them is best,
+           the arm takes it, and the key is tuned again for it
   MATCHED  (optional) {arm of edgc: arm of powersgd}: adds an arm that is
            powersgd at the rank whose bytes equal those of edgc
 
@@ -72,6 +75,9 @@ class Study:
   more: Sequence[int] = ()
   best: int = 2
   tuning: Tuning | None = None
+  alternatives: Mapping[str, Sequence[Settings]] = dataclasses.field(
+    default_factory=dict
+  )
   matched: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @functools.cached_property
@@ -101,36 +107,59 @@ class Study:
     config.update_from_flattened_dict(dict(settings))
     return config
 
-  def tuned(self, arm: str, records: Records) -> dict[float, Record]:
-    """Returns the finished runs of an arm's tuning, by value.
+  def choices(self, arm: str) -> Sequence[Settings]:
+    """Returns the arm's own settings, and its alternatives."""
+    own = self.arms[arm]
+    return [own, *({**own, **each} for each in self.alternatives.get(arm, ()))]
+
+  def tuned(self, arm: str, records: Records) -> list[dict[float, Record]]:
+    """Returns the finished runs of an arm's tuning: of each choice, by value.
 
     A run that failed counts as infinitely bad.
     """
-    return {
-      value: record
-      for value, run in self._tuning_runs(arm, records)
-      if (record := records.find(run.config)) is not None
-    }
+    found: list[dict[float, Record]] = [{} for _ in self.choices(arm)]
+    for choice, value, run in self._tuning_runs(arm, records):
+      if (record := records.find(run.config)) is not None:
+        found[choice][value] = record
+    return found
 
-  def best_value(self, arm: str, records: Records) -> float | None:
-    """Returns the value that judged runs take; None while others may be better.
+  def taken(self, arm: str, records: Records) -> tuple[int, float] | None:
+    """Returns the choice and the value that judged runs of an arm take.
+
+    Returns:
+      The number of the choice and the value, or None while others may be
+      better.
+    """
+    for choice, found in enumerate(tuned := self.tuned(arm, records)):
+      value = self._best_value(found)
+      if value is not None and choice == self._best_choice(tuned):
+        return choice, value
+    return None
+
+  def _best_value(self, found: Mapping[float, Record]) -> float | None:
+    """Returns the best value of a choice; None while others may be better.
 
     Of values that are as good as the best within the tolerance it is the
     lowest: high learning rates make runs of one arm differ more.
     """
-    found = {
-      value: loss_of(record)
-      for value, record in self.tuned(arm, records).items()
-    }
-    if not found:
+    losses = {value: loss_of(record) for value, record in found.items()}
+    if not losses:
       return None
-    best = min(found, key=lambda value: found[value])
-    is_inside = min(found) < best < max(found)
-    if not is_inside or not math.isfinite(found[best]):
+    best = min(losses, key=lambda value: losses[value])
+    is_inside = min(losses) < best < max(losses)
+    if not is_inside or not math.isfinite(losses[best]):
       return None
     assert self.tuning is not None
-    limit = found[best] + self.tuning.tolerance
-    return min(value for value, loss in found.items() if loss <= limit)
+    limit = losses[best] + self.tuning.tolerance
+    return min(value for value, loss in losses.items() if loss <= limit)
+
+  def _best_choice(self, tuned: Sequence[Mapping[float, Record]]) -> int | None:
+    """Returns the best choice at the best value of the first one."""
+    value = self._best_value(tuned[0])
+    if value is None or not all(value in found for found in tuned):
+      return None
+    losses = [loss_of(found[value]) for found in tuned]
+    return losses.index(min(losses))
 
   def judged(
     self, arm: str, seed: int, records: Records
@@ -154,9 +183,12 @@ class Study:
       arm_of = arm
       settings |= self.arms[arm]
     if self.tuning is not None:
-      value = self.best_value(arm_of, records)
-      if value is None:
+      best = self.taken(arm_of, records)
+      if best is None:
         return None, None
+      choice, value = best
+      if arm_of == arm:
+        settings |= self.choices(arm)[choice]
       settings[self.tuning.key] = value
     run = Run(arm, self.configuration(settings), is_judged=True)
     return run, records.find(run.config)
@@ -165,7 +197,7 @@ class Study:
     """Yields the runs that can start now, the most useful ones first."""
     arms = [arm for table in self.tables for arm in self.table_of(table)]
     for arm in self.arms:
-      for _, run in self._tuning_runs(arm, records):
+      for _, _, run in self._tuning_runs(arm, records):
         if records.find(run.config) is None:
           yield run
     for seed in self.seeds:
@@ -199,32 +231,63 @@ class Study:
 
   def _tuning_runs(
     self, arm: str, records: Records
-  ) -> Iterator[tuple[float, Run]]:
-    """Yields the runs of an arm's tuning, as far as they are known."""
-    tuning = self.tuning
-    if tuning is None:
+  ) -> Iterator[tuple[int, float, Run]]:
+    """Yields the runs of an arm's tuning, as far as they are known.
+
+    With each run come the number of its choice and its value.
+    """
+    if self.tuning is None:
       return
+    tuned: list[dict[float, Record]] = [{} for _ in self.choices(arm)]
+
+    def search(choice: int, start: Sequence[float]) -> Iterator[Any]:
+      for value, run in self._search(arm, choice, start, records):
+        yield choice, value, run
+        if (record := records.find(run.config)) is not None:
+          tuned[choice][value] = record
+
+    yield from search(0, self.tuning.start)
+    value = self._best_value(tuned[0])
+    if value is None:
+      return
+    for choice in range(1, len(tuned)):
+      run = self._tuning_run(arm, choice, value)
+      yield choice, value, run
+      if (record := records.find(run.config)) is not None:
+        tuned[choice][value] = record
+    if best := self._best_choice(tuned):
+      yield from search(best, [value])
+
+  def _search(
+    self, arm: str, choice: int, start: Sequence[float], records: Records
+  ) -> Iterator[tuple[float, Run]]:
+    """Yields runs until the best value lies between two others."""
+    assert self.tuning is not None
     losses: dict[float, float] = {}
-    values = list(tuning.start)
+    values = list(start)
     while values:
       value = values.pop(0)
-      settings = {
-        **tuning.settings, **self.arms[arm], "seed": tuning.seed,
-        tuning.key: value,
-      }  # fmt: skip
-      settings = _own_settings(settings)
-      run = Run(arm, self.configuration(settings), is_judged=False)
+      run = self._tuning_run(arm, choice, value)
       yield value, run
       record = records.find(run.config)
       if record is not None:
         losses[value] = loss_of(record)
-      if values or value not in losses or len(losses) < len(tuning.start):
+      if values or value not in losses or len(losses) < len(start):
         continue  # what follows depends on all losses so far
       best = min(losses, key=lambda value: losses[value])
       if best == min(losses):
-        values = [best / tuning.factor]
+        values = [best / self.tuning.factor]
       elif best == max(losses):
-        values = [best * tuning.factor]
+        values = [best * self.tuning.factor]
+
+  def _tuning_run(self, arm: str, choice: int, value: float) -> Run:
+    assert self.tuning is not None
+    settings = {
+      **self.tuning.settings, **self.choices(arm)[choice],
+      "seed": self.tuning.seed, self.tuning.key: value,
+    }  # fmt: skip
+    config = self.configuration(_own_settings(settings))
+    return Run(arm, config, is_judged=False)
 
   def _equal_rank(self, arm: str, record: Record) -> float:
     """Returns the rank at which an arm sends the bytes of a run."""
@@ -267,12 +330,16 @@ def load(path: str) -> Study:
           " settings; rename one of them."
         )
   matched = public.get("MATCHED", {})
-  strangers = {*matched, *matched.values()} - seen.keys()
-  if strangers:
-    raise ValueError(
-      f"`MATCHED` must name arms of TABLES, got {', '.join(sorted(strangers))}"
-      f" in {path}; rename or remove them."
-    )
+  for name, arms in (
+    ("MATCHED", {*matched, *matched.values()}),
+    ("ALTERNATIVES", public.get("ALTERNATIVES", {})),
+  ):
+    strangers = set(arms) - seen.keys()
+    if strangers:
+      raise ValueError(
+        f"`{name}` must name arms of TABLES, got"
+        f" {', '.join(sorted(strangers))} in {path}; rename or remove them."
+      )
   if "TUNING" in public:
     public["TUNING"] = Tuning(**public["TUNING"])
   parts = pathlib.Path(path).with_suffix("").parts

@@ -103,13 +103,14 @@ def near(best):
   ],
 )
 def test_tuning_goes_on_until_the_best_value_is_inside(records, best, expected):
-  assert TUNED.best_value("fixed", records) is None
+  assert TUNED.taken("fixed", records) is None
   tried = tune(TUNED, records, near(best), "fixed")
   assert tried == pytest.approx(expected)
-  assert TUNED.best_value("fixed", records) == pytest.approx(best)
-  assert list(TUNED.tuned("fixed", records)) == pytest.approx(expected)
-  assert TUNED.best_value("edgc", records) is None
-  assert TUNED.tuned("edgc", records) == {}
+  assert TUNED.taken("fixed", records) == (0, pytest.approx(best))
+  (found,) = TUNED.tuned("fixed", records)
+  assert list(found) == pytest.approx(expected)
+  assert TUNED.taken("edgc", records) is None
+  assert TUNED.tuned("edgc", records) == [{}]
 
 
 def test_tuning_runs_have_their_own_settings(records):
@@ -130,8 +131,9 @@ def test_tuning_runs_have_their_own_settings(records):
 def test_a_value_that_diverges_is_infinitely_bad(records):
   loss_of = lambda value: None if value > 1.5e-3 else near(1e-3)(value)  # noqa: E731
   assert tune(TUNED, records, loss_of, "dense") == [1e-3, 2e-3, 5e-4]
-  assert TUNED.best_value("dense", records) == 1e-3
-  losses = [study.loss_of(r) for r in TUNED.tuned("dense", records).values()]
+  assert TUNED.taken("dense", records) == (0, 1e-3)
+  (found,) = TUNED.tuned("dense", records)
+  losses = [study.loss_of(record) for record in found.values()]
   assert losses[1] == math.inf
 
 
@@ -142,9 +144,57 @@ def test_of_equally_good_values_the_lowest_is_taken(records):
   for tolerance, expected in ((0.0, 8e-3), (0.015, 4e-3), (0.025, 2e-3)):
     tuning = dataclasses.replace(TUNED.tuning, tolerance=tolerance)
     own = dataclasses.replace(TUNED, tuning=tuning)
-    assert own.best_value("fixed", records) == expected
+    assert own.taken("fixed", records) == (0, expected)
     run, _ = own.judged("fixed", 0, records)
     assert run.config.optimizer.lr == expected
+
+
+@pytest.mark.parametrize(
+  "gains, taken, tried",
+  [
+    ((0.1, 0.2), 2, [1, 2, 4, 2, 2, 1, 4, 8]),
+    ((0.1, -0.2), 1, [1, 2, 4, 2, 2, 1, 4, 8]),
+    ((-0.1, -0.2), 0, [1, 2, 4, 2, 2]),
+    ((-0.1, None), 0, [1, 2, 4, 2, 2]),
+  ],
+)
+def test_an_arm_takes_the_best_of_its_alternatives(
+  records, gains, taken, tried
+):
+  """Each is tried at the best value; the winner is tuned again."""
+  ranks = (16.0, 24.0)
+  own = dataclasses.replace(
+    TUNED,
+    alternatives={"fixed": [{"powersgd.rank": rank} for rank in ranks]},
+  )
+
+  def loss_of(config):
+    rank, value = config.powersgd.rank, config.optimizer.lr
+    if rank not in ranks:
+      return near(2e-3)(value)
+    gain = gains[ranks.index(rank)]
+    return None if gain is None else near(4e-3)(value) - gain - 0.48
+
+  found = []
+  while run := next((r for r in own.plan(records) if r.arm == "fixed"), None):
+    if run.is_judged:
+      break
+    assert own.taken("fixed", records) is None
+    found.append(1e3 * run.config.optimizer.lr)
+    if (loss := loss_of(run.config)) is None:
+      records.add(run.config, {"error": "diverged"})
+    else:
+      record(records, run, loss)
+  assert found == pytest.approx(tried)
+  assert own.taken("fixed", records) == (taken, 4e-3 if taken else 2e-3)
+  assert run.config.powersgd.rank == (8.0, *ranks)[taken]
+  assert run.config.optimizer.lr == (4e-3 if taken else 2e-3)
+  # A matched arm keeps the settings of its own.
+  tune(own, records, near(2e-3), "edgc")
+  run, _ = own.judged("edgc", 0, records)
+  record(records, run, 2.5)
+  match, _ = own.judged("edgc" + MATCHED, 0, records)
+  assert match.config.powersgd.rank not in (8.0, *ranks)
 
 
 def test_judged_runs_take_the_best_value(records):
@@ -300,6 +350,10 @@ FILE = "CONFIG = 'c.py'\nSEEDS = (0,)\nTABLES = {'one': {'a b': {'x': 1}}"
     (
       FILE + "}\nMATCHED = {'a b': 'c'}",
       r"`MATCHED` must name arms of TABLES, got c in .*; rename or remove",
+    ),
+    (
+      FILE + "}\nALTERNATIVES = {'c': [{}]}",
+      r"`ALTERNATIVES` must name arms of TABLES, got c in .*; rename or",
     ),
   ],
 )
