@@ -234,10 +234,12 @@ def _family(arm: str) -> str:
   """Returns the group of an arm in the picture."""
   if arm.endswith(MATCHED):
     return "fixed rank of edgc's bytes"
-  parts = arm.split(", ")
-  if parts[0].startswith("powersgd"):
-    return ", ".join(["powersgd", *parts[1:]])
-  return parts[0].split()[0]
+  own, _, every = arm.partition(", every ")
+  first, *others = own.split(", ")
+  first = first.split()[0]  # without its rank
+  if every:
+    return ", ".join([first, *others, "every H"])
+  return ", ".join([first, *others]) if first == "powersgd" else first
 
 
 def _difference(mean: float, error: float) -> str:

@@ -11,7 +11,8 @@ A study is a Python file with
            "tolerance"}: tunes a key for every arm, from its values `start`, by
            factors, until the best value lies between two others. The judged
            runs take the lowest value whose loss is within the tolerance of the
-           best one's
+           best one's. `settings` are of the tuning's runs alone; "arms" (optional)
+           has further ones, {arm: settings}
   ALTERNATIVES  (optional) {arm: [settings, ...]}: further settings of an arm,
            tried at the value that is best for its own. If one of them is best,
            the arm takes it, and the key is tuned again for it
@@ -53,6 +54,7 @@ class Tuning:
   seed: int
   settings: Settings
   tolerance: float = 0.0
+  arms: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +286,7 @@ class Study:
     assert self.tuning is not None
     settings = {
       **self.tuning.settings, **self.choices(arm)[choice],
+      **self.tuning.arms.get(arm, {}),
       "seed": self.tuning.seed, self.tuning.key: value,
     }  # fmt: skip
     config = self.configuration(_own_settings(settings))

@@ -340,7 +340,7 @@ FILE = "CONFIG = 'c.py'\nSEEDS = (0,)\nTABLES = {'one': {'a b': {'x': 1}}"
   [
     (
       FILE + "}\nTUNNING = {}",
-      r"must set no other names than BEST, CONFIG, .*, got TUNNING in .*; ren",
+      r"must set no other names than ALTERNATIVES, BEST, .*, got TUNNING in",
     ),
     (
       FILE + ", 'two': {'a b': {'x': 2}}}",

@@ -1,0 +1,117 @@
+"""From 2 to 0.03 bits: few bits, low rank, and rare exchanges.
+
+Every arm with local steps chooses its outer rule, too. About 18 hours on one
+core, of which a third tune:
+
+  python experiments/run_study.py --study=configs/protocol/rounds.py --jobs=2
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from configs.protocol import table
+
+CONFIG = table.CONFIG
+SEEDS = table.SEEDS
+MORE = table.MORE
+BEST = 2
+
+_LONG = 16  # steps of a round from which the tuning keeps the number of rounds
+
+
+def _quantize(bits: int) -> Mapping[str, Any]:
+  return {
+    "reducer": "quantize",
+    "quantize.bits": bits,
+    "quantize.error_feedback": True,
+  }
+
+
+_DENSE = {"reducer": "allreduce"}
+_SPARSE = {"reducer": "sparse_loco"}
+_DEMO = {"reducer": "demo", "optimizer.name": "sign"}
+
+
+def _powersgd(rank: float) -> Mapping[str, Any]:
+  own = table.TABLES["About 1 bits"]["powersgd 21.8, int4, error"]
+  return {**own, "powersgd.rank": rank}
+
+
+def _rare(every: int, exchange: Mapping[str, Any]) -> Mapping[str, Any]:
+  return {**exchange, "local.every": every}
+
+
+# One exchange takes 4.31, 2.30 and 1.30 bits in 4, 2 and 1 bits an entry, since
+# vectors are dense, and 0.73 with SparseLoCo on 4 replicas.
+TABLES = {
+  "Baselines": {
+    "dense": _DENSE,
+    "dense, lookahead every 10": {
+      **_rare(10, _DENSE), "local.lookahead": True, "local.lr": 0.7,
+      "local.momentum": 0.9,
+    },
+    "dense, every 64": _rare(64, _DENSE),
+  },
+  "About 2 bits": {
+    "quantize, 2 bits": _quantize(2),
+    "quantize, 4 bits, every 2": _rare(2, _quantize(4)),
+    "dense, every 16": _rare(16, _DENSE),
+  },
+  "About 1 bits": {
+    "quantize, 1 bit": _quantize(1),
+    "quantize, 2 bits, every 2": _rare(2, _quantize(2)),
+    "quantize, 4 bits, every 4": _rare(4, _quantize(4)),
+    "dense, every 32": _rare(32, _DENSE),
+  },
+  "About 0.4 bits": {
+    "powersgd 8.1, int4, error": _powersgd(8.1),
+    "quantize, 2 bits, every 6": _rare(6, _quantize(2)),
+    "quantize, 4 bits, every 10": _rare(10, _quantize(4)),
+    "dense, every 80": _rare(80, _DENSE),
+    "SparseLoCo, every 2": _rare(2, _SPARSE),
+    "DeMo": {**_DEMO, "demo.count": 8},
+  },
+  "About 0.2 bits": {
+    "powersgd 3.5, int4, error": _powersgd(3.5),
+    "quantize, 2 bits, every 12": _rare(12, _quantize(2)),
+    "quantize, 4 bits, every 20": _rare(20, _quantize(4)),
+    "dense, every 160": _rare(160, _DENSE),
+    "SparseLoCo, every 4": _rare(4, _SPARSE),
+    "powersgd 44.6, int4, error, every 10": _rare(10, _powersgd(44.6)),
+  },
+  "About 0.03 bits": {
+    "quantize, 1 bit, every 40": _rare(40, _quantize(1)),
+    "quantize, 2 bits, every 64": _rare(64, _quantize(2)),
+    "SparseLoCo, every 24": _rare(24, _SPARSE),
+  },
+}  # fmt: skip
+_ARMS = {arm: own for each in TABLES.values() for arm, own in each.items()}
+
+# Outer rules. Own settings average without momentum, as SparseLoCo does. The
+# second one is DiLoCo's.
+_RULES = [
+  {"local.lr": 0.7, "local.momentum": 0.9},
+  {"local.lr": 1.0, "local.momentum": 0.5},
+  {"local.lr": 1.0, "local.momentum": 0.8},
+]
+ALTERNATIVES = {
+  arm: _RULES
+  for arm, own in _ARMS.items()
+  if "local.every" in own and "local.lookahead" not in own
+} | {
+  "dense, lookahead every 10": [
+    {"local.lr": 1.0, "local.momentum": 0.5},
+    {"local.lr": 0.5, "local.momentum": 0.0},
+  ]
+}
+
+# DeMo's signs take steps of the learning rate in every entry. In a quarter of
+# the steps, long rounds are shorter, so that there are as many of them.
+TUNING = {
+  **table.TUNING,
+  "arms": {
+    arm: {"local.every": own["local.every"] // 4}
+    for arm, own in _ARMS.items()
+    if own.get("local.every", 0) >= _LONG
+  },
+}
