@@ -20,11 +20,10 @@ from edgc_jax.leaves.views import (
   scanned,
   trailing_matrix,
 )
-from edgc_jax.measure.advice import advise
+from edgc_jax.measure.advice import advise, measure_computing
 from edgc_jax.measure.description import describe, wire_bytes
 from edgc_jax.measure.timing import (
   measure_backward,
-  measure_coding,
   measure_compression,
   measure_link,
 )
@@ -81,8 +80,8 @@ __all__ = [
   "local_steps",
   "mean_over",
   "measure_backward",
-  "measure_coding",
   "measure_compression",
+  "measure_computing",
   "measure_link",
   "metrics",
   "over_shards",

@@ -1,20 +1,21 @@
-"""Advises which method to send gradients with, for a model, mesh and link.
+"""Advises how to exchange, for a model, mesh and link.
 
   python experiments/advise.py --config=configs/gpt2_tiny.py
 
-Measures the link, a training step and the cost of exchanges on the machines it
-runs on: one process, or all processes of a cluster, as for `train_gpt2.py`.
-Prints the predicted step time of each method, the speed of a replica's uplink
-above which dense is faster, and the choice. `--config=FILE:auto` trains with
-that choice. To get advice for another link, give its payload bytes per second
-and its latency in seconds, both of an all-reduce:
+Measures the link, a training step and the cost of exchanges on the machines
+that run it: one process, or all processes of a cluster, as for `train_gpt2.py`.
+Prints for each method the predicted seconds of a step, the steps and the time
+to a loss as multiples of dense's, the speed of a replica's uplink above which
+dense is sooner, the choice, and what is assumed. `--config=FILE:auto` trains
+with the choice among methods that exchange at every step. To get advice for
+another link, give its payload bytes per second and its latency in seconds, both
+of an all-reduce:
 
   --config.link.bandwidth=12.5e6 --config.link.latency=1e-3
 
-It compares dense float32, dense bfloat16 and several ranks of edgc; powersgd
-computes less than edgc at the same rank. It does not advise for pipeline
-stages. If replicas shard their parameters (`mesh.fsdp`), a given bandwidth is
-one shard's, while all shards of the replica send.
+It does not advise for pipeline stages. If replicas shard their parameters
+(`mesh.fsdp`), a given bandwidth is one shard's, while all shards of the replica
+send.
 """
 
 import pathlib
@@ -31,7 +32,7 @@ from experiments.training import advised, checks
 
 
 def main(config: ConfigDict) -> None:
-  """Measures and prints the table of methods."""
+  """Measures, and prints the table of methods."""
   try:
     task = tasks.make(config)
     checks.check(config, task)
@@ -39,8 +40,7 @@ def main(config: ConfigDict) -> None:
   except ValueError as error:
     sys.exit(f"error: {error}")
   mesh = meshes.of_config(config)
-  advice = advised.measure(config, task, mesh)
-  hosts.say(advised.table(advice, mesh))
+  hosts.say(str(advised.measure(config, task, mesh)))
 
 
 if __name__ == "__main__":

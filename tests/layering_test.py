@@ -47,8 +47,8 @@ COLLECTIVES = {
 }  # fmt: skip
 STANDARD = {
   "collections", "contextlib", "contextvars", "dataclasses", "functools",
-  "importlib", "inspect", "logging", "math", "os", "re", "sys", "threading",
-  "time", "types", "typing", "warnings",
+  "importlib", "inspect", "json", "logging", "math", "os", "pathlib", "re",
+  "sys", "threading", "time", "types", "typing", "warnings",
 }  # fmt: skip
 
 

@@ -1,59 +1,147 @@
-"""Recommends a reducer, given a link and the time of a training step.
+"""Tells which method reaches a loss soonest on a link.
 
-  seconds = step + exchange,   exchange = k latency + bytes / bandwidth + c
+  time = steps seconds,
+  seconds = step + (k latency + bytes / bandwidth + computing) / H
 
-with k all-reduces in sequence, and c seconds to compute the exchange
-(`wire.link_model`). If the link is fast compared with the step, dense takes no
-longer than any other method, and loses nothing. `break_even` is the bandwidth
-below which compression is faster.
+with k collectives in sequence, an exchange every H steps, and as many times the
+steps of dense as the protocol has measured (`measure.evidence`).
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import optax
+
 from edgc_jax import validation
-from edgc_jax.leaves.leaf import arrays_of, leaves_in
+from edgc_jax.leaves.leaf import Leaf, arrays_of, leaves_in
 from edgc_jax.leaves.views import ViewFn, layer_matrix
+from edgc_jax.measure import timing
+from edgc_jax.measure.description import describe
+from edgc_jax.measure.evidence import Evidence, of_protocol
+from edgc_jax.methods import REDUCERS
 from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer.rounds import count_bytes
 from edgc_jax.wire import cpu_backend
 from edgc_jax.wire.codes import code_of
-from edgc_jax.wire.link_model import CompressionModel, LinkModel
+from edgc_jax.wire.link_model import LinkModel, ring_bytes
 
-RANKS = (32, 16, 8)  # of `edgc`, compared by default
-TOLERANCE = 0.1  # of the fastest step, accepted for a smaller error
+TOLERANCE = 0.1  # of the least time, accepted for fewer steps
+_CLOSE = 1.02  # of the protocol's bits, up to which a rank sends as many
+_EDGC_RANKS = 6  # of a ladder of edgc, beyond the first
+_EVERY = ", every "  # ends the name of an exchange
+_TRIPS = {"powersgd": 2, "edgc": 2}  # collectives in sequence; others have one
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-  """A method of averaging gradients, with its predicted bytes and time.
+  """A method for the user's parameters, with predicted bytes and times.
 
   Attributes:
     name: A name to print.
     reducer: Name of the function of this package.
-    options: Its arguments, in addition to `min_ratio` and `matrix_view`.
-    wire_bytes: Payload of one exchange per replica.
-    seconds: Predicted time of a step with the exchange.
+    options: Its arguments. (`edgc` needs `total_steps`, too.)
+    every: Steps between two exchanges; above 1, those of `local_steps`.
+    outer: Arguments of the outer `optax.sgd` of `local_steps`.
+    wire_bytes: Payload of one exchange of a device.
+    bits: Bits a parameter and step.
+    seconds: Of a step, the mean over a round.
+    steps: Steps to a loss, as a multiple of dense's.
+    time: seconds * steps: to the loss that dense reaches in one step's share.
     break_even: Bandwidth, in bytes of payload per second of an all-reduce,
-      above which dense float32 is predicted to be faster; inf if dense never
-      is, 0 for dense itself and for methods that are never faster.
+      above which dense float32 reaches a loss sooner; inf if dense never does,
+      0 for dense itself and for methods that are never sooner.
   """
 
   name: str
   reducer: str
   options: Mapping[str, Any]
+  every: int
+  outer: Mapping[str, float]
   wire_bytes: int
+  bits: float
   seconds: float
+  steps: float
   break_even: float
+
+  @property
+  def time(self) -> float:
+    return self.seconds * self.steps
+
+  @property
+  def exchanged_by(self) -> str:
+    """Name of the reducer and its options, without the steps of a round."""
+    return self.name.partition(_EVERY)[0]
+
+  def make(
+    self, matrix_view: ViewFn | None = None, **more: Any
+  ) -> optax.GradientTransformationExtraArgs:
+    """Returns the reducer, with further arguments of it."""
+    if matrix_view is not None:
+      more["matrix_view"] = matrix_view
+    return REDUCERS[self.reducer](**self.options, **more)
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-  """All methods, sorted by their error, smallest first, and the best one."""
+  """All methods, fewest steps first, and the best one; prints as a table.
+
+  Attributes:
+    methods: The candidates.
+    choice: Of those that need at most `tolerance` more time than the soonest,
+      the one with the fewest steps.
+    assumptions: What was assumed and not measured, in sentences.
+    link: Of one device.
+    step_seconds: Of a step without any exchange.
+    replicas: Number of replicas.
+    shards: Devices of a replica.
+  """
 
   methods: tuple[Candidate, ...]
   choice: Candidate
+  assumptions: tuple[str, ...]
+  link: LinkModel
+  step_seconds: float
+  replicas: int
+  shards: int = 1
+
+  def __str__(self) -> str:
+    """Returns the link, the table, the choice, and what was assumed."""
+    width = max(len(method.name) for method in self.methods)
+    link = (
+      f"{self.replicas} replicas, uplinks of"
+      f" {self._megabits(self.link.bandwidth):.4g} Mbit/s,"
+      f" {1e3 * self.link.latency:.3g} ms an all-reduce,"
+      f" {self.step_seconds:.3g} s a step without exchange"
+    )
+    head = f"{'method':{width}}{'bits':>8}{'MB':>10}{'s a step':>10}"
+    lines = [link, f"{head}{'steps':>7}{'time':>8}   dense sooner above"]
+    dense = self.methods[0].time
+    for method in self.methods:
+      lines.append(
+        f"{method.name:{width}}{method.bits:8.2f}"
+        f"{self.shards * method.wire_bytes / 1e6:10.2f}{method.seconds:10.3f}"
+        f"{method.steps:7.2f}{method.time / dense:8.3f}   {self._bound(method)}"
+      )
+    lines += [
+      f"choice: {self.choice.name}",
+      *(f"- {text}" for text in self.assumptions),
+    ]
+    return "\n".join(lines)
+
+  def _bound(self, method: Candidate) -> str:
+    """Returns the speed of a replica's uplink at which dense takes over."""
+    if method is self.methods[0]:
+      return ""
+    if not method.break_even:
+      return "any speed"
+    if method.break_even == float("inf"):
+      return "no speed"
+    return f"{self._megabits(method.break_even):.4g} Mbit/s"
+
+  def _megabits(self, bandwidth: float) -> float:
+    """Returns the speed of a replica's uplink, of a device's payload."""
+    return 8e-6 * self.shards * ring_bytes(bandwidth, self.replicas)
 
 
 def advise(
@@ -62,108 +150,161 @@ def advise(
   step_seconds: float,
   replicas: int,
   *,
-  compression: CompressionModel,
-  coding_seconds: float,
-  ranks: Sequence[int] = RANKS,
+  computing: Mapping[str, float] | None = None,
+  most_steps: int | None = None,
   tolerance: float = TOLERANCE,
-  wire_dtype: str = "float32",
-  min_ratio: float = 2.0,
-  matrix_view: ViewFn = layer_matrix,
+  matrix_view: ViewFn | None = None,
+  shards: int = 1,
 ) -> Advice:
-  """Chooses between dense float32, dense bfloat16 and ranks of `edgc`.
+  """Predicts how soon each method reaches a loss, and chooses one.
 
-  Of all methods that are at most `tolerance` slower than the fastest, it takes
-  the one with the smallest error, so on a fast link it chooses dense. It
-  assumes that communication and computation do not overlap. On CPU hosts,
+    time = steps (step + (k latency + bytes / bandwidth + computing) / H)
+
+  The candidates are the methods that the protocol has judged, with the ranks
+  that send as many bits a parameter of these parameters. Print the result:
+
+    print(edgc_jax.advise(params, link, step_seconds=0.3, replicas=4))
+
+  Communication and computation do not overlap in this model. On CPU hosts,
   encoded values may be sent in many messages, whose latencies are added
   (`cpu_backend.more_trips`).
 
   Args:
-    params: Parameters or their `jax.ShapeDtypeStruct`s.
-    link: Time of an all-reduce over the replicas, as from `measure_link`.
-    step_seconds: Seconds of a training step that sends nothing: a step without
-      any exchange, plus `measure_coding(params, "float32")`.
+    params: Parameters or their `jax.ShapeDtypeStruct`s; of one device, if
+      devices shard them.
+    link: Time of an all-reduce over the replicas: from `measure_link`, or
+      `LinkModel.of_uplink` for a link that is not at hand.
+    step_seconds: Seconds of a training step without any exchange.
     replicas: Number of replicas.
-    compression: Time to compute an exchange of factors, as from
-      `measure_compression`.
-    coding_seconds: Seconds to encode and decode a dense bfloat16 gradient, as
-      from `measure_coding`.
-    ranks: Ranks of `edgc` to consider, in the range that `compression` was
-      measured in. Ranks that save less than `min_ratio` on every matrix are
-      left out.
-    tolerance: Extra time accepted for a smaller error, as a share of the
-      fastest step; at least 0.
-    wire_dtype: Encoding of the factors, as for `edgc`. The time to encode them
-      is not counted, as factors are small.
-    min_ratio: As for `edgc`.
-    matrix_view: As for `edgc`.
+    computing: Seconds to compute an exchange, by the names of the candidates,
+      from `measure_computing`; None assumes none.
+    most_steps: Leaves out exchanges that are rarer than every so many steps:
+      1 leaves out local steps. None keeps all.
+    tolerance: Extra time accepted for fewer steps, as a share of the least
+      time; at least 0.
+    matrix_view: As for the reducers; None for their own.
+    shards: Devices of a replica that share its link, to print its bytes.
 
   Returns:
     All methods, and the chosen one.
 
   Raises:
     TypeError: if an argument is not a number.
-    ValueError: if an argument is out of range.
+    ValueError: if an argument is out of range, or `computing` lacks a name.
 
   >>> import jax
   >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")
-  >>> compression = CompressionModel(base=0.01, per_rank=0.0)
-  >>> costs = {"compression": compression, "coding_seconds": 0.01}
-  >>> slow, fast = LinkModel(1e-3, 1e7), LinkModel(1e-5, 1e10)
-  >>> advise(weights, slow, 0.1, 2, **costs).choice.name
-  'edgc, rank 16'
-  >>> advise(weights, fast, 0.1, 2, **costs).choice.name
+  >>> fast = LinkModel(latency=1e-5, bandwidth=1e11)
+  >>> advise(weights, fast, step_seconds=0.1, replicas=2).choice.name
   'dense'
   """
   validation.require_finite("step_seconds", step_seconds, "measure it")
-  validation.require_finite("coding_seconds", coding_seconds, "measure it")
   validation.require_finite("tolerance", tolerance, "0.1 is a tenth")
   validation.require_int("replicas", replicas, 1)
-  for rank in ranks:
-    validation.require_int("ranks", rank, 1)
+  validation.require_int("shards", shards, 1)
+  if most_steps is not None:
+    validation.require_int("most_steps", most_steps, 1)
+  found = _candidates(params, replicas, matrix_view)
+  found = [one for one in found if one.every <= (most_steps or one.every)]
+  if computing is not None:
+    missing = [m.name for m in found if m.exchanged_by not in computing]
+    validation.require(
+      not missing,
+      "computing",
+      sorted(computing),
+      f"seconds of all candidates, {', '.join(missing)} among them",
+      "pass the result of measure_computing for the same parameters",
+    )
 
-  tree = arrays_of(params)
-  plain = leaves_in(tree, matrix_view)
-  dense_bytes = 4 * sum(leaf.size for leaf in plain)
+  def exchange(method: Candidate) -> tuple[float, float]:
+    """Returns what takes no part in bytes / bandwidth, and the bytes."""
+    trips = _TRIPS.get(method.reducer, 1)
+    if _is_encoded(method):
+      trips += 1 + cpu_backend.more_trips(method.wire_bytes, replicas)
+    own = 0.0 if computing is None else computing[method.exchanged_by]
+    return trips * link.latency + own, method.wire_bytes
 
-  def method(
-    name: str,
-    rank: int,
-    wire_dtype: str,
-    computing: float,
-    reducer: str,
-    **options: Any,
-  ) -> Candidate | None:
-    code = code_of(wire_dtype)
-    leaves = with_factors(plain, [rank] if rank else [], min_ratio, code)
-    if rank and not any(leaf.cap for leaf in leaves):
-      return None
-    (sent,) = count_bytes(leaves, [rank], code, replicas).tolist()
-    trips = (2 if rank else 1) + (code is not None)
-    if code is not None:
-      trips += cpu_backend.more_trips(sent, replicas)
-    exchange = link.seconds(sent, trips) + computing
+  dense = exchange(found[0])
+  methods = []
+  for method in found:
+    fixed, sent = exchange(method)
+    seconds = step_seconds + (fixed + sent / link.bandwidth) / method.every
     # Both take equally long if saved bytes / bandwidth = added seconds.
-    saved, added = dense_bytes - sent, (trips - 1) * link.latency + computing
+    saved = dense[1] - method.steps * sent / method.every
+    added = method.steps * (step_seconds + fixed / method.every)
+    added -= step_seconds + dense[0]
     even = 0.0 if saved <= 0 else saved / added if added > 0 else float("inf")
-    options = {**options, "wire_dtype": wire_dtype}
-    return Candidate(
-      name, reducer, options, sent, step_seconds + exchange, even
+    methods.append(
+      dataclasses.replace(method, seconds=seconds, break_even=even)
     )
-
-  found = [
-    method("dense", 0, "float32", 0.0, "allreduce"),
-    method("dense, bf16", 0, "bfloat16", coding_seconds, "allreduce"),
+  methods.sort(key=lambda method: method.steps)
+  chosen = first_fast([method.time for method in methods], tolerance)
+  assumed = [
+    "Steps are those of the protocol's model of 0.4 million parameters"
+    " (docs/protocol.md), and assumed to be those of yours.",
+    "Ranks are those that send the protocol's bits a parameter.",
+    "No exchange overlaps with computation.",
   ]
-  for rank in sorted(set(ranks), reverse=True):
-    computing = compression.seconds(rank)
-    name = f"edgc, rank {rank}"
-    found.append(
-      method(name, rank, wire_dtype, computing, "edgc", rank_max=rank)
+  if computing is None:
+    assumed.append(
+      "Computing an exchange takes no time; measure_computing measures it."
     )
-  methods = [one for one in found if one is not None]
-  chosen = first_fast([method.seconds for method in methods], tolerance)
-  return Advice(tuple(methods), methods[chosen])
+  return Advice(
+    tuple(methods),
+    methods[chosen],
+    tuple(assumed),
+    link,
+    step_seconds,
+    replicas,
+    shards,
+  )
+
+
+def measure_computing(
+  params: Any,
+  replicas: int,
+  *,
+  repeats: int = 10,
+  matrix_view: ViewFn | None = None,
+  mesh: Any = None,
+) -> Mapping[str, float]:
+  """Times the computation of the exchanges of all candidates.
+
+    reducer.update - an update that only scales gradients
+
+  Each device is alone on its axis, so updates compute everything and send
+  nothing. Compiles every candidate, which takes seconds to minutes.
+
+  Args:
+    params: As for `advise`. Only shapes and dtypes are read.
+    replicas: As for `advise`.
+    repeats: Number of timed calls.
+    matrix_view: As for `advise`.
+    mesh: With several processes, the mesh of the training. All of them must
+      call this at the same point, and get the same times.
+
+  Returns:
+    Seconds by the name of a candidate.
+
+  Raises:
+    TypeError: if `repeats` is not an integer.
+    ValueError: if `repeats` is below 1.
+  """
+  validation.require_int("repeats", repeats, 1)
+  reducers = {
+    method.exchanged_by: method.make(matrix_view)
+    for method in _candidates(params, replicas, matrix_view)
+  }
+  seconds = timing.extra_seconds(
+    optax.scale(0.5),  # the compiler would remove an identity
+    list(reducers.values()),
+    arrays_of(params),
+    repeats,
+    mesh,
+  )
+  return {
+    name: max(0.0, float(s)) for name, s in zip(reducers, seconds, strict=True)
+  }
 
 
 def first_fast(seconds: Sequence[float], tolerance: float = TOLERANCE) -> int:
@@ -174,3 +315,120 @@ def first_fast(seconds: Sequence[float], tolerance: float = TOLERANCE) -> int:
   """
   enough = (1 + tolerance) * min(seconds)
   return next(i for i, value in enumerate(seconds) if value <= enough)
+
+
+def _candidates(
+  params: Any, replicas: int, matrix_view: ViewFn | None
+) -> list[Candidate]:
+  """Returns the protocol's methods for these parameters, dense first."""
+  params = arrays_of(params)
+  found: dict[str, Candidate] = {}
+  for one in of_protocol():
+    own = _for_params(one, params, replicas, matrix_view)
+    if own is not None:
+      found.setdefault(own.name, own)
+  return list(found.values())
+
+
+def _for_params(
+  one: Evidence,
+  params: Any,
+  replicas: int,
+  matrix_view: ViewFn | None,
+) -> Candidate | None:
+  """Returns a method with the ranks that send the protocol's bits.
+
+  Returns:
+    None if even rank 1 sends more.
+  """
+  leaves = leaves_in(params, matrix_view or layer_matrix)
+  size = sum(leaf.size for leaf in leaves)
+  name, options = one.name, one.options
+  if one.reducer in _RESIZED:
+    resized = _RESIZED[one.reducer]
+    rank = _largest_rank(
+      lambda rank: _bytes_of(leaves, resized(options, rank), replicas),
+      _CLOSE * one.predicted_bits * one.every * size / 8,
+      max(leaf.size for leaf in leaves),
+    )
+    if not rank:
+      return None
+    options = resized(options, rank)
+    every = f"{_EVERY}{one.every}" if one.every > 1 else ""
+    name = f"{one.reducer}, rank {rank}, {options['wire_dtype']}{every}"
+  method = Candidate(
+    name, one.reducer, options, one.every, one.outer, 0, 0.0, 0.0, one.steps,
+    0.0,
+  )  # fmt: skip
+  reducer = method.make(matrix_view)
+  (part, *_) = describe(reducer, params, replicas=replicas).parts
+  # A mean over the ranks, of which edgc uses several.
+  sent = sum(part.wire_bytes) / len(part.wire_bytes)
+  sent *= one.bits / one.predicted_bits
+  bits = 8 * sent / size / one.every
+  return dataclasses.replace(method, wire_bytes=round(sent), bits=bits)
+
+
+def _largest_rank(
+  bytes_of: Callable[[int], float], limit: float, most: int
+) -> int:
+  """Returns the largest rank up to `most` that sends at most so many bytes.
+
+  Bytes grow in proportion to the rank until matrices reach their largest one,
+  so a straight line finds it in few trials, each of which takes a trace.
+
+  Returns:
+    0 if there is none.
+  """
+  sent, slope = bytes_of(1), bytes_of(2) - bytes_of(1)
+  if sent > limit or slope <= 0:
+    return 0
+  low, high = 1, most + 1
+  while high - low > 1:
+    guess = low + int((limit - sent) / slope)
+    guess = min(max(guess, low + 1), high - 1)
+    found = bytes_of(guess)
+    if found > limit:
+      high, slope = guess, (found - sent) / (guess - low)
+    else:
+      low, sent = guess, found
+  return low
+
+
+def _bytes_of(
+  leaves: tuple[Leaf, ...], options: Mapping[str, Any], replicas: int
+) -> float:
+  """Returns the bytes of factors, a mean over the ranks of the options."""
+  ranks = [options["rank"]] if "rank" in options else []
+  if not ranks:
+    most, least = options["rank_max"], options["rank_min"]
+    ranks = list(range(least, most + 1, options["rank_multiple"]))
+  code = code_of(options["wire_dtype"])
+  factors = with_factors(leaves, ranks, options["min_ratio"], code)
+  return float(count_bytes(factors, ranks, code, replicas).mean())
+
+
+def _powersgd_at(options: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+  return {**options, "rank": rank}
+
+
+def _edgc_at(options: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+  """Scales the range of ranks, of which `rank` is the mean."""
+  scale = 2 * rank / (options["rank_max"] + options["rank_min"])
+  most, least = (scale * options[name] for name in ("rank_max", "rank_min"))
+  step = max(1, round((most - least) / _EDGC_RANKS))
+  least = max(1, round(least / step)) * step
+  return {
+    **options, "rank_max": max(round(most / step) * step, least),
+    "rank_min": least, "rank_multiple": step, "max_rank_step": 2 * step,
+  }  # fmt: skip
+
+
+def _is_encoded(method: Candidate) -> bool:
+  """Returns whether values are encoded, and so reduced in parts."""
+  wire_dtype = method.options.get("wire_dtype", "float32")
+  return method.reducer == "quantize" or wire_dtype != "float32"
+
+
+_RESIZED: Mapping[str, Callable[[Mapping[str, Any], int], Mapping[str, Any]]]
+_RESIZED = {"powersgd": _powersgd_at, "edgc": _edgc_at}

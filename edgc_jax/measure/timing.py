@@ -1,7 +1,6 @@
 """Measures computation and communication on the devices of the training.
 
   measure_compression   computation of a compressed exchange, beyond a dense one
-  measure_coding        computation of a dense exchange
   measure_backward      backward pass of one microbatch through a stage
   measure_link          all-reduces of several sizes over one mesh axis
 
@@ -28,7 +27,6 @@ from edgc_jax.budget.allocation import BY_ERROR, ErrorAllocation
 from edgc_jax.leaves.views import ViewFn
 from edgc_jax.methods import allreduce, powersgd
 from edgc_jax.wire import collectives, cpu_backend
-from edgc_jax.wire.codes import code_of
 from edgc_jax.wire.link_model import CompressionModel, LinkModel, fit_line
 
 _AXIS = "data"
@@ -89,47 +87,11 @@ def measure_compression(
     for rank in ranks
   ]  # fmt: skip
   dense = allreduce(_AXIS)
-  extra = _extra_seconds(dense, reducers, params, repeats, mesh)
+  extra = extra_seconds(dense, reducers, params, repeats, mesh)
   base, per_rank = fit_line(np.array(ranks, float), extra)
   if per_rank < 0:
     base, per_rank = max(float(np.mean(extra)), 0.0), 0.0
   return CompressionModel(base, per_rank)
-
-
-def measure_coding(
-  params: Any,
-  wire_dtype: Any = "bfloat16",
-  *,
-  repeats: int = 10,
-  mesh: Mesh | None = None,
-) -> float:
-  """Times the computation of a dense exchange.
-
-    "float32"   allreduce().update - an update that only scales gradients
-    others      allreduce(wire_dtype=...).update - allreduce().update
-
-  Nothing is sent, as in `measure_compression`.
-
-  Args:
-    params: As for `measure_compression`.
-    wire_dtype: As for `allreduce`.
-    repeats: Number of timed calls.
-    mesh: As for `measure_compression`.
-
-  Returns:
-    Seconds, at least 0.
-
-  Raises:
-    TypeError: if `repeats` is not an integer.
-    ValueError: if `repeats` is below 1, or `wire_dtype` is unknown.
-  """
-  validation.require_int("repeats", repeats, 1)
-  least = allreduce(_AXIS)
-  if code_of(wire_dtype) is None:
-    least = optax.scale(0.5)  # the compiler would remove an identity
-  encoded = allreduce(_AXIS, wire_dtype=wire_dtype)
-  extra = _extra_seconds(least, [encoded], params, repeats, mesh)
-  return max(0.0, float(extra[0]))
 
 
 def measure_backward(
@@ -170,7 +132,7 @@ def measure_backward(
   return float((seconds if mesh is None else agree(mesh, seconds))[0])
 
 
-def _extra_seconds(
+def extra_seconds(
   least: optax.GradientTransformation,
   others: Sequence[optax.GradientTransformation],
   params: Any,

@@ -52,6 +52,43 @@ class LinkModel:
       "give bytes of payload per second of an all-reduce, or measure them",
     )
 
+  @classmethod
+  def of_uplink(
+    cls,
+    megabits: float,
+    round_trip: float,
+    replicas: int,
+    shards: int = 1,
+  ) -> "LinkModel":
+    """Models a ring all-reduce over uplinks that are not at hand to measure.
+
+      latency = (N - 1) round_trip,    bandwidth = N / (2 (N - 1)) uplink
+
+    in a ring of N replicas, which takes 2 (N - 1) steps one way.
+
+    Args:
+      megabits: Of a replica's uplink per second, 10^6 bits.
+      round_trip: Seconds of a round trip between two replicas.
+      replicas: Number of replicas, N, at least 2.
+      shards: Devices of a replica, which share its uplink.
+
+    Returns:
+      The link of one device.
+
+    Raises:
+      TypeError: if an argument is not a number.
+      ValueError: if an argument is out of range.
+
+    >>> LinkModel.of_uplink(megabits=100, round_trip=0.03, replicas=2)
+    LinkModel(latency=0.03, bandwidth=12500000.0, r_squared=None)
+    """
+    validation.require_number("megabits", megabits)
+    validation.require_finite("round_trip", round_trip, _REMEDY)
+    validation.require_int("replicas", replicas, 2)
+    validation.require_int("shards", shards, 1)
+    payload = 1e6 / 8 * megabits / ring_bytes(1.0, replicas)
+    return cls((replicas - 1) * round_trip, payload / shards)
+
   def seconds(self, num_bytes: float, num_collectives: float = 1) -> float:
     """Returns num_collectives * latency + num_bytes / bandwidth.
 

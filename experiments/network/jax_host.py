@@ -23,7 +23,7 @@ import edgc_jax
 from edgc_jax.wire import order
 from experiments import tasks
 from experiments.network import calls
-from experiments.network.results import NO_EXCHANGE, RANKS
+from experiments.network.results import NO_EXCHANGE
 from experiments.parallel import backends, meshes
 from experiments.parallel.meshes import DATA
 from experiments.runtime import heap
@@ -128,9 +128,10 @@ class JaxHost:
     link = edgc_jax.measure_link(mesh, DATA, repeats=3, budget=_BUDGET)
     plain = self._calls[NO_EXCHANGE, "step"]  # at the machine's current speed
     costs = self._costs._replace(step=advised.seconds_of(plain, mesh))
-    found = advised.advise(config, task, mesh, link, costs, RANKS)
+    found = advised.advise(task, mesh, link, costs, most_steps=1)
     return {
       "seconds": {method.name: method.seconds for method in found.methods},
+      "steps": {method.name: method.steps for method in found.methods},
       "choice": found.choice.name,
       "link": dataclasses.asdict(link),
     }

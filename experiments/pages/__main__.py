@@ -9,7 +9,8 @@ People write the pages. Between the lines
 
 this program writes the table of that name, in README.md and in docs/*.md. Some
 names take an argument, as in `network: 2 replicas`. Pictures go to
-docs/pictures/. With --check nothing is written, and a page or a picture that
+docs/pictures/, and what `edgc_jax.advise` knows of losses to
+edgc_jax/measure/evidence.json. With --check nothing is written, and a file that
 would change is an error.
 """
 
@@ -25,12 +26,13 @@ from absl import app, flags
 from matplotlib.figure import Figure
 from PIL import Image
 
-from experiments.pages import benchmarks, network, protocol
+from experiments.pages import benchmarks, evidence, network, protocol
 from experiments.reporting.style import DPI
 
 _CHECK = flags.DEFINE_bool("check", False, "Write nothing, and compare.")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+EVIDENCE = ROOT / "edgc_jax/measure/evidence.json"
 # Fonts and lines may be drawn a little differently by another version.
 # The mean difference of pixels, of 1, in any square of so many pixels.
 _MOST_DIFFERENT, _SIDE = 0.05, 12
@@ -51,7 +53,7 @@ PICTURES: Mapping[str, Picture] = protocol.PICTURES | network.PICTURES
 def main(argv: Sequence[str]) -> None:
   """Writes or checks all pages and pictures."""
   del argv
-  stale = [*_pages(), *_pictures()]
+  stale = [*_pages(), *_pictures(), *_evidence()]
   for file in stale:
     print(f"{'stale' if _CHECK.value else 'written'}: {file.relative_to(ROOT)}")
   if _CHECK.value and stale:
@@ -110,6 +112,16 @@ def _pictures() -> list[pathlib.Path]:
       # 128 colours are a third as large, and git keeps every version.
       image.quantize(128, dither=Image.Dither.NONE).save(file, optimize=True)
   return changed
+
+
+def _evidence() -> list[pathlib.Path]:
+  """Writes the evidence of `edgc_jax.advise` if it has changed."""
+  text = evidence.text()
+  if EVIDENCE.exists() and EVIDENCE.read_text() == text:
+    return []
+  if not _CHECK.value:
+    EVIDENCE.write_text(text)
+  return [EVIDENCE]
 
 
 def _drawn(figure: Figure) -> Image.Image:

@@ -20,30 +20,30 @@ _SHORT = ("arm", "bits", "above dense", "dense needs", "seeds")
 
 
 @functools.cache
-def _records() -> Records:
+def all_records() -> Records:
   return Records(_ROOT / "docs/records")
 
 
 @functools.cache
-def _study(name: str) -> Study:
+def study_of(name: str) -> Study:
   return study.load(str(_ROOT / f"configs/{name}.py"))
 
 
 @functools.cache
 def _judged(name: str) -> pd.DataFrame:
-  return statistics.judged(_study(name), _records())
+  return statistics.judged(study_of(name), all_records())
 
 
 @functools.cache
-def _arms(name: str) -> pd.DataFrame:
+def arms_of(name: str) -> pd.DataFrame:
   frame = _judged(name)
   return statistics.by_arm(frame) if len(frame) else frame
 
 
 def _results(name: str) -> Sequence[str]:
   """Returns a table for each budget of a study."""
-  found, lines = _arms(name), []
-  for table in _study(name).tables:
+  found, lines = arms_of(name), []
+  for table in study_of(name).tables:
     lines += ["", f"**{table}**", ""]
     if len(found) and table in found.index:
       lines += _markdown(map(_line, *zip(*found.loc[table].iterrows())))  # noqa: B905
@@ -72,7 +72,7 @@ def _line(arm: str, row: pd.Series) -> dict[str, str]:
 
 def _fixed_ranks(name: str) -> Sequence[str]:
   """Compares each arm of edgc with the fixed rank of the same bytes."""
-  found, lines = _arms(name), []
+  found, lines = arms_of(name), []
   paired = found.dropna(subset="beside") if len(found) else found
   for (_, arm), row in paired.iterrows():
     sure = statistics.verdict(row["beside"], row["beside_error"])
@@ -90,11 +90,11 @@ def _fixed_ranks(name: str) -> Sequence[str]:
 
 def _tuning(name: str) -> Sequence[str]:
   """Returns the loss of every run of the tuning."""
-  own = _study(name)
+  own = study_of(name)
   lines = []
   for arm in own.arms:
-    best = own.taken(arm, _records())
-    for choice, found in enumerate(own.tuned(arm, _records())):
+    best = own.taken(arm, all_records())
+    for choice, found in enumerate(own.tuned(arm, all_records())):
       line = {"arm": _choice(own, arm, choice) if choice else arm}
       for value, record in found.items():
         loss = study.loss_of(record)
@@ -115,11 +115,11 @@ def _choice(own: Study, arm: str, choice: int) -> str:
 
 def _origin(name: str) -> Sequence[str]:
   """Says from which code, machines and hours a study's numbers are."""
-  own = _study(name)
+  own = study_of(name)
   records = [
     record
     for arm in own.arms
-    for found in own.tuned(arm, _records())
+    for found in own.tuned(arm, all_records())
     for record in found.values()
     if record.is_finished
   ]
@@ -135,7 +135,7 @@ def _origin(name: str) -> Sequence[str]:
   }
   data = {r["summary"]["corpus"]["name"] for r in records}
   hours = sum(r["summary"]["seconds"] for r in records) / 3600
-  left = sum(1 for _ in own.plan(_records()))
+  left = sum(1 for _ in own.plan(all_records()))
   commits = sorted({p["commit"] for p in places})
   return [
     f"{len(records)} runs, {hours:.1f} hours of one core in all"
@@ -147,8 +147,8 @@ def _origin(name: str) -> Sequence[str]:
 
 def _summary(name: str) -> Sequence[str]:
   """Returns the best and the worst arm of each budget, for the README."""
-  found, lines = _arms(name), []
-  tables = list(_study(name).tables)
+  found, lines = arms_of(name), []
+  tables = list(study_of(name).tables)
   for table in tables if len(found) else ():
     if table not in found.index:
       continue
@@ -169,7 +169,7 @@ def draw_frontier(name: str) -> Figure:
   """Draws the gap to dense by bits, with standard errors."""
   figure = Figure(figsize=(WIDTH, 5.5), layout="constrained")
   axes = figure.subplots()
-  found = _arms(name)
+  found = arms_of(name)
   found = found.droplevel("table") if len(found) else found
   families: dict[str, list[str]] = {}
   for arm in found.index:

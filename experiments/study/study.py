@@ -11,8 +11,8 @@ A study is a Python file with
            "tolerance"}: tunes a key for every arm, from its values `start`, by
            factors, until the best value lies between two others. The judged
            runs take the lowest value whose loss is within the tolerance of the
-           best one's. `settings` are of the tuning's runs alone; "arms" (optional)
-           has further ones, {arm: settings}
+           best one's. `settings` are of the tuning's runs alone; "arms"
+           (optional) has further ones, {arm: settings}
   ALTERNATIVES  (optional) {arm: [settings, ...]}: further settings of an arm,
            tried at the value that is best for its own. If one of them is best,
            the arm takes it, and the key is tuned again for it

@@ -1,17 +1,15 @@
 """Chooses the reducer to train with, from measurements on the mesh."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import edgc_jax
 from edgc_jax.measure import timing
-from edgc_jax.measure.advice import RANKS, Advice
-from edgc_jax.wire.link_model import ring_bytes
+from edgc_jax.measure.advice import Advice
 from experiments.parallel import backends
 from experiments.parallel.meshes import DATA, SHARD
 from experiments.runtime import heap, hosts
@@ -43,15 +41,15 @@ def resolve(
     return config, {}
   if not choice:
     require_choice(config)
-    advice = measure(config, task, mesh)
-    hosts.say(table(advice, mesh))
+    advice = measure(config, task, mesh, most_steps=1)
+    hosts.say(str(advice))
     chosen = advice.choice
     choice = {"reducer": chosen.reducer, "options": dict(chosen.options)}
   config = config.copy_and_resolve_references()
   config.reducer = choice["reducer"]
   config[config.reducer].update(choice["options"])
-  if config.reducer == "edgc":
-    config.edgc.rank_min = 0  # derived from rank_max
+  if config.reducer == "powersgd":
+    config.powersgd.warmup_steps = 0  # the protocol's runs have none
   return config, choice
 
 
@@ -71,12 +69,12 @@ class Costs(NamedTuple):
   """Times of computation, which do not depend on the link; in seconds."""
 
   step: float  # a step without any exchange
-  dense: float  # computation of a dense exchange
-  compression: edgc_jax.CompressionModel  # in addition to dense
-  coding: float  # rounding to bfloat16 and back, in addition to dense
+  computing: Mapping[str, float]  # of an exchange, by candidate
 
 
-def measure(config: ConfigDict, task: Task, mesh: Mesh) -> Advice:
+def measure(
+  config: ConfigDict, task: Task, mesh: Mesh, most_steps: int | None = None
+) -> Advice:
   """Measures the link, a step and the cost of exchanges, and advises.
 
   Args:
@@ -84,16 +82,15 @@ def measure(config: ConfigDict, task: Task, mesh: Mesh) -> Advice:
       unless it is given here.
     task: Its task.
     mesh: A mesh without stages; all its processes call this at the same point.
+    most_steps: As for `edgc_jax.advise`.
 
   Returns:
     The advice.
   """
   link = times.link_of(config, mesh)
-  uplink = _uplink(link.bandwidth, mesh)
-  latency = 1e3 * link.latency
-  hosts.say(f"link: {uplink:.4g} Mbit/s uplinks, latency {latency:.3g} ms")
   hosts.say("compiling and timing exchanges and a step ...")
-  return advise(config, task, mesh, link, measure_costs(config, task, mesh))
+  costs = measure_costs(config, task, mesh)
+  return advise(task, mesh, link, costs, most_steps)
 
 
 def measure_costs(
@@ -114,64 +111,29 @@ def measure_costs(
     The costs.
   """
   shapes = task.layout(mesh.shape).of_one_device(mesh.shape)
-  compression = times.compression_of(config, task, mesh)
-  dense, coding = (
-    edgc_jax.measure_coding(shapes, wire_dtype, mesh=mesh)
-    for wire_dtype in ("float32", "bfloat16")
-  )
+  computing = edgc_jax.measure_computing(shapes, mesh.shape[DATA], mesh=mesh)
   step = step or _plain_step(config, task, mesh)
   with heap.freed_memory_kept():  # as when training
-    return Costs(seconds_of(step, mesh), dense, compression, coding)
+    return Costs(seconds_of(step, mesh), computing)
 
 
 def advise(
-  config: ConfigDict,
   task: Task,
   mesh: Mesh,
   link: edgc_jax.LinkModel,
   costs: Costs,
-  ranks: Sequence[int] = RANKS,
+  most_steps: int | None = None,
 ) -> Advice:
-  """Returns the advice for a link, among dense and these ranks of edgc."""
+  """Returns the advice for a link; `most_steps` as for `edgc_jax.advise`."""
   return edgc_jax.advise(
     task.layout(mesh.shape).of_one_device(mesh.shape),
     link,
-    costs.step + costs.dense,
+    costs.step,
     mesh.shape[DATA],
-    compression=costs.compression,
-    coding_seconds=costs.coding,
-    # The ladder of edgc has only such multiples.
-    ranks=[r for r in ranks if r % config.edgc.rank_multiple == 0],
-    wire_dtype=config.edgc.wire_dtype,
-    min_ratio=config.edgc.min_ratio,
+    computing=costs.computing,
+    most_steps=most_steps,
+    shards=mesh.shape.get(SHARD, 1),
   )
-
-
-def table(advice: Advice, mesh: Mesh) -> str:
-  """Formats the predicted steps of all methods, and the choice.
-
-  Bytes and speeds are those of a replica: of all its shards together.
-  """
-  lines = [f"{'':14}{'payload, MB':>13}{'s a step':>10}   dense faster above"]
-  shards = mesh.shape.get(SHARD, 1)
-  for method in advice.methods:
-    uplink = _uplink(method.break_even, mesh)
-    bound = f"{uplink:.4g} Mbit/s" if np.isfinite(uplink) else "no speed"
-    if method.name == "dense":
-      bound = ""
-    elif not method.break_even:
-      bound = "any speed"
-    lines.append(
-      f"{method.name:14}{shards * method.wire_bytes / 1e6:13.2f}"
-      f"{method.seconds:10.3f}   {bound}"
-    )
-  return "\n".join([*lines, f"choice: {advice.choice.name}"])
-
-
-def _uplink(bandwidth: float, mesh: Mesh) -> float:
-  """Converts a device's payload bytes per second to Mbit/s of its replica."""
-  shards = mesh.shape.get(SHARD, 1)
-  return 8e-6 * shards * ring_bytes(bandwidth, mesh.shape[DATA])
 
 
 def _plain_step(

@@ -57,7 +57,8 @@ def _check_local(config: ConfigDict) -> None:
       f" {AUTO}, got {local.every} with mesh.stage={config.mesh.stage} and"
       f" {config.reducer}; set --config.local.every=0."
     )
-  if not local.every and local != common.base(config.reducer).local:
+  defaults = common.base(config.reducer).local
+  if not local.every and local.to_dict() != defaults.to_dict():
     raise ValueError(
       f"`local.every` must be at least 1 with other options of local steps,"
       f" got 0 with {local.to_dict()}; raise it."

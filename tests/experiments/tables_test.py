@@ -1,10 +1,12 @@
 """Tables and pictures of the pages."""
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from edgc_jax.measure.evidence import of_protocol
 from experiments.pages import __main__ as pages
-from experiments.pages import protocol
+from experiments.pages import evidence, protocol
 from experiments.study import study
 from experiments.study.records import Records
 
@@ -59,6 +61,17 @@ def test_committed_pages_have_the_tables_of_the_records(file):
   assert pages.filled(text, pages.TABLES) == text, "run `make pages`"
 
 
+def test_the_evidence_of_advice_is_that_of_the_records():
+  assert pages.EVIDENCE.read_text() == evidence.text(), "run `make pages`"
+  found = of_protocol()
+  assert found[0].name == "dense" and found[0].steps == 1
+  assert found[0].predicted_bits == 32
+  for one in found:
+    assert one.seeds >= 3 and one.steps >= 1
+    # Of edgc, whose rank falls, they differ more.
+    assert np.isclose(one.bits, one.predicted_bits, rtol=0.12)
+
+
 @pytest.mark.parametrize("name", pages.PICTURES)
 def test_committed_pictures_show_the_records(name):
   file = pages.ROOT / "docs/pictures" / f"{name}.png"
@@ -105,13 +118,13 @@ def made_up(tmp_path, monkeypatch):
         "val_loss": [loss + 1, loss + 0.2, loss],
       }
       records.add(run.config, {"summary": summary, "lines": lines})
-  for cached in (protocol._records, protocol._study, protocol._judged,
-                 protocol._arms):  # fmt: skip
+  for cached in (protocol.all_records, protocol.study_of, protocol._judged,
+                 protocol.arms_of):  # fmt: skip
     cached.cache_clear()
-  monkeypatch.setattr(protocol, "_records", lambda: records)
-  monkeypatch.setattr(protocol, "_study", lambda name: own)
+  monkeypatch.setattr(protocol, "all_records", lambda: records)
+  monkeypatch.setattr(protocol, "study_of", lambda name: own)
   yield
-  for cached in (protocol._judged, protocol._arms):
+  for cached in (protocol._judged, protocol.arms_of):
     cached.cache_clear()
 
 

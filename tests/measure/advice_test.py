@@ -1,129 +1,275 @@
-"""Advice follows the models of time, and prefers faithful methods."""
+"""Advice follows the models of time, and what methods cost in steps."""
 
 import dataclasses
 
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+import pytest
 from helpers.meshes import between_hosts
 
 import edgc_jax
-from edgc_jax import CompressionModel, LinkModel
-from edgc_jax.measure import advice
+from edgc_jax import LinkModel
+from edgc_jax.measure import advice, timing
+from edgc_jax.measure.evidence import Evidence, of_protocol
 
 PARAMS = {
   "bias": jax.ShapeDtypeStruct((512,), "float32"),
   "kernel": jax.ShapeDtypeStruct((4, 512, 1024), "float32"),
 }
-DENSE = 4 * (512 + 4 * 512 * 1024)
+SIZE = 512 + 4 * 512 * 1024
+FACTORS = {"wire_dtype": "int4", "allocation": "error", "min_ratio": 1.0}
+
+
+def evidence(name, reducer, options, bits, steps, every=1):
+  outer = {"learning_rate": 0.7, "momentum": 0.9} if every > 1 else {}
+  return Evidence(
+    name, reducer, options, every, outer, bits, bits, 0.0, 0.0, steps, 3
+  )
+
+
+JUDGED = (
+  evidence("dense", "allreduce", {}, 32.0, 1.0),
+  evidence(
+    "dense, bfloat16", "allreduce", {"wire_dtype": "bfloat16"}, 16.0, 1.02
+  ),
+  evidence("powersgd 40", "powersgd", {**FACTORS, "rank": 40.0}, 2.0, 1.1),
+  evidence("powersgd 20", "powersgd", {**FACTORS, "rank": 20.0}, 1.0, 1.2),
+  evidence("dense, every 8", "allreduce", {}, 4.0, 1.4, every=8),
+  evidence("powersgd 20, every 8", "powersgd", {**FACTORS, "rank": 20.0},
+           0.125, 1.6, every=8),
+)  # fmt: skip
+NAMES = (
+  "dense", "dense, bfloat16", "powersgd, rank 168, int4",
+  "powersgd, rank 84, int4", "dense, every 8",
+  "powersgd, rank 84, int4, every 8",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found_once():
+  """Returns candidates from a cache: they do not depend on the link."""
+  found, find = {}, advice._candidates
+
+  def candidates(params, replicas, view):
+    key = str(params), replicas, view, id(advice.of_protocol)
+    if key not in found:
+      found[key] = advice.of_protocol, find(params, replicas, view)
+    return found[key][1]
+
+  return candidates
+
+
+judged_methods = lambda: JUDGED  # noqa: E731
+
+
+@pytest.fixture(autouse=True)
+def judged(monkeypatch, found_once):
+  monkeypatch.setattr(advice, "of_protocol", judged_methods)
+  monkeypatch.setattr(advice, "_candidates", found_once)
 
 
 def advise(link, step_seconds=0.1, replicas=4, params=PARAMS, **options):
-  costs = {"compression": CompressionModel(0.02, 1e-4), "coding_seconds": 0.01}
-  return advice.advise(params, link, step_seconds, replicas, **costs | options)
+  return advice.advise(params, link, step_seconds, replicas, **options)
 
 
-class AdviceTest(parameterized.TestCase):
-  @parameterized.parameters((2, 2 * 127 / 2), (4, 84 / 6), (3, 0))
-  def test_between_cpu_hosts_messages_are_latencies(self, replicas, more):
-    """Parts of 16 MiB and less are cut, larger ones of float32 are not."""
-    params = jax.ShapeDtypeStruct((4096, 4096), "float32")  # bf16: 32 MiB
-    link = LinkModel(0.5, 1e9)
-    plain = advise(link, params=params, replicas=replicas, ranks=())
-    with between_hosts():
-      cut = advise(link, params=params, replicas=replicas, ranks=())
-    dense, narrow = (
-      b.seconds - a.seconds
-      for a, b in zip(plain.methods, cut.methods, strict=True)
+def by_name(found):
+  return {method.name: method for method in found.methods}
+
+
+def test_ranks_send_the_bits_that_the_protocol_judged():
+  found = by_name(advise(LinkModel(1e-3, 1e7)))
+  assert tuple(found) == NAMES
+  for name, bits in (
+    (NAMES[2], 2.0), (NAMES[3], 1.0), (NAMES[5], 0.125),
+  ):  # fmt: skip
+    assert found[name].bits == pytest.approx(bits, rel=0.03)
+    # One rank more would send too much.
+    own = {k: v for k, v in FACTORS.items() if k != "allocation"}
+    sent, more = (
+      8 / SIZE * edgc_jax.wire_bytes(PARAMS, rank, replicas=4, **own)
+      for rank in (found[name].options["rank"], found[name].options["rank"] + 1)
     )
-    self.assertEqual(dense, 0)
-    self.assertAlmostEqual(narrow, 0.5 * more)
+    every = found[name].every
+    assert sent / every <= 1.02 * bits < more / every
+  assert found["dense"].wire_bytes == 4 * SIZE
+  narrow = edgc_jax.wire_bytes(PARAMS, 0, wire_dtype="bfloat16", replicas=4)
+  assert found["dense, bfloat16"].wire_bytes == narrow
 
-  def test_seconds_by_hand(self):
-    found = advise(LinkModel(1e-3, 1e7), ranks=(8, 32))
-    names = ["dense", "dense, bf16", "edgc, rank 32", "edgc, rank 8"]
-    self.assertEqual([method.name for method in found.methods], names)
-    dense, narrow, *factors = found.methods
-    self.assertEqual(dense.wire_bytes, DENSE)
-    self.assertAlmostEqual(dense.seconds, 0.1 + 1e-3 + DENSE / 1e7)
-    # Vectors are sent as float32.
-    sent = edgc_jax.wire_bytes(PARAMS, 0, wire_dtype="bfloat16", replicas=4)
-    self.assertEqual(narrow.wire_bytes, sent)
-    self.assertAlmostEqual(narrow.seconds, 0.1 + 2e-3 + 0.01 + sent / 1e7)
-    for method, rank in zip(factors, (32, 8), strict=True):
-      sent = edgc_jax.wire_bytes(PARAMS, rank)
-      self.assertEqual(method.wire_bytes, sent)
-      seconds = 0.1 + 2e-3 + 0.02 + 1e-4 * rank + sent / 1e7
-      self.assertAlmostEqual(method.seconds, seconds)
-      options = {"rank_max": rank, "wire_dtype": "float32"}
-      self.assertEqual((method.reducer, method.options), ("edgc", options))
 
-  def test_encoded_factors(self):
-    link, sent = LinkModel(1e-3, 1e7), {}
-    for wire_dtype in ("float32", "bfloat16"):
-      (*_, method) = advise(link, ranks=(32,), wire_dtype=wire_dtype).methods
-      options = {"rank": 32, "wire_dtype": wire_dtype, "replicas": 4}
-      sent[wire_dtype] = edgc_jax.wire_bytes(PARAMS, **options)
-      self.assertEqual(method.wire_bytes, sent[wire_dtype])
-      self.assertEqual(method.options["wire_dtype"], wire_dtype)
-    self.assertLess(sent["bfloat16"], 0.6 * sent["float32"])
+def test_seconds_by_hand():
+  link = LinkModel(1e-3, 1e7)
+  computing = {name: 0.01 * i for i, name in enumerate(NAMES)}
+  found = by_name(advise(link, computing=computing))
+  # Collectives in sequence; encoded values are reduced in parts.
+  for name, trips, every, steps in zip(
+    NAMES, (1, 2, 3, 3, 1, 3), (1, 1, 1, 1, 8, 8),
+    (1.0, 1.02, 1.1, 1.2, 1.4, 1.6), strict=True,
+  ):  # fmt: skip
+    method = found[name]
+    own = computing[name.removesuffix(", every 8")]
+    exchange = trips * 1e-3 + own + method.wire_bytes / 1e7
+    assert method.seconds == pytest.approx(0.1 + exchange / every)
+    assert (method.every, method.steps) == (every, steps)
+    assert method.time == pytest.approx(steps * method.seconds)
 
-  @parameterized.product(
-    bandwidth=[1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11], tolerance=[0.0, 0.1, 0.5]
+
+def test_between_cpu_hosts_messages_are_latencies():
+  """Parts of 16 MiB and less are cut, larger ones of float32 are not."""
+  params = jax.ShapeDtypeStruct((4096, 4096), "float32")  # bf16: 32 MiB
+  for replicas, more in ((2, 2 * 127 / 2), (4, 84 / 6), (3, 0)):
+    plain = by_name(advise(LinkModel(0.5, 1e9), 0.1, replicas, params))
+    with between_hosts():
+      cut = by_name(advise(LinkModel(0.5, 1e9), 0.1, replicas, params))
+    dense, narrow = (
+      cut[name].seconds - plain[name].seconds
+      for name in ("dense", "dense, bfloat16")
+    )
+    assert dense == 0 and narrow == pytest.approx(0.5 * more)
+
+
+@pytest.mark.parametrize("bandwidth", 10.0 ** np.arange(4, 12))
+@pytest.mark.parametrize("tolerance", [0.0, 0.1, 0.5])
+def test_the_choice_has_the_fewest_steps_of_the_soon_ones(bandwidth, tolerance):
+  found = advise(LinkModel(1e-4, bandwidth), tolerance=tolerance)
+  steps = [method.steps for method in found.methods]
+  assert steps == sorted(steps)
+  limit = (1 + tolerance) * min(method.time for method in found.methods)
+  soon = [method for method in found.methods if method.time <= limit]
+  assert found.choice == soon[0]
+
+
+def test_slower_links_choose_fewer_bytes():
+  chosen = [
+    advise(LinkModel(1e-5, bandwidth)).choice.name
+    for bandwidth in (1e11, 1e8, 1e6, 1e4)
+  ]
+  assert chosen[0] == "dense" and chosen[-1] == NAMES[-1]
+  bits = [by_name(advise(LinkModel(1e-5, 1e7)))[name].bits for name in chosen]
+  assert bits == sorted(bits, reverse=True)
+
+
+@pytest.mark.parametrize("latency", [1e-3, 0.1])
+def test_break_even(latency):
+  """At the break-even bandwidth a method takes as long as dense."""
+  checked = 0
+  for method in advise(LinkModel(latency, 1e7)).methods[1:]:
+    if not 0 < method.break_even < np.inf:
+      continue
+    again = by_name(advise(LinkModel(latency, method.break_even)))
+    assert again[method.name].time == pytest.approx(again["dense"].time)
+    checked += 1
+  assert checked >= 3
+
+
+def test_methods_that_cost_nothing_are_always_sooner(monkeypatch):
+  free = [one._replace(steps=1.0) for one in JUDGED]
+  monkeypatch.setattr(advice, "of_protocol", lambda: free)
+  found = advise(LinkModel(0.0, 1e12))
+  assert {m.break_even for m in found.methods[1:]} == {np.inf}
+  assert "no speed" in str(found)
+
+
+def test_methods_without_a_rank_of_so_few_bits_are_left_out():
+  params = {"kernel": jax.ShapeDtypeStruct((8, 12), "float32")}
+  names = list(by_name(advise(LinkModel(1e-3, 1e7), params=params)))
+  assert names == ["dense", "dense, bfloat16", "dense, every 8"]
+
+
+def test_local_steps_can_be_left_out():
+  found = advise(LinkModel(1e-3, 1e5), most_steps=1)
+  assert tuple(by_name(found)) == NAMES[:4]
+  assert tuple(by_name(advise(LinkModel(1e-3, 1e5), most_steps=8))) == NAMES
+
+
+def test_a_table_for_people():
+  link = LinkModel.of_uplink(100, 0.01, replicas=4, shards=2)
+  found = advise(link, shards=2)
+  text = str(found).splitlines()
+  assert text[0] == (
+    "4 replicas, uplinks of 100 Mbit/s, 30 ms an all-reduce, 0.1 s a step"
+    " without exchange"
   )
-  def test_the_choice_is_the_most_faithful_fast_method(
-    self, bandwidth, tolerance
+  assert len(text) == 2 + len(NAMES) + 1 + len(found.assumptions)
+  for line, method in zip(text[2:], found.methods, strict=False):
+    assert line.startswith(method.name)
+    megabytes = line.removeprefix(method.name).split()[1]
+    assert float(megabytes) == pytest.approx(
+      2 * method.wire_bytes / 1e6, abs=0.01
+    )
+  assert f"choice: {found.choice.name}" in text
+  assert "- Computing an exchange takes no time" in text[-1]
+  measured = advise(link, computing=dict.fromkeys(NAMES, 0.0))
+  assert "takes no time" not in str(measured)
+
+
+def test_all_candidates_are_measured():
+  params = {"kernel": jax.ShapeDtypeStruct((128, 256), "float32")}
+  seconds = edgc_jax.measure_computing(params, 4, repeats=1)
+  found = advise(LinkModel(1e-3, 1e7), params=params, computing=seconds)
+  assert {m.exchanged_by for m in found.methods} == set(seconds)
+  assert all(value >= 0 for value in seconds.values())
+  assert max(seconds.values()) > 0
+  wrong = {"dense": 0.0}
+  with pytest.raises(
+    ValueError, match=r"`computing` must be .*bfloat16.*; pas"
   ):
-    found = advise(LinkModel(1e-4, bandwidth), tolerance=tolerance)
-    seconds = [method.seconds for method in found.methods]
-    chosen = found.methods.index(found.choice)
-    limit = (1 + tolerance) * min(seconds)
-    self.assertLessEqual(seconds[chosen], limit)
-    for better in seconds[:chosen]:
-      self.assertGreater(better, limit)
+    advise(LinkModel(1e-3, 1e7), computing=wrong)
 
-  def test_the_choice_is_dense_on_a_fast_link(self):
-    self.assertEqual(advise(LinkModel(1e-5, 1e10)).choice.name, "dense")
-    self.assertEqual(advise(LinkModel(1e-5, 1e5)).choice.name, "edgc, rank 8")
 
-  def test_break_even(self):
-    """At the break-even bandwidth a method takes as long as dense."""
-    found = advise(LinkModel(1e-3, 1e7))
-    for method in found.methods[1:]:
-      again = advise(LinkModel(1e-3, method.break_even))
-      (other,) = (m for m in again.methods if m.name == method.name)
-      np.testing.assert_allclose(other.seconds, again.methods[0].seconds, 1e-9)
-    self.assertEqual(found.methods[0].break_even, 0.0)
+def test_computing_is_the_time_beyond_passing_gradients_on(monkeypatch):
+  params = {"kernel": jax.ShapeDtypeStruct((128, 256), "float32")}
 
-  def test_dense_is_never_faster_than_free_compression(self):
-    free = {"compression": CompressionModel(0.0, 0.0), "coding_seconds": 0.0}
-    found = advise(LinkModel(0.0, 1e12), **free)
-    self.assertEqual([m.break_even for m in found.methods[1:]], [np.inf] * 4)
+  def run(calls, repeats):
+    assert repeats == 7
+    (passed_on, _), (averaged, _), *others = (call() for call in calls)
+    np.testing.assert_allclose(passed_on["kernel"], averaged["kernel"] / 2)
+    return np.array([0.25, 0.75, 0.2, *(1.25 for _ in others[1:])])
 
-  def test_ranks_that_save_nothing_are_left_out(self):
-    found = advise(LinkModel(1e-3, 1e7), ranks=(8, 400))
-    names = ["dense", "dense, bf16", "edgc, rank 8"]
-    self.assertEqual([method.name for method in found.methods], names)
+  monkeypatch.setattr(timing, "medians", run)
+  seconds = edgc_jax.measure_computing(params, 4, repeats=7)
+  assert seconds["dense"] == 0.5 and seconds["dense, bfloat16"] == 0
+  assert set(list(seconds.values())[2:]) == {1.0}
+  with pytest.raises(ValueError, match="`repeats` must be at least 1"):
+    edgc_jax.measure_computing(params, 4, repeats=0)
 
-  def test_the_choice_can_be_built(self):
-    for method in advise(LinkModel(1e-3, 1e7)).methods:
-      getattr(edgc_jax, method.reducer)(**method.options)
 
-  def test_cannot_be_changed(self):
-    with self.assertRaises(dataclasses.FrozenInstanceError):
-      advise(LinkModel(1e-3, 1e7)).choice = None
+def test_what_the_protocol_has_judged_can_be_built(monkeypatch):
+  """With its own evidence, for parameters of the protocol's size."""
+  monkeypatch.setattr(advice, "of_protocol", of_protocol)
+  params = {"w": jax.ShapeDtypeStruct((128, 3000), "float32")}
+  found = advise(LinkModel(1e-3, 1e7), params=params)
+  assert found.methods[0].name == "dense" and len(found.methods) > 2
+  for method in found.methods:
+    method.make(axis_name="replica").init({"w": np.zeros((128, 3000))})
 
-  @parameterized.parameters(
+
+@pytest.mark.parametrize("most, least", [(26, 20), (52, 40)])
+@pytest.mark.parametrize("rank", [1, 2, 7, 23, 100, 455])
+def test_ranks_of_edgc_keep_their_range(most, least, rank):
+  options = {"rank_max": most, "rank_min": least, "wire_dtype": "int4"}
+  found = advice._edgc_at(options, rank)
+  edgc_jax.edgc(**found)
+  most, least = found["rank_max"], found["rank_min"]
+  assert 1 <= least <= rank <= most or rank < 3
+  assert (most + least) / 2 == pytest.approx(rank, abs=1, rel=0.03)
+  assert (most - least) // found["rank_multiple"] <= 7
+
+
+def test_cannot_be_changed():
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    advise(LinkModel(1e-3, 1e7)).choice = None
+
+
+@pytest.mark.parametrize(
+  "name, options",
+  [
     ("step_seconds", {"step_seconds": -1.0}),
     ("replicas", {"replicas": 0}),
-    ("coding_seconds", {"coding_seconds": float("inf")}),
     ("tolerance", {"tolerance": -0.1}),
-    ("ranks", {"ranks": (8, 0)}),
-  )
-  def test_errors(self, name, options):
-    with self.assertRaisesRegex(ValueError, f"`{name}` must be .*, got .*; "):
-      advise(LinkModel(1e-3, 1e7), **options)
-
-
-if __name__ == "__main__":
-  absltest.main()
+    ("most_steps", {"most_steps": 0}),
+    ("shards", {"shards": 0}),
+  ],
+)
+def test_errors(name, options):
+  with pytest.raises(ValueError, match=f"`{name}` must be .*, got .*; "):
+    advise(LinkModel(1e-3, 1e7), **options)

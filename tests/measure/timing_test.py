@@ -78,30 +78,6 @@ class CompressionTest(parameterized.TestCase):
       timing.measure_compression(PARAMS, **options)
 
 
-class CodingTest(parameterized.TestCase):
-  @parameterized.parameters(([1.0, 1.5], 0.5), ([1.0, 0.9], 0.0))
-  def test_is_the_time_beyond_dense(self, seconds, expected):
-    nothing = mock.patch.object(timing, "_update")
-    with nothing as made, fake_times(seconds):
-      found = timing.measure_coding(PARAMS)
-    self.assertAlmostEqual(found, expected)
-    self.assertLen(made.mock_calls, 2)
-
-  @parameterized.parameters("float32", "bfloat16")
-  def test_real(self, wire_dtype):
-    found = timing.measure_coding(PARAMS, wire_dtype, repeats=3)
-    self.assertBetween(found, 0, 10)
-
-  def test_float32_is_compared_with_passing_gradients_on(self):
-    def run(calls, repeats):
-      (passed_on, _), (averaged, _) = (call() for call in calls)
-      np.testing.assert_allclose(passed_on["bias"], averaged["bias"] / 2)
-      return np.array([0.25, 0.75])
-
-    with mock.patch.object(timing, "medians", run):
-      self.assertEqual(timing.measure_coding(PARAMS, "float32"), 0.5)
-
-
 class BackwardTest(parameterized.TestCase):
   def test_real(self):
     stage_fn = lambda p, x: jnp.tanh(x @ p["w"])  # noqa: E731

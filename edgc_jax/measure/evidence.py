@@ -1,0 +1,48 @@
+"""What compression costs in steps, as measured by the project's protocol.
+
+`evidence.json` is made from the records of the protocol (docs/protocol.md).
+"""
+
+import functools
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Evidence(NamedTuple):
+  """A method of averaging, and what it costs.
+
+  Attributes:
+    name: A name to print.
+    reducer: Name of a function of this package.
+    options: Its arguments, for the model of the protocol.
+    every: Steps between two exchanges: 1 for gradients, H for `local_steps`.
+    outer: Arguments of the outer `optax.sgd` of `local_steps`.
+    bits: Bits a parameter and step that a replica sent.
+    predicted_bits: The same as `describe` predicts it, a mean over the ranks.
+    loss: Held-out loss above dense float32, in nats; mean over seeds.
+    error: Standard error of that difference.
+    steps: Steps to the loss that it reaches, as a multiple of the steps in
+      which dense reaches it.
+    seeds: Number of seeds.
+  """
+
+  name: str
+  reducer: str
+  options: Mapping[str, Any]
+  every: int
+  outer: Mapping[str, float]
+  bits: float
+  predicted_bits: float
+  loss: float
+  error: float
+  steps: float
+  seeds: int
+
+
+@functools.cache
+def of_protocol() -> tuple[Evidence, ...]:
+  """Returns the methods that the protocol has judged, dense first."""
+  text = pathlib.Path(__file__).with_suffix(".json").read_text()
+  return tuple(Evidence(**each) for each in json.loads(text))
