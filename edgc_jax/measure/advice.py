@@ -17,7 +17,6 @@ from edgc_jax.leaves.leaf import arrays_of, leaves_in
 from edgc_jax.leaves.views import ViewFn, layer_matrix
 from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer.rounds import count_bytes
-from edgc_jax.wire import cpu_backend
 from edgc_jax.wire.codes import code_of
 from edgc_jax.wire.link_model import CompressionModel, LinkModel
 
@@ -74,9 +73,7 @@ def advise(
 
   Of all methods that are at most `tolerance` slower than the fastest, it takes
   the one with the smallest error, so on a fast link it chooses dense. It
-  assumes that communication and computation do not overlap. On CPU hosts,
-  encoded values may be sent in many messages, whose latencies are added
-  (`cpu_backend.more_trips`).
+  assumes that communication and computation do not overlap.
 
   Args:
     params: Parameters or their `jax.ShapeDtypeStruct`s.
@@ -140,8 +137,6 @@ def advise(
       return None
     (sent,) = count_bytes(leaves, [rank], code, replicas).tolist()
     trips = (2 if rank else 1) + (code is not None)
-    if code is not None:
-      trips += cpu_backend.more_trips(sent, replicas)
     exchange = link.seconds(sent, trips) + computing
     # Both take equally long if saved bytes / bandwidth = added seconds.
     saved, added = dense_bytes - sent, (trips - 1) * link.latency + computing

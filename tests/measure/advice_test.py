@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 from absl.testing import absltest, parameterized
-from helpers.meshes import between_hosts
 
 import edgc_jax
 from edgc_jax import CompressionModel, LinkModel
@@ -24,21 +23,6 @@ def advise(link, step_seconds=0.1, replicas=4, params=PARAMS, **options):
 
 
 class AdviceTest(parameterized.TestCase):
-  @parameterized.parameters((2, 2 * 127 / 2), (4, 84 / 6), (3, 0))
-  def test_between_cpu_hosts_messages_are_latencies(self, replicas, more):
-    """Parts of 16 MiB and less are cut, larger ones of float32 are not."""
-    params = jax.ShapeDtypeStruct((4096, 4096), "float32")  # bf16: 32 MiB
-    link = LinkModel(0.5, 1e9)
-    plain = advise(link, params=params, replicas=replicas, ranks=())
-    with between_hosts():
-      cut = advise(link, params=params, replicas=replicas, ranks=())
-    dense, narrow = (
-      b.seconds - a.seconds
-      for a, b in zip(plain.methods, cut.methods, strict=True)
-    )
-    self.assertEqual(dense, 0)
-    self.assertAlmostEqual(narrow, 0.5 * more)
-
   def test_seconds_by_hand(self):
     found = advise(LinkModel(1e-3, 1e7), ranks=(8, 32))
     names = ["dense", "dense, bf16", "edgc, rank 32", "edgc, rank 8"]
