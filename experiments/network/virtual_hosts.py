@@ -32,6 +32,7 @@ _SUBNET = "10.99.0"
 # clock, or it slows the link down. An idle link passes a full bucket at once.
 _TICK = 0.001
 _LEAST_BURST = 64 * 1024
+_UNLIMITED = 1e11  # bits per second; more than a host can send
 # Largest buffers of a connection, which must hold what is under way: 64 MiB are
 # 1000 Mbit/s for half a second. A system's own may be a few MiB.
 _BUFFERS = {
@@ -140,6 +141,7 @@ class VirtualHosts:
       )
     if self._forwarder:
       self._forwarder.delay(round_trip / 2)
+    bits_per_second = min(bits_per_second, _UNLIMITED)
     burst = max(_LEAST_BURST, int(bits_per_second / 8 * _TICK))
     queue = (
       "tbf",
