@@ -39,7 +39,7 @@ _BUFFERS = {
   "tcp_rmem": "4096 131072 67108864",
   "tcp_wmem": "4096 16384 67108864",
 }
-_TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "hostname")
+_TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "hostname", "sysctl")
 _NEW = ("unshare", "--net", "--uts")
 
 
@@ -47,7 +47,7 @@ def why_not() -> str:
   """Returns why this machine cannot have virtual hosts; empty if it can."""
   missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
   if missing:
-    return f"{' and '.join(missing)} not found (iproute2, util-linux)"
+    return f"{' and '.join(missing)} not found (iproute2, util-linux, procps)"
   if os.geteuid() != 0:
     return "network namespaces need root"
   try:
@@ -113,7 +113,7 @@ class VirtualHosts:
 
     Its process ends when this one does.
     """
-    return "setpriv", "--pdeathsig", "KILL", *self._hosts[index].enter
+    return _inside(self._hosts[index])
 
   def shape(self, bits_per_second: float, round_trip: float = 0.0) -> None:
     """Sets the bandwidth of every uplink, and the time of a round trip.
@@ -144,28 +144,17 @@ class VirtualHosts:
     bits_per_second = min(bits_per_second, _UNLIMITED)
     burst = max(_LEAST_BURST, int(bits_per_second / 8 * _TICK))
     queue = (
-      "tbf",
-      "rate",
-      f"{bits_per_second:.0f}bit",
-      "burst",
-      str(burst),
-      "latency",
-      "100ms",
-    )
+      "tbf", "rate", f"{bits_per_second:.0f}bit",
+      "burst", str(burst), "latency", "100ms",
+    )  # fmt: skip
     device = _FAR if round_trip else _NEAR
     for index, host in enumerate(self._hosts):
       host.run("tc", "qdisc", "replace", "dev", device, "root", *queue)
       if self._forwarder:
         host.run(
-          "ip",
-          "route",
-          "replace",
-          f"{_SUBNET}.0/24",
-          "dev",
-          device,
-          "src",
-          address(index),
-        )
+          "ip", "route", "replace", f"{_SUBNET}.0/24",
+          "dev", device, "src", address(index),
+        )  # fmt: skip
 
   def sent_bytes(self, index: int) -> int:
     """Returns the bytes that a host has sent, including packet headers."""
@@ -220,6 +209,11 @@ class _Namespace(subprocess.Popen):
     return _run(*self.enter, *command)
 
 
+def _inside(namespace: _Namespace) -> Sequence[str]:
+  """Returns the start of a command in a namespace that ends with ours."""
+  return "setpriv", "--pdeathsig", "KILL", *namespace.enter
+
+
 class _Forwarder(subprocess.Popen):
   """A process that delays what hosts send each other; a context manager.
 
@@ -234,19 +228,9 @@ class _Forwarder(subprocess.Popen):
     """
     addresses = [address(index) for index in range(len(hosts))]
     super().__init__(
-      [
-        "setpriv",
-        "--pdeathsig",
-        "KILL",
-        *bridge.enter,
-        sys.executable,
-        delay.__file__,
-        *addresses,
-      ],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      text=True,
-    )
+      [*_inside(bridge), sys.executable, delay.__file__, *addresses],
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     if not self.stdout.readline():
       raise OSError(f"Hosts cannot be far apart here: {why_no_delay()}.")
     for index, host in enumerate(hosts):
