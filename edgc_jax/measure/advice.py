@@ -22,7 +22,6 @@ from edgc_jax.measure.evidence import Evidence, of_protocol
 from edgc_jax.methods import REDUCERS
 from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer.rounds import count_bytes
-from edgc_jax.wire import cpu_backend
 from edgc_jax.wire.codes import code_of
 from edgc_jax.wire.link_model import LinkModel, ring_bytes
 
@@ -165,9 +164,7 @@ def advise(
 
     print(edgc_jax.advise(params, link, step_seconds=0.3, replicas=4))
 
-  Communication and computation do not overlap in this model. On CPU hosts,
-  encoded values may be sent in many messages, whose latencies are added
-  (`cpu_backend.more_trips`).
+  Communication and computation do not overlap in this model.
 
   Args:
     params: Parameters or their `jax.ShapeDtypeStruct`s; of one device, if
@@ -219,8 +216,7 @@ def advise(
   def exchange(method: Candidate) -> tuple[float, float]:
     """Returns what takes no part in bytes / bandwidth, and the bytes."""
     trips = _TRIPS.get(method.reducer, 1)
-    if _is_encoded(method):
-      trips += 1 + cpu_backend.more_trips(method.wire_bytes, replicas)
+    trips += _is_encoded(method)  # reduced in parts, then gathered
     own = 0.0 if computing is None else computing[method.exchanged_by]
     return trips * link.latency + own, method.wire_bytes
 

@@ -30,7 +30,9 @@ from edgc_jax.wire import collectives, cpu_backend
 from edgc_jax.wire.link_model import CompressionModel, LinkModel, fit_line
 
 _AXIS = "data"
-_CHAINED = 8  # all-reduces per call, to make the overhead of a call small
+# All-reduces per call, to make the overhead of a call small; one is enough if
+# it takes longer than these seconds.
+_CHAINED, _LONG = 8, 0.01
 _LEAST_REPEATS = 2
 # Calls of each size in addition to its repeats: two in `_affordable`, and two
 # to warm up in `medians`.
@@ -205,7 +207,8 @@ def measure_link(
     repeats: Number of timed calls per size.
     budget: Seconds that the measurement may take, without compilation. If the
       link is too slow for it, the largest sizes are left out, down to two
-      sizes, and there are fewer repeats, down to two.
+      sizes, and there are fewer repeats, down to two. Over a link of long
+      latency even small sizes take their time, and large ones little more.
 
   Returns:
     The model; `r_squared` is the share of the weighted variance explained.
@@ -233,15 +236,17 @@ def measure_link(
   cpu_backend.require_threads()
 
   counts = sorted(size // 4 for size in sizes)
+  alone = _seconds(mesh, _all_reduces(mesh, axis_name, counts[0], 1))
+  chained = _CHAINED if alone < _LONG else 1
   calls, repeats = _affordable(
     mesh,
-    (_all_reduces(mesh, axis_name, count) for count in counts),
+    (_all_reduces(mesh, axis_name, count, chained) for count in counts),
     counts,
     repeats,
     budget,
   )
   counts = counts[: len(calls)]
-  seconds = agree(mesh, medians(calls, repeats) / _CHAINED)
+  seconds = agree(mesh, medians(calls, repeats) / chained)
   num_bytes = 4.0 * np.array(counts)
   latency, slope = fit_line(num_bytes, seconds, scale=seconds)
   largest = np.argmax(num_bytes)
@@ -282,22 +287,32 @@ def _affordable(
   """
   affordable, seconds = [], []
   for call, larger in zip(calls, [*counts[1:], None], strict=True):
-    jax.block_until_ready(call())  # compiles
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    elapsed = np.array([time.perf_counter() - start])
-    seconds.append(float(agree(mesh, elapsed)[0]))
+    seconds.append(_seconds(mesh, call))
     affordable.append(call)
     if larger and len(affordable) > 1:
-      next_one = seconds[-1] * larger / counts[len(affordable) - 1]
+      # On the line through the last two: a latency is paid once a size.
+      before, last = counts[len(affordable) - 2 : len(affordable)]
+      growth = max(0.0, seconds[-1] - seconds[-2]) / max(1, last - before)
+      next_one = seconds[-1] + growth * (larger - last)
       if _RUNS * (sum(seconds) + next_one) > budget:
         break
   rounds = int(budget / sum(seconds)) - _EXTRA_RUNS
   return affordable, min(repeats, max(_LEAST_REPEATS, rounds))
 
 
-def _all_reduces(mesh: Mesh, axis_name: str, count: int) -> Callable[[], Any]:
-  """Returns a call of `_CHAINED` all-reduces of `count` values, in sequence."""
+def _seconds(mesh: Mesh, call: Callable[[], Any]) -> float:
+  """Times the second run of a call; all processes agree on it."""
+  jax.block_until_ready(call())  # compiles
+  start = time.perf_counter()
+  jax.block_until_ready(call())
+  elapsed = np.array([time.perf_counter() - start])
+  return float(agree(mesh, elapsed)[0])
+
+
+def _all_reduces(
+  mesh: Mesh, axis_name: str, count: int, chained: int
+) -> Callable[[], Any]:
+  """Returns a call of `chained` all-reduces of `count` values, in sequence."""
   spec = P(axis_name)
   shape = (mesh.shape[axis_name] * count,)
   # A program creates the values, since no process can place another's part.
@@ -308,7 +323,7 @@ def _all_reduces(mesh: Mesh, axis_name: str, count: int) -> Callable[[], Any]:
     # x <- mean(x) + local. Without `local`, replicas would be equal, and their
     # sum a product without an all-reduce.
     step = lambda _, x: collectives.mean(x, axis_name) + local  # noqa: E731
-    return jax.lax.fori_loop(0, _CHAINED, step, local)
+    return jax.lax.fori_loop(0, chained, step, local)
 
   run = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=spec, out_specs=spec))
   return functools.partial(run, values)

@@ -90,7 +90,7 @@ def exchange_parts(tree: Any, axis_name: AxisName) -> Any:
   """Sends part j of every leaf [N, ...] to device j; returns [N, ...].
 
   Sends half the bytes of an all-reduce of the leaf. An all-to-all; between CPU
-  hosts a swap or a rotation (`cpu_backend`).
+  hosts swaps and rotations (`cpu_backend`).
   """
   devices = num_devices(axis_name)
   # A permute waits for all devices of the mesh, and other stages may be in a
@@ -116,16 +116,20 @@ def gather(tree: Any, axis_name: AxisName) -> Any:
 
   Sends half the bytes of an all-reduce of the result.
   """
-  to = "invarying" if tracks_varying(axis_name) else "varying"
+  is_tracked = tracks_varying(axis_name)
+  to = "invarying" if is_tracked else "varying"
   devices = num_devices(axis_name)
-  is_cut = cpu_backend.spans_hosts() and cpu_backend.is_mutual(1, devices)
+  # JAX would take what a reduce-scatter returns for different on each device.
+  is_swap = cpu_backend.spans_hosts() and devices == 2 and not is_tracked
 
   def collect(leaf: jax.Array) -> jax.Array:
-    gathered = functools.partial(lax.all_gather, axis_name=axis_name, to=to)
     flat = leaf.ravel()
-    whole = (
-      cpu_backend.in_messages(gathered, flat) if is_cut else gathered(flat)
-    )
+    if is_swap:
+      own_first = jnp.stack([flat, _swap(flat, axis_name)])
+      is_first = device_index(axis_name) == 0
+      whole = jnp.where(is_first, own_first, own_first[::-1])
+    else:
+      whole = lax.all_gather(flat, axis_name, to=to)
     return whole.reshape(devices, *leaf.shape)
 
   return one_by_one(collect, tree)
@@ -240,15 +244,10 @@ def _reduce(reduce: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _swap_parts(parts: jax.Array, axis_name: AxisName) -> jax.Array:
-  """Exchanges the parts [2, n] of two devices by all-gathers."""
+  """Exchanges the parts [2, n] of two devices."""
   device = device_index(axis_name)
-
-  def swap(part: jax.Array) -> jax.Array:
-    both = lax.all_gather(part, axis_name)
-    return lax.dynamic_index_in_dim(both, 1 - device, keepdims=False)
-
   part = lax.dynamic_index_in_dim(parts, 1 - device, keepdims=False)
-  part = cpu_backend.in_messages(swap, part)
+  part = _swap(part, axis_name)
   return lax.dynamic_update_index_in_dim(parts, part, 1 - device, 0)
 
 
@@ -256,19 +255,39 @@ def _rotate_parts(parts: jax.Array, axis_name: AxisName) -> jax.Array:
   """Exchanges the parts [N, n] of N devices in N - 1 rotations.
 
   Every device sends to the next device first, then to the second next, ...
+  Devices that send to each other swap.
   """
   devices, device = num_devices(axis_name), device_index(axis_name)
   received, last = parts, []  # the device's own part is in place
   for shift in range(1, devices):
-    pairs = [(i, (i + shift) % devices) for i in range(devices)]
-    rotate = functools.partial(send, axis_name=axis_name, pairs=pairs)
     target, source = (device + shift) % devices, (device - shift) % devices
     part = lax.dynamic_index_in_dim(parts, target, keepdims=False)
     part = in_turn(part, last)
-    if cpu_backend.is_mutual(shift, devices):
-      part = cpu_backend.in_messages(rotate, part)
+    if 2 * shift == devices:
+      part = _swap(part, axis_name)
     else:
-      part = rotate(part)
+      pairs = [(i, (i + shift) % devices) for i in range(devices)]
+      part = send(part, axis_name, pairs)
     received = lax.dynamic_update_index_in_dim(received, part, source, 0)
     last = [part]
   return received
+
+
+def _swap(values: jax.Array, axis_name: AxisName) -> jax.Array:
+  """Returns the values of the device half way around the axis.
+
+  Exact to the bit. A reduce-scatter between pairs of devices, each of which
+  leaves its own part zero; `cpu_backend` says why.
+
+  Args:
+    values: [n], of any dtype with whole bytes.
+    axis_name: An axis of an even number of devices.
+  """
+  half = num_devices(axis_name) // 2
+  pairs = [[i, i + half] for i in range(half)] if half > 1 else None
+  place = device_index(axis_name) // half  # in its pair
+  bits = jnp.dtype(f"uint{8 * values.dtype.itemsize}")
+  own = lax.bitcast_convert_type(values, bits)
+  both = jnp.where(jnp.arange(2)[:, None] == place, jnp.zeros_like(own), own)
+  theirs = lax.psum_scatter(both, axis_name, axis_index_groups=pairs)
+  return lax.bitcast_convert_type(theirs, values.dtype)

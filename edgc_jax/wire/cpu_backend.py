@@ -6,10 +6,11 @@ cache can mix their collectives up.
 
 Several CPU hosts communicate through Gloo. XLA reduces the operands of one
 all-reduce one after the other, so small leaves are joined to one array. Gloo
-sends a message once its receiver has announced that it waits; if two hosts send
-to each other, the announcement queues behind the host's own message, so that
-long messages use the link one direction at a time. If pairs of hosts send to
-each other, values are therefore cut into short messages.
+sends a message once its receiver has announced that it waits, a round trip in
+all. If two hosts send to each other, the announcement queues behind the host's
+own message, so that the link is used one direction at a time. Gloo's
+reduce-scatter announces nothing: pairs of hosts swap values by it
+(`collectives.exchange_parts`, `collectives.gather`).
 """
 
 import importlib
@@ -20,10 +21,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from edgc_jax.wire.order import in_turn, varying_axes
+from edgc_jax.wire.order import varying_axes
 
 _POOL = 32  # threads that the import asks for: enough for 16 devices
 # Holds the value of NPROC that this module has set; child processes inherit
@@ -32,11 +32,6 @@ _OWN_NPROC = "EDGC_JAX_NPROC"
 _LAPACK_THREADS = "OPENBLAS_NUM_THREADS"
 # Bytes; for larger leaves a copy takes longer than a round trip.
 _SMALL_LEAF = 2**20
-# Bytes of a message (96 KiB). Each message waits for the one before, which
-# takes longer than sending in one direction at a time on a link of long
-# latency; so there are at most 128, and parts above 12 MiB are cut into longer
-# messages, which gain less.
-_MESSAGE, _MOST_MESSAGES = 3 * 2**15, 128
 _config: Any = jax.config  # its type leaves out the options
 
 
@@ -182,68 +177,6 @@ def _a_device_was_used() -> bool:
 def spans_hosts() -> bool:
   """Returns whether several processes run on CPUs, over whichever axis."""
   return jax.default_backend() == "cpu" and jax.process_count() > 1
-
-
-def is_mutual(shift: int, devices: int) -> bool:
-  """Returns whether devices send in pairs if all send `shift` devices on."""
-  return 2 * shift == devices
-
-
-def num_messages(num_bytes: int) -> int:
-  """Returns the number of messages that `in_messages` cuts `num_bytes` into."""
-  return min(max(1, num_bytes // _MESSAGE), _MOST_MESSAGES)
-
-
-def more_trips(num_bytes: int, devices: int) -> float:
-  """Estimates the latencies that short messages add to an exchange in parts.
-
-  Counts the messages of an all-to-all and an all-gather beyond those of one
-  all-reduce, which are 2 (N - 1), one after the other. Approximate, since parts
-  are cut one exchange at a time.
-
-  Args:
-    num_bytes: Bytes of all parts together.
-    devices: N, the number of devices.
-
-  Returns:
-    The added latency, in units of the latency of an all-reduce; 0 unless the
-    devices are an even number of CPU hosts.
-  """
-  if not spans_hosts() or devices % 2:
-    return 0.0
-  halves = 2 if devices == 2 else 1  # between two, the all-gather is cut, too
-  more = halves * (num_messages(num_bytes // devices) - 1)
-  return more / (2 * (devices - 1))
-
-
-def in_messages(
-  send: Callable[[jax.Array], jax.Array], values: jax.Array
-) -> jax.Array:
-  """Applies a collective to short messages, one after the other.
-
-  Args:
-    send: A collective from [n] to [..., n], for any n.
-    values: The values, [n].
-
-  Returns:
-    `send(values)`, [..., n].
-  """
-  count = num_messages(values.nbytes)
-  if count == 1:
-    return send(values)
-  length = -(-values.size // count)
-  whole = values.size // length * length
-  _, results = lax.scan(
-    lambda carry, part: (carry, send(part)),
-    None,
-    values[:whole].reshape(-1, length),
-  )
-  done = jnp.moveaxis(results, 0, -2)
-  done = done.reshape(*done.shape[:-2], whole)
-  if whole == values.size:
-    return done
-  rest = in_turn(values[whole:], done)
-  return jnp.concatenate([done, send(rest)], axis=-1)
 
 
 def reduce_joined(reduce: Callable[[Any], Any], tree: Any) -> Any:

@@ -10,6 +10,11 @@ may be. The measurements go to --output as JSON, of which `make pages` makes
 tables. Layouts that are not measured again stay as they are in that file:
 
   sudo python -m experiments.network --layout="2 replicas of 4 shards"
+
+Links of long latency, for which docs/network.md has no steps:
+
+  sudo python -m experiments.network --layout="2 replicas" --rate=100 \\
+    --round_trip=0 --round_trip=20 --output=runs/far.json
 """
 
 import contextlib
@@ -43,6 +48,13 @@ _RATES = flags.DEFINE_multi_float(
   "A speed of the uplinks in Mbit/s; default: those of docs/network.md.",
   lower_bound=1e-3,
 )
+_ROUND_TRIPS = flags.DEFINE_multi_float(
+  "round_trip",
+  [0.0],
+  "A time from one host to another and back, in ms, in addition to the kernel's"
+  " 0.1; every rate is measured with each.",
+  lower_bound=0.0,
+)
 _ROWS = flags.DEFINE_multi_enum("row", list(ROWS), list(ROWS), "A row.")
 _ROUNDS = flags.DEFINE_integer(
   "rounds", 3, "Number of timed rounds.", lower_bound=1
@@ -56,6 +68,8 @@ def main(argv: Sequence[str]) -> None:
   """Measures all layouts and writes the JSON file."""
   del argv
   reason = virtual_hosts.why_not()
+  if not reason and any(_ROUND_TRIPS.value):
+    reason = virtual_hosts.why_no_delay()
   if reason:
     sys.exit(f"error: virtual hosts are not possible here: {reason}.")
   here, config = environment(), _CONFIG.value
@@ -87,7 +101,7 @@ def main(argv: Sequence[str]) -> None:
   )  # fmt: skip
   for layout in layouts:
     rates = _RATES.value or LAYOUTS.get(layout.name, (100,))
-    benchmark.measure(layout, rates)
+    benchmark.measure(layout, rates, _ROUND_TRIPS.value)
 
 
 def _processor() -> str:

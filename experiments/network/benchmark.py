@@ -1,12 +1,13 @@
 """Measures step times on virtual hosts, row by row and round by round."""
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -51,8 +52,16 @@ class Benchmark:
   logs: pathlib.Path
   results: Results
 
-  def measure(self, layout: Layout, rates: Sequence[float]) -> None:
-    """Measures all rows on a layout, at all link speeds in Mbit/s."""
+  def measure(
+    self, layout: Layout, rates: Sequence[float], round_trips: Sequence[float]
+  ) -> None:
+    """Measures all rows on a layout, over all links.
+
+    Args:
+      layout: The layout.
+      rates: Speeds of the uplinks in Mbit/s.
+      round_trips: Round-trip times in ms, each of which all speeds have.
+    """
     print(f"--- {layout.name}", flush=True)
     self.results.begin(layout.name)
     self._layout, self._hosts = layout, {}
@@ -75,16 +84,17 @@ class Benchmark:
         )
         for hosts in self._hosts.values():
           hosts.call("built", timeout=_TIMEOUT)
-        for rate in rates:
-          network.shape(rate * 1e6)
-          self._time(network, rate, rows)
+        for round_trip, rate in itertools.product(round_trips, rates):
+          network.shape(rate * 1e6, round_trip / 1e3)
+          link = {"rate": rate, "round_trip": round_trip}
+          self._time(network, link, rows)
           advice = has_advice and self._call(
             "jax", "advice", "advise", config=config
           )
           if advice:
             choice = advice[0]["choice"]
-            print(f"{rate:g} Mbit/s: advice is {choice}", flush=True)
-            self.results.add("advice", rate=rate, **advice[0])
+            print(f"{_text(link)}: advice is {choice}", flush=True)
+            self.results.add("advice", **link, **advice[0])
           self.results.write()
       finally:
         for hosts in self._hosts.values():
@@ -150,7 +160,10 @@ class Benchmark:
     return True
 
   def _time(
-    self, network: VirtualHosts, rate: float, rows: Sequence[tuple[str, str]]
+    self,
+    network: VirtualHosts,
+    link: Mapping[str, float],
+    rows: Sequence[tuple[str, str]],
   ) -> None:
     """Times all rows in turn; each round starts with another row."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
@@ -180,10 +193,10 @@ class Benchmark:
     for key, entry in found.items():
       if entry["seconds"]:
         middle = statistics.median(entry["seconds"])
-        print(f"{rate:g} Mbit/s, {', '.join(key)}: {middle:.3f} s", flush=True)
+        print(f"{_text(link)}, {', '.join(key)}: {middle:.3f} s", flush=True)
         names = dict(zip(("framework", "row", "part"), key, strict=True))
         threads = self._threads()
-        self.results.add("rows", threads=threads, rate=rate, **names, **entry)
+        self.results.add("rows", threads=threads, **link, **names, **entry)
 
   def _call(
     self, framework: str, row: str, function: str, **arguments: Any
@@ -236,3 +249,9 @@ class Benchmark:
     config.pipeline.align = "none"  # each row has one rank for all stages
     config.batch_size = rows_each * config.mesh.data
     return config
+
+
+def _text(link: Mapping[str, float]) -> str:
+  """Formats a link's speed, and its round trip if it has one."""
+  text = f"{link['rate']:g} Mbit/s"
+  return text + (link["round_trip"] > 0) * f", {link['round_trip']:g} ms"

@@ -35,7 +35,7 @@ _BUDGET = 15.0  # seconds to measure the link
 # Their names in JAX's traces; JAX tracks in some which devices agree.
 _COLLECTIVES = (
   "psum", "psum_invariant", "pmax", "pmin", "all_gather",
-  "all_gather_invariant", "all_to_all", "ppermute",
+  "all_gather_invariant", "all_to_all", "ppermute", "reduce_scatter",
 )  # fmt: skip
 
 

@@ -158,18 +158,20 @@ def cells_of(file: pathlib.Path) -> pd.DataFrame:
   """Reads the benchmark's JSON file.
 
   Returns:
-    A line for each row of a layout at a link speed; times are medians in
-    seconds, NaN if not measured: `step`; `without`, the same framework's step
-    without an exchange; `compress` and `communicate`, each measured alone;
-    `exchange`, step minus without; `clear`, the exchange if it is above the
-    noise; `noise`, half the ranges of step and without; `wire_bytes`, the
-    payload of all shards; `sent_bytes` of a host, with packet headers;
-    `ring_bytes`, what a host sends of the payload in a ring; `link_alone`,
-    their time at the link's full speed; `limit`, the step without overlap and
-    overhead.
+    A line for each row of a layout at a link's speed and `round_trip` (ms, 0 in
+    older files); times are medians in seconds, NaN if not measured: `step`;
+    `without`, the same framework's step without an exchange; `compress` and
+    `communicate`, each measured alone; `exchange`, step minus without; `clear`,
+    the exchange if it is above the noise; `noise`, half the ranges of step and
+    without; `wire_bytes`, the payload of all shards; `sent_bytes` of a host,
+    with packet headers; `ring_bytes`, what a host sends of the payload in a
+    ring; `link_alone`, their time at the link's full speed; `limit`, the step
+    without overlap and overhead, and without round trips.
   """
-  keys = ["layout", "rate", "framework", "row"]
-  found = pd.DataFrame(json.loads(file.read_text())["rows"]).set_index(keys)
+  rows = json.loads(file.read_text())["rows"]
+  keys = ["layout", "rate", "round_trip", "framework", "row"]
+  found = pd.DataFrame([{"round_trip": 0.0, **row} for row in rows])
+  found = found.set_index(keys)
   found["noise"] = found["seconds"].map(np.ptp) / 2
   for name in ("seconds", "sent_bytes"):
     found[name] = found[name].map(np.median)
@@ -179,7 +181,7 @@ def cells_of(file: pathlib.Path) -> pd.DataFrame:
     cells[part] = found.loc[found["part"] == part, "step"]
   plain = cells.xs(NO_EXCHANGE, level="row")[["step", "noise"]]
   plain.columns = ["without", "noise_without"]
-  cells = cells.join(plain, on=keys[:3]).reset_index()
+  cells = cells.join(plain, on=keys[:-1]).reset_index()
   cells["noise"] += cells["noise_without"].fillna(0.0)
   sent = ["compress", "communicate", "wire_bytes"]
   cells.loc[cells["row"] == NO_EXCHANGE, sent] = 0.0

@@ -21,6 +21,9 @@ _FILE = pathlib.Path(__file__).resolve().parents[2] / results.FILE
 _PARTS = {"without": GREY, "compress": COLORS[4], "communicate": COLORS[0]}
 
 
+_LINK = ["rate", "round_trip"]
+
+
 @functools.cache
 def _found() -> dict[str, Any]:
   return json.loads(_FILE.read_text())
@@ -29,6 +32,20 @@ def _found() -> dict[str, Any]:
 @functools.cache
 def _cells() -> pd.DataFrame:
   return results.cells_of(_FILE)
+
+
+def _nearest() -> pd.DataFrame:
+  """Returns the cells of the shortest round trip."""
+  cells = _cells()
+  return cells[cells["round_trip"] == cells["round_trip"].min()]
+
+
+def _link_of(cells: pd.DataFrame) -> dict[str, pd.Series]:
+  """Returns the columns of a table that name the link, as text."""
+  columns = {"Mbit/s": _text(cells["rate"], "g")}
+  if cells["round_trip"].any():
+    columns["round trip, ms"] = _text(cells["round_trip"], "g")
+  return columns
 
 
 def _origin() -> Sequence[str]:
@@ -48,15 +65,15 @@ def _steps(layout: str) -> Sequence[str]:
   is_none = ours["row"] == NO_EXCHANGE
   limit = ours["limit"].mask(is_none)
   table = {
-    "Mbit/s": _text(ours["rate"], "g"),
+    **_link_of(ours),
     "method": ours["row"],
     "step, s": _text(ours["step"], ".3f"),
     "exchange, s": _text(ours["exchange"].mask(is_none), ".3f"),
   }
   for kind, key in (("exchange", "clear"), ("step", "step")):
     for other, left_out in ((DENSE, []), (NARROW, [DENSE])):
-      dense = ours[ours["row"] == other].set_index("rate")[key]
-      less = 1 - ours[key] / ours["rate"].map(dense)
+      dense = ours[ours["row"] == other].set_index(_LINK)[key]
+      less = 1 - ours[key] / ours[_LINK].join(dense, on=_LINK)[key]
       less = less.mask(ours["row"].isin([NO_EXCHANGE, other, *left_out]))
       table[f"{kind} less than {other}"] = _text(less, ".1%")
   return _markdown(
@@ -76,14 +93,14 @@ def _steps(layout: str) -> Sequence[str]:
 def _peers(layout: str) -> Sequence[str]:
   """Compares our rows of a layout with PyTorch's."""
   cells = _cells()
-  cells = cells[cells["layout"] == layout].set_index(["rate", "row"])
+  cells = cells[cells["layout"] == layout].set_index([*_LINK, "row"])
   ours, theirs = (
     cells[cells["framework"] == name] for name in ("jax", "torch")
   )
   both = theirs.add_suffix("_theirs").join(ours, how="inner").reset_index()
   is_none = both["row"] == NO_EXCHANGE
   table = {
-    "Mbit/s": _text(both["rate"], "g"),
+    **_link_of(both),
     "method": both["row"],
     "step, ours": _text(both["step"], ".3f"),
     "step, PyTorch": _text(both["step_theirs"], ".3f"),
@@ -103,11 +120,13 @@ def _advice() -> Sequence[str]:
   """Compares predicted with measured steps, and the choice with the right."""
   cells = _cells()
   ours = cells[cells["framework"] == "jax"]
-  steps = ours.pivot(index=["layout", "rate"], columns="row", values="step")
+  steps = ours.pivot(index=["layout", *_LINK], columns="row", values="step")
+  has_round_trips = cells["round_trip"].any()
   lines, errors, orders, right = [], [], [], 0
   for advice in _found()["advice"]:
     predicted = pd.Series(advice["seconds"])
-    place = (advice["layout"], advice["rate"])
+    round_trip = advice.get("round_trip", 0.0)
+    place = (advice["layout"], advice["rate"], round_trip)
     measured = steps.reindex(columns=predicted.index).loc[place]
     if measured.isna().any():
       continue
@@ -118,6 +137,7 @@ def _advice() -> Sequence[str]:
     orders += results.orders_of(predicted, measured.to_dict())
     lines.append(
       {"layout": advice["layout"], "Mbit/s": f"{advice['rate']:g}"}
+      | ({"round trip, ms": f"{round_trip:g}"} if has_round_trips else {})
       | {
         n: f"{predicted[n]:.3f} / {measured[n]:.3f} ({error[n]:+.0%})"
         for n in predicted.index
@@ -140,7 +160,7 @@ def _advice() -> Sequence[str]:
 
 def draw_parts() -> Figure:
   """Draws bars of the parts, measured alone, and marks of the whole step."""
-  cells = _cells()
+  cells = _nearest()
   whole = cells[cells["row"] != NO_EXCHANGE].dropna(subset=list(_PARTS))
   rate = 100.0 if (whole["rate"] == 100).any() else whole["rate"].median()
   layouts = whole[whole["rate"] == rate]["layout"].unique()
@@ -165,7 +185,7 @@ def draw_parts() -> Figure:
 
 def draw_speeds() -> Figure:
   """Draws step time by link speed, with a panel for each layout."""
-  cells = _cells()
+  cells = _nearest()
   counts = cells.groupby("layout", sort=False)["rate"].nunique()
   layouts = counts[counts > 1].index
   figure, panels = _panels(len(layouts), 0.6, 3.6)

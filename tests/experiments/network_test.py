@@ -182,6 +182,47 @@ def test_table_of_steps(tables):
   )
 
 
+def test_links_of_other_round_trips_have_rows_of_their_own(tables, tmp_path):
+  tables("network origin")  # reads the made-up results, all of one round trip
+  assert "round trip, ms" not in tables("network", "2 replicas")[0]
+  path = tmp_path / "network.json"
+  found = json.loads(path.read_text())
+  far = {"round_trip": 20.0}
+  found["rows"] += [
+    entry("no exchange", "step", [0.6], **far),
+    entry("dense", "step", [4.6], **far, wire_bytes=25e6),
+    entry("powersgd, rank 8", "step", [1.6], **far, wire_bytes=1.25e6),
+    entry("no exchange", "step", [0.4], "torch", **far),
+    entry("dense", "step", [4.4], "torch", **far),
+  ]
+  found["advice"].append(found["advice"][0] | far)
+  path.write_text(json.dumps(found))
+  pages._found.cache_clear()
+  pages._cells.cache_clear()
+
+  def lines(name, *argument):
+    return [" ".join(line.split()) for line in pages.TABLES[name](*argument)]
+
+  steps = lines("network", "2 replicas")
+  # Exchange 1.0 s in place of 4.0, and steps of 1.6 in place of 4.6.
+  assert any(
+    line.startswith(
+      "| 100 | 20 | powersgd, rank 8 | 1.600 | 1.000 | 75.0% | - | 65.2% |"
+    )
+    for line in steps
+  )
+  assert any(
+    "| 100 | 0 | powersgd, rank 8 | 0.800 | 0.300 |" in x for x in steps
+  )
+  peers = lines("network peers", "2 replicas")
+  assert any(
+    line.startswith("| 100 | 20 | dense | 4.600 | 4.400 | 1.05 | 4.000 | 4.000")
+    for line in peers
+  )
+  (panel,) = pages.draw_speeds().axes  # of the shortest round trip alone
+  assert all(4.6 not in line.get_ydata() for line in panel.lines)
+
+
 def test_table_of_peers(tables):
   lines = tables("network peers", "2 replicas")
   # The noise is of our rows alone: a single step has none.

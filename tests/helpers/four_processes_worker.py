@@ -16,7 +16,6 @@ import edgc_jax  # noqa: F401  (before JAX uses a device, see conftest.py)
 import jax  # isort: skip
 
 from configs import gpt2_tiny
-from edgc_jax.wire import cpu_backend
 from experiments.runtime import hosts
 from experiments.training.trainer import Trainer
 
@@ -70,7 +69,6 @@ def main(folder, port, index, count, seconds):
   jax.config.update("jax_num_cpu_devices", DEVICES // count)
   if count > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    cpu_backend._MESSAGE = 256
     jax.distributed.initialize(f"127.0.0.1:{port}", count, int(index))
     hosts.is_first = lambda: True  # all write their metrics, to be compared
   assert jax.device_count() == DEVICES, jax.devices()

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from helpers.meshes import between_hosts
 
 import edgc_jax
 from edgc_jax import LinkModel
@@ -111,20 +110,6 @@ def test_seconds_by_hand():
     assert method.seconds == pytest.approx(0.1 + exchange / every)
     assert (method.every, method.steps) == (every, steps)
     assert method.time == pytest.approx(steps * method.seconds)
-
-
-def test_between_cpu_hosts_messages_are_latencies():
-  """Parts of 16 MiB and less are cut, larger ones of float32 are not."""
-  params = jax.ShapeDtypeStruct((4096, 4096), "float32")  # bf16: 32 MiB
-  for replicas, more in ((2, 2 * 127 / 2), (4, 84 / 6), (3, 0)):
-    plain = by_name(advise(LinkModel(0.5, 1e9), 0.1, replicas, params))
-    with between_hosts():
-      cut = by_name(advise(LinkModel(0.5, 1e9), 0.1, replicas, params))
-    dense, narrow = (
-      cut[name].seconds - plain[name].seconds
-      for name in ("dense", "dense, bfloat16")
-    )
-    assert dense == 0 and narrow == pytest.approx(0.5 * more)
 
 
 @pytest.mark.parametrize("bandwidth", 10.0 ** np.arange(4, 12))

@@ -18,10 +18,20 @@ from edgc_jax.measure import timing
 SIZES = (2**12, 2**16, 2**20)
 
 
-def fake_link(seconds):
-  """Replaces the clock: any call gives these medians of one all-reduce."""
-  times = timing._CHAINED * np.array(seconds, float)
-  return mock.patch.object(timing, "medians", lambda calls, repeats: times)
+def fake_link(seconds, alone=1e-3):
+  """Replaces the clock: any call gives these medians of one all-reduce.
+
+  Args:
+    seconds: The medians.
+    alone: What the first call takes; a long one is not chained.
+  """
+  chained = timing._CHAINED if alone < timing._LONG else 1
+  times = chained * np.array(seconds, float)
+  return mock.patch.multiple(
+    timing,
+    medians=lambda calls, repeats: times,
+    _seconds=lambda mesh, call: alone,
+  )
 
 
 @contextlib.contextmanager
@@ -40,6 +50,23 @@ class LinkTest(parameterized.TestCase):
     self.assertAlmostEqual(link.bandwidth / bandwidth, 1, places=5)
     self.assertAlmostEqual(link.r_squared, 1, places=5)
     hash(link)
+
+  def test_long_latencies_are_not_paid_eight_times(self):
+    latency, bandwidth = 0.2, 1e7
+    seconds = [latency + size / bandwidth for size in SIZES]
+    chains, make = [], timing._all_reduces
+    with (
+      fake_link(seconds, alone=latency),
+      mock.patch.object(
+        timing,
+        "_all_reduces",
+        lambda *args: chains.append(args[-1]) or make(*args),
+      ),
+    ):
+      link = timing.measure_link(mesh_of(), "data", SIZES)
+    self.assertEqual(chains, [1] * (1 + len(SIZES)))
+    self.assertAlmostEqual(link.latency, latency, 5)
+    self.assertAlmostEqual(link.bandwidth / bandwidth, 1, places=5)
 
   def test_fits_what_the_processes_agreed_on(self):
     agreed = np.array([1e-3 + size / 1e8 for size in SIZES])
@@ -96,10 +123,10 @@ class LinkTest(parameterized.TestCase):
 
   def test_program(self):
     """It is one all-reduce in a loop, over groups along the axis."""
-    call = timing._all_reduces(mesh_of(), "data", 1000)
+    call = timing._all_reduces(mesh_of(), "data", 1000, 5)
     result = call()
     # x <- mean(x) + x_0 from x = x_0 = 1.
-    np.testing.assert_array_equal(result, 1 + timing._CHAINED)
+    np.testing.assert_array_equal(result, 1 + 5)
     self.assertEqual(result.shape, (4 * 1000,))
     text = call.func.lower(*call.args).compile().as_text()
     (line,) = [x for x in text.splitlines() if " all-reduce(" in x]
@@ -123,17 +150,23 @@ class LinkTest(parameterized.TestCase):
       timing.measure_link(mesh_of((1, 8)), **options)
 
   @parameterized.parameters(
-    (300.0, 3, 10), (200.0, 3, 5), (100.0, 2, 10), (40.0, 2, 4), (1.0, 2, 2)
+    ((1, 4, 16), 300.0, 3, 10),
+    ((1, 4, 16), 200.0, 3, 5),
+    ((1, 4, 16), 100.0, 2, 10),
+    ((1, 4, 16), 40.0, 2, 4),
+    ((1, 4, 16), 1.0, 2, 2),
+    ((10, 11, 15), 250.0, 3, 2),  # most of it latency
+    ((10, 11, 15), 200.0, 2, 5),
   )
-  def test_calls_within_a_budget(self, budget, many, repeats):
-    """They take 1, 4 and 16 seconds, and each has four runs in addition."""
+  def test_calls_within_a_budget(self, durations, budget, many, repeats):
+    """Each has four runs in addition to its repeats."""
     clock, made = [0.0], []
 
     def call(seconds):
       clock[0] += seconds
       return jnp.zeros(())
 
-    calls = (made.append(s) or functools.partial(call, s) for s in (1, 4, 16))
+    calls = (made.append(s) or functools.partial(call, s) for s in durations)
     with mock.patch.object(timing.time, "perf_counter", lambda: clock[0]):
       found = timing._affordable(mesh_of(), calls, [100, 400, 1600], 10, budget)
     self.assertEqual((len(found[0]), found[1]), (many, repeats))

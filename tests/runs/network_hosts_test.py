@@ -97,6 +97,25 @@ def test_two_hosts(tmp_path, network):
   assert factors.exchange < dense.exchange
 
 
+def test_two_hosts_that_are_far_apart(tmp_path, network):
+  """Every exchange takes the round trips that it needs, and few more."""
+  if reason := virtual_hosts.why_no_delay():
+    pytest.skip(reason)
+  _, cells = measured(
+    tmp_path, "--config.model.width=64", "--config.model.num_layers=2",
+    "--config.model.num_heads=2", "--layout=2 replicas", "--rate=100",
+    "--round_trip=100", "--row=no exchange", "--row=dense",
+    "--row=dense, bf16",
+  )  # fmt: skip
+  rows = cells["2 replicas"]
+  assert {row.round_trip for row in rows.values()} == {100.0}
+  link = rows["dense"].wire_bytes * 8 / 100e6  # seconds
+  # An all-reduce has two round trips; in halves it has the same, and what is
+  # sent in float32 follows.
+  assert 0.2 < rows["dense"].communicate < 0.3 + 3 * link
+  assert 0.3 < rows["dense, bf16"].communicate < 0.6 + 3 * link
+
+
 def test_a_killed_program_leaves_nothing(tmp_path, network):
   """Neither processes nor the namespaces that they hold."""
   with subprocess.Popen(

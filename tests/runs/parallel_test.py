@@ -158,7 +158,7 @@ def test_order_of_collectives(
 ):
   """None in a branch or loop can be overtaken, also between hosts."""
   name = f"order_{reducer}_{stage}"
-  with between_hosts(64):
+  with between_hosts():
     config = small(folder, name, reducer, data, stage, backend)
     config[reducer].wire_dtype = wire_dtype
     trainer = Trainer(config)

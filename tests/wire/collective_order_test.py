@@ -1,6 +1,6 @@
 """No collective of an update may overtake another on CPUs.
 
-Between hosts, which these tests only pretend, there are loops too.
+Between hosts, which these tests only pretend, some are others.
 """
 
 import contextlib
@@ -66,16 +66,19 @@ class OrderTest(parameterized.TestCase):
   def test_every_collective_waits_for_branches(self, name, hosts):
     reducer = REDUCERS[name]()
     tx = edgc_jax.skip_nonfinite(optax.chain(reducer, optax.adamw(1e-3)), AXIS)
-    with between_hosts(16) if hosts else contextlib.nullcontext():
+    with between_hosts() if hosts else contextlib.nullcontext():
       text = program(tx, replicas=hosts or REPLICAS)
     self.assertIn(" conditional(", text)
     sent = hlo.collectives_in_order(text)
-    # Messages of the same size follow each other.
-    is_cut = any(a == b for a, b in itertools.pairwise(sent))
+    kinds = {one.kind for one in sent}
     (found,) = reviewed(reducer, PARAMS)
-    # A ring of two is cut, too.
-    may_be_cut = found.code is not None or (hosts == 2 and "-gather(" in text)
-    self.assertEqual(is_cut, hosts > 0 and may_be_cut)
+    # Hosts swap what is encoded, and two of them whatever is gathered.
+    if not hosts:
+      self.assertNotIn("reduce-scatter", kinds)
+    elif found.code is not None:
+      self.assertIn("reduce-scatter", kinds)
+    if hosts == 2:
+      self.assertNotIn("all-gather", kinds)
     self.assertEqual(unordered(text), [])
 
   @parameterized.parameters(
@@ -87,7 +90,7 @@ class OrderTest(parameterized.TestCase):
     """The network benchmark times such a replay, without computation."""
     params = {**PARAMS, "other": jnp.ones((48, 40))}  # two of a shape
     replicas = hosts or REPLICAS
-    with between_hosts(16) if hosts else contextlib.nullcontext():
+    with between_hosts() if hosts else contextlib.nullcontext():
       step, arguments = stepper(
         REDUCERS[name](), params=params, replicas=replicas
       )

@@ -1,0 +1,214 @@
+"""Packets that a process holds back; needs root and /dev/net/tun."""
+
+import collections
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from experiments.network import delay, virtual_hosts
+from experiments.network.virtual_hosts import VirtualHosts, address
+
+HEADER = bytes(delay._HEADER)
+ADDRESSES = [socket.inet_aton(f"10.0.0.{host}") for host in (1, 2, 3)]
+
+
+def packet(target, text):
+  """Returns an IPv4 packet as a device gives it, with nothing but a target."""
+  return HEADER + bytes(16) + target + text
+
+
+class Devices:
+  """Sockets in place of devices, with the forwarder between them.
+
+  Attributes:
+    ends: The hosts' ends, by address.
+  """
+
+  def __init__(self):
+    pairs = [socket.socketpair(type=socket.SOCK_DGRAM) for _ in ADDRESSES]
+    self.ends = dict(zip(ADDRESSES, (own for own, _ in pairs), strict=True))
+    self._theirs = [theirs for _, theirs in pairs]
+    self._ordered, self._orders = os.pipe()
+    devices = {}
+    for target, (own, theirs) in zip(ADDRESSES, pairs, strict=True):
+      theirs.setblocking(False)
+      own.settimeout(20.0)
+      devices[target] = theirs.fileno()
+    self.thread = threading.Thread(
+      target=delay.forward, args=(devices, self._ordered), daemon=True
+    )
+    self.thread.start()
+
+  def order(self, seconds):
+    """Sets the delay, once packets that were sent before are read."""
+    time.sleep(0.1)
+    os.write(self._orders, f"{seconds}\n".encode())
+    time.sleep(0.1)
+
+  def close(self):
+    os.close(self._orders)
+    self.thread.join(20.0)
+    os.close(self._ordered)
+    for one in (*self.ends.values(), *self._theirs):
+      one.close()
+
+
+@pytest.fixture
+def devices():
+  found = Devices()
+  yield found
+  found.close()
+  assert not found.thread.is_alive(), "it ends with its orders"
+
+
+def test_packets_arrive_late_and_in_order(devices):
+  devices.order(0.3)
+  first, second, third = ADDRESSES
+  start = time.monotonic()
+  for number in range(50):
+    devices.ends[first].send(packet(second, b"a%d" % number))
+    devices.ends[third].send(packet(second, b"b%d" % number))
+  found = [devices.ends[second].recv(99)]
+  assert time.monotonic() - start >= 0.3
+  found += [devices.ends[second].recv(99) for _ in range(99)]
+  # Those of each host are in order, whole, and of nobody else.
+  by_host = collections.defaultdict(list)
+  for one in found:
+    assert one[: len(HEADER) + 20] == packet(second, b"")
+    by_host[one[len(HEADER) + 20 :][:1]].append(one)
+  for host in (b"a", b"b"):
+    expected = [packet(second, host + b"%d" % n) for n in range(50)]
+    assert by_host[host] == expected
+
+
+def test_a_shorter_delay_overtakes_nothing(devices):
+  first, second, _ = ADDRESSES
+  devices.order(0.8)
+  start = time.monotonic()
+  devices.ends[first].send(packet(second, b"slow"))
+  devices.order(0.0)
+  devices.ends[first].send(packet(second, b"fast"))
+  found = [devices.ends[second].recv(99)[-4:] for _ in range(2)]
+  assert found == [b"slow", b"fast"]
+  assert time.monotonic() - start >= 0.8
+
+
+def test_packets_for_nobody_are_lost(devices):
+  first, second, _ = ADDRESSES
+  devices.ends[first].send(packet(socket.inet_aton("10.0.0.9"), b"lost"))
+  devices.ends[first].send(b"short")
+  devices.ends[first].send(packet(second, b"there"))
+  assert devices.ends[second].recv(99).endswith(b"there")
+
+
+def test_what_is_held_is_bounded(devices, monkeypatch):
+  """Above the bound nothing is read until packets have left."""
+  monkeypatch.setattr(delay, "_MOST", 1)
+  devices.order(0.4)
+  first, second, _ = ADDRESSES
+  start = time.monotonic()
+  devices.ends[first].send(packet(second, b"one"))
+  time.sleep(0.1)  # it is read, and another is not
+  devices.ends[first].send(packet(second, b"two"))
+  arrived = []
+  for _ in range(2):
+    devices.ends[second].recv(99)
+    arrived.append(time.monotonic() - start)
+  assert arrived[0] >= 0.4
+  assert arrived[1] >= 0.8
+
+
+# Hosts that are far apart until the program is killed.
+HOLDER = """
+from experiments.network.virtual_hosts import VirtualHosts
+with VirtualHosts(2) as network:
+  network.shape(1e8, 0.02)
+  print(network._forwarder.pid, flush=True)
+  input()
+"""
+
+# Prints the seconds of single round trips, as many as there are arguments.
+PING = """
+import socket, sys, time
+server, *counts = sys.argv[1:]
+with socket.create_connection((server, 7000)) as own:
+  for _ in counts:
+    start = time.monotonic()
+    own.sendall(b"?")
+    own.recv(1)
+    print(time.monotonic() - start)
+"""
+ECHO = """
+import socket, sys
+with socket.create_server((sys.argv[1], 7000)) as server:
+  print("listens", flush=True)
+  while True:
+    peer, _ = server.accept()
+    while received := peer.recv(1):
+      peer.sendall(received)
+"""
+
+
+@pytest.fixture
+def far():
+  """Skips the test if hosts cannot be far apart."""
+  reason = virtual_hosts.why_not() or virtual_hosts.why_no_delay()
+  if reason:
+    pytest.skip(reason)
+
+
+def test_a_round_trip_takes_what_was_asked(far):
+  with contextlib.ExitStack() as stack:
+    network = stack.enter_context(VirtualHosts(2))
+    echo = stack.enter_context(
+      subprocess.Popen(
+        [*network.inside(1), sys.executable, "-c", ECHO, address(1)],
+        stdout=subprocess.PIPE,
+      )
+    )
+    stack.callback(echo.kill)
+    assert echo.stdout.readline()
+
+    def fastest(*link):
+      network.shape(*link)
+      done = subprocess.run(
+        [*network.inside(0), sys.executable, "-c", PING, address(1), *"12345"],
+        capture_output=True, text=True, timeout=60, check=True,
+      )  # fmt: skip
+      return min(map(float, done.stdout.split()))
+
+    assert fastest(1e9) < 0.02
+    assert network._forwarder is None, "nothing is slower without a delay"
+    before = network.sent_bytes(0)
+    assert 0.05 <= fastest(1e9, 0.05) < 0.15
+    assert network.sent_bytes(0) > before, "what goes the other way counts"
+    assert fastest(1e9) < 0.02
+
+
+@pytest.mark.parametrize("round_trip", [-1e-3, float("inf"), float("nan")])
+def test_round_trips_are_checked(round_trip):
+  with pytest.raises(ValueError, match="`round_trip` must be seconds, at"):
+    VirtualHosts(2).shape(1e8, round_trip)
+
+
+def test_the_process_ends_with_the_program(far):
+  with subprocess.Popen(
+    [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE, text=True,
+  ) as program:  # fmt: skip
+    pid = int(program.stdout.readline())
+    os.kill(pid, 0)  # it runs
+    program.kill()
+  for _ in range(100):
+    try:
+      os.kill(pid, 0)
+    except ProcessLookupError:
+      return
+    time.sleep(0.1)
+  pytest.fail(f"process {pid} is left")
