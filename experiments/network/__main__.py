@@ -56,6 +56,11 @@ _ROUND_TRIPS = flags.DEFINE_multi_float(
   lower_bound=0.0,
 )
 _ROWS = flags.DEFINE_multi_enum("row", list(ROWS), list(ROWS), "A row.")
+_ADVICE = flags.DEFINE_bool(
+  "advice",
+  True,
+  "Also the methods that advise.py chooses from, and its advice.",
+)
 _ROUNDS = flags.DEFINE_integer(
   "rounds", 3, "Number of timed rounds.", lower_bound=1
 )
@@ -96,7 +101,8 @@ def main(argv: Sequence[str]) -> None:
   except ValueError as error:
     sys.exit(f"error: {error}")
   benchmark = Benchmark(
-    config, _ROWS.value, _ROUNDS.value, _PEER.value and "torch" in versions,
+    config, _ROWS.value, _ADVICE.value, _ROUNDS.value,
+    _PEER.value and "torch" in versions,
     pathlib.Path(_FOLDER.value), results,
   )  # fmt: skip
   for layout in layouts:

@@ -15,7 +15,6 @@ from ml_collections import ConfigDict
 from experiments.network import virtual_hosts
 from experiments.network.calls import HostError, Hosts
 from experiments.network.results import (
-  ADVISED,
   NO_EXCHANGE,
   ROWS,
   STAGED,
@@ -39,6 +38,8 @@ class Benchmark:
   Attributes:
     config: The configuration of all rows.
     rows: Names of the rows to measure.
+    has_advice: Whether to measure the methods that `advise` chooses from, and
+      to compare its advice, where each host is a replica.
     rounds: Number of timed rounds.
     has_peer: Whether to measure PyTorch, too.
     logs: The folder of the hosts' logs.
@@ -47,6 +48,7 @@ class Benchmark:
 
   config: ConfigDict
   rows: Collection[str]
+  has_advice: bool
   rounds: int
   has_peer: bool
   logs: pathlib.Path
@@ -65,6 +67,7 @@ class Benchmark:
     print(f"--- {layout.name}", flush=True)
     self.results.begin(layout.name)
     self._layout, self._hosts = layout, {}
+    self._rows = {name: ROWS[name] for name in ROWS if name in self.rows}
     frameworks = ["jax"]
     if self.has_peer and layout.has_replicas_only:
       frameworks.append("torch")
@@ -72,14 +75,22 @@ class Benchmark:
       try:
         for framework in frameworks:
           self._hosts[framework] = self._start(network, framework)
+        config = self._config_on(layout).to_dict()
+        has_advice = self.has_advice and layout.has_replicas_only
+        if has_advice:
+          candidates, *_ = self._call(
+            "jax", "advice", "candidates", config=config
+          ) or [{}]
+          plain = {NO_EXCHANGE: ROWS[NO_EXCHANGE]}  # where advice starts from
+          found = {name: {"jax": own} for name, own in candidates.items()}
+          self._rows = plain | found | self._rows
         rows = [
           (framework, name)
           for framework in frameworks
           for name in self._names(framework)
           if self._is_built(framework, name)
         ]
-        config = self._config_on(layout).to_dict()
-        has_advice = self.asks_advice(layout) and self._call(
+        has_advice = has_advice and self._call(
           "jax", "advice", "measure_costs", config=config
         )
         for hosts in self._hosts.values():
@@ -101,19 +112,13 @@ class Benchmark:
           hosts.close()
         self.results.write()
 
-  def asks_advice(self, layout: Layout) -> bool:
-    """Returns whether to compare advice, whose methods are all measured."""
-    return layout.has_replicas_only and set(self.rows) >= ADVISED
-
   def _names(self, framework: str) -> list[str]:
     """Returns the names of the framework's rows on the layout."""
     is_staged = self._layout.stages > 1
     return [
       name
-      for name, row in ROWS.items()
-      if framework in row
-      and name in self.rows
-      and (name in STAGED or not is_staged)
+      for name, row in self._rows.items()
+      if framework in row and (name in STAGED or not is_staged)
     ]
 
   def _start(self, network: VirtualHosts, framework: str) -> Hosts:
@@ -136,7 +141,10 @@ class Benchmark:
 
   def _is_built(self, framework: str, name: str) -> bool:
     """Compiles a row, runs it, and returns whether it can run."""
-    config, arguments = self._config_on(self._layout), ROWS[name][framework]
+    config, arguments = (
+      self._config_on(self._layout),
+      self._rows[name][framework],
+    )
     if framework == "jax":
       config.update_from_flattened_dict(dict(arguments))
       arguments = {}

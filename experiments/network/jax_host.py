@@ -109,6 +109,17 @@ class JaxHost:
     wire_bytes = np.asarray(result["wire_bytes"]).max()
     return {"seconds": seconds, "wire_bytes": float(wire_bytes)}
 
+  def candidates(self, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns settings of the methods that `advise` chooses from, by name."""
+    _, mesh, task = _read(config)
+    any_link = edgc_jax.LinkModel(0.0, 1.0)
+    free = advised.Costs(0.0, None)
+    found = advised.advise(task, mesh, any_link, free, most_steps=1)
+    return {
+      one.name: dict(advised.settings_of(one.reducer, one.options))
+      for one in found.methods
+    }
+
   def measure_costs(self, config: dict[str, Any]) -> None:
     """Measures what `advise` needs in addition to the link."""
     config, mesh, task = _read(config)

@@ -42,8 +42,6 @@ ROWS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 # With stages each row compiles for a minute.
 STAGED = {NO_EXCHANGE, DENSE, "powersgd, rank 8", "edgc, rank 8"}
-# The rows that `advise` chooses from, and the one that it starts from.
-ADVISED = {NO_EXCHANGE, DENSE, NARROW, *(f"edgc, rank {r}" for r in RANKS)}
 # Layouts of the page, and speeds of an uplink in Mbit/s.
 LAYOUTS: Mapping[str, tuple[float, ...]] = {
   "2 replicas": (50, 100, 300, 1000),
@@ -196,9 +194,17 @@ def cells_of(file: pathlib.Path) -> pd.DataFrame:
   return cells
 
 
-def right_choice(measured: Mapping[str, float]) -> str:
-  """Returns the choice that `advise` makes from measured steps."""
-  return list(measured)[first_fast(list(measured.values()))]
+def right_choice(
+  measured: Mapping[str, float], steps: Mapping[str, float]
+) -> str:
+  """Returns the choice that `advise` makes from measured seconds of a step.
+
+  Args:
+    measured: Seconds by method, in the order of the advice.
+    steps: Steps to a loss by method; 1 for those that are missing.
+  """
+  times = [seconds * steps.get(name, 1) for name, seconds in measured.items()]
+  return list(measured)[first_fast(times)]
 
 
 def orders_of(

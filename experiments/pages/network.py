@@ -130,7 +130,7 @@ def _advice() -> Sequence[str]:
     measured = steps.reindex(columns=predicted.index).loc[place]
     if measured.isna().any():
       continue
-    best = results.right_choice(measured.to_dict())
+    best = results.right_choice(measured.to_dict(), advice.get("steps", {}))
     right += advice["choice"] == best
     error, slower = predicted / measured - 1, measured / measured.min()
     errors += error.abs().tolist()

@@ -46,11 +46,18 @@ def resolve(
     chosen = advice.choice
     choice = {"reducer": chosen.reducer, "options": dict(chosen.options)}
   config = config.copy_and_resolve_references()
-  config.reducer = choice["reducer"]
-  config[config.reducer].update(choice["options"])
-  if config.reducer == "powersgd":
-    config.powersgd.warmup_steps = 0  # the protocol's runs have none
+  config.update_from_flattened_dict(
+    settings_of(choice["reducer"], choice["options"])
+  )
   return config, choice
+
+
+def settings_of(reducer: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns the keys of a configuration that make it a candidate's."""
+  settings = {f"{reducer}.{name}": value for name, value in options.items()}
+  if reducer == "powersgd":
+    settings["powersgd.warmup_steps"] = 0  # the protocol's runs have none
+  return {"reducer": reducer, **settings}
 
 
 def require_choice(config: ConfigDict) -> None:
@@ -69,7 +76,8 @@ class Costs(NamedTuple):
   """Times of computation, which do not depend on the link; in seconds."""
 
   step: float  # a step without any exchange
-  computing: Mapping[str, float]  # of an exchange, by candidate
+  # Of an exchange, by candidate; None for none.
+  computing: Mapping[str, float] | None
 
 
 def measure(

@@ -80,7 +80,7 @@ def measured(folder, *options):
 
 def test_two_hosts(tmp_path, network):
   """A small benchmark runs, and its uplinks have the given rate."""
-  _, cells = measured(
+  found, cells = measured(
     tmp_path, "--config.model.width=64", "--config.model.num_layers=2",
     "--config.model.num_heads=2", "--layout=2 replicas", "--rate=20",
     "--row=no exchange", "--row=dense", "--row=dense, bf16",
@@ -95,6 +95,12 @@ def test_two_hosts(tmp_path, network):
   for row in (dense, rows["dense, bf16"]):  # each has its own collectives
     assert row.communicate > (row.wire_bytes - 2**16) * 8 / 20e6
   assert factors.exchange < dense.exchange
+  # All methods that the advice chooses from are measured.
+  (advice,) = found["advice"]
+  assert advice["seconds"].keys() == advice["steps"].keys() <= rows.keys()
+  assert advice["choice"] in advice["seconds"]
+  for name, predicted in advice["seconds"].items():
+    assert 0.4 < predicted / rows[name].step < 2.5
 
 
 def test_two_hosts_that_are_far_apart(tmp_path, network):
@@ -105,7 +111,7 @@ def test_two_hosts_that_are_far_apart(tmp_path, network):
     tmp_path, "--config.model.width=64", "--config.model.num_layers=2",
     "--config.model.num_heads=2", "--layout=2 replicas", "--rate=100",
     "--round_trip=100", "--row=no exchange", "--row=dense",
-    "--row=dense, bf16",
+    "--row=dense, bf16", "--noadvice",
   )  # fmt: skip
   rows = cells["2 replicas"]
   assert {row.round_trip for row in rows.values()} == {100.0}
