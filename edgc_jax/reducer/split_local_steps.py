@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from edgc_jax import validation
+from edgc_jax.mesh.sharding import num_replicas
 from edgc_jax.reducer.local_steps import (
   LocalSteps,
   joined,
@@ -83,10 +84,8 @@ def split_local_steps(
 
   Raises:
     TypeError: if an argument that decides shapes is not a Python number.
-    ValueError: as `local_steps`; if `overlap` is 0; in `init`, if the mesh has
-      further axes of several devices, whose collectives could meet those of
-      the exchange; in the exchange, if the state is of `shard_map`.
-    RuntimeError: in the exchange, if XLA's thread pool is too small.
+    ValueError: as `local_steps`; if `overlap` is 0, or the mesh has further
+      axes of several devices.
 
   References:
     Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512, which overlaps
@@ -96,6 +95,15 @@ def split_local_steps(
   >>> tx, exchange = split_local_steps(optax.adam(1e-3), outer, 10, overlap=2)
   """
   validation.require_int("overlap", overlap, 1)
+  if mesh is not None:
+    validation.require(
+      mesh.size == num_replicas(mesh, axis_name),
+      "mesh",
+      dict(mesh.shape),
+      f"one with no axis of several devices but {axis_name!r}, since inner"
+      " steps on shards have collectives, too",
+      "use local_steps, which exchanges in the program of the step",
+    )
   steps = LocalSteps(inner, outer, every, axis_name, fragments, overlap, mesh)
   tx = optax.GradientTransformationExtraArgs(
     steps.init,

@@ -140,23 +140,33 @@ def plain(make, steps):
   return params, state
 
 
-def by_hand(every, steps, inner=None, rule=NESTEROV):
-  """DiLoCo with a loop over the replicas, on the host."""
+def by_hand(every, steps, inner=None, rule=NESTEROV, overlap=0):
+  """DiLoCo with a loop over the replicas, on the host.
+
+  A result is applied `overlap` steps after its exchange began.
+  """
   inner = optax.adam(1e-2) if inner is None else inner
   params, outer_state = PARAMS, rule.init(PARAMS)
   own = [(params, inner.init(params)) for _ in range(REPLICAS)]
-  commons = []
+  commons, begun = [], {}
   for i in range(steps):
     for r, x in enumerate(batch(i).reshape(REPLICAS, -1, 48)):
       local, state = own[r]
       found, state = inner.update(jax.grad(loss_fn)(local, x), state, local)
       own[r] = (optax.apply_updates(local, found), state)
     if (i + 1) % every == 0:
-      mean = jax.tree.map(lambda *p: sum(p) / REPLICAS, *[p for p, _ in own])
+      begun[i + 1 + overlap] = [local for local, _ in own]
+    if i + 1 in begun:
+      then = begun.pop(i + 1)
+      mean = jax.tree.map(lambda *p: sum(p) / REPLICAS, *then)
       delta = jax.tree.map(jnp.subtract, params, mean)
       found, outer_state = rule.update(delta, outer_state, params)
       params = optax.apply_updates(params, found)
-      own = [(params, state) for _, state in own]
+      # What a replica moved since goes on from the new common parameters.
+      own = [
+        (jax.tree.map(lambda new, x, old: new + (x - old), params, x, old), s)
+        for (x, s), old in zip(own, then, strict=True)
+      ]
     commons.append(params)
   return commons
 
@@ -169,6 +179,19 @@ def test_equals_a_loop_over_the_replicas(run):
     params, _ = run(make if run is plain else make(), steps)
     chex.assert_trees_all_close(params, commons[steps - 1], atol=2e-5)
   chex.assert_trees_all_equal(commons[1], PARAMS)
+
+
+@pytest.mark.parametrize("overlap", [1, 3])
+def test_equals_a_loop_with_an_overlap(overlap):
+  """The second exchange begins when the first is applied, for overlap=3."""
+  make = functools.partial(tx_of, every=3, overlap=overlap)
+  commons = by_hand(every=3, steps=10, overlap=overlap)
+  run = simulation(make())
+  for i, (params, _) in enumerate(itertools.islice(run, 1, 11)):
+    chex.assert_trees_all_close(params, commons[i], atol=2e-5)
+  late = by_hand(every=3, steps=10, overlap=overlap - 1)
+  with pytest.raises(AssertionError):
+    chex.assert_trees_all_close(params, late[-1], atol=2e-4)
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -398,7 +421,17 @@ def test_parameters_in_bfloat16():
     ({"every": 2.0}, TypeError, "`every` must be a Python integer"),
     ({"every": 4, "fragments": 3}, ValueError, "divisor of every=4, got 3"),
     ({"every": 4, "fragments": 4}, ValueError, "at most 3, the number"),
-    ({"every": 4, "overlap": True}, TypeError, "`overlap` must be a Python int"),
+    (
+      {"every": 4, "fragments": 2, "overlap": 3},
+      ValueError,
+      "`overlap` must be at most 2, every / fragments, .* got 3; choose fewer",
+    ),
+    ({"every": 4, "overlap": -1}, ValueError, "`overlap` must be at least 0"),
+    (
+      {"every": 4, "overlap": True},
+      TypeError,
+      "`overlap` must be a Python int",
+    ),
     ({"every": 4, "param_specs": P()}, ValueError, "None without `mesh`"),
     (
       {"every": 4, "inner": edgc_jax.topk()},
