@@ -158,6 +158,22 @@ class Exchange:
       self._begin(step, params, state)
     return params, _with_state(opt_state, state)
 
+  def compile(self, params: Any, opt_state: Any) -> None:
+    """Compiles all exchanges for later calls, and sends nothing.
+
+    Between hosts a collective fails if a process is late for it by half a
+    minute, as one may be that compiles for longer than the others. So call this
+    and compile the step in all processes, and have them wait for each other.
+
+    Args:
+      params: The common parameters, on the devices as after a step.
+      opt_state: The optimiser state, the same.
+    """
+    state = only_state(opt_state)
+    _require_layout(state, self._steps.mesh)
+    for k in range(self._steps.fragments):
+      self._prepared(k, params, state)
+
   def wait(self) -> None:
     """Waits until this process sends nothing; keeps the result for its step."""
     if self._flight is not None:
@@ -168,14 +184,21 @@ class Exchange:
     cpu_backend.require_threads(beside=True)
     self.wait()  # for one that another run has left
     k = self._steps.fragment(begun)
+    program, arguments = self._prepared(k, params, state)
+    self._flight = _Flight(begun, lambda: program(*arguments))
+    self._flight.start()
+
+  def _prepared(
+    self, k: int, params: Any, state: LocalStepsState
+  ) -> tuple[Callable[..., Any], tuple]:
+    """Returns the compiled exchange of fragment k, and its arguments."""
     own = self._part(k, params)
     arguments = self._part(k, state.sent.values), state.outer_state[k], own
     # Of copies, because the next step may consume the arrays of the state.
     arguments = self._run("copy", k, _copied, arguments, arguments)
     like = own, state.outer_state[k]
     program = self._program("exchange", k, self._exchange, arguments, like)
-    self._flight = _Flight(begun, lambda: program(*arguments))
-    self._flight.start()
+    return program, arguments
 
   def _end(
     self, params: Any, state: LocalStepsState
