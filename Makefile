@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: train train-vision train-hsdp train-pipeline test test-slow test-runs \
-  test-newest golden soak lint format protocol pages bench bench-network bench-overlap clean
+  test-newest golden soak lint format protocol pages bench bench-network \
+  bench-overlap clean
 
 # Reinstalls when the requirements or the package metadata change.
 $(VENV)/installed: requirements.txt pyproject.toml

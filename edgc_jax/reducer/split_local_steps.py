@@ -79,8 +79,9 @@ def split_local_steps(
 
   Returns:
     The gradient transformation of the inner steps, and a function from common
-    parameters and optimiser state to new ones. It takes global arrays, outside
-    of `jax.jit`. Call it after each step, in all processes.
+    parameters and optimiser state to new ones. It takes the arrays of the loop,
+    outside of `jax.jit`. Call it once after each step, in all processes. It has
+    `compile`, which sends nothing, and `wait`.
 
   Raises:
     TypeError: if an argument that decides shapes is not a Python number.

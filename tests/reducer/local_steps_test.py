@@ -148,16 +148,15 @@ def by_hand(every, steps, inner=None, rule=NESTEROV, overlap=0):
   inner = optax.adam(1e-2) if inner is None else inner
   params, outer_state = PARAMS, rule.init(PARAMS)
   own = [(params, inner.init(params)) for _ in range(REPLICAS)]
-  commons, begun = [], {}
+  commons, begun = [], None
   for i in range(steps):
     for r, x in enumerate(batch(i).reshape(REPLICAS, -1, 48)):
       local, state = own[r]
       found, state = inner.update(jax.grad(loss_fn)(local, x), state, local)
       own[r] = (optax.apply_updates(local, found), state)
-    if (i + 1) % every == 0:
-      begun[i + 1 + overlap] = [local for local, _ in own]
-    if i + 1 in begun:
-      then = begun.pop(i + 1)
+    due = i + 1 - overlap
+    if due > 0 and due % every == 0:
+      then = begun if overlap else [local for local, _ in own]
       mean = jax.tree.map(lambda *p: sum(p) / REPLICAS, *then)
       delta = jax.tree.map(jnp.subtract, params, mean)
       found, outer_state = rule.update(delta, outer_state, params)
@@ -167,6 +166,8 @@ def by_hand(every, steps, inner=None, rule=NESTEROV, overlap=0):
         (jax.tree.map(lambda new, x, old: new + (x - old), params, x, old), s)
         for (x, s), old in zip(own, then, strict=True)
       ]
+    if (i + 1) % every == 0:
+      begun = [local for local, _ in own]
     commons.append(params)
   return commons
 
