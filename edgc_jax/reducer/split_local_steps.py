@@ -266,11 +266,13 @@ class Exchange:
     steps = self._steps
     shardings = jax.tree.map(lambda x: x.sharding, (args, like))
     key = name, k, *jax.tree.leaves(shardings)
-    if key not in self._programs:
-      if steps.mesh is None:
-        program = jax.pmap(function, axis_name=steps.axis_name)
-      else:
-        program = jax.jit(function, out_shardings=shardings[1])
+    if key not in self._programs and steps.mesh is None:
+      program = jax.pmap(function, axis_name=steps.axis_name)
+      program.lower(*args).compile()
+      # Between processes what `compile` returns takes arrays of other shapes.
+      self._programs[key] = program
+    elif key not in self._programs:
+      program = jax.jit(function, out_shardings=shardings[1])
       self._programs[key] = program.lower(*args).compile()
     return self._programs[key]
 
