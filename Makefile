@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: train train-vision train-hsdp train-pipeline test test-slow test-runs \
-  test-newest golden soak lint format protocol pages bench bench-network clean
+  test-newest golden soak lint format protocol pages bench bench-network \
+  bench-overlap clean
 
 # Reinstalls when the requirements or the package metadata change.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -87,6 +88,11 @@ pages: $(VENV)/installed
 bench-network: $(VENV)/installed
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/python -m experiments.network --config=configs/gpt2_10m.py
+
+# How much of an exchange of local steps runs beside inner steps. Needs the same;
+# rows of the table in docs/local_steps.md.
+bench-overlap: $(VENV)/installed
+	$(BIN)/python -m experiments.network.overlap --config=configs/gpt2_tiny.py
 
 # Cost of the reducers by model size: docs/growth.json. Takes some minutes.
 bench: $(VENV)/installed

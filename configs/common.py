@@ -67,7 +67,7 @@ def base(reducer: str) -> ConfigDict:
         "lr": 1.0,  # of the outer SGD; 1 without momentum averages
         "momentum": 0.0,  # of the outer SGD, Nesterov's
         "fragments": 1,  # parts of the leaves, exchanged in turn
-        "overlap": False,  # exchanges one step later, beside that step
+        "overlap": 0,  # steps after which the result of an exchange is applied
         # A baseline: gradients are exchanged at each step, and the outer step
         # sends nothing.
         "lookahead": False,

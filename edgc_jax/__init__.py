@@ -41,6 +41,7 @@ from edgc_jax.methods import *  # noqa: F403
 from edgc_jax.methods import METHOD_VERSIONS, REDUCERS
 from edgc_jax.methods import __all__ as _methods
 from edgc_jax.reducer.local_steps import local_params, local_steps
+from edgc_jax.reducer.split_local_steps import split_local_steps
 from edgc_jax.reducer.wrappers import (
   accumulate,
   after_update,
@@ -91,6 +92,7 @@ __all__ = [
   "restore",
   "scanned",
   "skip_nonfinite",
+  "split_local_steps",
   "state_axes",
   "state_specs",
   "trailing_matrix",

@@ -26,6 +26,7 @@ def value_and_grad(
   in_axes: int | tuple[int | None, ...] | None = 0,
   wrt: Any = None,
   is_local: bool = False,
+  averages: bool = True,
 ) -> Callable[..., Any]:
   """Differentiates a loss on every replica's part of the batch.
 
@@ -64,6 +65,9 @@ def value_and_grad(
       on the first replica. The keys of random streams differ by replica.
     is_local: Whether the parameters have a first axis of replicas, each with
       its own, as `edgc_jax.local_params` returns them.
+    averages: Whether the loss and auxiliary outputs are averaged. Otherwise
+      they have a first axis of replicas, and nothing crosses `axis_name`, as
+      `edgc_jax.split_local_steps` needs it; with `is_local`.
 
   Returns:
     A function of the parameters and the further arguments, which returns
@@ -72,12 +76,20 @@ def value_and_grad(
 
   Raises:
     ValueError: if the mesh lacks an axis, no argument is split, replicas do not
-      divide a batch, own parameters have no axis of replicas, or `loss_fn`
-      constrains arrays over `axis_name`.
+      divide a batch, own parameters have no axis of replicas, common ones are
+      to have losses that are not averaged, or `loss_fn` constrains arrays over
+      `axis_name`.
     TypeError: if an argument looks like a key of the old kind.
   """
   replicas = num_replicas(mesh, axis_name)
   split, whole = PartitionSpec(axis_name), PartitionSpec()
+  validation.require(
+    averages or is_local,
+    "averages",
+    averages,
+    "True without `is_local`",
+    "leave it out, or pass own parameters of the replicas and is_local=True",
+  )
 
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   is_explicit = AxisType.Explicit in {types[a] for a in names(axis_name)}
@@ -146,14 +158,19 @@ def value_and_grad(
         params = jax.tree.map(lambda x: x[0], params)
       differentiated = jax.value_and_grad(loss_fn, has_aux=has_aux)
       value, gradients = differentiated(params, *own)
+      if not averages:
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], (value, gradients))
       value = _common(value, axis_name)
       # On CPUs the collectives of the update must follow.
       arrays = [x for x in jax.tree.leaves(value) if not _is_key(x)]
       gradients = order.after_all(gradients, arrays)
       return value, jax.tree.map(lambda g: g[None], gradients)
 
-    of_params = split if is_local else whole
-    how, found = (on_replica, mesh, axis_name, (of_params, specs)), None
+    of_params, of_value = (
+      split if own else whole for own in (is_local, not averages)
+    )
+    specs = of_params, specs, of_value
+    how, found = (on_replica, mesh, axis_name, specs), None
     with _constraint_errors(axis_name):
       if is_shared:
         found = _traced(_by_vmap(*how), mesh, params, values)
@@ -224,12 +241,15 @@ def _operations(jaxpr: Any) -> Iterator[str]:
 def _by_shard_map(
   on_replica: OnReplica, mesh: Mesh, axis_name: AxisName, specs: tuple
 ) -> OnReplica:
-  """Binds the axes of the replicas by `shard_map`; all others stay."""
+  """Binds the axes of the replicas by `shard_map`; all others stay.
+
+  The specs are those of parameters, other arguments, and loss.
+  """
   return jax.shard_map(
     on_replica,
     mesh=mesh,
-    in_specs=specs,
-    out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
+    in_specs=specs[:2],
+    out_specs=(specs[2], PartitionSpec(axis_name)),
     axis_names=set(names(axis_name)),
     check_vma=False,
   )
@@ -240,7 +260,7 @@ def _by_vmap(
 ) -> OnReplica:
   """Binds the axes by `vmap`, and has the compiler split them."""
   axes = names(axis_name)
-  is_local = bool(axes_of(specs[0]))
+  is_local, is_each = (bool(axes_of(specs[i])) for i in (0, 2))
   is_split = [bool(axes_of(spec)) for spec in specs[1]]
   bound = on_replica
   for axis in reversed(axes):
@@ -250,7 +270,7 @@ def _by_vmap(
         0 if is_local else None,
         [0 if own else None for own in is_split],
       ),
-      out_axes=(None, 0),
+      out_axes=(0 if is_each else None, 0),
       axis_name=axis,
       axis_size=mesh.shape[axis],
       spmd_axis_name=axis,
@@ -264,6 +284,11 @@ def _by_vmap(
     sharding = NamedSharding(mesh, PartitionSpec(*axes, *free))
     return jax.lax.with_sharding_constraint(x, sharding)
 
+  def flat(x: Any) -> Any:
+    """Reshapes [*replicas, 1, ...] to [N, ...]."""
+    replicas = num_replicas(mesh, axis_name)
+    return x.reshape(replicas, *x.shape[len(axes) + 1 :])
+
   def run(params: Any, values: list) -> tuple[Any, Any]:
     values = [
       cut(x) if own else x for x, own in zip(values, is_split, strict=True)
@@ -271,11 +296,9 @@ def _by_vmap(
     if is_local:
       params = jax.tree.map(cut, params)
     value, gradients = bound(params, values)
-    replicas = num_replicas(mesh, axis_name)
-    gradients = jax.tree.map(
-      lambda g: g.reshape(replicas, *g.shape[len(axes) + 1 :]), gradients
-    )
-    return value, gradients
+    if is_each:
+      value = jax.tree.map(flat, value)
+    return value, jax.tree.map(flat, gradients)
 
   return run
 

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def local_steps(
   axis_name: AxisName = "data",
   *,
   fragments: int = 1,
-  overlap: bool = False,
+  overlap: int = 0,
   mesh: Mesh | None = None,
   param_specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -74,9 +75,21 @@ def local_steps(
   which a difference is not finite is skipped by the reducer, and all replicas
   start again from the common parameters.
 
+  With `overlap`, tau, an exchange may take tau steps. It begins at the end of a
+  step; what was moved by then is set aside as s_i, and d_i goes on from zero:
+
+    s_i <- d_i,    d_i <- 0                         at the beginning
+    x <- x + outer(mean_i -s_i),    s_i <- 0        tau steps later
+
+  Replicas differentiate at x + s_i + d_i, so what they move meanwhile is kept,
+  and nothing is sent twice. The exchange depends on no gradient of these steps.
+  One program runs it in the last of them, beside the forward and backward pass
+  if the backend has asynchronous collectives. CPUs have none;
+  `split_local_steps` takes the same steps with two programs.
+
   Wire: 0 bytes in most steps; at an exchange, what the reducer sends, of the
   leaves of one fragment. Memory: an inner state and one float32 copy of the
-  parameters for each replica.
+  parameters for each replica; with `overlap` two copies.
 
   Args:
     inner: The optimiser of a replica, without collectives over `axis_name`.
@@ -86,11 +99,8 @@ def local_steps(
     fragments: Parts of about equal size into which leaves are divided, F. One
       part is exchanged every H / F steps, so the most bytes of a step fall by
       up to F: a leaf is not divided. It divides `every`.
-    overlap: Whether an exchange takes place one step later, at the same time
-      as that step: it does not depend on the step's gradient, which a backend
-      with asynchronous collectives uses. The step's own move is kept:
-
-        x <- x + outer(mean_i -d_i),    d_i <- inner(gradient_i)
+    overlap: Inner steps from the beginning of an exchange until its result is
+      applied, tau: 0 to every / fragments, so that one is in flight at most.
     mesh: The mesh of the training in plain `jax.jit`, as for the reducer.
     param_specs: As for the reducer.
 
@@ -108,70 +118,93 @@ def local_steps(
     DiLoCo, Douillard et al. 2023, arXiv:2311.08105; fragments, Streaming
     DiLoCo, Douillard et al. 2025, arXiv:2501.18512. Departures: fragments are
     leaves, not layers; after an overlap the own parameters are the common ones
-    and the step's move, without mixing.
+    and the moves made meanwhile, without mixing.
 
   >>> outer = optax.chain(optax.sgd(1.0))  # after a reducer
   >>> tx = local_steps(optax.adam(1e-3), outer, every=10)
   """
-  validation.require_int("every", every, 1)
-  validation.require_int("fragments", fragments, 1)
-  validation.require_flag("overlap", overlap)
-  order.require_names("axis_name", axis_name)
-  validation.require(
-    every % fragments == 0,
-    "fragments",
-    fragments,
-    f"a divisor of every={every}",
-    "choose one",
+  steps = LocalSteps(
+    inner, outer, every, axis_name, fragments, overlap, mesh, param_specs
   )
-  require_mesh(mesh, axis_name, param_specs)
-  inner = optax.with_extra_args_support(inner)
-  outer = optax.with_extra_args_support(outer)
-  period = every // fragments
+  return optax.GradientTransformationExtraArgs(
+    steps.init,
+    steps.update,  # ty: ignore[invalid-argument-type] takes its own state alone
+  )
 
-  def is_stacked() -> bool:
+
+@dataclasses.dataclass(frozen=True)
+class LocalSteps:
+  """The parts of `local_steps`, with its arguments."""
+
+  inner: optax.GradientTransformation
+  outer: optax.GradientTransformation
+  every: int
+  axis_name: AxisName
+  fragments: int
+  overlap: int
+  mesh: Mesh | None
+  param_specs: Any = None
+
+  def __post_init__(self):
+    validation.require_int("every", self.every, 1)
+    validation.require_int("fragments", self.fragments, 1)
+    validation.require_int("overlap", self.overlap, 0)
+    order.require_names("axis_name", self.axis_name)
+    validation.require(
+      self.every % self.fragments == 0,
+      "fragments",
+      self.fragments,
+      f"a divisor of every={self.every}",
+      "choose one",
+    )
+    validation.require(
+      self.overlap <= self.period,
+      "overlap",
+      self.overlap,
+      f"at most {self.period}, every / fragments, since the next exchange"
+      " begins then",
+      "choose fewer steps",
+    )
+    require_mesh(self.mesh, self.axis_name, self.param_specs)
+
+  @property
+  def period(self) -> int:
+    """Inner steps from one exchange to the next."""
+    return self.every // self.fragments
+
+  def fragment(self, begun: Any) -> Any:
+    """Returns the fragment whose exchange begins at the end of a step."""
+    return (begun // self.period - 1) % self.fragments
+
+  def is_stacked(self) -> bool:
     """Whether arrays have an axis of all replicas, in plain `jax.jit`."""
-    return mesh is not None and not order.is_bound(axis_name)
+    return self.mesh is not None and not order.is_bound(self.axis_name)
 
-  def start(params: optax.Params, count: int) -> tuple[Any, Any, Any]:
-    """Returns skipped steps, offsets and inner states of some replicas."""
-    offset = jax.tree.map(
-      lambda p: jnp.zeros((count, *jnp.shape(p)), jnp.float32), params
-    )
-    inner_state = jax.tree.map(
-      lambda x: jnp.repeat(jnp.asarray(x)[None], count, axis=0),
-      inner.init(params),
-    )
-    return jnp.zeros((count,), jnp.int32), offset, inner_state
-
-  def start_all(params: optax.Params) -> tuple[Any, Any, Any]:
-    """Returns the same of all replicas, each on its devices."""
-    assert mesh is not None
-    of_inner = state_specs(
-      inner, params, axis_name, mesh=mesh, param_specs=param_specs
-    )
-    specs = PartitionSpec(), specs_like(param_specs, params), of_inner
-    return start_on_mesh(start, params, specs, mesh, axis_name)
-
-  def init_fn(params: optax.Params) -> LocalStepsState:
-    own = start_all(params) if is_stacked() else start(params, 1)
-    params = _wide(params)
-    parts = _parts(params, fragments)
-    if fragments > 1:  # reviews all leaves once, and not those of a fragment
+  def init(self, params: optax.Params) -> LocalStepsState:
+    """Returns the state before the first step."""
+    start = self._start_all if self.is_stacked() else self._start
+    skipped, offset, sent, inner_state = start(params)
+    params = wide(params)
+    parts = parts_of(params, self.fragments)
+    if self.fragments > 1:  # reviews all leaves once, not those of a fragment
       # As a new function, because JAX does not trace one a second time.
-      jax.eval_shape(lambda p: outer.init(p), params)
-    with reducers_seen() if fragments > 1 else contextlib.nullcontext():
-      outer_state = tuple(outer.init(part) for part in parts)
-    _require_reducers(own[2], outer_state)
+      jax.eval_shape(lambda p: self.outer.init(p), params)
+    several = (
+      reducers_seen() if self.fragments > 1 else contextlib.nullcontext()
+    )
+    with several:
+      outer_state = tuple(self.outer.init(part) for part in parts)
+    _require_reducers(inner_state, outer_state)
     return LocalStepsState(
       jnp.zeros((), jnp.int32),
-      jnp.array(every, jnp.int32),
+      jnp.array(self.every, jnp.int32),
       jnp.array(-1, jnp.int32),
-      *map(PerReplica, own),
+      *map(PerReplica, (skipped, offset, sent, inner_state)),
       outer_state,
     )
 
-  def update_fn(
+  def update(
+    self,
     updates: optax.Updates,
     state: LocalStepsState,
     params: optax.Params | None = None,
@@ -179,8 +212,45 @@ def local_steps(
     local_params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, LocalStepsState]:
+    """Takes an inner step, and exchanges if it is time."""
+    _, new = self.update_alone(
+      updates, state, params, local_params=local_params, **extra_args
+    )
+    offset = new.offset.values
+    # With an overlap, what does not depend on this step's gradient.
+    sent = state.sent.values if self.overlap else offset
+    begun = new.step - self.overlap
+    exchanged = self._due(begun)
+    found, outer_state = self._exchange_one(
+      exchanged, sent, params, state.outer_state, extra_args
+    )
+    sent = _replaced(sent, exchanged, self.fragments)  # s_i <- 0
+    if self.overlap:
+      begins = self._due(new.step)
+      sent = _replaced(sent, begins, self.fragments, offset)  # s_i <- d_i
+      offset = _replaced(offset, begins, self.fragments)  # d_i <- 0
+    else:
+      offset, sent = sent, ()
+    return found, new._replace(
+      exchanged=exchanged,
+      offset=PerReplica(offset),
+      sent=PerReplica(sent),
+      outer_state=outer_state,
+    )
+
+  def update_alone(
+    self,
+    updates: optax.Updates,
+    state: LocalStepsState,
+    params: optax.Params | None = None,
+    *,
+    local_params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, LocalStepsState]:
+    """Takes an inner step without an exchange; the updates are zero."""
     _require_arguments(params, local_params, extra_args)
-    stacked = is_stacked()
+    stacked = self.is_stacked()
+    inner = optax.with_extra_args_support(self.inner)
 
     def own(gradient: Any, inner_state: Any, local: Any) -> tuple:
       """One inner step of one replica."""
@@ -197,31 +267,57 @@ def local_steps(
     def lift(tree: Any) -> Any:
       return tree if stacked else jax.tree.map(lambda x: x[None], tree)
 
-    step_all = jax.vmap(own, spmd_axis_name=axis_name if stacked else None)
+    step_all = jax.vmap(own, spmd_axis_name=self.axis_name if stacked else None)
     move, inner_state, skipped = step_all(
       lift(updates), state.inner_state.values, lift(local_params)
     )
-    before = state.offset.values
     # d_i <- d_i + inner(gradient_i)
-    after = jax.tree.map(jnp.add, before, move)
-    done = state.step + (0 if overlap else 1)
-    is_due = (done > 0) & (done % period == 0)
-    # The gradient of the outer chain: -d_i.
-    sent = jax.tree.map(
-      lambda d: -d if stacked else -d[0], before if overlap else after
+    offset = jax.tree.map(jnp.add, state.offset.values, move)
+    return jax.tree.map(jnp.zeros_like, params), state._replace(
+      step=state.step + 1,
+      exchanged=jnp.full_like(state.exchanged, -1),
+      skipped=PerReplica(state.skipped.values + skipped),
+      offset=PerReplica(offset),
+      inner_state=PerReplica(inner_state),
     )
-    own_parts = _parts(_wide(params), fragments)
-    sent_parts = _parts(sent, fragments)
+
+  def exchange(
+    self, sent: Any, outer_state: Any, params: Any, **extra_args: Any
+  ) -> tuple[Any, Any]:
+    """Returns outer(mean_i -s_i) and the new outer state of one fragment.
+
+    Args:
+      sent: The fragment of s_i.
+      outer_state: Its outer state.
+      params: Its common parameters, in float32.
+      **extra_args: For the outer chain.
+    """
+    outer = optax.with_extra_args_support(self.outer)
+    stacked = self.is_stacked()
+    gradient = jax.tree.map(lambda d: -d if stacked else -d[0], sent)
+    return outer.update(gradient, outer_state, params, **extra_args)
+
+  def _due(self, step: jax.Array) -> jax.Array:
+    """Returns the fragment of an exchange that begins after a step, or -1."""
+    is_due = (step > 0) & (step % self.period == 0)
+    return jnp.where(is_due, self.fragment(step), -1)
+
+  def _exchange_one(
+    self, index: jax.Array, sent: Any, params: Any, outer_state: Any, extra: Any
+  ) -> tuple[Any, Any]:
+    """Exchanges the fragment of an index, or nothing; arrays of all leaves."""
+    own_parts = parts_of(wide(params), self.fragments)
+    sent_parts = parts_of(sent, self.fragments)
 
     def exchange(k: int, outer_state: Any) -> tuple[Any, Any]:
-      found, new = outer.update(
-        sent_parts[k], outer_state[k], own_parts[k], **extra_args
+      found, new = self.exchange(
+        sent_parts[k], outer_state[k], own_parts[k], **extra
       )
       return found, (*outer_state[:k], new, *outer_state[k + 1 :])
 
     shapes = [
-      jax.eval_shape(lambda s, k=k: exchange(k, s)[0], state.outer_state)
-      for k in range(fragments)
+      jax.eval_shape(lambda s, k=k: exchange(k, s)[0], outer_state)
+      for k in range(self.fragments)
     ]
 
     def branch(k: int | None, outer_state: Any) -> tuple[Any, Any]:
@@ -229,52 +325,48 @@ def local_steps(
       found = [jax.tree.map(collectives.zeros_like_type, s) for s in shapes]
       if k is not None:
         found[k], outer_state = exchange(k, outer_state)
-      return _joined(found), outer_state
+      return joined(found), outer_state
 
-    exchanged = jnp.where(is_due, (done // period - 1) % fragments, -1)
-    found, outer_state = jax.lax.switch(
-      exchanged + 1,
+    return jax.lax.switch(
+      index + 1,
       [
         lambda s, k=k: branch(k, s)
-        for k in (None, *range(fragments))
+        for k in (None, *range(self.fragments))
       ],
-      state.outer_state,
-    )  # fmt: skip
-    number = _joined(
-      [
-        jax.tree.map(lambda _, k=k: k, part)
-        for k, part in enumerate(own_parts)
-      ]
-    )  # fmt: skip
-    # d_i <- 0, or the move of a step that the exchange did not wait for
-    offset = jax.tree.map(
-      lambda k, moved, d: jnp.where(
-        exchanged == k, moved if overlap else 0.0, d
-      ),
-      number,
-      move,
-      after,
-    )
-    return found, LocalStepsState(
-      state.step + 1,
-      jnp.array(every, jnp.int32),
-      exchanged,
-      PerReplica(state.skipped.values + skipped),
-      PerReplica(offset),
-      PerReplica(inner_state),
       outer_state,
-    )
+    )  # fmt: skip
 
-  return optax.GradientTransformationExtraArgs(
-    init_fn,
-    update_fn,  # ty: ignore[invalid-argument-type] takes its own state alone
-  )
+  def _start(self, params: optax.Params, count: int = 1) -> tuple:
+    """Returns skipped steps, d_i, s_i and inner states of some replicas."""
+    offset = jax.tree.map(
+      lambda p: jnp.zeros((count, *jnp.shape(p)), jnp.float32), params
+    )
+    inner_state = jax.tree.map(
+      lambda x: jnp.repeat(jnp.asarray(x)[None], count, axis=0),
+      self.inner.init(params),
+    )
+    sent = jax.tree.map(jnp.zeros_like, offset) if self.overlap else ()
+    return jnp.zeros((count,), jnp.int32), offset, sent, inner_state
+
+  def _start_all(self, params: optax.Params) -> tuple:
+    """Returns the same of all replicas, each on its devices."""
+    assert self.mesh is not None
+    of_inner = state_specs(
+      self.inner,
+      params,
+      self.axis_name,
+      mesh=self.mesh,
+      param_specs=self.param_specs,
+    )
+    own = specs_like(self.param_specs, params)
+    specs = PartitionSpec(), own, own if self.overlap else (), of_inner
+    return start_on_mesh(self._start, params, specs, self.mesh, self.axis_name)
 
 
 def local_params(
   params: Any, opt_state: optax.OptState, mesh: Mesh | None = None
 ) -> Any:
-  """Returns the parameters at which a replica differentiates, x + d_i.
+  """Returns the parameters at which a replica differentiates, x + s_i + d_i.
 
   Args:
     params: The common parameters, x.
@@ -291,6 +383,31 @@ def local_params(
     ValueError: if the state holds no state of `local_steps`, or several, or
       one of several replicas without a mesh.
   """
+  state = only_state(opt_state)
+  replicas = len(state.skipped.values)
+  validation.require(
+    mesh is not None or replicas == 1,
+    "mesh",
+    mesh,
+    f"the mesh of the training for a state of {replicas} replicas",
+    "pass mesh= in plain jax.jit",
+  )
+  moved, sent = state.offset.values, state.sent.values
+  if jax.tree.leaves(sent):  # s_i + d_i
+    moved = jax.tree.map(jnp.add, sent, moved)
+  return jax.tree.map(
+    lambda p, d: (p + (d if mesh else d[0])).astype(jnp.result_type(p)),
+    params,
+    moved,
+  )
+
+
+def only_state(opt_state: Any) -> LocalStepsState:
+  """Returns the state of local steps in an optimiser state.
+
+  Raises:
+    ValueError: if there is none, or if there are several.
+  """
   found = find(opt_state, LocalStepsState)
   validation.require(
     len(found) == 1,
@@ -299,28 +416,15 @@ def local_params(
     f"a state with one state of local_steps in it ({len(found)} are)",
     "pass the state that `init` or `update` of local_steps returned",
   )
-  replicas = len(found[0].skipped.values)
-  validation.require(
-    mesh is not None or replicas == 1,
-    "mesh",
-    mesh,
-    f"the mesh of the training for a state of {replicas} replicas",
-    "pass mesh= in plain jax.jit",
-  )
-  # x + d_i
-  return jax.tree.map(
-    lambda p, d: (p + (d if mesh else d[0])).astype(jnp.result_type(p)),
-    params,
-    found[0].offset.values,
-  )
+  return found[0]
 
 
-def _wide(params: Any) -> Any:
+def wide(params: Any) -> Any:
   """Returns parameters in the dtype of their differences."""
   return jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
 
 
-def _parts(tree: Any, count: int) -> list[Any]:
+def parts_of(tree: Any, count: int) -> list[Any]:
   """Divides a tree into parts of about equal size.
 
   Returns:
@@ -347,13 +451,28 @@ def _parts(tree: Any, count: int) -> list[Any]:
   return [jax.tree.unflatten(structure, part) for part in parts]
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-  """Reverses `_parts`."""
+def joined(parts: Sequence[Any]) -> Any:
+  """Reverses `parts_of`."""
   is_none = lambda x: x is None  # noqa: E731
   return jax.tree.map(
     lambda *found: next((x for x in found if x is not None), None),
     *parts,
     is_leaf=is_none,
+  )
+
+
+def _replaced(tree: Any, index: Any, count: int, new: Any = None) -> Any:
+  """Returns a tree with one of `count` parts from another, or with zeros."""
+  number = joined(
+    [
+      jax.tree.map(lambda _, k=k: k, part)
+      for k, part in enumerate(parts_of(tree, count))
+    ]
+  )  # fmt: skip
+  if new is None:
+    new = jax.tree.map(jnp.zeros_like, tree)
+  return jax.tree.map(
+    lambda k, x, old: jnp.where(index == k, x, old), number, new, tree
   )
 
 

@@ -92,8 +92,11 @@ class LocalStepsState(NamedTuple):
   every: jax.Array  # int32 [], constant: inner steps of a round
   exchanged: jax.Array  # int32 [], the fragment of the newest step, or -1
   skipped: PerReplica  # int32, inner steps skipped on this replica alone
-  # float32, like the parameters: own parameters less the common ones
+  # float32, like the parameters: what the replica has moved and not sent, d_i
   offset: PerReplica
+  # float32, the same: what an exchange in flight sends, s_i, and zero in
+  # fragments without one; () without overlap
+  sent: PerReplica
   inner_state: PerReplica
   outer_state: tuple[Any, ...]  # of each fragment
 

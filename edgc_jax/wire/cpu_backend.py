@@ -94,13 +94,17 @@ def limit_lapack_threads() -> None:
     del os.environ[_LAPACK_THREADS]
 
 
-def require_threads() -> None:
-  """Raises if several CPU devices share too small a thread pool.
+def require_threads(*, beside: bool = False) -> None:
+  """Raises if CPU devices share too small a thread pool.
+
+  Args:
+    beside: Whether a program computes beside one that waits in collectives,
+      for which a single device, too, needs two threads.
 
   Raises:
     RuntimeError: if the pool has fewer than two threads per local device.
   """
-  if not _are_several():
+  if not _are_several() and not (beside and jax.default_backend() == "cpu"):
     return
   needed = 2 * jax.local_device_count()
   if _thread_pool_size() < needed:

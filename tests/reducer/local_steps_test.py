@@ -140,23 +140,34 @@ def plain(make, steps):
   return params, state
 
 
-def by_hand(every, steps, inner=None, rule=NESTEROV):
-  """DiLoCo with a loop over the replicas, on the host."""
+def by_hand(every, steps, inner=None, rule=NESTEROV, overlap=0):
+  """DiLoCo with a loop over the replicas, on the host.
+
+  A result is applied `overlap` steps after its exchange began.
+  """
   inner = optax.adam(1e-2) if inner is None else inner
   params, outer_state = PARAMS, rule.init(PARAMS)
   own = [(params, inner.init(params)) for _ in range(REPLICAS)]
-  commons = []
+  commons, begun = [], None
   for i in range(steps):
     for r, x in enumerate(batch(i).reshape(REPLICAS, -1, 48)):
       local, state = own[r]
       found, state = inner.update(jax.grad(loss_fn)(local, x), state, local)
       own[r] = (optax.apply_updates(local, found), state)
-    if (i + 1) % every == 0:
-      mean = jax.tree.map(lambda *p: sum(p) / REPLICAS, *[p for p, _ in own])
+    due = i + 1 - overlap
+    if due > 0 and due % every == 0:
+      then = begun if overlap else [local for local, _ in own]
+      mean = jax.tree.map(lambda *p: sum(p) / REPLICAS, *then)
       delta = jax.tree.map(jnp.subtract, params, mean)
       found, outer_state = rule.update(delta, outer_state, params)
       params = optax.apply_updates(params, found)
-      own = [(params, state) for _, state in own]
+      # What a replica moved since goes on from the new common parameters.
+      own = [
+        (jax.tree.map(lambda new, x, old: new + (x - old), params, x, old), s)
+        for (x, s), old in zip(own, then, strict=True)
+      ]
+    if (i + 1) % every == 0:
+      begun = [local for local, _ in own]
     commons.append(params)
   return commons
 
@@ -171,7 +182,20 @@ def test_equals_a_loop_over_the_replicas(run):
   chex.assert_trees_all_equal(commons[1], PARAMS)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [1, 3])
+def test_equals_a_loop_with_an_overlap(overlap):
+  """The second exchange begins when the first is applied, for overlap=3."""
+  make = functools.partial(tx_of, every=3, overlap=overlap)
+  commons = by_hand(every=3, steps=10, overlap=overlap)
+  run = simulation(make())
+  for i, (params, _) in enumerate(itertools.islice(run, 1, 11)):
+    chex.assert_trees_all_close(params, commons[i], atol=2e-5)
+  late = by_hand(every=3, steps=10, overlap=overlap - 1)
+  with pytest.raises(AssertionError):
+    chex.assert_trees_all_close(params, late[-1], atol=2e-4)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_all_ways_to_bind_the_axis_agree(fragments, overlap):
   make = functools.partial(tx_of, fragments=fragments, overlap=overlap)
@@ -217,12 +241,12 @@ def test_one_fragment_at_a_time():
 
 def test_an_overlap_sends_the_state_before_the_step():
   """x <- x + outer(-d), d <- the step's own move."""
-  make = functools.partial(tx_of, every=2, inner=optax.sgd(0.1), overlap=True)
+  make = functools.partial(tx_of, every=2, inner=optax.sgd(0.1), overlap=1)
   tx = make(rule=optax.sgd(1.0))
   _, before = simulated(tx, 2)
   params, after = simulated(tx, 3)
   offset = lambda state: jax.tree.map(  # noqa: E731
-    lambda x: x[:, 0], state.offset.values
+    lambda s, d: (s + d)[:, 0], state.sent.values, state.offset.values
   )
   mean = jax.tree.map(lambda x: x.mean(0), offset(before))
   chex.assert_trees_all_close(params, optax.tree.add(PARAMS, mean), atol=1e-6)
@@ -398,7 +422,17 @@ def test_parameters_in_bfloat16():
     ({"every": 2.0}, TypeError, "`every` must be a Python integer"),
     ({"every": 4, "fragments": 3}, ValueError, "divisor of every=4, got 3"),
     ({"every": 4, "fragments": 4}, ValueError, "at most 3, the number"),
-    ({"every": 4, "overlap": 1}, TypeError, "`overlap`"),
+    (
+      {"every": 4, "fragments": 2, "overlap": 3},
+      ValueError,
+      "`overlap` must be at most 2, every / fragments, .* got 3; choose fewer",
+    ),
+    ({"every": 4, "overlap": -1}, ValueError, "`overlap` must be at least 0"),
+    (
+      {"every": 4, "overlap": True},
+      TypeError,
+      "`overlap` must be a Python int",
+    ),
     ({"every": 4, "param_specs": P()}, ValueError, "None without `mesh`"),
     (
       {"every": 4, "inner": edgc_jax.topk()},

@@ -1,0 +1,324 @@
+"""Local steps as two programs: exchanges run in a thread of the host."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from edgc_jax import validation
+from edgc_jax.mesh.sharding import num_replicas
+from edgc_jax.reducer.local_steps import (
+  LocalSteps,
+  joined,
+  only_state,
+  parts_of,
+  wide,
+)
+from edgc_jax.state.state import LocalStepsState, PerReplica
+from edgc_jax.wire import cpu_backend
+from edgc_jax.wire.order import AxisName
+
+
+def split_local_steps(
+  inner: optax.GradientTransformation,
+  outer: optax.GradientTransformation,
+  every: int,
+  axis_name: AxisName = "data",
+  *,
+  fragments: int = 1,
+  overlap: int = 1,
+  mesh: Mesh | None = None,
+) -> tuple[optax.GradientTransformationExtraArgs, "Exchange"]:
+  """Splits `local_steps` into inner steps and an exchange beside them.
+
+  For backends whose collectives are not asynchronous, such as CPUs: the host
+  runs the exchange as a second program, in a thread of its own, while the next
+  `overlap` inner steps compute. The training loop has one line more:
+
+    tx, exchange = edgc_jax.split_local_steps(
+        optax.adamw(1e-3), outer, every=30, overlap=3, mesh=mesh)
+
+    for batch in batches:
+      params, opt_state, loss = train_step(params, opt_state, batch)
+      params, opt_state = exchange(params, opt_state)                # new
+
+  `train_step` is the step of `local_steps`, but must have no collective over
+  `axis_name`, since its program runs at the same time as that of the exchange:
+  two programs that both send would take each other's messages. So it returns
+  the loss of each replica. In plain `jax.jit`:
+
+    losses, grads = edgc_jax.value_and_grad(
+        loss_fn, mesh, is_local=True, averages=False)(local, batch)
+
+  After each step the parameters and the state are those of
+  `local_steps(..., overlap=overlap)`, up to rounding: exchanges begin and end
+  at fixed steps, whatever they take, and a late one is waited for. So the state
+  holds all that a checkpoint needs, at every step. A run that continues in
+  the middle of an exchange starts it again from the state.
+
+  Before any other program with collectives between processes, such as an
+  evaluation or a barrier, call `exchange.wait()`. It changes nothing.
+
+  Wire and memory: as `local_steps`; and while an exchange runs, copies of the
+  differences, parameters and outer state of a fragment.
+
+  Args:
+    inner: As for `local_steps`.
+    outer: As for `local_steps`.
+    every: As for `local_steps`.
+    axis_name: As for `local_steps`.
+    fragments: As for `local_steps`.
+    overlap: As for `local_steps`, at least 1.
+    mesh: The mesh of the training in plain `jax.jit`; None for `jax.pmap` over
+      all devices, or the first ones of a single process.
+
+  Returns:
+    The gradient transformation of the inner steps, and a function from common
+    parameters and optimiser state to new ones. It takes the arrays of the loop,
+    outside of `jax.jit`. Call it once after each step, in all processes. It has
+    `compile`, which sends nothing, and `wait`.
+
+  Raises:
+    TypeError: if an argument that decides shapes is not a Python number.
+    ValueError: as `local_steps`; if `overlap` is 0, or the mesh has further
+      axes of several devices.
+
+  References:
+    Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512, which overlaps
+    exchanges inside one program. Departures: as `local_steps`.
+
+  >>> outer = optax.chain(optax.sgd(1.0))  # after a reducer
+  >>> tx, exchange = split_local_steps(optax.adam(1e-3), outer, 10, overlap=2)
+  """
+  validation.require_int("overlap", overlap, 1)
+  if mesh is not None:
+    validation.require(
+      mesh.size == num_replicas(mesh, axis_name),
+      "mesh",
+      dict(mesh.shape),
+      f"one with no axis of several devices but {axis_name!r}, since inner"
+      " steps on shards have collectives, too",
+      "use local_steps, which exchanges in the program of the step",
+    )
+  steps = LocalSteps(inner, outer, every, axis_name, fragments, overlap, mesh)
+  tx = optax.GradientTransformationExtraArgs(
+    steps.init,
+    steps.update_alone,  # ty: ignore[invalid-argument-type] takes its own state
+  )
+  return tx, Exchange(steps)
+
+
+class Exchange:
+  """Runs the exchanges of `split_local_steps`; at most one is in flight."""
+
+  def __init__(self, steps: LocalSteps):
+    """Compiles nothing yet."""
+    self._steps = steps
+    self._programs: dict[Any, Callable[..., Any]] = {}
+    self._flight: _Flight | None = None
+
+  def __call__(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+    """Ends the exchange that is due after a step, and begins the next.
+
+    Args:
+      params: The common parameters, after the step.
+      opt_state: The optimiser state, after the step.
+
+    Returns:
+      New ones. They share arrays with the old ones, which are not to be used
+      any more.
+
+    Raises:
+      ValueError: if the state holds no state of local steps, or several, or
+        lies on the devices in another way than `mesh` says.
+      RuntimeError: if XLA's thread pool is too small, or the exchange failed,
+        as when another process has ended.
+    """
+    steps, state = self._steps, only_state(opt_state)
+    _require_layout(state, steps.mesh)
+    # The number decides, and no time, so that all processes do the same.
+    step = int(np.ravel(state.step.addressable_data(0))[0])
+    begun = (step - 1) // steps.period * steps.period
+    if begun > 0 and step - begun <= steps.overlap:
+      if self._flight is None or self._flight.begun != begun:
+        self._begin(begun, params, state)  # of a run that continues here
+      if step - begun == steps.overlap:
+        params, state = self._end(params, state)
+    if step > 0 and step % steps.period == 0:
+      k, offset, sent = steps.fragment(step), state.offset, state.sent
+      # s_i <- d_i, d_i <- 0: s_i was zero.
+      state = state._replace(
+        offset=PerReplica(self._with(k, offset.values, sent.values)),
+        sent=PerReplica(self._with(k, sent.values, offset.values)),
+      )
+      self._begin(step, params, state)
+    return params, _with_state(opt_state, state)
+
+  def compile(self, params: Any, opt_state: Any) -> None:
+    """Compiles all exchanges for later calls, and sends nothing.
+
+    Between hosts a collective fails if a process is late for it by half a
+    minute, as one may be that compiles for longer than the others. So call this
+    and compile the step in all processes, and have them wait for each other.
+
+    Args:
+      params: The common parameters, on the devices as after a step.
+      opt_state: The optimiser state, the same.
+    """
+    state = only_state(opt_state)
+    _require_layout(state, self._steps.mesh)
+    for k in range(self._steps.fragments):
+      self._prepared(k, params, state)
+
+  def wait(self) -> None:
+    """Waits until this process sends nothing; keeps the result for its step."""
+    if self._flight is not None:
+      self._flight.join()
+
+  def _begin(self, begun: int, params: Any, state: LocalStepsState) -> None:
+    """Starts the exchange of step `begun` from a state of then or later."""
+    cpu_backend.require_threads(beside=True)
+    self.wait()  # for one that another run has left
+    k = self._steps.fragment(begun)
+    program, arguments = self._prepared(k, params, state)
+    self._flight = _Flight(begun, lambda: program(*arguments))
+    self._flight.start()
+
+  def _prepared(
+    self, k: int, params: Any, state: LocalStepsState
+  ) -> tuple[Callable[..., Any], tuple]:
+    """Returns the compiled exchange of fragment k, and its arguments."""
+    own = self._part(k, params)
+    arguments = self._part(k, state.sent.values), state.outer_state[k], own
+    # Of copies, because the next step may consume the arrays of the state.
+    arguments = self._run("copy", k, _copied, arguments, arguments)
+    like = own, state.outer_state[k]
+    program = self._program("exchange", k, self._exchange, arguments, like)
+    return program, arguments
+
+  def _end(
+    self, params: Any, state: LocalStepsState
+  ) -> tuple[Any, LocalStepsState]:
+    """Waits for the exchange in flight, and applies its result."""
+    assert self._flight is not None
+    k = self._steps.fragment(self._flight.begun)
+    found, outer = self._flight.result()
+    self._flight = None
+
+    def apply(own: Any, sent: Any, index: jax.Array, found: Any) -> tuple:
+      zeros = jax.tree.map(jnp.zeros_like, sent)
+      index = jnp.full_like(index, k)
+      return optax.apply_updates(own, found), zeros, index
+
+    before = state.outer_state
+    like = (
+      self._part(k, params),
+      self._part(k, state.sent.values),
+      state.exchanged,
+    )
+    own, sent, index = self._run("apply", k, apply, (*like, found), like)
+    return self._joined(k, params, own), state._replace(
+      exchanged=index,
+      sent=PerReplica(self._joined(k, state.sent.values, sent)),
+      outer_state=(*before[:k], outer, *before[k + 1 :]),
+    )
+
+  def _exchange(self, sent: Any, outer_state: Any, params: Any) -> tuple:
+    return self._steps.exchange(sent, outer_state, wide(params))
+
+  def _part(self, k: int, tree: Any) -> Any:
+    """Returns fragment k of a tree."""
+    return parts_of(tree, self._steps.fragments)[k]
+
+  def _joined(self, k: int, tree: Any, part: Any) -> Any:
+    """Returns a tree with another fragment k."""
+    parts = parts_of(tree, self._steps.fragments)
+    return joined([*parts[:k], part, *parts[k + 1 :]])
+
+  def _with(self, k: int, tree: Any, other: Any) -> Any:
+    """Returns a tree with fragment k of another."""
+    return self._joined(k, tree, self._part(k, other))
+
+  def _run(self, name: str, k: int, function: Any, args: tuple, like: Any):
+    """Runs a program; arguments as for `_program`."""
+    return self._program(name, k, function, args, like)(*args)
+
+  def _program(
+    self, name: str, k: int, function: Any, args: tuple, like: Any
+  ) -> Callable[..., Any]:
+    """Compiles a function, or returns it as it was compiled before.
+
+    Here, and not in the thread, where contexts of this one do not hold.
+
+    Args:
+      name: A name of the function.
+      k: The fragment.
+      function: The function.
+      args: Its arguments.
+      like: Arrays on the devices on which its results will be, in a tree like
+        them.
+    """
+    steps = self._steps
+    shardings = jax.tree.map(lambda x: x.sharding, (args, like))
+    key = name, k, *jax.tree.leaves(shardings)
+    if key not in self._programs and steps.mesh is None:
+      program = jax.pmap(function, axis_name=steps.axis_name)
+      program.lower(*args).compile()
+      # Between processes what `compile` returns takes arrays of other shapes.
+      self._programs[key] = program
+    elif key not in self._programs:
+      program = jax.jit(function, out_shardings=shardings[1])
+      self._programs[key] = program.lower(*args).compile()
+    return self._programs[key]
+
+
+class _Flight(threading.Thread):
+  """An exchange in flight. Not a daemon: Python waits for it at its end."""
+
+  def __init__(self, begun: int, call: Callable[[], Any]):
+    super().__init__(name=f"exchange of step {begun}")
+    self.begun = begun  # the step at whose end it began
+    self._call, self._found, self._error = call, None, None
+
+  def run(self) -> None:
+    try:
+      self._found = jax.block_until_ready(self._call())
+    except Exception as error:  # raised where the result is used
+      self._error = error
+
+  def result(self) -> Any:
+    """Waits for the result, and returns it."""
+    self.join()
+    if self._error is not None:
+      raise RuntimeError(f"The {self.name} failed.") from self._error
+    return self._found
+
+
+def _copied(*args: Any) -> Any:
+  return jax.tree.map(jnp.copy, args)
+
+
+def _with_state(opt_state: Any, state: LocalStepsState) -> Any:
+  """Returns an optimiser state with another state of local steps."""
+  is_state = lambda x: isinstance(x, LocalStepsState)  # noqa: E731
+  return jax.tree.map(
+    lambda x: state if is_state(x) else x, opt_state, is_leaf=is_state
+  )
+
+
+def _require_layout(state: LocalStepsState, mesh: Mesh | None) -> None:
+  """Raises unless the state lies on the devices as the programs expect."""
+  axes = state.skipped.values.ndim
+  validation.require(
+    axes == (2 if mesh is None else 1),
+    "mesh",
+    mesh,
+    "the mesh of the training in plain jax.jit, and None under jax.pmap",
+    "pass it to split_local_steps, and train in one of these ways; shard_map is"
+    " not supported",
+  )

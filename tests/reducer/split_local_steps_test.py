@@ -1,0 +1,313 @@
+"""`split_local_steps`: exchanges in a thread, beside the inner steps."""
+
+import threading
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import hlo
+from helpers.meshes import AXIS
+from jax.sharding import AxisType
+
+import edgc_jax
+
+REPLICAS = 4
+PARAMS = {
+  "w": 0.1 * jax.random.normal(jax.random.key(1), (48, 64)),
+  "v": 0.1 * jax.random.normal(jax.random.key(2), (64, 48)),
+  "b": jnp.zeros(64),
+}
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def mesh_of():
+  devices = jax.devices()[:REPLICAS]
+  return jax.make_mesh((REPLICAS,), (AXIS,), (AxisType.Auto,), devices=devices)
+
+
+def loss_fn(params, x):
+  h = jnp.tanh(x @ params["w"] + params["b"]) @ params["v"]
+  return jnp.mean((h - x) ** 2)
+
+
+def batch(step):
+  return jax.random.normal(jax.random.key(step), (32, 48))
+
+
+def chains(mesh=None):
+  outer = optax.chain(
+    edgc_jax.quantize(8, error_feedback=True, mesh=mesh), NESTEROV
+  )
+  return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), outer
+
+
+def plain_step(tx, mesh, averages):
+  """A step in plain `jax.jit` that consumes its state."""
+
+  def step(params, state, x):
+    local = edgc_jax.local_params(params, state, mesh)
+    differentiated = edgc_jax.value_and_grad(
+      loss_fn, mesh, AXIS, is_local=True, averages=averages
+    )
+    loss, grads = differentiated(local, x)
+    updates, state = tx.update(grads, state, params, local_params=local)
+    return optax.apply_updates(params, updates), state, loss
+
+  return jax.jit(step, donate_argnums=(0, 1))
+
+
+def start(tx):
+  params = jax.tree.map(jnp.copy, PARAMS)  # which the first step consumes
+  return params, tx.init(params)
+
+
+def in_one_program(steps, **options):
+  """Returns losses, and parameters and metrics after each step."""
+  mesh = mesh_of()
+  tx = edgc_jax.local_steps(*chains(mesh), mesh=mesh, **options)
+  step, found = plain_step(tx, mesh, averages=True), []
+  params, state = start(tx)
+  for i in range(steps):
+    params, state, loss = step(params, state, batch(i))
+    found.append((float(loss), jax.device_get(params), edgc_jax.metrics(state)))
+  return found
+
+
+def split_plain(steps, **options):
+  """The same of two programs in plain `jax.jit`."""
+  mesh = mesh_of()
+  tx, exchange = edgc_jax.split_local_steps(*chains(mesh), mesh=mesh, **options)
+  step, found = plain_step(tx, mesh, averages=False), []
+  params, state = start(tx)
+  for i in range(steps):
+    params, state, losses = step(params, state, batch(i))
+    assert losses.shape == (REPLICAS,)
+    params, state = exchange(params, state)
+    found.append(
+      (losses.mean(), jax.device_get(params), edgc_jax.metrics(state))
+    )
+  return found
+
+
+def split_pmapped(steps, **options):
+  """The same of two programs under `jax.pmap`."""
+  tx, exchange = edgc_jax.split_local_steps(*chains(), **options)
+
+  def step(params, state, x):
+    local = edgc_jax.local_params(params, state)
+    loss, grads = jax.value_and_grad(loss_fn)(local, x)
+    updates, state = tx.update(grads, state, params, local_params=local)
+    return optax.apply_updates(params, updates), state, loss
+
+  step = jax.pmap(step, axis_name=AXIS, donate_argnums=(0, 1))
+  stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), tree)  # noqa: E731
+  (params, state), found = map(stack, start(tx)), []
+  for i in range(steps):
+    x = batch(i).reshape(REPLICAS, -1, 48)
+    params, state, losses = step(params, state, x)
+    params, state = exchange(params, state)
+    first = jax.tree.map(lambda x: np.asarray(x[0]), params)
+    found.append((losses.mean(), first, edgc_jax.metrics(state)))
+  return found
+
+
+@pytest.mark.parametrize("run", [split_plain, split_pmapped])
+@pytest.mark.parametrize(
+  ("every", "fragments", "overlap"), [(2, 1, 1), (3, 1, 3), (6, 2, 2)]
+)
+def test_equals_one_program(run, every, fragments, overlap):
+  """After every step: the loss, the common parameters and the metrics."""
+  options = {"every": every, "fragments": fragments, "overlap": overlap}
+  steps = every + period_of(options) + overlap + 2
+  expected, found = in_one_program(steps, **options), run(steps, **options)
+  changes = set()
+  for i, (one, two) in enumerate(zip(expected, found, strict=True)):
+    np.testing.assert_allclose(one[0], two[0], rtol=1e-5)
+    chex.assert_trees_all_close(one[1], two[1], atol=1e-5)
+    one, two = one[2], two[2]
+    if one["wire_bytes"]:
+      changes.add(i + 1)
+    for name in ("wire_bytes", "compression_ratio", "skipped_inner_steps"):
+      np.testing.assert_allclose(one[name], two[name], rtol=1e-6)
+  period = period_of(options)
+  due = [b + overlap for b in range(period, steps, period)]
+  assert changes == {step for step in due if step <= steps}
+  moved = optax.tree.norm(optax.tree.sub(expected[-1][1], PARAMS))
+  assert moved > 0.1, "the tolerance is not what makes them agree"
+
+
+def period_of(options):
+  return options["every"] // options["fragments"]
+
+
+def test_a_run_continues_from_its_state_alone():
+  """After any step, in the middle of an exchange, too, bit for bit."""
+  mesh = mesh_of()
+  options = {"every": 3, "overlap": 2, "mesh": mesh}
+  tx, _ = edgc_jax.split_local_steps(*chains(mesh), **options)
+  step, found = plain_step(tx, mesh, averages=False), []
+  for cut_after in (None, 3, 4, 5):
+    _, exchange = edgc_jax.split_local_steps(*chains(mesh), **options)
+    params, state = start(tx)
+    for i in range(6):
+      params, state, _ = step(params, state, batch(i))
+      params, state = exchange(params, state)
+      if i + 1 == cut_after:
+        saved = jax.device_get((params, state))
+        shardings = jax.tree.map(lambda x: x.sharding, (params, state))
+        exchange.wait()
+        _, exchange = edgc_jax.split_local_steps(*chains(mesh), **options)
+        params, state = jax.device_put(saved, shardings)
+    exchange.wait()
+    found.append(jax.device_get((params, state)))
+  for resumed in found[1:]:
+    chex.assert_trees_all_equal(resumed, found[0])
+  assert not np.array_equal(found[0][0]["w"], PARAMS["w"])
+
+
+def test_an_exchange_left_behind_is_forgotten():
+  """A run that goes back to an earlier state gets nothing of the later one."""
+  mesh = mesh_of()
+  tx, exchange = edgc_jax.split_local_steps(
+    *chains(mesh), every=2, overlap=2, mesh=mesh
+  )
+  step, found = plain_step(tx, mesh, averages=False), []
+  for length in (6, 4):  # the first run leaves one of step 6
+    params, state = start(tx)
+    for i in range(length):
+      params, state, _ = step(params, state, batch(i))
+      params, state = exchange(params, state)
+      if i + 1 == 4:
+        found.append(jax.device_get(params))
+  chex.assert_trees_all_equal(*found)
+
+
+def test_steps_go_on_while_an_exchange_is_in_flight(monkeypatch):
+  """Neither the steps nor `exchange` wait, until the result is due."""
+  mesh, may_end, done = mesh_of(), threading.Event(), []
+  tx, exchange = edgc_jax.split_local_steps(
+    *chains(mesh), every=3, overlap=3, mesh=mesh
+  )
+  block = jax.block_until_ready
+
+  def late(result):
+    if threading.current_thread() is not threading.main_thread():
+      assert may_end.wait(60)
+      done.append(True)
+    return block(result)
+
+  monkeypatch.setattr(jax, "block_until_ready", late)
+  step = plain_step(tx, mesh, averages=False)
+  params, state = start(tx)
+  for i in range(5):
+    params, state, losses = step(params, state, batch(i))
+    params, state = exchange(params, state)
+  block(losses)
+  assert not done
+  threading.Timer(0.5, may_end.set).start()
+  params, state, _ = step(params, state, batch(5))
+  params, state = exchange(params, state)
+  assert done and edgc_jax.metrics(state)["wire_bytes"] > 0
+  may_end.set()
+  exchange.wait()
+  assert len(done) == 2
+
+
+def test_an_error_of_the_thread_is_raised_where_its_result_is_due(monkeypatch):
+  mesh = mesh_of()
+  tx, exchange = edgc_jax.split_local_steps(
+    *chains(mesh), every=2, overlap=1, mesh=mesh
+  )
+  step = plain_step(tx, mesh, averages=False)
+  params, state = start(tx)
+
+  def broken(result):
+    raise ValueError("the link is cut")
+
+  for i in range(2):
+    params, state, _ = step(params, state, batch(i))
+    monkeypatch.setattr(jax, "block_until_ready", broken)
+    params, state = exchange(params, state)
+  params, state, _ = step(params, state, batch(2))
+  with pytest.raises(RuntimeError, match="The exchange of step 2 failed") as e:
+    exchange(params, state)
+  assert "the link is cut" in str(e.value.__cause__)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_inner_steps_have_no_collective(averages):
+  """None at all: not of the loss, if it is not averaged."""
+  mesh = mesh_of()
+  tx, _ = edgc_jax.split_local_steps(*chains(mesh), every=4, mesh=mesh)
+  step = plain_step(tx, mesh, averages)
+  lowered = step.lower(*start(tx), batch(0))
+  text = lowered.compile().as_text()
+  found = list(filter(hlo.is_collective, text.splitlines()))
+  assert bool(found) == averages, found
+
+
+def test_losses_of_each_replica():
+  """Along a first axis, also beside an axis of shards; keys and counts, too."""
+
+  def loss(params, x):
+    value = loss_fn(params, x)
+    return value, {"double": 2 * value, "rows": x.shape[0]}
+
+  own = jax.tree.map(lambda p: jnp.stack([p, 2 * p, 3 * p, 4 * p]), PARAMS)
+  x = batch(0)
+  each = jax.vmap(loss_fn)(own, x.reshape(REPLICAS, -1, 48))
+  kinds = (AxisType.Auto,) * 2
+  pairs = jax.make_mesh((REPLICAS, 2), (AXIS, "shard"), kinds)
+  for mesh in (mesh_of(), pairs):
+    differentiated = edgc_jax.value_and_grad(
+      loss, mesh, AXIS, has_aux=True, is_local=True, averages=False
+    )
+    (losses, aux), grads = jax.jit(differentiated)(own, x)
+    np.testing.assert_allclose(losses, each, rtol=1e-5)
+    np.testing.assert_allclose(aux["double"], 2 * each, rtol=1e-5)
+    assert aux["rows"].tolist() == [8] * REPLICAS
+    assert grads["w"].shape == (REPLICAS, 48, 64)
+
+
+def test_common_parameters_have_averaged_losses():
+  with pytest.raises(ValueError, match="`averages` must be True without"):
+    edgc_jax.value_and_grad(loss_fn, mesh_of(), AXIS, averages=False)
+
+
+def test_wrong_arguments():
+  inner, outer = chains()
+  with pytest.raises(ValueError, match="`overlap` must be at least 1, got 0"):
+    edgc_jax.split_local_steps(inner, outer, 4, overlap=0)
+  kinds = (AxisType.Auto,) * 2
+  mesh = jax.make_mesh((REPLICAS, 2), (AXIS, "shard"), kinds)
+  with pytest.raises(ValueError, match=r"`mesh` must .* no axis of several de"):
+    edgc_jax.split_local_steps(inner, outer, 4, mesh=mesh)
+
+
+def test_a_state_that_lies_in_another_way():
+  mesh = mesh_of()
+  tx, exchange = edgc_jax.split_local_steps(*chains(mesh), 4, mesh=mesh)
+  params, state = start(tx)
+  _, other = edgc_jax.split_local_steps(*chains(), 4)
+  with pytest.raises(ValueError, match=r"`mesh` must be the mesh .* got None"):
+    other(params, state)
+  stacked = jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), state)
+  with pytest.raises(ValueError, match=r"and None under jax\.pmap, got Mesh"):
+    exchange(params, stacked)
+  with pytest.raises(ValueError, match="one state of local_steps in it"):
+    exchange(params, optax.adam(1e-3).init(PARAMS))
+
+
+def test_a_pool_of_one_thread(monkeypatch):
+  """One device needs two threads: one waits, and one computes."""
+  mesh = mesh_of()
+  tx, exchange = edgc_jax.split_local_steps(*chains(mesh), 1, mesh=mesh)
+  step = plain_step(tx, mesh, averages=False)
+  params, state, _ = step(*start(tx), batch(0))
+  monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+  monkeypatch.setenv("NPROC", "1")
+  with pytest.raises(RuntimeError, match="NPROC must be at least 2"):
+    exchange(params, state)
