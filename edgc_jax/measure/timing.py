@@ -32,7 +32,7 @@ from edgc_jax.wire.link_model import CompressionModel, LinkModel, fit_line
 _AXIS = "data"
 # All-reduces per call, to make the overhead of a call small; one is enough if
 # it takes longer than these seconds.
-_CHAINED, _LONG = 8, 0.01
+_CHAINED, _LONG = 8, 0.1
 _LEAST_REPEATS = 2
 # Calls of each size in addition to its repeats: two in `_affordable`, and two
 # to warm up in `medians`.

@@ -8,9 +8,9 @@ Several CPU hosts communicate through Gloo. XLA reduces the operands of one
 all-reduce one after the other, so small leaves are joined to one array. Gloo
 sends a message once its receiver has announced that it waits, a round trip in
 all. If two hosts send to each other, the announcement queues behind the host's
-own message, so that the link is used one direction at a time. Gloo's
-reduce-scatter announces nothing: pairs of hosts swap values by it
-(`collectives.exchange_parts`, `collectives.gather`).
+own message, so that the link is used one direction at a time. A reduce-scatter
+uses both at once: pairs of hosts swap values by it (`exchange_parts` and
+`gather` of `collectives`).
 """
 
 import importlib

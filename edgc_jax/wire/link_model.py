@@ -64,7 +64,8 @@ class LinkModel:
 
       latency = (N - 1) round_trip,    bandwidth = N / (2 (N - 1)) uplink
 
-    in a ring of N replicas, which takes 2 (N - 1) steps one way.
+    in a ring of N replicas, which takes 2 (N - 1) steps one way. CPU hosts
+    announce each message, and need twice the latency (docs/network.md).
 
     Args:
       megabits: Of a replica's uplink per second, 10^6 bits.
