@@ -78,6 +78,7 @@ STUDY := $(BIN)/python experiments/run_study.py --jobs=$(shell nproc) --study=
 protocol: $(VENV)/installed
 	$(STUDY)configs/protocol/full_length.py
 	$(STUDY)configs/protocol/table.py
+	$(STUDY)configs/protocol/rounds.py
 
 # Tables and pictures of all pages, from records: minutes.
 pages: $(VENV)/installed

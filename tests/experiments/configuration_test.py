@@ -6,17 +6,17 @@ import pytest
 
 import edgc_jax
 from configs import common
-from experiments import tasks
+from experiments import peers, tasks
 from experiments.training import optimizer
 
 # Keys that `make_reducer` turns into other arguments.
 CONVERTED = {"exponent", "scale_exponent", "final_rank"}
 
 
-@pytest.mark.parametrize("name", list(edgc_jax.REDUCERS))
+@pytest.mark.parametrize("name", list(peers.reducers()))
 def test_each_reducer_has_a_section_of_its_arguments(name):
   config = common.base(name)
-  arguments = inspect.signature(edgc_jax.REDUCERS[name]).parameters
+  arguments = inspect.signature(peers.reducers()[name]).parameters
   assert set(config[name]) - CONVERTED <= set(arguments)
   optimizer.make_reducer(config, tasks.make(config), {})
 
