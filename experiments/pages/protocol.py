@@ -146,7 +146,10 @@ def _origin(name: str) -> Sequence[str]:
 
 
 def _summary(name: str) -> Sequence[str]:
-  """Returns the best and the worst arm of each budget, for the README."""
+  """Returns the best and the worst arm of each budget, for the README.
+
+  Arms of a single seed, without a standard error, are left out.
+  """
   found, lines = arms_of(name), []
   tables = list(study_of(name).tables)
   for table in tables if len(found) else ():
@@ -154,6 +157,9 @@ def _summary(name: str) -> Sequence[str]:
       continue
     own = found.loc[table]
     own = own[[not arm.endswith(MATCHED) for arm in own.index]]
+    own = own[own["seeds"] > 1]
+    if not len(own):
+      continue
     if table != tables[0]:
       is_edgc = own.index.str.startswith("edgc")
       ordered = own.sort_values("loss")
