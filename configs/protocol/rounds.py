@@ -19,17 +19,14 @@ BEST = 2
 _LONG = 16  # steps of a round from which the tuning keeps the number of rounds
 
 
-def _quantize(bits: int) -> Mapping[str, Any]:
-  return {
-    "reducer": "quantize",
-    "quantize.bits": bits,
-    "quantize.error_feedback": True,
-  }
-
-
-_DENSE = {"reducer": "allreduce"}
+_EVERY_ENTRY = table.TABLES["Every entry"]
+_DENSE = _EVERY_ENTRY["dense"]
 _SPARSE = {"reducer": "sparse_loco"}
 _DEMO = {"reducer": "demo", "optimizer.name": "sign"}
+
+
+def _quantize(bits: int) -> Mapping[str, Any]:
+  return {**_EVERY_ENTRY["quantize, 4 bits"], "quantize.bits": bits}
 
 
 def _powersgd(rank: float) -> Mapping[str, Any]:
@@ -105,8 +102,8 @@ ALTERNATIVES = {
   ]
 }
 
-# DeMo's signs take steps of the learning rate in every entry. In a quarter of
-# the steps, long rounds are shorter, so that there are as many of them.
+# In a quarter of the steps, long rounds are shorter, so that there are as many
+# of them.
 TUNING = {
   **table.TUNING,
   "arms": {

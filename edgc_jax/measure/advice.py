@@ -14,15 +14,12 @@ from typing import Any
 import optax
 
 from edgc_jax import validation
-from edgc_jax.leaves.leaf import Leaf, arrays_of, leaves_in
+from edgc_jax.leaves.leaf import arrays_of, leaves_in
 from edgc_jax.leaves.views import ViewFn, layer_matrix
 from edgc_jax.measure import timing
-from edgc_jax.measure.description import describe
+from edgc_jax.measure.description import describe, wire_bytes
 from edgc_jax.measure.evidence import Evidence, of_protocol
 from edgc_jax.methods import REDUCERS
-from edgc_jax.methods.low_rank import with_factors
-from edgc_jax.reducer.rounds import count_bytes
-from edgc_jax.wire.codes import code_of
 from edgc_jax.wire.link_model import LinkModel, ring_bytes
 
 TOLERANCE = 0.1  # of the least time, accepted for fewer steps
@@ -39,7 +36,7 @@ class Candidate:
   Attributes:
     name: A name to print.
     reducer: Name of the function of this package.
-    options: Its arguments. (`edgc` needs `total_steps`, too.)
+    options: Its arguments. (`edgc` takes the length of the run, too.)
     every: Steps between two exchanges; above 1, those of `local_steps`.
     outer: Arguments of the outer `optax.sgd` of `local_steps`.
     wire_bytes: Payload of one exchange of a device.
@@ -337,15 +334,17 @@ def _for_params(
   Returns:
     None if even rank 1 sends more.
   """
-  leaves = leaves_in(params, matrix_view or layer_matrix)
-  size = sum(leaf.size for leaf in leaves)
+  sizes = [leaf.size for leaf in leaves_in(params)]
+  size = sum(sizes)
   name, options = one.name, one.options
   if one.reducer in _RESIZED:
     resized = _RESIZED[one.reducer]
     rank = _largest_rank(
-      lambda rank: _bytes_of(leaves, resized(options, rank), replicas),
+      lambda rank: _bytes_of(
+        params, resized(options, rank), replicas, matrix_view or layer_matrix
+      ),
       _CLOSE * one.predicted_bits * one.every * size / 8,
-      max(leaf.size for leaf in leaves),
+      max(sizes),
     )
     if not rank:
       return None
@@ -392,16 +391,29 @@ def _largest_rank(
 
 
 def _bytes_of(
-  leaves: tuple[Leaf, ...], options: Mapping[str, Any], replicas: int
+  params: Any,
+  options: Mapping[str, Any],
+  replicas: int,
+  matrix_view: ViewFn,
 ) -> float:
   """Returns the bytes of factors, a mean over the ranks of the options."""
-  ranks = [options["rank"]] if "rank" in options else []
+  ranks: Sequence[int] = [options["rank"]] if "rank" in options else ()
   if not ranks:
-    most, least = options["rank_max"], options["rank_min"]
-    ranks = list(range(least, most + 1, options["rank_multiple"]))
-  code = code_of(options["wire_dtype"])
-  factors = with_factors(leaves, ranks, options["min_ratio"], code)
-  return float(count_bytes(factors, ranks, code, replicas).mean())
+    most, step = options["rank_max"], options["rank_multiple"]
+    ranks = range(options["rank_min"], most + 1, step)
+  sent = [
+    wire_bytes(
+      params,
+      rank,
+      rank_min=ranks[0],
+      min_ratio=options["min_ratio"],
+      wire_dtype=options["wire_dtype"],
+      matrix_view=matrix_view,
+      replicas=replicas,
+    )
+    for rank in ranks
+  ]
+  return sum(sent) / len(sent)
 
 
 def _powersgd_at(options: Mapping[str, Any], rank: int) -> Mapping[str, Any]:

@@ -433,6 +433,17 @@ def parts_of(tree: Any, count: int) -> list[Any]:
   Raises:
     ValueError: if a part would be empty.
   """
+  numbers = _numbers_of(tree, count)
+  return [
+    jax.tree.map(
+      lambda number, x, k=k: x if number == k else None, numbers, tree
+    )
+    for k in range(count)
+  ]
+
+
+def _numbers_of(tree: Any, count: int) -> Any:
+  """Returns the number of the part of each leaf, in a tree like it."""
   leaves, structure = jax.tree.flatten(tree)
   validation.require(
     count <= max(len(leaves), 1),
@@ -441,14 +452,13 @@ def parts_of(tree: Any, count: int) -> list[Any]:
     f"at most {len(leaves)}, the number of leaves",
     "choose fewer",
   )
-  sizes = [0] * count
-  parts: list[list[Any]] = [[None] * len(leaves) for _ in range(count)]
+  sizes, numbers = [0] * count, [0] * len(leaves)
   # The largest leaves first, each to the smallest part.
   for i in sorted(range(len(leaves)), key=lambda i: (-jnp.size(leaves[i]), i)):
     k = min(range(count), key=lambda k: (sizes[k], k))
-    parts[k][i] = leaves[i]
+    numbers[i] = k
     sizes[k] += jnp.size(leaves[i])
-  return [jax.tree.unflatten(structure, part) for part in parts]
+  return jax.tree.unflatten(structure, numbers)
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -463,16 +473,13 @@ def joined(parts: Sequence[Any]) -> Any:
 
 def _replaced(tree: Any, index: Any, count: int, new: Any = None) -> Any:
   """Returns a tree with one of `count` parts from another, or with zeros."""
-  number = joined(
-    [
-      jax.tree.map(lambda _, k=k: k, part)
-      for k, part in enumerate(parts_of(tree, count))
-    ]
-  )  # fmt: skip
   if new is None:
     new = jax.tree.map(jnp.zeros_like, tree)
   return jax.tree.map(
-    lambda k, x, old: jnp.where(index == k, x, old), number, new, tree
+    lambda k, x, old: jnp.where(index == k, x, old),
+    _numbers_of(tree, count),
+    new,
+    tree,
   )
 
 

@@ -141,10 +141,8 @@ class Benchmark:
 
   def _is_built(self, framework: str, name: str) -> bool:
     """Compiles a row, runs it, and returns whether it can run."""
-    config, arguments = (
-      self._config_on(self._layout),
-      self._rows[name][framework],
-    )
+    config = self._config_on(self._layout)
+    arguments = self._rows[name][framework]
     if framework == "jax":
       config.update_from_flattened_dict(dict(arguments))
       arguments = {}

@@ -97,12 +97,13 @@ class Records:
     It is the same run if all keys are equal; keys that only one of the two has
     must be at their defaults.
     """
+    own = _flat(config)
     same = (
       each
       for each in self._all.values()
       if each["config"]["seed"] == config.seed
       and each["config"]["reducer"] == config.reducer
-      and is_of(each, config)
+      and _is_of(each, own, config.reducer)
     )
     return next(same, None)
 
@@ -146,9 +147,9 @@ def name_of(config: ConfigDict) -> str:
   return f"{config.reducer}-{digest}-seed{config.seed}"
 
 
-def is_of(record: Record, config: ConfigDict) -> bool:
-  """Returns whether a record is of a run of this configuration."""
-  old, new, defaults = record.flat, _flat(config), _defaults(config.reducer)
+def _is_of(record: Record, new: Flat, reducer: str) -> bool:
+  """Returns whether a record is of a run of these keys."""
+  old, defaults = record.flat, _defaults(reducer)
   return all(
     old[key] == new[key]
     if key in old and key in new

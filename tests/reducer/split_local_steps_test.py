@@ -9,32 +9,18 @@ import numpy as np
 import optax
 import pytest
 from helpers import hlo
+from helpers.local_model import (
+  NESTEROV,
+  PARAMS,
+  REPLICAS,
+  batch,
+  loss_fn,
+  mesh_of,
+)
 from helpers.meshes import AXIS
 from jax.sharding import AxisType
 
 import edgc_jax
-
-REPLICAS = 4
-PARAMS = {
-  "w": 0.1 * jax.random.normal(jax.random.key(1), (48, 64)),
-  "v": 0.1 * jax.random.normal(jax.random.key(2), (64, 48)),
-  "b": jnp.zeros(64),
-}
-NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
-
-
-def mesh_of():
-  devices = jax.devices()[:REPLICAS]
-  return jax.make_mesh((REPLICAS,), (AXIS,), (AxisType.Auto,), devices=devices)
-
-
-def loss_fn(params, x):
-  h = jnp.tanh(x @ params["w"] + params["b"]) @ params["v"]
-  return jnp.mean((h - x) ** 2)
-
-
-def batch(step):
-  return jax.random.normal(jax.random.key(step), (32, 48))
 
 
 def chains(mesh=None):

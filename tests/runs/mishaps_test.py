@@ -70,9 +70,9 @@ def test_a_full_disk(whole):
 
   text = finish(start(folder, file_bytes=20_000), 1)
   # Among messages of orbax's threads, and of Python as it ends.
-  said = [line for line in text.splitlines() if line.startswith("error: ")]
-  assert len(said) == 1, text
-  said = said[0]
+  errors = [line for line in text.splitlines() if line.startswith("error: ")]
+  assert len(errors) == 1, text
+  said = errors[0]
   assert said.startswith("error: The checkpoint of step")
   assert "could not be written to" in said and "Free some space" in said
   assert os.strerror(errno.EFBIG) in said
