@@ -9,6 +9,9 @@ repeated with --retry. On a cluster, --slurm submits each run as a job:
 
   --jobs=16 --slurm="slurm_partition=gpu gpus_per_node=1 timeout_min=60"
 
+On a GPU, which one small run does not fill, --together=16 runs up to 16 that
+differ in seed, rates or momentum alone as one program; it tunes on a grid.
+
 Machines that share no disk take different arms (--arms="dense|quantize"); a
 fixed rank that matches edgc's bytes belongs with edgc and its partner.
 """
@@ -29,7 +32,10 @@ _STUDY = flags.DEFINE_string("study", None, "A study's file in configs/.")
 _RUNS = flags.DEFINE_string("runs", "runs/studies", "Parent of run folders.")
 _RECORDS = flags.DEFINE_string("records", "docs/records", "The records.")
 _ARMS = flags.DEFINE_string("arms", "", "A regular expression of arms to run.")
-_JOBS = flags.DEFINE_integer("jobs", 1, "Runs at once.", lower_bound=1)
+_JOBS = flags.DEFINE_integer("jobs", 1, "Processes at once.", lower_bound=1)
+_TOGETHER = flags.DEFINE_integer(
+  "together", 1, "Runs of one process, at most.", lower_bound=1
+)
 _LIMIT = flags.DEFINE_integer("limit", None, "Runs to start, at most.")
 _SLURM = flags.DEFINE_string("slurm", "", "Parameters of submitit, for SLURM.")
 _RETRY = flags.DEFINE_bool("retry", False, "Repeat runs that failed.")
@@ -52,6 +58,7 @@ def main(argv: list[str]) -> None:
     pathlib.Path(_RUNS.value) / found.name,
     arms=_ARMS.value,
     jobs=_JOBS.value,
+    together=_TOGETHER.value,
     slurm=_SLURM.value,
     limit=_LIMIT.value,
   )

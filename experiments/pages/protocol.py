@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from experiments.reporting.style import COLORS, DENSE, WIDTH, dress
 from experiments.study import statistics, study
-from experiments.study.records import Records
+from experiments.study.records import Record, Records
 from experiments.study.study import MATCHED, Study
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -134,15 +134,21 @@ def _origin(name: str) -> Sequence[str]:
     f"Python {p['python']}, jax {p['versions']['jax']}" for p in places
   }
   data = {r["summary"]["corpus"]["name"] for r in records}
-  hours = sum(r["summary"]["seconds"] for r in records) / 3600
+  seconds = [r["summary"]["seconds"] / _together(r) for r in records]
+  hours = sum(seconds) / 3600
   left = sum(1 for _ in own.plan(all_records()))
   commits = sorted({p["commit"] for p in places})
   return [
-    f"{len(records)} runs, {hours:.1f} hours of one core in all"
+    f"{len(records)} runs, {hours:.1f} hours of one process in all"
     f" ({'; '.join(sorted(machines))}; {'; '.join(sorted(versions))}); data:"
     f" {'; '.join(sorted(data))}; commits {', '.join(commits)}."
     + (f" **At least {left} runs are missing.**" if left else ""),
   ]
+
+
+def _together(record: Record) -> int:
+  """Returns how many runs shared the seconds of a run."""
+  return record["summary"].get("together", 1)
 
 
 def _summary(name: str) -> Sequence[str]:

@@ -21,7 +21,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 from experiments.runtime import hosts
 
-_SCRATCH, _LOCK = ".tmp", "lock"
+_SCRATCH, _LOCK, _STOPPED = ".tmp", "lock", "stopped.txt"
 _PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")
 
 
@@ -176,6 +176,11 @@ class RunFolder:
     if hosts.is_first():
       _write_json(self.path / "summary.json", _plain(summary))
 
+  def stop(self, reason: str) -> None:
+    """Writes down why the run could not continue."""
+    if hosts.is_first():
+      write(self.path / _STOPPED, f"{reason}\n")
+
   def sync(self) -> None:
     """Forces all lines to disk, so that they survive a crash of the host."""
     if hosts.is_first():
@@ -186,6 +191,12 @@ class RunFolder:
     for name in ("_lines", "_events", "_lock"):
       if name in vars(self):
         vars(self).pop(name).close()
+
+
+def stopped(folder: pathlib.Path) -> str:
+  """Returns why the run of a folder could not continue, or ""."""
+  file = folder / _STOPPED
+  return file.read_text().strip() if file.exists() else ""
 
 
 def environment() -> dict[str, Any]:

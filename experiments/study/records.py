@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 from configs import common
 from experiments import peers, tasks
+from experiments.runs.run_folder import stopped
 
 # Keys that do not change what a run computes, up to rounding.
 _FREE = ("name", "run_dir", "resume", "log_every", "checkpoint.", "sentinel.",
@@ -167,9 +168,11 @@ def numbers_of(folder: str | pathlib.Path) -> dict[str, Any]:
     `summary` and `lines` of a `Record`.
 
   Raises:
-    ValueError: if the held-out loss is not finite.
+    ValueError: if the run was stopped, or the held-out loss is not finite.
   """
   folder = pathlib.Path(folder)
+  if reason := stopped(folder):
+    raise ValueError(reason)
   summary = json.loads((folder / "summary.json").read_text())
   if "val_loss" not in summary:
     raise ValueError("the held-out loss is not finite")

@@ -1,15 +1,18 @@
 """Runs what a study lacks, several runs at once, and records them.
 
-Each run is a process: on this machine, or a job of SLURM through submitit.
+Each run is a process, or some share one: on this machine, or as a job of SLURM
+through submitit.
 """
 
+import json
+import math
 import os
 import pathlib
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -19,6 +22,7 @@ from ml_collections import ConfigDict
 
 from experiments.study.records import Records, name_of, numbers_of
 from experiments.study.study import Run, Study
+from experiments.training.together import program_of
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -30,6 +34,7 @@ def run_all(
   *,
   arms: str = "",
   jobs: int = 1,
+  together: int = 1,
   slurm: str = "",
   limit: int | None = None,
 ) -> int:
@@ -40,7 +45,9 @@ def run_all(
     records: Its records, to read and to write.
     folder: Parent of the run folders.
     arms: A regular expression; arms in which it is not found do not run.
-    jobs: Number of runs at once.
+    jobs: Number of processes at once.
+    together: Runs of one process, at most. From 2 on, runs that can share a
+      program do (`training.together`), and tuning tries values ahead.
     slurm: Empty for this machine; otherwise parameters of submitit, such as
       "slurm_partition=gpu gpus_per_node=1 timeout_min=60".
     limit: Number of runs to start, at most.
@@ -49,36 +56,83 @@ def run_all(
     The number of runs that failed.
   """
   started = failed = 0
-  running: dict[futures.Future, Run] = {}
+  running: dict[futures.Future, Sequence[Run]] = {}
   submit = _on_slurm(slurm, folder) if slurm else _here(jobs)
+
+  def path_of(run: Run) -> pathlib.Path:
+    return folder / name_of(run.config)
+
   while True:
-    names = {folder / name_of(run.config) for run in running.values()}
-    for run in study.plan(records):
-      if not re.search(arms, run.arm):
-        continue
-      path = folder / name_of(run.config)
-      if len(running) == jobs or started == limit:
+    names = {path_of(run) for runs in running.values() for run in runs}
+    waiting = _waiting(study, records, arms, together)
+    while len(running) < jobs and started != limit:
+      free = (run for run in waiting if path_of(run) not in names)
+      if (first := next(free, None)) is None:
         break
-      if path not in names:
-        names.add(path)
+      runs = [first]
+      if together > 1:
+        program = program_of(first.config)
+        runs += [r for r in free if program_of(r.config) == program]
+        runs = runs[: min(together, (limit or math.inf) - started)]
+      for run in runs:
+        names.add(path_of(run))
         started += 1
         kind = "judged" if run.is_judged else "tuning"
-        print(f"--- run {started}, {kind}: {run.arm}, {path.name}", flush=True)
-        running[submit(command_of(study, run, path))] = run
+        print(
+          f"--- run {started}, {kind}: {run.arm}, {path_of(run).name}",
+          flush=True,
+        )
+      running[submit(_command(study, runs, path_of))] = runs
     if not running:
       return failed
     done = _next_finished(running)
-    run = running.pop(done)
-    error = done.result()
-    try:
-      path = folder / name_of(run.config)
-      found: dict[str, Any] = {"error": error} if error else numbers_of(path)
-    except (OSError, ValueError) as damage:
-      found = {"error": str(damage)}
-    records.add(run.config, found)
-    failed += "error" in found
-    loss = found.get("error") or f"{found['summary']['val_loss']:.4f}"
-    print(f"    {run.arm}: {loss}", flush=True)
+    runs, error = running.pop(done), done.result()
+    for run in runs:
+      try:
+        found: dict[str, Any] = {"error": error}
+        if not error:
+          found = numbers_of(path_of(run))
+      except (OSError, ValueError) as damage:
+        found = {"error": str(damage)}
+      records.add(run.config, found)
+      failed += "error" in found
+      loss = found.get("error") or f"{found['summary']['val_loss']:.4f}"
+      print(f"    {run.arm}: {loss}", flush=True)
+
+
+def _waiting(
+  study: Study, records: Records, arms: str, together: int
+) -> Sequence[Run]:
+  """Returns the runs that can start, in their order."""
+  runs = list(study.plan(records))
+  if together > 1:
+    # Whole arms first, since all of their runs take as long as one.
+    runs = sorted([*runs, *study.ahead(records)], key=lambda r: not r.is_judged)
+  unique = {name_of(run.config): run for run in reversed(runs)}
+  kept = [run for run in reversed(unique.values()) if re.search(arms, run.arm)]
+  return kept
+
+
+def _command(
+  study: Study,
+  runs: Sequence[Run],
+  path_of: Callable[[Run], pathlib.Path],
+) -> list[str]:
+  """Returns the command of a process."""
+  if len(runs) == 1:
+    return command_of(study, runs[0], path_of(runs[0]))
+  file = path_of(runs[0]).with_suffix(".runs.json")
+  file.parent.mkdir(parents=True, exist_ok=True)
+  configs = []
+  for run in runs:
+    config = json.loads(run.config.to_json())
+    configs.append({**config, "run_dir": str(path_of(run))})
+  file.write_text(json.dumps(configs))
+  return [
+    sys.executable,
+    str(_ROOT / "experiments" / "train_together.py"),
+    f"--runs={file}",
+  ]
 
 
 def command_of(study: Study, run: Run, path: pathlib.Path) -> list[str]:

@@ -17,7 +17,8 @@ A study is a Python file with
            tried at the value that is best for its own. If one of them is best,
            the arm takes it, and the key is tuned again for it
   MATCHED  (optional) {arm of edgc: arm of powersgd}: adds an arm that is
-           powersgd at the rank whose bytes equal those of edgc
+           powersgd at the rank whose bytes equal those of edgc, as a mean over
+           SEEDS
 
 What is to run next follows from what is recorded.
 """
@@ -175,12 +176,13 @@ class Study:
     settings = {"seed": seed}
     if arm.endswith(MATCHED):
       own = arm.removesuffix(MATCHED)
-      _, record = self.judged(own, seed, records)
-      if record is None or not record.is_finished:
+      found = [self.judged(own, each, records)[1] for each in self.seeds]
+      finished = [each for each in found if each and each.is_finished]
+      if len(finished) < len(found):
         return None, None
       arm_of = self.matched[own]
       settings |= self.arms[arm_of]
-      settings["powersgd.rank"] = self._equal_rank(arm_of, record)
+      settings["powersgd.rank"] = self._equal_rank(arm_of, finished)
     else:
       arm_of = arm
       settings |= self.arms[arm]
@@ -206,6 +208,24 @@ class Study:
       yield from self._missing(arms, seed, records)
     for seed in self.more:
       yield from self._missing(self.leaders(records), seed, records)
+
+  def ahead(self, records: Records) -> Iterator[Run]:
+    """Yields runs that the tuning of an arm may ask for before it is over.
+
+    Each choice at the starting values and one factor around them: for devices
+    on which many runs take as long as one.
+    """
+    if self.tuning is None:
+      return
+    start, factor = self.tuning.start, self.tuning.factor
+    values = [start[0] / factor, *start, start[-1] * factor]
+    for arm in self.arms:
+      if self.taken(arm, records) is None:
+        for choice in range(len(self.choices(arm))):
+          for value in values:
+            run = self._tuning_run(arm, choice, value)
+            if records.find(run.config) is None:
+              yield run
 
   def leaders(self, records: Records) -> list[str]:
     """Returns the arms that get more seeds; none before all have theirs."""
@@ -292,13 +312,11 @@ class Study:
     config = self.configuration(_own_settings(settings))
     return Run(arm, config, is_judged=False)
 
-  def _equal_rank(self, arm: str, record: Record) -> float:
-    """Returns the rank at which an arm sends the bytes of a run."""
+  def _equal_rank(self, arm: str, records: Sequence[Record]) -> float:
+    """Returns the rank at which an arm sends the mean bytes of some runs."""
     config = self.configuration(self.arms[arm])
-    return equal_rank(
-      _bytes_of_step(config.to_json()),
-      sum(record["summary"]["wire_bytes_per_step"]),
-    )
+    sent = [sum(r["summary"]["wire_bytes_per_step"]) for r in records]
+    return equal_rank(_bytes_of_step(config.to_json()), sum(sent) / len(sent))
 
 
 def load(path: str) -> Study:

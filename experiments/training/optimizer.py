@@ -178,13 +178,15 @@ def _rank_schedule(rank: float, final_rank: int, steps: int) -> dict[int, int]:
 def make_schedule(config: ConfigDict) -> optax.Schedule:
   """Returns the learning rate by step: linear warm-up, then cosine decay."""
   options = config.optimizer
-  return optax.warmup_cosine_decay_schedule(
+  # Of a peak of 1, because optax does not take a traced one.
+  share = optax.warmup_cosine_decay_schedule(
     init_value=0.0,
-    peak_value=options.lr,
+    peak_value=1.0,
     warmup_steps=min(options.warmup_steps, config.steps - 1),
     decay_steps=config.steps,
-    end_value=options.lr * options.final_lr_ratio,
+    end_value=options.final_lr_ratio,
   )
+  return lambda step: options.lr * share(step)
 
 
 def make_optimizer(
@@ -221,7 +223,9 @@ def make_optimizer(
     axes = (DATA, STAGE)
     clip = edgc_jax.clip_by_global_norm(options.clip_norm, STAGE)
   descent = _make_descent(config)
-  outer = optax.sgd(local.lr, local.momentum or None, nesterov=True)
+  is_plain_sgd = isinstance(local.momentum, float) and not local.momentum
+  momentum = None if is_plain_sgd else local.momentum
+  outer = optax.sgd(local.lr, momentum, nesterov=True)
   if local.every and not local.lookahead:
     how: dict[str, Any] = {}
     if _is_plain(config, mesh):

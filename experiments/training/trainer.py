@@ -25,11 +25,8 @@ from experiments.runtime import heap, hosts
 from experiments.runtime.stop_signals import StopSignals, TrainingInterrupted
 from experiments.training import advised, checks, times
 from experiments.training.optimizer import make_optimizer
+from experiments.training.progress_check import ProgressCheck, TrainingStopped
 from experiments.training.run_log import RunLog
-
-
-class TrainingStopped(RuntimeError):
-  """Raised if a run cannot continue; the message gives the reason."""
 
 
 class Trainer:
@@ -233,7 +230,7 @@ class Trainer:
     if progress.step:
       batches.set_state(progress.about["batches"])
     line = progress.about.get("line", {})
-    self._useful = line.get("skipped_inner_steps", 0), line.get("step", 0)
+    progress_check = ProgressCheck(config, line)
     for step in range(progress.step + 1, config.steps + 1):
       log.begin_step()
       params, opt_state, numbers = self.parallel.step(
@@ -251,7 +248,7 @@ class Trainer:
             params, opt_state, log.new_diverged_steps
           )
         else:
-          self._stop_if_hopeless(line, step)
+          progress_check.check(line)
         if is_evaluated:
           measured = self._evaluate(params)
           line |= {f"val_{name}": value for name, value in measured.items()}
@@ -279,7 +276,11 @@ class Trainer:
         self.checkpoints.close()
         raise TrainingInterrupted(signals.received, step)
     log.close()
-    numbers = log.summary()
+    return self.summary(log, line)
+
+  def summary(self, log: RunLog, line: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the summary of a run with this log and last line."""
+    config, numbers = self.config, log.summary()
     return {
       "reducer": config.reducer,
       "steps": config.steps,
@@ -352,33 +353,6 @@ class Trainer:
     if hosts.is_first():
       print(f"{finding}; all continue with the first replica's", flush=True)
     return self.parallel.follow_first_replica(params, opt_state)
-
-  def _stop_if_hopeless(self, line: dict[str, Any], step: int) -> None:
-    """Raises if more steps cannot help."""
-    if line["identical_gradients"] and self.config.mesh.data > 1:
-      raise TrainingStopped(
-        "All replicas had the same gradients in the first steps, so averaging"
-        " them changes nothing; give every replica its own part of the batch."
-      )
-    skips = line.get("consecutive_skips", 0)
-    if self.config.local.every:
-      skips = self._skipped_by_all(line, step)
-    if skips >= self.config.optimizer.max_consecutive_skips:
-      raise TrainingStopped(
-        f"{skips} steps in a row up to step {step} had"
-        " non-finite gradients; lower optimizer.lr or check the data."
-      )
-
-  def _skipped_by_all(self, line: dict[str, Any], step: int) -> int:
-    """Returns the steps since the last line with a step that was not skipped.
-
-    Under local steps each replica skips its own.
-    """
-    skipped = line.get("skipped_inner_steps", 0)
-    before, since = self._useful
-    if skipped - before < self.config.mesh.data * (step - since):
-      self._useful = skipped, step
-    return step - self._useful[1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,49 @@
+"""Stops a run that more steps cannot help."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+
+class TrainingStopped(RuntimeError):
+  """Raised if a run cannot continue; the message gives the reason."""
+
+
+class ProgressCheck:
+  """Looks at each logged line of a run."""
+
+  def __init__(self, config: ConfigDict, line: Mapping[str, Any]):
+    """Begins after a line, which is empty in a new run."""
+    self._config = config
+    # Skipped steps by then, and the last step at which some replica had not
+    # skipped all of its own since the line before.
+    self._useful = line.get("skipped_inner_steps", 0), line.get("step", 0)
+
+  def check(self, line: Mapping[str, Any]) -> None:
+    """Raises `TrainingStopped` unless more steps can help."""
+    config = self._config
+    if line["identical_gradients"] and config.mesh.data > 1:
+      raise TrainingStopped(
+        "All replicas had the same gradients in the first steps, so averaging"
+        " them changes nothing; give every replica its own part of the batch."
+      )
+    skips = line.get("consecutive_skips", 0)
+    if config.local.every:
+      skips = self._skipped_by_all(line)
+    if skips >= config.optimizer.max_consecutive_skips:
+      raise TrainingStopped(
+        f"{skips} steps in a row up to step {line['step']} had"
+        " non-finite gradients; lower optimizer.lr or check the data."
+      )
+
+  def _skipped_by_all(self, line: Mapping[str, Any]) -> int:
+    """Returns the steps since the last line with a step that was not skipped.
+
+    Under local steps each replica skips its own.
+    """
+    skipped, step = line.get("skipped_inner_steps", 0), line["step"]
+    before, since = self._useful
+    if skipped - before < self._config.mesh.data * (step - since):
+      self._useful = skipped, step
+    return step - self._useful[1]

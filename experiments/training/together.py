@@ -1,0 +1,186 @@
+"""Trains several runs as one program, on a device that one does not fill.
+
+The runs differ in `NUMBERS` alone. Each is a lane of a `jax.vmap` over the
+whole step, so a GPU starts as many kernels as for one run.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import traverse_util
+from ml_collections import ConfigDict
+
+from experiments.parallel import backends, meshes
+from experiments.parallel.backend import Backend
+from experiments.runs.run_folder import RunFolder
+from experiments.training.optimizer import make_optimizer
+from experiments.training.progress_check import ProgressCheck, TrainingStopped
+from experiments.training.run_log import RunLog
+from experiments.training.trainer import Trainer
+
+# Keys by which runs of one program may differ.
+NUMBERS = ("seed", "optimizer.lr", "local.lr", "local.momentum")
+_FREE = ("name", "run_dir")
+
+
+def train_together(configs: Sequence[ConfigDict]) -> None:
+  """Trains runs from their first to their last step.
+
+  Nothing is saved in between: runs that are killed begin again. A finished run
+  has a summary in its folder, and one that could not continue has the reason.
+
+  Args:
+    configs: Of the runs, whose folders are `run_dir`. `mesh.backend` is vmap.
+
+  Raises:
+    ValueError: if an option is out of range, or if the runs differ in other
+      keys than `NUMBERS`.
+  """
+  runs = _Together(configs)
+  try:
+    runs.train()
+  finally:
+    runs.close()
+
+
+def program_of(config: ConfigDict) -> Mapping[str, Any]:
+  """Returns the keys by which runs of one program must be equal."""
+  flat = _flat(config)
+  return {k: v for k, v in flat.items() if k not in (*NUMBERS, *_FREE)}
+
+
+def _flat(config: ConfigDict) -> Mapping[str, Any]:
+  return traverse_util.flatten_dict(config.to_dict(), sep=".")
+
+
+class _Together:
+  """Runs of one program."""
+
+  def __init__(self, configs: Sequence[ConfigDict]):
+    programs = [program_of(config) for config in configs]
+    differing = {
+      key for each in programs for key in each if each[key] != programs[0][key]
+    }
+    if differing or configs[0].mesh.backend != "vmap":
+      raise ValueError(
+        "Runs of one program must have mesh.backend=vmap and differ only in"
+        f" {', '.join(NUMBERS)}, got {configs[0].mesh.backend} and runs that"
+        f" differ in {', '.join(sorted(differing)) or 'these alone'}; start"
+        " the others apart."
+      )
+    self.trainer = Trainer(configs[0])
+    config, task = self.trainer.config, self.trainer.task
+    self.folders = [RunFolder(c.run_dir, c.to_dict()) for c in configs]
+    self.logs = [RunLog(folder, task) for folder in self.folders]
+    self.checks = [ProgressCheck(config, {}) for _ in configs]
+    self.is_stopped = [False] * len(configs)
+    values = {key: _values(configs, key) for key in NUMBERS}
+    # A number that is the same in all runs remains a constant.
+    self.numbers = {k: v for k, v in values.items() if len(np.unique(v)) > 1}
+    self.batches = [
+      task.train_batches(config.batch_size, c.seed, slice(0, config.batch_size))
+      for c in configs
+    ]
+    lanes = len(configs)
+
+    def init(numbers: Mapping[str, jax.Array]) -> tuple[Any, Any]:
+      seed = numbers.get("seed", config.seed)
+      return self._backend(numbers).init(jax.random.key(seed))
+
+    def step(numbers: Mapping[str, jax.Array], *operands: Any) -> Any:
+      return self._backend(numbers)._step(*operands)
+
+    size = {"axis_size": lanes}
+    self._init = jax.jit(jax.vmap(init, **size))
+    self._step = jax.jit(
+      jax.vmap(step, in_axes=(0, 0, 0, 0, None), **size), donate_argnums=(1, 2)
+    )
+    self._evaluate = jax.jit(jax.vmap(task.evaluate, (0, None), **size))
+
+  def _backend(self, numbers: Mapping[str, jax.Array]) -> Backend:
+    """Returns the backend of a lane, made while JAX traces."""
+    trainer = self.trainer
+    config = trainer.config.copy_and_resolve_references()
+    with config.ignore_type():
+      config.update_from_flattened_dict(dict(numbers))
+    mesh = meshes.of_config(config)
+    tx = make_optimizer(config, trainer.task, trainer.times, mesh=mesh)
+    return backends.make(config, trainer.task, tx, mesh)
+
+  def train(self) -> None:
+    config = self.trainer.config
+    for folder in self.folders:
+      folder.lock()
+      folder.start()
+    params, opt_state = self._init(self.numbers)
+    pending: list[Any] = []
+    for step in range(1, config.steps + 1):
+      parts = [next(batches) for batches in self.batches]
+      batch = jax.tree.map(lambda *each: np.stack(each), *parts)
+      params, opt_state, numbers = self._step(
+        self.numbers, params, opt_state, batch, np.int32(step)
+      )
+      pending.append(numbers)
+      every = config.evaluation.every
+      is_evaluated = step == config.steps or (every and step % every == 0)
+      if is_evaluated or step % config.log_every == 0 or step == 1:
+        measured = self._measured(params) if is_evaluated else {}
+        self._log(jax.device_get(pending), measured)
+        pending = []
+
+  def _measured(self, params: Any) -> Mapping[str, np.ndarray]:
+    """Returns each metric of held-out data, of all lanes."""
+    config, task = self.trainer.config, self.trainer.task
+    found = jax.device_get([
+      self._evaluate(params, batch)
+      for batch in task.held_out_batches(
+        config.batch_size, config.evaluation.batches
+      )
+    ])  # fmt: skip
+    return {
+      name: np.mean([numbers[name] for numbers in found], 0)
+      for name in task.metrics
+    }
+
+  def _log(
+    self, steps: Sequence[Any], measured: Mapping[str, np.ndarray]
+  ) -> None:
+    """Logs the numbers of some steps, and ends runs that are over.
+
+    Args:
+      steps: Metrics of each step, with a first axis of lanes.
+      measured: Metrics of held-out data, or nothing.
+    """
+    for lane, log in enumerate(self.logs):
+      if self.is_stopped[lane]:
+        continue
+      log.begin_step()
+      for numbers in steps:
+        log.add(jax.tree.map(lambda x, lane=lane: x[lane], numbers))
+      line = log.fetch()
+      line |= {f"val_{name}": float(x[lane]) for name, x in measured.items()}
+      log.write(line)
+      try:
+        self.checks[lane].check(line)
+      except TrainingStopped as stop:
+        self.is_stopped[lane] = True
+        self.folders[lane].stop(str(stop))
+        continue
+      if line["step"] == self.trainer.config.steps:
+        summary = self.trainer.summary(log, line)
+        # The seconds are those of all runs.
+        self.folders[lane].finish({**summary, "together": len(self.logs)})
+
+  def close(self) -> None:
+    """Closes all files."""
+    for log, folder in zip(self.logs, self.folders, strict=True):
+      log.close()
+      folder.close()
+
+
+def _values(configs: Sequence[ConfigDict], key: str) -> np.ndarray:
+  """Returns a number of each configuration."""
+  values = np.array([_flat(config)[key] for config in configs])
+  return values.astype(np.int32 if values.dtype.kind == "i" else np.float32)
