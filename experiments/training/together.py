@@ -79,10 +79,13 @@ class _Together:
     values = {key: _values(configs, key) for key in NUMBERS}
     # A number that is the same in all runs remains a constant.
     self.numbers = {k: v for k, v in values.items() if len(np.unique(v)) > 1}
-    self.batches = [
-      task.train_batches(config.batch_size, c.seed, slice(0, config.batch_size))
-      for c in configs
-    ]
+    self.seeds = [c.seed for c in configs]
+    self.batches = {
+      seed: task.train_batches(
+        config.batch_size, seed, slice(0, config.batch_size)
+      )
+      for seed in self.seeds
+    }
     lanes = len(configs)
 
     def init(numbers: Mapping[str, jax.Array]) -> tuple[Any, Any]:
@@ -117,7 +120,8 @@ class _Together:
     params, opt_state = self._init(self.numbers)
     pending: list[Any] = []
     for step in range(1, config.steps + 1):
-      parts = [next(batches) for batches in self.batches]
+      of_seed = {seed: next(own) for seed, own in self.batches.items()}
+      parts = (of_seed[seed] for seed in self.seeds)
       batch = jax.tree.map(lambda *each: np.stack(each), *parts)
       params, opt_state, numbers = self._step(
         self.numbers, params, opt_state, batch, np.int32(step)

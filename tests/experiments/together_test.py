@@ -81,7 +81,9 @@ def test_runs_of_other_programs_are_refused(tmp_path):
     config_of(tmp_path / f"{bits}", "quantize", {"quantize.bits": bits})
     for bits in (8, 4)
   ]
-  with pytest.raises(ValueError, match=r"differ only in seed, .* quantize.bits"):
+  with pytest.raises(
+    ValueError, match=r"differ only in seed, .* quantize.bits"
+  ):
     train_together(configs)
   configs[1].quantize.bits = 8
   for config in configs:

@@ -1,0 +1,44 @@
+"""Variants of low rank in 4 bits, at 1 and 0.5 bits.
+
+The share of the residual in the search for P, and the weights of matrices among
+which the rank is shared:
+
+  python experiments/run_study.py --study=configs/protocol/low_rank.py --jobs=2
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from configs.protocol import table
+
+CONFIG = table.CONFIG
+SEEDS = table.SEEDS
+TUNING = table.TUNING
+
+
+def _variants(bits: str, arm: str) -> Mapping[str, Mapping[str, Any]]:
+  own = table.TABLES[f"About {bits} bits"][arm]
+  return {
+    arm: own,
+    **{
+      f"{arm}, {share:g} of the residual in the search": {
+        **own,
+        "powersgd.search_share": share,
+      }
+      for share in (0.5, 0.0)
+    },
+    **{
+      f"{arm}, errors over sigma^{exponent:g}": {
+        **own,
+        "powersgd.scale_exponent": exponent,
+      }
+      for exponent in (0.0, 2.0)
+    },
+  }
+
+
+TABLES = {
+  "Every entry": {"dense": table.TABLES["Every entry"]["dense"]},
+  "About 1 bits": _variants("1", "powersgd 21.8, int4, error"),
+  "About 0.5 bits": _variants("0.5", "powersgd 10.4, int4, error"),
+}
