@@ -13,6 +13,7 @@ from configs.protocol import table
 
 CONFIG = table.CONFIG
 SEEDS = table.SEEDS
+MORE = table.MORE
 TUNING = table.TUNING
 
 

@@ -13,6 +13,8 @@ from configs.protocol import table
 
 CONFIG = table.CONFIG
 SEEDS = table.SEEDS
+MORE = table.MORE
+BEST = 2
 
 _LONG = 16  # steps of a round from which the tuning keeps the number of rounds
 

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 CONFIG = "configs/protocol/gpt.py"
-SEEDS = tuple(range(8))
+SEEDS = (0, 1, 2)
+MORE = (3, 4, 5, 6, 7)
+BEST = 2
 
 # A quarter of the length; windows in proportion. The warm-up keeps its length,
 # because short ones diverge at rates that are best in full runs.
@@ -20,7 +22,7 @@ TUNING = {
   "start": (8e-3, 16e-3),
   "factor": 2,
   "seed": 100,
-  "tolerance": 0.01,  # nats: runs of one arm differ by as much between seeds
+  "tolerance": 0.02,  # nats: two standard deviations between seeds
   "settings": {
     "steps": 538, "evaluation.every": 0, "powersgd.window": 12,
     "edgc.window": 12, "edgc.warmup_steps": 25, "edgc.max_warmup_steps": 50,

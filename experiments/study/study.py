@@ -210,11 +210,15 @@ class Study:
       yield from self._missing(self.leaders(records), seed, records)
 
   def ahead(self, records: Records) -> Iterator[Run]:
-    """Yields runs that the tuning of an arm may ask for before it is over.
+    """Yields runs that may be asked for later, beside those of `plan`.
 
-    Each choice at the starting values and one factor around them: for devices
-    on which many runs take as long as one.
+    All seeds of each arm, and of arms that are not tuned yet every choice at
+    the starting values and one factor around them: for devices on which many
+    runs take as long as one.
     """
+    arms = [arm for table in self.tables for arm in self.table_of(table)]
+    for seed in self.more:
+      yield from self._missing(arms, seed, records)
     if self.tuning is None:
       return
     start, factor = self.tuning.start, self.tuning.factor
@@ -222,10 +226,8 @@ class Study:
     for arm in self.arms:
       if self.taken(arm, records) is None:
         for choice in range(len(self.choices(arm))):
-          for value in values:
-            run = self._tuning_run(arm, choice, value)
-            if records.find(run.config) is None:
-              yield run
+          runs = [self._tuning_run(arm, choice, value) for value in values]
+          yield from (r for r in runs if records.find(r.config) is None)
 
   def leaders(self, records: Records) -> list[str]:
     """Returns the arms that get more seeds; none before all have theirs."""
