@@ -123,7 +123,12 @@ def base(reducer: str) -> ConfigDict:
         "search_share": 1.0,  # of the residual, in the search for P
       },
       "allreduce": {"wire_dtype": "float32"},
-      "topk": {"density": 0.01, "residual_decay": 1.0},  # share of entries sent
+      "topk": {
+        "density": 0.01,  # share of the entries that is sent
+        "chunk": config_dict.placeholder(int),  # None: the whole tensor
+        "bits": 32,  # or 2, in chunks
+        "residual_decay": 1.0,
+      },
       "randomk": {"density": 0.05, "error_feedback": True},
       "quantize": {
         "bits": 8,
@@ -132,8 +137,6 @@ def base(reducer: str) -> ConfigDict:
         "rotate": config_dict.placeholder(bool),  # None: 2 and 1 bits only
         "residual_decay": 1.0,
       },
-      # Of 4,096 entries or frequencies.
-      "sparse_loco": {"count": 64, "residual_decay": 0.95},
-      "demo": {"count": 32, "momentum": 0.999},
+      "demo": {"count": 32, "momentum": 0.999},  # of 4,096 frequencies
     }
   )

@@ -21,7 +21,10 @@ _LONG = 16  # steps of a round from which the tuning keeps the number of rounds
 
 _EVERY_ENTRY = table.TABLES["Every entry"]
 _DENSE = _EVERY_ENTRY["dense"]
-_SPARSE = {"reducer": "sparse_loco"}
+_SPARSE_LOCO = {
+  "reducer": "topk", "topk.density": 1 / 64, "topk.chunk": 4096,
+  "topk.bits": 2, "topk.residual_decay": 0.95,
+}  # fmt: skip
 _DEMO = {"reducer": "demo", "optimizer.name": "sign"}
 
 
@@ -39,7 +42,8 @@ def _rare(every: int, exchange: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 # One exchange takes 4.31, 2.30 and 1.30 bits in 4, 2 and 1 bits an entry, since
-# vectors are dense, and 0.73 with SparseLoCo on 4 replicas.
+# vectors are dense, and 0.73 with SparseLoCo on 4 replicas. SparseLoCo is `topk`
+# in chunks and 2 bits.
 TABLES = {
   "Baselines": {
     "dense": _DENSE,
@@ -59,13 +63,14 @@ TABLES = {
     "quantize, 2 bits, every 2": _rare(2, _quantize(2)),
     "quantize, 4 bits, every 4": _rare(4, _quantize(4)),
     "dense, every 32": _rare(32, _DENSE),
+    "SparseLoCo, every 1": _rare(1, _SPARSE_LOCO),
   },
   "About 0.4 bits": {
     "powersgd 8.1, int4, error": _powersgd(8.1),
     "quantize, 2 bits, every 6": _rare(6, _quantize(2)),
     "quantize, 4 bits, every 10": _rare(10, _quantize(4)),
     "dense, every 80": _rare(80, _DENSE),
-    "SparseLoCo, every 2": _rare(2, _SPARSE),
+    "SparseLoCo, every 2": _rare(2, _SPARSE_LOCO),
     "DeMo": {**_DEMO, "demo.count": 8},
   },
   "About 0.2 bits": {
@@ -73,13 +78,13 @@ TABLES = {
     "quantize, 2 bits, every 12": _rare(12, _quantize(2)),
     "quantize, 4 bits, every 20": _rare(20, _quantize(4)),
     "dense, every 160": _rare(160, _DENSE),
-    "SparseLoCo, every 4": _rare(4, _SPARSE),
+    "SparseLoCo, every 4": _rare(4, _SPARSE_LOCO),
     "powersgd 44.6, int4, error, every 10": _rare(10, _powersgd(44.6)),
   },
   "About 0.03 bits": {
     "quantize, 1 bit, every 40": _rare(40, _quantize(1)),
     "quantize, 2 bits, every 64": _rare(64, _quantize(2)),
-    "SparseLoCo, every 24": _rare(24, _SPARSE),
+    "SparseLoCo, every 24": _rare(24, _SPARSE_LOCO),
   },
 }  # fmt: skip
 _ARMS = {arm: own for each in TABLES.values() for arm, own in each.items()}

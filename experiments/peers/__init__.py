@@ -7,9 +7,8 @@ import optax
 
 import edgc_jax
 from experiments.peers.demo import demo
-from experiments.peers.sparse_loco import sparse_loco
 
-_PEERS = {"demo": demo, "sparse_loco": sparse_loco}
+_PEERS = {"demo": demo}
 # Raised as `edgc_jax.METHOD_VERSIONS` is.
 _VERSIONS = dict.fromkeys([*_PEERS, "lookahead"], 1)
 

@@ -8,12 +8,11 @@ import numpy as np
 import optax
 
 from edgc_jax import validation
+from edgc_jax.methods import chunks
 from edgc_jax.methods.entrywise import Round, make_entrywise
 from edgc_jax.wire.codes import Bfloat16
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
-from experiments.peers import chunks
-from experiments.peers.chunks import Sparse
 
 _SIDE = 64  # the longest side of a chunk
 
@@ -83,8 +82,8 @@ def demo(
     own = max(2, size * count // chunks.MOST // 2 * 2)
     values, index = chunks.largest(found.reshape(len(cut), size), own)
     values = Bfloat16().encode(values, jax.random.key(0))
-    reply = yield Send(gathered=Sparse(*chunks.pack_indices(index), values))
-    gathered = Sparse(*reply.gathered)
+    reply = yield Send(gathered=(values, chunks.pack_indices(index)))
+    all_values, all_indices = reply.gathered
 
     def back(values: jax.Array, index: jax.Array) -> jax.Array:
       mean = chunks.in_place(Bfloat16().decode(values), index, size)
@@ -93,8 +92,8 @@ def demo(
         jnp.einsum("ai,cab,bj->cij", first, mean, second, **high), m.shape
       )
 
-    places = chunks.unpack_indices(gathered.low, gathered.high)
-    return back(gathered.values, places), back(values[None], index[None])
+    places = chunks.unpack_indices(all_indices)
+    return back(all_values, places), back(values[None], index[None])
 
   return make_entrywise(average, axis_name, residual_decay=momentum, **options)
 

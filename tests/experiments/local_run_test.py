@@ -121,7 +121,7 @@ def test_fragments_and_overlap(tmp_path, simulated):
   assert summary["peak_wire_bytes_per_step"] < 0.6 * whole
 
 
-@pytest.mark.parametrize("name", ["sparse_loco", "powersgd", "edgc", "topk"])
+@pytest.mark.parametrize("name", ["powersgd", "edgc", "topk"])
 def test_any_reducer_exchanges_what_replicas_moved(tmp_path, name):
   config = config_of(tmp_path / "run", name)
   config.local.momentum = 0.0
@@ -209,4 +209,4 @@ def test_versions_of_what_a_run_uses():
   local["lookahead"] = True
   assert peers.versions_of("gone", local) == {"method": None, "lookahead": 1}
   names = peers.reducers().keys()
-  assert edgc_jax.REDUCERS.keys() | {"demo", "sparse_loco"} == names
+  assert edgc_jax.REDUCERS.keys() | {"demo"} == names

@@ -9,7 +9,6 @@ from scipy import fft
 
 import edgc_jax
 from experiments.peers.demo import demo
-from experiments.peers.sparse_loco import sparse_loco
 
 N, AXIS = 4, "data"
 PARAMS = {"w": jnp.zeros((96, 128)), "b": jnp.zeros(128)}
@@ -48,6 +47,10 @@ def residual_of(state):
   return np.asarray(state.leaves["w"].residual)
 
 
+def sparse_loco():
+  return edgc_jax.topk(1 / 64, chunk=4096, bits=2, residual_decay=0.95)
+
+
 def two_magnitudes(values):
   """The code of SparseLoCo, of the entries of one chunk."""
   magnitude = np.abs(values)
@@ -57,7 +60,7 @@ def two_magnitudes(values):
 
 
 def test_sparse_loco_sends_the_largest_of_every_chunk():
-  tx = sparse_loco(count=64)
+  tx = sparse_loco()
   updates, state = run(tx, 1)
   given = np.asarray(gradients()["w"]).reshape(N, 3, 4096)
   expected = np.zeros_like(given)
@@ -96,7 +99,7 @@ def test_demo_sends_the_largest_frequencies():
 
 
 @pytest.mark.parametrize(
-  ("tx", "decay"), [(sparse_loco(count=64), 0.95), (demo(), 0.999)]
+  ("tx", "decay"), [(sparse_loco(), 0.95), (demo(), 0.999)]
 )
 def test_nothing_but_the_decay_is_lost(tx, decay):
   _, state = run(tx, 2)
@@ -157,8 +160,53 @@ def test_a_matrix_that_has_no_chunks():
     )({"w": jnp.ones((N, 67, 67))})
 
 
-@pytest.mark.parametrize("make", [sparse_loco, demo])
 @pytest.mark.parametrize("count", [3, 5000])
-def test_wrong_counts(make, count):
+def test_wrong_counts(count):
   with pytest.raises(ValueError, match="`count` must be"):
-    make(count=count)
+    demo(count=count)
+
+
+@pytest.mark.parametrize(
+  ("options", "name"),
+  [
+    ({"chunk": 6}, "chunk"),
+    ({"chunk": 8192}, "chunk"),
+    ({"bits": 2}, "bits"),
+    ({"bits": 4, "chunk": 4096}, "bits"),
+  ],
+)
+def test_wrong_chunks_and_bits(options, name):
+  with pytest.raises(ValueError, match=f"`{name}` must be"):
+    edgc_jax.topk(**options)
+
+
+def test_float32_values_of_chunks():
+  """Chunks of 1,024 with 12 entries each; the last chunk of "b" is padded."""
+  tx = edgc_jax.topk(0.012, chunk=1024, min_size=1)
+  updates, state = run(tx, 1)
+  given = np.asarray(gradients()["w"]).reshape(N, 12, 1024)
+  least = np.sort(np.abs(given), 2)[:, :, -12:-11]
+  expected = np.where(np.abs(given) >= least, given, 0.0)
+  np.testing.assert_allclose(
+    updates["w"], expected.mean(0).reshape(96, 128), atol=1e-6
+  )
+  np.testing.assert_allclose(
+    residual_of(state), (given - expected).reshape(N, 96, 128), atol=1e-6
+  )
+  sent = N * 12 * 12 * (4 + 1.5) / 2
+  assert bytes_of(tx) == sent + 4 * 128 + 4 * 33
+
+
+def test_a_leaf_smaller_than_a_chunk():
+  """All 60 entries are sent, padded to one chunk of 60."""
+  params = {"w": jnp.zeros((6, 10))}
+  tx = edgc_jax.topk(1.0, chunk=4096, min_size=1)
+  axes = edgc_jax.state_axes(tx, params)
+  state = jax.vmap(
+    tx.init, in_axes=None, out_axes=axes, axis_size=N, axis_name=AXIS
+  )(params)
+  given = {"w": jax.random.normal(jax.random.key(0), (N, 6, 10))}
+  updates, _ = jax.vmap(
+    tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS
+  )(given, state)
+  np.testing.assert_allclose(updates["w"], given["w"].mean(0), atol=1e-6)

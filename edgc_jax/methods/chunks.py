@@ -1,10 +1,8 @@
-"""Largest entries of every chunk: what SparseLoCo and DeMo send.
+"""The largest entries of chunks: their choice, their indices, their sum.
 
-A sparse method gathers the entries of all replicas, so the bytes that a replica
-receives grow with their number.
+Entries of all replicas are gathered, so the bytes that a replica receives grow
+with their number.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +12,10 @@ from edgc_jax.wire.codes import packed, unpacked
 MOST = 4096  # entries of a chunk, which indices of 12 bits reach
 
 
-class Sparse(NamedTuple):
-  """The largest entries of c chunks, with k entries each, as bytes."""
-
-  low: jax.Array  # uint8 [c, k], the lower 8 bits of the indices
-  high: jax.Array  # uint8 [c, k / 2], the upper 4 bits, two in a byte
-  values: jax.Array  # encoded, [c, ...]
-  scales: jax.Array | None = None  # uint16 [c, 2], of values in 2 bits
+def cut(x: jax.Array, size: int) -> jax.Array:
+  """Cuts an array into chunks, [c, size], the last one padded with zeros."""
+  flat = x.ravel()
+  return jnp.pad(flat, (0, -flat.size % size)).reshape(-1, size)
 
 
 def largest(chunks: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -37,20 +32,27 @@ def largest(chunks: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def pack_indices(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Packs indices below 4096, int32 [c, k] with an even k, in 12 bits each."""
+  """Packs indices below 4096, int32 [c, k] with an even k, in 12 bits each.
+
+  Returns:
+    Their lower 8 bits, and the upper 4 with two in a byte.
+  """
   low = (index & 255).astype(jnp.uint8)
   return low, packed((index >> 8).astype(jnp.uint8), 4)
 
 
-def unpack_indices(low: jax.Array, high: jax.Array) -> jax.Array:
+def unpack_indices(sent: tuple[jax.Array, jax.Array]) -> jax.Array:
   """Reverses `pack_indices`, for [..., k]."""
+  low, high = sent
   return low.astype(jnp.int32) | (unpacked(high, 4).astype(jnp.int32) << 8)
 
 
 def in_place(values: jax.Array, index: jax.Array, size: int) -> jax.Array:
   """Returns the mean of the entries of N replicas, [N, c, k], at their places.
 
-  Replicas are added one after the other, so all devices round alike.
+  Replicas are added one after the other. The places of one replica differ, so
+  every entry is summed in the same order on all devices, even if a device
+  scatters with atomics.
 
   Returns:
     float32 [c, size].
