@@ -42,7 +42,7 @@ def _rare(every: int, exchange: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 # One exchange takes 4.31, 2.30 and 1.30 bits in 4, 2 and 1 bits an entry, since
-# vectors are dense, and 0.73 with SparseLoCo on 4 replicas. SparseLoCo is `topk`
+# vectors are dense, and 0.73 with SparseLoCo on 4 replicas, which is `topk`
 # in chunks and 2 bits.
 TABLES = {
   "Baselines": {

@@ -19,19 +19,19 @@ def judged(study: Study, records: Records) -> pd.DataFrame:
     the tuned key), beside (gap to the matched arm), is_current, record.
   """
   lines = []
-  arms = [(t, arm) for t in study.tables for arm in study.table_of(t)]
-  for seed in (*study.seeds, *study.more):
-    _, dense = study.judged(study.dense, seed, records)
-    for table, arm in arms:
-      run, record = study.judged(arm, seed, records)
+  seeds = (*study.seeds, *study.more)
+  all_dense = study.all_judged(study.dense, seeds, records)
+  for table, arm in ((t, a) for t in study.tables for a in study.table_of(t)):
+    others = [(None, None)] * len(seeds)
+    if arm in study.matched:
+      others = study.all_judged(arm + MATCHED, seeds, records)
+    for seed, (run, record), (_, dense), (_, other) in zip(
+      seeds, study.all_judged(arm, seeds, records), all_dense, others,
+      strict=True,
+    ):  # fmt: skip
       if run is None or record is None or not record.is_finished:
         continue
       loss = record["summary"]["val_loss"]
-      _, other = (
-        study.judged(arm + MATCHED, seed, records)
-        if (arm in study.matched)
-        else (None, None)
-      )
       has_dense = dense is not None and dense.is_finished
       lines.append(
         {

@@ -105,8 +105,7 @@ class Study:
 
   def configuration(self, settings: Settings) -> ConfigDict:
     """Returns the configuration of a run with these settings."""
-    reducer = settings["reducer"]
-    config = runpy.run_path(self.config)["get_config"](reducer)
+    config = _make_config(self.config)(settings["reducer"])
     config.update_from_flattened_dict(dict(settings))
     return config
 
@@ -173,29 +172,44 @@ class Study:
       The run, or None if it depends on a run that is not recorded; its record,
       or None if it is not recorded.
     """
-    settings = {"seed": seed}
+    return self.all_judged(arm, [seed], records)[0]
+
+  def all_judged(
+    self, arm: str, seeds: Sequence[int], records: Records
+  ) -> list[tuple[Run | None, Record | None]]:
+    """Returns `judged` of each seed."""
+    settings = self._judged_settings(arm, records)
+    if settings is None:
+      return [(None, None)] * len(seeds)
+    found = []
+    for seed in seeds:
+      config = self.configuration({**settings, "seed": seed})
+      run = Run(arm, config, is_judged=True)
+      found.append((run, records.find(run.config)))
+    return found
+
+  def _judged_settings(self, arm: str, records: Records) -> Settings | None:
+    """Returns the settings of an arm's judged runs, without the seed."""
+    settings: dict[str, Any] = {}
+    arm_of = arm
     if arm.endswith(MATCHED):
       own = arm.removesuffix(MATCHED)
-      found = [self.judged(own, each, records)[1] for each in self.seeds]
+      found = [each for _, each in self.all_judged(own, self.seeds, records)]
       finished = [each for each in found if each and each.is_finished]
       if len(finished) < len(found):
-        return None, None
+        return None
       arm_of = self.matched[own]
-      settings |= self.arms[arm_of]
       settings["powersgd.rank"] = self._equal_rank(arm_of, finished)
-    else:
-      arm_of = arm
-      settings |= self.arms[arm]
+    settings = {**self.arms[arm_of], **settings}
     if self.tuning is not None:
       best = self.taken(arm_of, records)
       if best is None:
-        return None, None
+        return None
       choice, value = best
       if arm_of == arm:
         settings |= self.choices(arm)[choice]
       settings[self.tuning.key] = value
-    run = Run(arm, self.configuration(settings), is_judged=True)
-    return run, records.find(run.config)
+    return settings
 
   def plan(self, records: Records) -> Iterator[Run]:
     """Yields the runs that can start now, the most useful ones first."""
@@ -204,10 +218,8 @@ class Study:
       for _, _, run in self._tuning_runs(arm, records):
         if records.find(run.config) is None:
           yield run
-    for seed in self.seeds:
-      yield from self._missing(arms, seed, records)
-    for seed in self.more:
-      yield from self._missing(self.leaders(records), seed, records)
+    yield from self._missing(arms, self.seeds, records)
+    yield from self._missing(self.leaders(records), self.more, records)
 
   def ahead(self, records: Records) -> Iterator[Run]:
     """Yields runs that may be asked for later, beside those of `plan`.
@@ -217,8 +229,7 @@ class Study:
     runs take as long as one.
     """
     arms = [arm for table in self.tables for arm in self.table_of(table)]
-    for seed in self.more:
-      yield from self._missing(arms, seed, records)
+    yield from self._missing(arms, self.more, records)
     if self.tuning is None:
       return
     start, factor = self.tuning.start, self.tuning.factor
@@ -233,8 +244,8 @@ class Study:
     """Returns the arms that get more seeds; none before all have theirs."""
     means: dict[str, float] = {}
     for arm in (a for table in self.tables for a in self.table_of(table)):
-      found = [self.judged(arm, seed, records)[1] for seed in self.seeds]
-      if any(record is None for record in found):
+      found = [each for _, each in self.all_judged(arm, self.seeds, records)]
+      if not found or any(record is None for record in found):
         return []
       means[arm] = sum(map(loss_of, found)) / len(found)
     tables = [self.table_of(table) for table in self.tables]
@@ -246,12 +257,14 @@ class Study:
     return list(dict.fromkeys([self.dense, *best]))
 
   def _missing(
-    self, arms: Sequence[str], seed: int, records: Records
+    self, arms: Sequence[str], seeds: Sequence[int], records: Records
   ) -> Iterator[Run]:
-    for arm in arms:
-      run, record = self.judged(arm, seed, records)
-      if run is not None and record is None:
-        yield run
+    """Yields the judged runs that are not recorded, seed by seed."""
+    found = [self.all_judged(arm, seeds, records) for arm in arms]
+    for of_seed in zip(*found, strict=True):
+      for run, record in of_seed:
+        if run is not None and record is None:
+          yield run
 
   def _tuning_runs(
     self, arm: str, records: Records
@@ -369,6 +382,12 @@ def load(path: str) -> Study:
   start = parts.index("configs") + 1 if "configs" in parts else -1
   name = "-".join(parts[start:])
   return Study(name, **{key.lower(): v for key, v in public.items()})
+
+
+@functools.cache
+def _make_config(path: str) -> Callable[[str], ConfigDict]:
+  """Returns the function of a configuration's file."""
+  return runpy.run_path(path)["get_config"]
 
 
 def loss_of(record: Record) -> float:

@@ -191,8 +191,9 @@ def test_an_arm_takes_the_best_of_its_alternatives(
   assert run.config.optimizer.lr == (4e-3 if taken else 2e-3)
   # A matched arm keeps the settings of its own.
   tune(own, records, near(2e-3), "edgc")
-  run, _ = own.judged("edgc", 0, records)
-  record(records, run, 2.5)
+  for seed in own.seeds:
+    run, _ = own.judged("edgc", seed, records)
+    record(records, run, 2.5)
   match, _ = own.judged("edgc" + MATCHED, 0, records)
   assert match.config.powersgd.rank not in (8.0, *ranks)
 
@@ -229,20 +230,36 @@ def test_a_matched_arm_sends_the_bytes_of_its_partner(records):
   name = "edgc" + MATCHED
   assert TUNED.table_of("Low rank") == ["fixed", "edgc", name]
   assert TUNED.judged(name, 0, records) == (None, None)
-  ranks = {}
   for seed, target in ((0, 0.5e6), (1, 0.62e6)):
+    # Its rank is known once all first seeds of edgc are.
+    assert TUNED.judged(name, 0, records) == (None, None)
     run, _ = TUNED.judged("edgc", seed, records)
     record(records, run, 2.5, wire_bytes_per_step=[target])
+  for seed in (0, 1, 2):
     run, found = TUNED.judged(name, seed, records)
     assert found is None and run.arm == name and run.is_judged
     assert run.config.reducer == "powersgd" and run.config.seed == seed
     # Rate and other settings are those of the fixed arm.
     assert run.config.optimizer.lr == 2e-3
     assert run.config.powersgd.wire_dtype == "bfloat16"
-    ranks[seed] = run.config.powersgd.rank
-    assert bytes_of(run.config, ranks[seed]) == pytest.approx(target, rel=0.005)
-  assert ranks[0] < ranks[1]
+    sent = bytes_of(run.config, run.config.powersgd.rank)
+    assert sent == pytest.approx(0.56e6, rel=0.005)
   assert name in [run.arm for run in TUNED.plan(records)]
+
+
+def test_runs_ahead(records):
+  """A grid of an arm that is not tuned; all seeds of one that is."""
+  ahead = [run for run in TUNED.ahead(records) if run.arm == "fixed"]
+  rates = [run.config.optimizer.lr for run in ahead]
+  assert rates == pytest.approx([5e-4, 1e-3, 2e-3, 4e-3])
+  assert not any(run.is_judged for run in ahead)
+  tune(TUNED, records, near(2e-3), "fixed")
+  ahead = [run for run in TUNED.ahead(records) if run.arm == "fixed"]
+  assert [run.config.seed for run in ahead] == [2, 3]
+  assert all(run.is_judged for run in ahead)
+  record(records, ahead[0], 2.0)
+  (left,) = [run for run in TUNED.ahead(records) if run.arm == "fixed"]
+  assert left.config.seed == 3
 
 
 def test_the_partner_of_a_failed_run_does_not_run(records):
@@ -590,6 +607,54 @@ def test_only_the_arms_that_are_asked_for_run(records, tmp_path, commands):
   failed, found, left = run_all(records, tmp_path / "runs", arms="^o|dense")
   assert (failed, left) == (0, ["lost"])
   assert found["dense"].is_finished and found["other"].is_finished
+
+
+def test_runs_share_a_program_where_they_can(records, tmp_path, monkeypatch):
+  """Two seeds of each arm, but no runs of two arms; at most 3 of tuning."""
+  groups = []
+
+  def command(own, runs, path_of):
+    del own
+    groups.append([(run.arm, run.is_judged) for run in runs])
+    for run in runs:
+      path_of(run).mkdir(parents=True)
+      rate = run.config.optimizer.lr
+      loss = {"val_loss": near(2e-3)(rate), "step": 1}
+      (path_of(run) / "metrics.jsonl").write_text(json.dumps(loss) + "\n")
+      loss["wire_bytes_per_step"] = [SENT]
+      (path_of(run) / "summary.json").write_text(json.dumps(loss))
+    return ["true"]
+
+  monkeypatch.setattr(runner, "_command", command)
+  tables = {"one": {"dense": TABLES["Every entry"]["dense"],
+                    "fixed": TABLES["Low rank"]["fixed"]}}  # fmt: skip
+  own = Study("runs", CONFIG, tables, (0, 1), tuning=TUNED.tuning)
+  assert runner.run_all(own, records, tmp_path / "runs", together=3) == 0
+  assert list(own.plan(records)) == []
+  # Four rates of each arm; the seeds of a tuned arm come first.
+  expected = [3, 1, 2, 3, 1, 2]
+  assert [len(group) for group in groups] == expected
+  assert all(len(set(group)) == 1 for group in groups)
+  assert [group[0][1] for group in groups] == [False, False, True] * 2
+  assert own.taken("dense", records) == (0, 2e-3)
+
+
+def test_the_command_of_a_shared_program(tmp_path):
+  """The file holds whole configurations, each with its folder."""
+  runs = [
+    study.Run("dense", PLAIN.configuration(
+      {"reducer": "allreduce", "seed": seed}), is_judged=True)
+    for seed in (0, 1)
+  ]  # fmt: skip
+  path_of = lambda run: tmp_path / f"runs/{run.config.seed}"  # noqa: E731
+  _, script, file = runner._command(PLAIN, runs, path_of)
+  assert script.endswith("train_together.py")
+  found = json.loads(pathlib.Path(file.removeprefix("--runs=")).read_text())
+  for run, config in zip(runs, found, strict=True):
+    assert config.pop("run_dir") == str(path_of(run))
+    whole = json.loads(run.config.to_json())
+    whole.pop("run_dir")
+    assert config == whole
 
 
 def test_commands_set_what_differs_from_the_file(tmp_path):
