@@ -20,7 +20,8 @@ class Evidence(NamedTuple):
     every: Steps between two exchanges: 1 for gradients, H for `local_steps`.
     outer: Arguments of the outer `optax.sgd` of `local_steps`.
     bits: Bits a parameter and step that a replica sent.
-    predicted_bits: The same as `describe` predicts it, a mean over the ranks.
+    predicted_bits: With ranks, the same as `describe` predicts it, a mean over
+      them; otherwise `bits`.
     loss: Held-out loss above dense float32, in nats; mean over seeds.
     error: Standard error of that difference.
     steps: Steps to the loss that it reaches, as a multiple of the steps in

@@ -60,7 +60,9 @@ def _line(study: Study, arm: str, row: pd.Series) -> dict[str, Any]:
     "every": every,
     "outer": outer if every > 1 else {},
     "bits": _short(row["bits"]),
-    "predicted_bits": _short(_predicted_bits(config) / every),
+    "predicted_bits": _short(_predicted_bits(config) / every)
+    if reducer in optimizer.LOW_RANK
+    else _short(row["bits"]),
     "loss": _short(row["gap"]),
     "error": _short(row["gap_error"]),
     "steps": 1.0 if arm == study.dense else _short(1 / (1 - row["saved"])),

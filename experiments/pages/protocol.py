@@ -17,6 +17,10 @@ from experiments.study.study import MATCHED, Study
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _STALE = " (older version)"
 _SHORT = ("arm", "bits", "above dense", "dense needs", "seeds")
+_RARE = ", every H steps"
+_BITS = (0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
+_NATS, _LINEAR = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1), 0.02
+_AND = " and "  # between the names of studies whose tables are joined
 
 
 @functools.cache
@@ -46,10 +50,27 @@ def _results(name: str) -> Sequence[str]:
   for table in study_of(name).tables:
     lines += ["", f"**{table}**", ""]
     if len(found) and table in found.index:
-      lines += _markdown(map(_line, *zip(*found.loc[table].iterrows())))  # noqa: B905
+      own = found.loc[table]
+      lines += _markdown(
+        [
+          _line(arm, row) | _outer(study_of(name), arm)
+          for arm, row in own.iterrows()
+        ]
+      )
     else:
       lines += ["No run is finished yet."]
   return lines[1:]
+
+
+def _outer(own: Study, arm: str) -> dict[str, str]:
+  """Returns the cell of the outer rule, if a study has arms that choose one."""
+  if not own.alternatives:
+    return {}
+  rule = "-"
+  if arm in own.alternatives and (taken := own.taken(arm, all_records())):
+    local = own.configuration(own.choices(arm)[taken[0]]).local
+    rule = f"{local.lr:g}, {local.momentum:g}"
+  return {"outer rate, momentum": rule}
 
 
 def _line(arm: str, row: pd.Series) -> dict[str, str]:
@@ -128,20 +149,22 @@ def _origin(name: str) -> Sequence[str]:
   records = list({id(r): r for r in records}.values())
   if not records:
     return ["No run is finished yet."]
-  places = [r["summary"]["environment"] for r in records]
-  machines = {f"{p['device']}, {p['cores']} cores" for p in places}
-  versions = {
-    f"Python {p['python']}, jax {p['versions']['jax']}" for p in places
-  }
+  hours: dict[str, float] = {}
+  for record in records:
+    place = record["summary"]["environment"]
+    machine = (
+      f"{place['device']}, {place['cores']} cores, Python {place['python']},"
+      f" jax {place['versions']['jax']}"
+    )
+    own_hours = record["summary"]["seconds"] / 3600 / _together(record)
+    hours[machine] = hours.get(machine, 0.0) + own_hours
   data = {r["summary"]["corpus"]["name"] for r in records}
-  seconds = [r["summary"]["seconds"] / _together(r) for r in records]
-  hours = sum(seconds) / 3600
   left = sum(1 for _ in own.plan(all_records()))
-  commits = sorted({p["commit"] for p in places})
+  commits = {r["summary"]["environment"]["commit"] for r in records}
+  spent = [f"{each:.1f} hours ({name})" for name, each in sorted(hours.items())]
   return [
-    f"{len(records)} runs, {hours:.1f} hours of one process in all"
-    f" ({'; '.join(sorted(machines))}; {'; '.join(sorted(versions))}); data:"
-    f" {'; '.join(sorted(data))}; commits {', '.join(commits)}."
+    f"{len(records)} runs, by one process {'; '.join(spent)}; data:"
+    f" {'; '.join(sorted(data))}; commits {', '.join(sorted(commits))}."
     + (f" **At least {left} runs are missing.**" if left else ""),
   ]
 
@@ -151,25 +174,27 @@ def _together(record: Record) -> int:
   return record["summary"].get("together", 1)
 
 
-def _summary(name: str) -> Sequence[str]:
+def _summary(names: str) -> Sequence[str]:
   """Returns the best and the worst arm of each budget, for the README.
 
-  Arms of a single seed, without a standard error, are left out.
+  Arms of edgc, and those that send every entry at each step, are all there;
+  arms of a single seed, without a standard error, are left out.
   """
-  found, lines = arms_of(name), []
-  tables = list(study_of(name).tables)
-  for table in tables if len(found) else ():
-    if table not in found.index:
-      continue
-    own = found.loc[table]
+  found = _joined(names)
+  found = found[found["seeds"] > 1] if len(found) else found
+  lines = []
+  first = next(iter(study_of(names.split(_AND)[0]).tables))
+  bits = found.groupby("table")["bits"].median() if len(found) else pd.Series()
+  bits[first] = np.inf
+  for table in bits.sort_values(ascending=False).index:
+    own = found[found.index.get_level_values("table") == table]
+    own = own.droplevel("table").sort_values("loss")
     own = own[[not arm.endswith(MATCHED) for arm in own.index]]
-    own = own[own["seeds"] > 1]
-    if not len(own):
-      continue
-    if table != tables[0]:
+    if table == first:
+      own = own.sort_values("bits", ascending=False)
+    elif len(own):
       is_edgc = own.index.str.startswith("edgc")
-      ordered = own.sort_values("loss")
-      kept = [ordered.index[0], *own.index[is_edgc], ordered.index[-1]]
+      kept = [own.index[0], *own.index[is_edgc], own.index[-1]]
       own = own.loc[list(dict.fromkeys(kept))]
     for arm, row in own.iterrows():
       line = _line(arm, row)
@@ -177,11 +202,20 @@ def _summary(name: str) -> Sequence[str]:
   return _markdown(lines) if lines else ["No run is finished yet."]
 
 
-def draw_frontier(name: str) -> Figure:
+def _joined(names: str) -> pd.DataFrame:
+  """Returns the arms of several studies, each once."""
+  frames = [arms_of(name) for name in names.split(_AND)]
+  found = pd.concat([frame for frame in frames if len(frame)] or frames[:1])
+  if not len(found):
+    return found
+  return found[~found.index.get_level_values("arm").duplicated()]
+
+
+def draw_frontier(names: str) -> Figure:
   """Draws the gap to dense by bits, with standard errors."""
-  figure = Figure(figsize=(WIDTH, 5.5), layout="constrained")
+  figure = Figure(figsize=(WIDTH, 6.5), layout="constrained")
   axes = figure.subplots()
-  found = arms_of(name)
+  found = _joined(names)
   found = found.droplevel("table") if len(found) else found
   families: dict[str, list[str]] = {}
   for arm in found.index:
@@ -191,22 +225,26 @@ def draw_frontier(name: str) -> Figure:
     strict=False,
   ):  # fmt: skip
     own = found.loc[arms].sort_values("bits")
+    is_rare = family.endswith(_RARE)
     axes.errorbar(
       own["bits"], own["gap"], yerr=own["gap_error"], color=color, label=family,
       marker=marker, linestyle=":" if len(own) > 1 else "", capsize=2,
-      markersize=6, linewidth=1,
-      markerfacecolor="white" if family.endswith("bytes") else color,
+      markersize=6, linewidth=1, markerfacecolor="white" if is_rare else color,
     )  # fmt: skip
   axes.axhline(0, color=DENSE, linestyle="--", linewidth=1, zorder=0)
   axes.set_xscale("log", base=2)
-  ticks = [0.25, 0.5, 1, 2, 4, 8, 16, 32]
-  axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-  axes.invert_xaxis()
+  axes.set_xticks(_BITS, [f"{tick:g}" for tick in _BITS])
+  axes.set_xlim(1.25 * _BITS[-1], 0.8 * _BITS[0])
+  axes.set_yscale("symlog", linthresh=_LINEAR)
+  axes.set_yticks(_NATS, [f"{tick:g}" for tick in _NATS])
+  axes.set_ylim(-_LINEAR / 2, 1.5 * _NATS[-1])
   dress(axes, "Held-out loss above dense, by bits a parameter and step")
   axes.set_xlabel("bits sent a parameter and step, over the whole run")
-  axes.set_ylabel("nats above dense float32")
+  axes.set_ylabel(f"nats above dense float32, logarithmic from {_LINEAR:g} on")
   if families:
-    axes.legend(fontsize=8, frameon=False, loc="upper left")
+    figure.legend(
+      fontsize=8, frameon=False, loc="outside lower center", ncols=4
+    )
   return figure
 
 
@@ -243,15 +281,16 @@ def draw_entropy(name: str) -> Figure:
 
 
 def _family(arm: str) -> str:
-  """Returns the group of an arm in the picture."""
+  """Returns the group of an arm in the picture; allocations share one."""
   if arm.endswith(MATCHED):
     return "fixed rank of edgc's bytes"
   own, _, every = arm.partition(", every ")
-  first, *others = own.split(", ")
-  first = first.split()[0]  # without its rank
-  if every:
-    return ", ".join([first, *others, "every H"])
-  return ", ".join([first, *others]) if first == "powersgd" else first
+  name = own.split()[0].rstrip(",")
+  if name == "powersgd":
+    name = ", ".join([name, own.split(", ")[1]])
+  if "lookahead" in own:
+    return "dense, lookahead"
+  return name + _RARE if every else name
 
 
 def _difference(mean: float, error: float) -> str:
@@ -273,6 +312,8 @@ TABLES = {
   "summary": _summary,
 }
 PICTURES = {
-  "protocol-frontier": functools.partial(draw_frontier, "protocol/table"),
+  "protocol-frontier": functools.partial(
+    draw_frontier, "protocol/table and protocol/rounds"
+  ),
   "protocol-entropy": functools.partial(draw_entropy, "protocol/table"),
 }

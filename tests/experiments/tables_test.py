@@ -144,7 +144,8 @@ def test_tables_of_made_up_records(made_up):
   assert table[low][:3] == ["1.00", "2.7000", "+0.2000 ± 0.1000"]
   assert table[low][3] == f"{(300 / 400 + 187.5 / 400) / 2:.0%}"
   (origin,) = protocol._origin("made up")
-  assert origin.startswith("4 runs, 4.0 hours") and "c0, c1" in origin
+  assert origin.startswith("4 runs, by one process 4.0 hours (cpu, 2 cores")
+  assert "c0, c1" in origin
   assert "missing" not in origin
-  summary = cells(protocol._summary("made up"))
+  summary = cells(protocol._summary("made up and made up"))
   assert any(name.startswith("powersgd 8") for name in summary)
