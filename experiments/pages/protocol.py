@@ -20,6 +20,7 @@ _SHORT = ("arm", "bits", "above dense", "dense needs", "seeds")
 _RARE = ", every H steps"
 _BITS = (0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
 _NATS, _LINEAR = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1), 0.02
+_BUDGET = "About"  # begins the name of a table of arms of about equal bits
 _AND = " and "  # between the names of studies whose tables are joined
 
 
@@ -177,16 +178,16 @@ def _together(record: Record) -> int:
 def _summary(names: str) -> Sequence[str]:
   """Returns the best and the worst arm of each budget, for the README.
 
-  Arms of edgc, and those that send every entry at each step, are all there;
-  arms of a single seed, without a standard error, are left out.
+  Arms of edgc, and those of the first table, are all there; arms of a single
+  seed, without a standard error, are left out.
   """
   found = _joined(names)
   found = found[found["seeds"] > 1] if len(found) else found
   lines = []
   first = next(iter(study_of(names.split(_AND)[0]).tables))
   bits = found.groupby("table")["bits"].median() if len(found) else pd.Series()
-  bits[first] = np.inf
-  for table in bits.sort_values(ascending=False).index:
+  budgets = [table for table in bits.index if table.startswith(_BUDGET)]
+  for table in [first, *sorted(budgets, key=lambda table: -bits[table])]:
     own = found[found.index.get_level_values("table") == table]
     own = own.droplevel("table").sort_values("loss")
     own = own[[not arm.endswith(MATCHED) for arm in own.index]]
