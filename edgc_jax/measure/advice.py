@@ -26,7 +26,8 @@ TOLERANCE = 0.1  # of the least time, accepted for fewer steps
 _CLOSE = 1.02  # of the protocol's bits, up to which a rank sends as many
 _EDGC_RANKS = 6  # of a ladder of edgc, beyond the first
 _EVERY = ", every "  # ends the name of an exchange
-_TRIPS = {"powersgd": 2, "edgc": 2}  # collectives in sequence; others have one
+# Collectives in sequence; others have one.
+_TRIPS = {"powersgd": 2, "edgc": 2, "topk": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +158,8 @@ def advise(
     time = steps (step + (k latency + bytes / bandwidth + computing) / H)
 
   The candidates are the methods that the protocol has judged, with the ranks
-  that send as many bits a parameter of these parameters. Print the result:
+  that send as many bits a parameter of these parameters, without those that
+  another one beats in steps, bits and collectives alike. Print the result:
 
     print(edgc_jax.advise(params, link, step_seconds=0.3, replicas=4))
 
@@ -198,8 +200,7 @@ def advise(
   validation.require_int("shards", shards, 1)
   if most_steps is not None:
     validation.require_int("most_steps", most_steps, 1)
-  found = _candidates(params, replicas, matrix_view)
-  found = [one for one in found if one.every <= (most_steps or one.every)]
+  found = _candidates(params, replicas, matrix_view, most_steps)
   if computing is not None:
     missing = [m.name for m in found if m.exchanged_by not in computing]
     validation.require(
@@ -207,15 +208,13 @@ def advise(
       "computing",
       sorted(computing),
       f"seconds of all candidates, {', '.join(missing)} among them",
-      "pass the result of measure_computing for the same parameters",
+      "pass the result of measure_computing for the same arguments",
     )
 
   def exchange(method: Candidate) -> tuple[float, float]:
     """Returns what takes no part in bytes / bandwidth, and the bytes."""
-    trips = _TRIPS.get(method.reducer, 1)
-    trips += _is_encoded(method)  # reduced in parts, then gathered
     own = 0.0 if computing is None else computing[method.exchanged_by]
-    return trips * link.latency + own, method.wire_bytes
+    return _trips(method) * link.latency + own, method.wire_bytes
 
   dense = exchange(found[0])
   methods = []
@@ -258,6 +257,7 @@ def measure_computing(
   replicas: int,
   *,
   repeats: int = 10,
+  most_steps: int | None = None,
   matrix_view: ViewFn | None = None,
   mesh: Any = None,
 ) -> Mapping[str, float]:
@@ -272,7 +272,7 @@ def measure_computing(
     params: As for `advise`. Only shapes and dtypes are read.
     replicas: As for `advise`.
     repeats: Number of timed calls.
-    matrix_view: As for `advise`.
+    most_steps, matrix_view: As for `advise`.
     mesh: With several processes, the mesh of the training. All of them must
       call this at the same point, and get the same times.
 
@@ -286,7 +286,7 @@ def measure_computing(
   validation.require_int("repeats", repeats, 1)
   reducers = {
     method.exchanged_by: method.make(matrix_view)
-    for method in _candidates(params, replicas, matrix_view)
+    for method in _candidates(params, replicas, matrix_view, most_steps)
   }
   seconds = timing.extra_seconds(
     optax.scale(0.5),  # the compiler would remove an identity
@@ -311,6 +311,34 @@ def first_fast(seconds: Sequence[float], tolerance: float = TOLERANCE) -> int:
 
 
 def _candidates(
+  params: Any,
+  replicas: int,
+  matrix_view: ViewFn | None,
+  most_steps: int | None,
+) -> list[Candidate]:
+  """Returns the methods to choose from for these parameters, dense first."""
+  judged = _judged(params, replicas, matrix_view)
+  dense, *others = (
+    one for one in judged if one.every <= (most_steps or one.every)
+  )
+  return [dense, *(one for one in others if not _is_beaten(one, others))]
+
+
+def _is_beaten(method: Candidate, others: Sequence[Candidate]) -> bool:
+  """Returns whether another one needs no more of anything, and less of some."""
+
+  def cost(one: Candidate) -> tuple[float, float, float]:
+    return one.steps, one.bits, _trips(one) / one.every
+
+  own = cost(method)
+  return any(
+    cost(one) != own
+    and all(a <= b for a, b in zip(cost(one), own, strict=True))
+    for one in others
+  )
+
+
+def _judged(
   params: Any, replicas: int, matrix_view: ViewFn | None
 ) -> list[Candidate]:
   """Returns the protocol's methods for these parameters, dense first."""
@@ -432,10 +460,12 @@ def _edgc_at(options: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
   }  # fmt: skip
 
 
-def _is_encoded(method: Candidate) -> bool:
-  """Returns whether values are encoded, and so reduced in parts."""
+def _trips(method: Candidate) -> int:
+  """Returns the collectives of an exchange, one after the other."""
   wire_dtype = method.options.get("wire_dtype", "float32")
-  return method.reducer == "quantize" or wire_dtype != "float32"
+  # Encoded values are reduced in parts, then gathered.
+  is_encoded = method.reducer == "quantize" or wire_dtype != "float32"
+  return _TRIPS.get(method.reducer, 1) + is_encoded
 
 
 _RESIZED: Mapping[str, Callable[[Mapping[str, Any], int], Mapping[str, Any]]]

@@ -3,7 +3,7 @@
 A method sends arrays and gets their means over the replicas. `Wire` joins the
 arrays that the methods of all leaves send in one round. It sends them in one
 all-reduce; encoded values in an all-to-all and an all-gather of their own, and
-gathered values in an all-gather for each dtype. It encodes values, packs
+gathered values in an all-gather of their bytes. It encodes values, packs
 factors, orders collectives, detects numbers that are not finite, and counts the
 bytes.
 
@@ -219,27 +219,21 @@ class Wire:
     )
 
   def _gather(self, trees: Sequence[Any]) -> list[Any]:
-    """Gathers trees of all replicas, one collective for each dtype."""
+    """Gathers trees of all replicas, as bytes in one collective."""
     leaves, structure = jax.tree.flatten(list(trees))
+    if not leaves:
+      return list(trees)
     self.num_bytes += self._replicas * sum(x.nbytes for x in leaves) // 2
-    kinds = [
-      [i for i, x in enumerate(leaves) if x.dtype == dtype]
-      for dtype in dict.fromkeys(x.dtype for x in leaves)
+    joined = self._all(jnp.concatenate([_as_bytes(x) for x in leaves]))
+    ends = np.cumsum([x.nbytes for x in leaves])
+    gathered = [
+      _of_bytes(joined[:, end - x.nbytes : end], x)
+      for x, end in zip(leaves, ends.tolist(), strict=True)
     ]
-    rows = self._all(
-      [jnp.concatenate([leaves[i].ravel() for i in own]) for own in kinds]
-    )
-    gathered: list[Any] = list(leaves)
-    for own, joined in zip(kinds, rows, strict=True):
-      start = 0
-      for i in own:
-        part = joined[:, start : start + leaves[i].size]
-        gathered[i] = part.reshape(len(joined), *leaves[i].shape)
-        start += leaves[i].size
     return jax.tree.unflatten(structure, gathered)
 
-  def _all(self, vectors: list[jax.Array]) -> list[jax.Array]:
-    return collectives.gather(vectors, self._axis_name)
+  def _all(self, vector: jax.Array) -> jax.Array:
+    return collectives.gather(vector, self._axis_name)
 
   @property
   def _replicas(self) -> int:
@@ -264,9 +258,21 @@ class CountingWire(Wire):
   ) -> averages.Averaged:
     return self._mean([buffer, *plain], exact)
 
-  def _all(self, vectors: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.broadcast_to(x, (self._count, x.size)) for x in vectors]
+  def _all(self, vector: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(vector, (self._count, vector.size))
 
   @property
   def _replicas(self) -> int:
     return self._count
+
+
+def _as_bytes(x: jax.Array) -> jax.Array:
+  """Returns the bytes of an array, uint8 [bytes]."""
+  return jax.lax.bitcast_convert_type(x, jnp.uint8).ravel()
+
+
+def _of_bytes(joined: jax.Array, like: jax.Array) -> jax.Array:
+  """Returns arrays [N, ...] of the bytes [N, bytes] of N arrays."""
+  size = like.dtype.itemsize
+  shape = (len(joined), *like.shape, *([size] if size > 1 else []))
+  return jax.lax.bitcast_convert_type(joined.reshape(shape), like.dtype)

@@ -61,6 +61,9 @@ _ADVICE = flags.DEFINE_bool(
   True,
   "Also the methods that advise.py chooses from, and its advice.",
 )
+_MOST_STEPS = flags.DEFINE_integer(
+  "most_steps", 1, "Local steps of these methods, at most.", lower_bound=1
+)
 _ROUNDS = flags.DEFINE_integer(
   "rounds", 3, "Number of timed rounds.", lower_bound=1
 )
@@ -101,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
   except ValueError as error:
     sys.exit(f"error: {error}")
   benchmark = Benchmark(
-    config, _ROWS.value, _ADVICE.value, _ROUNDS.value,
+    config, _ROWS.value, _ADVICE.value, _MOST_STEPS.value, _ROUNDS.value,
     _PEER.value and "torch" in versions,
     pathlib.Path(_FOLDER.value), results,
   )  # fmt: skip

@@ -40,6 +40,7 @@ class Benchmark:
     rows: Names of the rows to measure.
     has_advice: Whether to measure the methods that `advise` chooses from, and
       to compare its advice, where each host is a replica.
+    most_steps: Local steps of such a method, at most.
     rounds: Number of timed rounds.
     has_peer: Whether to measure PyTorch, too.
     logs: The folder of the hosts' logs.
@@ -49,6 +50,7 @@ class Benchmark:
   config: ConfigDict
   rows: Collection[str]
   has_advice: bool
+  most_steps: int
   rounds: int
   has_peer: bool
   logs: pathlib.Path
@@ -79,7 +81,11 @@ class Benchmark:
         has_advice = self.has_advice and layout.has_replicas_only
         if has_advice:
           candidates, *_ = self._call(
-            "jax", "advice", "candidates", config=config
+            "jax",
+            "advice",
+            "candidates",
+            config=config,
+            most_steps=self.most_steps,
           ) or [{}]
           plain = {NO_EXCHANGE: ROWS[NO_EXCHANGE]}  # where advice starts from
           found = {name: {"jax": own} for name, own in candidates.items()}
@@ -194,7 +200,7 @@ class Benchmark:
           # A host that waits for no other may finish earlier.
           seconds = [answer.pop("seconds") for answer in answers]
           entry["seconds"] += map(max, zip(*seconds, strict=True))
-          entry["sent_bytes"].append(sent / count)
+          entry["sent_bytes"].append(sent / count / self._steps(name))
           entry |= answers[0]
     for key, entry in found.items():
       if entry["seconds"]:
@@ -233,9 +239,13 @@ class Benchmark:
   def _parts(self, framework: str, name: str) -> Sequence[str]:
     """Returns the parts of a row to time: the step, and if possible others."""
     has_parts = framework == "jax" and self._layout.has_replicas_only
-    if not has_parts or name == NO_EXCHANGE:
+    if not has_parts or name == NO_EXCHANGE or self._steps(name) > 1:
       return ("step",)
     return ("step", "compress", "communicate")
+
+  def _steps(self, name: str) -> int:
+    """Returns the steps of a run of a row: those of a round."""
+    return self._rows[name].get("jax", {}).get("local.every", 1)
 
   def _threads(self) -> int:
     """Returns the number of threads of a host's process: its share of cores."""

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 import edgc_jax
+from edgc_jax.measure.advice import Candidate
 from edgc_jax.wire import order
 from experiments import tasks
 from experiments.network import calls
@@ -52,6 +53,7 @@ class JaxHost:
     # By method and part: "step"; "compress", the reducer for a single replica;
     # "communicate", the reducer's collectives alone.
     self._calls: dict[tuple[str, str], Callable[[], Any]] = {}
+    self._steps: dict[str, int] = {}  # of a round, by method
 
   def build(self, name: str, config: dict[str, Any]) -> dict[str, Any]:
     """Compiles a method without sending gradients.
@@ -64,6 +66,7 @@ class JaxHost:
       The number of parameters.
     """
     config, mesh, task = _read(config)
+    self._steps[name] = max(1, config.local.every)
     exchanges = config.reducer != "none"
     if exchanges:
       reducer = optimizer.make_reducer(config, task, {}, mesh)
@@ -79,11 +82,13 @@ class JaxHost:
 
     def step() -> dict[str, jax.Array]:
       nonlocal state
-      *state, numbers = backend.step(*state, rows, 1)
+      for _ in range(self._steps[name]):  # the last one exchanges
+        *state, numbers = backend.step(*state, rows, 1)
       return numbers
 
     self._calls[name, "step"] = step
-    if exchanges and config.mesh.stage == config.mesh.fsdp == 1:
+    has_parts = config.mesh.stage == config.mesh.fsdp == 1
+    if exchanges and has_parts and not config.local.every:
       gradients = gradients_like(task.layout(mesh.shape).shapes)
       self._calls[name, "compress"] = update_alone(reducer, gradients)[0]
       self._calls[name, "communicate"] = _communicate(reducer, gradients, mesh)
@@ -98,7 +103,8 @@ class JaxHost:
       count: Number of runs.
 
     Returns:
-      The seconds of each run, and for "step" the wire bytes of the last one.
+      The seconds of each run, and for "step" the wire bytes of the last one,
+      both of a step; with local steps a run is a whole round.
     """
     call = self._calls[name, part]
     seconds, result = calls.seconds_of(
@@ -106,25 +112,36 @@ class JaxHost:
     )
     if part != "step":
       return {"seconds": seconds}
-    wire_bytes = np.asarray(result["wire_bytes"]).max()
-    return {"seconds": seconds, "wire_bytes": float(wire_bytes)}
+    steps = self._steps[name]
+    wire_bytes = float(np.asarray(result["wire_bytes"]).max())
+    return {
+      "seconds": [each / steps for each in seconds],
+      "wire_bytes": wire_bytes / steps,
+    }
 
-  def candidates(self, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns settings of the methods that `advise` chooses from, by name."""
+  def candidates(
+    self, config: dict[str, Any], most_steps: int
+  ) -> dict[str, dict[str, Any]]:
+    """Returns settings of the methods that `advise` chooses from, by name.
+
+    Args:
+      config: The whole configuration, with any reducer.
+      most_steps: As for `edgc_jax.advise`.
+    """
     _, mesh, task = _read(config)
+    self._most_steps = most_steps
     any_link = edgc_jax.LinkModel(0.0, 1.0)
     free = advised.Costs(0.0, None)
-    found = advised.advise(task, mesh, any_link, free, most_steps=1)
-    return {
-      one.name: dict(advised.settings_of(one.reducer, one.options))
-      for one in found.methods
-    }
+    found = advised.advise(task, mesh, any_link, free, most_steps)
+    return {one.name: _settings_of(one) for one in found.methods}
 
   def measure_costs(self, config: dict[str, Any]) -> None:
     """Measures what `advise` needs in addition to the link."""
     config, mesh, task = _read(config)
     plain = self._calls[NO_EXCHANGE, "step"]
-    self._costs = advised.measure_costs(config, task, mesh, plain)
+    self._costs = advised.measure_costs(
+      config, task, mesh, self._most_steps, plain
+    )
 
   def advise(self, config: dict[str, Any]) -> dict[str, Any]:
     """Computes the advice of `advise.py` on the current links.
@@ -139,13 +156,24 @@ class JaxHost:
     link = edgc_jax.measure_link(mesh, DATA, repeats=3, budget=_BUDGET)
     plain = self._calls[NO_EXCHANGE, "step"]  # at the machine's current speed
     costs = self._costs._replace(step=advised.seconds_of(plain, mesh))
-    found = advised.advise(task, mesh, link, costs, most_steps=1)
+    found = advised.advise(task, mesh, link, costs, self._most_steps)
     return {
       "seconds": {method.name: method.seconds for method in found.methods},
       "steps": {method.name: method.steps for method in found.methods},
       "choice": found.choice.name,
       "link": dataclasses.asdict(link),
     }
+
+
+def _settings_of(one: Candidate) -> dict[str, Any]:
+  """Returns the keys of a configuration that make it a candidate's."""
+  settings = dict(advised.settings_of(one.reducer, one.options))
+  if one.every > 1:
+    settings |= {
+      "local.every": one.every, "local.lr": one.outer["learning_rate"],
+      "local.momentum": one.outer["momentum"],
+    }  # fmt: skip
+  return settings
 
 
 def _read(values: dict[str, Any]) -> tuple[ConfigDict, Mesh, Task]:

@@ -1,6 +1,11 @@
-"""Tables and pictures of docs/network.md, from docs/network.json."""
+"""Tables and pictures of docs/network.md, from docs/network.json.
+
+Times to a loss are from docs/advice.json, which has the protocol's model and
+all methods that `advise` chooses from.
+"""
 
 import functools
+import itertools
 import json
 import pathlib
 import statistics
@@ -17,7 +22,8 @@ from experiments.network.results import DENSE, NARROW, NO_EXCHANGE
 from experiments.reporting.style import COLORS, WIDTH, dress
 from experiments.reporting.style import DENSE as GREY
 
-_FILE = pathlib.Path(__file__).resolve().parents[2] / results.FILE
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_FILE, _WITH_LOSS = _ROOT / results.FILE, _ROOT / "docs/advice.json"
 _PARTS = {"without": GREY, "compress": COLORS[4], "communicate": COLORS[0]}
 
 
@@ -25,13 +31,13 @@ _LINK = ["rate", "round_trip"]
 
 
 @functools.cache
-def _found() -> dict[str, Any]:
-  return json.loads(_FILE.read_text())
+def _found(file: pathlib.Path | None = None) -> dict[str, Any]:
+  return json.loads((file or _FILE).read_text())
 
 
 @functools.cache
-def _cells() -> pd.DataFrame:
-  return results.cells_of(_FILE)
+def _cells(file: pathlib.Path | None = None) -> pd.DataFrame:
+  return results.cells_of(file or _FILE)
 
 
 def _nearest() -> pd.DataFrame:
@@ -48,13 +54,14 @@ def _link_of(cells: pd.DataFrame) -> dict[str, pd.Series]:
   return columns
 
 
-def _origin() -> Sequence[str]:
+def _origin(file: str = "") -> Sequence[str]:
   """Lists the commands that measured each layout."""
+  runs = _found(_ROOT / file if file else None)["runs"]
   return [
     f"- {', '.join(run['layouts'])}: `{run['command']}`, {run['minutes']:.0f}"
     f" minutes in all, commit {run['commit']}; {run['machine']}, {run['cores']}"
     f" cores for all hosts; {run['rounds']} rounds; {run['versions']}"
-    for run in _found()["runs"]
+    for run in runs
   ]
 
 
@@ -158,6 +165,88 @@ def _advice() -> Sequence[str]:
   ]
 
 
+@functools.cache
+def _times() -> pd.DataFrame:
+  """Returns times to a loss, as shares of dense's on the same link.
+
+  Returns:
+    A line for each method and link: link, method, steps, measured, predicted,
+    is_choice.
+  """
+  cells = _cells(_WITH_LOSS).set_index([*_LINK, "row"])["step"]
+  lines = []
+  for advice in _found(_WITH_LOSS)["advice"]:
+    link = advice["rate"], advice["round_trip"]
+    steps, predicted = pd.Series(advice["steps"]), pd.Series(advice["seconds"])
+    frame = pd.DataFrame(
+      {
+        "measured": steps * cells.loc[link].reindex(steps.index),
+        "predicted": steps * predicted,
+      }
+    )
+    frame /= frame.loc[DENSE]
+    name = f"{link[0]:g} Mbit/s" + f", {link[1]:g} ms" * (link[1] > 0)
+    is_choice = frame.index == advice["choice"]
+    lines.append(frame.assign(link=name, steps=steps, is_choice=is_choice))
+  return pd.concat(lines).rename_axis("method").reset_index()
+
+
+def _time_to_loss() -> Sequence[str]:
+  """Compares times to a loss by method and link; marks choice and best."""
+  times = _times()
+  best = times.groupby("link")["measured"].transform("min")
+  is_best = times["measured"] == best
+  text = times["measured"].map("{:.3f}".format)
+  text = text.where(~is_best, "**" + text + "**")
+  text = text.where(~times["is_choice"], text + " ←")
+  table = times.assign(text=text).pivot(
+    index=["method", "steps"], columns="link", values="text"
+  )
+  methods = times["method"].unique()
+  table = table.reset_index().set_index("method").loc[methods].reset_index()
+  table["steps"] = table["steps"].map("{:.2f}".format)
+  links = list(times["link"].unique())
+  chosen = times[times["is_choice"]]
+  behind = chosen["measured"] / best[chosen.index] - 1
+  errors = (times["predicted"] / times["measured"] - 1).abs()
+  return [
+    *_markdown(table[["method", "steps", *links]].fillna("-")),
+    "",
+    f"The choice (←) takes at most {behind.max():.0%} longer than the best"
+    f" method (bold), and on the mean link {behind.mean():.0%}. Predicted"
+    f" shares differ from measured ones by {errors.median():.0%} in the median"
+    f" and {errors.max():.0%} at most.",
+  ]
+
+
+def draw_times() -> Figure:
+  """Draws times to a loss by link, measured and, as crosses, predicted."""
+  figure = Figure(figsize=(WIDTH, 6.0), layout="constrained")
+  axes, times = figure.subplots(), _times()
+  links = list(times["link"].unique())
+  for (method, own), color, marker in zip(
+    times.groupby("method", sort=False), itertools.cycle(COLORS),
+    itertools.cycle("osD^vP*X"), strict=False,
+  ):  # fmt: skip
+    places = [links.index(link) for link in own["link"]]
+    if method == DENSE:
+      color = GREY
+    axes.plot(
+      places, own["measured"], color=color, marker=marker, label=method,
+      linestyle=":", linewidth=1, markersize=6,
+    )  # fmt: skip
+    axes.plot(places, own["predicted"], "x", color=color, markersize=4)
+  axes.set_yscale("log")
+  axes.set_xticks(range(len(links)), links)
+  axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+  axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+  axes.minorticks_off()
+  dress(axes, "Time to the loss, as a share of dense's on the same link")
+  axes.set_xlabel("uplinks of 4 hosts, and round trip; crosses are predicted")
+  figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=4)
+  return figure
+
+
 def draw_parts() -> Figure:
   """Draws bars of the parts, measured alone, and marks of the whole step."""
   cells = _nearest()
@@ -235,5 +324,10 @@ TABLES = {
   "network": _steps,
   "network peers": _peers,
   "network advice": _advice,
+  "time to loss": _time_to_loss,
 }
-PICTURES = {"network-parts": draw_parts, "network-speeds": draw_speeds}
+PICTURES = {
+  "network-parts": draw_parts,
+  "network-speeds": draw_speeds,
+  "network-times": draw_times,
+}

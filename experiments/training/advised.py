@@ -97,7 +97,7 @@ def measure(
   """
   link = times.link_of(config, mesh)
   hosts.say("compiling and timing exchanges and a step ...")
-  costs = measure_costs(config, task, mesh)
+  costs = measure_costs(config, task, mesh, most_steps)
   return advise(task, mesh, link, costs, most_steps)
 
 
@@ -105,6 +105,7 @@ def measure_costs(
   config: ConfigDict,
   task: Task,
   mesh: Mesh,
+  most_steps: int | None,
   step: Callable[[], Any] | None = None,
 ) -> Costs:
   """Measures all costs except the link.
@@ -113,13 +114,16 @@ def measure_costs(
     config: As for `measure`.
     task: As for `measure`.
     mesh: As for `measure`.
+    most_steps: As for `edgc_jax.advise`.
     step: Runs a compiled step without an exchange; compiled here if None.
 
   Returns:
     The costs.
   """
   shapes = task.layout(mesh.shape).of_one_device(mesh.shape)
-  computing = edgc_jax.measure_computing(shapes, mesh.shape[DATA], mesh=mesh)
+  computing = edgc_jax.measure_computing(
+    shapes, mesh.shape[DATA], most_steps=most_steps, mesh=mesh
+  )
   step = step or _plain_step(config, task, mesh)
   with heap.freed_memory_kept():  # as when training
     return Costs(seconds_of(step, mesh), computing)

@@ -182,6 +182,30 @@ def test_table_of_steps(tables):
   )
 
 
+def test_times_to_a_loss(tables, tmp_path, monkeypatch):
+  """Steps times measured seconds, as shares of dense's."""
+  steps = {"dense": 1.0, "powersgd, rank 8": 1.2, "edgc, rank 8": 1.3}
+  seconds = {"dense": 2.6, "powersgd, rank 8": 1.0, "edgc, rank 8": 0.9}
+  advice = {
+    "layout": "2 replicas", "rate": 100.0, "round_trip": 0.0, "link": {},
+    "choice": "powersgd, rank 8", "seconds": seconds, "steps": steps,
+  }  # fmt: skip
+  path = tmp_path / "advice.json"
+  found = json.loads(measured(tmp_path).read_text())
+  path.write_text(json.dumps(found | {"advice": [advice]}))
+  monkeypatch.setattr(pages, "_WITH_LOSS", path)
+  pages._times.cache_clear()
+  lines = tables("time to loss")
+  pages._times.cache_clear()
+  # 1.2 steps of 0.8 s beside 2.6 s, and 1.3 of 0.8.
+  assert lines[0] == "| method | steps | 100 Mbit/s |"
+  assert "| powersgd, rank 8 | 1.20 | **0.369** ← |" in lines
+  assert "| edgc, rank 8 | 1.30 | 0.400 |" in lines
+  assert lines[-1].startswith("The choice (←) takes at most 0% longer")
+  # Predicted 1.2 * 1.0 and 1.3 * 0.9 of 2.6.
+  assert "by 12% in the median and 25% at most." in lines[-1]
+
+
 def test_links_of_other_round_trips_have_rows_of_their_own(tables, tmp_path):
   tables("network origin")  # reads the made-up results, all of one round trip
   assert "round trip, ms" not in tables("network", "2 replicas")[0]

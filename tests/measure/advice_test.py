@@ -47,15 +47,15 @@ NAMES = (
 @pytest.fixture(scope="module")
 def found_once():
   """Returns candidates from a cache: they do not depend on the link."""
-  found, find = {}, advice._candidates
+  found, find = {}, advice._judged
 
-  def candidates(params, replicas, view):
+  def judged_for(params, replicas, view):
     key = str(params), replicas, view, id(advice.of_protocol)
     if key not in found:
       found[key] = advice.of_protocol, find(params, replicas, view)
     return found[key][1]
 
-  return candidates
+  return judged_for
 
 
 judged_methods = lambda: JUDGED  # noqa: E731
@@ -64,7 +64,7 @@ judged_methods = lambda: JUDGED  # noqa: E731
 @pytest.fixture(autouse=True)
 def judged(monkeypatch, found_once):
   monkeypatch.setattr(advice, "of_protocol", judged_methods)
-  monkeypatch.setattr(advice, "_candidates", found_once)
+  monkeypatch.setattr(advice, "_judged", found_once)
 
 
 def advise(link, step_seconds=0.1, replicas=4, params=PARAMS, **options):
@@ -185,6 +185,18 @@ def test_a_table_for_people():
   assert "- Computing an exchange takes no time" in text[-1]
   measured = advise(link, computing=dict.fromkeys(NAMES, 0.0))
   assert "takes no time" not in str(measured)
+
+
+def test_methods_that_another_one_beats_are_left_out(monkeypatch):
+  """In steps, bits and collectives alike, among rounds of this length."""
+  worse = evidence("dense, every 7", "allreduce", {}, 32 / 7, 1.5, every=7)
+  equal = evidence("as dense, every 8", "allreduce", {}, 4.0, 1.4, every=8)
+  every = (*JUDGED, worse, equal)
+  monkeypatch.setattr(advice, "of_protocol", lambda: every)
+  found = by_name(advise(LinkModel(1e-3, 1e6)))
+  assert found.keys() == {*NAMES, equal.name}
+  found = by_name(advise(LinkModel(1e-3, 1e6), most_steps=7))
+  assert found.keys() == {*NAMES[:4], worse.name}
 
 
 def test_all_candidates_are_measured():
