@@ -32,7 +32,14 @@ FLOORS = {
     {"reporting"},
     {"study", "network", "benchmarks"},
     {"pages"},
-    {"train_gpt2", "advise", "plan_stages", "run_study", "report"},
+    {
+      "train_gpt2",
+      "train_together",
+      "advise",
+      "plan_stages",
+      "run_study",
+      "report",
+    },
   ),
 }
 ROOMS = {

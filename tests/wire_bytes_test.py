@@ -304,6 +304,8 @@ class PredictionTest(parameterized.TestCase):
 class EntriesTest(parameterized.TestCase):
   @parameterized.parameters(
     ("topk", {"density": 0.05}, "pmap"),
+    ("topk", {"density": 0.05, "chunk": 1024}, "shard_map"),
+    ("topk", {"density": 1 / 64, "chunk": 4096, "bits": 2}, "pmap"),
     ("randomk", {"density": 0.05}, "shard_map"),
     ("randomk", {"error_feedback": False}, "pmap"),
     ("quantize", {"bits": 8}, "shard_map"),

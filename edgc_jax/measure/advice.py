@@ -378,7 +378,8 @@ def _for_params(
       return None
     options = resized(options, rank)
     every = f"{_EVERY}{one.every}" if one.every > 1 else ""
-    name = f"{one.reducer}, rank {rank}, {options['wire_dtype']}{every}"
+    own = [f"rank {rank}", options["wire_dtype"], options.get("allocation")]
+    name = ", ".join([one.reducer, *filter(None, own)]) + every
   method = Candidate(
     name, one.reducer, options, one.every, one.outer, 0, 0.0, 0.0, one.steps,
     0.0,

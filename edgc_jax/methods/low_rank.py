@@ -134,7 +134,10 @@ def low_rank(
 
 @functools.cache
 def method_of(search_share: float = 1.0) -> Method:
-  """Returns the method; stacks are of M, so that only all of it joins."""
+  """Returns the method for a share of the residual in the search.
+
+  A stack of leaves has M without its residual, so leaves join only at 1.
+  """
   rounds = functools.partial(low_rank, search_share=search_share)
   return Method(rounds, "as factors", measures=True, joins=search_share == 1.0)
 

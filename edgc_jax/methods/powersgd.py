@@ -68,7 +68,8 @@ def powersgd(
       `ErrorAllocation`.
     window: Steps between two allocations by error.
     search_share: Share of the residual in the search for P, from 0 to 1, where
-      P = orth(mean_i M_i Q); Q_i is of all of M_i in any case.
+      P = orth(mean_i M_i Q); Q_i is of all of M_i in any case. Below 1 each
+      leaf is compiled apart.
     wire_dtype: "float32"; "bfloat16", sent as integers and summed in float32,
       with residuals that keep the rounding errors; "int8" and "int4", sent with
       a scale for each block of 128 or 64 values. Vectors, and matrices that are

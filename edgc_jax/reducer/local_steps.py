@@ -52,7 +52,7 @@ def local_steps(
 
     outer = optax.chain(
         edgc_jax.quantize(4, error_feedback=True),
-        optax.sgd(0.7, momentum=0.9, nesterov=True))
+        optax.sgd(1.0))
     tx = edgc_jax.local_steps(optax.adamw(1e-3), outer, every=30)
 
     local = edgc_jax.local_params(params, opt_state)    # inside pmap

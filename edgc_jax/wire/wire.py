@@ -34,7 +34,8 @@ class Send(NamedTuple):
     exact: A tree that is averaged in float32.
     measured: A tree that is averaged in float32 and may be not finite: a step
       is skipped if a number of `values` or `exact` is not finite.
-    gathered: A tree that is gathered from all replicas instead.
+    gathered: A tree that is gathered from all replicas instead: real numbers of
+      whole bytes, or bool.
   """
 
   values: Any = None
@@ -268,11 +269,15 @@ class CountingWire(Wire):
 
 def _as_bytes(x: jax.Array) -> jax.Array:
   """Returns the bytes of an array, uint8 [bytes]."""
+  if x.dtype == bool:
+    x = x.astype(jnp.uint8)
   return jax.lax.bitcast_convert_type(x, jnp.uint8).ravel()
 
 
 def _of_bytes(joined: jax.Array, like: jax.Array) -> jax.Array:
   """Returns arrays [N, ...] of the bytes [N, bytes] of N arrays."""
+  if like.dtype == bool:
+    return joined.reshape(len(joined), *like.shape).astype(bool)
   size = like.dtype.itemsize
   shape = (len(joined), *like.shape, *([size] if size > 1 else []))
   return jax.lax.bitcast_convert_type(joined.reshape(shape), like.dtype)

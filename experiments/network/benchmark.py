@@ -186,7 +186,8 @@ class Benchmark:
           entry = found.setdefault(
             (framework, name, part), {"seconds": [], "sent_bytes": []}
           )
-          longest = max(entry["seconds"], default=_LONG)
+          # Of a run: with local steps a whole round.
+          longest = self._steps(name) * max(entry["seconds"], default=_LONG)
           if longest > _LONG and number >= (1 if part == "communicate" else 2):
             continue
           count = 1 if longest >= _LONG else _SEVERAL
@@ -225,6 +226,8 @@ class Benchmark:
     hosts = self._hosts[framework]
     is_short = function in ("run", "advise")
     timeout = _RUN_TIMEOUT if is_short else _TIMEOUT
+    if function == "run":
+      timeout *= self._steps(row)
     try:
       return hosts.call(function, timeout=timeout, **arguments)
     except HostError as error:

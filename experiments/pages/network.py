@@ -173,14 +173,17 @@ def _times() -> pd.DataFrame:
     A line for each method and link: link, method, steps, measured, predicted,
     is_choice.
   """
-  cells = _cells(_WITH_LOSS).set_index([*_LINK, "row"])["step"]
+  cells = _cells(_WITH_LOSS)
+  cells = cells[cells["framework"] == "jax"]
+  cells = cells.set_index(["layout", *_LINK, "row"])["step"].sort_index()
   lines = []
   for advice in _found(_WITH_LOSS)["advice"]:
     link = advice["rate"], advice["round_trip"]
     steps, predicted = pd.Series(advice["steps"]), pd.Series(advice["seconds"])
     frame = pd.DataFrame(
       {
-        "measured": steps * cells.loc[link].reindex(steps.index),
+        "measured": steps
+        * cells.loc[advice["layout"], *link].reindex(steps.index),
         "predicted": steps * predicted,
       }
     )

@@ -16,7 +16,7 @@ from experiments.study.study import MATCHED, Study
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _STALE = " (older version)"
-_SHORT = ("arm", "bits", "above dense", "dense needs", "seeds")
+_SHORT = ("arm", "bits", "above dense", "dense needs")
 _RARE = ", every H steps"
 _BITS = (0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
 _NATS, _LINEAR = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1), 0.02
@@ -164,7 +164,7 @@ def _origin(name: str) -> Sequence[str]:
   commits = {r["summary"]["environment"]["commit"] for r in records}
   spent = [f"{each:.1f} hours ({name})" for name, each in sorted(hours.items())]
   return [
-    f"{len(records)} runs, by one process {'; '.join(spent)}; data:"
+    f"{len(records)} runs took {'; '.join(spent)} of one process. Data:"
     f" {'; '.join(sorted(data))}; commits {', '.join(sorted(commits))}."
     + (f" **At least {left} runs are missing.**" if left else ""),
   ]
@@ -176,7 +176,7 @@ def _together(record: Record) -> int:
 
 
 def _summary(names: str) -> Sequence[str]:
-  """Returns the best and the worst arm of each budget, for the README.
+  """Returns the best arm of each budget, for the README.
 
   Arms of edgc, and those of the first table, are all there; arms of a single
   seed, without a standard error, are left out.
@@ -195,7 +195,7 @@ def _summary(names: str) -> Sequence[str]:
       own = own.sort_values("bits", ascending=False)
     elif len(own):
       is_edgc = own.index.str.startswith("edgc")
-      kept = [own.index[0], *own.index[is_edgc], own.index[-1]]
+      kept = [own.index[0], *own.index[is_edgc]]
       own = own.loc[list(dict.fromkeys(kept))]
     for arm, row in own.iterrows():
       line = _line(arm, row)

@@ -131,6 +131,7 @@ class RunFolder:
       )
     for old in self.path.glob("events.out.tfevents.*"):
       old.unlink()
+    (self.path / _STOPPED).unlink(missing_ok=True)
     _write_json(self.path / "config.json", _plain(self.config))
     write(self.path / "leaves.txt", f"{leaves}\n")
     write(file, "".join(kept))

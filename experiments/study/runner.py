@@ -70,7 +70,7 @@ def run_all(
       if (first := next(free, None)) is None:
         break
       runs = [first]
-      if together > 1:
+      if together > 1 and first.config.mesh.backend == "vmap":
         program = program_of(first.config)
         runs += [r for r in free if program_of(r.config) == program]
         runs = runs[: min(together, (limit or math.inf) - started)]
@@ -88,12 +88,13 @@ def run_all(
     done = _next_finished(running)
     runs, error = running.pop(done), done.result()
     for run in runs:
-      try:
-        found: dict[str, Any] = {"error": error}
-        if not error:
+      found: dict[str, Any] = {"error": error}
+      # Of runs that share a program some may have ended before it failed.
+      if not error or len(runs) > 1:
+        try:
           found = numbers_of(path_of(run))
-      except (OSError, ValueError) as damage:
-        found = {"error": str(damage)}
+        except (OSError, ValueError) as damage:
+          found = {"error": error or str(damage)}
       records.add(run.config, found)
       failed += "error" in found
       loss = found.get("error") or f"{found['summary']['val_loss']:.4f}"
@@ -108,9 +109,11 @@ def _waiting(
   if together > 1:
     # Whole arms first, since all of their runs take as long as one.
     runs = sorted([*runs, *study.ahead(records)], key=lambda r: not r.is_judged)
-  unique = {name_of(run.config): run for run in reversed(runs)}
-  kept = [run for run in reversed(unique.values()) if re.search(arms, run.arm)]
-  return kept
+  unique: dict[str, Run] = {}
+  for run in runs:
+    if re.search(arms, run.arm):
+      unique.setdefault(name_of(run.config), run)
+  return list(unique.values())
 
 
 def _command(
@@ -200,7 +203,7 @@ def _on_slurm(
   return lambda command: executor.submit(_execute, command)
 
 
-def _next_finished(running: Mapping[Any, Run]) -> Any:
+def _next_finished(running: Mapping[Any, Any]) -> Any:
   """Waits until one of the calls has ended."""
   while True:
     for call in running:

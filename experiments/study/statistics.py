@@ -7,6 +7,7 @@ from experiments.study.records import Record, Records
 from experiments.study.study import MATCHED, Study
 
 SURE = 3  # standard errors from which on a difference is called one
+_MANY = 8  # seeds whose own scatter is trusted
 
 
 def judged(study: Study, records: Records) -> pd.DataFrame:
@@ -70,6 +71,9 @@ def saved(dense: Record, loss: float) -> float:
 def by_arm(frame: pd.DataFrame) -> pd.DataFrame:
   """Returns a line for each arm: means, and standard errors of differences.
 
+  Two or three seeds may agree by chance. An arm of fewer than eight has at
+  least the scatter of the median arm that has eight.
+
   Args:
     frame: From `judged`.
 
@@ -79,10 +83,18 @@ def by_arm(frame: pd.DataFrame) -> pd.DataFrame:
   """
   groups = frame.groupby(["table", "arm"], sort=False)
   found = groups[["loss", "bits", "gap", "saved", "beside", "value"]].mean()
-  errors = groups[["gap", "beside"]].sem().add_suffix("_error")
-  return found.join(errors).assign(
+  found = found.assign(
     seeds=groups.size(), is_current=groups["is_current"].all()
   )
+  scatter = groups[["gap", "beside"]].std()
+  scatter = scatter[scatter > 0]  # not dense beside itself
+  has_many = found["seeds"] >= _MANY
+  least = scatter["gap"][has_many].median()
+  scatter = scatter.mask((scatter < least).mul(~has_many, axis=0), least)
+  counts = groups[["gap", "beside"]].count()
+  errors = (scatter / counts**0.5).add_suffix("_error")
+  errors.loc[found["gap"] == 0, "gap_error"] = 0.0
+  return found.join(errors)
 
 
 def verdict(difference: float, error: float) -> str:

@@ -28,8 +28,9 @@ _FREE = ("name", "run_dir")
 def train_together(configs: Sequence[ConfigDict]) -> None:
   """Trains runs from their first to their last step.
 
-  Nothing is saved in between: runs that are killed begin again. A finished run
-  has a summary in its folder, and one that could not continue has the reason.
+  Nothing is saved in between: runs that are killed begin again, and finished
+  ones are kept. A finished run has a summary in its folder, and one that could
+  not continue has the reason.
 
   Args:
     configs: Of the runs, whose folders are `run_dir`. `mesh.backend` is vmap.
@@ -38,7 +39,14 @@ def train_together(configs: Sequence[ConfigDict]) -> None:
     ValueError: if an option is out of range, or if the runs differ in other
       keys than `NUMBERS`.
   """
-  runs = _Together(configs)
+  left = [
+    config
+    for config in configs
+    if RunFolder(config.run_dir, config.to_dict()).summary() is None
+  ]
+  if not left:
+    return
+  runs = _Together(left)
   try:
     runs.train()
   finally:
@@ -120,6 +128,10 @@ class _Together:
     params, opt_state = self._init(self.numbers)
     pending: list[Any] = []
     for step in range(1, config.steps + 1):
+      if all(self.is_stopped):
+        return
+      for log in self.logs:
+        log.begin_step()
       of_seed = {seed: next(own) for seed, own in self.batches.items()}
       parts = (of_seed[seed] for seed in self.seeds)
       batch = jax.tree.map(lambda *each: np.stack(each), *parts)
@@ -160,7 +172,6 @@ class _Together:
     for lane, log in enumerate(self.logs):
       if self.is_stopped[lane]:
         continue
-      log.begin_step()
       for numbers in steps:
         log.add(jax.tree.map(lambda x, lane=lane: x[lane], numbers))
       line = log.fetch()

@@ -9,6 +9,7 @@ import time
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
 
 import edgc_jax
@@ -478,6 +479,23 @@ def test_gaps_are_seed_by_seed(judged):
   assert fixed["gap"] == pytest.approx(0.3) and math.isnan(fixed["gap_error"])
 
 
+def test_few_seeds_scatter_as_many_do():
+  """The arm of two seeds agrees with itself by chance."""
+  gaps = {"dense": [0.0] * 8, "many": [0.1, 0.2] * 4, "few": [0.3, 0.3002],
+          "wild": [0.1, 0.9]}  # fmt: skip
+  frame = pd.DataFrame(
+    {"table": "one", "arm": arm, "gap": gap, "beside": math.nan,
+     "is_current": True, **dict.fromkeys(("loss", "bits", "saved", "value"), 1)}
+    for arm, own in gaps.items() for gap in own
+  )  # fmt: skip
+  found = statistics.by_arm(frame).droplevel("table")["gap_error"]
+  scatter = np.std([0.1, 0.2] * 4, ddof=1)
+  assert found["dense"] == 0
+  assert found["many"] == pytest.approx(scatter / 8**0.5)
+  assert found["few"] == pytest.approx(scatter / 2**0.5)
+  assert found["wild"] == pytest.approx(0.4)
+
+
 def test_saved_steps_are_interpolated(judged):
   fixed = judged[judged["arm"] == "fixed"].set_index("seed")
   # Dense loses 1 in the last 200 steps: 0.2 above its end is at step 360.
@@ -626,8 +644,11 @@ def test_runs_share_a_program_where_they_can(records, tmp_path, monkeypatch):
     return ["true"]
 
   monkeypatch.setattr(runner, "_command", command)
-  tables = {"one": {"dense": TABLES["Every entry"]["dense"],
-                    "fixed": TABLES["Low rank"]["fixed"]}}  # fmt: skip
+  simulated = {"mesh.backend": "vmap"}
+  tables = {"one": {
+    "dense": {**TABLES["Every entry"]["dense"], **simulated},
+    "fixed": {**TABLES["Low rank"]["fixed"], **simulated},
+  }}  # fmt: skip
   own = Study("runs", CONFIG, tables, (0, 1), tuning=TUNED.tuning)
   assert runner.run_all(own, records, tmp_path / "runs", together=3) == 0
   assert list(own.plan(records)) == []
@@ -637,6 +658,29 @@ def test_runs_share_a_program_where_they_can(records, tmp_path, monkeypatch):
   assert all(len(set(group)) == 1 for group in groups)
   assert [group[0][1] for group in groups] == [False, False, True] * 2
   assert own.taken("dense", records) == (0, 2e-3)
+
+
+def test_what_ended_before_a_shared_program_failed_counts(
+  records, tmp_path, monkeypatch
+):
+  def command(own, runs, path_of):
+    del own
+    for run in runs:
+      path_of(run).mkdir(parents=True)
+    first = path_of(runs[0])
+    line = json.dumps({"step": 1, "val_loss": 2.5})
+    (first / "metrics.jsonl").write_text(line + "\n")
+    (first / "summary.json").write_text(line)
+    return ["sh", "-c", "echo no memory >&2; exit 3"]
+
+  monkeypatch.setattr(runner, "_command", command)
+  settings = {"reducer": "allreduce", "mesh.backend": "vmap"}
+  tables = {"one": {"dense": settings}}
+  own = Study("runs", CONFIG, tables, (0, 1, 2))
+  assert runner.run_all(own, records, tmp_path / "runs", together=3) == 2
+  found = [own.judged("dense", seed, records)[1] for seed in (0, 1, 2)]
+  assert [each.is_finished for each in found] == [True, False, False]
+  assert found[1]["error"] == "exit code 3: no memory"
 
 
 def test_the_command_of_a_shared_program(tmp_path):

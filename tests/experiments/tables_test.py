@@ -95,7 +95,9 @@ def made_up(tmp_path, monkeypatch):
     str(pages.ROOT / "configs/gpt2_tiny.py"),
     {
       "Every entry": {"dense": {"reducer": "allreduce"}},
-      "Low rank": {"powersgd 8": {"reducer": "powersgd", "powersgd.rank": 8.0}},
+      "About 1 bits": {
+        "powersgd 8": {"reducer": "powersgd", "powersgd.rank": 8.0}
+      },
     },
     (0, 1),
   )
@@ -144,7 +146,7 @@ def test_tables_of_made_up_records(made_up):
   assert table[low][:3] == ["1.00", "2.7000", "+0.2000 ± 0.1000"]
   assert table[low][3] == f"{(300 / 400 + 187.5 / 400) / 2:.0%}"
   (origin,) = protocol._origin("made up")
-  assert origin.startswith("4 runs, by one process 4.0 hours (cpu, 2 cores")
+  assert origin.startswith("4 runs took 4.0 hours (cpu, 2 cores")
   assert "c0, c1" in origin
   assert "missing" not in origin
   summary = cells(protocol._summary("made up and made up"))

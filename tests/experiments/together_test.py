@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import cut_runs
 
-from experiments.runs.run_folder import stopped
+from experiments.runs.run_folder import RunFolder, stopped
 from experiments.training.together import train_together
 
 pytestmark = pytest.mark.slow
@@ -74,6 +74,15 @@ def test_a_lane_that_is_stopped_leaves_the_others(tmp_path):
   assert not (tmp_path / "wild/summary.json").exists()
   assert not stopped(tmp_path / "fine")
   assert json.loads((tmp_path / "fine/summary.json").read_text())["val_loss"]
+  # Another call keeps the finished run, and tries the other again.
+  before = (tmp_path / "fine/metrics.jsonl").stat().st_mtime_ns
+  train_together(configs)
+  assert (tmp_path / "fine/metrics.jsonl").stat().st_mtime_ns == before
+  assert "steps in a row" in stopped(tmp_path / "wild")
+  folder = RunFolder(tmp_path / "wild", configs[1].to_dict())
+  folder.start()
+  folder.close()
+  assert not stopped(tmp_path / "wild")
 
 
 def test_runs_of_other_programs_are_refused(tmp_path):

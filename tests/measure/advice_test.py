@@ -38,9 +38,9 @@ JUDGED = (
            0.125, 1.6, every=8),
 )  # fmt: skip
 NAMES = (
-  "dense", "dense, bfloat16", "powersgd, rank 168, int4",
-  "powersgd, rank 84, int4", "dense, every 8",
-  "powersgd, rank 84, int4, every 8",
+  "dense", "dense, bfloat16", "powersgd, rank 168, int4, error",
+  "powersgd, rank 84, int4, error", "dense, every 8",
+  "powersgd, rank 84, int4, error, every 8",
 )  # fmt: skip
 
 
@@ -185,6 +185,17 @@ def test_a_table_for_people():
   assert "- Computing an exchange takes no time" in text[-1]
   measured = advise(link, computing=dict.fromkeys(NAMES, 0.0))
   assert "takes no time" not in str(measured)
+
+
+def test_allocations_are_candidates_of_their_own(monkeypatch):
+  options = {**FACTORS, "rank": 40.0, "allocation": "uniform"}
+  uniform = evidence("powersgd 40, uniform", "powersgd", options, 2.0, 1.05)
+  every = (*JUDGED, uniform)
+  monkeypatch.setattr(advice, "of_protocol", lambda: every)
+  found = by_name(advise(LinkModel(1e-3, 1e6)))
+  # It has as many bits and collectives as the other one, and fewer steps.
+  assert "powersgd, rank 168, int4, uniform" in found
+  assert "powersgd, rank 168, int4, error" not in found
 
 
 def test_methods_that_another_one_beats_are_left_out(monkeypatch):

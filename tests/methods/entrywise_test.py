@@ -205,6 +205,7 @@ class EntrywiseTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
     ("topk", lambda: edgc_jax.topk(0.05)),
+    ("topk_chunks", lambda: edgc_jax.topk(0.05, chunk=512, bits=2)),
     ("quantize", lambda: edgc_jax.quantize()),
     ("randomk_scaled", lambda: edgc_jax.randomk(0.1, error_feedback=False)),
   )

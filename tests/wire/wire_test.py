@@ -190,18 +190,21 @@ class RoundTest(parameterized.TestCase):
   def test_gathered_trees(self):
     """One collective of their bytes; replicas keep their order."""
     tree = {"x": draw(3, 2), "i": draw(5).astype(np.int32), "y": draw(4)}
+    tree["b"], tree["h"] = tree["y"] > 0, tree["x"].astype(np.float16)
 
     def rounds(wire, tree):
       both = Send(gathered=(tree["x"], tree["i"]))
-      replies = wire.send([Leaf()] * 2, [both, Send(gathered=tree["y"])])
-      return *replies[0].gathered, replies[1].gathered
+      others = Send(gathered=[tree["y"], tree["b"], tree["h"]])
+      replies = wire.send([Leaf()] * 2, [both, others])
+      return *replies[0].gathered, *replies[1].gathered
 
     run = Run(rounds, tree)
-    for found, name in zip(run.found, "xiy", strict=True):
+    for found, name in zip(run.found, "xiybh", strict=True):
       np.testing.assert_array_equal(found[1], tree[name])
+      self.assertEqual(found.dtype, tree[name].dtype)
     kinds = [one.kind for one in hlo.collectives_in_order(run.text)]
     self.assertEqual(kinds, ["all-gather"])
-    self.assertEqual(run.num_bytes, [REPLICAS * 4 * (6 + 5 + 4) // 2] * 3)
+    self.assertEqual(run.num_bytes, [REPLICAS * (4 * 15 + 4 + 2 * 6) // 2] * 3)
     self.assertEqual(
       hlo.wire_bytes_outside_branches(run.text), run.num_bytes[0]
     )
