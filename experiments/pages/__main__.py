@@ -134,12 +134,12 @@ def _look_alike(one: Image.Image, other: Image.Image) -> bool:
   if one.size != other.size:
     return False
   a, b = (np.asarray(image, float) / 255 for image in (one, other))
+  different = np.abs(a - b)
   starts = (range(0, side, _SIDE) for side in a.shape[:2])
-  differences = (
-    np.abs(a - b)[y : y + _SIDE, x : x + _SIDE].mean()
+  return all(
+    different[y : y + _SIDE, x : x + _SIDE].mean() <= _MOST_DIFFERENT
     for y, x in itertools.product(*starts)
   )
-  return max(differences) <= _MOST_DIFFERENT
 
 
 if __name__ == "__main__":
