@@ -120,7 +120,6 @@ def base(reducer: str) -> ConfigDict:
         "allocation": "uniform",  # or error, as for edgc
         "scale_exponent": 1.0,
         "window": 100,  # steps between two allocations by error
-        "search_share": 1.0,  # of the residual, in the search for P
       },
       "allreduce": {"wire_dtype": "float32"},
       "topk": {

@@ -1,7 +1,6 @@
 """Variants of low rank in 4 bits, at 1 and 0.5 bits.
 
-The share of the residual in the search for P, and the weights of matrices among
-which the rank is shared:
+The weights of matrices among which the rank is shared:
 
   python experiments/run_study.py --study=configs/protocol/low_rank.py --jobs=2
 """
@@ -21,13 +20,6 @@ def _variants(bits: str, arm: str) -> Mapping[str, Mapping[str, Any]]:
   own = table.TABLES[f"About {bits} bits"][arm]
   return {
     arm: own,
-    **{
-      f"{arm}, {share:g} of the residual in the search": {
-        **own,
-        "powersgd.search_share": share,
-      }
-      for share in (0.5, 0.0)
-    },
     **{
       f"{arm}, errors over sigma^{exponent:g}": {
         **own,

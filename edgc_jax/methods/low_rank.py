@@ -68,7 +68,6 @@ def low_rank(
   state: LeafState,
   ranks: jax.Array,
   draws: Draws,
-  search_share: float = 1.0,
 ) -> Rounds:
   """Sends the k matrices of a leaf as factors.
 
@@ -80,7 +79,6 @@ def low_rank(
     state: Q and the residual.
     ranks: int32 [k], columns in use.
     draws: Signs of the sketch, and of new directions.
-    search_share: Share of the residual in the search for P.
   """
   used = None if leaf.is_fixed else ranks
   gradient = gradient.reshape(leaf.view)
@@ -89,11 +87,9 @@ def low_rank(
     parts += (state.residual.reshape(leaf.view),)
 
   def search(q: jax.Array, parts: tuple) -> jax.Array:
-    # P_i = M_i unit(Q), of a share of the residual
+    # P_i = M_i unit(Q)
     q = linear_algebra.unit_columns(q)
-    gradient, *residual = parts
-    residual = [search_share * each for each in residual]
-    return linear_algebra.product(leaf.is_tall, q, added(gradient, *residual))
+    return linear_algebra.product(leaf.is_tall, q, added(*parts))
 
   p = yield Send(_each(search, (state.factor_q, parts)), used)
   unit = linear_algebra.unit_of(p.mean)
@@ -132,14 +128,7 @@ def low_rank(
   )
 
 
-@functools.cache
-def method_of(search_share: float = 1.0) -> Method:
-  """Returns the method for a share of the residual in the search.
-
-  A stack of leaves has M without its residual, so leaves join only at 1.
-  """
-  rounds = functools.partial(low_rank, search_share=search_share)
-  return Method(rounds, "as factors", measures=True, joins=search_share == 1.0)
+LOW_RANK = Method(low_rank, "as factors", measures=True, joins=True)
 
 
 def with_factors(
@@ -148,7 +137,6 @@ def with_factors(
   min_ratio: float,
   code: Code | None,
   most: Callable[[int, int], int] | None = None,
-  search_share: float = 1.0,
 ) -> tuple[Leaf, ...]:
   """Gives leaves that save enough factors, and the others dense values.
 
@@ -162,12 +150,11 @@ def with_factors(
     code: Encoding of values; None is float32.
     most: Most columns of a matrix, from its columns at a rank and its cap, if
       ranks differ by matrix; None if all have the rank.
-    search_share: As for `low_rank`.
   """
-  found, method = [], method_of(search_share)
+  found = []
   for leaf in leaves:
     cap = cap_of(leaf.view, min_ratio, min(ranks)) if ranks else 0
-    leaf = dataclasses.replace(leaf, method=method if cap else DENSE, cap=cap)
+    leaf = dataclasses.replace(leaf, method=LOW_RANK if cap else DENSE, cap=cap)
     encoded = _is_encoded(leaf, code, bool(ranks))
     has_residual = bool(cap or (encoded and code and code.needs_feedback))
     found.append(

@@ -34,7 +34,6 @@ def powersgd(
   warmup_steps: int = 0,
   allocation: str | ErrorAllocation = UNIFORM,
   window: int = 100,
-  search_share: float = 1.0,
   min_ratio: float = 2.0,
   wire_dtype: Any = "float32",
   matrix_view: ViewFn | None = None,
@@ -67,9 +66,6 @@ def powersgd(
       the rank; or "error", so that together they lose least, with options in an
       `ErrorAllocation`.
     window: Steps between two allocations by error.
-    search_share: Share of the residual in the search for P, from 0 to 1, where
-      P = orth(mean_i M_i Q); Q_i is of all of M_i in any case. Below 1 each
-      leaf is compiled apart.
     wire_dtype: "float32"; "bfloat16", sent as integers and summed in float32,
       with residuals that keep the rounding errors; "int8" and "int4", sent with
       a scale for each block of 128 or 64 values. Vectors, and matrices that are
@@ -99,15 +95,11 @@ def powersgd(
   ranks = sorted({rank for rank in schedule.values() if rank})
   validation.require_finite("min_ratio", min_ratio, "use 2 or more")
   validation.require_int("window", window, 1)
-  validation.require(
-    0 <= search_share <= 1, "search_share", search_share, "from 0 to 1",
-    "use 1 for the whole residual",
-  )  # fmt: skip
   code, options = code_of(wire_dtype), allocation_of(allocation)
 
   def plan_for(leaves: tuple[Leaf, ...]) -> Plan:
     most = most_columns if options else None
-    leaves = with_factors(leaves, ranks, min_ratio, code, most, search_share)
+    leaves = with_factors(leaves, ranks, min_ratio, code, most)
     budget = FixedBudget(schedule)
     allocator = allocator_for(leaves, budget.ladder, options)
     if allocator:

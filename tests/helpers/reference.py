@@ -10,9 +10,8 @@ class PowerSGD:
   P is on the smaller side.
   """
 
-  def __init__(self, factor_q, replicas, rows, cols, search_share=1.0):
+  def __init__(self, factor_q, replicas, rows, cols):
     """Starts from the columns of Q as rows [columns, larger side]."""
-    self.search_share = search_share
     self.q = np.asarray(factor_q, np.float64).T
     self.residual = np.zeros((replicas, rows, cols))
 
@@ -29,8 +28,7 @@ class PowerSGD:
   def _step(self, gradients, rank):
     m = gradients + self.residual
     basis, _ = np.linalg.qr(self.q[:, :rank])
-    searched = gradients + self.search_share * self.residual
-    p, _, _ = np.linalg.svd(searched.mean(0) @ basis, full_matrices=False)
+    p, _, _ = np.linalg.svd(m.mean(0) @ basis, full_matrices=False)
     local_q = np.swapaxes(m, 1, 2) @ p
     self.q = np.concatenate([local_q.mean(0), self.q[:, rank:]], axis=1)
     update, sent = p @ local_q.mean(0).T, p @ np.swapaxes(local_q, 1, 2)
