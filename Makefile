@@ -79,6 +79,7 @@ protocol: $(VENV)/installed
 	$(STUDY)configs/protocol/full_length.py
 	$(STUDY)configs/protocol/table.py
 	$(STUDY)configs/protocol/rounds.py
+	$(STUDY)configs/protocol/low_rank.py
 
 # Tables and pictures of all pages, from records: minutes.
 pages: $(VENV)/installed

@@ -26,8 +26,8 @@ TOLERANCE = 0.1  # of the least time, accepted for fewer steps
 _CLOSE = 1.02  # of the protocol's bits, up to which a rank sends as many
 _EDGC_RANKS = 6  # of a ladder of edgc, beyond the first
 _EVERY = ", every "  # ends the name of an exchange
-# Collectives in sequence; others have one.
-_TRIPS = {"powersgd": 2, "edgc": 2, "topk": 2}
+# All-reduces in sequence, of which a gather is one; others have one.
+_TRIPS = {"powersgd": 2, "edgc": 2, "topk": 2, "randomk": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -464,7 +464,7 @@ def _edgc_at(options: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
 def _trips(method: Candidate) -> int:
   """Returns the collectives of an exchange, one after the other."""
   wire_dtype = method.options.get("wire_dtype", "float32")
-  # Encoded values are reduced in parts, then gathered.
+  # Encoded values are exchanged in parts, then gathered: one more all-reduce.
   is_encoded = method.reducer == "quantize" or wire_dtype != "float32"
   return _TRIPS.get(method.reducer, 1) + is_encoded
 

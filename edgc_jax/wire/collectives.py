@@ -13,13 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from edgc_jax.wire import cpu_backend
-from edgc_jax.wire.order import (
-  AxisName,
-  in_turn,
-  is_varying,
-  names,
-  one_by_one,
-)
+from edgc_jax.wire.joining import as_one
+from edgc_jax.wire.order import AxisName, in_turn, is_varying, names
 
 
 def num_devices(axis_name: AxisName, argument: str = "axis_name") -> int:
@@ -89,9 +84,12 @@ def device_index(axis_name: AxisName) -> jax.Array:
 def exchange_parts(tree: Any, axis_name: AxisName) -> Any:
   """Sends part j of every leaf [N, ...] to device j; returns [N, ...].
 
-  Sends half the bytes of an all-reduce of the leaf. An all-to-all; between CPU
-  hosts swaps and rotations (`cpu_backend`).
+  Sends half the bytes of an all-reduce of the leaves. An all-to-all of all of
+  them; between CPU hosts swaps and rotations (`cpu_backend`).
   """
+  leaves, structure = jax.tree.flatten(tree)
+  if not leaves:
+    return tree
   devices = num_devices(axis_name)
   # A permute waits for all devices of the mesh, and other stages may be in a
   # branch without it.
@@ -104,35 +102,40 @@ def exchange_parts(tree: Any, axis_name: AxisName) -> Any:
   elif cpu_backend.spans_hosts() and is_alone:
     exchange = _rotate_parts
 
-  def swap(leaf: jax.Array) -> jax.Array:
-    parts = leaf.reshape(devices, -1)
-    return exchange(parts, axis_name).reshape(leaf.shape)
-
-  return one_by_one(swap, tree)
+  joined, split = as_one([leaf.reshape(devices, -1) for leaf in leaves])
+  received = split(exchange(joined, axis_name))
+  return jax.tree.unflatten(
+    structure,
+    [x.reshape(leaf.shape) for x, leaf in zip(received, leaves, strict=True)],
+  )
 
 
 def gather(tree: Any, axis_name: AxisName) -> Any:
   """Gathers every leaf of all devices as [N, ...], equal on all devices.
 
-  Sends half the bytes of an all-reduce of the result.
+  Sends half the bytes of an all-reduce of the result, in one collective.
   """
+  leaves, structure = jax.tree.flatten(tree)
+  if not leaves:
+    return tree
   is_tracked = tracks_varying(axis_name)
   to = "invarying" if is_tracked else "varying"
   devices = num_devices(axis_name)
   # JAX would take what a reduce-scatter returns for different on each device.
   is_swap = cpu_backend.spans_hosts() and devices == 2 and not is_tracked
 
-  def collect(leaf: jax.Array) -> jax.Array:
-    flat = leaf.ravel()
-    if is_swap:
-      own_first = jnp.stack([flat, _swap(flat, axis_name)])
-      is_first = device_index(axis_name) == 0
-      whole = jnp.where(is_first, own_first, own_first[::-1])
-    else:
-      whole = lax.all_gather(flat, axis_name, to=to)
-    return whole.reshape(devices, *leaf.shape)
-
-  return one_by_one(collect, tree)
+  joined, split = as_one([leaf.reshape(1, -1) for leaf in leaves])
+  flat = joined.ravel()
+  if is_swap:
+    own_first = jnp.stack([flat, _swap(flat, axis_name)])
+    is_first = device_index(axis_name) == 0
+    whole = jnp.where(is_first, own_first, own_first[::-1])
+  else:
+    whole = lax.all_gather(flat, axis_name, to=to)
+  gathered = zip(split(whole), leaves, strict=True)
+  return jax.tree.unflatten(
+    structure, [x.reshape(devices, *leaf.shape) for x, leaf in gathered]
+  )
 
 
 def from_first(tree: Any, axis_name: AxisName) -> Any:

@@ -4,7 +4,6 @@ Which mesh axes a value varies over, whether it is finite, and which of two
 collectives runs first if the platform does not keep their order.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -151,18 +150,6 @@ def in_turn(tree: Any, earlier: Any) -> Any:
 def after_all(tree: Any, earlier: Any) -> Any:
   """Does as `in_turn`, in plain `jax.jit`, too."""
   return after(tree, earlier) if jax.default_backend() == "cpu" else tree
-
-
-def one_by_one(send: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-  """Applies the collective `send` to each leaf, after the one before it."""
-  leaves, structure = jax.tree.flatten(tree)
-  results: list[jax.Array] = []
-  last: list[jax.Array] = []  # the last result that is not empty
-  for leaf in leaves:
-    result = send(in_turn(leaf, last))
-    results.append(result)
-    last = [result] if result.size else last
-  return jax.tree.unflatten(structure, results)
 
 
 def is_varying(value: jax.Array, axes: AxisName) -> bool:

@@ -220,21 +220,13 @@ class Wire:
     )
 
   def _gather(self, trees: Sequence[Any]) -> list[Any]:
-    """Gathers trees of all replicas, as bytes in one collective."""
-    leaves, structure = jax.tree.flatten(list(trees))
-    if not leaves:
-      return list(trees)
-    self.num_bytes += self._replicas * sum(x.nbytes for x in leaves) // 2
-    joined = self._all(jnp.concatenate([_as_bytes(x) for x in leaves]))
-    ends = np.cumsum([x.nbytes for x in leaves])
-    gathered = [
-      _of_bytes(joined[:, end - x.nbytes : end], x)
-      for x, end in zip(leaves, ends.tolist(), strict=True)
-    ]
-    return jax.tree.unflatten(structure, gathered)
+    """Gathers trees of all replicas, in one collective."""
+    sizes = sum(x.nbytes for x in jax.tree.leaves(list(trees)))
+    self.num_bytes += self._replicas * sizes // 2
+    return self._all(list(trees))
 
-  def _all(self, vector: jax.Array) -> jax.Array:
-    return collectives.gather(vector, self._axis_name)
+  def _all(self, trees: list[Any]) -> list[Any]:
+    return collectives.gather(trees, self._axis_name)
 
   @property
   def _replicas(self) -> int:
@@ -259,25 +251,11 @@ class CountingWire(Wire):
   ) -> averages.Averaged:
     return self._mean([buffer, *plain], exact)
 
-  def _all(self, vector: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(vector, (self._count, vector.size))
+  def _all(self, trees: list[Any]) -> list[Any]:
+    return jax.tree.map(
+      lambda x: jnp.broadcast_to(x, (self._count, *x.shape)), trees
+    )
 
   @property
   def _replicas(self) -> int:
     return self._count
-
-
-def _as_bytes(x: jax.Array) -> jax.Array:
-  """Returns the bytes of an array, uint8 [bytes]."""
-  if x.dtype == bool:
-    x = x.astype(jnp.uint8)
-  return jax.lax.bitcast_convert_type(x, jnp.uint8).ravel()
-
-
-def _of_bytes(joined: jax.Array, like: jax.Array) -> jax.Array:
-  """Returns arrays [N, ...] of the bytes [N, bytes] of N arrays."""
-  if like.dtype == bool:
-    return joined.reshape(len(joined), *like.shape).astype(bool)
-  size = like.dtype.itemsize
-  shape = (len(joined), *like.shape, *([size] if size > 1 else []))
-  return jax.lax.bitcast_convert_type(joined.reshape(shape), like.dtype)
