@@ -103,13 +103,12 @@ def topk(
 
   def average(m: jax.Array, key: jax.Array) -> Round:
     del key
-    size = m.size
-    if chunk is not None:
+    if chunk is None:
+      size, count = m.size, count_of(density, m.size)
+    else:
       size = min(chunk, -(-m.size // _MULTIPLE) * _MULTIPLE)
-    pieces = chunks.cut(m, size)
-    count = count_of(density, size)
-    if chunk is not None:
       count = min(size, max(1, round(density * size / _MULTIPLE)) * _MULTIPLE)
+    pieces = chunks.cut(m, size)
     values, index = chunks.largest(pieces, count)
     coded = encode(values)
     reply = yield Send(gathered=(coded, pack(index)))

@@ -55,12 +55,8 @@ def train_together(configs: Sequence[ConfigDict]) -> None:
 
 def program_of(config: ConfigDict) -> Mapping[str, Any]:
   """Returns the keys by which runs of one program must be equal."""
-  flat = _flat(config)
+  flat = traverse_util.flatten_dict(config.to_dict(), sep=".")
   return {k: v for k, v in flat.items() if k not in (*NUMBERS, *_FREE)}
-
-
-def _flat(config: ConfigDict) -> Mapping[str, Any]:
-  return traverse_util.flatten_dict(config.to_dict(), sep=".")
 
 
 class _Together:
@@ -197,5 +193,5 @@ class _Together:
 
 def _values(configs: Sequence[ConfigDict], key: str) -> np.ndarray:
   """Returns a number of each configuration."""
-  values = np.array([_flat(config)[key] for config in configs])
+  values = np.array([config[key] for config in configs])
   return values.astype(np.int32 if values.dtype.kind == "i" else np.float32)
