@@ -69,9 +69,9 @@ class AdvisedTest(parameterized.TestCase):
     optimizer.make_reducer(config, tasks.make(config), {})
 
   def test_all_that_the_protocol_has_judged_can_be_taken(self):
-    found = advice(SLOW).methods
-    self.assertLen(found, sum(one.every == 1 for one in of_protocol()))
-    for one in found:
+    judged = [one for one in of_protocol() if one.every == 1]
+    self.assertNotEmpty(judged)
+    for one in judged:
       choice = {"reducer": one.reducer, "options": dict(one.options)}
       config, _ = resolve(small(), choice)
       optimizer.make_reducer(config, tasks.make(config), {})
@@ -109,14 +109,14 @@ class AdvisedTest(parameterized.TestCase):
     config, mesh = small(), meshes.make_mesh(4, 1)
     shapes = []
 
-    def measure(params, replicas, mesh):
-      shapes.append((params, replicas))
+    def measure(params, replicas, mesh, most_steps):
+      shapes.append((params, replicas, most_steps))
       return Free(all=0.5)
 
     task = tasks.make(config)
     with mock.patch.object(edgc_jax, "measure_computing", measure):
-      costs = advised.measure_costs(config, task, mesh, lambda: None)
-    self.assertEqual(shapes, [(task.layout({"data": 4}).shapes, 4)])
+      costs = advised.measure_costs(config, task, mesh, 1, lambda: None)
+    self.assertEqual(shapes, [(task.layout({"data": 4}).shapes, 4, 1)])
     found = advised.advise(task, mesh, FAST, costs)
     dense = found.methods[0]
     self.assertAlmostEqual(dense.seconds, costs.step + 0.5, places=3)
