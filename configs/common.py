@@ -36,9 +36,16 @@ def base(reducer: str) -> ConfigDict:
       # Empty: the standard library's sources. Otherwise a text file, a folder
       # of text files, or a folder with train.bin and val.bin (uint16 tokens).
       "data": {"path": ""},
-      # Replicas, pipeline stages, shards of a replica, and pmap, jit (stages
-      # and shards need it) or vmap, which simulates replicas on one device.
-      "mesh": {"data": 4, "stage": 1, "fsdp": 1, "backend": "pmap"},
+      # Replicas, pipeline stages, devices that share each stage, shards of a
+      # replica without stages; and pmap, jit (stages and shards need it) or
+      # vmap, which simulates replicas on one device.
+      "mesh": {
+        "data": 4,
+        "stage": 1,
+        "tensor": 1,
+        "fsdp": 1,
+        "backend": "pmap",
+      },
       "pipeline": {
         "microbatches": 4,  # parts of a replica's batch
         "align": "slack",  # or none: each stage follows its own entropy

@@ -46,7 +46,7 @@ def main(config: ConfigDict) -> None:
       )
   except ValueError as error:
     sys.exit(f"error: {error}")
-  mesh = meshes.make_mesh(config.mesh.data, config.mesh.stage)
+  mesh = meshes.of_config(config)
   given = times.options_of(config, task, mesh)
   if "backward_seconds" not in given:
     sys.exit(

@@ -13,9 +13,9 @@ The state is small and equal on all replicas, up to rounding; what is discrete
 in it (`Decision`) the first replica decides. Each pipeline stage has its own
 state. Stage 0 is on the critical path. At the end of a window it broadcasts its
 rank, and each stage takes the rank that fits into its slack (`alignment`), or
-keeps its own choice if stages are not aligned. Shards of the leaves have one
-rank: at the end of a window they average their entropies and ln G, and take the
-rank of the first shard.
+keeps its own choice if stages are not aligned. The shards of a stage have one
+rank: at the end of a window they average their entropies and ln G, and follow
+the decision of the first shard.
 
 If the batch size or the scale of the loss changes, so do all entropies:
 `restarted` shifts the references by the next whole window.
@@ -41,7 +41,7 @@ from edgc_jax.wire.order import AxisName
 
 
 class Decision(NamedTuple):
-  """What replicas must agree on to the bit."""
+  """What the replicas and shards of a stage must agree on to the bit."""
 
   rank: jax.Array  # int32 []
   is_warm: jax.Array  # bool [], whether the warm-up is over
@@ -50,11 +50,12 @@ class Decision(NamedTuple):
 class EntropyState(NamedTuple):
   """Window state; entropies in nats, K matrices, equal over the data axis.
 
-  Each pipeline stage and each shard has its own, except for `first_rank`.
+  Each pipeline stage and each shard has its own, except for `decision`, which
+  the shards of a stage share, and `first_rank`.
   """
 
   decision: Decision
-  first_rank: jax.Array  # int32 [], rank of stage 0 or the first shard
+  first_rank: jax.Array  # int32 [], rank of stage 0
   num_windows: jax.Array  # int32 [], whole windows so far, with a sample
   entropy: jax.Array  # float32 [], newest sample
   entropies: jax.Array  # float32 [K], newest sample
@@ -158,8 +159,7 @@ class EntropyBudget(Budget):
     self, state: EntropyState, count: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     del count
-    first = self._level(state.first_rank)
-    return (first if self.shards else self._level(state.decision.rank)), first
+    return self._level(state.decision.rank), self._level(state.first_rank)
 
   def _level(self, rank: jax.Array) -> jax.Array:
     """Returns the index of the nearest rank of the ladder; int32 []."""
@@ -231,8 +231,7 @@ class EntropyBudget(Budget):
     return self.ladder.index(self.warmup_rank)
 
   def decision(self, state: EntropyState) -> tuple[Any, jax.Array]:
-    is_alone = self.stage_axis is None and not self.shards
-    first = None if is_alone else state.first_rank
+    first = None if self.stage_axis is None else state.first_rank
     return (state.decision, first), state.first_rank
 
   def decided(self, state: EntropyState, decision: Any) -> EntropyState:
@@ -284,9 +283,11 @@ class EntropyBudget(Budget):
     closed = jax.tree.map(
       lambda new, old: jnp.where(has_sample, new, old), closed, state
     )
-    closed = self._aligned(closed)
+    decision = closed.decision._replace(is_warm=is_warm | ends)
+    decision, first_rank = self._agreed(decision)
     return closed._replace(
-      decision=closed.decision._replace(is_warm=is_warm | ends),
+      decision=decision,
+      first_rank=first_rank,
       entropy_sum=jnp.zeros_like(state.entropy_sum),
       variance_sum=jnp.zeros_like(state.variance_sum),
       num_samples=jnp.zeros_like(state.num_samples),
@@ -309,33 +310,28 @@ class EntropyBudget(Budget):
     tree = collectives.as_varying(tree, self.shards)
     return collectives.mean(tree, self.shards)
 
-  def _aligned(self, state: EntropyState) -> EntropyState:
-    """Broadcasts the rank of stage 0, and aligns each stage's rank with it.
+  def _agreed(self, decision: Decision) -> tuple[Decision, jax.Array]:
+    """Returns the decision of a stage, and the rank of stage 0.
 
-    All shards take the rank of the first.
+    Shards follow the first one. Stage 0 broadcasts its rank, and each stage
+    aligns its own with it.
     """
-    decision = state.decision
     if self.shards:
-      rank = collectives.as_varying(decision.rank, self.shards)
-      first = collectives.from_first(rank, self.shards)
-      rank = collectives.as_varying(first, self.shards)
-    elif self.stage_axis is None:
-      rank = first = decision.rank
-    else:
-      rank = decision.rank
-      first = collectives.from_first(rank, self.stage_axis)
-      if self.seconds is not None:
-        table = alignment.aligned_levels(
-          self.seconds,
-          collectives.num_devices(self.stage_axis, "stage_axis"),
-          self.backward_seconds,
-        )
-        stage = collectives.device_index(self.stage_axis)
-        level = jnp.asarray(table)[stage, self._level(first)]
-        rank = jnp.array(self.ladder, jnp.int32)[level]
-    return state._replace(
-      decision=decision._replace(rank=rank), first_rank=first
+      decision = collectives.from_first(decision, self.shards)
+    if self.stage_axis is None:
+      return decision, decision.rank
+    first = collectives.from_first(decision.rank, self.stage_axis)
+    if self.seconds is None:
+      return decision, first
+    table = alignment.aligned_levels(
+      self.seconds,
+      collectives.num_devices(self.stage_axis, "stage_axis"),
+      self.backward_seconds,
     )
+    stage = collectives.device_index(self.stage_axis)
+    level = jnp.asarray(table)[stage, self._level(first)]
+    rank = jnp.array(self.ladder, jnp.int32)[level]
+    return decision._replace(rank=rank), first
 
   def _ends_warmup(
     self,

@@ -98,6 +98,16 @@ class Leaf:
     return bool(self.method and self.method.compresses)
 
   @property
+  def is_late(self) -> bool:
+    """Whether its gradient is complete only once stage 0 is done."""
+    return self.placement != "own"
+
+  @property
+  def is_shared(self) -> bool:
+    """Whether all stages hold it, and sum its gradient."""
+    return self.placement == "shared"
+
+  @property
   def sides(self) -> tuple[int, int]:
     """Heights of P, on the smaller side of a matrix, and of Q."""
     short, long = sorted(self.matrices[1:])

@@ -215,8 +215,9 @@ def wire_bytes(
   leaves = leaves_in(arrays_of(params), matrix_view, placement)
   leaves = with_factors(leaves, [r for r in ladder if r], min_ratio, code)
   total = 0
-  for e, members in enumerate(exchanges_of(leaves)):
-    own, at = [leaves[i] for i in members], rank if e == 0 else first_rank
+  for members in exchanges_of(leaves):
+    own = [leaves[i] for i in members]
+    at = first_rank if any(leaf.is_late for leaf in own) else rank
     total += int(count_bytes(own, [at], code, replicas)[0])
   return total
 
@@ -288,7 +289,7 @@ def _method(
 
 def _sent_as(leaf: Leaf, ladder: Sequence[int], code: Code | None) -> str:
   """Returns the matrices of a leaf, or why it is sent dense."""
-  if leaf.placement == "shared":
+  if leaf.is_shared:
     return "dense: shared by all stages"
   dense = f"dense in {name_of(code)}" if leaf.is_encoded else "dense"
   if leaf.view is None:

@@ -16,7 +16,7 @@ from edgc_jax.leaves.leaf import (
   without_variables,
 )
 from edgc_jax.mesh.sharding import bound_init, placed
-from edgc_jax.state.state import ReducerState, Stats, part_axes
+from edgc_jax.state.state import ReducerState, Stats, parts_of
 from edgc_jax.wire.order import AxisName
 
 
@@ -88,9 +88,8 @@ def _reducer(old: ReducerState, new: ReducerState) -> ReducerState:
   The allocation starts anew: ranks are equal until the next window, since its
   level is another one, or since its first ranks are equal.
   """
-  leads = part_axes(old), part_axes(new)
   validation.require(
-    1 not in leads,
+    not (parts_of(old).stages or parts_of(new).stages),
     "opt_state",
     type(old).__name__,
     "without pipeline stages",
@@ -115,9 +114,11 @@ def _budget(old: ReducerState, new: ReducerState) -> EntropyState:
       return _by_matrix(parts, old, new).astype(x.dtype).reshape(like.shape)
     return np.broadcast_to(_mean(parts), like.shape).astype(x.dtype)
 
-  first_rank = old.budget.first_rank
-  own = [state.budget._replace(first_rank=None) for state in (old, new)]
-  return jax.tree.map(convert, *own)._replace(first_rank=first_rank)
+  common = {"decision": None, "first_rank": None}  # equal on all shards
+  own = [state.budget._replace(**common) for state in (old, new)]
+  return jax.tree.map(convert, *own)._replace(
+    decision=old.budget.decision, first_rank=old.budget.first_rank
+  )
 
 
 def _by_matrix(
@@ -165,7 +166,8 @@ def _stats(old: Stats, new: Stats) -> Stats:
 
   Bytes are counted for each shard, and add up.
   """
-  shards, dense_bytes = np.size(new.rank), np.asarray(_host(new.dense_bytes))
+  shards = np.size(new.wire_bytes)
+  dense_bytes = np.asarray(_host(new.dense_bytes))
 
   def convert(name: str, x: Any, like: Any) -> Any:
     if x is None:
@@ -230,7 +232,7 @@ def _require_shape(old: Any, new: Any, path: tuple) -> None:
 
 def _shards_of(x: np.ndarray, state: ReducerState) -> np.ndarray:
   """Returns an array of all shards, [F, ...], from [1, F, ...] or one's own."""
-  return x[0] if part_axes(state) else x[None]
+  return x[0] if parts_of(state).shards else x[None]
 
 
 def _mean(values: np.ndarray) -> Any:

@@ -4,18 +4,21 @@ Arrays differ over these axes of the mesh:
 
   local to a replica   residuals, sums of `accumulate`, own    data
                        parameters of `local_steps`
+  local to a stage     the rank, and what else a budget        stage
+                       decides
   local to a stage     budget, allocation, factors,            stage
-    or a shard         statistics                              shards
+    or a shard         other statistics                        shards
   the same everywhere  counters                                none
 
 State that mirrors the parameters, such as Adam's moments, is sharded like them.
 A residual is sharded like its parameter, and over the replicas along its first
 axis: locally [m, n], it is [N m, n] on N replicas as a global array, and
 [N m, F n] if F shards split the columns. On pipeline stages it is sharded over
-stages and replicas along the first axis, [S N m, n]. Factors are sharded along
-their first axis, which counts matrices.
+stages and replicas along the first axis, [S N m, F n]. Factors are sharded
+along their first axis, which counts matrices.
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -37,7 +40,7 @@ from edgc_jax.state.state import (
   PerReplica,
   ReducerState,
   map_parts,
-  part_axes,
+  parts_of,
 )
 from edgc_jax.wire.order import AxisName, names, varying_axes
 
@@ -117,7 +120,7 @@ def state_specs(
     "every replica holds all parameters; shard them over other axes",
   )
   by_path, state = traced_init(tx, params, mesh, param_specs)
-  if any(part_axes(reducer) == 1 for reducer in find(state, ReducerState)):
+  if any(parts_of(reducer).stages for reducer in find(state, ReducerState)):
     require_axes(mesh, "stage_axis", stage_axis)
   return _only(_Specs(axis_name, stage_axis, by_path).of(state), axis_names)
 
@@ -349,36 +352,47 @@ class _Specs(NamedTuple):
   def _of_own(self, path: tuple, leaf: Any) -> PartitionSpec:
     """Returns the spec of an array [1, *shape] that is local to a replica."""
     spec = self._mirrored(path, leaf.shape[1:])
-    if self.stage_axis in _axes_of(spec):
-      return _along_first(self.stage_axis, *names(self.axis_name))
-    return PartitionSpec(names(self.axis_name), *spec)
+    stage = self._stage_in(spec)
+    first = _joined(*stage, *names(self.axis_name))
+    return PartitionSpec(first, *_without(spec, stage))
 
-  def _of_leaf(self, path: tuple, leaf: LeafState) -> LeafState:
-    """Returns the specs of factors and residual of one leaf."""
+  def _of_leaf(
+    self, stage: tuple[str, ...], path: tuple, leaf: LeafState
+  ) -> LeafState:
+    """Returns the specs of factors and residual of one leaf.
+
+    Args:
+      stage: The axis of the stages, if there are any.
+      path: Of the leaf.
+      leaf: Its state.
+    """
     _, spec = self.by_path.get(path, (None, PartitionSpec()))
+    spec = _without(spec, stage)
     first, rest = spec[:1], spec[1:]
-    axes = (*names(self.axis_name), *_axes_of(first))
-    factors = _along_first(*_axes_of(spec))
-    return _specs_of(leaf, factors, PartitionSpec(axes, *rest))
+    factors = _along_first(*stage, *_axes_of(spec))
+    residual = _joined(*stage, *names(self.axis_name), *_axes_of(first))
+    return _specs_of(leaf, factors, PartitionSpec(residual, *rest))
 
-  def _of_stage_leaf(self, path: tuple, leaf: LeafState) -> LeafState:
-    """Returns the same on pipeline stages, along the first axis."""
-    del path
-    place = _along_first(self.stage_axis, *names(self.axis_name))
-    return _specs_of(leaf, PartitionSpec(self.stage_axis), place)
+  def _stage_in(self, spec: PartitionSpec) -> tuple[str, ...]:
+    return tuple(axis for axis in _axes_of(spec) if axis == self.stage_axis)
 
   def _of_reducer(self, state: ReducerState) -> ReducerState:
-    num_axes, own = part_axes(state), PartitionSpec()
-    if num_axes == 1:
-      own = PartitionSpec(self.stage_axis)
-    elif num_axes == 2:
-      own = PartitionSpec(None, varying_axes(state.stats.rank))
-    of_leaf = self._of_stage_leaf if num_axes == 1 else self._of_leaf
+    parts = parts_of(state)
+    stage = names(self.stage_axis) if parts.stages else ()
+    own = of_stage = PartitionSpec(*stage)
+    if parts.shards:
+      axes = varying_axes(state.stats.wire_bytes)
+      shards = tuple(axis for axis in axes if axis not in stage)
+      own = PartitionSpec(*(stage or (None,)), shards)
     leaves = jax.tree_util.tree_map_with_path(
-      of_leaf, state.leaves, is_leaf=is_leaf_state
+      functools.partial(self._of_leaf, stage),
+      state.leaves,
+      is_leaf=is_leaf_state,
     )
     common = jax.tree.map(lambda _: PartitionSpec(), state)
-    return map_parts(lambda _: own, common._replace(leaves=leaves))
+    return map_parts(
+      lambda _: own, lambda _: of_stage, common._replace(leaves=leaves)
+    )
 
 
 def require_axes(mesh: Any, argument: str, axis_name: AxisName) -> None:
@@ -446,17 +460,29 @@ def _only(specs: Any, axis_names: Collection[str] | None) -> Any:
   kept_names = set(axis_names)
 
   def kept(part: AxisName | None) -> AxisName | None:
-    left = tuple(axis for axis in names(part) if axis in kept_names)
-    return left if len(left) > 1 else (*left, None)[0]
+    return _joined(*(axis for axis in names(part) if axis in kept_names))
 
   return jax.tree.map(lambda s: PartitionSpec(*[kept(x) for x in s]), specs)
 
 
+def _without(spec: PartitionSpec, dropped: tuple[str, ...]) -> PartitionSpec:
+  """Returns a spec without some axes of the mesh."""
+  if not dropped:
+    return spec
+  parts = [_joined(*(a for a in names(x) if a not in dropped)) for x in spec]
+  while parts and parts[-1] is None:
+    parts.pop()
+  return PartitionSpec(*parts)
+
+
 def _along_first(*axes: str) -> PartitionSpec:
   """Shards the first axis of an array over all these axes of the mesh."""
-  if len(axes) < 2:
-    return PartitionSpec(*axes)
-  return PartitionSpec(axes)
+  return PartitionSpec(_joined(*axes)) if axes else PartitionSpec()
+
+
+def _joined(*axes: str) -> AxisName | None:
+  """Returns the entry of a spec for some axes of the mesh."""
+  return axes if len(axes) > 1 else (*axes, None)[0]
 
 
 def _axes_of(spec: PartitionSpec | tuple) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ def edgc(
 
   Wire: as `powersgd` at the rank in use, or dense. Entropy samples add a few
   values per matrix, once in 1 / step_rate steps. The end of a window adds 8
-  bytes, 12 on stages or shards, and 4 per matrix if matrices share the rank by
+  bytes, 12 on stages, and 4 per matrix if matrices share the rank by
   error. Over stages: 12 bytes per step, and 4 per window, or 8 if aligned by
   slack.
 

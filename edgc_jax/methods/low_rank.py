@@ -206,7 +206,7 @@ def _is_encoded(leaf: Leaf, code: Code | None, has_ranks: bool) -> bool:
   residual. Otherwise vectors are not, and if there are ranks, only leaves that
   are factors at them are, which have a residual anyway.
   """
-  if code is None or leaf.placement == "shared":
+  if code is None or leaf.is_shared:
     return False
   if code.needs_feedback:
     sent = averages.average_bytes([leaf.size], code)

@@ -16,7 +16,8 @@ over the stages or shared by them, have to wait for stage 0 anyway. They are
 sent next, at its rank, so until then no stage waits for another.
 
 On shards every device plans for its own parts of the leaves, with factors and
-columns of its own. All shards have one rank, and skip the same steps.
+columns of its own. All shards of a stage have one rank, and all devices skip
+the same steps.
 """
 
 import dataclasses
@@ -57,6 +58,7 @@ from edgc_jax.stages.gradients import (
 from edgc_jax.stages.stages import Stages
 from edgc_jax.state.state import (
   Checks,
+  Parts,
   ReducerState,
   Stats,
   stacked,
@@ -64,7 +66,7 @@ from edgc_jax.state.state import (
 )
 from edgc_jax.wire import agreement, collectives, cpu_backend, order
 from edgc_jax.wire.codes import Code
-from edgc_jax.wire.order import Axes, AxisName
+from edgc_jax.wire.order import Axes, AxisName, names
 
 
 class Plan(NamedTuple):
@@ -83,6 +85,11 @@ class Plan(NamedTuple):
   def exchanges(self) -> list[list[int]]:
     """The indices of the leaves of each exchange; the first may be empty."""
     return exchanges_of(self.leaves)
+
+  @property
+  def last_early(self) -> int:
+    """Index of the last exchange that does not wait for stage 0."""
+    return max([x.exchange for x in self.leaves if not x.is_late], default=0)
 
   @property
   def sampled(self) -> list[int]:
@@ -190,7 +197,8 @@ class Reducer:
       stats,
       Checks(*counters, left_out),
     )
-    return stacked(state, self._part_axes(plan), plan.shards)
+    stage = names(self.axes.stage) if plan.shards else ()
+    return stacked(state, self._parts(plan), stage, plan.shards)
 
   def update(
     self,
@@ -215,18 +223,17 @@ class Reducer:
     sent += choice.wire_bytes + checked
     state = self._account(plan, state, choice, found, is_finite & ok, sent)
     state = state._replace(checks=checks)
-    axes = plan.shards or order.names(self.axes.stage)
     averaged = _as_tree(updates, [one.update for one in found])
-    return averaged, stacked(state, self._part_axes(plan), axes)
+    parts, stage = self._parts(plan), names(self.axes.stage)
+    return averaged, stacked(state, parts, stage, plan.shards)
 
   def _plan(self, tree: Any) -> Plan:
     return self.plan_for(
       leaves_in(tree, self.matrix_view, self.placement, self.axes.shards)
     )
 
-  def _part_axes(self, plan: Plan) -> int:
-    """Returns the leading axes of state: [stage], [stage, shard], or none."""
-    return 2 if plan.shards else int(self.axes.stage is not None)
+  def _parts(self, plan: Plan) -> Parts:
+    return Parts(self.axes.stage is not None, bool(plan.shards))
 
   def _open(
     self,
@@ -239,19 +246,20 @@ class Reducer:
     collectives.num_devices(axes.replicas)  # raises if it is not bound
     cpu_backend.prepare()
     plan = self._plan(updates)  # raises if a leaf is not real floating
-    num_axes, gradients = self._part_axes(plan), jax.tree.leaves(updates)
+    parts, gradients = self._parts(plan), jax.tree.leaves(updates)
     leaf_checks.require_same_leaves(updates, state.leaves)
     leaf_checks.warn_of_narrow_gradients(gradients, plan.leaves, params)
     leaf_checks.require_local(gradients, plan.leaves, axes.replicas, axes)
-    if num_axes:
+    if any(parts):
       require_stages(gradients, plan.leaves, params, axes.stage)
-    state = unstacked(state, num_axes)
+    state = unstacked(state, parts)
     for leaf, own in zip(plan.leaves, _states(state), strict=True):
       leaf_checks.require_shapes(leaf, own)
-    own = plan.exchanges[0][:1]
-    if plan.shards and own:
+    early = [i for i, x in enumerate(plan.leaves) if not x.is_late]
+    if plan.shards and plan.exchanges[0]:
       # Collectives over shards in the backward pass come first.
-      gradients[own[0]] = order.in_turn(gradients[own[0]], gradients)
+      first, before = plan.exchanges[0][0], [gradients[i] for i in early]
+      gradients[first] = order.in_turn(gradients[first], before)
     return plan, gradients, state
 
   def _choose(
@@ -286,7 +294,7 @@ class Reducer:
     if plan.allocator:
       shares = plan.by_leaf(plan.allocator.ranks(kept[1], levels[0]))
     ranks = [
-      _uniform(leaf, budget.ladder, levels[leaf.exchange > 0])
+      _uniform(leaf, budget.ladder, levels[leaf.is_late])
       if own is None
       else own
       for leaf, own in zip(plan.leaves, shares, strict=True)
@@ -360,7 +368,7 @@ class Reducer:
     ]
     all_finite, sent = [], jnp.zeros((), jnp.float32)
     for e, members in enumerate(plan.exchanges):
-      level = choice.levels[e > 0]
+      level = choice.levels[e > plan.last_early]
       found, is_finite, num_bytes = rounds.exchange(
         [
           _arranged(plan.leaves[i], gradients[i], states[i], choice.ranks[i])
@@ -381,9 +389,11 @@ class Reducer:
       all_finite.append(is_finite)
       sent += jnp.asarray(num_bytes)[level]
       earlier = (is_finite,)
-      if e == 0:
+      if e == plan.last_early:
         gradients, is_late = late(gradients, is_finite)
-        earlier = () if is_late else earlier  # late ones wait for it already
+        if is_late:  # they wait for this exchange, and the next one for sums
+          shared = [i for i, x in enumerate(plan.leaves) if x.is_shared]
+          earlier = [gradients[i] for i in shared]
     in_order = [outcomes[i] for i in range(len(plan.leaves))]
     return in_order, jnp.all(jnp.stack(all_finite)), sent
 
@@ -397,7 +407,7 @@ class Reducer:
   ) -> tuple[list[jax.Array], bool]:
     """Returns complete gradients, and whether some were completed now."""
     axes, is_late = self.axes, late_updates is not None
-    is_late |= len(plan.exchanges) > 1 and axes.stage is not None
+    is_late |= any(x.is_late for x in plan.leaves) and axes.stage is not None
     if is_late:
       gradients = late_gradients(
         updates, late_updates, first_is_finite, plan.leaves, axes
@@ -561,23 +571,28 @@ def by_exchange(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
   A stage sends its own leaves once its backward pass is done. The other leaves
   wait for stage 0, and are sent at its rank. On shards each combination of axes
   that shards leaves has an exchange, the largest first: factors must not depend
-  on what differs over further axes.
+  on what differs over further axes. What is sent dense goes with the first.
   """
-  groups: dict[tuple[str, ...], int] = {}
+  own = _numbered([leaf for leaf in leaves if not leaf.is_late], 0)
+  after = 1 + max(own.values(), default=0)
+  index = own | _numbered([leaf for leaf in leaves if leaf.is_late], after)
+  return tuple(dataclasses.replace(x, exchange=index[x.path]) for x in leaves)
+
+
+def _numbered(leaves: Sequence[Leaf], start: int) -> dict[str, int]:
+  """Returns the indices of the exchanges of some leaves, by path."""
+  sizes: dict[tuple[str, ...], int] = {}
   for leaf in leaves:
-    if leaf.placement == "own" and (leaf.is_compressed or leaf.is_encoded):
-      groups[leaf.shards] = groups.get(leaf.shards, 0) + leaf.size
-  first = max(groups, key=lambda axes: groups[axes], default=())
-  others = [axes for axes in groups if axes != first]
+    if leaf.is_compressed or leaf.is_encoded:
+      sizes[leaf.shards] = sizes.get(leaf.shards, 0) + leaf.size
+  first = max(sizes, key=lambda axes: sizes[axes], default=())
+  in_order = [first, *(axes for axes in sizes if axes != first)]
 
   def index(leaf: Leaf) -> int:
-    if leaf.placement != "own":
-      return 1 + len(others)
-    if (leaf.is_compressed or leaf.is_encoded) and leaf.shards in others:
-      return 1 + others.index(leaf.shards)
-    return 0
+    has_own = leaf.is_compressed or leaf.is_encoded
+    return start + (in_order.index(leaf.shards) if has_own else 0)
 
-  return tuple(dataclasses.replace(x, exchange=index(x)) for x in leaves)
+  return {leaf.path: index(leaf) for leaf in leaves}
 
 
 def exchanges_of(leaves: Sequence[Leaf]) -> list[list[int]]:

@@ -61,11 +61,11 @@ def late_gradients(
     require_local(jax.tree.leaves(updates), leaves, axes.replicas)
   gradients = jax.tree.leaves(updates)
   for i, leaf in enumerate(leaves):
-    if leaf.placement == "own":
+    if not leaf.is_late:
       continue
     stage = axes.stage if is_varying(gradients[i], names(axes.stage)) else None
     gradients[i] = after(gradients[i])
-    if leaf.placement == "shared" and stage:  # JAX has not summed it
+    if leaf.is_shared and stage:  # JAX has not summed it
       # sum over stages of the gradient, in float32
       total = collectives.total(gradients[i].astype(jnp.float32), stage)
       gradients[i] = total.astype(leaf.dtype)
@@ -93,7 +93,7 @@ def _checked(
     )
   pairs = zip(jax.tree.leaves(late), jax.tree.leaves(updates), strict=True)
   for leaf, (new, old) in zip(leaves, pairs, strict=True):
-    if leaf.placement == "own" and new is not old:
+    if not leaf.is_late and new is not old:
       raise ValueError(
         "`late_updates` must return a stage's own leaves unchanged, got another"
         f" value for {leaf.path}, which has already been sent; return the array"
@@ -127,15 +127,6 @@ def require_stages(
   cpu_backend.require_no_cached_programs()
   if stage_axis is None:
     return
-  sharded = [leaf for leaf in leaves if leaf.shards]
-  if sharded:
-    raise ValueError(
-      f"`stages` must be None if leaves are sharded over further axes, got"
-      f" {stage_axis!r} and a gradient that varies over {sharded[0].shards}, at"
-      f" {sharded[0].path}: stages have ranks of their own, and all shards have"
-      " one rank. Average gradients over axes that split the batch before, with"
-      " edgc_jax.mean_over, or use a mesh without stages."
-    )
   if not collectives.tracks_varying(stage_axis):
     raise ValueError(
       f"`stage_axis` must be an axis of jax.shard_map with its default"
@@ -145,7 +136,7 @@ def require_stages(
     )
   for gradient, leaf in zip(gradients, leaves, strict=True):
     varies = is_varying(gradient, stage_axis)
-    if leaf.placement != "shared" and not varies:
+    if not leaf.is_shared and not varies:
       raise ValueError(
         f"`placement` must be 'shared' for a leaf that is equal on all stages,"
         f" got {leaf.placement!r} for {leaf.path}, whose gradient does not"
@@ -153,7 +144,7 @@ def require_stages(
         " leaf over the stages."
       )
   for param, leaf in zip(jax.tree.leaves(params), leaves, strict=False):
-    if leaf.placement == "shared" and is_varying(param, stage_axis):
+    if leaf.is_shared and is_varying(param, stage_axis):
       raise ValueError(
         "`placement` must be 'own' or 'split' for a leaf that differs by stage,"
         f" got 'shared' for {leaf.path}, which varies over {stage_axis!r};"

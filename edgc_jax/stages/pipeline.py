@@ -89,11 +89,14 @@ def apply_stages(
   # JAX would lose track of unvarying values in a conditional whose predicate
   # varies.
   params = collectives.as_varying(params, axis_name)
-  # Activations vary over all axes that the parameters vary over.
-  for axis in varying_axes((params, microbatches)):
-    microbatches = collectives.as_varying(microbatches, axis)
+  # Activations vary over the stages, and over what a stage's results vary over:
+  # not over devices that share a stage, and sum their results.
+  microbatches = collectives.as_varying(microbatches, axis_name)
   first = _take(microbatches, 0)
   _require_pure(stage_fn, params, first)
+  results = jax.eval_shape(stage_fn, params, first)
+  microbatches = collectives.as_varying(microbatches, varying_axes(results))
+  first = _take(microbatches, 0)
   work = _rematerialized(stage_fn)
 
   def enter(inputs: Any, received: Any) -> Any:

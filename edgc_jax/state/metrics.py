@@ -18,9 +18,11 @@ from edgc_jax.leaves.leaf import LeafStats, is_leaf_state, without_variables
 from edgc_jax.state.state import (
   Checks,
   LocalStepsState,
+  Parts,
   ReducerState,
   SkipStats,
   Stats,
+  parts_of,
 )
 from edgc_jax.wire import collectives
 from edgc_jax.wire.agreement import CHECKED_STEPS
@@ -39,8 +41,8 @@ def metrics(opt_state: Any) -> dict[str, Any]:
 
   On pipeline stages `entropy`, `rank` and the other statistics that differ by
   stage are lists with one entry per stage. On shards bytes are the sum over all
-  shards of a replica, and errors and entropies are means; inside `shard_map`
-  the shards gather their statistics, some values for each matrix.
+  shards (of a stage) of a replica, and errors and entropies are means; inside
+  `shard_map` the shards gather their statistics, some values for each matrix.
 
   Args:
     opt_state: Any optimiser state that holds one reducer of this package, or
@@ -76,8 +78,9 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     that of the first.
 
     And for each matrix, as {path: list over the matrices of the leaf}, on
-    stages or shards a list of such lists: `matrix_rank`, `matrix_error`, and
-    where they are known `matrix_entropy` and `matrix_predicted_error`.
+    stages or shards a list of such lists, and on both a list by stage of lists
+    by shard: `matrix_rank`, `matrix_error`, and where they are known
+    `matrix_entropy` and `matrix_predicted_error`.
 
   Raises:
     ValueError: if the state holds no reducer, or more than one.
@@ -107,17 +110,16 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     (found[0].count, budget.total_steps, budget.last_change)
     for budget in find(found[0].budget, EntropyState)
   ]
-  num_axes = np.ndim(stats.rank) - np.ndim(checks.skipped_steps)
-  if num_axes == 2:
-    stats, leaves = _of_all_shards(stats, leaves)
-    num_axes = 0
+  parts = parts_of(found[0])
+  if parts.shards:
+    stats, leaves = _of_all_shards(stats, leaves, parts)
   tree = (stats, checks, skips, leaves, windows)
   if not any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
     stats, checks, skips, leaves, windows = jax.device_get(tree)
     first = lambda x: np.ravel(x)[0].item()  # noqa: E731
     is_stacked = np.ndim(checks.skipped_steps) > 0
     checks, skips = jax.tree.map(first, (checks, skips))
-    if not num_axes:
+    if not parts.stages:
       stats, leaves = _of_one_replica(stats, leaves, is_stacked)
     _warn(checks, skips)
     for window in windows:
@@ -196,32 +198,37 @@ def _by_path(state: ReducerState) -> dict[str, LeafStats]:
 
 
 def _of_all_shards(
-  stats: Stats, leaves: dict[str, LeafStats]
+  stats: Stats, leaves: dict[str, LeafStats], parts: Parts
 ) -> tuple[Stats, dict[str, LeafStats]]:
-  """Joins the statistics of all shards of a replica, [1, F, ...].
+  """Joins the statistics of all shards of a replica, [S, F, ...].
 
   Bytes and energies add up, shares are averaged, and the rank is common.
   Statistics of matrices keep the axis of shards. Inside `shard_map` the shards
   are gathered first.
   """
-  axes = varying_axes(stats.rank)
+  own = (stats._asdict(), leaves)
+  rank = own[0].pop("rank")  # the same on all shards
+  axes = set(varying_axes(stats.wire_bytes)) - set(varying_axes(rank))
   if axes:
-    stats, leaves = jax.tree.map(
+    own = jax.tree.map(
       lambda x: x.reshape(1, -1, *x.shape[3:]),
-      collectives.gather((stats, leaves), axes),
+      collectives.gather(own, tuple(sorted(axes))),
     )
+  if not parts.stages:
+    own = jax.tree.map(lambda x: x[0], own)
 
   def join(name: str, x: Any) -> Any:
     if x is None:
       return None
-    if name == "rank":
-      return x[0, 0]
+    of_stage = parts.stages * 1  # the axis of the shards
     if name.endswith("bytes"):
-      return x.sum()
-    return (x**2).sum() ** 0.5 if name == "residual_norm" else x.mean()
+      return x.sum(of_stage)
+    if name == "residual_norm":
+      return (x**2).sum(of_stage) ** 0.5
+    return x.mean(of_stage)
 
-  joined = {name: join(name, x) for name, x in stats._asdict().items()}
-  return Stats(**joined), jax.tree.map(lambda x: x[0], leaves)
+  joined = {name: join(name, x) for name, x in own[0].items()}
+  return Stats(rank, **joined), own[1]
 
 
 def _of_one_replica(

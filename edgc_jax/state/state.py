@@ -10,7 +10,7 @@ from edgc_jax.budget.entropy_budget import EntropyState
 from edgc_jax.leaves.leaf import LeafState, is_leaf_state
 from edgc_jax.wire import collectives
 
-STATE_VERSION = 3  # checkpoints of another version do not load
+STATE_VERSION = 4  # checkpoints of another version do not load
 
 
 class Stats(NamedTuple):
@@ -19,7 +19,7 @@ class Stats(NamedTuple):
   Statistics of matrices are in the states of the leaves.
   """
 
-  rank: jax.Array  # int32 [], 0 is dense
+  rank: jax.Array  # int32 [], 0 is dense; of the stage, equal on its shards
   wire_bytes: jax.Array  # float32 [], sent in this step over the replicas
   mean_wire_bytes: jax.Array  # float32 [], over all steps
   dense_bytes: jax.Array  # float32 [], of a dense float32 all-reduce
@@ -46,9 +46,7 @@ class Checks(NamedTuple):
 class ReducerState(NamedTuple):
   """State of a reducer; `budget` and `allocation` are () if they keep nothing.
 
-  On pipeline stages the budget (except `first_rank`), the allocation and all
-  statistics have a leading axis of size one for the stage; on shards two, for
-  the stage (of which there is one) and for the shard.
+  `Parts` says which axes lead the arrays of budget, allocation and statistics.
   """
 
   count: jax.Array  # int32 [], steps done
@@ -106,19 +104,61 @@ def map_leaves(function: Callable[[LeafState], Any], leaves: Any) -> Any:
   return jax.tree.map(function, leaves, is_leaf=is_leaf_state)
 
 
+class Parts(NamedTuple):
+  """Over what the parts of a reducer's state differ: static.
+
+  Budget, allocation and statistics differ by stage and by shard. As arrays they
+  lead with an axis of stages, [S, ...]; on shards with two, [S, F, ...], where
+  S is 1 without stages. The rank and what else a budget decides are equal on
+  all shards of a stage, and lead with the stages alone. What the stages decide
+  together (`first_rank`), and counters, have no such axes.
+  """
+
+  stages: bool
+  shards: bool
+
+  @property
+  def own(self) -> tuple[int, ...]:
+    """The leading axes, on one device, of what differs by stage and shard."""
+    return (1, 1) if self.shards else self.of_stage
+
+  @property
+  def of_stage(self) -> tuple[int, ...]:
+    """The leading axes, on one device, of what differs by stage alone."""
+    return (1,) * self.stages
+
+  def __str__(self) -> str:
+    names = [name for name, is_axis in self._asdict().items() if is_axis]
+    return " and ".join(names) or "neither stages nor shards"
+
+
+def parts_of(state: ReducerState) -> Parts:
+  """Returns over what the parts of a state differ, from its shapes."""
+  stats, base = state.stats, state.count.ndim
+  return Parts(stats.rank.ndim > base, stats.wire_bytes.ndim > base + 1)
+
+
 def map_parts(
-  function: Callable[[jax.Array], Any], state: ReducerState
+  function: Callable[[jax.Array], Any],
+  of_stage: Callable[[jax.Array], Any],
+  state: ReducerState,
 ) -> ReducerState:
-  """Applies a function to all arrays that differ by stage or shard.
+  """Applies functions to all arrays that differ by stage or shard.
 
   Factors and residuals are not among them: they have no leading axes.
+
+  Args:
+    function: For arrays that differ by stage and by shard.
+    of_stage: For arrays that differ by stage alone.
+    state: The state.
   """
-  budget = state.budget
+  budget, stats = state.budget, state.stats
   if isinstance(budget, EntropyState):
-    budget = budget._replace(first_rank=None)
-  budget = jax.tree.map(function, budget)
-  if isinstance(budget, EntropyState):
-    budget = budget._replace(first_rank=state.budget.first_rank)
+    own = budget._replace(decision=None, first_rank=None)
+    budget = jax.tree.map(function, own)._replace(
+      decision=jax.tree.map(of_stage, budget.decision),
+      first_rank=budget.first_rank,
+    )
   return state._replace(
     leaves=map_leaves(
       lambda leaf: leaf._replace(stats=jax.tree.map(function, leaf.stats)),
@@ -126,50 +166,56 @@ def map_parts(
     ),
     budget=budget,
     allocation=jax.tree.map(function, state.allocation),
-    stats=jax.tree.map(function, state.stats),
+    stats=Stats(
+      of_stage(stats.rank), *(jax.tree.map(function, x) for x in stats[1:])
+    ),
   )
 
 
 def stacked(
-  state: ReducerState, num_axes: int, axes: tuple[str, ...] = ()
+  state: ReducerState,
+  parts: Parts,
+  stage: tuple[str, ...] = (),
+  shards: tuple[str, ...] = (),
 ) -> ReducerState:
   """Adds the leading axes to the parts that differ by stage or shard.
 
   Args:
     state: The state of one device, as the reducer computes with it.
-    num_axes: Number of leading axes.
-    axes: The axes of stages and shards if they are bound: the parts are then
-      typed as varying over them, even if their values do not.
+    parts: Over what the parts differ.
+    stage: The axis of the stages if it is bound: the parts are then typed as
+      varying over it, even if their values do not.
+    shards: The same of the shards.
   """
-  if not num_axes:
-    return state
-  state = map_parts(lambda x: x.reshape((1,) * num_axes + x.shape), state)
-  if not axes:
-    return state
-  return map_parts(lambda x: collectives.as_varying(x, axes), state)
+
+  def add(
+    lead: tuple[int, ...], axes: tuple[str, ...]
+  ) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: collectives.as_varying(x.reshape(lead + x.shape), axes)
+
+  return map_parts(
+    add(parts.own, stage + shards), add(parts.of_stage, stage), state
+  )
 
 
-def unstacked(state: ReducerState, num_axes: int) -> ReducerState:
+def unstacked(state: ReducerState, parts: Parts) -> ReducerState:
   """Removes the axes that `stacked` added.
 
   Raises:
-    ValueError: if the state has another number of them.
+    ValueError: if the state has others.
   """
-  found = part_axes(state)
-  if found != num_axes:
-    kinds = ("none", "stages", "shards")
+  found = parts_of(state)
+  if found != parts:
     raise ValueError(
-      f"`state` must have leading axes for {kinds[num_axes]}, as the types of"
-      f" the gradients demand, got a state made for {kinds[min(found, 2)]};"
-      " create"
+      f"`state` must have leading axes for {parts}, as the types of"
+      f" the gradients demand, got a state made for {found}; create"
       " it inside, with jax.shard_map(tx.init, mesh=mesh,"
       " in_specs=param_specs, out_specs=edgc_jax.state_specs(tx, params,"
       " mesh=mesh, param_specs=param_specs)), and average gradients over axes"
       " that do not shard the parameters before, with edgc_jax.mean_over."
     )
-  return map_parts(lambda x: x[(0,) * num_axes], state) if num_axes else state
 
+  def without(lead: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: x[(0,) * len(lead)]
 
-def part_axes(state: ReducerState) -> int:
-  """Returns the leading axes of a state's parts: 1 on stages, 2 on shards."""
-  return state.stats.rank.ndim - state.count.ndim
+  return map_parts(without(parts.own), without(parts.of_stage), state)

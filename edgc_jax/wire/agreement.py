@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from edgc_jax.wire import collectives
-from edgc_jax.wire.order import AxisName, axes_left, varying_axes
+from edgc_jax.wire.order import AxisName, axes_left, names, varying_axes
 
 CHECKED_STEPS = 3  # first steps, in which gradients are compared
 CHECK_BYTES = 12  # sent by one such comparison, over the replicas
@@ -156,7 +156,7 @@ def agree(
     whether the replicas of any stage or shard have diverged, and the bytes sent
     over the stages.
   """
-  axes = shards if stage_axis is None else (stage_axis,)
+  axes = names(stage_axis) + shards
   if not axes:
     return is_finite, verdict, diverged, 0
   seen = jnp.stack([is_finite.astype(jnp.int32), verdict, -diverged])

@@ -11,12 +11,14 @@ faster on CPUs, and no slower elsewhere.
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from experiments.models import masking
 
@@ -90,16 +92,36 @@ def _product_backward(
   # Without the barrier XLA merges the transpose into the product, which then
   # reads x with a large stride. The copy makes the whole backward pass of
   # gpt2_tiny 1.4 times as fast on CPUs.
-  x_transposed = jax.lax.optimization_barrier(x.T)
+  x_transposed = lax.optimization_barrier(x.T)
   return g @ w.T, x_transposed @ g
 
 
 _product.defvjp(_product_forward, _product_backward)
 
 
-def _dot_general(x: jax.Array, w: jax.Array, *_: Any, **__: Any) -> jax.Array:
-  """Replaces `lax.dot_general` in Dense; tokens are flat, precision default."""
-  return _product(x, w)
+class Tensor(NamedTuple):
+  """How devices share the matrices of a block (tensor parallelism).
+
+  Each holds some heads and some columns of the feed-forward layer, and the rows
+  of the output matrices that they feed; the devices sum the outputs, twice a
+  block (Megatron-LM, arXiv:1909.08053).
+
+  Attributes:
+    size: Number of devices.
+    axis: Their axis, where it is bound; None leaves out the sums, to time the
+      part of one device.
+  """
+
+  size: int = 1
+  axis: str | None = None
+
+  def enter(self, x: jax.Array) -> jax.Array:
+    """Types what all devices hold as input of their own columns."""
+    return x if self.axis is None else lax.pcast(x, self.axis, to="varying")
+
+  def total(self, x: jax.Array) -> jax.Array:
+    """Sums the devices' parts of an output."""
+    return x if self.axis is None else lax.psum(x, self.axis)
 
 
 class Block(nn.Module):
@@ -107,35 +129,54 @@ class Block(nn.Module):
 
   config: GPT2Config
   batch: int
+  tensor: Tensor = Tensor()
 
   @nn.compact
   def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
     """Maps x [batch * time, width] to the same shape."""
     c = self.config
-    # GPT-2 scales down the output layers, because 2 * num_layers of them add
-    # to the stream.
-    output_std = _INIT_STD * (2 * c.num_layers) ** -0.5
     h = nn.LayerNorm(dtype=c.dtype, name="attention_norm")(x)
-    qkv = self._dense(3 * c.width, "attention_in")(h)
-    x += self._dense(c.width, "attention_out", output_std)(self._attend(qkv))
+    qkv = self._columns(3 * c.width, "attention_in")(h)
+    x += self._rows("attention_out")(self._attend(qkv))
     h = nn.LayerNorm(dtype=c.dtype, name="mlp_norm")(x)
-    h = nn.gelu(self._dense(4 * c.width, "mlp_in")(h))
-    x += self._dense(c.width, "mlp_out", output_std)(h)
+    h = nn.gelu(self._columns(4 * c.width, "mlp_in")(h))
+    x += self._rows("mlp_out")(h)
     return x, None
 
-  def _dense(self, size: int, name: str, std: float = _INIT_STD) -> nn.Dense:
+  def _columns(self, size: int, name: str) -> nn.Dense:
+    """Returns a layer of which each device holds some outputs."""
+    product = lambda x, w: _product(self.tensor.enter(x), w)  # noqa: E731
+    return self._dense(size // self.tensor.size, name, product, _INIT_STD)
+
+  def _rows(self, name: str) -> nn.Dense:
+    """Returns an output layer of which each device holds some inputs."""
+    c = self.config
+    product = lambda x, w: self.tensor.total(_product(x, w))  # noqa: E731
+    # GPT-2 scales down the output layers, because 2 * num_layers of them add
+    # to the stream.
+    std = _INIT_STD * (2 * c.num_layers) ** -0.5
+    return self._dense(c.width, name, product, std)
+
+  def _dense(
+    self,
+    size: int,
+    name: str,
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    std: float,
+  ) -> nn.Dense:
     return nn.Dense(
       size,
       dtype=self.config.dtype,
       kernel_init=nn.initializers.normal(std),
-      dot_general=_dot_general,
+      # Tokens are flat, and the precision is the default.
+      dot_general=lambda x, w, *_, **__: product(x, w),
       name=name,
     )
 
   def _attend(self, qkv: jax.Array) -> jax.Array:
-    """Attends, causally unless masked; qkv is [batch * time, 3 * width]."""
-    heads = self.config.num_heads
-    size = self.config.width // heads
+    """Attends, causally unless masked; qkv is [batch * time, 3 * columns]."""
+    heads = self.config.num_heads // self.tensor.size
+    size = self.config.width // self.config.num_heads
     qkv = qkv.reshape(self.batch, -1, 3, heads, size).transpose(2, 0, 3, 1, 4)
     q, k, v = qkv[0] * size**-0.5, qkv[1], qkv[2]  # [batch, heads, time, size]
     scores = jnp.einsum("bhqd,bhkd->bhqk", q, k).astype(jnp.float32)
@@ -145,11 +186,15 @@ class Block(nn.Module):
       scores = jnp.where(is_past, scores, -1e30)
     weights = jax.nn.softmax(scores).astype(v.dtype)
     out = jnp.einsum("bhqk,bhkd->bhqd", weights, v)
-    return out.transpose(0, 2, 1, 3).reshape(-1, self.config.width)
+    return out.transpose(0, 2, 1, 3).reshape(-1, heads * size)
 
 
 def scanned_blocks(
-  config: GPT2Config, batch: int, num_layers: int, name: str | None = None
+  config: GPT2Config,
+  batch: int,
+  num_layers: int,
+  tensor: Tensor = Tensor(),  # noqa: B008
+  name: str | None = None,
 ) -> nn.Module:
   """Makes a scan over blocks, with parameters stacked along a first axis."""
   scanned = nn.scan(
@@ -159,7 +204,7 @@ def scanned_blocks(
     length=num_layers,
     unroll=min(config.unroll, num_layers),
   )
-  return scanned(config, batch, name=name)
+  return scanned(config, batch, tensor, name=name)
 
 
 class GPT2(nn.Module):

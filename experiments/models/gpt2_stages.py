@@ -8,9 +8,12 @@ the embedding's gradient needs no exchange between stages.
 In addition to the pipeline's microbatches, the stages exchange the embedded
 batch, for stage 0, and the last hidden states, for all: [batch, time, width]
 twice, and twice more in the backward pass.
+
+On a mesh with the axis "tensor", too, the devices of a stage share its blocks
+(`gpt2.Tensor`), and the vocabulary is split over stages and devices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -21,26 +24,49 @@ from jax.sharding import PartitionSpec
 
 import edgc_jax
 from experiments.models import gpt2
-from experiments.models.gpt2 import GPT2Config
+from experiments.models.gpt2 import GPT2Config, Tensor
 
-AXIS = "stage"
+AXIS, TENSOR = "stage", "tensor"
+_COLUMNS, _ROWS = ("attention_in", "mlp_in"), ("attention_out", "mlp_out")
 
 
-def init_params(config: GPT2Config, num_stages: int, key: jax.Array) -> Any:
-  """Draws the parameters of `gpt2.init_params`, with the embedding padded.
+def init_params(
+  config: GPT2Config, mesh_shape: Mapping[str, int], key: jax.Array
+) -> Any:
+  """Draws the parameters of `gpt2.init_params`, laid out for a mesh.
 
   Args:
     config: Sizes of the model.
-    num_stages: Number of stages that the embedding is split over.
+    mesh_shape: As for `laid_out`.
     key: As for `gpt2.init_params`: the same key gives the same model.
+  """
+  return laid_out(gpt2.init_params(config, key), mesh_shape)
+
+
+def laid_out(params: Any, mesh_shape: Mapping[str, int]) -> Any:
+  """Returns parameters or gradients of `gpt2` in the layout of a mesh.
+
+  The embedding is padded to equal parts. Queries, keys and values are ordered
+  by device first, [devices, 3, heads / devices, size].
+
+  Args:
+    params: The whole model's.
+    mesh_shape: Size of each axis of the mesh.
 
   Returns:
-    Global parameters, to be sharded by `param_specs`.
+    Global arrays, to be sharded by `param_specs`.
   """
-  params = gpt2.init_params(config, key)
-  missing = -config.vocab_size % num_stages
+  tensor = mesh_shape.get(TENSOR, 1)
+  missing = -len(params["embedding"]) % (mesh_shape[AXIS] * tensor)
   embedding = jnp.pad(params["embedding"], ((0, missing), (0, 0)))
-  return params | {"embedding": embedding}
+
+  def by_device(x: jax.Array) -> jax.Array:
+    parts = x.reshape(*x.shape[:-1], 3, tensor, -1)
+    return jnp.swapaxes(parts, -2, -3).reshape(x.shape)
+
+  blocks = dict(params["blocks"])
+  blocks["attention_in"] = jax.tree.map(by_device, blocks["attention_in"])
+  return params | {"embedding": embedding, "blocks": blocks}
 
 
 def placement(path: str, shape: tuple[int, ...]) -> str:
@@ -51,16 +77,23 @@ def placement(path: str, shape: tuple[int, ...]) -> str:
   return "split" if path == "['embedding']" else "shared"
 
 
-def param_specs(params: Any) -> Any:
+def param_specs(params: Any, mesh_shape: Mapping[str, int]) -> Any:
   """Returns the parameters' PartitionSpecs on a mesh with the axis "stage"."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, p: (
-      PartitionSpec()
-      if placement(jax.tree_util.keystr(path), p.shape) == "shared"
-      else PartitionSpec(AXIS)
-    ),
-    params,
-  )
+  tensor = TENSOR if TENSOR in mesh_shape else None
+
+  def spec(path: tuple, leaf: Any) -> PartitionSpec:
+    text = jax.tree_util.keystr(path)
+    if text == "['embedding']":
+      return PartitionSpec((AXIS, tensor) if tensor else AXIS)
+    if placement(text, leaf.shape) == "shared":
+      return PartitionSpec()
+    if tensor and any(name in text for name in _COLUMNS):
+      return PartitionSpec(AXIS, *[None] * (leaf.ndim - 2), tensor)
+    if tensor and any(name in text for name in _ROWS) and leaf.ndim == 3:
+      return PartitionSpec(AXIS, tensor)
+    return PartitionSpec(AXIS)
+
+  return jax.tree_util.tree_map_with_path(spec, params)
 
 
 def loss_fn(
@@ -119,21 +152,25 @@ def value_and_grad(
 
 
 def make_stage_fn(
-  config: GPT2Config, sequences: int, blocks: Any
+  config: GPT2Config,
+  sequences: int,
+  blocks: Any,
+  tensor: Tensor = Tensor(),  # noqa: B008
 ) -> Callable[[Any, jax.Array], jax.Array]:
   """Returns a function that applies one stage's layers to a microbatch.
 
   Args:
     config: Sizes of the whole model.
     sequences: Number of sequences in a microbatch.
-    blocks: The stage's parameters; their first axis is the layer.
+    blocks: The parameters of one device; their first axis is the layer.
+    tensor: How the devices of the stage share them.
 
   Returns:
     A function of such parameters and x [sequences * time, width], which
     returns an array of the shape of x.
   """
   num_layers = jax.tree.leaves(blocks)[0].shape[0]
-  module = gpt2.scanned_blocks(config, sequences, num_layers)
+  module = gpt2.scanned_blocks(config, sequences, num_layers, tensor)
   return lambda params, x: module.apply({"params": params}, x, None)[0]
 
 
@@ -152,7 +189,7 @@ def _loss_of_embedded(
 ) -> jax.Array:
   num_sequences, time = labels.shape
   stage_fn = make_stage_fn(
-    config, num_sequences // num_microbatches, params["blocks"]
+    config, num_sequences // num_microbatches, params["blocks"], _tensor()
   )
   x = x.astype(config.dtype).reshape(num_microbatches, -1, config.width)
   x = edgc_jax.apply_stages(stage_fn, params["blocks"], x, AXIS)
@@ -165,20 +202,35 @@ def _loss_of_embedded(
   return losses.mean()
 
 
+def _tensor() -> Tensor:
+  """Returns how the devices of a stage share it, where their axis is bound."""
+  if TENSOR in jax.sharding.get_abstract_mesh().manual_axes:
+    return Tensor(lax.axis_size(TENSOR), TENSOR)
+  return Tensor()
+
+
+def _all_axes() -> tuple[str, ...]:
+  """Returns the axes that split the vocabulary."""
+  tensor = _tensor().axis
+  return (AXIS, tensor) if tensor else (AXIS,)
+
+
 def lookup(rows: jax.Array, tokens: jax.Array) -> jax.Array:
   """Returns the tokens' rows of an embedding that is split over the stages.
 
   Args:
-    rows: float32 [V / S, width], this stage's part.
-    tokens: int32 [n], equal on all stages.
+    rows: float32 [V / S, width], the part of one of S devices: the stages, or
+      all devices that share the stages.
+    tokens: int32 [n], equal on all of them.
 
   Returns:
-    float32 [n, width], equal on all stages.
+    float32 [n, width], equal on all of them.
   """
-  places = tokens - lax.axis_index(AXIS) * rows.shape[0]
+  axes = _all_axes()
+  places = tokens - lax.axis_index(axes) * rows.shape[0]
   is_here = (places >= 0) & (places < rows.shape[0])
   found = rows[jnp.where(is_here, places, 0)]
-  return lax.psum(jnp.where(is_here[:, None], found, 0.0), AXIS)
+  return lax.psum(jnp.where(is_here[:, None], found, 0.0), axes)
 
 
 def cross_entropy(
@@ -192,20 +244,21 @@ def cross_entropy(
   stages exchange three values per token.
 
   Args:
-    x: [n, width], equal on all stages.
-    rows: float32 [V / S, width], this stage's part; rows beyond `vocab_size`
+    x: [n, width], equal on all devices, as for `lookup`.
+    rows: float32 [V / S, width], as for `lookup`; rows beyond `vocab_size`
       in the last parts are padding and have no probability.
-    labels: int32 [n], equal on all stages.
-    vocab_size: Number of rows of all stages, without padding.
+    labels: int32 [n], equal on all devices.
+    vocab_size: Number of rows of all devices, without padding.
 
   Returns:
-    float32 [n], nats, equal on all stages.
+    float32 [n], nats, equal on all devices.
   """
-  first = lax.axis_index(AXIS) * rows.shape[0]
+  axes = _all_axes()
+  first = lax.axis_index(axes) * rows.shape[0]
   logits = (x @ rows.T.astype(x.dtype)).astype(jnp.float32)
   is_real = first + jnp.arange(rows.shape[0]) < vocab_size
   logits = jnp.where(is_real, logits, -jnp.inf)
-  largest = lax.pmax(lax.stop_gradient(logits.max(axis=-1)), AXIS)
+  largest = lax.pmax(lax.stop_gradient(logits.max(axis=-1)), axes)
   places = labels - first
   is_here = (places >= 0) & (places < rows.shape[0])
   own = jnp.take_along_axis(logits, jnp.where(is_here, places, 0)[:, None], 1)
@@ -215,5 +268,5 @@ def cross_entropy(
     jnp.where(is_here, own[:, 0], 0.0),
     jnp.exp(logits - largest[:, None]).sum(axis=-1),
   )
-  label, mass = lax.psum(jnp.stack(both), AXIS)
+  label, mass = lax.psum(jnp.stack(both), axes)
   return largest + jnp.log(mass) - label

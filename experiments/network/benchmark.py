@@ -264,6 +264,7 @@ class Benchmark:
     config.mesh.stage = layout.stages
     config.mesh.data = layout.replicas
     config.mesh.fsdp = layout.shards
+    config.mesh.tensor = 1
     config.mesh.backend = "pmap" if layout.has_replicas_only else "jit"
     config.pipeline.align = "none"  # each row has one rank for all stages
     config.batch_size = rows_each * config.mesh.data

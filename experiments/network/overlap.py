@@ -75,7 +75,7 @@ def _config_of(config: ConfigDict) -> ConfigDict:
   """Returns the configuration on two hosts; the batch per replica is kept."""
   config = config.copy_and_resolve_references()
   config.batch_size = config.batch_size // config.mesh.data * _HOSTS
-  config.mesh.update(data=_HOSTS, stage=1, fsdp=1, backend="jit")
+  config.mesh.update(data=_HOSTS, stage=1, tensor=1, fsdp=1, backend="jit")
   return config
 
 

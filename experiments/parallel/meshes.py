@@ -15,27 +15,31 @@ from ml_collections import ConfigDict
 from experiments.models import gpt2_shards, gpt2_stages
 
 DATA, STAGE, SHARD = "data", gpt2_stages.AXIS, gpt2_shards.AXIS
+TENSOR = gpt2_stages.TENSOR
 
 
 def shape_of(
-  replicas: int, stages: int = 1, shards: int = 1
+  replicas: int, stages: int = 1, shards: int = 1, tensor: int = 1
 ) -> Mapping[str, int]:
   """Returns the size of each axis of a mesh; arguments as for `make_mesh`."""
-  shape = {STAGE: stages, DATA: replicas, SHARD: shards}
+  shape = {STAGE: stages, DATA: replicas, SHARD: shards, TENSOR: tensor}
   return {name: n for name, n in shape.items() if n > 1 or name == DATA}
 
 
-def make_mesh(replicas: int, stages: int, shards: int = 1) -> Mesh:
+def make_mesh(
+  replicas: int, stages: int, shards: int = 1, tensor: int = 1
+) -> Mesh:
   """Makes a mesh of the first devices.
 
-  The axes of stages and shards are left out if there is one.
+  Axes of one device are left out, except for the axis of the replicas.
 
   Args:
     replicas: Number of replicas.
     stages: Number of pipeline stages.
     shards: Number of devices among which each replica shards its parameters.
+    tensor: Number of devices that share each stage.
   """
-  mesh = abstract_mesh(replicas, stages, shards)
+  mesh = abstract_mesh(replicas, stages, shards, tensor)
   return jax.make_mesh(
     mesh.axis_sizes,
     mesh.axis_names,
@@ -49,14 +53,14 @@ def of_config(config: ConfigDict) -> Mesh | AbstractMesh:
   mesh = config.mesh
   if mesh.backend == "vmap":
     return abstract_mesh(mesh.data)
-  return make_mesh(mesh.data, mesh.stage, mesh.fsdp)
+  return make_mesh(mesh.data, mesh.stage, mesh.fsdp, mesh.tensor)
 
 
 def abstract_mesh(
-  replicas: int, stages: int = 1, shards: int = 1
+  replicas: int, stages: int = 1, shards: int = 1, tensor: int = 1
 ) -> AbstractMesh:
   """Returns a mesh without devices; arguments as for `make_mesh`."""
-  shape = shape_of(replicas, stages, shards)
+  shape = shape_of(replicas, stages, shards, tensor)
   types = (AxisType.Auto,) * len(shape)
   return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=types)
 

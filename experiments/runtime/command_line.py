@@ -53,7 +53,7 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       # Only the CPU platform uses this: replicas share a machine's cores.
       mesh, devices = config.mesh, 1
       if mesh.backend != "vmap":
-        sizes = (mesh.data, mesh.stage, mesh.fsdp)
+        sizes = (mesh.data, mesh.stage, mesh.tensor, mesh.fsdp)
         devices = math.prod(max(1, n) for n in sizes)
       share = max(1, devices // processes) if processes else 1
       jax.config.update("jax_num_cpu_devices", share)

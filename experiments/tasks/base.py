@@ -50,7 +50,8 @@ class Task(abc.ABC):
     version: Raised when the same configuration gives other results; records of
       runs hold it.
     metrics: What `evaluate` measures, and which end is better: min or max.
-    axes: Further axes of a mesh that the task can run on: "stage", "fsdp".
+    axes: Further axes of a mesh that the task can run on: "stage", "tensor",
+      "fsdp".
     unit: What a row consists of, such as tokens.
     units_per_row: Number of them.
     row: Types of one row of a batch, a tree of `jax.ShapeDtypeStruct`.

@@ -18,7 +18,7 @@ from experiments.tasks.base import Layout, Metrics, Source, StagedTask
 class Gpt2(StagedTask):
   """GPT-2 of `config.model` on the text of `config.data`."""
 
-  axes = frozenset({gpt2_stages.AXIS, gpt2_shards.AXIS})
+  axes = frozenset({gpt2_stages.AXIS, gpt2_stages.TENSOR, gpt2_shards.AXIS})
   unit = "tokens"
   is_masked = False
 
@@ -83,10 +83,9 @@ class Gpt2(StagedTask):
 
   def layout(self, mesh_shape: Mapping[str, int]) -> Layout:
     if gpt2_stages.AXIS in mesh_shape:
-      stages = mesh_shape[gpt2_stages.AXIS]
-      init = functools.partial(gpt2_stages.init_params, self.model, stages)
+      init = functools.partial(gpt2_stages.init_params, self.model, mesh_shape)
       shapes = jax.eval_shape(init, jax.random.key(0))
-      return Layout(init, shapes, gpt2_stages.param_specs(shapes))
+      return Layout(init, shapes, gpt2_stages.param_specs(shapes, mesh_shape))
     whole = super().layout(mesh_shape)
     if gpt2_shards.AXIS in mesh_shape:
       shards = mesh_shape[gpt2_shards.AXIS]
@@ -115,7 +114,10 @@ class Gpt2(StagedTask):
     params = jax.tree.map(lambda p: jnp.full(p.shape, 0.01, p.dtype), blocks)
     size = (rows * self.model.context, self.model.width)
     inputs = jnp.ones(size, self.model.dtype)
-    return gpt2_stages.make_stage_fn(self.model, rows, params), params, inputs
+    # Without the sums over the devices that share the stage.
+    tensor = gpt2.Tensor(mesh_shape.get(gpt2_stages.TENSOR, 1))
+    stage_fn = gpt2_stages.make_stage_fn(self.model, rows, params, tensor)
+    return stage_fn, params, inputs
 
 
 TASK = Gpt2

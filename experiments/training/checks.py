@@ -73,19 +73,22 @@ def _check_local(config: ConfigDict) -> None:
 def _check_mesh(config: ConfigDict, task: Task) -> None:
   """Raises unless the devices suffice and model and batch divide over them."""
   mesh, microbatches = config.mesh, config.pipeline.microbatches
-  shards, available = mesh.fsdp, len(jax.devices())
+  shards, tensor, available = mesh.fsdp, mesh.tensor, len(jax.devices())
   if mesh.backend == "vmap":
     available = math.inf
   replicas, stages, processes = mesh.data, mesh.stage, jax.process_count()
-  sizes = {"data": replicas, "stage": stages, "fsdp": shards}
+  sizes = {
+    "data": replicas, "stage": stages, "tensor": tensor, "fsdp": shards,
+  }  # fmt: skip
   product = " times ".join(f"`mesh.{name}`" for name in sizes)
   got = " times ".join(map(str, sizes.values()))
-  total = math.prod(sizes.values())
+  others = stages * tensor * shards
+  total = replicas * others
   if processes > 1 and total != available:
     raise ValueError(
       f"{product} must be the number of devices of all"
       f" {processes} processes ({available}), got {got};"
-      f" set --config.mesh.data={max(1, available // max(1, stages * shards))}."
+      f" set --config.mesh.data={max(1, available // max(1, others))}."
       " On CPUs each process makes an equal share of the devices, so use a"
       " multiple of the number of processes."
     )
@@ -100,6 +103,7 @@ def _check_mesh(config: ConfigDict, task: Task) -> None:
     )
   for name, axis, size in (
     ("stage", "stages", stages), ("fsdp", "shards", shards),
+    ("tensor", "shared stages", tensor),
   ):  # fmt: skip
     if size > 1 and name not in task.axes:
       raise ValueError(
@@ -122,6 +126,12 @@ def _check_mesh(config: ConfigDict, task: Task) -> None:
     raise ValueError(
       f"`mesh.backend` must be jit for several stages (mesh.stage is"
       f" {stages}), got {mesh.backend!r}; set --config.mesh.backend=jit."
+    )
+  if tensor > 1 and (stages == 1 or config.model.num_heads % tensor):
+    raise ValueError(
+      "`mesh.tensor` must be 1 without pipeline stages, and with them a divisor"
+      f" of model.num_heads ({config.model.num_heads}), got {tensor} with"
+      f" mesh.stage={stages}; shards without stages are set by mesh.fsdp."
     )
   if stages > 1 and config.model.num_layers % stages:
     raise ValueError(

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 import edgc_jax
 from edgc_jax.wire.order import varying_axes
 from experiments import peers
-from experiments.parallel.meshes import DATA, STAGE
+from experiments.parallel.meshes import DATA, STAGE, TENSOR
 from experiments.peers.lookahead import lookahead
 from experiments.tasks.base import Task
 from experiments.training import rules
@@ -220,8 +220,9 @@ def make_optimizer(
   axes = None if _is_plain(config, mesh) else DATA
   clip = optax.clip_by_global_norm(options.clip_norm)
   if config.mesh.stage > 1:
-    axes = (DATA, STAGE)
-    clip = edgc_jax.clip_by_global_norm(options.clip_norm, STAGE)
+    own = (STAGE, TENSOR) if config.mesh.tensor > 1 else (STAGE,)
+    axes = (DATA, *own)
+    clip = edgc_jax.clip_by_global_norm(options.clip_norm, own)
   descent = _make_descent(config)
   is_plain_sgd = isinstance(local.momentum, float) and not local.momentum
   momentum = None if is_plain_sgd else local.momentum

@@ -287,7 +287,7 @@ class Trainer:
       "params": self.parallel.num_params,
       "replicas": config.mesh.data,
       "stages": config.mesh.stage,
-      "shards": config.mesh.fsdp,
+      "shards": config.mesh.fsdp * config.mesh.tensor,
       "train_loss": line["loss"],
       **{f"val_{name}": line[f"val_{name}"] for name in self.task.metrics},
       "dense_bytes_per_step": line["dense_bytes"],

@@ -63,7 +63,7 @@ def test_resumes_on_another_number_of_shards(tmp_path, capsys):
     ({"backend": "pmap"}, "`mesh.fsdp` must be 1 on .* got 2 with pmap"),
     ({"backend": "vmap"}, "`mesh.fsdp` must be 1 on .* got 2 with vmap"),
     ({"stage": 2}, "`mesh.fsdp` must be 1 on pipeline stages, and with"),
-    ({"fsdp": 0}, "`mesh.data` times `mesh.stage` times `mesh.fsdp` must be"),
+    ({"fsdp": 0}, "`mesh.tensor` times `mesh.fsdp` must be between 1 and"),
     ({"fsdp": 16}, "must be between 1 and the number of devices"),
   ],
 )

@@ -201,19 +201,6 @@ class RefusalsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       edgc_jax.state_specs(edgc_jax.powersgd(4), PARAMS, **own)
 
-  def test_stages_beside_shards(self):
-    mesh = mesh_of(stage=2, data=2, fsdp=2)
-    specs = {"bias": P("stage"), "kernel": P("stage", "fsdp")}
-    tx = edgc_jax.powersgd(4, stages=edgc_jax.Stages(align="none"))
-
-    def update(gradients):
-      local = jax.lax.pcast(gradients, "data", to="varying")
-      return tx.update(local, tx.init(gradients))[0]
-
-    step = jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=specs)
-    with self.assertRaisesRegex(ValueError, "`stages` must be None"):
-      jax.eval_shape(step, PARAMS)
-
 
 class StateTest(parameterized.TestCase):
   def test_specs(self):
@@ -228,10 +215,12 @@ class StateTest(parameterized.TestCase):
     self.assertEqual(up.residual, P(("data", "fsdp"), "tensor"))
     self.assertEqual(whole.residual, P(("data",)))
     self.assertEqual(up.stats.rank, P(None, both))
-    self.assertEqual(reducer.budget.decision.rank, P(None, both))
+    self.assertEqual(reducer.budget.decision.rank, P())
+    self.assertEqual(reducer.budget.window_entropy, P(None, both))
     self.assertEqual(reducer.budget.first_rank, P())
     self.assertEqual(reducer.allocation.ranks, P(None, both))
-    self.assertEqual(reducer.stats.rank, P(None, both))
+    self.assertEqual(reducer.stats.wire_bytes, P(None, both))
+    self.assertEqual(reducer.stats.rank, P())
     self.assertEqual(adam.mu["down"], P("tensor", "fsdp"))
 
   def test_continues_bit_for_bit(self):

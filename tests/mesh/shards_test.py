@@ -139,10 +139,7 @@ class ShardsTest(parameterized.TestCase):
       run.train(10, start=10 * window)
       state = find(run.state)
       budget = state.budget
-      self.assertEqual(budget.decision.rank.shape, (1, 4))
-      self.assertLen(np.unique(budget.decision.rank), 1)
-      ranks.add(int(budget.first_rank))
-      self.assertEqual(int(budget.first_rank), int(budget.decision.rank[0, 0]))
+      ranks.add(int(budget.decision.rank))
       self.assertLen(np.unique(budget.window_entropy), 1)
       own.add(len(np.unique(np.asarray(state.allocation.ranks[0]), axis=0)))
     self.assertGreater(len(ranks), 1)

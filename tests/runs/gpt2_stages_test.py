@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from absl.testing import absltest, parameterized
 from helpers.meshes import AXIS, stage_mesh
+from helpers.shard_runs import mesh_of
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -50,9 +51,14 @@ def example(config=TINY):
   return batch, *grad_fn(config, whole_params(config), batch)
 
 
-def on_mesh(fn, stages, replicas, params):
+def on_mesh(fn, stages, replicas, params, tensor=1):
   """Returns a function of global arrays for averaged loss and gradients."""
-  specs = gpt2_stages.param_specs(params)
+  mesh = (
+    stage_mesh(stages, replicas)
+    if tensor == 1
+    else mesh_of(stage=stages, data=replicas, tensor=tensor)
+  )
+  specs = gpt2_stages.param_specs(params, mesh.shape)
 
   def averaged(params, batch):
     local = lax.pcast(params, AXIS, to="varying")
@@ -61,7 +67,7 @@ def on_mesh(fn, stages, replicas, params):
   return jax.jit(
     jax.shard_map(
       averaged,
-      mesh=stage_mesh(stages, replicas),
+      mesh=mesh,
       in_specs=(specs, P(AXIS)),
       out_specs=(P(), specs),
     )
@@ -110,6 +116,26 @@ class WholeModelTest(parameterized.TestCase):
     loss, gradients = run(params, example()[0])
     self.assert_is_the_whole_models(loss, gradients)
 
+  @parameterized.parameters((2, 2, 2, 4), (4, 1, 2, 1))
+  def test_devices_that_share_a_stage(
+    self, stages, replicas, tensor, num_microbatches
+  ):
+    """Loss and gradients of the whole model; 50 rows are padded."""
+    shape = {"stage": stages, "tensor": tensor}
+    params = gpt2_stages.laid_out(whole_params(), shape)
+    fn = functools.partial(gpt2_stages.loss_fn, TINY, num_microbatches)
+    run = on_mesh(jax.value_and_grad(fn), stages, replicas, params, tensor)
+    batch, expected, whole = example()
+    loss, gradients = run(params, batch)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    wanted = gpt2_stages.laid_out(whole, shape)
+
+    def compare(got, wanted):
+      atol = 1e-5 * float(np.abs(wanted).max())
+      np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=atol)
+
+    jax.tree.map(compare, gradients, wanted)
+
   def test_late_updates_complete_the_gradients(self):
     """Only embedding and positions differ in the early gradients."""
     params = padded(whole_params(), 4)
@@ -120,7 +146,7 @@ class WholeModelTest(parameterized.TestCase):
       )
       return loss, (early, late_updates(lambda x: x))
 
-    specs = gpt2_stages.param_specs(params)
+    specs = gpt2_stages.param_specs(params, {"stage": 4})
     run = jax.jit(
       jax.shard_map(
         lambda p, b: lax.pmean(fn(lax.pcast(p, AXIS, to="varying"), b), AXIS),
@@ -143,7 +169,9 @@ class WholeModelTest(parameterized.TestCase):
   def test_same_key_same_model(self):
     key = jax.random.key(3)
     whole = jax.jit(gpt2.init_params, static_argnums=0)(TINY, key)
-    cut = jax.jit(gpt2_stages.init_params, static_argnums=(0, 1))(TINY, 8, key)
+    cut = jax.jit(lambda key: gpt2_stages.init_params(TINY, {"stage": 8}, key))(
+      key
+    )
     chex.assert_trees_all_equal(cut, padded(whole, 8))
 
   def test_no_array_holds_all_logits(self):
@@ -154,7 +182,9 @@ class WholeModelTest(parameterized.TestCase):
     stages, sequences = 2, 6
     tokens, part = sequences * config.context, 1002 // stages
     params = jax.eval_shape(
-      lambda: gpt2_stages.init_params(config, stages, jax.random.key(0))
+      lambda: gpt2_stages.init_params(
+        config, {"stage": stages}, jax.random.key(0)
+      )
     )
     batch = jax.ShapeDtypeStruct((sequences, config.context + 1), jnp.int32)
     fn = functools.partial(gpt2_stages.loss_fn, config, 2)

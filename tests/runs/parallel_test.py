@@ -5,9 +5,11 @@ import json
 import random
 import warnings
 
+import chex
 import jax
 import numpy as np
 import pytest
+from helpers import cut_runs
 from helpers.collective_order import unordered
 from helpers.meshes import between_hosts
 
@@ -136,6 +138,34 @@ def test_stages_train_as_replicas_do(folder, replicas):
   assert summary["dense_bytes_per_step"] == alone["dense_bytes_per_step"] + (
     shared
   )
+
+
+def test_devices_share_stages(folder, replicas):
+  """Two stages of two replicas of two devices train as four replicas do."""
+  config = small(folder, "shared_stages", "allreduce", 2, stage=2)
+  config.mesh.tensor = 2
+  shared = run(config)
+  assert_same_training(shared, replicas)
+  assert shared[1]["params"] == replicas[1]["params"]
+  assert shared[1]["shards"] == 2
+
+
+def test_resumed_on_shared_stages(folder):
+  """Ranks differ by stage, and are equal on its devices."""
+  runs = []
+  for name, cuts in (("whole", []), ("cut", [3])):
+    config = small(folder, f"shared_edgc_{name}", "edgc", 2, stage=2)
+    config.mesh.tensor, config.checkpoint.every = 2, 3
+    config.edgc.rank_min = 4
+    for step in cuts:
+      cut_runs.run(config, cut_after=step)
+    runs.append(cut_runs.run(config))
+  whole, cut = map(cut_runs.lines_of, runs)
+  assert whole == cut
+  chex.assert_trees_all_equal(*map(cut_runs.newest, runs))
+  assert runs[0].folder.summary()["rank_history"][-1] == [5, [4, 8]]
+  (ranks, *_) = whole[-1]["matrix_rank"].values()
+  assert np.shape(ranks) == (2, 2)  # stages, and matrices of all devices
 
 
 def test_small_leaves_joined_on_stages(folder, replicas):
@@ -298,6 +328,18 @@ def test_unneeded_times_are_not_measured(folder, monkeypatch, changes):
     (
       {"pipeline.microbatches": 0},
       "`pipeline.microbatches` must be at least 1",
+    ),
+    (
+      {"mesh.tensor": 3},
+      r"`mesh.data` times `mesh.stage`.*got 2 times 2 times",
+    ),
+    (
+      {"mesh.tensor": 2, "model.num_heads": 1},
+      r"`mesh.tensor` must be .* a divisor of model.num_heads \(1\), got 2",
+    ),
+    (
+      {"mesh.tensor": 2, "mesh.stage": 1},
+      r"`mesh.tensor` must be 1 without pipeline stages",
     ),
     ({"pipeline.align": "slacks"}, "`align` must be one of"),
     (
