@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: train train-vision train-hsdp train-pipeline test test-slow test-runs \
-  test-newest golden soak lint format protocol pages bench bench-network \
-  bench-overlap clean
+  test-newest golden soak lint format protocol pages plan-paper bench \
+  bench-network bench-overlap clean
 
 # Reinstalls when the requirements or the package metadata change.
 $(VENV)/installed: requirements.txt pyproject.toml
@@ -84,6 +84,15 @@ protocol: $(VENV)/installed
 # Tables and pictures of all pages, from records: minutes.
 pages: $(VENV)/installed
 	$(BIN)/python -m experiments.pages
+
+# The paper's three models compiled for their meshes, without the devices, and
+# their runs modelled: docs/paper.md. Takes some minutes, and 8 GiB.
+plan-paper: $(VENV)/installed
+	for size in 345m 2b5 12b; do \
+	  $(BIN)/python experiments/plan_layout.py --output=docs/paper_layouts.json \
+	    --config=configs/paper/gpt2_$$size.py || exit; \
+	done
+	$(BIN)/python -m experiments.planning.paper
 
 # Step times on virtual hosts with slow links, compared with PyTorch. Needs
 # Linux, root and iproute2; takes half an hour. Result: docs/network.json.

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from absl.testing import absltest, parameterized
-from helpers import hlo
 from helpers.meshes import (
   AXIS,
   BACKENDS,
@@ -20,6 +19,7 @@ import edgc_jax
 from edgc_jax.budget import entropy
 from edgc_jax.wire import agreement
 from edgc_jax.wire.codes import code_of
+from experiments.planning import hlo
 
 pytestmark = pytest.mark.slow
 

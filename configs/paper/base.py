@@ -1,10 +1,12 @@
 """What the paper's three runs have in common.
 
-Facts from the scripts that the paper's authors (arXiv:2511.10333) have published,
-which train with Megatron-LM on 16, 32 and 64 GPUs, in float32. Two departures:
-the learning rate falls over the steps of the run, and not over 320,000; and the
-largest rank, which the authors derive from times that are not published, stands
-here as a number (0 has it derived from the link).
+Facts from the scripts that the authors of arXiv:2511.10333 have published; they
+train with Megatron-LM on 16, 32 and 64 GPUs, in float32. Two departures: the
+learning rate falls over the steps of the run, and not over 320,000; and ranks
+are at least 16 apart where the largest one is above 250, since a ladder has at
+most 16 ranks. The authors derive the largest rank from times that are not
+published. Here it follows from the link and the time of a backward pass below,
+which are assumptions, to be replaced by one's own.
 """
 
 from ml_collections import ConfigDict
@@ -13,7 +15,6 @@ from configs import common
 
 STEPS, WINDOW = 230_000, 1000
 _MICRO_BATCH = 4  # sequences
-_RANK_MAX = 64
 
 
 def make(
@@ -52,16 +53,23 @@ def make(
     weight_decay=0.01, clip_norm=1.0,
   )  # fmt: skip
   config.evaluation.update(every=WINDOW, batches=10)
+  # An uplink of 10 Gbit/s, shared by the devices of a node: bytes of payload of
+  # an all-reduce per second and device.
+  config.link.update(
+    bandwidth=1.25e9 * replicas / (2 * (replicas - 1)) / tensor, latency=1e-4
+  )
+  config.pipeline.backward_seconds = 0.4
 
-  # Dense for a tenth of the run; then a rank for each window, down to a quarter
-  # of the largest, at most 4 away from the rank before.
+  # The largest rank is the largest that is no slower than dense. Dense for a
+  # tenth of the run; then a rank for each window, down to a quarter
+  # of the largest, at most one step of the ladder away from the rank before.
   config.edgc.update(
-    rank_max=_RANK_MAX, rank_min=_RANK_MAX // 4, window=WINDOW,
+    rank_max=0, rank_min=0, max_rank_step=0, window=WINDOW,
     warmup_steps=STEPS // 10, max_warmup_steps=STEPS // 10,
-    warmup_rank="dense", max_rank_step=4, allocation="uniform",
+    warmup_rank="dense", allocation="uniform", min_ratio=1.0,
   )  # fmt: skip
   config.edgc.sampling.update(
     step_rate=0.1, entry_rate=0.25, estimator="histogram"
   )
-  config.powersgd.update(rank=float(_RANK_MAX), warmup_steps=STEPS // 10)
+  config.powersgd.warmup_steps = STEPS // 10
   return config

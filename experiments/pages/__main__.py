@@ -26,7 +26,7 @@ from absl import app, flags
 from matplotlib.figure import Figure
 from PIL import Image
 
-from experiments.pages import benchmarks, evidence, network, protocol
+from experiments.pages import benchmarks, evidence, network, paper, protocol
 from experiments.reporting.style import DPI
 
 _CHECK = flags.DEFINE_bool("check", False, "Write nothing, and compare.")
@@ -45,7 +45,7 @@ _BLOCK = re.compile(
 Table = Callable[..., Sequence[str]]
 Picture = Callable[[], Figure]
 TABLES: Mapping[str, Table] = {
-  **protocol.TABLES, **network.TABLES, **benchmarks.TABLES,
+  **protocol.TABLES, **network.TABLES, **benchmarks.TABLES, **paper.TABLES,
 }  # fmt: skip
 PICTURES: Mapping[str, Picture] = protocol.PICTURES | network.PICTURES
 

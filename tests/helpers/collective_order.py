@@ -3,7 +3,7 @@
 import functools
 import re
 
-from helpers import hlo
+from experiments.planning import hlo
 
 _INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = ")
 

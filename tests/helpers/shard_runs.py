@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 import edgc_jax
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import Checks
-from helpers import hlo
 
 SIZE, HIDDEN, BATCH = 64, 128, 32
 SPECS = {
@@ -166,27 +165,3 @@ class ShardedRun:
   def compiled(self) -> str:
     """Returns the text of the compiled step."""
     return self._compiled.as_text()
-
-
-def over_axes(text: str, mesh: jax.sharding.Mesh, *axes: str) -> str:
-  """Drops the collectives of a program that are not over exactly these axes.
-
-  Args:
-    text: Text of a compiled program.
-    mesh: Its mesh.
-    *axes: Axes of the mesh.
-  """
-  devices = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-  names = list(mesh.shape)
-  inside = [names.index(axis) for axis in axes]
-  outside = [i for i in range(len(names)) if i not in inside]
-  count = int(np.prod([mesh.shape[axis] for axis in axes]))
-  groups = devices.transpose(*outside, *inside).reshape(-1, count)
-  wanted = {frozenset(group) for group in groups.tolist()}
-
-  def is_kept(line: str) -> bool:
-    if not hlo.is_collective(line):
-      return True
-    return {frozenset(group) for group in hlo.groups_of(line)} == wanted
-
-  return "\n".join(line for line in text.splitlines() if is_kept(line))

@@ -9,11 +9,11 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from helpers import hlo
 from helpers.meshes import mesh_of
 from jax.sharding import AxisType
 
 from edgc_jax.measure import timing
+from experiments.planning import hlo
 
 SIZES = (2**12, 2**16, 2**20)
 

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
-from helpers import hlo
 from helpers.collective_order import unordered
 from helpers.meshes import factors, residuals
 from helpers.shard_runs import ShardedRun, batch_at, first_params
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from mesh.shards_test import REDUCERS
 
 import edgc_jax
+from experiments.planning import hlo
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,6 @@ import optax
 import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
-from helpers import hlo
 from helpers.collective_order import unordered
 from helpers.meshes import AXIS
 from helpers.reducers import variants
@@ -19,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
+from experiments.planning import hlo
 
 REPLICAS = 4
 PARAMS = {

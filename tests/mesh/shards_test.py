@@ -8,14 +8,14 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
-from helpers import hlo
 from helpers.collective_order import unordered
 from helpers.meshes import DIVERGED_BYTES, factors, find, residuals
-from helpers.shard_runs import ShardedRun, over_axes
+from helpers.shard_runs import ShardedRun
 
 import edgc_jax
 from edgc_jax.budget import entropy
 from edgc_jax.wire import agreement
+from experiments.planning import hlo
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +100,7 @@ class ShardsTest(parameterized.TestCase):
     run.train(1)
     metrics = edgc_jax.metrics(run.state)
     text = run.compiled()
-    found = over_axes(text, run.mesh, "data")
+    found = hlo.over_axes(text, run.mesh, "data")
     sent = hlo.wire_bytes_outside_branches(found) - LOSS_BYTES
     for ladder in hlo.wire_bytes_by_rank(found):
       sent += ladder[-1]  # the warm-up has the largest rank
@@ -115,7 +115,7 @@ class ShardsTest(parameterized.TestCase):
     plain = plain_run(mesh).compiled()
     axes = [*[(axis,) for axis in shards], tuple(shards)]
     inside, without = (
-      sum(sum_of_bytes(over_axes(x, run.mesh, *own)) for own in set(axes))
+      sum(sum_of_bytes(hlo.over_axes(x, run.mesh, *own)) for own in set(axes))
       for x in (text, plain)
     )
     gradient = 4 * sum(x.size for x in jax.tree.leaves(run.params)) / size

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from helpers import hlo
 from helpers.meshes import (
   BACKENDS,
   Pmap,
@@ -17,6 +16,7 @@ from helpers.meshes import (
 )
 
 import edgc_jax
+from experiments.planning import hlo
 
 REPLICAS = 4
 # Of the two compressed leaves, one is no multiple of a block or a run.

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import hlo
 from helpers.local_model import (
   NESTEROV,
   PARAMS,
@@ -22,6 +21,7 @@ from helpers.meshes import AXIS
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
+from experiments.planning import hlo
 
 
 def tx_of(

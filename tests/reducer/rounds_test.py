@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
-from helpers import hlo
 from helpers.meshes import (
   AXIS,
   BACKENDS,
@@ -30,6 +29,7 @@ from edgc_jax.reducer.rounds import (
 )
 from edgc_jax.wire.codes import code_of
 from edgc_jax.wire.wire import Send
+from experiments.planning import hlo
 
 REPLICAS = 4
 PARAMS = {

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import hlo
 from helpers.local_model import (
   NESTEROV,
   PARAMS,
@@ -21,6 +20,7 @@ from helpers.meshes import AXIS
 from jax.sharding import AxisType
 
 import edgc_jax
+from experiments.planning import hlo
 
 
 def chains(mesh=None):

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
-from helpers import hlo
 from helpers.meshes import BACKENDS, Pmap, gradients_like, traced_once
 
 import edgc_jax
+from experiments.planning import hlo
 
 PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,)), "s": jnp.zeros(())}
 

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
-from helpers import hlo
 from helpers.collective_order import unordered
 from helpers.meshes import (
   AXIS,
@@ -42,6 +41,7 @@ from edgc_jax.leaves.leaf import leaves_in
 from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer import rounds
 from edgc_jax.wire import agreement
+from experiments.planning import hlo
 
 pytestmark = [
   pytest.mark.slow,

@@ -12,15 +12,15 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
-from helpers import hlo
 from helpers.collective_order import unordered
 from helpers.meshes import DIVERGED_BYTES, factors, residuals
-from helpers.shard_runs import mesh_of, over_axes
+from helpers.shard_runs import mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from edgc_jax.wire import agreement
+from experiments.planning import hlo
 
 pytestmark = [
   pytest.mark.slow,
@@ -212,7 +212,7 @@ class StagesOfShardsTest(parameterized.TestCase):
   def test_sends_what_is_predicted(self):
     run = restarted(stages_run("edgc"))
     run.step(gradients(0))
-    found = over_axes(run.compiled.as_text(), run.mesh, "data")
+    found = hlo.over_axes(run.compiled.as_text(), run.mesh, "data")
     sent = hlo.wire_bytes_outside_branches(found)
     ladders = hlo.wire_bytes_by_rank(found)
     # Two rounds each: own sharded leaves, own whole ones, the late ones.
@@ -234,7 +234,7 @@ class StagesOfShardsTest(parameterized.TestCase):
     """Two rounds of two exchanges precede collectives over the stages."""
     text = stages_run("edgc").compiled.as_text()
     computations = hlo.computations_of(text)
-    over_stages = over_axes(text, stages_run("edgc").mesh, "stage")
+    over_stages = hlo.over_axes(text, stages_run("edgc").mesh, "stage")
     kept, order = set(over_stages.splitlines()), []
     for line in text[text.index("\nENTRY") :].splitlines():
       if " conditional(" in line and hlo.ranks_of(line, computations):

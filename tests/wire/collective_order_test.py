@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
-from helpers import hlo
 from helpers.collective_order import unordered
 from helpers.meshes import AXIS, between_hosts, gradients_like
 from helpers.reducers import is_plain, reducers
@@ -21,6 +20,7 @@ from helpers.reducers import is_plain, reducers
 import edgc_jax
 from edgc_jax.measure.description import reviewed
 from experiments.network import jax_host
+from experiments.planning import hlo
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,11 @@ import chex
 import jax
 import numpy as np
 from absl.testing import absltest, parameterized
-from helpers import hlo
 from helpers.meshes import AXIS, between_hosts, mesh_of
 from jax.sharding import PartitionSpec as P
 
 from edgc_jax.wire import collectives
+from experiments.planning import hlo
 
 REPLICAS = 4
 

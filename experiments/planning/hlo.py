@@ -13,6 +13,7 @@ import re
 from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 # Bytes of a value.
 _WIDTHS = {
@@ -351,3 +352,29 @@ def arrays_of(types: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     (dtype, tuple(int(dim) for dim in dims.split(",") if dim))
     for dtype, dims in _ARRAY.findall(types)
   )
+
+
+def over_axes(hlo: str, mesh: Mesh | AbstractMesh, *axes: str) -> str:
+  """Drops the collectives of a program that are not over exactly these axes.
+
+  Args:
+    hlo: Text of a compiled program.
+    mesh: Its mesh.
+    *axes: Axes of the mesh.
+  """
+  devices = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+  names = list(mesh.shape)
+  inside = [names.index(axis) for axis in axes]
+  outside = [i for i in range(len(names)) if i not in inside]
+  count = int(np.prod([mesh.shape[axis] for axis in axes]))
+  groups = devices.transpose(*outside, *inside).reshape(-1, count)
+  wanted = {frozenset(group) for group in groups.tolist()}
+
+  def is_kept(line: str) -> bool:
+    if not is_collective(line):
+      return True
+    if pairs := _pairs(line):
+      return all(any(set(pair) <= own for own in wanted) for pair in pairs)
+    return {frozenset(group) for group in groups_of(line)} == wanted
+
+  return "\n".join(line for line in hlo.splitlines() if is_kept(line))

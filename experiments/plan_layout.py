@@ -1,0 +1,64 @@
+"""Compiles a configuration for its own mesh, and prints what a device needs.
+
+  python experiments/plan_layout.py --config=configs/paper/gpt2_12b.py
+
+Trains nothing and allocates nothing: the devices are virtual, and all arrays
+are shapes. Prints the bytes that a device sends over the replicas at each rank,
+predicted and read from the compiled program, and its memory. Compiling takes
+minutes. --output adds the result to a JSON file.
+"""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import json
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from experiments import tasks
+from experiments.planning import layouts
+from experiments.runtime import command_line
+from experiments.training import checks
+
+_OUTPUT = flags.DEFINE_string("output", "", "JSON file that gets the result.")
+
+
+def main(config: ConfigDict) -> None:
+  """Compiles, and prints a table."""
+  try:
+    checks.check(config, tasks.make(config))
+  except ValueError as error:
+    sys.exit(f"error: {error}")
+  found = layouts.compile_step(config)
+  print(_table(config.name, found))
+  if _OUTPUT.value:
+    path = pathlib.Path(_OUTPUT.value)
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept[config.name] = found._asdict()
+    path.write_text(json.dumps(kept, indent=2) + "\n")
+
+
+def _table(name: str, found: layouts.Compiled) -> str:
+  """Formats a compiled step."""
+  mesh = " x ".join(f"{size} {axis}" for axis, size in found.mesh.items())
+  memory = found.argument_bytes + found.temporary_bytes
+  lines = [
+    f"{name}: {found.params:,} parameters on {mesh}",
+    f"a device: {found.device_params:,} parameters, {memory / 2**30:.2f} GiB"
+    f" ({found.argument_bytes / 2**30:.2f} of them state and batch)",
+    f"compiled in {found.seconds:.0f} s",
+    f"{'rank':>6}{'predicted':>16}{'in the program':>16}  bytes of a device",
+  ]
+  for rank, predicted, sent in zip(
+    found.ranks, found.predicted_bytes, found.program_bytes, strict=True
+  ):
+    lines.append(f"{rank or 'dense':>6}{predicted:16,}{sent:16,}")
+  lines.append(f"{found.other_bytes:,} bytes at any rank, beside exchanges")
+  return "\n".join(lines)
+
+
+if __name__ == "__main__":
+  command_line.run(main)

@@ -1,0 +1,1 @@
+"""Layouts compiled without their devices, and clusters on paper."""

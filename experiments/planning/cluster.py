@@ -1,0 +1,315 @@
+"""Models a step, and a whole run, on a cluster that is not at hand.
+
+A node holds one stage of one replica; its devices share the stage's matrices.
+With M microbatches, S stages, N replicas and T devices of a node,
+
+  step     = pipeline + max over stages (exchange_s - s t_b) + late exchange
+  pipeline = (M + S - 1) (t_f + t_b + t_send)
+  t_f      = FLOPs of a microbatch / (T rate) + sums inside the node;  t_b twice
+             that, three times if activations are computed again
+
+Stage s ends its backward pass s t_b before stage 0, and exchanges its own
+leaves then; leaves that stages split follow, at the rank of stage 0. Exchanges
+and ranks are computed by the package itself: bytes by `describe`, seconds and
+aligned ranks by `budget`, and decisions by `edgc`'s own budget.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+from ml_collections import ConfigDict
+
+import edgc_jax
+from edgc_jax.budget import alignment, entropy, ladder
+from edgc_jax.budget.entropy_budget import EntropyBudget
+from edgc_jax.leaves.review import Reviewed
+from edgc_jax.measure.description import reviewed
+from edgc_jax.reducer import rounds
+from edgc_jax.wire.link_model import ring_bytes
+from experiments import tasks
+from experiments.parallel import meshes
+from experiments.training import optimizer, times
+
+_BYTES = 4  # of a float32
+# Passes over a gradient to compress it: M is read for P, for Q and for the
+# residual, which is read and written; the update is written.
+_PASSES = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+  """Assumptions about a cluster.
+
+  Attributes:
+    peak: FLOPs of a device per second, at the precision of the model.
+    share: Share of the peak that training reaches.
+    memory: Bytes per second of a device's memory.
+    inside: Bytes per second of a device's link to its node's other devices.
+    megabits: Of a node's uplink per second, each way.
+    round_trip: Seconds between two nodes and back.
+    recomputes: Whether the backward pass computes activations again.
+  """
+
+  peak: float
+  share: float
+  memory: float
+  inside: float
+  megabits: float
+  round_trip: float
+  recomputes: bool = False
+
+
+class Compute(NamedTuple):
+  """Seconds of a step without an exchange.
+
+  Attributes:
+    backward: A microbatch's backward pass on one stage.
+    step: All microbatches on all stages.
+  """
+
+  backward: float
+  step: float
+
+
+class Run(NamedTuple):
+  """A whole run on paper; means over all of its steps.
+
+  Attributes:
+    step: Seconds of a step.
+    communication: Seconds of stage 0's exchanges in a step.
+    exposed: Seconds by which exchanges lengthen a step.
+    megabytes: Payload of a device of stage 0 in a step, 10^6 bytes.
+    ranks: Ranks of the stages in each window, 0 for dense; one window if they
+      never change.
+  """
+
+  step: float
+  communication: float
+  exposed: float
+  megabytes: float
+  ranks: tuple[tuple[int, ...], ...]
+
+
+def compute_of(config: ConfigDict, hardware: Hardware) -> Compute:
+  """Returns the seconds of a step without an exchange."""
+  model, mesh = config.model, config.mesh
+  microbatches, stages = config.pipeline.microbatches, mesh.stage
+  rows = config.batch_size // mesh.data // microbatches
+  tokens, layers = rows * model.context, model.num_layers / stages
+  # Products with the weights of a stage: 12 width^2 a layer, and the logits of
+  # its part of the vocabulary; scores and weighted values of the attention.
+  weights = (
+    layers * 12 * model.width**2 + model.vocab_size * model.width / stages
+  )
+  attention = layers * 2 * model.context * model.width
+  flops = 2 * tokens * (weights + attention) / mesh.tensor
+  activations = tokens * model.width * _BYTES
+  sums = 2 * layers * ring_bytes(activations, mesh.tensor) / hardware.inside
+  forward = flops / (hardware.peak * hardware.share) + sums
+  backward = (3 if hardware.recomputes else 2) * forward
+  # Activations go to the next stage, and their gradients back.
+  sends = 2 * activations * 8e-6 / hardware.megabits * (stages > 1)
+  ticks = microbatches + stages - 1
+  return Compute(backward, ticks * (forward + backward + sends))
+
+
+def link_of(config: ConfigDict, hardware: Hardware) -> edgc_jax.LinkModel:
+  """Returns the link of a device, which shares its node's uplink."""
+  mesh = config.mesh
+  return edgc_jax.LinkModel.of_uplink(
+    hardware.megabits, hardware.round_trip, mesh.data, mesh.tensor
+  )
+
+
+def compression_of(
+  config: ConfigDict, hardware: Hardware
+) -> edgc_jax.CompressionModel:
+  """Returns the seconds in which a device computes a compressed exchange."""
+  mesh = _mesh_of(config)
+  layout = tasks.make(config).layout(mesh.shape)
+  local = jax.tree.leaves(layout.of_one_device(mesh.shape))
+  values = sum(float(leaf.size) for leaf in local if leaf.ndim > 1)
+  # M Q, M^T P and P Q^T take 2 m n operations a column each.
+  return edgc_jax.CompressionModel(
+    _PASSES * _BYTES * values / hardware.memory,
+    6 * values / (hardware.peak * hardware.share),
+  )
+
+
+def _mesh_of(config: ConfigDict) -> AbstractMesh:
+  mesh = config.mesh
+  return meshes.abstract_mesh(mesh.data, mesh.stage, mesh.fsdp, mesh.tensor)
+
+
+class Exchanges:
+  """The exchanges of one reducer on a cluster.
+
+  Attributes:
+    ladder: The ranks, 0 for dense.
+    own: Seconds of the exchange of a stage's own leaves at each of them.
+    late: Seconds of the exchange of the other leaves.
+    megabytes: Payload of a device at each rank.
+    budget: The budget of the reducer.
+  """
+
+  def __init__(
+    self,
+    config: ConfigDict,
+    link: edgc_jax.LinkModel,
+    compression: edgc_jax.CompressionModel,
+    backward: float,
+  ):
+    """Describes the leaves of a device; runs nothing.
+
+    Args:
+      config: Its mesh is that of the cluster.
+      link: Of one device.
+      compression: Seconds to compute a compressed exchange.
+      backward: Seconds of a microbatch's backward pass on one stage.
+    """
+    given: dict[str, Any] = {"link": link, "compression": compression}
+    if config.mesh.stage > 1:
+      given["backward_seconds"] = backward
+    needed = times.needed(config)
+    found = _described(config.to_json(), tuple(given.items()) * needed)
+    self.budget, self.ladder = found.budget, tuple(found.budget.ladder)
+    own, late = (
+      _bytes_of(found, is_late, config.mesh.data) for is_late in (False, True)
+    )
+    self.megabytes = (own + late) / 1e6
+    num_reduces = 2 if found.code is None or not any(self.ladder) else 3
+    seconds = functools.partial(
+      ladder.exchange_seconds, self.ladder, link=link, num_reduces=num_reduces
+    )
+    free = edgc_jax.CompressionModel(0.0, 0.0)
+    self.own = seconds(sizes=own, compression=compression)
+    self.late = seconds(sizes=late, compression=free) * (late > 0)
+    self._stages, self._backward = config.mesh.stage, backward
+    self._is_aligned = getattr(found.budget, "seconds", None) is not None
+
+  def levels_at(self, level: int) -> np.ndarray:
+    """Returns the levels of all stages while stage 0 is on one."""
+    if not self._is_aligned:
+      return np.full(self._stages, level)
+    return alignment.aligned_levels(self.own, self._stages, self._backward)[
+      :, level
+    ]
+
+  def exposed(self, levels: np.ndarray) -> float:
+    """Returns the seconds by which the exchanges lengthen a step."""
+    ends = alignment.finish_seconds(self.own, levels, self._backward)
+    return max(0.0, float(np.max(ends))) + float(self.late[levels[0]])
+
+
+def run_of(
+  config: ConfigDict,
+  hardware: Hardware,
+  entropy_at: Callable[[float], float] | None = None,
+) -> Run:
+  """Models a whole run.
+
+  Args:
+    config: The configuration, with its reducer.
+    hardware: The cluster.
+    entropy_at: For `edgc`, the entropy of the gradients in nats at a share of
+      the run's steps, from 0 to 1.
+
+  Returns:
+    Means over all steps.
+
+  Raises:
+    ValueError: if `edgc` is given no entropy.
+  """
+  compute = compute_of(config, hardware)
+  exchanges = Exchanges(
+    config,
+    link_of(config, hardware),
+    compression_of(config, hardware),
+    compute.backward,
+  )
+  if not isinstance(exchanges.budget, EntropyBudget):
+    first = [exchanges.budget.levels((), jnp.zeros((), jnp.int32))[0]]
+    by_window = np.asarray(first)
+  elif entropy_at is None:
+    raise ValueError(
+      "`entropy_at` must be given for edgc, got None; pass a curve of a run, or"
+      " a straight fall."
+    )
+  else:
+    by_window = levels_of(exchanges.budget, config.steps, entropy_at)
+  every = [exchanges.levels_at(level) for level in by_window]
+  exposed = np.mean([exchanges.exposed(levels) for levels in every])
+  return Run(
+    compute.step + float(exposed),
+    float(np.mean(exchanges.own[by_window] + exchanges.late[by_window])),
+    float(exposed),
+    float(np.mean(exchanges.megabytes[by_window])),
+    tuple(
+      tuple(exchanges.ladder[level] for level in levels) for levels in every
+    ),
+  )
+
+
+def levels_of(
+  budget: EntropyBudget, steps: int, entropy_at: Callable[[float], float]
+) -> np.ndarray:
+  """Returns stage 0's level in each window: the decisions of `edgc` itself.
+
+  All matrices are taken to be Gaussian, with the entropy of the whole.
+  """
+  alone = dataclasses.replace(budget, stage_axis=None, seconds=None, shards=())
+  num_matrices = len(budget.matrices)
+
+  def close(state: Any, mean: jax.Array, count: jax.Array) -> Any:
+    # sigma^2 = e^(2 H) / (2 pi e)
+    variance = jnp.exp(2 * mean) / (2 * np.pi * np.e)
+    sample = entropy.EntropySample(
+      mean,
+      jnp.full(num_matrices, variance),
+      jnp.full(num_matrices, mean),
+      jnp.float32(1.0),
+    )
+    state = alone.observe(state, sample, jnp.array(True))
+    state = alone.close_window(state, count)
+    return state, alone.levels(state, count)[0]
+
+  close, state = jax.jit(close), alone.init()
+  level = alone.levels(state, jnp.int32(0))[0]
+  found = []
+  for first in range(0, steps, budget.window):
+    found.append(int(level))
+    last = min(first + budget.window, steps)
+    mean = entropy_at((first + last) / 2 / steps)
+    state, level = close(state, jnp.float32(mean), jnp.int32(last))
+  return np.array(found)
+
+
+@functools.cache
+def _described(config: str, given: tuple[tuple[str, Any], ...]) -> Reviewed:
+  """Returns the leaves and the budget of a configuration's reducer.
+
+  Args:
+    config: The configuration, as JSON.
+    given: Times that it needs, by name.
+  """
+  values = ConfigDict(json.loads(config))
+  task, mesh = tasks.make(values), _mesh_of(values)
+  layout = task.layout(mesh.shape)
+  tx = optimizer.make_reducer(values, task, dict(given))
+  (found,) = reviewed(tx, layout.shapes, mesh=mesh, param_specs=layout.specs)
+  return found
+
+
+def _bytes_of(found: Reviewed, is_late: bool, replicas: int) -> np.ndarray:
+  """Returns the bytes of early or late exchanges of a device at each rank."""
+  own = [leaf for leaf in found.leaves if leaf.is_late == is_late]
+  if not own:
+    return np.zeros(len(found.budget.ladder))
+  return rounds.count_bytes(own, found.budget.ladder, found.code, replicas)

@@ -1,0 +1,98 @@
+"""Compiles a training step for its own mesh, without devices or arrays."""
+
+import time
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from ml_collections import ConfigDict
+
+import edgc_jax
+from experiments import tasks
+from experiments.parallel import backends, meshes
+from experiments.parallel.meshes import DATA
+from experiments.planning import hlo
+from experiments.training import optimizer, times
+
+
+class Compiled(NamedTuple):
+  """A training step, compiled for a mesh.
+
+  Attributes:
+    mesh: Devices along each axis.
+    params: Parameters of the model.
+    device_params: Parameters that one device holds.
+    ranks: The ladder, 0 for dense.
+    predicted_bytes: What a device sends over the replicas in a step at each
+      rank, as `edgc_jax.describe` predicts it.
+    program_bytes: The same, read from the compiled program.
+    other_bytes: What a device sends over the replicas at any rank, beside the
+      exchanges: checks of the replicas, samples, the loss.
+    argument_bytes: Memory of a device for parameters, optimiser state and
+      batch.
+    temporary_bytes: Memory of a device for all else, by XLA's CPU backend.
+    seconds: Time to trace and to compile.
+  """
+
+  mesh: dict[str, int]
+  params: int
+  device_params: int
+  ranks: tuple[int, ...]
+  predicted_bytes: tuple[int, ...]
+  program_bytes: tuple[int, ...]
+  other_bytes: int
+  argument_bytes: int
+  temporary_bytes: int
+  seconds: float
+
+
+def compile_step(config: ConfigDict) -> Compiled:
+  """Compiles the step of a configuration on as many devices as it names.
+
+  Args:
+    config: Its backend is jit, and the times that `edgc` needs are given.
+  """
+  task, mesh = tasks.make(config), meshes.of_config(config)
+  given = times.options_of(config, task, mesh)
+  tx = optimizer.make_optimizer(config, task, given, mesh=mesh)
+  backend = backends.make(config, task, tx, mesh)
+  params, opt_state = (
+    _placed(mesh, shapes, specs)
+    for shapes, specs in zip(
+      backend.stored.shapes, backend.stored.specs, strict=True
+    )
+  )
+  start = time.monotonic()
+  program = backend.compile_step(params, opt_state, config.batch_size)
+  seconds = time.monotonic() - start
+  over_replicas = hlo.over_axes(program.as_text(), mesh, DATA)
+  ladders = hlo.wire_bytes_by_rank(over_replicas)
+  layout = task.layout(mesh.shape)
+  (part,) = edgc_jax.describe(
+    tx, layout.shapes, mesh=mesh, param_specs=layout.specs
+  ).parts
+  memory = program.memory_analysis()
+  local = layout.of_one_device(mesh.shape)
+  return Compiled(
+    dict(mesh.shape),
+    backend.num_params,
+    sum(leaf.size for leaf in jax.tree.leaves(local)),
+    part.ladder,
+    part.wire_bytes,
+    tuple(map(sum, zip(*ladders, strict=True))),
+    hlo.wire_bytes_outside_branches(over_replicas),
+    memory.argument_size_in_bytes,
+    memory.temp_size_in_bytes,
+    seconds,
+  )
+
+
+def _placed(mesh: Mesh, shapes: Any, specs: Any) -> Any:
+  """Returns the types of arrays on a mesh."""
+  return jax.tree.map(
+    lambda leaf, spec: jax.ShapeDtypeStruct(
+      leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+    ),
+    shapes,
+    specs,
+  )

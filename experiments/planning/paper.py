@@ -1,0 +1,240 @@
+"""Models the paper's clusters, for the tables of docs/paper.md.
+
+  python -m experiments.planning.paper
+
+Writes docs/paper_clusters.json, in some minutes. Nothing is measured, except
+for the steps of docs/network.json that the model is checked against.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import pandas as pd
+from absl import app
+from ml_collections import ConfigDict
+
+import edgc_jax
+from configs import gpt2_10m
+from configs.paper import gpt2_2b5, gpt2_12b
+from edgc_jax.measure.evidence import of_protocol
+from experiments.network import results
+from experiments.network.results import NO_EXCHANGE, ROWS, Layout
+from experiments.planning import cluster, presets
+from experiments.planning.cluster import Hardware, Run
+
+_DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+_OUTPUT, _NETWORK = _DOCS / "paper_clusters.json", _DOCS / "network.json"
+_CLOSE = 0.15  # of measured times, that a model must reach
+_FALL = 3.0  # nats
+# Model, configuration and devices of the paper; it has no times for the first.
+_CLUSTERS = {
+  "2.5B, 32 V100": (gpt2_2b5, presets.HARDWARE["v100"]),
+  "12.1B, 64 H100": (gpt2_12b, presets.HARDWARE["h100"]),
+}
+_CLAIMED = "up to -46.45%", "up to -16.13%"
+# Of the protocol's methods, those that work on stages and win at their bits.
+_TODAY = (
+  "dense, bfloat16",
+  "quantize, 4 bits",
+  "powersgd 44.6, int4, error",
+)
+
+
+Lines = list[dict[str, str]]
+
+
+def _check() -> Lines:
+  """Returns how well the model predicts the measured steps, by layout."""
+  cells = results.cells_of(_NETWORK)
+  cells = cells[(cells["framework"] == "jax") & (cells["row"] != NO_EXCHANGE)]
+  cells = cells[cells["round_trip"] == cells["round_trip"].min()]
+  modelled = cells.apply(_modelled, axis=1)
+  error = (modelled / cells["step"] - 1).rename("error")
+  lines = []
+  for layout, own in error.groupby(cells["layout"], sort=False):
+    lines.append(
+      {
+        "layout": layout,
+        "steps": len(own),
+        "median error": f"{own.abs().median():.1%}",
+        "largest": f"{own.loc[own.abs().idxmax()]:+.1%}",
+        "within 15%": int((own.abs() <= _CLOSE).sum()),
+      }
+    )
+  return lines
+
+
+def _modelled(cell: pd.Series) -> float:
+  """Returns the modelled seconds of a measured step.
+
+  Computing is as measured: of the step without an exchange, and of an exchange
+  where it was measured alone.
+  """
+  layout, microbatches = Layout.of(cell["layout"]), 4
+  config = gpt2_10m.get_config("edgc").unlock()
+  config.mesh.update(
+    data=layout.replicas, stage=layout.stages, fsdp=layout.shards
+  )
+  config.pipeline.align = "none"
+  config.update_from_flattened_dict(dict(ROWS[cell["row"]]["jax"]))
+  link = edgc_jax.LinkModel.of_uplink(
+    cell["rate"], cell["round_trip"] / 1e3, layout.replicas, layout.shards
+  )
+  compress = 0.0 if pd.isna(cell["compress"]) else cell["compress"]
+  ticks = microbatches + layout.stages - 1
+  backward = cell["without"] / ticks * 2 / 3 if layout.stages > 1 else 0.0
+  exchanges = cluster.Exchanges(
+    config, link, edgc_jax.CompressionModel(compress, 0.0), backward
+  )
+  level = len(exchanges.ladder) - 1
+  return cell["without"] + exchanges.exposed(exchanges.levels_at(level))
+
+
+@functools.cache
+def _run(
+  name: str, reducer: str, hardware: Hardware, fall: float = _FALL
+) -> Run:
+  """Models a run of one of the paper's models."""
+  return cluster.run_of(_config(name, reducer), hardware, presets.falling(fall))
+
+
+def _config(name: str, reducer: str) -> ConfigDict:
+  """Returns a configuration with a reducer, or with a method judged here."""
+  module, _ = _CLUSTERS[name]
+  judged = {one.name: one for one in of_protocol()}.get(reducer)
+  if judged is None:
+    return module.get_config(reducer)
+  config = module.get_config(judged.reducer)
+  config[judged.reducer].update(dict(judged.options))
+  if judged.reducer == "powersgd":
+    config.powersgd.warmup_steps = 0
+    config.powersgd.rank = float(_rank_of(config, judged.predicted_bits))
+  return config
+
+
+def _rank_of(config: ConfigDict, bits: float) -> int:
+  """Returns the rank at which a device sends so many bits a parameter."""
+  free = edgc_jax.LinkModel(0.0, 1.0), edgc_jax.CompressionModel(0.0, 0.0)
+
+  def megabytes(**settings: Any) -> float:
+    own = config.copy_and_resolve_references()
+    own.update_from_flattened_dict(settings)
+    return cluster.Exchanges(own, *free, 0.0).megabytes[-1]
+
+  # Bytes rise by as much from each rank to the next.
+  first, second = (megabytes(**{"powersgd.rank": r}) for r in (8.0, 9.0))
+  wanted = megabytes(reducer="allreduce") * bits / 32
+  return 8 + int((wanted - first) / (second - first))
+
+
+def _hours(run: Run, steps: int) -> str:
+  return f"{run.step * steps / 3600:,.0f}"
+
+
+def _less(value: float, than: float) -> str:
+  return f"{value / than - 1:+.1%}"
+
+
+def _clusters() -> Lines:
+  """Returns the modelled runs on the paper's clusters."""
+  steps = {one.name: one.steps for one in of_protocol()}
+  lines = []
+  for name, (module, hardware) in _CLUSTERS.items():
+    total = module.get_config("edgc").steps
+    dense = _run(name, "allreduce", hardware)
+    for reducer in ("allreduce", "edgc", *_TODAY):
+      run, more = _run(name, reducer, hardware), steps.get(reducer, 1.0)
+      is_paper = reducer == "edgc"
+      lines.append(
+        {
+          "cluster": name,
+          "method": {"allreduce": "dense"}.get(reducer, reducer),
+          "step, s": f"{run.step:.2f}",
+          "communication, s": f"{run.communication:.3f}",
+          "less": _less(run.communication, dense.communication),
+          "the paper": _CLAIMED[0] if is_paper else "",
+          "step": _less(run.step, dense.step),
+          "paper's": _CLAIMED[1] if is_paper else "",
+          "steps to a loss": "" if is_paper else f"{more:.3f}",
+          "time to it": "" if is_paper else _less(run.step * more, dense.step),
+          "hours": _hours(run, total),
+        }
+      )
+  return lines
+
+
+def _assumptions() -> Lines:
+  """Returns what the modelled clusters assume."""
+  fields = [field.name for field in dataclasses.fields(Hardware)]
+  return [
+    {"assumption": f"`{field}`"}
+    | {
+      name: f"{getattr(hardware, field):g}"
+      for name, (_, hardware) in _CLUSTERS.items()
+    }
+    for field in fields
+  ]
+
+
+def _links() -> Lines:
+  """Returns the modelled savings of `edgc` by speed of the link and share."""
+  lines = []
+  for name, (_, hardware) in _CLUSTERS.items():
+    for gigabits in (10, 25, 40, 100, 200, 400):
+      line = {"cluster": name, "Gbit/s a node": f"{gigabits}"}
+      for share in (0.3, 0.45, 0.6):
+        own = dataclasses.replace(
+          hardware, megabits=1000.0 * gigabits, share=share
+        )
+        dense, run = (_run(name, x, own) for x in ("allreduce", "edgc"))
+        line[f"communication, step at {share:.0%} of the peak"] = (
+          f"{_less(run.communication, dense.communication)},"
+          f" {_less(run.step, dense.step)}"
+        )
+      lines.append(line)
+  return lines
+
+
+def _falls() -> Lines:
+  """Returns the modelled savings of `edgc` by fall of the entropy."""
+  lines = []
+  for name, (_, hardware) in _CLUSTERS.items():
+    dense = _run(name, "allreduce", hardware)
+    for fall in (0.0, 0.1, 0.3, 1.0, 3.0):
+      run = _run(name, "edgc", hardware, fall)
+      first = {ranks[0]: i for i, ranks in reversed([*enumerate(run.ranks)])}
+      least = min(rank for rank in first if rank)
+      lines.append(
+        {
+          "cluster": name,
+          "nats": f"{fall:g}",
+          "least rank of stage 0": f"{least}",
+          "from window": f"{first[least]}",
+          "communication": _less(run.communication, dense.communication),
+          "step": _less(run.step, dense.step),
+        }
+      )
+  return lines
+
+
+def main(argv: Sequence[str]) -> None:
+  """Writes all tables."""
+  del argv
+  tables = {
+    "check": _check(),
+    "assumptions": _assumptions(),
+    "clusters": _clusters(),
+    "links": _links(),
+    "falls": _falls(),
+  }
+  _OUTPUT.write_text(json.dumps(tables, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  jax.config.update("jax_platforms", "cpu")
+  app.run(main)

@@ -1,0 +1,143 @@
+"""Layouts compiled without devices, and clusters on paper."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from configs import gpt2_tiny_pipeline
+from configs.paper import gpt2_2b5, gpt2_12b, gpt2_345m
+from experiments.pages import paper as tables
+from experiments.planning import cluster, layouts, presets
+from experiments.planning.cluster import Hardware
+
+SIMPLE = Hardware(
+  peak=1e12, share=0.5, memory=1e30, inside=1e30, megabits=8000.0,
+  round_trip=0.0,
+)  # fmt: skip
+
+
+def small(reducer="allreduce", **mesh):
+  """Returns two blocks of width 64, on stages of two replicas."""
+  config = gpt2_tiny_pipeline.get_config(reducer)
+  config.model.update(
+    vocab_size=256, context=16, width=64, num_layers=2, num_heads=2
+  )
+  config.batch_size, config.steps = 8, 100
+  config.pipeline.microbatches = 2
+  config.mesh.update({"data": 2, "stage": 2, "tensor": 2} | mesh)
+  config.edgc.update(
+    rank_max=8, rank_min=2, rank_multiple=2, max_rank_step=2, window=10,
+    warmup_steps=10, max_warmup_steps=10, warmup_rank="dense", min_ratio=1.2,
+  )  # fmt: skip
+  return config
+
+
+def test_a_step_by_hand():
+  """One stage of one block: products, and a ring of two devices."""
+  config = small(tensor=1)
+  tokens, width = 2 * 16, 64
+  weights = 12 * width**2 + 256 * width / 2
+  forward = 2 * tokens * (weights + 2 * 16 * width) / 0.5e12
+  sends = 2 * tokens * width * 4 / 1e9
+  compute = cluster.compute_of(config, SIMPLE)
+  assert compute.backward == pytest.approx(2 * forward)
+  assert compute.step == pytest.approx(3 * (3 * forward + sends))
+  run = cluster.run_of(config, SIMPLE)
+  # Two replicas: a ring sends the payload once. Stage 0 ends last.
+  own, late = 12 * width**2 + 13 * width, 128 * width + (16 + 2) * width
+  assert run.communication == pytest.approx(4 * (own + late) / 1e9)
+  assert run.exposed == pytest.approx(run.communication)
+  assert run.step == pytest.approx(compute.step + run.exposed)
+  assert run.ranks == ((0, 0),)
+
+
+def test_devices_share_the_uplink():
+  one, two = (cluster.run_of(small(tensor=tensor), SIMPLE) for tensor in (1, 2))
+  # What all devices of a node hold is sent by each of them.
+  assert one.communication < two.communication < 1.2 * one.communication
+  assert two.megabytes < 0.6 * one.megabytes
+
+
+def test_recomputing_and_sums_take_time():
+  config = small()
+  first = cluster.compute_of(config, SIMPLE)
+  again = dataclasses.replace(SIMPLE, recomputes=True)
+  assert cluster.compute_of(config, again).backward == pytest.approx(
+    1.5 * first.backward
+  )
+  slow = dataclasses.replace(SIMPLE, inside=1e9)
+  # Two sums a layer, each of a ring of two devices, and twice that backward.
+  sums = 2 * 2 * 16 * 64 * 4 / 1e9
+  assert cluster.compute_of(config, slow).backward == pytest.approx(
+    first.backward + 2 * sums
+  )
+
+
+def test_ranks_follow_the_curve():
+  """Dense warm-up, the largest rank, then down by a step of the ladder."""
+  config = small("edgc", tensor=1)
+  hardware = dataclasses.replace(SIMPLE, megabits=0.1)
+  falls = cluster.run_of(config, hardware, presets.falling(3.0))
+  first = [ranks[0] for ranks in falls.ranks]
+  assert first[:5] == [0, 8, 6, 4, 2] and set(first[5:]) == {2}
+  assert all(b >= a or not b for a, b in falls.ranks)
+  stays = cluster.run_of(config, hardware, lambda x: -3.0)
+  assert [ranks[0] for ranks in stays.ranks] == [0] + 9 * [8]
+  dense = cluster.run_of(small(tensor=1), hardware)
+  assert falls.communication < stays.communication < dense.communication
+  with pytest.raises(ValueError, match="`entropy_at` must be given for edgc"):
+    cluster.run_of(config, hardware)
+
+
+def test_a_faster_link_exposes_less():
+  config = small("edgc", tensor=1)
+  exposed = [
+    cluster.run_of(
+      config,
+      dataclasses.replace(SIMPLE, megabits=megabits),
+      presets.falling(1.0),
+    ).exposed
+    for megabits in (1.0, 10.0, 100.0)
+  ]
+  assert all(b < a for a, b in itertools.pairwise(exposed))
+
+
+@pytest.mark.parametrize(
+  "module, params, devices",
+  [(gpt2_345m, 354.9e6, 16), (gpt2_2b5, 2.40e9, 32), (gpt2_12b, 11.9e9, 64)],
+)
+def test_the_papers_models(module, params, devices):
+  config = module.get_config("edgc")
+  mesh = config.mesh
+  assert mesh.data * mesh.stage * mesh.tensor == devices
+  layer = 12 * config.model.width**2
+  total = config.model.num_layers * layer + 50304 * config.model.width
+  assert total == pytest.approx(params, rel=0.01)
+  rows = mesh.data * config.pipeline.microbatches * 4
+  assert config.batch_size == rows
+  assert config.optimizer.lr * config.optimizer.final_lr_ratio == (
+    pytest.approx(1e-5)
+  )
+
+
+def test_measured_steps_are_predicted():
+  """All but few of the steps of docs/network.md, within 15 %."""
+  lines = tables.TABLES["paper check"]()[2:]
+  cells = [[x.strip() for x in line.split("|")] for line in lines]
+  steps, close = np.sum([[int(c[2]), int(c[5])] for c in cells], axis=0)
+  assert steps > 50 and close >= steps - 2
+
+
+@pytest.mark.slow
+def test_a_step_is_compiled_without_arrays():
+  """Two stages of two replicas of two devices, at every rank."""
+  config = small("edgc")
+  config.mesh.backend = "jit"
+  found = layouts.compile_step(config)
+  assert found.mesh == {"stage": 2, "data": 2, "tensor": 2}
+  assert found.ranks == (0, 2, 4, 6, 8)
+  assert found.predicted_bytes == found.program_bytes
+  assert found.argument_bytes > 4 * found.device_params
+  assert found.params > 3.9 * found.device_params - 4 * 16 * 64
