@@ -86,7 +86,10 @@ def make_reducer(
     options["warmup_rank"] = _warmup_rank(options["warmup_rank"])
   elif config.reducer == "powersgd":
     options["rank"] = _rank_schedule(
-      options["rank"], options.pop("final_rank"), config.steps
+      options["rank"],
+      options.pop("final_rank"),
+      options.pop("final_exponent"),
+      config.steps,
     )
   return make(**options)
 
@@ -150,13 +153,18 @@ def _warmup_rank(rank: str) -> int | str | None:
   return None if rank == "dense" else rank
 
 
-def _rank_schedule(rank: float, final_rank: int, steps: int) -> dict[int, int]:
+def _rank_schedule(
+  rank: float, final_rank: int, exponent: float, steps: int
+) -> dict[int, int]:
   """Returns powersgd's schedule, {first step: rank}.
+
+    rank(x) = rank + (final_rank - rank) x^exponent,   x from 0 to 1
 
   Args:
     rank: A fraction is the mean over the run: first the rank above it, then
       the one below.
     final_rank: If not 0, the rank moves there in equal parts of the run.
+    exponent: Of the way to it.
     steps: Steps of the run.
   """
   below = math.floor(rank)
@@ -170,8 +178,14 @@ def _rank_schedule(rank: float, final_rank: int, steps: int) -> dict[int, int]:
     if change in (0, steps):
       return {0: below + bool(change)}
     return {0: below + 1, change: below}
+  if exponent <= 0:
+    raise ValueError(
+      f"`powersgd.final_exponent` must be positive, got {exponent}; 1 moves the"
+      " rank in equal steps."
+    )
   parts = 1 + min(abs(final_rank - below), _SCHEDULE_PARTS - 1)
-  ranks = np.linspace(rank, final_rank, parts).round().astype(int).tolist()
+  way = np.linspace(0.0, 1.0, parts) ** exponent
+  ranks = (rank + (final_rank - rank) * way).round().astype(int).tolist()
   return {i * steps // parts: rank for i, rank in enumerate(ranks)}
 
 

@@ -29,6 +29,21 @@ def linear(window: Window) -> jax.Array:
   return window.rank_min + (window.rank_max - window.rank_min) * share
 
 
+def reverse(window: Window) -> jax.Array:
+  """Returns a rank that rises as the entropy falls, as a control.
+
+    r = rank_min + rank_max - cqm
+
+  Args:
+    window: The newest window.
+
+  Returns:
+    float32 [], between rank_min and rank_max.
+  """
+  rank = jnp.clip(edgc_jax.cqm(window), window.rank_min, window.rank_max)
+  return window.rank_min + window.rank_max - rank
+
+
 def rule_of(name: str, exponent: float) -> edgc_jax.Rule:
   """Returns the rule that a configuration names.
 
@@ -42,6 +57,7 @@ def rule_of(name: str, exponent: float) -> edgc_jax.Rule:
   rules = {
     "cqm": functools.partial(edgc_jax.cqm, exponent=exponent),
     "linear": linear,
+    "reverse": reverse,
   }
   if name not in rules:
     raise ValueError(

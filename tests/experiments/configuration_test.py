@@ -10,7 +10,7 @@ from experiments import peers, tasks
 from experiments.training import optimizer
 
 # Keys that `make_reducer` turns into other arguments.
-CONVERTED = {"exponent", "scale_exponent", "final_rank"}
+CONVERTED = {"exponent", "scale_exponent", "final_rank", "final_exponent"}
 
 
 @pytest.mark.parametrize("name", list(peers.reducers()))

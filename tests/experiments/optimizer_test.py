@@ -51,14 +51,30 @@ def test_arguments_of_a_configuration(monkeypatch):
 
 
 def test_a_fractional_rank_is_a_mean_over_the_run():
-  assert optimizer._rank_schedule(11.3, 0, 400) == {0: 12, 120: 11}
-  assert optimizer._rank_schedule(8.0, 0, 400) == {0: 8}
+  assert optimizer._rank_schedule(11.3, 0, 1.0, 400) == {0: 12, 120: 11}
+  assert optimizer._rank_schedule(8.0, 0, 1.0, 400) == {0: 8}
   # A share of less than half a step is dropped.
-  assert optimizer._rank_schedule(8.02, 0, 20) == {0: 8}
-  assert optimizer._rank_schedule(8.99, 0, 20) == {0: 9}
+  assert optimizer._rank_schedule(8.02, 0, 1.0, 20) == {0: 8}
+  assert optimizer._rank_schedule(8.99, 0, 1.0, 20) == {0: 9}
   for rank, final_rank in ((0.5, 0), (11.3, 5)):
     with pytest.raises(ValueError, match=r"`powersgd.rank` must be at least 1"):
-      optimizer._rank_schedule(rank, final_rank, 400)
+      optimizer._rank_schedule(rank, final_rank, 1.0, 400)
+
+
+@pytest.mark.parametrize(
+  "exponent, ranks",
+  [
+    (1.0, [32, 29, 26, 23, 21, 18, 15, 12]),
+    (0.25, [32, 20, 17, 16, 15, 14, 13, 12]),  # most of it first
+    (4.0, [32, 32, 32, 31, 30, 27, 21, 12]),  # most of it last
+  ],
+)
+def test_a_rank_moves_in_eight_parts(exponent, ranks):
+  """By hand: 32 - 20 (i / 7)^exponent."""
+  found = optimizer._rank_schedule(32.0, 12, exponent, 800)
+  assert found == {100 * i: rank for i, rank in enumerate(ranks)}
+  with pytest.raises(ValueError, match=r"`powersgd.final_exponent` must"):
+    optimizer._rank_schedule(32.0, 12, 0.0, 800)
 
 
 def test_ranks_have_names():

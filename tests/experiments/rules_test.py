@@ -23,6 +23,15 @@ def window(**more):
   )
 
 
+def test_reverse_rises_as_entropy_falls():
+  """The mirror image of `cqm` within the ladder."""
+  high, low = (window(entropy=h) for h in (-0.55, -0.6))
+  fallen = [float(rules.reverse(own)) for own in (high, low)]
+  cqm = [float(edgc_jax.cqm(own)) for own in (high, low)]
+  np.testing.assert_allclose(fallen, [40.0 - rank for rank in cqm], rtol=1e-6)
+  assert 8 <= fallen[0] < fallen[1] <= 32
+
+
 @pytest.mark.parametrize(
   "more, expected",
   [
@@ -58,7 +67,7 @@ def test_rules_by_name():
 @pytest.mark.parametrize(
   "name, exponent, message",
   [
-    ("cmq", 2.0, r"`edgc.rule` must be one of cqm, linear, got 'cmq'; add"),
+    ("cmq", 2.0, r"`edgc.rule` must be one of cqm, linear, reverse, got 'cmq'"),
     ("cqm", 0.0, r"`edgc.exponent` must be positive, got 0.0"),
   ],
 )

@@ -1,0 +1,141 @@
+"""Measures the gradient noise scale of the protocol's model in training.
+
+  python -m experiments.benchmarks.noise_scale
+
+Trains dense, and at some steps reads the gradients of many small batches at the
+same parameters. With g_i of b tokens each, i = 1 ... K, and their mean g,
+
+  |G|^2 = (K |g|^2 - mean |g_i|^2) / (K - 1)         the gradient's energy
+  S     = b (mean |g_i|^2 - |g|^2) K / (K - 1)       a token's noise
+  B     = S / |G|^2                                  tokens
+
+are unbiased but for the ratio (McCandlish et al. 2018, arXiv:1812.06162). In a
+batch of B tokens gradient and noise have equal energy; in a smaller one noise
+is most of what is exchanged. The result is docs/noise_scale.json.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from ml_collections import ConfigDict
+
+from configs.protocol import gpt
+from experiments import tasks
+from experiments.parallel import backends, meshes
+from experiments.runs.run_folder import environment
+from experiments.training import optimizer
+
+_STEPS = flags.DEFINE_integer("steps", 2150, "Training steps.")
+_BATCHES = flags.DEFINE_integer("batches", 256, "Small batches, K.")
+_RATE = flags.DEFINE_float("lr", 8e-3, "Peak of the learning rate.")
+_OUTPUT = flags.DEFINE_string("output", "docs/noise_scale.json", "The file.")
+
+_ROWS = 8  # of a small batch: of a replica
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the run
+
+
+def main(argv: Sequence[str]) -> None:
+  """Trains, measures and writes the file."""
+  del argv
+  config = gpt.get_config("allreduce")
+  config.steps, config.optimizer.lr = _STEPS.value, _RATE.value
+  found = {
+    "about": {
+      "command": "python -m experiments.benchmarks.noise_scale",
+      "commit": environment()["commit"],
+      "steps": config.steps,
+      "batches": _BATCHES.value,
+      "tokens": _ROWS * config.model.context,
+    },
+    "lines": list(measure(config, _BATCHES.value)),
+  }
+  pathlib.Path(_OUTPUT.value).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def measure(config: ConfigDict, batches: int) -> Iterator[dict[str, Any]]:
+  """Yields the noise scale at some shares of the run.
+
+  Args:
+    config: Trained with its own batch and learning rate.
+    batches: K.
+  """
+  task, mesh = tasks.make(config), meshes.of_config(config)
+  tx = optimizer.make_optimizer(config, task, {}, mesh=mesh)
+  backend = backends.make(config, task, tx, mesh)
+  params, opt_state = backend.init(jax.random.key(config.seed))
+  rows = backend.rows(config.batch_size)
+  training = task.train_batches(config.batch_size, config.seed, rows)
+  # Other batches than those of the training.
+  others = task.train_batches(_ROWS, config.seed + 1, slice(0, _ROWS))
+  energies = jax.jit(lambda *x: _energies(task, *x))
+  marks = {max(1, round(share * config.steps)) for share in _SHARES}
+  for step in range(1, config.steps + 1):
+    params, opt_state, numbers = backend.step(
+      params, opt_state, next(training), step
+    )
+    if step in marks:
+      small = jnp.stack([next(others) for _ in range(batches)])
+      each, mean = energies(params, small)
+      line = {
+        "step": step,
+        "loss": float(numbers["loss"]),
+        **noise_scale(
+          float(each), float(mean), batches, _ROWS * task.units_per_row
+        ),
+      }
+      print(line, flush=True)
+      yield line
+
+
+def noise_scale(
+  each: float, mean: float, batches: int, tokens: int
+) -> dict[str, float]:
+  """Returns the estimates from energies of gradients.
+
+  Args:
+    each: mean |g_i|^2.
+    mean: |g|^2.
+    batches: K.
+    tokens: b.
+
+  Returns:
+    |G|^2 as "signal", S as "noise" and B as "tokens"; inf if |G|^2 is not
+    positive.
+
+  >>> noise_scale(each=5.0, mean=2.0, batches=4, tokens=10)
+  {'signal': 1.0, 'noise': 40.0, 'tokens': 40.0}
+  """
+  signal = (batches * mean - each) / (batches - 1)
+  noise = tokens * (each - mean) * batches / (batches - 1)
+  scale = noise / signal if signal > 0 else float("inf")
+  return {"signal": signal, "noise": noise, "tokens": scale}
+
+
+def _energies(
+  task: Any, params: Any, batches: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns mean |g_i|^2 and |g|^2 over small batches [K, rows, ...]."""
+  gradient = jax.grad(lambda p, rows: task.loss(p, rows, jax.random.key(0))[0])
+
+  def add(carry: tuple, rows: jax.Array) -> tuple[tuple, None]:
+    total, energy = carry
+    g = gradient(params, rows)
+    return (jax.tree.map(jnp.add, total, g), energy + _square(g)), None
+
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  (total, energy), _ = jax.lax.scan(add, (zeros, jnp.float32(0)), batches)
+  count = len(batches)
+  return energy / count, _square(total) / count**2
+
+
+def _square(tree: Any) -> jax.Array:
+  return sum((jnp.sum(x**2) for x in jax.tree.leaves(tree)), jnp.float32(0))
+
+
+if __name__ == "__main__":
+  app.run(main)
