@@ -38,7 +38,7 @@ def shuffled(
     grain.MapDataset.range(count)
     .shuffle(seed)
     .repeat()
-    .batch(batch_size)
+    .batch(batch_size, drop_remainder=True)
     .map(lambda index: read(index[rows or slice(None)]))
     .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
   )

@@ -1,0 +1,29 @@
+"""Tests the benchmark of the entropy's estimate at a small size."""
+
+import numpy as np
+import pytest
+
+from configs import gpt2_tiny
+from experiments.benchmarks import estimate
+
+
+@pytest.mark.slow
+def test_samples_of_a_small_model(monkeypatch):
+  monkeypatch.setattr(estimate, "_LEAST", 2**8)
+  config = gpt2_tiny.get_config("allreduce")
+  config.model.update(width=64, num_layers=2, num_heads=2)
+  lines = estimate.measure(config, steps=2, rounds=1)
+  assert len(lines) == 8
+  by_share = {(x["estimator"], x["share"]): x for x in lines}
+  for name in ("gaussian", "histogram"):
+    whole, sample = by_share[name, 1.0], by_share[name, 0.25]
+    # Four matrices a layer, embedding and positions.
+    assert whole["entries"] == 2 * 12 * 64**2 + (256 + 128) * 64
+    assert whole["error"] == 0.0 and whole["of_all"] == 1.0
+    assert 0.0 < sample["error"] < 0.1
+    assert len(sample["entropies"]) == 2 and sample["seconds"] > 0.0
+  np.testing.assert_allclose(
+    by_share["gaussian", 1.0]["entropies"],
+    by_share["histogram", 1.0]["entropies"],
+    atol=1.0,
+  )
