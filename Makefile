@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: train train-vision train-hsdp train-pipeline test test-slow test-runs \
-  test-newest golden soak lint format protocol pages plan-paper bench \
+  test-newest golden soak lint format protocol horizon pages plan-paper bench \
   bench-network bench-overlap clean
 
 # Reinstalls when the requirements or the package metadata change.
@@ -80,6 +80,11 @@ protocol: $(VENV)/installed
 	$(STUDY)configs/protocol/table.py
 	$(STUDY)configs/protocol/rounds.py
 	$(STUDY)configs/protocol/low_rank.py
+
+# Whether a rank that follows entropy wins in a run of 20,000 steps (docs/paper.md):
+# days on two cores, hours on a GPU with --together.
+horizon: $(VENV)/installed
+	$(STUDY)configs/paper/horizon.py
 
 # Tables and pictures of all pages, from records: minutes.
 pages: $(VENV)/installed

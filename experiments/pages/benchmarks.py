@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+_BATCH = 8192  # tokens of a step of configs/paper/horizon_gpt.py
 _DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -49,4 +50,54 @@ def _wide_layer() -> Sequence[str]:
   ]
 
 
-TABLES = {"growth": _growth, "wide layer": _wide_layer}
+def _noise_scale() -> Sequence[str]:
+  """Returns the gradient noise scale over a run."""
+  lines, about = _read("noise_scale")
+  table = pd.DataFrame(
+    {
+      "step": lines["step"],
+      "training loss": lines["loss"].map("{:.2f}".format),
+      "noise scale, tokens": lines["tokens"].map("{:,.0f}".format),
+      "gradient's share of a batch's energy": (
+        1 / (1 + lines["tokens"] / _BATCH)
+      ).map("{:.0%}".format),
+    }
+  )
+  return [
+    table.to_markdown(index=False, disable_numparse=True),
+    "",
+    f"`{about['command']}`, commit {about['commit']}; {about['batches']}"
+    f" batches of {about['tokens']:,} tokens at each step, one seed; the share"
+    f" is of a batch of {_BATCH:,}.",
+  ]
+
+
+def _estimate() -> Sequence[str]:
+  """Returns what sampling the entropy costs and misses on large models."""
+  lines, about = _read("estimate")
+  table = pd.DataFrame(
+    {
+      "parameters": lines["model"],
+      "estimator": lines["estimator"],
+      "entries": lines["share"].map("{:.0%}".format),
+      "seconds": lines["seconds"].map("{:.3f}".format),
+      "of forward and backward": lines["of_step"].map("{:.1%}".format),
+      "less than all entries": (1 - lines["of_all"]).map("{:.0%}".format),
+      "and one step in ten": (1 - 0.1 * lines["of_all"]).map("{:.1%}".format),
+      "off by at most, nats": lines["error"].map("{:.4f}".format),
+    }
+  )
+  return [
+    table.to_markdown(index=False, disable_numparse=True),
+    "",
+    f"`{about['command']}`, commit {about['commit']}; {about['device']}; the"
+    f" gradients of {about['steps']} steps; medians of {about['rounds']} rounds.",
+  ]
+
+
+TABLES = {
+  "growth": _growth,
+  "wide layer": _wide_layer,
+  "noise scale": _noise_scale,
+  "estimate": _estimate,
+}
