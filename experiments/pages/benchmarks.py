@@ -91,7 +91,8 @@ def _estimate() -> Sequence[str]:
     table.to_markdown(index=False, disable_numparse=True),
     "",
     f"`{about['command']}`, commit {about['commit']}; {about['device']}; the"
-    f" gradients of {about['steps']} steps; medians of {about['rounds']} rounds.",
+    f" gradients of {about['steps']} steps, and medians of {about['rounds']}"
+    " rounds.",
   ]
 
 

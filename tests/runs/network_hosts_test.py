@@ -27,8 +27,12 @@ with VirtualHosts(2) as network:
 
 
 def marked(folder):
-  """Returns an environment that all processes of a program inherit."""
-  return os.environ | {"MARK": str(folder)}
+  """Returns an environment that all processes of a program inherit.
+
+  They compile quickly, as in conftest.
+  """
+  quickly = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+  return os.environ | quickly | {"MARK": str(folder)}
 
 
 def processes_of(folder):
