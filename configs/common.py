@@ -146,5 +146,6 @@ def base(reducer: str) -> ConfigDict:
         "residual_decay": 1.0,
       },
       "demo": {"count": 32, "momentum": 0.999},  # of 4,096 frequencies
+      "late": {"start": 0},  # the first step whose mean is applied late
     }
   )

@@ -7,8 +7,9 @@ import optax
 
 import edgc_jax
 from experiments.peers.demo import demo
+from experiments.peers.late import late
 
-_PEERS = {"demo": demo}
+_PEERS = {"demo": demo, "late": late}
 # Raised as `edgc_jax.METHOD_VERSIONS` is.
 _VERSIONS = dict.fromkeys([*_PEERS, "lookahead"], 1)
 

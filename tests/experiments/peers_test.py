@@ -9,6 +9,7 @@ from scipy import fft
 
 import edgc_jax
 from experiments.peers.demo import demo
+from experiments.peers.late import late
 
 N, AXIS = 4, "data"
 PARAMS = {"w": jnp.zeros((96, 128)), "b": jnp.zeros(128)}
@@ -210,3 +211,15 @@ def test_a_leaf_smaller_than_a_chunk():
     tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS
   )(given, state)
   np.testing.assert_allclose(updates["w"], given["w"].mean(0), atol=1e-6)
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_late_applies_the_mean_of_the_step_before(start):
+  """At once before `start`; step `start` itself applies nothing."""
+  found = [run(late(start=start), steps)[0]["w"] for steps in (1, 2, 3, 4)]
+  means = [gradients(seed)["w"].mean(0) for seed in range(4)]
+  zeros = jnp.zeros_like(means[0])
+  late_ones = [zeros, means[start], *means[start + 1 :]]
+  wanted = [*means[:start], *late_ones][:4]
+  for own, expected in zip(found, wanted, strict=True):
+    np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
