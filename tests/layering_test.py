@@ -30,7 +30,8 @@ FLOORS = {
     {"runs"},
     {"training"},
     {"reporting"},
-    {"study", "network", "benchmarks", "planning"},
+    {"study", "network", "benchmarks"},
+    {"planning"},
     {"pages"},
     {
       "train_gpt2",
