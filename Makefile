@@ -97,7 +97,7 @@ plan-paper: $(VENV)/installed
 	  $(BIN)/python experiments/plan_layout.py --output=docs/paper_layouts.json \
 	    --config=configs/paper/gpt2_$$size.py || exit; \
 	done
-	$(BIN)/python -m experiments.planning.paper
+	$(BIN)/python -m experiments.planning.paper_clusters
 
 # Step times on virtual hosts with slow links, compared with PyTorch. Needs
 # Linux, root and iproute2; takes half an hour. Result: docs/network.json.

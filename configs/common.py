@@ -107,7 +107,7 @@ def base(reducer: str) -> ConfigDict:
           "estimator": "gaussian",  # or histogram
           "bins": 1000,
         },
-        "rule": "cqm",  # linear or reverse (experiments/training/rules.py)
+        "rule": "cqm",  # or linear, reverse (experiments/training/rules.py)
         "exponent": 2.0,  # of cqm
         "rank_multiple": 4,
         "max_rank_step": 4,  # 0: 4, or the step of the ladder
@@ -120,7 +120,7 @@ def base(reducer: str) -> ConfigDict:
         # A fraction is the mean over all steps: 11.3 is rank 12 for the first
         # three tenths of the run, then rank 11.
         "rank": 32.0,
-        "final_rank": 0,  # 0: constant; otherwise the last of eight ranks
+        "final_rank": 0,  # 0: constant; otherwise the last of up to eight
         # Of the way to it: below 1 most of it comes first, above 1 last.
         "final_exponent": 1.0,
         "warmup_steps": 1000,

@@ -4,10 +4,11 @@
       --hardware=v100 --megabits=10000
 
 Trains nothing. Compares the reducer of the configuration with dense float32:
-seconds of a step, of communication, and what exchanges add to a step, as means
-over the whole run, and the ranks of the stages by window. `--fall` is how many
-nats the gradients' entropy loses over the run. All numbers are modelled
-(`experiments/planning/cluster.py` has the formulas); none is measured.
+seconds of a step, of stage 0's exchanges, what all exchanges add to a step, and
+megabytes of a device, as means over the whole run; and the ranks of the stages.
+`--fall` is how many nats the gradients' entropy loses over the run. All numbers
+are modelled (`experiments/planning/cluster.py` has the formulas); none is
+measured.
 """
 
 import pathlib
@@ -24,26 +25,34 @@ from experiments import tasks
 from experiments.planning import cluster, presets
 from experiments.planning.cluster import Run
 from experiments.runtime import command_line
+from experiments.training import checks
 
 _HARDWARE = flags.DEFINE_enum(
   "hardware", "v100", list(presets.HARDWARE), "The devices."
 )
-_GIVEN = {
-  name: flags.DEFINE_float(name, None, f"Replaces `{name}` of --hardware.")
-  for name in ("peak", "share", "memory", "inside", "megabits", "round_trip")
-}
+_GIVEN = [
+  *(
+    flags.DEFINE_float(name, None, f"Replaces `{name}` of --hardware.")
+    for name in ("peak", "share", "memory", "inside", "megabits", "round_trip")
+  ),
+  flags.DEFINE_bool("recomputes", None, "Whether activations are recomputed."),
+]
+_CURVE = flags.DEFINE_enum(
+  "curve", "falling", list(presets.CURVES), "How the entropy falls."
+)
 _FALL = flags.DEFINE_float("fall", 3.0, "Nats that the entropy loses.")
 
 
 def main(config: ConfigDict) -> None:
   """Prints the assumptions, the times and the ranks."""
-  given = {name: flag.value for name, flag in _GIVEN.items() if flag.value}
-  hardware = dataclasses.replace(presets.HARDWARE[_HARDWARE.value], **given)
+  given = {flag.name: flag.value for flag in _GIVEN if flag.value is not None}
   dense = config.copy_and_resolve_references()
   dense.reducer = "allreduce"
   try:
-    tasks.make(config)
-    curve = presets.falling(_FALL.value)
+    cluster.require_planned(config)
+    checks.check(config, tasks.make(config))
+    hardware = dataclasses.replace(presets.HARDWARE[_HARDWARE.value], **given)
+    curve = presets.CURVES[_CURVE.value](_FALL.value)
     runs = {
       "dense": cluster.run_of(dense, hardware),
       config.reducer: cluster.run_of(config, hardware, curve),
@@ -52,7 +61,7 @@ def main(config: ConfigDict) -> None:
     sys.exit(f"error: {error}")
   print(f"{config.name}, modelled on {hardware}")
   print(_table(runs, cluster.compute_of(config, hardware).step))
-  for first, ranks in _changes(runs[config.reducer], config.edgc.window):
+  for first, ranks in runs[config.reducer].ranks:
     text = " / ".join(str(rank or "dense") for rank in ranks)
     print(f"from step {first:,}: {text}")
 
@@ -60,29 +69,21 @@ def main(config: ConfigDict) -> None:
 def _table(runs: dict[str, Run], compute: float) -> str:
   """Formats runs, the first of which the others are compared with."""
   first = next(iter(runs.values()))
-  head = f"{'':12}{'step, s':>10}{'communication':>15}{'exposed':>10}{'MB':>10}"
+  head = f"{'':12}{'step, s':>10}{'stage 0, s':>12}{'added, s':>10}{'MB':>10}"
   lines = [f"computing takes {compute:.3f} s of a step", head]
   for name, run in runs.items():
     less = ""
     if run is not first:
       less = (
-        f"  communication {run.communication / first.communication - 1:+.1%},"
-        f" step {run.step / first.step - 1:+.1%}"
+        f"  stage 0 {run.communication / first.communication - 1:+.1%},"
+        f" step {run.step / first.step - 1:+.1%},"
+        f" MB {run.megabytes / first.megabytes - 1:+.1%}"
       )
     lines.append(
-      f"{name:12}{run.step:10.3f}{run.communication:15.3f}"
+      f"{name:12}{run.step:10.3f}{run.communication:12.3f}"
       f"{run.exposed:10.3f}{run.megabytes:10.1f}{less}"
     )
   return "\n".join(lines)
-
-
-def _changes(run: Run, window: int) -> list[tuple[int, tuple[int, ...]]]:
-  """Returns the first step and the ranks of each window with new ranks."""
-  found: list[tuple[int, tuple[int, ...]]] = []
-  for i, ranks in enumerate(run.ranks):
-    if not found or found[-1][1] != ranks:
-      found.append((i * window, ranks))
-  return found
 
 
 if __name__ == "__main__":

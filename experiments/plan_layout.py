@@ -29,10 +29,15 @@ _OUTPUT = flags.DEFINE_string("output", "", "JSON file that gets the result.")
 def main(config: ConfigDict) -> None:
   """Compiles, and prints a table."""
   try:
+    if config.mesh.backend != "jit":
+      raise ValueError(
+        f"`mesh.backend` must be jit, got {config.mesh.backend!r}: others have"
+        " no mesh to plan; set --config.mesh.backend=jit."
+      )
     checks.check(config, tasks.make(config))
+    found = layouts.compile_step(config)
   except ValueError as error:
     sys.exit(f"error: {error}")
-  found = layouts.compile_step(config)
   print(_table(config.name, found))
   if _OUTPUT.value:
     path = pathlib.Path(_OUTPUT.value)
@@ -56,7 +61,7 @@ def _table(name: str, found: layouts.Compiled) -> str:
     found.ranks, found.predicted_bytes, found.program_bytes, strict=True
   ):
     lines.append(f"{rank or 'dense':>6}{predicted:16,}{sent:16,}")
-  lines.append(f"{found.other_bytes:,} bytes at any rank, beside exchanges")
+  lines.append(f"{found.other_bytes:,} of the program's are the loss")
   return "\n".join(lines)
 
 

@@ -3,10 +3,10 @@
 The described method and the public codes' linear rule, as published: dense for
 a tenth of the run, then one rank for all matrices, float32 factors, a floor of
 a quarter of the largest rank. Our `edgc`; a rank that rises as the entropy
-falls, as a control; each beside a fixed rank of the same bytes. And ranks that
-were chosen after the fact: falling and rising over the run, most of it first or
-last, whose mean is that of the fixed one. Their best is a bound on what any
-schedule of bytes over time gains.
+falls, as a control; each beside a fixed rank of the same bytes. And six
+schedules that fall or rise over the run, evenly, most of it first or most of it
+last, with the mean of the fixed rank. Their best shows how much a schedule of
+bytes over time can matter; it follows the learning rate if it falls evenly.
 
   make horizon
 """
@@ -75,7 +75,7 @@ TABLES = {
     "reverse rule, 8 to 32, int4": _ours("reverse"),
   },
   # Of eight parts of the run, whose ranks have a mean of 22.
-  "Moved after the fact": {
+  "Moved over time, in 4 bits, by error": {
     "32 to 12": _moving(32.0, 12, 1.0),
     "12 to 32": _moving(12.0, 32, 1.0),
     "39 to 16, most of it first": _moving(39.0, 16, 0.25),

@@ -2,10 +2,11 @@
 
   python experiments/train_gpt2.py --config=configs/paper/horizon_gpt.py:edgc
 
-Windows, warm-up and sampling are in the paper's proportion to the run: a window
-of 1 %, a tenth before the rule applies, one step in ten and one entry in four.
-Batches are twice the protocol's, 8,192 tokens, since the noise of a batch
-outweighs its gradient in long runs (docs/paper.md).
+Warm-up and sampling are in the paper's proportion to the run: a tenth before
+the rule applies, one step in ten and one entry in four. A window is 1 % of the
+run, where the paper's is 0.4 %: 200 steps have 20 samples. Batches are twice
+the protocol's, 8,192 tokens, since the noise of a batch outweighs its gradient
+late in a run (docs/paper.md).
 """
 
 from ml_collections import ConfigDict

@@ -133,7 +133,7 @@ class Leaf:
 class LeafStats(NamedTuple):
   """Statistics of the k matrices of one leaf; None if not measured.
 
-  On pipeline stages and shards, arrays have the leading axes of `ReducerState`.
+  On pipeline stages and shards, arrays have the leading axes of `Parts`.
   """
 
   rank: jax.Array  # int32 [k], columns in the newest step; 0 is dense

@@ -8,7 +8,7 @@ Arrays differ over these axes of the mesh:
                        decides
   local to a stage     budget, allocation, factors,            stage
     or a shard         other statistics                        shards
-  the same everywhere  counters                                none
+  the same everywhere  counters, the rank of stage 0           none
 
 State that mirrors the parameters, such as Adam's moments, is sharded like them.
 A residual is sharded like its parameter, and over the replicas along its first

@@ -197,6 +197,7 @@ class Reducer:
       stats,
       Checks(*counters, left_out),
     )
+    # Without shards `init` may run where no axis is bound.
     stage = names(self.axes.stage) if plan.shards else ()
     return stacked(state, self._parts(plan), stage, plan.shards)
 

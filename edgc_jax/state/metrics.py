@@ -220,12 +220,12 @@ def _of_all_shards(
   def join(name: str, x: Any) -> Any:
     if x is None:
       return None
-    of_stage = parts.stages * 1  # the axis of the shards
+    axis = int(parts.stages)  # of the shards
     if name.endswith("bytes"):
-      return x.sum(of_stage)
+      return x.sum(axis)
     if name == "residual_norm":
-      return (x**2).sum(of_stage) ** 0.5
-    return x.mean(of_stage)
+      return (x**2).sum(axis) ** 0.5
+    return x.mean(axis)
 
   joined = {name: join(name, x) for name, x in own[0].items()}
   return Stats(rank, **joined), own[1]

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from absl import app, flags
+from absl import app
 from ml_collections import ConfigDict
 
 import edgc_jax
@@ -30,10 +30,8 @@ from edgc_jax.measure import timing
 from experiments import tasks
 from experiments.runs.run_folder import environment
 
-_STEPS = flags.DEFINE_integer("steps", 4, "Training steps.")
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds.")
-_OUTPUT = flags.DEFINE_string("output", "docs/estimate.json", "The file.")
-
+_OUTPUT = pathlib.Path("docs/estimate.json")
+_STEPS, _ROUNDS = 4, 5
 _MODELS = {"124M": gpt2_124m, "355M": gpt2_345m}
 _SHARES = (1.0, 0.25, 0.05, 0.01)  # of the entries; the first reads all
 _AXIS, _LEAST = "data", 2**16  # smaller leaves are not sampled
@@ -45,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
   lines = []
   for name, module in _MODELS.items():
     config = module.get_config("allreduce")
-    for line in measure(config, _STEPS.value, _ROUNDS.value):
+    for line in measure(config, _STEPS, _ROUNDS):
       lines.append({"model": name, **line})
       print(lines[-1], flush=True)
   found = {
@@ -53,12 +51,12 @@ def main(argv: Sequence[str]) -> None:
       "command": "python -m experiments.benchmarks.estimate",
       "commit": environment()["commit"],
       "device": environment()["machine"],
-      "steps": _STEPS.value,
-      "rounds": _ROUNDS.value,
+      "steps": _STEPS,
+      "rounds": _ROUNDS,
     },
     "lines": lines,
   }
-  pathlib.Path(_OUTPUT.value).write_text(json.dumps(found, indent=1) + "\n")
+  _OUTPUT.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def measure(

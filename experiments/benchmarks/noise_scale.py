@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import app
 from ml_collections import ConfigDict
 
 from configs.protocol import gpt
@@ -30,12 +30,10 @@ from experiments.parallel import backends, meshes
 from experiments.runs.run_folder import environment
 from experiments.training import optimizer
 
-_STEPS = flags.DEFINE_integer("steps", 2150, "Training steps.")
-_BATCHES = flags.DEFINE_integer("batches", 256, "Small batches, K.")
-_RATE = flags.DEFINE_float("lr", 8e-3, "Peak of the learning rate.")
-_OUTPUT = flags.DEFINE_string("output", "docs/noise_scale.json", "The file.")
-
+_OUTPUT = pathlib.Path("docs/noise_scale.json")
+_BATCHES = 256  # K
 _ROWS = 8  # of a small batch: of a replica
+_RATE = 8e-3  # as tuned for dense
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the run
 
 
@@ -43,18 +41,19 @@ def main(argv: Sequence[str]) -> None:
   """Trains, measures and writes the file."""
   del argv
   config = gpt.get_config("allreduce")
-  config.steps, config.optimizer.lr = _STEPS.value, _RATE.value
+  config.optimizer.lr = _RATE
   found = {
     "about": {
       "command": "python -m experiments.benchmarks.noise_scale",
       "commit": environment()["commit"],
       "steps": config.steps,
-      "batches": _BATCHES.value,
+      "batches": _BATCHES,
       "tokens": _ROWS * config.model.context,
+      "batch": config.batch_size * config.model.context,
     },
-    "lines": list(measure(config, _BATCHES.value)),
+    "lines": list(measure(config, _BATCHES)),
   }
-  pathlib.Path(_OUTPUT.value).write_text(json.dumps(found, indent=1) + "\n")
+  _OUTPUT.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def measure(config: ConfigDict, batches: int) -> Iterator[dict[str, Any]]:
@@ -104,16 +103,16 @@ def noise_scale(
     tokens: b.
 
   Returns:
-    |G|^2 as "signal", S as "noise" and B as "tokens"; inf if |G|^2 is not
+    |G|^2 as "signal", S as "noise" and B as "noise_scale"; inf if |G|^2 is not
     positive.
 
   >>> noise_scale(each=5.0, mean=2.0, batches=4, tokens=10)
-  {'signal': 1.0, 'noise': 40.0, 'tokens': 40.0}
+  {'signal': 1.0, 'noise': 40.0, 'noise_scale': 40.0}
   """
   signal = (batches * mean - each) / (batches - 1)
   noise = tokens * (each - mean) * batches / (batches - 1)
   scale = noise / signal if signal > 0 else float("inf")
-  return {"signal": signal, "noise": noise, "tokens": scale}
+  return {"signal": signal, "noise": noise, "noise_scale": scale}
 
 
 def _energies(

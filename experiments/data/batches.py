@@ -38,6 +38,8 @@ def shuffled(
     grain.MapDataset.range(count)
     .shuffle(seed)
     .repeat()
+    # Grain rounds the length of an endless data set as a float otherwise, which
+    # overflows for batches of one row.
     .batch(batch_size, drop_remainder=True)
     .map(lambda index: read(index[rows or slice(None)]))
     .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pandas as pd
 
-_BATCH = 8192  # tokens of a step of configs/paper/horizon_gpt.py
 _DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -57,9 +56,9 @@ def _noise_scale() -> Sequence[str]:
     {
       "step": lines["step"],
       "training loss": lines["loss"].map("{:.2f}".format),
-      "noise scale, tokens": lines["tokens"].map("{:,.0f}".format),
+      "noise scale, tokens": lines["noise_scale"].map("{:,.0f}".format),
       "gradient's share of a batch's energy": (
-        1 / (1 + lines["tokens"] / _BATCH)
+        1 / (1 + lines["noise_scale"] / about["batch"])
       ).map("{:.0%}".format),
     }
   )
@@ -67,8 +66,8 @@ def _noise_scale() -> Sequence[str]:
     table.to_markdown(index=False, disable_numparse=True),
     "",
     f"`{about['command']}`, commit {about['commit']}; {about['batches']}"
-    f" batches of {about['tokens']:,} tokens at each step, one seed; the share"
-    f" is of a batch of {_BATCH:,}.",
+    f" batches of {about['tokens']:,} tokens at each step, one seed. The run"
+    f" and the share are of batches of {about['batch']:,}.",
   ]
 
 
@@ -81,7 +80,7 @@ def _estimate() -> Sequence[str]:
       "estimator": lines["estimator"],
       "entries": lines["share"].map("{:.0%}".format),
       "seconds": lines["seconds"].map("{:.3f}".format),
-      "of forward and backward": lines["of_step"].map("{:.1%}".format),
+      "of a sequence's gradient": lines["of_step"].map("{:.1%}".format),
       "less than all entries": (1 - lines["of_all"]).map("{:.0%}".format),
       "and one step in ten": (1 - 0.1 * lines["of_all"]).map("{:.1%}".format),
       "off by at most, nats": lines["error"].map("{:.4f}".format),

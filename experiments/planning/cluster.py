@@ -1,22 +1,31 @@
 """Models a step, and a whole run, on a cluster that is not at hand.
 
-A node holds one stage of one replica; its devices share the stage's matrices.
-With M microbatches, S stages, N replicas and T devices of a node,
+A node holds one stage of one replica; its T devices share the stage's matrices
+and the node's uplink. With M microbatches and S stages,
 
   step     = pipeline + max over stages (exchange_s - s t_b) + late exchange
   pipeline = (M + S - 1) (t_f + t_b + t_send)
-  t_f      = FLOPs of a microbatch / (T rate) + sums inside the node;  t_b twice
-             that, three times if activations are computed again
+  t_f      = products + sums,    t_b = k products + (k - 1) sums
+  products = FLOPs of a microbatch / (T peak share)
+  sums     = 2 a layer, of the activations, in a ring of the node's T devices
+  t_send   = the activations of a microbatch and their gradients, once each
 
-Stage s ends its backward pass s t_b before stage 0, and exchanges its own
-leaves then; leaves that stages split follow, at the rank of stage 0. Exchanges
-and ranks are computed by the package itself: bytes by `describe`, seconds and
-aligned ranks by `budget`, and decisions by `edgc`'s own budget.
+with k = 2, or 3 if the backward pass computes activations again. Stage s ends
+its backward pass s t_b before stage 0, and exchanges its own leaves then;
+leaves that stages split follow, at the rank of stage 0. Exchanges and ranks are
+computed by the package itself: bytes by `describe`, seconds and aligned ranks
+by `budget`, and decisions by `edgc`'s own budget. All time to compress is in
+the exchange of a stage's own leaves.
+
+This is Megatron's layout, in which a node sends activations once. (In
+`experiments/models` each of its devices sends them.) Left out are what stages
+exchange of embedding and logits, and that the stages' loads differ by these.
 """
 
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,6 +50,7 @@ _BYTES = 4  # of a float32
 # Passes over a gradient to compress it: M is read for P, for Q and for the
 # residual, which is read and written; the update is written.
 _PASSES = 6
+_PARTS = 1000  # of a run, at whose beginnings a schedule of ranks is read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +65,10 @@ class Hardware:
     megabits: Of a node's uplink per second, each way.
     round_trip: Seconds between two nodes and back.
     recomputes: Whether the backward pass computes activations again.
+
+  Raises:
+    ValueError: if a number is not finite, not positive (`round_trip` may be 0),
+      or `share` is above 1.
   """
 
   peak: float
@@ -64,6 +78,20 @@ class Hardware:
   megabits: float
   round_trip: float
   recomputes: bool = False
+
+  def __post_init__(self) -> None:
+    for name, value in dataclasses.asdict(self).items():
+      is_positive = value > 0 or name in ("round_trip", "recomputes")
+      if not math.isfinite(value) or value < 0 or not is_positive:
+        raise ValueError(
+          f"`{name}` must be positive and finite, got {value}; give FLOPs,"
+          " bytes or megabits per second, or seconds."
+        )
+    if self.share > 1:
+      raise ValueError(
+        f"`share` must be at most 1, got {self.share}; it is a share of the"
+        " peak, such as 0.4."
+      )
 
 
 class Compute(NamedTuple):
@@ -83,18 +111,36 @@ class Run(NamedTuple):
 
   Attributes:
     step: Seconds of a step.
-    communication: Seconds of stage 0's exchanges in a step.
+    communication: Seconds of stage 0's exchanges in a step: it ends last.
     exposed: Seconds by which exchanges lengthen a step.
-    megabytes: Payload of a device of stage 0 in a step, 10^6 bytes.
-    ranks: Ranks of the stages in each window, 0 for dense; one window if they
-      never change.
+    megabytes: Payload of a device in a step, 10^6 bytes, a mean over stages.
+    ranks: The first step of each new choice, and the ranks of the stages from
+      there on, 0 for dense.
   """
 
   step: float
   communication: float
   exposed: float
   megabytes: float
-  ranks: tuple[tuple[int, ...], ...]
+  ranks: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def require_planned(config: ConfigDict) -> None:
+  """Raises unless the model knows all that the configuration says.
+
+  Raises:
+    ValueError: if it does not.
+  """
+  for name, found, rule in (
+    ("task", config.task, "gpt2"),
+    ("local.every", config.local.every, 0),
+    ("mesh.fsdp", config.mesh.fsdp, 1),
+  ):
+    if found != rule:
+      raise ValueError(
+        f"`{name}` must be {rule} for a cluster on paper, got {found!r}; other"
+        " times are not modelled."
+      )
 
 
 def compute_of(config: ConfigDict, hardware: Hardware) -> Compute:
@@ -110,10 +156,11 @@ def compute_of(config: ConfigDict, hardware: Hardware) -> Compute:
   )
   attention = layers * 2 * model.context * model.width
   flops = 2 * tokens * (weights + attention) / mesh.tensor
+  products = flops / (hardware.peak * hardware.share)
   activations = tokens * model.width * _BYTES
   sums = 2 * layers * ring_bytes(activations, mesh.tensor) / hardware.inside
-  forward = flops / (hardware.peak * hardware.share) + sums
-  backward = (3 if hardware.recomputes else 2) * forward
+  times = 3 if hardware.recomputes else 2
+  forward, backward = products + sums, times * products + (times - 1) * sums
   # Activations go to the next stage, and their gradients back.
   sends = 2 * activations * 8e-6 / hardware.megabits * (stages > 1)
   ticks = microbatches + stages - 1
@@ -155,7 +202,7 @@ class Exchanges:
     ladder: The ranks, 0 for dense.
     own: Seconds of the exchange of a stage's own leaves at each of them.
     late: Seconds of the exchange of the other leaves.
-    megabytes: Payload of a device at each rank.
+    own_bytes, late_bytes: Their payload of a device.
     budget: The budget of the reducer.
   """
 
@@ -183,7 +230,7 @@ class Exchanges:
     own, late = (
       _bytes_of(found, is_late, config.mesh.data) for is_late in (False, True)
     )
-    self.megabytes = (own + late) / 1e6
+    self.own_bytes, self.late_bytes = own, late
     num_reduces = 2 if found.code is None or not any(self.ladder) else 3
     seconds = functools.partial(
       ladder.exchange_seconds, self.ladder, link=link, num_reduces=num_reduces
@@ -234,26 +281,44 @@ def run_of(
     compression_of(config, hardware),
     compute.backward,
   )
-  if not isinstance(exchanges.budget, EntropyBudget):
-    first = [exchanges.budget.levels((), jnp.zeros((), jnp.int32))[0]]
-    by_window = np.asarray(first)
-  elif entropy_at is None:
-    raise ValueError(
-      "`entropy_at` must be given for edgc, got None; pass a curve of a run, or"
-      " a straight fall."
+  budget, steps = exchanges.budget, config.steps
+  if isinstance(budget, EntropyBudget):
+    if entropy_at is None:
+      raise ValueError(
+        "`entropy_at` must be given for edgc, got None; pass the curve of a"
+        " run, or one of experiments/planning/presets.py."
+      )
+    starts = list(range(0, steps, budget.window))
+    first = levels_of(budget, steps, entropy_at)
+  else:  # a schedule of steps
+    starts = sorted({i * steps // _PARTS for i in range(_PARTS)})
+    first = np.asarray(
+      jax.vmap(lambda i: jnp.asarray(budget.levels((), i)[0]))(
+        jnp.array(starts, jnp.int32)
+      )
     )
-  else:
-    by_window = levels_of(exchanges.budget, config.steps, entropy_at)
-  every = [exchanges.levels_at(level) for level in by_window]
-  exposed = np.mean([exchanges.exposed(levels) for levels in every])
+  lengths = np.diff([*starts, steps])
+  every = [exchanges.levels_at(level) for level in first]
+  ranks: list[tuple[int, tuple[int, ...]]] = []
+  for start, levels in zip(starts, every, strict=True):
+    own = tuple(exchanges.ladder[level] for level in levels)
+    if not ranks or ranks[-1][1] != own:
+      ranks.append((start, own))
+
+  def mean(values: Any) -> float:
+    return float(np.average(values, weights=lengths))
+
+  exposed = mean([exchanges.exposed(levels) for levels in every])
+  sent = [
+    exchanges.own_bytes[levels].mean() + exchanges.late_bytes[levels[0]]
+    for levels in every
+  ]
   return Run(
-    compute.step + float(exposed),
-    float(np.mean(exchanges.own[by_window] + exchanges.late[by_window])),
-    float(exposed),
-    float(np.mean(exchanges.megabytes[by_window])),
-    tuple(
-      tuple(exchanges.ladder[level] for level in levels) for levels in every
-    ),
+    compute.step + exposed,
+    mean(exchanges.own[first] + exchanges.late[first]),
+    exposed,
+    mean(sent) / 1e6,
+    tuple(ranks),
   )
 
 

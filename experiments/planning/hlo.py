@@ -357,6 +357,8 @@ def arrays_of(types: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
 def over_axes(hlo: str, mesh: Mesh | AbstractMesh, *axes: str) -> str:
   """Drops the collectives of a program that are not over exactly these axes.
 
+  Keeps permutes whose pairs lie within them.
+
   Args:
     hlo: Text of a compiled program.
     mesh: Its mesh.

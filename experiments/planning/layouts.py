@@ -25,9 +25,9 @@ class Compiled(NamedTuple):
     ranks: The ladder, 0 for dense.
     predicted_bytes: What a device sends over the replicas in a step at each
       rank, as `edgc_jax.describe` predicts it.
-    program_bytes: The same, read from the compiled program.
-    other_bytes: What a device sends over the replicas at any rank, beside the
-      exchanges: checks of the replicas, samples, the loss.
+    program_bytes: What the compiled program sends over them at each rank,
+      outside of branches that do not choose a rank (checks, samples).
+    other_bytes: Of these, beside the exchange: the loss.
     argument_bytes: Memory of a device for parameters, optimiser state and
       batch.
     temporary_bytes: Memory of a device for all else, by XLA's CPU backend.
@@ -71,6 +71,9 @@ def compile_step(config: ConfigDict) -> Compiled:
   (part,) = edgc_jax.describe(
     tx, layout.shapes, mesh=mesh, param_specs=layout.specs
   ).parts
+  always = hlo.wire_bytes_outside_branches(over_replicas)
+  by_rank = zip(*ladders, strict=True) if ladders else [()] * len(part.ladder)
+  sent = [always + sum(own) for own in by_rank]
   memory = program.memory_analysis()
   local = layout.of_one_device(mesh.shape)
   return Compiled(
@@ -79,8 +82,8 @@ def compile_step(config: ConfigDict) -> Compiled:
     sum(leaf.size for leaf in jax.tree.leaves(local)),
     part.ladder,
     part.wire_bytes,
-    tuple(map(sum, zip(*ladders, strict=True))),
-    hlo.wire_bytes_outside_branches(over_replicas),
+    tuple(sent),
+    sent[0] - part.wire_bytes[0],
     memory.argument_size_in_bytes,
     memory.temp_size_in_bytes,
     seconds,

@@ -35,7 +35,8 @@ def texts(numbers: dict[str, Any], width: int) -> dict[str, str]:
   formats = (
     ("reducer", "reducer", ""), ("steps", "steps", ",.0f"),
     ("parameters", "params", ",.0f"), ("replicas", "replicas", ".0f"),
-    ("stages", "stages", ".0f"), ("shards", "shards", ".0f"),
+    ("stages", "stages", ".0f"), ("devices of a stage", "tensor", ".0f"),
+    ("shards", "shards", ".0f"),
     *((key.replace("val_", "held-out "), key, ".4f") for key in held_out),
     ("training loss", "train_loss", ".4f"), ("bytes a step", "sent", ""),
     ("compression ratio", "compression_ratio", ".2f"),

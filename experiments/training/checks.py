@@ -127,11 +127,15 @@ def _check_mesh(config: ConfigDict, task: Task) -> None:
       f"`mesh.backend` must be jit for several stages (mesh.stage is"
       f" {stages}), got {mesh.backend!r}; set --config.mesh.backend=jit."
     )
-  if tensor > 1 and (stages == 1 or config.model.num_heads % tensor):
+  if tensor > 1 and stages == 1:
     raise ValueError(
-      "`mesh.tensor` must be 1 without pipeline stages, and with them a divisor"
-      f" of model.num_heads ({config.model.num_heads}), got {tensor} with"
-      f" mesh.stage={stages}; shards without stages are set by mesh.fsdp."
+      f"`mesh.tensor` must be 1 without pipeline stages, got {tensor}; replicas"
+      " without stages are sharded by mesh.fsdp."
+    )
+  if tensor > 1 and config.model.num_heads % tensor:
+    raise ValueError(
+      "`mesh.tensor` must be a divisor of model.num_heads"
+      f" ({config.model.num_heads}), got {tensor}; each device has whole heads."
     )
   if stages > 1 and config.model.num_layers % stages:
     raise ValueError(

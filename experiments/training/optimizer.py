@@ -167,6 +167,11 @@ def _rank_schedule(
     exponent: Of the way to it.
     steps: Steps of the run.
   """
+  if exponent <= 0:
+    raise ValueError(
+      f"`powersgd.final_exponent` must be positive, got {exponent}; 1 moves the"
+      " rank in equal steps."
+    )
   below = math.floor(rank)
   if rank < 1 or (final_rank and below != rank):
     raise ValueError(
@@ -178,11 +183,6 @@ def _rank_schedule(
     if change in (0, steps):
       return {0: below + bool(change)}
     return {0: below + 1, change: below}
-  if exponent <= 0:
-    raise ValueError(
-      f"`powersgd.final_exponent` must be positive, got {exponent}; 1 moves the"
-      " rank in equal steps."
-    )
   parts = 1 + min(abs(final_rank - below), _SCHEDULE_PARTS - 1)
   way = np.linspace(0.0, 1.0, parts) ** exponent
   ranks = (rank + (final_rank - rank) * way).round().astype(int).tolist()

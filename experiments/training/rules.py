@@ -29,18 +29,20 @@ def linear(window: Window) -> jax.Array:
   return window.rank_min + (window.rank_max - window.rank_min) * share
 
 
-def reverse(window: Window) -> jax.Array:
+def reverse(window: Window, exponent: float = 2.0) -> jax.Array:
   """Returns a rank that rises as the entropy falls, as a control.
 
-    r = rank_min + rank_max - cqm
+    r = rank_min + rank_max - clip(cqm, rank_min, rank_max)
 
   Args:
     window: The newest window.
+    exponent: As for `edgc_jax.cqm`.
 
   Returns:
     float32 [], between rank_min and rank_max.
   """
-  rank = jnp.clip(edgc_jax.cqm(window), window.rank_min, window.rank_max)
+  rank = edgc_jax.cqm(window, exponent)
+  rank = jnp.clip(rank, window.rank_min, window.rank_max)
   return window.rank_min + window.rank_max - rank
 
 
@@ -57,7 +59,7 @@ def rule_of(name: str, exponent: float) -> edgc_jax.Rule:
   rules = {
     "cqm": functools.partial(edgc_jax.cqm, exponent=exponent),
     "linear": linear,
-    "reverse": reverse,
+    "reverse": functools.partial(reverse, exponent=exponent),
   }
   if name not in rules:
     raise ValueError(

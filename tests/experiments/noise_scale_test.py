@@ -26,11 +26,11 @@ def test_estimates_are_unbiased():
   found = noise_scale.noise_scale(float(each), float(mean), count, rows)
   np.testing.assert_allclose(found["signal"], size * 0.16, rtol=0.03)
   np.testing.assert_allclose(found["noise"], size * 4.0, rtol=0.03)
-  np.testing.assert_allclose(found["tokens"], 25.0, rtol=0.05)
+  np.testing.assert_allclose(found["noise_scale"], 25.0, rtol=0.05)
 
 
 def test_no_signal_is_an_infinite_scale():
-  assert noise_scale.noise_scale(4.0, 1.0, 4, 10)["tokens"] == float("inf")
+  assert noise_scale.noise_scale(4.0, 1.0, 4, 10)["noise_scale"] == float("inf")
 
 
 @pytest.mark.slow

@@ -165,7 +165,8 @@ def test_states_of_an_earlier_version_are_refused(tmp_path, monkeypatch):
   monkeypatch.setattr(trainer_module, "STATE_VERSION", 1)
   run(config_of(tmp_path / "run", "allreduce"), cut_after=3)
   monkeypatch.undo()
-  with pytest.raises(ValueError, match=r"`run_dir`.*version 3.*init_from="):
+  message = rf"`run_dir`.*version {trainer_module.STATE_VERSION}.*init_from="
+  with pytest.raises(ValueError, match=message):
     Trainer(config_of(tmp_path / "run", "allreduce"))
 
 
