@@ -102,7 +102,7 @@ def gradients(step, scales=(1.0, 1.0)):
 class Run:
   """Steps of a transformation for scripted gradients."""
 
-  def __init__(self, tx, shapes, specs, **mesh):
+  def __init__(self, tx, shapes, specs, adds=True, **mesh):
     self.mesh, self.specs = mesh_of(**mesh), specs
     self.tx, params = tx, zeros(shapes)
     self.state_specs = edgc_jax.state_specs(
@@ -118,8 +118,9 @@ class Run:
 
     def update(grads, state, params):
       local = jax.tree.map(lambda g: g[0], grads)
-      # A stage adds its own part to what all stages share.
-      if "norm" in local:
+      # A stage adds its own part to what all stages share. `accumulate` takes
+      # only what the stages have summed.
+      if "norm" in local and adds:
         stage = jax.lax.axis_index("stage")
         local["norm"] = jnp.where(stage == 0, local["norm"], 0.0)
       return tx.update(local, state, params)
@@ -154,8 +155,8 @@ def of_stage(tree, stage, axis=1):
 @functools.cache
 def stages_run(name, align="none"):
   stages = edgc_jax.Stages("stage", placement, align, 2e-3)
-  tx = make(name, stages)
-  return Run(tx, SHAPES, SPECS, stage=STAGES, data=REPLICAS, tensor=SHARDS)
+  mesh = {"stage": STAGES, "data": REPLICAS, "tensor": SHARDS}
+  return Run(make(name, stages), SHAPES, SPECS, name != "accumulate", **mesh)
 
 
 @functools.cache
@@ -214,9 +215,9 @@ class StagesOfShardsTest(parameterized.TestCase):
       seen.add(tuple(numbers["rank"]))
       self.assertEqual(numbers["rank"], [own["rank"] for own in found])
       for path in found[0]["matrix_rank"]:
-        for name, rtol in (("matrix_rank", 0), ("matrix_error", 1e-3)):
-          both = numbers[name][f"blocks/{path}"]
-          alone_ones = [own[name][path] for own in found]
+        for kind, rtol in (("matrix_rank", 0), ("matrix_error", 1e-3)):
+          both = numbers[kind][f"blocks/{path}"]
+          alone_ones = [own[kind][path] for own in found]
           np.testing.assert_allclose(both, alone_ones, rtol=rtol, atol=1e-6)
     self.assertLen(seen, {"powersgd": 1, "edgc": 2}[name])
 
