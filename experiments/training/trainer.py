@@ -241,7 +241,9 @@ class Trainer:
       is_evaluated = step == config.steps or (every and step % every == 0)
       measured: dict[str, float] = {}
       if is_evaluated or step % config.log_every == 0 or step == 1:
-        hosts.wait_for_devices(params)  # numbers may be of one device alone
+        # Numbers may be of one device alone. If a process has died, an earlier
+        # step has failed, and newer ones may wait for it for ever.
+        hosts.wait_for_devices((params, log.pending))
         line = log.fetch()
         if log.new_diverged_steps:
           params, opt_state = self._rejoin(
