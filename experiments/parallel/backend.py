@@ -4,6 +4,7 @@ The trainer does not need to know how a backend places its arrays.
 """
 
 import abc
+import collections
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from experiments.parallel.stored_state import StoredForm
 from experiments.tasks.base import Task
 
 Numbers = Mapping[str, Any]
+_RUNNING = 100  # steps
 
 
 class Backend(abc.ABC):
@@ -35,6 +37,8 @@ class Backend(abc.ABC):
     stored: The stored form of (parameters, optimiser state).
     num_params: Number of parameters of the model.
     traces: Number of times that JAX has traced the step.
+    running: Results of the newest steps on all devices of this process, where
+      `step` returns those of one.
   """
 
   init: Callable[[jax.Array], tuple[Any, Any]]
@@ -58,6 +62,7 @@ class Backend(abc.ABC):
       seed: Of the keys of the steps.
     """
     self.task, self.mesh, self.traces = task, mesh, 0
+    self.running: collections.deque[Any] = collections.deque(maxlen=_RUNNING)
     self._tx, self._seed = tx, seed
     self.stored = StoredForm.of(task.layout(mesh.shape), tx, mesh)
     # Replicas differentiate at parameters of their own between exchanges.

@@ -243,7 +243,7 @@ class Trainer:
       if is_evaluated or step % config.log_every == 0 or step == 1:
         # Numbers may be of one device alone. If a process has died, an earlier
         # step has failed, and newer ones may wait for it for ever.
-        hosts.wait_for_devices((params, log.pending))
+        hosts.wait_for_devices((params, log.pending, [*self.parallel.running]))
         line = log.fetch()
         if log.new_diverged_steps:
           params, opt_state = self._rejoin(
