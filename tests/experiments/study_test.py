@@ -217,7 +217,7 @@ def test_judged_runs_take_the_best_value(records):
 def bytes_of(config, rank):
   """Returns the bytes of a step of a schedule of ranks, by its mean."""
   bytes_of_step = study._bytes_of_step(config.to_json())
-  ranks = optimizer._rank_schedule(rank, 0, 400)
+  ranks = optimizer._rank_schedule(rank, 0, 1.0, 400)
   ends = [*ranks, 400][1:]
   return sum(
     bytes_of_step(rank, min(ranks.values())) * (end - start)
