@@ -14,6 +14,8 @@ bytes over time can matter; it follows the learning rate if it falls evenly.
 from collections.abc import Mapping
 from typing import Any
 
+from configs.protocol import table
+
 CONFIG = "configs/paper/horizon_gpt.py"
 SEEDS = (0, 1, 2)
 
@@ -48,16 +50,9 @@ def _ours(rule: str) -> Mapping[str, Any]:
   }  # fmt: skip
 
 
-def _fixed(rank: float, wire: str, allocation: str) -> Mapping[str, Any]:
-  return {
-    "reducer": "powersgd", "powersgd.rank": rank, "powersgd.wire_dtype": wire,
-    "powersgd.allocation": allocation, "powersgd.min_ratio": 1.0,
-  }  # fmt: skip
-
-
 def _moving(first: float, last: int, exponent: float) -> Mapping[str, Any]:
   return {
-    **_fixed(first, "int4", "error"),
+    **table.powersgd(first, "int4", "error"),
     "powersgd.final_rank": last, "powersgd.final_exponent": exponent,
   }  # fmt: skip
 
@@ -65,12 +60,12 @@ def _moving(first: float, last: int, exponent: float) -> Mapping[str, Any]:
 TABLES = {
   "Every entry": {"dense": {"reducer": "allreduce"}},
   "As published, float32": {
-    "fixed 8, float32, uniform": _fixed(8.0, "float32", "uniform"),
+    "fixed 8, float32, uniform": table.powersgd(8.0, "float32", "uniform"),
     "as described, 16 to 4": _as_published("cqm"),
     "linear rule, 16 to 4": _as_published("linear"),
   },
   "In 4 bits, by error": {
-    "fixed 22, int4, error": _fixed(22.0, "int4", "error"),
+    "fixed 22, int4, error": table.powersgd(22.0, "int4", "error"),
     "edgc 32 to 8, int4": _ours("cqm"),
     "reverse rule, 8 to 32, int4": _ours("reverse"),
   },

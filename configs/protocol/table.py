@@ -36,7 +36,7 @@ def _arm(reducer: str, **options: Any) -> Mapping[str, Any]:
   }
 
 
-def _powersgd(rank: float, wire: str, allocation: str) -> Mapping[str, Any]:
+def powersgd(rank: float, wire: str, allocation: str) -> Mapping[str, Any]:
   return _arm(
     "powersgd", rank=rank, wire_dtype=wire, allocation=allocation,
     min_ratio=1.0,
@@ -68,9 +68,7 @@ TABLES = {
   },
 } | {
   f"About {bits} bits": {
-    f"powersgd {rank:g}, {wire}, {allocation}": _powersgd(
-      rank, wire, allocation
-    )
+    f"powersgd {rank:g}, {wire}, {allocation}": powersgd(rank, wire, allocation)
     for wire, rank in ranks.items()
     for allocation in ("uniform", "error")
   }

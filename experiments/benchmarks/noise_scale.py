@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from absl import app
 from ml_collections import ConfigDict
 
@@ -124,16 +125,13 @@ def _energies(
   def add(carry: tuple, rows: jax.Array) -> tuple[tuple, None]:
     total, energy = carry
     g = gradient(params, rows)
-    return (jax.tree.map(jnp.add, total, g), energy + _square(g)), None
+    total = jax.tree.map(jnp.add, total, g)
+    return (total, energy + optax.tree.norm(g, squared=True)), None
 
   zeros = jax.tree.map(jnp.zeros_like, params)
   (total, energy), _ = jax.lax.scan(add, (zeros, jnp.float32(0)), batches)
   count = len(batches)
-  return energy / count, _square(total) / count**2
-
-
-def _square(tree: Any) -> jax.Array:
-  return sum((jnp.sum(x**2) for x in jax.tree.leaves(tree)), jnp.float32(0))
+  return energy / count, optax.tree.norm(total, squared=True) / count**2
 
 
 if __name__ == "__main__":

@@ -15,15 +15,19 @@ def _read(name: str) -> tuple[pd.DataFrame, dict[str, Any]]:
   return pd.DataFrame(found["lines"]), found["about"]
 
 
+def _with_origin(table: pd.DataFrame, origin: str) -> Sequence[str]:
+  """Returns a table, and a line that says how it was measured."""
+  return [table.to_markdown(index=False, disable_numparse=True), "", origin]
+
+
 def _growth() -> Sequence[str]:
   """Returns the cost of the reducers by size of the model, and its origin."""
   table, about = _read("growth")
-  return [
-    table.to_markdown(index=False, disable_numparse=True),
-    "",
+  return _with_origin(
+    table,
     f"`{about['command']}`, commit {about['commit']}; {about['device']};"
     f" {about['versions']}; medians of {about['rounds']} rounds.",
-  ]
+  )
 
 
 def _wide_layer() -> Sequence[str]:
@@ -41,12 +45,11 @@ def _wide_layer() -> Sequence[str]:
       "sum": f"lost of the sum of {about['measured']} steps",
     }
   )
-  return [
-    table.to_markdown(index=False, disable_numparse=True),
-    "",
+  return _with_origin(
+    table,
     f"`{about['command']}`, commit {about['commit']}, the last"
     f" {about['measured']} of {about['steps']} steps, one seed.",
-  ]
+  )
 
 
 def _noise_scale() -> Sequence[str]:
@@ -62,13 +65,12 @@ def _noise_scale() -> Sequence[str]:
       ).map("{:.0%}".format),
     }
   )
-  return [
-    table.to_markdown(index=False, disable_numparse=True),
-    "",
+  return _with_origin(
+    table,
     f"`{about['command']}`, commit {about['commit']}; {about['batches']}"
     f" batches of {about['tokens']:,} tokens at each step, one seed. The run"
     f" and the share are of batches of {about['batch']:,}.",
-  ]
+  )
 
 
 def _estimate() -> Sequence[str]:
@@ -86,13 +88,12 @@ def _estimate() -> Sequence[str]:
       "off by at most, nats": lines["error"].map("{:.4f}".format),
     }
   )
-  return [
-    table.to_markdown(index=False, disable_numparse=True),
-    "",
+  return _with_origin(
+    table,
     f"`{about['command']}`, commit {about['commit']}; {about['device']}; the"
     f" gradients of {about['steps']} steps, and medians of {about['rounds']}"
     " rounds.",
-  ]
+  )
 
 
 TABLES = {

@@ -21,10 +21,11 @@ from edgc_jax.state.state import LocalStepsState
 from experiments.parallel import meshes
 from experiments.parallel.meshes import DATA
 from experiments.parallel.stored_state import StoredForm
+from experiments.runtime import hosts
 from experiments.tasks.base import Task
 
 Numbers = Mapping[str, Any]
-_RUNNING = 100  # steps
+_RUNNING = 1000  # steps
 
 
 class Backend(abc.ABC):
@@ -37,8 +38,6 @@ class Backend(abc.ABC):
     stored: The stored form of (parameters, optimiser state).
     num_params: Number of parameters of the model.
     traces: Number of times that JAX has traced the step.
-    running: Results of the newest steps on all devices of this process, where
-      `step` returns those of one.
   """
 
   init: Callable[[jax.Array], tuple[Any, Any]]
@@ -62,7 +61,8 @@ class Backend(abc.ABC):
       seed: Of the keys of the steps.
     """
     self.task, self.mesh, self.traces = task, mesh, 0
-    self.running: collections.deque[Any] = collections.deque(maxlen=_RUNNING)
+    # Losses of the newest steps, on all devices of this process.
+    self._running: collections.deque[Any] = collections.deque(maxlen=_RUNNING)
     self._tx, self._seed = tx, seed
     self.stored = StoredForm.of(task.layout(mesh.shape), tx, mesh)
     # Replicas differentiate at parameters of their own between exchanges.
@@ -102,7 +102,22 @@ class Backend(abc.ABC):
       scalars, and arrays over a leaf's matrices by its path. Those that differ
       by stage have a first axis of stages.
     """
-    return self._step(params, opt_state, self._placed(batch), np.int32(step))
+    batch = self._placed(batch)
+    *state, numbers = self._step(params, opt_state, batch, np.int32(step))
+    self._running.append(numbers["loss"])
+    return *state, numbers
+
+  def wait(self, params: Any) -> None:
+    """Waits until the devices of this process have the newest parameters.
+
+    If a process has died, an earlier step has failed, and newer ones may wait
+    for it for ever: so it reads the steps since it was called last, too.
+
+    Raises:
+      jax.errors.JaxRuntimeError: as soon as a device has failed.
+    """
+    hosts.wait_for_devices((params, list(self._running)))
+    self._running.clear()
 
   def evaluate(self, params: Any, batch: Any) -> Numbers:
     """Returns the task's metrics on such rows, as means over the replicas."""

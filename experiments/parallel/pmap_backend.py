@@ -73,7 +73,6 @@ class Pmap(Backend):
 
   def step(self, *args: Any) -> tuple[Any, Any, Numbers]:
     params, opt_state, numbers = super().step(*args)
-    self.running.append(numbers["loss"])
     return params, opt_state, _once(numbers)
 
   def evaluate(self, params: Any, batch: Any) -> Numbers:

@@ -159,8 +159,8 @@ def compute_of(config: ConfigDict, hardware: Hardware) -> Compute:
   products = flops / (hardware.peak * hardware.share)
   activations = tokens * model.width * _BYTES
   sums = 2 * layers * ring_bytes(activations, mesh.tensor) / hardware.inside
-  times = 3 if hardware.recomputes else 2
-  forward, backward = products + sums, times * products + (times - 1) * sums
+  k = 3 if hardware.recomputes else 2
+  forward, backward = products + sums, k * products + (k - 1) * sums
   # Activations go to the next stage, and their gradients back.
   sends = 2 * activations * 8e-6 / hardware.megabits * (stages > 1)
   ticks = microbatches + stages - 1
@@ -238,16 +238,14 @@ class Exchanges:
     free = edgc_jax.CompressionModel(0.0, 0.0)
     self.own = seconds(sizes=own, compression=compression)
     self.late = seconds(sizes=late, compression=free) * (late > 0)
-    self._stages, self._backward = config.mesh.stage, backward
-    self._is_aligned = getattr(found.budget, "seconds", None) is not None
+    stages, self._backward = config.mesh.stage, backward
+    self._levels = np.tile(np.arange(len(self.ladder)), (stages, 1))
+    if getattr(found.budget, "seconds", None) is not None:
+      self._levels = alignment.aligned_levels(self.own, stages, backward)
 
   def levels_at(self, level: int) -> np.ndarray:
     """Returns the levels of all stages while stage 0 is on one."""
-    if not self._is_aligned:
-      return np.full(self._stages, level)
-    return alignment.aligned_levels(self.own, self._stages, self._backward)[
-      :, level
-    ]
+    return self._levels[:, level]
 
   def exposed(self, levels: np.ndarray) -> float:
     """Returns the seconds by which the exchanges lengthen a step."""

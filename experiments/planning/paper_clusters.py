@@ -158,6 +158,13 @@ def _savings(run: Run, dense: Run) -> dict[str, str]:
   }
 
 
+def _both(name: str, hardware: Hardware) -> str:
+  """Returns what `edgc` saves of stage 0's communication and of a step."""
+  dense, run = (_run(name, x, hardware) for x in ("allreduce", "edgc"))
+  communication, _, step = _savings(run, dense).values()
+  return f"{communication}, {step}"
+
+
 def _clusters() -> Lines:
   """Returns the modelled runs on the paper's clusters."""
   steps = {one.name: one.steps for one in of_protocol()}
@@ -207,11 +214,8 @@ def _links() -> Lines:
         own = dataclasses.replace(
           hardware, megabits=1000.0 * gigabits, share=share
         )
-        dense, run = (_run(name, x, own) for x in ("allreduce", "edgc"))
-        line[f"stage 0's communication, step at {share:.0%} of the peak"] = (
-          f"{_less(run.communication, dense.communication)},"
-          f" {_less(run.step, dense.step)}"
-        )
+        column = f"stage 0's communication, step at {share:.0%} of the peak"
+        line[column] = _both(name, own)
       lines.append(line)
   return lines
 
@@ -226,11 +230,7 @@ def _others() -> Lines:
         value = getattr(hardware, field)
         value = times > 1 if field == "recomputes" else times * value
         own = dataclasses.replace(hardware, **{field: value})
-        dense, run = (_run(name, x, own) for x in ("allreduce", "edgc"))
-        line[f"times {times:g}"] = (
-          f"{_less(run.communication, dense.communication)},"
-          f" {_less(run.step, dense.step)}"
-        )
+        line[f"times {times:g}"] = _both(name, own)
       lines.append(line)
   return lines
 

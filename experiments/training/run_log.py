@@ -36,7 +36,6 @@ class RunLog:
   outputs as plain lines.
 
   Attributes:
-    pending: Metrics of the steps since the previous line, on the devices.
     wire_bytes: Sum over all steps so far, per replica, for each stage.
     peak_wire_bytes: The most of any step so far, per replica, over all stages.
     rank_history: [step, [rank per stage]] at the first step of each rank.
@@ -75,7 +74,7 @@ class RunLog:
     self.speed_name = f"{task.unit}_per_second"
     self._averaged = tuple(task.metrics)
     self._learning_rate = make_schedule(config)
-    self.pending: list[dict[str, jax.Array]] = []
+    self._pending: list[dict[str, jax.Array]] = []
     self._began = time.monotonic()
     self._started = self._began - state["seconds"]
     # Step and time of the first fetch; the time before it is compilation.
@@ -99,7 +98,7 @@ class RunLog:
 
   def add(self, numbers: dict[str, jax.Array]) -> None:
     """Adds a step's metrics without waiting for them."""
-    self.pending.append(numbers)
+    self._pending.append(numbers)
 
   def state(self) -> dict[str, Any]:
     """Returns the state of the log, for JSON; waits for the devices."""
@@ -174,9 +173,9 @@ class RunLog:
 
   def _drain(self) -> None:
     """Fetches the pending metrics from the devices."""
-    pending = len(self.pending)
-    hosts.wait_for_devices(self.pending)
-    for values in map(_by_stage, jax.device_get(self.pending)):
+    pending = len(self._pending)
+    hosts.wait_for_devices(self._pending)
+    for values in map(_by_stage, jax.device_get(self._pending)):
       self._step += 1
       self._newest = values
       for name in self._averaged:
@@ -195,7 +194,7 @@ class RunLog:
       rank = values["rank"]
       if not self.rank_history or self.rank_history[-1][1] != rank:
         self.rank_history.append([self._step, rank])
-    self.pending = []
+    self._pending = []
     now = time.monotonic()
     if self._timed is None:
       self._timed = self._step, now

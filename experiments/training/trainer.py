@@ -241,9 +241,7 @@ class Trainer:
       is_evaluated = step == config.steps or (every and step % every == 0)
       measured: dict[str, float] = {}
       if is_evaluated or step % config.log_every == 0 or step == 1:
-        # Numbers may be of one device alone. If a process has died, an earlier
-        # step has failed, and newer ones may wait for it for ever.
-        hosts.wait_for_devices((params, log.pending, [*self.parallel.running]))
+        self.parallel.wait(params)  # numbers may be of one device alone
         line = log.fetch()
         if log.new_diverged_steps:
           params, opt_state = self._rejoin(

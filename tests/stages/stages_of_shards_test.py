@@ -135,10 +135,9 @@ class Run:
     self.compiled = (
       jax.jit(step).lower(*first, self.state, self.params).compile()
     )
-    self.step_fn = jax.jit(step)
 
   def step(self, grads):
-    updates, self.state = self.step_fn(grads, self.state, self.params)
+    updates, self.state = self.compiled(grads, self.state, self.params)
     return jax.tree.map(np.asarray, updates)
 
   def metrics(self):
@@ -183,15 +182,27 @@ class StagesOfShardsTest(parameterized.TestCase):
     run, alone = stages_run(name), alone_run(name)
     states = [alone.state] * STAGES
     for count in range(3):
-      grads = gradients(count)
-      updates = run.step(grads)
-      for s in range(STAGES):
-        alone.state = states[s]
-        expected = alone.step(of_stage(grads, s))
-        states[s] = alone.state
-        chex.assert_trees_all_close(
-          of_stage(updates, s, 0), expected, rtol=1e-4, atol=1e-5
-        )
+      self.step_both(run, alone, states, gradients(count))
+
+  def step_both(self, run, alone, states, grads):
+    """Compares the updates of each stage, and returns its metrics alone.
+
+    Args:
+      run: Of all stages.
+      alone: Of one stage.
+      states: Of each stage alone; replaced by the next ones.
+      grads: Of all stages.
+    """
+    updates, found = run.step(grads), []
+    for s in range(STAGES):
+      alone.state = states[s]
+      expected = alone.step(of_stage(grads, s))
+      states[s] = alone.state
+      chex.assert_trees_all_close(
+        of_stage(updates, s, 0), expected, rtol=1e-4, atol=1e-5
+      )
+      found.append(alone.metrics())
+    return found
 
   @parameterized.named_parameters(("powersgd", "powersgd"), ("edgc", "edgc"))
   def test_each_stage_is_what_it_is_alone(self, name):
@@ -201,16 +212,7 @@ class StagesOfShardsTest(parameterized.TestCase):
     for count in range(STEPS):
       # Each stage's entropy spans the whole ladder, in turn.
       fall = 0.1 if count % 8 >= 4 else 1.0
-      grads = gradients(count, (1.0, fall))
-      updates, found = run.step(grads), []
-      for s in range(STAGES):
-        alone.state = states[s]
-        expected = alone.step(of_stage(grads, s))
-        states[s] = alone.state
-        chex.assert_trees_all_close(
-          of_stage(updates, s, 0), expected, rtol=1e-4, atol=1e-5
-        )
-        found.append(alone.metrics())
+      found = self.step_both(run, alone, states, gradients(count, (1.0, fall)))
       numbers = run.metrics()
       seen.add(tuple(numbers["rank"]))
       self.assertEqual(numbers["rank"], [own["rank"] for own in found])
