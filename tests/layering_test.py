@@ -21,7 +21,9 @@ FLOORS = {
     {"reducer"},
     {"methods"},
     {"measure"},
+    {"diagnosis"},
     {"__init__"},
+    {"__main__"},
   ),
   "experiments": (
     {"runtime", "models", "data", "peers", "__init__"},
@@ -56,9 +58,10 @@ COLLECTIVES = {
   "pswapaxes", "pvary", "ragged_all_to_all",
 }  # fmt: skip
 STANDARD = {
-  "collections", "contextlib", "contextvars", "dataclasses", "functools",
-  "importlib", "inspect", "json", "logging", "math", "os", "pathlib", "re",
-  "sys", "threading", "time", "types", "typing", "warnings",
+  "argparse", "collections", "contextlib", "contextvars", "dataclasses",
+  "functools", "importlib", "inspect", "json", "logging", "math", "os",
+  "pathlib", "platform", "re", "sys", "textwrap", "threading", "time", "types",
+  "typing", "warnings",
 }  # fmt: skip
 
 
