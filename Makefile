@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: train train-vision train-hsdp train-pipeline test test-slow test-runs \
-  test-newest golden soak lint format protocol horizon pages plan-paper bench \
+  test-newest golden soak dist lint format protocol horizon pages plan-paper bench \
   bench-network bench-overlap clean
 
 # Reinstalls when the requirements or the package metadata change.
 $(VENV)/installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade -r requirements.txt
+	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager \
+	  -r requirements.txt
 	touch $@
 
 train: $(VENV)/installed
@@ -60,6 +61,11 @@ test-newest:
 # Kills runs twenty times each and compares the results; takes half an hour.
 soak: $(VENV)/installed
 	$(BIN)/python tests/helpers/soak.py
+
+# A source distribution and a wheel made from it, in dist/.
+dist: $(VENV)/installed
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
 
 # Style, and the types of the package.
 lint: $(VENV)/installed
@@ -115,4 +121,4 @@ bench: $(VENV)/installed
 	$(BIN)/python -m experiments.benchmarks.cost
 
 clean:
-	rm -rf $(VENV) .newest
+	rm -rf $(VENV) .newest dist

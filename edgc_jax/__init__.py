@@ -54,7 +54,7 @@ from edgc_jax.stages.stages import Stages
 from edgc_jax.state.metrics import metrics
 from edgc_jax.wire.link_model import CompressionModel, LinkModel
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # the only place
 
 __all__ = [
   "METHOD_VERSIONS",

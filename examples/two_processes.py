@@ -32,7 +32,11 @@ def main(address, index):
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.config.update("jax_num_cpu_devices", 1)  # a process is a replica
   jax.distributed.initialize(
-    address, num_processes=2, process_id=index, heartbeat_timeout_seconds=20
+    address,
+    num_processes=2,
+    process_id=index,
+    coordinator_bind_address=address,  # by default, JAX listens everywhere
+    heartbeat_timeout_seconds=20,
   )
   mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
   tx = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.adam(1e-2))

@@ -47,7 +47,7 @@ def test_the_readme_has_an_example_and_stays_short():
 
 @pytest.mark.parametrize(
   "path",
-  [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")],
+  [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")],
   ids=lambda path: path.stem,
 )
 def test_links_lead_to_files(path):

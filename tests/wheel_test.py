@@ -1,14 +1,18 @@
-"""A wheel is complete: it imports and runs without the repository."""
+"""The distributions are complete: they run without the repository."""
 
 import os
+import pathlib
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
-import sysconfig
+import tarfile
 import venv
+from importlib import metadata
 
 import pytest
+from helpers import quick_compile
 from helpers.pages import ROOT, blocks_of
 
 import edgc_jax
@@ -16,6 +20,21 @@ import edgc_jax
 pytestmark = pytest.mark.slow
 
 SECONDS = 300
+# What a type checker must accept, and one line that it must not.
+CONSUMER = """
+from typing import Any, assert_type
+
+import edgc_jax
+import jax.numpy as jnp
+import optax
+
+tx = optax.chain(edgc_jax.powersgd(rank=8), optax.sgd(1e-3))
+params = {"w": jnp.zeros((64, 64))}
+assert_type(edgc_jax.powersgd(8), optax.GradientTransformationExtraArgs)
+assert_type(edgc_jax.metrics(tx.init(params)), dict[str, Any])
+assert_type(edgc_jax.wire_bytes(params, 8), int)
+edgc_jax.wire_bytes(params, rank="8")  # WRONG
+"""
 
 
 def run(command, **options):
@@ -26,54 +45,117 @@ def run(command, **options):
     timeout=SECONDS,
     **options,
   )
-  assert done.returncode == 0, done.stderr
+  assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout
 
 
+def tracked():
+  """Returns the files of the repository, or skips the test in a copy of it."""
+  if not (ROOT / ".git").exists():
+    pytest.skip("this is no clone of the repository")
+  listed = run(["git", "ls-files"], cwd=ROOT).splitlines()
+  return {name for name in listed if (ROOT / name).exists()}
+
+
+def needed_by(name, found):
+  """Adds a distribution of this environment and all that it needs."""
+  if name in found:
+    return
+  found[name] = own = metadata.distribution(name)
+  for text in own.requires or ():
+    requirement, _, marker = text.partition(";")
+    # Requirements of extras aside, all are taken.
+    if "extra" not in marker:
+      needed = re.match(r"[\w.-]+", requirement)[0]
+      if not marker or _is_installed(needed):
+        needed_by(needed, found)
+
+
+def _is_installed(name):
+  try:
+    return bool(metadata.distribution(name))
+  except metadata.PackageNotFoundError:
+    return False
+
+
 @pytest.fixture(scope="module")
-def python(tmp_path_factory):
+def distributions(tmp_path_factory):
+  """Returns the source distribution, and the wheel that is built from it."""
+  folder = tmp_path_factory.mktemp("distributions")
+  ignored = shutil.ignore_patterns(
+    ".*", "__pycache__", "*.egg-info", "build", "dist"
+  )
+  source = folder / "source"
+  shutil.copytree(ROOT, source, ignore=ignored)
+  shutil.copytree(ROOT / ".ci", source / ".ci")
+  shutil.rmtree(source / "runs", ignore_errors=True)
+  run(
+    [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder],
+    cwd=source,
+  )
+  (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+  return sdist, wheel
+
+
+@pytest.fixture(scope="module")
+def python(distributions, tmp_path_factory):
   """An interpreter with the wheel and its dependencies, and nothing else.
 
-  The dependencies lie in the environment of this test. A path file in a path
-  file is not read, so the repository that is installed there is not seen.
+  The dependencies are linked from the environment of this test.
   """
-  folder = tmp_path_factory.mktemp("wheel")
-  source = folder / "source"
-  source.mkdir()
-  for name in ("pyproject.toml", "README.md", "LICENSE"):
-    shutil.copy(ROOT / name, source)
-  shutil.copytree(
-    ROOT / "edgc_jax",
-    source / "edgc_jax",
-    ignore=shutil.ignore_patterns("__pycache__"),
-  )
-  run(
-    [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps",
-     "--no-build-isolation", "--wheel-dir", folder, source],
-  )  # fmt: skip
-  (wheel,) = folder.glob("edgc_jax-*.whl")
-  venv.create(folder / "environment", with_pip=False)
-  found = folder / "environment" / "bin" / "python"
-  site = run(
-    [found, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-  ).strip()
+  folder = tmp_path_factory.mktemp("environment")
+  venv.create(folder, with_pip=False)
+  found = folder / "bin" / "python"
+  code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+  site = pathlib.Path(run([found, "-c", code]).strip())
+  _, wheel = distributions
   run(
     [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps",
      "--target", site, wheel],
   )  # fmt: skip
-  with open(os.path.join(site, "dependencies.pth"), "w") as file:
-    file.write(sysconfig.get_path("purelib") + "\n")
+  needed = {}
+  (about,) = metadata.distributions(path=[str(site)])
+  for text in about.requires:
+    if "extra" not in text:
+      needed_by(re.match(r"[\w.-]+", text)[0], needed)
+  for own in needed.values():
+    tops = {file.parts[0] for file in own.files} - {"..", "__pycache__"}
+    for top in tops:
+      if not (site / top).exists():
+        (site / top).symlink_to(own.locate_file(top))
   return found
 
 
 def inside(python, *arguments, cwd):
   """Runs the interpreter away from the repository, on eight CPU devices."""
-  foreign = ("PYTHON", "NPROC", "JAX_", "XLA_")
+  foreign = ("PYTHON", "NPROC", "EDGC_JAX_NPROC", "JAX_", "XLA_")
   environment = {
     k: v for k, v in os.environ.items() if not k.startswith(foreign)
   }
-  environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+  environment |= {
+    "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": quick_compile.XLA_FLAGS,
+  }  # fmt: skip
   return run([python, *arguments], cwd=cwd, env=environment)
+
+
+def test_the_source_distribution_is_the_repository(distributions):
+  sdist, _ = distributions
+  with tarfile.open(sdist) as opened:
+    names = {name.partition("/")[2] for name in opened.getnames()}
+  assert sdist.name == f"edgc_jax-{edgc_jax.__version__}.tar.gz"
+  assert tracked() - names <= {".gitattributes", ".gitignore"}
+
+
+def test_the_description_of_the_wheel(distributions):
+  _, wheel = distributions
+  (about,) = metadata.distributions(path=[str(wheel)])
+  assert about.version == edgc_jax.__version__
+  assert {"train", "dev"} <= set(about.metadata.get_all("Provides-Extra"))
+  needed = [text for text in about.requires if "extra" not in text]
+  assert sorted(re.match(r"\w+", text)[0] for text in needed) == [
+    "jax", "numpy", "optax",
+  ]  # fmt: skip
 
 
 def test_every_module_imports(python, tmp_path):
@@ -88,8 +170,9 @@ def test_every_module_imports(python, tmp_path):
   assert not found.startswith(str(ROOT)), found
 
 
-def test_experiments_are_not_in_it(python, tmp_path):
-  code = "import importlib.util as u; print(u.find_spec('experiments'))"
+@pytest.mark.parametrize("name", ["experiments", "flax", "orbax", "pytest"])
+def test_nothing_else_is_there(python, tmp_path, name):
+  code = f"import importlib.util as u; print(u.find_spec('{name}'))"
   assert inside(python, "-c", code, cwd=tmp_path).strip() == "None"
 
 
@@ -97,3 +180,43 @@ def test_the_example_of_the_readme_runs(python, tmp_path):
   script = tmp_path / "example.py"
   script.write_text("\n".join(blocks_of(ROOT / "README.md")))
   inside(python, script, cwd=tmp_path)
+
+
+def plain_examples():
+  """Those that import the package and its dependencies alone."""
+  own = {"edgc_jax", "jax", "numpy", "optax", *sys.stdlib_module_names}
+  for path in sorted((ROOT / "examples").glob("*.py")):
+    names = re.findall(
+      r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE
+    )
+    if set(names) <= own and path.stem != "two_processes":
+      yield path
+
+
+def test_most_examples_are_plain():
+  assert len(list(plain_examples())) > 10
+
+
+@pytest.mark.parametrize("path", plain_examples(), ids=lambda path: path.stem)
+def test_an_example_runs(python, tmp_path, path):
+  script = shutil.copy(path, tmp_path)
+  text = inside(python, script, cwd=tmp_path)
+  assert re.search(r"^loss [\d.]+ to [\d.]+$", text, re.MULTILINE), text
+
+
+def test_the_command_runs(python, tmp_path):
+  text = inside(python, "-m", "edgc_jax", cwd=tmp_path)
+  assert f"edgc_jax   {edgc_jax.__version__}" in text
+  assert text.endswith("passed\n")
+
+
+def test_its_types_are_seen(python, tmp_path):
+  script = tmp_path / "consumer.py"
+  checker = [shutil.which("ty", path=os.path.dirname(sys.executable)), "check"]
+  command = [*checker, "--python", python.parent.parent, script]
+  script.write_text(CONSUMER.replace('"8")  # WRONG', "8)"))
+  run(command, cwd=tmp_path)
+  script.write_text(CONSUMER)
+  done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+  assert done.returncode == 1
+  assert "invalid-argument-type" in done.stdout

@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import edgc_jax
 from edgc_jax.budget import entropy
+from edgc_jax.measure import hlo
 from edgc_jax.wire import agreement
 from edgc_jax.wire.codes import code_of
-from experiments.planning import hlo
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from edgc_jax.wire.order import AxisName
 
 
 def restore(
-  path: str | os.PathLike,
+  path: str | os.PathLike[str],
   tx: optax.GradientTransformation,
   params: Any,
   *,
@@ -75,7 +75,7 @@ def restore(
   return loaded, placed(old, mesh, of_state)
 
 
-def _read(path: str | os.PathLike) -> tuple[Any, Any]:
+def _read(path: str | os.PathLike[str]) -> tuple[Any, Any]:
   """Reads the two trees of a checkpoint, with NumPy arrays."""
   try:
     ocp = importlib.import_module("orbax.checkpoint")

@@ -163,7 +163,7 @@ def traced_init(
   params: Any,
   mesh: Mesh | AbstractMesh | None,
   param_specs: Any,
-) -> tuple[dict[tuple, tuple], Any]:
+) -> tuple[dict[tuple[Any, ...], tuple[Any, ...]], Any]:
   """Traces `init` on one device's parts; arguments as for `state_specs`.
 
   Returns:
@@ -419,7 +419,7 @@ def _specs_of(
 
 def _types(
   tx: optax.GradientTransformation, params: Any, param_specs: Any, **where: Any
-) -> tuple[dict[tuple, tuple], Any]:
+) -> tuple[dict[tuple[Any, ...], tuple[Any, ...]], Any]:
   """Returns types of one device's parts, as `init` sees them in `shard_map`.
 
   Args:

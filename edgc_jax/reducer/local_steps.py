@@ -145,7 +145,7 @@ class LocalSteps:
   mesh: Mesh | None
   param_specs: Any = None
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     validation.require_int("every", self.every, 1)
     validation.require_int("fragments", self.fragments, 1)
     validation.require_int("overlap", self.overlap, 0)

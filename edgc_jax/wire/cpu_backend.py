@@ -107,10 +107,10 @@ def require_threads(*, beside: bool = False) -> None:
   if not _are_several() and not (beside and jax.default_backend() == "cpu"):
     return
   needed = 2 * jax.local_device_count()
-  if _thread_pool_size() < needed:
+  if thread_pool_size() < needed:
     raise RuntimeError(
       f"The environment variable NPROC must be at least {needed}, two threads"
-      f" per CPU device, got a pool of {_thread_pool_size()}, with which"
+      f" per CPU device, got a pool of {thread_pool_size()}, with which"
       f" collectives would hang. Set NPROC={needed} before Python starts;"
       " importing edgc_jax before JAX uses a device sets it to"
       f" {_POOL} if it is unset."
@@ -140,6 +140,14 @@ def require_no_cached_programs() -> None:
     )
 
 
+def thread_pool_size() -> int:
+  """Returns the threads of XLA's CPU backend: `NPROC`, or else the cores."""
+  try:
+    return int(os.environ.get("NPROC", ""))
+  except ValueError:
+    return os.cpu_count() or 1
+
+
 def _set_pool(threads: int) -> None:
   """Sets NPROC, unless the user has set it or a device was used."""
   is_ours = os.environ.get("NPROC") in (None, os.environ.get(_OWN_NPROC))
@@ -150,14 +158,6 @@ def _set_pool(threads: int) -> None:
 def _are_several() -> bool:
   """Returns whether this process has more than one CPU device."""
   return jax.default_backend() == "cpu" and jax.local_device_count() > 1
-
-
-def _thread_pool_size() -> int:
-  """Returns the threads of XLA's CPU backend: `NPROC`, or else the cores."""
-  try:
-    return int(os.environ.get("NPROC", ""))
-  except ValueError:
-    return os.cpu_count() or 1
 
 
 def _a_device_was_used() -> bool:

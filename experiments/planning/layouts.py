@@ -8,10 +8,10 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 import edgc_jax
+from edgc_jax.measure import hlo
 from experiments import tasks
 from experiments.parallel import backends, meshes
 from experiments.parallel.meshes import DATA
-from experiments.planning import hlo
 from experiments.training import optimizer, times
 
 

@@ -19,11 +19,11 @@ import tensorboardX
 from flax import traverse_util
 from tensorboardX.proto.summary_pb2 import Summary
 
+import edgc_jax
 from experiments.runtime import hosts
 
 _SCRATCH, _LOCK, _STOPPED = ".tmp", "lock", "stopped.txt"
-_PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")
-
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "grain")
 
 # Keys that may differ between a run and the command that resumes it.
 _FREE = ("run_dir", "resume", "log_every", "checkpoint.", "mesh.data",
@@ -203,7 +203,8 @@ def stopped(folder: pathlib.Path) -> str:
 def environment() -> dict[str, Any]:
   """Returns versions, hardware and commit, to be recorded with a run."""
   device = jax.devices()[0]
-  versions = {name: metadata.version(name) for name in _PACKAGES}
+  versions = {"edgc-jax": edgc_jax.__version__}
+  versions |= {name: metadata.version(name) for name in _LIBRARIES}
   return {
     "python": platform.python_version(),
     "versions": versions,

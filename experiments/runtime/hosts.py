@@ -5,12 +5,17 @@ Otherwise flags give each one the address of the first process and its index:
 
   train_gpt2.py ... --coordinator_address=HOST:PORT --num_processes=2 \
       --process_id=0
+
+With flags the first process listens on that address alone. SECURITY.md says
+what else listens.
 """
 
 import contextlib
+import ipaddress
 import itertools
 import os
 import resource
+import socket
 import sys
 import time
 import traceback
@@ -35,6 +40,8 @@ _TIMEOUT = flags.DEFINE_integer(
 # Schedulers set these: the number of processes, or an index on Kubernetes.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
+# JAX's variable: where the first process listens if not on its own address.
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _BARRIERS = itertools.count()
 _BARRIER_TIMEOUT = 3600  # seconds; compiling may take long
 
@@ -46,7 +53,8 @@ def initialize() -> int:
     The number of processes; 0 if only JAX's runtime knows it.
 
   Raises:
-    ValueError: if only some of the flags are given, or one is out of range.
+    ValueError: if only some of the flags are given, one is out of range, or
+      the others cannot reach the address.
     RuntimeError: if the others cannot be reached.
   """
   given = (_ADDRESS.value, _COUNT.value, _INDEX.value)
@@ -64,9 +72,17 @@ def initialize() -> int:
       f"`--process_id` must be between 0 and num_processes - 1"
       f" ({_COUNT.value - 1}), got {_INDEX.value}; number them from 0."
     )
+  # JAX would listen on all interfaces of the first host.
+  bind = os.environ.get(_BIND, _ADDRESS.value)
+  if _INDEX.value == 0 and bind == _ADDRESS.value:
+    _warn_of_gloo(_require_own_address(bind))
   # For CPUs; other platforms have their own collectives.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  jax.distributed.initialize(*given, heartbeat_timeout_seconds=_TIMEOUT.value)
+  jax.distributed.initialize(
+    *given,
+    coordinator_bind_address=bind,
+    heartbeat_timeout_seconds=_TIMEOUT.value,
+  )
   return _COUNT.value or _scheduled_count()
 
 
@@ -142,6 +158,59 @@ def peak_memory() -> dict[str, int]:
   return {"peak_memory_bytes": most} | (
     {"peak_device_memory_bytes": max(peaks)} if peaks else {}
   )
+
+
+def _require_own_address(address: str) -> str:
+  """Raises unless the others can reach this process at HOST:PORT.
+
+  JAX ends without a word if it cannot listen there.
+
+  Returns:
+    The number of the address, which is loopback only if the user says so.
+
+  Raises:
+    ValueError: if the address is none of this host, or its name leads to
+      loopback, as the host's own name does in many a hosts file.
+  """
+  host, _, port = address.rpartition(":")
+  host = host.strip("[]")
+  try:
+    found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    family, kind, _, _, (number, *_) = found[0]
+    with socket.socket(family, kind) as own:
+      own.bind((number, 0))  # any free port
+  except (OSError, ValueError) as error:
+    here = f"which is none ({error})"
+  else:
+    if not _is_loopback(number) or host in (number, "localhost"):
+      return number
+    here = f"which is {number}, where no other host reaches it"
+  raise ValueError(
+    "`--coordinator_address` must be HOST:PORT of an address of process 0, got"
+    f" {address}, {here}; give an address that `ip address` lists there. If the"
+    f" others reach it by another one, set {_BIND}=ADDRESS:PORT there."
+  )
+
+
+def _warn_of_gloo(number: str) -> None:
+  """Warns if Gloo listens to other hosts in a run on loopback.
+
+  It listens on the address of the host's name, and JAX has no option for it.
+  """
+  name = socket.gethostname()
+  with contextlib.suppress(OSError):  # Gloo will fail, too, and say why
+    own = socket.gethostbyname(name)
+    if _is_loopback(number) and not _is_loopback(own):
+      print(
+        f"warning: the processes connect at {own}, the address of {name}, which"
+        " other hosts may reach; to keep them on loopback put '127.0.0.1"
+        f" {name}' first into /etc/hosts (SECURITY.md)",
+        file=sys.stderr,
+      )
+
+
+def _is_loopback(number: str) -> bool:
+  return ipaddress.ip_address(number).is_loopback
 
 
 def _scheduled_count() -> int:

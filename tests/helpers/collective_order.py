@@ -3,7 +3,7 @@
 import functools
 import re
 
-from experiments.planning import hlo
+from edgc_jax.measure import hlo
 
 _INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = ")
 

@@ -69,7 +69,10 @@ def main(folder, port, index, count, seconds):
   jax.config.update("jax_num_cpu_devices", DEVICES // count)
   if count > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", count, int(index))
+    address = f"127.0.0.1:{port}"
+    jax.distributed.initialize(
+      address, count, int(index), coordinator_bind_address=address
+    )
     hosts.is_first = lambda: True  # all write their metrics, to be compared
   assert jax.device_count() == DEVICES, jax.devices()
   assert jax.local_device_count() == DEVICES // count, jax.local_devices()

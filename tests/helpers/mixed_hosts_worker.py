@@ -151,7 +151,10 @@ def main(folder, port, index, count, seconds, *cases):
   faulthandler.dump_traceback_later(float(seconds), exit=True)
   jax.config.update("jax_disable_most_optimizations", True)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
+  address = f"127.0.0.1:{port}"
+  jax.distributed.initialize(
+    address, int(count), int(index), coordinator_bind_address=address
+  )
   folder = pathlib.Path(folder)
   np.save(folder / f"fingerprint_{index}.npy", fingerprint())
   auto = functools.partial(jax.make_mesh, devices=jax.devices())

@@ -123,7 +123,10 @@ def main(port, index, seconds):
   faulthandler.dump_traceback_later(int(seconds), exit=True)
   jax.config.update("jax_num_cpu_devices", REPLICAS // PROCESSES)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, int(index))
+  address = f"127.0.0.1:{port}"
+  jax.distributed.initialize(
+    address, PROCESSES, int(index), coordinator_bind_address=address
+  )
   found = {
     "one program": plain(False), "jit": plain(True), "pmap": pmapped()
   }  # fmt: skip

@@ -12,8 +12,7 @@ from absl.testing import absltest, parameterized
 from helpers.meshes import mesh_of
 from jax.sharding import AxisType
 
-from edgc_jax.measure import timing
-from experiments.planning import hlo
+from edgc_jax.measure import hlo, timing
 
 SIZES = (2**12, 2**16, 2**20)
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from mesh.shards_test import REDUCERS
 
 import edgc_jax
-from experiments.planning import hlo
+from edgc_jax.measure import hlo
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
-from experiments.planning import hlo
+from edgc_jax.measure import hlo
 
 REPLICAS = 4
 PARAMS = {

@@ -14,8 +14,8 @@ from helpers.shard_runs import ShardedRun
 
 import edgc_jax
 from edgc_jax.budget import entropy
+from edgc_jax.measure import hlo
 from edgc_jax.wire import agreement
-from experiments.planning import hlo
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from helpers.meshes import (
 )
 
 import edgc_jax
-from experiments.planning import hlo
+from edgc_jax.measure import hlo
 
 REPLICAS = 4
 # Of the two compressed leaves, one is no multiple of a block or a run.

@@ -21,7 +21,7 @@ from helpers.meshes import AXIS
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
-from experiments.planning import hlo
+from edgc_jax.measure import hlo
 
 
 def tx_of(

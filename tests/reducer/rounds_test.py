@@ -19,6 +19,7 @@ from helpers.meshes import (
 
 import edgc_jax
 from edgc_jax.budget.fixed_budget import FixedBudget
+from edgc_jax.measure import hlo
 from edgc_jax.reducer.reducer import Plan, by_exchange, make_reducer
 from edgc_jax.reducer.rounds import (
   DENSE,
@@ -29,7 +30,6 @@ from edgc_jax.reducer.rounds import (
 )
 from edgc_jax.wire.codes import code_of
 from edgc_jax.wire.wire import Send
-from experiments.planning import hlo
 
 REPLICAS = 4
 PARAMS = {

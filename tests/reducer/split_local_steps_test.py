@@ -20,7 +20,7 @@ from helpers.meshes import AXIS
 from jax.sharding import AxisType
 
 import edgc_jax
-from experiments.planning import hlo
+from edgc_jax.measure import hlo
 
 
 def chains(mesh=None):

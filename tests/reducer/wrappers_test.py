@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 from helpers.meshes import BACKENDS, Pmap, gradients_like, traced_once
 
 import edgc_jax
-from experiments.planning import hlo
+from edgc_jax.measure import hlo
 
 PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,)), "s": jnp.zeros(())}
 

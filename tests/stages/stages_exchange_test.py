@@ -38,10 +38,10 @@ from jax.sharding import PartitionSpec as P
 import edgc_jax
 from edgc_jax.budget import alignment, ladder
 from edgc_jax.leaves.leaf import leaves_in
+from edgc_jax.measure import hlo
 from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer import rounds
 from edgc_jax.wire import agreement
-from experiments.planning import hlo
 
 pytestmark = [
   pytest.mark.slow,

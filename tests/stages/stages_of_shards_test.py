@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
+from edgc_jax.measure import hlo
 from edgc_jax.wire import agreement
-from experiments.planning import hlo
 
 pytestmark = [
   pytest.mark.slow,

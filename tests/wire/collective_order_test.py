@@ -18,9 +18,9 @@ from helpers.meshes import AXIS, between_hosts, gradients_like
 from helpers.reducers import is_plain, reducers
 
 import edgc_jax
+from edgc_jax.measure import hlo
 from edgc_jax.measure.description import reviewed
 from experiments.network import jax_host
-from experiments.planning import hlo
 
 pytestmark = pytest.mark.slow
 

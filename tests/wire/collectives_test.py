@@ -9,8 +9,8 @@ from absl.testing import absltest, parameterized
 from helpers.meshes import AXIS, between_hosts, mesh_of
 from jax.sharding import PartitionSpec as P
 
+from edgc_jax.measure import hlo
 from edgc_jax.wire import collectives
-from experiments.planning import hlo
 
 REPLICAS = 4
 

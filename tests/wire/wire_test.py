@@ -8,9 +8,9 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from helpers.meshes import AXIS, assert_replicas_equal
 
+from edgc_jax.measure import hlo
 from edgc_jax.wire.codes import Bfloat16, Blockwise, Rotated
 from edgc_jax.wire.wire import CountingWire, Send, Wire
-from experiments.planning import hlo
 
 REPLICAS = 4
 LADDER = (1, 2, 4)

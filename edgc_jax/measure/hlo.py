@@ -162,7 +162,8 @@ def called_by(line: str) -> list[str]:
 
 def _entry(hlo: str) -> str:
   """Returns the name of a program's entry computation."""
-  return re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE).group(1)
+  (name,) = re.findall(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
+  return name
 
 
 def _names(listed: str) -> list[str]:
@@ -175,11 +176,11 @@ def _branches_of(line: str) -> list[str]:
   listed = _BRANCHES.search(line)
   if listed:
     return _names(listed.group(1))
-  both = [
-    re.search(rf"{which}_computation=%?([\w.\-]+)", line)
+  return [
+    name
     for which in ("false", "true")
+    for name in re.findall(rf"{which}_computation=%?([\w.\-]+)", line)
   ]
-  return [match.group(1) for match in both]
 
 
 def ranks_of(

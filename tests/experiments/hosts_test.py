@@ -1,0 +1,96 @@
+"""The first of several processes listens only where it was told."""
+
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers.local_processes import free_port
+from helpers.pages import ROOT
+
+from experiments.runtime import hosts
+
+# Joins a run of one process with a place for a second, which never comes.
+_FIRST = """
+import sys
+from absl import flags
+from experiments.runtime import hosts
+address = sys.argv[1]
+flags.FLAGS([
+  "", f"--coordinator_address={address}", "--num_processes=2", "--process_id=0"
+])
+hosts.initialize()
+"""
+
+
+def own_address():
+  """Returns an address of this host besides loopback; no packet is sent."""
+  with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    try:
+      probe.connect(("192.0.2.1", 9))  # reserved for documentation
+    except OSError:
+      return None
+    return probe.getsockname()[0]
+
+
+def answers(host, port):
+  with socket.socket() as client:
+    client.settimeout(1)
+    return client.connect_ex((host, port)) == 0
+
+
+@pytest.mark.slow
+def test_the_coordinator_listens_on_its_address_alone():
+  port = free_port()
+  process = subprocess.Popen(
+    [sys.executable, "-c", _FIRST, f"127.0.0.1:{port}"], cwd=ROOT
+  )
+  try:
+    deadline = time.monotonic() + 60
+    while not answers("127.0.0.1", port):
+      assert process.poll() is None and time.monotonic() < deadline
+      time.sleep(0.1)
+    # All of 127.0.0.0/8 is this host: on all interfaces it would answer here.
+    assert not answers("127.0.0.2", port)
+    other = own_address()
+    assert other is None or not answers(other, port)
+  finally:
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:1"])
+def test_loopback_may_be_said(address):
+  assert hosts._is_loopback(hosts._require_own_address(address))
+
+
+@pytest.mark.parametrize(
+  "address", ["192.0.2.1:1", "127.0.0.1", "127.0.0.1:port", "none.invalid:1"]
+)
+def test_an_address_of_another_host(address):
+  with pytest.raises(ValueError, match=f"got {address}, which is none"):
+    hosts._require_own_address(address)
+
+
+def test_a_name_that_leads_to_loopback(monkeypatch):
+  found = socket.getaddrinfo("127.0.1.1", 1, type=socket.SOCK_STREAM)
+  monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+  with pytest.raises(ValueError, match=r"got node0:1, which is 127\.0\.1\.1"):
+    hosts._require_own_address("node0:1")
+
+
+@pytest.mark.parametrize(
+  ("coordinator", "own", "warns"),
+  [
+    ("127.0.0.1", "127.0.1.1", False),
+    ("127.0.0.1", "192.0.2.1", True),
+    ("192.0.2.1", "192.0.2.1", False),
+  ],
+)
+def test_a_run_on_loopback_that_is_open(
+  monkeypatch, capsys, coordinator, own, warns
+):
+  monkeypatch.setattr(socket, "gethostbyname", lambda _: own)
+  hosts._warn_of_gloo(coordinator)
+  assert (f"connect at {own}" in capsys.readouterr().err) == warns
