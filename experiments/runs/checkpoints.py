@@ -57,7 +57,9 @@ class Checkpoints:
       keep: Number of newest checkpoints to keep, in addition to the one with
         the lowest score.
     """
-    self.path = epath.Path(path).resolve()
+    self.path = epath.Path(
+      path if storage.is_bucket(path) else os.path.abspath(path)
+    )
     self._keep = keep
     self._saving: int | None = None
     self._damaged: list[int] = []
