@@ -61,7 +61,9 @@ def join():
     address = f"{ray.util.get_node_ip_address()}:{port}"
   address = ray.train.collective.broadcast_from_rank_zero(address)
   jax.config.update("jax_num_cpu_devices", 1)  # a worker is a replica
-  jax.distributed.initialize(address, context.get_world_size(), rank)
+  jax.distributed.initialize(
+    address, context.get_world_size(), rank, coordinator_bind_address=address
+  )
 
 
 def train(config):
