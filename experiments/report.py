@@ -3,7 +3,8 @@
   python experiments/report.py RUN [RUN ...]
 
 writes `report.html` and `report.png` into the run's folder, or, for several
-runs, into the current directory. It can be called during a run.
+runs, into the current directory. It can be called during a run. A run folder
+may be in a bucket (`s3://BUCKET/RUN`).
 """
 
 import pathlib
@@ -16,6 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from absl import app
 
 from experiments.reporting import run_page
+from experiments.runs.storage import storage_of
 
 
 def main(argv: Sequence[str]) -> None:
@@ -30,7 +32,10 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) < 2:
     raise app.UsageError("give at least one run folder")
   try:
-    print(run_page.write_report(argv[1:]))
+    runs = [storage_of(run, with_checkpoints=False) for run in argv[1:]]
+    print(run_page.write_report([run.path for run in runs]))
+    if len(runs) == 1:
+      runs[0].upload()
   except (OSError, ValueError) as error:
     sys.exit(f"error: {error}")
 

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from experiments.reporting import key_numbers, run_page
 from experiments.runs.checkpoints import CheckpointError
-from experiments.runs.run_folder import RunInUse
+from experiments.runs.storage import RunInUse
 from experiments.runtime import command_line, hosts
 from experiments.runtime.stop_signals import TrainingInterrupted
 from experiments.training.trainer import Trainer, TrainingStopped
@@ -34,13 +34,14 @@ def main(config: ConfigDict) -> None:
       summary = trainer.run(run_page.LivePage(trainer.folder.path).update)
     if hosts.is_first():
       run_page.write_report([trainer.folder.path])
+      trainer.folder.storage.upload()
   except (TrainingStopped, CheckpointError, RunInUse) as error:
     sys.exit(f"error: {error}")
   except OSError as error:
     if isinstance(error, TimeoutError):  # another process failed
       raise
     sys.exit(
-      f"error: {trainer.folder.path} could not be read or written ({error});"
+      f"error: {trainer.folder.name} could not be read or written ({error});"
       " give the same command again once that is possible."
     )
   except TrainingInterrupted as stop:
@@ -51,7 +52,7 @@ def main(config: ConfigDict) -> None:
   if not hosts.is_first():
     return
   print(key_numbers.summary_table(summary))
-  print(f"run folder: {trainer.folder.path} (see report.html, report.png)")
+  print(f"run folder: {trainer.folder.name} (see report.html, report.png)")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Checkpoints of a run: saved during training, and verified when read.
 
 Orbax writes a checkpoint to a temporary folder and renames it once it is
-complete, so a killed run keeps the earlier ones. Each checkpoint holds the
-SHA-256 of its files. Checksums detect damaged checkpoints; training falls back
-to the previous one.
+complete, or, in a bucket, marks it as complete; so a killed run keeps the
+earlier ones. Each checkpoint holds the SHA-256 of its files, or the checksums
+of its objects. They detect damaged checkpoints; training falls back to the
+previous one.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from experiments.parallel.stored_state import Stored
+from experiments.runs import storage
 from experiments.runtime import hosts
 
 _NONE, _ALL_DAMAGED = -1, -2  # instead of a step
@@ -50,11 +52,14 @@ class Checkpoints:
     """Writes nothing yet.
 
     Args:
-      path: The folder of the checkpoints; created with the first.
+      path: The folder of the checkpoints, which may be in a bucket that Orbax
+        writes to; created with the first.
       keep: Number of newest checkpoints to keep, in addition to the one with
         the lowest score.
     """
-    self.path = pathlib.Path(path).absolute()
+    self.path = epath.Path(
+      path if storage.is_bucket(path) else os.path.abspath(path)
+    )
     self._keep = keep
     self._saving: int | None = None
     self._damaged: list[int] = []
@@ -63,8 +68,9 @@ class Checkpoints:
     """Returns the steps of the complete checkpoints, newest first."""
     if not self.path.is_dir():
       return []
-    names = [entry.name for entry in self.path.iterdir() if entry.is_dir()]
-    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+    found = [entry for entry in self.path.iterdir() if entry.name.isdigit()]
+    steps = (int(e.name) for e in found if ocp.utils.is_checkpoint_finalized(e))
+    return sorted(steps, reverse=True)
 
   def save(
     self,
@@ -207,7 +213,7 @@ class Checkpoints:
       names = (f"damaged-{step}-{i}" for i in itertools.count(2))
       names = itertools.chain([f"damaged-{step}"], names)
       free = (self.path / n for n in names if not (self.path / n).exists())
-      os.rename(self.path / str(step), next(free))
+      (self.path / str(step)).rename(next(free))
     self._damaged = []
 
   @functools.cached_property
@@ -237,9 +243,11 @@ class Checkpoints:
     )
 
   def _write_sums(self) -> None:
-    """Writes the checksums; orbax calls it before it renames the folder."""
+    """Writes the checksums; orbax completes the checkpoint after it."""
     if hosts.is_first():
-      (folder,) = self.path.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+      final = self.path / str(self._saving)
+      temporary = self.path.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+      folder = next(temporary, final)  # a bucket has no temporary folders
       (folder / _SUMS).write_text(json.dumps(_sums(folder)))
 
   def _newest_step(self) -> int:
@@ -266,7 +274,7 @@ def _restore_args(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
 
 
 @contextlib.contextmanager
-def _explained(path: pathlib.Path, step: int) -> Iterator[None]:
+def _explained(path: epath.Path, step: int) -> Iterator[None]:
   """Replaces errors of writing a checkpoint by a `CheckpointError`."""
   try:
     yield
@@ -294,7 +302,7 @@ class _Manager(ocp.CheckpointManager):
     return False
 
 
-def _damage_of(folder: pathlib.Path) -> str:
+def _damage_of(folder: epath.Path) -> str:
   """Describes damage to a folder's files; empty if there is none."""
   try:
     expected = json.loads((folder / _SUMS).read_text())
@@ -308,13 +316,13 @@ def _damage_of(folder: pathlib.Path) -> str:
   return f"wrong checksum of {wrong[0]}{more}"
 
 
-def _sums(folder: pathlib.Path) -> dict[str, str]:
-  files = {str(f.relative_to(folder)): f for f in folder.rglob("*")}
-  return {
-    name: _sum(file)
-    for name, file in sorted(files.items())
-    if file.is_file() and name not in (_SUMS, _TIMES)
-  }
+def _sums(folder: epath.Path) -> dict[str, str]:
+  if storage.is_bucket(folder):
+    sums = storage.checksums(folder)
+  else:
+    files = (f for f in pathlib.Path(folder).rglob("*") if f.is_file())
+    sums = {str(f.relative_to(folder)): _sum(f) for f in files}
+  return {k: v for k, v in sorted(sums.items()) if k not in (_SUMS, _TIMES)}
 
 
 def _sum(file: pathlib.Path) -> str:

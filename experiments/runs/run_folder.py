@@ -1,15 +1,14 @@
-"""The folder of a run: its files, and a lock against other writers."""
+"""The folder of a run: its files, and what they hold."""
 
 import contextlib
-import fcntl
 import json
 import math
 import os
 import pathlib
 import platform
-import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
@@ -20,18 +19,16 @@ from flax import traverse_util
 from tensorboardX.proto.summary_pb2 import Summary
 
 import edgc_jax
+from experiments.runs.storage import LOCK, SCRATCH, storage_of
 from experiments.runtime import hosts
 
-_SCRATCH, _LOCK, _STOPPED = ".tmp", "lock", "stopped.txt"
+_STOPPED = "stopped.txt"
+_SECONDS = 60  # between two uploads of lines to a bucket
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "grain")
 
 # Keys that may differ between a run and the command that resumes it.
 _FREE = ("run_dir", "resume", "log_every", "checkpoint.", "mesh.data",
          "mesh.fsdp", "mesh.backend")  # fmt: skip
-
-
-class RunInUse(RuntimeError):
-  """Raised if another process writes to the folder."""
 
 
 class RunFolder:
@@ -41,41 +38,51 @@ class RunFolder:
   From its first logged line on, a folder belongs to one configuration. A
   finished run is kept. An interrupted run resumes from its last checkpoint, or
   starts again from the first step if it has none.
+
+  Attributes:
+    name: The folder as the user named it.
+    storage: Where it is.
+    path: The folder itself, or the local copy of one in a bucket.
+    checkpoints: Where Orbax writes checkpoints.
+    config: The whole configuration.
   """
 
   def __init__(self, path: str | os.PathLike, config: Mapping[str, Any]):
     """Raises if this run must not use the folder; changes nothing.
 
     Args:
-      path: The folder; it need not exist.
+      path: The folder, or its URL in a bucket; it need not exist.
       config: The whole configuration, as plain nested dictionaries.
 
     Raises:
       ValueError: if the folder holds a run of another configuration.
       FileExistsError: if it holds other files and no run.
     """
-    self.path = pathlib.Path(path)
-    self.checkpoints = self.path / "checkpoints"
+    self.name = os.fspath(path)
+    self.storage = storage_of(path)
+    self.path = self.storage.path
+    self.checkpoints = self.storage.checkpoints
     self.config = config
+    self._upload_due = 0.0
     file = self.path / "config.json"
     if file.exists() and self.is_claimed():
       changes = _differences(read_json(file), _plain(config))
       if changes:
         raise ValueError(
           f"`run_dir` must be new or hold a run of the same configuration, got"
-          f" {self.path}, where {'; '.join(changes[:4])}; give another folder"
+          f" {self.name}, where {'; '.join(changes[:4])}; give another folder"
           " with --config.run_dir=FOLDER, or remove that one. To load only its"
           " parameters, use --config.init_from=FOLDER."
         )
     elif not file.exists() and self.is_claimed():
       raise FileExistsError(
-        f"`run_dir` must be new or hold a run, got {self.path}, whose"
+        f"`run_dir` must be new or hold a run, got {self.name}, whose"
         " config.json is missing; restore it, or give another folder with"
         " --config.run_dir=FOLDER."
       )
     elif not file.exists() and self._has_foreign_files():
       raise FileExistsError(
-        f"`run_dir` must be new or hold a run, got {self.path}, which holds"
+        f"`run_dir` must be new or hold a run, got {self.name}, which holds"
         " other files; give another folder with --config.run_dir=FOLDER."
       )
 
@@ -90,24 +97,8 @@ class RunFolder:
     Raises:
       RunInUse: if another process has locked it.
     """
-    if not hosts.is_first():
-      return
-    self.path.mkdir(parents=True, exist_ok=True)
-    self._lock = open(self.path / _LOCK, "a+")  # noqa: SIM115
-    try:
-      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      self._lock.seek(0)
-      other = self._lock.read() or "another process"
-      raise RunInUse(
-        f"`run_dir` must not be in use, got {self.path}, where {other} writes;"
-        " wait until that run has ended, or stop it."
-      ) from None
-    except OSError:  # a file system without locks
-      return
-    self._lock.truncate(0)
-    self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-    self._lock.flush()
+    if hosts.is_first():
+      self.storage.lock()
 
   def start(self, step: int = 0, last_line: int = 0, leaves: str = "") -> None:
     """Removes the lines of later steps, and opens the files.
@@ -156,11 +147,17 @@ class RunFolder:
     self._lines.write(json.dumps(line, allow_nan=False) + "\n")
     self._lines.flush()
     self._add_event(line)
+    began = time.monotonic()
+    if began >= self._upload_due:
+      self._try_upload()
+      now = time.monotonic()
+      # A slow store takes a hundredth of the time at most.
+      self._upload_due = now + max(_SECONDS, 100 * (now - began))
 
   def _has_foreign_files(self) -> bool:
     """Returns whether there are files that no run leaves without its config."""
     return self.path.exists() and any(
-      p.suffix != _SCRATCH and p.name != _LOCK for p in self.path.iterdir()
+      p.suffix != SCRATCH and p.name != LOCK for p in self.path.iterdir()
     )
 
   def _add_event(self, line: Mapping[str, Any]) -> None:
@@ -176,6 +173,7 @@ class RunFolder:
     """Writes the summary, which marks a run as finished."""
     if hosts.is_first():
       _write_json(self.path / "summary.json", _plain(summary))
+      self.storage.upload()
 
   def stop(self, reason: str) -> None:
     """Writes down why the run could not continue."""
@@ -183,15 +181,31 @@ class RunFolder:
       write(self.path / _STOPPED, f"{reason}\n")
 
   def sync(self) -> None:
-    """Forces all lines to disk, so that they survive a crash of the host."""
+    """Makes all lines so far survive a crash of the host.
+
+    Raises:
+      RunInUse: if another process has taken over a folder in a bucket.
+    """
     if hosts.is_first():
       os.fsync(self._lines.fileno())
+      self.storage.upload()
 
   def close(self) -> None:
     """Closes the files and releases the lock."""
-    for name in ("_lines", "_events", "_lock"):
+    is_open = "_lines" in vars(self)
+    for name in ("_lines", "_events"):
       if name in vars(self):
         vars(self).pop(name).close()
+    if is_open:
+      self._try_upload()
+    self.storage.unlock()
+
+  def _try_upload(self) -> None:
+    """Uploads, or warns; the next checkpoint tries again."""
+    try:
+      self.storage.upload()
+    except Exception as error:
+      print(f"warning: {self.name} could not be written: {error}", flush=True)
 
 
 def stopped(folder: pathlib.Path) -> str:
@@ -291,7 +305,7 @@ def _write_json(file: pathlib.Path, value: Any) -> None:
 
 def write(file: pathlib.Path, text: str) -> None:
   """Writes a temporary file first, so that `file` is never incomplete."""
-  scratch = file.with_suffix(_SCRATCH)
+  scratch = file.with_suffix(SCRATCH)
   with open(scratch, "w", encoding="utf-8") as out:
     out.write(text)
     out.flush()

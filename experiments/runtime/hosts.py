@@ -1,8 +1,11 @@
 r"""Joins several processes into one run, through `jax.distributed`.
 
-Under SLURM, Open MPI and indexed Kubernetes jobs the processes find each other.
-Otherwise flags give each one the address of the first process and its index:
+Under SLURM, Open MPI 4 and indexed Kubernetes jobs the processes find each
+other. A flag names another of the ways that JAX knows (mpi4py for any MPI;
+gcetpu, gketpu for Cloud TPUs). Otherwise flags give each process the address of
+the first one and its index:
 
+  mpirun -n 2 train_gpt2.py ... --cluster_detection_method=mpi4py
   train_gpt2.py ... --coordinator_address=HOST:PORT --num_processes=2 \
       --process_id=0
 
@@ -33,6 +36,11 @@ _COUNT = flags.DEFINE_integer("num_processes", None, "Number of processes.")
 _INDEX = flags.DEFINE_integer(
   "process_id", None, "Index of this process, from 0."
 )
+_METHOD = flags.DEFINE_string(
+  "cluster_detection_method", None,
+  "How the processes find each other, if not by themselves: as for"
+  " jax.distributed.initialize.",
+)  # fmt: skip
 _TIMEOUT = flags.DEFINE_integer(
   "heartbeat_timeout", 100, "Seconds until a silent process counts as dead."
 )
@@ -53,13 +61,14 @@ def initialize() -> int:
     The number of processes; 0 if only JAX's runtime knows it.
 
   Raises:
-    ValueError: if only some of the flags are given, one is out of range, or
-      the others cannot reach the address.
+    ValueError: if only some of the flags are given, one is out of range, the
+      others cannot reach the address, or the processes cannot find each other
+      in the way that a flag names.
     RuntimeError: if the others cannot be reached.
   """
   given = (_ADDRESS.value, _COUNT.value, _INDEX.value)
   has_flags = any(value is not None for value in given)
-  if not has_flags and _scheduled_count() == 1:
+  if not (has_flags or _METHOD.value) and _scheduled_count() == 1:
     return 1
   if has_flags and None in given:
     raise ValueError(
@@ -78,12 +87,23 @@ def initialize() -> int:
     _warn_of_gloo(_require_own_address(bind))
   # For CPUs; other platforms have their own collectives.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  jax.distributed.initialize(
-    *given,
-    coordinator_bind_address=bind,
-    heartbeat_timeout_seconds=_TIMEOUT.value,
-  )
-  return _COUNT.value or _scheduled_count()
+  try:
+    jax.distributed.initialize(
+      *given,
+      cluster_detection_method=_METHOD.value,
+      coordinator_bind_address=bind,
+      heartbeat_timeout_seconds=_TIMEOUT.value,
+    )
+  except (ValueError, KeyError, ImportError) as error:
+    if _METHOD.value is None:
+      raise
+    raise ValueError(
+      "`--cluster_detection_method` must be a way by which JAX finds the"
+      f" processes here, got {_METHOD.value} ({error}); start them by what it"
+      " needs (mpi4py: its package and mpirun), or give"
+      " `--coordinator_address`, `--num_processes` and `--process_id`."
+    ) from error
+  return _COUNT.value or (0 if _METHOD.value else _scheduled_count())
 
 
 @contextlib.contextmanager

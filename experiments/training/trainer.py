@@ -21,6 +21,7 @@ from experiments.parallel import backends, meshes
 from experiments.parallel.stored_state import StoredForm, flat
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
 from experiments.runs.run_folder import RunFolder, environment
+from experiments.runs.storage import storage_of
 from experiments.runtime import heap, hosts
 from experiments.runtime.stop_signals import StopSignals, TrainingInterrupted
 from experiments.training import advised, checks, times
@@ -117,7 +118,7 @@ class Trainer:
     if not self.config.resume and self.folder.is_claimed():
       raise ValueError(
         f"`run_dir` must be new with --config.resume=false, got"
-        f" {self.folder.path}, which holds a run; leave `resume` out to resume"
+        f" {self.folder.name}, which holds a run; leave `resume` out to resume"
         " it."
       )
     summary = self.folder.summary()
@@ -127,15 +128,15 @@ class Trainer:
     step, about = newest
     if about["corpus"] != self._source.sha256:
       raise ValueError(
-        f"`data.path` must hold the data that the run {self.folder.path} began"
+        f"`data.path` must hold the data that the run {self.folder.name} began"
         " with, got other data; restore it, or give another --config.run_dir."
       )
     if about.get("state_version") != STATE_VERSION:
       raise ValueError(
         f"`run_dir` must hold checkpoints with states of version"
-        f" {STATE_VERSION}, got {self.folder.path}, whose states are of an"
+        f" {STATE_VERSION}, got {self.folder.name}, whose states are of an"
         " earlier edgc_jax and do not load; give another --config.run_dir, and"
-        f" --config.init_from={self.folder.path} for its parameters."
+        f" --config.init_from={self.folder.name} for its parameters."
       )
     return _Progress(step, about=about)
 
@@ -187,7 +188,8 @@ class Trainer:
       CheckpointError: if the run has no checkpoint of this model.
     """
     stored = self.parallel.stored
-    checkpoints = Checkpoints(pathlib.Path(folder, "checkpoints"), 1)
+    storage = storage_of(folder)
+    checkpoints = Checkpoints(storage.checkpoints, 1)
     try:
       newest = checkpoints.newest()
       if newest is None:
@@ -272,6 +274,9 @@ class Trainer:
         self.folder.sync()
         trees = flat(self.parallel.to_stored((params, opt_state)))
         self.checkpoints.save(step, trees, about, self._score(measured))
+        if self.folder.storage.copies_checkpoints:
+          self.checkpoints.wait()
+          self.folder.storage.upload()
       if is_stopped:
         self.checkpoints.close()
         raise TrainingInterrupted(signals.received, step)

@@ -18,7 +18,7 @@ from helpers.cut_runs import (
 from orbax.checkpoint._src.handlers import json_checkpoint_handler
 
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
-from experiments.runs.run_folder import RunInUse
+from experiments.runs.storage import RunInUse
 from experiments.training import trainer as trainer_module
 from experiments.training.trainer import Trainer
 

@@ -1,0 +1,66 @@
+"""Object stores on loopback, with an empty bucket `runs` each."""
+
+import contextlib
+import importlib
+import logging
+
+import pytest
+
+from helpers.local_processes import free_port
+
+# Neither client asks a cloud for credentials, or whether it runs in one.
+_S3 = {
+  "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any",
+  "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+}  # fmt: skip
+_GS = {
+  "NO_GCE_CHECK": "true", "GOOGLE_CLOUD_PROJECT": "any",
+  "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def s3():
+  """Yields the URL of a bucket of S3; programs find it by the environment."""
+  port = free_port()
+  with _environment(AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}", **_S3):
+    pytest.importorskip("s3fs")
+    boto3 = pytest.importorskip("boto3")
+    moto = pytest.importorskip("moto.server", exc_type=ImportError)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto.ThreadedMotoServer("127.0.0.1", port, verbose=False)
+    server.start()
+    try:
+      boto3.client("s3").create_bucket(Bucket="runs")
+      yield "s3://runs"
+    finally:
+      server.stop()
+
+
+@contextlib.contextmanager
+def gs():
+  """Yields the URL of a bucket of Google Cloud Storage, likewise."""
+  port = free_port()
+  url = f"http://127.0.0.1:{port}"
+  places = {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url}
+  with _environment(**places, **_GS):
+    pytest.importorskip("gcsfs")
+    pytest.importorskip("gcp_storage_emulator")
+    emulator = importlib.import_module("gcp_storage_emulator.server")
+    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
+    server = emulator.create_server(
+      "127.0.0.1", port, in_memory=True, default_bucket="runs"
+    )
+    server.start()
+    try:
+      yield "gs://runs"
+    finally:
+      server.stop()
+
+
+@contextlib.contextmanager
+def _environment(**variables):
+  with pytest.MonkeyPatch.context() as patch:
+    for name, value in variables.items():
+      patch.setenv(name, value)
+    yield

@@ -1,0 +1,93 @@
+"""Runs in buckets, killed and resumed, are equal to runs on a disk."""
+
+import re
+import signal
+
+import fsspec
+import numpy as np
+import pytest
+from helpers import object_stores, soak
+from helpers.local_processes import free_port
+from helpers.processes import SECONDS, finish, start, wait_for
+
+
+def files_of(url):
+  """Returns a file system without caches, and the path within."""
+  return fsspec.core.url_to_fs(url, skip_instance_cache=True)
+
+
+def has_checkpoint(url):
+  """Returns whether a run in a bucket has a whole checkpoint."""
+  files, root = files_of(url)
+  found = files.find(f"{root}/checkpoints")
+  return any(re.search(r"/\d+/commit_success.txt$", name) for name in found)
+
+
+def download(url, folder):
+  files, root = files_of(url)
+  files.get(root, str(folder), recursive=True)
+  return folder
+
+
+@pytest.mark.parametrize("store", [object_stores.s3, object_stores.gs])
+def test_killed_and_resumed(store, whole, tmp_path):
+  """The second process has only what is in the bucket."""
+  with store() as bucket:
+    url = f"{bucket}/one"
+
+    def begin():
+      return start(whole.parent / "bucket", f"--config.run_dir={url}")
+
+    process = begin()
+    wait_for(lambda: has_checkpoint(url), process)
+    process.kill()
+    finish(process, -signal.SIGKILL)
+    text = finish(begin())
+    assert "resuming after step" in text
+    assert f"run folder: {url} (see report.html" in text
+    assert "compression ratio" in finish(begin())  # the table, at once
+    folder = download(url, tmp_path / "one")
+  assert not soak.difference(whole, folder)
+  names = {path.name for path in whole.iterdir()} - {"lock"}
+  events = {name for name in names if name.startswith("events")}
+  assert {path.name for path in folder.iterdir()} >= names - events
+  assert len([*folder.glob("events.*")]) == len(events)
+
+
+def test_two_processes_share_a_bucket(whole, tmp_path):
+  """Both write their part of each checkpoint, the first all other files."""
+  with object_stores.gs() as bucket:
+    url = f"{bucket}/two"
+
+    def both():
+      address = f"--coordinator_address=127.0.0.1:{free_port()}"
+      return [
+        start(
+          whole.parent / "bucket", f"--config.run_dir={url}",
+          "--config.mesh.backend=jit", address, "--num_processes=2",
+          f"--process_id={i}", "--heartbeat_timeout=10",
+          output=tmp_path / f"output_{i}.txt",
+        )
+        for i in range(2)
+      ]  # fmt: skip
+
+    def codes_of(processes):
+      try:
+        return [process.wait(timeout=SECONDS) for process in processes]
+      finally:
+        for process in processes:
+          process.kill()
+
+    first, second = both()
+    wait_for(lambda: has_checkpoint(url), first)
+    first.terminate()  # the second is told by the first
+    texts = [tmp_path / f"output_{i}.txt" for i in range(2)]
+    stopped = codes_of([first, second])
+    assert stopped == [128 + signal.SIGTERM] * 2, texts[0].read_text()
+    assert codes_of(both()) == [0, 0], texts[0].read_text()
+    assert "resuming after step" in texts[0].read_text()
+    folder = download(url, tmp_path / "two")
+  losses = [
+    [line["loss"] for line in soak.lines_of(path)] for path in (folder, whole)
+  ]
+  np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)

@@ -1,0 +1,114 @@
+"""examples/slurm.py on a cluster that is one folder: `helpers.fake_slurm`."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers import fake_slurm, quick_compile, soak
+
+SECONDS = 300
+STEPS = 40
+PORTS = range(61440, 65536)  # JAX chooses one by the number of the job
+
+
+def free_job():
+  """Returns the number of a job whose port is free."""
+  for port in PORTS:
+    with socket.socket() as server:
+      try:
+        server.bind(("127.0.0.1", port))
+      except OSError:
+        continue
+      return port - PORTS.start + 4096
+  raise AssertionError("There is no free port.")
+
+
+@pytest.fixture
+def submitted(tmp_path):
+  """Returns a submitted job: its folder, its environment and its number."""
+  fake_slurm.install(tmp_path)
+  job = free_job()
+  environment = fake_slurm.environment(tmp_path, job, tasks=2) | {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+    "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{job - 4096 + PORTS.start}",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "XLA_FLAGS": quick_compile.XLA_FLAGS,
+  }
+  for name in ("NPROC", "PYTHONWARNINGS"):
+    environment.pop(name, None)
+  settings = soak.SETTINGS | {
+    "steps": STEPS, "run_dir": tmp_path / "run", "mesh.data": 2,
+    "mesh.backend": "jit", "checkpoint.every": 0, "powersgd.warmup_steps": 2,
+    "log_every": 1,
+  }  # fmt: skip
+  command = [
+    sys.executable, str(soak.ROOT / "examples" / "slurm.py"), "--nodes=2",
+    "--hours=24", "--partition=cpu", f"--folder={tmp_path / 'out'}", "--",
+    f"--config={soak.ROOT}/configs/gpt2_tiny.py:powersgd",
+    *(f"--config.{key}={value}" for key, value in settings.items()),
+  ]  # fmt: skip
+  said = subprocess.run(
+    command, env=environment, capture_output=True, text=True, check=True
+  )
+  assert f"job {job}, output in" in said.stdout
+  return tmp_path, environment, job
+
+
+def start(folder, environment):
+  return subprocess.Popen(["bash", folder / "job.sh"], env=environment)
+
+
+def output_of(folder, task):
+  (file,) = (folder / "out").glob(f"*_{task}_log.out")
+  return file.read_text()
+
+
+def lines_of(folder):
+  file = folder / "run" / "metrics.jsonl"
+  return file.read_text().splitlines() if file.exists() else []
+
+
+def test_the_script_of_the_job(submitted):
+  folder, _, _ = submitted
+  script = (folder / "job.sh").read_text().splitlines()
+  for option in (
+    "nodes=2", "ntasks-per-node=1", "cpus-per-task=8", "time=1440",
+    "partition=cpu", "signal=USR2@120", "requeue", "open-mode=append",
+  ):  # fmt: skip
+    assert f"#SBATCH --{option}" in script
+  assert any(line.startswith("srun --unbuffered") for line in script)
+
+
+def test_requeued_until_the_end(submitted):
+  """Two tasks find each other, save at the signal, and continue."""
+  folder, environment, job = submitted
+  deadline = time.monotonic() + SECONDS
+  process = start(folder, environment)
+  try:
+    while len(lines_of(folder)) < 3:
+      assert process.poll() is None, output_of(folder, 0)
+      assert time.monotonic() < deadline, output_of(folder, 0)
+      time.sleep(0.05)
+    fake_slurm.signal_tasks(folder, signal.SIGUSR2)
+    process.wait(deadline - time.monotonic())
+    assert (folder / "scontrol.txt").read_text() == f"requeue {job}\n"
+    (folder / "scontrol.txt").unlink()
+    assert 3 <= len(lines_of(folder)) < STEPS
+    process = start(folder, environment)
+    assert process.wait(deadline - time.monotonic()) == 0, output_of(folder, 0)
+  finally:
+    if process.poll() is None:
+      fake_slurm.signal_tasks(folder, signal.SIGKILL)
+      process.kill()
+  steps = [json.loads(line)["step"] for line in lines_of(folder)]
+  assert steps == list(range(1, STEPS + 1))
+  assert "resuming after step" in output_of(folder, 0)
+  assert "compression ratio" in output_of(folder, 0)
+  assert "compression ratio" not in output_of(folder, 1)
+  assert not os.path.exists(folder / "scontrol.txt")
