@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: train train-vision train-hsdp train-pipeline test test-slow test-runs \
-  test-newest golden soak lint format protocol horizon pages plan-paper bench \
+  test-newest golden soak lint format protocol horizon pages docs plan-paper bench \
   bench-network bench-overlap clean
 
 # Reinstalls when the requirements or the package metadata change.
@@ -90,6 +90,10 @@ horizon: $(VENV)/installed
 pages: $(VENV)/installed
 	$(BIN)/python -m experiments.pages
 
+# The documentation as a site: open site/index.html. CI builds it in test-slow.
+docs: $(VENV)/installed
+	$(BIN)/python -m experiments.pages.site
+
 # The paper's three models compiled for their meshes, without the devices, and
 # their runs modelled: docs/paper.md. Takes some minutes, and 8 GiB.
 plan-paper: $(VENV)/installed
@@ -115,4 +119,4 @@ bench: $(VENV)/installed
 	$(BIN)/python -m experiments.benchmarks.cost
 
 clean:
-	rm -rf $(VENV) .newest
+	rm -rf $(VENV) .newest site
