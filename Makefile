@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: train train-vision train-hsdp train-pipeline test test-slow test-runs \
-  test-newest golden soak dist lint format protocol horizon pages plan-paper bench \
+  test-newest golden soak dist lint format protocol horizon pages docs plan-paper bench \
   bench-network bench-overlap clean
 
 # Reinstalls when the requirements or the package metadata change.
@@ -96,6 +96,10 @@ horizon: $(VENV)/installed
 pages: $(VENV)/installed
 	$(BIN)/python -m experiments.pages
 
+# The documentation as a site: open site/index.html. CI builds it in test-slow.
+docs: $(VENV)/installed
+	$(BIN)/python -m experiments.pages.site
+
 # The paper's three models compiled for their meshes, without the devices, and
 # their runs modelled: docs/paper.md. Takes some minutes, and 8 GiB.
 plan-paper: $(VENV)/installed
@@ -121,4 +125,4 @@ bench: $(VENV)/installed
 	$(BIN)/python -m experiments.benchmarks.cost
 
 clean:
-	rm -rf $(VENV) .newest dist
+	rm -rf $(VENV) .newest dist site

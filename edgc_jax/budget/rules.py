@@ -23,21 +23,31 @@ class Window(NamedTuple):
   """Statistics of the newest window, equal on all replicas; nats.
 
   The reference window is the last window of the warm-up.
+
+  Attributes:
+    entropy: float32 [], H, mean of this window.
+    previous: float32 [], mean of the window before it.
+    reference: float32 [], H_ref, mean of the reference window.
+    first: float32 [], H_0, mean of the first window.
+    first_change: float32 [], H_1 - H_0.
+    errors: float32 [rank_max + 1], ln of the modelled squared error by rank,
+      for the variances of the reference window (`error_model.log_error`).
+    rank_min: Smallest rank of the ladder.
+    rank_max: Largest rank of the ladder.
   """
 
-  entropy: jax.Array  # float32 [], H, mean of this window
-  previous: jax.Array  # float32 [], mean of the window before it
-  reference: jax.Array  # float32 [], H_ref, mean of the reference window
-  first: jax.Array  # float32 [], H_0, mean of the first window
-  first_change: jax.Array  # float32 [], H_1 - H_0
-  # float32 [rank_max + 1], ln of the modelled squared error by rank, for the
-  # variances of the reference window (`error_model.log_error`)
+  entropy: jax.Array
+  previous: jax.Array
+  reference: jax.Array
+  first: jax.Array
+  first_change: jax.Array
   errors: jax.Array
   rank_min: int
   rank_max: int
 
 
 Rule = Callable[[Window], jax.Array]
+"""A function from the statistics of a window to a real-valued rank."""
 
 
 def cqm(window: Window, exponent: float = 2.0) -> jax.Array:

@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 
 class MatrixView(NamedTuple):
-  """The shape of a leaf viewed as `count` matrices of `rows` x `cols`."""
+  """The shape of a leaf viewed as `count` matrices of `rows` x `cols`.
+
+  Attributes:
+    count: Matrices in the leaf.
+    rows: Rows of each.
+    cols: Columns of each.
+  """
 
   count: int
   rows: int
@@ -19,9 +25,14 @@ class MatrixView(NamedTuple):
 
 
 class TransposedView(NamedTuple):
-  """A view of the leaf with its axes in another order; copies the leaf."""
+  """A view of the leaf with its axes in another order; copies the leaf.
 
-  order: tuple[int, ...]  # as for `jnp.transpose`
+  Attributes:
+    order: The axes in their new order, as for `jnp.transpose`.
+    view: The view of the transposed leaf.
+  """
+
+  order: tuple[int, ...]
   view: MatrixView
 
 

@@ -23,10 +23,14 @@ __all__ = [
   "topk",
 ]
 
-# Raised when a method gives other results with the same options. Records of
-# runs hold it, and `tests/golden_test.py` asks for it.
 METHOD_VERSIONS: Mapping[str, int] = dict.fromkeys([*__all__, "local_steps"], 1)
+"""The version of each method, by name.
+
+It is raised when a method gives other results with the same options. Records of
+runs hold it, and `tests/golden_test.py` asks for it.
+"""
 
 REDUCERS: Mapping[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
   name: globals()[name] for name in __all__
 }
+"""The reducers by name, as tests and configurations find them."""

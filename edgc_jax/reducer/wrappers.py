@@ -303,7 +303,7 @@ def after_update(tree: Any, opt_state: optax.OptState) -> Any:
   Use it before other collectives of a step, such as the mean of a loss. On
   CPUs, XLA may start a collective that does not depend on the update during the
   collectives of the update, earlier on one device than on another, and mix up
-  their values (`docs/design.md`). Only CPU devices need it; on others it does
+  their values (`docs/pitfalls.md`). Only CPU devices need it; on others it does
   nothing. It sends nothing. Collectives that the gradients depend on, as inside
   a loss, run before the update anyway.
 

@@ -51,26 +51,26 @@ def metrics(opt_state: Any) -> dict[str, Any]:
   Returns:
     Scalars by name:
 
-    rank                 0 if dense, or if the reducer has no ranks
-    wire_bytes           sent per replica in this step
-    dense_bytes          of a dense float32 all-reduce
-    compression_ratio    total dense over total wire bytes since the first step
-    relative_error       share of |M|^2 that was not sent, M the mean of
-                         gradient and residual; estimated, for factors of one
-                         matrix with a standard deviation of a third; not of
-                         methods that do not measure it
-    residual_norm        of one replica, root mean square over replicas
-    skipped_steps        steps skipped because of non-finite gradients
-    diverged_steps       comparisons, one every `check_every` steps, that found
-                         replicas with different parameters or updates
-    identical_gradients  1 if all replicas had the same gradients in the first
-                         steps
-    entropy              in nats; `edgc` only
-    predicted_error      `relative_error` as the model predicts it, for `edgc`
-                         and with `allocation="error"`
-    consecutive_skips    under `skip_nonfinite` only
-    skipped_inner_steps  under `local_steps` only: steps that single replicas
-                         skipped, of all replicas; not where the axis is bound
+    - `rank`: 0 if dense, or if the reducer has no ranks.
+    - `wire_bytes`: sent per replica in this step.
+    - `dense_bytes`: of a dense float32 all-reduce.
+    - `compression_ratio`: total dense over total wire bytes since the first
+      step.
+    - `relative_error`: share of |M|^2 that was not sent, M the mean of gradient
+      and residual; estimated, for factors of one matrix with a standard
+      deviation of a third; not of methods that do not measure it.
+    - `residual_norm`: of one replica, root mean square over replicas.
+    - `skipped_steps`: steps skipped because of non-finite gradients.
+    - `diverged_steps`: comparisons, one every `check_every` steps, that found
+      replicas with different parameters or updates.
+    - `identical_gradients`: 1 if all replicas had the same gradients in the
+      first steps.
+    - `entropy`: in nats; `edgc` only.
+    - `predicted_error`: `relative_error` as the model predicts it, for `edgc`
+      and with `allocation="error"`.
+    - `consecutive_skips`: under `skip_nonfinite` only.
+    - `skipped_inner_steps`: under `local_steps` only: steps that single
+      replicas skipped, of all replicas; not where the axis is bound.
 
     Under `local_steps` no bytes are sent between exchanges, compression
     compares a whole round with a dense all-reduce at each of its steps, and the

@@ -1,0 +1,142 @@
+"""Builds the documentation site from README.md, docs/ and the docstrings.
+
+  python -m experiments.pages.site [--output=site]
+
+The site has the pages that zensical.toml names, at their places in the
+repository, so that a link in a page leads to the same file here and there.
+Other files to which pages link become pages, too, with their text as code. The
+build fails on a link or an anchor that leads nowhere, and on a public name
+without a docstring.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+
+from absl import app, flags
+
+_OUTPUT = flags.DEFINE_string("output", "site", "Folder of the site.")
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CONFIG = "zensical.toml"
+ASSETS = "docs/assets"
+_PICTURES = (".png", ".svg")
+_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+_SOURCE = """\
+---
+search:
+  exclude: true
+---
+# {name}
+
+`{path}`
+
+~~~~{language}
+{text}
+~~~~
+"""
+
+
+def main(argv: Sequence[str]) -> None:
+  """Builds the site."""
+  del argv
+  try:
+    build(pathlib.Path(_OUTPUT.value))
+  except subprocess.CalledProcessError:
+    sys.exit("error: the site has the faults above, and was not written.")
+
+
+def build(output: pathlib.Path, root: pathlib.Path = ROOT) -> None:
+  """Builds the site of a repository into a folder, which it replaces.
+
+  Raises:
+    FileNotFoundError: if a page, or the target of a link, does not exist.
+    ValueError: if a page is not in `nav`.
+    subprocess.CalledProcessError: if Zensical finds a fault, which it prints.
+  """
+  with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name)
+    shutil.copy(root / CONFIG, folder)
+    config = tomllib.loads((root / CONFIG).read_text())["project"]
+    pages = folder / config["docs_dir"]
+    gather(root, set(_pages_in(config["nav"])), pages)
+    shutil.copytree(root / ASSETS, pages / ASSETS)
+    subprocess.run(
+      [sys.executable, "-m", "zensical", "build", "--strict"],
+      cwd=folder,
+      env=os.environ | {"PYTHONPATH": str(root)},
+      check=True,
+    )
+    shutil.rmtree(output, ignore_errors=True)
+    shutil.copytree(folder / config["site_dir"], output)
+
+
+def _pages_in(nav: object) -> Iterator[str]:
+  """Yields the paths in a tree of sections."""
+  if isinstance(nav, str):
+    yield nav
+  else:
+    for entry in nav.values() if isinstance(nav, dict) else nav:
+      yield from _pages_in(entry)
+
+
+def gather(root: pathlib.Path, pages: set[str], folder: pathlib.Path) -> None:
+  """Copies pages into a folder, with all files that they link to."""
+  unlisted = {f"docs/{p.name}" for p in root.glob("docs/*.md")} - pages
+  if unlisted:
+    raise ValueError(
+      f"`nav` of {CONFIG} must name all pages of docs/, and lacks"
+      f" {', '.join(sorted(unlisted))}; add them."
+    )
+  for page in pages:
+    text = _LINK.sub(
+      lambda link, page=page: _gathered(root, link[1], page, pages, folder),
+      (root / page).read_text(),
+    )
+    _write(folder / page, text)
+
+
+def _gathered(
+  root: pathlib.Path,
+  link: str,
+  page: str,
+  pages: set[str],
+  folder: pathlib.Path,
+) -> str:
+  """Copies the target of a link, and returns the link to the copy."""
+  file = pathlib.Path(os.path.normpath((root / page).parent / link))
+  if not file.is_file():
+    raise FileNotFoundError(
+      f"`{link}` in {page} must be a file; mend the link."
+    )
+  path = str(file.relative_to(root))
+  if path in pages:
+    return link
+  if file.suffix == ".md":
+    raise ValueError(
+      f"`{link}` in {page} must be in `nav` of {CONFIG}; add {path} there."
+    )
+  if file.suffix in _PICTURES:
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(file, folder / path)
+    return link
+  text = _SOURCE.format(
+    name=file.name, path=path, language=file.suffix[1:], text=file.read_text()
+  )
+  _write(folder / f"{path}.md", text)
+  return f"{link}.md"
+
+
+def _write(file: pathlib.Path, text: str) -> None:
+  file.parent.mkdir(parents=True, exist_ok=True)
+  file.write_text(text)
+
+
+if __name__ == "__main__":
+  app.run(main)
