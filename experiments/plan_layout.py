@@ -14,13 +14,15 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import json
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import tasks
 from experiments.planning import layouts
+from experiments.runs.run_folder import write
 from experiments.runtime import command_line
+from experiments.runtime.refusals import refusals
 from experiments.training import checks
 
 _OUTPUT = flags.DEFINE_string("output", "", "JSON file that gets the result.")
@@ -28,22 +30,37 @@ _OUTPUT = flags.DEFINE_string("output", "", "JSON file that gets the result.")
 
 def main(config: ConfigDict) -> None:
   """Compiles, and prints a table."""
-  try:
+  with refusals():
     if config.mesh.backend != "jit":
       raise ValueError(
         f"`mesh.backend` must be jit, got {config.mesh.backend!r}: others have"
         " no mesh to plan; set --config.mesh.backend=jit."
       )
-    checks.check(config, tasks.make(config))
+    checks.task_of(config)
+    kept = _read(_OUTPUT.value)
     found = layouts.compile_step(config)
-  except ValueError as error:
-    sys.exit(f"error: {error}")
   print(_table(config.name, found))
   if _OUTPUT.value:
-    path = pathlib.Path(_OUTPUT.value)
-    kept = json.loads(path.read_text()) if path.exists() else {}
     kept[config.name] = found._asdict()
-    path.write_text(json.dumps(kept, indent=2) + "\n")
+    write(pathlib.Path(_OUTPUT.value), json.dumps(kept, indent=2) + "\n")
+
+
+def _read(output: str) -> dict[str, Any]:
+  """Returns what the file has by now, or raises before anything is compiled."""
+  path = pathlib.Path(output)
+  if not output or not path.exists():
+    return {}
+  try:
+    kept = json.loads(path.read_text())
+    if isinstance(kept, dict):
+      return kept
+    text = f"a {type(kept).__name__}"
+  except ValueError as error:
+    text = str(error)
+  raise ValueError(
+    f"`--output` must be a new file or hold a JSON object, got {output!r}"
+    f" ({text}); give another file."
+  )
 
 
 def _table(name: str, found: layouts.Compiled) -> str:

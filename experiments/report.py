@@ -16,6 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from absl import app
 
 from experiments.reporting import run_page
+from experiments.runtime.refusals import refusals
 
 
 def main(argv: Sequence[str]) -> None:
@@ -29,10 +30,8 @@ def main(argv: Sequence[str]) -> None:
   """
   if len(argv) < 2:
     raise app.UsageError("give at least one run folder")
-  try:
+  with refusals():
     print(run_page.write_report(argv[1:]))
-  except (OSError, ValueError) as error:
-    sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from absl import app, flags
 from ml_collections import ConfigDict
 
+from experiments.runtime.refusals import refusals
 from experiments.training.together import train_together
 
 _RUNS = flags.DEFINE_string("runs", None, "A JSON file of configurations.")
@@ -24,11 +25,19 @@ _RUNS = flags.DEFINE_string("runs", None, "A JSON file of configurations.")
 def main(argv: list[str]) -> None:
   """Trains the runs."""
   del argv
+  with refusals():
+    train_together(_read(_RUNS.value))
+
+
+def _read(path: str) -> list[ConfigDict]:
+  """Reads the configurations of a file."""
   try:
-    configs = json.loads(pathlib.Path(_RUNS.value).read_text())
-    train_together([ConfigDict(each) for each in configs])
-  except (ValueError, OSError) as error:
-    sys.exit(f"error: {error}")
+    return [ConfigDict(each) for each in json.loads(open(path).read())]
+  except (ValueError, TypeError) as error:
+    raise ValueError(
+      f"`--runs` must name a JSON file with a list of configurations, got"
+      f" {path!r} ({error}); run_study.py writes such files."
+    ) from error
 
 
 if __name__ == "__main__":

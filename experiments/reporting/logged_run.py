@@ -89,6 +89,11 @@ def load(folder: pathlib.Path) -> Run:
     for file in (folder / "config.json", folder / "summary.json")
   )
   frame = pd.DataFrame(lines, [line["step"] for line in lines])
+  if lines and not {"dense_bytes", "compression_ratio"} <= set(frame):
+    raise ValueError(
+      f"{path} must have lines of a training run, got {sorted(frame)} without"
+      " dense_bytes and compression_ratio; give another folder"
+    )
   if lines:  # the ratio covers all steps so far, so this is exact
     frame["bytes"] = frame.dense_bytes * frame.step / frame.compression_ratio
   leaves = leaves.read_text() if leaves.exists() else "not recorded"

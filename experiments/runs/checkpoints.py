@@ -31,7 +31,7 @@ from experiments.parallel.stored_state import Stored
 from experiments.runtime import hosts
 
 _NONE, _ALL_DAMAGED = -1, -2  # instead of a step
-_SUMS = "sha256.json"
+_SUMS, _ABOUT = "sha256.json", "about/metadata"
 _TIMES = "_CHECKPOINT_METADATA"  # orbax rewrites it after the checksums
 
 
@@ -64,7 +64,8 @@ class Checkpoints:
     if not self.path.is_dir():
       return []
     names = [entry.name for entry in self.path.iterdir() if entry.is_dir()]
-    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+    steps = [int(name) for name in names if name.isdecimal()]
+    return sorted((s for s in steps if str(s) in names), reverse=True)
 
   def save(
     self,
@@ -139,8 +140,7 @@ class Checkpoints:
       )
     if step == _NONE:
       return None
-    about = self.path / str(step) / "about" / "metadata"
-    return step, json.loads(about.read_text())
+    return step, json.loads((self.path / str(step) / _ABOUT).read_text())
 
   def load(
     self, step: int, shapes: Mapping[str, Stored]
@@ -298,6 +298,8 @@ def _damage_of(folder: pathlib.Path) -> str:
   """Describes damage to a folder's files; empty if there is none."""
   try:
     expected = json.loads((folder / _SUMS).read_text())
+    if not isinstance(expected, dict) or _ABOUT not in expected:
+      return f"{_SUMS} lacks {_ABOUT}"
     found = _sums(folder)
   except (OSError, ValueError) as error:
     return f"{type(error).__name__}: {error}"

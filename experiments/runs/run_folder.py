@@ -1,6 +1,5 @@
 """The folder of a run: its files, and a lock against other writers."""
 
-import contextlib
 import fcntl
 import json
 import math
@@ -57,6 +56,11 @@ class RunFolder:
     self.path = pathlib.Path(path)
     self.checkpoints = self.path / "checkpoints"
     self.config = config
+    if os.path.lexists(self.path) and not self.path.is_dir():
+      raise FileExistsError(
+        f"`run_dir` must be new or a folder, got {self.path}, which is none;"
+        " give another folder with --config.run_dir=FOLDER."
+      )
     file = self.path / "config.json"
     if file.exists() and self.is_claimed():
       changes = _differences(read_json(file), _plain(config))
@@ -264,19 +268,32 @@ def _lines_up_to(file: pathlib.Path, step: int) -> list[str]:
   """Returns the complete lines of metrics.jsonl up to and including `step`."""
   if not step or not file.exists():
     return []
-  kept = []
+  kept, lost = [], 0
   for line in file.read_text(errors="replace").splitlines(keepends=True):
     # A host that crashes may leave half a line, or a line of zeros.
-    with contextlib.suppress(json.JSONDecodeError):
-      if line.endswith("\n") and json.loads(line)["step"] <= step:
+    if not line.endswith("\n"):
+      continue
+    try:
+      if json.loads(line)["step"] <= step:
         kept.append(line)
+    except (ValueError, TypeError, KeyError):
+      lost += 1
+  if lost:
+    print(
+      f"warning: {file} has {lost} damaged lines, which are left out; the run"
+      " itself is complete",
+      file=sys.stderr,
+    )
   return kept
 
 
-def read_json(file: pathlib.Path) -> Any:
+def read_json(file: pathlib.Path) -> dict[str, Any]:
   """Reads a file of a run folder, and raises ValueError if it is damaged."""
   try:
-    return json.loads(file.read_text())
+    value = json.loads(file.read_text())
+    if not isinstance(value, dict):
+      raise ValueError(f"a {type(value).__name__} in place of an object")
+    return value
   except ValueError as error:
     raise ValueError(
       f"`run_dir` must hold intact files, got {file}, which is damaged"

@@ -21,6 +21,8 @@ import jax
 import orbax.checkpoint as ocp
 from absl import flags
 
+from edgc_jax.wire import cpu_backend
+
 _ADDRESS = flags.DEFINE_string(
   "coordinator_address", None, "HOST:PORT of the first of several processes."
 )
@@ -51,6 +53,12 @@ def initialize() -> int:
   """
   given = (_ADDRESS.value, _COUNT.value, _INDEX.value)
   has_flags = any(value is not None for value in given)
+  for flag in (_COUNT, _TIMEOUT):
+    if flag.value is not None and flag.value < 1:
+      raise ValueError(
+        f"`--{flag.name}` must be at least 1, got {flag.value}; leave it out"
+        " for a single process."
+      )
   if not has_flags and _scheduled_count() == 1:
     return 1
   if has_flags and None in given:
@@ -64,9 +72,25 @@ def initialize() -> int:
       f"`--process_id` must be between 0 and num_processes - 1"
       f" ({_COUNT.value - 1}), got {_INDEX.value}; number them from 0."
     )
+  if has_flags:
+    _require_address(_ADDRESS.value)
   # For CPUs; other platforms have their own collectives.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  jax.distributed.initialize(*given, heartbeat_timeout_seconds=_TIMEOUT.value)
+  try:
+    jax.distributed.initialize(*given, heartbeat_timeout_seconds=_TIMEOUT.value)
+  except (ValueError, RuntimeError, KeyError, OSError) as error:
+    source = f"--coordinator_address={_ADDRESS.value}"
+    if not has_flags:
+      names = [n for n in (*_COUNTS, *_KUBERNETES) if n in os.environ]
+      source = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    raise RuntimeError(
+      "The processes must be able to find each other, got"
+      f" {source or 'no scheduler'}"
+      f" ({type(error).__name__}: {' '.join(str(error).split())[:200]}); give"
+      " --coordinator_address, --num_processes and --process_id, with a free"
+      " port of the first host, or for a single process unset the variables of"
+      " the scheduler."
+    ) from error
   return _COUNT.value or _scheduled_count()
 
 
@@ -144,10 +168,53 @@ def peak_memory() -> dict[str, int]:
   )
 
 
+def require_devices() -> None:
+  """Raises unless JAX finds devices, and CPU devices have enough threads.
+
+  Raises:
+    RuntimeError: if not.
+  """
+  try:
+    jax.devices()
+  except (RuntimeError, AssertionError) as error:
+    names = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
+    given = ", ".join(f"{n}={os.environ[n]}" for n in names if n in os.environ)
+    text = " ".join(str(error).split())[:200] or "there are none"
+    raise RuntimeError(
+      f"JAX must find devices, got none with {given or 'its defaults'}"
+      f" ({text}); set JAX_PLATFORMS=cpu to train on CPUs, and unset others."
+    ) from error
+  cpu_backend.require_threads()
+
+
+def _require_address(address: str) -> None:
+  """Raises unless this is HOST:PORT."""
+  host, _, port = address.rpartition(":")
+  if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    raise ValueError(
+      "`--coordinator_address` must be HOST:PORT with a port from 1 to 65535,"
+      f" got {address!r}; name the first host and a free port of it."
+    )
+
+
 def _scheduled_count() -> int:
+  """Returns the number of processes of a scheduler; 0 if JAX alone knows it.
+
+  Raises:
+    ValueError: if a variable of a scheduler is no number.
+  """
   if all(name in os.environ for name in _KUBERNETES):
     return 0
-  return max(int(os.environ.get(name, 1)) for name in _COUNTS)
+  counts = [1]
+  for name in _COUNTS:
+    value = os.environ.get(name, "1")
+    if not value.isdecimal():
+      raise ValueError(
+        f"`{name}` must be the number of processes of a job, got {value!r};"
+        " unset it outside of one."
+      )
+    counts.append(int(value))
+  return max(counts)
 
 
 def wait_for_devices(tree: Any) -> None:

@@ -85,11 +85,20 @@ class Records:
   """All records below a folder."""
 
   def __init__(self, folder: str | pathlib.Path):
-    """Reads the records."""
+    """Reads the records.
+
+    Raises:
+      ValueError: if a file is no record.
+      NotADirectoryError: if `folder` is a file.
+    """
     self.folder = pathlib.Path(folder)
+    if self.folder.exists() and not self.folder.is_dir():
+      raise NotADirectoryError(
+        f"`records` must be a folder, got {self.folder}, which is none; give"
+        " another one."
+      )
     self._all = {
-      file: Record(json.loads(file.read_text()))
-      for file in sorted(self.folder.rglob("*.json"))
+      file: _read(file) for file in sorted(self.folder.rglob("*.json"))
     }
 
   def find(self, config: ConfigDict) -> Record | None:
@@ -139,6 +148,25 @@ class Records:
     for file in [f for f, each in self._all.items() if not each.is_finished]:
       file.unlink()
       del self._all[file]
+
+
+def _read(file: pathlib.Path) -> Record:
+  """Reads a record, and raises ValueError if it is damaged."""
+  try:
+    values = json.loads(file.read_text())
+    config, _ = values["config"], values["changed"]
+    kinds = config["seed"], config["reducer"]
+    if [type(kind) for kind in kinds] != [int, str]:
+      raise TypeError(f"seed and reducer are {kinds}")
+    if "error" not in values:
+      values["summary"]["versions"], values["lines"].keys()
+    return Record(values)
+  except (ValueError, TypeError, KeyError, AttributeError) as error:
+    raise ValueError(
+      f"`records` must hold intact records, got {file}"
+      f" ({type(error).__name__}: {error}); restore it, or remove it to run"
+      " again."
+    ) from error
 
 
 def name_of(config: ConfigDict) -> str:

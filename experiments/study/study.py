@@ -104,10 +104,32 @@ class Study:
     ]
 
   def configuration(self, settings: Settings) -> ConfigDict:
-    """Returns the configuration of a run with these settings."""
+    """Returns the configuration of a run with these settings.
+
+    Raises:
+      ValueError: if the file of the configuration does not run, or a setting is
+        no key of it, or of another type.
+    """
+    if settings.get("reducer") not in peers.reducers():
+      raise ValueError(
+        f"`reducer` must be a setting of each arm, one of"
+        f" {', '.join(peers.reducers())}, got {dict(settings)}; add it."
+      )
     config = _make_config(self.config)(settings["reducer"])
-    config.update_from_flattened_dict(dict(settings))
+    try:
+      config.update_from_flattened_dict(dict(settings))
+    except (KeyError, AttributeError, TypeError) as error:
+      raise ValueError(
+        f"`TABLES` must have settings that are keys of {self.config}, got"
+        f" {dict(settings)} ({' '.join(str(error).split())}); correct it."
+      ) from error
     return config
+
+  def require_settings(self) -> None:
+    """Raises unless all arms have configurations; reads no records."""
+    for arm in self.arms:
+      for settings in self.choices(arm):
+        self.configuration(settings)
 
   def choices(self, arm: str) -> Sequence[Settings]:
     """Returns the arm's own settings, and its alternatives."""
@@ -342,7 +364,7 @@ def load(path: str) -> Study:
       has to set is missing, arms of one name have different settings, or
       `MATCHED` names others.
   """
-  values = runpy.run_path(path)
+  values = _run(path, "study")
   public = {k: v for k, v in values.items() if k.isupper() and k[0] != "_"}
   names = {field.name.upper() for field in dataclasses.fields(Study)} - {"NAME"}
   unknown = public.keys() - names
@@ -357,6 +379,8 @@ def load(path: str) -> Study:
       f"A study must set CONFIG, TABLES and SEEDS, got no"
       f" {' and no '.join(sorted(missing))} in {path}; add what is missing."
     )
+  for name, value in public.items():
+    _require_form(name, value, path)
   seen: dict[str, Settings] = {}
   for table in public["TABLES"].values():
     for arm, settings in table.items():
@@ -387,7 +411,109 @@ def load(path: str) -> Study:
 @functools.cache
 def _make_config(path: str) -> Callable[[str], ConfigDict]:
   """Returns the function of a configuration's file."""
-  return runpy.run_path(path)["get_config"]
+  function = _run(path, "CONFIG").get("get_config")
+  if not callable(function):
+    raise ValueError(
+      f"`CONFIG` must name a file with a function get_config, got {path!r};"
+      " name one of configs/."
+    )
+  return function
+
+
+def _run(path: str, name: str) -> dict[str, Any]:
+  """Runs a Python file, and returns its names.
+
+  Raises:
+    ValueError: if it does not run.
+    OSError: if it cannot be read.
+  """
+  try:
+    return runpy.run_path(path)
+  except OSError as error:
+    raise FileNotFoundError(
+      f"`{name}` must name a file, got {path!r} ({error.strerror}); the"
+      " project's are in configs/."
+    ) from error
+  except Exception as error:
+    raise ValueError(
+      f"`{name}` must name a Python file that runs, got {path!r}"
+      f" ({type(error).__name__}: {' '.join(str(error).split())}); correct it."
+    ) from error
+
+
+_FORMS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+  "CONFIG": ("the name of a file", lambda x: isinstance(x, str)),
+  "TABLES": (
+    "{table: {arm: settings}} with an arm",
+    lambda x: _is_tree(x, 3) and any(x.values()),
+  ),
+  "SEEDS": ("integers, at least one", lambda x: _are_integers(x) and bool(x)),
+  "MORE": ("integers", lambda x: _are_integers(x)),
+  "BEST": ("an integer from 0 on", lambda x: _are_integers([x])),
+  "MATCHED": (
+    "{arm: arm}",
+    lambda x: _is_tree(x, 1) and all(isinstance(v, str) for v in x.values()),
+  ),
+  "ALTERNATIVES": (
+    "{arm: [settings, ...]}",
+    lambda x: (
+      _is_tree(x, 1)
+      and all(
+        isinstance(v, Sequence) and all(_is_tree(e, 1) for e in v)
+        for v in x.values()
+      )
+    ),
+  ),
+  "TUNING": (
+    "a dictionary with key, start (rising, positive), factor (above 1), seed"
+    " and settings",
+    lambda x: _is_tuning(x),
+  ),
+}
+
+
+def _require_form(name: str, value: Any, path: str) -> None:
+  """Raises unless a name of a study has a value of its form."""
+  form, is_of_form = _FORMS[name]
+  if not is_of_form(value):
+    raise ValueError(
+      f"`{name}` must be {form}, got {value!r:.200} in {path}; correct it."
+    )
+
+
+def _is_tree(value: Any, depth: int) -> bool:
+  """Returns whether these are mappings from names, nested so deep."""
+  if not isinstance(value, Mapping) or not all(
+    isinstance(key, str) for key in value
+  ):
+    return False
+  return depth == 1 or all(_is_tree(each, depth - 1) for each in value.values())
+
+
+def _are_integers(values: Any) -> bool:
+  return isinstance(values, Sequence) and all(
+    type(value) is int and value >= 0 for value in values
+  )
+
+
+def _is_tuning(value: Any) -> bool:
+  names = {field.name for field in dataclasses.fields(Tuning)}
+  needed = {"key", "start", "factor", "seed", "settings"}
+  if not _is_tree(value, 1) or not needed <= value.keys() <= names:
+    return False
+  start, factor = value["start"], value["factor"]
+  is_search = isinstance(start, Sequence) and all(
+    isinstance(x, int | float) and 0 < x < math.inf for x in (*start, factor)
+  )
+  return (
+    is_search
+    and bool(start)
+    and list(start) == sorted(start)
+    and factor > 1
+    and isinstance(value["key"], str)
+    and _are_integers([value["seed"]])
+    and _is_tree(value["settings"], 1)
+  )
 
 
 def loss_of(record: Record) -> float:
