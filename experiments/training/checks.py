@@ -1,6 +1,7 @@
 """Validates a configuration before the run writes anything."""
 
 import math
+import os
 from typing import Any
 
 import jax
@@ -91,6 +92,25 @@ def check(config: ConfigDict, task: Task) -> None:
       f"`evaluation.metric` must be one of {', '.join(task.metrics)}, which the"
       f" task {config.task!r} measures, got {config.evaluation.metric!r}; it"
       " decides which checkpoint is the best."
+    )
+
+
+def require_memory(shapes: Any) -> None:
+  """Raises if the memory of this machine's CPUs cannot hold a training state.
+
+  Args:
+    shapes: Of all its arrays, which the machine holds at least once.
+  """
+  if jax.default_backend() != "cpu" or jax.process_count() > 1:
+    return
+  leaves = jax.tree.leaves(shapes)
+  needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+  memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  if needed > memory:
+    raise ValueError(
+      f"`model` must have a training state that fits into"
+      f" {memory / 2**30:.1f} GiB of memory, got {needed / 2**30:.1f} GiB;"
+      " choose smaller sizes."
     )
 
 

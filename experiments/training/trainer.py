@@ -75,6 +75,7 @@ class Trainer:
     self.tx = make_optimizer(config, self.task, self.times, mesh=mesh)
     self.parallel = backends.make(config, self.task, self.tx, mesh)
     form = self.parallel.stored
+    checks.require_memory(form.shapes)
     self._leaves = str(
       edgc_jax.describe(
         self.tx, form.shapes[0], mesh=mesh, param_specs=form.specs[0]
