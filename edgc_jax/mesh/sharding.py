@@ -298,14 +298,7 @@ def specs_like(param_specs: Any, params: Any) -> Any:
   """
   if param_specs is None:
     param_specs = PartitionSpec()
-  for path, spec in jax.tree_util.tree_leaves_with_path(param_specs):
-    validation.require(
-      isinstance(_bare(spec), PartitionSpec),
-      "param_specs",
-      spec,
-      f"PartitionSpecs, at {jax.tree_util.keystr(path) or 'the root'}",
-      "pass jax.sharding.PartitionSpec() for what every device has whole",
-    )
+  _require_specs(param_specs)
   try:
     return jax.tree.map(
       lambda spec, part: jax.tree.map(lambda _: _bare(spec), part),
@@ -322,6 +315,7 @@ def specs_like(param_specs: Any, params: Any) -> Any:
 
 def require_not_split(param_specs: Any, axis_name: AxisName) -> None:
   """Raises if specs shard parameters over the replicas."""
+  _require_specs(param_specs)
   split = axes_of(param_specs)
   validation.require(
     not split & set(names(axis_name)),
@@ -330,6 +324,18 @@ def require_not_split(param_specs: Any, axis_name: AxisName) -> None:
     f"specs without the axes of the replicas, {axis_name!r}",
     "every replica holds all parameters; shard them over other axes",
   )
+
+
+def _require_specs(param_specs: Any) -> None:
+  """Raises unless the leaves of a tree are PartitionSpecs."""
+  for path, spec in jax.tree_util.tree_leaves_with_path(param_specs):
+    validation.require(
+      isinstance(_bare(spec), PartitionSpec),
+      "param_specs",
+      spec,
+      f"PartitionSpecs, at {jax.tree_util.keystr(path) or 'the root'}",
+      "pass jax.sharding.PartitionSpec() for what every device has whole",
+    )
 
 
 def _require_fit(specs: Any, params: Any, mesh: Any) -> None:

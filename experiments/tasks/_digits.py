@@ -67,7 +67,7 @@ class DigitsTask(Task):
       ("num_heads", are_counts and width % heads == 0, "a divisor of width"),
       (
         "patch",
-        patch in [n for n in range(1, self.side + 1) if self.side % n == 0],
+        type(patch) is int and patch > 0 and self.side % patch == 0,
         f"a divisor of {self.side}, the pixels of a side",
       ),
       (
