@@ -8,6 +8,7 @@ import jax
 from ml_collections import ConfigDict
 
 from configs import common
+from edgc_jax.validation import shown
 from experiments import peers, tasks
 from experiments.parallel import backends
 from experiments.runtime.refusals import nearest
@@ -119,7 +120,7 @@ def _check_keys(config: ConfigDict) -> None:
   if config.get("reducer") not in (*peers.reducers(), AUTO):
     raise ValueError(
       f"`reducer` must be one of {', '.join((*peers.reducers(), AUTO))}, got"
-      f" {config.get('reducer')!r}; name one with --config=FILE:REDUCER."
+      f" {shown(config.get('reducer'))}; name one with --config=FILE:REDUCER."
     )
   known, given = _flat(common.base(config.reducer)), _flat(config)
   for key in known:
@@ -134,13 +135,13 @@ def _check_keys(config: ConfigDict) -> None:
     elif not _is_of_task(key):
       raise ValueError(
         f"`{key}` must be a key of the configuration, which it is not, got"
-        f" {value!r}; the nearest is {nearest(key, known)}."
+        f" {shown(value)}; the nearest is {nearest(key, known)}."
       )
 
 
 def _is_of_task(key: str) -> bool:
   """Returns whether a key is a size of a model, which each task names."""
-  return key.startswith("model.")
+  return key.startswith("model.") and key.count(".") == 1
 
 
 def _flat(config: ConfigDict) -> dict[str, tuple[Any, type]]:
@@ -148,7 +149,7 @@ def _flat(config: ConfigDict) -> dict[str, tuple[Any, type]]:
   found = {}
   for key in config:
     value = config[key]
-    if isinstance(value, ConfigDict):
+    if isinstance(value, ConfigDict) and len(value):
       found |= {f"{key}.{name}": own for name, own in _flat(value).items()}
     else:
       found[key] = value, config.get_type(key)
@@ -162,7 +163,7 @@ def _check_type(key: str, value: Any, default: Any, kind: type) -> None:
   kinds = (int, float) if kind is float else kind
   if not isinstance(value, kinds) or (type(value) is bool) != (kind is bool):
     raise TypeError(
-      f"`{key}` must be of type {kind.__name__}, got {value!r}; give one."
+      f"`{key}` must be of type {kind.__name__}, got {shown(value)}; give one."
     )
   if kind in (int, float) and not abs(value) <= _LARGEST[kind]:
     raise ValueError(
@@ -189,7 +190,8 @@ def _check_local(config: ConfigDict) -> None:
   if local.lookahead and (local.fragments > 1 or local.overlap):
     raise ValueError(
       "`local.lookahead` must be False with fragments or overlap, which only"
-      " exchanges have; leave them out."
+      f" exchanges have, got True with {local.fragments} and {local.overlap};"
+      " leave them out."
     )
 
 
