@@ -14,7 +14,6 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import json
-from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -22,6 +21,7 @@ from ml_collections import ConfigDict
 from experiments.planning import layouts
 from experiments.runs.run_folder import write
 from experiments.runtime import command_line
+from experiments.runtime.json_files import read_json
 from experiments.runtime.refusals import refusals
 from experiments.training import checks
 
@@ -37,30 +37,14 @@ def main(config: ConfigDict) -> None:
         " no mesh to plan; set --config.mesh.backend=jit."
       )
     checks.task_of(config)
-    kept = _read(_OUTPUT.value)
+    kept, output = {}, pathlib.Path(_OUTPUT.value)
+    if _OUTPUT.value and output.exists():
+      kept = read_json(output, "--output", "give another file")
     found = layouts.compile_step(config)
   print(_table(config.name, found))
   if _OUTPUT.value:
     kept[config.name] = found._asdict()
-    write(pathlib.Path(_OUTPUT.value), json.dumps(kept, indent=2) + "\n")
-
-
-def _read(output: str) -> dict[str, Any]:
-  """Returns what the file has by now, or raises before anything is compiled."""
-  path = pathlib.Path(output)
-  if not output or not path.exists():
-    return {}
-  try:
-    kept = json.loads(path.read_text())
-    if isinstance(kept, dict):
-      return kept
-    text = f"a {type(kept).__name__}"
-  except ValueError as error:
-    text = str(error)
-  raise ValueError(
-    f"`--output` must be a new file or hold a JSON object, got {output!r}"
-    f" ({text}); give another file."
-  )
+    write(output, json.dumps(kept, indent=2) + "\n")
 
 
 def _table(name: str, found: layouts.Compiled) -> str:

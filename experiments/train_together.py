@@ -6,7 +6,6 @@ FILE holds a JSON list of whole configurations, which differ in the numbers of
 `experiments/training/together.py` alone and name a `run_dir` each.
 """
 
-import json
 import pathlib
 import sys
 
@@ -16,6 +15,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from absl import app, flags
 from ml_collections import ConfigDict
 
+from experiments.runtime.json_files import read_json
 from experiments.runtime.refusals import refusals
 from experiments.training.together import train_together
 
@@ -31,13 +31,13 @@ def main(argv: list[str]) -> None:
 
 def _read(path: str) -> list[ConfigDict]:
   """Reads the configurations of a file."""
-  try:
-    return [ConfigDict(each) for each in json.loads(open(path).read())]
-  except (ValueError, TypeError) as error:
+  found = read_json(path, "--runs", "run_study.py writes it again", list)
+  if not all(isinstance(each, dict) for each in found):
     raise ValueError(
-      f"`--runs` must name a JSON file with a list of configurations, got"
-      f" {path!r} ({error}); run_study.py writes such files."
-    ) from error
+      f"`--runs` must name a file with a list of configurations, got {path}"
+      " with other values; run_study.py writes it again."
+    )
+  return [ConfigDict(each) for each in found]
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ COLLECTIVES = {
 }  # fmt: skip
 STANDARD = {
   "collections", "contextlib", "contextvars", "dataclasses", "functools",
-  "importlib", "inspect", "json", "logging", "math", "os", "pathlib", "re",
+  "importlib", "inspect", "json", "logging", "math", "operator", "os",
+  "pathlib", "re",
   "sys", "threading", "time", "types", "typing", "warnings",
 }  # fmt: skip
 

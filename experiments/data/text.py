@@ -72,7 +72,7 @@ def load_corpus(path: str | None = None, *, context: int) -> Corpus:
     ValueError: if the data is empty, not text, of odd size or too short.
   """
   root = pathlib.Path(os.path.expanduser(path or sysconfig.get_path("stdlib")))
-  if not root.exists():
+  if not os.path.exists(root):
     raise FileNotFoundError(
       f"`data.path` must exist, got {str(root)!r}, which does not; give a file"
       " or folder, or leave it empty for the Python standard library."

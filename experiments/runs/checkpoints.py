@@ -301,7 +301,7 @@ def _damage_of(folder: pathlib.Path) -> str:
     if not isinstance(expected, dict) or _ABOUT not in expected:
       return f"{_SUMS} lacks {_ABOUT}"
     found = _sums(folder)
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     return f"{type(error).__name__}: {error}"
   wrong = [name for name in expected if expected[name] != found.get(name)]
   if not wrong:

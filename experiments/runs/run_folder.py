@@ -19,6 +19,7 @@ from flax import traverse_util
 from tensorboardX.proto.summary_pb2 import Summary
 
 from experiments.runtime import hosts
+from experiments.runtime.json_files import read_json
 
 _SCRATCH, _LOCK, _STOPPED = ".tmp", "lock", "stopped.txt"
 _PACKAGES = ("edgc-jax", "jax", "jaxlib", "flax", "optax", "numpy", "grain")
@@ -63,7 +64,7 @@ class RunFolder:
       )
     file = self.path / "config.json"
     if file.exists() and self.is_claimed():
-      changes = _differences(read_json(file), _plain(config))
+      changes = _differences(read_file(file), _plain(config))
       if changes:
         raise ValueError(
           f"`run_dir` must be new or hold a run of the same configuration, got"
@@ -86,7 +87,13 @@ class RunFolder:
   def summary(self) -> dict[str, Any] | None:
     """Returns the summary of a finished run, or None."""
     file = self.path / "summary.json"
-    return read_json(file) if file.exists() else None
+    found = read_file(file) if file.exists() else None
+    if found is not None and "steps" not in found:
+      raise ValueError(
+        f"`run_dir` must hold intact files, got {file} without steps; remove it"
+        " to continue the run, or give another --config.run_dir=FOLDER."
+      )
+    return found
 
   def lock(self) -> None:
     """Creates the folder, and locks it against other processes until `close`.
@@ -287,18 +294,11 @@ def _lines_up_to(file: pathlib.Path, step: int) -> list[str]:
   return kept
 
 
-def read_json(file: pathlib.Path) -> dict[str, Any]:
-  """Reads a file of a run folder, and raises ValueError if it is damaged."""
-  try:
-    value = json.loads(file.read_text())
-    if not isinstance(value, dict):
-      raise ValueError(f"a {type(value).__name__} in place of an object")
-    return value
-  except ValueError as error:
-    raise ValueError(
-      f"`run_dir` must hold intact files, got {file}, which is damaged"
-      f" ({error}); restore it, or give another --config.run_dir=FOLDER."
-    ) from error
+def read_file(file: pathlib.Path) -> dict[str, Any]:
+  """Reads a JSON file of a run folder; ValueError if it is damaged."""
+  return read_json(
+    file, "run_dir", "restore it, or give another --config.run_dir=FOLDER"
+  )
 
 
 def _write_json(file: pathlib.Path, value: Any) -> None:

@@ -33,11 +33,14 @@ import runpy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from flax import traverse_util
 from ml_collections import ConfigDict
 
 import edgc_jax
 from experiments import peers, tasks
 from experiments.parallel import meshes
+from experiments.runtime.refusals import nearest
+from experiments.study import forms
 from experiments.study.records import Record, Records
 
 Settings = Mapping[str, Any]
@@ -116,11 +119,18 @@ class Study:
         f" {', '.join(peers.reducers())}, got {dict(settings)}; add it."
       )
     config = _make_config(self.config)(settings["reducer"])
+    known = list(traverse_util.flatten_dict(config.to_dict(), sep="."))
+    for key in settings:
+      if key not in known:
+        raise ValueError(
+          f"`TABLES` must have settings that are keys of {self.config}, got"
+          f" {key!r}; the nearest is {nearest(key, known)}."
+        )
     try:
       config.update_from_flattened_dict(dict(settings))
     except (KeyError, AttributeError, TypeError) as error:
       raise ValueError(
-        f"`TABLES` must have settings that are keys of {self.config}, got"
+        f"`TABLES` must have settings of the types in {self.config}, got"
         f" {dict(settings)} ({' '.join(str(error).split())}); correct it."
       ) from error
     return config
@@ -380,7 +390,7 @@ def load(path: str) -> Study:
       f" {' and no '.join(sorted(missing))} in {path}; add what is missing."
     )
   for name, value in public.items():
-    _require_form(name, value, path)
+    forms.require_form(name, value, path)
   seen: dict[str, Settings] = {}
   for table in public["TABLES"].values():
     for arm, settings in table.items():
@@ -439,81 +449,6 @@ def _run(path: str, name: str) -> dict[str, Any]:
       f"`{name}` must name a Python file that runs, got {path!r}"
       f" ({type(error).__name__}: {' '.join(str(error).split())}); correct it."
     ) from error
-
-
-_FORMS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-  "CONFIG": ("the name of a file", lambda x: isinstance(x, str)),
-  "TABLES": (
-    "{table: {arm: settings}} with an arm",
-    lambda x: _is_tree(x, 3) and any(x.values()),
-  ),
-  "SEEDS": ("integers, at least one", lambda x: _are_integers(x) and bool(x)),
-  "MORE": ("integers", lambda x: _are_integers(x)),
-  "BEST": ("an integer from 0 on", lambda x: _are_integers([x])),
-  "MATCHED": (
-    "{arm: arm}",
-    lambda x: _is_tree(x, 1) and all(isinstance(v, str) for v in x.values()),
-  ),
-  "ALTERNATIVES": (
-    "{arm: [settings, ...]}",
-    lambda x: (
-      _is_tree(x, 1)
-      and all(
-        isinstance(v, Sequence) and all(_is_tree(e, 1) for e in v)
-        for v in x.values()
-      )
-    ),
-  ),
-  "TUNING": (
-    "a dictionary with key, start (rising, positive), factor (above 1), seed"
-    " and settings",
-    lambda x: _is_tuning(x),
-  ),
-}
-
-
-def _require_form(name: str, value: Any, path: str) -> None:
-  """Raises unless a name of a study has a value of its form."""
-  form, is_of_form = _FORMS[name]
-  if not is_of_form(value):
-    raise ValueError(
-      f"`{name}` must be {form}, got {value!r:.200} in {path}; correct it."
-    )
-
-
-def _is_tree(value: Any, depth: int) -> bool:
-  """Returns whether these are mappings from names, nested so deep."""
-  if not isinstance(value, Mapping) or not all(
-    isinstance(key, str) for key in value
-  ):
-    return False
-  return depth == 1 or all(_is_tree(each, depth - 1) for each in value.values())
-
-
-def _are_integers(values: Any) -> bool:
-  return isinstance(values, Sequence) and all(
-    type(value) is int and value >= 0 for value in values
-  )
-
-
-def _is_tuning(value: Any) -> bool:
-  names = {field.name for field in dataclasses.fields(Tuning)}
-  needed = {"key", "start", "factor", "seed", "settings"}
-  if not _is_tree(value, 1) or not needed <= value.keys() <= names:
-    return False
-  start, factor = value["start"], value["factor"]
-  is_search = isinstance(start, Sequence) and all(
-    isinstance(x, int | float) and 0 < x < math.inf for x in (*start, factor)
-  )
-  return (
-    is_search
-    and bool(start)
-    and list(start) == sorted(start)
-    and factor > 1
-    and isinstance(value["key"], str)
-    and _are_integers([value["seed"]])
-    and _is_tree(value["settings"], 1)
-  )
 
 
 def loss_of(record: Record) -> float:
