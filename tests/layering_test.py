@@ -58,8 +58,7 @@ COLLECTIVES = {
 STANDARD = {
   "collections", "contextlib", "contextvars", "dataclasses", "functools",
   "importlib", "inspect", "json", "logging", "math", "operator", "os",
-  "pathlib", "re",
-  "sys", "threading", "time", "types", "typing", "warnings",
+  "pathlib", "re", "sys", "threading", "time", "types", "typing", "warnings",
 }  # fmt: skip
 
 
