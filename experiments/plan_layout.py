@@ -31,6 +31,7 @@ _OUTPUT = flags.DEFINE_string("output", "", "JSON file that gets the result.")
 def main(config: ConfigDict) -> None:
   """Compiles, and prints a table."""
   with refusals():
+    checks.check_keys(config)
     if config.mesh.backend != "jit":
       raise ValueError(
         f"`mesh.backend` must be jit, got {config.mesh.backend!r}: others have"

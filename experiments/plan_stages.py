@@ -36,8 +36,9 @@ _MBITS = flags.DEFINE_list(
 
 def main(config: ConfigDict) -> None:
   """Prints a table for each link speed."""
-  config.mesh.backend = "jit"
   with refusals():
+    checks.check_keys(config)
+    config.mesh.backend = "jit"
     task = checks.task_of(config)
     speeds = _positive(_MBITS.value)
   mesh = meshes.of_config(config)

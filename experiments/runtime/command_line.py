@@ -37,7 +37,10 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
 
   def start(argv: list[str]) -> None:
     if len(argv) > 1:
-      sys.exit(f"error: unknown arguments {argv[1:]}; options begin with --.")
+      sys.exit(
+        f"error: arguments must begin with --, got {argv[1:]}; write"
+        " --config.KEY=VALUE for a key."
+      )
     heap.share_one_heap()
     # JAX logs every platform that it does not find.
     logging.getLogger("jax").setLevel(logging.WARNING)
@@ -53,10 +56,7 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       faulthandler.disable()
     if not _devices_are_chosen():
       # Only the CPU platform uses this: replicas share a machine's cores.
-      mesh, devices = config.mesh, 1
-      if mesh.backend != "vmap":
-        sizes = (mesh.data, mesh.stage, mesh.tensor, mesh.fsdp)
-        devices = math.prod(max(1, n) for n in sizes)
+      devices = math.prod(_mesh_sizes(config).values())
       if devices > _MOST_CPUS:
         sys.exit(
           f"error: `mesh` must have at most {_MOST_CPUS} devices where CPUs"
@@ -70,7 +70,7 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
         hosts.require_devices()
       except RuntimeError as error:
         sys.exit(f"error: {error}")
-    has_parts = config.mesh.stage > 1 or config.mesh.fsdp > 1
+    has_parts = {"stage", "fsdp"} & _mesh_sizes(config).keys()
     if has_parts and jax.default_backend() == "cpu":
       # Cached programs mix up collectives: see edgc_jax.wire.cpu_backend.
       jax.config.update("jax_enable_compilation_cache", False)
@@ -90,7 +90,9 @@ def _parse(argv: list[str]) -> list[str]:
         " project's files are in configs/."
       )
   try:
-    return app.parse_flags_with_usage(argv)
+    left = app.parse_flags_with_usage(argv)
+    _require_dict()
+    return left
   except Exception as error:  # of ml_collections, or of the file
     overrides = _OVERRIDE.findall(" ".join(argv))
     # Parse again without overrides; ml_collections reads them from sys.argv.
@@ -98,7 +100,7 @@ def _parse(argv: list[str]) -> list[str]:
     flags.FLAGS.unparse_flags()
     try:
       app.parse_flags_with_usage(sys.argv)
-      config = _CONFIG.value.to_dict()
+      config = _require_dict().to_dict()
     except Exception as of_file:
       sys.exit(
         "error: `--config` must name a Python file whose get_config(REDUCER)"
@@ -116,6 +118,22 @@ def _parse(argv: list[str]) -> list[str]:
       "error: `--config.KEY` must have values of the types in the file, got"
       f" {' '.join(argv[1:])} ({_located(error)}); give another value."
     )
+
+
+def _require_dict() -> ConfigDict:
+  """Returns the configuration; raises if it is something else."""
+  if not isinstance(_CONFIG.value, ConfigDict):
+    raise TypeError(f"get_config returned a {type(_CONFIG.value).__name__}")
+  return _CONFIG.value
+
+
+def _mesh_sizes(config: ConfigDict) -> dict[str, int]:
+  """Returns the sizes above 1 of the axes of the mesh, of devices."""
+  mesh = config.get("mesh")
+  if not isinstance(mesh, ConfigDict) or mesh.get("backend") == "vmap":
+    return {}
+  sizes = {axis: mesh.get(axis) for axis in ("data", "stage", "tensor", "fsdp")}
+  return {k: n for k, n in sizes.items() if isinstance(n, int) and n > 1}
 
 
 def _located(error: Exception) -> str:

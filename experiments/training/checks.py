@@ -58,7 +58,7 @@ def task_of(config: ConfigDict) -> Task:
     ValueError: if a key is missing or unknown, or a value is out of range.
     TypeError: if a value has another type than in configs/common.py.
   """
-  _check_keys(config)
+  check_keys(config)
   task = tasks.make(config)
   check(config, task)
   return task
@@ -115,7 +115,7 @@ def require_memory(shapes: Any) -> None:
     )
 
 
-def _check_keys(config: ConfigDict) -> None:
+def check_keys(config: ConfigDict) -> None:
   """Raises unless a configuration has all keys, and values of their types."""
   if config.get("reducer") not in (*peers.reducers(), AUTO):
     raise ValueError(
