@@ -25,20 +25,17 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
 
-from experiments import tasks
 from experiments.parallel import meshes
 from experiments.runtime import command_line, hosts
+from experiments.runtime.refusals import refusals
 from experiments.training import advised, checks
 
 
 def main(config: ConfigDict) -> None:
   """Measures, and prints the table of methods."""
-  try:
-    task = tasks.make(config)
-    checks.check(config, task)
+  with refusals():
+    task = checks.task_of(config)
     advised.require_choice(config)
-  except ValueError as error:
-    sys.exit(f"error: {error}")
   mesh = meshes.of_config(config)
   hosts.say(str(advised.measure(config, task, mesh)))
 

@@ -21,10 +21,10 @@ import dataclasses
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import tasks
 from experiments.planning import cluster, presets
 from experiments.planning.cluster import Run
 from experiments.runtime import command_line
+from experiments.runtime.refusals import refusals
 from experiments.training import checks
 
 _HARDWARE = flags.DEFINE_enum(
@@ -48,17 +48,15 @@ def main(config: ConfigDict) -> None:
   given = {flag.name: flag.value for flag in _GIVEN if flag.value is not None}
   dense = config.copy_and_resolve_references()
   dense.reducer = "allreduce"
-  try:
+  with refusals():
+    checks.task_of(config)
     cluster.require_planned(config)
-    checks.check(config, tasks.make(config))
     hardware = dataclasses.replace(presets.HARDWARE[_HARDWARE.value], **given)
     curve = presets.CURVES[_CURVE.value](_FALL.value)
     runs = {
       "dense": cluster.run_of(dense, hardware),
       config.reducer: cluster.run_of(config, hardware, curve),
     }
-  except ValueError as error:
-    sys.exit(f"error: {error}")
   print(f"{config.name}, modelled on {hardware}")
   print(_table(runs, cluster.compute_of(config, hardware).step))
   for first, ranks in runs[config.reducer].ranks:

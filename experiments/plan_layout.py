@@ -18,9 +18,11 @@ import json
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import tasks
 from experiments.planning import layouts
+from experiments.runs.run_folder import write
 from experiments.runtime import command_line
+from experiments.runtime.json_files import read_json
+from experiments.runtime.refusals import refusals
 from experiments.training import checks
 
 _OUTPUT = flags.DEFINE_string("output", "", "JSON file that gets the result.")
@@ -28,22 +30,22 @@ _OUTPUT = flags.DEFINE_string("output", "", "JSON file that gets the result.")
 
 def main(config: ConfigDict) -> None:
   """Compiles, and prints a table."""
-  try:
+  with refusals():
+    checks.check_keys(config)
     if config.mesh.backend != "jit":
       raise ValueError(
         f"`mesh.backend` must be jit, got {config.mesh.backend!r}: others have"
         " no mesh to plan; set --config.mesh.backend=jit."
       )
-    checks.check(config, tasks.make(config))
+    checks.task_of(config)
+    kept, output = {}, pathlib.Path(_OUTPUT.value)
+    if _OUTPUT.value and output.exists():
+      kept = read_json(output, "--output", "give another file")
     found = layouts.compile_step(config)
-  except ValueError as error:
-    sys.exit(f"error: {error}")
   print(_table(config.name, found))
   if _OUTPUT.value:
-    path = pathlib.Path(_OUTPUT.value)
-    kept = json.loads(path.read_text()) if path.exists() else {}
     kept[config.name] = found._asdict()
-    path.write_text(json.dumps(kept, indent=2) + "\n")
+    write(output, json.dumps(kept, indent=2) + "\n")
 
 
 def _table(name: str, found: layouts.Compiled) -> str:

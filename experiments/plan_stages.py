@@ -13,6 +13,8 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +24,9 @@ from ml_collections import ConfigDict
 
 from edgc_jax.budget import alignment
 from edgc_jax.measure.description import reviewed
-from experiments import tasks
 from experiments.parallel import meshes
 from experiments.runtime import command_line
+from experiments.runtime.refusals import refusals
 from experiments.training import checks, optimizer, times
 
 _MBITS = flags.DEFINE_list(
@@ -34,18 +36,11 @@ _MBITS = flags.DEFINE_list(
 
 def main(config: ConfigDict) -> None:
   """Prints a table for each link speed."""
-  config.mesh.backend = "jit"
-  try:
-    task = tasks.make(config)
-    checks.check(config, task)
-    speeds = [float(text) for text in _MBITS.value]
-    if not speeds or min(speeds) <= 0:
-      raise ValueError(
-        f"`--mbits` must be positive numbers, got {_MBITS.value}; 1000 is"
-        " 1 Gbit/s Ethernet."
-      )
-  except ValueError as error:
-    sys.exit(f"error: {error}")
+  with refusals():
+    checks.check_keys(config)
+    config.mesh.backend = "jit"
+    task = checks.task_of(config)
+    speeds = _positive(_MBITS.value)
   mesh = meshes.of_config(config)
   given = times.options_of(config, task, mesh)
   if "backward_seconds" not in given:
@@ -62,6 +57,20 @@ def main(config: ConfigDict) -> None:
     link = dataclasses.replace(given["link"], bandwidth=bandwidth)
     tx = optimizer.make_reducer(config, task, given | {"link": link})
     print(f"{mbits:g} Mbit/s, {_table(config, params, tx, given)}")
+
+
+def _positive(texts: Sequence[str]) -> list[float]:
+  """Returns the speeds that a flag lists."""
+  try:
+    speeds = [float(text) for text in texts]
+  except ValueError:
+    speeds = []
+  if not speeds or not all(0 < speed < math.inf for speed in speeds):
+    raise ValueError(
+      f"`--mbits` must be positive numbers, got {texts}; 1000 is 1 Gbit/s"
+      " Ethernet."
+    )
+  return speeds
 
 
 def _table(

@@ -18,6 +18,7 @@ from absl import app
 
 from experiments.reporting import run_page
 from experiments.runs.storage import storage_of
+from experiments.runtime.refusals import refusals
 
 
 def main(argv: Sequence[str]) -> None:
@@ -31,13 +32,11 @@ def main(argv: Sequence[str]) -> None:
   """
   if len(argv) < 2:
     raise app.UsageError("give at least one run folder")
-  try:
+  with refusals():
     runs = [storage_of(run, with_checkpoints=False) for run in argv[1:]]
     print(run_page.write_report([run.path for run in runs]))
     if len(runs) == 1:
       runs[0].upload()
-  except (OSError, ValueError) as error:
-    sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

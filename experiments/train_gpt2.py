@@ -41,8 +41,9 @@ def main(config: ConfigDict) -> None:
     if isinstance(error, TimeoutError):  # another process failed
       raise
     sys.exit(
-      f"error: {trainer.folder.name} could not be read or written ({error});"
-      " give the same command again once that is possible."
+      "error: `run_dir` must be a folder that can be read and written, got"
+      f" {trainer.folder.name} ({error}); give the same command again once that"
+      " is possible."
     )
   except TrainingInterrupted as stop:
     if hosts.is_first():

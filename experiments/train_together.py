@@ -6,7 +6,6 @@ FILE holds a JSON list of whole configurations, which differ in the numbers of
 `experiments/training/together.py` alone and name a `run_dir` each.
 """
 
-import json
 import pathlib
 import sys
 
@@ -16,6 +15,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from absl import app, flags
 from ml_collections import ConfigDict
 
+from experiments.runtime.json_files import read_json
+from experiments.runtime.refusals import refusals
 from experiments.training.together import train_together
 
 _RUNS = flags.DEFINE_string("runs", None, "A JSON file of configurations.")
@@ -24,11 +25,19 @@ _RUNS = flags.DEFINE_string("runs", None, "A JSON file of configurations.")
 def main(argv: list[str]) -> None:
   """Trains the runs."""
   del argv
-  try:
-    configs = json.loads(pathlib.Path(_RUNS.value).read_text())
-    train_together([ConfigDict(each) for each in configs])
-  except (ValueError, OSError) as error:
-    sys.exit(f"error: {error}")
+  with refusals():
+    train_together(_read(_RUNS.value))
+
+
+def _read(path: str) -> list[ConfigDict]:
+  """Reads the configurations of a file."""
+  found = read_json(path, "--runs", "run_study.py writes it again", list)
+  if not all(isinstance(each, dict) for each in found):
+    raise ValueError(
+      f"`--runs` must name a file with a list of configurations, got {path}"
+      " with other values; run_study.py writes it again."
+    )
+  return [ConfigDict(each) for each in found]
 
 
 if __name__ == "__main__":

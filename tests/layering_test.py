@@ -60,9 +60,9 @@ COLLECTIVES = {
 UNPICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 STANDARD = {
   "argparse", "collections", "contextlib", "contextvars", "dataclasses",
-  "functools", "importlib", "inspect", "json", "logging", "math", "os",
-  "pathlib", "platform", "re", "sys", "textwrap", "threading", "time", "types",
-  "typing", "warnings",
+  "functools", "importlib", "inspect", "json", "logging", "math", "operator",
+  "os", "pathlib", "platform", "re", "sys", "textwrap", "threading", "time",
+  "types", "typing", "warnings",
 }  # fmt: skip
 
 

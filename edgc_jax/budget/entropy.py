@@ -76,6 +76,7 @@ class Sampling:
     >>> Sampling.for_window(20)
     Sampling(step_rate=0.5, entry_rate=0.05, estimator='gaussian', bins=1000)
     """
+    validation.require_int("window", window, 1)
     period = min(round(1 / cls.step_rate), max(1, window // 10))
     entry_rate = cls.entry_rate * cls.step_rate * period
     return cls(1 / period, round(entry_rate, 3))

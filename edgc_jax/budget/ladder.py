@@ -89,8 +89,8 @@ class Ladder:
     """
     if self.link is None or self.is_given:
       lowest = self._lowest(self._top)
-      ranks = range(lowest, self._top + 1, self.rank_multiple)
-      return tuple(rank for rank in ranks if rank == lowest or rank <= cap)
+      highest = max(lowest, min(self._top, cap))
+      return tuple(range(lowest, highest + 1, self.rank_multiple))
     top = rank_ceiling(
       self.link,
       self.compression,

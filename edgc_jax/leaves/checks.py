@@ -10,6 +10,7 @@ from edgc_jax import validation
 from edgc_jax.leaves.leaf import (
   Leaf,
   LeafState,
+  arrays_of,
   is_leaf_state,
   is_variable,
 )
@@ -97,6 +98,51 @@ def warn_of_narrow_gradients(
       " float16 although their parameters are not. Sums over replicas overflow"
       " in float16, and the reducer skips such steps. Cast gradients to"
       " float32, and divide by the scale of the loss, before `update`."
+    )
+
+
+def require_state(state: Any, kind: type) -> None:
+  """Raises unless `update` got a state of the reducer's kind."""
+  if not isinstance(state, kind):
+    raise TypeError(
+      f"`state` must be a {kind.__name__}, got a {type(state).__name__}; pass"
+      " what `init` or `update` of this transformation returned, and not the"
+      " state of a whole chain or of another one."
+    )
+
+
+def require_params(params: Any, leaves: Sequence[Leaf]) -> None:
+  """Raises unless `update` got the parameters that the gradients belong to.
+
+  Args:
+    params: The parameters; None if they were not passed.
+    leaves: Descriptions of the gradients.
+
+  Raises:
+    ValueError: if their numbers or a shape differ.
+  """
+  if params is None:
+    return
+  shapes = [
+    tuple(jnp.shape(p))
+    for p in jax.tree.leaves(arrays_of(params))
+    if jnp.issubdtype(p.dtype, jnp.floating)
+  ]
+  validation.require(
+    len(shapes) == len(leaves),
+    "params",
+    f"{len(shapes)} arrays",
+    f"the {len(leaves)} parameters of which `updates` are the gradients",
+    "pass the tree that `init` got",
+  )
+  for shape, leaf in zip(shapes, leaves, strict=True):
+    validation.require(
+      shape == leaf.shape,
+      "params",
+      shape,
+      f"the parameters of which `updates` are the gradients, of shape"
+      f" {leaf.shape} at {leaf.path or 'the root'}",
+      "pass the tree that `init` got",
     )
 
 

@@ -5,6 +5,7 @@ Everything static runs while JAX traces: shapes and ranks are Python integers.
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from edgc_jax import validation
 from edgc_jax.leaves.views import (
   MatrixView,
   TransposedView,
@@ -229,6 +231,17 @@ def arrays_of(tree: Any) -> Any:
   return jax.tree.map(lambda x: x if hasattr(x, "shape") else None, tree)
 
 
+def require_arrays(params: Any) -> None:
+  """Raises unless a tree of parameters holds any array."""
+  validation.require(
+    bool(jax.tree.leaves(arrays_of(params))),
+    "params",
+    params,
+    "a tree with arrays, or with their jax.ShapeDtypeStructs",
+    "pass the parameters of the model",
+  )
+
+
 def leaves_in(
   tree: Any,
   view_fn: ViewFn = layer_matrix,
@@ -255,15 +268,20 @@ def leaves_in(
   leaves = []
   # With `is_variable`, paths are the same with and without NNX's variables.
   values = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
-  shards = shards_fn(tree) if shards_fn else [()] * len(values)
-  for (key_path, value), axes in zip(values, shards, strict=True):
-    path, value = jax.tree_util.keystr(key_path), without_variables(value)
-    shape, dtype = tuple(jnp.shape(value)), jnp.result_type(value)
+  dtypes = [_dtype_of(without_variables(value)) for _, value in values]
+  for (key_path, _), dtype in zip(values, dtypes, strict=True):
     if not jnp.issubdtype(dtype, jnp.floating):
       raise TypeError(
-        f"`updates` must have real floating leaves, got {dtype} at {path};"
+        f"`updates` must have real floating leaves, got {dtype} at"
+        f" {jax.tree_util.keystr(key_path)};"
         " leave such leaves out with optax.masked or optax.partition."
       )
+  shards = shards_fn(tree) if shards_fn else [()] * len(values)
+  for (key_path, value), dtype, axes in zip(
+    values, dtypes, shards, strict=True
+  ):
+    path, value = jax.tree_util.keystr(key_path), without_variables(value)
+    shape = tuple(jnp.shape(value))
     view, order = view_fn(path, shape), None
     if isinstance(view, TransposedView):
       order, view = view
@@ -273,7 +291,7 @@ def leaves_in(
           f" leaf {path} of shape {shape}; name each axis once."
         )
     if view is not None:
-      view = MatrixView(*view)
+      view = _view_of(view, path)
       if math.prod(view) != math.prod(shape):
         raise ValueError(
           f"`matrix_view` must keep the number of values, got {tuple(view)}"
@@ -290,6 +308,30 @@ def leaves_in(
     order = order if view else None
     leaves.append(Leaf(path, shape, dtype, view, placement, axes, order=order))
   return tuple(leaves)
+
+
+def _dtype_of(value: Any) -> Any:
+  """Returns the dtype of a leaf; of what is no array of JAX, NumPy's."""
+  try:
+    return jnp.result_type(value)
+  except TypeError:
+    return np.asarray(value).dtype
+
+
+def _view_of(view: Any, path: str) -> MatrixView:
+  """Returns what `matrix_view` has returned as three integers.
+
+  Raises:
+    TypeError: if it is something else.
+  """
+  try:
+    count, rows, cols = map(operator.index, view)
+    return MatrixView(count, rows, cols)
+  except (TypeError, ValueError) as error:
+    raise TypeError(
+      "`matrix_view` must return (count, rows, cols) or None, got"
+      f" {validation.shown(view)} for leaf {path}; return three integers."
+    ) from error
 
 
 def split_by_leaf(leaves: Sequence[Leaf], values: jax.Array) -> list[jax.Array]:

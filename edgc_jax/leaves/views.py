@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from edgc_jax import validation
+
 
 class MatrixView(NamedTuple):
   """The shape of a leaf viewed as `count` matrices of `rows` x `cols`.
@@ -152,9 +154,18 @@ def scanned(axis: int, view: ViewFn = layer_matrix) -> ViewFn:
     axis: The axis of the layers, at least 0.
     view: The view of the leaf of one layer.
 
+  Raises:
+    TypeError: if `axis` is not a Python integer, or `view` no function.
+    ValueError: if `axis` is negative.
+
   >>> scanned(1)("['layers']['wi']['kernel']", (512, 12, 2048)).order
   (1, 0, 2)
   """
+
+  validation.require_int("axis", axis, 0)
+  validation.require_function(
+    "view", view, "a leaf's path and shape", optional=False
+  )
 
   def view_of(
     path: str, shape: tuple[int, ...]

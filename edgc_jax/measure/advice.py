@@ -14,7 +14,7 @@ from typing import Any
 import optax
 
 from edgc_jax import validation
-from edgc_jax.leaves.leaf import arrays_of, leaves_in
+from edgc_jax.leaves.leaf import arrays_of, leaves_in, require_arrays
 from edgc_jax.leaves.views import ViewFn, layer_matrix
 from edgc_jax.measure import timing
 from edgc_jax.measure.description import describe, wire_bytes
@@ -196,10 +196,12 @@ def advise(
   """
   validation.require_finite("step_seconds", step_seconds, "measure it")
   validation.require_finite("tolerance", tolerance, "0.1 is a tenth")
-  validation.require_int("replicas", replicas, 1)
   validation.require_int("shards", shards, 1)
-  if most_steps is not None:
-    validation.require_int("most_steps", most_steps, 1)
+  validation.require_kind(
+    "link", link, LinkModel, "create one, or measure it", optional=False
+  )
+  if computing is not None:
+    _require_seconds(computing)
   found = _candidates(params, replicas, matrix_view, most_steps)
   if computing is not None:
     missing = [m.name for m in found if m.exchanged_by not in computing]
@@ -300,6 +302,17 @@ def measure_computing(
   }
 
 
+def _require_seconds(computing: Any) -> None:
+  """Raises unless this is a mapping from names to seconds."""
+  if not isinstance(computing, Mapping):
+    raise TypeError(
+      "`computing` must be a mapping from names to seconds, got"
+      f" {validation.shown(computing)}; pass the result of measure_computing."
+    )
+  for name, seconds in computing.items():
+    validation.require_finite(f"computing[{name!r}]", seconds, "measure it")
+
+
 def first_fast(seconds: Sequence[float], tolerance: float = TOLERANCE) -> int:
   """Returns the first index at most `tolerance` slower than the fastest.
 
@@ -317,6 +330,13 @@ def _candidates(
   most_steps: int | None,
 ) -> list[Candidate]:
   """Returns the methods to choose from for these parameters, dense first."""
+  validation.require_int("replicas", replicas, 1)
+  if most_steps is not None:
+    validation.require_int("most_steps", most_steps, 1)
+  validation.require_function(
+    "matrix_view", matrix_view, "a leaf's path and shape"
+  )
+  require_arrays(params)
   judged = _judged(params, replicas, matrix_view)
   dense, *others = (
     one for one in judged if one.every <= (most_steps or one.every)

@@ -20,10 +20,15 @@ from edgc_jax.leaves.leaf import (
   arrays_of,
   leaves_in,
   own_placement,
+  require_arrays,
 )
 from edgc_jax.leaves.review import Reviewed, reducers_seen
 from edgc_jax.leaves.views import ViewFn, layer_matrix
-from edgc_jax.mesh.sharding import num_replicas, traced_init
+from edgc_jax.mesh.sharding import (
+  num_replicas,
+  require_not_split,
+  traced_init,
+)
 from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer.reducer import exchanges_of, shards_of
 from edgc_jax.reducer.rounds import count_bytes
@@ -123,6 +128,8 @@ def describe(
   """
   validation.require_int("replicas", replicas, 1)
   seen = reviewed(tx, params, mesh=mesh, param_specs=param_specs)
+  for one in seen:
+    require_not_split(param_specs, one.axes.replicas)
   return Description(tuple(_part(one, replicas, mesh) for one in seen))
 
 
@@ -141,6 +148,8 @@ def reviewed(
   Raises:
     ValueError: as `describe`.
   """
+  validation.require_transformation("tx", tx)
+  require_arrays(params)
   params = arrays_of(params)
   with reducers_seen() as seen:
     if param_specs is None:
@@ -211,6 +220,7 @@ def wire_bytes(
     validation.require_int(name, value, least)
   validation.require_finite("min_ratio", min_ratio, "use 2 or more")
   code = code_of(wire_dtype)
+  require_arrays(params)
   ladder = sorted({rank, first_rank, rank_min})
   leaves = leaves_in(arrays_of(params), matrix_view, placement)
   leaves = with_factors(leaves, [r for r in ladder if r], min_ratio, code)

@@ -24,7 +24,9 @@ from jax.sharding import PartitionSpec as P
 
 from edgc_jax import validation
 from edgc_jax.budget.allocation import BY_ERROR, ErrorAllocation
+from edgc_jax.leaves.leaf import require_arrays
 from edgc_jax.leaves.views import ViewFn
+from edgc_jax.mesh.sharding import require_axes
 from edgc_jax.methods import allreduce, powersgd
 from edgc_jax.wire import collectives, cpu_backend
 from edgc_jax.wire.link_model import CompressionModel, LinkModel, fit_line
@@ -80,6 +82,7 @@ def measure_compression(
     ValueError: if fewer than two ranks differ, or `repeats` is below 1.
   """
   validation.require_several("ranks", ranks, 1)
+  require_arrays(params)
   validation.require_int("repeats", repeats, 1)
   reducers = [
     powersgd(
@@ -124,6 +127,9 @@ def measure_backward(
     ValueError: if `repeats` is below 1.
   """
   validation.require_int("repeats", repeats, 1)
+  validation.require_function(
+    "stage_fn", stage_fn, "parameters and inputs", optional=False
+  )
 
   @jax.jit
   def backward(params: Any, inputs: Any) -> Any:
@@ -223,8 +229,9 @@ def measure_link(
     RuntimeWarning: if the times do not grow with size. The latency is then 0,
       and the bandwidth is measured at the largest size.
   """
+  require_axes(mesh, "axis_name", axis_name)
   validation.require(
-    mesh.shape.get(axis_name, 1) > 1,
+    isinstance(axis_name, str) and mesh.shape[axis_name] > 1,
     "axis_name",
     axis_name,
     f"an axis of the mesh {dict(mesh.shape)} with several devices",

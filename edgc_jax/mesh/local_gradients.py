@@ -81,6 +81,13 @@ def value_and_grad(
       `axis_name`.
     TypeError: if an argument looks like a key of the old kind.
   """
+  validation.require_function(
+    "loss_fn", loss_fn, "parameters and a batch", optional=False
+  )
+  for name, flag in (
+    ("has_aux", has_aux), ("is_local", is_local), ("averages", averages),
+  ):  # fmt: skip
+    validation.require_flag(name, flag)
   replicas = num_replicas(mesh, axis_name)
   split, whole = PartitionSpec(axis_name), PartitionSpec()
   validation.require(
@@ -129,9 +136,11 @@ def value_and_grad(
       f"0 or None for each of the {len(args)} arguments after the parameters",
       "give one entry for each",
     )
+    _require_floats(params)
     leaves, structure = jax.tree.flatten_with_path(args)
     values, specs, is_key = [], [], []
     for path, x in leaves:
+      _require_array(x, jax.tree_util.keystr(path))
       splits, key = axes[path[0].idx] == 0, _is_key(x) and jnp.ndim(x) == 0
       if splits and key:
         x = jax.random.split(x, replicas)
@@ -151,12 +160,17 @@ def value_and_grad(
       " `in_axes`",
     )
 
+    def scalar_loss(*args: Any) -> Any:
+      found = loss_fn(*args)
+      _require_loss(found, has_aux)
+      return found
+
     def on_replica(params: Any, values: list) -> Any:
       own = [x[0] if key else x for x, key in zip(values, is_key, strict=True)]
       own = jax.tree.unflatten(structure, own)
       if is_local:
         params = jax.tree.map(lambda x: x[0], params)
-      differentiated = jax.value_and_grad(loss_fn, has_aux=has_aux)
+      differentiated = jax.value_and_grad(scalar_loss, has_aux=has_aux)
       value, gradients = differentiated(params, *own)
       if not averages:
         return jax.tree.map(lambda x: jnp.asarray(x)[None], (value, gradients))
@@ -362,6 +376,49 @@ def _require_own(params: Any, replicas: int) -> None:
       f"own parameters of {replicas} replicas, [{replicas}, ...], with"
       f" is_local=True, at {jax.tree_util.keystr(path) or 'the root'}",
       "pass edgc_jax.local_params(params, opt_state)",
+    )
+
+
+def _require_floats(params: Any) -> None:
+  """Raises unless all parameters can be differentiated."""
+  for path, x in jax.tree_util.tree_leaves_with_path(params):
+    place = jax.tree_util.keystr(path) or "the root"
+    _require_array(x, place, "params")
+    dtype = jnp.result_type(x)
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise TypeError(
+        f"`params` must have real floating leaves, got {dtype} at {place}; pass"
+        " such leaves as a further argument, with None in `in_axes`."
+      )
+
+
+def _require_array(x: Any, place: str, name: str = "args") -> None:
+  """Raises unless this is an array, or a number."""
+  try:
+    jnp.result_type(x)
+  except TypeError as error:
+    raise TypeError(
+      f"`{name}` must have arrays as leaves, got {validation.shown(x)} at"
+      f" {place}; bind all else with functools.partial(loss_fn, ...)."
+    ) from error
+
+
+def _require_loss(found: Any, has_aux: bool) -> None:
+  """Raises unless `loss_fn` returned a scalar, or with `has_aux` a pair."""
+  is_pair = isinstance(found, tuple) and len(found) == 2
+  loss = found[0] if has_aux and is_pair else found
+  is_scalar = hasattr(loss, "dtype") and not jnp.ndim(loss)
+  is_scalar |= isinstance(loss, float)
+  if (has_aux and not is_pair) or not (
+    is_scalar and jnp.issubdtype(jnp.result_type(loss), jnp.floating)
+  ):
+    rule = "a pair of a loss, float [], and other outputs with has_aux=True"
+    types = jax.tree.map(lambda x: getattr(x, "aval", x), found)
+    raise TypeError(
+      "`loss_fn` must return"
+      f" {rule if has_aux else 'a loss, float [], with has_aux=False'}, got"
+      f" {validation.shown(types)}; average it over the batch, and set has_aux"
+      " to whether there are other outputs."
     )
 
 

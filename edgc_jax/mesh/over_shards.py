@@ -45,6 +45,7 @@ def over_shards(
     ValueError: where it runs, if no enclosing `shard_map` has a mesh with all
       axes of `param_specs`, or `late_updates` is given.
   """
+  validation.require_transformation("tx", tx)
   tx = optax.with_extra_args_support(tx)
 
   def inside(tree: Any) -> tuple[set[str], Any]:

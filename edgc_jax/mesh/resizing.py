@@ -111,7 +111,7 @@ def resize_replicas(
     x = np.asarray(x)
     parts_of = (num_stages if others else 1, old)
     validation.require(
-      len(x) % math.prod(parts_of) == 0,
+      x.ndim > 0 and len(x) % math.prod(parts_of) == 0,
       "old",
       old,
       f"the number of replicas of a state with an array of shape {x.shape}",
@@ -120,6 +120,13 @@ def resize_replicas(
     parts = x.reshape(*parts_of, -1, *x.shape[1:])
     return _resized(parts, new).reshape(-1, *x.shape[1:])
 
+  validation.require(
+    jax.tree.structure(opt_state) == jax.tree.structure(specs),
+    "specs",
+    jax.tree.structure(specs),
+    f"PartitionSpecs in a tree like the state, {jax.tree.structure(opt_state)}",
+    "pass state_specs(tx, params) of the transformation that made the state",
+  )
   return jax.tree.map(resized, opt_state, specs)
 
 

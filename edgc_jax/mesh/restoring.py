@@ -76,7 +76,17 @@ def restore(
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[Any, Any]:
-  """Reads the two trees of a checkpoint, with NumPy arrays."""
+  """Reads the two trees of a checkpoint, with NumPy arrays.
+
+  Raises:
+    TypeError: if `path` is no path.
+    ValueError: if there is no folder, or no intact checkpoint in it.
+  """
+  if not isinstance(path, str | os.PathLike[str]):
+    raise TypeError(
+      f"`path` must be a path, got {validation.shown(path)}; pass the folder of"
+      " the checkpoint."
+    )
   try:
     ocp = importlib.import_module("orbax.checkpoint")
   except ImportError as error:
@@ -84,12 +94,24 @@ def _read(path: str | os.PathLike[str]) -> tuple[Any, Any]:
       "`restore` reads checkpoints of orbax, which is not installed; run pip"
       " install orbax-checkpoint."
     ) from error
-  with ocp.PyTreeCheckpointer() as checkpointer:
-    tree = checkpointer.metadata(os.path.abspath(path)).item_metadata.tree
-    args = jax.tree.map(
-      lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
-    )
-    found = checkpointer.restore(os.path.abspath(path), restore_args=args)
+  folder = os.path.abspath(path)
+  validation.require(
+    os.path.isdir(folder), "path", path, "an existing folder", "check its name"
+  )
+  try:
+    with ocp.PyTreeCheckpointer() as checkpointer:
+      tree = checkpointer.metadata(folder).item_metadata.tree
+      args = jax.tree.map(
+        lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
+      )
+      found = checkpointer.restore(folder, restore_args=args)
+  except Exception as error:  # orbax raises many kinds
+    raise ValueError(
+      "`path` must be the folder of an intact orbax checkpoint of a tree, got"
+      f" {str(path)!r} ({type(error).__name__}:"
+      f" {validation.shown(str(error))}); pass the folder that"
+      " PyTreeCheckpointer saved to, or an older checkpoint."
+    ) from error
   if isinstance(found, dict):
     is_named = "params" in found
     keys = ("params", "opt_state") if is_named else ("0", "1")
@@ -101,6 +123,13 @@ def _read(path: str | os.PathLike[str]) -> tuple[Any, Any]:
       "save {'params': params, 'opt_state': opt_state}, or the pair of them",
     )
     return found[keys[0]], found[keys[1]]
+  validation.require(
+    isinstance(found, list | tuple) and len(found) == 2,
+    "path",
+    f"a checkpoint of {type(found).__name__}",
+    "a checkpoint of a pair or of a dictionary",
+    "save {'params': params, 'opt_state': opt_state}, or the pair of them",
+  )
   return found[0], found[1]
 
 

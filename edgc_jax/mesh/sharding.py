@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -42,6 +43,7 @@ from edgc_jax.state.state import (
   map_parts,
   parts_of,
 )
+from edgc_jax.wire import order
 from edgc_jax.wire.order import AxisName, names, varying_axes
 
 
@@ -99,6 +101,7 @@ def state_specs(
   """
   if mesh is not None:
     require_axes(mesh, "axis_name", axis_name)
+  order.require_names("axis_name", axis_name)
   params = arrays_of(params)
   if hasattr(tx, "opt_state"):  # of NNX; all else that it holds is replicated
     how = {"mesh": mesh, "param_specs": param_specs, "stage_axis": stage_axis}
@@ -108,17 +111,11 @@ def state_specs(
       jax.tree.structure(specs.opt_state), jax.tree.leaves(own)
     )
     return specs
+  validation.require_transformation("tx", tx)
   if param_specs is None:
     specs = _Specs(axis_name, stage_axis, {})
     return _only(specs.of(jax.eval_shape(tx.init, params)), axis_names)
-  split = axes_of(param_specs)
-  validation.require(
-    not split & set(names(axis_name)),
-    "param_specs",
-    sorted(split),
-    f"specs without the axes of the replicas, {axis_name!r}",
-    "every replica holds all parameters; shard them over other axes",
-  )
+  require_not_split(param_specs, axis_name)
   by_path, state = traced_init(tx, params, mesh, param_specs)
   if any(parts_of(reducer).stages for reducer in find(state, ReducerState)):
     require_axes(mesh, "stage_axis", stage_axis)
@@ -179,7 +176,9 @@ def traced_init(
     "given with `param_specs`",
     "pass the mesh of shard_map",
   )
-  return _types(tx, params, specs_like(param_specs, params), mesh=mesh)
+  own = specs_like(param_specs, params)
+  _require_fit(own, params, mesh)
+  return _types(tx, params, own, mesh=mesh)
 
 
 def specs_of_parts(
@@ -223,6 +222,7 @@ def bound_init(
     A function that creates the global state; the specs of the parameters, in a
     tree like them; and the specs of the state.
   """
+  require_axes(mesh, "axis_name", axis_name)
   own = specs_like(param_specs, params)
   of_state = state_specs(
     tx, params, axis_name, mesh=mesh, param_specs=param_specs
@@ -298,11 +298,70 @@ def specs_like(param_specs: Any, params: Any) -> Any:
   """
   if param_specs is None:
     param_specs = PartitionSpec()
-  return jax.tree.map(
-    lambda spec, part: jax.tree.map(lambda _: _bare(spec), part),
-    param_specs,
-    params,
+  _require_specs(param_specs)
+  try:
+    return jax.tree.map(
+      lambda spec, part: jax.tree.map(lambda _: _bare(spec), part),
+      param_specs,
+      params,
+    )
+  except ValueError as error:  # of another structure
+    raise ValueError(
+      "`param_specs` must be a tree like the parameters or a prefix of it, got"
+      f" {jax.tree.structure(param_specs)} for {jax.tree.structure(params)};"
+      " give a PartitionSpec for each array, or one for all."
+    ) from error
+
+
+def require_not_split(param_specs: Any, axis_name: AxisName) -> None:
+  """Raises if specs shard parameters over the replicas."""
+  _require_specs(param_specs)
+  split = axes_of(param_specs)
+  validation.require(
+    not split & set(names(axis_name)),
+    "param_specs",
+    sorted(split),
+    f"specs without the axes of the replicas, {axis_name!r}",
+    "every replica holds all parameters; shard them over other axes",
   )
+
+
+def _require_specs(param_specs: Any) -> None:
+  """Raises unless the leaves of a tree are PartitionSpecs."""
+  for path, spec in jax.tree_util.tree_leaves_with_path(param_specs):
+    validation.require(
+      isinstance(_bare(spec), PartitionSpec),
+      "param_specs",
+      spec,
+      f"PartitionSpecs, at {jax.tree_util.keystr(path) or 'the root'}",
+      "pass jax.sharding.PartitionSpec() for what every device has whole",
+    )
+
+
+def _require_fit(specs: Any, params: Any, mesh: Any) -> None:
+  """Raises unless a mesh divides parameters as their specs say.
+
+  Args:
+    specs: PartitionSpecs in a tree like the parameters.
+    params: The parameters.
+    mesh: The mesh.
+  """
+  if axes := axes_of(specs):
+    require_axes(mesh, "param_specs", tuple(sorted(axes)))
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
+    shape = tuple(jnp.shape(leaf))
+    parts = [math.prod(mesh.shape[a] for a in names(axes)) for axes in spec]
+    validation.require(
+      len(parts) <= len(shape)
+      and all(n % k == 0 for n, k in zip(shape, parts, strict=False)),
+      "param_specs",
+      spec,
+      f"a spec whose shards divide the parameter of shape {shape} at"
+      f" {jax.tree_util.keystr(path) or 'the root'} on the mesh"
+      f" {dict(mesh.shape)}",
+      "shard an axis that they divide, or leave it whole",
+    )
 
 
 def axes_of(param_specs: Any) -> set[str]:
@@ -396,7 +455,13 @@ class _Specs(NamedTuple):
 
 
 def require_axes(mesh: Any, argument: str, axis_name: AxisName) -> None:
-  """Raises unless the mesh has all the axes."""
+  """Raises unless this is a mesh, and has all the axes."""
+  if not isinstance(mesh, Mesh | AbstractMesh):
+    raise TypeError(
+      f"`mesh` must be a mesh of JAX, got {validation.shown(mesh)}; make one"
+      ' with jax.make_mesh((8,), ("data",)).'
+    )
+  order.require_names(argument, axis_name)
   validation.require(
     set(names(axis_name)) <= set(mesh.shape),
     argument,

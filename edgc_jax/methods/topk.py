@@ -89,6 +89,7 @@ def topk(
       f"a multiple of {_MULTIPLE}, up to {chunks.MOST}",
       f"use {chunks.MOST}",
     )
+  validation.require_int("bits", bits, _FEW)
   validation.require(
     bits == 32 or (bits == _FEW and chunk is not None),
     "bits",

@@ -146,6 +146,8 @@ class LocalSteps:
   param_specs: Any = None
 
   def __post_init__(self) -> None:
+    validation.require_transformation("inner", self.inner)
+    validation.require_transformation("outer", self.outer)
     validation.require_int("every", self.every, 1)
     validation.require_int("fragments", self.fragments, 1)
     validation.require_int("overlap", self.overlap, 0)

@@ -246,9 +246,11 @@ class Reducer:
     axes = self.axes
     collectives.num_devices(axes.replicas)  # raises if it is not bound
     cpu_backend.prepare()
+    leaf_checks.require_state(state, ReducerState)
     plan = self._plan(updates)  # raises if a leaf is not real floating
     parts, gradients = self._parts(plan), jax.tree.leaves(updates)
     leaf_checks.require_same_leaves(updates, state.leaves)
+    leaf_checks.require_params(params, plan.leaves)
     leaf_checks.warn_of_narrow_gradients(gradients, plan.leaves, params)
     leaf_checks.require_local(gradients, plan.leaves, axes.replicas, axes)
     if any(parts):
@@ -531,6 +533,9 @@ def make_reducer(
     **options: Attributes of `Reducer`.
   """
   validation.require_kind("stages", stages, Stages, 'pass Stages("stage")')
+  validation.require_function(
+    "matrix_view", matrix_view, "a leaf's path and shape"
+  )
   order.require_names("axis_name", axis_name)
   reducer = Reducer(
     Axes(axis_name, stages.axis_name if stages else None),
@@ -540,6 +545,7 @@ def make_reducer(
     **options,
   )
   validation.require_int("check_every", reducer.check_every, 1)
+  validation.require_seed("seed", reducer.seed)
   tx = optax.GradientTransformationExtraArgs(
     reducer.init,  # ty: ignore[invalid-argument-type] states may have None
     reducer.update,  # ty: ignore[invalid-argument-type] takes its own state

@@ -99,6 +99,7 @@ def accumulate(
 
   >>> tx = accumulate(optax.sgd(1.0), every=4)
   """
+  validation.require_transformation("tx", tx)
   validation.require_int("every", every, 1)
   tx = optax.with_extra_args_support(tx)
   require_mesh(mesh, axis_name, param_specs)
@@ -210,10 +211,11 @@ def skip_nonfinite(
 
   >>> tx = skip_nonfinite(optax.chain(optax.adam(1e-3)), "data")
   """
+  validation.require_transformation("tx", tx)
   validation.require_int("max_consecutive", max_consecutive, 1)
-  axes = order.names(axis_name)
   if axis_name is not None:
     order.require_names("axis_name", axis_name)
+  axes = order.names(axis_name)
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: optax.Params) -> SkipNonfiniteState:

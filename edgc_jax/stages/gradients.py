@@ -18,7 +18,13 @@ from edgc_jax import validation
 from edgc_jax.leaves.checks import require_local
 from edgc_jax.leaves.leaf import Leaf
 from edgc_jax.wire import collectives, cpu_backend, order
-from edgc_jax.wire.order import Axes, AxisName, is_varying, names
+from edgc_jax.wire.order import (
+  Axes,
+  AxisName,
+  is_varying,
+  names,
+  require_names,
+)
 
 # Returns a tree like the updates, given a function `after`: see `edgc`.
 LateUpdates = Callable[[Callable[[Any], Any]], optax.Updates]
@@ -179,9 +185,11 @@ def clip_by_global_norm(
 
   >>> tx = optax.chain(clip_by_global_norm(1.0, "stage"), optax.adam(1e-3))
   """
+  validation.require_finite("max_norm", max_norm, "1.0 is usual")
   validation.require(
     max_norm > 0, "max_norm", max_norm, "positive", "1.0 is usual"
   )
+  require_names("stage_axis", stage_axis)
 
   def update_fn(
     updates: optax.Updates,

@@ -276,7 +276,7 @@ def code_of(wire_dtype: Any, *, has_feedback: bool = True) -> Code | None:
   if not isinstance(wire_dtype, str):
     try:
       name = jnp.dtype(wire_dtype).name
-    except TypeError:
+    except Exception:  # NumPy raises several kinds
       name = None
   allowed = [
     own

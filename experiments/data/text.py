@@ -71,8 +71,8 @@ def load_corpus(path: str | None = None, *, context: int) -> Corpus:
     FileNotFoundError: if `path`, or one file of a `.bin` pair, is missing.
     ValueError: if the data is empty, not text, of odd size or too short.
   """
-  root = pathlib.Path(path or sysconfig.get_path("stdlib")).expanduser()
-  if not root.exists():
+  root = pathlib.Path(os.path.expanduser(path or sysconfig.get_path("stdlib")))
+  if not os.path.exists(root):
     raise FileNotFoundError(
       f"`data.path` must exist, got {str(root)!r}, which does not; give a file"
       " or folder, or leave it empty for the Python standard library."
@@ -81,15 +81,21 @@ def load_corpus(path: str | None = None, *, context: int) -> Corpus:
   if root.name == "train.bin":
     root = root.parent
   name, pair = root.name, (root / "train.bin", root / "val.bin")
-  if not path:
-    name = f"Python {platform.python_version()} standard library"
-    train, held_out = _load_folder(root, ".py", _NOT_STDLIB)
-  elif root.is_file():
-    train, held_out = _split_text(root, root.read_bytes())
-  elif any(file.exists() for file in pair):
-    train, held_out = map(_load_bin, pair)
-  else:
-    train, held_out = _load_folder(root)
+  try:
+    if not path:
+      name = f"Python {platform.python_version()} standard library"
+      train, held_out = _load_folder(root, ".py", _NOT_STDLIB)
+    elif root.is_file():
+      train, held_out = _split_text(root, root.read_bytes())
+    elif any(file.exists() for file in pair):
+      train, held_out = map(_load_bin, pair)
+    else:
+      train, held_out = _load_folder(root)
+  except PermissionError as error:
+    raise PermissionError(
+      f"`data.path` must be readable, got {str(root)!r} ({error.strerror} for"
+      f" {error.filename}); give this user access to it."
+    ) from error
   for part, tokens in (("train", train), ("held-out", held_out)):
     if len(tokens) < context + 1:
       raise ValueError(

@@ -14,6 +14,7 @@ import pandas as pd
 
 from edgc_jax.measure.advice import TOLERANCE, first_fast
 from edgc_jax.wire.link_model import ring_bytes
+from experiments.runtime.json_files import read_json
 
 FILE = pathlib.Path("docs/network.json")
 NO_EXCHANGE, DENSE, NARROW = "no exchange", "dense", "dense, bf16"
@@ -117,7 +118,9 @@ class Results:
     Raises:
       ValueError: if the file is of another configuration.
     """
-    found = json.loads(file.read_text()) if file.exists() else dict(model)
+    found = dict(model)
+    if file.exists():
+      found = read_json(file, "--output", "give another file")
     older = {key: found.get(key) for key in model}
     if older != model:
       raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.runs.run_folder import read_json
+from experiments.runs.run_folder import read_file
 
 _MOST_COLUMNS = 400  # of a heat map
 
@@ -76,7 +76,7 @@ def load(folder: pathlib.Path) -> Run:
       try:
         line = json.loads(text)
         float(line["step"])
-      except (ValueError, TypeError, KeyError) as error:
+      except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
           f"{path}, line {number + 1}, must be a JSON object with a number"
           f" 'step', got {text[:40]}; repair or remove it"
@@ -85,14 +85,24 @@ def load(folder: pathlib.Path) -> Run:
         line = {k: v for k, v in line.items() if not k.startswith("matrix_")}
       lines.append(line)
   config, summary = (
-    read_json(file) if file.exists() else {}
+    read_file(file) if file.exists() else {}
     for file in (folder / "config.json", folder / "summary.json")
   )
   frame = pd.DataFrame(lines, [line["step"] for line in lines])
-  if lines:  # the ratio covers all steps so far, so this is exact
-    frame["bytes"] = frame.dense_bytes * frame.step / frame.compression_ratio
-  leaves = leaves.read_text() if leaves.exists() else "not recorded"
-  return Run(folder.resolve().name, config, summary, frame, leaves)
+  if lines:
+    try:  # the ratio covers all steps so far, so this is exact
+      sent = frame["dense_bytes"] * frame["step"] / frame["compression_ratio"]
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+      raise ValueError(
+        f"{path} must have lines of a training run with the numbers dense_bytes"
+        f" and compression_ratio, got {list(frame)} ({error}); give another"
+        " folder"
+      ) from error
+    frame["bytes"] = sent
+  text = "not recorded"
+  if leaves.is_file():
+    text = leaves.read_text(errors="replace")
+  return Run(folder.resolve().name, config, summary, frame, text)
 
 
 def _columns(value: Any) -> dict[Any, float]:

@@ -33,7 +33,7 @@ from experiments.runs import storage
 from experiments.runtime import hosts
 
 _NONE, _ALL_DAMAGED = -1, -2  # instead of a step
-_SUMS = "sha256.json"
+_SUMS, _ABOUT = "sha256.json", "about/metadata"
 _TIMES = "_CHECKPOINT_METADATA"  # orbax rewrites it after the checksums
 
 
@@ -68,7 +68,12 @@ class Checkpoints:
     """Returns the steps of the complete checkpoints, newest first."""
     if not self.path.is_dir():
       return []
-    found = [entry for entry in self.path.iterdir() if entry.name.isdigit()]
+    # Neither other files nor other ways to write a number.
+    found = [
+      entry
+      for entry in self.path.iterdir()
+      if entry.is_dir() and re.fullmatch(r"0|[1-9][0-9]*", entry.name)
+    ]
     steps = (int(e.name) for e in found if ocp.utils.is_checkpoint_finalized(e))
     return sorted(steps, reverse=True)
 
@@ -145,8 +150,7 @@ class Checkpoints:
       )
     if step == _NONE:
       return None
-    about = self.path / str(step) / "about" / "metadata"
-    return step, json.loads(about.read_text())
+    return step, json.loads((self.path / str(step) / _ABOUT).read_text())
 
   def load(
     self, step: int, shapes: Mapping[str, Stored]
@@ -306,8 +310,10 @@ def _damage_of(folder: epath.Path) -> str:
   """Describes damage to a folder's files; empty if there is none."""
   try:
     expected = json.loads((folder / _SUMS).read_text())
+    if not isinstance(expected, dict) or _ABOUT not in expected:
+      return f"{_SUMS} lacks {_ABOUT}"
     found = _sums(folder)
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     return f"{type(error).__name__}: {error}"
   wrong = [name for name in expected if expected[name] != found.get(name)]
   if not wrong:

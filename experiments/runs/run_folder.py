@@ -1,6 +1,5 @@
 """The folder of a run: its files, and what they hold."""
 
-import contextlib
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 import edgc_jax
 from experiments.runs.storage import LOCK, SCRATCH, storage_of
 from experiments.runtime import hosts
+from experiments.runtime.json_files import read_json
 
 _STOPPED = "stopped.txt"
 _SECONDS = 60  # between two uploads of lines to a bucket
@@ -64,9 +64,14 @@ class RunFolder:
     self.checkpoints = self.storage.checkpoints
     self.config = config
     self._upload_due = 0.0
+    if os.path.lexists(self.path) and not self.path.is_dir():
+      raise FileExistsError(
+        f"`run_dir` must be new or a folder, got {self.path}, which is none;"
+        " give another folder with --config.run_dir=FOLDER."
+      )
     file = self.path / "config.json"
     if file.exists() and self.is_claimed():
-      changes = _differences(read_json(file), _plain(config))
+      changes = _differences(read_file(file), _plain(config))
       if changes:
         raise ValueError(
           f"`run_dir` must be new or hold a run of the same configuration, got"
@@ -89,7 +94,13 @@ class RunFolder:
   def summary(self) -> dict[str, Any] | None:
     """Returns the summary of a finished run, or None."""
     file = self.path / "summary.json"
-    return read_json(file) if file.exists() else None
+    found = read_file(file) if file.exists() else None
+    if found is not None and "steps" not in found:
+      raise ValueError(
+        f"`run_dir` must hold intact files, got {file} without steps; remove it"
+        " to continue the run, or give another --config.run_dir=FOLDER."
+      )
+    return found
 
   def lock(self) -> None:
     """Creates the folder, and locks it against other processes until `close`.
@@ -279,24 +290,30 @@ def _lines_up_to(file: pathlib.Path, step: int) -> list[str]:
   """Returns the complete lines of metrics.jsonl up to and including `step`."""
   if not step or not file.exists():
     return []
-  kept = []
+  kept, lost = [], 0
   for line in file.read_text(errors="replace").splitlines(keepends=True):
     # A host that crashes may leave half a line, or a line of zeros.
-    with contextlib.suppress(json.JSONDecodeError):
-      if line.endswith("\n") and json.loads(line)["step"] <= step:
+    if not line.endswith("\n"):
+      continue
+    try:
+      if json.loads(line)["step"] <= step:
         kept.append(line)
+    except (ValueError, TypeError, KeyError):
+      lost += 1
+  if lost:
+    print(
+      f"warning: {file} has {lost} damaged lines, which are left out; the run"
+      " itself is complete",
+      file=sys.stderr,
+    )
   return kept
 
 
-def read_json(file: pathlib.Path) -> Any:
-  """Reads a file of a run folder, and raises ValueError if it is damaged."""
-  try:
-    return json.loads(file.read_text())
-  except ValueError as error:
-    raise ValueError(
-      f"`run_dir` must hold intact files, got {file}, which is damaged"
-      f" ({error}); restore it, or give another --config.run_dir=FOLDER."
-    ) from error
+def read_file(file: pathlib.Path) -> dict[str, Any]:
+  """Reads a JSON file of a run folder; ValueError if it is damaged."""
+  return read_json(
+    file, "run_dir", "restore it, or give another --config.run_dir=FOLDER"
+  )
 
 
 def _write_json(file: pathlib.Path, value: Any) -> None:

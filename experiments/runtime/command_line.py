@@ -1,12 +1,12 @@
 """The --config flag of all commands, and errors that name the nearest key."""
 
-import difflib
 import faulthandler
 import logging
 import math
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +18,9 @@ from ml_collections import ConfigDict, config_flags
 
 from edgc_jax.wire import cpu_backend
 from experiments.runtime import heap, hosts
+from experiments.runtime.refusals import nearest
 
+_MOST_CPUS = 1024  # devices that CPUs stand for
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file in configs/, or FILE:REDUCER."
 )
@@ -35,7 +37,10 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
 
   def start(argv: list[str]) -> None:
     if len(argv) > 1:
-      sys.exit(f"error: unknown arguments {argv[1:]}; options begin with --.")
+      sys.exit(
+        f"error: arguments must begin with --, got {argv[1:]}; write"
+        " --config.KEY=VALUE for a key."
+      )
     heap.share_one_heap()
     # JAX logs every platform that it does not find.
     logging.getLogger("jax").setLevel(logging.WARNING)
@@ -51,14 +56,21 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       faulthandler.disable()
     if not _devices_are_chosen():
       # Only the CPU platform uses this: replicas share a machine's cores.
-      mesh, devices = config.mesh, 1
-      if mesh.backend != "vmap":
-        sizes = (mesh.data, mesh.stage, mesh.tensor, mesh.fsdp)
-        devices = math.prod(max(1, n) for n in sizes)
+      devices = math.prod(_mesh_sizes(config).values())
+      if devices > _MOST_CPUS:
+        sys.exit(
+          f"error: `mesh` must have at most {_MOST_CPUS} devices where CPUs"
+          f" stand for them, got {devices}; lower mesh.data."
+        )
       share = max(1, devices // processes) if processes else 1
       jax.config.update("jax_num_cpu_devices", share)
       cpu_backend.fit_thread_pool(share)
-    has_parts = config.mesh.stage > 1 or config.mesh.fsdp > 1
+    if processes == 1:  # several look for their devices together
+      try:
+        hosts.require_devices()
+      except RuntimeError as error:
+        sys.exit(f"error: {error}")
+    has_parts = {"stage", "fsdp"} & _mesh_sizes(config).keys()
     if has_parts and jax.default_backend() == "cpu":
       # Cached programs mix up collectives: see edgc_jax.wire.cpu_backend.
       jax.config.update("jax_enable_compilation_cache", False)
@@ -74,26 +86,61 @@ def _parse(argv: list[str]) -> list[str]:
   for file in (m.group(1) for m in map(_FILE.match, argv) if m):
     if not os.path.isfile(file):
       sys.exit(
-        f"error: `--config` must name a file, got {file!r}, which does not"
-        " exist; this project's files are in configs/."
+        f"error: `--config` must name a file, got {file!r}, which is none; this"
+        " project's files are in configs/."
       )
   try:
-    return app.parse_flags_with_usage(argv)
-  except (AttributeError, KeyError, TypeError) as error:
+    left = app.parse_flags_with_usage(argv)
+    _require_dict()
+    return left
+  except Exception as error:  # of ml_collections, or of the file
     overrides = _OVERRIDE.findall(" ".join(argv))
     # Parse again without overrides; ml_collections reads them from sys.argv.
     sys.argv = [a for a in argv if not _OVERRIDE.match(a)]
     flags.FLAGS.unparse_flags()
-    app.parse_flags_with_usage(sys.argv)
-    keys = list(traverse_util.flatten_dict(_CONFIG.value.to_dict(), sep="."))
+    try:
+      app.parse_flags_with_usage(sys.argv)
+      config = _require_dict().to_dict()
+    except Exception as of_file:
+      sys.exit(
+        "error: `--config` must name a Python file whose get_config(REDUCER)"
+        f" returns a ConfigDict, got one that raises {_located(of_file)};"
+        " correct it, or name one of configs/."
+      )
+    keys = list(traverse_util.flatten_dict(config, sep="."))
     for key in overrides:
       if key not in keys:
-        nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
         sys.exit(
           f"error: `--config.KEY` must be a key of the configuration, got"
-          f" {key!r}; the nearest is {nearest}."
+          f" {key!r}; the nearest is {nearest(key, keys)}."
         )
-    raise error
+    sys.exit(
+      "error: `--config.KEY` must have values of the types in the file, got"
+      f" {' '.join(argv[1:])} ({_located(error)}); give another value."
+    )
+
+
+def _require_dict() -> ConfigDict:
+  """Returns the configuration; raises if it is something else."""
+  if not isinstance(_CONFIG.value, ConfigDict):
+    raise TypeError(f"get_config returned a {type(_CONFIG.value).__name__}")
+  return _CONFIG.value
+
+
+def _mesh_sizes(config: ConfigDict) -> dict[str, int]:
+  """Returns the sizes above 1 of the axes of the mesh, of devices."""
+  mesh = config.get("mesh")
+  if not isinstance(mesh, ConfigDict) or mesh.get("backend") == "vmap":
+    return {}
+  sizes = {axis: mesh.get(axis) for axis in ("data", "stage", "tensor", "fsdp")}
+  return {k: n for k, n in sizes.items() if isinstance(n, int) and n > 1}
+
+
+def _located(error: Exception) -> str:
+  """Returns an error on one line, with the file and line that raised it."""
+  where = traceback.extract_tb(error.__traceback__)[-1]
+  text = " ".join(str(error).split())
+  return f"{type(error).__name__}: {text} ({where.filename}:{where.lineno})"
 
 
 def _devices_are_chosen() -> bool:

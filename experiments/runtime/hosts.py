@@ -29,6 +29,8 @@ import jax
 import orbax.checkpoint as ocp
 from absl import flags
 
+from edgc_jax.wire import cpu_backend
+
 _ADDRESS = flags.DEFINE_string(
   "coordinator_address", None, "HOST:PORT of the first of several processes."
 )
@@ -61,13 +63,18 @@ def initialize() -> int:
     The number of processes; 0 if only JAX's runtime knows it.
 
   Raises:
-    ValueError: if only some of the flags are given, one is out of range, the
-      others cannot reach the address, or the processes cannot find each other
-      in the way that a flag names.
-    RuntimeError: if the others cannot be reached.
+    ValueError: if only some of the flags are given, one is out of range, or
+      the others cannot reach the address.
+    RuntimeError: if the processes cannot find each other.
   """
   given = (_ADDRESS.value, _COUNT.value, _INDEX.value)
   has_flags = any(value is not None for value in given)
+  for flag in (_COUNT, _TIMEOUT):
+    if flag.value is not None and flag.value < 1:
+      raise ValueError(
+        f"`--{flag.name}` must be at least 1, got {flag.value}; leave it out"
+        " for a single process."
+      )
   if not (has_flags or _METHOD.value) and _scheduled_count() == 1:
     return 1
   if has_flags and None in given:
@@ -81,6 +88,8 @@ def initialize() -> int:
       f"`--process_id` must be between 0 and num_processes - 1"
       f" ({_COUNT.value - 1}), got {_INDEX.value}; number them from 0."
     )
+  if has_flags:
+    _require_address(_ADDRESS.value)
   # JAX would listen on all interfaces of the first host.
   bind = os.environ.get(_BIND, _ADDRESS.value)
   if _INDEX.value == 0 and bind == _ADDRESS.value:
@@ -94,14 +103,20 @@ def initialize() -> int:
       coordinator_bind_address=bind,
       heartbeat_timeout_seconds=_TIMEOUT.value,
     )
-  except (ValueError, KeyError, ImportError) as error:
-    if _METHOD.value is None:
-      raise
-    raise ValueError(
-      "`--cluster_detection_method` must be a way by which JAX finds the"
-      f" processes here, got {_METHOD.value} ({error}); start them by what it"
-      " needs (mpi4py: its package and mpirun), or give"
-      " `--coordinator_address`, `--num_processes` and `--process_id`."
+  except (ValueError, RuntimeError, KeyError, OSError, ImportError) as error:
+    source = f"--coordinator_address={_ADDRESS.value}"
+    if _METHOD.value:
+      source = f"--cluster_detection_method={_METHOD.value}"
+    elif not has_flags:
+      names = [n for n in (*_COUNTS, *_KUBERNETES) if n in os.environ]
+      source = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    raise RuntimeError(
+      "The processes must be able to find each other, got"
+      f" {source or 'no scheduler'}"
+      f" ({type(error).__name__}: {' '.join(str(error).split())[:200]}); give"
+      " --coordinator_address, --num_processes and --process_id, with a free"
+      " port of the first host, or for a single process unset the variables of"
+      " the scheduler. (mpi4py needs its package, and mpirun.)"
     ) from error
   return _COUNT.value or (0 if _METHOD.value else _scheduled_count())
 
@@ -233,10 +248,53 @@ def _is_loopback(number: str) -> bool:
   return ipaddress.ip_address(number).is_loopback
 
 
+def require_devices() -> None:
+  """Raises unless JAX finds devices, and CPU devices have enough threads.
+
+  Raises:
+    RuntimeError: if not.
+  """
+  try:
+    jax.devices()
+  except (RuntimeError, AssertionError) as error:
+    names = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
+    given = ", ".join(f"{n}={os.environ[n]}" for n in names if n in os.environ)
+    text = " ".join(str(error).split())[:200] or "there are none"
+    raise RuntimeError(
+      f"JAX must find devices, got none with {given or 'its defaults'}"
+      f" ({text}); set JAX_PLATFORMS=cpu to train on CPUs, and unset others."
+    ) from error
+  cpu_backend.require_threads()
+
+
+def _require_address(address: str) -> None:
+  """Raises unless this is HOST:PORT."""
+  host, _, port = address.rpartition(":")
+  if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    raise ValueError(
+      "`--coordinator_address` must be HOST:PORT with a port from 1 to 65535,"
+      f" got {address!r}; name the first host and a free port of it."
+    )
+
+
 def _scheduled_count() -> int:
+  """Returns the number of processes of a scheduler; 0 if JAX alone knows it.
+
+  Raises:
+    ValueError: if a variable of a scheduler is no number.
+  """
   if all(name in os.environ for name in _KUBERNETES):
     return 0
-  return max(int(os.environ.get(name, 1)) for name in _COUNTS)
+  counts = [1]
+  for name in _COUNTS:
+    value = os.environ.get(name, "1")
+    if not value.isdecimal():
+      raise ValueError(
+        f"`{name}` must be the number of processes of a job, got {value!r};"
+        " unset it outside of one."
+      )
+    counts.append(int(value))
+  return max(counts)
 
 
 def wait_for_devices(tree: Any) -> None:

@@ -17,8 +17,10 @@ from flax import traverse_util
 from ml_collections import ConfigDict
 
 from configs import common
+from edgc_jax.validation import shown
 from experiments import peers, tasks
 from experiments.runs.run_folder import stopped
+from experiments.runtime.json_files import read_json
 
 # Keys that do not change what a run computes, up to rounding.
 _FREE = ("name", "run_dir", "resume", "log_every", "checkpoint.", "sentinel.",
@@ -85,11 +87,20 @@ class Records:
   """All records below a folder."""
 
   def __init__(self, folder: str | pathlib.Path):
-    """Reads the records."""
+    """Reads the records.
+
+    Raises:
+      ValueError: if a file is no record.
+      NotADirectoryError: if `folder` is a file.
+    """
     self.folder = pathlib.Path(folder)
+    if self.folder.exists() and not self.folder.is_dir():
+      raise NotADirectoryError(
+        f"`records` must be a folder, got {self.folder}, which is none; give"
+        " another one."
+      )
     self._all = {
-      file: Record(json.loads(file.read_text()))
-      for file in sorted(self.folder.rglob("*.json"))
+      file: _read(file) for file in sorted(self.folder.rglob("*.json"))
     }
 
   def find(self, config: ConfigDict) -> Record | None:
@@ -141,6 +152,28 @@ class Records:
       del self._all[file]
 
 
+def _read(file: pathlib.Path) -> Record:
+  """Reads a record, and raises ValueError if it is damaged."""
+  remedy = "restore it, or remove it to run again"
+  values = read_json(file, "records", remedy)
+  needed = {"config": dict, "changed": list}
+  if "error" not in values:
+    needed |= {"summary": dict, "lines": dict}
+  for key, kind in needed.items():
+    if not isinstance(values.get(key), kind):
+      raise ValueError(
+        f"`records` must hold records with {', '.join(needed)}, got {file}"
+        f" with {shown(values.get(key))} for {key}; {remedy}."
+      )
+  for key, kind in (("seed", int), ("reducer", str)):
+    if not isinstance(values["config"].get(key), kind):
+      raise ValueError(
+        f"`records` must hold records whose config has {key}, got {file} with"
+        f" {shown(values['config'].get(key))}; {remedy}."
+      )
+  return Record(values)
+
+
 def name_of(config: ConfigDict) -> str:
   """Returns a name of a run: its reducer, a hash of its settings, its seed."""
   text = json.dumps(_changed(config), sort_keys=True)
@@ -174,13 +207,13 @@ def numbers_of(folder: str | pathlib.Path) -> dict[str, Any]:
   if reason := stopped(folder):
     raise ValueError(reason)
   summary = json.loads((folder / "summary.json").read_text())
+  text = (folder / "metrics.jsonl").read_text()
+  found = [json.loads(line) for line in text.splitlines()]
+  if not all(isinstance(line, dict) for line in [summary, *found]):
+    raise ValueError("summary.json or metrics.jsonl is damaged")
   if "val_loss" not in summary:
     raise ValueError("the held-out loss is not finite")
-  text = (folder / "metrics.jsonl").read_text()
-  lines = [
-    _short(traverse_util.flatten_dict(json.loads(line), sep="/"))
-    for line in text.splitlines()
-  ]
+  lines = [_short(traverse_util.flatten_dict(x, sep="/")) for x in found]
   names = dict.fromkeys(name for line in lines for name in line)
   columns = {name: [line.get(name) for line in lines] for name in names}
   return {"summary": summary, "lines": columns}

@@ -191,15 +191,27 @@ def _here(jobs: int) -> Callable[[list[str]], futures.Future]:
   return lambda command: pool.submit(call, command)
 
 
+def slurm_parameters(options: str) -> Mapping[str, int | str]:
+  """Returns parameters of submitit.
+
+  Raises:
+    ValueError: if one is not NAME=VALUE.
+  """
+  given = [part.partition("=") for part in options.split()]
+  if not all(name and value for name, _, value in given):
+    raise ValueError(
+      f"`--slurm` must be parameters NAME=VALUE of submitit, got {options!r};"
+      ' for example --slurm="slurm_partition=gpu timeout_min=60".'
+    )
+  return {k: int(v) if v.isdecimal() else v for k, _, v in given}
+
+
 def _on_slurm(
   options: str, folder: pathlib.Path
 ) -> Callable[[list[str]], futures.Future]:
   """Submits commands as jobs of SLURM."""
   executor = submitit.AutoExecutor(folder / "slurm", cluster="slurm")
-  given = dict(part.split("=", 1) for part in options.split())
-  executor.update_parameters(
-    **{k: int(v) if v.isdigit() else v for k, v in given.items()}
-  )
+  executor.update_parameters(**slurm_parameters(options))
   return lambda command: executor.submit(_execute, command)
 
 

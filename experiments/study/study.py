@@ -33,11 +33,14 @@ import runpy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from flax import traverse_util
 from ml_collections import ConfigDict
 
 import edgc_jax
 from experiments import peers, tasks
 from experiments.parallel import meshes
+from experiments.runtime.refusals import nearest
+from experiments.study import forms
 from experiments.study.records import Record, Records
 
 Settings = Mapping[str, Any]
@@ -104,10 +107,39 @@ class Study:
     ]
 
   def configuration(self, settings: Settings) -> ConfigDict:
-    """Returns the configuration of a run with these settings."""
+    """Returns the configuration of a run with these settings.
+
+    Raises:
+      ValueError: if the file of the configuration does not run, or a setting is
+        no key of it, or of another type.
+    """
+    if settings.get("reducer") not in peers.reducers():
+      raise ValueError(
+        f"`reducer` must be a setting of each arm, one of"
+        f" {', '.join(peers.reducers())}, got {dict(settings)}; add it."
+      )
     config = _make_config(self.config)(settings["reducer"])
-    config.update_from_flattened_dict(dict(settings))
+    known = list(traverse_util.flatten_dict(config.to_dict(), sep="."))
+    for key in settings:
+      if key not in known:
+        raise ValueError(
+          f"`TABLES` must have settings that are keys of {self.config}, got"
+          f" {key!r}; the nearest is {nearest(key, known)}."
+        )
+    try:
+      config.update_from_flattened_dict(dict(settings))
+    except (KeyError, AttributeError, TypeError) as error:
+      raise ValueError(
+        f"`TABLES` must have settings of the types in {self.config}, got"
+        f" {dict(settings)} ({' '.join(str(error).split())}); correct it."
+      ) from error
     return config
+
+  def require_settings(self) -> None:
+    """Raises unless all arms have configurations; reads no records."""
+    for arm in self.arms:
+      for settings in self.choices(arm):
+        self.configuration(settings)
 
   def choices(self, arm: str) -> Sequence[Settings]:
     """Returns the arm's own settings, and its alternatives."""
@@ -342,7 +374,7 @@ def load(path: str) -> Study:
       has to set is missing, arms of one name have different settings, or
       `MATCHED` names others.
   """
-  values = runpy.run_path(path)
+  values = _run(path, "study")
   public = {k: v for k, v in values.items() if k.isupper() and k[0] != "_"}
   names = {field.name.upper() for field in dataclasses.fields(Study)} - {"NAME"}
   unknown = public.keys() - names
@@ -357,6 +389,8 @@ def load(path: str) -> Study:
       f"A study must set CONFIG, TABLES and SEEDS, got no"
       f" {' and no '.join(sorted(missing))} in {path}; add what is missing."
     )
+  for name, value in public.items():
+    forms.require_form(name, value, path)
   seen: dict[str, Settings] = {}
   for table in public["TABLES"].values():
     for arm, settings in table.items():
@@ -387,7 +421,34 @@ def load(path: str) -> Study:
 @functools.cache
 def _make_config(path: str) -> Callable[[str], ConfigDict]:
   """Returns the function of a configuration's file."""
-  return runpy.run_path(path)["get_config"]
+  function = _run(path, "CONFIG").get("get_config")
+  if not callable(function):
+    raise ValueError(
+      f"`CONFIG` must name a file with a function get_config, got {path!r};"
+      " name one of configs/."
+    )
+  return function
+
+
+def _run(path: str, name: str) -> dict[str, Any]:
+  """Runs a Python file, and returns its names.
+
+  Raises:
+    ValueError: if it does not run.
+    OSError: if it cannot be read.
+  """
+  try:
+    return runpy.run_path(path)
+  except OSError as error:
+    raise FileNotFoundError(
+      f"`{name}` must name a file, got {path!r} ({error.strerror}); the"
+      " project's are in configs/."
+    ) from error
+  except Exception as error:
+    raise ValueError(
+      f"`{name}` must name a Python file that runs, got {path!r}"
+      f" ({type(error).__name__}: {' '.join(str(error).split())}); correct it."
+    ) from error
 
 
 def loss_of(record: Record) -> float:

@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -19,6 +19,7 @@ from experiments.tasks.base import Metrics, Source, Task
 
 CLASSES, SIDE = 10, 8
 _HELD_OUT = 5  # one image in this many is held out
+_MOST = 4096  # of heads, layers and values of a layer
 
 
 class DigitsTask(Task):
@@ -30,13 +31,16 @@ class DigitsTask(Task):
   metrics: ClassVar = {"loss": "min", "accuracy": "max"}
   unit = "images"
   network: Callable[..., nn.Module]
+  side: int = SIDE  # of the images that are cut into patches
 
   def __init__(self, config: ConfigDict):
     """Makes the network of `config.model`.
 
     Raises:
-      ValueError: if `config.model` has other options than the network.
+      ValueError: if `config.model` has other options than the network, or sizes
+        that do not fit.
     """
+    self._require_sizes(config.model.to_dict())
     try:
       self._network = self.network(
         **config.model.to_dict(), num_classes=CLASSES
@@ -50,6 +54,39 @@ class DigitsTask(Task):
       "image": jax.ShapeDtypeStruct((SIDE, SIDE), np.float32),
       "label": jax.ShapeDtypeStruct((), np.int32),
     }
+
+  def _require_sizes(self, sizes: Mapping[str, Any]) -> None:
+    """Raises unless the options that are known have values that fit."""
+    width, heads = sizes.get("width", 1), sizes.get("num_heads", 1)
+    counts = [sizes.get(n, 1) for n in ("width", "num_heads", "num_layers")]
+    are_counts = all(type(n) is int and 0 < n <= _MOST for n in counts)
+    patch, dropout = sizes.get("patch", 1), sizes.get("dropout", 0.0)
+    channels = sizes.get("channels", (8,))
+    for name, is_fine, rule in (
+      ("width", are_counts, f"1 to {_MOST}, as num_heads and num_layers"),
+      ("num_heads", are_counts and width % heads == 0, "a divisor of width"),
+      (
+        "patch",
+        type(patch) is int and patch > 0 and self.side % patch == 0,
+        f"a divisor of {self.side}, the pixels of a side",
+      ),
+      (
+        "dropout",
+        isinstance(dropout, int | float) and 0 <= dropout < 1,
+        "from 0 on and below 1",
+      ),
+      (
+        "channels",
+        isinstance(channels, tuple | list)
+        and bool(channels)
+        and all(type(n) is int and n in range(8, _MOST, 8) for n in channels),
+        "multiples of 8",
+      ),
+    ):
+      if not is_fine:
+        raise ValueError(
+          f"`model.{name}` must be {rule}, got {sizes}; choose another value."
+        )
 
   @functools.cached_property
   def _rows(self) -> dict[bool, dict[str, np.ndarray]]:

@@ -6,13 +6,14 @@ scikit-learn's digits are the two inputs, and the digit is the class.
 """
 
 from experiments.models import vision
-from experiments.tasks._digits import DigitsTask
+from experiments.tasks._digits import SIDE, DigitsTask
 
 
 class CoAttention(DigitsTask):
   """Classifies digits by `vision.CoAttention`."""
 
   network = vision.CoAttention
+  side = SIDE // 2
 
 
 TASK = CoAttention

@@ -29,7 +29,13 @@ class Gpt2(StagedTask):
       ValueError: if sizes do not fit.
     """
     sizes = config.model.to_dict()
-    self.model = gpt2.GPT2Config(**sizes, is_masked=self.is_masked)
+    try:
+      self.model = gpt2.GPT2Config(**sizes, is_masked=self.is_masked)
+    except TypeError as error:  # a key is missing, or unknown
+      raise ValueError(
+        f"`model` must have the options of the task {config.task!r}, got"
+        f" {sorted(config.model)}: {error}; use its file in configs/."
+      ) from error
     self.units_per_row = self.model.context
     self.row = jax.ShapeDtypeStruct((self.model.context + 1,), np.int32)
     self._path = config.data.path

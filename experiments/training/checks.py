@@ -1,18 +1,23 @@
 """Validates a configuration before the run writes anything."""
 
 import math
+import os
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
 from configs import common
+from edgc_jax.validation import shown
+from experiments import peers, tasks
 from experiments.parallel import backends
+from experiments.runtime.refusals import nearest
 from experiments.tasks.base import Task
 from experiments.training import times
 from experiments.training.optimizer import AUTO
 
 # The least values of keys that no other part checks.
-_LEAST = {
+_LEAST: dict[str, float] = {
   "steps": 1,
   "batch_size": 1,
   "log_every": 1,
@@ -23,7 +28,40 @@ _LEAST = {
   "evaluation.every": 0,
   "pipeline.microbatches": 1,
   "local.every": 0,
+  "local.lr": 0,
+  "local.momentum": 0,
+  "local.fragments": 1,
+  "local.overlap": 0,
+  "optimizer.lr": 0,
+  "optimizer.warmup_steps": 0,
+  "optimizer.final_lr_ratio": 0,
+  "optimizer.b1": 0,
+  "optimizer.b2": 0,
+  "optimizer.weight_decay": 0,
+  "optimizer.clip_norm": 0,
+  "optimizer.max_consecutive_skips": 1,
+  "sentinel.every": 1,
+  "pipeline.backward_seconds": 0,
+  "link.bandwidth": 0,
+  "link.latency": 0,
+  "link.compression_base": 0,
+  "link.compression_per_rank": 0,
 }
+_BELOW_ONE = ("local.momentum", "optimizer.b1", "optimizer.b2")
+_LARGEST = {int: 2**31 - 1, float: 3e38}  # of int32 and float32
+
+
+def task_of(config: ConfigDict) -> Task:
+  """Validates a configuration, and returns its task.
+
+  Raises:
+    ValueError: if a key is missing or unknown, or a value is out of range.
+    TypeError: if a value has another type than in configs/common.py.
+  """
+  check_keys(config)
+  task = tasks.make(config)
+  check(config, task)
+  return task
 
 
 def check(config: ConfigDict, task: Task) -> None:
@@ -33,6 +71,16 @@ def check(config: ConfigDict, task: Task) -> None:
       raise ValueError(
         f"`{name}` must be at least {least}, got {config[name]}; raise it."
       )
+  for name in _BELOW_ONE:
+    if config[name] >= 1:
+      raise ValueError(
+        f"`{name}` must be below 1, got {config[name]}; lower it."
+      )
+  if config.optimizer.clip_norm == 0:
+    raise ValueError(
+      "`optimizer.clip_norm` must be positive, got 0; 1 is usual, and a large"
+      " one clips nothing."
+    )
   _check_mesh(config, task)
   _check_local(config)
   if config.sentinel.action not in ("stop", "follow"):
@@ -45,6 +93,82 @@ def check(config: ConfigDict, task: Task) -> None:
       f"`evaluation.metric` must be one of {', '.join(task.metrics)}, which the"
       f" task {config.task!r} measures, got {config.evaluation.metric!r}; it"
       " decides which checkpoint is the best."
+    )
+
+
+def require_memory(shapes: Any) -> None:
+  """Raises if the memory of this machine's CPUs cannot hold a training state.
+
+  Args:
+    shapes: Of all its arrays, which the machine holds at least once.
+  """
+  if jax.default_backend() != "cpu" or jax.process_count() > 1:
+    return
+  leaves = jax.tree.leaves(shapes)
+  needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+  memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  if needed > memory:
+    raise ValueError(
+      f"`model` must have a training state that fits into"
+      f" {memory / 2**30:.1f} GiB of memory, got {needed / 2**30:.1f} GiB;"
+      " choose smaller sizes."
+    )
+
+
+def check_keys(config: ConfigDict) -> None:
+  """Raises unless a configuration has all keys, and values of their types."""
+  if config.get("reducer") not in (*peers.reducers(), AUTO):
+    raise ValueError(
+      f"`reducer` must be one of {', '.join((*peers.reducers(), AUTO))}, got"
+      f" {shown(config.get('reducer'))}; name one with --config=FILE:REDUCER."
+    )
+  known, given = _flat(common.base(config.reducer)), _flat(config)
+  for key in known:
+    if key not in given and not _is_of_task(key):
+      raise ValueError(
+        f"`{key}` must be a key of the configuration, got none; begin with"
+        " configs/common.py."
+      )
+  for key, (value, _) in given.items():
+    if key in known:
+      _check_type(key, value, *known[key])
+    elif not _is_of_task(key):
+      raise ValueError(
+        f"`{key}` must be a key of the configuration, which it is not, got"
+        f" {shown(value)}; the nearest is {nearest(key, known)}."
+      )
+
+
+def _is_of_task(key: str) -> bool:
+  """Returns whether a key is a size of a model, which each task names."""
+  return key.startswith("model.") and key.count(".") == 1
+
+
+def _flat(config: ConfigDict) -> dict[str, tuple[Any, type]]:
+  """Returns values and types by key; None has the type of its placeholder."""
+  found = {}
+  for key in config:
+    value = config[key]
+    if isinstance(value, ConfigDict) and len(value):
+      found |= {f"{key}.{name}": own for name, own in _flat(value).items()}
+    else:
+      found[key] = value, config.get_type(key)
+  return found
+
+
+def _check_type(key: str, value: Any, default: Any, kind: type) -> None:
+  """Raises unless a value has the type of its default, and is finite."""
+  if value is None and default is None:
+    return
+  kinds = (int, float) if kind is float else kind
+  if not isinstance(value, kinds) or (type(value) is bool) != (kind is bool):
+    raise TypeError(
+      f"`{key}` must be of type {kind.__name__}, got {shown(value)}; give one."
+    )
+  if kind in (int, float) and not abs(value) <= _LARGEST[kind]:
+    raise ValueError(
+      f"`{key}` must be a finite number of at most {_LARGEST[kind]:.4g} in"
+      f" size, got {value}; give another."
     )
 
 
@@ -66,7 +190,8 @@ def _check_local(config: ConfigDict) -> None:
   if local.lookahead and (local.fragments > 1 or local.overlap):
     raise ValueError(
       "`local.lookahead` must be False with fragments or overlap, which only"
-      " exchanges have; leave them out."
+      f" exchanges have, got True with {local.fragments} and {local.overlap};"
+      " leave them out."
     )
 
 

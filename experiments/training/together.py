@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from experiments.parallel import backends, meshes
 from experiments.parallel.backend import Backend
 from experiments.runs.run_folder import RunFolder
+from experiments.training import checks
 from experiments.training.optimizer import make_optimizer
 from experiments.training.progress_check import ProgressCheck, TrainingStopped
 from experiments.training.run_log import RunLog
@@ -39,6 +40,8 @@ def train_together(configs: Sequence[ConfigDict]) -> None:
     ValueError: if an option is out of range, or if the runs differ in other
       keys than `NUMBERS`.
   """
+  for config in configs:
+    checks.task_of(config)
   left = [
     config
     for config in configs

@@ -10,15 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from ml_collections import ConfigDict
 
 import edgc_jax
 from edgc_jax.state.state import STATE_VERSION
-from experiments import peers, tasks
+from experiments import peers
 from experiments.parallel import backends, meshes
-from experiments.parallel.stored_state import StoredForm, flat
+from experiments.parallel.stored_state import Stored, StoredForm, flat
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
 from experiments.runs.run_folder import RunFolder, environment
 from experiments.runs.storage import storage_of
@@ -28,6 +29,12 @@ from experiments.training import advised, checks, times
 from experiments.training.optimizer import make_optimizer
 from experiments.training.progress_check import ProgressCheck, TrainingStopped
 from experiments.training.run_log import RunLog
+
+# What a checkpoint says of a run beside its arrays.
+_ABOUT = {
+  "state_version", "replicas", "shards", "times", "choice", "corpus", "log",
+  "line", "batches",
+}  # fmt: skip
 
 
 class Trainer:
@@ -46,8 +53,7 @@ class Trainer:
       CheckpointError: if a checkpoint is needed and none can be used.
     """
     self.config = config
-    self.task = tasks.make(config)
-    checks.check(config, self.task)
+    self.task = checks.task_of(config)
     mesh = meshes.of_config(config)
     name = f"{config.name}-{config.reducer}-seed{config.seed}"
     path = config.run_dir or pathlib.Path("runs") / name
@@ -70,6 +76,7 @@ class Trainer:
     self.tx = make_optimizer(config, self.task, self.times, mesh=mesh)
     self.parallel = backends.make(config, self.task, self.tx, mesh)
     form = self.parallel.stored
+    checks.require_memory(form.shapes)
     self._leaves = str(
       edgc_jax.describe(
         self.tx, form.shapes[0], mesh=mesh, param_specs=form.specs[0]
@@ -126,17 +133,11 @@ class Trainer:
     if newest is None:
       return _Progress(about=summary or {})
     step, about = newest
+    _require_version(about, self.folder.name)
     if about["corpus"] != self._source.sha256:
       raise ValueError(
         f"`data.path` must hold the data that the run {self.folder.name} began"
         " with, got other data; restore it, or give another --config.run_dir."
-      )
-    if about.get("state_version") != STATE_VERSION:
-      raise ValueError(
-        f"`run_dir` must hold checkpoints with states of version"
-        f" {STATE_VERSION}, got {self.folder.name}, whose states are of an"
-        " earlier edgc_jax and do not load; give another --config.run_dir, and"
-        f" --config.init_from={self.folder.name} for its parameters."
       )
     return _Progress(step, about=about)
 
@@ -151,6 +152,7 @@ class Trainer:
     stored, before = self.parallel.stored, self._form_before(replicas, shards)
     template = (before or stored).template(replicas)
     trees = self.checkpoints.load(step, template)
+    _require_finite(trees, "run_dir", self.folder.path)
     params, opt_state = self.parallel.of_stored(
       stored.load(trees, replicas, self.tx, before)
     )
@@ -195,6 +197,8 @@ class Trainer:
       if newest is None:
         raise CheckpointError("There are no checkpoints.")
       step, about = newest
+      if not isinstance(about, dict) or "replicas" not in about:
+        raise CheckpointError("They are of another program.")
       shapes = stored.template(about["replicas"])["params"]
       checkpoints.require_shapes(step, {"params": shapes})
     except CheckpointError as error:
@@ -205,6 +209,7 @@ class Trainer:
 
     def load() -> Any:
       trees = checkpoints.load(step, {"params": shapes})
+      _require_finite(trees, "init_from", folder)
       return self.parallel.of_stored(stored.load_params(trees["params"]))
 
     return load
@@ -359,6 +364,34 @@ class Trainer:
     if hosts.is_first():
       print(f"{finding}; all continue with the first replica's", flush=True)
     return self.parallel.follow_first_replica(params, opt_state)
+
+
+def _require_version(about: Mapping[str, Any], folder: str) -> None:
+  """Raises unless a checkpoint is one that this version continues from."""
+  is_whole = isinstance(about, dict) and about.keys() >= _ABOUT
+  if not is_whole or about["state_version"] != STATE_VERSION:
+    raise ValueError(
+      f"`run_dir` must hold checkpoints with states of version {STATE_VERSION},"
+      f" got {folder}, whose states are of an earlier edgc_jax and do not load;"
+      f" give another --config.run_dir, and --config.init_from={folder} for its"
+      " parameters."
+    )
+
+
+def _require_finite(
+  trees: Mapping[str, Stored], name: str, folder: str | pathlib.Path
+) -> None:
+  """Raises unless all parameters of a checkpoint are finite."""
+  for path, array in trees["params"].items():
+    parts = [array]
+    if isinstance(array, jax.Array):
+      parts = [part.data for part in array.addressable_shards]
+    if not all(jnp.isfinite(part).all() for part in parts):
+      raise CheckpointError(
+        f"`{name}` must hold checkpoints with finite parameters, got {folder},"
+        f" whose {path} has numbers that are not; remove its newest checkpoint,"
+        " or give another folder."
+      )
 
 
 @dataclasses.dataclass(frozen=True)

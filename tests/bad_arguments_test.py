@@ -1,0 +1,554 @@
+"""Bad arguments of the package: each is refused by one clear error of its own.
+
+The tables have the values; Hypothesis looks for further ones. What mistakes do
+that pass these checks is tested in tests/reducer/mistakes_test.py.
+"""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.refusals import allowed_or_clear, assert_clear, refused
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import edgc_jax
+
+NAN, INF = float("nan"), float("inf")
+PARAMS = {"w": jnp.zeros((64, 32)), "b": jnp.zeros(32)}
+LINK = edgc_jax.LinkModel(0.0, 1e8)
+REDUCERS = tuple(edgc_jax.REDUCERS)
+SGD = optax.sgd(0.1)
+
+# Values that are no integers from 1 on, or from 0 on.
+NO_COUNT = (0, -1, 1.5, "4", NAN, True, [4], np.int64(4), 2**31, 2**70)
+NO_INDEX = (-1, 1.5, "4", NAN, True, [4], np.int64(4), 2**31, 2**70)
+NO_SHARE = (0, -0.1, 1.5, NAN, INF, "0.1", None, True, np.float32(0.1), [0.1])
+NO_SECONDS = (-1.0, NAN, INF, "1", True, [1.0], np.float32(1))
+NO_FLAG = (1, 0.0, "True", [], np.True_)
+NO_FUNCTION = ("", 3, (1, 2, 3), {})
+NO_TRANSFORMATION = (None, "sgd", 3, optax.sgd, {"init": 1})
+NO_AXIS = ("", None, 3, (), [], ("a", "a"), ("a", None), b"data")
+
+# By function: values by argument.
+OPTIONS = {
+  "edgc": {
+    "rank_max": (*NO_COUNT, 10),
+    "rank_min": (*NO_COUNT, 10, 64),
+    "rank_multiple": NO_COUNT,
+    "total_steps": NO_COUNT,
+    "window": NO_COUNT,
+    "warmup_steps": NO_INDEX,
+    "max_warmup_steps": NO_INDEX,
+    "max_rank_step": NO_COUNT,
+    "warmup_rank": ("min", 0, -1, 1.5, True, [4]),
+    "rule": ("cqm", 3, []),
+    "sampling": (0.1, "gaussian", {}),
+    "link": (1e8, (1, 2), "fast"),
+    "compression": (1e8, (1, 2), "fast"),
+  },
+  "powersgd": {
+    "rank": (*NO_COUNT, None, {}, {1: 4}, {0: -1}, {0: 0}, {"0": 4}, {0: 1.5}),
+    "warmup_steps": NO_INDEX,
+    "window": NO_COUNT,
+  },
+  "topk": {
+    "density": NO_SHARE,
+    "chunk": (*NO_COUNT, 6, 5000),
+    "bits": (0, 3, 2, 1.5, 32.0, "32", None, True, NAN),
+    "residual_decay": NO_SHARE,
+    "min_size": NO_COUNT,
+  },
+  "randomk": {
+    "density": NO_SHARE,
+    "error_feedback": (*NO_FLAG, None),
+    "min_size": NO_COUNT,
+  },
+  "quantize": {
+    "bits": (3, 0, 16, 2, 8.0, "8", None, True, NAN),
+    "block": (*NO_COUNT, 7),
+    "error_feedback": (*NO_FLAG, None),
+    "rotate": NO_FLAG,
+    "residual_decay": NO_SHARE,
+    "min_size": NO_COUNT,
+  },
+  "Sampling": {
+    "step_rate": NO_SHARE,
+    "entry_rate": NO_SHARE,
+    "estimator": ("", None, 3, []),
+    "bins": NO_COUNT,
+  },
+  "Stages": {
+    "axis_name": ("", None, 3, True, ("a",)),
+    "placement": ("own", None, 3),
+    "align": ("", None, 3, [], True),
+    "backward_seconds": NO_SECONDS,
+  },
+  "ErrorAllocation": {"scale_exponent": (-1, 3, NAN, "1", None, True)},
+  "value_and_grad": {
+    "loss_fn": (*NO_FUNCTION, None),
+    "mesh": (None, "data", {"data": 8}, 3),
+    "axis_name": (*NO_AXIS, "replica"),
+    "has_aux": (*NO_FLAG, None),
+    "is_local": (*NO_FLAG, None),
+    "averages": (*NO_FLAG, None, False),
+  },
+  "scanned": {"axis": NO_INDEX, "view": (*NO_FUNCTION, None)},
+  "clip_by_global_norm": {
+    "max_norm": (*NO_SECONDS, 0, None),
+    "stage_axis": NO_AXIS,
+  },
+  "mean_over": {"axis_name": NO_AXIS},
+  "accumulate": {
+    "tx": NO_TRANSFORMATION,
+    "every": (*NO_COUNT, None),
+    "param_specs": (P(),),
+  },
+  "skip_nonfinite": {
+    "tx": NO_TRANSFORMATION,
+    "max_consecutive": (*NO_COUNT, None),
+    "axis_name": [x for x in NO_AXIS if x is not None],
+  },
+  "over_shards": {"tx": NO_TRANSFORMATION},
+  "local_steps": {
+    "inner": NO_TRANSFORMATION,
+    "outer": NO_TRANSFORMATION,
+    "every": (*NO_COUNT, None),
+    "axis_name": NO_AXIS,
+    "fragments": (*NO_COUNT, 3),
+    "overlap": (*NO_INDEX, 5),
+    "mesh": ("data", 3),
+  },
+  "split_local_steps": {"overlap": (*NO_COUNT, 5), "every": NO_COUNT},
+  "describe": {
+    "tx": (*NO_TRANSFORMATION, SGD),
+    "params": (None, {}, "params", {"w": None}),
+    "replicas": NO_COUNT,
+    "param_specs": (P(), "data", 3),
+  },
+  "wire_bytes": {
+    "params": (None, {}, "params"),
+    "rank": (*NO_INDEX, None),
+    "replicas": NO_COUNT,
+    "min_ratio": NO_SECONDS,
+    "wire_dtype": ("float16", None, 3),
+  },
+  "state_specs": {
+    "tx": NO_TRANSFORMATION,
+    "axis_name": (*NO_AXIS,),
+    "mesh": ("data", 3),
+  },
+  "advise": {
+    "params": (None, {}, "params"),
+    "link": (None, 1e8, (0.0, 1e8)),
+    "step_seconds": (*NO_SECONDS, None),
+    "replicas": (*NO_COUNT, None),
+    "most_steps": NO_COUNT,
+    "shards": NO_COUNT,
+    "tolerance": NO_SECONDS,
+    "matrix_view": NO_FUNCTION,
+    "computing": ([1.0], 3, {"dense": NAN}, {"dense": "1"}),
+  },
+  "measure_link": {
+    "mesh": (None, "data", 3),
+    "axis_name": (*NO_AXIS, "replica"),
+    "sizes": (4, "44", (4,), (4, 5), (4, 1.5)),
+    "repeats": NO_COUNT,
+    "budget": NO_SECONDS,
+  },
+  "measure_compression": {
+    "params": (None, {}),
+    "ranks": (8, "88", (8,), (8, 8), (8, 0)),
+    "repeats": NO_COUNT,
+  },
+  "measure_backward": {
+    "stage_fn": (*NO_FUNCTION, None),
+    "repeats": NO_COUNT,
+  },
+  "measure_computing": {"replicas": NO_COUNT, "repeats": NO_COUNT},
+  "resize_replicas": {"old": NO_COUNT, "new": NO_COUNT, "stages": NO_COUNT},
+  "metrics": {"opt_state": (None, "state", (), SGD.init(PARAMS))},
+  "after_update": {"opt_state": (None, "state", SGD.init(PARAMS))},
+  "local_params": {"opt_state": (None, "state", SGD.init(PARAMS))},
+  "restore": {"path": (None, 3, "", "/nowhere", __file__)},
+}  # fmt: skip
+COMMON = {
+  "axis_name": NO_AXIS,
+  "check_every": (*NO_COUNT, None),
+  "matrix_view": NO_FUNCTION,
+  "stages": ("stage", 3, True),
+  "mesh": ("data", 3, (8,), {"data": 8}),
+  "param_specs": (P("x"), "x", 3),
+}
+for name in REDUCERS:
+  OPTIONS[name] = OPTIONS.get(name, {}) | COMMON
+for name in ("edgc", "powersgd", "quantize", "randomk"):
+  OPTIONS[name]["seed"] = (-1, 1.5, "4", NAN, None, True, 2**70, [1])
+for name in ("edgc", "powersgd"):
+  OPTIONS[name] |= {
+    "min_ratio": (*NO_SECONDS, None),
+    "allocation": ("", None, 3, ["error"], True),
+  }
+for name in ("edgc", "powersgd", "allreduce"):
+  OPTIONS[name]["wire_dtype"] = ("float16", "", "INT8", None, 3, [1], float)
+
+
+def mesh_of(*names):
+  sizes = {1: (8,), 2: (2, 4)}[len(names)]
+  return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def arguments(name):
+  """Returns arguments with which a function of the package works."""
+  reducer = edgc_jax.powersgd(4)
+  outer = optax.chain(reducer, SGD)
+  inner = {"inner": SGD, "outer": outer, "every": 4}
+  params = {"params": PARAMS}
+  return {
+    "value_and_grad": lambda: {
+      "loss_fn": lambda p, x: x.mean(), "mesh": mesh_of("data"),
+    },
+    "scanned": lambda: {"axis": 1},
+    "clip_by_global_norm": lambda: {"max_norm": 1.0, "stage_axis": "stage"},
+    "mean_over": lambda: {"axis_name": "data"},
+    "accumulate": lambda: {"tx": SGD, "every": 2},
+    "skip_nonfinite": lambda: {"tx": SGD},
+    "over_shards": lambda: {"tx": SGD, "param_specs": P()},
+    "local_steps": lambda: inner,
+    "split_local_steps": lambda: inner | {"overlap": 1},
+    "describe": lambda: params | {"tx": reducer},
+    "wire_bytes": lambda: params | {"rank": 4},
+    "state_specs": lambda: params | {"tx": reducer},
+    "advise": lambda: params | {
+      "link": LINK, "step_seconds": 0.1, "replicas": 2,
+    },
+    "measure_link": lambda: {"mesh": mesh_of("data")},
+    "measure_compression": lambda: params,
+    "measure_backward": lambda: params | {
+      "stage_fn": lambda p, x: x, "inputs": 1.0,
+    },
+    "measure_computing": lambda: params | {"replicas": 2},
+    "resize_replicas": lambda: {
+      "opt_state": np.arange(8.0), "specs": P("data"), "old": 4, "new": 2,
+    },
+    "after_update": lambda: {"tree": 1.0},
+    "local_params": lambda: params,
+    "restore": lambda: params | {"tx": reducer, "mesh": mesh_of("data")},
+  }.get(name, dict)()  # fmt: skip
+
+
+CASES = [
+  pytest.param(name, option, value, id=f"{name}-{option}-{value!r:.40}")
+  for name, options in OPTIONS.items()
+  for option, values in options.items()
+  for value in values
+]
+
+
+@pytest.mark.parametrize("name, option, value", CASES)
+def test_a_bad_option_is_refused(name, option, value):
+  given = arguments(name) | {option: value}
+  refused(lambda: getattr(edgc_jax, name)(**given), "`", "got ")
+
+
+def test_every_option_is_in_the_table():
+  """A new option of a reducer gets its values here."""
+  for name in REDUCERS:
+    options = inspect.signature(edgc_jax.REDUCERS[name]).parameters
+    assert set(options) == set(OPTIONS[name]), name
+
+
+@pytest.mark.parametrize(
+  "call, parts",
+  [
+    (lambda: edgc_jax.edgc(rank_max=8, rank_min=16), ["`rank_min`", "16"]),
+    (lambda: edgc_jax.quantize(2), ["`error_feedback`"]),
+    (lambda: edgc_jax.quantize(8, rotate=True), ["`rotate`"]),
+    (lambda: edgc_jax.edgc(max_warmup_steps=5), ["`max_warmup_steps`", "5"]),
+    (lambda: edgc_jax.topk(bits=2), ["`bits`", "chunk"]),
+    (lambda: edgc_jax.edgc("replica", mesh=mesh_of("data")), ["'replica'"]),
+    (
+      lambda: edgc_jax.powersgd(
+        mesh=mesh_of("data"), stages=edgc_jax.Stages("stage")
+      ),
+      ["`mesh`", "stages"],
+    ),
+    (lambda: edgc_jax.Sampling.for_window("a"), ["`window`", "'a'"]),
+    (lambda: edgc_jax.Sampling.for_window(0), ["`window`", "0"]),
+    (lambda: edgc_jax.LinkModel(NAN, 1.0), ["`latency`", "nan"]),
+    (lambda: edgc_jax.LinkModel(0.0, 0.0), ["`bandwidth`", "0.0"]),
+    (lambda: edgc_jax.LinkModel(0.0, "fast"), ["`bandwidth`", "'fast'"]),
+    (lambda: edgc_jax.LinkModel.of_uplink(-1, 0.1, 2), ["`bandwidth`"]),
+    (lambda: edgc_jax.LinkModel.of_uplink(1, 0.1, 1), ["`replicas`", "1"]),
+    (lambda: edgc_jax.CompressionModel(0.0, INF), ["`per_rank`", "inf"]),
+  ],
+)
+def test_options_that_do_not_go_together(call, parts):
+  refused(call, *parts)
+
+
+# Trees.
+
+
+def state_of(params, tx=None):
+  return (tx or edgc_jax.powersgd(4)).init(params)
+
+
+def stacked(tree, replicas=2):
+  return jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * replicas), tree)
+
+
+def update(gradients, state, params=None, tx=None):
+  """Traces an update on replicas that `vmap` binds; computes nothing."""
+  tx = tx or edgc_jax.powersgd(4)
+  bound = jax.vmap(tx.update, axis_name="data", in_axes=(0, None, None))
+  jax.eval_shape(bound, stacked(gradients), state, params)
+
+
+@pytest.mark.parametrize(
+  "leaf",
+  [
+    pytest.param(jnp.zeros((64, 32), jnp.int32), id="integers"),
+    pytest.param(jnp.zeros((64, 32), jnp.complex64), id="complex"),
+    pytest.param(jnp.zeros((64, 32), bool), id="flags"),
+    pytest.param(jax.random.key(0), id="key"),
+    pytest.param(3, id="a_number"),
+    pytest.param("text", id="text"),
+    pytest.param(object(), id="an_object"),
+    pytest.param(np.array([None, 1]), id="objects"),
+    pytest.param(np.array(["a"]), id="texts"),
+    pytest.param(len, id="a_function"),
+  ],
+)
+def test_leaves_that_are_no_floats(leaf):
+  message = refused(lambda: state_of({"w": leaf}), "at ['w']", "optax.masked")
+  assert "real floating" in message
+
+
+@pytest.mark.parametrize(
+  "params",
+  [
+    None, {}, [], {"w": None}, {"w": jnp.zeros((0, 4))}, {"w": jnp.zeros(())},
+    {"w": jnp.zeros((4, 0)), "b": jnp.zeros(3)},
+  ],
+  ids=lambda params: f"{jax.tree.map(jnp.shape, params)}",
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:No leaf saves")
+@pytest.mark.parametrize("reducer", ["powersgd", "topk", "quantize"])
+def test_trees_without_values_have_a_state(reducer, params):
+  """As those that a mask leaves: they are sent without an error."""
+  tx = edgc_jax.REDUCERS[reducer]()
+  state = tx.init(params)
+  if jax.tree.leaves(params):
+    update(params, state, tx=tx)
+
+
+W, B = PARAMS["w"], PARAMS["b"]
+
+
+@pytest.mark.parametrize(
+  "gradients, state, params, parts",
+  [
+    ({"v": W, "b": B}, None, None, ["none at ['w']"]),
+    ({"w": W, "b": B, "c": B}, None, None, ["one more at ['c']"]),
+    ([W, B], None, None, ["`updates`"]),
+    ({"w": W.T, "b": B}, None, None, ["(32, 64)"]),
+    ({"w": W, "b": B.astype(int)}, None, None, ["int32 at ['b']"]),
+    (PARAMS, (), None, ["`state`", "tuple"]),
+    (PARAMS, None, {"w": W}, ["`params`", "1 arrays"]),
+    (PARAMS, None, {"w": B, "b": W}, ["`params`", "(64,"]),
+    (PARAMS, SGD.init(PARAMS), None, ["`state`"]),
+    (PARAMS, edgc_jax.topk().init(PARAMS), None, ["`state`", "other options"]),
+    (PARAMS, state_of({"w": W.T, "b": B}), None, ["`state`"]),
+    (PARAMS, (state_of(PARAMS),), None, ["`state`", "whole chain"]),
+  ],
+)
+def test_arguments_of_update(gradients, state, params, parts):
+  state = state_of(PARAMS) if state is None else state
+  refused(lambda: update(gradients, state, params), *parts)
+
+
+def test_an_axis_that_is_not_bound():
+  tx = edgc_jax.powersgd(4)
+  refused(lambda: tx.update(PARAMS, tx.init(PARAMS)), "`axis_name`", "mesh=")
+  refused(lambda: edgc_jax.follow_first_replica(PARAMS), "`axis_name`")
+
+
+@pytest.mark.parametrize(
+  "view",
+  ["a", (64, 32), (1, 2, 3), (1.0, 64.0, 32.0), 3, (1, None, 32), [[1, 64]]],
+)
+def test_views_that_are_no_matrices(view):
+  tx = edgc_jax.powersgd(4, matrix_view=lambda path, shape: view)
+  refused(lambda: tx.init({"w": W}), "`matrix_view`", "['w']")
+
+
+@pytest.mark.parametrize(
+  "specs, parts",
+  [
+    ({"v": P()}, ["tree like the parameters"]),
+    ({"w": "x", "b": P()}, ["'x'", "['w']"]),
+    ({"w": 3, "b": P()}, ["3", "['w']"]),
+    ({"w": P("y"), "b": P()}, ["'y'"]),
+    ({"w": P(None, None, "x"), "b": P()}, ["(64, 32)"]),
+    ({"w": P(), "b": P("x")}, ["(30,)"]),
+    (P("data"), ["replicas"]),
+    ({"w": P(("data", "x")), "b": P()}, ["replicas"]),
+  ],
+)
+@pytest.mark.parametrize("function", ["describe", "state_specs", "reducer"])
+def test_specs_that_do_not_fit(specs, parts, function):
+  params, mesh = {"w": W, "b": jnp.zeros(30)}, mesh_of("data", "x")
+  how = {"mesh": mesh, "param_specs": specs}
+
+  def call():
+    if function == "reducer":
+      return edgc_jax.powersgd(4, **how).init(params)
+    return getattr(edgc_jax, function)(edgc_jax.powersgd(4), params, **how)
+
+  refused(call, "`param_specs`", *parts)
+
+
+# The loss.
+
+
+@pytest.mark.parametrize(
+  "loss_fn, has_aux",
+  [
+    (lambda p, x: x @ p["w"], False),
+    (lambda p, x: jnp.int32(1), False),
+    (lambda p, x: None, False),
+    (lambda p, x: "loss", False),
+    (lambda p, x: (jnp.float32(1), 2), False),
+    (lambda p, x: jnp.float32(1), True),
+    (lambda p, x: (x @ p["w"], 2), True),
+    (lambda p, x: (jnp.float32(1), 2, 3), True),
+  ],
+  ids=range(8),
+)
+def test_losses_that_are_no_numbers(loss_fn, has_aux):
+  grad = edgc_jax.value_and_grad(loss_fn, mesh_of("data"), has_aux=has_aux)
+  refused(lambda: grad(PARAMS, jnp.zeros((8, 64))), "`loss_fn`", "has_aux")
+
+
+@pytest.mark.parametrize(
+  "params, batch, options",
+  [
+    (PARAMS, jnp.zeros((9, 64)), {}),
+    (PARAMS, None, {}),
+    (PARAMS, "batch", {}),
+    (PARAMS, jnp.zeros((8, 64)), {"in_axes": 1}),
+    (PARAMS, jnp.zeros((8, 64)), {"in_axes": (0, 0)}),
+    (PARAMS, jnp.zeros((8, 64)), {"in_axes": "a"}),
+    (PARAMS, jnp.zeros((8, 64)), {"in_axes": None}),
+    (PARAMS, jax.random.PRNGKey(0), {}),
+    (PARAMS, jnp.zeros((8, 64)), {"is_local": True}),
+    ({"w": W.astype(int)}, jnp.zeros((8, 64)), {}),
+    ({"w": "text"}, jnp.zeros((8, 64)), {}),
+  ],
+  ids=range(11),
+)
+def test_arguments_of_a_loss(params, batch, options):
+  grad = edgc_jax.value_and_grad(
+    lambda p, x: jnp.mean(x @ p["w"]), mesh_of("data"), **options
+  )
+  refused(lambda: grad(params, batch))
+
+
+# Arguments of states.
+
+
+@pytest.mark.parametrize(
+  "call, parts",
+  [
+    (
+      lambda: edgc_jax.resize_replicas(np.arange(7.0), P("data"), 2, 4),
+      ["`old`", "(7,)"],
+    ),
+    (
+      lambda: edgc_jax.resize_replicas(np.float32(1), P("data"), 2, 4),
+      ["`old`", "()"],
+    ),
+    (
+      lambda: edgc_jax.resize_replicas({"a": W}, {"b": P("data")}, 2, 4),
+      ["`specs`"],
+    ),
+    (lambda: edgc_jax.metrics((state_of(PARAMS),) * 2), ["`opt_state`", "2"]),
+    (
+      lambda: edgc_jax.local_steps(SGD, SGD, 2).init(PARAMS),
+      ["`outer`", "allreduce"],
+    ),
+    (
+      lambda: edgc_jax.local_steps(
+        SGD, edgc_jax.allreduce(), 4, fragments=4
+      ).init(PARAMS),
+      ["`fragments`", "at most 2"],
+    ),
+    (
+      lambda: edgc_jax.powersgd(4, mesh=mesh_of("data")).update(
+        PARAMS, state_of(PARAMS), PARAMS
+      ),
+      ["`updates`", "stacked"],
+    ),
+    (
+      lambda: edgc_jax.apply_stages(lambda p, x: x, W, W),
+      ["`axis_name`", "stage"],
+    ),
+  ],
+)
+def test_states(call, parts):
+  refused(call, *parts)
+
+
+def test_restore_of_what_is_no_checkpoint(tmp_path):
+  given = {"tx": edgc_jax.powersgd(4), "params": PARAMS}
+  given["mesh"] = mesh_of("data")
+  (tmp_path / "_METADATA").write_text("{")
+  refused(lambda: edgc_jax.restore(tmp_path, **given), "`path`", str(tmp_path))
+
+
+# Any values.
+
+VALUES = st.recursive(
+  st.none()
+  | st.booleans()
+  | st.integers()
+  | st.floats()
+  | st.text(max_size=5)
+  | st.binary(max_size=3)
+  | st.sampled_from(["data", "error", "int8", "max", np.dtype("int8")]),
+  lambda inner: (
+    st.lists(inner, max_size=3)
+    | st.tuples(inner, inner)
+    | st.dictionaries(st.integers(0, 3), inner, max_size=2)
+  ),
+  max_leaves=4,
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:No leaf saves")
+@settings(
+  max_examples=300, deadline=None, derandomize=True, database=None,
+  suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+@given(st.data())
+def test_any_options_of_a_reducer(data):
+  """A reducer takes any values, or refuses them by a clear error."""
+  make = edgc_jax.REDUCERS[data.draw(st.sampled_from(REDUCERS))]
+  names = st.sampled_from(list(inspect.signature(make).parameters))
+  options = data.draw(st.dictionaries(names, VALUES, min_size=1, max_size=3))
+  tx = allowed_or_clear(lambda: make(**options))
+  if tx is not None:
+    allowed_or_clear(lambda: jax.eval_shape(tx.init, PARAMS))
+
+
+def test_long_values_are_cut():
+  message = refused(lambda: edgc_jax.powersgd(np.zeros((100, 100))))
+  assert len(message) < 600
+  with pytest.raises(AssertionError):
+    assert_clear("something is wrong")
