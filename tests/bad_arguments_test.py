@@ -242,8 +242,13 @@ def arguments(name):
   }.get(name, dict)()  # fmt: skip
 
 
+def named(value):
+  """Returns a short name, the same in each process: without addresses."""
+  return getattr(value, "__name__", f"{value!r:.40}")
+
+
 CASES = [
-  pytest.param(name, option, value, id=f"{name}-{option}-{value!r:.40}")
+  pytest.param(name, option, value, id=f"{name}-{option}-{named(value)}")
   for name, options in OPTIONS.items()
   for option, values in options.items()
   for value in values

@@ -82,7 +82,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[Any, Any]:
     TypeError: if `path` is no path.
     ValueError: if there is no folder, or no intact checkpoint in it.
   """
-  if not isinstance(path, str | os.PathLike[str]):
+  if not isinstance(path, str | os.PathLike):
     raise TypeError(
       f"`path` must be a path, got {validation.shown(path)}; pass the folder of"
       " the checkpoint."
