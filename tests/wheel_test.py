@@ -194,14 +194,15 @@ def plain_examples():
 
 
 def test_most_examples_are_plain():
-  assert len(list(plain_examples())) > 10
+  assert len(plain_examples()) > 10
 
 
 @pytest.mark.parametrize("path", plain_examples(), ids=lambda path: path.stem)
 def test_an_example_runs(python, tmp_path, path):
   script = shutil.copy(path, tmp_path)
   text = inside(python, script, cwd=tmp_path)
-  assert re.search(r"^loss [\d.]+ to [\d.]+$", text, re.MULTILINE), text
+  start, end = re.search(r"([\d.]+) to ([\d.]+)", text).groups()
+  assert float(end) < float(start)
 
 
 def test_the_command_runs(python, tmp_path):
