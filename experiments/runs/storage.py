@@ -47,7 +47,7 @@ class Disk:
   def __init__(self, path: str | os.PathLike):
     """Changes nothing."""
     self.path = pathlib.Path(path)
-    self.checkpoints = epath.Path(self.path, _CHECKPOINTS)
+    self.checkpoints = self.path / _CHECKPOINTS
 
   def lock(self) -> None:
     """Creates the folder, and locks it against other processes until `unlock`.
@@ -120,8 +120,9 @@ class Bucket:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     self.path = pathlib.Path(folder, self._url.rpartition("/")[2])
     self.path.mkdir()
-    here = self._url if is_written_by_orbax else self.path
-    self.checkpoints = epath.Path(here, _CHECKPOINTS)
+    self.checkpoints = self.path / _CHECKPOINTS
+    if is_written_by_orbax:
+      self.checkpoints = epath.Path(self._url, _CHECKPOINTS)
     self._owner: str | None = None
     names = self._names()
     for name in filter(self._is_whole(names), names):
