@@ -33,7 +33,7 @@ from experiments.runs import storage
 from experiments.runtime import hosts
 
 _NONE, _ALL_DAMAGED = -1, -2  # instead of a step
-_SUMS, _ABOUT = "sha256.json", "about/metadata"
+_ABOUT = "about/metadata"
 _TIMES = "_CHECKPOINT_METADATA"  # orbax rewrites it after the checksums
 
 
@@ -252,7 +252,7 @@ class Checkpoints:
       final = self.path / str(self._saving)
       temporary = self.path.glob(f"{self._saving}.orbax-checkpoint-tmp*")
       folder = next(temporary, final)  # a bucket has no temporary folders
-      (folder / _SUMS).write_text(json.dumps(_sums(folder)))
+      (folder / storage.SUMS).write_text(json.dumps(_sums(folder)))
 
   def _newest_step(self) -> int:
     """Returns the step of the newest undamaged one; warns of damaged ones."""
@@ -287,7 +287,8 @@ def _explained(path: epath.Path, step: int) -> Iterator[None]:
     is_late = isinstance(cause, TimeoutError)  # another process is late
     # Tensorstore's message contains the system's error code.
     code = re.search(r"os_error_code='(\d+)'", str(cause))
-    if is_late or not (code or isinstance(cause, OSError)):
+    is_remote = storage.is_bucket(path) and str(path) in str(cause)
+    if is_late or not (code or is_remote or isinstance(cause, OSError)):
       raise
     text = os.strerror(int(code[1])) if code else str(cause)[:200]
     raise CheckpointError(
@@ -309,9 +310,9 @@ class _Manager(ocp.CheckpointManager):
 def _damage_of(folder: epath.Path) -> str:
   """Describes damage to a folder's files; empty if there is none."""
   try:
-    expected = json.loads((folder / _SUMS).read_text())
+    expected = json.loads((folder / storage.SUMS).read_text())
     if not isinstance(expected, dict) or _ABOUT not in expected:
-      return f"{_SUMS} lacks {_ABOUT}"
+      return f"{storage.SUMS} lacks {_ABOUT}"
     found = _sums(folder)
   except (OSError, ValueError, RecursionError) as error:
     return f"{type(error).__name__}: {error}"
@@ -328,7 +329,9 @@ def _sums(folder: epath.Path) -> dict[str, str]:
   else:
     files = (f for f in pathlib.Path(folder).rglob("*") if f.is_file())
     sums = {str(f.relative_to(folder)): _sum(f) for f in files}
-  return {k: v for k, v in sorted(sums.items()) if k not in (_SUMS, _TIMES)}
+  return {
+    k: v for k, v in sorted(sums.items()) if k not in (storage.SUMS, _TIMES)
+  }
 
 
 def _sum(file: pathlib.Path) -> str:

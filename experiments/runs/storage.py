@@ -18,12 +18,14 @@ import shutil
 import socket
 import tempfile
 import uuid
+from collections.abc import Callable, Sequence
 
 import fsspec
 import jax
 from etils import epath
 
 SCRATCH, LOCK = ".tmp", "lock"
+SUMS = "sha256.json"  # of a checkpoint
 _CHECKPOINTS = "checkpoints"
 
 
@@ -45,7 +47,7 @@ class Disk:
   def __init__(self, path: str | os.PathLike):
     """Changes nothing."""
     self.path = pathlib.Path(path)
-    self.checkpoints = epath.Path(self.path, _CHECKPOINTS)
+    self.checkpoints = self.path / _CHECKPOINTS
 
   def lock(self) -> None:
     """Creates the folder, and locks it against other processes until `unlock`.
@@ -118,14 +120,17 @@ class Bucket:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     self.path = pathlib.Path(folder, self._url.rpartition("/")[2])
     self.path.mkdir()
-    here = self._url if is_written_by_orbax else self.path
-    self.checkpoints = epath.Path(here, _CHECKPOINTS)
+    self.checkpoints = self.path / _CHECKPOINTS
+    if is_written_by_orbax:
+      self.checkpoints = epath.Path(self._url, _CHECKPOINTS)
     self._owner: str | None = None
-    for name in self._names():
+    names = self._names()
+    for name in filter(self._is_whole(names), names):
       file = self.path / name
       file.parent.mkdir(parents=True, exist_ok=True)
       self._files.get_file(f"{self._root}/{name}", str(file))
-    self._uploaded = self._versions()
+    # The next upload deletes what was left out.
+    self._uploaded = dict.fromkeys(names) | self._versions()
 
   def lock(self) -> None:
     """Takes the folder over: `upload` fails for whoever had it before."""
@@ -146,11 +151,13 @@ class Bucket:
           " taken over; let that run end, or stop it and start this one again."
         )
     versions = self._versions()
-    for name, version in versions.items():
-      if self._uploaded.get(name) != version:
+    # A checkpoint is whole while its checksums are there.
+    for name in sorted(versions, key=_is_sums):
+      if self._uploaded.get(name) != versions[name]:
         self._files.put_file(str(self.path / name), f"{self._root}/{name}")
-        self._uploaded[name] = version
-    for name in self._uploaded.keys() - versions.keys():
+        self._uploaded[name] = versions[name]
+    gone = self._uploaded.keys() - versions.keys()
+    for name in sorted(gone, key=_is_sums, reverse=True):
       self._files.rm_file(f"{self._root}/{name}")
       del self._uploaded[name]
 
@@ -165,6 +172,13 @@ class Bucket:
     start = len(self._root) + 1
     names = (found[start:] for found in self._files.find(self._root))
     return [name for name in names if self._is_copied(name)]
+
+  def _is_whole(self, names: Sequence[str]) -> Callable[[str], bool]:
+    """Returns whether a file belongs to no checkpoint, or to a whole one."""
+    whole = tuple(name.removesuffix(SUMS) for name in names if _is_sums(name))
+    return lambda name: (
+      not name.startswith(f"{_CHECKPOINTS}/") or name.startswith(whole)
+    )
 
   def _versions(self) -> dict[str, tuple[int, int]]:
     """Returns time of change and size of the copied files, by name."""
@@ -212,6 +226,10 @@ def checksums(folder: epath.Path) -> dict[str, str]:
   return {
     name[len(root) + 1 :]: about["crc32c"] for name, about in found.items()
   }
+
+
+def _is_sums(name: str) -> bool:
+  return name.endswith(f"/{SUMS}")
 
 
 def _this_process() -> str:

@@ -72,6 +72,23 @@ def test_a_folder_without_its_checkpoints(bucket):
   assert bucket() == {"checkpoints/x": b"large", "report.html": b"page"}
 
 
+def test_half_a_checkpoint_is_left_out_and_deleted(bucket):
+  """A process may be killed while it uploads."""
+  storage = storage_of(URL)
+  for step in (1, 2):
+    folder = storage.checkpoints / str(step)
+    folder.mkdir(parents=True)
+    (folder / "array").write_text("values")
+    (folder / "sha256.json").write_text("{}")
+  storage.upload()
+  whole = bucket()
+  fsspec.filesystem("memory").rm_file("/runs/one/checkpoints/2/sha256.json")
+  storage = storage_of(URL)
+  assert [path.name for path in storage.checkpoints.iterdir()] == ["1"]
+  storage.upload()
+  assert bucket().keys() == {n for n in whole if n.startswith("checkpoints/1")}
+
+
 def test_stores_that_cannot_be_reached(tmp_path):
   config = config_of(tmp_path, "allreduce", run_dir="nowhere://runs/one")
   with pytest.raises(ValueError, match="got nowhere://runs/one: Protocol not"):

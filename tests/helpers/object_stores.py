@@ -15,7 +15,7 @@ _S3 = {
 }  # fmt: skip
 _GS = {
   "NO_GCE_CHECK": "true", "GOOGLE_CLOUD_PROJECT": "any",
-  "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+  "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "FSSPEC_GCS_TOKEN": "anon",
 }  # fmt: skip
 
 
@@ -43,11 +43,13 @@ def gs():
   port = free_port()
   url = f"http://127.0.0.1:{port}"
   places = {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url}
-  with _environment(**places, **_GS):
+  with _environment(**places, **_GS) as patch:
     pytest.importorskip("gcsfs")
     pytest.importorskip("gcp_storage_emulator")
     emulator = importlib.import_module("gcp_storage_emulator.server")
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
+    handler = importlib.import_module("gcp_storage_emulator.handlers.objects")
+    patch.setattr(handler, "download", _with_versions(handler.download))
     server = emulator.create_server(
       "127.0.0.1", port, in_memory=True, default_bucket="runs"
     )
@@ -58,9 +60,21 @@ def gs():
       server.stop()
 
 
+def _with_versions(download):
+  """Adds the header of Google's store that names the version of an object."""
+
+  def handle(request, response, store, *arguments, **options):
+    download(request, response, store, *arguments, **options)
+    if response.status < 300:
+      names = (request.params[key] for key in ("bucket_name", "object_id"))
+      response["x-goog-generation"] = store.get_file_obj(*names)["generation"]
+
+  return handle
+
+
 @contextlib.contextmanager
 def _environment(**variables):
   with pytest.MonkeyPatch.context() as patch:
     for name, value in variables.items():
       patch.setenv(name, value)
-    yield
+    yield patch

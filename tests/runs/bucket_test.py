@@ -1,6 +1,5 @@
 """Runs in buckets, killed and resumed, are equal to runs on a disk."""
 
-import re
 import signal
 
 import fsspec
@@ -19,8 +18,11 @@ def files_of(url):
 def has_checkpoint(url):
   """Returns whether a run in a bucket has a whole checkpoint."""
   files, root = files_of(url)
-  found = files.find(f"{root}/checkpoints")
-  return any(re.search(r"/\d+/commit_success.txt$", name) for name in found)
+  names = files.find(f"{root}/checkpoints")
+  return any(
+    name.replace("sha256.json", "commit_success.txt") in names
+    for name in names if name.endswith("sha256.json")
+  )  # fmt: skip
 
 
 def download(url, folder):

@@ -1,5 +1,6 @@
 """examples/ray_cluster.py on a cluster of two nodes; a worker is killed."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -12,7 +13,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-pytest.importorskip("ray.train", exc_type=ImportError)
+pytestmark = pytest.mark.skipif(
+  not importlib.util.find_spec("ray"), reason="Ray is not installed."
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECONDS = 400

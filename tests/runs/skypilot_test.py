@@ -1,0 +1,68 @@
+"""The commands of examples/skypilot.yaml, for two hosts on loopback.
+
+SkyPilot itself is not needed: it runs the commands on each host, with the
+variables that are set here.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import yaml
+from helpers import quick_compile, soak
+from helpers.local_processes import free_port, wait
+
+SECONDS = 150
+
+
+def test_two_hosts(tmp_path):
+  task = yaml.safe_load((soak.ROOT / "examples/skypilot.yaml").read_text())
+  # A working directory as SkyPilot copies it, with this environment in it.
+  folder = tmp_path / "workdir"
+  folder.mkdir()
+  for name in ("configs", "edgc_jax", "experiments"):
+    (folder / name).symlink_to(soak.ROOT / name)
+  (folder / ".venv" / "bin").mkdir(parents=True)
+  python = folder / ".venv" / "bin" / "python"
+  python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+  python.chmod(0o755)
+  settings = soak.SETTINGS | {"steps": 4, "log_every": 1}
+  options = (f"--config.{key}={value}" for key, value in settings.items())
+  foreign = ("XLA_FLAGS", "NPROC", "JAX_", "PYTHONWARNINGS")
+  kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+  variables = kept | task["envs"] | {
+    "CONFIG": f"{task['envs']['CONFIG']}:powersgd",
+    "RUN_DIR": str(tmp_path / "run"),
+    "OPTIONS": " ".join(options),
+    "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
+    "SKYPILOT_NUM_NODES": "2",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "XLA_FLAGS": quick_compile.XLA_FLAGS,
+  }  # fmt: skip
+  commands = task["run"].replace(":9876", f":{free_port()}")
+  assert commands != task["run"]
+  processes, deadline = [], time.monotonic() + SECONDS
+  try:
+    for rank in range(2):
+      with open(tmp_path / f"output_{rank}.txt", "w") as output:
+        processes.append(
+          subprocess.Popen(
+            ["bash", "-c", commands],
+            cwd=folder, stdout=output, stderr=subprocess.STDOUT,
+            env=variables | {"SKYPILOT_NODE_RANK": str(rank)},
+            start_new_session=True,
+          )
+        )  # fmt: skip
+    wait(processes, tmp_path, deadline)
+  finally:
+    for process in processes:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+  assert task["num_nodes"] > 1 and "requirements.txt" in task["setup"]
