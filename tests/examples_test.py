@@ -2,20 +2,26 @@
 
 import difflib
 import importlib.util
+import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import chex
+import numpy as np
+import optax
 import pytest
 from absl.testing import absltest, parameterized
 from helpers.local_processes import free_port
 
 import edgc_jax
+from experiments.planning import hlo
 
 pytestmark = pytest.mark.slow
 
 FOLDER = pathlib.Path(__file__).parents[1] / "examples"
+CHECK_BYTES = 52  # comparisons of the replicas, which few steps make
 
 
 def load(name):
@@ -40,6 +46,7 @@ class ExamplesTest(parameterized.TestCase):
     ("maxtext_tree", "maxtext_tree", 5, 5),
     ("accumulation", "accumulation", 5, 9),
     ("local_steps", "local_steps", 5, 30),
+    ("drjax_diloco", "drjax_diloco", 5, 7),
     ("simulated_replicas", "simulated_replicas", 5, 9),
     ("pmap_linen", "pmap_linen", 5, 6),
     ("equinox_model", "equinox_model", 5, 9),
@@ -102,6 +109,50 @@ class ExamplesTest(parameterized.TestCase):
     losses, numbers = load("gan").main()
     for own in numbers:
       self.check(losses, own, 5, 8)
+
+  def test_drjax_bytes(self):
+    """A compiled round sends what is counted; dense is DrJAX's own mean."""
+    example = load("drjax_diloco")
+    links = example.ARMS | {"dense": edgc_jax.allreduce(**example.where)}
+    means, sent = {}, {}
+    for name, link in links.items():
+      outer = optax.chain(link, optax.sgd(1.0))
+      state, batches = example.start(outer), example.batches_of(0)
+      program = example.round_with(outer).lower(*state, batches).compile()
+      text = program.as_text()
+      means[name], outer_state, *_ = program(*state, batches)
+      sent[name] = hlo.wire_bytes_outside_branches(text) - 4  # of the loss
+      if name != "mean":
+        counted = edgc_jax.metrics(outer_state)["wire_bytes"]
+        self.assertBetween(counted - sent[name], 0, CHECK_BYTES)
+    self.assertEqual(sent["mean"], sent["dense"])
+    self.assertGreater(sent["mean"], 7 * sent["quantize"])
+    self.assertGreater(sent["mean"], 8 * sent["topk"])
+    chex.assert_trees_all_close(means["mean"], means["dense"], rtol=1e-6)
+
+  def test_maxtext(self):
+    """MaxText's own trainer runs "maxtext_diloco", in its own process."""
+    if importlib.util.find_spec("maxtext") is None:
+      self.skipTest("MaxText is not installed; docs/maxtext.md says how")
+    arms = ("MaxText's mean", "allreduce", "quantize")
+    worker = pathlib.Path(__file__).parent / "helpers/maxtext_worker.py"
+    own = {"PYTHONPATH": str(FOLDER.parent), "DECOUPLE_GCLOUD": "TRUE"}
+    done = subprocess.run(
+      [sys.executable, worker, *arms], env=os.environ | own, text=True,
+      capture_output=True, timeout=1200,
+    )  # fmt: skip
+    self.assertEqual(done.returncode, 0, done.stderr)
+    lines = [x for x in done.stdout.splitlines() if x.startswith("{")]
+    mean, dense, coded = map(json.loads, lines)
+    # Beside an exchange only MaxText's statistics cross the slow axis.
+    self.assertEqual(coded["each_step"], mean["each_step"])
+    self.assertBetween(dense["exchange"] - mean["exchange"], 0, CHECK_BYTES)
+    self.assertGreater(mean["exchange"], 7 * coded["exchange"])
+    counted = coded["numbers"]["wire_bytes"] / 2  # of two shards
+    self.assertBetween(coded["exchange"] - counted, 0, CHECK_BYTES)
+    self.check(coded["losses"], coded["numbers"], 50, 7)
+    np.testing.assert_allclose(dense["losses"], mean["losses"], rtol=0.02)
+    np.testing.assert_allclose(coded["losses"], mean["losses"], rtol=0.1)
 
   def test_each_has_a_test_and_a_row(self):
     names = {path.stem for path in FOLDER.glob("*.py")}
