@@ -8,6 +8,7 @@ Otherwise flags give each one the address of the first process and its index:
 """
 
 import contextlib
+import faulthandler
 import itertools
 import os
 import resource
@@ -74,6 +75,8 @@ def initialize() -> int:
     )
   if has_flags:
     _require_address(_ADDRESS.value)
+  # JAX aborts if another process is silent; its message is enough.
+  faulthandler.disable()
   # For CPUs; other platforms have their own collectives.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   try:
