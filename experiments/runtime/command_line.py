@@ -1,6 +1,5 @@
 """The --config flag of all commands, and errors that name the nearest key."""
 
-import faulthandler
 import logging
 import math
 import os
@@ -51,9 +50,6 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       processes = hosts.initialize()
     except (ValueError, RuntimeError) as error:
       sys.exit(f"error: {error}")
-    if processes != 1:
-      # JAX aborts if another process is silent; its message is enough.
-      faulthandler.disable()
     if not _devices_are_chosen():
       # Only the CPU platform uses this: replicas share a machine's cores.
       devices = math.prod(_mesh_sizes(config).values())

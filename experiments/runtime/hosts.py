@@ -14,6 +14,7 @@ what else listens.
 """
 
 import contextlib
+import faulthandler
 import ipaddress
 import itertools
 import os
@@ -94,6 +95,8 @@ def initialize() -> int:
   bind = os.environ.get(_BIND, _ADDRESS.value)
   if _INDEX.value == 0 and bind == _ADDRESS.value:
     _warn_of_gloo(_require_own_address(bind))
+  # JAX aborts if another process is silent; its message is enough.
+  faulthandler.disable()
   # For CPUs; other platforms have their own collectives.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   try:
