@@ -60,6 +60,10 @@ def averaged_by(make_reducer):
 
   Args:
     make_reducer: A reducer of this package, without its mesh.
+
+  Raises:
+    ValueError: when training starts, if MaxText is to save checkpoints or to
+      exchange in fragments.
   """
   setup = train_utils.setup_train_loop
   synchronize = diloco_utils.synchronize_full_state
@@ -68,6 +72,13 @@ def averaged_by(make_reducer):
   def setup_train_loop(*args, **kwargs):
     """Adds the reducer's state to the state of the outer optimiser."""
     nonlocal reducer
+    config, *_ = args
+    for name in ("enable_checkpointing", "enable_streaming_diloco"):
+      if getattr(config, name):
+        raise ValueError(
+          f"`{name}` must be false with a reducer, got true: MaxText expects"
+          " the state of optax.sgd alone there. Set it to false."
+        )
     found = list(setup(*args, **kwargs))
     shardings, mesh, state = found[2], found[4], found[-1]
     reducer = make_reducer(
@@ -145,6 +156,6 @@ def main(arm="quantize"):
 if __name__ == "__main__":
   found = {arm: main(arm) for arm in sys.argv[1:] or ARMS}
   for arm, (losses, numbers) in found.items():
-    last = np.mean(losses[-8:])
-    sent = f"{numbers['wire_bytes']:.0f} bytes" if numbers else "dense"
-    print(f"{arm}: loss {losses[0]:.3f} to {last:.3f}, {sent} an exchange")
+    sent = f"{numbers['wire_bytes']:,.0f} bytes" if numbers else "float32"
+    last = np.mean(losses[-SETTINGS["diloco_sync_period"] :])
+    print(f"{arm}: loss {losses[0]:.3f} to {last:.4f}, {sent} an exchange")
