@@ -1,8 +1,9 @@
-"""Trains twice on a Ray cluster of two nodes on loopback; prints JSON.
+"""Trains twice on a Ray cluster of two nodes on loopback, into a folder.
 
   python tests/helpers/ray_driver.py FOLDER
 
-The second time a worker is killed once, in the middle of step `KILLED_AT`.
+The second time a worker is killed once, before step `KILLED_AT`. What was found
+is in found.json.
 """
 
 import json
@@ -50,7 +51,7 @@ def main(folder):
       found[name] = ray_cluster.fit(folder, 2, train, name).metrics
       paths = [pathlib.Path(folder, name, f"node_{rank}") for rank in range(2)]
       found[name]["nodes"] = [path.read_text() for path in paths]
-    print(json.dumps(found))
+    pathlib.Path(folder, "found.json").write_text(json.dumps(found))
   finally:
     ray.shutdown()
     cluster.shutdown()

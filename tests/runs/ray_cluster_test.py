@@ -56,12 +56,11 @@ def runs(tmp_path_factory):
   # Sockets have paths of 107 characters at most.
   with tempfile.TemporaryDirectory(prefix="ray-") as temporary:
     pathlib.Path(temporary, "ray").mkdir()
-    done = subprocess.run(
+    subprocess.run(
       [sys.executable, ROOT / "tests" / "helpers" / "ray_driver.py", folder],
-      env=environment(temporary), stdout=subprocess.PIPE, text=True,
-      timeout=SECONDS, check=True,
+      env=environment(temporary), timeout=SECONDS, check=True,
     )  # fmt: skip
-  return folder, json.loads(done.stdout.splitlines()[-1])
+  return folder, json.loads((folder / "found.json").read_text())
 
 
 def test_workers_train_on_both_nodes(runs):
