@@ -62,11 +62,12 @@ def fresh(name, backend):
 
 # Variants run the code of a reducer, so they are compiled on one backend only.
 CASES = [
-  (f"{name}_{backend}", name, backend)
+  pytest.param(name, backend, marks=() if is_plain(name) else pytest.mark.slow)
   for i, name in enumerate(REDUCERS)
   for j, backend in enumerate(BACKENDS)
   if is_plain(name) or i % len(BACKENDS) == j
 ]
+on_all_cases = pytest.mark.parametrize(("name", "backend"), CASES)
 
 
 def mean(tree):
@@ -79,67 +80,82 @@ def as_on_mesh(state):
   return with_field(first_replica(state), "residual", joined)
 
 
+@on_all_cases
+def test_steps_keep_the_contract(name, backend):
+  """Nothing is lost, replicas agree, shapes and dtypes stay, one trace."""
+  run = fresh(name, backend)
+  for step in range(6):
+    gradients = gradients_like(PARAMS, seed=step)
+    before = run.residual()
+    updates = run.step(gradients)
+    after = run.residual()
+    assert_replicas_equal(updates)
+    for leaf, gradient in mean(gradients).items():
+      owed, kept = gradient, np.asarray(updates[leaf][0], np.float32)
+      tolerance = F32
+      if not isinstance(after[leaf], optax.MaskedNode):
+        owed = owed + before[leaf].mean(0)
+        kept = kept + after[leaf].mean(0)
+      elif name in WITHOUT_RESIDUAL:
+        continue
+      elif leaf == "bfloat16":  # no residual keeps the rounding errors
+        tolerance = BF16
+      np.testing.assert_allclose(kept, owed, err_msg=leaf, **tolerance)
+    chex.assert_trees_all_equal_shapes_and_dtypes(run.state, run.first_state)
+    chex.assert_trees_all_equal_dtypes(updates, PARAMS)
+  assert edgc_jax.metrics(run.state)["skipped_steps"] == 0
+
+
+@on_all_cases
+def test_nonfinite_gradient_of_one_replica_skips_the_step(name, backend):
+  for bad, leaf in ((np.nan, "wide"), (np.inf, "wide"), (-np.inf, "bias")):
+    run = fresh(name, backend)
+    for step in range(3):
+      run.step(gradients_like(PARAMS, seed=step))
+    before = residuals(run.state), factors(run.state)
+    gradients = gradients_like(PARAMS, seed=3)
+    gradients[leaf] = (
+      gradients[leaf].at[(1,) + (0,) * PARAMS[leaf].ndim].set(bad)
+    )
+    updates = run.step(gradients)
+    chex.assert_trees_all_equal(updates, optax.tree.zeros_like(updates))
+    after = residuals(run.state), factors(run.state)
+    chex.assert_trees_all_equal(after, before)
+    assert edgc_jax.metrics(run.state)["skipped_steps"] == 1
+    updates = run.step(gradients_like(PARAMS, seed=4))
+    chex.assert_tree_all_finite(updates)
+    assert np.abs(updates["bias"]).max() > 0
+
+
+@on_all_cases
+@pytest.mark.filterwarnings("ignore:The entropy of the gradients")
+def test_zero_tiny_and_huge_gradients(name, backend):
+  run = fresh(name, backend)
+  for step, scale in enumerate((0.0, 1e-18, 1.0, 1e15, 1e-30, 0.0)):
+    gradients = gradients_like(PARAMS, seed=step, scale=scale)
+    updates = run.step(gradients)
+    chex.assert_tree_all_finite(updates)
+    chex.assert_tree_all_finite(run.residual())
+  values = edgc_jax.metrics(run.state)
+  assert values["skipped_steps"] == 0
+  chex.assert_tree_all_finite(values)
+
+
+@pytest.mark.parametrize("name", [*filter(is_plain, REDUCERS)])
+def test_both_backends_agree(name):
+  """In each step from equal states: a code enlarges the last rounding."""
+  on_pmap, on_mesh = (fresh(name, backend) for backend in BACKENDS)
+  places = jax.tree.map(lambda x: x.sharding, on_mesh.state)
+  for step in range(5):
+    gradients = gradients_like(PARAMS, seed=step)
+    state = jax.tree.map(np.asarray, as_on_mesh(on_pmap.state))
+    on_mesh.state = jax.device_put(state, places)
+    first, second = (run.step(gradients) for run in (on_pmap, on_mesh))
+    chex.assert_trees_all_close(first, second, **F32)
+    chex.assert_trees_all_close(as_on_mesh(on_pmap.state), on_mesh.state, **F32)
+
+
 class ContractTest(parameterized.TestCase):
-  @parameterized.named_parameters(*CASES)
-  def test_steps_keep_the_contract(self, name, backend):
-    """Nothing is lost, replicas agree, shapes and dtypes stay, one trace."""
-    run = fresh(name, backend)
-    for step in range(6):
-      gradients = gradients_like(PARAMS, seed=step)
-      before = run.residual()
-      updates = run.step(gradients)
-      after = run.residual()
-      assert_replicas_equal(updates)
-      for leaf, gradient in mean(gradients).items():
-        owed, kept = gradient, np.asarray(updates[leaf][0], np.float32)
-        tolerance = F32
-        if not isinstance(after[leaf], optax.MaskedNode):
-          owed = owed + before[leaf].mean(0)
-          kept = kept + after[leaf].mean(0)
-        elif name in WITHOUT_RESIDUAL:
-          continue
-        elif leaf == "bfloat16":  # no residual keeps the rounding errors
-          tolerance = BF16
-        np.testing.assert_allclose(kept, owed, err_msg=leaf, **tolerance)
-      chex.assert_trees_all_equal_shapes_and_dtypes(run.state, run.first_state)
-      chex.assert_trees_all_equal_dtypes(updates, PARAMS)
-    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 0)
-
-  @parameterized.named_parameters(*CASES)
-  def test_nonfinite_gradient_of_one_replica_skips_the_step(
-    self, name, backend
-  ):
-    for bad, leaf in ((np.nan, "wide"), (np.inf, "wide"), (-np.inf, "bias")):
-      run = fresh(name, backend)
-      for step in range(3):
-        run.step(gradients_like(PARAMS, seed=step))
-      before = residuals(run.state), factors(run.state)
-      gradients = gradients_like(PARAMS, seed=3)
-      gradients[leaf] = (
-        gradients[leaf].at[(1,) + (0,) * PARAMS[leaf].ndim].set(bad)
-      )
-      updates = run.step(gradients)
-      chex.assert_trees_all_equal(updates, optax.tree.zeros_like(updates))
-      after = residuals(run.state), factors(run.state)
-      chex.assert_trees_all_equal(after, before)
-      self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 1)
-      updates = run.step(gradients_like(PARAMS, seed=4))
-      chex.assert_tree_all_finite(updates)
-      self.assertGreater(np.abs(updates["bias"]).max(), 0)
-
-  @parameterized.named_parameters(*CASES)
-  @pytest.mark.filterwarnings("ignore:The entropy of the gradients")
-  def test_zero_tiny_and_huge_gradients(self, name, backend):
-    run = fresh(name, backend)
-    for step, scale in enumerate((0.0, 1e-18, 1.0, 1e15, 1e-30, 0.0)):
-      gradients = gradients_like(PARAMS, seed=step, scale=scale)
-      updates = run.step(gradients)
-      chex.assert_tree_all_finite(updates)
-      chex.assert_tree_all_finite(run.residual())
-    values = edgc_jax.metrics(run.state)
-    self.assertEqual(values["skipped_steps"], 0)
-    chex.assert_tree_all_finite(values)
-
   @parameterized.named_parameters(
     ("allreduce", lambda: edgc_jax.allreduce()),
     ("powersgd", lambda: edgc_jax.powersgd(64, min_ratio=0)),
@@ -190,21 +206,6 @@ class ContractTest(parameterized.TestCase):
     eager, compiled = eager[1], compiled[1]
     chex.assert_trees_all_close(residuals(eager), residuals(compiled), **F32)
     chex.assert_trees_all_close(eager.stats, compiled.stats, **F32)
-
-  @parameterized.parameters(*filter(is_plain, REDUCERS))
-  def test_both_backends_agree(self, name):
-    """In each step from equal states: a code enlarges the last rounding."""
-    on_pmap, on_mesh = (fresh(name, backend) for backend in BACKENDS)
-    places = jax.tree.map(lambda x: x.sharding, on_mesh.state)
-    for step in range(5):
-      gradients = gradients_like(PARAMS, seed=step)
-      state = jax.tree.map(np.asarray, as_on_mesh(on_pmap.state))
-      on_mesh.state = jax.device_put(state, places)
-      first, second = (run.step(gradients) for run in (on_pmap, on_mesh))
-      chex.assert_trees_all_close(first, second, **F32)
-      chex.assert_trees_all_close(
-        as_on_mesh(on_pmap.state), on_mesh.state, **F32
-      )
 
   def test_all_reducers_of_the_registry_are_tested(self):
     self.assertLessEqual(set(edgc_jax.REDUCERS), set(REDUCERS))

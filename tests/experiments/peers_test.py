@@ -11,6 +11,9 @@ import edgc_jax
 from experiments.peers.demo import demo
 from experiments.peers.late import late
 
+# Methods for comparison, in `experiments/` alone.
+pytestmark = pytest.mark.slow
+
 N, AXIS = 4, "data"
 PARAMS = {"w": jnp.zeros((96, 128)), "b": jnp.zeros(128)}
 

@@ -415,6 +415,7 @@ def test_settings_of_the_studies_are_valid(path, records, monkeypatch):
   assert arms == set(own.arms)
 
 
+@pytest.mark.slow
 def test_budgets_of_the_protocol(monkeypatch):
   """Fixed ranks send what the name of their table says."""
   monkeypatch.chdir(ROOT)

@@ -51,6 +51,7 @@ def test_a_table_without_an_end_is_an_error():
       pages.filled(cut + rest, tables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "file",
   [pages.ROOT / "README.md", *sorted((pages.ROOT / "docs").glob("*.md"))],
@@ -61,6 +62,7 @@ def test_committed_pages_have_the_tables_of_the_records(file):
   assert pages.filled(text, pages.TABLES) == text, "run `make pages`"
 
 
+@pytest.mark.slow
 def test_the_evidence_of_advice_is_that_of_the_records():
   assert pages.EVIDENCE.read_text() == evidence.text(), "run `make pages`"
   found = of_protocol()
@@ -72,6 +74,7 @@ def test_the_evidence_of_advice_is_that_of_the_records():
     assert np.isclose(one.bits, one.predicted_bits, rtol=0.12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", pages.PICTURES)
 def test_committed_pictures_show_the_records(name):
   file = pages.ROOT / "docs/pictures" / f"{name}.png"

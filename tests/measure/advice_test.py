@@ -210,6 +210,7 @@ def test_methods_that_another_one_beats_are_left_out(monkeypatch):
   assert found.keys() == {*NAMES[:4], worse.name}
 
 
+@pytest.mark.slow
 def test_all_candidates_are_measured():
   params = {"kernel": jax.ShapeDtypeStruct((128, 256), "float32")}
   seconds = edgc_jax.measure_computing(params, 4, repeats=1)
@@ -224,6 +225,7 @@ def test_all_candidates_are_measured():
     advise(LinkModel(1e-3, 1e7), computing=wrong)
 
 
+@pytest.mark.slow
 def test_computing_is_the_time_beyond_passing_gradients_on(monkeypatch):
   params = {"kernel": jax.ShapeDtypeStruct((128, 256), "float32")}
 
@@ -241,6 +243,7 @@ def test_computing_is_the_time_beyond_passing_gradients_on(monkeypatch):
     edgc_jax.measure_computing(params, 4, repeats=0)
 
 
+@pytest.mark.slow
 def test_what_the_protocol_has_judged_can_be_built(monkeypatch):
   """With its own evidence, for parameters of the protocol's size."""
   monkeypatch.setattr(advice, "of_protocol", of_protocol)

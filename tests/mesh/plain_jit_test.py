@@ -215,7 +215,7 @@ class ReplicasTest(parameterized.TestCase):
       for i in range(2)
     ]
     mean = jax.tree.map(lambda *g: sum(g) / 2, *grads)
-    updates, _ = chain.update(mean, chain.init(PARAMS), PARAMS)
+    updates, _ = jax.jit(chain.update)(mean, chain.init(PARAMS), PARAMS)
     assert_near(params, optax.apply_updates(PARAMS, updates))
     without = edgc_jax.accumulate(chain, 2)
     with self.assertRaisesRegex(ValueError, "pass mesh= to accumulate"):

@@ -178,8 +178,11 @@ def test_equals_a_loop_with_an_overlap(overlap):
     chex.assert_trees_all_close(params, late[-1], atol=2e-4)
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize(
+  ("fragments", "overlap"),
+  [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow)
+             for case in ((1, 0), (1, 1), (2, 0)))],
+)  # fmt: skip
 def test_all_ways_to_bind_the_axis_agree(fragments, overlap):
   make = functools.partial(tx_of, fragments=fragments, overlap=overlap)
   steps = 12 + overlap  # the last one exchanges

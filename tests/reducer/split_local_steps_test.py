@@ -105,7 +105,12 @@ def split_pmapped(steps, **options):
 
 @pytest.mark.parametrize("run", [split_plain, split_pmapped])
 @pytest.mark.parametrize(
-  ("every", "fragments", "overlap"), [(2, 1, 1), (3, 1, 3), (6, 2, 2)]
+  ("every", "fragments", "overlap"),
+  [
+    (2, 1, 1),
+    pytest.param(3, 1, 3, marks=pytest.mark.slow),
+    pytest.param(6, 2, 2, marks=pytest.mark.slow),
+  ],
 )
 def test_equals_one_program(run, every, fragments, overlap):
   """After every step: the loss, the common parameters and the metrics."""
@@ -132,6 +137,7 @@ def period_of(options):
   return options["every"] // options["fragments"]
 
 
+@pytest.mark.slow
 def test_a_run_continues_from_its_state_alone():
   """After any step, in the middle of an exchange, too, bit for bit."""
   mesh = mesh_of()
