@@ -185,8 +185,9 @@ def advise(
     All methods, and the chosen one.
 
   Raises:
-    TypeError: if an argument is not a number.
-    ValueError: if an argument is out of range, or `computing` lacks a name.
+    TypeError: if an argument has another type.
+    ValueError: if an argument is out of range, `computing` lacks a name, or
+      `params` has no array.
 
   >>> import jax
   >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")

@@ -114,8 +114,9 @@ def describe(
     Rows for each leaf of each reducer.
 
   Raises:
-    ValueError: if `tx` holds no reducer, or `param_specs` is given without a
-      mesh.
+    TypeError: if `tx` is no transformation.
+    ValueError: if `tx` holds no reducer, `params` no array, or `param_specs` is
+      given without a mesh or does not fit.
 
   >>> from edgc_jax.methods import powersgd
   >>> params = {"w": jax.numpy.zeros((64, 256)), "b": jax.numpy.zeros(256)}
@@ -204,8 +205,8 @@ def wire_bytes(
 
   Raises:
     TypeError: if a rank or `replicas` is not a Python integer.
-    ValueError: if a rank or `replicas` is too small, or `wire_dtype` is
-      unknown.
+    ValueError: if a rank or `replicas` is too small, `wire_dtype` is unknown,
+      or `params` has no array.
 
   >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")
   >>> wire_bytes(weights, 0), wire_bytes(weights, 32)

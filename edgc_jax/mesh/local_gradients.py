@@ -79,7 +79,9 @@ def value_and_grad(
       divide a batch, own parameters have no axis of replicas, common ones are
       to have losses that are not averaged, or `loss_fn` constrains arrays over
       `axis_name`.
-    TypeError: if an argument looks like a key of the old kind.
+    TypeError: if `mesh` is no mesh or an option of another type; when called,
+      if `loss_fn` returns no scalar, a parameter is no float, an argument no
+      array, or one that looks like a key of the old kind.
   """
   validation.require_function(
     "loss_fn", loss_fn, "parameters and a batch", optional=False

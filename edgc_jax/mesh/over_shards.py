@@ -42,6 +42,7 @@ def over_shards(
     A gradient transformation, with the state of `tx`.
 
   Raises:
+    TypeError: if `tx` is no transformation.
     ValueError: where it runs, if no enclosing `shard_map` has a mesh with all
       axes of `param_specs`, or `late_updates` is given.
   """

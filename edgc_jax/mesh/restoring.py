@@ -54,8 +54,9 @@ def restore(
 
   Raises:
     ImportError: if orbax-checkpoint is not installed.
-    ValueError: if the checkpoint lacks an array of the state, or an array has
-      another shape than the transformation needs.
+    TypeError: if `path`, `tx` or `mesh` has another type.
+    ValueError: if there is no intact checkpoint, it lacks an array of the
+      state, or an array has another shape than the transformation needs.
   """
   with reducers_seen():
     init, own, of_state = bound_init(tx, params, mesh, axis_name, param_specs)

@@ -96,8 +96,10 @@ def state_specs(
     A tree like `tx.init(params)`, of PartitionSpecs.
 
   Raises:
-    ValueError: if `param_specs` is given without a mesh, the mesh lacks one of
-      the axes, or parameters are sharded over the replicas.
+    TypeError: if `tx` is no transformation, or `mesh` no mesh.
+    ValueError: if `param_specs` is given without a mesh, has another structure
+      or does not divide the parameters, the mesh lacks one of the axes, or
+      parameters are sharded over the replicas.
   """
   if mesh is not None:
     require_axes(mesh, "axis_name", axis_name)

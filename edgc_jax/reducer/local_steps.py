@@ -110,7 +110,8 @@ def local_steps(
     exchanges.
 
   Raises:
-    TypeError: if an argument that decides shapes is not a Python number.
+    TypeError: if an argument that decides shapes is not a Python number, or an
+      optimiser no transformation.
     ValueError: if an argument is out of range; in `init`, if `outer` holds no
       reducer, or `inner` holds one; in `update`, without parameters.
 

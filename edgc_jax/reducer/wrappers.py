@@ -95,6 +95,7 @@ def accumulate(
     A gradient transformation.
 
   Raises:
+    TypeError: if `tx` is no transformation, or `every` no Python integer.
     ValueError: if `every` is below 1; in `update`, if `late_updates` is given.
 
   >>> tx = accumulate(optax.sgd(1.0), every=4)
@@ -206,6 +207,7 @@ def skip_nonfinite(
     A gradient transformation.
 
   Raises:
+    TypeError: if `tx` is no transformation, or `max_consecutive` no integer.
     ValueError: if `max_consecutive` is below 1; in `update`, if an axis is not
       bound, or gradients vary over an axis that `axis_name` does not name.
 

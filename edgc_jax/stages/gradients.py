@@ -180,8 +180,9 @@ def clip_by_global_norm(
     A gradient transformation; place it after the reducer.
 
   Raises:
-    ValueError: if `max_norm` is not positive; in `update`, if the axis is not
-      bound or JAX does not track varying types.
+    TypeError: if `max_norm` is not a Python number.
+    ValueError: if `max_norm` is not positive and finite; in `update`, if the
+      axis is not bound or JAX does not track varying types.
 
   >>> tx = optax.chain(clip_by_global_norm(1.0, "stage"), optax.adam(1e-3))
   """

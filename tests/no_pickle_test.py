@@ -1,0 +1,83 @@
+"""Nothing that is read can run code: no pickles, and no text is executed.
+
+Checkpoints are arrays and JSON, records are JSON, data is text or uint16. Files
+of configurations and studies are programs of their user, and run as such.
+"""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FILES = [
+  path
+  for folder in ("edgc_jax", "experiments", "configs", "examples", "tests")
+  for path in sorted((ROOT / folder).rglob("*.py"))
+]
+# Libraries that unpickle what they read.
+MODULES = {
+  "pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve",
+  "joblib",
+}  # fmt: skip
+CALLS = {"eval", "exec", "compile", "__import__"}  # of builtins
+# A study's file, and the file of a configuration that it names.
+PROGRAMS = {
+  "experiments/study/study.py": {"run_path"},
+  "tests/helpers/forked_commands.py": {"run_path"},
+}
+METHODS = {"run_path", "run_module", "read_pickle", "to_pickle"}
+
+
+def found_in(text):
+  """Returns what of a program could run code that it reads."""
+  found = set()
+  for node in ast.walk(ast.parse(text)):
+    if isinstance(node, ast.Import):
+      names = {alias.name.split(".")[0] for alias in node.names}
+      found |= names & MODULES
+    elif isinstance(node, ast.ImportFrom):
+      found |= {(node.module or "").split(".")[0]} & MODULES
+      found |= {alias.name for alias in node.names} & METHODS
+    elif isinstance(node, ast.Call):
+      name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+      if isinstance(node.func, ast.Name) and name in CALLS:
+        found.add(name)
+      if name in METHODS:
+        found.add(name)
+      # NumPy's `allow_pickle`; PyTorch's `weights_only`, which is its default.
+      for keyword in node.keywords:
+        value = getattr(keyword.value, "value", True)
+        if (keyword.arg, bool(value)) in (
+          ("allow_pickle", True), ("weights_only", False),
+        ):  # fmt: skip
+          found.add(keyword.arg)
+  return found
+
+
+def test_no_file_runs_what_it_reads():
+  found = {
+    str(path.relative_to(ROOT)): found_in(path.read_text()) for path in FILES
+  }
+  assert len(found) > 300
+  assert {name: own for name, own in found.items() if own} == PROGRAMS
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "import pickle", "from pickle import loads", "import os, cloudpickle",
+    "np.load(f, allow_pickle=True)", "np.load(f, allow_pickle=a)",
+    "eval(text)", "exec(text)", "pd.read_pickle(f)", "runpy.run_path(f)",
+    "torch.load(f, weights_only=False)",
+  ],
+)  # fmt: skip
+def test_the_test_finds_it(text):
+  assert found_in(text)
+
+
+@pytest.mark.parametrize(
+  "text", ["json.loads(t)", "re.compile(t)", "x.compile()", "np.load(f)"]
+)  # fmt: skip
+def test_the_test_allows_others(text):
+  assert not found_in(text)
