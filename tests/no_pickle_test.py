@@ -21,10 +21,13 @@ MODULES = {
   "joblib",
 }  # fmt: skip
 CALLS = {"eval", "exec", "compile", "__import__"}  # of builtins
-# A study's file, and the file of a configuration that it names.
+# A study's file, and the file of a configuration that it names; tests that run
+# what pages and the command show.
 PROGRAMS = {
   "experiments/study/study.py": {"run_path"},
+  "tests/diagnosis/command_test.py": {"eval"},
   "tests/helpers/forked_commands.py": {"run_path"},
+  "tests/quickstart_test.py": {"compile"},
 }
 METHODS = {"run_path", "run_module", "read_pickle", "to_pickle"}
 
