@@ -16,7 +16,7 @@ from absl.testing import absltest, parameterized
 from helpers.local_processes import free_port
 
 import edgc_jax
-from experiments.planning import hlo
+from edgc_jax.measure import hlo
 
 pytestmark = pytest.mark.slow
 

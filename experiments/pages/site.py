@@ -1,6 +1,6 @@
 """Builds the documentation site from README.md, docs/ and the docstrings.
 
-  python -m experiments.pages.site [--output=site]
+  python -m experiments.pages.site [--site=site]
 
 The site has the pages that zensical.toml names, at their places in the
 repository, so that a link in a page leads to the same file here and there.
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from absl import app, flags
 
-_OUTPUT = flags.DEFINE_string("output", "site", "Folder of the site.")
+_SITE = flags.DEFINE_string("site", "site", "Folder of the site.")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = "zensical.toml"
@@ -47,9 +47,11 @@ def main(argv: Sequence[str]) -> None:
   """Builds the site."""
   del argv
   try:
-    build(pathlib.Path(_OUTPUT.value))
+    build(pathlib.Path(_SITE.value))
   except subprocess.CalledProcessError:
     sys.exit("error: the site has the faults above, and was not written.")
+  except (FileNotFoundError, ValueError) as error:
+    sys.exit(f"error: {error}")
 
 
 def build(output: pathlib.Path, root: pathlib.Path = ROOT) -> None:

@@ -15,7 +15,7 @@ from unittest import mock
 
 import jax
 
-from experiments.planning import hlo
+from edgc_jax.measure import hlo
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples"
 

@@ -13,6 +13,10 @@ import signal
 import sys
 
 # The examples are no package; workers import them by PYTHONPATH.
+sys.path.insert(
+  0, str(pathlib.Path(__file__).resolve().parents[2] / "examples")
+)
+
 import ray
 import ray_cluster
 from ray.cluster_utils import Cluster
