@@ -103,7 +103,7 @@ def _fixed_ranks(name: str) -> Sequence[str]:
         "arm": arm,
         "bits": f"{row['bits']:.2f}",
         "minus its fixed rank": _difference(row["beside"], row["beside_error"]),
-        "seeds": str(row["seeds"]),
+        "seeds": str(row["pairs"]),
         "so edgc is": sure,
       }
     )

@@ -79,12 +79,15 @@ def by_arm(frame: pd.DataFrame) -> pd.DataFrame:
 
   Returns:
     By (table, arm), in the order of the study: seeds, loss, bits, gap,
-    gap_error, saved, beside, beside_error, value, is_current.
+    gap_error, saved, beside, beside_error, pairs (seeds with a matched arm),
+    value, is_current.
   """
   groups = frame.groupby(["table", "arm"], sort=False)
   found = groups[["loss", "bits", "gap", "saved", "beside", "value"]].mean()
   found = found.assign(
-    seeds=groups.size(), is_current=groups["is_current"].all()
+    seeds=groups.size(),
+    pairs=groups["beside"].count(),
+    is_current=groups["is_current"].all(),
   )
   scatter = groups[["gap", "beside"]].std()
   scatter = scatter[scatter > 0]  # not dense beside itself

@@ -474,6 +474,9 @@ def test_gaps_are_seed_by_seed(judged):
   edgc = found.loc[("Low rank", "edgc")]
   assert edgc["beside"] == pytest.approx((-0.1 - 0.2) / 2)
   assert edgc["beside_error"] == pytest.approx(0.05)
+  unpaired = judged.assign(beside=judged["beside"].where(judged["seed"] == 0))
+  found = statistics.by_arm(unpaired).loc[("Low rank", "edgc")]
+  assert found["seeds"] == 2 and found["pairs"] == 1
   # Seed 1 alone has no standard error.
   alone = statistics.by_arm(judged[judged["seed"] == 1])
   fixed = alone.loc[("Low rank", "fixed")]
