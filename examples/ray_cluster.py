@@ -66,6 +66,16 @@ def join():
   )
 
 
+def newest_step(folder):
+  """Returns the step of the newest whole checkpoint, or 0.
+
+  `ray.train.get_checkpoint` may be one behind: Ray hears of a report some time
+  after it. Orbax gives a checkpoint its name once it is whole.
+  """
+  names = [path.name for path in pathlib.Path(folder).glob("*")]
+  return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
 def train(config):
   """Trains in one worker, from the newest checkpoint if there is one."""
   join()
@@ -81,10 +91,10 @@ def train(config):
     return optax.apply_updates(params, updates), opt_state, loss
 
   params = jax.device_put(init_params(), NamedSharding(mesh, P()))
-  newest, done = ray.train.get_checkpoint(), 0
-  if newest:
-    done = int(pathlib.Path(newest.path).name)
-    params, opt_state = edgc_jax.restore(newest.path, tx, params, mesh=mesh)
+  done = newest_step(config["folder"])
+  if done:
+    path = pathlib.Path(config["folder"], str(done))
+    params, opt_state = edgc_jax.restore(path, tx, params, mesh=mesh)
   else:
     opt_state = tx.init(params)
   rows = NamedSharding(mesh, P("data"))

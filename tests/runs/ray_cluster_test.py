@@ -27,13 +27,13 @@ def environment(folder):
   foreign = ("XLA_FLAGS", "NPROC", "JAX_", "PYTHONWARNINGS", "RAY_")
   kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
   return kept | {
-    "GLOO_SOCKET_IFNAME": "lo",
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
     # Ray takes 127.0.0.1 for a mistake, except where this is 0.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_TMPDIR": str(folder),
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # or a busy machine runs all else before them
   }
 
 
