@@ -99,7 +99,8 @@ def train(config):
     opt_state = tx.init(params)
   rows = NamedSharding(mesh, P("data"))
   for step in range(done + 1, STEPS + 1):
-    x = jax.device_put(batch_of(step), rows)  # each worker takes its rows
+    x = batch_of(step)  # of which each worker takes its rows
+    x = jax.make_array_from_callback(x.shape, rows, x.__getitem__)
     params, opt_state, loss = train_step(params, opt_state, x)
     if step % EVERY and step < STEPS:
       continue

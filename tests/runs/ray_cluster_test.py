@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from helpers import quick_compile
 
 pytestmark = pytest.mark.skipif(
   not importlib.util.find_spec("ray"), reason="Ray is not installed."
@@ -27,7 +28,11 @@ def environment(folder):
   foreign = ("XLA_FLAGS", "NPROC", "JAX_", "PYTHONWARNINGS", "RAY_")
   kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
   return kept | {
+    # Workers that start again do not compile again.
+    "JAX_COMPILATION_CACHE_DIR": f"{folder}/compiled",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": quick_compile.XLA_FLAGS,
     "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
     # Ray takes 127.0.0.1 for a mistake, except where this is 0.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
