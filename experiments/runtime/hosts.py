@@ -64,8 +64,9 @@ def initialize() -> int:
     The number of processes; 0 if only JAX's runtime knows it.
 
   Raises:
-    ValueError: if only some of the flags are given, one is out of range, or
-      the others cannot reach the address.
+    ValueError: if only some of the flags are given, one is out of range, the
+      others cannot reach the address, or the processes cannot find each other
+      in the way that a flag names.
     RuntimeError: if the processes cannot find each other.
   """
   given = (_ADDRESS.value, _COUNT.value, _INDEX.value)
@@ -107,19 +108,23 @@ def initialize() -> int:
       heartbeat_timeout_seconds=_TIMEOUT.value,
     )
   except (ValueError, RuntimeError, KeyError, OSError, ImportError) as error:
-    source = f"--coordinator_address={_ADDRESS.value}"
     if _METHOD.value:
-      source = f"--cluster_detection_method={_METHOD.value}"
-    elif not has_flags:
+      raise ValueError(
+        "`--cluster_detection_method` must be a way by which JAX finds the"
+        f" processes here, got {_METHOD.value} ({_described(error)}); start"
+        " them by what it needs (mpi4py: its package and mpirun), or give"
+        " `--coordinator_address`, `--num_processes` and `--process_id`."
+      ) from error
+    source = f"--coordinator_address={_ADDRESS.value}"
+    if not has_flags:
       names = [n for n in (*_COUNTS, *_KUBERNETES) if n in os.environ]
       source = ", ".join(f"{name}={os.environ[name]}" for name in names)
     raise RuntimeError(
       "The processes must be able to find each other, got"
-      f" {source or 'no scheduler'}"
-      f" ({type(error).__name__}: {' '.join(str(error).split())[:200]}); give"
+      f" {source or 'no scheduler'} ({_described(error)}); give"
       " --coordinator_address, --num_processes and --process_id, with a free"
       " port of the first host, or for a single process unset the variables of"
-      " the scheduler. (mpi4py needs its package, and mpirun.)"
+      " the scheduler."
     ) from error
   return _COUNT.value or (0 if _METHOD.value else _scheduled_count())
 
@@ -245,6 +250,11 @@ def _warn_of_gloo(number: str) -> None:
         f" {name}' first into /etc/hosts (SECURITY.md)",
         file=sys.stderr,
       )
+
+
+def _described(error: Exception) -> str:
+  """Returns an error of JAX's runtime on one line that is not too long."""
+  return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _is_loopback(number: str) -> bool:
