@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.refusals import allowed_or_clear, assert_clear, refused
-from hypothesis import HealthCheck, given, settings
+from helpers.refusals import allowed_or_clear, assert_clear, drawn, refused
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -537,10 +537,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.filterwarnings("ignore:No leaf saves")
-@settings(
-  max_examples=300, deadline=None, derandomize=True, database=None,
-  suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+@drawn(300)
 @given(st.data())
 def test_any_options_of_a_reducer(data):
   """A reducer takes any values, or refuses them by a clear error."""

@@ -12,7 +12,7 @@ import venv
 from importlib import metadata
 
 import pytest
-from helpers import quick_compile
+from helpers import environments
 from helpers.pages import ROOT, blocks_of
 
 import edgc_jax
@@ -128,14 +128,8 @@ def python(distributions, tmp_path_factory):
 
 def inside(python, *arguments, cwd):
   """Runs the interpreter away from the repository, on eight CPU devices."""
-  foreign = ("PYTHON", "NPROC", "EDGC_JAX_NPROC", "JAX_", "XLA_")
-  environment = {
-    k: v for k, v in os.environ.items() if not k.startswith(foreign)
-  }
-  environment |= {
-    "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": quick_compile.XLA_FLAGS,
-  }  # fmt: skip
+  environment = environments.of_users("PYTHON") | environments.QUICK
+  environment["JAX_NUM_CPU_DEVICES"] = "8"
   return run([python, *arguments], cwd=cwd, env=environment)
 
 

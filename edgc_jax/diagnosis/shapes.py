@@ -35,7 +35,8 @@ def shapes_of(text: str) -> Any:
   (8, 4)
   """
   if not text.endswith(".json"):
-    return {f"{i}: {one}": _matrices(one) for i, one in _parts(text)}
+    parts = [part.strip() for part in text.split(",")]
+    return {f"{i}: {one}": _matrices(one) for i, one in enumerate(parts)}
   try:
     tree = json.loads(pathlib.Path(text).read_text())
   except (OSError, ValueError) as error:
@@ -52,10 +53,6 @@ def shapes_of(text: str) -> Any:
     _REMEDY,
   )
   return shapes
-
-
-def _parts(text: str) -> enumerate:
-  return enumerate(part.strip() for part in text.split(","))
 
 
 def _matrices(text: str) -> list[jax.ShapeDtypeStruct]:

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, config_flags
 
 from edgc_jax.wire import cpu_backend
 from experiments.runtime import heap, hosts
-from experiments.runtime.refusals import nearest
+from experiments.runtime.refusals import nearest, one_line
 
 _MOST_CPUS = 1024  # devices that CPUs stand for
 _CONFIG = config_flags.DEFINE_config_file(
@@ -135,8 +135,8 @@ def _mesh_sizes(config: ConfigDict) -> dict[str, int]:
 def _located(error: Exception) -> str:
   """Returns an error on one line, with the file and line that raised it."""
   where = traceback.extract_tb(error.__traceback__)[-1]
-  text = " ".join(str(error).split())
-  return f"{type(error).__name__}: {text} ({where.filename}:{where.lineno})"
+  text = f"{type(error).__name__}: {one_line(error)}"
+  return f"{text} ({where.filename}:{where.lineno})"
 
 
 def _devices_are_chosen() -> bool:

@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 from absl import flags
 
 from edgc_jax.wire import cpu_backend
+from experiments.runtime.refusals import one_line
 
 _ADDRESS = flags.DEFINE_string(
   "coordinator_address", None, "HOST:PORT of the first of several processes."
@@ -254,7 +255,7 @@ def _warn_of_gloo(number: str) -> None:
 
 def _described(error: Exception) -> str:
   """Returns an error of JAX's runtime on one line that is not too long."""
-  return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+  return f"{type(error).__name__}: {one_line(error)[:200]}"
 
 
 def _is_loopback(number: str) -> bool:
@@ -272,7 +273,7 @@ def require_devices() -> None:
   except (RuntimeError, AssertionError) as error:
     names = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
     given = ", ".join(f"{n}={os.environ[n]}" for n in names if n in os.environ)
-    text = " ".join(str(error).split())[:200] or "there are none"
+    text = one_line(error)[:200] or "there are none"
     raise RuntimeError(
       f"JAX must find devices, got none with {given or 'its defaults'}"
       f" ({text}); set JAX_PLATFORMS=cpu to train on CPUs, and unset others."

@@ -22,6 +22,11 @@ def refusals(*more: type[Exception]) -> Iterator[None]:
     sys.exit(f"error: {error}")
 
 
+def one_line(error: Exception) -> str:
+  """Returns the text of an error without its line breaks."""
+  return " ".join(str(error).split())
+
+
 def nearest(key: str, keys: Iterable[str]) -> str:
   """Returns the name that is spelt most like `key`."""
   return difflib.get_close_matches(key, list(keys), n=1, cutoff=0.0)[0]

@@ -39,7 +39,7 @@ from ml_collections import ConfigDict
 import edgc_jax
 from experiments import peers, tasks
 from experiments.parallel import meshes
-from experiments.runtime.refusals import nearest
+from experiments.runtime.refusals import nearest, one_line
 from experiments.study import forms
 from experiments.study.records import Record, Records
 
@@ -131,7 +131,7 @@ class Study:
     except (KeyError, AttributeError, TypeError) as error:
       raise ValueError(
         f"`TABLES` must have settings of the types in {self.config}, got"
-        f" {dict(settings)} ({' '.join(str(error).split())}); correct it."
+        f" {dict(settings)} ({one_line(error)}); correct it."
       ) from error
     return config
 
@@ -447,7 +447,7 @@ def _run(path: str, name: str) -> dict[str, Any]:
   except Exception as error:
     raise ValueError(
       f"`{name}` must name a Python file that runs, got {path!r}"
-      f" ({type(error).__name__}: {' '.join(str(error).split())}); correct it."
+      f" ({type(error).__name__}: {one_line(error)}); correct it."
     ) from error
 
 

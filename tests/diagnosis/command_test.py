@@ -2,13 +2,13 @@
 
 import functools
 import json
-import os
 import subprocess
 import sys
 
 import jax
 import optax
 import pytest
+from helpers import environments
 from helpers.pages import ROOT
 
 import edgc_jax
@@ -32,12 +32,10 @@ command.main(["--time_limit=5"])
 
 def started(*arguments, **environment):
   """Runs Python in the project's folder, as a user would."""
-  foreign = ("NPROC", "EDGC_JAX_NPROC", "JAX_", "XLA_")
-  kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
   return subprocess.run(
     [sys.executable, *arguments],
     cwd=ROOT,
-    env=kept | {"JAX_PLATFORMS": "cpu"} | environment,
+    env=environments.of_users() | {"JAX_PLATFORMS": "cpu"} | environment,
     capture_output=True,
     text=True,
     timeout=300,

@@ -5,13 +5,13 @@ whose environment JAX reads when it is imported are processes of their own.
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 
 import pytest
+from helpers import environments
 from helpers.forked_commands import ROOT, Commands, Ended
 from helpers.local_processes import free_port
 from helpers.refusals import assert_clear, unchanged
@@ -329,12 +329,10 @@ def test_plans(commands, script, arguments, parts):
 
 def started(arguments=(), **environment):
   """Runs the training command in a process of its own."""
-  foreign = ("XLA_FLAGS", "NPROC", "JAX_", "EDGC_JAX", "PYTHONWARNINGS")
-  kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
   done = subprocess.run(
     [sys.executable, "experiments/train_gpt2.py", TINY, *arguments],
-    cwd=ROOT, env=kept | environment, capture_output=True, text=True,
-    timeout=120,
+    cwd=ROOT, env=environments.of_users() | environment, capture_output=True,
+    text=True, timeout=120,
   )  # fmt: skip
   return Ended(done.returncode, done.stdout, done.stderr)
 

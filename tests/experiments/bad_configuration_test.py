@@ -9,9 +9,9 @@ import functools
 import math
 
 import pytest
-from helpers.refusals import allowed_or_clear, refused, unchanged
+from helpers.refusals import allowed_or_clear, drawn, refused, unchanged
 from helpers.small_runs import small, small_task
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
@@ -343,10 +343,7 @@ VALUES = (
 
 
 @pytest.mark.filterwarnings("ignore:No leaf saves")
-@settings(
-  max_examples=150, deadline=None, derandomize=True, database=None,
-  suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+@drawn(150)
 @given(st.data())
 def test_any_values(data):
   """A configuration is taken, or refused by a clear error."""

@@ -29,12 +29,13 @@ class Commands:
   """A process whose forks run commands."""
 
   def __init__(self):
-    # Forks have the environment of users, not of the tests.
-    foreign = ("XLA_FLAGS", "NPROC", "JAX_", "EDGC_JAX", "PYTHONWARNINGS")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    # Not of the script, which does not find the helpers.
+    from helpers import environments
+
     self._process = subprocess.Popen(
       [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-      text=True, cwd=ROOT, env=kept | {"JAX_PLATFORMS": "cpu"},
+      text=True, cwd=ROOT,
+      env=environments.of_users() | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
 
   def run(self, script, *arguments, cwd=ROOT, **environment):

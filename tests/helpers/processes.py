@@ -1,12 +1,11 @@
 """The training command in processes of their own."""
 
 import functools
-import os
 import subprocess
 import sys
 import time
 
-from helpers import quick_compile, soak
+from helpers import environments, soak
 
 SECONDS = 150  # time limit of a process
 
@@ -25,17 +24,8 @@ def start(folder, *arguments, steps=60, output=None, file_bytes=None):
     *(f"--config.{key}={value}" for key, value in settings.items()),
     *arguments,
   ]
-  foreign = ("XLA_FLAGS", "NPROC", "JAX_", "PYTHONWARNINGS")
-  environment = {
-    k: v for k, v in os.environ.items() if not k.startswith(foreign)
-  }
-  environment |= {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
-    # As in conftest: compile quickly.
-    "XLA_FLAGS": quick_compile.XLA_FLAGS,
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-  }
+  environment = environments.of_users() | environments.QUICK
+  environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "compiled")
   if file_bytes:
     blocks = str(file_bytes // 512)
     limited = 'ulimit -f "$0" && exec "$@"'

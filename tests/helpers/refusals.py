@@ -9,6 +9,7 @@ import pathlib
 import re
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 LONGEST = 1500  # characters of an error
 
@@ -40,6 +41,14 @@ def allowed_or_clear(call, kinds=(TypeError, ValueError)):
   except kinds as error:
     assert_clear(str(error))
     return None
+
+
+def drawn(examples):
+  """Has Hypothesis draw so many examples, always the same ones."""
+  return settings(
+    max_examples=examples, deadline=None, derandomize=True, database=None,
+    suppress_health_check=list(HealthCheck),
+  )  # fmt: skip
 
 
 def hashes(folder):

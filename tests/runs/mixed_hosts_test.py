@@ -4,7 +4,6 @@ OpenBLAS picks its kernels by the processor. A process that is given the kernels
 of another processor rounds as that one: an AMD host with an Intel host.
 """
 
-import os
 import pathlib
 import subprocess
 import sys
@@ -12,8 +11,8 @@ import time
 
 import numpy as np
 import pytest
+from helpers import environments, quick_compile
 from helpers import mixed_hosts_worker as worker
-from helpers import quick_compile
 from helpers.local_processes import free_port, wait
 from helpers.reducers import WITHOUT_RESIDUAL
 
@@ -36,11 +35,7 @@ def make_of(kind):
 
 def run(folder, count, cases):
   """Trains on `count` hosts; every other one has the second kernels."""
-  foreign = ("JAX_", "NPROC", "PYTHONWARNINGS", "XLA_FLAGS")
-  environment = {
-    k: v for k, v in os.environ.items() if not k.startswith(foreign)
-  }
-  environment |= {
+  environment = environments.of_users() | {
     "JAX_PLATFORMS": "cpu", "NPROC": "2", "OPENBLAS_NUM_THREADS": "1",
     "PYTHONPATH": str(TESTS.parent),
   }  # fmt: skip

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from helpers import quick_compile
+from helpers import environments
 
 pytestmark = pytest.mark.skipif(
   not importlib.util.find_spec("ray"), reason="Ray is not installed."
@@ -25,14 +24,10 @@ STEPS, EVERY, KILLED_AT = 60, 10, 25  # of the example and of the driver
 
 def environment(folder):
   """Returns variables that keep Ray on loopback and out of other folders."""
-  foreign = ("XLA_FLAGS", "NPROC", "JAX_", "PYTHONWARNINGS", "RAY_")
-  kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+  kept = environments.of_users("RAY_") | environments.QUICK
   return kept | {
     # Workers that start again do not compile again.
     "JAX_COMPILATION_CACHE_DIR": f"{folder}/compiled",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": quick_compile.XLA_FLAGS,
     "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
     # Ray takes 127.0.0.1 for a mistake, except where this is 0.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

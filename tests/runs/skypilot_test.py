@@ -13,7 +13,7 @@ import sys
 import time
 
 import yaml
-from helpers import quick_compile, soak
+from helpers import environments, soak
 from helpers.local_processes import free_port, wait
 
 SECONDS = 150
@@ -32,17 +32,13 @@ def test_two_hosts(tmp_path):
   python.chmod(0o755)
   settings = soak.SETTINGS | {"steps": 4, "log_every": 1}
   options = (f"--config.{key}={value}" for key, value in settings.items())
-  foreign = ("XLA_FLAGS", "NPROC", "JAX_", "PYTHONWARNINGS")
-  kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+  kept = environments.of_users() | environments.QUICK
   variables = kept | task["envs"] | {
     "CONFIG": f"{task['envs']['CONFIG']}:powersgd",
     "RUN_DIR": str(tmp_path / "run"),
     "OPTIONS": " ".join(options),
     "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
     "SKYPILOT_NUM_NODES": "2",
-    "JAX_PLATFORMS": "cpu",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "XLA_FLAGS": quick_compile.XLA_FLAGS,
   }  # fmt: skip
   commands = task["run"].replace(":9876", f":{free_port()}")
   assert commands != task["run"]

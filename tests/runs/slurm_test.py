@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from helpers import fake_slurm, quick_compile, soak
+from helpers import environments, fake_slurm, soak
 
 SECONDS = 300
 STEPS = 40
@@ -34,11 +34,9 @@ def submitted(tmp_path):
   fake_slurm.install(tmp_path)
   job = free_job()
   environment = fake_slurm.environment(tmp_path, job, tasks=2) | {
-    "JAX_PLATFORMS": "cpu",
+    **environments.QUICK,
     "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
     "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{job - 4096 + PORTS.start}",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "XLA_FLAGS": quick_compile.XLA_FLAGS,
   }
   for name in ("NPROC", "PYTHONWARNINGS"):
     environment.pop(name, None)
