@@ -196,7 +196,8 @@ def test_most_examples_are_plain():
 def test_an_example_runs(python, tmp_path, path):
   script = shutil.copy(path, tmp_path)
   text = inside(python, script, cwd=tmp_path)
-  start, end = re.search(r"([\d.]+) to ([\d.]+)", text).groups()
+  losses = re.compile(r"(?:loss|means) ([\d.]+) to ([\d.]+)")
+  start, end = losses.search(text).groups()
   assert float(end) < float(start)
 
 
