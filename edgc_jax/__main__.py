@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 import edgc_jax
-from edgc_jax.diagnosis import installation, self_test
+from edgc_jax.diagnosis import coordinator, installation, self_test
 from edgc_jax.diagnosis.shapes import shapes_of
 from edgc_jax.measure.advice import Candidate
 
@@ -45,8 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser = _parser()
   flags = parser.parse_args(arguments)
   _require_together(parser, flags)
+  bind = _checked(parser, flags)
   with _TimeLimit(flags.time_limit) as limit:
-    made = _choose_devices(flags)
+    made = _choose_devices(flags, bind)
     if flags.advise:
       limit.part = "advice"
       return _advise(parser, flags)
@@ -133,7 +134,32 @@ def _require_together(
       parser.error(f"--{names[0]} is for --advise; give it, too")
 
 
-def _choose_devices(flags: argparse.Namespace) -> bool:
+def _checked(
+  parser: argparse.ArgumentParser, flags: argparse.Namespace
+) -> str | None:
+  """Ends with a message if a flag is out of range.
+
+  Returns:
+    Where this process listens, if it is the first of several.
+  """
+  if not 0 < flags.time_limit <= threading.TIMEOUT_MAX:
+    parser.error(
+      f"--time_limit must be positive, got {flags.time_limit}; 120 is usual"
+    )
+  if flags.coordinator_address is None:
+    return None
+  if not 0 <= flags.process_id < flags.num_processes:
+    parser.error(
+      f"--process_id must be from 0 to {flags.num_processes - 1} (num_processes"
+      f" - 1), got {flags.process_id}; number the processes from 0"
+    )
+  try:
+    return coordinator.bind_address(flags.coordinator_address, flags.process_id)
+  except ValueError as error:
+    parser.error(str(error))
+
+
+def _choose_devices(flags: argparse.Namespace, bind: str | None) -> bool:
   """Joins the other processes, or makes several devices of a CPU.
 
   Returns:
@@ -147,7 +173,7 @@ def _choose_devices(flags: argparse.Namespace) -> bool:
       flags.coordinator_address,
       flags.num_processes,
       flags.process_id,
-      coordinator_bind_address=flags.coordinator_address,
+      coordinator_bind_address=bind,
     )
     return False
   is_set = config.jax_num_cpu_devices >= 0

@@ -48,7 +48,7 @@ mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
 where = {"axis_name": "replica", "mesh": mesh, "param_specs": SPECS}
 outer = optax.chain(
   edgc_jax.quantize(4, error_feedback=True, **where),
-  optax.sgd(0.7, momentum=0.5, nesterov=True),
+  optax.sgd(1.0),  # averages
 )
 inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
 tx = edgc_jax.local_steps(inner, outer, every=5, **where)

@@ -14,6 +14,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import json
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -38,14 +39,29 @@ def main(config: ConfigDict) -> None:
         " no mesh to plan; set --config.mesh.backend=jit."
       )
     checks.task_of(config)
-    kept, output = {}, pathlib.Path(_OUTPUT.value)
-    if _OUTPUT.value and output.exists():
-      kept = read_json(output, "--output", "give another file")
-    found = layouts.compile_step(config)
+    _kept()
+  found = layouts.compile_step(config)
   print(_table(config.name, found))
   if _OUTPUT.value:
-    kept[config.name] = found._asdict()
-    write(output, json.dumps(kept, indent=2) + "\n")
+    kept = _kept() | {config.name: found._asdict()}
+    write(pathlib.Path(_OUTPUT.value), json.dumps(kept, indent=2) + "\n")
+
+
+def _kept() -> dict[str, Any]:
+  """Reads the results that --output has so far.
+
+  Raises:
+    ValueError: if the file is damaged, or cannot be made.
+  """
+  output = pathlib.Path(_OUTPUT.value)
+  if not output.parent.is_dir():
+    raise ValueError(
+      f"`--output` must be a file in an existing folder, got {output}; make the"
+      " folder."
+    )
+  if not _OUTPUT.value or not output.exists():
+    return {}
+  return read_json(output, "--output", "give another file")
 
 
 def _table(name: str, found: layouts.Compiled) -> str:

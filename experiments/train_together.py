@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from experiments.runtime.json_files import read_json
 from experiments.runtime.refusals import refusals
-from experiments.training.together import train_together
+from experiments.training import together
 
 _RUNS = flags.DEFINE_string("runs", None, "A JSON file of configurations.")
 
@@ -26,7 +26,8 @@ def main(argv: list[str]) -> None:
   """Trains the runs."""
   del argv
   with refusals():
-    train_together(_read(_RUNS.value))
+    train = together.prepare(_read(_RUNS.value))
+  train()
 
 
 def _read(path: str) -> list[ConfigDict]:

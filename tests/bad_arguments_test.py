@@ -378,6 +378,12 @@ def test_arguments_of_update(gradients, state, params, parts):
   refused(lambda: update(gradients, state, params), *parts)
 
 
+def test_frozen_parameters_without_gradients():
+  """As those that a filter leaves: None for a gradient, the array beside it."""
+  trained = {"w": W, "b": None}
+  update(trained, state_of(trained), PARAMS)
+
+
 def test_an_axis_that_is_not_bound():
   tx = edgc_jax.powersgd(4)
   refused(lambda: tx.update(PARAMS, tx.init(PARAMS)), "`axis_name`", "mesh=")

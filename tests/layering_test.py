@@ -59,9 +59,9 @@ COLLECTIVES = {
 }  # fmt: skip
 STANDARD = {
   "argparse", "collections", "contextlib", "contextvars", "dataclasses",
-  "functools", "importlib", "inspect", "json", "logging", "math", "operator",
-  "os", "pathlib", "platform", "re", "sys", "textwrap", "threading", "time",
-  "types", "typing", "warnings",
+  "functools", "importlib", "inspect", "ipaddress", "json", "logging", "math",
+  "operator", "os", "pathlib", "platform", "re", "socket", "sys", "textwrap",
+  "threading", "time", "types", "typing", "warnings",
 }  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""Nothing that is read can run code: no pickles, and no text is executed.
+"""Nothing that the package reads can run code: no pickles, no text is executed.
 
 Checkpoints are arrays and JSON, records are JSON, data is text or uint16. Files
 of configurations and studies are programs of their user, and run as such.
+Programs that start jobs of submitit or Ray, which pickle, are listed.
 """
 
 import ast
@@ -18,12 +19,16 @@ FILES = [
 # Libraries that unpickle what they read.
 MODULES = {
   "pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve",
-  "joblib",
+  "joblib", "ray", "submitit",
 }  # fmt: skip
 CALLS = {"eval", "exec", "compile", "__import__"}  # of builtins
 # A study's file, and the file of a configuration that it names; tests that run
 # what pages and the command show.
 PROGRAMS = {
+  "examples/ray_cluster.py": {"ray"},
+  "examples/slurm.py": {"submitit"},
+  "tests/helpers/ray_driver.py": {"ray"},
+  "experiments/study/runner.py": {"submitit"},
   "experiments/study/study.py": {"run_path"},
   "tests/diagnosis/command_test.py": {"eval"},
   "tests/helpers/forked_commands.py": {"run_path"},
@@ -44,8 +49,15 @@ def found_in(text):
       found |= {alias.name for alias in node.names} & METHODS
     elif isinstance(node, ast.Call):
       name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-      if isinstance(node.func, ast.Name) and name in CALLS:
+      of = getattr(getattr(node.func, "value", None), "id", "")
+      is_builtin = isinstance(node.func, ast.Name) or of == "builtins"
+      if name in CALLS and is_builtin:
         found.add(name)
+      first = getattr(node.args[0], "value", "") if node.args else ""
+      if name == "import_module":
+        found |= {str(first).split(".")[0]} & MODULES
+      if name == "load" and of in ("np", "numpy") and len(node.args) > 2:
+        found.add("allow_pickle")
       if name in METHODS:
         found.add(name)
       # NumPy's `allow_pickle`; PyTorch's `weights_only`, which is its default.
@@ -72,7 +84,8 @@ def test_no_file_runs_what_it_reads():
     "import pickle", "from pickle import loads", "import os, cloudpickle",
     "np.load(f, allow_pickle=True)", "np.load(f, allow_pickle=a)",
     "eval(text)", "exec(text)", "pd.read_pickle(f)", "runpy.run_path(f)",
-    "torch.load(f, weights_only=False)",
+    "torch.load(f, weights_only=False)", "builtins.exec(text)",
+    "importlib.import_module('pickle')", "np.load(f, None, True)",
   ],
 )  # fmt: skip
 def test_the_test_finds_it(text):

@@ -1,25 +1,22 @@
 """The distributions are complete: they run without the repository."""
 
 import os
-import pathlib
 import pkgutil
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
-import venv
 from importlib import metadata
 
 import pytest
-from helpers import environments
 from helpers.pages import ROOT, blocks_of
+from helpers.wheel import inside, run
 
 import edgc_jax
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 300
 # What a type checker must accept, and one line that it must not.
 CONSUMER = """
 from typing import Any, assert_type
@@ -37,100 +34,12 @@ edgc_jax.wire_bytes(params, rank="8")  # WRONG
 """
 
 
-def run(command, **options):
-  done = subprocess.run(
-    [str(part) for part in command],
-    capture_output=True,
-    text=True,
-    timeout=SECONDS,
-    **options,
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
-  return done.stdout
-
-
 def tracked():
   """Returns the files of the repository, or skips the test in a copy of it."""
   if not (ROOT / ".git").exists():
     pytest.skip("this is no clone of the repository")
   listed = run(["git", "ls-files"], cwd=ROOT).splitlines()
   return {name for name in listed if (ROOT / name).exists()}
-
-
-def needed_by(name, found):
-  """Adds a distribution of this environment and all that it needs."""
-  if name in found:
-    return
-  found[name] = own = metadata.distribution(name)
-  for text in own.requires or ():
-    requirement, _, marker = text.partition(";")
-    # Requirements of extras aside, all are taken.
-    if "extra" not in marker:
-      needed = re.match(r"[\w.-]+", requirement)[0]
-      if not marker or _is_installed(needed):
-        needed_by(needed, found)
-
-
-def _is_installed(name):
-  try:
-    return bool(metadata.distribution(name))
-  except metadata.PackageNotFoundError:
-    return False
-
-
-@pytest.fixture(scope="module")
-def distributions(tmp_path_factory):
-  """Returns the source distribution, and the wheel that is built from it."""
-  folder = tmp_path_factory.mktemp("distributions")
-  ignored = shutil.ignore_patterns(
-    ".*", "__pycache__", "*.egg-info", "build", "dist"
-  )
-  source = folder / "source"
-  shutil.copytree(ROOT, source, ignore=ignored)
-  shutil.copytree(ROOT / ".ci", source / ".ci")
-  shutil.rmtree(source / "runs", ignore_errors=True)
-  run(
-    [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder],
-    cwd=source,
-  )
-  (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
-  return sdist, wheel
-
-
-@pytest.fixture(scope="module")
-def python(distributions, tmp_path_factory):
-  """An interpreter with the wheel and its dependencies, and nothing else.
-
-  The dependencies are linked from the environment of this test.
-  """
-  folder = tmp_path_factory.mktemp("environment")
-  venv.create(folder, with_pip=False)
-  found = folder / "bin" / "python"
-  code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-  site = pathlib.Path(run([found, "-c", code]).strip())
-  _, wheel = distributions
-  run(
-    [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps",
-     "--target", site, wheel],
-  )  # fmt: skip
-  needed = {}
-  (about,) = metadata.distributions(path=[str(site)])
-  for text in about.requires:
-    if "extra" not in text:
-      needed_by(re.match(r"[\w.-]+", text)[0], needed)
-  for own in needed.values():
-    tops = {file.parts[0] for file in own.files} - {"..", "__pycache__"}
-    for top in tops:
-      if not (site / top).exists():
-        (site / top).symlink_to(own.locate_file(top))
-  return found
-
-
-def inside(python, *arguments, cwd):
-  """Runs the interpreter away from the repository, on eight CPU devices."""
-  environment = environments.of_users("PYTHON") | environments.QUICK
-  environment["JAX_NUM_CPU_DEVICES"] = "8"
-  return run([python, *arguments], cwd=cwd, env=environment)
 
 
 def test_the_source_distribution_is_the_repository(distributions):
@@ -174,31 +83,6 @@ def test_the_example_of_the_readme_runs(python, tmp_path):
   script = tmp_path / "example.py"
   script.write_text("\n".join(blocks_of(ROOT / "README.md")))
   inside(python, script, cwd=tmp_path)
-
-
-def plain_examples():
-  """Those that import the package and its dependencies alone."""
-  own = {"edgc_jax", "jax", "numpy", "optax", *sys.stdlib_module_names}
-  imports = re.compile(r"^(?:import|from) (\w+)", re.MULTILINE)
-  return [
-    path
-    for path in sorted((ROOT / "examples").glob("*.py"))
-    if set(imports.findall(path.read_text())) <= own
-    and path.stem != "two_processes"
-  ]
-
-
-def test_most_examples_are_plain():
-  assert len(plain_examples()) > 10
-
-
-@pytest.mark.parametrize("path", plain_examples(), ids=lambda path: path.stem)
-def test_an_example_runs(python, tmp_path, path):
-  script = shutil.copy(path, tmp_path)
-  text = inside(python, script, cwd=tmp_path)
-  losses = re.compile(r"(?:loss|means) ([\d.]+) to ([\d.]+)")
-  start, end = losses.search(text).groups()
-  assert float(end) < float(start)
 
 
 def test_the_command_runs(python, tmp_path):

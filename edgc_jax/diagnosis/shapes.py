@@ -10,6 +10,7 @@ import jax
 from edgc_jax import validation
 
 _MATRICES = re.compile(r"(\d+)x(\d+)(?:x(\d+))?")
+_MOST = 10**7
 _REMEDY = (
   "give ROWSxCOLUMNS or ROWSxCOLUMNSxCOUNT, as in 1024x4096x24,50257x1024, or a"
   " file of json.dumps(jax.tree.map(jax.numpy.shape, params))"
@@ -39,7 +40,7 @@ def shapes_of(text: str) -> Any:
     return {f"{i}: {one}": _matrices(one) for i, one in enumerate(parts)}
   try:
     tree = json.loads(pathlib.Path(text).read_text())
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise ValueError(
       f"`shapes` must be a JSON file that can be read, got {text!r} ({error});"
       f" {_REMEDY}."
@@ -57,11 +58,13 @@ def shapes_of(text: str) -> Any:
 
 def _matrices(text: str) -> list[jax.ShapeDtypeStruct]:
   found = _MATRICES.fullmatch(text)
-  if found is None or "0" in found.groups():
+  sizes = [int(number or 1) for number in found.groups()] if found else [0]
+  if min(sizes) == 0 or max(sizes) > _MOST:
     raise ValueError(
-      f"`shapes` must be matrices of positive size, got {text!r}; {_REMEDY}."
+      f"`shapes` must be matrices of 1 to {_MOST:,} rows, columns and pieces,"
+      f" got {text[:100]!r}; {_REMEDY}."
     )
-  rows, columns, count = (int(number or 1) for number in found.groups())
+  rows, columns, count = sizes
   return [_struct([rows, columns])] * count
 
 

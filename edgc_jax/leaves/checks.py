@@ -1,5 +1,6 @@
 """Checks of the gradients and of the state that `update` gets."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,11 +112,12 @@ def require_state(state: Any, kind: type) -> None:
     )
 
 
-def require_params(params: Any, leaves: Sequence[Leaf]) -> None:
+def require_params(params: Any, updates: Any, leaves: Sequence[Leaf]) -> None:
   """Raises unless `update` got the parameters that the gradients belong to.
 
   Args:
     params: The parameters; None if they were not passed.
+    updates: The gradients, with None for parameters that have none.
     leaves: Descriptions of the gradients.
 
   Raises:
@@ -123,6 +125,13 @@ def require_params(params: Any, leaves: Sequence[Leaf]) -> None:
   """
   if params is None:
     return
+  with contextlib.suppress(ValueError, TypeError):  # trees that differ
+    params = jax.tree.map(
+      lambda u, p: None if u is None else p,
+      updates,
+      params,
+      is_leaf=lambda u: u is None,
+    )
   shapes = [
     tuple(jnp.shape(p))
     for p in jax.tree.leaves(arrays_of(params))

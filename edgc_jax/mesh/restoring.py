@@ -97,7 +97,11 @@ def _read(path: str | os.PathLike[str]) -> tuple[Any, Any]:
     ) from error
   folder = os.path.abspath(path)
   validation.require(
-    os.path.isdir(folder), "path", path, "an existing folder", "check its name"
+    os.path.isdir(folder),
+    "path",
+    path,
+    "an existing folder on a disk",
+    "check its name, and copy a checkpoint out of a bucket first",
   )
   try:
     with ocp.PyTreeCheckpointer() as checkpointer:
@@ -106,6 +110,8 @@ def _read(path: str | os.PathLike[str]) -> tuple[Any, Any]:
         lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
       )
       found = checkpointer.restore(folder, restore_args=args)
+  except (PermissionError, MemoryError):
+    raise  # the checkpoint may be intact
   except Exception as error:  # orbax raises many kinds
     raise ValueError(
       "`path` must be the folder of an intact orbax checkpoint of a tree, got"

@@ -250,7 +250,7 @@ class Reducer:
     plan = self._plan(updates)  # raises if a leaf is not real floating
     parts, gradients = self._parts(plan), jax.tree.leaves(updates)
     leaf_checks.require_same_leaves(updates, state.leaves)
-    leaf_checks.require_params(params, plan.leaves)
+    leaf_checks.require_params(params, updates, plan.leaves)
     leaf_checks.warn_of_narrow_gradients(gradients, plan.leaves, params)
     leaf_checks.require_local(gradients, plan.leaves, axes.replicas, axes)
     if any(parts):

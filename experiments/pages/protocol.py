@@ -189,7 +189,7 @@ def _summary(names: str) -> Sequence[str]:
   budgets = [table for table in bits.index if table.startswith(_BUDGET)]
   for table in [first, *sorted(budgets, key=lambda table: -bits[table])]:
     own = found[found.index.get_level_values("table") == table]
-    own = own.droplevel("table").sort_values("loss")
+    own = own.droplevel("table").sort_values("gap")
     own = own[[not arm.endswith(MATCHED) for arm in own.index]]
     if table == first:
       own = own.sort_values("bits", ascending=False)

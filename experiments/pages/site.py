@@ -26,6 +26,7 @@ _SITE = flags.DEFINE_string("site", "site", "Folder of the site.")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = "zensical.toml"
 ASSETS = "docs/assets"
+_ONLY_SITES = "404.html"  # have this file
 _PICTURES = (".png", ".svg")
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 _SOURCE = """\
@@ -59,9 +60,14 @@ def build(output: pathlib.Path, root: pathlib.Path = ROOT) -> None:
 
   Raises:
     FileNotFoundError: if a page, or the target of a link, does not exist.
-    ValueError: if a page is not in `nav`.
+    ValueError: if a page is not in `nav`, or the folder holds something else.
     subprocess.CalledProcessError: if Zensical finds a fault, which it prints.
   """
+  if output.exists() and not (output / _ONLY_SITES).is_file():
+    raise ValueError(
+      f"`--site` must be a new folder, or one with a site, got {output}; name"
+      " another one, since it would be replaced."
+    )
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
     shutil.copy(root / CONFIG, folder)
@@ -75,7 +81,8 @@ def build(output: pathlib.Path, root: pathlib.Path = ROOT) -> None:
       env=os.environ | {"PYTHONPATH": str(root)},
       check=True,
     )
-    shutil.rmtree(output, ignore_errors=True)
+    if output.exists():
+      shutil.rmtree(output)
     shutil.copytree(folder / config["site_dir"], output)
 
 

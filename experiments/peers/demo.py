@@ -55,6 +55,7 @@ def demo(
     and indices 12; small leaves are sent dense.
   """
   validation.require_int("count", count, 2)
+  validation.require_share("momentum", momentum)
   validation.require(
     count % 2 == 0 and count <= chunks.MOST,
     "count",

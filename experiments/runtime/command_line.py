@@ -53,12 +53,12 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
     if not _devices_are_chosen():
       # Only the CPU platform uses this: replicas share a machine's cores.
       devices = math.prod(_mesh_sizes(config).values())
-      if devices > _MOST_CPUS:
-        sys.exit(
-          f"error: `mesh` must have at most {_MOST_CPUS} devices where CPUs"
-          f" stand for them, got {devices}; lower mesh.data."
-        )
       share = max(1, devices // processes) if processes else 1
+      if share > _MOST_CPUS:
+        sys.exit(
+          f"error: `mesh` must have at most {_MOST_CPUS} devices a process"
+          f" where CPUs stand for them, got {share}; lower mesh.data."
+        )
       jax.config.update("jax_num_cpu_devices", share)
       cpu_backend.fit_thread_pool(share)
     if processes == 1:  # several look for their devices together

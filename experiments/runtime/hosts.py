@@ -30,6 +30,7 @@ import jax
 import orbax.checkpoint as ocp
 from absl import flags
 
+from edgc_jax.diagnosis import coordinator
 from edgc_jax.wire import cpu_backend
 from experiments.runtime.refusals import one_line
 
@@ -52,8 +53,6 @@ _TIMEOUT = flags.DEFINE_integer(
 # Schedulers set these: the number of processes, or an index on Kubernetes.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
-# JAX's variable: where the first process listens if not on its own address.
-_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _BARRIERS = itertools.count()
 _BARRIER_TIMEOUT = 3600  # seconds; compiling may take long
 
@@ -72,11 +71,13 @@ def initialize() -> int:
   """
   given = (_ADDRESS.value, _COUNT.value, _INDEX.value)
   has_flags = any(value is not None for value in given)
-  for flag in (_COUNT, _TIMEOUT):
+  for flag, remedy in (
+    (_COUNT, "leave it out for a single process"),
+    (_TIMEOUT, "100 is the default"),
+  ):
     if flag.value is not None and flag.value < 1:
       raise ValueError(
-        f"`--{flag.name}` must be at least 1, got {flag.value}; leave it out"
-        " for a single process."
+        f"`--{flag.name}` must be at least 1, got {flag.value}; {remedy}."
       )
   if not (has_flags or _METHOD.value) and _scheduled_count() == 1:
     return 1
@@ -91,12 +92,11 @@ def initialize() -> int:
       f"`--process_id` must be between 0 and num_processes - 1"
       f" ({_COUNT.value - 1}), got {_INDEX.value}; number them from 0."
     )
+  bind = None
   if has_flags:
-    _require_address(_ADDRESS.value)
-  # JAX would listen on all interfaces of the first host.
-  bind = os.environ.get(_BIND, _ADDRESS.value)
-  if _INDEX.value == 0 and bind == _ADDRESS.value:
-    _warn_of_gloo(_require_own_address(bind))
+    bind = coordinator.bind_address(_ADDRESS.value, _INDEX.value)
+  if bind and coordinator.BIND not in os.environ:
+    _warn_of_gloo(bind)
   # JAX aborts if another process is silent; its message is enough.
   faulthandler.disable()
   # For CPUs; other platforms have their own collectives.
@@ -204,44 +204,12 @@ def peak_memory() -> dict[str, int]:
   )
 
 
-def _require_own_address(address: str) -> str:
-  """Raises unless the others can reach this process at HOST:PORT.
-
-  JAX ends without a word if it cannot listen there.
-
-  Returns:
-    The number of the address, which is loopback only if the user says so.
-
-  Raises:
-    ValueError: if the address is none of this host, or its name leads to
-      loopback, as the host's own name does in many a hosts file.
-  """
-  host, _, port = address.rpartition(":")
-  host = host.strip("[]")
-  try:
-    found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    family, kind, _, _, (number, *_) = found[0]
-    with socket.socket(family, kind) as own:
-      own.bind((number, 0))  # any free port
-  except (OSError, ValueError) as error:
-    here = f"which is none ({error})"
-  else:
-    if not _is_loopback(number) or host in (number, "localhost"):
-      return number
-    here = f"which is {number}, where no other host reaches it"
-  raise ValueError(
-    "`--coordinator_address` must be HOST:PORT of an address of process 0, got"
-    f" {address}, {here}; give an address that `ip address` lists there. If the"
-    f" others reach it by another one, set {_BIND}=ADDRESS:PORT there."
-  )
-
-
-def _warn_of_gloo(number: str) -> None:
+def _warn_of_gloo(address: str) -> None:
   """Warns if Gloo listens to other hosts in a run on loopback.
 
   It listens on the address of the host's name, and JAX has no option for it.
   """
-  name = socket.gethostname()
+  name, number = socket.gethostname(), address.rpartition(":")[0].strip("[]")
   with contextlib.suppress(OSError):  # Gloo will fail, too, and say why
     own = socket.gethostbyname(name)
     if _is_loopback(number) and not _is_loopback(own):
@@ -279,16 +247,6 @@ def require_devices() -> None:
       f" ({text}); set JAX_PLATFORMS=cpu to train on CPUs, and unset others."
     ) from error
   cpu_backend.require_threads()
-
-
-def _require_address(address: str) -> None:
-  """Raises unless this is HOST:PORT."""
-  host, _, port = address.rpartition(":")
-  if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-    raise ValueError(
-      "`--coordinator_address` must be HOST:PORT with a port from 1 to 65535,"
-      f" got {address!r}; name the first host and a free port of it."
-    )
 
 
 def _scheduled_count() -> int:

@@ -63,13 +63,15 @@ def _is_tuning(value: Any) -> bool:
     isinstance(start, Sequence)
     and bool(start)
     and all(
-      isinstance(x, int | float) and 0 < x < math.inf for x in (*start, factor)
+      type(x) in (int, float) and 0 < x < math.inf for x in (*start, factor)
     )
     and list(start) == sorted(start)
     and factor > 1
     and isinstance(value["key"], str)
     and _are_counts([value["seed"]])
     and _is_settings(value["settings"])
+    and type(value.get("tolerance", 0.0)) in (int, float)
+    and 0 <= value.get("tolerance", 0.0) < math.inf
     and _is_table(value.get("arms", {}))
   )
 

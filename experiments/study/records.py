@@ -206,9 +206,12 @@ def numbers_of(folder: str | pathlib.Path) -> dict[str, Any]:
   folder = pathlib.Path(folder)
   if reason := stopped(folder):
     raise ValueError(reason)
-  summary = json.loads((folder / "summary.json").read_text())
-  text = (folder / "metrics.jsonl").read_text()
-  found = [json.loads(line) for line in text.splitlines()]
+  try:
+    summary = json.loads((folder / "summary.json").read_text())
+    text = (folder / "metrics.jsonl").read_text()
+    found = [json.loads(line) for line in text.splitlines()]
+  except RecursionError:  # of a file that is nested without end
+    summary, found = None, []
   if not all(isinstance(line, dict) for line in [summary, *found]):
     raise ValueError("summary.json or metrics.jsonl is damaged")
   if "val_loss" not in summary:

@@ -438,12 +438,15 @@ def _run(path: str, name: str) -> dict[str, Any]:
     OSError: if it cannot be read.
   """
   try:
-    return runpy.run_path(path)
+    text = pathlib.Path(path).read_bytes()
   except OSError as error:
     raise FileNotFoundError(
       f"`{name}` must name a file, got {path!r} ({error.strerror}); the"
       " project's are in configs/."
     ) from error
+  del text  # the file can be read: what follows is its own error
+  try:
+    return runpy.run_path(path)
   except Exception as error:
     raise ValueError(
       f"`{name}` must name a Python file that runs, got {path!r}"

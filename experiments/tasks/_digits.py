@@ -14,6 +14,7 @@ import optax
 from ml_collections import ConfigDict
 from sklearn import datasets
 
+from edgc_jax import validation
 from experiments.data import batches
 from experiments.tasks.base import Metrics, Source, Task
 
@@ -57,36 +58,41 @@ class DigitsTask(Task):
 
   def _require_sizes(self, sizes: Mapping[str, Any]) -> None:
     """Raises unless the options that are known have values that fit."""
-    width, heads = sizes.get("width", 1), sizes.get("num_heads", 1)
-    counts = [sizes.get(n, 1) for n in ("width", "num_heads", "num_layers")]
-    are_counts = all(type(n) is int and 0 < n <= _MOST for n in counts)
-    patch, dropout = sizes.get("patch", 1), sizes.get("dropout", 0.0)
-    channels = sizes.get("channels", (8,))
-    for name, is_fine, rule in (
-      ("width", are_counts, f"1 to {_MOST}, as num_heads and num_layers"),
-      ("num_heads", are_counts and width % heads == 0, "a divisor of width"),
-      (
-        "patch",
-        type(patch) is int and patch > 0 and self.side % patch == 0,
-        f"a divisor of {self.side}, the pixels of a side",
+
+    def check(name: str, default: Any, is_fine: Any, rule: str) -> None:
+      value = sizes.get(name, default)
+      validation.require(
+        is_fine(value), f"model.{name}", value, rule, "choose another value"
+      )
+
+    for name in ("width", "num_heads", "num_layers"):
+      check(name, 1, _is_count, f"an integer from 1 to {_MOST}")
+    width, patches = sizes.get("width", 1), self.side
+    check(
+      "num_heads", 1, lambda n: width % n == 0, f"a divisor of width, {width}"
+    )
+    check(
+      "patch",
+      1,
+      lambda n: _is_count(n) and patches % n == 0,
+      f"a divisor of {patches}, the pixels of a side",
+    )
+    check(
+      "dropout",
+      0.0,
+      lambda x: isinstance(x, int | float) and 0 <= x < 1,
+      "from 0 on and below 1",
+    )
+    check(
+      "channels",
+      (8,),
+      lambda x: (
+        isinstance(x, tuple | list)
+        and len(x) > 0
+        and all(_is_count(n) and n % 8 == 0 for n in x)
       ),
-      (
-        "dropout",
-        isinstance(dropout, int | float) and 0 <= dropout < 1,
-        "from 0 on and below 1",
-      ),
-      (
-        "channels",
-        isinstance(channels, tuple | list)
-        and bool(channels)
-        and all(type(n) is int and n in range(8, _MOST, 8) for n in channels),
-        "multiples of 8",
-      ),
-    ):
-      if not is_fine:
-        raise ValueError(
-          f"`model.{name}` must be {rule}, got {sizes}; choose another value."
-        )
+      f"multiples of 8 up to {_MOST}",
+    )
 
   @functools.cached_property
   def _rows(self) -> dict[bool, dict[str, np.ndarray]]:
@@ -153,6 +159,10 @@ class DigitsTask(Task):
 
 def _taken(rows: dict[str, np.ndarray], index: np.ndarray) -> Any:
   return {name: values[index] for name, values in rows.items()}
+
+
+def _is_count(value: Any) -> bool:
+  return type(value) is int and 0 < value <= _MOST
 
 
 def _shifted(image: jax.Array, by: jax.Array) -> jax.Array:

@@ -38,7 +38,6 @@ _LEAST: dict[str, float] = {
   "optimizer.b1": 0,
   "optimizer.b2": 0,
   "optimizer.weight_decay": 0,
-  "optimizer.clip_norm": 0,
   "optimizer.max_consecutive_skips": 1,
   "sentinel.every": 1,
   "pipeline.backward_seconds": 0,
@@ -76,10 +75,11 @@ def check(config: ConfigDict, task: Task) -> None:
       raise ValueError(
         f"`{name}` must be below 1, got {config[name]}; lower it."
       )
-  if config.optimizer.clip_norm == 0:
+  if config.optimizer.clip_norm <= 0:
     raise ValueError(
-      "`optimizer.clip_norm` must be positive, got 0; 1 is usual, and a large"
-      " one clips nothing."
+      "`optimizer.clip_norm` must be positive, got"
+      f" {config.optimizer.clip_norm}; 1 is usual, and a large one clips"
+      " nothing."
     )
   _check_mesh(config, task)
   _check_local(config)
@@ -271,10 +271,10 @@ def _check_mesh(config: ConfigDict, task: Task) -> None:
   if config.batch_size % parts:
     name = "mesh.data" if stages == 1 else "mesh.data * pipeline.microbatches"
     name = name if shards == 1 else "mesh.data * mesh.fsdp"
-    nearest = max(1, round(config.batch_size / parts)) * parts
+    rounded = max(1, round(config.batch_size / parts)) * parts
     raise ValueError(
       f"`batch_size` must be divisible by {name} ({parts}), got"
-      f" {config.batch_size}; use {nearest}."
+      f" {config.batch_size}; use {rounded}."
     )
   if times.needed(config) and not config.link.bandwidth and replicas == 1:
     raise ValueError(

@@ -172,6 +172,11 @@ def _rank_schedule(
       f"`powersgd.final_exponent` must be positive, got {exponent}; 1 moves the"
       " rank in equal steps."
     )
+  if final_rank < 0:
+    raise ValueError(
+      f"`powersgd.final_rank` must be at least 0, got {final_rank}; 0 keeps the"
+      " rank."
+    )
   below = math.floor(rank)
   if rank < 1 or (final_rank and below != rank):
     raise ValueError(

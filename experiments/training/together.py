@@ -4,7 +4,7 @@ The runs differ in `NUMBERS` alone. Each is a lane of a `jax.vmap` over the
 whole step, so a GPU starts as many kernels as for one run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,12 @@ _FREE = ("name", "run_dir")
 
 
 def train_together(configs: Sequence[ConfigDict]) -> None:
-  """Trains runs from their first to their last step.
+  """Trains runs from their first to their last step (`prepare`)."""
+  prepare(configs)()
+
+
+def prepare(configs: Sequence[ConfigDict]) -> Callable[[], None]:
+  """Returns a function that trains runs from their first to their last step.
 
   Nothing is saved in between: runs that are killed begin again, and finished
   ones are kept. A finished run has a summary in its folder, and one that could
@@ -47,13 +52,7 @@ def train_together(configs: Sequence[ConfigDict]) -> None:
     for config in configs
     if RunFolder(config.run_dir, config.to_dict()).summary() is None
   ]
-  if not left:
-    return
-  runs = _Together(left)
-  try:
-    runs.train()
-  finally:
-    runs.close()
+  return _Together(left).train_and_close if left else lambda: None
 
 
 def program_of(config: ConfigDict) -> Mapping[str, Any]:
@@ -186,6 +185,13 @@ class _Together:
         summary = self.trainer.summary(log, line)
         # The seconds are those of all runs.
         self.folders[lane].finish({**summary, "together": len(self.logs)})
+
+  def train_and_close(self) -> None:
+    """Trains, and closes all files."""
+    try:
+      self.train()
+    finally:
+      self.close()
 
   def close(self) -> None:
     """Closes all files."""

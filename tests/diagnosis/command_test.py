@@ -152,9 +152,11 @@ def test_shapes_in_a_file(tmp_path):
   ("text", "message"),
   [
     ("none.json", "a JSON file that can be read"),
-    ("0x3", "matrices of positive size"),
-    ("3", "matrices of positive size"),
-    ("1x2x3x4", "matrices of positive size"),
+    ("0x3", "matrices of 1 to"),
+    ("3", "matrices of 1 to"),
+    ("1x2x3x4", "matrices of 1 to"),
+    ("8x4x00", "matrices of 1 to"),
+    ("8x4x99999999999", "matrices of 1 to"),
   ],
 )
 def test_wrong_shapes(text, message):

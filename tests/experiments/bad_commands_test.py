@@ -5,7 +5,6 @@ whose environment JAX reads when it is imported are processes of their own.
 """
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -377,7 +376,7 @@ def test_an_address_in_use(tmp_path):
     server.kill()
     server.wait()
   assert code != 0 and "Traceback" not in err, err
-  assert re.search(rf"127\.0\.0\.1:{port}|address", err, re.IGNORECASE), err
+  assert f"127.0.0.1:{port}" in err, err
 
 
 @pytest.fixture

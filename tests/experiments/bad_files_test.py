@@ -7,6 +7,7 @@ bit or cut off, are in resume_test.py.
 
 import json
 import os
+import pathlib
 import shutil
 
 import jax
@@ -15,9 +16,9 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
-from helpers.refusals import allowed_or_clear, refused, unchanged
+from helpers.refusals import allowed_or_clear, drawn, refused, unchanged
 from helpers.small_runs import small
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from ml_collections import ConfigDict
@@ -54,10 +55,7 @@ NO_OBJECT = {
 no_object = pytest.mark.parametrize(
   "content", [pytest.param(v, id=k) for k, v in NO_OBJECT.items()]
 )
-anything = settings(
-  max_examples=60, deadline=None, derandomize=True, database=None,
-  suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+anything = drawn(60)
 JSON = st.recursive(
   st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
   lambda inner: (
@@ -264,7 +262,7 @@ def test_reports_of_broken_files(tmp_path, name, content):
 def test_reports_of_no_run(tmp_path):
   (tmp_path / "metrics.jsonl").mkdir()
   for path in (tmp_path, tmp_path / "none", __file__):
-    refused(lambda p=path: logged_run.load(trainer_module.pathlib.Path(p)),
+    refused(lambda p=path: logged_run.load(pathlib.Path(p)),
             "metrics.jsonl", kinds=KINDS)  # fmt: skip
 
 
@@ -505,11 +503,11 @@ def test_files_of_a_finished_run_of_a_study(tmp_path, content):
   """They make a failed run, and do not end the study."""
   (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
   (tmp_path / "summary.json").write_bytes(content)
-  with unchanged(tmp_path), pytest.raises((ValueError, RecursionError)):
+  with unchanged(tmp_path), pytest.raises(ValueError):
     numbers_of(tmp_path)
   (tmp_path / "summary.json").write_text('{"val_loss": 1.0}')
   (tmp_path / "metrics.jsonl").write_bytes(content + b"\n3\n")
-  with unchanged(tmp_path), pytest.raises((ValueError, RecursionError)):
+  with unchanged(tmp_path), pytest.raises(ValueError):
     numbers_of(tmp_path)
 
 
@@ -642,11 +640,8 @@ def whole(tmp_path_factory):
   folder = tmp_path_factory.mktemp("whole")
   file = folder / "text.txt"
   file.write_text("some words to read and to learn from " * 60)
-  config = small(folder / "run", "allreduce")
-  config.data.path = str(file)
-  config.mesh.backend, config.checkpoint.every = "vmap", 4
-  Trainer(config).run()
-  (config_of(folder), folder / "run" / "summary.json")[1].unlink()
+  Trainer(config_of(folder)).run()
+  (folder / "run" / "summary.json").unlink()
   return folder
 
 

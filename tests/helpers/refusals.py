@@ -21,7 +21,7 @@ def assert_clear(message):
   assert re.search(r"\bmust\b", message), message
   assert re.search(r"\bgot\b", message), message
   remedy = re.split(r"\bgot\b", message, maxsplit=1)[1]
-  assert re.search(r"[;:.] ?\S", remedy), message
+  assert re.search(r"[;:.] [\w`.-]+ \S", remedy), message
 
 
 def refused(call, *parts, kinds=(TypeError, ValueError)):
