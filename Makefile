@@ -125,4 +125,4 @@ bench: $(VENV)/installed
 	$(BIN)/python -m experiments.benchmarks.cost
 
 clean:
-	rm -rf $(VENV) .newest dist site
+	rm -rf $(VENV) .newest build dist site

@@ -13,7 +13,6 @@ import jax
 import edgc_jax
 from edgc_jax.diagnosis import coordinator, installation, self_test
 from edgc_jax.diagnosis.shapes import shapes_of
-from edgc_jax.measure.advice import Candidate
 
 _DESCRIPTION = """\
 Prints versions, devices and known traps, and tests the package on these
@@ -212,14 +211,14 @@ def _test(limit: _TimeLimit, made: bool) -> int:
 
 
 def _advise(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
-  """Prints the table of methods, and how the choice is called."""
+  """Prints the table of methods, and the choice as code."""
   try:
     shapes = shapes_of(flags.shapes)
     link, replicas = _link(parser, flags)
     advice = edgc_jax.advise(shapes, link, flags.step_seconds, replicas)
   except ValueError as error:
     parser.error(str(error))
-  _say(f"{advice}\n\n{_call(advice.choice)}")
+  _say(f"{advice}")
   return 0
 
 
@@ -243,19 +242,6 @@ def _link(
   axis_types = (jax.sharding.AxisType.Auto,)
   mesh = jax.make_mesh((count,), ("data",), axis_types=axis_types)
   return edgc_jax.measure_link(mesh), count
-
-
-def _call(choice: Candidate) -> str:
-  """Returns the code of a method, in place of OPTIMISER."""
-  reducer = f"edgc_jax.{choice.reducer}({_arguments(choice.options)})"
-  if choice.every == 1:
-    return f"optax.chain({reducer}, OPTIMISER)"
-  outer = f"optax.chain({reducer}, optax.sgd({_arguments(choice.outer)}))"
-  return f"edgc_jax.local_steps(OPTIMISER, {outer}, every={choice.every})"
-
-
-def _arguments(options: Any) -> str:
-  return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _say(text: str) -> None:

@@ -30,7 +30,10 @@ def main(config: ConfigDict) -> None:
     sys.exit(f"error: {error}")
   summary = trainer.folder.summary()
   try:
-    if summary is None:
+    if summary is not None:
+      hosts.say("This run is finished; another --config.run_dir begins one.")
+    else:
+      hosts.say(f"run folder: {trainer.folder.name}")
       summary = trainer.run(run_page.LivePage(trainer.folder.path).update)
     if hosts.is_first():
       run_page.write_report([trainer.folder.path])

@@ -70,6 +70,18 @@ class Candidate:
     """Name of the reducer and its options, without the steps of a round."""
     return self.name.partition(_EVERY)[0]
 
+  @property
+  def code(self) -> str:
+    """The transformation as code, with the user's OPTIMISER.
+
+    In plain `jit` each of its functions of this package takes `mesh=`, too.
+    """
+    link = f"edgc_jax.{self.reducer}({_arguments(self.options)})"
+    if self.every == 1:
+      return f"optax.chain({link}, OPTIMISER)"
+    outer = f"optax.chain({link}, optax.sgd({_arguments(self.outer)}))"
+    return f"edgc_jax.local_steps(OPTIMISER, {outer}, every={self.every})"
+
   def make(
     self, matrix_view: ViewFn | None = None, **more: Any
   ) -> optax.GradientTransformationExtraArgs:
@@ -122,6 +134,7 @@ class Advice:
       )
     lines += [
       f"choice: {self.choice.name}",
+      self.choice.code,
       *(f"- {text}" for text in self.assumptions),
     ]
     return "\n".join(lines)
@@ -139,6 +152,10 @@ class Advice:
   def _megabits(self, bandwidth: float) -> float:
     """Returns the speed of a replica's uplink, of a device's payload."""
     return 8e-6 * self.shards * ring_bytes(bandwidth, self.replicas)
+
+
+def _arguments(options: Mapping[str, Any]) -> str:
+  return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def advise(

@@ -47,6 +47,7 @@ def _on_event(event: str, duration_secs: float, **_: object) -> None:
 def _say() -> None:
   logging.getLogger("edgc_jax").warning(
     "XLA has been compiling a program with a reducer of edgc_jax for %d"
-    " seconds. It does so once; jax_compilation_cache_dir keeps the result.",
+    " seconds. It does so once for each placement of its arguments;"
+    " jax_compilation_cache_dir keeps the result.",
     SECONDS,
   )

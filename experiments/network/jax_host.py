@@ -171,7 +171,7 @@ def _settings_of(one: Candidate) -> dict[str, Any]:
   if one.every > 1:
     settings |= {
       "local.every": one.every, "local.lr": one.outer["learning_rate"],
-      "local.momentum": one.outer["momentum"],
+      "local.momentum": one.outer.get("momentum", 0.0),
     }  # fmt: skip
   return settings
 

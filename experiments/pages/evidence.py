@@ -48,7 +48,9 @@ def _line(study: Study, arm: str, row: pd.Series) -> dict[str, Any]:
   config = study.configuration(settings)
   every = max(1, config.local.every)
   local = config.local
-  outer = {"learning_rate": local.lr, "momentum": local.momentum}
+  outer: dict[str, Any] = {"learning_rate": local.lr}
+  if local.momentum:
+    outer |= {"momentum": local.momentum, "nesterov": True}
   return {
     "name": arm,
     "reducer": reducer,

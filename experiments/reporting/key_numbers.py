@@ -6,6 +6,8 @@ import numpy as np
 
 from experiments.training.optimizer import rank_name
 
+_PARTS = ("stages", "tensor", "shards")  # left out if a replica is in one part
+
 
 def summary_table(summary: dict[str, Any]) -> str:
   """Formats a run's key numbers for a terminal, at most 78 columns wide.
@@ -14,9 +16,9 @@ def summary_table(summary: dict[str, Any]) -> str:
     summary: The contents of `summary.json`; missing numbers are left out.
   """
   lines = []
-  for name, text in texts(summary, width=60).items():
+  for name, text in texts(summary, width=58).items():
     for part in text.splitlines():
-      lines.append(f"{name:<18}{part[:60]}")
+      lines.append(f"{name:<20}{part[:58]}")
       name = ""
   return "\n".join(lines)
 
@@ -49,6 +51,7 @@ def texts(numbers: dict[str, Any], width: int) -> dict[str, str]:
     name: format(numbers[key], form)
     for name, key, form in formats
     if numbers.get(key) is not None
+    and not (key in _PARTS and numbers[key] == 1)
   }
 
 

@@ -33,7 +33,7 @@ tr:first-child { font-weight: bold; }
 h2 { font-size: 1.1rem; margin: 1.5rem 0 0; }
 pre { overflow-x: auto; }
 main { display: grid; gap: 0 2rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 32rem), 1fr)); }
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 32rem), 1fr)); }
 section { min-width: 0; }
 .infolayer text, .cartesianlayer text { fill: CanvasText !important; }
 </style>

@@ -73,13 +73,18 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
     with hosts.end_together():
       main(config)
 
-  flags.mark_flag_as_required("config")
   app.run(start, flags_parser=_parse)
 
 
 def _parse(argv: list[str]) -> list[str]:
   """Parses flags with absl; a key that does not exist is one clear error."""
-  for file in (m.group(1) for m in map(_FILE.match, argv) if m):
+  named = [m.group(1) for m in map(_FILE.match, argv) if m]
+  if not named and not any(re.fullmatch("--?help.*", a) for a in argv):
+    sys.exit(
+      "error: `--config` must name a file, got none; configs/gpt2_tiny.py is a"
+      " small model."
+    )
+  for file in named:
     if not os.path.isfile(file):
       sys.exit(
         f"error: `--config` must name a file, got {file!r}, which is none; this"

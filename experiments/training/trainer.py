@@ -147,6 +147,8 @@ class Trainer:
     step, about = progress.step, progress.about
     self.checkpoints.set_aside()
     if not step:
+      if self.folder.is_claimed():
+        hosts.say("no checkpoint yet: begins at step 1")
       return progress
     replicas, shards = about["replicas"], about["shards"]
     stored, before = self.parallel.stored, self._form_before(replicas, shards)

@@ -174,7 +174,7 @@ def test_a_table_for_people():
     "4 replicas, uplinks of 100 Mbit/s, 30 ms an all-reduce, 0.1 s a step"
     " without exchange"
   )
-  assert len(text) == 2 + len(NAMES) + 1 + len(found.assumptions)
+  assert len(text) == 2 + len(NAMES) + 2 + len(found.assumptions)
   for line, method in zip(text[2:], found.methods, strict=False):
     assert line.startswith(method.name)
     megabytes = line.removeprefix(method.name).split()[1]
