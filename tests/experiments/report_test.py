@@ -259,6 +259,7 @@ def test_page_in_a_browser(tmp_path):
   # The first colour of curves, in charts side by side.
   curve = np.abs(pixels - np.array([0x00, 0x72, 0xB2]) / 255).max(-1) < 0.05
   assert curve[:, :600].any() and curve[:, 600:].any()
+  assert not curve[:, 590:610].any(), "a chart lies over the one beside it"
 
 
 def test_the_page_shows_what_is_left_of_a_run(tmp_path):
