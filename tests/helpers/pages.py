@@ -1,12 +1,11 @@
 """Python code blocks of the project's pages."""
 
-import os
 import pathlib
 import re
 import subprocess
 import sys
 
-from helpers import quick_compile
+from helpers import environments
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECONDS = 300  # a page takes some seconds on an idle machine
@@ -31,14 +30,9 @@ def run(program, folder, **variables):
   """
   script = folder / "program.py"
   script.write_text(program)
-  environment = {
-    name: value
-    for name, value in os.environ.items()
-    if name not in ("NPROC", "PYTHONWARNINGS")
-  }
+  environment = environments.of_users() | environments.QUICK
   environment |= {
-    "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8",
-    "XLA_FLAGS": quick_compile.XLA_FLAGS, "PYTHONPATH": str(ROOT), **variables,
+    "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT), **variables,
   }  # fmt: skip
   done = subprocess.run(
     [sys.executable, "-W", "error", str(script)],
