@@ -16,11 +16,14 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import submitit
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SAVE_SECONDS = 120  # from the signal until SLURM kills the tasks
+# Exit codes after SIGTERM: of a saved run, and of one that had not yet begun.
+STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
 class Training(submitit.helpers.Checkpointable):
@@ -40,17 +43,26 @@ class Training(submitit.helpers.Checkpointable):
     )
     signal.signal(signal.SIGTERM, self._stop)
     code = self._process.wait()
-    if code == 128 + signal.SIGTERM:  # saved, and the first task requeues
-      signal.pause()  # a task that ends now might end that one, too
+    if code in STOPPED:
+      # A task that ends now might end the first one before it requeues. That
+      # one requeues after SIGUSR2 alone, which may follow a SIGTERM.
+      time.sleep(SAVE_SECONDS)
     if code:
       raise RuntimeError(f"train_gpt2.py ended with exit code {code}.")
 
   def checkpoint(self):
-    """Saves after SIGUSR2; submitit calls it in the first task and requeues."""
+    """Saves after SIGUSR2; submitit calls it in the first task and requeues.
+
+    It does not requeue if this returns None: the command has failed.
+    """
     self._stop()
-    if self._process.returncode is None:
+    code = self._process.returncode
+    if code is None:
       # `wait` has been interrupted, and holds a lock.
-      os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+      end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+      code = end.si_status * (1 if end.si_code == os.CLD_EXITED else -1)
+    if code not in (0, *STOPPED):
+      return None
     return submitit.helpers.DelayedSubmission(Training(self.arguments))
 
   def _stop(self, *signal_and_frame):
@@ -88,7 +100,9 @@ if __name__ == "__main__":
   parser.add_argument("--gpus", type=int, default=0, help="of each node")
   parser.add_argument("--cpus", type=int, default=8, help="of each task")
   parser.add_argument("--hours", type=int, default=24, help="of each start")
-  parser.add_argument("--starts", type=int, default=100, help="at most")
+  parser.add_argument(
+    "--starts", type=int, default=100, help="after time-outs, at most"
+  )
   parser.add_argument("--partition")
   parser.add_argument("--folder", default="slurm", help="shared, for output")
   parser.add_argument("arguments", nargs="*", help="of train_gpt2.py")

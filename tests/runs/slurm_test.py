@@ -83,6 +83,76 @@ def test_the_script_of_the_job(submitted):
   assert any(line.startswith("srun --unbuffered") for line in script)
 
 
+# The command and its task; SAVE_SECONDS is short, so that the test is.
+_COMMAND = """
+import pathlib, signal, sys, time
+code = int(sys.argv[1])
+if code >= 0:
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
+pathlib.Path("started").touch()
+time.sleep(60)
+"""
+_TASK = """
+import pathlib, signal, sys
+import slurm
+
+def requeue(*signal_and_frame):
+  print("requeue" if training.checkpoint() else "give up", flush=True)
+  sys.exit()
+
+slurm.ROOT, slurm.SAVE_SECONDS = pathlib.Path(sys.argv[1]), 2
+training = slurm.Training([sys.argv[2]])
+signal.signal(signal.SIGCONT, lambda *_: None)
+signal.signal(signal.SIGUSR2, requeue)
+training()
+"""
+
+
+def begin_task(folder, code):
+  """Starts a task whose command ends with a code after SIGTERM."""
+  (folder / "experiments").mkdir()
+  (folder / "experiments" / "train_gpt2.py").write_text(_COMMAND)
+  task = subprocess.Popen(
+    [sys.executable, "-c", _TASK, str(folder), str(code)],
+    env=os.environ | {"PYTHONPATH": str(soak.ROOT / "examples")},
+    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+  )  # fmt: skip
+  while not (folder / "started").exists():
+    assert task.poll() is None, task.communicate()
+    time.sleep(0.05)
+  return task
+
+
+@pytest.mark.parametrize(
+  "code, signals, said",
+  [
+    (143, [signal.SIGUSR2], "requeue"),
+    (143, [signal.SIGTERM, signal.SIGUSR2], "requeue"),
+    (-15, [signal.SIGUSR2], "requeue"),
+    (0, [signal.SIGUSR2], "requeue"),
+    (1, [signal.SIGUSR2], "give up"),
+  ],
+)
+def test_requeued_unless_the_command_failed(tmp_path, code, signals, said):
+  task = begin_task(tmp_path, code)
+  for number in signals:
+    task.send_signal(number)
+  assert task.communicate(timeout=SECONDS)[0] == f"{said}\n"
+
+
+def test_a_stopped_task_neither_ends_at_once_nor_stays(tmp_path):
+  """SLURM sends SIGCONT, too."""
+  task, began = begin_task(tmp_path, 143), time.monotonic()
+  task.send_signal(signal.SIGTERM)
+  while task.poll() is None:
+    assert time.monotonic() < began + SECONDS
+    task.send_signal(signal.SIGCONT)
+    time.sleep(0.1)
+  assert time.monotonic() > began + 2
+  assert "ended with exit code 143" in task.communicate()[0]
+  assert task.returncode == 1
+
+
 def test_requeued_until_the_end(submitted):
   """Two tasks find each other, save at the signal, and continue."""
   folder, environment, job = submitted
