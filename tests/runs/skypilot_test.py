@@ -19,8 +19,21 @@ from helpers.local_processes import free_port, wait
 SECONDS = 150
 
 
+TASK = yaml.safe_load((soak.ROOT / "examples/skypilot.yaml").read_text())
+
+
+def test_without_a_run_folder(tmp_path):
+  """SkyPilot itself asks for variables that are null; "" passes it."""
+  assert TASK["envs"]["RUN_DIR"] is None
+  done = subprocess.run(
+    ["bash", "-c", TASK["run"]],
+    cwd=tmp_path, env={"RUN_DIR": ""}, capture_output=True, text=True,
+  )  # fmt: skip
+  assert done.returncode and "RUN_DIR: must be a folder" in done.stderr
+  assert ".venv" not in done.stderr, "nothing has started"
+
+
 def test_two_hosts(tmp_path):
-  task = yaml.safe_load((soak.ROOT / "examples/skypilot.yaml").read_text())
   # A working directory as SkyPilot copies it, with this environment in it.
   folder = tmp_path / "workdir"
   folder.mkdir()
@@ -33,15 +46,15 @@ def test_two_hosts(tmp_path):
   settings = soak.SETTINGS | {"steps": 4, "log_every": 1}
   options = (f"--config.{key}={value}" for key, value in settings.items())
   kept = environments.of_users() | environments.QUICK
-  variables = kept | task["envs"] | {
-    "CONFIG": f"{task['envs']['CONFIG']}:powersgd",
+  variables = kept | TASK["envs"] | {
+    "CONFIG": f"{TASK['envs']['CONFIG']}:powersgd",
     "RUN_DIR": str(tmp_path / "run"),
     "OPTIONS": " ".join(options),
     "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
     "SKYPILOT_NUM_NODES": "2",
   }  # fmt: skip
-  commands = task["run"].replace(":9876", f":{free_port()}")
-  assert commands != task["run"]
+  commands = TASK["run"].replace(":9876", f":{free_port()}")
+  assert commands != TASK["run"]
   processes, deadline = [], time.monotonic() + SECONDS
   try:
     for rank in range(2):
@@ -61,4 +74,4 @@ def test_two_hosts(tmp_path):
         os.killpg(process.pid, signal.SIGKILL)
   lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
   assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
-  assert task["num_nodes"] > 1 and "requirements.txt" in task["setup"]
+  assert TASK["num_nodes"] > 1 and "requirements.txt" in TASK["setup"]
