@@ -4,7 +4,8 @@
     ray start --address=FIRST_HOST:6379     # on every other
     python examples/ray_cluster.py --workers=2 --storage=/shared/ray
 
-Each worker is a replica, and `--storage` a folder that all hosts share. After a
+Each worker is a replica on CPUs, and `--storage` a folder that all hosts share.
+For GPUs, one for each worker, add `use_gpu=True` to `ScalingConfig`. After a
 failure Ray starts all workers again, and they continue from the newest
 checkpoint. The same command continues a run whose cluster has died.
 """
@@ -49,7 +50,7 @@ def batch_of(step):
 
 
 def join():
-  """Joins the workers; on GPUs and TPUs `JaxTrainer` has done it."""
+  """Joins the workers, unless `JaxTrainer` has: with `use_gpu` or `use_tpu`."""
   if jax.distributed.is_initialized():
     return
   context = ray.train.get_context()
@@ -91,7 +92,10 @@ def train(config):
     return optax.apply_updates(params, updates), opt_state, loss
 
   params = jax.device_put(init_params(), NamedSharding(mesh, P()))
-  done = newest_step(config["folder"])
+  # A shared folder may not show all hosts the same at once.
+  done = ray.train.collective.broadcast_from_rank_zero(
+    newest_step(config["folder"])
+  )
   if done:
     path = pathlib.Path(config["folder"], str(done))
     params, opt_state = edgc_jax.restore(path, tx, params, mesh=mesh)
