@@ -34,9 +34,11 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError("give at least one run folder")
   with refusals():
     runs = [storage_of(run, with_checkpoints=False) for run in argv[1:]]
-    print(run_page.write_report([run.path for run in runs]))
+    page = run_page.write_report([run.path for run in runs])
     if len(runs) == 1:
       runs[0].upload()
+      page = f"{argv[1].rstrip('/')}/{page.name}"  # not of the local copy
+    print(page)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from experiments.reporting import key_numbers, run_page
 from experiments.runs.checkpoints import CheckpointError
-from experiments.runs.storage import RunInUse
+from experiments.runs.storage import RunInUse, StorageError
 from experiments.runtime import command_line, hosts
 from experiments.runtime.stop_signals import TrainingInterrupted
 from experiments.training.trainer import Trainer, TrainingStopped
@@ -38,7 +38,7 @@ def main(config: ConfigDict) -> None:
     if hosts.is_first():
       run_page.write_report([trainer.folder.path])
       trainer.folder.storage.upload()
-  except (TrainingStopped, CheckpointError, RunInUse) as error:
+  except (TrainingStopped, CheckpointError, RunInUse, StorageError) as error:
     sys.exit(f"error: {error}")
   except OSError as error:
     if isinstance(error, TimeoutError):  # another process failed

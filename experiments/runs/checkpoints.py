@@ -18,7 +18,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -48,7 +48,13 @@ class Checkpoints:
   same order.
   """
 
-  def __init__(self, path: str | os.PathLike, keep: int):
+  def __init__(
+    self,
+    path: str | os.PathLike,
+    keep: int,
+    name: str = "",
+    note_removal: Callable[[epath.Path], None] = lambda folder: None,
+  ):
     """Writes nothing yet.
 
     Args:
@@ -56,12 +62,18 @@ class Checkpoints:
         writes to; created with the first.
       keep: Number of newest checkpoints to keep, in addition to the one with
         the lowest score.
+      name: What the user calls the folder, if `path` is its local copy.
+      note_removal: Called with the folder of each checkpoint that is removed,
+        renamed or about to be replaced.
     """
     self.path = epath.Path(
       path if storage.is_bucket(path) else os.path.abspath(path)
     )
     self._keep = keep
+    self._name = name or str(self.path)
+    self._note_removal = note_removal
     self._saving: int | None = None
+    self._items: set[str] = set()
     self._damaged: list[int] = []
 
   def steps(self) -> list[int]:
@@ -96,11 +108,12 @@ class Checkpoints:
       CheckpointError: if this checkpoint or the previous one cannot be written.
     """
     self.wait()
-    self._saving = step
+    self._saving, self._items = step, {"about", *trees}
     is_known = score is not None and math.isfinite(score)
     metrics = {"score": score} if is_known else None
     about = copy.deepcopy(dict(about))  # Orbax's thread reads it later.
     with _explained(self.path, step):
+      before = set(self._manager.all_steps())
       self._manager.save(
         step,
         args=ocp.args.Composite(
@@ -110,6 +123,9 @@ class Checkpoints:
         metrics=metrics,
         force=True,
       )
+    removed = before - set(self._manager.all_steps())
+    for old in removed | {step}:
+      self._note_removal(self.path / str(old))
 
   def wait(self) -> None:
     """Waits until the checkpoint being saved is on disk.
@@ -145,7 +161,7 @@ class Checkpoints:
       step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
     if step == _ALL_DAMAGED:
       raise CheckpointError(
-        f"All checkpoints in {self.path} are damaged; train again in another"
+        f"All checkpoints in {self._name} are damaged; train again in another"
         " folder."
       )
     if step == _NONE:
@@ -195,6 +211,7 @@ class Checkpoints:
     for name, wanted in shapes.items():
       folder = self.path / str(step) / name
       found = handler.metadata(epath.Path(folder)).tree
+      place = f"{self._name}/{step}/{name}"
       for path in sorted({*found, *wanted}):
         has, wants = (
           tuple(tree[path].shape) if path in tree else "none"
@@ -202,7 +219,7 @@ class Checkpoints:
         )
         if has != wants:
           raise CheckpointError(
-            f"The checkpoint {folder} must have the arrays of this"
+            f"The checkpoint {place} must have the arrays of this"
             f" configuration, got {path} of shape {has} instead of {wants};"
             " give the model and reducer it was made with, or another"
             " --config.run_dir=FOLDER."
@@ -218,6 +235,7 @@ class Checkpoints:
       names = itertools.chain([f"damaged-{step}"], names)
       free = (self.path / n for n in names if not (self.path / n).exists())
       (self.path / str(step)).rename(next(free))
+      self._note_removal(self.path / str(step))
     self._damaged = []
 
   @functools.cached_property
@@ -252,7 +270,11 @@ class Checkpoints:
       final = self.path / str(self._saving)
       temporary = self.path.glob(f"{self._saving}.orbax-checkpoint-tmp*")
       folder = next(temporary, final)  # a bucket has no temporary folders
-      (folder / storage.SUMS).write_text(json.dumps(_sums(folder)))
+      sums = _sums(folder)
+      missing = self._items - {name.partition("/")[0] for name in sums}
+      if missing:
+        raise OSError(f"{sorted(missing)} are not in {folder}")
+      (folder / storage.SUMS).write_text(json.dumps(sums))
 
   def _newest_step(self) -> int:
     """Returns the step of the newest undamaged one; warns of damaged ones."""
@@ -314,6 +336,8 @@ def _damage_of(folder: epath.Path) -> str:
     if not isinstance(expected, dict) or _ABOUT not in expected:
       return f"{storage.SUMS} lacks {_ABOUT}"
     found = _sums(folder)
+  except storage.StoreError:  # does not tell what is there
+    raise
   except (OSError, ValueError, RecursionError) as error:
     return f"{type(error).__name__}: {error}"
   wrong = [name for name in expected if expected[name] != found.get(name)]

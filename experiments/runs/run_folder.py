@@ -18,7 +18,7 @@ from flax import traverse_util
 from tensorboardX.proto.summary_pb2 import Summary
 
 import edgc_jax
-from experiments.runs.storage import LOCK, SCRATCH, storage_of
+from experiments.runs.storage import LOCK, SCRATCH, StoreError, storage_of
 from experiments.runtime import hosts
 from experiments.runtime.json_files import read_json
 
@@ -66,12 +66,12 @@ class RunFolder:
     self._upload_due = 0.0
     if os.path.lexists(self.path) and not self.path.is_dir():
       raise FileExistsError(
-        f"`run_dir` must be new or a folder, got {self.path}, which is none;"
+        f"`run_dir` must be new or a folder, got {self.name}, which is none;"
         " give another folder with --config.run_dir=FOLDER."
       )
     file = self.path / "config.json"
     if file.exists() and self.is_claimed():
-      changes = _differences(read_file(file), _plain(config))
+      changes = _differences(self._read("config.json"), _plain(config))
       if changes:
         raise ValueError(
           f"`run_dir` must be new or hold a run of the same configuration, got"
@@ -93,12 +93,13 @@ class RunFolder:
 
   def summary(self) -> dict[str, Any] | None:
     """Returns the summary of a finished run, or None."""
-    file = self.path / "summary.json"
-    found = read_file(file) if file.exists() else None
+    name = "summary.json"
+    found = self._read(name) if (self.path / name).exists() else None
     if found is not None and "steps" not in found:
       raise ValueError(
-        f"`run_dir` must hold intact files, got {file} without steps; remove it"
-        " to continue the run, or give another --config.run_dir=FOLDER."
+        f"`run_dir` must hold intact files, got {self.name}/{name} without"
+        " steps; remove it to continue the run, or give another"
+        " --config.run_dir=FOLDER."
       )
     return found
 
@@ -123,17 +124,18 @@ class RunFolder:
       return
     self.path.mkdir(parents=True, exist_ok=True)
     file = self.path / "metrics.jsonl"
-    kept = _lines_up_to(file, step)
+    kept = _lines_up_to(file, step, f"{self.name}/metrics.jsonl")
     newest = json.loads(kept[-1])["step"] if kept else 0
     if newest < last_line:
       print(
-        f"warning: {file} has lost its lines from step {newest} to {last_line};"
-        " the run itself is complete",
+        f"warning: {self.name}/metrics.jsonl has lost its lines from step"
+        f" {newest} to {last_line}; the run itself is complete",
         file=sys.stderr,
       )
-    for old in self.path.glob("events.out.tfevents.*"):
-      old.unlink()
-    (self.path / _STOPPED).unlink(missing_ok=True)
+    events = self.path.glob("events.out.tfevents.*")
+    for old in (*events, self.path / _STOPPED):
+      old.unlink(missing_ok=True)
+      self.storage.note_removal(old)
     _write_json(self.path / "config.json", _plain(self.config))
     write(self.path / "leaves.txt", f"{leaves}\n")
     write(file, "".join(kept))
@@ -151,7 +153,12 @@ class RunFolder:
     )
 
   def log(self, line: Mapping[str, Any]) -> None:
-    """Appends a line to metrics.jsonl and adds its numbers to TensorBoard."""
+    """Appends a line to metrics.jsonl and adds its numbers to TensorBoard.
+
+    Raises:
+      RunInUse: if another process has taken over a folder in a bucket.
+      StorageError: if the local copy of such a folder is no longer whole.
+    """
     if not hosts.is_first():
       return
     line = _plain(line)
@@ -160,7 +167,10 @@ class RunFolder:
     self._add_event(line)
     began = time.monotonic()
     if began >= self._upload_due:
-      self._try_upload()
+      try:
+        self.storage.upload()
+      except StoreError as error:  # the next checkpoint tries again
+        self._warn(error)
       now = time.monotonic()
       # A slow store takes a hundredth of the time at most.
       self._upload_due = now + max(_SECONDS, 100 * (now - began))
@@ -207,16 +217,20 @@ class RunFolder:
     for name in ("_lines", "_events"):
       if name in vars(self):
         vars(self).pop(name).close()
-    if is_open:
-      self._try_upload()
+    try:
+      if is_open:
+        self.storage.upload()
+    except Exception as error:  # must not hide why the run ends
+      self._warn(error)
     self.storage.unlock()
 
-  def _try_upload(self) -> None:
-    """Uploads, or warns; the next checkpoint tries again."""
-    try:
-      self.storage.upload()
-    except Exception as error:
-      print(f"warning: {self.name} could not be written: {error}", flush=True)
+  def _warn(self, error: Exception) -> None:
+    print(
+      f"warning: {self.name} could not be written: {error}", file=sys.stderr
+    )
+
+  def _read(self, name: str) -> dict[str, Any]:
+    return read_file(self.path / name, f"{self.name}/{name}")
 
 
 def stopped(folder: pathlib.Path) -> str:
@@ -286,7 +300,7 @@ def _differences(old: dict, new: dict) -> list[str]:
   ]
 
 
-def _lines_up_to(file: pathlib.Path, step: int) -> list[str]:
+def _lines_up_to(file: pathlib.Path, step: int, name: str = "") -> list[str]:
   """Returns the complete lines of metrics.jsonl up to and including `step`."""
   if not step or not file.exists():
     return []
@@ -302,18 +316,22 @@ def _lines_up_to(file: pathlib.Path, step: int) -> list[str]:
       lost += 1
   if lost:
     print(
-      f"warning: {file} has {lost} damaged lines, which are left out; the run"
-      " itself is complete",
+      f"warning: {name or file} has {lost} damaged lines, which are left out;"
+      " the run itself is complete",
       file=sys.stderr,
     )
   return kept
 
 
-def read_file(file: pathlib.Path) -> dict[str, Any]:
-  """Reads a JSON file of a run folder; ValueError if it is damaged."""
-  return read_json(
-    file, "run_dir", "restore it, or give another --config.run_dir=FOLDER"
-  )
+def read_file(file: pathlib.Path, name: str = "") -> dict[str, Any]:
+  """Reads a JSON file of a run folder; ValueError if it is damaged.
+
+  Args:
+    file: The file, which may be of the local copy of a folder in a bucket.
+    name: What the user calls it.
+  """
+  remedy = "restore it, or give another --config.run_dir=FOLDER"
+  return read_json(file, "run_dir", remedy, name=name)
 
 
 def _write_json(file: pathlib.Path, value: Any) -> None:

@@ -13,6 +13,7 @@ With flags the first process listens on that address alone. SECURITY.md says
 what else listens.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import ipaddress
@@ -23,7 +24,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -53,6 +54,7 @@ _TIMEOUT = flags.DEFINE_integer(
 # Schedulers set these: the number of processes, or an index on Kubernetes.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
+_AT_EXIT: list[Callable[[], None]] = []
 _BARRIERS = itertools.count()
 _BARRIER_TIMEOUT = 3600  # seconds; compiling may take long
 
@@ -130,6 +132,12 @@ def initialize() -> int:
   return _COUNT.value or (0 if _METHOD.value else _scheduled_count())
 
 
+def at_exit(clean_up: Callable[[], None]) -> None:
+  """Calls a function when the process ends, by `end_together` too."""
+  _AT_EXIT.append(clean_up)
+  atexit.register(clean_up)
+
+
 @contextlib.contextmanager
 def end_together() -> Iterator[None]:
   """Ends a process that fails at once, if there are several, with a message.
@@ -155,6 +163,8 @@ def end_together() -> Iterator[None]:
       )
     else:
       traceback.print_exception(error)
+    for clean_up in _AT_EXIT:
+      clean_up()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

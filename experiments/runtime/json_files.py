@@ -7,7 +7,11 @@ from typing import Any
 
 
 def read_json(
-  file: str | os.PathLike, argument: str, remedy: str, kind: type = dict
+  file: str | os.PathLike,
+  argument: str,
+  remedy: str,
+  kind: type = dict,
+  name: str = "",
 ) -> Any:
   """Reads a file that holds one value of JSON.
 
@@ -16,6 +20,7 @@ def read_json(
     argument: Name of the argument that led to it, for the error.
     remedy: What the user can do, for the error.
     kind: Type of the value: an object or a list.
+    name: Name of the file for the error, if it is another than its path.
 
   Raises:
     ValueError: if there is no such value.
@@ -29,6 +34,6 @@ def read_json(
       return value
     text = f"{type(value).__name__} in place of {kind.__name__}"
   raise ValueError(
-    f"`{argument}` must hold intact files, got {file}, which is damaged"
+    f"`{argument}` must hold intact files, got {name or file}, which is damaged"
     f" ({text}); {remedy}."
   )

@@ -59,7 +59,10 @@ class Trainer:
     path = config.run_dir or pathlib.Path("runs") / name
     self.folder = RunFolder(path, config.to_dict())
     self.checkpoints = Checkpoints(
-      self.folder.checkpoints, config.checkpoint.keep
+      self.folder.checkpoints,
+      config.checkpoint.keep,
+      name=f"{self.folder.name}/checkpoints",
+      note_removal=self.folder.storage.note_removal,
     )
     self._source = self.task.source
     hosts.wait_for_all("loaded")
@@ -154,7 +157,7 @@ class Trainer:
     stored, before = self.parallel.stored, self._form_before(replicas, shards)
     template = (before or stored).template(replicas)
     trees = self.checkpoints.load(step, template)
-    _require_finite(trees, "run_dir", self.folder.path)
+    _require_finite(trees, "run_dir", self.folder.name)
     params, opt_state = self.parallel.of_stored(
       stored.load(trees, replicas, self.tx, before)
     )
@@ -193,7 +196,7 @@ class Trainer:
     """
     stored = self.parallel.stored
     storage = storage_of(folder)
-    checkpoints = Checkpoints(storage.checkpoints, 1)
+    checkpoints = Checkpoints(storage.checkpoints, 1, f"{folder}/checkpoints")
     try:
       newest = checkpoints.newest()
       if newest is None:
@@ -381,7 +384,7 @@ def _require_version(about: Mapping[str, Any], folder: str) -> None:
 
 
 def _require_finite(
-  trees: Mapping[str, Stored], name: str, folder: str | pathlib.Path
+  trees: Mapping[str, Stored], name: str, folder: str
 ) -> None:
   """Raises unless all parameters of a checkpoint are finite."""
   for path, array in trees["params"].items():

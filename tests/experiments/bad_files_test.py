@@ -327,6 +327,25 @@ def test_a_damaged_checkpoint_is_not_used(copied, damage, capfd):
     Checkpoints(copied, 2).newest()
 
 
+def test_a_checkpoint_without_its_arrays_is_not_whole(tmp_path, monkeypatch):
+  find = checkpoints_module._sums
+
+  def without_params(folder):
+    return {k: v for k, v in find(folder).items() if "params" not in k}
+
+  own = Checkpoints(tmp_path, keep=2)
+  own.save(2, {"params": {"w": np.ones(3)}}, {"step": 2}, None)
+  own.wait()
+  monkeypatch.setattr(checkpoints_module, "_sums", without_params)
+  own.save(4, {"params": {"w": np.ones(3)}}, {"step": 4}, None)
+  with pytest.raises(
+    CheckpointError, match=r"step 4 .*\['params'\] are not in"
+  ):
+    own.wait()
+  monkeypatch.undo()
+  assert Checkpoints(tmp_path, 2).newest() == (2, {"step": 2})
+
+
 @anything
 @given(st.binary(max_size=40) | JSON.map(lambda x: json.dumps(x).encode()))
 def test_any_sums(tmp_path_factory, saved, content):

@@ -1,14 +1,17 @@
 """The first of several processes listens only where it was told."""
 
+import os
 import socket
 import subprocess
 import sys
 import time
 
+import jax
 import pytest
 from helpers.local_processes import free_port
 from helpers.pages import ROOT
 
+from experiments.runs.storage import storage_of
 from experiments.runtime import hosts
 
 # Joins a run of one process with a place for a second, which never comes.
@@ -75,3 +78,13 @@ def test_a_run_on_loopback_that_is_open(
   monkeypatch.setattr(socket, "gethostbyname", lambda _: own)
   hosts._warn_of_gloo(coordinator)
   assert (f"connect at {own}" in capsys.readouterr().err) == warns
+
+
+def test_local_copies_are_removed_if_all_end_together(monkeypatch):
+  copy = storage_of("memory://runs/one").path
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  monkeypatch.setattr(os, "_exit", sys.exit)  # this process goes on
+  copied = copy.exists()
+  with pytest.raises(SystemExit, match="1"), hosts.end_together():
+    raise SystemExit("error: one of two has failed")
+  assert copied and not copy.parent.exists()

@@ -1,12 +1,26 @@
 """Run folders in buckets, here in one that fsspec keeps in memory."""
 
+import fcntl
+import os
+import shutil
+
 import chex
 import fsspec
 import jax
+import numpy as np
 import pytest
 from helpers.cut_runs import config_of, lines_of, newest, run, whole_runs
 
-from experiments.runs.storage import RunInUse, storage_of
+from experiments import report
+from experiments.runs.checkpoints import CheckpointError, Checkpoints
+from experiments.runs.run_folder import RunFolder
+from experiments.runs.storage import (
+  RunInUse,
+  StorageError,
+  StoreError,
+  checksums,
+  storage_of,
+)
 from experiments.training.trainer import Trainer
 
 URL = "memory://runs/one"
@@ -41,23 +55,146 @@ def test_only_changes_are_uploaded(bucket, monkeypatch):
   )
   (storage.path / "a").write_text("new")
   (storage.path / "in" / "b").unlink()
+  storage.note_removal(storage.path / "in")
   storage.upload()
   assert bucket() == {"a": b"new"}
   assert len(uploaded) == 1
   assert (storage_of(URL).path / "a").read_text() == "new"
 
 
+@pytest.mark.parametrize("lost", ["config.json", "."])
+def test_what_others_delete_here_stays_in_the_bucket(bucket, lost):
+  """As cleaners of /tmp do."""
+  storage = storage_of(URL)
+  (storage.path / "config.json").write_text("{}")
+  (storage.path / "metrics.jsonl").write_text("")
+  storage.upload()
+  whole = bucket()
+  path = storage.path / lost
+  shutil.rmtree(path) if path.is_dir() else path.unlink()
+  with pytest.raises(StorageError, match=rf"got {URL} .*config.json; set TMP"):
+    storage.upload()
+  assert bucket() == whole
+
+
+def test_cleaners_find_the_local_copy_locked(bucket):
+  folder = os.open(storage_of(URL).path.parent, os.O_RDONLY)
+  with pytest.raises(BlockingIOError):
+    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  os.close(folder)
+
+
+@pytest.mark.parametrize("url", ["gs://", "s3:///runs/one", "memory://"])
+def test_a_url_without_a_bucket(url):
+  with pytest.raises(ValueError, match=f"must name a bucket .*got {url}; give"):
+    storage_of(url)
+
+
+@pytest.mark.parametrize(
+  "broken, call",
+  [
+    ("find", lambda storage: storage_of(URL)),
+    ("get_file", lambda storage: storage_of(URL)),
+    ("pipe_file", lambda storage: storage.lock()),
+    ("cat_file", lambda storage: storage.upload()),
+    ("put_file", lambda storage: storage.upload()),
+    ("rm_file", lambda storage: storage.upload()),
+    ("find", lambda storage: checksums(URL)),
+  ],
+)
+def test_errors_of_a_store(bucket, monkeypatch, broken, call):
+  """Their types are any, and their messages name nothing that users know."""
+  storage = storage_of(URL)
+  for name in "ab":
+    (storage.path / name).write_text("old")
+  storage.lock()
+  storage.upload()
+  (storage.path / "a").write_text("changed")
+  (storage.path / "b").unlink()
+  storage.note_removal(storage.path / "b")
+  if broken == "pipe_file":
+    storage = storage_of(URL)
+
+  def fail(*arguments, **options):
+    raise Exception("no\ncredentials")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(fsspec.get_filesystem_class("memory"), broken, fail)
+    with pytest.raises(
+      StoreError, match=rf"got {URL} \(Exception: no credentials\); check"
+    ):
+      call(storage)
+
+
+def test_a_report_of_a_store_that_fails(monkeypatch):
+  def fail(*arguments, **options):
+    raise Exception("no credentials")
+
+  memory = fsspec.get_filesystem_class("memory")
+  monkeypatch.setattr(memory, "exists", fail)
+  with pytest.raises(SystemExit, match=f"error: .*got {URL}"):
+    report.main(["report.py", URL])
+
+
 def test_whoever_comes_last_has_the_folder(bucket):
-  first, second = storage_of(URL), storage_of(URL)
+  first = storage_of(URL)
   first.lock()
   (first.path / "a").write_text("first")
   first.upload()
+  second = storage_of(URL)
   second.lock()
   with pytest.raises(RunInUse, match=rf"got {URL}, which process \d+ on"):
     first.upload()
   (second.path / "a").write_text("second")
   second.upload()
   assert bucket()["a"] == b"second"
+
+
+def test_deletions_ask_again_who_has_the_folder(bucket, monkeypatch):
+  first = storage_of(URL)
+  first.lock()
+  for name in "ab":
+    (first.path / name).write_text("first")
+  first.upload()
+  (first.path / "a").write_text("changed")
+  (first.path / "b").unlink()
+  first.note_removal(first.path / "b")
+  second, memory = storage_of(URL), fsspec.get_filesystem_class("memory")
+  put_file = memory.put_file
+
+  def slowly(self, *names):
+    second.lock()
+    put_file(self, *names)
+
+  monkeypatch.setattr(memory, "put_file", slowly)
+  with pytest.raises(RunInUse):
+    first.upload()
+  assert bucket()["b"] == b"first"
+
+
+def test_a_folder_that_changes_before_it_is_locked(bucket):
+  first, second = storage_of(URL), storage_of(URL)
+  first.lock()
+  (first.path / "a").write_text("first")
+  first.upload()
+  with pytest.raises(RunInUse, match=f"got {URL}, which has changed since"):
+    second.lock()
+  first.upload()  # goes on
+
+
+def test_a_folder_that_changes_while_it_is_locked(bucket, monkeypatch):
+  first, second = storage_of(URL), storage_of(URL)
+  (first.path / "a").write_text("first")
+  memory = fsspec.get_filesystem_class("memory")
+  pipe_file = memory.pipe_file
+
+  def late(self, *arguments):
+    first.upload()
+    pipe_file(self, *arguments)
+
+  monkeypatch.setattr(memory, "pipe_file", late)
+  with pytest.raises(RunInUse, match=f"got {URL}, which has changed since"):
+    second.lock()
 
 
 def test_a_folder_without_its_checkpoints(bucket):
@@ -72,21 +209,147 @@ def test_a_folder_without_its_checkpoints(bucket):
   assert bucket() == {"checkpoints/x": b"large", "report.html": b"page"}
 
 
-def test_half_a_checkpoint_is_left_out_and_deleted(bucket):
+def test_half_a_checkpoint_is_left_out_until_it_is_replaced(bucket, capsys):
   """A process may be killed while it uploads."""
-  storage = storage_of(URL)
-  for step in (1, 2):
+
+  def write(storage, step, array):
     folder = storage.checkpoints / str(step)
     folder.mkdir(parents=True)
-    (folder / "array").write_text("values")
+    (folder / array).write_text("values")
     (folder / "sha256.json").write_text("{}")
+
+  storage = storage_of(URL)
+  for step in (1, 2):
+    write(storage, step, "array")
   storage.upload()
-  whole = bucket()
-  fsspec.filesystem("memory").rm_file("/runs/one/checkpoints/2/sha256.json")
+  files = fsspec.filesystem("memory")
+  files.rm_file("/runs/one/checkpoints/2/sha256.json")
+  files.pipe_file("/runs/one/checkpoints/notes/a", b"of someone")
+  before = bucket()
   storage = storage_of(URL)
   assert [path.name for path in storage.checkpoints.iterdir()] == ["1"]
+  assert (
+    f"warning: {URL}/checkpoints/2 has no sha256" in capsys.readouterr().err
+  )
   storage.upload()
-  assert bucket().keys() == {n for n in whole if n.startswith("checkpoints/1")}
+  assert bucket() == before
+  storage.lock()
+  write(storage, 2, "other")
+  storage.note_removal(storage.checkpoints / "2")
+  storage.upload()
+  after = {name for name in bucket() if name.startswith("checkpoints/2/")}
+  assert after == {"checkpoints/2/other", "checkpoints/2/sha256.json"}
+  assert bucket()["checkpoints/notes/a"] == b"of someone"
+
+
+def checkpoints_of(storage):
+  return Checkpoints(
+    storage.checkpoints, 1, f"{URL}/checkpoints", storage.note_removal
+  )
+
+
+def save(storage, *steps):
+  """Saves checkpoints of which the newest is kept, as the trainer does."""
+  storage.lock()
+  checkpoints = checkpoints_of(storage)
+  for step in steps:
+    array = jax.device_put(np.float32(step))
+    checkpoints.save(step, {"params": {"w": array}}, {"step": step}, None)
+    checkpoints.wait()
+    storage.upload()
+  checkpoints.close()
+
+
+def steps_in(bucket):
+  names = [name.split("/") for name in bucket()]
+  return {name[1] for name in names if name[0] == "checkpoints"}
+
+
+def test_older_checkpoints_are_deleted(bucket):
+  storage = storage_of(URL)
+  save(storage, 1, 2)
+  assert steps_in(bucket) == {"2"}
+  save(storage_of(URL), 3)
+  assert steps_in(bucket) == {"3"}
+
+
+def test_a_damaged_checkpoint_is_set_aside(bucket):
+  save(storage_of(URL), 1)
+  files = fsspec.filesystem("memory")
+  files.rm_file("/runs/one/checkpoints/1/params/_METADATA")
+  damaged = bucket()
+  storage = storage_of(URL)
+  storage.lock()
+  checkpoints = checkpoints_of(storage)
+  with pytest.raises(
+    CheckpointError, match=f"in {URL}/checkpoints are damaged"
+  ):
+    checkpoints.newest()
+  checkpoints.set_aside()
+  storage.upload()
+  for name in damaged.keys() - {"lock"}:
+    aside = name.replace("checkpoints/1/", "checkpoints/damaged-1/")
+    assert bucket()[aside] == damaged[name]
+  assert steps_in(bucket) == {"damaged-1"}
+
+
+@pytest.fixture
+def folder(bucket):
+  """Returns the folder of a run that has begun."""
+  folder = RunFolder(URL, {"steps": 2})
+  folder.lock()
+  folder.start()
+  folder.log({"step": 1, "loss": 1.0})
+  folder._upload_due = 0.0
+  yield folder
+  folder.close()
+
+
+def test_a_run_that_is_superseded_ends_at_its_next_line(folder, capsys):
+  storage_of(URL).lock()
+  with pytest.raises(RunInUse):
+    folder.log({"step": 2, "loss": 1.0})
+  folder.close()
+  said = capsys.readouterr().err
+  assert f"warning: {URL} could not be written: `run_dir` must not be" in said
+
+
+def test_lines_outlive_a_failure_of_the_store(folder, bucket, capsys):
+  def fail(*arguments):
+    raise Exception("no network")
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(fsspec.get_filesystem_class("memory"), "put_file", fail)
+    folder.log({"step": 2, "loss": 1.0})
+    assert "Exception: no network" in capsys.readouterr().err
+    with pytest.raises(StoreError, match="no network"):
+      folder.sync()
+  folder.sync()
+  assert b'"step": 2' in bucket()["metrics.jsonl"]
+
+
+def test_old_events_are_deleted(folder, bucket):
+  folder.stop("because")
+  folder.close()
+  assert bucket()["stopped.txt"] == b"because\n"
+  files = fsspec.filesystem("memory")
+  files.pipe_file("/runs/one/events.out.tfevents.0.host", b"old")
+  again = RunFolder(URL, {"steps": 2})
+  again.lock()
+  again.start()
+  again.close()
+  names = [name for name in bucket() if name.startswith("events")]
+  assert len(names) == 1 and not names[0].endswith(".0.host")
+  assert "stopped.txt" not in bucket()
+
+
+def test_damaged_files_are_named_as_in_the_bucket(folder, bucket):
+  folder.finish({"steps": 2})
+  files = fsspec.filesystem("memory")
+  for text, rule in (("{}", "without steps"), ("[", "which is damaged")):
+    files.pipe_file("/runs/one/summary.json", text.encode())
+    with pytest.raises(ValueError, match=f"got {URL}/summary.json,? {rule}"):
+      RunFolder(URL, {"steps": 2}).summary()
 
 
 def test_stores_that_cannot_be_reached(tmp_path):
