@@ -214,6 +214,7 @@ class ContractTest(parameterized.TestCase):
       self.assertIn("mine", reducers(), "with its defaults")
 
 
+@pytest.mark.slow
 class InsideOptaxTest(parameterized.TestCase):
   """Reducers inside the combinators of optax."""
 

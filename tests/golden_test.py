@@ -68,7 +68,16 @@ def run(name):
   return {"versions": versions, "losses": losses, "ranks": ranks}
 
 
-@pytest.mark.parametrize("name", edgc_jax.METHOD_VERSIONS)
+QUICK = ("powersgd", "quantize")  # two compile in seconds
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in edgc_jax.METHOD_VERSIONS
+  ],
+)
 def test_losses_are_those_on_record(name):
   expected, found = json.loads(FILE.read_text())[name], run(name)
   assert found["versions"] == expected["versions"], (

@@ -8,6 +8,7 @@ steps of dense as the protocol has measured (`measure.evidence`).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from edgc_jax import validation
 from edgc_jax.leaves.leaf import arrays_of, leaves_in, require_arrays
 from edgc_jax.leaves.views import ViewFn, layer_matrix
 from edgc_jax.measure import timing
-from edgc_jax.measure.description import describe, wire_bytes
+from edgc_jax.measure.description import describe, factor_bytes
 from edgc_jax.measure.evidence import Evidence, of_protocol
 from edgc_jax.methods import REDUCERS
 from edgc_jax.wire.link_model import LinkModel, ring_bytes
@@ -382,8 +383,15 @@ def _judged(
   """Returns the protocol's methods for these parameters, dense first."""
   params = arrays_of(params)
   found: dict[str, Candidate] = {}
+
+  @functools.cache  # methods that differ in other options send the same
+  def bytes_of(ranks: tuple[int, ...], min_ratio: float, code: str) -> float:
+    view = matrix_view or layer_matrix
+    sent = factor_bytes(params, ranks, min_ratio, code, view, replicas)
+    return sum(sent) / len(sent)
+
   for one in of_protocol():
-    own = _for_params(one, params, replicas, matrix_view)
+    own = _for_params(one, params, replicas, matrix_view, bytes_of)
     if own is not None:
       found.setdefault(own.name, own)
   return list(found.values())
@@ -394,8 +402,16 @@ def _for_params(
   params: Any,
   replicas: int,
   matrix_view: ViewFn | None,
+  bytes_of: Callable[[tuple[int, ...], float, str], float],
 ) -> Candidate | None:
   """Returns a method with the ranks that send the protocol's bits.
+
+  Args:
+    one: The method as it was judged.
+    params: The parameters.
+    replicas: Number of replicas.
+    matrix_view: The view of each leaf.
+    bytes_of: Returns the mean bytes of an exchange over the ranks of a ladder.
 
   Returns:
     None if even rank 1 sends more.
@@ -405,10 +421,13 @@ def _for_params(
   name, options = one.name, one.options
   if one.reducer in _RESIZED:
     resized = _RESIZED[one.reducer]
+
+    def bytes_at(rank: int) -> float:
+      own = resized(options, rank)
+      return bytes_of(_ranks_of(own), own["min_ratio"], own["wire_dtype"])
+
     rank = _largest_rank(
-      lambda rank: _bytes_of(
-        params, resized(options, rank), replicas, matrix_view or layer_matrix
-      ),
+      bytes_at,
       _CLOSE * one.predicted_bits * one.every * size / 8,
       max(sizes),
     )
@@ -457,30 +476,12 @@ def _largest_rank(
   return low
 
 
-def _bytes_of(
-  params: Any,
-  options: Mapping[str, Any],
-  replicas: int,
-  matrix_view: ViewFn,
-) -> float:
-  """Returns the bytes of factors, a mean over the ranks of the options."""
-  ranks: Sequence[int] = [options["rank"]] if "rank" in options else ()
-  if not ranks:
-    most, step = options["rank_max"], options["rank_multiple"]
-    ranks = range(options["rank_min"], most + 1, step)
-  sent = [
-    wire_bytes(
-      params,
-      rank,
-      rank_min=ranks[0],
-      min_ratio=options["min_ratio"],
-      wire_dtype=options["wire_dtype"],
-      matrix_view=matrix_view,
-      replicas=replicas,
-    )
-    for rank in ranks
-  ]
-  return sum(sent) / len(sent)
+def _ranks_of(options: Mapping[str, Any]) -> tuple[int, ...]:
+  """Returns the ladder of ranks of a method's options."""
+  if "rank" in options:
+    return (options["rank"],)
+  least, most = options["rank_min"], options["rank_max"]
+  return tuple(range(least, most + 1, options["rank_multiple"]))
 
 
 def _powersgd_at(options: Mapping[str, Any], rank: int) -> Mapping[str, Any]:

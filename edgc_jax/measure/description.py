@@ -233,6 +233,29 @@ def wire_bytes(
   return total
 
 
+def factor_bytes(
+  params: Any,
+  ranks: Sequence[int],
+  min_ratio: float,
+  wire_dtype: Any,
+  matrix_view: ViewFn,
+  replicas: int,
+) -> list[int]:
+  """Predicts the bytes of `wire_bytes` at each rank of a ladder, in one trace.
+
+  Args:
+    params: The parameters.
+    ranks: The ladder; its least rank decides which leaves are factors.
+    min_ratio: As for `wire_bytes`.
+    wire_dtype: As for `wire_bytes`.
+    matrix_view: As for `wire_bytes`.
+    replicas: As for `wire_bytes`.
+  """
+  code = code_of(wire_dtype)
+  leaves = with_factors(leaves_in(params, matrix_view), ranks, min_ratio, code)
+  return count_bytes(leaves, ranks, code, replicas).tolist()
+
+
 def _part(found: Reviewed, replicas: int, mesh: Any) -> Part:
   """Describes the leaves of one reducer."""
   axes, leaves, budget, code, is_shared = found

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.flat_options import edgc
 from helpers.meshes import Pmap, find, gradients_like, traced_once
@@ -303,6 +304,7 @@ class RestartedTest(parameterized.TestCase):
       self.assertEqual(after._replace(restarts=own.restarts), own)
 
 
+@pytest.mark.slow
 class RestartReferenceTest(parameterized.TestCase):
   def test_the_rank_stays_when_the_scale_of_the_loss_changes(self):
     """Gradients of half the scale have 0.69 nats less, in mid-window."""

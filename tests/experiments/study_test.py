@@ -159,6 +159,7 @@ def test_of_equally_good_values_the_lowest_is_taken(records):
     ((-0.1, None), 0, [1, 2, 4, 2, 2]),
   ],
 )
+@pytest.mark.slow
 def test_an_arm_takes_the_best_of_its_alternatives(
   records, gains, taken, tried
 ):
@@ -225,6 +226,7 @@ def bytes_of(config, rank):
   ) / 400  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_matched_arm_sends_the_bytes_of_its_partner(records):
   tune(TUNED, records, near(4e-3), "edgc")
   tune(TUNED, records, near(2e-3), "fixed")
@@ -271,6 +273,7 @@ def test_the_partner_of_a_failed_run_does_not_run(records):
 
 
 @pytest.mark.parametrize("target", [0.3e6, 0.62e6, 0.9137e6, 1.24e6, 2e6])
+@pytest.mark.slow
 def test_a_fixed_rank_of_the_same_bytes(target):
   config = PLAIN.configuration({"reducer": "powersgd"})
   rank = study.equal_rank(study._bytes_of_step(config.to_json()), target)
@@ -294,6 +297,7 @@ def test_a_fixed_rank_where_a_matrix_becomes_dense():
     assert study.equal_rank(bytes_of_step, target) == expected
 
 
+@pytest.mark.slow
 def test_narrow_factors_have_twice_the_rank():
   ranks = []
   for wire_dtype in ("bfloat16", "float32"):
@@ -304,6 +308,7 @@ def test_narrow_factors_have_twice_the_rank():
   assert 1.8 < ranks[0] / ranks[1] < 2.2
 
 
+@pytest.mark.slow
 def test_bytes_of_all_shards_count():
   """As in the summary of a run on shards."""
   config = PLAIN.configuration(
@@ -324,6 +329,7 @@ def test_bytes_of_all_shards_count():
     study._bytes_of_step(config.to_json())
 
 
+@pytest.mark.slow
 def test_more_seeds_are_for_dense_and_the_best(records):
   tune(TUNED, records, near(2e-3))
   name = "edgc" + MATCHED
@@ -631,6 +637,7 @@ def test_only_the_arms_that_are_asked_for_run(records, tmp_path, commands):
   assert found["dense"].is_finished and found["other"].is_finished
 
 
+@pytest.mark.slow
 def test_runs_share_a_program_where_they_can(records, tmp_path, monkeypatch):
   """Two seeds of each arm, but no runs of two arms; at most 3 of tuning."""
   groups = []

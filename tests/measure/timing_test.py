@@ -6,6 +6,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.meshes import factors, mesh_of
 from jax.sharding import AxisType
@@ -41,6 +42,7 @@ class CompressionTest(parameterized.TestCase):
     self.assertAlmostEqual(found.base, base, places=9)
     self.assertAlmostEqual(found.per_rank, per_rank, places=9)
 
+  @pytest.mark.slow
   def test_real(self):
     """It times dense first, then one update per rank, on each device."""
     medians, ranks, widths = timing.medians, [], []

@@ -182,6 +182,7 @@ class ReplicasTest(parameterized.TestCase):
     residual = state[0].leaves["w"].residual
     self.assertEqual(residual.sharding.spec[0], AXIS)
 
+  @pytest.mark.slow
   def test_skip_nonfinite(self):
     """A NaN on one replica; one flag is sent for all leaves."""
     mesh = mesh_of()
@@ -200,6 +201,7 @@ class ReplicasTest(parameterized.TestCase):
     _, state, _ = step(params, skipped, batch(1))
     self.assertEqual(edgc_jax.metrics(state)["consecutive_skips"], 0)
 
+  @pytest.mark.slow
   def test_accumulate(self):
     """Two calls are one call on the mean of both."""
     mesh = mesh_of()
@@ -221,6 +223,7 @@ class ReplicasTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "pass mesh= to accumulate"):
       train_plain(without, mesh, steps=1)
 
+  @pytest.mark.slow
   def test_explicit_axes(self):
     mesh = mesh_of(kind=AxisType.Explicit)
     params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
@@ -521,6 +524,7 @@ class Net(nnx.Module):
     return self.down(self.drop(jnp.tanh(self.norm(self.up(x)))))
 
 
+@pytest.mark.slow
 class NnxTest(absltest.TestCase):
   def test_statistics_and_counts_are_kept(self):
     mesh = mesh_of()
@@ -615,6 +619,7 @@ class NnxTest(absltest.TestCase):
     assert_near(nnx.state(model, nnx.BatchStat), left)
 
 
+@pytest.mark.slow
 class VmapTest(parameterized.TestCase):
   @parameterized.parameters("edgc", "quantize")
   def test_equal_to_shard_map(self, name):

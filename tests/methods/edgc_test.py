@@ -87,6 +87,7 @@ class EdgcTest(parameterized.TestCase):
     self.assertEqual([v["rank"] for v in values[::4]], [0, 12, 12, 4, 4, 12])
 
   @parameterized.parameters(("max", 12), (9, 8))
+  @pytest.mark.slow
   def test_compressed_warmup(self, warmup_rank, first):
     """Windows and H_ref stay the same: only the rank differs."""
     scales = [1.0, 0.2, 0.2, 0.2, 1.1]
@@ -126,6 +127,7 @@ class EdgcTest(parameterized.TestCase):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients of float")
+@pytest.mark.slow
 class DtypesTest(parameterized.TestCase):
   def test_float16_overflow_does_not_stay(self):
     """The residual keeps values beyond the range of float16."""

@@ -9,6 +9,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.flat_options import edgc
 from helpers.meshes import BACKENDS, Pmap, gradients_like
@@ -195,6 +196,7 @@ class AveragedGradientsTest(parameterized.TestCase):
     self.assertEqual(values["wire_bytes"], edgc_jax.wire_bytes(PARAMS, 2))
 
 
+@pytest.mark.slow
 class ThreadPoolTest(parameterized.TestCase):
   def test_too_small_a_pool_raises_before_it_hangs(self):
     with (

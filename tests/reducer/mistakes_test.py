@@ -67,6 +67,7 @@ class HugeGradientsTest(parameterized.TestCase):
     self.assertGreaterEqual(min(ranks["a"] + ranks["c"]), 2)
 
 
+@pytest.mark.slow
 class WindowsTest(parameterized.TestCase):
   """A run of edgc whose circumstances change after the warm-up."""
 
@@ -234,6 +235,7 @@ class DtypesTest(parameterized.TestCase):
     with self.assertWarnsRegex(RuntimeWarning, "float16.*Cast gradients"):
       edgc_jax.powersgd(2).init(params)
 
+  @pytest.mark.slow
   def test_float16_gradients_of_wider_parameters(self):
     tx = edgc_jax.powersgd(2)
     gradients = {"w": jnp.ones((1, 16, 24), jnp.float16)}

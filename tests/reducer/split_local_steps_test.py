@@ -112,6 +112,7 @@ def split_pmapped(steps, **options):
     pytest.param(6, 2, 2, marks=pytest.mark.slow),
   ],
 )
+@pytest.mark.slow
 def test_equals_one_program(run, every, fragments, overlap):
   """After every step: the loss, the common parameters and the metrics."""
   options = {"every": every, "fragments": fragments, "overlap": overlap}

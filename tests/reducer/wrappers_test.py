@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.meshes import BACKENDS, Pmap, gradients_like, traced_once
 
@@ -29,6 +30,7 @@ def accumulating(backend):
 
 class AccumulateTest(parameterized.TestCase):
   @parameterized.parameters(*BACKENDS)
+  @pytest.mark.slow
   def test_equals_one_step_on_the_mean(self, backend):
     every = accumulating(backend)
     every.state = every.first_state
@@ -72,6 +74,7 @@ class AccumulateTest(parameterized.TestCase):
 
 class SkipNonfiniteTest(parameterized.TestCase):
   @parameterized.parameters(*BACKENDS)
+  @pytest.mark.slow
   def test_the_whole_chain_keeps_its_state(self, backend):
     tx = edgc_jax.skip_nonfinite(chain(), "data", max_consecutive=2)
     run = BACKENDS[backend](tx, PARAMS)
