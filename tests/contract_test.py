@@ -61,8 +61,13 @@ def fresh(name, backend):
 
 
 # Variants run the code of a reducer, so they are compiled on one backend only.
+# `test_both_backends_agree` holds the two together every day.
 CASES = [
-  pytest.param(name, backend, marks=() if is_plain(name) else pytest.mark.slow)
+  pytest.param(
+    name,
+    backend,
+    marks=() if is_plain(name) and not j else pytest.mark.slow,
+  )
   for i, name in enumerate(REDUCERS)
   for j, backend in enumerate(BACKENDS)
   if is_plain(name) or i % len(BACKENDS) == j

@@ -68,7 +68,7 @@ def run(name):
   return {"versions": versions, "losses": losses, "ranks": ranks}
 
 
-QUICK = ("powersgd", "quantize")  # two compile in seconds
+QUICK = ("allreduce", "quantize")  # they compile in seconds
 
 
 @pytest.mark.parametrize(

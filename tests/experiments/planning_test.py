@@ -134,6 +134,7 @@ def test_what_is_not_modelled(changes, message):
     cluster.require_planned(config)
 
 
+@pytest.mark.slow
 def test_a_faster_link_exposes_less():
   config = small("edgc", tensor=1)
   exposed = [

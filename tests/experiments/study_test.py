@@ -288,6 +288,7 @@ def test_there_is_no_rank_below_one_or_above_dense():
       study.equal_rank(bytes_of_step, target)
 
 
+@pytest.mark.slow
 def test_a_fixed_rank_where_a_matrix_becomes_dense():
   """It is dense from rank 39 on, but not in a run whose least rank is 38."""
   config = PLAIN.configuration({"reducer": "powersgd"})

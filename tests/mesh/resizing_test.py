@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.meshes import ShardMap, find, first_replica, gradients_like
 from jax.sharding import PartitionSpec as P
@@ -85,6 +86,7 @@ class ResizeTest(parameterized.TestCase):
     chex.assert_trees_all_equal(found, state)
 
   @parameterized.parameters((4, 2), (2, 4))
+  @pytest.mark.slow
   def test_the_next_update_is_the_same(self, old, new):
     """Gradients are regrouped; the exchange depends on means alone."""
     tx = edgc_jax.powersgd(4, min_ratio=1.0)

@@ -155,7 +155,15 @@ def by_hand(every, steps, inner=None, rule=NESTEROV, overlap=0):
   return commons
 
 
-@pytest.mark.parametrize("run", [pmapped, shard_mapped, simulated, plain])
+@pytest.mark.parametrize(
+  "run",
+  [
+    pytest.param(pmapped, marks=pytest.mark.slow),
+    pytest.param(shard_mapped, marks=pytest.mark.slow),
+    simulated,
+    plain,
+  ],
+)
 def test_equals_a_loop_over_the_replicas(run):
   make = functools.partial(tx_of, every=3)
   commons = by_hand(every=3, steps=7)
@@ -292,6 +300,7 @@ def test_inner_steps_send_nothing(is_sharded):
   assert np.isfinite(loss_fn(params, batch(0)))
 
 
+@pytest.mark.slow
 def test_a_replica_skips_a_step_alone():
   """Its neighbours step; nothing of the broken gradient is left."""
   tx = tx_of(every=3, inner=optax.adam(1e-2))
@@ -386,6 +395,7 @@ def test_resizing_keeps_the_mean_of_the_own_parameters(replicas):
       np.testing.assert_allclose(a.mean(0), b.mean(0), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_parameters_in_bfloat16():
   tx = tx_of(every=2)
   params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)

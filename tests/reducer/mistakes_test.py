@@ -39,6 +39,7 @@ def powersgd_run(backend):
   return BACKENDS[backend](edgc_jax.powersgd(4, min_ratio=0), PARAMS)
 
 
+@pytest.mark.slow
 class HugeGradientsTest(parameterized.TestCase):
   @parameterized.parameters(1e20, 1e-25)
   def test_metrics_do_not_depend_on_the_scale(self, scale):

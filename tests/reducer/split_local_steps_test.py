@@ -164,6 +164,7 @@ def test_a_run_continues_from_its_state_alone():
   assert not np.array_equal(found[0][0]["w"], PARAMS["w"])
 
 
+@pytest.mark.slow
 def test_an_exchange_left_behind_is_forgotten():
   """A run that goes back to an earlier state gets nothing of the later one."""
   mesh = mesh_of()
