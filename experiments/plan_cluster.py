@@ -53,10 +53,10 @@ def main(config: ConfigDict) -> None:
     cluster.require_planned(config)
     hardware = dataclasses.replace(presets.HARDWARE[_HARDWARE.value], **given)
     curve = presets.CURVES[_CURVE.value](_FALL.value)
-  runs = {
-    "dense": cluster.run_of(dense, hardware),
-    config.reducer: cluster.run_of(config, hardware, curve),
-  }
+    runs = {
+      "dense": cluster.run_of(dense, hardware),
+      config.reducer: cluster.run_of(config, hardware, curve),
+    }
   print(f"{config.name}, modelled on {hardware}")
   print(_table(runs, cluster.compute_of(config, hardware).step))
   for first, ranks in runs[config.reducer].ranks:

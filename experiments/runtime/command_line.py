@@ -78,11 +78,13 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
 
 def _parse(argv: list[str]) -> list[str]:
   """Parses flags with absl; a key that does not exist is one clear error."""
+  # ml_collections warns of what is an error here.
+  absl_logging.set_verbosity(absl_logging.FATAL)
   named = [m.group(1) for m in map(_FILE.match, argv) if m]
   if not named and not any(re.fullmatch("--?help.*", a) for a in argv):
     sys.exit(
-      "error: `--config` must name a file, got none; configs/gpt2_tiny.py is a"
-      " small model."
+      "error: `--config` must name a file, got none; name one of configs/, such"
+      " as configs/gpt2_tiny.py."
     )
   for file in named:
     if not os.path.isfile(file):
@@ -99,6 +101,7 @@ def _parse(argv: list[str]) -> list[str]:
     # Parse again without overrides; ml_collections reads them from sys.argv.
     sys.argv = [a for a in argv if not _OVERRIDE.match(a)]
     flags.FLAGS.unparse_flags()
+    absl_logging.set_verbosity(absl_logging.FATAL)  # a flag, too
     try:
       app.parse_flags_with_usage(sys.argv)
       config = _require_dict().to_dict()

@@ -371,7 +371,7 @@ def test_summary_table_merges_spans_of_equal_rank():
 
 def test_summary_table_omits_unknown_numbers():
   assert key_numbers.summary_table({"reducer": "edgc", "val_loss": None}) == (
-    "reducer           edgc"
+    "reducer             edgc"
   )
 
 
