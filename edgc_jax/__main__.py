@@ -218,7 +218,7 @@ def _advise(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     advice = edgc_jax.advise(shapes, link, flags.step_seconds, replicas)
   except ValueError as error:
     parser.error(str(error))
-  _say(f"{advice}")
+  _say(str(advice))
   return 0
 
 

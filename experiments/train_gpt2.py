@@ -18,16 +18,15 @@ from experiments.reporting import key_numbers, run_page
 from experiments.runs.checkpoints import CheckpointError
 from experiments.runs.storage import RunInUse, StorageError
 from experiments.runtime import command_line, hosts
+from experiments.runtime.refusals import refusals
 from experiments.runtime.stop_signals import TrainingInterrupted
 from experiments.training.trainer import Trainer, TrainingStopped
 
 
 def main(config: ConfigDict) -> None:
   """Trains, or prints the summary if the run is already finished."""
-  try:
+  with refusals(CheckpointError):
     trainer = Trainer(config)
-  except (ValueError, TypeError, OSError, CheckpointError) as error:
-    sys.exit(f"error: {error}")
   summary = trainer.folder.summary()
   try:
     if summary is not None:

@@ -36,8 +36,10 @@ def bind_address(address: str, index: int) -> str | None:
       "`--coordinator_address` must be HOST:PORT with a port from 1 to 65535,"
       f" got {address!r}; name the first host and a free port of it."
     )
-  if index or BIND in os.environ:
-    return os.environ.get(BIND) if not index else None
+  if index:
+    return None
+  if BIND in os.environ:
+    return os.environ[BIND]
   host = host.strip("[]")
   try:
     found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)

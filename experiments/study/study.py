@@ -438,13 +438,12 @@ def _run(path: str, name: str) -> dict[str, Any]:
     OSError: if it cannot be read.
   """
   try:
-    text = pathlib.Path(path).read_bytes()
+    pathlib.Path(path).read_bytes()  # other errors are the file's own
   except OSError as error:
     raise FileNotFoundError(
       f"`{name}` must name a file, got {path!r} ({error.strerror}); the"
       " project's are in configs/."
     ) from error
-  del text  # the file can be read: what follows is its own error
   try:
     return runpy.run_path(path)
   except Exception as error:

@@ -106,11 +106,7 @@ def split_pmapped(steps, **options):
 @pytest.mark.parametrize("run", [split_plain, split_pmapped])
 @pytest.mark.parametrize(
   ("every", "fragments", "overlap"),
-  [
-    (2, 1, 1),
-    pytest.param(3, 1, 3, marks=pytest.mark.slow),
-    pytest.param(6, 2, 2, marks=pytest.mark.slow),
-  ],
+  [(2, 1, 1), (3, 1, 3), (6, 2, 2)],
 )
 @pytest.mark.slow
 def test_equals_one_program(run, every, fragments, overlap):
