@@ -44,9 +44,11 @@ test: $(VENV)/installed
 test-slow: $(VENV)/installed
 	$(PYTEST) -n 2 --dist loadscope --ignore=$(RUNS) -m slow
 
-# Whole runs, in one process and in several, some of which are killed.
+# Whole runs, in one process and in several, some of which are killed; then those
+# that measure times, beside nothing else.
 test-runs: $(VENV)/installed
-	$(PYTEST) $(RUNS)
+	$(PYTEST) -n 2 --dist loadfile -m "not alone" $(RUNS)
+	$(PYTEST) -m alone $(RUNS)
 
 # Records the golden run again, after a method's version was raised.
 golden: $(VENV)/installed

@@ -23,6 +23,8 @@ pytest_plugins = ["helpers.wheel"]
 jax.config.update("jax_num_cpu_devices", 8)
 # XLA's passes over the HLO still run.
 jax.config.update("jax_disable_most_optimizations", True)
+# Tracing makes many objects and few cycles: collecting took 7 % of the time.
+gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope="module", autouse=True)

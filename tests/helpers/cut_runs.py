@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
+from experiments.parallel import backends
 from experiments.runtime.stop_signals import StopSignals
 from experiments.training.trainer import Trainer
 from helpers.small_runs import small
@@ -16,6 +17,10 @@ CLOCK = (
   "seconds", "step_seconds", "tokens_per_second", "images_per_second",
   "peak_memory_bytes",
 )  # fmt: skip
+
+
+_OF_A_RUN = ("run_dir", "checkpoint", "resume", "init_from")  # not of its step
+_make, _made, _MOST = backends.make, {}, 8
 
 
 class CutOff(Exception):
@@ -30,9 +35,24 @@ def config_of(folder, reducer, backend="pmap", **options):
   return config
 
 
+def _make_once(config, *others):
+  """Makes the backend, or returns that of a run with the same step.
+
+  JAX traces and compiles a step once, however often a run is cut off.
+  """
+  own = {k: v for k, v in config.to_dict().items() if k not in _OF_A_RUN}
+  key = json.dumps(own)
+  backend = _made[key] = _made.pop(key, None) or _make(config, *others)
+  for oldest in [*_made][:-_MOST]:
+    del _made[oldest]
+  return backend
+
+
 def run(config, cut_after=None):
   """Returns the trainer after a run, which `cut_after` may cut off."""
-  trainer = Trainer(config)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(backends, "make", _make_once)
+    trainer = Trainer(config)
   if cut_after is None:
     trainer.run()
     return trainer

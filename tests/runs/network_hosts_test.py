@@ -12,6 +12,8 @@ import pytest
 
 from experiments.network import results, virtual_hosts
 
+pytestmark = pytest.mark.alone
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECONDS = 900
 

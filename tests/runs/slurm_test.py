@@ -12,7 +12,7 @@ import pytest
 from helpers import environments, fake_slurm, soak
 
 SECONDS = 300
-STEPS = 40
+STEPS = 400  # so many that the signal comes before the last one
 PORTS = range(61440, 65536)  # JAX chooses one by the number of the job
 
 
