@@ -56,10 +56,11 @@ _ROUND_TRIPS = flags.DEFINE_multi_float(
   lower_bound=0.0,
 )
 _ROWS = flags.DEFINE_multi_enum("row", list(ROWS), list(ROWS), "A row.")
-_ADVICE = flags.DEFINE_bool(
-  "advice",
-  True,
-  "Also the methods that advise.py chooses from, and its advice.",
+_ADVISED = flags.DEFINE_string(
+  "advised",
+  ".",
+  "Also the methods that advise.py chooses from whose names match this regular"
+  " expression, and its advice; empty for neither.",
 )
 _MOST_STEPS = flags.DEFINE_integer(
   "most_steps", 1, "Local steps of these methods, at most.", lower_bound=1
@@ -104,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
   except ValueError as error:
     sys.exit(f"error: {error}")
   benchmark = Benchmark(
-    config, _ROWS.value, _ADVICE.value, _MOST_STEPS.value, _ROUNDS.value,
+    config, _ROWS.value, _ADVISED.value, _MOST_STEPS.value, _ROUNDS.value,
     _PEER.value and "torch" in versions,
     pathlib.Path(_FOLDER.value), results,
   )  # fmt: skip

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import re
 import statistics
 import sys
 import time
@@ -38,8 +39,9 @@ class Benchmark:
   Attributes:
     config: The configuration of all rows.
     rows: Names of the rows to measure.
-    has_advice: Whether to measure the methods that `advise` chooses from, and
-      to compare its advice, where each host is a replica.
+    advised: A regular expression. Of the methods that `advise` chooses from,
+      those that match are measured, and compared with its advice, where each
+      host is a replica; empty for none.
     most_steps: Local steps of such a method, at most.
     rounds: Number of timed rounds.
     has_peer: Whether to measure PyTorch, too.
@@ -49,7 +51,7 @@ class Benchmark:
 
   config: ConfigDict
   rows: Collection[str]
-  has_advice: bool
+  advised: str
   most_steps: int
   rounds: int
   has_peer: bool
@@ -78,7 +80,7 @@ class Benchmark:
         for framework in frameworks:
           self._hosts[framework] = self._start(network, framework)
         config = self._config_on(layout).to_dict()
-        has_advice = self.has_advice and layout.has_replicas_only
+        has_advice = self.advised and layout.has_replicas_only
         if has_advice:
           candidates, *_ = self._call(
             "jax",
@@ -88,7 +90,11 @@ class Benchmark:
             most_steps=self.most_steps,
           ) or [{}]
           plain = {NO_EXCHANGE: ROWS[NO_EXCHANGE]}  # where advice starts from
-          found = {name: {"jax": own} for name, own in candidates.items()}
+          found = {
+            name: {"jax": own}
+            for name, own in candidates.items()
+            if re.search(self.advised, name)
+          }
           self._rows = plain | found | self._rows
         rows = [
           (framework, name)
