@@ -18,7 +18,11 @@ from edgc_jax import validation
 from edgc_jax.leaves.leaf import arrays_of, leaves_in, require_arrays
 from edgc_jax.leaves.views import ViewFn, layer_matrix
 from edgc_jax.measure import timing
-from edgc_jax.measure.description import describe, factor_bytes
+from edgc_jax.measure.description import (
+  bytes_of_step,
+  factor_bytes,
+  reviewed,
+)
 from edgc_jax.measure.evidence import Evidence, of_protocol
 from edgc_jax.methods import REDUCERS
 from edgc_jax.wire.link_model import LinkModel, ring_bytes
@@ -441,10 +445,10 @@ def _for_params(
     name, one.reducer, options, one.every, one.outer, 0, 0.0, 0.0, one.steps,
     0.0,
   )  # fmt: skip
-  reducer = method.make(matrix_view)
-  (part, *_) = describe(reducer, params, replicas=replicas).parts
+  (found, *_) = reviewed(method.make(matrix_view), params)
+  num_bytes = bytes_of_step(found, replicas)
   # A mean over the ranks, of which edgc uses several.
-  sent = sum(part.wire_bytes) / len(part.wire_bytes)
+  sent = sum(num_bytes) / len(num_bytes)
   sent *= one.bits / one.predicted_bits
   bits = 8 * sent / size / one.every
   return dataclasses.replace(method, wire_bytes=round(sent), bits=bits)

@@ -256,6 +256,21 @@ def factor_bytes(
   return count_bytes(leaves, ranks, code, replicas).tolist()
 
 
+def bytes_of_step(found: Reviewed, replicas: int) -> list[int]:
+  """Predicts the bytes of all leaves of a reducer, at each rank of its ladder.
+
+  Args:
+    found: From `reviewed`.
+    replicas: As for `describe`.
+  """
+  _, leaves, budget, code, _ = found
+  num_bytes = [
+    count_bytes([leaves[i] for i in own], budget.ladder, code, replicas)
+    for own in exchanges_of(leaves)
+  ]
+  return np.sum(num_bytes, axis=0).tolist()
+
+
 def _part(found: Reviewed, replicas: int, mesh: Any) -> Part:
   """Describes the leaves of one reducer."""
   axes, leaves, budget, code, is_shared = found
@@ -284,17 +299,13 @@ def _part(found: Reviewed, replicas: int, mesh: Any) -> Part:
       bytes_of(dataclasses.replace(leaf, path="")),
     )
 
-  num_bytes = [
-    count_bytes([leaves[i] for i in own], ladder, code, replicas)
-    for own in exchanges_of(leaves)
-  ]
   return Part(
     axes,
     shards_of(leaves),
     _method(leaves, ladder, code, is_shared),
     ladder,
     tuple(row(leaf) for leaf in leaves),
-    tuple(np.sum(num_bytes, axis=0).tolist()),
+    tuple(bytes_of_step(found, replicas)),
     4 * sum(leaf.size for leaf in leaves),
   )
 

@@ -28,6 +28,7 @@ applies. M Q, M^T P, and u^T M of a sketch have not: what they lose stays in the
 residual, and in the error that the sketch measures.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -53,6 +54,8 @@ _FADING, _NEW = 1e-2, 1e-3
 # Length given to a zero column, in units of the largest number received.
 _LEAST = 1e-6
 _EXACT = jax.lax.Precision.HIGHEST
+# Traced once for all factors of a shape; programs are as without.
+_traced_once = functools.partial(jax.jit, inline=True)
 
 
 class Basis(NamedTuple):
@@ -64,6 +67,7 @@ class Basis(NamedTuple):
   shares: jax.Array
 
 
+@_traced_once
 def orthonormalize(rows: jax.Array) -> Basis:
   """Orthonormalises columns in their order, by Gram-Schmidt.
 
@@ -111,6 +115,7 @@ def orthonormalize(rows: jax.Array) -> Basis:
   return Basis(rows * jnp.minimum(1.0, shares / _DAMPED)[:, None], shares)
 
 
+@_traced_once
 def unit_columns(rows: jax.Array) -> jax.Array:
   """Scales columns to length one and makes them nearly orthogonal.
 
@@ -265,6 +270,7 @@ def outer_product(is_tall: bool, p: jax.Array, q: jax.Array) -> jax.Array:
   return jnp.matmul(left, right, precision=_EXACT)
 
 
+@_traced_once
 def unit_of(x: jax.Array) -> jax.Array:
   """Returns the power of two below the largest |x|, a unit for energies.
 

@@ -1,19 +1,18 @@
 """A replica whose products round differently applies the same updates."""
 
 import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
+from helpers.constants import changed
 from helpers.meshes import AXIS, Pmap, gradients_like
 from helpers.reducers import moving
 from jax.extend import core
 
 import edgc_jax
-from edgc_jax.methods import linear_algebra
 
 pytestmark = pytest.mark.slow
 
@@ -233,7 +232,7 @@ class RoundingTest(parameterized.TestCase):
     self.assertGreater(np.abs(updates["tall"][1] - updates["tall"][0]).max(), 0)
 
   def test_bases_and_updates_need_their_precision(self):
-    with mock.patch.object(linear_algebra, "_EXACT", None):
+    with changed(_EXACT=None):
       run = Mixed(edgc_jax.powersgd(16, min_ratio=0), PARAMS, in_bfloat16)
       updates = run.step(GRADIENTS["white"](0))
     self.assertGreater(difference(updates), 1e-4)
