@@ -446,9 +446,9 @@ def _for_params(
     0.0,
   )  # fmt: skip
   (found, *_) = reviewed(method.make(matrix_view), params)
-  num_bytes = bytes_of_step(found, replicas)
+  by_rank = bytes_of_step(found, replicas)
   # A mean over the ranks, of which edgc uses several.
-  sent = sum(num_bytes) / len(num_bytes)
+  sent = sum(by_rank) / len(by_rank)
   sent *= one.bits / one.predicted_bits
   bits = 8 * sent / size / one.every
   return dataclasses.replace(method, wire_bytes=round(sent), bits=bits)

@@ -264,11 +264,11 @@ def bytes_of_step(found: Reviewed, replicas: int) -> list[int]:
     replicas: As for `describe`.
   """
   _, leaves, budget, code, _ = found
-  num_bytes = [
+  by_exchange = [
     count_bytes([leaves[i] for i in own], budget.ladder, code, replicas)
     for own in exchanges_of(leaves)
   ]
-  return np.sum(num_bytes, axis=0).tolist()
+  return np.sum(by_exchange, axis=0).tolist()
 
 
 def _part(found: Reviewed, replicas: int, mesh: Any) -> Part:

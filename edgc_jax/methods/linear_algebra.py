@@ -28,8 +28,8 @@ applies. M Q, M^T P, and u^T M of a sketch have not: what they lose stays in the
 residual, and in the error that the sketch measures.
 """
 
-import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +54,16 @@ _FADING, _NEW = 1e-2, 1e-3
 # Length given to a zero column, in units of the largest number received.
 _LEAST = 1e-6
 _EXACT = jax.lax.Precision.HIGHEST
-# Traced once for all factors of a shape; programs are as without.
-_traced_once = functools.partial(jax.jit, inline=True)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _traced_once(function: _Function) -> _Function:
+  """Lets JAX trace a function once for all arrays of a shape.
+
+  Tracing these functions for every leaf took much of the time of `advise`.
+  They are inlined, so programs are as they would be without.
+  """
+  return cast(_Function, jax.jit(function, inline=True))
 
 
 class Basis(NamedTuple):

@@ -21,6 +21,7 @@ import contextlib
 import os
 import pathlib
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -59,8 +60,9 @@ _ROWS = flags.DEFINE_multi_enum("row", list(ROWS), list(ROWS), "A row.")
 _ADVISED = flags.DEFINE_string(
   "advised",
   ".",
-  "Also the methods that advise.py chooses from whose names match this regular"
-  " expression, and its advice; empty for neither.",
+  "A regular expression: also the methods that advise.py chooses from whose"
+  " names match, and its advice, which is of all methods; empty for neither."
+  " Tables of the advice have the links on which all were measured.",
 )
 _MOST_STEPS = flags.DEFINE_integer(
   "most_steps", 1, "Local steps of these methods, at most.", lower_bound=1
@@ -100,6 +102,7 @@ def main(argv: Sequence[str]) -> None:
     "tokens": config.batch_size // config.mesh.data * config.model.context,
   }
   try:
+    _require_pattern(_ADVISED.value)
     layouts = [Layout.of(name) for name in _LAYOUTS.value]
     results = Results(pathlib.Path(_OUTPUT.value), model, run)
   except ValueError as error:
@@ -112,6 +115,16 @@ def main(argv: Sequence[str]) -> None:
   for layout in layouts:
     rates = _RATES.value or LAYOUTS.get(layout.name, (100,))
     benchmark.measure(layout, rates, _ROUND_TRIPS.value)
+
+
+def _require_pattern(pattern: str) -> None:
+  try:
+    re.compile(pattern)
+  except re.error as error:
+    raise ValueError(
+      f"`--advised` must be a regular expression, got {pattern!r} ({error});"
+      " change it."
+    ) from None
 
 
 def _processor() -> str:

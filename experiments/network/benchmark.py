@@ -80,7 +80,7 @@ class Benchmark:
         for framework in frameworks:
           self._hosts[framework] = self._start(network, framework)
         config = self._config_on(layout).to_dict()
-        has_advice = self.advised and layout.has_replicas_only
+        has_advice = bool(self.advised) and layout.has_replicas_only
         if has_advice:
           candidates, *_ = self._call(
             "jax",

@@ -155,6 +155,8 @@ def _advice() -> Sequence[str]:
         "choice / fastest": f"{slower[advice['choice']]:.2f}",
       }
     )
+  if not lines:
+    return ["All methods of the advice were measured on no link."]
   return [
     *_markdown(lines),
     "",

@@ -8,7 +8,7 @@ from edgc_jax.methods import linear_algebra
 
 @contextlib.contextmanager
 def changed(**constants):
-  """Changes constants; JAX keeps what it traced with others, until told."""
+  """Changes constants, also in functions that JAX has traced with others."""
   with mock.patch.multiple(linear_algebra, **constants):
     _forget()
     try:
@@ -18,5 +18,6 @@ def changed(**constants):
 
 
 def _forget():
+  """Ends JAX's memory of the functions that read constants."""
   for function in (linear_algebra.orthonormalize, linear_algebra.unit_columns):
     function.clear_cache()

@@ -19,8 +19,11 @@ CLOCK = (
 )  # fmt: skip
 
 
-_OF_A_RUN = ("run_dir", "checkpoint", "resume", "init_from")  # not of its step
-_make, _made, _MOST = backends.make, {}, 8
+# Keys of a configuration that its training step does not depend on.
+_OF_A_RUN = ("run_dir", "checkpoint", "resume", "init_from")
+_MOST = 8  # backends that are kept
+_make = backends.make
+_made = {}  # by configuration
 
 
 class CutOff(Exception):
@@ -35,24 +38,32 @@ def config_of(folder, reducer, backend="pmap", **options):
   return config
 
 
-def _make_once(config, *others):
-  """Makes the backend, or returns that of a run with the same step.
-
-  JAX traces and compiles a step once, however often a run is cut off.
-  """
+def _key(config):
   own = {k: v for k, v in config.to_dict().items() if k not in _OF_A_RUN}
-  key = json.dumps(own)
-  backend = _made[key] = _made.pop(key, None) or _make(config, *others)
-  for oldest in [*_made][:-_MOST]:
-    del _made[oldest]
-  return backend
+  return json.dumps(own)
+
+
+def _make_or_take(config, *others):
+  """Takes the backend of an earlier run, if there is one."""
+  return _made.get(_key(config)) or _make(config, *others)
 
 
 def run(config, cut_after=None):
-  """Returns the trainer after a run, which `cut_after` may cut off."""
+  """Returns the trainer after a run, which `cut_after` may cut off.
+
+  A run that is cut off takes the compiled step of an earlier one with its
+  configuration. A run to the end makes its own, as in a process of its own.
+  """
+  assert config.reducer != "auto", (
+    "measuring makes backends, too"
+  )
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(backends, "make", _make_once)
+    if cut_after is not None:
+      patch.setattr(backends, "make", _make_or_take)
     trainer = Trainer(config)
+  _made[_key(config)] = trainer.parallel
+  for oldest in [*_made][:-_MOST]:
+    del _made[oldest]
   if cut_after is None:
     trainer.run()
     return trainer

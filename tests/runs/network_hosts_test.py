@@ -91,7 +91,7 @@ def test_two_hosts(tmp_path, network):
     "--config.model.num_heads=2", "--layout=2 replicas", "--rate=20",
     "--row=no exchange", "--row=dense", "--row=dense, bf16",
     "--row=powersgd, rank 8",
-    r"--advised=^dense$|^quantize, 8 bits$|^powersgd, rank 10, ",
+    "--advised=^dense$|^quantize, 8 bits$|^powersgd, rank 10, |^edgc, ",
   )  # fmt: skip
   rows = cells["2 replicas"]
   dense, factors = rows["dense"], rows["powersgd, rank 8"]
@@ -108,7 +108,7 @@ def test_two_hosts(tmp_path, network):
   assert advice["choice"] in advice["seconds"]
   compared = advice["seconds"].keys() & rows.keys()
   kinds = {name.split(",")[0] for name in compared}
-  assert kinds == {"dense", "quantize", "powersgd"}
+  assert kinds == {"dense", "quantize", "powersgd", "edgc"}
   for name in compared:
     assert 0.4 < advice["seconds"][name] / rows[name].step < 2.5
 
