@@ -54,9 +54,7 @@ def run(config, cut_after=None):
   A run that is cut off takes the compiled step of an earlier one with its
   configuration. A run to the end makes its own, as in a process of its own.
   """
-  assert config.reducer != "auto", (
-    "measuring makes backends, too"
-  )
+  assert config.reducer != "auto", "measuring makes backends, too"
   with pytest.MonkeyPatch.context() as patch:
     if cut_after is not None:
       patch.setattr(backends, "make", _make_or_take)
