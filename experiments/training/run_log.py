@@ -175,25 +175,27 @@ class RunLog:
     """Fetches the pending metrics from the devices."""
     pending = len(self._pending)
     hosts.wait_for_devices(self._pending)
-    for values in map(_by_stage, jax.device_get(self._pending)):
+    values: Mapping[str, Any] = {}
+    for values in jax.device_get(self._pending):
       self._step += 1
-      self._newest = values
       for name in self._averaged:
         if name in values:
-          self._means.setdefault(name, []).append(values[name])
-      if values["diverged_steps"] > self._diverged_steps:
+          self._means.setdefault(name, []).append(np.ravel(values[name])[0].item())
+      if (diverged := int(np.ravel(values["diverged_steps"])[0])) > (
+        self._diverged_steps
+      ):
         self._noticed.append(self._step)
-        self._diverged_steps = values["diverged_steps"]
-      before = self.wire_bytes or [0.0] * len(values["rank"])
+        self._diverged_steps = diverged
+      rank, sent = (np.ravel(values[k]).tolist() for k in ("rank", "wire_bytes"))
+      before = self.wire_bytes or [0.0] * len(rank)
       self.wire_bytes = [
-        total + sent
-        for total, sent in zip(before, values["wire_bytes"], strict=True)
+        total + own for total, own in zip(before, sent, strict=True)
       ]
-      sent = sum(values["wire_bytes"])
-      self.peak_wire_bytes = max(self.peak_wire_bytes, sent)
-      rank = values["rank"]
+      self.peak_wire_bytes = max(self.peak_wire_bytes, sum(sent))
       if not self.rank_history or self.rank_history[-1][1] != rank:
         self.rank_history.append([self._step, rank])
+    if values:
+      self._newest = _by_stage(values)
     self._pending = []
     now = time.monotonic()
     if self._timed is None:

@@ -1,7 +1,10 @@
 """Trains several runs as one program, on a device that one does not fill.
 
 The runs differ in `NUMBERS` alone. Each is a lane of a `jax.vmap` over the
-whole step, so a GPU starts as many kernels as for one run.
+whole step, so a GPU starts as many kernels as for one run. Counters of steps
+are the same in all lanes and are not mapped: what happens every so many steps
+remains a branch that other steps do not compute. So a run that skips a step
+still closes its windows with the others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +15,7 @@ import numpy as np
 from flax import traverse_util
 from ml_collections import ConfigDict
 
+from edgc_jax.state.state import LocalStepsState, ReducerState
 from experiments.parallel import backends, meshes
 from experiments.parallel.backend import Backend
 from experiments.runs.run_folder import RunFolder
@@ -24,6 +28,8 @@ from experiments.training.trainer import Trainer
 # Keys by which runs of one program may differ.
 NUMBERS = ("seed", "optimizer.lr", "local.lr", "local.momentum")
 _FREE = ("name", "run_dir")
+_LANES = "lanes"
+_COUNTER = {ReducerState: "count", LocalStepsState: "step"}
 
 
 def train_together(configs: Sequence[ConfigDict]) -> None:
@@ -98,13 +104,23 @@ class _Together:
       seed = numbers.get("seed", config.seed)
       return self._backend(numbers).init(jax.random.key(seed))
 
-    def step(numbers: Mapping[str, jax.Array], *operands: Any) -> Any:
-      return self._backend(numbers)._step(*operands)
+    one = jax.tree.map(lambda x: x[0], self.numbers)
+    axes = _lane_axes(jax.eval_shape(init, one)[1])
 
-    size = {"axis_size": lanes}
-    self._init = jax.jit(jax.vmap(init, **size))
+    def step(numbers: Mapping[str, jax.Array], *operands: Any) -> Any:
+      params, opt_state, metrics = self._backend(numbers)._step(*operands)
+      return params, _with_equal_counters(opt_state, axes), metrics
+
+    size = {"axis_size": lanes, "axis_name": _LANES}
+    self._init = jax.jit(jax.vmap(init, out_axes=(0, axes), **size))
     self._step = jax.jit(
-      jax.vmap(step, in_axes=(0, 0, 0, 0, None), **size), donate_argnums=(1, 2)
+      jax.vmap(
+        step,
+        in_axes=(0, 0, axes, 0, None),
+        out_axes=(0, axes, 0),
+        **size,
+      ),
+      donate_argnums=(1, 2),
     )
     self._evaluate = jax.jit(jax.vmap(task.evaluate, (0, None), **size))
 
@@ -198,6 +214,30 @@ class _Together:
     for log, folder in zip(self.logs, self.folders, strict=True):
       log.close()
       folder.close()
+
+
+def _lane_axes(state: Any) -> Any:
+  """Returns the axis of the lanes in a state: 0, or None for its counters."""
+
+  def is_counted(x: Any) -> bool:
+    return isinstance(x, (ReducerState, LocalStepsState))
+
+  def axes(x: Any) -> Any:
+    if not is_counted(x):
+      return 0
+    own = {name: _lane_axes(part) for name, part in x._asdict().items()}
+    return x._replace(**{**own, _COUNTER[type(x)]: None})
+
+  return jax.tree.map(axes, state, is_leaf=is_counted)
+
+
+def _with_equal_counters(state: Any, axes: Any) -> Any:
+  """Sets the counters of a lane to the furthest lane's."""
+
+  def equal(axis: int | None, part: Any) -> Any:
+    return part if axis == 0 else jax.lax.pmax(part, _LANES)
+
+  return jax.tree.map(equal, axes, state, is_leaf=lambda x: x is None)
 
 
 def _values(configs: Sequence[ConfigDict], key: str) -> np.ndarray:
