@@ -57,7 +57,9 @@ def run_all(
   """
   started = failed = 0
   running: dict[futures.Future, Sequence[Run]] = {}
-  submit = _on_slurm(slurm, folder) if slurm else _here(jobs)
+  # Processes on a GPU need all cores while they compile.
+  is_pinned = jobs > 1 and together == 1
+  submit = _on_slurm(slurm, folder) if slurm else _here(jobs, is_pinned)
 
   def path_of(run: Run) -> pathlib.Path:
     return folder / name_of(run.config)
@@ -175,8 +177,10 @@ def _execute(command: list[str], cores: set[int] | None = None) -> str:
   return f"exit code {code}: {last}"[:300] if code else ""
 
 
-def _here(jobs: int) -> Callable[[list[str]], futures.Future]:
-  """Runs commands on this machine, each on its share of the cores."""
+def _here(
+  jobs: int, is_pinned: bool
+) -> Callable[[list[str]], futures.Future]:
+  """Runs commands on this machine, each on its share of the cores if pinned."""
   pool = futures.ThreadPoolExecutor(jobs)
   cores = sorted(os.sched_getaffinity(0))
   shares = [set(cores[i::jobs]) or set(cores) for i in range(jobs)]
@@ -184,7 +188,7 @@ def _here(jobs: int) -> Callable[[list[str]], futures.Future]:
   def call(command: list[str]) -> str:
     share = shares.pop()
     try:
-      return _execute(command, share if jobs > 1 else None)
+      return _execute(command, share if is_pinned else None)
     finally:
       shares.append(share)
 
