@@ -105,9 +105,20 @@ def orthonormalize(rows: jax.Array) -> Basis:
   """
   rows, size = _in_range(rows)
   # A column of zeros has no share, but must not stop the factorisation.
-  start = _Passes(Basis(rows, jnp.sign(size)), jnp.sign(size))
-  is_cpu = jax.default_backend() == "cpu"
-  rows, shares = (_as_needed if is_cpu else _in_full)(start).basis
+  start = (0, Basis(rows, jnp.sign(size)), jnp.sign(size))
+
+  def is_needed(carry: tuple) -> jax.Array:
+    done, _, pivots = carry
+    return (done < 2) | (done < _PASSES) & (jnp.min(pivots) < _NEAR)
+
+  def one_more(carry: tuple) -> tuple:
+    done, (rows, shares), _ = carry
+    rows, new = _one_pass(rows)
+    # In the first pass lengths are the columns' own scales, not shares.
+    lengths = jnp.where(done > 0, new.lengths, 1.0)
+    return done + 1, Basis(rows, shares * lengths * new.pivots), new.pivots
+
+  _, (rows, shares), _ = jax.lax.while_loop(is_needed, one_more, start)
   # p_i <- d(t_i) p_i
   return Basis(rows * jnp.minimum(1.0, shares / _DAMPED)[:, None], shares)
 
@@ -164,48 +175,6 @@ def revive(
   weight = _NEW * jnp.maximum(0.0, 1.0 - shares / _FADING) * size
   new = signs[:, None, :] * _walsh(*factors.shape[1:])
   return factors + weight[:, :, None] * new
-
-
-class _Passes(NamedTuple):
-  """What the passes of an orthonormalisation have found so far."""
-
-  basis: Basis
-  pivots: jax.Array  # float32 [r], of the newest pass
-  done: Any = 0  # passes
-
-  def is_needed(self) -> Any:
-    """Returns whether another pass is needed, bool []."""
-    is_rough = (self.done < _PASSES) & (jnp.min(self.pivots) < _NEAR)
-    return (self.done < 2) | is_rough
-
-  def one_more(self) -> "_Passes":
-    """Returns what is known after another pass."""
-    (rows, shares), _, done = self
-    rows, new = _one_pass(rows)
-    # In the first pass lengths are the columns' own scales, not shares.
-    lengths = jnp.where(done > 0, new.lengths, 1.0)
-    shares = shares * lengths * new.pivots
-    return _Passes(Basis(rows, shares), new.pivots, done + 1)
-
-
-def _as_needed(passes: _Passes) -> _Passes:
-  """Makes as many passes as are needed."""
-  return jax.lax.while_loop(_Passes.is_needed, _Passes.one_more, passes)
-
-
-def _in_full(passes: _Passes) -> _Passes:
-  """Makes all passes, and ignores one that is not needed.
-
-  An accelerator's host would wait for the numbers that decide on a pass.
-  """
-  for _ in range(_PASSES):
-    is_needed, more = passes.is_needed(), passes.one_more()
-    passes = jax.tree.map(
-      lambda new, old, is_needed=is_needed: jnp.where(is_needed, new, old),
-      more,
-      passes,
-    )
-  return passes
 
 
 class _New(NamedTuple):
