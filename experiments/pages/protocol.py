@@ -110,6 +110,24 @@ def _fixed_ranks(name: str) -> Sequence[str]:
   return _markdown(lines) if lines else ["No run is finished yet."]
 
 
+def _fixed_arms(name: str) -> Sequence[str]:
+  """Compares arms of rules with the study's fixed ranks, of other bytes."""
+  own, found = study_of(name), arms_of(name)
+  if not len(found):
+    return ["No run is finished yet."]
+  means = found.droplevel("table")
+  lines = []
+  for arm in (a for a in own.matched if a in means.index):
+    line = {"arm": arm, "bits": f"{means['bits'][arm]:.2f}"}
+    for fixed in dict.fromkeys(own.matched.values()):
+      difference, error = statistics.beside(_judged(name), arm, fixed)
+      name_of = f"minus {fixed} ({means['bits'][fixed]:.2f} bits)"
+      sure = statistics.verdict(difference, error)
+      line[name_of] = f"{_difference(difference, error)}, {sure}"
+    lines.append(line)
+  return _markdown(lines)
+
+
 def _tuning(name: str) -> Sequence[str]:
   """Returns the loss of every run of the tuning."""
   own = study_of(name)
@@ -281,6 +299,30 @@ def draw_entropy(name: str) -> Figure:
   return figure
 
 
+def draw_by_bytes(name: str) -> Figure:
+  """Draws held-out loss by the bytes sent until then, of each arm."""
+  figure = Figure(figsize=(WIDTH, 5), layout="constrained")
+  axes = figure.subplots()
+  frame = _judged(name)
+  groups = frame.groupby("arm", sort=False)["record"] if len(frame) else ()
+  for (arm, records), color in zip(
+    groups, itertools.cycle([DENSE, *COLORS]), strict=False
+  ):
+    curves = pd.concat(record.curve for record in records)
+    mean = curves.groupby("step").mean(numeric_only=True)
+    mean = mean.dropna(subset="val_loss")
+    # The ratio is of all bytes until then.
+    sent = mean["dense_bytes"] * mean.index / mean["compression_ratio"]
+    axes.plot(sent / 1e9, mean["val_loss"], color=color, label=arm)
+  axes.set_xscale("log")
+  dress(axes, "Held-out loss by bytes sent")
+  axes.set_xlabel("GB sent by a replica")
+  axes.set_ylabel("nats")
+  if len(frame):
+    axes.legend(fontsize=8, frameon=False)
+  return figure
+
+
 def _family(arm: str) -> str:
   """Returns the group of an arm in the picture; allocations share one."""
   if arm.endswith(MATCHED):
@@ -308,6 +350,7 @@ def _markdown(lines: Sequence[dict[str, str]]) -> list[str]:
 TABLES = {
   "results": _results,
   "fixed ranks": _fixed_ranks,
+  "fixed arms": _fixed_arms,
   "tuning": _tuning,
   "origin": _origin,
   "summary": _summary,
@@ -317,4 +360,6 @@ PICTURES = {
     draw_frontier, "protocol/table and protocol/rounds"
   ),
   "protocol-entropy": functools.partial(draw_entropy, "protocol/table"),
+  "horizon-entropy": functools.partial(draw_entropy, "paper/horizon"),
+  "horizon-bytes": functools.partial(draw_by_bytes, "paper/horizon"),
 }

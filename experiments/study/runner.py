@@ -177,9 +177,7 @@ def _execute(command: list[str], cores: set[int] | None = None) -> str:
   return f"exit code {code}: {last}"[:300] if code else ""
 
 
-def _here(
-  jobs: int, is_pinned: bool
-) -> Callable[[list[str]], futures.Future]:
+def _here(jobs: int, is_pinned: bool) -> Callable[[list[str]], futures.Future]:
   """Runs commands on this machine, each on its share of the cores if pinned."""
   pool = futures.ThreadPoolExecutor(jobs)
   cores = sorted(os.sched_getaffinity(0))

@@ -72,7 +72,7 @@ def by_arm(frame: pd.DataFrame) -> pd.DataFrame:
   """Returns a line for each arm: means, and standard errors of differences.
 
   Two or three seeds may agree by chance. An arm of fewer than eight has at
-  least the scatter of the median arm that has eight.
+  least the scatter of the median arm that has eight, or of all if none has.
 
   Args:
     frame: From `judged`.
@@ -92,12 +92,42 @@ def by_arm(frame: pd.DataFrame) -> pd.DataFrame:
   scatter = groups[["gap", "beside"]].std()
   scatter = scatter[scatter > 0]  # not dense beside itself
   has_many = found["seeds"] >= _MANY
-  least = scatter["gap"][has_many].median()
+  least = _least_scatter(scatter["gap"], has_many)
   scatter = scatter.mask((scatter < least).mul(~has_many, axis=0), least)
   counts = groups[["gap", "beside"]].count()
   errors = (scatter / counts**0.5).add_suffix("_error")
   errors.loc[found["gap"] == 0, "gap_error"] = 0.0
   return found.join(errors)
+
+
+def beside(frame: pd.DataFrame, arm: str, other: str) -> tuple[float, float]:
+  """Returns the mean difference of two arms, paired by seed, and its error.
+
+  Args:
+    frame: From `judged`.
+    arm: One of its arms.
+    other: The arm that is subtracted.
+
+  Returns:
+    Nats, and their standard error by the rule of `by_arm`; NaN without pairs.
+  """
+  gaps = frame.drop_duplicates(["arm", "seed"]).pivot(
+    index="seed", columns="arm", values="gap"
+  )
+  if not {arm, other} <= set(gaps):
+    return np.nan, np.nan
+  scatter, counts = gaps.std(), gaps.count()
+  pairs = (gaps[arm] - gaps[other]).dropna()
+  own = pairs.std()
+  if len(pairs) < _MANY:
+    own = max(own, _least_scatter(scatter[scatter > 0], counts >= _MANY))
+  return pairs.mean(), own / len(pairs) ** 0.5
+
+
+def _least_scatter(scatter: pd.Series, has_many: pd.Series) -> float:
+  """Returns the median scatter of arms of many seeds, or of all arms."""
+  trusted = scatter[has_many.reindex(scatter.index)]
+  return (trusted if trusted.notna().any() else scatter).median()
 
 
 def verdict(difference: float, error: float) -> str:

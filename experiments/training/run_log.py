@@ -180,13 +180,15 @@ class RunLog:
       self._step += 1
       for name in self._averaged:
         if name in values:
-          self._means.setdefault(name, []).append(np.ravel(values[name])[0].item())
-      if (diverged := int(np.ravel(values["diverged_steps"])[0])) > (
-        self._diverged_steps
-      ):
+          mean = np.ravel(values[name])[0].item()
+          self._means.setdefault(name, []).append(mean)
+      rank, sent, (diverged, *_) = (
+        np.ravel(values[name]).tolist()
+        for name in ("rank", "wire_bytes", "diverged_steps")
+      )
+      if diverged > self._diverged_steps:
         self._noticed.append(self._step)
         self._diverged_steps = diverged
-      rank, sent = (np.ravel(values[k]).tolist() for k in ("rank", "wire_bytes"))
       before = self.wire_bytes or [0.0] * len(rank)
       self.wire_bytes = [
         total + own for total, own in zip(before, sent, strict=True)
