@@ -65,7 +65,7 @@ class LivePage:
     if began < self._due:
       return
     try:
-      write_report([self._run_dir])
+      write_report([self._run_dir], has_picture=False)
     except Exception as error:
       print(f"warning: report.html could not be written: {error}", flush=True)
     # The page of a long run takes seconds: a hundredth of the time at most.
@@ -76,15 +76,16 @@ class LivePage:
 def write_report(
   run_dirs: Sequence[pathlib.Path | str],
   out_dir: pathlib.Path | str | None = None,
+  *,
+  has_picture: bool = True,
 ) -> pathlib.Path:
   """Writes report.html, with numbers, charts and configurations.
-
-  Beside it stands report.png, the curves alone.
 
   Args:
     run_dirs: Folders of runs, finished or not.
     out_dir: The folder to write to. By default the run's folder for one run,
       and the current directory for several.
+    has_picture: Whether to draw report.png, the curves alone, beside it.
 
   Returns:
     The path of the page.
@@ -102,7 +103,8 @@ def write_report(
   page.parent.mkdir(parents=True, exist_ok=True)
   drawn = charts.draw(runs)
   run_folder.write(page, _page(runs, drawn))
-  picture.draw(drawn).savefig(page.with_suffix(".png"), dpi=DPI)
+  if has_picture:
+    picture.draw(drawn).savefig(page.with_suffix(".png"), dpi=DPI)
   return page
 
 

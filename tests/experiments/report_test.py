@@ -306,7 +306,7 @@ def test_a_live_page_is_written_now_and_then(tmp_path, monkeypatch, capsys):
   written = [is_written_at(seconds) for seconds in (0, 30, 61, 90)]
   assert written == [True, False, True, False]
 
-  def slow(folders):
+  def slow(folders, **options):
     now[0] += 5
     page.write_text("")
 

@@ -13,6 +13,9 @@ QUICK = {
   "JAX_PLATFORMS": "cpu",
   "XLA_FLAGS": quick_compile.XLA_FLAGS,
 }
+# Programs that processes keep for one another. `runs/conftest.py` says where;
+# most are small ones, of which a process has two hundred.
+CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
 def of_users(*prefixes):

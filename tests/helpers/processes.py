@@ -11,7 +11,7 @@ SECONDS = 150  # time limit of a process
 
 
 def start(folder, *arguments, steps=60, output=None, file_bytes=None):
-  """Starts the training command, with a compilation cache for the next one.
+  """Starts the training command.
 
   Files have at most `file_bytes`, as on a disk that is nearly full.
   """
@@ -24,8 +24,8 @@ def start(folder, *arguments, steps=60, output=None, file_bytes=None):
     *(f"--config.{key}={value}" for key, value in settings.items()),
     *arguments,
   ]
-  environment = environments.of_users() | environments.QUICK
-  environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "compiled")
+  environment = environments.of_users()
+  environment |= environments.QUICK | environments.CACHE
   if file_bytes:
     blocks = str(file_bytes // 512)
     limited = 'ulimit -f "$0" && exec "$@"'

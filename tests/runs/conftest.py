@@ -1,7 +1,19 @@
 """What the slow tests share."""
 
+import os
+
 import pytest
+from helpers import environments
 from helpers.processes import finish, start
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(tmp_path_factory):
+  """Processes that tests start share what they compile."""
+  folder = tmp_path_factory.getbasetemp()
+  if "PYTEST_XDIST_WORKER" in os.environ:
+    folder = folder.parent
+  environments.CACHE["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/compiled"
 
 
 @pytest.fixture(scope="session")

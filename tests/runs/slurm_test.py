@@ -35,7 +35,7 @@ def submitted(tmp_path):
   job = free_job()
   environment = fake_slurm.environment(tmp_path, job, tasks=2) | {
     **environments.QUICK,
-    "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+    **environments.CACHE,
     "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{job - 4096 + PORTS.start}",
   }
   for name in ("NPROC", "PYTHONWARNINGS"):
