@@ -17,7 +17,6 @@ fixed rank that matches edgc's bytes belongs with edgc and its partner.
 """
 
 import pathlib
-import re
 import sys
 
 # `configs` and `experiments` are not installed packages.
@@ -25,7 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from absl import app, flags
 
-from experiments.runtime.refusals import refusals
+from experiments.runtime.refusals import refusals, require_pattern
 from experiments.study import runner, study
 from experiments.study.records import Records
 
@@ -48,7 +47,8 @@ def main(argv: list[str]) -> None:
   with refusals():
     found = study.load(_STUDY.value)
     found.require_settings()
-    _require_arms(_ARMS.value, found)
+    arms = [arm for table in found.tables for arm in found.table_of(table)]
+    require_pattern("arms", _ARMS.value, arms)
     runner.slurm_parameters(_SLURM.value)
     records = Records(_RECORDS.value)
   if _RETRY.value:
@@ -67,21 +67,6 @@ def main(argv: list[str]) -> None:
   print(f"{left} runs are left that could start now" if left else "complete")
   if failed:
     sys.exit(f"error: {failed} runs failed; --retry repeats them.")
-
-
-def _require_arms(pattern: str, found: study.Study) -> None:
-  """Raises unless a regular expression finds an arm."""
-  arms = [arm for table in found.tables for arm in found.table_of(table)]
-  try:
-    is_found = any(re.search(pattern, arm) for arm in arms)
-    text = "no arm matches"
-  except re.error as error:
-    is_found, text = False, str(error)
-  if not is_found:
-    raise ValueError(
-      f"`--arms` must be a regular expression of some of {', '.join(arms)}, got"
-      f" {pattern!r} ({text}); correct it."
-    )
 
 
 if __name__ == "__main__":

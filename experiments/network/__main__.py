@@ -21,7 +21,6 @@ import contextlib
 import os
 import pathlib
 import platform
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ from experiments.network import virtual_hosts
 from experiments.network.benchmark import Benchmark
 from experiments.network.results import FILE, LAYOUTS, ROWS, Layout, Results
 from experiments.runs.run_folder import environment
+from experiments.runtime.refusals import require_pattern
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", "configs/gpt2_10m.py", "A file in configs/."
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
     "tokens": config.batch_size // config.mesh.data * config.model.context,
   }
   try:
-    _require_pattern(_ADVISED.value)
+    require_pattern("advised", _ADVISED.value)
     layouts = [Layout.of(name) for name in _LAYOUTS.value]
     results = Results(pathlib.Path(_OUTPUT.value), model, run)
   except ValueError as error:
@@ -115,16 +115,6 @@ def main(argv: Sequence[str]) -> None:
   for layout in layouts:
     rates = _RATES.value or LAYOUTS.get(layout.name, (100,))
     benchmark.measure(layout, rates, _ROUND_TRIPS.value)
-
-
-def _require_pattern(pattern: str) -> None:
-  try:
-    re.compile(pattern)
-  except re.error as error:
-    raise ValueError(
-      f"`--advised` must be a regular expression, got {pattern!r} ({error});"
-      " change it."
-    ) from None
 
 
 def _processor() -> str:

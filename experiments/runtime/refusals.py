@@ -2,8 +2,9 @@
 
 import contextlib
 import difflib
+import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 
 @contextlib.contextmanager
@@ -20,6 +21,34 @@ def refusals(*more: type[Exception]) -> Iterator[None]:
     yield
   except (ValueError, TypeError, OSError, *more) as error:
     sys.exit(f"error: {error}")
+
+
+def require_pattern(
+  flag: str, pattern: str, names: Sequence[str] | None = None
+) -> None:
+  """Raises unless a flag is a regular expression, and finds one of the names.
+
+  Args:
+    flag: The flag's name.
+    pattern: Its value.
+    names: What it is to find some of; None if that is not known yet.
+
+  Raises:
+    ValueError: with the names.
+  """
+  rule = f" of some of {', '.join(names)}" if names is not None else ""
+  try:
+    expression = re.compile(pattern)
+  except re.error as error:
+    reason = str(error)
+  else:
+    if names is None or any(map(expression.search, names)):
+      return
+    reason = "none matches"
+  raise ValueError(
+    f"`--{flag}` must be a regular expression{rule}, got {pattern!r}"
+    f" ({reason}); correct it."
+  )
 
 
 def one_line(error: Exception) -> str:
