@@ -1,6 +1,7 @@
 """Tells what is installed, tests it, and advises: `python -m edgc_jax`."""
 
 import argparse
+import math
 import os
 import sys
 import textwrap
@@ -218,6 +219,8 @@ def _advise(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     advice = edgc_jax.advise(shapes, link, flags.step_seconds, replicas)
   except ValueError as error:
     parser.error(str(error))
+  sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)]
+  _say(f"{sum(sizes):,} parameters in {len(sizes)} arrays")
   _say(str(advice))
   return 0
 
