@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
     "about": {
       "command": "python -m experiments.benchmarks.estimate",
       "commit": environment()["commit"],
-      "device": environment()["machine"],
+      "device": environment()["device"],
       "steps": _STEPS,
       "rounds": _ROUNDS,
     },
