@@ -81,18 +81,16 @@ format: $(VENV)/installed
 
 # The protocol's study (docs/protocol.md), one run a core; it takes many hours,
 # and the same target continues it. Records go to docs/records/.
-STUDY := $(BIN)/python experiments/run_study.py --jobs=$(shell nproc) --study=
+STUDY := $(BIN)/python experiments/run_study.py --jobs=$(shell nproc)
 
 protocol: $(VENV)/installed
-	$(STUDY)configs/protocol/full_length.py
-	$(STUDY)configs/protocol/table.py
-	$(STUDY)configs/protocol/rounds.py
-	$(STUDY)configs/protocol/low_rank.py
+	$(STUDY) $(foreach name,full_length table rounds low_rank overlap, \
+	  --study=configs/protocol/$(name).py)
 
 # Whether a rank that follows entropy wins in a run of 20,000 steps (docs/paper.md):
 # days on two cores, hours on a GPU with --together.
 horizon: $(VENV)/installed
-	$(STUDY)configs/paper/horizon.py
+	$(STUDY) --study=configs/paper/horizon.py
 
 # Tables and pictures of all pages, from records: minutes.
 pages: $(VENV)/installed

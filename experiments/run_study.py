@@ -12,10 +12,14 @@ repeated with --retry. On a cluster, --slurm submits each run as a job:
 On a GPU, which one small run does not fill, --together=16 runs up to 16 that
 differ in seed, rates or momentum alone as one program; it tunes on a grid.
 
+Several --study are run by one pool of processes, the first one's runs first.
+--minutes is for a machine that is lent: no run starts after them.
+
 Machines that share no disk take different arms (--arms="dense|quantize"); a
 fixed rank that matches edgc's bytes belongs with edgc and its partner.
 """
 
+import math
 import pathlib
 import sys
 
@@ -28,7 +32,7 @@ from experiments.runtime.refusals import refusals, require_pattern
 from experiments.study import runner, study
 from experiments.study.records import Records
 
-_STUDY = flags.DEFINE_string("study", None, "A study's file in configs/.")
+_STUDIES = flags.DEFINE_multi_string("study", None, "A study's file.")
 _RUNS = flags.DEFINE_string("runs", "runs/studies", "Parent of run folders.")
 _RECORDS = flags.DEFINE_string("records", "docs/records", "The records.")
 _ARMS = flags.DEFINE_string("arms", "", "A regular expression of arms to run.")
@@ -37,6 +41,9 @@ _TOGETHER = flags.DEFINE_integer(
   "together", 1, "Runs of one process, at most.", lower_bound=1
 )
 _LIMIT = flags.DEFINE_integer("limit", None, "Runs to start, at most.")
+_MINUTES = flags.DEFINE_float(
+  "minutes", math.inf, "Minutes after which no run starts.", lower_bound=0.0
+)
 _SLURM = flags.DEFINE_string("slurm", "", "Parameters of submitit, for SLURM.")
 _RETRY = flags.DEFINE_bool("retry", False, "Repeat runs that failed.")
 
@@ -45,25 +52,32 @@ def main(argv: list[str]) -> None:
   """Starts the missing runs."""
   del argv
   with refusals():
-    found = study.load(_STUDY.value)
-    found.require_settings()
-    arms = [arm for table in found.tables for arm in found.table_of(table)]
+    studies = [study.load(file) for file in _STUDIES.value]
+    for found in studies:
+      found.require_settings()
+    arms = [
+      arm
+      for found in studies
+      for table in found.tables
+      for arm in found.table_of(table)
+    ]
     require_pattern("arms", _ARMS.value, arms)
     runner.slurm_parameters(_SLURM.value)
     records = Records(_RECORDS.value)
   if _RETRY.value:
     records.forget_failures()
   failed = runner.run_all(
-    found,
+    studies,
     records,
-    pathlib.Path(_RUNS.value) / found.name,
+    pathlib.Path(_RUNS.value),
     arms=_ARMS.value,
     jobs=_JOBS.value,
     together=_TOGETHER.value,
     slurm=_SLURM.value,
     limit=_LIMIT.value,
+    minutes=_MINUTES.value,
   )
-  left = sum(1 for _ in found.plan(records))
+  left = sum(1 for found in studies for _ in found.plan(records))
   print(f"{left} runs are left that could start now" if left else "complete")
   if failed:
     sys.exit(f"error: {failed} runs failed; --retry repeats them.")

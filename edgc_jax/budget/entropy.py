@@ -224,13 +224,13 @@ def _entropy_of_moments(
 
 def _histogram(samples: Stacks, usable: Stacks, bins: int) -> jax.Array:
   """Counts the usable entries in equal bins over [-8, 8]; float32 [bins]."""
-  counts = jnp.zeros(bins, jnp.float32)
+  counts = jnp.zeros(bins, jnp.int32)  # float32 does not count above 2^24
   for x, u in zip(samples, usable, strict=True):
     place = (x + _CLIP) * (bins / (2.0 * _CLIP))
     place = jnp.clip(place.astype(jnp.int32), 0, bins - 1)
     # Unusable entries get an index out of range, and are dropped.
-    counts = counts.at[jnp.where(u, place, bins)].add(1.0, mode="drop")
-  return counts
+    counts = counts.at[jnp.where(u, place, bins)].add(1, mode="drop")
+  return counts.astype(jnp.float32)
 
 
 def _entropy_of_histogram(

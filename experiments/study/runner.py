@@ -28,7 +28,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def run_all(
-  study: Study,
+  studies: Sequence[Study],
   records: Records,
   folder: pathlib.Path,
   *,
@@ -37,13 +37,14 @@ def run_all(
   together: int = 1,
   slurm: str = "",
   limit: int | None = None,
+  minutes: float = math.inf,
 ) -> int:
   """Runs what is missing, until nothing is left to start.
 
   Args:
-    study: The study.
-    records: Its records, to read and to write.
-    folder: Parent of the run folders.
+    studies: The studies; runs of the first ones come first.
+    records: Their records, to read and to write.
+    folder: The parent of a folder for each study, which holds run folders.
     arms: A regular expression; arms in which it is not found do not run.
     jobs: Number of processes at once.
     together: Runs of one process, at most. From 2 on, runs that can share a
@@ -51,56 +52,90 @@ def run_all(
     slurm: Empty for this machine; otherwise parameters of submitit, such as
       "slurm_partition=gpu gpus_per_node=1 timeout_min=60".
     limit: Number of runs to start, at most.
+    minutes: Time after which no run starts.
 
   Returns:
     The number of runs that failed.
   """
   started = failed = 0
-  running: dict[futures.Future, Sequence[Run]] = {}
+  end = time.monotonic() + 60 * minutes
+  running: dict[futures.Future, tuple[Study, Sequence[Run]]] = {}
   # Processes on a GPU need all cores while they compile.
   is_pinned = jobs > 1 and together == 1
   submit = _on_slurm(slurm, folder) if slurm else _here(jobs, is_pinned)
 
-  def path_of(run: Run) -> pathlib.Path:
-    return folder / name_of(run.config)
+  # Planning takes seconds: of a study again only when its own runs have ended.
+  plans: dict[str, Sequence[Run]] = {}
+
+  def next_runs() -> tuple[Study, Sequence[Run]] | None:
+    """Returns the next runs of one process, and their study."""
+    busy = {_key(run) for _, runs in running.values() for run in runs}
+    for study in studies:
+      if study.name not in plans:
+        plans[study.name] = _waiting(study, records, arms, together)
+      free = [
+        run for run in plans[study.name]
+        if _key(run) not in busy and records.find(run.config) is None
+      ]  # fmt: skip
+      if free:
+        most = together if limit is None else min(together, limit - started)
+        return study, _sharing(free, most)
+    return None
 
   while True:
-    names = {path_of(run) for runs in running.values() for run in runs}
-    waiting = _waiting(study, records, arms, together)
-    while len(running) < jobs and started != limit:
-      free = (run for run in waiting if path_of(run) not in names)
-      if (first := next(free, None)) is None:
+    while len(running) < jobs and started != limit and time.monotonic() < end:
+      if (found := next_runs()) is None:
         break
-      runs = [first]
-      if together > 1 and first.config.mesh.backend == "vmap":
-        program = program_of(first.config)
-        runs += [r for r in free if program_of(r.config) == program]
-        runs = runs[: min(together, (limit or math.inf) - started)]
+      study, runs = found
+      path_of = _path_in(folder / study.name)
       for run in runs:
-        names.add(path_of(run))
         started += 1
         kind = "judged" if run.is_judged else "tuning"
         print(
           f"--- run {started}, {kind}: {run.arm}, {path_of(run).name}",
           flush=True,
         )
-      running[submit(_command(study, runs, path_of))] = runs
+      running[submit(_command(study, runs, path_of))] = study, runs
     if not running:
       return failed
     done = _next_finished(running)
-    runs, error = running.pop(done), done.result()
+    (study, runs), error = running.pop(done), done.result()
+    path_of = _path_in(folder / study.name)
     for run in runs:
-      found: dict[str, Any] = {"error": error}
+      found_of: dict[str, Any] = {"error": error}
       # Of runs that share a program some may have ended before it failed.
       if not error or len(runs) > 1:
         try:
-          found = numbers_of(path_of(run))
+          found_of = numbers_of(path_of(run))
         except (OSError, ValueError) as damage:
-          found = {"error": error or str(damage)}
-      records.add(run.config, found)
-      failed += "error" in found
-      loss = found.get("error") or f"{found['summary']['val_loss']:.4f}"
+          found_of = {"error": error or str(damage)}
+      records.add(run.config, found_of)
+      failed += "error" in found_of
+      loss = found_of.get("error") or f"{found_of['summary']['val_loss']:.4f}"
       print(f"    {run.arm}: {loss}", flush=True)
+    if running:
+      plans.pop(study.name, None)
+    else:
+      plans.clear()  # what one study has run may have been missing in another
+
+
+def _key(run: Run) -> tuple[str, str]:
+  """Returns what tells a run from those of all studies."""
+  return run.config.name, name_of(run.config)
+
+
+def _path_in(folder: pathlib.Path) -> Callable[[Run], pathlib.Path]:
+  return lambda run: folder / name_of(run.config)
+
+
+def _sharing(free: Sequence[Run], most: int) -> Sequence[Run]:
+  """Returns the first run, and others that can share its program."""
+  first, *others = free
+  if most < 2 or first.config.mesh.backend != "vmap":
+    return [first]
+  program = program_of(first.config)
+  runs = [first, *(r for r in others if program_of(r.config) == program)]
+  return runs[:most]
 
 
 def _waiting(

@@ -54,6 +54,12 @@ class EntropyTest(parameterized.TestCase):
     measured = sample(uniform, estimator="histogram")
     self.assertAlmostEqual(measured, np.log(2), delta=0.01)
 
+  def test_histogram_counts_more_than_float32_can(self):
+    entries = 2**24 + 16
+    x = jnp.full((1, entries), 0.1)
+    counts = jax.jit(entropy._histogram, static_argnums=2)([x], [x != 0], 64)
+    self.assertEqual(counts.max(), entries)
+
   @parameterized.parameters(*entropy.ESTIMATORS)
   def test_zeros_outliers_and_nonfinite_entries_do_not_count(self, estimator):
     clean = gaussian((300, 400))

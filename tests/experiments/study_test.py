@@ -592,7 +592,7 @@ def run_all(records, folder, **options):
     "lost": {"reducer": "quantize"},
   }}  # fmt: skip
   own = Study("runs", CONFIG, tables, (0,))
-  failed = runner.run_all(own, records, folder, **options)
+  failed = runner.run_all([own], records, folder, **options)
   found = {run.arm: run.config for run in own.plan(records)}
   return failed, {
     arm: own.judged(arm, 0, records)[1] for arm in tables["one"]
@@ -638,6 +638,25 @@ def test_only_the_arms_that_are_asked_for_run(records, tmp_path, commands):
   assert found["dense"].is_finished and found["other"].is_finished
 
 
+def test_studies_share_a_pool_and_runs(records, tmp_path, commands, capsys):
+  """A run of two studies runs once, in the folder of the first."""
+  del commands
+  dense, other = {"reducer": "allreduce"}, {"reducer": "powersgd"}
+  studies = [
+    Study("first", CONFIG, {"one": {"dense": dense}}, (0,)),
+    Study("second", CONFIG, {"one": {"dense": dense, "other": other}}, (0,)),
+  ]
+  folder = tmp_path / "runs"
+  assert runner.run_all(studies, records, folder, jobs=2, minutes=0) == 0
+  assert not folder.exists(), "no time to start a run"
+  assert runner.run_all(studies, records, folder, jobs=2) == 0
+  assert capsys.readouterr().out.count("--- run ") == 2
+  assert [
+    len(list((folder / name).iterdir())) for name in ("first", "second")
+  ] == [1, 1]
+  assert not any(list(own.plan(records)) for own in studies)
+
+
 @pytest.mark.slow
 def test_runs_share_a_program_where_they_can(records, tmp_path, monkeypatch):
   """Two seeds of each arm, but no runs of two arms; at most 3 of tuning."""
@@ -662,7 +681,7 @@ def test_runs_share_a_program_where_they_can(records, tmp_path, monkeypatch):
     "fixed": {**TABLES["Low rank"]["fixed"], **simulated},
   }}  # fmt: skip
   own = Study("runs", CONFIG, tables, (0, 1), tuning=TUNED.tuning)
-  assert runner.run_all(own, records, tmp_path / "runs", together=3) == 0
+  assert runner.run_all([own], records, tmp_path / "runs", together=3) == 0
   assert list(own.plan(records)) == []
   # Four rates of each arm; the seeds of a tuned arm come first.
   expected = [3, 1, 2, 3, 1, 2]
@@ -689,7 +708,7 @@ def test_what_ended_before_a_shared_program_failed_counts(
   settings = {"reducer": "allreduce", "mesh.backend": "vmap"}
   tables = {"one": {"dense": settings}}
   own = Study("runs", CONFIG, tables, (0, 1, 2))
-  assert runner.run_all(own, records, tmp_path / "runs", together=3) == 2
+  assert runner.run_all([own], records, tmp_path / "runs", together=3) == 2
   found = [own.judged("dense", seed, records)[1] for seed in (0, 1, 2)]
   assert [each.is_finished for each in found] == [True, False, False]
   assert found[1]["error"] == "exit code 3: no memory"
