@@ -33,7 +33,10 @@ _CLOSE = 0.15  # of measured times, that a model must reach
 _FALL = presets.falling, 3.0  # nats
 # The measured curve, and others: how much the entropy falls, and when.
 _FALLS = {
-  "1.7 nats, all in the first twentieth: as measured": (presets.early, 1.7),
+  "1.7 nats, all in the first twentieth: as in the protocol": (
+    presets.early,
+    1.7,
+  ),
   **{
     f"{nats:g} nats, half of it in the first tenth": (presets.falling, nats)
     for nats in (0.3, 1.0, 2.0, 3.0)

@@ -40,7 +40,7 @@ def early(nats: float) -> Callable[[float], float]:
 
     H(x) = -nats min(1, 20 x)
 
-  So did the entropy of the runs measured here, by 1.7 nats (docs/entropy.md).
+  So did the entropy of the protocol's runs, by 1.7 nats (docs/entropy.md).
 
   Raises:
     ValueError: if `nats` is not finite.
@@ -55,5 +55,5 @@ CURVES = {"falling": falling, "early": early}
 def _require_finite(nats: float) -> None:
   if not math.isfinite(nats):
     raise ValueError(
-      f"`fall` must be finite, got {nats}; 1.7 nats were measured here."
+      f"`fall` must be finite, got {nats}; 1.7 nats are the protocol's."
     )

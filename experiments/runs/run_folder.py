@@ -250,7 +250,8 @@ def environment() -> dict[str, Any]:
     # On CPUs both are "cpu".
     "device": " ".join(dict.fromkeys([device.platform, device.device_kind])),
     "cores": os.cpu_count(),
-    # Of products that name none; "default" is the device's own.
+    # Products of matrices that name no precision have this one; "default" is
+    # the device's own.
     "matmul_precision": jax.config.jax_default_matmul_precision or "default",
     "commit": commit_of(pathlib.Path(__file__).parent),
   }

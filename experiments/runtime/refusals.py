@@ -26,7 +26,7 @@ def refusals(*more: type[Exception]) -> Iterator[None]:
 def require_pattern(
   flag: str, pattern: str, names: Sequence[str] | None = None
 ) -> None:
-  """Raises unless a flag is a regular expression, and finds one of the names.
+  """Raises unless a flag's regular expression finds one of the names.
 
   Args:
     flag: The flag's name.
@@ -34,7 +34,7 @@ def require_pattern(
     names: What it is to find some of; None if that is not known yet.
 
   Raises:
-    ValueError: with the names.
+    ValueError: if it is no regular expression, or finds none.
   """
   rule = f" of some of {', '.join(names)}" if names is not None else ""
   try:

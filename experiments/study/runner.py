@@ -60,7 +60,7 @@ def run_all(
   started = failed = 0
   end = time.monotonic() + 60 * minutes
   running: dict[futures.Future, tuple[Study, Sequence[Run]]] = {}
-  # Processes on a GPU need all cores while they compile.
+  # `together` is for GPUs, whose processes need all cores while they compile.
   is_pinned = jobs > 1 and together == 1
   submit = _on_slurm(slurm, folder) if slurm else _here(jobs, is_pinned)
 

@@ -180,8 +180,8 @@ class RunLog:
       self._step += 1
       for name in self._averaged:
         if name in values:
-          mean = np.ravel(values[name])[0].item()
-          self._means.setdefault(name, []).append(mean)
+          value = np.ravel(values[name])[0].item()
+          self._means.setdefault(name, []).append(value)
       rank, sent, (diverged, *_) = (
         np.ravel(values[name]).tolist()
         for name in ("rank", "wire_bytes", "diverged_steps")
@@ -191,7 +191,7 @@ class RunLog:
         self._diverged_steps = diverged
       before = self.wire_bytes or [0.0] * len(rank)
       self.wire_bytes = [
-        total + own for total, own in zip(before, sent, strict=True)
+        total + new for total, new in zip(before, sent, strict=True)
       ]
       self.peak_wire_bytes = max(self.peak_wire_bytes, sum(sent))
       if not self.rank_history or self.rank_history[-1][1] != rank:

@@ -104,8 +104,8 @@ class _Together:
       seed = numbers.get("seed", config.seed)
       return self._backend(numbers).init(jax.random.key(seed))
 
-    one = jax.tree.map(lambda x: x[0], self.numbers)
-    axes = _lane_axes(jax.eval_shape(init, one)[1])
+    of_first_lane = jax.tree.map(lambda x: x[0], self.numbers)
+    axes = _lane_axes(jax.eval_shape(init, of_first_lane)[1])
 
     def step(numbers: Mapping[str, jax.Array], *operands: Any) -> Any:
       params, opt_state, metrics = self._backend(numbers)._step(*operands)

@@ -5,10 +5,11 @@ import os
 import pathlib
 
 import chex
+import grain
 import numpy as np
 import pytest
 
-from experiments.data import text
+from experiments.data import batches, text
 
 _CONTEXT = 4
 
@@ -406,3 +407,15 @@ def test_single_held_out_window():
     np.arange(50), context=_CONTEXT, batch_size=1, num_batches=1
   )
   np.testing.assert_array_equal(batches, [[np.arange(_CONTEXT + 1)]])
+
+
+@pytest.mark.parametrize("count, batch_size", [(10, 4), (3, 7)])
+def test_batches_have_grains_order(count, batch_size):
+  """Records and checkpoints hold for this order; some batches span epochs."""
+  drawn = batches.shuffled(
+    count, lambda index: index, batch_size=batch_size, seed=5
+  )
+  seed = int(np.random.SeedSequence(5).generate_state(1)[0])
+  rows = grain.MapDataset.range(count).shuffle(seed).repeat()
+  expected = [rows[i] for i in range(6 * batch_size)]
+  np.testing.assert_array_equal(_take(drawn, 6).ravel(), expected)

@@ -152,5 +152,6 @@ def test_tables_of_made_up_records(made_up):
   assert origin.startswith("4 runs took 4.0 hours (cpu, 2 cores")
   assert "c0, c1" in origin
   assert "missing" not in origin
+  assert protocol._fixed_arms("made up") == ["No run is finished yet."]
   summary = cells(protocol._summary("made up and made up"))
   assert any(name.startswith("powersgd 8") for name in summary)

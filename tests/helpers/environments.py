@@ -15,7 +15,7 @@ QUICK = {
 }
 # Programs that processes keep for one another. `runs/conftest.py` says where;
 # most are small ones, of which a process has two hundred.
-CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+cache = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
 def of_users(*prefixes):

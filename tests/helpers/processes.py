@@ -24,9 +24,10 @@ def start(folder, *arguments, steps=60, output=None, file_bytes=None):
     *(f"--config.{key}={value}" for key, value in settings.items()),
     *arguments,
   ]
-  environment = environments.of_users()
-  environment |= environments.QUICK | environments.CACHE
-  if file_bytes:
+  environment = environments.of_users() | environments.QUICK
+  if not file_bytes:  # or what is kept for others might be cut off
+    environment |= environments.cache
+  else:
     blocks = str(file_bytes // 512)
     limited = 'ulimit -f "$0" && exec "$@"'
     command = ["sh", "-c", limited, blocks, *command]

@@ -9,11 +9,11 @@ from helpers.processes import finish, start
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled(tmp_path_factory):
-  """Processes that tests start share what they compile."""
+  """Gives training, Ray, SLURM and SkyPilot processes one compilation cache."""
   folder = tmp_path_factory.getbasetemp()
   if "PYTEST_XDIST_WORKER" in os.environ:
     folder = folder.parent
-  environments.CACHE["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/compiled"
+  environments.cache["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/compiled"
 
 
 @pytest.fixture(scope="session")

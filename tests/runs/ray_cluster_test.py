@@ -27,7 +27,7 @@ def environment(folder):
   kept = environments.of_users("RAY_") | environments.QUICK
   return (
     kept
-    | environments.CACHE
+    | environments.cache
     | {
       "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
       # Ray takes 127.0.0.1 for a mistake, except where this is 0.

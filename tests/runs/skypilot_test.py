@@ -45,7 +45,7 @@ def test_two_hosts(tmp_path):
   python.chmod(0o755)
   settings = soak.SETTINGS | {"steps": 4, "log_every": 1}
   options = (f"--config.{key}={value}" for key, value in settings.items())
-  kept = environments.of_users() | environments.QUICK | environments.CACHE
+  kept = environments.of_users() | environments.QUICK | environments.cache
   variables = kept | TASK["envs"] | {
     "CONFIG": f"{TASK['envs']['CONFIG']}:powersgd",
     "RUN_DIR": str(tmp_path / "run"),

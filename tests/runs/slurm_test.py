@@ -35,7 +35,7 @@ def submitted(tmp_path):
   job = free_job()
   environment = fake_slurm.environment(tmp_path, job, tasks=2) | {
     **environments.QUICK,
-    **environments.CACHE,
+    **environments.cache,
     "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{job - 4096 + PORTS.start}",
   }
   for name in ("NPROC", "PYTHONWARNINGS"):
