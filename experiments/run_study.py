@@ -55,12 +55,7 @@ def main(argv: list[str]) -> None:
     studies = [study.load(file) for file in _STUDIES.value]
     for found in studies:
       found.require_settings()
-    arms = [
-      arm
-      for found in studies
-      for table in found.tables
-      for arm in found.table_of(table)
-    ]
+    arms = [arm for found in studies for arm in found.all_arms]
     require_pattern("arms", _ARMS.value, arms)
     runner.slurm_parameters(_SLURM.value)
     records = Records(_RECORDS.value)

@@ -57,7 +57,8 @@ def run_all(
   Returns:
     The number of runs that failed.
   """
-  started = failed = 0
+  failed = 0
+  begun: set[tuple[str, str]] = set()  # runs of this call, by `_key`
   end = time.monotonic() + 60 * minutes
   running: dict[futures.Future, tuple[Study, Sequence[Run]]] = {}
   # `together` is for GPUs, whose processes need all cores while they compile.
@@ -69,30 +70,28 @@ def run_all(
 
   def next_runs() -> tuple[Study, Sequence[Run]] | None:
     """Returns the next runs of one process, and their study."""
-    busy = {_key(run) for _, runs in running.values() for run in runs}
     for study in studies:
       if study.name not in plans:
         plans[study.name] = _waiting(study, records, arms, together)
-      free = [
-        run for run in plans[study.name]
-        if _key(run) not in busy and records.find(run.config) is None
-      ]  # fmt: skip
+      free = [run for run in plans[study.name] if _key(run) not in begun]
       if free:
-        most = together if limit is None else min(together, limit - started)
+        most = together if limit is None else min(together, limit - len(begun))
         return study, _sharing(free, most)
     return None
 
   while True:
-    while len(running) < jobs and started != limit and time.monotonic() < end:
-      if (found := next_runs()) is None:
+    while (
+      len(running) < jobs and len(begun) != limit and time.monotonic() < end
+    ):
+      if (chosen := next_runs()) is None:
         break
-      study, runs = found
+      study, runs = chosen
       path_of = _path_in(folder / study.name)
       for run in runs:
-        started += 1
+        begun.add(_key(run))
         kind = "judged" if run.is_judged else "tuning"
         print(
-          f"--- run {started}, {kind}: {run.arm}, {path_of(run).name}",
+          f"--- run {len(begun)}, {kind}: {run.arm}, {path_of(run).name}",
           flush=True,
         )
       running[submit(_command(study, runs, path_of))] = study, runs
@@ -102,16 +101,16 @@ def run_all(
     (study, runs), error = running.pop(done), done.result()
     path_of = _path_in(folder / study.name)
     for run in runs:
-      found_of: dict[str, Any] = {"error": error}
+      found: dict[str, Any] = {"error": error}
       # Of runs that share a program some may have ended before it failed.
       if not error or len(runs) > 1:
         try:
-          found_of = numbers_of(path_of(run))
+          found = numbers_of(path_of(run))
         except (OSError, ValueError) as damage:
-          found_of = {"error": error or str(damage)}
-      records.add(run.config, found_of)
-      failed += "error" in found_of
-      loss = found_of.get("error") or f"{found_of['summary']['val_loss']:.4f}"
+          found = {"error": error or str(damage)}
+      records.add(run.config, found)
+      failed += "error" in found
+      loss = found.get("error") or f"{found['summary']['val_loss']:.4f}"
       print(f"    {run.arm}: {loss}", flush=True)
     if running:
       plans.pop(study.name, None)

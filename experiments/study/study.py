@@ -94,6 +94,11 @@ class Study:
     }
 
   @property
+  def all_arms(self) -> list[str]:
+    """The arms of all tables, with matched ones."""
+    return [arm for table in self.tables for arm in self.table_of(table)]
+
+  @property
   def dense(self) -> str:
     """The first arm, with which all others are compared."""
     return next(iter(self.arms))
@@ -245,12 +250,11 @@ class Study:
 
   def plan(self, records: Records) -> Iterator[Run]:
     """Yields the runs that can start now, the most useful ones first."""
-    arms = [arm for table in self.tables for arm in self.table_of(table)]
     for arm in self.arms:
       for _, _, run in self._tuning_runs(arm, records):
         if records.find(run.config) is None:
           yield run
-    yield from self._missing(arms, self.seeds, records)
+    yield from self._missing(self.all_arms, self.seeds, records)
     yield from self._missing(self.leaders(records), self.more, records)
 
   def ahead(self, records: Records) -> Iterator[Run]:
@@ -260,8 +264,7 @@ class Study:
     the starting values and one factor around them: for devices on which many
     runs take as long as one.
     """
-    arms = [arm for table in self.tables for arm in self.table_of(table)]
-    yield from self._missing(arms, self.more, records)
+    yield from self._missing(self.all_arms, self.more, records)
     if self.tuning is None:
       return
     start, factor = self.tuning.start, self.tuning.factor
@@ -275,7 +278,7 @@ class Study:
   def leaders(self, records: Records) -> list[str]:
     """Returns the arms that get more seeds; none before all have theirs."""
     means: dict[str, float] = {}
-    for arm in (a for table in self.tables for a in self.table_of(table)):
+    for arm in self.all_arms:
       found = [each for _, each in self.all_judged(arm, self.seeds, records)]
       if not found or any(record is None for record in found):
         return []

@@ -24,19 +24,15 @@ STEPS, EVERY, KILLED_AT = 60, 10, 25  # of the example and of the driver
 
 def environment(folder):
   """Returns variables that keep Ray on loopback and out of other folders."""
-  kept = environments.of_users("RAY_") | environments.QUICK
-  return (
-    kept
-    | environments.cache
-    | {
-      "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
-      # Ray takes 127.0.0.1 for a mistake, except where this is 0.
-      "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-      "RAY_TMPDIR": str(folder),
-      "RAY_USAGE_STATS_ENABLED": "0",
-      "RAY_worker_niceness": "0",  # or a busy machine runs all else before them
-    }
-  )
+  kept = environments.of_users("RAY_") | environments.QUICK | environments.cache
+  return kept | {
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
+    # Ray takes 127.0.0.1 for a mistake, except where this is 0.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_TMPDIR": str(folder),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # or a busy machine runs all else before them
+  }
 
 
 def arrays_of(path):
