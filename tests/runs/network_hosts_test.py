@@ -117,19 +117,26 @@ def test_two_hosts_that_are_far_apart(tmp_path, network):
   """Every exchange takes the round trips that it needs, and few more."""
   if reason := virtual_hosts.why_no_delay():
     pytest.skip(reason)
-  _, cells = measured(
+  found, cells = measured(
     tmp_path, "--config.model.width=64", "--config.model.num_layers=2",
     "--config.model.num_heads=2", "--layout=2 replicas", "--rate=100",
     "--round_trip=100", "--row=no exchange", "--row=dense",
-    "--row=dense, bf16", "--advised=",
+    "--row=dense, bf16", "--advised=", "--rounds=4",
   )  # fmt: skip
   rows = cells["2 replicas"]
   assert {row.round_trip for row in rows.values()} == {100.0}
   link = rows["dense"].wire_bytes * 8 / 100e6  # seconds
+  # A busy machine and TCP's congestion window only add to what an exchange
+  # needs, now and then a round trip or two: the shortest one needs the fewest.
+  shortest = {
+    entry["row"]: min(entry["seconds"])
+    for entry in found["rows"]
+    if entry["part"] == "communicate"
+  }
   # An all-reduce has two round trips; in halves it has the same, and what is
   # sent in float32 follows.
-  assert 0.2 < rows["dense"].communicate < 0.3 + 3 * link
-  assert 0.3 < rows["dense, bf16"].communicate < 0.6 + 3 * link
+  assert 0.2 < shortest["dense"] < 0.3 + 3 * link
+  assert 0.3 < shortest["dense, bf16"] < 0.6 + 3 * link
 
 
 def test_a_killed_program_leaves_nothing(tmp_path, network):
