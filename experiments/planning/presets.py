@@ -7,6 +7,9 @@ is an assumption; docs/paper.md shows what each is worth.
 import math
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from experiments.planning.cluster import Hardware
 
 HARDWARE = {
@@ -47,6 +50,21 @@ def early(nats: float) -> Callable[[float], float]:
   """
   _require_finite(nats)
   return lambda x: -nats * min(1.0, 20 * x)
+
+
+def interpolated(
+  shares: npt.ArrayLike, entropy: npt.ArrayLike
+) -> Callable[[float], float]:
+  """Returns a curve through measured entropies, straight between them.
+
+  Args:
+    shares: Rising shares of the run, from 0 to 1.
+    entropy: The entropy at each of them, in nats.
+
+  >>> interpolated([0.0, 0.2, 1.0], [-4.0, -6.0, -5.0])(0.6)
+  -5.5
+  """
+  return lambda x: float(np.interp(x, shares, entropy))
 
 
 CURVES = {"falling": falling, "early": early}
