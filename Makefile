@@ -47,7 +47,7 @@ test-slow: $(VENV)/installed
 # Whole runs, in one process and in several, some of which are killed; then those
 # that measure times, beside nothing else.
 test-runs: $(VENV)/installed
-	$(PYTEST) -n 2 --dist loadfile -m "not alone" $(RUNS)
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" $(RUNS)
 	$(PYTEST) -m alone $(RUNS)
 
 # Records the golden run again, after a method's version was raised.

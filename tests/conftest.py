@@ -18,7 +18,7 @@ import edgc_jax  # noqa: E402, F401
 
 import jax  # isort: skip # noqa: E402
 
-pytest_plugins = ["helpers.wheel"]
+pytest_plugins = ["helpers.compiled_once", "helpers.wheel"]
 
 jax.config.update("jax_num_cpu_devices", 8)
 # XLA's passes over the HLO still run.

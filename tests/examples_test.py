@@ -14,6 +14,7 @@ import chex
 import numpy as np
 import optax
 import pytest
+from helpers.environments import QUICK
 from helpers.local_processes import free_port
 from helpers.pages import ROOT
 from helpers.wheel import inside
@@ -150,7 +151,7 @@ def test_two_processes(request):
   name = "two_processes"
   command = [sys.executable, FOLDER / f"{name}.py"]
   address = f"127.0.0.1:{free_port()}"
-  environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+  environment = os.environ | QUICK | {"PYTHONPATH": str(FOLDER.parent)}
   both = [
     subprocess.Popen(
       [*command, address, str(i)], stdout=subprocess.PIPE, text=True,

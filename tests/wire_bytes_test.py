@@ -67,10 +67,8 @@ def compiled(tx, backend, params=PARAMS):
 
 class EdgcTest(parameterized.TestCase):
   @parameterized.parameters(
-    ("pmap", "uniform", "gaussian", None),
-    ("pmap", "error", "gaussian", "max"),
+    ("pmap", "uniform", "gaussian", "max"),
     ("shard_map", "error", "histogram", None),
-    ("shard_map", "uniform", "gaussian", "max"),
   )
   def test_every_rank(self, backend, allocation, estimator, warmup):
     """Ranks of a stage and of any matrices send the same bytes.
@@ -181,7 +179,9 @@ class EdgcTest(parameterized.TestCase):
 
 
 class FixedRanksTest(parameterized.TestCase):
-  @parameterized.product(rank=[0, 4, 8], backend=list(BACKENDS))
+  @parameterized.parameters(
+    (0, "pmap"), (0, "shard_map"), (4, "shard_map"), (8, "pmap")
+  )
   def test_one_rank_or_dense(self, rank, backend):
     tx = edgc_jax.powersgd(rank) if rank else edgc_jax.allreduce()
     sent = hlo.wire_bytes_outside_branches(compiled(tx, backend))
@@ -189,8 +189,7 @@ class FixedRanksTest(parameterized.TestCase):
     self.assertEqual(counted(tx), ((rank,), [sent]))
 
   @parameterized.parameters(
-    ("float32", "error", "shard_map"), ("bfloat16", "uniform", "pmap"),
-    ("int8", "error", "pmap"), ("int4", "uniform", "shard_map"),
+    ("float32", "error", "shard_map"), ("int4", "uniform", "pmap"),
   )  # fmt: skip
   def test_every_rank_of_a_schedule(self, name, allocation, backend):
     """The program sends what is counted, and the state reports it."""

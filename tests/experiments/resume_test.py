@@ -1,5 +1,6 @@
 """Checkpoints of runs: damage, refusals, retention."""
 
+import functools
 import json
 import os
 import shutil
@@ -7,14 +8,8 @@ import threading
 
 import numpy as np
 import pytest
-from helpers.cut_runs import (
-  config_of,
-  lines_of,
-  newest,
-  run,
-  tensorboard_of,
-  whole_runs,
-)
+from helpers import cut_runs
+from helpers.cut_runs import lines_of, newest, tensorboard_of, whole_runs
 from orbax.checkpoint._src.handlers import json_checkpoint_handler
 
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
@@ -23,6 +18,10 @@ from experiments.training import trainer as trainer_module
 from experiments.training.trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+
+# All backends write such files; tests/runs/exact_resume_test.py has the others.
+config_of = functools.partial(cut_runs.config_of, backend="vmap")
+run = functools.partial(cut_runs.run, compiles=False)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ class Damage:
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
   tmp_path, whole, damage, capfd
 ):
-  expected = whole("allreduce", "pmap")
+  expected = whole("allreduce", "vmap")
   folder = tmp_path / "checkpoints"
   shutil.copytree(expected.folder.checkpoints, folder)
   damage(Damage.newest(folder))
@@ -81,7 +80,7 @@ def test_a_run_continues_from_the_one_before(tmp_path, whole):
   trainer = run(config, cut_after=7)
   Damage.truncated(Damage.newest(trainer.folder.checkpoints))
   trainer = run(config)
-  assert lines_of(trainer) == lines_of(whole("allreduce", "pmap"))
+  assert lines_of(trainer) == lines_of(whole("allreduce", "vmap"))
   assert (trainer.folder.checkpoints / "damaged-6").is_dir()
 
 
@@ -105,7 +104,7 @@ def test_lost_events_are_written_again(tmp_path, whole):
   for file in trainer.folder.path.glob("events.out.tfevents.*"):
     file.write_bytes(b"")
   trainer = run(config)
-  assert tensorboard_of(trainer) == tensorboard_of(whole("allreduce", "pmap"))
+  assert tensorboard_of(trainer) == tensorboard_of(whole("allreduce", "vmap"))
 
 
 def test_other_data_raises(tmp_path):
@@ -121,7 +120,7 @@ def test_other_data_raises(tmp_path):
 
 def test_only_damaged_checkpoints_raise(tmp_path, whole):
   folder = tmp_path / "checkpoints"
-  shutil.copytree(whole("allreduce", "pmap").folder.checkpoints, folder)
+  shutil.copytree(whole("allreduce", "vmap").folder.checkpoints, folder)
   for path in folder.glob("[0-9]*"):
     Damage.truncated(path)
   with pytest.raises(CheckpointError, match=r"All checkpoints in .*another"):
@@ -185,7 +184,7 @@ def test_two_starts_in_one_folder(tmp_path, whole):
   with pytest.raises(RunInUse, match=f"where process {os.getpid()} on"):
     Trainer(config).run()
   first.folder.close()
-  assert lines_of(run(config)) == lines_of(whole("allreduce", "pmap"))
+  assert lines_of(run(config)) == lines_of(whole("allreduce", "vmap"))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +192,7 @@ def test_two_starts_in_one_folder(tmp_path, whole):
 )
 def test_damaged_files_of_the_folder(tmp_path, whole, name, text):
   folder = tmp_path / "run"
-  shutil.copytree(whole("allreduce", "pmap").folder.path, folder)
+  shutil.copytree(whole("allreduce", "vmap").folder.path, folder)
   (folder / name).write_text(text)
   with pytest.raises(ValueError, match=f"{name}, which is damaged.*restore"):
     Trainer(config_of(folder, "allreduce"))
@@ -211,7 +210,7 @@ def test_lost_lines_are_reported(tmp_path, whole, capfd):
   run(config)
   assert "has lost its lines from step 1 to 4" in capfd.readouterr().err
   found = lines_of(trainer)
-  steps = [line["step"] for line in lines_of(whole("allreduce", "pmap"))]
+  steps = [line["step"] for line in lines_of(whole("allreduce", "vmap"))]
   assert [line["step"] for line in found] == [1, *(s for s in steps if s > 4)]
 
 
@@ -225,8 +224,8 @@ def test_another_model_raises(tmp_path):
 
 def test_parameters_alone(tmp_path, whole):
   """Another reducer starts from the parameters of a finished run."""
-  first = whole("allreduce", "pmap")
-  config = config_of(tmp_path / "run", "powersgd", "jit")
+  first = whole("allreduce", "vmap")
+  config = config_of(tmp_path / "run", "quantize", backend="jit")
   config.init_from = str(first.folder.path)
   config.steps = 1
   trainer = run(config)
@@ -238,7 +237,7 @@ def test_parameters_alone(tmp_path, whole):
 
 def test_parameters_of_another_model(tmp_path, whole):
   config = config_of(tmp_path / "run", "allreduce")
-  config.init_from = str(whole("allreduce", "pmap").folder.path)
+  config.init_from = str(whole("allreduce", "vmap").folder.path)
   config.model.width = 64
   with pytest.raises(CheckpointError, match=r"`init_from`.*shape \(1, 96\)"):
     Trainer(config)

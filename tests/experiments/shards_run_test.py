@@ -1,4 +1,7 @@
-"""Runs whose parameters are sharded within each replica."""
+"""Runs whose parameters are sharded within each replica.
+
+They resume in tests/runs/other_shards_test.py.
+"""
 
 import numpy as np
 import pytest
@@ -29,32 +32,6 @@ def test_dense_is_unsharded(tmp_path):
   assert summary["shards"] == 2
   assert summary["params"] == whole.folder.summary()["params"]
   assert summary["traces"] == 1
-
-
-def test_resumes_bit_for_bit(tmp_path):
-  """A run that was cut off continues as if it had not been."""
-  whole = cut_runs.run(config_of(tmp_path / "whole", "edgc"))
-  cut_runs.run(config_of(tmp_path / "cut", "edgc"), cut_after=5)
-  resumed = cut_runs.run(config_of(tmp_path / "cut", "edgc"))
-  assert cut_runs.lines_of(resumed) == cut_runs.lines_of(whole)
-  assert (whole.folder.path / "report.html").exists() == (
-    resumed.folder.path / "report.html"
-  ).exists()
-
-
-def test_resumes_on_another_number_of_shards(tmp_path, capsys):
-  """More cases are in tests/runs/other_shards_test.py."""
-  config = config_of(tmp_path / "cut", "powersgd", 4, 2)
-  whole = cut_runs.run(config_of(tmp_path / "whole", "powersgd", 4, 2))
-  cut_runs.run(config, cut_after=5)
-  config.mesh.update(data=2, fsdp=4)
-  resumed = cut_runs.run(config)
-  found, expected = (
-    cut_runs.lines_of(trainer)[-1]["val_loss"] for trainer in (resumed, whole)
-  )
-  assert np.isclose(found, expected, rtol=0.01)
-  text = capsys.readouterr().out
-  assert "on 2 replicas, 4 before; on 4 shards" in text
 
 
 @pytest.mark.parametrize(

@@ -367,11 +367,11 @@ def test_several_processes_need_gs(monkeypatch):
 @pytest.mark.slow
 def test_a_resumed_run_is_the_same(tmp_path, bucket):
   """A run that is cut off resumes on a machine without its local files."""
-  expected = whole_runs(tmp_path)("powersgd", "pmap")
-  config = config_of(URL, "powersgd")
+  expected = whole_runs(tmp_path)("allreduce", "vmap")
+  config = config_of(URL, "allreduce", "vmap")
   run(config, cut_after=5)
   assert "checkpoints/4/sha256.json" in bucket()
-  trainer = run(config)
+  trainer = run(config, compiles=False)
   assert trainer.folder.name == URL
   assert lines_of(trainer) == lines_of(expected)
   step, arrays = newest(trainer)
@@ -383,6 +383,6 @@ def test_a_resumed_run_is_the_same(tmp_path, bucket):
   assert names >= without_events
   assert any(name.startswith("events") for name in names)
   # Only parameters, for a run on a disk.
-  config = config_of(tmp_path / "next", "allreduce", init_from=URL)
+  config = config_of(tmp_path / "next", "allreduce", "vmap", init_from=URL)
   loss = trainer.folder.summary()["train_loss"]
-  assert abs(lines_of(run(config))[0]["loss"] - loss) < 0.2
+  assert abs(lines_of(run(config, cut_after=1))[0]["loss"] - loss) < 0.2

@@ -235,14 +235,14 @@ def diverged_at(trainer, step):
 
 
 def test_replicas_that_diverge_stop_the_run(tmp_path):
-  config = small(tmp_path / "run", "powersgd")
+  config = small(tmp_path / "run", "allreduce")
   config.sentinel.every = 2
   with pytest.raises(TrainingStopped, match=r"At step 5 replicas .*=follow"):
     diverged_at(Trainer(config), step=4).run()
 
 
 def test_replicas_that_diverge_follow_the_first(tmp_path, capsys):
-  config = small(tmp_path / "run", "powersgd")
+  config = small(tmp_path / "run", "allreduce")
   config.sentinel.update(every=1, action="follow")
   config.log_every = 1
   diverged_at(Trainer(config), step=4).run()

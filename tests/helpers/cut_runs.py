@@ -48,15 +48,21 @@ def _make_or_take(config, *others):
   return _made.get(_key(config)) or _make(config, *others)
 
 
-def run(config, cut_after=None):
+def run(config, cut_after=None, compiles=None):
   """Returns the trainer after a run, which `cut_after` may cut off.
 
-  A run that is cut off takes the compiled step of an earlier one with its
-  configuration. A run to the end makes its own, as in a process of its own.
+  Args:
+    config: Its configuration.
+    cut_after: The step after which it is cut off; None for a whole run.
+    compiles: Whether it compiles its own step, as in a process of its own, or
+      takes the step of an earlier run with its configuration. By default whole
+      runs compile.
   """
   assert config.reducer != "auto", "measuring makes backends, too"
+  if compiles is None:
+    compiles = cut_after is None
   with pytest.MonkeyPatch.context() as patch:
-    if cut_after is not None:
+    if not compiles:
       patch.setattr(backends, "make", _make_or_take)
     trainer = Trainer(config)
   _made[_key(config)] = trainer.parallel

@@ -48,12 +48,12 @@ def finish(process, code=0):
   return text
 
 
-def wait_for(condition, process):
+def wait_for(condition, process, every=0.02):
   deadline = time.monotonic() + SECONDS
   while not condition():
     assert process.poll() is None, process.communicate()[0]
     assert time.monotonic() < deadline
-    time.sleep(0.02)
+    time.sleep(every)
 
 
 def lines_written(folder):

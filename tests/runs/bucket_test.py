@@ -15,14 +15,19 @@ def files_of(url):
   return fsspec.core.url_to_fs(url, skip_instance_cache=True)
 
 
-def has_checkpoint(url):
-  """Returns whether a run in a bucket has a whole checkpoint."""
-  files, root = files_of(url)
-  names = files.find(f"{root}/checkpoints")
-  return any(
-    name.replace("sha256.json", "commit_success.txt") in names
-    for name in names if name.endswith("sha256.json")
-  )  # fmt: skip
+def wait_for_checkpoint(url, process):
+  """Waits until a run in a bucket has a whole checkpoint."""
+  files, root = files_of(url)  # to make another one takes as long as a step
+
+  def is_there():
+    files.invalidate_cache()
+    names = files.find(f"{root}/checkpoints")
+    return any(
+      name.replace("sha256.json", "commit_success.txt") in names
+      for name in names if name.endswith("sha256.json")
+    )  # fmt: skip
+
+  wait_for(is_there, process, every=0.1)
 
 
 def download(url, folder):
@@ -41,7 +46,7 @@ def test_killed_and_resumed(store, whole, tmp_path):
       return start(whole.parent / "bucket", f"--config.run_dir={url}")
 
     process = begin()
-    wait_for(lambda: has_checkpoint(url), process)
+    wait_for_checkpoint(url, process)
     process.kill()
     finish(process, -signal.SIGKILL)
     text = finish(begin())
@@ -81,7 +86,7 @@ def test_two_processes_share_a_bucket(whole, tmp_path):
           process.kill()
 
     first, second = both()
-    wait_for(lambda: has_checkpoint(url), first)
+    wait_for_checkpoint(url, first)
     first.terminate()  # the second is told by the first
     texts = [tmp_path / f"output_{i}.txt" for i in range(2)]
     stopped = codes_of([first, second])

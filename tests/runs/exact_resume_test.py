@@ -1,5 +1,7 @@
 """Interrupted runs end bit for bit as uninterrupted runs do."""
 
+import shutil
+
 import chex
 import numpy as np
 import pytest
@@ -13,10 +15,20 @@ from helpers.cut_runs import (
   whole_runs,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
   return whole_runs(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def cut_off(tmp_path_factory):
+  """Returns the folder of a run of powersgd that was cut off after step 5."""
+  folder = tmp_path_factory.mktemp("cut") / "run"
+  run(config_of(folder, "powersgd"), cut_after=5)
+  return folder
 
 
 @pytest.mark.parametrize(
@@ -33,11 +45,11 @@ def whole(tmp_path_factory):
   ],
 )
 def test_a_resumed_run_is_the_same(tmp_path, whole, reducer, backend, cuts):
+  expected = whole(reducer, backend)  # runs that are cut off take its step
   config = config_of(tmp_path / "run", reducer, backend)
   for step in cuts:
     run(config, cut_after=step)
   trainer = run(config)
-  expected = whole(reducer, backend)
   assert trainer.parallel.traces == 1
   assert lines_of(trainer) == lines_of(expected)
   assert tensorboard_of(trainer) == tensorboard_of(expected)
@@ -49,9 +61,9 @@ def test_a_resumed_run_is_the_same(tmp_path, whole, reducer, backend, cuts):
   chex.assert_trees_all_equal(arrays, newest(expected)[1])
 
 
-def test_resumes_with_another_backend(tmp_path, whole):
+def test_resumes_with_another_backend(tmp_path, whole, cut_off):
   """Both backends store the same arrays."""
-  run(config_of(tmp_path / "run", "powersgd", "pmap"), cut_after=5)
+  shutil.copytree(cut_off, tmp_path / "run")
   trainer = run(config_of(tmp_path / "run", "powersgd", "jit"))
   expected = lines_of(whole("powersgd", "pmap"))
   for line, other in zip(lines_of(trainer), expected, strict=True):
@@ -60,9 +72,9 @@ def test_resumes_with_another_backend(tmp_path, whole):
 
 @pytest.mark.parametrize("replicas", [1, 2, 8])
 def test_resumes_on_another_number_of_replicas(
-  tmp_path, whole, replicas, capfd
+  tmp_path, whole, cut_off, replicas, capfd
 ):
-  run(config_of(tmp_path / "run", "powersgd"), cut_after=5)
+  shutil.copytree(cut_off, tmp_path / "run")
   config = config_of(tmp_path / "run", "powersgd")
   config.mesh.data = replicas
   trainer = run(config)

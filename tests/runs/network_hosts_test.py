@@ -64,7 +64,8 @@ def measured(folder, *options):
   output = folder / "network.json"
   command = [
     sys.executable, "-m", "experiments.network",
-    "--config=configs/gpt2_tiny.py", "--nopeer", "--rounds=2",
+    "--config=configs/gpt2_tiny.py", "--config.model.unroll=1", "--nopeer",
+    "--rounds=2",
     f"--output={output}", f"--folder={folder / 'logs'}",
     *options,
   ]  # fmt: skip

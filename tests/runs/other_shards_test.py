@@ -1,4 +1,7 @@
-"""Runs continue on other numbers of shards, and with the other backend."""
+"""Runs on shards continue on the same number, others, and the other backend."""
+
+import functools
+import shutil
 
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ from helpers import cut_runs
 pytestmark = pytest.mark.usefixtures("without_cache")
 
 CASES = [
+  ("edgc", (2, 2), (2, 2), "jit"),
   ("edgc", (2, 2), (2, 1), "jit"),
   ("edgc", (4, 2), (2, 4), "jit"),
   ("edgc", (2, 1), (2, 4), "jit"),
@@ -17,20 +21,46 @@ CASES = [
 ]
 
 
+def config_of(folder, reducer, mesh):
+  config = cut_runs.config_of(folder, reducer, backend="jit")
+  config.mesh.update(data=mesh[0], fsdp=mesh[1])
+  return config
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+  """Returns a cache: a whole run, and the folder of one that was cut off."""
+
+  @functools.cache
+  def get(reducer, mesh):
+    folder = tmp_path_factory.mktemp("runs")
+    whole = cut_runs.run(config_of(folder / "whole", reducer, mesh))
+    cut_runs.run(config_of(folder / "cut", reducer, mesh), cut_after=5)
+    return whole, folder / "cut"
+
+  return get
+
+
 @pytest.mark.parametrize(("reducer", "before", "after", "backend"), CASES)
-def test_resumes(tmp_path, reducer, before, after, backend):
+def test_resumes(tmp_path, capsys, runs, reducer, before, after, backend):
   """The held-out loss is that of a run that was not cut off."""
-
-  def config_of(name):
-    config = cut_runs.config_of(tmp_path / name, reducer, backend="jit")
-    config.mesh.update(data=before[0], fsdp=before[1])
-    return config
-
-  whole, config = cut_runs.run(config_of("whole")), config_of("cut")
-  cut_runs.run(config, cut_after=5)
-  config.mesh.update(data=after[0], fsdp=after[1], backend=backend)
-  resumed = cut_runs.run(config)
-  found, expected = (
-    cut_runs.lines_of(trainer)[-1]["val_loss"] for trainer in (resumed, whole)
-  )
-  assert np.isclose(found, expected, rtol=0.01 if before != after else 0)
+  expected, cut = runs(reducer, before)
+  shutil.copytree(cut, tmp_path / "run")
+  config = config_of(tmp_path / "run", reducer, after)
+  config.mesh.backend = backend
+  resumed = cut_runs.run(config, compiles=before != after)
+  if before == after:  # bit for bit
+    assert cut_runs.lines_of(resumed) == cut_runs.lines_of(expected)
+    assert (resumed.folder.path / "report.html").exists() == (
+      expected.folder.path / "report.html"
+    ).exists()
+    return
+  losses = [
+    cut_runs.lines_of(run)[-1]["val_loss"] for run in (resumed, expected)
+  ]
+  assert np.isclose(*losses, rtol=0.01)
+  text = capsys.readouterr().out
+  if before[0] != after[0]:
+    assert f"on {after[0]} replicas, {before[0]} before" in text
+  if before[1] != after[1]:
+    assert f"on {after[1]} shards of a replica, {before[1]} before" in text

@@ -30,6 +30,8 @@ def environment(folder):
     # Ray takes 127.0.0.1 for a mistake, except where this is 0.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_TMPDIR": str(folder),
+    # The controller takes one report a poll; a poll is every 2 s by default.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # or a busy machine runs all else before them
   }

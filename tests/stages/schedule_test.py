@@ -55,9 +55,7 @@ def pipelined(num_stages, fn=stage_fn):
 
 
 class PipelineTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (1, 3), (2, 1), (2, 2), (2, 5), (4, 2), (4, 4), (4, 7), (8, 3), (8, 10)
-  )
+  @parameterized.parameters((1, 3), (2, 1), (2, 5), (4, 4), (4, 7), (8, 3))
   def test_values_and_gradients_are_of_stages_in_a_row(
     self, num_stages, num_microbatches
   ):

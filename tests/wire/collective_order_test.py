@@ -30,10 +30,12 @@ REDUCERS = reducers()
 # Each sends as another reducer does.
 SAME_PROGRAM = ("quantize_unbiased", "randomk_unbiased")
 HOSTS = (0, 2, 4)  # 0 for devices of one process
+# Without codes and gathers nothing depends on the number of hosts.
+PLAIN = dict.fromkeys(("allreduce", "edgc", "powersgd"), (0, 4))
 CASES = [
   (name, hosts)
   for i, name in enumerate(REDUCERS)
-  for hosts in (HOSTS if is_plain(name) else (0, HOSTS[1 + i % 2]))
+  for hosts in (PLAIN.get(name, HOSTS) if is_plain(name) else (HOSTS[i % 3],))
   if name not in SAME_PROGRAM
 ]
 

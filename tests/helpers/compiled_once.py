@@ -1,4 +1,4 @@
-"""What tests of whole runs share."""
+"""A cache of compiled programs, for tests of whole runs."""
 
 import jax
 import pytest
