@@ -40,8 +40,7 @@ def test_lanes_are_the_runs_alone(tmp_path, reducer):
     for i, own in enumerate(lanes)
   ]
   train_together(together)
-  # Of edgc, which compiles slowly, the lane with settings of its own.
-  for i, own in list(enumerate(lanes))[reducer == "edgc" :]:
+  for i, own in enumerate(lanes):
     trainer = cut_runs.run(config_of(tmp_path / f"alone{i}", reducer, own))
     alone, lane = cut_runs.lines_of(trainer), lines_of(together[i])
     assert len(lane) == len(alone)
