@@ -100,7 +100,7 @@ def base(reducer: str) -> ConfigDict:
         "window": 1000,  # steps; 0: a fortieth of the run's steps
         "warmup_steps": 1000,
         "min_ratio": 2.0,
-        "wire_dtype": "float32",  # or bfloat16, int8, int4
+        "wire_dtype": "int4",  # or float32, bfloat16, int8
         "sampling": {
           "step_rate": 0.1,  # fraction of steps sampled
           "entry_rate": 0.25,  # fraction of entries read
@@ -125,7 +125,7 @@ def base(reducer: str) -> ConfigDict:
         "final_exponent": 1.0,
         "warmup_steps": 1000,
         "min_ratio": 2.0,
-        "wire_dtype": "float32",
+        "wire_dtype": "int4",
         "allocation": "uniform",  # or error, as for edgc
         "scale_exponent": 1.0,
         "window": 100,  # steps between two allocations by error

@@ -34,6 +34,8 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.edgc.rank_multiple = 8
   config.edgc.max_rank_step = 0
   config.edgc.min_ratio = 3.0
+  # In 4 bits later stages have time for every entry.
+  config.edgc.wire_dtype = "float32"
   config.edgc.warmup_steps = 10
   config.edgc.max_warmup_steps = 10
   return config

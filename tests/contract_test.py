@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.meshes import (
   AXIS,
   BACKENDS,
@@ -165,10 +166,10 @@ def test_both_backends_agree(name):
 class ContractTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ("allreduce", lambda: edgc_jax.allreduce()),
-    ("powersgd", lambda: edgc_jax.powersgd(64, min_ratio=0)),
+    ("powersgd", lambda: float32.powersgd(64, min_ratio=0)),
     (
       "edgc",
-      lambda: edgc_jax.edgc(
+      lambda: float32.edgc(
         rank_max=64,
         rank_min=64,
         window=1,
@@ -251,7 +252,7 @@ class InsideOptaxTest(parameterized.TestCase):
 
   def test_defaults_in_a_chain(self):
     params = {"w": jnp.zeros((40, 80))}
-    run = Pmap(optax.chain(edgc_jax.edgc(), optax.adamw(3e-4)), params)
+    run = Pmap(optax.chain(float32.edgc(), optax.adamw(3e-4)), params)
     chex.assert_tree_all_finite(run.step(gradients_like(params, seed=0)))
 
   @parameterized.parameters("masked", "partition")

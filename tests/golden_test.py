@@ -45,7 +45,9 @@ def config_of(name, folder):
   )  # fmt: skip
   # In float32: with "int8" and "int4" other optimisations of the compiler, or
   # another number of cores, move losses by 0.002 and 0.003.
-  config.powersgd.update(rank=6, allocation="error", window=5)
+  config.powersgd.update(
+    rank=6, allocation="error", window=5, wire_dtype="float32"
+  )
   config.quantize.update(bits=4, error_feedback=True)
   return config
 

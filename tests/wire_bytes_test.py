@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.meshes import (
   AXIS,
   BACKENDS,
@@ -76,7 +77,7 @@ class EdgcTest(parameterized.TestCase):
     Dense is compiled only if the warm-up is dense.
     """
     sampling = edgc_jax.Sampling(estimator=estimator, bins=100)
-    tx = edgc_jax.edgc(
+    tx = float32.edgc(
       rank_max=12,
       rank_min=4,
       window=10,
@@ -87,9 +88,7 @@ class EdgcTest(parameterized.TestCase):
     run = BACKENDS[backend](tx, PARAMS)
     text = run.compiled(gradients_like(PARAMS, seed=0))
     ranks = (4, 8, 12) if warmup else (0, 4, 8, 12)
-    predicted = [
-      edgc_jax.wire_bytes(PARAMS, rank, rank_min=4) for rank in ranks
-    ]
+    predicted = [float32.wire_bytes(PARAMS, rank, rank_min=4) for rank in ranks]
     self.assertEqual(counted(tx), (ranks, predicted))
     self.assertEqual(sent_at_each_rank(text), predicted)
     # Around P and Q one conditional each, or around both one for dense.
@@ -145,14 +144,14 @@ class EdgcTest(parameterized.TestCase):
         self.assertEqual(found, expected)
 
   def test_one_rank_needs_no_branches(self):
-    tx = edgc_jax.edgc(rank_max=8, rank_min=8, window=10)
+    tx = float32.edgc(rank_max=8, rank_min=8, window=10)
     text = compiled(tx, "pmap")
     self.assertEqual(hlo.wire_bytes_by_rank(text), [])
     self.assertEqual(sent_at_each_rank(text), counted(tx)[1])
 
   def test_metrics_add_up(self):
     """The state counts warm-up, ranks, samples and checks."""
-    tx = edgc_jax.edgc(
+    tx = float32.edgc(
       rank_max=4,
       rank_min=4,
       window=2,
@@ -167,13 +166,13 @@ class EdgcTest(parameterized.TestCase):
     for step in range(5):
       run.step(gradients_like(PARAMS, seed=step))
       values = edgc_jax.metrics(run.state)
-      expected = edgc_jax.wire_bytes(PARAMS, 0 if step < 2 else 4)
+      expected = float32.wire_bytes(PARAMS, 0 if step < 2 else 4)
       expected += sample * (step % 2 == 0)
       expected += (agreement.CHECK_BYTES + DIVERGED_BYTES) * (step == 0)
       expected += decided * (step > 0 and step % 2 == 0)
       self.assertEqual(values["wire_bytes"], expected)
       total += expected
-    dense = 5 * edgc_jax.wire_bytes(PARAMS, 0)
+    dense = 5 * float32.wire_bytes(PARAMS, 0)
     self.assertAlmostEqual(values["compression_ratio"], dense / total, 5)
     self.assertEqual(values["dense_bytes"], dense / 5)
 
@@ -183,9 +182,9 @@ class FixedRanksTest(parameterized.TestCase):
     (0, "pmap"), (0, "shard_map"), (4, "shard_map"), (8, "pmap")
   )
   def test_one_rank_or_dense(self, rank, backend):
-    tx = edgc_jax.powersgd(rank) if rank else edgc_jax.allreduce()
+    tx = float32.powersgd(rank) if rank else edgc_jax.allreduce()
     sent = hlo.wire_bytes_outside_branches(compiled(tx, backend))
-    self.assertEqual(sent, edgc_jax.wire_bytes(PARAMS, rank))
+    self.assertEqual(sent, float32.wire_bytes(PARAMS, rank))
     self.assertEqual(counted(tx), ((rank,), [sent]))
 
   @parameterized.parameters(
@@ -217,7 +216,7 @@ class FixedRanksTest(parameterized.TestCase):
 
   def test_without_dense(self):
     """P and Q have a conditional each."""
-    tx = edgc_jax.powersgd({0: 12, 9: 4})
+    tx = float32.powersgd({0: 12, 9: 4})
     text = compiled(tx, "pmap")
     self.assertLen(hlo.wire_bytes_by_rank(text), 2)
     self.assertEqual(sent_at_each_rank(text), counted(tx)[1])
@@ -271,30 +270,30 @@ class PredictionTest(parameterized.TestCase):
   def test_arguments_are_checked(self, options, error):
     name = list(options)[-1]
     with self.assertRaisesRegex(error, f"`{name}` must be"):
-      edgc_jax.wire_bytes(PARAMS, **options)
+      float32.wire_bytes(PARAMS, **options)
 
   def test_by_hand(self):
     low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
     dense = 30 + 1
     errors = 17 * (3 + 1 + 1 + 1)
-    self.assertEqual(edgc_jax.wire_bytes(PARAMS, 4), 4 * (low + dense + errors))
+    self.assertEqual(float32.wire_bytes(PARAMS, 4), 4 * (low + dense + errors))
     sizes = 64 * 48 + 30 + 96 * 160 + 1 + 20 * 20 + 3 * 40 * 64
-    self.assertEqual(edgc_jax.wire_bytes(PARAMS, 0), 4 * sizes)
+    self.assertEqual(float32.wire_bytes(PARAMS, 0), 4 * sizes)
 
   def test_small_matrices_have_at_most_their_cap(self):
     """And are dense only if even the smallest rank saves too little."""
     small = {"w": jnp.zeros((20, 20))}
     capped = 4 * (5 * 40 + 17)
-    self.assertEqual(edgc_jax.wire_bytes(small, 5), capped)
-    self.assertEqual(edgc_jax.wire_bytes(small, 12, rank_min=4), capped)
-    self.assertEqual(edgc_jax.wire_bytes(small, 6), 4 * 400)
+    self.assertEqual(float32.wire_bytes(small, 5), capped)
+    self.assertEqual(float32.wire_bytes(small, 12, rank_min=4), capped)
+    self.assertEqual(float32.wire_bytes(small, 6), 4 * 400)
     self.assertEqual(
-      edgc_jax.wire_bytes(small, 6, min_ratio=1.5), 4 * (6 * 40 + 17)
+      float32.wire_bytes(small, 6, min_ratio=1.5), 4 * (6 * 40 + 17)
     )
 
   def test_a_ladder_ends_at_the_largest_cap(self):
     small = {"w": jnp.zeros((20, 20)), "v": jnp.zeros((4, 4))}
-    tx = edgc_jax.edgc(rank_max=8, rank_min=2, rank_multiple=2)
+    tx = float32.edgc(rank_max=8, rank_min=2, rank_multiple=2)
     # 4 x 4 at rank 2 saves nothing: it is always dense.
     sent = [4 * (r * 40 + 17 + 16) for r in (2, 4)]
     self.assertEqual(counted(tx, small), ((2, 4), sent))

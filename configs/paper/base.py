@@ -67,6 +67,7 @@ def make(
     rank_max=0, rank_min=0, max_rank_step=0, window=WINDOW,
     warmup_steps=STEPS // 10, max_warmup_steps=STEPS // 10,
     warmup_rank="dense", allocation="uniform", min_ratio=1.0,
+    wire_dtype="float32",
   )  # fmt: skip
   config.edgc.sampling.update(
     step_rate=0.1, entry_rate=0.25, estimator="histogram"

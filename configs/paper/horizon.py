@@ -39,6 +39,7 @@ def _as_published(rule: str) -> Mapping[str, Any]:
     "edgc.rank_min": 4, "edgc.rank_multiple": 1, "edgc.max_rank_step": 4,
     "edgc.warmup_rank": "dense", "edgc.allocation": "uniform",
     "edgc.min_ratio": 1.0, "edgc.sampling.estimator": "histogram",
+    "edgc.wire_dtype": "float32",
   }  # fmt: skip
 
 

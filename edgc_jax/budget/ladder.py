@@ -109,7 +109,7 @@ class Ladder:
       validation.warn(
         f"On this link ({self.link}) a dense all-reduce is no slower than any"
         " rank that saves `min_ratio`, so all gradients are sent dense. Use"
-        " allreduce, or give rank_max to compress anyway."
+        " allreduce or quantize, or give rank_max to compress anyway."
       )
     if top == 0:
       return ()

@@ -20,6 +20,7 @@ class Reviewed(NamedTuple):
   budget: Any
   code: Any
   is_shared: bool  # whether matrices share the bytes of a rank
+  replicas: int | None  # their number, where the axis is bound
 
 
 _HEAVY = 2**20  # bytes of a gradient from which dense leaves deserve a warning

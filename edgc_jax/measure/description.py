@@ -91,7 +91,7 @@ def describe(
   tx: optax.GradientTransformation,
   params: Any,
   *,
-  replicas: int = 1,
+  replicas: int | None = None,
   mesh: Mesh | AbstractMesh | None = None,
   param_specs: Any = None,
 ) -> Description:
@@ -104,10 +104,10 @@ def describe(
   Args:
     tx: A reducer, or any chain with reducers.
     params: Parameters or their `jax.ShapeDtypeStruct`s.
-    replicas: Number of replicas, on which the bytes of some methods depend; of
-      a mesh it is not needed.
-    mesh: As for `state_specs`; needed if parameters are sharded. Leaves,
-      matrices and bytes are those of one device.
+    replicas: Number of replicas, on which bytes depend a little: codes fill as
+      many equal parts. None is the number on the mesh of `tx`, or else 1.
+    mesh: As for `state_specs`, in place of `replicas`; needed if parameters are
+      sharded. Leaves, matrices and bytes are those of one device.
     param_specs: As for `state_specs`.
 
   Returns:
@@ -121,13 +121,14 @@ def describe(
   >>> from edgc_jax.methods import powersgd
   >>> params = {"w": jax.numpy.zeros((64, 256)), "b": jax.numpy.zeros(256)}
   >>> print(describe(powersgd(rank=4), params))
-  Over data, as factors of rank 4:
-  leaf   shape    sent as             rank  bytes
-  ['b']  256      dense: no matrix       -  1,024
-  ['w']  64, 256  matrix of 64 x 256     4  5,188
-  all                                       6,212  dense / 10.7
+  Over data, as factors of rank 4 in int4:
+  leaf   shape    sent as                   rank  bytes
+  ['b']  256      dense in int4: no matrix     -    136
+  ['w']  64, 256  matrix of 64 x 256           4    736
+  all                                               868  dense / 76.7
   """
-  validation.require_int("replicas", replicas, 1)
+  if replicas is not None:
+    validation.require_int("replicas", replicas, 1)
   seen = reviewed(tx, params, mesh=mesh, param_specs=param_specs)
   for one in seen:
     require_not_split(param_specs, one.axes.replicas)
@@ -176,7 +177,7 @@ def wire_bytes(
   placement: PlacementFn = own_placement,
   first_rank: int | None = None,
   rank_min: int | None = None,
-  wire_dtype: Any = "float32",
+  wire_dtype: Any = "int4",
   replicas: int = 1,
 ) -> int:
   """Predicts the payload bytes that a replica sends in one step's exchange.
@@ -195,7 +196,7 @@ def wire_bytes(
       send their "split" and "shared" leaves; None if it is `rank`.
     rank_min: The smallest rank of `edgc`, which decides which leaves are
       factors; None if `rank` is the only one.
-    wire_dtype: As for `powersgd`.
+    wire_dtype: As for `powersgd`; the default of `allreduce` is "float32".
     replicas: Number of replicas; encoded values are padded to as many equal
       parts.
 
@@ -209,8 +210,8 @@ def wire_bytes(
       or `params` has no array.
 
   >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")
-  >>> wire_bytes(weights, 0), wire_bytes(weights, 32)
-  (9437184, 491588)
+  >>> wire_bytes(weights, 32), wire_bytes(weights, 32, wire_dtype="float32")
+  (63436, 491588)
   """
   first_rank = rank if first_rank is None else first_rank
   rank_min = rank if rank_min is None else rank_min
@@ -261,9 +262,9 @@ def bytes_of_step(found: Reviewed, replicas: int) -> list[int]:
 
   Args:
     found: From `reviewed`.
-    replicas: As for `describe`.
+    replicas: Number of replicas.
   """
-  _, leaves, budget, code, _ = found
+  leaves, budget, code = found.leaves, found.budget, found.code
   by_exchange = [
     count_bytes([leaves[i] for i in own], budget.ladder, code, replicas)
     for own in exchanges_of(leaves)
@@ -271,10 +272,10 @@ def bytes_of_step(found: Reviewed, replicas: int) -> list[int]:
   return np.sum(by_exchange, axis=0).tolist()
 
 
-def _part(found: Reviewed, replicas: int, mesh: Any) -> Part:
+def _part(found: Reviewed, replicas: int | None, mesh: Any) -> Part:
   """Describes the leaves of one reducer."""
-  axes, leaves, budget, code, is_shared = found
-  ladder = budget.ladder
+  axes, leaves, budget, code, is_shared, own = found
+  ladder, replicas = budget.ladder, replicas or own or 1
   if mesh is not None:
     validation.require(
       axes.known <= set(mesh.shape),

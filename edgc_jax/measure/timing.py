@@ -87,7 +87,7 @@ def measure_compression(
   reducers = [
     powersgd(
       rank, _AXIS, min_ratio=min_ratio, matrix_view=matrix_view,
-      allocation=allocation,
+      allocation=allocation, wire_dtype="float32",
     )
     for rank in ranks
   ]  # fmt: skip

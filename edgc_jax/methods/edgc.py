@@ -60,7 +60,7 @@ def edgc(
   sampling: Sampling | None = None,
   allocation: str | ErrorAllocation = BY_ERROR,
   min_ratio: float = 2.0,
-  wire_dtype: Any = "float32",
+  wire_dtype: Any = "int4",
   matrix_view: ViewFn | None = None,
   link: LinkModel | None = None,
   compression: CompressionModel | None = None,
@@ -172,7 +172,8 @@ def edgc(
     of the local gradient; g is the square root of T from the Marchenko-Pastur
     law instead of a Monte Carlo estimate; the reference stays fixed; ranks of
     stages are rounded down, so that no stage ends after stage 0 (rounding up
-    lets them). See docs/algorithm.md.
+    lets them); factors are sent in 4 bits, and not in float32. See
+    docs/algorithm.md.
 
   >>> tx = optax.chain(edgc(total_steps=400), optax.adamw(3e-4))
   """

@@ -10,6 +10,7 @@ more rows than columns, at rank r:
 The search is warm-started by the last Q (Vogels et al. 2019, Algorithm 1,
 arXiv:1905.13727). Departures from the paper:
 
+- Factors are sent in 4 bits, unless `wire_dtype` says otherwise.
 - A replica subtracts the approximation P Q_i^T of its own M_i; the paper
   subtracts the mean update. Both residuals have the same mean, so all updates
   are the same. But the paper's residual never sends the differences between

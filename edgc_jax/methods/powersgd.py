@@ -35,7 +35,7 @@ def powersgd(
   allocation: str | ErrorAllocation = UNIFORM,
   window: int = 100,
   min_ratio: float = 2.0,
-  wire_dtype: Any = "float32",
+  wire_dtype: Any = "int4",
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
   mesh: Mesh | None = None,
@@ -50,10 +50,11 @@ def powersgd(
     P = orth(mean_i M_i Q),   Q_i = M_i^T P,   Q' = mean_i Q_i,
     update = P Q'^T,          residual_i' = M_i - P Q_i^T
 
-  Wire: r (m + n) + 17 values instead of m n, in two all-reduces. Vectors, and
-  matrices that save less than `min_ratio`, are sent dense with the second. A
-  value has 4 bytes, 2 in bfloat16, 1 + 2 / 128 in int8 or 1 / 2 + 1 / 64 in
-  int4.
+  Wire: r (m + n) values instead of m n, and 17 of float32, in two rounds.
+  Vectors, and matrices that save less than `min_ratio`, are sent dense with the
+  second. A value has 1 / 2 + 1 / 64 bytes in int4, 1 + 2 / 128 in int8, 2 in
+  bfloat16 or 4 in float32. A round of float32 is an all-reduce; of others, an
+  all-to-all and an all-gather.
 
   Args:
     rank: Columns of the factors, at most the smaller side of a matrix; or a
@@ -66,11 +67,12 @@ def powersgd(
       the rank; or "error", so that together they lose least, with options in an
       `ErrorAllocation`.
     window: Steps between two allocations by error.
-    wire_dtype: "float32"; "bfloat16", sent as integers and summed in float32,
-      with residuals that keep the rounding errors; "int8" and "int4", sent with
-      a scale for each block of 128 or 64 values. Vectors, and matrices that are
-      never compressed, are encoded as integers, with residuals, but with
-      bfloat16 sent as float32. See `wire.codes`.
+    wire_dtype: "int4" or "int8", sent with a scale for each block of 64 or 128
+      values; "bfloat16", sent as integers; or "float32". All are summed in
+      float32, and residuals keep the rounding errors. Vectors, and matrices
+      that are never compressed, are encoded as integers, with residuals, but
+      with bfloat16 sent as float32. See `wire.codes`. At equal bytes, a larger
+      rank in 4 bits lost least in docs/protocol.md.
     matrix_view: Maps a leaf's path and shape to (count, rows, cols), or to None
       for dense; by default `edgc_jax.layer_matrix`.
     stages: Pipeline stages; None if every device holds the whole model.

@@ -150,10 +150,13 @@ class Reducer:
     """Returns the state before the first step."""
     plan = self._plan(params)
     budget, is_shared = plan.budget, plan.allocator is not None
-    review.at_init(
-      review.Reviewed(self.axes, plan.leaves, budget, self.code, is_shared),
-      self.min_ratio,
+    replicas = None
+    if order.is_bound(self.axes.replicas):
+      replicas = collectives.num_devices(self.axes.replicas)
+    found = review.Reviewed(
+      self.axes, plan.leaves, budget, self.code, is_shared, replicas
     )
+    review.at_init(found, self.min_ratio)
     reads = [x.is_compressed and not x.cap for x in plan.leaves]
     if budget.samples or self.code or any(reads):
       order.require_all_bound()  # they read entries, not matrices alone

@@ -60,6 +60,7 @@ MODELS = {
   "124M": GPT2Config(50304, 1024, 768, 12, 12),
   "355M": GPT2Config(50304, 1024, 1024, 24, 16),
 }
+_FLOAT32 = {"wire_dtype": "float32"}
 _DEFAULT = 32  # edgc's largest rank, which it has at first
 _PASSES = 4  # of the floor, in addition to its products
 
@@ -125,15 +126,15 @@ def measure(
     )
   }
   for rank in ranks:
-    powersgd = edgc_jax.powersgd(rank, AXIS)
-    edgc = edgc_jax.edgc(AXIS, rank_max=rank, rank_min=rank)
+    powersgd = edgc_jax.powersgd(rank, AXIS, **_FLOAT32)
+    edgc = edgc_jax.edgc(AXIS, rank_max=rank, rank_min=rank, **_FLOAT32)
     reducers |= {
       f"powersgd, rank {rank}": (powersgd, same, rank),
       f"edgc, rank {rank}": (edgc, same, rank),
       f"edgc by matrix, rank {rank}": (edgc, _by_matrix, rank),
     }
-  default = (edgc_jax.edgc(AXIS), same, _DEFAULT)
-  reducers[f"edgc, defaults, at rank {_DEFAULT}"] = default
+  default = (edgc_jax.edgc(AXIS, **_FLOAT32), same, _DEFAULT)
+  reducers[f"edgc, default ladder, at rank {_DEFAULT}"] = default
   calls, memory, compilation = zip(
     *(update_alone(tx, gradients, state) for tx, state, _ in reducers.values()),
     strict=True,

@@ -29,14 +29,23 @@ ROWS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
   },
   **{
     f"powersgd, rank {rank}": {
-      "jax": {"reducer": "powersgd", "powersgd.rank": float(rank)},
+      "jax": {
+        "reducer": "powersgd",
+        "powersgd.rank": float(rank),
+        "powersgd.wire_dtype": "float32",
+      },
       "torch": {"hook": "powersgd", "rank": rank},
     }
     for rank in RANKS
   },
   **{
     f"edgc, rank {rank}": {
-      "jax": {"reducer": "edgc", "edgc.rank_max": rank, "edgc.rank_min": rank}
+      "jax": {
+        "reducer": "edgc",
+        "edgc.rank_max": rank,
+        "edgc.rank_min": rank,
+        "edgc.wire_dtype": "float32",
+      }
     }
     for rank in RANKS
   },

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.flat_options import edgc
 from helpers.meshes import (
   Pmap,
@@ -274,7 +275,7 @@ class EdgcTest(parameterized.TestCase):
     self.assertEqual(ranks[4], 2)  # the floor
     # Ranks differ, bytes do not.
     self.assertEqual(
-      values["wire_bytes"] - 4 * 4 * 5, edgc_jax.wire_bytes(
+      values["wire_bytes"] - 4 * 4 * 5, float32.wire_bytes(
         PARAMS, values["rank"], min_ratio=1.5, rank_min=4
       )
     )  # fmt: skip
@@ -402,7 +403,7 @@ class FixedRankTest(parameterized.TestCase):
 
   def test_a_change_of_the_rank_within_a_window(self):
     """Ranks are equal from the change to the end of the window."""
-    tx = edgc_jax.powersgd(
+    tx = float32.powersgd(
       {0: 8, 6: 4},
       allocation=ErrorAllocation(0.0),
       window=4,
@@ -429,7 +430,7 @@ class FixedRankTest(parameterized.TestCase):
     self.assertEqual(int(find(first_replica(run.state)).allocation.level), 0)
 
   def test_uniform_by_default(self):
-    run = Pmap(edgc_jax.powersgd(8, min_ratio=1.5), PARAMS)
+    run = Pmap(float32.powersgd(8, min_ratio=1.5), PARAMS)
     run.step(gradients(0))
     self.assertEqual(find(run.state).allocation, ())
 
@@ -626,8 +627,8 @@ class OptionsTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("allocation", lambda: allocation.allocation_of("most")),
-    ("allocation", lambda: edgc_jax.edgc(allocation="energy")),
-    ("allocation", lambda: edgc_jax.powersgd(allocation=None)),
+    ("allocation", lambda: float32.edgc(allocation="energy")),
+    ("allocation", lambda: float32.powersgd(allocation=None)),
     ("scale_exponent", lambda: ErrorAllocation(-0.1)),
     ("scale_exponent", lambda: ErrorAllocation(2.1)),
   )

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.meshes import Pmap, gradients_like, traced_once
 
 import edgc_jax
@@ -62,7 +63,7 @@ class FixedBudgetTest(parameterized.TestCase):
     """One program serves the whole schedule."""
     params = {"w": jnp.zeros((32, 48))}
     schedule = {0: 0, 2: 8, 4: 4}
-    run = Pmap(traced_once(edgc_jax.powersgd(schedule, min_ratio=1.0)), params)
+    run = Pmap(traced_once(float32.powersgd(schedule, min_ratio=1.0)), params)
     ranks, sent = [], []
     for step in range(6):
       run.step(gradients_like(params, step))
@@ -73,7 +74,7 @@ class FixedBudgetTest(parameterized.TestCase):
     # Later steps send no checks of the replicas.
     np.testing.assert_array_equal(
       sent[4:],
-      [edgc_jax.wire_bytes(params, 4, min_ratio=1.0)] * 2,
+      [float32.wire_bytes(params, 4, min_ratio=1.0)] * 2,
     )
 
 

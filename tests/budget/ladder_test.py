@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from helpers import float32
 
 import edgc_jax
 from edgc_jax.budget.ladder import (
@@ -176,7 +177,7 @@ class LadderTest(parameterized.TestCase):
     self.assertGreaterEqual(found[0], found[-1] // 4)
 
   def test_edgc_has_the_ladder_of_the_link(self):
-    (part,) = edgc_jax.describe(edgc_jax.edgc(link=LINK), PARAMS).parts
+    (part,) = edgc_jax.describe(float32.edgc(link=LINK), PARAMS).parts
     self.assertEqual(part.ladder, ladder_of(link=LINK))
 
   def test_without_a_useful_rank_it_is_dense(self):
@@ -185,7 +186,7 @@ class LadderTest(parameterized.TestCase):
     with self.assertWarnsRegex(RuntimeWarning, "dense all-reduce is no slower"):
       self.assertEqual(ladder_of(link=far), ())
     with self.assertWarnsRegex(RuntimeWarning, "Use allreduce"):
-      state = jax.eval_shape(edgc_jax.edgc(link=far).init, PARAMS)
+      state = jax.eval_shape(float32.edgc(link=far).init, PARAMS)
     self.assertEmpty(state.budget)
     self.assertEmpty(state.allocation)
 
@@ -193,7 +194,7 @@ class LadderTest(parameterized.TestCase):
     """At ratio 2, 20 x 20 has at most 5 columns."""
     small = {"w": shaped(20, 20)}
     with self.assertWarnsRegex(RuntimeWarning, "No leaf saves `min_ratio`"):
-      state = jax.eval_shape(edgc_jax.edgc(rank_max=8, rank_min=8).init, small)
+      state = jax.eval_shape(float32.edgc(rank_max=8, rank_min=8).init, small)
     self.assertEmpty(state.budget)
     self.assertIsNone(state.leaves["w"].factor_q)
 
@@ -207,7 +208,7 @@ class LadderTest(parameterized.TestCase):
       ):
         ladder_of(rank_min=rank_min, link=LINK)
     with self.assertRaisesRegex(ValueError, "`rank_min` must be at most"):
-      jax.eval_shape(edgc_jax.edgc(rank_min=400, link=LINK).init, PARAMS)
+      jax.eval_shape(float32.edgc(rank_min=400, link=LINK).init, PARAMS)
     with self.assertRaisesRegex(ValueError, "`rank_max` must be a multiple"):
       Ladder(30, None, 4, None, FREE)
     with self.assertRaisesRegex(ValueError, "`rank_multiple`"):
@@ -217,18 +218,18 @@ class LadderTest(parameterized.TestCase):
 
   def test_step_limit_fits_the_ladder(self):
     """A found ladder may have wider steps than the default limit."""
-    jax.eval_shape(edgc_jax.edgc(link=LINK).init, PARAMS)
+    jax.eval_shape(float32.edgc(link=LINK).init, PARAMS)
     with self.assertRaisesRegex(
       ValueError, r"`max_rank_step` must be at least the step of the ladder"
     ):
-      edgc_jax.edgc(link=LINK, max_rank_step=4).init(PARAMS)
+      float32.edgc(link=LINK, max_rank_step=4).init(PARAMS)
 
   def test_ratio(self):
-    edgc_jax.edgc(min_ratio=0)
+    float32.edgc(min_ratio=0)
     with self.assertRaisesRegex(ValueError, "`min_ratio` must be at least 0"):
-      edgc_jax.powersgd(min_ratio=-0.5)
+      float32.powersgd(min_ratio=-0.5)
     with self.assertRaisesRegex(TypeError, "`min_ratio`"):
-      edgc_jax.edgc(min_ratio="2")
+      float32.edgc(min_ratio="2")
 
 
 class ExchangeTest(parameterized.TestCase):

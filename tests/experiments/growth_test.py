@@ -5,8 +5,8 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from helpers import float32
 
-import edgc_jax
 from experiments.benchmarks import cost
 from experiments.models.gpt2 import GPT2Config
 
@@ -36,7 +36,7 @@ class CostTest(parameterized.TestCase):
     """Also the default ladder, whose rank need not be asked for."""
     names = self.measured(ranks, lambda calls: np.ones(len(calls))).index
     self.assertEqual(names[0], "allreduce, bf16")
-    self.assertEqual(names[-1], "edgc, defaults, at rank 32")
+    self.assertEqual(names[-1], "edgc, default ladder, at rank 32")
     for rank in ranks:
       for method in ("powersgd", "edgc", "edgc by matrix"):
         self.assertIn(f"{method}, rank {rank}", names)
@@ -56,14 +56,14 @@ class CostTest(parameterized.TestCase):
     self.assertEqual(floors["allreduce, bf16"], "1.0")
     self.assertEqual(floors["powersgd, rank 8"], "10.0")  # and two copies
     self.assertEqual(floors["edgc by matrix, rank 8"], "10.0")
-    self.assertEqual(floors["edgc, defaults, at rank 32"], "34.0")
+    self.assertEqual(floors["edgc, default ladder, at rank 32"], "34.0")
     self.assertEqual(table["time / floor"]["edgc, rank 8"], "4.00")
 
   def test_ranks_by_matrix_send_the_same_bytes(self):
     """A quarter of the four matrices has twice the rank, others less."""
     params = {"a": jnp.zeros((4, 64, 64)), "b": jnp.zeros((64, 96)),
               "bias": jnp.zeros(64)}  # fmt: skip
-    tx = edgc_jax.edgc(rank_max=8, rank_min=8)
+    tx = float32.edgc(rank_max=8, rank_min=8)
     state = cost._by_matrix(tx.init(params))
     ranks = state.allocation.ranks.tolist()
     self.assertEqual(ranks, [16, 5, 5, 5, 8])

@@ -95,7 +95,9 @@ def test_ranks_follow_the_curve():
 def test_a_schedule_is_a_mean_over_its_steps():
   """Dense for a tenth; then rank 4."""
   config = small("powersgd", tensor=1)
-  config.powersgd.update(rank=4.0, warmup_steps=0, min_ratio=1.2)
+  config.powersgd.update(
+    rank=4.0, warmup_steps=0, min_ratio=1.2, wire_dtype="float32"
+  )
   always = cluster.run_of(config, SIMPLE)
   config.powersgd.warmup_steps = 10
   run, dense = (cluster.run_of(c, SIMPLE) for c in (config, small(tensor=1)))

@@ -4,6 +4,7 @@ import dataclasses
 
 import edgc_jax
 from experiments.training.rules import linear
+from helpers import float32
 
 _GROUPS = {"sampling": edgc_jax.Sampling, "stages": edgc_jax.Stages}
 _RULES = {"cqm": edgc_jax.cqm, "linear": linear}
@@ -26,4 +27,4 @@ def edgc(*, rule="cqm", stage_axis=None, **options):
   else:
     groups["stages"]["axis_name"] = stage_axis
   made = {group: _GROUPS[group](**own) for group, own in groups.items()}
-  return edgc_jax.edgc(rule=_RULES[rule], **options, **made)
+  return float32.edgc(rule=_RULES[rule], **options, **made)

@@ -11,6 +11,7 @@ import functools
 import pathlib
 import sys
 
+from helpers import float32
 from helpers.meshes import residuals
 from helpers.reducers import moving, reducers
 
@@ -162,7 +163,7 @@ def main(folder, port, index, count, seconds, *cases):
     if case == STAGES:
       mesh = auto((2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
       stages = edgc_jax.Stages("stage", align="none")
-      tx = edgc_jax.edgc(stages=stages, **moving(RANK, WINDOW))
+      tx = float32.edgc(stages=stages, **moving(RANK, WINDOW))
       numbers = train(tx, mesh, "stage")
     else:
       mesh = auto((int(count),), ("data",), axis_types=(AxisType.Auto,))

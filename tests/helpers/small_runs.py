@@ -13,10 +13,10 @@ def small(folder, reducer="edgc"):
   config.optimizer.warmup_steps = 2
   config.edgc.update(
     rank_max=8, rank_min=4, window=2, warmup_steps=2, min_ratio=1.5,
-    max_warmup_steps=2, warmup_rank="dense",
+    max_warmup_steps=2, warmup_rank="dense", wire_dtype="float32",
     sampling={"step_rate": 1.0},
   )  # fmt: skip
-  config.powersgd.update(rank=4, warmup_steps=2)
+  config.powersgd.update(rank=4, warmup_steps=2, wire_dtype="float32")
   return config
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 from flax import nnx
+from helpers import float32
 from helpers.meshes import Pmap, gradients_like
 
-import edgc_jax
 from edgc_jax import MatrixView, TransposedView, layer_matrix, scanned
 from edgc_jax.leaves.leaf import arrays_of, leaves_in
 
@@ -230,8 +230,8 @@ class ScannedTest(parameterized.TestCase):
     first = {"layers": {"wi": {"kernel": jnp.zeros((3, 24, 40))}}}
     gradients = gradients_like(first, 0)
     turned = jax.tree.map(lambda g: jnp.swapaxes(g, 1, 2), gradients)
-    one = Pmap(edgc_jax.powersgd(2), first)
-    other = Pmap(edgc_jax.powersgd(2, matrix_view=scanned(1)), second)
+    one = Pmap(float32.powersgd(2), first)
+    other = Pmap(float32.powersgd(2, matrix_view=scanned(1)), second)
     for _ in range(2):
       expected = one.step(gradients)["layers"]["wi"]["kernel"]
       found = other.step(turned)["layers"]["wi"]["kernel"]
@@ -248,8 +248,8 @@ class ScannedTest(parameterized.TestCase):
     params = {"layers": {"wi": {"kernel": jnp.zeros((512, 8, 512))}}}
     params["embedding"] = jnp.zeros((64, 512))
     with self.assertWarnsRegex(RuntimeWarning, r"98% .*wi.*scanned\(1\)"):
-      edgc_jax.powersgd(8).init(params)
-    edgc_jax.powersgd(8, matrix_view=scanned(1)).init(params)
+      float32.powersgd(8).init(params)
+    float32.powersgd(8, matrix_view=scanned(1)).init(params)
 
 
 if __name__ == "__main__":

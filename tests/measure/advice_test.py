@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from helpers import float32
 
 import edgc_jax
 from edgc_jax import LinkModel
@@ -85,7 +86,7 @@ def test_ranks_send_the_bits_that_the_protocol_judged():
     # One rank more would send too much.
     own = {k: v for k, v in FACTORS.items() if k != "allocation"}
     sent, more = (
-      8 / SIZE * edgc_jax.wire_bytes(PARAMS, rank, replicas=4, **own)
+      8 / SIZE * float32.wire_bytes(PARAMS, rank, replicas=4, **own)
       for rank in (found[name].options["rank"], found[name].options["rank"] + 1)
     )
     every = found[name].every
@@ -259,7 +260,7 @@ def test_what_the_protocol_has_judged_can_be_built(monkeypatch):
 def test_ranks_of_edgc_keep_their_range(most, least, rank):
   options = {"rank_max": most, "rank_min": least, "wire_dtype": "int4"}
   found = advice._edgc_at(options, rank)
-  edgc_jax.edgc(**found)
+  float32.edgc(**found)
   most, least = found["rank_max"], found["rank_min"]
   assert 1 <= least <= rank <= most or rank < 3
   assert (most + least) / 2 == pytest.approx(rank, abs=1, rel=0.03)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
-from helpers import shard_runs
+from helpers import float32, shard_runs
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
@@ -24,7 +25,7 @@ def rows_of(part):
 
 class DescriptionTest(parameterized.TestCase):
   def test_rows_tell_matrices_or_why_dense(self):
-    (part,) = describe(edgc_jax.powersgd(4), PARAMS).parts
+    (part,) = describe(float32.powersgd(4), PARAMS).parts
     rows = rows_of(part)
     self.assertEqual(rows["['bias']"].sent_as, "dense: no matrix")
     self.assertEqual(
@@ -37,8 +38,8 @@ class DescriptionTest(parameterized.TestCase):
     self.assertEqual(stack.wire_bytes, (4 * 3 * (4 * (48 + 40) + 17),))
 
   @parameterized.named_parameters(
-    ("edgc", lambda: edgc_jax.edgc(rank_max=8)),
-    ("powersgd", lambda: edgc_jax.powersgd(4, warmup_steps=3)),
+    ("edgc", lambda: float32.edgc(rank_max=8)),
+    ("powersgd", lambda: float32.powersgd(4, warmup_steps=3)),
     ("bf16", lambda: edgc_jax.powersgd(4, wire_dtype="bfloat16")),
     ("allreduce", edgc_jax.allreduce),
     ("topk", lambda: edgc_jax.topk(0.1, min_size=200)),
@@ -66,7 +67,7 @@ class DescriptionTest(parameterized.TestCase):
   def test_all_reducers_of_a_chain(self):
     tx = optax.chain(
       optax.partition(
-        {"matrix": edgc_jax.powersgd(4), "rest": edgc_jax.allreduce()},
+        {"matrix": float32.powersgd(4), "rest": edgc_jax.allreduce()},
         lambda tree: jax.tree.map(
           lambda p: "matrix" if p.ndim > 1 else "rest", tree
         ),
@@ -82,7 +83,7 @@ class DescriptionTest(parameterized.TestCase):
     self.assertLen(tables, 2)
 
   def test_the_table(self):
-    tx = edgc_jax.edgc(rank_max=8, rank_min=4)
+    tx = float32.edgc(rank_max=8, rank_min=4)
     found = describe(tx, PARAMS)
     lines = str(found).splitlines()
     self.assertStartsWith(lines[0], "Over data, as factors of rank 4, 8 (")
@@ -100,7 +101,7 @@ class DescriptionTest(parameterized.TestCase):
       "small": P(),
       "stack": {"kernel": P(None, None, "fsdp")},
     }
-    tx = edgc_jax.over_shards(edgc_jax.edgc(rank_max=8), specs)
+    tx = edgc_jax.over_shards(float32.edgc(rank_max=8), specs)
     found = describe(tx, PARAMS, mesh=mesh, param_specs=specs)
     stack = rows_of(found.parts[0])["['stack']['kernel']"]
     self.assertEqual(stack.sent_as, "3 matrices of 48 x 20")
@@ -111,7 +112,7 @@ class DescriptionTest(parameterized.TestCase):
     stages = edgc_jax.Stages(
       "stage", lambda path, _: "own" if "stack" in path else "shared"
     )
-    tx = edgc_jax.powersgd(4, stages=stages)
+    tx = float32.powersgd(4, stages=stages)
     specs = {"bias": P(), "small": P(), "stack": P("stage")}
     params = {**PARAMS, "stack": {"kernel": jnp.zeros((4, 48, 40))}}
     (part,) = describe(tx, params, mesh=mesh, param_specs=specs).parts
@@ -134,11 +135,11 @@ class DescriptionTest(parameterized.TestCase):
         "as factors of rank 4 in bfloat16",
       ),
       (
-        edgc_jax.powersgd(4, allocation="error"),
+        float32.powersgd(4, allocation="error"),
         f"as factors of rank 4 {share}",
       ),
       (
-        edgc_jax.edgc(rank_max=8, warmup_rank=None, allocation="uniform"),
+        float32.edgc(rank_max=8, warmup_rank=None, allocation="uniform"),
         "dense or as factors of rank 4, 8",
       ),
     ):
@@ -148,7 +149,7 @@ class DescriptionTest(parameterized.TestCase):
   def test_columns_end_at_the_cap(self):
     """48 x 40 has at most 10 columns; wider matrices have the whole rank."""
     params = {**PARAMS, "wide": jnp.zeros((60, 200))}
-    tx = edgc_jax.edgc(rank_max=16, rank_min=4, allocation="uniform")
+    tx = float32.edgc(rank_max=16, rank_min=4, allocation="uniform")
     (part,) = describe(tx, params).parts
     self.assertEqual(part.ladder, (4, 8, 12, 16))
     stack = rows_of(part)["['stack']['kernel']"]
@@ -168,13 +169,28 @@ class DescriptionTest(parameterized.TestCase):
     self.assertEqual(bias.wire_bytes, (3 * (128 + 2),))
 
   def test_a_dense_warm_up_does_not_hide_the_ranks(self):
-    tx = edgc_jax.powersgd(4, warmup_steps=3)
+    tx = float32.powersgd(4, warmup_steps=3)
     found = describe(tx, PARAMS)
     lines = str(found).splitlines()
     self.assertIn("dense or as factors of rank 4", lines[0])
     dense, factors = found.parts[0].wire_bytes
     self.assertIn(f"{factors:,}", lines[-1])
     self.assertNotIn(f"{dense:,}", lines[-1])
+
+  def test_a_mesh_of_the_reducer_tells_the_replicas(self):
+    """Codes fill as many equal parts as there are replicas."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    (bound,) = describe(edgc_jax.powersgd(4, mesh=mesh), PARAMS).parts
+    alone, eight = (
+      describe(edgc_jax.powersgd(4), PARAMS, replicas=n).parts[0]
+      for n in (None, 8)
+    )
+    self.assertEqual(bound.wire_bytes, eight.wire_bytes)
+    self.assertLess(alone.wire_bytes, eight.wire_bytes)
+    (other,) = describe(
+      edgc_jax.powersgd(4, mesh=mesh), PARAMS, replicas=1
+    ).parts
+    self.assertEqual(other.wire_bytes, alone.wire_bytes)
 
   def test_another_mesh(self):
     mesh = shard_runs.mesh_of(replica=2, fsdp=2)
@@ -189,7 +205,7 @@ class DescriptionTest(parameterized.TestCase):
 
   def test_a_plan_that_saves_nothing_is_shown_without_a_warning(self):
     tiny = {"w": jnp.zeros((4, 4))}
-    self.assertIn("saves 0.5 times", str(describe(edgc_jax.powersgd(4), tiny)))
+    self.assertIn("saves 0.5 times", str(describe(float32.powersgd(4), tiny)))
 
 
 if __name__ == "__main__":

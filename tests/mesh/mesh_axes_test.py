@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.meshes import ShardMap, gradients_like, residuals
 from helpers.shard_runs import ShardedRun, first_params, mesh_of
 from jax.sharding import NamedSharding
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 PARAMS = {"bias": jnp.zeros((30,)), "kernel": jnp.zeros((2, 48, 64))}
 REDUCERS = {
   "allreduce_bf16": lambda *a: edgc_jax.allreduce(*a, wire_dtype="bfloat16"),
-  "edgc": lambda *a: edgc_jax.edgc(
+  "edgc": lambda *a: float32.edgc(
     *a,
     rank_max=8,
     rank_min=8,
@@ -155,7 +156,7 @@ class RefusalsTest(parameterized.TestCase):
 
   def test_state_made_outside(self):
     """A state without the axis of shards is refused before anything is sent."""
-    run = ShardedRun(edgc_jax.powersgd(4), data=2, fsdp=2)
+    run = ShardedRun(float32.powersgd(4), data=2, fsdp=2)
     run.state = jax.eval_shape(run.tx.init, first_params())
     run.specs = jax.tree.map(lambda _: P(), run.state)
     step = jax.shard_map(
@@ -169,7 +170,7 @@ class RefusalsTest(parameterized.TestCase):
 
   def test_axis_that_does_not_shard(self):
     """Gradients that vary over an axis of the batch: `mean_over` is named."""
-    mesh, tx = mesh_of(data=2, fast=4), edgc_jax.powersgd(4)
+    mesh, tx = mesh_of(data=2, fast=4), float32.powersgd(4)
     gradients = [gradients_like(PARAMS, 0, 8)]
     with self.assertRaisesRegex(ValueError, "with edgc_jax.mean_over"):
       steps_on(mesh, tx, "data", gradients)
@@ -179,7 +180,7 @@ class RefusalsTest(parameterized.TestCase):
     gradients = [gradients_like(PARAMS, 0, 8)]
     with self.assertRaisesRegex(ValueError, "`check_vma` must be True"):
       steps_on(
-        mesh_of(data=2, fsdp=4), edgc_jax.powersgd(4), "data", gradients, False
+        mesh_of(data=2, fsdp=4), float32.powersgd(4), "data", gradients, False
       )
 
   @parameterized.named_parameters(
@@ -199,13 +200,13 @@ class RefusalsTest(parameterized.TestCase):
       "param_specs": {"bias": P(), "kernel": P(None, "fsdp")},
     } | options
     with self.assertRaisesRegex(ValueError, message):
-      edgc_jax.state_specs(edgc_jax.powersgd(4), PARAMS, **own)
+      edgc_jax.state_specs(float32.powersgd(4), PARAMS, **own)
 
 
 class StateTest(parameterized.TestCase):
   def test_specs(self):
     run = ShardedRun(
-      optax.chain(edgc_jax.edgc(), optax.adam(1e-3)), data=2, fsdp=2, tensor=2
+      optax.chain(float32.edgc(), optax.adam(1e-3)), data=2, fsdp=2, tensor=2
     )
     reducer, adam = run.specs[0], run.specs[1][0]
     both = ("fsdp", "tensor")
@@ -227,7 +228,7 @@ class StateTest(parameterized.TestCase):
     """A state that was fetched to the host and placed again."""
     run = ShardedRun(
       optax.chain(
-        edgc_jax.edgc(
+        float32.edgc(
           rank_max=8, rank_min=4, window=4, warmup_steps=4,
           sampling=edgc_jax.Sampling(step_rate=1.0),
         ),
@@ -245,14 +246,14 @@ class StateTest(parameterized.TestCase):
   @staticmethod
   @functools.cache
   def trained():
-    run = ShardedRun(edgc_jax.powersgd(4), data=2, fsdp=2)
+    run = ShardedRun(float32.powersgd(4), data=2, fsdp=2)
     run.train(3)
     return run
 
   @parameterized.parameters(1, 4)
   def test_another_number_of_replicas(self, new):
     """The mean of the residuals stays, on every shard."""
-    run, tx = self.trained(), edgc_jax.powersgd(4)
+    run, tx = self.trained(), float32.powersgd(4)
     resized = edgc_jax.resize_replicas(run.state, run.specs, 2, new)
     then = ShardedRun(tx, data=new, fsdp=2)
     then.state = then.place(resized, then.specs)

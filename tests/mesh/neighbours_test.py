@@ -5,6 +5,7 @@ import jax
 import optax
 from absl.testing import absltest
 from flax import nnx
+from helpers import float32
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
@@ -13,7 +14,7 @@ from edgc_jax.leaves.leaf import leaves_in
 
 def nnx_optimizer():
   model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
-  tx = optax.chain(edgc_jax.powersgd(4), optax.adam(1e-3))
+  tx = optax.chain(float32.powersgd(4), optax.adam(1e-3))
   return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
@@ -48,7 +49,7 @@ class EquinoxTest(absltest.TestCase):
     super().setUp()
     self.model = eqx.nn.MLP(8, 1, 64, 2, key=jax.random.key(0))
     self.arrays = eqx.filter(self.model, eqx.is_array)
-    self.tx = optax.chain(edgc_jax.powersgd(4), optax.adam(1e-3))
+    self.tx = optax.chain(float32.powersgd(4), optax.adam(1e-3))
 
   def test_specs_of_a_whole_model(self):
     self.assertEqual(
@@ -58,7 +59,7 @@ class EquinoxTest(absltest.TestCase):
 
   def test_bytes_and_descriptions_of_a_whole_model(self):
     for tell in (
-      lambda params: edgc_jax.wire_bytes(params, 4),
+      lambda params: float32.wire_bytes(params, 4),
       lambda params: edgc_jax.describe(self.tx, params),
     ):
       self.assertEqual(tell(self.model), tell(self.arrays))

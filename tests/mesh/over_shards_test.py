@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.collective_order import unordered
 from helpers.meshes import factors, residuals
 from helpers.shard_runs import ShardedRun, batch_at, first_params
@@ -227,7 +228,7 @@ class OverShardsTest(parameterized.TestCase):
     self.assertEqual(state[1][0].mu["up"].sharding.spec, P("fsdp"))
 
   def test_explicit_axes(self):
-    run = PartialRun(within(edgc_jax.powersgd(4)), AxisType.Explicit)
+    run = PartialRun(within(float32.powersgd(4)), AxisType.Explicit)
     losses = run.train(6)
     self.assertLess(losses[-1], losses[0])
 
@@ -239,9 +240,9 @@ class OverShardsTest(parameterized.TestCase):
       "up": P("fsdp"),
       "whole": P(),
     }
-    plain = ShardedRun(edgc_jax.powersgd(4), data=2, fsdp=4)
+    plain = ShardedRun(float32.powersgd(4), data=2, fsdp=4)
     wrapped = ShardedRun(
-      edgc_jax.over_shards(edgc_jax.powersgd(4), specs), data=2, fsdp=4
+      edgc_jax.over_shards(float32.powersgd(4), specs), data=2, fsdp=4
     )
     texts = [
       run.step_fn.lower(run.params, run.state, batch_at(0)).as_text()
@@ -250,7 +251,7 @@ class OverShardsTest(parameterized.TestCase):
     self.assertEqual(*texts)
 
   def test_outside_of_a_mesh(self):
-    tx = edgc_jax.over_shards(edgc_jax.powersgd(4), P("fsdp"))
+    tx = edgc_jax.over_shards(float32.powersgd(4), P("fsdp"))
     with self.assertRaisesRegex(ValueError, "`param_specs` must be specs over"):
       tx.init(first_params())
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
+from helpers import float32
 from helpers.collective_order import unordered
 from helpers.meshes import AXIS
 from helpers.reducers import variants
@@ -186,7 +187,7 @@ class ReplicasTest(parameterized.TestCase):
   def test_skip_nonfinite(self):
     """A NaN on one replica; one flag is sent for all leaves."""
     mesh = mesh_of()
-    chain = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.adam(0.1))
+    chain = optax.chain(float32.powersgd(4, mesh=mesh), optax.adam(0.1))
     tx = edgc_jax.skip_nonfinite(chain, None)
     params, state, step = train_plain(tx, mesh, steps=1)
     broken = batch(1).at[0, 0].set(jnp.nan)
@@ -205,7 +206,7 @@ class ReplicasTest(parameterized.TestCase):
   def test_accumulate(self):
     """Two calls are one call on the mean of both."""
     mesh = mesh_of()
-    chain = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.sgd(0.5))
+    chain = optax.chain(float32.powersgd(4, mesh=mesh), optax.sgd(0.5))
     tx = edgc_jax.accumulate(chain, 2, mesh=mesh)
     params, state, step = train_plain(tx, mesh, steps=1)
     assert_near(params, PARAMS)
@@ -227,10 +228,10 @@ class ReplicasTest(parameterized.TestCase):
   def test_explicit_axes(self):
     mesh = mesh_of(kind=AxisType.Explicit)
     params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
-    tx = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.sgd(0.5))
+    tx = optax.chain(float32.powersgd(4, mesh=mesh), optax.sgd(0.5))
     found = train_plain(tx, mesh, params)[0]
     auto = mesh_of()
-    tx = optax.chain(edgc_jax.powersgd(4, mesh=auto), optax.sgd(0.5))
+    tx = optax.chain(float32.powersgd(4, mesh=auto), optax.sgd(0.5))
     assert_near(found, train_plain(tx, auto)[0])
 
   def test_keys_differ_by_replica_and_aux_is_averaged(self):
@@ -254,7 +255,7 @@ class ReplicasTest(parameterized.TestCase):
 
   def test_mistakes(self):
     mesh = mesh_of()
-    tx = edgc_jax.powersgd(4, mesh=mesh)
+    tx = float32.powersgd(4, mesh=mesh)
     state = tx.init(PARAMS)
     with self.assertRaisesRegex(ValueError, "stacked as .*value_and_grad"):
       tx.update(PARAMS, state, PARAMS)
@@ -266,9 +267,9 @@ class ReplicasTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "an axis of the mesh"):
       edgc_jax.value_and_grad(loss_fn, mesh, "replica")
     with self.assertRaisesRegex(ValueError, "an axis of the mesh"):
-      edgc_jax.powersgd(4, "replica", mesh=mesh)
+      float32.powersgd(4, "replica", mesh=mesh)
     with self.assertRaisesRegex(ValueError, "`param_specs` must be None"):
-      edgc_jax.powersgd(4, param_specs=P())
+      float32.powersgd(4, param_specs=P())
     with self.assertWarnsRegex(RuntimeWarning, "one replica"):
       edgc_jax.topk(mesh=mesh_of((1,)))
     with self.assertRaisesRegex(ValueError, "`args` must be an array or a key"):
@@ -283,11 +284,11 @@ class ReplicasTest(parameterized.TestCase):
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SHARDS)
     params = jax.device_put(PARAMS, shardings)
     for specs in (None, SHARDS | {"w": P(None, "shard")}):
-      tx = edgc_jax.powersgd(4, mesh=mesh, param_specs=specs)
+      tx = float32.powersgd(4, mesh=mesh, param_specs=specs)
       with self.assertRaisesRegex(ValueError, "lies on the mesh as"):
         tx.init(params)
     for specs in (SHARDS, shardings):
-      tx = edgc_jax.powersgd(4, mesh=mesh, param_specs=specs)
+      tx = float32.powersgd(4, mesh=mesh, param_specs=specs)
       spec = tx.init(params).leaves["w"].residual.sharding.spec
       self.assertEqual(spec[0], (AXIS, "shard"))
 
@@ -299,7 +300,7 @@ class ShardsTest(parameterized.TestCase):
     mesh = mesh_of((2, 2), names)
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), SHARDS)
     params = jax.device_put(PARAMS, shardings)
-    reducer = edgc_jax.powersgd(4, "replica", mesh=mesh, param_specs=SHARDS)
+    reducer = float32.powersgd(4, "replica", mesh=mesh, param_specs=SHARDS)
     tx = optax.chain(reducer, optax.adam(1e-2))
     params, state, step = train_plain(tx, mesh, params, "replica")
     self.assertEqual(params["w"].sharding.spec[0], "shard")
@@ -470,7 +471,7 @@ class ShardsTest(parameterized.TestCase):
     def run_on(shape):
       mesh = mesh_of(shape, names)
       where = {"mesh": mesh, "param_specs": SHARDS}
-      reducer = edgc_jax.powersgd(4, "replica", **where)
+      reducer = float32.powersgd(4, "replica", **where)
       tx = optax.chain(reducer, optax.adam(1e-2))
       if every > 1:
         tx = edgc_jax.accumulate(tx, every, "replica", **where)
@@ -529,7 +530,7 @@ class NnxTest(absltest.TestCase):
   def test_statistics_and_counts_are_kept(self):
     mesh = mesh_of()
     model = Net(nnx.Rngs(0))
-    tx = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.sgd(0.1))
+    tx = optax.chain(float32.powersgd(4, mesh=mesh), optax.sgd(0.1))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     @nnx.jit

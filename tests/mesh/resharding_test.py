@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.meshes import find, residuals
 from helpers.shard_runs import ShardedRun, mesh_of
 from jax.sharding import PartitionSpec as P
@@ -21,7 +22,7 @@ SHAPES = {"up": (64, 128), "down": (128, 64), "whole": (64, 64)}
 
 def edgc():
   return optax.chain(
-    edgc_jax.edgc(
+    float32.edgc(
       rank_max=8,
       rank_min=4,
       window=4,
@@ -34,11 +35,11 @@ def edgc():
 
 
 def powersgd():
-  return optax.chain(edgc_jax.powersgd(4, min_ratio=1.0), optax.adam(3e-3))
+  return optax.chain(float32.powersgd(4, min_ratio=1.0), optax.adam(3e-3))
 
 
 def coarse():
-  return optax.chain(edgc_jax.powersgd(8, min_ratio=2.0), optax.adam(3e-3))
+  return optax.chain(float32.powersgd(8, min_ratio=2.0), optax.adam(3e-3))
 
 
 def accumulated():
@@ -189,7 +190,7 @@ class ReshardingTest(parameterized.TestCase):
   def test_stacks_keep_their_entropies(self):
     """Shards that divide a stack of layers hold whole matrices."""
     params = {"stack": {"kernel": np.ones((4, 32, 32), np.float32)}}
-    tx = edgc_jax.edgc(rank_max=4, min_ratio=1.0)
+    tx = float32.edgc(rank_max=4, min_ratio=1.0)
     specs = {"stack": {"kernel": P("fsdp")}}
     mesh = mesh_of(data=2, fsdp=2)
     init = jax.shard_map(

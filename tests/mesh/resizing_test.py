@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.meshes import ShardMap, find, first_replica, gradients_like
 from jax.sharding import PartitionSpec as P
 
@@ -89,7 +90,7 @@ class ResizeTest(parameterized.TestCase):
   @pytest.mark.slow
   def test_the_next_update_is_the_same(self, old, new):
     """Gradients are regrouped; the exchange depends on means alone."""
-    tx = edgc_jax.powersgd(4, min_ratio=1.0)
+    tx = float32.powersgd(4, min_ratio=1.0)
     before, after = (ShardMap(tx, PARAMS, n) for n in (old, new))
     for seed in range(3):
       before.step(gradients_like(PARAMS, seed, old))
@@ -109,7 +110,7 @@ class ResizeTest(parameterized.TestCase):
 
 class RestartTest(absltest.TestCase):
   def test_marks_every_reducer_and_nothing_else(self):
-    tx = edgc_jax.skip_nonfinite(edgc_jax.edgc(), "data")
+    tx = edgc_jax.skip_nonfinite(float32.edgc(), "data")
     state = tx.init(PARAMS)
     before, after = find(state), find(edgc_jax.restart_reference(state))
     self.assertEqual(int(before.budget.restarts), 0)
@@ -118,7 +119,7 @@ class RestartTest(absltest.TestCase):
     chex.assert_trees_all_equal(after._replace(budget=unmarked), before)
 
   def test_nothing_to_mark(self):
-    state = edgc_jax.powersgd(4).init(PARAMS)
+    state = float32.powersgd(4).init(PARAMS)
     self.assertIs(edgc_jax.restart_reference(state).budget, state.budget)
 
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from absl.testing import absltest
+from helpers import float32
 from helpers.meshes import ShardMap, gradients_like, residuals
 from jax.sharding import PartitionSpec as P
 
@@ -17,7 +18,7 @@ class StateSpecsTest(absltest.TestCase):
   def test_only_residuals_and_sums_are_sharded(self):
     tx = edgc_jax.accumulate(
       edgc_jax.skip_nonfinite(
-        optax.chain(edgc_jax.edgc(rank_max=4), optax.adam(1e-3))
+        optax.chain(float32.edgc(rank_max=4), optax.adam(1e-3))
       ),
       every=2,
     )
@@ -39,14 +40,14 @@ class StateSpecsTest(absltest.TestCase):
     )
 
   def test_other_axis_and_no_reducer(self):
-    specs = edgc_jax.state_specs(edgc_jax.powersgd(2), PARAMS, "replica")
+    specs = edgc_jax.state_specs(float32.powersgd(2), PARAMS, "replica")
     self.assertEqual(specs.leaves["w"].residual, P("replica"))
     plain = edgc_jax.state_specs(optax.adam(1e-3), PARAMS)
     self.assertEqual(set(jax.tree.leaves(plain)), {P()})
 
   def test_global_shapes(self):
     """Arrays [m, n] of replicas are one array [N m, n]."""
-    run = ShardMap(edgc_jax.powersgd(2), PARAMS)
+    run = ShardMap(float32.powersgd(2), PARAMS)
     run.step(gradients_like(PARAMS, 0))
     residual = residuals(run.state)["w"]
     self.assertEqual(residual.shape, (4 * 16, 24))

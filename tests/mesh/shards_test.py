@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.collective_order import unordered
 from helpers.meshes import DIVERGED_BYTES, factors, find, residuals
 from helpers.shard_runs import ShardedRun
@@ -29,9 +30,9 @@ MESHES = {
 REDUCERS = {
   "allreduce": lambda: edgc_jax.allreduce(),
   "allreduce_bf16": lambda: edgc_jax.allreduce(wire_dtype="bfloat16"),
-  "powersgd": lambda: edgc_jax.powersgd(4, check_every=2),
+  "powersgd": lambda: float32.powersgd(4, check_every=2),
   "powersgd_int8": lambda: edgc_jax.powersgd(4, wire_dtype="int8"),
-  "edgc": lambda: edgc_jax.edgc(
+  "edgc": lambda: float32.edgc(
     rank_max=8, rank_min=2, rank_multiple=2, window=10, warmup_steps=10,
   ),
   "topk": lambda: edgc_jax.topk(0.1),
@@ -89,7 +90,7 @@ class ShardsTest(parameterized.TestCase):
 
   def test_full_rank_is_dense(self):
     dense = losses_of("allreduce", "one_device", 50)
-    full = chain(edgc_jax.powersgd(64, min_ratio=0.0))
+    full = chain(float32.powersgd(64, min_ratio=0.0))
     many = ShardedRun(full, **MESHES["both"]).train(50)
     np.testing.assert_allclose(many, dense, rtol=1e-5)
 
@@ -160,7 +161,7 @@ class ShardsTest(parameterized.TestCase):
     view = lambda path, shape: (  # noqa: E731
       (1, *shape) if path == "['whole']" else None
     )
-    tx = chain(edgc_jax.powersgd(4, matrix_view=view))
+    tx = chain(float32.powersgd(4, matrix_view=view))
     self.assert_skips(ShardedRun(tx, **MESHES["both"]))
 
   def assert_skips(self, run):

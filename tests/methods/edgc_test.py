@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.flat_options import edgc
 from helpers.meshes import BACKENDS, find, gradients_like, traced_once
 
@@ -134,7 +135,7 @@ class DtypesTest(parameterized.TestCase):
     params = {"w": jnp.zeros((32, 32), jnp.float16)}
     large = jnp.broadcast_to(4e4 * jnp.eye(32, dtype=jnp.float16), (4, 32, 32))
     large = large * jnp.array([1.0, 0.9, 1.1, 1.0], jnp.float16)[:, None, None]
-    run = BACKENDS["pmap"](edgc_jax.powersgd(1), params)
+    run = BACKENDS["pmap"](float32.powersgd(1), params)
     for _ in range(12):
       updates = run.step({"w": large})
       chex.assert_tree_all_finite((updates, run.residual()))
@@ -144,7 +145,7 @@ class DtypesTest(parameterized.TestCase):
     params = {
       dtype: jnp.zeros((32, 48), dtype) for dtype in ("bfloat16", "float16")
     }
-    run = BACKENDS["pmap"](edgc_jax.powersgd(2), params)
+    run = BACKENDS["pmap"](float32.powersgd(2), params)
     owed = dict.fromkeys(params, 0.0)
     for step in range(5):
       gradients = gradients_like(params, seed=step)
@@ -171,7 +172,7 @@ class DtypesTest(parameterized.TestCase):
       chex.assert_trees_all_equal_dtypes(updates, params)
 
   def test_a_state_made_eagerly_can_be_donated(self):
-    tx = edgc_jax.skip_nonfinite(edgc_jax.edgc(rank_max=4))
+    tx = edgc_jax.skip_nonfinite(float32.edgc(rank_max=4))
     state = tx.init(PARAMS)
     leaves = jax.tree.leaves(state)
     pointers = {leaf.unsafe_buffer_pointer() for leaf in leaves}
@@ -180,7 +181,7 @@ class DtypesTest(parameterized.TestCase):
   def test_ranks_that_compress_nothing_are_left_out(self):
     """64 x 64 saves bytes up to rank 16: the reference rank is 16, not 32."""
     params = {"w": jnp.zeros((64, 64))}
-    tx = edgc_jax.edgc(
+    tx = float32.edgc(
       window=2,
       warmup_steps=2,
       max_warmup_steps=2,

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.meshes import (
   Pmap,
   assert_replicas_equal,
@@ -42,7 +43,7 @@ def clear_residual(run):
 class LowRankTest(parameterized.TestCase):
   @parameterized.parameters(1, 4, 16)
   def test_agrees_with_numpy(self, rank):
-    run = Pmap(edgc_jax.powersgd(rank, min_ratio=0), PARAMS)
+    run = Pmap(float32.powersgd(rank, min_ratio=0), PARAMS)
     first_q = np.asarray(factors(run.state)["w"])[0, 0]
     reference = PowerSGD(first_q, REPLICAS, ROWS, COLS)
     for step in range(5):
@@ -58,7 +59,7 @@ class LowRankTest(parameterized.TestCase):
     """With the same gradient each step, the update tends to the best."""
     values = 2.0 ** -np.arange(12)
     gradients = spectral_gradient(values)
-    run = Pmap(edgc_jax.powersgd(4, min_ratio=0), PARAMS)
+    run = Pmap(float32.powersgd(4, min_ratio=0), PARAMS)
     lost = []
     for _ in range(8):
       lost.append(lost_share(gradients, run.step(gradients)))
@@ -69,7 +70,7 @@ class LowRankTest(parameterized.TestCase):
 
   def test_error_is_of_the_mean_and_norm_of_one_replica(self):
     """One step's estimate is rough, the mean of many is not biased."""
-    run = Pmap(edgc_jax.powersgd(4, min_ratio=0), PARAMS)
+    run = Pmap(float32.powersgd(4, min_ratio=0), PARAMS)
     estimated, exact = [], []
     for step in range(60):
       gradients = gradients_like(PARAMS, seed=step)
@@ -88,7 +89,7 @@ class LowRankTest(parameterized.TestCase):
 
   def test_residual_does_not_pile_up(self):
     """Differences between replicas are sent in the end too."""
-    run = Pmap(edgc_jax.powersgd(8, min_ratio=0), PARAMS)
+    run = Pmap(float32.powersgd(8, min_ratio=0), PARAMS)
     norms = []
     for step in range(120):
       run.step(gradients_like(PARAMS, seed=step))
@@ -102,7 +103,7 @@ class LowRankTest(parameterized.TestCase):
     rows, cols, rank = 128, 256, 32
     params = {"w": jnp.zeros((rows, cols))}
     values = np.r_[np.full(8, 1e4), np.ones(24)]
-    run = Pmap(edgc_jax.powersgd(rank, min_ratio=0), params, replicas=1)
+    run = Pmap(float32.powersgd(rank, min_ratio=0), params, replicas=1)
     q = np.float32(factors(run.state)["w"])[0, 0].T
     residual = np.zeros((rows, cols), np.float32)
     for step in range(30):
@@ -124,7 +125,7 @@ class LowRankTest(parameterized.TestCase):
 
   def test_dead_directions_come_back(self):
     """After gradients of rank one, all directions are used again."""
-    run = Pmap(edgc_jax.powersgd(8, min_ratio=0), PARAMS)
+    run = Pmap(float32.powersgd(8, min_ratio=0), PARAMS)
     for _ in range(4):
       run.step(spectral_gradient(np.array([1.0])))
     run.step(gradients_like(PARAMS, seed=0))
@@ -134,7 +135,7 @@ class LowRankTest(parameterized.TestCase):
     self.assertGreater(lengths.min(), 0.1 * lengths.max())
 
   def test_equal_on_all_replicas_with_dead_directions(self):
-    run = Pmap(edgc_jax.powersgd(8, min_ratio=0), PARAMS)
+    run = Pmap(float32.powersgd(8, min_ratio=0), PARAMS)
     for _ in range(3):
       updates = run.step(spectral_gradient(np.array([1.0, 0.5])))
     assert_replicas_equal((factors(run.state), updates))
@@ -145,7 +146,7 @@ class RankChangeTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    tx = edgc_jax.edgc(
+    tx = float32.edgc(
       rank_max=16,
       rank_min=8,
       rank_multiple=8,

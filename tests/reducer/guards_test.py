@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.flat_options import edgc
 from helpers.meshes import BACKENDS, Pmap, gradients_like
 from jax.sharding import AxisType
@@ -24,7 +25,7 @@ PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,))}
 @functools.cache
 def powersgd_run(backend):
   """Returns a run of `powersgd`, compiled once for all tests."""
-  return BACKENDS[backend](edgc_jax.powersgd(2), PARAMS)
+  return BACKENDS[backend](float32.powersgd(2), PARAMS)
 
 
 def restarted(backend="pmap"):
@@ -35,8 +36,8 @@ def restarted(backend="pmap"):
 
 REDUCERS = {
   "allreduce": edgc_jax.allreduce,
-  "powersgd": lambda: edgc_jax.powersgd(2),
-  "edgc": lambda: edgc_jax.edgc(rank_max=4),
+  "powersgd": lambda: float32.powersgd(2),
+  "edgc": lambda: float32.edgc(rank_max=4),
 }
 
 
@@ -86,16 +87,16 @@ class ArgumentsTest(parameterized.TestCase):
   )
   def test_powersgd(self, options, message):
     with self.assertRaisesRegex(ValueError, message):
-      edgc_jax.powersgd(**options)
+      float32.powersgd(**options)
 
   def test_warmup_rank_outside_the_ladder(self):
     params = {"w": jnp.zeros((80, 80))}
     with self.assertRaisesRegex(ValueError, "`warmup_rank`.*at least.*8"):
-      edgc_jax.edgc(warmup_rank=4).init(params)
-    edgc_jax.edgc(warmup_rank=64).init(params)  # uses the largest rank
+      float32.edgc(warmup_rank=4).init(params)
+    float32.edgc(warmup_rank=64).init(params)  # uses the largest rank
 
   def test_matrix_view_that_does_not_fit(self):
-    tx = edgc_jax.powersgd(2, matrix_view=lambda path, shape: (1, 5, 5))
+    tx = float32.powersgd(2, matrix_view=lambda path, shape: (1, 5, 5))
     with self.assertRaisesRegex(ValueError, r"\['b'\].*\(3,\)"):
       tx.init(PARAMS)
 
@@ -188,12 +189,12 @@ class AveragedGradientsTest(parameterized.TestCase):
     self.assertEqual(edgc_jax.metrics(run.state)["identical_gradients"], 0)
 
   def test_one_replica_raises_no_warning(self):
-    run = Pmap(edgc_jax.powersgd(2), PARAMS, replicas=1)
+    run = Pmap(float32.powersgd(2), PARAMS, replicas=1)
     for step in range(4):
       run.step(gradients_like(PARAMS, step, replicas=1))
     values = edgc_jax.metrics(run.state)
     self.assertEqual(values["identical_gradients"], 0)
-    self.assertEqual(values["wire_bytes"], edgc_jax.wire_bytes(PARAMS, 2))
+    self.assertEqual(values["wire_bytes"], float32.wire_bytes(PARAMS, 2))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.flat_options import edgc
 from helpers.meshes import (
   AXIS,
@@ -36,7 +37,7 @@ QUICK = {
 @functools.cache
 def powersgd_run(backend):
   """Returns a run of four replicas, compiled once for all tests."""
-  return BACKENDS[backend](edgc_jax.powersgd(4, min_ratio=0), PARAMS)
+  return BACKENDS[backend](float32.powersgd(4, min_ratio=0), PARAMS)
 
 
 @pytest.mark.slow
@@ -110,7 +111,7 @@ class StateTest(parameterized.TestCase):
   def test_init_outside_shard_map(self, rows):
     """With as many rows as replicas, the residual would broadcast."""
     params = {"w": jnp.zeros((rows, 40))}
-    tx = edgc_jax.powersgd(1, min_ratio=0)
+    tx = float32.powersgd(1, min_ratio=0)
     run = ShardMap(tx, params)
     specs = edgc_jax.state_specs(tx, params)
     run.state = jax.tree.map(
@@ -125,28 +126,28 @@ class StateTest(parameterized.TestCase):
       run.step(gradients_like(params, 0))
 
   def test_state_of_another_number_of_replicas(self):
-    tx = edgc_jax.powersgd(4, min_ratio=0)
+    tx = float32.powersgd(4, min_ratio=0)
     before, after = ShardMap(tx, PARAMS, 4), ShardMap(tx, PARAMS, 2)
     after.state = jax.device_get(before.state)
     with self.assertRaisesRegex(ValueError, "resize_replicas"):
       after.step(gradients_like(PARAMS, 0, 2))
 
   def test_state_of_another_rank(self):
-    tx, other = edgc_jax.powersgd(4), edgc_jax.powersgd(2)
+    tx, other = float32.powersgd(4), float32.powersgd(2)
     update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None))
     params = {"w": jnp.zeros((64, 64))}
     with self.assertRaisesRegex(ValueError, "state of another rank"):
       update(gradients_like(params, 0), other.init(params))
 
   def test_resizing_over_an_axis_of_another_name(self):
-    tx = edgc_jax.powersgd(2)
+    tx = float32.powersgd(2)
     specs = edgc_jax.state_specs(tx, PARAMS)
     with self.assertRaisesRegex(ValueError, "`axis_name`.*'data'"):
       edgc_jax.resize_replicas(tx.init(PARAMS), specs, 4, 2, "replica")
 
   def test_resizing_a_state_of_pmap(self):
     """Adam's moments are resized too, so training continues."""
-    tx = optax.chain(edgc_jax.powersgd(4, min_ratio=0), optax.adam(1e-3))
+    tx = optax.chain(float32.powersgd(4, min_ratio=0), optax.adam(1e-3))
     before, after = Pmap(tx, PARAMS, 4), Pmap(tx, PARAMS, 2)
     for seed in range(2):
       before.step(gradients_like(PARAMS, seed, 4))
@@ -174,7 +175,7 @@ class StateTest(parameterized.TestCase):
 class ChainTest(parameterized.TestCase):
   def test_masked_leaves_are_named(self):
     mask = {"w": True, "b": False}
-    run = Pmap(optax.masked(edgc_jax.powersgd(4, min_ratio=0), mask), PARAMS)
+    run = Pmap(optax.masked(float32.powersgd(4, min_ratio=0), mask), PARAMS)
     run.step(gradients_like(PARAMS, 0))
     with self.assertWarnsRegex(RuntimeWarning, "keeps 1 leaves .*matrix_view"):
       edgc_jax.metrics(run.state)
@@ -193,11 +194,11 @@ class ChainTest(parameterized.TestCase):
     ),
   )
   def test_leaves_of_other_transformations_are_not(self, wrap):
-    edgc_jax.metrics(wrap(edgc_jax.powersgd(4)).init(PARAMS))
+    edgc_jax.metrics(wrap(float32.powersgd(4)).init(PARAMS))
 
   @parameterized.named_parameters(
-    ("two_reducers", lambda: optax.chain(*[edgc_jax.powersgd(2)] * 2)),
-    ("multi_steps", lambda: optax.MultiSteps(edgc_jax.powersgd(2), 2)),
+    ("two_reducers", lambda: optax.chain(*[float32.powersgd(2)] * 2)),
+    ("multi_steps", lambda: optax.MultiSteps(float32.powersgd(2), 2)),
   )
   def test_the_error_names_the_cause(self, make):
     run = ShardMap(make(), PARAMS)
@@ -208,7 +209,7 @@ class ChainTest(parameterized.TestCase):
 
   @parameterized.parameters(True, False)
   def test_a_link_before_the_reducer_is_named(self, is_nested):
-    clip, tx = optax.clip_by_global_norm(1.0), edgc_jax.powersgd(4)
+    clip, tx = optax.clip_by_global_norm(1.0), float32.powersgd(4)
     chain = optax.chain(clip, tx, optax.adam(1e-3))
     if is_nested:
       chain = optax.chain(optax.chain(clip, tx), optax.adam(1e-3))
@@ -219,7 +220,7 @@ class ChainTest(parameterized.TestCase):
       edgc_jax.metrics(right.init(PARAMS))
 
   def test_a_missing_gradient_raises(self):
-    tx = edgc_jax.powersgd(2)
+    tx = float32.powersgd(2)
     gradients = {"w": jnp.ones((16, 24)), "b": None}
     update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None))
     gradients = jax.tree.map(lambda g: g[None], gradients)
@@ -234,11 +235,11 @@ class DtypesTest(parameterized.TestCase):
   def test_float16(self):
     params = {"w": jnp.zeros((16, 24), jnp.float16)}
     with self.assertWarnsRegex(RuntimeWarning, "float16.*Cast gradients"):
-      edgc_jax.powersgd(2).init(params)
+      float32.powersgd(2).init(params)
 
   @pytest.mark.slow
   def test_float16_gradients_of_wider_parameters(self):
-    tx = edgc_jax.powersgd(2)
+    tx = float32.powersgd(2)
     gradients = {"w": jnp.ones((1, 16, 24), jnp.float16)}
     params = {"w": jnp.ones((16, 24))}
     update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None, None))
@@ -260,7 +261,7 @@ class RuleTest(parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     cls.params = {"a": jnp.zeros((128, 256)), "c": jnp.zeros((96, 128))}
-    tx = edgc_jax.edgc(
+    tx = float32.edgc(
       window=2,
       warmup_steps=2,
       max_warmup_steps=2,

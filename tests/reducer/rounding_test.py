@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.constants import changed
 from helpers.meshes import AXIS, Pmap, gradients_like
 from helpers.reducers import moving
 from jax.extend import core
-
-import edgc_jax
 
 pytestmark = pytest.mark.slow
 
@@ -233,7 +232,7 @@ class RoundingTest(parameterized.TestCase):
 
   def test_bases_and_updates_need_their_precision(self):
     with changed(_EXACT=None):
-      run = Mixed(edgc_jax.powersgd(16, min_ratio=0), PARAMS, in_bfloat16)
+      run = Mixed(float32.powersgd(16, min_ratio=0), PARAMS, in_bfloat16)
       updates = run.step(GRADIENTS["white"](0))
     self.assertGreater(difference(updates), 1e-4)
 
@@ -255,8 +254,8 @@ def _run_of(reducer, compute):
   """Returns a run, compiled once for all kinds of gradients."""
   compute = {"with_noise": with_noise, "in_bfloat16": in_bfloat16}[compute]
   tx = {
-    "powersgd": lambda: edgc_jax.powersgd(16, min_ratio=0),
-    "edgc": lambda: edgc_jax.edgc(**(moving(12, window=5) | {"min_ratio": 0})),
+    "powersgd": lambda: float32.powersgd(16, min_ratio=0),
+    "edgc": lambda: float32.edgc(**(moving(12, window=5) | {"min_ratio": 0})),
   }[reducer]()
   return Mixed(tx, PARAMS, compute)
 

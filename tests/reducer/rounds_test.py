@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.meshes import (
   AXIS,
   BACKENDS,
@@ -164,7 +165,7 @@ class OwnMethodTest(parameterized.TestCase):
 
   def test_dense_leaves_have_a_round_of_their_own(self):
     """Bytes of leaves add up to the bytes of all."""
-    tx = edgc_jax.powersgd(4, min_ratio=1.2)
+    tx = float32.powersgd(4, min_ratio=1.2)
     (part,) = edgc_jax.describe(tx, PARAMS).parts
     self.assertEqual(
       part.wire_bytes[0], sum(row.wire_bytes[0] for row in part.rows)
@@ -205,7 +206,7 @@ class StackTest(parameterized.TestCase):
     Packed at two ranks, and dense.
     """
     apart, together = (
-      Pmap(edgc_jax.powersgd({0: 4, 2: 0, 4: 6}, min_ratio=1.2), params)
+      Pmap(float32.powersgd({0: 4, 2: 0, 4: 6}, min_ratio=1.2), params)
       for params in (APART, STACKED)
     )
     own_factors = stacked(factors(apart.state))
@@ -231,7 +232,7 @@ class StackTest(parameterized.TestCase):
       "narrow": jnp.zeros((24, 40), jnp.bfloat16),
       "wide": jnp.zeros((24, 40)),
     }
-    run = Pmap(edgc_jax.powersgd(4, min_ratio=1.2), params)
+    run = Pmap(float32.powersgd(4, min_ratio=1.2), params)
     for step in range(3):
       gradients = gradients_like(params, seed=step)
       before, updates = run.residual(), run.step(gradients)
@@ -244,7 +245,7 @@ class StackTest(parameterized.TestCase):
 
   def test_the_error_of_each_leaf_is_its_own(self):
     """A leaf whose gradient has rank one loses nothing."""
-    run = Pmap(edgc_jax.powersgd(4, min_ratio=1.2), APART)
+    run = Pmap(float32.powersgd(4, min_ratio=1.2), APART)
     gradients = gradients_like(APART, seed=0)
     line = jnp.outer(jnp.arange(24.0), jnp.arange(40.0))
     gradients["z"] = jnp.broadcast_to(line, (REPLICAS, 24, 40))

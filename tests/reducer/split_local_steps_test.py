@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import float32
 from helpers.local_model import (
   NESTEROV,
   PARAMS,
@@ -30,7 +31,7 @@ def chains(mesh=None):
   Of codes of few bits an entry between two of them may take either one, where
   two programs round differently by one ulp.
   """
-  outer = optax.chain(edgc_jax.powersgd(8, mesh=mesh), NESTEROV)
+  outer = optax.chain(float32.powersgd(8, mesh=mesh), NESTEROV)
   return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), outer
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.meshes import BACKENDS, Pmap, gradients_like, traced_once
 
 import edgc_jax
@@ -18,7 +19,7 @@ PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,)), "s": jnp.zeros(())}
 
 
 def chain():
-  return optax.chain(edgc_jax.powersgd(2), optax.adam(1e-3))
+  return optax.chain(float32.powersgd(2), optax.adam(1e-3))
 
 
 @functools.cache
@@ -50,7 +51,7 @@ class AccumulateTest(parameterized.TestCase):
     text = run.compiled(gradients_like(PARAMS, 0))
     self.assertEqual(hlo.wire_bytes_outside_branches(text), 0)
     outer = [sorted(x) for x in hlo.wire_bytes_of_branches(text)]
-    exchange = edgc_jax.wire_bytes(PARAMS, 2)
+    exchange = float32.wire_bytes(PARAMS, 2)
     self.assertTrue(any(b[0] == 0 and b[-1] >= exchange for b in outer), outer)
 
   def test_a_nonfinite_call_skips_one_exchange_only(self):

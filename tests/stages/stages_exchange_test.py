@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.collective_order import unordered
 from helpers.meshes import (
   AXIS,
@@ -79,7 +80,7 @@ class Alone:
 
   def __init__(self, params):
     # Step i has the i-th rank.
-    tx = edgc_jax.powersgd(dict(enumerate(LADDER)), min_ratio=1.2)
+    tx = float32.powersgd(dict(enumerate(LADDER)), min_ratio=1.2)
     self.run = Pmap(tx, params, REPLICAS)
 
   def step(self, rank, grads, state):
@@ -283,7 +284,7 @@ class WireTest(absltest.TestCase):
 class OtherReducersTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ("allreduce", edgc_jax.allreduce),
-    ("powersgd", functools.partial(edgc_jax.powersgd, 40, min_ratio=0)),
+    ("powersgd", functools.partial(float32.powersgd, 40, min_ratio=0)),
     ("topk", functools.partial(edgc_jax.topk, 1.0, min_size=1)),
   )
   def test_without_loss_updates_are_means(self, make):

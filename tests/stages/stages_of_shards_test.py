@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.collective_order import unordered
 from helpers.meshes import DIVERGED_BYTES, factors, residuals
 from helpers.shard_runs import mesh_of
@@ -59,7 +60,7 @@ OTHERS = {
   ),
   "topk": lambda **options: edgc_jax.topk(0.1, min_size=1, **options),
   "accumulate": lambda **options: edgc_jax.accumulate(
-    edgc_jax.powersgd(4, min_ratio=1.2, **options), 2
+    float32.powersgd(4, min_ratio=1.2, **options), 2
   ),
 }
 
@@ -68,8 +69,8 @@ def make(name, stages):
   if name in OTHERS:
     return OTHERS[name](stages=stages)
   if name == "powersgd":
-    return edgc_jax.powersgd(4, min_ratio=1.2, stages=stages)
-  return edgc_jax.edgc(
+    return float32.powersgd(4, min_ratio=1.2, stages=stages)
+  return float32.edgc(
     rank_max=8, rank_min=2, rank_multiple=2, window=2, warmup_steps=2,
     max_warmup_steps=2, sampling=edgc_jax.Sampling(1.0), min_ratio=1.2,
     max_rank_step=8, stages=stages,
@@ -234,7 +235,7 @@ class StagesOfShardsTest(parameterized.TestCase):
 
   def test_full_rank_is_the_mean(self):
     stages = edgc_jax.Stages("stage", placement)
-    tx = edgc_jax.powersgd(80, min_ratio=0.0, stages=stages)
+    tx = float32.powersgd(80, min_ratio=0.0, stages=stages)
     tx = optax.chain(tx, edgc_jax.clip_by_global_norm(1e9, ("stage", "tensor")))
     run = Run(tx, SHAPES, SPECS, stage=STAGES, data=REPLICAS, tensor=SHARDS)
     grads = gradients(0)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest
+from helpers import float32
 from helpers.meshes import (
   AXIS,
   DIVERGED_BYTES,
@@ -84,7 +85,7 @@ class StagesStateTest(absltest.TestCase):
         more += 8 + window_bytes(find(run.state), stages=STAGES)
       expected = [
         more
-        + edgc_jax.wire_bytes(
+        + float32.wire_bytes(
           local, rank, min_ratio=1.2, placement=placement,
           first_rank=numbers["rank"][0], rank_min=2,
         )
@@ -118,7 +119,7 @@ class StateSpecsTest(absltest.TestCase):
 
   def test_specs_of_sums_over_two_axes(self):
     """Sums of `accumulate` differ by stage and by both axes of replicas."""
-    tx = edgc_jax.powersgd(
+    tx = float32.powersgd(
       4, ("pod", AXIS), stages=edgc_jax.Stages("stage", lambda *_: "own")
     )
     mesh = AbstractMesh(

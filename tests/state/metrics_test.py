@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.meshes import Pmap, gradients_like
 
 import edgc_jax
@@ -26,9 +27,9 @@ class MetricsTest(parameterized.TestCase):
   def test_keys(self):
     of = lambda tx: set(edgc_jax.metrics(tx.init(PARAMS)))  # noqa: E731
     self.assertEqual(of(edgc_jax.allreduce()), ALWAYS)
-    self.assertEqual(of(edgc_jax.powersgd(2)), LOW_RANK)
-    self.assertEqual(of(edgc_jax.edgc(rank_max=4)), EDGC)
-    skipping = edgc_jax.skip_nonfinite(edgc_jax.powersgd(2))
+    self.assertEqual(of(float32.powersgd(2)), LOW_RANK)
+    self.assertEqual(of(float32.edgc(rank_max=4)), EDGC)
+    skipping = edgc_jax.skip_nonfinite(float32.powersgd(2))
     self.assertEqual(of(skipping), LOW_RANK | {"consecutive_skips"})
 
   @parameterized.named_parameters(
@@ -40,7 +41,7 @@ class MetricsTest(parameterized.TestCase):
     ("skip", lambda tx: edgc_jax.skip_nonfinite(optax.chain(tx))),
   )
   def test_found_inside(self, wrap):
-    tx = wrap(edgc_jax.powersgd(2))
+    tx = wrap(float32.powersgd(2))
     values = edgc_jax.metrics(tx.init(PARAMS))
     self.assertEqual(values["dense_bytes"], 4 * 16 * 24)
 
@@ -50,7 +51,7 @@ class MetricsTest(parameterized.TestCase):
     (edgc_jax.mean_over("fast"), False),
   )
   def test_a_link_before_the_reducer(self, link, warns):
-    state = optax.chain(link, edgc_jax.powersgd(2), optax.sgd(1.0)).init(PARAMS)
+    state = optax.chain(link, float32.powersgd(2), optax.sgd(1.0)).init(PARAMS)
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter("always")
       edgc_jax.metrics(state)
@@ -58,7 +59,7 @@ class MetricsTest(parameterized.TestCase):
     self.assertEqual(any("Put the reducer first" in t for t in texts), warns)
 
   def test_python_scalars_from_a_stacked_state(self):
-    run = Pmap(optax.chain(edgc_jax.powersgd(2), optax.sgd(1.0)), PARAMS)
+    run = Pmap(optax.chain(float32.powersgd(2), optax.sgd(1.0)), PARAMS)
     run.step(gradients_like(PARAMS, 0))
     values = edgc_jax.metrics(run.state)
     self.assertEqual(values.pop("matrix_rank"), {"w": [2]})
@@ -71,7 +72,7 @@ class MetricsTest(parameterized.TestCase):
     self.assertBetween(values["relative_error"], 0.01, 1.0)
 
   def test_inside_a_compiled_function(self):
-    state = edgc_jax.edgc(rank_max=4).init(PARAMS)
+    state = float32.edgc(rank_max=4).init(PARAMS)
     inside = jax.jit(edgc_jax.metrics)(state)
     self.assertEqual(set(inside), set(edgc_jax.metrics(state)))
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
+from helpers import float32
 from helpers.meshes import (
   AXIS,
   Pmap,
@@ -59,7 +60,7 @@ class Trained(Pmap):
 
 
 def chain(**options):
-  return optax.chain(edgc_jax.powersgd(4, **options), optax.adam(1e-3))
+  return optax.chain(float32.powersgd(4, **options), optax.adam(1e-3))
 
 
 @pytest.mark.slow
@@ -185,7 +186,7 @@ class SentinelTest(parameterized.TestCase):
 
   def test_following_under_shard_map_and_accumulate(self):
     tx = optax.chain(
-      edgc_jax.accumulate(edgc_jax.powersgd(4), 2),
+      edgc_jax.accumulate(float32.powersgd(4), 2),
       optax.add_noise(0.1, 0.5, jax.random.key(3)),
     )
     run = ShardMap(tx, PARAMS)
@@ -218,7 +219,7 @@ class SentinelTest(parameterized.TestCase):
     mesh = jax.make_mesh(
       (4,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
     )
-    tx = edgc_jax.powersgd(4, check_every=1)
+    tx = float32.powersgd(4, check_every=1)
 
     def step(gradients):
       own = 1.0 + jax.lax.axis_index(AXIS)  # different parameters everywhere
@@ -236,7 +237,7 @@ class SentinelTest(parameterized.TestCase):
 
   def test_argument_is_checked(self):
     with self.assertRaisesRegex(ValueError, "`check_every` must be at least 1"):
-      edgc_jax.edgc(check_every=0)
+      float32.edgc(check_every=0)
 
 
 if __name__ == "__main__":
