@@ -23,10 +23,11 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.model.num_layers = 4
   config.model.num_heads = 6
   config.model.unroll = 4
-  config.optimizer.lr = 2e-3  # tuned: configs/protocol/rate_gpt2_tiny.py
+  # Tuned with factors in float32: configs/protocol/rate_gpt2_tiny.py.
+  config.optimizer.lr = 2e-3
   config.optimizer.warmup_steps = 40
 
-  # About 6 times fewer bytes than dense. Every 10 steps the rule chooses a
+  # About 40 times fewer bytes than dense. Every 10 steps the rule chooses a
   # rank, and the allocation gives each matrix more or less than it.
   config.edgc.rank_max = 28
   config.edgc.rank_min = 22

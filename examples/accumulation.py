@@ -41,7 +41,7 @@ def main():
     "down": normal(keys[1], (128, 64)) / 12,
   }
   params = jax.device_put(params, NamedSharding(mesh, P()))
-  opt_state, losses = tx.init(params), []
+  opt_state, losses = jax.jit(tx.init)(params), []
   for i in range(EVERY * STEPS):
     x = jax.random.normal(jax.random.key(i), (64, 64))
     params, opt_state, loss = train_step(params, opt_state, x)

@@ -8,7 +8,8 @@ import itertools
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import edgc_jax  # before JAX uses a device
 
@@ -62,7 +63,8 @@ def train_step(params, states, noise, real):
 def main():
   gen = init_mlp(jax.random.key(0), [NOISE, HIDDEN, HIDDEN, DATA])
   disc = init_mlp(jax.random.key(1), [DATA, HIDDEN, HIDDEN, 1])
-  params, states = (gen, disc), (gen_tx.init(gen), disc_tx.init(disc))
+  gen, disc = params = jax.device_put((gen, disc), NamedSharding(mesh, P()))
+  states = jax.jit(gen_tx.init)(gen), jax.jit(disc_tx.init)(disc)
   losses = []
   for i in range(STEPS):
     noise = jax.random.normal(jax.random.key(2 * i), (256, NOISE))

@@ -63,7 +63,7 @@ def main():
   params = jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
   print(edgc_jax.describe(reducer, params))
   params = jax.device_put(params, NamedSharding(mesh, P()))
-  opt_state, losses = tx.init(params), []
+  opt_state, losses = jax.jit(tx.init)(params), []
   for i in range(STEPS):  # sequences that count up from a random token
     start = jax.random.randint(jax.random.key(i), (64, 1), 0, VOCAB)
     tokens = (start + jnp.arange(LENGTH + 1)) % VOCAB

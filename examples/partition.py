@@ -9,7 +9,8 @@ factors and all else dense.
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import edgc_jax  # before JAX uses a device
 
@@ -47,7 +48,8 @@ def main():
     "second": jax.random.normal(jax.random.key(2), (128, 64)) / 12,
     "bias": jnp.zeros(128),
   }
-  opt_state, losses = tx.init(params), []
+  params = jax.device_put(params, NamedSharding(mesh, P()))
+  opt_state, losses = jax.jit(tx.init)(params), []
   for i in range(STEPS):
     x = jax.random.normal(jax.random.key(i), (256, 64))
     params, opt_state, loss = train_step(params, opt_state, x)

@@ -53,7 +53,7 @@ def main(address, index):
   }
   params = jax.device_put(params, NamedSharding(mesh, P()))
   rows = NamedSharding(mesh, P("data"))
-  opt_state, losses = tx.init(params), []
+  opt_state, losses = jax.jit(tx.init)(params), []
   for i in range(STEPS):
     own = np.random.default_rng((i, index)).normal(size=(128, 64))
     x = jax.make_array_from_process_local_data(rows, own.astype(np.float32))

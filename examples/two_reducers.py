@@ -9,7 +9,8 @@ leaf that no reducer gets would not be averaged.
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import edgc_jax  # before JAX uses a device
 
@@ -52,8 +53,10 @@ def main():
     "second": jax.random.normal(jax.random.key(2), (128, 64)) / 12,
     "bias": jnp.zeros(128),
   }
+  params = jax.device_put(params, NamedSharding(mesh, P()))
   matrices, bias = split(params)
-  states, losses = (matrix_tx.init(matrices), bias_tx.init(bias)), []
+  states = jax.jit(matrix_tx.init)(matrices), jax.jit(bias_tx.init)(bias)
+  losses = []
   for i in range(STEPS):
     x = jax.random.normal(jax.random.key(i), (256, 64))
     params, states, loss = train_step(params, states, x)

@@ -17,6 +17,6 @@ TUNING = {
 TABLES = {
   "gpt2_tiny": {
     "dense": {"reducer": "allreduce"},
-    "edgc, as configured": {"reducer": "edgc"},
+    "edgc, float32": {"reducer": "edgc", "edgc.wire_dtype": "float32"},
   }
 }

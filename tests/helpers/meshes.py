@@ -42,6 +42,11 @@ def mesh_of(shape=(2, 4), axis_type=AxisType.Auto):
   )
 
 
+def replicated(tree, mesh):
+  """Places arrays on a mesh: a step of others compiles twice."""
+  return jax.device_put(tree, NamedSharding(mesh, P()))
+
+
 def traced_once(
   tx: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:

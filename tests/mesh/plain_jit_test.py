@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 from helpers import float32
 from helpers.collective_order import unordered
-from helpers.meshes import AXIS
+from helpers.meshes import AXIS, replicated
 from helpers.reducers import variants
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -64,7 +64,9 @@ def train_plain(tx, mesh, params=PARAMS, axis_name=AXIS, steps=4):
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
 
-  opt_state = tx.init(params)
+  if params is PARAMS:  # else the second step would compile, too
+    params = replicated(params, mesh)
+  opt_state = jax.jit(tx.init)(params)
   for i in range(steps):
     params, opt_state, _ = step(params, opt_state, batch(i))
   return params, opt_state, step
@@ -86,7 +88,8 @@ def train_by_hand(tx, mesh, steps=4):
   step = jax.shard_map(
     step, mesh=mesh, in_specs=(P(), specs, P(AXIS)), out_specs=(P(), specs)
   )
-  params, opt_state, step = PARAMS, jax.jit(init)(PARAMS), jax.jit(step)
+  params, step = replicated(PARAMS, mesh), jax.jit(step)
+  opt_state = jax.jit(init)(params)
   for i in range(steps):
     params, opt_state = step(params, opt_state, batch(i))
   return params, opt_state, step
@@ -227,7 +230,7 @@ class ReplicasTest(parameterized.TestCase):
   @pytest.mark.slow
   def test_explicit_axes(self):
     mesh = mesh_of(kind=AxisType.Explicit)
-    params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    params = replicated(PARAMS, mesh)
     tx = optax.chain(float32.powersgd(4, mesh=mesh), optax.sgd(0.5))
     found = train_plain(tx, mesh, params)[0]
     auto = mesh_of()

@@ -17,7 +17,7 @@ from helpers.local_model import (
   loss_fn,
   mesh_of,
 )
-from helpers.meshes import AXIS
+from helpers.meshes import AXIS, replicated
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
@@ -61,7 +61,8 @@ def pmapped(tx, steps):
 def shard_mapped(tx, steps):
   mesh, specs = mesh_of(), edgc_jax.state_specs(tx, PARAMS)
   init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
-  state, params = jax.jit(init)(PARAMS), PARAMS
+  params = replicated(PARAMS, mesh)
+  state = jax.jit(init)(params)
   step = jax.jit(
     jax.shard_map(
       step_of(tx),
@@ -117,7 +118,8 @@ def plain(make, steps):
   """In plain `jax.jit`; `make` makes the transformation for a mesh."""
   mesh = mesh_of()
   tx = make(mesh=mesh)
-  step, params, state = plain_step(tx, mesh), PARAMS, tx.init(PARAMS)
+  step, params = plain_step(tx, mesh), replicated(PARAMS, mesh)
+  state = jax.jit(tx.init)(params)
   for i in range(steps):
     params, state = step(params, state, batch(i))
   return params, state

@@ -52,7 +52,7 @@ def small(folder, name, reducer, data, stage=1, backend="jit"):
   config.link.update(bandwidth=1e6, latency=1e-6)
   config.edgc.update(
     rank_max=8, rank_min=8, window=2, warmup_steps=2, min_ratio=1.5,
-    max_warmup_steps=2, warmup_rank="dense",
+    max_warmup_steps=2, warmup_rank="dense", wire_dtype="float32",
     sampling={"step_rate": 1.0},
   )  # fmt: skip
   return config
