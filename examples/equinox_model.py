@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax  # before JAX uses a device
@@ -50,6 +50,7 @@ def main() -> tuple[list[float], dict[str, object]]:
       out_specs=(P(), specs, P()),
     )
   )
+  params = jax.device_put(params, NamedSharding(mesh, P()))
   opt_state = jax.jit(init)(params)
   losses = []
   for i in range(STEPS):

@@ -10,7 +10,8 @@ argument that every replica gets whole.
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import edgc_jax  # before JAX uses a device
 
@@ -61,8 +62,9 @@ def train_step(adapters, opt_state, frozen, x):
 
 
 def main() -> tuple[list[float], dict[str, object]]:
-  adapters, frozen = init_params()
-  opt_state, losses = tx.init(adapters), []
+  placed = NamedSharding(mesh, P())
+  adapters, frozen = jax.device_put(init_params(), placed)
+  opt_state, losses = jax.jit(tx.init)(adapters), []
   for i in range(STEPS):
     x = jax.random.normal(jax.random.key(i), (256, WIDTH))
     adapters, opt_state, loss = train_step(adapters, opt_state, frozen, x)

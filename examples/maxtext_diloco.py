@@ -38,7 +38,7 @@ ARMS = {
   "allreduce": edgc_jax.allreduce,
   "quantize": functools.partial(edgc_jax.quantize, 4, error_feedback=True),
   "topk": functools.partial(edgc_jax.topk, 1 / 16, chunk=4096, bits=2),
-  "powersgd": functools.partial(edgc_jax.powersgd, 8),
+  "powersgd": functools.partial(edgc_jax.powersgd, 8, wire_dtype="float32"),
 }
 SETTINGS = {
   "run_name": "example", "dataset_type": "synthetic", "hardware": "cpu",

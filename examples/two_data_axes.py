@@ -10,7 +10,7 @@ replicas: inside a pod gradients are averaged dense.
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax  # before JAX uses a device
@@ -62,6 +62,7 @@ def main(fast: bool = False) -> tuple[list[float], dict[str, object]]:
       out_specs=(P(), specs, P()),
     )
   )
+  params = jax.device_put(params, NamedSharding(mesh, P()))
   opt_state = jax.jit(init)(params)
   losses = []
   for i in range(STEPS):

@@ -84,7 +84,7 @@ def _table(
   (found,) = reviewed(tx, params)
   ranks, seconds = found.budget.ladder, getattr(found.budget, "seconds", None)
   if seconds is None:
-    return "no rank is faster than dense; use allreduce"
+    return "no rank is faster than dense; use allreduce or quantize"
   table = alignment.aligned_levels(seconds, config.mesh.stage, backward)
   lines = [
     f"dense {seconds[0] * 1e3:.1f} ms, a microbatch's backward pass"

@@ -252,7 +252,7 @@ class InsideOptaxTest(parameterized.TestCase):
 
   def test_defaults_in_a_chain(self):
     params = {"w": jnp.zeros((40, 80))}
-    run = Pmap(optax.chain(float32.edgc(), optax.adamw(3e-4)), params)
+    run = Pmap(optax.chain(edgc_jax.edgc(), optax.adamw(3e-4)), params)
     chex.assert_tree_all_finite(run.step(gradients_like(params, seed=0)))
 
   @parameterized.parameters("masked", "partition")

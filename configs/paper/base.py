@@ -73,4 +73,5 @@ def make(
     step_rate=0.1, entry_rate=0.25, estimator="histogram"
   )
   config.powersgd.warmup_steps = STEPS // 10
+  config.powersgd.wire_dtype = "float32"
   return config

@@ -107,9 +107,10 @@ class Ladder:
       )
     elif top == 0:
       validation.warn(
-        f"On this link ({self.link}) a dense all-reduce is no slower than any"
-        " rank that saves `min_ratio`, so all gradients are sent dense. Use"
-        " allreduce or quantize, or give rank_max to compress anyway."
+        f"On this link ({self.link}) a dense exchange in the code of"
+        " `wire_dtype` is no slower than any rank that saves `min_ratio`, so"
+        " all gradients are sent dense. Use allreduce or quantize, or give"
+        " rank_max to compress anyway."
       )
     if top == 0:
       return ()

@@ -35,7 +35,7 @@ _ROUNDING = 1e-5  # between hosts of different makes; parameters are below 1
 _SHAPES = {"bias": (32,), "weight": (64, 32)}
 # The methods that send ranks in branches, and codes in parts.
 _REDUCERS: Mapping[str, optax.GradientTransformation] = {
-  "edgc": edgc(rank_min=4, rank_max=8, total_steps=100, wire_dtype="float32"),
+  "edgc": edgc(rank_min=4, rank_max=8, total_steps=100),
   "quantize": quantize(4, min_size=1),
 }
 

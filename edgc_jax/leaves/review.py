@@ -86,8 +86,7 @@ def _warn_if_most_is_dense(reviewed: Reviewed) -> None:
   dense = [
     leaf
     for leaf in reviewed.leaves
-    if sum(side > 1 for side in leaf.shape) > 1
-    and not (leaf.is_compressed or leaf.is_encoded)
+    if sum(side > 1 for side in leaf.shape) > 1 and not leaf.is_compressed
   ]
   total = sum(leaf.size for leaf in reviewed.leaves)
   share = sum(leaf.size for leaf in dense) / max(total, 1)

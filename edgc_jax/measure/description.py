@@ -106,8 +106,9 @@ def describe(
     params: Parameters or their `jax.ShapeDtypeStruct`s.
     replicas: Number of replicas, on which bytes depend a little: codes fill as
       many equal parts. None is the number on the mesh of `tx`, or else 1.
-    mesh: As for `state_specs`, in place of `replicas`; needed if parameters are
-      sharded. Leaves, matrices and bytes are those of one device.
+    mesh: As for `state_specs`; needed if parameters are sharded. Leaves,
+      matrices and bytes are those of one device, and `replicas` is that of the
+      mesh.
     param_specs: As for `state_specs`.
 
   Returns:
@@ -196,7 +197,7 @@ def wire_bytes(
       send their "split" and "shared" leaves; None if it is `rank`.
     rank_min: The smallest rank of `edgc`, which decides which leaves are
       factors; None if `rank` is the only one.
-    wire_dtype: As for `powersgd`; the default of `allreduce` is "float32".
+    wire_dtype: As for `powersgd`. For `allreduce()` pass rank 0 and "float32".
     replicas: Number of replicas; encoded values are padded to as many equal
       parts.
 

@@ -54,7 +54,8 @@ def measure_compression(
 ) -> CompressionModel:
   """Times the computation of compressed exchanges, and fits a line.
 
-    powersgd(rank).update - allreduce().update = base + per_rank * rank
+    powersgd(rank, wire_dtype="float32").update - allreduce().update
+      = base + per_rank * rank
 
   Each device is alone on its axis, so updates compute everything and send
   nothing. All devices of this process run at once, since they may share cores

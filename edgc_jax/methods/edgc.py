@@ -136,7 +136,8 @@ def edgc(
     max_rank_step: Largest change of rank from one window to the next; None for
       4, or the step of the ladder if that is more.
     warmup_rank: Rank of the warm-up, rounded down to a rank of the ladder;
-      "max" for the largest rank, None for dense.
+      "max" for the largest rank, None for dense: every entry, in the code of
+      `wire_dtype`.
     max_warmup_steps: Steps after which the warm-up ends even if the model
       expects the smallest rank to lose too much; None for twice the warm-up.
     allocation: How matrices share the bytes of the rank, as for `powersgd`.

@@ -3,8 +3,8 @@
 For every matrix M [m, n] = gradient + residual with m <= n, or for M^T if M has
 more rows than columns, at rank r:
 
-  P   = orth(mean_i M_i unit(Q))       all-reduce of [m, r]
-  Q_i = M_i^T P,  Q' = mean_i Q_i      all-reduce of [n, r]
+  P   = orth(mean_i M_i unit(Q))       a round of [m, r]
+  Q_i = M_i^T P,  Q' = mean_i Q_i      a round of [n, r]
   update = P Q'^T,  residual_i = M_i - P Q_i^T
 
 The search is warm-started by the last Q (Vogels et al. 2019, Algorithm 1,

@@ -53,12 +53,13 @@ def powersgd(
   Wire: r (m + n) values instead of m n, and 17 of float32, in two rounds.
   Vectors, and matrices that save less than `min_ratio`, are sent dense with the
   second. A value has 1 / 2 + 1 / 64 bytes in int4, 1 + 2 / 128 in int8, 2 in
-  bfloat16 or 4 in float32. A round of float32 is an all-reduce; of others, an
-  all-to-all and an all-gather.
+  bfloat16 or 4 in float32. A round in float32 is an all-reduce; a round in
+  another code is an all-to-all and an all-gather.
 
   Args:
     rank: Columns of the factors, at most the smaller side of a matrix; or a
-      schedule {first step: rank} that starts at step 0, with 0 for dense.
+      schedule {first step: rank} that starts at step 0, with 0 for dense: every
+      entry, in the code of `wire_dtype`.
     axis_name: As for `edgc`.
     warmup_steps: Number of first steps that send dense gradients.
     min_ratio: Least m n / (r (m + n)) of a matrix. It caps the columns of its
@@ -69,10 +70,11 @@ def powersgd(
     window: Steps between two allocations by error.
     wire_dtype: "int4" or "int8", sent with a scale for each block of 64 or 128
       values; "bfloat16", sent as integers; or "float32". All are summed in
-      float32, and residuals keep the rounding errors. Vectors, and matrices
-      that are never compressed, are encoded as integers, with residuals, but
-      with bfloat16 sent as float32. See `wire.codes`. At equal bytes, a larger
-      rank in 4 bits lost least in docs/protocol.md.
+      float32, and residuals keep the rounding errors. With integers, vectors
+      and matrices that are never compressed are encoded, too, and so is every
+      entry of a dense step; with bfloat16, vectors stay float32. See
+      `wire.codes`. At equal bytes, a larger rank in 4 bits lost least in
+      docs/protocol.md.
     matrix_view: Maps a leaf's path and shape to (count, rows, cols), or to None
       for dense; by default `edgc_jax.layer_matrix`.
     stages: Pipeline stages; None if every device holds the whole model.

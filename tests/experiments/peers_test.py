@@ -1,5 +1,7 @@
 """Peers' methods, against NumPy: what one step sends, and what it keeps."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,8 @@ from experiments.peers.late import late
 pytestmark = pytest.mark.slow
 
 N, AXIS = 4, "data"
+SPARSE_LOCO = edgc_jax.topk(1 / 64, chunk=4096, bits=2, residual_decay=0.95)
+DEMO = demo(count=32)
 PARAMS = {"w": jnp.zeros((96, 128)), "b": jnp.zeros(128)}
 
 
@@ -26,17 +30,22 @@ def gradients(seed=0):
   }
 
 
-def run(tx, steps):
-  """Returns updates and state after steps of the same gradients."""
+@functools.cache
+def program(tx):
+  """Returns the first state and the compiled update, for all tests alike."""
   axes = edgc_jax.state_axes(tx, PARAMS)
   state = jax.vmap(
     tx.init, in_axes=None, out_axes=axes, axis_size=N, axis_name=AXIS
   )(PARAMS)
-  update = jax.jit(
-    jax.vmap(
-      tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS
-    )
+  update = jax.vmap(
+    tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS
   )
+  return state, jax.jit(update)
+
+
+def run(tx, steps):
+  """Returns updates and state after some steps."""
+  state, update = program(tx)
   for seed in range(steps):
     updates, state = update(gradients(seed), state)
   return updates, state
@@ -51,10 +60,6 @@ def residual_of(state):
   return np.asarray(state.leaves["w"].residual)
 
 
-def sparse_loco():
-  return edgc_jax.topk(1 / 64, chunk=4096, bits=2, residual_decay=0.95)
-
-
 def two_magnitudes(values):
   """The code of SparseLoCo, of the entries of one chunk."""
   magnitude = np.abs(values)
@@ -64,8 +69,7 @@ def two_magnitudes(values):
 
 
 def test_sparse_loco_sends_the_largest_of_every_chunk():
-  tx = sparse_loco()
-  updates, state = run(tx, 1)
+  updates, state = run(SPARSE_LOCO, 1)
   given = np.asarray(gradients()["w"]).reshape(N, 3, 4096)
   expected = np.zeros_like(given)
   for i in range(N):
@@ -80,11 +84,11 @@ def test_sparse_loco_sends_the_largest_of_every_chunk():
   np.testing.assert_allclose(residual_of(state), left, rtol=0.01, atol=0.02)
   # 14 bits an entry and 4 bytes a chunk of each replica; errors and biases.
   sent = N * 3 * (64 * 14 // 8 + 4) / 2
-  assert bytes_of(tx) == sent + 4 * 128 + 4 * 33
+  assert bytes_of(SPARSE_LOCO) == sent + 4 * 128 + 4 * 33
 
 
 def test_demo_sends_the_largest_frequencies():
-  updates, state = run(tx := demo(count=32), 1)
+  updates, state = run(DEMO, 1)
   given = np.asarray(gradients()["w"])
   expected = np.zeros_like(given)
   for i in range(N):
@@ -99,12 +103,10 @@ def test_demo_sends_the_largest_frequencies():
   np.testing.assert_allclose(updates["w"], expected.mean(0), atol=5e-3)
   np.testing.assert_allclose(residual_of(state), given - expected, atol=2e-2)
   sent = N * 4 * 24 * (1.5 + 2) / 2
-  assert bytes_of(tx) == sent + 4 * 128 + 4 * 33
+  assert bytes_of(DEMO) == sent + 4 * 128 + 4 * 33
 
 
-@pytest.mark.parametrize(
-  ("tx", "decay"), [(sparse_loco(), 0.95), (demo(), 0.999)]
-)
+@pytest.mark.parametrize(("tx", "decay"), [(SPARSE_LOCO, 0.95), (DEMO, 0.999)])
 def test_nothing_but_the_decay_is_lost(tx, decay):
   _, state = run(tx, 2)
   kept = residual_of(state).mean(0)
@@ -115,26 +117,20 @@ def test_nothing_but_the_decay_is_lost(tx, decay):
   )
 
 
-@pytest.mark.parametrize("make", [sparse_loco, demo])
+@pytest.mark.parametrize("tx", [SPARSE_LOCO, DEMO])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_nonfinite_entry_skips_the_step(make, bad):
-  tx = make()
-  axes = edgc_jax.state_axes(tx, PARAMS)
-  state = jax.vmap(
-    tx.init, in_axes=None, out_axes=axes, axis_size=N, axis_name=AXIS
-  )(PARAMS)
+def test_a_nonfinite_entry_skips_the_step(tx, bad):
   given = gradients()
   given["w"] = given["w"].at[1, 2, 3].set(bad)
-  updates, state = jax.vmap(
-    tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS
-  )(given, state)
+  state, update = program(tx)
+  updates, state = update(given, state)
   assert not np.any(updates["w"])
   assert edgc_jax.metrics(state)["skipped_steps"] == 1
 
 
 def test_as_outer_and_before_a_sign():
   """Both work where they are meant to."""
-  outer = optax.chain(sparse_loco(), optax.sgd(1.0))
+  outer = optax.chain(SPARSE_LOCO, optax.sgd(1.0))
   tx = edgc_jax.local_steps(optax.adam(1e-3), outer, 2)
   axes = edgc_jax.state_axes(tx, PARAMS)
   state = jax.vmap(
@@ -145,12 +141,13 @@ def test_as_outer_and_before_a_sign():
     local = edgc_jax.local_params(PARAMS, state)
     return tx.update(grads, state, PARAMS, local_params=local)
 
+  step = jax.jit(
+    jax.vmap(step, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
+  )
   for seed in range(2):
-    updates, state = jax.vmap(
-      step, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS
-    )(gradients(seed), state)
+    updates, state = step(gradients(seed), state)
   assert np.any(updates["w"])
-  updates, _ = run(optax.chain(demo(), optax.scale_by_sign()), 1)
+  updates, _ = run(optax.chain(DEMO, optax.scale_by_sign()), 1)
   assert set(np.unique(updates["w"])) <= {-1.0, 0.0, 1.0}
 
 
@@ -210,16 +207,18 @@ def test_a_leaf_smaller_than_a_chunk():
     tx.init, in_axes=None, out_axes=axes, axis_size=N, axis_name=AXIS
   )(params)
   given = {"w": jax.random.normal(jax.random.key(0), (N, 6, 10))}
-  updates, _ = jax.vmap(
+  update = jax.vmap(
     tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS
-  )(given, state)
+  )
+  updates, _ = jax.jit(update)(given, state)
   np.testing.assert_allclose(updates["w"], given["w"].mean(0), atol=1e-6)
 
 
 @pytest.mark.parametrize("start", [0, 2])
 def test_late_applies_the_mean_of_the_step_before(start):
   """At once before `start`; step `start` itself applies nothing."""
-  found = [run(late(start=start), steps)[0]["w"] for steps in (1, 2, 3, 4)]
+  tx = late(start=start)
+  found = [run(tx, steps)[0]["w"] for steps in (1, 2, 3, 4)]
   means = [gradients(seed)["w"].mean(0) for seed in range(4)]
   zeros = jnp.zeros_like(means[0])
   late_ones = [zeros, means[start], *means[start + 1 :]]

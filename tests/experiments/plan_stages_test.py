@@ -45,4 +45,4 @@ def test_stages_with_time_to_spare_send_dense():
 def test_a_fast_link_needs_no_ranks():
   with pytest.warns(RuntimeWarning, match="no slower than any rank"):
     found = table(1e12)
-  assert found == ["no rank is faster than dense; use allreduce"]
+  assert found == ["no rank is faster than dense; use allreduce or quantize"]

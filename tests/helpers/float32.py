@@ -1,4 +1,4 @@
-"""Low-rank methods and their bytes in float32, where a test is of no code.
+"""Low-rank methods and their bytes in float32, for tests of other things.
 
 Results differ from others by the rounding of float32 alone, and programs
 compile sooner.

@@ -61,7 +61,7 @@ def variants(rank: int = 4, window: int = 2) -> Mapping[str, dict[str, dict]]:
       "": adaptive,
       "published": {**uniform, "rule": linear, "sampling": histogram},
       "bfloat16": {**adaptive, "wire_dtype": "bfloat16"},
-      "int4": {**uniform, "wire_dtype": "int4"},
+      "int4": {**adaptive, "wire_dtype": "int4"},  # as by default
       "one_rank": {**adaptive, "rank_min": rank},
     },
     "topk": {"": {"density": 0.1, "min_size": 1}},

@@ -13,6 +13,7 @@ from flax import nnx
 from helpers import float32
 from helpers.meshes import Pmap, gradients_like
 
+import edgc_jax
 from edgc_jax import MatrixView, TransposedView, layer_matrix, scanned
 from edgc_jax.leaves.leaf import arrays_of, leaves_in
 
@@ -248,8 +249,8 @@ class ScannedTest(parameterized.TestCase):
     params = {"layers": {"wi": {"kernel": jnp.zeros((512, 8, 512))}}}
     params["embedding"] = jnp.zeros((64, 512))
     with self.assertWarnsRegex(RuntimeWarning, r"98% .*wi.*scanned\(1\)"):
-      float32.powersgd(8).init(params)
-    float32.powersgd(8, matrix_view=scanned(1)).init(params)
+      edgc_jax.powersgd(8).init(params)
+    edgc_jax.powersgd(8, matrix_view=scanned(1)).init(params)
 
 
 if __name__ == "__main__":

@@ -207,6 +207,10 @@ class OverShardsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "wrap the reducer with"):
       PartialRun(lambda _: REDUCERS[name]())
 
+  def test_the_default_code_is_refused_without_the_wrapper(self):
+    with self.assertRaisesRegex(ValueError, "wrap the reducer with"):
+      PartialRun(lambda _: edgc_jax.powersgd(4))
+
   @parameterized.parameters("allreduce", "powersgd")
   def test_matrices_need_no_wrapper(self, name):
     """No sharded matrix is gathered, nor sent over the shards."""

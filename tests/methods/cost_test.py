@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
-from helpers import float32
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+import edgc_jax
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +43,8 @@ class CostTest(parameterized.TestCase):
     )
 
   @parameterized.named_parameters(
-    ("powersgd", lambda: float32.powersgd(32)),
-    ("edgc_with_7_ranks", float32.edgc),
+    ("powersgd", lambda: edgc_jax.powersgd(32)),
+    ("edgc_with_7_ranks", edgc_jax.edgc),
   )  # fmt: skip
   def test_memory_is_about_one_gradient(self, make):
     """It is more if a single matrix is a large part of the gradient."""
