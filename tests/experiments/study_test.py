@@ -40,6 +40,7 @@ TUNED = Study(
   tuning=Tuning("optimizer.lr", (1e-3, 2e-3), 2, 100, {"steps": 50}),
   matched={"edgc": "fixed"},
 )  # fmt: skip
+FLOAT32 = {"reducer": "powersgd", "powersgd.wire_dtype": "float32"}
 SENT = 0.5e6  # bytes of a step of edgc
 
 
@@ -275,13 +276,13 @@ def test_the_partner_of_a_failed_run_does_not_run(records):
 @pytest.mark.parametrize("target", [0.3e6, 0.62e6, 0.9137e6, 1.24e6, 2e6])
 @pytest.mark.slow
 def test_a_fixed_rank_of_the_same_bytes(target):
-  config = PLAIN.configuration({"reducer": "powersgd"})
+  config = PLAIN.configuration(FLOAT32)
   rank = study.equal_rank(study._bytes_of_step(config.to_json()), target)
   assert bytes_of(config, rank) == pytest.approx(target, rel=0.005)
 
 
 def test_there_is_no_rank_below_one_or_above_dense():
-  config = PLAIN.configuration({"reducer": "powersgd"})
+  config = PLAIN.configuration(FLOAT32)
   bytes_of_step = study._bytes_of_step(config.to_json())
   for target in (1e4, 8e6):
     with pytest.raises(ValueError, match=r"bytes must be from .* got .*; set"):
@@ -291,7 +292,7 @@ def test_there_is_no_rank_below_one_or_above_dense():
 @pytest.mark.slow
 def test_a_fixed_rank_where_a_matrix_becomes_dense():
   """It is dense from rank 39 on, but not in a run whose least rank is 38."""
-  config = PLAIN.configuration({"reducer": "powersgd"})
+  config = PLAIN.configuration(FLOAT32)
   bytes_of_step = study._bytes_of_step(config.to_json())
   assert bytes_of_step(39, 38) < bytes_of_step(39) - 40_000
   for target, expected in ((2.05e6, 38.4), (2.12e6, 39)):
@@ -313,8 +314,9 @@ def test_narrow_factors_have_twice_the_rank():
 def test_bytes_of_all_shards_count():
   """As in the summary of a run on shards."""
   config = PLAIN.configuration(
-    {"reducer": "powersgd", "powersgd.rank": 8, "mesh.data": 2,
-     "mesh.fsdp": 4, "mesh.backend": "jit"}
+    FLOAT32
+    | {"powersgd.rank": 8, "mesh.data": 2, "mesh.fsdp": 4,
+       "mesh.backend": "jit"}
   )  # fmt: skip
   bytes_of_step = study._bytes_of_step(config.to_json())
   task, mesh = tasks.make(config), meshes.make_mesh(2, 1, 4)
