@@ -8,7 +8,6 @@ steps of dense as the protocol has measured (`measure.evidence`).
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -388,7 +387,6 @@ def _judged(
   params = arrays_of(params)
   found: dict[str, Candidate] = {}
 
-  @functools.cache  # methods that differ in other options send the same
   def bytes_of(ranks: tuple[int, ...], min_ratio: float, code: str) -> float:
     view = matrix_view or layer_matrix
     sent = factor_bytes(params, ranks, min_ratio, code, view, replicas)

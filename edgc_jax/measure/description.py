@@ -4,7 +4,6 @@ Bytes are counted by running the methods themselves, without sending.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -287,18 +286,14 @@ def _part(found: Reviewed, replicas: int | None, mesh: Any) -> Part:
     )
     replicas = num_replicas(mesh, axes.replicas)
 
-  # Counted once for all equal leaves.
-  bytes_of = functools.cache(
-    lambda leaf: tuple(count_bytes([leaf], ladder, code, replicas).tolist())
-  )
-
   def row(leaf: Leaf) -> LeafRow:
+    any_path = dataclasses.replace(leaf, path="")  # counts equal leaves once
     return LeafRow(
       leaf.path,
       leaf.shape,
       _sent_as(leaf, ladder, code),
       tuple(leaf.columns(rank) for rank in ladder),
-      bytes_of(dataclasses.replace(leaf, path="")),
+      tuple(count_bytes([any_path], ladder, code, replicas).tolist()),
     )
 
   return Part(

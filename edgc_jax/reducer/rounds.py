@@ -18,6 +18,7 @@ Karimireddy et al. 2019, arXiv:1901.09847).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -254,7 +255,7 @@ def count_bytes(
 ) -> np.ndarray:
   """Counts the bytes that an exchange sends at each rank, and sends nothing.
 
-  Runs the methods themselves, without computing.
+  Runs the methods themselves, without computing; remembers the results.
 
   Args:
     leaves: The leaves that are exchanged together.
@@ -265,6 +266,23 @@ def count_bytes(
   Returns:
     int64 [ranks], counted as for an all-reduce.
   """
+  is_joined = not order.axes_left()
+  found = _counted(tuple(leaves), tuple(ladder), code, replicas, is_joined)
+  return np.array(found, np.int64)
+
+
+# A trace takes as long as that of a step, and `describe`, `advise` and every
+# reducer with a link ask for the same bytes again and again.
+@functools.lru_cache(maxsize=4096)
+def _counted(
+  leaves: tuple[Leaf, ...],
+  ladder: tuple[int, ...],
+  code: Code | None,
+  replicas: int,
+  is_joined: bool,
+) -> tuple[int, ...]:
+  """Counts the bytes of an exchange; `is_joined` is part of the key alone."""
+  del is_joined
 
   def trace(leaves: Sequence[Leaf], ladder: Sequence[int]) -> np.ndarray:
     wire = CountingWire(replicas, ladder, code)
@@ -282,12 +300,12 @@ def count_bytes(
 
   ranks = [rank for rank in ladder if rank]
   if not ranks and not any(leaf.cap for leaf in leaves):
-    return trace(leaves, ladder)  # the only way to send these leaves
+    return tuple(trace(leaves, ladder))  # the only way to send these leaves
   plain = [dataclasses.replace(leaf, method=DENSE) for leaf in leaves]
   found = {0: trace(plain, (0,))[0]} if 0 in ladder else {}
   if ranks:
     found |= dict(zip(ranks, trace(leaves, ranks), strict=True))
-  return np.array([found[rank] for rank in ladder], np.int64)
+  return tuple(found[rank] for rank in ladder)
 
 
 def first_state(leaf: Leaf, draw: jax.Array | None = None) -> LeafState:

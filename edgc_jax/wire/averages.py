@@ -100,7 +100,7 @@ def average_bytes(
   Returns:
     The payload, counted as for an all-reduce.
   """
-  if code is None:
+  if code is None or not sizes:
     return 4 * sum(sizes)
   total = sum(_padded(size, code.granule) for size in sizes)
   return code.num_bytes(_padded(total, code.granule * replicas), replicas)

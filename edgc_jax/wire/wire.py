@@ -121,19 +121,17 @@ class Wire:
     if not jax.tree.leaves(found):
       nothing = Reply(*[None] * 5, self.is_finite)
       return [None if send is None else nothing for send in sends]
+    lengths = self._count(leaves, sends)
     if self._key is not None:
       self._round_key, self._key = jax.random.split(self._key)
     ranks = [send.ranks for send in found]
     found = [send._replace(ranks=None) for send in found]
     found = order.in_turn(found, self._earlier)
-    columns = [
-      [leaf.columns(rank) for rank in self._ladder]
-      for leaf, send in zip(leaves, sends, strict=True)
-      if send is not None
-    ]
-    gathered = self._gather([send.gathered for send in found])
+    gathered = collectives.gather(
+      [send.gathered for send in found], self._axis_name
+    )
     found = order.in_turn(found, gathered)
-    mean, sent, exact, measured = self._average(found, ranks, columns)
+    mean, sent, exact, measured = self._average(found, ranks, lengths)
     self._earlier = (mean, exact, measured, gathered)
     self.is_finite &= order.all_finite((mean, exact, gathered))
     # What follows the exchange waits for this flag.
@@ -145,13 +143,50 @@ class Wire:
     replies = map(Reply, mean, sent, exact, measured, gathered, finite)
     return [None if send is None else next(replies) for send in sends]
 
+  def _count(
+    self, leaves: Sequence[Any], sends: Sequence[Send | None]
+  ) -> list[int]:
+    """Counts the bytes of a round.
+
+    Returns:
+      The packed values at each rank of the ladder.
+    """
+    lengths = np.zeros(len(self._ladder), np.int64)
+    whole, is_packed, exact, gathered = [], False, 0, 0
+    for leaf, send in zip(leaves, sends, strict=True):
+      if send is None:
+        continue
+      if send.ranks is not None:
+        columns = np.array([leaf.columns(rank) for rank in self._ladder])
+        lengths += len(send.values) * send.values.shape[2] * columns
+        is_packed = True
+      elif send.values is not None:
+        whole.append(send.values.size)
+      others = jax.tree.leaves((send.exact, send.measured))
+      exact += sum(x.size for x in others)
+      gathered += sum(x.nbytes for x in jax.tree.leaves(send.gathered))
+    self.num_bytes += 4 * exact + self._replicas * gathered // 2
+    self.num_bytes += [
+      averages.average_bytes(
+        [length] * is_packed + whole, self._code, self._replicas
+      )
+      for length in lengths.tolist()
+    ]
+    return lengths.tolist()
+
   def _average(
     self,
     sends: Sequence[Send],
     ranks: Sequence[jax.Array | None],
-    columns: Sequence[Sequence[int]],
+    lengths: list[int],
   ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """Averages values, packed where ranks differ, and exact numbers."""
+    """Averages values, packed where ranks differ, and exact numbers.
+
+    Args:
+      sends: What each method sends.
+      ranks: Their rows in use.
+      lengths: The packed values at each rank of the ladder.
+    """
     packed = {i: own for i, own in enumerate(ranks) if own is not None}
     whole = [
       i for i, send in enumerate(sends)
@@ -159,22 +194,8 @@ class Wire:
     ]  # fmt: skip
     own_ranks = list(packed.values())
     factors = [packing.in_use(sends[i].values, r) for i, r in packed.items()]
-    lengths = sum(
-      len(sends[i].values) * sends[i].values.shape[2] * np.array(columns[i])
-      for i in packed
-    )
-    lengths = (lengths + np.zeros(len(self._ladder), int)).tolist()
     plain = [sends[i].values for i in whole]
     exact = [(send.exact, send.measured) for send in sends]
-    exact_bytes = 4 * sum(x.size for x in jax.tree.leaves(exact))
-    sizes = [value.size for value in plain]
-    self.num_bytes += [
-      exact_bytes
-      + averages.average_bytes(
-        [length] * bool(packed) + sizes, self._code, self._replicas
-      )
-      for length in lengths
-    ]
     if not packed:
       done = self._mean(plain, exact)
     else:
@@ -219,15 +240,6 @@ class Wire:
       values, self._axis_name, self._code, self._round_key, exact
     )
 
-  def _gather(self, trees: Sequence[Any]) -> list[Any]:
-    """Gathers trees of all replicas, in one collective."""
-    sizes = sum(x.nbytes for x in jax.tree.leaves(list(trees)))
-    self.num_bytes += self._replicas * sizes // 2
-    return self._all(list(trees))
-
-  def _all(self, trees: list[Any]) -> list[Any]:
-    return collectives.gather(trees, self._axis_name)
-
   @property
   def _replicas(self) -> int:
     return collectives.num_devices(self._axis_name)
@@ -241,21 +253,22 @@ class CountingWire(Wire):
 
   def __init__(self, replicas: int, ladder: Sequence[int], code: Code | None):
     super().__init__("", ladder, 0, None, code)
-    self._count = replicas
+    self._devices = replicas
 
-  def _mean(self, values: list[jax.Array], exact: Any) -> averages.Averaged:
-    return averages.Averaged(list(values), list(values), exact)
+  def send(
+    self, leaves: Sequence[Any], sends: Sequence[Send | None]
+  ) -> list[Reply | None]:
+    self._count(leaves, sends)
+    return [None if send is None else self._reply(send) for send in sends]
 
-  def _by_level(
-    self, buffer: jax.Array, lengths: list[int], plain: list, exact: Any
-  ) -> averages.Averaged:
-    return self._mean([buffer, *plain], exact)
-
-  def _all(self, trees: list[Any]) -> list[Any]:
-    return jax.tree.map(
-      lambda x: jnp.broadcast_to(x, (self._count, *x.shape)), trees
+  def _reply(self, send: Send) -> Reply:
+    """Replies with the shapes of a mean."""
+    gathered = jax.tree.map(
+      lambda x: jnp.broadcast_to(x, (self._devices, *x.shape)), send.gathered
     )
+    values, exact, measured = send.values, send.exact, send.measured
+    return Reply(values, values, exact, measured, gathered, self.is_finite)
 
   @property
   def _replicas(self) -> int:
-    return self._count
+    return self._devices

@@ -29,6 +29,7 @@ from edgc_jax.reducer.rounds import (
   added,
   count_bytes,
 )
+from edgc_jax.wire import averages
 from edgc_jax.wire.codes import code_of
 from edgc_jax.wire.wire import Send
 
@@ -109,6 +110,24 @@ class OwnMethodTest(parameterized.TestCase):
       exact = 4 * (30 + 2)
       self.assertEqual(values["wire_bytes"], exact + 4 * (960 + 640))
 
+  def test_a_round_without_values_sends_no_code(self):
+    """The scale that an encoding adds has no values to scale."""
+    params = {"twice": PARAMS["twice"]}
+    tx = reducer_of({"twice": signs}, code_of("int4"))
+    run = Pmap(tx, params)
+    gradients = gradients_like(params, seed=0)
+    for _ in range(2):  # replicas are checked in the first step
+      run.step(gradients)
+    values = edgc_jax.metrics(run.state)
+    text = run.compiled(gradients)
+    self.assertEqual(
+      hlo.wire_bytes_outside_branches(text), values["wire_bytes"]
+    )
+    self.assertEqual(
+      values["wire_bytes"],
+      4 * 2 + averages.average_bytes([640], code_of("int4"), REPLICAS),
+    )
+
   def test_a_step_that_is_not_finite_is_skipped(self):
     run = Pmap(reducer_of({"once": plain_mean, "twice": signs}), PARAMS)
     run.step(gradients_like(PARAMS, seed=0))
@@ -162,6 +181,35 @@ class OwnMethodTest(parameterized.TestCase):
     tx = reducer_of({"once": plain_mean})
     (part,) = edgc_jax.describe(tx, PARAMS, replicas=1000).parts
     self.assertEqual(part.wire_bytes, (4 * (30 + 960 + 640),))
+
+  def test_bytes_are_counted_once(self):
+    """Equal exchanges are traced once, and others on their own."""
+    traced = []
+
+    def rounds(leaf, *rest):
+      traced.append(leaf.shape)
+      return plain_mean(leaf, *rest)
+
+    def counted(replicas=1):
+      (part,) = edgc_jax.describe(tx, params, replicas=replicas).parts
+      return part.wire_bytes
+
+    params = {"once": PARAMS["once"]}
+    method = Method(rounds)
+
+    def plan_for(leaves):
+      return Plan(
+        [dataclasses.replace(leaf, method=method) for leaf in leaves],
+        FixedBudget(),
+      )
+
+    tx = make_reducer(AXIS, plan_for)
+    self.assertEqual(counted(), counted())
+    once = len(traced)
+    self.assertEqual(counted(), (4 * 960,))
+    self.assertLen(traced, once)
+    counted(replicas=3)
+    self.assertLen(traced, 2 * once)
 
   def test_dense_leaves_have_a_round_of_their_own(self):
     """Bytes of leaves add up to the bytes of all."""
