@@ -90,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
   add = parser.add_argument
   add("--version", action="version", version=edgc_jax.__version__)
   add(
-    "--time_limit", type=float, default=120, metavar="S",
-    help="seconds after which the command fails (120)",
+    "--time_limit", type=float, default=300, metavar="S",
+    help="seconds after which the command fails (300)",
   )  # fmt: skip
   add = parser.add_argument_group("advice").add_argument
   add("--advise", action="store_true", help="predict the times of all methods")

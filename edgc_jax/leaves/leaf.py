@@ -284,7 +284,7 @@ def leaves_in(
     shape = tuple(jnp.shape(value))
     view, order = view_fn(path, shape), None
     if isinstance(view, TransposedView):
-      order, view = view
+      order, view = tuple(view.order), view.view
       if sorted(order) != list(range(len(shape))):
         raise ValueError(
           f"`matrix_view` must order all {len(shape)} axes, got {order} for"

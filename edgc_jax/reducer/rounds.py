@@ -266,23 +266,28 @@ def count_bytes(
   Returns:
     int64 [ranks], counted as for an all-reduce.
   """
-  is_joined = not order.axes_left()
-  found = _counted(tuple(leaves), tuple(ladder), code, replicas, is_joined)
-  return np.array(found, np.int64)
+  # What else a trace depends on.
+  around = bool(order.axes_left()), bool(jax.config.read("jax_enable_x64"))
+  key = tuple(leaves), tuple(ladder), code, replicas, around
+  try:
+    hash(key)
+  except TypeError:  # a method whose `rounds` cannot be hashed
+    return np.array(_counted.__wrapped__(*key), np.int64)
+  return np.array(_counted(*key), np.int64)
 
 
 # A trace takes as long as that of a step, and `describe`, `advise` and every
-# reducer with a link ask for the same bytes again and again.
-@functools.lru_cache(maxsize=4096)
+# reducer with a link ask for the same bytes of low rank again and again.
+@functools.lru_cache(maxsize=512)
 def _counted(
   leaves: tuple[Leaf, ...],
   ladder: tuple[int, ...],
   code: Code | None,
   replicas: int,
-  is_joined: bool,
+  around: Any,
 ) -> tuple[int, ...]:
-  """Counts the bytes of an exchange; `is_joined` is part of the key alone."""
-  del is_joined
+  """Counts the bytes of an exchange; `around` only tells keys apart."""
+  del around
 
   def trace(leaves: Sequence[Leaf], ladder: Sequence[int]) -> np.ndarray:
     wire = CountingWire(replicas, ladder, code)

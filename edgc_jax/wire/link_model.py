@@ -84,6 +84,13 @@ class LinkModel:
     LinkModel(latency=0.03, bandwidth=12500000.0, r_squared=None)
     """
     validation.require_number("megabits", megabits)
+    validation.require(
+      math.isfinite(megabits) and megabits > 0,
+      "megabits",
+      megabits,
+      "positive and finite",
+      "give 10^6 bits per second, or measure the link with measure_link",
+    )
     validation.require_finite("round_trip", round_trip, _REMEDY)
     validation.require_int("replicas", replicas, 2)
     validation.require_int("shards", shards, 1)

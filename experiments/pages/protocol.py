@@ -282,9 +282,7 @@ def draw_entropy(name: str) -> Figure:
     curves = pd.concat(record.curve for record in records)
     mean = curves.groupby("step").mean(numeric_only=True)
     panels[0].plot(mean.index, mean["entropy"], color=color, label=arm)
-    panels[1].plot(
-      mean.index, mean["rank"], color=color, drawstyle="steps-post"
-    )
+    panels[1].plot(mean.index, mean["rank"], color=color, drawstyle="steps-pre")
     panels[2].plot(mean.index, mean["relative_error"], color=color)
     panels[2].plot(mean.index, mean["predicted_error"], "--", color=color)
   for axes, title, label in zip(

@@ -12,6 +12,7 @@ from experiments.reporting.logged_run import Run
 from experiments.reporting.style import COLORS
 
 _AXIS = {"gridcolor": "rgba(128, 128, 128, 0.3)", "zeroline": False}
+_UP_TO = "vh"  # a logged value is that of the steps up to its own
 _BYTES = {"tickformat": "~s", "hoverformat": ".4~s"}
 # Legible on white and on black; the page gives most texts its own colour.
 _LAYOUT = {
@@ -37,8 +38,8 @@ def draw(runs: Sequence[Run]) -> dict[str, go.Figure]:
     **{key[4:].capitalize(): curves(key[4:], key) for key in held_out},
     "Loss by bytes sent": curves("loss", "val_loss", x="bytes"),
     "Entropy of the gradient (nats)": curves("entropy"),
-    "Rank (gap: dense)": curves("rank", shape="hv"),
-    "Bytes a step": curves("wire_bytes", "dense_bytes", shape="hv"),
+    "Rank (gap: dense)": curves("rank", shape=_UP_TO),
+    "Bytes a step": curves("wire_bytes", "dense_bytes", shape=_UP_TO),
     "Error (share of energy)": curves("relative_error", "predicted_error"),
     "Seconds so far": curves("seconds"),
     **{key.replace("_per_", " a ").capitalize(): curves(key) for key in speeds},

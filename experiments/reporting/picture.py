@@ -28,7 +28,7 @@ def draw(charts: Mapping[str, go.Figure]) -> Figure:
         curve.x, curve.y, _DASHES[curve.line.dash], color=curve.line.color,
         marker="." if "markers" in curve.mode else "", markersize=4,
         alpha=curve.opacity, linewidth=1, label=html.unescape(curve.name),
-        drawstyle="steps-post" if curve.line.shape == "hv" else "default",
+        drawstyle="steps-pre" if curve.line.shape == "vh" else "default",
       )  # fmt: skip
     axes.set_xlabel(chart.layout.xaxis.title.text, fontsize=8)
     axes.set_yscale(chart.layout.yaxis.type or "linear")

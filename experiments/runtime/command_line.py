@@ -93,7 +93,7 @@ def _parse(argv: list[str]) -> list[str]:
         " project's files are in configs/."
       )
   try:
-    left = app.parse_flags_with_usage(argv)
+    left = flags.FLAGS(argv)
     _require_dict()
     return left
   except Exception as error:  # of ml_collections, or of the file
@@ -118,9 +118,12 @@ def _parse(argv: list[str]) -> list[str]:
           f"error: `--config.KEY` must be a key of the configuration, got"
           f" {key!r}; the nearest is {nearest(key, keys)}."
         )
+    found = f"{' '.join(argv[1:])} ({_located(error)})"
+    if isinstance(error, flags.Error):  # names the flag and its value
+      found = one_line(error).removeprefix("flag ")
     sys.exit(
       "error: `--config.KEY` must have values of the types in the file, got"
-      f" {' '.join(argv[1:])} ({_located(error)}); give another value."
+      f" {found}; give another value."
     )
 
 

@@ -178,10 +178,15 @@ def _rank_schedule(
       " rank."
     )
   below = math.floor(rank)
-  if rank < 1 or (final_rank and below != rank):
+  if rank < 1:
     raise ValueError(
-      "`powersgd.rank` must be at least 1, and a whole number with a"
-      f" final_rank ({final_rank}), got {rank}; choose another."
+      f"`powersgd.rank` must be at least 1, got {rank}; a larger one sends more"
+      " and loses less."
+    )
+  if final_rank and below != rank:
+    raise ValueError(
+      "`powersgd.rank` must be a whole number with a final_rank"
+      f" ({final_rank}), got {rank}; use {below}."
     )
   if final_rank in (0, rank):
     change = round((rank - below) * steps)

@@ -56,8 +56,12 @@ def test_a_fractional_rank_is_a_mean_over_the_run():
   # A share of less than half a step is dropped.
   assert optimizer._rank_schedule(8.02, 0, 1.0, 20) == {0: 8}
   assert optimizer._rank_schedule(8.99, 0, 1.0, 20) == {0: 9}
-  for rank, final_rank in ((0.5, 0), (11.3, 5)):
-    with pytest.raises(ValueError, match=r"`powersgd.rank` must be at least 1"):
+  for rank, final_rank, rule in (
+    (0.5, 0, "at least 1, got 0.5; a larger"),
+    (0.5, 5, "at least 1, got 0.5; a larger"),
+    (11.3, 5, r"a whole number with a final_rank \(5\), got 11.3; use 11"),
+  ):
+    with pytest.raises(ValueError, match=f"`powersgd.rank` must be {rule}"):
       optimizer._rank_schedule(rank, final_rank, 1.0, 400)
 
 

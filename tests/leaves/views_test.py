@@ -240,6 +240,17 @@ class ScannedTest(parameterized.TestCase):
         np.swapaxes(found, 1, 2), expected, rtol=1e-4, atol=1e-5
       )
 
+  def test_an_order_may_be_a_list(self):
+    params = {"w": jnp.zeros((24, 2, 20))}
+    matrices = MatrixView(2, 24, 20)
+    sent = [
+      edgc_jax.wire_bytes(
+        params, 2, matrix_view=lambda *_, o=order: TransposedView(o, matrices)
+      )
+      for order in ((1, 0, 2), [1, 0, 2], np.array([1, 0, 2]))
+    ]
+    self.assertEqual(sent, [sent[0]] * 3)
+
   def test_an_order_has_all_axes(self):
     view = lambda path, shape: TransposedView((0, 0), MatrixView(1, 8, 4))  # noqa: E731
     with self.assertRaisesRegex(ValueError, "`matrix_view` must order all 2"):

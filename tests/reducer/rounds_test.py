@@ -1,6 +1,7 @@
 """Methods run in step; equal matrices are computed together."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,13 @@ from helpers.meshes import (
   gradients_like,
   with_field,
 )
+from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from edgc_jax.budget.fixed_budget import FixedBudget
+from edgc_jax.leaves.leaf import leaves_in
 from edgc_jax.measure import hlo
+from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer.reducer import Plan, by_exchange, make_reducer
 from edgc_jax.reducer.rounds import (
   DENSE,
@@ -183,33 +187,73 @@ class OwnMethodTest(parameterized.TestCase):
     self.assertEqual(part.wire_bytes, (4 * (30 + 960 + 640),))
 
   def test_bytes_are_counted_once(self):
-    """Equal exchanges are traced once, and others on their own."""
+    """Equal exchanges are traced once; all that bytes depend on tells apart."""
     traced = []
 
-    def rounds(leaf, *rest):
+    def rounds(leaf, gradient, *rest):
       traced.append(leaf.shape)
-      return plain_mean(leaf, *rest)
+      # Of four bytes, or of eight.
+      reply = yield Send(gradient, gathered=jnp.argmax(gradient, 1))
+      return Outcome(reply.mean)
 
-    def counted(replicas=1):
-      (part,) = edgc_jax.describe(tx, params, replicas=replicas).parts
-      return part.wire_bytes
+    (leaf,) = leaves_in({"w": jnp.zeros((30, 50))})
+    leaf = dataclasses.replace(leaf, method=Method(rounds))
+    values, indices = 4 * 1500, 4 * 30 // 2
+    self.assertEqual(count_bytes([leaf], (4,), None)[0], values + indices)
+    self.assertLen(traced, 1)
+    self.assertEqual(count_bytes([leaf], (4,), None)[0], values + indices)
+    self.assertLen(traced, 1)
+    in_code = averages.average_bytes([1500], code_of("int4"), 3)
+    for sent, others in (
+      (values + 3 * indices, ((4,), None, 3)),
+      (in_code + 3 * indices, ((4,), code_of("int4"), 3)),
+      (2 * values + 2 * indices, ((4,), None)),
+    ):
+      own = [leaf] * (1 if len(others) > 2 else 2)
+      self.assertEqual(count_bytes(own, *others)[0], sent)
+    with jax.enable_x64(True):
+      self.assertEqual(count_bytes([leaf], (4,), None)[0], values + 2 * indices)
 
-    params = {"once": PARAMS["once"]}
-    method = Method(rounds)
+  def test_a_method_that_cannot_be_hashed(self):
+    @dataclasses.dataclass
+    class Rounds:
+      sent: int = 1
 
-    def plan_for(leaves):
-      return Plan(
-        [dataclasses.replace(leaf, method=method) for leaf in leaves],
-        FixedBudget(),
-      )
+      def __call__(self, *args):
+        return plain_mean(*args)
 
-    tx = make_reducer(AXIS, plan_for)
-    self.assertEqual(counted(), counted())
-    once = len(traced)
-    self.assertEqual(counted(), (4 * 960,))
-    self.assertLen(traced, once)
-    counted(replicas=3)
-    self.assertLen(traced, 2 * once)
+    (leaf,) = leaves_in({"w": jnp.zeros((30, 50))})
+    leaf = dataclasses.replace(leaf, method=Method(Rounds()))
+    self.assertEqual(count_bytes([leaf], (4,), None)[0], 4 * 1500)
+
+  def test_bytes_are_counted_anew_where_leaves_are_not_joined(self):
+    """Each value is padded alone where the compiler shards it further."""
+    leaves = leaves_in({name: jnp.zeros((30, 50)) for name in "abc"})
+    code = code_of("int4")
+    leaves = with_factors(leaves, (4,), 1.0, code)
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"))
+    found = []
+
+    @functools.partial(
+      jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(),
+      axis_names={"data"},
+    )  # fmt: skip
+    def count(x):
+      found.append(count_bytes(leaves, (4,), code, 2)[0])
+      return x
+
+    found.append(count_bytes(leaves, (4,), code, 2)[0])
+    jax.eval_shape(jax.jit(count), jnp.zeros(()))
+    padded = lambda size: -(-size // 64) * 64  # noqa: E731
+    parts = [
+      [padded(4 * 30) * 3, padded(4 * 50) * 3], [padded(3 * 4 * 30), 3 * 4 * 50]
+    ]  # fmt: skip
+    apart, joined = (
+      sum(averages.average_bytes([size], code, 2) for size in sizes)
+      for sizes in parts
+    )
+    self.assertEqual(found[1] - found[0], apart - joined)
+    self.assertGreater(apart, joined)
 
   def test_dense_leaves_have_a_round_of_their_own(self):
     """Bytes of leaves add up to the bytes of all."""
