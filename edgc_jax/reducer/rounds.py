@@ -268,7 +268,7 @@ def count_bytes(
   """
   # What else a trace depends on.
   around = bool(order.axes_left()), bool(jax.config.read("jax_enable_x64"))
-  key = tuple(leaves), tuple(ladder), code, replicas, around
+  key: Any = tuple(leaves), tuple(ladder), code, replicas, around
   try:
     hash(key)
   except TypeError:  # a method whose `rounds` cannot be hashed
