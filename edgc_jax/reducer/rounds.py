@@ -266,8 +266,8 @@ def count_bytes(
   Returns:
     int64 [ranks], counted as for an all-reduce.
   """
-  # What else a trace depends on.
-  around = bool(order.axes_left()), bool(jax.config.read("jax_enable_x64"))
+  # What else a trace depends on; integers may have 64 bits.
+  around = bool(order.axes_left()), jnp.result_type(int)
   key: Any = tuple(leaves), tuple(ladder), code, replicas, around
   try:
     hash(key)

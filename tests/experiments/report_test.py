@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from plotly.offline import get_plotlyjs
 
-from experiments.reporting import charts, key_numbers, run_page
+from experiments.reporting import charts, key_numbers, picture, run_page
 from experiments.reporting.logged_run import load
 
 pytestmark = pytest.mark.slow
@@ -176,6 +176,17 @@ def test_curves(tmp_path):
   assert predicted.line.dash == "dot" and predicted.y[-1] == 0.25
   assert drawn["Seconds so far"].data[0].y[-1] == 20
   assert (drawn["Tokens a second"].data[0].y == 1234).all()
+
+
+def test_ranks_change_at_the_line_before(tmp_path):
+  """A line has the rank of the steps up to its own."""
+  run = write_run(tmp_path / "run", 200)
+  charts = draw(run)
+  (at,) = {c.line.shape for c in charts["Rank (gap: dense)"].data}
+  assert at == "vh"  # up or down at once, then along
+  panels = picture.draw(charts).axes
+  (axes,) = [a for a in panels if a.get_title(loc="left").startswith("Rank")]
+  assert {line.get_drawstyle() for line in axes.lines} == {"steps-pre"}
 
 
 def test_a_chart_appears_where_its_numbers_were_logged(tmp_path):
