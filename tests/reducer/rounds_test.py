@@ -204,13 +204,12 @@ class OwnMethodTest(parameterized.TestCase):
     self.assertEqual(count_bytes([leaf], (4,), None)[0], values + indices)
     self.assertLen(traced, 1)
     in_code = averages.average_bytes([1500], code_of("int4"), 3)
-    for sent, others in (
-      (values + 3 * indices, ((4,), None, 3)),
-      (in_code + 3 * indices, ((4,), code_of("int4"), 3)),
-      (2 * values + 2 * indices, ((4,), None)),
+    for sent, *arguments in (
+      (values + 3 * indices, [leaf], (4,), None, 3),
+      (in_code + 3 * indices, [leaf], (4,), code_of("int4"), 3),
+      (2 * values + 2 * indices, [leaf, leaf], (4,), None),
     ):
-      own = [leaf] * (1 if len(others) > 2 else 2)
-      self.assertEqual(count_bytes(own, *others)[0], sent)
+      self.assertEqual(count_bytes(*arguments)[0], sent)
     with jax.enable_x64(True):
       self.assertEqual(count_bytes([leaf], (4,), None)[0], values + 2 * indices)
 
