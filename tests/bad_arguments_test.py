@@ -288,7 +288,7 @@ def test_every_option_is_in_the_table():
     (lambda: edgc_jax.LinkModel(NAN, 1.0), ["`latency`", "nan"]),
     (lambda: edgc_jax.LinkModel(0.0, 0.0), ["`bandwidth`", "0.0"]),
     (lambda: edgc_jax.LinkModel(0.0, "fast"), ["`bandwidth`", "'fast'"]),
-    (lambda: edgc_jax.LinkModel.of_uplink(-1, 0.1, 2), ["`bandwidth`"]),
+    (lambda: edgc_jax.LinkModel.of_uplink(-1, 0.1, 2), ["`megabits`", "-1"]),
     (lambda: edgc_jax.LinkModel.of_uplink(1, 0.1, 1), ["`replicas`", "1"]),
     (lambda: edgc_jax.CompressionModel(0.0, INF), ["`per_rank`", "inf"]),
   ],
