@@ -114,14 +114,16 @@ def after(tree: Any, earlier: Any) -> Any:
   `earlier`. It is always true, but the compiler cannot know. A branch replaces
   the `where` for leaves that it would make vary over more axes.
   """
-  may_send = None
-  for leaf in jax.tree.leaves(earlier):
-    if leaf.size:
-      value = leaf[(-1,) * leaf.ndim].astype(jnp.float32)
-      is_true = ~(value > 0) | (value > -1)
-      may_send = is_true if may_send is None else may_send & is_true
-  if may_send is None:
+  last = [
+    leaf[(-1,) * leaf.ndim].astype(jnp.float32)
+    for leaf in jax.tree.leaves(earlier)
+    if leaf.size
+  ]
+  if not last:
     return tree
+  values = jnp.stack(last)
+  # A reduction, since the compiler copies single operations to every leaf.
+  may_send = jnp.all(~(values > 0) | (values > -1))
   axes = set(varying_axes(may_send))
 
   def wait(leaf: jax.Array) -> jax.Array:
