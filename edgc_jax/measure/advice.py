@@ -123,7 +123,7 @@ class Advice:
     width = max(len(method.name) for method in self.methods)
     link = (
       f"{self.replicas} replicas, uplinks of"
-      f" {self._megabits(self.link.bandwidth):.4g} Mbit/s,"
+      f" {self._speed(self.link.bandwidth)},"
       f" {1e3 * self.link.latency:.3g} ms an all-reduce,"
       f" {self.step_seconds:.3g} s a step without exchange"
     )
@@ -151,11 +151,14 @@ class Advice:
       return "any speed"
     if method.break_even == float("inf"):
       return "no speed"
-    return f"{self._megabits(method.break_even):.4g} Mbit/s"
+    return self._speed(method.break_even)
 
-  def _megabits(self, bandwidth: float) -> float:
+  def _speed(self, bandwidth: float) -> str:
     """Returns the speed of a replica's uplink, of a device's payload."""
-    return 8e-6 * self.shards * ring_bytes(bandwidth, self.replicas)
+    megabits = 8e-6 * self.shards * ring_bytes(bandwidth, self.replicas)
+    if megabits < 1e4:
+      return f"{megabits:.4g} Mbit/s"
+    return f"{megabits / 1e3:.4g} Gbit/s"
 
 
 def _arguments(options: Mapping[str, Any]) -> str:

@@ -186,6 +186,8 @@ def test_a_table_for_people():
   assert "- Computing an exchange takes no time" in text[-1]
   measured = advise(link, computing=dict.fromkeys(NAMES, 0.0))
   assert "takes no time" not in str(measured)
+  fast = advise(LinkModel.of_uplink(40_000, 0.01, replicas=4))
+  assert "uplinks of 40 Gbit/s," in str(fast)
 
 
 def test_allocations_are_candidates_of_their_own(monkeypatch):
