@@ -240,6 +240,11 @@ class Checkpoints:
 
   @functools.cached_property
   def _manager(self) -> ocp.CheckpointManager:
+    if jax.process_count() == 1:
+      # Else Orbax cuts what several devices hold, for their hosts to share the
+      # writing: a program for each array and device, seconds to compile.
+      whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+      ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
     policies = checkpoint_managers
     return _Manager(
       self.path,

@@ -6,10 +6,12 @@ import os
 import shutil
 import threading
 
+import jax
 import numpy as np
 import pytest
 from helpers import cut_runs
 from helpers.cut_runs import lines_of, newest, tensorboard_of, whole_runs
+from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint._src.handlers import json_checkpoint_handler
 
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
@@ -269,6 +271,30 @@ def test_a_checkpoint_is_a_snapshot(tmp_path, monkeypatch):
   may_write.set()
   checkpoints.close()
   assert Checkpoints(tmp_path, 2).newest() == (1, {"log": {"losses": [1.0]}})
+
+
+def test_saving_compiles_no_program(tmp_path):
+  mesh = jax.make_mesh((4,), ("data",))
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  arrays = {
+    str(size): jax.device_put(np.ones((size, 4)), everywhere)
+    for size in (16, 24)
+  }
+  compiled = []
+
+  def note(event, seconds, **about):
+    if event == "/jax/core/compile/backend_compile_duration":
+      compiled.append(about)
+
+  jax.monitoring.register_event_duration_secs_listener(note)
+  try:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, {"params": arrays}, {}, None)
+    checkpoints.close()
+  finally:
+    jax.monitoring.unregister_event_duration_listener(note)
+  assert Checkpoints(tmp_path, 2).newest() == (1, {})
+  assert not compiled
 
 
 def test_only_the_newest_and_the_best_are_kept(tmp_path):
