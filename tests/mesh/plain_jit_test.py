@@ -2,7 +2,6 @@
 
 import functools
 import re
-import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -296,8 +295,38 @@ class ReplicasTest(parameterized.TestCase):
       self.assertEqual(spec[0], (AXIS, "shard"))
 
 
+def adam_on(shape, every):
+  """Returns a mesh, and Adam on it after `every` accumulated calls."""
+  mesh = mesh_of(shape, ("replica", "shard"))
+  where = {"mesh": mesh, "param_specs": SHARDS}
+  reducer = float32.powersgd(4, "replica", **where)
+  tx = optax.chain(reducer, optax.adam(1e-2))
+  if every > 1:
+    tx = edgc_jax.accumulate(tx, every, "replica", **where)
+  return mesh, tx
+
+
+def saved_run(every, folder):
+  """Returns parameters and state after five calls, and where they are saved."""
+  ocp = pytest.importorskip("orbax.checkpoint")
+  mesh, tx = adam_on((2, 2), every)
+  shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), SHARDS)
+  params = jax.device_put(PARAMS, shardings)
+  params, state, _ = train_plain(tx, mesh, params, "replica", 5)
+  folder = folder / "checkpoint"
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(folder, {"params": params, "opt_state": state})
+  return params, state, folder
+
+
 @pytest.mark.slow
 class ShardsTest(parameterized.TestCase):
+  @pytest.fixture(autouse=True, scope="class")
+  @classmethod
+  def save_once(cls, tmp_path_factory):
+    get = lambda every: saved_run(every, tmp_path_factory.mktemp("saved"))  # noqa: E731
+    cls.saved = staticmethod(functools.cache(get))
+
   def test_nothing_but_factors_crosses_the_slow_axis(self):
     names = ("replica", "shard")
     mesh = mesh_of((2, 2), names)
@@ -468,32 +497,12 @@ class ShardsTest(parameterized.TestCase):
   )
   def test_restore_on_another_mesh(self, shape, every):
     """Also in the middle of accumulated calls."""
-    ocp = pytest.importorskip("orbax.checkpoint")
-    names = ("replica", "shard")
-
-    def run_on(shape):
-      mesh = mesh_of(shape, names)
-      where = {"mesh": mesh, "param_specs": SHARDS}
-      reducer = float32.powersgd(4, "replica", **where)
-      tx = optax.chain(reducer, optax.adam(1e-2))
-      if every > 1:
-        tx = edgc_jax.accumulate(tx, every, "replica", **where)
-      return mesh, tx
-
-    mesh, tx = run_on((2, 2))
-    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), SHARDS)
-    params = jax.device_put(PARAMS, shardings)
-    params, state, _ = train_plain(tx, mesh, params, "replica", 5)
-    temporary = tempfile.TemporaryDirectory()
-    self.addCleanup(temporary.cleanup)
-    folder = temporary.name + "/checkpoint"
-    with ocp.StandardCheckpointer() as checkpointer:
-      checkpointer.save(folder, {"params": params, "opt_state": state})
+    params, state, folder = self.saved(every)
     if shape[0] == 1:
       with self.assertWarnsRegex(RuntimeWarning, "one replica"):
-        mesh, tx = run_on(shape)
+        mesh, tx = adam_on(shape, every)
     else:
-      mesh, tx = run_on(shape)
+      mesh, tx = adam_on(shape, every)
     found, restored = edgc_jax.restore(
       folder, tx, PARAMS, mesh=mesh, axis_name="replica", param_specs=SHARDS
     )

@@ -46,19 +46,22 @@ def step_of(tx):
   return step
 
 
-def pmapped(tx, steps):
+# Each way to bind the axis yields parameters and state after 0, 1, ... steps.
+
+
+def pmapped(tx):
   stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), tree)  # noqa: E731
   devices = jax.devices()[:REPLICAS]
   step = jax.pmap(step_of(tx), axis_name=AXIS, devices=devices)
   params, state = stack(PARAMS), stack(tx.init(PARAMS))
-  for i in range(steps):
+  for i in itertools.count():
+    for leaf in jax.tree.leaves(params):
+      np.testing.assert_array_equal(leaf, np.stack([leaf[0]] * REPLICAS))
+    yield jax.tree.map(lambda x: x[0], params), state
     params, state = step(params, state, batch(i).reshape(REPLICAS, -1, 48))
-  for leaf in jax.tree.leaves(params):
-    np.testing.assert_array_equal(leaf, np.stack([leaf[0]] * REPLICAS))
-  return jax.tree.map(lambda x: x[0], params), state
 
 
-def shard_mapped(tx, steps):
+def shard_mapped(tx):
   mesh, specs = mesh_of(), edgc_jax.state_specs(tx, PARAMS)
   init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
   params = replicated(PARAMS, mesh)
@@ -71,13 +74,12 @@ def shard_mapped(tx, steps):
       out_specs=(P(), specs),
     )
   )
-  for i in range(steps):
+  for i in itertools.count():
+    yield params, state
     params, state = step(params, state, batch(i))
-  return params, state
 
 
-def simulation(tx):
-  """Yields parameters and state after 0, 1, 2, ... steps."""
+def simulated(tx):
   axes = edgc_jax.state_axes(tx, PARAMS)
   state = jax.vmap(
     tx.init, in_axes=None, out_axes=axes, axis_size=REPLICAS, axis_name=AXIS
@@ -96,10 +98,6 @@ def simulation(tx):
     params, state = step(params, state, batch(i).reshape(REPLICAS, -1, 48))
 
 
-def simulated(tx, steps):
-  return next(itertools.islice(simulation(tx), steps, None))
-
-
 def plain_step(tx, mesh, axis_name=AXIS):
   @jax.jit
   def step(params, state, x):
@@ -114,17 +112,24 @@ def plain_step(tx, mesh, axis_name=AXIS):
   return step
 
 
-def plain(make, steps):
+def plain(make):
   """In plain `jax.jit`; `make` makes the transformation for a mesh."""
   mesh = mesh_of()
   tx = make(mesh=mesh)
   step, params = plain_step(tx, mesh), replicated(PARAMS, mesh)
   state = jax.jit(tx.init)(params)
-  for i in range(steps):
+  for i in itertools.count():
+    yield params, state
     params, state = step(params, state, batch(i))
-  return params, state
 
 
+def after(run, *steps):
+  """Returns parameters and state of a run after some steps, in their order."""
+  found = list(itertools.islice(run, max(steps) + 1))
+  return [found[i] for i in steps]
+
+
+@functools.cache
 def by_hand(every, steps, inner=None, rule=NESTEROV, overlap=0):
   """DiLoCo with a loop over the replicas, on the host.
 
@@ -169,9 +174,9 @@ def by_hand(every, steps, inner=None, rule=NESTEROV, overlap=0):
 def test_equals_a_loop_over_the_replicas(run):
   make = functools.partial(tx_of, every=3)
   commons = by_hand(every=3, steps=7)
-  for steps in (2, 7):
-    params, _ = run(make if run is plain else make(), steps)
-    chex.assert_trees_all_close(params, commons[steps - 1], atol=2e-5)
+  (second, _), (last, _) = after(run(make if run is plain else make()), 2, 7)
+  chex.assert_trees_all_close(second, commons[1], atol=2e-5)
+  chex.assert_trees_all_close(last, commons[6], atol=2e-5)
   chex.assert_trees_all_equal(commons[1], PARAMS)
 
 
@@ -180,7 +185,7 @@ def test_equals_a_loop_with_an_overlap(overlap):
   """The second exchange begins when the first is applied, for overlap=3."""
   make = functools.partial(tx_of, every=3, overlap=overlap)
   commons = by_hand(every=3, steps=10, overlap=overlap)
-  run = simulation(make())
+  run = simulated(make())
   for i, (params, _) in enumerate(itertools.islice(run, 1, 11)):
     chex.assert_trees_all_close(params, commons[i], atol=2e-5)
   late = by_hand(every=3, steps=10, overlap=overlap - 1)
@@ -193,11 +198,12 @@ def test_all_ways_to_bind_the_axis_agree():
   """Without fragments and overlap each is also a loop over the replicas."""
   make = functools.partial(tx_of, fragments=2, overlap=1)
   steps = 13  # the last one exchanges
-  expected, state = simulated(make(), steps)
+  ((expected, state),) = after(simulated(make()), steps)
   moved = edgc_jax.metrics(state)
   assert moved["wire_bytes"] > 0 and moved["skipped_inner_steps"] == 0
   for run in (pmapped, shard_mapped, plain):
-    params, state = run(make if run is plain else make(), steps)
+    found = after(run(make if run is plain else make()), steps)
+    ((params, state),) = found
     chex.assert_trees_all_close(params, expected, atol=2e-5)
     chex.assert_trees_all_close(edgc_jax.metrics(state), moved, rtol=1e-4)
   distance = optax.tree.norm(optax.tree.sub(expected, PARAMS))
@@ -236,8 +242,7 @@ def test_an_overlap_sends_the_state_before_the_step():
   """x <- x + outer(-d), d <- the step's own move."""
   make = functools.partial(tx_of, every=2, inner=optax.sgd(0.1), overlap=1)
   tx = make(rule=optax.sgd(1.0))
-  _, before = simulated(tx, 2)
-  params, after = simulated(tx, 3)
+  (_, before), (params, now) = after(simulated(tx), 2, 3)
   offset = lambda state: jax.tree.map(  # noqa: E731
     lambda s, d: (s + d)[:, 0], state.sent.values, state.offset.values
   )
@@ -247,7 +252,7 @@ def test_an_overlap_sends_the_state_before_the_step():
   for r, x in enumerate(batch(2).reshape(REPLICAS, -1, 48)):
     own = jax.tree.map(lambda p, d, r=r: p + d[r], PARAMS, offset(before))
     move = jax.tree.map(lambda g: -0.1 * g, jax.grad(loss_fn)(own, x))
-    found = jax.tree.map(lambda d, r=r: d[r], offset(after))
+    found = jax.tree.map(lambda d, r=r: d[r], offset(now))
     chex.assert_trees_all_close(found, move, atol=1e-6)
 
 
@@ -348,7 +353,7 @@ def test_bytes_are_those_of_each_step():
   size = sum(p.size for p in jax.tree.leaves(PARAMS))
   for fragments in (1, 2):
     sent = []
-    run = simulation(tx_of(every=4, fragments=fragments))
+    run = simulated(tx_of(every=4, fragments=fragments))
     for _, state in itertools.islice(run, 13):
       metrics = edgc_jax.metrics(state)
       assert metrics["dense_bytes"] == 4 * size
@@ -379,12 +384,17 @@ def test_metrics_join_fragments_of_other_kinds():
     assert metrics["dense_bytes"] == 4 * (64 * 64 + 64)
 
 
+@functools.cache
+def on_four_replicas():
+  """Returns a state after half a round, and its specs."""
+  tx = tx_of(every=4)
+  ((_, state),) = after(shard_mapped(tx), 6)
+  return jax.device_get(state), edgc_jax.state_specs(tx, PARAMS)
+
+
 @pytest.mark.parametrize("replicas", [2, 8])
 def test_resizing_keeps_the_mean_of_the_own_parameters(replicas):
-  tx = tx_of(every=4)
-  _, state = shard_mapped(tx, 6)
-  specs = edgc_jax.state_specs(tx, PARAMS)
-  host = jax.device_get(state)
+  host, specs = on_four_replicas()
   resized = edgc_jax.resize_replicas(host, specs, REPLICAS, replicas)
   for part in ("offset", "inner_state"):
     old, new = (getattr(s, part).values for s in (host, resized))

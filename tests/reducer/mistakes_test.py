@@ -69,12 +69,19 @@ class HugeGradientsTest(parameterized.TestCase):
     self.assertGreaterEqual(min(ranks["a"] + ranks["c"]), 2)
 
 
+@functools.cache
+def edgc_run(total_steps):
+  """Returns a run of edgc, compiled once for all tests."""
+  return Pmap(edgc(**QUICK, total_steps=total_steps), PARAMS)
+
+
 @pytest.mark.slow
 class WindowsTest(parameterized.TestCase):
   """A run of edgc whose circumstances change after the warm-up."""
 
   def check(self, scales, message, total_steps=None, restarts=()):
-    run = Pmap(edgc(**QUICK, total_steps=total_steps), PARAMS)
+    run = edgc_run(total_steps)
+    run.state = run.first_state
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter("always")
       for step, scale in enumerate(scales):
@@ -97,7 +104,8 @@ class WindowsTest(parameterized.TestCase):
     self.check([1.0] * 8, "", total_steps=8)
 
   def test_a_longer_run_continues(self):
-    short, long = (Pmap(edgc(**QUICK, total_steps=n), PARAMS) for n in (4, 8))
+    short, long = edgc_run(4), edgc_run(8)
+    short.state = short.first_state
     for step in range(4):
       short.step(gradients_like(PARAMS, step))
     long.state = short.state

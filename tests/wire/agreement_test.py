@@ -1,5 +1,6 @@
 """Replicas that diverge are detected, for any cause, and can be repaired."""
 
+import functools
 from unittest import mock
 
 import chex
@@ -63,10 +64,23 @@ def chain(**options):
   return optax.chain(float32.powersgd(4, **options), optax.adam(1e-3))
 
 
+@functools.cache
+def _compiled(check_every):
+  run = Trained(chain(check_every=check_every))
+  return run, (dict(run.params), run.state)
+
+
+def trained(check_every):
+  """Returns a run before its first step, compiled once for all tests."""
+  run, (params, state) = _compiled(check_every)
+  run.params, run.state = dict(params), state
+  return run
+
+
 @pytest.mark.slow
 class SentinelTest(parameterized.TestCase):
   def test_equal_replicas_have_not_parted(self):
-    run = Trained(chain(check_every=1))
+    run = trained(check_every=1)
     for step in range(6):
       run.step(step)
     self.assertEqual(run.diverged, 0)
@@ -79,7 +93,7 @@ class SentinelTest(parameterized.TestCase):
     ("infinite", "b", (7,), np.inf),
   )
   def test_one_wrong_number_on_one_replica(self, name, index, value):
-    run = Trained(chain(check_every=3))
+    run = trained(check_every=3)
     run.step(0)
     self.assertEqual(run.diverged, 0)
     run.change(name, 2, index, value)
@@ -92,7 +106,7 @@ class SentinelTest(parameterized.TestCase):
       self.assertEqual(edgc_jax.metrics(run.state)["diverged_steps"], 1)
 
   def test_rounding_does_not_count(self):
-    run = Trained(chain(check_every=1))
+    run = trained(check_every=1)
     noise = np.random.default_rng(0).standard_normal((40, 60))
     run.params["w"] = run.params["w"].at[1].mul(1 + 1e-5 * noise)
     run.step(0)
@@ -171,7 +185,7 @@ class SentinelTest(parameterized.TestCase):
   @parameterized.parameters("w", "b")
   def test_following_the_first_replica(self, name):
     """All parameters are equal again; residuals stay."""
-    run = Trained(chain(check_every=1))
+    run = trained(check_every=1)
     run.step(0)
     run.change(name, 1, (0,), 7.0)
     run.step(1)
