@@ -154,9 +154,12 @@ class Advice:
     return self._speed(method.break_even)
 
   def _speed(self, bandwidth: float) -> str:
-    """Returns the speed of a replica's uplink, of a device's payload."""
+    """Returns a device's payload a second as the speed of a replica's uplink.
+
+    In Mbit/s below 10 Gbit/s.
+    """
     megabits = 8e-6 * self.shards * ring_bytes(bandwidth, self.replicas)
-    if megabits < 1e4:
+    if megabits < 9999.5:
       return f"{megabits:.4g} Mbit/s"
     return f"{megabits / 1e3:.4g} Gbit/s"
 

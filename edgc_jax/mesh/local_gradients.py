@@ -178,8 +178,7 @@ def value_and_grad(
         return jax.tree.map(lambda x: jnp.asarray(x)[None], (value, gradients))
       value = _common(value, axis_name)
       # On CPUs the collectives of the update must follow.
-      arrays = [x for x in jax.tree.leaves(value) if not _is_key(x)]
-      gradients = order.after_all(gradients, arrays)
+      gradients = order.after_all(gradients, value)
       return value, jax.tree.map(lambda g: g[None], gradients)
 
     of_params, of_value = (

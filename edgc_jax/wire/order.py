@@ -112,17 +112,14 @@ def after(tree: Any, earlier: Any) -> Any:
 
   Every leaf is selected by a condition on the last value of each leaf of
   `earlier`. It is always true, but the compiler cannot know. A branch replaces
-  the `where` for leaves that it would make vary over more axes.
+  the `where` for leaves that a `where` would make vary over more axes.
   """
-  last = [
-    leaf[(-1,) * leaf.ndim].astype(jnp.float32)
-    for leaf in jax.tree.leaves(earlier)
-    if leaf.size
-  ]
+  last = [_last(leaf) for leaf in jax.tree.leaves(earlier) if leaf.size]
   if not last:
     return tree
   values = jnp.stack(last)
-  # A reduction, since the compiler copies single operations to every leaf.
+  # The condition is a reduction: the compiler would copy elementwise operations
+  # into the computation of every leaf.
   may_send = jnp.all(~(values > 0) | (values > -1))
   axes = set(varying_axes(may_send))
 
@@ -132,6 +129,13 @@ def after(tree: Any, earlier: Any) -> Any:
     return lax.cond(may_send, lambda x: x, jnp.zeros_like, leaf)
 
   return jax.tree.map(wait, tree)
+
+
+def _last(leaf: jax.Array) -> jax.Array:
+  """Returns the last value of an array, or of the data of a random key."""
+  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    leaf = jax.random.key_data(leaf)
+  return leaf[(-1,) * leaf.ndim].astype(jnp.float32)
 
 
 def in_turn(tree: Any, earlier: Any) -> Any:

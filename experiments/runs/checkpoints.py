@@ -240,11 +240,6 @@ class Checkpoints:
 
   @functools.cached_property
   def _manager(self) -> ocp.CheckpointManager:
-    if jax.process_count() == 1:
-      # Else Orbax cuts what several devices hold, for their hosts to share the
-      # writing: a program for each array and device, seconds to compile.
-      whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-      ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
     policies = checkpoint_managers
     return _Manager(
       self.path,
@@ -267,6 +262,7 @@ class Checkpoints:
           ]
         ),
       ),
+      handler_registry=_handlers(),
     )
 
   def _write_sums(self) -> None:
@@ -293,6 +289,22 @@ class Checkpoints:
       )
     whole = [step for step in found if step not in self._damaged]
     return max(whole, default=_ALL_DAMAGED if found else _NONE)
+
+
+def _handlers() -> ocp.DefaultCheckpointHandlerRegistry:
+  """Returns what writes trees of arrays, without keys of `jax.random`."""
+  types, found = ocp.type_handlers, ocp.DefaultCheckpointHandlerRegistry()
+  if jax.process_count() == 1:
+    # Otherwise Orbax cuts arrays that several devices hold, so that hosts can
+    # share the writing. It compiles a program for each array and device, which
+    # takes seconds.
+    whole = types.ArrayHandler(use_replica_parallel=False)
+    own = types.create_type_handler_registry(
+      (np.ndarray, types.NumpyHandler()), (jax.Array, whole)
+    )
+    trees = ocp.PyTreeCheckpointHandler(type_handler_registry=own)
+    found.add(None, ocp.args.PyTreeSave, trees)
+  return found
 
 
 def _restore_args(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:

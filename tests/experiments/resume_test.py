@@ -8,6 +8,7 @@ import threading
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from helpers import cut_runs
 from helpers.cut_runs import lines_of, newest, tensorboard_of, whole_runs
@@ -286,6 +287,8 @@ def test_saving_compiles_no_program(tmp_path):
     if event == "/jax/core/compile/backend_compile_duration":
       compiled.append(about)
 
+  # Others in this process may write keys, which need more than this handler.
+  of_others = ocp.type_handlers.get_type_handler(jax.Array)
   jax.monitoring.register_event_duration_secs_listener(note)
   try:
     checkpoints = Checkpoints(tmp_path, keep=2)
@@ -295,6 +298,7 @@ def test_saving_compiles_no_program(tmp_path):
     jax.monitoring.unregister_event_duration_listener(note)
   assert Checkpoints(tmp_path, 2).newest() == (1, {})
   assert not compiled
+  assert ocp.type_handlers.get_type_handler(jax.Array) is of_others
 
 
 def test_only_the_newest_and_the_best_are_kept(tmp_path):

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -306,6 +307,7 @@ def adam_on(shape, every):
   return mesh, tx
 
 
+@functools.cache
 def saved_run(every, folder):
   """Returns parameters and state after five calls, and where they are saved."""
   ocp = pytest.importorskip("orbax.checkpoint")
@@ -313,7 +315,7 @@ def saved_run(every, folder):
   shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), SHARDS)
   params = jax.device_put(PARAMS, shardings)
   params, state, _ = train_plain(tx, mesh, params, "replica", 5)
-  folder = folder / "checkpoint"
+  folder = f"{folder}/every-{every}"
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder, {"params": params, "opt_state": state})
   return params, state, folder
@@ -321,11 +323,11 @@ def saved_run(every, folder):
 
 @pytest.mark.slow
 class ShardsTest(parameterized.TestCase):
-  @pytest.fixture(autouse=True, scope="class")
   @classmethod
-  def save_once(cls, tmp_path_factory):
-    get = lambda every: saved_run(every, tmp_path_factory.mktemp("saved"))  # noqa: E731
-    cls.saved = staticmethod(functools.cache(get))
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.folder = tempfile.TemporaryDirectory()
+    cls.addClassCleanup(cls.folder.cleanup)
 
   def test_nothing_but_factors_crosses_the_slow_axis(self):
     names = ("replica", "shard")
@@ -497,7 +499,7 @@ class ShardsTest(parameterized.TestCase):
   )
   def test_restore_on_another_mesh(self, shape, every):
     """Also in the middle of accumulated calls."""
-    params, state, folder = self.saved(every)
+    params, state, folder = saved_run(every, self.folder.name)
     if shape[0] == 1:
       with self.assertWarnsRegex(RuntimeWarning, "one replica"):
         mesh, tx = adam_on(shape, every)

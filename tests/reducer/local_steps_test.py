@@ -123,7 +123,7 @@ def plain(make):
     params, state = step(params, state, batch(i))
 
 
-def after(run, *steps):
+def states_after(run, *steps):
   """Returns parameters and state of a run after some steps, in their order."""
   found = list(itertools.islice(run, max(steps) + 1))
   return [found[i] for i in steps]
@@ -174,7 +174,9 @@ def by_hand(every, steps, inner=None, rule=NESTEROV, overlap=0):
 def test_equals_a_loop_over_the_replicas(run):
   make = functools.partial(tx_of, every=3)
   commons = by_hand(every=3, steps=7)
-  (second, _), (last, _) = after(run(make if run is plain else make()), 2, 7)
+  (second, _), (last, _) = states_after(
+    run(make if run is plain else make()), 2, 7
+  )
   chex.assert_trees_all_close(second, commons[1], atol=2e-5)
   chex.assert_trees_all_close(last, commons[6], atol=2e-5)
   chex.assert_trees_all_equal(commons[1], PARAMS)
@@ -198,11 +200,11 @@ def test_all_ways_to_bind_the_axis_agree():
   """Without fragments and overlap each is also a loop over the replicas."""
   make = functools.partial(tx_of, fragments=2, overlap=1)
   steps = 13  # the last one exchanges
-  ((expected, state),) = after(simulated(make()), steps)
+  ((expected, state),) = states_after(simulated(make()), steps)
   moved = edgc_jax.metrics(state)
   assert moved["wire_bytes"] > 0 and moved["skipped_inner_steps"] == 0
   for run in (pmapped, shard_mapped, plain):
-    found = after(run(make if run is plain else make()), steps)
+    found = states_after(run(make if run is plain else make()), steps)
     ((params, state),) = found
     chex.assert_trees_all_close(params, expected, atol=2e-5)
     chex.assert_trees_all_close(edgc_jax.metrics(state), moved, rtol=1e-4)
@@ -242,7 +244,7 @@ def test_an_overlap_sends_the_state_before_the_step():
   """x <- x + outer(-d), d <- the step's own move."""
   make = functools.partial(tx_of, every=2, inner=optax.sgd(0.1), overlap=1)
   tx = make(rule=optax.sgd(1.0))
-  (_, before), (params, now) = after(simulated(tx), 2, 3)
+  (_, before), (params, now) = states_after(simulated(tx), 2, 3)
   offset = lambda state: jax.tree.map(  # noqa: E731
     lambda s, d: (s + d)[:, 0], state.sent.values, state.offset.values
   )
@@ -388,7 +390,7 @@ def test_metrics_join_fragments_of_other_kinds():
 def on_four_replicas():
   """Returns a state after half a round, and its specs."""
   tx = tx_of(every=4)
-  ((_, state),) = after(shard_mapped(tx), 6)
+  ((_, state),) = states_after(shard_mapped(tx), 6)
   return jax.device_get(state), edgc_jax.state_specs(tx, PARAMS)
 
 

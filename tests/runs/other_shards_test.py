@@ -50,6 +50,7 @@ def test_resumes(tmp_path, capsys, runs, reducer, before, after, backend):
   config = config_of(tmp_path / "run", reducer, after)
   config.mesh.backend = backend
   resumed = cut_runs.run(config, compiles=False)
+  assert resumed.parallel.traces == 1, "of other shapes or placements"
   if before == after:  # bit for bit
     assert cut_runs.lines_of(resumed) == cut_runs.lines_of(expected)
     assert (resumed.folder.path / "report.html").exists() == (

@@ -29,6 +29,18 @@ class AfterTest(parameterized.TestCase):
     for name, leaf in tree.items():  # bytes tell -0.0 from 0.0
       self.assertEqual(waited[name].tobytes(), leaf.tobytes(), name)
 
+  def test_random_keys(self):
+    keys = {
+      "one": jax.random.key(0),
+      "two": jax.random.split(jax.random.key(1)),
+    }
+    found = jax.jit(order.after)({"x": jnp.ones(2), **keys}, keys)
+    np.testing.assert_array_equal(found["x"], 1)
+    for name, key in keys.items():
+      np.testing.assert_array_equal(
+        jax.random.key_data(found[name]), jax.random.key_data(key)
+      )
+
   def test_without_earlier_values(self):
     self.assertEqual(order.after(3, []), 3)
     self.assertEqual(order.after(3, [jnp.zeros((2, 0))]), 3)
