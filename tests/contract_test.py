@@ -150,6 +150,7 @@ def test_zero_tiny_and_huge_gradients(name, backend):
 
 
 @pytest.mark.parametrize("name", [*filter(is_plain, REDUCERS)])
+@pytest.mark.slow
 def test_both_backends_agree(name):
   """In each step from equal states: a code enlarges the last rounding."""
   on_pmap, on_mesh = (fresh(name, backend) for backend in BACKENDS)

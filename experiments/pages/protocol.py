@@ -194,10 +194,10 @@ def _together(record: Record) -> int:
 
 
 def _summary(names: str) -> Sequence[str]:
-  """Returns the best arm of each budget, for the README.
+  """Returns the best arm of each budget beside those of edgc, for the README.
 
-  Arms of edgc, and those of the first table, are all there; arms of a single
-  seed, without a standard error, are left out.
+  The arms of the first table are all there; arms of a single seed, without a
+  standard error, are left out.
   """
   found = _joined(names)
   found = found[found["seeds"] > 1] if len(found) else found
@@ -213,11 +213,11 @@ def _summary(names: str) -> Sequence[str]:
       own = own.sort_values("bits", ascending=False)
     elif len(own):
       is_edgc = own.index.str.startswith("edgc")
+      others = own[~is_edgc]
       # Two seeds may be best by chance.
-      is_sure = own["seeds"] > 2
-      best = own.index[is_sure] if is_sure.any() else own.index
-      kept = [best[0], *own.index[is_edgc]]
-      own = own.loc[list(dict.fromkeys(kept))]
+      is_sure = others["seeds"] > 2
+      best = others[is_sure] if is_sure.any() else others
+      own = own.loc[[*best.index[:1], *own.index[is_edgc]]]
     for arm, row in own.iterrows():
       line = _line(arm, row)
       lines.append({k: line[k] for k in _SHORT})

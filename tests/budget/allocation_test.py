@@ -484,6 +484,7 @@ class AllocatorTest(parameterized.TestCase):
   @parameterized.parameters(
     ([12, 16, 16, 16, 16, 16],), ([12, 24, 14, 14, 14, 14],), ([2, 24] * 3,)
   )
+  @pytest.mark.slow
   def test_a_capped_matrix_stays_below_its_cap(self, ranks):
     """24 x 24 has at most 12 columns, however many bytes are left."""
     for levels in ((3, 2), (3, 3), (3, 4)):

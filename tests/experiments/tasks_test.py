@@ -143,6 +143,7 @@ def test_configurations_have_valid_sizes():
 
 
 @pytest.mark.parametrize("name", DIGITS)
+@pytest.mark.slow
 def test_noise_is_drawn_from_the_key(name, tmp_path):
   task = tasks.make(small_task(tmp_path, name))
   params = jax.jit(task.init)(jax.random.key(0))
@@ -197,6 +198,7 @@ def drawn(backend, seed):
   return np.diff(sums, axis=0)
 
 
+@pytest.mark.slow
 def test_keys_differ_between_replicas_steps_and_seeds():
   found = [drawn("vmap", seed) for seed in (0, 1)]
   assert len(np.unique(np.round(found, 4))) == 2 * 3 * 4

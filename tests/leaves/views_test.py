@@ -8,6 +8,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 from helpers import float32
@@ -225,6 +226,7 @@ class ScannedTest(parameterized.TestCase):
     np.testing.assert_array_equal(there[1], x[:, 1].reshape(8, 5))
     np.testing.assert_array_equal(leaf.from_view(there), x)
 
+  @pytest.mark.slow
   def test_a_reducer_sends_the_matrices_of_the_layers(self):
     """As if the axis of the layers came first."""
     second = {"layers": {"wi": {"kernel": jnp.zeros((24, 3, 40))}}}

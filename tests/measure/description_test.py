@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from helpers import float32, shard_runs
 from jax.sharding import AxisType
@@ -45,6 +46,7 @@ class DescriptionTest(parameterized.TestCase):
     ("topk", lambda: edgc_jax.topk(0.1, min_size=200)),
     ("quantize", lambda: edgc_jax.quantize(8, min_size=200)),
   )
+  @pytest.mark.slow
   def test_bytes_are_the_ones_that_metrics_reports(self, make):
     tx = make()
     (part,) = describe(tx, PARAMS, replicas=2).parts

@@ -160,6 +160,7 @@ def assert_near(first, second):
 
 class ReplicasTest(parameterized.TestCase):
   @parameterized.parameters("edgc", "topk")
+  @pytest.mark.slow
   def test_equal_to_shard_map(self, name):
     mesh, options = mesh_of(), variants()[name][""]
     make = edgc_jax.REDUCERS[name]

@@ -46,6 +46,7 @@ def drive(backend, scales, **options):
 
 class EdgcTest(parameterized.TestCase):
   @parameterized.parameters(*BACKENDS)
+  @pytest.mark.slow
   def test_visits_every_rank_in_one_trace(self, backend):
     # Both changes of the scale, down and up, span the whole ladder.
     scales = [1.0, 0.2, 0.2, 0.2, 1.1, 1.1, 1.1]
@@ -82,6 +83,7 @@ class EdgcTest(parameterized.TestCase):
     self.assertEqual(values[0]["predicted_error"], 0)
     self.assertEqual(values[0]["relative_error"], 0)
 
+  @pytest.mark.slow
   def test_linear_rule(self):
     scales = [1.0, 0.2, 0.2, 0.2, 0.04, 0.04]
     _, values = drive("pmap", scales, rule="linear", max_rank_step=8)

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from helpers import float32
 from helpers.meshes import (
@@ -98,6 +99,7 @@ class LowRankTest(parameterized.TestCase):
 
   @parameterized.named_parameters(("constant", 0.0, False), ("new", 0.0, True),
                                   ("noisy", 0.05, False))  # fmt: skip
+  @pytest.mark.slow
   def test_a_spectrum_wider_than_a_float_is_exact(self, noise, turns):
     """8 singular values are 1e4 and 24 are 1: each column matters."""
     rows, cols, rank = 128, 256, 32
@@ -196,6 +198,7 @@ class RankChangeTest(parameterized.TestCase):
     self.assertGreater(cold, best + 0.05)
     self.assertLess(warm - best, 0.1 * (cold - best))
 
+  @pytest.mark.slow
   def test_columns_are_used_again_when_the_rank_grows_back(self):
     values = 1.5 ** -np.arange(20)
     gradients = spectral_gradient(values)

@@ -258,7 +258,9 @@ def test_an_overlap_sends_the_state_before_the_step():
     chex.assert_trees_all_close(found, move, atol=1e-6)
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize(
+  "is_sharded", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_inner_steps_send_nothing(is_sharded):
   """All collectives over replicas of the compiled step are in the exchange."""
   if is_sharded:

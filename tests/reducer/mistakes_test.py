@@ -153,6 +153,7 @@ class StateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "`axis_name`.*'data'"):
       edgc_jax.resize_replicas(tx.init(PARAMS), specs, 4, 2, "replica")
 
+  @pytest.mark.slow
   def test_resizing_a_state_of_pmap(self):
     """Adam's moments are resized too, so training continues."""
     tx = optax.chain(float32.powersgd(4, min_ratio=0), optax.adam(1e-3))

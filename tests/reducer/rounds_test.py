@@ -317,6 +317,7 @@ class StackTest(parameterized.TestCase):
     ]
     self.assertEqual(*sent)
 
+  @pytest.mark.slow
   def test_equal_leaves_of_several_dtypes(self):
     """They are computed together; each keeps its own rounding errors."""
     params = {
@@ -334,6 +335,7 @@ class StackTest(parameterized.TestCase):
         kept = np.float32(updates[name][0]) + after[name].mean(0)
         np.testing.assert_allclose(kept, owed, 2e-5, 2e-6)
 
+  @pytest.mark.slow
   def test_the_error_of_each_leaf_is_its_own(self):
     """A leaf whose gradient has rank one loses nothing."""
     run = Pmap(float32.powersgd(4, min_ratio=1.2), APART)

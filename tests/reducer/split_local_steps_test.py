@@ -183,6 +183,7 @@ def test_an_exchange_left_behind_is_forgotten():
   chex.assert_trees_all_equal(*found)
 
 
+@pytest.mark.slow
 def test_steps_go_on_while_an_exchange_is_in_flight(monkeypatch):
   """Neither the steps nor `exchange` wait, until the result is due."""
   mesh, may_end, done = mesh_of(), threading.Event(), []

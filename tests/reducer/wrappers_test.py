@@ -130,6 +130,7 @@ class CombinedTest(parameterized.TestCase):
   @parameterized.product(
     backend=list(BACKENDS), outer=["accumulate", "skip_nonfinite"]
   )
+  @pytest.mark.slow
   def test_accumulate_and_skip_in_either_order(self, backend, outer):
     if outer == "accumulate":
       tx = edgc_jax.accumulate(edgc_jax.skip_nonfinite(chain()), 2)
