@@ -4,6 +4,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+# A form is a type, a dictionary with one form of all its values, or a list with
+# one of all its entries. `int` stands for integers from 0 on.
+_SETTINGS = {str: object}
+_TABLE = {str: _SETTINGS}
 _TUNING = {"key", "start", "factor", "seed", "settings"}
 _OPTIONAL = {"tolerance", "arms"}
 
@@ -26,36 +30,24 @@ def require_form(name: str, value: Any, path: str) -> None:
     )
 
 
-def _are_counts(values: Any) -> bool:
-  """Returns whether these are integers from 0 on."""
-  is_sequence = isinstance(values, Sequence)
-  return is_sequence and all(type(x) is int and x >= 0 for x in values)
-
-
-def _is_mapping(value: Any, is_value: Callable[[Any], bool]) -> bool:
-  """Returns whether this maps names to values of a form."""
-  is_mapping = isinstance(value, Mapping)
-  return is_mapping and all(
-    isinstance(key, str) and is_value(each) for key, each in value.items()
-  )
-
-
-def _is_settings(value: Any) -> bool:
-  return _is_mapping(value, lambda _: True)
-
-
-def _is_table(value: Any) -> bool:
-  return _is_mapping(value, _is_settings)
-
-
-def _are_settings(values: Any) -> bool:
-  return isinstance(values, Sequence) and all(map(_is_settings, values))
+def _fits(value: Any, form: Any) -> bool:
+  """Returns whether a value has a form."""
+  if isinstance(form, dict):
+    ((_, each),) = form.items()
+    return isinstance(value, Mapping) and all(
+      isinstance(key, str) and _fits(x, each) for key, x in value.items()
+    )
+  if isinstance(form, list):
+    return isinstance(value, Sequence) and all(_fits(x, *form) for x in value)
+  if form is int:
+    return type(value) is int and value >= 0
+  return isinstance(value, form)
 
 
 def _is_tuning(value: Any) -> bool:
   """Returns whether this has what `study.Tuning` needs."""
   if not (
-    _is_settings(value) and _TUNING <= value.keys() <= _TUNING | _OPTIONAL
+    _fits(value, _SETTINGS) and _TUNING <= value.keys() <= _TUNING | _OPTIONAL
   ):
     return False
   start, factor = value["start"], value["factor"]
@@ -68,30 +60,27 @@ def _is_tuning(value: Any) -> bool:
     and list(start) == sorted(start)
     and factor > 1
     and isinstance(value["key"], str)
-    and _are_counts([value["seed"]])
-    and _is_settings(value["settings"])
+    and _fits(value["seed"], int)
+    and _fits(value["settings"], _SETTINGS)
     and type(value.get("tolerance", 0.0)) in (int, float)
     and 0 <= value.get("tolerance", 0.0) < math.inf
-    and _is_table(value.get("arms", {}))
+    and _fits(value.get("arms", {}), _TABLE)
   )
 
 
 _FORMS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-  "CONFIG": ("the name of a file", lambda x: isinstance(x, str)),
+  "CONFIG": ("the name of a file", lambda x: _fits(x, str)),
   "TABLES": (
     "{table: {arm: settings}} with an arm",
-    lambda x: _is_mapping(x, _is_table) and any(x.values()),
+    lambda x: _fits(x, {str: _TABLE}) and any(x.values()),
   ),
-  "SEEDS": ("integers from 0 on", _are_counts),
-  "MORE": ("integers from 0 on", _are_counts),
-  "BEST": ("an integer from 0 on", lambda x: _are_counts([x])),
-  "MATCHED": (
-    "{arm: arm}",
-    lambda x: _is_mapping(x, lambda arm: isinstance(arm, str)),
-  ),
+  "SEEDS": ("integers from 0 on", lambda x: _fits(x, [int])),
+  "MORE": ("integers from 0 on", lambda x: _fits(x, [int])),
+  "BEST": ("an integer from 0 on", lambda x: _fits(x, int)),
+  "MATCHED": ("{arm: arm}", lambda x: _fits(x, {str: str})),
   "ALTERNATIVES": (
     "{arm: [settings, ...]}",
-    lambda x: _is_mapping(x, _are_settings),
+    lambda x: _fits(x, {str: [_SETTINGS]}),
   ),
   "TUNING": (
     "a dictionary of a key, rising positive values to start, a factor above 1,"

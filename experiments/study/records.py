@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -30,7 +30,7 @@ _DIGITS = 5  # of logged numbers
 Flat = Mapping[str, Any]
 
 
-class Record(Mapping[str, Any]):
+class Record(dict[str, Any]):
   """What a run was told and what it logged.
 
   Its keys are those of the file: `config`, `changed` (keys that were not at
@@ -38,19 +38,6 @@ class Record(Mapping[str, Any]):
   metrics.jsonl as a list over the lines; None where a line lacks it). A failed
   run has `error` in place of the last two.
   """
-
-  def __init__(self, values: Mapping[str, Any]):
-    """Wraps the contents of a file."""
-    self._values = values
-
-  def __getitem__(self, key: str) -> Any:
-    return self._values[key]
-
-  def __iter__(self) -> Iterator[str]:
-    return iter(self._values)
-
-  def __len__(self) -> int:
-    return len(self._values)
 
   @property
   def is_finished(self) -> bool:
