@@ -181,6 +181,7 @@ class ContractTest(parameterized.TestCase):
       ),
     ),
   )
+  @pytest.mark.slow
   def test_full_rank_gives_the_dense_mean(self, make):
     run = Pmap(make(), PARAMS)
     for step in range(3):

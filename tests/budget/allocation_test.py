@@ -513,6 +513,7 @@ class AllocatorTest(parameterized.TestCase):
     self.assertEqual(ranks[1], 16)
 
   @parameterized.product(scale=[1e-3, 8.0, 100.0], sampled=[True, False])
+  @pytest.mark.slow
   def test_a_scale_exponent_of_two_ignores_the_scale(self, scale, sampled):
     """Matrices of equal spectra have equal ranks, whatever their scale."""
     squared = jnp.array([1, scale**2, 1, 1, 1], jnp.float32)

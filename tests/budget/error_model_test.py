@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from edgc_jax.budget.error_model import (
@@ -34,6 +35,7 @@ class SpectrumTest(parameterized.TestCase):
     # error of 256 x 256 is 0.1 % with 20.
     (512, 2048, 5), (256, 256, 20), (64, 4096, 10), (2048, 512, 3)
   )  # fmt: skip
+  @pytest.mark.slow
   def test_agrees_with_svd(self, rows, cols, draws):
     measured, model = lost_by_svd(rows, cols, draws), lost_energy(rows, cols)
     most = 3 * min(rows, cols) // 4

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from helpers import float32
 
@@ -274,6 +275,7 @@ class CeilingTest(parameterized.TestCase):
     tree=list(TREES),
     setting=[(4, 2.0), (1, 2.0), (8, 1.0), (4, 0.5), (1, 0.0)],
   )
+  @pytest.mark.slow
   def test_brute_force(self, tree, setting):
     for link in LINKS:
       for compression in COMPRESSIONS:

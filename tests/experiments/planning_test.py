@@ -76,6 +76,7 @@ def test_recomputing_and_sums_take_time():
   )
 
 
+@pytest.mark.slow
 def test_ranks_follow_the_curve():
   """Dense warm-up, the largest rank, then down by a step of the ladder."""
   config = small("edgc", tensor=1)

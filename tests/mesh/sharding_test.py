@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from absl.testing import absltest
 from helpers import float32
 from helpers.meshes import ShardMap, gradients_like, residuals
@@ -45,6 +46,7 @@ class StateSpecsTest(absltest.TestCase):
     plain = edgc_jax.state_specs(optax.adam(1e-3), PARAMS)
     self.assertEqual(set(jax.tree.leaves(plain)), {P()})
 
+  @pytest.mark.slow
   def test_global_shapes(self):
     """Arrays [m, n] of replicas are one array [N m, n]."""
     run = ShardMap(float32.powersgd(2), PARAMS)

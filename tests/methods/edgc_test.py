@@ -56,6 +56,7 @@ class EdgcTest(parameterized.TestCase):
     for window in range(len(scales)):
       self.assertLen(set(ranks[4 * window : 4 * window + 4]), 1)
 
+  @pytest.mark.slow
   def test_entropy_is_of_the_local_gradient(self):
     """It is measured in nats before error feedback, every second step."""
     _, values = drive("pmap", [1.0, 0.2, 0.2])

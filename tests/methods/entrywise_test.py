@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.meshes import (
   BACKENDS,
@@ -64,6 +65,7 @@ class EntrywiseTest(parameterized.TestCase):
       chex.assert_trees_all_close(kept, residual, rtol=1e-5, atol=1e-6)
 
   @parameterized.parameters(True, False)
+  @pytest.mark.slow
   def test_randomk_agrees_with_numpy(self, error_feedback):
     """One entry of each run is sent, the same on all replicas."""
     tx = edgc_jax.randomk(0.1, error_feedback=error_feedback)
@@ -98,6 +100,7 @@ class EntrywiseTest(parameterized.TestCase):
         seen.add((name, tuple(places)))
     self.assertLen(seen, 8)
 
+  @pytest.mark.slow
   def test_randomk_is_unbiased_without_error_feedback(self):
     """The average of 400 draws is close to the mean in each entry."""
     params = {"w": jnp.zeros((16, 64))}
@@ -115,6 +118,7 @@ class EntrywiseTest(parameterized.TestCase):
     ("randomk", lambda: edgc_jax.randomk(1.0)),
     ("randomk_scaled", lambda: edgc_jax.randomk(1.0, error_feedback=False)),
   )
+  @pytest.mark.slow
   def test_density_one_gives_the_dense_mean(self, make):
     run = Pmap(make(), PARAMS)
     for step in range(2):
@@ -131,6 +135,7 @@ class EntrywiseTest(parameterized.TestCase):
     ("topk", "pmap", lambda: edgc_jax.topk(0.05), lambda n: 4 * 4 * n),
     ("randomk", "pmap", lambda: edgc_jax.randomk(0.05), lambda n: 4 * n),
   )
+  @pytest.mark.slow
   def test_bytes_of_sparse_methods(self, backend, make, by_count):
     run = BACKENDS[backend](make(), PARAMS)
     found = self.bytes_of(run)
@@ -139,6 +144,7 @@ class EntrywiseTest(parameterized.TestCase):
     self.assertEqual(found, expected)
 
   @parameterized.parameters(2, 1)
+  @pytest.mark.slow
   def test_few_bits_lose_nothing_for_ever(self, bits):
     """All updates and the mean residual add up to all gradients."""
     params = {"w": jnp.zeros((32, 64))}
@@ -152,6 +158,7 @@ class EntrywiseTest(parameterized.TestCase):
     np.testing.assert_allclose(received + left, given, atol=1e-4)
     self.assertGreater(np.abs(left).max(), 0.1)
 
+  @pytest.mark.slow
   def test_a_residual_that_decays_forgets(self):
     params = {"w": jnp.zeros((32, 64))}
     decayed = Pmap(edgc_jax.topk(0.05, residual_decay=0.5), params)
@@ -167,6 +174,7 @@ class EntrywiseTest(parameterized.TestCase):
     ("quantize_8", "shard_map", lambda: edgc_jax.quantize(8), 8),
     ("quantize_4", "pmap", lambda: edgc_jax.quantize(4), 4),
   )
+  @pytest.mark.slow
   def test_bytes_of_fewer_bits(self, backend, make, bits):
     run = BACKENDS[backend](make(), PARAMS)
     blocks = sum(-(-PARAMS[name].size // 256) for name in LARGE)
@@ -209,6 +217,7 @@ class EntrywiseTest(parameterized.TestCase):
     ("quantize", lambda: edgc_jax.quantize()),
     ("randomk_scaled", lambda: edgc_jax.randomk(0.1, error_feedback=False)),
   )
+  @pytest.mark.slow
   def test_a_nonfinite_entry_skips_the_step(self, make):
     """All replicas skip it, even if the entry is not sent."""
     params = {"w": jnp.zeros((32, 40))}

@@ -69,6 +69,7 @@ class LowRankTest(parameterized.TestCase):
     self.assertAlmostEqual(lost[-1], best, delta=1e-4)
     self.assertLess(lost[-1], lost[0])
 
+  @pytest.mark.slow
   def test_error_is_of_the_mean_and_norm_of_one_replica(self):
     """One step's estimate is rough, the mean of many is not biased."""
     run = Pmap(float32.powersgd(4, min_ratio=0), PARAMS)
@@ -88,6 +89,7 @@ class LowRankTest(parameterized.TestCase):
     self.assertAlmostEqual(np.mean(ratio), 1, delta=0.05)
     self.assertLess(np.std(ratio), (2 / 16) ** 0.5)
 
+  @pytest.mark.slow
   def test_residual_does_not_pile_up(self):
     """Differences between replicas are sent in the end too."""
     run = Pmap(float32.powersgd(8, min_ratio=0), PARAMS)
@@ -136,6 +138,7 @@ class LowRankTest(parameterized.TestCase):
     lengths = np.linalg.norm(q, axis=1)
     self.assertGreater(lengths.min(), 0.1 * lengths.max())
 
+  @pytest.mark.slow
   def test_equal_on_all_replicas_with_dead_directions(self):
     run = Pmap(float32.powersgd(8, min_ratio=0), PARAMS)
     for _ in range(3):
@@ -173,6 +176,7 @@ class RankChangeTest(parameterized.TestCase):
     self.assertEqual(edgc_jax.metrics(self.run_.state)["rank"], rank)
     return updates
 
+  @pytest.mark.slow
   def test_nothing_is_lost_when_the_rank_changes(self):
     """Updates and residuals add up to the gradients at any rank."""
     owed = np.zeros((ROWS, COLS))
@@ -184,6 +188,7 @@ class RankChangeTest(parameterized.TestCase):
       np.testing.assert_allclose(kept, owed, 1e-4, 1e-5)
     np.testing.assert_array_equal(self.run_.residual()["w"], 0)
 
+  @pytest.mark.slow
   def test_slicing_keeps_the_best_columns(self):
     """At the change from rank 16 to 8, the 8 strongest directions stay."""
     values = 1.15 ** -np.arange(40)
@@ -209,6 +214,7 @@ class RankChangeTest(parameterized.TestCase):
     self.assertLess(lost_share(gradients, update), best + 1e-4)
 
   @parameterized.parameters(1e-5, 1e5)
+  @pytest.mark.slow
   def test_scale_does_not_matter_when_the_rank_grows(self, scale):
     """New columns of Q must not make warm ones look like rounding noise."""
     lost = []

@@ -182,6 +182,7 @@ class AveragedGradientsTest(parameterized.TestCase):
       edgc_jax.metrics(run.state)
 
   @parameterized.parameters(*BACKENDS)
+  @pytest.mark.slow
   def test_different_gradients_are_fine(self, backend):
     run = restarted(backend)
     for step in range(4):

@@ -183,6 +183,7 @@ def test_equals_a_loop_over_the_replicas(run):
 
 
 @pytest.mark.parametrize("overlap", [1, 3])
+@pytest.mark.slow
 def test_equals_a_loop_with_an_overlap(overlap):
   """The second exchange begins when the first is applied, for overlap=3."""
   make = functools.partial(tx_of, every=3, overlap=overlap)
@@ -330,6 +331,7 @@ def test_a_replica_skips_a_step_alone():
   assert metrics["skipped_inner_steps"] == 1 and metrics["skipped_steps"] == 0
 
 
+@pytest.mark.slow
 def test_a_round_that_is_not_finite_is_dropped():
   """All replicas start again from the common parameters."""
   tx = tx_of(every=2, rule=optax.sgd(1.0), inner=optax.sgd(1.0))

@@ -85,6 +85,7 @@ class OwnMethodTest(parameterized.TestCase):
   @parameterized.product(
     wire_dtype=["float32", "bfloat16", "int8"], backend=list(BACKENDS)
   )
+  @pytest.mark.slow
   def test_methods_of_one_and_of_two_rounds(self, wire_dtype, backend):
     code = code_of(wire_dtype)
     tx = reducer_of({"once": plain_mean, "twice": signs}, code)

@@ -215,6 +215,7 @@ def test_steps_go_on_while_an_exchange_is_in_flight(monkeypatch):
   assert len(done) == 2
 
 
+@pytest.mark.slow
 def test_an_error_of_the_thread_is_raised_where_its_result_is_due(monkeypatch):
   mesh = mesh_of()
   tx, exchange = edgc_jax.split_local_steps(

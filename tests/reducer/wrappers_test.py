@@ -54,6 +54,7 @@ class AccumulateTest(parameterized.TestCase):
     exchange = float32.wire_bytes(PARAMS, 2)
     self.assertTrue(any(b[0] == 0 and b[-1] >= exchange for b in outer), outer)
 
+  @pytest.mark.slow
   def test_a_nonfinite_call_skips_one_exchange_only(self):
     run = accumulating("pmap")
     run.state = run.first_state

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.reference import through_blocks
 
@@ -82,6 +83,7 @@ class CodesTest(parameterized.TestCase):
     np.testing.assert_allclose(levels, -levels[::-1], atol=1e-6)
 
   @parameterized.parameters((1, 0.3634, 0.7979), (2, 0.1175, 1.510))
+  @pytest.mark.slow
   def test_few_levels_have_the_published_error(self, bits, error, last):
     """Max 1960, table I; rotated values of any distribution have no more."""
     levels = _gaussian_levels(bits)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from helpers.meshes import AXIS, assert_replicas_equal
 
@@ -212,6 +213,7 @@ class RoundTest(parameterized.TestCase):
 
 class CountingTest(parameterized.TestCase):
   @parameterized.parameters(None, Bfloat16(), Blockwise(4, 16), Rotated(16))
+  @pytest.mark.slow
   def test_counts_what_the_wire_sends(self, code):
     tree = {"factors": in_use(draw(2, 4, 10), [1, 1]), "plain": draw(9)}
 
