@@ -25,7 +25,7 @@ _TASKS = {
   "gpt2": (gpt2_tiny, {}),
   "bert": (gpt2_tiny, {"vocab_size": 257}),
   "vit": (vit_digits, {"patch": 4, "num_layers": 1}),
-  "conv": (conv_digits, {"channels": (16, 32), "dropout": 0.0}),
+  "conv": (conv_digits, {"channels": (32, 64), "dropout": 0.0}),
   "coattention": (coattention_digits, {"patch": 4, "num_layers": 1}),
 }
 
