@@ -143,7 +143,7 @@ def value_and_grad(
     values, specs, is_key = [], [], []
     for path, x in leaves:
       _require_array(x, jax.tree_util.keystr(path))
-      splits, key = axes[path[0].idx] == 0, _is_key(x) and jnp.ndim(x) == 0
+      splits, key = axes[path[0].idx] == 0, order.is_key(x) and jnp.ndim(x) == 0
       if splits and key:
         x = jax.random.split(x, replicas)
       elif splits and jnp.ndim(x):
@@ -344,22 +344,17 @@ def _without_module(
   def loss_of(params: Any, others: Any, *args: Any) -> tuple[Any, Any]:
     index = collectives.device_index(axis_name)
     own = jax.tree.map(
-      lambda x: jax.random.fold_in(x, index) if _is_key(x) else x, others
+      lambda x: jax.random.fold_in(x, index) if order.is_key(x) else x, others
     )
     module = nnx.merge(graph, params, own)
     value = loss_fn(module, *args)
     left = nnx.split(module, *kinds)[2]
     # The keys of all replicas stay equal.
-    left = jax.tree.map(lambda x, y: x if _is_key(x) else y, others, left)
+    left = jax.tree.map(lambda x, y: x if order.is_key(x) else y, others, left)
     value, aux = value if has_aux else (value, None)
     return value, (aux, left)
 
   return loss_of, params, others
-
-
-def _is_key(x: Any) -> bool:
-  """Returns whether this is a key of `jax.random.key`, or an array of them."""
-  return jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 def _require_own(params: Any, replicas: int) -> None:

@@ -14,7 +14,7 @@ from jax import lax
 
 from edgc_jax.wire import cpu_backend
 from edgc_jax.wire.joining import as_one
-from edgc_jax.wire.order import AxisName, in_turn, is_varying, names
+from edgc_jax.wire.order import AxisName, in_turn, is_key, is_varying, names
 
 
 def num_devices(axis_name: AxisName, argument: str = "axis_name") -> int:
@@ -145,9 +145,6 @@ def from_first(tree: Any, axis_name: AxisName) -> Any:
   """
   num_devices(axis_name)  # raises if the axis is unbound
   is_first = lax.axis_index(axis_name) == 0
-
-  def is_key(x: jax.Array) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
   def masked(x: jax.Array) -> jax.Array:
     x = jax.random.key_data(x) if is_key(x) else x

@@ -133,7 +133,7 @@ def after(tree: Any, earlier: Any) -> Any:
 
 def _last(leaf: jax.Array) -> jax.Array:
   """Returns the last value of an array, or of the data of a random key."""
-  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+  if is_key(leaf):
     leaf = jax.random.key_data(leaf)
   return leaf[(-1,) * leaf.ndim].astype(jnp.float32)
 
@@ -156,6 +156,11 @@ def in_turn(tree: Any, earlier: Any) -> Any:
 def after_all(tree: Any, earlier: Any) -> Any:
   """Does as `in_turn`, in plain `jax.jit`, too."""
   return after(tree, earlier) if jax.default_backend() == "cpu" else tree
+
+
+def is_key(value: Any) -> bool:
+  """Returns whether this is a key of `jax.random.key`, or an array of them."""
+  return jax.dtypes.issubdtype(jnp.result_type(value), jax.dtypes.prng_key)
 
 
 def is_varying(value: jax.Array, axes: AxisName) -> bool:
