@@ -8,8 +8,8 @@ def base(reducer: str) -> ConfigDict:
 
   Args:
     reducer: A name of `edgc_jax.REDUCERS`, or of a method of others in
-      experiments/peers/; or auto, which chooses edgc or allreduce for the
-      measured link.
+      experiments/peers/; or auto, which chooses for the measured link
+      among the methods that exchange at every step.
 
   Returns:
     A configuration with the sizes of GPT-2 with 124M parameters.

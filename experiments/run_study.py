@@ -40,7 +40,9 @@ _JOBS = flags.DEFINE_integer("jobs", 1, "Processes at once.", lower_bound=1)
 _TOGETHER = flags.DEFINE_integer(
   "together", 1, "Runs of one process, at most.", lower_bound=1
 )
-_LIMIT = flags.DEFINE_integer("limit", None, "Runs to start, at most.")
+_LIMIT = flags.DEFINE_integer(
+  "limit", None, "Runs to start, at most.", lower_bound=0
+)
 _MINUTES = flags.DEFINE_float(
   "minutes", math.inf, "Minutes after which no run starts.", lower_bound=0.0
 )
@@ -74,6 +76,12 @@ def main(argv: list[str]) -> None:
   )
   left = sum(1 for found in studies for _ in found.plan(records))
   print(f"{left} runs are left that could start now" if left else "complete")
+  stuck = [arm for found in studies for arm in found.stuck(records)]
+  if stuck and not left:
+    print(
+      "but no run can judge these arms, whose tuning found no best value, or"
+      f" which lack a partner or a rank of its bytes: {'; '.join(stuck)}"
+    )
   if failed:
     sys.exit(f"error: {failed} runs failed; --retry repeats them.")
 

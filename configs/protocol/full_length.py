@@ -13,7 +13,7 @@ TABLES = {
     arm: table.TABLES[group][arm]
     for group, arm in (
       ("Every entry", "dense"),
-      ("About 1 bits", "powersgd 21.8, int4, error"),
+      ("About 1 bit", "powersgd 21.8, int4, error"),
     )
   }
 }

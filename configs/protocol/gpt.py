@@ -1,4 +1,4 @@
-"""The model of the protocol: a byte-level GPT-2 of 0.44M parameters.
+"""The model of the protocol: a byte-level GPT-2 of 0.45M parameters.
 
   python experiments/train_gpt2.py --config=configs/protocol/gpt.py:powersgd
 

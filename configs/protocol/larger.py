@@ -1,6 +1,6 @@
 """The first arms of the table again, at four times the parameters.
 
-A run takes about two hours on one core, the study 50:
+A run takes about five hours on one core, the study 150:
 
   python experiments/run_study.py --study=configs/protocol/larger.py --jobs=2
 """
@@ -21,7 +21,7 @@ TUNING = {
 }
 
 # Ranks of about 2, 1 and 0.5 bits for the 1,853,568 parameters of the model.
-_RANKS = {"2": 68.0, "1": 33.4, "0.5": 16.2}
+_RANKS = {"About 2 bits": 68.0, "About 1 bit": 33.4, "About 0.5 bits": 16.2}
 
 TABLES = {
   "Every entry": {
@@ -29,12 +29,12 @@ TABLES = {
     for arm in ("dense", "quantize, 4 bits")
   }
 } | {
-  f"About {bits} bits": {
+  budget: {
     f"powersgd {rank:g}, int4, {allocation}": {
-      **table.TABLES["About 1 bits"][f"powersgd 21.8, int4, {allocation}"],
+      **table.TABLES["About 1 bit"][f"powersgd 21.8, int4, {allocation}"],
       "powersgd.rank": rank,
     }
     for allocation in ("uniform", "error")
   }
-  for bits, rank in _RANKS.items()
+  for budget, rank in _RANKS.items()
 }

@@ -16,8 +16,8 @@ MORE = table.MORE
 TUNING = table.TUNING
 
 
-def _variants(bits: str, arm: str) -> Mapping[str, Mapping[str, Any]]:
-  own = table.TABLES[f"About {bits} bits"][arm]
+def _variants(budget: str, arm: str) -> Mapping[str, Mapping[str, Any]]:
+  own = table.TABLES[budget][arm]
   return {
     arm: own,
     **{
@@ -32,6 +32,10 @@ def _variants(bits: str, arm: str) -> Mapping[str, Mapping[str, Any]]:
 
 TABLES = {
   "Every entry": {"dense": table.TABLES["Every entry"]["dense"]},
-  "About 1 bits": _variants("1", "powersgd 21.8, int4, error"),
-  "About 0.5 bits": _variants("0.5", "powersgd 10.4, int4, error"),
+} | {
+  budget: _variants(budget, arm)
+  for budget, arm in (
+    ("About 1 bit", "powersgd 21.8, int4, error"),
+    ("About 0.5 bits", "powersgd 10.4, int4, error"),
+  )
 }

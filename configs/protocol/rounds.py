@@ -33,7 +33,7 @@ def _quantize(bits: int) -> Mapping[str, Any]:
 
 
 def _powersgd(rank: float) -> Mapping[str, Any]:
-  own = table.TABLES["About 1 bits"]["powersgd 21.8, int4, error"]
+  own = table.TABLES["About 1 bit"]["powersgd 21.8, int4, error"]
   return {**own, "powersgd.rank": rank}
 
 
@@ -58,7 +58,7 @@ TABLES = {
     "quantize, 4 bits, every 2": _rare(2, _quantize(4)),
     "dense, every 16": _rare(16, _DENSE),
   },
-  "About 1 bits": {
+  "About 1 bit": {
     "quantize, 1 bit": _quantize(1),
     "quantize, 2 bits, every 2": _rare(2, _quantize(2)),
     "quantize, 4 bits, every 4": _rare(4, _quantize(4)),

@@ -50,13 +50,18 @@ def _edgc(most: int, least: int, multiple: int) -> Mapping[str, Any]:
   )  # fmt: skip
 
 
-# {bits: {wire: rank}}, and {bits: (rank_max, rank_min, rank_multiple)} of edgc.
+# {table: {wire: rank}}, and {table: (rank_max, rank_min, rank_multiple)} of
+# edgc.
 _RANKS = {
-  "2": {"bfloat16": 10.2, "int8": 22.2, "int4": 44.6},
-  "1": {"bfloat16": 4.3, "int8": 10.6, "int4": 21.8},
-  "0.5": {"bfloat16": 1.36, "int8": 4.83, "int4": 10.4},
+  "About 2 bits": {"bfloat16": 10.2, "int8": 22.2, "int4": 44.6},
+  "About 1 bit": {"bfloat16": 4.3, "int8": 10.6, "int4": 21.8},
+  "About 0.5 bits": {"bfloat16": 1.36, "int8": 4.83, "int4": 10.4},
 }
-_FALLING = {"2": (52, 40, 2), "1": (26, 20, 1), "0.5": (12, 9, 1)}
+_FALLING = {
+  "About 2 bits": (52, 40, 2),
+  "About 1 bit": (26, 20, 1),
+  "About 0.5 bits": (12, 9, 1),
+}
 
 TABLES = {
   "Every entry": {
@@ -67,19 +72,19 @@ TABLES = {
     "topk, 1 %": _arm("topk", density=0.01),
   },
 } | {
-  f"About {bits} bits": {
+  budget: {
     f"powersgd {rank:g}, {wire}, {allocation}": powersgd(rank, wire, allocation)
     for wire, rank in ranks.items()
     for allocation in ("uniform", "error")
   }
   | {
     f"edgc {most} to {least}, int4": _edgc(most, least, multiple)
-    for most, least, multiple in [_FALLING[bits]]
+    for most, least, multiple in [_FALLING[budget]]
   }
-  for bits, ranks in _RANKS.items()
+  for budget, ranks in _RANKS.items()
 }
 MATCHED = {
-  f"edgc {most} to {least}, int4": f"powersgd {_RANKS[bits]['int4']:g}, int4,"
+  f"edgc {most} to {least}, int4": f"powersgd {_RANKS[budget]['int4']:g}, int4,"
   " error"
-  for bits, (most, least, _) in _FALLING.items()
+  for budget, (most, least, _) in _FALLING.items()
 }

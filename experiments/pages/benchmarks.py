@@ -7,6 +7,8 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.reporting.style import markdown
+
 _DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -17,7 +19,7 @@ def _read(name: str) -> tuple[pd.DataFrame, dict[str, Any]]:
 
 def _with_origin(table: pd.DataFrame, origin: str) -> Sequence[str]:
   """Returns a table, and a line that says how it was measured."""
-  return [table.to_markdown(index=False, disable_numparse=True), "", origin]
+  return [*markdown(table), "", origin]
 
 
 def _growth() -> Sequence[str]:

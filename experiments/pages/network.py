@@ -19,7 +19,7 @@ from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from experiments.network import results
 from experiments.network.results import DENSE, NARROW, NO_EXCHANGE
-from experiments.reporting.style import COLORS, WIDTH, dress
+from experiments.reporting.style import COLORS, WIDTH, dress, markdown
 from experiments.reporting.style import DENSE as GREY
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -83,7 +83,7 @@ def _steps(layout: str) -> Sequence[str]:
       less = 1 - ours[key] / ours[_LINK].join(dense, on=_LINK)[key]
       less = less.mask(ours["row"].isin([NO_EXCHANGE, other, *left_out]))
       table[f"{kind} less than {other}"] = _text(less, ".1%")
-  return _markdown(
+  return markdown(
     table
     | {
       "compute": _text(ours["without"], ".3f"),
@@ -120,7 +120,7 @@ def _peers(layout: str) -> Sequence[str]:
     ("link alone", both["link_alone"], ".3f"),
   ):
     table[name] = _text(values.mask(is_none), spec)
-  return _markdown(table)
+  return markdown(table)
 
 
 def _advice() -> Sequence[str]:
@@ -158,7 +158,7 @@ def _advice() -> Sequence[str]:
   if not lines:
     return ["All methods of the advice were measured on no link."]
   return [
-    *_markdown(lines),
+    *markdown(lines),
     "",
     f"Right: {right} of {len(lines)}; errors: median"
     f" {statistics.median(errors):.0%}, largest {max(errors):.0%}. Of"
@@ -215,7 +215,7 @@ def _time_to_loss() -> Sequence[str]:
   behind = chosen["measured"] / best[chosen.index] - 1
   errors = (times["predicted"] / times["measured"] - 1).abs()
   return [
-    *_markdown(table[["method", "steps", *links]].fillna("-")),
+    *markdown(table[["method", "steps", *links]].fillna("-")),
     "",
     f"The choice (←) takes at most {behind.max():.0%} longer than the best"
     f" method (bold), and on the mean link {behind.mean():.0%}. Predicted"
@@ -312,11 +312,6 @@ def _panels(
   size = (WIDTH, more + each * count)
   figure = Figure(figsize=size, layout="constrained")
   return figure, figure.subplots(count, 1, squeeze=False).ravel()
-
-
-def _markdown(table: Any) -> Sequence[str]:
-  lines = pd.DataFrame(table)
-  return lines.to_markdown(index=False, disable_numparse=True).splitlines()
 
 
 def _text(values: pd.Series, spec: str) -> pd.Series:

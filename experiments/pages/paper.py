@@ -5,24 +5,16 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-import pandas as pd
-
 from configs.paper import gpt2_2b5, gpt2_12b, gpt2_345m
+from experiments.reporting.style import markdown
 
 _DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 _MODELS = (gpt2_345m, gpt2_2b5, gpt2_12b)
 
 
-def _markdown(lines: Sequence[dict]) -> Sequence[str]:
-  table = pd.DataFrame(lines)
-  return table.to_markdown(index=False, disable_numparse=True).split("\n")
-
-
 def _modelled(name: str) -> Sequence[str]:
   """Returns a table of `planning.paper_clusters`."""
-  return _markdown(
-    json.loads((_DOCS / "paper_clusters.json").read_text())[name]
-  )
+  return markdown(json.loads((_DOCS / "paper_clusters.json").read_text())[name])
 
 
 def _layouts() -> Sequence[str]:
@@ -54,7 +46,7 @@ def _layouts() -> Sequence[str]:
         "compiled in, s": f"{own['seconds']:.0f}",
       }
     )
-  return _markdown(lines)
+  return markdown(lines)
 
 
 def _by_size() -> Sequence[str]:
@@ -74,7 +66,7 @@ def _by_size() -> Sequence[str]:
         "microbatches": config.pipeline.microbatches,
       }
     )
-  return _markdown(lines)
+  return markdown(lines)
 
 
 TABLES = {"paper models": _by_size, "paper layouts": _layouts} | {

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.reporting.style import COLORS, DENSE, WIDTH, dress
+from experiments.reporting.style import COLORS, DENSE, WIDTH, dress, markdown
 from experiments.study import statistics, study
 from experiments.study.records import Record, Records
 from experiments.study.study import MATCHED, Study
@@ -47,19 +47,19 @@ def arms_of(name: str) -> pd.DataFrame:
 
 def _results(name: str) -> Sequence[str]:
   """Returns a table for each budget of a study."""
-  found, lines = arms_of(name), []
-  for table in study_of(name).tables:
-    lines += ["", f"**{table}**", ""]
-    if len(found) and table in found.index:
-      own = found.loc[table]
-      lines += _markdown(
-        [
-          _line(arm, row) | _outer(study_of(name), arm)
-          for arm, row in own.iterrows()
-        ]
-      )
-    else:
-      lines += ["No run is finished yet."]
+  found, own, lines = arms_of(name), study_of(name), []
+  for table in own.tables:
+    lines += ["", f"**{table}**"]
+    arms = (
+      found.loc[table] if len(found) and table in found.index else found[:0]
+    )
+    if len(arms):
+      cells = [
+        _line(arm, row) | _outer(own, arm) for arm, row in arms.iterrows()
+      ]
+      lines += ["", *markdown(cells)]
+    if left := [arm for arm in own.table_of(table) if arm not in arms.index]:
+      lines += ["", f"Not finished yet: {'; '.join(left)}."]
   return lines[1:]
 
 
@@ -83,9 +83,9 @@ def _line(arm: str, row: pd.Series) -> dict[str, str]:
     "bits": f"{row['bits']:.2f}",
     "held-out loss": f"{row['loss']:.4f}",
     "above dense": _difference(row["gap"], row["gap_error"]),
-    "dense needs": f"{1 - row['saved']:.0%}",
+    "dense needs": "-" if np.isnan(row["saved"]) else f"{1 - row['saved']:.0%}",
     "seeds": str(row["seeds"]),
-    "learning rate": f"{row['value']:g}",
+    "learning rate": "-" if np.isnan(row["value"]) else f"{row['value']:g}",
   }
   if row["gap"] == 0 and not row["gap_error"] > 0:
     line |= {"above dense": "-", "dense needs": "-"}
@@ -107,7 +107,7 @@ def _fixed_ranks(name: str) -> Sequence[str]:
         "so edgc is": sure,
       }
     )
-  return _markdown(lines) if lines else ["No run is finished yet."]
+  return markdown(lines) if lines else ["No run is finished yet."]
 
 
 def _fixed_arms(name: str) -> Sequence[str]:
@@ -125,7 +125,7 @@ def _fixed_arms(name: str) -> Sequence[str]:
       verdict = statistics.verdict(difference, error)
       line[column] = f"{_difference(difference, error)}, {verdict}"
     lines.append(line)
-  return _markdown(lines) if lines else ["No run is finished yet."]
+  return markdown(lines) if lines else ["No run is finished yet."]
 
 
 def _tuning(name: str) -> Sequence[str]:
@@ -144,7 +144,7 @@ def _tuning(name: str) -> Sequence[str]:
       lines.append(line)
   table = pd.DataFrame(lines).fillna("")
   rates = sorted((c for c in table if c != "arm"), key=float)
-  return _markdown(table[["arm", *rates]].to_dict("records"))
+  return markdown(table[["arm", *rates]].to_dict("records"))
 
 
 def _choice(own: Study, arm: str, choice: int) -> str:
@@ -221,7 +221,7 @@ def _summary(names: str) -> Sequence[str]:
     for arm, row in own.iterrows():
       line = _line(arm, row)
       lines.append({k: line[k] for k in _SHORT})
-  return _markdown(lines) if lines else ["No run is finished yet."]
+  return markdown(lines) if lines else ["No run is finished yet."]
 
 
 def _joined(names: str) -> pd.DataFrame:
@@ -341,11 +341,6 @@ def _difference(mean: float, error: float) -> str:
   if not np.isfinite(mean):
     return "-"
   return f"{mean:+.4f}" + (f" ± {error:.4f}" if np.isfinite(error) else "")
-
-
-def _markdown(lines: Sequence[dict[str, str]]) -> list[str]:
-  table = pd.DataFrame(list(lines))
-  return table.to_markdown(index=False, disable_numparse=True).splitlines()
 
 
 TABLES = {

@@ -171,9 +171,7 @@ class Backend(abc.ABC):
     params = optax.apply_updates(params, updates)
     numbers = edgc_jax.after_update(numbers, opt_state)
     numbers = lax.pmean(numbers, DATA)
-    for local in find(opt_state, LocalStepsState):
-      skipped = lax.psum(local.skipped.values.sum(), DATA)
-      numbers = {**numbers, "skipped_inner_steps": skipped}
+    numbers = {**numbers, **lax.psum(inner_skips(opt_state), DATA)}
     return params, opt_state, {**edgc_jax.metrics(opt_state), **numbers}
 
   def _own(self, params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
@@ -185,3 +183,9 @@ class Backend(abc.ABC):
   def _extra(self, own: Any) -> Mapping[str, Any]:
     """Returns what the optimiser takes by name."""
     return {"local_params": own} if self._is_local else {}
+
+
+def inner_skips(opt_state: Any) -> Numbers:
+  """Returns the steps that local replicas skipped; nothing without any."""
+  skips = [x.skipped.values.sum() for x in find(opt_state, LocalStepsState)]
+  return {"skipped_inner_steps": sum(skips)} if skips else {}

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import edgc_jax
 from experiments.parallel import meshes
-from experiments.parallel.backend import Backend, Numbers
+from experiments.parallel.backend import Backend, Numbers, inner_skips
 from experiments.parallel.meshes import DATA, SHARD, STAGE
 from experiments.tasks.base import Task
 
@@ -111,6 +111,7 @@ class OnMesh(Backend):
     params = optax.apply_updates(params, updates)
     # Statistics of shards are joined after the exchange.
     numbers = edgc_jax.metrics(edgc_jax.after_update(opt_state, opt_state))
+    numbers |= inner_skips(opt_state)
     return params, opt_state, {**numbers, "loss": loss, **others}
 
   def _on_stages(self, num_microbatches: int) -> tuple[Callable, Callable]:

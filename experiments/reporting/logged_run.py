@@ -90,8 +90,9 @@ def load(folder: pathlib.Path) -> Run:
   )
   frame = pd.DataFrame(lines, [line["step"] for line in lines])
   if lines:
-    try:  # the ratio covers all steps so far, so this is exact
+    try:  # lines of earlier runs have only the ratio, over all steps so far
       sent = frame["dense_bytes"] * frame["step"] / frame["compression_ratio"]
+      sent = frame.get("total_wire_bytes", sent)
     except (KeyError, TypeError, ZeroDivisionError) as error:
       raise ValueError(
         f"{path} must have lines of a training run with the numbers dense_bytes"

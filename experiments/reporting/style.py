@@ -1,5 +1,8 @@
-"""Colours, sizes and axes shared by the pictures of all pages."""
+"""Colours, sizes, axes and tables shared by all pages."""
 
+from typing import Any
+
+import pandas as pd
 from matplotlib.axes import Axes
 
 # Okabe and Ito's colours, which colour-blind people can distinguish.
@@ -17,3 +20,9 @@ def dress(axes: Axes, title: str) -> None:
   axes.grid(color="#dddddd", linewidth=0.6)
   axes.set_axisbelow(True)
   axes.tick_params(labelsize=8)
+
+
+def markdown(table: Any) -> list[str]:
+  """Returns the lines of a table: of a frame, or of dictionaries by column."""
+  lines = pd.DataFrame(table)
+  return lines.to_markdown(index=False, disable_numparse=True).splitlines()

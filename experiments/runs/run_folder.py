@@ -27,8 +27,8 @@ _SECONDS = 60  # between two uploads of lines to a bucket
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "grain")
 
 # Keys that may differ between a run and the command that resumes it.
-_FREE = ("run_dir", "resume", "log_every", "checkpoint.", "mesh.data",
-         "mesh.fsdp", "mesh.backend")  # fmt: skip
+_FREE = ("run_dir", "resume", "log_every", "checkpoint.", "sentinel.",
+         "mesh.data", "mesh.fsdp", "mesh.backend")  # fmt: skip
 
 
 class RunFolder:

@@ -94,22 +94,20 @@ class Records:
     """Returns the record of a run of this configuration.
 
     It is the same run if all keys are equal; keys that only one of the two has
-    must be at their defaults.
+    must be at their defaults. A finished run comes before one that failed.
     """
     own = _flat(config)
-    same = (
-      each
-      for each in self._all.values()
-      if each["config"]["seed"] == config.seed
-      and each["config"]["reducer"] == config.reducer
-      and _is_of(each, own, config.reducer)
-    )
-    return next(same, None)
-
-  def finished(self, config: ConfigDict) -> Record | None:
-    """Returns the record of a finished run of this configuration."""
-    record = self.find(config)
-    return record if record is not None and record.is_finished else None
+    failed = None
+    for each in self._all.values():
+      if (
+        each["config"]["seed"] == config.seed
+        and each["config"]["reducer"] == config.reducer
+        and _is_of(each, own, config.reducer)
+      ):
+        if each.is_finished:
+          return each
+        failed = each
+    return failed
 
   def add(self, config: ConfigDict, found: Mapping[str, Any]) -> pathlib.Path:
     """Writes the record of a run, in place of an earlier one.
@@ -133,10 +131,8 @@ class Records:
     return file
 
   def forget_failures(self) -> None:
-    """Deletes the records of failed runs."""
-    for file in [f for f, each in self._all.items() if not each.is_finished]:
-      file.unlink()
-      del self._all[file]
+    """Forgets failed runs; their files stay until such a run ends again."""
+    self._all = {f: each for f, each in self._all.items() if each.is_finished}
 
 
 def _read(file: pathlib.Path) -> Record:

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from experiments.study.records import Records, name_of, numbers_of
 from experiments.study.study import Run, Study
-from experiments.training.together import program_of
+from experiments.training.together import can_share, program_of
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -98,16 +98,18 @@ def run_all(
     if not running:
       return failed
     done = _next_finished(running)
-    (study, runs), error = running.pop(done), done.result()
+    study, runs = running.pop(done)
+    try:
+      error = done.result()
+    except Exception as failure:  # submitit raises what became of a job
+      error = f"the job ended with {type(failure).__name__}"
     path_of = _path_in(folder / study.name)
     for run in runs:
-      found: dict[str, Any] = {"error": error}
-      # Of runs that share a program some may have ended before it failed.
-      if not error or len(runs) > 1:
-        try:
-          found = numbers_of(path_of(run))
-        except (OSError, ValueError) as damage:
-          found = {"error": error or str(damage)}
+      # A run may have ended before its process failed.
+      try:
+        found = numbers_of(path_of(run))
+      except (OSError, ValueError) as damage:
+        found = {"error": error or str(damage)}
       records.add(run.config, found)
       failed += "error" in found
       loss = found.get("error") or f"{found['summary']['val_loss']:.4f}"
@@ -130,7 +132,7 @@ def _path_in(folder: pathlib.Path) -> Callable[[Run], pathlib.Path]:
 def _sharing(free: Sequence[Run], most: int) -> Sequence[Run]:
   """Returns the first run, and others that can share its program."""
   first, *others = free
-  if most < 2 or first.config.mesh.backend != "vmap":
+  if most < 2 or not can_share(first.config):
     return [first]
   program = program_of(first.config)
   runs = [first, *(r for r in others if program_of(r.config) == program)]
@@ -181,7 +183,7 @@ def command_of(study: Study, run: Run, path: pathlib.Path) -> list[str]:
   return [
     sys.executable,
     str(_ROOT / "experiments" / "train_gpt2.py"),
-    f"--config={_ROOT / study.config}:{run.config.reducer}",
+    f"--config={pathlib.Path(study.config).resolve()}:{run.config.reducer}",
     f"--config.run_dir={path}",
     *(
       f"--config.{key}={value}"
@@ -199,7 +201,11 @@ def _execute(command: list[str], cores: set[int] | None = None) -> str:
   """Runs a command; returns its exit code and last error line, or ""."""
   last = ""
   with subprocess.Popen(
-    command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    command,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.PIPE,
+    text=True,
+    errors="replace",
   ) as process:
     if cores:  # before it starts threads
       os.sched_setaffinity(process.pid, cores)

@@ -91,10 +91,10 @@ def by_arm(frame: pd.DataFrame) -> pd.DataFrame:
   )
   scatter = groups[["gap", "beside"]].std()
   scatter = scatter[scatter > 0]  # not dense beside itself
-  has_many = found["seeds"] >= _MANY
-  least = _least_scatter(scatter["gap"], has_many)
-  scatter = scatter.mask((scatter < least).mul(~has_many, axis=0), least)
   counts = groups[["gap", "beside"]].count()
+  has_many = counts >= _MANY
+  least = _least_scatter(scatter["gap"], has_many["gap"])
+  scatter = scatter.mask((scatter < least) & ~has_many, least)
   errors = (scatter / counts**0.5).add_suffix("_error")
   errors.loc[found["gap"] == 0, "gap_error"] = 0.0
   return found.join(errors)

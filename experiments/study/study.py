@@ -5,8 +5,9 @@ A study is a Python file with
   CONFIG   the configuration that all runs share
   TABLES   {table: {arm: settings}}; the first arm of all is dense
   SEEDS    the seeds that are judged
-  MORE     (optional) further judged seeds, for the dense arm and for the best
-           arms of each table after the first, of which `BEST` says how many
+  MORE     (optional) further judged seeds, for the dense arm, for the best
+           arms of each table after the first, of which `BEST` says how many,
+           and for the pairs of MATCHED
   TUNING   (optional) {"key", "start", "factor", "seed", "settings",
            "tolerance"}: tunes a key for every arm, from its values `start`, by
            factors, until the best value lies between two others. The judged
@@ -30,7 +31,7 @@ import json
 import math
 import pathlib
 import runpy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flax import traverse_util
@@ -128,14 +129,14 @@ class Study:
     for key in settings:
       if key not in known:
         raise ValueError(
-          f"`TABLES` must have settings that are keys of {self.config}, got"
+          f"An arm must have settings that are keys of {self.config}, got"
           f" {key!r}; the nearest is {nearest(key, known)}."
         )
     try:
       config.update_from_flattened_dict(dict(settings))
     except (KeyError, AttributeError, TypeError) as error:
       raise ValueError(
-        f"`TABLES` must have settings of the types in {self.config}, got"
+        f"An arm must have settings of the types in {self.config}, got"
         f" {dict(settings)} ({one_line(error)}); correct it."
       ) from error
     return config
@@ -145,6 +146,22 @@ class Study:
     for arm in self.arms:
       for settings in self.choices(arm):
         self.configuration(settings)
+      if self.tuning is not None:
+        self._tuning_run(arm, 0, self.tuning.start[0])
+    for arm in self.matched.values():
+      config = self.configuration(self.arms[arm])
+      own = config.powersgd
+      if (
+        config.reducer != "powersgd"
+        or own.warmup_steps
+        or own.final_rank
+        or config.mesh.stage > 1
+      ):
+        raise ValueError(
+          "`MATCHED` must have arms of powersgd with one rank for the whole"
+          f" run, without warmup_steps, final_rank and stages, got {arm!r} with"
+          f" {dict(self.arms[arm])}; name another one."
+        )
 
   def choices(self, arm: str) -> Sequence[Settings]:
     """Returns the arm's own settings, and its alternatives."""
@@ -152,7 +169,7 @@ class Study:
     return [own, *({**own, **each} for each in self.alternatives.get(arm, ()))]
 
   def tuned(self, arm: str, records: Records) -> list[dict[float, Record]]:
-    """Returns the finished runs of an arm's tuning: of each choice, by value.
+    """Returns the recorded runs of an arm's tuning: of each choice, by value.
 
     A run that failed counts as infinitely bad.
     """
@@ -206,8 +223,8 @@ class Study:
     """Returns a judged run of an arm and its record.
 
     Returns:
-      The run, or None if it depends on a run that is not recorded; its record,
-      or None if it is not recorded.
+      The run, or None if what it depends on is not recorded or has failed; its
+      record, or None if it is not recorded.
     """
     return self.all_judged(arm, [seed], records)[0]
 
@@ -233,10 +250,13 @@ class Study:
       own = arm.removesuffix(MATCHED)
       found = [each for _, each in self.all_judged(own, self.seeds, records)]
       finished = [each for each in found if each and each.is_finished]
-      if len(finished) < len(found):
+      if not found or len(finished) < len(found):
         return None
       arm_of = self.matched[own]
-      settings["powersgd.rank"] = self._equal_rank(arm_of, finished)
+      try:
+        settings["powersgd.rank"] = self._equal_rank(arm_of, finished)
+      except ValueError:  # no rank sends as many bytes
+        return None
     settings = {**self.arms[arm_of], **settings}
     if self.tuning is not None:
       best = self.taken(arm_of, records)
@@ -250,12 +270,14 @@ class Study:
 
   def plan(self, records: Records) -> Iterator[Run]:
     """Yields the runs that can start now, the most useful ones first."""
-    for arm in self.arms:
-      for _, _, run in self._tuning_runs(arm, records):
-        if records.find(run.config) is None:
-          yield run
-    yield from self._missing(self.all_arms, self.seeds, records)
-    yield from self._missing(self.leaders(records), self.more, records)
+    first = [
+      run
+      for arm in self.arms
+      for _, _, run in self._tuning_runs(arm, records)
+      if records.find(run.config) is None
+    ]
+    first += self._missing(self.all_arms, self.seeds, records)
+    yield from first or self._missing(self.leaders(records), self.more, records)
 
   def ahead(self, records: Records) -> Iterator[Run]:
     """Yields runs that may be asked for later, beside those of `plan`.
@@ -275,21 +297,28 @@ class Study:
           runs = [self._tuning_run(arm, choice, value) for value in values]
           yield from (r for r in runs if records.find(r.config) is None)
 
+  def stuck(self, records: Records) -> list[str]:
+    """Returns the arms that no run can judge, once nothing else is to run."""
+    return [
+      arm
+      for arm in self.all_arms
+      if self._judged_settings(arm, records) is None
+    ]
+
   def leaders(self, records: Records) -> list[str]:
-    """Returns the arms that get more seeds; none before all have theirs."""
-    means: dict[str, float] = {}
+    """Returns the arms that get more seeds, once all have their first ones."""
+    sums: dict[str, float] = {}
     for arm in self.all_arms:
       found = [each for _, each in self.all_judged(arm, self.seeds, records)]
-      if not found or any(record is None for record in found):
-        return []
-      means[arm] = sum(map(loss_of, found)) / len(found)
+      sums[arm] = sum(loss_of(each) if each else math.inf for each in found)
     tables = [self.table_of(table) for table in self.tables]
     best = [
       arm
       for arms in tables[1:]
-      for arm in sorted(arms, key=lambda arm: means[arm])[: self.best]
+      for arm in sorted(arms, key=lambda arm: sums[arm])[: self.best]
     ]
-    return list(dict.fromkeys([self.dense, *best]))
+    pairs = [name for arm in self.matched for name in (arm, arm + MATCHED)]
+    return list(dict.fromkeys([self.dense, *pairs, *best]))
 
   def _missing(
     self, arms: Sequence[str], seeds: Sequence[int], records: Records
@@ -312,23 +341,20 @@ class Study:
       return
     tuned: list[dict[float, Record]] = [{} for _ in self.choices(arm)]
 
-    def search(choice: int, start: Sequence[float]) -> Iterator[Any]:
-      for value, run in self._search(arm, choice, start, records):
+    def noted(choice: int, runs: Iterable[tuple[float, Run]]) -> Iterator[Any]:
+      for value, run in runs:
         yield choice, value, run
         if (record := records.find(run.config)) is not None:
           tuned[choice][value] = record
 
-    yield from search(0, self.tuning.start)
+    yield from noted(0, self._search(arm, 0, self.tuning.start, records))
     value = self._best_value(tuned[0])
     if value is None:
       return
     for choice in range(1, len(tuned)):
-      run = self._tuning_run(arm, choice, value)
-      yield choice, value, run
-      if (record := records.find(run.config)) is not None:
-        tuned[choice][value] = record
+      yield from noted(choice, [(value, self._tuning_run(arm, choice, value))])
     if best := self._best_choice(tuned):
-      yield from search(best, [value])
+      yield from noted(best, self._search(arm, best, [value], records))
 
   def _search(
     self, arm: str, choice: int, start: Sequence[float], records: Records
@@ -406,6 +432,7 @@ def load(path: str) -> Study:
   for name, arms in (
     ("MATCHED", {*matched, *matched.values()}),
     ("ALTERNATIVES", public.get("ALTERNATIVES", {})),
+    ("TUNING", public.get("TUNING", {}).get("arms", {})),
   ):
     strangers = set(arms) - seen.keys()
     if strangers:

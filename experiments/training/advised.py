@@ -63,11 +63,12 @@ def settings_of(reducer: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
 def require_choice(config: ConfigDict) -> None:
   """Raises if there is nothing to choose, or no method to measure it."""
   mesh = config.mesh
-  if mesh.data == 1 or mesh.stage > 1:
+  if mesh.data == 1 or mesh.stage > 1 or mesh.backend == "vmap":
     raise ValueError(
-      "`mesh` must be several replicas without stages to choose a reducer, got"
-      f" data={mesh.data} and stage={mesh.stage}; change it, or name a reducer"
-      " with --config=FILE:REDUCER. On stages edgc.rank_max=0 finds the largest"
+      "`mesh` must be several replicas on devices of their own, without stages,"
+      f" to choose a reducer, got data={mesh.data}, stage={mesh.stage} and"
+      f" backend={mesh.backend!r}; change it, or name a reducer with"
+      " --config=FILE:REDUCER. On stages edgc.rank_max=0 finds the largest"
       " rank."
     )
 

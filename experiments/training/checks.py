@@ -193,6 +193,12 @@ def _check_local(config: ConfigDict) -> None:
       f" exchanges have, got True with {local.fragments} and {local.overlap};"
       " leave them out."
     )
+  if local.lookahead and config.init_from:
+    raise ValueError(
+      "`init_from` must be empty with local.lookahead, whose state remembers"
+      f" the parameters that it began with, got {config.init_from!r}; leave one"
+      " of them out."
+    )
 
 
 def _check_mesh(config: ConfigDict, task: Task) -> None:
@@ -276,8 +282,13 @@ def _check_mesh(config: ConfigDict, task: Task) -> None:
       f"`batch_size` must be divisible by {name} ({parts}), got"
       f" {config.batch_size}; use {rounded}."
     )
-  if times.needed(config) and not config.link.bandwidth and replicas == 1:
+  if (
+    times.needed(config)
+    and not config.link.bandwidth
+    and (replicas == 1 or mesh.backend == "vmap")
+  ):
     raise ValueError(
-      "`mesh.data` must be at least 2 to measure the link between replicas, got"
-      " 1; give link.bandwidth, or set pipeline.align=none and edgc.rank_max."
+      "`mesh.data` must be at least 2, on devices of their own, to measure the"
+      f" link between replicas, got {replicas} with backend {mesh.backend!r};"
+      " give link.bandwidth, or set pipeline.align=none and edgc.rank_max."
     )

@@ -23,7 +23,7 @@ from experiments.training import rules
 
 _SCHEDULE_PARTS = 8
 LOW_RANK = ("edgc", "powersgd")  # reducers with a rank
-AUTO = "auto"  # `advised` chooses edgc or allreduce
+AUTO = "auto"  # `advised` chooses one
 
 
 def make_reducer(

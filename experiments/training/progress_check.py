@@ -29,7 +29,7 @@ class ProgressCheck:
         " them changes nothing; give every replica its own part of the batch."
       )
     skips = line.get("consecutive_skips", 0)
-    if config.local.every:
+    if "skipped_inner_steps" in line:
       skips = self._skipped_by_all(line)
     if skips >= config.optimizer.max_consecutive_skips:
       raise TrainingStopped(
@@ -42,7 +42,7 @@ class ProgressCheck:
 
     Under local steps each replica skips its own.
     """
-    skipped, step = line.get("skipped_inner_steps", 0), line["step"]
+    skipped, step = line["skipped_inner_steps"], line["step"]
     before, since = self._useful
     if skipped - before < self._config.mesh.data * (step - since):
       self._useful = skipped, step

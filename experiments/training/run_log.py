@@ -46,6 +46,7 @@ class RunLog:
   def __init__(
     self,
     folder: RunFolder,
+    config: ConfigDict,
     task: Task,
     state: Mapping[str, Any] | None = None,
   ):
@@ -53,10 +54,10 @@ class RunLog:
 
     Args:
       folder: The run's folder, to write lines to.
+      config: The whole configuration, with a chosen reducer.
       task: Its task.
       state: From `state()`, to resume a run; None for a new one.
     """
-    config = ConfigDict(folder.config)
     state = {**_NEW, **(state or {})}
     self.wire_bytes: list[float] = list(state["wire_bytes"])
     self.peak_wire_bytes: float = state["peak_wire_bytes"]
@@ -143,8 +144,8 @@ class RunLog:
     self._means = {}
     line["learning_rate"] = float(self._learning_rate(step - 1))
     line["dense_bytes"] = sum(line["dense_bytes"])
-    sent = sum(self.wire_bytes)
-    # Nothing has been sent if the first step was skipped.
+    line["total_wire_bytes"] = sent = sum(self.wire_bytes)
+    # Nothing is sent before a first exchange, or if the first step is skipped.
     line["compression_ratio"] = (
       line["dense_bytes"] * step / sent if sent else 1.0
     )

@@ -32,11 +32,6 @@ _LANES = "lanes"
 _COUNTER = {ReducerState: "count", LocalStepsState: "step"}
 
 
-def train_together(configs: Sequence[ConfigDict]) -> None:
-  """Trains runs from their first to their last step (`prepare`)."""
-  prepare(configs)()
-
-
 def prepare(configs: Sequence[ConfigDict]) -> Callable[[], None]:
   """Returns a function that trains runs from their first to their last step.
 
@@ -61,6 +56,11 @@ def prepare(configs: Sequence[ConfigDict]) -> Callable[[], None]:
   return _Together(left).train_and_close if left else lambda: None
 
 
+def can_share(config: ConfigDict) -> bool:
+  """Returns whether a run can be one of several of a program."""
+  return config.mesh.backend == "vmap" and not config.init_from
+
+
 def program_of(config: ConfigDict) -> Mapping[str, Any]:
   """Returns the keys by which runs of one program must be equal."""
   flat = traverse_util.flatten_dict(config.to_dict(), sep=".")
@@ -75,17 +75,21 @@ class _Together:
     differing = {
       key for each in programs for key in each if each[key] != programs[0][key]
     }
-    if differing or configs[0].mesh.backend != "vmap":
+    if differing or not can_share(configs[0]):
       raise ValueError(
-        "Runs of one program must have mesh.backend=vmap and differ only in"
-        f" {', '.join(NUMBERS)}, got {configs[0].mesh.backend} and runs that"
-        f" differ in {', '.join(sorted(differing)) or 'these alone'}; start"
-        " the others apart."
+        "Runs of one program must have mesh.backend=vmap, no init_from, and"
+        f" differ only in {', '.join(NUMBERS)}, got {configs[0].mesh.backend},"
+        f" {configs[0].init_from!r} and runs that differ in"
+        f" {', '.join(sorted(differing)) or 'these alone'}; start the others"
+        " apart."
       )
     self.trainer = Trainer(configs[0])
     config, task = self.trainer.config, self.trainer.task
     self.folders = [RunFolder(c.run_dir, c.to_dict()) for c in configs]
-    self.logs = [RunLog(folder, task) for folder in self.folders]
+    self.logs = [
+      RunLog(folder, own, task)
+      for folder, own in zip(self.folders, configs, strict=True)
+    ]
     self.checks = [ProgressCheck(config, {}) for _ in configs]
     self.is_stopped = [False] * len(configs)
     values = {key: _values(configs, key) for key in NUMBERS}
@@ -207,13 +211,9 @@ class _Together:
     try:
       self.train()
     finally:
-      self.close()
-
-  def close(self) -> None:
-    """Closes all files."""
-    for log, folder in zip(self.logs, self.folders, strict=True):
-      log.close()
-      folder.close()
+      for log, folder in zip(self.logs, self.folders, strict=True):
+        log.close()
+        folder.close()
 
 
 def _lane_axes(state: Any) -> Any:

@@ -226,7 +226,7 @@ class Trainer:
     after_line: Callable[[], None],
   ) -> dict[str, Any]:
     config = self.config
-    log = RunLog(self.folder, self.task, progress.about.get("log"))
+    log = RunLog(self.folder, config, self.task, progress.about.get("log"))
     params, opt_state = progress.params, progress.opt_state
     if progress.step == 0:
       params, opt_state = self.parallel.init(jax.random.key(config.seed))
@@ -307,8 +307,7 @@ class Trainer:
       "train_loss": line["loss"],
       **{f"val_{name}": line[f"val_{name}"] for name in self.task.metrics},
       "dense_bytes_per_step": line["dense_bytes"],
-      "compression_ratio": line["dense_bytes"]
-      / sum(numbers["wire_bytes_per_step"]),
+      "compression_ratio": line["compression_ratio"],
       "skipped_steps": line["skipped_steps"],
       "traces": self.parallel.traces,
       "times": times.as_numbers(self.times),
@@ -377,7 +376,7 @@ def _require_version(about: Mapping[str, Any], folder: str) -> None:
   if not is_whole or about["state_version"] != STATE_VERSION:
     raise ValueError(
       f"`run_dir` must hold checkpoints with states of version {STATE_VERSION},"
-      f" got {folder}, whose states are of an earlier edgc_jax and do not load;"
+      f" got {folder}, whose states are of another edgc_jax and do not load;"
       f" give another --config.run_dir, and --config.init_from={folder} for its"
       " parameters."
     )

@@ -12,7 +12,7 @@ from edgc_jax import LinkModel
 from edgc_jax.measure.evidence import of_protocol
 from experiments import tasks
 from experiments.parallel import meshes
-from experiments.training import advised, optimizer
+from experiments.training import advised, checks, optimizer
 
 pytestmark = pytest.mark.slow
 
@@ -135,6 +135,15 @@ class AdvisedTest(parameterized.TestCase):
     )
     first = str(found).splitlines()[2]
     self.assertIn(f"{2e-6 * dense.wire_bytes:.2f}", first)
+
+  def test_simulated_replicas_have_no_link(self):
+    config = small()
+    config.mesh.backend = "vmap"
+    with self.assertRaisesRegex(ValueError, "`mesh` .* devices .*'vmap'"):
+      advised.require_choice(config)
+    config.reducer, config.edgc.rank_max = "edgc", 0
+    with self.assertRaisesRegex(ValueError, "`mesh.data` .* devices .*'vmap'"):
+      checks.task_of(config)
 
   def test_costs_are_measured_on_shards(self):
     config = small()

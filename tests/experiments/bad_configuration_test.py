@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from experiments import peers
 from experiments.training import checks, optimizer
-from experiments.training.together import train_together
+from experiments.training.together import prepare
 from experiments.training.trainer import Trainer
 
 NAN, INF = math.nan, math.inf
@@ -332,7 +332,7 @@ def test_runs_of_one_program(tmp_path, changes):
     config.mesh.backend = "vmap"
   configs[1] = changed(configs[1], changes)
   with unchanged(tmp_path):
-    refused(lambda: train_together(configs))
+    refused(lambda: prepare(configs))
 
 
 # Any values.

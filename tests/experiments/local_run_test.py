@@ -10,6 +10,7 @@ from helpers.small_runs import small
 
 import edgc_jax
 from experiments import peers
+from experiments.reporting import logged_run
 from experiments.training.trainer import Trainer, TrainingStopped
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
@@ -141,6 +142,14 @@ def test_any_reducer_exchanges_what_replicas_moved(tmp_path, name):
   assert trainer.folder.summary()["compression_ratio"] > EVERY
 
 
+def test_a_run_may_end_before_its_first_exchange(tmp_path):
+  trainer = cut_runs.run(config_of(tmp_path / "run", every=10_000))
+  assert trainer.folder.summary()["wire_bytes_per_step"] == [0.0]
+  lines = cut_runs.lines_of(trainer)
+  assert all(line["total_wire_bytes"] == 0 for line in lines)
+  assert set(logged_run.load(trainer.folder.path).lines["bytes"]) == {0}
+
+
 def test_demo_descends_by_signs(tmp_path):
   config = small(tmp_path / "run", "demo")
   config.mesh.backend = "vmap"
@@ -167,17 +176,30 @@ def test_lookahead_without_momentum_is_the_run_itself(tmp_path):
   assert abs(moved[-1] - plain[-1]) > 1e-3
 
 
-def test_stops_if_all_replicas_skip_all_steps(tmp_path, monkeypatch):
-  config = config_of(tmp_path / "run")
+@pytest.mark.filterwarnings("ignore:.*has one replica along")
+@pytest.mark.parametrize(
+  "local, mesh",
+  [
+    ({}, {}),
+    ({"lookahead": True}, {}),
+    ({}, {"data": 1, "backend": "jit"}),
+  ],
+  ids=["rounds", "lookahead", "alone"],
+)
+def test_stops_if_all_replicas_skip_all_steps(
+  tmp_path, monkeypatch, local, mesh
+):
+  config = config_of(tmp_path / "run", **local)
+  config.mesh.update(mesh)
   config.optimizer.max_consecutive_skips = 3
   trainer = Trainer(config)
-  differentiate = trainer.parallel._differentiate
+  loss_of = trainer.task.loss
 
   def broken(*args):
-    numbers, gradients = differentiate(*args)
-    return numbers, jax.tree.map(lambda g: g * np.nan, gradients)
+    loss, others = loss_of(*args)
+    return loss * np.nan, others
 
-  monkeypatch.setattr(trainer.parallel, "_differentiate", broken)
+  monkeypatch.setattr(trainer.task, "loss", broken)
   with pytest.raises(TrainingStopped, match=r"^3 steps in a row up to step 3"):
     trainer.run()
 
@@ -189,6 +211,10 @@ def test_stops_if_all_replicas_skip_all_steps(tmp_path, monkeypatch):
     (
       {"local.every": 0},
       r"^`local.every` must be at least 1 with other options .*; raise it\.",
+    ),
+    (
+      {"local.lookahead": True, "init_from": "runs/other"},
+      r"^`init_from` must be empty with local.lookahead",
     ),
     ({"local.fragments": 2}, r"^`fragments` must be a divisor of every=3"),
     (

@@ -57,7 +57,7 @@ def test_a_record_comes_back(records, file):
     assert dict(record) == json.loads(path.read_text())
     assert record["lines"] == found()["lines"]
     assert record["summary"] == found()["summary"]
-    assert record.is_finished and record == known.finished(config)
+    assert record.is_finished and record == known.find(config)
     assert record.bits == 8 * 250 / 1000
     assert list(record.curve) == ["step", "loss", "val_loss"]
     assert record.curve["val_loss"].tolist()[1:] == [3.5, 2.5]
@@ -188,15 +188,14 @@ def test_failures_are_recorded_and_forgotten(records):
   for known in (records, Records(records.folder)):
     record = known.find(failed)
     assert record["error"] == "exit code 1: no room"
-    assert not record.is_finished and known.finished(failed) is None
+    assert not record.is_finished and known.find(failed) == record
   known.forget_failures()
-  assert not file.exists() and known.find(failed) is None
-  assert known.find(finished) is not None
-  assert Records(records.folder).find(failed) is None
+  assert known.find(failed) is None and known.find(finished) is not None
+  assert file.exists(), "until the run is repeated"
   # A run that finishes in the end takes the place of its failure.
   records.add(failed, {"error": "again"})
   records.add(failed, found())
-  assert records.finished(failed) is not None
+  assert records.find(failed).is_finished
 
 
 def test_records_of_older_versions_are_marked(records, monkeypatch):

@@ -10,12 +10,13 @@ from experiments import tasks
 from experiments.runs.run_folder import RunFolder, commit_of
 from experiments.training import run_log
 
-TASK = tasks.make(gpt2_tiny.get_config())
+CONFIG = gpt2_tiny.get_config("powersgd")
+TASK = tasks.make(CONFIG)
 
 
 @pytest.fixture
 def folder(tmp_path):
-  return RunFolder(tmp_path, gpt2_tiny.get_config("powersgd").to_dict())
+  return RunFolder(tmp_path, CONFIG.to_dict())
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def take_steps(log, clock, count, seconds, sent=1.0):
 
 
 def test_step_time_excludes_the_time_between_steps(folder, clock):
-  log = run_log.RunLog(folder, TASK)
+  log = run_log.RunLog(folder, CONFIG, TASK)
   take_steps(log, clock, 1, 50.0)  # compiles
   assert "step_seconds" not in log.summary()
   for seconds in (2.0, 3.0, 9.0):
@@ -59,10 +60,10 @@ def test_step_time_excludes_the_time_between_steps(folder, clock):
 
 
 def test_totals_survive_a_restart(folder, clock):
-  log = run_log.RunLog(folder, TASK)
+  log = run_log.RunLog(folder, CONFIG, TASK)
   take_steps(log, clock, 2, 50.0)
   state = take_steps(log, clock, 2, 3.0, sent=5.0)
-  log = run_log.RunLog(folder, TASK, state)
+  log = run_log.RunLog(folder, CONFIG, TASK, state)
   take_steps(log, clock, 4, 50.0)  # compiles again
   summary = log.summary()
   assert summary["peak_wire_bytes_per_step"] == 15.0

@@ -273,6 +273,46 @@ def test_the_partner_of_a_failed_run_does_not_run(records):
   assert TUNED.judged("edgc" + MATCHED, 0, records) == (None, None)
 
 
+def test_an_arm_that_cannot_be_judged_holds_up_no_other(records):
+  own = dataclasses.replace(PLAIN, matched={"edgc": "fixed"}, more=(2,), best=1)
+  tried = []
+  while run := next(own.plan(records), None):
+    tried.append((run.arm, run.config.seed))
+    if run.arm == "edgc" and run.config.seed == 0:
+      records.add(run.config, {"error": "exit code 1"})
+    else:
+      record(records, run, 2.0)
+  assert [arm for arm, seed in tried if seed == 2] == ["dense", "edgc", "fixed"]
+  assert own.stuck(records) == ["edgc" + MATCHED]
+  # Nor does a partner that no rank makes as cheap.
+  records = Records(records.folder.parent / "others")
+  for seed in own.seeds:
+    run, _ = own.judged("edgc", seed, records)
+    record(records, run, 2.0, wire_bytes_per_step=[1.0])
+  assert own.judged("edgc" + MATCHED, 0, records) == (None, None)
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"powersgd.warmup_steps": 5}, r"`MATCHED` .* got 'fixed' with .*; name"),
+    ({"reducer": "topk"}, r"`MATCHED` must have arms of powersgd .* 'topk'"),
+  ],
+)
+def test_a_matched_arm_has_one_rank(changes, message):
+  tables = {"Low rank": {**TABLES["Low rank"]}}
+  tables["Low rank"]["fixed"] = {"reducer": "powersgd", **changes}
+  own = dataclasses.replace(PLAIN, tables=tables, matched={"edgc": "fixed"})
+  with pytest.raises(ValueError, match=message):
+    own.require_settings()
+
+
+def test_settings_of_the_tuning_are_checked_before_it_begins():
+  tuning = dataclasses.replace(TUNED.tuning, settings={"stepps": 50})
+  with pytest.raises(ValueError, match=r"An arm must .* 'stepps'; the nearest"):
+    dataclasses.replace(TUNED, tuning=tuning).require_settings()
+
+
 @pytest.mark.parametrize("target", [0.3e6, 0.62e6, 0.9137e6, 1.24e6, 2e6])
 @pytest.mark.slow
 def test_a_fixed_rank_of_the_same_bytes(target):
@@ -337,17 +377,19 @@ def test_more_seeds_are_for_dense_and_the_best(records):
   tune(TUNED, records, near(2e-3))
   name = "edgc" + MATCHED
   means = {"dense": 2.0, "sparse": 1.5, "fixed": 2.2, "edgc": 2.1, name: 2.3}
-  assert TUNED.leaders(records) == []
   loss_of = lambda arm, seed: means[arm] + 0.01 * seed  # noqa: E731
   tried = judge(TUNED, records, loss_of)
   first = [(arm, seed) for seed in (0, 1) for arm in means]
   assert sorted(tried[: len(first)]) == sorted(first)
-  # The first table has dense alone; edgc is the best of the other.
-  assert TUNED.leaders(records) == ["dense", "edgc"]
+  # The first table has dense alone; edgc and its partner belong together.
+  leaders = ["dense", "edgc", name]
+  assert TUNED.leaders(records) == leaders
   assert tried[len(first) :] == [
-    (arm, seed) for seed in (2, 3) for arm in ("dense", "edgc")
+    (arm, seed) for seed in (2, 3) for arm in leaders
   ]
-  assert list(TUNED.plan(records)) == []
+  assert list(TUNED.plan(records)) == TUNED.stuck(records) == []
+  alone = dataclasses.replace(TUNED, matched={})
+  assert alone.leaders(records) == ["dense", "edgc"], "the best of its table"
 
 
 def test_a_plan_without_tuning(records):
@@ -382,6 +424,11 @@ FILE = "CONFIG = 'c.py'\nSEEDS = (0,)\nTABLES = {'one': {'a b': {'x': 1}}"
       FILE + "}\nALTERNATIVES = {'c': [{}]}",
       r"`ALTERNATIVES` must name arms of TABLES, got c in .*; rename or",
     ),
+    (
+      FILE + "}\nTUNING = {'key': 'k', 'start': (1,), 'factor': 2, 'seed': 1,"
+      " 'settings': {}, 'arms': {'c': {}}}",
+      r"`TUNING` must name arms of TABLES, got c in .*; rename or",
+    ),
   ],
 )
 def test_mistakes_in_a_file(tmp_path, text, message):
@@ -414,6 +461,7 @@ STUDIES = [
 def test_settings_of_the_studies_are_valid(path, records, monkeypatch):
   monkeypatch.chdir(ROOT)
   own = study.load(str(path))
+  own.require_settings()
   assert own.arms[own.dense]["reducer"] == "allreduce"
   for settings in own.arms.values():
     config = own.configuration(settings)
@@ -518,6 +566,11 @@ def test_few_seeds_scatter_as_many_do():
   assert found["many"] == pytest.approx(scatter / 8**0.5)
   assert found["few"] == pytest.approx(scatter / 2**0.5)
   assert found["wild"] == pytest.approx(0.4)
+  # Of an arm of many seeds, a partner may have few.
+  beside = [0.01, 0.0102, *[math.nan] * 6]
+  frame.loc[frame["arm"] == "many", "beside"] = beside
+  found = statistics.by_arm(frame).droplevel("table").loc["many"]
+  assert found["beside_error"] == pytest.approx(scatter / 2**0.5)
 
 
 def test_saved_steps_are_interpolated(judged):
@@ -629,7 +682,9 @@ def test_two_runs_at_once_and_failures(records, tmp_path, commands, capsys):
 
 def test_the_last_words_of_a_run_are_recorded(records, tmp_path, commands):
   place = pathlib.Path.home() / "x"
-  commands["dense"] = f"echo first >&2; echo no room in {place} >&2; exit 3"
+  commands["dense"] = (
+    f'rm "$0/summary.json"; echo 1 >&2; echo no room in {place} >&2; exit 3'
+  )
   failed, found, _ = run_all(records, tmp_path / "runs", limit=1)
   assert failed == 1
   assert dict(found["dense"])["error"] == "exit code 3: no room in ~/x"
@@ -642,6 +697,32 @@ def test_the_last_words_of_a_run_are_recorded(records, tmp_path, commands):
   (tmp_path / "runs").rename(tmp_path / "before")
   failed, found, _ = run_all(records, tmp_path / "runs")
   assert failed == 1 and found["dense"].is_finished
+
+
+def test_a_run_that_has_ended_counts_whatever_its_process_did_next(
+  records, tmp_path, commands
+):
+  """Writing its report may fail."""
+  commands["dense"] = "exit 3"
+  failed, found, _ = run_all(records, tmp_path / "runs", limit=1)
+  assert failed == 0 and found["dense"].is_finished
+
+
+def test_a_job_that_raises_ends_its_own_run_alone(
+  records, tmp_path, commands, monkeypatch
+):
+  commands["dense"] = "raise"
+
+  def execute(command, cores=None):
+    if command[2] == "raise":
+      (pathlib.Path(command[3]) / "summary.json").unlink()
+      raise TimeoutError("the job's time is over")
+    return ""
+
+  monkeypatch.setattr(runner, "_execute", execute)
+  failed, found, _ = run_all(records, tmp_path / "runs")
+  assert failed == 2 and found["other"].is_finished
+  assert found["dense"]["error"] == "the job ended with TimeoutError"
 
 
 def test_only_the_arms_that_are_asked_for_run(records, tmp_path, commands):
@@ -704,6 +785,17 @@ def test_runs_share_a_program_where_they_can(records, tmp_path, monkeypatch):
   assert own.taken("dense", records) == (0, 2e-3)
 
 
+def test_a_run_that_loads_parameters_shares_no_program():
+  settings = {"reducer": "allreduce", "mesh.backend": "vmap"}
+  for more, count in (({}, 2), ({"init_from": "runs/other"}, 1)):
+    runs = [
+      study.Run("dense", PLAIN.configuration(
+        {**settings, **more, "seed": seed}), is_judged=True)
+      for seed in (0, 1)
+    ]  # fmt: skip
+    assert len(runner._sharing(runs, 3)) == count
+
+
 def test_what_ended_before_a_shared_program_failed_counts(
   records, tmp_path, monkeypatch
 ):
@@ -757,3 +849,15 @@ def test_commands_set_what_differs_from_the_file(tmp_path):
     assert folder == f"--config.run_dir={tmp_path / 'run'}"
     expected = {f"--config.{key}={value}" for key, value in settings.items()}
     assert set(changes) == expected - {f"--config.reducer={run.config.reducer}"}
+
+
+def test_a_configuration_is_found_where_the_study_was_started(
+  tmp_path, monkeypatch
+):
+  text = (ROOT / "configs/gpt2_tiny.py").read_text()
+  (tmp_path / "mine.py").write_text(text)
+  monkeypatch.chdir(tmp_path)
+  own = dataclasses.replace(PLAIN, config="mine.py")
+  config = own.configuration(TABLES["Every entry"]["dense"])
+  command = runner.command_of(own, study.Run("dense", config, True), tmp_path)
+  assert command[2] == f"--config={tmp_path / 'mine.py'}:allreduce"

@@ -98,8 +98,9 @@ def made_up(tmp_path, monkeypatch):
     str(pages.ROOT / "configs/gpt2_tiny.py"),
     {
       "Every entry": {"dense": {"reducer": "allreduce"}},
-      "About 1 bits": {
-        "powersgd 8": {"reducer": "powersgd", "powersgd.rank": 8.0}
+      "About 1 bit": {
+        "powersgd 8": {"reducer": "powersgd", "powersgd.rank": 8.0},
+        "powersgd 9": {"reducer": "powersgd", "powersgd.rank": 9.0},
       },
     },
     (0, 1),
@@ -140,7 +141,9 @@ def cells(lines):
 
 
 def test_tables_of_made_up_records(made_up):
-  table = cells(protocol._results("made up"))
+  lines = protocol._results("made up")
+  assert lines[-1] == "Not finished yet: powersgd 9."
+  table = cells(lines)
   (dense,) = [name for name in table if name.startswith("dense")]
   (low,) = [name for name in table if name.startswith("powersgd")]
   assert "older version" in dense  # seed 1 is
@@ -151,7 +154,7 @@ def test_tables_of_made_up_records(made_up):
   (origin,) = protocol._origin("made up")
   assert origin.startswith("4 runs took 4.0 hours (cpu, 2 cores")
   assert "c0, c1" in origin
-  assert "missing" not in origin
+  assert "2 runs are missing" in origin
   assert protocol._fixed_arms("made up") == ["No run is finished yet."]
   summary = cells(protocol._summary("made up and made up"))
   assert any(name.startswith("powersgd 8") for name in summary)

@@ -7,7 +7,7 @@ import pytest
 from helpers import cut_runs
 
 from experiments.runs.run_folder import RunFolder, stopped
-from experiments.training.together import train_together
+from experiments.training.together import prepare
 
 pytestmark = pytest.mark.slow
 LANES = {
@@ -39,7 +39,7 @@ def test_lanes_are_the_runs_alone(tmp_path, reducer):
     config_of(tmp_path / f"lane{i}", reducer, own)
     for i, own in enumerate(lanes)
   ]
-  train_together(together)
+  prepare(together)()
   for i, own in enumerate(lanes):
     trainer = cut_runs.run(config_of(tmp_path / f"alone{i}", reducer, own))
     alone, lane = cut_runs.lines_of(trainer), lines_of(together[i])
@@ -69,14 +69,14 @@ def test_a_lane_that_is_stopped_leaves_the_others(tmp_path):
     })
     for name, rate in rates.items()
   ]  # fmt: skip
-  train_together(configs)
+  prepare(configs)()
   assert "steps in a row" in stopped(tmp_path / "wild")
   assert not (tmp_path / "wild/summary.json").exists()
   assert not stopped(tmp_path / "fine")
   assert json.loads((tmp_path / "fine/summary.json").read_text())["val_loss"]
   # Another call keeps the finished run, and tries the other again.
   before = (tmp_path / "fine/metrics.jsonl").stat().st_mtime_ns
-  train_together(configs)
+  prepare(configs)()
   assert (tmp_path / "fine/metrics.jsonl").stat().st_mtime_ns == before
   assert "steps in a row" in stopped(tmp_path / "wild")
   folder = RunFolder(tmp_path / "wild", configs[1].to_dict())
@@ -93,9 +93,13 @@ def test_runs_of_other_programs_are_refused(tmp_path):
   with pytest.raises(
     ValueError, match=r"differ only in seed, .* quantize.bits"
   ):
-    train_together(configs)
+    prepare(configs)
   configs[1].quantize.bits = 8
   for config in configs:
     config.mesh.backend = "pmap"
-  with pytest.raises(ValueError, match=r"must have mesh.backend=vmap .* pmap"):
-    train_together(configs)
+  with pytest.raises(ValueError, match=r"must have mesh.backend=vmap.* pmap"):
+    prepare(configs)
+  for config in configs:
+    config.mesh.backend, config.init_from = "vmap", "runs/other"
+  with pytest.raises(ValueError, match=r"no init_from.* 'runs/other'"):
+    prepare(configs)

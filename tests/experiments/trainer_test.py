@@ -237,8 +237,11 @@ def diverged_at(trainer, step):
 def test_replicas_that_diverge_stop_the_run(tmp_path):
   config = small(tmp_path / "run", "allreduce")
   config.sentinel.every = 2
+  config.checkpoint.every = 2
   with pytest.raises(TrainingStopped, match=r"At step 5 replicas .*=follow"):
     diverged_at(Trainer(config), step=4).run()
+  config.sentinel.action = "follow"  # the remedy that the message names
+  Trainer(config).run()
 
 
 def test_replicas_that_diverge_follow_the_first(tmp_path, capsys):
