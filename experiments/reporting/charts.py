@@ -45,7 +45,7 @@ def draw(runs: Sequence[Run]) -> dict[str, go.Figure]:
     **{key.replace("_per_", " a ").capitalize(): curves(key) for key in speeds},
   }
   charts["Loss by bytes sent"].update_xaxes(**_BYTES)
-  charts["Bytes a step"].update_yaxes(type="log", nticks=6, **_BYTES)
+  charts["Bytes a step"].update_yaxes(type="log", dtick="D2", **_BYTES)
   for run in runs:
     name = f": {run.name}" if len(runs) > 1 else ""
     for key in ("rank", "entropy", "error", "predicted error"):
