@@ -144,6 +144,8 @@ if __name__ == "__main__":
   parser.add_argument("--storage", required=True)
   arguments = parser.parse_args()
   ray.init(address="auto")
+  if ROWS % arguments.workers:
+    parser.error(f"--workers must divide the {ROWS} rows of a batch")
   result = fit(arguments.storage, arguments.workers)
   print(f"loss {result.metrics['loss']:.3f}")
   print(f"{result.metrics['ratio']:.1f} times fewer bytes than dense")

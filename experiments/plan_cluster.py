@@ -18,6 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import dataclasses
 
+import jax
 from absl import flags
 from ml_collections import ConfigDict
 
@@ -85,4 +86,5 @@ def _table(runs: dict[str, Run], compute: float) -> str:
 
 
 if __name__ == "__main__":
+  jax.config.update("jax_platforms", "cpu")  # no device is needed
   command_line.run(main)

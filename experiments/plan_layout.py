@@ -16,6 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import json
 from typing import Any
 
+import jax
 from absl import flags
 from ml_collections import ConfigDict
 
@@ -84,4 +85,5 @@ def _table(name: str, found: layouts.Compiled) -> str:
 
 
 if __name__ == "__main__":
+  jax.config.update("jax_platforms", "cpu")  # no device is needed
   command_line.run(main)

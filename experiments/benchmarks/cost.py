@@ -44,14 +44,16 @@ from edgc_jax.methods import linear_algebra
 from edgc_jax.wire import cpu_backend
 from experiments.models import gpt2
 from experiments.models.gpt2 import GPT2Config
-from experiments.runs.run_folder import environment
+from experiments.runs.run_folder import environment, write
 from experiments.runtime import heap
 from experiments.runtime.update_alone import AXIS, gradients_like, update_alone
 
 _RANKS = flags.DEFINE_multi_integer(
   "rank", [8, 32], "A rank of powersgd and edgc (its least and largest)."
 )
-_ROUNDS = flags.DEFINE_integer("rounds", 7, "Number of timed rounds.")
+_ROUNDS = flags.DEFINE_integer(
+  "rounds", 7, "Number of timed rounds.", lower_bound=1
+)
 _OUTPUT = flags.DEFINE_string("output", "docs/growth.json", "The JSON file.")
 
 MODELS = {
@@ -72,6 +74,8 @@ _SIZES = flags.DEFINE_multi_enum(
 def main(argv: Sequence[str]) -> None:
   """Times all sizes and writes the file."""
   del argv
+  file = pathlib.Path(_OUTPUT.value)
+  file.parent.mkdir(parents=True, exist_ok=True)
   tables = []
   for size in _SIZES.value:
     # In a new process, or one size's heap would slow down the next.
@@ -90,8 +94,7 @@ def main(argv: Sequence[str]) -> None:
     "rounds": _ROUNDS.value,
   }
   found = {"about": about, "lines": pd.concat(tables).to_dict("records")}
-  file = pathlib.Path(_OUTPUT.value)
-  file.write_text(json.dumps(found, indent=1) + "\n")
+  write(file, json.dumps(found, indent=1) + "\n")
 
 
 def _measure_alone(*arguments: Any) -> pd.DataFrame:

@@ -28,7 +28,7 @@ from edgc_jax.budget import entropy
 from edgc_jax.leaves.leaf import leaves_in
 from edgc_jax.measure import timing
 from experiments import tasks
-from experiments.runs.run_folder import environment
+from experiments.runs.run_folder import environment, write
 
 _OUTPUT = pathlib.Path("docs/estimate.json")
 _STEPS, _ROUNDS = 4, 5
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     },
     "lines": lines,
   }
-  _OUTPUT.write_text(json.dumps(found, indent=1) + "\n")
+  write(_OUTPUT, json.dumps(found, indent=1) + "\n")
 
 
 def measure(

@@ -28,7 +28,7 @@ from ml_collections import ConfigDict
 from configs.protocol import gpt
 from experiments import tasks
 from experiments.parallel import backends, meshes
-from experiments.runs.run_folder import environment
+from experiments.runs.run_folder import environment, write
 from experiments.training import optimizer
 
 _OUTPUT = pathlib.Path("docs/noise_scale.json")
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     },
     "lines": list(measure(config, _BATCHES)),
   }
-  _OUTPUT.write_text(json.dumps(found, indent=1) + "\n")
+  write(_OUTPUT, json.dumps(found, indent=1) + "\n")
 
 
 def measure(config: ConfigDict, batches: int) -> Iterator[dict[str, Any]]:

@@ -23,11 +23,13 @@ from absl import app, flags
 import edgc_jax
 from configs.protocol import gpt
 from experiments import tasks
-from experiments.runs.run_folder import environment
+from experiments.runs.run_folder import environment, write
 from experiments.training import optimizer
 
-_STEPS = flags.DEFINE_integer("steps", 100, "Training steps.")
-_MEASURED = flags.DEFINE_integer("measured", 20, "Last steps, to measure.")
+_STEPS = flags.DEFINE_integer("steps", 100, "Training steps.", lower_bound=1)
+_MEASURED = flags.DEFINE_integer(
+  "measured", 20, "Last steps, to measure.", lower_bound=1
+)
 _OUTPUT = flags.DEFINE_string("output", "docs/wide_layer.json", "The file.")
 
 WIDTHS = (128, 1024)
@@ -39,6 +41,8 @@ _RATES = {128: 8e-3, 1024: 1e-3}  # wider models need lower ones
 def main(argv: Sequence[str]) -> None:
   """Measures both widths and writes the file."""
   del argv
+  file = pathlib.Path(_OUTPUT.value)
+  file.parent.mkdir(parents=True, exist_ok=True)
   lines = [line for width in WIDTHS for line in measure(width)]
   found = {
     "about": {
@@ -49,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
     },
     "lines": lines,
   }
-  pathlib.Path(_OUTPUT.value).write_text(json.dumps(found, indent=1) + "\n")
+  write(file, json.dumps(found, indent=1) + "\n")
 
 
 def arms_of(rows: int, cols: int) -> dict[str, optax.GradientTransformation]:

@@ -246,8 +246,13 @@ def _load_folder(
   root: pathlib.Path, suffix: str = "", skipped: re.Pattern = _HIDDEN
 ) -> list[np.ndarray]:
   """Reads the text files below a folder and splits them by file."""
+
+  def refuse(error: OSError) -> None:
+    if isinstance(error, PermissionError):
+      raise error  # os.walk would leave the folder out
+
   paths = []
-  for folder, folders, files in os.walk(root):
+  for folder, folders, files in os.walk(root, onerror=refuse):
     folders[:] = [name for name in folders if not skipped.match(name)]
     names = [name for name in files if not skipped.match(name)]
     paths += [pathlib.Path(folder, n) for n in names if n.endswith(suffix)]

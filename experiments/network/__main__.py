@@ -48,6 +48,7 @@ _RATES = flags.DEFINE_multi_float(
   None,
   "A speed of the uplinks in Mbit/s; default: those of docs/network.md.",
   lower_bound=1e-3,
+  upper_bound=1e6,
 )
 _ROUND_TRIPS = flags.DEFINE_multi_float(
   "round_trip",
@@ -55,6 +56,7 @@ _ROUND_TRIPS = flags.DEFINE_multi_float(
   "A time from one host to another and back, in ms, in addition to the kernel's"
   " 0.1; every rate is measured with each.",
   lower_bound=0.0,
+  upper_bound=6e4,
 )
 _ROWS = flags.DEFINE_multi_enum("row", list(ROWS), list(ROWS), "A row.")
 _ADVISED = flags.DEFINE_string(
@@ -97,13 +99,20 @@ def main(argv: Sequence[str]) -> None:
     "cores": len(os.sched_getaffinity(0)),
     "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
   }
-  model = {
-    "config": config.name,
-    "tokens": config.batch_size // config.mesh.data * config.model.context,
-  }
   try:
     require_pattern("advised", _ADVISED.value)
+    if config.task != "gpt2":
+      raise ValueError(
+        f"`--config` must have the task gpt2, got {config.task!r}; give another"
+        " file."
+      )
     layouts = [Layout.of(name) for name in _LAYOUTS.value]
+    for layout in layouts:
+      virtual_hosts.VirtualHosts(layout.hosts)  # refuses a wrong number
+    model = {
+      "config": config.name,
+      "tokens": config.batch_size // config.mesh.data * config.model.context,
+    }
     results = Results(pathlib.Path(_OUTPUT.value), model, run)
   except ValueError as error:
     sys.exit(f"error: {error}")

@@ -70,7 +70,7 @@ class Benchmark:
     """
     print(f"--- {layout.name}", flush=True)
     self.results.begin(layout.name)
-    self._layout, self._hosts = layout, {}
+    self._layout, self._hosts, self._slowest = layout, {}, 0.0
     self._rows = {name: ROWS[name] for name in ROWS if name in self.rows}
     frameworks = ["jax"]
     if self.has_peer and layout.has_replicas_only:
@@ -109,6 +109,8 @@ class Benchmark:
           hosts.call("built", timeout=_TIMEOUT)
         for round_trip, rate in itertools.product(round_trips, rates):
           network.shape(rate * 1e6, round_trip / 1e3)
+          # Twice the time of a dense exchange.
+          self._slowest = 64 * self.results.found.get("params", 0) / rate / 1e6
           link = {"rate": rate, "round_trip": round_trip}
           self._time(network, link, rows)
           advice = has_advice and self._call(
@@ -122,7 +124,6 @@ class Benchmark:
       finally:
         for hosts in self._hosts.values():
           hosts.close()
-        self.results.write()
 
   def _names(self, framework: str) -> list[str]:
     """Returns the names of the framework's rows on the layout."""
@@ -174,7 +175,10 @@ class Benchmark:
     )
     params = about[0]["params"]
     if params != self.results.found.setdefault("params", params):
-      raise RuntimeError(f"{name} has another model than the other rows.")
+      raise RuntimeError(
+        f"`--output` must be of this model, of {params:,} parameters, got a"
+        f" file of {self.results.found['params']:,}; give another file."
+      )
     return True
 
   def _time(
@@ -234,6 +238,7 @@ class Benchmark:
     timeout = _RUN_TIMEOUT if is_short else _TIMEOUT
     if function == "run":
       timeout *= self._steps(row)
+      timeout += arguments["count"] * self._slowest
     try:
       return hosts.call(function, timeout=timeout, **arguments)
     except HostError as error:

@@ -76,6 +76,7 @@ class Hosts:
       logs: The folder of their logs, NAME-INDEX.log.
     """
     self.name, self._pipes, self._processes = name, [], []
+    self._logs = logs
     self.is_broken = False  # if a host did not answer, none can be called
     logs.mkdir(parents=True, exist_ok=True)
     for index, command in enumerate(commands):
@@ -129,8 +130,8 @@ class Hosts:
           answers[index] = pipe.recv()
     except (EOFError, OSError) as error:
       raise HostError(
-        f"{self.name} on host {index} has ended; see its log."
-        + self._failures(answers)
+        f"{self.name} on host {index} has ended; see"
+        f" {self._logs}/{self.name}-{index}.log." + self._failures(answers)
       ) from error
     self.is_broken = False
     if failures := self._failures(answers):

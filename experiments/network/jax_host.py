@@ -1,7 +1,7 @@
 """A host of the network benchmark that runs this project's training step.
 
 The benchmark starts one process per host and calls it. It times the trainer's
-own step on random tokens.
+own step on its own batches.
 """
 
 import dataclasses

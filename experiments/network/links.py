@@ -28,8 +28,9 @@ from experiments.network.virtual_hosts import VirtualHosts
 
 _HOSTS = flags.DEFINE_integer("hosts", 2, "Number of hosts.", lower_bound=2)
 _ROUND_TRIPS = flags.DEFINE_multi_float(
-  "round_trip", [1.0, 20.0, 100.0], "Round-trip time in ms.", lower_bound=0.0
-)
+  "round_trip", [1.0, 20.0, 100.0], "Round-trip time in ms.", lower_bound=0.0,
+  upper_bound=6e4,
+)  # fmt: skip
 _RATES = flags.DEFINE_multi_float(
   "rate", [100.0, float("inf")], "Speed of the uplinks in Mbit/s.",
   lower_bound=1e-3,

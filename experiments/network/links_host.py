@@ -20,7 +20,7 @@ _AXIS, _PORT = "data", 12347
 _COLLECTIVES: dict[str, Callable[[jax.Array, int], Any]] = {
   "all-reduce": lambda x, hosts: collectives.mean(x, _AXIS),
   "exchange": lambda x, hosts: collectives.exchange_parts(
-    x.reshape(hosts, -1), _AXIS
+    x[: x.size // hosts * hosts].reshape(hosts, -1), _AXIS
   ),
   "gather": lambda x, hosts: collectives.gather(x[: x.size // hosts], _AXIS),
 }
@@ -79,7 +79,7 @@ class LinksHost:
     """Compiles a collective of float32 values, and runs it."""
     spec = P(_AXIS)
     placed = NamedSharding(self._mesh, spec)
-    shape = (self._count * num_bytes // 4,)
+    shape = (self._count * (num_bytes // 4),)
     values = jax.jit(lambda: jnp.ones(shape), out_shardings=placed)()
     run = jax.shard_map(
       lambda x: _COLLECTIVES[kind](x, self._count).ravel()[:1],

@@ -30,8 +30,9 @@ _RATES = flags.DEFINE_multi_float(
 )
 _EVERY = flags.DEFINE_integer("every", 5, "Steps of a round.", lower_bound=1)
 _OVERLAPS = flags.DEFINE_multi_integer(
-  "overlap", [1, 3, 5], "Steps beside an exchange, of two programs."
-)
+  "overlap", [1, 3, 5], "Steps beside an exchange, of two programs, at most"
+  " --every.", lower_bound=1,
+)  # fmt: skip
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Timed rounds.", lower_bound=1)
 _FOLDER = flags.DEFINE_string("folder", "runs/overlap", "The folder of logs.")
 _HOSTS, _TIMEOUT = 2, 600.0  # seconds for a call
@@ -44,6 +45,11 @@ def main(argv: Sequence[str]) -> None:
   reason = virtual_hosts.why_not()
   if reason:
     sys.exit(f"error: virtual hosts are not possible here: {reason}.")
+  if (most := max(_OVERLAPS.value)) > _EVERY.value:
+    sys.exit(
+      f"error: `--overlap` must be at most --every ({_EVERY.value}), got"
+      f" {most}; lower it."
+    )
   config = _config_of(_CONFIG.value)
   ways = {
     _ALONE: {"is_split": True, "overlap": None},

@@ -14,6 +14,7 @@ import pandas as pd
 
 from edgc_jax.measure.advice import TOLERANCE, first_fast
 from edgc_jax.wire.link_model import ring_bytes
+from experiments.runs import run_folder
 from experiments.runtime.json_files import read_json
 
 FILE = pathlib.Path("docs/network.json")
@@ -84,8 +85,8 @@ class Layout:
     6
     """
     found = re.fullmatch(
-      r"(?:(?P<stages>\d+) stages of )?(?P<replicas>\d+) replicas"
-      r"|(?P<wide>\d+) replicas of (?P<shards>\d+) shards",
+      r"(?:(?P<stages>[1-9]\d*) stages of )?(?P<replicas>[1-9]\d*) replicas"
+      r"|(?P<wide>[1-9]\d*) replicas of (?P<shards>[1-9]\d*) shards",
       name,
     )
     if not found:
@@ -161,7 +162,7 @@ class Results:
     self._run["minutes"] = (time.monotonic() - self._start) / 60
     self._file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(self.found, indent=1, allow_nan=False)
-    self._file.write_text(text + "\n")
+    run_folder.write(self._file, text + "\n")
 
 
 def cells_of(file: pathlib.Path) -> pd.DataFrame:

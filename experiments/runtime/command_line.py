@@ -80,6 +80,10 @@ def _parse(argv: list[str]) -> list[str]:
   """Parses flags with absl; a key that does not exist is one clear error."""
   # ml_collections warns of what is an error here.
   absl_logging.set_verbosity(absl_logging.FATAL)
+  for i, flag in enumerate(argv[:-1]):  # --config FILE is --config=FILE
+    if flag in ("--config", "-config"):
+      argv[i : i + 2] = [f"{flag}={argv[i + 1]}"]
+      break
   named = [m.group(1) for m in map(_FILE.match, argv) if m]
   if not named and not any(re.fullmatch("--?help.*", a) for a in argv):
     sys.exit(

@@ -113,13 +113,29 @@ def test_folder_order_is_by_relative_path(tmp_path, monkeypatch):
 
   walk = os.walk
 
-  def reversed_walk(root):
-    for folder, folders, files in walk(root):
+  def reversed_walk(root, **options):
+    for folder, folders, files in walk(root, **options):
       folders.sort(reverse=True)
       yield folder, folders, sorted(files, reverse=True)
 
   monkeypatch.setattr(text.os, "walk", reversed_walk)
   chex.assert_trees_all_equal(corpus, _load(path))
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+  for name in ("open", "closed"):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "some.txt").write_text("text " * 99)
+  scandir = os.scandir
+
+  def refusing(path):
+    if str(path).endswith("closed"):
+      raise PermissionError(13, "Permission denied", str(path))
+    return scandir(path)
+
+  monkeypatch.setattr(os, "scandir", refusing)
+  with pytest.raises(PermissionError, match=r"`data.path` .* for .*closed\);"):
+    _load(tmp_path)
 
 
 def test_folder_skips_hidden_binary_and_empty_files(tmp_path):

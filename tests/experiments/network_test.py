@@ -325,8 +325,10 @@ def test_layouts_by_name(name, hosts, sizes):
 
 
 @pytest.mark.parametrize(
-  "name", ["replicas", "2 replica", "2 stages of 2 replicas of 4 shards"]
-)
+  "name",
+  ["replicas", "2 replica", "2 stages of 2 replicas of 4 shards", "0 replicas",
+   "0 stages of 2 replicas", "2 replicas of 0 shards"],
+)  # fmt: skip
 def test_a_layout_that_is_none(name):
   with pytest.raises(ValueError, match=f"`--layout` must be .* got '{name}'"):
     Layout.of(name)
@@ -402,7 +404,7 @@ def test_an_error_leaves_calls_in_step(hosts):
 
 
 def test_a_host_that_ends(hosts):
-  with pytest.raises(calls.HostError, match="host 1 has ended"):
+  with pytest.raises(calls.HostError, match=r"host 1 has ended; see .*-1\.log"):
     run(hosts, sleeps=[2], ends=[1])
   with pytest.raises(calls.HostError, match="failed before"):
     run(hosts)

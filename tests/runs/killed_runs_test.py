@@ -31,11 +31,6 @@ def test_killed_stopped_and_finished(whole):
   assert "compression ratio" in finish(start(folder))  # the table, at once
 
 
-def test_half_the_flags(tmp_path):
-  process = start(tmp_path / "run", "--num_processes=2")
-  assert "must be given together" in finish(process, 1)
-
-
 def test_processes_that_cannot_be_found(tmp_path):
   process = start(tmp_path / "run", "--cluster_detection_method=slurm")
   assert "must be a way by which JAX finds" in finish(process, 1)

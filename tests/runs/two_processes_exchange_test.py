@@ -1,12 +1,12 @@
 """Exchanges in a thread between two processes, of two replicas each."""
 
 import json
-import os
 import subprocess
 import sys
 import time
 
 import numpy as np
+from helpers import environments
 from helpers import split_local_steps_worker as worker
 from helpers.local_processes import free_port, wait
 
@@ -15,10 +15,7 @@ SECONDS = 240
 
 def test_two_processes_exchange_beside_their_steps(tmp_path):
   """In plain jit and under pmap, with the results of one program."""
-  foreign = ("JAX_", "NPROC", "PYTHONWARNINGS")
-  environment = {
-    k: v for k, v in os.environ.items() if not k.startswith(foreign)
-  } | {"JAX_PLATFORMS": "cpu"}
+  environment = environments.of_users() | environments.QUICK
   port, deadline, processes = free_port(), time.monotonic() + SECONDS, []
   files = [tmp_path / f"output_{i}.txt" for i in range(worker.PROCESSES)]
   try:
