@@ -490,6 +490,23 @@ def test_arguments_of_a_loss(params, batch, options):
       ["`specs`"],
     ),
     (lambda: edgc_jax.metrics((state_of(PARAMS),) * 2), ["`opt_state`", "2"]),
+    *(
+      (lambda tx=tx: tx.update(PARAMS, SGD.init(PARAMS), PARAMS), ["`state`"])
+      for tx in (edgc_jax.accumulate(SGD, 2), edgc_jax.skip_nonfinite(SGD))
+    ),
+    (
+      lambda: (tx := edgc_jax.accumulate(SGD, 2)).update(
+        {**PARAMS, "w": None}, tx.init(PARAMS), PARAMS
+      ),
+      ["`updates`", "['w']", "None"],
+    ),
+    (
+      lambda: (tx := edgc_jax.local_steps(SGD, edgc_jax.allreduce(), 2)).update(
+        {**PARAMS, "w": None}, tx.init(PARAMS), PARAMS, local_params=PARAMS
+      ),
+      ["`updates`", "['w']", "None"],
+    ),
+    (lambda: edgc_jax.allreduce(["data"]), ["`axis_name`", "tuple"]),
     (
       lambda: edgc_jax.local_steps(SGD, SGD, 2).init(PARAMS),
       ["`outer`", "allreduce"],

@@ -83,7 +83,9 @@ def restarted(state: EntropyState) -> EntropyState:
   The samples of the running window, from before and after the change, are
   dropped when it ends.
   """
-  return state._replace(restarts=state.restarts * 0 + 2)
+  # A leaf of its own kind, such as flax's OptArray, remains one.
+  restarts = jax.tree.map(lambda x: x * 0 + 2, state.restarts)
+  return state._replace(restarts=restarts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,7 +175,7 @@ def cap_of(view: MatrixView | None, min_ratio: float, least_rank: int) -> int:
   >>> cap_of(MatrixView(1, 64, 64), 2.0, 8), cap_of(MatrixView(1, 20, 20), 2, 8)
   (16, 0)
   """
-  if view is None or view.count == 0:
+  if view is None or math.prod(view) == 0:
     return 0
   rows, cols = view[1:]
   cap = min(rows, cols)

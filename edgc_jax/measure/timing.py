@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from edgc_jax import validation
 from edgc_jax.budget.allocation import BY_ERROR, ErrorAllocation
-from edgc_jax.leaves.leaf import require_arrays
+from edgc_jax.leaves.leaf import arrays_of, require_arrays
 from edgc_jax.leaves.views import ViewFn
 from edgc_jax.mesh.sharding import require_axes
 from edgc_jax.methods import allreduce, powersgd
@@ -93,7 +93,7 @@ def measure_compression(
     for rank in ranks
   ]  # fmt: skip
   dense = allreduce(_AXIS)
-  extra = extra_seconds(dense, reducers, params, repeats, mesh)
+  extra = extra_seconds(dense, reducers, arrays_of(params), repeats, mesh)
   base, per_rank = fit_line(np.array(ranks, float), extra)
   if per_rank < 0:
     base, per_rank = max(float(np.mean(extra)), 0.0), 0.0

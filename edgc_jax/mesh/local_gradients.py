@@ -343,9 +343,15 @@ def _without_module(
 
   def loss_of(params: Any, others: Any, *args: Any) -> tuple[Any, Any]:
     index = collectives.device_index(axis_name)
-    own = jax.tree.map(
-      lambda x: jax.random.fold_in(x, index) if order.is_key(x) else x, others
-    )
+
+    def own_key(x: Any) -> Any:
+      if not order.is_key(x):
+        return x
+      # Scanned layers have an array of keys.
+      keys = jax.vmap(jax.random.fold_in, (0, None))(x.ravel(), index)
+      return keys.reshape(x.shape)
+
+    own = jax.tree.map(own_key, others)
     module = nnx.merge(graph, params, own)
     value = loss_fn(module, *args)
     left = nnx.split(module, *kinds)[2]

@@ -100,7 +100,7 @@ def _reducer(old: ReducerState, new: ReducerState) -> ReducerState:
     return new
   return new._replace(
     count=old.count,
-    budget=_budget(old, new) if new.budget else new.budget,
+    budget=_budget(old, new) if old.budget and new.budget else new.budget,
     stats=_stats(old.stats, new.stats),
   )
 
@@ -170,7 +170,7 @@ def _stats(old: Stats, new: Stats) -> Stats:
   dense_bytes = np.asarray(_host(new.dense_bytes))
 
   def convert(name: str, x: Any, like: Any) -> Any:
-    if x is None:
+    if x is None or like is None:
       return like
     value = _mean(np.ravel(x))
     if name == "wire_bytes":

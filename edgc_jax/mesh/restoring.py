@@ -63,6 +63,18 @@ def restore(
     new = jax.eval_shape(init, params)
   stored = _read(path)
   loaded = _like(params, stored[0], "params")
+  for (place, leaf), found in zip(
+    jax.tree_util.tree_leaves_with_path(params),
+    jax.tree.leaves(loaded),
+    strict=True,
+  ):
+    validation.require(
+      np.shape(found) == np.shape(leaf),
+      "params",
+      f"{np.shape(leaf)} at {jax.tree_util.keystr(place)}",
+      f"of the shapes in the checkpoint, such as {np.shape(found)} there",
+      "pass the model that it was saved with",
+    )
   old = _like(new, stored[1], "opt_state")
   replicas = num_replicas(mesh, axis_name)
   before = _replicas_of(old, new, replicas)
@@ -152,9 +164,10 @@ def _like(tree: Any, stored: Any, entry: str) -> Any:
         if hasattr(key, kind)
       )
       if isinstance(found, list | tuple):
-        found = found[int(name)]
+        entries = dict(enumerate(found))
+        found = entries.get(int(name)) if name.isdecimal() else None
       else:
-        found = (found or {}).get(name)
+        found = found.get(name) if isinstance(found, dict) else None
     validation.require(
       found is not None,
       "path",

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from edgc_jax import validation
+from edgc_jax.leaves import checks as leaf_checks
 from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.sharding import (
   require_mesh,
@@ -252,6 +253,8 @@ class LocalSteps:
   ) -> tuple[optax.Updates, LocalStepsState]:
     """Takes an inner step without an exchange; the updates are zero."""
     _require_arguments(params, local_params, extra_args)
+    leaf_checks.require_state(state, LocalStepsState)
+    leaf_checks.require_same_leaves(updates, state.offset.values)
     stacked = self.is_stacked()
     inner = optax.with_extra_args_support(self.inner)
 
@@ -278,6 +281,7 @@ class LocalSteps:
     offset = jax.tree.map(jnp.add, state.offset.values, move)
     return jax.tree.map(jnp.zeros_like, params), state._replace(
       step=state.step + 1,
+      every=jnp.full_like(state.every, self.every),  # of this run
       exchanged=jnp.full_like(state.exchanged, -1),
       skipped=PerReplica(state.skipped.values + skipped),
       offset=PerReplica(offset),

@@ -15,6 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from edgc_jax import validation
+from edgc_jax.leaves import checks as leaf_checks
 from edgc_jax.mesh.sharding import require_mesh, specs_like, start_on_mesh
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import (
@@ -47,7 +48,7 @@ def mean_over(axis_name: AxisName) -> optax.GradientTransformation:
 
   Gradients that JAX's types show to be equal along an axis stay as they are.
 
-  Wire: 4 bytes a value over the fast axes, in the dtype of the gradients.
+  Wire: the bytes of the gradients over the fast axes, in their own dtype.
 
   Args:
     axis_name: The axis, or a tuple of axes, bound where `update` runs.
@@ -125,6 +126,8 @@ def accumulate(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, AccumulateState]:
+    leaf_checks.require_state(state, AccumulateState)
+    leaf_checks.require_same_leaves(updates, state.accumulated.values)
     validation.require(
       extra_args.get("late_updates") is None,
       "late_updates",
@@ -234,6 +237,7 @@ def skip_nonfinite(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, SkipNonfiniteState]:
+    leaf_checks.require_state(state, SkipNonfiniteState)
     for name in axes:
       collectives.num_devices(name)  # raises if the axis is not bound
     bound = order.bound_axes()
@@ -291,7 +295,8 @@ def skip_nonfinite(
     stats = SkipStats(
       skipped_steps=old.skipped_steps + skipped,
       consecutive_skips=jnp.where(ok, 0, old.consecutive_skips + 1),
-      max_consecutive=old.max_consecutive,
+      # Of this run: a checkpoint may have another one.
+      max_consecutive=jnp.full_like(old.max_consecutive, max_consecutive),
     )
     return averaged, SkipNonfiniteState(stats, inner_state)
 

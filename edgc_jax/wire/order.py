@@ -95,7 +95,7 @@ def require_names(argument: str, axis_name: Any) -> None:
   Raises:
     ValueError: if it is not.
   """
-  is_sequence = isinstance(axis_name, str | tuple | list)
+  is_sequence = isinstance(axis_name, str | tuple)  # JAX hashes it
   found = names(axis_name) if is_sequence else ()
   is_name = [isinstance(name, str) and bool(name) for name in found]
   validation.require(

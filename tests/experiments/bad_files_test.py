@@ -436,7 +436,21 @@ def test_restore_of_a_damaged_checkpoint(tmp_path, stored, damage):
     ({"params": {"v": PARAMS["w"]}}, ["params['v']"]),
     ({"params": PARAMS | {"v": PARAMS["w"]}}, ["params['v']"]),
     ({"params": {"w": np.ones((32, 64), np.float32)}}, []),
+    ({"params": {"w": np.ones((8, 4), np.float32)}}, ["`params`", "(8, 4)"]),
     ({"tx": optax.chain(edgc_jax.topk(), optax.adam(0.1))}, ["opt_state"]),
+    (
+      {"tx": optax.chain(edgc_jax.powersgd(4), *[optax.adam(0.1)] * 5)},
+      ["`path`", "opt_state"],
+    ),
+    (
+      {
+        "tx": optax.partition(
+          {"one": edgc_jax.powersgd(4)},
+          lambda tree: jax.tree.map(lambda _: "one", tree),
+        )
+      },
+      ["`path`", "opt_state"],
+    ),
     ({"axis_name": "replica"}, ["`axis_name`"]),
     ({"mesh": None}, ["`mesh`"]),
     ({"tx": None}, ["`tx`"]),

@@ -55,7 +55,7 @@ class CapTest(parameterized.TestCase):
     self.assertEqual(cap_of(view_of(4, 4096), 1.0, 8), 0)
 
   def test_nothing_to_compress(self):
-    for view in (None, view_of(20, 20, 0)):
+    for view in (None, view_of(20, 20, 0), view_of(0, 0), view_of(0, 5)):
       for min_ratio in (0.0, 2.0):
         self.assertEqual(cap_of(view, min_ratio, 1), 0)
 

@@ -572,6 +572,51 @@ class NnxTest(absltest.TestCase):
     self.assertLess(last, first)
     self.assertEqual(int(model.drop.rngs.count.get_value()), 22)
 
+  def test_scanned_layers_have_keys_of_their_own(self):
+    """And a state of nnx continues after `restart_reference`."""
+    mesh = mesh_of()
+
+    class Deep(nnx.Module):
+      def __init__(self):
+        split = nnx.split_rngs(splits=3)
+
+        @split
+        @nnx.vmap
+        def make(rngs):
+          return nnx.Sequential(
+            nnx.Linear(64, 64, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+          )
+
+        self.layers = make(nnx.Rngs(0))
+
+      def __call__(self, x):
+        return nnx.scan(
+          lambda x, layer: x + layer(x), in_axes=(nnx.Carry, 0),
+          out_axes=nnx.Carry,
+        )(x, self.layers)  # fmt: skip
+
+    model = Deep()
+    tx = optax.chain(
+      float32.edgc(rank_max=8, rank_min=4, mesh=mesh), optax.sgd(0.01)
+    )
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+      _, grads = edgc_jax.value_and_grad(
+        lambda model, x: jnp.mean((model(x) - x) ** 2), mesh
+      )(model, x)
+      optimizer.update(model, grads)
+      return grads
+
+    same = jnp.tile(batch(0, 8), (REPLICAS, 1))
+    for grad in jax.tree.leaves(step(model, optimizer, same)):
+      self.assertGreater(np.abs(grad[0] - grad[1]).max(), 0, "dropout")
+    optimizer.opt_state = edgc_jax.restart_reference(optimizer.opt_state)
+    step(model, optimizer, same)
+    restarts = optimizer.opt_state[0].budget.restarts
+    self.assertEqual(int(restarts.get_value()), 2)
+
   def test_equal_to_shard_map(self):
     """By hand the module is split, and its other variables are averaged."""
     mesh, reducer = mesh_of(), edgc_jax.powersgd

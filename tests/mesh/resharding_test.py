@@ -175,6 +175,31 @@ class ReshardingTest(parameterized.TestCase):
     self.assertFalse(np.any(residuals(back.state)["up"]))
     self.assertTrue(np.isfinite(back.train(2)).all())
 
+  @pytest.mark.filterwarnings("ignore:No leaf saves")
+  @pytest.mark.filterwarnings("ignore:Residuals of")
+  def test_the_only_compressed_leaf_may_become_dense_and_back(self):
+    """Its entropy and its window end and begin with it."""
+    params = {"w": np.ones((16, 64), np.float32)}
+    tx = float32.edgc(rank_max=8, rank_min=4)
+    state, meshes = None, {n: mesh_of(data=2, fsdp=n) for n in (1, 2)}
+    for shards in (1, 2, 1):
+      how = {"mesh": meshes[shards], "param_specs": {"w": P("fsdp")}}
+      if state is None:
+        specs = edgc_jax.state_specs(tx, params, **how)
+        init = jax.shard_map(
+          tx.init, mesh=how["mesh"], in_specs=(how["param_specs"],),
+          out_specs=specs,
+        )  # fmt: skip
+        state = jax.jit(init)(params)
+        state = state._replace(count=state.count + 1)
+      else:
+        state = edgc_jax.resize_shards(tx, params, state, **how)
+      is_compressed = shards == 1
+      self.assertEqual(bool(state.budget), is_compressed)
+      self.assertEqual(state.leaves["w"].residual is not None, is_compressed)
+      state = jax.device_get(state)
+    self.assertEqual(int(state.count), 1)
+
   @parameterized.parameters(edgc, accumulated)
   def test_before_the_first_exchange(self, make):
     """No rank was in use, and dense is not compiled: training goes on."""
