@@ -143,9 +143,9 @@ if __name__ == "__main__":
   parser.add_argument("--workers", type=int, required=True)
   parser.add_argument("--storage", required=True)
   arguments = parser.parse_args()
-  ray.init(address="auto")
-  if ROWS % arguments.workers:
+  if arguments.workers < 1 or ROWS % arguments.workers:
     parser.error(f"--workers must divide the {ROWS} rows of a batch")
+  ray.init(address="auto")
   result = fit(arguments.storage, arguments.workers)
   print(f"loss {result.metrics['loss']:.3f}")
   print(f"{result.metrics['ratio']:.1f} times fewer bytes than dense")

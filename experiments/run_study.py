@@ -75,13 +75,17 @@ def main(argv: list[str]) -> None:
     minutes=_MINUTES.value,
   )
   left = sum(1 for found in studies for _ in found.plan(records))
-  print(f"{left} runs are left that could start now" if left else "complete")
   stuck = [arm for found in studies for arm in found.stuck(records)]
-  if stuck and not left:
+  if left:
+    print(f"{left} runs are left that could start now")
+  elif stuck:
     print(
-      "but no run can judge these arms, whose tuning found no best value, or"
-      f" which lack a partner or a rank of its bytes: {'; '.join(stuck)}"
+      "nothing is left that could start; these arms cannot be judged, because"
+      " their tuning found no best value, a run of their partner failed, or no"
+      f" rank sends its bytes: {'; '.join(stuck)}"
     )
+  else:
+    print("complete")
   if failed:
     sys.exit(f"error: {failed} runs failed; --retry repeats them.")
 

@@ -169,7 +169,7 @@ def _like(tree: Any, stored: Any, entry: str) -> Any:
       else:
         found = found.get(name) if isinstance(found, dict) else None
     validation.require(
-      found is not None,
+      found is not None and not isinstance(found, dict | list | tuple),
       "path",
       entry + jax.tree_util.keystr(path),
       f"a checkpoint with all arrays of the state, of shape {leaf.shape}",

@@ -109,8 +109,9 @@ class Benchmark:
           hosts.call("built", timeout=_TIMEOUT)
         for round_trip, rate in itertools.product(round_trips, rates):
           network.shape(rate * 1e6, round_trip / 1e3)
-          # Twice the time of a dense exchange.
-          self._slowest = 64 * self.results.found.get("params", 0) / rate / 1e6
+          # At least a dense exchange, and twice one of two hosts; round trips.
+          bits = 64 * self.results.found.get("params", 0)
+          self._slowest = bits / rate / 1e6 + round_trip * layout.hosts / 100
           link = {"rate": rate, "round_trip": round_trip}
           self._time(network, link, rows)
           advice = has_advice and self._call(
@@ -176,8 +177,9 @@ class Benchmark:
     params = about[0]["params"]
     if params != self.results.found.setdefault("params", params):
       raise RuntimeError(
-        f"`--output` must be of this model, of {params:,} parameters, got a"
-        f" file of {self.results.found['params']:,}; give another file."
+        f"`--output` must be of this model, of {params:,} parameters, got"
+        f" {self.results.found['params']:,} in the file or in an earlier row;"
+        " give another file."
       )
     return True
 

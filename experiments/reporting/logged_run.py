@@ -92,7 +92,7 @@ def load(folder: pathlib.Path) -> Run:
   if lines:
     try:  # lines of earlier runs have only the ratio, over all steps so far
       sent = frame["dense_bytes"] * frame["step"] / frame["compression_ratio"]
-      sent = frame.get("total_wire_bytes", sent)
+      sent = frame.get("total_wire_bytes", sent).fillna(sent)
     except (KeyError, TypeError, ZeroDivisionError) as error:
       raise ValueError(
         f"{path} must have lines of a training run with the numbers dense_bytes"

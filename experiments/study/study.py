@@ -150,17 +150,15 @@ class Study:
         self._tuning_run(arm, 0, self.tuning.start[0])
     for arm in self.matched.values():
       config = self.configuration(self.arms[arm])
-      own = config.powersgd
-      if (
-        config.reducer != "powersgd"
-        or own.warmup_steps
-        or own.final_rank
-        or config.mesh.stage > 1
-      ):
+      wanted = {
+        "reducer": "powersgd", "powersgd.warmup_steps": 0,
+        "powersgd.final_rank": 0, "mesh.stage": 1,
+      }  # fmt: skip
+      flat = traverse_util.flatten_dict(config.to_dict(), sep=".")
+      if wrong := {k: flat[k] for k, v in wanted.items() if flat[k] != v}:
         raise ValueError(
-          "`MATCHED` must have arms of powersgd with one rank for the whole"
-          f" run, without warmup_steps, final_rank and stages, got {arm!r} with"
-          f" {dict(self.arms[arm])}; name another one."
+          f"`MATCHED` must have arms with {wanted}, got {arm!r} with {wrong};"
+          " set these in TABLES, or name another arm."
         )
 
   def choices(self, arm: str) -> Sequence[Settings]:

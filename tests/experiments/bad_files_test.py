@@ -462,6 +462,16 @@ def test_restore_with_other_arguments(stored, changes, parts):
     refused(lambda: edgc_jax.restore(stored, **given), *parts)
 
 
+def test_restore_of_a_module_in_place_of_an_array(tmp_path):
+  tree = {"params": {"w": PARAMS}, "opt_state": (PARAMS,)}
+  with ocp.PyTreeCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "nested", tree)
+  refused(
+    lambda: edgc_jax.restore(tmp_path / "nested", **restore_arguments()),
+    "`path`", "params['w']",
+  )  # fmt: skip
+
+
 def test_restore_of_another_tree(tmp_path):
   for name, tree in {
     "lists": [1.0, 2.0, 3.0], "one": {"params": PARAMS}, "other": {"a": 1.0},

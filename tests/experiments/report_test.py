@@ -294,6 +294,17 @@ def test_the_page_shows_what_is_left_of_a_run(tmp_path):
     assert tuple(table[name].values()) == texts, name
 
 
+def test_bytes_of_lines_of_both_kinds(tmp_path):
+  """Lines of earlier runs have only a ratio; a later one resumed this run."""
+  lines = [metrics(1), metrics(2), metrics(3, total_wire_bytes=7.0)]
+  folder = tmp_path / "run"
+  folder.mkdir()
+  text = "".join(json.dumps(line) + "\n" for line in lines)
+  (folder / "metrics.jsonl").write_text(text)
+  found = load(folder).lines["bytes"].tolist()
+  assert found == [DENSE_BYTES / 2.5, 2 * DENSE_BYTES / 2.5, 7.0]
+
+
 def test_only_the_page_of_a_run_that_goes_on_loads_itself_again(tmp_path):
   running = write_run(tmp_path / "running", 5)
   done = write_run(tmp_path / "done", 5, SUMMARY)
