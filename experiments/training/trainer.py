@@ -115,8 +115,12 @@ class Trainer:
       if self.times:
         hosts.say(times.describe(self.times))
       hosts.say(self._leaves)
-      with StopSignals() as signals:
-        summary = self._train(progress, signals, after_line)
+      try:
+        with StopSignals() as signals:
+          summary = self._train(progress, signals, after_line)
+      except TrainingStopped:
+        self.checkpoints.close()  # the newest one may not be written yet
+        raise
       self.checkpoints.close()
       self.folder.finish(summary)
     finally:
