@@ -75,10 +75,9 @@ def main(argv: list[str]) -> None:
     minutes=_MINUTES.value,
   )
   left = sum(1 for found in studies for _ in found.plan(records))
-  stuck = [arm for found in studies for arm in found.stuck(records)]
   if left:
     print(f"{left} runs are left that could start now")
-  elif stuck:
+  elif stuck := [arm for found in studies for arm in found.stuck(records)]:
     print(
       "nothing is left that could start; these arms cannot be judged, because"
       " their tuning found no best value, a run of their partner failed, or no"

@@ -164,10 +164,8 @@ def _like(tree: Any, stored: Any, entry: str) -> Any:
         if hasattr(key, kind)
       )
       if isinstance(found, list | tuple):
-        entries = dict(enumerate(found))
-        found = entries.get(int(name)) if name.isdecimal() else None
-      else:
-        found = found.get(name) if isinstance(found, dict) else None
+        found = {str(i): entry for i, entry in enumerate(found)}
+      found = found.get(name) if isinstance(found, dict) else None
     validation.require(
       found is not None and not isinstance(found, dict | list | tuple),
       "path",

@@ -115,14 +115,13 @@ class Trainer:
       if self.times:
         hosts.say(times.describe(self.times))
       hosts.say(self._leaves)
-      try:
-        with StopSignals() as signals:
-          summary = self._train(progress, signals, after_line)
-      except TrainingStopped:
-        self.checkpoints.close()  # the newest one may not be written yet
-        raise
+      with StopSignals() as signals:
+        summary = self._train(progress, signals, after_line)
       self.checkpoints.close()
       self.folder.finish(summary)
+    except TrainingStopped:
+      self.checkpoints.close()  # the newest one may not be written yet
+      raise
     finally:
       self.folder.close()
     return summary

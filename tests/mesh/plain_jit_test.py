@@ -540,6 +540,22 @@ class Net(nnx.Module):
     return self.down(self.drop(jnp.tanh(self.norm(self.up(x)))))
 
 
+def nnx_loss(model, x):
+  return jnp.mean((model(x) - x) ** 2)
+
+
+def nnx_step(mesh):
+  """Returns a step of a module, which returns the loss and the gradients."""
+
+  @nnx.jit
+  def step(model, optimizer, x):
+    loss, grads = edgc_jax.value_and_grad(nnx_loss, mesh)(model, x)
+    optimizer.update(model, grads)
+    return loss, grads
+
+  return step
+
+
 @pytest.mark.slow
 class NnxTest(absltest.TestCase):
   def test_statistics_and_counts_are_kept(self):
@@ -548,14 +564,7 @@ class NnxTest(absltest.TestCase):
     tx = optax.chain(float32.powersgd(4, mesh=mesh), optax.sgd(0.1))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    @nnx.jit
-    def step(model, optimizer, x):
-      loss, grads = edgc_jax.value_and_grad(
-        lambda model, x: jnp.mean((model(x) - x) ** 2), mesh
-      )(model, x)
-      optimizer.update(model, grads)
-      return loss, grads
-
+    step = nnx_step(mesh)
     same = jnp.tile(batch(0, 8), (REPLICAS, 1))  # for each replica
     hidden = model.up(same[:8])
     _, grads = step(model, optimizer, same)
@@ -601,16 +610,9 @@ class NnxTest(absltest.TestCase):
     )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    @nnx.jit
-    def step(model, optimizer, x):
-      _, grads = edgc_jax.value_and_grad(
-        lambda model, x: jnp.mean((model(x) - x) ** 2), mesh
-      )(model, x)
-      optimizer.update(model, grads)
-      return grads
-
+    step = nnx_step(mesh)
     same = jnp.tile(batch(0, 8), (REPLICAS, 1))
-    for grad in jax.tree.leaves(step(model, optimizer, same)):
+    for grad in jax.tree.leaves(step(model, optimizer, same)[1]):
       self.assertGreater(np.abs(grad[0] - grad[1]).max(), 0, "dropout")
     optimizer.opt_state = edgc_jax.restart_reference(optimizer.opt_state)
     step(model, optimizer, same)
@@ -624,14 +626,7 @@ class NnxTest(absltest.TestCase):
     by_hand = optax.chain(reducer(4), optax.sgd(0.1))
     model, other = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
 
-    def loss_fn(model, x):
-      return jnp.mean((model(x) - x) ** 2)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-      _, grads = edgc_jax.value_and_grad(loss_fn, mesh)(model, x)
-      optimizer.update(model, grads)
-
+    step = nnx_step(mesh)
     graph, params, rest = nnx.split(other, nnx.Param, ...)
     specs = edgc_jax.state_specs(by_hand, params)
 
@@ -646,7 +641,7 @@ class NnxTest(absltest.TestCase):
           lambda x: jax.random.fold_in(x, index) if is_key(x) else x, rest
         )
         model = nnx.merge(graph, params, own)
-        return loss_fn(model, x), nnx.state(model, nnx.Not(nnx.Param))
+        return nnx_loss(model, x), nnx.state(model, nnx.Not(nnx.Param))
 
       grads, left = jax.grad(loss_of, has_aux=True)(params)
       updates, opt_state = by_hand.update(grads, opt_state, params)
