@@ -164,6 +164,18 @@ def test_both_backends_agree(name):
     chex.assert_trees_all_close(as_on_mesh(on_pmap.state), on_mesh.state, **F32)
 
 
+@pytest.mark.parametrize("name", ["edgc", "quantize"])
+def test_users_may_forbid_promotion(name):
+  tx = edgc_jax.accumulate(REDUCERS[name](), 2)
+  with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    state = jax.eval_shape(tx.init, FEW)
+    over_replicas = jax.vmap(
+      lambda g, state: tx.update(g, state, FEW)[0], (0, None), axis_name=AXIS
+    )
+    updates = jax.eval_shape(over_replicas, gradients_like(FEW, seed=0), state)
+  assert updates["wide"].shape[1:] == FEW["wide"].shape
+
+
 class ContractTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ("allreduce", lambda: edgc_jax.allreduce()),

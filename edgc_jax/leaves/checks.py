@@ -78,7 +78,9 @@ def _require_no_more(mesh: jax.sharding.AbstractMesh, axes: Axes) -> None:
 
 
 def warn_of_narrow_gradients(
-  gradients: Sequence[jax.Array], leaves: Sequence[Leaf], params: Any
+  gradients: Sequence[jax.Array],
+  leaves: Sequence[Leaf],
+  params: Sequence[jax.Array],
 ) -> None:
   """Warns of gradients in float16 whose parameters are wider.
 
@@ -88,10 +90,8 @@ def warn_of_narrow_gradients(
   """
   narrow = [
     leaf.path
-    for leaf, gradient, param in zip(
-      leaves, gradients, jax.tree.leaves(params), strict=False
-    )
-    if gradient.dtype == jnp.float16 and jnp.result_type(param) != jnp.float16
+    for leaf, gradient, param in zip(leaves, gradients, params, strict=True)
+    if gradient.dtype == jnp.float16 and param.dtype != jnp.float16
   ]
   if narrow:
     validation.warn(
@@ -112,8 +112,10 @@ def require_state(state: Any, kind: type) -> None:
     )
 
 
-def require_params(params: Any, updates: Any, leaves: Sequence[Leaf]) -> None:
-  """Raises unless `update` got the parameters that the gradients belong to.
+def params_of(
+  params: Any, updates: Any, leaves: Sequence[Leaf]
+) -> list[jax.Array] | None:
+  """Returns the parameter of each gradient; None if none were passed.
 
   Args:
     params: The parameters; None if they were not passed.
@@ -124,7 +126,7 @@ def require_params(params: Any, updates: Any, leaves: Sequence[Leaf]) -> None:
     ValueError: if their numbers or a shape differ.
   """
   if params is None:
-    return
+    return None
   with contextlib.suppress(ValueError, TypeError):  # trees that differ
     params = jax.tree.map(
       lambda u, p: None if u is None else p,
@@ -132,19 +134,20 @@ def require_params(params: Any, updates: Any, leaves: Sequence[Leaf]) -> None:
       params,
       is_leaf=lambda u: u is None,
     )
-  shapes = [
-    tuple(jnp.shape(p))
+  own = [
+    p
     for p in jax.tree.leaves(arrays_of(params))
     if jnp.issubdtype(p.dtype, jnp.floating)
   ]
   validation.require(
-    len(shapes) == len(leaves),
+    len(own) == len(leaves),
     "params",
-    f"{len(shapes)} arrays",
+    f"{len(own)} arrays",
     f"the {len(leaves)} parameters of which `updates` are the gradients",
     "pass the tree that `init` got",
   )
-  for shape, leaf in zip(shapes, leaves, strict=True):
+  for param, leaf in zip(own, leaves, strict=True):
+    shape = tuple(param.shape)
     validation.require(
       shape == leaf.shape,
       "params",
@@ -153,6 +156,7 @@ def require_params(params: Any, updates: Any, leaves: Sequence[Leaf]) -> None:
       f" {leaf.shape} at {leaf.path or 'the root'}",
       "pass the tree that `init` got",
     )
+  return own
 
 
 def require_same_leaves(updates: Any, like: Any) -> None:

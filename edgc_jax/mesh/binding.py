@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
 from edgc_jax.leaves.review import reducers_seen
@@ -125,7 +125,18 @@ def _require_placed(params: Any, mesh: Mesh, param_specs: Any) -> None:
   found = jax.tree_util.tree_leaves_with_path(params)
   for (path, x), spec in zip(found, jax.tree.leaves(specs), strict=True):
     where = getattr(x, "sharding", None)
-    if isinstance(x, Tracer) or not isinstance(where, NamedSharding):
+    if isinstance(x, Tracer):
+      continue
+    if not isinstance(where, NamedSharding):
+      # `shard_map` over such axes takes only arrays whose types name them.
+      validation.require(
+        AxisType.Explicit not in mesh.axis_types or not any(spec),
+        "params",
+        f"one at {jax.tree_util.keystr(path)} that does not",
+        "parameters that lie on the mesh as `param_specs` say, since an axis of"
+        " it is Explicit",
+        "place them with jax.device_put first",
+      )
       continue
     validation.require(
       where.mesh != mesh

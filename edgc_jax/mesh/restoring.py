@@ -19,6 +19,7 @@ from edgc_jax.mesh.sharding import (
   num_replicas,
   placed,
   specs_of_replicas,
+  types_on,
 )
 from edgc_jax.wire.order import AxisName
 
@@ -60,7 +61,7 @@ def restore(
   """
   with reducers_seen():
     init, own, of_state = bound_init(tx, params, mesh, axis_name, param_specs)
-    new = jax.eval_shape(init, params)
+    new = jax.eval_shape(init, types_on(mesh, params, own))
   stored = _read(path)
   loaded = _like(params, stored[0], "params")
   for (place, leaf), found in zip(

@@ -505,7 +505,7 @@ def _types(
     return ()
 
   trace = jax.shard_map(init, in_specs=(param_specs,), out_specs=(), **where)
-  jax.eval_shape(trace, params)
+  jax.eval_shape(trace, types_on(where.get("mesh"), params, param_specs))
   local, state = found[0]
   shapes = [leaf.shape for leaf in jax.tree.leaves(local)]
   specs = jax.tree.leaves(param_specs)
@@ -518,6 +518,22 @@ def _types(
       for (path, _), shape, spec in zip(paths, shapes, specs, strict=True)
     }
   return by_path, state
+
+
+def types_on(mesh: Mesh | AbstractMesh | None, tree: Any, specs: Any) -> Any:
+  """Returns the types of arrays that lie on a mesh as their specs say.
+
+  A `shard_map` over axes that are `Explicit` refuses types without their specs.
+  Without a mesh, the tree itself.
+  """
+  if mesh is None:
+    return tree
+
+  def type_of(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype, sharding=sharding)
+
+  return jax.tree.map(type_of, tree, specs)
 
 
 def _only(specs: Any, axis_names: Collection[str] | None) -> Any:

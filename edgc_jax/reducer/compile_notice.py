@@ -1,10 +1,12 @@
 """Says that XLA compiles, if the first call of a train step takes long.
 
 JAX reports the end of lowering, just before XLA starts, and the end of
-compilation. A timer between the two logs a message.
+compilation. A timer between the two logs a message, if the thread is in JAX's
+compiler then: a program may be lowered alone.
 """
 
 import logging
+import sys
 import threading
 
 import jax
@@ -35,7 +37,7 @@ def _on_event(event: str, duration_secs: float, **_: object) -> None:
   if event == _LOWERED:
     if timer:
       timer.cancel()
-    _thread.timer = threading.Timer(SECONDS, _say)
+    _thread.timer = threading.Timer(SECONDS, _say, [threading.get_ident()])
     _thread.timer.daemon = True
     _thread.timer.start()
   elif event == _COMPILED and timer:
@@ -44,7 +46,16 @@ def _on_event(event: str, duration_secs: float, **_: object) -> None:
     _thread.is_expecting = duration_secs < _SHORT
 
 
-def _say() -> None:
+def _is_compiling(thread: int) -> bool:
+  frame = sys._current_frames().get(thread)
+  while frame and frame.f_globals.get("__name__") != "jax._src.compiler":
+    frame = frame.f_back
+  return frame is not None
+
+
+def _say(thread: int) -> None:
+  if not _is_compiling(thread):
+    return
   logging.getLogger("edgc_jax").warning(
     "XLA has been compiling a program with a reducer of edgc_jax for %d"
     " seconds. It does so once for each placement of its arguments;"

@@ -22,6 +22,7 @@ from edgc_jax.mesh.sharding import (
   start_on_mesh,
   state_specs,
 )
+from edgc_jax.reducer.transformation import transformation
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import LocalStepsState, PerReplica, ReducerState
 from edgc_jax.wire import collectives, order
@@ -128,10 +129,7 @@ def local_steps(
   steps = LocalSteps(
     inner, outer, every, axis_name, fragments, overlap, mesh, param_specs
   )
-  return optax.GradientTransformationExtraArgs(
-    steps.init,
-    steps.update,  # ty: ignore[invalid-argument-type] takes its own state alone
-  )
+  return transformation(steps.init, steps.update)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,6 +50,7 @@ from edgc_jax.leaves.views import ViewFn, layer_matrix
 from edgc_jax.mesh.binding import bind
 from edgc_jax.reducer import compile_notice, rounds
 from edgc_jax.reducer.rounds import Energies, Input, Outcome
+from edgc_jax.reducer.transformation import transformation
 from edgc_jax.stages.gradients import (
   LateUpdates,
   late_gradients,
@@ -215,7 +216,7 @@ class Reducer:
   ) -> tuple[optax.Updates, ReducerState]:
     """Returns the mean of local gradients, and the next state."""
     compile_notice.expect()
-    plan, gradients, state = self._open(updates, state, params)
+    plan, gradients, params, state = self._open(updates, state, params)
     compared, choice = self._choose(plan, state, gradients)
     late = functools.partial(self._late, plan, updates, late_updates)
     found, is_finite, sent = self._exchange(
@@ -244,8 +245,12 @@ class Reducer:
     updates: optax.Updates,
     state: ReducerState,
     params: optax.Params | None,
-  ) -> tuple[Plan, list[jax.Array], ReducerState]:
-    """Checks a step's arguments, and drops the stage axis of the state."""
+  ) -> tuple[Plan, list[jax.Array], list[jax.Array] | None, ReducerState]:
+    """Checks a step's arguments, and drops the stage axis of the state.
+
+    Returns:
+      The plan; the gradient and the parameter of each leaf; the state.
+    """
     axes = self.axes
     collectives.num_devices(axes.replicas)  # raises if it is not bound
     cpu_backend.prepare()
@@ -253,11 +258,12 @@ class Reducer:
     plan = self._plan(updates)  # raises if a leaf is not real floating
     parts, gradients = self._parts(plan), jax.tree.leaves(updates)
     leaf_checks.require_same_leaves(updates, state.leaves)
-    leaf_checks.require_params(params, updates, plan.leaves)
-    leaf_checks.warn_of_narrow_gradients(gradients, plan.leaves, params)
+    own_params = leaf_checks.params_of(params, updates, plan.leaves)
+    if own_params is not None:
+      leaf_checks.warn_of_narrow_gradients(gradients, plan.leaves, own_params)
     leaf_checks.require_local(gradients, plan.leaves, axes.replicas, axes)
     if any(parts):
-      require_stages(gradients, plan.leaves, params, axes.stage)
+      require_stages(gradients, plan.leaves, own_params, axes.stage)
     state = unstacked(state, parts)
     for leaf, own in zip(plan.leaves, _states(state), strict=True):
       leaf_checks.require_shapes(leaf, own)
@@ -266,7 +272,7 @@ class Reducer:
       # Collectives over shards in the backward pass come first.
       first, before = plan.exchanges[0][0], [gradients[i] for i in early]
       gradients[first] = order.in_turn(gradients[first], before)
-    return plan, gradients, state
+    return plan, gradients, own_params, state
 
   def _choose(
     self, plan: Plan, state: ReducerState, gradients: Sequence[jax.Array]
@@ -549,10 +555,7 @@ def make_reducer(
   )
   validation.require_int("check_every", reducer.check_every, 1)
   validation.require_seed("seed", reducer.seed)
-  tx = optax.GradientTransformationExtraArgs(
-    reducer.init,  # ty: ignore[invalid-argument-type] states may have None
-    reducer.update,  # ty: ignore[invalid-argument-type] takes its own state
-  )
+  tx = transformation(reducer.init, reducer.update)
   validation.require(
     mesh is not None or param_specs is None,
     "param_specs",

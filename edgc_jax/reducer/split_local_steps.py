@@ -19,6 +19,7 @@ from edgc_jax.reducer.local_steps import (
   parts_of,
   wide,
 )
+from edgc_jax.reducer.transformation import transformation
 from edgc_jax.state.state import LocalStepsState, PerReplica
 from edgc_jax.wire import cpu_backend
 from edgc_jax.wire.order import AxisName
@@ -106,10 +107,7 @@ def split_local_steps(
       "use local_steps, which exchanges in the program of the step",
     )
   steps = LocalSteps(inner, outer, every, axis_name, fragments, overlap, mesh)
-  tx = optax.GradientTransformationExtraArgs(
-    steps.init,
-    steps.update_alone,  # ty: ignore[invalid-argument-type] takes its own state
-  )
+  tx = transformation(steps.init, steps.update_alone)
   return tx, Exchange(steps)
 
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from edgc_jax import validation
 from edgc_jax.leaves import checks as leaf_checks
 from edgc_jax.mesh.sharding import require_mesh, specs_like, start_on_mesh
+from edgc_jax.reducer.transformation import transformation
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import (
   AccumulateState,
@@ -164,10 +165,7 @@ def accumulate(
       inner_state,
     )
 
-  return optax.GradientTransformationExtraArgs(
-    init_fn,
-    update_fn,  # ty: ignore[invalid-argument-type] takes its own state alone
-  )
+  return transformation(init_fn, update_fn)
 
 
 def _require_like_sums(updates: Any, sums: Any) -> None:
@@ -300,10 +298,7 @@ def skip_nonfinite(
     )
     return averaged, SkipNonfiniteState(stats, inner_state)
 
-  return optax.GradientTransformationExtraArgs(
-    init_fn,
-    update_fn,  # ty: ignore[invalid-argument-type] takes its own state alone
-  )
+  return transformation(init_fn, update_fn)
 
 
 def after_update(tree: Any, opt_state: optax.OptState) -> Any:

@@ -111,7 +111,7 @@ def _checked(
 def require_stages(
   gradients: Sequence[jax.Array],
   leaves: Sequence[Leaf],
-  params: optax.Params | None,
+  params: Sequence[jax.Array] | None,
   stage_axis: str | None,
 ) -> None:
   """Raises unless the placement of every leaf agrees with JAX's types.
@@ -119,7 +119,7 @@ def require_stages(
   Args:
     gradients: The leaves passed to `update`.
     leaves: Their paths and placements.
-    params: The parameters, if `update` was given them.
+    params: The parameter of each, if `update` was given them.
     stage_axis: The bound axis of the stages; None on shards.
 
   Raises:
@@ -149,7 +149,9 @@ def require_stages(
         f" vary over {stage_axis!r}; return 'shared' for its path, or shard the"
         " leaf over the stages."
       )
-  for param, leaf in zip(jax.tree.leaves(params), leaves, strict=False):
+  if params is None:
+    return
+  for param, leaf in zip(params, leaves, strict=True):
     if leaf.is_shared and is_varying(param, stage_axis):
       raise ValueError(
         "`placement` must be 'own' or 'split' for a leaf that differs by stage,"

@@ -2,6 +2,8 @@
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from absl.testing import absltest
 from flax import nnx
@@ -63,6 +65,20 @@ class EquinoxTest(absltest.TestCase):
       lambda params: edgc_jax.describe(self.tx, params),
     ):
       self.assertEqual(tell(self.model), tell(self.arrays))
+
+  def test_update_takes_the_whole_model(self):
+    state = self.tx.init(self.arrays)
+
+    def updates_of(params):
+      update = lambda g: self.tx.update(g, state, params)[0]  # noqa: E731
+      gradients = jax.tree.map(lambda x: jnp.stack([x, -2 * x]), self.arrays)
+      return jax.jit(jax.vmap(update, axis_name="data"))(gradients)
+
+    expected = updates_of(self.arrays)
+    self.assertGreater(jnp.abs(expected.layers[1].weight).max(), 0)
+    jax.tree.map(
+      np.testing.assert_array_equal, updates_of(self.model), expected
+    )
 
   def test_metrics(self):
     state = self.tx.init(self.arrays)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
@@ -238,6 +239,47 @@ class ReplicasTest(parameterized.TestCase):
     tx = optax.chain(float32.powersgd(4, mesh=auto), optax.sgd(0.5))
     assert_near(found, train_plain(tx, auto)[0])
 
+  @pytest.mark.slow
+  def test_explicit_axes_of_shards(self):
+    params = {"w": PARAMS["w"], "b": PARAMS["b"]}
+    specs = {"w": P(None, "shard"), "b": P("shard")}
+
+    def loss_fn(params, x):
+      return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+    def train(mesh):
+      how = {"mesh": mesh, "param_specs": specs}
+      tx = optax.chain(
+        float32.powersgd(4, min_ratio=1, **how), optax.sgd(0.5, momentum=0.9)
+      )
+
+      @jax.jit
+      def step(params, opt_state, x):
+        gradient = edgc_jax.value_and_grad(loss_fn, mesh, AXIS)
+        updates, opt_state = tx.update(
+          gradient(params, x)[1], opt_state, params
+        )
+        return optax.apply_updates(params, updates), opt_state
+
+      places = jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
+      state = jax.device_put(params, places), None
+      state = state[0], tx.init(state[0])
+      for i in range(3):
+        state = step(*state, batch(i))
+      with tempfile.TemporaryDirectory() as folder:
+        with ocp.StandardCheckpointer() as checkpointer:
+          checkpointer.save(f"{folder}/saved", state)
+        again = edgc_jax.restore(
+          f"{folder}/saved", tx, params, **how, axis_name=AXIS
+        )
+      return step(*again, batch(3))[0], tx
+
+    shape = (2, 2), (AXIS, "shard")
+    found, tx = train(mesh_of(*shape, kind=AxisType.Explicit))
+    assert_near(found, train(mesh_of(*shape))[0])
+    with self.assertRaisesRegex(ValueError, "parameters that lie on the mesh"):
+      tx.init(params)
+
   def test_keys_differ_by_replica_and_aux_is_averaged(self):
     mesh = mesh_of()
 
@@ -311,7 +353,6 @@ def adam_on(shape, every):
 @functools.cache
 def saved_run(every, folder):
   """Returns parameters and state after five calls, and where they are saved."""
-  ocp = pytest.importorskip("orbax.checkpoint")
   mesh, tx = adam_on((2, 2), every)
   shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), SHARDS)
   params = jax.device_put(PARAMS, shardings)

@@ -344,7 +344,8 @@ def test_unneeded_times_are_not_measured(folder, monkeypatch, changes):
     ({"pipeline.align": "slacks"}, "`align` must be one of"),
     (
       {"mesh.data": 1, "link.bandwidth": 0.0},
-      "`mesh.data` must be at least 2 to measure the link",
+      "`mesh.data` must be at least 2.*to measure the link.*got 1 with"
+      " backend 'jit'; give link.bandwidth",
     ),
   ],
 )
