@@ -32,14 +32,9 @@ def at_init(reviewed: Reviewed, min_ratio: float) -> None:
   """Warns of leaves that lose precision, and of ranks that save nothing."""
   seen = _seen.get()
   if seen is not None:
-    found = [(x.axes, x.leaves, x.budget.ladder, x.code) for x in seen]
-    own = (
-      reviewed.axes,
-      reviewed.leaves,
-      reviewed.budget.ladder,
-      reviewed.code,
-    )
-    seen += [] if own in found else [reviewed]  # `init` may run twice
+    facts = lambda x: (x.axes, x.leaves, x.budget.ladder, x.code)  # noqa: E731
+    if facts(reviewed) not in map(facts, seen):  # `init` may run twice
+      seen.append(reviewed)
     return
   _warn_if_nothing_saves(reviewed, min_ratio)
   _warn_if_most_is_dense(reviewed)

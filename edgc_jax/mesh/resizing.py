@@ -162,8 +162,9 @@ def follow_first_replica(tree: Any, axis_name: AxisName = "data") -> Any:
 
   On pipeline stages every stage copies its own first replica.
 
-  Wire: an all-reduce of the copied arrays; for parameters and Adam's moments
-  three times the bytes of a dense gradient.
+  Wire: an all-reduce for each array outside of a reducer's state, and one for
+  that state; for parameters and Adam's moments three times the bytes of a dense
+  gradient.
 
   Args:
     tree: Parameters, optimiser state, or both.
@@ -198,14 +199,19 @@ def follow_first_replica(tree: Any, axis_name: AxisName = "data") -> Any:
 
 
 def _resized(parts: np.ndarray, new: int) -> np.ndarray:
-  """Converts parts [S, old, ...] to [S, new, ...] with the same mean."""
+  """Converts parts [S, old, ...] to [S, new, ...] with the same mean.
+
+  Means of integers are rounded.
+  """
   stages, old, *shape = parts.shape
   if new % old == 0:
     return np.repeat(parts, new // old, axis=1)
   groups = new if old % new == 0 else 1
   parts = parts.reshape(stages, groups, old // groups, *shape)
-  means = parts.mean(2, dtype=np.float64).astype(parts.dtype)
-  return np.repeat(means, new // groups, axis=1)
+  means = parts.mean(2, dtype=np.float64)
+  if np.issubdtype(parts.dtype, np.integer):
+    means = np.rint(means)
+  return np.repeat(means.astype(parts.dtype), new // groups, axis=1)
 
 
 def restart_reference(opt_state: Any) -> Any:

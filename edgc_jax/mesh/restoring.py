@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -57,7 +58,8 @@ def restore(
     ImportError: if orbax-checkpoint is not installed.
     TypeError: if `path`, `tx` or `mesh` has another type.
     ValueError: if there is no intact checkpoint, it lacks an array of the
-      state, or an array has another shape than the transformation needs.
+      state, or an array has another shape or dtype than the transformation
+      needs.
   """
   with reducers_seen():
     init, own, of_state = bound_init(tx, params, mesh, axis_name, param_specs)
@@ -173,6 +175,14 @@ def _like(tree: Any, stored: Any, entry: str) -> Any:
       entry + jax.tree_util.keystr(path),
       f"a checkpoint with all arrays of the state, of shape {leaf.shape}",
       "pass the options of the run that saved it, such as its rank",
+    )
+    wanted, got = jnp.result_type(leaf), jnp.result_type(found)
+    validation.require(
+      wanted == got or jnp.issubdtype(wanted, jax.dtypes.prng_key),
+      entry,
+      f"{wanted} at {jax.tree_util.keystr(path) or 'the root'}",
+      f"of the dtypes in the checkpoint, such as {got} there",
+      "pass the dtypes of the run that saved it, and cast what is restored",
     )
     return found
 

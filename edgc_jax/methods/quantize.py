@@ -50,7 +50,8 @@ def quantize(
 
     x' = R^T s c(y / s),   s the root mean square of a block
 
-  Wire: (bits / 8 + 2 / block) bytes an entry, rotated (bits / 8 + 1 / block).
+  Wire: (bits / 8 + 2 / block) bytes an entry, rotated (bits / 8 + 1 / block);
+  and 132 bytes for each matrix, of which the error is read.
   Memory: several float32 copies of the gradient during the exchange.
 
   Args:

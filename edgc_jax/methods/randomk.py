@@ -38,7 +38,8 @@ def randomk(
     without               update = mean_i M_i times the length of the run at
                           these entries, 0 elsewhere: unbiased
 
-  Wire: 4 k bytes for each tensor, in one all-reduce.
+  Wire: 4 k bytes for each tensor, in one all-reduce; and 132 bytes for each
+  matrix, of which the error is read.
 
   Args:
     density: Share of the entries that is sent, in (0, 1].

@@ -437,6 +437,7 @@ def test_restore_of_a_damaged_checkpoint(tmp_path, stored, damage):
     ({"params": PARAMS | {"v": PARAMS["w"]}}, ["params['v']"]),
     ({"params": {"w": np.ones((32, 64), np.float32)}}, []),
     ({"params": {"w": np.ones((8, 4), np.float32)}}, ["`params`", "(8, 4)"]),
+    ({"params": {"w": PARAMS["w"].astype("float16")}}, ["`params`", "float16"]),
     ({"tx": optax.chain(edgc_jax.topk(), optax.adam(0.1))}, ["opt_state"]),
     (
       {"tx": optax.chain(edgc_jax.powersgd(4), *[optax.adam(0.1)] * 5)},

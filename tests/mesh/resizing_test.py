@@ -40,6 +40,11 @@ class ResizeTest(parameterized.TestCase):
     neither = edgc_jax.resize_replicas(x, P("data"), 4, 3)
     np.testing.assert_array_equal(neither, [1.5, 1.5, 1.5])
 
+  def test_means_of_integers_are_rounded(self):
+    found = edgc_jax.resize_replicas(np.array([1, 2, 2, 2]), P("data"), 4, 1)
+    np.testing.assert_array_equal(found, [2])
+    self.assertEqual(found.dtype, np.int64)
+
   def test_growing_and_shrinking_is_exact(self):
     x = np.random.default_rng(1).normal(size=(2, 3, 4)).astype(np.float32)
     there = edgc_jax.resize_replicas(x, P("data"), 2, 8)
