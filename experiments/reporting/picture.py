@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import plotly.graph_objects as go
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from experiments.reporting.style import WIDTH, dress
 
@@ -32,6 +33,15 @@ def draw(charts: Mapping[str, go.Figure]) -> Figure:
       )  # fmt: skip
     axes.set_xlabel(chart.layout.xaxis.title.text, fontsize=8)
     axes.set_yscale(chart.layout.yaxis.type or "linear")
+    for axis, layout in (
+      (axes.xaxis, chart.layout.xaxis),
+      (axes.yaxis, chart.layout.yaxis),
+    ):
+      if layout.type == "log":
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_formatter(NullFormatter())
+      if layout.tickformat == "~s":  # SI prefixes, as on the page
+        axis.set_major_formatter(EngFormatter(sep=""))
     if len(chart.data) > 1:
       legend = axes.legend(fontsize=7, frameon=False)
       for name in legend.get_texts():  # of run folders, in which $ may occur
