@@ -312,6 +312,8 @@ def leaves_in(
 
 def _dtype_of(value: Any) -> Any:
   """Returns the dtype of a leaf; of what is no array of JAX, NumPy's."""
+  if not hasattr(value, "shape"):
+    return np.dtype(object)
   try:
     return jnp.result_type(value)
   except TypeError:

@@ -8,6 +8,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
+from edgc_jax.leaves.leaf import arrays_of, leaves_in
 from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.sharding import bound_init, num_replicas, specs_like
 from edgc_jax.wire.order import AxisName, is_bound
@@ -57,6 +58,7 @@ def bind(
     if is_bound(axis_name):
       return tx.init(params)
     _require_all(params)
+    leaves_in(params)  # raises if a leaf is not real floating
     _require_placed(params, mesh, param_specs)
     return jax.jit(on_mesh(params)[0])(params)
 
@@ -153,7 +155,7 @@ def _require_stacked(updates: Any, params: Any, replicas: int) -> None:
   """Raises unless gradients have a first axis of replicas."""
   shapes = [None] * len(jax.tree.leaves(updates))
   if params is not None:
-    shapes = [jax.numpy.shape(p) for p in jax.tree.leaves(params)]
+    shapes = [p.shape for p in jax.tree.leaves(arrays_of(params))]
   gradients = jax.tree_util.tree_leaves_with_path(updates)
   if len(gradients) != len(shapes):
     return  # `tx.update` names the missing leaf

@@ -117,6 +117,13 @@ def value_and_grad(
   def run(params: Any, *args: Any) -> Any:
     is_each = isinstance(in_axes, tuple | list)
     axes = tuple(in_axes) if is_each else (in_axes,) * len(args)
+    validation.require(
+      wrt is None or _is_module(params),
+      "wrt",
+      wrt,
+      "None for parameters that are no module of Flax NNX",
+      "leave it out, or pass the module",
+    )
     if is_local:
       _require_own(params, replicas)
       params = jax.tree.map(lambda x: typed(x, split), params)
@@ -132,7 +139,7 @@ def value_and_grad(
       sys.modules["flax.nnx"].update(params, left)
       return (loss, aux) if has_aux else loss, gradients
     validation.require(
-      len(axes) == len(args) and set(axes) <= {0, None},
+      len(axes) == len(args) and all(a is None or a == 0 for a in axes),
       "in_axes",
       in_axes,
       f"0 or None for each of the {len(args)} arguments after the parameters",

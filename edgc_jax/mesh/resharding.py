@@ -17,6 +17,7 @@ from edgc_jax.leaves.leaf import (
 )
 from edgc_jax.mesh.sharding import bound_init, placed
 from edgc_jax.state.state import ReducerState, Stats, parts_of
+from edgc_jax.wire import order
 from edgc_jax.wire.order import AxisName
 
 
@@ -74,7 +75,7 @@ def resize_shards(
     if isinstance(new, ReducerState):
       return _reducer(jax.tree.map(np.asarray, old), new)
     _require_shape(old, new, path)
-    return np.asarray(old)
+    return old if order.is_key(old) else np.asarray(old)
 
   state = jax.tree_util.tree_map_with_path(
     convert, fresh, opt_state, is_leaf=lambda x: isinstance(x, ReducerState)

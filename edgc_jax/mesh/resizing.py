@@ -23,7 +23,7 @@ from edgc_jax.state.state import (
   ReducerState,
   map_leaves,
 )
-from edgc_jax.wire import collectives
+from edgc_jax.wire import collectives, order
 from edgc_jax.wire.order import AxisName
 
 
@@ -92,6 +92,9 @@ def resize_replicas(
   is_stacked = any(np.ndim(reducer.count) for reducer in reducers)
 
   def resized(x: Any, spec: PartitionSpec) -> Any:
+    if order.is_key(x):
+      found = resized(jax.random.key_data(x), spec)
+      return jax.random.wrap_key_data(found, impl=jax.random.key_impl(x))
     first = spec[0] if len(spec) else None
     axes = first if isinstance(first, tuple) else (first,)
     if old == new:

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jax.tree_util import GetAttrKey
 
 from edgc_jax import validation
+from edgc_jax.leaves.leaf import LeafState, LeafStats, arrays_of, is_leaf_state
 from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.resharding import resize_shards
 from edgc_jax.mesh.resizing import resize_replicas
@@ -22,6 +24,8 @@ from edgc_jax.mesh.sharding import (
   specs_of_replicas,
   types_on,
 )
+from edgc_jax.state.state import ReducerState, Stats
+from edgc_jax.wire import order
 from edgc_jax.wire.order import AxisName
 
 
@@ -33,6 +37,7 @@ def restore(
   mesh: Mesh,
   axis_name: AxisName = "data",
   param_specs: Any = None,
+  stage_axis: str = "stage",
 ) -> tuple[Any, Any]:
   """Restores parameters and optimiser state onto a mesh.
 
@@ -40,6 +45,9 @@ def restore(
   the state if they differ (`resize_replicas`, `resize_shards`). Every process
   reads the whole checkpoint into its memory. If replicas get batches of another
   size from here on, call `restart_reference` next.
+
+  A reducer of another rank begins with factors of its own, and keeps the
+  residuals.
 
   Args:
     path: Folder of an orbax checkpoint of `(params, opt_state)`, or of a
@@ -49,7 +57,7 @@ def restore(
     params: The parameters or their `jax.ShapeDtypeStruct`s.
     mesh: The mesh to restore on.
     axis_name: The axis of the replicas, or a tuple of axes.
-    param_specs: As for `state_specs`.
+    param_specs, stage_axis: As for `state_specs`.
 
   Returns:
     Parameters and optimiser state, placed on the mesh.
@@ -59,10 +67,16 @@ def restore(
     TypeError: if `path`, `tx` or `mesh` has another type.
     ValueError: if there is no intact checkpoint, it lacks an array of the
       state, or an array has another shape or dtype than the transformation
-      needs.
+      needs; or if the mesh has another number of stages.
+
+  Warns:
+    RuntimeWarning: as `resize_shards`.
   """
+  params = arrays_of(params)
   with reducers_seen():
-    init, own, of_state = bound_init(tx, params, mesh, axis_name, param_specs)
+    init, own, of_state = bound_init(
+      tx, params, mesh, axis_name, param_specs, stage_axis
+    )
     new = jax.eval_shape(init, types_on(mesh, params, own))
   stored = _read(path)
   loaded = _like(params, stored[0], "params")
@@ -78,12 +92,15 @@ def restore(
       f"of the shapes in the checkpoint, such as {np.shape(found)} there",
       "pass the model that it was saved with",
     )
-  old = _like(new, stored[1], "opt_state")
+  old = _like(_as_stored(new, stored[1]), stored[1], "opt_state")
   replicas = num_replicas(mesh, axis_name)
   before = _replicas_of(old, new, replicas)
   if before != replicas:
-    local = specs_of_replicas(old, axis_name)
-    old = resize_replicas(old, local, before, replicas, axis_name)
+    local = specs_of_replicas(old, axis_name, stage_axis)
+    stages = mesh.shape.get(stage_axis)
+    old = resize_replicas(
+      old, local, before, replicas, axis_name, stages=stages
+    )
   loaded = placed(loaded, mesh, own)
   if jax.tree.map(np.shape, old) != jax.tree.map(np.shape, new):
     how = {"mesh": mesh, "param_specs": own}
@@ -159,26 +176,20 @@ def _like(tree: Any, stored: Any, entry: str) -> Any:
   """Returns the stored arrays in a tree like `tree`."""
 
   def pick(path: tuple, leaf: Any) -> Any:
-    found = stored
-    for key in path:
-      name = next(
-        str(getattr(key, kind))
-        for kind in ("key", "idx", "name")
-        if hasattr(key, kind)
-      )
-      if isinstance(found, list | tuple):
-        found = {str(i): entry for i, entry in enumerate(found)}
-      found = found.get(name) if isinstance(found, dict) else None
+    found = _stored_at(path, stored)
     validation.require(
-      found is not None and not isinstance(found, dict | list | tuple),
+      found is not None,
       "path",
       entry + jax.tree_util.keystr(path),
       f"a checkpoint with all arrays of the state, of shape {leaf.shape}",
       "pass the options of the run that saved it, such as its rank",
     )
     wanted, got = jnp.result_type(leaf), jnp.result_type(found)
+    if order.is_key(leaf):
+      impl = jax.random.key_impl(jnp.zeros_like(leaf))
+      return jax.random.wrap_key_data(jnp.asarray(found), impl=impl)
     validation.require(
-      wanted == got or jnp.issubdtype(wanted, jax.dtypes.prng_key),
+      wanted == got,
       entry,
       f"{wanted} at {jax.tree_util.keystr(path) or 'the root'}",
       f"of the dtypes in the checkpoint, such as {got} there",
@@ -189,15 +200,90 @@ def _like(tree: Any, stored: Any, entry: str) -> Any:
   return jax.tree_util.tree_map_with_path(pick, tree)
 
 
+def _as_stored(new: Any, stored: Any) -> Any:
+  """Returns types of a state whose reducers have what is stored of them.
+
+  On another number of shards other leaves may be compressed, or none.
+  """
+
+  def of_reducer(path: tuple, part: Any) -> Any:
+    if not isinstance(part, ReducerState):
+      return part
+    stats = Stats._make(_types_at((*path, GetAttrKey("stats")), Stats, stored))
+    if np.shape(stats.wire_bytes) == np.shape(part.stats.wire_bytes):
+      return part
+    place = (*path, GetAttrKey("leaves"))
+    leaves = jax.tree_util.tree_map_with_path(
+      lambda own, _: _leaf_at((*place, *own), stored),
+      part.leaves,
+      is_leaf=is_leaf_state,
+    )
+    kept = {
+      name: getattr(part, name)
+      if _stored_below((*path, GetAttrKey(name)), getattr(part, name), stored)
+      else ()
+      for name in ("budget", "allocation")
+    }
+    return part._replace(leaves=leaves, stats=stats, **kept)
+
+  return jax.tree_util.tree_map_with_path(
+    of_reducer, new, is_leaf=lambda x: isinstance(x, ReducerState)
+  )
+
+
+def _leaf_at(path: tuple, stored: Any) -> LeafState:
+  """Returns the types of what is stored of one leaf's state."""
+  stats = _types_at((*path, GetAttrKey("stats")), LeafStats, stored)
+  factor_q, residual, _ = _types_at(path, LeafState, stored)
+  return LeafState(
+    factor_q, residual, LeafStats._make(stats) if any(stats) else None
+  )
+
+
+def _types_at(path: tuple, kind: Any, stored: Any) -> list[Any]:
+  """Returns the types of the arrays that are stored as fields of a tuple."""
+  found = [
+    _stored_at((*path, GetAttrKey(name)), stored) for name in kind._fields
+  ]
+  return [
+    x if x is None else jax.ShapeDtypeStruct(np.shape(x), x.dtype)
+    for x in found
+  ]
+
+
+def _stored_below(path: tuple, tree: Any, stored: Any) -> bool:
+  """Returns whether any array of a tree is stored."""
+  own = [place for place, _ in jax.tree_util.tree_leaves_with_path(tree)]
+  return any(_stored_at((*path, *x), stored) is not None for x in own)
+
+
+def _stored_at(path: tuple, stored: Any) -> Any:
+  """Returns the stored array at a path; None if there is none."""
+  for key in path:
+    name = next(
+      str(getattr(key, kind))
+      for kind in ("key", "idx", "name")
+      if hasattr(key, kind)
+    )
+    if isinstance(stored, list | tuple):
+      stored = {str(i): entry for i, entry in enumerate(stored)}
+    stored = stored.get(name) if isinstance(stored, dict) else None
+  return None if isinstance(stored, dict | list | tuple) else stored
+
+
 def _replicas_of(old: Any, new: Any, replicas: int) -> int:
   """Returns the number of replicas of a state, given one of `replicas`."""
-  for before, after, spec in zip(
-    jax.tree.leaves(old),
-    jax.tree.leaves(new),
-    jax.tree.leaves(specs_of_replicas(new, "replicas")),
-    strict=True,
-  ):
-    if "replicas" in axes_of(spec) and np.size(after):
-      # [N m, ...], with the same m
-      return np.shape(before)[0] * replicas // np.shape(after)[0]
+  specs = specs_of_replicas(new, "replicas")
+  split = {
+    path: np.shape(after)
+    for (path, after), spec in zip(
+      jax.tree_util.tree_leaves_with_path(new),
+      jax.tree.leaves(specs),
+      strict=True,
+    )
+    if "replicas" in axes_of(spec) and np.size(after)
+  }
+  for path, before in jax.tree_util.tree_leaves_with_path(old):
+    if path in split:  # [N m, ...], with the same m
+      return np.shape(before)[0] * replicas // split[path][0]
   return replicas

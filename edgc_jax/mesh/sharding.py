@@ -103,7 +103,8 @@ def state_specs(
   """
   if mesh is not None:
     require_axes(mesh, "axis_name", axis_name)
-  order.require_names("axis_name", axis_name)
+  else:
+    order.require_names("axis_name", axis_name)
   params = arrays_of(params)
   if hasattr(tx, "opt_state"):  # of NNX; all else that it holds is replicated
     how = {"mesh": mesh, "param_specs": param_specs, "stage_axis": stage_axis}
@@ -203,12 +204,14 @@ def specs_of_parts(
   return _only(_Specs((), "", by_path).of(state), axis_names)
 
 
-def specs_of_replicas(state: Any, axis_name: AxisName) -> Any:
+def specs_of_replicas(
+  state: Any, axis_name: AxisName, stage_axis: str = "stage"
+) -> Any:
   """Returns specs that name the replicas, but no shards.
 
   Of any state of global arrays; on pipeline stages they name the stages, too.
   """
-  return _Specs(axis_name, "stage", {}).of(state)
+  return _Specs(axis_name, stage_axis, {}).of(state)
 
 
 def bound_init(
@@ -217,6 +220,7 @@ def bound_init(
   mesh: Mesh,
   axis_name: AxisName,
   param_specs: Any,
+  stage_axis: str = "stage",
 ) -> tuple[Callable[[Any], Any], Any, Any]:
   """Binds the axes of a mesh in `init`; arguments as for `state_specs`.
 
@@ -227,7 +231,12 @@ def bound_init(
   require_axes(mesh, "axis_name", axis_name)
   own = specs_like(param_specs, params)
   of_state = state_specs(
-    tx, params, axis_name, mesh=mesh, param_specs=param_specs
+    tx,
+    params,
+    axis_name,
+    mesh=mesh,
+    param_specs=param_specs,
+    stage_axis=stage_axis,
   )
   init = jax.shard_map(tx.init, mesh=mesh, in_specs=(own,), out_specs=of_state)
   return init, own, of_state
@@ -432,7 +441,11 @@ class _Specs(NamedTuple):
     first, rest = spec[:1], spec[1:]
     factors = _along_first(*stage, *_axes_of(spec))
     residual = _joined(*stage, *names(self.axis_name), *_axes_of(first))
-    return _specs_of(leaf, factors, PartitionSpec(residual, *rest))
+    whole = PartitionSpec()
+    each = LeafState._make([factors, PartitionSpec(residual, *rest), whole])
+    return jax.tree.map(
+      lambda spec, own: jax.tree.map(lambda _: spec, own), each, leaf
+    )
 
   def _stage_in(self, spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(axis for axis in _axes_of(spec) if axis == self.stage_axis)
@@ -470,17 +483,6 @@ def require_axes(mesh: Any, argument: str, axis_name: AxisName) -> None:
     axis_name,
     f"an axis of the mesh {dict(mesh.shape)}",
     "pass the name of an axis of the mesh",
-  )
-
-
-def _specs_of(
-  leaf: LeafState, factors: PartitionSpec, residual: PartitionSpec
-) -> LeafState:
-  """Returns specs of factors and residual, where a leaf has them."""
-  return LeafState(
-    jax.tree.map(lambda _: factors, leaf.factor_q),
-    jax.tree.map(lambda _: residual, leaf.residual),
-    jax.tree.map(lambda _: PartitionSpec(), leaf.stats),
   )
 
 

@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from edgc_jax import validation
 from edgc_jax.leaves import checks as leaf_checks
+from edgc_jax.leaves.leaf import arrays_of, leaves_in
 from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.sharding import (
   require_mesh,
@@ -22,7 +24,7 @@ from edgc_jax.mesh.sharding import (
   start_on_mesh,
   state_specs,
 )
-from edgc_jax.reducer.transformation import transformation
+from edgc_jax.reducer.transformation import promoting, transformation
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import LocalStepsState, PerReplica, ReducerState
 from edgc_jax.wire import collectives, order
@@ -184,6 +186,7 @@ class LocalSteps:
 
   def init(self, params: optax.Params) -> LocalStepsState:
     """Returns the state before the first step."""
+    leaves_in(params)  # raises if a leaf is not real floating
     start = self._start_all if self.is_stacked() else self._start
     skipped, offset, sent, inner_state = start(params)
     params = wide(params)
@@ -220,7 +223,10 @@ class LocalSteps:
     )
     offset = new.offset.values
     # With an overlap, what does not depend on this step's gradient.
-    sent = state.sent.values if self.overlap else offset
+    sent = offset
+    if self.overlap:  # on CPUs, where nothing overlaps, collectives keep order
+      wait = jax.vmap(order.after_all) if self.is_stacked() else order.in_turn
+      sent = wait(state.sent.values, offset)
     begun = new.step - self.overlap
     exchanged = self._due(begun)
     found, outer_state = self._exchange_one(
@@ -260,6 +266,9 @@ class LocalSteps:
       """One inner step of one replica."""
       found, new = inner.update(gradient, inner_state, local, **extra_args)
       ok = order.all_finite(gradient)
+      parts = set(order.varying_axes(ok)) - set(order.names(self.axis_name))
+      if parts:  # the shards of a replica skip together
+        ok = collectives.all_true(ok, tuple(sorted(parts)))
       move = jax.tree.map(
         lambda u: jnp.where(ok, u.astype(jnp.float32), 0.0), found
       )
@@ -277,7 +286,7 @@ class LocalSteps:
     )
     # d_i <- d_i + inner(gradient_i)
     offset = jax.tree.map(jnp.add, state.offset.values, move)
-    return jax.tree.map(jnp.zeros_like, params), state._replace(
+    return jax.tree.map(jnp.zeros_like, arrays_of(params)), state._replace(
       step=state.step + 1,
       every=jnp.full_like(state.every, self.every),  # of this run
       exchanged=jnp.full_like(state.exchanged, -1),
@@ -368,6 +377,7 @@ class LocalSteps:
     return start_on_mesh(self._start, params, specs, self.mesh, self.axis_name)
 
 
+@promoting
 def local_params(
   params: Any, opt_state: optax.OptState, mesh: Mesh | None = None
 ) -> Any:
@@ -376,8 +386,7 @@ def local_params(
   Args:
     params: The common parameters, x.
     opt_state: A state with the state of `local_steps` in it.
-    mesh: The mesh in plain `jax.jit`; None where the axis of the replicas is
-      bound.
+    mesh: The mesh in plain `jax.jit`; not read where an axis is bound.
 
   Returns:
     The replica's own parameters, like `params`; with a mesh those of all N
@@ -386,7 +395,7 @@ def local_params(
 
   Raises:
     ValueError: if the state holds no state of `local_steps`, or several, or
-      one of several replicas without a mesh.
+      one of several replicas without a mesh, or one of some parameters alone.
   """
   state = only_state(opt_state)
   replicas = len(state.skipped.values)
@@ -398,11 +407,21 @@ def local_params(
     "pass mesh= in plain jax.jit",
   )
   moved, sent = state.offset.values, state.sent.values
+  is_hidden = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+  hidden = [*filter(is_hidden, jax.tree.leaves(moved, is_leaf=is_hidden))]
+  validation.require(
+    not hidden,
+    "opt_state",
+    f"local_steps inside of a mask that hides {len(hidden)} leaves",
+    "a state of local_steps of all parameters",
+    "put optax.masked or optax.partition inside of its `inner`",
+  )
   if jax.tree.leaves(sent):  # s_i + d_i
     moved = jax.tree.map(jnp.add, sent, moved)
+  is_stacked = mesh is not None and not order.bound_axes()
   return jax.tree.map(
-    lambda p, d: (p + (d if mesh else d[0])).astype(jnp.result_type(p)),
-    params,
+    lambda p, d: (p + (d if is_stacked else d[0])).astype(jnp.result_type(p)),
+    arrays_of(params),
     moved,
   )
 
@@ -426,7 +445,7 @@ def only_state(opt_state: Any) -> LocalStepsState:
 
 def wide(params: Any) -> Any:
   """Returns parameters in the dtype of their differences."""
-  return jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
+  return jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), arrays_of(params))
 
 
 def parts_of(tree: Any, count: int) -> list[Any]:
@@ -457,12 +476,18 @@ def _numbers_of(tree: Any, count: int) -> Any:
     f"at most {len(leaves)}, the number of leaves",
     "choose fewer",
   )
+  # Of all shards, so that parts do not depend on them.
+  mesh = jax.sharding.get_abstract_mesh().shape
+  whole = [
+    jnp.size(x) * math.prod(mesh[axis] for axis in order.varying_axes(x))
+    for x in leaves
+  ]
   sizes, numbers = [0] * count, [0] * len(leaves)
   # The largest leaves first, each to the smallest part.
-  for i in sorted(range(len(leaves)), key=lambda i: (-jnp.size(leaves[i]), i)):
+  for i in sorted(range(len(leaves)), key=lambda i: (-whole[i], i)):
     k = min(range(count), key=lambda k: (sizes[k], k))
     numbers[i] = k
-    sizes[k] += jnp.size(leaves[i])
+    sizes[k] += whole[i]
   return jax.tree.unflatten(structure, numbers)
 
 

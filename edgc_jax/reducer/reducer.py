@@ -158,9 +158,7 @@ class Reducer:
       self.axes, plan.leaves, budget, self.code, is_shared, replicas
     )
     review.at_init(found, self.min_ratio)
-    reads = [x.is_compressed and not x.cap for x in plan.leaves]
-    if budget.samples or self.code or any(reads):
-      order.require_all_bound()  # they read entries, not matrices alone
+    self._require_all_bound(plan)
     key = jax.random.key(self.seed)
     states = [
       rounds.first_state(leaf, jax.random.fold_in(key, i))
@@ -237,6 +235,12 @@ class Reducer:
       leaves_in(tree, self.matrix_view, self.placement, self.axes.shards)
     )
 
+  def _require_all_bound(self, plan: Plan) -> None:
+    """Raises if the compiler has axes, and single entries are read."""
+    reads = [x.is_compressed and not x.cap for x in plan.leaves]
+    if plan.budget.samples or self.code or any(reads):
+      order.require_all_bound()
+
   def _parts(self, plan: Plan) -> Parts:
     return Parts(self.axes.stage is not None, bool(plan.shards))
 
@@ -256,6 +260,7 @@ class Reducer:
     cpu_backend.prepare()
     leaf_checks.require_state(state, ReducerState)
     plan = self._plan(updates)  # raises if a leaf is not real floating
+    self._require_all_bound(plan)
     parts, gradients = self._parts(plan), jax.tree.leaves(updates)
     leaf_checks.require_same_leaves(updates, state.leaves)
     own_params = leaf_checks.params_of(params, updates, plan.leaves)

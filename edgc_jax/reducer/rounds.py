@@ -472,11 +472,8 @@ def _signs(key: jax.Array, shapes: Sequence[tuple]) -> list[jax.Array]:
   """Draws random signs of several shapes."""
   sizes = [int(np.prod(shape)) for shape in shapes]
   drawn = jax.random.rademacher(key, (sum(sizes),), jnp.float32)
-  ends = np.cumsum([0, *sizes])
-  return [
-    drawn[ends[i] : ends[i + 1]].reshape(shape)
-    for i, shape in enumerate(shapes)
-  ]
+  pieces = jnp.split(drawn, np.cumsum(sizes)[:-1])
+  return [x.reshape(shape) for x, shape in zip(pieces, shapes, strict=True)]
 
 
 def _fed_back(own: Input, outcome: Outcome) -> Outcome:

@@ -119,6 +119,7 @@ class Exchange:
     self._steps = steps
     self._programs: dict[Any, Callable[..., Any]] = {}
     self._flight: _Flight | None = None
+    self._step = 0  # of the last call
 
   def __call__(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
     """Ends the exchange that is due after a step, and begins the next.
@@ -141,6 +142,10 @@ class Exchange:
     _require_layout(state, steps.mesh)
     # The number decides, and no time, so that all processes do the same.
     step = int(np.ravel(state.step.addressable_data(0))[0])
+    if step != self._step + 1:  # of another run, which has left a flight
+      self.wait()
+      self._flight = None
+    self._step = step
     begun = (step - 1) // steps.period * steps.period
     if begun > 0 and step - begun <= steps.overlap:
       if self._flight is None or self._flight.begun != begun:
@@ -181,7 +186,7 @@ class Exchange:
   def _begin(self, begun: int, params: Any, state: LocalStepsState) -> None:
     """Starts the exchange of step `begun` from a state of then or later."""
     cpu_backend.require_threads(beside=True)
-    self.wait()  # for one that another run has left
+    self.wait()
     k = self._steps.fragment(begun)
     program, arguments = self._prepared(k, params, state)
     self._flight = _Flight(begun, lambda: program(*arguments))
@@ -203,10 +208,10 @@ class Exchange:
     self, params: Any, state: LocalStepsState
   ) -> tuple[Any, LocalStepsState]:
     """Waits for the exchange in flight, and applies its result."""
-    assert self._flight is not None
-    k = self._steps.fragment(self._flight.begun)
-    found, outer = self._flight.result()
-    self._flight = None
+    flight, self._flight = self._flight, None  # if it failed, too
+    assert flight is not None
+    k = self._steps.fragment(flight.begun)
+    found, outer = flight.result()
 
     def apply(own: Any, sent: Any, index: jax.Array, found: Any) -> tuple:
       zeros = jax.tree.map(jnp.zeros_like, sent)

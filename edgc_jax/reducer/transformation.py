@@ -13,19 +13,22 @@ def transformation(
 ) -> optax.GradientTransformationExtraArgs:
   """Returns a transformation whose arithmetic promotes ranks and dtypes.
 
-  A user may have forbidden that for code of their own, by
-  `jax_numpy_rank_promotion` and `jax_numpy_dtype_promotion`.
-
   Args:
     init: From parameters to a state.
     update: From gradients, a state and parameters to updates and a state.
   """
   return optax.GradientTransformationExtraArgs(
-    _promoting(init), _promoting(update)
+    promoting(init), promoting(update)
   )
 
 
-def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
+def promoting(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Lets the arithmetic of a function promote ranks and dtypes.
+
+  A user may have forbidden that for code of their own, by
+  `jax_numpy_rank_promotion` and `jax_numpy_dtype_promotion`.
+  """
+
   @functools.wraps(function)
   def run(*args: Any, **kwargs: Any) -> Any:
     with (

@@ -256,9 +256,12 @@ def skip_nonfinite(
     counts = [checks.diverged_steps for checks in seen]
     if axes:
       finite = [order.all_finite(updates)]
-    else:  # first on each replica, so that one flag crosses their axis
+    else:  # if there are replicas, first on each: one flag crosses their axis
       stacked = order.after_all(updates, counts)
-      finite = [jnp.all(jax.vmap(order.all_finite)(stacked))]
+      lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(updates)}
+      is_stacked = len(lengths) == 1 and () not in lengths
+      check = jax.vmap(order.all_finite) if is_stacked else order.all_finite
+      finite = [jnp.all(check(stacked))]
     # Whether a reducer skipped the step depends on all its exchanges, so
     # replicas agree last, and until then no stage waits for another.
     before, after = (

@@ -222,6 +222,10 @@ def clip_by_global_norm(
     norm = jnp.sqrt(sum(totals))
     # min(1, max_norm / |u|)
     scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, max_norm * 1e-6))
-    return jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates), state
+
+    def scaled(u: jax.Array) -> jax.Array:
+      return (u.astype(jnp.float32) * scale).astype(u.dtype)
+
+    return jax.tree.map(scaled, updates), state
 
   return optax.GradientTransformation(optax.init_empty_state, update_fn)

@@ -176,7 +176,7 @@ def _of_rounds(state: LocalStepsState) -> dict[str, Any]:
       joined[name] = sum((exchanged == k) * x for k, x in enumerate(found))
     elif name in ("skipped_steps", "diverged_steps"):
       joined[name] = functools.reduce(jnp.maximum if is_traced else max, found)
-  joined["compression_ratio"] = every * dense / sent
+  joined["compression_ratio"] = _ratio(every * dense, sent)
   skipped = state.skipped.values
   if not is_traced:
     joined["skipped_inner_steps"] = np.sum(skipped).item()

@@ -13,7 +13,7 @@ Split = Callable[[jax.Array], list[jax.Array]]
 
 
 def as_one(rows: Sequence[jax.Array]) -> tuple[jax.Array, Split]:
-  """Joins arrays [m, n_i]; a single one is left as it is.
+  """Joins arrays [m, n_i]; a single one of numbers is left as it is.
 
   Args:
     rows: Arrays of real numbers of whole bytes, or bool.
@@ -22,7 +22,7 @@ def as_one(rows: Sequence[jax.Array]) -> tuple[jax.Array, Split]:
     uint8 [m, bytes], and a function from uint8 [N, bytes] to arrays [N, n_i] of
     the given types.
   """
-  if len(rows) == 1:
+  if len(rows) == 1 and rows[0].dtype != bool:
     return rows[0], lambda whole: [whole]
   joined = jnp.concatenate([_bytes_of(x) for x in rows], axis=1)
   ends = np.cumsum([x.shape[1] * x.dtype.itemsize for x in rows])[:-1]

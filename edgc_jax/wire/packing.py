@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def in_use(rows: jax.Array, ranks: jax.Array, other: Any = 0.0) -> jax.Array:
@@ -74,18 +75,15 @@ def unpack(
   spare = max(f.shape[1] * f.shape[2] for f in factors)
   buffer = jnp.pad(buffer, (0, spare))
   stacks = []
-  for factor, own_ranks, starts in zip(
+  for factor, own, starts in zip(
     factors, ranks, _starts(factors, ranks), strict=True
   ):
-    _, width, height = factor.shape
 
-    def read(x: tuple, width: int = width, height: int = height) -> jax.Array:
-      start, rank = x
-      rows = jax.lax.dynamic_slice(buffer, (start,), (width * height,))
-      in_use = jnp.arange(width)[:, None] < rank
-      return jnp.where(in_use, rows.reshape(width, height), 0.0)
+    def read(start: jax.Array, size: int = factor[0].size) -> jax.Array:
+      return jax.lax.dynamic_slice(buffer, (start,), (size,))
 
-    stacks.append(jax.lax.map(read, (starts, own_ranks)))
+    rows = jax.lax.map(read, starts).reshape(factor.shape)
+    stacks.append(in_use(rows, own))
   return stacks
 
 
@@ -94,9 +92,6 @@ def _starts(
 ) -> list[jax.Array]:
   """Returns the position of each matrix in the buffer, int32 [k] per stack."""
   sizes = [r * f.shape[2] for f, r in zip(factors, ranks, strict=True)]
-  starts = jnp.cumsum(jnp.concatenate([jnp.zeros_like(sizes[0][:1]), *sizes]))
-  split = []
-  for size in sizes:
-    own, starts = starts[: len(size)], starts[len(size) :]
-    split.append(own)
-  return split
+  values = jnp.concatenate(sizes)
+  ends = np.cumsum([len(size) for size in sizes])[:-1]
+  return jnp.split(jnp.cumsum(values) - values, ends)

@@ -2,10 +2,12 @@
 
 import functools
 import operator
+import tempfile
 
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from absl.testing import absltest, parameterized
 from helpers import float32
@@ -148,6 +150,25 @@ class ReshardingTest(parameterized.TestCase):
     found = then.train(40, start=20)
     self.assertAlmostEqual(found[-1] / expected[-1], 1.0, delta=0.02)
 
+  def test_random_keys_stay(self):
+    key = jax.random.key(3)
+    tx = optax.chain(powersgd(), optax.add_noise(0.1, 0.5, key))
+    mesh, params = mesh_of(data=2, fsdp=2), {"w": np.ones((64, 64), np.float32)}
+    how = {"mesh": mesh, "param_specs": {"w": P("fsdp")}}
+    specs = edgc_jax.state_specs(tx, params, **how)
+    init = jax.shard_map(
+      tx.init, mesh=mesh, in_specs=(how["param_specs"],), out_specs=specs
+    )
+    state = jax.jit(init)(params)
+    folder = f"{tempfile.mkdtemp()}/saved"
+    with ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(folder, (params, state))
+    _, restored = edgc_jax.restore(folder, tx, params, **how)
+    resized = edgc_jax.resize_replicas(state, specs, 2, 1)
+    moved = edgc_jax.resize_shards(tx, params, state, **how)
+    for found in (restored, resized, moved):
+      self.assertEqual(found[1].rng_key, key)
+
   def test_another_number_of_replicas_is_refused(self):
     run, then = (run_on(powersgd, data=n, fsdp=2).restart() for n in (4, 2))
     with self.assertRaisesRegex(ValueError, "resize_replicas"):
@@ -175,9 +196,10 @@ class ReshardingTest(parameterized.TestCase):
     self.assertFalse(np.any(residuals(back.state)["up"]))
     self.assertTrue(np.isfinite(back.train(2)).all())
 
+  @parameterized.parameters(False, True)
   @pytest.mark.filterwarnings("ignore:No leaf saves")
   @pytest.mark.filterwarnings("ignore:Residuals of")
-  def test_the_only_compressed_leaf_may_become_dense_and_back(self):
+  def test_the_only_compressed_leaf_may_become_dense_and_back(self, is_saved):
     """Its entropy and its window end and begin with it."""
     params = {"w": np.ones((16, 64), np.float32)}
     tx = float32.edgc(rank_max=8, rank_min=4)
@@ -192,6 +214,11 @@ class ReshardingTest(parameterized.TestCase):
         )  # fmt: skip
         state = jax.jit(init)(params)
         state = state._replace(count=state.count + 1)
+      elif is_saved:
+        folder = f"{tempfile.mkdtemp()}/saved"
+        with ocp.StandardCheckpointer() as checkpointer:
+          checkpointer.save(folder, (params, state))
+        _, state = edgc_jax.restore(folder, tx, params, **how)
       else:
         state = edgc_jax.resize_shards(tx, params, state, **how)
       is_compressed = shards == 1

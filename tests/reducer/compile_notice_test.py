@@ -12,11 +12,14 @@ from edgc_jax.reducer import compile_notice
 
 
 def lowered():
+  """Returns a program with a reducer, and compiles nothing."""
   tx = edgc_jax.powersgd(4, wire_dtype="float32")
-  gradients = {"w": jnp.ones((2, 64, 96))}
-  state = tx.init({"w": gradients["w"][0]})
-  update = jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data")
-  return jax.jit(update).lower(gradients)
+  weight = jax.ShapeDtypeStruct((64, 96), jnp.float32)
+  gradient = jax.ShapeDtypeStruct((2, 64, 96), jnp.float32)
+  update = jax.vmap(
+    lambda g, state: tx.update(g, state)[0], (0, None), axis_name="data"
+  )
+  return jax.jit(update).lower(gradient, jax.eval_shape(tx.init, weight))
 
 
 class CompileNoticeTest(absltest.TestCase):
@@ -26,7 +29,6 @@ class CompileNoticeTest(absltest.TestCase):
       self.assertLogs("edgc_jax", "WARNING") as logs,
     ):
       lowered().compile()
-    self.assertLen(logs.output, 1)
     self.assertIn("XLA has been compiling", logs.output[0])
 
   def test_lowering_alone_is_no_compilation(self):

@@ -2,13 +2,16 @@
 
 import functools
 import itertools
+import re
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from helpers.collective_order import unordered
 from helpers.local_model import (
   NESTEROV,
   PARAMS,
@@ -308,6 +311,83 @@ def test_inner_steps_send_nothing(is_sharded):
   assert np.isfinite(loss_fn(params, batch(0)))
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.slow
+def test_an_exchange_with_an_overlap_keeps_its_turn(shards):
+  """CPUs order collectives by data alone: with an overlap, too."""
+  mesh = mesh_of((2, shards), ("replica", "shard"))
+  specs = {"w": P(None, "shard"), "v": P("shard"), "b": P("shard")}
+  where = {"mesh": mesh, "param_specs": specs}
+  tx = edgc_jax.local_steps(
+    optax.adam(1e-2),
+    optax.chain(edgc_jax.allreduce("replica", **where), NESTEROV),
+    4, "replica", overlap=2, **where,
+  )  # fmt: skip
+  places = jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs)
+  params = jax.device_put(PARAMS, places)
+  state = tx.init(params)
+
+  @jax.jit
+  def step(params, state, x):
+    local = edgc_jax.local_params(params, state, mesh)
+    loss, grads = edgc_jax.value_and_grad(
+      loss_fn, mesh, "replica", is_local=True
+    )(local, x)
+    updates, state = tx.update(grads, state, params, local_params=local)
+    return optax.apply_updates(params, updates), state, loss
+
+  text = step.lower(params, state, batch(0)).compile().as_text()
+  assert " conditional(" in text
+  exchanges = {
+    match.group(1)
+    for match in re.finditer(r"%?([\w.\-]+) = [^\n]* conditional\(", text)
+  }
+  assert not [pair for pair in unordered(text) if exchanges & {*pair}]
+
+
+@pytest.mark.slow
+def test_shards_of_a_replica_skip_together_and_share_fragments(tmp_path):
+  """By hand as in plain jit: what is whole is compared, and not a shard."""
+  params = {
+    "a": jnp.ones((64, 64)),
+    "b": jnp.ones(2304),
+    "c": jnp.ones(1600),
+  }
+  specs = {"a": P("shard"), "b": P(), "c": P()}
+  mesh = mesh_of((2, 2), ("replica", "shard"))
+  where = {"mesh": mesh, "param_specs": specs}
+  make = lambda **how: edgc_jax.local_steps(  # noqa: E731
+    optax.sgd(0.1),
+    optax.chain(edgc_jax.allreduce("replica", **how), optax.sgd(1.0)),
+    2, "replica", fragments=2, **how,
+  )  # fmt: skip
+  tx = make(**where)
+  places = jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs)
+  params = jax.device_put(params, places)
+  state = tx.init(params)
+  own = edgc_jax.state_specs(tx, params, "replica", **where)
+  assert jax.tree.structure(own) == jax.tree.structure(state)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "saved", (params, state))
+  _, again = edgc_jax.restore(
+    tmp_path / "saved", tx, params, axis_name="replica", **where
+  )
+  chex.assert_trees_all_equal(again, state)
+
+  def skipped(params, state, gradients):
+    local = edgc_jax.local_params(params, state)
+    return tx_by_hand.update(gradients, state, params, local_params=local)[1]
+
+  tx_by_hand = make()
+  gradients = params | {"a": params["a"].at[40, 0].set(jnp.nan)}
+  by_hand = jax.shard_map(
+    skipped, mesh=mesh, in_specs=(specs, own, specs), out_specs=own
+  )
+  state = jax.jit(by_hand)(params, state, gradients)
+  np.testing.assert_array_equal(state.skipped.values, [1, 1])
+  np.testing.assert_array_equal(state.offset.values["b"], 0.0)
+
+
 @pytest.mark.slow
 def test_a_replica_skips_a_step_alone():
   """Its neighbours step; nothing of the broken gradient is left."""
@@ -483,6 +563,34 @@ def test_update_needs_both_kinds_of_parameters(given, message):
 def test_own_parameters_of_another_state():
   with pytest.raises(ValueError, match="one state of local_steps in it"):
     edgc_jax.local_params(PARAMS, optax.adam(1e-3).init(PARAMS))
+
+
+def test_own_parameters_of_a_masked_tree():
+  tx = optax.masked(tx_of(), {"w": True, "v": True, "b": False})
+  with pytest.raises(
+    ValueError, match=r"optax\.partition inside of its `inner`"
+  ):
+    edgc_jax.local_params(PARAMS, tx.init(PARAMS))
+
+
+def test_own_parameters_where_users_forbid_promotion_and_an_axis_is_bound():
+  mesh = mesh_of()
+  state = tx_of(mesh=mesh).init(PARAMS)
+  specs = edgc_jax.state_specs(tx_of(), PARAMS)
+  with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    stacked = edgc_jax.local_params(PARAMS, state, mesh)
+    own = jax.shard_map(
+      lambda params, state: edgc_jax.local_params(params, state, mesh),
+      mesh=mesh, in_specs=(P(), specs), out_specs=P(AXIS),
+    )  # fmt: skip
+    shapes = jax.eval_shape(own, PARAMS, state)
+  assert stacked["w"].shape == (REPLICAS, *PARAMS["w"].shape)
+  assert shapes["b"].shape == (REPLICAS * len(PARAMS["b"]),)
+
+
+def test_metrics_of_an_empty_tree():
+  state = tx_of(mesh=mesh_of()).init({})
+  assert edgc_jax.metrics(state)["compression_ratio"] == 1.0
 
 
 def test_own_parameters_of_all_replicas_need_the_mesh():
