@@ -17,6 +17,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import dataclasses
+import math
 
 import jax
 from absl import flags
@@ -53,6 +54,11 @@ def main(config: ConfigDict) -> None:
     checks.task_of(config)
     cluster.require_planned(config)
     hardware = dataclasses.replace(presets.HARDWARE[_HARDWARE.value], **given)
+    if not math.isfinite(_FALL.value):
+      raise ValueError(
+        f"`fall` must be finite, got {_FALL.value}; 1.7 nats are the"
+        " protocol's."
+      )
     curve = presets.CURVES[_CURVE.value](_FALL.value)
     runs = {
       "dense": cluster.run_of(dense, hardware),

@@ -21,10 +21,6 @@ docs/growth.json.
 """
 
 import functools
-import json
-import pathlib
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from multiprocessing import get_context
@@ -42,9 +38,10 @@ from edgc_jax.leaves.leaf import is_leaf_state
 from edgc_jax.measure import timing
 from edgc_jax.methods import linear_algebra
 from edgc_jax.wire import cpu_backend
+from experiments import benchmarks
 from experiments.models import gpt2
 from experiments.models.gpt2 import GPT2Config
-from experiments.runs.run_folder import environment, write
+from experiments.runs.run_folder import environment
 from experiments.runtime import heap
 from experiments.runtime.update_alone import AXIS, gradients_like, update_alone
 
@@ -74,8 +71,6 @@ _SIZES = flags.DEFINE_multi_enum(
 def main(argv: Sequence[str]) -> None:
   """Times all sizes and writes the file."""
   del argv
-  file = pathlib.Path(_OUTPUT.value)
-  file.parent.mkdir(parents=True, exist_ok=True)
   tables = []
   for size in _SIZES.value:
     # In a new process, or one size's heap would slow down the next.
@@ -84,17 +79,12 @@ def main(argv: Sequence[str]) -> None:
       tables.append(pool.submit(_measure_alone, *arguments).result())
     print(tables[-1].to_string(index=False), flush=True)
   here = environment()
-  about = {
-    "command": shlex.join(
-      ["python", "-m", "experiments.benchmarks.cost", *sys.argv[1:]]
-    ),
-    "commit": here["commit"],
-    "device": here["device"],
-    "versions": ", ".join(f"{k} {v}" for k, v in here["versions"].items()),
-    "rounds": _ROUNDS.value,
-  }
-  found = {"about": about, "lines": pd.concat(tables).to_dict("records")}
-  write(file, json.dumps(found, indent=1) + "\n")
+  benchmarks.write(
+    _OUTPUT.value, "cost", pd.concat(tables).to_dict("records"),
+    device=here["device"],
+    versions=", ".join(f"{k} {v}" for k, v in here["versions"].items()),
+    rounds=_ROUNDS.value,
+  )  # fmt: skip
 
 
 def _measure_alone(*arguments: Any) -> pd.DataFrame:

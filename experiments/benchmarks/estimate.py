@@ -10,8 +10,6 @@ docs/estimate.json.
 """
 
 import functools
-import json
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,10 +25,9 @@ from configs.paper import gpt2_345m
 from edgc_jax.budget import entropy
 from edgc_jax.leaves.leaf import leaves_in
 from edgc_jax.measure import timing
-from experiments import tasks
-from experiments.runs.run_folder import environment, write
+from experiments import benchmarks, tasks
+from experiments.runs.run_folder import environment
 
-_OUTPUT = pathlib.Path("docs/estimate.json")
 _STEPS, _ROUNDS = 4, 5
 _MODELS = {"124M": gpt2_124m, "355M": gpt2_345m}
 _SHARES = (1.0, 0.25, 0.05, 0.01)  # of the entries; the first reads all
@@ -46,17 +43,10 @@ def main(argv: Sequence[str]) -> None:
     for line in measure(config, _STEPS, _ROUNDS):
       lines.append({"model": name, **line})
       print(lines[-1], flush=True)
-  found = {
-    "about": {
-      "command": "python -m experiments.benchmarks.estimate",
-      "commit": environment()["commit"],
-      "device": environment()["device"],
-      "steps": _STEPS,
-      "rounds": _ROUNDS,
-    },
-    "lines": lines,
-  }
-  write(_OUTPUT, json.dumps(found, indent=1) + "\n")
+  benchmarks.write(
+    "docs/estimate.json", "estimate", lines, device=environment()["device"],
+    steps=_STEPS, rounds=_ROUNDS,
+  )  # fmt: skip
 
 
 def measure(

@@ -14,8 +14,6 @@ batch of B tokens gradient and noise have equal energy; in a smaller one noise
 is most of what is exchanged. The result is docs/noise_scale.json.
 """
 
-import json
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,12 +24,10 @@ from absl import app
 from ml_collections import ConfigDict
 
 from configs.protocol import gpt
-from experiments import tasks
+from experiments import benchmarks, tasks
 from experiments.parallel import backends, meshes
-from experiments.runs.run_folder import environment, write
 from experiments.training import optimizer
 
-_OUTPUT = pathlib.Path("docs/noise_scale.json")
 _BATCHES = 256  # K
 _ROWS = 8  # of a small batch: of a replica
 _RATE = 8e-3  # as tuned for dense
@@ -43,18 +39,11 @@ def main(argv: Sequence[str]) -> None:
   del argv
   config = gpt.get_config("allreduce")
   config.optimizer.lr = _RATE
-  found = {
-    "about": {
-      "command": "python -m experiments.benchmarks.noise_scale",
-      "commit": environment()["commit"],
-      "steps": config.steps,
-      "batches": _BATCHES,
-      "tokens": _ROWS * config.model.context,
-      "batch": config.batch_size * config.model.context,
-    },
-    "lines": list(measure(config, _BATCHES)),
-  }
-  write(_OUTPUT, json.dumps(found, indent=1) + "\n")
+  benchmarks.write(
+    "docs/noise_scale.json", "noise_scale", list(measure(config, _BATCHES)),
+    steps=config.steps, batches=_BATCHES, tokens=_ROWS * config.model.context,
+    batch=config.batch_size * config.model.context,
+  )  # fmt: skip
 
 
 def measure(config: ConfigDict, batches: int) -> Iterator[dict[str, Any]]:

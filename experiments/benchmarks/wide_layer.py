@@ -10,8 +10,6 @@ budget is a larger part of the width; this says what that costs. The result is
 docs/wide_layer.json.
 """
 
-import json
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,8 +20,7 @@ from absl import app, flags
 
 import edgc_jax
 from configs.protocol import gpt
-from experiments import tasks
-from experiments.runs.run_folder import environment, write
+from experiments import benchmarks, tasks
 from experiments.training import optimizer
 
 _STEPS = flags.DEFINE_integer("steps", 100, "Training steps.", lower_bound=1)
@@ -41,19 +38,11 @@ _RATES = {128: 8e-3, 1024: 1e-3}  # wider models need lower ones
 def main(argv: Sequence[str]) -> None:
   """Measures both widths and writes the file."""
   del argv
-  file = pathlib.Path(_OUTPUT.value)
-  file.parent.mkdir(parents=True, exist_ok=True)
   lines = [line for width in WIDTHS for line in measure(width)]
-  found = {
-    "about": {
-      "command": "python -m experiments.benchmarks.wide_layer",
-      "commit": environment()["commit"],
-      "steps": _STEPS.value,
-      "measured": _MEASURED.value,
-    },
-    "lines": lines,
-  }
-  write(file, json.dumps(found, indent=1) + "\n")
+  benchmarks.write(
+    _OUTPUT.value, "wide_layer", lines, steps=_STEPS.value,
+    measured=_MEASURED.value,
+  )  # fmt: skip
 
 
 def arms_of(rows: int, cols: int) -> dict[str, optax.GradientTransformation]:

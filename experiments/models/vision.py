@@ -85,19 +85,12 @@ class Convolution(nn.Module):
     return nn.Dense(self.num_classes)(x)
 
 
-class CoAttention(nn.Module):
+class CoAttention(VisionTransformer):
   """Two streams of tokens, each of which attends to the other.
 
   Source: the co-attentional transformer of ViLBERT, arXiv:1908.02265. Here
   each layer has cross-attention alone, without self-attention.
   """
-
-  patch: int
-  width: int
-  num_layers: int
-  num_heads: int
-  dropout: float
-  num_classes: int
 
   @nn.compact
   def __call__(self, images: jax.Array, is_noisy: bool = False) -> jax.Array:

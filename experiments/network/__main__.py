@@ -33,7 +33,7 @@ from experiments.network import virtual_hosts
 from experiments.network.benchmark import Benchmark
 from experiments.network.results import FILE, LAYOUTS, ROWS, Layout, Results
 from experiments.runs.run_folder import environment
-from experiments.runtime.refusals import require_pattern
+from experiments.runtime.refusals import refusals, require_pattern
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", "configs/gpt2_10m.py", "A file in configs/."
@@ -80,11 +80,7 @@ _FOLDER = flags.DEFINE_string("folder", "runs/network", "The folder of logs.")
 def main(argv: Sequence[str]) -> None:
   """Measures all layouts and writes the JSON file."""
   del argv
-  reason = virtual_hosts.why_not()
-  if not reason and any(_ROUND_TRIPS.value):
-    reason = virtual_hosts.why_no_delay()
-  if reason:
-    sys.exit(f"error: virtual hosts are not possible here: {reason}.")
+  virtual_hosts.exit_unless_possible(_ROUND_TRIPS.value)
   here, config = environment(), _CONFIG.value
   versions = here["versions"]
   with contextlib.suppress(metadata.PackageNotFoundError):
@@ -99,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
     "cores": len(os.sched_getaffinity(0)),
     "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
   }
-  try:
+  with refusals():
     require_pattern("advised", _ADVISED.value)
     if config.task != "gpt2":
       raise ValueError(
@@ -114,8 +110,6 @@ def main(argv: Sequence[str]) -> None:
       "tokens": config.batch_size // config.mesh.data * config.model.context,
     }
     results = Results(pathlib.Path(_OUTPUT.value), model, run)
-  except ValueError as error:
-    sys.exit(f"error: {error}")
   benchmark = Benchmark(
     config, _ROWS.value, _ADVISED.value, _MOST_STEPS.value, _ROUNDS.value,
     _PEER.value and "torch" in versions,

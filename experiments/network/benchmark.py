@@ -6,14 +6,12 @@ import os
 import pathlib
 import re
 import statistics
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.network import virtual_hosts
 from experiments.network.calls import HostError, Hosts
 from experiments.network.results import (
   NO_EXCHANGE,
@@ -79,7 +77,7 @@ class Benchmark:
       try:
         for framework in frameworks:
           self._hosts[framework] = self._start(network, framework)
-        config = self._config_on(layout).to_dict()
+        config = self._config().to_dict()
         has_advice = bool(self.advised) and layout.has_replicas_only
         if has_advice:
           candidates, *_ = self._call(
@@ -99,8 +97,10 @@ class Benchmark:
         rows = [
           (framework, name)
           for framework in frameworks
-          for name in self._names(framework)
-          if self._is_built(framework, name)
+          for name, row in self._rows.items()
+          if framework in row
+          and (name in STAGED or layout.stages == 1)
+          and self._is_built(framework, name)
         ]
         has_advice = has_advice and self._call(
           "jax", "advice", "measure_costs", config=config
@@ -126,15 +126,6 @@ class Benchmark:
         for hosts in self._hosts.values():
           hosts.close()
 
-  def _names(self, framework: str) -> list[str]:
-    """Returns the names of the framework's rows on the layout."""
-    is_staged = self._layout.stages > 1
-    return [
-      name
-      for name, row in self._rows.items()
-      if framework in row and (name in STAGED or not is_staged)
-    ]
-
   def _start(self, network: VirtualHosts, framework: str) -> Hosts:
     layout, threads = self._layout, str(self._threads())
     own = {
@@ -144,18 +135,12 @@ class Benchmark:
       },
       "torch": {"OMP_NUM_THREADS": threads},
     }[framework]  # fmt: skip
-    program = (sys.executable, "-m", f"experiments.network.{framework}_host")
-    return Hosts(
-      framework,
-      [(*network.inside(index), *program) for index in range(layout.hosts)],
-      f"{virtual_hosts.address(0)}:{_PORTS[framework]}",
-      os.environ | own,
-      self.logs / layout.name.replace(" ", "-"),
-    )
+    logs = self.logs / layout.name.replace(" ", "-")
+    return network.start(framework, own, logs, _PORTS[framework])
 
   def _is_built(self, framework: str, name: str) -> bool:
     """Compiles a row, runs it, and returns whether it can run."""
-    config = self._config_on(self._layout)
+    config = self._config()
     arguments = self._rows[name][framework]
     if framework == "jax":
       config.update_from_flattened_dict(dict(arguments))
@@ -270,17 +255,15 @@ class Benchmark:
     least = 2 * shards if shards > 1 else 1
     return max(least, len(os.sched_getaffinity(0)) // self._layout.hosts)
 
-  def _config_on(self, layout: Layout) -> ConfigDict:
-    """Returns the configuration on a layout; the batch per replica is kept."""
-    config = self.config.copy_and_resolve_references()
-    rows_each = config.batch_size // config.mesh.data
-    config.mesh.stage = layout.stages
-    config.mesh.data = layout.replicas
-    config.mesh.fsdp = layout.shards
-    config.mesh.tensor = 1
-    config.mesh.backend = "pmap" if layout.has_replicas_only else "jit"
+  def _config(self) -> ConfigDict:
+    """Returns the configuration on the layout; a replica keeps its batch."""
+    config, layout = self.config.copy_and_resolve_references(), self._layout
+    config.batch_size = config.batch_size // config.mesh.data * layout.replicas
+    config.mesh.update(
+      data=layout.replicas, stage=layout.stages, fsdp=layout.shards, tensor=1,
+      backend="pmap" if layout.has_replicas_only else "jit",
+    )  # fmt: skip
     config.pipeline.align = "none"  # each row has one rank for all stages
-    config.batch_size = rows_each * config.mesh.data
     return config
 
 

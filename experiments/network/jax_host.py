@@ -27,7 +27,6 @@ from experiments.network import calls
 from experiments.network.results import NO_EXCHANGE
 from experiments.parallel import backends, meshes
 from experiments.parallel.meshes import DATA
-from experiments.runtime import heap
 from experiments.runtime.update_alone import gradients_like, update_alone
 from experiments.tasks.base import Task
 from experiments.training import advised, optimizer
@@ -42,8 +41,6 @@ _COLLECTIVES = (
 
 class JaxHost:
   """The functions that the benchmark calls."""
-
-  built = staticmethod(heap.keep_freed_memory)
 
   def __init__(self, index: int, count: int, address: str):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -12,10 +12,8 @@ its halves, an exchange of parts and a gathering (`edgc_jax.wire.averages`).
 """
 
 import itertools
-import os
 import pathlib
 import statistics
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -51,14 +49,9 @@ _SECONDS = 3.0  # of sending
 def main(argv: Sequence[str]) -> None:
   """Measures all links and prints the tables."""
   del argv
-  reason = virtual_hosts.why_not() or (
-    virtual_hosts.why_no_delay() if any(_ROUND_TRIPS.value) else ""
-  )
-  if reason:
-    sys.exit(f"error: such links are not possible here: {reason}.")
+  virtual_hosts.exit_unless_possible(_ROUND_TRIPS.value)
   count = _HOSTS.value
   own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "NPROC": "1"}
-  program = (sys.executable, "-m", "experiments.network.links_host")
   # Fewer bytes cannot be shared.
   cases = [
     (kind, size)
@@ -66,13 +59,8 @@ def main(argv: Sequence[str]) -> None:
     if kind == "all-reduce" or size >= 4 * count
   ]
   with VirtualHosts(count) as network:
-    hosts = Hosts(
-      "links",
-      [(*network.inside(index), *program) for index in range(count)],
-      f"{virtual_hosts.address(0)}:12345",
-      os.environ | own,
-      pathlib.Path(_FOLDER.value),
-    )
+    logs = pathlib.Path(_FOLDER.value)
+    hosts = network.start("links", own, logs)
     try:
       for kind, size in cases:
         hosts.call("build", timeout=_TIMEOUT, kind=kind, num_bytes=size)

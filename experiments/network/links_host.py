@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import edgc_jax
 from edgc_jax.wire import collectives
 from experiments.network import calls
-from experiments.runtime import heap
 
 _AXIS, _PORT = "data", 12347
 # From [n], what is sent; N hosts share n values.
@@ -29,20 +28,19 @@ _COLLECTIVES: dict[str, Callable[[jax.Array, int], Any]] = {
 class LinksHost:
   """The functions that the benchmark calls."""
 
-  built = staticmethod(heap.keep_freed_memory)
-
   def __init__(self, index: int, count: int, address: str):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, count, index)
+    first = (address.split(":")[0], _PORT)
+    server = socket.create_server(first) if index == 0 else None
+    jax.distributed.initialize(address, count, index)  # waits for all hosts
     self._index, self._count = index, count
     self._mesh = jax.make_mesh((count,), (_AXIS,), axis_types=(AxisType.Auto,))
     self._calls: dict[tuple[str, int], Callable[[], Any]] = {}
-    first = (address.split(":")[0], _PORT)
-    if index == 0:
-      with socket.create_server(first) as server:
+    if server:
+      with server:
         self._peer, _ = server.accept()
     elif index == 1:
-      self._peer = _connected(first)
+      self._peer = socket.create_connection(first)
     if index < 2:
       self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -98,15 +96,6 @@ class LinksHost:
     """Returns latency and bandwidth as `edgc_jax.measure_link` finds them."""
     link = edgc_jax.measure_link(self._mesh, _AXIS, repeats=3, budget=30.0)
     return link.latency, link.bandwidth
-
-
-def _connected(address: tuple[str, int]) -> socket.socket:
-  """Connects to a server that may not have started yet."""
-  while True:
-    try:
-      return socket.create_connection(address)
-    except ConnectionRefusedError:
-      time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ table in docs/local_steps.md: medians of rounds in which all ways to exchange
 take turns, so that other load on the machine hits them all.
 """
 
-import os
 import pathlib
 import statistics
 import sys
@@ -42,9 +41,7 @@ _ALONE, _WAITS = "no exchange", "exchange waits"
 def main(argv: Sequence[str]) -> None:
   """Measures all ways to exchange, and prints a table."""
   del argv
-  reason = virtual_hosts.why_not()
-  if reason:
-    sys.exit(f"error: virtual hosts are not possible here: {reason}.")
+  virtual_hosts.exit_unless_possible()
   if (most := max(_OVERLAPS.value)) > _EVERY.value:
     sys.exit(
       f"error: `--overlap` must be at most --every ({_EVERY.value}), got"
@@ -59,8 +56,15 @@ def main(argv: Sequence[str]) -> None:
     f"two programs, overlap={n}": {"is_split": True, "overlap": n}
     for n in _OVERLAPS.value
   }
+  folder = pathlib.Path(_FOLDER.value)
+  # Two threads: one waits in the exchange while the other computes.
+  own = {
+    "JAX_PLATFORMS": "cpu", "NPROC": "2", "JAX_NUM_CPU_DEVICES": "1",
+    # Ways share programs.
+    "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+  }  # fmt: skip
   with VirtualHosts(_HOSTS) as network:
-    hosts = _start(network)
+    hosts = network.start("overlap", own, folder)
     try:
       for name, way in ways.items():
         hosts.call(
@@ -83,23 +87,6 @@ def _config_of(config: ConfigDict) -> ConfigDict:
   config.batch_size = config.batch_size // config.mesh.data * _HOSTS
   config.mesh.update(data=_HOSTS, stage=1, tensor=1, fsdp=1, backend="jit")
   return config
-
-
-def _start(network: VirtualHosts) -> Hosts:
-  # Two threads: one waits in the exchange while the other computes.
-  own = {
-    "JAX_PLATFORMS": "cpu", "NPROC": "2", "JAX_NUM_CPU_DEVICES": "1",
-    # Ways share programs.
-    "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(_FOLDER.value) / "compiled"),
-  }  # fmt: skip
-  program = (sys.executable, "-m", "experiments.network.overlap_host")
-  return Hosts(
-    "overlap",
-    [(*network.inside(index), *program) for index in range(_HOSTS)],
-    f"{virtual_hosts.address(0)}:12345",
-    os.environ | own,
-    pathlib.Path(_FOLDER.value),
-  )
 
 
 def _measured(hosts: Hosts, names: Sequence[str]) -> Mapping[str, float]:

@@ -14,13 +14,10 @@ from experiments import tasks
 from experiments.network import calls
 from experiments.parallel import meshes
 from experiments.parallel.meshes import DATA
-from experiments.runtime import heap
 
 
 class OverlapHost:
   """The functions that the benchmark calls."""
-
-  built = staticmethod(heap.keep_freed_memory)
 
   def __init__(self, index: int, count: int, address: str):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -23,7 +23,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.network import calls
-from experiments.runtime import heap
 
 _ONE_BUCKET = 1000  # MB
 
@@ -64,8 +63,6 @@ def _bf16_hook(
 
 class TorchHost:
   """The functions that the benchmark calls."""
-
-  built = staticmethod(heap.keep_freed_memory)
 
   def __init__(self, index: int, count: int, address: str):
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

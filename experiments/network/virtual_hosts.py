@@ -18,13 +18,14 @@ import contextlib
 import json
 import math
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Mapping, Sequence
 
 from experiments.network import delay
+from experiments.network.calls import Hosts
 
 _NEAR, _FAR = "eth0", "tun0"  # devices of a host: without and with a delay
 _SUBNET = "10.99.0"
@@ -66,6 +67,12 @@ def why_no_delay() -> str:
   return ""
 
 
+def exit_unless_possible(round_trips: Sequence[float] = ()) -> None:
+  """Ends the program unless there can be hosts with these round trips."""
+  if reason := why_not() or (any(round_trips) and why_no_delay()):
+    sys.exit(f"error: virtual hosts are not possible here: {reason}.")
+
+
 class VirtualHosts:
   """Network namespaces on a bridge; a context manager.
 
@@ -100,12 +107,7 @@ class VirtualHosts:
       self._stack = stack.pop_all()
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     self._stack.close()
 
   def inside(self, index: int) -> Sequence[str]:
@@ -113,7 +115,24 @@ class VirtualHosts:
 
     Its process ends when this one does.
     """
-    return _inside(self._hosts[index])
+    return self._hosts[index].inside
+
+  def start(
+    self,
+    name: str,
+    environment: Mapping[str, str],
+    logs: pathlib.Path,
+    port: int = 12345,
+  ) -> Hosts:
+    """Starts NAME_host.py on every host; arguments as for `Hosts`."""
+    program = (sys.executable, "-m", f"experiments.network.{name}_host")
+    return Hosts(
+      name,
+      [(*self.inside(index), *program) for index in range(self._count)],
+      f"{address(0)}:{port}",
+      os.environ | environment,
+      logs,
+    )
 
   def shape(self, bits_per_second: float, round_trip: float = 0.0) -> None:
     """Sets the bandwidth of every uplink, and the time of a round trip.
@@ -199,6 +218,8 @@ class _Namespace(subprocess.Popen):
       [*_NEW, "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     self.enter = ("nsenter", f"--target={self.pid}", "--net", "--uts")
+    # Begins a command that ends with ours.
+    self.inside = ("setpriv", "--pdeathsig", "KILL", *self.enter)
     self.stdin.write("in place\n")
     self.stdin.flush()
     if not self.stdout.readline():  # otherwise the namespace exists
@@ -207,11 +228,6 @@ class _Namespace(subprocess.Popen):
   def run(self, *command: str) -> str:
     """Runs a command in the namespace, and returns its output."""
     return _run(*self.enter, *command)
-
-
-def _inside(namespace: _Namespace) -> Sequence[str]:
-  """Returns the start of a command in a namespace that ends with ours."""
-  return "setpriv", "--pdeathsig", "KILL", *namespace.enter
 
 
 class _Forwarder(subprocess.Popen):
@@ -228,7 +244,7 @@ class _Forwarder(subprocess.Popen):
     """
     addresses = [address(index) for index in range(len(hosts))]
     super().__init__(
-      [*_inside(bridge), sys.executable, delay.__file__, *addresses],
+      [*bridge.inside, sys.executable, delay.__file__, *addresses],
       stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     if not self.stdout.readline():

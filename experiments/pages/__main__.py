@@ -15,7 +15,6 @@ would change is an error.
 """
 
 import io
-import itertools
 import pathlib
 import re
 import sys
@@ -24,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from absl import app, flags
 from matplotlib.figure import Figure
-from PIL import Image
+from PIL import Image, ImageChops
 
 from experiments.pages import benchmarks, evidence, network, paper, protocol
 from experiments.reporting.style import DPI
@@ -53,7 +52,7 @@ PICTURES: Mapping[str, Picture] = protocol.PICTURES | network.PICTURES
 def main(argv: Sequence[str]) -> None:
   """Writes or checks all pages and pictures."""
   del argv
-  stale = [*_pages(), *_pictures(), *_evidence()]
+  stale = [*_texts(), *_pictures()]
   for file in stale:
     print(f"{'stale' if _CHECK.value else 'written'}: {file.relative_to(ROOT)}")
   if _CHECK.value and stale:
@@ -85,17 +84,20 @@ def filled(text: str, tables: Mapping[str, Table]) -> str:
   return _BLOCK.sub(block, text)
 
 
-def _pages() -> list[pathlib.Path]:
-  """Writes the pages whose tables have changed, and returns them."""
-  changed = []
-  for file in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-    before = file.read_text()
-    after = filled(before, TABLES)
-    if after != before:
-      changed.append(file)
-      if not _CHECK.value:
-        file.write_text(after)
-  return changed
+def _texts() -> list[pathlib.Path]:
+  """Writes the pages and the evidence that have changed, and returns them."""
+  pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+  texts = {file: filled(file.read_text(), TABLES) for file in pages}
+  texts[EVIDENCE] = evidence.text()
+  stale = [
+    file
+    for file, text in texts.items()
+    if not file.exists() or file.read_text() != text
+  ]
+  if not _CHECK.value:
+    for file in stale:
+      file.write_text(texts[file])
+  return stale
 
 
 def _pictures() -> list[pathlib.Path]:
@@ -114,16 +116,6 @@ def _pictures() -> list[pathlib.Path]:
   return changed
 
 
-def _evidence() -> list[pathlib.Path]:
-  """Writes the evidence of `edgc_jax.advise` if it has changed."""
-  text = evidence.text()
-  if EVIDENCE.exists() and EVIDENCE.read_text() == text:
-    return []
-  if not _CHECK.value:
-    EVIDENCE.write_text(text)
-  return [EVIDENCE]
-
-
 def _drawn(figure: Figure) -> Image.Image:
   pixels = io.BytesIO()
   figure.savefig(pixels, dpi=DPI)
@@ -133,13 +125,8 @@ def _drawn(figure: Figure) -> Image.Image:
 def _look_alike(one: Image.Image, other: Image.Image) -> bool:
   if one.size != other.size:
     return False
-  a, b = (np.asarray(image, float) / 255 for image in (one, other))
-  different = np.abs(a - b)
-  starts = (range(0, side, _SIDE) for side in a.shape[:2])
-  return all(
-    different[y : y + _SIDE, x : x + _SIDE].mean() <= _MOST_DIFFERENT
-    for y, x in itertools.product(*starts)
-  )
+  squares = np.asarray(ImageChops.difference(one, other).reduce(_SIDE))
+  return squares.mean(-1).max() <= 255 * _MOST_DIFFERENT
 
 
 if __name__ == "__main__":

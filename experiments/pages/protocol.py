@@ -1,5 +1,6 @@
 """Tables and pictures of the protocol's study, from its records."""
 
+import collections
 import functools
 import itertools
 import pathlib
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 
 from experiments.reporting.style import COLORS, DENSE, WIDTH, dress, markdown
 from experiments.study import statistics, study
-from experiments.study.records import Record, Records
+from experiments.study.records import Records
 from experiments.study.study import MATCHED, Study
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -135,7 +136,10 @@ def _tuning(name: str) -> Sequence[str]:
   for arm in own.arms:
     best = own.taken(arm, all_records())
     for choice, found in enumerate(own.tuned(arm, all_records())):
-      line = {"arm": _choice(own, arm, choice) if choice else arm}
+      line = {"arm": arm}
+      if choice:
+        changes = own.alternatives[arm][choice - 1].items()
+        line["arm"] = "↳ " + ", ".join(f"{k} {v:g}" for k, v in changes)
       for value, record in found.items():
         loss = study.loss_of(record)
         text = f"{loss:.4f}" if np.isfinite(loss) else "diverged"
@@ -145,12 +149,6 @@ def _tuning(name: str) -> Sequence[str]:
   table = pd.DataFrame(lines).fillna("")
   rates = sorted((c for c in table if c != "arm"), key=float)
   return markdown(table[["arm", *rates]].to_dict("records"))
-
-
-def _choice(own: Study, arm: str, choice: int) -> str:
-  """Returns what an alternative of an arm changes."""
-  changes = own.alternatives[arm][choice - 1]
-  return "↳ " + ", ".join(f"{k} {v:g}" for k, v in changes.items())
 
 
 def _origin(name: str) -> Sequence[str]:
@@ -168,15 +166,15 @@ def _origin(name: str) -> Sequence[str]:
   records = list({id(r): r for r in records}.values())
   if not records:
     return ["No run is finished yet."]
-  hours: dict[str, float] = {}
+  hours: dict[str, float] = collections.defaultdict(float)
   for record in records:
-    place = record["summary"]["environment"]
+    summary, place = record["summary"], record["summary"]["environment"]
     machine = (
       f"{place['device']}, {place['cores']} cores, Python {place['python']},"
       f" jax {place['versions']['jax']}"
     )
-    own_hours = record["summary"]["seconds"] / 3600 / _together(record)
-    hours[machine] = hours.get(machine, 0.0) + own_hours
+    # Several runs may share the seconds of one process.
+    hours[machine] += summary["seconds"] / 3600 / summary.get("together", 1)
   data = {r["summary"]["corpus"]["name"] for r in records}
   left = sum(1 for _ in own.plan(all_records()))
   commits = {r["summary"]["environment"]["commit"] for r in records}
@@ -186,11 +184,6 @@ def _origin(name: str) -> Sequence[str]:
     f" {'; '.join(sorted(data))}; commits {', '.join(sorted(commits))}."
     + (f" **At least {left} runs are missing.**" if left else ""),
   ]
-
-
-def _together(record: Record) -> int:
-  """Returns how many runs shared the seconds of a run."""
-  return record["summary"].get("together", 1)
 
 
 def _summary(names: str) -> Sequence[str]:

@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+import jax
 from absl import app, flags
 
 _SITE = flags.DEFINE_string("site", "site", "Folder of the site.")
@@ -73,7 +74,7 @@ def build(output: pathlib.Path, root: pathlib.Path = ROOT) -> None:
     shutil.copy(root / CONFIG, folder)
     config = tomllib.loads((root / CONFIG).read_text())["project"]
     pages = folder / config["docs_dir"]
-    gather(root, set(_pages_in(config["nav"])), pages)
+    gather(root, set(jax.tree.leaves(config["nav"])), pages)
     shutil.copytree(root / ASSETS, pages / ASSETS)
     subprocess.run(
       [sys.executable, "-m", "zensical", "build", "--strict"],
@@ -86,15 +87,6 @@ def build(output: pathlib.Path, root: pathlib.Path = ROOT) -> None:
     shutil.copytree(folder / config["site_dir"], output)
 
 
-def _pages_in(nav: object) -> Iterator[str]:
-  """Yields the paths in a tree of sections."""
-  if isinstance(nav, str):
-    yield nav
-  else:
-    for entry in nav.values() if isinstance(nav, dict) else nav:
-      yield from _pages_in(entry)
-
-
 def gather(root: pathlib.Path, pages: set[str], folder: pathlib.Path) -> None:
   """Copies pages into a folder, with all files that they link to."""
   unlisted = {f"docs/{p.name}" for p in root.glob("docs/*.md")} - pages
@@ -103,43 +95,35 @@ def gather(root: pathlib.Path, pages: set[str], folder: pathlib.Path) -> None:
       f"`nav` of {CONFIG} must name all pages of docs/, and lacks"
       f" {', '.join(sorted(unlisted))}; add them."
     )
+
+  def copied(page: str, link: str) -> str:
+    """Copies the target of a link, and returns the link to the copy."""
+    file = pathlib.Path(os.path.normpath((root / page).parent / link))
+    if not file.is_file():
+      raise FileNotFoundError(
+        f"`{link}` in {page} must be a file; mend the link."
+      )
+    path = str(file.relative_to(root))
+    if path in pages:
+      return link
+    if file.suffix == ".md":
+      raise ValueError(
+        f"`{link}` in {page} must be in `nav` of {CONFIG}; add {path} there."
+      )
+    if file.suffix in _PICTURES:
+      (folder / path).parent.mkdir(parents=True, exist_ok=True)
+      shutil.copy(file, folder / path)
+      return link
+    text = _SOURCE.format(
+      name=file.name, path=path, language=file.suffix[1:], text=file.read_text()
+    )
+    _write(folder / f"{path}.md", text)
+    return f"{link}.md"
+
   for page in pages:
-    text = _LINK.sub(
-      lambda link, page=page: _gathered(root, link[1], page, pages, folder),
-      (root / page).read_text(),
-    )
+    text = (root / page).read_text()
+    text = _LINK.sub(lambda link, page=page: copied(page, link[1]), text)
     _write(folder / page, text)
-
-
-def _gathered(
-  root: pathlib.Path,
-  link: str,
-  page: str,
-  pages: set[str],
-  folder: pathlib.Path,
-) -> str:
-  """Copies the target of a link, and returns the link to the copy."""
-  file = pathlib.Path(os.path.normpath((root / page).parent / link))
-  if not file.is_file():
-    raise FileNotFoundError(
-      f"`{link}` in {page} must be a file; mend the link."
-    )
-  path = str(file.relative_to(root))
-  if path in pages:
-    return link
-  if file.suffix == ".md":
-    raise ValueError(
-      f"`{link}` in {page} must be in `nav` of {CONFIG}; add {path} there."
-    )
-  if file.suffix in _PICTURES:
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(file, folder / path)
-    return link
-  text = _SOURCE.format(
-    name=file.name, path=path, language=file.suffix[1:], text=file.read_text()
-  )
-  _write(folder / f"{path}.md", text)
-  return f"{link}.md"
 
 
 def _write(file: pathlib.Path, text: str) -> None:

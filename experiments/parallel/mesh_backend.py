@@ -46,13 +46,10 @@ class OnMesh(Backend):
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     everywhere = NamedSharding(mesh, PartitionSpec())
     draw = task.layout(mesh.shape).init
-    start = jax.shard_map(
-      tx.init, mesh=mesh, in_specs=specs[:1], out_specs=specs[1]
-    )
 
     def init(key: jax.Array) -> tuple[Any, Any]:
       params = draw(key)
-      return params, start(params)
+      return params, self.stored.init(params)
 
     self.init = jax.jit(init, out_shardings=shardings)
     self._step = jax.jit(

@@ -7,7 +7,7 @@ through `edgc_jax.resize_replicas`, on another number of replicas.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import edgc_jax
-from edgc_jax.mesh.sharding import placed
+from edgc_jax.mesh.sharding import bound_init, placed
 from experiments.parallel.meshes import DATA, STAGE
 from experiments.tasks.base import Layout
 
@@ -32,11 +32,13 @@ class StoredForm:
     shapes: Shapes of the global arrays, (parameters, optimiser state).
     specs: PartitionSpecs, in trees of the same structure.
     mesh: The devices; abstract if nothing is placed on them.
+    init: Creates the optimiser state on the mesh.
   """
 
   shapes: tuple[Any, Any]
   specs: tuple[Any, Any]
   mesh: Mesh | AbstractMesh
+  init: Callable[[Any], Any]
 
   @classmethod
   def of(
@@ -46,14 +48,9 @@ class StoredForm:
     mesh: Mesh | AbstractMesh,
   ) -> "StoredForm":
     """Makes the form of a state on a mesh, which need not exist."""
-    specs = edgc_jax.state_specs(
-      tx, params.shapes, DATA, mesh=mesh, param_specs=params.specs
-    )
-    init = jax.shard_map(
-      tx.init, mesh=mesh, in_specs=(params.specs,), out_specs=specs
-    )
+    init, _, specs = bound_init(tx, params.shapes, mesh, DATA, params.specs)
     opt_state = jax.eval_shape(init, params.shapes)
-    return cls((params.shapes, opt_state), (params.specs, specs), mesh)
+    return cls((params.shapes, opt_state), (params.specs, specs), mesh, init)
 
   def template(self, replicas: int) -> Mapping[str, Stored]:
     """Returns shapes and shardings of the arrays that `replicas` saved.

@@ -77,21 +77,21 @@ def demo(
     size = sides[0] * sides[1]
     first, second = (jnp.asarray(_cosines(side)) for side in sides)
     high = {"precision": jax.lax.Precision.HIGHEST}
-    cut = _cut(m, *sides)
+    k, down, across = len(m), *np.floor_divide(m.shape[1:], sides)
+    cut = m.reshape(k, down, sides[0], across, sides[1])
     # Frequencies C M C^T of each chunk.
-    found = jnp.einsum("ai,cij,bj->cab", first, cut, second, **high)
+    found = jnp.einsum("ai,kdicj,bj->kdcab", first, cut, second, **high)
     own = max(2, size * count // chunks.MOST // 2 * 2)
-    values, index = chunks.largest(found.reshape(len(cut), size), own)
+    values, index = chunks.largest(found.reshape(-1, size), own)
     values = Bfloat16().encode(values, jax.random.key(0))
     reply = yield Send(gathered=(values, chunks.pack_indices(index)))
     all_values, all_indices = reply.gathered
 
     def back(values: jax.Array, index: jax.Array) -> jax.Array:
       mean = chunks.in_place(Bfloat16().decode(values), index, size)
-      mean = mean.reshape(-1, *sides)
-      return _joined(
-        jnp.einsum("ai,cab,bj->cij", first, mean, second, **high), m.shape
-      )
+      mean = mean.reshape(k, down, across, *sides)
+      mean = jnp.einsum("ai,kdcab,bj->kdicj", first, mean, second, **high)
+      return mean.reshape(m.shape)
 
     places = chunks.unpack_indices(all_indices)
     return back(all_values, places), back(values[None], index[None])
@@ -113,18 +113,3 @@ def _cosines(size: int) -> np.ndarray:
   cosines = np.sqrt(2 / size) * np.cos(np.pi * a * (i + 0.5) / size)
   cosines[0] = size**-0.5
   return cosines.astype(np.float32)
-
-
-def _cut(m: jax.Array, rows: int, columns: int) -> jax.Array:
-  """Cuts matrices [k, m, n] into chunks [c, rows, columns]."""
-  k, height, width = m.shape
-  m = m.reshape(k, height // rows, rows, width // columns, columns)
-  return m.transpose(0, 1, 3, 2, 4).reshape(-1, rows, columns)
-
-
-def _joined(cut: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Reverses `_cut`."""
-  k, height, width = shape
-  rows, columns = cut.shape[1:]
-  cut = cut.reshape(k, height // rows, width // columns, rows, columns)
-  return cut.transpose(0, 1, 3, 2, 4).reshape(shape)

@@ -1,14 +1,14 @@
 """Compiles a training step for its own mesh, without devices or arrays."""
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 import edgc_jax
 from edgc_jax.measure import hlo
+from edgc_jax.mesh.sharding import types_on
 from experiments import tasks
 from experiments.parallel import backends, meshes
 from experiments.parallel.meshes import DATA
@@ -56,14 +56,9 @@ def compile_step(config: ConfigDict) -> Compiled:
   given = times.options_of(config, task, mesh)
   tx = optimizer.make_optimizer(config, task, given, mesh=mesh)
   backend = backends.make(config, task, tx, mesh)
-  params, opt_state = (
-    _placed(mesh, shapes, specs)
-    for shapes, specs in zip(
-      backend.stored.shapes, backend.stored.specs, strict=True
-    )
-  )
+  state = types_on(mesh, backend.stored.shapes, backend.stored.specs)
   start = time.monotonic()
-  program = backend.compile_step(params, opt_state, config.batch_size)
+  program = backend.compile_step(*state, config.batch_size)
   seconds = time.monotonic() - start
   over_replicas = hlo.over_axes(program.as_text(), mesh, DATA)
   ladders = hlo.wire_bytes_by_rank(over_replicas)
@@ -87,15 +82,4 @@ def compile_step(config: ConfigDict) -> Compiled:
     memory.argument_size_in_bytes,
     memory.temp_size_in_bytes,
     seconds,
-  )
-
-
-def _placed(mesh: Mesh, shapes: Any, specs: Any) -> Any:
-  """Returns the types of arrays on a mesh."""
-  return jax.tree.map(
-    lambda leaf, spec: jax.ShapeDtypeStruct(
-      leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
-    ),
-    shapes,
-    specs,
   )

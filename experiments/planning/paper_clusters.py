@@ -244,7 +244,8 @@ def _measured() -> Curve:
     if record is not None
   ]
   entropy = pd.concat(found).groupby("step")["entropy"].mean().dropna()
-  return presets.interpolated(entropy.index / max(entropy.index), entropy)
+  shares = entropy.index / max(entropy.index)
+  return lambda share: float(np.interp(share, shares, entropy))
 
 
 def _falls() -> Lines:

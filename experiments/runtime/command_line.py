@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, config_flags
 
 from edgc_jax.wire import cpu_backend
 from experiments.runtime import heap, hosts
-from experiments.runtime.refusals import nearest, one_line
+from experiments.runtime.refusals import nearest, one_line, refusals
 
 _MOST_CPUS = 1024  # devices that CPUs stand for
 _CONFIG = config_flags.DEFINE_config_file(
@@ -46,10 +46,8 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
     # Orbax logs each file, and errors before it raises them.
     absl_logging.set_verbosity(absl_logging.FATAL)
     config = _CONFIG.value
-    try:
+    with refusals(RuntimeError):
       processes = hosts.initialize()
-    except (ValueError, RuntimeError) as error:
-      sys.exit(f"error: {error}")
     if not _devices_are_chosen():
       # Only the CPU platform uses this: replicas share a machine's cores.
       devices = math.prod(_mesh_sizes(config).values())
@@ -62,10 +60,8 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
       jax.config.update("jax_num_cpu_devices", share)
       cpu_backend.fit_thread_pool(share)
     if processes == 1:  # several look for their devices together
-      try:
+      with refusals(RuntimeError):
         hosts.require_devices()
-      except RuntimeError as error:
-        sys.exit(f"error: {error}")
     has_parts = {"stage", "fsdp"} & _mesh_sizes(config).keys()
     if has_parts and jax.default_backend() == "cpu":
       # Cached programs mix up collectives: see edgc_jax.wire.cpu_backend.

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from configs import common
 from edgc_jax.validation import shown
 from experiments import peers, tasks
-from experiments.runs.run_folder import stopped
+from experiments.runs.run_folder import stopped, write
 from experiments.runtime.json_files import read_json
 
 # Keys that do not change what a run computes, up to rounding.
@@ -124,9 +124,7 @@ class Records:
     values = {"config": _kept(config), "changed": changed, **found}
     lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in values.items()]
     file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_suffix(".tmp")
-    scratch.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    scratch.replace(file)
+    write(file, "{\n" + ",\n".join(lines) + "\n}\n")
     self._all[file] = Record(json.loads(file.read_text()))
     return file
 
@@ -139,20 +137,16 @@ def _read(file: pathlib.Path) -> Record:
   """Reads a record, and raises ValueError if it is damaged."""
   remedy = "restore it, or remove it to run again"
   values = read_json(file, "records", remedy)
-  needed = {"config": dict, "changed": list}
+  kinds = {"config": dict, "config.seed": int, "config.reducer": str,
+           "changed": list}  # fmt: skip
   if "error" not in values:
-    needed |= {"summary": dict, "lines": dict}
-  for key, kind in needed.items():
-    if not isinstance(values.get(key), kind):
+    kinds |= {"summary": dict, "lines": dict}
+  found = traverse_util.flatten_dict(values, sep=".") | values
+  for key, kind in kinds.items():
+    if not isinstance(found.get(key), kind):
       raise ValueError(
-        f"`records` must hold records with {', '.join(needed)}, got {file}"
-        f" with {shown(values.get(key))} for {key}; {remedy}."
-      )
-  for key, kind in (("seed", int), ("reducer", str)):
-    if not isinstance(values["config"].get(key), kind):
-      raise ValueError(
-        f"`records` must hold records whose config has {key}, got {file} with"
-        f" {shown(values['config'].get(key))}; {remedy}."
+        f"`records` must hold records with {', '.join(kinds)}, got {file}"
+        f" with {shown(found.get(key))} for {key}; {remedy}."
       )
   return Record(values)
 

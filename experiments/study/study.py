@@ -31,7 +31,7 @@ import json
 import math
 import pathlib
 import runpy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flax import traverse_util
@@ -171,11 +171,7 @@ class Study:
 
     A run that failed counts as infinitely bad.
     """
-    found: list[dict[float, Record]] = [{} for _ in self.choices(arm)]
-    for choice, value, run in self._tuning_runs(arm, records):
-      if (record := records.find(run.config)) is not None:
-        found[choice][value] = record
-    return found
+    return self._tuning_of(arm, records)[0]
 
   def taken(self, arm: str, records: Records) -> tuple[int, float] | None:
     """Returns the choice and the value that judged runs of an arm take.
@@ -203,7 +199,6 @@ class Study:
     is_inside = min(losses) < best < max(losses)
     if not is_inside or not math.isfinite(losses[best]):
       return None
-    assert self.tuning is not None
     limit = losses[best] + self.tuning.tolerance
     return min(value for value, loss in losses.items() if loss <= limit)
 
@@ -268,12 +263,7 @@ class Study:
 
   def plan(self, records: Records) -> Iterator[Run]:
     """Yields the runs that can start now, the most useful ones first."""
-    first = [
-      run
-      for arm in self.arms
-      for _, _, run in self._tuning_runs(arm, records)
-      if records.find(run.config) is None
-    ]
+    first = [r for arm in self.arms for r in self._tuning_of(arm, records)[1]]
     first += self._missing(self.all_arms, self.seeds, records)
     yield from first or self._missing(self.leaders(records), self.more, records)
 
@@ -328,63 +318,56 @@ class Study:
         if run is not None and record is None:
           yield run
 
-  def _tuning_runs(
+  def _tuning_of(
     self, arm: str, records: Records
-  ) -> Iterator[tuple[int, float, Run]]:
-    """Yields the runs of an arm's tuning, as far as they are known.
+  ) -> tuple[list[dict[float, Record]], list[Run]]:
+    """Returns what is recorded of an arm's tuning, as `tuned`, and what is not.
 
-    With each run come the number of its choice and its value.
+    Runs that depend on others, which are not recorded, are not known yet.
     """
-    if self.tuning is None:
-      return
     tuned: list[dict[float, Record]] = [{} for _ in self.choices(arm)]
+    left: list[Run] = []
+    if self.tuning is None:
+      return tuned, left
 
-    def noted(choice: int, runs: Iterable[tuple[float, Run]]) -> Iterator[Any]:
-      for value, run in runs:
-        yield choice, value, run
-        if (record := records.find(run.config)) is not None:
-          tuned[choice][value] = record
-
-    yield from noted(0, self._search(arm, 0, self.tuning.start, records))
-    value = self._best_value(tuned[0])
-    if value is None:
-      return
-    for choice in range(1, len(tuned)):
-      yield from noted(choice, [(value, self._tuning_run(arm, choice, value))])
-    if best := self._best_choice(tuned):
-      yield from noted(best, self._search(arm, best, [value], records))
-
-  def _search(
-    self, arm: str, choice: int, start: Sequence[float], records: Records
-  ) -> Iterator[tuple[float, Run]]:
-    """Yields runs until the best value lies between two others."""
-    assert self.tuning is not None
-    losses: dict[float, float] = {}
-    values = list(start)
-    while values:
-      value = values.pop(0)
+    def note(choice: int, value: float) -> None:
       run = self._tuning_run(arm, choice, value)
-      yield value, run
-      record = records.find(run.config)
-      if record is not None:
-        losses[value] = loss_of(record)
-      if values or value not in losses or len(losses) < len(start):
-        continue  # what follows depends on all losses so far
-      best = min(losses, key=lambda value: losses[value])
-      if best == min(losses):
-        values = [best / self.tuning.factor]
-      elif best == max(losses):
-        values = [best * self.tuning.factor]
+      if (record := records.find(run.config)) is None:
+        left.append(run)
+      else:
+        tuned[choice][value] = record
+
+    def search(choice: int, values: Sequence[float]) -> None:
+      """Notes values until the best one lies between two others."""
+      while values:
+        for value in values:
+          note(choice, value)
+        if left:
+          return  # what follows depends on all losses so far
+        losses = {v: loss_of(record) for v, record in tuned[choice].items()}
+        best, values = min(losses, key=losses.get), []
+        if best == min(losses):
+          values = [best / self.tuning.factor]
+        elif best == max(losses):
+          values = [best * self.tuning.factor]
+
+    search(0, self.tuning.start)
+    if (value := self._best_value(tuned[0])) is not None:
+      for choice in range(1, len(tuned)):
+        note(choice, value)
+      if best := self._best_choice(tuned):
+        search(best, [value])
+    return tuned, left
 
   def _tuning_run(self, arm: str, choice: int, value: float) -> Run:
-    assert self.tuning is not None
     settings = {
       **self.tuning.settings, **self.choices(arm)[choice],
       **self.tuning.arms.get(arm, {}),
       "seed": self.tuning.seed, self.tuning.key: value,
     }  # fmt: skip
-    config = self.configuration(_own_settings(settings))
-    return Run(arm, config, is_judged=False)
+    others = peers.reducers().keys() - {settings["reducer"]}
+    own = {k: v for k, v in settings.items() if k.split(".")[0] not in others}
+    return Run(arm, self.configuration(own), is_judged=False)
 
   def _equal_rank(self, arm: str, records: Sequence[Record]) -> float:
     """Returns the rank at which an arm sends the mean bytes of some runs."""
@@ -543,9 +526,3 @@ def _bytes_of_step(config: str) -> Callable[..., int]:
       )
     )
   )
-
-
-def _own_settings(settings: Settings) -> Settings:
-  """Leaves out settings of other reducers."""
-  others = peers.reducers().keys() - {settings["reducer"]}
-  return {k: v for k, v in settings.items() if k.split(".")[0] not in others}

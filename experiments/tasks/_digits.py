@@ -58,41 +58,22 @@ class DigitsTask(Task):
 
   def _require_sizes(self, sizes: Mapping[str, Any]) -> None:
     """Raises unless the options that are known have values that fit."""
-
-    def check(name: str, default: Any, is_fine: Any, rule: str) -> None:
+    width, side = sizes.get("width", 1), self.side
+    for name, default, is_fine, rule in (
+      *((name, 1, _is_count, f"an integer from 1 to {_MOST}")
+        for name in ("width", "num_heads", "num_layers")),
+      ("num_heads", 1, lambda n: width % n == 0,
+       f"a divisor of width, {width}"),
+      ("patch", 1, lambda n: _is_count(n) and side % n == 0,
+       f"a divisor of {side}, the pixels of a side"),
+      ("dropout", 0.0, lambda x: isinstance(x, int | float) and 0 <= x < 1,
+       "from 0 on and below 1"),
+      ("channels", (8,), _are_channels, f"multiples of 8 up to {_MOST}"),
+    ):  # fmt: skip
       value = sizes.get(name, default)
       validation.require(
         is_fine(value), f"model.{name}", value, rule, "choose another value"
       )
-
-    for name in ("width", "num_heads", "num_layers"):
-      check(name, 1, _is_count, f"an integer from 1 to {_MOST}")
-    width, patches = sizes.get("width", 1), self.side
-    check(
-      "num_heads", 1, lambda n: width % n == 0, f"a divisor of width, {width}"
-    )
-    check(
-      "patch",
-      1,
-      lambda n: _is_count(n) and patches % n == 0,
-      f"a divisor of {patches}, the pixels of a side",
-    )
-    check(
-      "dropout",
-      0.0,
-      lambda x: isinstance(x, int | float) and 0 <= x < 1,
-      "from 0 on and below 1",
-    )
-    check(
-      "channels",
-      (8,),
-      lambda x: (
-        isinstance(x, tuple | list)
-        and len(x) > 0
-        and all(_is_count(n) and n % 8 == 0 for n in x)
-      ),
-      f"multiples of 8 up to {_MOST}",
-    )
 
   @functools.cached_property
   def _rows(self) -> dict[bool, dict[str, np.ndarray]]:
@@ -163,6 +144,11 @@ def _taken(rows: dict[str, np.ndarray], index: np.ndarray) -> Any:
 
 def _is_count(value: Any) -> bool:
   return type(value) is int and 0 < value <= _MOST
+
+
+def _are_channels(value: Any) -> bool:
+  is_list = isinstance(value, tuple | list) and len(value) > 0
+  return is_list and all(_is_count(n) and n % 8 == 0 for n in value)
 
 
 def _shifted(image: jax.Array, by: jax.Array) -> jax.Array:

@@ -16,36 +16,18 @@ from experiments.tasks.base import Task
 from experiments.training import times
 from experiments.training.optimizer import AUTO
 
-# The least values of keys that no other part checks.
-_LEAST: dict[str, float] = {
-  "steps": 1,
-  "batch_size": 1,
-  "log_every": 1,
-  "seed": 0,
-  "checkpoint.keep": 1,
-  "checkpoint.every": 0,
-  "evaluation.batches": 1,
-  "evaluation.every": 0,
-  "pipeline.microbatches": 1,
-  "local.every": 0,
-  "local.lr": 0,
-  "local.momentum": 0,
-  "local.fragments": 1,
-  "local.overlap": 0,
-  "optimizer.lr": 0,
-  "optimizer.warmup_steps": 0,
-  "optimizer.final_lr_ratio": 0,
-  "optimizer.b1": 0,
-  "optimizer.b2": 0,
-  "optimizer.weight_decay": 0,
-  "optimizer.max_consecutive_skips": 1,
-  "sentinel.every": 1,
-  "pipeline.backward_seconds": 0,
-  "link.bandwidth": 0,
-  "link.latency": 0,
-  "link.compression_base": 0,
-  "link.compression_per_rank": 0,
-}
+# Keys that no other part checks, by their least values.
+_LEAST = {
+  1: ("steps", "batch_size", "log_every", "checkpoint.keep",
+      "evaluation.batches", "pipeline.microbatches", "local.fragments",
+      "optimizer.max_consecutive_skips", "sentinel.every"),
+  0: ("seed", "checkpoint.every", "evaluation.every", "local.every", "local.lr",
+      "local.momentum", "local.overlap", "optimizer.lr",
+      "optimizer.warmup_steps", "optimizer.final_lr_ratio", "optimizer.b1",
+      "optimizer.b2", "optimizer.weight_decay", "pipeline.backward_seconds",
+      "link.bandwidth", "link.latency", "link.compression_base",
+      "link.compression_per_rank"),
+}  # fmt: skip
 _BELOW_ONE = ("local.momentum", "optimizer.b1", "optimizer.b2")
 _LARGEST = {int: 2**31 - 1, float: 3e38}  # of int32 and float32
 
@@ -65,11 +47,12 @@ def task_of(config: ConfigDict) -> Task:
 
 def check(config: ConfigDict, task: Task) -> None:
   """Raises on values that no other part checks."""
-  for name, least in _LEAST.items():
-    if config[name] < least:
-      raise ValueError(
-        f"`{name}` must be at least {least}, got {config[name]}; raise it."
-      )
+  for least, names in _LEAST.items():
+    for name in names:
+      if config[name] < least:
+        raise ValueError(
+          f"`{name}` must be at least {least}, got {config[name]}; raise it."
+        )
   for name in _BELOW_ONE:
     if config[name] >= 1:
       raise ValueError(

@@ -125,18 +125,13 @@ def without_exchange(
     if config.mesh.backend != "jit":
       return updates, state
     if _is_plain(config, mesh):
-      total = jnp.sum(jax.vmap(_total)(updates))
+      total = jnp.sum(jax.vmap(optax.tree.sum)(updates))
     else:
-      total = _total(updates)
+      total = optax.tree.sum(updates)
       total = lax.psum(total, varying_axes(total))
     return jax.tree.map(lambda p: jnp.full_like(p, total), params), state
 
   return optax.GradientTransformationExtraArgs(reducer.init, update)
-
-
-def _total(tree: Any) -> jax.Array:
-  """Returns the sum of all entries."""
-  return sum(map(jnp.sum, jax.tree.leaves(tree)))
 
 
 def rank_name(reducer: str, rank: float) -> str:
@@ -254,7 +249,6 @@ def make_optimizer(
   if local.every and not local.lookahead:
     how: dict[str, Any] = {}
     if _is_plain(config, mesh):
-      assert mesh is not None
       how = {"mesh": mesh, "param_specs": task.layout(mesh.shape).specs}
     return edgc_jax.local_steps(
       optax.chain(clip, descent),

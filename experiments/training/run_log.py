@@ -1,6 +1,6 @@
 """Fetches, accumulates, shows and writes the metrics of a run's steps."""
 
-import collections
+import copy
 import statistics
 import sys
 import time
@@ -21,11 +21,18 @@ from experiments.training.optimizer import make_schedule, rank_name
 _PER_STAGE = ("entropy", "rank", "wire_bytes", "dense_bytes",
               "relative_error", "predicted_error", "residual_norm")  # fmt: skip
 _TIMED = 1000  # newest log intervals, over which the median time is taken
+# What a checkpoint keeps of a log.
 _NEW = {
-  "step": 0, "wire_bytes": [], "peak_wire_bytes": 0.0, "rank_history": [],
-  "means": {}, "seconds": 0.0, "step_seconds": [], "diverged_steps": 0,
+  "step": 0,
+  "wire_bytes": [],  # sum over all steps so far, per replica, for each stage
+  "peak_wire_bytes": 0.0,  # the most of any step, per replica, over all stages
+  "rank_history": [],  # [step, [rank per stage]] at each rank's first step
+  "means": {},  # values since the last line, of which it has the means
+  "diverged_steps": 0,
   "noticed": [],
-}  # fmt: skip
+  "seconds": 0.0,
+  "step_seconds": [],  # by log interval, without the host's work in between
+}
 
 
 class RunLog:
@@ -36,9 +43,6 @@ class RunLog:
   outputs as plain lines.
 
   Attributes:
-    wire_bytes: Sum over all steps so far, per replica, for each stage.
-    peak_wire_bytes: The most of any step so far, per replica, over all stages.
-    rank_history: [step, [rank per stage]] at the first step of each rank.
     new_diverged_steps: Steps since the previous line at which a check found
       that replicas had diverged.
   """
@@ -58,16 +62,9 @@ class RunLog:
       task: Its task.
       state: From `state()`, to resume a run; None for a new one.
     """
-    state = {**_NEW, **(state or {})}
-    self.wire_bytes: list[float] = list(state["wire_bytes"])
-    self.peak_wire_bytes: float = state["peak_wire_bytes"]
-    self.rank_history: list[Any] = list(state["rank_history"])
+    self._kept = copy.deepcopy({**_NEW, **(state or {})})
     self.new_diverged_steps: list[int] = []
-    self._noticed: list[int] = list(state["noticed"])
-    self._diverged_steps: int = state["diverged_steps"]
-    # Values since the last line, of which it has the means.
-    self._means: dict[str, list[float]] = dict(state["means"])
-    self._first = self._step = state["step"]
+    self._first = self._kept["step"]
     self._folder = folder
     self._steps = config.steps
     self._reducer = config.reducer
@@ -77,11 +74,9 @@ class RunLog:
     self._learning_rate = make_schedule(config)
     self._pending: list[dict[str, jax.Array]] = []
     self._began = time.monotonic()
-    self._started = self._began - state["seconds"]
+    self._started = self._began - self._kept["seconds"]
     # Step and time of the first fetch; the time before it is compilation.
     self._timed: tuple[int, float] | None = None
-    # Seconds per step by log interval, without the host's work in between.
-    self._step_seconds = collections.deque(state["step_seconds"], _TIMED)
     self._interval: float | None = None  # start of the current log interval
     self._is_shown = hosts.is_first()
     self._is_terminal = sys.stderr.isatty()
@@ -104,17 +99,7 @@ class RunLog:
   def state(self) -> dict[str, Any]:
     """Returns the state of the log, for JSON; waits for the devices."""
     self._drain()
-    return {
-      "step": self._step,
-      "wire_bytes": self.wire_bytes,
-      "peak_wire_bytes": self.peak_wire_bytes,
-      "rank_history": self.rank_history,
-      "means": self._means,
-      "diverged_steps": self._diverged_steps,
-      "noticed": list(self._noticed),
-      "seconds": self.seconds(),
-      "step_seconds": list(self._step_seconds),
-    }
+    return copy.deepcopy(self._kept) | {"seconds": self.seconds()}
 
   def summary(self) -> dict[str, Any]:
     """Returns the numbers over all steps, for the run's summary.
@@ -124,27 +109,28 @@ class RunLog:
     compilation, evaluation and checkpoints, and is missing if no interval
     remains.
     """
+    kept = self._kept
     numbers = {
-      "wire_bytes_per_step": [sent / self._step for sent in self.wire_bytes],
-      "peak_wire_bytes_per_step": self.peak_wire_bytes,
-      "rank_history": self.rank_history,
+      "wire_bytes_per_step": [x / kept["step"] for x in kept["wire_bytes"]],
+      "peak_wire_bytes_per_step": kept["peak_wire_bytes"],
+      "rank_history": kept["rank_history"],
       "seconds": self.seconds(),
     }
-    if self._step_seconds:
-      numbers["step_seconds"] = statistics.median(self._step_seconds)
+    if kept["step_seconds"]:
+      numbers["step_seconds"] = statistics.median(kept["step_seconds"])
     return numbers
 
   def fetch(self) -> dict[str, Any]:
     """Returns the line of the newest step; waits for the devices."""
     self._drain()
-    self.new_diverged_steps, self._noticed = self._noticed, []
-    step = self._step
+    kept, step = self._kept, self._kept["step"]
+    self.new_diverged_steps, kept["noticed"] = kept["noticed"], []
     line = dict(self._newest, step=step)
-    line |= {k: float(np.mean(each)) for k, each in self._means.items()}
-    self._means = {}
+    line |= {k: float(np.mean(each)) for k, each in kept["means"].items()}
+    kept["means"] = {}
     line["learning_rate"] = float(self._learning_rate(step - 1))
     line["dense_bytes"] = sum(line["dense_bytes"])
-    line["total_wire_bytes"] = sent = sum(self.wire_bytes)
+    line["total_wire_bytes"] = sent = sum(kept["wire_bytes"])
     # Nothing is sent before a first exchange, or if the first step is skipped.
     line["compression_ratio"] = (
       line["dense_bytes"] * step / sent if sent else 1.0
@@ -174,37 +160,39 @@ class RunLog:
 
   def _drain(self) -> None:
     """Fetches the pending metrics from the devices."""
-    pending = len(self._pending)
+    kept, pending = self._kept, len(self._pending)
     hosts.wait_for_devices(self._pending)
     values: Mapping[str, Any] = {}
     for values in jax.device_get(self._pending):
-      self._step += 1
+      kept["step"] += 1
       for name in self._averaged:
         if name in values:
           value = np.ravel(values[name])[0].item()
-          self._means.setdefault(name, []).append(value)
+          kept["means"].setdefault(name, []).append(value)
       rank, sent, (diverged, *_) = (
         np.ravel(values[name]).tolist()
         for name in ("rank", "wire_bytes", "diverged_steps")
       )
-      if diverged > self._diverged_steps:
-        self._noticed.append(self._step)
-        self._diverged_steps = diverged
-      before = self.wire_bytes or [0.0] * len(rank)
-      self.wire_bytes = [
+      if diverged > kept["diverged_steps"]:
+        kept["noticed"].append(kept["step"])
+        kept["diverged_steps"] = diverged
+      before = kept["wire_bytes"] or [0.0] * len(rank)
+      kept["wire_bytes"] = [
         total + new for total, new in zip(before, sent, strict=True)
       ]
-      self.peak_wire_bytes = max(self.peak_wire_bytes, sum(sent))
-      if not self.rank_history or self.rank_history[-1][1] != rank:
-        self.rank_history.append([self._step, rank])
+      kept["peak_wire_bytes"] = max(kept["peak_wire_bytes"], sum(sent))
+      history = kept["rank_history"]
+      if not history or history[-1][1] != rank:
+        history.append([kept["step"], rank])
     if values:
       self._newest = _by_stage(values)
     self._pending = []
     now = time.monotonic()
     if self._timed is None:
-      self._timed = self._step, now
+      self._timed = kept["step"], now
     elif pending:
-      self._step_seconds.append((now - self._interval) / pending)
+      kept["step_seconds"].append((now - self._interval) / pending)
+      del kept["step_seconds"][:-_TIMED]
     self._interval = None
 
   def close(self) -> None:
@@ -221,9 +209,9 @@ class RunLog:
     If there was only one, it counts from the start, with compilation.
     """
     now, (step, since) = time.monotonic(), self._timed
-    if step == self._step:
+    if step == self._kept["step"]:
       step, since = self._first, self._began
-    return (self._step - step) / (now - since)
+    return (self._kept["step"] - step) / (now - since)
 
 
 def _by_stage(numbers: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -40,7 +40,12 @@ def options_of(config: ConfigDict, task: Task, mesh: Mesh) -> dict[str, Any]:
       given.compression_base, given.compression_per_rank
     )
   else:
-    times["compression"] = compression_of(config, task, mesh)
+    times["compression"] = edgc_jax.measure_compression(
+      task.layout(mesh.shape).of_one_device(mesh.shape),
+      min_ratio=config.edgc.min_ratio,
+      allocation=optimizer.allocation_of(config.edgc),
+      mesh=mesh,
+    )
   if config.mesh.stage > 1:
     seconds = config.pipeline.backward_seconds
     times["backward_seconds"] = seconds or _backward(config, task, mesh)
@@ -54,18 +59,6 @@ def link_of(config: ConfigDict, mesh: Mesh) -> edgc_jax.LinkModel:
     return edgc_jax.LinkModel(given.latency, given.bandwidth)
   hosts.say("measuring the link ...")
   return edgc_jax.measure_link(mesh, DATA)
-
-
-def compression_of(
-  config: ConfigDict, task: Task, mesh: Mesh
-) -> edgc_jax.CompressionModel:
-  """Measures the time to compress the gradients of one device."""
-  return edgc_jax.measure_compression(
-    task.layout(mesh.shape).of_one_device(mesh.shape),
-    min_ratio=config.edgc.min_ratio,
-    allocation=optimizer.allocation_of(config.edgc),
-    mesh=mesh,
-  )
 
 
 def of_numbers(numbers: dict[str, Any]) -> dict[str, Any]:

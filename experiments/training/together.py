@@ -92,7 +92,7 @@ class _Together:
     ]
     self.checks = [ProgressCheck(config, {}) for _ in configs]
     self.is_stopped = [False] * len(configs)
-    values = {key: _values(configs, key) for key in NUMBERS}
+    values = {key: np.array([c[key] for c in configs]) for key in NUMBERS}
     # A number that is the same in all runs remains a constant.
     self.numbers = {k: v for k, v in values.items() if len(np.unique(v)) > 1}
     self.seeds = [c.seed for c in configs]
@@ -238,9 +238,3 @@ def _with_equal_counters(state: Any, axes: Any) -> Any:
     return part if axis == 0 else jax.lax.pmax(part, _LANES)
 
   return jax.tree.map(equal, axes, state, is_leaf=lambda x: x is None)
-
-
-def _values(configs: Sequence[ConfigDict], key: str) -> np.ndarray:
-  """Returns a number of each configuration."""
-  values = np.array([config[key] for config in configs])
-  return values.astype(np.int32 if values.dtype.kind == "i" else np.float32)

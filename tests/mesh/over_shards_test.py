@@ -207,6 +207,18 @@ class OverShardsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "wrap the reducer with"):
       PartialRun(lambda _: REDUCERS[name]())
 
+  def test_refused_with_a_state_from_elsewhere(self):
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), (AxisType.Auto,) * 2)
+    params = {"w": jnp.ones((64, 64))}
+    tx = edgc_jax.quantize(8)
+    update = jax.shard_map(
+      lambda g, state: tx.update({"w": g["w"][0]}, state)[0],
+      mesh=mesh, in_specs=(P("data"), P()), out_specs=P(), axis_names={"data"},
+    )  # fmt: skip
+    stacked = {"w": jnp.ones((2, 64, 64))}
+    with self.assertRaisesRegex(ValueError, "wrap the reducer with"):
+      jax.eval_shape(update, stacked, tx.init(params))
+
   def test_the_default_code_is_refused_without_the_wrapper(self):
     with self.assertRaisesRegex(ValueError, "wrap the reducer with"):
       PartialRun(lambda _: edgc_jax.powersgd(4))

@@ -318,6 +318,12 @@ class ReplicasTest(parameterized.TestCase):
       float32.powersgd(4, param_specs=P())
     with self.assertWarnsRegex(RuntimeWarning, "one replica"):
       edgc_jax.topk(mesh=mesh_of((1,)))
+    with self.assertRaisesRegex(ValueError, "`wrt` must be None for param"):
+      edgc_jax.value_and_grad(loss_fn, mesh, wrt="w")(PARAMS, batch(0))
+    with self.assertRaisesRegex(ValueError, "`in_axes` must be 0 or None"):
+      edgc_jax.value_and_grad(loss_fn, mesh, in_axes=([0],))(PARAMS, batch(0))
+    with self.assertRaisesRegex(TypeError, r"real floating leaves.*\['f'\]"):
+      tx.init(PARAMS | {"f": jnp.tanh})
     with self.assertRaisesRegex(ValueError, "`args` must be an array or a key"):
       edgc_jax.value_and_grad(lambda p: loss_fn(p, batch(0)), mesh)(PARAMS)
     groups = {"own": optax.chain(tx, optax.sgd(0.1)), "rest": optax.sgd(0.1)}

@@ -106,6 +106,10 @@ class ArgumentsTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, r"real floating.*\['w'\]"):
       edgc_jax.allreduce().init(tree)
 
+  def test_leaves_that_are_no_arrays(self):
+    with self.assertRaisesRegex(TypeError, r"real floating.*\['w'\]"):
+      edgc_jax.allreduce().init({"w": 1.0})
+
 
 class AxisTest(parameterized.TestCase):
   @parameterized.named_parameters(*REDUCERS.items())

@@ -235,6 +235,9 @@ def test_an_error_of_the_thread_is_raised_where_its_result_is_due(monkeypatch):
   with pytest.raises(RuntimeError, match="The exchange of step 2 failed") as e:
     exchange(params, state)
   assert "the link is cut" in str(e.value.__cause__)
+  monkeypatch.undo()
+  params, state = exchange(params, state)  # begins anew from the state
+  assert edgc_jax.metrics(state)["wire_bytes"] > 0
 
 
 @pytest.mark.parametrize("averages", [False, True])

@@ -121,6 +121,21 @@ class PlainTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "pass None in plain jax.jit only"):
       run.step(gradients_like(PARAMS, 0))
 
+  @parameterized.parameters({}, {"w": 2, "b": 3}, {"w": 2, "scalar": None})
+  def test_one_device_without_a_reducer(self, **lengths):
+    params = {
+      name: jnp.ones(()) if length is None else jnp.ones((length, 4))
+      for name, length in lengths.items()
+    }
+    tx = edgc_jax.skip_nonfinite(optax.sgd(1.0), None)
+    for bad in (jnp.nan, 1.0):
+      gradients = jax.tree.map(lambda x, bad=bad: bad * x, params)
+      updates, state = jax.jit(tx.update)(gradients, tx.init(params))
+      is_skipped = bool(params) and bool(jnp.isnan(bad))
+      self.assertEqual(int(state.stats.skipped_steps), is_skipped)
+      if is_skipped:
+        chex.assert_trees_all_equal(updates, optax.tree.zeros_like(params))
+
   def test_an_axis_is_not_bound_in_plain_jit(self):
     tx = edgc_jax.skip_nonfinite(optax.sgd(1.0))
     with self.assertRaisesRegex(ValueError, "None as the axis of skip_non"):
