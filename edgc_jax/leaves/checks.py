@@ -207,8 +207,8 @@ def require_shapes(leaf: Leaf, state: LeafState) -> None:
       raise ValueError(
         f"`state` must be made with the options of this reducer, got factors of"
         f" {got[1]} columns for the leaf at {leaf.path or 'the root'}, where"
-        f" they need {expected[1]}: the state of another rank cannot be"
-        " continued; pass the old rank, or call `init` anew."
+        f" they need {expected[1]}; pass the old rank, or give the state other"
+        " factors with edgc_jax.resize_shards."
       )
     if got != expected:
       raise ValueError(

@@ -38,7 +38,8 @@ def resize_shards(
   `edgc` keeps its rank, and takes means of its entropies over the old shards;
   since parts of another size have other entropies, call
   `restart_reference`, too.
-  Matrices have equal ranks until the next window.
+  Matrices have equal ranks until the next window. It also gives
+  the state to a reducer of another rank, on the same mesh or on another.
 
   For another number of replicas, too, call `resize_replicas` first, with the
   old specs.
