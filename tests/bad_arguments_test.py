@@ -274,6 +274,10 @@ def test_every_option_is_in_the_table():
     (lambda: edgc_jax.edgc(rank_max=8, rank_min=16), ["`rank_min`", "16"]),
     (lambda: edgc_jax.quantize(2), ["`error_feedback`"]),
     (lambda: edgc_jax.quantize(8, rotate=True), ["`rotate`"]),
+    (
+      lambda: edgc_jax.quantize(2, block=2**16, error_feedback=True),
+      ["`block`", "4096"],
+    ),
     (lambda: edgc_jax.edgc(max_warmup_steps=5), ["`max_warmup_steps`", "5"]),
     (lambda: edgc_jax.topk(bits=2), ["`bits`", "chunk"]),
     (lambda: edgc_jax.edgc("replica", mesh=mesh_of("data")), ["'replica'"]),

@@ -137,28 +137,10 @@ def calibrated_gains(
   shorter = np.min(sides, axis=1)
   stretch = jnp.minimum(rank_for(lost, jnp.asarray(tables)), shorter) / ranks
   at = stretch[:, None] * jnp.arange(width + 1)
-  return -jnp.diff(_model_loss(variance, sides, at))
-
-
-def _model_loss(
-  variance: jax.Array, sides: np.ndarray, ranks: jax.Array | np.ndarray
-) -> jax.Array:
-  """Returns the modelled squared error at real-valued ranks.
-
-  Args:
-    variance: float32 [K], s^2.
-    sides: int [K, 2], both sides of each matrix.
-    ranks: float32 [width + 1] or [K, width + 1].
-
-  Returns:
-    float32 [K, width + 1], s^2 m n T(r / m).
-  """
-  tables = jnp.asarray(_loss_tables(sides))
-  ranks = jnp.broadcast_to(ranks, (len(sides), ranks.shape[-1]))
-  indices = jnp.arange(tables.shape[1], dtype=jnp.float32)
-  lost = jax.vmap(lambda r, t: jnp.interp(r, indices, t))(ranks, tables)
+  interpolated = jax.vmap(lambda r, t: jnp.interp(r, indices, t))
   sizes = np.prod(np.asarray(sides, np.float32), axis=1)
-  return (variance * sizes)[:, None] * lost
+  left = interpolated(at, jnp.asarray(tables))
+  return -jnp.diff((variance * sizes)[:, None] * left)
 
 
 def _loss_tables(sides: np.ndarray) -> np.ndarray:

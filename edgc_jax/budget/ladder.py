@@ -77,6 +77,7 @@ class Ladder:
     Args:
       cap: The largest cap of a matrix; 0 if none is compressed. Higher ranks
         would only be other names for it, and are left out, except the least.
+        Of a cap that is no multiple, the last columns are not used.
       bytes_at: Returns the bytes of an exchange at several ranks.
       min_ratio: Least ratio of dense bytes to bytes.
       num_reduces: All-reduces in sequence at a rank; dense has one less.

@@ -180,7 +180,7 @@ def cap_of(view: MatrixView | None, min_ratio: float, least_rank: int) -> int:
   rows, cols = view[1:]
   cap = min(rows, cols)
   if min_ratio:
-    cap = min(cap, int(rows * cols / (min_ratio * (rows + cols))))
+    cap = int(min(cap, rows * cols / (min_ratio * (rows + cols))))
   return cap if cap >= min(least_rank, rows, cols) else 0
 
 

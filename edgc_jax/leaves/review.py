@@ -81,11 +81,11 @@ def _warn_if_most_is_dense(reviewed: Reviewed) -> None:
   dense = [
     leaf
     for leaf in reviewed.leaves
-    if sum(side > 1 for side in leaf.shape) > 1 and not leaf.is_compressed
+    if leaf.view is not None and not leaf.is_compressed
   ]
   total = sum(leaf.size for leaf in reviewed.leaves)
   share = sum(leaf.size for leaf in dense) / max(total, 1)
-  is_compressing = any(leaf.is_compressed for leaf in reviewed.leaves)
+  is_compressing = any(x.is_compressed and x.cap for x in reviewed.leaves)
   if is_compressing and share > 0.5 and 4 * total > _HEAVY:
     dense.sort(key=lambda leaf: -leaf.size)
     named = ", ".join(f"{x.path} {x.shape}" for x in dense[:3])

@@ -177,9 +177,10 @@ def scanned(axis: int, view: ViewFn = layer_matrix) -> ViewFn:
     if isinstance(found, TransposedView):
       inner = [i + (i >= axis) for i in found.order]
       order, found = (axis, *inner), found.view
-    if found is None:
-      return None
-    found = found._replace(count=found.count * shape[axis])
+    if not isinstance(found, tuple) or len(found) != 3:
+      return found  # None, or `leaves_in` refuses it
+    count, rows, cols = found
+    found = MatrixView(count * shape[axis], rows, cols)
     return (
       found if order == tuple(sorted(order)) else TransposedView(order, found)
     )

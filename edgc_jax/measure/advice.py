@@ -78,7 +78,8 @@ class Candidate:
   def code(self) -> str:
     """The transformation as code, with the user's OPTIMISER.
 
-    In plain `jit` each of its functions of this package takes `mesh=`, too.
+    In plain `jit` each of its functions of this package takes `mesh=`, too, and
+    the reducer the `matrix_view` that `advise` was given.
     """
     link = f"edgc_jax.{self.reducer}({_arguments(self.options)})"
     if self.every == 1:
@@ -267,6 +268,8 @@ def advise(
     "Ranks are those that send the protocol's bits a parameter.",
     "No exchange overlaps with computation.",
   ]
+  if matrix_view is not None:
+    assumed.append("The code needs your matrix_view, too.")
   if computing is None:
     assumed.append(
       "Computing an exchange takes no time; measure_computing measures it."
@@ -295,8 +298,9 @@ def measure_computing(
 
     reducer.update - an update that only scales gradients
 
-  Each device is alone on its axis, so updates compute everything and send
-  nothing. Compiles every candidate, which takes seconds to minutes.
+  Each device is alone on its axis, so updates send nothing. They compute
+  everything but what grows with replicas: `topk` sums the entries of all of
+  them. Compiles every candidate, which takes seconds to minutes.
 
   Args:
     params: As for `advise`. Only shapes and dtypes are read.
@@ -392,14 +396,8 @@ def _judged(
   """Returns the protocol's methods for these parameters, dense first."""
   params = arrays_of(params)
   found: dict[str, Candidate] = {}
-
-  def bytes_of(ranks: tuple[int, ...], min_ratio: float, code: str) -> float:
-    view = matrix_view or layer_matrix
-    sent = factor_bytes(params, ranks, min_ratio, code, view, replicas)
-    return sum(sent) / len(sent)
-
   for one in of_protocol():
-    own = _for_params(one, params, replicas, matrix_view, bytes_of)
+    own = _for_params(one, params, replicas, matrix_view)
     if own is not None:
       found.setdefault(own.name, own)
   return list(found.values())
@@ -410,7 +408,6 @@ def _for_params(
   params: Any,
   replicas: int,
   matrix_view: ViewFn | None,
-  bytes_of: Callable[[tuple[int, ...], float, str], float],
 ) -> Candidate | None:
   """Returns a method with the ranks that send the protocol's bits.
 
@@ -419,20 +416,27 @@ def _for_params(
     params: The parameters.
     replicas: Number of replicas.
     matrix_view: The view of each leaf.
-    bytes_of: Returns the mean bytes of an exchange over the ranks of a ladder.
 
   Returns:
     None if even rank 1 sends more.
   """
   sizes = [leaf.size for leaf in leaves_in(params)]
-  size = sum(sizes)
+  size = max(1, sum(sizes))
   name, options = one.name, one.options
   if one.reducer in _RESIZED:
     resized = _RESIZED[one.reducer]
 
     def bytes_at(rank: int) -> float:
       own = resized(options, rank)
-      return bytes_of(_ranks_of(own), own["min_ratio"], own["wire_dtype"])
+      sent = factor_bytes(
+        params,
+        _ranks_of(own),
+        own["min_ratio"],
+        own["wire_dtype"],
+        matrix_view or layer_matrix,
+        replicas,
+      )
+      return sum(sent) / len(sent)  # mean over the ranks of the ladder
 
     rank = _largest_rank(
       bytes_at,

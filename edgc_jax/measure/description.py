@@ -103,8 +103,9 @@ def describe(
   Args:
     tx: A reducer, or any chain with reducers.
     params: Parameters or their `jax.ShapeDtypeStruct`s.
-    replicas: Number of replicas, on which bytes depend a little: codes fill as
-      many equal parts. None is the number on the mesh of `tx`, or else 1.
+    replicas: Number of replicas. Bytes of `topk` grow with it, others depend on
+      it a little: codes fill as many equal parts. None is the number on the
+      mesh of `tx`, or else 1.
     mesh: As for `state_specs`; needed if parameters are sharded. Leaves,
       matrices and bytes are those of one device, and `replicas` is that of the
       mesh.
@@ -173,7 +174,7 @@ def wire_bytes(
   rank: int,
   *,
   min_ratio: float = 2.0,
-  matrix_view: ViewFn = layer_matrix,
+  matrix_view: ViewFn | None = None,
   placement: PlacementFn = own_placement,
   first_rank: int | None = None,
   rank_min: int | None = None,
@@ -182,8 +183,8 @@ def wire_bytes(
 ) -> int:
   """Predicts the payload bytes that a replica sends in one step's exchange.
 
-  Valid for `edgc`, `powersgd` and `allreduce`; `describe` predicts the bytes of
-  any reducer.
+  Valid for `edgc` and `powersgd` with equal ranks, and for `allreduce`;
+  `describe` predicts the bytes of any reducer.
 
   Args:
     params: Parameters, gradients, or their `jax.ShapeDtypeStruct`s; on
@@ -224,7 +225,8 @@ def wire_bytes(
   code = code_of(wire_dtype)
   require_arrays(params)
   ladder = sorted({rank, first_rank, rank_min})
-  leaves = leaves_in(arrays_of(params), matrix_view, placement)
+  view = matrix_view or layer_matrix
+  leaves = leaves_in(arrays_of(params), view, placement)
   leaves = with_factors(leaves, [r for r in ladder if r], min_ratio, code)
   total = 0
   for members in exchanges_of(leaves):
@@ -319,7 +321,7 @@ def _method(
     if leaf.is_compressed and not leaf.cap:
       return f"{leaf.method.name}{in_code}"
   if not any(ladder):
-    return f"dense{in_code}"
+    return f"dense{in_code}" if any(x.is_encoded for x in leaves) else "dense"
   ranks = ", ".join(str(rank) for rank in ladder if rank)
   first = "dense or " if 0 in ladder else ""
   method = f"{first}as factors of rank {ranks}{in_code}"
@@ -343,7 +345,7 @@ def _sent_as(leaf: Leaf, ladder: Sequence[int], code: Code | None) -> str:
     several = f"{count} matrices" if count > 1 else "matrix"
     return f"{several} of {rows} x {cols}"
   ranks = [rank for rank in ladder if rank]
-  if not ranks:
+  if not ranks or not leaf.size:
     return dense
   ratio = rows * cols / (min(*ranks, rows, cols) * (rows + cols))
   return (

@@ -24,7 +24,7 @@ _ARRAY = re.compile(r"\b(" + "|".join(_WIDTHS) + r")\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _COLLECTIVE = re.compile(
   r"= (?P<result>.*?) (?P<kind>all-reduce|reduce-scatter|all-gather|all-to-all"
-  r"|collective-permute)(?:-start)?\((?P<operands>.*?)\)(?:,|$)"
+  r"|collective-permute)(?P<start>-start)?\((?P<operands>.*?)\)(?:,|$)"
 )
 _CALLED = re.compile(
   r"(?:calls|to_apply|body|condition|true_computation|false_computation)"
@@ -117,9 +117,7 @@ def collectives_in_order(hlo: str, level: int = 0) -> list[Collective]:
     for line in computations[name]:
       match = _COLLECTIVE.search(line)
       if match:
-        found.append(
-          Collective(match["kind"], arrays_of(match["result"]), _pairs(line))
-        )
+        found.append(Collective(match["kind"], _results(match), _pairs(line)))
       elif " conditional(" in line:
         ranks = ranks_of(line, computations)
         found += walk(*ranks[level]) if ranks else []
@@ -272,7 +270,9 @@ def _trips(line: str) -> int:
 
 def _bytes_of(collective: re.Match) -> int:
   """Returns the bytes of one collective, counted as for an all-reduce."""
-  size = _size(collective["result"])
+  size = sum(
+    _WIDTHS[dtype] * math.prod(shape) for dtype, shape in _results(collective)
+  )
   kind = collective["kind"]
   if kind in ("all-gather", "all-to-all"):
     return size // 2
@@ -340,11 +340,17 @@ def groups_of(line: str) -> list[list[int]]:
   return devices.transpose(order).reshape(-1, count).tolist()
 
 
-def _size(types: str) -> int:
-  """Returns the bytes of an HLO type; of a tuple, the sum."""
-  return sum(
-    _WIDTHS[dtype] * math.prod(shape) for dtype, shape in arrays_of(types)
-  )
+def _results(collective: re.Match) -> tuple[tuple[str, tuple[int, ...]], ...]:
+  """Returns the dtypes and shapes of the results of a collective.
+
+  The type of an asynchronous one, `...-start`, has its operands first, and its
+  counters, unless it is an all-reduce.
+  """
+  found = arrays_of(collective["result"])
+  if not collective["start"] or collective["kind"] == "all-reduce":
+    return found
+  found = tuple(x for x in found if x != ("u32", ()))
+  return found[len(found) // 2 :]
 
 
 def arrays_of(types: str) -> tuple[tuple[str, tuple[int, ...]], ...]:

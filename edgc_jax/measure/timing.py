@@ -26,10 +26,11 @@ from edgc_jax import validation
 from edgc_jax.budget.allocation import BY_ERROR, ErrorAllocation
 from edgc_jax.leaves.leaf import arrays_of, require_arrays
 from edgc_jax.leaves.views import ViewFn
-from edgc_jax.mesh.sharding import require_axes
+from edgc_jax.mesh.sharding import num_replicas, require_axes
 from edgc_jax.methods import allreduce, powersgd
 from edgc_jax.wire import collectives, cpu_backend
 from edgc_jax.wire.link_model import CompressionModel, LinkModel, fit_line
+from edgc_jax.wire.order import AxisName
 
 _AXIS = "data"
 # All-reduces per call, to make the overhead of a call small; one is enough if
@@ -192,7 +193,7 @@ def _update(mesh: Mesh, tx: Any, gradients: Any) -> Callable[[], Any]:
 
 def measure_link(
   mesh: Mesh,
-  axis_name: str = "data",
+  axis_name: AxisName = "data",
   sizes: Sequence[int] = (2**16, 2**18, 2**20, 2**22, 2**23),
   repeats: int = 10,
   budget: float = 60.0,
@@ -209,7 +210,7 @@ def measure_link(
   Args:
     mesh: The mesh of the training. All groups along the axis are timed at once,
       as in the training, since they may share links.
-    axis_name: The axis that gradients are averaged over.
+    axis_name: The axis that gradients are averaged over, or a tuple of axes.
     sizes: Bytes of float32 payload, at least two sizes.
     repeats: Number of timed calls per size.
     budget: Seconds that the measurement may take, without compilation. If the
@@ -232,7 +233,7 @@ def measure_link(
   """
   require_axes(mesh, "axis_name", axis_name)
   validation.require(
-    isinstance(axis_name, str) and mesh.shape[axis_name] > 1,
+    num_replicas(mesh, axis_name) > 1,
     "axis_name",
     axis_name,
     f"an axis of the mesh {dict(mesh.shape)} with several devices",
@@ -243,7 +244,7 @@ def measure_link(
   validation.require_finite("budget", budget, "60 is a minute")
   cpu_backend.require_threads()
 
-  counts = sorted(size // 4 for size in sizes)
+  counts = sorted({size // 4 for size in sizes})
   alone = _seconds(mesh, _all_reduces(mesh, axis_name, counts[0], 1))
   chained = _CHAINED if alone < _LONG else 1
   calls, repeats = _affordable(
@@ -318,11 +319,11 @@ def _seconds(mesh: Mesh, call: Callable[[], Any]) -> float:
 
 
 def _all_reduces(
-  mesh: Mesh, axis_name: str, count: int, chained: int
+  mesh: Mesh, axis_name: AxisName, count: int, chained: int
 ) -> Callable[[], Any]:
   """Returns a call of `chained` all-reduces of `count` values, in sequence."""
   spec = P(axis_name)
-  shape = (mesh.shape[axis_name] * count,)
+  shape = (num_replicas(mesh, axis_name) * count,)
   # A program creates the values, since no process can place another's part.
   placed = NamedSharding(mesh, spec)
   values = jax.jit(lambda: jnp.ones(shape, jnp.float32), out_shardings=placed)()

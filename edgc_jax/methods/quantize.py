@@ -16,6 +16,7 @@ from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
 
 _BITS = (8, 4, 2, 1)
+_LARGEST_ROTATION = 4096  # entries of a block; a rotation is a square matrix
 
 
 def quantize(
@@ -58,7 +59,7 @@ def quantize(
     bits: 8, 4, 2 or 1.
     axis_name: As for `edgc`.
     block: Entries that share a scale; even, with a rotation a power of two from
-      8 on.
+      8 to 4096.
     error_feedback: Whether rounding errors are added to the next gradient.
       Unbiased rounding does not need it.
     rotate: Whether blocks are rotated, of 4 bits or fewer; None for 2 and 1
@@ -126,13 +127,13 @@ def _code_of(
     "error_feedback",
     error_feedback,
     f"True with bits={bits} and a rotation, which rounds with a bias",
-    "pass error_feedback=True, or use 8 or 4 bits",
+    "pass error_feedback=True, or use 8 or 4 bits without a rotation",
   )
   validation.require(
-    block >= 8 and block & (block - 1) == 0,
+    8 <= block <= _LARGEST_ROTATION and block & (block - 1) == 0,
     "block",
     block,
-    "a power of two from 8 on with a rotation",
+    f"a power of two from 8 to {_LARGEST_ROTATION} with a rotation",
     "use 128",
   )
   return Rotated(block, bits)

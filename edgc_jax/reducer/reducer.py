@@ -307,14 +307,14 @@ class Reducer:
     earlier = (jax.tree.leaves(kept)[:1], earlier)
     sample, sample_bytes = budget.sample(stacks, count, earlier)
     levels = budget.levels(kept[0], count)
-    shares = [None] * len(plan.leaves)
+    shares = None
     if plan.allocator:
-      shares = plan.by_leaf(plan.allocator.ranks(kept[1], levels[0]))
+      shares = plan.allocator.ranks(kept[1], levels[0])
     ranks = [
       _uniform(leaf, budget.ladder, levels[leaf.is_late])
       if own is None
       else own
-      for leaf, own in zip(plan.leaves, shares, strict=True)
+      for leaf, own in zip(plan.leaves, plan.by_leaf(shares), strict=True)
     ]
     sent += sample_bytes
     return compared, Choice(*kept, levels, ranks, sample, sent)

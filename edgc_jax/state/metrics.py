@@ -59,7 +59,8 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     - `relative_error`: share of |M|^2 that was not sent, M the mean of gradient
       and residual; estimated, for factors of one matrix with a standard
       deviation of a third; not of methods that do not measure it.
-    - `residual_norm`: of one replica, root mean square over replicas.
+    - `residual_norm`: of one replica, root mean square over replicas. Both are
+      0 in dense steps, whose rounding in a code is not measured.
     - `skipped_steps`: steps skipped because of non-finite gradients.
     - `diverged_steps`: comparisons, one every `check_every` steps, that found
       replicas with different parameters or updates.

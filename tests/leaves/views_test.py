@@ -265,6 +265,20 @@ class ScannedTest(parameterized.TestCase):
       edgc_jax.powersgd(8).init(params)
     edgc_jax.powersgd(8, matrix_view=scanned(1)).init(params)
 
+  def test_leaves_without_a_view_are_dense_on_purpose(self):
+    params = {"w": jnp.zeros((64, 512)), "embedding": jnp.zeros((4096, 128))}
+    view = lambda path, shape: None if "emb" in path else (1, *shape)  # noqa: E731
+    edgc_jax.powersgd(8, matrix_view=view).init(params)  # warns of nothing
+    edgc_jax.topk(matrix_view=view).init(params)
+
+  def test_a_view_of_one_layer_may_be_a_tuple(self):
+    view = scanned(1, lambda path, shape: (1, *shape))
+    found = view("['layers']['wi']['kernel']", (64, 12, 256))
+    self.assertEqual(tuple(found.view), (12, 64, 256))
+    view = scanned(1, lambda path, shape: (64, 256))
+    with self.assertRaisesRegex(TypeError, "`matrix_view` must return .count"):
+      leaves_in({"layers": jnp.zeros((64, 12, 256))}, view)
+
 
 if __name__ == "__main__":
   absltest.main()

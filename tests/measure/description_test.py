@@ -84,6 +84,15 @@ class DescriptionTest(parameterized.TestCase):
     tables = str(describe(tx, PARAMS)).split("\n\n")
     self.assertLen(tables, 2)
 
+  def test_leaves_of_size_zero(self):
+    params = {"w": jnp.zeros((0, 5))}
+    view = lambda path, shape: (1, *shape)  # noqa: E731
+    (part,) = describe(float32.powersgd(3, matrix_view=view), params).parts
+    self.assertEqual(part.dense_bytes, 0)
+    link = edgc_jax.LinkModel(1e-3, 1e8)
+    advice = edgc_jax.advise(params, link, 1.0, 4)
+    self.assertEqual(advice.choice.wire_bytes, 0)
+
   def test_the_table(self):
     tx = float32.edgc(rank_max=8, rank_min=4)
     found = describe(tx, PARAMS)

@@ -120,6 +120,13 @@ class LinkTest(parameterized.TestCase):
     self.assertTrue(np.isfinite([link.latency, link.bandwidth]).all())
     self.assertLessEqual(link.r_squared, 1)
 
+  def test_several_axes(self):
+    mesh = mesh_of((2, 4))
+    call = timing._all_reduces(mesh, tuple(mesh.axis_names), 100, 1)
+    np.testing.assert_array_equal(call(), np.full(8 * 100, 2.0))
+    with fake_link([0.001, 0.002, 0.003]):
+      timing.measure_link(mesh, tuple(mesh.axis_names), SIZES)
+
   def test_program(self):
     """It is one all-reduce in a loop, over groups along the axis."""
     call = timing._all_reduces(mesh_of(), "data", 1000, 5)
