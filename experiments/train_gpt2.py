@@ -35,7 +35,10 @@ def main(config: ConfigDict) -> None:
       hosts.say(f"run folder: {trainer.folder.name}")
       summary = trainer.run(run_page.LivePage(trainer.folder.path).update)
     if hosts.is_first():
-      run_page.write_report([trainer.folder.path])
+      try:
+        run_page.write_report([trainer.folder.path])
+      except ValueError as error:  # a damaged line of the log
+        sys.exit(f"error: {error}")
       trainer.folder.storage.upload()
   except (TrainingStopped, CheckpointError, RunInUse, StorageError) as error:
     sys.exit(f"error: {error}")

@@ -25,6 +25,11 @@ from experiments.study.study import Run, Study
 from experiments.training.together import can_share, program_of
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
+# Signals, a run that another process goes on with, and the end of a SLURM job
+# say nothing of the run.
+_INTERRUPTED = re.compile(
+  r"^exit code (130|143|-\d+):|must not be in use|^the job ended with"
+)
 
 
 def run_all(
@@ -110,8 +115,11 @@ def run_all(
         found = numbers_of(path_of(run))
       except (OSError, ValueError) as damage:
         found = {"error": error or str(damage)}
-      records.add(run.config, found)
       failed += "error" in found
+      if _INTERRUPTED.search(found.get("error", "")):
+        print(f"    {run.arm}: interrupted, so not recorded", flush=True)
+        continue
+      records.add(run.config, found)
       loss = found.get("error") or f"{found['summary']['val_loss']:.4f}"
       print(f"    {run.arm}: {loss}", flush=True)
     if running:

@@ -15,8 +15,8 @@ A study is a Python file with
            best one's. `settings` are of the tuning's runs alone; "arms"
            (optional) has further ones, {arm: settings}
   ALTERNATIVES  (optional) {arm: [settings, ...]}: further settings of an arm,
-           tried at the value that is best for its own. If one of them is best,
-           the arm takes it, and the key is tuned again for it
+           tried at the value that its own take. If one of them is best, the arm
+           takes it, and the key is tuned again for it
   MATCHED  (optional) {arm of edgc: arm of powersgd}: adds an arm that is
            powersgd at the rank whose bytes equal those of edgc, as a mean over
            SEEDS

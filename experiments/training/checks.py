@@ -170,6 +170,13 @@ def _check_local(config: ConfigDict) -> None:
       f"`local.every` must be at least 1 with other options of local steps,"
       f" got 0 with {local.to_dict()}; raise it."
     )
+  first = local.every // max(1, local.fragments) + local.overlap
+  if local.every and not local.lookahead and first > config.steps:
+    raise ValueError(
+      f"`local.every` must be so small that a run of {config.steps} steps"
+      f" applies an exchange, got {local.every} (the first one after step"
+      f" {first}); lower it: moves after the last exchange do not count."
+    )
   if local.lookahead and (local.fragments > 1 or local.overlap):
     raise ValueError(
       "`local.lookahead` must be False with fragments or overlap, which only"
@@ -191,6 +198,11 @@ def _check_mesh(config: ConfigDict, task: Task) -> None:
   if mesh.backend == "vmap":
     available = math.inf
   replicas, stages, processes = mesh.data, mesh.stage, jax.process_count()
+  if mesh.backend == "vmap" and processes > 1:
+    raise ValueError(
+      "`mesh.backend` must be pmap or jit with several processes, got 'vmap',"
+      " which simulates the replicas in one; start one process."
+    )
   sizes = {
     "data": replicas, "stage": stages, "tensor": tensor, "fsdp": shards,
   }  # fmt: skip

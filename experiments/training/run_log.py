@@ -128,7 +128,9 @@ class RunLog:
     line = dict(self._newest, step=step)
     line |= {k: float(np.mean(each)) for k, each in kept["means"].items()}
     kept["means"] = {}
-    line["learning_rate"] = float(self._learning_rate(step - 1))
+    # Skipped steps leave the schedule where it is, under `skip_nonfinite`.
+    skipped = line["skipped_steps"] if "consecutive_skips" in line else 0
+    line["learning_rate"] = float(self._learning_rate(step - 1 - skipped))
     line["dense_bytes"] = sum(line["dense_bytes"])
     line["total_wire_bytes"] = sent = sum(kept["wire_bytes"])
     # Nothing is sent before a first exchange, or if the first step is skipped.

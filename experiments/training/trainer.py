@@ -22,7 +22,7 @@ from experiments.parallel import backends, meshes
 from experiments.parallel.stored_state import Stored, StoredForm, flat
 from experiments.runs.checkpoints import CheckpointError, Checkpoints
 from experiments.runs.run_folder import RunFolder, environment
-from experiments.runs.storage import storage_of
+from experiments.runs.storage import RunInUse, storage_of
 from experiments.runtime import heap, hosts
 from experiments.runtime.stop_signals import StopSignals, TrainingInterrupted
 from experiments.training import advised, checks, times
@@ -109,6 +109,7 @@ class Trainer:
     """
     try:
       self.folder.lock()
+      self._require_unchanged()
       progress = self._load()
       last_line = progress.about.get("line", {}).get("step", 0)
       self.folder.start(progress.step, last_line, self._leaves)
@@ -135,6 +136,7 @@ class Trainer:
         " it."
       )
     summary = self.folder.summary()
+    self._found = self.checkpoints.steps(), summary
     newest = self.checkpoints.newest() if summary is None else None
     if newest is None:
       return _Progress(about=summary or {})
@@ -146,6 +148,17 @@ class Trainer:
         " with, got other data; restore it, or give another --config.run_dir."
       )
     return _Progress(step, about=about)
+
+  def _require_unchanged(self) -> None:
+    """Raises if a run that has ended since wrote into the folder."""
+    if not hosts.is_first():
+      return
+    if (self.checkpoints.steps(), self.folder.summary()) != self._found:
+      raise RunInUse(
+        f"`run_dir` must not be in use, got {self.folder.name}, into which"
+        " another process has written since this start read it; give the same"
+        " command again."
+      )
 
   def _load(self) -> "_Progress":
     """Returns the progress with parameters and optimiser state loaded."""
@@ -207,6 +220,9 @@ class Trainer:
       step, about = newest
       if not isinstance(about, dict) or "replicas" not in about:
         raise CheckpointError("They are of another program.")
+      # Tensor shards store attention's columns in another order.
+      if about.get("tensor", 1) != self.config.mesh.tensor:
+        raise CheckpointError(f"They are of mesh.tensor={about['tensor']}.")
       shapes = stored.template(about["replicas"])["params"]
       checkpoints.require_shapes(step, {"params": shapes})
     except CheckpointError as error:
@@ -277,6 +293,7 @@ class Trainer:
           "state_version": STATE_VERSION,
           "replicas": config.mesh.data,
           "shards": config.mesh.fsdp,
+          "tensor": config.mesh.tensor,
           "times": times.as_numbers(self.times),
           "choice": self.choice,
           "corpus": self._source.sha256,

@@ -190,6 +190,15 @@ def test_two_starts_in_one_folder(tmp_path, whole):
   assert lines_of(run(config)) == lines_of(whole("allreduce", "vmap"))
 
 
+def test_a_start_that_read_an_older_state(tmp_path):
+  """As if the same command were given while the first one still saves."""
+  config = config_of(tmp_path / "run", "allreduce")
+  late = Trainer(config)
+  run(config, cut_after=3)
+  with pytest.raises(RunInUse, match="another process has written since"):
+    late.run()
+
+
 @pytest.mark.parametrize(
   "name, text", [("config.json", '{"steps"'), ("summary.json", "")]
 )
@@ -243,6 +252,21 @@ def test_parameters_of_another_model(tmp_path, whole):
   config.init_from = str(whole("allreduce", "vmap").folder.path)
   config.model.width = 64
   with pytest.raises(CheckpointError, match=r"`init_from`.*shape \(1, 96\)"):
+    Trainer(config)
+
+
+def test_parameters_of_other_tensor_shards(tmp_path, whole, monkeypatch):
+  """They lie in another order, in arrays of the same shapes."""
+  config = config_of(tmp_path / "run", "allreduce")
+  config.init_from = str(whole("allreduce", "vmap").folder.path)
+  newest = Checkpoints.newest
+
+  def of_shards(self):
+    found = newest(self)  # None in the folder of the new run
+    return found and (found[0], {**found[1], "tensor": 2})
+
+  monkeypatch.setattr(Checkpoints, "newest", of_shards)
+  with pytest.raises(CheckpointError, match=r"They are of mesh.tensor=2\."):
     Trainer(config)
 
 

@@ -683,6 +683,14 @@ def test_two_runs_at_once_and_failures(records, tmp_path, commands, capsys):
   assert run_all(records, tmp_path / "runs", jobs=2)[0] == 0
 
 
+@pytest.mark.parametrize("code", ["exit 143", "kill -9 $$", "exit 130"])
+def test_an_interrupted_run_is_not_recorded(records, tmp_path, commands, code):
+  commands["dense"] = f'rm "$0/summary.json"; {code}'
+  failed, found, left = run_all(records, tmp_path / "runs", limit=1)
+  assert failed == 1
+  assert found["dense"] is None and "dense" in left
+
+
 def test_the_last_words_of_a_run_are_recorded(records, tmp_path, commands):
   place = pathlib.Path.home() / "x"
   commands["dense"] = (
