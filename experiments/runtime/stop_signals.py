@@ -24,7 +24,8 @@ class StopSignals:
   """A context that records a signal; a second one ends the process at once.
 
   Among several processes the runtime forwards a SIGTERM from one process to
-  all, and chooses a step to stop at that none of them has reached yet.
+  all, and chooses a step to stop at that none of them has reached yet. There a
+  second SIGTERM has no effect: a process may get its first one late.
   """
 
   def __init__(self) -> None:

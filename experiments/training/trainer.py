@@ -147,6 +147,13 @@ class Trainer:
         f"`data.path` must hold the data that the run {self.folder.name} began"
         " with, got other data; restore it, or give another --config.run_dir."
       )
+    mesh = self.config.mesh
+    if mesh.backend == "vmap" and about["shards"] != mesh.fsdp:
+      raise ValueError(
+        "`mesh.backend` must be pmap or jit where a run on"
+        f" {about['shards']} shards goes on without them, got 'vmap'; resume"
+        " with jit, and from its next checkpoint with vmap."
+      )
     return _Progress(step, about=about)
 
   def _require_unchanged(self) -> None:

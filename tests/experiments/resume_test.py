@@ -255,17 +255,30 @@ def test_parameters_of_another_model(tmp_path, whole):
     Trainer(config)
 
 
+def pretend(monkeypatch, **about):
+  """Changes what checkpoints say of their run."""
+  newest = Checkpoints.newest
+
+  def other(self):
+    found = newest(self)  # None in the folder of a new run
+    return found and (found[0], {**found[1], **about})
+
+  monkeypatch.setattr(Checkpoints, "newest", other)
+
+
+def test_simulated_replicas_take_no_state_of_shards(tmp_path, monkeypatch):
+  config = config_of(tmp_path / "run", "allreduce")
+  run(config, cut_after=3)
+  pretend(monkeypatch, shards=2)
+  with pytest.raises(ValueError, match=r"`mesh.backend` must be .*jit where"):
+    Trainer(config)
+
+
 def test_parameters_of_other_tensor_shards(tmp_path, whole, monkeypatch):
   """They lie in another order, in arrays of the same shapes."""
   config = config_of(tmp_path / "run", "allreduce")
   config.init_from = str(whole("allreduce", "vmap").folder.path)
-  newest = Checkpoints.newest
-
-  def of_shards(self):
-    found = newest(self)  # None in the folder of the new run
-    return found and (found[0], {**found[1], "tensor": 2})
-
-  monkeypatch.setattr(Checkpoints, "newest", of_shards)
+  pretend(monkeypatch, tensor=2)
   with pytest.raises(CheckpointError, match=r"They are of mesh.tensor=2\."):
     Trainer(config)
 
