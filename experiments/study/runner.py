@@ -25,11 +25,8 @@ from experiments.study.study import Run, Study
 from experiments.training.together import can_share, program_of
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Signals, a run that another process goes on with, and the end of a SLURM job
-# say nothing of the run.
-_INTERRUPTED = re.compile(
-  r"^exit code (130|143|-\d+):|must not be in use|^the job ended with"
-)
+# Signals, and a run that another process goes on with, say nothing of the run.
+_INTERRUPTED = re.compile(r"^exit code (130|143|-\d+):|must not be in use")
 
 
 def run_all(

@@ -170,7 +170,8 @@ def _check_local(config: ConfigDict) -> None:
       f"`local.every` must be at least 1 with other options of local steps,"
       f" got 0 with {local.to_dict()}; raise it."
     )
-  first = local.every // max(1, local.fragments) + local.overlap
+  period = local.every // max(1, local.fragments)
+  first = period + min(local.overlap, period)
   if local.every and not local.lookahead and first > config.steps:
     raise ValueError(
       f"`local.every` must be so small that a run of {config.steps} steps"
