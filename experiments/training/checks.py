@@ -170,14 +170,6 @@ def _check_local(config: ConfigDict) -> None:
       f"`local.every` must be at least 1 with other options of local steps,"
       f" got 0 with {local.to_dict()}; raise it."
     )
-  period = local.every // max(1, local.fragments)
-  first = period + min(local.overlap, period)
-  if local.every and not local.lookahead and first > config.steps:
-    raise ValueError(
-      f"`local.every` must be so small that a run of {config.steps} steps"
-      f" applies an exchange, got {local.every} (the first one after step"
-      f" {first}); lower it: moves after the last exchange do not count."
-    )
   if local.lookahead and (local.fragments > 1 or local.overlap):
     raise ValueError(
       "`local.lookahead` must be False with fragments or overlap, which only"
