@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from edgc_jax import validation
 from edgc_jax.leaves.views import (
@@ -229,6 +230,13 @@ def without_variables(tree: Any) -> Any:
 def arrays_of(tree: Any) -> Any:
   """Drops all leaves without a shape, such as the functions of a model."""
   return jax.tree.map(lambda x: x if hasattr(x, "shape") else None, tree)
+
+
+def masked_paths(tree: Any) -> list[str]:
+  """Returns the paths of leaves that `optax.masked` hides."""
+  is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+  found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
+  return [jax.tree_util.keystr(path) for path, x in found if is_masked(x)]
 
 
 def require_arrays(params: Any) -> None:

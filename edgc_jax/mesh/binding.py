@@ -8,7 +8,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
-from edgc_jax.leaves.leaf import arrays_of, leaves_in
+from edgc_jax.leaves.leaf import arrays_of, leaves_in, masked_paths
 from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.sharding import bound_init, num_replicas, specs_like
 from edgc_jax.wire.order import AxisName, is_bound
@@ -100,14 +100,7 @@ def bind(
 
 def _require_all(params: Any) -> None:
   """Raises if a mask hides leaves, whose gradients would stay stacked."""
-  is_hidden = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-  hidden = [
-    jax.tree_util.keystr(path)
-    for path, x in jax.tree_util.tree_leaves_with_path(
-      params, is_leaf=is_hidden
-    )
-    if is_hidden(x)
-  ]
+  hidden = masked_paths(params)
   validation.require(
     not hidden,
     "params",

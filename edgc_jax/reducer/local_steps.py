@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from edgc_jax import validation
 from edgc_jax.leaves import checks as leaf_checks
-from edgc_jax.leaves.leaf import arrays_of, leaves_in
+from edgc_jax.leaves.leaf import arrays_of, leaves_in, masked_paths
 from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.sharding import (
   require_mesh,
@@ -407,8 +407,7 @@ def local_params(
     "pass mesh= in plain jax.jit",
   )
   moved, sent = state.offset.values, state.sent.values
-  is_hidden = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-  hidden = [*filter(is_hidden, jax.tree.leaves(moved, is_leaf=is_hidden))]
+  hidden = masked_paths(moved)
   validation.require(
     not hidden,
     "opt_state",

@@ -42,6 +42,7 @@ from edgc_jax.leaves.leaf import (
   LeafStats,
   is_leaf_state,
   leaves_in,
+  masked_paths,
   own_placement,
   split_by_leaf,
   without_variables,
@@ -186,7 +187,7 @@ class Reducer:
       zeros(x, jnp.float32, x.is_compressed and x.method.measures)
       for x in plan.leaves
     ]
-    left_out = jnp.array(_masked_leaves(params), jnp.int32)
+    left_out = jnp.array(len(masked_paths(params)), jnp.int32)
     state = ReducerState(
       count,
       # NNX updates a variable as a whole, so its array's state is not inside.
@@ -736,10 +737,3 @@ def _energies(found: Sequence[Outcome]) -> list[Energies]:
 def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
   """Returns part / whole; 0 if both are 0."""
   return part / jnp.where(whole > 0, whole, 1.0)
-
-
-def _masked_leaves(params: Any) -> int:
-  """Counts the leaves that `optax.masked` keeps from this transformation."""
-  is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-  leaves = jax.tree.leaves(params, is_leaf=is_masked)
-  return sum(map(is_masked, leaves))

@@ -228,8 +228,9 @@ class Trainer:
       if not isinstance(about, dict) or "replicas" not in about:
         raise CheckpointError("They are of another program.")
       # Tensor shards store attention's columns in another order.
-      if about.get("tensor", 1) != self.config.mesh.tensor:
-        raise CheckpointError(f"They are of mesh.tensor={about['tensor']}.")
+      tensor = about.get("tensor", 1)  # older checkpoints do not say it
+      if tensor != self.config.mesh.tensor:
+        raise CheckpointError(f"They are of mesh.tensor={tensor}.")
       shapes = stored.template(about["replicas"])["params"]
       checkpoints.require_shapes(step, {"params": shapes})
     except CheckpointError as error:
