@@ -129,6 +129,7 @@ OPTIONS = {
     "tx": (*NO_TRANSFORMATION, SGD),
     "params": (None, {}, "params", {"w": None}),
     "replicas": NO_COUNT,
+    "mesh": ("data", 3),
     "param_specs": (P(), "data", 3),
   },
   "wire_bytes": {
@@ -165,10 +166,12 @@ OPTIONS = {
     "params": (None, {}),
     "ranks": (8, "88", (8,), (8, 8), (8, 0)),
     "repeats": NO_COUNT,
+    "mesh": ("data", 3),
   },
   "measure_backward": {
     "stage_fn": (*NO_FUNCTION, None),
     "repeats": NO_COUNT,
+    "mesh": ("data", 3),
   },
   "measure_computing": {"replicas": NO_COUNT, "repeats": NO_COUNT},
   "resize_replicas": {"old": NO_COUNT, "new": NO_COUNT, "stages": NO_COUNT},

@@ -25,6 +25,7 @@ from edgc_jax.leaves.review import Reviewed, reducers_seen
 from edgc_jax.leaves.views import ViewFn, layer_matrix
 from edgc_jax.mesh.sharding import (
   num_replicas,
+  require_is_mesh,
   require_not_split,
   traced_init,
 )
@@ -115,7 +116,7 @@ def describe(
     Rows for each leaf of each reducer.
 
   Raises:
-    TypeError: if `tx` is no transformation.
+    TypeError: if `tx` is no transformation, or `mesh` no mesh.
     ValueError: if `tx` holds no reducer, `params` no array, or `param_specs` is
       given without a mesh or does not fit.
 
@@ -152,6 +153,7 @@ def reviewed(
     ValueError: as `describe`.
   """
   validation.require_transformation("tx", tx)
+  require_is_mesh(mesh, optional=True)
   require_arrays(params)
   params = arrays_of(params)
   with reducers_seen() as seen:

@@ -26,7 +26,7 @@ from edgc_jax import validation
 from edgc_jax.budget.allocation import BY_ERROR, ErrorAllocation
 from edgc_jax.leaves.leaf import arrays_of, require_arrays
 from edgc_jax.leaves.views import ViewFn
-from edgc_jax.mesh.sharding import num_replicas, require_axes
+from edgc_jax.mesh.sharding import num_replicas, require_axes, require_is_mesh
 from edgc_jax.methods import allreduce, powersgd
 from edgc_jax.wire import collectives, cpu_backend
 from edgc_jax.wire.link_model import CompressionModel, LinkModel, fit_line
@@ -80,12 +80,13 @@ def measure_compression(
     The model.
 
   Raises:
-    TypeError: if a rank or `repeats` is not an integer.
+    TypeError: if a rank or `repeats` is not an integer, or `mesh` no mesh.
     ValueError: if fewer than two ranks differ, or `repeats` is below 1.
   """
   validation.require_several("ranks", ranks, 1)
   require_arrays(params)
   validation.require_int("repeats", repeats, 1)
+  require_is_mesh(mesh, optional=True)
   reducers = [
     powersgd(
       rank, _AXIS, min_ratio=min_ratio, matrix_view=matrix_view,
@@ -125,10 +126,11 @@ def measure_backward(
     Median seconds.
 
   Raises:
-    TypeError: if `repeats` is not an integer.
+    TypeError: if `repeats` is not an integer, or `mesh` no mesh.
     ValueError: if `repeats` is below 1.
   """
   validation.require_int("repeats", repeats, 1)
+  require_is_mesh(mesh, optional=True)
   validation.require_function(
     "stage_fn", stage_fn, "parameters and inputs", optional=False
   )

@@ -469,13 +469,18 @@ class _Specs(NamedTuple):
     )
 
 
-def require_axes(mesh: Any, argument: str, axis_name: AxisName) -> None:
-  """Raises unless this is a mesh, and has all the axes."""
-  if not isinstance(mesh, Mesh | AbstractMesh):
+def require_is_mesh(mesh: Any, *, optional: bool = False) -> None:
+  """Raises unless this is a mesh, or None where that may be."""
+  if not (isinstance(mesh, Mesh | AbstractMesh) or (optional and mesh is None)):
     raise TypeError(
       f"`mesh` must be a mesh of JAX, got {validation.shown(mesh)}; make one"
       ' with jax.make_mesh((8,), ("data",)).'
     )
+
+
+def require_axes(mesh: Any, argument: str, axis_name: AxisName) -> None:
+  """Raises unless this is a mesh, and has all the axes."""
+  require_is_mesh(mesh)
   order.require_names(argument, axis_name)
   validation.require(
     set(names(axis_name)) <= set(mesh.shape),

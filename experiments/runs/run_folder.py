@@ -13,17 +13,24 @@ from importlib import metadata
 from typing import Any
 
 import jax
-import tensorboardX
 from flax import traverse_util
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.summary_pb2 import Summary
 
 import edgc_jax
-from experiments.runs.storage import LOCK, SCRATCH, StoreError, storage_of
+from experiments.runs.storage import (
+  LOCK,
+  SCRATCH,
+  StoreError,
+  is_bucket,
+  storage_of,
+)
 from experiments.runtime import hosts
 from experiments.runtime.json_files import read_json
 
 _STOPPED = "stopped.txt"
-_SECONDS = 60  # between two uploads of lines to a bucket
+_SECONDS = 60  # between two writes of events, and two uploads to a bucket
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "grain")
 
 # Keys that may differ between a run and the command that resumes it.
@@ -63,7 +70,7 @@ class RunFolder:
     self.path = self.storage.path
     self.checkpoints = self.storage.checkpoints
     self.config = config
-    self._upload_due = 0.0
+    self._write_due = 0.0
     if os.path.lexists(self.path) and not self.path.is_dir():
       raise FileExistsError(
         f"`run_dir` must be new or a folder, got {self.name}, which is none;"
@@ -140,8 +147,8 @@ class RunFolder:
     write(self.path / "leaves.txt", f"{leaves}\n")
     write(file, "".join(kept))
     self._lines = open(file, "a")  # noqa: SIM115
-    # On a full disk its thread ends, and a bounded queue would hang the run.
-    self._events = tensorboardX.FileWriter(str(self.path), max_queue=0)
+    # Without the queue of `FileWriter`, which hangs the run on a full disk.
+    self._events = EventsWriter(str(self.path / "events"))
     for line in kept:  # events of a killed run may be missing
       self._add_event(json.loads(line))
 
@@ -155,25 +162,32 @@ class RunFolder:
   def log(self, line: Mapping[str, Any]) -> None:
     """Appends a line to metrics.jsonl and adds its numbers to TensorBoard.
 
+    All processes call it, and none goes on while lines are uploaded.
+
     Raises:
       RunInUse: if another process has taken over a folder in a bucket.
       StorageError: if the local copy of such a folder is no longer whole.
     """
-    if not hosts.is_first():
-      return
+    if hosts.is_first():
+      self._log(line)
+    if is_bucket(self.name):
+      hosts.wait_for_all("logged")
+
+  def _log(self, line: Mapping[str, Any]) -> None:
     line = _plain(line)
     self._lines.write(json.dumps(line, allow_nan=False) + "\n")
     self._lines.flush()
     self._add_event(line)
     began = time.monotonic()
-    if began >= self._upload_due:
+    if began >= self._write_due:
+      self._events.flush()
       try:
         self.storage.upload()
       except StoreError as error:  # the next checkpoint tries again
         self._warn(error)
       now = time.monotonic()
       # A slow store takes a hundredth of the time at most.
-      self._upload_due = now + max(_SECONDS, 100 * (now - began))
+      self._write_due = now + max(_SECONDS, 100 * (now - began))
 
   def _has_foreign_files(self) -> bool:
     """Returns whether there are files that no run leaves without its config."""
@@ -188,7 +202,11 @@ class RunFolder:
       if name != "step"
       for tag, number in _scalars(name, value)
     ]
-    self._events.add_summary(Summary(value=values), line["step"])
+    self._events.write_event(
+      Event(
+        wall_time=time.time(), step=line["step"], summary=Summary(value=values)
+      )
+    )
 
   def finish(self, summary: Mapping[str, Any]) -> None:
     """Writes the summary, which marks a run as finished."""
@@ -209,6 +227,7 @@ class RunFolder:
     """
     if hosts.is_first():
       os.fsync(self._lines.fileno())
+      self._events.flush()
       self.storage.upload()
 
   def close(self) -> None:

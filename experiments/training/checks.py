@@ -98,6 +98,22 @@ def require_memory(shapes: Any) -> None:
     )
 
 
+def unfinished_round(config: ConfigDict) -> str:
+  """Tells which last steps no exchange follows; empty if there are none."""
+  local, steps = config.local, config.steps
+  if not local.every or local.lookahead:
+    return ""
+  period = local.every // local.fragments
+  left = (steps - local.overlap) % period
+  if not left:
+    return ""
+  return (
+    f"no exchange follows the last {min(left, steps)} of {steps} steps, and the"
+    " evaluated parameters are those of the exchanges;"
+    f" --config.steps={steps + period - left} ends with one"
+  )
+
+
 def check_keys(config: ConfigDict) -> None:
   """Raises unless a configuration has all keys, and values of their types."""
   if config.get("reducer") not in (*peers.reducers(), AUTO):

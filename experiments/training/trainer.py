@@ -116,6 +116,8 @@ class Trainer:
       if self.times:
         hosts.say(times.describe(self.times))
       hosts.say(self._leaves)
+      if note := checks.unfinished_round(self.config):
+        hosts.say(note)
       with StopSignals() as signals:
         summary = self._train(progress, signals, after_line)
       self.checkpoints.close()
@@ -240,6 +242,7 @@ class Trainer:
       ) from error
 
     def load() -> Any:
+      hosts.say(f"begins with the parameters of {folder} after step {step}")
       trees = checkpoints.load(step, {"params": shapes})
       _require_finite(trees, "init_from", folder)
       return self.parallel.of_stored(stored.load_params(trees["params"]))

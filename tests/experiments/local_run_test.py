@@ -11,6 +11,7 @@ from helpers.small_runs import small
 import edgc_jax
 from experiments import peers
 from experiments.reporting import logged_run
+from experiments.training import checks
 from experiments.training.trainer import Trainer, TrainingStopped
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
@@ -142,12 +143,38 @@ def test_any_reducer_exchanges_what_replicas_moved(tmp_path, name):
   assert trainer.folder.summary()["compression_ratio"] > EVERY
 
 
-def test_a_run_may_end_before_its_first_exchange(tmp_path):
+def test_a_run_may_end_before_its_first_exchange(tmp_path, capsys):
   trainer = cut_runs.run(config_of(tmp_path / "run", every=10_000))
+  steps = trainer.config.steps
+  said = capsys.readouterr().out
+  assert f"no exchange follows the last {steps} of {steps} steps" in said
+  assert "--config.steps=10000 ends" in said
   assert trainer.folder.summary()["wire_bytes_per_step"] == [0.0]
   lines = cut_runs.lines_of(trainer)
   assert all(line["total_wire_bytes"] == 0 for line in lines)
   assert set(logged_run.load(trainer.folder.path).lines["bytes"]) == {0}
+
+
+@pytest.mark.parametrize(
+  "local, left, longer",
+  [
+    ({"every": 8}, 3, 24),
+    ({"every": 5}, 4, 20),
+    ({"every": 19}, 0, 0),
+    ({"every": 8, "overlap": 3}, 0, 0),
+    ({"every": 8, "overlap": 2}, 1, 26),
+    ({"every": 8, "fragments": 2}, 3, 20),
+    ({"every": 8, "lookahead": True}, 0, 0),
+    ({"every": 0}, 0, 0),
+  ],
+)
+def test_steps_without_an_exchange_are_named(tmp_path, local, left, longer):
+  config = config_of(tmp_path, **local)
+  config.steps = 19
+  said = checks.unfinished_round(config)
+  assert (f"the last {left} of 19 steps" in said) == bool(left)
+  assert (f"--config.steps={longer} " in said) == bool(left)
+  assert bool(said) == bool(left)
 
 
 def test_demo_descends_by_signs(tmp_path):

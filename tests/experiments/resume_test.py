@@ -234,7 +234,7 @@ def test_another_model_raises(tmp_path):
     Trainer(config)
 
 
-def test_parameters_alone(tmp_path, whole):
+def test_parameters_alone(tmp_path, whole, capsys):
   """Another reducer starts from the parameters of a finished run."""
   first = whole("allreduce", "vmap")
   config = config_of(tmp_path / "run", "quantize", backend="jit")
@@ -244,6 +244,8 @@ def test_parameters_alone(tmp_path, whole):
   loss = first.folder.summary()["train_loss"]
   assert abs(lines_of(trainer)[0]["loss"] - loss) < 0.2
   assert lines_of(first)[0]["loss"] > loss + 0.2
+  said = f"the parameters of {first.folder.path} after step "
+  assert said + str(first.folder.summary()["steps"]) in capsys.readouterr().out
   assert trainer.folder.summary()["steps"] == 1
 
 

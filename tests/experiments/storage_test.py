@@ -300,7 +300,7 @@ def folder(bucket):
   folder.lock()
   folder.start()
   folder.log({"step": 1, "loss": 1.0})
-  folder._upload_due = 0.0
+  folder._write_due = 0.0
   yield folder
   folder.close()
 
