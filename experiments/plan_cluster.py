@@ -49,7 +49,7 @@ def main(config: ConfigDict) -> None:
   """Prints the assumptions, the times and the ranks."""
   given = {flag.name: flag.value for flag in _GIVEN if flag.value is not None}
   dense = config.copy_and_resolve_references()
-  dense.reducer = "allreduce"
+  dense.reducer, dense.allreduce.wire_dtype = "allreduce", "float32"
   with refusals():
     checks.task_of(config)
     cluster.require_planned(config)

@@ -22,6 +22,7 @@ import optax
 from absl import flags
 from ml_collections import ConfigDict
 
+import edgc_jax
 from edgc_jax.budget import alignment
 from edgc_jax.measure.description import reviewed
 from experiments.parallel import meshes
@@ -51,10 +52,10 @@ def main(config: ConfigDict) -> None:
     )
   params = task.layout(mesh.shape).of_one_device(mesh.shape)
   for mbits in speeds:
-    # A ring of N replicas moves 2 (N - 1) / N times the payload.
-    replicas = config.mesh.data
-    bandwidth = mbits * 1e6 / 8 * replicas / (2 * max(1, replicas - 1))
-    link = dataclasses.replace(given["link"], bandwidth=bandwidth)
+    uplink = edgc_jax.LinkModel.of_uplink(
+      mbits, 0.0, max(2, config.mesh.data), config.mesh.tensor
+    )
+    link = dataclasses.replace(given["link"], bandwidth=uplink.bandwidth)
     tx = optimizer.make_reducer(config, task, given | {"link": link})
     print(f"{mbits:g} Mbit/s, {_table(config, params, tx, given)}")
 

@@ -14,7 +14,7 @@ import pytest
 from helpers.refusals import allowed_or_clear, assert_clear, drawn, refused
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
@@ -156,7 +156,7 @@ OPTIONS = {
     "computing": ([1.0], 3, {"dense": NAN}, {"dense": "1"}),
   },
   "measure_link": {
-    "mesh": (None, "data", 3),
+    "mesh": (None, "data", 3, AbstractMesh((8,), ("data",))),
     "axis_name": (*NO_AXIS, "replica"),
     "sizes": (4, "44", (4,), (4, 5), (4, 1.5)),
     "repeats": NO_COUNT,
@@ -166,14 +166,18 @@ OPTIONS = {
     "params": (None, {}),
     "ranks": (8, "88", (8,), (8, 8), (8, 0)),
     "repeats": NO_COUNT,
-    "mesh": ("data", 3),
+    "mesh": ("data", 3, AbstractMesh((8,), ("data",))),
   },
   "measure_backward": {
     "stage_fn": (*NO_FUNCTION, None),
     "repeats": NO_COUNT,
-    "mesh": ("data", 3),
+    "mesh": ("data", 3, AbstractMesh((8,), ("data",))),
   },
-  "measure_computing": {"replicas": NO_COUNT, "repeats": NO_COUNT},
+  "measure_computing": {
+    "replicas": NO_COUNT,
+    "repeats": NO_COUNT,
+    "mesh": ("data", 3, AbstractMesh((8,), ("data",))),
+  },
   "resize_replicas": {"old": NO_COUNT, "new": NO_COUNT, "stages": NO_COUNT},
   "metrics": {"opt_state": (None, "state", (), SGD.init(PARAMS))},
   "after_update": {"opt_state": (None, "state", SGD.init(PARAMS))},

@@ -29,6 +29,11 @@ _TRAPS: Mapping[str, tuple[str, ...]] = {
     " GLOO_SOCKET_IFNAME has no effect: let /etc/hosts lead the name to an"
     " address that the other hosts reach.",
   ),
+  "gpu": (
+    "The project has trained simulated replicas on one GPU, and nothing on"
+    " several: neither step times nor NCCL's collectives were measured. Time"
+    ' allreduce(wire_dtype="bfloat16") beside your choice on your own devices.',
+  ),
 }
 _UNTRIED = (
   "The project has not been run on this backend: no step time was measured, and"

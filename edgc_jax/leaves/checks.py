@@ -96,9 +96,10 @@ def warn_of_narrow_gradients(
   if narrow:
     validation.warn(
       f"Gradients at {narrow[0]} ({len(narrow)} of {len(leaves)} leaves) are"
-      " float16 although their parameters are not. Sums over replicas overflow"
-      " in float16, and the reducer skips such steps. Cast gradients to"
-      " float32, and divide by the scale of the loss, before `update`."
+      " float16 although their parameters are not. Gradients that overflow in"
+      " float16 on a replica make the reducer skip the step, and it returns"
+      " means in float16. Cast gradients to float32, and divide by the scale of"
+      " the loss, before `update`."
     )
 
 

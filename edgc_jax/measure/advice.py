@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optax
+from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.leaves.leaf import arrays_of, leaves_in, require_arrays
@@ -23,6 +24,7 @@ from edgc_jax.measure.description import (
   reviewed,
 )
 from edgc_jax.measure.evidence import Evidence, of_protocol
+from edgc_jax.mesh.sharding import require_is_mesh
 from edgc_jax.methods import REDUCERS
 from edgc_jax.wire.link_model import LinkModel, ring_bytes
 
@@ -314,10 +316,11 @@ def measure_computing(
     Seconds by the name of a candidate.
 
   Raises:
-    TypeError: if `repeats` is not an integer.
+    TypeError: if `repeats` is not an integer, or `mesh` no mesh.
     ValueError: if `repeats` is below 1.
   """
   validation.require_int("repeats", repeats, 1)
+  require_is_mesh(mesh, optional=True, kinds=Mesh)
   reducers = {
     method.exchanged_by: method.make(matrix_view)
     for method in _candidates(params, replicas, matrix_view, most_steps)

@@ -86,7 +86,7 @@ def measure_compression(
   validation.require_several("ranks", ranks, 1)
   require_arrays(params)
   validation.require_int("repeats", repeats, 1)
-  require_is_mesh(mesh, optional=True)
+  require_is_mesh(mesh, optional=True, kinds=Mesh)
   reducers = [
     powersgd(
       rank, _AXIS, min_ratio=min_ratio, matrix_view=matrix_view,
@@ -130,7 +130,7 @@ def measure_backward(
     ValueError: if `repeats` is below 1.
   """
   validation.require_int("repeats", repeats, 1)
-  require_is_mesh(mesh, optional=True)
+  require_is_mesh(mesh, optional=True, kinds=Mesh)
   validation.require_function(
     "stage_fn", stage_fn, "parameters and inputs", optional=False
   )
@@ -233,6 +233,7 @@ def measure_link(
     RuntimeWarning: if the times do not grow with size. The latency is then 0,
       and the bandwidth is measured at the largest size.
   """
+  require_is_mesh(mesh, kinds=Mesh)
   require_axes(mesh, "axis_name", axis_name)
   validation.require(
     num_replicas(mesh, axis_name) > 1,

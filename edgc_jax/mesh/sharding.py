@@ -469,11 +469,15 @@ class _Specs(NamedTuple):
     )
 
 
-def require_is_mesh(mesh: Any, *, optional: bool = False) -> None:
+def require_is_mesh(
+  mesh: Any, *, optional: bool = False, kinds: Any = Mesh | AbstractMesh
+) -> None:
   """Raises unless this is a mesh, or None where that may be."""
-  if not (isinstance(mesh, Mesh | AbstractMesh) or (optional and mesh is None)):
+  if not (isinstance(mesh, kinds) or (optional and mesh is None)):
+    of_devices = " with devices" if kinds is Mesh else ""
     raise TypeError(
-      f"`mesh` must be a mesh of JAX, got {validation.shown(mesh)}; make one"
+      f"`mesh` must be a mesh of JAX{of_devices}, got"
+      f" {validation.shown(mesh)}; make one"
       ' with jax.make_mesh((8,), ("data",)).'
     )
 

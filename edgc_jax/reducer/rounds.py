@@ -520,4 +520,10 @@ def _round(mean: jax.Array, dtype: Any) -> jax.Array:
   info = jnp.finfo(dtype)
   limit = float(info.max)
   mean = jnp.clip(mean, -limit, limit)
-  return jax.lax.reduce_precision(mean, info.nexp, info.nmant)
+  rounded = jax.lax.reduce_precision(mean, info.nexp, info.nmant)
+  if info.nexp >= jnp.finfo(jnp.float32).nexp:
+    return rounded
+  # It takes subnormal numbers for 0: below 6e-5 in float16, as gradients are.
+  step = float(info.smallest_subnormal)
+  subnormal = step * jnp.round(mean / step)
+  return jnp.where(jnp.abs(mean) < float(info.tiny), subnormal, rounded)

@@ -10,7 +10,7 @@ from edgc_jax.budget.entropy_budget import EntropyState
 from edgc_jax.leaves.leaf import LeafState, is_leaf_state
 from edgc_jax.wire import collectives
 
-STATE_VERSION = 4  # checkpoints of another version do not load
+STATE_VERSION = 4  # the trainer refuses checkpoints of another version
 
 
 class Stats(NamedTuple):

@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import statistics
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -161,10 +162,10 @@ class Benchmark:
     )
     params = about[0]["params"]
     if params != self.results.found.setdefault("params", params):
-      raise RuntimeError(
-        f"`--output` must be of this model, of {params:,} parameters, got"
-        f" {self.results.found['params']:,} in the file or in an earlier row;"
-        " give another file."
+      sys.exit(
+        f"error: `--output` must be of this model, of {params:,} parameters,"
+        f" got {self.results.found['params']:,} in the file or in an earlier"
+        " row; give another file."
       )
     return True
 

@@ -24,7 +24,9 @@ from experiments.network import virtual_hosts
 from experiments.network.calls import Hosts
 from experiments.network.virtual_hosts import VirtualHosts
 
-_HOSTS = flags.DEFINE_integer("hosts", 2, "Number of hosts.", lower_bound=2)
+_HOSTS = flags.DEFINE_integer(
+  "hosts", 2, "Number of hosts.", lower_bound=2, upper_bound=200
+)
 _ROUND_TRIPS = flags.DEFINE_multi_float(
   "round_trip", [1.0, 20.0, 100.0], "Round-trip time in ms.", lower_bound=0.0,
   upper_bound=6e4,

@@ -146,7 +146,8 @@ def require_planned(config: ConfigDict) -> None:
 def compute_of(config: ConfigDict, hardware: Hardware) -> Compute:
   """Returns the seconds of a step without an exchange."""
   model, mesh = config.model, config.mesh
-  microbatches, stages = config.pipeline.microbatches, mesh.stage
+  stages = mesh.stage
+  microbatches = config.pipeline.microbatches if stages > 1 else 1
   rows = config.batch_size // mesh.data // microbatches
   tokens, layers = rows * model.context, model.num_layers / stages
   # Products with the weights of a stage: 12 width^2 a layer, and the logits of
@@ -183,10 +184,11 @@ def compression_of(
   layout = tasks.make(config).layout(mesh.shape)
   local = jax.tree.leaves(layout.of_one_device(mesh.shape))
   values = sum(float(leaf.size) for leaf in local if leaf.ndim > 1)
-  # M Q, M^T P and P Q^T take 2 m n operations a column each.
+  # M Q and M^T P, and P Q^T of the mean and of what this replica sent, take
+  # 2 m n operations a column each.
   return edgc_jax.CompressionModel(
     _PASSES * _BYTES * values / hardware.memory,
-    6 * values / (hardware.peak * hardware.share),
+    8 * values / (hardware.peak * hardware.share),
   )
 
 
@@ -231,7 +233,8 @@ class Exchanges:
       _bytes_of(found, is_late, config.mesh.data) for is_late in (False, True)
     )
     self.own_bytes, self.late_bytes = own, late
-    num_reduces = 2 if found.code is None or not any(self.ladder) else 3
+    is_sparse = config.reducer in ("topk", "randomk")  # gathers, in two rounds
+    num_reduces = 2 + (found.code is not None or is_sparse)
     seconds = functools.partial(
       ladder.exchange_seconds, self.ladder, link=link, num_reduces=num_reduces
     )

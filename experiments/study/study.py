@@ -482,18 +482,23 @@ def equal_rank(bytes_of_step: Callable[..., float], target: float) -> float:
     falls from there never sends that matrix dense.
 
   Raises:
-    ValueError: if rank 1 sends more than the target, or dense no more.
+    ValueError: if rank 1 sends more than the target, dense no more, or no rank
+      as much.
   """
   least, dense = bytes_of_step(1), bytes_of_step(0)
-  if not least <= target < dense:
+  fits = least <= target < dense
+  if fits:
+    below = bisect.bisect_right(_RANKS, target, key=bytes_of_step)
+    low, high = bytes_of_step(below), bytes_of_step(below + 1, below)
+    fits = low == target or low < high  # equal where all matrices have most
+  if not fits:
     raise ValueError(
-      f"bytes must be from {least:,} (rank 1) to {dense:,} (dense) a step for a"
-      f" fixed rank to send the same, got {target:,.0f}; set other ranks, or"
-      " leave the arm out of MATCHED."
+      f"bytes must be from {least:,} (rank 1) to {dense:,} (dense) a step, and"
+      " no more than those of the largest ranks, for a fixed rank to send the"
+      f" same, got {target:,.0f}; set other ranks, or leave the arm out of"
+      " MATCHED."
     )
-  below = bisect.bisect_right(_RANKS, target, key=bytes_of_step)
-  low, high = bytes_of_step(below), bytes_of_step(below + 1, below)
-  share = min(1.0, (target - low) / (high - low))
+  share = min(1.0, (target - low) / (high - low)) if low < high else 0.0
   return float(f"{below + share:.3g}")
 
 

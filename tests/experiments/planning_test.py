@@ -54,6 +54,37 @@ def test_a_step_by_hand():
   assert run.ranks == ((0, (0, 0)),)
 
 
+def test_all_rows_are_computed_without_stages():
+  """Microbatches are of stages alone."""
+  config = small(stage=1, tensor=1)
+  found = []
+  for config.pipeline.microbatches in (1, 3, 16):
+    found.append(cluster.compute_of(config, SIMPLE).step)
+  assert found[0] > 0 and found == found[:1] * 3
+
+
+@pytest.mark.parametrize(
+  "reducer, settings, trips",
+  [
+    ("allreduce", {}, 1),
+    ("allreduce", {"allreduce.wire_dtype": "bfloat16"}, 2),
+    ("quantize", {}, 2),
+    ("topk", {}, 2),
+    ("powersgd", {"powersgd.wire_dtype": "float32"}, 2),
+    ("powersgd", {"powersgd.wire_dtype": "int4"}, 3),
+  ],
+)
+def test_an_exchange_has_its_round_trips(reducer, settings, trips):
+  """As in `advise`: values of a code are exchanged in parts, then gathered."""
+  config = small(reducer, stage=1, tensor=1)
+  config.update_from_flattened_dict(
+    {"powersgd.rank": 4.0, "powersgd.warmup_steps": 0} | settings
+  )
+  far = dataclasses.replace(SIMPLE, megabits=1e12, round_trip=10.0)
+  run = cluster.run_of(config, far)
+  assert run.communication == pytest.approx(trips * 10.0, rel=1e-3)
+
+
 def test_devices_share_the_uplink():
   one, two = (cluster.run_of(small(tensor=tensor), SIMPLE) for tensor in (1, 2))
   # What all devices of a node hold is sent by each of them.

@@ -342,6 +342,19 @@ def test_a_fixed_rank_where_a_matrix_becomes_dense():
     assert study.equal_rank(bytes_of_step, target) == expected
 
 
+def test_a_rank_above_the_largest_of_all_matrices():
+  """Of four ranks, the last of which no matrix exceeds; dense sends 100."""
+
+  def bytes_of_step(rank, least=None):
+    return 100 if rank == 0 else 10 * min(rank, 4)
+
+  assert study.equal_rank(bytes_of_step, 25) == 2.5
+  assert study.equal_rank(bytes_of_step, 35) == 3.5
+  for target in (41, 99):
+    with pytest.raises(ValueError, match=r"no more than those of the largest"):
+      study.equal_rank(bytes_of_step, target)
+
+
 @pytest.mark.slow
 def test_narrow_factors_have_twice_the_rank():
   ranks = []

@@ -257,6 +257,20 @@ class DtypesTest(parameterized.TestCase):
     with self.assertWarnsRegex(RuntimeWarning, "Cast gradients to float32"):
       update(gradients, tx.init(params), params)
 
+  @parameterized.parameters("allreduce", "quantize", "powersgd")
+  def test_float16_keeps_subnormal_means(self, name):
+    """Gradients without a scale are below the least normal number, 6e-5."""
+    options = {"powersgd": {"rank": 2, "wire_dtype": "float32"}}.get(name, {})
+    tx = edgc_jax.REDUCERS[name](**options)
+    values = jnp.array([3e-5, -1e-6, 6.2e-5, 6.1e-5, 0.0, 6e-8], jnp.float16)
+    params = {"b": jnp.zeros_like(values)}
+    update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None))
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore", RuntimeWarning)  # of float16
+      state = tx.init(params)
+    found, _ = update({"b": jnp.stack([values] * 2)}, state)
+    np.testing.assert_array_equal(found["b"][0], values)
+
   def test_float64(self):
     with jax.enable_x64(True):
       params = {"w": jnp.zeros((16, 24), jnp.float64)}
