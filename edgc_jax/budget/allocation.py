@@ -255,7 +255,18 @@ class ErrorAllocator:
     After a change of the level they are uniform until the window ends.
     """
     uniform = jnp.asarray(self._tables.uniform)[level]
-    return jnp.where(state.level == level, state.ranks, uniform)
+    return jnp.where(self._is_at(state, level), state.ranks, uniform)
+
+  def _is_at(self, state: AllocationState, level: jax.Array) -> jax.Array:
+    """Returns whether the state's ranks are for this level.
+
+    They are not if a checkpoint is from a run with other ranks, of which the
+    level is an index.
+    """
+    tables, sides = self._tables.at(level), jnp.asarray(self._sides, jnp.int32)
+    fit = jnp.all(state.ranks @ sides <= tables.budgets)
+    fit &= jnp.all((state.ranks > 0) == (tables.uniform > 0))
+    return (state.level == level) & fit
 
   def observe(
     self,
@@ -276,7 +287,7 @@ class ErrorAllocator:
       measured: Energies of the step.
       is_usable: bool [], whether all gradients were finite.
     """
-    ranks, is_same = self.ranks(state, level), state.level == level
+    ranks, is_same = self.ranks(state, level), self._is_at(state, level)
     is_usable &= jnp.any(ranks > 0) & order.all_finite(measured)
     fresh = lambda x: jnp.where(is_same, x, jnp.zeros_like(x))  # noqa: E731
     sums = jax.tree.map(

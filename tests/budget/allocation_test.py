@@ -573,6 +573,23 @@ class AllocatorTest(parameterized.TestCase):
     self.assertEqual((int(after.level), float(after.num_steps)), (0, 0.0))
     np.testing.assert_array_equal(after.ranks, 0)
 
+  @parameterized.parameters(
+    # The level is an index, and the state says nothing of its ladder.
+    ((4, 16), (2, 16), 0, [4, 7, 4, 4, 4, 4], [2] * 6),
+    ((0, 8), (8,), 0, [0] * 6, [8] * 6),
+    ((8,), (0, 8), 0, [8] * 6, [0] * 6),
+  )
+  def test_ranks_of_another_ladder_are_not_used(
+    self, before, after, level, ranks, expected
+  ):
+    old, new = allocator_of(ladder=before), allocator_of(ladder=after)
+    level = jnp.int32(level)
+    state = old.init(0)._replace(ranks=jnp.array(ranks, jnp.int32))
+    np.testing.assert_array_equal(new.ranks(state, level), expected)
+    ones = jnp.ones(6)
+    seen = new.observe(state, level, Measured(ones, ones), jnp.array(True))
+    np.testing.assert_array_equal(seen.ranks, expected)
+
   def test_a_fixed_budget_may_change_the_level_in_mid_window(self):
     """As the reducer runs them: the budget names the level of each step."""
     budget = FixedBudget({0: 16, 6: 8}, window=4)
