@@ -28,10 +28,11 @@ def base(reducer: str) -> ConfigDict:
       "resume": True,  # resume from the run folder's checkpoint; False: refuse
       # Steps between checkpoints (0: only when the run is interrupted), and
       # how many of the newest to keep, in addition to the best one (by
-      # evaluation.metric).
+      # evaluation.metric, of those at steps that are evaluated).
       "checkpoint": {"every": 1000, "keep": 2},
-      # Steps between comparisons of the replicas, and what to do if they
-      # differ: stop, or follow (all copy the first replica and continue).
+      # Steps between comparisons of the replicas (with local steps at
+      # exchanges), and what to do if they differ: stop, or follow (all copy
+      # the first replica and continue).
       "sentinel": {"every": 100, "action": "stop"},
       # Empty: the standard library's sources. Otherwise a text file, a folder
       # of text files, or a folder with train.bin and val.bin (uint16 tokens).
@@ -93,7 +94,8 @@ def base(reducer: str) -> ConfigDict:
       # Steps between evaluations, batches of batch_size, and the metric by
       # which the best checkpoint is chosen.
       "evaluation": {"every": 100, "batches": 8, "metric": "loss"},
-      # Arguments of edgc_jax.edgc, with its defaults, and of the others.
+      # Arguments of edgc_jax.edgc, with its defaults, and of the others. With
+      # local steps a reducer's steps are exchanges.
       "edgc": {
         "rank_max": 32,  # 0: derived from the measured times
         "rank_min": 8,  # 0: a quarter of rank_max

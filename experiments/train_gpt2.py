@@ -41,6 +41,9 @@ def main(config: ConfigDict) -> None:
         sys.exit(f"error: {error}")
       trainer.folder.storage.upload()
   except (TrainingStopped, CheckpointError, RunInUse, StorageError) as error:
+    if isinstance(error, TrainingStopped) and hosts.is_first():
+      run_page.LivePage(trainer.folder.path).update()
+      trainer.folder.upload()
     sys.exit(f"error: {error}")
   except OSError as error:
     if isinstance(error, TimeoutError):  # another process failed

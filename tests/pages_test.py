@@ -14,12 +14,12 @@ _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 def test_blocks_run_one_after_the_other(path, tmp_path):
   """The blocks of a page are one program, on eight CPU devices.
 
-  What a page shows as text below a block is printed by it.
+  What a page shows as text below a block is printed by it, line after line.
   """
   printed = run("\n".join(blocks_of(path)), tmp_path)
-  lines = {line.rstrip() for line in printed.splitlines()}
-  shown = "".join(_OUTPUT.findall(path.read_text())).splitlines()
-  assert not [line for line in shown if line not in lines]
+  printed = "\n".join(line.rstrip() for line in printed.splitlines())
+  for shown in _OUTPUT.findall(path.read_text()):
+    assert shown.rstrip() in printed, printed
 
 
 def test_the_readme_has_an_example_and_stays_short():

@@ -1,7 +1,8 @@
 """Tables and pictures of docs/network.md, from docs/network.json.
 
-Times to a loss are from docs/advice.json, which has the protocol's model and
-all methods that `advise` chooses from.
+Times to a loss are from docs/advice.json and docs/advice_10m.json, which have
+the methods that `advise` chooses from, for the protocol's model and a larger
+one.
 """
 
 import functools
@@ -23,7 +24,8 @@ from experiments.reporting.style import COLORS, WIDTH, dress, markdown
 from experiments.reporting.style import DENSE as GREY
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-_FILE, _WITH_LOSS = _ROOT / results.FILE, _ROOT / "docs/advice.json"
+_FILE, _FOLDER = _ROOT / results.FILE, _ROOT / "docs"
+_WITH_LOSS = ("advice.json", "advice_10m.json")  # of times to a loss
 _PARTS = {"without": GREY, "compress": COLORS[4], "communicate": COLORS[0]}
 
 
@@ -168,18 +170,21 @@ def _advice() -> Sequence[str]:
 
 
 @functools.cache
-def _times() -> pd.DataFrame:
+def _times(file: str) -> pd.DataFrame:
   """Returns times to a loss, as shares of dense's on the same link.
+
+  Args:
+    file: Name of a file in docs/.
 
   Returns:
     A line for each method and link: link, method, steps, measured, predicted,
     is_choice.
   """
-  cells = _cells(_WITH_LOSS)
+  cells = _cells(_FOLDER / file)
   cells = cells[cells["framework"] == "jax"]
   cells = cells.set_index(["layout", *_LINK, "row"])["step"].sort_index()
   lines = []
-  for advice in _found(_WITH_LOSS)["advice"]:
+  for advice in _found(_FOLDER / file)["advice"]:
     link = advice["rate"], advice["round_trip"]
     steps, predicted = pd.Series(advice["steps"]), pd.Series(advice["seconds"])
     frame = pd.DataFrame(
@@ -189,16 +194,16 @@ def _times() -> pd.DataFrame:
         "predicted": steps * predicted,
       }
     )
-    frame /= frame.loc[DENSE]
+    frame = (frame / frame.loc[DENSE]).dropna()  # without what did not run
     name = f"{link[0]:g} Mbit/s" + f", {link[1]:g} ms" * (link[1] > 0)
     is_choice = frame.index == advice["choice"]
     lines.append(frame.assign(link=name, steps=steps, is_choice=is_choice))
   return pd.concat(lines).rename_axis("method").reset_index()
 
 
-def _time_to_loss() -> Sequence[str]:
+def _time_to_loss(file: str) -> Sequence[str]:
   """Compares times to a loss by method and link; marks choice and best."""
-  times = _times()
+  times = _times(file)
   best = times.groupby("link")["measured"].transform("min")
   is_best = times["measured"] == best
   text = times["measured"].map("{:.3f}".format)
@@ -225,30 +230,48 @@ def _time_to_loss() -> Sequence[str]:
 
 
 def draw_times() -> Figure:
-  """Draws times to a loss by link, measured and, as crosses, predicted."""
-  figure = Figure(figsize=(WIDTH, 6.0), layout="constrained")
-  axes, times = figure.subplots(), _times()
-  links = list(times["link"].unique())
-  for (method, own), color, marker in zip(
-    times.groupby("method", sort=False), itertools.cycle(COLORS),
-    itertools.cycle("osD^vP*X"), strict=False,
-  ):  # fmt: skip
-    places = [links.index(link) for link in own["link"]]
-    if method == DENSE:
-      color = GREY
-    axes.plot(
-      places, own["measured"], color=color, marker=marker, label=method,
-      linestyle=":", linewidth=1, markersize=6,
-    )  # fmt: skip
-    axes.plot(places, own["predicted"], "x", color=color, markersize=4)
-  axes.set_yscale("log")
-  axes.set_xticks(range(len(links)), links)
-  axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-  axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-  axes.minorticks_off()
-  dress(axes, "Time to the loss, as a share of dense's on the same link")
-  axes.set_xlabel("uplinks of 4 hosts, and round trip; crosses are predicted")
-  figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=4)
+  """Draws times to a loss by link, with a panel for each model.
+
+  Measured times have marks, and predicted ones crosses.
+  """
+  figure, panels = _panels(len(_WITH_LOSS), 1.3, 3.8)
+  found = {file: _times(file) for file in _WITH_LOSS}
+  methods = pd.concat(found.values())["method"].unique()
+  looks = dict(
+    zip(
+      methods,
+      zip(itertools.cycle(COLORS), itertools.cycle("osD^vP*X"), strict=False),
+      strict=False,
+    )
+  )
+  looks[DENSE] = GREY, "o"
+  handles = {}
+  for axes, (file, times) in zip(panels, found.items(), strict=True):
+    links = list(times["link"].unique())
+    for method, own in times.groupby("method", sort=False):
+      color, marker = looks[method]
+      places = [links.index(link) for link in own["link"]]
+      (handles[method],) = axes.plot(
+        places, own["measured"], color=color, marker=marker, label=method,
+        linestyle=":", linewidth=1, markersize=6,
+      )  # fmt: skip
+      axes.plot(places, own["predicted"], "x", color=color, markersize=4)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(links)), links)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.minorticks_off()
+    params = _found(_FOLDER / file)["params"] / 1e6
+    dress(
+      axes, f"Time to the loss, as a share of dense's: {params:.2g}M parameters"
+    )
+  panels[-1].set_xlabel(
+    "uplinks of 4 hosts, and round trip; crosses are predicted"
+  )
+  figure.legend(
+    handles=list(handles.values()), fontsize=8, frameon=False,
+    loc="outside lower center", ncols=4,
+  )  # fmt: skip
   return figure
 
 

@@ -45,6 +45,7 @@ def texts(numbers: dict[str, Any], width: int) -> dict[str, str]:
     ("rank over time", "ranks", ""),
     *((key.replace("_per_", " a "), key, ",.0f") for key in speeds),
     ("seconds", "seconds", ",.1f"), ("skipped steps", "skipped_steps", ",.0f"),
+    ("skipped inner steps", "skipped_inner_steps", ",.0f"),
   )
   # fmt: on
   return {

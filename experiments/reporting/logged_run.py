@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.runs.run_folder import read_file
+from experiments.runs.run_folder import read_file, stopped
 
 _MOST_COLUMNS = 400  # of a heat map
 
@@ -22,6 +22,7 @@ class Run:
   summary: dict[str, Any]  # Empty until the run has ended.
   lines: pd.DataFrame
   leaves: str  # how each leaf of the gradient is sent
+  stopped: str = ""  # why the run could not continue
 
   def table(self, key: str) -> pd.DataFrame:
     """Returns a metric by step, with a column for each stage or matrix.
@@ -37,8 +38,12 @@ class Run:
 
   def numbers(self) -> dict[str, Any]:
     """Returns the summary, or as much of it as the lines so far provide."""
-    newest = self.lines.ffill().tail(1).dropna(axis=1)
-    last, *_ = [*newest.to_dict("records"), {}]
+    newest = self.lines.tail(1)
+    if not self.summary:  # of the newest evaluation
+      newest = newest.combine_first(
+        self.lines.filter(like="val_").ffill().tail(1)
+      )
+    last, *_ = [*newest.dropna(axis=1).to_dict("records"), {}]
     rank = self.lines.get("rank", pd.Series(dtype=object)).dropna()
     return {
       **last,
@@ -103,7 +108,8 @@ def load(folder: pathlib.Path) -> Run:
   text = "not recorded"
   if leaves.is_file():
     text = leaves.read_text(errors="replace")
-  return Run(folder.resolve().name, config, summary, frame, text)
+  name = folder.resolve().name
+  return Run(name, config, summary, frame, text, stopped(folder))
 
 
 def _columns(value: Any) -> dict[Any, float]:

@@ -114,7 +114,7 @@ def _page(runs: Sequence[Run], drawn: Mapping[str, go.Figure]) -> str:
   config = _table(runs, configs)
   differs = config.drop("run_dir", errors="ignore").nunique(axis=1) > 1
   parts = [_HEAD, f"<script>{get_plotlyjs()}</script>"]
-  if len(runs) == 1 and not runs[0].summary:
+  if len(runs) == 1 and not runs[0].summary and not runs[0].stopped:
     parts.append(f'<meta http-equiv="refresh" content="{_SECONDS}">')
   parts += ["<h1>Gradient compression</h1>", _html(numbers)]
   if differs.any():
@@ -139,6 +139,10 @@ def _numbers(run: Run) -> dict[str, str]:
   state = f"not finished: {seconds.index.max()} of {steps} steps"
   if run.summary or seconds.empty:
     state = "finished" if run.summary else "nothing logged yet"
+  elif run.stopped:
+    state = (
+      f"stopped after {seconds.index.max()} of {steps} steps: {run.stopped}"
+    )
   elif len(seconds) > 1 and "steps" in run.config:
     # The first line's seconds are those of compilation.
     (first, began), *_, (last, now) = seconds.itertuples()

@@ -23,7 +23,6 @@ from experiments.runs.storage import (
   LOCK,
   SCRATCH,
   StoreError,
-  is_bucket,
   storage_of,
 )
 from experiments.runtime import hosts
@@ -162,16 +161,12 @@ class RunFolder:
   def log(self, line: Mapping[str, Any]) -> None:
     """Appends a line to metrics.jsonl and adds its numbers to TensorBoard.
 
-    All processes call it, and none goes on while lines are uploaded.
-
     Raises:
       RunInUse: if another process has taken over a folder in a bucket.
       StorageError: if the local copy of such a folder is no longer whole.
     """
     if hosts.is_first():
       self._log(line)
-    if is_bucket(self.name):
-      hosts.wait_for_all("logged")
 
   def _log(self, line: Mapping[str, Any]) -> None:
     line = _plain(line)
@@ -181,10 +176,7 @@ class RunFolder:
     began = time.monotonic()
     if began >= self._write_due:
       self._events.flush()
-      try:
-        self.storage.upload()
-      except StoreError as error:  # the next checkpoint tries again
-        self._warn(error)
+      self.upload()
       now = time.monotonic()
       # A slow store takes a hundredth of the time at most.
       self._write_due = now + max(_SECONDS, 100 * (now - began))
@@ -222,13 +214,29 @@ class RunFolder:
   def sync(self) -> None:
     """Makes all lines so far survive a crash of the host.
 
+    All processes call it, and none goes on before that.
+
     Raises:
       RunInUse: if another process has taken over a folder in a bucket.
+      StorageError: if the local copy of such a folder is no longer whole.
     """
     if hosts.is_first():
       os.fsync(self._lines.fileno())
       self._events.flush()
+      self.upload()
+    hosts.wait_for_all("synced")
+
+  def upload(self) -> None:
+    """Uploads what has changed; if the store fails, a later call tries again.
+
+    Raises:
+      RunInUse: if another process has taken over a folder in a bucket.
+      StorageError: if the local copy of such a folder is no longer whole.
+    """
+    try:
       self.storage.upload()
+    except StoreError as error:
+      self._warn(error)
 
   def close(self) -> None:
     """Closes the files and releases the lock."""

@@ -4,7 +4,8 @@ An object in a bucket can be neither appended to nor renamed nor locked. So a
 run writes its files to a local copy of the folder, and uploads those that have
 changed, whole: every minute, before each checkpoint and at the end. A killed
 run resumes from its newest checkpoint, and loses no line before it. It deletes
-from the bucket only what it has itself removed from its copy.
+from the bucket only what it has itself removed from its copy. It tries a store
+that fails again; what the store lacks at the end stays in the copy.
 
 Orbax writes checkpoints to `gs://` by itself, from all processes. It knows no
 other store: in any other, a checkpoint is written to the local copy first,
@@ -145,7 +146,7 @@ class Bucket:
         " another folder."
       ) from error
     folder = tempfile.mkdtemp(prefix="run-")
-    hosts.at_exit(lambda: shutil.rmtree(folder, ignore_errors=True))
+    hosts.at_exit(lambda: self._remove(folder))
     # systemd removes old files from /tmp, except from locked folders.
     self._folder = os.open(folder, os.O_RDONLY)
     fcntl.flock(self._folder, fcntl.LOCK_SH)
@@ -220,6 +221,18 @@ class Bucket:
 
   def unlock(self) -> None:
     """Does nothing: whoever comes next takes the folder over."""
+
+  def _remove(self, folder: str) -> None:
+    """Removes the local copy, unless the bucket lacks files of a run in it."""
+    is_run = "_uploaded" in vars(self) and self._owner
+    if is_run and self._versions().items() - self._uploaded.items():
+      print(
+        f"warning: {self._url} lacks files of this run, which stay in"
+        f" {self.path}",
+        file=sys.stderr,
+      )
+    else:
+      shutil.rmtree(folder, ignore_errors=True)
 
   def _download(self, names: Sequence[str]) -> None:
     """Downloads files, but no checkpoints without checksums."""

@@ -14,7 +14,7 @@ from experiments.parallel import backends
 from experiments.runtime.refusals import nearest
 from experiments.tasks.base import Task
 from experiments.training import times
-from experiments.training.optimizer import AUTO
+from experiments.training.optimizer import AUTO, steps_between_exchanges
 
 # Keys that no other part checks, by their least values.
 _LEAST = {
@@ -98,19 +98,48 @@ def require_memory(shapes: Any) -> None:
     )
 
 
-def unfinished_round(config: ConfigDict) -> str:
-  """Tells which last steps no exchange follows; empty if there are none."""
+def notes(config: ConfigDict) -> list[str]:
+  """Returns what a user may not expect of a run with this configuration."""
+  found = [_unfinished_round(config), _endless_warmup(config)]
+  if not config.checkpoint.every:
+    found.append(
+      "with checkpoint.every=0 a finished run leaves numbers and no parameters"
+    )
+  return [note for note in found if note]
+
+
+def _unfinished_round(config: ConfigDict) -> str:
+  """Tells which last steps no exchange has; empty if there are none."""
   local, steps = config.local, config.steps
-  if not local.every or local.lookahead:
+  if steps_between_exchanges(config) == 1:
     return ""
+  # An exchange begins after each period, and is applied `overlap` steps later.
   period = local.every // local.fragments
-  left = (steps - local.overlap) % period
-  if not left:
+  begun = max(0, steps - local.overlap) // period * period
+  left = steps - begun
+  most = min(steps, left + local.every - period)  # of some fragments
+  if not most:
+    return ""
+  which = f"{left}" if most == left else f"{left} to {most} (by fragment)"
+  note = (
+    f"no exchange has the last {which} of {steps} steps, and the evaluated"
+    " parameters are those of the exchanges"
+  )
+  if left > local.overlap:
+    note += f"; --config.steps={begun + period + local.overlap} ends with one"
+  return note
+
+
+def _endless_warmup(config: ConfigDict) -> str:
+  """Tells that every exchange is dense; empty if not."""
+  own = config.get(config.reducer, {})
+  is_dense = config.reducer == "powersgd" or own.get("warmup_rank") == "dense"
+  exchanges = config.steps // steps_between_exchanges(config)
+  if not is_dense or own["warmup_steps"] < max(1, exchanges):
     return ""
   return (
-    f"no exchange follows the last {min(left, steps)} of {steps} steps, and the"
-    " evaluated parameters are those of the exchanges;"
-    f" --config.steps={steps + period - left} ends with one"
+    f"all {exchanges} exchanges are dense, since"
+    f" {config.reducer}.warmup_steps is {own['warmup_steps']}"
   )
 
 

@@ -64,7 +64,10 @@ def make_reducer(
   if _is_plain(config, mesh):
     options["mesh"] = mesh
     options["param_specs"] = task.layout(mesh.shape).specs
-  options["check_every"] = config.sentinel.every
+  every = steps_between_exchanges(config)
+  # A reducer counts exchanges.
+  options["check_every"] = max(1, config.sentinel.every // every)
+  exchanges = config.steps // every
   make = reducers[config.reducer]
   if "seed" in inspect.signature(make).parameters:
     options["seed"] = config.seed
@@ -80,7 +83,7 @@ def make_reducer(
     ):  # fmt: skip
       options[name] = options[name] or None
     if options["window"] is None:
-      options["total_steps"] = config.steps
+      options["total_steps"] = max(1, exchanges)
     options["sampling"] = edgc_jax.Sampling(**options["sampling"])
     options["rule"] = rules.rule_of(options["rule"], options.pop("exponent"))
     options["warmup_rank"] = _warmup_rank(options["warmup_rank"])
@@ -89,9 +92,15 @@ def make_reducer(
       options["rank"],
       options.pop("final_rank"),
       options.pop("final_exponent"),
-      config.steps,
+      exchanges,
     )
   return make(**options)
+
+
+def steps_between_exchanges(config: ConfigDict) -> int:
+  """Returns the steps from one update of the reducer to the next."""
+  local = config.local
+  return local.every if local.every and not local.lookahead else 1
 
 
 def allocation_of(options: Mapping[str, Any]) -> Any:
@@ -149,9 +158,9 @@ def _warmup_rank(rank: str) -> int | str | None:
 
 
 def _rank_schedule(
-  rank: float, final_rank: int, exponent: float, steps: int
+  rank: float, final_rank: int, exponent: float, exchanges: int
 ) -> dict[int, int]:
-  """Returns powersgd's schedule, {first step: rank}.
+  """Returns powersgd's schedule, {first exchange: rank}.
 
     rank(x) = rank + (final_rank - rank) x^exponent,   x from 0 to 1
 
@@ -160,7 +169,7 @@ def _rank_schedule(
       the one below.
     final_rank: If not 0, the rank moves there in equal parts of the run.
     exponent: Of the way to it.
-    steps: Steps of the run.
+    exchanges: Of the run.
   """
   if exponent <= 0:
     raise ValueError(
@@ -184,14 +193,14 @@ def _rank_schedule(
       f" ({final_rank}), got {rank}; use {below}."
     )
   if final_rank in (0, rank):
-    change = round((rank - below) * steps)
-    if change in (0, steps):
+    change = round((rank - below) * exchanges)
+    if change in (0, exchanges):
       return {0: below + bool(change)}
     return {0: below + 1, change: below}
   parts = 1 + min(abs(final_rank - below), _SCHEDULE_PARTS - 1)
   way = np.linspace(0.0, 1.0, parts) ** exponent
   ranks = (rank + (final_rank - rank) * way).round().astype(int).tolist()
-  return {i * steps // parts: rank for i, rank in enumerate(ranks)}
+  return {i * exchanges // parts: rank for i, rank in enumerate(ranks)}
 
 
 def make_schedule(config: ConfigDict) -> optax.Schedule:

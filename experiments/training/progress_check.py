@@ -13,12 +13,26 @@ class TrainingStopped(RuntimeError):
 class ProgressCheck:
   """Looks at each logged line of a run."""
 
-  def __init__(self, config: ConfigDict, line: Mapping[str, Any]):
-    """Begins after a line, which is empty in a new run."""
-    self._config = config
+  def __init__(
+    self,
+    config: ConfigDict,
+    line: Mapping[str, Any] | None = None,
+    replicas: int | None = None,
+  ):
+    """Begins a run, or goes on after a line.
+
+    Args:
+      config: Of the run.
+      line: The newest one, if there is one.
+      replicas: The number of replicas that it is of.
+    """
+    self._config, line = config, line or {}
     # Skipped steps by then, and the last step at which some replica had not
-    # skipped all of its own since the line before.
-    self._useful = line.get("skipped_inner_steps", 0), line.get("step", 0)
+    # skipped all of its own since the line before. Other replicas have other
+    # counts, which their first line tells.
+    is_resized = replicas not in (None, config.mesh.data)
+    skipped = None if is_resized else line.get("skipped_inner_steps", 0)
+    self._useful = skipped, line.get("step", 0)
 
   def check(self, line: Mapping[str, Any]) -> None:
     """Raises `TrainingStopped` unless more steps can help."""
@@ -44,6 +58,8 @@ class ProgressCheck:
     """
     skipped, step = line["skipped_inner_steps"], line["step"]
     before, since = self._useful
-    if skipped - before < self._config.mesh.data * (step - since):
+    if before is None or skipped - before < self._config.mesh.data * (
+      step - since
+    ):
       self._useful = skipped, step
     return step - self._useful[1]

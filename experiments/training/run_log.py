@@ -1,10 +1,11 @@
 """Fetches, accumulates, shows and writes the metrics of a run's steps."""
 
 import copy
+import math
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from experiments.training.optimizer import make_schedule, rank_name
 # Metrics that differ by pipeline stage are lists with an entry per stage.
 _PER_STAGE = ("entropy", "rank", "wire_bytes", "dense_bytes",
               "relative_error", "predicted_error", "residual_norm")  # fmt: skip
+_AHEAD = 4  # steps that may be under way
 _TIMED = 1000  # newest log intervals, over which the median time is taken
 # What a checkpoint keeps of a log.
 _NEW = {
@@ -39,8 +41,8 @@ class RunLog:
   """A log that keeps each step's metrics on the devices until a line is due.
 
   A line holds the metrics of its step; loss and metrics of the task are means
-  since the previous line. A terminal shows them in a progress bar, other
-  outputs as plain lines.
+  since the previous line, over the steps at which they are finite. A terminal
+  shows them in a progress bar, other outputs as plain lines.
 
   Attributes:
     new_diverged_steps: Steps since the previous line at which a check found
@@ -93,8 +95,15 @@ class RunLog:
       self._interval = time.monotonic()
 
   def add(self, numbers: dict[str, jax.Array]) -> None:
-    """Adds a step's metrics without waiting for them."""
+    """Adds a step's metrics, and waits for those of a few steps before.
+
+    Otherwise tens of steps would be under way when a signal asks to stop.
+    """
     self._pending.append(numbers)
+    if len(self._pending) > _AHEAD:
+      before = self._pending[-1 - _AHEAD]
+      hosts.wait_for_devices(before)
+      jax.block_until_ready(before)
 
   def state(self) -> dict[str, Any]:
     """Returns the state of the log, for JSON; waits for the devices."""
@@ -126,7 +135,7 @@ class RunLog:
     kept, step = self._kept, self._kept["step"]
     self.new_diverged_steps, kept["noticed"] = kept["noticed"], []
     line = dict(self._newest, step=step)
-    line |= {k: float(np.mean(each)) for k, each in kept["means"].items()}
+    line |= {k: _mean(each) for k, each in kept["means"].items()}
     kept["means"] = {}
     # Skipped steps leave the schedule where it is, under `skip_nonfinite`.
     skipped = line["skipped_steps"] if "consecutive_skips" in line else 0
@@ -214,6 +223,12 @@ class RunLog:
     if step == self._kept["step"]:
       step, since = self._first, self._began
     return (self._kept["step"] - step) / (now - since)
+
+
+def _mean(values: Sequence[float]) -> float:
+  """Returns the mean of those that are finite: other steps are skipped."""
+  finite = [value for value in values if math.isfinite(value)]
+  return float(np.mean(finite)) if finite else math.nan
 
 
 def _by_stage(numbers: dict[str, np.ndarray]) -> dict[str, Any]:

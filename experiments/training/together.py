@@ -90,7 +90,7 @@ class _Together:
       RunLog(folder, own, task)
       for folder, own in zip(self.folders, configs, strict=True)
     ]
-    self.checks = [ProgressCheck(config, {}) for _ in configs]
+    self.checks = [ProgressCheck(config) for _ in configs]
     self.is_stopped = [False] * len(configs)
     values = {key: np.array([c[key] for c in configs]) for key in NUMBERS}
     # A number that is the same in all runs remains a constant.

@@ -26,7 +26,10 @@ from experiments.runs.storage import RunInUse, storage_of
 from experiments.runtime import heap, hosts
 from experiments.runtime.stop_signals import StopSignals, TrainingInterrupted
 from experiments.training import advised, checks, times
-from experiments.training.optimizer import make_optimizer
+from experiments.training.optimizer import (
+  make_optimizer,
+  steps_between_exchanges,
+)
 from experiments.training.progress_check import ProgressCheck, TrainingStopped
 from experiments.training.run_log import RunLog
 
@@ -116,14 +119,15 @@ class Trainer:
       if self.times:
         hosts.say(times.describe(self.times))
       hosts.say(self._leaves)
-      if note := checks.unfinished_round(self.config):
-        hosts.say(note)
+      for note in checks.notes(self.config):
+        hosts.say(f"note: {note}")
       with StopSignals() as signals:
         summary = self._train(progress, signals, after_line)
       self.checkpoints.close()
       self.folder.finish(summary)
-    except TrainingStopped:
+    except TrainingStopped as stop:
       self.checkpoints.close()  # the newest one may not be written yet
+      self.folder.stop(str(stop))
       raise
     finally:
       self.folder.close()
@@ -272,7 +276,7 @@ class Trainer:
     if progress.step:
       batches.set_state(progress.about["batches"])
     line = progress.about.get("line", {})
-    progress_check = ProgressCheck(config, line)
+    progress_check = ProgressCheck(config, line, progress.about.get("replicas"))
     for step in range(progress.step + 1, config.steps + 1):
       log.begin_step()
       params, opt_state, numbers = self.parallel.step(
@@ -285,18 +289,23 @@ class Trainer:
       if is_evaluated or step % config.log_every == 0 or step == 1:
         self.parallel.wait(params)  # numbers may be of one device alone
         line = log.fetch()
-        if log.new_diverged_steps:
-          params, opt_state = self._rejoin(
-            params, opt_state, log.new_diverged_steps
-          )
-        else:
-          progress_check.check(line)
+        try:
+          if log.new_diverged_steps:
+            params, opt_state = self._rejoin(
+              params, opt_state, log.new_diverged_steps
+            )
+          else:
+            progress_check.check(line)
+        except TrainingStopped:
+          log.write(line)  # shows why
+          raise
         if is_evaluated:
           measured = self._evaluate(params)
           line |= {f"val_{name}": value for name, value in measured.items()}
         log.write(line)
         if hosts.is_first():
           after_line()
+        hosts.wait_for_all("logged")  # for slow disks, uploads and pages
       is_last, every = step == config.steps, config.checkpoint.every
       is_stopped = signals.wants_stop(step) and not is_last
       if is_stopped or (every and (is_last or step % every == 0)):
@@ -317,7 +326,7 @@ class Trainer:
         self.checkpoints.save(step, trees, about, self._score(measured))
         if self.folder.storage.copies_checkpoints:
           self.checkpoints.wait()
-          self.folder.storage.upload()
+          self.folder.upload()
       if is_stopped:
         self.checkpoints.close()
         raise TrainingInterrupted(signals.received, step)
@@ -340,6 +349,7 @@ class Trainer:
       "dense_bytes_per_step": line["dense_bytes"],
       "compression_ratio": line["compression_ratio"],
       "skipped_steps": line["skipped_steps"],
+      **{k: v for k, v in line.items() if k == "skipped_inner_steps"},
       "traces": self.parallel.traces,
       "times": times.as_numbers(self.times),
       "choice": self.choice,
@@ -387,10 +397,12 @@ class Trainer:
       f"At step {steps[0]} replicas held different parameters, or applied"
       " different updates"
     )
+    every = steps_between_exchanges(self.config)
+    compared = max(1, self.config.sentinel.every // every) * every
     if self.config.sentinel.action == "stop":
       raise TrainingStopped(
         f"{finding}; by then they may have trained different models for up to"
-        f" {self.config.sentinel.every} steps. Resume from a checkpoint before"
+        f" {compared} steps. Resume from a checkpoint before"
         " those steps (delete the later ones), or set"
         " --config.sentinel.action=follow to continue with the first replica's"
         " parameters and state on all replicas. If it happens again, check the"

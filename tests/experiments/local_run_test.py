@@ -1,6 +1,7 @@
 """Whole runs with local steps, and of the methods of others."""
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from helpers.small_runs import small
 
 import edgc_jax
 from experiments import peers
-from experiments.reporting import logged_run
+from experiments.reporting import key_numbers, logged_run
 from experiments.training import checks
 from experiments.training.trainer import Trainer, TrainingStopped
 
@@ -147,7 +148,7 @@ def test_a_run_may_end_before_its_first_exchange(tmp_path, capsys):
   trainer = cut_runs.run(config_of(tmp_path / "run", every=10_000))
   steps = trainer.config.steps
   said = capsys.readouterr().out
-  assert f"no exchange follows the last {steps} of {steps} steps" in said
+  assert f"note: no exchange has the last {steps} of {steps} steps" in said
   assert "--config.steps=10000 ends" in said
   assert trainer.folder.summary()["wire_bytes_per_step"] == [0.0]
   lines = cut_runs.lines_of(trainer)
@@ -158,23 +159,85 @@ def test_a_run_may_end_before_its_first_exchange(tmp_path, capsys):
 @pytest.mark.parametrize(
   "local, left, longer",
   [
-    ({"every": 8}, 3, 24),
-    ({"every": 5}, 4, 20),
-    ({"every": 19}, 0, 0),
-    ({"every": 8, "overlap": 3}, 0, 0),
-    ({"every": 8, "overlap": 2}, 1, 26),
-    ({"every": 8, "fragments": 2}, 3, 20),
-    ({"every": 8, "lookahead": True}, 0, 0),
-    ({"every": 0}, 0, 0),
+    ({"every": 8}, "3", 24),
+    ({"every": 5}, "4", 20),
+    ({"every": 19}, "", 0),
+    # An exchange after 16 is applied after 19 and 18; the first one after 20.
+    ({"every": 8, "overlap": 3}, "3", 0),
+    ({"every": 8, "overlap": 2}, "3", 26),
+    ({"every": 10, "overlap": 10}, "19", 20),
+    # After 16 of the one fragment, and after 12 of the other.
+    ({"every": 8, "fragments": 2}, "3 to 7 (by fragment)", 20),
+    ({"every": 38, "fragments": 2}, "0 to 19 (by fragment)", 0),
+    ({"every": 8, "lookahead": True}, "", 0),
+    ({"every": 0}, "", 0),
   ],
 )
 def test_steps_without_an_exchange_are_named(tmp_path, local, left, longer):
   config = config_of(tmp_path, **local)
+  config.steps, config.checkpoint.every = 19, 8
+  said = checks.notes(config)
+  assert len(said) == bool(left)
+  if left:
+    assert f"no exchange has the last {left} of 19 steps" in said[0]
+    assert ("--config.steps" in said[0]) == bool(longer)
+    assert f"--config.steps={longer} " in said[0] or not longer
+
+
+@pytest.mark.parametrize(
+  "reducer, changes, count",
+  [
+    ("powersgd", {"powersgd.warmup_steps": 19}, 19),
+    ("powersgd", {"powersgd.warmup_steps": 18}, 0),
+    ("powersgd", {"powersgd.warmup_steps": 6, "local.every": 3}, 6),
+    ("powersgd", {"powersgd.warmup_steps": 5, "local.every": 3}, 0),
+    ("edgc", {"edgc.warmup_rank": "dense", "edgc.warmup_steps": 19}, 19),
+    ("edgc", {"edgc.warmup_rank": "max", "edgc.warmup_steps": 19}, 0),
+    ("quantize", {}, 0),
+  ],
+)
+def test_a_warmup_of_the_whole_run_is_named(tmp_path, reducer, changes, count):
+  config = small(tmp_path, reducer)
   config.steps = 19
-  said = checks.unfinished_round(config)
-  assert (f"the last {left} of 19 steps" in said) == bool(left)
-  assert (f"--config.steps={longer} " in said) == bool(left)
-  assert bool(said) == bool(left)
+  config.update_from_flattened_dict(changes)
+  said = [note for note in checks.notes(config) if "dense" in note]
+  assert len(said) == bool(count)
+  assert not said or f"all {count} exchanges are dense, since" in said[0]
+
+
+def test_a_run_that_keeps_no_parameters_says_so(tmp_path):
+  config = small(tmp_path)
+  assert not checks.notes(config)
+  config.checkpoint.every = 0
+  assert "leaves numbers and no parameters" in checks.notes(config)[0]
+
+
+def test_ranks_change_with_the_exchanges(tmp_path):
+  """A rank of 4.5 is 5 in half of the exchanges, and 4 in the others."""
+  config = config_of(tmp_path / "run", "powersgd", every=2)
+  config.powersgd.update(rank=4.5, warmup_steps=0, min_ratio=1.0)
+  config.steps = 8
+  trainer = cut_runs.run(config)
+  history = trainer.folder.summary()["rank_history"]
+  assert [rank for _, (rank,) in history] == [0, 5, 4]
+  assert [step for step, _ in history] == [1, 2, 6]
+
+
+def test_the_summary_names_steps_that_replicas_skipped(tmp_path, monkeypatch):
+  """One replica skips all of its steps: the run goes on without it."""
+  trainer = Trainer(config_of(tmp_path / "run", backend="pmap"))
+  loss_of = trainer.task.loss
+
+  def broken(*args):
+    loss, others = loss_of(*args)
+    is_first = jax.lax.axis_index("data") == 0
+    return loss * jax.numpy.where(is_first, np.nan, 1.0), others
+
+  monkeypatch.setattr(trainer.task, "loss", broken)
+  summary = trainer.run()
+  assert summary["skipped_inner_steps"] == trainer.config.steps
+  table = key_numbers.summary_table(summary)
+  assert re.search(rf"skipped inner steps +{trainer.config.steps}\b", table)
 
 
 def test_demo_descends_by_signs(tmp_path):

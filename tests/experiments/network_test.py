@@ -193,9 +193,9 @@ def test_times_to_a_loss(tables, tmp_path, monkeypatch):
   path = tmp_path / "advice.json"
   found = json.loads(measured(tmp_path).read_text())
   path.write_text(json.dumps(found | {"advice": [advice]}))
-  monkeypatch.setattr(pages, "_WITH_LOSS", path)
+  monkeypatch.setattr(pages, "_FOLDER", tmp_path)
   pages._times.cache_clear()
-  lines = tables("time to loss")
+  lines = tables("time to loss", "advice.json")
   pages._times.cache_clear()
   # 1.2 steps of 0.8 s beside 2.6 s, and 1.3 of 0.8.
   assert lines[0] == "| method | steps | 100 Mbit/s |"

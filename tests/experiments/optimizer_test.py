@@ -46,8 +46,28 @@ def test_arguments_of_a_configuration(monkeypatch):
   assert given["axis_name"] == "data" and given["rank_max"] == 28
   assert given["rank_min"] is given["max_rank_step"] is given["window"] is None
   assert given["total_steps"] == config.steps
+  assert given["check_every"] == config.sentinel.every
   assert given["rule"].keywords == {"exponent": 1.0}
   assert not {"exponent", "scale_exponent"} & set(given)
+
+
+@pytest.mark.parametrize(
+  "every, lookahead, steps, check_every",
+  [(0, False, 400, 100), (8, False, 50, 12), (300, False, 1, 1),
+   (8, True, 400, 100)],
+)  # fmt: skip
+def test_a_reducer_counts_exchanges(
+  monkeypatch, every, lookahead, steps, check_every
+):
+  config = gpt2_tiny.get_config("edgc")
+  config.local.update(every=every, lookahead=lookahead)
+  config.steps, config.edgc.window = 400, 0
+  given = {}
+  make = lambda **options: given.update(options)  # noqa: E731
+  monkeypatch.setattr(edgc_jax, "REDUCERS", {"edgc": make})
+  optimizer.make_reducer(config, tasks.make(config), {})
+  assert given["total_steps"] == steps
+  assert given["check_every"] == check_every
 
 
 def test_a_fractional_rank_is_a_mean_over_the_run():

@@ -294,6 +294,31 @@ def test_the_page_shows_what_is_left_of_a_run(tmp_path):
     assert tuple(table[name].values()) == texts, name
 
 
+def test_the_page_shows_no_older_loss_where_the_newest_is_not_finite(tmp_path):
+  """Lines leave out what is not finite; evaluations are rarer than lines."""
+  config = {"reducer": "edgc", "steps": 400}
+  runs = [
+    write_run(tmp_path / "running", 150, None, config),
+    write_run(tmp_path / "done", 150, {"steps": 150, "replicas": 4}, config),
+  ]
+  for run in runs:
+    with (run / "metrics.jsonl").open("a") as file:
+      line = metrics(151)
+      del line["loss"]
+      file.write(json.dumps(line) + "\n")
+  table, _ = tables_of(page_of(*runs, out=tmp_path))
+  assert "training loss" not in table
+  assert table["held-out loss"] == {"running": "4.1600", "done": "-"}
+
+
+def test_the_page_says_why_a_run_stopped(tmp_path):
+  run = write_run(tmp_path / "run", 50, None, {"reducer": "edgc", "steps": 400})
+  (run / "stopped.txt").write_text("3 steps had <no> end\n")
+  page = page_of(run)
+  assert "stopped after 50 of 400 steps: 3 steps had &lt;no&gt; end" in page
+  assert "http-equiv" not in page
+
+
 def test_bytes_of_lines_of_both_kinds(tmp_path):
   """Lines of earlier runs have only a ratio; a later one resumed this run."""
   lines = [metrics(1), metrics(2), metrics(3, total_wire_bytes=7.0)]

@@ -7,11 +7,16 @@ import re
 import jax
 import numpy as np
 import pytest
+from helpers import cut_runs
 from helpers.small_runs import small
 
 from configs import gpt2_124m, gpt2_tiny
 from experiments import train_gpt2
 from experiments.reporting import key_numbers, run_page
+from experiments.runs import run_folder
+from experiments.runs.run_folder import RunFolder
+from experiments.runtime import hosts
+from experiments.training.progress_check import ProgressCheck
 from experiments.training.trainer import Trainer, TrainingStopped
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
@@ -122,9 +127,53 @@ def test_nonfinite_loss_stops_the_run(tmp_path):
   config.optimizer.max_consecutive_skips = 3
   config.optimizer.lr = 1e38
   config.optimizer.clip_norm = 1e38
-  with pytest.raises(TrainingStopped, match="steps in a row up to step"):
-    Trainer(config).run()
+  trainer = Trainer(config)
+  with pytest.raises(TrainingStopped, match="in a row up to step") as stopped:
+    trainer.run()
   assert not (tmp_path / "run" / "summary.json").exists()
+  # The last line shows why.
+  line = cut_runs.lines_of(trainer)[-1]
+  assert f"up to step {line['step']} had" in str(stopped.value)
+  assert line["consecutive_skips"] >= 3
+  assert run_folder.stopped(trainer.folder.path) == str(stopped.value)
+
+
+def test_a_run_that_stops_has_a_page_that_says_why(tmp_path, monkeypatch):
+  config = small(tmp_path / "run", "allreduce")
+  config.optimizer.update(max_consecutive_skips=2, lr=1e38, clip_norm=1e38)
+  with pytest.raises(SystemExit, match="in a row up to step"):
+    train_gpt2.main(config)
+  page = (tmp_path / "run" / "report.html").read_text()
+  assert re.search("stopped after . of 8 steps: . steps in a row up", page)
+  assert "http-equiv" not in page
+
+
+def test_hosts_wait_until_the_first_one_has_logged(tmp_path, monkeypatch):
+  """A collective fails if one is late, as by its disk or its page."""
+  order, wait = [], hosts.wait_for_all
+  monkeypatch.setattr(
+    hosts, "wait_for_all", lambda name: order.append(name) or wait(name)
+  )
+  monkeypatch.setattr(RunFolder, "upload", lambda self: order.append("upload"))
+  config = small(tmp_path / "run", "allreduce")
+  config.steps, config.log_every, config.checkpoint.every = 2, 2, 2
+  Trainer(config).run(lambda: order.append("line"))
+  assert order[order.index("line") :][:2] == ["line", "logged"]
+  assert order[-2:] == ["upload", "synced"]
+
+
+def test_other_replicas_have_other_counts_of_skipped_steps():
+  config = small("run", "allreduce")
+  config.mesh.data, config.optimizer.max_consecutive_skips = 4, 10
+  line = {"step": 100, "skipped_inner_steps": 50, "identical_gradients": 0}
+
+  def check_of(replicas):
+    check = ProgressCheck(config, line, replicas)
+    check.check(line | {"step": 110, "skipped_inner_steps": 100})
+
+  check_of(2)  # 25 steps of each of 2 are 25 of each of 4
+  with pytest.raises(TrainingStopped, match="10 steps in a row up to step 110"):
+    check_of(4)
 
 
 @pytest.mark.parametrize(
