@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import tempfile
 
 import chex
 import fsspec
@@ -21,14 +22,17 @@ from experiments.runs.storage import (
   checksums,
   storage_of,
 )
+from experiments.runtime import hosts
 from experiments.training.trainer import Trainer
 
 URL = "memory://runs/one"
 
 
 @pytest.fixture
-def bucket():
+def bucket(tmp_path_factory, monkeypatch):
   """Returns the objects of the folder by name, and empties it afterwards."""
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("copy")))
+  monkeypatch.setattr(hosts, "at_exit", lambda clean_up: None)
   files = fsspec.filesystem("memory")
 
   def objects():
