@@ -8,6 +8,7 @@ r"""Trains GPT-2, or another task, with a chosen reducer.
 import pathlib
 import shlex
 import sys
+from typing import Any
 
 # `configs` and `experiments` are not installed packages.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -33,7 +34,7 @@ def main(config: ConfigDict) -> None:
       hosts.say("This run is finished; another --config.run_dir begins one.")
     else:
       hosts.say(f"run folder: {trainer.folder.name}")
-      summary = trainer.run(run_page.LivePage(trainer.folder.path).update)
+      summary = _run(trainer)
     if hosts.is_first():
       try:
         run_page.write_report([trainer.folder.path])
@@ -41,9 +42,6 @@ def main(config: ConfigDict) -> None:
         sys.exit(f"error: {error}")
       trainer.folder.storage.upload()
   except (TrainingStopped, CheckpointError, RunInUse, StorageError) as error:
-    if isinstance(error, TrainingStopped) and hosts.is_first():
-      run_page.LivePage(trainer.folder.path).update()
-      trainer.folder.upload()
     sys.exit(f"error: {error}")
   except OSError as error:
     if isinstance(error, TimeoutError):  # another process failed
@@ -62,6 +60,19 @@ def main(config: ConfigDict) -> None:
     return
   print(key_numbers.summary_table(summary))
   print(f"run folder: {trainer.folder.name} (see report.html, report.png)")
+
+
+def _run(trainer: Trainer) -> dict[str, Any]:
+  """Trains, and returns the summary; the page says why a run stopped."""
+  path = trainer.folder.path
+  try:
+    return trainer.run(run_page.LivePage(path).update)
+  except TrainingStopped:
+    if hosts.is_first():
+      run_page.LivePage(path).update()
+      trainer.folder.upload()
+    hosts.wait_for_all("stopped")
+    raise
 
 
 if __name__ == "__main__":

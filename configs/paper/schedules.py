@@ -1,9 +1,9 @@
 """How much could any schedule of ranks gain, at the protocol's length?
 
 The schedules of the horizon with the mean of the protocol's fixed rank, at its
-learning rate: their best shows how much a schedule of bytes over time can
-matter. They send 0.9 % more than the fixed rank, whose rank is 21.8. About 5
-hours on one core:
+learning rate, which is not tuned for them: their best shows how much a schedule
+of bytes over time can matter. They send 0.9 % more than the fixed rank, whose
+rank is 21.8. About 5 hours of one core:
 
   python experiments/run_study.py --study=configs/paper/schedules.py --jobs=2
 """
@@ -16,7 +16,7 @@ SEEDS = table.SEEDS
 
 _TABLE = "Moved over time, in 4 bits, by error"
 _FIXED = "powersgd 21.8, int4, error"
-_RATE = {"optimizer.lr": 8e-3}  # of dense and of the fixed rank: both are tuned
+_RATE = {"optimizer.lr": 8e-3}  # tuned for dense and for the fixed rank
 
 TABLES = {
   "Every entry": {"dense": {**table.TABLES["Every entry"]["dense"], **_RATE}},

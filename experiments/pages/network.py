@@ -263,7 +263,7 @@ def draw_times() -> Figure:
     axes.minorticks_off()
     params = _found(_FOLDER / file)["params"] / 1e6
     dress(
-      axes, f"Time to the loss, as a share of dense's: {params:.2g}M parameters"
+      axes, f"Time to the loss, as a share of dense's: {params:.3g}M parameters"
     )
   panels[-1].set_xlabel(
     "uplinks of 4 hosts, and round trip; crosses are predicted"

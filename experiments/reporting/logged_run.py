@@ -52,7 +52,9 @@ class Run:
       "stages": len(last["rank"]) if "rank" in last else None,
       "train_loss": last.get("loss"),
       "dense_bytes_per_step": last.get("dense_bytes"),
-      "wire_bytes_per_step": last["bytes"] / last["step"] if last else None,
+      "wire_bytes_per_step": (
+        last["bytes"] / last["step"] if "bytes" in last else None
+      ),
       "rank_history": list(rank[rank != rank.shift()].items()),
       **self.summary,
     }

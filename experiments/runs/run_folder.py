@@ -212,7 +212,7 @@ class RunFolder:
       write(self.path / _STOPPED, f"{reason}\n")
 
   def sync(self) -> None:
-    """Makes all lines so far survive a crash of the host.
+    """Makes all lines so far survive a crash of the host, if a store answers.
 
     All processes call it, and none goes on before that.
 

@@ -145,6 +145,8 @@ class Bucket:
         f" reaches, got {url}: {error.__cause__}; install that package, or give"
         " another folder."
       ) from error
+    self._owner: str | None = None
+    self._is_behind = False  # whether the bucket lacks some of the copy
     folder = tempfile.mkdtemp(prefix="run-")
     hosts.at_exit(lambda: self._remove(folder))
     # systemd removes old files from /tmp, except from locked folders.
@@ -155,7 +157,6 @@ class Bucket:
     self.checkpoints = self.path / _CHECKPOINTS
     if is_written_by_orbax:
       self.checkpoints = epath.Path(self._url, _CHECKPOINTS)
-    self._owner: str | None = None
     self._removed: set[pathlib.Path] = set()
     self._found = self._objects()
     names = list(filter(self._is_copied, self._found))
@@ -186,6 +187,7 @@ class Bucket:
       StoreError: if the store does not answer as it should.
       StorageError: if files of the local copy are missing.
     """
+    self._is_behind = True
     versions = self._versions()
     gone = self._uploaded.keys() - versions.keys()
     removed = {name for name in gone if self._is_removed(name)}
@@ -210,6 +212,7 @@ class Bucket:
         self._files.rm_file(f"{self._root}/{name}")
       del self._uploaded[name]
     self._removed.clear()
+    self._is_behind = False
 
   def note_removal(self, path: str | os.PathLike) -> None:
     """Lets the next upload delete what the run has removed from its copy.
@@ -223,9 +226,8 @@ class Bucket:
     """Does nothing: whoever comes next takes the folder over."""
 
   def _remove(self, folder: str) -> None:
-    """Removes the local copy, unless the bucket lacks files of a run in it."""
-    is_run = "_uploaded" in vars(self) and self._owner
-    if is_run and self._versions().items() - self._uploaded.items():
+    """Removes the local copy, unless its last upload has failed."""
+    if self._is_behind:
       print(
         f"warning: {self._url} lacks files of this run, which stay in"
         f" {self.path}",
@@ -269,6 +271,7 @@ class Bucket:
     with _explained(self._url):
       owner = self._files.cat_file(f"{self._root}/{LOCK}").decode()
     if owner != self._owner:
+      self._is_behind = False  # what is here is no part of that run
       raise RunInUse(
         f"`run_dir` must not be in use, got {self._url}, which {owner} has"
         " taken over; let that run end, or stop it and start this one again."

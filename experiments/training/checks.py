@@ -111,7 +111,7 @@ def notes(config: ConfigDict) -> list[str]:
 def _unfinished_round(config: ConfigDict) -> str:
   """Tells which last steps no exchange has; empty if there are none."""
   local, steps = config.local, config.steps
-  if steps_between_exchanges(config) == 1:
+  if not local.every or local.lookahead:
     return ""
   # An exchange begins after each period, and is applied `overlap` steps later.
   period = local.every // local.fragments
@@ -122,7 +122,7 @@ def _unfinished_round(config: ConfigDict) -> str:
     return ""
   which = f"{left}" if most == left else f"{left} to {most} (by fragment)"
   note = (
-    f"no exchange has the last {which} of {steps} steps, and the evaluated"
+    f"no exchange includes the last {which} of {steps} steps, and the evaluated"
     " parameters are those of the exchanges"
   )
   if left > local.overlap:
@@ -135,7 +135,7 @@ def _endless_warmup(config: ConfigDict) -> str:
   own = config.get(config.reducer, {})
   is_dense = config.reducer == "powersgd" or own.get("warmup_rank") == "dense"
   exchanges = config.steps // steps_between_exchanges(config)
-  if not is_dense or own["warmup_steps"] < max(1, exchanges):
+  if not exchanges or not is_dense or own["warmup_steps"] < exchanges:
     return ""
   return (
     f"all {exchanges} exchanges are dense, since"

@@ -125,9 +125,8 @@ class Trainer:
         summary = self._train(progress, signals, after_line)
       self.checkpoints.close()
       self.folder.finish(summary)
-    except TrainingStopped as stop:
+    except TrainingStopped:
       self.checkpoints.close()  # the newest one may not be written yet
-      self.folder.stop(str(stop))
       raise
     finally:
       self.folder.close()
@@ -296,7 +295,8 @@ class Trainer:
             )
           else:
             progress_check.check(line)
-        except TrainingStopped:
+        except TrainingStopped as stop:
+          self.folder.stop(str(stop))
           log.write(line)  # shows why
           raise
         if is_evaluated:
@@ -326,7 +326,9 @@ class Trainer:
         self.checkpoints.save(step, trees, about, self._score(measured))
         if self.folder.storage.copies_checkpoints:
           self.checkpoints.wait()
-          self.folder.upload()
+          # Whoever asked to stop must not believe that an unsent one is saved.
+          storage = self.folder.storage
+          storage.upload() if is_stopped else self.folder.upload()
       if is_stopped:
         self.checkpoints.close()
         raise TrainingInterrupted(signals.received, step)

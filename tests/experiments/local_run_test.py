@@ -148,7 +148,7 @@ def test_a_run_may_end_before_its_first_exchange(tmp_path, capsys):
   trainer = cut_runs.run(config_of(tmp_path / "run", every=10_000))
   steps = trainer.config.steps
   said = capsys.readouterr().out
-  assert f"note: no exchange has the last {steps} of {steps} steps" in said
+  assert f"note: no exchange includes the last {steps} of {steps} steps" in said
   assert "--config.steps=10000 ends" in said
   assert trainer.folder.summary()["wire_bytes_per_step"] == [0.0]
   lines = cut_runs.lines_of(trainer)
@@ -162,6 +162,8 @@ def test_a_run_may_end_before_its_first_exchange(tmp_path, capsys):
     ({"every": 8}, "3", 24),
     ({"every": 5}, "4", 20),
     ({"every": 19}, "", 0),
+    ({"every": 1}, "", 0),
+    ({"every": 1, "overlap": 1}, "1", 0),
     # An exchange after 16 is applied after 19 and 18; the first one after 20.
     ({"every": 8, "overlap": 3}, "3", 0),
     ({"every": 8, "overlap": 2}, "3", 26),
@@ -179,7 +181,7 @@ def test_steps_without_an_exchange_are_named(tmp_path, local, left, longer):
   said = checks.notes(config)
   assert len(said) == bool(left)
   if left:
-    assert f"no exchange has the last {left} of 19 steps" in said[0]
+    assert f"no exchange includes the last {left} of 19 steps" in said[0]
     assert ("--config.steps" in said[0]) == bool(longer)
     assert f"--config.steps={longer} " in said[0] or not longer
 
@@ -192,6 +194,7 @@ def test_steps_without_an_exchange_are_named(tmp_path, local, left, longer):
     ("powersgd", {"powersgd.warmup_steps": 6, "local.every": 3}, 6),
     ("powersgd", {"powersgd.warmup_steps": 5, "local.every": 3}, 0),
     ("edgc", {"edgc.warmup_rank": "dense", "edgc.warmup_steps": 19}, 19),
+    ("powersgd", {"powersgd.warmup_steps": 6, "local.every": 20}, 0),
     ("edgc", {"edgc.warmup_rank": "max", "edgc.warmup_steps": 19}, 0),
     ("quantize", {}, 0),
   ],

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 
+import numpy as np
 import pytest
 
 from experiments.network import calls, results
@@ -186,6 +187,7 @@ def test_times_to_a_loss(tables, tmp_path, monkeypatch):
   """Steps times measured seconds, as shares of dense's."""
   steps = {"dense": 1.0, "powersgd, rank 8": 1.2, "edgc, rank 8": 1.3}
   seconds = {"dense": 2.6, "powersgd, rank 8": 1.0, "edgc, rank 8": 0.9}
+  steps["not measured"], seconds["not measured"] = 1.1, 0.1
   advice = {
     "layout": "2 replicas", "rate": 100.0, "round_trip": 0.0, "link": {},
     "choice": "powersgd, rank 8", "seconds": seconds, "steps": steps,
@@ -196,11 +198,16 @@ def test_times_to_a_loss(tables, tmp_path, monkeypatch):
   monkeypatch.setattr(pages, "_FOLDER", tmp_path)
   pages._times.cache_clear()
   lines = tables("time to loss", "advice.json")
+  monkeypatch.setattr(pages, "_WITH_LOSS", ("advice.json",))
+  (panel,) = pages.draw_times().axes
+  assert [line.get_label() for line in panel.lines[::2]] == [*steps][:3]
+  np.testing.assert_allclose(panel.lines[2].get_ydata(), 1.2 * 0.8 / 2.6)
   pages._times.cache_clear()
   # 1.2 steps of 0.8 s beside 2.6 s, and 1.3 of 0.8.
   assert lines[0] == "| method | steps | 100 Mbit/s |"
   assert "| powersgd, rank 8 | 1.20 | **0.369** ← |" in lines
   assert "| edgc, rank 8 | 1.30 | 0.400 |" in lines
+  assert not any("not measured" in line for line in lines)
   assert lines[-1].startswith("The choice (←) takes at most 0% longer")
   # Predicted 1.2 * 1.0 and 1.3 * 0.9 of 2.6.
   assert "by 12% in the median and 25% at most." in lines[-1]

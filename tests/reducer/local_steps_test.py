@@ -470,6 +470,20 @@ def test_metrics_join_fragments_of_other_kinds():
     assert metrics["dense_bytes"] == 4 * (64 * 64 + 64)
 
 
+def test_metrics_count_what_any_fragment_finds():
+  """Or a divergence that one finds after another would go unnoticed."""
+  state = tx_of(fragments=2).init(PARAMS)
+  outer = tuple(
+    optax.tree.set(
+      own, diverged_steps=jnp.int32(1), skipped_steps=jnp.int32(2 * k)
+    )
+    for k, own in enumerate(state.outer_state)
+  )
+  with pytest.warns(RuntimeWarning, match="1 of the steps"):
+    metrics = edgc_jax.metrics(state._replace(outer_state=outer))
+  assert metrics["diverged_steps"] == metrics["skipped_steps"] == 2
+
+
 @functools.cache
 def on_four_replicas():
   """Returns a state after half a round, and its specs."""
