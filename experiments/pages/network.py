@@ -24,8 +24,8 @@ from experiments.reporting.style import COLORS, WIDTH, dress, markdown
 from experiments.reporting.style import DENSE as GREY
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-_FILE, _FOLDER = _ROOT / results.FILE, _ROOT / "docs"
-_WITH_LOSS = ("advice.json", "advice_10m.json")  # of times to a loss
+_FILE = _ROOT / results.FILE
+_WITH_LOSS = ("docs/advice.json", "docs/advice_10m.json")  # times to a loss
 _PARTS = {"without": GREY, "compress": COLORS[4], "communicate": COLORS[0]}
 
 
@@ -174,17 +174,17 @@ def _times(file: str) -> pd.DataFrame:
   """Returns times to a loss, as shares of dense's on the same link.
 
   Args:
-    file: Name of a file in docs/.
+    file: The JSON file, from the project's root.
 
   Returns:
     A line for each method and link: link, method, steps, measured, predicted,
     is_choice.
   """
-  cells = _cells(_FOLDER / file)
+  cells = _cells(_ROOT / file)
   cells = cells[cells["framework"] == "jax"]
   cells = cells.set_index(["layout", *_LINK, "row"])["step"].sort_index()
   lines = []
-  for advice in _found(_FOLDER / file)["advice"]:
+  for advice in _found(_ROOT / file)["advice"]:
     link = advice["rate"], advice["round_trip"]
     steps, predicted = pd.Series(advice["steps"]), pd.Series(advice["seconds"])
     frame = pd.DataFrame(
@@ -261,7 +261,7 @@ def draw_times() -> Figure:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.minorticks_off()
-    params = _found(_FOLDER / file)["params"] / 1e6
+    params = _found(_ROOT / file)["params"] / 1e6
     dress(
       axes, f"Time to the loss, as a share of dense's: {params:.3g}M parameters"
     )

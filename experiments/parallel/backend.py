@@ -25,7 +25,8 @@ from experiments.runtime import hosts
 from experiments.tasks.base import Task
 
 Numbers = Mapping[str, Any]
-_RUNNING = 1000  # steps
+# Steps that may be under way: a signal to stop waits for all of them.
+_RUNNING = 4
 
 
 class Backend(abc.ABC):
@@ -61,8 +62,8 @@ class Backend(abc.ABC):
       seed: Of the keys of the steps.
     """
     self.task, self.mesh, self.traces = task, mesh, 0
-    # Losses of the newest steps, on all devices of this process.
-    self._running: collections.deque[Any] = collections.deque(maxlen=_RUNNING)
+    # Losses of steps that may be under way, on all devices of this process.
+    self._running: collections.deque[Any] = collections.deque()
     self._tx, self._seed = tx, seed
     self.stored = StoredForm.of(task.layout(mesh.shape), tx, mesh)
     # Replicas differentiate at parameters of their own between exchanges.
@@ -89,7 +90,7 @@ class Backend(abc.ABC):
   def step(
     self, params: Any, opt_state: Any, batch: Any, step: int
   ) -> tuple[Any, Any, Numbers]:
-    """Runs a step on this process's rows of a batch.
+    """Starts a step on this process's rows of a batch; few are under way.
 
     Args:
       params: The parameters; the call consumes them.
@@ -105,13 +106,17 @@ class Backend(abc.ABC):
     batch = self._placed(batch)
     *state, numbers = self._step(params, opt_state, batch, np.int32(step))
     self._running.append(numbers["loss"])
+    if len(self._running) > _RUNNING:
+      oldest = self._running.popleft()
+      hosts.wait_for_devices(oldest)
+      jax.block_until_ready(oldest)
     return *state, numbers
 
   def wait(self, params: Any) -> None:
     """Waits until the devices of this process have the newest parameters.
 
     If a process has died, an earlier step has failed, and newer ones may wait
-    for it for ever: so it reads the steps since it was called last, too.
+    for it for ever: so it reads the steps that may be under way, too.
 
     Raises:
       jax.errors.JaxRuntimeError: as soon as a device has failed.

@@ -14,7 +14,11 @@ from experiments.parallel import backends
 from experiments.runtime.refusals import nearest
 from experiments.tasks.base import Task
 from experiments.training import times
-from experiments.training.optimizer import AUTO, steps_between_exchanges
+from experiments.training.optimizer import (
+  AUTO,
+  has_local_steps,
+  steps_between_exchanges,
+)
 
 # Keys that no other part checks, by their least values.
 _LEAST = {
@@ -111,7 +115,7 @@ def notes(config: ConfigDict) -> list[str]:
 def _unfinished_round(config: ConfigDict) -> str:
   """Tells which last steps no exchange has; empty if there are none."""
   local, steps = config.local, config.steps
-  if not local.every or local.lookahead:
+  if not has_local_steps(config):
     return ""
   # An exchange begins after each period, and is applied `overlap` steps later.
   period = local.every // local.fragments

@@ -64,10 +64,9 @@ def make_reducer(
   if _is_plain(config, mesh):
     options["mesh"] = mesh
     options["param_specs"] = task.layout(mesh.shape).specs
-  every = steps_between_exchanges(config)
   # A reducer counts exchanges.
-  options["check_every"] = max(1, config.sentinel.every // every)
-  exchanges = config.steps // every
+  options["check_every"] = exchanges_between_checks(config)
+  exchanges = config.steps // steps_between_exchanges(config)
   make = reducers[config.reducer]
   if "seed" in inspect.signature(make).parameters:
     options["seed"] = config.seed
@@ -97,10 +96,19 @@ def make_reducer(
   return make(**options)
 
 
+def has_local_steps(config: ConfigDict) -> bool:
+  """Returns whether replicas train alone between exchanges."""
+  return bool(config.local.every) and not config.local.lookahead
+
+
 def steps_between_exchanges(config: ConfigDict) -> int:
   """Returns the steps from one update of the reducer to the next."""
-  local = config.local
-  return local.every if local.every and not local.lookahead else 1
+  return config.local.every if has_local_steps(config) else 1
+
+
+def exchanges_between_checks(config: ConfigDict) -> int:
+  """Returns the exchanges from one comparison of replicas to the next."""
+  return max(1, config.sentinel.every // steps_between_exchanges(config))
 
 
 def allocation_of(options: Mapping[str, Any]) -> Any:
@@ -255,7 +263,7 @@ def make_optimizer(
   is_plain_sgd = isinstance(local.momentum, float) and not local.momentum
   momentum = None if is_plain_sgd else local.momentum
   outer = optax.sgd(local.lr, momentum, nesterov=True)
-  if local.every and not local.lookahead:
+  if has_local_steps(config):
     how: dict[str, Any] = {}
     if _is_plain(config, mesh):
       how = {"mesh": mesh, "param_specs": task.layout(mesh.shape).specs}

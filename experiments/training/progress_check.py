@@ -58,8 +58,7 @@ class ProgressCheck:
     """
     skipped, step = line["skipped_inner_steps"], line["step"]
     before, since = self._useful
-    if before is None or skipped - before < self._config.mesh.data * (
-      step - since
-    ):
+    steps = self._config.mesh.data * (step - since)
+    if before is None or skipped - before < steps:
       self._useful = skipped, step
     return step - self._useful[1]

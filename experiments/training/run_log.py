@@ -21,7 +21,6 @@ from experiments.training.optimizer import make_schedule, rank_name
 # Metrics that differ by pipeline stage are lists with an entry per stage.
 _PER_STAGE = ("entropy", "rank", "wire_bytes", "dense_bytes",
               "relative_error", "predicted_error", "residual_norm")  # fmt: skip
-_AHEAD = 4  # steps that may be under way
 _TIMED = 1000  # newest log intervals, over which the median time is taken
 # What a checkpoint keeps of a log.
 _NEW = {
@@ -95,15 +94,8 @@ class RunLog:
       self._interval = time.monotonic()
 
   def add(self, numbers: dict[str, jax.Array]) -> None:
-    """Adds a step's metrics, and waits for those of a few steps before.
-
-    Otherwise tens of steps would be under way when a signal asks to stop.
-    """
+    """Adds a step's metrics without waiting for them."""
     self._pending.append(numbers)
-    if len(self._pending) > _AHEAD:
-      before = self._pending[-1 - _AHEAD]
-      hosts.wait_for_devices(before)
-      jax.block_until_ready(before)
 
   def state(self) -> dict[str, Any]:
     """Returns the state of the log, for JSON; waits for the devices."""

@@ -27,6 +27,7 @@ from experiments.runtime import heap, hosts
 from experiments.runtime.stop_signals import StopSignals, TrainingInterrupted
 from experiments.training import advised, checks, times
 from experiments.training.optimizer import (
+  exchanges_between_checks,
   make_optimizer,
   steps_between_exchanges,
 )
@@ -327,8 +328,8 @@ class Trainer:
         if self.folder.storage.copies_checkpoints:
           self.checkpoints.wait()
           # Whoever asked to stop must not believe that an unsent one is saved.
-          storage = self.folder.storage
-          storage.upload() if is_stopped else self.folder.upload()
+          sender = self.folder.storage if is_stopped else self.folder
+          sender.upload()
       if is_stopped:
         self.checkpoints.close()
         raise TrainingInterrupted(signals.received, step)
@@ -350,8 +351,11 @@ class Trainer:
       **{f"val_{name}": line[f"val_{name}"] for name in self.task.metrics},
       "dense_bytes_per_step": line["dense_bytes"],
       "compression_ratio": line["compression_ratio"],
-      "skipped_steps": line["skipped_steps"],
-      **{k: v for k, v in line.items() if k == "skipped_inner_steps"},
+      **{
+        name: line[name]
+        for name in ("skipped_steps", "skipped_inner_steps")
+        if name in line  # the latter with local steps alone
+      },
       "traces": self.parallel.traces,
       "times": times.as_numbers(self.times),
       "choice": self.choice,
@@ -399,12 +403,12 @@ class Trainer:
       f"At step {steps[0]} replicas held different parameters, or applied"
       " different updates"
     )
-    every = steps_between_exchanges(self.config)
-    compared = max(1, self.config.sentinel.every // every) * every
     if self.config.sentinel.action == "stop":
+      unseen = exchanges_between_checks(self.config)
+      unseen *= steps_between_exchanges(self.config)
       raise TrainingStopped(
         f"{finding}; by then they may have trained different models for up to"
-        f" {compared} steps. Resume from a checkpoint before"
+        f" {unseen} steps. Resume from a checkpoint before"
         " those steps (delete the later ones), or set"
         " --config.sentinel.action=follow to continue with the first replica's"
         " parameters and state on all replicas. If it happens again, check the"

@@ -195,7 +195,7 @@ def test_times_to_a_loss(tables, tmp_path, monkeypatch):
   path = tmp_path / "advice.json"
   found = json.loads(measured(tmp_path).read_text())
   path.write_text(json.dumps(found | {"advice": [advice]}))
-  monkeypatch.setattr(pages, "_FOLDER", tmp_path)
+  monkeypatch.setattr(pages, "_ROOT", tmp_path)
   pages._times.cache_clear()
   lines = tables("time to loss", "advice.json")
   monkeypatch.setattr(pages, "_WITH_LOSS", ("advice.json",))

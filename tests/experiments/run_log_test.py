@@ -76,23 +76,6 @@ def test_steps_that_are_not_finite_are_no_part_of_a_mean():
   assert np.isnan(run_log._mean([np.nan, np.inf]))
 
 
-def test_few_steps_are_under_way(folder, clock):
-  """Or a signal to stop would have to wait for all that are."""
-
-  class Step:
-    is_waited_for = False
-
-    def block_until_ready(self):
-      self.is_waited_for = True
-
-  log = run_log.RunLog(folder, CONFIG, TASK)
-  steps = [Step() for _ in range(10)]
-  for step in steps:
-    log.add({"loss": step})
-  waited = [step.is_waited_for for step in steps]
-  assert waited == [True] * 6 + [False] * 4
-
-
 def test_the_commit_is_of_the_code(tmp_path):
   """Files that runs write to docs/ do not make it dirty."""
   git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")

@@ -128,7 +128,8 @@ def test_nonfinite_loss_stops_the_run(tmp_path):
   config.optimizer.lr = 1e38
   config.optimizer.clip_norm = 1e38
   trainer = Trainer(config)
-  with pytest.raises(TrainingStopped, match="in a row up to step") as stopped:
+  message = "steps in a row up to step"
+  with pytest.raises(TrainingStopped, match=message) as stopped:
     trainer.run()
   assert not (tmp_path / "run" / "summary.json").exists()
   # The last line shows why.
@@ -138,14 +139,38 @@ def test_nonfinite_loss_stops_the_run(tmp_path):
   assert run_folder.stopped(trainer.folder.path) == str(stopped.value)
 
 
-def test_a_run_that_stops_has_a_page_that_says_why(tmp_path, monkeypatch):
+def test_a_run_that_stops_has_a_page_that_says_why(tmp_path):
   config = small(tmp_path / "run", "allreduce")
   config.optimizer.update(max_consecutive_skips=2, lr=1e38, clip_norm=1e38)
-  with pytest.raises(SystemExit, match="in a row up to step"):
+  with pytest.raises(SystemExit, match="steps in a row up to step"):
     train_gpt2.main(config)
   page = (tmp_path / "run" / "report.html").read_text()
   assert re.search("stopped after . of 8 steps: . steps in a row up", page)
   assert "http-equiv" not in page
+
+
+def test_few_steps_are_under_way(tmp_path, monkeypatch):
+  """Or a signal to stop would have to wait for all that are."""
+
+  class Loss:
+    is_waited_for = False
+
+    def block_until_ready(self):
+      self.is_waited_for = True
+
+  config = small(tmp_path / "run", "allreduce")
+  config.mesh.backend = "vmap"
+  backend = Trainer(config).parallel
+  losses = [Loss() for _ in range(10)]
+  left = iter(losses)
+  monkeypatch.setattr(backend, "_placed", lambda batch: batch)
+  monkeypatch.setattr(
+    backend, "_step", lambda *_: (None, None, {"loss": next(left)})
+  )
+  for step in range(1, 11):
+    backend.step(None, None, None, step)
+  waited = [loss.is_waited_for for loss in losses]
+  assert waited == [True] * 6 + [False] * 4
 
 
 def test_hosts_wait_until_the_first_one_has_logged(tmp_path, monkeypatch):
