@@ -4,8 +4,9 @@
 
 `experiments/study/study.py` describes the file of a study. Finished runs are
 recorded in --records and not repeated, so the same command continues an
-interrupted study, on another machine, too. A run that failed is recorded, and
-repeated with --retry. On a cluster, --slurm submits each run as a job:
+interrupted study, on another machine, too. A run that diverged is recorded as
+such, and repeated with --retry; one that failed begins again with the next call.
+On a cluster, --slurm submits each run as a job:
 
   --jobs=16 --slurm="slurm_partition=gpu gpus_per_node=1 timeout_min=60"
 
@@ -47,7 +48,7 @@ _MINUTES = flags.DEFINE_float(
   "minutes", math.inf, "Minutes after which no run starts.", lower_bound=0.0
 )
 _SLURM = flags.DEFINE_string("slurm", "", "Parameters of submitit, for SLURM.")
-_RETRY = flags.DEFINE_bool("retry", False, "Repeat runs that failed.")
+_RETRY = flags.DEFINE_bool("retry", False, "Repeat runs that diverged.")
 
 
 def main(argv: list[str]) -> None:
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> None:
     runner.slurm_parameters(_SLURM.value)
     records = Records(_RECORDS.value)
   if _RETRY.value:
-    records.forget_failures()
+    records.forget_diverged()
   failed = runner.run_all(
     studies,
     records,
@@ -80,13 +81,16 @@ def main(argv: list[str]) -> None:
   elif stuck := [arm for found in studies for arm in found.stuck(records)]:
     print(
       "nothing is left that could start; these arms cannot be judged, because"
-      " their tuning found no best value, a run of their partner failed, or no"
+      " their tuning found no best value, a run of their partner diverged, or no"
       f" rank sends its bytes: {'; '.join(stuck)}"
     )
   else:
     print("complete")
   if failed:
-    sys.exit(f"error: {failed} runs failed; --retry repeats them.")
+    sys.exit(
+      f"error: {failed} runs failed, for the reasons above; the same command"
+      " begins them again."
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from experiments.study.study import MATCHED, Study
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _STALE = " (older version)"
-_SHORT = ("arm", "bits", "above dense", "dense needs")
+_SHORT = ("arm", "bits", "above dense", "dense needs", "seeds")
 _RARE = ", every H steps"
 _BITS = (0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
 _NATS, _LINEAR = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1), 0.02
@@ -121,11 +121,33 @@ def _fixed_arms(name: str) -> Sequence[str]:
     for fixed in (
       arm for arm in dict.fromkeys(matched.values()) if arm in bits
     ):
-      difference, error = statistics.beside(_judged(name), arm, fixed)
+      difference, error, _ = statistics.beside(_judged(name), arm, fixed)
       column = f"minus {fixed} ({bits[fixed]:.2f} bits)"
       verdict = statistics.verdict(difference, error)
       line[column] = f"{_difference(difference, error)}, {verdict}"
     lines.append(line)
+  return markdown(lines) if lines else ["No run is finished yet."]
+
+
+def _first_arms(name: str) -> Sequence[str]:
+  """Compares the arms of each table with the table's first arm."""
+  found, lines = _joined(name), []
+  bits = found.droplevel("table")["bits"] if len(found) else {}
+  for first, *others in study_of(name).tables.values():
+    for arm in others:
+      if arm not in bits or first not in bits:
+        continue
+      difference, error, pairs = statistics.beside(_judged(name), arm, first)
+      lines.append(
+        {
+          "arm": arm,
+          "bits": f"{bits[arm]:.2f}",
+          "minus": f"{first} ({bits[first]:.2f} bits)",
+          "nats": _difference(difference, error),
+          "seeds": str(pairs),
+          "so it is": statistics.verdict(difference, error),
+        }
+      )
   return markdown(lines) if lines else ["No run is finished yet."]
 
 
@@ -189,8 +211,7 @@ def _origin(name: str) -> Sequence[str]:
 def _summary(names: str) -> Sequence[str]:
   """Returns the best arm of each budget beside those of edgc, for the README.
 
-  The arms of the first table are all there; arms of a single seed, without a
-  standard error, are left out.
+  The arms of the first table are all there; arms of a single seed are left out.
   """
   found = _joined(names)
   found = found[found["seeds"] > 1] if len(found) else found
@@ -340,6 +361,7 @@ TABLES = {
   "results": _results,
   "fixed ranks": _fixed_ranks,
   "fixed arms": _fixed_arms,
+  "first arms": _first_arms,
   "tuning": _tuning,
   "origin": _origin,
   "summary": _summary,

@@ -35,8 +35,8 @@ class Record(dict[str, Any]):
 
   Its keys are those of the file: `config`, `changed` (keys that were not at
   their defaults), `summary` (as summary.json), and `lines` (each number of
-  metrics.jsonl as a list over the lines; None where a line lacks it). A failed
-  run has `error` in place of the last two.
+  metrics.jsonl as a list over the lines; None where a line lacks it). A run that
+  diverged has `error` in place of the last two.
   """
 
   @property
@@ -94,10 +94,10 @@ class Records:
     """Returns the record of a run of this configuration.
 
     It is the same run if all keys are equal; keys that only one of the two has
-    must be at their defaults. A finished run comes before one that failed.
+    must be at their defaults. A finished run comes before one that diverged.
     """
     own = _flat(config)
-    failed = None
+    diverged = None
     for each in self._all.values():
       if (
         each["config"]["seed"] == config.seed
@@ -106,15 +106,15 @@ class Records:
       ):
         if each.is_finished:
           return each
-        failed = each
-    return failed
+        diverged = each
+    return diverged
 
   def add(self, config: ConfigDict, found: Mapping[str, Any]) -> pathlib.Path:
     """Writes the record of a run, in place of an earlier one.
 
     Args:
       config: The configuration.
-      found: From `numbers_of`, or {"error": message} of a failed run.
+      found: From `numbers_of`.
 
     Returns:
       The file.
@@ -128,8 +128,8 @@ class Records:
     self._all[file] = Record(json.loads(file.read_text()))
     return file
 
-  def forget_failures(self) -> None:
-    """Forgets failed runs; their files stay until such a run ends again."""
+  def forget_diverged(self) -> None:
+    """Forgets runs that diverged; their files stay until they end again."""
     self._all = {f: each for f, each in self._all.items() if each.is_finished}
 
 
@@ -175,14 +175,16 @@ def numbers_of(folder: str | pathlib.Path) -> dict[str, Any]:
   """Reads what a finished run has logged from its folder.
 
   Returns:
-    `summary` and `lines` of a `Record`.
+    `summary` and `lines` of a `Record`; or `error`, why the run could not
+    continue or has no loss.
 
   Raises:
-    ValueError: if the run was stopped, or the held-out loss is not finite.
+    OSError: if the run has not ended.
+    ValueError: if its files are damaged.
   """
   folder = pathlib.Path(folder)
   if reason := stopped(folder):
-    raise ValueError(reason)
+    return {"error": reason}
   try:
     summary = json.loads((folder / "summary.json").read_text())
     text = (folder / "metrics.jsonl").read_text()
@@ -192,7 +194,7 @@ def numbers_of(folder: str | pathlib.Path) -> dict[str, Any]:
   if not all(isinstance(line, dict) for line in [summary, *found]):
     raise ValueError("summary.json or metrics.jsonl is damaged")
   if "val_loss" not in summary:
-    raise ValueError("the held-out loss is not finite")
+    return {"error": "the held-out loss is not finite"}
   lines = [_short(traverse_util.flatten_dict(x, sep="/")) for x in found]
   names = dict.fromkeys(name for line in lines for name in line)
   columns = {name: [line.get(name) for line in lines] for name in names}

@@ -25,8 +25,6 @@ from experiments.study.study import Run, Study
 from experiments.training.together import can_share, program_of
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Signals, and a run that another process goes on with, say nothing of the run.
-_INTERRUPTED = re.compile(r"^exit code (130|143|-\d+):|must not be in use")
 
 
 def run_all(
@@ -57,7 +55,8 @@ def run_all(
     minutes: Time after which no run starts.
 
   Returns:
-    The number of runs that failed.
+    The number of runs that failed; they are not recorded. A run that diverged
+    has not failed.
   """
   failed = 0
   begun: set[tuple[str, str]] = set()  # runs of this call, by `_key`
@@ -107,14 +106,13 @@ def run_all(
       error = f"the job ended with {type(failure).__name__}"
     path_of = _path_in(folder / study.name)
     for run in runs:
-      # A run may have ended before its process failed.
+      # A run may have ended before its process failed. One that has not says
+      # nothing of its settings: a full disk must not decide a learning rate.
       try:
         found = numbers_of(path_of(run))
       except (OSError, ValueError) as damage:
-        found = {"error": error or str(damage)}
-      failed += "error" in found
-      if _INTERRUPTED.search(found.get("error", "")):
-        print(f"    {run.arm}: interrupted, so not recorded", flush=True)
+        failed += 1
+        print(f"    {run.arm}: not recorded: {error or damage}", flush=True)
         continue
       records.add(run.config, found)
       loss = found.get("error") or f"{found['summary']['val_loss']:.4f}"
@@ -217,8 +215,6 @@ def _execute(command: list[str], cores: set[int] | None = None) -> str:
     for line in process.stderr or ():
       last = line.strip() or last
     code = process.wait()
-  # Records are committed, so they must not contain paths of this machine.
-  last = last.replace(f"{_ROOT}/", "").replace(f"{pathlib.Path.home()}/", "~/")
   return f"exit code {code}: {last}"[:300] if code else ""
 
 

@@ -15,9 +15,9 @@ def judged(study: Study, records: Records) -> pd.DataFrame:
 
   Returns:
     table, arm, seed, loss, bits (sent a parameter and step), gap (to dense with
-    the same seed, nats), saved (the share of the steps after which dense had
-    not yet reached the loss of the arm; 0 if it never was better), value (of
-    the tuned key), beside (gap to the matched arm), is_current, record.
+    the same seed, nats), saved (the share of its steps that dense has left when
+    it first reaches the loss of the arm; 0 if it never does), value (of the
+    tuned key), beside (gap to the matched arm), is_current, record.
   """
   lines = []
   seeds = (*study.seeds, *study.more)
@@ -71,8 +71,9 @@ def saved(dense: Record, loss: float) -> float:
 def by_arm(frame: pd.DataFrame) -> pd.DataFrame:
   """Returns a line for each arm: means, and standard errors of differences.
 
-  Two or three seeds may agree by chance. An arm of fewer than eight has at
-  least the scatter of the median arm that has eight, or of all if none has.
+  Few seeds may agree by chance, and one has no scatter. An arm of fewer than
+  eight has at least the scatter of the median arm that has eight, or of all if
+  none has.
 
   Args:
     frame: From `judged`.
@@ -94,13 +95,15 @@ def by_arm(frame: pd.DataFrame) -> pd.DataFrame:
   counts = groups[["gap", "beside"]].count()
   has_many = counts >= _MANY
   least = _least_scatter(scatter["gap"], has_many["gap"])
-  scatter = scatter.mask((scatter < least) & ~has_many, least)
-  errors = (scatter / counts**0.5).add_suffix("_error")
+  scatter = scatter.where(has_many | (scatter >= least), least)
+  errors = (scatter / counts.where(counts > 0) ** 0.5).add_suffix("_error")
   errors.loc[found["gap"] == 0, "gap_error"] = 0.0
   return found.join(errors)
 
 
-def beside(frame: pd.DataFrame, arm: str, other: str) -> tuple[float, float]:
+def beside(
+  frame: pd.DataFrame, arm: str, other: str
+) -> tuple[float, float, int]:
   """Returns the mean difference of two arms, paired by seed, and its error.
 
   Args:
@@ -109,19 +112,21 @@ def beside(frame: pd.DataFrame, arm: str, other: str) -> tuple[float, float]:
     other: The arm that is subtracted.
 
   Returns:
-    Nats, and their standard error by the rule of `by_arm`; NaN without pairs.
+    Nats, their standard error by the rule of `by_arm`, and the pairs; NaN
+    without pairs.
   """
   gaps = frame.drop_duplicates(["arm", "seed"]).pivot(
     index="seed", columns="arm", values="gap"
   )
   if not {arm, other} <= set(gaps):
-    return np.nan, np.nan
+    return np.nan, np.nan, 0
   scatter, counts = gaps.std(), gaps.count()
   pairs = (gaps[arm] - gaps[other]).dropna()
   own = pairs.std()
   if len(pairs) < _MANY:
-    own = max(own, _least_scatter(scatter[scatter > 0], counts >= _MANY))
-  return pairs.mean(), own / len(pairs) ** 0.5
+    least = _least_scatter(scatter[scatter > 0], counts >= _MANY)
+    own = np.fmax(own, least)  # one pair has no scatter
+  return pairs.mean(), own / max(1, len(pairs)) ** 0.5, len(pairs)
 
 
 def _least_scatter(scatter: pd.Series, has_many: pd.Series) -> float:

@@ -169,7 +169,7 @@ class Study:
   def tuned(self, arm: str, records: Records) -> list[dict[float, Record]]:
     """Returns the recorded runs of an arm's tuning: of each choice, by value.
 
-    A run that failed counts as infinitely bad.
+    A run that diverged counts as infinitely bad.
     """
     return self._tuning_of(arm, records)[0]
 
@@ -216,7 +216,7 @@ class Study:
     """Returns a judged run of an arm and its record.
 
     Returns:
-      The run, or None if what it depends on is not recorded or has failed; its
+      The run, or None if what it depends on is not recorded or diverged; its
       record, or None if it is not recorded.
     """
     return self.all_judged(arm, [seed], records)[0]
@@ -465,7 +465,7 @@ def _run(path: str, name: str) -> dict[str, Any]:
 
 
 def loss_of(record: Record) -> float:
-  """Returns the held-out loss of a run; infinite if it failed."""
+  """Returns the held-out loss of a run; infinite if it diverged."""
   return record["summary"]["val_loss"] if record.is_finished else math.inf
 
 

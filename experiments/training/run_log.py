@@ -68,6 +68,7 @@ class RunLog:
     self._first = self._kept["step"]
     self._folder = folder
     self._steps = config.steps
+    self._every = config.log_every, config.evaluation.every
     self._reducer = config.reducer
     self._units = config.batch_size * task.units_per_row
     self.speed_name = f"{task.unit}_per_second"
@@ -87,6 +88,16 @@ class RunLog:
       disable=not (self._is_terminal and self._is_shown),
       unit="step",
     )
+
+  def has_evaluation(self, step: int) -> bool:
+    """Returns whether the line of a step has metrics of held-out data."""
+    _, every = self._every
+    return step == self._steps or bool(every and step % every == 0)
+
+  def has_line(self, step: int) -> bool:
+    """Returns whether a line is due after a step."""
+    every, _ = self._every
+    return step == 1 or step % every == 0 or self.has_evaluation(step)
 
   def begin_step(self) -> None:
     """Restarts the clock, if evaluation or a checkpoint has stopped it."""

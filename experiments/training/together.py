@@ -157,10 +157,9 @@ class _Together:
         self.numbers, params, opt_state, batch, np.int32(step)
       )
       pending.append(numbers)
-      every = config.evaluation.every
-      is_evaluated = step == config.steps or (every and step % every == 0)
-      if is_evaluated or step % config.log_every == 0 or step == 1:
-        measured = self._measured(params) if is_evaluated else {}
+      log = self.logs[0]  # all have the same lines
+      if log.has_line(step):
+        measured = self._measured(params) if log.has_evaluation(step) else {}
         self._log(jax.device_get(pending), measured)
         pending = []
 

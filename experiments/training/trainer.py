@@ -283,10 +283,8 @@ class Trainer:
         params, opt_state, next(batches), step
       )
       log.add(numbers)
-      every = config.evaluation.every
-      is_evaluated = step == config.steps or (every and step % every == 0)
       measured: dict[str, float] = {}
-      if is_evaluated or step % config.log_every == 0 or step == 1:
+      if log.has_line(step):
         self.parallel.wait(params)  # numbers may be of one device alone
         line = log.fetch()
         try:
@@ -300,7 +298,7 @@ class Trainer:
           self.folder.stop(str(stop))
           log.write(line)  # shows why
           raise
-        if is_evaluated:
+        if log.has_evaluation(step):
           measured = self._evaluate(params)
           line |= {f"val_{name}": value for name, value in measured.items()}
         log.write(line)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 import sys
 import time
 
@@ -266,10 +267,10 @@ def test_runs_ahead(records):
   assert left.config.seed == 3
 
 
-def test_the_partner_of_a_failed_run_does_not_run(records):
+def test_the_partner_of_a_diverged_run_does_not_run(records):
   tune(TUNED, records, near(2e-3))
   run, _ = TUNED.judged("edgc", 0, records)
-  records.add(run.config, {"error": "exit code 1"})
+  records.add(run.config, {"error": "diverged"})
   assert TUNED.judged("edgc" + MATCHED, 0, records) == (None, None)
 
 
@@ -279,7 +280,7 @@ def test_an_arm_that_cannot_be_judged_holds_up_no_other(records):
   while run := next(own.plan(records), None):
     tried.append((run.arm, run.config.seed))
     if run.arm == "edgc" and run.config.seed == 0:
-      records.add(run.config, {"error": "exit code 1"})
+      records.add(run.config, {"error": "diverged"})
     else:
       record(records, run, 2.0)
   assert [arm for arm, seed in tried if seed == 2] == ["dense", "edgc", "fixed"]
@@ -560,17 +561,18 @@ def test_gaps_are_seed_by_seed(judged):
 def test_arms_are_compared_seed_by_seed(judged):
   found = statistics.beside(judged, "edgc", "sparse")
   # Differences of 0.6 and 0.2.
-  assert found == pytest.approx((0.4, 0.2))
+  assert found == pytest.approx((0.4, 0.2, 2))
   # Equal differences have the least scatter.
   found = statistics.beside(judged, "edgc", "fixed")
-  assert found == pytest.approx((-0.1, 0.075))
-  assert np.isnan(statistics.beside(judged, "edgc", "other")).all()
+  assert found == pytest.approx((-0.1, 0.075, 2))
+  *nothing, pairs = statistics.beside(judged, "edgc", "other")
+  assert np.isnan(nothing).all() and pairs == 0
 
 
 def test_few_seeds_scatter_as_many_do():
   """The arm of two seeds agrees with itself by chance."""
   gaps = {"dense": [0.0] * 8, "many": [0.1, 0.2] * 4, "few": [0.3, 0.3002],
-          "wild": [0.1, 0.9]}  # fmt: skip
+          "wild": [0.1, 0.9], "alone": [0.2]}  # fmt: skip
   frame = pd.DataFrame(
     {"table": "one", "arm": arm, "gap": gap, "beside": math.nan,
      "is_current": True, **dict.fromkeys(("loss", "bits", "saved", "value"), 1)}
@@ -582,6 +584,10 @@ def test_few_seeds_scatter_as_many_do():
   assert found["many"] == pytest.approx(scatter / 8**0.5)
   assert found["few"] == pytest.approx(scatter / 2**0.5)
   assert found["wild"] == pytest.approx(0.4)
+  assert found["alone"] == pytest.approx(scatter)
+  frame["seed"] = frame.groupby("arm").cumcount()
+  found = statistics.beside(frame, "alone", "wild")
+  assert found == pytest.approx((0.1, scatter, 1))
   # Of an arm of many seeds, a partner may have few.
   beside = [0.01, 0.0102, *[math.nan] * 6]
   frame.loc[frame["arm"] == "many", "beside"] = beside
@@ -605,7 +611,7 @@ def test_runs_that_are_not_finished_have_no_line(records):
   run, _ = PLAIN.judged("fixed", 0, records)
   record(records, run, 2.5)
   run, _ = PLAIN.judged("dense", 0, records)
-  records.add(run.config, {"error": "exit code 1"})
+  records.add(run.config, {"error": "diverged"})
   (line,) = statistics.judged(PLAIN, records).to_dict("records")
   assert line["arm"] == "fixed" and math.isnan(line["gap"])
   assert math.isnan(line["saved"]) and math.isnan(line["value"])
@@ -684,43 +690,50 @@ def run_all(records, folder, **options):
 def test_two_runs_at_once_and_failures(records, tmp_path, commands, capsys):
   commands["dense"] = commands["other"] = TOGETHER
   failed, found, left = run_all(records, tmp_path / "runs", jobs=2)
-  assert failed == 1 and left == []
+  assert failed == 1 and left == ["lost"]
   for arm in ("dense", "other"):
     assert found[arm].is_finished, found[arm]
     assert found[arm]["lines"]["val_loss"] == [2.5]
-  assert "summary.json" in found["lost"]["error"]
   shown = capsys.readouterr().out
   assert "--- run 1, judged: dense, allreduce-" in shown
   assert "    other: 2.5000" in shown
-  # Failed runs are recorded, too, and nothing runs again.
-  assert run_all(records, tmp_path / "runs", jobs=2)[0] == 0
+  assert re.search("    lost: not recorded: .*summary.json", shown)
 
 
-@pytest.mark.parametrize("code", ["exit 143", "kill -9 $$", "exit 130"])
-def test_an_interrupted_run_is_not_recorded(records, tmp_path, commands, code):
-  commands["dense"] = f'rm "$0/summary.json"; {code}'
+@pytest.mark.parametrize("code", ["exit 143", "kill -9 $$", "exit 1"])
+def test_a_run_that_failed_is_not_recorded(
+  records, tmp_path, commands, code, capsys
+):
+  """It would count as diverged, and decide a learning rate."""
+  commands["dense"] = (
+    f'rm "$0/summary.json"; echo 1 >&2; echo no room >&2; {code}'
+  )
   failed, found, left = run_all(records, tmp_path / "runs", limit=1)
   assert failed == 1
-  assert found["dense"] is None and "dense" in left
-
-
-def test_the_last_words_of_a_run_are_recorded(records, tmp_path, commands):
-  place = pathlib.Path.home() / "x"
-  commands["dense"] = (
-    f'rm "$0/summary.json"; echo 1 >&2; echo no room in {place} >&2; exit 3'
+  assert re.search(
+    r"    dense: not recorded: exit code -?\d+: no room",
+    capsys.readouterr().out,
   )
-  failed, found, _ = run_all(records, tmp_path / "runs", limit=1)
-  assert failed == 1
-  assert dict(found["dense"])["error"] == "exit code 3: no room in ~/x"
   # A limit leaves the rest for another time.
-  assert found["other"] is found["lost"] is None
-  failed, found, left = run_all(records, tmp_path / "runs", limit=0)
-  assert (failed, left) == (0, ["other", "lost"])
-  records.forget_failures()
+  assert set(found.values()) == {None}
+  assert left == ["dense", "other", "lost"]
   del commands["dense"]
   (tmp_path / "runs").rename(tmp_path / "before")
   failed, found, _ = run_all(records, tmp_path / "runs")
   assert failed == 1 and found["dense"].is_finished
+
+
+def test_a_run_that_diverged_is_recorded(records, tmp_path, commands, capsys):
+  commands["dense"] = (
+    'rm "$0/summary.json"; echo 9 steps were not finite > "$0/stopped.txt";'
+    " exit 1"
+  )
+  failed, found, left = run_all(records, tmp_path / "runs", limit=1)
+  assert (failed, left) == (0, ["other", "lost"])
+  assert dict(found["dense"])["error"] == "9 steps were not finite"
+  assert "    dense: 9 steps were not finite" in capsys.readouterr().out
+  records.forget_diverged()
+  assert "dense" in run_all(records, tmp_path / "runs", limit=0)[2]
 
 
 def test_a_run_that_has_ended_counts_whatever_its_process_did_next(
@@ -733,7 +746,7 @@ def test_a_run_that_has_ended_counts_whatever_its_process_did_next(
 
 
 def test_a_job_that_raises_ends_its_own_run_alone(
-  records, tmp_path, commands, monkeypatch
+  records, tmp_path, commands, monkeypatch, capsys
 ):
   commands["dense"] = "raise"
 
@@ -746,7 +759,9 @@ def test_a_job_that_raises_ends_its_own_run_alone(
   monkeypatch.setattr(runner, "_execute", execute)
   failed, found, _ = run_all(records, tmp_path / "runs")
   assert failed == 2 and found["other"].is_finished
-  assert found["dense"]["error"] == "the job ended with TimeoutError"
+  assert found["dense"] is None
+  shown = capsys.readouterr().out
+  assert "dense: not recorded: the job ended with TimeoutError" in shown
 
 
 def test_only_the_arms_that_are_asked_for_run(records, tmp_path, commands):
@@ -821,7 +836,7 @@ def test_a_run_that_loads_parameters_shares_no_program():
 
 
 def test_what_ended_before_a_shared_program_failed_counts(
-  records, tmp_path, monkeypatch
+  records, tmp_path, monkeypatch, capsys
 ):
   def command(own, runs, path_of):
     del own
@@ -839,8 +854,8 @@ def test_what_ended_before_a_shared_program_failed_counts(
   own = Study("runs", CONFIG, tables, (0, 1, 2))
   assert runner.run_all([own], records, tmp_path / "runs", together=3) == 2
   found = [own.judged("dense", seed, records)[1] for seed in (0, 1, 2)]
-  assert [each.is_finished for each in found] == [True, False, False]
-  assert found[1]["error"] == "exit code 3: no memory"
+  assert found[0].is_finished and found[1] is found[2] is None
+  assert capsys.readouterr().out.count("exit code 3: no memory") == 2
 
 
 def test_the_command_of_a_shared_program(tmp_path):
