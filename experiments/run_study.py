@@ -5,8 +5,8 @@
 `experiments/study/study.py` describes the file of a study. Finished runs are
 recorded in --records and not repeated, so the same command continues an
 interrupted study, on another machine, too. A run that diverged is recorded as
-such, and repeated with --retry; one that failed begins again with the next call.
-On a cluster, --slurm submits each run as a job:
+such, and repeated with --retry; one that failed begins again with the next
+call. On a cluster, --slurm submits each run as a job:
 
   --jobs=16 --slurm="slurm_partition=gpu gpus_per_node=1 timeout_min=60"
 
@@ -81,8 +81,8 @@ def main(argv: list[str]) -> None:
   elif stuck := [arm for found in studies for arm in found.stuck(records)]:
     print(
       "nothing is left that could start; these arms cannot be judged, because"
-      " their tuning found no best value, a run of their partner diverged, or no"
-      f" rank sends its bytes: {'; '.join(stuck)}"
+      " their tuning found no best value, a run of their partner diverged, or"
+      f" no rank sends its bytes: {'; '.join(stuck)}"
     )
   else:
     print("complete")

@@ -13,6 +13,8 @@ from configs.protocol import table
 
 CONFIG = table.CONFIG
 SEEDS = table.SEEDS
+MORE = table.MORE  # recorded for dense and the fixed rank, for their scatter
+BEST = 0
 
 _TABLE = "Moved over time, in 4 bits, by error"
 _FIXED = "powersgd 21.8, int4, error"

@@ -17,7 +17,7 @@ from experiments.study.study import MATCHED, Study
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _STALE = " (older version)"
-_SHORT = ("arm", "bits", "above dense", "dense needs", "seeds")
+_SHORT = ("arm", "bits", "above dense", "dense needs")
 _RARE = ", every H steps"
 _BITS = (0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
 _NATS, _LINEAR = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1), 0.02
@@ -233,8 +233,10 @@ def _summary(names: str) -> Sequence[str]:
       best = others[is_sure] if is_sure.any() else others
       own = own.loc[[*best.index[:1], *own.index[is_edgc]]]
     for arm, row in own.iterrows():
-      line = _line(arm, row)
-      lines.append({k: line[k] for k in _SHORT})
+      line = {k: _line(arm, row)[k] for k in _SHORT}
+      if row["seeds"] < statistics.MANY:
+        line["arm"] += f" ({row['seeds']} seeds)"
+      lines.append(line)
   return markdown(lines) if lines else ["No run is finished yet."]
 
 

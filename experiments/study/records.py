@@ -35,8 +35,8 @@ class Record(dict[str, Any]):
 
   Its keys are those of the file: `config`, `changed` (keys that were not at
   their defaults), `summary` (as summary.json), and `lines` (each number of
-  metrics.jsonl as a list over the lines; None where a line lacks it). A run that
-  diverged has `error` in place of the last two.
+  metrics.jsonl as a list over the lines; None where a line lacks it). A run
+  that diverged has `error` in place of the last two.
   """
 
   @property

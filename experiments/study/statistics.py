@@ -7,7 +7,7 @@ from experiments.study.records import Record, Records
 from experiments.study.study import MATCHED, Study
 
 SURE = 3  # standard errors from which on a difference is called one
-_MANY = 8  # seeds whose own scatter is trusted
+MANY = 8  # seeds whose own scatter is trusted
 
 
 def judged(study: Study, records: Records) -> pd.DataFrame:
@@ -93,7 +93,7 @@ def by_arm(frame: pd.DataFrame) -> pd.DataFrame:
   scatter = groups[["gap", "beside"]].std()
   scatter = scatter[scatter > 0]  # not dense beside itself
   counts = groups[["gap", "beside"]].count()
-  has_many = counts >= _MANY
+  has_many = counts >= MANY
   least = _least_scatter(scatter["gap"], has_many["gap"])
   scatter = scatter.where(has_many | (scatter >= least), least)
   errors = (scatter / counts.where(counts > 0) ** 0.5).add_suffix("_error")
@@ -123,8 +123,8 @@ def beside(
   scatter, counts = gaps.std(), gaps.count()
   pairs = (gaps[arm] - gaps[other]).dropna()
   own = pairs.std()
-  if len(pairs) < _MANY:
-    least = _least_scatter(scatter[scatter > 0], counts >= _MANY)
+  if len(pairs) < MANY:
+    least = _least_scatter(scatter[scatter > 0], counts >= MANY)
     own = np.fmax(own, least)  # one pair has no scatter
   return pairs.mean(), own / max(1, len(pairs)) ** 0.5, len(pairs)
 
