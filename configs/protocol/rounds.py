@@ -1,7 +1,7 @@
 """From 2 to 0.03 bits: few bits, low rank, and rare exchanges.
 
-Every arm with local steps chooses its outer rule, too. About 60 hours of a core,
-of which a fifth tune:
+Every arm with local steps chooses its outer rule, too. About 60 hours of a
+core, of which a fifth tune:
 
   python experiments/run_study.py --study=configs/protocol/rounds.py --jobs=2
 """

@@ -109,6 +109,13 @@ def make_entrywise(
   validation.require_int("min_size", min_size, 1)
   validation.require_flag("error_feedback", error_feedback)
   validation.require_share("residual_decay", residual_decay)
+  validation.require(
+    error_feedback or residual_decay == 1,
+    "residual_decay",
+    residual_decay,
+    "1 without error feedback, which has no residual to decay",
+    "leave it out, or pass error_feedback=True",
+  )
   method = entrywise(average, residual_decay)
 
   def plan_for(leaves: tuple[Leaf, ...]) -> Plan:

@@ -66,7 +66,8 @@ def quantize(
       bits, which have too few integers.
     residual_decay: The residual is multiplied by it before it is added; below
       1 it forgets.
-    min_size: Leaves of fewer entries are sent dense.
+    min_size: Leaves of fewer entries are sent dense, and so are those without
+      a matrix, such as vectors.
     seed: Seed of the rounding.
     matrix_view, stages, mesh, param_specs, check_every: As for `edgc`.
 

@@ -47,7 +47,8 @@ def randomk(
     error_feedback: Whether entries that were not sent are added to the next
       gradient. Without it the true error may exceed 1, but `relative_error` is
       at most 1.
-    min_size: Leaves of fewer entries are sent dense.
+    min_size: Leaves of fewer entries are sent dense, and so are those without
+      a matrix, such as vectors.
     seed: Seed of the entries.
     matrix_view, stages, mesh, param_specs, check_every: As for `edgc`.
 

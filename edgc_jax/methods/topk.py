@@ -63,7 +63,8 @@ def topk(
       multiple of 4; None is the whole tensor.
     bits: Of a value: 32; or 2, in chunks.
     residual_decay: As for `quantize`.
-    min_size: Leaves of fewer entries are sent dense.
+    min_size: Leaves of fewer entries are sent dense, and so are those without
+      a matrix, such as vectors.
     matrix_view, stages, mesh, param_specs, check_every: As for `edgc`.
 
   Returns:

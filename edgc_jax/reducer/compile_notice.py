@@ -59,6 +59,7 @@ def _say(thread: int) -> None:
   logging.getLogger("edgc_jax").warning(
     "XLA has been compiling a program with a reducer of edgc_jax for %d"
     " seconds. It does so once for each placement of its arguments;"
-    " jax_compilation_cache_dir keeps the result.",
+    " jax_compilation_cache_dir keeps the result (not for stages or shards on"
+    " CPU devices).",
     SECONDS,
   )

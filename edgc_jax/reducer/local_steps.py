@@ -75,9 +75,12 @@ def local_steps(
   averaging; with few steps in a round, or high inner rates, momentum of the
   outer rule diverges.
 
-  A replica whose gradient is not finite skips that inner step alone. A round in
-  which a difference is not finite is skipped by the reducer, and all replicas
-  start again from the common parameters.
+  A replica whose gradient or step is not finite skips that inner step alone. A
+  round in which a difference is not finite is skipped by the reducer, and all
+  replicas start again from the common parameters.
+
+  The steps of a reducer in `outer` are its exchanges: its `total_steps`,
+  `window`, `check_every` and schedules of ranks count those, of one fragment.
 
   With `overlap`, tau, an exchange may take tau steps. It begins at the end of a
   step; what was moved by then is set aside as s_i, and d_i goes on from zero:
@@ -259,13 +262,14 @@ class LocalSteps:
     _require_arguments(params, local_params, extra_args)
     leaf_checks.require_state(state, LocalStepsState)
     leaf_checks.require_same_leaves(updates, state.offset.values)
+    self._require_own(state)
     stacked = self.is_stacked()
     inner = optax.with_extra_args_support(self.inner)
 
     def own(gradient: Any, inner_state: Any, local: Any) -> tuple:
       """One inner step of one replica."""
       found, new = inner.update(gradient, inner_state, local, **extra_args)
-      ok = order.all_finite(gradient)
+      ok = order.all_finite((gradient, found))  # Adafactor's step may overflow
       parts = set(order.varying_axes(ok)) - set(order.names(self.axis_name))
       if parts:  # the shards of a replica skip together
         ok = collectives.all_true(ok, tuple(sorted(parts)))
@@ -280,7 +284,11 @@ class LocalSteps:
     def lift(tree: Any) -> Any:
       return tree if stacked else jax.tree.map(lambda x: x[None], tree)
 
-    step_all = jax.vmap(own, spmd_axis_name=self.axis_name if stacked else None)
+    step_all = jax.vmap(
+      own,
+      axis_size=len(state.skipped.values),
+      spmd_axis_name=self.axis_name if stacked else None,
+    )
     move, inner_state, skipped = step_all(
       lift(updates), state.inner_state.values, lift(local_params)
     )
@@ -303,13 +311,35 @@ class LocalSteps:
     Args:
       sent: The fragment of s_i.
       outer_state: Its outer state.
-      params: Its common parameters, in float32.
+      params: Its common parameters, in their own dtype, whose rounding the
+        comparison of replicas allows for.
       **extra_args: For the outer chain.
     """
     outer = optax.with_extra_args_support(self.outer)
     stacked = self.is_stacked()
     gradient = jax.tree.map(lambda d: -d if stacked else -d[0], sent)
     return outer.update(gradient, outer_state, params, **extra_args)
+
+  def _require_own(self, state: LocalStepsState) -> None:
+    """Raises if a state is of other fragments, or lacks or has s_i."""
+    offset, sent = state.offset.values, state.sent.values
+    has_sent = jax.tree.structure(sent) == jax.tree.structure(offset)
+    fragments = len(state.outer_state)
+    remedy = "pass that, or begin again with the common parameters"
+    validation.require(
+      fragments == self.fragments,
+      "fragments",
+      self.fragments,
+      f"{fragments}, that of the run that made this state",
+      remedy,
+    )
+    validation.require(
+      has_sent == bool(self.overlap),
+      "overlap",
+      self.overlap,
+      f"{'above 0' if has_sent else '0'}, as in the run that made this state",
+      remedy,
+    )
 
   def _due(self, step: jax.Array) -> jax.Array:
     """Returns the fragment of an exchange that begins after a step, or -1."""
@@ -320,7 +350,7 @@ class LocalSteps:
     self, index: jax.Array, sent: Any, params: Any, outer_state: Any, extra: Any
   ) -> tuple[Any, Any]:
     """Exchanges the fragment of an index, or nothing; arrays of all leaves."""
-    own_parts = parts_of(wide(params), self.fragments)
+    own_parts = parts_of(arrays_of(params), self.fragments)
     sent_parts = parts_of(sent, self.fragments)
 
     def exchange(k: int, outer_state: Any) -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ from edgc_jax.state.metrics import find
 from edgc_jax.state.state import (
   AccumulateState,
   Checks,
+  LocalStepsState,
   PerReplica,
   SkipStats,
 )
@@ -209,8 +210,9 @@ def skip_nonfinite(
 
   Raises:
     TypeError: if `tx` is no transformation, or `max_consecutive` no integer.
-    ValueError: if `max_consecutive` is below 1; in `update`, if an axis is not
-      bound, or gradients vary over an axis that `axis_name` does not name.
+    ValueError: if `max_consecutive` is below 1; in `init`, if `tx` holds
+      `local_steps`; in `update`, if an axis is not bound, or gradients vary
+      over an axis that `axis_name` does not name.
 
   >>> tx = skip_nonfinite(optax.chain(optax.adam(1e-3)), "data")
   """
@@ -227,7 +229,15 @@ def skip_nonfinite(
       jnp.zeros((), jnp.int32),
       jnp.array(max_consecutive, jnp.int32),
     )
-    return SkipNonfiniteState(stats, tx.init(params))
+    inner_state = tx.init(params)
+    validation.require(
+      not find(inner_state, LocalStepsState),
+      "tx",
+      "a chain with local_steps",
+      "one without it: local_steps skips steps and rounds itself",
+      "leave skip_nonfinite out",
+    )
+    return SkipNonfiniteState(stats, inner_state)
 
   def update_fn(
     updates: optax.Updates,

@@ -51,7 +51,8 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     Scalars by name:
 
     - `rank`: 0 if dense, or if the reducer has no ranks.
-    - `wire_bytes`: sent per replica in this step.
+    - `wire_bytes`: sent per replica in this step; under `accumulate` and
+      `optax.MultiSteps` at the newest update.
     - `dense_bytes`: of a dense float32 all-reduce.
     - `compression_ratio`: total dense over total wire bytes since the first
       step.
@@ -69,8 +70,9 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     - `predicted_error`: `relative_error` as the model predicts it, for `edgc`
       and with `allocation="error"`.
     - `consecutive_skips`: under `skip_nonfinite` only.
-    - `skipped_inner_steps`: under `local_steps` only: steps that single
-      replicas skipped, of all replicas; not where the axis is bound.
+    - `skipped_inner_steps`: under `local_steps` only, outside of `jit` and in
+      one process, since nothing is sent for it: steps that single replicas
+      skipped, of all replicas.
 
     Under `local_steps` no bytes are sent between exchanges, compression
     compares a whole round with a dense all-reduce at each of its steps, and the
@@ -178,10 +180,8 @@ def _of_rounds(state: LocalStepsState) -> dict[str, Any]:
       joined[name] = sum(found)
   joined["compression_ratio"] = _ratio(every * dense, sent)
   skipped = state.skipped.values
-  if not is_traced:
-    joined["skipped_inner_steps"] = np.sum(skipped).item()
-  elif len(skipped) > 1:  # otherwise each replica would have its own number
-    joined["skipped_inner_steps"] = skipped.sum()
+  if not is_traced and getattr(skipped, "is_fully_addressable", True):
+    joined["skipped_inner_steps"] = np.sum(jax.device_get(skipped)).item()
   return joined
 
 

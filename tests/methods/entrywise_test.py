@@ -267,6 +267,10 @@ class EntrywiseTest(parameterized.TestCase):
       lambda: edgc_jax.topk(residual_decay=0.0), ValueError,
       "`residual_decay` must be in",
     ),
+    (
+      lambda: edgc_jax.quantize(8, residual_decay=0.9), ValueError,
+      "`residual_decay` must be 1 without error feedback",
+    ),
     (lambda: edgc_jax.topk(min_size=0), ValueError, "`min_size` must be"),
     (lambda: edgc_jax.edgc(wire_dtype="int2"), ValueError, "`wire_dtype`"),
   )  # fmt: skip

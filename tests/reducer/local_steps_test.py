@@ -389,9 +389,20 @@ def test_shards_of_a_replica_skip_together_and_share_fragments(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_replica_skips_a_step_alone():
-  """Its neighbours step; nothing of the broken gradient is left."""
-  tx = tx_of(every=3, inner=optax.adam(1e-2))
+@pytest.mark.parametrize(
+  ("inner", "bad"),
+  [
+    (optax.adam(1e-2), jnp.nan),
+    (optax.adafactor(1e-2, min_dim_size_to_factor=8), 1e25),
+  ],
+  ids=["gradient", "step"],
+)
+def test_a_replica_skips_a_step_alone(inner, bad):
+  """Its neighbours step; nothing of what is broken is left.
+
+  A step of Adafactor is NaN where squares of finite gradients are infinite.
+  """
+  tx = tx_of(every=3, inner=inner)
   axes = edgc_jax.state_axes(tx, PARAMS)
   state = jax.vmap(
     tx.init, in_axes=None, out_axes=axes, axis_size=REPLICAS, axis_name=AXIS
@@ -400,10 +411,14 @@ def test_a_replica_skips_a_step_alone():
     step_of(tx), in_axes=(None, axes, 0), out_axes=(None, axes), axis_name=AXIS
   )
   x = batch(0).reshape(REPLICAS, -1, 48)
-  params, state = step(PARAMS, state, x.at[2].set(jnp.nan))
+  params, state = step(PARAMS, state, x.at[2].set(bad))
   moved = np.abs(state.offset.values["w"]).max((1, 2, 3))
   assert moved[2] == 0 and np.all(moved[[0, 1, 3]] > 0)
-  assert state.inner_state.values[0].count.ravel().tolist() == [1, 1, 0, 1]
+  inner_state = state.inner_state.values
+  counts = optax.tree.get_all_with_path(inner_state, "count")
+  for _, count in counts:
+    assert count.ravel().tolist() == [1, 1, 0, 1]
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(inner_state))
   for i in range(1, 3):
     params, state = step(params, state, batch(i).reshape(REPLICAS, -1, 48))
   assert all(np.isfinite(p).all() for p in jax.tree.leaves(params))
@@ -572,6 +587,84 @@ def test_update_needs_both_kinds_of_parameters(given, message):
   tx = tx_of()
   with pytest.raises(ValueError, match=message):
     tx.update(PARAMS, tx.init(PARAMS), **given)
+
+
+@pytest.mark.parametrize(
+  ("made", "used", "message"),
+  [
+    ({}, {"fragments": 2}, "`fragments` must be 1, that of the run .* got 2"),
+    ({"fragments": 2}, {}, "`fragments` must be 2, that of the run .* got 1"),
+    ({}, {"overlap": 1}, "`overlap` must be 0, as in the run .* got 1"),
+    ({"overlap": 2}, {}, "`overlap` must be above 0, as in the run .* got 0"),
+  ],
+)
+def test_a_state_of_other_options_is_refused(made, used, message):
+  """What is in flight would be lost."""
+  state = tx_of(**made).init(PARAMS)
+  with pytest.raises(ValueError, match=message):
+    tx_of(**used).update(PARAMS, state, PARAMS, local_params=PARAMS)
+
+
+def test_it_does_not_go_into_skip_nonfinite():
+  tx = edgc_jax.skip_nonfinite(tx_of())
+  with pytest.raises(ValueError, match="local_steps skips steps and rounds"):
+    tx.init(PARAMS)
+
+
+def test_an_empty_tree():
+  tx = tx_of(every=1, overlap=1)
+  state = tx.init({})
+  step = jax.vmap(
+    lambda _: tx.update({}, state, {}, local_params={}), axis_name=AXIS
+  )
+  updates, state = step(jnp.zeros(REPLICAS))
+  assert updates == {} and state.step.tolist() == [1] * REPLICAS
+
+
+def test_metrics_send_nothing():
+  """Own numbers of replicas that other processes hold are not read."""
+
+  class Elsewhere:
+    is_fully_addressable = False
+
+    def __array__(self):
+      raise AssertionError("read")
+
+  tx = tx_of(mesh=mesh_of())
+  state = tx.init(PARAMS)
+  assert edgc_jax.metrics(state)["skipped_inner_steps"] == 0
+  # Inside jit a sum over the replicas would be a collective.
+  assert "skipped_inner_steps" not in jax.jit(edgc_jax.metrics)(state)
+  state = state._replace(skipped=state.skipped._replace(values=Elsewhere()))
+  assert "skipped_inner_steps" not in edgc_jax.metrics(state)
+
+
+def test_replicas_in_bfloat16_may_round_differently():
+  """The exchange compares parameters as those of bfloat16, and not float32."""
+  reducer = functools.partial(edgc_jax.allreduce, check_every=1)
+  tx = tx_of(reducer, every=1, rule=optax.sgd(1.0))
+  params = {"w": jnp.full((64, 64), 1.25, jnp.bfloat16)}
+  axes = edgc_jax.state_axes(tx, params)
+  state = jax.vmap(
+    tx.init, in_axes=None, out_axes=axes, axis_size=REPLICAS, axis_name=AXIS
+  )(params)
+  is_other = jax.random.bernoulli(jax.random.key(0), 0.2, (64, 64))
+  next_one = jnp.nextafter(params["w"], jnp.bfloat16(2.0))
+  own = jnp.stack([params["w"]] * REPLICAS)
+  own = own.at[1].set(jnp.where(is_other, next_one, params["w"]))
+
+  def step(params, state):
+    local = edgc_jax.local_params(params, state)
+    return tx.update(params, state, params, local_params=local)
+
+  step = jax.vmap(step, in_axes=(0, axes), axis_name=AXIS)
+  _, state = step({"w": own}, state)
+  assert edgc_jax.metrics(state.outer_state[0])["diverged_steps"] == 0
+  # Hundreds of roundings are a divergence.
+  step = jax.vmap(step.__wrapped__, in_axes=(0, 0), axis_name=AXIS)
+  _, state = step({"w": own.at[1].add(2.0)}, state)
+  with pytest.warns(RuntimeWarning, match="Replicas held different"):
+    assert edgc_jax.metrics(state.outer_state[0])["diverged_steps"] == 1
 
 
 def test_own_parameters_of_another_state():
