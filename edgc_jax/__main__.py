@@ -148,6 +148,11 @@ def _checked(
     )
   if flags.coordinator_address is None:
     return None
+  if flags.num_processes < 1:
+    parser.error(
+      f"--num_processes must be at least 1, got {flags.num_processes}; give the"
+      " number of all processes"
+    )
   if not 0 <= flags.process_id < flags.num_processes:
     parser.error(
       f"--process_id must be from 0 to {flags.num_processes - 1} (num_processes"

@@ -43,9 +43,10 @@ _TINY = float(np.finfo(np.float32).tiny)
 class ErrorAllocation:
   """Shares the bytes of a rank so that all matrices together lose least.
 
-  A matrix has at least 2 columns, at most three times the rank but no more than
-  the larger of 64 and twice the rank, and between half and twice its rank of
-  the window before. Leaves split over stages always have one rank.
+  A matrix has at least 2 columns (1 at rank 1), at most three times the rank
+  but no more than the larger of 64 and twice the rank, and between half and
+  twice its rank of the window before. Leaves split over stages always have one
+  rank.
 
   Attributes:
     scale_exponent: The squared error of a matrix is divided by this power of
@@ -361,10 +362,18 @@ class ErrorAllocator:
     )
 
   def report(self, state: AllocationState, report: Report) -> Report:
-    """Returns a budget's diagnostics with the errors predicted here."""
+    """Returns a budget's diagnostics with the errors predicted here, if any.
+
+    Before a window has been measured, they are the budget's own.
+    """
+    is_known = jnp.any(state.predicted_errors > 0)
+
+    def known(own: jax.Array, other: jax.Array | None) -> jax.Array:
+      return own if other is None else jnp.where(is_known, own, other)
+
     return report._replace(
-      predicted_error=state.predicted_error,
-      predicted_errors=state.predicted_errors,
+      predicted_error=known(state.predicted_error, report.predicted_error),
+      predicted_errors=known(state.predicted_errors, report.predicted_errors),
     )
 
   @functools.cached_property

@@ -32,16 +32,16 @@ from edgc_jax.leaves.leaf import Leaf
 
 # Lower bound of T: keeps logarithms finite at the full rank.
 SMALLEST_LOSS = 1e-12
+_NODES = 1025  # of the quadrature over phi
 
 
 @functools.lru_cache(maxsize=256)
-def lost_energy(rows: int, cols: int, num_nodes: int = 1025) -> np.ndarray:
+def lost_energy(rows: int, cols: int) -> np.ndarray:
   """Returns T(r / m; m / n) for every rank r = 0 ... min(rows, cols).
 
   Args:
     rows: Height of the matrix.
     cols: Width of the matrix.
-    num_nodes: Number of nodes of the quadrature over phi.
 
   Returns:
     float64 [min(rows, cols) + 1], falling from 1 to `SMALLEST_LOSS`.
@@ -51,7 +51,7 @@ def lost_energy(rows: int, cols: int, num_nodes: int = 1025) -> np.ndarray:
   """
   small, large = sorted((rows, cols))
   aspect = small / large
-  phi = np.linspace(0.0, np.pi, num_nodes)
+  phi = np.linspace(0.0, np.pi, _NODES)
   # The integrand of rho(phi), integrated by the trapezoidal rule.
   if small == large:  # the general form is 0 / 0 at phi = pi
     density = (1.0 - np.cos(phi)) / np.pi

@@ -1,8 +1,8 @@
 """The rank ladder: the ranks `edgc` may use, given or found from a link model.
 
 A rank above the ceiling is no faster than a dense exchange, or saves too few
-bytes. Every rank of the ladder has compiled collectives, so their number is
-limited.
+bytes. Every rank of the ladder has compiled collectives, so a ladder that is
+found has few; a given one has every multiple.
 """
 
 import dataclasses

@@ -89,7 +89,7 @@ def round_to_ladder(
   to `max_rank_step`. A lower rank replaces the current one only if `target` is
   below the current rank by more than half a step of the ladder: rounding down
   alone would change the rank at every other window while the entropy stays
-  near the bound between two ranks.
+  near the bound between two ranks. If `target` is NaN, the rank stays.
 
   Args:
     target: float32 [], the rank that the rule returns.
@@ -113,6 +113,7 @@ def round_to_ladder(
   spacing = ranks[1] - ranks[0] if len(ranks) > 1 else 1
   is_near = target >= jnp.asarray(ladder)[current] - 0.5 * spacing
   index = jnp.where(is_near, jnp.maximum(index, current), index)
+  index = jnp.where(jnp.isnan(target), current, index)
   limit = max_rank_step // spacing
   lowest = jnp.maximum(current - limit, 0)
   highest = jnp.minimum(current + limit, len(ranks) - 1)

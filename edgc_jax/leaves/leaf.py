@@ -281,8 +281,9 @@ def leaves_in(
     if not jnp.issubdtype(dtype, jnp.floating):
       raise TypeError(
         f"`updates` must have real floating leaves, got {dtype} at"
-        f" {jax.tree_util.keystr(key_path)};"
-        " leave such leaves out with optax.masked or optax.partition."
+        f" {jax.tree_util.keystr(key_path)}; convert Python numbers with"
+        " jnp.asarray, and leave others out with optax.masked or"
+        " optax.partition."
       )
   shards = shards_fn(tree) if shards_fn else [()] * len(values)
   for (key_path, value), dtype, axes in zip(

@@ -19,7 +19,7 @@ class Reviewed(NamedTuple):
   leaves: tuple[Leaf, ...]
   budget: Any
   code: Any
-  is_shared: bool  # whether matrices share the bytes of a rank
+  by_error: bool  # whether matrices share the bytes of a rank
   replicas: int | None  # their number, where the axis is bound
 
 

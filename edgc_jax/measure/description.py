@@ -278,7 +278,7 @@ def bytes_of_step(found: Reviewed, replicas: int) -> list[int]:
 
 def _part(found: Reviewed, replicas: int | None, mesh: Any) -> Part:
   """Describes the leaves of one reducer."""
-  axes, leaves, budget, code, is_shared, own = found
+  axes, leaves, budget, code, by_error, own = found
   ladder, replicas = budget.ladder, replicas or own or 1
   if mesh is not None:
     validation.require(
@@ -303,7 +303,7 @@ def _part(found: Reviewed, replicas: int | None, mesh: Any) -> Part:
   return Part(
     axes,
     shards_of(leaves),
-    _method(leaves, ladder, code, is_shared),
+    _method(leaves, ladder, code, by_error),
     ladder,
     tuple(row(leaf) for leaf in leaves),
     tuple(bytes_of_step(found, replicas)),
@@ -315,7 +315,7 @@ def _method(
   leaves: Sequence[Leaf],
   ladder: Sequence[int],
   code: Code | None,
-  is_shared: bool,
+  by_error: bool,
 ) -> str:
   """Names the method of a reducer."""
   in_code = f" in {name_of(code)}" if code else ""
@@ -327,7 +327,7 @@ def _method(
   ranks = ", ".join(str(rank) for rank in ladder if rank)
   first = "dense or " if 0 in ladder else ""
   method = f"{first}as factors of rank {ranks}{in_code}"
-  if is_shared:
+  if by_error:
     method += " (matrices share a rank's bytes: one may get up to 3 times the"
     method += " rank)"
   return method

@@ -103,7 +103,7 @@ def value_and_grad(
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   is_explicit = AxisType.Explicit in {types[a] for a in names(axis_name)}
   # Whether the compiler shards over further axes.
-  is_shared = set(mesh.shape) > set(names(axis_name)) and (
+  has_more_axes = set(mesh.shape) > set(names(axis_name)) and (
     AxisType.Explicit not in mesh.axis_types
   )
 
@@ -194,7 +194,7 @@ def value_and_grad(
     specs = of_params, specs, of_value
     how, found = (on_replica, mesh, axis_name, specs), None
     with _constraint_errors(axis_name):
-      if is_shared:
+      if has_more_axes:
         found = _traced(_by_vmap(*how), mesh, params, values)
       if found is None:
         return jax.jit(_by_shard_map(*how))(params, values)

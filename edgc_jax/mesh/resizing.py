@@ -120,8 +120,10 @@ def resize_replicas(
       f"the number of replicas of a state with an array of shape {x.shape}",
       "pass the numbers of replicas and stages that it was made for",
     )
-    parts = x.reshape(*parts_of, -1, *x.shape[1:])
-    return _resized(parts, new).reshape(-1, *x.shape[1:])
+    length = len(x) // math.prod(parts_of)
+    parts = x.reshape(*parts_of, length, *x.shape[1:])
+    length *= parts_of[0] * new
+    return _resized(parts, new).reshape(length, *x.shape[1:])
 
   validation.require(
     jax.tree.structure(opt_state) == jax.tree.structure(specs),

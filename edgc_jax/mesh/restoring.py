@@ -24,7 +24,7 @@ from edgc_jax.mesh.sharding import (
   specs_of_replicas,
   types_on,
 )
-from edgc_jax.state.state import ReducerState, Stats
+from edgc_jax.state.state import PerReplica, ReducerState, Stats
 from edgc_jax.wire import order
 from edgc_jax.wire.order import AxisName
 
@@ -96,7 +96,13 @@ def restore(
   replicas = num_replicas(mesh, axis_name)
   before = _replicas_of(old, new, replicas)
   if before != replicas:
-    local = specs_of_replicas(old, axis_name, stage_axis)
+    # Arrays that only some stages hold name them in the specs of the new state.
+    local = jax.tree.map(
+      lambda own, new: new if isinstance(own, PerReplica) else own,
+      specs_of_replicas(old, axis_name, stage_axis),
+      of_state,
+      is_leaf=lambda x: isinstance(x, PerReplica | ReducerState),
+    )
     stages = mesh.shape.get(stage_axis)
     old = resize_replicas(
       old, local, before, replicas, axis_name, stages=stages
@@ -203,21 +209,24 @@ def _like(tree: Any, stored: Any, entry: str) -> Any:
 def _as_stored(new: Any, stored: Any) -> Any:
   """Returns types of a state whose reducers have what is stored of them.
 
-  On another number of shards other leaves may be compressed, or none.
+  At another rank, or on another number of shards, other leaves may be
+  compressed, or none.
   """
 
   def of_reducer(path: tuple, part: Any) -> Any:
     if not isinstance(part, ReducerState):
       return part
     stats = Stats._make(_types_at((*path, GetAttrKey("stats")), Stats, stored))
-    if np.shape(stats.wire_bytes) == np.shape(part.stats.wire_bytes):
-      return part
     place = (*path, GetAttrKey("leaves"))
     leaves = jax.tree_util.tree_map_with_path(
       lambda own, _: _leaf_at((*place, *own), stored),
       part.leaves,
       is_leaf=is_leaf_state,
     )
+    if stats.wire_bytes is None or (
+      jax.tree.leaves(part.leaves) and not jax.tree.leaves(leaves)
+    ):
+      return part  # what is stored is of another method
     kept = {
       name: getattr(part, name)
       if _stored_below((*path, GetAttrKey(name)), getattr(part, name), stored)

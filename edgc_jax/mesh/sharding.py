@@ -209,7 +209,8 @@ def specs_of_replicas(
 ) -> Any:
   """Returns specs that name the replicas, but no shards.
 
-  Of any state of global arrays; on pipeline stages they name the stages, too.
+  Of any state of global arrays; on pipeline stages those of a reducer name the
+  stages, too.
   """
   return _Specs(axis_name, stage_axis, {}).of(state)
 

@@ -168,13 +168,13 @@ def with_factors(
 
   def with_width(leaf: Leaf) -> Leaf:
     columns = [leaf.columns(rank) for rank in ranks]
-    is_shared = by_error and leaf.exchange == 0
-    if most and is_shared:
+    has_own_rank = by_error and leaf.exchange == 0
+    if most and has_own_rank:
       columns = [most(own, leaf.cap) for own in columns]
     return dataclasses.replace(
       leaf,
       width=max(columns, default=0),
-      is_fixed=len(ranks) == 1 and not is_shared,
+      is_fixed=len(ranks) == 1 and not has_own_rank,
     )
 
   return tuple(map(with_width, found))

@@ -22,6 +22,7 @@ the same steps.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -151,12 +152,12 @@ class Reducer:
   def init(self, params: optax.Params) -> ReducerState:
     """Returns the state before the first step."""
     plan = self._plan(params)
-    budget, is_shared = plan.budget, plan.allocator is not None
+    budget, by_error = plan.budget, plan.allocator is not None
     replicas = None
     if order.is_bound(self.axes.replicas):
       replicas = collectives.num_devices(self.axes.replicas)
     found = review.Reviewed(
-      self.axes, plan.leaves, budget, self.code, is_shared, replicas
+      self.axes, plan.leaves, budget, self.code, by_error, replicas
     )
     review.at_init(found, self.min_ratio)
     self._require_all_bound(plan)
@@ -589,8 +590,9 @@ def by_exchange(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
 
   A stage sends its own leaves once its backward pass is done. The other leaves
   wait for stage 0, and are sent at its rank. On shards each combination of axes
-  that shards leaves has an exchange, the largest first: factors must not depend
-  on what differs over further axes. What is sent dense goes with the first.
+  that shards leaves has an exchange: factors must not depend on what differs
+  over further axes. The first one is that of most compressed entries, over all
+  shards, since a budget sees it alone. What is sent dense goes with it.
   """
   own = _numbered([leaf for leaf in leaves if not leaf.is_late], 0)
   after = 1 + max(own.values(), default=0)
@@ -603,7 +605,9 @@ def _numbered(leaves: Sequence[Leaf], start: int) -> dict[str, int]:
   sizes: dict[tuple[str, ...], int] = {}
   for leaf in leaves:
     if leaf.is_compressed or leaf.is_encoded:
-      sizes[leaf.shards] = sizes.get(leaf.shards, 0) + leaf.size
+      shards = math.prod(map(collectives.num_devices, leaf.shards))
+      size = leaf.size * shards if leaf.is_compressed else 0
+      sizes[leaf.shards] = sizes.get(leaf.shards, 0) + size
   first = max(sizes, key=lambda axes: sizes[axes], default=())
   in_order = [first, *(axes for axes in sizes if axes != first)]
 

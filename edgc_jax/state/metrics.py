@@ -298,7 +298,10 @@ def _warn_of_order(opt_state: Any) -> None:
   """Warns of other links before the reducer, which see local gradients."""
   is_chain = lambda x: type(x) is tuple  # noqa: E731
 
-  def has_links_before(chain: Any) -> bool:
+  def chains_in(tree: Any) -> list[tuple]:
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_chain) if is_chain(x)]
+
+  def has_links_before(chain: tuple) -> bool:
     holds = [bool(find(link, ReducerState)) for link in chain]
     first = holds.index(True) if any(holds) else 0
     # The state of `mean_over` is none of these.
@@ -306,10 +309,10 @@ def _warn_of_order(opt_state: Any) -> None:
       isinstance(x, optax.EmptyState) or bool(jax.tree.leaves(x))
       for x in chain[:first]
     ]
-    inside = [x for x in chain if is_chain(x)]
+    inside = chains_in(list(chain))
     return any(is_other) or any(map(has_links_before, inside))
 
-  if is_chain(opt_state) and has_links_before(opt_state):
+  if any(map(has_links_before, chains_in(opt_state))):
     validation.warn(
       "A link such as optax.clip_by_global_norm or optax.adam comes before the"
       " reducer in the chain. It sees the gradient of one replica, which is"

@@ -107,6 +107,13 @@ class CqmTest(parameterized.TestCase):
 
 
 class RoundToLadderTest(parameterized.TestCase):
+  def test_a_rule_that_finds_no_number_keeps_the_rank(self):
+    for current in range(4):
+      index = round_to_ladder(
+        jnp.float32(jnp.nan), jnp.int32(current), (8, 12, 16, 20), 4
+      )
+      self.assertEqual(int(index), current)
+
   def test_always_allowed_and_never_far(self):
     random = np.random.default_rng(0)
     for ranks, step in (((8, 12, 16, 20), 4), ((4, 8, 12), 8), ((5,), 4)):

@@ -92,6 +92,10 @@ def test_a_broken_collective(monkeypatch, capsys, without_reducers, name):
     (MODEL, "--shapes is for --advise"),
     (LINK, "--gbit is for --advise"),
     (["--process_id=0"], "give --coordinator_address, --num_processes, --proc"),
+    (
+      ["--coordinator_address=a:1", "--num_processes=0", "--process_id=0"],
+      "--num_processes must be at least 1, got 0",
+    ),
     (["--advise", *MODEL], "have no link to measure; give --gbit"),
     (
       ["--advise", *MODEL, *LINK, "--replicas=1"],

@@ -204,6 +204,25 @@ class RefusalsTest(parameterized.TestCase):
 
 
 class StateTest(parameterized.TestCase):
+  @parameterized.parameters(8, 64)
+  def test_a_budget_sees_the_sharded_matrices(self, width):
+    """A replicated leaf has more entries on a device, or is sent dense."""
+    mesh = mesh_of(data=2, fsdp=4)
+    shapes = {"emb": (4096, width), "down": (512, 1024), "up": (1024, 512)}
+    params = {
+      name: jax.ShapeDtypeStruct(shape, jnp.float32)
+      for name, shape in shapes.items()
+    }
+    specs = {"emb": P(), "down": P(None, "fsdp"), "up": P("fsdp")}
+    tx = edgc_jax.edgc(rank_max=16, total_steps=100)
+    init = jax.shard_map(
+      tx.init, mesh=mesh, in_specs=(specs,),
+      out_specs=edgc_jax.state_specs(tx, params, mesh=mesh, param_specs=specs),
+    )  # fmt: skip
+    state = jax.eval_shape(init, params)
+    self.assertEqual(state.budget.reference_variance.shape, (1, 4, 2))
+    self.assertEqual(state.allocation.ranks.shape, (1, 4, 2))
+
   def test_specs(self):
     run = ShardedRun(
       optax.chain(float32.edgc(), optax.adam(1e-3)), data=2, fsdp=2, tensor=2

@@ -4,6 +4,7 @@ import functools
 import operator
 import tempfile
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -168,6 +169,35 @@ class ReshardingTest(parameterized.TestCase):
     moved = edgc_jax.resize_shards(tx, params, state, **how)
     for found in (restored, resized, moved):
       self.assertEqual(found[1].rng_key, key)
+
+  @parameterized.parameters((16, 32), (32, 16))
+  @pytest.mark.filterwarnings("ignore:Residuals of")
+  def test_another_rank(self, before, after):
+    """At the higher rank the small matrix is sent dense."""
+    shapes = {"a": (64, 64), "small": (20, 20), "z": (128, 64)}
+    params = {
+      name: np.ones(shape, np.float32) for name, shape in shapes.items()
+    }
+    how = {"mesh": mesh_of(data=2)}
+
+    def tx_of(rank):
+      return edgc_jax.edgc(rank_max=rank, total_steps=100, **how)
+
+    names = {16: ["a", "small", "z"], 32: ["a", "z"]}
+    own = {"a": 1.0, "small": 2.0, "z": 3.0}
+    state = tx_of(before).init(params)
+    variances = np.array([own[name] for name in names[before]], np.float32)
+    budget = state.budget._replace(reference_variance=variances)
+    folder = f"{tempfile.mkdtemp()}/saved"
+    with ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(folder, (params, state._replace(budget=budget)))
+    _, restored = edgc_jax.restore(folder, tx_of(after), params, **how)
+    expected = tx_of(after).init(params)
+    chex.assert_trees_all_equal_shapes(restored, expected)
+    found = dict(
+      zip(names[after], restored.budget.reference_variance, strict=True)
+    )
+    self.assertEqual([found["a"], found["z"]], [1.0, 3.0])
 
   def test_another_number_of_replicas_is_refused(self):
     run, then = (run_on(powersgd, data=n, fsdp=2).restart() for n in (4, 2))

@@ -64,6 +64,11 @@ class ResizeTest(parameterized.TestCase):
     self.assertIs(found["a"], tree["a"])
     self.assertIs(found["b"], tree["b"])
 
+  def test_arrays_without_entries(self):
+    for new in (2, 8):
+      found = edgc_jax.resize_replicas(np.ones((4, 0)), P("data"), 4, new)
+      self.assertEqual(found.shape, (new, 0))
+
   def test_out_of_range(self):
     with self.assertRaisesRegex(ValueError, "`new` must be .*, got 0"):
       edgc_jax.resize_replicas(np.ones(4), P("data"), 4, 0)

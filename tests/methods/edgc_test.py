@@ -84,6 +84,14 @@ class EdgcTest(parameterized.TestCase):
     self.assertEqual(values[0]["predicted_error"], 0)
     self.assertEqual(values[0]["relative_error"], 0)
 
+  @parameterized.parameters("uniform", "error")
+  def test_errors_are_predicted_from_the_first_step_on(self, allocation):
+    """Before a window is measured, by the model of independent entries."""
+    tx = edgc_jax.edgc(rank_max=16, total_steps=100, allocation=allocation)
+    found = edgc_jax.metrics(tx.init({"w": jnp.zeros((64, 64))}))
+    self.assertBetween(found["predicted_error"], 0.3, 0.5)
+    self.assertBetween(found["matrix_predicted_error"]["w"][0], 0.3, 0.5)
+
   @pytest.mark.slow
   def test_linear_rule(self):
     scales = [1.0, 0.2, 0.2, 0.2, 0.04, 0.04]

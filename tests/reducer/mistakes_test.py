@@ -218,17 +218,21 @@ class ChainTest(parameterized.TestCase):
     ):
       run.step(gradients_like(PARAMS, 0))
 
-  @parameterized.parameters(True, False)
-  def test_a_link_before_the_reducer_is_named(self, is_nested):
+  @parameterized.named_parameters(
+    ("alone", lambda tx: tx),
+    ("nested", lambda tx: optax.chain(tx, optax.adam(1e-3))),
+    ("skip_nonfinite", edgc_jax.skip_nonfinite),
+    ("accumulate", lambda tx: edgc_jax.accumulate(tx, 2)),
+    ("named_chain", lambda tx: optax.named_chain(("first", tx))),
+  )
+  def test_a_link_before_the_reducer_is_named(self, wrap):
     clip, tx = optax.clip_by_global_norm(1.0), float32.powersgd(4)
-    chain = optax.chain(clip, tx, optax.adam(1e-3))
-    if is_nested:
-      chain = optax.chain(optax.chain(clip, tx), optax.adam(1e-3))
+    chain = wrap(optax.chain(clip, tx))
     with self.assertWarnsRegex(RuntimeWarning, "Put the reducer first"):
       edgc_jax.metrics(chain.init(PARAMS))
     before = edgc_jax.mean_over("fast")
     for right in (optax.chain(tx, clip), optax.chain(before, tx, clip)):
-      edgc_jax.metrics(right.init(PARAMS))
+      edgc_jax.metrics(wrap(right).init(PARAMS))
 
   def test_a_missing_gradient_raises(self):
     tx = float32.powersgd(2)
