@@ -148,7 +148,7 @@ OPTIONS = {
     "params": (None, {}, "params"),
     "link": (None, 1e8, (0.0, 1e8)),
     "step_seconds": (*NO_SECONDS, None),
-    "replicas": (*NO_COUNT, None),
+    "replicas": (*NO_COUNT, 1, None),
     "most_steps": NO_COUNT,
     "shards": NO_COUNT,
     "tolerance": NO_SECONDS,

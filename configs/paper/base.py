@@ -1,12 +1,14 @@
 """What the paper's three runs have in common.
 
 Facts from the scripts that the authors of arXiv:2511.10333 have published; they
-train with Megatron-LM on 16, 32 and 64 GPUs, in float32. Two departures: the
-learning rate falls over the steps of the run, and not over 320,000; and ranks
-are at least 16 apart where the largest one is above 250, since a ladder has at
-most 16 ranks. The authors derive the largest rank from times that are not
-published. Here it follows from the link and the time of a backward pass below:
-assumptions for 2.5B on V100 (docs/paper.md), to be replaced by one's own.
+train with Megatron-LM on 16, 32 and 64 GPUs, in float32. Three departures: the
+learning rate falls over the steps of the run, and not over 320,000; ranks are
+at least 16 apart where the largest one is above 250, since a ladder has at most
+16 ranks; and the rank moves by one step of the ladder a window, not by 4 ranks
+(docs/paper.md has both). The authors derive the largest rank from times that
+are not published. Here it follows from the link and the time of a backward pass
+below: assumptions for 2.5B on V100 (docs/paper.md), to be replaced by one's
+own.
 """
 
 from ml_collections import ConfigDict

@@ -32,7 +32,8 @@ TOLERANCE = 0.1  # of the least time, accepted for fewer steps
 _CLOSE = 1.02  # of the protocol's bits, up to which a rank sends as many
 _EDGC_RANKS = 6  # of a ladder of edgc, beyond the first
 _EVERY = ", every "  # ends the name of an exchange
-# All-reduces in sequence, of which a gather is one; others have one.
+# All-reduces in sequence; others have one. Sparse entries are gathered, and
+# their sketches reduced.
 _TRIPS = {"powersgd": 2, "edgc": 2, "topk": 2, "randomk": 2}
 
 
@@ -201,7 +202,7 @@ def advise(
     link: Time of an all-reduce over the replicas: from `measure_link`, or
       `LinkModel.of_uplink` for a link that is not at hand.
     step_seconds: Seconds of a training step without any exchange.
-    replicas: Number of replicas.
+    replicas: Number of replicas, at least 2.
     computing: Seconds to compute an exchange, by the names of the candidates,
       from `measure_computing`; None assumes none.
     most_steps: Leaves out exchanges that are rarer than every so many steps:
@@ -365,7 +366,7 @@ def _candidates(
   most_steps: int | None,
 ) -> list[Candidate]:
   """Returns the methods to choose from for these parameters, dense first."""
-  validation.require_int("replicas", replicas, 1)
+  validation.require_int("replicas", replicas, 2)
   if most_steps is not None:
     validation.require_int("most_steps", most_steps, 1)
   validation.require_function(
@@ -460,7 +461,8 @@ def _for_params(
   by_rank = bytes_of_step(found, replicas)
   # A mean over the ranks, of which edgc uses several.
   sent = sum(by_rank) / len(by_rank)
-  sent *= one.bits / one.predicted_bits
+  if len(by_rank) > 1:  # the judged runs used some of them more than others
+    sent *= one.bits / one.predicted_bits
   bits = 8 * sent / size / one.every
   return dataclasses.replace(method, wire_bytes=round(sent), bits=bits)
 
@@ -515,12 +517,19 @@ def _edgc_at(options: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
   }  # fmt: skip
 
 
+def trips_of(reducer: str, is_encoded: bool) -> int:
+  """Returns the all-reduces of an exchange, one after the other.
+
+  Encoded values are exchanged in parts, then gathered: one more.
+  """
+  return _TRIPS.get(reducer, 1) + is_encoded
+
+
 def _trips(method: Candidate) -> int:
-  """Returns the collectives of an exchange, one after the other."""
+  """Returns `trips_of` a candidate, whose code is among its options."""
   wire_dtype = method.options.get("wire_dtype", "float32")
-  # Encoded values are exchanged in parts, then gathered: one more all-reduce.
   is_encoded = method.reducer == "quantize" or wire_dtype != "float32"
-  return _TRIPS.get(method.reducer, 1) + is_encoded
+  return trips_of(method.reducer, is_encoded)
 
 
 _RESIZED: Mapping[str, Callable[[Mapping[str, Any], int], Mapping[str, Any]]]

@@ -89,13 +89,15 @@ class Layout:
       r"|(?P<wide>[1-9]\d*) replicas of (?P<shards>[1-9]\d*) shards",
       name,
     )
-    if not found:
+    groups = found.groupdict() if found else {}
+    sizes = {key: int(number or 1) for key, number in groups.items()}
+    replicas = sizes.get("replicas", 1) * sizes.get("wide", 1)
+    if replicas < 2:
       raise ValueError(
         "`--layout` must be like 4 replicas, 2 stages of 2 replicas, or 2"
-        f" replicas of 4 shards, got {name!r}; change it."
+        f" replicas of 4 shards, with 2 replicas at least, got {name!r}; change"
+        " it."
       )
-    sizes = {key: int(number or 1) for key, number in found.groupdict().items()}
-    replicas = sizes["replicas"] * sizes["wide"]
     return cls(name, replicas, sizes["stages"], sizes["shards"])
 
   @property

@@ -19,14 +19,16 @@ the exchange of a stage's own leaves.
 
 This is Megatron's layout, in which a node sends activations once. (In
 `experiments/models` each of its devices sends them.) Left out are what stages
-exchange of embedding and logits, and that the stages' loads differ by these.
+exchange of embedding and logits, that the stages' loads differ by these, and
+the products that make bases orthonormal, which grow with the square of the
+rank.
 """
 
 import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +41,7 @@ import edgc_jax
 from edgc_jax.budget import alignment, entropy, ladder
 from edgc_jax.budget.entropy_budget import EntropyBudget
 from edgc_jax.leaves.review import Reviewed
+from edgc_jax.measure.advice import trips_of
 from edgc_jax.measure.description import reviewed
 from edgc_jax.reducer import rounds
 from edgc_jax.wire.link_model import ring_bytes
@@ -46,7 +49,7 @@ from experiments import tasks
 from experiments.parallel import meshes
 from experiments.training import optimizer, times
 
-_BYTES = 4  # of a float32
+_BYTES = 4  # of a float32, as gradients are
 # Passes over a gradient to compress it: M is read for P, for Q and for the
 # residual, which is read and written; the update is written.
 _PASSES = 6
@@ -131,6 +134,11 @@ def require_planned(config: ConfigDict) -> None:
   Raises:
     ValueError: if it does not.
   """
+  if config.mesh.data < 2:
+    raise ValueError(
+      "`mesh.data` must be at least 2 for a cluster on paper, got"
+      f" {config.mesh.data}; one replica exchanges nothing."
+    )
   for name, found, rule in (
     ("task", config.task, "gpt2"),
     ("local.every", config.local.every, 0),
@@ -158,7 +166,7 @@ def compute_of(config: ConfigDict, hardware: Hardware) -> Compute:
   attention = layers * 2 * model.context * model.width
   flops = 2 * tokens * (weights + attention) / mesh.tensor
   products = flops / (hardware.peak * hardware.share)
-  activations = tokens * model.width * _BYTES
+  activations = tokens * model.width * jnp.dtype(model.dtype).itemsize
   sums = 2 * layers * ring_bytes(activations, mesh.tensor) / hardware.inside
   k = 3 if hardware.recomputes else 2
   forward, backward = products + sums, k * products + (k - 1) * sums
@@ -233,8 +241,9 @@ class Exchanges:
       _bytes_of(found, is_late, config.mesh.data) for is_late in (False, True)
     )
     self.own_bytes, self.late_bytes = own, late
-    is_sparse = config.reducer in ("topk", "randomk")  # gathers, in two rounds
-    num_reduces = 2 + (found.code is not None or is_sparse)
+    # `exchange_seconds` takes one off where an exchange is dense.
+    num_reduces = trips_of(config.reducer, found.code is not None)
+    num_reduces += not any(self.ladder)
     seconds = functools.partial(
       ladder.exchange_seconds, self.ladder, link=link, num_reduces=num_reduces
     )
@@ -260,6 +269,7 @@ def run_of(
   config: ConfigDict,
   hardware: Hardware,
   entropy_at: Callable[[float], float] | None = None,
+  most_ranks: int | None = None,
 ) -> Run:
   """Models a whole run.
 
@@ -268,6 +278,8 @@ def run_of(
     hardware: The cluster.
     entropy_at: For `edgc`, the entropy of the gradients in nats at a share of
       the run's steps, from 0 to 1.
+    most_ranks: For `edgc`, ranks by which stage 0 moves in a window at most,
+      though a step of the ladder is wider. None for that of the configuration.
 
   Returns:
     Means over all steps.
@@ -291,6 +303,8 @@ def run_of(
       )
     starts = list(range(0, steps, budget.window))
     first = levels_of(budget, steps, entropy_at)
+    if most_ranks is not None:
+      first = slowed(first, exchanges.ladder, most_ranks)
   else:  # a schedule of steps
     starts = sorted({i * steps // _PARTS for i in range(_PARTS)})
     first = np.asarray(
@@ -354,6 +368,30 @@ def levels_of(
     last = min(first + budget.window, steps)
     mean = entropy_at((first + last) / 2 / steps)
     state, level = close(state, jnp.float32(mean), jnp.int32(last))
+  return np.array(found)
+
+
+def slowed(
+  levels: Sequence[int], ranks: Sequence[int], most: int
+) -> np.ndarray:
+  """Returns levels of windows that follow others by few ranks a window.
+
+  Args:
+    levels: The levels to follow.
+    ranks: The rank of each level, rising; 0 for dense.
+    most: The most ranks from one window to the next. Between two ranks of the
+      ladder, the larger one is in use. Into and out of dense a rank jumps.
+
+  >>> slowed([0, 3, 1, 1, 1, 1], (0, 8, 12, 16), 3).tolist()
+  [0, 3, 3, 2, 1, 1]
+  """
+  found, rank = [], 0
+  for level in levels:
+    wanted = ranks[level]
+    if rank and wanted:
+      wanted = min(max(wanted, rank - most), rank + most)
+    rank = wanted
+    found.append(int(np.searchsorted(ranks, rank)))
   return np.array(found)
 
 

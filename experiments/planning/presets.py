@@ -14,7 +14,8 @@ HARDWARE = {
     peak=15.7e12, share=0.45, memory=900e9, inside=120e9, megabits=10_000,
     round_trip=1e-4,
   ),
-  # TF32 on tensor cores, PyTorch's usual precision of float32 layers there.
+  # TF32 on tensor cores, as in NVIDIA's containers. PyTorch alone has it off,
+  # and then the peak is 67e12.
   "h100": Hardware(
     peak=495e12, share=0.35, memory=3350e9, inside=400e9, megabits=100_000,
     round_trip=5e-5,

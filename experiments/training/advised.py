@@ -67,7 +67,7 @@ def require_choice(config: ConfigDict) -> None:
     raise ValueError(
       "`mesh` must be several replicas on devices of their own, without stages,"
       f" to choose a reducer, got data={mesh.data}, stage={mesh.stage} and"
-      f" backend={mesh.backend!r}; change it, or name a reducer with"
+      f" backend={mesh.backend!r}; change it, or train with"
       " --config=FILE:REDUCER. On stages edgc.rank_max=0 finds the largest"
       " rank."
     )

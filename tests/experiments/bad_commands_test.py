@@ -311,7 +311,7 @@ def test_runs_of_one_program(commands, tmp_path, content):
     ("plan_cluster", [PIPELINE, "--fall=inf"], ["`fall`", "inf"]),
     ("plan_cluster", [PIPELINE, "--curve=up"], ["curve"]),
     ("plan_cluster", [VIT, "--config.mesh.backend=jit"], ["`task`", "gpt2"]),
-    ("plan_cluster", [TINY, "--config.mesh.data=1"], ["`replicas`"]),
+    ("plan_cluster", [TINY, "--config.mesh.data=1"], ["`mesh.data`"]),
     ("plan_layout", [TINY], ["`mesh.backend`"]),
     ("plan_layout", [PIPELINE, "--output=README.md"], ["`--output`"]),
     ("plan_layout", [PIPELINE, "--output=docs"], ["`--output`"]),

@@ -334,6 +334,7 @@ def test_layouts_by_name(name, hosts, sizes):
 @pytest.mark.parametrize(
   "name",
   ["replicas", "2 replica", "2 stages of 2 replicas of 4 shards", "0 replicas",
+   "1 replicas", "2 stages of 1 replicas", "1 replicas of 4 shards",
    "0 stages of 2 replicas", "2 replicas of 0 shards"],
 )  # fmt: skip
 def test_a_layout_that_is_none(name):

@@ -105,6 +105,25 @@ def test_recomputing_and_sums_take_time():
   assert cluster.compute_of(config, slow).backward == pytest.approx(
     first.backward + sums
   )
+  half = small()
+  half.model.dtype = "bfloat16"  # of activations
+  assert cluster.compute_of(half, slow).backward == pytest.approx(
+    first.backward + sums / 2
+  )
+
+
+def test_ranks_may_follow_slowly():
+  """Between two ranks of the ladder the larger one is in use."""
+  ranks = (0, 8, 12, 16)
+  for most, expected in (
+    (1, [0, 3, 3, 3, 3, 3, 3, 3, 0, 2, 3]),
+    (3, [0, 3, 3, 3, 3, 2, 1, 2, 0, 2, 3]),
+    (4, [0, 3, 2, 3, 2, 1, 1, 2, 0, 2, 3]),
+    (8, [0, 3, 1, 3, 1, 1, 1, 3, 0, 2, 3]),
+  ):
+    wanted = [0, 3, 1, 3, 1, 1, 1, 3, 0, 2, 3]
+    found = cluster.slowed(wanted, ranks, most).tolist()
+    assert found == expected, most
 
 
 @pytest.mark.slow

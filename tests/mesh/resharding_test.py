@@ -190,7 +190,8 @@ class ReshardingTest(parameterized.TestCase):
     budget = state.budget._replace(reference_variance=variances)
     folder = f"{tempfile.mkdtemp()}/saved"
     with ocp.StandardCheckpointer() as checkpointer:
-      checkpointer.save(folder, (params, state._replace(budget=budget)))
+      state = state._replace(count=state.count + 50, budget=budget)
+      checkpointer.save(folder, (params, state))
     _, restored = edgc_jax.restore(folder, tx_of(after), params, **how)
     expected = tx_of(after).init(params)
     chex.assert_trees_all_equal_shapes(restored, expected)
