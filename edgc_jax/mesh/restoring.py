@@ -223,10 +223,12 @@ def _as_stored(new: Any, stored: Any) -> Any:
       part.leaves,
       is_leaf=is_leaf_state,
     )
+    wanted, got = (np.shape(x.wire_bytes) for x in (part.stats, stats))
+    has_state = [bool(jax.tree.leaves(x)) for x in (part.leaves, leaves)]
     if stats.wire_bytes is None or (
-      jax.tree.leaves(part.leaves) and not jax.tree.leaves(leaves)
+      wanted == got and has_state == [True, False]
     ):
-      return part  # what is stored is of another method
+      return part  # what is stored is of another method, or of none
     kept = {
       name: getattr(part, name)
       if _stored_below((*path, GetAttrKey(name)), getattr(part, name), stored)
