@@ -225,9 +225,8 @@ def _as_stored(new: Any, stored: Any) -> Any:
     )
     wanted, got = (np.shape(x.wire_bytes) for x in (part.stats, stats))
     has_state = [bool(jax.tree.leaves(x)) for x in (part.leaves, leaves)]
-    if stats.wire_bytes is None or (
-      wanted == got and has_state == [True, False]
-    ):
+    is_other = wanted == got and has_state == [True, False]
+    if is_other or stats.wire_bytes is None:
       return part  # what is stored is of another method, or of none
     kept = {
       name: getattr(part, name)
