@@ -24,7 +24,12 @@ from edgc_jax.mesh.sharding import (
   specs_of_replicas,
   types_on,
 )
-from edgc_jax.state.state import PerReplica, ReducerState, Stats
+from edgc_jax.state.state import (
+  LocalStepsState,
+  PerReplica,
+  ReducerState,
+  Stats,
+)
 from edgc_jax.wire import order
 from edgc_jax.wire.order import AxisName
 
@@ -92,6 +97,7 @@ def restore(
       f"of the shapes in the checkpoint, such as {np.shape(found)} there",
       "pass the model that it was saved with",
     )
+  _require_nothing_in_flight(new, stored[1])
   old = _like(_as_stored(new, stored[1]), stored[1], "opt_state")
   replicas = num_replicas(mesh, axis_name)
   before = _replicas_of(old, new, replicas)
@@ -223,11 +229,10 @@ def _as_stored(new: Any, stored: Any) -> Any:
       part.leaves,
       is_leaf=is_leaf_state,
     )
-    wanted, got = (np.shape(x.wire_bytes) for x in (part.stats, stats))
-    has_state = [bool(jax.tree.leaves(x)) for x in (part.leaves, leaves)]
-    is_other = wanted == got and has_state == [True, False]
-    if is_other or stats.wire_bytes is None:
-      return part  # what is stored is of another method, or of none
+    same_shards = np.shape(part.stats.wire_bytes) == np.shape(stats.wire_bytes)
+    is_other = _facts(part.leaves, part.stats) != _facts(leaves, stats)
+    if stats.wire_bytes is None or (same_shards and is_other):
+      return part  # the arrays that it lacks are named
     kept = {
       name: getattr(part, name)
       if _stored_below((*path, GetAttrKey(name)), getattr(part, name), stored)
@@ -239,6 +244,31 @@ def _as_stored(new: Any, stored: Any) -> Any:
   return jax.tree_util.tree_map_with_path(
     of_reducer, new, is_leaf=lambda x: isinstance(x, ReducerState)
   )
+
+
+def _facts(leaves: Any, stats: Stats) -> list[bool]:
+  """Returns what tells a method from others: which arrays it keeps."""
+  states = jax.tree.leaves(leaves, is_leaf=is_leaf_state)
+  kept = [
+    any(getattr(state, name) is not None for state in states)
+    for name in ("factor_q", "residual")
+  ]
+  return [*kept, stats.entropy is None, stats.relative_error is None]
+
+
+def _require_nothing_in_flight(new: Any, stored: Any) -> None:
+  """Raises if local steps without an overlap would drop s_i."""
+  is_local = lambda x: isinstance(x, LocalStepsState)  # noqa: E731
+  for path, part in jax.tree_util.tree_leaves_with_path(new, is_leaf=is_local):
+    if is_local(part) and not jax.tree.leaves(part.sent):
+      place = (*path, GetAttrKey("sent"))
+      validation.require(
+        not _stored_below(place, part.offset, stored),
+        "path",
+        "one of local steps with an overlap",
+        "a checkpoint of overlap=0, as `tx` has",
+        "pass the overlap of the run that saved it",
+      )
 
 
 def _leaf_at(path: tuple, stored: Any) -> LeafState:

@@ -311,8 +311,7 @@ class LocalSteps:
     Args:
       sent: The fragment of s_i.
       outer_state: Its outer state.
-      params: Its common parameters, in their own dtype, whose rounding the
-        comparison of replicas allows for.
+      params: Its common parameters, in float32.
       **extra_args: For the outer chain.
     """
     outer = optax.with_extra_args_support(self.outer)
@@ -323,7 +322,7 @@ class LocalSteps:
   def _require_own(self, state: LocalStepsState) -> None:
     """Raises if a state is of other fragments, or lacks or has s_i."""
     offset, sent = state.offset.values, state.sent.values
-    has_sent = jax.tree.structure(sent) == jax.tree.structure(offset)
+    has_sent = bool(jax.tree.leaves(sent))
     fragments = len(state.outer_state)
     remedy = "pass that, or begin again with the common parameters"
     validation.require(
@@ -334,7 +333,7 @@ class LocalSteps:
       remedy,
     )
     validation.require(
-      has_sent == bool(self.overlap),
+      has_sent == bool(self.overlap) or not jax.tree.leaves(offset),
       "overlap",
       self.overlap,
       f"{'above 0' if has_sent else '0'}, as in the run that made this state",
@@ -350,7 +349,7 @@ class LocalSteps:
     self, index: jax.Array, sent: Any, params: Any, outer_state: Any, extra: Any
   ) -> tuple[Any, Any]:
     """Exchanges the fragment of an index, or nothing; arrays of all leaves."""
-    own_parts = parts_of(arrays_of(params), self.fragments)
+    own_parts = parts_of(wide(params), self.fragments)
     sent_parts = parts_of(sent, self.fragments)
 
     def exchange(k: int, outer_state: Any) -> tuple[Any, Any]:

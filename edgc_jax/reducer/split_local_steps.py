@@ -17,6 +17,7 @@ from edgc_jax.reducer.local_steps import (
   joined,
   only_state,
   parts_of,
+  wide,
 )
 from edgc_jax.reducer.transformation import transformation
 from edgc_jax.state.state import LocalStepsState, PerReplica
@@ -231,7 +232,7 @@ class Exchange:
     )
 
   def _exchange(self, sent: Any, outer_state: Any, params: Any) -> tuple:
-    return self._steps.exchange(sent, outer_state, params)
+    return self._steps.exchange(sent, outer_state, wide(params))
 
   def _part(self, k: int, tree: Any) -> Any:
     """Returns fragment k of a tree."""

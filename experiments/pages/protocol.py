@@ -133,11 +133,14 @@ def _first_arms(name: str) -> Sequence[str]:
   """Compares the arms of each table with the table's first arm."""
   found, lines = _joined(name), []
   bits = found.droplevel("table")["bits"] if len(found) else {}
+  left = []
   for first, *others in study_of(name).tables.values():
     for arm in others:
       if arm not in bits or first not in bits:
+        left.append(arm)
         continue
       difference, error, pairs = statistics.beside(_judged(name), arm, first)
+      sure = statistics.verdict(difference, error)
       lines.append(
         {
           "arm": arm,
@@ -145,10 +148,11 @@ def _first_arms(name: str) -> Sequence[str]:
           "minus": f"{first} ({bits[first]:.2f} bits)",
           "nats": _difference(difference, error),
           "seeds": str(pairs),
-          "so it is": statistics.verdict(difference, error),
+          "so it is": sure if pairs > 1 else "one seed",
         }
       )
-  return markdown(lines) if lines else ["No run is finished yet."]
+  unfinished = ["", f"Not finished yet: {'; '.join(left)}."] if left else []
+  return [*(markdown(lines) if lines else ()), *unfinished]
 
 
 def _tuning(name: str) -> Sequence[str]:

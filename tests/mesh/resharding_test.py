@@ -200,6 +200,30 @@ class ReshardingTest(parameterized.TestCase):
     )
     self.assertEqual([found["a"], found["z"]], [1.0, 3.0])
 
+  def test_another_method_or_what_is_in_flight_is_refused(self):
+    params = {"w": np.ones((64, 64), np.float32)}
+    how = {"mesh": mesh_of(data=2)}
+
+    def local(overlap):
+      outer = optax.chain(edgc_jax.allreduce(**how), optax.sgd(1.0))
+      return edgc_jax.local_steps(
+        optax.adam(1e-3), outer, 2, overlap=overlap, **how
+      )
+
+    quantize = edgc_jax.quantize(4, error_feedback=True, **how)
+    powersgd = edgc_jax.powersgd(4, **how)
+    for saved, given, rule in (
+      (quantize, powersgd, "all arrays of the state"),
+      (powersgd, edgc_jax.edgc(**how), "all arrays of the state"),
+      (local(1), local(0), "a checkpoint of overlap=0"),
+      (local(0), local(1), "all arrays of the state"),
+    ):
+      folder = f"{tempfile.mkdtemp()}/saved"
+      with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, (params, saved.init(params)))
+      with self.assertRaisesRegex(ValueError, f"`path` must be .*{rule}"):
+        edgc_jax.restore(folder, given, params, **how)
+
   def test_another_number_of_replicas_is_refused(self):
     run, then = (run_on(powersgd, data=n, fsdp=2).restart() for n in (4, 2))
     with self.assertRaisesRegex(ValueError, "resize_replicas"):
