@@ -120,10 +120,10 @@ def resize_replicas(
       f"the number of replicas of a state with an array of shape {x.shape}",
       "pass the numbers of replicas and stages that it was made for",
     )
-    length = len(x) // math.prod(parts_of)
-    parts = x.reshape(*parts_of, length, *x.shape[1:])
-    length *= parts_of[0] * new
-    return _resized(parts, new).reshape(length, *x.shape[1:])
+    # Not -1, which an array without entries does not tell.
+    part = len(x) // math.prod(parts_of), *x.shape[1:]
+    found = _resized(x.reshape(*parts_of, *part), new)
+    return found.reshape(parts_of[0] * new * part[0], *part[1:])
 
   validation.require(
     jax.tree.structure(opt_state) == jax.tree.structure(specs),

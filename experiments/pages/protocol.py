@@ -59,9 +59,15 @@ def _results(name: str) -> Sequence[str]:
         _line(arm, row) | _outer(own, arm) for arm, row in arms.iterrows()
       ]
       lines += ["", *markdown(cells)]
-    if left := [arm for arm in own.table_of(table) if arm not in arms.index]:
-      lines += ["", f"Not finished yet: {'; '.join(left)}."]
+    lines += _unfinished(
+      [arm for arm in own.table_of(table) if arm not in arms.index]
+    )
   return lines[1:]
+
+
+def _unfinished(arms: Sequence[str]) -> Sequence[str]:
+  """Names arms without a line; nothing if there are none."""
+  return ["", f"Not finished yet: {'; '.join(arms)}."] if arms else []
 
 
 def _outer(own: Study, arm: str) -> dict[str, str]:
@@ -151,8 +157,7 @@ def _first_arms(name: str) -> Sequence[str]:
           "so it is": sure if pairs > 1 else "one seed",
         }
       )
-  unfinished = ["", f"Not finished yet: {'; '.join(left)}."] if left else []
-  return [*(markdown(lines) if lines else ()), *unfinished]
+  return [*(markdown(lines) if lines else ()), *_unfinished(left)]
 
 
 def _tuning(name: str) -> Sequence[str]:
@@ -237,7 +242,8 @@ def _summary(names: str) -> Sequence[str]:
       best = others[is_sure] if is_sure.any() else others
       own = own.loc[[*best.index[:1], *own.index[is_edgc]]]
     for arm, row in own.iterrows():
-      line = {k: _line(arm, row)[k] for k in _SHORT}
+      whole = _line(arm, row)
+      line = {k: whole[k] for k in _SHORT}
       if row["seeds"] < statistics.MANY:
         line["arm"] += f" ({row['seeds']} seeds)"
       lines.append(line)

@@ -54,11 +54,11 @@ _TODAY = {
 }
 # The public codes move the rank by 4 a window, whatever the largest one is; a
 # step of a ladder of 16 ranks is wider.
-_SLOW, _SLOW_RANKS = "edgc, slow", 4
+_SLOW, _SLOW_RANKS = "edgc, by 4 ranks a window", 4
 _NAMES = {
   "allreduce": "dense",
   "edgc": "edgc, as described",
-  _SLOW: f"edgc, by {_SLOW_RANKS} ranks a window",
+  _SLOW: _SLOW,
   **_TODAY,
 }
 
@@ -119,8 +119,9 @@ def _run(
   name: str, reducer: str, hardware: Hardware, curve: Curve = _FALL
 ) -> Run:
   """Models a run of one of the paper's models."""
-  most = _SLOW_RANKS if reducer == _SLOW else None
-  reducer = "edgc" if reducer == _SLOW else reducer
+  most = None
+  if reducer == _SLOW:
+    reducer, most = "edgc", _SLOW_RANKS
   return cluster.run_of(_config(name, reducer), hardware, curve, most)
 
 
@@ -245,17 +246,22 @@ def _others() -> Lines:
   return lines
 
 
+@functools.cache
+def _horizon() -> tuple[study.Study, Records]:
+  """Returns the study of the longest runs, and all records."""
+  return study.load(_HORIZON), Records(_DOCS / "records")
+
+
 def _described_steps() -> float:
   """Returns the steps of the described rule to a loss, of those of dense."""
-  judged = statistics.judged(study.load(_HORIZON), Records(_DOCS / "records"))
+  judged = statistics.judged(*_horizon())
   saved = judged.loc[judged["arm"] == _DESCRIBED, "saved"].mean()
   return 1 / (1 - saved)
 
 
 def _measured() -> Curve:
   """Returns the mean entropy of the runs of `make horizon`, as described."""
-  horizon = study.load(_HORIZON)
-  records = Records(_DOCS / "records")
+  horizon, records = _horizon()
   found = [
     record.curve
     for _, record in horizon.all_judged(_DESCRIBED, horizon.seeds, records)
