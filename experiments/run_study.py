@@ -16,6 +16,9 @@ differ in seed, rates or momentum alone as one program; it tunes on a grid.
 Several --study are run by one pool of processes, the first one's runs first.
 --minutes is for a machine that is lent: no run starts after them.
 
+Ctrl-C has the runs save first. SIGTERM to this process alone leaves them
+running; the next call records what they finish.
+
 Machines that share no disk take different arms (--arms="dense|quantize"); a
 fixed rank that matches edgc's bytes belongs with edgc and its partner.
 """
