@@ -64,10 +64,9 @@ _ROUND_TRIPS = flags.DEFINE_multi_float(
 _ROWS = flags.DEFINE_multi_enum("row", list(ROWS), list(ROWS), "A row.")
 _ADVISED = flags.DEFINE_string(
   "advised",
-  ".",
+  "",
   "A regular expression: also the methods that advise.py chooses from whose"
-  " names match, and its advice, which is of all methods; empty for neither."
-  " Tables of the advice have the links on which all were measured.",
+  " names match, and its advice, which is of all methods; empty for neither.",
 )
 _MOST_STEPS = flags.DEFINE_integer(
   "most_steps", 1, "Local steps of these methods, at most.", lower_bound=1

@@ -39,8 +39,8 @@ class Benchmark:
     config: The configuration of all rows.
     rows: Names of the rows to measure.
     advised: A regular expression. Of the methods that `advise` chooses from,
-      those that match are measured, and compared with its advice, where each
-      host is a replica; empty for none.
+      those that match are measured, and its advice is kept, where each host is
+      a replica; empty for none.
     most_steps: Local steps of such a method, at most.
     rounds: Number of timed rounds.
     has_peer: Whether to measure PyTorch, too.

@@ -1,7 +1,6 @@
 """Layouts, rows and results of the network benchmark."""
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import re
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from edgc_jax.measure.advice import TOLERANCE, first_fast
 from edgc_jax.wire.link_model import ring_bytes
 from experiments.runs import run_folder
 from experiments.runtime.json_files import read_json
@@ -207,27 +205,3 @@ def cells_of(file: pathlib.Path) -> pd.DataFrame:
   compress = cells["compress"].fillna(0.0)
   cells["limit"] = cells["without"] + compress + cells["link_alone"]
   return cells
-
-
-def right_choice(
-  measured: Mapping[str, float], steps: Mapping[str, float]
-) -> str:
-  """Returns the choice that `advise` makes from measured seconds of a step.
-
-  Args:
-    measured: Seconds by method, in the order of the advice.
-    steps: Steps to a loss by method; 1 for those that are missing.
-  """
-  times = [seconds * steps.get(name, 1) for name, seconds in measured.items()]
-  return list(measured)[first_fast(times)]
-
-
-def orders_of(
-  predicted: Mapping[str, float], measured: Mapping[str, float]
-) -> list[bool]:
-  """Returns whether pairs of clearly different methods are in right order."""
-  return [
-    (predicted[a] < predicted[b]) == (measured[a] < measured[b])
-    for a, b in itertools.combinations(measured, 2)
-    if abs(measured[a] / measured[b] - 1) > TOLERANCE
-  ]

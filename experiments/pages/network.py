@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import pathlib
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,50 +122,6 @@ def _peers(layout: str) -> Sequence[str]:
   ):
     table[name] = _text(values.mask(is_none), spec)
   return markdown(table)
-
-
-def _advice() -> Sequence[str]:
-  """Compares predicted with measured steps, and the choice with the right."""
-  cells = _cells()
-  ours = cells[cells["framework"] == "jax"]
-  steps = ours.pivot(index=["layout", *_LINK], columns="row", values="step")
-  has_round_trips = cells["round_trip"].any()
-  lines, errors, orders, right = [], [], [], 0
-  for advice in _found()["advice"]:
-    predicted = pd.Series(advice["seconds"])
-    round_trip = advice.get("round_trip", 0.0)
-    place = (advice["layout"], advice["rate"], round_trip)
-    measured = steps.reindex(columns=predicted.index).loc[place]
-    if measured.isna().any():
-      continue
-    best = results.right_choice(measured.to_dict(), advice.get("steps", {}))
-    right += advice["choice"] == best
-    error, slower = predicted / measured - 1, measured / measured.min()
-    errors += error.abs().tolist()
-    orders += results.orders_of(predicted, measured.to_dict())
-    lines.append(
-      {"layout": advice["layout"], "Mbit/s": f"{advice['rate']:g}"}
-      | ({"round trip, ms": f"{round_trip:g}"} if has_round_trips else {})
-      | {
-        n: f"{predicted[n]:.3f} / {measured[n]:.3f} ({error[n]:+.0%})"
-        for n in predicted.index
-      }
-      | {
-        "choice": advice["choice"],
-        "right": best,
-        "choice / fastest": f"{slower[advice['choice']]:.2f}",
-      }
-    )
-  if not lines:
-    return ["All methods of the advice were measured on no link."]
-  return [
-    *markdown(lines),
-    "",
-    f"Right: {right} of {len(lines)}; errors: median"
-    f" {statistics.median(errors):.0%}, largest {max(errors):.0%}. Of"
-    f" {len(orders)} pairs of methods whose steps differ clearly,"
-    f" {sum(orders)} are in the right order.",
-  ]
 
 
 @functools.cache
@@ -346,7 +301,6 @@ TABLES = {
   "network origin": _origin,
   "network": _steps,
   "network peers": _peers,
-  "network advice": _advice,
   "time to loss": _time_to_loss,
 }
 PICTURES = {

@@ -76,21 +76,11 @@ def measured(folder, factors=(0.8, 0.7, 0.9), dense=(2.5, 2.6, 2.7)):
     entry("no exchange", "step", [0.5], **SHARDED, wire_bytes=0.0),
     entry("dense", "step", [2.5], **SHARDED, wire_bytes=0.8e6),
   ]
-  advice = {
-    "layout": "2 replicas", "rate": 100.0, "choice": "dense",
-    "seconds": {"dense": 2.6, "edgc, rank 8": 1.0},
-    "break_even": {}, "link": {},
-  }  # fmt: skip
-  # One of its methods is not measured.
-  partial = advice | {"seconds": {"dense": 2.6, "dense, bf16": 1.5}}
   runs = [run_of("2 replicas", "abc"), run_of(SHARDED["layout"], "def")]
   about = {"config": "c", "tokens": 8, "params": 10, "runs": runs}
   path = folder / "network.json"
-  path.write_text(
-    json.dumps(
-      about | {"rows": rows, "advice": [advice, partial], "failures": []}
-    )
-  )
+  found = about | {"rows": rows, "advice": [], "failures": []}
+  path.write_text(json.dumps(found))
   return path
 
 
@@ -226,7 +216,6 @@ def test_links_of_other_round_trips_have_rows_of_their_own(tables, tmp_path):
     entry("no exchange", "step", [0.4], "torch", **far),
     entry("dense", "step", [4.4], "torch", **far),
   ]
-  found["advice"].append(found["advice"][0] | far)
   path.write_text(json.dumps(found))
   pages._found.cache_clear()
   pages._cells.cache_clear()
@@ -268,30 +257,6 @@ def test_table_of_peers(tables):
     "| 100 | powersgd, rank 8 | 0.600 | 0.900 | 0.67 | 0.100 | 0.600 | -"
     " | 0.100 |"
   ) in lines
-
-
-def test_table_of_advice(tables):
-  lines = tables("network advice")
-  # Advice took dense for the best, and rank 8 was.
-  assert any(
-    line.endswith("| 1.000 / 0.800 (+25%) | dense | edgc, rank 8 | 3.25 |")
-    for line in lines
-  )
-  assert lines[-1].startswith(
-    "Right: 0 of 1; errors: median 12%, largest 25%. Of 1 pairs"
-  )
-  assert lines[-1].endswith(" 1 are in the right order.")
-
-
-def test_orders_and_choices():
-  measured = {"dense": 1.0, "narrow": 0.99, "low": 0.5}
-  # Dense and narrow differ too little to tell.
-  assert results.right_choice(measured, {}) == "low"
-  assert results.right_choice({"dense": 1.0, "narrow": 0.99}, {}) == "dense"
-  # It takes more than twice the steps.
-  assert results.right_choice(measured, {"low": 2.5}) == "dense"
-  predicted = {"dense": 0.4, "narrow": 0.9, "low": 0.5}
-  assert results.orders_of(predicted, measured) == [False, True]
 
 
 def test_origins(tables):
