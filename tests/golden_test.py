@@ -64,6 +64,7 @@ def run(name):
     state, losses, ranks = backend.init(jax.random.key(0)), [], []
     for step in range(1, STEPS + 1):
       *state, numbers = backend.step(*state, next(batches), step)
+      (numbers,) = backend.fetch([numbers])
       losses.append(round(float(numbers["loss"]), 5))
       ranks.append(float(numbers["rank"].ravel()[0]))
   versions = {"task": task.version, "method": edgc_jax.METHOD_VERSIONS[name]}

@@ -365,12 +365,19 @@ def agree(mesh: Mesh, measured: np.ndarray) -> np.ndarray:
   Returns:
     float64 [k], of float32 precision, equal on all processes.
   """
-  axes = tuple(mesh.axis_names)
   rows = np.tile(np.asarray(measured, np.float32), (mesh.devices.size, 1))
-  spec = P(axes)
+  spec = P(tuple(mesh.axis_names))
   own = jax.make_array_from_callback(
     rows.shape, NamedSharding(mesh, spec), lambda index: rows[index]
   )
+  return np.asarray(_mean_over(mesh)(own), np.float64)
+
+
+@functools.cache  # or each call would compile
+def _mean_over(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+  """Returns a function of rows, one of each device, to their mean."""
+  axes = tuple(mesh.axis_names)
   mean = lambda rows: collectives.mean(rows[0], axes)  # noqa: E731
-  run = jax.jit(jax.shard_map(mean, mesh=mesh, in_specs=spec, out_specs=P()))
-  return np.asarray(run(own), np.float64)
+  return jax.jit(
+    jax.shard_map(mean, mesh=mesh, in_specs=P(axes), out_specs=P())
+  )

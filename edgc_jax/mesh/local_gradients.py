@@ -67,7 +67,8 @@ def value_and_grad(
       its own, as `edgc_jax.local_params` returns them.
     averages: Whether the loss and auxiliary outputs are averaged. Otherwise
       they have a first axis of replicas, and nothing crosses `axis_name`, as
-      `edgc_jax.split_local_steps` needs it; with `is_local`.
+      `edgc_jax.split_local_steps` needs it, and links of long latency: between
+      CPU hosts one number takes N - 1 round trips.
 
   Returns:
     A function of the parameters and the further arguments, which returns
@@ -76,8 +77,8 @@ def value_and_grad(
 
   Raises:
     ValueError: if the mesh lacks an axis, no argument is split, replicas do not
-      divide a batch, own parameters have no axis of replicas, common ones are
-      to have losses that are not averaged, or `loss_fn` constrains arrays over
+      divide a batch, own parameters have no axis of replicas, variables of a
+      module are not to be averaged, or `loss_fn` constrains arrays over
       `axis_name`.
     TypeError: if `mesh` is no mesh or an option of another type; when called,
       if `loss_fn` returns no scalar, a parameter is no float, an argument no
@@ -92,13 +93,6 @@ def value_and_grad(
     validation.require_flag(name, flag)
   replicas = num_replicas(mesh, axis_name)
   split, whole = PartitionSpec(axis_name), PartitionSpec()
-  validation.require(
-    averages or is_local,
-    "averages",
-    averages,
-    "True without `is_local`",
-    "leave it out, or pass own parameters of the replicas and is_local=True",
-  )
 
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   is_explicit = AxisType.Explicit in {types[a] for a in names(axis_name)}
@@ -128,6 +122,13 @@ def value_and_grad(
       _require_own(params, replicas)
       params = jax.tree.map(lambda x: typed(x, split), params)
     elif _is_module(params):
+      validation.require(
+        averages,
+        "averages",
+        averages,
+        "True for a module of Flax NNX, whose variables all replicas share",
+        "leave it out, or pass the parameters of nnx.split",
+      )
       loss_of, own, others = _without_module(
         loss_fn, params, wrt, axis_name, has_aux
       )
@@ -384,7 +385,8 @@ def _require_own(params: Any, replicas: int) -> None:
       jnp.shape(x),
       f"own parameters of {replicas} replicas, [{replicas}, ...], with"
       f" is_local=True, at {jax.tree_util.keystr(path) or 'the root'}",
-      "pass edgc_jax.local_params(params, opt_state)",
+      "pass edgc_jax.local_params(params, opt_state, mesh), with a state that"
+      " local_steps(..., mesh=mesh) made or edgc_jax.restore converted",
     )
 
 

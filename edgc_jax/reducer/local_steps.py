@@ -3,7 +3,6 @@
 `local_params` returns the parameters at which a replica differentiates.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from edgc_jax.mesh.sharding import (
   state_specs,
 )
 from edgc_jax.reducer.transformation import promoting, transformation
-from edgc_jax.state.metrics import find
+from edgc_jax.state.metrics import find, has_links_before
 from edgc_jax.state.state import LocalStepsState, PerReplica, ReducerState
 from edgc_jax.wire import collectives, order
 from edgc_jax.wire.order import AxisName
@@ -99,8 +98,10 @@ def local_steps(
   parameters for each replica; with `overlap` two copies.
 
   Args:
-    inner: The optimiser of a replica, without collectives over `axis_name`.
-    outer: A chain whose first link is a reducer over `axis_name`.
+    inner: The optimiser of a replica, with its learning rate and the clipping
+      of gradients, without collectives over `axis_name`.
+    outer: A chain whose first link is a reducer over `axis_name`, and that ends
+      in an outer rule.
     every: Inner steps of a round, H.
     axis_name: The axis of the replicas, or a tuple of axes.
     fragments: Parts of about equal size into which leaves are divided, F. One
@@ -119,8 +120,9 @@ def local_steps(
   Raises:
     TypeError: if an argument that decides shapes is not a Python number, or an
       optimiser no transformation.
-    ValueError: if an argument is out of range; in `init`, if `outer` holds no
-      reducer, or `inner` holds one; in `update`, without parameters.
+    ValueError: if an argument is out of range; in `init`, if `outer` is no
+      chain that a reducer begins, over the same axis, or `inner` holds one; in
+      `update`, without parameters.
 
   References:
     DiLoCo, Douillard et al. 2023, arXiv:2311.08105; fragments, Streaming
@@ -190,19 +192,30 @@ class LocalSteps:
   def init(self, params: optax.Params) -> LocalStepsState:
     """Returns the state before the first step."""
     leaves_in(params)  # raises if a leaf is not real floating
-    start = self._start_all if self.is_stacked() else self._start
+    start = self._start
+    if self.is_stacked():
+      _require_no_reducer(jax.eval_shape(self.inner.init, params))
+      start = self._start_all
     skipped, offset, sent, inner_state = start(params)
     params = wide(params)
     parts = parts_of(params, self.fragments)
-    if self.fragments > 1:  # reviews all leaves once, not those of a fragment
-      # As a new function, because JAX does not trace one a second time.
-      jax.eval_shape(lambda p: self.outer.init(p), params)
-    several = (
-      reducers_seen() if self.fragments > 1 else contextlib.nullcontext()
-    )
-    with several:
+    with reducers_seen() as reducers:
       outer_state = tuple(self.outer.init(part) for part in parts)
-    _require_reducers(inner_state, outer_state)
+    _require_no_reducer(inner_state)
+    for own in outer_state:
+      _require_reducer_first(own)
+    for found in reducers:
+      over = found.axes.replicas
+      validation.require(
+        set(order.names(over)) == set(order.names(self.axis_name)),
+        "axis_name",
+        self.axis_name,
+        f"{over!r}, the axis of the reducer in `outer`",
+        "give both the axis of the replicas",
+      )
+    # Reviews all leaves once, not those of a fragment; as a new function,
+    # because JAX does not trace one a second time.
+    jax.eval_shape(lambda p: self.outer.init(p), params)
     return LocalStepsState(
       jnp.zeros((), jnp.int32),
       jnp.array(self.every, jnp.int32),
@@ -541,8 +554,8 @@ def _replaced(tree: Any, index: Any, count: int, new: Any = None) -> Any:
   )
 
 
-def _require_reducers(inner_state: Any, outer_state: Any) -> None:
-  """Raises unless the outer chain alone averages."""
+def _require_no_reducer(inner_state: Any) -> None:
+  """Raises if the inner chain averages."""
   validation.require(
     not find(inner_state, ReducerState),
     "inner",
@@ -550,12 +563,24 @@ def _require_reducers(inner_state: Any, outer_state: Any) -> None:
     "the optimiser of one replica, which sends nothing",
     "move the reducer to the beginning of `outer`",
   )
+
+
+def _require_reducer_first(outer_state: Any) -> None:
+  """Raises unless the outer chain averages, and then takes a step."""
+  got = ""
+  if not find(outer_state, ReducerState):
+    got = "a chain without a reducer"
+  elif has_links_before(outer_state):
+    got = "a chain with another link before the reducer"
+  elif isinstance(outer_state, ReducerState):
+    got = "a reducer alone, whose mean points back to the common parameters"
   validation.require(
-    all(find(state, ReducerState) for state in outer_state),
+    not got,
     "outer",
-    "a chain without a reducer",
-    "a chain whose first link averages over the replicas",
-    "put edgc_jax.allreduce(), or a reducer that compresses, first",
+    got,
+    "a chain whose first link averages over the replicas, before an outer rule",
+    "pass optax.chain(reducer, optax.sgd(1.0)); its reducer may be"
+    " edgc_jax.allreduce(), which sends all",
   )
 
 

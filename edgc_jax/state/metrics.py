@@ -97,6 +97,7 @@ def metrics(opt_state: Any) -> dict[str, Any]:
   """
   rounds = find(opt_state, LocalStepsState)
   if len(rounds) == 1:
+    _warn_of_order(opt_state)
     return _of_rounds(rounds[0])
   found = find(opt_state, ReducerState)
   if len(found) != 1:
@@ -294,31 +295,29 @@ def _warn_of_masks(opt_state: Any, checks: Checks) -> None:
     )
 
 
+def has_links_before(state: Any) -> bool:
+  """Returns whether a chain in a state has another link before the reducer."""
+  is_chain = lambda x: type(x) is tuple  # noqa: E731
+  for chain in filter(is_chain, jax.tree.leaves(state, is_leaf=is_chain)):
+    holds = [bool(find(link, ReducerState)) for link in chain]
+    before = chain[: holds.index(True)] if any(holds) else ()
+    # `mean_over` has a state that is neither.
+    if find(before, optax.EmptyState) or jax.tree.leaves(before):
+      return True
+    if has_links_before(list(chain)):
+      return True
+  return False
+
+
 def _warn_of_order(opt_state: Any) -> None:
   """Warns of other links before the reducer, which see local gradients."""
-  is_chain = lambda x: type(x) is tuple  # noqa: E731
-
-  def chains_in(tree: Any) -> list[tuple]:
-    return [x for x in jax.tree.leaves(tree, is_leaf=is_chain) if is_chain(x)]
-
-  def has_links_before(chain: tuple) -> bool:
-    holds = [bool(find(link, ReducerState)) for link in chain]
-    first = holds.index(True) if any(holds) else 0
-    # The state of `mean_over` is none of these.
-    is_other = [
-      isinstance(x, optax.EmptyState) or bool(jax.tree.leaves(x))
-      for x in chain[:first]
-    ]
-    inside = chains_in(list(chain))
-    return any(is_other) or any(map(has_links_before, inside))
-
-  if any(map(has_links_before, chains_in(opt_state))):
+  if has_links_before(opt_state):
     validation.warn(
       "A link such as optax.clip_by_global_norm or optax.adam comes before the"
       " reducer in the chain. It sees the gradient of one replica, which is"
       " longer than the mean: it clips more, or learns the moments of one"
-      " replica alone. Put the reducer first; only edgc_jax.mean_over belongs"
-      " before it."
+      " replica alone. Put the reducer first, and into `inner` of local_steps"
+      " what replicas do alone; only edgc_jax.mean_over belongs before it."
     )
 
 

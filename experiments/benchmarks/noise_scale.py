@@ -72,7 +72,7 @@ def measure(config: ConfigDict, batches: int) -> Iterator[dict[str, Any]]:
       each, mean = energies(params, small)
       line = {
         "step": step,
-        "loss": float(numbers["loss"]),
+        "loss": float(backend.fetch([numbers])[0]["loss"]),
         **noise_scale(
           float(each), float(mean), batches, _ROWS * task.units_per_row
         ),

@@ -6,16 +6,16 @@ The trainer does not need to know how a backend places its arrays.
 import abc
 import collections
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 import edgc_jax
+from edgc_jax.measure import timing
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import LocalStepsState
 from experiments.parallel import meshes
@@ -25,6 +25,7 @@ from experiments.runtime import hosts
 from experiments.tasks.base import Task
 
 Numbers = Mapping[str, Any]
+OWN = "own"  # key of the numbers that each replica has alone
 # Steps that may be under way: a signal to stop waits for all of them.
 _RUNNING = 4
 
@@ -43,7 +44,9 @@ class Backend(abc.ABC):
 
   init: Callable[[jax.Array], tuple[Any, Any]]
   follow_first_replica: Callable[[Any, Any], tuple[Any, Any]]
-  _step: Any  # jitted: (params, opt_state, batch, step) to new ones and numbers
+  # Jitted: (params, opt_state, batch, step) to new ones, metrics that are equal
+  # on all replicas, and those that each replica has alone.
+  _step: Any
   _evaluate: Any  # jitted: (params, batch) to metrics
 
   def __init__(
@@ -62,7 +65,7 @@ class Backend(abc.ABC):
       seed: Of the keys of the steps.
     """
     self.task, self.mesh, self.traces = task, mesh, 0
-    # Losses of steps that may be under way, on all devices of this process.
+    # Numbers of steps that may be under way, of this process's replicas.
     self._running: collections.deque[Any] = collections.deque()
     self._tx, self._seed = tx, seed
     self.stored = StoredForm.of(task.layout(mesh.shape), tx, mesh)
@@ -99,18 +102,43 @@ class Backend(abc.ABC):
       step: Number of the step, from 1, for its key.
 
     Returns:
-      Parameters, optimiser state and metrics. Metrics are equal on all devices:
-      scalars, and arrays over a leaf's matrices by its path. Those that differ
-      by stage have a first axis of stages.
+      Parameters, optimiser state and metrics, for `fetch`.
     """
     batch = self._placed(batch)
-    *state, numbers = self._step(params, opt_state, batch, np.int32(step))
-    self._running.append(numbers["loss"])
+    *state, numbers, own = self._step(params, opt_state, batch, np.int32(step))
+    self._running.append(own)
     if len(self._running) > _RUNNING:
       oldest = self._running.popleft()
       hosts.wait_for_devices(oldest)
       jax.block_until_ready(oldest)
-    return *state, numbers
+    return *state, {**numbers, OWN: own}
+
+  def fetch(self, steps: Sequence[Numbers]) -> list[Numbers]:
+    """Returns metrics of steps on the host, equal in all processes.
+
+    All call it at the same point. It averages over replicas what each of them
+    has alone, of all steps at once: a mean in each step would wait for the link
+    once more, and in every local step.
+
+    Returns:
+      Scalars, and arrays over a leaf's matrices by its path. Those that differ
+      by stage have a first axis of stages.
+    """
+    hosts.wait_for_devices(steps)
+    own, structure = jax.tree.flatten([
+      jax.tree.map(_own_mean, step[OWN]) for step in steps
+    ])  # fmt: skip
+    if own and jax.process_count() > 1:
+      own = timing.agree(self.mesh, own)
+    common = [
+      {name: x for name, x in step.items() if name != OWN} for step in steps
+    ]
+    return [
+      both | means
+      for both, means in zip(
+        jax.device_get(common), structure.unflatten(own), strict=True
+      )
+    ]
 
   def wait(self, params: Any) -> None:
     """Waits until the devices of this process have the newest parameters.
@@ -170,14 +198,12 @@ class Backend(abc.ABC):
     numbers: Numbers,
     gradients: Any,
     **extra: Any,
-  ) -> tuple[Any, Any, Numbers]:
+  ) -> tuple[Any, Any, Numbers, Numbers]:
     """Ends a step where the axis of the replicas is bound."""
     updates, opt_state = self._tx.update(gradients, opt_state, params, **extra)
     params = optax.apply_updates(params, updates)
-    numbers = edgc_jax.after_update(numbers, opt_state)
-    numbers = lax.pmean(numbers, DATA)
-    numbers = {**numbers, **lax.psum(inner_skips(opt_state), DATA)}
-    return params, opt_state, {**edgc_jax.metrics(opt_state), **numbers}
+    own = {**numbers, **self._skips(opt_state)}
+    return params, opt_state, edgc_jax.metrics(opt_state), own
 
   def _own(self, params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
     """Returns where a replica, or each on a mesh, differentiates."""
@@ -189,8 +215,15 @@ class Backend(abc.ABC):
     """Returns what the optimiser takes by name."""
     return {"local_params": own} if self._is_local else {}
 
+  def _skips(self, opt_state: Any) -> Numbers:
+    """Returns N times a replica's skipped inner steps: the mean is the sum."""
+    states = find(opt_state, LocalStepsState)
+    skips = [self.mesh.shape[DATA] * x.skipped.values for x in states]
+    return {"skipped_inner_steps": sum(skips)} if skips else {}
 
-def inner_skips(opt_state: Any) -> Numbers:
-  """Returns the steps that local replicas skipped; nothing without any."""
-  skips = [x.skipped.values.sum() for x in find(opt_state, LocalStepsState)]
-  return {"skipped_inner_steps": sum(skips)} if skips else {}
+
+def _own_mean(x: jax.Array) -> float:
+  """Returns the mean over the replicas of this process."""
+  # Once each: shards and stages of a replica have the same number.
+  parts = {str(part.index): part.data for part in x.addressable_shards}
+  return float(np.mean([np.mean(part) for part in parts.values()]))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import edgc_jax
 from experiments.parallel import meshes
-from experiments.parallel.backend import Backend, Numbers, inner_skips
+from experiments.parallel.backend import Backend, Numbers
 from experiments.parallel.meshes import DATA, SHARD, STAGE
 from experiments.tasks.base import Task
 
@@ -45,6 +45,7 @@ class OnMesh(Backend):
       step, evaluate = self._in_plain_jit, self._in_plain_evaluation
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     everywhere = NamedSharding(mesh, PartitionSpec())
+    by_replica = NamedSharding(mesh, PartitionSpec(DATA))
     draw = task.layout(mesh.shape).init
 
     def init(key: jax.Array) -> tuple[Any, Any]:
@@ -54,7 +55,7 @@ class OnMesh(Backend):
     self.init = jax.jit(init, out_shardings=shardings)
     self._step = jax.jit(
       self._counted(step),
-      out_shardings=(*shardings, everywhere),
+      out_shardings=(*shardings, everywhere, by_replica),
       donate_argnums=(0, 1),
     )
     self.follow_first_replica = jax.jit(
@@ -91,7 +92,7 @@ class OnMesh(Backend):
 
   def _in_plain_jit(
     self, params: Any, opt_state: Any, batch: Any, step: jax.Array
-  ) -> tuple[Any, Any, Numbers]:
+  ) -> tuple[Any, Any, Numbers, Numbers]:
     """Runs a step on replicas, whose shards the compiler gathers."""
 
     def loss_fn(params: Any, batch: Any, key: jax.Array) -> Any:
@@ -99,8 +100,9 @@ class OnMesh(Backend):
 
     own = self._own(params, opt_state, self.mesh)
     differentiated = edgc_jax.value_and_grad(
-      loss_fn, self.mesh, DATA, has_aux=True, is_local=self._is_local
-    )
+      loss_fn, self.mesh, DATA,
+      has_aux=True, is_local=self._is_local, averages=False,
+    )  # fmt: skip
     (loss, others), gradients = differentiated(own, batch, self._key(step))
     updates, opt_state = self._tx.update(
       gradients, opt_state, params, **self._extra(own)
@@ -108,8 +110,8 @@ class OnMesh(Backend):
     params = optax.apply_updates(params, updates)
     # Statistics of shards are joined after the exchange.
     numbers = edgc_jax.metrics(edgc_jax.after_update(opt_state, opt_state))
-    numbers |= inner_skips(opt_state)
-    return params, opt_state, {**numbers, "loss": loss, **others}
+    own = {"loss": loss, **others, **self._skips(opt_state)}
+    return params, opt_state, numbers, own
 
   def _on_stages(self, num_microbatches: int) -> tuple[Callable, Callable]:
     """Returns step and evaluation on pipeline stages."""
@@ -121,11 +123,11 @@ class OnMesh(Backend):
     @functools.partial(
       on_mesh,
       in_specs=(*specs, rows, everywhere),
-      out_specs=(*specs, everywhere),
+      out_specs=(*specs, everywhere, PartitionSpec(DATA)),
     )
     def step(
       params: Any, opt_state: Any, batch: Any, step: jax.Array
-    ) -> tuple[Any, Any, Numbers]:
+    ) -> tuple[Any, Any, Numbers, Numbers]:
       del step  # the loss draws no numbers
       # If parameters did not vary over the replicas, JAX would all-reduce their
       # gradients itself, uncompressed.
@@ -133,10 +135,11 @@ class OnMesh(Backend):
       loss, gradients, late_updates = task.staged_value_and_grad(
         num_microbatches, local, batch
       )
-      *state, numbers = self._update(
-        params, opt_state, {"loss": loss}, gradients, late_updates=late_updates
-      )
-      return *state, _of_all_stages(numbers)
+      *state, numbers, own = self._update(
+        params, opt_state, {"loss": loss[None]}, gradients,
+        late_updates=late_updates,
+      )  # fmt: skip
+      return *state, _of_all_stages(numbers), own
 
     @functools.partial(on_mesh, in_specs=(specs[0], rows), out_specs=everywhere)
     def evaluate(params: Any, batch: Any) -> Numbers:

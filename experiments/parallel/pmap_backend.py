@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 import edgc_jax
-from experiments.parallel.backend import Backend, Numbers
+from experiments.parallel.backend import OWN, Backend, Numbers
 from experiments.parallel.meshes import DATA
 from experiments.runtime import hosts
 from experiments.tasks.base import Task
@@ -36,7 +36,7 @@ class Pmap(Backend):
 
     def step(
       params: Any, opt_state: Any, batch: Any, step: jax.Array
-    ) -> tuple[Any, Any, Numbers]:
+    ) -> tuple[Any, Any, Numbers, Numbers]:
       key = jax.random.split(self._key(step), replicas)[lax.axis_index(DATA)]
       own = self._own(params, opt_state)
       found = self._differentiate(own, batch, key)
@@ -72,8 +72,9 @@ class Pmap(Backend):
     return jax.tree.map(join, state, self.stored.shapes, self.stored.specs)
 
   def step(self, *args: Any) -> tuple[Any, Any, Numbers]:
-    params, opt_state, numbers = super().step(*args)
-    return params, opt_state, _once(numbers)
+    *state, numbers = super().step(*args)
+    own = numbers.pop(OWN)
+    return *state, {**_once(numbers), OWN: own}
 
   def evaluate(self, params: Any, batch: Any) -> Numbers:
     numbers = super().evaluate(params, batch)

@@ -52,7 +52,7 @@ class Vmap(Backend):
 
     def step(
       params: Any, opt_state: Any, batch: Any, step: jax.Array
-    ) -> tuple[Any, Any, Numbers]:
+    ) -> tuple[Any, Any, Numbers, Numbers]:
       parts = jax.tree.map(split, batch)
       keys = jax.random.split(self._key(step), replicas)
       opt_state = own(split, opt_state)
@@ -69,13 +69,13 @@ class Vmap(Backend):
       update = jax.vmap(
         self._update,
         in_axes=(None, axes, 0, 0),
-        out_axes=(None, axes, None),
+        out_axes=(None, axes, None, 0),
         axis_name=DATA,
       )
-      params, opt_state, numbers = update(
+      params, opt_state, *numbers = update(
         params, opt_state, *found, **self._extra(points)
       )
-      return params, joined(opt_state), numbers
+      return params, joined(opt_state), *numbers
 
     def init(key: jax.Array) -> tuple[Any, Any]:
       params = task.init(key)

@@ -5,7 +5,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,6 +54,7 @@ class RunLog:
     config: ConfigDict,
     task: Task,
     state: Mapping[str, Any] | None = None,
+    fetch: Callable[[Sequence[Any]], Sequence[Any]] = jax.device_get,
   ):
     """Starts the clock of a run.
 
@@ -62,6 +63,7 @@ class RunLog:
       config: The whole configuration, with a chosen reducer.
       task: Its task.
       state: From `state()`, to resume a run; None for a new one.
+      fetch: From the metrics of steps to metrics on the host.
     """
     self._kept = copy.deepcopy({**_NEW, **(state or {})})
     self.new_diverged_steps: list[int] = []
@@ -74,7 +76,8 @@ class RunLog:
     self.speed_name = f"{task.unit}_per_second"
     self._averaged = tuple(task.metrics)
     self._learning_rate = make_schedule(config)
-    self._pending: list[dict[str, jax.Array]] = []
+    self._pending: list[Mapping[str, Any]] = []
+    self._fetch = fetch
     self._began = time.monotonic()
     self._started = self._began - self._kept["seconds"]
     # Step and time of the first fetch; the time before it is compilation.
@@ -104,7 +107,7 @@ class RunLog:
     if self._interval is None:
       self._interval = time.monotonic()
 
-  def add(self, numbers: dict[str, jax.Array]) -> None:
+  def add(self, numbers: Mapping[str, Any]) -> None:
     """Adds a step's metrics without waiting for them."""
     self._pending.append(numbers)
 
@@ -175,9 +178,8 @@ class RunLog:
   def _drain(self) -> None:
     """Fetches the pending metrics from the devices."""
     kept, pending = self._kept, len(self._pending)
-    hosts.wait_for_devices(self._pending)
     values: Mapping[str, Any] = {}
-    for values in jax.device_get(self._pending):
+    for values in self._fetch(self._pending):
       kept["step"] += 1
       for name in self._averaged:
         if name in values:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from ml_collections import ConfigDict
@@ -112,7 +113,8 @@ class _Together:
     axes = _lane_axes(jax.eval_shape(init, of_first_lane)[1])
 
     def step(numbers: Mapping[str, jax.Array], *operands: Any) -> Any:
-      params, opt_state, metrics = self._backend(numbers)._step(*operands)
+      params, opt_state, metrics, own = self._backend(numbers)._step(*operands)
+      metrics = metrics | jax.tree.map(jnp.mean, own)
       return params, _with_equal_counters(opt_state, axes), metrics
 
     size = {"axis_size": lanes, "axis_name": _LANES}

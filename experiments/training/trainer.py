@@ -260,7 +260,10 @@ class Trainer:
     after_line: Callable[[], None],
   ) -> dict[str, Any]:
     config = self.config
-    log = RunLog(self.folder, config, self.task, progress.about.get("log"))
+    log = RunLog(
+      self.folder, config, self.task, progress.about.get("log"),
+      self.parallel.fetch,
+    )  # fmt: skip
     params, opt_state = progress.params, progress.opt_state
     if progress.step == 0:
       params, opt_state = self.parallel.init(jax.random.key(config.seed))

@@ -10,6 +10,7 @@ from helpers import cut_runs
 from helpers.small_runs import small
 
 import edgc_jax
+from edgc_jax.measure import hlo
 from experiments import peers
 from experiments.reporting import key_numbers, logged_run
 from experiments.training import checks
@@ -79,6 +80,17 @@ def test_bytes_are_sent_at_exchanges_alone(simulated):
   dense = 4 * simulated.parallel.num_params
   assert {line["dense_bytes"] for line in lines} == {dense}
   assert summary["versions"] == {"task": 1, "method": 1, "local_steps": 1}
+
+
+@pytest.mark.parametrize("backend", ["pmap", "jit"])
+def test_inner_steps_of_the_trainer_send_nothing(tmp_path, backend):
+  """Neither the loss: each step would wait for the link."""
+  config = config_of(tmp_path / "run", backend=backend)
+  parallel = Trainer(config).parallel
+  state = parallel.init(jax.random.key(0))
+  text = parallel.compile_step(*state, config.batch_size).as_text()
+  for part, sends in ((text, True), (text[text.index("ENTRY") :], False)):
+    assert any(map(hlo.is_collective, part.splitlines())) == sends
 
 
 def test_what_is_evaluated_is_common(simulated):

@@ -165,7 +165,7 @@ def test_few_steps_are_under_way(tmp_path, monkeypatch):
   left = iter(losses)
   monkeypatch.setattr(backend, "_placed", lambda batch: batch)
   monkeypatch.setattr(
-    backend, "_step", lambda *_: (None, None, {"loss": next(left)})
+    backend, "_step", lambda *_: (None, None, {}, {"loss": next(left)})
   )
   for step in range(1, 11):
     backend.step(None, None, None, step)

@@ -566,10 +566,47 @@ def test_wrong_arguments(options, error, message):
     tx_of(**options).init(PARAMS)
 
 
-def test_outer_chains_need_a_reducer():
-  tx = edgc_jax.local_steps(optax.adam(1e-3), NESTEROV, 2)
-  with pytest.raises(ValueError, match="`outer` must be a chain whose first"):
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize(
+  ("make", "got"),
+  [
+    (lambda reducer: NESTEROV, "a chain without a reducer"),
+    (lambda reducer: reducer, "a reducer alone, whose mean points back"),
+    (
+      lambda reducer: optax.chain(optax.sgd(1.0), reducer),
+      "a chain with another link before",
+    ),
+  ],
+)
+def test_outer_chains_begin_with_a_reducer(make, got, is_plain):
+  mesh = mesh_of() if is_plain else None
+  outer = make(edgc_jax.quantize(4, mesh=mesh))
+  tx = edgc_jax.local_steps(optax.adam(1e-3), outer, 2, mesh=mesh)
+  with pytest.raises(ValueError, match=f"`outer` must .* got '{got}"):
     tx.init(PARAMS)
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_inner_chains_have_no_reducer(is_plain):
+  mesh = mesh_of() if is_plain else None
+  inner = optax.chain(edgc_jax.powersgd(2, mesh=mesh), optax.adam(1e-3))
+  with pytest.raises(ValueError, match="`inner` must be the optimiser of one"):
+    tx_of(inner=inner, mesh=mesh).init(PARAMS)
+
+
+def test_both_have_the_axis_of_the_replicas():
+  mesh = mesh_of((2, 2), ("pod", "host"))
+  outer = optax.chain(edgc_jax.allreduce("host", mesh=mesh), NESTEROV)
+  tx = edgc_jax.local_steps(optax.adam(1e-3), outer, 2, "pod", mesh=mesh)
+  with pytest.raises(ValueError, match="`axis_name` must be 'host'"):
+    tx.init(PARAMS)
+
+
+def test_clipping_before_local_steps_is_named():
+  mesh = mesh_of()
+  tx = optax.chain(optax.clip_by_global_norm(1.0), tx_of(mesh=mesh))
+  with pytest.warns(RuntimeWarning, match="into `inner` of local_steps"):
+    edgc_jax.metrics(tx.init(PARAMS))
 
 
 @pytest.mark.parametrize(

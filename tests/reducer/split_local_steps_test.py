@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import float32
 from helpers.local_model import (
   NESTEROV,
@@ -275,9 +276,26 @@ def test_losses_of_each_replica():
     assert grads["w"].shape == (REPLICAS, 48, 64)
 
 
-def test_common_parameters_have_averaged_losses():
-  with pytest.raises(ValueError, match="`averages` must be True without"):
-    edgc_jax.value_and_grad(loss_fn, mesh_of(), AXIS, averages=False)
+def test_losses_of_common_parameters_that_are_not_averaged():
+  x = batch(0)
+  each = [loss_fn(PARAMS, part) for part in x.reshape(REPLICAS, -1, 48)]
+  differentiated = edgc_jax.value_and_grad(
+    loss_fn, mesh_of(), AXIS, averages=False
+  )
+  losses, grads = jax.jit(differentiated)(PARAMS, x)
+  np.testing.assert_allclose(losses, each, rtol=1e-5)
+  assert grads["w"].shape == (REPLICAS, 48, 64)
+  text = jax.jit(differentiated).lower(PARAMS, x).compile().as_text()
+  assert not any(map(hlo.is_collective, text.splitlines()))
+
+
+def test_variables_of_a_module_are_averaged():
+  layer = nnx.Linear(48, 64, rngs=nnx.Rngs(0))
+  differentiated = edgc_jax.value_and_grad(
+    lambda layer, x: jnp.mean(layer(x) ** 2), mesh_of(), AXIS, averages=False
+  )
+  with pytest.raises(ValueError, match="`averages` must be True for a module"):
+    differentiated(layer, batch(0))
 
 
 def test_wrong_arguments():
