@@ -24,6 +24,7 @@ PARAMS = {"w": jnp.zeros((64, 32)), "b": jnp.zeros(32)}
 LINK = edgc_jax.LinkModel(0.0, 1e8)
 REDUCERS = tuple(edgc_jax.REDUCERS)
 SGD = optax.sgd(0.1)
+OUTER = optax.chain(edgc_jax.allreduce(), SGD)
 
 # Values that are no integers from 1 on, or from 0 on.
 NO_COUNT = (0, -1, 1.5, "4", NAN, True, [4], np.int64(4), 2**31, 2**70)
@@ -96,7 +97,7 @@ OPTIONS = {
     "axis_name": (*NO_AXIS, "replica"),
     "has_aux": (*NO_FLAG, None),
     "is_local": (*NO_FLAG, None),
-    "averages": (*NO_FLAG, None, False),
+    "averages": (*NO_FLAG, None),
   },
   "scanned": {"axis": NO_INDEX, "view": (*NO_FUNCTION, None)},
   "clip_by_global_norm": {
@@ -512,7 +513,7 @@ def test_arguments_of_a_loss(params, batch, options):
       ["`updates`", "['w']", "None"],
     ),
     (
-      lambda: (tx := edgc_jax.local_steps(SGD, edgc_jax.allreduce(), 2)).update(
+      lambda: (tx := edgc_jax.local_steps(SGD, OUTER, 2)).update(
         {**PARAMS, "w": None}, tx.init(PARAMS), PARAMS, local_params=PARAMS
       ),
       ["`updates`", "['w']", "None"],
@@ -523,9 +524,7 @@ def test_arguments_of_a_loss(params, batch, options):
       ["`outer`", "allreduce"],
     ),
     (
-      lambda: edgc_jax.local_steps(
-        SGD, edgc_jax.allreduce(), 4, fragments=4
-      ).init(PARAMS),
+      lambda: edgc_jax.local_steps(SGD, OUTER, 4, fragments=4).init(PARAMS),
       ["`fragments`", "at most 2"],
     ),
     (
