@@ -66,7 +66,8 @@ def main(config: ConfigDict) -> None:
     }
   print(f"{config.name}, modelled on {hardware}")
   print(_table(runs, cluster.compute_of(config, hardware).step))
-  for first, ranks in runs[config.reducer].ranks:
+  chosen = runs[config.reducer].ranks
+  for first, ranks in chosen if any(any(own) for _, own in chosen) else ():
     text = " / ".join(str(rank or "dense") for rank in ranks)
     print(f"from step {first:,}: {text}")
 

@@ -33,7 +33,7 @@ TUNING = {
 }  # fmt: skip
 
 
-def _as_published(rule: str) -> Mapping[str, Any]:
+def as_published(rule: str) -> Mapping[str, Any]:
   return {
     "reducer": "edgc", "edgc.rule": rule, "edgc.rank_max": 16,
     "edgc.rank_min": 4, "edgc.rank_multiple": 1, "edgc.max_rank_step": 4,
@@ -62,8 +62,8 @@ TABLES = {
   "Every entry": {"dense": {"reducer": "allreduce"}},
   "As published, float32": {
     "fixed 8, float32, uniform": table.powersgd(8.0, "float32", "uniform"),
-    "as described, 16 to 4": _as_published("cqm"),
-    "linear rule, 16 to 4": _as_published("linear"),
+    "as described, 16 to 4": as_published("cqm"),
+    "linear rule, 16 to 4": as_published("linear"),
   },
   "In 4 bits, by error": {
     "fixed 22, int4, error": table.powersgd(22.0, "int4", "error"),

@@ -51,7 +51,7 @@ class Candidate:
     bits: Bits a parameter and step.
     seconds: Of a step, the mean over a round.
     steps: Steps to a loss, as a multiple of dense's.
-    time: seconds * steps: to the loss that dense reaches in one step's share.
+    time: seconds * steps, which is proportional to the time to a loss.
     break_even: Bandwidth, in bytes of payload per second of an all-reduce,
       above which dense float32 reaches a loss sooner; inf if dense never does,
       0 for dense itself and for methods that are never sooner.
@@ -266,8 +266,10 @@ def advise(
   methods.sort(key=lambda method: method.steps)
   chosen = first_fast([method.time for method in methods], tolerance)
   assumed = [
-    "Steps are those of the protocol's model of 0.4 million parameters"
-    " (docs/protocol.md), and assumed to be those of yours.",
+    "Steps are those of the protocol's model of 0.45 million parameters on 4"
+    " replicas (docs/protocol.md), and assumed to be those of yours; steps that"
+    " differ by less than 0.02 do not differ surely.",
+    "Each method has a learning rate tuned for it: tune yours again.",
     "Ranks are those that send the protocol's bits a parameter.",
     "No exchange overlaps with computation.",
   ]

@@ -31,7 +31,7 @@ from experiments.runs.run_folder import environment
 _STEPS, _ROUNDS = 4, 5
 _MODELS = {"124M": gpt2_124m, "355M": gpt2_345m}
 _SHARES = (1.0, 0.25, 0.05, 0.01)  # of the entries; the first reads all
-_AXIS, _LEAST = "data", 2**16  # smaller leaves are not sampled
+_AXIS, _LEAST = "data", 2**16  # entries of a leaf that is read
 
 
 def main(argv: Sequence[str]) -> None:
@@ -71,7 +71,7 @@ def measure(
   state = tx.init(params)
   batches = task.train_batches(1, 0, slice(0, 1))
   estimates = {
-    (estimator, share): _estimate(
+    (estimator, share): estimate_of(
       entropy.Sampling(1.0, share, estimator=estimator)
     )
     for estimator in entropy.ESTIMATORS
@@ -80,7 +80,7 @@ def measure(
   found: dict[tuple[str, float], list[float]] = {key: [] for key in estimates}
   for step in range(steps):
     gradient = differentiate(params, next(batches))
-    matrices = _matrices(gradient)
+    matrices = matrices_of(gradient, _LEAST)
     for key, estimate in estimates.items():
       found[key].append(float(estimate(matrices, step)))
     params, state = apply(params, state, gradient)
@@ -120,19 +120,24 @@ def _applied(
   return optax.apply_updates(params, updates), state
 
 
-def _matrices(gradient: Any) -> list[jax.Array]:
-  """Returns the leaves that `edgc` would compress, as stacks of matrices."""
+def matrices_of(gradient: Any, least: int) -> list[jax.Array]:
+  """Returns the leaves that `edgc` would compress, as stacks of matrices.
+
+  Args:
+    gradient: A tree.
+    least: Smaller leaves are left out.
+  """
   leaves = zip(
     leaves_in(gradient, edgc_jax.layer_matrix), jax.tree.leaves(gradient),
     strict=True,
   )  # fmt: skip
   return [
-    x.reshape(leaf.view) for leaf, x in leaves if leaf.view and x.size > _LEAST
+    x.reshape(leaf.view) for leaf, x in leaves if leaf.view and x.size > least
   ]
 
 
-def _estimate(sampling: entropy.Sampling) -> Callable[..., jax.Array]:
-  """Returns a compiled estimate of one replica's gradient."""
+def estimate_of(sampling: entropy.Sampling) -> Callable[..., jax.Array]:
+  """Returns a compiled estimate of one replica's matrices, at an index."""
 
   def one(matrices: list[jax.Array], index: jax.Array) -> jax.Array:
     return entropy.estimate(matrices, index, _AXIS, sampling).entropy

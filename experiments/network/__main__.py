@@ -11,7 +11,7 @@ tables. Layouts that are not measured again stay as they are in that file:
 
   sudo python -m experiments.network --layout="2 replicas of 4 shards"
 
-Links of long latency, for which docs/network.md has no steps:
+Links of other latencies:
 
   sudo python -m experiments.network --layout="2 replicas" --rate=100 \\
     --round_trip=0 --round_trip=20 --output=runs/far.json

@@ -75,6 +75,19 @@ def _noise_scale() -> Sequence[str]:
   )
 
 
+def _entropy_by_tokens() -> Sequence[str]:
+  """Returns the entropy of gradients of more and more tokens, over a run."""
+  lines, about = _read("noise_scale")
+  table = {"step": lines["step"]}
+  for i, tokens in enumerate(about["means"]):
+    table[f"{tokens:,} tokens"] = lines["entropy"].map(
+      lambda found, i=i: (
+        f"{found['gaussian'][i]:.2f}, {found['histogram'][i]:.2f}"
+      )
+    )
+  return markdown(table)
+
+
 def _estimate() -> Sequence[str]:
   """Returns what sampling the entropy costs and misses on large models."""
   lines, about = _read("estimate")
@@ -102,5 +115,6 @@ TABLES = {
   "growth": _growth,
   "wide layer": _wide_layer,
   "noise scale": _noise_scale,
+  "entropy by tokens": _entropy_by_tokens,
   "estimate": _estimate,
 }

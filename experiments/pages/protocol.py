@@ -268,12 +268,14 @@ def draw_frontier(names: str) -> Figure:
   families: dict[str, list[str]] = {}
   for arm in found.index:
     families.setdefault(_family(arm), []).append(arm)
-  for (family, arms), color, marker in zip(
-    families.items(), itertools.cycle(COLORS), itertools.cycle("osD^vP*X"),
-    strict=False,
-  ):  # fmt: skip
+  method_of = lambda family: family.split()[0].rstrip(",")  # noqa: E731
+  methods = dict.fromkeys(map(method_of, families))
+  colors = dict(zip(methods, itertools.cycle([DENSE, *COLORS]), strict=False))
+  for (family, arms), marker in zip(
+    families.items(), itertools.cycle("osD^vP*X"), strict=False
+  ):
     own = found.loc[arms].sort_values("bits")
-    is_rare = family.endswith(_RARE)
+    is_rare, color = family.endswith(_RARE), colors[method_of(family)]
     axes.errorbar(
       own["bits"], own["gap"], yerr=own["gap_error"], color=color, label=family,
       marker=marker, linestyle=":" if len(own) > 1 else "", capsize=2,
@@ -344,7 +346,7 @@ def draw_by_bytes(name: str) -> Figure:
   axes.set_xscale("log")
   dress(axes, "Held-out loss by bytes sent")
   axes.set_xlabel("GB sent by a replica")
-  axes.set_ylabel("nats")
+  axes.set_ylabel("held-out loss, nats")
   if len(frame):
     axes.legend(fontsize=8, frameon=False)
   return figure
@@ -360,6 +362,8 @@ def _family(arm: str) -> str:
     name = ", ".join([name, own.split(", ")[1]])
   if "lookahead" in own:
     return "dense, lookahead"
+  if every and name == "quantize":  # one number of bits has a line
+    name = own
   return name + _RARE if every else name
 
 
@@ -384,5 +388,6 @@ PICTURES = {
   ),
   "protocol-entropy": functools.partial(draw_entropy, "protocol/table"),
   "horizon-entropy": functools.partial(draw_entropy, "paper/horizon"),
+  "objectives-entropy": functools.partial(draw_entropy, "paper/objectives"),
   "horizon-bytes": functools.partial(draw_by_bytes, "paper/horizon"),
 }

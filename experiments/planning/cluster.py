@@ -17,8 +17,9 @@ computed by the package itself: bytes by `describe`, seconds and aligned ranks
 by `budget`, and decisions by `edgc`'s own budget. All time to compress is in
 the exchange of a stage's own leaves.
 
-This is Megatron's layout, in which a node sends activations once. (In
-`experiments/models` each of its devices sends them.) Left out are what stages
+As in Megatron a node sends activations once. (In `experiments/models` each of
+its devices sends them.) As in `experiments/models` all stages split the
+vocabulary, where Megatron's first stage has it whole. Left out are what stages
 exchange of embedding and logits, that the stages' loads differ by these, and
 the products that make bases orthonormal, which grow with the square of the
 rank.
@@ -84,10 +85,11 @@ class Hardware:
 
   def __post_init__(self) -> None:
     for name, value in dataclasses.asdict(self).items():
-      is_positive = value > 0 or name in ("round_trip", "recomputes")
-      if not math.isfinite(value) or value < 0 or not is_positive:
+      is_least = value == 0 and name in ("round_trip", "recomputes")
+      if not (math.isfinite(value) and (value > 0 or is_least)):
+        least = "at least 0" if name == "round_trip" else "positive"
         raise ValueError(
-          f"`{name}` must be positive and finite, got {value}; give FLOPs,"
+          f"`{name}` must be {least} and finite, got {value}; give FLOPs,"
           " bytes or megabits per second, or seconds."
         )
     if self.share > 1:

@@ -22,7 +22,8 @@ def test_estimates_are_unbiased():
   rows, count, size = 8, 4000, 50
   draws = 2.0 * jax.random.normal(jax.random.key(0), (count, rows, size))
   params = jnp.full(size, 0.4)
-  each, mean = noise_scale._energies(Quadratic(), params, draws)
+  gradients = noise_scale._gradients(Quadratic(), params, draws)
+  each, mean = noise_scale._energies(gradients)
   found = noise_scale.noise_scale(float(each), float(mean), count, rows)
   np.testing.assert_allclose(found["signal"], size * 0.16, rtol=0.03)
   np.testing.assert_allclose(found["noise"], size * 4.0, rtol=0.03)
@@ -31,6 +32,15 @@ def test_estimates_are_unbiased():
 
 def test_no_signal_is_an_infinite_scale():
   assert noise_scale.noise_scale(4.0, 1.0, 4, 10)["noise_scale"] == float("inf")
+
+
+def test_entropies_of_means():
+  """The mean of n draws of variance 1 has variance 1 / n."""
+  draws = {"w": jax.random.normal(jax.random.key(0), (256, 64, 64))}
+  found = noise_scale._entropies(draws)
+  expected = 0.5 * np.log(2 * np.pi * np.e / np.array([1, 4, 32, 128]))
+  np.testing.assert_allclose(found["gaussian"], expected, atol=0.02)
+  np.testing.assert_allclose(found["histogram"], expected, atol=0.1)
 
 
 @pytest.mark.slow
@@ -44,3 +54,4 @@ def test_a_short_run():
   assert [line["step"] for line in lines] == [1, 2, 4, 8, 12, 16, 20]
   assert all(line["noise"] > 0 for line in lines)
   assert lines[-1]["loss"] < lines[0]["loss"]
+  assert all(len(line["entropy"]["gaussian"]) == 2 for line in lines)  # 1, 4
