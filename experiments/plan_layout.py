@@ -80,7 +80,6 @@ def _table(name: str, found: layouts.Compiled) -> str:
     found.ranks, found.predicted_bytes, found.program_bytes, strict=True
   ):
     lines.append(f"{rank or 'dense':>6}{predicted:16,}{sent:16,}")
-  lines.append(f"{found.other_bytes:,} of the program's are the loss")
   return "\n".join(lines)
 
 

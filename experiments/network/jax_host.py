@@ -67,10 +67,10 @@ class JaxHost:
     exchanges = config.reducer != "none"
     if exchanges:
       reducer = optimizer.make_reducer(config, task, {}, mesh)
+      tx = optimizer.make_optimizer(config, task, {}, reducer, mesh)
     else:
       config.reducer = "allreduce"
-      reducer = optimizer.without_exchange(config, task, mesh)
-    tx = optimizer.make_optimizer(config, task, {}, reducer, mesh)
+      tx = optimizer.without_exchange(config, task, mesh)
     backend = backends.make(config, task, tx, mesh)
     state = backend.init(jax.random.key(0))
     own = backend.rows(config.batch_size)

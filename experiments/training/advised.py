@@ -155,9 +155,7 @@ def _plain_step(
   """Compiles a training step that averages nothing."""
   plain = config.copy_and_resolve_references()
   plain.reducer = "allreduce"
-  tx = optimizer.make_optimizer(
-    plain, task, {}, optimizer.without_exchange(plain, task, mesh), mesh
-  )
+  tx = optimizer.without_exchange(plain, task, mesh)
   backend = backends.make(plain, task, tx, mesh)
   state = backend.init(jax.random.key(0))
   backend.compile_step(*state, config.batch_size)

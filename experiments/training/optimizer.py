@@ -121,12 +121,23 @@ def allocation_of(options: Mapping[str, Any]) -> Any:
 def without_exchange(
   config: ConfigDict, task: Task, mesh: Mesh | None = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns a transformation with a reducer's state that averages nothing.
+  """Returns an optimiser with a reducer's state that averages nothing.
 
-  It is for measuring a step without an exchange. Under `jit`, where parameters
-  have to stay equal on all replicas, all entries of the gradients are replaced
-  by their sum: they are read as usual, but only one number is sent.
+  It is for measuring a step without an exchange, so replicas do not agree on
+  steps to skip, either. Under `jit`, where parameters have to stay equal on all
+  replicas, all entries of the gradients are replaced by their sum: they are
+  read as usual, but only one number is sent.
   """
+  clip = _make_clip(config)
+  return optax.chain(
+    unaveraged(config, task, mesh), clip, _make_descent(config)
+  )
+
+
+def unaveraged(
+  config: ConfigDict, task: Task, mesh: Mesh | None = None
+) -> optax.GradientTransformationExtraArgs:
+  """Returns the first link of `without_exchange`."""
   reducer = make_reducer(config, task, {}, mesh)
 
   def update(
@@ -253,13 +264,8 @@ def make_optimizer(
   if reducer is None:
     reducer = make_reducer(config, task, times, mesh)
   options, local = config.optimizer, config.local
-  axes = None if _is_plain(config, mesh) else DATA
-  clip = optax.clip_by_global_norm(options.clip_norm)
-  if config.mesh.stage > 1:
-    own = (STAGE, TENSOR) if config.mesh.tensor > 1 else (STAGE,)
-    axes = (DATA, *own)
-    clip = edgc_jax.clip_by_global_norm(options.clip_norm, own)
-  descent = _make_descent(config)
+  axes = None if _is_plain(config, mesh) else (DATA, *_parts(config))
+  clip, descent = _make_clip(config), _make_descent(config)
   is_plain_sgd = isinstance(local.momentum, float) and not local.momentum
   momentum = None if is_plain_sgd else local.momentum
   outer = optax.sgd(local.lr, momentum, nesterov=True)
@@ -280,6 +286,21 @@ def make_optimizer(
     optax.chain(reducer, clip, descent), axes, options.max_consecutive_skips
   )
   return lookahead(chain, outer, local.every) if local.every else chain
+
+
+def _parts(config: ConfigDict) -> tuple[str, ...]:
+  """Returns the axes over which a replica's leaves lie in parts, on stages."""
+  if config.mesh.stage == 1:
+    return ()
+  return (STAGE, TENSOR) if config.mesh.tensor > 1 else (STAGE,)
+
+
+def _make_clip(config: ConfigDict) -> optax.GradientTransformation:
+  """Returns the link that clips the norm of a whole replica's gradient."""
+  norm, parts = config.optimizer.clip_norm, _parts(config)
+  if parts:
+    return edgc_jax.clip_by_global_norm(norm, parts)
+  return optax.clip_by_global_norm(norm)
 
 
 def _make_descent(config: ConfigDict) -> optax.GradientTransformation:

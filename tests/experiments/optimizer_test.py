@@ -4,13 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.small_runs import small
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from configs import gpt2_tiny
+from edgc_jax.measure import hlo
 from experiments import tasks
-from experiments.parallel import meshes
+from experiments.parallel import backends, meshes
 from experiments.training import optimizer
 
 
@@ -113,7 +115,7 @@ def test_without_exchange_all_replicas_move_alike():
   config = gpt2_tiny.get_config("allreduce")
   config.mesh.backend = "jit"
   mesh = meshes.of_config(config)
-  tx = optimizer.without_exchange(config, tasks.make(config), mesh)
+  tx = optimizer.unaveraged(config, tasks.make(config), mesh)
   params = {"a": jnp.zeros((4, 3)), "b": jnp.zeros(5)}
   gradients = jax.tree.map(
     lambda p: jnp.arange(1.0, 5.0).reshape(4, *[1] * p.ndim) + p, params
@@ -129,7 +131,7 @@ def test_without_exchange_all_stages_move_alike():
   config = gpt2_tiny.get_config("allreduce")
   config.mesh.update(backend="jit", data=2, stage=2)
   mesh = meshes.of_config(config)
-  tx = optimizer.without_exchange(config, tasks.make(config), mesh)
+  tx = optimizer.unaveraged(config, tasks.make(config), mesh)
   params = {"own": jnp.zeros((2, 3)), "shared": jnp.zeros(5)}
   specs = {"own": P("stage"), "shared": P()}
 
@@ -147,3 +149,14 @@ def test_without_exchange_all_stages_move_alike():
   for name, updates in found.items():
     assert updates.shape == params[name].shape
     np.testing.assert_array_equal(updates, (3 + 5) * (1 + 2 + 3 + 4))
+
+
+def test_a_step_without_exchange_sends_nothing(tmp_path):
+  config = small(tmp_path, "allreduce")
+  config.mesh.backend = "pmap"
+  task, mesh = tasks.make(config), meshes.of_config(config)
+  tx = optimizer.without_exchange(config, task, mesh)
+  backend = backends.make(config, task, tx, mesh)
+  state = backend.init(jax.random.key(0))
+  text = backend.compile_step(*state, config.batch_size).as_text()
+  assert not any(map(hlo.is_collective, text.splitlines()))

@@ -164,7 +164,7 @@ def test_a_schedule_is_a_mean_over_its_steps():
     ({"megabits": 0.0}, r"`megabits` must be positive and finite, got 0.0"),
     ({"peak": float("nan")}, r"`peak` must be positive and finite, got nan"),
     ({"share": 1.5}, r"`share` must be at most 1, got 1.5"),
-    ({"round_trip": -1.0}, r"`round_trip` must be positive"),
+    ({"round_trip": -1.0}, r"`round_trip` must be at least 0"),
   ],
 )
 def test_hardware_that_cannot_be(changes, message):
@@ -242,6 +242,6 @@ def test_a_step_is_compiled_without_arrays():
   assert found.ranks == (0, 2, 4, 6, 8)
   differences = np.subtract(found.program_bytes, found.predicted_bytes)
   np.testing.assert_array_equal(differences, found.other_bytes)
-  assert found.other_bytes == 4  # the loss
+  assert found.other_bytes == 0  # the loss is averaged once a line
   assert found.argument_bytes > 4 * found.device_params
   assert found.params > 3.9 * found.device_params - 4 * 16 * 64
