@@ -1,8 +1,8 @@
 """Models the time of an exchange.
 
 One all-reduce of B bytes takes latency + B / bandwidth. A compressed exchange
-sends fewer bytes, but in two all-reduces instead of one, low rank in a code of few
-bits in three, and takes time to compute.
+sends fewer bytes, but in two all-reduces instead of one, low rank in few bits
+in three, and takes time to compute.
 """
 
 import dataclasses
