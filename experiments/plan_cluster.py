@@ -6,9 +6,10 @@
 Trains nothing. Compares the reducer of the configuration with dense float32:
 seconds of a step, of stage 0's exchanges, what all exchanges add to a step, and
 megabytes of a device, as means over the whole run; and the ranks of the stages.
-`--fall` is how many nats the gradients' entropy loses over the run. All numbers
-are modelled (`experiments/planning/cluster.py` has the formulas); none is
-measured.
+`--fall` is how many nats the gradients' entropy loses over the run; or
+`--curve` is a run of `edgc`, its metrics.jsonl or record, whose entropy it
+takes. All numbers are modelled (`experiments/planning/cluster.py` has the
+formulas); none is measured.
 """
 
 import pathlib
@@ -39,8 +40,10 @@ _GIVEN = [
   ),
   flags.DEFINE_bool("recomputes", None, "Whether activations are recomputed."),
 ]
-_CURVE = flags.DEFINE_enum(
-  "curve", "falling", list(presets.CURVES), "How the entropy falls."
+_CURVE = flags.DEFINE_string(
+  "curve",
+  "falling",
+  f"How the entropy falls: {', '.join(presets.CURVES)}, or a run's file.",
 )
 _FALL = flags.DEFINE_float("fall", 3.0, "Nats that the entropy loses.")
 
@@ -54,12 +57,7 @@ def main(config: ConfigDict) -> None:
     checks.task_of(config)
     cluster.require_planned(config)
     hardware = dataclasses.replace(presets.HARDWARE[_HARDWARE.value], **given)
-    if not math.isfinite(_FALL.value):
-      raise ValueError(
-        f"`fall` must be finite, got {_FALL.value}; 1.7 nats are the"
-        " protocol's."
-      )
-    curve = presets.CURVES[_CURVE.value](_FALL.value)
+    curve = _curve(_CURVE.value, _FALL.value)
     runs = {
       "dense": cluster.run_of(dense, hardware),
       config.reducer: cluster.run_of(config, hardware, curve),
@@ -70,6 +68,17 @@ def main(config: ConfigDict) -> None:
   for first, ranks in chosen if any(any(own) for _, own in chosen) else ():
     text = " / ".join(str(rank or "dense") for rank in ranks)
     print(f"from step {first:,}: {text}")
+
+
+def _curve(name: str, fall: float) -> presets.Curve:
+  """Returns the entropy over the run."""
+  if name not in presets.CURVES:
+    return presets.measured(name)
+  if not math.isfinite(fall):
+    raise ValueError(
+      f"`fall` must be finite, got {fall}; 1.7 nats are the protocol's."
+    )
+  return presets.CURVES[name](fall)
 
 
 def _table(runs: dict[str, Run], compute: float) -> str:

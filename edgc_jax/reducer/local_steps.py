@@ -192,16 +192,13 @@ class LocalSteps:
   def init(self, params: optax.Params) -> LocalStepsState:
     """Returns the state before the first step."""
     leaves_in(params)  # raises if a leaf is not real floating
-    start = self._start
-    if self.is_stacked():
-      _require_no_reducer(jax.eval_shape(self.inner.init, params))
-      start = self._start_all
+    _require_no_reducer(jax.eval_shape(self.inner.init, params))
+    start = self._start_all if self.is_stacked() else self._start
     skipped, offset, sent, inner_state = start(params)
     params = wide(params)
-    parts = parts_of(params, self.fragments)
+    fragments = fragments_of(params, self.fragments)
     with reducers_seen() as reducers:
-      outer_state = tuple(self.outer.init(part) for part in parts)
-    _require_no_reducer(inner_state)
+      outer_state = tuple(self.outer.init(own) for own in fragments)
     for own in outer_state:
       _require_reducer_first(own)
     for found in reducers:
@@ -362,13 +359,11 @@ class LocalSteps:
     self, index: jax.Array, sent: Any, params: Any, outer_state: Any, extra: Any
   ) -> tuple[Any, Any]:
     """Exchanges the fragment of an index, or nothing; arrays of all leaves."""
-    own_parts = parts_of(wide(params), self.fragments)
-    sent_parts = parts_of(sent, self.fragments)
+    common = fragments_of(wide(params), self.fragments)
+    moved = fragments_of(sent, self.fragments)
 
     def exchange(k: int, outer_state: Any) -> tuple[Any, Any]:
-      found, new = self.exchange(
-        sent_parts[k], outer_state[k], own_parts[k], **extra
-      )
+      found, new = self.exchange(moved[k], outer_state[k], common[k], **extra)
       return found, (*outer_state[:k], new, *outer_state[k + 1 :])
 
     shapes = [
@@ -381,7 +376,7 @@ class LocalSteps:
       found = [jax.tree.map(collectives.zeros_like_type, s) for s in shapes]
       if k is not None:
         found[k], outer_state = exchange(k, outer_state)
-      return joined(found), outer_state
+      return joined_fragments(found), outer_state
 
     return jax.lax.switch(
       index + 1,
@@ -489,14 +484,14 @@ def wide(params: Any) -> Any:
   return jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), arrays_of(params))
 
 
-def parts_of(tree: Any, count: int) -> list[Any]:
-  """Divides a tree into parts of about equal size.
+def fragments_of(tree: Any, count: int) -> list[Any]:
+  """Divides a tree into fragments of about equal size.
 
   Returns:
-    Trees like it, with None in place of the leaves of other parts.
+    Trees like it, with None in place of the leaves of other fragments.
 
   Raises:
-    ValueError: if a part would be empty.
+    ValueError: if a fragment would be empty.
   """
   numbers = _numbers_of(tree, count)
   return [
@@ -508,7 +503,7 @@ def parts_of(tree: Any, count: int) -> list[Any]:
 
 
 def _numbers_of(tree: Any, count: int) -> Any:
-  """Returns the number of the part of each leaf, in a tree like it."""
+  """Returns the number of the fragment of each leaf, in a tree like it."""
   leaves, structure = jax.tree.flatten(tree)
   validation.require(
     count <= max(len(leaves), 1),
@@ -517,14 +512,14 @@ def _numbers_of(tree: Any, count: int) -> Any:
     f"at most {len(leaves)}, the number of leaves",
     "choose fewer",
   )
-  # Of all shards, so that parts do not depend on them.
+  # Of all shards, so that fragments do not depend on them.
   mesh = jax.sharding.get_abstract_mesh().shape
   whole = [
     jnp.size(x) * math.prod(mesh[axis] for axis in order.varying_axes(x))
     for x in leaves
   ]
   sizes, numbers = [0] * count, [0] * len(leaves)
-  # The largest leaves first, each to the smallest part.
+  # The largest leaves first, each to the smallest fragment.
   for i in sorted(range(len(leaves)), key=lambda i: (-whole[i], i)):
     k = min(range(count), key=lambda k: (sizes[k], k))
     numbers[i] = k
@@ -532,18 +527,18 @@ def _numbers_of(tree: Any, count: int) -> Any:
   return jax.tree.unflatten(structure, numbers)
 
 
-def joined(parts: Sequence[Any]) -> Any:
-  """Reverses `parts_of`."""
+def joined_fragments(fragments: Sequence[Any]) -> Any:
+  """Reverses `fragments_of`."""
   is_none = lambda x: x is None  # noqa: E731
   return jax.tree.map(
     lambda *found: next((x for x in found if x is not None), None),
-    *parts,
+    *fragments,
     is_leaf=is_none,
   )
 
 
 def _replaced(tree: Any, index: Any, count: int, new: Any = None) -> Any:
-  """Returns a tree with one of `count` parts from another, or with zeros."""
+  """Returns a tree with one of `count` fragments of another, or with zeros."""
   if new is None:
     new = jax.tree.map(jnp.zeros_like, tree)
   return jax.tree.map(

@@ -14,9 +14,9 @@ from edgc_jax import validation
 from edgc_jax.mesh.sharding import num_replicas
 from edgc_jax.reducer.local_steps import (
   LocalSteps,
-  joined,
+  fragments_of,
+  joined_fragments,
   only_state,
-  parts_of,
   wide,
 )
 from edgc_jax.reducer.transformation import transformation
@@ -236,12 +236,12 @@ class Exchange:
 
   def _part(self, k: int, tree: Any) -> Any:
     """Returns fragment k of a tree."""
-    return parts_of(tree, self._steps.fragments)[k]
+    return fragments_of(tree, self._steps.fragments)[k]
 
-  def _joined(self, k: int, tree: Any, part: Any) -> Any:
+  def _joined(self, k: int, tree: Any, own: Any) -> Any:
     """Returns a tree with another fragment k."""
-    parts = parts_of(tree, self._steps.fragments)
-    return joined([*parts[:k], part, *parts[k + 1 :]])
+    found = fragments_of(tree, self._steps.fragments)
+    return joined_fragments([*found[:k], own, *found[k + 1 :]])
 
   def _with(self, k: int, tree: Any, other: Any) -> Any:
     """Returns a tree with fragment k of another."""

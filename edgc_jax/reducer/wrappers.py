@@ -196,7 +196,8 @@ def skip_nonfinite(
   `edgc_jax.metrics` counts the skips, and warns after `max_consecutive` in a
   row; its other statistics are then from the step before.
 
-  Wire: 4 bytes, after all other collectives of the update.
+  Wire: 4 bytes, after all other collectives of the update: each step waits for
+  the link once more, over Gloo N - 1 round trips.
 
   Args:
     tx: The chain to wrap, reducer first.

@@ -46,7 +46,9 @@ Picture = Callable[[], Figure]
 TABLES: Mapping[str, Table] = {
   **protocol.TABLES, **network.TABLES, **benchmarks.TABLES, **paper.TABLES,
 }  # fmt: skip
-PICTURES: Mapping[str, Picture] = protocol.PICTURES | network.PICTURES
+PICTURES: Mapping[str, Picture] = {
+  **protocol.PICTURES, **network.PICTURES, **paper.PICTURES,
+}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> None:

@@ -2,12 +2,13 @@
 
 Times to a loss are from docs/advice.json and docs/advice_10m.json, which have
 the methods that `advise` chooses from, for the protocol's model and a larger
-one.
+one. Whole runs are from docs/whole_runs.json.
 """
 
 import functools
 import itertools
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -17,10 +18,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
-from experiments.network import results
+from experiments.network import results, whole_runs
 from experiments.network.results import DENSE, NARROW, NO_EXCHANGE
 from experiments.reporting.style import COLORS, WIDTH, dress, markdown
 from experiments.reporting.style import DENSE as GREY
+from experiments.study import statistics
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _FILE = _ROOT / results.FILE
@@ -150,10 +152,14 @@ def _times(file: str) -> pd.DataFrame:
       }
     )
     frame = (frame / frame.loc[DENSE]).dropna()  # without what did not run
-    name = f"{link[0]:g} Mbit/s" + f", {link[1]:g} ms" * (link[1] > 0)
+    name = _link_name(*link)
     is_choice = frame.index == advice["choice"]
     lines.append(frame.assign(link=name, steps=steps, is_choice=is_choice))
   return pd.concat(lines).rename_axis("method").reset_index()
+
+
+def _link_name(rate: float, round_trip: float) -> str:
+  return f"{rate:g} Mbit/s" + f", {round_trip:g} ms" * (round_trip > 0)
 
 
 def _time_to_loss(file: str) -> Sequence[str]:
@@ -182,6 +188,48 @@ def _time_to_loss(file: str) -> Sequence[str]:
     f" shares differ from measured ones by {errors.median():.0%} in the median"
     f" and {errors.max():.0%} at most.",
   ]
+
+
+def _whole_runs() -> Sequence[str]:
+  """Returns times to a loss of whole runs, beside steps times seconds."""
+  expected = _times(_WITH_LOSS[0]).set_index(["link", "method"])["measured"]
+  curves = {}
+  for run in _found(_ROOT / whole_runs.FILE)["runs"]:
+    name = _link_name(run["rate"], run["round_trip"])
+    curves[name, run["arm"]] = _in_minutes(pd.DataFrame(run["lines"]))
+  lines = []
+  for (link, arm), curve in curves.items():
+    loss, minutes = curve.iloc[-1][["val_loss", "minutes"]]
+    dense = statistics.reached(curves[link, DENSE], loss, "minutes")
+    lines.append(
+      {
+        "link": link,
+        "method": arm,
+        "held-out loss": f"{loss:.4f}",
+        "minutes": f"{minutes:.1f}",
+        "dense's to that loss": f"{dense:.1f}",
+        "share": f"{minutes / dense:.2f}",
+        "steps times seconds": expected.get((link, arm), math.nan),
+      }
+    )
+  table = pd.DataFrame(lines)
+  table["steps times seconds"] = _text(table["steps times seconds"], ".2f")
+  return markdown(table)
+
+
+def _in_minutes(lines: pd.DataFrame) -> pd.DataFrame:
+  """Returns the evaluations after the first one, with `minutes` since step 0.
+
+  Programs are compiled until the first evaluation, so its steps count as those
+  since then.
+  """
+  curve = lines.dropna(subset="val_loss")
+  first, curve = curve.iloc[0], curve.iloc[1:].copy()
+  a_step = (curve["seconds"] - first["seconds"]) / (
+    curve["step"] - first["step"]
+  )
+  curve["minutes"] = a_step * curve["step"] / 60
+  return curve
 
 
 def draw_times() -> Figure:
@@ -302,6 +350,7 @@ TABLES = {
   "network": _steps,
   "network peers": _peers,
   "time to loss": _time_to_loss,
+  "whole runs": _whole_runs,
 }
 PICTURES = {
   "network-parts": draw_parts,

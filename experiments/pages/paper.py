@@ -1,12 +1,17 @@
-"""Tables of docs/paper.md, from what `make plan-paper` has written."""
+"""Tables and a picture of docs/paper.md, of what `make plan-paper` wrote."""
 
 import functools
 import json
 import pathlib
+import textwrap
 from collections.abc import Sequence
 
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
 from configs.paper import gpt2_2b5, gpt2_12b, gpt2_345m
-from experiments.reporting.style import markdown
+from experiments.reporting.style import COLORS, WIDTH, dress, markdown
 
 _DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 _MODELS = (gpt2_345m, gpt2_2b5, gpt2_12b)
@@ -23,13 +28,7 @@ def _layouts() -> Sequence[str]:
   lines = []
   for config in (module.get_config("edgc") for module in _MODELS):
     own = found[config.name]
-    differences = {
-      sent - predicted
-      for sent, predicted in zip(
-        own["program_bytes"], own["predicted_bytes"], strict=True
-      )
-    }
-    is_exact = differences == {own["other_bytes"]}
+    is_exact = own["program_bytes"] == own["predicted_bytes"]
     memory = own["argument_bytes"] + own["temporary_bytes"]
     dense, *sent = (each / 1e6 for each in own["program_bytes"])
     lines.append(
@@ -69,6 +68,40 @@ def _by_size() -> Sequence[str]:
   return markdown(lines)
 
 
+def draw_ranks() -> Figure:
+  """Draws the modelled ranks of the stages over the run."""
+  found = pd.DataFrame(
+    json.loads((_DOCS / "paper_clusters.json").read_text())["ranks"]
+  )
+  clusters = found["cluster"].unique()
+  falls = found["fall of the entropy"].unique()
+  figure = Figure(figsize=(WIDTH, 5.5), layout="constrained")
+  panels = figure.subplots(
+    len(clusters), len(falls), sharex=True, sharey="row", squeeze=False
+  )
+  for axes, (_, run) in zip(panels.flat, found.iterrows(), strict=True):
+    starts, ranks = zip(*run["ranks"], strict=True)
+    starts = [*starts, run["steps"]]
+    for stage, own in enumerate(zip(*ranks, strict=True)):
+      # Rank 0 is dense, which has no rank.
+      own = [rank or np.nan for rank in (*own, own[-1])]
+      axes.step(
+        np.divide(starts, 1e3), own, where="post", color=COLORS[stage],
+        linewidth=1.2, label=f"stage {stage}",
+      )  # fmt: skip
+    dress(axes, run["cluster"])
+  for axes, text in zip(panels[0], falls, strict=True):
+    title = "\n".join(textwrap.wrap(text, 34))
+    axes.set_title(f"{title}\n\n{clusters[0]}", loc="left", fontsize=8)
+  for axes in panels[:, 0]:
+    axes.set_ylabel("rank")
+  for axes in panels[-1]:
+    axes.set_xlabel("thousands of steps")
+  panels[0, 0].legend(fontsize=8, frameon=False)
+  return figure
+
+
+PICTURES = {"paper-ranks": draw_ranks}
 TABLES = {"paper models": _by_size, "paper layouts": _layouts} | {
   f"paper {name}": functools.partial(_modelled, name)
   for name in ("check", "assumptions", "clusters", "links", "others", "falls")

@@ -125,9 +125,11 @@ class Backend(abc.ABC):
       by stage have a first axis of stages.
     """
     hosts.wait_for_devices(steps)
-    own, structure = jax.tree.flatten([
-      jax.tree.map(_own_mean, step[OWN]) for step in steps
-    ])  # fmt: skip
+    numbers, structure = jax.tree.flatten([step[OWN] for step in steps])
+    own = [
+      float(np.mean([np.mean(part) for part in parts]))
+      for parts in jax.device_get([_own_parts(x) for x in numbers])
+    ]
     if own and jax.process_count() > 1:
       own = timing.agree(self.mesh, own)
     common = [
@@ -222,8 +224,8 @@ class Backend(abc.ABC):
     return {"skipped_inner_steps": sum(skips)} if skips else {}
 
 
-def _own_mean(x: jax.Array) -> float:
-  """Returns the mean over the replicas of this process."""
+def _own_parts(x: jax.Array) -> list[jax.Array]:
+  """Returns the numbers of this process's replicas, by replica."""
   # Once each: shards and stages of a replica have the same number.
   parts = {str(part.index): part.data for part in x.addressable_shards}
-  return float(np.mean([np.mean(part) for part in parts.values()]))
+  return list(parts.values())

@@ -27,7 +27,6 @@ class Compiled(NamedTuple):
       rank, as `edgc_jax.describe` predicts it.
     program_bytes: What the compiled program sends over them at each rank,
       outside of branches that do not choose a rank (checks, samples).
-    other_bytes: Of these, beside the exchange: the loss.
     argument_bytes: Memory of a device for parameters, optimiser state and
       batch.
     temporary_bytes: Memory of a device for all else, by XLA's CPU backend.
@@ -40,7 +39,6 @@ class Compiled(NamedTuple):
   ranks: tuple[int, ...]
   predicted_bytes: tuple[int, ...]
   program_bytes: tuple[int, ...]
-  other_bytes: int
   argument_bytes: int
   temporary_bytes: int
   seconds: float
@@ -78,7 +76,6 @@ def compile_step(config: ConfigDict) -> Compiled:
     part.ladder,
     part.wire_bytes,
     tuple(sent),
-    sent[0] - part.wire_bytes[0],
     memory.argument_size_in_bytes,
     memory.temp_size_in_bytes,
     seconds,

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from experiments.network import results
 from experiments.network.results import NO_EXCHANGE, ROWS, Layout
 from experiments.planning import cluster, presets
 from experiments.planning.cluster import Hardware, Run
+from experiments.planning.presets import Curve
 from experiments.study import statistics, study
 from experiments.study.records import Records
 
@@ -35,7 +36,6 @@ _DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 _OUTPUT, _NETWORK = _DOCS / "paper_clusters.json", _DOCS / "network.json"
 _NOISE, _TOKENS = _DOCS / "noise_scale.json", 32_768  # of the paper's replicas
 _CLOSE = 0.15  # of measured times, that a model must reach
-Curve = Callable[[float], float]  # entropy, in nats, at a share of the run
 _FALL = presets.falling(3.0)
 # Longest runs measured here, of the rule as described.
 _HORIZON, _DESCRIBED = "configs/paper/horizon.py", "as described, 16 to 4"
@@ -64,6 +64,12 @@ _NAMES = {
 }
 
 
+# Falls of the entropy whose ranks the page draws.
+_DRAWN = (
+  "3 nats, half of it in the first tenth",
+  f"as measured in the protocol's run, of {_TOKENS:,} tokens",
+  "as measured over 20,000 steps, 2,048 tokens a replica",
+)
 Lines = list[dict[str, Any]]  # of a table
 
 
@@ -273,8 +279,7 @@ def _measured() -> Curve:
     if record is not None
   ]
   entropy = pd.concat(found).groupby("step")["entropy"].mean().dropna()
-  shares = entropy.index / max(entropy.index)
-  return lambda share: float(np.interp(share, shares, entropy))
+  return presets.through(entropy.index / max(entropy.index), entropy)
 
 
 def _of_large_batches() -> Curve:
@@ -286,12 +291,13 @@ def _of_large_batches() -> Curve:
   index = found["about"]["means"].index(_TOKENS)
   shares = [line["step"] / found["about"]["steps"] for line in found["lines"]]
   entropy = [line["entropy"]["gaussian"][index] for line in found["lines"]]
-  return lambda share: float(np.interp(share, shares, entropy))
+  return presets.through(shares, entropy)
 
 
-def _falls() -> Lines:
-  """Returns the modelled savings of `edgc` by curve of the entropy."""
-  curves = {
+@functools.cache
+def _curves() -> dict[str, Curve]:
+  """Returns the curves of the entropy to compare, by name."""
+  return {
     "as measured over 20,000 steps, 2,048 tokens a replica": _measured(),
     f"as measured in the protocol's run, of {_TOKENS:,} tokens": (
       _of_large_batches()
@@ -304,6 +310,11 @@ def _falls() -> Lines:
       for nats in (0.3, 1.0, 2.0, 3.0)
     },
   }
+
+
+def _falls() -> Lines:
+  """Returns the modelled savings of `edgc` by curve of the entropy."""
+  curves = _curves()
   lines = []
   for name, (_, hardware) in _CLUSTERS.items():
     dense = _run(name, "allreduce", hardware)
@@ -322,6 +333,20 @@ def _falls() -> Lines:
   return lines
 
 
+def _ranks() -> Lines:
+  """Returns the modelled ranks of the stages, by curve of the entropy."""
+  return [
+    {
+      "cluster": name,
+      "fall of the entropy": text,
+      "steps": _config(name, "edgc").steps,
+      "ranks": _run(name, "edgc", hardware, _curves()[text]).ranks,
+    }
+    for name, (_, hardware) in _CLUSTERS.items()
+    for text in _DRAWN
+  ]
+
+
 def main(argv: Sequence[str]) -> None:
   """Writes all tables."""
   del argv
@@ -332,6 +357,7 @@ def main(argv: Sequence[str]) -> None:
     "links": _links(),
     "others": _others(),
     "falls": _falls(),
+    "ranks": _ranks(),
   }
   _OUTPUT.write_text(json.dumps(tables, indent=1) + "\n")
 

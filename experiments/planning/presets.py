@@ -4,9 +4,16 @@ Peaks and bandwidths of memory are those of the vendors' data sheets. All else
 is an assumption; docs/paper.md shows what each is worth.
 """
 
-from collections.abc import Callable
+import pathlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pandas as pd
 
 from experiments.planning.cluster import Hardware
+from experiments.runtime.json_files import read_json
+
+Curve = Callable[[float], float]  # entropy, in nats, at a share of the run
 
 HARDWARE = {
   # float32 without tensor cores: the scripts name no other precision.
@@ -23,7 +30,7 @@ HARDWARE = {
 }  # fmt: skip
 
 
-def falling(nats: float) -> Callable[[float], float]:
+def falling(nats: float) -> Curve:
   """Returns a curve that falls throughout, half of it in the first tenth.
 
     H(x) = -1.1 nats x / (x + 0.1)
@@ -33,7 +40,7 @@ def falling(nats: float) -> Callable[[float], float]:
   return lambda x: -1.1 * nats * x / (x + 0.1)
 
 
-def early(nats: float) -> Callable[[float], float]:
+def early(nats: float) -> Curve:
   """Returns a curve that falls in the first twentieth, and then stays.
 
     H(x) = -nats min(1, 20 x)
@@ -41,6 +48,44 @@ def early(nats: float) -> Callable[[float], float]:
   So did the entropy of the protocol's runs, by 1.7 nats (docs/entropy.md).
   """
   return lambda x: -nats * min(1.0, 20 * x)
+
+
+def through(shares: Sequence[float], entropy: Sequence[float]) -> Curve:
+  """Returns the curve through points, constant before and after them."""
+  return lambda x: float(np.interp(x, shares, entropy))
+
+
+def measured(file: str) -> Curve:
+  """Returns the entropy that a run of `edgc` has measured.
+
+  Args:
+    file: `metrics.jsonl` of its run folder, or its record in docs/records.
+
+  Raises:
+    ValueError: if it is no such file, or has no entropy.
+  """
+  path, remedy = pathlib.Path(file), "give metrics.jsonl or a record of edgc"
+  if not path.is_file():
+    raise ValueError(
+      f"`curve` must be one of {', '.join(CURVES)}, or a file of a run, got"
+      f" {file!r}; {remedy}."
+    )
+  if path.suffix == ".jsonl":
+    try:
+      lines = pd.read_json(path, lines=True)
+    except ValueError as error:
+      raise ValueError(
+        f"`curve` must be an intact file, got {file} ({error}); {remedy}."
+      ) from error
+  else:
+    lines = pd.DataFrame(read_json(path, "curve", remedy).get("lines", {}))
+  if not {"step", "entropy"} <= set(lines) or lines["entropy"].isna().all():
+    raise ValueError(
+      f"`curve` must be a run with steps and entropies, got {file} without;"
+      f" {remedy}."
+    )
+  found = lines.dropna(subset="entropy")
+  return through(found["step"] / lines["step"].max(), found["entropy"])
 
 
 CURVES = {"falling": falling, "early": early}

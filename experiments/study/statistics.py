@@ -50,22 +50,27 @@ def judged(study: Study, records: Records) -> pd.DataFrame:
 
 
 def saved(dense: Record, loss: float) -> float:
-  """Returns the share of its steps that dense could save to reach a loss.
+  """Returns the share of its steps that dense could save to reach a loss."""
+  step = reached(dense.curve, loss)
+  last = dense.curve.dropna(subset="val_loss")["step"].iloc[-1]
+  return 0.0 if np.isnan(step) else float(1 - step / last)
 
-  Dense reaches the loss at a step between two of its evaluations, found by
-  linear interpolation.
+
+def reached(curve: pd.DataFrame, loss: float, of: str = "step") -> float:
+  """Returns where a run first reaches a loss: a step, or another column.
+
+  Between two evaluations, by linear interpolation; NaN if it never does.
   """
-  curve = dense.curve.dropna(subset="val_loss")
-  steps, losses = curve["step"].to_numpy(), curve["val_loss"].to_numpy()
+  evaluated = curve.dropna(subset="val_loss")
+  losses, values = evaluated["val_loss"].to_numpy(), evaluated[of].to_numpy()
   below = np.flatnonzero(losses <= loss)
   if not below.size:
-    return 0.0
+    return np.nan
   i = below[0]
   if i == 0:
-    return 1 - steps[0] / steps[-1]
+    return float(values[0])
   share = (losses[i - 1] - loss) / (losses[i - 1] - losses[i])
-  step = steps[i - 1] + share * (steps[i] - steps[i - 1])
-  return float(1 - step / steps[-1])
+  return float(values[i - 1] + share * (values[i] - values[i - 1]))
 
 
 def by_arm(frame: pd.DataFrame) -> pd.DataFrame:

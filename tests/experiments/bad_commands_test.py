@@ -309,7 +309,7 @@ def test_runs_of_one_program(commands, tmp_path, content):
     ("plan_cluster", [PIPELINE, "--peak=-1"], ["`peak`"]),
     ("plan_cluster", [PIPELINE, "--memory=few"], ["memory"]),
     ("plan_cluster", [PIPELINE, "--fall=inf"], ["`fall`", "inf"]),
-    ("plan_cluster", [PIPELINE, "--curve=up"], ["curve"]),
+    ("plan_cluster", [PIPELINE, "--curve=up"], ["`curve`", "falling"]),
     ("plan_cluster", [VIT, "--config.mesh.backend=jit"], ["`task`", "gpt2"]),
     ("plan_cluster", [TINY, "--config.mesh.data=1"], ["`mesh.data`"]),
     ("plan_layout", [TINY], ["`mesh.backend`"]),

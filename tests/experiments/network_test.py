@@ -6,6 +6,7 @@ import os
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from experiments.network import calls, results
@@ -201,6 +202,36 @@ def test_times_to_a_loss(tables, tmp_path, monkeypatch):
   assert lines[-1].startswith("The choice (←) takes at most 0% longer")
   # Predicted 1.2 * 1.0 and 1.3 * 0.9 of 2.6.
   assert "by 12% in the median and 25% at most." in lines[-1]
+
+
+def test_whole_runs(tables, tmp_path, monkeypatch):
+  """Minutes to the end beside dense's to that loss, without compiling."""
+
+  def run(arm, seconds, losses):
+    lines = {
+      "step": [50, 100, 150, 200, 300],
+      "seconds": [500, 600, 700, *seconds],
+      "val_loss": [None, 3.0, None, *losses],
+    }
+    return {"rate": 100.0, "round_trip": 0.0, "arm": arm, "lines": lines}
+
+  runs = [
+    run("dense", [1200, 1800], [2.0, 1.0]),
+    run("SparseLoCo, every 2", [900, 1200], [2.2, 1.5]),
+  ]
+  (tmp_path / "docs").mkdir()
+  (tmp_path / "docs/whole_runs.json").write_text(json.dumps({"runs": runs}))
+  monkeypatch.setattr(pages, "_ROOT", tmp_path)
+  expected = pd.DataFrame(
+    {"link": ["100 Mbit/s"], "method": [runs[1]["arm"]], "measured": [0.5]}
+  )
+  monkeypatch.setattr(pages, "_times", lambda file: expected)
+  *_, dense, other = tables("whole runs")
+  # 300 steps of 6 s, and of 3 s; dense is at a loss of 1.5 after 250.
+  assert dense == "| 100 Mbit/s | dense | 1.0000 | 30.0 | 30.0 | 1.00 | - |"
+  assert other == (
+    "| 100 Mbit/s | SparseLoCo, every 2 | 1.5000 | 15.0 | 25.0 | 0.60 | 0.50 |"
+  )
 
 
 def test_links_of_other_round_trips_have_rows_of_their_own(tables, tmp_path):

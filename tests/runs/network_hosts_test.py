@@ -140,6 +140,43 @@ def test_two_hosts_that_are_far_apart(tmp_path, network):
   assert 0.3 < shortest["dense, bf16"] < 0.6 + 3 * link
 
 
+STUDY = """
+CONFIG = "configs/gpt2_tiny.py"
+TABLES = {"All": {"dense": {
+  "reducer": "allreduce", "steps": 6, "log_every": 1, "mesh.data": 2,
+  "model.width": 64, "model.num_layers": 2, "model.num_heads": 2,
+  "model.unroll": 1, "evaluation.every": 2, "evaluation.batches": 2,
+}}}
+SEEDS = (0,)
+"""
+
+
+def test_a_whole_run(tmp_path, network):
+  """Two hosts train an arm of a study to the end, once."""
+  study, output = tmp_path / "study.py", tmp_path / "whole.json"
+  study.write_text(STUDY)
+  command = [
+    sys.executable, "-m", "experiments.network.whole_runs",
+    f"--study={study}", "--arm=dense", "--rate=100", f"--output={output}",
+    f"--records={tmp_path / 'records'}", f"--folder={tmp_path / 'runs'}",
+  ]  # fmt: skip
+  printed = []
+  for _ in range(2):
+    done = subprocess.run(
+      command, cwd=ROOT, env=marked(tmp_path), capture_output=True, text=True,
+      timeout=SECONDS, check=False,
+    )  # fmt: skip
+    logs = "".join(p.read_text()[-2000:] for p in tmp_path.rglob("host_*.txt"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    printed.append(done.stdout)
+  assert printed == ["--- 100 Mbit/s, 0 ms: dense\n", ""]
+  assert not processes_of(tmp_path)
+  (run,) = json.loads(output.read_text())["runs"]
+  evaluated = [x for x in run["lines"]["val_loss"] if x is not None]
+  assert len(evaluated) == 3 and evaluated[-1] == pytest.approx(run["loss"])
+  assert run["lines"]["seconds"] == sorted(run["lines"]["seconds"])
+
+
 def test_a_killed_program_leaves_nothing(tmp_path, network):
   """Neither processes nor the namespaces that they hold."""
   with subprocess.Popen(

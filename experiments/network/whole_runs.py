@@ -1,0 +1,149 @@
+"""Trains whole runs on hosts with slow links, and times them to a loss.
+
+  sudo python -m experiments.network.whole_runs --arm=dense \\
+      --arm="SparseLoCo, every 2" --rate=100 --rate=1000
+
+Times to a loss are steps that simulated replicas have measured, times seconds
+of a step that a benchmark has measured (docs/network.md). This measures both at
+once: it trains judged arms of a study to the end on four virtual hosts, with
+their own settings, and --output keeps each run's losses and seconds. Runs that
+the file has are not repeated. One takes some 7 to 15 minutes.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from absl import app, flags
+
+from experiments.network import virtual_hosts
+from experiments.network.virtual_hosts import VirtualHosts, address
+from experiments.runs import run_folder
+from experiments.runtime.json_files import read_json
+from experiments.runtime.refusals import refusals
+from experiments.study import runner, study
+from experiments.study.records import Records, numbers_of
+from experiments.study.study import Run, Study
+
+FILE = pathlib.Path("docs/whole_runs.json")
+_STUDY = flags.DEFINE_string(
+  "study", "configs/protocol/rounds.py", "A study's file."
+)
+_ARMS = flags.DEFINE_multi_string("arm", None, "An arm of the study.")
+_RATES = flags.DEFINE_multi_float(
+  "rate", [100.0], "A speed of the uplinks in Mbit/s.",
+  lower_bound=1e-3, upper_bound=1e6,
+)  # fmt: skip
+_ROUND_TRIPS = flags.DEFINE_multi_float(
+  "round_trip", [0.0], "A round-trip time in ms; every rate has each.",
+  lower_bound=0.0, upper_bound=6e4,
+)  # fmt: skip
+_SEED = flags.DEFINE_integer("seed", 0, "A judged seed.")
+_RECORDS = flags.DEFINE_string("records", "docs/records", "The records.")
+_OUTPUT = flags.DEFINE_string("output", str(FILE), "The JSON file.")
+_FOLDER = flags.DEFINE_string("folder", "runs/whole", "Parent of run folders.")
+_PORT = 12345
+# One thread of XLA a host, as in the benchmark: the hosts share the cores.
+_ENVIRONMENT = {
+  "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "NPROC": "1",
+}  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> None:
+  """Trains what the file lacks."""
+  del argv
+  virtual_hosts.exit_unless_possible(_ROUND_TRIPS.value)
+  file = pathlib.Path(_OUTPUT.value)
+  with refusals():
+    found = study.load(_STUDY.value)
+    runs = [_judged(found, arm) for arm in _ARMS.value]
+    kept = {"runs": []}
+    if file.exists():
+      kept = read_json(file, "--output", "give another file")
+  for rate in _RATES.value:
+    for round_trip in _ROUND_TRIPS.value:
+      for run in runs:
+        link = {"rate": rate, "round_trip": round_trip}
+        which = {**link, "arm": run.arm, "seed": run.config.seed}
+        if any(which.items() <= each.items() for each in kept["runs"]):
+          continue
+        print(f"--- {rate:g} Mbit/s, {round_trip:g} ms: {run.arm}", flush=True)
+        kept["runs"].append({**which, **_train(found, run, link)})
+        file.parent.mkdir(parents=True, exist_ok=True)
+        run_folder.write(file, json.dumps(kept, indent=1) + "\n")
+
+
+def _judged(found: Study, arm: str) -> Run:
+  """Returns the run of an arm with the settings by which it was judged."""
+  if arm not in found.all_arms:
+    raise ValueError(
+      f"`--arm` must be one of {'; '.join(found.all_arms)}, got {arm!r}; choose"
+      " one."
+    )
+  run, _ = found.judged(arm, _SEED.value, Records(_RECORDS.value))
+  if run is None:
+    raise ValueError(
+      f"`--arm` must be tuned, got {arm!r}, whose tuning --records lacks; run"
+      " the study first."
+    )
+  return run
+
+
+def _train(found: Study, run: Run, link: dict[str, float]) -> dict[str, Any]:
+  """Trains on virtual hosts; returns losses and seconds by step.
+
+  Ends the program if a process fails.
+  """
+  count = run.config.mesh.data
+  name = runner.name_of(run.config)
+  folder = pathlib.Path(_FOLDER.value).resolve() / (
+    f"{name}-{link['rate']:g}-{link['round_trip']:g}"
+  )
+  folder.mkdir(parents=True, exist_ok=True)
+  command = [
+    *runner.command_of(found, run, folder),
+    "--config.mesh.backend=pmap",
+    f"--coordinator_address={address(0)}:{_PORT}",
+    f"--num_processes={count}",
+  ]
+  with VirtualHosts(count) as network:
+    network.shape(link["rate"] * 1e6, link["round_trip"] / 1e3)
+    processes = []
+    try:
+      for index in range(count):
+        with open(folder / f"host_{index}.txt", "w") as log:
+          processes.append(
+            subprocess.Popen(
+              [*network.inside(index), *command, f"--process_id={index}"],
+              stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+              env=os.environ | _ENVIRONMENT,
+            )
+          )  # fmt: skip
+      codes = [process.wait() for process in processes]
+    finally:
+      for process in processes:
+        process.kill()
+        process.wait()
+  if any(codes):
+    sys.exit(f"error: hosts ended with {codes}; {folder}/host_*.txt say why.")
+  numbers = numbers_of(folder)
+  if "error" in numbers:
+    sys.exit(f"error: {run.arm} did not end: {numbers['error']}.")
+  here = run_folder.environment()
+  lines = numbers["lines"]
+  return {
+    "loss": numbers["summary"]["val_loss"],
+    "lines": {key: lines[key] for key in ("step", "seconds", "val_loss")},
+    "commit": here["commit"],
+    "cores": len(os.sched_getaffinity(0)),
+    "versions": here["versions"],
+  }
+
+
+if __name__ == "__main__":
+  flags.mark_flag_as_required("arm")
+  app.run(main)
