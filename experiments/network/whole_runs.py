@@ -103,7 +103,8 @@ def _train(found: Study, run: Run, link: dict[str, float]) -> dict[str, Any]:
   folder = pathlib.Path(_FOLDER.value).resolve() / (
     f"{name}-{link['rate']:g}-{link['round_trip']:g}"
   )
-  folder.mkdir(parents=True, exist_ok=True)
+  folder.parent.mkdir(parents=True, exist_ok=True)
+  logs = [folder.with_name(f"{folder.name}.host_{i}.txt") for i in range(count)]
   command = [
     *runner.command_of(found, run, folder),
     "--config.mesh.backend=pmap",
@@ -114,8 +115,8 @@ def _train(found: Study, run: Run, link: dict[str, float]) -> dict[str, Any]:
     network.shape(link["rate"] * 1e6, link["round_trip"] / 1e3)
     processes = []
     try:
-      for index in range(count):
-        with open(folder / f"host_{index}.txt", "w") as log:
+      for index, file in enumerate(logs):
+        with open(file, "w") as log:
           processes.append(
             subprocess.Popen(
               [*network.inside(index), *command, f"--process_id={index}"],
@@ -129,7 +130,7 @@ def _train(found: Study, run: Run, link: dict[str, float]) -> dict[str, Any]:
         process.kill()
         process.wait()
   if any(codes):
-    sys.exit(f"error: hosts ended with {codes}; {folder}/host_*.txt say why.")
+    sys.exit(f"error: hosts ended with {codes}; {folder}.host_*.txt say why.")
   numbers = numbers_of(folder)
   if "error" in numbers:
     sys.exit(f"error: {run.arm} did not end: {numbers['error']}.")
