@@ -135,7 +135,7 @@ def _code_of(
     "block",
     block,
     f"a power of two from 8 to {_LARGEST_ROTATION} with a rotation",
-    "use 128",
+    "use 256",
   )
   return Rotated(block, bits)
 

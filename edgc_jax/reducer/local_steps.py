@@ -236,22 +236,22 @@ class LocalSteps:
     )
     offset = new.offset.values
     # With an overlap, what does not depend on this step's gradient.
-    sent = offset
+    moved = offset
     if self.overlap:  # on CPUs, where nothing overlaps, collectives keep order
       wait = jax.vmap(order.after_all) if self.is_stacked() else order.in_turn
-      sent = wait(state.sent.values, offset)
+      moved = wait(state.sent.values, offset)
     begun = new.step - self.overlap
     exchanged = self._due(begun)
     found, outer_state = self._exchange_one(
-      exchanged, sent, params, state.outer_state, extra_args
+      exchanged, moved, params, state.outer_state, extra_args
     )
-    sent = _replaced(sent, exchanged, self.fragments)  # s_i <- 0
+    left = _replaced(moved, exchanged, self.fragments)  # 0 where exchanged
     if self.overlap:
       begins = self._due(new.step)
-      sent = _replaced(sent, begins, self.fragments, offset)  # s_i <- d_i
+      sent = _replaced(left, begins, self.fragments, offset)  # s_i <- d_i
       offset = _replaced(offset, begins, self.fragments)  # d_i <- 0
     else:
-      offset, sent = sent, ()
+      offset, sent = left, ()
     return found, new._replace(
       exchanged=exchanged,
       offset=PerReplica(offset),

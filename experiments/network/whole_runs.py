@@ -61,9 +61,9 @@ def main(argv: Sequence[str]) -> None:
   with refusals():
     found = study.load(_STUDY.value)
     runs = [_judged(found, arm) for arm in _ARMS.value]
-    kept = {"runs": []}
+    kept: dict[str, Any] = {"runs": []}
     if file.exists():
-      kept = read_json(file, "--output", "give another file")
+      kept |= read_json(file, "--output", "give another file")
   for rate in _RATES.value:
     for round_trip in _ROUND_TRIPS.value:
       for run in runs:
