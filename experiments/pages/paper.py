@@ -75,7 +75,7 @@ def draw_ranks() -> Figure:
   )
   clusters = found["cluster"].unique()
   falls = found["fall of the entropy"].unique()
-  figure = Figure(figsize=(WIDTH, 5.5), layout="constrained")
+  figure = Figure(figsize=(WIDTH, 6), layout="constrained")
   panels = figure.subplots(
     len(clusters), len(falls), sharex=True, sharey="row", squeeze=False
   )
@@ -90,14 +90,16 @@ def draw_ranks() -> Figure:
         linewidth=1.2, label=f"stage {stage}",
       )  # fmt: skip
     dress(axes, run["cluster"])
-  for axes, text in zip(panels[0], falls, strict=True):
-    title = "\n".join(textwrap.wrap(text, 34))
-    axes.set_title(f"{title}\n\n{clusters[0]}", loc="left", fontsize=8)
+    fall = textwrap.fill(run["fall of the entropy"], 40)
+    axes.set_title(f"{run['cluster']}\n{fall}", loc="left", fontsize=8)
   for axes in panels[:, 0]:
     axes.set_ylabel("rank")
   for axes in panels[-1]:
     axes.set_xlabel("thousands of steps")
-  panels[0, 0].legend(fontsize=8, frameon=False)
+  figure.legend(
+    *panels[0, 0].get_legend_handles_labels(),
+    fontsize=8, frameon=False, loc="outside lower center", ncols=4,
+  )  # fmt: skip
   return figure
 
 

@@ -388,5 +388,6 @@ PICTURES = {
   ),
   "protocol-entropy": functools.partial(draw_entropy, "protocol/table"),
   "horizon-entropy": functools.partial(draw_entropy, "paper/horizon"),
+  "objectives-entropy": functools.partial(draw_entropy, "paper/objectives"),
   "horizon-bytes": functools.partial(draw_by_bytes, "paper/horizon"),
 }
