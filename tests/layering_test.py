@@ -32,7 +32,8 @@ FLOORS = {
     {"runs"},
     {"training"},
     {"reporting"},
-    {"study", "network", "benchmarks"},
+    {"study", "benchmarks"},
+    {"network"},
     {"planning"},
     {"pages"},
     {

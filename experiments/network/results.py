@@ -16,6 +16,7 @@ from experiments.runs import run_folder
 from experiments.runtime.json_files import read_json
 
 FILE = pathlib.Path("docs/network.json")
+WHOLE_RUNS = pathlib.Path("docs/whole_runs.json")
 NO_EXCHANGE, DENSE, NARROW = "no exchange", "dense", "dense, bf16"
 RANKS = (32, 8)
 # Methods, with settings of the configuration and arguments of torch_host.

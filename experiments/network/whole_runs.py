@@ -21,6 +21,7 @@ from typing import Any
 from absl import app, flags
 
 from experiments.network import virtual_hosts
+from experiments.network.results import WHOLE_RUNS
 from experiments.network.virtual_hosts import VirtualHosts, address
 from experiments.runs import run_folder
 from experiments.runtime.json_files import read_json
@@ -29,7 +30,6 @@ from experiments.study import runner, study
 from experiments.study.records import Records, numbers_of
 from experiments.study.study import Run, Study
 
-FILE = pathlib.Path("docs/whole_runs.json")
 _STUDY = flags.DEFINE_string(
   "study", "configs/protocol/rounds.py", "A study's file."
 )
@@ -44,7 +44,7 @@ _ROUND_TRIPS = flags.DEFINE_multi_float(
 )  # fmt: skip
 _SEED = flags.DEFINE_integer("seed", 0, "A judged seed.")
 _RECORDS = flags.DEFINE_string("records", "docs/records", "The records.")
-_OUTPUT = flags.DEFINE_string("output", str(FILE), "The JSON file.")
+_OUTPUT = flags.DEFINE_string("output", str(WHOLE_RUNS), "The JSON file.")
 _FOLDER = flags.DEFINE_string("folder", "runs/whole", "Parent of run folders.")
 _PORT = 12345
 # One thread of XLA a host, as in the benchmark: the hosts share the cores.

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
-from experiments.network import results, whole_runs
+from experiments.network import results
 from experiments.network.results import DENSE, NARROW, NO_EXCHANGE
 from experiments.reporting.style import COLORS, WIDTH, dress, markdown
 from experiments.reporting.style import DENSE as GREY
@@ -194,7 +194,7 @@ def _whole_runs() -> Sequence[str]:
   """Returns times to a loss of whole runs, beside steps times seconds."""
   expected = _times(_WITH_LOSS[0]).set_index(["link", "method"])["measured"]
   curves = {}
-  for run in _found(_ROOT / whole_runs.FILE)["runs"]:
+  for run in _found(_ROOT / results.WHOLE_RUNS)["runs"]:
     name = _link_name(run["rate"], run["round_trip"])
     curves[name, run["arm"]] = _in_minutes(pd.DataFrame(run["lines"]))
   lines = []
