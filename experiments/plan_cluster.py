@@ -45,7 +45,9 @@ _CURVE = flags.DEFINE_string(
   "falling",
   f"How the entropy falls: {', '.join(presets.CURVES)}, or a run's file.",
 )
-_FALL = flags.DEFINE_float("fall", 3.0, "Nats that the entropy loses.")
+_FALL = flags.DEFINE_float(
+  "fall", 3.0, "Nats that the entropy loses; not read of a run's file."
+)
 
 
 def main(config: ConfigDict) -> None:

@@ -196,8 +196,8 @@ class Exchange:
     self, k: int, params: Any, state: LocalStepsState
   ) -> tuple[Callable[..., Any], tuple]:
     """Returns the compiled exchange of fragment k, and its arguments."""
-    own = self._part(k, params)
-    arguments = self._part(k, state.sent.values), state.outer_state[k], own
+    own = self._fragment(k, params)
+    arguments = self._fragment(k, state.sent.values), state.outer_state[k], own
     # Of copies, because the next step may consume the arrays of the state.
     arguments = self._run("copy", k, _copied, arguments, arguments)
     like = own, state.outer_state[k]
@@ -220,8 +220,8 @@ class Exchange:
 
     before = state.outer_state
     like = (
-      self._part(k, params),
-      self._part(k, state.sent.values),
+      self._fragment(k, params),
+      self._fragment(k, state.sent.values),
       state.exchanged,
     )
     own, sent, index = self._run("apply", k, apply, (*like, found), like)
@@ -234,7 +234,7 @@ class Exchange:
   def _exchange(self, sent: Any, outer_state: Any, params: Any) -> tuple:
     return self._steps.exchange(sent, outer_state, wide(params))
 
-  def _part(self, k: int, tree: Any) -> Any:
+  def _fragment(self, k: int, tree: Any) -> Any:
     """Returns fragment k of a tree."""
     return fragments_of(tree, self._steps.fragments)[k]
 
@@ -245,7 +245,7 @@ class Exchange:
 
   def _with(self, k: int, tree: Any, other: Any) -> Any:
     """Returns a tree with fragment k of another."""
-    return self._joined(k, tree, self._part(k, other))
+    return self._joined(k, tree, self._fragment(k, other))
 
   def _run(self, name: str, k: int, function: Any, args: tuple, like: Any):
     """Runs a program; arguments as for `_program`."""

@@ -27,7 +27,7 @@ from experiments.runs import run_folder
 from experiments.runtime.json_files import read_json
 from experiments.runtime.refusals import refusals
 from experiments.study import runner, study
-from experiments.study.records import Records, numbers_of
+from experiments.study.records import Records, name_of, numbers_of
 from experiments.study.study import Run, Study
 
 _STUDY = flags.DEFINE_string(
@@ -68,7 +68,10 @@ def main(argv: Sequence[str]) -> None:
     for round_trip in _ROUND_TRIPS.value:
       for run in runs:
         link = {"rate": rate, "round_trip": round_trip}
-        which = {**link, "arm": run.arm, "seed": run.config.seed}
+        which = {
+          **link, "study": found.name, "arm": run.arm,
+          "seed": run.config.seed, "run": name_of(run.config),
+        }  # fmt: skip
         if any(which.items() <= each.items() for each in kept["runs"]):
           continue
         print(f"--- {rate:g} Mbit/s, {round_trip:g} ms: {run.arm}", flush=True)
@@ -99,10 +102,13 @@ def _train(found: Study, run: Run, link: dict[str, float]) -> dict[str, Any]:
   Ends the program if a process fails.
   """
   count = run.config.mesh.data
-  name = runner.name_of(run.config)
   folder = pathlib.Path(_FOLDER.value).resolve() / (
-    f"{name}-{link['rate']:g}-{link['round_trip']:g}"
+    f"{name_of(run.config)}-{link['rate']:g}-{link['round_trip']:g}"
   )
+  if folder.exists():  # its seconds may be of other code, or of two attempts
+    sys.exit(
+      f"error: `--folder` must not hold this run yet, got {folder}; remove it."
+    )
   folder.parent.mkdir(parents=True, exist_ok=True)
   logs = [folder.with_name(f"{folder.name}.host_{i}.txt") for i in range(count)]
   command = [
@@ -134,10 +140,10 @@ def _train(found: Study, run: Run, link: dict[str, float]) -> dict[str, Any]:
   numbers = numbers_of(folder)
   if "error" in numbers:
     sys.exit(f"error: {run.arm} did not end: {numbers['error']}.")
-  here = run_folder.environment()
-  lines = numbers["lines"]
+  summary, lines = numbers["summary"], numbers["lines"]
+  here = summary["environment"]
   return {
-    "loss": numbers["summary"]["val_loss"],
+    "loss": summary["val_loss"],
     "lines": {key: lines[key] for key in ("step", "seconds", "val_loss")},
     "commit": here["commit"],
     "cores": len(os.sched_getaffinity(0)),

@@ -196,37 +196,48 @@ def _whole_runs() -> Sequence[str]:
   curves = {}
   for run in _found(_ROOT / results.WHOLE_RUNS)["runs"]:
     name = _link_name(run["rate"], run["round_trip"])
-    curves[name, run["arm"]] = _in_minutes(pd.DataFrame(run["lines"]))
+    curve = _in_minutes(pd.DataFrame(run["lines"]))
+    curves[name, run["seed"], run["arm"]] = curve
   lines = []
-  for (link, arm), curve in curves.items():
+  for (link, seed, arm), curve in curves.items():
     loss, minutes = curve.iloc[-1][["val_loss", "minutes"]]
-    dense = statistics.reached(curves[link, DENSE], loss, "minutes")
+    other = curves.get((link, seed, DENSE))
+    dense = (
+      math.nan if other is None else statistics.reached(other, loss, "minutes")
+    )
     lines.append(
       {
         "link": link,
         "method": arm,
+        "seed": f"{seed}",
         "held-out loss": f"{loss:.4f}",
         "minutes": f"{minutes:.1f}",
-        "dense's to that loss": f"{dense:.1f}",
-        "share": f"{minutes / dense:.2f}",
+        "dense's to that loss": dense,
+        "share": minutes / dense,
         "steps times seconds": expected.get((link, arm), math.nan),
       }
     )
   table = pd.DataFrame(lines)
-  table["steps times seconds"] = _text(table["steps times seconds"], ".2f")
+  for name, spec in (
+    ("dense's to that loss", ".1f"),
+    ("share", ".2f"),
+    ("steps times seconds", ".2f"),
+  ):
+    table[name] = _text(table[name], spec)
   return markdown(table)
 
 
 def _in_minutes(lines: pd.DataFrame) -> pd.DataFrame:
   """Returns the evaluations after the first one, with `minutes` since step 0.
 
-  Programs are compiled until the first evaluation, so its steps count as those
-  since then.
+  The last program is compiled in the first evaluation. The steps until the line
+  after it count at the mean pace since then.
   """
-  curve = lines.dropna(subset="val_loss")
-  first, curve = curve.iloc[0], curve.iloc[1:].copy()
-  a_step = (curve["seconds"] - first["seconds"]) / (
-    curve["step"] - first["step"]
+  first = int(lines["val_loss"].notna().to_numpy().argmax())
+  since, curve = lines.iloc[first + 1], lines.iloc[first + 2 :]
+  curve = curve.dropna(subset="val_loss").copy()
+  a_step = (curve["seconds"] - since["seconds"]) / (
+    curve["step"] - since["step"]
   )
   curve["minutes"] = a_step * curve["step"] / 60
   return curve

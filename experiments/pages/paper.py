@@ -90,8 +90,10 @@ def draw_ranks() -> Figure:
         linewidth=1.2, label=f"stage {stage}",
       )  # fmt: skip
     dress(axes, run["cluster"])
-    fall = textwrap.fill(run["fall of the entropy"], 40)
-    axes.set_title(f"{run['cluster']}\n{fall}", loc="left", fontsize=8)
+  for axes, text in zip(panels[0], falls, strict=True):
+    axes.annotate(
+      textwrap.fill(text, 30), (0, 1.2), xycoords="axes fraction", fontsize=7,
+    )  # fmt: skip
   for axes in panels[:, 0]:
     axes.set_ylabel("rank")
   for axes in panels[-1]:

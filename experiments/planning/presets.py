@@ -4,6 +4,7 @@ Peaks and bandwidths of memory are those of the vendors' data sheets. All else
 is an assumption; docs/paper.md shows what each is worth.
 """
 
+import json
 import pathlib
 from collections.abc import Callable, Sequence
 
@@ -11,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from experiments.planning.cluster import Hardware
-from experiments.runtime.json_files import read_json
 
 Curve = Callable[[float], float]  # entropy, in nats, at a share of the run
 
@@ -59,7 +59,8 @@ def measured(file: str) -> Curve:
   """Returns the entropy that a run of `edgc` has measured.
 
   Args:
-    file: `metrics.jsonl` of its run folder, or its record in docs/records.
+    file: `metrics.jsonl` of its run folder, whose last step counts as the end
+      of the run, or its record in docs/records.
 
   Raises:
     ValueError: if it is no such file, or has no entropy.
@@ -70,22 +71,22 @@ def measured(file: str) -> Curve:
       f"`curve` must be one of {', '.join(CURVES)}, or a file of a run, got"
       f" {file!r}; {remedy}."
     )
-  if path.suffix == ".jsonl":
-    try:
+  try:
+    if path.suffix == ".jsonl":
       lines = pd.read_json(path, lines=True)
-    except ValueError as error:
-      raise ValueError(
-        f"`curve` must be an intact file, got {file} ({error}); {remedy}."
-      ) from error
-  else:
-    lines = pd.DataFrame(read_json(path, "curve", remedy).get("lines", {}))
-  if not {"step", "entropy"} <= set(lines) or lines["entropy"].isna().all():
+      last = lines["step"].max()
+    else:
+      record = json.loads(path.read_text())
+      lines, last = pd.DataFrame(record["lines"]), record["config"]["steps"]
+    found = lines[["step", "entropy"]].dropna().astype(float)
+    if found.empty:
+      raise ValueError("no entropy")
+  except (ValueError, KeyError, TypeError, RecursionError) as error:
     raise ValueError(
-      f"`curve` must be a run with steps and entropies, got {file} without;"
-      f" {remedy}."
-    )
-  found = lines.dropna(subset="entropy")
-  return through(found["step"] / lines["step"].max(), found["entropy"])
+      f"`curve` must be a run with steps and entropies, got {file}"
+      f" ({type(error).__name__}: {error}); {remedy}."
+    ) from error
+  return through(found["step"] / last, found["entropy"])
 
 
 CURVES = {"falling": falling, "early": early}

@@ -56,13 +56,16 @@ def saved(dense: Record, loss: float) -> float:
   return 0.0 if np.isnan(step) else float(1 - step / last)
 
 
-def reached(curve: pd.DataFrame, loss: float, of: str = "step") -> float:
+def reached(curve: pd.DataFrame, loss: float, column: str = "step") -> float:
   """Returns where a run first reaches a loss: a step, or another column.
 
   Between two evaluations, by linear interpolation; NaN if it never does.
   """
   evaluated = curve.dropna(subset="val_loss")
-  losses, values = evaluated["val_loss"].to_numpy(), evaluated[of].to_numpy()
+  losses, values = (
+    evaluated["val_loss"].to_numpy(),
+    evaluated[column].to_numpy(),
+  )
   below = np.flatnonzero(losses <= loss)
   if not below.size:
     return np.nan

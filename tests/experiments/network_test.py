@@ -207,17 +207,21 @@ def test_times_to_a_loss(tables, tmp_path, monkeypatch):
 def test_whole_runs(tables, tmp_path, monkeypatch):
   """Minutes to the end beside dense's to that loss, without compiling."""
 
-  def run(arm, seconds, losses):
+  def run(arm, a_step, losses, **more):
     lines = {
       "step": [50, 100, 150, 200, 300],
-      "seconds": [500, 600, 700, *seconds],
+      "seconds": [500, 600, *(1000 + a_step * n for n in (0, 50, 150))],
       "val_loss": [None, 3.0, None, *losses],
     }
-    return {"rate": 100.0, "round_trip": 0.0, "arm": arm, "lines": lines}
+    which = {"rate": 100.0, "round_trip": 0.0, "seed": 0, "arm": arm}
+    return {**which, "lines": lines, **more}
 
   runs = [
-    run("dense", [1200, 1800], [2.0, 1.0]),
-    run("SparseLoCo, every 2", [900, 1200], [2.2, 1.5]),
+    run("dense", 6, [2.0, 1.0]),
+    run("SparseLoCo, every 2", 3, [2.2, 1.5]),
+    run("8 bits", 3, [2.2, 0.5]),
+    run("8 bits", 3, [2.2, 1.5], rate=10.0),
+    run("8 bits", 3, [2.2, 1.5], seed=1),
   ]
   (tmp_path / "docs").mkdir()
   (tmp_path / "docs/whole_runs.json").write_text(json.dumps({"runs": runs}))
@@ -226,12 +230,16 @@ def test_whole_runs(tables, tmp_path, monkeypatch):
     {"link": ["100 Mbit/s"], "method": [runs[1]["arm"]], "measured": [0.5]}
   )
   monkeypatch.setattr(pages, "_times", lambda file: expected)
-  *_, dense, other = tables("whole runs")
   # 300 steps of 6 s, and of 3 s; dense is at a loss of 1.5 after 250.
-  assert dense == "| 100 Mbit/s | dense | 1.0000 | 30.0 | 30.0 | 1.00 | - |"
-  assert other == (
-    "| 100 Mbit/s | SparseLoCo, every 2 | 1.5000 | 15.0 | 25.0 | 0.60 | 0.50 |"
-  )
+  assert tables("whole runs")[2:] == [
+    "| 100 Mbit/s | dense | 0 | 1.0000 | 30.0 | 30.0 | 1.00 | - |",
+    "| 100 Mbit/s | SparseLoCo, every 2 | 0 | 1.5000 | 15.0 | 25.0 | 0.60"
+    " | 0.50 |",
+    # A lower loss than dense has, and no dense run of that link or seed.
+    "| 100 Mbit/s | 8 bits | 0 | 0.5000 | 15.0 | - | - | - |",
+    "| 10 Mbit/s | 8 bits | 0 | 1.5000 | 15.0 | - | - | - |",
+    "| 100 Mbit/s | 8 bits | 1 | 1.5000 | 15.0 | - | - | - |",
+  ]
 
 
 def test_links_of_other_round_trips_have_rows_of_their_own(tables, tmp_path):

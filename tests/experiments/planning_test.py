@@ -155,15 +155,22 @@ def test_a_curve_of_a_run(tmp_path):
   columns = {
     name: [line.get(name) for line in lines] for name in ("step", "entropy")
   }
-  record.write_text(json.dumps({"lines": columns}))
+  whole = {"lines": columns, "config": {"steps": 400}}
+  record.write_text(json.dumps(whole))
   for file in (log, record):
     curve = presets.measured(str(file))
     assert [curve(x) for x in (0.0, 0.25, 0.5, 1.0)] == [-4, -4, -4.5, -5]
-  record.write_text(json.dumps({"lines": {"step": [1], "loss": [2.0]}}))
   log.write_text("{")
-  for file in (log, record, tmp_path / "absent"):
+  for file in (log, tmp_path, tmp_path / "absent"):
     with pytest.raises(ValueError, match="`curve` must"):
       presets.measured(str(file))
+  for columns in (3, {"step": [1, 2], "entropy": [1.0]},
+                  {"step": [1], "loss": [2.0]},
+                  {"step": [1], "entropy": [None]},
+                  {"step": [1], "entropy": ["low"]}):  # fmt: skip
+    record.write_text(json.dumps(whole | {"lines": columns}))
+    with pytest.raises(ValueError, match="`curve` must be a run with"):
+      presets.measured(str(record))
 
 
 def test_a_schedule_is_a_mean_over_its_steps():
