@@ -20,6 +20,7 @@ from experiments.network.results import (
   STAGED,
   Layout,
   Results,
+  link_name,
 )
 from experiments.network.virtual_hosts import VirtualHosts
 
@@ -120,7 +121,7 @@ class Benchmark:
           )
           if advice:
             choice = advice[0]["choice"]
-            print(f"{_text(link)}: advice is {choice}", flush=True)
+            print(f"{link_name(**link)}: advice is {choice}", flush=True)
             self.results.add("advice", **link, **advice[0])
           self.results.write()
       finally:
@@ -204,7 +205,9 @@ class Benchmark:
     for key, entry in found.items():
       if entry["seconds"]:
         middle = statistics.median(entry["seconds"])
-        print(f"{_text(link)}, {', '.join(key)}: {middle:.3f} s", flush=True)
+        print(
+          f"{link_name(**link)}, {', '.join(key)}: {middle:.3f} s", flush=True
+        )
         names = dict(zip(("framework", "row", "part"), key, strict=True))
         threads = self._threads()
         self.results.add("rows", threads=threads, **link, **names, **entry)
@@ -266,9 +269,3 @@ class Benchmark:
     )  # fmt: skip
     config.pipeline.align = "none"  # each row has one rank for all stages
     return config
-
-
-def _text(link: Mapping[str, float]) -> str:
-  """Formats a link's speed, and its round trip if it has one."""
-  text = f"{link['rate']:g} Mbit/s"
-  return text + (link["round_trip"] > 0) * f", {link['round_trip']:g} ms"

@@ -61,6 +61,15 @@ LAYOUTS: Mapping[str, tuple[float, ...]] = {
 }
 
 
+def link_name(rate: float, round_trip: float) -> str:
+  """Names a link by its Mbit/s, and by its ms of a round trip if it has one.
+
+  >>> link_name(100.0, 50.0), link_name(10.0, 0.0)
+  ('100 Mbit/s, 50 ms', '10 Mbit/s')
+  """
+  return f"{rate:g} Mbit/s" + (round_trip > 0) * f", {round_trip:g} ms"
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
   """Replicas, the stages of each or the devices that shard its parameters.

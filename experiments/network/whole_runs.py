@@ -10,6 +10,7 @@ their own settings, and --output keeps each run's losses and seconds. Runs that
 the file has are not repeated. One takes some 7 to 15 minutes.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -60,34 +61,34 @@ def main(argv: Sequence[str]) -> None:
   file = pathlib.Path(_OUTPUT.value)
   with refusals():
     found = study.load(_STUDY.value)
-    runs = [_judged(found, arm) for arm in _ARMS.value]
+    records = Records(_RECORDS.value)
+    runs = [_judged(found, arm, records) for arm in _ARMS.value]
     kept: dict[str, Any] = {"runs": []}
     if file.exists():
       kept |= read_json(file, "--output", "give another file")
-  for rate in _RATES.value:
-    for round_trip in _ROUND_TRIPS.value:
-      for run in runs:
-        link = {"rate": rate, "round_trip": round_trip}
-        which = {
-          **link, "study": found.name, "arm": run.arm,
-          "seed": run.config.seed, "run": name_of(run.config),
-        }  # fmt: skip
-        if any(which.items() <= each.items() for each in kept["runs"]):
-          continue
-        print(f"--- {rate:g} Mbit/s, {round_trip:g} ms: {run.arm}", flush=True)
-        kept["runs"].append({**which, **_train(found, run, link)})
-        file.parent.mkdir(parents=True, exist_ok=True)
-        run_folder.write(file, json.dumps(kept, indent=1) + "\n")
+  links = itertools.product(_RATES.value, _ROUND_TRIPS.value)
+  for (rate, round_trip), run in itertools.product(links, runs):
+    link = {"rate": rate, "round_trip": round_trip}
+    which = {
+      **link, "study": found.name, "arm": run.arm,
+      "seed": run.config.seed, "run": name_of(run.config),
+    }  # fmt: skip
+    if any(which.items() <= each.items() for each in kept["runs"]):
+      continue
+    print(f"--- {rate:g} Mbit/s, {round_trip:g} ms: {run.arm}", flush=True)
+    kept["runs"].append({**which, **_train(found, run, link)})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    run_folder.write(file, json.dumps(kept, indent=1) + "\n")
 
 
-def _judged(found: Study, arm: str) -> Run:
+def _judged(found: Study, arm: str, records: Records) -> Run:
   """Returns the run of an arm with the settings by which it was judged."""
   if arm not in found.all_arms:
     raise ValueError(
       f"`--arm` must be one of {'; '.join(found.all_arms)}, got {arm!r}; choose"
       " one."
     )
-  run, _ = found.judged(arm, _SEED.value, Records(_RECORDS.value))
+  run, _ = found.judged(arm, _SEED.value, records)
   if run is None:
     raise ValueError(
       f"`--arm` must be tuned, got {arm!r}, whose tuning --records lacks; run"

@@ -152,14 +152,10 @@ def _times(file: str) -> pd.DataFrame:
       }
     )
     frame = (frame / frame.loc[DENSE]).dropna()  # without what did not run
-    name = _link_name(*link)
+    name = results.link_name(*link)
     is_choice = frame.index == advice["choice"]
     lines.append(frame.assign(link=name, steps=steps, is_choice=is_choice))
   return pd.concat(lines).rename_axis("method").reset_index()
-
-
-def _link_name(rate: float, round_trip: float) -> str:
-  return f"{rate:g} Mbit/s" + f", {round_trip:g} ms" * (round_trip > 0)
 
 
 def _time_to_loss(file: str) -> Sequence[str]:
@@ -195,7 +191,7 @@ def _whole_runs() -> Sequence[str]:
   expected = _times(_WITH_LOSS[0]).set_index(["link", "method"])["measured"]
   curves = {}
   for run in _found(_ROOT / results.WHOLE_RUNS)["runs"]:
-    name = _link_name(run["rate"], run["round_trip"])
+    name = results.link_name(run["rate"], run["round_trip"])
     curve = _in_minutes(pd.DataFrame(run["lines"]))
     curves[name, run["seed"], run["arm"]] = curve
   lines = []

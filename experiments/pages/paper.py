@@ -5,6 +5,7 @@ import json
 import pathlib
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,9 +18,14 @@ _DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 _MODELS = (gpt2_345m, gpt2_2b5, gpt2_12b)
 
 
+def _of_clusters(name: str) -> list[dict[str, Any]]:
+  """Returns the lines that `planning.paper_clusters` wrote under a name."""
+  return json.loads((_DOCS / "paper_clusters.json").read_text())[name]
+
+
 def _modelled(name: str) -> Sequence[str]:
   """Returns a table of `planning.paper_clusters`."""
-  return markdown(json.loads((_DOCS / "paper_clusters.json").read_text())[name])
+  return markdown(_of_clusters(name))
 
 
 def _layouts() -> Sequence[str]:
@@ -70,9 +76,7 @@ def _by_size() -> Sequence[str]:
 
 def draw_ranks() -> Figure:
   """Draws the modelled ranks of the stages over the run."""
-  found = pd.DataFrame(
-    json.loads((_DOCS / "paper_clusters.json").read_text())["ranks"]
-  )
+  found = pd.DataFrame(_of_clusters("ranks"))
   clusters = found["cluster"].unique()
   falls = found["fall of the entropy"].unique()
   figure = Figure(figsize=(WIDTH, 6), layout="constrained")

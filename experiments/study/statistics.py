@@ -51,9 +51,9 @@ def judged(study: Study, records: Records) -> pd.DataFrame:
 
 def saved(dense: Record, loss: float) -> float:
   """Returns the share of its steps that dense could save to reach a loss."""
-  step = reached(dense.curve, loss)
-  last = dense.curve.dropna(subset="val_loss")["step"].iloc[-1]
-  return 0.0 if np.isnan(step) else float(1 - step / last)
+  evaluated = dense.curve.dropna(subset="val_loss")
+  step = reached(evaluated, loss)
+  return 0.0 if np.isnan(step) else float(1 - step / evaluated["step"].iloc[-1])
 
 
 def reached(curve: pd.DataFrame, loss: float, column: str = "step") -> float:
@@ -62,10 +62,8 @@ def reached(curve: pd.DataFrame, loss: float, column: str = "step") -> float:
   Between two evaluations, by linear interpolation; NaN if it never does.
   """
   evaluated = curve.dropna(subset="val_loss")
-  losses, values = (
-    evaluated["val_loss"].to_numpy(),
-    evaluated[column].to_numpy(),
-  )
+  losses = evaluated["val_loss"].to_numpy()
+  values = evaluated[column].to_numpy()
   below = np.flatnonzero(losses <= loss)
   if not below.size:
     return np.nan
