@@ -13,9 +13,11 @@ def test_samples_of_a_small_model(monkeypatch):
   config = gpt2_tiny.get_config("allreduce")
   config.model.update(width=64, num_layers=2, num_heads=2)
   lines = estimate.measure(config, steps=2, rounds=1)
-  assert len(lines) == 8
   by_share = {(x["estimator"], x["share"]): x for x in lines}
+  assert len(by_share) == len(lines)
   for name in ("gaussian", "histogram"):
+    shares = {share for estimator, share in by_share if estimator == name}
+    assert shares == {1.0, 0.25, 0.2, 0.05, 0.01}
     whole, sample = by_share[name, 1.0], by_share[name, 0.25]
     # Four matrices a layer, embedding and positions.
     assert whole["entries"] == 2 * 12 * 64**2 + (256 + 128) * 64
