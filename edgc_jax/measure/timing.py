@@ -204,10 +204,12 @@ def measure_link(
 
     seconds = latency + bytes / bandwidth
 
-  The fit minimises squared relative errors; with absolute errors, the noise of
-  the largest size would decide the latency. If the latency is negative, it is
-  set to zero and the bandwidth is fitted again. With several processes, all
-  must call this at the same point, and get the same model.
+  The latency is that of the line with the least squared relative errors, or 0
+  if it is negative: in seconds, the noise of the largest size would decide it.
+  The bandwidth then has the least squared errors in seconds. Over a long link
+  no line fits all sizes, since those in the middle hide some of the latency,
+  and a training sends as much at once as the largest, or more. With several
+  processes, all must call this at the same point, and get the same model.
 
   Args:
     mesh: The mesh of the training. All groups along the axis are timed at once,
@@ -260,7 +262,8 @@ def measure_link(
   counts = counts[: len(calls)]
   seconds = agree(mesh, medians(calls, repeats) / chained)
   num_bytes = 4.0 * np.array(counts)
-  latency, slope = fit_line(num_bytes, seconds, scale=seconds)
+  latency, _ = fit_line(num_bytes, seconds, scale=seconds)
+  slope = num_bytes @ (seconds - latency) / (num_bytes @ num_bytes)
   largest = np.argmax(num_bytes)
   # Growth below the rounding errors of the times does not count.
   if slope * num_bytes[largest] <= 1e-6 * seconds[largest]:

@@ -28,6 +28,9 @@ _TIMEOUT, _RUN_TIMEOUT = 900.0, 180.0  # seconds for a call
 # Seconds. Shorter steps are timed several at a time. Longer ones mostly wait
 # and vary little, so they are timed twice, and their communication once.
 _LONG, _SEVERAL = 1.5, 3
+# Round trips that a part of a transfer lasts, so that TCP learns the speed; the
+# most transfers, and bytes of each.
+_LONG_TRANSFER, _MOST_TRANSFERS, _MOST_BYTES = 10, 10, 2**26
 _FIRST_STEPS = 3  # PyTorch's PowerSGD hook starts dense
 _PORTS = {"jax": 12345, "torch": 12346}
 
@@ -115,6 +118,7 @@ class Benchmark:
           bits = 64 * self.results.found.get("params", 0)
           self._slowest = bits / rate / 1e6 + round_trip * layout.hosts / 100
           link = {"rate": rate, "round_trip": round_trip}
+          self._settle(**link)
           self._time(network, link, rows)
           advice = has_advice and self._call(
             "jax", "advice", "advise", config=config
@@ -169,6 +173,34 @@ class Benchmark:
         " row; give another file."
       )
     return True
+
+  def _settle(self, rate: float, round_trip: float) -> None:
+    """Sends until the connections have adapted to a link that has changed.
+
+    TCP learns the speed of a link from transfers that last for several round
+    trips. Those of a small model do not: they would go on at the speed of the
+    link before, lose packets or wait for many steps. Without a round trip TCP
+    adapts at once.
+
+    Args:
+      rate: Speed of the uplinks in Mbit/s.
+      round_trip: Time of a round trip in ms.
+    """
+    hosts = self._layout.hosts
+    link_bytes = rate * 1e6 / 8 * round_trip / 1e3  # of a round trip
+    size = int(min(_MOST_BYTES, _LONG_TRANSFER * hosts * link_bytes))
+    config = self._config().to_dict()
+    for framework in list(self._hosts) if size else []:
+      seconds: list[float] = []
+      while len(seconds) < _MOST_TRANSFERS and (
+        len(seconds) < 3 or min(seconds[-2:]) < 0.9 * min(seconds[:-2])
+      ):
+        answers = self._call(
+          framework, "settle", "settle", config=config, num_bytes=size
+        )
+        if not answers:
+          break
+        seconds.append(max(answers))
 
   def _time(
     self,

@@ -31,7 +31,6 @@ from experiments.runtime.update_alone import gradients_like, update_alone
 from experiments.tasks.base import Task
 from experiments.training import advised, optimizer
 
-_BUDGET = 15.0  # seconds to measure the link
 # Their names in JAX's traces; JAX tracks in some which devices agree.
 _COLLECTIVES = (
   "psum", "psum_invariant", "pmax", "pmin", "all_gather",
@@ -90,6 +89,27 @@ class JaxHost:
       self._calls[name, "compress"] = update_alone(reducer, gradients)[0]
       self._calls[name, "communicate"] = _communicate(reducer, gradients, mesh)
     return {"params": backend.num_params}
+
+  def settle(self, config: dict[str, Any], num_bytes: int) -> float:
+    """Returns the seconds of an all-reduce over the connections of all steps.
+
+    Args:
+      config: The whole configuration, with any reducer.
+      num_bytes: Bytes of float32 values.
+    """
+    _, mesh, _ = _read(config)
+    size = num_bytes // 4
+
+    def send() -> jax.Array:
+      differs = lax.axis_index(DATA).astype(jnp.float32)
+      return lax.psum(jnp.full(size, differs), DATA)[:1]
+
+    name = f"{num_bytes} bytes", "settle"
+    if name not in self._calls:
+      run = jax.shard_map(send, mesh=mesh, in_specs=(), out_specs=P())
+      self._calls[name] = jax.jit(run)
+    call = self._calls[name]
+    return calls.seconds_of(lambda: jax.block_until_ready(call()), 1)[0][0]
 
   def run(self, name: str, part: str, count: int) -> dict[str, Any]:
     """Times a part of a method.
@@ -150,7 +170,7 @@ class JaxHost:
       Predicted seconds of a step by method, the choice, and the link.
     """
     config, mesh, task = _read(config)
-    link = edgc_jax.measure_link(mesh, DATA, repeats=3, budget=_BUDGET)
+    link = edgc_jax.measure_link(mesh, DATA)
     plain = self._calls[NO_EXCHANGE, "step"]  # at the machine's current speed
     costs = self._costs._replace(step=advised.seconds_of(plain, mesh))
     found = advised.advise(task, mesh, link, costs, self._most_steps)

@@ -86,13 +86,26 @@ class LinkTest(parameterized.TestCase):
     self.assertBetween(link.r_squared, 0.9, 0.9999)
 
   def test_no_negative_latency(self):
-    """The line is through the origin: least squares of relative errors."""
+    """The line is through the origin: least squares of errors in seconds."""
     seconds, sizes = np.array([1e-5, 1.2e-3]), np.array([2**16, 2**20])
     with fake_link(seconds):
       link = timing.measure_link(mesh_of(), "data", sizes.tolist())
     self.assertEqual(link.latency, 0.0)
-    per_byte = np.sum(sizes / seconds) / np.sum((sizes / seconds) ** 2)
+    per_byte = np.sum(sizes * seconds) / np.sum(sizes.astype(float) ** 2)
     np.testing.assert_allclose(link.bandwidth, 1 / per_byte, rtol=1e-5)
+
+  @parameterized.parameters(
+    # Of 4 hosts at 10 and 100 Mbit/s, with round trips of 50 ms.
+    ({2**16: 0.307, 2**20: 1.336, 2**22: 5.447}, (2**23, 11.02)),
+    ({2**16: 0.309, 2**20: 0.373, 2**23: 1.294}, (43_180_032, 5.87)),
+  )
+  def test_a_long_link(self, times, larger):
+    """No line fits; one that is right at both ends predicts larger sizes."""
+    with fake_link(list(times.values())):
+      link = timing.measure_link(mesh_of(), "data", list(times))
+    size, seconds = larger
+    np.testing.assert_allclose(link.seconds(size), seconds, rtol=0.08)
+    np.testing.assert_allclose(link.seconds(2**16), times[2**16], rtol=0.08)
 
   @parameterized.parameters(
     ([2e-3, 1.5e-3, 1e-3],),
