@@ -9,7 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from configs import gpt2_tiny
 from experiments.network import calls, results
+from experiments.network.benchmark import Benchmark
 from experiments.network.results import Layout, Results
 from experiments.pages import network as pages
 
@@ -426,3 +428,38 @@ def test_a_host_that_is_late(hosts):
   assert run(hosts) == [0, 1, 2]
   with pytest.raises(calls.HostError, match=r"host 2 did not .*host 0 failed"):
     run(hosts, fails=[0], sleeps=[2], timeout=0.2)
+
+
+@pytest.mark.parametrize(
+  ("seconds", "transfers"),
+  [
+    ([5.7, 3.7, 3.5, 3.3, 3.5, 0.1], 5),  # 3.3 is not a tenth below 3.5
+    ([1.0, 1.0, 1.0, 0.1], 3),
+    ([0.8**i for i in range(20)], 10),
+  ],
+)
+def test_connections_settle(seconds, transfers, monkeypatch, tmp_path):
+  """Transfers go on until they get no faster."""
+  benchmark = Benchmark(
+    gpt2_tiny.get_config(), (), "", 1, 1, False, tmp_path, None
+  )
+  benchmark._layout = Layout.of("4 replicas")
+  benchmark._hosts = {"jax": None}
+  sizes = []
+
+  def call(framework, row, function, config, num_bytes):
+    assert (framework, function) == ("jax", "settle")
+    sizes.append(num_bytes)
+    return [seconds[len(sizes) - 1], 0.0]
+
+  monkeypatch.setattr(benchmark, "_call", call)
+  benchmark._settle(rate=100.0, round_trip=0.0)
+  assert not sizes
+  benchmark._settle(rate=100.0, round_trip=50.0)
+  # Each of 4 parts takes 10 round trips: half a second at 12.5 MB/s.
+  assert sizes == transfers * [4 * 6_250_000]
+  monkeypatch.setattr(
+    benchmark, "_call", lambda *args, **kwargs: sizes.clear() or []
+  )
+  benchmark._settle(rate=100.0, round_trip=50.0)  # ends at a failure
+  assert not sizes
