@@ -205,11 +205,11 @@ def measure_link(
     seconds = latency + bytes / bandwidth
 
   The latency is that of the line with the least squared relative errors, or 0
-  if it is negative: in seconds, the noise of the largest size would decide it.
-  The bandwidth then has the least squared errors in seconds. Over a long link
-  no line fits all sizes, since those in the middle hide some of the latency,
-  and a training sends as much at once as the largest, or more. With several
-  processes, all must call this at the same point, and get the same model.
+  if that is negative: in seconds, the noise of the largest size would decide
+  it. The bandwidth then has the least squared errors in seconds. Over a long
+  link no line fits all sizes, since Gloo hides some latency in those between:
+  this one favours the ends. With several processes, all must call this at the
+  same point, and get the same model.
 
   Args:
     mesh: The mesh of the training. All groups along the axis are timed at once,
@@ -223,7 +223,8 @@ def measure_link(
       latency even small sizes take their time, and large ones little more.
 
   Returns:
-    The model; `r_squared` is the share of the weighted variance explained.
+    The model; `r_squared` is the share of the weighted variance explained,
+    below 0 if one time for all sizes would fit better.
 
   Raises:
     TypeError: if a size or `repeats` is not an integer, or `budget` no number.

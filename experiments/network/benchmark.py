@@ -28,9 +28,9 @@ _TIMEOUT, _RUN_TIMEOUT = 900.0, 180.0  # seconds for a call
 # Seconds. Shorter steps are timed several at a time. Longer ones mostly wait
 # and vary little, so they are timed twice, and their communication once.
 _LONG, _SEVERAL = 1.5, 3
-# Round trips that a part of a transfer lasts, so that TCP learns the speed; the
-# most transfers, and bytes of each.
-_LONG_TRANSFER, _MOST_TRANSFERS, _MOST_BYTES = 10, 10, 2**26
+# Round trips that a part of a transfer lasts, so that TCP learns the speed, if
+# the most bytes allow it; the most transfers.
+_LONG_TRANSFER, _MOST_BYTES, _MOST_TRANSFERS = 10, 2**26, 10
 _FIRST_STEPS = 3  # PyTorch's PowerSGD hook starts dense
 _PORTS = {"jax": 12345, "torch": 12346}
 
@@ -186,9 +186,9 @@ class Benchmark:
       rate: Speed of the uplinks in Mbit/s.
       round_trip: Time of a round trip in ms.
     """
-    hosts = self._layout.hosts
     link_bytes = rate * 1e6 / 8 * round_trip / 1e3  # of a round trip
-    size = int(min(_MOST_BYTES, _LONG_TRANSFER * hosts * link_bytes))
+    parts = self._layout.replicas  # of an all-reduce
+    size = int(min(_MOST_BYTES, _LONG_TRANSFER * parts * link_bytes))
     config = self._config().to_dict()
     for framework in list(self._hosts) if size else []:
       seconds: list[float] = []
