@@ -30,7 +30,7 @@ _TIMEOUT, _RUN_TIMEOUT = 900.0, 180.0  # seconds for a call
 _LONG, _SEVERAL = 1.5, 3
 # Round trips that a part of a transfer lasts, so that TCP learns the speed, if
 # the most bytes allow it; the most transfers.
-_LONG_TRANSFER, _MOST_BYTES, _MOST_TRANSFERS = 10, 2**26, 10
+_ROUND_TRIPS, _MOST_BYTES, _MOST_TRANSFERS = 10, 2**26, 10
 _FIRST_STEPS = 3  # PyTorch's PowerSGD hook starts dense
 _PORTS = {"jax": 12345, "torch": 12346}
 
@@ -186,18 +186,17 @@ class Benchmark:
       rate: Speed of the uplinks in Mbit/s.
       round_trip: Time of a round trip in ms.
     """
+    if not round_trip:
+      return
     link_bytes = rate * 1e6 / 8 * round_trip / 1e3  # of a round trip
     parts = self._layout.replicas  # of an all-reduce
-    size = int(min(_MOST_BYTES, _LONG_TRANSFER * parts * link_bytes))
-    config = self._config().to_dict()
-    for framework in list(self._hosts) if size else []:
+    size = int(min(_MOST_BYTES, _ROUND_TRIPS * parts * link_bytes))
+    for framework in list(self._hosts):
       seconds: list[float] = []
       while len(seconds) < _MOST_TRANSFERS and (
         len(seconds) < 3 or min(seconds[-2:]) < 0.9 * min(seconds[:-2])
       ):
-        answers = self._call(
-          framework, "settle", "settle", config=config, num_bytes=size
-        )
+        answers = self._call(framework, "settle", "settle", num_bytes=size)
         if not answers:
           break
         seconds.append(max(answers))

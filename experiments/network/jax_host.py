@@ -62,6 +62,7 @@ class JaxHost:
       The number of parameters.
     """
     config, mesh, task = _read(config)
+    self._mesh = mesh  # that of all methods
     self._steps[name] = max(1, config.local.every)
     exchanges = config.reducer != "none"
     if exchanges:
@@ -90,23 +91,21 @@ class JaxHost:
       self._calls[name, "communicate"] = _communicate(reducer, gradients, mesh)
     return {"params": backend.num_params}
 
-  def settle(self, config: dict[str, Any], num_bytes: int) -> float:
+  def settle(self, num_bytes: int) -> float:
     """Returns the seconds of an all-reduce over the replicas' connections.
 
     Args:
-      config: The whole configuration, with any reducer.
       num_bytes: Bytes of float32 values.
     """
-    _, mesh, _ = _read(config)
-    size = num_bytes // 4
 
     def send() -> jax.Array:
-      differs = lax.axis_index(DATA).astype(jnp.float32)
-      return lax.psum(jnp.full(size, differs), DATA)[:1]
+      # Equal values would be multiplied, not sent.
+      own = lax.axis_index(DATA).astype(jnp.float32)
+      return lax.psum(jnp.full(num_bytes // 4, own), DATA)[:1]
 
     name = f"{num_bytes} bytes", "settle"
     if name not in self._calls:
-      run = jax.shard_map(send, mesh=mesh, in_specs=(), out_specs=P())
+      run = jax.shard_map(send, mesh=self._mesh, in_specs=(), out_specs=P())
       self._calls[name] = jax.jit(run).lower().compile()
     call = self._calls[name]
     return calls.seconds_of(lambda: jax.block_until_ready(call()), 1)[0][0]

@@ -71,9 +71,8 @@ class TorchHost:
     )
     self._steps: dict[str, Callable[[], None]] = {}
 
-  def settle(self, config: dict[str, Any], num_bytes: int) -> float:
+  def settle(self, num_bytes: int) -> float:
     """Returns the seconds of an all-reduce of so many bytes."""
-    del config
     values = torch.zeros(num_bytes // 4)
     return calls.seconds_of(lambda: dist.all_reduce(values), 1)[0][0]
 

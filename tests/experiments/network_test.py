@@ -447,7 +447,7 @@ def test_connections_settle(seconds, transfers, monkeypatch, tmp_path):
   benchmark._hosts = {"jax": None}
   sizes = []
 
-  def call(framework, row, function, config, num_bytes):
+  def call(framework, row, function, num_bytes):
     assert (framework, function) == ("jax", "settle")
     sizes.append(num_bytes)
     return [seconds[len(sizes) - 1], 0.0]
