@@ -7,8 +7,6 @@ Rooms on one floor never import each other.
 import ast
 import pathlib
 
-from absl.testing import absltest, parameterized
-
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLOORS = {
   "edgc_jax": (
@@ -99,46 +97,37 @@ def arrows(package, path):
       yield rest[0] if is_room else "__init__", name
 
 
-def cases():
-  for package in FLOORS:
-    for path in files(package):
-      yield f"{package}/{path}", package, path
+MODULES = [(package, path) for package in FLOORS for path in files(package)]
 
 
-class LayeringTest(parameterized.TestCase):
-  @parameterized.named_parameters(*cases())
-  def test_a_file_imports_from_below_only(self, package, path):
+def test_files_import_from_below_only():
+  for package, path in MODULES:
     own = room_of(path)
-    self.assertIn(own, ROOMS[package])
+    floors = ROOMS[package]
+    assert own in floors, path
     for room, name in arrows(package, path):
-      if room != own:
-        self.assertLess(ROOMS[package][room], ROOMS[package][own], name)
+      assert room == own or floors[room] < floors[own], f"{name} in {path}"
 
-  @parameterized.named_parameters(*cases())
-  def test_libraries_are_used_by_their_public_parts(self, package, path):
+
+def test_libraries_are_used_by_their_public_parts():
+  for package, path in MODULES:
     for name in imports(ROOT / package / path):
-      self.assertNotIn("_src", name.split("."))
-      self.assertFalse(name.startswith("."), "relative imports hide arrows")
+      assert "_src" not in name.split("."), path
+      assert not name.startswith("."), "relative imports hide arrows"
       if package == "edgc_jax":
-        self.assertIn(name.split(".")[0], ALLOWED | STANDARD)
-
-  @parameterized.named_parameters(
-    *(case for case in cases() if case[1] == "edgc_jax")
-  )
-  def test_collectives_have_one_home(self, package, path):
-    if path == pathlib.Path("wire/collectives.py"):
-      return
-    tree = ast.parse((ROOT / package / path).read_text())
-    used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-    names = {n.split(".")[-1] for n in imports(ROOT / package / path)}
-    self.assertEmpty((used | names) & COLLECTIVES)
-
-  def test_configurations_import_nothing_but_themselves(self):
-    allowed = {"configs", "ml_collections", "collections", "typing"}
-    for path in (ROOT / "configs").rglob("*.py"):
-      packages = {name.split(".")[0] for name in imports(path)}
-      self.assertLessEqual(packages, allowed, path.name)
+        assert name.split(".")[0] in ALLOWED | STANDARD, f"{name} in {path}"
 
 
-if __name__ == "__main__":
-  absltest.main()
+def test_collectives_have_one_home():
+  for path in set(files("edgc_jax")) - {pathlib.Path("wire/collectives.py")}:
+    file = ROOT / "edgc_jax" / path
+    nodes = ast.walk(ast.parse(file.read_text()))
+    used = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    used |= {name.split(".")[-1] for name in imports(file)}
+    assert not used & COLLECTIVES, path
+
+
+def test_configurations_import_nothing_but_themselves():
+  allowed = {"configs", "ml_collections", "collections", "typing"}
+  for path in (ROOT / "configs").rglob("*.py"):
+    assert {name.split(".")[0] for name in imports(path)} <= allowed, path

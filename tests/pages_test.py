@@ -1,31 +1,75 @@
-"""Every Python code block of README and docs runs, and links lead somewhere."""
+"""Every Python code block of docs/ runs, and links lead somewhere.
+
+That of README.md runs in wheel_test.py.
+"""
 
 import re
 
 import pytest
-from helpers.pages import ROOT, blocks_of, pages, run
+from helpers.pages import ROOT, blocks_of, of_repository, pages, run_page
 
-_OUTPUT = re.compile(r"^```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+README, QUICKSTART = ROOT / "README.md", ROOT / "docs/quickstart.md"
+LOOPS = 4  # of the quickstart: jit, pmap, shard_map and vmap
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_DIFF = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_HUNK = re.compile(r"^@@.*\n", re.MULTILINE)
+_LOSSES = re.compile(r"^\d+ (\S+)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+  found = of_repository(tmp_path_factory.mktemp("forks"))
+  yield found
+  found.close()
+
+
+def check_losses(printed):
+  """All loops of the quickstart learn."""
+  losses = list(map(float, _LOSSES.findall(printed)))
+  assert len(losses) == 3 * LOOPS
+  for start in range(0, len(losses), 3):
+    assert losses[start + 2] < 0.5 < losses[start]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", pages(), ids=lambda path: path.stem)
-def test_blocks_run_one_after_the_other(path, tmp_path):
-  """The blocks of a page are one program, on eight CPU devices.
-
-  What a page shows as text below a block is printed by it, line after line.
-  """
-  printed = run("\n".join(blocks_of(path)), tmp_path)
-  printed = "\n".join(line.rstrip() for line in printed.splitlines())
-  for shown in _OUTPUT.findall(path.read_text()):
-    assert shown.rstrip() in printed, printed
+@pytest.mark.parametrize(
+  "path",
+  [page for page in pages() if page not in (README, QUICKSTART)],
+  ids=lambda path: path.stem,
+)
+def test_blocks_run_one_after_the_other(path, forks, tmp_path):
+  run_page(path, forks, tmp_path)
 
 
-def test_the_readme_has_an_example_and_stays_short():
-  text = (ROOT / "README.md").read_text()
-  assert blocks_of(ROOT / "README.md")
-  assert len(text.split()) <= 900
+@pytest.mark.slow
+def test_the_quickstart_learns(forks, tmp_path):
+  check_losses(run_page(QUICKSTART, forks, tmp_path))
+
+
+def side(hunk, sign):
+  """Returns the lines of a hunk with this sign, and those without one."""
+  lines = hunk.splitlines(keepends=True)
+  return "".join(line[1:] for line in lines if line[0] in (" ", sign))
+
+
+@pytest.mark.slow
+def test_diffs_of_the_quickstart_lead_from_dense_loops(tmp_path):
+  """Each is applied backwards to its program; what is left learns, too."""
+  programs = [b for b in blocks_of(QUICKSTART) if "def loss_fn" in b]
+  dense = []
+  for diff, program in zip(
+    _DIFF.findall(QUICKSTART.read_text()), programs, strict=True
+  ):
+    assert "edgc_jax" in program
+    for hunk in filter(None, _HUNK.split(diff)):
+      old, new = (side(hunk, sign) for sign in "-+")
+      assert program.count(new) == 1, f"not in the program once:\n{new}"
+      program = program.replace(new, old)
+    assert "edgc_jax" not in program
+    dense.append(program)
+  forks = of_repository(tmp_path, NPROC="16")  # which only edgc_jax would set
+  check_losses(forks.run("\n".join(dense), tmp_path))
+  forks.close()
 
 
 @pytest.mark.parametrize(
@@ -36,5 +80,4 @@ def test_the_readme_has_an_example_and_stays_short():
 def test_links_lead_to_files(path):
   targets = _LINK.findall(path.read_text())
   local = [t for t in targets if "://" not in t and not t.startswith("mailto:")]
-  missing = [t for t in local if not (path.parent / t).exists()]
-  assert not missing
+  assert not [t for t in local if not (path.parent / t).exists()]

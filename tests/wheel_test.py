@@ -10,13 +10,14 @@ import tarfile
 from importlib import metadata
 
 import pytest
-from helpers.pages import ROOT, blocks_of
+from helpers.pages import ROOT, Forks, run_page
 from helpers.wheel import inside, run
 
 import edgc_jax
 
 pytestmark = pytest.mark.slow
 
+ABSENT = ("experiments", "flax", "orbax", "pytest")
 # What a type checker must accept, and one line that it must not.
 CONSUMER = """
 from typing import Any, assert_type
@@ -61,7 +62,7 @@ def test_the_description_of_the_wheel(distributions):
   ]  # fmt: skip
 
 
-def test_every_module_imports(python, tmp_path):
+def test_every_module_imports_and_nothing_else_is_there(python, tmp_path):
   names = [
     module.name
     for module in pkgutil.walk_packages(edgc_jax.__path__, "edgc_jax.")
@@ -69,20 +70,16 @@ def test_every_module_imports(python, tmp_path):
   assert len(names) > 40
   lines = [f"import {name}" for name in names]
   lines += ["import edgc_jax", "print(edgc_jax.__file__)"]
+  lines += ["from importlib.util import find_spec"]
+  lines += [f"assert not find_spec({name!r})" for name in ABSENT]
   found = inside(python, "-c", "\n".join(lines), cwd=tmp_path).strip()
   assert not found.startswith(str(ROOT)), found
 
 
-@pytest.mark.parametrize("name", ["experiments", "flax", "orbax", "pytest"])
-def test_nothing_else_is_there(python, tmp_path, name):
-  code = f"import importlib.util as u; print(u.find_spec('{name}'))"
-  assert inside(python, "-c", code, cwd=tmp_path).strip() == "None"
-
-
-def test_the_example_of_the_readme_runs(python, tmp_path):
-  script = tmp_path / "example.py"
-  script.write_text("\n".join(blocks_of(ROOT / "README.md")))
-  inside(python, script, cwd=tmp_path)
+def test_the_readme_runs(python, tmp_path):
+  forks = Forks(python, tmp_path)
+  run_page(ROOT / "README.md", forks, tmp_path)
+  forks.close()
 
 
 def test_the_command_runs(python, tmp_path):
