@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,7 +39,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the times of the kills.")
 SETTINGS = {
   "batch_size": 8, "log_every": 5, "checkpoint.every": 7,
   "evaluation.every": 50, "evaluation.batches": 1, "model.context": 16,
-  "model.width": 32, "model.num_layers": 2, "model.num_heads": 2,
+  "model.width": 32, "model.num_layers": 1, "model.num_heads": 2,
   "edgc.rank_max": 8, "edgc.rank_min": 4, "edgc.rank_multiple": 2,
   "edgc.min_ratio": 1.5, "edgc.warmup_steps": 40,
   "edgc.max_warmup_steps": 80,
@@ -107,25 +108,35 @@ def _last_step(folder: pathlib.Path) -> int:
   return json.loads(whole.splitlines()[-1])["step"] if whole else 0
 
 
+def command_of(
+  config: str, reducer: str, settings: dict[str, Any]
+) -> list[str]:
+  """Returns the training command."""
+  return [
+    sys.executable,
+    f"{ROOT}/experiments/train_gpt2.py",
+    f"--config={ROOT}/configs/{config}.py:{reducer}",
+    *(f"--config.{key}={value}" for key, value in settings.items()),
+  ]
+
+
 def _start(reducer: str, folder: pathlib.Path) -> subprocess.Popen:
   stages = _STAGES.value
   settings = {"steps": _STEPS.value, "run_dir": folder, **SETTINGS}
   config = "gpt2_tiny"
   if stages > 1:
     config = "gpt2_tiny_pipeline"
-    settings |= {"mesh.stage": stages, "pipeline.microbatches": 2}
-  command = [
-    sys.executable,
-    str(ROOT / "experiments" / "train_gpt2.py"),
-    f"--config={ROOT}/configs/{config}.py:{reducer}",
-    *(f"--config.{key}={value}" for key, value in settings.items()),
-  ]
+    settings |= {
+      "mesh.stage": stages, "pipeline.microbatches": 2,
+      "model.num_layers": stages,
+    }  # fmt: skip
   # Compiled once, so that kills hit training and not compilation.
   cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled")}
   with open(folder.parent / "output.txt", "a") as output:
     return subprocess.Popen(
-      command, stdout=output, stderr=output, env=os.environ | cache
-    )
+      command_of(config, reducer, settings), stdout=output, stderr=output,
+      env=os.environ | cache,
+    )  # fmt: skip
 
 
 def difference(one: pathlib.Path, other: pathlib.Path) -> str:

@@ -6,8 +6,9 @@ import fsspec
 import numpy as np
 import pytest
 from helpers import object_stores, soak
-from helpers.local_processes import free_port
-from helpers.processes import SECONDS, finish, start, wait_for
+from helpers.processes import codes_of, finish, start, start_two, wait_for
+
+slow_store = pytest.mark.soak("experiments/runs/storage.py")
 
 
 def files_of(url):
@@ -24,8 +25,9 @@ def wait_for_checkpoint(url, process):
     names = files.find(f"{root}/checkpoints")
     return any(
       name.replace("sha256.json", "commit_success.txt") in names
-      for name in names if name.endswith("sha256.json")
-    )  # fmt: skip
+      for name in names
+      if name.endswith("sha256.json")
+    )
 
   wait_for(is_there, process, every=0.1)
 
@@ -36,7 +38,10 @@ def download(url, folder):
   return folder
 
 
-@pytest.mark.parametrize("store", [object_stores.s3, object_stores.gs])
+@pytest.mark.parametrize(
+  "store",
+  [object_stores.gs, pytest.param(object_stores.s3, marks=slow_store)],
+)
 def test_killed_and_resumed(store, whole, tmp_path):
   """The second process has only what is in the bucket."""
   with store() as bucket:
@@ -61,38 +66,21 @@ def test_killed_and_resumed(store, whole, tmp_path):
   assert len([*folder.glob("events.*")]) == len(events)
 
 
+@slow_store
 def test_two_processes_share_a_bucket(whole, tmp_path):
   """Both write their part of each checkpoint, the first all other files."""
+  outputs = [tmp_path / f"output_{i}.txt" for i in range(2)]
   with object_stores.gs() as bucket:
     url = f"{bucket}/two"
-
-    def both():
-      address = f"--coordinator_address=127.0.0.1:{free_port()}"
-      return [
-        start(
-          whole.parent / "bucket", f"--config.run_dir={url}",
-          "--config.mesh.backend=jit", address, "--num_processes=2",
-          f"--process_id={i}", "--heartbeat_timeout=10",
-          output=tmp_path / f"output_{i}.txt",
-        )
-        for i in range(2)
-      ]  # fmt: skip
-
-    def codes_of(processes):
-      try:
-        return [process.wait(timeout=SECONDS) for process in processes]
-      finally:
-        for process in processes:
-          process.kill()
-
-    first, second = both()
+    options = f"--config.run_dir={url}", "--config.mesh.backend=jit"
+    options = whole.parent / "bucket", outputs, *options
+    first, second = start_two(*options)
     wait_for_checkpoint(url, first)
     first.terminate()  # the second is told by the first
-    texts = [tmp_path / f"output_{i}.txt" for i in range(2)]
     stopped = codes_of([first, second])
-    assert stopped == [128 + signal.SIGTERM] * 2, texts[0].read_text()
-    assert codes_of(both()) == [0, 0], texts[0].read_text()
-    assert "resuming after step" in texts[0].read_text()
+    assert stopped == [128 + signal.SIGTERM] * 2, outputs[0].read_text()
+    assert codes_of(start_two(*options)) == [0, 0], outputs[0].read_text()
+    assert "resuming after step" in outputs[0].read_text()
     folder = download(url, tmp_path / "two")
   losses = [
     [line["loss"] for line in soak.lines_of(path)] for path in (folder, whole)

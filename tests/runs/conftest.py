@@ -1,23 +1,21 @@
-"""What the slow tests share."""
+"""What whole runs share."""
 
 import fcntl
 import os
+import pathlib
 
 import pytest
 from helpers import environments
 from helpers.processes import finish, start
 
-# Files of long tests first, so that no worker is left with one at the end; runs
-# in this process and runs in others alternate.
-_FIRST = (
-  "exact_resume", "bucket", "parallel", "mixed_hosts", "other_shards",
-  "ray_cluster", "mishaps", "killed_runs", "slurm", "four_processes",
-)  # fmt: skip
+_HERE = pathlib.Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-  place = {f"{name}_test.py": i for i, name in enumerate(_FIRST)}
-  items.sort(key=lambda item: place.get(item.path.name, len(place)))
+  for item in items:
+    if item.path.parent == _HERE and not item.get_closest_marker("soak"):
+      item.add_marker(pytest.mark.slow)
 
 
 def shared(tmp_path_factory):

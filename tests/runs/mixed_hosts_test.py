@@ -5,15 +5,13 @@ of another processor rounds as that one: an AMD host with an Intel host.
 """
 
 import pathlib
-import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 from helpers import environments, quick_compile
 from helpers import mixed_hosts_worker as worker
-from helpers.local_processes import free_port, wait
+from helpers.local_processes import free_port, run_together
 from helpers.reducers import WITHOUT_RESIDUAL
 
 TESTS = pathlib.Path(__file__).resolve().parents[1]
@@ -39,35 +37,17 @@ def run(folder, count, cases):
     "JAX_PLATFORMS": "cpu", "NPROC": "2", "OPENBLAS_NUM_THREADS": "1",
     "PYTHONPATH": str(TESTS.parent),
   }  # fmt: skip
-  port, processes = free_port(), []
-  deadline = time.monotonic() + SECONDS
-  try:
-    for i in range(count):
-      arguments = (folder, port, i, count, SECONDS - 10, *cases)
-      command = [sys.executable, "-W", "error", "-m", worker.__name__]
-      with open(folder / f"output_{i}.txt", "w") as output:
-        processes.append(
-          subprocess.Popen(
-            [*command, *map(str, arguments)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=TESTS,
-            env=environment | make_of(i % 2),
-          )
-        )
-    wait(processes, folder, deadline)
-  finally:
-    for process in processes:
-      process.kill()
-      process.wait()
+  program = sys.executable, "-W", "error", "-m", worker.__name__, folder
+  port, hosts = free_port(), range(count)
+  commands = [[*program, port, i, count, SECONDS - 10, *cases] for i in hosts]
+  kinds = [environment | make_of(i % 2) for i in hosts]
+  run_together(folder, commands, kinds, SECONDS, cwd=TESTS)
   prints = [np.load(folder / f"fingerprint_{i}.npy") for i in range(2)]
   if np.array_equal(*prints):
     pytest.skip(
       "OPENBLAS_CORETYPE has no effect on this machine: both processes round"
       " alike, so nothing would be tested"
     )
-  return folder
 
 
 def norm(arrays, axis=None):
@@ -95,7 +75,9 @@ def check(folder, case, kind, hosts):
   updates = of("updates", kind)
   distance = norm(apart(updates), axis=0) / norm(updates[0], axis=0)
   assert distance.shape == (worker.STEPS,)
-  assert distance.max() <= 1e-5, f"updates differ by {distance.max():.1e}"
+  assert distance.max() <= 1e-5, (
+    f"{case}: updates differ by {distance.max():.1e}"
+  )
   moved = of("moved", kind)
   share = norm(apart(moved)) / norm(moved[0])
   assert share <= 1e-5, f"accumulated weights differ by {share:.1e}"
@@ -104,34 +86,39 @@ def check(folder, case, kind, hosts):
     for owed, total in zip(of("owed", kind), moved, strict=True):
       share = worker.RATE * norm(owed) / norm(total)
       assert share <= 1e-4, f"{share:.1e} of the gradients went missing"
-  for run_ in runs:
-    assert run_["['diverged']"] == 0, "replicas have not diverged"
+  for one in runs:
+    assert one["['diverged']"] == 0, "replicas have not diverged"
 
 
-@pytest.fixture(scope="module")
-def two_hosts(tmp_path_factory):
-  return run(tmp_path_factory.mktemp("two"), 2, worker.REDUCERS)
+# One of each kind of wire and of the ways to choose a rank.
+SOME = (
+  "edgc", "edgc_int4", "powersgd_error", "topk", "randomk_unbiased", "quantize",
+)  # fmt: skip
+OTHERS = tuple(name for name in worker.REDUCERS if name not in SOME)
 
 
-@pytest.fixture(scope="module")
-def four_hosts(tmp_path_factory):
-  return run(tmp_path_factory.mktemp("four"), 4, [worker.STAGES])
+def check_two_hosts(folder, cases):
+  run(folder, 2, cases)
+  for case in cases:
+    for kind in ("white", "real"):
+      check(folder, case, kind, hosts=(0, 1))
+    if case in ("edgc", "edgc_bfloat16"):
+      # Otherwise hosts would agree on ranks without effort.
+      ranks = np.load(folder / f"{case}_0.npz")["['shown']['rank']"]
+      assert len(np.unique(ranks)) > 1
 
 
-@pytest.mark.parametrize("kind", ["white", "real"])
-@pytest.mark.parametrize("case", worker.REDUCERS)
-def test_updates_agree(two_hosts, case, kind):
-  check(two_hosts, case, kind, hosts=(0, 1))
+def test_updates_agree(tmp_path):
+  check_two_hosts(tmp_path, SOME)
 
 
-@pytest.mark.parametrize("kind", ["white", "real"])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_updates_agree_on_stages(four_hosts, stage, kind):
-  check(four_hosts, worker.STAGES, kind, hosts=(2 * stage, 2 * stage + 1))
+@pytest.mark.soak("edgc_jax/methods", "edgc_jax/wire/agreement.py")
+def test_updates_of_other_reducers_agree(tmp_path):
+  check_two_hosts(tmp_path, OTHERS)
 
 
-@pytest.mark.parametrize("case", ["edgc", "edgc_bfloat16"])
-def test_ranks_move(two_hosts, case):
-  """Otherwise hosts would agree on them without effort."""
-  ranks = np.load(pathlib.Path(two_hosts, f"{case}_0.npz"))
-  assert len(np.unique(ranks["['shown']['rank']"])) > 1
+def test_updates_agree_on_stages(tmp_path):
+  run(tmp_path, 4, [worker.STAGES])
+  for kind in ("white", "real"):
+    for hosts in ((0, 1), (2, 3)):  # of each stage
+      check(tmp_path, worker.STAGES, kind, hosts)

@@ -4,17 +4,14 @@ SkyPilot itself is not needed: it runs the commands on each host, with the
 variables that are set here.
 """
 
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 
+import pytest
 import yaml
 from helpers import environments, soak
-from helpers.local_processes import free_port, wait
+from helpers.local_processes import free_port, run_together
 
 SECONDS = 150
 
@@ -33,6 +30,7 @@ def test_without_a_run_folder(tmp_path):
   assert ".venv" not in done.stderr, "nothing has started"
 
 
+@pytest.mark.soak("examples/skypilot.yaml")
 def test_two_hosts(tmp_path):
   # A working directory as SkyPilot copies it, with this environment in it.
   folder = tmp_path / "workdir"
@@ -55,23 +53,11 @@ def test_two_hosts(tmp_path):
   }  # fmt: skip
   commands = TASK["run"].replace(":9876", f":{free_port()}")
   assert commands != TASK["run"]
-  processes, deadline = [], time.monotonic() + SECONDS
-  try:
-    for rank in range(2):
-      with open(tmp_path / f"output_{rank}.txt", "w") as output:
-        processes.append(
-          subprocess.Popen(
-            ["bash", "-c", commands],
-            cwd=folder, stdout=output, stderr=subprocess.STDOUT,
-            env=variables | {"SKYPILOT_NODE_RANK": str(rank)},
-            start_new_session=True,
-          )
-        )  # fmt: skip
-    wait(processes, tmp_path, deadline)
-  finally:
-    for process in processes:
-      with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+  run_together(
+    tmp_path, [["bash", "-c", commands]] * 2,
+    [variables | {"SKYPILOT_NODE_RANK": str(rank)} for rank in range(2)],
+    SECONDS, cwd=folder,
+  )  # fmt: skip
   lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
   assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
   assert TASK["num_nodes"] > 1 and "requirements.txt" in TASK["setup"]

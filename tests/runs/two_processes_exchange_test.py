@@ -1,41 +1,26 @@
 """Exchanges in a thread between two processes, of two replicas each."""
 
 import json
-import subprocess
 import sys
-import time
 
 import numpy as np
 from helpers import environments
 from helpers import split_local_steps_worker as worker
-from helpers.local_processes import free_port, wait
+from helpers.local_processes import free_port, run_together
 
 SECONDS = 240
 
 
 def test_two_processes_exchange_beside_their_steps(tmp_path):
   """In plain jit and under pmap, with the results of one program."""
+  count, port = worker.PROCESSES, free_port()
+  program = sys.executable, worker.__file__, port
+  commands = [[*program, i, SECONDS - 10] for i in range(count)]
   environment = environments.of_users() | environments.QUICK
-  port, deadline, processes = free_port(), time.monotonic() + SECONDS, []
-  files = [tmp_path / f"output_{i}.txt" for i in range(worker.PROCESSES)]
-  try:
-    for i, file in enumerate(files):
-      command = [sys.executable, worker.__file__, port, i, SECONDS - 10]
-      with file.open("w") as output:
-        processes.append(
-          subprocess.Popen(
-            list(map(str, command)), stdout=output, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, env=environment,
-          )
-        )  # fmt: skip
-    wait(processes, tmp_path, deadline)
-  finally:
-    for process in processes:
-      process.kill()
-      process.wait()
+  run_together(tmp_path, commands, [environment] * count, SECONDS)
   lines = [
     next(x for x in file.read_text().splitlines() if x.startswith("{"))
-    for file in files
+    for file in (tmp_path / f"output_{i}.txt" for i in range(count))
   ]
   # The common parameters of both processes agree to the bit.
   assert lines[0] == lines[1]
