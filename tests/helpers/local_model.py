@@ -2,10 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import AxisType
 
+from helpers import meshes
 from helpers.meshes import AXIS
 
 REPLICAS = 4
@@ -18,9 +17,7 @@ NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
 def mesh_of(shape=(REPLICAS,), names=(AXIS,)):
-  devices = jax.devices()[: int(np.prod(shape))]
-  kinds = (AxisType.Auto,) * len(shape)
-  return jax.make_mesh(shape, names, kinds, devices=devices)
+  return meshes.mesh_of(shape, names=names)
 
 
 def loss_fn(params, x):

@@ -6,6 +6,7 @@ updates and states are returned as the transformation made them.
 
 import functools
 import itertools
+import math
 from typing import Any
 from unittest import mock
 
@@ -31,15 +32,11 @@ def between_hosts():
   return mock.patch.object(cpu_backend, "spans_hosts", return_value=True)
 
 
-def mesh_of(shape=(2, 4), axis_type=AxisType.Auto):
-  """Returns a mesh of the first devices; one axis is the data axis."""
-  names = ("stage", "data")[-len(shape) :]
-  return jax.make_mesh(
-    shape,
-    names,
-    (axis_type,) * len(shape),
-    devices=jax.devices()[: np.prod(shape)],
-  )
+def mesh_of(shape=(2, 4), axis_type=AxisType.Auto, names=None):
+  """Returns a mesh of the first devices; by default one axis is of replicas."""
+  names = names or ("stage", AXIS)[-len(shape) :]
+  devices = jax.devices()[: math.prod(shape)]
+  return jax.make_mesh(shape, names, (axis_type,) * len(shape), devices=devices)
 
 
 def replicated(tree, mesh):
@@ -61,23 +58,93 @@ def traced_once(
   return tx._replace(update=chex.assert_max_traces(update, n=1))
 
 
-class Pmap:
-  """State and updates keep pmap's leading axis of replicas."""
+class Run:
+  """Steps of a transformation for scripted gradients."""
 
-  def __init__(self, tx, params, replicas=4):
-    self.replicas = replicas
-    self.devices = jax.devices()[:replicas]
+  def __init__(
+    self,
+    tx,
+    params,
+    mesh=4,
+    specs=None,
+    binding="shard_map",
+    axis_name=AXIS,
+    update=None,
+    gradient_specs=None,
+    update_specs=None,
+    check_vma=True,
+  ):
+    """Makes the first state, and a step that is compiled when it is called.
+
+    Args:
+      tx: Transformation over the replicas.
+      params: Global arrays.
+      mesh: Mesh, or the number of replicas.
+      specs: Specs of the parameters; none for replicated ones.
+      binding: What binds the axis: "shard_map" or "pmap".
+      axis_name: Axes of the replicas.
+      update: Function of gradients, state and parameters of a device, without
+        `tx`: by default gradients lose their axis of replicas.
+      gradient_specs: Specs of gradients; by default all axes of the mesh lead,
+        or those of the replicas where parameters have specs.
+      update_specs: Specs of updates; by default those of parameters.
+      check_vma: As of `jax.shard_map`.
+    """
+    self.tx = tx
+    if binding == "pmap":
+      self._bind_pmap(params, mesh)
+      return
+    self.mesh = mesh_of((mesh,)) if isinstance(mesh, int) else mesh
+    self.replicas = self.mesh.size
+    how = {} if specs is None else {"param_specs": specs}
+    self.specs = edgc_jax.state_specs(
+      tx, params, axis_name, mesh=self.mesh, **how
+    )
+    self.param_specs = P() if specs is None else specs
+    named = lambda s: NamedSharding(self.mesh, s)  # noqa: E731
+    self.params = jax.device_put(params, jax.tree.map(named, self.param_specs))
+    if gradient_specs is None and specs is None:
+      gradient_specs = P(tuple(self.mesh.shape))
+    elif gradient_specs is None:
+      gradient_specs = jax.tree.map(lambda s: P(axis_name, *s), specs)
+    self._places = jax.tree.map(named, gradient_specs)
+    on_mesh = functools.partial(
+      jax.shard_map, mesh=self.mesh, check_vma=check_vma
+    )
+    init = on_mesh(tx.init, in_specs=(self.param_specs,), out_specs=self.specs)
+    self.init = jax.jit(init)
+    self.first_state = self.state = self.init(self.params)
+
+    def plain_update(gradients, state, params):
+      return tx.update(jax.tree.map(lambda g: g[0], gradients), state, params)
+
+    step = on_mesh(
+      update or plain_update,
+      in_specs=(gradient_specs, self.specs, self.param_specs),
+      out_specs=(update_specs or self.param_specs, self.specs),
+    )
+    self.step_fn = jax.jit(lambda g, state: step(g, state, params))
+
+  def _bind_pmap(self, params, replicas):
+    self.replicas, self.devices = replicas, jax.devices()[:replicas]
     self._pmap = functools.partial(
       jax.pmap, axis_name=AXIS, devices=self.devices
     )
-    init = self._pmap(lambda _: tx.init(params))
+    init = self._pmap(lambda _: self.tx.init(params))
     self.first_state = self.state = init(jnp.arange(replicas))
     self.step_fn = self._pmap(
-      lambda gradients, state: tx.update(gradients, state, params)
+      lambda gradients, state: self.tx.update(gradients, state, params)
     )
 
+  def restart(self):
+    """Goes back to the first state, without another compilation."""
+    self.state = self.first_state
+    return self
+
   def step(self, gradients):
-    """Returns the updates of one step as [replicas, ...] arrays."""
+    """Returns the updates of one step."""
+    if hasattr(self, "mesh"):
+      gradients = jax.device_put(gradients, self._places)
     updates, self.state = self.step_fn(gradients, self.state)
     return jax.tree.map(np.asarray, updates)
 
@@ -85,44 +152,37 @@ class Pmap:
     """The residuals as [replicas, ...] arrays."""
     return jax.tree.map(np.asarray, residuals(self.state))
 
+  def metrics(self):
+    return edgc_jax.metrics(self.state)
+
   def compiled(self, gradients):
-    return self.step_fn.lower(gradients, self.state).compile().as_text()
+    """Returns the text of the step, compiled once for this and all steps."""
+    if not isinstance(self.step_fn, jax.stages.Compiled):
+      if hasattr(self, "mesh"):
+        gradients = jax.device_put(gradients, self._places)
+      self.step_fn = self.step_fn.lower(gradients, self.state).compile()
+    return self.step_fn.as_text()
 
 
-class ShardMap:
+class Pmap(Run):
+  """State and updates keep pmap's leading axis of replicas."""
+
+  def __init__(self, tx, params, replicas=4):
+    super().__init__(tx, params, replicas, binding="pmap")
+
+
+class ShardMap(Run):
   """Same as `Pmap` through shard_map, with varying types tracked."""
 
   def __init__(self, tx, params, replicas=4):
-    self.replicas = replicas
-    self.mesh = jax.make_mesh(
-      (replicas,),
-      (AXIS,),
-      axis_types=(AxisType.Auto,),
-      devices=jax.devices()[:replicas],
-    )
-    specs = edgc_jax.state_specs(tx, params)
-    init = jax.shard_map(tx.init, mesh=self.mesh, in_specs=P(), out_specs=specs)
-    self.first_state = self.state = jax.jit(init)(params)
-
-    def update(gradients, state):
-      local = jax.tree.map(lambda g: g[0], gradients)
-      return tx.update(local, state, params)
-
-    self.step_fn = jax.jit(
-      jax.shard_map(
-        update,
-        mesh=self.mesh,
-        in_specs=(P(AXIS), specs),
-        out_specs=(P(), specs),
-      )
-    )
+    super().__init__(tx, params, replicas)
 
   def step(self, gradients):
     """Returns the updates of one step as [replicas, ...] arrays.
 
     By their type they are replicated: this reads each replica's copy.
     """
-    gradients = jax.device_put(gradients, NamedSharding(self.mesh, P(AXIS)))
+    gradients = jax.device_put(gradients, self._places)
     updates, self.state = self.step_fn(gradients, self.state)
     return jax.tree.map(
       lambda u: np.stack([np.asarray(s.data) for s in u.addressable_shards]),
@@ -132,14 +192,9 @@ class ShardMap:
   def residual(self):
     """The residuals as [replicas, ...] arrays."""
     return jax.tree.map(
-      lambda e: np.asarray(e).reshape(
-        self.replicas, e.shape[0] // self.replicas, *e.shape[1:]
-      ),
+      lambda e: np.asarray(e).reshape(self.replicas, -1, *e.shape[1:]),
       residuals(self.state),
     )
-
-  def compiled(self, gradients):
-    return self.step_fn.lower(gradients, self.state).compile().as_text()
 
 
 BACKENDS = {"pmap": Pmap, "shard_map": ShardMap}
@@ -233,9 +288,4 @@ def gradients_like(params, seed, replicas=4, scale=1.0):
 
 def stage_mesh(stages, replicas):
   """Returns a mesh of pipeline stages times replicas."""
-  return jax.make_mesh(
-    (stages, replicas),
-    ("stage", AXIS),
-    axis_types=(AxisType.Auto,) * 2,
-    devices=jax.devices()[: stages * replicas],
-  )
+  return mesh_of((stages, replicas))

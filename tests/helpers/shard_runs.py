@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import Checks
+from helpers import meshes
 
 SIZE, HIDDEN, BATCH = 64, 128, 32
 SPECS = {
@@ -59,19 +59,14 @@ def _axes_in(spec: P, mesh: jax.sharding.Mesh) -> P:
 
 def mesh_of(**shape: int) -> jax.sharding.Mesh:
   """Returns a mesh of the first devices, by the names and sizes of its axes."""
-  return jax.make_mesh(
-    tuple(shape.values()),
-    tuple(shape),
-    axis_types=(AxisType.Auto,) * len(shape),
-    devices=jax.devices()[: int(np.prod(list(shape.values())))],
-  )
+  return meshes.mesh_of(tuple(shape.values()), names=tuple(shape))
 
 
 class ShardedRun:
   """Trains on a mesh with an axis "data" and any of "fsdp" and "tensor"."""
 
   def __init__(self, tx: Any, **shape: int):
-    self.mesh = mesh_of(**shape)
+    self.mesh, self.bound = mesh_of(**shape), shape
     self.param_specs = {n: _axes_in(s, self.mesh) for n, s in SPECS.items()}
     self.tx = tx
     shapes = jax.eval_shape(first_params)
@@ -124,17 +119,17 @@ class ShardedRun:
     )
 
   def _loss(self, params: Any, batch: Any) -> jax.Array:
-    (x, y), mesh = batch, self.mesh.shape
+    x, y = batch
     up, down = params["up"], params["down"]
-    if "fsdp" in mesh:
+    if "fsdp" in self.bound:
       up = lax.all_gather(up, "fsdp", axis=0, tiled=True)
       down = lax.all_gather(down, "fsdp", axis=1, tiled=True)
     out = jax.nn.relu(x @ up) @ down
-    if "tensor" in mesh:
+    if "tensor" in self.bound:
       out = lax.psum(out, "tensor")
     out = out @ params["whole"] + params["bias"]
     # The gradient is summed over the axis, so this makes it a mean.
-    return jnp.mean((out - y) ** 2) / mesh.get("fsdp", 1)
+    return jnp.mean((out - y) ** 2) / self.bound.get("fsdp", 1)
 
   def _step(self, params: Any, state: Any, batch: Any) -> tuple:
     local = lax.pcast(params, "data", to="varying")
@@ -143,7 +138,7 @@ class ShardedRun:
     if find(state, Checks):
       loss = edgc_jax.after_update(loss, state)
     loss = lax.pmean(loss, "data")
-    if "fsdp" in self.mesh.shape:
+    if "fsdp" in self.bound:
       loss = lax.psum(loss, "fsdp")
     return optax.apply_updates(params, updates), state, loss
 

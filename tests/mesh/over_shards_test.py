@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from absl.testing import absltest, parameterized
 from helpers import float32
 from helpers.collective_order import unordered
 from helpers.meshes import factors, residuals
@@ -19,30 +18,28 @@ from mesh.shards_test import REDUCERS
 import edgc_jax
 from edgc_jax.measure import hlo
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cache")]
 
+SPECS = {
+  "bias": P(),
+  "down": P(None, "fsdp"),
+  "up": P("fsdp"),
+  "whole": P(),
+}
 # Inside the wrapper all axes are bound, so each kind of a method is enough.
 WRAPPED = ("allreduce", "powersgd_int8", "edgc", "topk")
 REPLICAS = {"data"}
 SHARDS = {frozenset(range(4)), frozenset(range(4, 8))}  # devices of a replica
 
 
-class PartialRun:
+class PartialRun(ShardedRun):
   """The model of `ShardedRun`; only the replicas are bound."""
 
   def __init__(self, make, axis_type=AxisType.Auto, sharded=True):
-    self.mesh = jax.make_mesh(
-      (2, 4),
-      ("data", "fsdp"),
-      axis_types=(AxisType.Auto, axis_type),
-      devices=jax.devices()[:8],
-    )
-    self.param_specs = {
-      "bias": P(),
-      "down": P(None, "fsdp"),
-      "up": P("fsdp"),
-      "whole": P(),
-    }
+    types = AxisType.Auto, axis_type
+    self.mesh = jax.make_mesh((2, 4), ("data", "fsdp"), types)
+    self.bound = {"data": 2}
+    self.param_specs = SPECS
     self.tx = tx = make(self.param_specs)
     params = first_params()
     how = {
@@ -60,8 +57,8 @@ class PartialRun:
       out_specs=self.specs,
       axis_names=REPLICAS,
     )
-    self.state = jax.jit(init, out_shardings=self.shardings)(self.params)
-    self.first = self.params, self.state
+    init = jax.jit(init, out_shardings=self.shardings)
+    self.first_state = self.state = init(self.params)
     self.step_fn = jax.jit(
       jax.shard_map(
         self._step,
@@ -79,36 +76,6 @@ class PartialRun:
 
   def named(self, specs):
     return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs)
-
-  def _step(self, params, state, batch):
-    def loss_fn(params):
-      x, y = batch
-      out = jax.nn.relu(x @ params["up"]) @ params["down"]
-      return jnp.mean((out @ params["whole"] + params["bias"] - y) ** 2)
-
-    local = jax.lax.pcast(params, "data", to="varying")
-    loss, gradients = jax.value_and_grad(loss_fn)(local)
-    updates, state = self.tx.update(gradients, state, params)
-    loss = edgc_jax.after_update(loss, state)
-    return (
-      optax.apply_updates(params, updates),
-      state,
-      jax.lax.pmean(loss, "data"),
-    )
-
-  @functools.cached_property
-  def compiled(self):
-    arguments = (self.params, self.state, batch_at(0))
-    return self.step_fn.lower(*arguments).compile()
-
-  def train(self, steps):
-    losses = []
-    for i in range(steps):
-      self.params, self.state, loss = self.compiled(
-        self.params, self.state, batch_at(i)
-      )
-      losses.append(float(loss))
-    return losses
 
   def compiled_update(self):
     """Returns the text of an update alone, without a model."""
@@ -149,128 +116,113 @@ def run_of(name):
   return PartialRun(within(REDUCERS[name]()))
 
 
-class OverShardsTest(parameterized.TestCase):
-  @parameterized.parameters(*WRAPPED)
-  def test_equal_to_bound_axes(self, name):
-    """The same numbers as where all axes are bound, and the same shards."""
-    partial = run_of(name)
-    partial.params, partial.state = partial.first
-    bound = ShardedRun(
-      optax.chain(REDUCERS[name](), optax.adam(3e-3)), data=2, fsdp=4
-    )
-    np.testing.assert_allclose(partial.train(12), bound.train(12), rtol=1e-3)
-    for leaf, sharding in zip(
-      jax.tree.leaves(partial.state),
-      jax.tree.leaves(partial.shardings),
-      strict=True,
-    ):
-      self.assertTrue(leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
-    mine, theirs = map(edgc_jax.metrics, (partial.state, bound.state))
-    for key in ("wire_bytes", "dense_bytes", "rank", "compression_ratio"):
-      self.assertEqual(mine[key], theirs[key])
-
-  @parameterized.parameters(*WRAPPED)
-  def test_collectives_are_ordered(self, name):
-    """Also those that the compiler adds."""
-    self.assertEmpty(unordered(run_of(name).compiled.as_text()))
-
-  @parameterized.parameters(*WRAPPED)
-  def test_nothing_is_gathered(self, name):
-    """Over the shards an update sends less than a hundredth of a gradient."""
-    text = run_of(name).compiled_update()
-    lines = filter(hlo.is_collective, text.splitlines())
-    inside = "\n".join(
-      line
-      for line in lines
-      if set(map(frozenset, hlo.groups_of(line))) == SHARDS
-    )
-    others = [
-      line
-      for line in filter(hlo.is_collective, text.splitlines())
-      if len(hlo.groups_of(line)[0]) not in (2, 4)
-    ]
-    self.assertEmpty(others)
-    sent = sum(
-      4 * int(np.prod(shape))
-      for line in inside.splitlines()
-      for _, shape in hlo.arrays_of(line.split(" all-")[0])
-    )
-    gradient = 4 * sum(p.size for p in jax.tree.leaves(first_params()))
-    self.assertGreater(sent, 0)
-    self.assertLess(sent, gradient / 100)
-
-  @parameterized.named_parameters(
-    (name, name) for name in REDUCERS if name not in ("allreduce", "powersgd")
+@pytest.mark.parametrize("name", WRAPPED)
+def test_equal_to_bound_axes(name):
+  """The same numbers as where all axes are bound, and the same shards."""
+  partial = run_of(name)
+  bound = ShardedRun(
+    optax.chain(REDUCERS[name](), optax.adam(3e-3)), data=2, fsdp=4
   )
-  def test_refused_without_the_wrapper(self, name):
-    """The compiler would gather gradients to read their entries."""
-    with self.assertRaisesRegex(ValueError, "wrap the reducer with"):
-      PartialRun(lambda _: REDUCERS[name]())
-
-  def test_refused_with_a_state_from_elsewhere(self):
-    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), (AxisType.Auto,) * 2)
-    params = {"w": jnp.ones((64, 64))}
-    tx = edgc_jax.quantize(8)
-    update = jax.shard_map(
-      lambda g, state: tx.update({"w": g["w"][0]}, state)[0],
-      mesh=mesh, in_specs=(P("data"), P()), out_specs=P(), axis_names={"data"},
-    )  # fmt: skip
-    stacked = {"w": jnp.ones((2, 64, 64))}
-    with self.assertRaisesRegex(ValueError, "wrap the reducer with"):
-      jax.eval_shape(update, stacked, tx.init(params))
-
-  def test_the_default_code_is_refused_without_the_wrapper(self):
-    with self.assertRaisesRegex(ValueError, "wrap the reducer with"):
-      PartialRun(lambda _: edgc_jax.powersgd(4))
-
-  @parameterized.parameters("allreduce", "powersgd")
-  def test_matrices_need_no_wrapper(self, name):
-    """No sharded matrix is gathered, nor sent over the shards."""
-    run = PartialRun(
-      lambda _: optax.chain(REDUCERS[name](), optax.adam(3e-3)), sharded=False
-    )
-    self.assertLess(run.train(6)[-1], 3.0)
-    matrix = run.params["up"].nbytes
-    for line in filter(hlo.is_collective, run.compiled_update().splitlines()):
-      is_permute = "source_target_pairs" in line
-      if is_permute or set(map(frozenset, hlo.groups_of(line))) == SHARDS:
-        sizes = [4 * np.prod(s) for _, s in hlo.arrays_of(line.split("(%")[0])]
-        self.assertLess(max(sizes), matrix)
-
-  def test_state_is_born_sharded(self):
-    _, state = run_of("edgc").first
-    self.assertEqual(residuals(state)["up"].sharding.spec, P(("data", "fsdp")))
-    self.assertEqual(factors(state)["down"].sharding.spec, P("fsdp"))
-    self.assertEqual(state[1][0].mu["up"].sharding.spec, P("fsdp"))
-
-  def test_explicit_axes(self):
-    run = PartialRun(within(float32.powersgd(4)), AxisType.Explicit)
-    losses = run.train(6)
-    self.assertLess(losses[-1], losses[0])
-
-  def test_bound_axes_need_nothing(self):
-    """Where all axes are bound, the wrapper passes everything on."""
-    specs = {
-      "bias": P(),
-      "down": P(None, "fsdp"),
-      "up": P("fsdp"),
-      "whole": P(),
-    }
-    plain = ShardedRun(float32.powersgd(4), data=2, fsdp=4)
-    wrapped = ShardedRun(
-      edgc_jax.over_shards(float32.powersgd(4), specs), data=2, fsdp=4
-    )
-    texts = [
-      run.step_fn.lower(run.params, run.state, batch_at(0)).as_text()
-      for run in (plain, wrapped)
-    ]
-    self.assertEqual(*texts)
-
-  def test_outside_of_a_mesh(self):
-    tx = edgc_jax.over_shards(float32.powersgd(4), P("fsdp"))
-    with self.assertRaisesRegex(ValueError, "`param_specs` must be specs over"):
-      tx.init(first_params())
+  np.testing.assert_allclose(partial.train(12), bound.train(12), rtol=1e-3)
+  for leaf, sharding in zip(
+    jax.tree.leaves(partial.state),
+    jax.tree.leaves(partial.shardings),
+    strict=True,
+  ):
+    assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+  mine, theirs = map(edgc_jax.metrics, (partial.state, bound.state))
+  for key in ("wire_bytes", "dense_bytes", "rank", "compression_ratio"):
+    assert mine[key] == theirs[key]
+  # Also the collectives that the compiler adds are in order.
+  assert not unordered(partial.compiled())
 
 
-if __name__ == "__main__":
-  absltest.main()
+@pytest.mark.parametrize("name", WRAPPED)
+def test_nothing_is_gathered(name):
+  """Over the shards an update sends less than a hundredth of a gradient."""
+  text = run_of(name).compiled_update()
+  lines = list(filter(hlo.is_collective, text.splitlines()))
+  assert all(len(hlo.groups_of(line)[0]) in (2, 4) for line in lines)
+  sent = sum(
+    4 * int(np.prod(shape))
+    for line in lines
+    if set(map(frozenset, hlo.groups_of(line))) == SHARDS
+    for _, shape in hlo.arrays_of(line.split(" all-")[0])
+  )
+  gradient = 4 * sum(p.size for p in jax.tree.leaves(first_params()))
+  assert sent > 0
+  assert sent < gradient / 100
+
+
+UNWRAPPED = ("allreduce", "powersgd")
+REFUSED = {
+  **{name: REDUCERS[name] for name in REDUCERS if name not in UNWRAPPED},
+  "powersgd_default": lambda: edgc_jax.powersgd(4),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_without_the_wrapper(name):
+  """The compiler would gather gradients to read their entries."""
+  with pytest.raises(ValueError, match="wrap the reducer with"):
+    PartialRun(lambda _: REFUSED[name]())
+
+
+def test_refused_with_a_state_from_elsewhere():
+  mesh = jax.make_mesh((2, 2), ("data", "fsdp"), (AxisType.Auto,) * 2)
+  params = {"w": jnp.ones((64, 64))}
+  tx = edgc_jax.quantize(8)
+  update = jax.shard_map(
+    lambda g, state: tx.update({"w": g["w"][0]}, state)[0],
+    mesh=mesh, in_specs=(P("data"), P()), out_specs=P(), axis_names={"data"},
+  )  # fmt: skip
+  stacked = {"w": jnp.ones((2, 64, 64))}
+  with pytest.raises(ValueError, match="wrap the reducer with"):
+    jax.eval_shape(update, stacked, tx.init(params))
+
+
+@pytest.mark.parametrize("name", UNWRAPPED)
+def test_matrices_need_no_wrapper(name):
+  """No sharded matrix is gathered, nor sent over the shards."""
+  run = PartialRun(
+    lambda _: optax.chain(REDUCERS[name](), optax.adam(3e-3)), sharded=False
+  )
+  assert run.train(6)[-1] < 3.0
+  matrix = run.params["up"].nbytes
+  for line in filter(hlo.is_collective, run.compiled_update().splitlines()):
+    is_permute = "source_target_pairs" in line
+    if is_permute or set(map(frozenset, hlo.groups_of(line))) == SHARDS:
+      sizes = [4 * np.prod(s) for _, s in hlo.arrays_of(line.split("(%")[0])]
+      assert max(sizes) < matrix
+
+
+def test_state_is_born_sharded():
+  state = run_of("edgc").first_state
+  assert residuals(state)["up"].sharding.spec == P(("data", "fsdp"))
+  assert factors(state)["down"].sharding.spec == P("fsdp")
+  assert state[1][0].mu["up"].sharding.spec == P("fsdp")
+
+
+def test_explicit_axes():
+  run = PartialRun(within(float32.powersgd(4)), AxisType.Explicit)
+  losses = run.train(6)
+  assert losses[-1] < losses[0]
+
+
+def test_bound_axes_need_nothing():
+  """Where all axes are bound, the wrapper passes everything on."""
+  plain = ShardedRun(float32.powersgd(4), data=2, fsdp=4)
+  wrapped = ShardedRun(
+    edgc_jax.over_shards(float32.powersgd(4), SPECS), data=2, fsdp=4
+  )
+  texts = [
+    run.step_fn.lower(run.params, run.state, batch_at(0)).as_text()
+    for run in (plain, wrapped)
+  ]
+  assert texts[0] == texts[1]
+
+
+def test_outside_of_a_mesh():
+  tx = edgc_jax.over_shards(float32.powersgd(4), P("fsdp"))
+  with pytest.raises(ValueError, match="`param_specs` must be specs over"):
+    tx.init(first_params())

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from absl.testing import absltest, parameterized
 from helpers import float32
 from helpers.meshes import find, residuals
 from helpers.shard_runs import ShardedRun, mesh_of
@@ -18,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cache")]
 
 SHAPES = {"up": (64, 128), "down": (128, 64), "whole": (64, 64)}
 
@@ -86,6 +85,24 @@ def resumed(make):
   return run
 
 
+def saved(params, state):
+  """Returns the folder of a checkpoint."""
+  folder = f"{tempfile.mkdtemp()}/saved"
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(folder, (params, state))
+  return folder
+
+
+def state_on(tx, params, mesh, param_specs):
+  """Returns the first state on a mesh, and its specs."""
+  how = {"mesh": mesh, "param_specs": param_specs}
+  specs = edgc_jax.state_specs(tx, params, **how)
+  init = jax.shard_map(
+    tx.init, mesh=mesh, in_specs=(param_specs,), out_specs=specs
+  )
+  return jax.jit(init)(params), specs
+
+
 def mean_residuals(state):
   residual = residuals(state)
   return {
@@ -94,256 +111,236 @@ def mean_residuals(state):
   }
 
 
-class ReshardingTest(parameterized.TestCase):
-  @parameterized.parameters(
+@pytest.mark.parametrize(
+  ("make", "shape"),
+  [
     (edgc, {"data": 2, "fsdp": 4}),
     (edgc, {"data": 4}),
-    (edgc, {"data": 2, "tensor": 2}),
     (powersgd, {"data": 2, "tensor": 2}),
+  ],
+)
+def test_nothing_is_lost(make, shape):
+  run = resumed(make)
+  (last,) = run.train(1, start=10)
+  run = resumed(make)
+  then = moved(run, make, **shape)
+  before, after = mean_residuals(run.state), mean_residuals(then.state)
+  for name in SHAPES:
+    np.testing.assert_allclose(after[name], before[name], rtol=1e-6, atol=1e-9)
+  for old, new in zip(
+    jax.tree.leaves(run.state[1]), jax.tree.leaves(then.state[1]), strict=True
+  ):
+    np.testing.assert_array_equal(old, new)  # Adam's moments
+  was, now = (edgc_jax.metrics(r.state) for r in (run, then))
+  assert now["rank"] == was["rank"]
+  assert int(then.state[0].count) == 10
+  assert abs(now["compression_ratio"] - was["compression_ratio"]) <= 0.5e-4
+  losses = then.train(8, start=10)
+  assert abs(losses[0] - last) <= 1e-5 * last
+  assert losses[-1] < last
+
+
+def test_there_and_back():
+  """What all shards have in common comes back as it was."""
+  run = resumed(edgc)
+  first = run.state
+  there = moved(run, edgc, data=4)
+  back = moved(there, edgc, data=4, fsdp=2)
+  was, now = (find(state).budget for state in (first, back.state))
+  for field in (
+    "reference_entropy", "num_windows", "decision.is_warm", "first_rank",
+    "decision.rank", "restarts",
+  ):  # fmt: skip
+    old, new = (np.ravel(operator.attrgetter(field)(x)) for x in (was, now))
+    np.testing.assert_allclose(new, old.mean(), rtol=1e-6, err_msg=field)
+  before, after = mean_residuals(first), mean_residuals(back.state)
+  for name in SHAPES:
+    np.testing.assert_array_equal(after[name], before[name])
+
+
+def test_learns_as_if_nothing_had_happened():
+  """Factors start anew: the loss is soon that of an uninterrupted run."""
+  run = resumed(edgc)
+  run.train(10, start=10)
+  then = moved(run, edgc, data=2, fsdp=4)
+  expected = run.train(40, start=20)
+  found = then.train(40, start=20)
+  assert abs(found[-1] / expected[-1] - 1.0) <= 0.02
+
+
+def test_random_keys_stay():
+  key = jax.random.key(3)
+  tx = optax.chain(powersgd(), optax.add_noise(0.1, 0.5, key))
+  mesh, params = mesh_of(data=2, fsdp=2), {"w": np.ones((64, 64), np.float32)}
+  how = {"mesh": mesh, "param_specs": {"w": P("fsdp")}}
+  state, specs = state_on(tx, params, **how)
+  folder = saved(params, state)
+  _, restored = edgc_jax.restore(folder, tx, params, **how)
+  resized = edgc_jax.resize_replicas(state, specs, 2, 1)
+  moved = edgc_jax.resize_shards(tx, params, state, **how)
+  for found in (restored, resized, moved):
+    assert found[1].rng_key == key
+
+
+@pytest.mark.parametrize(("before", "after"), [(16, 32), (32, 16)])
+@pytest.mark.filterwarnings("ignore:Residuals of")
+def test_another_rank(before, after):
+  """At the higher rank the small matrix is sent dense."""
+  shapes = {"a": (64, 64), "small": (20, 20), "z": (128, 64)}
+  params = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+  how = {"mesh": mesh_of(data=2)}
+
+  def tx_of(rank):
+    return edgc_jax.edgc(rank_max=rank, total_steps=100, **how)
+
+  names = {16: ["a", "small", "z"], 32: ["a", "z"]}
+  own = {"a": 1.0, "small": 2.0, "z": 3.0}
+  state = tx_of(before).init(params)
+  variances = np.array([own[name] for name in names[before]], np.float32)
+  budget = state.budget._replace(reference_variance=variances)
+  state = state._replace(count=state.count + 50, budget=budget)
+  folder = saved(params, state)
+  _, restored = edgc_jax.restore(folder, tx_of(after), params, **how)
+  expected = tx_of(after).init(params)
+  chex.assert_trees_all_equal_shapes(restored, expected)
+  found = dict(
+    zip(names[after], restored.budget.reference_variance, strict=True)
   )
-  def test_nothing_is_lost(self, make, shape):
-    run = resumed(make)
-    (last,) = run.train(1, start=10)
-    run = resumed(make)
-    then = moved(run, make, **shape)
-    before, after = mean_residuals(run.state), mean_residuals(then.state)
-    for name in SHAPES:
-      np.testing.assert_allclose(
-        after[name], before[name], rtol=1e-6, atol=1e-9
-      )
-    for old, new in zip(
-      jax.tree.leaves(run.state[1]), jax.tree.leaves(then.state[1]), strict=True
-    ):
-      np.testing.assert_array_equal(old, new)  # Adam's moments
-    was, now = (edgc_jax.metrics(r.state) for r in (run, then))
-    self.assertEqual(now["rank"], was["rank"])
-    self.assertEqual(int(then.state[0].count), 10)
-    self.assertAlmostEqual(
-      now["compression_ratio"], was["compression_ratio"], places=4
-    )
-    losses = then.train(8, start=10)
-    self.assertAlmostEqual(losses[0], last, delta=1e-5 * last)
-    self.assertLess(losses[-1], last)
+  assert [found["a"], found["z"]] == [1.0, 3.0]
 
-  def test_there_and_back(self):
-    """What all shards have in common comes back as it was."""
-    run = resumed(edgc)
-    first = run.state
-    there = moved(run, edgc, data=4)
-    back = moved(there, edgc, data=4, fsdp=2)
-    was, now = (find(state).budget for state in (first, back.state))
-    for field in (
-      "reference_entropy", "num_windows", "decision.is_warm", "first_rank",
-      "decision.rank", "restarts",
-    ):  # fmt: skip
-      old, new = (np.ravel(operator.attrgetter(field)(x)) for x in (was, now))
-      np.testing.assert_allclose(new, old.mean(), rtol=1e-6, err_msg=field)
-    before, after = mean_residuals(first), mean_residuals(back.state)
-    for name in SHAPES:
-      np.testing.assert_array_equal(after[name], before[name])
 
-  def test_learns_as_if_nothing_had_happened(self):
-    """Factors start anew: the loss is soon that of an uninterrupted run."""
-    run = resumed(edgc)
-    run.train(10, start=10)
-    then = moved(run, edgc, data=2, fsdp=4)
-    expected = run.train(40, start=20)
-    found = then.train(40, start=20)
-    self.assertAlmostEqual(found[-1] / expected[-1], 1.0, delta=0.02)
+def test_another_method_or_what_is_in_flight_is_refused():
+  params = {"w": np.ones((64, 64), np.float32)}
+  how = {"mesh": mesh_of(data=2)}
 
-  def test_random_keys_stay(self):
-    key = jax.random.key(3)
-    tx = optax.chain(powersgd(), optax.add_noise(0.1, 0.5, key))
-    mesh, params = mesh_of(data=2, fsdp=2), {"w": np.ones((64, 64), np.float32)}
-    how = {"mesh": mesh, "param_specs": {"w": P("fsdp")}}
-    specs = edgc_jax.state_specs(tx, params, **how)
-    init = jax.shard_map(
-      tx.init, mesh=mesh, in_specs=(how["param_specs"],), out_specs=specs
-    )
-    state = jax.jit(init)(params)
-    folder = f"{tempfile.mkdtemp()}/saved"
-    with ocp.StandardCheckpointer() as checkpointer:
-      checkpointer.save(folder, (params, state))
-    _, restored = edgc_jax.restore(folder, tx, params, **how)
-    resized = edgc_jax.resize_replicas(state, specs, 2, 1)
-    moved = edgc_jax.resize_shards(tx, params, state, **how)
-    for found in (restored, resized, moved):
-      self.assertEqual(found[1].rng_key, key)
-
-  @parameterized.parameters((16, 32), (32, 16))
-  @pytest.mark.filterwarnings("ignore:Residuals of")
-  def test_another_rank(self, before, after):
-    """At the higher rank the small matrix is sent dense."""
-    shapes = {"a": (64, 64), "small": (20, 20), "z": (128, 64)}
-    params = {
-      name: np.ones(shape, np.float32) for name, shape in shapes.items()
-    }
-    how = {"mesh": mesh_of(data=2)}
-
-    def tx_of(rank):
-      return edgc_jax.edgc(rank_max=rank, total_steps=100, **how)
-
-    names = {16: ["a", "small", "z"], 32: ["a", "z"]}
-    own = {"a": 1.0, "small": 2.0, "z": 3.0}
-    state = tx_of(before).init(params)
-    variances = np.array([own[name] for name in names[before]], np.float32)
-    budget = state.budget._replace(reference_variance=variances)
-    folder = f"{tempfile.mkdtemp()}/saved"
-    with ocp.StandardCheckpointer() as checkpointer:
-      state = state._replace(count=state.count + 50, budget=budget)
-      checkpointer.save(folder, (params, state))
-    _, restored = edgc_jax.restore(folder, tx_of(after), params, **how)
-    expected = tx_of(after).init(params)
-    chex.assert_trees_all_equal_shapes(restored, expected)
-    found = dict(
-      zip(names[after], restored.budget.reference_variance, strict=True)
-    )
-    self.assertEqual([found["a"], found["z"]], [1.0, 3.0])
-
-  def test_another_method_or_what_is_in_flight_is_refused(self):
-    params = {"w": np.ones((64, 64), np.float32)}
-    how = {"mesh": mesh_of(data=2)}
-
-    def local(overlap):
-      outer = optax.chain(edgc_jax.allreduce(**how), optax.sgd(1.0))
-      return edgc_jax.local_steps(
-        optax.adam(1e-3), outer, 2, overlap=overlap, **how
-      )
-
-    quantize = edgc_jax.quantize(4, error_feedback=True, **how)
-    powersgd = edgc_jax.powersgd(4, **how)
-    for saved, given, rule in (
-      (quantize, powersgd, "all arrays of the state"),
-      (powersgd, edgc_jax.edgc(**how), "all arrays of the state"),
-      (local(1), local(0), "a checkpoint of overlap=0"),
-      (local(0), local(1), "all arrays of the state"),
-    ):
-      folder = f"{tempfile.mkdtemp()}/saved"
-      with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder, (params, saved.init(params)))
-      with self.assertRaisesRegex(ValueError, f"`path` must be .*{rule}"):
-        edgc_jax.restore(folder, given, params, **how)
-
-  def test_another_number_of_replicas_is_refused(self):
-    run, then = (run_on(powersgd, data=n, fsdp=2).restart() for n in (4, 2))
-    with self.assertRaisesRegex(ValueError, "resize_replicas"):
-      edgc_jax.resize_shards(
-        run.tx,
-        run.params,
-        run.state,
-        mesh=then.mesh,
-        param_specs=then.param_specs,
-      )
-
-  def test_leaves_that_are_not_compressed_any_more(self):
-    """Parts of a quarter save too little: their residuals are lost, and told.
-
-    On the way back they start from zero.
-    """
-    run = run_on(coarse, data=2, fsdp=2)
-    run.train(2)
-    self.assertTrue(np.any(residuals(run.state)["up"]))
-    with self.assertWarnsRegex(RuntimeWarning, "Residuals of . leaves"):
-      then = moved(run, coarse, data=2, fsdp=4)
-    self.assertIsNone(find(then.state).leaves["up"].residual)
-    self.assertTrue(np.any(residuals(then.state)["whole"]))
-    back = moved(then, coarse, data=2, fsdp=2)
-    self.assertFalse(np.any(residuals(back.state)["up"]))
-    self.assertTrue(np.isfinite(back.train(2)).all())
-
-  @parameterized.parameters(False, True)
-  @pytest.mark.filterwarnings("ignore:No leaf saves")
-  @pytest.mark.filterwarnings("ignore:Residuals of")
-  def test_the_only_compressed_leaf_may_become_dense_and_back(self, is_saved):
-    """Its entropy and its window end and begin with it."""
-    params = {"w": np.ones((16, 64), np.float32)}
-    tx = float32.edgc(rank_max=8, rank_min=4)
-    state, meshes = None, {n: mesh_of(data=2, fsdp=n) for n in (1, 2)}
-    for shards in (1, 2, 1):
-      how = {"mesh": meshes[shards], "param_specs": {"w": P("fsdp")}}
-      if state is None:
-        specs = edgc_jax.state_specs(tx, params, **how)
-        init = jax.shard_map(
-          tx.init, mesh=how["mesh"], in_specs=(how["param_specs"],),
-          out_specs=specs,
-        )  # fmt: skip
-        state = jax.jit(init)(params)
-        state = state._replace(count=state.count + 1)
-      elif is_saved:
-        folder = f"{tempfile.mkdtemp()}/saved"
-        with ocp.StandardCheckpointer() as checkpointer:
-          checkpointer.save(folder, (params, state))
-        _, state = edgc_jax.restore(folder, tx, params, **how)
-      else:
-        state = edgc_jax.resize_shards(tx, params, state, **how)
-      is_compressed = shards == 1
-      self.assertEqual(bool(state.budget), is_compressed)
-      self.assertEqual(state.leaves["w"].residual is not None, is_compressed)
-      state = jax.device_get(state)
-    self.assertEqual(int(state.count), 1)
-
-  @parameterized.parameters(edgc, accumulated)
-  def test_before_the_first_exchange(self, make):
-    """No rank was in use, and dense is not compiled: training goes on."""
-    run = run_on(make, data=2, fsdp=2).restart()
-    if make is accumulated:
-      run.train(1)
-    then = moved(run, make, data=2, fsdp=4)
-    first = then.params["up"]
-    then.train(4)
-    self.assertGreater(edgc_jax.metrics(then.state)["rank"], 0)
-    self.assertGreater(float(abs(then.params["up"] - first).max()), 1e-4)
-
-  def test_stacks_keep_their_entropies(self):
-    """Shards that divide a stack of layers hold whole matrices."""
-    params = {"stack": {"kernel": np.ones((4, 32, 32), np.float32)}}
-    tx = float32.edgc(rank_max=4, min_ratio=1.0)
-    specs = {"stack": {"kernel": P("fsdp")}}
-    mesh = mesh_of(data=2, fsdp=2)
-    init = jax.shard_map(
-      tx.init,
-      mesh=mesh,
-      in_specs=(specs,),
-      out_specs=edgc_jax.state_specs(tx, params, mesh=mesh, param_specs=specs),
-    )
-    state = jax.device_get(jax.jit(init)(params))
-    entropies = np.array([[[1.0, 2.0], [3.0, 4.0]]], np.float32)
-    state = state._replace(
-      count=np.int32(1),
-      budget=state.budget._replace(entropies=entropies),
-    )
-    four = mesh_of(data=2, fsdp=4)
-    found = edgc_jax.resize_shards(
-      tx, params, state, mesh=four, param_specs=specs
-    )
-    np.testing.assert_array_equal(
-      found.budget.entropies, [[[1.0], [2.0], [3.0], [4.0]]]
+  def local(overlap):
+    outer = optax.chain(edgc_jax.allreduce(**how), optax.sgd(1.0))
+    return edgc_jax.local_steps(
+      optax.adam(1e-3), outer, 2, overlap=overlap, **how
     )
 
-  def test_two_reducers_without_matrices(self):
-    tx = optax.partition(
-      {"m": edgc_jax.allreduce(), "v": edgc_jax.allreduce()},
-      lambda tree: jax.tree.map(lambda p: "m" if p.ndim > 1 else "v", tree),
-    )
-    run = ShardedRun(tx, data=2, fsdp=2)
-    then = ShardedRun(tx, data=2, fsdp=4)
-    state = jax.tree.map(lambda x: np.asarray(x) + 3, jax.device_get(run.state))
-    found = edgc_jax.resize_shards(
-      tx, run.params, state, mesh=then.mesh, param_specs=then.param_specs
-    )
-    self.assertEqual(jax.tree.structure(found), jax.tree.structure(then.state))
-
-  def test_without_a_reducer(self):
-    run, tx = run_on(powersgd, data=2, fsdp=2), optax.adam(1e-3)
-    state = tx.init(run.params)
-    found = edgc_jax.resize_shards(
-      tx, run.params, state, mesh=run.mesh, param_specs=P()
-    )
-    jax.tree.map(np.testing.assert_array_equal, found, state)
-    sharding = jax.sharding.NamedSharding(run.mesh, P())
-    for leaf in jax.tree.leaves(found):
-      self.assertTrue(leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
+  quantize = edgc_jax.quantize(4, error_feedback=True, **how)
+  powersgd = edgc_jax.powersgd(4, **how)
+  for before, given, rule in (
+    (quantize, powersgd, "all arrays of the state"),
+    (powersgd, edgc_jax.edgc(**how), "all arrays of the state"),
+    (local(1), local(0), "a checkpoint of overlap=0"),
+    (local(0), local(1), "all arrays of the state"),
+  ):
+    folder = saved(params, before.init(params))
+    with pytest.raises(ValueError, match=f"`path` must be .*{rule}"):
+      edgc_jax.restore(folder, given, params, **how)
 
 
-if __name__ == "__main__":
-  absltest.main()
+def test_another_number_of_replicas_is_refused():
+  run, then = (run_on(powersgd, data=n, fsdp=2).restart() for n in (4, 2))
+  with pytest.raises(ValueError, match="resize_replicas"):
+    edgc_jax.resize_shards(
+      run.tx,
+      run.params,
+      run.state,
+      mesh=then.mesh,
+      param_specs=then.param_specs,
+    )
+
+
+def test_leaves_that_are_not_compressed_any_more():
+  """Parts of a quarter save too little: their residuals are lost, and told.
+
+  On the way back they start from zero.
+  """
+  run = run_on(coarse, data=2, fsdp=2)
+  run.train(2)
+  assert np.any(residuals(run.state)["up"])
+  with pytest.warns(RuntimeWarning, match="Residuals of . leaves"):
+    then = moved(run, coarse, data=2, fsdp=4)
+  assert find(then.state).leaves["up"].residual is None
+  assert np.any(residuals(then.state)["whole"])
+  back = moved(then, coarse, data=2, fsdp=2)
+  assert not np.any(residuals(back.state)["up"])
+  assert np.isfinite(back.train(2)).all()
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+@pytest.mark.filterwarnings("ignore:No leaf saves")
+@pytest.mark.filterwarnings("ignore:Residuals of")
+def test_the_only_compressed_leaf_may_become_dense_and_back(is_saved):
+  """Its entropy and its window end and begin with it."""
+  params = {"w": np.ones((16, 64), np.float32)}
+  tx = float32.edgc(rank_max=8, rank_min=4)
+  state, meshes = None, {n: mesh_of(data=2, fsdp=n) for n in (1, 2)}
+  for shards in (1, 2, 1):
+    how = {"mesh": meshes[shards], "param_specs": {"w": P("fsdp")}}
+    if state is None:
+      state, _ = state_on(tx, params, **how)
+      state = state._replace(count=state.count + 1)
+    elif is_saved:
+      folder = saved(params, state)
+      _, state = edgc_jax.restore(folder, tx, params, **how)
+    else:
+      state = edgc_jax.resize_shards(tx, params, state, **how)
+    is_compressed = shards == 1
+    assert bool(state.budget) == is_compressed
+    assert (state.leaves["w"].residual is not None) == is_compressed
+    state = jax.device_get(state)
+  assert int(state.count) == 1
+
+
+@pytest.mark.parametrize("make", [edgc, accumulated])
+def test_before_the_first_exchange(make):
+  """No rank was in use, and dense is not compiled: training goes on."""
+  run = run_on(make, data=4, fsdp=2).restart()
+  if make is accumulated:
+    run.train(1)
+  then = moved(run, make, data=2, fsdp=4)
+  first = then.params["up"]
+  then.train(4)
+  assert edgc_jax.metrics(then.state)["rank"] > 0
+  assert float(abs(then.params["up"] - first).max()) > 1e-4
+
+
+def test_stacks_keep_their_entropies():
+  """Shards that divide a stack of layers hold whole matrices."""
+  params = {"stack": {"kernel": np.ones((4, 32, 32), np.float32)}}
+  tx = float32.edgc(rank_max=4, min_ratio=1.0)
+  specs = {"stack": {"kernel": P("fsdp")}}
+  mesh = mesh_of(data=2, fsdp=2)
+  state = jax.device_get(state_on(tx, params, mesh, specs)[0])
+  entropies = np.array([[[1.0, 2.0], [3.0, 4.0]]], np.float32)
+  state = state._replace(
+    count=np.int32(1),
+    budget=state.budget._replace(entropies=entropies),
+  )
+  four = mesh_of(data=2, fsdp=4)
+  found = edgc_jax.resize_shards(
+    tx, params, state, mesh=four, param_specs=specs
+  )
+  np.testing.assert_array_equal(
+    found.budget.entropies, [[[1.0], [2.0], [3.0], [4.0]]]
+  )
+
+
+def test_two_reducers_without_matrices():
+  tx = optax.partition(
+    {"m": edgc_jax.allreduce(), "v": edgc_jax.allreduce()},
+    lambda tree: jax.tree.map(lambda p: "m" if p.ndim > 1 else "v", tree),
+  )
+  run = ShardedRun(tx, data=2, fsdp=2)
+  then = ShardedRun(tx, data=2, fsdp=4)
+  state = jax.tree.map(lambda x: np.asarray(x) + 3, jax.device_get(run.state))
+  found = edgc_jax.resize_shards(
+    tx, run.params, state, mesh=then.mesh, param_specs=then.param_specs
+  )
+  assert jax.tree.structure(found) == jax.tree.structure(then.state)
+
+
+def test_without_a_reducer():
+  run, tx = run_on(powersgd, data=2, fsdp=2), optax.adam(1e-3)
+  state = tx.init(run.params)
+  found = edgc_jax.resize_shards(
+    tx, run.params, state, mesh=run.mesh, param_specs=P()
+  )
+  jax.tree.map(np.testing.assert_array_equal, found, state)
+  sharding = jax.sharding.NamedSharding(run.mesh, P())
+  for leaf in jax.tree.leaves(found):
+    assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)

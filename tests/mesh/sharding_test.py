@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from absl.testing import absltest
 from helpers import float32
 from helpers.meshes import ShardMap, gradients_like, residuals
 from jax.sharding import PartitionSpec as P
@@ -15,47 +14,41 @@ import edgc_jax
 PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,)), "s": jnp.zeros(())}
 
 
-class StateSpecsTest(absltest.TestCase):
-  def test_only_residuals_and_sums_are_sharded(self):
-    tx = edgc_jax.accumulate(
-      edgc_jax.skip_nonfinite(
-        optax.chain(float32.edgc(rank_max=4), optax.adam(1e-3))
-      ),
-      every=2,
-    )
-    specs = edgc_jax.state_specs(tx, PARAMS)
-    chex.assert_trees_all_equal_structs(specs, tx.init(PARAMS))
-    sharded = {
-      jax.tree_util.keystr(path)
-      for path, spec in jax.tree_util.tree_leaves_with_path(specs)
-      if spec == P("data")
-    }
-    self.assertEqual(
-      sharded,
-      {
-        ".accumulated.values['b']",
-        ".accumulated.values['s']",
-        ".accumulated.values['w']",
-        ".inner_state.inner_state[0].leaves['w'].residual",
-      },
-    )
-
-  def test_other_axis_and_no_reducer(self):
-    specs = edgc_jax.state_specs(float32.powersgd(2), PARAMS, "replica")
-    self.assertEqual(specs.leaves["w"].residual, P("replica"))
-    plain = edgc_jax.state_specs(optax.adam(1e-3), PARAMS)
-    self.assertEqual(set(jax.tree.leaves(plain)), {P()})
-
-  @pytest.mark.slow
-  def test_global_shapes(self):
-    """Arrays [m, n] of replicas are one array [N m, n]."""
-    run = ShardMap(float32.powersgd(2), PARAMS)
-    run.step(gradients_like(PARAMS, 0))
-    residual = residuals(run.state)["w"]
-    self.assertEqual(residual.shape, (4 * 16, 24))
-    self.assertEqual(residual.addressable_shards[0].data.shape, (16, 24))
-    self.assertEqual(residual.sharding.spec, P("data"))
+def test_only_residuals_and_sums_are_sharded():
+  tx = edgc_jax.accumulate(
+    edgc_jax.skip_nonfinite(
+      optax.chain(float32.edgc(rank_max=4), optax.adam(1e-3))
+    ),
+    every=2,
+  )
+  specs = edgc_jax.state_specs(tx, PARAMS)
+  chex.assert_trees_all_equal_structs(specs, tx.init(PARAMS))
+  sharded = {
+    jax.tree_util.keystr(path)
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs)
+    if spec == P("data")
+  }
+  assert sharded == {
+    ".accumulated.values['b']",
+    ".accumulated.values['s']",
+    ".accumulated.values['w']",
+    ".inner_state.inner_state[0].leaves['w'].residual",
+  }
 
 
-if __name__ == "__main__":
-  absltest.main()
+def test_other_axis_and_no_reducer():
+  specs = edgc_jax.state_specs(float32.powersgd(2), PARAMS, "replica")
+  assert specs.leaves["w"].residual == P("replica")
+  plain = edgc_jax.state_specs(optax.adam(1e-3), PARAMS)
+  assert set(jax.tree.leaves(plain)) == {P()}
+
+
+@pytest.mark.slow
+def test_global_shapes():
+  """Arrays [m, n] of replicas are one array [N m, n]."""
+  run = ShardMap(float32.powersgd(2), PARAMS)
+  run.step(gradients_like(PARAMS, 0))
+  residual = residuals(run.state)["w"]
+  assert residual.shape == (4 * 16, 24)
+  assert residual.addressable_shards[0].data.shape == (16, 24)
+  assert residual.sharding.spec == P("data")
