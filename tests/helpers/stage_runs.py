@@ -5,12 +5,11 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from helpers.flat_options import edgc
-from helpers.meshes import AXIS, stage_mesh
+from helpers.meshes import AXIS, Run, stage_mesh
 
 STAGES, REPLICAS = 4, 2
 # Shapes of one stage: own leaves, a part of a split tensor, a shared leaf.
@@ -89,59 +88,35 @@ def gradients(seed, scales=(1.0,) * STAGES):
   return _map_shapes(draw)
 
 
-class Run:
-  """Steps of a transformation on the mesh, for scripted gradients."""
+def stage_run(tx, late=False):
+  """Returns a run on the mesh; updates of own leaves are [STAGES, ...].
 
-  def __init__(self, tx, late=False):
-    self.mesh = stage_mesh(STAGES, REPLICAS)
-    params, specs = global_params(), param_specs()
-    self.specs = edgc_jax.state_specs(
-      tx, params, mesh=self.mesh, param_specs=specs
-    )
-    placed = jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs)
-    self.params = jax.device_put(params, placed)
-    init = jax.shard_map(
-      tx.init, mesh=self.mesh, in_specs=(specs,), out_specs=self.specs
-    )
-    self.first_state = self.state = jax.jit(init)(self.params)
+  Args:
+    tx: Transformation.
+    late: Whether the gradients of the embedding come last, as in a pipeline.
+  """
 
-    def update(grads, state, params):
-      local = jax.tree.map(lambda g: g[0, 0], grads)
-      options = {}
-      if late:
-        early = local | {"embedding": jnp.zeros_like(local["embedding"])}
+  def update(grads, state, params):
+    local = jax.tree.map(lambda g: g[0, 0], grads)
+    options, first = {}, local
+    if late:
+      first = local | {"embedding": jnp.zeros_like(local["embedding"])}
 
-        def late_updates(after):
-          # As in a pipeline, values that stages exchange come last.
-          rest = jax.lax.psum(after(local["embedding"]), "stage") * 0
-          return local | {"embedding": local["embedding"] + rest}
+      def late_updates(after):
+        rest = jax.lax.psum(after(local["embedding"]), "stage") * 0
+        return local | {"embedding": local["embedding"] + rest}
 
-        options = {"late_updates": late_updates}
-      first = early if late else local
-      updates, state = tx.update(first, state, params, **options)
-      return jax.tree.map(lambda u: u[None], updates), state
+      options = {"late_updates": late_updates}
+    updates, state = tx.update(first, state, params, **options)
+    return jax.tree.map(lambda u: u[None], updates), state
 
-    self.step_fn = jax.jit(
-      jax.shard_map(
-        update,
-        mesh=self.mesh,
-        in_specs=(P("stage", AXIS), self.specs, specs),
-        out_specs=(
-          jax.tree.map(lambda s: P("stage") if s != P() else P(None), specs),
-          self.specs,
-        ),
-      )
-    )
-
-  def restart(self):
-    """Goes back to the first state, without another compilation."""
-    self.state = self.first_state
-    return self
-
-  def step(self, grads):
-    """Returns updates [STAGES, ...], or [1, ...] for shared leaves."""
-    updates, self.state = self.step_fn(grads, self.state, self.params)
-    return jax.tree.map(np.asarray, updates)
-
-  def metrics(self):
-    return edgc_jax.metrics(self.state)
+  own = lambda s: P("stage") if s != P() else P(None)  # noqa: E731
+  return Run(
+    tx,
+    global_params(),
+    stage_mesh(STAGES, REPLICAS),
+    param_specs(),
+    update=update,
+    gradient_specs=P("stage", AXIS),
+    update_specs=jax.tree.map(own, param_specs()),
+  )

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
 from helpers.meshes import AXIS, stage_mesh
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cache")]
 
 WIDTH = 6
 
@@ -54,165 +53,167 @@ def pipelined(num_stages, fn=stage_fn):
   )
 
 
-class PipelineTest(parameterized.TestCase):
-  @parameterized.parameters((1, 3), (2, 1), (2, 5), (4, 4), (4, 7), (8, 3))
-  def test_values_and_gradients_are_of_stages_in_a_row(
-    self, num_stages, num_microbatches
+@pytest.mark.parametrize(
+  ("num_stages", "num_microbatches"),
+  [(1, 3), (2, 1), (4, 7), (8, 3)],
+)
+def test_values_and_gradients_are_of_stages_in_a_row(
+  num_stages, num_microbatches
+):
+  params, x = example(num_stages, num_microbatches)
+  (loss, y), gradients = pipelined(num_stages)(params, x)
+  (expected, row), row_gradients = jax.value_and_grad(
+    in_a_row, (0, 1), has_aux=True
+  )(params, x)
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  np.testing.assert_allclose(y, row, rtol=1e-5, atol=1e-6)
+  chex.assert_trees_all_close(gradients, row_gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(4, 6), (4, 2)])
+def test_permutes_name_live_pairs_only(num_stages, num_microbatches):
+  """Pairs grow on the ramp and shrink on the drain, in both directions."""
+  params, x = example(num_stages, num_microbatches)
+  text = pipelined(num_stages).lower(params, x).compile().as_text()
+  found = []
+  for pairs in re.findall(
+    r"collective-permute(?:-start)?\(.*?source_target_pairs=\{(.*?)\}\}", text
   ):
-    params, x = example(num_stages, num_microbatches)
-    (loss, y), gradients = pipelined(num_stages)(params, x)
-    (expected, row), row_gradients = jax.value_and_grad(
-      in_a_row, (0, 1), has_aux=True
-    )(params, x)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    np.testing.assert_allclose(y, row, rtol=1e-5, atol=1e-6)
-    chex.assert_trees_all_close(gradients, row_gradients, rtol=1e-4, atol=1e-5)
+    numbers = [int(n) for n in re.findall(r"\d+", pairs)]
+    found.append(tuple(zip(numbers[::2], numbers[1::2], strict=True)))
+  # Stage s works on microbatch t - s; stage s + 1 reads the result.
+  expected = []
+  in_scan = False
+  for t in range(num_stages + num_microbatches - 1):
+    live = [s for s in range(num_stages) if 0 <= t - s < num_microbatches]
+    pairs = tuple((s, s + 1) for s in live if s + 1 < num_stages)
+    is_full = len(live) == num_stages
+    if pairs and not (is_full and in_scan):
+      expected += [pairs, tuple((b, a) for a, b in pairs)]
+    in_scan |= is_full
+  assert sorted(map(sorted, found)) == sorted(map(sorted, expected))
 
-  @parameterized.parameters((4, 6), (4, 2), (2, 3))
-  def test_permutes_name_live_pairs_only(self, num_stages, num_microbatches):
-    """Pairs grow on the ramp and shrink on the drain, in both directions."""
-    params, x = example(num_stages, num_microbatches)
-    text = pipelined(num_stages).lower(params, x).compile().as_text()
-    found = []
-    for pairs in re.findall(
-      r"collective-permute(?:-start)?\(.*?source_target_pairs=\{(.*?)\}\}", text
-    ):
-      numbers = [int(n) for n in re.findall(r"\d+", pairs)]
-      found.append(tuple(zip(numbers[::2], numbers[1::2], strict=True)))
-    # Stage s works on microbatch t - s; stage s + 1 reads the result.
-    expected = []
-    in_scan = False
-    for t in range(num_stages + num_microbatches - 1):
-      live = [s for s in range(num_stages) if 0 <= t - s < num_microbatches]
-      pairs = tuple((s, s + 1) for s in live if s + 1 < num_stages)
-      is_full = len(live) == num_stages
-      if pairs and not (is_full and in_scan):
-        expected += [pairs, tuple((b, a) for a, b in pairs)]
-      in_scan |= is_full
-    self.assertCountEqual(map(sorted, found), map(sorted, expected))
 
-  def test_idle_ticks_are_not_computed(self):
-    num_stages, num_microbatches = 4, 3
-    calls = []
+def test_idle_ticks_are_not_computed():
+  num_stages, num_microbatches = 4, 3
+  calls = []
 
-    def counted(params, x):
-      jax.debug.callback(lambda v: calls.append(float(v)), x[0, 0])
-      return stage_fn(params, x)
+  def counted(params, x):
+    jax.debug.callback(lambda v: calls.append(float(v)), x[0, 0])
+    return stage_fn(params, x)
 
-    params, x = example(num_stages, num_microbatches)
-    jax.block_until_ready(pipelined(num_stages, counted)(params, x))
-    jax.effects_barrier()
-    # Each forward pass is repeated for the backward pass.
-    self.assertLen(calls, 2 * num_stages * num_microbatches)
+  params, x = example(num_stages, num_microbatches)
+  jax.block_until_ready(pipelined(num_stages, counted)(params, x))
+  jax.effects_barrier()
+  # Each forward pass is repeated for the backward pass.
+  assert len(calls) == 2 * num_stages * num_microbatches
 
-  def test_memory_grows_with_the_boundaries_only(self):
-    """Intermediates of a stage are not kept for each microbatch."""
-    wide = 64
 
-    def thick(params, x):
-      h = jnp.tile(x, (1, wide))
-      for _ in range(3):
-        h = jnp.tanh(h) * 1.1
-      return (x + h[:, :WIDTH]) @ params["w"][0]
+def test_memory_grows_with_the_boundaries_only():
+  """Intermediates of a stage are not kept for each microbatch."""
+  wide = 64
 
-    temporary = []
-    rows = 100
-    for num_microbatches in (8, 16):
-      params, x = example(4, num_microbatches, rows=rows)
-      compiled = pipelined(4, thick).lower(params, x).compile()
-      temporary.append(compiled.memory_analysis().temp_size_in_bytes)
-    boundary = 4 * rows * WIDTH
-    growth = (temporary[1] - temporary[0]) / 8
-    self.assertLess(growth, 10 * boundary)
-    self.assertLess(10 * boundary, wide * boundary)  # of one intermediate
+  def thick(params, x):
+    h = jnp.tile(x, (1, wide))
+    for _ in range(3):
+      h = jnp.tanh(h) * 1.1
+    return (x + h[:, :WIDTH]) @ params["w"][0]
 
-  def test_trees_and_dtypes(self):
-    mesh = stage_mesh(2, 1)
+  temporary = []
+  rows = 100
+  for num_microbatches in (8, 16):
+    params, x = example(4, num_microbatches, rows=rows)
+    compiled = pipelined(4, thick).lower(params, x).compile()
+    temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+  boundary = 4 * rows * WIDTH
+  growth = (temporary[1] - temporary[0]) / 8
+  assert growth < 10 * boundary
+  assert 10 * boundary < wide * boundary  # of one intermediate
 
-    @jax.jit
-    @functools.partial(
-      jax.shard_map,
-      mesh=mesh,
-      in_specs=(P("stage"), P(), P()),
-      out_specs=(P(), P(), (P("stage"), P())),
-    )
-    def run(factor, x, shift):
-      def loss(factor, shift):
-        def stage(params, tree):
-          moved = tree["a"] * params["factor"][0] + params["shift"]
-          return {"a": moved, "b": tree["b"] + 1}
 
-        y = edgc_jax.apply_stages(
-          stage,
-          {"factor": factor, "shift": shift},
-          {"a": x, "b": x.astype(jnp.bfloat16)},
-        )
-        y = jax.lax.psum(y, "stage")
-        return jnp.sum(y["a"]), y["b"]
+def test_trees_and_dtypes():
+  mesh = stage_mesh(2, 1)
 
-      (value, b), gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)(
-        factor, shift
+  @jax.jit
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(P("stage"), P(), P()),
+    out_specs=(P(), P(), (P("stage"), P())),
+  )
+  def run(factor, x, shift):
+    def loss(factor, shift):
+      def stage(params, tree):
+        moved = tree["a"] * params["factor"][0] + params["shift"]
+        return {"a": moved, "b": tree["b"] + 1}
+
+      y = edgc_jax.apply_stages(
+        stage,
+        {"factor": factor, "shift": shift},
+        {"a": x, "b": x.astype(jnp.bfloat16)},
       )
-      return value, b, gradient
+      y = jax.lax.psum(y, "stage")
+      return jnp.sum(y["a"]), y["b"]
 
-    x = jnp.array([1.0, 2.0, 3.0])
-    value, b, gradient = run(jnp.array([2.0, 3.0]), x, jnp.array(10.0))
-    np.testing.assert_allclose(value, np.sum((2 * x + 10) * 3 + 10))
-    np.testing.assert_allclose(gradient[0], [np.sum(3 * x), np.sum(2 * x + 10)])
-    # Equal on all stages, so its gradient is summed over them.
-    np.testing.assert_allclose(gradient[1], 3 * (3 + 1))
-    np.testing.assert_array_equal(b.astype(jnp.float32), x + 2)
-    self.assertEqual(b.dtype, jnp.bfloat16)
-
-  def test_microbatches_need_not_vary_as_the_parameters_do(self):
-    params, x = example(2, 3)
-
-    def run(params, x):
-      local = jax.lax.pcast(params, AXIS, to="varying")
-      y = edgc_jax.apply_stages(stage_fn, local, x)
-      return jax.lax.pmean(jax.lax.psum(y, "stage"), AXIS)
-
-    mesh = stage_mesh(2, 2)
-    run = jax.shard_map(
-      run, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P()
+    (value, b), gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+      factor, shift
     )
-    np.testing.assert_allclose(
-      jax.jit(run)(params, x), in_a_row(params, x)[1], rtol=1e-5, atol=1e-6
-    )
+    return value, b, gradient
 
-  def test_errors(self):
-    params, x = example(2, 2)
-    with self.assertRaisesRegex(ValueError, "`axis_name` must be an axis"):
-      edgc_jax.apply_stages(stage_fn, params, x)
-    with self.assertRaisesRegex(ValueError, "`microbatches` must be"):
-      pipelined(2)(params, x[:0])
-    with self.assertRaisesRegex(ValueError, r"`stage_fn` must return"):
-      pipelined(2, lambda params, x: x[:, :1])(params, x)
-
-    forward = jax.shard_map(
-      functools.partial(edgc_jax.apply_stages, stage_fn),
-      mesh=stage_mesh(2, 1),
-      in_specs=(P("stage"), P()),
-      out_specs=P("stage"),
-    )
-    with self.assertRaisesRegex(TypeError, r"`params` must.*int32 at \['m"):
-      jax.eval_shape(forward, params | {"mask": jnp.zeros(2, jnp.int32)}, x)
-    with self.assertRaisesRegex(TypeError, "`microbatches` must have float"):
-      jax.eval_shape(forward, params, jnp.zeros((2, 3, WIDTH), jnp.int32))
-
-    def closes_over(params, x):
-      inner = lambda p, y: stage_fn(p, y) + params["w"][0, 0]  # noqa: E731
-      return edgc_jax.apply_stages(inner, params, x)
-
-    run = jax.shard_map(
-      closes_over,
-      mesh=stage_mesh(2, 1),
-      in_specs=(P("stage"), P()),
-      out_specs=P("stage"),
-    )
-    with self.assertRaisesRegex(ValueError, "closes over traced values"):
-      jax.jit(run)(params, x)
+  x = jnp.array([1.0, 2.0, 3.0])
+  value, b, gradient = run(jnp.array([2.0, 3.0]), x, jnp.array(10.0))
+  np.testing.assert_allclose(value, np.sum((2 * x + 10) * 3 + 10))
+  np.testing.assert_allclose(gradient[0], [np.sum(3 * x), np.sum(2 * x + 10)])
+  # Equal on all stages, so its gradient is summed over them.
+  np.testing.assert_allclose(gradient[1], 3 * (3 + 1))
+  np.testing.assert_array_equal(b.astype(jnp.float32), x + 2)
+  assert b.dtype == jnp.bfloat16
 
 
-if __name__ == "__main__":
-  absltest.main()
+def test_microbatches_need_not_vary_as_the_parameters_do():
+  params, x = example(2, 3)
+
+  def run(params, x):
+    local = jax.lax.pcast(params, AXIS, to="varying")
+    y = edgc_jax.apply_stages(stage_fn, local, x)
+    return jax.lax.pmean(jax.lax.psum(y, "stage"), AXIS)
+
+  mesh = stage_mesh(2, 2)
+  run = jax.shard_map(run, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P())
+  np.testing.assert_allclose(
+    jax.jit(run)(params, x), in_a_row(params, x)[1], rtol=1e-5, atol=1e-6
+  )
+
+
+def test_errors():
+  params, x = example(2, 2)
+  with pytest.raises(ValueError, match="`axis_name` must be an axis"):
+    edgc_jax.apply_stages(stage_fn, params, x)
+  with pytest.raises(ValueError, match="`microbatches` must be"):
+    pipelined(2)(params, x[:0])
+  with pytest.raises(ValueError, match=r"`stage_fn` must return"):
+    pipelined(2, lambda params, x: x[:, :1])(params, x)
+
+  forward = jax.shard_map(
+    functools.partial(edgc_jax.apply_stages, stage_fn),
+    mesh=stage_mesh(2, 1),
+    in_specs=(P("stage"), P()),
+    out_specs=P("stage"),
+  )
+  with pytest.raises(TypeError, match=r"`params` must.*int32 at \['m"):
+    jax.eval_shape(forward, params | {"mask": jnp.zeros(2, jnp.int32)}, x)
+  with pytest.raises(TypeError, match="`microbatches` must have float"):
+    jax.eval_shape(forward, params, jnp.zeros((2, 3, WIDTH), jnp.int32))
+
+  def closes_over(params, x):
+    inner = lambda p, y: stage_fn(p, y) + params["w"][0, 0]  # noqa: E731
+    return edgc_jax.apply_stages(inner, params, x)
+
+  run = jax.shard_map(
+    closes_over,
+    mesh=stage_mesh(2, 1),
+    in_specs=(P("stage"), P()),
+    out_specs=P("stage"),
+  )
+  with pytest.raises(ValueError, match="closes over traced values"):
+    jax.jit(run)(params, x)

@@ -1,4 +1,4 @@
-"""Exchanges of pipeline stages: each stage has a rank of its own."""
+"""Pipeline stages: each has a rank of its own; their states and metrics."""
 
 import functools
 
@@ -8,17 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from absl.testing import absltest, parameterized
 from helpers import float32
 from helpers.collective_order import unordered
 from helpers.meshes import (
   AXIS,
+  DIVERGED_BYTES,
   Pmap,
+  Run,
   factors,
   find,
   residuals,
   stage_mesh,
   traced_once,
+  window_bytes,
   with_field,
 )
 from helpers.stage_runs import (
@@ -26,14 +28,15 @@ from helpers.stage_runs import (
   REPLICAS,
   STAGES,
   TIMES,
-  Run,
   global_params,
   gradients,
   local_params,
   make_edgc,
   param_specs,
   placement,
+  stage_run,
 )
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
@@ -46,6 +49,7 @@ from edgc_jax.wire import agreement
 
 pytestmark = [
   pytest.mark.slow,
+  pytest.mark.usefixtures("without_cache"),
   # Scales change from window to window, without an announcement.
   pytest.mark.filterwarnings("ignore:The entropy of the gradients"),
 ]
@@ -59,7 +63,7 @@ def optimize(wanted):
 @functools.cache
 def run_of(align):
   """Returns a run of `edgc`, compiled once for all tests."""
-  return Run(traced_once(make_edgc(align=align)))
+  return stage_run(traced_once(make_edgc(align=align)))
 
 
 @functools.cache
@@ -71,37 +75,29 @@ def bytes_at(exchange):
   return rounds.count_bytes(own, LADDER, None).tolist()
 
 
-class Alone:
-  """The exchange of some leaves of one stage, without other stages.
+def alone_step(run, rank, grads, state):
+  """Exchanges some leaves of one stage, without other stages.
 
   Each step starts from the state of the stage: rounding grows with the residual
   from step to step, and would hide small faults.
+
+  Args:
+    run: Whose step i has the i-th rank.
+    rank: Of this step.
+    grads: Leaves [REPLICAS, ...].
+    state: Residuals and Q of the leaves that are compressed.
+
+  Returns:
+    Averaged leaves, and the next residuals and Q.
   """
-
-  def __init__(self, params):
-    # Step i has the i-th rank.
-    tx = float32.powersgd(dict(enumerate(LADDER)), min_ratio=1.2)
-    self.run = Pmap(tx, params, REPLICAS)
-
-  def step(self, rank, grads, state):
-    """Returns averaged leaves, and the next residuals and Q.
-
-    Args:
-      rank: Of this step.
-      grads: Leaves [REPLICAS, ...].
-      state: Residuals and Q of the leaves that are compressed.
-    """
-    own = self.run.first_state
-    count = jnp.full(REPLICAS, LADDER.index(rank), jnp.int32)
-    for name, tree in zip(("residual", "factor_q"), state, strict=True):
-      own = with_field(own, name, filled(tree, find(own).leaves))
-    self.run.state = own._replace(count=count)
-    updates = self.run.step(grads)
-    found = self.run.residual(), factors(self.run.state)
-    return (
-      jax.tree.map(lambda u: u[0], updates),
-      tuple(without_empty(tree) for tree in found),
-    )
+  own = run.first_state
+  count = jnp.full(REPLICAS, LADDER.index(rank), jnp.int32)
+  for name, tree in zip(("residual", "factor_q"), state, strict=True):
+    own = with_field(own, name, filled(tree, find(own).leaves))
+  run.state = own._replace(count=count)
+  updates = jax.tree.map(lambda u: u[0], run.step(grads))
+  found = run.residual(), factors(run.state)
+  return updates, tuple(without_empty(tree) for tree in found)
 
 
 def without_empty(tree):
@@ -140,218 +136,324 @@ def state_of(run, stage, exchange):
   )  # fmt: skip
 
 
-class StagesExchangeTest(parameterized.TestCase):
-  def test_each_stage_has_the_result_of_its_own_rank(self):
-    """Each stage computes what it computes alone, over all ranks."""
-    run = run_of("slack").restart()
-    alone = [Alone(part_of(local_params(), e)) for e in range(2)]
-    places = [(s, e) for s in range(STAGES) for e in range(2)]
-    seen = set()
-    # Each fall or rise of the entropy spans the whole ladder.
-    for count, scale in enumerate((1, 1, 1, 1, 0.1, 0.1, 0.1, 0.1, 1, 1, 1)):
-      grads = gradients(count, scales=(scale, 0.5, 2.0, 1.0))
-      before = {place: state_of(run, *place) for place in places}
-      updates = run.step(grads)
-      ranks = run.metrics()["rank"]
-      seen.add(tuple(ranks))
-      total = jnp.broadcast_to(grads["norm"].sum(0), (STAGES, REPLICAS, 40))
-      for s, e in places:
-        leaves = jax.tree.map(
-          lambda g, s=s: g[s], part_of(grads | {"norm": total}, e)
-        )
-        rank = ranks[0] if e else ranks[s]
-        expected, state = alone[e].step(rank, leaves, before[s, e])
-        for name, update in part_of(updates, e).items():
-          own = update[0 if name == "norm" else s]
-          self.assert_close(own, expected[name])
-        for found, own in zip(state_of(run, s, e), state, strict=True):
-          self.assertEqual(found.keys(), own.keys())
-          for name in own:
-            self.assert_close(found[name], own[name])
-    self.assertGreater(len({ranks[0] for ranks in seen}), 2)
-    self.assertIn((8, 8, 8, 0), seen)
-    self.assertIn((2, 6, 8, 8), seen)
-
-  def test_integers_lose_nothing(self):
-    """Updates plus mean residuals are the gradients, on every stage."""
-    stages = edgc_jax.Stages("stage", placement, align="none")
-    tx = edgc_jax.powersgd(4, wire_dtype="int8", min_ratio=1.2, stages=stages)
-    run, owed, sent = Run(tx), 0.0, 0.0
-    for count in range(3):
-      grads = gradients(count)
-      updates = run.step(grads)
-      owed += np.asarray(grads["embedding"]).mean(1)
-      sent += updates["embedding"]
-      norm = np.asarray(grads["norm"]).sum(0).mean(0)
-      self.assert_close(updates["norm"][0], norm)
-    residual = np.asarray(residuals(run.state)["embedding"])
-    residual = residual.reshape(STAGES, REPLICAS, *owed.shape[1:]).mean(1)
-    self.assertGreater(np.abs(residual).max(), 0.1)
-    self.assert_close(sent + residual, owed)
-
-  def assert_close(self, update, expected):
-    error = np.linalg.norm(update - expected)
-    self.assertLessEqual(error, 5e-6 * np.linalg.norm(expected))
-
-  def test_shared_leaves_are_summed_over_stages_and_dense(self):
-    run = run_of("slack").restart()
-    for step in range(4):
-      grads = gradients(step)
-      updates = run.step(grads)
-      expected = np.asarray(grads["norm"]).sum(0).mean(0)
-      np.testing.assert_allclose(updates["norm"][0], expected, rtol=1e-4)
-
-  def test_ranks_follow_stage_0_and_the_slack(self):
-    run = run_of("slack").restart()
-    seconds = ladder.exchange_seconds(
-      LADDER, bytes_at(0), TIMES["link"], edgc_jax.CompressionModel(0, 0), 2
-    )
-    t_b = TIMES["backward_seconds"]
-    for step in range(8):
-      run.step(gradients(step, scales=(1.0 if step < 2 else 0.1, 1, 1, 1)))
-      levels = [LADDER.index(rank) for rank in run.metrics()["rank"]]
-      ends = alignment.finish_seconds(seconds, levels, t_b)
-      self.assertEqual(ends.argmax(), 0)
-      for s, level in enumerate(levels[1:], 1):
-        better = [*seconds[level + 1 :], seconds[0]]
-        if levels[0] and level:
-          self.assertGreater(min(better) - s * t_b, ends[0])
-    self.assertEqual(run.metrics()["rank"][0], 2)
-
-  def test_not_aligned_each_stage_follows_its_own_entropy(self):
-    run = run_of("none").restart()
-    for step in range(6):
-      late = step >= 2
-      scales = (1.5, 0.1, 1.5, 0.01) if late else (1.0,) * STAGES
-      run.step(gradients(step, scales))
-    self.assertEqual(run.metrics()["rank"], [8, 2, 8, 2])
-    # Leaves that are not a stage's own have the rank of stage 0.
-    self.assertEqual(int(find(run.state).budget.first_rank), 8)
-
-
-class WireTest(absltest.TestCase):
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    # These tests are about the optimised program.
-    optimize(True)
-    cls.addClassCleanup(optimize, False)
-    tx = edgc_jax.skip_nonfinite(make_edgc(), (AXIS, "stage"))
-    run = Run(tx, late=True)
-    cls.arguments = gradients(0), run.state, run.params
-    cls.compiled = run.step_fn.lower(*cls.arguments).compile()
-    cls.text = cls.compiled.as_text()
-
-  def test_bytes_of_every_rank_of_both_exchanges(self):
-    self.assertCountEqual(
-      hlo.wire_bytes_by_rank(self.text), [bytes_at(0), bytes_at(1)]
-    )
-    shared, late = 4 * 40, 4 * 32 * 40  # summed over the stages
-    skips = 4  # of `skip_nonfinite`
-    self.assertEqual(
-      hlo.wire_bytes_outside_branches(self.text),
-      shared + late + skips + agreement.STAGE_CHECK_BYTES,
-    )
-
-  def test_no_stage_waits_before_its_own_exchange(self):
-    """In the program, collectives over the stages come afterwards."""
-    entry = self.text
-    self.assertEqual(unordered(entry), [])
-    computations = hlo.computations_of(entry)
-    entry = entry[entry.index("\nENTRY") :]
-    over_stages = [[0, 2, 4, 6], [1, 3, 5, 7]]
-    order = []
-    for line in entry.splitlines():
-      if " conditional(" in line and hlo.ranks_of(line, computations):
-        order.append("exchange")
-      elif " all-reduce(" in line:
-        order.append("stages" if hlo.groups_of(line) == over_stages else "all")
-    # Own leaves, late gradients, the rest, agreement on the step.
-    self.assertEqual(order[0], "exchange")
-    self.assertEqual(order.count("exchange"), 2)
-    self.assertIn("stages", order[1 : order.index("exchange", 1)])
-
-  def test_late_gradients_are_averaged(self):
-    updates, _ = self.compiled(*self.arguments)
-    expected = np.asarray(gradients(0)["embedding"]).mean(1)
-    np.testing.assert_allclose(
-      np.asarray(updates["embedding"]).reshape(expected.shape),
-      expected,
-      rtol=1e-5,
-    )
-
-
-class OtherReducersTest(parameterized.TestCase):
-  @parameterized.named_parameters(
-    ("allreduce", edgc_jax.allreduce),
-    ("powersgd", functools.partial(float32.powersgd, 40, min_ratio=0)),
-    ("topk", functools.partial(edgc_jax.topk, 1.0, min_size=1)),
-  )
-  def test_without_loss_updates_are_means(self, make):
-    tx = make(stages=edgc_jax.Stages("stage", placement))
-    run = Run(optax.chain(tx, edgc_jax.clip_by_global_norm(1e9, "stage")))
-    grads = gradients(0)
+def test_each_stage_has_the_result_of_its_own_rank():
+  """Each stage computes what it computes alone, over all ranks."""
+  run = run_of("slack").restart()
+  tx = float32.powersgd(dict(enumerate(LADDER)), min_ratio=1.2)
+  alone = [Pmap(tx, part_of(local_params(), e), REPLICAS) for e in range(2)]
+  places = [(s, e) for s in range(STAGES) for e in range(2)]
+  seen = set()
+  # Each fall or rise of the entropy spans the whole ladder.
+  for count, scale in enumerate((1, 1, 1, 1, 0.1, 0.1, 0.1, 0.1, 1, 1, 1)):
+    grads = gradients(count, scales=(scale, 0.5, 2.0, 1.0))
+    before = {place: state_of(run, *place) for place in places}
     updates = run.step(grads)
-    expected = jax.tree.map(lambda g: np.asarray(g).mean(1), grads)
-    chex.assert_trees_all_equal_shapes(updates["blocks"], expected["blocks"])
-    chex.assert_trees_all_close(
-      updates["blocks"], expected["blocks"], rtol=1e-4, atol=1e-5
-    )
-    np.testing.assert_allclose(
-      updates["norm"][0], expected["norm"].sum(0), rtol=1e-4
-    )
-    self.assertLen(run.metrics()["wire_bytes"], STAGES)
-
-  def test_clipping_uses_the_norm_over_all_stages(self):
-    reducer = edgc_jax.allreduce(stages=edgc_jax.Stages("stage", placement))
-    tx = optax.chain(reducer, edgc_jax.clip_by_global_norm(2.0, "stage"))
-    updates = Run(tx).step(gradients(0))
-    squared_norm = optax.tree.norm(updates, squared=True)
-    self.assertAlmostEqual(float(squared_norm), 4.0, 4)
-
-
-class AccumulateTest(parameterized.TestCase):
-  @parameterized.named_parameters(
-    ("allreduce", edgc_jax.allreduce, {}),
-    ("edgc", make_edgc, {"rank_min": 8}),
-  )
-  def test_every_1_is_the_plain_chain(self, make, options):
-    """This includes shared leaves that JAX has summed over the stages."""
-    if make is not make_edgc:
-      options = options | {"stages": edgc_jax.Stages("stage", placement)}
-    params, specs = global_params(), param_specs()
-    mesh = stage_mesh(STAGES, REPLICAS)
-    results = []
-    for every in (None, 1):
-      tx = make(**options)
-      tx = tx if every is None else edgc_jax.accumulate(tx, every)
-      state_specs = edgc_jax.state_specs(
-        tx, params, mesh=mesh, param_specs=specs
+    ranks = run.metrics()["rank"]
+    seen.add(tuple(ranks))
+    total = jnp.broadcast_to(grads["norm"].sum(0), (STAGES, REPLICAS, 40))
+    for s, e in places:
+      leaves = jax.tree.map(
+        lambda g, s=s: g[s], part_of(grads | {"norm": total}, e)
       )
-
-      def step(grads, norm, state, tx=tx):
-        local = jax.tree.map(lambda g: g[0, 0], grads)
-        # Equal on all stages, and not typed as varying over them.
-        return tx.update(local | {"norm": norm[0]}, state)
-
-      run = jax.jit(
-        jax.shard_map(
-          step, mesh=mesh, in_specs=(P("stage", AXIS), P(AXIS), state_specs),
-          out_specs=(specs, state_specs),
-        )
-      )  # fmt: skip
-      state = jax.jit(
-        jax.shard_map(
-          tx.init, mesh=mesh, in_specs=(specs,), out_specs=state_specs
-        )
-      )(params)
-      for count in range(3):
-        updates, state = run(
-          gradients(count), gradients(count)["norm"][0], state
-        )
-      results.append(updates)
-    chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)
+      rank = ranks[0] if e else ranks[s]
+      expected, state = alone_step(alone[e], rank, leaves, before[s, e])
+      for name, update in part_of(updates, e).items():
+        own = update[0 if name == "norm" else s]
+        assert_close(own, expected[name])
+      for found, own in zip(state_of(run, s, e), state, strict=True):
+        assert found.keys() == own.keys()
+        for name in own:
+          assert_close(found[name], own[name])
+  assert len({ranks[0] for ranks in seen}) > 2
+  assert (8, 8, 8, 0) in seen
+  assert (2, 6, 8, 8) in seen
 
 
-if __name__ == "__main__":
-  absltest.main()
+def test_integers_lose_nothing():
+  """Updates plus mean residuals are the gradients, on every stage."""
+  stages = edgc_jax.Stages("stage", placement, align="none")
+  tx = edgc_jax.powersgd(4, wire_dtype="int8", min_ratio=1.2, stages=stages)
+  run, owed, sent = stage_run(tx), 0.0, 0.0
+  for count in range(3):
+    grads = gradients(count)
+    updates = run.step(grads)
+    owed += np.asarray(grads["embedding"]).mean(1)
+    sent += updates["embedding"]
+    norm = np.asarray(grads["norm"]).sum(0).mean(0)
+    assert_close(updates["norm"][0], norm)
+  residual = np.asarray(residuals(run.state)["embedding"])
+  residual = residual.reshape(STAGES, REPLICAS, *owed.shape[1:]).mean(1)
+  assert np.abs(residual).max() > 0.1
+  assert_close(sent + residual, owed)
+
+
+def assert_close(update, expected):
+  error = np.linalg.norm(update - expected)
+  assert error <= 5e-6 * np.linalg.norm(expected)
+
+
+def test_shared_leaves_are_summed_over_stages_and_dense():
+  run = run_of("slack").restart()
+  for step in range(4):
+    grads = gradients(step)
+    updates = run.step(grads)
+    expected = np.asarray(grads["norm"]).sum(0).mean(0)
+    np.testing.assert_allclose(updates["norm"][0], expected, rtol=1e-4)
+
+
+def test_ranks_follow_stage_0_and_the_slack():
+  run = run_of("slack").restart()
+  seconds = ladder.exchange_seconds(
+    LADDER, bytes_at(0), TIMES["link"], edgc_jax.CompressionModel(0, 0), 2
+  )
+  t_b = TIMES["backward_seconds"]
+  for step in range(8):
+    run.step(gradients(step, scales=(1.0 if step < 2 else 0.1, 1, 1, 1)))
+    levels = [LADDER.index(rank) for rank in run.metrics()["rank"]]
+    ends = alignment.finish_seconds(seconds, levels, t_b)
+    assert ends.argmax() == 0
+    for s, level in enumerate(levels[1:], 1):
+      better = [*seconds[level + 1 :], seconds[0]]
+      if levels[0] and level:
+        assert min(better) - s * t_b > ends[0]
+  assert run.metrics()["rank"][0] == 2
+
+
+def test_not_aligned_each_stage_follows_its_own_entropy():
+  run = run_of("none").restart()
+  for step in range(6):
+    late = step >= 2
+    scales = (1.5, 0.1, 1.5, 0.01) if late else (1.0,) * STAGES
+    run.step(gradients(step, scales))
+  assert run.metrics()["rank"] == [8, 2, 8, 2]
+  # Leaves that are not a stage's own have the rank of stage 0.
+  assert int(find(run.state).budget.first_rank) == 8
+
+
+@pytest.fixture(scope="module")
+def late():
+  """Returns an optimised program with late gradients, and its arguments."""
+  optimize(True)
+  tx = edgc_jax.skip_nonfinite(make_edgc(), (AXIS, "stage"))
+  run = stage_run(tx, late=True)
+  arguments = gradients(0), run.state
+  compiled = run.step_fn.lower(*arguments).compile()
+  optimize(False)
+  return compiled, arguments
+
+
+def test_bytes_of_every_rank_of_both_exchanges(late):
+  text = late[0].as_text()
+  assert sorted(hlo.wire_bytes_by_rank(text)) == sorted(
+    [bytes_at(0), bytes_at(1)]
+  )
+  shared, last = 4 * 40, 4 * 32 * 40  # summed over the stages
+  skips = 4  # of `skip_nonfinite`
+  assert (
+    hlo.wire_bytes_outside_branches(text)
+    == shared + last + skips + agreement.STAGE_CHECK_BYTES
+  )
+
+
+def test_no_stage_waits_before_its_own_exchange(late):
+  """In the program, collectives over the stages come afterwards."""
+  entry = late[0].as_text()
+  assert unordered(entry) == []
+  computations = hlo.computations_of(entry)
+  entry = entry[entry.index("\nENTRY") :]
+  over_stages = [[0, 2, 4, 6], [1, 3, 5, 7]]
+  order = []
+  for line in entry.splitlines():
+    if " conditional(" in line and hlo.ranks_of(line, computations):
+      order.append("exchange")
+    elif " all-reduce(" in line:
+      order.append("stages" if hlo.groups_of(line) == over_stages else "all")
+  # Own leaves, late gradients, the rest, agreement on the step.
+  assert order[0] == "exchange"
+  assert order.count("exchange") == 2
+  assert "stages" in order[1 : order.index("exchange", 1)]
+
+
+def test_late_gradients_are_averaged(late):
+  compiled, arguments = late
+  updates, _ = compiled(*arguments)
+  expected = np.asarray(gradients(0)["embedding"]).mean(1)
+  np.testing.assert_allclose(
+    np.asarray(updates["embedding"]).reshape(expected.shape),
+    expected,
+    rtol=1e-5,
+  )
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    edgc_jax.allreduce,
+    functools.partial(float32.powersgd, 40, min_ratio=0),
+    functools.partial(edgc_jax.topk, 1.0, min_size=1),
+  ],
+)
+def test_without_loss_updates_are_means(make):
+  tx = make(stages=edgc_jax.Stages("stage", placement))
+  run = stage_run(optax.chain(tx, edgc_jax.clip_by_global_norm(1e9, "stage")))
+  grads = gradients(0)
+  updates = run.step(grads)
+  expected = jax.tree.map(lambda g: np.asarray(g).mean(1), grads)
+  chex.assert_trees_all_equal_shapes(updates["blocks"], expected["blocks"])
+  chex.assert_trees_all_close(
+    updates["blocks"], expected["blocks"], rtol=1e-4, atol=1e-5
+  )
+  np.testing.assert_allclose(
+    updates["norm"][0], expected["norm"].sum(0), rtol=1e-4
+  )
+  assert len(run.metrics()["wire_bytes"]) == STAGES
+
+
+def test_clipping_uses_the_norm_over_all_stages():
+  reducer = edgc_jax.allreduce(stages=edgc_jax.Stages("stage", placement))
+  tx = optax.chain(reducer, edgc_jax.clip_by_global_norm(2.0, "stage"))
+  updates = stage_run(tx).step(gradients(0))
+  squared_norm = optax.tree.norm(updates, squared=True)
+  assert abs(float(squared_norm) - 4.0) <= 0.5e-4
+
+
+@pytest.mark.parametrize(
+  "make", [edgc_jax.allreduce, functools.partial(float32.powersgd, 4)]
+)
+def test_every_1_is_the_plain_chain(make):
+  """This includes shared leaves that JAX has summed over the stages."""
+  mesh, specs = stage_mesh(STAGES, REPLICAS), param_specs()
+  results = []
+  for every in (None, 1):
+    tx = make(stages=edgc_jax.Stages("stage", placement, align="none"))
+    tx = tx if every is None else edgc_jax.accumulate(tx, every)
+
+    def update(grads, state, params, tx=tx):
+      del params
+      grads, norm = grads
+      local = jax.tree.map(lambda g: g[0, 0], grads)
+      # Equal on all stages, and not typed as varying over them.
+      return tx.update(local | {"norm": norm[0]}, state)
+
+    run = Run(
+      tx, global_params(), mesh, specs, update=update,
+      gradient_specs=(P("stage", AXIS), P(AXIS)),
+    )  # fmt: skip
+    for count in range(3):
+      updates = run.step((gradients(count), gradients(count)["norm"][0]))
+    results.append(updates)
+  chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_each_stage_has_its_own_entropy():
+  run = run_of("slack").restart()
+  scales = (1.0, 0.5, 2.0, 1e-3)
+  run.step(gradients(0, scales))
+  gaussian = 0.5 * np.log(2 * np.pi * np.e)
+  np.testing.assert_allclose(
+    run.metrics()["entropy"], gaussian + np.log(scales), atol=0.03
+  )
+
+
+def test_a_nonfinite_gradient_of_one_stage_skips_the_step_on_all():
+  run = run_of("slack").restart()
+  for step in range(4):
+    run.step(gradients(step))
+  before = factors(run.state), residuals(run.state)
+  for leaf in (("blocks", "kernel"), ("embedding",), ("norm",)):
+    grads = gradients(4)
+    part = grads if len(leaf) == 1 else grads[leaf[0]]
+    index = (2, 1) + (0,) * (part[leaf[-1]].ndim - 2)
+    part[leaf[-1]] = part[leaf[-1]].at[index].set(jnp.nan)
+    updates = run.step(grads)
+    chex.assert_trees_all_equal(updates, optax.tree.zeros_like(updates))
+    after = factors(run.state), residuals(run.state)
+    chex.assert_trees_all_equal(after, before)
+  assert run.metrics()["skipped_steps"] == 3
+
+
+def test_metrics_count_the_bytes_of_a_stage():
+  run = run_of("slack").restart()
+  local = local_params()
+  for step in range(4):
+    run.step(gradients(step))
+    numbers = run.metrics()
+    sample = 4 * 4 * 2  # two matrices of one leaf
+    more = sample + agreement.STAGE_CHECK_BYTES
+    if step == 0:
+      more += agreement.CHECK_BYTES + DIVERGED_BYTES
+    elif step == 2:  # over the stages, and over the replicas
+      more += 8 + window_bytes(find(run.state), stages=STAGES)
+    expected = [
+      more
+      + float32.wire_bytes(
+        local, rank, min_ratio=1.2, placement=placement,
+        first_rank=numbers["rank"][0], rank_min=2,
+      )
+      for rank in numbers["rank"]
+    ]  # fmt: skip
+    assert numbers["wire_bytes"] == expected
+
+
+def test_specs_and_shapes():
+  tx = edgc_jax.skip_nonfinite(
+    optax.chain(make_edgc(), optax.adam(1e-3)), (AXIS, "stage")
+  )
+  run = stage_run(tx)
+  specs = find(run.specs)
+  embedding, kernel = (
+    specs.leaves["embedding"], specs.leaves["blocks"]["kernel"]
+  )  # fmt: skip
+  assert embedding.residual == P(("stage", AXIS))
+  assert kernel.factor_q == P("stage")
+  assert kernel.stats.rank == P("stage")
+  assert specs.stats.rank == P("stage")
+  assert specs.budget.decision.rank == P("stage")
+  assert specs.budget.first_rank == P()
+  assert specs.checks.skipped_steps == P()
+  adam = run.specs.inner_state[1][0]
+  assert adam.mu == param_specs()
+  assert adam.count == P()
+  residual = residuals(run.state)["blocks"]["kernel"]
+  assert residual.shape == (STAGES * REPLICAS * 2, 48, 40)
+
+
+def test_specs_of_sums_over_two_axes():
+  """Sums of `accumulate` differ by stage and by both axes of replicas."""
+  tx = float32.powersgd(
+    4, ("pod", AXIS), stages=edgc_jax.Stages("stage", lambda *_: "own")
+  )
+  mesh = AbstractMesh(
+    (STAGES, 2, 2), ("stage", "pod", AXIS), axis_types=(AxisType.Auto,) * 3
+  )
+  specs = edgc_jax.state_specs(
+    edgc_jax.accumulate(tx, 2),
+    {"kernel": jax.ShapeDtypeStruct((STAGES * 2, 48, 40), jnp.float32)},
+    ("pod", AXIS),
+    mesh=mesh,
+    param_specs={"kernel": P("stage")},
+  )
+  own = P(("stage", "pod", AXIS))
+  assert specs.accumulated.values["kernel"] == own
+  assert specs.inner_state.leaves["kernel"].residual == own
+  assert specs.mini_step == P()
+
+
+def test_round_trip_through_the_host():
+  """A state on the host, placed by its specs again, continues the run."""
+  run = run_of("slack").restart()
+  for step in range(3):
+    run.step(gradients(step))
+  host = jax.device_get(run.state)
+  expected = run.step(gradients(3))
+  run.state = jax.device_put(
+    host, jax.tree.map(lambda s: NamedSharding(run.mesh, s), run.specs)
+  )
+  chex.assert_trees_all_equal(run.step(gradients(3)), expected)
+
+
+def test_mesh_is_needed():
+  with pytest.raises(ValueError, match="`mesh` must be given"):
+    edgc_jax.state_specs(
+      make_edgc(), global_params(), param_specs=param_specs()
+    )
