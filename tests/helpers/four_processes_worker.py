@@ -22,31 +22,43 @@ from experiments.training.trainer import Trainer
 DEVICES = 4  # of all processes together
 
 
-def pipeline_run(folder, name):
-  """Returns a run on two stages of two replicas.
+def small(folder, name, reducer, data, stage=1, kind="jit"):
+  """Returns a run of six steps of a model of two layers of width 32.
 
-  It is dense at first, then of rank 8 on stage 0 alone. Encoded values are cut
-  into messages between hosts, as for large models.
+  edgc starts dense.
   """
-  config = gpt2_tiny.get_config("edgc")
+  config = gpt2_tiny.get_config(reducer)
   config.run_dir = str(folder / name)
   config.data.path = str(folder / "words.txt")
-  config.steps, config.batch_size, config.log_every = 6, 4, 1
-  config.checkpoint.every = 0  # all processes would share one folder
+  config.steps, config.batch_size, config.log_every = 6, 8, 1
   config.model.update(
     vocab_size=128, context=16, width=32, num_layers=2, num_heads=2, unroll=1
   )
   config.evaluation.update(every=3, batches=1)
   config.optimizer.update(warmup_steps=1, lr=1e-2)
-  config.mesh.update(data=2, stage=2, backend="jit")
-  config.pipeline.update(microbatches=2, backward_seconds=1e-4)
-  # All-reduces so fast that a microbatch's time is enough for a dense one.
-  config.link.update(bandwidth=1e9, latency=1e-6)
+  config.mesh.update(data=data, stage=stage, backend=kind)
+  config.pipeline.update(microbatches=2, backward_seconds=15e-3)
+  config.link.update(bandwidth=1e6, latency=1e-6)
   config.edgc.update(
-    rank_max=8, rank_min=8, window=2, warmup_steps=2, min_ratio=3.1,
-    max_warmup_steps=2, warmup_rank="dense",
-    sampling={"step_rate": 1.0}, wire_dtype="bfloat16",
+    rank_max=8, rank_min=8, window=2, warmup_steps=2, min_ratio=1.5,
+    max_warmup_steps=2, warmup_rank="dense", wire_dtype="float32",
+    sampling={"step_rate": 1.0},
   )  # fmt: skip
+  return config
+
+
+def pipeline_run(folder, name):
+  """Returns a run on two stages of two replicas; rank 8 is on stage 0 alone.
+
+  Encoded values are cut into messages between hosts, as for large models.
+  """
+  config = small(folder, name, "edgc", data=2, stage=2)
+  config.batch_size = 4
+  config.checkpoint.every = 0  # all processes would share one folder
+  config.pipeline.backward_seconds = 1e-4
+  # All-reduces so fast that a microbatch's time is enough for a dense one.
+  config.link.bandwidth = 1e9
+  config.edgc.update(min_ratio=3.1, wire_dtype="bfloat16")
   return config
 
 

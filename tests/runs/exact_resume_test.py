@@ -15,8 +15,6 @@ from helpers.cut_runs import (
   whole_runs,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
@@ -37,11 +35,7 @@ def cut_off(tmp_path_factory):
     # Warm-up is steps 1 and 2, and every window ends with an even one.
     ("edgc", "pmap", (1, 2, 5, 6)),
     ("edgc", "jit", (3,)),
-    ("powersgd", "pmap", (3, 4)),
     ("allreduce", "jit", (5,)),
-    # No residual, then no factors.
-    ("quantize", "pmap", (3,)),
-    ("topk", "jit", (4,)),
   ],
 )
 def test_a_resumed_run_is_the_same(tmp_path, whole, reducer, backend, cuts):
@@ -49,7 +43,7 @@ def test_a_resumed_run_is_the_same(tmp_path, whole, reducer, backend, cuts):
   config = config_of(tmp_path / "run", reducer, backend)
   for step in cuts:
     run(config, cut_after=step)
-  trainer = run(config)
+  trainer = run(config, compiles=(reducer, backend) == ("edgc", "jit"))
   assert trainer.parallel.traces == 1
   assert lines_of(trainer) == lines_of(expected)
   assert tensorboard_of(trainer) == tensorboard_of(expected)
@@ -70,7 +64,7 @@ def test_resumes_with_another_backend(tmp_path, whole, cut_off):
     np.testing.assert_allclose(line["loss"], other["loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 8])
+@pytest.mark.parametrize("replicas", [1, 8])
 def test_resumes_on_another_number_of_replicas(
   tmp_path, whole, cut_off, replicas, capfd
 ):
@@ -89,12 +83,11 @@ def budget_of(trainer, step):
   """Returns scalar fields of the budget by name."""
   shapes = trainer.parallel.stored.template(trainer.config.mesh.data)
   trees = trainer.checkpoints.load(step, {"opt_state": shapes["opt_state"]})
-  fields = {
+  return {
     path.rsplit("budget.")[-1]: np.asarray(x).item()
     for path, x in trees["opt_state"].items()
     if "budget." in path and np.size(x) == 1
   }
-  return fields
 
 
 def test_larger_batches_move_the_reference(tmp_path):

@@ -1,8 +1,8 @@
 """Runs on replicas and on stages train the same on any mesh."""
 
+import contextlib
 import functools
 import json
-import random
 import warnings
 
 import chex
@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 from helpers import cut_runs
 from helpers.collective_order import unordered
+from helpers.four_processes_worker import small, write_text
 from helpers.meshes import between_hosts
 
 import edgc_jax
-from configs import gpt2_tiny
-from experiments.parallel import backends
+from experiments.parallel import backend, backends
 from experiments.reporting import run_page
 from experiments.training import times
 from experiments.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("without_cache")
 
 STEPS = 6
 # All is float32. Meshes differ in the order of sums, by about 1e-7 in a step,
@@ -30,32 +32,8 @@ TOLERANCE = 1e-5
 def folder(tmp_path_factory):
   """Returns the folder of runs, with a text to train on."""
   folder = tmp_path_factory.mktemp("runs")
-  words = ("gradient", "rank", "stage", "the", "of", "a", "link", "slack")
-  text = " ".join(random.Random(0).choices(words, k=2000))
-  (folder / "words.txt").write_text(text)
+  write_text(folder)
   return folder
-
-
-def small(folder, name, reducer, data, stage=1, backend="jit"):
-  """Returns a model of two layers of width 32; edgc starts dense."""
-  config = gpt2_tiny.get_config(reducer)
-  config.run_dir = str(folder / name)
-  config.data.path = str(folder / "words.txt")
-  config.steps, config.batch_size, config.log_every = STEPS, 8, 1
-  config.model.update(
-    vocab_size=128, context=16, width=32, num_layers=2, num_heads=2, unroll=1
-  )
-  config.evaluation.update(every=3, batches=1)
-  config.optimizer.update(warmup_steps=1, lr=1e-2)
-  config.mesh.update(data=data, stage=stage, backend=backend)
-  config.pipeline.update(microbatches=2, backward_seconds=15e-3)
-  config.link.update(bandwidth=1e6, latency=1e-6)
-  config.edgc.update(
-    rank_max=8, rank_min=8, window=2, warmup_steps=2, min_ratio=1.5,
-    max_warmup_steps=2, warmup_rank="dense", wire_dtype="float32",
-    sampling={"step_rate": 1.0},
-  )  # fmt: skip
-  return config
 
 
 def run(config):
@@ -72,22 +50,24 @@ def replicas(folder):
   return run(small(folder, "replicas", "allreduce", 4))
 
 
-@pytest.fixture(scope="module")
-def staged(folder):
-  """Returns an edgc run on two stages of two replicas, with fake times."""
-  config = small(folder, "staged", "edgc", 2, stage=2)
-  config.link.bandwidth = config.pipeline.backward_seconds = 0.0
-  config.edgc.rank_min = 4
-  link = edgc_jax.LinkModel(1e-6, 1e6, r_squared=0.5)
-  compression = edgc_jax.CompressionModel(1e-5, 1e-6)
+@contextlib.contextmanager
+def compiled_steps():
+  """Yields a list that holds the programs of steps that are compiled."""
+  programs, compile_step = [], backend.Backend.compile_step
+
+  def kept(*args):
+    programs.append(compile_step(*args))
+    return programs[-1]
+
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(edgc_jax, "measure_link", lambda mesh, axis: link)
-    patch.setattr(
-      edgc_jax, "measure_compression", lambda params, **options: compression
-    )
-    patch.setattr(edgc_jax, "measure_backward", lambda *args, **options: 15e-3)
-    lines, summary = run(config)
-  return folder / "staged", lines, summary
+    patch.setattr(backend.Backend, "compile_step", kept)
+    yield programs
+
+
+def assert_in_order(programs):
+  (program,) = (program.as_text() for program in programs)
+  assert " conditional(" in program
+  assert unordered(program) == []
 
 
 def assert_same_training(one, other):
@@ -102,42 +82,44 @@ def assert_same_training(one, other):
   assert losses[-1] < losses[0] - 0.5, "nothing was learned: nothing is tested"
 
 
-def test_backends_agree_without_compression(folder, replicas):
-  pmap = run(small(folder, "pmap", "allreduce", 4, backend="pmap"))
-  assert_same_training(pmap, replicas)
-  for name in ("params", "wire_bytes_per_step", "rank_history", "traces"):
-    assert pmap[1][name] == replicas[1][name]
-
-
-def test_backends_agree_with_edgc(folder):
+def test_backends_agree(folder):
+  """Dense steps, then compressed ones."""
   runs = []
-  for backend in backends.BACKENDS:
-    config = small(folder, f"edgc_{backend}", "edgc", 4, backend=backend)
+  for kind in backends.BACKENDS:
+    config = small(folder, f"edgc_{kind}", "edgc", 4, kind=kind)
     config.edgc.min_ratio = 3.1  # the largest kernels and the embedding only
     runs.append(run(config))
   for other in runs[1:]:
     assert_same_training(runs[0], other)
-  for (lines, summary), backend in zip(runs, backends.BACKENDS, strict=True):
-    assert summary["rank_history"] == [[1, [0]], [3, [8]]], backend
+  for lines, summary in runs:
+    assert summary["rank_history"] == [[1, [0]], [3, [8]]]
     assert summary["traces"] == 1 and summary["times"] == {}
     assert lines[-1]["relative_error"][0] > 0
+    for name in ("params", "wire_bytes_per_step"):
+      assert summary[name] == runs[0][1][name]
   entropies = [[line["entropy"] for line in lines] for lines, _ in runs]
   for other in entropies[1:]:
     np.testing.assert_allclose(entropies[0], other, rtol=1e-4)
 
 
 def test_stages_train_as_replicas_do(folder, replicas):
-  """With equal devices, batch and seed, only the order of sums differs."""
-  staged = run(small(folder, "dense_stages", "allreduce", 2, stage=2))
+  """With equal devices, batch and seed, only the order of sums differs.
+
+  As between CPU hosts: small leaves are joined, and no collective overtakes the
+  check of replicas, nor one in a branch or loop another.
+  """
+  config = small(folder, "dense_stages", "allreduce", 2, stage=2)
+  with between_hosts(), compiled_steps() as programs:
+    staged = run(config)
+  assert_in_order(programs)
   assert_same_training(staged, replicas)
   (_, summary), (_, alone) = staged, replicas
   assert summary["params"] == alone["params"]
   assert summary["traces"] == 1 and summary["rank_history"] == [[1, [0, 0]]]
   # Each stage has half of the layers and tokens, and all shared leaves.
   shared = 4 * (16 * 32 + 2 * 32)
-  assert summary["dense_bytes_per_step"] == alone["dense_bytes_per_step"] + (
-    shared
-  )
+  dense = alone["dense_bytes_per_step"] + shared
+  assert summary["dense_bytes_per_step"] == dense
 
 
 def test_devices_share_stages(folder, replicas):
@@ -159,7 +141,7 @@ def test_resumed_on_shared_stages(folder):
     config.edgc.rank_min = 4
     for step in cuts:
       cut_runs.run(config, cut_after=step)
-    runs.append(cut_runs.run(config))
+    runs.append(cut_runs.run(config, compiles=False))
   whole, cut = map(cut_runs.lines_of, runs)
   assert whole == cut
   chex.assert_trees_all_equal(*map(cut_runs.newest, runs))
@@ -168,38 +150,35 @@ def test_resumed_on_shared_stages(folder):
   assert np.shape(ranks) == (2, 2)  # stages, and matrices of all devices
 
 
-def test_small_leaves_joined_on_stages(folder, replicas):
-  """Between CPU hosts, no collective overtakes the check of replicas."""
-  with between_hosts():
-    joined = run(small(folder, "joined_stages", "allreduce", 2, stage=2))
-  assert_same_training(joined, replicas)
-
-
 @pytest.mark.parametrize(
-  "reducer, wire_dtype, data, stage, backend",
-  [
-    ("edgc", "float32", 4, 1, "pmap"),
-    ("edgc", "bfloat16", 2, 2, "jit"),
-    ("allreduce", "float32", 2, 2, "jit"),
-  ],
+  "wire_dtype, stage, kind", [("float32", 1, "pmap"), ("bfloat16", 2, "jit")]
 )
-def test_order_of_collectives(
-  folder, reducer, wire_dtype, data, stage, backend
-):
+def test_order_of_collectives(folder, wire_dtype, stage, kind):
   """None in a branch or loop can be overtaken, also between hosts."""
-  name = f"order_{reducer}_{stage}"
-  with between_hosts():
-    config = small(folder, name, reducer, data, stage, backend)
-    config[reducer].wire_dtype = wire_dtype
-    trainer = Trainer(config)
-    state = trainer.parallel.init(jax.random.key(0))
-    program = trainer.parallel.compile_step(*state, 8).as_text()
-  assert " conditional(" in program
-  assert unordered(program) == []
+  with between_hosts(), compiled_steps() as programs:
+    config = small(folder, f"order_{stage}", "edgc", 2, stage, kind)
+    config.edgc.wire_dtype = wire_dtype
+    parallel = Trainer(config).parallel
+    parallel.compile_step(*parallel.init(jax.random.key(0)), 8)
+  assert_in_order(programs)
 
 
-def test_numbers_of_every_stage(staged):
-  path, lines, summary = staged
+def test_numbers_of_every_stage(folder, monkeypatch):
+  """An edgc run on two stages of two replicas, with fake times."""
+  config = small(folder, "staged", "edgc", 2, stage=2)
+  config.link.bandwidth = config.pipeline.backward_seconds = 0.0
+  config.edgc.rank_min = 4
+  link = edgc_jax.LinkModel(1e-6, 1e6, r_squared=0.5)
+  fake = {
+    "link": link,
+    "compression": edgc_jax.CompressionModel(1e-5, 1e-6),
+    "backward": 15e-3,
+  }
+  for name, time in fake.items():
+    monkeypatch.setattr(
+      edgc_jax, f"measure_{name}", lambda *_, found=time, **options: found
+    )
+  path, (lines, summary) = folder / "staged", run(config)
   assert json.loads((path / "summary.json").read_text()) == summary
   assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
   for line in lines:
@@ -220,28 +199,20 @@ def test_numbers_of_every_stage(staged):
     np.mean([line["wire_bytes"] for line in lines], axis=0),
   )
   assert summary["compression_ratio"] > 1
-  page = run_page.write_report([path]).read_text()
-  assert "stage 1: dense" in page and '"name":"stage 1"' in page
-
-
-def test_stage_with_slack_keeps_the_higher_rank(staged):
-  """Stage 0 follows the rule; stage 1 has time to send more."""
-  _, lines, summary = staged
+  # Stage 0 follows the rule; stage 1 has time to send more.
   assert summary["rank_history"] == [[1, [0, 0]], [3, [8, 8]], [5, [4, 8]]]
   dense, same, apart = (np.array(lines[i]["wire_bytes"]) for i in (1, 3, 5))
   assert np.all(same < dense)
   assert np.all(apart <= same) and apart[0] < apart[1]
   assert lines[5]["predicted_error"][0] > lines[5]["predicted_error"][1] > 0
-
-
-def test_measured_times_are_in_the_summary(staged):
-  found = staged[2]["times"]
-  assert found["link"] == {
-    "latency": 1e-6, "bandwidth": 1e6, "r_squared": 0.5
-  }  # fmt: skip
+  found = summary["times"]
+  link = {"latency": 1e-6, "bandwidth": 1e6, "r_squared": 0.5}
+  assert found["link"] == link
   np.testing.assert_allclose(found["compression"]["base"], 1e-5)
   np.testing.assert_allclose(found["compression"]["per_rank"], 1e-6)
   np.testing.assert_allclose(found["backward_seconds"], 15e-3)
+  page = run_page.write_report([path]).read_text()
+  assert "stage 1: dense" in page and '"name":"stage 1"' in page
 
 
 def test_zeros_are_measured(folder, monkeypatch):

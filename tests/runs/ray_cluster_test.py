@@ -13,9 +13,12 @@ import orbax.checkpoint as ocp
 import pytest
 from helpers import environments
 
-pytestmark = pytest.mark.skipif(
-  not importlib.util.find_spec("ray"), reason="Ray is not installed."
-)
+pytestmark = [
+  pytest.mark.soak("examples/ray_cluster.py"),
+  pytest.mark.skipif(
+    not importlib.util.find_spec("ray"), reason="Ray is not installed."
+  ),
+]
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECONDS = 400
@@ -49,41 +52,27 @@ def arrays_of(path):
   return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-  """Returns the folder of both runs, and what the driver has found."""
-  folder = tmp_path_factory.mktemp("ray")
+def test_workers_train_on_both_nodes(tmp_path):
   # Sockets have paths of 107 characters at most.
   with tempfile.TemporaryDirectory(prefix="ray-") as temporary:
     pathlib.Path(temporary, "ray").mkdir()
     subprocess.run(
-      [sys.executable, ROOT / "tests" / "helpers" / "ray_driver.py", folder],
+      [sys.executable, ROOT / "tests" / "helpers" / "ray_driver.py", tmp_path],
       env=environment(temporary), timeout=SECONDS, check=True,
     )  # fmt: skip
-  return folder, json.loads((folder / "found.json").read_text())
-
-
-def test_workers_train_on_both_nodes(runs):
-  _, found = runs
+  found = json.loads((tmp_path / "found.json").read_text())
   assert found["nodes"] == 2
   for name in ("whole", "killed"):
     assert len(set(found[name]["nodes"])) == 2
     assert found[name]["step"] == STEPS
     assert found[name]["loss"] < 0.5
     assert found[name]["ratio"] > 9
-
-
-def test_no_step_is_lost_beyond_the_last_checkpoint(runs):
-  _, found = runs
+  # No step is lost beyond the last checkpoint.
   assert found["whole"]["first"] == 1
-  last = KILLED_AT // EVERY * EVERY
-  assert found["killed"]["first"] == last + 1
-
-
-def test_the_killed_run_ends_with_the_same_state(runs):
-  folder, _ = runs
+  assert found["killed"]["first"] == KILLED_AT // EVERY * EVERY + 1
+  # The killed run ends with the same state.
   whole, killed = (
-    arrays_of(folder / name / str(STEPS)) for name in ("whole", "killed")
+    arrays_of(tmp_path / name / str(STEPS)) for name in ("whole", "killed")
   )
   assert whole.keys() == killed.keys()
   assert any("residual" in name for name in whole)
