@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl.testing import absltest
 from flax import nnx
 from helpers import float32
 from jax.sharding import PartitionSpec as P
@@ -20,71 +19,62 @@ def nnx_optimizer():
   return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
-class NnxTest(absltest.TestCase):
-  def test_metrics(self):
-    _, optimizer = nnx_optimizer()
-    for state in (optimizer, optimizer.opt_state):
-      found = edgc_jax.metrics(state)
-      self.assertEqual(found["matrix_rank"], {"kernel": [0]})
-      self.assertEqual(found["dense_bytes"], 4 * (64 * 128 + 128))
-
-  def test_specs_have_the_tree_of_the_optimizer(self):
-    model, optimizer = nnx_optimizer()
-    specs = edgc_jax.state_specs(optimizer, nnx.state(model, nnx.Param))
-    self.assertEqual(jax.tree.structure(specs), jax.tree.structure(optimizer))
-    self.assertIn(P(("data",)), jax.tree.leaves(specs.opt_state[0].leaves))
-    expected = edgc_jax.state_specs(optimizer.tx, nnx.state(model, nnx.Param))
-    self.assertEqual(
-      jax.tree.leaves(specs.opt_state), jax.tree.leaves(expected)
-    )
-
-  def test_paths_are_the_same_with_and_without_variables(self):
-    """A view sees one path in `init` and in `update`."""
-    params = nnx.state(nnx_optimizer()[0], nnx.Param)
-    for tree in (params, nnx.as_pure(params)):
-      paths = [leaf.path for leaf in leaves_in(tree)]
-      self.assertEqual(paths, ["['bias']", "['kernel']"])
-
-
-class EquinoxTest(absltest.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.model = eqx.nn.MLP(8, 1, 64, 2, key=jax.random.key(0))
-    self.arrays = eqx.filter(self.model, eqx.is_array)
-    self.tx = optax.chain(float32.powersgd(4), optax.adam(1e-3))
-
-  def test_specs_of_a_whole_model(self):
-    self.assertEqual(
-      edgc_jax.state_specs(self.tx, self.model),
-      edgc_jax.state_specs(self.tx, self.arrays),
-    )
-
-  def test_bytes_and_descriptions_of_a_whole_model(self):
-    for tell in (
-      lambda params: float32.wire_bytes(params, 4),
-      lambda params: edgc_jax.describe(self.tx, params),
-    ):
-      self.assertEqual(tell(self.model), tell(self.arrays))
-
-  def test_update_takes_the_whole_model(self):
-    state = self.tx.init(self.arrays)
-
-    def updates_of(params):
-      update = lambda g: self.tx.update(g, state, params)[0]  # noqa: E731
-      gradients = jax.tree.map(lambda x: jnp.stack([x, -2 * x]), self.arrays)
-      return jax.jit(jax.vmap(update, axis_name="data"))(gradients)
-
-    expected = updates_of(self.arrays)
-    self.assertGreater(jnp.abs(expected.layers[1].weight).max(), 0)
-    jax.tree.map(
-      np.testing.assert_array_equal, updates_of(self.model), expected
-    )
-
-  def test_metrics(self):
-    state = self.tx.init(self.arrays)
+def test_metrics():
+  _, optimizer = nnx_optimizer()
+  for state in (optimizer, optimizer.opt_state):
     found = edgc_jax.metrics(state)
-    self.assertEqual(found["matrix_rank"], {"layers/1/weight": [0]})
+    assert found["matrix_rank"] == {"kernel": [0]}
+    assert found["dense_bytes"] == 4 * (64 * 128 + 128)
 
 
-if __name__ == "__main__":
-  absltest.main()
+def test_specs_have_the_tree_of_the_optimizer():
+  model, optimizer = nnx_optimizer()
+  specs = edgc_jax.state_specs(optimizer, nnx.state(model, nnx.Param))
+  assert jax.tree.structure(specs) == jax.tree.structure(optimizer)
+  assert P(("data",)) in jax.tree.leaves(specs.opt_state[0].leaves)
+  expected = edgc_jax.state_specs(optimizer.tx, nnx.state(model, nnx.Param))
+  assert jax.tree.leaves(specs.opt_state) == jax.tree.leaves(expected)
+
+
+def test_paths_are_the_same_with_and_without_variables():
+  """A view sees one path in `init` and in `update`."""
+  params = nnx.state(nnx_optimizer()[0], nnx.Param)
+  for tree in (params, nnx.as_pure(params)):
+    paths = [leaf.path for leaf in leaves_in(tree)]
+    assert paths == ["['bias']", "['kernel']"]
+
+
+MODEL = eqx.nn.MLP(8, 1, 64, 2, key=jax.random.key(0))
+ARRAYS = eqx.filter(MODEL, eqx.is_array)
+TX = optax.chain(float32.powersgd(4), optax.adam(1e-3))
+
+
+def test_specs_of_a_whole_model():
+  assert edgc_jax.state_specs(TX, MODEL) == edgc_jax.state_specs(TX, ARRAYS)
+
+
+def test_bytes_and_descriptions_of_a_whole_model():
+  for tell in (
+    lambda params: float32.wire_bytes(params, 4),
+    lambda params: edgc_jax.describe(TX, params),
+  ):
+    assert tell(MODEL) == tell(ARRAYS)
+
+
+def test_update_takes_the_whole_model():
+  state = TX.init(ARRAYS)
+
+  def updates_of(params):
+    update = lambda g: TX.update(g, state, params)[0]  # noqa: E731
+    gradients = jax.tree.map(lambda x: jnp.stack([x, -2 * x]), ARRAYS)
+    return jax.jit(jax.vmap(update, axis_name="data"))(gradients)
+
+  expected = updates_of(ARRAYS)
+  assert jnp.abs(expected.layers[1].weight).max() > 0
+  jax.tree.map(np.testing.assert_array_equal, updates_of(MODEL), expected)
+
+
+def test_metrics_of_equinox():
+  state = TX.init(ARRAYS)
+  found = edgc_jax.metrics(state)
+  assert found["matrix_rank"] == {"layers/1/weight": [0]}
