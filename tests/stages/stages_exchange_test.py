@@ -192,15 +192,6 @@ def assert_close(update, expected):
   assert error <= 5e-6 * np.linalg.norm(expected)
 
 
-def test_shared_leaves_are_summed_over_stages_and_dense():
-  run = run_of("slack").restart()
-  for step in range(4):
-    grads = gradients(step)
-    updates = run.step(grads)
-    expected = np.asarray(grads["norm"]).sum(0).mean(0)
-    np.testing.assert_allclose(updates["norm"][0], expected, rtol=1e-4)
-
-
 def test_ranks_follow_stage_0_and_the_slack():
   run = run_of("slack").restart()
   seconds = ladder.exchange_seconds(
