@@ -20,7 +20,7 @@ from helpers.pages import ROOT, Forks
 import edgc_jax
 from edgc_jax.measure import hlo
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cache")]
 
 FOLDER = ROOT / "examples"
 CHECK_BYTES = 52  # comparisons of the replicas, which few steps make

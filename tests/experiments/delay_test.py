@@ -97,10 +97,7 @@ def test_a_shorter_delay_overtakes_nothing(devices):
   found = [devices.ends[second].recv(99)[-4:] for _ in range(2)]
   assert found == [b"slow", b"fast"]
   assert time.monotonic() - start >= 0.8
-
-
-def test_packets_for_nobody_are_lost(devices):
-  first, second, _ = ADDRESSES
+  # Packets for nobody are lost.
   devices.ends[first].send(packet(socket.inet_aton("10.0.0.9"), b"lost"))
   devices.ends[first].send(b"short")
   devices.ends[first].send(packet(second, b"there"))
@@ -197,6 +194,7 @@ def test_round_trips_are_checked(round_trip):
     VirtualHosts(2).shape(1e8, round_trip)
 
 
+@pytest.mark.soak("experiments/network")
 def test_the_process_ends_with_the_program(far):
   with subprocess.Popen(
     [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE,

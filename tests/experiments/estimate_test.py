@@ -7,7 +7,7 @@ from configs import gpt2_tiny
 from experiments.benchmarks import estimate
 
 
-@pytest.mark.slow
+@pytest.mark.soak("experiments/benchmarks", "edgc_jax/budget/entropy.py")
 def test_samples_of_a_small_model(monkeypatch):
   monkeypatch.setattr(estimate, "_LEAST", 2**8)
   config = gpt2_tiny.get_config("allreduce")

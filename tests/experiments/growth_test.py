@@ -4,7 +4,7 @@ from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+import pytest
 from helpers import float32
 
 from experiments.benchmarks import cost
@@ -13,61 +13,56 @@ from experiments.models.gpt2 import GPT2Config
 MODEL = GPT2Config(64, 32, 16, 1, 2)
 
 
-class CostTest(parameterized.TestCase):
-  def measured(self, ranks, medians):
-    """Returns the table by method, with given times in place of measured ones.
+def measured(ranks, medians):
+  """Returns the table by method, with given times in place of measured ones.
 
-    Args:
-      ranks: As for `cost.measure`.
-      medians: Returns the times of calls.
-    """
-    with (
-      mock.patch.object(cost, "update_alone", return_value=("update", 1, 1.0)),
-      mock.patch.object(cost, "_products", lambda _, shapes, rank: rank),
-      mock.patch.object(cost.heap, "keep_freed_memory"),
-      mock.patch.object(
-        cost.timing, "medians", lambda calls, _: medians(calls)
-      ),
-    ):
-      return cost.measure(MODEL, ranks, rounds=1).set_index("method")
-
-  @parameterized.parameters(([8],), ([32],), ([8, 32],))
-  def test_every_reducer_has_a_line(self, ranks):
-    """Also the default ladder, whose rank need not be asked for."""
-    names = self.measured(ranks, lambda calls: np.ones(len(calls))).index
-    self.assertEqual(names[0], "allreduce, bf16")
-    self.assertEqual(names[-1], "edgc, default ladder, at rank 32")
-    for rank in ranks:
-      for method in ("powersgd", "edgc", "edgc by matrix"):
-        self.assertIn(f"{method}, rank {rank}", names)
-    self.assertLen(names, 2 + 3 * len(ranks))
-
-  def test_every_time_is_compared_with_the_floor_of_its_rank(self):
-    """Products of rank r take r ms, a copy 1 ms, and every update 40 ms."""
-
-    def medians(calls):
-      copy, *others = calls
-      self.assertTrue(callable(copy))
-      return [0.001, *(0.04 if x == "update" else x / 1e3 for x in others)]
-
-    table = self.measured([8], medians)
-    self.assertEqual(set(table["ms"]), {"40.0"})
-    floors = table["floor, ms"].to_dict()
-    self.assertEqual(floors["allreduce, bf16"], "1.0")
-    self.assertEqual(floors["powersgd, rank 8"], "10.0")  # and two copies
-    self.assertEqual(floors["edgc by matrix, rank 8"], "10.0")
-    self.assertEqual(floors["edgc, default ladder, at rank 32"], "34.0")
-    self.assertEqual(table["time / floor"]["edgc, rank 8"], "4.00")
-
-  def test_ranks_by_matrix_send_the_same_bytes(self):
-    """A quarter of the four matrices has twice the rank, others less."""
-    params = {"a": jnp.zeros((4, 64, 64)), "b": jnp.zeros((64, 96)),
-              "bias": jnp.zeros(64)}  # fmt: skip
-    tx = float32.edgc(rank_max=8, rank_min=8)
-    state = cost._by_matrix(tx.init(params))
-    ranks = state.allocation.ranks.tolist()
-    self.assertEqual(ranks, [16, 5, 5, 5, 8])
+  Args:
+    ranks: As for `cost.measure`.
+    medians: Returns the times of calls.
+  """
+  with (
+    mock.patch.object(cost, "update_alone", return_value=("update", 1, 1.0)),
+    mock.patch.object(cost, "_products", lambda _, shapes, rank: rank),
+    mock.patch.object(cost.heap, "keep_freed_memory"),
+    mock.patch.object(cost.timing, "medians", lambda calls, _: medians(calls)),
+  ):
+    return cost.measure(MODEL, ranks, rounds=1).set_index("method")
 
 
-if __name__ == "__main__":
-  absltest.main()
+@pytest.mark.parametrize("ranks", [[8], [8, 32]])
+def test_every_reducer_has_a_line(ranks):
+  """Also the default ladder, whose rank need not be asked for."""
+  names = measured(ranks, lambda calls: np.ones(len(calls))).index
+  assert names[0] == "allreduce, bf16"
+  assert names[-1] == "edgc, default ladder, at rank 32"
+  for rank in ranks:
+    for method in ("powersgd", "edgc", "edgc by matrix"):
+      assert f"{method}, rank {rank}" in names
+  assert len(names) == 2 + 3 * len(ranks)
+
+
+def test_every_time_is_compared_with_the_floor_of_its_rank():
+  """Products of rank r take r ms, a copy 1 ms, and every update 40 ms."""
+
+  def medians(calls):
+    copy, *others = calls
+    assert callable(copy)
+    return [0.001, *(0.04 if x == "update" else x / 1e3 for x in others)]
+
+  table = measured([8], medians)
+  assert set(table["ms"]) == {"40.0"}
+  floors = table["floor, ms"].to_dict()
+  assert floors["allreduce, bf16"] == "1.0"
+  assert floors["powersgd, rank 8"] == "10.0"  # and two copies
+  assert floors["edgc by matrix, rank 8"] == "10.0"
+  assert floors["edgc, default ladder, at rank 32"] == "34.0"
+  assert table["time / floor"]["edgc, rank 8"] == "4.00"
+
+
+def test_ranks_by_matrix_send_the_same_bytes():
+  """A quarter of the four matrices has twice the rank, others less."""
+  params = {"a": jnp.zeros((4, 64, 64)), "b": jnp.zeros((64, 96)),
+            "bias": jnp.zeros(64)}  # fmt: skip
+  tx = float32.edgc(rank_max=8, rank_min=8)
+  state = cost._by_matrix(tx.init(params))
+  assert state.allocation.ranks.tolist() == [16, 5, 5, 5, 8]

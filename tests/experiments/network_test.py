@@ -117,10 +117,7 @@ def test_numbers_by_hand(tmp_path):
   cells = results.cells_of(path)
   (alone,) = cells[cells["rate"] == 20].to_dict("records")
   assert math.isnan(alone["without"]) and math.isnan(alone["limit"])
-
-
-def test_shards_have_their_own_numbers(tmp_path):
-  path = measured(tmp_path)
+  # Shards have numbers of their own.
   cell = cell_of(path, "dense", layout=SHARDED["layout"])
   assert cell["wire_bytes"] == 0.8e6
   assert cell["sent_bytes"] / cell["ring_bytes"] == 1.25
@@ -153,27 +150,6 @@ def tables(tmp_path, monkeypatch):
 
   yield lines
   forget()
-
-
-def test_table_of_steps(tables):
-  lines = tables("network", "2 replicas")
-  # Exchange 0.3 s in place of 2.1, and steps of 0.8 in place of 2.6.
-  assert (
-    "| 100 | powersgd, rank 8 | 0.800 | 0.300 | 85.7% | - | 69.2% | - | 0.500"
-    " | 0.100 | 0.150 | 1.25 | 1.00 | 0.700 | 1.14 |"
-  ) in lines
-  (dense,) = [line for line in lines if line.startswith("| 100 | dense |")]
-  assert dense.startswith("| 100 | dense | 2.600 | 2.100 | - | - | - | - |")
-  (nothing,) = [line for line in lines if "no exchange" in line]
-  assert nothing.startswith("| 100 | no exchange | 0.500 | - | - |")
-  assert nothing.endswith("| 0.00 | 1.00 | - | - |")
-  assert "| 20 | dense | 9.000 | - |" in "\n".join(lines)
-  assert not any("torch" in line for line in lines)
-  assert len(tables("network", SHARDED["layout"])) == 4
-  lines = tables("network", "2 replicas", factors=(0.6, 0.5, 0.7))
-  assert "| powersgd, rank 8 | 0.600 | 0.100 | - | - | 76.9% |" in "\n".join(
-    lines
-  )
 
 
 def test_times_to_a_loss(tables, tmp_path, monkeypatch):
@@ -244,108 +220,22 @@ def test_whole_runs(tables, tmp_path, monkeypatch):
   ]
 
 
-def test_links_of_other_round_trips_have_rows_of_their_own(tables, tmp_path):
-  tables("network origin")  # reads the made-up results, all of one round trip
-  assert "round trip, ms" not in tables("network", "2 replicas")[0]
-  path = tmp_path / "network.json"
-  found = json.loads(path.read_text())
-  far = {"round_trip": 20.0}
-  found["rows"] += [
-    entry("no exchange", "step", [0.6], **far),
-    entry("dense", "step", [4.6], **far, wire_bytes=25e6),
-    entry("powersgd, rank 8", "step", [1.6], **far, wire_bytes=1.25e6),
-    entry("no exchange", "step", [0.4], "torch", **far),
-    entry("dense", "step", [4.4], "torch", **far),
-  ]
-  path.write_text(json.dumps(found))
-  pages._found.cache_clear()
-  pages._cells.cache_clear()
-
-  def lines(name, *argument):
-    return [" ".join(line.split()) for line in pages.TABLES[name](*argument)]
-
-  steps = lines("network", "2 replicas")
-  # Exchange 1.0 s in place of 4.0, and steps of 1.6 in place of 4.6.
-  assert any(
-    line.startswith(
-      "| 100 | 20 | powersgd, rank 8 | 1.600 | 1.000 | 75.0% | - | 65.2% |"
-    )
-    for line in steps
-  )
-  assert any(
-    "| 100 | 0 | powersgd, rank 8 | 0.800 | 0.300 |" in x for x in steps
-  )
-  peers = lines("network peers", "2 replicas")
-  assert any(
-    line.startswith("| 100 | 20 | dense | 4.600 | 4.400 | 1.05 | 4.000 | 4.000")
-    for line in peers
-  )
-  (panel,) = pages.draw_speeds().axes  # of the shortest round trip alone
-  assert all(4.6 not in line.get_ydata() for line in panel.lines)
-
-
-def test_table_of_peers(tables):
-  lines = tables("network peers", "2 replicas")
-  # The noise is of our rows alone: a single step has none.
-  assert (
-    "| 100 | powersgd, rank 8 | 0.800 | 0.900 | 0.89 | 0.300 | 0.600 | 0.50"
-    " | 0.100 |"
-  ) in lines
-  assert "| 100 | no exchange | 0.500 | 0.300 | 1.67 | - | - | - | - |" in lines
-  assert len(lines) == 2 + 3, "only rows that both have"
-  lines = tables("network peers", "2 replicas", factors=(0.6, 0.5, 0.7))
-  assert (
-    "| 100 | powersgd, rank 8 | 0.600 | 0.900 | 0.67 | 0.100 | 0.600 | -"
-    " | 0.100 |"
-  ) in lines
-
-
-def test_origins(tables):
-  first, second = tables("network origin")
-  assert first.startswith("- 2 replicas: `made abc`, 12 minutes in all, commit")
-  assert "commit abc; m, 2 cores for all hosts; 3 rounds; v" in first
-  assert second.startswith("- 2 replicas of 4 shards: `made def`")
-
-
-def test_pictures(tables, tmp_path):
-  tables("network origin")  # reads the made-up results
-  parts, speeds = pages.draw_parts(), pages.draw_speeds()
-  (panel,) = parts.axes  # of shards no parts are measured
-  names = [label.get_text() for label in panel.get_yticklabels()]
-  assert "jax, powersgd, rank 8" in names and "torch, dense" in names
-  # Only the layout with two speeds is drawn.
-  (panel,) = speeds.axes
-  lines = {line.get_label(): line.get_xdata() for line in panel.lines}
-  assert list(lines["jax, dense"]) in ([20.0, 100.0], [100.0, 20.0])
-  for figure in (parts, speeds):
-    file = tmp_path / "picture.png"
-    figure.savefig(file)
-    assert file.stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-  "name, hosts, sizes",
-  [
+def test_layouts_by_name():
+  for name, hosts, sizes in (
     ("3 replicas", 3, (3, 1, 1)),
     ("2 stages of 3 replicas", 6, (3, 2, 1)),
     ("2 replicas of 4 shards", 2, (2, 1, 4)),
-  ],
-)
-def test_layouts_by_name(name, hosts, sizes):
-  layout = Layout.of(name)
-  assert (layout.replicas, layout.stages, layout.shards) == sizes
-  assert layout.hosts == hosts and layout.name == name
-
-
-@pytest.mark.parametrize(
-  "name",
-  ["replicas", "2 replica", "2 stages of 2 replicas of 4 shards", "0 replicas",
-   "1 replicas", "2 stages of 1 replicas", "1 replicas of 4 shards",
-   "0 stages of 2 replicas", "2 replicas of 0 shards"],
-)  # fmt: skip
-def test_a_layout_that_is_none(name):
-  with pytest.raises(ValueError, match=f"`--layout` must be .* got '{name}'"):
-    Layout.of(name)
+  ):
+    layout = Layout.of(name)
+    assert (layout.replicas, layout.stages, layout.shards) == sizes
+    assert layout.hosts == hosts and layout.name == name
+  for name in (
+    "replicas", "2 replica", "2 stages of 2 replicas of 4 shards", "0 replicas",
+    "1 replicas", "2 stages of 1 replicas", "1 replicas of 4 shards",
+    "0 stages of 2 replicas", "2 replicas of 0 shards",
+  ):  # fmt: skip
+    with pytest.raises(ValueError, match=f"`--layout` must .* got '{name}'"):
+      Layout.of(name)
 
 
 MODEL = {"config": "c", "tokens": 8}
@@ -366,10 +256,6 @@ def test_layouts_that_are_not_measured_again_are_kept(tmp_path):
     ("def", [SHARDED["layout"]]), ("new", ["2 replicas"]),
   ]  # fmt: skip
   assert found["params"] == 10
-
-
-def test_a_file_of_another_configuration_is_refused(tmp_path):
-  path = measured(tmp_path)
   before = path.read_text()
   with pytest.raises(ValueError, match="`--output` must be a new file or one"):
     Results(path, MODEL | {"tokens": 16}, {})
@@ -405,29 +291,25 @@ def run(hosts, fails=(), sleeps=(), ends=(), timeout=20.0):
   )
 
 
-def test_hosts_may_answer_in_any_order(hosts, tmp_path):
+@pytest.mark.soak("experiments/network")
+def test_calls_stay_in_step(hosts, tmp_path):
+  """Hosts answer in any order, fail, and one is late in the end."""
   assert run(hosts) == [0, 1, 2]
   assert run(hosts, sleeps=[1]) == [0, 1, 2]
   assert "a library prints" in (tmp_path / "some-0.log").read_text()
-
-
-def test_an_error_leaves_calls_in_step(hosts):
   with pytest.raises(calls.HostError, match=r"some on host 0 .*no 0"):
     run(hosts, fails=[0, 2], sleeps=[1])
   assert run(hosts) == [0, 1, 2]
+  with pytest.raises(calls.HostError, match=r"host 2 did not .*host 0 failed"):
+    run(hosts, fails=[0], sleeps=[2], timeout=0.2)
 
 
+@pytest.mark.soak("experiments/network")
 def test_a_host_that_ends(hosts):
   with pytest.raises(calls.HostError, match=r"host 1 has ended; see .*-1\.log"):
     run(hosts, sleeps=[2], ends=[1])
   with pytest.raises(calls.HostError, match="failed before"):
     run(hosts)
-
-
-def test_a_host_that_is_late(hosts):
-  assert run(hosts) == [0, 1, 2]
-  with pytest.raises(calls.HostError, match=r"host 2 did not .*host 0 failed"):
-    run(hosts, fails=[0], sleeps=[2], timeout=0.2)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_entropies_of_means():
   np.testing.assert_allclose(found["histogram"], expected, atol=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.soak("experiments/benchmarks")
 def test_a_short_run():
   """Marks of a run, each with a positive scale."""
   config = gpt.get_config("allreduce")

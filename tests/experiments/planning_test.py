@@ -11,6 +11,8 @@ from configs.paper import gpt2_2b5, gpt2_12b, gpt2_345m
 from experiments.planning import cluster, layouts, paper_clusters, presets
 from experiments.planning.cluster import Hardware
 
+pytestmark = pytest.mark.usefixtures("without_cache")
+LONG = pytest.mark.soak("experiments/planning", "configs/paper")
 SIMPLE = Hardware(
   peak=1e12, share=0.5, memory=1e30, inside=1e30, megabits=8000.0,
   round_trip=0.0,
@@ -62,26 +64,23 @@ def test_all_rows_are_computed_without_stages():
   assert found[0] > 0 and found == found[:1] * 3
 
 
-@pytest.mark.parametrize(
-  "reducer, settings, trips",
-  [
+def test_an_exchange_has_its_round_trips():
+  """As in `advise`: values of a code are exchanged in parts, then gathered."""
+  far = dataclasses.replace(SIMPLE, megabits=1e12, round_trip=10.0)
+  for reducer, settings, trips in (
     ("allreduce", {}, 1),
     ("allreduce", {"allreduce.wire_dtype": "bfloat16"}, 2),
     ("quantize", {}, 2),
     ("topk", {}, 2),
     ("powersgd", {"powersgd.wire_dtype": "float32"}, 2),
     ("powersgd", {"powersgd.wire_dtype": "int4"}, 3),
-  ],
-)
-def test_an_exchange_has_its_round_trips(reducer, settings, trips):
-  """As in `advise`: values of a code are exchanged in parts, then gathered."""
-  config = small(reducer, stage=1, tensor=1)
-  config.update_from_flattened_dict(
-    {"powersgd.rank": 4.0, "powersgd.warmup_steps": 0} | settings
-  )
-  far = dataclasses.replace(SIMPLE, megabits=1e12, round_trip=10.0)
-  run = cluster.run_of(config, far)
-  assert run.communication == pytest.approx(trips * 10.0, rel=1e-3)
+  ):
+    config = small(reducer, stage=1, tensor=1)
+    config.update_from_flattened_dict(
+      {"powersgd.rank": 4.0, "powersgd.warmup_steps": 0} | settings
+    )
+    run = cluster.run_of(config, far)
+    assert run.communication == pytest.approx(trips * 10.0, rel=1e-3)
 
 
 def test_devices_share_the_uplink():
@@ -125,7 +124,7 @@ def test_ranks_may_follow_slowly():
     assert found == expected, most
 
 
-@pytest.mark.slow
+@LONG
 def test_ranks_follow_the_curve():
   """Dense warm-up, the largest rank, then down by a step of the ladder."""
   config = small("edgc", tensor=1)
@@ -140,6 +139,13 @@ def test_ranks_follow_the_curve():
   assert falls.communication < stays.communication < dense.communication
   with pytest.raises(ValueError, match="`entropy_at` must be given for edgc"):
     cluster.run_of(config, hardware)
+  exposed = [  # less on a faster link
+    cluster.run_of(config, own, presets.falling(1.0)).exposed
+    for own in (
+      dataclasses.replace(SIMPLE, megabits=rate) for rate in (1.0, 10.0, 100.0)
+    )
+  ]
+  assert all(b < a for a, b in itertools.pairwise(exposed))
 
 
 def test_a_curve_of_a_run(tmp_path):
@@ -188,47 +194,24 @@ def test_a_schedule_is_a_mean_over_its_steps():
     assert getattr(run, name) == pytest.approx(mean), name
 
 
-@pytest.mark.parametrize(
-  "changes, message",
-  [
+def test_what_cannot_be_planned():
+  for changes, message in (
     ({"megabits": 0.0}, r"`megabits` must be positive and finite, got 0.0"),
     ({"peak": float("nan")}, r"`peak` must be positive and finite, got nan"),
     ({"share": 1.5}, r"`share` must be at most 1, got 1.5"),
     ({"round_trip": -1.0}, r"`round_trip` must be at least 0"),
-  ],
-)
-def test_hardware_that_cannot_be(changes, message):
-  with pytest.raises(ValueError, match=message):
-    dataclasses.replace(SIMPLE, **changes)
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
+  ):
+    with pytest.raises(ValueError, match=message):
+      dataclasses.replace(SIMPLE, **changes)
+  for changes, message in (
     ({"local.every": 8}, "`local.every` must be 0 for a cluster on paper"),
     ({"mesh.fsdp": 2}, "`mesh.fsdp` must be 1 for a cluster on paper, got 2"),
     ({"task": "vit"}, "`task` must be gpt2 for a cluster on paper, got 'vit'"),
-  ],
-)
-def test_what_is_not_modelled(changes, message):
-  config = small().unlock()
-  config.update_from_flattened_dict(changes)
-  with pytest.raises(ValueError, match=message):
-    cluster.require_planned(config)
-
-
-@pytest.mark.slow
-def test_a_faster_link_exposes_less():
-  config = small("edgc", tensor=1)
-  exposed = [
-    cluster.run_of(
-      config,
-      dataclasses.replace(SIMPLE, megabits=megabits),
-      presets.falling(1.0),
-    ).exposed
-    for megabits in (1.0, 10.0, 100.0)
-  ]
-  assert all(b < a for a, b in itertools.pairwise(exposed))
+  ):
+    config = small().unlock()
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ValueError, match=message):
+      cluster.require_planned(config)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +232,7 @@ def test_the_papers_models(module, params, devices):
   )
 
 
-@pytest.mark.slow
+@LONG
 def test_measured_steps_are_predicted():
   """All but two of the steps of docs/network.md, within 15 %."""
   lines = paper_clusters._check()
@@ -262,7 +245,7 @@ def test_measured_steps_are_predicted():
   assert kept["check"] == lines
 
 
-@pytest.mark.slow
+@LONG
 def test_a_step_is_compiled_without_arrays():
   """Two stages of two replicas of two devices, at every rank."""
   config = small("edgc")

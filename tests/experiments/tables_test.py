@@ -10,6 +10,11 @@ from experiments.pages import evidence, protocol
 from experiments.study import study
 from experiments.study.records import Records
 
+# What tables are made from, and the pages that have them.
+LONG = pytest.mark.soak(
+  "README.md", "docs", "configs/paper", "configs/protocol", "edgc_jax/measure",
+  "edgc_jax/methods/__init__.py", "experiments/pages", "experiments/study",
+)  # fmt: skip
 PAGE = """# A page
 
 Before.
@@ -34,16 +39,9 @@ def test_tables_are_written_between_their_marks_alone():
     "<!-- table of: 2 replicas -->\n\n2 replicas\n\n",
   )
   assert pages.filled(text, tables) == text
-
-
-def test_an_unknown_table_is_an_error():
   with pytest.raises(ValueError, match="`table` must be one of numbers, got"):
     pages.filled(PAGE, {"numbers": lambda: []})
-
-
-def test_a_table_without_an_end_is_an_error():
-  """Otherwise the text up to the end of the next table would be lost."""
-  tables = {"numbers": lambda: [], "of": lambda which: [which]}
+  # Without an end the text up to the end of the next table would be lost.
   for number in (1, 2):
     cut = "<!-- end -->".join(PAGE.split("<!-- end -->", number)[:number])
     rest = PAGE.split("<!-- end -->", number)[number]
@@ -51,7 +49,7 @@ def test_a_table_without_an_end_is_an_error():
       pages.filled(cut + rest, tables)
 
 
-@pytest.mark.slow
+@LONG
 @pytest.mark.parametrize(
   "file",
   [pages.ROOT / "README.md", *sorted((pages.ROOT / "docs").glob("*.md"))],
@@ -62,7 +60,7 @@ def test_committed_pages_have_the_tables_of_the_records(file):
   assert pages.filled(text, pages.TABLES) == text, "run `make pages`"
 
 
-@pytest.mark.slow
+@LONG
 def test_the_evidence_of_advice_is_that_of_the_records():
   assert pages.EVIDENCE.read_text() == evidence.text(), "run `make pages`"
   found = of_protocol()
@@ -74,7 +72,7 @@ def test_the_evidence_of_advice_is_that_of_the_records():
     assert np.isclose(one.bits, one.predicted_bits, rtol=0.12)
 
 
-@pytest.mark.slow
+@LONG
 @pytest.mark.parametrize("name", pages.PICTURES)
 def test_committed_pictures_show_the_records(name):
   file = pages.ROOT / "docs/pictures" / f"{name}.png"
