@@ -113,15 +113,15 @@ def test_seconds_by_hand():
     assert method.time == pytest.approx(steps * method.seconds)
 
 
-@pytest.mark.parametrize("bandwidth", 10.0 ** np.arange(4, 12))
-@pytest.mark.parametrize("tolerance", [0.0, 0.1, 0.5])
-def test_the_choice_has_the_fewest_steps_of_the_soon_ones(bandwidth, tolerance):
-  found = advise(LinkModel(1e-4, bandwidth), tolerance=tolerance)
-  steps = [method.steps for method in found.methods]
-  assert steps == sorted(steps)
-  limit = (1 + tolerance) * min(method.time for method in found.methods)
-  soon = [method for method in found.methods if method.time <= limit]
-  assert found.choice == soon[0]
+def test_the_choice_has_the_fewest_steps_of_the_soon_ones():
+  for bandwidth in 10.0 ** np.arange(4, 12):
+    for tolerance in (0.0, 0.1, 0.5):
+      found = advise(LinkModel(1e-4, bandwidth), tolerance=tolerance)
+      steps = [method.steps for method in found.methods]
+      assert steps == sorted(steps)
+      limit = (1 + tolerance) * min(method.time for method in found.methods)
+      soon = [method for method in found.methods if method.time <= limit]
+      assert found.choice == soon[0], (bandwidth, tolerance)
 
 
 def test_slower_links_choose_fewer_bytes():
@@ -214,36 +214,30 @@ def test_methods_that_another_one_beats_are_left_out(monkeypatch):
 
 
 @pytest.mark.slow
-def test_all_candidates_are_measured():
-  params = {"kernel": jax.ShapeDtypeStruct((128, 256), "float32")}
-  seconds = edgc_jax.measure_computing(params, 4, repeats=1)
-  found = advise(LinkModel(1e-3, 1e7), params=params, computing=seconds)
-  assert {m.exchanged_by for m in found.methods} == set(seconds)
-  assert all(value >= 0 for value in seconds.values())
-  assert max(seconds.values()) > 0
-  wrong = {"dense": 0.0}
-  with pytest.raises(
-    ValueError, match=r"`computing` must be .*bfloat16.*; pas"
-  ):
-    advise(LinkModel(1e-3, 1e7), computing=wrong)
-
-
-@pytest.mark.slow
 def test_computing_is_the_time_beyond_passing_gradients_on(monkeypatch):
   params = {"kernel": jax.ShapeDtypeStruct((128, 256), "float32")}
+  medians = timing.medians
 
   def run(calls, repeats):
-    assert repeats == 7
+    assert repeats == 1
     (passed_on, _), (averaged, _), *others = (call() for call in calls)
     np.testing.assert_allclose(passed_on["kernel"], averaged["kernel"] / 2)
+    measured = medians(calls, repeats)
+    assert len(measured) == len(calls) and np.all(measured > 0)
     return np.array([0.25, 0.75, 0.2, *(1.25 for _ in others[1:])])
 
   monkeypatch.setattr(timing, "medians", run)
-  seconds = edgc_jax.measure_computing(params, 4, repeats=7)
+  seconds = edgc_jax.measure_computing(params, 4, repeats=1)
   assert seconds["dense"] == 0.5 and seconds["dense, bfloat16"] == 0
   assert set(list(seconds.values())[2:]) == {1.0}
-  with pytest.raises(ValueError, match="`repeats` must be at least 1"):
-    edgc_jax.measure_computing(params, 4, repeats=0)
+  # All candidates are measured.
+  link = LinkModel(1e-3, 1e7)
+  found = advise(link, params=params, computing=seconds)
+  assert {m.exchanged_by for m in found.methods} == set(seconds)
+  with pytest.raises(
+    ValueError, match=r"`computing` must be .*bfloat16.*; pas"
+  ):
+    advise(link, params=params, computing={"dense": 0.0})
 
 
 @pytest.mark.slow
@@ -258,32 +252,17 @@ def test_what_the_protocol_has_judged_can_be_built(monkeypatch):
 
 
 @pytest.mark.parametrize("most, least", [(26, 20), (52, 40)])
-@pytest.mark.parametrize("rank", [1, 2, 7, 23, 100, 455])
-def test_ranks_of_edgc_keep_their_range(most, least, rank):
+def test_ranks_of_edgc_keep_their_range(most, least):
   options = {"rank_max": most, "rank_min": least, "wire_dtype": "int4"}
-  found = advice._edgc_at(options, rank)
-  float32.edgc(**found)
-  most, least = found["rank_max"], found["rank_min"]
-  assert 1 <= least <= rank <= most or rank < 3
-  assert (most + least) / 2 == pytest.approx(rank, abs=1, rel=0.03)
-  assert (most - least) // found["rank_multiple"] <= 7
+  for rank in (1, 2, 7, 23, 100, 455):
+    found = advice._edgc_at(options, rank)
+    float32.edgc(**found)
+    most, least = found["rank_max"], found["rank_min"]
+    assert 1 <= least <= rank <= most or rank < 3
+    assert (most + least) / 2 == pytest.approx(rank, abs=1, rel=0.03)
+    assert (most - least) // found["rank_multiple"] <= 7
 
 
 def test_cannot_be_changed():
   with pytest.raises(dataclasses.FrozenInstanceError):
     advise(LinkModel(1e-3, 1e7)).choice = None
-
-
-@pytest.mark.parametrize(
-  "name, options",
-  [
-    ("step_seconds", {"step_seconds": -1.0}),
-    ("replicas", {"replicas": 0}),
-    ("tolerance", {"tolerance": -0.1}),
-    ("most_steps", {"most_steps": 0}),
-    ("shards", {"shards": 0}),
-  ],
-)
-def test_errors(name, options):
-  with pytest.raises(ValueError, match=f"`{name}` must be .*, got .*; "):
-    advise(LinkModel(1e-3, 1e7), **options)

@@ -1,7 +1,5 @@
 """Bytes of programs as compilers of accelerators print them."""
 
-from absl.testing import absltest
-
 from edgc_jax.measure import hlo
 
 # Collectives that begin with `-start` name their operands in their types.
@@ -17,23 +15,13 @@ ENTRY %main (p: f32[2]) -> f32[8] {
 """  # noqa: E501
 
 
-class HloTest(absltest.TestCase):
-  def test_asynchronous_collectives_have_the_results_of_others(self):
-    found = hlo.collectives_in_order(ASYNCHRONOUS)
-    self.assertEqual(
-      [(one.kind, one.results) for one in found],
-      [
-        ("all-gather", (("f32", (8,)),)),
-        ("collective-permute", (("f32", (2,)),)),
-        ("all-to-all", (("u8", (4,)), ("u8", (4,)))),
-        ("all-reduce", (("f32", (2,)), ("f32", (1,)))),
-      ],
-    )
-    # Half of a gather and of an all-to-all; whole permutes and all-reduces.
-    self.assertEqual(
-      hlo.wire_bytes_outside_branches(ASYNCHRONOUS), 16 + 8 + 4 + 12
-    )
-
-
-if __name__ == "__main__":
-  absltest.main()
+def test_asynchronous_collectives_have_the_results_of_others():
+  found = hlo.collectives_in_order(ASYNCHRONOUS)
+  assert [(one.kind, one.results) for one in found] == [
+    ("all-gather", (("f32", (8,)),)),
+    ("collective-permute", (("f32", (2,)),)),
+    ("all-to-all", (("u8", (4,)), ("u8", (4,)))),
+    ("all-reduce", (("f32", (2,)), ("f32", (1,)))),
+  ]
+  # Half of a gather and of an all-to-all; whole permutes and all-reduces.
+  assert hlo.wire_bytes_outside_branches(ASYNCHRONOUS) == 16 + 8 + 4 + 12
