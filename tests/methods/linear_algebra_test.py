@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+import pytest
 from helpers.constants import changed
 
 from edgc_jax.methods import linear_algebra
@@ -65,130 +65,134 @@ def basis_of(y):
   return tuple(map(np.float64, orthonormalize(jnp.asarray(y, jnp.float32))))
 
 
-class OrthonormalizeTest(parameterized.TestCase):
-  @parameterized.named_parameters(
-    (name, y, rank) for name, (y, rank) in INPUTS.items()
+@pytest.mark.parametrize(("y", "rank"), INPUTS.values(), ids=INPUTS)
+def test_orthonormal_or_short(y, rank):
+  p, shares = basis_of(y)
+  whole = shares > 1e-5
+  assert whole.sum() == rank
+  gram = p.T @ p
+  np.testing.assert_allclose(
+    gram[whole][:, whole], np.eye(rank), rtol=0, atol=2e-6
   )
-  def test_orthonormal_or_short(self, y, rank):
-    p, shares = basis_of(y)
-    whole = shares > 1e-5
-    self.assertEqual(whole.sum(), rank)
-    gram = p.T @ p
-    np.testing.assert_allclose(
-      gram[whole][:, whole], np.eye(rank), rtol=0, atol=2e-6
-    )
-    # Damped columns are rounding noise, and short.
-    self.assertLess(np.abs(p[:, ~whole]).max(initial=0), 0.05)
-    # Nothing of substance is outside the span.
-    scale = np.maximum(np.abs(y).max(0), 1e-300)
-    rest = y / scale - p[:, whole] @ (p[:, whole].T @ (y / scale))
-    self.assertLess(np.abs(rest).max(), 1e-5)
+  # Damped columns are rounding noise, and short.
+  assert np.abs(p[:, ~whole]).max(initial=0) < 0.05
+  # Nothing of substance is outside the span.
+  scale = np.maximum(np.abs(y).max(0), 1e-300)
+  rest = y / scale - p[:, whole] @ (p[:, whole].T @ (y / scale))
+  assert np.abs(rest).max() < 1e-5
 
-  @parameterized.named_parameters(
-    (name, y) for name, (y, rank) in INPUTS.items() if rank == y.shape[1]
-  )
-  def test_is_gram_schmidt(self, y):
-    """The basis is Q of the QR decomposition with a positive diagonal.
 
-    The tolerance is the effect of rounding the input to float32.
-    """
-    p, shares = basis_of(y)
-    y = np.float64(np.float32(y) / np.abs(y).max(0))
-    q, r = np.linalg.qr(y)
-    q = q * np.sign(np.diagonal(r))
-    expected = np.abs(np.diagonal(r)) / np.linalg.norm(y, axis=0)
-    np.testing.assert_allclose(shares, expected, rtol=0.01)
-    self.assertLess(np.abs((p - q) * expected).max(), 1e-6)
+@pytest.mark.parametrize(
+  "name", [k for k, (y, n) in INPUTS.items() if n == y.shape[1]]
+)
+def test_is_gram_schmidt(name):
+  """The basis is Q of the QR decomposition with a positive diagonal.
 
-  @parameterized.named_parameters((name, y) for name, (y, _) in INPUTS.items())
-  def test_no_threshold_and_no_sign_flips(self, y):
-    """Noise of 1e-7 moves a column by at most 1e-7 over its share."""
-    y = np.asarray(y / max(np.abs(y).max(), 1e-300), np.float32)
-    p, shares = basis_of(y)
-    for seed in range(5):
-      noise = 1e-7 * np.random.default_rng(seed).standard_normal(y.shape)
-      moved, _ = basis_of(y * (1 + noise))
-      bound = 1e-5 + 3e-6 / np.maximum(shares, 1e-5)
-      distance = np.linalg.norm(moved - p, axis=0)
-      self.assertLess((distance / bound).max(), 1, f"{distance} {shares}")
+  The tolerance is the effect of rounding the input to float32.
+  """
+  y, _ = INPUTS[name]
+  p, shares = basis_of(y)
+  y = np.float64(np.float32(y) / np.abs(y).max(0))
+  q, r = np.linalg.qr(y)
+  q = q * np.sign(np.diagonal(r))
+  expected = np.abs(np.diagonal(r)) / np.linalg.norm(y, axis=0)
+  np.testing.assert_allclose(shares, expected, rtol=0.01)
+  assert np.abs((p - q) * expected).max() < 1e-6
 
-  @parameterized.product(
-    rows=[768, 5000, 50304], values=[(0.1, 0.3), (0, 1, 2, 3), (1, -1), (0.7,)]
-  )
-  def test_tall_parallel_columns_of_few_values(self, rows, values):
-    """Rounding errors of long sums of equal terms have one sign."""
-    random = np.random.default_rng(rows)
-    column = random.choice(np.float32(values), rows)
-    for scales in (np.ones(32), random.choice(np.float32(values), 32)):
-      y = jnp.asarray(np.outer(column, scales), jnp.float32)
-      chex.assert_tree_all_finite((orthonormalize(y), unit_columns(y)))
-      p, _ = basis_of(y)
-      first = np.flatnonzero(scales)[0]
-      self.assertAlmostEqual(np.linalg.norm(p[:, first]), 1, places=5)
 
-  def test_a_failed_factorisation_gives_zeros(self):
-    y = jnp.ones((40, 4))
-    with changed(_SHIFT=-1.0):
-      columns, shares = orthonormalize.__wrapped__(y)
-    np.testing.assert_array_equal(columns, 0.0)
-    np.testing.assert_array_equal(shares, 0.0)
+@pytest.mark.parametrize("y", [y for y, _ in INPUTS.values()], ids=INPUTS)
+def test_no_threshold_and_no_sign_flips(y):
+  """Noise of 1e-7 moves a column by at most 1e-7 over its share."""
+  y = np.asarray(y / max(np.abs(y).max(), 1e-300), np.float32)
+  p, shares = basis_of(y)
+  for seed in range(5):
+    noise = 1e-7 * np.random.default_rng(seed).standard_normal(y.shape)
+    moved, _ = basis_of(y * (1 + noise))
+    bound = 1e-5 + 3e-6 / np.maximum(shares, 1e-5)
+    distance = np.linalg.norm(moved - p, axis=0)
+    assert (distance / bound).max() < 1, f"{distance} {shares}"
 
-  def test_iterated_columns_come_sorted_by_energy(self):
-    """Orthogonal iteration: column i tends to the i-th singular vector."""
-    values = np.logspace(0, -2, COLS)
-    m = jnp.asarray(spectrum(values), jnp.float32)
-    q = jnp.asarray(gaussian()[:COLS], jnp.float32)
-    for _ in range(20):
-      p, _ = orthonormalize(m @ unit_columns(q))
-      q = m.T @ p
-    held = np.linalg.norm(q, axis=0)
-    np.testing.assert_allclose(held, values, rtol=0.02)
 
-  def test_a_batch_has_the_bases_of_its_matrices(self):
-    """Accelerators compute all matrices of a stack at once."""
-    rows = jnp.asarray(
-      [gaussian(0).T, spectrum(np.logspace(0, -4, COLS)).T, gaussian(1).T],
-      jnp.float32,
-    )
-    together = jax.vmap(linear_algebra.orthonormalize)(rows)
-    alone = jax.lax.map(linear_algebra.orthonormalize, rows)
-    chex.assert_trees_all_close(together, alone, rtol=1e-5, atol=1e-5)
-
-  def test_later_passes_are_needed(self):
-    """One pass alone is far from orthonormal on a conditioned input."""
-    y = jnp.asarray(spectrum(np.logspace(0, -2.9, COLS)), jnp.float32)
-    once = np.float64(unit_columns(y))
-    self.assertGreater(np.abs(once.T @ once - np.eye(COLS)).max(), 1e-4)
-
-  @parameterized.parameters(0.9, 0.5, 0.2, 0.11)
-  def test_the_third_pass_changes_roundings_only(self, share):
-    """Two passes are enough if the second begins nearly orthogonal."""
-    base = orthonormal(COLS)
-    y = base + 0.0
-    y[:, 1:] = np.sqrt(1 - share**2) * base[:, :1] + share * base[:, 1:]
-    bases = []
-    for near in (0.0, 2.0):  # two passes, three
-      with changed(_NEAR=near):
-        rows = linear_algebra.orthonormalize(jnp.asarray(y.T, jnp.float32)).rows
-        bases.append(np.float64(rows))
-    gram = bases[0] @ bases[0].T
-    np.testing.assert_allclose(gram, np.eye(COLS), rtol=0, atol=2e-6)
-    self.assertBetween(np.abs(bases[1] - bases[0]).max(), 1e-12, 1e-6)
-
-  @parameterized.parameters((16, 0.6), (16, 0.5), (32, 0.6), (32, 0.8))
-  def test_columns_that_each_lean_on_the_one_before(self, count, share):
-    """They are close to dependent although each has a large share."""
-    base = orthonormal(count)
-    y = base + 0.0
-    y[:, 1:] = np.sqrt(1 - share**2) * base[:, :-1] + share * base[:, 1:]
+@pytest.mark.parametrize("rows", [768, 50304])
+@pytest.mark.parametrize("values", [(0.1, 0.3), (0, 1, 2, 3), (1, -1), (0.7,)])
+def test_tall_parallel_columns_of_few_values(rows, values):
+  """Rounding errors of long sums of equal terms have one sign."""
+  random = np.random.default_rng(rows)
+  column = random.choice(np.float32(values), rows)
+  for scales in (np.ones(32), random.choice(np.float32(values), 32)):
+    y = jnp.asarray(np.outer(column, scales), jnp.float32)
+    chex.assert_tree_all_finite((orthonormalize(y), unit_columns(y)))
     p, _ = basis_of(y)
-    np.testing.assert_allclose(p.T @ p, np.eye(count), rtol=0, atol=1e-5)
+    first = np.flatnonzero(scales)[0]
+    assert abs(np.linalg.norm(p[:, first]) - 1) < 0.5e-5
+
+
+def test_a_failed_factorisation_gives_zeros():
+  y = jnp.ones((40, 4))
+  with changed(_SHIFT=-1.0):
+    columns, shares = orthonormalize.__wrapped__(y)
+  np.testing.assert_array_equal(columns, 0.0)
+  np.testing.assert_array_equal(shares, 0.0)
+
+
+def test_iterated_columns_come_sorted_by_energy():
+  """Orthogonal iteration: column i tends to the i-th singular vector."""
+  values = np.logspace(0, -2, COLS)
+  m = jnp.asarray(spectrum(values), jnp.float32)
+  q = jnp.asarray(gaussian()[:COLS], jnp.float32)
+  for _ in range(20):
+    p, _ = orthonormalize(m @ unit_columns(q))
+    q = m.T @ p
+  held = np.linalg.norm(q, axis=0)
+  np.testing.assert_allclose(held, values, rtol=0.02)
+
+
+def test_a_batch_has_the_bases_of_its_matrices():
+  """Accelerators compute all matrices of a stack at once."""
+  rows = jnp.asarray(
+    [gaussian(0).T, spectrum(np.logspace(0, -4, COLS)).T, gaussian(1).T],
+    jnp.float32,
+  )
+  together = jax.vmap(linear_algebra.orthonormalize)(rows)
+  alone = jax.lax.map(linear_algebra.orthonormalize, rows)
+  chex.assert_trees_all_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_later_passes_are_needed():
+  """One pass alone is far from orthonormal on a conditioned input."""
+  y = jnp.asarray(spectrum(np.logspace(0, -2.9, COLS)), jnp.float32)
+  once = np.float64(unit_columns(y))
+  assert np.abs(once.T @ once - np.eye(COLS)).max() > 1e-4
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.2, 0.11])
+def test_the_third_pass_changes_roundings_only(share):
+  """Two passes are enough if the second begins nearly orthogonal."""
+  base = orthonormal(COLS)
+  y = base + 0.0
+  y[:, 1:] = np.sqrt(1 - share**2) * base[:, :1] + share * base[:, 1:]
+  bases = []
+  for near in (0.0, 2.0):  # two passes, three
+    with changed(_NEAR=near):
+      rows = linear_algebra.orthonormalize(jnp.asarray(y.T, jnp.float32)).rows
+      bases.append(np.float64(rows))
+  gram = bases[0] @ bases[0].T
+  np.testing.assert_allclose(gram, np.eye(COLS), rtol=0, atol=2e-6)
+  assert 1e-12 <= np.abs(bases[1] - bases[0]).max() <= 1e-6
+
+
+@pytest.mark.parametrize(
+  ("count", "share"), [(16, 0.6), (16, 0.5), (32, 0.6), (32, 0.8)]
+)
+def test_columns_that_each_lean_on_the_one_before(count, share):
+  """They are close to dependent although each has a large share."""
+  base = orthonormal(count)
+  y = base + 0.0
+  y[:, 1:] = np.sqrt(1 - share**2) * base[:, :-1] + share * base[:, 1:]
+  p, _ = basis_of(y)
+  np.testing.assert_allclose(p.T @ p, np.eye(count), rtol=0, atol=1e-5)
 
 
 def orthonormal(count):
   random = np.random.default_rng(0)
   return np.linalg.qr(random.standard_normal((ROWS, count)))[0]
-
-
-if __name__ == "__main__":
-  absltest.main()
