@@ -48,8 +48,7 @@ def submitted(tmp_path):
   command = [
     sys.executable, str(soak.ROOT / "examples" / "slurm.py"), "--nodes=2",
     "--hours=24", "--partition=cpu", f"--folder={tmp_path / 'out'}", "--",
-    f"--config={soak.ROOT}/configs/gpt2_tiny.py:powersgd",
-    *(f"--config.{key}={value}" for key, value in settings.items()),
+    *soak.command_of("gpt2_tiny", "powersgd", settings)[2:],
   ]  # fmt: skip
   said = subprocess.run(
     command, env=environment, capture_output=True, text=True, check=True
