@@ -1,7 +1,8 @@
 """Alignment of stages, over many random ladders."""
 
 import numpy as np
-from absl.testing import absltest, parameterized
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from edgc_jax.budget.alignment import aligned_levels, finish_seconds
 
@@ -28,110 +29,104 @@ def quality(levels):
   return np.where(levels == 0, 1000, levels)
 
 
-class AlignedTest(parameterized.TestCase):
-  def test_by_hand(self):
-    """Budgets of stage 1 are T + 2, of stage 2 T + 4; dense takes 7.5."""
-    seconds = np.array([7.5, 1.0, 2.0, 3.0, 3.0, 5.0])
-    expected = [[0, 1, 2, 3, 4, 5], [0, 4, 4, 5, 5, 5], [0, 5, 5, 5, 5, 0]]
-    found = aligned_levels(seconds, 3, 2.0)
-    np.testing.assert_array_equal(found, expected)
-    self.assertEqual(found.dtype, np.int32)
-    np.testing.assert_allclose(
-      finish_seconds(seconds, found[:, 5], 2.0), [5.0, 3.0, 3.5]
-    )
+def test_by_hand_aligned():
+  """Budgets of stage 1 are T + 2, of stage 2 T + 4; dense takes 7.5."""
+  seconds = np.array([7.5, 1.0, 2.0, 3.0, 3.0, 5.0])
+  expected = [[0, 1, 2, 3, 4, 5], [0, 4, 4, 5, 5, 5], [0, 5, 5, 5, 5, 0]]
+  found = aligned_levels(seconds, 3, 2.0)
+  assert_array_equal(found, expected)
+  assert found.dtype == np.int32
+  assert_allclose(finish_seconds(seconds, found[:, 5], 2.0), [5.0, 3.0, 3.5])
 
-  def test_dense_as_soon_as_it_fits(self):
-    seconds = np.array([3.0, 1.0, 2.0])
-    np.testing.assert_array_equal(
-      aligned_levels(seconds, 3, 1.0), [[0, 1, 2], [0, 2, 0], [0, 0, 0]]
-    )
-    np.testing.assert_array_equal(
-      aligned_levels(seconds, 2, 0.999), [[0, 1, 2], [0, 1, 2]]
-    )
 
-  @parameterized.parameters(
-    ([2.0, 1.0, 1.0, 1.0],),  # levels of equal time
-    ([1.0, 1.0, 1.0],),  # dense as fast as any
-    ([1.0, 2.0, 3.0],),  # dense faster
-    ([1.0],),
+def test_dense_as_soon_as_it_fits():
+  seconds = np.array([3.0, 1.0, 2.0])
+  assert_array_equal(
+    aligned_levels(seconds, 3, 1.0), [[0, 1, 2], [0, 2, 0], [0, 0, 0]]
   )
-  def test_no_slack_changes_nothing(self, seconds):
+  assert_array_equal(aligned_levels(seconds, 2, 0.999), [[0, 1, 2], [0, 1, 2]])
+
+
+def test_no_slack_changes_nothing():
+  equal, fast, faster = [2.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 2.0, 3.0]
+  for seconds in (equal, fast, faster, [1.0]):  # fast: the dense level
     found = aligned_levels(np.array(seconds), 4, 0.0)
-    np.testing.assert_array_equal(found, [list(range(len(seconds)))] * 4)
+    assert_array_equal(found, [list(range(len(seconds)))] * 4)
 
-  def test_slow_levels_leave_dense_to_stages_with_time(self):
-    found = aligned_levels(np.array([2.0, 1.0, 2.0, 3.0]), 2, 0.5)
-    np.testing.assert_array_equal(found, [[0, 1, 2, 3], [0, 1, 0, 0]])
 
-  def test_properties(self):
-    for seconds, num_stages, backward in random_ladders(500):
-      levels = aligned_levels(seconds, num_stages, backward)
-      self.assertEqual(levels.shape, (num_stages, len(seconds)))
-      own = np.arange(len(seconds))
-      np.testing.assert_array_equal(levels[0], own)
-      np.testing.assert_array_equal(levels[:, 0], 0)
-      np.testing.assert_array_equal(
-        aligned_levels(seconds, num_stages, 0.0), [own] * num_stages
-      )
-      # More time never gives less: dense beats every rank.
-      self.assertTrue(np.all(np.diff(quality(levels), axis=0) >= 0))
-      self.assertTrue(np.all(quality(levels) >= quality(own)))
-      # Times rise too, unless dense is faster than stage 0's level.
-      times = seconds[levels]
-      usual = seconds <= seconds[0]
-      self.assertTrue(np.all(np.diff(times[:, usual], axis=0) >= 0))
-      self.assertTrue(np.all(np.diff(times[1:], axis=0) >= 0))
+def test_slow_levels_leave_dense_to_stages_with_time():
+  found = aligned_levels(np.array([2.0, 1.0, 2.0, 3.0]), 2, 0.5)
+  assert_array_equal(found, [[0, 1, 2, 3], [0, 1, 0, 0]])
 
-  def test_levels_fill_the_slack(self):
-    """No stage finishes late, and none has time for another level."""
-    for seconds, num_stages, backward in random_ladders(500, seed=1):
-      levels = aligned_levels(seconds, num_stages, backward)
-      for i, column in enumerate(levels.T):
-        finish = finish_seconds(seconds, column, backward)
-        self.assertEqual(finish[0], seconds[i])
-        self.assertLessEqual(finish.max(), seconds[i] + 1e-12)
-        for stage, level in list(enumerate(column))[1:]:
-          budget = seconds[i] + stage * backward
-          self.assertEqual(level == 0, seconds[0] <= budget)
-          if 0 < level < len(seconds) - 1:
-            self.assertGreater(seconds[level + 1], budget)
 
-  @parameterized.parameters(
-    ("seconds", ([], 2, 1.0)),
-    ("seconds", ([[1.0, 2.0]], 2, 1.0)),
-    ("seconds", (1.0, 2, 1.0)),
-    ("seconds", ([1.0, 0.0], 2, 1.0)),
-    ("seconds", ([-1.0, 1.0], 2, 1.0)),
-    ("seconds", ([1.0, np.nan], 2, 1.0)),
-    ("seconds", ([np.inf, 1.0], 2, 1.0)),
-    ("seconds", ([9.0, 2.0, 1.0], 2, 1.0)),
+def test_properties():
+  for seconds, num_stages, backward in random_ladders(500):
+    levels = aligned_levels(seconds, num_stages, backward)
+    assert levels.shape == (num_stages, len(seconds))
+    own = np.arange(len(seconds))
+    assert_array_equal(levels[0], own)
+    assert_array_equal(levels[:, 0], 0)
+    assert_array_equal(
+      aligned_levels(seconds, num_stages, 0.0), [own] * num_stages
+    )
+    # More time never gives less: dense beats every rank.
+    assert np.all(np.diff(quality(levels), axis=0) >= 0)
+    assert np.all(quality(levels) >= quality(own))
+    # Times rise too, unless dense is faster than stage 0's level.
+    times = seconds[levels]
+    usual = seconds <= seconds[0]
+    assert np.all(np.diff(times[:, usual], axis=0) >= 0)
+    assert np.all(np.diff(times[1:], axis=0) >= 0)
+
+
+def test_levels_fill_the_slack():
+  """No stage finishes late, and none has time for another level."""
+  for seconds, num_stages, backward in random_ladders(500, seed=1):
+    levels = aligned_levels(seconds, num_stages, backward)
+    for i, column in enumerate(levels.T):
+      finish = finish_seconds(seconds, column, backward)
+      assert finish[0] == seconds[i]
+      assert finish.max() <= seconds[i] + 1e-12
+      for stage, level in list(enumerate(column))[1:]:
+        budget = seconds[i] + stage * backward
+        assert (level == 0) == (seconds[0] <= budget)
+        if 0 < level < len(seconds) - 1:
+          assert seconds[level + 1] > budget
+
+
+BAD_SECONDS = (
+  [], [[1.0, 2.0]], 1.0, [1.0, 0.0], [-1.0, 1.0], [1.0, np.nan],
+  [np.inf, 1.0], [9.0, 2.0, 1.0],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  "name, arguments",
+  [
+    *(("seconds", (seconds, 2, 1.0)) for seconds in BAD_SECONDS),
     ("num_stages", ([1.0], 0, 1.0)),
-    ("backward_seconds", ([1.0], 2, -1.0)),
-    ("backward_seconds", ([1.0], 2, float("inf"))),
-    ("backward_seconds", ([1.0], 2, float("nan"))),
-  )
-  def test_errors(self, name, arguments):
-    with self.assertRaisesRegex(ValueError, f"`{name}` must be .*, got .*; "):
-      aligned_levels(*arguments)
-
-  def test_types(self):
-    with self.assertRaisesRegex(TypeError, "`num_stages`"):
-      aligned_levels(np.ones(2), 2.0, 1.0)
-    with self.assertRaisesRegex(TypeError, "`backward_seconds`"):
-      aligned_levels(np.ones(2), 2, None)
+    *(("backward_seconds", ([1.0], 2, x)) for x in (-1.0, np.inf, np.nan)),
+  ],
+)
+def test_errors_aligned(name, arguments):
+  with pytest.raises(ValueError, match=f"`{name}` must be .*, got .*; "):
+    aligned_levels(*arguments)
 
 
-class FinishTest(parameterized.TestCase):
-  def test_by_hand(self):
-    found = finish_seconds(np.array([9.0, 1.0, 4.0]), np.array([1, 2, 0]), 5.0)
-    np.testing.assert_array_equal(found, [1.0, -1.0, -1.0])
-
-  def test_errors(self):
-    with self.assertRaisesRegex(ValueError, "`backward_seconds`"):
-      finish_seconds(np.ones(2), np.array([0, 1]), -1.0)
-    with self.assertRaisesRegex(ValueError, "`seconds`"):
-      finish_seconds(np.zeros(2), np.array([0, 1]), 1.0)
+def test_types():
+  with pytest.raises(TypeError, match="`num_stages`"):
+    aligned_levels(np.ones(2), 2.0, 1.0)
+  with pytest.raises(TypeError, match="`backward_seconds`"):
+    aligned_levels(np.ones(2), 2, None)
 
 
-if __name__ == "__main__":
-  absltest.main()
+def test_by_hand_finish():
+  found = finish_seconds(np.array([9.0, 1.0, 4.0]), np.array([1, 2, 0]), 5.0)
+  assert_array_equal(found, [1.0, -1.0, -1.0])
+
+
+def test_errors_finish():
+  with pytest.raises(ValueError, match="`backward_seconds`"):
+    finish_seconds(np.ones(2), np.array([0, 1]), -1.0)
+  with pytest.raises(ValueError, match="`seconds`"):
+    finish_seconds(np.zeros(2), np.array([0, 1]), 1.0)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
 from helpers.flat_options import edgc
 from helpers.meshes import Pmap, find, gradients_like, traced_once
+from numpy.testing import assert_allclose, assert_array_equal
 
 import edgc_jax
 from edgc_jax.budget.entropy import EntropySample, Sampling
@@ -18,6 +18,8 @@ from edgc_jax.budget.rules import cqm
 from edgc_jax.leaves.leaf import leaves_in
 from edgc_jax.methods.low_rank import with_factors
 from experiments.training.rules import linear
+
+near = functools.partial(pytest.approx, rel=0, abs=5e-6)
 
 RANKS = (4, 8, 12, 16)
 WINDOW = 4
@@ -96,142 +98,143 @@ def drive(budget, entropies, used=None):
   return ranks[::WINDOW], state, ranks
 
 
-class WindowsTest(parameterized.TestCase):
-  def test_ranks_change_at_window_bounds_only(self):
-    by_window, _, ranks = drive(make(), [0, 0, -1, -1, -1])
-    self.assertEqual(ranks, [r for r in by_window for _ in range(WINDOW)])
-
-  def test_falling_entropy(self):
-    """Dense, then rank_max, then down by at most the step limit."""
-    by_window, state, _ = drive(make(), [0, -1, -1, -1, -1, -1, -1])
-    self.assertEqual(by_window, [0, 16, 12, 8, 4, 4, 4])
-    self.assertAlmostEqual(float(state.reference_entropy), 0.0, places=5)
-
-  def test_reference_is_fixed(self):
-    """Ranks return to where they began: chained windows do not drift."""
-    by_window, _, _ = drive(make(), [0, -1, -1, -1, 0.01, 0.01, 0.01, 0.01])
-    self.assertEqual(by_window, [0, 16, 12, 8, 4, 8, 12, 16])
-
-  def test_a_compressed_warm_up_sees_the_same_ranks(self):
-    """The ladder then has no dense, and the warm-up has a rank of its own."""
-    entropies = [0, -1, -1, -1, 0.01, 0.01, 0.01, 0.01]
-    dense, _, _ = drive(make(), entropies)
-    by_window, _, _ = drive(make(warmup_rank=8), entropies)
-    self.assertEqual(by_window, [8, *dense[1:]])
-
-  def test_wider_steps(self):
-    by_window, _, _ = drive(make(max_rank_step=8), [0, -1, -1, 0.01, 0.01])
-    self.assertEqual(by_window, [0, 16, 8, 4, 12])
-
-  def test_windows_without_samples_change_nothing(self):
-    by_window, _, _ = drive(
-      make(), [0, -1, -1, -9, -1, -1], used=[1, 1, 1, 0, 1, 1]
-    )
-    self.assertEqual(by_window, [0, 16, 12, 8, 8, 4])
-
-  def test_a_sample_of_weight_0_counts_as_none(self):
-    budget = make()
-    state = budget.observe(budget.init(), sample_of(2.0), jnp.array(True))
-    for sample, is_used in ((sample_of(7.0, 0.0), True), (sample_of(7), False)):
-      after = budget.observe(state, sample, jnp.array(is_used))
-      for name, value in state._asdict().items():
-        np.testing.assert_array_equal(
-          jax.tree.leaves(getattr(after, name)), jax.tree.leaves(value), name
-        )
-
-  def test_linear_rule(self):
-    """The first change gives rank_max, no change gives rank_min."""
-    by_window, state, _ = drive(
-      make(linear, max_rank_step=12), [0, -1, -2, -2, -2.5, -2.5]
-    )
-    self.assertEqual(by_window, [0, 16, 16, 16, 4, 8])
-    self.assertAlmostEqual(float(state.first_change), -1.0, places=5)
-
-  def test_predicted_error_is_from_the_model(self):
-    budget = make()
-    _, state, _ = drive(budget, [0])  # and the next window begins
-    report = budget.report(state)
-    self.assertAlmostEqual(
-      float(report.predicted_error), np.exp(log_loss(16)), places=4
-    )
-    np.testing.assert_allclose(
-      report.predicted_errors, np.exp([log_loss(16)]), rtol=1e-4
-    )
-    report = budget.report(budget.init())
-    self.assertEqual(float(report.predicted_error), 0.0)
-    np.testing.assert_array_equal(report.predicted_errors, [0.0])
+@pytest.mark.parametrize(
+  "options, entropies, used, ranks",
+  [
+    # Falling: dense, then rank_max, then down by at most the step limit.
+    ({}, [0, -1, -1, -1, -1, -1, -1], None, [0, 16, 12, 8, 4, 4, 4]),
+    # Ranks return to where they began: chained windows do not drift.
+    (
+      {},
+      [0, -1, -1, -1, 0.01, 0.01, 0.01, 0.01],
+      None,
+      [0, 16, 12, 8, 4, 8, 12, 16],
+    ),
+    ({"max_rank_step": 8}, [0, -1, -1, 0.01, 0.01], None, [0, 16, 8, 4, 12]),
+    # Windows without samples change nothing.
+    ({}, [0, -1, -1, -9, -1, -1], [1, 1, 1, 0, 1, 1], [0, 16, 12, 8, 8, 4]),
+  ],
+)
+def test_ranks_by_window(options, entropies, used, ranks):
+  """They change at the ends of windows only."""
+  by_window, state, by_step = drive(make(**options), entropies, used)
+  assert by_window == ranks
+  assert by_step == [r for r in by_window for _ in range(WINDOW)]
+  assert float(state.reference_entropy) == near(0.0)
 
 
-class WarmupTest(parameterized.TestCase):
-  @parameterized.parameters((0, 1), (1, 1), (4, 1), (5, 2), (8, 2), (12, 3))
-  def test_is_whole_windows(self, steps, windows):
+def test_a_compressed_warm_up_sees_the_same_ranks():
+  """The ladder then has no dense, and the warm-up has a rank of its own."""
+  entropies = [0, -1, -1, -1, 0.01, 0.01, 0.01, 0.01]
+  dense, _, _ = drive(make(), entropies)
+  by_window, _, _ = drive(make(warmup_rank=8), entropies)
+  assert by_window == [8, *dense[1:]]
+
+
+def test_a_sample_of_weight_0_counts_as_none():
+  budget = make()
+  state = budget.observe(budget.init(), sample_of(2.0), jnp.array(True))
+  for sample, is_used in ((sample_of(7.0, 0.0), True), (sample_of(7), False)):
+    after = budget.observe(state, sample, jnp.array(is_used))
+    for name, value in state._asdict().items():
+      assert_array_equal(
+        jax.tree.leaves(getattr(after, name)), jax.tree.leaves(value), name
+      )
+
+
+def test_linear_rule():
+  """The first change gives rank_max, no change gives rank_min."""
+  by_window, state, _ = drive(
+    make(linear, max_rank_step=12), [0, -1, -2, -2, -2.5, -2.5]
+  )
+  assert by_window == [0, 16, 16, 16, 4, 8]
+  assert float(state.first_change) == near(-1.0)
+
+
+def test_predicted_error_is_from_the_model():
+  budget = make()
+  _, state, _ = drive(budget, [0])  # and the next window begins
+  report = budget.report(state)
+  assert float(report.predicted_error) == pytest.approx(
+    np.exp(log_loss(16)), rel=0, abs=5e-5
+  )
+  assert_allclose(report.predicted_errors, np.exp([log_loss(16)]), rtol=1e-4)
+  report = budget.report(budget.init())
+  assert float(report.predicted_error) == 0.0
+  assert_array_equal(report.predicted_errors, [0.0])
+
+
+def test_is_whole_windows():
+  for steps, windows in ((0, 1), (1, 1), (4, 1), (5, 2), (8, 2), (12, 3)):
     by_window, state, _ = drive(make(warmup=steps), [0] * 6)
-    self.assertEqual(by_window[: windows + 1], [0] * windows + [16])
-    self.assertTrue(bool(state.decision.is_warm))
-
-  def test_lasts_until_the_entropy_has_fallen(self):
-    """rank_min must lose no more than rank_max would have lost at first."""
-    gap = 0.5 * float(log_loss(RANKS[0]) - log_loss(RANKS[-1]))
-    falling = [0, -0.5 * gap, -1.01 * gap, -1.01 * gap, -1.01 * gap]
-    by_window, state, _ = drive(make(warmup=4, most=40), falling)
-    self.assertEqual(by_window, [0, 0, 0, 16, 16])
-    self.assertAlmostEqual(float(state.reference_entropy), -1.01 * gap, 5)
-
-  def test_has_an_end(self):
-    by_window, state, _ = drive(make(warmup=4, most=10), [0, 1, 2, 3, 4])
-    self.assertEqual(by_window, [0, 0, 0, 16, 16])
-    self.assertAlmostEqual(float(state.reference_entropy), 2.0, 5)
+    assert by_window[: windows + 1] == [0] * windows + [16], steps
+    assert bool(state.decision.is_warm)
 
 
-class RestartedTest(parameterized.TestCase):
-  @parameterized.parameters(0, 1, 3)
-  def test_the_next_whole_window_moves_the_reference(self, late):
-    """Entropies are 0.2 higher from the mark on, and ranks do not see it."""
-    entropies = [0, -1, -1, -1, -0.7, -0.7, -0.3, 0.01]
-    marked = WINDOW * 5 + late  # at a window's end, or within it
-    ranks, state = run(
-      make(),
-      WINDOW * len(entropies),
-      lambda step: entropies[step // WINDOW] + 0.2 * (step >= marked),
-      marks=[marked],
-    )
-    plain, _, _ = drive(make(), entropies)
-    self.assertEqual(int(state.restarts), 0)
-    # The window that the mark ends or interrupts is dropped, and the first
-    # whole one after it counts as the last one before it.
-    dropped, first = (4, 5) if late == 0 else (5, 6)
-    change = entropies[first] - entropies[dropped - 1]
-    self.assertAlmostEqual(
-      float(state.reference_entropy), 0.2 + change, places=5
-    )
-    before = dropped + 1
-    self.assertEqual(ranks[: WINDOW * before : WINDOW], plain[:before])
-    # The rank stays until the measurement has ended, and through it.
-    stays = ranks[WINDOW * dropped : WINDOW * (first + 1) + 1 : WINDOW]
-    self.assertLen(set(stays), 1)
+def test_lasts_until_the_entropy_has_fallen():
+  """rank_min must lose no more than rank_max would have lost at first."""
+  gap = 0.5 * float(log_loss(RANKS[0]) - log_loss(RANKS[-1]))
+  falling = [0, -0.5 * gap, -1.01 * gap, -1.01 * gap, -1.01 * gap]
+  by_window, state, _ = drive(make(warmup=4, most=40), falling)
+  assert by_window == [0, 0, 0, 16, 16]
+  assert float(state.reference_entropy) == near(-1.01 * gap)
 
-  def test_the_running_window_is_dropped(self):
-    """Neither its old samples nor its new ones decide anything."""
-    wild = lambda step: 9.0 if 20 <= step < 24 else -1.0 * (step >= WINDOW)  # noqa: E731
-    _, state = run(make(), 32, wild, marks=[22])
-    self.assertAlmostEqual(float(state.reference_entropy), 0.0, places=5)
-    self.assertAlmostEqual(float(state.window_entropy), -1.0, places=5)
 
-  def test_a_window_without_samples_shifts_nothing(self):
-    """The first whole window that has one shifts the references instead."""
-    offset = lambda step: -1.0 * (step >= WINDOW) + 0.2 * (step >= 20)  # noqa: E731
-    _, state = run(
-      make(), 28, offset, marks=[20], is_used=lambda step: not 20 <= step < 24
-    )
-    self.assertEqual(int(state.restarts), 0)
-    self.assertAlmostEqual(float(state.reference_entropy), 0.2, places=5)
-    _, state = run(
-      make(), 24, offset, marks=[20], is_used=lambda step: step < 20
-    )
-    self.assertEqual(int(state.restarts), 1)
-    self.assertAlmostEqual(float(state.reference_entropy), 0.0, places=5)
+def test_has_an_end():
+  by_window, state, _ = drive(make(warmup=4, most=10), [0, 1, 2, 3, 4])
+  assert by_window == [0, 0, 0, 16, 16]
+  assert float(state.reference_entropy) == near(2.0)
 
-  @parameterized.parameters(
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_the_next_whole_window_moves_the_reference(late):
+  """Entropies are 0.2 higher from the mark on, and ranks do not see it."""
+  entropies = [0, -1, -1, -1, -0.7, -0.7, -0.3, 0.01]
+  marked = WINDOW * 5 + late  # at a window's end, or within it
+  ranks, state = run(
+    make(),
+    WINDOW * len(entropies),
+    lambda step: entropies[step // WINDOW] + 0.2 * (step >= marked),
+    marks=[marked],
+  )
+  plain, _, _ = drive(make(), entropies)
+  assert int(state.restarts) == 0
+  # The window that the mark ends or interrupts is dropped, and the first
+  # whole one after it counts as the last one before it.
+  dropped, first = (4, 5) if late == 0 else (5, 6)
+  change = entropies[first] - entropies[dropped - 1]
+  assert float(state.reference_entropy) == near(0.2 + change)
+  before = dropped + 1
+  assert ranks[: WINDOW * before : WINDOW] == plain[:before]
+  # The rank stays until the measurement has ended, and through it.
+  stays = ranks[WINDOW * dropped : WINDOW * (first + 1) + 1 : WINDOW]
+  assert len(set(stays)) == 1
+
+
+def test_the_running_window_is_dropped():
+  """Neither its old samples nor its new ones decide anything."""
+  wild = lambda step: 9.0 if 20 <= step < 24 else -1.0 * (step >= WINDOW)  # noqa: E731
+  _, state = run(make(), 32, wild, marks=[22])
+  assert float(state.reference_entropy) == near(0.0)
+  assert float(state.window_entropy) == near(-1.0)
+
+
+def test_a_window_without_samples_shifts_nothing():
+  """The first whole window that has one shifts the references instead."""
+  offset = lambda step: -1.0 * (step >= WINDOW) + 0.2 * (step >= 20)  # noqa: E731
+  _, state = run(
+    make(), 28, offset, marks=[20], is_used=lambda step: not 20 <= step < 24
+  )
+  assert int(state.restarts) == 0
+  assert float(state.reference_entropy) == near(0.2)
+  _, state = run(make(), 24, offset, marks=[20], is_used=lambda step: step < 20)
+  assert int(state.restarts) == 1
+  assert float(state.reference_entropy) == near(0.0)
+
+
+@pytest.mark.parametrize(
+  "marks, offset, shift",
+  [
     ((), lambda step: 0.0, 0.0),
     ((20,), lambda step: 0.2 * (step >= 20), 0.2),
     # Twice, the first time for one whole window: once more, and back.
@@ -241,100 +244,91 @@ class RestartedTest(parameterized.TestCase):
     # And for parts of windows.
     ((20, 23), lambda step: 0.2 * (20 <= step < 23), 0.0),
     ((22, 24), lambda step: 0.2 * (22 <= step < 24), 0.0),
-    (
-      (21, 22, 23),
-      lambda step: 0.2 * (21 <= step < 22) + 0.3 * (step > 22),
-      0.3,
-    ),
+    ((21, 22, 23), lambda step: 0.2 * (step == 21) + 0.3 * (step > 22), 0.3),
     (
       (20, 24, 26),
       lambda step: 0.2 * (20 <= step < 24) + 0.1 * (step > 25),
       0.1,
     ),
-  )
-  def test_again(self, marks, offset, shift):
-    """The rank stays: what moves is the batch, not the training."""
-    ranks, state = run(
-      make(),
-      12 * WINDOW,
-      lambda step: -0.3 * (step >= WINDOW) + offset(step),
-      marks=marks,
-    )
-    self.assertAlmostEqual(float(state.reference_entropy), shift, 5)
-    self.assertEqual(int(state.restarts), 0)
-    self.assertLen(set(ranks[6 * WINDOW :]), 1)
+  ],
+)
+def test_again(marks, offset, shift):
+  """The rank stays: what moves is the batch, not the training."""
+  entropy = lambda step: -0.3 * (step >= WINDOW) + offset(step)  # noqa: E731
+  ranks, state = run(make(), 12 * WINDOW, entropy, marks)
+  assert float(state.reference_entropy) == near(shift)
+  assert int(state.restarts) == 0
+  assert len(set(ranks[6 * WINDOW :])) == 1
 
-  def test_all_references_shift(self):
-    """The rule sees the change of entropy without the change of the batch."""
-    entropy = lambda step: -0.1 * (step // WINDOW) + 0.5 * (step >= 16)  # noqa: E731
-    _, plain = run(make(), 16, entropy)
-    _, state = run(make(), 20, entropy, marks=[16])
-    # The window [12, 16) is dropped: -0.2 was before the mark, 0.1 is after.
-    for name, value in (("reference_entropy", 0.0), ("first_entropy", 0.0)):
-      self.assertAlmostEqual(float(getattr(plain, name)), value, places=5)
-      self.assertAlmostEqual(float(getattr(state, name)), value + 0.3, places=5)
-    self.assertAlmostEqual(float(state.first_change), -0.1, places=5)
-    self.assertAlmostEqual(float(state.window_entropy), 0.1, places=5)
 
-  def test_in_warm_up(self):
-    """Warm-up ends by the fall of the entropy, not by the mark."""
-    budget = make(warmup=4, most=40)
-    close, observe = programs_of(budget)
-    state = restarted(observe(budget.init(), sample_of(0), jnp.array(True)))
-    state = close(state, jnp.int32(WINDOW))
-    self.assertEqual(int(state.restarts), 1)
-    self.assertFalse(bool(state.decision.is_warm))
-    # Of the first whole window there is nothing to compare with: no shift.
-    state = observe(state, sample_of(3.0), jnp.array(True))
-    state = close(state, jnp.int32(2 * WINDOW))
-    self.assertEqual(int(state.restarts), 0)
-    self.assertFalse(bool(state.decision.is_warm))
-    self.assertAlmostEqual(float(state.first_entropy), 3.0, places=5)
-    # In the warm-up H_ref is the mean of the newest window.
-    self.assertAlmostEqual(float(state.reference_entropy), 3.0, places=5)
+def test_all_references_shift():
+  """The rule sees the change of entropy without the change of the batch."""
+  entropy = lambda step: -0.1 * (step // WINDOW) + 0.5 * (step >= 16)  # noqa: E731
+  _, plain = run(make(), 16, entropy)
+  _, state = run(make(), 20, entropy, marks=[16])
+  # The window [12, 16) is dropped: -0.2 was before the mark, 0.1 is after.
+  for name, value in (("reference_entropy", 0.0), ("first_entropy", 0.0)):
+    assert float(getattr(plain, name)) == near(value)
+    assert float(getattr(state, name)) == near(value + 0.3)
+  assert float(state.first_change) == near(-0.1)
+  assert float(state.window_entropy) == near(0.1)
 
-  def test_marks_states_of_any_kind(self):
-    """Of one device, stacked by pmap, and fetched to the host."""
-    state = make().init()
-    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), state)
-    for own in (state, stacked, jax.device_get(state), jax.device_get(stacked)):
-      after = restarted(own)
-      np.testing.assert_array_equal(after.restarts, own.restarts + 2)
-      self.assertEqual(after.restarts.dtype, own.restarts.dtype)
-      self.assertEqual(after._replace(restarts=own.restarts), own)
+
+def test_in_warm_up():
+  """Warm-up ends by the fall of the entropy, not by the mark."""
+  budget = make(warmup=4, most=40)
+  close, observe = programs_of(budget)
+  state = restarted(observe(budget.init(), sample_of(0), jnp.array(True)))
+  state = close(state, jnp.int32(WINDOW))
+  assert int(state.restarts) == 1
+  assert not bool(state.decision.is_warm)
+  # Of the first whole window there is nothing to compare with: no shift.
+  state = observe(state, sample_of(3.0), jnp.array(True))
+  state = close(state, jnp.int32(2 * WINDOW))
+  assert int(state.restarts) == 0
+  assert not bool(state.decision.is_warm)
+  assert float(state.first_entropy) == near(3.0)
+  # In the warm-up H_ref is the mean of the newest window.
+  assert float(state.reference_entropy) == near(3.0)
+
+
+def test_marks_states_of_any_kind():
+  """Of one device, stacked by pmap, and fetched to the host."""
+  state = make().init()
+  stacked = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+  for own in (state, stacked, jax.device_get(state), jax.device_get(stacked)):
+    after = restarted(own)
+    assert_array_equal(after.restarts, own.restarts + 2)
+    assert after.restarts.dtype == own.restarts.dtype
+    assert after._replace(restarts=own.restarts) == own
 
 
 @pytest.mark.slow
-class RestartReferenceTest(parameterized.TestCase):
-  def test_the_rank_stays_when_the_scale_of_the_loss_changes(self):
-    """Gradients of half the scale have 0.69 nats less, in mid-window."""
-    params = {"w": jnp.zeros((32, 64))}
-    tx = edgc(
-      rank_max=10, rank_min=2, rank_multiple=2, window=4, warmup_steps=4,
-      max_warmup_steps=4, step_rate=1.0, entry_rate=1.0, max_rank_step=10,
-    )  # fmt: skip
-    run = Pmap(traced_once(tx), params)
-    draw, ranks, shifts = gradients_like(params, 0)["w"], {}, {}
-    for marked in (True, False):
-      run.state, ranks[marked] = run.first_state, []
-      for step in range(24):
-        if step == 14 and marked:
-          run.state = edgc_jax.restart_reference(run.state)
-        # 0.1 nats less after the warm-up, and 0.69 less from the mark on.
-        scale = np.exp(-0.1 * (step >= 4)) * (0.5 if step >= 14 else 1.0)
-        run.step({"w": scale * draw})
-        ranks[marked].append(edgc_jax.metrics(run.state)["rank"])
-        if step == 13:
-          before = find(run.state).budget.reference_entropy[0]
-      after = find(run.state).budget.reference_entropy[0]
-      shifts[marked] = float(after - before)
-    self.assertLen(set(ranks[True][8:]), 1)
-    self.assertBetween(ranks[True][8], 3, 9)
-    self.assertEqual(ranks[False][:14], ranks[True][:14])
-    self.assertEqual(ranks[False][-1], 2)
-    self.assertAlmostEqual(shifts[True], np.log(0.5), places=4)
-    self.assertEqual(shifts[False], 0.0)
-
-
-if __name__ == "__main__":
-  absltest.main()
+def test_the_rank_stays_when_the_scale_of_the_loss_changes():
+  """Gradients of half the scale have 0.69 nats less, in mid-window."""
+  params = {"w": jnp.zeros((32, 64))}
+  tx = edgc(
+    rank_max=10, rank_min=2, rank_multiple=2, window=4, warmup_steps=4,
+    max_warmup_steps=4, step_rate=1.0, entry_rate=1.0, max_rank_step=10,
+  )  # fmt: skip
+  run = Pmap(traced_once(tx), params)
+  draw, ranks, shifts = gradients_like(params, 0)["w"], {}, {}
+  for marked in (True, False):
+    run.state, ranks[marked] = run.first_state, []
+    for step in range(24):
+      if step == 14 and marked:
+        run.state = edgc_jax.restart_reference(run.state)
+      # 0.1 nats less after the warm-up, and 0.69 less from the mark on.
+      scale = np.exp(-0.1 * (step >= 4)) * (0.5 if step >= 14 else 1.0)
+      run.step({"w": scale * draw})
+      ranks[marked].append(edgc_jax.metrics(run.state)["rank"])
+      if step == 13:
+        before = find(run.state).budget.reference_entropy[0]
+    after = find(run.state).budget.reference_entropy[0]
+    shifts[marked] = float(after - before)
+  assert len(set(ranks[True][8:])) == 1
+  assert 3 <= ranks[True][8] <= 9
+  assert ranks[False][:14] == ranks[True][:14]
+  assert ranks[False][-1] == 2
+  assert shifts[True] == pytest.approx(np.log(0.5), rel=0, abs=5e-5)
+  assert shifts[False] == 0.0

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from numpy.testing import assert_allclose, assert_array_equal
 
 from edgc_jax.budget.error_model import (
   SMALLEST_LOSS,
@@ -29,31 +29,30 @@ def lost_by_svd(rows, cols, draws):
   return np.mean(shares, axis=0)
 
 
-class SpectrumTest(parameterized.TestCase):
-  @parameterized.parameters(
-    # The smaller the matrix, the more draws its mean needs: the standard
-    # error of 256 x 256 is 0.1 % with 20.
-    (512, 2048, 5), (256, 256, 20), (64, 4096, 10), (2048, 512, 3)
-  )  # fmt: skip
-  @pytest.mark.slow
-  def test_agrees_with_svd(self, rows, cols, draws):
-    measured, model = lost_by_svd(rows, cols, draws), lost_energy(rows, cols)
-    most = 3 * min(rows, cols) // 4
-    np.testing.assert_allclose(model[: most + 1], measured[: most + 1], 5e-3)
-    np.testing.assert_allclose(model[most:], measured[most:], 0, 1e-3)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  # The smaller the matrix, the more draws its mean needs: the standard error of
+  # 256 x 256 is 0.1 % with 20.
+  "rows, cols, draws",
+  [(512, 2048, 5), (256, 256, 20), (64, 4096, 10), (2048, 512, 3)],
+)
+def test_agrees_with_svd(rows, cols, draws):
+  measured, model = lost_by_svd(rows, cols, draws), lost_energy(rows, cols)
+  most = 3 * min(rows, cols) // 4
+  assert_allclose(model[: most + 1], measured[: most + 1], 5e-3)
+  assert_allclose(model[most:], measured[most:], 0, 1e-3)
 
-  @parameterized.parameters((4, 4), (1, 7), (37, 91), (768, 50304))
-  def test_falls_from_everything_to_nothing(self, rows, cols):
-    lost = lost_energy(rows, cols)
-    self.assertLen(lost, min(rows, cols) + 1)
-    self.assertEqual(lost[0], 1.0)
-    self.assertEqual(lost[-1], SMALLEST_LOSS)
-    self.assertTrue(np.all(np.diff(lost) < 0))
-    # Each further direction removes less than the one before.
-    self.assertTrue(np.all(np.diff(lost, 2) > -1e-6))
 
-  def test_transposing_changes_nothing(self):
-    np.testing.assert_array_equal(lost_energy(30, 70), lost_energy(70, 30))
+@pytest.mark.parametrize("rows, cols", [(4, 4), (1, 7), (37, 91), (768, 50304)])
+def test_falls_from_everything_to_nothing(rows, cols):
+  lost = lost_energy(rows, cols)
+  assert len(lost) == min(rows, cols) + 1
+  assert lost[0] == 1.0
+  assert lost[-1] == SMALLEST_LOSS
+  assert np.all(np.diff(lost) < 0)
+  # Each further direction removes less than the one before.
+  assert np.all(np.diff(lost, 2) > -1e-6)
+  assert_array_equal(lost, lost_energy(cols, rows))
 
 
 def model_gains(variance, sides, width):
@@ -66,111 +65,95 @@ def model_gains(variance, sides, width):
   return np.array(rows)
 
 
-class GainsTest(parameterized.TestCase):
-  def test_model_is_the_energy_that_a_random_matrix_keeps(self):
-    """With the loss of a random matrix, the gains are its singular values."""
-    random = np.random.default_rng(0)
-    sides = np.array([[48, 96], [64, 64]])
-    scales, rank = np.array([0.1, 2.0]), 12
-    energies, lost = [], []
-    for (m, n), scale in zip(sides, scales, strict=True):
-      draws = scale * random.standard_normal((20, m, n))
-      values = np.linalg.svd(draws, compute_uv=False)
-      energies.append(np.mean(values**2, axis=0)[:24])
-      lost.append(1 - energies[-1][:rank].sum() / (m * n * scale**2))
-    gains = calibrated_gains(
-      jnp.asarray(scales**2, "float32"),
-      sides,
-      24,
-      jnp.asarray(lost, "float32"),
-      jnp.full(2, rank),
-    )
-    for row, exact in zip(np.asarray(gains), energies, strict=True):
-      np.testing.assert_allclose(np.cumsum(row), np.cumsum(exact), rtol=0.06)
-
-  @parameterized.parameters(0.9, 0.5, 0.1)
-  def test_calibration_meets_the_measured_error(self, lost):
-    sides = np.array([[48, 96], [64, 64]])
-    gains = np.asarray(
-      calibrated_gains(
-        jnp.ones(2), sides, 48, jnp.full(2, lost), jnp.array([8, 5])
-      )
-    )
-    sizes = np.prod(sides, axis=1)
-    kept = [gains[0, :8].sum() / sizes[0], gains[1, :5].sum() / sizes[1]]
-    np.testing.assert_allclose(kept, 1 - lost, atol=0.01)
-
-  def test_a_matrix_on_the_model_is_not_stretched(self):
-    lost = lost_energy(48, 96)[8]
-    sides = np.array([[48, 96]])
-    np.testing.assert_allclose(
-      calibrated_gains(
-        jnp.ones(1), sides, 24, jnp.full(1, lost), jnp.array([8])
-      ),
-      model_gains(np.ones(1), sides, 24),
-      rtol=1e-3,
-    )
-
-  def test_the_full_rank_says_nothing_of_the_spectrum(self):
-    """It loses nothing for any spectrum: the model stays as it is."""
-    sides, full = np.array([[8, 96], [64, 64]]), jnp.array([8, 64])
-    np.testing.assert_allclose(
-      calibrated_gains(jnp.ones(2), sides, 64, jnp.zeros(2), full),
-      model_gains(np.ones(2), sides, 64),
-      atol=1e-3,
-    )
-
-  @parameterized.parameters(1, 2, 5)
-  def test_gains_never_rise_nor_exceed_the_energy(self, rank):
-    random = np.random.default_rng(rank)
-    sides = np.tile([[12, 40]], (20, 1))
-    variance = random.uniform(0.1, 2.0, 20).astype(np.float32)
-    lost = random.uniform(0.0, 1.0, 20).astype(np.float32)
-    gains = np.asarray(
-      calibrated_gains(variance, sides, 12, lost, jnp.full(20, rank))
-    )
-    # Up to the rounding of T, which is a table of float32.
-    self.assertTrue(np.all(np.diff(gains) <= 1e-6 * 480 * variance[:, None]))
-    self.assertTrue(np.all(np.isfinite(gains) & (gains >= 0)))
-    self.assertTrue(np.all(gains.sum(axis=1) <= 480 * variance * (1 + 1e-6)))
-
-  def test_zero_matrices_gain_nothing(self):
-    zeros = jnp.zeros(2)
-    sides = np.array([[8, 16], [8, 8]])
-    gains = calibrated_gains(zeros, sides, 6, zeros, jnp.array([2, 3]))
-    np.testing.assert_array_equal(gains, 0)
+def gains_of(variance, sides, width, lost, ranks):
+  variance, lost = (jnp.asarray(x, "float32") for x in (variance, lost))
+  found = calibrated_gains(
+    variance, np.array(sides), width, lost, jnp.array(ranks)
+  )
+  return np.asarray(found)
 
 
-class LossTableTest(parameterized.TestCase):
-  def test_columns_end_at_the_cap(self):
-    """At ratio 2, 32 x 32 has at most 8 columns; 64 x 128 has up to 21."""
-    tree = {"a": jnp.zeros((32, 32)), "b": jnp.zeros((2, 128, 64))}
-    matrices = with_factors(leaves_in(tree), (4,), 2.0, None)
-    matrices = (matrices[0], matrices[1], matrices[1])
-    table = loss_table(matrices, 24)
-    self.assertEqual(table.shape, (3, 25))
-    np.testing.assert_allclose(
-      table[0], np.log(lost_energy(32, 32)[[*range(9), *[8] * 16]]), rtol=1e-6
-    )
-    columns = [*range(22), *[21] * 3]
-    for row in table[1:]:
-      expected = np.log(lost_energy(64, 128)[columns])
-      np.testing.assert_allclose(row, expected, rtol=1e-6)
-
-  @parameterized.parameters(1e-30, 1.0, 1e30)
-  def test_shares_of_any_scale(self, scale):
-    """G(r) / G(0) does not depend on the scale of the gradients."""
-    tree = {"a": jnp.zeros((32, 32)), "b": jnp.zeros((64, 128))}
-    matrices = with_factors(leaves_in(tree), (4,), 2.0, None)
-    table, sizes = loss_table(matrices, 16), np.float32([1024, 8192])
-    errors = log_error(table, sizes, jnp.float32([scale, 3 * scale]))
-    lost = np.array([lost_energy(32, 32)[8], lost_energy(64, 128)[16]])
-    expected = np.dot(lost, [1024, 3 * 8192]) / (1024 + 3 * 8192)
-    self.assertAlmostEqual(
-      float(np.exp(errors[16] - errors[0])), expected, places=4
-    )
-    self.assertTrue(np.all(np.diff(errors) < 0))
+def test_model_is_the_energy_that_a_random_matrix_keeps():
+  """With the loss of a random matrix, the gains are its singular values."""
+  random = np.random.default_rng(0)
+  sides = np.array([[48, 96], [64, 64]])
+  scales, rank = np.array([0.1, 2.0]), 12
+  energies, lost = [], []
+  for (m, n), scale in zip(sides, scales, strict=True):
+    draws = scale * random.standard_normal((20, m, n))
+    values = np.linalg.svd(draws, compute_uv=False)
+    energies.append(np.mean(values**2, axis=0)[:24])
+    lost.append(1 - energies[-1][:rank].sum() / (m * n * scale**2))
+  gains = gains_of(scales**2, sides, 24, lost, [rank, rank])
+  for row, exact in zip(gains, energies, strict=True):
+    assert_allclose(np.cumsum(row), np.cumsum(exact), rtol=0.06)
 
 
-if __name__ == "__main__":
-  absltest.main()
+def test_calibration_meets_the_measured_error():
+  sides = [[48, 96], [64, 64]]
+  for lost in (0.9, 0.5, 0.1):
+    gains = gains_of(np.ones(2), sides, 48, [lost, lost], [8, 5])
+    kept = gains[0, :8].sum() / (48 * 96), gains[1, :5].sum() / 64**2
+    assert_allclose(kept, 1 - lost, atol=0.01)
+
+
+def test_a_matrix_on_the_model_is_not_stretched():
+  sides, lost = [[48, 96]], lost_energy(48, 96)[8]
+  gains = gains_of(np.ones(1), sides, 24, [lost], [8])
+  assert_allclose(gains, model_gains(np.ones(1), sides, 24), rtol=1e-3)
+
+
+def test_the_full_rank_says_nothing_of_the_spectrum():
+  """It loses nothing for any spectrum: the model stays as it is."""
+  sides = [[8, 96], [64, 64]]
+  gains = gains_of(np.ones(2), sides, 64, np.zeros(2), [8, 64])
+  assert_allclose(gains, model_gains(np.ones(2), sides, 64), atol=1e-3)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_gains_never_rise_nor_exceed_the_energy(rank):
+  random = np.random.default_rng(rank)
+  sides = np.tile([[12, 40]], (20, 1))
+  variance = random.uniform(0.1, 2.0, 20).astype(np.float32)
+  lost = random.uniform(0.0, 1.0, 20).astype(np.float32)
+  gains = gains_of(variance, sides, 12, lost, [rank] * 20)
+  # Up to the rounding of T, which is a table of float32.
+  assert np.all(np.diff(gains) <= 1e-6 * 480 * variance[:, None])
+  assert np.all(np.isfinite(gains) & (gains >= 0))
+  assert np.all(gains.sum(axis=1) <= 480 * variance * (1 + 1e-6))
+
+
+def test_zero_matrices_gain_nothing():
+  gains = gains_of(np.zeros(2), [[8, 16], [8, 8]], 6, np.zeros(2), [2, 3])
+  assert_array_equal(gains, 0)
+
+
+def test_columns_end_at_the_cap():
+  """At ratio 2, 32 x 32 has at most 8 columns; 64 x 128 has up to 21."""
+  tree = {"a": jnp.zeros((32, 32)), "b": jnp.zeros((2, 128, 64))}
+  matrices = with_factors(leaves_in(tree), (4,), 2.0, None)
+  matrices = (matrices[0], matrices[1], matrices[1])
+  table = loss_table(matrices, 24)
+  assert table.shape == (3, 25)
+  assert_allclose(
+    table[0], np.log(lost_energy(32, 32)[[*range(9), *[8] * 16]]), rtol=1e-6
+  )
+  columns = [*range(22), *[21] * 3]
+  for row in table[1:]:
+    expected = np.log(lost_energy(64, 128)[columns])
+    assert_allclose(row, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_shares_of_any_scale(scale):
+  """G(r) / G(0) does not depend on the scale of the gradients."""
+  tree = {"a": jnp.zeros((32, 32)), "b": jnp.zeros((64, 128))}
+  matrices = with_factors(leaves_in(tree), (4,), 2.0, None)
+  table, sizes = loss_table(matrices, 16), np.float32([1024, 8192])
+  errors = log_error(table, sizes, jnp.float32([scale, 3 * scale]))
+  lost = np.array([lost_energy(32, 32)[8], lost_energy(64, 128)[16]])
+  expected = np.dot(lost, [1024, 3 * 8192]) / (1024 + 3 * 8192)
+  assert float(np.exp(errors[16] - errors[0])) == pytest.approx(
+    expected, rel=0, abs=5e-5
+  )
+  assert np.all(np.diff(errors) < 0)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+import pytest
 from helpers import float32
 from helpers.meshes import Pmap, gradients_like, traced_once
 
@@ -24,8 +24,9 @@ def ranks_of(budget, num_steps):
   return ranks
 
 
-class FixedBudgetTest(parameterized.TestCase):
-  @parameterized.parameters(
+@pytest.mark.parametrize(
+  "schedule, ladder, ranks",
+  [
     ({0: 8}, (8,), [8] * 6),
     ({0: 0}, (0,), [0] * 6),
     ({0: 0, 2: 8}, (0, 8), [0, 0, 8, 8, 8, 8]),
@@ -33,50 +34,49 @@ class FixedBudgetTest(parameterized.TestCase):
     ({4: 4, 0: 8, 2: 0}, (0, 4, 8), [8, 8, 0, 0, 4, 4]),
     ({0: 4, 1: 8, 3: 4, 5: 4}, (4, 8), [4, 8, 8, 4, 4, 4]),
     ({0: 4, 9: 8}, (4, 8), [4] * 6),
+  ],
+)
+def test_levels_follow_the_schedule(schedule, ladder, ranks):
+  budget = FixedBudget(schedule)
+  assert budget.ladder == ladder
+  assert ranks_of(budget, 6) == ranks
+  assert budget.ladder[budget.first_level] == ranks[0]
+
+
+def test_without_a_schedule_it_is_dense():
+  assert ranks_of(FixedBudget(), 3) == [0, 0, 0]
+
+
+def test_keeps_measures_and_sends_nothing():
+  budget = FixedBudget({0: 8, 3: 4}, window=2)
+  state, count = budget.init(), jnp.int32(4)
+  assert jax.tree.leaves(state) == []
+  assert budget.close_window(state, count) == state
+  decision, earlier = budget.decision(state)
+  assert jax.tree.leaves((decision, earlier)) == []
+  assert budget.decided(state, decision) == state
+  sample, sent = budget.sample([jnp.ones((1, 4, 4))], count, ())
+  assert sample is None
+  assert (float(sent), budget.stage_bytes) == (0.0, 0)
+  assert budget.observe(state, sample, jnp.array(True)) == state
+  assert budget.variance(state) is None
+  assert budget.report(state) == Report()
+  assert not budget.samples
+
+
+def test_a_reducer_sends_the_rank_of_each_step():
+  """One program serves the whole schedule."""
+  params = {"w": jnp.zeros((32, 48))}
+  schedule = {0: 0, 2: 8, 4: 4}
+  run = Pmap(traced_once(float32.powersgd(schedule, min_ratio=1.0)), params)
+  ranks, sent = [], []
+  for step in range(6):
+    run.step(gradients_like(params, step))
+    found = edgc_jax.metrics(run.state)
+    ranks.append(found["rank"])
+    sent.append(found["wire_bytes"])
+  assert ranks == [0, 0, 8, 8, 4, 4]
+  # Later steps send no checks of the replicas.
+  np.testing.assert_array_equal(
+    sent[4:], [float32.wire_bytes(params, 4, min_ratio=1.0)] * 2
   )
-  def test_levels_follow_the_schedule(self, schedule, ladder, ranks):
-    budget = FixedBudget(schedule)
-    self.assertEqual(budget.ladder, ladder)
-    self.assertEqual(ranks_of(budget, 6), ranks)
-    self.assertEqual(budget.ladder[budget.first_level], ranks[0])
-
-  def test_without_a_schedule_it_is_dense(self):
-    self.assertEqual(ranks_of(FixedBudget(), 3), [0, 0, 0])
-
-  def test_keeps_measures_and_sends_nothing(self):
-    budget = FixedBudget({0: 8, 3: 4}, window=2)
-    state, count = budget.init(), jnp.int32(4)
-    self.assertEqual(jax.tree.leaves(state), [])
-    self.assertEqual(budget.close_window(state, count), state)
-    decision, earlier = budget.decision(state)
-    self.assertEqual(jax.tree.leaves((decision, earlier)), [])
-    self.assertEqual(budget.decided(state, decision), state)
-    sample, sent = budget.sample([jnp.ones((1, 4, 4))], count, ())
-    self.assertIsNone(sample)
-    self.assertEqual((float(sent), budget.stage_bytes), (0.0, 0))
-    self.assertEqual(budget.observe(state, sample, jnp.array(True)), state)
-    self.assertIsNone(budget.variance(state))
-    self.assertEqual(budget.report(state), Report())
-    self.assertFalse(budget.samples)
-
-  def test_a_reducer_sends_the_rank_of_each_step(self):
-    """One program serves the whole schedule."""
-    params = {"w": jnp.zeros((32, 48))}
-    schedule = {0: 0, 2: 8, 4: 4}
-    run = Pmap(traced_once(float32.powersgd(schedule, min_ratio=1.0)), params)
-    ranks, sent = [], []
-    for step in range(6):
-      run.step(gradients_like(params, step))
-      found = edgc_jax.metrics(run.state)
-      ranks.append(found["rank"])
-      sent.append(found["wire_bytes"])
-    self.assertEqual(ranks, [0, 0, 8, 8, 4, 4])
-    # Later steps send no checks of the replicas.
-    np.testing.assert_array_equal(
-      sent[4:],
-      [float32.wire_bytes(params, 4, min_ratio=1.0)] * 2,
-    )
-
-
-if __name__ == "__main__":
-  absltest.main()

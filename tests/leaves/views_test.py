@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
 from flax import nnx
 from helpers import float32
 from helpers.meshes import Pmap, gradients_like
+from numpy.testing import assert_allclose, assert_array_equal
 
 import edgc_jax
 from edgc_jax import MatrixView, TransposedView, layer_matrix, scanned
@@ -85,69 +85,75 @@ def haiku_net(x, image):
 INPUTS = (jnp.zeros((2, 7, WIDTH)), jnp.zeros((2, 8, 8, 3)))
 
 
-class LayoutsTest(parameterized.TestCase):
-  def check(self, tree, expected):
-    found = views_of(tree)
-    self.assertEqual({path: found[path] for path in expected}, expected)
-    biases = [path for path in found if "bias" in path or "scale" in path]
-    self.assertNotEmpty(biases)
-    for path in biases:
-      self.assertIsNone(found[path], path)
+def check(tree, expected):
+  found = views_of(tree)
+  assert {path: found[path] for path in expected} == expected
+  biases = [path for path in found if "bias" in path or "scale" in path]
+  assert biases
+  for path in biases:
+    assert found[path] is None, path
 
-  def test_linen(self):
-    shapes = jax.eval_shape(Linen().init, KEY, *INPUTS)["params"]
-    self.check(
-      shapes,
-      {
-        "attention/query/kernel": (1, 32, 32),
-        "attention/key/kernel": (1, 32, 32),
-        "attention/value/kernel": (1, 32, 32),
-        "attention/out/kernel": (1, 32, 32),
-        "Conv_0/kernel": (1, 27, 16),
-        "patches/kernel": (1, 192, 16),
-        "Conv_1/kernel": (1, 160, 16),
-        "heads/kernel": (32, 4, 8),  # nothing tells it from a stack
-        "Embed_0/embedding": (1, 100, 32),
-        "Dense_0/kernel": (1, 32, 64),
-      },
-    )
 
-  def test_nnx(self):
-    model = nnx.eval_shape(lambda: Nnx(nnx.Rngs(0)))
-    found = views_of(nnx.state(model, nnx.Param))
-    for name in ("query", "key", "value", "out"):
-      self.assertEqual(found[f"attention/{name}/kernel"], (1, 32, 32))
-      self.assertEqual(found[f"attentions/{name}/kernel"], (3, 32, 32))
-    self.assertEqual(found["conv/kernel"], (1, 27, 16))
-    self.assertEqual(found["layers/0/kernel"], (1, 32, 64))
-    for path in ("attention/query/bias", "attentions/out/bias", "norm/scale"):
-      self.assertIsNone(found[path], path)
+def test_linen():
+  shapes = jax.eval_shape(Linen().init, KEY, *INPUTS)["params"]
+  check(
+    shapes,
+    {
+      "attention/query/kernel": (1, 32, 32),
+      "attention/key/kernel": (1, 32, 32),
+      "attention/value/kernel": (1, 32, 32),
+      "attention/out/kernel": (1, 32, 32),
+      "Conv_0/kernel": (1, 27, 16),
+      "patches/kernel": (1, 192, 16),
+      "Conv_1/kernel": (1, 160, 16),
+      "heads/kernel": (32, 4, 8),  # nothing tells it from a stack
+      "Embed_0/embedding": (1, 100, 32),
+      "Dense_0/kernel": (1, 32, 64),
+    },
+  )
 
-  def test_equinox(self):
-    self.check(
-      eqx.filter_eval_shape(Equinox),
-      {
-        "layers/0/weight": (1, 16, 27),
-        "layers/1/weight": (1, 16, 40),
-        "layers/2/weight": (1, 64, 32),
-        "layers/3/query_proj/weight": (1, 32, 32),
-        "blocks/weight": (3, 64, 32),
-      },
-    )
 
-  def test_haiku(self):
-    shapes = jax.eval_shape(hk.transform(haiku_net).init, KEY, *INPUTS)
-    self.check(
-      shapes,
-      {
-        "conv2_d/w": (1, 27, 16),
-        "conv1_d/w": (1, 96, 16),
-        "multi_head_attention/query/w": (1, 32, 32),
-        "__layer_stack_no_per_layer/linear/w": (3, 32, 32),
-      },
-    )
+def test_nnx():
+  model = nnx.eval_shape(lambda: Nnx(nnx.Rngs(0)))
+  found = views_of(nnx.state(model, nnx.Param))
+  for name in ("query", "key", "value", "out"):
+    assert found[f"attention/{name}/kernel"] == (1, 32, 32)
+    assert found[f"attentions/{name}/kernel"] == (3, 32, 32)
+  assert found["conv/kernel"] == (1, 27, 16)
+  assert found["layers/0/kernel"] == (1, 32, 64)
+  for path in ("attention/query/bias", "attentions/out/bias", "norm/scale"):
+    assert found[path] is None, path
 
-  @parameterized.parameters(
+
+def test_equinox():
+  check(
+    eqx.filter_eval_shape(Equinox),
+    {
+      "layers/0/weight": (1, 16, 27),
+      "layers/1/weight": (1, 16, 40),
+      "layers/2/weight": (1, 64, 32),
+      "layers/3/query_proj/weight": (1, 32, 32),
+      "blocks/weight": (3, 64, 32),
+    },
+  )
+
+
+def test_haiku():
+  shapes = jax.eval_shape(hk.transform(haiku_net).init, KEY, *INPUTS)
+  check(
+    shapes,
+    {
+      "conv2_d/w": (1, 27, 16),
+      "conv1_d/w": (1, 96, 16),
+      "multi_head_attention/query/w": (1, 32, 32),
+      "__layer_stack_no_per_layer/linear/w": (3, 32, 32),
+    },
+  )
+
+
+@pytest.mark.parametrize(
+  "path, shape, view",
+  [
     ("['w']", (64, 32), (1, 64, 32)),
     ("", (64, 32), (1, 64, 32)),
     ("['blocks']['mlp']['kernel']", (12, 768, 3072), (12, 768, 3072)),
@@ -186,99 +192,99 @@ class LayoutsTest(parameterized.TestCase):
     ("['attn']['qkv']['kernel']", (768, 3, 12, 64), (1, 768, 2304)),
     ("['qkv_proj']['kernel']", (12, 768, 3, 12, 64), (12, 768, 2304)),
     ("['attn']['c_attn']['kernel']", (12, 768, 3, 768), (12, 768, 2304)),
-  )
-  def test_names_and_shapes(self, path, shape, view):
-    self.assertEqual(layer_matrix(path, shape), view)
+  ],
+)
+def test_names_and_shapes(path, shape, view):
+  assert layer_matrix(path, shape) == view
 
 
-class ScannedTest(parameterized.TestCase):
-  """Layers in the second axis, as MaxText stacks them."""
-
-  @parameterized.parameters(
-    ("['layers']['mlp']['wi_0']['kernel']", (64, 12, 256), (12, 64, 256)),
-    ("['layers']['mlp']['wo']['kernel']", (256, 12, 64), (12, 256, 64)),
-    ("['layers']['attention']['query']['kernel']", (64, 12, 8, 8),
-     (12, 64, 64)),
-    ("['layers']['attention']['out']['kernel']", (8, 12, 8, 64), (12, 64, 64)),
-    ("['layers']['attention']['qkv_proj']['kernel']", (64, 12, 3, 8, 8),
-     (12, 64, 192)),
-    ("['layers']['moe']['wi']", (4, 12, 64, 256), (48, 64, 256)),
-    ("['layers']['norm']['scale']", (64, 12), None),
-    ("['embedding']", (1000, 64), (1, 1000, 64)),
-  )  # fmt: skip
-  def test_views(self, path, shape, expected):
-    view = scanned(1)(path, shape)
-    if isinstance(view, TransposedView):
-      self.assertEqual(view.order[0], 1)
-      view = view.view
-    self.assertEqual(view, expected)
-
-  def test_the_first_axis_needs_no_transposition(self):
-    view = scanned(0)("['layers']['wi']['kernel']", (12, 64, 256))
-    self.assertEqual(view, MatrixView(12, 64, 256))
-
-  def test_arrays_go_there_and_back(self):
-    x = jnp.arange(2.0 * 3 * 4 * 5).reshape(2, 3, 4, 5)
-    tree = {"layers": {"attention": {"out": {"kernel": x}}}}
-    (leaf,) = leaves_in(tree, scanned(1))
-    there = leaf.to_view(x)
-    self.assertEqual(there.shape, (3, 8, 5))
-    np.testing.assert_array_equal(there[1], x[:, 1].reshape(8, 5))
-    np.testing.assert_array_equal(leaf.from_view(there), x)
-
-  @pytest.mark.slow
-  def test_a_reducer_sends_the_matrices_of_the_layers(self):
-    """As if the axis of the layers came first."""
-    second = {"layers": {"wi": {"kernel": jnp.zeros((24, 3, 40))}}}
-    first = {"layers": {"wi": {"kernel": jnp.zeros((3, 24, 40))}}}
-    gradients = gradients_like(first, 0)
-    turned = jax.tree.map(lambda g: jnp.swapaxes(g, 1, 2), gradients)
-    one = Pmap(float32.powersgd(2), first)
-    other = Pmap(float32.powersgd(2, matrix_view=scanned(1)), second)
-    for _ in range(2):
-      expected = one.step(gradients)["layers"]["wi"]["kernel"]
-      found = other.step(turned)["layers"]["wi"]["kernel"]
-      np.testing.assert_allclose(
-        np.swapaxes(found, 1, 2), expected, rtol=1e-4, atol=1e-5
-      )
-
-  def test_an_order_may_be_a_list(self):
-    params = {"w": jnp.zeros((24, 2, 20))}
-    matrices = MatrixView(2, 24, 20)
-    sent = [
-      edgc_jax.wire_bytes(
-        params, 2, matrix_view=lambda *_, o=order: TransposedView(o, matrices)
-      )
-      for order in ((1, 0, 2), [1, 0, 2], np.array([1, 0, 2]))
-    ]
-    self.assertEqual(sent, [sent[0]] * 3)
-
-  def test_an_order_has_all_axes(self):
-    view = lambda path, shape: TransposedView((0, 0), MatrixView(1, 8, 4))  # noqa: E731
-    with self.assertRaisesRegex(ValueError, "`matrix_view` must order all 2"):
-      leaves_in({"w": jnp.zeros((8, 4))}, view)
-
-  def test_a_tree_that_goes_mostly_dense_warns(self):
-    params = {"layers": {"wi": {"kernel": jnp.zeros((512, 8, 512))}}}
-    params["embedding"] = jnp.zeros((64, 512))
-    with self.assertWarnsRegex(RuntimeWarning, r"98% .*wi.*scanned\(1\)"):
-      edgc_jax.powersgd(8).init(params)
-    edgc_jax.powersgd(8, matrix_view=scanned(1)).init(params)
-
-  def test_leaves_without_a_view_are_dense_on_purpose(self):
-    params = {"w": jnp.zeros((64, 512)), "embedding": jnp.zeros((4096, 128))}
-    view = lambda path, shape: None if "emb" in path else (1, *shape)  # noqa: E731
-    edgc_jax.powersgd(8, matrix_view=view).init(params)  # warns of nothing
-    edgc_jax.topk(matrix_view=view).init(params)
-
-  def test_a_view_of_one_layer_may_be_a_tuple(self):
-    view = scanned(1, lambda path, shape: (1, *shape))
-    found = view("['layers']['wi']['kernel']", (64, 12, 256))
-    self.assertEqual(tuple(found.view), (12, 64, 256))
-    view = scanned(1, lambda path, shape: (64, 256))
-    with self.assertRaisesRegex(TypeError, "`matrix_view` must return .count"):
-      leaves_in({"layers": jnp.zeros((64, 12, 256))}, view)
+@pytest.mark.parametrize("path, shape, expected", [
+  ("['layers']['mlp']['wi_0']['kernel']", (64, 12, 256), (12, 64, 256)),
+  ("['layers']['mlp']['wo']['kernel']", (256, 12, 64), (12, 256, 64)),
+  ("['layers']['attention']['query']['kernel']", (64, 12, 8, 8),
+   (12, 64, 64)),
+  ("['layers']['attention']['out']['kernel']", (8, 12, 8, 64), (12, 64, 64)),
+  ("['layers']['attention']['qkv_proj']['kernel']", (64, 12, 3, 8, 8),
+   (12, 64, 192)),
+  ("['layers']['moe']['wi']", (4, 12, 64, 256), (48, 64, 256)),
+  ("['layers']['norm']['scale']", (64, 12), None),
+  ("['embedding']", (1000, 64), (1, 1000, 64)),
+])  # fmt: skip
+def test_views(path, shape, expected):
+  view = scanned(1)(path, shape)
+  if isinstance(view, TransposedView):
+    assert view.order[0] == 1
+    view = view.view
+  assert view == expected
 
 
-if __name__ == "__main__":
-  absltest.main()
+def test_the_first_axis_needs_no_transposition():
+  view = scanned(0)("['layers']['wi']['kernel']", (12, 64, 256))
+  assert view == MatrixView(12, 64, 256)
+
+
+def test_arrays_go_there_and_back():
+  x = jnp.arange(2.0 * 3 * 4 * 5).reshape(2, 3, 4, 5)
+  tree = {"layers": {"attention": {"out": {"kernel": x}}}}
+  (leaf,) = leaves_in(tree, scanned(1))
+  there = leaf.to_view(x)
+  assert there.shape == (3, 8, 5)
+  assert_array_equal(there[1], x[:, 1].reshape(8, 5))
+  assert_array_equal(leaf.from_view(there), x)
+
+
+@pytest.mark.slow
+def test_a_reducer_sends_the_matrices_of_the_layers():
+  """As if the axis of the layers came first."""
+  second = {"layers": {"wi": {"kernel": jnp.zeros((24, 3, 40))}}}
+  first = {"layers": {"wi": {"kernel": jnp.zeros((3, 24, 40))}}}
+  gradients = gradients_like(first, 0)
+  turned = jax.tree.map(lambda g: jnp.swapaxes(g, 1, 2), gradients)
+  one = Pmap(float32.powersgd(2), first)
+  other = Pmap(float32.powersgd(2, matrix_view=scanned(1)), second)
+  for _ in range(2):
+    expected = one.step(gradients)["layers"]["wi"]["kernel"]
+    found = other.step(turned)["layers"]["wi"]["kernel"]
+    assert_allclose(np.swapaxes(found, 1, 2), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_order_may_be_a_list():
+  params = {"w": jnp.zeros((24, 2, 20))}
+  matrices = MatrixView(2, 24, 20)
+  sent = [
+    edgc_jax.wire_bytes(
+      params, 2, matrix_view=lambda *_, o=order: TransposedView(o, matrices)
+    )
+    for order in ((1, 0, 2), [1, 0, 2], np.array([1, 0, 2]))
+  ]
+  assert sent == [sent[0]] * 3
+
+
+def test_an_order_has_all_axes():
+  view = lambda path, shape: TransposedView((0, 0), MatrixView(1, 8, 4))  # noqa: E731
+  with pytest.raises(ValueError, match="`matrix_view` must order all 2"):
+    leaves_in({"w": jnp.zeros((8, 4))}, view)
+
+
+def test_a_tree_that_goes_mostly_dense_warns():
+  params = {"layers": {"wi": {"kernel": jnp.zeros((512, 8, 512))}}}
+  params["embedding"] = jnp.zeros((64, 512))
+  with pytest.warns(RuntimeWarning, match=r"98% .*wi.*scanned\(1\)"):
+    edgc_jax.powersgd(8).init(params)
+  edgc_jax.powersgd(8, matrix_view=scanned(1)).init(params)
+
+
+def test_leaves_without_a_view_are_dense_on_purpose():
+  params = {"w": jnp.zeros((64, 512)), "embedding": jnp.zeros((4096, 128))}
+  view = lambda path, shape: None if "emb" in path else (1, *shape)  # noqa: E731
+  edgc_jax.powersgd(8, matrix_view=view).init(params)  # warns of nothing
+  edgc_jax.topk(matrix_view=view).init(params)
+
+
+def test_a_view_of_one_layer_may_be_a_tuple():
+  view = scanned(1, lambda path, shape: (1, *shape))
+  found = view("['layers']['wi']['kernel']", (64, 12, 256))
+  assert tuple(found.view) == (12, 64, 256)
+  view = scanned(1, lambda path, shape: (64, 256))
+  with pytest.raises(TypeError, match=r"`matrix_view` must return .count"):
+    leaves_in({"layers": jnp.zeros((64, 12, 256))}, view)
