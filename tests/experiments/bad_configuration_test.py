@@ -287,6 +287,42 @@ def test_parts_that_do_not_fit(reducer, changes, parts):
   refused(lambda: make(changed(base(reducer), changes)), *parts)
 
 
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"local.every": -1}, r"^`local.every` must be at least 0, got -1"),
+    (
+      {"local.every": 0},
+      r"^`local.every` must be at least 1 with other options .*; raise it\.",
+    ),
+    (
+      {"local.lookahead": True, "init_from": "runs/other"},
+      r"^`init_from` must be empty with local.lookahead",
+    ),
+    ({"local.fragments": 2}, r"^`fragments` must be a divisor of every=3"),
+    (
+      {"local.fragments": 3, "local.lookahead": True},
+      r"^`local.lookahead` must be False with fragments or overlap",
+    ),
+    (
+      {"mesh.stage": 2, "mesh.data": 2, "mesh.backend": "jit"},
+      r"^`local.every` must be 0 on pipeline stages .* got 3 with mesh.stage=2",
+    ),
+    ({"reducer": "auto"}, r"^`local.every` must be 0 .* and auto; set"),
+    ({"optimizer.name": "adam"}, r"^`optimizer.name` must be one of adamw, si"),
+    ({"reducer": "gone"}, r"^`reducer` must be one of allreduce, .*topk, demo"),
+  ],
+)
+def test_local_steps_that_do_not_fit(tmp_path, changes, message):
+  config = small(tmp_path / "run", "quantize")
+  config.mesh.backend, config.model.num_layers = "vmap", 2
+  config.local.update(every=3, momentum=0.5)
+  config.update_from_flattened_dict(changes)
+  with pytest.raises(ValueError, match=message):
+    Trainer(config)
+  assert not (tmp_path / "run").exists()
+
+
 # No run begins.
 
 

@@ -16,7 +16,7 @@ from experiments.reporting import key_numbers, logged_run
 from experiments.training import checks
 from experiments.training.trainer import Trainer, TrainingStopped
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.slow
 EVERY = 3
 
 
@@ -54,18 +54,12 @@ def test_backends_agree(whole, simulated, backend):
     losses_of(trainer), losses_of(simulated), rtol=1e-5
   )
   assert trainer.parallel.traces == 1
-
-
-@pytest.mark.usefixtures("without_cache")
-def test_shards_agree(tmp_path, simulated):
-  config = config_of(tmp_path / "run", backend="jit")
-  config.mesh.update(data=4, fsdp=2)
-  trainer = cut_runs.run(config)
-  # Blocks of 8 bits are of a shard's part of a matrix.
-  np.testing.assert_allclose(
-    losses_of(trainer), losses_of(simulated), rtol=1e-3
-  )
-  assert trainer.parallel.traces == 1
+  # Inner steps send nothing, neither the loss: each would wait for the link.
+  state = trainer.parallel.init(jax.random.key(0))
+  compiled = trainer.parallel.compile_step(*state, trainer.config.batch_size)
+  text = compiled.as_text()
+  for part, sends in ((text, True), (text[text.index("ENTRY") :], False)):
+    assert any(map(hlo.is_collective, part.splitlines())) == sends
 
 
 def test_bytes_are_sent_at_exchanges_alone(simulated):
@@ -80,17 +74,6 @@ def test_bytes_are_sent_at_exchanges_alone(simulated):
   dense = 4 * simulated.parallel.num_params
   assert {line["dense_bytes"] for line in lines} == {dense}
   assert summary["versions"] == {"task": 1, "method": 1, "local_steps": 1}
-
-
-@pytest.mark.parametrize("backend", ["pmap", "jit"])
-def test_inner_steps_of_the_trainer_send_nothing(tmp_path, backend):
-  """Neither the loss: each step would wait for the link."""
-  config = config_of(tmp_path / "run", backend=backend)
-  parallel = Trainer(config).parallel
-  state = parallel.init(jax.random.key(0))
-  text = parallel.compile_step(*state, config.batch_size).as_text()
-  for part, sends in ((text, True), (text[text.index("ENTRY") :], False)):
-    assert any(map(hlo.is_collective, part.splitlines())) == sends
 
 
 def test_what_is_evaluated_is_common(simulated):
@@ -120,16 +103,13 @@ def test_resumes_bit_for_bit_within_a_round(tmp_path, whole, backend):
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
-def test_resumes_on_another_number_of_replicas(
-  tmp_path, simulated, replicas, capsys
-):
+def test_resumes_on_another_number_of_replicas(tmp_path, simulated, capsys):
   """Own parameters keep their mean, in the middle of a round."""
   config = config_of(tmp_path / "cut")
   cut_runs.run(config, cut_after=4)
-  config.mesh.data = replicas
+  config.mesh.data = 2
   resumed = cut_runs.run(config)
-  assert f"on {replicas} replicas, 4 before" in capsys.readouterr().out
+  assert "on 2 replicas, 4 before" in capsys.readouterr().out
   np.testing.assert_allclose(
     losses_of(resumed)[-1], losses_of(simulated)[-1], rtol=0.01
   )
@@ -231,7 +211,6 @@ def test_ranks_change_with_the_exchanges(tmp_path):
   """A rank of 4.5 is 5 in half of the exchanges, and 4 in the others."""
   config = config_of(tmp_path / "run", "powersgd", every=2)
   config.powersgd.update(rank=4.5, warmup_steps=0, min_ratio=1.0)
-  config.steps = 8
   trainer = cut_runs.run(config)
   history = trainer.folder.summary()["rank_history"]
   assert [rank for _, (rank,) in history] == [0, 5, 4]
@@ -307,41 +286,6 @@ def test_stops_if_all_replicas_skip_all_steps(
   monkeypatch.setattr(trainer.task, "loss", broken)
   with pytest.raises(TrainingStopped, match=r"^3 steps in a row up to step 3"):
     trainer.run()
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    ({"local.every": -1}, r"^`local.every` must be at least 0, got -1"),
-    (
-      {"local.every": 0},
-      r"^`local.every` must be at least 1 with other options .*; raise it\.",
-    ),
-    (
-      {"local.lookahead": True, "init_from": "runs/other"},
-      r"^`init_from` must be empty with local.lookahead",
-    ),
-    ({"local.fragments": 2}, r"^`fragments` must be a divisor of every=3"),
-    (
-      {"local.fragments": 3, "local.lookahead": True},
-      r"^`local.lookahead` must be False with fragments or overlap",
-    ),
-    (
-      {"mesh.stage": 2, "mesh.data": 2, "mesh.backend": "jit"},
-      r"^`local.every` must be 0 on pipeline stages .* got 3 with mesh.stage=2",
-    ),
-    ({"reducer": "auto"}, r"^`local.every` must be 0 .* and auto; set"),
-    ({"optimizer.name": "adam"}, r"^`optimizer.name` must be one of adamw, si"),
-    ({"reducer": "gone"}, r"^`reducer` must be one of allreduce, .*topk, demo"),
-  ],
-)
-def test_errors(tmp_path, changes, message):
-  config = config_of(tmp_path / "run")
-  config.model.num_layers = 2
-  config.update_from_flattened_dict(changes)
-  with pytest.raises(ValueError, match=message):
-    Trainer(config)
-  assert not (tmp_path / "run").exists()
 
 
 def test_versions_of_what_a_run_uses():

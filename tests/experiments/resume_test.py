@@ -20,7 +20,7 @@ from experiments.runs.storage import RunInUse
 from experiments.training import trainer as trainer_module
 from experiments.training.trainer import Trainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.slow
 
 # All backends write such files; tests/runs/exact_resume_test.py has the others.
 config_of = functools.partial(cut_runs.config_of, backend="vmap")

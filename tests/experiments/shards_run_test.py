@@ -34,6 +34,20 @@ def test_dense_is_unsharded(tmp_path):
   assert summary["traces"] == 1
 
 
+def test_local_steps_agree(tmp_path):
+  """Blocks of 8 bits are of a shard's part of a matrix."""
+  losses = []
+  for fsdp, backend in ((1, "vmap"), (2, "jit")):
+    config = cut_runs.config_of(tmp_path / backend, "quantize", backend)
+    config.log_every = 1
+    config.local.update(every=3, momentum=0.5)
+    config.mesh.update(data=4, fsdp=fsdp)
+    trainer = cut_runs.run(config)
+    losses.append([line["loss"] for line in cut_runs.lines_of(trainer)])
+  np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+  assert trainer.parallel.traces == 1
+
+
 @pytest.mark.parametrize(
   ("changes", "message"),
   [

@@ -210,15 +210,14 @@ def test_keys_differ_between_replicas_steps_and_seeds():
 # Whole runs.
 
 
-# A method for each task; tests/runs/exact_resume_test.py resumes all methods.
+# Each of these methods resumes here at least once.
 METHODS = {
-  "bert": "quantize", "coattention": "quantize", "conv": "edgc",
+  "bert": "quantize", "coattention": "topk", "conv": "edgc",
   "gpt2": "quantize", "vit": "powersgd",
 }  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize("name", tasks.names())
 def test_every_task_trains_and_resumes_bit_for_bit(name, tmp_path):
   """A run that was cut off continues as if it had not been."""
@@ -278,7 +277,6 @@ def losses_of(config, cut_after=None):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize(
   "name, reducer, backend",
   [  # every pair: tests/runs/parallel_test.py has gpt2 with edgc on all
@@ -298,7 +296,6 @@ def test_simulated_replicas_train_as_real_ones(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_once")
 def test_a_run_on_devices_continues_as_simulated(tmp_path, simulated):
   """Both backends store the same arrays, and draw the same dropout."""
   config = small_task(tmp_path / "run", "vit", "powersgd", "pmap")

@@ -19,7 +19,7 @@ from experiments.runtime import hosts
 from experiments.training.progress_check import ProgressCheck
 from experiments.training.trainer import Trainer, TrainingStopped
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
