@@ -74,14 +74,19 @@ def test_programs_from_a_cache():
   run = stage_run(
     edgc_jax.allreduce(stages=edgc_jax.Stages("stage", placement))
   )
-  before = jax.config.jax_compilation_cache_dir
-  jax.config.update("jax_compilation_cache_dir", "/of/this/user")
-  jax.config.update("jax_enable_compilation_cache", True)
+  wanted = {
+    "jax_compilation_cache_dir": "/of/this/user",
+    "jax_enable_compilation_cache": True,
+  }
+  before = {name: getattr(jax.config, name) for name in wanted}
+  for name, value in wanted.items():
+    jax.config.update(name, value)
   try:
     with pytest.raises(RuntimeError, match=r"must be off.*/of/this/user"):
       run.step(gradients(0))
   finally:
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before.items():
+      jax.config.update(name, value)
 
 
 def test_replicated_leaf_that_is_not_declared_shared():
