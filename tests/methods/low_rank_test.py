@@ -1,9 +1,10 @@
 """The low-rank exchange against NumPy, and across rank changes."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
 from helpers import float32
 from helpers.meshes import (
   Pmap,
@@ -41,192 +42,199 @@ def clear_residual(run):
   run.state = with_field(run.state, "residual", zeros)
 
 
-class LowRankTest(parameterized.TestCase):
-  @parameterized.parameters(1, 4, 16)
-  def test_agrees_with_numpy(self, rank):
-    run = Pmap(float32.powersgd(rank, min_ratio=0), PARAMS)
-    first_q = np.asarray(factors(run.state)["w"])[0, 0]
-    reference = PowerSGD(first_q, REPLICAS, ROWS, COLS)
-    for step in range(5):
-      gradients = gradients_like(PARAMS, seed=step)
-      expected = reference.step(np.asarray(gradients["w"], np.float64), rank)
-      updates = run.step(gradients)
-      np.testing.assert_allclose(updates["w"][0], expected, 1e-3, 1e-5)
-      np.testing.assert_allclose(
-        run.residual()["w"], reference.residual, 1e-3, 1e-4
-      )
+@pytest.mark.parametrize("rank", [1, 4, 16])
+def test_agrees_with_numpy(rank):
+  run = Pmap(float32.powersgd(rank, min_ratio=0), PARAMS)
+  first_q = np.asarray(factors(run.state)["w"])[0, 0]
+  reference = PowerSGD(first_q, REPLICAS, ROWS, COLS)
+  for step in range(5):
+    gradients = gradients_like(PARAMS, seed=step)
+    expected = reference.step(np.asarray(gradients["w"], np.float64), rank)
+    updates = run.step(gradients)
+    np.testing.assert_allclose(updates["w"][0], expected, 1e-3, 1e-5)
+    np.testing.assert_allclose(
+      run.residual()["w"], reference.residual, 1e-3, 1e-4
+    )
 
-  def test_warm_start_finds_the_best_subspace(self):
-    """With the same gradient each step, the update tends to the best."""
-    values = 2.0 ** -np.arange(12)
-    gradients = spectral_gradient(values)
-    run = Pmap(float32.powersgd(4, min_ratio=0), PARAMS)
-    lost = []
-    for _ in range(8):
-      lost.append(lost_share(gradients, run.step(gradients)))
+
+def test_warm_start_finds_the_best_subspace():
+  """With the same gradient each step, the update tends to the best."""
+  values = 2.0 ** -np.arange(12)
+  gradients = spectral_gradient(values)
+  run = Pmap(float32.powersgd(4, min_ratio=0), PARAMS)
+  lost = []
+  for _ in range(8):
+    lost.append(lost_share(gradients, run.step(gradients)))
+    clear_residual(run)
+  best = np.sum(values[4:] ** 2) / np.sum(values**2)
+  assert abs(lost[-1] - best) <= 1e-4
+  assert lost[-1] < lost[0]
+
+
+@pytest.mark.slow
+def test_error_is_of_the_mean_and_norm_of_one_replica():
+  """One step's estimate is rough, the mean of many is not biased."""
+  run = Pmap(float32.powersgd(4, min_ratio=0), PARAMS)
+  estimated, exact = [], []
+  for step in range(60):
+    gradients = gradients_like(PARAMS, seed=step)
+    m = (np.asarray(gradients["w"]) + run.residual()["w"]).mean(0)
+    run.step(gradients)
+    residual, values = run.residual()["w"], edgc_jax.metrics(run.state)
+    exact.append(np.sum(residual.mean(0) ** 2) / np.sum(m**2))
+    estimated.append(values["relative_error"])
+    norm = np.sqrt(np.mean(np.sum(residual**2, axis=(1, 2))))
+    assert abs(values["residual_norm"] / norm - 1) < 0.5e-4
+  assert 0.3 <= np.mean(exact) <= 0.95
+  # 60 steps of (2 / 16)^(1/2) each: 4.6 % of the error.
+  ratio = np.divide(estimated, exact)
+  assert abs(np.mean(ratio) - 1) <= 0.05
+  assert np.std(ratio) < (2 / 16) ** 0.5
+
+
+@pytest.mark.slow
+def test_residual_does_not_pile_up():
+  """Differences between replicas are sent in the end too."""
+  run = Pmap(float32.powersgd(8, min_ratio=0), PARAMS)
+  norms = []
+  for step in range(120):
+    run.step(gradients_like(PARAMS, seed=step))
+    norms.append(edgc_jax.metrics(run.state)["residual_norm"])
+  assert norms[119] < 1.25 * norms[39]
+
+
+@pytest.mark.parametrize(
+  ("noise", "turns"),
+  [
+    pytest.param(0.0, False, id="constant"),
+    pytest.param(0.0, True, id="new"),
+    pytest.param(0.05, False, id="noisy"),
+  ],
+)
+@pytest.mark.slow
+def test_a_spectrum_wider_than_a_float_is_exact(noise, turns):
+  """8 singular values are 1e4 and 24 are 1: each column matters."""
+  rows, cols, rank = 128, 256, 32
+  params = {"w": jnp.zeros((rows, cols))}
+  values = np.r_[np.full(8, 1e4), np.ones(24)]
+  run = Pmap(float32.powersgd(rank, min_ratio=0), params, replicas=1)
+  q = np.float32(factors(run.state)["w"])[0, 0].T
+  residual = np.zeros((rows, cols), np.float32)
+  for step in range(30):
+    random = np.random.default_rng(step if turns else 0)
+    u, _ = np.linalg.qr(random.standard_normal((rows, rank)))
+    v, _ = np.linalg.qr(random.standard_normal((cols, rank)))
+    more = np.random.default_rng(step).standard_normal((rows, cols))
+    gradient = np.float32((u * values) @ v.T + noise * more)
+    run.step({"w": jnp.asarray(gradient)[None]})
+    # PowerSGD with Householder QR, in float32 as well.
+    m = gradient + residual
+    p, _ = np.linalg.qr(m @ q)
+    q = m.T @ p
+    residual = m - p @ q.T
+  ours = np.linalg.norm(run.residual()["w"])
+  assert ours <= 1.2 * np.linalg.norm(residual)
+  kept = np.asarray(factors(run.state)["w"])[0, 0]
+  assert np.linalg.norm(kept, axis=1).min() > 0.3
+
+
+def test_dead_directions_come_back_equal_on_all_replicas():
+  """After gradients of rank one, all directions are used again."""
+  run = Pmap(float32.powersgd(8, min_ratio=0), PARAMS)
+  for _ in range(4):
+    updates = run.step(spectral_gradient(np.array([1.0])))
+  assert_replicas_equal((factors(run.state), updates))
+  run.step(gradients_like(PARAMS, seed=0))
+  run.step(gradients_like(PARAMS, seed=1))
+  q = np.asarray(factors(run.state)["w"])[0, 0]
+  lengths = np.linalg.norm(q, axis=1)
+  assert lengths.min() > 0.1 * lengths.max()
+
+
+@functools.cache
+def changing():
+  """Returns a run whose rank a test sets, compiled once for all tests."""
+  tx = float32.edgc(
+    rank_max=16,
+    rank_min=8,
+    rank_multiple=8,
+    max_rank_step=8,
+    warmup_rank=None,
+    window=1000,
+    warmup_steps=1000,
+    min_ratio=0,
+    sampling=edgc_jax.Sampling(step_rate=1.0),
+    allocation="uniform",
+  )
+  return Pmap(tx, PARAMS)
+
+
+def restarted():
+  run = changing()
+  run.state = run.first_state
+  return run
+
+
+def step_at(run, gradients, rank):
+  budget = run.state.budget
+  ranks = jnp.full_like(budget.decision.rank, rank)
+  decision = budget.decision._replace(rank=ranks)
+  run.state = run.state._replace(budget=budget._replace(decision=decision))
+  updates = run.step(gradients)
+  assert edgc_jax.metrics(run.state)["rank"] == rank
+  return updates
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_when_the_rank_changes():
+  """Updates and residuals add up to the gradients at any rank."""
+  run, owed = restarted(), np.zeros((ROWS, COLS))
+  for step, rank in enumerate((0, 16, 16, 8, 8, 16, 8, 0)):
+    gradients = gradients_like(PARAMS, seed=step)
+    owed += np.asarray(gradients["w"], np.float64).mean(0)
+    owed -= step_at(run, gradients, rank)["w"][0]
+    kept = run.residual()["w"].mean(0)
+    np.testing.assert_allclose(kept, owed, 1e-4, 1e-5)
+  np.testing.assert_array_equal(run.residual()["w"], 0)
+
+
+@pytest.mark.slow
+def test_slicing_keeps_the_best_columns():
+  """At the change from rank 16 to 8, the 8 strongest directions stay."""
+  run, values = restarted(), 1.15 ** -np.arange(40)
+  gradients = spectral_gradient(values)
+  best = np.sum(values[8:] ** 2) / np.sum(values**2)
+  for _ in range(4):
+    step_at(run, gradients, 16)
+    clear_residual(run)
+  warm = lost_share(gradients, step_at(run, gradients, 8))
+  run = restarted()
+  cold = lost_share(gradients, step_at(run, gradients, 8))
+  assert cold > best + 0.05
+  assert warm - best < 0.1 * (cold - best)
+
+
+@pytest.mark.slow
+def test_columns_are_used_again_when_the_rank_grows_back():
+  run, values = restarted(), 1.5 ** -np.arange(20)
+  gradients = spectral_gradient(values)
+  best = np.sum(values[16:] ** 2) / np.sum(values**2)
+  for rank in (16, 16, 16, 8, 8, 16):
+    update = step_at(run, gradients, rank)
+    clear_residual(run)
+  assert lost_share(gradients, update) < best + 1e-4
+
+
+@pytest.mark.parametrize("scale", [1e-5, 1e5])
+@pytest.mark.slow
+def test_scale_does_not_matter_when_the_rank_grows(scale):
+  """New columns of Q must not make warm ones look like rounding noise."""
+  lost = []
+  for factor in (1.0, scale):
+    gradients = spectral_gradient(factor * 0.85 ** np.arange(40))
+    run = restarted()
+    for rank in (8, 8, 8, 8, 8, 16):
+      update = step_at(run, gradients, rank)
       clear_residual(run)
-    best = np.sum(values[4:] ** 2) / np.sum(values**2)
-    self.assertAlmostEqual(lost[-1], best, delta=1e-4)
-    self.assertLess(lost[-1], lost[0])
-
-  @pytest.mark.slow
-  def test_error_is_of_the_mean_and_norm_of_one_replica(self):
-    """One step's estimate is rough, the mean of many is not biased."""
-    run = Pmap(float32.powersgd(4, min_ratio=0), PARAMS)
-    estimated, exact = [], []
-    for step in range(60):
-      gradients = gradients_like(PARAMS, seed=step)
-      m = (np.asarray(gradients["w"]) + run.residual()["w"]).mean(0)
-      run.step(gradients)
-      residual, values = run.residual()["w"], edgc_jax.metrics(run.state)
-      exact.append(np.sum(residual.mean(0) ** 2) / np.sum(m**2))
-      estimated.append(values["relative_error"])
-      norm = np.sqrt(np.mean(np.sum(residual**2, axis=(1, 2))))
-      self.assertAlmostEqual(values["residual_norm"] / norm, 1, places=4)
-    self.assertBetween(np.mean(exact), 0.3, 0.95)
-    # 60 steps of (2 / 16)^(1/2) each: 4.6 % of the error.
-    ratio = np.divide(estimated, exact)
-    self.assertAlmostEqual(np.mean(ratio), 1, delta=0.05)
-    self.assertLess(np.std(ratio), (2 / 16) ** 0.5)
-
-  @pytest.mark.slow
-  def test_residual_does_not_pile_up(self):
-    """Differences between replicas are sent in the end too."""
-    run = Pmap(float32.powersgd(8, min_ratio=0), PARAMS)
-    norms = []
-    for step in range(120):
-      run.step(gradients_like(PARAMS, seed=step))
-      norms.append(edgc_jax.metrics(run.state)["residual_norm"])
-    self.assertLess(norms[119], 1.25 * norms[39])
-
-  @parameterized.named_parameters(("constant", 0.0, False), ("new", 0.0, True),
-                                  ("noisy", 0.05, False))  # fmt: skip
-  @pytest.mark.slow
-  def test_a_spectrum_wider_than_a_float_is_exact(self, noise, turns):
-    """8 singular values are 1e4 and 24 are 1: each column matters."""
-    rows, cols, rank = 128, 256, 32
-    params = {"w": jnp.zeros((rows, cols))}
-    values = np.r_[np.full(8, 1e4), np.ones(24)]
-    run = Pmap(float32.powersgd(rank, min_ratio=0), params, replicas=1)
-    q = np.float32(factors(run.state)["w"])[0, 0].T
-    residual = np.zeros((rows, cols), np.float32)
-    for step in range(30):
-      random = np.random.default_rng(step if turns else 0)
-      u, _ = np.linalg.qr(random.standard_normal((rows, rank)))
-      v, _ = np.linalg.qr(random.standard_normal((cols, rank)))
-      more = np.random.default_rng(step).standard_normal((rows, cols))
-      gradient = np.float32((u * values) @ v.T + noise * more)
-      run.step({"w": jnp.asarray(gradient)[None]})
-      # PowerSGD with Householder QR, in float32 as well.
-      m = gradient + residual
-      p, _ = np.linalg.qr(m @ q)
-      q = m.T @ p
-      residual = m - p @ q.T
-    ours = np.linalg.norm(run.residual()["w"])
-    self.assertLessEqual(ours, 1.2 * np.linalg.norm(residual))
-    kept = np.asarray(factors(run.state)["w"])[0, 0]
-    self.assertGreater(np.linalg.norm(kept, axis=1).min(), 0.3)
-
-  def test_dead_directions_come_back(self):
-    """After gradients of rank one, all directions are used again."""
-    run = Pmap(float32.powersgd(8, min_ratio=0), PARAMS)
-    for _ in range(4):
-      run.step(spectral_gradient(np.array([1.0])))
-    run.step(gradients_like(PARAMS, seed=0))
-    run.step(gradients_like(PARAMS, seed=1))
-    q = np.asarray(factors(run.state)["w"])[0, 0]
-    lengths = np.linalg.norm(q, axis=1)
-    self.assertGreater(lengths.min(), 0.1 * lengths.max())
-
-  @pytest.mark.slow
-  def test_equal_on_all_replicas_with_dead_directions(self):
-    run = Pmap(float32.powersgd(8, min_ratio=0), PARAMS)
-    for _ in range(3):
-      updates = run.step(spectral_gradient(np.array([1.0, 0.5])))
-    assert_replicas_equal((factors(run.state), updates))
-
-
-class RankChangeTest(parameterized.TestCase):
-  """A ladder of dense and two ranks, moved by hand."""
-
-  def setUp(self):
-    super().setUp()
-    tx = float32.edgc(
-      rank_max=16,
-      rank_min=8,
-      rank_multiple=8,
-      max_rank_step=8,
-      warmup_rank=None,
-      window=1000,
-      warmup_steps=1000,
-      min_ratio=0,
-      sampling=edgc_jax.Sampling(step_rate=1.0),
-      allocation="uniform",
-    )
-    self.run_ = Pmap(tx, PARAMS)
-
-  def step(self, gradients, rank):
-    budget = self.run_.state.budget
-    ranks = jnp.full_like(budget.decision.rank, rank)
-    decision = budget.decision._replace(rank=ranks)
-    self.run_.state = self.run_.state._replace(
-      budget=budget._replace(decision=decision)
-    )
-    updates = self.run_.step(gradients)
-    self.assertEqual(edgc_jax.metrics(self.run_.state)["rank"], rank)
-    return updates
-
-  @pytest.mark.slow
-  def test_nothing_is_lost_when_the_rank_changes(self):
-    """Updates and residuals add up to the gradients at any rank."""
-    owed = np.zeros((ROWS, COLS))
-    for step, rank in enumerate((0, 16, 16, 8, 8, 16, 8, 0)):
-      gradients = gradients_like(PARAMS, seed=step)
-      owed += np.asarray(gradients["w"], np.float64).mean(0)
-      owed -= self.step(gradients, rank)["w"][0]
-      kept = self.run_.residual()["w"].mean(0)
-      np.testing.assert_allclose(kept, owed, 1e-4, 1e-5)
-    np.testing.assert_array_equal(self.run_.residual()["w"], 0)
-
-  @pytest.mark.slow
-  def test_slicing_keeps_the_best_columns(self):
-    """At the change from rank 16 to 8, the 8 strongest directions stay."""
-    values = 1.15 ** -np.arange(40)
-    gradients = spectral_gradient(values)
-    best = np.sum(values[8:] ** 2) / np.sum(values**2)
-    for _ in range(4):
-      self.step(gradients, 16)
-      clear_residual(self.run_)
-    warm = lost_share(gradients, self.step(gradients, 8))
-    self.run_.state = self.run_.first_state
-    cold = lost_share(gradients, self.step(gradients, 8))
-    self.assertGreater(cold, best + 0.05)
-    self.assertLess(warm - best, 0.1 * (cold - best))
-
-  @pytest.mark.slow
-  def test_columns_are_used_again_when_the_rank_grows_back(self):
-    values = 1.5 ** -np.arange(20)
-    gradients = spectral_gradient(values)
-    best = np.sum(values[16:] ** 2) / np.sum(values**2)
-    for rank in (16, 16, 16, 8, 8, 16):
-      update = self.step(gradients, rank)
-      clear_residual(self.run_)
-    self.assertLess(lost_share(gradients, update), best + 1e-4)
-
-  @parameterized.parameters(1e-5, 1e5)
-  @pytest.mark.slow
-  def test_scale_does_not_matter_when_the_rank_grows(self, scale):
-    """New columns of Q must not make warm ones look like rounding noise."""
-    lost = []
-    for factor in (1.0, scale):
-      gradients = spectral_gradient(factor * 0.85 ** np.arange(40))
-      self.run_.state = self.run_.first_state
-      for rank in (8, 8, 8, 8, 8, 16):
-        update = self.step(gradients, rank)
-        clear_residual(self.run_)
-      lost.append(lost_share(gradients, update))
-    self.assertAlmostEqual(lost[0], lost[1], places=4)
-
-
-if __name__ == "__main__":
-  absltest.main()
+    lost.append(lost_share(gradients, update))
+  assert abs(lost[0] - lost[1]) < 0.5e-4

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+import pytest
 
 from edgc_jax.methods import linear_algebra
 
@@ -27,50 +27,47 @@ def revive(q, shares, seed=0):
   return linear_algebra.revive(q, shares, energies, signs, UNIT)
 
 
-class ReviveTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.q = jnp.asarray(gaussian().T, jnp.float32)[None]  # rows
-
-  def test_keeps_columns_that_are_new_enough(self):
-    shares = jnp.full((1, COLS), 0.01)
-    q = revive(self.q, shares)
-    np.testing.assert_array_equal(q, self.q)
-
-  def test_is_continuous_at_the_threshold(self):
-    below = jnp.full((1, COLS), 0.01 * (1 - 1e-4))
-    q = revive(self.q, below)
-    self.assertBetween(np.abs(q - self.q).max(), 1e-12, 1e-6)
-
-  @parameterized.parameters("zeros", "copies", "noise")
-  def test_dead_columns_get_new_directions(self, dead):
-    half = COLS // 2
-    column = self.q[:, :1]
-    last = {
-      "zeros": jnp.zeros_like(column),
-      "copies": column,
-      "noise": column * (1 + 1e-7 * self.q[:, half:]),
-    }[dead]
-    q = jnp.concatenate(
-      [self.q[:, :half], jnp.broadcast_to(last, (1, COLS - half, ROWS))], 1
-    )
-    _, found = orthonormalize(q[0])
-    self.assertLess(np.max(found[half:]), 1e-5, "they are dead")
-    shares = jnp.where(jnp.arange(COLS)[None] < half, 1.0, 0.0)
-    q = revive(q, shares)
-    p, shares = orthonormalize(linear_algebra.unit_columns(q[0]))
-    np.testing.assert_array_less(1e-3, shares)
-    np.testing.assert_allclose(p @ p.T, np.eye(COLS), 0, 2e-6)
-
-  def test_directions_change_with_the_signs(self):
-    zeros, shares = jnp.zeros_like(self.q), jnp.zeros((1, COLS))
-    first, second = (
-      np.asarray(revive(zeros, shares, seed=i)[0]) for i in range(2)
-    )
-    unit = lambda q: q / np.linalg.norm(q, axis=1, keepdims=True)  # noqa: E731
-    overlap = np.abs(np.sum(unit(first) * unit(second), axis=1))
-    self.assertLess(overlap.max(), 0.5)
+Q = jnp.asarray(gaussian().T, jnp.float32)[None]  # rows
 
 
-if __name__ == "__main__":
-  absltest.main()
+def test_keeps_columns_that_are_new_enough():
+  shares = jnp.full((1, COLS), 0.01)
+  q = revive(Q, shares)
+  np.testing.assert_array_equal(q, Q)
+
+
+def test_is_continuous_at_the_threshold():
+  below = jnp.full((1, COLS), 0.01 * (1 - 1e-4))
+  q = revive(Q, below)
+  assert 1e-12 <= np.abs(q - Q).max() <= 1e-6
+
+
+@pytest.mark.parametrize("dead", ["zeros", "copies", "noise"])
+def test_dead_columns_get_new_directions(dead):
+  half = COLS // 2
+  column = Q[:, :1]
+  last = {
+    "zeros": jnp.zeros_like(column),
+    "copies": column,
+    "noise": column * (1 + 1e-7 * Q[:, half:]),
+  }[dead]
+  q = jnp.concatenate(
+    [Q[:, :half], jnp.broadcast_to(last, (1, COLS - half, ROWS))], 1
+  )
+  _, found = orthonormalize(q[0])
+  assert np.max(found[half:]) < 1e-5, "they are dead"
+  shares = jnp.where(jnp.arange(COLS)[None] < half, 1.0, 0.0)
+  q = revive(q, shares)
+  p, shares = orthonormalize(linear_algebra.unit_columns(q[0]))
+  np.testing.assert_array_less(1e-3, shares)
+  np.testing.assert_allclose(p @ p.T, np.eye(COLS), 0, 2e-6)
+
+
+def test_directions_change_with_the_signs():
+  zeros, shares = jnp.zeros_like(Q), jnp.zeros((1, COLS))
+  first, second = (
+    np.asarray(revive(zeros, shares, seed=i)[0]) for i in range(2)
+  )
+  unit = lambda q: q / np.linalg.norm(q, axis=1, keepdims=True)  # noqa: E731
+  overlap = np.abs(np.sum(unit(first) * unit(second), axis=1))
+  assert overlap.max() < 0.5

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+import pytest
 
 from edgc_jax.leaves.leaf import Leaf
 from edgc_jax.leaves.views import MatrixView
@@ -43,53 +43,51 @@ def sketch_of(arrays, seed):
   return sketches.residual_sketch(draws.short @ stack, rows_p, rows_q, draws)
 
 
-class SketchTest(parameterized.TestCase):
-  @parameterized.parameters((40, 64, 3), (40, 640, 2), (7, 12, 2))
-  def test_the_mean_of_many_is_the_norm(self, rows, cols, rank):
-    arrays, exact = stacks_of(rows, cols, rank)
-    found = jax.vmap(lambda seed: sketch_of(arrays, seed))(jnp.arange(2000))
-    self.assertEqual(found.shape, (2000, COUNT, SKETCH_VALUES))
-    squares = sketches.squared(found.reshape(-1, SKETCH_VALUES), 0.5) / 4
-    ratios = squares.reshape(2000, COUNT) / exact
-    deviation = (2 / min(SKETCH_VALUES, cols)) ** 0.5
-    # Five standard errors; narrow matrices deviate more, not less.
-    np.testing.assert_allclose(
-      ratios.mean(0), 1, atol=5 * deviation / 2000**0.5
-    )
-    self.assertLess(np.std(ratios), 1.3 * deviation)
-
-  def test_sketches_average_as_the_residuals_do(self):
-    """They give the norm of the mean, not the mean of the norms."""
-    arrays, exact = stacks_of(40, 64, 3)
-    stack, p, q = arrays
-    rest = stack - p @ jnp.swapaxes(q, 1, 2)
-    opposite = [p @ jnp.swapaxes(q, 1, 2) - rest, p, q]
-    both = sketch_of(arrays, 0) + sketch_of(opposite, 0)
-    scale = np.sqrt(exact)[:, None]
-    np.testing.assert_allclose(both / scale, 0, atol=1e-4)
-
-  def test_zero_residuals_have_zero_sketches(self):
-    p = jnp.eye(8)[None]
-    stack = jax.random.normal(jax.random.key(0), (1, 8, 20))
-    z = sketch_of([stack, p, jnp.swapaxes(stack, 1, 2)], 3)
-    np.testing.assert_allclose(z, 0, atol=1e-5)
-
-  @parameterized.parameters((2, 24, 40), (2, 40, 24))
-  def test_a_formed_residual_has_the_same_sketch(self, *shape):
-    """Also of a tall matrix, whose factors are those of its transpose."""
-    arrays, _ = stacks_of(*sorted(shape[1:]), rank=3)
-    m, p, q = (x[:2] for x in arrays)
-    rest = m - p @ jnp.swapaxes(q, 1, 2)
-    rest = jnp.swapaxes(rest, 1, 2) if shape[1] > shape[2] else rest
-    leaf = Leaf("", shape, jnp.float32, MatrixView(*shape))
-    draws = draws_of(shape, 5)
-    np.testing.assert_allclose(
-      sketches.sketch(leaf, rest, draws),
-      sketch_of([m, p, q], 5),
-      rtol=1e-3,
-      atol=1e-3,
-    )
+@pytest.mark.parametrize(
+  ("rows", "cols", "rank"), [(40, 64, 3), (40, 640, 2), (7, 12, 2)]
+)
+def test_the_mean_of_many_is_the_norm(rows, cols, rank):
+  arrays, exact = stacks_of(rows, cols, rank)
+  found = jax.vmap(lambda seed: sketch_of(arrays, seed))(jnp.arange(2000))
+  assert found.shape == (2000, COUNT, SKETCH_VALUES)
+  squares = sketches.squared(found.reshape(-1, SKETCH_VALUES), 0.5) / 4
+  ratios = squares.reshape(2000, COUNT) / exact
+  deviation = (2 / min(SKETCH_VALUES, cols)) ** 0.5
+  # Five standard errors; narrow matrices deviate more, not less.
+  np.testing.assert_allclose(ratios.mean(0), 1, atol=5 * deviation / 2000**0.5)
+  assert np.std(ratios) < 1.3 * deviation
 
 
-if __name__ == "__main__":
-  absltest.main()
+def test_sketches_average_as_the_residuals_do():
+  """They give the norm of the mean, not the mean of the norms."""
+  arrays, exact = stacks_of(40, 64, 3)
+  stack, p, q = arrays
+  rest = stack - p @ jnp.swapaxes(q, 1, 2)
+  opposite = [p @ jnp.swapaxes(q, 1, 2) - rest, p, q]
+  both = sketch_of(arrays, 0) + sketch_of(opposite, 0)
+  scale = np.sqrt(exact)[:, None]
+  np.testing.assert_allclose(both / scale, 0, atol=1e-4)
+
+
+def test_zero_residuals_have_zero_sketches():
+  p = jnp.eye(8)[None]
+  stack = jax.random.normal(jax.random.key(0), (1, 8, 20))
+  z = sketch_of([stack, p, jnp.swapaxes(stack, 1, 2)], 3)
+  np.testing.assert_allclose(z, 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 40), (2, 40, 24)])
+def test_a_formed_residual_has_the_same_sketch(shape):
+  """Also of a tall matrix, whose factors are those of its transpose."""
+  arrays, _ = stacks_of(*sorted(shape[1:]), rank=3)
+  m, p, q = (x[:2] for x in arrays)
+  rest = m - p @ jnp.swapaxes(q, 1, 2)
+  rest = jnp.swapaxes(rest, 1, 2) if shape[1] > shape[2] else rest
+  leaf = Leaf("", shape, jnp.float32, MatrixView(*shape))
+  draws = draws_of(shape, 5)
+  np.testing.assert_allclose(
+    sketches.sketch(leaf, rest, draws),
+    sketch_of([m, p, q], 5),
+    rtol=1e-3,
+    atol=1e-3,
+  )

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from absl.testing import absltest, parameterized
 from helpers import float32
 from helpers.meshes import BACKENDS, Pmap, gradients_like, traced_once
 
@@ -29,136 +28,128 @@ def accumulating(backend):
   return BACKENDS[backend](tx, PARAMS)
 
 
-class AccumulateTest(parameterized.TestCase):
-  @parameterized.parameters(*BACKENDS)
-  @pytest.mark.slow
-  def test_equals_one_step_on_the_mean(self, backend):
-    every = accumulating(backend)
-    every.state = every.first_state
-    single = BACKENDS[backend](chain(), PARAMS)
-    for step in range(2):
-      parts = [gradients_like(PARAMS, 3 * step + i) for i in range(3)]
-      mean = jax.tree.map(lambda *g: sum(g) / 3, *parts)
-      for part in parts[:2]:
-        updates = every.step(part)
-        chex.assert_trees_all_equal(updates, optax.tree.zeros_like(updates))
-      chex.assert_trees_all_close(
-        every.step(parts[2]), single.step(mean), rtol=1e-3, atol=1e-6
-      )
-
-  def test_calls_in_between_send_nothing(self):
-    run = Pmap(edgc_jax.accumulate(chain(), 3), PARAMS)
-    text = run.compiled(gradients_like(PARAMS, 0))
-    self.assertEqual(hlo.wire_bytes_outside_branches(text), 0)
-    outer = [sorted(x) for x in hlo.wire_bytes_of_branches(text)]
-    exchange = float32.wire_bytes(PARAMS, 2)
-    self.assertTrue(any(b[0] == 0 and b[-1] >= exchange for b in outer), outer)
-
-  @pytest.mark.slow
-  def test_a_nonfinite_call_skips_one_exchange_only(self):
-    run = accumulating("pmap")
-    run.state = run.first_state
-    bad = gradients_like(PARAMS, 0)
-    bad["w"] = bad["w"].at[2, 0, 0].set(jnp.nan)
-    run.step(bad)
-    run.step(gradients_like(PARAMS, 1))
-    np.testing.assert_array_equal(run.step(gradients_like(PARAMS, 2))["b"], 0)
-    for seed in range(3, 6):
-      updates = run.step(gradients_like(PARAMS, seed))
-    chex.assert_tree_all_finite(updates)
-    self.assertGreater(np.abs(updates["b"]).max(), 0)
-    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 1)
-
-  def test_bad_argument(self):
-    with self.assertRaisesRegex(ValueError, "`every` must be at least 1"):
-      edgc_jax.accumulate(chain(), 0)
-
-
-class SkipNonfiniteTest(parameterized.TestCase):
-  @parameterized.parameters(*BACKENDS)
-  @pytest.mark.slow
-  def test_the_whole_chain_keeps_its_state(self, backend):
-    tx = edgc_jax.skip_nonfinite(chain(), "data", max_consecutive=2)
-    run = BACKENDS[backend](tx, PARAMS)
-    run.step(gradients_like(PARAMS, 0))
-    before = run.state.inner_state
-    bad = gradients_like(PARAMS, 1)
-    bad["b"] = bad["b"].at[3, 0].set(jnp.inf)  # on one replica only
-    updates = run.step(bad)
-    chex.assert_trees_all_equal(updates, optax.tree.zeros_like(updates))
-    chex.assert_trees_all_equal(run.state.inner_state, before)
-    values = edgc_jax.metrics(run.state)
-    self.assertEqual(
-      (values["skipped_steps"], values["consecutive_skips"]), (1, 1)
-    )
-    run.step(bad)
-    with self.assertWarnsRegex(RuntimeWarning, "2 steps in a row"):
-      edgc_jax.metrics(run.state)
-    good = gradients_like(PARAMS, 2)
-    updates = run.step(good)
-    values = edgc_jax.metrics(run.state)
-    self.assertEqual(
-      (values["skipped_steps"], values["consecutive_skips"]), (2, 0)
+@pytest.mark.parametrize("backend", [*BACKENDS])
+@pytest.mark.slow
+def test_equals_one_step_on_the_mean(backend):
+  every = accumulating(backend)
+  every.state = every.first_state
+  single = BACKENDS[backend](chain(), PARAMS)
+  for step in range(2):
+    parts = [gradients_like(PARAMS, 3 * step + i) for i in range(3)]
+    mean = jax.tree.map(lambda *g: sum(g) / 3, *parts)
+    for part in parts[:2]:
+      updates = every.step(part)
+      chex.assert_trees_all_equal(updates, optax.tree.zeros_like(updates))
+    chex.assert_trees_all_close(
+      every.step(parts[2]), single.step(mean), rtol=1e-3, atol=1e-6
     )
 
-    # The bad steps leave no trace.
-    run.state = run.first_state
+
+def test_calls_in_between_send_nothing():
+  run = Pmap(edgc_jax.accumulate(chain(), 3), PARAMS)
+  text = run.compiled(gradients_like(PARAMS, 0))
+  assert hlo.wire_bytes_outside_branches(text) == 0
+  outer = [sorted(x) for x in hlo.wire_bytes_of_branches(text)]
+  exchange = float32.wire_bytes(PARAMS, 2)
+  assert any(b[0] == 0 and b[-1] >= exchange for b in outer), outer
+
+
+@pytest.mark.slow
+def test_a_nonfinite_call_skips_one_exchange_only():
+  run = accumulating("pmap")
+  run.state = run.first_state
+  bad = gradients_like(PARAMS, 0)
+  bad["w"] = bad["w"].at[2, 0, 0].set(jnp.nan)
+  run.step(bad)
+  run.step(gradients_like(PARAMS, 1))
+  np.testing.assert_array_equal(run.step(gradients_like(PARAMS, 2))["b"], 0)
+  for seed in range(3, 6):
+    updates = run.step(gradients_like(PARAMS, seed))
+  chex.assert_tree_all_finite(updates)
+  assert np.abs(updates["b"]).max() > 0
+  assert edgc_jax.metrics(run.state)["skipped_steps"] == 1
+
+
+def test_bad_argument():
+  with pytest.raises(ValueError, match="`every` must be at least 1"):
+    edgc_jax.accumulate(chain(), 0)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS])
+@pytest.mark.slow
+def test_the_whole_chain_keeps_its_state(backend):
+  tx = edgc_jax.skip_nonfinite(chain(), "data", max_consecutive=2)
+  run = BACKENDS[backend](tx, PARAMS)
+  run.step(gradients_like(PARAMS, 0))
+  before = run.state.inner_state
+  bad = gradients_like(PARAMS, 1)
+  bad["b"] = bad["b"].at[3, 0].set(jnp.inf)  # on one replica only
+  updates = run.step(bad)
+  chex.assert_trees_all_equal(updates, optax.tree.zeros_like(updates))
+  chex.assert_trees_all_equal(run.state.inner_state, before)
+  values = edgc_jax.metrics(run.state)
+  assert (values["skipped_steps"], values["consecutive_skips"]) == (1, 1)
+  run.step(bad)
+  with pytest.warns(RuntimeWarning, match="2 steps in a row"):
+    edgc_jax.metrics(run.state)
+  good = gradients_like(PARAMS, 2)
+  updates = run.step(good)
+  values = edgc_jax.metrics(run.state)
+  assert (values["skipped_steps"], values["consecutive_skips"]) == (2, 0)
+
+  # The bad steps leave no trace.
+  run.state = run.first_state
+  run.step(gradients_like(PARAMS, 0))
+  chex.assert_trees_all_equal(run.step(good), updates)
+
+
+def test_bad_arguments():
+  with pytest.raises(ValueError, match="`max_consecutive` must be at"):
+    edgc_jax.skip_nonfinite(chain(), max_consecutive=0)
+  tx = edgc_jax.skip_nonfinite(chain(), "replica")
+  with pytest.raises(ValueError, match="'replica'"):
+    Pmap(tx, PARAMS).step(gradients_like(PARAMS, 0))
+
+
+def test_none_is_for_plain_jit_only():
+  tx = edgc_jax.skip_nonfinite(optax.sgd(1.0), None)
+  run = BACKENDS["pmap"](tx, PARAMS)
+  with pytest.raises(ValueError, match=r"pass None in plain jax.jit only"):
     run.step(gradients_like(PARAMS, 0))
-    chex.assert_trees_all_equal(run.step(good), updates)
-
-  def test_bad_arguments(self):
-    with self.assertRaisesRegex(ValueError, "`max_consecutive` must be at"):
-      edgc_jax.skip_nonfinite(chain(), max_consecutive=0)
-    tx = edgc_jax.skip_nonfinite(chain(), "replica")
-    with self.assertRaisesRegex(ValueError, "'replica'"):
-      Pmap(tx, PARAMS).step(gradients_like(PARAMS, 0))
 
 
-class PlainTest(parameterized.TestCase):
-  def test_none_is_for_plain_jit_only(self):
-    tx = edgc_jax.skip_nonfinite(optax.sgd(1.0), None)
-    run = BACKENDS["pmap"](tx, PARAMS)
-    with self.assertRaisesRegex(ValueError, "pass None in plain jax.jit only"):
-      run.step(gradients_like(PARAMS, 0))
-
-  @parameterized.parameters({}, {"w": 2, "b": 3}, {"w": 2, "scalar": None})
-  def test_one_device_without_a_reducer(self, **lengths):
-    params = {
-      name: jnp.ones(()) if length is None else jnp.ones((length, 4))
-      for name, length in lengths.items()
-    }
-    tx = edgc_jax.skip_nonfinite(optax.sgd(1.0), None)
-    for bad in (jnp.nan, 1.0):
-      gradients = jax.tree.map(lambda x, bad=bad: bad * x, params)
-      updates, state = jax.jit(tx.update)(gradients, tx.init(params))
-      is_skipped = bool(params) and bool(jnp.isnan(bad))
-      self.assertEqual(int(state.stats.skipped_steps), is_skipped)
-      if is_skipped:
-        chex.assert_trees_all_equal(updates, optax.tree.zeros_like(params))
-
-  def test_an_axis_is_not_bound_in_plain_jit(self):
-    tx = edgc_jax.skip_nonfinite(optax.sgd(1.0))
-    with self.assertRaisesRegex(ValueError, "None as the axis of skip_non"):
-      jax.jit(tx.update)(PARAMS, tx.init(PARAMS))
+@pytest.mark.parametrize(
+  "shapes", [{}, {"w": (2, 4), "b": (3, 4)}, {"w": (2, 4), "scalar": ()}]
+)
+def test_one_device_without_a_reducer(shapes):
+  params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+  tx = edgc_jax.skip_nonfinite(optax.sgd(1.0), None)
+  for bad in (jnp.nan, 1.0):
+    gradients = jax.tree.map(lambda x, bad=bad: bad * x, params)
+    updates, state = jax.jit(tx.update)(gradients, tx.init(params))
+    is_skipped = bool(params) and bool(jnp.isnan(bad))
+    assert int(state.stats.skipped_steps) == is_skipped
+    if is_skipped:
+      chex.assert_trees_all_equal(updates, optax.tree.zeros_like(params))
 
 
-class CombinedTest(parameterized.TestCase):
-  @parameterized.product(
-    backend=list(BACKENDS), outer=["accumulate", "skip_nonfinite"]
-  )
-  @pytest.mark.slow
-  def test_accumulate_and_skip_in_either_order(self, backend, outer):
-    if outer == "accumulate":
-      tx = edgc_jax.accumulate(edgc_jax.skip_nonfinite(chain()), 2)
-    else:
-      tx = edgc_jax.skip_nonfinite(edgc_jax.accumulate(chain(), 2))
-    run = BACKENDS[backend](tx, PARAMS)
-    for step in range(4):
-      updates = run.step(gradients_like(PARAMS, step))
-    chex.assert_tree_all_finite(updates)
-    self.assertGreater(np.abs(updates["b"]).max(), 0)
-    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 0)
+def test_an_axis_is_not_bound_in_plain_jit():
+  tx = edgc_jax.skip_nonfinite(optax.sgd(1.0))
+  with pytest.raises(ValueError, match="None as the axis of skip_non"):
+    jax.jit(tx.update)(PARAMS, tx.init(PARAMS))
 
 
-if __name__ == "__main__":
-  absltest.main()
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("outer", ["accumulate", "skip_nonfinite"])
+@pytest.mark.slow
+def test_accumulate_and_skip_in_either_order(backend, outer):
+  if outer == "accumulate":
+    tx = edgc_jax.accumulate(edgc_jax.skip_nonfinite(chain()), 2)
+  else:
+    tx = edgc_jax.skip_nonfinite(edgc_jax.accumulate(chain(), 2))
+  run = BACKENDS[backend](tx, PARAMS)
+  for step in range(4):
+    updates = run.step(gradients_like(PARAMS, step))
+  chex.assert_tree_all_finite(updates)
+  assert np.abs(updates["b"]).max() > 0
+  assert edgc_jax.metrics(run.state)["skipped_steps"] == 0

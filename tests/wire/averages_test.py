@@ -6,7 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+import pytest
 from helpers.meshes import AXIS, assert_replicas_equal
 from helpers.reference import through_bfloat16, through_blocks
 
@@ -32,10 +32,7 @@ def average_fn(code):
     return averages.average(values, AXIS, code, key, jnp.float32(1.0))
 
   return jax.pmap(
-    run,
-    axis_name=AXIS,
-    in_axes=(0, None),
-    devices=jax.devices()[:REPLICAS],
+    run, axis_name=AXIS, in_axes=(0, None), devices=jax.devices()[:REPLICAS]
   )
 
 
@@ -72,97 +69,109 @@ def in_numpy(values, round_trip, granule):
   return cut(mean), cut(sent)
 
 
-class AverageTest(parameterized.TestCase):
-  @parameterized.named_parameters(
-    ("bfloat16", Bfloat16(), through_bfloat16, 1),
-    ("int8", Blockwise(8, 8), lambda x: through_blocks(x, 8, 8), 8),
+@pytest.mark.parametrize(
+  ("code", "round_trip", "granule"),
+  [
+    pytest.param(Bfloat16(), through_bfloat16, 1, id="bfloat16"),
+    pytest.param(
+      Blockwise(8, 8), lambda x: through_blocks(x, 8, 8), 8, id="int8"
+    ),
+  ],
+)
+def test_agrees_with_numpy(code, round_trip, granule):
+  values = draw()
+  found = average_fn(code)(values, jax.random.key(0))
+  mean, sent = in_numpy(values, round_trip, granule)
+  assert_replicas_equal(found.mean)
+  chex.assert_trees_all_close(
+    [m[0] for m in found.mean], mean, rtol=1e-6, atol=1e-6
   )
-  def test_agrees_with_numpy(self, code, round_trip, granule):
+  chex.assert_trees_all_close(found.sent, sent, rtol=1e-5, atol=1e-5)
+  np.testing.assert_array_equal(found.exact, np.ones(REPLICAS))
+
+
+@pytest.mark.parametrize(
+  "code",
+  [
+    None,
+    Bfloat16(),
+    Blockwise(8, 16),
+    Blockwise(4, 16),
+    Blockwise(4, 16, is_random=True),
+    Rotated(16),
+    Rotated(8, 1),
+  ],
+)
+def test_sent_values_have_the_mean_that_is_received(code):
+  """So error feedback, which keeps the rest, loses nothing."""
+  found = average_fn(code)(draw(1), jax.random.key(1))
+  assert_replicas_equal(found.mean)
+  chex.assert_trees_all_close(
+    [np.mean(sent, axis=0) for sent in found.sent],
+    [mean[0] for mean in found.mean],
+    rtol=1e-5,
+    atol=1e-5,
+  )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounding_is_unbiased(bits):
+  """The mean of 400 draws is close; one draw is not."""
+  code = Blockwise(bits, 16, is_random=True)
+  values = draw(2)
+  keys = jax.random.split(jax.random.key(3), 400)
+  draw_all = jax.pmap(
+    lambda v: jax.vmap(lambda key: averages.average(v, AXIS, code, key).mean)(
+      keys
+    ),
+    axis_name=AXIS,
+    devices=jax.devices()[:REPLICAS],
+  )
+  draws = draw_all(values)
+  for leaf, value in enumerate(values):
+    found = np.asarray(draws[leaf][0])
+    step = np.abs(value).max() / (2 ** (bits - 1) - 1)
+    error = np.abs(found.mean(0) - value.mean(0)).max()
+    # Two roundings of up to half a step each: 0.5 / sqrt(400) and the tail.
+    assert error < 4 * step * 0.6 / 400**0.5
+    assert np.abs(found[0] - value.mean(0)).max() > step / 10
+
+
+@pytest.mark.parametrize(
+  "code", [Bfloat16(), Blockwise(8, 16), Blockwise(4, 16), Rotated(16)]
+)
+def test_one_bad_entry_reaches_all_replicas(code):
+  for bad in (np.nan, np.inf, -np.inf):
     values = draw()
+    values[1][2, 3] = bad
     found = average_fn(code)(values, jax.random.key(0))
-    mean, sent = in_numpy(values, round_trip, granule)
-    assert_replicas_equal(found.mean)
-    chex.assert_trees_all_close(
-      [m[0] for m in found.mean], mean, rtol=1e-6, atol=1e-6
-    )
-    chex.assert_trees_all_close(found.sent, sent, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(found.exact, np.ones(REPLICAS))
+    assert not np.isfinite(found.mean[1]).all(axis=1).any()
 
-  @parameterized.parameters(
-    None, Bfloat16(), Blockwise(8, 16), Blockwise(4, 16),
-    Blockwise(4, 16, is_random=True), Rotated(16), Rotated(8, 1),
-  )  # fmt: skip
-  def test_sent_values_have_the_mean_that_is_received(self, code):
-    """So error feedback, which keeps the rest, loses nothing."""
-    found = average_fn(code)(draw(1), jax.random.key(1))
-    assert_replicas_equal(found.mean)
-    chex.assert_trees_all_close(
-      [np.mean(sent, axis=0) for sent in found.sent],
-      [mean[0] for mean in found.mean],
-      rtol=1e-5,
-      atol=1e-5,
-    )
 
-  @parameterized.parameters(8, 4)
-  def test_rounding_is_unbiased(self, bits):
-    """The mean of 400 draws is close; one draw is not."""
-    code = Blockwise(bits, 16, is_random=True)
-    values = draw(2)
-    keys = jax.random.split(jax.random.key(3), 400)
-    draw_all = jax.pmap(
-      lambda v: jax.vmap(lambda key: averages.average(v, AXIS, code, key).mean)(
-        keys
-      ),
-      axis_name=AXIS,
-      devices=jax.devices()[:REPLICAS],
-    )
-    draws = draw_all(values)
-    for leaf, value in enumerate(values):
-      found = np.asarray(draws[leaf][0])
-      step = np.abs(value).max() / (2 ** (bits - 1) - 1)
-      error = np.abs(found.mean(0) - value.mean(0)).max()
-      # Two roundings of up to half a step each: 0.5 / sqrt(400) and the tail.
-      self.assertLess(error, 4 * step * 0.6 / 400**0.5)
-      self.assertGreater(np.abs(found[0] - value.mean(0)).max(), step / 10)
+@pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-20, 1e30])
+@pytest.mark.parametrize(
+  "code", [Bfloat16(), Blockwise(8, 16), Blockwise(4, 16), Rotated(16)]
+)
+def test_any_scale_stays_finite(scale, code):
+  values = draw(scale=scale)
+  found = average_fn(code)(values, jax.random.key(0))
+  largest = max(np.abs(value).max() for value in values)
+  chex.assert_tree_all_finite(found.mean)
+  for mean in found.mean:
+    assert np.abs(mean).max() <= 1.01 * largest
 
-  @parameterized.parameters(
-    Bfloat16(), Blockwise(8, 16), Blockwise(4, 16), Rotated(16)
+
+def test_no_two_leaves_share_a_block():
+  ones = np.ones((REPLICAS, 17), np.float32)
+  values = [ones, np.float32(1e6) * ones]
+  found = average_fn(Blockwise(8, 16))(values, jax.random.key(0))
+  chex.assert_trees_all_close(
+    [mean[0] for mean in found.mean], [ones[0], 1e6 * ones[0]], rtol=0.01
   )
-  def test_one_bad_entry_reaches_all_replicas(self, code):
-    for bad in (np.nan, np.inf, -np.inf):
-      values = draw()
-      values[1][2, 3] = bad
-      found = average_fn(code)(values, jax.random.key(0))
-      self.assertFalse(np.isfinite(found.mean[1]).all(axis=1).any())
-
-  @parameterized.product(
-    scale=[0.0, 1e-38, 1e-20, 1e30],
-    code=[Bfloat16(), Blockwise(8, 16), Blockwise(4, 16), Rotated(16)],
-  )
-  def test_any_scale_stays_finite(self, scale, code):
-    values = draw(scale=scale)
-    found = average_fn(code)(values, jax.random.key(0))
-    largest = max(np.abs(value).max() for value in values)
-    chex.assert_tree_all_finite(found.mean)
-    for mean in found.mean:
-      self.assertLessEqual(np.abs(mean).max(), 1.01 * largest)
 
 
-class PaddingTest(absltest.TestCase):
-  def test_no_two_leaves_share_a_block(self):
-    ones = np.ones((REPLICAS, 17), np.float32)
-    values = [ones, np.float32(1e6) * ones]
-    found = average_fn(Blockwise(8, 16))(values, jax.random.key(0))
-    chex.assert_trees_all_close(
-      [mean[0] for mean in found.mean], [ones[0], 1e6 * ones[0]], rtol=0.01
-    )
-
-  def test_padding_does_not_enter_the_scale_of_a_block(self):
-    """A whole block of ones and one that is padded have equal errors."""
-    ones = np.ones((REPLICAS, 17), np.float32)
-    found = average_fn(Rotated(16))([ones], jax.random.key(0))
-    np.testing.assert_allclose(found.mean[0][0, 16], found.mean[0][0, 0])
-
-
-if __name__ == "__main__":
-  absltest.main()
+def test_padding_does_not_enter_the_scale_of_a_block():
+  """A whole block of ones and one that is padded have equal errors."""
+  ones = np.ones((REPLICAS, 17), np.float32)
+  found = average_fn(Rotated(16))([ones], jax.random.key(0))
+  np.testing.assert_allclose(found.mean[0][0, 16], found.mean[0][0, 0])

@@ -6,7 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+import pytest
 
 from edgc_jax.wire import packing
 
@@ -52,35 +52,32 @@ RANKS = (
 )
 
 
-class PackingTest(parameterized.TestCase):
-  @parameterized.product(ranks=RANKS, spare=[0, 9])
-  def test_unpacking_inverts_packing(self, ranks, spare):
-    values = factors(seed=0)
-    expected, columns, place = [], [], 0
-    for value in map(np.asarray, values):
-      kept = np.zeros_like(value)
-      for i in range(len(value)):
-        kept[i, : ranks[place]] = value[i, : ranks[place]]
-        columns.append(value[i, : ranks[place]].ravel())
-        place += 1
-      expected.append(kept)
-    columns = np.concatenate(columns)
-    buffer = pack(values, np.array(ranks), len(columns) + spare)
-    np.testing.assert_array_equal(buffer[: len(columns)], columns)
-    np.testing.assert_array_equal(buffer[len(columns) :], 0)
-    received = unpack(buffer, values, np.array(ranks))
-    chex.assert_trees_all_equal(received, expected)
-
-  def test_random_ranks(self):
-    random = np.random.default_rng(0)
-    widths = [4, 4, 4, 6, 3, 3]
-    values = factors(seed=1)
-    length = 3 * 5 * 4 + 7 * 6 + 2 * 2 * 3
-    for _ in range(50):
-      ranks = np.array([random.integers(w + 1) for w in widths])
-      received = unpack(pack(values, ranks, length), values, ranks)
-      chex.assert_trees_all_equal(received, in_use(values, ranks))
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("spare", [0, 9])
+def test_unpacking_inverts_packing(ranks, spare):
+  values = factors(seed=0)
+  expected, columns, place = [], [], 0
+  for value in map(np.asarray, values):
+    kept = np.zeros_like(value)
+    for i in range(len(value)):
+      kept[i, : ranks[place]] = value[i, : ranks[place]]
+      columns.append(value[i, : ranks[place]].ravel())
+      place += 1
+    expected.append(kept)
+  columns = np.concatenate(columns)
+  buffer = pack(values, np.array(ranks), len(columns) + spare)
+  np.testing.assert_array_equal(buffer[: len(columns)], columns)
+  np.testing.assert_array_equal(buffer[len(columns) :], 0)
+  received = unpack(buffer, values, np.array(ranks))
+  chex.assert_trees_all_equal(received, expected)
 
 
-if __name__ == "__main__":
-  absltest.main()
+def test_random_ranks():
+  random = np.random.default_rng(0)
+  widths = [4, 4, 4, 6, 3, 3]
+  values = factors(seed=1)
+  length = 3 * 5 * 4 + 7 * 6 + 2 * 2 * 3
+  for _ in range(50):
+    ranks = np.array([random.integers(w + 1) for w in widths])
+    received = unpack(pack(values, ranks, length), values, ranks)
+    chex.assert_trees_all_equal(received, in_use(values, ranks))

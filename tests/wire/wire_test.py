@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
 from helpers.meshes import AXIS, assert_replicas_equal
 
 from edgc_jax.measure import hlo
@@ -62,181 +61,178 @@ def in_use(values, ranks):
   return np.where(is_used[..., None], values, 0).astype(np.float32)
 
 
-class RoundTest(parameterized.TestCase):
-  def test_all_methods_share_one_collective_in_a_round(self):
-    tree = {"a": draw(3, 5), "b": draw(7, seed=1), "c": draw(2, seed=2)}
+def test_all_methods_share_one_collective_in_a_round():
+  tree = {"a": draw(3, 5), "b": draw(7, seed=1), "c": draw(2, seed=2)}
 
-    def rounds(wire, tree):
-      leaves = [Leaf()] * 3
-      first = wire.send(leaves, [Send(tree["a"]), None, Send(exact=tree["c"])])
-      second = wire.send(leaves, [None, Send(tree["b"]), None])
-      self.assertIsNone(first[1])
-      self.assertIsNone(second[0])
-      return first[0].mean, second[1].mean, first[2].exact, first[0].sent
+  def rounds(wire, tree):
+    leaves = [Leaf()] * 3
+    first = wire.send(leaves, [Send(tree["a"]), None, Send(exact=tree["c"])])
+    second = wire.send(leaves, [None, Send(tree["b"]), None])
+    assert first[1] is None
+    assert second[0] is None
+    return first[0].mean, second[1].mean, first[2].exact, first[0].sent
 
-    run = Run(rounds, tree)
-    a, b, c, sent = run.found
-    assert_replicas_equal((a, b, c))
-    for mean, name in ((a, "a"), (b, "b"), (c, "c")):
-      np.testing.assert_allclose(mean[0], tree[name].mean(0), 1e-6, 1e-6)
-    np.testing.assert_array_equal(sent, tree["a"])
-    self.assertLen(hlo.collectives_in_order(run.text), 2)
-    self.assertEqual(run.num_bytes, [4 * (15 + 7 + 2)] * 3)
-    self.assertEqual(
-      hlo.wire_bytes_outside_branches(run.text), run.num_bytes[0]
-    )
-
-  def test_a_round_without_arrays_sends_nothing(self):
-    def rounds(wire, tree):
-      replies = wire.send([Leaf()] * 2, [None, Send()])
-      self.assertIsNone(replies[0])
-      self.assertIsNone(replies[1].mean)
-      return replies[1].is_finite
-
-    run = Run(rounds, draw(1))
-    self.assertTrue(all(run.is_finite))
-    self.assertEqual(run.num_bytes, [0, 0, 0])
-    self.assertEmpty(hlo.collectives_in_order(run.text))
-
-  @parameterized.product(
-    level=[0, 1, 2], code=[None, Bfloat16(), Blockwise(8, 8)]
-  )
-  def test_factors_are_sent_at_the_rank_in_use(self, level, code):
-    """The first matrices may have 4 columns, the last at most 2."""
-    leaves = [Leaf(cap=4), Leaf(cap=2), Leaf()]
-    columns = [min(LADDER[level], leaf.cap) for leaf in leaves]
-    ranks = [[columns[0]] * 3, [columns[1]]]
-    tree = {
-      "wide": draw(3, 4, 10),
-      "low": draw(1, 2, 6, seed=1),
-      "plain": draw(9, seed=2),
-    }
-
-    def rounds(wire, tree):
-      ranks = [jnp.array(own, jnp.int32) for own in rounds.ranks]
-      sends = [
-        Send(tree["wide"], ranks[0]),
-        Send(tree["low"], ranks[1]),
-        Send(tree["plain"]),
-      ]
-      replies = wire.send(leaves, sends)
-      return [(reply.mean, reply.sent) for reply in replies]
-
-    rounds.ranks = ranks
-    run = Run(rounds, tree, level, code)
-    self.assertTrue(all(run.is_finite))
-    # Rows beyond the rank do not count.
-    tree["wide"] = in_use(tree["wide"], ranks[0])
-    tree["low"] = in_use(tree["low"], ranks[1])
-    tolerance = {None: 1e-6, Bfloat16(): 0.02}.get(code, 0.05)
-    for (mean, sent), own in zip(run.found, tree.values(), strict=True):
-      assert_replicas_equal(mean)
-      np.testing.assert_allclose(mean[0], own.mean(0), 0, tolerance)
-      # Nothing is lost, and nothing sent beyond the rank.
-      np.testing.assert_allclose(sent.mean(0), mean[0], 1e-5, 1e-5)
-      np.testing.assert_array_equal(mean[0][own.mean(0) == 0], 0)
-    (ladder,) = hlo.wire_bytes_by_rank(run.text)
-    self.assertEqual(ladder, run.num_bytes)
-    if code is None:
-      expected = [4 * (30 * r + 6 * min(r, 2) + 9) for r in LADDER]
-      self.assertEqual(ladder, expected)
-
-  def test_equal_lengths_need_no_branch(self):
-    """Of a matrix whose cap is the smallest rank."""
-
-    def rounds(wire, values):
-      ranks = jnp.ones(1, jnp.int32)
-      return wire.send([Leaf(cap=1)], [Send(values, ranks)])[0].mean
-
-    run = Run(rounds, draw(1, 1, 6), level=2)
-    self.assertNotIn(" conditional(", run.text)
-    self.assertEqual(run.num_bytes, [24] * 3)
-
-  @parameterized.parameters("exact", "values")
-  def test_a_number_that_is_not_finite_makes_all_zero(self, where):
-    tree = {"bad": draw(5), "good": draw(4, seed=1)}
-    tree["bad"][2, 3] = np.inf
-
-    def rounds(wire, tree):
-      leaves = [Leaf()] * 2
-      sends = [Send(**{where: tree["bad"]}), Send(tree["good"])]
-      first = wire.send(leaves, sends)
-      second = wire.send(leaves, [None, Send(tree["good"])])
-      flags = jnp.stack([first[0].is_finite, second[1].is_finite])
-      means = [first[0].mean, first[0].exact, first[1].mean, second[1].mean]
-      return [mean for mean in means if mean is not None], flags
-
-    run = Run(rounds, tree)
-    self.assertFalse(any(run.is_finite))
-    means, flags = run.found
-    for mean in means:
-      np.testing.assert_array_equal(mean, 0)
-    self.assertFalse(flags.any())
-
-  def test_measured_numbers_may_be_not_finite(self):
-    tree = {"measured": draw(2), "good": draw(4, seed=1)}
-    tree["measured"][1, 0] = np.nan
-
-    def rounds(wire, tree):
-      send = Send(tree["good"], measured=tree["measured"])
-      (reply,) = wire.send([Leaf()], [send])
-      return reply.mean, reply.measured
-
-    run = Run(rounds, tree)
-    self.assertTrue(all(run.is_finite))
-    mean, measured = run.found
-    np.testing.assert_allclose(mean[0], tree["good"].mean(0), 1e-6, 1e-6)
-    self.assertEqual(np.isnan(measured[0]).tolist(), [True, False])
-
-  def test_gathered_trees(self):
-    """One collective of their bytes; replicas keep their order."""
-    tree = {"x": draw(3, 2), "i": draw(5).astype(np.int32), "y": draw(4)}
-    tree["b"], tree["h"] = tree["y"] > 0, tree["x"].astype(np.float16)
-
-    def rounds(wire, tree):
-      both = Send(gathered=(tree["x"], tree["i"]))
-      others = Send(gathered=[tree["y"], tree["b"], tree["h"]])
-      replies = wire.send([Leaf()] * 2, [both, others])
-      return *replies[0].gathered, *replies[1].gathered
-
-    run = Run(rounds, tree)
-    for found, name in zip(run.found, "xiybh", strict=True):
-      np.testing.assert_array_equal(found[1], tree[name])
-      self.assertEqual(found.dtype, tree[name].dtype)
-    kinds = [one.kind for one in hlo.collectives_in_order(run.text)]
-    self.assertEqual(kinds, ["all-gather"])
-    self.assertEqual(run.num_bytes, [REPLICAS * (4 * 15 + 4 + 2 * 6) // 2] * 3)
-    self.assertEqual(
-      hlo.wire_bytes_outside_branches(run.text), run.num_bytes[0]
-    )
+  run = Run(rounds, tree)
+  a, b, c, sent = run.found
+  assert_replicas_equal((a, b, c))
+  for mean, name in ((a, "a"), (b, "b"), (c, "c")):
+    np.testing.assert_allclose(mean[0], tree[name].mean(0), 1e-6, 1e-6)
+  np.testing.assert_array_equal(sent, tree["a"])
+  assert len(hlo.collectives_in_order(run.text)) == 2
+  assert run.num_bytes == [4 * (15 + 7 + 2)] * 3
+  assert hlo.wire_bytes_outside_branches(run.text) == run.num_bytes[0]
 
 
-class CountingTest(parameterized.TestCase):
-  @parameterized.parameters(None, Bfloat16(), Blockwise(4, 16), Rotated(16))
-  @pytest.mark.slow
-  def test_counts_what_the_wire_sends(self, code):
-    tree = {"factors": in_use(draw(2, 4, 10), [1, 1]), "plain": draw(9)}
+def test_a_round_without_arrays_sends_nothing():
+  def rounds(wire, tree):
+    replies = wire.send([Leaf()] * 2, [None, Send()])
+    assert replies[0] is None
+    assert replies[1].mean is None
+    return replies[1].is_finite
 
-    def rounds(wire, tree):
-      leaves = [Leaf(cap=4), Leaf()]
-      ranks, plain = jnp.ones(2, jnp.int32), tree["plain"]
-      sends = [Send(tree["factors"], ranks), Send(plain, exact=plain[:3])]
-      replies = wire.send(leaves, sends)
-      more = Send(gathered=plain, measured=plain)
-      replies += wire.send(leaves, [more, Send(plain)])
-      return replies
+  run = Run(rounds, draw(1))
+  assert all(run.is_finite)
+  assert run.num_bytes == [0, 0, 0]
+  assert not hlo.collectives_in_order(run.text)
 
-    run = Run(rounds, tree, code=code)
-    counting = CountingWire(REPLICAS, LADDER, code)
-    local = jax.tree.map(lambda x: x[0], tree)
-    counted = jax.eval_shape(lambda tree: rounds(counting, tree), local)
-    self.assertEqual(counting.num_bytes.tolist(), run.num_bytes)
-    shapes = lambda tree: [  # noqa: E731
-      (x.shape, x.dtype) for x in jax.tree.leaves(tree)
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("code", [None, Bfloat16(), Blockwise(8, 8)])
+def test_factors_are_sent_at_the_rank_in_use(level, code):
+  """The first matrices may have 4 columns, the last at most 2."""
+  leaves = [Leaf(cap=4), Leaf(cap=2), Leaf()]
+  columns = [min(LADDER[level], leaf.cap) for leaf in leaves]
+  ranks = [[columns[0]] * 3, [columns[1]]]
+  tree = {
+    "wide": draw(3, 4, 10),
+    "low": draw(1, 2, 6, seed=1),
+    "plain": draw(9, seed=2),
+  }
+
+  def rounds(wire, tree):
+    ranks = [jnp.array(own, jnp.int32) for own in rounds.ranks]
+    sends = [
+      Send(tree["wide"], ranks[0]),
+      Send(tree["low"], ranks[1]),
+      Send(tree["plain"]),
     ]
-    first = jax.tree.map(lambda x: x[0], run.found)
-    self.assertEqual(shapes(counted), shapes(first))
+    replies = wire.send(leaves, sends)
+    return [(reply.mean, reply.sent) for reply in replies]
+
+  rounds.ranks = ranks
+  run = Run(rounds, tree, level, code)
+  assert all(run.is_finite)
+  # Rows beyond the rank do not count.
+  tree["wide"] = in_use(tree["wide"], ranks[0])
+  tree["low"] = in_use(tree["low"], ranks[1])
+  tolerance = {None: 1e-6, Bfloat16(): 0.02}.get(code, 0.05)
+  for (mean, sent), own in zip(run.found, tree.values(), strict=True):
+    assert_replicas_equal(mean)
+    np.testing.assert_allclose(mean[0], own.mean(0), 0, tolerance)
+    # Nothing is lost, and nothing sent beyond the rank.
+    np.testing.assert_allclose(sent.mean(0), mean[0], 1e-5, 1e-5)
+    np.testing.assert_array_equal(mean[0][own.mean(0) == 0], 0)
+  (ladder,) = hlo.wire_bytes_by_rank(run.text)
+  assert ladder == run.num_bytes
+  if code is None:
+    expected = [4 * (30 * r + 6 * min(r, 2) + 9) for r in LADDER]
+    assert ladder == expected
 
 
-if __name__ == "__main__":
-  absltest.main()
+def test_equal_lengths_need_no_branch():
+  """Of a matrix whose cap is the smallest rank."""
+
+  def rounds(wire, values):
+    ranks = jnp.ones(1, jnp.int32)
+    return wire.send([Leaf(cap=1)], [Send(values, ranks)])[0].mean
+
+  run = Run(rounds, draw(1, 1, 6), level=2)
+  assert " conditional(" not in run.text
+  assert run.num_bytes == [24] * 3
+
+
+@pytest.mark.parametrize("where", ["exact", "values"])
+def test_a_number_that_is_not_finite_makes_all_zero(where):
+  tree = {"bad": draw(5), "good": draw(4, seed=1)}
+  tree["bad"][2, 3] = np.inf
+
+  def rounds(wire, tree):
+    leaves = [Leaf()] * 2
+    sends = [Send(**{where: tree["bad"]}), Send(tree["good"])]
+    first = wire.send(leaves, sends)
+    second = wire.send(leaves, [None, Send(tree["good"])])
+    flags = jnp.stack([first[0].is_finite, second[1].is_finite])
+    means = [first[0].mean, first[0].exact, first[1].mean, second[1].mean]
+    return [mean for mean in means if mean is not None], flags
+
+  run = Run(rounds, tree)
+  assert not any(run.is_finite)
+  means, flags = run.found
+  for mean in means:
+    np.testing.assert_array_equal(mean, 0)
+  assert not flags.any()
+
+
+def test_measured_numbers_may_be_not_finite():
+  tree = {"measured": draw(2), "good": draw(4, seed=1)}
+  tree["measured"][1, 0] = np.nan
+
+  def rounds(wire, tree):
+    send = Send(tree["good"], measured=tree["measured"])
+    (reply,) = wire.send([Leaf()], [send])
+    return reply.mean, reply.measured
+
+  run = Run(rounds, tree)
+  assert all(run.is_finite)
+  mean, measured = run.found
+  np.testing.assert_allclose(mean[0], tree["good"].mean(0), 1e-6, 1e-6)
+  assert np.isnan(measured[0]).tolist() == [True, False]
+
+
+def test_gathered_trees():
+  """One collective of their bytes; replicas keep their order."""
+  tree = {"x": draw(3, 2), "i": draw(5).astype(np.int32), "y": draw(4)}
+  tree["b"], tree["h"] = tree["y"] > 0, tree["x"].astype(np.float16)
+
+  def rounds(wire, tree):
+    both = Send(gathered=(tree["x"], tree["i"]))
+    others = Send(gathered=[tree["y"], tree["b"], tree["h"]])
+    replies = wire.send([Leaf()] * 2, [both, others])
+    return *replies[0].gathered, *replies[1].gathered
+
+  run = Run(rounds, tree)
+  for found, name in zip(run.found, "xiybh", strict=True):
+    np.testing.assert_array_equal(found[1], tree[name])
+    assert found.dtype == tree[name].dtype
+  kinds = [one.kind for one in hlo.collectives_in_order(run.text)]
+  assert kinds == ["all-gather"]
+  assert run.num_bytes == [REPLICAS * (4 * 15 + 4 + 2 * 6) // 2] * 3
+  assert hlo.wire_bytes_outside_branches(run.text) == run.num_bytes[0]
+
+
+@pytest.mark.parametrize(
+  "code", [None, Bfloat16(), Blockwise(4, 16), Rotated(16)]
+)
+@pytest.mark.slow
+def test_counts_what_the_wire_sends(code):
+  tree = {"factors": in_use(draw(2, 4, 10), [1, 1]), "plain": draw(9)}
+
+  def rounds(wire, tree):
+    leaves = [Leaf(cap=4), Leaf()]
+    ranks, plain = jnp.ones(2, jnp.int32), tree["plain"]
+    sends = [Send(tree["factors"], ranks), Send(plain, exact=plain[:3])]
+    replies = wire.send(leaves, sends)
+    more = Send(gathered=plain, measured=plain)
+    replies += wire.send(leaves, [more, Send(plain)])
+    return replies
+
+  run = Run(rounds, tree, code=code)
+  counting = CountingWire(REPLICAS, LADDER, code)
+  local = jax.tree.map(lambda x: x[0], tree)
+  counted = jax.eval_shape(lambda tree: rounds(counting, tree), local)
+  assert counting.num_bytes.tolist() == run.num_bytes
+  shapes = lambda tree: [  # noqa: E731
+    (x.shape, x.dtype) for x in jax.tree.leaves(tree)
+  ]
+  first = jax.tree.map(lambda x: x[0], run.found)
+  assert shapes(counted) == shapes(first)
