@@ -3,79 +3,87 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-vision train-hsdp train-pipeline test test-slow test-runs \
-  test-newest golden soak dist lint format protocol horizon pages docs plan-paper bench \
-  bench-network bench-overlap clean
+.PHONY: train train-vision train-hsdp train-pipeline test test-all test-core \
+  test-newest soak soak-changed golden dist lint format protocol horizon pages \
+  docs plan-paper bench bench-network bench-overlap clean
 
-# Reinstalls when the requirements or the package metadata change.
-$(VENV)/installed: requirements.txt pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager \
-	  -r requirements.txt
+# Installs the package with one of its extras, as $(VENV)/train does; again when
+# the package metadata change.
+$(VENV)/%: pyproject.toml requirements.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager -e ".[$*]"
 	touch $@
 
-train: $(VENV)/installed
+train: $(VENV)/train
 	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny.py
 
 # Three networks for images: a transformer, a convolution, two inputs.
-train-vision: $(VENV)/installed
+train-vision: $(VENV)/train
 	for task in vit conv coattention; do \
 	  $(BIN)/python experiments/train_gpt2.py \
 	    --config=configs/$${task}_digits.py || exit; \
 	done
 
 # The same model on 4 pipeline stages of 2 replicas; compiles for a minute.
-train-pipeline: $(VENV)/installed
+train-pipeline: $(VENV)/train
 	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny_pipeline.py
 
 # The same model on 2 replicas of 4 shards.
-train-hsdp: $(VENV)/installed
+train-hsdp: $(VENV)/train
 	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny_hsdp.py
 
-# The tests of every day; some minutes. Continuous integration runs the slow ones
-# below, too.
-RUNS := tests/runs
+# Workers take whole files, the longest first (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest
+TWO := $(PYTEST) -n 2 --dist loadscope --no-loadscope-reorder
 
-test: $(VENV)/installed
-	$(PYTEST) -n 2 --dist loadscope --ignore=$(RUNS) -m "not slow"
+# The tests of every day: at most four minutes.
+test: $(VENV)/dev
+	$(TWO) -m "not slow and not soak"
 
-# Whole programs on meshes, the pages and the examples.
-test-slow: $(VENV)/installed
-	$(PYTEST) -n 2 --dist loadscope --ignore=$(RUNS) -m slow
+# All contracts: also whole programs on meshes, whole runs, pages and examples.
+test-all: test $(VENV)/site
+	$(TWO) -m "slow and not soak"
 
-# Whole runs, in one process and in several, some of which are killed; then those
-# that measure times, beside nothing else.
-test-runs: $(VENV)/installed
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" $(RUNS)
-	$(PYTEST) -m alone $(RUNS)
+# The package alone: what the newest platform has to pass.
+ROOMS := wire leaves budget state mesh reducer methods stages
+test-core: $(VENV)/dev
+	$(TWO) -m "not slow and not soak" edgc_jax tests/contract_test.py \
+	  tests/golden_test.py tests/wire_bytes_test.py $(ROOMS:%=tests/%)
+
+# What takes long, or needs servers, clusters or shaped links; before a release.
+# Then kills runs twenty times each, and compares the results.
+soak: soak-changed
+	$(BIN)/python tests/helpers/soak.py
+
+# Of the soak tests those that cover a file which changed since the commit SINCE;
+# all of them if it is empty.
+SINCE ?=
+soak-changed: $(VENV)/dev $(VENV)/site $(VENV)/soak
+	$(TWO) --changed-since=$(SINCE) -m "soak and not alone"
+	$(PYTEST) --changed-since=$(SINCE) -m "soak and alone"
 
 # Records the golden run again, after a method's version was raised.
-golden: $(VENV)/installed
+golden: $(VENV)/dev
 	PYTHONPATH=. $(BIN)/python tests/golden_test.py
 
 # Runs TARGETS on Debian's newest Python with the newest JAX, in a separate
 # system root. Needs Linux, root and debootstrap.
-TARGETS ?= test
+TARGETS ?= test-core
 test-newest:
 	tests/newest.sh $(TARGETS)
 
-# Kills runs twenty times each and compares the results; takes half an hour.
-soak: $(VENV)/installed
-	$(BIN)/python tests/helpers/soak.py
-
 # A source distribution and a wheel made from it, in dist/.
-dist: $(VENV)/installed
+dist: $(VENV)/dev
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 
 # Style, and the types of the package.
-lint: $(VENV)/installed
+lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/ty check --python $(VENV) edgc_jax
 
-format: $(VENV)/installed
+format: $(VENV)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -83,26 +91,26 @@ format: $(VENV)/installed
 # and the same target continues it. Records go to docs/records/.
 STUDY := $(BIN)/python experiments/run_study.py --jobs=$(shell nproc)
 
-protocol: $(VENV)/installed
+protocol: $(VENV)/train
 	$(STUDY) $(foreach name,full_length table rounds low_rank overlap, \
 	  --study=configs/protocol/$(name).py)
 
 # Whether a rank that follows entropy wins in a run of 20,000 steps (docs/paper.md):
 # days on two cores, hours on a GPU with --together.
-horizon: $(VENV)/installed
+horizon: $(VENV)/train
 	$(STUDY) --study=configs/paper/horizon.py
 
 # Tables and pictures of all pages, from records: minutes.
-pages: $(VENV)/installed
+pages: $(VENV)/train
 	$(BIN)/python -m experiments.pages
 
-# The documentation as a site: open site/index.html. CI builds it in test-slow.
-docs: $(VENV)/installed
+# The documentation as a site: open site/index.html. `make test-all` builds it, too.
+docs: $(VENV)/train $(VENV)/site
 	$(BIN)/python -m experiments.pages.site
 
 # The paper's three models compiled for their meshes, without the devices, and
 # their runs modelled: docs/paper.md. Takes some minutes, and 8 GiB.
-plan-paper: $(VENV)/installed
+plan-paper: $(VENV)/train
 	for size in 345m 2b5 12b; do \
 	  $(BIN)/python experiments/plan_layout.py --output=docs/paper_layouts.json \
 	    --config=configs/paper/gpt2_$$size.py || exit; \
@@ -111,17 +119,17 @@ plan-paper: $(VENV)/installed
 
 # Step times on virtual hosts with slow links, compared with PyTorch. Needs
 # Linux, root and iproute2; takes half an hour. Result: docs/network.json.
-bench-network: $(VENV)/installed
+bench-network: $(VENV)/train
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/python -m experiments.network --config=configs/gpt2_10m.py
 
 # How much of an exchange of local steps runs beside inner steps. Needs the same;
 # rows of the table in docs/local_steps.md.
-bench-overlap: $(VENV)/installed
+bench-overlap: $(VENV)/train
 	$(BIN)/python -m experiments.network.overlap --config=configs/gpt2_tiny.py
 
 # Cost of the reducers by model size: docs/growth.json. Takes some minutes.
-bench: $(VENV)/installed
+bench: $(VENV)/train
 	$(BIN)/python -m experiments.benchmarks.cost
 
 clean:

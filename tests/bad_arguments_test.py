@@ -573,7 +573,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.filterwarnings("ignore:No leaf saves")
-@drawn(200)
+@drawn(300)
 @given(st.data())
 def test_any_options_of_a_reducer(data):
   """A reducer takes any values, or refuses them by a clear error."""

@@ -2,7 +2,7 @@
 # Runs make targets on Debian's newest Python with the newest JAX that pip
 # installs there, in a separate system root:
 #
-#   tests/newest.sh [TARGET...]     default: test
+#   tests/newest.sh [TARGET...]     default: test-core
 #   tests/newest.sh --why-not       fails and prints why it cannot run here
 #
 # The root stays in .newest/ (or in the folder NEWEST_ROOT), so that only the
@@ -107,6 +107,6 @@ case ${1:-} in
     build
     copy_settings
     copy_project
-    exec unshare --mount "$PWD/tests/newest.sh" --inside "${@:-test}"
+    exec unshare --mount "$PWD/tests/newest.sh" --inside "${@:-test-core}"
     ;;
 esac
