@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train train-vision train-hsdp train-pipeline test test-all test-core \
-  test-newest soak soak-changed golden dist lint format protocol horizon pages \
+.PHONY: train train-vision train-hsdp train-pipeline test test-all test-slow \
+  test-core test-newest soak soak-changed golden dist lint format protocol horizon pages \
   docs plan-paper bench bench-network bench-overlap clean
 
 # Installs the package with one of its extras, as $(VENV)/train does; again when
@@ -40,8 +40,11 @@ TWO := $(PYTEST) -n 2 --dist loadscope --no-loadscope-reorder
 test: $(VENV)/dev
 	$(TWO) -m "not slow and not soak"
 
-# All contracts: also whole programs on meshes, whole runs, pages and examples.
-test-all: test $(VENV)/site
+# All contracts.
+test-all: test test-slow
+
+# Whole programs on meshes, whole runs, pages and examples.
+test-slow: $(VENV)/dev $(VENV)/site
 	$(TWO) -m "slow and not soak"
 
 # The package alone: what the newest platform has to pass.
@@ -104,7 +107,7 @@ horizon: $(VENV)/train
 pages: $(VENV)/train
 	$(BIN)/python -m experiments.pages
 
-# The documentation as a site: open site/index.html. `make test-all` builds it, too.
+# The documentation as a site: open site/index.html. test-slow builds it, too.
 docs: $(VENV)/train $(VENV)/site
 	$(BIN)/python -m experiments.pages.site
 
