@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: train train-vision train-hsdp train-pipeline test test-all test-slow \
-  test-core test-newest soak soak-changed golden dist lint format protocol horizon pages \
-  docs plan-paper bench bench-network bench-overlap clean
+  test-core test-newest soak soak-changed golden dist lint format protocol \
+  horizon pages docs plan-paper bench bench-network bench-overlap clean
 
 # Installs the package with one of its extras, as $(VENV)/train does; again when
 # the package metadata change.
