@@ -25,6 +25,8 @@ from jax.experimental.compilation_cache import (  # isort: skip # noqa: E402
 
 pytest_plugins = ["helpers.wheel"]
 
+# A program of a cluster, which needs Ray to be imported.
+collect_ignore = ["helpers/ray_driver.py"]
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 jax.config.update("jax_num_cpu_devices", 8)
