@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from absl.testing import absltest, parameterized
 from helpers import float32
 from helpers.meshes import (
   AXIS,
@@ -43,15 +42,18 @@ PARAMS = {
 FEW = {name: PARAMS[name] for name in ("bias", "wide")}
 REDUCERS = reducers()
 # Step by step, without the compiler; the others compute the same steps.
-EAGER = (
-  *filter(is_plain, REDUCERS), "allreduce_bfloat16", "powersgd_int4",
-)  # fmt: skip
+EAGER = (*filter(is_plain, REDUCERS), "allreduce_bfloat16", "powersgd_int4")
+
+
+def params_of(name):
+  """Variants run the code of their reducer, and have few leaves."""
+  return PARAMS if is_plain(name) else FEW
 
 
 @functools.cache
 def run_of(name, backend):
   """Returns a run of a reducer, compiled once for all tests."""
-  return BACKENDS[backend](traced_once(REDUCERS[name]()), PARAMS)
+  return BACKENDS[backend](traced_once(REDUCERS[name]()), params_of(name))
 
 
 def fresh(name, backend):
@@ -65,9 +67,7 @@ def fresh(name, backend):
 VARIED = {name.partition("_")[0] for name in REDUCERS if not is_plain(name)}
 CASES = [
   pytest.param(
-    name,
-    backend,
-    marks=() if is_plain(name) and not j else pytest.mark.slow,
+    name, backend, marks=() if is_plain(name) and not j else pytest.mark.slow
   )
   for i, name in enumerate(REDUCERS)
   for j, backend in enumerate(BACKENDS)
@@ -93,7 +93,7 @@ def test_steps_keep_the_contract(name, backend):
   """Nothing is lost, replicas agree, shapes and dtypes stay, one trace."""
   run = fresh(name, backend)
   for step in range(6):
-    gradients = gradients_like(PARAMS, seed=step)
+    gradients = gradients_like(params_of(name), seed=step)
     before = run.residual()
     updates = run.step(gradients)
     after = run.residual()
@@ -110,7 +110,7 @@ def test_steps_keep_the_contract(name, backend):
         tolerance = BF16
       np.testing.assert_allclose(kept, owed, err_msg=leaf, **tolerance)
     chex.assert_trees_all_equal_shapes_and_dtypes(run.state, run.first_state)
-    chex.assert_trees_all_equal_dtypes(updates, PARAMS)
+    chex.assert_trees_all_equal_dtypes(updates, params_of(name))
   assert edgc_jax.metrics(run.state)["skipped_steps"] == 0
 
 
@@ -119,9 +119,9 @@ def test_nonfinite_gradient_of_one_replica_skips_the_step(name, backend):
   for bad, leaf in ((np.nan, "wide"), (np.inf, "wide"), (-np.inf, "bias")):
     run = fresh(name, backend)
     for step in range(3):
-      run.step(gradients_like(PARAMS, seed=step))
+      run.step(gradients_like(params_of(name), seed=step))
     before = residuals(run.state), factors(run.state)
-    gradients = gradients_like(PARAMS, seed=3)
+    gradients = gradients_like(params_of(name), seed=3)
     gradients[leaf] = (
       gradients[leaf].at[(1,) + (0,) * PARAMS[leaf].ndim].set(bad)
     )
@@ -130,7 +130,7 @@ def test_nonfinite_gradient_of_one_replica_skips_the_step(name, backend):
     after = residuals(run.state), factors(run.state)
     chex.assert_trees_all_equal(after, before)
     assert edgc_jax.metrics(run.state)["skipped_steps"] == 1
-    updates = run.step(gradients_like(PARAMS, seed=4))
+    updates = run.step(gradients_like(params_of(name), seed=4))
     chex.assert_tree_all_finite(updates)
     assert np.abs(updates["bias"]).max() > 0
 
@@ -140,7 +140,7 @@ def test_nonfinite_gradient_of_one_replica_skips_the_step(name, backend):
 def test_zero_tiny_and_huge_gradients(name, backend):
   run = fresh(name, backend)
   for step, scale in enumerate((0.0, 1e-18, 1.0, 1e15, 1e-30, 0.0)):
-    gradients = gradients_like(PARAMS, seed=step, scale=scale)
+    gradients = gradients_like(params_of(name), seed=step, scale=scale)
     updates = run.step(gradients)
     chex.assert_tree_all_finite(updates)
     chex.assert_tree_all_finite(run.residual())
@@ -176,12 +176,12 @@ def test_users_may_forbid_promotion(name):
   assert updates["wide"].shape[1:] == FEW["wide"].shape
 
 
-class ContractTest(parameterized.TestCase):
-  @parameterized.named_parameters(
-    ("allreduce", lambda: edgc_jax.allreduce()),
-    ("powersgd", lambda: float32.powersgd(64, min_ratio=0)),
-    (
-      "edgc",
+@pytest.mark.parametrize(
+  "make",
+  [
+    pytest.param(lambda: edgc_jax.allreduce(), id="allreduce"),
+    pytest.param(lambda: float32.powersgd(64, min_ratio=0), id="powersgd"),
+    pytest.param(
       lambda: float32.edgc(
         rank_max=64,
         rank_min=64,
@@ -191,124 +191,119 @@ class ContractTest(parameterized.TestCase):
         sampling=edgc_jax.Sampling(step_rate=1.0),
         rank_multiple=64,
       ),
+      id="edgc",
     ),
-  )
-  @pytest.mark.slow
-  def test_full_rank_gives_the_dense_mean(self, make):
-    run = Pmap(make(), PARAMS)
-    for step in range(3):
-      gradients = gradients_like(PARAMS, seed=step)
-      updates = first_replica(run.step(gradients))
-      expected = mean(gradients)
-      narrow = np.asarray(updates.pop("bfloat16"), np.float32)
-      np.testing.assert_allclose(narrow, expected.pop("bfloat16"), **BF16)
-      chex.assert_trees_all_close(updates, expected, rtol=1e-4, atol=1e-5)
+  ],
+)
+@pytest.mark.slow
+def test_full_rank_gives_the_dense_mean(make):
+  run = Pmap(make(), PARAMS)
+  for step in range(3):
+    gradients = gradients_like(PARAMS, seed=step)
+    updates = first_replica(run.step(gradients))
+    expected = mean(gradients)
+    narrow = np.asarray(updates.pop("bfloat16"), np.float32)
+    np.testing.assert_allclose(narrow, expected.pop("bfloat16"), **BF16)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-4, atol=1e-5)
 
-  @parameterized.named_parameters(*REDUCERS.items())
-  def test_init_needs_shapes_only(self, make):
-    tx = make()
-    abstract = jax.eval_shape(lambda: PARAMS)
-    chex.assert_trees_all_equal(tx.init(abstract), tx.init(PARAMS))
 
-  @parameterized.parameters(*EAGER)
-  @pytest.mark.slow
-  def test_compiled_equals_eager(self, name):
-    """One replica under a bound axis runs eagerly, op by op."""
-    make = REDUCERS[name]
-    tx = make()
-    state = tx.init(FEW)
-    gradients = gradients_like(FEW, seed=0)
-    gradients = jax.tree.map(lambda g: g[:1], gradients)
-    update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None))
-    with jax.disable_jit():
-      eager = update(gradients, state)
-    compiled = jax.jit(update)(gradients, state)
-    # Factors are determined up to their basis: compare updates and residuals.
-    chex.assert_trees_all_close(eager[0], compiled[0], **F32)
-    eager, compiled = eager[1], compiled[1]
-    chex.assert_trees_all_close(residuals(eager), residuals(compiled), **F32)
-    chex.assert_trees_all_close(eager.stats, compiled.stats, **F32)
+@pytest.mark.parametrize("make", REDUCERS.values(), ids=REDUCERS)
+def test_init_needs_shapes_only(make):
+  tx = make()
+  abstract = jax.eval_shape(lambda: PARAMS)
+  chex.assert_trees_all_equal(tx.init(abstract), tx.init(PARAMS))
 
-  def test_all_reducers_of_the_registry_are_tested(self):
-    self.assertLessEqual(set(edgc_jax.REDUCERS), set(REDUCERS))
-    more = edgc_jax.REDUCERS | {"mine": edgc_jax.allreduce}
-    with mock.patch.object(edgc_jax, "REDUCERS", more):
-      self.assertIn("mine", reducers(), "with its defaults")
+
+@pytest.mark.parametrize("name", [*EAGER])
+@pytest.mark.slow
+def test_compiled_equals_eager(name):
+  """One replica under a bound axis runs eagerly, op by op."""
+  make = REDUCERS[name]
+  tx = make()
+  state = tx.init(FEW)
+  gradients = gradients_like(FEW, seed=0)
+  gradients = jax.tree.map(lambda g: g[:1], gradients)
+  update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None))
+  with jax.disable_jit():
+    eager = update(gradients, state)
+  compiled = jax.jit(update)(gradients, state)
+  # Factors are determined up to their basis: compare updates and residuals.
+  chex.assert_trees_all_close(eager[0], compiled[0], **F32)
+  eager, compiled = eager[1], compiled[1]
+  chex.assert_trees_all_close(residuals(eager), residuals(compiled), **F32)
+  chex.assert_trees_all_close(eager.stats, compiled.stats, **F32)
+
+
+def test_all_reducers_of_the_registry_are_tested():
+  assert set(edgc_jax.REDUCERS) <= set(REDUCERS)
+  more = edgc_jax.REDUCERS | {"mine": edgc_jax.allreduce}
+  with mock.patch.object(edgc_jax, "REDUCERS", more):
+    assert "mine" in reducers(), "with its defaults"
+
+
+GRADIENTS = gradients_like(FEW, seed=0)
+
+
+def check(tx, backends=BACKENDS):
+  for backend in backends.values():
+    run = backend(tx, FEW)
+    for _ in range(3):
+      updates = run.step(GRADIENTS)
+    chex.assert_tree_all_finite(updates)
+    assert "rank" in edgc_jax.metrics(run.state)
 
 
 @pytest.mark.slow
-class InsideOptaxTest(parameterized.TestCase):
-  """Reducers inside the combinators of optax."""
-
-  def setUp(self):
-    super().setUp()
-    self.gradients = gradients_like(FEW, seed=0)
-
-  def check(self, tx, expected=None, backends=BACKENDS):
-    for backend in backends.values():
-      run = backend(tx, FEW)
-      for _ in range(3):
-        updates = run.step(self.gradients)
-      chex.assert_tree_all_finite(updates)
-      if expected is not None:
-        chex.assert_trees_all_close(first_replica(updates), expected, **F32)
-      self.assertIn("rank", edgc_jax.metrics(run.state))
-
-  def test_chain(self):
-    self.check(optax.chain(REDUCERS["edgc"](), optax.adamw(1e-3)))
-
-  def test_named_chain(self):
-    self.check(
-      optax.named_chain(
-        ("reduce", REDUCERS["powersgd"]()), ("sgd", optax.sgd(1.0))
-      )
-    )
-
-  def test_defaults_in_a_chain(self):
-    params = {"w": jnp.zeros((40, 80))}
-    run = Pmap(optax.chain(edgc_jax.edgc(), optax.adamw(3e-4)), params)
-    chex.assert_tree_all_finite(run.step(gradients_like(params, seed=0)))
-
-  @parameterized.parameters("masked", "partition")
-  def test_one_reducer_for_each_part(self, combinator):
-    is_matrix = jax.tree.map(lambda p: p.ndim == 2, FEW)
-    others = jax.tree.map(lambda m: not m, is_matrix)
-    labels = jax.tree.map(lambda m: "low" if m else "dense", is_matrix)
-    low, dense = REDUCERS["powersgd"](), edgc_jax.allreduce()
-    tx = {
-      "masked": optax.chain(
-        optax.masked(low, is_matrix), optax.masked(dense, others)
-      ),
-      "partition": optax.partition({"low": low, "dense": dense}, labels),
-    }[combinator]
-    run = Pmap(tx, FEW)
-    updates = run.step(self.gradients)
-    np.testing.assert_allclose(
-      updates["bias"][0], mean(self.gradients)["bias"], **F32
-    )
-    # Metrics cannot tell which reducer is meant.
-    with self.assertRaisesRegex(ValueError, "exactly one reducer"):
-      edgc_jax.metrics(run.state)
-
-  def test_inject_hyperparams(self):
-    arguments = inspect.signature(edgc_jax.edgc).parameters
-    tx = optax.inject_hyperparams(edgc_jax.edgc, static_args=list(arguments))(
-      **moving(rank=4)
-    )
-    self.check(tx, backends={"pmap": Pmap})
-    with self.assertRaisesRegex(TypeError, "`rank`.*static_args"):
-      optax.inject_hyperparams(edgc_jax.powersgd)(rank=2).init(FEW)
-
-  def test_multi_steps(self):
-    tx = optax.MultiSteps(REDUCERS["edgc"](), every_k_schedule=2)
-    self.check(tx, backends={"pmap": Pmap})
-
-  def test_state_is_found_by_optax_tree_get(self):
-    tx = optax.chain(REDUCERS["edgc"](), optax.adam(1e-3))
-    state = tx.init(FEW)
-    self.assertEqual(optax.tree.get(state, "wire_bytes"), 0)
-    self.assertEqual(set(optax.tree.get(state, "leaves")), set(FEW))
+def test_chains():
+  edgc = optax.chain(REDUCERS["edgc"](), optax.adamw(1e-3))
+  check(edgc, backends={"pmap": Pmap})
+  links = ("reduce", REDUCERS["powersgd"]()), ("sgd", optax.sgd(1.0))
+  check(optax.named_chain(*links))
+  state = edgc.init(FEW)
+  assert optax.tree.get(state, "wire_bytes") == 0
+  assert set(optax.tree.get(state, "leaves")) == set(FEW)
 
 
-if __name__ == "__main__":
-  absltest.main()
+@pytest.mark.slow
+def test_defaults_in_a_chain():
+  params = {"w": jnp.zeros((40, 80))}
+  run = Pmap(optax.chain(edgc_jax.edgc(), optax.adamw(3e-4)), params)
+  chex.assert_tree_all_finite(run.step(gradients_like(params, seed=0)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combinator", ["masked", "partition"])
+def test_one_reducer_for_each_part(combinator):
+  is_matrix = jax.tree.map(lambda p: p.ndim == 2, FEW)
+  others = jax.tree.map(lambda m: not m, is_matrix)
+  labels = jax.tree.map(lambda m: "low" if m else "dense", is_matrix)
+  low, dense = REDUCERS["powersgd"](), edgc_jax.allreduce()
+  tx = {
+    "masked": optax.chain(
+      optax.masked(low, is_matrix), optax.masked(dense, others)
+    ),
+    "partition": optax.partition({"low": low, "dense": dense}, labels),
+  }[combinator]
+  run = Pmap(tx, FEW)
+  updates = run.step(GRADIENTS)
+  np.testing.assert_allclose(updates["bias"][0], mean(GRADIENTS)["bias"], **F32)
+  # Metrics cannot tell which reducer is meant.
+  with pytest.raises(ValueError, match="exactly one reducer"):
+    edgc_jax.metrics(run.state)
+
+
+@pytest.mark.slow
+def test_inject_hyperparams():
+  arguments = inspect.signature(edgc_jax.edgc).parameters
+  tx = optax.inject_hyperparams(edgc_jax.edgc, static_args=list(arguments))(
+    **moving(rank=4)
+  )
+  check(tx, backends={"pmap": Pmap})
+  with pytest.raises(TypeError, match=r"`rank`.*static_args"):
+    optax.inject_hyperparams(edgc_jax.powersgd)(rank=2).init(FEW)
+
+
+@pytest.mark.slow
+def test_multi_steps():
+  tx = optax.MultiSteps(REDUCERS["edgc"](), every_k_schedule=2)
+  check(tx, backends={"pmap": Pmap})

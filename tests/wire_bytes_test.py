@@ -5,7 +5,6 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from absl.testing import absltest, parameterized
 from helpers import float32
 from helpers.meshes import (
   AXIS,
@@ -36,6 +35,7 @@ PARAMS = {
   "stack": jnp.zeros((3, 40, 64)),
 }
 MATRICES = 6
+FEWER = {name: PARAMS[name] for name in ("bias", "large", "small")}
 CODES = ("float32", "bfloat16", "int8", "int4")
 
 
@@ -66,241 +66,259 @@ def compiled(tx, backend, params=PARAMS):
   return BACKENDS[backend](tx, params).compiled(gradients_like(params, seed=0))
 
 
-class EdgcTest(parameterized.TestCase):
-  @parameterized.parameters(
+@pytest.mark.parametrize(
+  ("backend", "allocation", "estimator", "warmup"),
+  [
     ("pmap", "uniform", "gaussian", "max"),
     ("shard_map", "error", "histogram", None),
+  ],
+)
+def test_every_rank(backend, allocation, estimator, warmup):
+  """Ranks of a stage and of any matrices send the same bytes.
+
+  Dense is compiled only if the warm-up is dense.
+  """
+  sampling = edgc_jax.Sampling(estimator=estimator, bins=100)
+  tx = float32.edgc(
+    rank_max=12,
+    rank_min=4,
+    window=10,
+    warmup_rank=warmup,
+    sampling=sampling,
+    allocation=allocation,
   )
-  def test_every_rank(self, backend, allocation, estimator, warmup):
-    """Ranks of a stage and of any matrices send the same bytes.
-
-    Dense is compiled only if the warm-up is dense.
-    """
-    sampling = edgc_jax.Sampling(estimator=estimator, bins=100)
-    tx = float32.edgc(
-      rank_max=12,
-      rank_min=4,
-      window=10,
-      warmup_rank=warmup,
-      sampling=sampling,
-      allocation=allocation,
+  run = BACKENDS[backend](tx, PARAMS)
+  text = run.compiled(gradients_like(PARAMS, seed=0))
+  ranks = (4, 8, 12) if warmup else (0, 4, 8, 12)
+  predicted = [float32.wire_bytes(PARAMS, rank, rank_min=4) for rank in ranks]
+  assert counted(tx) == (ranks, predicted)
+  assert sent_at_each_rank(text) == predicted
+  # Around P and Q one conditional each, or around both one for dense.
+  assert len(hlo.wire_bytes_by_rank(text)) == (2 if warmup else 1)
+  for level, expected in enumerate(predicted):
+    found = hlo.collectives_in_order(text, level)
+    assert {one.kind for one in found} == {"all-reduce"}
+    assert len(found) == (2 if ranks[level] else 1)
+    sent = sum(
+      4 * math.prod(shape) for one in found for _, shape in one.results
     )
-    run = BACKENDS[backend](tx, PARAMS)
-    text = run.compiled(gradients_like(PARAMS, seed=0))
-    ranks = (4, 8, 12) if warmup else (0, 4, 8, 12)
-    predicted = [float32.wire_bytes(PARAMS, rank, rank_min=4) for rank in ranks]
-    self.assertEqual(counted(tx), (ranks, predicted))
-    self.assertEqual(sent_at_each_rank(text), predicted)
-    # Around P and Q one conditional each, or around both one for dense.
-    self.assertLen(hlo.wire_bytes_by_rank(text), 2 if warmup else 1)
-    for level, expected in enumerate(predicted):
-      found = hlo.collectives_in_order(text, level)
-      self.assertEqual({one.kind for one in found}, {"all-reduce"})
-      self.assertLen(found, 2 if ranks[level] else 1)
-      sent = sum(
-        4 * math.prod(shape) for one in found for _, shape in one.results
-      )
-      self.assertEqual(sent, expected)
-    # All P are in one all-reduce, all Q and every dense leaf in another. The
-    # dense branch has one, the entropy two; one compares gradients of replicas,
-    # one their parameters. One at a window's end broadcasts the ranks that the
-    # first replica chose.
-    dense = 0 if warmup else 1
-    self.assertEqual(text.count(" all-reduce("), dense + 2 * 3 + 2 + 1 + 1 + 1)
-    self.assertEqual(hlo.wire_bytes_outside_branches(text), 0)
-    # All other branches are rarely taken.
-    others = [
-      branches
-      for branches in hlo.wire_bytes_of_branches(text)
-      if any(branches) and not all(branches)
-    ]
-    rare = sorted(map(sum, others))
-    sample = entropy.sample_bytes(MATRICES, sampling)
-    decided = window_bytes(run.first_state, run.replicas)
-    check = [agreement.CHECK_BYTES, DIVERGED_BYTES]
-    self.assertEqual(rare, sorted([*check, sample, decided]))
+    assert sent == expected
+  # All P are in one all-reduce, all Q and every dense leaf in another. The
+  # dense branch has one, the entropy two; one compares gradients of replicas,
+  # one their parameters. One at a window's end broadcasts the ranks that the
+  # first replica chose.
+  dense = 0 if warmup else 1
+  assert text.count(" all-reduce(") == dense + 2 * 3 + 2 + 1 + 1 + 1
+  assert hlo.wire_bytes_outside_branches(text) == 0
+  # All other branches are rarely taken.
+  others = [
+    branches
+    for branches in hlo.wire_bytes_of_branches(text)
+    if any(branches) and not all(branches)
+  ]
+  rare = sorted(map(sum, others))
+  sample = entropy.sample_bytes(MATRICES, sampling)
+  decided = window_bytes(run.first_state, run.replicas)
+  check = [agreement.CHECK_BYTES, DIVERGED_BYTES]
+  assert rare == sorted([*check, sample, decided])
 
-  @parameterized.parameters(
+
+@pytest.mark.parametrize(
+  ("name", "backend", "allocation", "warmup"),
+  [
     ("bfloat16", "pmap", "error", "max"),
     ("int8", "shard_map", "uniform", None),
     ("int4", "pmap", "error", None),
+  ],
+)
+def test_every_rank_in_fewer_bits(name, backend, allocation, warmup):
+  tx = edgc_jax.edgc(
+    rank_max=12,
+    rank_min=4,
+    window=10,
+    warmup_rank=warmup,
+    allocation=allocation,
+    wire_dtype=name,
   )
-  def test_every_rank_in_fewer_bits(self, name, backend, allocation, warmup):
-    tx = edgc_jax.edgc(
-      rank_max=12,
-      rank_min=4,
-      window=10,
-      warmup_rank=warmup,
-      allocation=allocation,
-      wire_dtype=name,
-    )
-    ladder, predicted = counted(tx)
-    self.assertEqual(sent_at_each_rank(compiled(tx, backend)), predicted)
-    for rank, expected in zip(ladder, predicted, strict=True):
-      if rank != 4:  # alone, factors of rank 4 are not packed
-        found = edgc_jax.wire_bytes(
-          PARAMS, rank, rank_min=4, wire_dtype=name, replicas=REPLICAS
-        )
-        self.assertEqual(found, expected)
-
-  def test_one_rank_needs_no_branches(self):
-    tx = float32.edgc(rank_max=8, rank_min=8, window=10)
-    text = compiled(tx, "pmap")
-    self.assertEqual(hlo.wire_bytes_by_rank(text), [])
-    self.assertEqual(sent_at_each_rank(text), counted(tx)[1])
-
-  def test_metrics_add_up(self):
-    """The state counts warm-up, ranks, samples and checks."""
-    tx = float32.edgc(
-      rank_max=4,
-      rank_min=4,
-      window=2,
-      warmup_steps=2,
-      warmup_rank=None,
-      sampling=edgc_jax.Sampling(step_rate=0.5),
-    )
-    run = BACKENDS["pmap"](tx, PARAMS)
-    sample = entropy.sample_bytes(MATRICES, entropy.Sampling())
-    decided = window_bytes(run.state, run.replicas)
-    total = 0
-    for step in range(5):
-      run.step(gradients_like(PARAMS, seed=step))
-      values = edgc_jax.metrics(run.state)
-      expected = float32.wire_bytes(PARAMS, 0 if step < 2 else 4)
-      expected += sample * (step % 2 == 0)
-      expected += (agreement.CHECK_BYTES + DIVERGED_BYTES) * (step == 0)
-      expected += decided * (step > 0 and step % 2 == 0)
-      self.assertEqual(values["wire_bytes"], expected)
-      total += expected
-    dense = 5 * float32.wire_bytes(PARAMS, 0)
-    self.assertAlmostEqual(values["compression_ratio"], dense / total, 5)
-    self.assertEqual(values["dense_bytes"], dense / 5)
-
-
-class FixedRanksTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (0, "pmap"), (0, "shard_map"), (4, "shard_map"), (8, "pmap")
-  )
-  def test_one_rank_or_dense(self, rank, backend):
-    tx = float32.powersgd(rank) if rank else edgc_jax.allreduce()
-    sent = hlo.wire_bytes_outside_branches(compiled(tx, backend))
-    self.assertEqual(sent, float32.wire_bytes(PARAMS, rank))
-    self.assertEqual(counted(tx), ((rank,), [sent]))
-
-  @parameterized.parameters(
-    ("float32", "error", "shard_map"), ("int4", "uniform", "pmap"),
-  )  # fmt: skip
-  def test_every_rank_of_a_schedule(self, name, allocation, backend):
-    """The program sends what is counted, and the state reports it."""
-    tx = edgc_jax.powersgd(
-      {0: 4, 1: 12, 2: 0}, allocation=allocation, wire_dtype=name
-    )
-    run, text = compiled_run(tx, backend)
-    gradients = gradients_like(PARAMS, seed=0)
-    ladder, predicted = counted(tx)
-    self.assertEqual(ladder, (0, 4, 12))
-    self.assertEqual(sent_at_each_rank(text), predicted)
-    reported = []
-    for _ in range(3):
-      run.step(gradients)
-      reported.append(edgc_jax.metrics(run.state)["wire_bytes"])
-    reported[0] -= agreement.CHECK_BYTES + DIVERGED_BYTES
-    self.assertEqual(reported, [predicted[i] for i in (1, 2, 0)])
-    found = [
-      edgc_jax.wire_bytes(
-        PARAMS, rank, rank_min=4, wire_dtype=name, replicas=REPLICAS
+  ladder, predicted = counted(tx, FEWER)
+  assert sent_at_each_rank(compiled(tx, backend, FEWER)) == predicted
+  for rank, expected in zip(ladder, predicted, strict=True):
+    if rank != 4:  # alone, factors of rank 4 are not packed
+      found = edgc_jax.wire_bytes(
+        FEWER, rank, rank_min=4, wire_dtype=name, replicas=REPLICAS
       )
-      for rank in (0, 12)
-    ]
-    self.assertEqual(found, predicted[::2])
-
-  def test_without_dense(self):
-    """P and Q have a conditional each."""
-    tx = float32.powersgd({0: 12, 9: 4})
-    text = compiled(tx, "pmap")
-    self.assertLen(hlo.wire_bytes_by_rank(text), 2)
-    self.assertEqual(sent_at_each_rank(text), counted(tx)[1])
-
-  def test_bfloat16(self):
-    """A value of a matrix or factor has two bytes, one of a vector four."""
-    matrices = 64 * 48 + 96 * 160 + 20 * 20 + 3 * 40 * 64
-    dense = edgc_jax.wire_bytes(PARAMS, 0, wire_dtype="bfloat16", replicas=4)
-    self.assertEqual(dense, 2 * matrices + 4 * 31)
-    low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
-    low_bytes = edgc_jax.wire_bytes(PARAMS, 4, wire_dtype=jnp.bfloat16)
-    self.assertEqual(low_bytes, 2 * low + 4 * (31 + 17 * 6))
-    for backend, tx, expected, trips in (
-      ("pmap", edgc_jax.allreduce(wire_dtype="bfloat16"), dense, 1),
-      ("shard_map", edgc_jax.powersgd(4, wire_dtype="bfloat16"), low_bytes, 2),
-    ):
-      text = compiled(tx, backend)
-      sent = hlo.wire_bytes_outside_branches(text)
-      self.assertEqual(sent, expected)
-      kinds = [one.kind for one in hlo.collectives_in_order(text)]
-      encoded = [kind for kind in kinds if kind != "all-reduce"]
-      self.assertEqual(encoded, ["all-to-all", "all-gather"] * trips)
-
-  @parameterized.parameters("int8", "int4")
-  def test_integers(self, name):
-    """A value has one byte or half a byte, in blocks, unless blocks waste."""
-    code = code_of(name)
-
-    def padded(size, parts=1):
-      return -(-size // (parts * code.granule)) * parts * code.granule
-
-    p = sum(map(padded, (12 * 40, 4 * 96, 4 * 48, 4 * 20)))
-    q = sum(map(padded, (12 * 64, 4 * 160, 4 * 64, 4 * 20, 300)))
-    params = {**PARAMS, "bias": jnp.zeros(300)}
-    found = edgc_jax.wire_bytes(params, 4, wire_dtype=name, replicas=4)
-    # The scalar would take a block.
-    exact = 4 * (17 * 6 + 1)
-    encoded = sum(code.num_bytes(padded(size, 4), 4) for size in (p, q))
-    self.assertEqual(found, encoded + exact)
-    text = compiled(edgc_jax.powersgd(4, wire_dtype=name), "pmap", params)
-    self.assertEqual(hlo.wire_bytes_outside_branches(text), found)
+      assert found == expected
 
 
-class PredictionTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ({"rank": -1}, ValueError), ({"rank": "4"}, TypeError),
+def test_one_rank_needs_no_branches():
+  tx = float32.edgc(rank_max=8, rank_min=8, window=10)
+  text = compiled(tx, "pmap", FEWER)
+  assert hlo.wire_bytes_by_rank(text) == []
+  assert sent_at_each_rank(text) == counted(tx, FEWER)[1]
+
+
+def test_metrics_add_up():
+  """The state counts warm-up, ranks, samples and checks."""
+  tx = float32.edgc(
+    rank_max=4,
+    rank_min=4,
+    window=2,
+    warmup_steps=2,
+    warmup_rank=None,
+    sampling=edgc_jax.Sampling(step_rate=0.5),
+  )
+  run = BACKENDS["pmap"](tx, PARAMS)
+  sample = entropy.sample_bytes(MATRICES, entropy.Sampling())
+  decided = window_bytes(run.state, run.replicas)
+  total = 0
+  for step in range(5):
+    run.step(gradients_like(PARAMS, seed=step))
+    values = edgc_jax.metrics(run.state)
+    expected = float32.wire_bytes(PARAMS, 0 if step < 2 else 4)
+    expected += sample * (step % 2 == 0)
+    expected += (agreement.CHECK_BYTES + DIVERGED_BYTES) * (step == 0)
+    expected += decided * (step > 0 and step % 2 == 0)
+    assert values["wire_bytes"] == expected
+    total += expected
+  dense = 5 * float32.wire_bytes(PARAMS, 0)
+  assert abs(values["compression_ratio"] - (dense / total)) < 0.5e-5
+  assert values["dense_bytes"] == dense / 5
+
+
+@pytest.mark.parametrize(
+  ("rank", "backend"),
+  [(0, "pmap"), (0, "shard_map"), (4, "shard_map"), (8, "pmap")],
+)
+def test_one_rank_or_dense(rank, backend):
+  tx = float32.powersgd(rank) if rank else edgc_jax.allreduce()
+  sent = hlo.wire_bytes_outside_branches(compiled(tx, backend))
+  assert sent == float32.wire_bytes(PARAMS, rank)
+  assert counted(tx) == ((rank,), [sent])
+
+
+@pytest.mark.parametrize(
+  ("name", "allocation", "backend"),
+  [("float32", "error", "shard_map"), ("int4", "uniform", "pmap")],
+)
+def test_every_rank_of_a_schedule(name, allocation, backend):
+  """The program sends what is counted, and the state reports it."""
+  tx = edgc_jax.powersgd(
+    {0: 4, 1: 12, 2: 0}, allocation=allocation, wire_dtype=name
+  )
+  run, text = compiled_run(tx, backend)
+  gradients = gradients_like(PARAMS, seed=0)
+  ladder, predicted = counted(tx)
+  assert ladder == (0, 4, 12)
+  assert sent_at_each_rank(text) == predicted
+  reported = []
+  for _ in range(3):
+    run.step(gradients)
+    reported.append(edgc_jax.metrics(run.state)["wire_bytes"])
+  reported[0] -= agreement.CHECK_BYTES + DIVERGED_BYTES
+  assert reported == [predicted[i] for i in (1, 2, 0)]
+  found = [
+    edgc_jax.wire_bytes(
+      PARAMS, rank, rank_min=4, wire_dtype=name, replicas=REPLICAS
+    )
+    for rank in (0, 12)
+  ]
+  assert found == predicted[::2]
+
+
+def test_without_dense():
+  """P and Q have a conditional each."""
+  tx = float32.powersgd({0: 12, 9: 4})
+  text = compiled(tx, "pmap", FEWER)
+  assert len(hlo.wire_bytes_by_rank(text)) == 2
+  assert sent_at_each_rank(text) == counted(tx, FEWER)[1]
+
+
+def test_bfloat16():
+  """A value of a matrix or factor has two bytes, one of a vector four."""
+  matrices = 64 * 48 + 96 * 160 + 20 * 20 + 3 * 40 * 64
+  dense = edgc_jax.wire_bytes(PARAMS, 0, wire_dtype="bfloat16", replicas=4)
+  assert dense == 2 * matrices + 4 * 31
+  low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
+  low_bytes = edgc_jax.wire_bytes(PARAMS, 4, wire_dtype=jnp.bfloat16)
+  assert low_bytes == 2 * low + 4 * (31 + 17 * 6)
+  for backend, tx, expected, trips in (
+    ("pmap", edgc_jax.allreduce(wire_dtype="bfloat16"), dense, 1),
+    ("shard_map", edgc_jax.powersgd(4, wire_dtype="bfloat16"), low_bytes, 2),
+  ):
+    text = compiled(tx, backend)
+    sent = hlo.wire_bytes_outside_branches(text)
+    assert sent == expected
+    kinds = [one.kind for one in hlo.collectives_in_order(text)]
+    encoded = [kind for kind in kinds if kind != "all-reduce"]
+    assert encoded == ["all-to-all", "all-gather"] * trips
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_integers(name):
+  """A value has one byte or half a byte, in blocks, unless blocks waste."""
+  code = code_of(name)
+
+  def padded(size, parts=1):
+    return -(-size // (parts * code.granule)) * parts * code.granule
+
+  p = sum(map(padded, (12 * 40, 4 * 96, 4 * 48, 4 * 20)))
+  q = sum(map(padded, (12 * 64, 4 * 160, 4 * 64, 4 * 20, 300)))
+  params = {**PARAMS, "bias": jnp.zeros(300)}
+  found = edgc_jax.wire_bytes(params, 4, wire_dtype=name, replicas=4)
+  # The scalar would take a block.
+  exact = 4 * (17 * 6 + 1)
+  encoded = sum(code.num_bytes(padded(size, 4), 4) for size in (p, q))
+  assert found == encoded + exact
+  text = compiled(edgc_jax.powersgd(4, wire_dtype=name), "pmap", params)
+  assert hlo.wire_bytes_outside_branches(text) == found
+
+
+@pytest.mark.parametrize(
+  ("options", "error"),
+  [
+    ({"rank": -1}, ValueError),
+    ({"rank": "4"}, TypeError),
     ({"rank": 4, "replicas": 0}, ValueError),
     ({"rank": 4, "first_rank": -2}, ValueError),
     ({"rank": 4, "rank_min": "4"}, TypeError),
-  )  # fmt: skip
-  def test_arguments_are_checked(self, options, error):
-    name = list(options)[-1]
-    with self.assertRaisesRegex(error, f"`{name}` must be"):
-      float32.wire_bytes(PARAMS, **options)
-
-  def test_by_hand(self):
-    low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
-    dense = 30 + 1
-    errors = 17 * (3 + 1 + 1 + 1)
-    self.assertEqual(float32.wire_bytes(PARAMS, 4), 4 * (low + dense + errors))
-    sizes = 64 * 48 + 30 + 96 * 160 + 1 + 20 * 20 + 3 * 40 * 64
-    self.assertEqual(float32.wire_bytes(PARAMS, 0), 4 * sizes)
-
-  def test_small_matrices_have_at_most_their_cap(self):
-    """And are dense only if even the smallest rank saves too little."""
-    small = {"w": jnp.zeros((20, 20))}
-    capped = 4 * (5 * 40 + 17)
-    self.assertEqual(float32.wire_bytes(small, 5), capped)
-    self.assertEqual(float32.wire_bytes(small, 12, rank_min=4), capped)
-    self.assertEqual(float32.wire_bytes(small, 6), 4 * 400)
-    self.assertEqual(
-      float32.wire_bytes(small, 6, min_ratio=1.5), 4 * (6 * 40 + 17)
-    )
-
-  def test_a_ladder_ends_at_the_largest_cap(self):
-    small = {"w": jnp.zeros((20, 20)), "v": jnp.zeros((4, 4))}
-    tx = float32.edgc(rank_max=8, rank_min=2, rank_multiple=2)
-    # 4 x 4 at rank 2 saves nothing: it is always dense.
-    sent = [4 * (r * 40 + 17 + 16) for r in (2, 4)]
-    self.assertEqual(counted(tx, small), ((2, 4), sent))
+  ],
+)
+def test_arguments_are_checked(options, error):
+  name = list(options)[-1]
+  with pytest.raises(error, match=f"`{name}` must be"):
+    float32.wire_bytes(PARAMS, **options)
 
 
-class EntriesTest(parameterized.TestCase):
-  @parameterized.parameters(
+def test_by_hand():
+  low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
+  dense = 30 + 1
+  errors = 17 * (3 + 1 + 1 + 1)
+  assert float32.wire_bytes(PARAMS, 4) == 4 * (low + dense + errors)
+  sizes = 64 * 48 + 30 + 96 * 160 + 1 + 20 * 20 + 3 * 40 * 64
+  assert float32.wire_bytes(PARAMS, 0) == 4 * sizes
+
+
+def test_small_matrices_have_at_most_their_cap():
+  """And are dense only if even the smallest rank saves too little."""
+  small = {"w": jnp.zeros((20, 20))}
+  capped = 4 * (5 * 40 + 17)
+  assert float32.wire_bytes(small, 5) == capped
+  assert float32.wire_bytes(small, 12, rank_min=4) == capped
+  assert float32.wire_bytes(small, 6) == 4 * 400
+  assert float32.wire_bytes(small, 6, min_ratio=1.5) == 4 * (6 * 40 + 17)
+
+
+def test_a_ladder_ends_at_the_largest_cap():
+  small = {"w": jnp.zeros((20, 20)), "v": jnp.zeros((4, 4))}
+  tx = float32.edgc(rank_max=8, rank_min=2, rank_multiple=2)
+  # 4 x 4 at rank 2 saves nothing: it is always dense.
+  sent = [4 * (r * 40 + 17 + 16) for r in (2, 4)]
+  assert counted(tx, small) == ((2, 4), sent)
+
+
+@pytest.mark.parametrize(
+  ("name", "options", "backend"),
+  [
     ("topk", {"density": 0.05}, "pmap"),
     ("topk", {"density": 0.05, "chunk": 1024}, "shard_map"),
     ("topk", {"density": 1 / 64, "chunk": 4096, "bits": 2}, "pmap"),
@@ -308,88 +326,84 @@ class EntriesTest(parameterized.TestCase):
     ("randomk", {"error_feedback": False}, "pmap"),
     ("quantize", {"bits": 8}, "shard_map"),
     ("quantize", {"bits": 4, "block": 64, "error_feedback": True}, "pmap"),
+  ],
+)
+def test_every_method_of_entries(name, options, backend):
+  """The program sends what is counted, and the state reports it."""
+  tx = edgc_jax.REDUCERS[name](**options)
+  run, text = compiled_run(tx, backend)
+  ladder, (predicted,) = counted(tx)
+  assert ladder == (0,)
+  assert hlo.wire_bytes_outside_branches(text) == predicted
+  run.step(gradients_like(PARAMS, seed=0))
+  checks = agreement.CHECK_BYTES + DIVERGED_BYTES
+  sent = edgc_jax.metrics(run.state)["wire_bytes"]
+  assert sent == predicted + checks
+
+
+def test_bytes_grow_with_the_replicas_that_gather():
+  (two,), (eight,) = (
+    edgc_jax.describe(edgc_jax.topk(0.05), PARAMS, replicas=n).parts
+    for n in (2, 8)
   )
-  def test_every_method_of_entries(self, name, options, backend):
-    """The program sends what is counted, and the state reports it."""
-    tx = edgc_jax.REDUCERS[name](**options)
-    run, text = compiled_run(tx, backend)
-    ladder, (predicted,) = counted(tx)
-    self.assertEqual(ladder, (0,))
-    self.assertEqual(hlo.wire_bytes_outside_branches(text), predicted)
-    run.step(gradients_like(PARAMS, seed=0))
-    checks = agreement.CHECK_BYTES + DIVERGED_BYTES
-    sent = edgc_jax.metrics(run.state)["wire_bytes"]
-    self.assertEqual(sent, predicted + checks)
-
-  def test_bytes_grow_with_the_replicas_that_gather(self):
-    (two,), (eight,) = (
-      edgc_jax.describe(edgc_jax.topk(0.05), PARAMS, replicas=n).parts
-      for n in (2, 8)
-    )
-    counts = [round(0.05 * PARAMS[x].size) for x in ("bfloat16", "large")]
-    counts.append(round(0.05 * PARAMS["stack"].size))
-    self.assertEqual(
-      eight.wire_bytes[0] - two.wire_bytes[0], 6 * 4 * sum(counts)
-    )
+  counts = [round(0.05 * PARAMS[x].size) for x in ("bfloat16", "large")]
+  counts.append(round(0.05 * PARAMS["stack"].size))
+  assert eight.wire_bytes[0] - two.wire_bytes[0] == 6 * 4 * sum(counts)
 
 
-class HloTest(absltest.TestCase):
-  def test_other_collectives_count_as_their_share_of_an_all_reduce(self):
-    text = """
+def test_other_collectives_count_as_their_share_of_an_all_reduce():
+  text = """
 HloModule m
 
 ENTRY %main (p: f32[8]) -> f32[8] {
-  %p = f32[8]{0} parameter(0)
-  %a = f32[2]{0} reduce-scatter(%p), replica_groups={{0,1,2,3}}, to_apply=%add
-  %e = f32[2]{0} reduce-scatter(%p), replica_groups=[1,4]<=[4], to_apply=%add
-  %b = f32[8]{0} all-gather(%a), replica_groups={{0,1,2,3}}
-  %c = bf16[8]{0} all-to-all(%p), replica_groups={{0,1,2,3}}
-  ROOT %d = (f32[8]{0}, s8[4]{0}) all-reduce(%p, %q), to_apply=%add
+%p = f32[8]{0} parameter(0)
+%a = f32[2]{0} reduce-scatter(%p), replica_groups={{0,1,2,3}}, to_apply=%add
+%e = f32[2]{0} reduce-scatter(%p), replica_groups=[1,4]<=[4], to_apply=%add
+%b = f32[8]{0} all-gather(%a), replica_groups={{0,1,2,3}}
+%c = bf16[8]{0} all-to-all(%p), replica_groups={{0,1,2,3}}
+ROOT %d = (f32[8]{0}, s8[4]{0}) all-reduce(%p, %q), to_apply=%add
 }
 """
-    expected = 2 * (32 // 2) + 32 // 2 + 16 // 2 + (32 + 4)
-    text = text.replace(", to_apply=%add", "")
-    self.assertEqual(hlo.wire_bytes_outside_branches(text), expected)
+  expected = 2 * (32 // 2) + 32 // 2 + 16 // 2 + (32 + 4)
+  text = text.replace(", to_apply=%add", "")
+  assert hlo.wire_bytes_outside_branches(text) == expected
 
-  def test_ranks_inside_a_conditional_of_dense(self):
-    """Dense is the first rank; a check that sends in one branch is none."""
-    text = """
+
+def test_ranks_inside_a_conditional_of_dense():
+  """Dense is the first rank; a check that sends in one branch is none."""
+  text = """
 HloModule m
 
 %d (p: f32[8]) -> f32[8] {
-  ROOT %a = f32[8]{0} all-reduce(%p)
+ROOT %a = f32[8]{0} all-reduce(%p)
 }
 
 %low (p: f32[8]) -> f32[8] {
-  ROOT %a = f32[2]{0} all-reduce(%p)
+ROOT %a = f32[2]{0} all-reduce(%p)
 }
 
 %high (p: f32[8]) -> f32[8] {
-  ROOT %a = f32[4]{0} all-reduce(%p)
+ROOT %a = f32[4]{0} all-reduce(%p)
 }
 
 %each (p: f32[8]) -> f32[8] {
-  %a = f32[1]{0} all-reduce(%p)
-  %b = f32[8]{0} conditional(%i, %p, %p), branch_computations={%low, %high}
-  ROOT %c = f32[8]{0} conditional(%i, %p, %p), branch_computations={%low, %high}
+%a = f32[1]{0} all-reduce(%p)
+%b = f32[8]{0} conditional(%i, %p, %p), branch_computations={%low, %high}
+ROOT %c = f32[8]{0} conditional(%i, %p, %p), branch_computations={%low, %high}
 }
 
 %none (p: f32[8]) -> f32[8] {
-  ROOT %p = f32[8]{0} parameter(0)
+ROOT %p = f32[8]{0} parameter(0)
 }
 
 ENTRY %main (p: f32[8]) -> f32[8] {
-  %a = f32[8]{0} conditional(%i, %p, %p), branch_computations={%d, %none}
-  ROOT %b = f32[8]{0} conditional(%i, %p, %p), branch_computations={%d, %each}
+%a = f32[8]{0} conditional(%i, %p, %p), branch_computations={%d, %none}
+ROOT %b = f32[8]{0} conditional(%i, %p, %p), branch_computations={%d, %each}
 }
 """
-    self.assertEqual(hlo.wire_bytes_by_rank(text), [[32, 4 + 16, 4 + 32]])
-    sizes = [
-      [4 * math.prod(shape) for x in found for _, shape in x.results]
-      for found in (hlo.collectives_in_order(text, i) for i in (0, 1, -1))
-    ]
-    self.assertEqual(sizes, [[32], [4, 8, 8], [4, 16, 16]])
-
-
-if __name__ == "__main__":
-  absltest.main()
+  assert hlo.wire_bytes_by_rank(text) == [[32, 4 + 16, 4 + 32]]
+  sizes = [
+    [4 * math.prod(shape) for x in found for _, shape in x.results]
+    for found in (hlo.collectives_in_order(text, i) for i in (0, 1, -1))
+  ]
+  assert sizes == [[32], [4, 8, 8], [4, 16, 16]]

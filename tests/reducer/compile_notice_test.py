@@ -1,11 +1,10 @@
 """The message that XLA compiles."""
 
 import time
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from absl.testing import absltest
+import pytest
 
 import edgc_jax
 from edgc_jax.reducer import compile_notice
@@ -22,23 +21,12 @@ def lowered():
   return jax.jit(update).lower(gradient, jax.eval_shape(tx.init, weight))
 
 
-class CompileNoticeTest(absltest.TestCase):
-  def test_it_comes_while_xla_compiles(self):
-    with (
-      mock.patch.object(compile_notice, "SECONDS", 0.1),
-      self.assertLogs("edgc_jax", "WARNING") as logs,
-    ):
-      lowered().compile()
-    self.assertIn("XLA has been compiling", logs.output[0])
-
-  def test_lowering_alone_is_no_compilation(self):
-    with (
-      mock.patch.object(compile_notice, "SECONDS", 0.1),
-      self.assertNoLogs("edgc_jax", "WARNING"),
-    ):
-      lowered()
-      time.sleep(0.3)
-
-
-if __name__ == "__main__":
-  absltest.main()
+@pytest.mark.usefixtures("without_cache")
+def test_it_comes_while_xla_compiles_alone(monkeypatch, caplog):
+  monkeypatch.setattr(compile_notice, "SECONDS", 0.3)
+  lowered()
+  time.sleep(0.5)
+  assert not caplog.records  # lowering is no compilation
+  monkeypatch.setattr(compile_notice, "SECONDS", 0.1)
+  lowered().compile()
+  assert "XLA has been compiling" in caplog.text

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
 from helpers import float32
 from helpers.meshes import (
   AXIS,
@@ -26,13 +25,7 @@ from edgc_jax.leaves.leaf import leaves_in
 from edgc_jax.measure import hlo
 from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer.reducer import Plan, by_exchange, make_reducer
-from edgc_jax.reducer.rounds import (
-  DENSE,
-  Method,
-  Outcome,
-  added,
-  count_bytes,
-)
+from edgc_jax.reducer.rounds import DENSE, Method, Outcome, added, count_bytes
 from edgc_jax.wire import averages
 from edgc_jax.wire.codes import code_of
 from edgc_jax.wire.wire import Send
@@ -79,190 +72,191 @@ def reducer_of(methods, code=None):
   return make_reducer(AXIS, plan_for, code=code)
 
 
-class OwnMethodTest(parameterized.TestCase):
-  """A method is a generator: these are two of one's own."""
-
-  @parameterized.product(
-    wire_dtype=["float32", "bfloat16", "int8"], backend=list(BACKENDS)
-  )
-  @pytest.mark.slow
-  def test_methods_of_one_and_of_two_rounds(self, wire_dtype, backend):
-    code = code_of(wire_dtype)
-    tx = reducer_of({"once": plain_mean, "twice": signs}, code)
-    run = BACKENDS[backend](tx, PARAMS)
-    for step in range(3):
-      gradients = gradients_like(PARAMS, seed=step)
-      before = run.residual()
-      updates = run.step(gradients)
-      after = run.residual()
-      assert_replicas_equal(updates)
-      for name, gradient in gradients.items():
-        owed, kept = np.asarray(gradient).mean(0), updates[name][0]
-        if name != "bias":
-          owed = owed + before[name].mean(0)
-          kept = kept + after[name].mean(0)
-        np.testing.assert_allclose(kept, owed, 1e-5, 1e-5)
-    # All rounds of all leaves are two, and the bytes are those counted.
-    text = run.compiled(gradients)
-    values = edgc_jax.metrics(run.state)
-    (part,) = edgc_jax.describe(tx, PARAMS, replicas=REPLICAS).parts
-    self.assertEqual(part.wire_bytes, (values["wire_bytes"],))
-    self.assertEqual(
-      hlo.wire_bytes_outside_branches(text), values["wire_bytes"]
-    )
-    if code is None:
-      self.assertLen(hlo.collectives_in_order(text), 2)
-      exact = 4 * (30 + 2)
-      self.assertEqual(values["wire_bytes"], exact + 4 * (960 + 640))
-
-  def test_a_round_without_values_sends_no_code(self):
-    """The scale that an encoding adds has no values to scale."""
-    params = {"twice": PARAMS["twice"]}
-    tx = reducer_of({"twice": signs}, code_of("int4"))
-    run = Pmap(tx, params)
-    gradients = gradients_like(params, seed=0)
-    for _ in range(2):  # replicas are checked in the first step
-      run.step(gradients)
-    values = edgc_jax.metrics(run.state)
-    text = run.compiled(gradients)
-    self.assertEqual(
-      hlo.wire_bytes_outside_branches(text), values["wire_bytes"]
-    )
-    self.assertEqual(
-      values["wire_bytes"],
-      4 * 2 + averages.average_bytes([640], code_of("int4"), REPLICAS),
-    )
-
-  def test_a_step_that_is_not_finite_is_skipped(self):
-    run = Pmap(reducer_of({"once": plain_mean, "twice": signs}), PARAMS)
-    run.step(gradients_like(PARAMS, seed=0))
+@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.slow
+def test_methods_of_one_and_of_two_rounds(wire_dtype, backend):
+  code = code_of(wire_dtype)
+  tx = reducer_of({"once": plain_mean, "twice": signs}, code)
+  run = BACKENDS[backend](tx, PARAMS)
+  for step in range(3):
+    gradients = gradients_like(PARAMS, seed=step)
     before = run.residual()
-    gradients = gradients_like(PARAMS, seed=1)
-    gradients["once"] = gradients["once"].at[1, 0, 0].set(np.nan)
     updates = run.step(gradients)
-    for name in PARAMS:
-      np.testing.assert_array_equal(updates[name], 0)
-    for name in ("once", "twice"):
-      np.testing.assert_array_equal(run.residual()[name], before[name])
-    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 1)
+    after = run.residual()
+    assert_replicas_equal(updates)
+    for name, gradient in gradients.items():
+      owed, kept = np.asarray(gradient).mean(0), updates[name][0]
+      if name != "bias":
+        owed = owed + before[name].mean(0)
+        kept = kept + after[name].mean(0)
+      np.testing.assert_allclose(kept, owed, 1e-5, 1e-5)
+  # All rounds of all leaves are two, and the bytes are those counted.
+  text = run.compiled(gradients)
+  values = edgc_jax.metrics(run.state)
+  (part,) = edgc_jax.describe(tx, PARAMS, replicas=REPLICAS).parts
+  assert part.wire_bytes == (values["wire_bytes"],)
+  assert hlo.wire_bytes_outside_branches(text) == values["wire_bytes"]
+  if code is None:
+    assert len(hlo.collectives_in_order(text)) == 2
+    exact = 4 * (30 + 2)
+    assert values["wire_bytes"] == exact + 4 * (960 + 640)
 
-  def test_errors_that_no_method_measures_are_not_reported(self):
-    run = Pmap(reducer_of({"once": plain_mean}), PARAMS)
-    run.step(gradients_like(PARAMS, 0))
-    values = edgc_jax.metrics(run.state)
-    self.assertNotIn("relative_error", values)
-    self.assertNotIn("residual_norm", values)
-    self.assertNotIn("matrix_error", values)
 
-  @parameterized.parameters(
+def test_a_round_without_values_sends_no_code():
+  """The scale that an encoding adds has no values to scale."""
+  params = {"twice": PARAMS["twice"]}
+  tx = reducer_of({"twice": signs}, code_of("int4"))
+  run = Pmap(tx, params)
+  gradients = gradients_like(params, seed=0)
+  for _ in range(2):  # replicas are checked in the first step
+    run.step(gradients)
+  values = edgc_jax.metrics(run.state)
+  text = run.compiled(gradients)
+  assert hlo.wire_bytes_outside_branches(text) == values["wire_bytes"]
+  assert values["wire_bytes"] == 4 * 2 + averages.average_bytes(
+    [640], code_of("int4"), REPLICAS
+  )
+
+
+def test_a_step_that_is_not_finite_is_skipped():
+  run = Pmap(reducer_of({"once": plain_mean, "twice": signs}), PARAMS)
+  run.step(gradients_like(PARAMS, seed=0))
+  before = run.residual()
+  gradients = gradients_like(PARAMS, seed=1)
+  gradients["once"] = gradients["once"].at[1, 0, 0].set(np.nan)
+  updates = run.step(gradients)
+  for name in PARAMS:
+    np.testing.assert_array_equal(updates[name], 0)
+  for name in ("once", "twice"):
+    np.testing.assert_array_equal(run.residual()[name], before[name])
+  assert edgc_jax.metrics(run.state)["skipped_steps"] == 1
+
+
+def test_errors_that_no_method_measures_are_not_reported():
+  run = Pmap(reducer_of({"once": plain_mean}), PARAMS)
+  run.step(gradients_like(PARAMS, 0))
+  values = edgc_jax.metrics(run.state)
+  assert "relative_error" not in values
+  assert "residual_norm" not in values
+  assert "matrix_error" not in values
+
+
+@pytest.mark.parametrize(
+  ("kind", "message", "rounds"),
+  [
     (TypeError, "must be a generator", lambda *_: Outcome(None)),
     (TypeError, "must return an `Outcome`", lambda *_: (yield None)),
     (ValueError, "`residual` must be returned", "no_residual"),
     (ValueError, "`energies` must be returned", "no_energies"),
+  ],
+)
+def test_mistakes_in_a_method_are_named(kind, message, rounds):
+  def no_residual(leaf, gradient, state, ranks, draws):
+    reply = yield Send(0.5 * added(gradient, state.residual))
+    return Outcome(reply.mean)
+
+  own = {"no_residual": no_residual, "no_energies": plain_mean}
+  rounds = own.get(rounds, rounds)
+  method = Method(rounds, measures=rounds is plain_mean)
+
+  def plan_for(leaves):
+    leaves = [
+      dataclasses.replace(x, method=method, has_residual=True) for x in leaves
+    ]
+    return Plan(by_exchange(leaves), FixedBudget())
+
+  params = {"once": PARAMS["once"]}
+  tx = make_reducer(AXIS, plan_for)
+  update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None))
+  with pytest.raises(kind, match=message):
+    jax.eval_shape(update, gradients_like(params, 0), tx.init(params))
+
+
+def test_bytes_are_counted_without_devices():
+  """Also of more replicas than there are devices."""
+  tx = reducer_of({"once": plain_mean})
+  (part,) = edgc_jax.describe(tx, PARAMS, replicas=1000).parts
+  assert part.wire_bytes == (4 * (30 + 960 + 640),)
+
+
+def test_bytes_are_counted_once():
+  """Equal exchanges are traced once; all that bytes depend on tells apart."""
+  traced = []
+
+  def rounds(leaf, gradient, *rest):
+    traced.append(leaf.shape)
+    # Of four bytes, or of eight.
+    reply = yield Send(gradient, gathered=jnp.argmax(gradient, 1))
+    return Outcome(reply.mean)
+
+  (leaf,) = leaves_in({"w": jnp.zeros((30, 50))})
+  leaf = dataclasses.replace(leaf, method=Method(rounds))
+  values, indices = 4 * 1500, 4 * 30 // 2
+  assert count_bytes([leaf], (4,), None)[0] == values + indices
+  assert len(traced) == 1
+  assert count_bytes([leaf], (4,), None)[0] == values + indices
+  assert len(traced) == 1
+  in_code = averages.average_bytes([1500], code_of("int4"), 3)
+  for sent, *arguments in (
+    (values + 3 * indices, [leaf], (4,), None, 3),
+    (in_code + 3 * indices, [leaf], (4,), code_of("int4"), 3),
+    (2 * values + 2 * indices, [leaf, leaf], (4,), None),
+  ):
+    assert count_bytes(*arguments)[0] == sent
+  with jax.enable_x64(True):
+    assert count_bytes([leaf], (4,), None)[0] == values + 2 * indices
+
+
+def test_a_method_that_cannot_be_hashed():
+  @dataclasses.dataclass
+  class Rounds:
+    sent: int = 1
+
+    def __call__(self, *args):
+      return plain_mean(*args)
+
+  (leaf,) = leaves_in({"w": jnp.zeros((30, 50))})
+  leaf = dataclasses.replace(leaf, method=Method(Rounds()))
+  assert count_bytes([leaf], (4,), None)[0] == 4 * 1500
+
+
+def test_bytes_are_counted_anew_where_leaves_are_not_joined():
+  """Each value is padded alone where the compiler shards it further."""
+  leaves = leaves_in({name: jnp.zeros((30, 50)) for name in "abc"})
+  code = code_of("int4")
+  leaves = with_factors(leaves, (4,), 1.0, code)
+  mesh = jax.make_mesh((2, 2), ("data", "fsdp"))
+  found = []
+
+  @functools.partial(
+    jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}
   )
-  def test_mistakes_in_a_method_are_named(self, kind, message, rounds):
-    def no_residual(leaf, gradient, state, ranks, draws):
-      reply = yield Send(0.5 * added(gradient, state.residual))
-      return Outcome(reply.mean)
-
-    own = {"no_residual": no_residual, "no_energies": plain_mean}
-    rounds = own.get(rounds, rounds)
-    method = Method(rounds, measures=rounds is plain_mean)
-
-    def plan_for(leaves):
-      leaves = [
-        dataclasses.replace(x, method=method, has_residual=True) for x in leaves
-      ]
-      return Plan(by_exchange(leaves), FixedBudget())
-
-    params = {"once": PARAMS["once"]}
-    tx = make_reducer(AXIS, plan_for)
-    update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None))
-    with self.assertRaisesRegex(kind, message):
-      jax.eval_shape(update, gradients_like(params, 0), tx.init(params))
-
-  def test_bytes_are_counted_without_devices(self):
-    """Also of more replicas than there are devices."""
-    tx = reducer_of({"once": plain_mean})
-    (part,) = edgc_jax.describe(tx, PARAMS, replicas=1000).parts
-    self.assertEqual(part.wire_bytes, (4 * (30 + 960 + 640),))
-
-  def test_bytes_are_counted_once(self):
-    """Equal exchanges are traced once; all that bytes depend on tells apart."""
-    traced = []
-
-    def rounds(leaf, gradient, *rest):
-      traced.append(leaf.shape)
-      # Of four bytes, or of eight.
-      reply = yield Send(gradient, gathered=jnp.argmax(gradient, 1))
-      return Outcome(reply.mean)
-
-    (leaf,) = leaves_in({"w": jnp.zeros((30, 50))})
-    leaf = dataclasses.replace(leaf, method=Method(rounds))
-    values, indices = 4 * 1500, 4 * 30 // 2
-    self.assertEqual(count_bytes([leaf], (4,), None)[0], values + indices)
-    self.assertLen(traced, 1)
-    self.assertEqual(count_bytes([leaf], (4,), None)[0], values + indices)
-    self.assertLen(traced, 1)
-    in_code = averages.average_bytes([1500], code_of("int4"), 3)
-    for sent, *arguments in (
-      (values + 3 * indices, [leaf], (4,), None, 3),
-      (in_code + 3 * indices, [leaf], (4,), code_of("int4"), 3),
-      (2 * values + 2 * indices, [leaf, leaf], (4,), None),
-    ):
-      self.assertEqual(count_bytes(*arguments)[0], sent)
-    with jax.enable_x64(True):
-      self.assertEqual(count_bytes([leaf], (4,), None)[0], values + 2 * indices)
-
-  def test_a_method_that_cannot_be_hashed(self):
-    @dataclasses.dataclass
-    class Rounds:
-      sent: int = 1
-
-      def __call__(self, *args):
-        return plain_mean(*args)
-
-    (leaf,) = leaves_in({"w": jnp.zeros((30, 50))})
-    leaf = dataclasses.replace(leaf, method=Method(Rounds()))
-    self.assertEqual(count_bytes([leaf], (4,), None)[0], 4 * 1500)
-
-  def test_bytes_are_counted_anew_where_leaves_are_not_joined(self):
-    """Each value is padded alone where the compiler shards it further."""
-    leaves = leaves_in({name: jnp.zeros((30, 50)) for name in "abc"})
-    code = code_of("int4")
-    leaves = with_factors(leaves, (4,), 1.0, code)
-    mesh = jax.make_mesh((2, 2), ("data", "fsdp"))
-    found = []
-
-    @functools.partial(
-      jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(),
-      axis_names={"data"},
-    )  # fmt: skip
-    def count(x):
-      found.append(count_bytes(leaves, (4,), code, 2)[0])
-      return x
-
+  def count(x):
     found.append(count_bytes(leaves, (4,), code, 2)[0])
-    jax.eval_shape(jax.jit(count), jnp.zeros(()))
-    padded = lambda size: -(-size // 64) * 64  # noqa: E731
-    parts = [
-      [padded(4 * 30) * 3, padded(4 * 50) * 3], [padded(3 * 4 * 30), 3 * 4 * 50]
-    ]  # fmt: skip
-    apart, joined = (
-      sum(averages.average_bytes([size], code, 2) for size in sizes)
-      for sizes in parts
-    )
-    self.assertEqual(found[1] - found[0], apart - joined)
-    self.assertGreater(apart, joined)
+    return x
 
-  def test_dense_leaves_have_a_round_of_their_own(self):
-    """Bytes of leaves add up to the bytes of all."""
-    tx = float32.powersgd(4, min_ratio=1.2)
-    (part,) = edgc_jax.describe(tx, PARAMS).parts
-    self.assertEqual(
-      part.wire_bytes[0], sum(row.wire_bytes[0] for row in part.rows)
-    )
-    self.assertEqual(count_bytes([], (4,), None).tolist(), [0])
+  found.append(count_bytes(leaves, (4,), code, 2)[0])
+  jax.eval_shape(jax.jit(count), jnp.zeros(()))
+  padded = lambda size: -(-size // 64) * 64  # noqa: E731
+  parts = [
+    [padded(4 * 30) * 3, padded(4 * 50) * 3],
+    [padded(3 * 4 * 30), 3 * 4 * 50],
+  ]
+  apart, joined = (
+    sum(averages.average_bytes([size], code, 2) for size in sizes)
+    for sizes in parts
+  )
+  assert found[1] - found[0] == apart - joined
+  assert apart > joined
+
+
+def test_dense_leaves_have_a_round_of_their_own():
+  """Bytes of leaves add up to the bytes of all."""
+  tx = float32.powersgd(4, min_ratio=1.2)
+  (part,) = edgc_jax.describe(tx, PARAMS).parts
+  assert part.wire_bytes[0] == sum(row.wire_bytes[0] for row in part.rows)
+  assert count_bytes([], (4,), None).tolist() == [0]
 
 
 # Four matrices of one shape: by themselves, and in a stack of one leaf.
@@ -290,90 +284,88 @@ def stacked(tree, axis=1):
   return {"b": tree["b"], "d": tree["d"], "deep": vector, "stack": stack}
 
 
-class StackTest(parameterized.TestCase):
-  @pytest.mark.slow
-  def test_leaves_are_sent_as_one_stacked_leaf_would_be(self):
-    """Wherever they are in the tree: equal Q give equal updates.
+@pytest.mark.slow
+def test_leaves_are_sent_as_one_stacked_leaf_would_be():
+  """Wherever they are in the tree: equal Q give equal updates.
 
-    Packed at two ranks, and dense.
-    """
-    apart, together = (
-      Pmap(float32.powersgd({0: 4, 2: 0, 4: 6}, min_ratio=1.2), params)
-      for params in (APART, STACKED)
-    )
-    own_factors = stacked(factors(apart.state))
-    together.state = with_field(together.state, "factor_q", own_factors)
-    for step in range(6):
-      gradients = gradients_like(APART, seed=step)
-      updates = stacked(apart.step(gradients))
-      expected = together.step(stacked(gradients))
-      for name in STACKED:
-        np.testing.assert_allclose(
-          updates[name], expected[name], 1e-4, 1e-5, err_msg=name
-        )
-    left = stacked(apart.residual())["stack"]
-    np.testing.assert_allclose(left, together.residual()["stack"], 1e-3, 1e-4)
-    sent = [
-      edgc_jax.metrics(run.state)["wire_bytes"] for run in (apart, together)
+  Packed at two ranks, and dense.
+  """
+  apart, together = (
+    Pmap(float32.powersgd({0: 4, 2: 0, 4: 6}, min_ratio=1.2), params)
+    for params in (APART, STACKED)
+  )
+  own_factors = stacked(factors(apart.state))
+  together.state = with_field(together.state, "factor_q", own_factors)
+  for step in range(6):
+    gradients = gradients_like(APART, seed=step)
+    updates = stacked(apart.step(gradients))
+    expected = together.step(stacked(gradients))
+    for name in STACKED:
+      np.testing.assert_allclose(
+        updates[name], expected[name], 1e-4, 1e-5, err_msg=name
+      )
+  left = stacked(apart.residual())["stack"]
+  np.testing.assert_allclose(left, together.residual()["stack"], 1e-3, 1e-4)
+  sent = [
+    edgc_jax.metrics(run.state)["wire_bytes"] for run in (apart, together)
+  ]
+  assert sent[0] == sent[1]
+
+
+@pytest.mark.slow
+def test_equal_leaves_of_several_dtypes():
+  """They are computed together; each keeps its own rounding errors."""
+  params = {
+    "narrow": jnp.zeros((24, 40), jnp.bfloat16),
+    "wide": jnp.zeros((24, 40)),
+  }
+  run = Pmap(float32.powersgd(4, min_ratio=1.2), params)
+  for step in range(3):
+    gradients = gradients_like(params, seed=step)
+    before, updates = run.residual(), run.step(gradients)
+    after = run.residual()
+    for name, gradient in gradients.items():
+      assert updates[name].dtype == params[name].dtype
+      owed = np.float32(gradient).mean(0) + before[name].mean(0)
+      kept = np.float32(updates[name][0]) + after[name].mean(0)
+      np.testing.assert_allclose(kept, owed, 2e-5, 2e-6)
+
+
+@pytest.mark.slow
+def test_the_error_of_each_leaf_is_its_own():
+  """A leaf whose gradient has rank one loses nothing."""
+  run = Pmap(float32.powersgd(4, min_ratio=1.2), APART)
+  gradients = gradients_like(APART, seed=0)
+  line = jnp.outer(jnp.arange(24.0), jnp.arange(40.0))
+  gradients["z"] = jnp.broadcast_to(line, (REPLICAS, 24, 40))
+  run.step(gradients)
+  errors = edgc_jax.metrics(run.state)["matrix_error"]
+  assert errors["z"][0] < 1e-3
+  assert len(errors["c"]) == 2
+  for error in (*errors["c"], *errors["a/deep/0"]):
+    assert error > 0.3
+
+
+def test_a_method_of_one_round_sends_nothing_in_a_skipped_step():
+  """Its reply comes before the round in which a vector is not finite."""
+
+  def rounds(leaf, gradient, state, ranks, draws):
+    m = added(gradient, state.residual)
+    reply = yield Send(m)
+    return Outcome(reply.mean)
+
+  def plan_for(leaves):
+    methods = [Method(rounds) if leaf.view else DENSE for leaf in leaves]
+    found = [
+      dataclasses.replace(leaf, method=method)
+      for leaf, method in zip(leaves, methods, strict=True)
     ]
-    self.assertEqual(*sent)
+    return Plan(by_exchange(found), FixedBudget())
 
-  @pytest.mark.slow
-  def test_equal_leaves_of_several_dtypes(self):
-    """They are computed together; each keeps its own rounding errors."""
-    params = {
-      "narrow": jnp.zeros((24, 40), jnp.bfloat16),
-      "wide": jnp.zeros((24, 40)),
-    }
-    run = Pmap(float32.powersgd(4, min_ratio=1.2), params)
-    for step in range(3):
-      gradients = gradients_like(params, seed=step)
-      before, updates = run.residual(), run.step(gradients)
-      after = run.residual()
-      for name, gradient in gradients.items():
-        self.assertEqual(updates[name].dtype, params[name].dtype)
-        owed = np.float32(gradient).mean(0) + before[name].mean(0)
-        kept = np.float32(updates[name][0]) + after[name].mean(0)
-        np.testing.assert_allclose(kept, owed, 2e-5, 2e-6)
-
-  @pytest.mark.slow
-  def test_the_error_of_each_leaf_is_its_own(self):
-    """A leaf whose gradient has rank one loses nothing."""
-    run = Pmap(float32.powersgd(4, min_ratio=1.2), APART)
-    gradients = gradients_like(APART, seed=0)
-    line = jnp.outer(jnp.arange(24.0), jnp.arange(40.0))
-    gradients["z"] = jnp.broadcast_to(line, (REPLICAS, 24, 40))
-    run.step(gradients)
-    errors = edgc_jax.metrics(run.state)["matrix_error"]
-    self.assertLess(errors["z"][0], 1e-3)
-    self.assertLen(errors["c"], 2)
-    for error in (*errors["c"], *errors["a/deep/0"]):
-      self.assertGreater(error, 0.3)
-
-  def test_a_method_of_one_round_sends_nothing_in_a_skipped_step(self):
-    """Its reply comes before the round in which a vector is not finite."""
-
-    def rounds(leaf, gradient, state, ranks, draws):
-      m = added(gradient, state.residual)
-      reply = yield Send(m)
-      return Outcome(reply.mean)
-
-    def plan_for(leaves):
-      methods = [Method(rounds) if leaf.view else DENSE for leaf in leaves]
-      found = [
-        dataclasses.replace(leaf, method=method)
-        for leaf, method in zip(leaves, methods, strict=True)
-      ]
-      return Plan(by_exchange(found), FixedBudget())
-
-    params = {"b": jnp.zeros(8), "w": jnp.zeros((8, 16))}
-    run = Pmap(make_reducer("data", plan_for), params)
-    gradients = gradients_like(params, seed=0)
-    gradients["b"] = gradients["b"].at[1, 0].set(jnp.nan)
-    updates = run.step(gradients)
-    self.assertEqual(np.abs(updates["w"]).max(), 0.0)
-    self.assertEqual(edgc_jax.metrics(run.state)["skipped_steps"], 1)
-
-
-if __name__ == "__main__":
-  absltest.main()
+  params = {"b": jnp.zeros(8), "w": jnp.zeros((8, 16))}
+  run = Pmap(make_reducer("data", plan_for), params)
+  gradients = gradients_like(params, seed=0)
+  gradients["b"] = gradients["b"].at[1, 0].set(jnp.nan)
+  updates = run.step(gradients)
+  assert np.abs(updates["w"]).max() == 0.0
+  assert edgc_jax.metrics(run.state)["skipped_steps"] == 1

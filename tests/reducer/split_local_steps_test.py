@@ -109,11 +109,8 @@ def split_pmapped(steps, **options):
 
 @pytest.mark.parametrize(
   ("run", "every", "fragments", "overlap"),
-  [
-    (split_plain, 2, 1, 1), (split_pmapped, 3, 1, 3), (split_plain, 6, 2, 2),
-    (split_pmapped, 6, 2, 2),
-  ],
-)  # fmt: skip
+  [(split_pmapped, 3, 1, 3), (split_plain, 6, 2, 2)],
+)
 @pytest.mark.slow
 def test_equals_one_program(run, every, fragments, overlap):
   """After every step: the loss, the common parameters and the metrics."""

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from absl.testing import absltest, parameterized
 from helpers import float32
 from helpers.meshes import (
   AXIS,
@@ -78,181 +77,201 @@ def trained(check_every):
 
 
 @pytest.mark.slow
-class SentinelTest(parameterized.TestCase):
-  def test_equal_replicas_have_not_parted(self):
-    run = trained(check_every=1)
-    for step in range(6):
-      run.step(step)
-    self.assertEqual(run.diverged, 0)
+def test_equal_replicas_have_not_parted():
+  run = trained(check_every=1)
+  for step in range(6):
+    run.step(step)
+  assert run.diverged == 0
 
-  @parameterized.named_parameters(
-    ("a_flipped_exponent", "w", (3, 4), 2.0**64),
-    ("a_flipped_sign", "w", (3, 4), -1.0),
-    ("a_small_leaf", "b", (0,), 0.01),
-    ("not_a_number", "w", (0, 0), np.nan),
-    ("infinite", "b", (7,), np.inf),
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("name", "index", "value"),
+  [
+    pytest.param("w", (3, 4), 2.0**64, id="a_flipped_exponent"),
+    pytest.param("w", (3, 4), -1.0, id="a_flipped_sign"),
+    pytest.param("b", (0,), 0.01, id="a_small_leaf"),
+    pytest.param("w", (0, 0), np.nan, id="not_a_number"),
+    pytest.param("b", (7,), np.inf, id="infinite"),
+  ],
+)
+def test_one_wrong_number_on_one_replica(name, index, value):
+  run = trained(check_every=3)
+  run.step(0)
+  assert run.diverged == 0
+  run.change(name, 2, index, value)
+  run.step(1)
+  run.step(2)
+  assert run.diverged == 0, "the check is not due"
+  run.step(3)
+  assert run.diverged == 1
+  with pytest.warns(RuntimeWarning, match="at 1 of the steps"):
+    assert edgc_jax.metrics(run.state)["diverged_steps"] == 1
+
+
+@pytest.mark.slow
+def test_rounding_does_not_count():
+  run = trained(check_every=1)
+  noise = np.random.default_rng(0).standard_normal((40, 60))
+  run.params["w"] = run.params["w"].at[1].mul(1 + 1e-5 * noise)
+  run.step(0)
+  assert run.diverged == 0
+  run.params["w"] = run.params["w"].at[1].mul(1 + 1e-2 * noise)
+  run.step(1)
+  assert run.diverged == 1
+
+
+@pytest.mark.slow
+def test_rounding_of_narrow_parameters_does_not_count():
+  params = jnp.ones((64, 64), jnp.bfloat16)
+  flips = np.random.default_rng(0).random((64, 64)) < 0.05
+  see = jax.pmap(
+    lambda x: agreement.have_diverged(x, True, jnp.int32(0), AXIS).verdict,
+    AXIS,
+    devices=jax.devices()[:2],
   )
-  def test_one_wrong_number_on_one_replica(self, name, index, value):
-    run = trained(check_every=3)
-    run.step(0)
-    self.assertEqual(run.diverged, 0)
-    run.change(name, 2, index, value)
-    run.step(1)
-    run.step(2)
-    self.assertEqual(run.diverged, 0, "the check is not due")
-    run.step(3)
-    self.assertEqual(run.diverged, 1)
-    with self.assertWarnsRegex(RuntimeWarning, "at 1 of the steps"):
-      self.assertEqual(edgc_jax.metrics(run.state)["diverged_steps"], 1)
+  ulp = jnp.where(flips, jnp.bfloat16(1 / 128), 0)
+  assert see(jnp.stack([params, params + ulp])).tolist() == [0, 0]
+  other = params.at[:8].set(3)
+  assert see(jnp.stack([params, other])).tolist() == [1, 1]
 
-  def test_rounding_does_not_count(self):
-    run = trained(check_every=1)
-    noise = np.random.default_rng(0).standard_normal((40, 60))
-    run.params["w"] = run.params["w"].at[1].mul(1 + 1e-5 * noise)
-    run.step(0)
-    self.assertEqual(run.diverged, 0)
-    run.params["w"] = run.params["w"].at[1].mul(1 + 1e-2 * noise)
-    run.step(1)
-    self.assertEqual(run.diverged, 1)
 
-  def test_rounding_of_narrow_parameters_does_not_count(self):
-    params = jnp.ones((64, 64), jnp.bfloat16)
-    flips = np.random.default_rng(0).random((64, 64)) < 0.05
-    see = jax.pmap(
-      lambda x: agreement.have_diverged(x, True, jnp.int32(0), AXIS).verdict,
-      AXIS,
-      devices=jax.devices()[:2],
+@pytest.mark.slow
+@pytest.mark.parametrize(("scale", "seed"), [(1e-12, 0), (1.0, 1), (1e12, 2)])
+def test_differences_are_detected_at_any_scale(scale, seed):
+  random = np.random.default_rng(seed)
+  x = np.float32(scale * random.standard_normal((7, 30, 20)))
+  noise = random.standard_normal(x.shape)
+  see = jax.pmap(
+    lambda x: agreement.have_diverged(x, True, jnp.int32(seed), AXIS).verdict,
+    AXIS,
+    devices=jax.devices()[:2],
+  )
+  for size, expected in ((0, 0), (1e-4, 0), (1e-2, 1)):
+    other = np.float32(x * (1 + size * noise))
+    longer = see(jnp.stack([x, np.float32(x * (1 + size))]))
+    assert longer.tolist() == [expected] * 2
+    found = see(jnp.stack([x, other]))
+    assert found.tolist() == [expected] * 2
+
+
+@pytest.mark.slow
+def test_without_parameters_updates_are_compared():
+  tx = edgc_jax.allreduce(check_every=1)
+  update = lambda g: tx.update(g, tx.init(PARAMS))[1].checks.diverged_steps  # noqa: E731
+  run = lambda: jax.vmap(update, axis_name=AXIS)(gradients_like(PARAMS, 0))  # noqa: E731
+  assert run().tolist() == [0] * 4
+  # This all-reduce returns different values on each replica.
+  with mock.patch.object(collectives, "mean", lambda tree, _: tree):
+    assert run().tolist() == [1] * 4
+
+
+@pytest.mark.slow
+def test_many_leaves():
+  """Sums over leaves hide no difference, and rounding is none."""
+  params = {f"{i:04}": jnp.full((3,), 1e-3 * i) for i in range(500)}
+  see = jax.pmap(
+    lambda x: agreement.have_diverged(x, True, jnp.int32(0), AXIS).verdict,
+    AXIS,
+    devices=jax.devices()[:2],
+  )
+  both = lambda other: jax.tree.map(  # noqa: E731
+    lambda *x: jnp.stack(x), params, other
+  )
+  ulps = jax.tree.map(lambda p: p * (1 + 2e-7), params)
+  assert see(both(ulps)).tolist() == [0, 0]
+  wrong = params | {"0499": params["0499"].at[1].mul(1.05)}
+  assert see(both(wrong)).tolist() == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [np.nan, 1e3])
+def test_detected_inside_skip_nonfinite(value):
+  """A non-finite parameter on one replica makes all skip."""
+  run = Trained(edgc_jax.skip_nonfinite(chain(check_every=100)))
+  run.step(0)
+  run.change("w", 1, (0, 0), value)
+  gradients = gradients_like(PARAMS, 1)
+  if np.isnan(value):
+    gradients["w"] = gradients["w"].at[1, 0, 0].set(value)
+  run.params, run.state = run.update(gradients, run.params, run.state)
+  assert run.diverged == int(np.isnan(value)), "or it is not due"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["w", "b"])
+def test_following_the_first_replica(name):
+  """All parameters are equal again; residuals stay."""
+  run = trained(check_every=1)
+  run.step(0)
+  run.change(name, 1, (0,), 7.0)
+  run.step(1)
+  assert run.diverged == 1
+  before, first = run.residual(), jax.tree.map(lambda p: p[0], run.params)
+  run.params, run.state = run.follow(run.params, run.state)
+  assert_replicas_equal(run.params)
+  chex.assert_trees_all_equal(jax.tree.map(lambda p: p[0], run.params), first)
+  chex.assert_trees_all_equal(run.residual(), before)
+  run.step(2)
+  assert run.diverged == 1, "none since"
+
+
+@pytest.mark.slow
+def test_following_under_shard_map_and_accumulate():
+  tx = optax.chain(
+    edgc_jax.accumulate(float32.powersgd(4), 2),
+    optax.add_noise(0.1, 0.5, jax.random.key(3)),
+  )
+  run = ShardMap(tx, PARAMS)
+  run.step(gradients_like(PARAMS, 0))
+  specs = edgc_jax.state_specs(tx, PARAMS)
+
+  def follow(state):
+    own = jax.lax.axis_index(AXIS)
+    part = lambda x: x + jnp.where(own > 0, 1, 0).astype(x.dtype)  # noqa: E731
+    inner = state[0].inner_state
+    q = jax.tree.map(part, factors(inner))
+    inner = with_field(inner, "factor_q", q)
+    return edgc_jax.follow_first_replica(
+      (state[0]._replace(inner_state=inner), state[1]), AXIS
     )
-    ulp = jnp.where(flips, jnp.bfloat16(1 / 128), 0)
-    self.assertEqual(see(jnp.stack([params, params + ulp])).tolist(), [0, 0])
-    other = params.at[:8].set(3)
-    self.assertEqual(see(jnp.stack([params, other])).tolist(), [1, 1])
 
-  @parameterized.product(scale=[1e-12, 1.0, 1e12], seed=[0, 1, 2])
-  def test_differences_are_detected_at_any_scale(self, scale, seed):
-    random = np.random.default_rng(seed)
-    x = np.float32(scale * random.standard_normal((7, 30, 20)))
-    noise = random.standard_normal(x.shape)
-    see = jax.pmap(
-      lambda x: agreement.have_diverged(x, True, jnp.int32(seed), AXIS).verdict,
-      AXIS,
-      devices=jax.devices()[:2],
+  on_mesh = jax.shard_map(
+    follow, mesh=run.mesh, in_specs=(specs,), out_specs=specs
+  )
+  chex.assert_trees_all_equal(jax.jit(on_mesh)(run.state), run.state)
+
+
+@pytest.mark.slow
+def test_following_needs_a_bound_axis():
+  with pytest.raises(ValueError, match="`axis_name` must be an axis bound"):
+    edgc_jax.follow_first_replica(PARAMS)
+
+
+@pytest.mark.slow
+def test_detected_without_check_vma():
+  """check_vma=False turns off JAX's tracking, not this check."""
+  mesh = jax.make_mesh(
+    (4,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
+  )
+  tx = float32.powersgd(4, check_every=1)
+
+  def step(gradients):
+    own = 1.0 + jax.lax.axis_index(AXIS)  # different parameters everywhere
+    params = jax.tree.map(lambda p: p * own, PARAMS)
+    updates, state = tx.update(
+      jax.tree.map(lambda g: g[0], gradients), tx.init(params), params
     )
-    for size, expected in ((0, 0), (1e-4, 0), (1e-2, 1)):
-      other = np.float32(x * (1 + size * noise))
-      longer = see(jnp.stack([x, np.float32(x * (1 + size))]))
-      self.assertEqual(longer.tolist(), [expected] * 2)
-      found = see(jnp.stack([x, other]))
-      self.assertEqual(found.tolist(), [expected] * 2)
+    return updates, state.checks.diverged_steps
 
-  def test_without_parameters_updates_are_compared(self):
-    tx = edgc_jax.allreduce(check_every=1)
-    update = lambda g: tx.update(g, tx.init(PARAMS))[1].checks.diverged_steps  # noqa: E731
-    run = lambda: jax.vmap(update, axis_name=AXIS)(gradients_like(PARAMS, 0))  # noqa: E731
-    self.assertEqual(run().tolist(), [0] * 4)
-    # This all-reduce returns different values on each replica.
-    with mock.patch.object(collectives, "mean", lambda tree, _: tree):
-      self.assertEqual(run().tolist(), [1] * 4)
-
-  def test_many_leaves(self):
-    """Sums over leaves hide no difference, and rounding is none."""
-    params = {f"{i:04}": jnp.full((3,), 1e-3 * i) for i in range(500)}
-    see = jax.pmap(
-      lambda x: agreement.have_diverged(x, True, jnp.int32(0), AXIS).verdict,
-      AXIS,
-      devices=jax.devices()[:2],
-    )
-    both = lambda other: jax.tree.map(  # noqa: E731
-      lambda *x: jnp.stack(x), params, other
-    )
-    ulps = jax.tree.map(lambda p: p * (1 + 2e-7), params)
-    self.assertEqual(see(both(ulps)).tolist(), [0, 0])
-    wrong = params | {"0499": params["0499"].at[1].mul(1.05)}
-    self.assertEqual(see(both(wrong)).tolist(), [1, 1])
-
-  @parameterized.parameters(np.nan, 1e3)
-  def test_detected_inside_skip_nonfinite(self, value):
-    """A non-finite parameter on one replica makes all skip."""
-    run = Trained(edgc_jax.skip_nonfinite(chain(check_every=100)))
-    run.step(0)
-    run.change("w", 1, (0, 0), value)
-    gradients = gradients_like(PARAMS, 1)
-    if np.isnan(value):
-      gradients["w"] = gradients["w"].at[1, 0, 0].set(value)
-    run.params, run.state = run.update(gradients, run.params, run.state)
-    self.assertEqual(run.diverged, int(np.isnan(value)), "or it is not due")
-
-  @parameterized.parameters("w", "b")
-  def test_following_the_first_replica(self, name):
-    """All parameters are equal again; residuals stay."""
-    run = trained(check_every=1)
-    run.step(0)
-    run.change(name, 1, (0,), 7.0)
-    run.step(1)
-    self.assertEqual(run.diverged, 1)
-    before, first = run.residual(), jax.tree.map(lambda p: p[0], run.params)
-    run.params, run.state = run.follow(run.params, run.state)
-    assert_replicas_equal(run.params)
-    chex.assert_trees_all_equal(jax.tree.map(lambda p: p[0], run.params), first)
-    chex.assert_trees_all_equal(run.residual(), before)
-    run.step(2)
-    self.assertEqual(run.diverged, 1, "none since")
-
-  def test_following_under_shard_map_and_accumulate(self):
-    tx = optax.chain(
-      edgc_jax.accumulate(float32.powersgd(4), 2),
-      optax.add_noise(0.1, 0.5, jax.random.key(3)),
-    )
-    run = ShardMap(tx, PARAMS)
-    run.step(gradients_like(PARAMS, 0))
-    specs = edgc_jax.state_specs(tx, PARAMS)
-
-    def follow(state):
-      own = jax.lax.axis_index(AXIS)
-      part = lambda x: x + jnp.where(own > 0, 1, 0).astype(x.dtype)  # noqa: E731
-      inner = state[0].inner_state
-      q = jax.tree.map(part, factors(inner))
-      inner = with_field(inner, "factor_q", q)
-      return edgc_jax.follow_first_replica(
-        (state[0]._replace(inner_state=inner), state[1]), AXIS
-      )
-
-    on_mesh = jax.shard_map(
-      follow, mesh=run.mesh, in_specs=(specs,), out_specs=specs
-    )
-    chex.assert_trees_all_equal(jax.jit(on_mesh)(run.state), run.state)
-
-  def test_following_needs_a_bound_axis(self):
-    with self.assertRaisesRegex(
-      ValueError, "`axis_name` must be an axis bound"
-    ):
-      edgc_jax.follow_first_replica(PARAMS)
-
-  def test_detected_without_check_vma(self):
-    """check_vma=False turns off JAX's tracking, not this check."""
-    mesh = jax.make_mesh(
-      (4,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
-    )
-    tx = float32.powersgd(4, check_every=1)
-
-    def step(gradients):
-      own = 1.0 + jax.lax.axis_index(AXIS)  # different parameters everywhere
-      params = jax.tree.map(lambda p: p * own, PARAMS)
-      updates, state = tx.update(
-        jax.tree.map(lambda g: g[0], gradients), tx.init(params), params
-      )
-      return updates, state.checks.diverged_steps
-
-    run = jax.shard_map(
-      step, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False
-    )
-    _, diverged = jax.jit(run)(gradients_like(PARAMS, 0))
-    self.assertEqual(int(diverged), 1)
-
-  def test_argument_is_checked(self):
-    with self.assertRaisesRegex(ValueError, "`check_every` must be at least 1"):
-      float32.edgc(check_every=0)
+  run = jax.shard_map(
+    step, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False
+  )
+  _, diverged = jax.jit(run)(gradients_like(PARAMS, 0))
+  assert int(diverged) == 1
 
 
-if __name__ == "__main__":
-  absltest.main()
+@pytest.mark.slow
+def test_argument_is_checked():
+  with pytest.raises(ValueError, match="`check_every` must be at least 1"):
+    float32.edgc(check_every=0)
