@@ -32,11 +32,12 @@ def temporary_share(tx):
   return compiled.memory_analysis().temp_size_in_bytes / size
 
 
-@classmethod
-def setUpClass(cls):
-  super().setUpClass()
+@pytest.fixture(scope="module", autouse=True)
+def optimizations():
+  """Compiles as users do: the memory of a program depends on its fusions."""
   jax.config.update("jax_disable_most_optimizations", False)
-  cls.addClassCleanup(jax.config.update, "jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.mark.parametrize(
