@@ -46,7 +46,8 @@ _LONGEST = (
   "examples", "local_run", "tasks", "pages", "shards", "parallel",
   "mixed_hosts", "other_shards", "together", "exact_resume", "contract",
   "wire_bytes", "resharding", "over_shards", "golden", "killed_runs", "bucket",
-  "slurm", "four_processes", "collective_order", "advised", "trainer", "plain_jit", "rounding",
+  "slurm", "four_processes", "collective_order", "advised", "trainer",
+  "plain_jit", "rounding",
 )  # fmt: skip
 
 
