@@ -44,7 +44,7 @@ test: $(VENV)/dev
 test-all: test test-slow
 
 # Whole programs on meshes, whole runs, pages and examples.
-test-slow: $(VENV)/dev $(VENV)/site
+test-slow: $(VENV)/dev $(VENV)/site $(VENV)/emulators
 	$(TWO) -m "slow and not soak"
 
 # The package alone: what the newest platform has to pass.
@@ -136,4 +136,4 @@ bench: $(VENV)/train
 	$(BIN)/python -m experiments.benchmarks.cost
 
 clean:
-	rm -rf $(VENV) .newest build dist site
+	rm -rf $(VENV) .newest .pytest_cache build dist site
