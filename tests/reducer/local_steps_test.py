@@ -26,6 +26,9 @@ from jax.sharding import PartitionSpec as P
 import edgc_jax
 from edgc_jax.measure import hlo
 
+# Some of its replicas have shards.
+pytestmark = pytest.mark.usefixtures("without_cache")
+
 
 def tx_of(
   reducer=None, every=4, inner=None, rule=NESTEROV, mesh=None, **options
