@@ -5,12 +5,15 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 
-import griffe
 import pytest
 
 import edgc_jax
 from experiments.pages import site
-from experiments.pages.docstrings import Docstrings, to_markdown
+
+# Only `make test-slow` installs the generator of the site, which reads docstrings.
+griffe = pytest.importorskip("griffe")
+docstrings = pytest.importorskip("experiments.pages.docstrings")
+pytestmark = pytest.mark.slow
 
 TOML = """\
 [project]
@@ -52,14 +55,12 @@ def pages(tmp_path_factory):
   }
 
 
-@pytest.mark.slow
 def test_every_public_name_is_in_the_reference(pages):
   (reference,) = [p for p in pages if p.name == "reference.html"]
   for name in edgc_jax.__all__:
     assert f"edgc_jax.{name}" in pages[reference].ids
 
 
-@pytest.mark.slow
 def test_the_site_fetches_nothing_from_elsewhere_and_lacks_no_file(pages):
   for page, links in pages.items():
     assert not [f for f in links.fetched if re.match(r"\w+:|//", f)], page
@@ -89,7 +90,6 @@ def root(tmp_path):
   return tmp_path
 
 
-@pytest.mark.slow
 def test_a_broken_anchor_fails_the_build_and_keeps_the_old_site(root):
   output = root / "site"
   site.build(output, root)
@@ -123,7 +123,7 @@ def test_formulas_and_doctests_become_blocks_of_code():
   docstring = (
     "Adds.\n\n  c = a + b\n    = b + a\n\nArgs:\n  a, b: Terms.\n\n>>> 1 + 1\n2"
   )
-  assert to_markdown(docstring) == (
+  assert docstrings.to_markdown(docstring) == (
     "Adds.\n\n    c = a + b\n      = b + a\n\nArgs:\n  a: Terms.\n  b: Terms."
     "\n\n```pycon\n>>> 1 + 1\n2\n```"
   )
@@ -135,7 +135,7 @@ def load(folder, text):
     "from made_up.add import add\n__all__ = ['add']\n"
   )
   (folder / "made_up/add.py").write_text(text)
-  extensions = griffe.load_extensions(Docstrings)
+  extensions = griffe.load_extensions(docstrings.Docstrings)
   return griffe.load("made_up", search_paths=[folder], extensions=extensions)
 
 
