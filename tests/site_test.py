@@ -10,7 +10,7 @@ import pytest
 import edgc_jax
 from experiments.pages import site
 
-# Only `make test-slow` installs the generator of the site, which reads docstrings.
+# Only `make test-slow` installs the generator of the site.
 griffe = pytest.importorskip("griffe")
 docstrings = pytest.importorskip("experiments.pages.docstrings")
 pytestmark = pytest.mark.slow
