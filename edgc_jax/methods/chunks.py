@@ -7,9 +7,7 @@ with their number.
 import jax
 import jax.numpy as jnp
 
-from edgc_jax.wire.codes import packed, unpacked
-
-MOST = 4096  # entries of a chunk, which indices of 12 bits reach
+MOST = 4096  # entries of a chunk
 
 
 def cut(x: jax.Array, size: int) -> jax.Array:
@@ -19,7 +17,7 @@ def cut(x: jax.Array, size: int) -> jax.Array:
 
 
 def largest(chunks: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the `count` largest entries of each chunk [c, n].
+  """Returns the `count` largest entries of each chunk [c, n], in their order.
 
   Non-finite entries are among them, so that all replicas detect them.
 
@@ -27,24 +25,54 @@ def largest(chunks: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     The entries, float32 [c, k], and their indices, int32 [c, k].
   """
   magnitude = jnp.where(jnp.isfinite(chunks), jnp.abs(chunks), jnp.inf)
-  index = jax.lax.top_k(magnitude, count)[1]
+  index = jnp.sort(jax.lax.top_k(magnitude, count)[1], axis=1)
   return jnp.take_along_axis(chunks, index, 1), index
 
 
-def pack_indices(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Packs indices below 4096, int32 [c, k] with an even k, in 12 bits each.
+def pack_indices(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+  """Packs ascending indices of k of `size` entries, int32 [c, k], in few bits.
+
+  With l = max(0, floor(log2(n / k))) lower bits kept of each index, the upper
+  part h_i of the i-th is bit h_i + i of a map of k + ceil(n / 2^l) - 1 bits:
+  2 + log2(n / k) bits an index or less (Elias 1974; Fano 1971), 8 of k = 64 in
+  n = 4,096. Both are padded to whole bytes, and their length does not depend on
+  the indices.
 
   Returns:
-    Their lower 8 bits, and the upper 4 with two in a byte.
+    The lower bits, uint8 [c, k l / 8], and the map, uint8 [c, bytes].
   """
-  low = (index & 255).astype(jnp.uint8)
-  return low, packed((index >> 8).astype(jnp.uint8), 4)
+  count = index.shape[-1]
+  low = _low_bits(count, size)
+  lower = (index[..., None] >> jnp.arange(low)) & 1
+  lower = lower.reshape(*index.shape[:-1], count * low)
+  ones = (index >> low) + jnp.arange(count)
+  places = jnp.zeros_like(index, shape=(len(index), _map_size(count, size)))
+  places = places.at[jnp.arange(len(index))[:, None], ones].set(1)
+  return jnp.packbits(lower != 0, axis=-1), jnp.packbits(places != 0, axis=-1)
 
 
-def unpack_indices(sent: tuple[jax.Array, jax.Array]) -> jax.Array:
-  """Reverses `pack_indices`, for [..., k]."""
-  low, high = sent
-  return low.astype(jnp.int32) | (unpacked(high, 4).astype(jnp.int32) << 8)
+def unpack_indices(
+  sent: tuple[jax.Array, jax.Array], count: int, size: int
+) -> jax.Array:
+  """Reverses `pack_indices`, for [..., c, *]; int32 [..., c, k]."""
+  low, length = _low_bits(count, size), _map_size(count, size)
+  bits = jnp.unpackbits(sent[1], axis=-1, count=length)
+  places = jnp.where(bits != 0, jnp.arange(length, dtype=jnp.int32), length)
+  ones = jnp.sort(places, axis=-1)[..., :count]
+  lower = jnp.unpackbits(sent[0], axis=-1, count=count * low)
+  lower = lower.reshape(*ones.shape, low).astype(jnp.int32)
+  upper = (ones - jnp.arange(count, dtype=jnp.int32)) << low
+  return upper + (lower << jnp.arange(low)).sum(-1)
+
+
+def _low_bits(count: int, size: int) -> int:
+  """Returns l = max(0, floor(log2(n / k)))."""
+  return max(0, (size // count).bit_length() - 1)
+
+
+def _map_size(count: int, size: int) -> int:
+  """Returns the bits of the map of the upper parts."""
+  return count + ((size - 1) >> _low_bits(count, size))
 
 
 def in_place(values: jax.Array, index: jax.Array, size: int) -> jax.Array:

@@ -30,7 +30,9 @@ from edgc_jax.reducer.rounds import (
   Outcome,
   Rounds,
   added,
+  is_encoded,
 )
+from edgc_jax.wire.codes import Code
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Reply, Send
 
@@ -94,6 +96,7 @@ def make_entrywise(
   error_feedback: bool = True,
   residual_decay: float = 1.0,
   min_size: int = MIN_SIZE,
+  code: Code | None = None,
   **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a reducer that sends the entries of large leaves.
@@ -104,6 +107,8 @@ def make_entrywise(
     error_feedback: Whether replicas keep a residual.
     residual_decay: As for `entrywise`; in (0, 1].
     min_size: Leaves of fewer entries, and without matrices, are sent dense.
+    code: Encoding of leaves that are sent dense, which needs feedback, and of
+      values that `average` sends without one; None is float32.
     **options: As for `make_reducer`.
   """
   validation.require_int("min_size", min_size, 1)
@@ -121,13 +126,14 @@ def make_entrywise(
   def plan_for(leaves: tuple[Leaf, ...]) -> Plan:
     found = []
     for leaf in leaves:
-      facts: dict[str, Any] = {"method": DENSE}
+      encoded = is_encoded(leaf, code, has_ranks=False)
+      facts = {"method": DENSE, "is_encoded": encoded, "has_residual": encoded}
       if leaf.view is not None and leaf.size >= min_size:
         facts = {"method": method, "has_residual": error_feedback}
       found.append(dataclasses.replace(leaf, **facts))
     return Plan(by_exchange(found), FixedBudget())
 
-  return make_reducer(axis_name, plan_for, **options)
+  return make_reducer(axis_name, plan_for, code=code, **options)
 
 
 def count_of(density: float, size: int) -> int:

@@ -57,8 +57,9 @@ from edgc_jax.reducer.rounds import (
   Outcome,
   Rounds,
   added,
+  is_encoded,
 )
-from edgc_jax.wire import averages, packing
+from edgc_jax.wire import packing
 from edgc_jax.wire.codes import Code
 from edgc_jax.wire.wire import Send
 
@@ -156,7 +157,7 @@ def with_factors(
   for leaf in leaves:
     cap = cap_of(leaf.view, min_ratio, min(ranks)) if ranks else 0
     leaf = dataclasses.replace(leaf, method=LOW_RANK if cap else DENSE, cap=cap)
-    encoded = _is_encoded(leaf, code, bool(ranks))
+    encoded = is_encoded(leaf, code, bool(ranks))
     has_residual = bool(cap or (encoded and code and code.needs_feedback))
     found.append(
       dataclasses.replace(leaf, is_encoded=encoded, has_residual=has_residual)
@@ -198,21 +199,6 @@ def allocator_for(
   if matrices[0].shards != shards_of(leaves):
     return None
   return ErrorAllocator(matrices, tuple(ladder), options)
-
-
-def _is_encoded(leaf: Leaf, code: Code | None, has_ranks: bool) -> bool:
-  """Returns whether a leaf is encoded when it is sent dense.
-
-  If the code needs error feedback, all that get smaller are: they have a
-  residual. Otherwise vectors are not, and if there are ranks, only leaves that
-  are factors at them are, which have a residual anyway.
-  """
-  if code is None or leaf.is_shared:
-    return False
-  if code.needs_feedback:
-    sent = averages.average_bytes([leaf.size], code)
-    return bool(leaf.cap) or sent < 4 * leaf.size
-  return leaf.view is not None and (bool(leaf.cap) or not has_ranks)
 
 
 def _in_use(ranks: jax.Array | None, rows: jax.Array, other: Any) -> jax.Array:

@@ -8,10 +8,15 @@ from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.leaves.views import ViewFn
-from edgc_jax.methods.entrywise import MIN_SIZE, Round, make_entrywise
+from edgc_jax.methods.entrywise import (
+  MIN_SIZE,
+  Average,
+  Round,
+  make_entrywise,
+)
 from edgc_jax.stages.stages import Stages
 from edgc_jax.wire.agreement import CHECK_EVERY
-from edgc_jax.wire.codes import Blockwise, Code, Rotated
+from edgc_jax.wire.codes import Blockwise, Code, Levels, code_of
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
 
@@ -45,14 +50,19 @@ def quantize(
   quantises the mean again, which all gather. Both roundings are unbiased, and
   so is the update. With error feedback u = 1/2: to nearest, with less noise.
 
-  With a rotation R of every block, entries y = R x are nearly Gaussian, and are
-  rounded to the 2^bits levels c of least error for Gaussian numbers, which
-  needs error feedback:
+  With error feedback, 4 bits are the nearest of 15 levels c for Gaussian
+  numbers; 2 and 1 bits, and 4 if asked, the nearest of 2^bits of them after a
+  rotation R of every block, which makes its entries y = R x nearly Gaussian:
 
-    x' = R^T s c(y / s),   s the root mean square of a block
+    x' = s c(x / s)   or   x' = R^T s c(y / s),   s of least error
 
-  Wire: (bits / 8 + 2 / block) bytes an entry, rotated (bits / 8 + 1 / block);
-  and 132 bytes for each matrix, of which the error is read.
+  Rows (along the last axis) and, without a rotation, entries that are zero on
+  all replicas stay zero. Leaves that are sent dense are sent in 4 bits, too, if
+  the matrices have 4 or fewer and feedback, and their errors are fed back.
+
+  Wire: (bits / 8 + 2 / block) bytes an entry, of levels (bits / 8 + 1 / block),
+  with a rotation a bit for each row; and 132 bytes for each matrix, of which
+  the error is read.
   Memory: several float32 copies of the gradient during the exchange.
 
   Args:
@@ -96,13 +106,13 @@ def quantize(
   is_rotated = bits < 4 if rotate is None else rotate
   validation.require_flag("rotate", is_rotated)
   return make_entrywise(
-    _every_entry,
+    _in_code(_code_of(bits, block, is_rotated, error_feedback)),
     axis_name,
     error_feedback=error_feedback,
     residual_decay=residual_decay,
     min_size=min_size,
     seed=seed,
-    code=_code_of(bits, block, is_rotated, error_feedback),
+    code=code_of("int4") if error_feedback and bits <= 4 else None,
     matrix_view=matrix_view,
     stages=stages,
     mesh=mesh,
@@ -119,6 +129,8 @@ def _code_of(
     validation.require(
       bits >= 4, "rotate", False, f"True with bits={bits}", "leave it out"
     )
+    if error_feedback and bits == 4:
+      return Levels(block)
     return Blockwise(bits, block, is_random=not error_feedback)
   validation.require(
     bits <= 4, "rotate", True, f"False with bits={bits}", "leave it out"
@@ -137,10 +149,15 @@ def _code_of(
     f"a power of two from 8 to {_LARGEST_ROTATION} with a rotation",
     "use 256",
   )
-  return Rotated(block, bits)
+  return Levels(block, bits, is_rotated=True)
 
 
-def _every_entry(m: jax.Array, key: jax.Array) -> Round:
-  del key
-  reply = yield Send(m)
-  return reply.mean, reply.sent
+def _in_code(code: Code) -> Average:
+  """Returns the function that sends every entry in a code."""
+
+  def every_entry(m: jax.Array, key: jax.Array) -> Round:
+    del key
+    reply = yield Send(m, code=code)
+    return reply.mean, reply.sent
+
+  return every_entry

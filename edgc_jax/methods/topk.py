@@ -13,12 +13,13 @@ from edgc_jax.methods import chunks
 from edgc_jax.methods.entrywise import MIN_SIZE, Round, count_of, make_entrywise
 from edgc_jax.stages.stages import Stages
 from edgc_jax.wire.agreement import CHECK_EVERY
-from edgc_jax.wire.codes import Bfloat16, packed, unpacked
+from edgc_jax.wire.codes import Bfloat16, code_of, packed, unpacked
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
 
 _FEW = 2  # bits of a value, of which a byte holds 4
 _MULTIPLE = 8 // _FEW
+_LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
 
 def topk(
@@ -100,9 +101,6 @@ def topk(
     f"pass chunk={chunks.MOST} for {_FEW} bits",
   )
   encode, decode = (_encode, _decode) if bits == _FEW else (_plain, _plain)
-  pack, unpack = _plain, _plain
-  if chunk is not None:
-    pack, unpack = chunks.pack_indices, chunks.unpack_indices
 
   def average(m: jax.Array, key: jax.Array) -> Round:
     del key
@@ -114,10 +112,12 @@ def topk(
     pieces = chunks.cut(m, size)
     values, index = chunks.largest(pieces, count)
     coded = encode(values)
-    reply = yield Send(gathered=(coded, pack(index)))
-    all_coded, all_indices = reply.gathered
+    packed_index = chunks.pack_indices(index, size) if chunk else index
+    reply = yield Send(gathered=(coded, packed_index))
+    all_coded, places = reply.gathered
+    if chunk:
+      places = chunks.unpack_indices(places, count, size)
     # mean = sum_i sent_i / N
-    places = unpack(all_indices)
     mean = chunks.in_place(decode(all_coded), places, size)
     rows = jnp.arange(len(pieces))[:, None]
     sent = jnp.zeros_like(pieces).at[rows, index].set(decode(coded))
@@ -126,6 +126,7 @@ def topk(
   return make_entrywise(
     average,
     axis_name,
+    code=code_of("int4"),
     residual_decay=residual_decay,
     min_size=min_size,
     matrix_view=matrix_view,
@@ -141,17 +142,24 @@ def _plain(values: Any) -> Any:
 
 
 def _encode(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Encodes [c, k] as signs and one of two magnitudes each, [c, 2]."""
+  """Encodes [c, k] as signs and one of two magnitudes each, [c, 2].
+
+  If a value is zero, the lower magnitude is, and stands for zeros alone.
+  """
   magnitude = jnp.abs(values)
-  is_large = magnitude > magnitude.mean(1, keepdims=True)
+  # Sums of numbers up to one stay in range.
+  most = magnitude.max(1, keepdims=True)
+  unit = magnitude / jnp.where(most > 0, most, 1.0)
+  has_zeros = unit.min(1, keepdims=True) == 0
+  is_large = unit > jnp.where(has_zeros, 0.0, unit.mean(1, keepdims=True))
   levels = []
   for mask in (~is_large, is_large):
     number = jnp.maximum(mask.sum(1), 1)
     # A magnitude that is not finite reaches the level.
-    levels.append(jnp.where(mask, magnitude, 0.0).sum(1) / number)
+    levels.append(jnp.where(mask, unit, 0.0).sum(1) / number)
   code = is_large.astype(jnp.uint8) + 2 * (values < 0).astype(jnp.uint8)
-  scales = Bfloat16().encode(jnp.stack(levels, 1), jax.random.key(0))
-  return packed(code, _FEW), scales
+  scales = jnp.minimum(jnp.stack(levels, 1) * most, _LARGEST)
+  return packed(code, _FEW), Bfloat16().encode(scales, jax.random.key(0))
 
 
 def _decode(sent: tuple[jax.Array, jax.Array]) -> jax.Array:

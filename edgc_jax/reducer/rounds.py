@@ -28,7 +28,7 @@ import numpy as np
 
 from edgc_jax import validation
 from edgc_jax.leaves.leaf import Leaf, LeafState, joined
-from edgc_jax.wire import order
+from edgc_jax.wire import averages, order
 from edgc_jax.wire.codes import Code
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import CountingWire, Reply, Send, Wire
@@ -113,18 +113,37 @@ def added(gradient: jax.Array, residual: jax.Array | None = None) -> jax.Array:
 def dense(
   leaf: Leaf, gradient: jax.Array, state: LeafState, ranks: Any, draws: Any
 ) -> Rounds:
-  """Sends all of M in the second round, encoded if the leaf is."""
+  """Sends all of M: encoded in the first round, as it is in the second.
+
+  The first round of every method with a code has encoded values, the second has
+  exact ones.
+  """
   del ranks, draws
-  yield None
   m = added(gradient, state.residual)
-  if not leaf.is_encoded:
-    reply = yield Send(exact=m)
-    return Outcome(reply.exact)
-  reply = yield Send(m)
-  return Outcome(reply.mean, m - reply.sent)
+  if leaf.is_encoded:
+    reply = yield Send(m)
+    return Outcome(reply.mean, m - reply.sent)
+  yield None
+  reply = yield Send(exact=m)
+  return Outcome(reply.exact)
 
 
 DENSE = Method(dense, "dense", compresses=False)
+
+
+def is_encoded(leaf: Leaf, code: Code | None, has_ranks: bool) -> bool:
+  """Returns whether a leaf is encoded when it is sent dense.
+
+  If the code needs error feedback, all that get smaller are: they have a
+  residual. Otherwise vectors are not, and if there are ranks, only leaves that
+  are factors at them are, which have a residual anyway.
+  """
+  if code is None or leaf.is_shared:
+    return False
+  if code.needs_feedback:
+    sent = averages.average_bytes([leaf.shape], [code])
+    return bool(leaf.cap) or sent < 4 * leaf.size
+  return leaf.view is not None and (bool(leaf.cap) or not has_ranks)
 
 
 class Input(NamedTuple):

@@ -7,11 +7,21 @@ An all-reduce cannot sum encoded values, so it is split into its two halves:
   replica j sends encode(y_j / N) to all replicas          all-gather
 
 Each half sends every value once, like the halves of an all-reduce, so both
-together send as many bytes as an all-reduce of the encoded values. The error of
-the second encoding enters the error feedback too, as in 1-bit Adam (Tang et al.
-2021, arXiv:2102.02888).
+together send as many bytes as an all-reduce of the encoded values.
+
+A replica sums its own part as it is, not as it would have sent it. What the
+second encoding loses, N times, is missing from this part; error feedback adds
+it to the next one, which enters the next sum exactly. So each half compensates
+its own error alone, as in 1-bit Adam (Tang et al. 2021, arXiv:2102.02888), and
+errors stay bounded with every code that contracts.
+
+A code that moves zeros would also move rows that are zero on all replicas, by
+the errors of their neighbours, and Adam would divide these by their own size.
+So with such a code one bit a row, along the last axis, says in both halves
+whether it has other values than zeros; if no replica's has, its mean is zero.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +50,7 @@ class Averaged(NamedTuple):
 def average(
   values: Sequence[jax.Array],
   axis_name: AxisName,
-  code: Code | None = None,
+  codes: Sequence[Code] | None = None,
   key: jax.Array | None = None,
   exact: Any = None,
 ) -> Averaged:
@@ -51,8 +61,9 @@ def average(
   Args:
     values: float32 arrays of any shapes, local.
     axis_name: The bound axis of the replicas.
-    code: Encoding of the values; None sends them in float32, in one all-reduce
-      with `exact`.
+    codes: The encoding of each value; they share an all-to-all and an
+      all-gather. None for all sends them in float32, in one all-reduce with
+      `exact`.
     key: Key for codes that round at random; equal on all replicas, which fold
       their index into it.
     exact: A tree that is averaged without encoding.
@@ -61,61 +72,118 @@ def average(
     The means, and the part of the values that was sent.
   """
   values = list(values)
-  if code is None or not values:
+  if codes is None or not values:
     mean, exact = collectives.mean((values, exact), axis_name)
     return Averaged(mean, values, exact)
-  assert key is not None  # given with a code
+  assert key is not None  # given with codes
   replicas = collectives.num_devices(axis_name)
   replica = collectives.device_index(axis_name)
   first, second = jax.random.split(jax.random.fold_in(key, replica))
-  parts = _pack(values, code, replicas)
+  places = _by_code(codes)
+  own = {code: [values[i] for i in at] for code, at in places.items()}
+  parts = [_pack(x, code, replicas) for code, x in own.items()]
+  encoded = [code.encode(x, first) for code, x in zip(own, parts, strict=True)]
+  rows = [_rows(x, replicas) for code, x in own.items() if code.moves_zeros]
   # All-to-all: y_j / N, the mean of part j of all replicas, on replica j.
-  encoded = code.encode(parts, first)
-  received = code.decode(collectives.exchange_parts(encoded, axis_name))
-  mean = jnp.mean(received, axis=0)
-  encoded_mean = code.encode(mean, second)
-  # The replica that encodes a mean keeps its error, N times, in `sent`.
-  error = replicas * (code.decode(encoded_mean) - mean)
-  sent = code.decode(encoded).at[replica].add(error)
+  received, rows = collectives.exchange_parts((encoded, rows), axis_name)
+  means, sent = [], []
+  for code, part, x, y in zip(own, parts, encoded, received, strict=True):
+    mean = jnp.mean(code.decode(y).at[replica].set(part[replica]), axis=0)
+    means.append(code.encode(mean, second))
+    # The replica that encodes a mean keeps its error, N times, in `sent`.
+    error = replicas * (code.decode(means[-1]) - mean)
+    sent.append(code.decode(x).at[replica].set(part[replica] + error))
+  rows = [jax.lax.reduce_or(bits, (0,)) for bits in rows]
   # All-gather: the means of all parts, on every replica.
-  all_means = code.decode(collectives.gather(encoded_mean, axis_name))
-  exact = order.in_turn(exact, all_means)
+  means, rows = collectives.gather((means, rows), axis_name)
+  means = [code.decode(x) for code, x in zip(own, means, strict=True)]
+  exact = order.in_turn(exact, means)
   exact = collectives.mean(exact, axis_name)
-  return Averaged(
-    _unpack(all_means, values, code), _unpack(sent, values, code), exact
-  )
+  found = Averaged([*values], [*values], exact)
+  rows = iter(rows)
+  for (code, at), x, y in zip(places.items(), means, sent, strict=True):
+    both = [_unpack(x, own[code], code), _unpack(y, own[code], code)]
+    if code.moves_zeros:
+      both = _without_zero_rows(both, next(rows))
+    for i, mean, part in zip(at, *both, strict=True):
+      found.mean[i], found.sent[i] = mean, part
+  return found
 
 
 def average_bytes(
-  sizes: Sequence[int], code: Code | None = None, replicas: int = 1
+  shapes: Sequence[tuple[int, ...]],
+  codes: Sequence[Code] | None = None,
+  replicas: int = 1,
 ) -> int:
   """Predicts the bytes of `average`, without `exact`.
 
   Args:
-    sizes: The sizes of the values.
-    code: Their encoding; None is float32.
+    shapes: The shapes of the values.
+    codes: Their encodings; None is float32.
     replicas: Number of replicas; values are padded to as many equal parts of
       whole granules.
 
   Returns:
     The payload, counted as for an all-reduce.
   """
-  if code is None or not sizes:
-    return 4 * sum(sizes)
-  total = sum(_padded(size, code.granule) for size in sizes)
-  return code.num_bytes(_padded(total, code.granule * replicas), replicas)
+  if codes is None or not shapes:
+    return 4 * sum(map(math.prod, shapes))
+  total = 0
+  for code, at in _by_code(codes).items():
+    own = [shapes[i] for i in at]
+    sizes = [_padded(math.prod(shape), code.granule) for shape in own]
+    size = _padded(sum(sizes), code.granule * replicas)
+    total += code.num_bytes(size, replicas)
+    if code.moves_zeros:
+      total += _padded(sum(map(_num_rows, own)), 8 * replicas) // 8
+  return total
+
+
+def _by_code(codes: Sequence[Code]) -> dict[Code, list[int]]:
+  """Returns the places of the values of each code."""
+  places: dict[Code, list[int]] = {}
+  for i, code in enumerate(codes):
+    places.setdefault(code, []).append(i)
+  return places
+
+
+def _num_rows(shape: tuple[int, ...]) -> int:
+  return math.prod(shape[:-1])
+
+
+def _rows(values: Sequence[jax.Array], replicas: int) -> jax.Array:
+  """Returns which rows are not zero, in bits; uint8 [replicas, bytes].
+
+  Rows are along the last axis, of which a vector is one.
+  """
+  flags = [jnp.any(jnp.atleast_1d(x) != 0, axis=-1).ravel() for x in values]
+  bits = jnp.packbits(jnp.concatenate(flags))
+  return jnp.pad(bits, (0, -bits.size % replicas)).reshape(replicas, -1)
+
+
+def _without_zero_rows(
+  lists: Sequence[list[jax.Array]], bits: jax.Array
+) -> list[list[jax.Array]]:
+  """Returns lists of equal arrays, with zeros in rows that `_rows` denies."""
+  shapes = [x.shape[:-1] for x in lists[0]]
+  ends = np.cumsum([math.prod(shape) for shape in shapes])
+  flags = jnp.unpackbits(bits.ravel(), count=int(ends[-1])).astype(bool)
+  masks = [
+    mask.reshape(*shape, 1)
+    for mask, shape in zip(jnp.split(flags, ends[:-1]), shapes, strict=True)
+  ]
+  return [
+    [jnp.where(mask, x, 0.0) for mask, x in zip(masks, own, strict=True)]
+    for own in lists
+  ]
 
 
 def _pack(values: Sequence[jax.Array], code: Code, replicas: int) -> jax.Array:
   """Packs all values as [replicas, n]; no two values share a granule."""
+  # Zeros: a block's error, which is less than its energy, is less than that of
+  # the values then.
   flat = [
-    # Padding repeats the last entry: zeros would enter the scale of a block.
-    jnp.pad(
-      value.ravel(),
-      (0, _padded(value.size, code.granule) - value.size),
-      mode="edge",
-    )
-    for value in values
+    jnp.pad(value.ravel(), (0, -value.size % code.granule)) for value in values
   ]
   vector = jnp.concatenate(flat)
   length = _padded(vector.size, code.granule * replicas)

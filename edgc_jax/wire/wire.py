@@ -28,7 +28,7 @@ class Send(NamedTuple):
   """What the method of one leaf sends in one round.
 
   Attributes:
-    values: float32 array, local, averaged in the code of the wire.
+    values: float32 array, local, averaged in a code.
     ranks: int32 [k], rows in use of `values` [k, width, height], of which the
       others are not sent; None if all rows always are in use.
     exact: A tree that is averaged in float32.
@@ -36,6 +36,7 @@ class Send(NamedTuple):
       is skipped if a number of `values` or `exact` is not finite.
     gathered: A tree that is gathered from all replicas instead: real numbers of
       whole bytes, or bool.
+    code: Encoding of `values`; None is the wire's.
   """
 
   values: Any = None
@@ -43,6 +44,7 @@ class Send(NamedTuple):
   exact: Any = None
   measured: Any = None
   gathered: Any = None
+  code: Code | None = None
 
 
 class Reply(NamedTuple):
@@ -93,7 +95,7 @@ class Wire:
       ladder: The ranks that may be used.
       level: int32 [], index of the rank in use, equal on all replicas.
       key: Source of random rounding; equal on all replicas, new at each step.
-      code: Encoding of values; None is float32.
+      code: Encoding of values that have none of their own; None is float32.
       earlier: Results of the collectives before; the first round follows them.
     """
     self._axis_name, self._ladder, self._level = axis_name, ladder, level
@@ -125,13 +127,14 @@ class Wire:
     if self._key is not None:
       self._round_key, self._key = jax.random.split(self._key)
     ranks = [send.ranks for send in found]
-    found = [send._replace(ranks=None) for send in found]
+    codes = [send.code or self._code for send in found]
+    found = [send._replace(ranks=None, code=None) for send in found]
     found = order.in_turn(found, self._earlier)
     gathered = collectives.gather(
       [send.gathered for send in found], self._axis_name
     )
     found = order.in_turn(found, gathered)
-    mean, sent, exact, measured = self._average(found, ranks, lengths)
+    mean, sent, exact, measured = self._average(found, ranks, codes, lengths)
     self._earlier = (mean, exact, measured, gathered)
     self.is_finite &= order.all_finite((mean, exact, gathered))
     # What follows the exchange waits for this flag.
@@ -152,7 +155,7 @@ class Wire:
       The packed values at each rank of the ladder.
     """
     lengths = np.zeros(len(self._ladder), np.int64)
-    whole, is_packed, exact, gathered = [], False, 0, 0
+    whole, codes, is_packed, exact, gathered = [], [], False, 0, 0
     for leaf, send in zip(leaves, sends, strict=True):
       if send is None:
         continue
@@ -161,14 +164,17 @@ class Wire:
         lengths += len(send.values) * send.values.shape[2] * columns
         is_packed = True
       elif send.values is not None:
-        whole.append(send.values.size)
+        whole.append(send.values.shape)
+        codes.append(send.code or self._code)
       others = jax.tree.leaves((send.exact, send.measured))
       exact += sum(x.size for x in others)
       gathered += sum(x.nbytes for x in jax.tree.leaves(send.gathered))
     self.num_bytes += 4 * exact + self._replicas * gathered // 2
     self.num_bytes += [
       averages.average_bytes(
-        [length] * is_packed + whole, self._code, self._replicas
+        [(length,)] * is_packed + whole,
+        _codes([self._code] * is_packed + codes),
+        self._replicas,
       )
       for length in lengths.tolist()
     ]
@@ -178,6 +184,7 @@ class Wire:
     self,
     sends: Sequence[Send],
     ranks: Sequence[jax.Array | None],
+    codes: Sequence[Code | None],
     lengths: list[int],
   ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
     """Averages values, packed where ranks differ, and exact numbers.
@@ -185,6 +192,7 @@ class Wire:
     Args:
       sends: What each method sends.
       ranks: Their rows in use.
+      codes: Their encodings.
       lengths: The packed values at each rank of the ladder.
     """
     packed = {i: own for i, own in enumerate(ranks) if own is not None}
@@ -196,11 +204,13 @@ class Wire:
     factors = [packing.in_use(sends[i].values, r) for i, r in packed.items()]
     plain = [sends[i].values for i in whole]
     exact = [(send.exact, send.measured) for send in sends]
+    own_codes = [codes[i] for i in whole]
     if not packed:
-      done = self._mean(plain, exact)
+      done = self._mean(plain, _codes(own_codes), exact)
     else:
+      in_codes = _codes([self._code, *own_codes])
       buffer = packing.pack(factors, own_ranks, max(lengths))
-      done = self._by_level(buffer, lengths, plain, exact)
+      done = self._by_level(buffer, lengths, plain, in_codes, exact)
     mean: list[Any] = [None] * len(sends)
     sent: list[Any] = list(mean)
     for found, place in ((done.mean, mean), (done.sent, sent)):
@@ -210,22 +220,27 @@ class Wire:
           place[i] = value
       for i, value in zip(whole, found[bool(packed) :], strict=bool(found)):
         place[i] = value
-    if self._code is None:  # the whole values were sent
+    if not any(codes):  # the whole values were sent
       sent = [send.values for send in sends]
       for i, factor in zip(packed, factors, strict=True):
         sent[i] = factor
     return mean, sent, [e for e, _ in done.exact], [m for _, m in done.exact]
 
   def _by_level(
-    self, buffer: jax.Array, lengths: list[int], plain: list, exact: Any
+    self,
+    buffer: jax.Array,
+    lengths: list[int],
+    plain: list,
+    codes: Sequence[Code] | None,
+    exact: Any,
   ) -> averages.Averaged:
     """Averages a buffer; its length follows the rank in use."""
     most = max(lengths)
 
     def send(length: int, buffer: jax.Array, rest: Any) -> averages.Averaged:
-      found = self._mean([buffer[:length], *rest[0]], rest[1])
+      found = self._mean([buffer[:length], *rest[0]], codes, rest[1])
       fill = lambda xs: [jnp.pad(xs[0], (0, most - length)), *xs[1:]]  # noqa: E731
-      sent = fill(found.sent) if self._code else []
+      sent = fill(found.sent) if codes else []
       return averages.Averaged(fill(found.mean), sent, found.exact)
 
     branches = [
@@ -235,14 +250,23 @@ class Wire:
       return branches[0](buffer, (plain, exact))
     return jax.lax.switch(self._level, branches, buffer, (plain, exact))
 
-  def _mean(self, values: list[jax.Array], exact: Any) -> averages.Averaged:
+  def _mean(
+    self, values: list[jax.Array], codes: Sequence[Code] | None, exact: Any
+  ) -> averages.Averaged:
     return averages.average(
-      values, self._axis_name, self._code, self._round_key, exact
+      values, self._axis_name, codes, self._round_key, exact
     )
 
   @property
   def _replicas(self) -> int:
     return collectives.num_devices(self._axis_name)
+
+
+def _codes(codes: Sequence[Code | None]) -> list[Code] | None:
+  """Returns the codes of one round, None if all values are sent in float32."""
+  found = [code for code in codes if code is not None]
+  assert len(found) in (0, len(codes))  # a wire's code or none, or a method's
+  return found or None
 
 
 class CountingWire(Wire):

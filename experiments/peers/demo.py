@@ -52,7 +52,7 @@ def demo(
 
   References:
     DeMo, Peng et al. 2024, arXiv:2411.19870. Departures: values have 16 bits
-    and indices 12; small leaves are sent dense.
+    and indices 9 or fewer; small leaves are sent dense.
   """
   validation.require_int("count", count, 2)
   validation.require_share("momentum", momentum)
@@ -84,7 +84,7 @@ def demo(
     own = max(2, size * count // chunks.MOST // 2 * 2)
     values, index = chunks.largest(found.reshape(-1, size), own)
     values = Bfloat16().encode(values, jax.random.key(0))
-    reply = yield Send(gathered=(values, chunks.pack_indices(index)))
+    reply = yield Send(gathered=(values, chunks.pack_indices(index, size)))
     all_values, all_indices = reply.gathered
 
     def back(values: jax.Array, index: jax.Array) -> jax.Array:
@@ -93,7 +93,7 @@ def demo(
       mean = jnp.einsum("ai,kdcab,bj->kdicj", first, mean, second, **high)
       return mean.reshape(m.shape)
 
-    places = chunks.unpack_indices(all_indices)
+    places = chunks.unpack_indices(all_indices, own, size)
     return back(all_values, places), back(values[None], index[None])
 
   return make_entrywise(average, axis_name, residual_decay=momentum, **options)
