@@ -1,5 +1,9 @@
-"""Codes against NumPy: their noise, their scales, their bytes."""
+"""Codes: they contract, and their noise, scales and bytes against NumPy."""
 
+import functools
+
+import hypothesis
+import hypothesis.extra.numpy
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +13,11 @@ from helpers.reference import through_blocks
 from edgc_jax.wire.codes import (
   Bfloat16,
   Blockwise,
-  Rotated,
+  Levels,
   _gaussian_levels,
+  _hadamard,
+  _signs,
+  _walsh,
   code_of,
   name_of,
 )
@@ -44,66 +51,141 @@ def test_rounding_to_nearest_has_half_the_noise(bits):
   assert 0.47 <= ratio <= 0.53
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "heavy", "sparse"])
-def test_rotated_values_have_the_noise_of_gaussian_numbers(kind):
-  """Whatever they were; plain blocks have more, but for sparse values."""
-  random = np.random.default_rng(3)
-  values = random.standard_normal((512, 64))
-  if kind == "heavy":
-    values *= np.exp(random.standard_normal(values.shape))
-  if kind == "sparse":
-    values[:, 1:] *= random.random((512, 63)) < 0.02
-  values = jnp.asarray(values, jnp.float32)
-  noise = {}
-  for code in (Rotated(64), Blockwise(4, 64)):
-    found = code.decode(code.encode(values, jax.random.key(0)))
-    noise[code] = float(jnp.sum((found - values) ** 2) / jnp.sum(values**2))
-  # 16 levels leave 0.0095, and the rounding of scales adds a little.
-  assert 0.006 <= noise[Rotated(64)] <= 0.0105
-  if kind != "sparse":  # zeros need no bits
-    assert noise[Rotated(64)] < noise[Blockwise(4, 64)]
+def levels_of(kind, random):
+  """Draws values of which one kind or another is hard to encode."""
+  n = 1024
+  x = random.standard_normal(n)
+  if kind == "spike":
+    x = np.eye(1, n, 5)[0]
+  elif kind == "constant":
+    x = np.ones(n)
+  elif kind == "two values":
+    x = np.where(x < 0, 1.0, -3.0)
+  elif kind == "powers of two":
+    x = 2.0 ** random.integers(-60, 60, n)
+  elif kind == "one block of many":
+    x[64:] = 0
+  elif kind == "a spike beside noise":
+    x *= np.where(np.arange(n) % 64 == 0, 1.0, 0.02)
+  elif kind == "heavy tails":
+    x = random.standard_cauchy(n)
+  elif kind == "tiny":
+    x *= 1e-36
+  elif kind == "huge":
+    x *= 1e37
+  elif kind == "a spike after rotation":  # of 64 values: 1 bit gains least
+    signs = _signs(64)
+    x = np.tile(signs * _walsh(64)[7], n // 64)
+  return np.asarray(x, np.float32)
+
+
+KINDS = (
+  "gaussian", "spike", "constant", "two values", "powers of two",
+  "one block of many", "a spike beside noise", "heavy tails", "tiny", "huge",
+  "a spike after rotation",
+)  # fmt: skip
+FED_BACK = (
+  Blockwise(8, 128), Levels(64), Levels(256), Levels(64, 4, True),
+  Levels(256, 2, True), Levels(8, 2, True), Levels(64, 1, True),
+  Levels(1024, 1, True),
+)  # fmt: skip
+
+
+@functools.cache
+def round_trip(code):
+  return jax.jit(lambda x: code.decode(code.encode(x, jax.random.key(0))))
+
+
+def assert_contracts(code, values):
+  """No less than one value of a block is recovered."""
+  found = np.float64(round_trip(code)(values[None])[0])
+  values = np.float64(values)
+  scale = np.abs(values).max() or 1.0
+  error, energy = (np.square(x / scale).sum() for x in (found - values, values))
+  assert error <= (1 - 0.9 / code.granule) * energy, (error, energy)
+  if not code.moves_zeros:
+    assert not found[values == 0].any()
+
+
+@pytest.mark.parametrize("code", FED_BACK, ids=repr)
+def test_every_code_contracts(code):
+  for kind in KINDS:
+    assert_contracts(code, levels_of(kind, np.random.default_rng(0)))
+
+
+@hypothesis.given(
+  hypothesis.extra.numpy.arrays(
+    np.float32, 256,
+    elements=hypothesis.strategies.floats(
+      -(2.0**100), 2.0**100, width=32, allow_subnormal=False
+    ),
+  ),
+  hypothesis.strategies.sampled_from([c for c in FED_BACK if c.granule <= 256]),
+)  # fmt: skip
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_every_code_contracts_whatever_the_values(values, code):
+  # A block of less than 2^-32 of the largest one is sent as zeros.
+  assert_contracts(code, values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_levels_have_the_noise_of_gaussian_numbers_after_a_rotation(kind):
+  """Max 1960, table I: 0.0095, 0.1175 and 0.3634 of the energy at most."""
+  values = levels_of(kind, np.random.default_rng(3))
+  hard = "a spike after rotation", "powers of two", "heavy tails"
+  if kind in hard:  # a few blocks decide
+    return
+  scale = np.abs(values).max()
+  for bits, noise in ((4, 0.0105), (2, 0.125), (1, 0.38)):
+    found = round_trip(Levels(256, bits, True))(values[None])[0]
+    error = np.square((found - values) / scale).sum()
+    assert error <= noise * np.square(values / scale).sum(), bits
+
+
+def test_levels_without_a_rotation_lose_less_of_gaussian_numbers():
+  """Fifteen levels of least error: 0.0089; with equal distances 0.0113."""
+  values = np.random.default_rng(0).standard_normal((512, 64))
+  values = jnp.asarray(values, jnp.float32).reshape(1, -1)
+  for code, least, most in (
+    (Levels(64), 0.0085, 0.0092), (Levels(64, 4, True), 0.0084, 0.0091),
+    (Blockwise(4, 64), 0.0110, 0.0120),
+  ):  # fmt: skip
+    error = jnp.sum((round_trip(code)(values) - values) ** 2)
+    assert least <= error / jnp.sum(values**2) <= most
+
+
+def test_a_rotation_is_orthonormal_and_its_own_inverse():
+  """H of a product of factors is the Hadamard matrix, too."""
+  for size in (8, 64, 512, 4096):
+    eye = np.eye(size, dtype=np.float32)[:40]
+    rotated = np.asarray(_hadamard(jnp.asarray(eye)))
+    np.testing.assert_allclose(rotated, _walsh(size)[:40], atol=1e-6)
+    np.testing.assert_allclose(_hadamard(jnp.asarray(rotated)), eye, atol=1e-5)
 
 
 def test_small_blocks_are_left_to_the_next_step():
-  code, key = Rotated(16), jax.random.key(0)
-  ones = jnp.ones((3, 16))
+  code, ones = Levels(16), jnp.ones((3, 16))
   values = (ones * jnp.array([[1.0], [2.0**-30], [2.0**-40]])).ravel()
-  found = np.asarray(code.decode(code.encode(values, key))).reshape(3, 16)
+  found = np.asarray(round_trip(code)(values)).reshape(3, 16)
   assert np.abs(found[0] - 1).max() < 0.5
   assert np.abs(found[1] * 2.0**30 - 1).max() < 0.5
   np.testing.assert_array_equal(found[2], 0)
 
 
-def test_levels_have_the_published_error():
-  """0.009497 for 16 levels (Max 1960, table I), and +-2.733 the last."""
-  levels = _gaussian_levels(4)
-  x = np.linspace(-8, 8, 200_001)
-  density = np.exp(-x * x / 2) / np.sqrt(2 * np.pi) * (x[1] - x[0])
-  nearest = np.abs(x[:, None] - levels).min(1)
-  assert abs(float(nearest**2 @ density) - 0.009497) < 0.5e-5
-  assert abs(float(levels[-1]) - 2.733) < 0.5e-3
-  np.testing.assert_allclose(levels, -levels[::-1], atol=1e-6)
-
-
 @pytest.mark.parametrize(
-  ("bits", "error", "last"), [(1, 0.3634, 0.7979), (2, 0.1175, 1.510)]
+  ("count", "error", "last"),
+  [(2, 0.3634, 0.7979), (4, 0.1175, 1.510), (16, 0.009497, 2.733)],
 )
-@pytest.mark.slow
-def test_few_levels_have_the_published_error(bits, error, last):
-  """Max 1960, table I; rotated values of any distribution have no more."""
-  levels = _gaussian_levels(bits)
-  x = np.linspace(-8, 8, 200_001)
+def test_levels_have_the_published_error(count, error, last):
+  """Max 1960, table I."""
+  levels = _gaussian_levels(count)
+  x = np.linspace(-8, 8, 50_001)
   density = np.exp(-x * x / 2) / np.sqrt(2 * np.pi) * (x[1] - x[0])
   nearest = np.abs(x[:, None] - levels).min(1)
-  assert abs(float(nearest**2 @ density) - error) < 0.5e-4
+  assert abs(float(nearest**2 @ density) - error) < 1e-2 * error
   assert abs(float(levels[-1]) - last) < 0.5e-3
-  values = np.random.default_rng(1).standard_normal((64, 1024))
-  values *= np.exp(np.random.default_rng(2).standard_normal(values.shape))
-  values = jnp.asarray(values, jnp.float32)
-  code = Rotated(128, bits)
-  found = code.decode(code.encode(values, jax.random.key(0)))
-  noise = float(jnp.sum((found - values) ** 2) / jnp.sum(values**2))
-  assert 0.85 * error <= noise <= 1.02 * error
+  np.testing.assert_array_equal(levels, -levels[::-1])
+  assert _gaussian_levels(15)[7] == 0
 
 
 def test_no_value_exceeds_the_scale():
@@ -126,9 +208,9 @@ def test_no_nan_is_lost(bits):
     Bfloat16(),
     Blockwise(8, 128),
     Blockwise(4, 128),
-    Rotated(64),
-    Rotated(128, 2),
-    Rotated(32, 1),
+    Levels(64),
+    Levels(128, 2, True),
+    Levels(32, 1, True),
   ):
     found = code.decode(code.encode(jnp.asarray(values), jax.random.key(0)))
     assert not np.all(np.isfinite(found)), code
@@ -150,9 +232,9 @@ def test_cost_of_scales():
     Bfloat16(),
     Blockwise(8, 16),
     Blockwise(4, 16),
-    Rotated(16),
-    Rotated(16, 2),
-    Rotated(8, 1),
+    Levels(16),
+    Levels(16, 2, True),
+    Levels(8, 1, True),
   ],
 )
 def test_num_bytes_counts_the_arrays(code):
@@ -170,7 +252,7 @@ def test_names():
   for name in ("bfloat16", "int8", "int4"):
     assert name_of(code_of(name)) == name
   assert name_of(Blockwise(8, 64)) == "integers of 8 bits"
-  assert name_of(Rotated(64, 2)) == "2 bits, rotated"
+  assert name_of(Levels(64, 2, True)) == "2 bits, rotated"
 
   class Own(Bfloat16):
     """A code of a user."""
