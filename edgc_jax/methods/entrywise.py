@@ -24,6 +24,7 @@ from edgc_jax.methods import linear_algebra, sketches
 from edgc_jax.reducer.reducer import Plan, by_exchange, make_reducer
 from edgc_jax.reducer.rounds import (
   DENSE,
+  DENSE_AT_ONCE,
   Draws,
   Energies,
   Method,
@@ -127,7 +128,11 @@ def make_entrywise(
     found = []
     for leaf in leaves:
       encoded = is_encoded(leaf, code, has_ranks=False)
-      facts = {"method": DENSE, "is_encoded": encoded, "has_residual": encoded}
+      facts: dict[str, Any] = {"method": DENSE}
+      if encoded:
+        facts = {"method": DENSE_AT_ONCE} | dict.fromkeys(
+          ("is_encoded", "has_residual"), True
+        )
       if leaf.view is not None and leaf.size >= min_size:
         facts = {"method": method, "has_residual": error_feedback}
       found.append(dataclasses.replace(leaf, **facts))

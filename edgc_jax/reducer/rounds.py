@@ -113,22 +113,27 @@ def added(gradient: jax.Array, residual: jax.Array | None = None) -> jax.Array:
 def dense(
   leaf: Leaf, gradient: jax.Array, state: LeafState, ranks: Any, draws: Any
 ) -> Rounds:
-  """Sends all of M: encoded in the first round, as it is in the second.
+  """Sends all of M in the second round, encoded if the leaf is."""
+  yield None
+  return (yield from at_once(leaf, gradient, state, ranks, draws))
 
-  The first round of every method with a code has encoded values, the second has
-  exact ones.
-  """
+
+def at_once(
+  leaf: Leaf, gradient: jax.Array, state: LeafState, ranks: Any, draws: Any
+) -> Rounds:
+  """Sends all of M in the first round, encoded if the leaf is."""
   del ranks, draws
   m = added(gradient, state.residual)
-  if leaf.is_encoded:
-    reply = yield Send(m)
-    return Outcome(reply.mean, m - reply.sent)
-  yield None
-  reply = yield Send(exact=m)
-  return Outcome(reply.exact)
+  if not leaf.is_encoded:
+    reply = yield Send(exact=m)
+    return Outcome(reply.exact)
+  reply = yield Send(m)
+  return Outcome(reply.mean, m - reply.sent)
 
 
 DENSE = Method(dense, "dense", compresses=False)
+# With methods whose second round has no encoded values.
+DENSE_AT_ONCE = Method(at_once, "dense", compresses=False)
 
 
 def is_encoded(leaf: Leaf, code: Code | None, has_ranks: bool) -> bool:
