@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from scipy import fft
 
@@ -30,16 +29,15 @@ def gradients(seed=0):
   }
 
 
-def start(tx, params, update=None):
+def start(tx, params):
   """Returns the first state of replicas, and the compiled update."""
   axes = edgc_jax.state_axes(tx, params)
   init = jax.vmap(
     tx.init, in_axes=None, out_axes=axes, axis_size=N, axis_name=AXIS
   )
   update = jax.vmap(
-    update or tx.update, in_axes=(0, axes), out_axes=(None, axes),
-    axis_name=AXIS,
-  )  # fmt: skip
+    tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS
+  )
   return init(params), jax.jit(update)
 
 
@@ -130,23 +128,6 @@ def test_a_nonfinite_entry_skips_the_step(tx, bad):
   updates, state = update(given, state)
   assert not np.any(updates["w"])
   assert edgc_jax.metrics(state)["skipped_steps"] == 1
-
-
-def test_as_outer_and_before_a_sign():
-  """Both work where they are meant to."""
-  outer = optax.chain(SPARSE_LOCO, optax.sgd(1.0))
-  tx = edgc_jax.local_steps(optax.adam(1e-3), outer, 2)
-
-  def update(grads, state):
-    local = edgc_jax.local_params(PARAMS, state)
-    return tx.update(grads, state, PARAMS, local_params=local)
-
-  state, update = start(tx, PARAMS, update)
-  for seed in range(2):
-    updates, state = update(gradients(seed), state)
-  assert np.any(updates["w"])
-  updates, _ = run(optax.chain(DEMO, optax.scale_by_sign()), 1)
-  assert set(np.unique(updates["w"])) <= {-1.0, 0.0, 1.0}
 
 
 def test_wrong_options():

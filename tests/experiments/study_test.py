@@ -590,22 +590,6 @@ def test_runs_share_a_program_where_they_can(records, tmp_path, monkeypatch):
   assert own.taken("dense", records) == (0, 2e-3)
 
 
-def test_a_shared_program_that_fails(records, tmp_path, monkeypatch, capsys):
-  """The runs that it had ended count."""
-
-  def command(own, runs, path_of):
-    del own
-    write_run(path_of(runs[0]))
-    return ["sh", "-c", "echo no memory >&2; exit 3"]
-
-  monkeypatch.setattr(runner, "_command", command)
-  own = Study("runs", CONFIG, {"one": {"dense": VMAP}}, (0, 1, 2))
-  assert runner.run_all([own], records, tmp_path / "runs", together=3) == 2
-  found = [own.judged("dense", seed, records)[1] for seed in (0, 1, 2)]
-  assert found[0].is_finished and found[1] is found[2] is None
-  assert capsys.readouterr().out.count("exit code 3: no memory") == 2
-
-
 def test_the_command_of_a_shared_program(tmp_path):
   """The file holds whole configurations; none that loads parameters shares."""
   for more, count in (({"init_from": "runs/other"}, 1), ({}, 2)):
