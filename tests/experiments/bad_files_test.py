@@ -126,6 +126,8 @@ def test_configurations_of_another_run(begun):
     file.write_text(json.dumps(own | changes))
     with unchanged(begun):
       refused(lambda: folder_of(begun), "`run_dir`", "init_from", *parts)
+  (begun / "metrics.jsonl").write_text("")  # it has logged nothing yet
+  folder_of(begun)
 
 
 def test_files_that_a_run_lacks(begun):
