@@ -36,19 +36,26 @@ def chains(mesh=None):
   return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), outer
 
 
-def plain_step(tx, mesh, averages):
-  """A step in plain `jax.jit` that consumes its state."""
+def step_of(tx, mesh=None, averages=False):
+  """One step under `jax.pmap`, or in plain `jax.jit` with a mesh."""
 
   def step(params, state, x):
     local = edgc_jax.local_params(params, state, mesh)
-    differentiated = edgc_jax.value_and_grad(
-      loss_fn, mesh, AXIS, is_local=True, averages=averages
-    )
+    differentiated = jax.value_and_grad(loss_fn)
+    if mesh is not None:
+      differentiated = edgc_jax.value_and_grad(
+        loss_fn, mesh, AXIS, is_local=True, averages=averages
+      )
     loss, grads = differentiated(local, x)
     updates, state = tx.update(grads, state, params, local_params=local)
     return optax.apply_updates(params, updates), state, loss
 
-  return jax.jit(step, donate_argnums=(0, 1))
+  return step
+
+
+def plain_step(*arguments):
+  """A step in plain `jax.jit` that consumes its state."""
+  return jax.jit(step_of(*arguments), donate_argnums=(0, 1))
 
 
 def start(tx):
@@ -60,7 +67,7 @@ def started(**options):
   """Returns step and exchange in plain `jax.jit`, parameters and state."""
   mesh = mesh_of()
   tx, exchange = edgc_jax.split_local_steps(*chains(mesh), mesh=mesh, **options)
-  return plain_step(tx, mesh, averages=False), exchange, *start(tx)
+  return plain_step(tx, mesh, False), exchange, *start(tx)
 
 
 def advanced(step, exchange, params, state, steps):
@@ -74,7 +81,7 @@ def in_one_program(steps, **options):
   """Returns losses, and parameters and metrics after each step."""
   mesh = mesh_of()
   tx = edgc_jax.local_steps(*chains(mesh), mesh=mesh, **options)
-  step, found = plain_step(tx, mesh, averages=True), []
+  step, found = plain_step(tx, mesh, True), []
   params, state = start(tx)
   for i in range(steps):
     params, state, loss = step(params, state, batch(i))
@@ -98,14 +105,7 @@ def split_plain(steps, **options):
 def split_pmapped(steps, **options):
   """The same of two programs under `jax.pmap`."""
   tx, exchange = edgc_jax.split_local_steps(*chains(), **options)
-
-  def step(params, state, x):
-    local = edgc_jax.local_params(params, state)
-    loss, grads = jax.value_and_grad(loss_fn)(local, x)
-    updates, state = tx.update(grads, state, params, local_params=local)
-    return optax.apply_updates(params, updates), state, loss
-
-  step = jax.pmap(step, axis_name=AXIS, donate_argnums=(0, 1))
+  step = jax.pmap(step_of(tx), axis_name=AXIS, donate_argnums=(0, 1))
   stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), tree)  # noqa: E731
   (params, state), found = map(stack, start(tx)), []
   for i in range(steps):
