@@ -118,7 +118,7 @@ FURTHER = {
   "Stages.axis_name": (("a",),),
   "ErrorAllocation.scale_exponent": (-0.1, 2.1, NAN, "1", jnp.float32(1)),
   "value_and_grad.axis_name": ("replica",),
-  "accumulate.param_specs": (P(),),
+  "accumulate.param_specs": (P(),), "local_steps.param_specs": (P(),),
   "local_steps.fragments": (3,), "local_steps.overlap": (5,),
   "split_local_steps.overlap": (5,),
   "describe.tx": (SGD,), "describe.params": ({"w": None},),
