@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.meshes import mesh_of
 from helpers.refusals import allowed_or_clear, drawn, refused
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
@@ -145,14 +146,9 @@ CASES = [
 ]
 
 
-def mesh_of(*names):
-  sizes = {1: (8,), 2: (2, 4)}[len(names)]
-  return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
-
-
 def arguments(name):
   """Returns arguments with which a function of the package works."""
-  data, reducer = mesh_of("data"), edgc_jax.powersgd(4)
+  data, reducer = mesh_of((8,)), edgc_jax.powersgd(4)
   inner = {"inner": SGD, "outer": optax.chain(reducer, SGD), "every": 4}
   params = {"params": PARAMS}
   return {
@@ -184,18 +180,9 @@ def arguments(name):
 
 @pytest.mark.parametrize("name", VALIDATORS)
 def test_a_validator_refuses_all_bad_values(name):
-  rest, values = VALIDATORS[name]
+  (rest, values), require = VALIDATORS[name], getattr(validation, name)
   for value in values:
-    refused(
-      lambda value=value: getattr(validation, name)("option", value, *rest),
-      "`option`",
-      "got ",
-    )
-
-
-def test_every_validator_is_in_the_table():
-  found = {name for name in vars(validation) if name.startswith("require_")}
-  assert found == set(VALIDATORS)
+    refused(lambda v=value: require("option", v, *rest), "`option`", "got ")
 
 
 @pytest.mark.parametrize(
@@ -207,8 +194,10 @@ def test_a_bad_option_is_refused(option, value):
   refused(lambda: getattr(edgc_jax, name)(**given), "`", "got ")
 
 
-def test_every_option_is_in_the_table():
-  """A new option of a reducer gets its values here."""
+def test_validators_and_options_are_in_the_tables():
+  """A new one gets its values here."""
+  found = {name for name in vars(validation) if name.startswith("require_")}
+  assert found == set(VALIDATORS)
   for name in REDUCERS:
     options = inspect.signature(edgc_jax.REDUCERS[name]).parameters
     assert {f"{name}.{x}" for x in options} <= {case[0] for case in CASES}
@@ -299,7 +288,7 @@ def test_views_that_are_no_matrices(view):
 )
 def test_specs_that_do_not_fit(specs, parts):
   params = {"w": W, "b": jnp.zeros(30)}
-  how = {"mesh": mesh_of("data", "x"), "param_specs": specs}
+  how = {"mesh": mesh_of(names=("data", "x")), "param_specs": specs}
   for call in (
     lambda: edgc_jax.powersgd(4, **how).init(params),
     lambda: edgc_jax.describe(TX, params, **how),
@@ -325,7 +314,7 @@ grad, resized = edgc_jax.value_and_grad, edgc_jax.resize_replicas
   ids=range(7),
 )  # fmt: skip
 def test_losses_that_are_no_numbers(loss_fn, has_aux):
-  loss = grad(loss_fn, mesh_of("data"), has_aux=has_aux)
+  loss = grad(loss_fn, mesh_of((8,)), has_aux=has_aux)
   refused(lambda: loss(PARAMS, X), "`loss_fn`", "has_aux")
 
 
@@ -340,7 +329,7 @@ def test_losses_that_are_no_numbers(loss_fn, has_aux):
   ids=range(10),
 )  # fmt: skip
 def test_arguments_of_a_loss(params, batch, options):
-  loss = grad(lambda p, x: jnp.mean(x @ p["w"]), mesh_of("data"), **options)
+  loss = grad(lambda p, x: jnp.mean(x @ p["w"]), mesh_of((8,)), **options)
   refused(lambda: loss(params, batch))
 
 
@@ -366,9 +355,9 @@ def test_arguments_of_a_loss(params, batch, options):
       ["`block`", "4096"],
     ),
     (lambda: edgc_jax.topk(bits=2), ["`bits`", "chunk"]),
-    (lambda: edgc_jax.edgc("replica", mesh=mesh_of(DATA)), ["'replica'"]),
+    (lambda: edgc_jax.edgc("replica", mesh=mesh_of((8,))), ["'replica'"]),
     (
-      lambda: edgc_jax.powersgd(mesh=mesh_of(DATA), stages=edgc_jax.Stages()),
+      lambda: edgc_jax.powersgd(mesh=mesh_of((8,)), stages=edgc_jax.Stages()),
       ["`mesh`", "stages"],
     ),
     (lambda: edgc_jax.Sampling.for_window("a"), ["`window`", "'a'"]),
@@ -429,7 +418,7 @@ def test_arguments_of_a_loss(params, batch, options):
       ["`updates`", "['w']", "None"],
     ),
     (
-      lambda: edgc_jax.powersgd(4, mesh=mesh_of(DATA)).update(
+      lambda: edgc_jax.powersgd(4, mesh=mesh_of((8,))).update(
         PARAMS, TX.init(PARAMS), PARAMS
       ),
       ["`updates`", "stacked"],
