@@ -35,6 +35,7 @@ def test_loopback_may_be_said_and_the_number_of_a_name_is_taken(
   "address, here",
   [
     ("192.0.2.1:1", "which is none"),
+    ("0.0.0.0:1", "which is all of them"),
     ("[::]:1", "which is all of them"),
     ("127.0.0.1", "got '127.0.0.1'"),
     (":1", "got ':1'"),
