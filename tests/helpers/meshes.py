@@ -35,8 +35,11 @@ def between_hosts():
 def mesh_of(shape=(2, 4), axis_type=AxisType.Auto, names=None):
   """Returns a mesh of the first devices; by default one axis is of replicas."""
   names = names or ("stage", AXIS)[-len(shape) :]
+  types = (
+    axis_type if isinstance(axis_type, tuple) else (axis_type,) * len(shape)
+  )
   devices = jax.devices()[: math.prod(shape)]
-  return jax.make_mesh(shape, names, (axis_type,) * len(shape), devices=devices)
+  return jax.make_mesh(shape, names, types, devices=devices)
 
 
 def replicated(tree, mesh):
