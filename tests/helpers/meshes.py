@@ -84,7 +84,7 @@ class Run:
       params: Global arrays.
       mesh: Mesh, or the number of replicas.
       specs: Specs of the parameters; none for replicated ones.
-      binding: What binds the axis: "shard_map" or "pmap".
+      binding: What binds the axis: "shard_map", "pmap" or "vmap".
       axis_name: Axes of the replicas.
       update: Function of gradients, state and parameters of a device, without
         `tx`: by default gradients lose their axis of replicas.
@@ -94,8 +94,8 @@ class Run:
       check_vma: As of `jax.shard_map`.
     """
     self.tx = tx
-    if binding == "pmap":
-      self._bind_pmap(params, mesh)
+    if binding in ("pmap", "vmap"):
+      getattr(self, f"_bind_{binding}")(params, mesh)
       return
     self.mesh = mesh_of((mesh,)) if isinstance(mesh, int) else mesh
     self.replicas = self.mesh.size
@@ -138,6 +138,16 @@ class Run:
     self.step_fn = self._pmap(
       lambda gradients, state: self.tx.update(gradients, state, params)
     )
+
+  def _bind_vmap(self, params, replicas):
+    axes, self.replicas = edgc_jax.state_axes(self.tx, params), replicas
+    bind = functools.partial(jax.vmap, axis_name=AXIS, axis_size=replicas)
+    init = bind(self.tx.init, in_axes=None, out_axes=axes)
+    self.first_state = self.state = jax.jit(init)(params)
+    update = bind(
+      self.tx.update, in_axes=(0, axes, None), out_axes=(None, axes)
+    )
+    self.step_fn = jax.jit(lambda g, state: update(g, state, params))
 
   def restart(self):
     """Goes back to the first state, without another compilation."""

@@ -44,10 +44,10 @@ def first_params() -> dict[str, jax.Array]:
   }
 
 
-def batch_at(step: int) -> tuple[jax.Array, jax.Array]:
-  """Returns inputs and targets, [BATCH, SIZE] each, of a fixed teacher."""
+def batch_at(step: int, rows: int = BATCH) -> tuple[jax.Array, jax.Array]:
+  """Returns inputs and targets, [rows, SIZE] each, of a fixed teacher."""
   teacher = np.random.default_rng(1).standard_normal((SIZE, SIZE))
-  x = np.random.default_rng(100 + step).standard_normal((BATCH, SIZE))
+  x = np.random.default_rng(100 + step).standard_normal((rows, SIZE))
   x = x * np.linspace(0.2, 1.8, SIZE)  # so gradients of shards differ in size
   y = np.tanh(x @ teacher / np.sqrt(SIZE))
   return jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
@@ -67,6 +67,8 @@ class ShardedRun:
   "replicas" without specs.
   """
 
+  rows = BATCH
+
   def __init__(
     self, tx: Any, binding: str = "shard_map", kind: Any = AxisType.Auto,
     whole: bool = False, **shape: int,
@@ -85,10 +87,11 @@ class ShardedRun:
     self.on_mesh = functools.partial(jax.shard_map, mesh=self.mesh)
     self.own, self.shardings, places = self.param_specs, None, None
     shapes = jax.eval_shape(first_params)
+    if binding != "shard_map" and not whole:
+      specs = edgc_jax.state_specs(self.tx, shapes, **where)
+      self.shardings = self.named(specs)
     if binding == "replicas":
       where["param_specs"] = None if whole else self.param_specs
-      specs = edgc_jax.state_specs(self.tx, shapes, **where)
-      self.shardings = None if whole else self.named(specs)
       where["axis_names"] = {"data"}
       self.on_mesh = functools.partial(self.on_mesh, axis_names={"data"})
       self.own = P()
@@ -172,7 +175,9 @@ class ShardedRun:
 
   def train(self, steps: int, start: int = 0) -> list[float]:
     """Returns the loss of each step."""
-    return [self.step(batch_at(i)) for i in range(start, start + steps)]
+    return [
+      self.step(batch_at(i, self.rows)) for i in range(start, start + steps)
+    ]
 
   def step(self, batch: Any) -> float:
     """Returns the loss of a batch, after a step on it."""
@@ -183,7 +188,7 @@ class ShardedRun:
 
   @functools.cached_property
   def _compiled(self) -> jax.stages.Compiled:
-    arguments = (self.params, self.state, batch_at(0))
+    arguments = (self.params, self.state, batch_at(0, self.rows))
     return self.step_fn.lower(*arguments).compile()
 
   def compiled(self) -> str:
