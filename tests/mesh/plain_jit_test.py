@@ -430,29 +430,18 @@ def test_restore_on_another_mesh(tmp_path_factory, data, fsdp, every):
   assert int(restored[0].count) == 5 // every
 
 
-class Net(nnx.Module):
-  def __init__(self, rngs):
-    self.up = nnx.Linear(64, 96, rngs=rngs)
-    self.norm = nnx.BatchNorm(96, momentum=0.0, rngs=rngs)
-    self.drop = nnx.Dropout(0.5, rngs=rngs)
-    self.down = nnx.Linear(96, 64, rngs=rngs)
-
-  def __call__(self, x):
-    return self.down(self.drop(jnp.tanh(self.norm(self.up(x)))))
-
-
 def nnx_loss(model, x):
   return jnp.mean((model(x) - x) ** 2)
 
 
 def nnx_step(mesh):
-  """Returns a step of a module, which returns the loss and the gradients."""
+  """Returns a step of a module, which returns the gradients."""
 
   @nnx.jit
   def step(model, optimizer, x):
-    loss, grads = edgc_jax.value_and_grad(nnx_loss, mesh)(model, x)
+    _, grads = edgc_jax.value_and_grad(nnx_loss, mesh)(model, x)
     optimizer.update(model, grads)
-    return loss, grads
+    return grads
 
   return step
 
@@ -464,9 +453,7 @@ def test_scanned_layers_have_keys_of_their_own():
 
   class Deep(nnx.Module):
     def __init__(self):
-      split = nnx.split_rngs(splits=3)
-
-      @split
+      @nnx.split_rngs(splits=3)
       @nnx.vmap
       def make(rngs):
         return nnx.Sequential(
@@ -476,25 +463,31 @@ def test_scanned_layers_have_keys_of_their_own():
       self.layers = make(nnx.Rngs(0))
 
     def __call__(self, x):
-      return nnx.scan(
-        lambda x, layer: x + layer(x), in_axes=(nnx.Carry, 0),
-        out_axes=nnx.Carry,
-      )(x, self.layers)  # fmt: skip
+      how = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry}
+      return nnx.scan(lambda x, layer: x + layer(x), **how)(x, self.layers)
 
-  model = Deep()
-  tx = optax.chain(
-    float32.edgc(rank_max=8, rank_min=8, mesh=mesh), optax.sgd(0.01)
-  )
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-  step = nnx_step(mesh)
+  reducer = float32.edgc(rank_max=8, rank_min=8, mesh=mesh)
+  model, tx = Deep(), optax.chain(reducer, optax.sgd(0.01))
+  optimizer, step = nnx.Optimizer(model, tx, wrt=nnx.Param), nnx_step(mesh)
   same = jnp.tile(batch(0, 8), (REPLICAS, 1))
-  for grad in jax.tree.leaves(step(model, optimizer, same)[1]):
+  for grad in jax.tree.leaves(step(model, optimizer, same)):
     assert np.abs(grad[0] - grad[1]).max() > 0, "dropout"
   optimizer.opt_state = edgc_jax.restart_reference(optimizer.opt_state)
   step(model, optimizer, same)
   restarts = optimizer.opt_state[0].budget.restarts
   assert int(restarts.get_value()) == 2
+
+
+class Net(nnx.Module):
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.up = nnx.Linear(64, 96, rngs=rngs)
+    self.norm = nnx.BatchNorm(96, momentum=0.0, rngs=rngs)
+    self.drop = nnx.Dropout(0.5, rngs=rngs)
+    self.down = nnx.Linear(96, 64, rngs=rngs)
+
+  def __call__(self, x):
+    return self.down(self.drop(jnp.tanh(self.norm(self.up(x)))))
 
 
 @pytest.mark.slow
@@ -503,10 +496,8 @@ def test_module_is_equal_to_shard_map():
   mesh, reducer = mesh_of(data=4), edgc_jax.powersgd
   plain = optax.chain(reducer(4, mesh=mesh), optax.sgd(0.1))
   by_hand = optax.chain(reducer(4), optax.sgd(0.1))
-  model, other = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-
-  step = nnx_step(mesh)
-  graph, params, rest = nnx.split(other, nnx.Param, ...)
+  model, step = Net(), nnx_step(mesh)
+  graph, params, rest = nnx.split(Net(), nnx.Param, ...)
   specs = edgc_jax.state_specs(by_hand, params)
 
   def local_step(params, rest, opt_state, x):
@@ -524,31 +515,25 @@ def test_module_is_equal_to_shard_map():
 
     grads, left = jax.grad(loss_of, has_aux=True)(params)
     updates, opt_state = by_hand.update(grads, opt_state, params)
-    left = jax.tree.map(
-      lambda x, y: (
-        jax.lax.pmean(x, AXIS)
-        if jnp.issubdtype(x.dtype, jnp.floating)
-        else y if is_key(x) else x
-      ),
-      left, rest,
-    )  # fmt: skip
+
+    def joined(x, y):
+      is_float = jnp.issubdtype(x.dtype, jnp.floating)
+      return jax.lax.pmean(x, AXIS) if is_float else y if is_key(x) else x
+
+    left = jax.tree.map(joined, left, rest)
     return optax.apply_updates(params, updates), left, opt_state
 
   on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
   opt_state = jax.jit(on_mesh(by_hand.init, in_specs=P(), out_specs=specs))(
     params
   )
-  local_step = jax.jit(
-    on_mesh(
-      local_step,
-      in_specs=(P(), P(), specs, P(AXIS)),
-      out_specs=(P(), P(), specs),
-    )
-  )
+  how = {"in_specs": (P(), P(), specs, P(AXIS)), "out_specs": (P(), P(), specs)}
+  local_step = jax.jit(on_mesh(local_step, **how))
   optimizer = nnx.Optimizer(model, plain, wrt=nnx.Param)
   for i in range(3):
-    step(model, optimizer, batch(i))
+    grads = step(model, optimizer, batch(i))
     params, rest, opt_state = local_step(params, rest, opt_state, batch(i))
+  assert grads["down"]["kernel"].shape == (REPLICAS, 96, 64)
   assert_near(nnx.state(model, nnx.Param), params)
   for kind in (nnx.BatchStat, nnx.RngCount):
     assert_near(nnx.state(model, kind), nnx.filter_state(rest, kind))
