@@ -11,22 +11,9 @@ from edgc_jax.wire import order
 
 @pytest.mark.parametrize(
   "earlier",
-  [
-    np.nan,
-    np.inf,
-    -np.inf,
-    -5.0,
-    -1.0,
-    -0.5,
-    0.0,
-    0.5,
-    1e-45,
-    3e38,
-    True,
-    7,
-    np.float16(-2),
-  ],
-)
+  [np.nan, np.inf, -np.inf, -5.0, -1.0, -0.5, 0.0, 0.5, 1e-45, 3e38, True, 7,
+   np.float16(-2)],
+)  # fmt: skip
 def test_values_stay_for_any_earlier_value(earlier):
   tree = {
     "float": np.array([np.nan, -0.0, np.inf, 1.5], np.float32),
