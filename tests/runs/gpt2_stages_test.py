@@ -204,30 +204,3 @@ def test_the_loss_is_that_of_whole_logits(
     got, wanted = np.asarray(got, np.float32), np.asarray(wanted, np.float32)
     assert np.all(np.isfinite(got))
     np.testing.assert_allclose(got, wanted, rtol, atol * np.abs(wanted).max())
-
-
-@pytest.mark.parametrize("stages", [1, 8])
-def test_lookup_equals_indexing(stages):
-  random = np.random.default_rng(0)
-  rows = random.standard_normal((56, 6), np.float32)
-  tokens = jnp.asarray(random.permutation(np.repeat(np.arange(50), 2)))
-  weights = random.standard_normal((len(tokens), 6), np.float32)
-
-  def grad(find):
-    def loss(rows):
-      found = find(rows)
-      return jnp.sum(found * weights), found
-
-    return jax.value_and_grad(loss, has_aux=True)
-
-  cut = over_stages(
-    stages,
-    grad(lambda rows: gpt2_stages.lookup(rows, tokens)),
-    (P("stage"),),
-    ((P(), P()), P("stage")),
-  )
-  (_, found), gradient = cut(rows)
-  np.testing.assert_array_equal(found, rows[tokens])
-  _, expected = jax.jit(grad(lambda rows: rows[tokens]))(rows)
-  np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-6)
-  assert np.abs(gradient[50:]).max() == 0.0
