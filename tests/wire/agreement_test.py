@@ -87,11 +87,11 @@ def seen(one, other, count=0):
 @pytest.mark.parametrize(
   ("name", "index", "value"),
   [
-    pytest.param("w", (3, 4), 2.0**64, id="a_flipped_exponent"),
-    pytest.param("w", (3, 4), -1.0, id="a_flipped_sign"),
-    pytest.param("b", (0,), 0.01, id="a_small_leaf"),
-    pytest.param("w", (0, 0), np.nan, id="not_a_number"),
-    pytest.param("b", (7,), np.inf, id="infinite"),
+    ("w", (3, 4), 2.0**64),  # a flipped exponent
+    ("w", (3, 4), -1.0),  # a flipped sign
+    ("b", (0,), 0.01),  # in a small leaf
+    ("w", (0, 0), np.nan),
+    ("b", (7,), np.inf),
   ],
 )
 def test_one_wrong_number_on_one_replica(name, index, value):

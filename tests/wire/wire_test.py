@@ -33,13 +33,7 @@ def draw(*shape, seed=0):
 
 
 class Run:
-  """Rounds over a wire on four replicas.
-
-  Args:
-    rounds: Sends over a wire; returns what the test looks at.
-    tree: Arrays [REPLICAS, ...], an argument of `rounds`.
-    code: Encoding of values.
-  """
+  """What `rounds` returns that sends arrays [REPLICAS, ...] over a wire."""
 
   def __init__(self, rounds, tree, code=None):
     def send(tree, level):
