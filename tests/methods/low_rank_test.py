@@ -42,7 +42,7 @@ def clear_residual(run):
   run.state = with_field(run.state, "residual", zeros)
 
 
-@pytest.mark.parametrize("rank", [1, 4, 16])
+@pytest.mark.parametrize("rank", [1, 16])
 def test_agrees_with_numpy(rank):
   run = Pmap(float32.powersgd(rank, min_ratio=0), PARAMS)
   first_q = np.asarray(factors(run.state)["w"])[0, 0]
@@ -104,12 +104,7 @@ def test_residual_does_not_pile_up():
 
 
 @pytest.mark.parametrize(
-  ("noise", "turns"),
-  [
-    pytest.param(0.0, False, id="constant"),
-    pytest.param(0.0, True, id="new"),
-    pytest.param(0.05, False, id="noisy"),
-  ],
+  "noise, turns", [(0.0, False), (0.0, True), (0.05, False)]
 )
 @pytest.mark.slow
 def test_a_spectrum_wider_than_a_float_is_exact(noise, turns):
@@ -144,8 +139,8 @@ def test_dead_directions_come_back_equal_on_all_replicas():
   for _ in range(4):
     updates = run.step(spectral_gradient(np.array([1.0])))
   assert_replicas_equal((factors(run.state), updates))
-  run.step(gradients_like(PARAMS, seed=0))
-  run.step(gradients_like(PARAMS, seed=1))
+  for seed in range(2):
+    run.step(gradients_like(PARAMS, seed))
   q = np.asarray(factors(run.state)["w"])[0, 0]
   lengths = np.linalg.norm(q, axis=1)
   assert lengths.min() > 0.1 * lengths.max()
@@ -155,24 +150,11 @@ def test_dead_directions_come_back_equal_on_all_replicas():
 def changing():
   """Returns a run whose rank a test sets, compiled once for all tests."""
   tx = float32.edgc(
-    rank_max=16,
-    rank_min=8,
-    rank_multiple=8,
-    max_rank_step=8,
-    warmup_rank=None,
-    window=1000,
-    warmup_steps=1000,
-    min_ratio=0,
-    sampling=edgc_jax.Sampling(step_rate=1.0),
-    allocation="uniform",
-  )
+    rank_max=16, rank_min=8, rank_multiple=8, max_rank_step=8,
+    warmup_rank=None, window=1000, warmup_steps=1000, min_ratio=0,
+    sampling=edgc_jax.Sampling(step_rate=1.0), allocation="uniform",
+  )  # fmt: skip
   return Pmap(tx, PARAMS)
-
-
-def restarted():
-  run = changing()
-  run.state = run.first_state
-  return run
 
 
 def step_at(run, gradients, rank):
@@ -188,7 +170,7 @@ def step_at(run, gradients, rank):
 @pytest.mark.slow
 def test_nothing_is_lost_when_the_rank_changes():
   """Updates and residuals add up to the gradients at any rank."""
-  run, owed = restarted(), np.zeros((ROWS, COLS))
+  run, owed = changing().restart(), np.zeros((ROWS, COLS))
   for step, rank in enumerate((0, 16, 16, 8, 8, 16, 8, 0)):
     gradients = gradients_like(PARAMS, seed=step)
     owed += np.asarray(gradients["w"], np.float64).mean(0)
@@ -201,14 +183,14 @@ def test_nothing_is_lost_when_the_rank_changes():
 @pytest.mark.slow
 def test_slicing_keeps_the_best_columns():
   """At the change from rank 16 to 8, the 8 strongest directions stay."""
-  run, values = restarted(), 1.15 ** -np.arange(40)
+  run, values = changing().restart(), 1.15 ** -np.arange(40)
   gradients = spectral_gradient(values)
   best = np.sum(values[8:] ** 2) / np.sum(values**2)
   for _ in range(4):
     step_at(run, gradients, 16)
     clear_residual(run)
   warm = lost_share(gradients, step_at(run, gradients, 8))
-  run = restarted()
+  run = changing().restart()
   cold = lost_share(gradients, step_at(run, gradients, 8))
   assert cold > best + 0.05
   assert warm - best < 0.1 * (cold - best)
@@ -216,7 +198,7 @@ def test_slicing_keeps_the_best_columns():
 
 @pytest.mark.slow
 def test_columns_are_used_again_when_the_rank_grows_back():
-  run, values = restarted(), 1.5 ** -np.arange(20)
+  run, values = changing().restart(), 1.5 ** -np.arange(20)
   gradients = spectral_gradient(values)
   best = np.sum(values[16:] ** 2) / np.sum(values**2)
   for rank in (16, 16, 16, 8, 8, 16):
@@ -232,7 +214,7 @@ def test_scale_does_not_matter_when_the_rank_grows(scale):
   lost = []
   for factor in (1.0, scale):
     gradients = spectral_gradient(factor * 0.85 ** np.arange(40))
-    run = restarted()
+    run = changing().restart()
     for rank in (8, 8, 8, 8, 8, 16):
       update = step_at(run, gradients, rank)
       clear_residual(run)
