@@ -148,15 +148,12 @@ def test_program():
 @pytest.mark.parametrize(
   "durations, budget, many, repeats",
   [
-    ((1, 4, 16), 300.0, 3, 10),
-    ((1, 4, 16), 200.0, 3, 5),
-    ((1, 4, 16), 100.0, 2, 10),
-    ((1, 4, 16), 40.0, 2, 4),
-    ((1, 4, 16), 1.0, 2, 2),
-    ((10, 11, 15), 250.0, 3, 2),  # most of it latency
-    ((10, 11, 15), 200.0, 2, 5),
+    ((1, 4, 16), 300.0, 3, 10), ((1, 4, 16), 200.0, 3, 5),
+    ((1, 4, 16), 40.0, 2, 4), ((1, 4, 16), 1.0, 2, 2),
+    # Most of it latency.
+    ((10, 11, 15), 250.0, 3, 2), ((10, 11, 15), 200.0, 2, 5),
   ],
-)
+)  # fmt: skip
 def test_calls_within_a_budget(durations, budget, many, repeats):
   """Each has four runs in addition to its repeats."""
   clock, made = [0.0], []
