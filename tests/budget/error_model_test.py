@@ -73,22 +73,6 @@ def gains_of(variance, sides, width, lost, ranks):
   return np.asarray(found)
 
 
-def test_model_is_the_energy_that_a_random_matrix_keeps():
-  """With the loss of a random matrix, the gains are its singular values."""
-  random = np.random.default_rng(0)
-  sides = np.array([[48, 96], [64, 64]])
-  scales, rank = np.array([0.1, 2.0]), 12
-  energies, lost = [], []
-  for (m, n), scale in zip(sides, scales, strict=True):
-    draws = scale * random.standard_normal((20, m, n))
-    values = np.linalg.svd(draws, compute_uv=False)
-    energies.append(np.mean(values**2, axis=0)[:24])
-    lost.append(1 - energies[-1][:rank].sum() / (m * n * scale**2))
-  gains = gains_of(scales**2, sides, 24, lost, [rank, rank])
-  for row, exact in zip(gains, energies, strict=True):
-    assert_allclose(np.cumsum(row), np.cumsum(exact), rtol=0.06)
-
-
 def test_calibration_meets_the_measured_error():
   sides = [[48, 96], [64, 64]]
   for lost in (0.9, 0.5, 0.1):

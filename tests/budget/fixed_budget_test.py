@@ -8,7 +8,6 @@ from helpers import float32
 from helpers.meshes import Pmap, gradients_like, traced_once
 
 import edgc_jax
-from edgc_jax.budget.base import Report
 from edgc_jax.budget.fixed_budget import FixedBudget
 
 
@@ -32,23 +31,6 @@ def test_levels_follow_the_schedule(schedule, ladder, ranks):
     assert level == lead  # stage 0 has the same
     assert ladder[int(level)] == rank
   assert budget.ladder[budget.first_level] == ranks[0]
-
-
-def test_keeps_measures_and_sends_nothing():
-  budget = FixedBudget({0: 8, 3: 4}, window=2)
-  state, count = budget.init(), jnp.int32(4)
-  assert jax.tree.leaves(state) == []
-  assert budget.close_window(state, count) == state
-  decision, earlier = budget.decision(state)
-  assert jax.tree.leaves((decision, earlier)) == []
-  assert budget.decided(state, decision) == state
-  sample, sent = budget.sample([jnp.ones((1, 4, 4))], count, ())
-  assert sample is None
-  assert (float(sent), budget.stage_bytes) == (0.0, 0)
-  assert budget.observe(state, sample, jnp.array(True)) == state
-  assert budget.variance(state) is None
-  assert budget.report(state) == Report()
-  assert not budget.samples
 
 
 def test_a_reducer_sends_the_rank_of_each_step():

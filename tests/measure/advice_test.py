@@ -8,7 +8,7 @@ from helpers import float32
 import edgc_jax
 from edgc_jax import LinkModel
 from edgc_jax.measure import advice, timing
-from edgc_jax.measure.evidence import Evidence, of_protocol
+from edgc_jax.measure.evidence import Evidence
 
 PARAMS = {
   "bias": jax.ShapeDtypeStruct((512,), "float32"),
@@ -223,17 +223,6 @@ def test_computing_is_the_time_beyond_passing_gradients_on(monkeypatch):
     ValueError, match=r"`computing` must be .*bfloat16.*; pas"
   ):
     advise(link, params=params, computing={"dense": 0.0})
-
-
-@pytest.mark.slow
-def test_what_the_protocol_has_judged_can_be_built(monkeypatch):
-  """With its own evidence, for parameters of the protocol's size."""
-  monkeypatch.setattr(advice, "of_protocol", of_protocol)
-  params = {"w": jax.ShapeDtypeStruct((128, 3000), "float32")}
-  found = advise(LinkModel(1e-3, 1e7), params=params)
-  assert found.methods[0].name == "dense" and len(found.methods) > 2
-  for method in found.methods:
-    method.make(axis_name="replica").init({"w": np.zeros((128, 3000))})
 
 
 @pytest.mark.parametrize("most, least", [(26, 20), (52, 40)])

@@ -143,18 +143,6 @@ def test_a_failed_factorisation_gives_zeros():
   np.testing.assert_array_equal(shares, 0.0)
 
 
-def test_iterated_columns_come_sorted_by_energy():
-  """Orthogonal iteration: column i tends to the i-th singular vector."""
-  values = np.logspace(0, -2, COLS)
-  m = jnp.asarray(spectrum(values), jnp.float32)
-  q = jnp.asarray(gaussian()[:COLS], jnp.float32)
-  for _ in range(20):
-    p, _ = orthonormalize(m @ unit_columns(q))
-    q = m.T @ p
-  held = np.linalg.norm(q, axis=0)
-  np.testing.assert_allclose(held, values, rtol=0.02)
-
-
 def test_a_batch_has_the_bases_of_its_matrices():
   """Accelerators compute all matrices of a stack at once."""
   rows = jnp.asarray(
