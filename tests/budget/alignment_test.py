@@ -29,6 +29,17 @@ def quality(levels):
   return np.where(levels == 0, 1000, levels)
 
 
+def test_by_hand():
+  """Budgets of stage 1 are T + 2, of stage 2 T + 4; dense takes 7.5."""
+  seconds = np.array([7.5, 1.0, 2.0, 3.0, 3.0, 5.0])
+  expected = [[0, 1, 2, 3, 4, 5], [0, 4, 4, 5, 5, 5], [0, 5, 5, 5, 5, 0]]
+  assert_array_equal(aligned_levels(seconds, 3, 2.0), expected)
+  dense = aligned_levels(
+    np.array([3.0, 1.0, 2.0]), 3, 1.0
+  )  # as soon as it fits
+  assert_array_equal(dense, [[0, 1, 2], [0, 2, 0], [0, 0, 0]])
+
+
 def test_properties():
   for seconds, num_stages, backward in random_ladders(500):
     levels = aligned_levels(seconds, num_stages, backward)
