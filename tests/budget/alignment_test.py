@@ -34,10 +34,9 @@ def test_by_hand():
   seconds = np.array([7.5, 1.0, 2.0, 3.0, 3.0, 5.0])
   expected = [[0, 1, 2, 3, 4, 5], [0, 4, 4, 5, 5, 5], [0, 5, 5, 5, 5, 0]]
   assert_array_equal(aligned_levels(seconds, 3, 2.0), expected)
-  dense = aligned_levels(
-    np.array([3.0, 1.0, 2.0]), 3, 1.0
-  )  # as soon as it fits
-  assert_array_equal(dense, [[0, 1, 2], [0, 2, 0], [0, 0, 0]])
+  # Dense as soon as it fits.
+  found = aligned_levels(np.array([3.0, 1.0, 2.0]), 3, 1.0)
+  assert_array_equal(found, [[0, 1, 2], [0, 2, 0], [0, 0, 0]])
 
 
 def test_properties():
