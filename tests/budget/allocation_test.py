@@ -155,6 +155,9 @@ def test_ranks_by_hand():
   sides = np.tile([2, 3], (3, 1))
   ranks = allocate(np.ones((3, 4)), sides, (8, 12), [1, 0, 1], [4, 0, 4])
   assert_array_equal(ranks, [2, 0, 2])
+  # A gain needs all columns before it.
+  ranks = allocate([[1, 9], [4, 4]], sides[:2], (4, 6))
+  assert_array_equal(ranks, [0, 2])
   # No scale matters.
   gains = spectra(np.random.default_rng(0), 3, 6)
   expected = allocate(gains, sides, (15, 23))
