@@ -24,10 +24,8 @@ STEPS, MOST = 20, 1e-3  # nats
 def config_of(name, folder):
   """Returns a tiny run of a method, whose text this test makes."""
   text = pathlib.Path(folder, "text.txt")
-  words = [
-    f"{7 * i % 91} squared is {(7 * i % 91) ** 2}.\n" for i in range(999)
-  ]
-  text.write_text("".join(words))
+  numbers = (7 * i % 91 for i in range(999))
+  text.write_text("".join(f"{i} squared is {i**2}.\n" for i in numbers))
   config = gpt2_tiny.get_config("quantize" if name == "local_steps" else name)
   if name == "local_steps":
     config.local.update(every=4, momentum=0.5)
@@ -71,32 +69,29 @@ def run(name):
   return {"versions": versions, "losses": losses, "ranks": ranks}
 
 
-QUICK = "allreduce"  # compiles in seconds
+NAMES = [
+  # One compiles in seconds.
+  pytest.param(name, marks=() if name == "allreduce" else pytest.mark.slow)
+  for name in edgc_jax.METHOD_VERSIONS
+]
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(name, marks=() if name == QUICK else pytest.mark.slow)
-    for name in edgc_jax.METHOD_VERSIONS
-  ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_losses_are_those_on_record(name):
   expected, found = json.loads(FILE.read_text())[name], run(name)
   assert found["versions"] == expected["versions"], (
     f"The version of {name!r} has changed: write {FILE.name} again with"
     " `make golden`."
   )
-  moved = [
-    abs(a - b) for a, b in zip(found["losses"], expected["losses"], strict=True)
-  ]
+  pairs = zip(found["losses"], expected["losses"], strict=True)
+  moved = max(abs(a - b) for a, b in pairs)
   remedy = (
     f"raise METHOD_VERSIONS[{name!r}] in edgc_jax/methods/__init__.py, or the"
     " `version` of the task if those of all reducers have moved, and write"
     f" {FILE.name} again with `make golden`."
   )
-  assert max(moved) <= MOST, (
-    f"The losses of {name!r} have moved by {max(moved):.2g}, more than {MOST}:"
+  assert moved <= MOST, (
+    f"The losses of {name!r} have moved by {moved:.2g}, more than {MOST}:"
     f" {remedy}"
   )
   assert found["ranks"] == expected["ranks"], (

@@ -48,15 +48,13 @@ def found_in(text):
       name = getattr(node.func, "id", getattr(node.func, "attr", ""))
       of = getattr(getattr(node.func, "value", None), "id", "")
       is_builtin = isinstance(node.func, ast.Name) or of == "builtins"
-      if name in CALLS and is_builtin:
+      if name in METHODS or (name in CALLS and is_builtin):
         found.add(name)
       first = getattr(node.args[0], "value", "") if node.args else ""
       if name == "import_module":
         found |= {str(first).split(".")[0]} & MODULES
       if name == "load" and of in ("np", "numpy") and len(node.args) > 2:
         found.add("allow_pickle")
-      if name in METHODS:
-        found.add(name)
       # NumPy's `allow_pickle`; PyTorch's `weights_only`, which is its default.
       for keyword in node.keywords:
         value = getattr(keyword.value, "value", True)

@@ -70,11 +70,6 @@ def test_the_site_fetches_nothing_from_elsewhere_and_lacks_no_file(pages):
       assert (page.parent / path).exists(), f"{target} in {page}"
 
 
-def text_of(file):
-  """Returns the text of a page without its tags."""
-  return re.sub(r"<[^>]*>", "", file.read_text())
-
-
 @pytest.fixture
 def root(tmp_path):
   """A small repository."""
@@ -93,11 +88,16 @@ def root(tmp_path):
 def test_a_broken_anchor_fails_the_build_and_keeps_the_old_site(root):
   output = root / "site"
   site.build(output, root)
-  assert "x = 1" in text_of(output / "code.py.html")
+  code = re.sub(r"<[^>]*>", "", (output / "code.py.html").read_text())
+  assert "x = 1" in code
   assert (output / "docs/dot.png").exists()
   (root / "README.md").write_text("[a page](docs/page.md#nowhere)\n")
   with pytest.raises(subprocess.CalledProcessError):
     site.build(output, root)
+  for other in (root, root / "docs"):  # no site, and kept
+    with pytest.raises(ValueError, match="`--site` must be a new folder"):
+      site.build(other, root)
+  assert (root / "docs/page.md").exists()
   assert "docs/page.html#part" in (output / "index.html").read_text()
 
 
@@ -111,12 +111,13 @@ def test_linked_files_are_gathered_and_unknown_ones_refused(root):
   with pytest.raises(ValueError, match=r"lacks docs/page\.md; add them"):
     site.gather(root, {"README.md"}, root / "all")
   (root / "MORE.md").touch()
-  (root / "README.md").write_text("[more](MORE.md)")
-  with pytest.raises(ValueError, match=r"add MORE\.md there"):
-    site.gather(root, pages, root / "all")
-  (root / "README.md").write_text("[none](none.py)")
-  with pytest.raises(FileNotFoundError, match=r"`none\.py` in README\.md"):
-    site.gather(root, pages, root / "all")
+  for text, error, message in (
+    ("[more](MORE.md)", ValueError, r"add MORE\.md there"),
+    ("[none](none.py)", FileNotFoundError, r"`none\.py` in README\.md"),
+  ):
+    (root / "README.md").write_text(text)
+    with pytest.raises(error, match=message):
+      site.gather(root, pages, root / "all")
 
 
 def test_formulas_and_doctests_become_blocks_of_code():
@@ -129,29 +130,21 @@ def test_formulas_and_doctests_become_blocks_of_code():
   )
 
 
-def load(folder, text):
-  (folder / "made_up").mkdir()
-  (folder / "made_up/__init__.py").write_text(
+def test_a_public_name_has_a_docstring_and_is_told_from_its_file(tmp_path):
+  (tmp_path / "made_up").mkdir()
+  (tmp_path / "made_up/__init__.py").write_text(
     "from made_up.add import add\n__all__ = ['add']\n"
   )
-  (folder / "made_up/add.py").write_text(text)
-  extensions = griffe.load_extensions(docstrings.Docstrings)
-  return griffe.load("made_up", search_paths=[folder], extensions=extensions)
 
+  def load(body):
+    text = f'"""A file."""\n\ndef add():\n  {body}\n'
+    (tmp_path / "made_up/add.py").write_text(text)
+    extensions = griffe.load_extensions(docstrings.Docstrings)
+    return griffe.load(
+      "made_up", search_paths=[tmp_path], extensions=extensions
+    )
 
-def test_a_function_is_told_from_its_file(tmp_path):
-  package = load(tmp_path, '"""A file."""\n\ndef add():\n  """Adds."""\n')
-  assert package["add"].is_function
-  assert package["add"].docstring.value == "Adds."
-
-
-def test_a_public_name_without_a_docstring_is_an_error(tmp_path):
+  add = load('"""Adds."""')["add"]
+  assert add.is_function and add.docstring.value == "Adds."
   with pytest.raises(ValueError, match="`add` must have a docstring"):
-    load(tmp_path, '"""A file."""\n\ndef add():\n  pass\n')
-
-
-def test_a_folder_that_is_no_site_is_kept(root):
-  for output in (root, root / "docs"):
-    with pytest.raises(ValueError, match="`--site` must be a new folder"):
-      site.build(output, root)
-  assert (root / "docs/page.md").exists()
+    load("pass")

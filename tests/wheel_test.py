@@ -17,7 +17,11 @@ import edgc_jax
 
 pytestmark = pytest.mark.slow
 
-ABSENT = ("experiments", "flax", "orbax", "pytest")
+INSTALLED = """
+from importlib.util import find_spec
+print(edgc_jax.__file__)
+assert not any(map(find_spec, ("experiments", "flax", "orbax", "pytest")))
+"""
 # What a type checker must accept, and one line that it must not.
 CONSUMER = """
 from typing import Any, assert_type
@@ -43,36 +47,27 @@ def tracked():
   return {name for name in listed if (ROOT / name).exists()}
 
 
-def test_the_source_distribution_is_the_repository(distributions):
-  sdist, _ = distributions
-  with tarfile.open(sdist) as opened:
-    names = {name.partition("/")[2] for name in opened.getnames()}
-  assert sdist.name == f"edgc_jax-{edgc_jax.__version__}.tar.gz"
-  assert tracked() - names <= {".gitattributes", ".gitignore"}
-
-
-def test_the_description_of_the_wheel(distributions):
-  _, wheel = distributions
+def test_the_distributions_are_the_repository(distributions):
+  sdist, wheel = distributions
   (about,) = metadata.distributions(path=[str(wheel)])
   assert about.version == edgc_jax.__version__
+  assert sdist.name == f"edgc_jax-{edgc_jax.__version__}.tar.gz"
   assert {"train", "dev"} <= set(about.metadata.get_all("Provides-Extra"))
   needed = [text for text in about.requires if "extra" not in text]
   assert sorted(re.match(r"\w+", text)[0] for text in needed) == [
     "jax", "numpy", "optax",
   ]  # fmt: skip
+  with tarfile.open(sdist) as opened:
+    names = {name.partition("/")[2] for name in opened.getnames()}
+  assert tracked() - names <= {".gitattributes", ".gitignore"}
 
 
 def test_every_module_imports_and_nothing_else_is_there(python, tmp_path):
-  names = [
-    module.name
-    for module in pkgutil.walk_packages(edgc_jax.__path__, "edgc_jax.")
-  ]
-  assert len(names) > 40
-  lines = [f"import {name}" for name in names]
-  lines += ["import edgc_jax", "print(edgc_jax.__file__)"]
-  lines += ["from importlib.util import find_spec"]
-  lines += [f"assert not find_spec({name!r})" for name in ABSENT]
-  found = inside(python, "-c", "\n".join(lines), cwd=tmp_path).strip()
+  modules = pkgutil.walk_packages(edgc_jax.__path__, "edgc_jax.")
+  imports = [f"import {module.name}" for module in modules]
+  assert len(imports) > 40
+  program = "\n".join([*imports, INSTALLED])
+  found = inside(python, "-c", program, cwd=tmp_path).strip()
   assert not found.startswith(str(ROOT)), found
 
 

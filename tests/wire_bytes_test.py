@@ -2,20 +2,18 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import pytest
 from helpers import float32
 from helpers.meshes import (
-  AXIS,
   BACKENDS,
   DIVERGED_BYTES,
   gradients_like,
   window_bytes,
 )
-from jax.sharding import NamedSharding, PartitionSpec
 
 import edgc_jax
+from edgc_jax import allreduce, powersgd, quantize, randomk, topk
 from edgc_jax.budget import entropy
 from edgc_jax.measure import hlo
 from edgc_jax.wire import agreement
@@ -24,6 +22,7 @@ from edgc_jax.wire.codes import code_of
 pytestmark = pytest.mark.slow
 
 REPLICAS = 4
+CHECKS = agreement.CHECK_BYTES + DIVERGED_BYTES
 # Factors of the small matrix save half of its bytes at up to 5 columns, which
 # are its cap at higher ranks.
 PARAMS = {
@@ -35,8 +34,8 @@ PARAMS = {
   "stack": jnp.zeros((3, 40, 64)),
 }
 MATRICES = 6
+LONGER = PARAMS | {"bias": jnp.zeros(300)}  # so long that it is encoded, too
 FEWER = {name: PARAMS[name] for name in ("bias", "large", "small")}
-CODES = ("float32", "bfloat16", "int8", "int4")
 
 
 def counted(tx, params=PARAMS):
@@ -50,20 +49,6 @@ def sent_at_each_rank(text):
   ladders = hlo.wire_bytes_by_rank(text)
   plain = hlo.wire_bytes_outside_branches(text)
   return [plain + sum(sent) for sent in zip(*ladders, strict=True)] or [plain]
-
-
-def compiled_run(tx, backend, params=PARAMS):
-  """Returns a run and the text of its program, compiled once for both."""
-  run, gradients = BACKENDS[backend](tx, params), gradients_like(params, seed=0)
-  if backend == "shard_map":
-    over_replicas = NamedSharding(run.mesh, PartitionSpec(AXIS))
-    gradients = jax.device_put(gradients, over_replicas)
-  run.step_fn = run.step_fn.lower(gradients, run.state).compile()
-  return run, run.step_fn.as_text()
-
-
-def compiled(tx, backend, params=PARAMS):
-  return BACKENDS[backend](tx, params).compiled(gradients_like(params, seed=0))
 
 
 @pytest.mark.parametrize(
@@ -80,13 +65,9 @@ def test_every_rank(backend, allocation, estimator, warmup):
   """
   sampling = edgc_jax.Sampling(estimator=estimator, bins=100)
   tx = float32.edgc(
-    rank_max=12,
-    rank_min=4,
-    window=10,
-    warmup_rank=warmup,
-    sampling=sampling,
+    rank_max=12, rank_min=4, window=10, warmup_rank=warmup, sampling=sampling,
     allocation=allocation,
-  )
+  )  # fmt: skip
   run = BACKENDS[backend](tx, PARAMS)
   text = run.compiled(gradients_like(PARAMS, seed=0))
   ranks = (4, 8, 12) if warmup else (0, 4, 8, 12)
@@ -133,15 +114,13 @@ def test_every_rank(backend, allocation, estimator, warmup):
 )
 def test_every_rank_in_fewer_bits(name, backend, allocation, warmup):
   tx = edgc_jax.edgc(
-    rank_max=12,
-    rank_min=4,
-    window=10,
-    warmup_rank=warmup,
-    allocation=allocation,
-    wire_dtype=name,
-  )
+    rank_max=12, rank_min=4, window=10, warmup_rank=warmup,
+    allocation=allocation, wire_dtype=name,
+  )  # fmt: skip
   ladder, predicted = counted(tx, FEWER)
-  assert sent_at_each_rank(compiled(tx, backend, FEWER)) == predicted
+  run = BACKENDS[backend](tx, FEWER)
+  text = run.compiled(gradients_like(FEWER, seed=0))
+  assert sent_at_each_rank(text) == predicted
   for rank, expected in zip(ladder, predicted, strict=True):
     if rank != 4:  # alone, factors of rank 4 are not packed
       found = edgc_jax.wire_bytes(
@@ -150,23 +129,13 @@ def test_every_rank_in_fewer_bits(name, backend, allocation, warmup):
       assert found == expected
 
 
-def test_one_rank_needs_no_branches():
-  tx = float32.edgc(rank_max=8, rank_min=8, window=10)
-  text = compiled(tx, "pmap", FEWER)
-  assert hlo.wire_bytes_by_rank(text) == []
-  assert sent_at_each_rank(text) == counted(tx, FEWER)[1]
-
-
 def test_metrics_add_up():
   """The state counts warm-up, ranks, samples and checks."""
+  sampling = edgc_jax.Sampling(step_rate=0.5)
   tx = float32.edgc(
-    rank_max=4,
-    rank_min=4,
-    window=2,
-    warmup_steps=2,
-    warmup_rank=None,
-    sampling=edgc_jax.Sampling(step_rate=0.5),
-  )
+    rank_max=4, rank_min=4, window=2, warmup_steps=2, warmup_rank=None,
+    sampling=sampling,
+  )  # fmt: skip
   run = BACKENDS["pmap"](tx, PARAMS)
   sample = entropy.sample_bytes(MATRICES, entropy.Sampling())
   decided = window_bytes(run.state, run.replicas)
@@ -176,7 +145,7 @@ def test_metrics_add_up():
     values = edgc_jax.metrics(run.state)
     expected = float32.wire_bytes(PARAMS, 0 if step < 2 else 4)
     expected += sample * (step % 2 == 0)
-    expected += (agreement.CHECK_BYTES + DIVERGED_BYTES) * (step == 0)
+    expected += CHECKS * (step == 0)
     expected += decided * (step > 0 and step % 2 == 0)
     assert values["wire_bytes"] == expected
     total += expected
@@ -185,117 +154,83 @@ def test_metrics_add_up():
   assert values["dense_bytes"] == dense / 5
 
 
-@pytest.mark.parametrize(
-  ("rank", "backend"),
-  [(0, "pmap"), (0, "shard_map"), (4, "shard_map"), (8, "pmap")],
-)
-def test_one_rank_or_dense(rank, backend):
-  tx = float32.powersgd(rank) if rank else edgc_jax.allreduce()
-  sent = hlo.wire_bytes_outside_branches(compiled(tx, backend))
-  assert sent == float32.wire_bytes(PARAMS, rank)
-  assert counted(tx) == ((rank,), [sent])
-
-
-@pytest.mark.parametrize(
-  ("name", "allocation", "backend"),
-  [("float32", "error", "shard_map"), ("int4", "uniform", "pmap")],
-)
-def test_every_rank_of_a_schedule(name, allocation, backend):
-  """The program sends what is counted, and the state reports it."""
-  tx = edgc_jax.powersgd(
-    {0: 4, 1: 12, 2: 0}, allocation=allocation, wire_dtype=name
-  )
-  run, text = compiled_run(tx, backend)
-  gradients = gradients_like(PARAMS, seed=0)
-  ladder, predicted = counted(tx)
-  assert ladder == (0, 4, 12)
-  assert sent_at_each_rank(text) == predicted
-  reported = []
-  for _ in range(3):
-    run.step(gradients)
-    reported.append(edgc_jax.metrics(run.state)["wire_bytes"])
-  reported[0] -= agreement.CHECK_BYTES + DIVERGED_BYTES
-  assert reported == [predicted[i] for i in (1, 2, 0)]
-  found = [
-    edgc_jax.wire_bytes(
-      PARAMS, rank, rank_min=4, wire_dtype=name, replicas=REPLICAS
-    )
-    for rank in (0, 12)
-  ]
-  assert found == predicted[::2]
-
-
-def test_without_dense():
-  """P and Q have a conditional each."""
-  tx = float32.powersgd({0: 12, 9: 4})
-  text = compiled(tx, "pmap", FEWER)
-  assert len(hlo.wire_bytes_by_rank(text)) == 2
+def test_one_rank_needs_no_branches():
+  tx = float32.edgc(rank_max=8, rank_min=8, window=10)
+  run = BACKENDS["pmap"](tx, FEWER)
+  text = run.compiled(gradients_like(FEWER, seed=0))
+  assert hlo.wire_bytes_by_rank(text) == []
   assert sent_at_each_rank(text) == counted(tx, FEWER)[1]
 
 
-def test_bfloat16():
-  """A value of a matrix or factor has two bytes, one of a vector four."""
-  matrices = 64 * 48 + 96 * 160 + 20 * 20 + 3 * 40 * 64
-  dense = edgc_jax.wire_bytes(PARAMS, 0, wire_dtype="bfloat16", replicas=4)
-  assert dense == 2 * matrices + 4 * 31
-  low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
-  low_bytes = edgc_jax.wire_bytes(PARAMS, 4, wire_dtype=jnp.bfloat16)
-  assert low_bytes == 2 * low + 4 * (31 + 17 * 6)
-  for backend, tx, expected, trips in (
-    ("pmap", edgc_jax.allreduce(wire_dtype="bfloat16"), dense, 1),
-    ("shard_map", edgc_jax.powersgd(4, wire_dtype="bfloat16"), low_bytes, 2),
-  ):
-    text = compiled(tx, backend)
-    sent = hlo.wire_bytes_outside_branches(text)
-    assert sent == expected
-    kinds = [one.kind for one in hlo.collectives_in_order(text)]
-    encoded = [kind for kind in kinds if kind != "all-reduce"]
-    assert encoded == ["all-to-all", "all-gather"] * trips
-
-
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_integers(name):
-  """A value has one byte or half a byte, in blocks, unless blocks waste."""
-  code = code_of(name)
-
-  def padded(size, parts=1):
-    return -(-size // (parts * code.granule)) * parts * code.granule
-
-  p = sum(map(padded, (12 * 40, 4 * 96, 4 * 48, 4 * 20)))
-  q = sum(map(padded, (12 * 64, 4 * 160, 4 * 64, 4 * 20, 300)))
-  params = {**PARAMS, "bias": jnp.zeros(300)}
-  found = edgc_jax.wire_bytes(params, 4, wire_dtype=name, replicas=4)
-  # The scalar would take a block.
-  exact = 4 * (17 * 6 + 1)
-  encoded = sum(code.num_bytes(padded(size, 4), 4) for size in (p, q))
-  assert found == encoded + exact
-  text = compiled(edgc_jax.powersgd(4, wire_dtype=name), "pmap", params)
-  assert hlo.wire_bytes_outside_branches(text) == found
+SWITCHED = {0: 4, 1: 12, 2: 0}
+SWAPS = ["all-to-all", "all-gather"]  # of encoded values
 
 
 @pytest.mark.parametrize(
-  ("options", "error"),
+  ("tx", "backend", "params", "ranks", "encoded"),
   [
-    ({"rank": -1}, ValueError),
-    ({"rank": "4"}, TypeError),
-    ({"rank": 4, "replicas": 0}, ValueError),
-    ({"rank": 4, "first_rank": -2}, ValueError),
-    ({"rank": 4, "rank_min": "4"}, TypeError),
+    (allreduce(), "pmap", PARAMS, [0], []),
+    (allreduce(), "shard_map", PARAMS, [0], []),
+    (allreduce(wire_dtype="bfloat16"), "pmap", PARAMS, [0], SWAPS),
+    (float32.powersgd(4), "shard_map", PARAMS, [4], []),
+    (float32.powersgd(8), "pmap", PARAMS, [8], []),
+    (powersgd(4, wire_dtype="bfloat16"), "shard_map", PARAMS, [4], 2 * SWAPS),
+    (powersgd(4, wire_dtype="int8"), "pmap", LONGER, [4], 2 * SWAPS),
+    (powersgd(4, wire_dtype="int4"), "pmap", LONGER, [4], 2 * SWAPS),
+    (float32.powersgd(SWITCHED, allocation="error"), "shard_map", PARAMS,
+     [4, 12, 0], []),
+    (powersgd(SWITCHED, wire_dtype="int4"), "pmap", PARAMS, [4, 12, 0], SWAPS),
+    (float32.powersgd({0: 12, 1: 4}), "pmap", FEWER, [12, 4], []),
+    (topk(0.05), "pmap", PARAMS, [0], SWAPS[1:]),
+    (topk(0.05, chunk=1024), "shard_map", PARAMS, [0], SWAPS[1:]),
+    (topk(1 / 64, chunk=4096, bits=2), "pmap", PARAMS, [0], SWAPS[1:]),
+    (randomk(0.05), "shard_map", PARAMS, [0], []),
+    (randomk(error_feedback=False), "pmap", PARAMS, [0], []),
+    (quantize(8), "shard_map", PARAMS, [0], SWAPS),
+    (quantize(4, block=64, error_feedback=True), "pmap", PARAMS, [0], SWAPS),
   ],
-)
-def test_arguments_are_checked(options, error):
-  name = list(options)[-1]
-  with pytest.raises(error, match=f"`{name}` must be"):
-    float32.wire_bytes(PARAMS, **options)
+)  # fmt: skip
+def test_each_step_sends_what_is_counted(tx, backend, params, ranks, encoded):
+  """The compiled program does, and the state reports it."""
+  run, gradients = BACKENDS[backend](tx, params), gradients_like(params, seed=0)
+  text = run.compiled(gradients)
+  ladder, predicted = counted(tx, params)
+  assert ladder == tuple(sorted(ranks))
+  assert sent_at_each_rank(text) == predicted
+  # Around P and Q a conditional each, or around both one for dense.
+  conditionals = 0 if len(ranks) == 1 else 1 if 0 in ranks else 2
+  assert len(hlo.wire_bytes_by_rank(text)) == conditionals
+  kinds = [one.kind for one in hlo.collectives_in_order(text)]
+  assert [kind for kind in kinds if kind != "all-reduce"] == encoded
+  for step, rank in enumerate(ranks):
+    run.step(gradients)
+    sent = edgc_jax.metrics(run.state)["wire_bytes"] - CHECKS * (step == 0)
+    assert sent == predicted[ladder.index(rank)]
 
 
 def test_by_hand():
+  """A value has four bytes, two, one or half a byte."""
+  matrices = 64 * 48 + 96 * 160 + 20 * 20 + 3 * 40 * 64
   low = 3 * 4 * (40 + 64) + 4 * (96 + 160) + 4 * (64 + 48) + 4 * (20 + 20)
-  dense = 30 + 1
   errors = 17 * (3 + 1 + 1 + 1)
-  assert float32.wire_bytes(PARAMS, 4) == 4 * (low + dense + errors)
-  sizes = 64 * 48 + 30 + 96 * 160 + 1 + 20 * 20 + 3 * 40 * 64
-  assert float32.wire_bytes(PARAMS, 0) == 4 * sizes
+  assert float32.wire_bytes(PARAMS, 0) == 4 * (matrices + 31)
+  assert float32.wire_bytes(PARAMS, 4) == 4 * (low + 31 + errors)
+  dense = edgc_jax.wire_bytes(PARAMS, 0, wire_dtype="bfloat16", replicas=4)
+  assert [dense] == counted(allreduce(wire_dtype="bfloat16"))[1]
+  assert dense == 2 * matrices + 4 * 31
+  low_bytes = edgc_jax.wire_bytes(PARAMS, 4, wire_dtype=jnp.bfloat16)
+  assert [low_bytes] == counted(powersgd(4, wire_dtype="bfloat16"))[1]
+  assert low_bytes == 2 * low + 4 * (31 + errors)
+  for name in ("int8", "int4"):  # in blocks
+    code = code_of(name)
+    padded = lambda size, unit: -(-size // unit) * unit  # noqa: E731
+    block = lambda size: padded(size, code.granule)  # noqa: B023, E731
+    p = sum(map(block, (12 * 40, 4 * 96, 4 * 48, 4 * 20)))
+    q = sum(map(block, (12 * 64, 4 * 160, 4 * 64, 4 * 20, 300)))
+    sent = [code.num_bytes(padded(x, 4 * code.granule), 4) for x in (p, q)]
+    found = edgc_jax.wire_bytes(LONGER, 4, wire_dtype=name, replicas=4)
+    assert found == sum(sent) + 4 * (errors + 1)  # blocks would waste a scalar
+    assert [found] == counted(powersgd(4, wire_dtype=name), LONGER)[1]
 
 
 def test_small_matrices_have_at_most_their_cap():
@@ -306,49 +241,25 @@ def test_small_matrices_have_at_most_their_cap():
   assert float32.wire_bytes(small, 12, rank_min=4) == capped
   assert float32.wire_bytes(small, 6) == 4 * 400
   assert float32.wire_bytes(small, 6, min_ratio=1.5) == 4 * (6 * 40 + 17)
-
-
-def test_a_ladder_ends_at_the_largest_cap():
-  small = {"w": jnp.zeros((20, 20)), "v": jnp.zeros((4, 4))}
+  # A ladder ends at the largest cap. 4 x 4 at rank 2 saves nothing.
   tx = float32.edgc(rank_max=8, rank_min=2, rank_multiple=2)
-  # 4 x 4 at rank 2 saves nothing: it is always dense.
   sent = [4 * (r * 40 + 17 + 16) for r in (2, 4)]
-  assert counted(tx, small) == ((2, 4), sent)
-
-
-@pytest.mark.parametrize(
-  ("name", "options", "backend"),
-  [
-    ("topk", {"density": 0.05}, "pmap"),
-    ("topk", {"density": 0.05, "chunk": 1024}, "shard_map"),
-    ("topk", {"density": 1 / 64, "chunk": 4096, "bits": 2}, "pmap"),
-    ("randomk", {"density": 0.05}, "shard_map"),
-    ("randomk", {"error_feedback": False}, "pmap"),
-    ("quantize", {"bits": 8}, "shard_map"),
-    ("quantize", {"bits": 4, "block": 64, "error_feedback": True}, "pmap"),
-  ],
-)
-def test_every_method_of_entries(name, options, backend):
-  """The program sends what is counted, and the state reports it."""
-  tx = edgc_jax.REDUCERS[name](**options)
-  run, text = compiled_run(tx, backend)
-  ladder, (predicted,) = counted(tx)
-  assert ladder == (0,)
-  assert hlo.wire_bytes_outside_branches(text) == predicted
-  run.step(gradients_like(PARAMS, seed=0))
-  checks = agreement.CHECK_BYTES + DIVERGED_BYTES
-  sent = edgc_jax.metrics(run.state)["wire_bytes"]
-  assert sent == predicted + checks
+  assert counted(tx, small | {"v": jnp.zeros((4, 4))}) == ((2, 4), sent)
 
 
 def test_bytes_grow_with_the_replicas_that_gather():
   (two,), (eight,) = (
-    edgc_jax.describe(edgc_jax.topk(0.05), PARAMS, replicas=n).parts
-    for n in (2, 8)
+    edgc_jax.describe(topk(0.05), PARAMS, replicas=n).parts for n in (2, 8)
   )
   counts = [round(0.05 * PARAMS[x].size) for x in ("bfloat16", "large")]
   counts.append(round(0.05 * PARAMS["stack"].size))
   assert eight.wire_bytes[0] - two.wire_bytes[0] == 6 * 4 * sum(counts)
+
+
+@pytest.mark.parametrize("name", ["first_rank", "rank_min"])
+def test_ranks_of_others_are_checked(name):
+  with pytest.raises((TypeError, ValueError), match=f"`{name}` must be"):
+    float32.wire_bytes(PARAMS, 4, **{name: -2})
 
 
 def test_other_collectives_count_as_their_share_of_an_all_reduce():
@@ -357,53 +268,12 @@ HloModule m
 
 ENTRY %main (p: f32[8]) -> f32[8] {
 %p = f32[8]{0} parameter(0)
-%a = f32[2]{0} reduce-scatter(%p), replica_groups={{0,1,2,3}}, to_apply=%add
-%e = f32[2]{0} reduce-scatter(%p), replica_groups=[1,4]<=[4], to_apply=%add
+%a = f32[2]{0} reduce-scatter(%p), replica_groups={{0,1,2,3}}
+%e = f32[2]{0} reduce-scatter(%p), replica_groups=[1,4]<=[4]
 %b = f32[8]{0} all-gather(%a), replica_groups={{0,1,2,3}}
 %c = bf16[8]{0} all-to-all(%p), replica_groups={{0,1,2,3}}
-ROOT %d = (f32[8]{0}, s8[4]{0}) all-reduce(%p, %q), to_apply=%add
+ROOT %d = (f32[8]{0}, s8[4]{0}) all-reduce(%p, %q)
 }
 """
   expected = 2 * (32 // 2) + 32 // 2 + 16 // 2 + (32 + 4)
-  text = text.replace(", to_apply=%add", "")
   assert hlo.wire_bytes_outside_branches(text) == expected
-
-
-def test_ranks_inside_a_conditional_of_dense():
-  """Dense is the first rank; a check that sends in one branch is none."""
-  text = """
-HloModule m
-
-%d (p: f32[8]) -> f32[8] {
-ROOT %a = f32[8]{0} all-reduce(%p)
-}
-
-%low (p: f32[8]) -> f32[8] {
-ROOT %a = f32[2]{0} all-reduce(%p)
-}
-
-%high (p: f32[8]) -> f32[8] {
-ROOT %a = f32[4]{0} all-reduce(%p)
-}
-
-%each (p: f32[8]) -> f32[8] {
-%a = f32[1]{0} all-reduce(%p)
-%b = f32[8]{0} conditional(%i, %p, %p), branch_computations={%low, %high}
-ROOT %c = f32[8]{0} conditional(%i, %p, %p), branch_computations={%low, %high}
-}
-
-%none (p: f32[8]) -> f32[8] {
-ROOT %p = f32[8]{0} parameter(0)
-}
-
-ENTRY %main (p: f32[8]) -> f32[8] {
-%a = f32[8]{0} conditional(%i, %p, %p), branch_computations={%d, %none}
-ROOT %b = f32[8]{0} conditional(%i, %p, %p), branch_computations={%d, %each}
-}
-"""
-  assert hlo.wire_bytes_by_rank(text) == [[32, 4 + 16, 4 + 32]]
-  sizes = [
-    [4 * math.prod(shape) for x in found for _, shape in x.results]
-    for found in (hlo.collectives_in_order(text, i) for i in (0, 1, -1))
-  ]
-  assert sizes == [[32], [4, 8, 8], [4, 16, 16]]

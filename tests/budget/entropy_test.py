@@ -38,7 +38,7 @@ def sample(x, **options):
   return float(result.entropy[0])
 
 
-@pytest.mark.parametrize("scale", [1e-18, 1e-4, 1.0, 3.0, 1e12])
+@pytest.mark.parametrize("scale", [1e-18, 3.0, 1e12])
 @pytest.mark.parametrize("estimator", tuple(entropy.ESTIMATORS))
 def test_gaussian_of_any_scale(scale, estimator):
   measured = sample(gaussian((300, 400), scale=scale), estimator=estimator)
@@ -77,9 +77,7 @@ def test_nothing_to_measure():
   for value in (0.0, np.nan):
     x = jnp.full((REPLICAS, 8, 8), value)
     result = estimate((x,))
-    assert_array_equal(result.weight, 0)
-    assert_array_equal(result.entropy, 0)
-    assert_array_equal(result.variance, 0)
+    chex.assert_trees_all_equal(result, jax.tree.map(jnp.zeros_like, result))
   assert_array_equal(estimate((gaussian((8, 8)),)).weight, 1)
 
 
@@ -101,16 +99,11 @@ def test_samples_agree_with_all_entries_and_move():
   assert_allclose(quarters, every, atol=0.01)
   assert len(set(quarters[:4])) == 4
   assert quarters[4] == quarters[0]
-
-
-def test_each_sample_reads_its_share():
-  """Entries of other offsets do not matter."""
-  x = np.array(gaussian((40, 40)))
-  flat = x.reshape(REPLICAS, -1)
-  expected = sample(jnp.asarray(x), rate=0.25, index=2)
-  keep = np.arange(flat.shape[1]) % 4 == 2
-  flat[:, ~keep] = 1e6
-  assert sample(jnp.asarray(x), rate=0.25, index=2) == expected
+  # Entries of other offsets do not matter.
+  others = np.arange(300 * 400).reshape(300, 400) % 4 != 2
+  assert sample(jnp.where(others, 1e6, x), rate=0.25, index=2) == quarters[2]
+  # A matrix smaller than the stride is read whole.
+  assert np.isfinite(sample(gaussian((1, 3)), rate=0.1))
 
 
 def test_variance_and_entropy_by_matrix():
@@ -142,7 +135,3 @@ def test_leaves_of_different_scales():
   variance = (1e4 * 1e4 + 2e5) / 2.1e5
   expected = GAUSSIAN + 0.5 * np.log(variance)
   assert float(result.entropy[0]) == pytest.approx(expected, rel=0, abs=0.02)
-
-
-def test_matrix_smaller_than_the_stride():
-  assert np.isfinite(sample(gaussian((1, 3)), rate=0.1))

@@ -8,28 +8,13 @@ from helpers import float32
 from helpers.meshes import Pmap, gradients_like, traced_once
 
 import edgc_jax
-from edgc_jax.budget.base import Report
 from edgc_jax.budget.fixed_budget import FixedBudget
-
-
-def ranks_of(budget, num_steps):
-  """Returns the rank of each step, and checks that stage 0 has the same."""
-  levels = jax.jit(lambda count: budget.levels(budget.init(), count))
-  ranks = []
-  for count in range(num_steps):
-    level, lead = levels(jnp.int32(count))
-    assert level.dtype == jnp.int32
-    assert level == lead
-    ranks.append(budget.ladder[int(level)])
-  return ranks
 
 
 @pytest.mark.parametrize(
   "schedule, ladder, ranks",
   [
     ({0: 8}, (8,), [8] * 6),
-    ({0: 0}, (0,), [0] * 6),
-    ({0: 0, 2: 8}, (0, 8), [0, 0, 8, 8, 8, 8]),
     # Steps in any order, ranks that return, and steps without a change.
     ({4: 4, 0: 8, 2: 0}, (0, 4, 8), [8, 8, 0, 0, 4, 4]),
     ({0: 4, 1: 8, 3: 4, 5: 4}, (4, 8), [4, 8, 8, 4, 4, 4]),
@@ -39,33 +24,16 @@ def ranks_of(budget, num_steps):
 def test_levels_follow_the_schedule(schedule, ladder, ranks):
   budget = FixedBudget(schedule)
   assert budget.ladder == ladder
-  assert ranks_of(budget, 6) == ranks
+  levels = jax.jit(lambda count: budget.levels(budget.init(), count))
+  for count, rank in enumerate(ranks):
+    level, lead = levels(jnp.int32(count))
+    assert level.dtype == jnp.int32
+    assert level == lead  # stage 0 has the same
+    assert ladder[int(level)] == rank
   assert budget.ladder[budget.first_level] == ranks[0]
 
 
-def test_without_a_schedule_it_is_dense():
-  assert ranks_of(FixedBudget(), 3) == [0, 0, 0]
-
-
-def test_keeps_measures_and_sends_nothing():
-  budget = FixedBudget({0: 8, 3: 4}, window=2)
-  state, count = budget.init(), jnp.int32(4)
-  assert jax.tree.leaves(state) == []
-  assert budget.close_window(state, count) == state
-  decision, earlier = budget.decision(state)
-  assert jax.tree.leaves((decision, earlier)) == []
-  assert budget.decided(state, decision) == state
-  sample, sent = budget.sample([jnp.ones((1, 4, 4))], count, ())
-  assert sample is None
-  assert (float(sent), budget.stage_bytes) == (0.0, 0)
-  assert budget.observe(state, sample, jnp.array(True)) == state
-  assert budget.variance(state) is None
-  assert budget.report(state) == Report()
-  assert not budget.samples
-
-
 def test_a_reducer_sends_the_rank_of_each_step():
-  """One program serves the whole schedule."""
   params = {"w": jnp.zeros((32, 48))}
   schedule = {0: 0, 2: 8, 4: 4}
   run = Pmap(traced_once(float32.powersgd(schedule, min_ratio=1.0)), params)

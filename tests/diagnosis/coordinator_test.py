@@ -13,35 +13,31 @@ def unset(monkeypatch):
   monkeypatch.delenv(BIND, raising=False)
 
 
-@pytest.mark.parametrize(
-  "address, number",
-  [("127.0.0.1:1", "127.0.0.1:1"), ("localhost:1", "127.0.0.1:1")],
-)
-def test_loopback_may_be_said(monkeypatch, address, number):
-  found = socket.getaddrinfo("127.0.0.1", 1, type=socket.SOCK_STREAM)
-  monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-  assert bind_address(address, 0) == number
-
-
-def test_the_number_of_a_name_is_taken(monkeypatch):
-  """A name may have further addresses, at which nothing has to listen."""
+def resolves_to(monkeypatch, *addresses):
   found = [
-    *socket.getaddrinfo("127.0.0.1", 1, type=socket.SOCK_STREAM),
-    *socket.getaddrinfo("192.0.2.1", 1, type=socket.SOCK_STREAM),
+    info
+    for address in addresses
+    for info in socket.getaddrinfo(address, 1, type=socket.SOCK_STREAM)
   ]
   monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-  assert bind_address("localhost:1", 0) == "127.0.0.1:1"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:1"])
+def test_loopback_may_be_said_and_the_number_of_a_name_is_taken(
+  monkeypatch, address
+):
+  """A name may have further addresses, at which nothing has to listen."""
+  resolves_to(monkeypatch, "127.0.0.1", "192.0.2.1")
+  assert bind_address(address, 0) == "127.0.0.1:1"
 
 
 @pytest.mark.parametrize(
   "address, here",
   [
     ("192.0.2.1:1", "which is none"),
-    ("none.invalid:1", "which is none"),
     ("0.0.0.0:1", "which is all of them"),
     ("[::]:1", "which is all of them"),
     ("127.0.0.1", "got '127.0.0.1'"),
-    ("127.0.0.1:port", "got '127.0.0.1:port'"),
     (":1", "got ':1'"),
     ("127.0.0.1:70000", "got '127.0.0.1:70000'"),
   ],
@@ -53,8 +49,7 @@ def test_an_address_that_is_refused(address, here):
 
 
 def test_a_name_that_leads_to_loopback(monkeypatch):
-  found = socket.getaddrinfo("127.0.1.1", 1, type=socket.SOCK_STREAM)
-  monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+  resolves_to(monkeypatch, "127.0.1.1")
   refused(lambda: bind_address("node0:1", 0), "node0:1", "which is 127.0.1.1")
 
 

@@ -3,11 +3,13 @@
 import json
 import os
 import pathlib
+import re
 
 import chex
 import grain
 import numpy as np
 import pytest
+from helpers.refusals import refused
 
 from experiments.data import batches, text
 
@@ -48,11 +50,6 @@ def _take(iterator, count: int) -> np.ndarray:
   return np.stack([next(iterator) for _ in range(count)])
 
 
-def _window_ids(batches: np.ndarray) -> list[int]:
-  """Index of each window of tokens that count upwards from 0."""
-  return (batches[..., 0] // _CONTEXT).ravel().tolist()
-
-
 # Loading text.
 
 
@@ -91,7 +88,7 @@ def test_text_file_holds_out_its_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "count, held_out", [(2, [1]), (19, [18]), (20, [19]), (45, [19, 39])]
+  "count, held_out", [(2, [1]), (19, [18]), (45, [19, 39])]
 )
 def test_folder_is_split_by_file(tmp_path, count, held_out):
   texts = _texts(count)
@@ -168,7 +165,7 @@ def test_bin_pair_round_trip(tmp_path, file):
     assert tokens.dtype == np.uint16
     np.testing.assert_array_equal(tokens, expected)
   assert corpus.name == "owt"
-  text.check_vocab(corpus, 40_001)
+  text.check_vocab(corpus, 40_001)  # the largest is in the held-out part
   with pytest.raises(ValueError, match=r"40000 in 'owt'.* set it to 40001"):
     text.check_vocab(corpus, 40_000)
   assert next(_iterator(corpus.train)).max() < 700
@@ -205,9 +202,6 @@ def test_hash_of_large_files_reads_their_ends(tmp_path, monkeypatch):
 
 _LONG = b"long enough to be a text, " * 4
 _TOKENS = bytes(40)
-
-
-_NO_TEXT = "no text file.*give UTF-8"
 _FEW = r"{} must have at least context \+ 1 = 5 .*, got {}; give more"
 _PAIR = "must hold both .*got no .*{}'; write both"
 
@@ -217,12 +211,8 @@ _PAIR = "must hold both .*got no .*{}'; write both"
   [
     ({}, "none.txt", "must exist, got .*none.txt.*; give"),
     ({"a.txt": b""}, "a.txt", "empty .*a.txt'; give UTF-8"),
-    ({}, "", _NO_TEXT),
-    ({"a": b"\xff", "b": b""}, "", _NO_TEXT),
-    (
-      {"a.txt": _LONG + b"\xff\0"}, "a.txt",
-      f"a.txt.*offset {len(_LONG)} .*give UTF-8 text.*train.bin",
-    ),
+    ({"a": b"\xff", "b": b""}, "", "no text file.*give UTF-8"),
+    ({"a.txt": b"words\xc3"}, "a.txt", "a.txt.*offset 5 .*give UTF-8"),
     (
       {"a.txt": b"nul\0" + b"\xff"}, "a.txt",
       "a.txt.*offset 3 .*give UTF-8 text.*train.bin",
@@ -246,19 +236,15 @@ _PAIR = "must hold both .*got no .*{}'; write both"
     (
       {"val.bin": _TOKENS, "input.txt": _LONG}, "", _PAIR.format("train.bin")
     ),
-    (
-      {"train.bin": _TOKENS, "val.bin": b"1234"}, "",
-      _FEW.format("held-out part of .*", 2) + ".*model.context",
-    ),
   ],
 )  # fmt: skip
 def test_load_errors(tmp_path, files, path, message):
   is_absent = "exist" in message or "both" in message
-  with pytest.raises(
-    FileNotFoundError if is_absent else ValueError,
-    match=rf"(?s)^`data\.path`.*{message}",
-  ):
-    _load(pathlib.Path(_write(tmp_path, files)) / path)
+  error = refused(
+    lambda: _load(pathlib.Path(_write(tmp_path, files)) / path),
+    kinds=FileNotFoundError if is_absent else ValueError,
+  )
+  assert re.search(rf"(?s)^`data\.path`.*{message}", error), error
 
 
 def test_batches_need_one_window(tmp_path):
@@ -267,27 +253,12 @@ def test_batches_need_one_window(tmp_path):
   corpus = _load(_write_bin(tmp_path / "enough", enough, enough))
   np.testing.assert_array_equal(next(_iterator(corpus.train)), [enough] * 3)
   held_out = text.held_out_batches(
-    corpus.held_out, context=_CONTEXT, batch_size=2, num_batches=1
+    corpus.held_out, context=_CONTEXT, batch_size=1, num_batches=1
   )
-  np.testing.assert_array_equal(held_out, [[enough] * 2])
+  np.testing.assert_array_equal(held_out, [[enough]])
   for name, parts in (("train", (few, enough)), ("held-out", (enough, few))):
     with pytest.raises(ValueError, match=f"{name} .*\\+ 1 = 5.* got 4;"):
       _load(_write_bin(tmp_path / name, *parts))
-
-
-def test_check_vocab():
-  corpus = text.Corpus(
-    train=np.array([3, 9], np.uint8),
-    held_out=np.array([11, 4], np.uint8),
-    name="small",
-    sha256="",
-  )
-  text.check_vocab(corpus, 256)
-  text.check_vocab(corpus, 12)
-  with pytest.raises(
-    ValueError, match=r"`model\.vocab_size` .*11 .* got 11; .* 12 or"
-  ):
-    text.check_vocab(corpus, 11)
 
 
 # Batches.
@@ -304,58 +275,35 @@ def test_targets_are_inputs_shifted_by_one():
   np.testing.assert_array_equal(inputs[:, 0] % _CONTEXT, 0)
 
 
-@pytest.mark.parametrize("extra", [0, _CONTEXT - 1])
-def test_every_window_once_per_epoch(extra):
-  windows, epochs = 35, 3
-  tokens = np.arange(windows * _CONTEXT + 1 + extra)
-  # 3 does not divide 35: one batch in each 35 spans two epochs.
-  seen = _window_ids(_take(_iterator(tokens), windows * epochs // 3))
-  orders = np.reshape(seen, (epochs, windows)).tolist()
-  for order in orders:
-    assert sorted(order) == list(range(windows))
-    assert order != sorted(order)
-  assert orders[0] != orders[1] != orders[2] != orders[0]
-
-
 def test_the_order_depends_on_the_seed_alone():
-  """Not on the size of batches; neighbouring seeds share no order."""
+  """Not on the size of batches; each epoch and seed has its own order."""
   windows, epochs = 30, 3
-  tokens = np.arange(windows * _CONTEXT + 1)
+  tokens = np.arange((windows + 1) * _CONTEXT)  # the last three are in none
 
   def orders(seed, size):
     batches = _take(
       _iterator(tokens, batch_size=size, seed=seed), windows * epochs // size
     )
-    return np.reshape(_window_ids(batches), (epochs, windows)).tolist()
+    ids = batches[..., 0] // _CONTEXT
+    return np.reshape(ids, (epochs, windows)).tolist()
 
   found = [orders(seed, windows) for seed in range(3)]
   for size in (1, 3, windows):
     assert orders(1, size) == found[1]
   assert len({tuple(x) for own in found for x in own}) == 3 * epochs
+  assert all(sorted(x) == [*range(windows)] != x for own in found for x in own)
 
 
-def test_batch_larger_than_the_data():
-  batch = next(_iterator(np.arange(2 * _CONTEXT + 1), batch_size=7))
-  chex.assert_shape(batch, (7, _CONTEXT + 1))
-  ids = _window_ids(batch)
-  assert [sorted(ids[i : i + 2]) for i in (0, 2, 4)] == [[0, 1]] * 3
-
-
-@pytest.mark.parametrize("done", [0, 11, 30])  # An epoch: 11.7 batches.
-def test_restored_iterator_continues(done):
+def test_restored_iterator_continues():
   tokens = np.arange(35 * _CONTEXT + 1)
   original = _iterator(tokens)
-  for _ in range(done):
-    next(original)
+  _take(original, 30)  # an epoch has 11.7 batches
   state = json.loads(json.dumps(original.get_state()))
   expected = _take(original, 25)
-
   fresh = _iterator(tokens)
-  fresh.set_state(state)
-  chex.assert_trees_all_equal(_take(fresh, 25), expected)
-
-  original.set_state(state)  # Also backwards, past what it has prefetched.
-  chex.assert_trees_all_equal(_take(original, 25), expected)
+  for each in (fresh, original):  # also backwards, past what it has prefetched
+    each.set_state(state)
+    chex.assert_trees_all_equal(_take(each, 25), expected)
 
 
 # Held-out batches.
@@ -383,13 +331,6 @@ def test_held_out_batches(windows, num_batches, expected):
   assert steps.max() - steps.min() <= 1  # Evenly spread.
   if windows >= batches[..., 0].size:
     assert steps.min() >= _CONTEXT  # No target is counted twice.
-
-
-def test_single_held_out_window():
-  batches = text.held_out_batches(
-    np.arange(50), context=_CONTEXT, batch_size=1, num_batches=1
-  )
-  np.testing.assert_array_equal(batches, [[np.arange(_CONTEXT + 1)]])
 
 
 @pytest.mark.parametrize("count, batch_size", [(10, 4), (3, 7)])

@@ -1,7 +1,7 @@
 """Packets that a process holds back; needs root and /dev/net/tun."""
 
-import collections
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -23,102 +23,81 @@ def packet(target, text):
   return HEADER + bytes(16) + target + text
 
 
-class Devices:
-  """Sockets in place of devices, with the forwarder between them.
-
-  Attributes:
-    ends: The hosts' ends, by address.
-  """
-
-  def __init__(self):
-    pairs = [socket.socketpair(type=socket.SOCK_DGRAM) for _ in ADDRESSES]
-    self.ends = dict(zip(ADDRESSES, (own for own, _ in pairs), strict=True))
-    self._theirs = [theirs for _, theirs in pairs]
-    self._ordered, self._orders = os.pipe()
-    devices = {}
-    for target, (own, theirs) in zip(ADDRESSES, pairs, strict=True):
-      theirs.setblocking(False)
-      own.settimeout(20.0)
-      devices[target] = theirs.fileno()
-    self.thread = threading.Thread(
-      target=delay.forward, args=(devices, self._ordered), daemon=True
-    )
-    self.thread.start()
-
-  def order(self, seconds):
-    """Sets the delay, once packets that were sent before are read."""
-    time.sleep(0.1)
-    os.write(self._orders, f"{seconds}\n".encode())
-    time.sleep(0.1)
-
-  def close(self):
-    os.close(self._orders)
-    self.thread.join(20.0)
-    os.close(self._ordered)
-    for one in (*self.ends.values(), *self._theirs):
-      one.close()
-
-
 @pytest.fixture
-def devices():
-  found = Devices()
-  yield found
-  found.close()
-  assert not found.thread.is_alive(), "it ends with its orders"
+def ends():
+  """The hosts' ends of sockets, in place of devices, with the forwarder."""
+  pairs = [socket.socketpair(type=socket.SOCK_DGRAM) for _ in ADDRESSES]
+  for own, theirs in pairs:
+    theirs.setblocking(False)
+    own.settimeout(20.0)
+  numbers = [theirs.fileno() for _, theirs in pairs]
+  devices = dict(zip(ADDRESSES, numbers, strict=True))
+  ordered, orders = os.pipe()
+  thread = threading.Thread(
+    target=delay.forward, args=(devices, ordered), daemon=True
+  )
+  thread.start()
+  yield [own for own, _ in pairs], orders
+  os.close(orders)
+  thread.join(20.0)
+  os.close(ordered)
+  for one in itertools.chain(*pairs):
+    one.close()
+  assert not thread.is_alive(), "it ends with its orders"
 
 
-def test_packets_arrive_late_and_in_order(devices):
-  devices.order(0.3)
-  first, second, third = ADDRESSES
+def order(orders, seconds):
+  """Sets the delay, once packets that were sent before are read."""
+  time.sleep(0.1)
+  os.write(orders, f"{seconds}\n".encode())
+  time.sleep(0.1)
+
+
+def test_packets_arrive_late_and_in_order(ends):
+  (first, second, third), orders = ends
+  order(orders, 0.3)
   start = time.monotonic()
   for number in range(50):
-    devices.ends[first].send(packet(second, b"a%d" % number))
-    devices.ends[third].send(packet(second, b"b%d" % number))
-  found = [devices.ends[second].recv(99)]
+    first.send(packet(ADDRESSES[1], b"a%d" % number))
+    third.send(packet(ADDRESSES[1], b"b%d" % number))
+  found = [second.recv(99)]
   assert time.monotonic() - start >= 0.3
-  found += [devices.ends[second].recv(99) for _ in range(99)]
+  found += [second.recv(99) for _ in range(99)]
   # Those of each host are in order, whole, and of nobody else.
-  by_host = collections.defaultdict(list)
-  for one in found:
-    assert one[: len(HEADER) + 20] == packet(second, b"")
-    by_host[one[len(HEADER) + 20 :][:1]].append(one)
   for host in (b"a", b"b"):
-    expected = [packet(second, host + b"%d" % n) for n in range(50)]
-    assert by_host[host] == expected
+    expected = [packet(ADDRESSES[1], host + b"%d" % n) for n in range(50)]
+    place = len(expected[0]) - 2
+    assert [x for x in found if x[place : place + 1] == host] == expected
 
 
-def test_a_shorter_delay_overtakes_nothing(devices):
-  first, second, _ = ADDRESSES
-  devices.order(0.8)
+def test_a_shorter_delay_overtakes_nothing(ends):
+  (first, second, _), orders = ends
+  order(orders, 0.8)
   start = time.monotonic()
-  devices.ends[first].send(packet(second, b"slow"))
-  devices.order(0.0)
-  devices.ends[first].send(packet(second, b"fast"))
-  found = [devices.ends[second].recv(99)[-4:] for _ in range(2)]
-  assert found == [b"slow", b"fast"]
+  first.send(packet(ADDRESSES[1], b"slow"))
+  order(orders, 0.0)
+  first.send(packet(ADDRESSES[1], b"fast"))
+  assert [second.recv(99)[-4:] for _ in range(2)] == [b"slow", b"fast"]
   assert time.monotonic() - start >= 0.8
   # Packets for nobody are lost.
-  devices.ends[first].send(packet(socket.inet_aton("10.0.0.9"), b"lost"))
-  devices.ends[first].send(b"short")
-  devices.ends[first].send(packet(second, b"there"))
-  assert devices.ends[second].recv(99).endswith(b"there")
+  first.send(packet(socket.inet_aton("10.0.0.9"), b"lost"))
+  first.send(b"short")
+  first.send(packet(ADDRESSES[1], b"there"))
+  assert second.recv(99).endswith(b"there")
 
 
-def test_what_is_held_is_bounded(devices, monkeypatch):
+def test_what_is_held_is_bounded(ends, monkeypatch):
   """Above the bound nothing is read until packets have left."""
   monkeypatch.setattr(delay, "_MOST", 1)
-  devices.order(0.4)
-  first, second, _ = ADDRESSES
+  (first, second, _), orders = ends
+  order(orders, 0.4)
   start = time.monotonic()
-  devices.ends[first].send(packet(second, b"one"))
+  first.send(packet(ADDRESSES[1], b"one"))
   time.sleep(0.1)  # it is read, and another is not
-  devices.ends[first].send(packet(second, b"two"))
-  arrived = []
-  for _ in range(2):
-    devices.ends[second].recv(99)
-    arrived.append(time.monotonic() - start)
-  assert arrived[0] >= 0.4
-  assert arrived[1] >= 0.8
+  first.send(packet(ADDRESSES[1], b"two"))
+  for seconds in (0.4, 0.8):
+    second.recv(99)
+    assert time.monotonic() - start >= seconds
 
 
 # Hosts that are far apart until the program is killed.
@@ -163,11 +142,9 @@ def far():
 def test_a_round_trip_takes_what_was_asked(far):
   with contextlib.ExitStack() as stack:
     network = stack.enter_context(VirtualHosts(2))
+    command = [sys.executable, "-c", ECHO, address(1)]
     echo = stack.enter_context(
-      subprocess.Popen(
-        [*network.inside(1), sys.executable, "-c", ECHO, address(1)],
-        stdout=subprocess.PIPE,
-      )
+      subprocess.Popen([*network.inside(1), *command], stdout=subprocess.PIPE)
     )
     stack.callback(echo.kill)
     assert echo.stdout.readline()
@@ -196,10 +173,9 @@ def test_round_trips_are_checked(round_trip):
 
 @pytest.mark.soak("experiments/network")
 def test_the_process_ends_with_the_program(far):
-  with subprocess.Popen(
-    [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE, text=True,
-  ) as program:  # fmt: skip
+  pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+  command = [sys.executable, "-c", HOLDER]
+  with subprocess.Popen(command, text=True, **pipes) as program:
     pid = int(program.stdout.readline())
     os.kill(pid, 0)  # it runs
     program.kill()

@@ -99,10 +99,3 @@ def test_custom_backward_passes_agree_with_jax(params, batch, grads):
     plain = jax.jit(jax.grad(lambda p: gpt2.loss_fn(TINY, p, batch)))(params)
   assert optax.tree.norm(plain["blocks"]) > 0
   chex.assert_trees_all_close(grads, plain, rtol=1e-4, atol=1e-7)
-
-
-def test_bad_sizes():
-  with pytest.raises(ValueError, match=r"`model.num_heads`.*\(10\), got 3"):
-    gpt2.GPT2Config(50, 16, 10, 1, 3)
-  with pytest.raises(ValueError, match=r"`model.num_layers` must be at le"):
-    gpt2.GPT2Config(50, 16, 12, 0, 3)

@@ -63,21 +63,16 @@ def test_the_coordinator_listens_on_its_address_alone():
     process.wait()
 
 
-@pytest.mark.parametrize(
-  ("coordinator", "own", "warns"),
-  [
+def test_a_run_on_loopback_that_is_open(monkeypatch, capsys):
+  for coordinator, own, warns in (
     ("127.0.0.1:1", "127.0.1.1", False),
     ("127.0.0.1:1", "192.0.2.1", True),
     ("192.0.2.1:1", "192.0.2.1", False),
     ("[::1]:1", "192.0.2.1", True),
-  ],
-)
-def test_a_run_on_loopback_that_is_open(
-  monkeypatch, capsys, coordinator, own, warns
-):
-  monkeypatch.setattr(socket, "gethostbyname", lambda _: own)
-  hosts._warn_of_gloo(coordinator)
-  assert (f"connect at {own}" in capsys.readouterr().err) == warns
+  ):
+    monkeypatch.setattr(socket, "gethostbyname", lambda _, own=own: own)
+    hosts._warn_of_gloo(coordinator)
+    assert (f"connect at {own}" in capsys.readouterr().err) == warns
 
 
 def test_local_copies_are_removed_if_all_end_together(monkeypatch):

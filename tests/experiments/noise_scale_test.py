@@ -9,29 +9,24 @@ from configs.protocol import gpt
 from experiments.benchmarks import noise_scale
 
 
-class Quadratic:
-  """A loss whose gradient is known: g_i = params - mean of the rows."""
-
-  def loss(self, params, rows, key):
-    del key
-    return 0.5 * jnp.sum((params - rows.mean(0)) ** 2), {}
-
-
 def test_estimates_are_unbiased():
   """Rows of variance 4 in 50 entries, and a gradient of energy 8."""
   rows, count, size = 8, 4000, 50
   draws = 2.0 * jax.random.normal(jax.random.key(0), (count, rows, size))
   params = jnp.full(size, 0.4)
+
+  class Quadratic:  # its gradient is params - mean of the rows
+    def loss(self, params, rows, key):
+      return 0.5 * jnp.sum((params - rows.mean(0)) ** 2), {}
+
   gradients = noise_scale._gradients(Quadratic(), params, draws)
   each, mean = noise_scale._energies(gradients)
   found = noise_scale.noise_scale(float(each), float(mean), count, rows)
   np.testing.assert_allclose(found["signal"], size * 0.16, rtol=0.03)
   np.testing.assert_allclose(found["noise"], size * 4.0, rtol=0.03)
   np.testing.assert_allclose(found["noise_scale"], 25.0, rtol=0.05)
-
-
-def test_no_signal_is_an_infinite_scale():
-  assert noise_scale.noise_scale(4.0, 1.0, 4, 10)["noise_scale"] == float("inf")
+  found = noise_scale.noise_scale(4.0, 1.0, 4, 10)
+  assert found["noise_scale"] == float("inf"), "without a signal"
 
 
 def test_entropies_of_means():

@@ -16,9 +16,13 @@ from experiments.parallel import backends, meshes
 from experiments.training import optimizer
 
 
-def test_warmup_rank_of_a_configuration():
-  for text, expected in (("max", "max"), ("dense", None), ("12", 12)):
-    assert optimizer._warmup_rank(text) == expected
+@pytest.fixture
+def given(monkeypatch):
+  """The arguments that `edgc` is made with."""
+  found = {}
+  make = lambda **options: found.update(options)  # noqa: E731
+  monkeypatch.setattr(edgc_jax, "REDUCERS", {"edgc": make})
+  return found
 
 
 @pytest.mark.parametrize("reducer", optimizer.LOW_RANK)
@@ -37,39 +41,31 @@ def test_allocation_of_a_configuration(reducer):
     optimizer.make_reducer(config, task, {})
 
 
-def test_arguments_of_a_configuration(monkeypatch):
+def test_arguments_of_a_configuration(given):
   """The rule, its exponent, and zeros that stand for None."""
   config = gpt2_tiny.get_config("edgc")
   config.edgc.update(rank_min=0, max_rank_step=0, exponent=1.0, window=0)
-  given = {}
-  make = lambda **options: given.update(options)  # noqa: E731
-  monkeypatch.setattr(edgc_jax, "REDUCERS", {"edgc": make})
   optimizer.make_reducer(config, tasks.make(config), {})
   assert given["axis_name"] == "data" and given["rank_max"] == 28
   assert given["rank_min"] is given["max_rank_step"] is given["window"] is None
-  assert given["total_steps"] == config.steps
-  assert given["check_every"] == config.sentinel.every
   assert given["rule"].keywords == {"exponent": 1.0}
   assert not {"exponent", "scale_exponent"} & set(given)
+  for text, expected in (("max", "max"), ("dense", None), ("12", 12)):
+    config.edgc.warmup_rank = text
+    optimizer.make_reducer(config, tasks.make(config), {})
+    assert given["warmup_rank"] == expected
 
 
-@pytest.mark.parametrize(
-  "every, lookahead, steps, check_every",
-  [(0, False, 400, 100), (8, False, 50, 12), (300, False, 1, 1),
-   (8, True, 400, 100)],
-)  # fmt: skip
-def test_a_reducer_counts_exchanges(
-  monkeypatch, every, lookahead, steps, check_every
-):
+def test_a_reducer_counts_exchanges(given):
   config = gpt2_tiny.get_config("edgc")
-  config.local.update(every=every, lookahead=lookahead)
   config.steps, config.edgc.window = 400, 0
-  given = {}
-  make = lambda **options: given.update(options)  # noqa: E731
-  monkeypatch.setattr(edgc_jax, "REDUCERS", {"edgc": make})
-  optimizer.make_reducer(config, tasks.make(config), {})
-  assert given["total_steps"] == steps
-  assert given["check_every"] == check_every
+  for every, lookahead, *expected in (
+    (0, False, 400, 100), (8, False, 50, 12), (300, False, 1, 1),
+    (8, True, 400, 100),
+  ):  # fmt: skip
+    config.local.update(every=every, lookahead=lookahead)
+    optimizer.make_reducer(config, tasks.make(config), {})
+    assert [given["total_steps"], given["check_every"]] == expected
 
 
 def test_a_fractional_rank_is_a_mean_over_the_run():
@@ -87,14 +83,11 @@ def test_a_fractional_rank_is_a_mean_over_the_run():
       optimizer._rank_schedule(rank, final_rank, 1.0, 400)
 
 
-@pytest.mark.parametrize(
-  "exponent, ranks",
-  [
-    (1.0, [32, 29, 26, 23, 21, 18, 15, 12]),
-    (0.25, [32, 20, 17, 16, 15, 14, 13, 12]),  # most of it first
-    (4.0, [32, 32, 32, 31, 30, 27, 21, 12]),  # most of it last
-  ],
-)
+@pytest.mark.parametrize("exponent, ranks", [
+  (1.0, [32, 29, 26, 23, 21, 18, 15, 12]),
+  (0.25, [32, 20, 17, 16, 15, 14, 13, 12]),  # most of it first
+  (4.0, [32, 32, 32, 31, 30, 27, 21, 12]),  # most of it last
+])  # fmt: skip
 def test_a_rank_moves_in_eight_parts(exponent, ranks):
   """By hand: 32 - 20 (i / 7)^exponent."""
   found = optimizer._rank_schedule(32.0, 12, exponent, 800)
@@ -104,10 +97,9 @@ def test_a_rank_moves_in_eight_parts(exponent, ranks):
 
 
 def test_ranks_have_names():
-  names = [optimizer.rank_name("powersgd", rank) for rank in (0, 8.0)]
-  assert names == ["dense", "8"]
-  assert optimizer.rank_name("allreduce", 0) == "dense"
-  assert optimizer.rank_name("topk", 0) == "-"
+  ranks = (("powersgd", 0), ("powersgd", 8.0), ("allreduce", 0), ("topk", 0))
+  names = [optimizer.rank_name(*each) for each in ranks]
+  assert names == ["dense", "8", "dense", "-"]
 
 
 def test_without_exchange_all_replicas_move_alike():
@@ -140,12 +132,9 @@ def test_without_exchange_all_stages_move_alike():
     own = jax.tree.map(lambda p: p + factor, local)
     return tx.update(own, (), params)[0]
 
-  found = jax.shard_map(
-    update,
-    mesh=mesh,
-    in_specs=(specs, P(("stage", "data"))),
-    out_specs=specs,
-  )(params, jnp.arange(1.0, 5.0))
+  of = {"in_specs": (specs, P(("stage", "data"))), "out_specs": specs}
+  update = jax.shard_map(update, mesh=mesh, **of)
+  found = update(params, jnp.arange(1.0, 5.0))
   for name, updates in found.items():
     assert updates.shape == params[name].shape
     np.testing.assert_array_equal(updates, (3 + 5) * (1 + 2 + 3 + 4))

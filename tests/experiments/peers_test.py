@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from scipy import fft
 
@@ -30,17 +29,20 @@ def gradients(seed=0):
   }
 
 
-@functools.cache
-def program(tx):
-  """Returns the first state and the compiled update, for all tests alike."""
-  axes = edgc_jax.state_axes(tx, PARAMS)
-  state = jax.vmap(
+def start(tx, params):
+  """Returns the first state of replicas, and the compiled update."""
+  axes = edgc_jax.state_axes(tx, params)
+  init = jax.vmap(
     tx.init, in_axes=None, out_axes=axes, axis_size=N, axis_name=AXIS
-  )(PARAMS)
+  )
   update = jax.vmap(
     tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS
   )
-  return state, jax.jit(update)
+  return init(params), jax.jit(update)
+
+
+# All tests of a method share its program.
+program = functools.cache(lambda tx: start(tx, PARAMS))
 
 
 def run(tx, steps):
@@ -128,57 +130,19 @@ def test_a_nonfinite_entry_skips_the_step(tx, bad):
   assert edgc_jax.metrics(state)["skipped_steps"] == 1
 
 
-def test_as_outer_and_before_a_sign():
-  """Both work where they are meant to."""
-  outer = optax.chain(SPARSE_LOCO, optax.sgd(1.0))
-  tx = edgc_jax.local_steps(optax.adam(1e-3), outer, 2)
-  axes = edgc_jax.state_axes(tx, PARAMS)
-  state = jax.vmap(
-    tx.init, in_axes=None, out_axes=axes, axis_size=N, axis_name=AXIS
-  )(PARAMS)
-
-  def step(grads, state):
-    local = edgc_jax.local_params(PARAMS, state)
-    return tx.update(grads, state, PARAMS, local_params=local)
-
-  step = jax.jit(
-    jax.vmap(step, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
-  )
-  for seed in range(2):
-    updates, state = step(gradients(seed), state)
-  assert np.any(updates["w"])
-  updates, _ = run(optax.chain(DEMO, optax.scale_by_sign()), 1)
-  assert set(np.unique(updates["w"])) <= {-1.0, 0.0, 1.0}
-
-
-def test_a_matrix_that_has_no_chunks():
+def test_wrong_options():
+  for make, options, name in (
+    (demo, {"count": 3}, "count"), (demo, {"count": 5000}, "count"),
+    (edgc_jax.topk, {"chunk": 6}, "chunk"),
+    (edgc_jax.topk, {"chunk": 8192}, "chunk"),
+    (edgc_jax.topk, {"bits": 2}, "bits"),
+    (edgc_jax.topk, {"bits": 4, "chunk": 4096}, "bits"),
+  ):  # fmt: skip
+    with pytest.raises(ValueError, match=f"`{name}` must be"):
+      make(**options)
+  state, update = start(demo(), {"w": jnp.zeros((67, 67))})
   with pytest.raises(ValueError, match="a divisor from 2 to 64"):
-    tx = demo()
-    params = {"w": jnp.zeros((67, 67))}
-    state = tx.init(params)
-    jax.vmap(
-      lambda g: tx.update(g, state), axis_name=AXIS, out_axes=(None, None)
-    )({"w": jnp.ones((N, 67, 67))})
-
-
-@pytest.mark.parametrize("count", [3, 5000])
-def test_wrong_counts(count):
-  with pytest.raises(ValueError, match="`count` must be"):
-    demo(count=count)
-
-
-@pytest.mark.parametrize(
-  ("options", "name"),
-  [
-    ({"chunk": 6}, "chunk"),
-    ({"chunk": 8192}, "chunk"),
-    ({"bits": 2}, "bits"),
-    ({"bits": 4, "chunk": 4096}, "bits"),
-  ],
-)
-def test_wrong_chunks_and_bits(options, name):
-  with pytest.raises(ValueError, match=f"`{name}` must be"):
-    edgc_jax.topk(**options)
+    update({"w": jnp.ones((N, 67, 67))}, state)
 
 
 def test_float32_values_of_chunks():
@@ -200,28 +164,19 @@ def test_float32_values_of_chunks():
 
 def test_a_leaf_smaller_than_a_chunk():
   """All 60 entries are sent, padded to one chunk of 60."""
-  params = {"w": jnp.zeros((6, 10))}
   tx = edgc_jax.topk(1.0, chunk=4096, min_size=1)
-  axes = edgc_jax.state_axes(tx, params)
-  state = jax.vmap(
-    tx.init, in_axes=None, out_axes=axes, axis_size=N, axis_name=AXIS
-  )(params)
+  state, update = start(tx, {"w": jnp.zeros((6, 10))})
   given = {"w": jax.random.normal(jax.random.key(0), (N, 6, 10))}
-  update = jax.vmap(
-    tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS
-  )
-  updates, _ = jax.jit(update)(given, state)
+  updates, _ = update(given, state)
   np.testing.assert_allclose(updates["w"], given["w"].mean(0), atol=1e-6)
 
 
-@pytest.mark.parametrize("start", [0, 2])
-def test_late_applies_the_mean_of_the_step_before(start):
+@pytest.mark.parametrize("first", [0, 2])
+def test_late_applies_the_mean_of_the_step_before(first):
   """At once before `start`; step `start` itself applies nothing."""
-  tx = late(start=start)
+  tx = late(start=first)
   found = [run(tx, steps)[0]["w"] for steps in (1, 2, 3, 4)]
   means = [gradients(seed)["w"].mean(0) for seed in range(4)]
-  zeros = jnp.zeros_like(means[0])
-  late_ones = [zeros, means[start], *means[start + 1 :]]
-  wanted = [*means[:start], *late_ones][:4]
-  for own, expected in zip(found, wanted, strict=True):
+  wanted = [*means[:first], jnp.zeros_like(means[0]), *means[first:]]
+  for own, expected in zip(found, wanted[:4], strict=True):
     np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)

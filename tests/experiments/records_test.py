@@ -37,13 +37,10 @@ def records(tmp_path):
   return Records(tmp_path / "records")
 
 
-def changed_file(records, config, change):
-  """Changes the file of a record, and reads all records again."""
-  file = records.folder / config.name / f"{own.name_of(config)}.json"
-  values = json.loads(file.read_text())
-  change(values)
-  file.write_text(json.dumps(values))
-  return Records(records.folder)
+@pytest.fixture(autouse=True)
+def forget_defaults():
+  yield
+  own._defaults.cache_clear()
 
 
 @pytest.mark.parametrize("file", [gpt2_tiny, conv_digits])
@@ -52,28 +49,23 @@ def test_a_record_comes_back(records, file):
   config.run_dir = "/some/path"
   path = records.add(config, found())
   assert path.parent == records.folder / config.name
+  text = path.read_text()
   for known in (records, Records(records.folder)):
     record = known.find(config)
-    assert dict(record) == json.loads(path.read_text())
-    assert record["lines"] == found()["lines"]
-    assert record["summary"] == found()["summary"]
+    assert dict(record) == json.loads(text)
+    assert {name: record[name] for name in ("summary", "lines")} == found()
     assert record.is_finished and record == known.find(config)
+    assert record == known.find(ConfigDict(record["config"]))
     assert record.bits == 8 * 250 / 1000
     assert list(record.curve) == ["step", "loss", "val_loss"]
     assert record.curve["val_loss"].tolist()[1:] == [3.5, 2.5]
-  assert "/some/path" not in path.read_text()
+  assert "/some/path" not in text
   assert "steps" in record["changed"] and "seed" not in record["changed"]
-  assert len(path.read_text().splitlines()) == 6, "a line for each part"
+  assert len(text.splitlines()) == 6, "a line for each part"
 
 
-def test_another_record_of_the_run_takes_its_place(records):
-  for loss in (3.0, 2.0):
-    records.add(config_of(), found(loss=loss))
-  assert len(list(records.folder.rglob("*"))) == 2  # folder and file
-  assert records.find(config_of())["summary"]["val_loss"] == 2.0
-
-
-def test_a_run_with_another_key_is_another_run(records):
+def test_keys_that_make_another_run(records):
+  """And those that change no result, on which no name depends, either."""
   records.add(config_of(), found())
   others = {
     "seed": 1, "steps": 401, "optimizer.lr": 3e-3, "edgc.rank_max": 32,
@@ -89,11 +81,6 @@ def test_a_run_with_another_key_is_another_run(records):
       assert records.find(config)["summary"]["val_loss"] == loss
   assert records.find(config_of("powersgd")) is None
   assert records.find(conv_digits.get_config()) is None
-
-
-def test_keys_that_change_no_result(records):
-  """The hash of the name does not depend on them, either."""
-  records.add(config_of(), found())
   for changes in (
     {"run_dir": "elsewhere"}, {"name": "renamed"}, {"log_every": 3},
     {"resume": False}, {"checkpoint.every": 7, "checkpoint.keep": 5},
@@ -104,62 +91,48 @@ def test_keys_that_change_no_result(records):
     assert own.name_of(config_of(**changes)) == own.name_of(config_of())
 
 
-@pytest.fixture(autouse=True)
-def forget_defaults():
-  yield
+def change_base(monkeypatch, key, value):
+  """Gives all configurations a default; returns a function that sets a key."""
+  base = common.base
+
+  def changed(config, value):
+    *sections, name = key.split(".")
+    part = config[sections[0]] if sections else config
+    with config.unlocked():
+      part[name] = value
+    return config
+
+  monkeypatch.setattr(common, "base", lambda x: changed(base(x), value))
   own._defaults.cache_clear()
+  return lambda value: changed(config_of(), value)
 
 
 @pytest.mark.parametrize("key", ["restarts", "edgc.momentum", "mesh.hosts"])
 def test_a_new_key_counts_at_its_default(records, monkeypatch, key):
   records.add(config_of(), found())
   before = own.name_of(config_of())
-  section, _, name = key.rpartition(".")
-
-  def extended(value):
-    config = config_of()
-    with config.unlocked():
-      (config[section] if section else config)[name] = value
-    return config
-
-  base = common.base
-
-  def new_base(reducer):
-    config = base(reducer)
-    with config.unlocked():
-      (config[section] if section else config)[name] = 0.5
-    return config
-
-  monkeypatch.setattr(common, "base", new_base)
-  own._defaults.cache_clear()
+  extended = change_base(monkeypatch, key, 0.5)
   assert records.find(extended(0.5)) is not None
   assert own.name_of(extended(0.5)) == before
   assert records.find(extended(0.75)) is None
 
 
-def test_a_key_that_has_vanished_must_have_been_at_its_default(records):
-  config = config_of()
-  records.add(config, found())
-  with_key = lambda values: values["config"].update(older=0.5)  # noqa: E731
-  assert changed_file(records, config, with_key).find(config) is not None
-  not_at_default = lambda values: values["changed"].append("older")  # noqa: E731
-  assert changed_file(records, config, not_at_default).find(config) is None
-
-
 def test_a_new_default_is_another_run(records, monkeypatch):
   """The configuration of a run counts, not what was changed in it."""
   records.add(config_of(), found())
-  base = common.base
-
-  def other(reducer):
-    config = base(reducer)
-    config.optimizer.b2 = 0.99
-    return config
-
-  monkeypatch.setattr(common, "base", other)
-  own._defaults.cache_clear()
+  change_base(monkeypatch, "optimizer.b2", 0.99)
   assert records.find(config_of()) is None
   assert records.find(config_of(**{"optimizer.b2": 0.95})) is not None
+
+
+def test_a_key_that_has_vanished_must_have_been_at_its_default(records):
+  file = records.add(config_of(), found())
+  values = json.loads(file.read_text())
+  values["config"]["older"] = 0.5
+  for changed, is_found in ((values["changed"], True), (["older"], False)):
+    file.write_text(json.dumps(values | {"changed": changed}))
+    again = Records(records.folder).find(config_of())
+    assert (again is not None) == is_found
 
 
 def test_diverged_runs_are_recorded_and_forgotten(records):
@@ -177,26 +150,25 @@ def test_diverged_runs_are_recorded_and_forgotten(records):
   records.add(diverged, {"error": "again"})
   records.add(diverged, found())
   assert records.find(diverged).is_finished
+  assert len(list(records.folder.rglob("*.json"))) == 2
 
 
 def test_records_of_older_versions_are_marked(records, monkeypatch):
   records.add(config_of(), found())
   record = records.find(config_of())
-  assert record.is_current
-  with monkeypatch.context() as patch:
-    patch.setitem(edgc_jax.METHOD_VERSIONS, "powersgd", 2)
-    assert record.is_current
-    patch.setitem(edgc_jax.METHOD_VERSIONS, "edgc", 2)
-    assert not record.is_current
-  with monkeypatch.context() as patch:
-    patch.setattr(Gpt2, "version", 2)
-    assert not record.is_current
-  with monkeypatch.context() as patch:
-    patch.delitem(edgc_jax.METHOD_VERSIONS, "edgc")
-    assert not record.is_current, "the method is gone"
+  versions = edgc_jax.METHOD_VERSIONS
+  for change, is_current in (
+    (lambda patch: None, True),
+    (lambda patch: patch.setitem(versions, "powersgd", 2), True),
+    (lambda patch: patch.setitem(versions, "edgc", 2), False),
+    (lambda patch: patch.delitem(versions, "edgc"), False),
+    (lambda patch: patch.setattr(Gpt2, "version", 2), False),
+  ):
+    with monkeypatch.context() as patch:
+      change(patch)
+      assert record.is_current == is_current
   values = {**record, "config": {**record["config"], "task": "gone"}}
   assert not Record(values).is_current
-  assert record.is_current
 
 
 def test_numbers_of_a_run_folder(tmp_path):
@@ -217,26 +189,14 @@ def test_numbers_of_a_run_folder(tmp_path):
   assert entropies[0] == [-1.2346, 2] and entropies[1][1] == 2
   assert entropies[1][0] != entropies[1][0]
   assert numbers["lines"] == {
-    "step": [1, 2],
-    "loss": [0.33333, 2],
-    "val_loss": [None, 12346000],
-    "rank": [8, 4],
-    "matrix_rank/blocks/mlp": [[8, 4], None],
+    "step": [1, 2], "loss": [0.33333, 2], "val_loss": [None, 12346000],
+    "rank": [8, 4], "matrix_rank/blocks/mlp": [[8, 4], None],
     "matrix_rank/embedding": [4, None],
-  }
+  }  # fmt: skip
   del summary["val_loss"]
   (tmp_path / "summary.json").write_text(json.dumps(summary))
-  assert own.numbers_of(tmp_path) == {
-    "error": "the held-out loss is not finite"
-  }
+  error = {"error": "the held-out loss is not finite"}
+  assert own.numbers_of(tmp_path) == error
   (tmp_path / "summary.json").unlink()
   with pytest.raises(OSError, match="summary"):
     own.numbers_of(tmp_path)
-
-
-def test_configurations_of_json_are_those_of_files(records):
-  """A record is found by the configuration that it holds."""
-  config = conv_digits.get_config("powersgd")
-  records.add(config, found("powersgd"))
-  again = ConfigDict(records.find(config)["config"])
-  assert records.find(again) is not None

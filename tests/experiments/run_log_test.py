@@ -1,6 +1,7 @@
 """Logs of steps and of their times."""
 
 import subprocess
+import types
 
 import numpy as np
 import pytest
@@ -15,41 +16,26 @@ TASK = tasks.make(CONFIG)
 
 
 @pytest.fixture
-def folder(tmp_path):
-  return RunFolder(tmp_path, CONFIG.to_dict())
-
-
-@pytest.fixture
-def clock(monkeypatch):
-  """A clock that tests move by hand."""
-
-  class Clock:
-    now = 100.0
-
-    def monotonic(self):
-      return self.now
-
-  clock = Clock()
+def log_of(tmp_path, monkeypatch):
+  """Makes a log whose clock is moved by hand, as `now`."""
+  clock = types.SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
   monkeypatch.setattr(run_log, "time", clock)
-  return clock
+  folder = RunFolder(tmp_path, CONFIG.to_dict())
+  return lambda *state: (run_log.RunLog(folder, CONFIG, TASK, *state), clock)
 
 
 def take_steps(log, clock, count, seconds, sent=1.0):
   for _ in range(count):
     log.begin_step()
     clock.now += seconds
-    values = {
-      "loss": 2.0,
-      "diverged_steps": 0,
-      "rank": [8, 8],
-      "wire_bytes": [sent, 2 * sent],
-    }
+    values = {"loss": 2.0, "diverged_steps": 0, "rank": [8, 8]}
+    values["wire_bytes"] = [sent, 2 * sent]
     log.add({name: np.array(x) for name, x in values.items()})
   return log.state()
 
 
-def test_step_time_excludes_the_time_between_steps(folder, clock):
-  log = run_log.RunLog(folder, CONFIG, TASK)
+def test_step_time_excludes_the_time_between_steps(log_of):
+  log, clock = log_of()
   take_steps(log, clock, 1, 50.0)  # compiles
   assert "step_seconds" not in log.summary()
   for seconds in (2.0, 3.0, 9.0):
@@ -59,11 +45,11 @@ def test_step_time_excludes_the_time_between_steps(folder, clock):
   assert log.summary()["step_seconds"] == 3.0
 
 
-def test_totals_survive_a_restart(folder, clock):
-  log = run_log.RunLog(folder, CONFIG, TASK)
+def test_totals_survive_a_restart(log_of):
+  log, clock = log_of()
   take_steps(log, clock, 2, 50.0)
   state = take_steps(log, clock, 2, 3.0, sent=5.0)
-  log = run_log.RunLog(folder, CONFIG, TASK, state)
+  log, _ = log_of(state)
   take_steps(log, clock, 4, 50.0)  # compiles again
   summary = log.summary()
   assert summary["peak_wire_bytes_per_step"] == 15.0

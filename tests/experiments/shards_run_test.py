@@ -48,23 +48,6 @@ def test_local_steps_agree(tmp_path):
   assert trainer.parallel.traces == 1
 
 
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    ({"backend": "pmap"}, "`mesh.fsdp` must be 1 on .* got 2 with pmap"),
-    ({"backend": "vmap"}, "`mesh.fsdp` must be 1 on .* got 2 with vmap"),
-    ({"stage": 2}, "`mesh.fsdp` must be 1 on pipeline stages, and with"),
-    ({"fsdp": 0}, "`mesh.tensor` times `mesh.fsdp` must be between 1 and"),
-    ({"fsdp": 16}, "must be between 1 and the number of devices"),
-  ],
-)
-def test_refused_meshes(tmp_path, changes, message):
-  config = config_of(tmp_path / "run", "powersgd")
-  config.mesh.update(changes)
-  with pytest.raises(ValueError, match=message):
-    Trainer(config)
-
-
 def test_rank_by_times(tmp_path):
   """A slow link allows ranks on shards, too."""
   config = config_of(tmp_path / "run", "edgc")

@@ -1,5 +1,6 @@
 """Run folders in buckets, here in one that fsspec keeps in memory."""
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -26,6 +27,9 @@ from experiments.runtime import hosts
 from experiments.training.trainer import Trainer
 
 URL = "memory://runs/one"
+FILES, MEMORY = (
+  find("memory") for find in (fsspec.filesystem, fsspec.get_filesystem_class)
+)
 
 
 @pytest.fixture
@@ -33,36 +37,68 @@ def bucket(tmp_path_factory, monkeypatch):
   """Returns the objects of the folder by name, and empties it afterwards."""
   monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("copy")))
   monkeypatch.setattr(hosts, "at_exit", lambda clean_up: None)
-  files = fsspec.filesystem("memory")
 
   def objects():
-    found = files.find("/runs/one")
-    return {n.removeprefix("/runs/one/"): files.cat_file(n) for n in found}
+    found = FILES.find("/runs/one")
+    return {n.removeprefix("/runs/one/"): FILES.cat_file(n) for n in found}
 
   yield objects
-  files.store.clear()
+  FILES.store.clear()
 
 
-def test_only_changes_are_uploaded(bucket, monkeypatch):
+@contextlib.contextmanager
+def failing(name):
+  """Has a method of the store fail, as credentials that have expired do."""
+
+  def fail(*arguments, **options):
+    raise Exception("no\ncredentials")
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(MEMORY, name, fail)
+    yield
+
+
+@contextlib.contextmanager
+def before(name, call):
+  """Calls a function before each call of a method of the store."""
+  own = getattr(MEMORY, name)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(MEMORY, name, lambda *given: (call(), own(*given))[1])
+    yield
+
+
+def uploaded(**files):
+  """Returns a locked folder with these files, which are uploaded."""
   storage = storage_of(URL)
+  storage.lock()
+  for name, text in files.items():
+    (storage.path / name).write_text(text)
+  storage.upload()
+  return storage
+
+
+def changed(storage):
+  """Changes the file `a`, and removes `b`."""
+  (storage.path / "a").write_text("new")
+  (storage.path / "b").unlink()
+  storage.note_removal(storage.path / "b")
+  return storage
+
+
+def test_only_changes_are_uploaded(bucket):
+  storage, puts = storage_of(URL), []
   (storage.path / "a").write_text("one")
   (storage.path / "in").mkdir()
   (storage.path / "in" / "b").write_text("two")
   (storage.path / "half.tmp").write_text("never")
   storage.upload()
   assert bucket() == {"a": b"one", "in/b": b"two"}
-  uploaded, put_file = [], fsspec.get_filesystem_class("memory").put_file
-  monkeypatch.setattr(
-    fsspec.get_filesystem_class("memory"),
-    "put_file",
-    lambda self, *names: uploaded.append(names) or put_file(self, *names),
-  )
   (storage.path / "a").write_text("new")
   (storage.path / "in" / "b").unlink()
   storage.note_removal(storage.path / "in")
-  storage.upload()
-  assert bucket() == {"a": b"new"}
-  assert len(uploaded) == 1
+  with before("put_file", lambda: puts.append(1)):
+    storage.upload()
+  assert bucket() == {"a": b"new"} and len(puts) == 1
   assert (storage_of(URL).path / "a").read_text() == "new"
 
 
@@ -88,10 +124,16 @@ def test_cleaners_find_the_local_copy_locked(bucket):
   os.close(folder)
 
 
-@pytest.mark.parametrize("url", ["gs://", "s3:///runs/one", "memory://"])
-def test_a_url_without_a_bucket(url):
-  with pytest.raises(ValueError, match=f"must name a bucket .*got {url}; give"):
-    storage_of(url)
+def test_urls_that_name_no_store(tmp_path, monkeypatch):
+  for url in ("gs://", "s3:///runs/one", "memory://"):
+    with pytest.raises(ValueError, match=f"must name a bucket .*got {url}; g"):
+      storage_of(url)
+  config = config_of(tmp_path, "allreduce", run_dir="nowhere://runs/one")
+  with pytest.raises(ValueError, match="got nowhere://runs/one: Protocol not"):
+    Trainer(config)
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  with pytest.raises(ValueError, match=r"share, or in a bucket gs://.*memory:"):
+    storage_of(URL)
 
 
 @pytest.mark.parametrize(
@@ -106,99 +148,58 @@ def test_a_url_without_a_bucket(url):
     ("find", lambda storage: checksums(URL)),
   ],
 )
-def test_errors_of_a_store(bucket, monkeypatch, broken, call):
+def test_errors_of_a_store(bucket, broken, call):
   """Their types are any, and their messages name nothing that users know."""
-  storage = storage_of(URL)
-  for name in "ab":
-    (storage.path / name).write_text("old")
-  storage.lock()
-  storage.upload()
-  (storage.path / "a").write_text("changed")
-  (storage.path / "b").unlink()
-  storage.note_removal(storage.path / "b")
+  storage = changed(uploaded(a="old", b="old"))
   if broken == "pipe_file":
     storage = storage_of(URL)
-
-  def fail(*arguments, **options):
-    raise Exception("no\ncredentials")
-
-  with monkeypatch.context() as patch:
-    patch.setattr(fsspec.get_filesystem_class("memory"), broken, fail)
-    with pytest.raises(
+  with (
+    failing(broken),
+    pytest.raises(
       StoreError, match=rf"got {URL} \(Exception: no credentials\); check"
-    ):
-      call(storage)
+    ),
+  ):
+    call(storage)
 
 
-def test_a_report_of_a_store_that_fails(monkeypatch):
-  def fail(*arguments, **options):
-    raise Exception("no credentials")
-
-  memory = fsspec.get_filesystem_class("memory")
-  monkeypatch.setattr(memory, "exists", fail)
-  with pytest.raises(SystemExit, match=f"error: .*got {URL}"):
+def test_a_report_of_a_store_that_fails():
+  with (
+    failing("exists"),
+    pytest.raises(SystemExit, match=f"error: .*got {URL}"),
+  ):
     report.main(["report.py", URL])
 
 
 def test_whoever_comes_last_has_the_folder(bucket):
-  first = storage_of(URL)
-  first.lock()
-  (first.path / "a").write_text("first")
-  first.upload()
-  second = storage_of(URL)
-  second.lock()
+  first, second = uploaded(a="first"), uploaded(a="second")
   with pytest.raises(RunInUse, match=rf"got {URL}, which process \d+ on"):
     first.upload()
-  (second.path / "a").write_text("second")
   second.upload()
   assert bucket()["a"] == b"second"
 
 
-def test_deletions_ask_again_who_has_the_folder(bucket, monkeypatch):
-  first = storage_of(URL)
-  first.lock()
-  for name in "ab":
-    (first.path / name).write_text("first")
-  first.upload()
-  (first.path / "a").write_text("changed")
-  (first.path / "b").unlink()
-  first.note_removal(first.path / "b")
-  second, memory = storage_of(URL), fsspec.get_filesystem_class("memory")
-  put_file = memory.put_file
-
-  def slowly(self, *names):
-    second.lock()
-    put_file(self, *names)
-
-  monkeypatch.setattr(memory, "put_file", slowly)
-  with pytest.raises(RunInUse):
+def test_deletions_ask_again_who_has_the_folder(bucket):
+  first = changed(uploaded(a="first", b="first"))
+  second = storage_of(URL)
+  with before("put_file", second.lock), pytest.raises(RunInUse):
     first.upload()
   assert bucket()["b"] == b"first"
 
 
-def test_a_folder_that_changes_before_it_is_locked(bucket):
-  first, second = storage_of(URL), storage_of(URL)
-  first.lock()
-  (first.path / "a").write_text("first")
-  first.upload()
-  with pytest.raises(RunInUse, match=f"got {URL}, which has changed since"):
-    second.lock()
+def test_a_folder_that_changes_before_or_while_it_is_locked(bucket):
+  late = storage_of(URL)
+  first = uploaded(a="first")
+  in_use = f"got {URL}, which has changed since"
+  with pytest.raises(RunInUse, match=in_use):
+    late.lock()
   first.upload()  # goes on
-
-
-def test_a_folder_that_changes_while_it_is_locked(bucket, monkeypatch):
-  first, second = storage_of(URL), storage_of(URL)
-  (first.path / "a").write_text("first")
-  memory = fsspec.get_filesystem_class("memory")
-  pipe_file = memory.pipe_file
-
-  def late(self, *arguments):
-    first.upload()
-    pipe_file(self, *arguments)
-
-  monkeypatch.setattr(memory, "pipe_file", late)
-  with pytest.raises(RunInUse, match=f"got {URL}, which has changed since"):
-    second.lock()
+  (first.path / "a").write_text("changed")
+  late = storage_of(URL)
+  with (
+    before("pipe_file", first.upload),
+    pytest.raises(RunInUse, match=in_use),
+  ):
+    late.lock()
 
 
 def test_a_folder_without_its_checkpoints(bucket):
@@ -226,9 +227,8 @@ def test_half_a_checkpoint_is_left_out_until_it_is_replaced(bucket, capsys):
   for step in (1, 2):
     write(storage, step, "array")
   storage.upload()
-  files = fsspec.filesystem("memory")
-  files.rm_file("/runs/one/checkpoints/2/sha256.json")
-  files.pipe_file("/runs/one/checkpoints/notes/a", b"of someone")
+  FILES.rm_file("/runs/one/checkpoints/2/sha256.json")
+  FILES.pipe_file("/runs/one/checkpoints/notes/a", b"of someone")
   before = bucket()
   storage = storage_of(URL)
   assert [path.name for path in storage.checkpoints.iterdir()] == ["1"]
@@ -252,8 +252,9 @@ def checkpoints_of(storage):
   )
 
 
-def save(storage, *steps):
+def save(*steps):
   """Saves checkpoints of which the newest is kept, as the trainer does."""
+  storage = storage_of(URL)
   storage.lock()
   checkpoints = checkpoints_of(storage)
   for step in steps:
@@ -264,23 +265,18 @@ def save(storage, *steps):
   checkpoints.close()
 
 
-def steps_in(bucket):
-  names = [name.split("/") for name in bucket()]
-  return {name[1] for name in names if name[0] == "checkpoints"}
+def test_older_and_damaged_checkpoints(bucket):
+  """The older ones are deleted, and damaged ones are set aside."""
 
+  def steps():
+    names = [name.split("/") for name in bucket()]
+    return {name[1] for name in names if name[0] == "checkpoints"}
 
-def test_older_checkpoints_are_deleted(bucket):
-  storage = storage_of(URL)
-  save(storage, 1, 2)
-  assert steps_in(bucket) == {"2"}
-  save(storage_of(URL), 3)
-  assert steps_in(bucket) == {"3"}
-
-
-def test_a_damaged_checkpoint_is_set_aside(bucket):
-  save(storage_of(URL), 1)
-  files = fsspec.filesystem("memory")
-  files.rm_file("/runs/one/checkpoints/1/params/_METADATA")
+  save(1, 2)
+  assert steps() == {"2"}
+  save(3)
+  assert steps() == {"3"}
+  FILES.rm_file("/runs/one/checkpoints/3/params/_METADATA")
   damaged = bucket()
   storage = storage_of(URL)
   storage.lock()
@@ -292,9 +288,9 @@ def test_a_damaged_checkpoint_is_set_aside(bucket):
   checkpoints.set_aside()
   storage.upload()
   for name in damaged.keys() - {"lock"}:
-    aside = name.replace("checkpoints/1/", "checkpoints/damaged-1/")
+    aside = name.replace("checkpoints/3/", "checkpoints/damaged-3/")
     assert bucket()[aside] == damaged[name]
-  assert steps_in(bucket) == {"damaged-1"}
+  assert steps() == {"damaged-3"}
 
 
 @pytest.fixture
@@ -319,27 +315,18 @@ def test_a_run_that_is_superseded_ends_at_its_next_line(folder, capsys):
 
 
 def test_lines_outlive_a_failure_of_the_store(folder, bucket, capsys):
-  def fail(*arguments):
-    raise Exception("no network")
-
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(fsspec.get_filesystem_class("memory"), "put_file", fail)
+  with failing("put_file"):
     folder.log({"step": 2, "loss": 1.0})
-    assert "Exception: no network" in capsys.readouterr().err
+    assert "Exception: no credentials" in capsys.readouterr().err
     folder.sync()  # a store that is away for a while ends no run
-    assert "Exception: no network" in capsys.readouterr().err
+    assert "Exception: no credentials" in capsys.readouterr().err
   folder.sync()
   assert b'"step": 2' in bucket()["metrics.jsonl"]
 
 
 def test_what_a_store_lacks_at_the_end_stays_here(folder, bucket, capsys):
   storage, copy = folder.storage, folder.storage.path.parent
-
-  def fail(*arguments):
-    raise Exception("no network")
-
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(fsspec.get_filesystem_class("memory"), "put_file", fail)
+  with failing("put_file"):
     folder.log({"step": 2, "loss": 1.0})
     with pytest.raises(StoreError):
       folder.finish({"steps": 2})
@@ -358,8 +345,7 @@ def test_old_events_are_deleted(folder, bucket):
   folder.stop("because")
   folder.close()
   assert bucket()["stopped.txt"] == b"because\n"
-  files = fsspec.filesystem("memory")
-  files.pipe_file("/runs/one/events.out.tfevents.0.host", b"old")
+  FILES.pipe_file("/runs/one/events.out.tfevents.0.host", b"old")
   again = RunFolder(URL, {"steps": 2})
   again.lock()
   again.start()
@@ -371,23 +357,10 @@ def test_old_events_are_deleted(folder, bucket):
 
 def test_damaged_files_are_named_as_in_the_bucket(folder, bucket):
   folder.finish({"steps": 2})
-  files = fsspec.filesystem("memory")
   for text, rule in (("{}", "without steps"), ("[", "which is damaged")):
-    files.pipe_file("/runs/one/summary.json", text.encode())
+    FILES.pipe_file("/runs/one/summary.json", text.encode())
     with pytest.raises(ValueError, match=f"got {URL}/summary.json,? {rule}"):
       RunFolder(URL, {"steps": 2}).summary()
-
-
-def test_stores_that_cannot_be_reached(tmp_path):
-  config = config_of(tmp_path, "allreduce", run_dir="nowhere://runs/one")
-  with pytest.raises(ValueError, match="got nowhere://runs/one: Protocol not"):
-    Trainer(config)
-
-
-def test_several_processes_need_gs(monkeypatch):
-  monkeypatch.setattr(jax, "process_count", lambda: 2)
-  with pytest.raises(ValueError, match=r"share, or in a bucket gs://.*memory:"):
-    storage_of(URL)
 
 
 @pytest.mark.slow

@@ -91,18 +91,15 @@ def test_pictures_that_differ_are_noticed():
 @pytest.fixture
 def made_up(tmp_path, monkeypatch):
   """Puts made-up records of two seeds in place of those of the protocol."""
-  own = study.Study(
-    "made_up",
-    str(pages.ROOT / "configs/gpt2_tiny.py"),
-    {
-      "Every entry": {"dense": {"reducer": "allreduce"}},
-      "About 1 bit": {
-        "powersgd 8": {"reducer": "powersgd", "powersgd.rank": 8.0},
-        "powersgd 9": {"reducer": "powersgd", "powersgd.rank": 9.0},
-      },
+  tables = {
+    "Every entry": {"dense": {"reducer": "allreduce"}},
+    "About 1 bit": {
+      f"powersgd {rank}": {"reducer": "powersgd", "powersgd.rank": float(rank)}
+      for rank in (8, 9)
     },
-    (0, 1),
-  )
+  }  # fmt: skip
+  config = str(pages.ROOT / "configs/gpt2_tiny.py")
+  own = study.Study("made_up", config, tables, (0, 1))
   records = Records(tmp_path)
   for arm, losses, bits in (
     ("dense", (2.0, 3.0), 32.0), ("powersgd 8", (2.1, 3.3), 1.0),
@@ -117,10 +114,8 @@ def made_up(tmp_path, monkeypatch):
         "environment": {"device": "cpu", "cores": 2, "python": "3",
                         "versions": {"jax": "1"}, "commit": f"c{seed}"},
       }  # fmt: skip
-      lines = {
-        "step": [100, 200, 400],
-        "val_loss": [loss + 1, loss + 0.2, loss],
-      }
+      losses = [loss + 1, loss + 0.2, loss]
+      lines = {"step": [100, 200, 400], "val_loss": losses}
       records.add(run.config, {"summary": summary, "lines": lines})
   for cached in (protocol.all_records, protocol.study_of, protocol._judged,
                  protocol.arms_of):  # fmt: skip
@@ -132,13 +127,12 @@ def made_up(tmp_path, monkeypatch):
     cached.cache_clear()
 
 
-def cells(lines):
-  """Returns the cells of each line by its first one."""
-  split = [[c.strip() for c in line.split("|")[1:-1]] for line in lines]
-  return {row[0]: row[1:] for row in split if row}
-
-
 def test_tables_of_made_up_records(made_up):
+  def cells(lines):
+    """Returns the cells of each line by its first one."""
+    split = [[c.strip() for c in line.split("|")[1:-1]] for line in lines]
+    return {row[0]: row[1:] for row in split if row}
+
   lines = protocol._results("made up")
   assert lines[-1] == "Not finished yet: powersgd 9."
   table = cells(lines)

@@ -27,31 +27,23 @@ def config_of(folder, reducer, settings=()):
   return config
 
 
-def lines_of(config):
-  with open(f"{config.run_dir}/metrics.jsonl") as file:
-    return [json.loads(line) for line in file]
-
-
 @pytest.mark.parametrize("reducer", LANES)
 def test_lanes_are_the_runs_alone(tmp_path, reducer):
   lanes = LANES[reducer]
-  together = [
+  prepare([
     config_of(tmp_path / f"lane{i}", reducer, own)
     for i, own in enumerate(lanes)
-  ]
-  prepare(together)()
+  ])()  # fmt: skip
   for i, own in enumerate(lanes):
     trainer = cut_runs.run(config_of(tmp_path / f"alone{i}", reducer, own))
-    alone, lane = cut_runs.lines_of(trainer), lines_of(together[i])
+    alone, folder = cut_runs.lines_of(trainer), tmp_path / f"lane{i}"
+    text = (folder / "metrics.jsonl").read_text()
+    lane = [json.loads(line) for line in text.splitlines()]
     assert len(lane) == len(alone)
     for key in ("loss", "rank", "wire_bytes", "learning_rate", "entropy"):
-      np.testing.assert_allclose(
-        [line.get(key, 0) for line in lane],
-        [line.get(key, 0) for line in alone],
-        rtol=1e-4,
-        err_msg=key,
-      )
-    summary = json.loads((tmp_path / f"lane{i}/summary.json").read_text())
+      of_both = [[line.get(key, 0) for line in x] for x in (lane, alone)]
+      np.testing.assert_allclose(*of_both, rtol=1e-4, err_msg=key)
+    summary = json.loads((folder / "summary.json").read_text())
     whole = trainer.folder.summary()
     assert summary.pop("together") == len(lanes)
     assert summary.keys() == whole.keys()
@@ -62,12 +54,11 @@ def test_lanes_are_the_runs_alone(tmp_path, reducer):
 
 
 def test_a_lane_that_is_stopped_leaves_the_others(tmp_path):
-  rates = {"fine": 1e-3, "wild": 1e38}
   configs = [
     config_of(tmp_path / name, "allreduce", {
       "optimizer.lr": rate, "optimizer.max_consecutive_skips": 3,
     })
-    for name, rate in rates.items()
+    for name, rate in (("fine", 1e-3), ("wild", 1e38))
   ]  # fmt: skip
   prepare(configs)()
   assert "steps in a row" in stopped(tmp_path / "wild")
@@ -95,11 +86,11 @@ def test_runs_of_other_programs_are_refused(tmp_path):
   ):
     prepare(configs)
   configs[1].quantize.bits = 8
-  for config in configs:
-    config.mesh.backend = "pmap"
-  with pytest.raises(ValueError, match=r"must have mesh.backend=vmap.* pmap"):
-    prepare(configs)
-  for config in configs:
-    config.mesh.backend, config.init_from = "vmap", "runs/other"
-  with pytest.raises(ValueError, match=r"no init_from.* 'runs/other'"):
-    prepare(configs)
+  for backend, init_from, message in (
+    ("pmap", "", r"must have mesh.backend=vmap.* pmap"),
+    ("vmap", "runs/other", r"no init_from.* 'runs/other'"),
+  ):
+    for config in configs:
+      config.mesh.backend, config.init_from = backend, init_from
+    with pytest.raises(ValueError, match=message):
+      prepare(configs)

@@ -1,5 +1,6 @@
 """Runs that are cut off after a step in this process, and their results."""
 
+import functools
 import json
 import struct
 
@@ -116,12 +117,8 @@ def newest(trainer):
 
 def whole_runs(folder):
   """Returns a cache of uninterrupted runs by reducer and backend."""
-  found = {}
-
-  def get(reducer, backend):
-    if (reducer, backend) not in found:
-      config = config_of(folder / f"{reducer}-{backend}", reducer, backend)
-      found[reducer, backend] = run(config)
-    return found[reducer, backend]
-
-  return get
+  return functools.cache(
+    lambda reducer, backend: run(
+      config_of(folder / f"{reducer}-{backend}", reducer, backend)
+    )
+  )

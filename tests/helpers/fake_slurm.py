@@ -33,13 +33,10 @@ def install(folder):
 def environment(folder, job, tasks):
   """Returns the variables under which commands and jobs run."""
   return os.environ | {
-    "PATH": f"{folder}:{os.environ['PATH']}",
-    "FAKE_SLURM": str(folder),
-    "FAKE_SLURM_JOB": str(job),
-    "SLURM_JOB_ID": str(job),
-    "SLURM_JOB_NUM_NODES": str(tasks),
-    "SLURM_NTASKS": str(tasks),
-  }
+    "PATH": f"{folder}:{os.environ['PATH']}", "FAKE_SLURM": str(folder),
+    "FAKE_SLURM_JOB": str(job), "SLURM_JOB_ID": str(job),
+    "SLURM_JOB_NUM_NODES": str(tasks), "SLURM_NTASKS": str(tasks),
+  }  # fmt: skip
 
 
 def signal_tasks(folder, number):
@@ -59,20 +56,14 @@ def srun(arguments):
   folder = pathlib.Path(os.environ["FAKE_SLURM"])
   tasks = []
   for i in range(count):
-    of_task = {
-      "SLURM_STEP_NODELIST": "localhost",
-      "SLURM_STEP_NUM_TASKS": str(count),
-      "SLURM_PROCID": str(i),
-      "SLURM_NODEID": str(i),
-      "SLURM_LOCALID": "0",
-    }
+    environment = os.environ | {
+      "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": str(count),
+      "SLURM_PROCID": str(i), "SLURM_NODEID": str(i), "SLURM_LOCALID": "0",
+    }  # fmt: skip
     name = options["--output"].replace("%j", job).replace("%t", str(i))
     with open(name, "ab") as output:
-      tasks.append(
-        subprocess.Popen(
-          command, stdout=output, stderr=output, env=os.environ | of_task
-        )
-      )
+      tasks += [subprocess.Popen(command, stdout=output, stderr=output,
+                                 env=environment)]  # fmt: skip
   (folder / "tasks.txt").write_text(" ".join(str(t.pid) for t in tasks))
   codes = [tasks[0].wait()]
   if (folder / "scontrol.txt").exists():  # a requeued job is killed

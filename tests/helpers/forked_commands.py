@@ -1,7 +1,7 @@
-"""Runs commands of experiments/ in forks of a process that has imported JAX.
+"""Runs programs in forks of a process that has imported what they need.
 
 A process of its own takes seconds to import what a fork has at once. This file
-is both: a script that forks, and `Commands`, which tests use to talk to it.
+is both: a script that forks, and classes that tests use to talk to it.
 """
 
 import json
@@ -14,45 +14,41 @@ import tempfile
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_SECONDS = 120
 
 
 class Ended(NamedTuple):
-  """How a command has ended."""
+  """How a program has ended."""
 
   code: int
   out: str
   err: str
 
 
-class Commands:
-  """A process whose forks run commands."""
+class Forking:
+  """A process whose forks run programs.
 
-  def __init__(self):
-    # Not of the script, which does not find the helpers.
-    from helpers import environments
+  Args:
+    command: The interpreter, and its options.
+    imports: Modules that it imports.
+    seconds: Time limit of a program.
+    cwd: Where it starts.
+    environment: All its variables.
+    path: A folder to import from.
+  """
 
+  def __init__(self, command, imports, seconds, cwd, environment, path=""):
     self._process = subprocess.Popen(
-      [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-      text=True, cwd=ROOT,
-      env=environments.of_users() | {"JAX_PLATFORMS": "cpu"},
+      [*command, __file__, path, str(seconds), *imports], cwd=cwd, text=True,
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
     )  # fmt: skip
 
-  def run(self, script, *arguments, cwd=ROOT, **environment):
-    """Runs experiments/SCRIPT.py with arguments, and returns its end."""
-    with tempfile.TemporaryDirectory() as folder:
-      command = {
-        "script": str(ROOT / "experiments" / f"{script}.py"),
-        "arguments": list(map(str, arguments)),
-        "cwd": str(cwd),
-        "environment": environment,
-        "folder": folder,
-      }
-      self._process.stdin.write(json.dumps(command) + "\n")
-      self._process.stdin.flush()
-      code = int(self._process.stdout.readline())
-      out, err = (pathlib.Path(folder, n).read_text() for n in ("out", "err"))
-    return Ended(code, out, err)
+  def end_of(self, script, arguments, folder, cwd, environment):
+    """Runs a program whose output goes to a folder, and returns its end."""
+    order = [script, [*map(str, arguments)], str(folder), str(cwd), environment]
+    self._process.stdin.write(json.dumps(order) + "\n")
+    self._process.stdin.flush()
+    code = int(self._process.stdout.readline())
+    return Ended(code, *((folder / n).read_text() for n in ("out", "err")))
 
   def close(self):
     self._process.stdin.close()
@@ -60,21 +56,45 @@ class Commands:
     self._process.stdout.close()
 
 
-def _run(command):
-  """Runs a command in this process, a fork, and ends it."""
+class Commands(Forking):
+  """A process whose forks run commands of experiments/."""
+
+  def __init__(self):
+    # Not of the script, which does not find the helpers.
+    from helpers import environments
+
+    imports = (
+      "planning.layouts", "planning.presets", "reporting.run_page",
+      "study.runner", "training.trainer",
+    )  # fmt: skip
+    super().__init__(
+      [sys.executable], [f"experiments.{name}" for name in imports], 120, ROOT,
+      environments.of_users() | {"JAX_PLATFORMS": "cpu"}, str(ROOT),
+    )  # fmt: skip
+
+  def run(self, script, *arguments, cwd=ROOT, **environment):
+    """Runs experiments/SCRIPT.py with arguments, and returns its end."""
+    script = f"{ROOT}/experiments/{script}.py"
+    with tempfile.TemporaryDirectory() as folder:
+      folder = pathlib.Path(folder)
+      return self.end_of(script, arguments, folder, cwd, environment)
+
+
+def _run(seconds, script, arguments, folder, cwd, environment):
+  """Runs a program in this process, a fork, and ends it."""
   import runpy
   import traceback
 
-  signal.alarm(_SECONDS)
-  os.chdir(command["cwd"])
-  os.environ.update(command["environment"])
+  signal.alarm(seconds)
+  os.chdir(cwd)
+  os.environ.update(environment)
   for number, name in ((1, "out"), (2, "err")):
-    file = os.open(f"{command['folder']}/{name}", os.O_CREAT | os.O_WRONLY)
-    os.dup2(file, number)
-  sys.argv = [command["script"], *command["arguments"]]
+    flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+    os.dup2(os.open(f"{folder}/{name}", flags), number)
+  sys.argv = [script, *arguments]
   code = 0
   try:
-    runpy.run_path(command["script"], run_name="__main__")
+    runpy.run_path(script, run_name="__main__")
   except SystemExit as end:
     code = end.code or 0
     if isinstance(code, str):
@@ -88,23 +108,21 @@ def _run(command):
   os._exit(code)
 
 
-def main():
+def main(path, seconds, *imports):
+  import importlib
   import warnings
 
   # JAX has used no device yet, so it has no threads that a fork would lack.
   warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
-  sys.path[:0] = [str(ROOT)]
-  from experiments.planning import layouts, presets  # noqa: F401
-  from experiments.reporting import run_page  # noqa: F401
-  from experiments.study import runner  # noqa: F401
-  from experiments.training import trainer  # noqa: F401
-
+  sys.path[0] = path  # not the helpers
+  for name in imports:
+    importlib.import_module(name)
   for line in sys.stdin:
     if (pid := os.fork()) == 0:
-      _run(json.loads(line))
+      _run(int(seconds), *json.loads(line))
     _, status = os.waitpid(pid, 0)
     print(os.waitstatus_to_exitcode(status), flush=True)
 
 
 if __name__ == "__main__":
-  main()
+  main(*sys.argv[1:])

@@ -35,8 +35,11 @@ def between_hosts():
 def mesh_of(shape=(2, 4), axis_type=AxisType.Auto, names=None):
   """Returns a mesh of the first devices; by default one axis is of replicas."""
   names = names or ("stage", AXIS)[-len(shape) :]
+  types = (
+    axis_type if isinstance(axis_type, tuple) else (axis_type,) * len(shape)
+  )
   devices = jax.devices()[: math.prod(shape)]
-  return jax.make_mesh(shape, names, (axis_type,) * len(shape), devices=devices)
+  return jax.make_mesh(shape, names, types, devices=devices)
 
 
 def replicated(tree, mesh):
@@ -44,9 +47,7 @@ def replicated(tree, mesh):
   return jax.device_put(tree, NamedSharding(mesh, P()))
 
 
-def traced_once(
-  tx: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
+def traced_once(tx: Any) -> Any:
   """Returns `tx` with an update that raises if it is traced a second time."""
 
   def update(*args, **kwargs):
@@ -62,18 +63,9 @@ class Run:
   """Steps of a transformation for scripted gradients."""
 
   def __init__(
-    self,
-    tx,
-    params,
-    mesh=4,
-    specs=None,
-    binding="shard_map",
-    axis_name=AXIS,
-    update=None,
-    gradient_specs=None,
-    update_specs=None,
-    check_vma=True,
-  ):
+    self, tx, params, mesh=4, specs=None, binding="shard_map", axis_name=AXIS,
+    update=None, gradient_specs=None, update_specs=None, check_vma=True,
+  ):  # fmt: skip
     """Makes the first state, and a step that is compiled when it is called.
 
     Args:
@@ -81,7 +73,7 @@ class Run:
       params: Global arrays.
       mesh: Mesh, or the number of replicas.
       specs: Specs of the parameters; none for replicated ones.
-      binding: What binds the axis: "shard_map" or "pmap".
+      binding: What binds the axis: "shard_map", "pmap" or "vmap".
       axis_name: Axes of the replicas.
       update: Function of gradients, state and parameters of a device, without
         `tx`: by default gradients lose their axis of replicas.
@@ -91,8 +83,8 @@ class Run:
       check_vma: As of `jax.shard_map`.
     """
     self.tx = tx
-    if binding == "pmap":
-      self._bind_pmap(params, mesh)
+    if binding in ("pmap", "vmap"):
+      getattr(self, f"_bind_{binding}")(params, mesh)
       return
     self.mesh = mesh_of((mesh,)) if isinstance(mesh, int) else mesh
     self.replicas = self.mesh.size
@@ -126,26 +118,34 @@ class Run:
     self.step_fn = jax.jit(lambda g, state: step(g, state, params))
 
   def _bind_pmap(self, params, replicas):
-    self.replicas, self.devices = replicas, jax.devices()[:replicas]
-    self._pmap = functools.partial(
-      jax.pmap, axis_name=AXIS, devices=self.devices
-    )
-    init = self._pmap(lambda _: self.tx.init(params))
+    self.replicas, devices = replicas, jax.devices()[:replicas]
+    bind = functools.partial(jax.pmap, axis_name=AXIS, devices=devices)
+    init = bind(lambda _: self.tx.init(params))
     self.first_state = self.state = init(jnp.arange(replicas))
-    self.step_fn = self._pmap(
-      lambda gradients, state: self.tx.update(gradients, state, params)
+    self.step_fn = bind(lambda g, state: self.tx.update(g, state, params))
+
+  def _bind_vmap(self, params, replicas):
+    axes, self.replicas = edgc_jax.state_axes(self.tx, params), replicas
+    bind = functools.partial(jax.vmap, axis_name=AXIS, axis_size=replicas)
+    init = bind(self.tx.init, in_axes=None, out_axes=axes)
+    self.first_state = self.state = jax.jit(init)(params)
+    update = bind(
+      self.tx.update, in_axes=(0, axes, None), out_axes=(None, axes)
     )
+    self.step_fn = jax.jit(lambda g, state: update(g, state, params))
 
   def restart(self):
     """Goes back to the first state, without another compilation."""
     self.state = self.first_state
     return self
 
+  def _placed(self, gradients):
+    has_mesh = hasattr(self, "mesh")
+    return jax.device_put(gradients, self._places) if has_mesh else gradients
+
   def step(self, gradients):
     """Returns the updates of one step."""
-    if hasattr(self, "mesh"):
-      gradients = jax.device_put(gradients, self._places)
-    updates, self.state = self.step_fn(gradients, self.state)
+    updates, self.state = self.step_fn(self._placed(gradients), self.state)
     return jax.tree.map(np.asarray, updates)
 
   def residual(self):
@@ -158,9 +158,8 @@ class Run:
   def compiled(self, gradients):
     """Returns the text of the step, compiled once for this and all steps."""
     if not isinstance(self.step_fn, jax.stages.Compiled):
-      if hasattr(self, "mesh"):
-        gradients = jax.device_put(gradients, self._places)
-      self.step_fn = self.step_fn.lower(gradients, self.state).compile()
+      lowered = self.step_fn.lower(self._placed(gradients), self.state)
+      self.step_fn = lowered.compile()
     return self.step_fn.as_text()
 
 
@@ -182,8 +181,7 @@ class ShardMap(Run):
 
     By their type they are replicated: this reads each replica's copy.
     """
-    gradients = jax.device_put(gradients, self._places)
-    updates, self.state = self.step_fn(gradients, self.state)
+    updates, self.state = self.step_fn(self._placed(gradients), self.state)
     return jax.tree.map(
       lambda u: np.stack([np.asarray(s.data) for s in u.addressable_shards]),
       updates,
@@ -259,13 +257,8 @@ def window_bytes(state, replicas=1, stages=1):
   """Returns the bytes that the first replica broadcasts at a window's end.
 
   They are the rank, whether the warm-up is over, the ranks of matrices and, on
-  stages, the rank of stage 0.
-
-  Args:
-    state: Reducer state of one device, or with a copy for each replica or
-      stage.
-    replicas: Number of replicas.
-    stages: Number of stages.
+  stages, the rank of stage 0. The state is of one device, or with a copy for
+  each replica or stage.
   """
   copies = (replicas if state.count.ndim else 1) * stages
   ranks = state.allocation.ranks.size if state.allocation else 0
@@ -275,15 +268,13 @@ def window_bytes(state, replicas=1, stages=1):
 
 def gradients_like(params, seed, replicas=4, scale=1.0):
   """Returns independent Gaussian gradients for each replica."""
-  leaves, structure = jax.tree.flatten(params)
   random = np.random.default_rng(seed)
-  return jax.tree.unflatten(
-    structure,
-    [
-      jnp.asarray(scale * random.standard_normal((replicas, *p.shape)), p.dtype)
-      for p in leaves
-    ],
-  )
+
+  def draw(p):
+    values = scale * random.standard_normal((replicas, *p.shape))
+    return jnp.asarray(values, p.dtype)
+
+  return jax.tree.map(draw, params)
 
 
 def stage_mesh(stages, replicas):

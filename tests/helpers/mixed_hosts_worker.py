@@ -104,12 +104,11 @@ def train(tx, mesh, stage_axis=None):
     )
     (params, state, owed), (updates, shown) = jax.lax.scan(step, carry, keys)
     # A replica keeps in its residual what it did not send, if it has one.
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     owed = jax.tree.map(
-      lambda o, e: o if isinstance(e, optax.MaskedNode) else o - e,
-      owed,
-      residuals(state),
-      is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-    )
+      lambda o, e: o if is_masked(e) else o - e, owed, residuals(state),
+      is_leaf=is_masked,
+    )  # fmt: skip
     owed = jax.lax.pmean(edgc_jax.after_update(owed, state), "data")
     moved = jax.tree.map(lambda a, b: a - b, params, start)
     return jax.tree.map(
@@ -118,15 +117,10 @@ def train(tx, mesh, stage_axis=None):
        "diverged": state.checks.diverged_steps},
     )  # fmt: skip
 
-  fn = jax.jit(
-    jax.shard_map(
-      run, mesh=mesh, in_specs=(specs, state_specs), out_specs=P(everyone)
-    )
-  )
-  init = jax.shard_map(
-    tx.init, mesh=mesh, in_specs=(specs,), out_specs=state_specs
-  )
-  found = fn(params, jax.jit(init)(params))
+  on_mesh = functools.partial(jax.shard_map, mesh=mesh)
+  init = on_mesh(tx.init, in_specs=(specs,), out_specs=state_specs)
+  fn = on_mesh(run, in_specs=(specs, state_specs), out_specs=P(everyone))
+  found = jax.jit(fn)(params, jax.jit(init)(params))
   return {
     jax.tree_util.keystr(path): np.asarray(x.addressable_shards[0].data)[0]
     for path, x in jax.tree_util.tree_leaves_with_path(found)

@@ -22,22 +22,15 @@ WITHOUT_RESIDUAL = (
 def moving(rank: int, window: int = 2) -> dict[str, Any]:
   """Returns options of `edgc` with which few steps see two ranks.
 
-  Every step is sampled, and all entries.
-
-  Args:
-    rank: The larger rank, even.
-    window: Steps of a window, and of the warm-up.
+  Every step is sampled, and all entries. The larger rank is even; the warm-up
+  takes a window.
   """
   return {
-    "rank_min": rank // 2,
-    "rank_max": rank,
-    "rank_multiple": rank // 2,
-    "window": window,
-    "warmup_steps": window,
-    "max_warmup_steps": window,
+    "rank_min": rank // 2, "rank_max": rank, "rank_multiple": rank // 2,
+    "window": window, "warmup_steps": window, "max_warmup_steps": window,
     "sampling": edgc_jax.Sampling(step_rate=1.0, entry_rate=1.0),
     "min_ratio": 1.2,
-  }
+  }  # fmt: skip
 
 
 def variants(rank: int = 4, window: int = 2) -> Mapping[str, dict[str, dict]]:
@@ -79,14 +72,9 @@ def variants(rank: int = 4, window: int = 2) -> Mapping[str, dict[str, dict]]:
 def reducers(
   rank: int = 4, window: int = 2
 ) -> dict[str, Callable[[], optax.GradientTransformationExtraArgs]]:
-  """Returns all reducers and their variants, by name, as in "edgc_int4".
+  """Returns functions that make all reducers and their variants, by name.
 
-  Args:
-    rank: Rank of the factors, or the larger of two ranks; even.
-    window: Steps of a window.
-
-  Returns:
-    Functions that make a reducer over the axis "data".
+  Names are as "edgc_int4"; the rank, or the larger of two, is even.
   """
   options = variants(rank, window)
   assert set(options) <= set(edgc_jax.REDUCERS), "options of no reducer"

@@ -54,10 +54,8 @@ def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.ERROR)  # orbax logs each file
   chance = random.Random(_SEED.value)
   with tempfile.TemporaryDirectory() as folder:
-    verdicts = [
-      _soak(reducer, pathlib.Path(folder), chance)
-      for reducer in _REDUCERS.value
-    ]
+    folder = pathlib.Path(folder)
+    verdicts = [_soak(name, folder, chance) for name in _REDUCERS.value]
   sys.exit(0 if all(verdicts) else 1)
 
 
@@ -113,17 +111,15 @@ def command_of(
 ) -> list[str]:
   """Returns the training command."""
   return [
-    sys.executable,
-    f"{ROOT}/experiments/train_gpt2.py",
+    sys.executable, f"{ROOT}/experiments/train_gpt2.py",
     f"--config={ROOT}/configs/{config}.py:{reducer}",
     *(f"--config.{key}={value}" for key, value in settings.items()),
-  ]
+  ]  # fmt: skip
 
 
 def _start(reducer: str, folder: pathlib.Path) -> subprocess.Popen:
-  stages = _STAGES.value
+  stages, config = _STAGES.value, "gpt2_tiny"
   settings = {"steps": _STEPS.value, "run_dir": folder, **SETTINGS}
-  config = "gpt2_tiny"
   if stages > 1:
     config = "gpt2_tiny_pipeline"
     settings |= {
@@ -143,9 +139,11 @@ def difference(one: pathlib.Path, other: pathlib.Path) -> str:
   """Returns the differences of two runs in their state and metrics."""
   (step, arrays), (last, others) = map(_newest, (one, other))
   found = [f"last step {step} and {last}"] if step != last else []
-  for name in sorted(arrays.keys() | others.keys()):
-    if not np.array_equal(arrays.get(name), others.get(name)):
-      found.append(name)
+  found += [
+    name
+    for name in sorted(arrays.keys() | others.keys())
+    if not np.array_equal(arrays.get(name), others.get(name))
+  ]
   for mine, its in zip(lines_of(one), lines_of(other), strict=False):
     if mine != its:
       keys = [key for key in mine if mine[key] != its.get(key)]
@@ -159,21 +157,23 @@ def difference(one: pathlib.Path, other: pathlib.Path) -> str:
 def _newest(folder: pathlib.Path) -> tuple[int, dict[str, np.ndarray]]:
   """Returns step and arrays of the newest checkpoint, of any structure."""
   checkpoints = Checkpoints(folder / "checkpoints", 2)
-  step = checkpoints.steps()[0]
+  step, arrays = checkpoints.steps()[0], {}
+  for name in ("params", "opt_state"):
+    found = arrays_of(checkpoints.path / str(step) / name)
+    arrays |= {f"{name}.{path}": x for path, x in found.items()}
+  return step, arrays
+
+
+def arrays_of(path: pathlib.Path) -> dict[str, np.ndarray]:
+  """Returns all arrays of a checkpoint of orbax by name."""
   # On the host: this process does not have the run's devices.
   as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-  trees = {}
   with ocp.PyTreeCheckpointer() as reader:
-    for name in ("params", "opt_state"):
-      path = checkpoints.path / str(step) / name
-      tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(path)).tree
-      args = jax.tree.map(lambda _: as_numpy, tree)
-      trees[name] = reader.restore(path, restore_args=args)
-  return step, {
-    f"{name}.{path}": np.asarray(x)
-    for name, tree in trees.items()
-    for path, x in tree.items()
-  }
+    tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(path)).tree
+    args = jax.tree.map(lambda _: as_numpy, tree)
+    found = reader.restore(path, restore_args=args)
+  leaves = jax.tree_util.tree_leaves_with_path(found)
+  return {jax.tree_util.keystr(p): np.asarray(x) for p, x in leaves}
 
 
 def lines_of(folder: pathlib.Path) -> list[dict]:

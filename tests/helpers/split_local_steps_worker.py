@@ -52,24 +52,30 @@ def batch(step):
   return np.random.default_rng(step).normal(size=(32, 48)).astype(np.float32)
 
 
-def plain(is_split):
-  """In plain `jax.jit`, in two programs or in one."""
-  kinds = (AxisType.Auto,)
-  mesh = jax.make_mesh((REPLICAS,), ("data",), axis_types=kinds)
-  make = edgc_jax.split_local_steps if is_split else edgc_jax.local_steps
-  made = make(*chains(mesh), overlap=OVERLAP, mesh=mesh)
-  tx, exchange = made if is_split else (made, None)
+def step_of(tx, mesh=None, averages=False):
+  """One step under `jax.pmap`, or in plain `jax.jit` with a mesh."""
 
   def step(params, state, x):
     own = edgc_jax.local_params(params, state, mesh)
-    differentiated = edgc_jax.value_and_grad(
-      loss_fn, mesh, is_local=True, averages=not is_split
-    )
+    differentiated = jax.value_and_grad(loss_fn)
+    if mesh is not None:
+      differentiated = edgc_jax.value_and_grad(
+        loss_fn, mesh, is_local=True, averages=averages
+      )
     _, grads = differentiated(own, x)
     updates, state = tx.update(grads, state, params, local_params=own)
     return optax.apply_updates(params, updates), state
 
-  step = jax.jit(step, donate_argnums=(0, 1))
+  return step
+
+
+def plain(is_split):
+  """In plain `jax.jit`, in two programs or in one."""
+  mesh = jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,))
+  make = edgc_jax.split_local_steps if is_split else edgc_jax.local_steps
+  made = make(*chains(mesh), overlap=OVERLAP, mesh=mesh)
+  tx, exchange = made if is_split else (made, None)
+  step = jax.jit(step_of(tx, mesh, not is_split), donate_argnums=(0, 1))
   place = lambda x, spec: jax.make_array_from_callback(  # noqa: E731
     x.shape, NamedSharding(mesh, spec), lambda i: x[i]
   )
@@ -82,22 +88,12 @@ def plain(is_split):
 def pmapped():
   """Under `jax.pmap`, in two programs."""
   tx, exchange = edgc_jax.split_local_steps(*chains(), overlap=OVERLAP)
-
-  def step(params, state, x):
-    own = edgc_jax.local_params(params, state)
-    grads = jax.grad(loss_fn)(own, x)
-    updates, state = tx.update(grads, state, params, local_params=own)
-    return optax.apply_updates(params, updates), state
-
   here = jax.local_device_count()
   init = jax.pmap(lambda p, _: (p, tx.init(p)), "data", in_axes=(None, 0))
   params, state = init(start(), np.zeros(here))
   first = here * jax.process_index()
-
-  def place(x):
-    return x.reshape(REPLICAS, -1, 48)[first : first + here]
-
-  step = jax.pmap(step, axis_name="data", donate_argnums=(0, 1))
+  place = lambda x: x.reshape(REPLICAS, -1, 48)[first : first + here]  # noqa: E731
+  step = jax.pmap(step_of(tx), axis_name="data", donate_argnums=(0, 1))
   return run(step, exchange, params, state, place)
 
 

@@ -54,11 +54,7 @@ def _map_shapes(fn):
 
 
 def param_specs():
-  return _map_shapes(
-    lambda path, shape: (
-      P() if placement(path, shape) == "shared" else P("stage")
-    )
-  )
+  return _map_shapes(lambda path, _: P() if "norm" in path else P("stage"))
 
 
 def local_params():
@@ -67,9 +63,7 @@ def local_params():
 
 def global_params():
   return jax.tree.map(
-    lambda x, spec: jnp.concatenate(
-      [x] * (STAGES if spec == P("stage") else 1)
-    ),
+    lambda x, spec: jnp.concatenate([x] * (STAGES if any(spec) else 1)),
     local_params(),
     param_specs(),
   )

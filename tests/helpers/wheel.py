@@ -18,35 +18,31 @@ SECONDS = 300
 
 def run(command, **options):
   done = subprocess.run(
-    [str(part) for part in command],
-    capture_output=True,
-    text=True,
-    timeout=SECONDS,
+    list(map(str, command)), capture_output=True, text=True, timeout=SECONDS,
     **options,
-  )
+  )  # fmt: skip
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout
 
 
-def needed_by(name, found):
-  """Adds a distribution of this environment and all that it needs."""
-  if name in found:
-    return
-  found[name] = own = metadata.distribution(name)
-  for text in own.requires or ():
+def needed_by(requirements, found):
+  """Adds distributions of this environment, and all that they need.
+
+  Requirements of extras aside, all are taken; of those with a marker those that
+  are installed.
+  """
+  for text in requirements or ():
     requirement, _, marker = text.partition(";")
-    # Requirements of extras aside, all are taken.
-    if "extra" not in marker:
-      needed = re.match(r"[\w.-]+", requirement)[0]
-      if not marker or _is_installed(needed):
-        needed_by(needed, found)
-
-
-def _is_installed(name):
-  try:
-    return bool(metadata.distribution(name))
-  except metadata.PackageNotFoundError:
-    return False
+    name = re.match(r"[\w.-]+", requirement)[0]
+    if name in found or "extra" in marker:
+      continue
+    try:
+      found[name] = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+      if not marker:
+        raise
+    else:
+      needed_by(found[name].requires, found)
 
 
 @pytest.fixture(scope="session")
@@ -86,9 +82,7 @@ def python(distributions, tmp_path_factory):
   )  # fmt: skip
   needed = {}
   (about,) = metadata.distributions(path=[str(site)])
-  for text in about.requires:
-    if "extra" not in text:
-      needed_by(re.match(r"[\w.-]+", text)[0], needed)
+  needed_by(about.requires, needed)
   for own in needed.values():
     tops = {file.parts[0] for file in own.files} - {"..", "__pycache__"}
     for top in tops:

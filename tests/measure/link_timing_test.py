@@ -34,12 +34,16 @@ def fake_link(seconds, alone=1e-3):
   )
 
 
+def measured(seconds, sizes=SIZES, **options):
+  with fake_link(seconds, **options):
+    return timing.measure_link(mesh_of(), "data", list(sizes))
+
+
 @pytest.mark.parametrize(
   "latency, bandwidth", [(3e-5, 2e9), (1e-3, 1e8), (0.0, 5e10)]
 )
 def test_recovers_a_line(latency, bandwidth):
-  with fake_link([latency + size / bandwidth for size in SIZES]):
-    link = timing.measure_link(mesh_of(), "data", SIZES)
+  link = measured([latency + size / bandwidth for size in SIZES])
   assert link.latency / (latency or 1) == near(float(latency > 0))
   assert link.bandwidth / bandwidth == near(1)
   assert link.r_squared == near(1)
@@ -47,30 +51,19 @@ def test_recovers_a_line(latency, bandwidth):
 
 
 def test_long_latencies_are_not_paid_eight_times():
-  latency, bandwidth = 0.2, 1e7
-  seconds = [latency + size / bandwidth for size in SIZES]
-  chains, make = [], timing._all_reduces
-  with (
-    fake_link(seconds, alone=latency),
-    mock.patch.object(
-      timing,
-      "_all_reduces",
-      lambda *args: chains.append(args[-1]) or make(*args),
-    ),
-  ):
-    link = timing.measure_link(mesh_of(), "data", SIZES)
+  make = mock.patch.object(timing, "_all_reduces", wraps=timing._all_reduces)
+  with make as made:
+    link = measured([0.2 + size / 1e7 for size in SIZES], alone=0.2)
+  chains = [call.args[-1] for call in made.call_args_list]
   assert chains == [1] * (1 + len(SIZES))
-  assert link.latency == near(latency)
-  assert link.bandwidth / bandwidth == near(1)
+  assert link.latency == near(0.2)
+  assert link.bandwidth / 1e7 == near(1)
 
 
 def test_fits_what_the_processes_agreed_on():
   agreed = np.array([1e-3 + size / 1e8 for size in SIZES])
-  with (
-    fake_link([1.0, 2.0, 3.0]),
-    mock.patch.object(timing, "agree", lambda mesh, seconds: agreed),
-  ):
-    link = timing.measure_link(mesh_of(), "data", SIZES)
+  with mock.patch.object(timing, "agree", lambda mesh, seconds: agreed):
+    link = measured([1.0, 2.0, 3.0])
   assert link.latency == pytest.approx(1e-3, rel=0, abs=5e-10)
 
 
@@ -78,8 +71,7 @@ def test_small_sizes_weigh_as_much():
   """10 % more at the largest size must not swamp the latency."""
   times = np.array([1e-5 + size / 1e8 for size in SIZES])
   times[-1] *= 1.1
-  with fake_link(times):
-    link = timing.measure_link(mesh_of(), "data", SIZES)
+  link = measured(times)
   assert link.latency == pytest.approx(1e-5, rel=0, abs=0.3e-5)
   assert 0.9 <= link.r_squared <= 0.9999
 
@@ -87,8 +79,7 @@ def test_small_sizes_weigh_as_much():
 def test_no_negative_latency():
   """The line is through the origin: least squares of errors in seconds."""
   seconds, sizes = np.array([1e-5, 1.2e-3]), np.array([2**16, 2**20])
-  with fake_link(seconds):
-    link = timing.measure_link(mesh_of(), "data", sizes.tolist())
+  link = measured(seconds, sizes.tolist())
   assert link.latency == 0.0
   per_byte = np.sum(sizes * seconds) / np.sum(sizes.astype(float) ** 2)
   assert_allclose(link.bandwidth, 1 / per_byte, rtol=1e-5)
@@ -104,11 +95,9 @@ def test_no_negative_latency():
 )
 def test_a_long_link(times, larger):
   """No line fits; one that is right at both ends predicts larger sizes."""
-  with fake_link(list(times.values())):
-    link = timing.measure_link(mesh_of(), "data", list(times))
-  size, seconds = larger
-  assert_allclose(link.seconds(size), seconds, rtol=0.08)
-  assert_allclose(link.seconds(2**16), times[2**16], rtol=0.08)
+  link = measured(list(times.values()), times)
+  for size, seconds in (larger, (2**16, times[2**16])):
+    assert_allclose(link.seconds(size), seconds, rtol=0.08)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +111,8 @@ def test_a_long_link(times, larger):
 def test_noise(seconds):
   expected = SIZES[-1] / seconds[-1]
   message = f"latency 0 and the bandwidth of the largest, {expected:.4g} "
-  message = re.escape(message)
-  with fake_link(seconds), pytest.warns(RuntimeWarning, match=message):
-    link = timing.measure_link(mesh_of(), "data", SIZES)
+  with pytest.warns(RuntimeWarning, match=re.escape(message)):
+    link = measured(seconds)
   assert (link.latency, link.r_squared) == (0.0, 0.0)
   assert_allclose(link.bandwidth, expected, rtol=1e-6)
 
@@ -142,41 +130,30 @@ def test_real(axis_type, shape):
   assert link.r_squared <= 1
 
 
-def test_several_axes():
-  mesh = mesh_of((2, 4))
-  call = timing._all_reduces(mesh, tuple(mesh.axis_names), 100, 1)
-  assert_array_equal(call(), np.full(8 * 100, 2.0))
-  with fake_link([0.001, 0.002, 0.003]):
-    timing.measure_link(mesh, tuple(mesh.axis_names), SIZES)
-
-
 def test_program():
   """It is one all-reduce in a loop, over groups along the axis."""
   call = timing._all_reduces(mesh_of(), "data", 1000, 5)
-  result = call()
   # x <- mean(x) + x_0 from x = x_0 = 1.
-  assert_array_equal(result, 1 + 5)
-  assert result.shape == (4 * 1000,)
+  assert_array_equal(call(), np.full(4 * 1000, 1.0 + 5))
   text = call.func.lower(*call.args).compile().as_text()
   (line,) = [x for x in text.splitlines() if " all-reduce(" in x]
   assert "f32[1000]" in line
-  groups = hlo.groups_of(line)
-  assert groups == [[0, 1, 2, 3], [4, 5, 6, 7]]
+  assert hlo.groups_of(line) == [[0, 1, 2, 3], [4, 5, 6, 7]]
   assert "while" in text
+  # Over several axes.
+  call = timing._all_reduces(mesh_of(), ("stage", "data"), 100, 1)
+  assert_array_equal(call(), np.full(8 * 100, 2.0))
 
 
 @pytest.mark.parametrize(
   "durations, budget, many, repeats",
   [
-    ((1, 4, 16), 300.0, 3, 10),
-    ((1, 4, 16), 200.0, 3, 5),
-    ((1, 4, 16), 100.0, 2, 10),
-    ((1, 4, 16), 40.0, 2, 4),
-    ((1, 4, 16), 1.0, 2, 2),
-    ((10, 11, 15), 250.0, 3, 2),  # most of it latency
-    ((10, 11, 15), 200.0, 2, 5),
+    ((1, 4, 16), 300.0, 3, 10), ((1, 4, 16), 200.0, 3, 5),
+    ((1, 4, 16), 40.0, 2, 4), ((1, 4, 16), 1.0, 2, 2),
+    # Most of it latency.
+    ((10, 11, 15), 250.0, 3, 2), ((10, 11, 15), 200.0, 2, 5),
   ],
-)
+)  # fmt: skip
 def test_calls_within_a_budget(durations, budget, many, repeats):
   """Each has four runs in addition to its repeats."""
   clock, made = [0.0], []

@@ -34,7 +34,6 @@ def fake_times(seconds):
     ([1.0, 1.1, 2.5], 0.0, (4 * 0.1 + 20 * 1.5) / (4**2 + 20**2)),
     ([1.0, 2.0, 1.5], 0.75, 0.0),  # falls with rank
     ([1.0, 0.9, 0.8], 0.0, 0.0),  # faster than dense
-    ([1.0, 0.5, 0.9], 0.0, 0.0),
   ],
 )
 def test_fit(seconds, base, per_rank):
@@ -74,12 +73,9 @@ def test_real_compression():
 
 
 def test_real_backward():
-  stage_fn = lambda p, x: jnp.tanh(x @ p["w"])  # noqa: E731
-  params, inputs = {"w": jnp.ones((64, 64))}, jnp.ones((16, 64))
-  assert timing.measure_backward(stage_fn, params, inputs, repeats=3) > 0
-  # Tokens have no gradient.
+  """Tokens have no gradient."""
   embed = lambda p, x: p["w"][x]  # noqa: E731
-  tokens = jnp.arange(16)
+  params, tokens = {"w": jnp.ones((64, 64))}, jnp.arange(16)
   assert timing.measure_backward(embed, params, tokens, repeats=3) > 0
 
 

@@ -1,7 +1,5 @@
 """States resized to another number of replicas."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -17,19 +15,6 @@ import edgc_jax
 PARAMS = {"w": jnp.zeros((3, 32, 48)), "bias": jnp.zeros((7,))}
 
 
-TX = float32.powersgd(4, min_ratio=1.0)
-
-
-@functools.cache
-def run_on(replicas):
-  """Returns a run, compiled once for all tests."""
-  return ShardMap(TX, PARAMS, replicas)
-
-
-def parts_of(x, replicas):
-  return x.reshape(replicas, -1, *x.shape[1:])
-
-
 @pytest.mark.parametrize(
   ("old", "new"), [(4, 2), (2, 4), (4, 1), (1, 4), (4, 3), (3, 4)]
 )
@@ -38,25 +23,23 @@ def test_the_mean_over_replicas_stays(old, new):
   found = edgc_jax.resize_replicas(x, P("data"), old, new)
   assert found.shape == (new * 6, 5)
   assert found.dtype == np.float32
-  np.testing.assert_allclose(
-    parts_of(found, new).mean(0), parts_of(x, old).mean(0), atol=1e-6
-  )
+  means = (a.reshape(n, -1, 5).mean(0) for a, n in ((found, new), (x, old)))
+  np.testing.assert_allclose(*means, atol=1e-6)
 
 
-def test_multiples_are_copies_and_groups_are_means():
-  x = np.arange(4.0)
-  more = edgc_jax.resize_replicas(x, P("data"), 4, 8)
-  np.testing.assert_array_equal(more, [0, 0, 1, 1, 2, 2, 3, 3])
-  less = edgc_jax.resize_replicas(x, P("data"), 4, 2)
-  np.testing.assert_array_equal(less, [0.5, 2.5])
-  neither = edgc_jax.resize_replicas(x, P("data"), 4, 3)
-  np.testing.assert_array_equal(neither, [1.5, 1.5, 1.5])
-
-
-def test_means_of_integers_are_rounded():
-  found = edgc_jax.resize_replicas(np.array([1, 2, 2, 2]), P("data"), 4, 1)
-  np.testing.assert_array_equal(found, [2])
-  assert found.dtype == np.int64
+@pytest.mark.parametrize(
+  ("x", "new", "expected"),
+  [
+    ([0.0, 1.0, 2.0, 3.0], 8, [0, 0, 1, 1, 2, 2, 3, 3]),  # copies
+    ([0.0, 1.0, 2.0, 3.0], 2, [0.5, 2.5]),  # means of groups
+    ([0.0, 1.0, 2.0, 3.0], 3, [1.5, 1.5, 1.5]),
+    ([1, 2, 2, 2], 1, [2]),  # integers are rounded
+  ],
+)
+def test_parts(x, new, expected):
+  found = edgc_jax.resize_replicas(np.array(x), P("data"), 4, new)
+  np.testing.assert_array_equal(found, expected)
+  assert found.dtype == np.array(x).dtype
 
 
 def test_growing_and_shrinking_is_exact():
@@ -79,26 +62,24 @@ def test_replicated_leaves_stay():
   found = edgc_jax.resize_replicas(tree, specs, 4, 2)
   assert found["a"] is tree["a"]
   assert found["b"] is tree["b"]
-
-
-def test_arrays_without_entries():
-  for new in (2, 8):
+  for new in (2, 8):  # without entries
     found = edgc_jax.resize_replicas(np.ones((4, 0)), P("data"), 4, new)
     assert found.shape == (new, 0)
 
 
-def test_out_of_range():
-  with pytest.raises(ValueError, match=r"`new` must be .*, got 0"):
-    edgc_jax.resize_replicas(np.ones(4), P("data"), 4, 0)
-  with pytest.raises(ValueError, match=r"`old` must be .*\(6,\), got 4"):
-    edgc_jax.resize_replicas(np.ones(6), P("data"), 4, 2)
-  with pytest.raises(ValueError, match=r"`stages` must be .*, got 0"):
-    edgc_jax.resize_replicas(np.ones(4), P(("stage", "data")), 2, 1, stages=0)
-
-
-def test_stages_are_not_mixed():
-  with pytest.raises(ValueError, match=r"`stages` must be given.*got None"):
-    edgc_jax.resize_replicas(np.ones(4), P(("stage", "data")), 2, 1)
+@pytest.mark.parametrize(
+  ("size", "spec", "options", "message"),
+  [
+    (4, "data", {"new": 0}, r"`new` must be .*, got 0"),
+    (6, "data", {}, r"`old` must be .*\(6,\), got 4"),
+    (4, ("stage", "data"), {"stages": 0}, r"`stages` must be .*, got 0"),
+    (4, ("stage", "data"), {}, r"`stages` must be given.*got None"),
+  ],
+)
+def test_out_of_range(size, spec, options, message):
+  options = {"old": 4, "new": 2} | options
+  with pytest.raises(ValueError, match=message):
+    edgc_jax.resize_replicas(np.ones(size), P(spec), **options)
 
 
 def test_sums_are_of_a_replica():
@@ -122,7 +103,8 @@ def test_without_residuals_specs_need_not_name_the_replicas():
 @pytest.mark.slow
 def test_the_next_update_is_the_same(old, new):
   """Gradients are regrouped; the exchange depends on means alone."""
-  before, after = run_on(old).restart(), run_on(new)
+  tx = float32.powersgd(4, min_ratio=1.0)
+  before, after = (ShardMap(tx, PARAMS, n) for n in (old, new))
   for seed in range(3):
     before.step(gradients_like(PARAMS, seed, old))
   state = jax.device_get(before.state)
@@ -146,8 +128,6 @@ def test_marks_every_reducer_and_nothing_else():
   assert int(after.budget.restarts) > 0
   unmarked = after.budget._replace(restarts=before.budget.restarts)
   chex.assert_trees_all_equal(after._replace(budget=unmarked), before)
-
-
-def test_nothing_to_mark():
+  # Without a budget there is nothing to mark.
   state = float32.powersgd(4).init(PARAMS)
   assert edgc_jax.restart_reference(state).budget is state.budget

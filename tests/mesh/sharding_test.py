@@ -4,9 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from helpers import float32
-from helpers.meshes import ShardMap, gradients_like, residuals
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
@@ -41,14 +39,3 @@ def test_other_axis_and_no_reducer():
   assert specs.leaves["w"].residual == P("replica")
   plain = edgc_jax.state_specs(optax.adam(1e-3), PARAMS)
   assert set(jax.tree.leaves(plain)) == {P()}
-
-
-@pytest.mark.slow
-def test_global_shapes():
-  """Arrays [m, n] of replicas are one array [N m, n]."""
-  run = ShardMap(float32.powersgd(2), PARAMS)
-  run.step(gradients_like(PARAMS, 0))
-  residual = residuals(run.state)["w"]
-  assert residual.shape == (4 * 16, 24)
-  assert residual.addressable_shards[0].data.shape == (16, 24)
-  assert residual.sharding.spec == P("data")

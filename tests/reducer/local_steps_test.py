@@ -40,12 +40,17 @@ def tx_of(
   return edgc_jax.local_steps(inner, outer, every, mesh=mesh, **options)
 
 
-def step_of(tx):
-  """One step where the axis is bound."""
+def step_of(tx, mesh=None, axis=AXIS):
+  """One step where the axis is bound, or in plain `jax.jit` with a mesh."""
 
   def step(params, opt_state, x):
-    local = edgc_jax.local_params(params, opt_state)
-    grads = jax.grad(loss_fn)(local, x)
+    local = edgc_jax.local_params(params, opt_state, mesh)
+    if mesh is None:
+      grads = jax.grad(loss_fn)(local, x)
+    else:
+      _, grads = edgc_jax.value_and_grad(loss_fn, mesh, axis, is_local=True)(
+        local, x
+      )
     updates, opt_state = tx.update(grads, opt_state, params, local_params=local)
     return optax.apply_updates(params, updates), opt_state
 
@@ -69,17 +74,11 @@ def pmapped(tx):
 
 def shard_mapped(tx):
   mesh, specs = mesh_of(), edgc_jax.state_specs(tx, PARAMS)
-  init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
+  on_mesh = functools.partial(jax.shard_map, mesh=mesh)
   params = replicated(PARAMS, mesh)
-  state = jax.jit(init)(params)
-  step = jax.jit(
-    jax.shard_map(
-      step_of(tx),
-      mesh=mesh,
-      in_specs=(P(), specs, P(AXIS)),
-      out_specs=(P(), specs),
-    )
-  )
+  state = jax.jit(on_mesh(tx.init, in_specs=P(), out_specs=specs))(params)
+  in_specs, out_specs = (P(), specs, P(AXIS)), (P(), specs)
+  step = jax.jit(on_mesh(step_of(tx), in_specs=in_specs, out_specs=out_specs))
   for i in itertools.count():
     yield params, state
     params, state = step(params, state, batch(i))
@@ -111,44 +110,36 @@ def plain(make):
   """In plain `jax.jit`; `make` makes the transformation for a mesh."""
   mesh = mesh_of()
   tx = make(mesh=mesh)
-
-  @jax.jit
-  def step(params, state, x):
-    own = edgc_jax.local_params(params, state, mesh)
-    _, grads = edgc_jax.value_and_grad(loss_fn, mesh, AXIS, is_local=True)(
-      own, x
-    )
-    updates, state = tx.update(grads, state, params, local_params=own)
-    return optax.apply_updates(params, updates), state
-
-  params = replicated(PARAMS, mesh)
+  step, params = jax.jit(step_of(tx, mesh)), replicated(PARAMS, mesh)
   state = jax.jit(tx.init)(params)
   for i in itertools.count():
     yield params, state
     params, state = step(params, state, batch(i))
 
 
-def states_after(run, *steps):
-  """Returns parameters and state of a run after some steps, in their order."""
-  found = list(itertools.islice(run, max(steps) + 1))
-  return [found[i] for i in steps]
+def state_after(run, steps):
+  """Returns parameters and state of a run after some steps."""
+  return next(itertools.islice(run, steps, None))
 
 
-@functools.cache
-def by_hand(every, steps, inner=None, rule=NESTEROV, overlap=0):
+def by_hand(every, steps, overlap):
   """DiLoCo with a loop over the replicas, on the host.
 
   A result is applied `overlap` steps after its exchange began.
   """
-  inner = optax.adam(1e-2) if inner is None else inner
+  inner, rule = optax.adam(1e-2), NESTEROV
+
+  @jax.jit
+  def step(local, state, x):
+    found, state = inner.update(jax.grad(loss_fn)(local, x), state, local)
+    return optax.apply_updates(local, found), state
+
   params, outer_state = PARAMS, rule.init(PARAMS)
   own = [(params, inner.init(params)) for _ in range(REPLICAS)]
   commons, begun = [], None
   for i in range(steps):
     for r, x in enumerate(split_batch(i)):
-      local, state = own[r]
-      found, state = inner.update(jax.grad(loss_fn)(local, x), state, local)
-      own[r] = (optax.apply_updates(local, found), state)
+      own[r] = step(*own[r], x)
     due = i + 1 - overlap
     if due > 0 and due % every == 0:
       then = begun if overlap else [local for local, _ in own]
@@ -167,30 +158,19 @@ def by_hand(every, steps, inner=None, rule=NESTEROV, overlap=0):
   return commons
 
 
-@pytest.mark.parametrize("run", [simulated, plain])
-def test_equals_a_loop_over_the_replicas(run):
-  make = functools.partial(tx_of, every=3)
-  commons = by_hand(every=3, steps=7)
-  (second, _), (last, _) = states_after(
-    run(make if run is plain else make()), 2, 7
-  )
-  chex.assert_trees_all_close(second, commons[1], atol=2e-5)
-  chex.assert_trees_all_close(last, commons[6], atol=2e-5)
-  chex.assert_trees_all_equal(commons[1], PARAMS)
-
-
-@pytest.mark.parametrize("overlap", [1, 3])
-@pytest.mark.slow
-def test_equals_a_loop_with_an_overlap(overlap):
+@pytest.mark.parametrize(
+  "overlap", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))]
+)
+def test_equals_a_loop_over_the_replicas(overlap):
   """The second exchange begins when the first is applied, for overlap=3."""
-  make = functools.partial(tx_of, every=3, overlap=overlap)
-  commons = by_hand(every=3, steps=10, overlap=overlap)
-  run = simulated(make())
-  for i, (params, _) in enumerate(itertools.islice(run, 1, 11)):
-    chex.assert_trees_all_close(params, commons[i], atol=2e-5)
-  late = by_hand(every=3, steps=10, overlap=overlap - 1)
+  run = simulated(tx_of(every=3, overlap=overlap))
+  found = [params for params, _ in itertools.islice(run, 1, 11)]
+  expected = by_hand(every=3, steps=10, overlap=overlap)
+  chex.assert_trees_all_close(found, expected, atol=2e-5)
+  chex.assert_trees_all_equal(expected[1], PARAMS)
+  early = by_hand(every=3, steps=10, overlap=overlap - 1 if overlap else 1)
   with pytest.raises(AssertionError):
-    chex.assert_trees_all_close(params, late[-1], atol=2e-4)
+    chex.assert_trees_all_close(found[-1], early[-1], atol=2e-4)
 
 
 @pytest.mark.slow
@@ -198,16 +178,25 @@ def test_all_ways_to_bind_the_axis_agree():
   """Those that are simulated are a loop over the replicas, as above."""
   make = functools.partial(tx_of, fragments=2, overlap=1)
   steps = 13  # the last one exchanges
-  ((expected, state),) = states_after(simulated(make()), steps)
+  expected, state = state_after(simulated(make()), steps)
   moved = edgc_jax.metrics(state)
   assert moved["wire_bytes"] > 0 and moved["skipped_inner_steps"] == 0
   for run in (pmapped, shard_mapped, plain):
-    found = states_after(run(make if run is plain else make()), steps)
-    ((params, state),) = found
+    own = run(make if run is plain else make())
+    params, state = state_after(own, steps)
     chex.assert_trees_all_close(params, expected, atol=2e-5)
     chex.assert_trees_all_close(edgc_jax.metrics(state), moved, rtol=1e-4)
   distance = optax.tree.norm(optax.tree.sub(expected, PARAMS))
   assert distance > 0.1, "the tolerance is not what makes them agree"
+
+
+def on_shards():
+  """Returns a mesh, its options, and placed parameters."""
+  mesh = mesh_of((2, 2), ("replica", "shard"))
+  specs = {"w": P(None, "shard"), "v": P("shard"), "b": P("shard")}
+  places = jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs)
+  where = {"mesh": mesh, "param_specs": specs}
+  return mesh, where, jax.device_put(PARAMS, places)
 
 
 @pytest.mark.parametrize(
@@ -216,23 +205,15 @@ def test_all_ways_to_bind_the_axis_agree():
 def test_inner_steps_send_nothing(is_sharded):
   """All collectives over replicas of the compiled step are in the exchange."""
   if is_sharded:
-    mesh = mesh_of((2, 2), ("replica", "shard"))
-    specs = {"w": P(None, "shard"), "v": P("shard"), "b": P("shard")}
-    where = {"mesh": mesh, "param_specs": specs}
-    within = {frozenset({0, 1}), frozenset({2, 3})}
+    (mesh, where, params), within = on_shards(), {(0, 1), (2, 3)}
   else:
-    mesh, within = mesh_of((REPLICAS,), ("replica",)), set()
+    mesh, params, within = mesh_of((REPLICAS,), ("replica",)), PARAMS, set()
     where = {"mesh": mesh}
   reducer = edgc_jax.quantize(8, "replica", **where)
   tx = edgc_jax.local_steps(
     optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
     optax.chain(reducer, NESTEROV), 4, "replica", **where,
   )  # fmt: skip
-  params = PARAMS
-  if is_sharded:
-    params = jax.device_put(
-      PARAMS, jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs)
-    )
 
   @jax.jit
   def step(params, state, x):
@@ -250,7 +231,7 @@ def test_inner_steps_send_nothing(is_sharded):
   assert "conditional(" in entry
   for part, is_sent in ((text, True), (entry, False)):
     groups = [
-      set(map(frozenset, hlo.groups_of(line)))
+      {tuple(sorted(group)) for group in hlo.groups_of(line)}
       for line in filter(hlo.is_collective, part.splitlines())
     ]
     assert any(not own <= within for own in groups) == is_sent, groups
@@ -262,33 +243,15 @@ def test_inner_steps_send_nothing(is_sharded):
 @pytest.mark.slow
 def test_an_exchange_with_an_overlap_keeps_its_turn():
   """CPUs order collectives by data alone: with an overlap, too."""
-  mesh = mesh_of((2, 2), ("replica", "shard"))
-  specs = {"w": P(None, "shard"), "v": P("shard"), "b": P("shard")}
-  where = {"mesh": mesh, "param_specs": specs}
+  mesh, where, params = on_shards()
+  outer = optax.chain(edgc_jax.allreduce("replica", **where), NESTEROV)
   tx = edgc_jax.local_steps(
-    optax.adam(1e-2),
-    optax.chain(edgc_jax.allreduce("replica", **where), NESTEROV),
-    4, "replica", overlap=2, **where,
-  )  # fmt: skip
-  places = jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs)
-  params = jax.device_put(PARAMS, places)
-  state = tx.init(params)
-
-  @jax.jit
-  def step(params, state, x):
-    local = edgc_jax.local_params(params, state, mesh)
-    loss, grads = edgc_jax.value_and_grad(
-      loss_fn, mesh, "replica", is_local=True
-    )(local, x)
-    updates, state = tx.update(grads, state, params, local_params=local)
-    return optax.apply_updates(params, updates), state, loss
-
-  text = step.lower(params, state, batch(0)).compile().as_text()
-  assert " conditional(" in text
-  exchanges = {
-    match.group(1)
-    for match in re.finditer(r"%?([\w.\-]+) = [^\n]* conditional\(", text)
-  }
+    optax.adam(1e-2), outer, 4, "replica", overlap=2, **where
+  )
+  step = jax.jit(step_of(tx, mesh, "replica"))
+  text = step.lower(params, tx.init(params), batch(0)).compile().as_text()
+  exchanges = set(re.findall(r"%?([\w.\-]+) = [^\n]* conditional\(", text))
+  assert exchanges
   assert not [pair for pair in unordered(text) if exchanges & {*pair}]
 
 
@@ -350,13 +313,12 @@ def test_a_replica_skips_a_step_alone(inner, bad):
   moved = np.abs(state.offset.values["w"]).max((1, 2, 3))
   assert moved[2] == 0 and np.all(moved[[0, 1, 3]] > 0)
   inner_state = state.inner_state.values
-  counts = optax.tree.get_all_with_path(inner_state, "count")
-  for _, count in counts:
+  for _, count in optax.tree.get_all_with_path(inner_state, "count"):
     assert count.ravel().tolist() == [1, 1, 0, 1]
-  assert all(np.isfinite(x).all() for x in jax.tree.leaves(inner_state))
+  chex.assert_tree_all_finite(inner_state)
   for i in range(1, 3):
     params, state = step(params, state, split_batch(i))
-  assert all(np.isfinite(p).all() for p in jax.tree.leaves(params))
+  chex.assert_tree_all_finite(params)
   metrics = edgc_jax.metrics(state)
   assert metrics["skipped_inner_steps"] == 1 and metrics["skipped_steps"] == 0
 
@@ -377,35 +339,26 @@ def test_a_round_that_is_not_finite_is_dropped():
   assert not any(np.any(d) for d in jax.tree.leaves(state.offset.values))
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_fragments_in_turn_and_bytes_of_each_step(fragments):
+def test_fragments_in_turn_and_bytes_of_each_step():
   """A dense round of 4 steps sends a quarter of a dense run.
 
   Leaves change in turn: the largest fragment first, then the other.
   """
   size = sum(p.size for p in jax.tree.leaves(PARAMS))
   sent, changed, before = [], [], PARAMS
-  run = simulated(tx_of(every=4, fragments=fragments))
+  run = simulated(tx_of(every=4, fragments=2))
   for params, state in itertools.islice(run, 13):
     metrics = edgc_jax.metrics(state)
     assert metrics["dense_bytes"] == 4 * size
     sent.append(metrics["wire_bytes"])
-    is_equal = jax.tree.map(np.array_equal, params, before)
-    changed.append({k for k in PARAMS if not is_equal[k]})
+    changed.append({k for k in PARAMS if np.any(params[k] != before[k])})
     before = params
-  due = list(range(4 // fragments, 13, 4 // fragments))
-  assert [step for step, n in enumerate(sent) if n] == due
-  parts = [changed[step] for step in due[:fragments]]
-  assert set.union(*parts) == set(PARAMS)
-  assert fragments == 1 or not set.intersection(*parts)
-  for step, found in enumerate(changed):
-    own = parts[due.index(step) % fragments] if step in due else set()
-    assert found == own
+  assert [step for step, n in enumerate(sent) if n] == list(range(2, 13, 2))
+  assert changed == [set(), *([set(), {"b", "v"}, set(), {"w"}] * 3)]
   # The first exchanges also compare gradients and replicas.
   np.testing.assert_allclose(sum(sent) / (4 * size), 3, rtol=0.05)
   np.testing.assert_allclose(metrics["compression_ratio"], 4, rtol=0.05)
-  if fragments == 2:  # the two matrices, one with the bias
-    np.testing.assert_allclose(max(sent) / (2 * size), 1, rtol=0.05)
+  np.testing.assert_allclose(max(sent) / (2 * size), 1, rtol=0.05)
 
 
 def test_fragments_are_described_once_and_their_metrics_joined():
@@ -435,23 +388,18 @@ def test_metrics_count_what_any_fragment_finds():
   assert metrics["diverged_steps"] == metrics["skipped_steps"] == 2
 
 
-@functools.cache
-def on_four_replicas():
-  """Returns a state after half a round, and its specs."""
+def test_resizing_keeps_the_mean_of_the_own_parameters():
+  """Of a state after half a round."""
   tx = tx_of(every=4)
-  ((_, state),) = states_after(shard_mapped(tx), 6)
-  return jax.device_get(state), edgc_jax.state_specs(tx, PARAMS)
-
-
-@pytest.mark.parametrize("replicas", [2, 8])
-def test_resizing_keeps_the_mean_of_the_own_parameters(replicas):
-  host, specs = on_four_replicas()
-  resized = edgc_jax.resize_replicas(host, specs, REPLICAS, replicas)
-  for part in ("offset", "inner_state"):
-    old, new = (getattr(s, part).values for s in (host, resized))
-    for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
-      assert b.shape == (replicas, *a.shape[1:])
-      np.testing.assert_allclose(a.mean(0), b.mean(0), atol=1e-6)
+  _, state = state_after(shard_mapped(tx), 6)
+  host, specs = jax.device_get(state), edgc_jax.state_specs(tx, PARAMS)
+  for replicas in (2, 8):
+    resized = edgc_jax.resize_replicas(host, specs, REPLICAS, replicas)
+    for part in ("offset", "inner_state"):
+      old, new = (getattr(s, part).values for s in (host, resized))
+      for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+        assert b.shape == (replicas, *a.shape[1:])
+        np.testing.assert_allclose(a.mean(0), b.mean(0), atol=1e-6)
 
 
 @pytest.mark.slow
@@ -464,24 +412,18 @@ def test_parameters_in_bfloat16():
   assert not np.array_equal(params["w"], PARAMS["w"].astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
-@pytest.mark.parametrize(
-  ("make", "got"),
-  [
-    (lambda reducer: NESTEROV, "a chain without a reducer"),
-    (lambda reducer: reducer, "a reducer alone, whose mean points back"),
-    (
-      lambda reducer: optax.chain(optax.sgd(1.0), reducer),
-      "a chain with another link before",
-    ),
-  ],
-)
-def test_outer_chains_begin_with_a_reducer(make, got, is_plain):
-  mesh = mesh_of() if is_plain else None
-  outer = make(edgc_jax.quantize(4, mesh=mesh))
-  tx = edgc_jax.local_steps(optax.adam(1e-3), outer, 2, mesh=mesh)
-  with pytest.raises(ValueError, match=f"`outer` must .* got '{got}"):
-    tx.init(PARAMS)
+@pytest.mark.parametrize("mesh", [None, (REPLICAS,)])
+def test_outer_chains_begin_with_a_reducer(mesh):
+  mesh = mesh and mesh_of(mesh)
+  reducer = edgc_jax.quantize(4, mesh=mesh)
+  for outer, got in (
+    (NESTEROV, "a chain without a reducer"),
+    (reducer, "a reducer alone, whose mean points back"),
+    (optax.chain(optax.sgd(1.0), reducer), "a chain with another link before"),
+  ):
+    tx = edgc_jax.local_steps(optax.adam(1e-3), outer, 2, mesh=mesh)
+    with pytest.raises(ValueError, match=f"`outer` must .* got '{got}"):
+      tx.init(PARAMS)
 
 
 def test_clipping_before_local_steps_is_named():
@@ -538,21 +480,13 @@ def test_own_parameters_where_users_forbid_promotion_and_an_axis_is_bound():
 
 
 def test_wrong_arguments():
-  for options, error, message in (
-    ({"every": 0}, ValueError, "`every` must be at least 1"),
-    ({"every": 2.0}, TypeError, "`every` must be a Python integer"),
-    ({"every": 4, "fragments": 3}, ValueError, "divisor of every=4, got 3"),
-    ({"every": 4, "fragments": 4}, ValueError, "at most 3, the number"),
-    (
-      {"every": 4, "fragments": 2, "overlap": 3}, ValueError,
-      "`overlap` must be at most 2, every / fragments, .* got 3; choose fewer",
-    ),
-    ({"overlap": -1}, ValueError, "`overlap` must be at least 0"),
-    ({"overlap": True}, TypeError, "`overlap` must be a Python int"),
-    ({"param_specs": P()}, ValueError, "None without `mesh`"),
-  ):  # fmt: skip
-    with pytest.raises(error, match=message):
-      tx_of(**options).init(PARAMS)
+  with pytest.raises(ValueError, match="at most 3, the number"):
+    tx_of(fragments=4).init(PARAMS)
+  rule = (
+    "`overlap` must be at most 2, every / fragments, .* got 3; choose fewer"
+  )
+  with pytest.raises(ValueError, match=rule):
+    tx_of(fragments=2, overlap=3)
   message = "`inner` must be the optimiser of one replica"
   for mesh in (None, mesh_of()):
     inner = optax.chain(edgc_jax.powersgd(2, mesh=mesh), optax.adam(1e-3))
@@ -581,10 +515,6 @@ def test_update_refuses_other_parameters_and_states():
     (
       {}, {"fragments": 2}, both,
       "`fragments` must be 1, that of the run .* got 2",
-    ),
-    (
-      {"fragments": 2}, {}, both,
-      "`fragments` must be 2, that of the run .* got 1",
     ),
     ({}, {"overlap": 1}, both, "`overlap` must be 0, as in the run .* got 1"),
     (

@@ -1,6 +1,5 @@
 """`split_local_steps`: exchanges in a thread, beside the inner steps."""
 
-import functools
 import threading
 
 import chex
@@ -20,10 +19,11 @@ from helpers.local_model import (
   mesh_of,
 )
 from helpers.meshes import AXIS
-from jax.sharding import AxisType
 
 import edgc_jax
 from edgc_jax.measure import hlo
+
+PAIRS = mesh_of((REPLICAS, 2), (AXIS, "shard"))
 
 
 def chains(mesh=None):
@@ -36,19 +36,26 @@ def chains(mesh=None):
   return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), outer
 
 
-def plain_step(tx, mesh, averages):
-  """A step in plain `jax.jit` that consumes its state."""
+def step_of(tx, mesh=None, averages=False):
+  """One step under `jax.pmap`, or in plain `jax.jit` with a mesh."""
 
   def step(params, state, x):
     local = edgc_jax.local_params(params, state, mesh)
-    differentiated = edgc_jax.value_and_grad(
-      loss_fn, mesh, AXIS, is_local=True, averages=averages
-    )
+    differentiated = jax.value_and_grad(loss_fn)
+    if mesh is not None:
+      differentiated = edgc_jax.value_and_grad(
+        loss_fn, mesh, AXIS, is_local=True, averages=averages
+      )
     loss, grads = differentiated(local, x)
     updates, state = tx.update(grads, state, params, local_params=local)
     return optax.apply_updates(params, updates), state, loss
 
-  return jax.jit(step, donate_argnums=(0, 1))
+  return step
+
+
+def plain_step(*arguments):
+  """A step in plain `jax.jit` that consumes its state."""
+  return jax.jit(step_of(*arguments), donate_argnums=(0, 1))
 
 
 def start(tx):
@@ -56,12 +63,25 @@ def start(tx):
   return params, tx.init(params)
 
 
-@functools.cache
+def started(**options):
+  """Returns step and exchange in plain `jax.jit`, parameters and state."""
+  mesh = mesh_of()
+  tx, exchange = edgc_jax.split_local_steps(*chains(mesh), mesh=mesh, **options)
+  return plain_step(tx, mesh, False), exchange, *start(tx)
+
+
+def advanced(step, exchange, params, state, steps):
+  for i in steps:
+    params, state, _ = step(params, state, batch(i))
+    params, state = exchange(params, state)
+  return params, state
+
+
 def in_one_program(steps, **options):
   """Returns losses, and parameters and metrics after each step."""
   mesh = mesh_of()
   tx = edgc_jax.local_steps(*chains(mesh), mesh=mesh, **options)
-  step, found = plain_step(tx, mesh, averages=True), []
+  step, found = plain_step(tx, mesh, True), []
   params, state = start(tx)
   for i in range(steps):
     params, state, loss = step(params, state, batch(i))
@@ -71,31 +91,21 @@ def in_one_program(steps, **options):
 
 def split_plain(steps, **options):
   """The same of two programs in plain `jax.jit`."""
-  mesh = mesh_of()
-  tx, exchange = edgc_jax.split_local_steps(*chains(mesh), mesh=mesh, **options)
-  step, found = plain_step(tx, mesh, averages=False), []
-  params, state = start(tx)
+  step, exchange, params, state = started(**options)
+  found = []
   for i in range(steps):
     params, state, losses = step(params, state, batch(i))
     assert losses.shape == (REPLICAS,)
     params, state = exchange(params, state)
-    found.append(
-      (losses.mean(), jax.device_get(params), edgc_jax.metrics(state))
-    )
+    params_now, metrics = jax.device_get(params), edgc_jax.metrics(state)
+    found.append((losses.mean(), params_now, metrics))
   return found
 
 
 def split_pmapped(steps, **options):
   """The same of two programs under `jax.pmap`."""
   tx, exchange = edgc_jax.split_local_steps(*chains(), **options)
-
-  def step(params, state, x):
-    local = edgc_jax.local_params(params, state)
-    loss, grads = jax.value_and_grad(loss_fn)(local, x)
-    updates, state = tx.update(grads, state, params, local_params=local)
-    return optax.apply_updates(params, updates), state, loss
-
-  step = jax.pmap(step, axis_name=AXIS, donate_argnums=(0, 1))
+  step = jax.pmap(step_of(tx), axis_name=AXIS, donate_argnums=(0, 1))
   stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), tree)  # noqa: E731
   (params, state), found = map(stack, start(tx)), []
   for i in range(steps):
@@ -115,79 +125,60 @@ def split_pmapped(steps, **options):
 def test_equals_one_program(run, every, fragments, overlap):
   """After every step: the loss, the common parameters and the metrics."""
   options = {"every": every, "fragments": fragments, "overlap": overlap}
-  steps = every + period_of(options) + overlap + 2
+  period = every // fragments
+  steps = every + period + overlap + 2
   expected, found = in_one_program(steps, **options), run(steps, **options)
-  changes = set()
-  for i, (one, two) in enumerate(zip(expected, found, strict=True)):
+  changes = []
+  for i, (one, two) in enumerate(zip(expected, found, strict=True), 1):
     np.testing.assert_allclose(one[0], two[0], rtol=1e-5)
     chex.assert_trees_all_close(one[1], two[1], atol=1e-5)
     one, two = one[2], two[2]
     if one["wire_bytes"]:
-      changes.add(i + 1)
+      changes.append(i)
     for name in ("wire_bytes", "compression_ratio", "skipped_inner_steps"):
       np.testing.assert_allclose(one[name], two[name], rtol=1e-6)
-  period = period_of(options)
-  due = [b + overlap for b in range(period, steps, period)]
-  assert changes == {step for step in due if step <= steps}
+  assert changes == list(range(period + overlap, steps + 1, period))
   moved = optax.tree.norm(optax.tree.sub(expected[-1][1], PARAMS))
   assert moved > 0.1, "the tolerance is not what makes them agree"
-
-
-def period_of(options):
-  return options["every"] // options["fragments"]
 
 
 @pytest.mark.slow
 def test_a_run_continues_from_its_state_alone():
   """After any step, in the middle of an exchange, too, bit for bit."""
-  mesh = mesh_of()
-  options = {"every": 3, "overlap": 2, "mesh": mesh}
-  tx, _ = edgc_jax.split_local_steps(*chains(mesh), **options)
-  step, found = plain_step(tx, mesh, averages=False), []
+  options, found = {"every": 3, "overlap": 2}, []
   for cuts in ((), (3, 4, 5)):
-    _, exchange = edgc_jax.split_local_steps(*chains(mesh), **options)
-    params, state = start(tx)
+    step, exchange, *both = started(**options)
     for i in range(6):
-      params, state, _ = step(params, state, batch(i))
-      params, state = exchange(params, state)
+      both = advanced(step, exchange, *both, [i])
       if i + 1 in cuts:
-        saved = jax.device_get((params, state))
-        shardings = jax.tree.map(lambda x: x.sharding, (params, state))
+        saved = jax.device_get(both)
+        shardings = jax.tree.map(lambda x: x.sharding, both)
         exchange.wait()
-        _, exchange = edgc_jax.split_local_steps(*chains(mesh), **options)
-        params, state = jax.device_put(saved, shardings)
+        _, exchange, *_ = started(**options)
+        both = jax.device_put(saved, shardings)
     exchange.wait()
-    found.append(jax.device_get((params, state)))
-  whole, resumed = found
-  chex.assert_trees_all_equal(resumed, whole)
-  assert not np.array_equal(whole[0]["w"], PARAMS["w"])
+    found.append(jax.device_get(both))
+  chex.assert_trees_all_equal(*found)
+  assert not np.array_equal(found[0][0]["w"], PARAMS["w"])
 
 
 @pytest.mark.slow
 def test_an_exchange_left_behind_is_forgotten():
   """A run that goes back to an earlier state gets nothing of the later one."""
-  mesh = mesh_of()
-  tx, exchange = edgc_jax.split_local_steps(
-    *chains(mesh), every=2, overlap=2, mesh=mesh
-  )
-  step, found = plain_step(tx, mesh, averages=False), []
-  for length in (6, 4):  # the first run leaves one of step 6
-    params, state = start(tx)
-    for i in range(length):
-      params, state, _ = step(params, state, batch(i))
-      params, state = exchange(params, state)
-      if i + 1 == 4:
-        found.append(jax.device_get(params))
-  chex.assert_trees_all_equal(*found)
+  step, exchange, *both = started(every=2, overlap=2)
+  both = advanced(step, exchange, *both, range(4))
+  expected = jax.device_get(both)
+  advanced(step, exchange, *both, range(4, 6))  # leaves one of step 6
+  _, _, *both = started(every=2, overlap=2)
+  both = advanced(step, exchange, *both, range(4))
+  chex.assert_trees_all_equal(jax.device_get(both), expected)
 
 
 @pytest.mark.slow
 def test_steps_go_on_while_an_exchange_is_in_flight(monkeypatch):
   """Neither the steps nor `exchange` wait, until the result is due."""
-  mesh, may_end, done = mesh_of(), threading.Event(), []
-  tx, exchange = edgc_jax.split_local_steps(
-    *chains(mesh), every=3, overlap=3, mesh=mesh
-  )
+  may_end, done = threading.Event(), []
+  step, exchange, *both = started(every=3, overlap=3)
   block = jax.block_until_ready
 
   def late(result):
@@ -197,16 +188,11 @@ def test_steps_go_on_while_an_exchange_is_in_flight(monkeypatch):
     return block(result)
 
   monkeypatch.setattr(jax, "block_until_ready", late)
-  step = plain_step(tx, mesh, averages=False)
-  params, state = start(tx)
-  for i in range(5):
-    params, state, losses = step(params, state, batch(i))
-    params, state = exchange(params, state)
-  block(losses)
+  both = advanced(step, exchange, *both, range(5))
+  block(both[1].step)
   assert not done
   threading.Timer(0.5, may_end.set).start()
-  params, state, _ = step(params, state, batch(5))
-  params, state = exchange(params, state)
+  _, state = advanced(step, exchange, *both, [5])
   assert done and edgc_jax.metrics(state)["wire_bytes"] > 0
   may_end.set()
   exchange.wait()
@@ -215,21 +201,16 @@ def test_steps_go_on_while_an_exchange_is_in_flight(monkeypatch):
 
 @pytest.mark.slow
 def test_an_error_of_the_thread_is_raised_where_its_result_is_due(monkeypatch):
-  mesh = mesh_of()
-  tx, exchange = edgc_jax.split_local_steps(
-    *chains(mesh), every=2, overlap=1, mesh=mesh
-  )
-  step = plain_step(tx, mesh, averages=False)
-  params, state = start(tx)
+  step, exchange, *both = started(every=2, overlap=1)
 
   def broken(result):
     raise ValueError("the link is cut")
 
   for i in range(2):
-    params, state, _ = step(params, state, batch(i))
+    params, state, _ = step(*both, batch(i))
     monkeypatch.setattr(jax, "block_until_ready", broken)
-    params, state = exchange(params, state)
-  params, state, _ = step(params, state, batch(2))
+    both = exchange(params, state)
+  params, state, _ = step(*both, batch(2))
   with pytest.raises(RuntimeError, match="The exchange of step 2 failed") as e:
     exchange(params, state)
   assert "the link is cut" in str(e.value.__cause__)
@@ -243,11 +224,9 @@ def test_inner_steps_have_no_collective(averages):
   """None at all: not of the loss, if it is not averaged."""
   mesh = mesh_of()
   tx, _ = edgc_jax.split_local_steps(*chains(mesh), every=4, mesh=mesh)
-  step = plain_step(tx, mesh, averages)
-  lowered = step.lower(*start(tx), batch(0))
-  text = lowered.compile().as_text()
-  found = list(filter(hlo.is_collective, text.splitlines()))
-  assert bool(found) == averages, found
+  lowered = plain_step(tx, mesh, averages).lower(*start(tx), batch(0))
+  lines = lowered.compile().as_text().splitlines()
+  assert any(map(hlo.is_collective, lines)) == averages
 
 
 def test_losses_of_each_replica():
@@ -260,9 +239,7 @@ def test_losses_of_each_replica():
   own = jax.tree.map(lambda p: jnp.stack([p, 2 * p, 3 * p, 4 * p]), PARAMS)
   x = batch(0)
   each = jax.vmap(loss_fn)(own, x.reshape(REPLICAS, -1, 48))
-  kinds = (AxisType.Auto,) * 2
-  pairs = jax.make_mesh((REPLICAS, 2), (AXIS, "shard"), kinds)
-  for mesh in (mesh_of(), pairs):
+  for mesh in (mesh_of(), PAIRS):
     differentiated = edgc_jax.value_and_grad(
       loss, mesh, AXIS, has_aux=True, is_local=True, averages=False
     )
@@ -276,13 +253,13 @@ def test_losses_of_each_replica():
 def test_losses_of_common_parameters_that_are_not_averaged():
   x = batch(0)
   each = [loss_fn(PARAMS, part) for part in x.reshape(REPLICAS, -1, 48)]
-  differentiated = edgc_jax.value_and_grad(
-    loss_fn, mesh_of(), AXIS, averages=False
+  differentiated = jax.jit(
+    edgc_jax.value_and_grad(loss_fn, mesh_of(), AXIS, averages=False)
   )
-  losses, grads = jax.jit(differentiated)(PARAMS, x)
+  losses, grads = differentiated(PARAMS, x)
   np.testing.assert_allclose(losses, each, rtol=1e-5)
   assert grads["w"].shape == (REPLICAS, 48, 64)
-  text = jax.jit(differentiated).lower(PARAMS, x).compile().as_text()
+  text = differentiated.lower(PARAMS, x).compile().as_text()
   assert not any(map(hlo.is_collective, text.splitlines()))
 
 
@@ -295,20 +272,13 @@ def test_variables_of_a_module_are_averaged():
     differentiated(layer, batch(0))
 
 
-def test_wrong_arguments():
-  inner, outer = chains()
-  with pytest.raises(ValueError, match="`overlap` must be at least 1, got 0"):
-    edgc_jax.split_local_steps(inner, outer, 4, overlap=0)
-  kinds = (AxisType.Auto,) * 2
-  mesh = jax.make_mesh((REPLICAS, 2), (AXIS, "shard"), kinds)
+def test_a_mesh_with_shards():
   with pytest.raises(ValueError, match=r"`mesh` must .* no axis of several de"):
-    edgc_jax.split_local_steps(inner, outer, 4, mesh=mesh)
+    edgc_jax.split_local_steps(*chains(), 4, mesh=PAIRS)
 
 
 def test_a_state_that_lies_in_another_way():
-  mesh = mesh_of()
-  tx, exchange = edgc_jax.split_local_steps(*chains(mesh), 4, mesh=mesh)
-  params, state = start(tx)
+  _, exchange, params, state = started(every=4)
   _, other = edgc_jax.split_local_steps(*chains(), 4)
   with pytest.raises(ValueError, match=r"`mesh` must be the mesh .* got None"):
     other(params, state)
@@ -321,10 +291,8 @@ def test_a_state_that_lies_in_another_way():
 
 def test_a_pool_of_one_thread(monkeypatch):
   """One device needs two threads: one waits, and one computes."""
-  mesh = mesh_of()
-  tx, exchange = edgc_jax.split_local_steps(*chains(mesh), 1, mesh=mesh)
-  step = plain_step(tx, mesh, averages=False)
-  params, state, _ = step(*start(tx), batch(0))
+  step, exchange, *both = started(every=1)
+  params, state, _ = step(*both, batch(0))
   monkeypatch.setattr(jax, "local_device_count", lambda: 1)
   monkeypatch.setenv("NPROC", "1")
   with pytest.raises(RuntimeError, match="NPROC must be at least 2"):

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 
+from helpers import environments, soak
 from helpers import four_processes_worker as worker
 from helpers.local_processes import free_port, run_together
 
@@ -15,15 +16,12 @@ SECONDS = 165  # for all processes; they take half of it on an idle machine
 # to a part in 256, and in the third step errors already differed by 3e-5. x86
 # processors up to AVX cannot fuse, so all programs round alike.
 NO_FUSED_ADDITIONS = "--xla_cpu_max_isa=AVX"
-CLOCK = ("seconds", "tokens_per_second")
 
 
 def read(folder):
   """Returns the lines without times, and the summary of a run."""
-  text = (folder / "metrics.jsonl").read_text()
-  lines = [json.loads(line) for line in text.splitlines()]
-  lines = [{k: v for k, v in x.items() if k not in CLOCK} for x in lines]
-  return lines, json.loads((folder / "summary.json").read_text())
+  summary = json.loads((folder / "summary.json").read_text())
+  return soak.lines_of(folder), summary
 
 
 def train(folder):
@@ -32,10 +30,10 @@ def train(folder):
   They have this process's XLA flags, and round as all others do.
   """
   worker.write_text(folder)
-  foreign = ("JAX_", "NPROC", "PYTHONWARNINGS")
-  kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-  flags = f"{kept.get('XLA_FLAGS', '')} {NO_FUSED_ADDITIONS}".strip()
-  environment = kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+  flags = f"{os.environ.get('XLA_FLAGS', '')} {NO_FUSED_ADDITIONS}".strip()
+  environment = environments.of_users() | {
+    "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags,
+  }  # fmt: skip
   which = [(i, PROCESSES) for i in range(PROCESSES)] + [(0, 1)]
   program = sys.executable, "-W", "error", worker.__file__, folder, free_port()
   commands = [[*program, *one, SECONDS - 10] for one in which]

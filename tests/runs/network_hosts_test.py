@@ -215,35 +215,14 @@ def test_a_killed_program_leaves_nothing(tmp_path, network):
 
 def test_only_the_exchange_of_shards_crosses_the_link(tmp_path, network):
   """Two hosts of four shards send what is predicted."""
-  other = {
-    "layout": "2 replicas", "threads": 1,
-    "rate": 100.0, "framework": "jax", "row": "dense", "part": "step",
-    "seconds": [1.0], "sent_bytes": [1.0],
-  }  # fmt: skip
-  older = {
-    "config": "gpt2_tiny", "tokens": 512, "advice": [], "failures": [],
-    "rows": [other, other | {"layout": "2 replicas of 4 shards"}],
-    "runs": [{
-      "command": "older", "rounds": 1, "minutes": 1, "commit": "older",
-      "machine": "m", "cores": 2, "versions": "v",
-      "layouts": ["2 replicas", "2 replicas of 4 shards"],
-    }],
-  }  # fmt: skip
-  (tmp_path / "network.json").write_text(json.dumps(older))
   rows = ("no exchange", "dense", "dense, bf16", "powersgd, rank 8",
           "edgc, rank 8")  # fmt: skip
+  layout = "2 replicas of 4 shards"
   found, cells = measured(
-    tmp_path, "--layout=2 replicas of 4 shards", "--rate=20",
-    "--config.model.num_layers=2",
-    *(f"--row={row}" for row in rows),
+    tmp_path, f"--layout={layout}", "--rate=20",
+    "--config.model.num_layers=2", *(f"--row={row}" for row in rows),
   )  # fmt: skip
-  # The older run keeps the layout that was not measured again.
-  assert [run["layouts"] for run in found["runs"]] == [
-    ["2 replicas"], ["2 replicas of 4 shards"],
-  ]  # fmt: skip
-  assert found["runs"][0]["commit"] == "older"
-  assert list(cells["2 replicas"]) == ["dense"]
-  cells = cells["2 replicas of 4 shards"]
+  cells = cells[layout]
   nothing, dense = cells.pop("no exchange"), cells["dense"]
   # The shards gather some megabytes in each step, inside their hosts.
   assert nothing.sent_bytes < 50_000

@@ -243,87 +243,20 @@ def test_zeros_are_measured(folder, monkeypatch):
   assert not (folder / "measured").exists()
 
 
-@pytest.mark.parametrize(
-  "changes",
-  [
-    {"reducer": "allreduce"},
-    {"reducer": "powersgd"},
-    {"pipeline.align": "none"},
-    {"mesh.stage": 1},
-    {"link.bandwidth": 1e6, "pipeline.backward_seconds": 1e-3},
-  ],
-)
-def test_unneeded_times_are_not_measured(folder, monkeypatch, changes):
+def test_unneeded_times_are_not_measured(folder, monkeypatch):
   def refuse(*args, **options):
     raise AssertionError("measured")
 
   for name in ("link", "compression", "backward"):
     monkeypatch.setattr(edgc_jax, f"measure_{name}", refuse)
-  config = small(folder, "never", "edgc", 2, stage=2)
-  config.powersgd.update(rank=8, min_ratio=1.5)
-  config.link.bandwidth = config.pipeline.backward_seconds = 0.0
-  config.update_from_flattened_dict(changes)
-  Trainer(config)
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    (
-      {"batch_size": 6},
-      r"`batch_size`.*mesh.data \* pipeline.microbatches \(4\), got 6; use 8",
-    ),
-    (
-      {"batch_size": 6, "mesh.stage": 1, "mesh.data": 4},
-      r"`batch_size` must be divisible by mesh.data \(4\), got 6; use 8",
-    ),
-    (
-      {"model.num_layers": 3},
-      r"`model.num_layers` must be divisible by mesh.stage \(2\), got 3",
-    ),
-    (
-      {"mesh.backend": "pmap"},
-      r"`mesh.backend` must be jit.*\(mesh.stage is 2\), got 'pmap'",
-    ),
-    (
-      {"mesh.backend": "xmap"},
-      "`mesh.backend` must be one of pmap, jit, vmap, got 'xmap'",
-    ),
-    (
-      {"mesh.stage": 4, "mesh.data": 4},
-      r"`mesh.data` times `mesh.stage`.*\(8 cpu\), got 4 times 4.*"
-      "NUM_CPU_DEVICES=16",
-    ),
-    ({"mesh.stage": 0}, "`mesh.data` times `mesh.stage`.*got 2 times 0"),
-    ({"mesh.data": 0}, "`mesh.data` times `mesh.stage`.*got 0 times 2"),
-    (
-      {"pipeline.microbatches": 0},
-      "`pipeline.microbatches` must be at least 1",
-    ),
-    (
-      {"mesh.tensor": 3},
-      r"`mesh.data` times `mesh.stage`.*got 2 times 2 times",
-    ),
-    (
-      {"mesh.tensor": 2, "model.num_heads": 1},
-      r"`mesh.tensor` must be a divisor of model.num_heads \(1\), got 2",
-    ),
-    (
-      {"mesh.tensor": 2, "mesh.stage": 1},
-      r"`mesh.tensor` must be 1 without pipeline stages",
-    ),
-    ({"pipeline.align": "slacks"}, "`align` must be one of"),
-    (
-      {"mesh.data": 1, "link.bandwidth": 0.0},
-      "`mesh.data` must be at least 2.*to measure the link.*got 1 with"
-      " backend 'jit'; give link.bandwidth",
-    ),
-  ],
-)
-def test_errors_come_before_anything_is_written(tmp_path, changes, message):
-  (tmp_path / "words.txt").write_text("a link of a stage " * 20)
-  config = small(tmp_path, "run", "edgc", 2, stage=2)
-  config.update_from_flattened_dict(changes)
-  with pytest.raises(ValueError, match=message):
+  for changes in (
+    {"reducer": "powersgd"},
+    {"pipeline.align": "none"},
+    {"mesh.stage": 1},
+    {"link.bandwidth": 1e6, "pipeline.backward_seconds": 1e-3},
+  ):
+    config = small(folder, "never", "edgc", 2, stage=2)
+    config.powersgd.update(rank=8, min_ratio=1.5)
+    config.link.bandwidth = config.pipeline.backward_seconds = 0.0
+    config.update_from_flattened_dict(changes)
     Trainer(config)
-  assert [path.name for path in tmp_path.iterdir()] == ["words.txt"]

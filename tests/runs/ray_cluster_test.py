@@ -7,11 +7,9 @@ import subprocess
 import sys
 import tempfile
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from helpers import environments
+from helpers import environments, soak
 
 pytestmark = [
   pytest.mark.soak("examples/ray_cluster.py"),
@@ -20,7 +18,7 @@ pytestmark = [
   ),
 ]
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = soak.ROOT
 SECONDS = 400
 STEPS, EVERY, KILLED_AT = 60, 10, 25  # of the example and of the driver
 
@@ -38,18 +36,6 @@ def environment(folder):
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # or a busy machine runs all else before them
   }
-
-
-def arrays_of(path):
-  """Returns all arrays of a checkpoint by name."""
-  with ocp.PyTreeCheckpointer() as reader:
-    tree = reader.metadata(path).item_metadata.tree
-    as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-    restored = reader.restore(
-      path, restore_args=jax.tree.map(lambda _: as_numpy, tree)
-    )
-  leaves = jax.tree_util.tree_leaves_with_path(restored)
-  return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 def test_workers_train_on_both_nodes(tmp_path):
@@ -72,7 +58,7 @@ def test_workers_train_on_both_nodes(tmp_path):
   assert found["killed"]["first"] == KILLED_AT // EVERY * EVERY + 1
   # The killed run ends with the same state.
   whole, killed = (
-    arrays_of(tmp_path / name / str(STEPS)) for name in ("whole", "killed")
+    soak.arrays_of(tmp_path / name / str(STEPS)) for name in ("whole", "killed")
   )
   assert whole.keys() == killed.keys()
   assert any("residual" in name for name in whole)

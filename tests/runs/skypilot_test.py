@@ -4,7 +4,6 @@ SkyPilot itself is not needed: it runs the commands on each host, with the
 variables that are set here.
 """
 
-import json
 import subprocess
 import sys
 
@@ -14,8 +13,6 @@ from helpers import environments, soak
 from helpers.local_processes import free_port, run_together
 
 SECONDS = 150
-
-
 TASK = yaml.safe_load((soak.ROOT / "examples/skypilot.yaml").read_text())
 
 
@@ -58,6 +55,6 @@ def test_two_hosts(tmp_path):
     [variables | {"SKYPILOT_NODE_RANK": str(rank)} for rank in range(2)],
     SECONDS, cwd=folder,
   )  # fmt: skip
-  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-  assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+  lines = soak.lines_of(tmp_path / "run")
+  assert [line["step"] for line in lines] == [1, 2, 3, 4]
   assert TASK["num_nodes"] > 1 and "requirements.txt" in TASK["setup"]

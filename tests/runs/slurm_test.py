@@ -1,6 +1,6 @@
 """examples/slurm.py on a cluster that is one folder: `helpers.fake_slurm`."""
 
-import json
+import contextlib
 import os
 import signal
 import socket
@@ -10,6 +10,7 @@ import time
 
 import pytest
 from helpers import environments, fake_slurm, soak
+from helpers.processes import lines_written
 
 SECONDS = 300
 STEPS = 400  # so many that the signal comes before the last one
@@ -19,11 +20,8 @@ PORTS = range(61440, 65536)  # JAX chooses one by the number of the job
 def free_job():
   """Returns the number of a job whose port is free."""
   for port in PORTS:
-    with socket.socket() as server:
-      try:
-        server.bind(("127.0.0.1", port))
-      except OSError:
-        continue
+    with contextlib.suppress(OSError), socket.socket() as server:
+      server.bind(("127.0.0.1", port))
       return port - PORTS.start + 4096
   raise AssertionError("There is no free port.")
 
@@ -60,11 +58,6 @@ def submitted(tmp_path):
 def output_of(folder, task):
   (file,) = (folder / "out").glob(f"*_{task}_log.out")
   return file.read_text()
-
-
-def lines_of(folder):
-  file = folder / "run" / "metrics.jsonl"
-  return file.read_text().splitlines() if file.exists() else []
 
 
 # The command and its task; SAVE_SECONDS is short, so that the test is.
@@ -135,6 +128,7 @@ def test_a_stopped_task_neither_ends_at_once_nor_stays(tmp_path):
 def test_requeued_until_the_end(submitted):
   """Two tasks find each other, save at the signal, and continue."""
   folder, environment, job = submitted
+  run = folder / "run"
   script = (folder / "job.sh").read_text().splitlines()
   for option in (
     "nodes=2", "ntasks-per-node=1", "cpus-per-task=8", "time=1440",
@@ -149,7 +143,7 @@ def test_requeued_until_the_end(submitted):
   deadline = time.monotonic() + SECONDS
   process = start()
   try:
-    while len(lines_of(folder)) < 3:
+    while lines_written(run) < 3:
       assert process.poll() is None, output_of(folder, 0)
       assert time.monotonic() < deadline, output_of(folder, 0)
       time.sleep(0.05)
@@ -157,14 +151,14 @@ def test_requeued_until_the_end(submitted):
     process.wait(deadline - time.monotonic())
     assert (folder / "scontrol.txt").read_text() == f"requeue {job}\n"
     (folder / "scontrol.txt").unlink()
-    assert 3 <= len(lines_of(folder)) < STEPS
+    assert 3 <= lines_written(run) < STEPS
     process = start()
     assert process.wait(deadline - time.monotonic()) == 0, output_of(folder, 0)
   finally:
     if process.poll() is None:
       fake_slurm.signal_tasks(folder, signal.SIGKILL)
       process.kill()
-  steps = [json.loads(line)["step"] for line in lines_of(folder)]
+  steps = [line["step"] for line in soak.lines_of(run)]
   assert steps == list(range(1, STEPS + 1))
   assert "resuming after step" in output_of(folder, 0)
   assert "compression ratio" in output_of(folder, 0)

@@ -35,27 +35,30 @@ def in_a_row(params, x):
   return jnp.sum(jnp.sin(x)), x
 
 
+def on_mesh(fn, out_specs, num_stages=2, replicas=1, in_specs=None):
+  """Binds the stages of a function of parameters and microbatches."""
+  return jax.shard_map(
+    fn,
+    mesh=stage_mesh(num_stages, replicas),
+    in_specs=in_specs or (P("stage"), P()),
+    out_specs=out_specs,
+  )
+
+
 def pipelined(num_stages, fn=stage_fn):
   """Returns a function of global arrays for value and gradients."""
-  mesh = stage_mesh(num_stages, 1)
 
   def loss(params, x):
     y = jax.lax.psum(edgc_jax.apply_stages(fn, params, x), "stage")
     return jnp.sum(jnp.sin(y)), y
 
-  return jax.jit(
-    jax.shard_map(
-      jax.value_and_grad(loss, (0, 1), has_aux=True),
-      mesh=mesh,
-      in_specs=(P("stage"), P()),
-      out_specs=((P(), P()), (P("stage"), P())),
-    )
-  )
+  run = jax.value_and_grad(loss, (0, 1), has_aux=True)
+  out_specs = ((P(), P()), (P("stage"), P()))
+  return jax.jit(on_mesh(run, out_specs, num_stages))
 
 
 @pytest.mark.parametrize(
-  ("num_stages", "num_microbatches"),
-  [(1, 3), (2, 1), (4, 7), (8, 3)],
+  ("num_stages", "num_microbatches"), [(1, 3), (2, 1), (4, 7), (8, 3)]
 )
 def test_values_and_gradients_are_of_stages_in_a_row(
   num_stages, num_microbatches
@@ -132,36 +135,24 @@ def test_memory_grows_with_the_boundaries_only():
 
 
 def test_trees_and_dtypes():
-  mesh = stage_mesh(2, 1)
-
-  @jax.jit
-  @functools.partial(
-    jax.shard_map,
-    mesh=mesh,
-    in_specs=(P("stage"), P(), P()),
-    out_specs=(P(), P(), (P("stage"), P())),
-  )
   def run(factor, x, shift):
     def loss(factor, shift):
       def stage(params, tree):
         moved = tree["a"] * params["factor"][0] + params["shift"]
         return {"a": moved, "b": tree["b"] + 1}
 
-      y = edgc_jax.apply_stages(
-        stage,
-        {"factor": factor, "shift": shift},
-        {"a": x, "b": x.astype(jnp.bfloat16)},
-      )
+      params = {"factor": factor, "shift": shift}
+      tree = {"a": x, "b": x.astype(jnp.bfloat16)}
+      y = edgc_jax.apply_stages(stage, params, tree)
       y = jax.lax.psum(y, "stage")
       return jnp.sum(y["a"]), y["b"]
 
-    (value, b), gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)(
-      factor, shift
-    )
-    return value, b, gradient
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)(factor, shift)
 
+  out_specs = ((P(), P()), (P("stage"), P()))
+  run = jax.jit(on_mesh(run, out_specs, in_specs=(P("stage"), P(), P())))
   x = jnp.array([1.0, 2.0, 3.0])
-  value, b, gradient = run(jnp.array([2.0, 3.0]), x, jnp.array(10.0))
+  (value, b), gradient = run(jnp.array([2.0, 3.0]), x, jnp.array(10.0))
   np.testing.assert_allclose(value, np.sum((2 * x + 10) * 3 + 10))
   np.testing.assert_allclose(gradient[0], [np.sum(3 * x), np.sum(2 * x + 10)])
   # Equal on all stages, so its gradient is summed over them.
@@ -178,8 +169,7 @@ def test_microbatches_need_not_vary_as_the_parameters_do():
     y = edgc_jax.apply_stages(stage_fn, local, x)
     return jax.lax.pmean(jax.lax.psum(y, "stage"), AXIS)
 
-  mesh = stage_mesh(2, 2)
-  run = jax.shard_map(run, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P())
+  run = on_mesh(run, P(), replicas=2)
   np.testing.assert_allclose(
     jax.jit(run)(params, x), in_a_row(params, x)[1], rtol=1e-5, atol=1e-6
   )
@@ -194,12 +184,8 @@ def test_errors():
   with pytest.raises(ValueError, match=r"`stage_fn` must return"):
     pipelined(2, lambda params, x: x[:, :1])(params, x)
 
-  forward = jax.shard_map(
-    functools.partial(edgc_jax.apply_stages, stage_fn),
-    mesh=stage_mesh(2, 1),
-    in_specs=(P("stage"), P()),
-    out_specs=P("stage"),
-  )
+  forward = functools.partial(edgc_jax.apply_stages, stage_fn)
+  forward = on_mesh(forward, P("stage"))
   with pytest.raises(TypeError, match=r"`params` must.*int32 at \['m"):
     jax.eval_shape(forward, params | {"mask": jnp.zeros(2, jnp.int32)}, x)
   with pytest.raises(TypeError, match="`microbatches` must have float"):
@@ -209,11 +195,6 @@ def test_errors():
     inner = lambda p, y: stage_fn(p, y) + params["w"][0, 0]  # noqa: E731
     return edgc_jax.apply_stages(inner, params, x)
 
-  run = jax.shard_map(
-    closes_over,
-    mesh=stage_mesh(2, 1),
-    in_specs=(P("stage"), P()),
-    out_specs=P("stage"),
-  )
+  run = on_mesh(closes_over, P("stage"))
   with pytest.raises(ValueError, match="closes over traced values"):
     jax.jit(run)(params, x)

@@ -26,20 +26,16 @@ pytestmark = pytest.mark.usefixtures("without_cache")
 
 
 def test_slack_needs_its_times():
+  stages = edgc_jax.Stages("stage")
   with pytest.raises(ValueError, match=r"`link` must be given.*'none'"):
-    edgc_jax.edgc(stages=edgc_jax.Stages("stage"))
+    edgc_jax.edgc(stages=stages)
   with pytest.raises(ValueError, match="`backward_seconds` must be given"):
-    edgc_jax.edgc(link=TIMES["link"], stages=edgc_jax.Stages("stage"))
-  with pytest.raises(ValueError, match="`align` must be one of"):
-    make_edgc(align="left")
+    edgc_jax.edgc(link=TIMES["link"], stages=stages)
   edgc_jax.edgc(stages=edgc_jax.Stages("stage", align="none"))
-  with pytest.raises(TypeError, match=r"`link` must be an edgc_jax.Link"):
-    edgc_jax.edgc(link=(1e-3, 1e8))
 
 
 def test_unbound_stage_axis():
-  tx = make_edgc()
-  params = local_params()
+  tx, params = make_edgc(), local_params()
   update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None))
   grads = jax.tree.map(lambda p: p[None], params)
   with pytest.raises(ValueError, match="`stage_axis` must be an axis"):
@@ -48,21 +44,23 @@ def test_unbound_stage_axis():
 
 def traced(fn, in_specs, out_specs, *args, **options):
   """Traces a function on all stages and replicas."""
-  mesh = stage_mesh(STAGES, REPLICAS)
-  run = jax.shard_map(
-    fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options
-  )
+  how = {"in_specs": in_specs, "out_specs": out_specs, **options}
+  run = jax.shard_map(fn, mesh=stage_mesh(STAGES, REPLICAS), **how)
   return jax.eval_shape(run, *args)
+
+
+def specs_of(tx):
+  """Returns specs of the parameters and of the state."""
+  mesh, specs = stage_mesh(STAGES, REPLICAS), param_specs()
+  return specs, edgc_jax.state_specs(
+    tx, global_params(), mesh=mesh, param_specs=specs
+  )
 
 
 def test_types_must_be_tracked():
   tx = make_edgc()
-  mesh = stage_mesh(STAGES, REPLICAS)
-  specs = edgc_jax.state_specs(
-    tx, global_params(), mesh=mesh, param_specs=param_specs()
-  )
-  own = param_specs(), specs
-  state = traced(tx.init, (param_specs(),), specs, global_params())
+  own = specs_of(tx)
+  state = traced(tx.init, own[:1], own[1], global_params())
   with pytest.raises(ValueError, match="check_vma=True"):
     traced(
       lambda g, s: tx.update(g, s)[0], own, P(), global_params(), state,
@@ -112,10 +110,7 @@ def late(late_updates, **options):
   """Traces one update on stages with `late_updates`."""
   options = {"placement": placement} | options
   tx = edgc_jax.allreduce(stages=edgc_jax.Stages("stage", **options))
-  mesh, specs = stage_mesh(STAGES, REPLICAS), param_specs()
-  state_specs = edgc_jax.state_specs(
-    tx, global_params(), mesh=mesh, param_specs=specs
-  )
+  specs, state_specs = specs_of(tx)
 
   def update(params):
     grads = jax.lax.pcast(params, AXIS, to="varying")

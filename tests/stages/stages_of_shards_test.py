@@ -29,22 +29,15 @@ pytestmark = [
 ]
 
 STAGES = REPLICAS = SHARDS = 2
-BLOCKS = {
-  "bias": P("stage"),
-  "up": P("stage", None, "tensor"),
-  "whole": P("stage"),
-}
-SPECS = {
-  "blocks": BLOCKS,
-  "embedding": P(("stage", "tensor")),
-  "norm": P(),
-}
+BLOCKS = {"bias": P("stage"), "up": P("stage", None, "tensor")}
+BLOCKS |= {"whole": P("stage")}
+SPECS = {"blocks": BLOCKS, "embedding": P(("stage", "tensor")), "norm": P()}
 SHAPES = {  # of all stages and shards
   "blocks": {"bias": (2, 24), "up": (4, 64, 80), "whole": (4, 48, 40)},
   "embedding": (128, 40),
   "norm": (40,),
 }
-STEPS = 10
+MESH = {"stage": STAGES, "data": REPLICAS, "tensor": SHARDS}
 
 
 def placement(path, shape):
@@ -53,28 +46,20 @@ def placement(path, shape):
   return next(kind for name, kind in names.items() if name in path)
 
 
-OTHERS = {
-  "quantize": lambda **options: edgc_jax.quantize(
-    4, error_feedback=True, **options
-  ),
-  "topk": lambda **options: edgc_jax.topk(0.1, min_size=1, **options),
+METHODS = {
+  "quantize": functools.partial(edgc_jax.quantize, 4, error_feedback=True),
+  "topk": functools.partial(edgc_jax.topk, 0.1, min_size=1),
   "accumulate": lambda **options: edgc_jax.accumulate(
     float32.powersgd(4, min_ratio=1.2, **options), 2
   ),
-}
-
-
-def make(name, stages):
-  if name in OTHERS:
-    return OTHERS[name](stages=stages)
-  if name == "powersgd":
-    return float32.powersgd(4, min_ratio=1.2, stages=stages)
-  return float32.edgc(
-    rank_max=8, rank_min=2, rank_multiple=2, window=2, warmup_steps=2,
-    max_warmup_steps=2, sampling=edgc_jax.Sampling(1.0), min_ratio=1.2,
-    max_rank_step=8, stages=stages,
+  "powersgd": functools.partial(float32.powersgd, 4, min_ratio=1.2),
+  "edgc": functools.partial(
+    float32.edgc, rank_max=8, rank_min=2, rank_multiple=2, window=2,
+    warmup_steps=2, max_warmup_steps=2, sampling=edgc_jax.Sampling(1.0),
+    min_ratio=1.2, max_rank_step=8,
     link=edgc_jax.LinkModel(latency=1e-6, bandwidth=1e6),
-  )  # fmt: skip
+  ),
+}  # fmt: skip
 
 
 def is_shape(x):
@@ -124,63 +109,41 @@ def of_stage(tree, stage, axis=1):
 @functools.cache
 def stages_run(name, align="none"):
   stages = edgc_jax.Stages("stage", placement, align, 2e-3)
-  mesh = {"stage": STAGES, "data": REPLICAS, "tensor": SHARDS}
-  run = run_on(make(name, stages), SHAPES, SPECS, name != "accumulate", **mesh)
+  tx = METHODS[name](stages=stages)
+  run = run_on(tx, SHAPES, SPECS, name != "accumulate", **MESH)
   run.compiled(gradients(0))
   return run
 
 
-@functools.cache
-def alone_run(name):
-  """Returns a run of the shards of one stage, without other stages."""
+@pytest.mark.parametrize("name", METHODS)
+def test_each_stage_is_what_it_is_alone(name):
+  """Each receives what its shards receive without other stages."""
+  run = stages_run(name).restart()
   shapes = jax.tree.map(
     lambda shape: (shape[0] // STAGES, *shape[1:]),
     SHAPES["blocks"],
     is_leaf=is_shape,
   )
   specs = jax.tree.map(lambda spec: P(None, *spec[1:]), BLOCKS)
-  return run_on(make(name, None), shapes, specs, data=REPLICAS, tensor=SHARDS)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_methods(name):
-  """Each stage receives what it receives alone."""
-  run, alone = stages_run(name), alone_run(name)
+  alone = run_on(METHODS[name](), shapes, specs, data=REPLICAS, tensor=SHARDS)
   states = [alone.first_state] * STAGES
-  for count in range(3):
-    step_both(run, alone, states, gradients(count))
-
-
-def step_both(run, alone, states, grads):
-  """Compares the updates of each stage, and returns its metrics alone.
-
-  Args:
-    run: Of all stages.
-    alone: Of one stage.
-    states: Of each stage alone; replaced by the next ones.
-    grads: Of all stages.
-  """
-  updates, found = run.step(grads), []
-  for s in range(STAGES):
-    alone.state = states[s]
-    expected = alone.step(of_stage(grads, s))
-    states[s] = alone.state
-    chex.assert_trees_all_close(
-      of_stage(updates, s, 0), expected, rtol=1e-4, atol=1e-5
-    )
-    found.append(alone.metrics())
-  return found
-
-
-@pytest.mark.parametrize("name", ["powersgd", "edgc"])
-def test_each_stage_is_what_it_is_alone(name):
-  run, alone = stages_run(name).restart(), alone_run(name)
-  states = [alone.first_state] * STAGES
+  has_ranks = name in ("powersgd", "edgc")
   seen = set()
-  for count in range(STEPS):
+  for count in range(10 if has_ranks else 3):
     # Each stage's entropy spans the whole ladder, in turn.
     fall = 0.1 if count % 8 >= 4 else 1.0
-    found = step_both(run, alone, states, gradients(count, (1.0, fall)))
+    grads = gradients(count, (1.0, fall))
+    updates, found = run.step(grads), []
+    for s in range(STAGES):
+      alone.state = states[s]
+      expected = alone.step(of_stage(grads, s))
+      states[s] = alone.state
+      chex.assert_trees_all_close(
+        of_stage(updates, s, 0), expected, rtol=1e-4, atol=1e-5
+      )
+      found.append(alone.metrics())
+    if not has_ranks:
+      continue
     numbers = run.metrics()
     seen.add(tuple(numbers["rank"]))
     assert numbers["rank"] == [own["rank"] for own in found]
@@ -189,7 +152,7 @@ def test_each_stage_is_what_it_is_alone(name):
         both = numbers[kind][f"blocks/{path}"]
         alone_ones = [own[kind][path] for own in found]
         np.testing.assert_allclose(both, alone_ones, rtol=rtol, atol=1e-6)
-  assert len(seen) == {"powersgd": 1, "edgc": 2}[name]
+  assert len(seen) == {"powersgd": 1, "edgc": 2}.get(name, 0)
 
 
 def test_the_stages_follow_the_slack():
@@ -206,18 +169,18 @@ def test_full_rank_is_the_mean():
   stages = edgc_jax.Stages("stage", placement)
   tx = float32.powersgd(80, min_ratio=0.0, stages=stages)
   tx = optax.chain(tx, edgc_jax.clip_by_global_norm(1e9, ("stage", "tensor")))
-  run = run_on(tx, SHAPES, SPECS, stage=STAGES, data=REPLICAS, tensor=SHARDS)
+  run = run_on(tx, SHAPES, SPECS, **MESH)
   grads = gradients(0)
   expected = jax.tree.map(lambda g: g.mean(0), grads)
   chex.assert_trees_all_close(run.step(grads), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_sends_what_is_predicted():
+  """Own leaves before stages wait."""
   run = stages_run("edgc").restart()
   run.step(gradients(0))
-  found = hlo.over_axes(
-    stages_run("edgc").compiled(gradients(0)), run.mesh, "data"
-  )
+  text = run.compiled(gradients(0))
+  found = hlo.over_axes(text, run.mesh, "data")
   sent = hlo.wire_bytes_outside_branches(found)
   ladders = hlo.wire_bytes_by_rank(found)
   # Two rounds each: own sharded leaves, own whole ones, the late ones.
@@ -231,15 +194,11 @@ def test_sends_what_is_predicted():
     run.tx, zeros(SHAPES), mesh=run.mesh, param_specs=SPECS
   ).parts
   assert part.wire_bytes[-1] == sum(x[-1] for x in ladders)
-
-
-def test_own_leaves_are_sent_before_stages_wait():
-  """Two rounds of two exchanges precede collectives over the stages."""
-  text = stages_run("edgc").compiled(gradients(0))
+  # Two rounds of two exchanges precede collectives over the stages.
   assert not unordered(text)
   computations = hlo.computations_of(text)
-  over_stages = hlo.over_axes(text, stages_run("edgc").mesh, "stage")
-  kept, order = set(over_stages.splitlines()), []
+  kept = set(hlo.over_axes(text, run.mesh, "stage").splitlines())
+  order = []
   for line in text[text.index("\nENTRY") :].splitlines():
     if " conditional(" in line and hlo.ranks_of(line, computations):
       order.append("exchange")
@@ -272,12 +231,9 @@ def test_metrics_inside():
     own = ("rank", "wire_bytes", "relative_error", "entropy")
     return {name: found[name] for name in own}
 
-  by_stage = jax.jit(
-    jax.shard_map(
-      inside, mesh=run.mesh, in_specs=(run.specs,),
-      out_specs=P("stage"),
-    )
-  )(run.state)  # fmt: skip
+  on_mesh = functools.partial(jax.shard_map, mesh=run.mesh)
+  join = on_mesh(inside, in_specs=(run.specs,), out_specs=P("stage"))
+  by_stage = jax.jit(join)(run.state)
   for name, value in by_stage.items():
     np.testing.assert_allclose(value, outside[name], rtol=1e-6)
 
@@ -301,9 +257,7 @@ def test_another_number_of_replicas():
     jax.device_get(run.state), run.specs, REPLICAS, 1, stages=STAGES
   )
   for old, new in zip(
-    jax.tree.leaves(residuals(run.state)),
-    jax.tree.leaves(residuals(one)),
-    strict=True,
+    *map(jax.tree.leaves, (residuals(run.state), residuals(one))), strict=True
   ):
     parts = np.reshape(old, (STAGES, REPLICAS, -1, *old.shape[1:]))
     np.testing.assert_allclose(parts.mean(1).reshape(new.shape), new, rtol=1e-6)
@@ -312,9 +266,7 @@ def test_another_number_of_replicas():
 
 def test_a_state_without_shards_is_refused():
   run = stages_run("powersgd")
-  whole = jax.tree.map(lambda spec: P(*spec[:0]), SPECS)
-  whole["blocks"] = jax.tree.map(lambda _: P("stage"), BLOCKS)
-  whole["embedding"] = P("stage")
+  whole = {"blocks": P("stage"), "embedding": P("stage"), "norm": P()}
   specs = edgc_jax.state_specs(
     run.tx, run.params, mesh=run.mesh, param_specs=whole
   )

@@ -13,42 +13,46 @@ from helpers import float32
 from helpers.meshes import (
   AXIS,
   Pmap,
+  Run,
   ShardMap,
   assert_replicas_equal,
   factors,
   find,
+  first_replica,
   gradients_like,
   with_field,
 )
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from edgc_jax.wire import agreement, collectives
 
+pytestmark = pytest.mark.slow
 PARAMS = {"w": jnp.ones((40, 60)), "b": jnp.full((30,), 1e-3)}
 
 
 class Trained(Pmap):
   """Parameters of each replica, which a test can change."""
 
-  def __init__(self, tx, params=PARAMS, replicas=4):
-    self.replicas, self.devices = replicas, jax.devices()[:replicas]
-    pmap = lambda fn: jax.pmap(fn, axis_name=AXIS, devices=self.devices)  # noqa: E731
-    start = lambda _: (params, tx.init(params))  # noqa: E731
-    self.params, self.state = pmap(start)(jnp.arange(replicas))
+  def __init__(self, wrap=lambda tx: tx, **options):
+    tx = optax.chain(float32.powersgd(4, **options), optax.adam(1e-3))
+    tx = wrap(tx)
 
     def update(gradients, params, state):
       updates, state = tx.update(gradients, state, params)
       return optax.apply_updates(params, updates), state
 
+    pmap = functools.partial(
+      jax.pmap, axis_name=AXIS, devices=jax.devices()[:4]
+    )
+    start = pmap(lambda _: (PARAMS, tx.init(PARAMS)))
+    self.params, self.state = self.first = start(jnp.arange(4))
     self.update = pmap(update)
     self.follow = pmap(
       lambda *state: edgc_jax.follow_first_replica(state, AXIS)
     )
 
-  def step(self, seed):
-    gradients = gradients_like(PARAMS, seed, self.replicas)
+  def step(self, seed, gradients=None):
+    gradients = gradients or gradients_like(PARAMS, seed)
     self.params, self.state = self.update(gradients, self.params, self.state)
 
   def change(self, name, replica, index, value):
@@ -59,40 +63,35 @@ class Trained(Pmap):
     return int(find(self.state).checks.diverged_steps[0])
 
 
-def chain(**options):
-  return optax.chain(float32.powersgd(4, **options), optax.adam(1e-3))
-
-
-@functools.cache
-def _compiled(check_every):
-  run = Trained(chain(check_every=check_every))
-  return run, (dict(run.params), run.state)
+_compiled = functools.cache(lambda every: Trained(check_every=every))
 
 
 def trained(check_every):
   """Returns a run before its first step, compiled once for all tests."""
-  run, (params, state) = _compiled(check_every)
-  run.params, run.state = dict(params), state
+  run = _compiled(check_every)
+  params, run.state = run.first
+  run.params = dict(params)
   return run
 
 
-@pytest.mark.slow
-def test_equal_replicas_have_not_parted():
-  run = trained(check_every=1)
-  for step in range(6):
-    run.step(step)
-  assert run.diverged == 0
+def seen(one, other, count=0):
+  """Returns what each of two replicas finds if it compares with the other."""
+  compare = jax.pmap(
+    lambda x: agreement.have_diverged(x, True, jnp.int32(count), AXIS).verdict,
+    AXIS,
+    devices=jax.devices()[:2],
+  )
+  return compare(jax.tree.map(lambda *x: jnp.stack(x), one, other)).tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "index", "value"),
   [
-    pytest.param("w", (3, 4), 2.0**64, id="a_flipped_exponent"),
-    pytest.param("w", (3, 4), -1.0, id="a_flipped_sign"),
-    pytest.param("b", (0,), 0.01, id="a_small_leaf"),
-    pytest.param("w", (0, 0), np.nan, id="not_a_number"),
-    pytest.param("b", (7,), np.inf, id="infinite"),
+    ("w", (3, 4), 2.0**64),  # a flipped exponent
+    ("w", (3, 4), -1.0),  # a flipped sign
+    ("b", (0,), 0.01),  # in a small leaf
+    ("w", (0, 0), np.nan),
+    ("b", (7,), np.inf),
   ],
 )
 def test_one_wrong_number_on_one_replica(name, index, value):
@@ -109,53 +108,35 @@ def test_one_wrong_number_on_one_replica(name, index, value):
     assert edgc_jax.metrics(run.state)["diverged_steps"] == 1
 
 
-@pytest.mark.slow
-def test_rounding_does_not_count():
+def test_equal_replicas_and_rounding_do_not_count():
   run = trained(check_every=1)
+  for step in range(6):
+    run.step(step)
   noise = np.random.default_rng(0).standard_normal((40, 60))
-  run.params["w"] = run.params["w"].at[1].mul(1 + 1e-5 * noise)
-  run.step(0)
-  assert run.diverged == 0
-  run.params["w"] = run.params["w"].at[1].mul(1 + 1e-2 * noise)
-  run.step(1)
-  assert run.diverged == 1
+  for size, expected in ((1e-5, 0), (1e-2, 1)):
+    run.params["w"] = run.params["w"].at[1].mul(1 + size * noise)
+    run.step(6)
+    assert run.diverged == expected
 
 
-@pytest.mark.slow
 def test_rounding_of_narrow_parameters_does_not_count():
   params = jnp.ones((64, 64), jnp.bfloat16)
   flips = np.random.default_rng(0).random((64, 64)) < 0.05
-  see = jax.pmap(
-    lambda x: agreement.have_diverged(x, True, jnp.int32(0), AXIS).verdict,
-    AXIS,
-    devices=jax.devices()[:2],
-  )
   ulp = jnp.where(flips, jnp.bfloat16(1 / 128), 0)
-  assert see(jnp.stack([params, params + ulp])).tolist() == [0, 0]
-  other = params.at[:8].set(3)
-  assert see(jnp.stack([params, other])).tolist() == [1, 1]
+  assert seen(params, params + ulp) == [0, 0]
+  assert seen(params, params.at[:8].set(3)) == [1, 1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "seed"), [(1e-12, 0), (1.0, 1), (1e12, 2)])
 def test_differences_are_detected_at_any_scale(scale, seed):
   random = np.random.default_rng(seed)
   x = np.float32(scale * random.standard_normal((7, 30, 20)))
   noise = random.standard_normal(x.shape)
-  see = jax.pmap(
-    lambda x: agreement.have_diverged(x, True, jnp.int32(seed), AXIS).verdict,
-    AXIS,
-    devices=jax.devices()[:2],
-  )
   for size, expected in ((0, 0), (1e-4, 0), (1e-2, 1)):
-    other = np.float32(x * (1 + size * noise))
-    longer = see(jnp.stack([x, np.float32(x * (1 + size))]))
-    assert longer.tolist() == [expected] * 2
-    found = see(jnp.stack([x, other]))
-    assert found.tolist() == [expected] * 2
+    for other in (x * (1 + size), x * (1 + size * noise)):
+      assert seen(x, np.float32(other), seed) == [expected] * 2
 
 
-@pytest.mark.slow
 def test_without_parameters_updates_are_compared():
   tx = edgc_jax.allreduce(check_every=1)
   update = lambda g: tx.update(g, tx.init(PARAMS))[1].checks.diverged_steps  # noqa: E731
@@ -166,57 +147,44 @@ def test_without_parameters_updates_are_compared():
     assert run().tolist() == [1] * 4
 
 
-@pytest.mark.slow
 def test_many_leaves():
   """Sums over leaves hide no difference, and rounding is none."""
   params = {f"{i:04}": jnp.full((3,), 1e-3 * i) for i in range(500)}
-  see = jax.pmap(
-    lambda x: agreement.have_diverged(x, True, jnp.int32(0), AXIS).verdict,
-    AXIS,
-    devices=jax.devices()[:2],
-  )
-  both = lambda other: jax.tree.map(  # noqa: E731
-    lambda *x: jnp.stack(x), params, other
-  )
-  ulps = jax.tree.map(lambda p: p * (1 + 2e-7), params)
-  assert see(both(ulps)).tolist() == [0, 0]
+  assert seen(params, jax.tree.map(lambda p: p * (1 + 2e-7), params)) == [0, 0]
   wrong = params | {"0499": params["0499"].at[1].mul(1.05)}
-  assert see(both(wrong)).tolist() == [1, 1]
+  assert seen(params, wrong) == [1, 1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, 1e3])
 def test_detected_inside_skip_nonfinite(value):
   """A non-finite parameter on one replica makes all skip."""
-  run = Trained(edgc_jax.skip_nonfinite(chain(check_every=100)))
+  run = Trained(edgc_jax.skip_nonfinite, check_every=100)
   run.step(0)
   run.change("w", 1, (0, 0), value)
   gradients = gradients_like(PARAMS, 1)
   if np.isnan(value):
     gradients["w"] = gradients["w"].at[1, 0, 0].set(value)
-  run.params, run.state = run.update(gradients, run.params, run.state)
+  run.step(1, gradients)
   assert run.diverged == int(np.isnan(value)), "or it is not due"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["w", "b"])
-def test_following_the_first_replica(name):
+def test_following_the_first_replica():
   """All parameters are equal again; residuals stay."""
   run = trained(check_every=1)
   run.step(0)
-  run.change(name, 1, (0,), 7.0)
+  run.change("w", 1, (0,), 7.0)
+  run.change("b", 2, (0,), 7.0)
   run.step(1)
   assert run.diverged == 1
-  before, first = run.residual(), jax.tree.map(lambda p: p[0], run.params)
+  before, first = run.residual(), first_replica(run.params)
   run.params, run.state = run.follow(run.params, run.state)
   assert_replicas_equal(run.params)
-  chex.assert_trees_all_equal(jax.tree.map(lambda p: p[0], run.params), first)
+  chex.assert_trees_all_equal(first_replica(run.params), first)
   chex.assert_trees_all_equal(run.residual(), before)
   run.step(2)
   assert run.diverged == 1, "none since"
 
 
-@pytest.mark.slow
 def test_following_under_shard_map_and_accumulate():
   tx = optax.chain(
     edgc_jax.accumulate(float32.powersgd(4), 2),
@@ -224,7 +192,6 @@ def test_following_under_shard_map_and_accumulate():
   )
   run = ShardMap(tx, PARAMS)
   run.step(gradients_like(PARAMS, 0))
-  specs = edgc_jax.state_specs(tx, PARAMS)
 
   def follow(state):
     own = jax.lax.axis_index(AXIS)
@@ -237,41 +204,20 @@ def test_following_under_shard_map_and_accumulate():
     )
 
   on_mesh = jax.shard_map(
-    follow, mesh=run.mesh, in_specs=(specs,), out_specs=specs
+    follow, mesh=run.mesh, in_specs=(run.specs,), out_specs=run.specs
   )
   chex.assert_trees_all_equal(jax.jit(on_mesh)(run.state), run.state)
 
 
-@pytest.mark.slow
-def test_following_needs_a_bound_axis():
-  with pytest.raises(ValueError, match="`axis_name` must be an axis bound"):
-    edgc_jax.follow_first_replica(PARAMS)
-
-
-@pytest.mark.slow
 def test_detected_without_check_vma():
   """check_vma=False turns off JAX's tracking, not this check."""
-  mesh = jax.make_mesh(
-    (4,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
-  )
   tx = float32.powersgd(4, check_every=1)
 
-  def step(gradients):
+  def update(gradients, state, params):
     own = 1.0 + jax.lax.axis_index(AXIS)  # different parameters everywhere
-    params = jax.tree.map(lambda p: p * own, PARAMS)
-    updates, state = tx.update(
-      jax.tree.map(lambda g: g[0], gradients), tx.init(params), params
-    )
-    return updates, state.checks.diverged_steps
+    params = jax.tree.map(lambda p: p * own, params)
+    return tx.update(first_replica(gradients), state, params)
 
-  run = jax.shard_map(
-    step, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False
-  )
-  _, diverged = jax.jit(run)(gradients_like(PARAMS, 0))
-  assert int(diverged) == 1
-
-
-@pytest.mark.slow
-def test_argument_is_checked():
-  with pytest.raises(ValueError, match="`check_every` must be at least 1"):
-    float32.edgc(check_every=0)
+  run = Run(tx, PARAMS, update=update, check_vma=False)
+  run.step(gradients_like(PARAMS, 0))
+  assert int(find(run.state).checks.diverged_steps) == 1

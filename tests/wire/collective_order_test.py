@@ -5,6 +5,7 @@ Between hosts, which these tests only pretend, some are others.
 
 import contextlib
 import itertools
+import math
 
 import chex
 import jax
@@ -24,14 +25,16 @@ from experiments.network import jax_host
 pytestmark = pytest.mark.slow
 
 REPLICAS = 4
-PARAMS = {"kernel": jnp.ones((48, 40)), "bias": jnp.ones(40)}
+# Two matrices have one shape.
+MATRIX = jnp.ones((48, 40))
+PARAMS = {"bias": jnp.ones(40), "kernel": MATRIX, "other": MATRIX}
 REDUCERS = reducers()
 # One for each kind of wire, and for hosts: 0 for devices of one process.
 CASES = [
   ("allreduce", 0), ("allreduce_bfloat16", 4), ("powersgd", 4),
-  ("powersgd_bfloat16", 2), ("powersgd_int8", 4), ("edgc", 0),
-  ("edgc_int4", 2), ("quantize", 0), ("quantize", 4), ("topk", 0),
-  ("topk", 2), ("randomk", 4),
+  ("powersgd_bfloat16", 2), ("powersgd_int8", 4), ("edgc", 0), ("edgc", 4),
+  ("edgc_int4", 2), ("quantize", 0), ("quantize", 4), ("topk", 0), ("topk", 2),
+  ("randomk", 4),
 ]  # fmt: skip
 
 
@@ -58,15 +61,24 @@ def program(*args, **options):
   return step.lower(*arguments).compile().as_text()
 
 
+def sizes_of(text):
+  return [
+    [(c.kind, c.pairs, dtype, math.prod(shape)) for dtype, shape in c.results]
+    for c in hlo.collectives_in_order(text, -1)
+  ]
+
+
 @pytest.mark.parametrize(("name", "hosts"), CASES)
 def test_every_collective_waits_for_branches(name, hosts):
-  reducer = REDUCERS[name]()
+  """And a replay without computation, which the network benchmark times."""
+  reducer, replicas = REDUCERS[name](), hosts or REPLICAS
   tx = edgc_jax.skip_nonfinite(optax.chain(reducer, optax.adamw(1e-3)), AXIS)
   with between_hosts() if hosts else contextlib.nullcontext():
-    text = program(tx, replicas=hosts or REPLICAS)
+    step, arguments = stepper(tx, replicas=replicas)
+    text = step.lower(*arguments).compile().as_text()
+    traced = jax.make_jaxpr(step)(*arguments)
   assert " conditional(" in text
-  sent = hlo.collectives_in_order(text)
-  kinds = {one.kind for one in sent}
+  kinds = {one.kind for one in hlo.collectives_in_order(text)}
   (found,) = reviewed(reducer, PARAMS)
   # Hosts swap what is encoded, and two of them whatever is gathered.
   if not hosts:
@@ -76,70 +88,35 @@ def test_every_collective_waits_for_branches(name, hosts):
   if hosts == 2:
     assert "all-gather" not in kinds
   assert unordered(text) == []
-
-
-@pytest.mark.parametrize(
-  ("name", "hosts"),
-  [
-    ("allreduce", 0), ("powersgd_bfloat16", 0), ("powersgd_bfloat16", 4),
-    ("quantize", 2), ("topk", 2), ("edgc", 4),
-  ],
-)  # fmt: skip
-def test_a_replay_sends_the_same(name, hosts):
-  """The network benchmark times such a replay, without computation."""
-  params = {**PARAMS, "other": jnp.ones((48, 40))}  # two of a shape
-  replicas = hosts or REPLICAS
-  with between_hosts() if hosts else contextlib.nullcontext():
-    step, arguments = stepper(
-      REDUCERS[name](), params=params, replicas=replicas
-    )
-    traced = jax.make_jaxpr(step)(*arguments)
-    sent = hlo.collectives_in_order(
-      step.lower(*arguments).compile().as_text(), -1
-    )
   replay = jax.pmap(
     jax_host.replay_of(traced), AXIS, devices=jax.devices()[:replicas]
   )
-  zeros = np.zeros(replicas, np.int32)
-  text = replay.lower(zeros).compile().as_text()
-  sizes = [
-    [
-      [
-        (c.kind, c.pairs, dtype, int(np.prod(shape)))
-        for dtype, shape in c.results
-      ]
-      for c in collectives
-    ]
-    for collectives in (sent, hlo.collectives_in_order(text))
-  ]
+  replayed = replay.lower(np.zeros(replicas, np.int32)).compile().as_text()
+  assert unordered(replayed) == []
+  sizes = [sizes_of(text), sizes_of(replayed)]
   if not hosts:  # there XLA joins all-reduces that do not need each other
     sizes = [sorted(itertools.chain(*collectives)) for collectives in sizes]
   assert sizes[0] == sizes[1]
-  assert unordered(text) == []
 
 
-def test_under_accumulate():
-  tx = edgc_jax.accumulate(REDUCERS["edgc_one_rank"](), 2)
-  assert unordered(program(tx)) == []
-
-
-def test_many_leaves():
-  params = {f"leaf_{i:03}": jnp.ones(3 + i % 2) for i in range(300)}
-  params["empty"] = jnp.ones(0)
-  text = program(REDUCERS["allreduce"](), params=params)
-  assert unordered(text) == []
-
-
-def test_without_compression():
-  tx = REDUCERS["edgc"]()
-  with pytest.warns(RuntimeWarning):
-    text = program(tx, params={"bias": jnp.ones(40)})
-  assert unordered(text) == []
+@pytest.mark.parametrize(
+  ("name", "wrap", "params"),
+  [
+    ("edgc_one_rank", lambda tx: edgc_jax.accumulate(tx, 2), PARAMS),
+    ("allreduce", lambda tx: tx, {
+      "empty": jnp.ones(0), **{f"{i}": jnp.ones(3 + i % 2) for i in range(300)}
+    }),
+    ("edgc", lambda tx: tx, {"bias": jnp.ones(40)}),  # nothing to compress
+  ],
+  ids=["accumulate", "many leaves", "no compression"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:No leaf saves")
+def test_it_waits_elsewhere_too(name, wrap, params):
+  assert unordered(program(wrap(REDUCERS[name]()), params=params)) == []
 
 
 def test_a_collective_of_the_user_that_does_not_wait_is_found():
-  text = program(REDUCERS["powersgd"](), waits=False)
-  assert unordered(text) != []
+  assert unordered(program(REDUCERS["powersgd"](), waits=False)) != []
 
 
 def test_waiting_keeps_values():
@@ -151,9 +128,3 @@ def test_waiting_keeps_values():
     devices=jax.devices()[:1],
   )(gradients)
   chex.assert_trees_all_equal(waited, gradients)
-
-
-def test_a_state_without_a_reducer_raises():
-  state = optax.adam(1e-3).init(PARAMS)
-  with pytest.raises(ValueError, match="`opt_state` must be a state with"):
-    edgc_jax.after_update(1.0, state)

@@ -1,7 +1,5 @@
 """Collectives: small leaves joined, parts rotated or swapped."""
 
-import contextlib
-
 import chex
 import jax
 import numpy as np
@@ -30,78 +28,69 @@ def draw(*shape, dtype=np.float32):
   return values.astype(dtype)
 
 
+def on_stages(fn, x, mesh, out_specs):
+  """Returns a function's results on a mesh, and its program."""
+  specs = P(mesh.axis_names) if mesh.shape["stage"] > 1 else P(AXIS)
+  mapped = jax.jit(
+    jax.shard_map(
+      lambda x: fn(x), mesh=mesh, in_specs=specs, out_specs=out_specs
+    )
+  )
+  return mapped(x), mapped.lower(x).compile().as_text()
+
+
 def test_small_leaves_of_a_kind_are_one_operand():
   tree = {
-    "a": draw(3, 5),
-    "b": draw(),
-    "c": draw(7, dtype=np.int32),
-    "large": draw(600, 500),
-    "none": draw(0),
-  }
+    "a": draw(3, 5), "b": draw(), "c": draw(7, dtype=np.int32),
+    "large": draw(600, 500), "none": draw(0),
+  }  # fmt: skip
   with between_hosts():
     mean, program = pmapped(lambda t: collectives.mean(t, AXIS), tree)
-  expected = jax.tree.map(lambda x: np.broadcast_to(x.mean(0), x.shape), tree)
-  small = lambda tree: (tree["a"], tree["b"])  # noqa: E731
-  chex.assert_trees_all_close(
-    small(mean), small(expected), rtol=1e-5, atol=1e-4
-  )
-  np.testing.assert_allclose(
-    mean["large"], expected["large"], rtol=1e-4, atol=1e-3
-  )
+    integers = [tree["c"], draw(2, 2, dtype=np.int32)]
+    totals, _ = pmapped(lambda t: collectives.total(t, AXIS), integers)
+  for total, leaf in zip(totals, integers, strict=True):
+    np.testing.assert_array_equal(total[0], leaf.sum(0))
+  for name, rtol, atol in (
+    ("a", 1e-5, 1e-4), ("b", 1e-5, 1e-4), ("large", 1e-4, 1e-3),
+  ):  # fmt: skip
+    for found in mean[name]:
+      np.testing.assert_allclose(found, tree[name].mean(0), rtol, atol)
   assert mean["none"].shape == (REPLICAS, 0)
-  shapes = [
-    shape
-    for collective in hlo.collectives_in_order(program)
-    for _, shape in collective.results
-  ]
+  found = hlo.collectives_in_order(program)
+  shapes = [shape for one in found for _, shape in one.results]
   assert sorted(shapes) == [(7,), (16,), (300_000,)]
 
 
-def test_totals_of_integers_are_exact():
-  tree = [draw(3, dtype=np.int32), draw(2, 2, dtype=np.int32)]
-  with between_hosts():
-    total, _ = pmapped(lambda t: collectives.total(t, AXIS), tree)
-  chex.assert_trees_all_equal(
-    [leaf[0] for leaf in total], [leaf.sum(0) for leaf in tree]
-  )
-
-
-def run_both(fn, x):
-  """Returns collectives between hosts, and bytes elsewhere and there."""
-  plain, inside = pmapped(fn, x)
-  with between_hosts():
-    sent, between = pmapped(fn, x)
-  np.testing.assert_array_equal(plain, sent)
-  counts = [hlo.wire_bytes_outside_branches(x) for x in (inside, between)]
-  return hlo.collectives_in_order(between), *counts
+SWAP, ROTATION = "reduce-scatter", "collective-permute"
 
 
 @pytest.mark.parametrize(
-  ("devices", "shifts"), [(3, [1, 2]), (4, [1, None, 3])]
+  ("fn", "devices", "kinds", "shifts"),
+  [
+    ("exchange_parts", 2, {SWAP}, [None]),
+    ("exchange_parts", 3, {ROTATION}, [1, 2]),
+    ("exchange_parts", 4, {ROTATION, SWAP}, [1, None, 3]),  # half: a swap
+    ("gather", 2, {SWAP}, [None]),
+    ("gather", 4, {"all-gather"}, [None]),
+  ],
 )
-def test_parts_arrive_by_rotations(devices, shifts):
-  """In a rotation by half, devices swap."""
+def test_two_hosts_swap_and_others_rotate(fn, devices, kinds, shifts):
+  run = lambda x: getattr(collectives, fn)(x, AXIS)  # noqa: E731
   x = draw(devices, 5, 10)[:devices]
-  sent, whole, rotated = run_both(
-    lambda x: collectives.exchange_parts(x, AXIS), x
-  )
-  found = [
+  plain, inside = pmapped(run, x)
+  with between_hosts():
+    found, between = pmapped(run, x)
+  np.testing.assert_array_equal(plain, found)
+  sent = hlo.collectives_in_order(between)
+  assert {one.kind for one in sent} == kinds
+  assert shifts == [
     (one.pairs[0][1] - one.pairs[0][0]) % devices if one.pairs else None
     for one in sent
   ]
-  assert found == shifts
-  kinds = {"collective-permute", "reduce-scatter"}
-  assert {one.kind for one in sent} <= kinds
+  whole, now = map(hlo.wire_bytes_outside_branches, (inside, between))
   # An all-reduce sends 2 (N - 1) / N times its counted bytes.
-  assert rotated == whole * 2 * (devices - 1) // devices
-
-
-def test_two_swap_parts():
-  sent, whole, swapped = run_both(
-    lambda x: collectives.exchange_parts(x, AXIS), draw(2, 5, 10)[:2]
-  )
-  assert [one.kind for one in sent] == ["reduce-scatter"]
-  assert swapped == whole
+  share = 2 * (devices - 1) / devices if ROTATION in kinds else 1
+  assert now == whole * share
 
 
 def test_swapped_bits_are_exact():
@@ -134,7 +123,6 @@ def test_leaves_of_any_kind(fn):
 )
 def test_stages_do_not_wait_for_each_other(replicas, kind):
   """Each stage is in its own branch, as if ranks differed."""
-  mesh = mesh_of((2, replicas))
   x = draw(2 * replicas, 5, 10).reshape(-1, 5, 10)[: 2 * replicas**2]
 
   def exchange(x):
@@ -146,53 +134,20 @@ def test_stages_do_not_wait_for_each_other(replicas, kind):
       jax.lax.axis_index("stage") == 0, lambda: run(1.0), lambda: run(2.0)
     )
 
-  specs = P(("stage", AXIS))
-  found = []
-  for context in (contextlib.nullcontext(), between_hosts()):
-    with context:
-      # A new function, as above.
-      mapped = jax.jit(
-        jax.shard_map(
-          lambda x: exchange(x),
-          mesh=mesh,
-          in_specs=specs,
-          out_specs=(specs, P("stage")),
-        )
-      )
-      found.append(mapped(x))
-      program = mapped.lower(x).compile().as_text()
-  chex.assert_trees_all_equal(*found)
+  where = mesh_of((2, replicas)), (P(("stage", AXIS)), P("stage"))
+  plain, _ = on_stages(exchange, x, *where)
+  with between_hosts():
+    found, program = on_stages(exchange, x, *where)
+  chex.assert_trees_all_equal(plain, found)
   assert f" {kind}(" in program
   assert " collective-permute(" not in program
 
 
-@pytest.mark.parametrize(
-  ("devices", "kind"), [(2, "reduce-scatter"), (4, "all-gather")]
-)
-def test_two_swap_what_they_gather(devices, kind):
-  sent, whole, swapped = run_both(
-    lambda x: collectives.gather(x, AXIS), draw(6, 8)[:devices]
-  )
-  assert [one.kind for one in sent] == [kind]
-  assert swapped == whole
-
-
 def test_two_gather_where_types_must_be_equal():
   """A swap differs by device for JAX, if it tracks that."""
-  mesh, x = mesh_of((1, 2)), draw(6, 8)[:2].reshape(-1, 8)
-
-  def run():
-    # A new function, as above.
-    gather = jax.jit(
-      jax.shard_map(
-        lambda x: collectives.gather(x, AXIS),
-        mesh=mesh,
-        in_specs=P(AXIS),
-        out_specs=P(),
-      )
-    )
-    return gather(x)
-
-  plain = run()
+  x = draw(6, 8)[:2].reshape(-1, 8)
+  run = lambda x: collectives.gather(x, AXIS)  # noqa: E731
+  plain, _ = on_stages(run, x, mesh_of((1, 2)), P())
   with between_hosts():
-    np.testing.assert_array_equal(plain, run())
+    found, _ = on_stages(run, x, mesh_of((1, 2)), P())
+  np.testing.assert_array_equal(plain, found)

@@ -1,7 +1,9 @@
 """A wire joins what is sent in one round, and counts its bytes."""
 
+import functools
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,16 +33,9 @@ def draw(*shape, seed=0):
 
 
 class Run:
-  """Rounds over a wire on four replicas.
+  """What `rounds` returns that sends arrays [REPLICAS, ...] over a wire."""
 
-  Args:
-    rounds: Sends over a wire; returns what the test looks at.
-    tree: Arrays [REPLICAS, ...], an argument of `rounds`.
-    level: Index into the ladder.
-    code: Encoding of values.
-  """
-
-  def __init__(self, rounds, tree, level=0, code=None):
+  def __init__(self, rounds, tree, code=None):
     def send(tree, level):
       wire = Wire(AXIS, LADDER, level, jax.random.key(0), code)
       found = rounds(wire, tree)
@@ -49,10 +44,15 @@ class Run:
 
     devices = jax.devices()[:REPLICAS]
     mapped = jax.pmap(send, AXIS, in_axes=(0, None), devices=devices)
-    lowered = mapped.lower(tree, level)
-    self.text = lowered.compile().as_text()
-    self.found, self.is_finite = mapped(tree, level)
-    self.is_finite = self.is_finite.tolist()
+    self._program = mapped.lower(tree, 0).compile()
+    self._tree, self.text = tree, self._program.as_text()
+    self.found = self.at(0)
+
+  def at(self, level):
+    """Returns what is found at an index into the ladder."""
+    found, is_finite = self._program(self._tree, level)
+    self.is_finite = is_finite.tolist()
+    return found
 
 
 def in_use(values, ranks):
@@ -68,8 +68,7 @@ def test_all_methods_share_one_collective_in_a_round():
     leaves = [Leaf()] * 3
     first = wire.send(leaves, [Send(tree["a"]), None, Send(exact=tree["c"])])
     second = wire.send(leaves, [None, Send(tree["b"]), None])
-    assert first[1] is None
-    assert second[0] is None
+    assert first[1] is second[0] is None
     return first[0].mean, second[1].mean, first[2].exact, first[0].sent
 
   run = Run(rounds, tree)
@@ -85,10 +84,9 @@ def test_all_methods_share_one_collective_in_a_round():
 
 def test_a_round_without_arrays_sends_nothing():
   def rounds(wire, tree):
-    replies = wire.send([Leaf()] * 2, [None, Send()])
-    assert replies[0] is None
-    assert replies[1].mean is None
-    return replies[1].is_finite
+    nothing, reply = wire.send([Leaf()] * 2, [None, Send()])
+    assert nothing is reply.mean is None
+    return reply.is_finite
 
   run = Run(rounds, draw(1))
   assert all(run.is_finite)
@@ -96,57 +94,43 @@ def test_a_round_without_arrays_sends_nothing():
   assert not hlo.collectives_in_order(run.text)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("code", [None, Bfloat16(), Blockwise(8, 8)])
-def test_factors_are_sent_at_the_rank_in_use(level, code):
+def test_factors_are_sent_at_the_rank_in_use(code):
   """The first matrices may have 4 columns, the last at most 2."""
   leaves = [Leaf(cap=4), Leaf(cap=2), Leaf()]
-  columns = [min(LADDER[level], leaf.cap) for leaf in leaves]
-  ranks = [[columns[0]] * 3, [columns[1]]]
-  tree = {
-    "wide": draw(3, 4, 10),
-    "low": draw(1, 2, 6, seed=1),
-    "plain": draw(9, seed=2),
-  }
+  tree = [draw(3, 4, 10), draw(1, 2, 6, seed=1), draw(9, seed=2)]
 
   def rounds(wire, tree):
-    ranks = [jnp.array(own, jnp.int32) for own in rounds.ranks]
-    sends = [
-      Send(tree["wide"], ranks[0]),
-      Send(tree["low"], ranks[1]),
-      Send(tree["plain"]),
-    ]
-    replies = wire.send(leaves, sends)
+    columns = jnp.array(LADDER)[wire._level]
+    ranks = [jnp.full(3, columns), jnp.minimum(columns, 2)[None], None]
+    replies = wire.send(leaves, list(map(Send, tree, ranks)))
     return [(reply.mean, reply.sent) for reply in replies]
 
-  rounds.ranks = ranks
-  run = Run(rounds, tree, level, code)
-  assert all(run.is_finite)
-  # Rows beyond the rank do not count.
-  tree["wide"] = in_use(tree["wide"], ranks[0])
-  tree["low"] = in_use(tree["low"], ranks[1])
+  run = Run(rounds, tree, code)
   tolerance = {None: 1e-6, Bfloat16(): 0.02}.get(code, 0.05)
-  for (mean, sent), own in zip(run.found, tree.values(), strict=True):
-    assert_replicas_equal(mean)
-    np.testing.assert_allclose(mean[0], own.mean(0), 0, tolerance)
-    # Nothing is lost, and nothing sent beyond the rank.
-    np.testing.assert_allclose(sent.mean(0), mean[0], 1e-5, 1e-5)
-    np.testing.assert_array_equal(mean[0][own.mean(0) == 0], 0)
+  for level, rank in enumerate(LADDER):
+    found = run.at(level)
+    assert all(run.is_finite)
+    # Rows beyond the rank do not count.
+    wide, low = in_use(tree[0], [rank] * 3), in_use(tree[1], [min(rank, 2)])
+    for (mean, sent), own in zip(found, (wide, low, tree[2]), strict=True):
+      assert_replicas_equal(mean)
+      np.testing.assert_allclose(mean[0], own.mean(0), 0, tolerance)
+      # Nothing is lost, and nothing sent beyond the rank.
+      np.testing.assert_allclose(sent.mean(0), mean[0], 1e-5, 1e-5)
+      np.testing.assert_array_equal(mean[0][own.mean(0) == 0], 0)
   (ladder,) = hlo.wire_bytes_by_rank(run.text)
   assert ladder == run.num_bytes
   if code is None:
-    expected = [4 * (30 * r + 6 * min(r, 2) + 9) for r in LADDER]
-    assert ladder == expected
+    assert ladder == [4 * (30 * r + 6 * min(r, 2) + 9) for r in LADDER]
 
 
 def test_equal_lengths_need_no_branch():
   """Of a matrix whose cap is the smallest rank."""
-
-  def rounds(wire, values):
-    ranks = jnp.ones(1, jnp.int32)
-    return wire.send([Leaf(cap=1)], [Send(values, ranks)])[0].mean
-
-  run = Run(rounds, draw(1, 1, 6), level=2)
+  send = lambda x: [Send(x, jnp.ones(1, jnp.int32))]  # noqa: E731
+  run = Run(
+    lambda wire, x: wire.send([Leaf(1)], send(x))[0].mean, draw(1, 1, 6)
+  )
   assert " conditional(" not in run.text
   assert run.num_bytes == [24] * 3
 
@@ -157,36 +141,27 @@ def test_a_number_that_is_not_finite_makes_all_zero(where):
   tree["bad"][2, 3] = np.inf
 
   def rounds(wire, tree):
-    leaves = [Leaf()] * 2
-    sends = [Send(**{where: tree["bad"]}), Send(tree["good"])]
-    first = wire.send(leaves, sends)
-    second = wire.send(leaves, [None, Send(tree["good"])])
+    good, leaves = Send(tree["good"]), [Leaf()] * 2
+    first = wire.send(leaves, [Send(**{where: tree["bad"]}), good])
+    second = wire.send(leaves, [None, good])
     flags = jnp.stack([first[0].is_finite, second[1].is_finite])
-    means = [first[0].mean, first[0].exact, first[1].mean, second[1].mean]
-    return [mean for mean in means if mean is not None], flags
+    return [first[0].mean, first[0].exact, first[1].mean, second[1].mean], flags
 
   run = Run(rounds, tree)
-  assert not any(run.is_finite)
   means, flags = run.found
-  for mean in means:
+  assert not any(run.is_finite) and not flags.any()
+  for mean in jax.tree.leaves(means):
     np.testing.assert_array_equal(mean, 0)
-  assert not flags.any()
 
 
 def test_measured_numbers_may_be_not_finite():
-  tree = {"measured": draw(2), "good": draw(4, seed=1)}
+  tree = {"measured": draw(2), "values": draw(4, seed=1)}
   tree["measured"][1, 0] = np.nan
-
-  def rounds(wire, tree):
-    send = Send(tree["good"], measured=tree["measured"])
-    (reply,) = wire.send([Leaf()], [send])
-    return reply.mean, reply.measured
-
-  run = Run(rounds, tree)
+  run = Run(lambda wire, tree: wire.send([Leaf()], [Send(**tree)]), tree)
   assert all(run.is_finite)
-  mean, measured = run.found
-  np.testing.assert_allclose(mean[0], tree["good"].mean(0), 1e-6, 1e-6)
-  assert np.isnan(measured[0]).tolist() == [True, False]
+  (reply,) = run.found
+  np.testing.assert_allclose(reply.mean[0], tree["values"].mean(0), 1e-6, 1e-6)
+  assert np.isnan(reply.measured[0]).tolist() == [True, False]
 
 
 def test_gathered_trees():
@@ -223,16 +198,13 @@ def test_counts_what_the_wire_sends(code):
     sends = [Send(tree["factors"], ranks), Send(plain, exact=plain[:3])]
     replies = wire.send(leaves, sends)
     more = Send(gathered=plain, measured=plain)
-    replies += wire.send(leaves, [more, Send(plain)])
-    return replies
+    return replies + wire.send(leaves, [more, Send(plain)])
 
   run = Run(rounds, tree, code=code)
   counting = CountingWire(REPLICAS, LADDER, code)
   local = jax.tree.map(lambda x: x[0], tree)
-  counted = jax.eval_shape(lambda tree: rounds(counting, tree), local)
+  counted = jax.eval_shape(functools.partial(rounds, counting), local)
   assert counting.num_bytes.tolist() == run.num_bytes
-  shapes = lambda tree: [  # noqa: E731
-    (x.shape, x.dtype) for x in jax.tree.leaves(tree)
-  ]
-  first = jax.tree.map(lambda x: x[0], run.found)
-  assert shapes(counted) == shapes(first)
+  chex.assert_trees_all_equal_shapes_and_dtypes(
+    counted, jax.tree.map(lambda x: x[0], run.found)
+  )
