@@ -32,9 +32,9 @@ TOLERANCE = 0.1  # of the least time, accepted for fewer steps
 _CLOSE = 1.02  # of the protocol's bits, up to which a rank sends as many
 _EDGC_RANKS = 6  # of a ladder of edgc, beyond the first
 _EVERY = ", every "  # ends the name of an exchange
-# All-reduces in sequence; others have one. Sparse entries are gathered, and
-# their sketches reduced.
-_TRIPS = {"powersgd": 2, "edgc": 2, "topk": 2, "randomk": 2}
+# All-reduces in sequence; others have one. Sparse entries are gathered, vectors
+# exchanged in 4 bits, and sketches of the error reduced.
+_TRIPS = {"powersgd": 2, "edgc": 2, "quantize": 2, "topk": 3, "randomk": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -522,16 +522,17 @@ def _edgc_at(options: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
 def trips_of(reducer: str, is_encoded: bool) -> int:
   """Returns the all-reduces of an exchange, one after the other.
 
-  Encoded values are exchanged in parts, then gathered: one more.
+  If `wire_dtype` encodes what would be reduced with other values, it is
+  exchanged in parts, then gathered: one more.
   """
-  return _TRIPS.get(reducer, 1) + is_encoded
+  has_wire_dtype = reducer in ("allreduce", "powersgd", "edgc")
+  return _TRIPS.get(reducer, 1) + (is_encoded and has_wire_dtype)
 
 
 def _trips(method: Candidate) -> int:
   """Returns `trips_of` a candidate, whose code is among its options."""
   wire_dtype = method.options.get("wire_dtype", "float32")
-  is_encoded = method.reducer == "quantize" or wire_dtype != "float32"
-  return trips_of(method.reducer, is_encoded)
+  return trips_of(method.reducer, wire_dtype != "float32")
 
 
 _RESIZED: Mapping[str, Callable[[Mapping[str, Any], int], Mapping[str, Any]]]

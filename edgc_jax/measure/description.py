@@ -321,7 +321,7 @@ def _method(
   in_code = f" in {name_of(code)}" if code else ""
   for leaf in leaves:
     if leaf.is_compressed and not leaf.cap:
-      return f"{leaf.method.name}{in_code}"
+      return leaf.method.name
   if not any(ladder):
     return f"dense{in_code}" if any(x.is_encoded for x in leaves) else "dense"
   ranks = ", ".join(str(rank) for rank in ladder if rank)

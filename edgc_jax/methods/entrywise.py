@@ -33,7 +33,7 @@ from edgc_jax.reducer.rounds import (
   added,
   is_encoded,
 )
-from edgc_jax.wire.codes import Code
+from edgc_jax.wire.codes import Code, name_of
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Reply, Send
 
@@ -44,7 +44,9 @@ Round = Generator[Send | None, Reply, tuple[jax.Array, jax.Array]]
 Average = Callable[[jax.Array, jax.Array], Round]
 
 
-def entrywise(average: Average, residual_decay: float = 1.0) -> Method:
+def entrywise(
+  average: Average, residual_decay: float = 1.0, code: Code | None = None
+) -> Method:
   """Makes a method of a function that averages the entries of an array.
 
   Wire: what `average` sends, and 33 values for each matrix.
@@ -54,6 +56,7 @@ def entrywise(average: Average, residual_decay: float = 1.0) -> Method:
       on all replicas, to one round that returns mean_i sent_i and sent_i, of
       any shape.
     residual_decay: Multiplies the residual before it is added.
+    code: Encoding of the entries, for the method's name.
   """
 
   def rounds(
@@ -87,7 +90,8 @@ def entrywise(average: Average, residual_decay: float = 1.0) -> Method:
       energies=Energies(lost, total, energy, unit),
     )
 
-  return Method(rounds, "entry by entry", measures=True)
+  in_code = f" in {name_of(code)}" if code else ""
+  return Method(rounds, f"entry by entry{in_code}", measures=True)
 
 
 def make_entrywise(
@@ -98,6 +102,7 @@ def make_entrywise(
   residual_decay: float = 1.0,
   min_size: int = MIN_SIZE,
   code: Code | None = None,
+  entries_code: Code | None = None,
   **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a reducer that sends the entries of large leaves.
@@ -110,6 +115,7 @@ def make_entrywise(
     min_size: Leaves of fewer entries, and without matrices, are sent dense.
     code: Encoding of leaves that are sent dense, which needs feedback, and of
       values that `average` sends without one; None is float32.
+    entries_code: Encoding that `average` uses, for `describe`.
     **options: As for `make_reducer`.
   """
   validation.require_int("min_size", min_size, 1)
@@ -122,7 +128,7 @@ def make_entrywise(
     "1 without error feedback, which has no residual to decay",
     "leave it out, or pass error_feedback=True",
   )
-  method = entrywise(average, residual_decay)
+  method = entrywise(average, residual_decay, entries_code)
 
   def plan_for(leaves: tuple[Leaf, ...]) -> Plan:
     found = []

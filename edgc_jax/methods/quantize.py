@@ -105,13 +105,15 @@ def quantize(
   validation.require_flag("error_feedback", error_feedback)
   is_rotated = bits < 4 if rotate is None else rotate
   validation.require_flag("rotate", is_rotated)
+  entries_code = _code_of(bits, block, is_rotated, error_feedback)
   return make_entrywise(
-    _in_code(_code_of(bits, block, is_rotated, error_feedback)),
+    _in_code(entries_code),
     axis_name,
     error_feedback=error_feedback,
     residual_decay=residual_decay,
     min_size=min_size,
     seed=seed,
+    entries_code=entries_code,
     code=code_of("int4") if error_feedback and bits <= 4 else None,
     matrix_view=matrix_view,
     stages=stages,

@@ -69,7 +69,7 @@ def test_an_exchange_has_its_round_trips():
     ("allreduce", {}, 1),
     ("allreduce", {"allreduce.wire_dtype": "bfloat16"}, 2),
     ("quantize", {}, 2),
-    ("topk", {}, 2),
+    ("topk", {}, 3),
     ("powersgd", {"powersgd.wire_dtype": "float32"}, 2),
     ("powersgd", {"powersgd.wire_dtype": "int4"}, 3),
   ):

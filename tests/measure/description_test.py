@@ -135,6 +135,10 @@ def test_names_of_methods():
   for tx, words in (
     (edgc_jax.topk(0.1), "entry by entry"),
     (edgc_jax.quantize(8), "entry by entry in integers of 8 bits"),
+    (
+      edgc_jax.quantize(2, error_feedback=True),
+      "entry by entry in 2 bits, rotated",
+    ),
     (edgc_jax.allreduce(), "dense"),
     (edgc_jax.allreduce(wire_dtype="bfloat16"), "dense in bfloat16"),
     (float32.powersgd(4, allocation="error"), f"as factors of rank 4 {share}"),

@@ -117,7 +117,7 @@ def test_a_round_without_values_sends_no_code():
   text = run.compiled(gradients)
   assert hlo.wire_bytes_outside_branches(text) == values["wire_bytes"]
   assert values["wire_bytes"] == 4 * 2 + averages.average_bytes(
-    [640], code_of("int4"), REPLICAS
+    [(640,)], [code_of("int4")], REPLICAS
   )
 
 
@@ -182,7 +182,7 @@ def test_bytes_are_counted_once():
   for _ in range(2):
     assert count_bytes([leaf], (4,), None)[0] == values + indices
     assert len(traced) == 1
-  in_code = averages.average_bytes([1500], code_of("int4"), 3)
+  in_code = averages.average_bytes([(30, 50)], [code_of("int4")], 3)
   for sent, *arguments in (
     (values + 3 * indices, [leaf], (4,), None, 3),
     (in_code + 3 * indices, [leaf], (4,), code_of("int4"), 3),
@@ -221,7 +221,7 @@ def test_bytes_are_counted_anew_where_leaves_are_not_joined():
   jax.eval_shape(on_mesh, jnp.zeros(()))
   padded = lambda size: -(-size // 64) * 64  # noqa: E731
   apart, joined = (
-    sum(averages.average_bytes([size], code, 2) for size in sizes)
+    sum(averages.average_bytes([(size,)], [code], 2) for size in sizes)
     for sizes in (
       [padded(4 * 30) * 3, padded(4 * 50) * 3],
       [padded(3 * 4 * 30), 3 * 4 * 50],

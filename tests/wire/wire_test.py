@@ -11,7 +11,7 @@ import pytest
 from helpers.meshes import AXIS, assert_replicas_equal
 
 from edgc_jax.measure import hlo
-from edgc_jax.wire.codes import Bfloat16, Blockwise, Rotated
+from edgc_jax.wire.codes import Bfloat16, Blockwise, Levels
 from edgc_jax.wire.wire import CountingWire, Send, Wire
 
 REPLICAS = 4
@@ -186,7 +186,7 @@ def test_gathered_trees():
 
 
 @pytest.mark.parametrize(
-  "code", [None, Bfloat16(), Blockwise(4, 16), Rotated(16)]
+  "code", [None, Bfloat16(), Blockwise(4, 16), Levels(16)]
 )
 @pytest.mark.slow
 def test_counts_what_the_wire_sends(code):
