@@ -27,6 +27,8 @@ class Evidence(NamedTuple):
     steps: Steps to the loss that it reaches, as a multiple of the steps in
       which dense reaches it.
     seeds: Number of seeds.
+    is_current: Whether the method still gives these results. Otherwise they are
+      of an older version, until the runs are there again.
   """
 
   name: str
@@ -40,6 +42,7 @@ class Evidence(NamedTuple):
   error: float
   steps: float
   seeds: int
+  is_current: bool
 
 
 @functools.cache

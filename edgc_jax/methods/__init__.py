@@ -23,7 +23,10 @@ __all__ = [
   "topk",
 ]
 
-METHOD_VERSIONS: Mapping[str, int] = dict.fromkeys([*__all__, "local_steps"], 1)
+METHOD_VERSIONS: Mapping[str, int] = {
+  **dict.fromkeys([*__all__, "local_steps"], 1),
+  **dict.fromkeys(["edgc", "powersgd", "quantize", "topk"], 2),
+}
 """The version of each method, by name.
 
 It is raised when a method gives other results with the same options. Records of

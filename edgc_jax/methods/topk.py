@@ -43,7 +43,8 @@ def topk(
 
   of each tensor, or of each chunk of its entries. In 2 bits Q keeps the sign
   and one of two magnitudes: the mean of those up to the mean magnitude, and the
-  mean of the others. As the outer reducer of `local_steps`,
+  mean of the others; if there are zeros, zero and the mean of the others. As
+  the outer reducer of `local_steps`,
 
     optax.chain(topk(1 / 64, chunk=4096, bits=2, residual_decay=0.95),
                 optax.sgd(1.0))
@@ -52,16 +53,17 @@ def topk(
 
   Wire, N replicas: 4 N k bytes for each tensor, since values and int32 indices
   are gathered (half of 8 N k: an all-gather counts as half an all-reduce). It
-  grows with N: at N density = 1 it equals dense. In a chunk an index takes 12
-  bits, so k values of 32 bits take N 2.75 k bytes, and of 2 bits
-  N (0.875 k + 2): at a density of 1 / 64 less than dense up to N = 282. And
-  132 bytes for each matrix, of which the error is read.
+  grows with N: at N density = 1 it equals dense. In chunks of n entries an
+  index takes 2 + log2(n / k) bits or less, so at a density of 1 / 64 k values
+  of 32 bits take N 2.5 k bytes, and of 2 bits N (0.625 k + 2): less than dense
+  up to N = 390. And 132 bytes for each matrix, of which the error is read.
+  Leaves that are sent dense have 4 bits a value, and a residual.
 
   Args:
     density: Share of the entries that is sent, in (0, 1].
     axis_name: As for `edgc`.
-    chunk: Entries of a chunk of the flat tensor, at most 4,096, of which k is a
-      multiple of 4; None is the whole tensor.
+    chunk: Entries of a chunk of the flat tensor, a multiple of 4 up to 4,096,
+      of which k is a multiple of 4; None is the whole tensor.
     bits: Of a value: 32; or 2, in chunks.
     residual_decay: As for `quantize`.
     min_size: Leaves of fewer entries are sent dense, and so are those without
@@ -78,7 +80,8 @@ def topk(
   References:
     Stich et al. 2018, arXiv:1809.07599. SparseLoCo, Sarfi et al. 2025,
     arXiv:2508.15706, with departures: the magnitudes are means, of each chunk,
-    and chunks are of the flat tensor.
+    chunks are of the flat tensor, an index takes 8 bits where it has 12 there,
+    and vectors are in 4 bits. Indices: Elias 1974, Fano 1971.
 
   >>> tx = optax.chain(topk(density=0.01), optax.adam(1e-3))
   """

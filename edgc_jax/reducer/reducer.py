@@ -50,7 +50,7 @@ from edgc_jax.leaves.leaf import (
 )
 from edgc_jax.leaves.views import ViewFn, layer_matrix
 from edgc_jax.mesh.binding import bind
-from edgc_jax.reducer import compile_notice, rounds
+from edgc_jax.reducer import compile_notice, growth, rounds
 from edgc_jax.reducer.rounds import Energies, Input, Outcome
 from edgc_jax.reducer.transformation import transformation
 from edgc_jax.stages.gradients import (
@@ -178,6 +178,7 @@ class Reducer:
     stats = Stats(
       rank, zero(), zero(), jnp.float32(dense_bytes), *errors,
       report.entropy, report.predicted_error,
+      *([zero(), zero(), zero()] if plan.is_measured else []),
     )  # fmt: skip
 
     def zeros(leaf: Leaf, kind: Any, is_kept: bool) -> jax.Array | None:
@@ -228,6 +229,7 @@ class Reducer:
     sent += choice.wire_bytes + checked
     state = self._account(plan, state, choice, found, is_finite & ok, sent)
     state = state._replace(checks=checks)
+    state = self._with_growth(plan, state, gradients)
     averaged = _as_tree(updates, [one.update for one in found])
     parts, stage = self._parts(plan), names(self.axes.stage)
     return averaged, stacked(state, parts, stage, plan.shards)
@@ -527,6 +529,30 @@ class Reducer:
         predicted_error=report.predicted_error,
       ),
       state.checks,
+    )
+
+  def _with_growth(
+    self, plan: Plan, state: ReducerState, gradients: Sequence[jax.Array]
+  ) -> ReducerState:
+    """Compares residuals with those of the window before."""
+    fed_back = [
+      gradient
+      for gradient, leaf in zip(gradients, plan.leaves, strict=True)
+      if leaf.has_residual
+    ]
+    done = state.count - 1
+    is_due = (done > 0) & (done % self.check_every == 0)
+    # Follows the comparison of the replicas.
+    is_due = order.in_turn(is_due, (state.checks, state.stats.wire_bytes))
+    stats, sent = growth.update(
+      state.stats, fed_back, is_due, self.axes.replicas
+    )
+    more = sent / state.count
+    return state._replace(
+      stats=stats._replace(
+        wire_bytes=stats.wire_bytes + sent,
+        mean_wire_bytes=stats.mean_wire_bytes + more,
+      )
     )
 
 

@@ -35,7 +35,7 @@ def _counts(study: Study, arm: str, row: pd.Series) -> bool:
     return False
   own = study.arms[arm]
   is_ours = own["reducer"] in edgc_jax.REDUCERS
-  return is_ours and row["is_current"] and not own.get("local.lookahead")
+  return is_ours and not own.get("local.lookahead")
 
 
 def _line(study: Study, arm: str, row: pd.Series) -> dict[str, Any]:
@@ -69,6 +69,7 @@ def _line(study: Study, arm: str, row: pd.Series) -> dict[str, Any]:
     "error": _short(row["gap_error"]),
     "steps": 1.0 if arm == study.dense else _short(1 / (1 - row["saved"])),
     "seeds": int(row["seeds"]),
+    "is_current": bool(row["is_current"]),
   }
 
 
