@@ -273,6 +273,11 @@ def advise(
     "Ranks are those that send the protocol's bits a parameter.",
     "No exchange overlaps with computation.",
   ]
+  if not all(one.is_current for one in of_protocol()):
+    assumed.append(
+      "Steps of some methods are of an older version of their code; bytes are"
+      " those of the present one."
+    )
   if matrix_view is not None:
     assumed.append("The code needs your matrix_view, too.")
   if computing is None:

@@ -21,7 +21,18 @@ FACTORS = {"wire_dtype": "int4", "allocation": "error", "min_ratio": 1.0}
 def evidence(name, reducer, options, bits, steps, every=1):
   outer = {"learning_rate": 0.7, "momentum": 0.9} if every > 1 else {}
   return Evidence(
-    name, reducer, options, every, outer, bits, bits, 0.0, 0.0, steps, 3
+    name,
+    reducer,
+    options,
+    every,
+    outer,
+    bits,
+    bits,
+    0.0,
+    0.0,
+    steps,
+    3,
+    True,
   )
 
 
