@@ -27,6 +27,7 @@ _WIRE_BYTES = 4.0  # sent at the end of a window
 
 def update(
   stats: Stats,
+  residual: jax.Array,
   gradients: Sequence[jax.Array],
   is_due: jax.Array,
   axis_name: AxisName,
@@ -34,7 +35,8 @@ def update(
   """Compares the norms at the end of a window; sends 4 bytes there.
 
   Args:
-    stats: Of this step, but for the norms of the window before.
+    stats: Of the step before.
+    residual: float32 [], |E| of this step, equal on all replicas.
     gradients: Of the leaves with residuals, local.
     is_due: bool [], whether a window ends; equal on all replicas.
     axis_name: The bound axis of the replicas.
@@ -42,13 +44,12 @@ def update(
   Returns:
     The statistics with their growth, and the bytes sent in this step.
   """
-  residual = stats.residual_norm
   before = (
     stats.residual_before,
     stats.gradient_before,
     stats.residual_doublings,
   )
-  if not gradients or residual is None or before[0] is None:
+  if not gradients or before[0] is None:
     return stats, jnp.zeros((), jnp.float32)
 
   def compare(before: tuple) -> tuple:

@@ -224,12 +224,16 @@ class Reducer:
       plan, state, choice, gradients, compared, late
     )
     applied = [one.update for one in found] if params is None else params
+    stats, compared_bytes = self._compare_residuals(
+      plan, state, gradients, found, is_finite
+    )
+    is_finite = order.in_turn(is_finite, stats.residual_doublings)
+    state, sent = state._replace(stats=stats), sent + compared_bytes
     ok, checks, checked = self._agree(plan, state, compared, is_finite, applied)
     found = self._keep(state, found, ok)
     sent += choice.wire_bytes + checked
     state = self._account(plan, state, choice, found, is_finite & ok, sent)
     state = state._replace(checks=checks)
-    state = self._with_growth(plan, state, gradients)
     averaged = _as_tree(updates, [one.update for one in found])
     parts, stage = self._parts(plan), names(self.axes.stage)
     return averaged, stacked(state, parts, stage, plan.shards)
@@ -435,6 +439,27 @@ class Reducer:
       )
     return gradients, is_late
 
+  def _compare_residuals(
+    self,
+    plan: Plan,
+    state: ReducerState,
+    gradients: Sequence[jax.Array],
+    found: Sequence[Outcome],
+    is_finite: jax.Array,
+  ) -> tuple[Stats, jax.Array]:
+    """Compares residuals with those of a window before; returns bytes, too."""
+    fed_back = [
+      gradient
+      for gradient, leaf in zip(gradients, plan.leaves, strict=True)
+      if leaf.has_residual
+    ]
+    is_due = (state.count > 0) & (state.count % self.check_every == 0)
+    is_due = order.in_turn(is_due & is_finite, is_finite)
+    norm = _errors_of(found)[1]
+    return growth.update(
+      state.stats, norm, fed_back, is_due, self.axes.replicas
+    )
+
   def _agree(
     self,
     plan: Plan,
@@ -529,30 +554,6 @@ class Reducer:
         predicted_error=report.predicted_error,
       ),
       state.checks,
-    )
-
-  def _with_growth(
-    self, plan: Plan, state: ReducerState, gradients: Sequence[jax.Array]
-  ) -> ReducerState:
-    """Compares residuals with those of the window before."""
-    fed_back = [
-      gradient
-      for gradient, leaf in zip(gradients, plan.leaves, strict=True)
-      if leaf.has_residual
-    ]
-    done = state.count - 1
-    is_due = (done > 0) & (done % self.check_every == 0)
-    # Follows the comparison of the replicas.
-    is_due = order.in_turn(is_due, (state.checks, state.stats.wire_bytes))
-    stats, sent = growth.update(
-      state.stats, fed_back, is_due, self.axes.replicas
-    )
-    more = sent / state.count
-    return state._replace(
-      stats=stats._replace(
-        wire_bytes=stats.wire_bytes + sent,
-        mean_wire_bytes=stats.mean_wire_bytes + more,
-      )
     )
 
 
@@ -733,7 +734,7 @@ def _next_stats(
 
   Errors keep their old values if they are not.
   """
-  old, error, norm = state.stats, jnp.float32(0.0), jnp.float32(0.0)
+  old = state.stats
   # mean' = mean + (bytes - mean) / steps
   more = (sent - old.mean_wire_bytes) / (state.count + 1)
   stats = old._replace(
@@ -741,22 +742,27 @@ def _next_stats(
   )
   if old.relative_error is None or old.residual_norm is None:
     return stats, is_finite
-  energies = _energies(found)
-  if energies:
-    unit = functools.reduce(jnp.maximum, [own.unit for own in energies])
-    scaled = [
-      jax.tree.map(lambda x, own=own: jnp.sum(x) * (own.unit / unit) ** 2, own)
-      for own in energies
-    ]
-    total = jax.tree.map(lambda *xs: sum(xs), *scaled)
-    # |mean residual|^2 / |mean M|^2
-    error, norm = _ratio(total.lost, total.total), unit * total.residual**0.5
+  error, norm = _errors_of(found)
   is_measured = is_finite & jnp.isfinite(error) & jnp.isfinite(norm)
   stats = stats._replace(
     relative_error=jnp.where(is_measured, error, old.relative_error),
     residual_norm=jnp.where(is_measured, norm, old.residual_norm),
   )
   return stats, is_measured
+
+
+def _errors_of(found: Sequence[Outcome]) -> tuple[jax.Array, jax.Array]:
+  """Returns |mean residual|^2 / |mean M|^2, and the norm of the residuals."""
+  energies = _energies(found)
+  if not energies:
+    return jnp.float32(0.0), jnp.float32(0.0)
+  unit = functools.reduce(jnp.maximum, [own.unit for own in energies])
+  scaled = [
+    jax.tree.map(lambda x, own=own: jnp.sum(x) * (own.unit / unit) ** 2, own)
+    for own in energies
+  ]
+  total = jax.tree.map(lambda *xs: sum(xs), *scaled)
+  return _ratio(total.lost, total.total), unit * total.residual**0.5
 
 
 def _energies(found: Sequence[Outcome]) -> list[Energies]:
