@@ -50,7 +50,7 @@ from edgc_jax.leaves.leaf import (
 )
 from edgc_jax.leaves.views import ViewFn, layer_matrix
 from edgc_jax.mesh.binding import bind
-from edgc_jax.reducer import compile_notice, growth, rounds
+from edgc_jax.reducer import compile_notice, rounds
 from edgc_jax.reducer.rounds import Energies, Input, Outcome
 from edgc_jax.reducer.transformation import transformation
 from edgc_jax.stages.gradients import (
@@ -178,7 +178,6 @@ class Reducer:
     stats = Stats(
       rank, zero(), zero(), jnp.float32(dense_bytes), *errors,
       report.entropy, report.predicted_error,
-      *([zero(), zero(), zero()] if plan.is_measured else []),
     )  # fmt: skip
 
     def zeros(leaf: Leaf, kind: Any, is_kept: bool) -> jax.Array | None:
@@ -224,11 +223,6 @@ class Reducer:
       plan, state, choice, gradients, compared, late
     )
     applied = [one.update for one in found] if params is None else params
-    stats, compared_bytes = self._compare_residuals(
-      plan, state, gradients, found, is_finite
-    )
-    is_finite = order.in_turn(is_finite, stats.residual_doublings)
-    state, sent = state._replace(stats=stats), sent + compared_bytes
     ok, checks, checked = self._agree(plan, state, compared, is_finite, applied)
     found = self._keep(state, found, ok)
     sent += choice.wire_bytes + checked
@@ -438,27 +432,6 @@ class Reducer:
         updates, late_updates, first_is_finite, plan.leaves, axes
       )
     return gradients, is_late
-
-  def _compare_residuals(
-    self,
-    plan: Plan,
-    state: ReducerState,
-    gradients: Sequence[jax.Array],
-    found: Sequence[Outcome],
-    is_finite: jax.Array,
-  ) -> tuple[Stats, jax.Array]:
-    """Compares residuals with those of a window before; returns bytes, too."""
-    fed_back = [
-      gradient
-      for gradient, leaf in zip(gradients, plan.leaves, strict=True)
-      if leaf.has_residual
-    ]
-    is_due = (state.count > 0) & (state.count % self.check_every == 0)
-    is_due = order.in_turn(is_due & is_finite, is_finite)
-    norm = _errors_of(found)[1]
-    return growth.update(
-      state.stats, norm, fed_back, is_due, self.axes.replicas
-    )
 
   def _agree(
     self,
@@ -734,7 +707,7 @@ def _next_stats(
 
   Errors keep their old values if they are not.
   """
-  old = state.stats
+  old, error, norm = state.stats, jnp.float32(0.0), jnp.float32(0.0)
   # mean' = mean + (bytes - mean) / steps
   more = (sent - old.mean_wire_bytes) / (state.count + 1)
   stats = old._replace(
@@ -742,27 +715,22 @@ def _next_stats(
   )
   if old.relative_error is None or old.residual_norm is None:
     return stats, is_finite
-  error, norm = _errors_of(found)
+  energies = _energies(found)
+  if energies:
+    unit = functools.reduce(jnp.maximum, [own.unit for own in energies])
+    scaled = [
+      jax.tree.map(lambda x, own=own: jnp.sum(x) * (own.unit / unit) ** 2, own)
+      for own in energies
+    ]
+    total = jax.tree.map(lambda *xs: sum(xs), *scaled)
+    # |mean residual|^2 / |mean M|^2
+    error, norm = _ratio(total.lost, total.total), unit * total.residual**0.5
   is_measured = is_finite & jnp.isfinite(error) & jnp.isfinite(norm)
   stats = stats._replace(
     relative_error=jnp.where(is_measured, error, old.relative_error),
     residual_norm=jnp.where(is_measured, norm, old.residual_norm),
   )
   return stats, is_measured
-
-
-def _errors_of(found: Sequence[Outcome]) -> tuple[jax.Array, jax.Array]:
-  """Returns |mean residual|^2 / |mean M|^2, and the norm of the residuals."""
-  energies = _energies(found)
-  if not energies:
-    return jnp.float32(0.0), jnp.float32(0.0)
-  unit = functools.reduce(jnp.maximum, [own.unit for own in energies])
-  scaled = [
-    jax.tree.map(lambda x, own=own: jnp.sum(x) * (own.unit / unit) ** 2, own)
-    for own in energies
-  ]
-  total = jax.tree.map(lambda *xs: sum(xs), *scaled)
-  return _ratio(total.lost, total.total), unit * total.residual**0.5
 
 
 def _energies(found: Sequence[Outcome]) -> list[Energies]:

@@ -10,7 +10,6 @@ from edgc_jax.budget.entropy_budget import EntropyState
 from edgc_jax.leaves.leaf import LeafState, is_leaf_state
 from edgc_jax.wire import collectives
 
-DIVERGING = 3.0  # doublings of a residual in windows in a row
 STATE_VERSION = 5  # the trainer refuses checkpoints of another version
 
 
@@ -29,11 +28,6 @@ class Stats(NamedTuple):
   residual_norm: jax.Array | None = None
   entropy: jax.Array | None = None  # float32 [], newest sample, nats
   predicted_error: jax.Array | None = None  # float32 [], by the model
-  # float32 [], at the end of the last window of `check_every` steps, and how
-  # often the residual has doubled in windows in a row (`reducer.growth`)
-  residual_before: jax.Array | None = None
-  gradient_before: jax.Array | None = None
-  residual_doublings: jax.Array | None = None
 
 
 class Checks(NamedTuple):

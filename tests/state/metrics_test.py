@@ -12,8 +12,7 @@ import edgc_jax
 PARAMS = {"w": jnp.zeros((16, 24))}
 ALWAYS = {
   "rank", "wire_bytes", "dense_bytes", "compression_ratio",
-  "relative_error", "residual_norm", "residual_doublings", "skipped_steps",
-  "identical_gradients",
+  "relative_error", "residual_norm", "skipped_steps", "identical_gradients",
   "diverged_steps",
 }  # fmt: skip
 LOW_RANK = ALWAYS | {"matrix_rank", "matrix_error"}
