@@ -18,7 +18,12 @@ PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,))}
 
 
 @pytest.mark.parametrize(
-  "tx", [float32.powersgd(2), edgc_jax.allreduce(), edgc_jax.edgc()]
+  "tx",
+  [
+    float32.powersgd(2),
+    edgc_jax.allreduce(),
+    float32.edgc(rank_max=2, rank_min=2, rank_multiple=2),
+  ],
 )
 def test_shard_map_raises_when_jax_summed_them(tx):
   run = ShardMap(tx, PARAMS)
