@@ -114,7 +114,9 @@ FURTHER = {
   "mean_over.axis_name": (3, (), [], ("a", "a"), ("a", None), b"data"),
   "measure_compression.params": ({},),
   "edgc.rank_max": (10,), "edgc.rank_min": (10, 64), "edgc.warmup_rank": (0,),
-  "powersgd.rank": ({}, {1: 4}, {0: -1}, {"0": 4}),
+  "powersgd.rank": (0, 1.5, {0: 0}, {}, {1: 4}, {0: -1}, {"0": 4}),
+  "edgc.allocation": ("matrix",), "allreduce.wire_dtype": ("float16",),
+  "after_update.opt_state": (SGD.init(PARAMS),),
   "topk.chunk": (6, 5000), "quantize.block": (7,),
   "Stages.axis_name": (("a",),),
   "ErrorAllocation.scale_exponent": (-0.1, 2.1, NAN, "1", jnp.float32(1)),
@@ -363,9 +365,12 @@ def test_arguments_of_a_loss(params, batch, options):
     (lambda: edgc_jax.Sampling.for_window("a"), ["`window`", "'a'"]),
     (lambda: edgc_jax.LinkModel(NAN, 1.0), ["`latency`", "nan"]),
     (lambda: edgc_jax.LinkModel(0.0, 0.0), ["`bandwidth`", "0.0"]),
+    (lambda: edgc_jax.LinkModel(0.0, INF), ["`bandwidth`", "inf"]),
+    (lambda: edgc_jax.LinkModel(0.0, "fast"), ["`bandwidth`", "'fast'"]),
     (lambda: edgc_jax.LinkModel.of_uplink(-1, 0.1, 2), ["`megabits`", "-1"]),
     (lambda: edgc_jax.LinkModel.of_uplink(1, 0.1, 1), ["`replicas`", "1"]),
     (lambda: edgc_jax.CompressionModel(0.0, INF), ["`per_rank`", "inf"]),
+    (lambda: edgc_jax.CompressionModel(-1.0, 0.0), ["`base`", "-1.0"]),
     (lambda: edgc_jax.allreduce(["data"]), ["`axis_name`", "tuple"]),
     # Gradients, parameters and states.
     (lambda: update({"v": W, "b": B}, TX), ["none at ['w']"]),
@@ -386,9 +391,12 @@ def test_arguments_of_a_loss(params, batch, options):
       lambda: update(PARAMS, TX, state=(TX.init(PARAMS),)),
       ["`state`", "whole chain"],
     ),
-    (
-      lambda: TX.update(PARAMS, TX.init(PARAMS)),
-      ["`axis_name`", "'data'", "mesh=", "pmap"],
+    *(
+      (
+        lambda update=update: update(PARAMS, TX.init(PARAMS)),
+        ["`axis_name`", "'data'", "mesh=", "pmap"],
+      )
+      for update in (TX.update, jax.jit(TX.update))
     ),
     (lambda: edgc_jax.follow_first_replica(PARAMS), ["`axis_name`"]),
     (lambda: resized(np.arange(7.0), P(DATA), 2, 4), ["`old`", "(7,)"]),

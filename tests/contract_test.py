@@ -175,24 +175,34 @@ def test_users_may_forbid_promotion(name):
   assert updates["wide"].shape[1:] == FEW["wide"].shape
 
 
-@pytest.mark.parametrize("name", ["powersgd", "edgc"])
+ALL = {
+  "allreduce": edgc_jax.allreduce,
+  "topk": functools.partial(edgc_jax.topk, 1.0, min_size=1),
+  "randomk": functools.partial(edgc_jax.randomk, 1.0, min_size=1),
+  "powersgd": functools.partial(float32.powersgd, 64, min_ratio=0),
+  "edgc": functools.partial(
+    float32.edgc, rank_max=64, rank_min=64, rank_multiple=64, window=1,
+    warmup_steps=1, min_ratio=0, sampling=edgc_jax.Sampling(step_rate=1.0),
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.slow
 def test_full_rank_gives_the_dense_mean(name):
-  if name == "powersgd":
-    tx = float32.powersgd(64, min_ratio=0)
-  else:
-    tx = float32.edgc(
-      rank_max=64, rank_min=64, rank_multiple=64, window=1, warmup_steps=1,
-      min_ratio=0, sampling=edgc_jax.Sampling(step_rate=1.0),
-    )  # fmt: skip
-  run = Pmap(tx, PARAMS)
-  for step in range(3):
+  run, is_low_rank = Pmap(ALL[name](), PARAMS), name in ("powersgd", "edgc")
+  for step in range(3 if is_low_rank else 2):
     gradients = gradients_like(PARAMS, seed=step)
     updates = first_replica(run.step(gradients))
     expected = mean(gradients)
+    if name == "topk":  # leaves that are no matrices have 4 bits
+      for leaf in ("bias", "scalar"):
+        del updates[leaf], expected[leaf]
     narrow = np.asarray(updates.pop("bfloat16"), np.float32)
     np.testing.assert_allclose(narrow, expected.pop("bfloat16"), **BF16)
     chex.assert_trees_all_close(updates, expected, rtol=1e-4, atol=1e-5)
+  if not is_low_rank:
+    assert edgc_jax.metrics(run.state)["relative_error"] < 1e-6
 
 
 @pytest.mark.parametrize("name", REDUCERS)

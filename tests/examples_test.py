@@ -134,7 +134,8 @@ def test_dense_and_the_lines_that_change(trained, name, dense, most):
 
 def test_two_processes(request):
   """Started as by hand, in a command each."""
-  command = [sys.executable, FOLDER / "two_processes.py"]
+  name = "two_processes"
+  command = [sys.executable, FOLDER / f"{name}.py"]
   address = f"127.0.0.1:{free_port()}"
   environment = os.environ | QUICK | {"PYTHONPATH": str(FOLDER.parent)}
   options = {"stdout": subprocess.PIPE, "text": True, "env": environment}
@@ -194,7 +195,10 @@ def test_maxtext():
   np.testing.assert_allclose(coded["losses"], mean["losses"], rtol=0.1)
 
 
-def test_each_has_a_row_of_the_page():
+def test_each_has_a_test_and_a_row():
   page = (FOLDER / "README.md").read_text()
+  source = pathlib.Path(__file__).read_text()
+  runs = {path.stem for path in (FOLDER.parent / "tests/runs").glob("*.py")}
   for name in (path.stem for path in FOLDER.glob("*.py")):
+    assert f"{name}_test" in runs or f'"{name}"' in source
     assert f"[`{name}.py`]({name}.py)" in page

@@ -231,6 +231,13 @@ def test_by_hand():
     found = edgc_jax.wire_bytes(LONGER, 4, wire_dtype=name, replicas=4)
     assert found == sum(sent) + 4 * (errors + 1)  # blocks would waste a scalar
     assert [found] == counted(powersgd(4, wire_dtype=name), LONGER)[1]
+  sizes = [PARAMS[name].size for name in ("bfloat16", "large", "stack")]
+  others = 4 * (30 + 1 + 20 * 20) + 4 * 5 * 33  # with errors of 5 matrices
+  entries = sum(round(0.05 * size) for size in sizes)
+  assert counted(randomk(0.05))[1] == [4 * entries + others]
+  blocks = sum(-(-size // 256) for size in sizes)
+  blocks += -blocks % REPLICAS  # an equal number for each
+  assert counted(quantize(8))[1] == [blocks * (256 + 2) + others]
 
 
 def test_small_matrices_have_at_most_their_cap():
@@ -277,3 +284,43 @@ ROOT %d = (f32[8]{0}, s8[4]{0}) all-reduce(%p, %q)
 """
   expected = 2 * (32 // 2) + 32 // 2 + 16 // 2 + (32 + 4)
   assert hlo.wire_bytes_outside_branches(text) == expected
+
+
+def test_ranks_inside_a_conditional_of_dense():
+  """Dense is the first rank; a check that sends in one branch is none."""
+  text = """
+HloModule m
+
+%d (p: f32[8]) -> f32[8] {
+ROOT %a = f32[8]{0} all-reduce(%p)
+}
+
+%low (p: f32[8]) -> f32[8] {
+ROOT %a = f32[2]{0} all-reduce(%p)
+}
+
+%high (p: f32[8]) -> f32[8] {
+ROOT %a = f32[4]{0} all-reduce(%p)
+}
+
+%each (p: f32[8]) -> f32[8] {
+%a = f32[1]{0} all-reduce(%p)
+%b = f32[8]{0} conditional(%i, %p, %p), branch_computations={%low, %high}
+ROOT %c = f32[8]{0} conditional(%i, %p, %p), branch_computations={%low, %high}
+}
+
+%none (p: f32[8]) -> f32[8] {
+ROOT %p = f32[8]{0} parameter(0)
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+%a = f32[8]{0} conditional(%i, %p, %p), branch_computations={%d, %none}
+ROOT %b = f32[8]{0} conditional(%i, %p, %p), branch_computations={%d, %each}
+}
+"""
+  assert hlo.wire_bytes_by_rank(text) == [[32, 4 + 16, 4 + 32]]
+  sizes = [
+    [4 * math.prod(shape) for x in found for _, shape in x.results]
+    for found in (hlo.collectives_in_order(text, i) for i in (0, 1, -1))
+  ]
+  assert sizes == [[32], [4, 8, 8], [4, 16, 16]]

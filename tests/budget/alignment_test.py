@@ -78,6 +78,7 @@ BAD_SECONDS = (
   [], [[1.0, 2.0]], 1.0, [1.0, 0.0], [-1.0, 1.0], [1.0, np.nan],
   [np.inf, 1.0], [9.0, 2.0, 1.0],
 )  # fmt: skip
+BAD_BACKWARD = (-1.0, np.inf, np.nan, None)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ BAD_SECONDS = (
   [
     *(("seconds", (seconds, 2, 1.0)) for seconds in BAD_SECONDS),
     *(("num_stages", ([1.0], num, 1.0)) for num in (0, 2.0)),
-    *(("backward_seconds", ([1.0], 2, x)) for x in (-1.0, np.inf, None)),
+    *(("backward_seconds", ([1.0], 2, x)) for x in BAD_BACKWARD),
   ],
 )
 def test_errors(name, arguments):

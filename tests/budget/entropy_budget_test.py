@@ -138,6 +138,7 @@ def test_predicted_error_is_from_the_model():
     report = budget.report(own)
     assert_allclose(report.predicted_error, expected, rtol=0, atol=5e-5)
     assert_allclose(report.predicted_errors, [expected], rtol=1e-4)
+  assert float(report.predicted_error) == 0.0  # of the first state
 
 
 def test_warm_up_is_whole_windows():

@@ -45,17 +45,22 @@ def assert_refused(ended, *parts):
     assert part in err, err
 
 
+DEF = "def get_config(reducer='edgc'):\n  "
+
+
 @pytest.mark.parametrize(
-  "body",
+  "content",
   [
-    "syntax(:", "raise RuntimeError('two\\nlines')", "return {'steps': 3}",
-    "from ml_collections import ConfigDict\n"
+    DEF + "syntax(:", DEF + "raise RuntimeError('two\\nlines')",
+    DEF + "return {'steps': 3}",
+    DEF + "from ml_collections import ConfigDict\n"
     "  return ConfigDict({'steps': 3})",
+    "x = 3",
   ],
 )  # fmt: skip
-def test_files_of_configurations(commands, tmp_path, body):
+def test_files_of_configurations(commands, tmp_path, content):
   file = tmp_path / "config.py"
-  file.write_text(f"def get_config(reducer='edgc'):\n  {body}")
+  file.write_text(content)
   given = (f"--config={file}", f"--config.run_dir={tmp_path / 'run'}")
   with unchanged(tmp_path):
     assert_refused(commands.run("train_gpt2", *given))
@@ -193,6 +198,14 @@ def started(arguments=(), **environment):
 )
 def test_environments_that_jax_reads(environment, parts):
   assert_refused(started(**environment), *parts)
+
+
+def test_flags_that_xla_does_not_know():
+  """XLA ends the process itself, with one line."""
+  code, _, err = started(XLA_FLAGS="--nothing=3")
+  assert code != 0 and "Traceback" not in err
+  assert len(err.strip().splitlines()) == 1
+  assert "XLA_FLAGS" in err and "--nothing=3" in err
 
 
 def test_an_address_in_use(tmp_path):

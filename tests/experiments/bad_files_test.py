@@ -112,6 +112,20 @@ def test_data_that_is_not_there(tmp_path):
   assert len(corpus.train) + len(corpus.held_out) == 220
 
 
+def test_data_that_may_not_be_read(tmp_path, monkeypatch):
+  """As root may read everything, the refusal is simulated."""
+  file = tmp_path / "text.txt"
+  file.write_text("some words " * 20)
+
+  def refuse(path, *args):
+    raise PermissionError(13, "Permission denied", str(path))
+
+  monkeypatch.setattr(text.pathlib.Path, "read_bytes", refuse)
+  for path in (file, tmp_path):
+    refused(lambda p=path: text.load_corpus(str(p), context=4), "`data.path`",
+            "Permission denied", kinds=KINDS)  # fmt: skip
+
+
 # Run folders.
 
 

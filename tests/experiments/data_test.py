@@ -213,6 +213,7 @@ _PAIR = "must hold both .*got no .*{}'; write both"
     ({"a.txt": b""}, "a.txt", "empty .*a.txt'; give UTF-8"),
     ({"a": b"\xff", "b": b""}, "", "no text file.*give UTF-8"),
     ({"a.txt": b"words\xc3"}, "a.txt", "a.txt.*offset 5 .*give UTF-8"),
+    ({"a.gz": b"\x1f\x8b\x08" * 40}, "a.gz", "a.gz.*offset 1 .*give UTF-8"),
     (
       {"a.txt": b"nul\0" + b"\xff"}, "a.txt",
       "a.txt.*offset 3 .*give UTF-8 text.*train.bin",

@@ -199,6 +199,21 @@ def test_a_matched_arm_sends_the_bytes_of_its_partner(records):
   assert PAIR in [run.arm for run in TUNED.plan(records)]
 
 
+def test_runs_ahead(records):
+  """A grid of an arm that is not tuned; all seeds of one that is."""
+  ahead_of = lambda: [x for x in TUNED.ahead(records) if x.arm == "fixed"]  # noqa: E731
+  rates = [run.config.optimizer.lr for run in ahead_of()]
+  assert rates == pytest.approx([5e-4, 1e-3, 2e-3, 4e-3])
+  assert not any(run.is_judged for run in ahead_of())
+  tune(TUNED, records, near(2e-3), "fixed")
+  ahead = ahead_of()
+  assert [run.config.seed for run in ahead] == [2, 3]
+  assert all(run.is_judged for run in ahead)
+  record(records, ahead[0], 2.0)
+  (left,) = ahead_of()
+  assert left.config.seed == 3
+
+
 def test_an_arm_that_cannot_be_judged_holds_up_no_other(records):
   own = dataclasses.replace(PLAIN, matched={"edgc": "fixed"}, more=(2,), best=1)
   arms = ["dense", "sparse", "fixed", "edgc"]
@@ -588,6 +603,24 @@ def test_runs_share_a_program_where_they_can(records, tmp_path, monkeypatch):
   assert all(len(set(group)) == 1 for group in groups)
   assert [group[0][1] for group in groups] == [False, False, True] * 2
   assert own.taken("dense", records) == (0, 2e-3)
+
+
+def test_what_ended_before_a_shared_program_failed_counts(
+  records, tmp_path, monkeypatch, capsys
+):
+  def command(own, runs, path_of):
+    del own
+    write_run(path_of(runs[0]))
+    for run in runs[1:]:
+      path_of(run).mkdir()
+    return ["sh", "-c", "echo no memory >&2; exit 3"]
+
+  monkeypatch.setattr(runner, "_command", command)
+  own = Study("runs", CONFIG, {"": {"dense": VMAP}}, (0, 1, 2))
+  assert runner.run_all([own], records, tmp_path / "runs", together=3) == 2
+  found = [own.judged("dense", seed, records)[1] for seed in (0, 1, 2)]
+  assert found[0].is_finished and found[1] is found[2] is None
+  assert capsys.readouterr().out.count("exit code 3: no memory") == 2
 
 
 def test_the_command_of_a_shared_program(tmp_path):

@@ -218,6 +218,8 @@ def test_simulated_replicas_train_as_real_ones(
   expected = losses_of(small_task(tmp_path / "simulated", name, reducer))
   config = small_task(tmp_path / "run", name, reducer, backend)
   if backend == "pmap":
+    whole = small_task(tmp_path / "whole", name, reducer, backend)
+    np.testing.assert_allclose(losses_of(whole), expected, rtol=1e-4)
     config.checkpoint.update(every=2, keep=100)
     losses_of(config, cut_after=5)
     config.mesh.backend = "vmap"

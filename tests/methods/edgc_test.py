@@ -133,6 +133,18 @@ def test_ranks_that_compress_nothing_are_left_out():
 
 
 @pytest.mark.slow
+def test_float16_loses_nothing_to_rounding():
+  params = {"w": jnp.zeros((32, 48), jnp.float16)}
+  run, owed = BACKENDS["pmap"](float32.powersgd(2), params), 0.0
+  for step in range(5):
+    gradients = gradients_like(params, seed=step)
+    updates = run.step(gradients)
+    owed += np.asarray(gradients["w"], np.float64).mean(0)
+    owed -= np.asarray(updates["w"][0], np.float64)
+  np.testing.assert_allclose(run.residual()["w"].mean(0), owed, 1e-4, 1e-4)
+
+
+@pytest.mark.slow
 def test_float16_overflow_does_not_stay():
   """The residual keeps values beyond the range of float16."""
   params = {"w": jnp.zeros((32, 32), jnp.float16)}

@@ -17,8 +17,16 @@ import edgc_jax
 PARAMS = {"w": jnp.zeros((16, 24)), "b": jnp.zeros((3,))}
 
 
-def test_shard_map_raises_when_jax_summed_them():
-  run = ShardMap(float32.powersgd(2), PARAMS)
+@pytest.mark.parametrize(
+  "tx",
+  [
+    float32.powersgd(2),
+    edgc_jax.allreduce(),
+    float32.edgc(rank_max=2, rank_min=2, rank_multiple=2),
+  ],
+)
+def test_shard_map_raises_when_jax_summed_them(tx):
+  run = ShardMap(tx, PARAMS)
   x, out = jnp.ones((4, 16, 24)), (P(), run.specs)
   loss = lambda p, x: jnp.sum(p["w"] * x[0]) + jnp.sum(p["b"])  # noqa: E731
 

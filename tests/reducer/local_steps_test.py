@@ -339,26 +339,31 @@ def test_a_round_that_is_not_finite_is_dropped():
   assert not any(np.any(d) for d in jax.tree.leaves(state.offset.values))
 
 
-def test_fragments_in_turn_and_bytes_of_each_step():
+@pytest.mark.parametrize(
+  "fragments, due", [(1, range(4, 13, 4)), (2, range(2, 13, 2))]
+)
+def test_fragments_in_turn_and_bytes_of_each_step(fragments, due):
   """A dense round of 4 steps sends a quarter of a dense run.
 
   Leaves change in turn: the largest fragment first, then the other.
   """
   size = sum(p.size for p in jax.tree.leaves(PARAMS))
   sent, changed, before = [], [], PARAMS
-  run = simulated(tx_of(every=4, fragments=2))
+  run = simulated(tx_of(every=4, fragments=fragments))
   for params, state in itertools.islice(run, 13):
     metrics = edgc_jax.metrics(state)
     assert metrics["dense_bytes"] == 4 * size
     sent.append(metrics["wire_bytes"])
     changed.append({k for k in PARAMS if np.any(params[k] != before[k])})
     before = params
-  assert [step for step, n in enumerate(sent) if n] == list(range(2, 13, 2))
-  assert changed == [set(), *([set(), {"b", "v"}, set(), {"w"}] * 3)]
+  assert [step for step, n in enumerate(sent) if n] == list(due)
+  turns = {1: [set()] * 3 + [{"b", "v", "w"}],
+           2: [set(), {"b", "v"}, set(), {"w"}]}  # fmt: skip
+  assert changed == [set(), *(turns[fragments] * 3)]
   # The first exchanges also compare gradients and replicas.
   np.testing.assert_allclose(sum(sent) / (4 * size), 3, rtol=0.05)
   np.testing.assert_allclose(metrics["compression_ratio"], 4, rtol=0.05)
-  np.testing.assert_allclose(max(sent) / (2 * size), 1, rtol=0.05)
+  np.testing.assert_allclose(max(sent) * fragments / (4 * size), 1, rtol=0.05)
 
 
 def test_fragments_are_described_once_and_their_metrics_joined():
