@@ -41,9 +41,10 @@ def _rare(every: int, exchange: Mapping[str, Any]) -> Mapping[str, Any]:
   return {**exchange, "local.every": every}
 
 
-# One exchange takes 4.31, 2.30 and 1.30 bits in 4, 2 and 1 bits an entry, since
-# vectors are dense, and 0.73 with SparseLoCo on 4 replicas, which is `topk`
-# in chunks and 2 bits.
+# One exchange takes 4.06, 2.08 and 1.09 bits in 4, 2 and 1 bits an entry, and
+# 0.38 with SparseLoCo on 4 replicas, which is `topk` in chunks and 2 bits. Runs
+# of the first version took 4.31, 2.30, 1.30 and 0.73, since vectors were dense
+# and an index took 12 bits, as SparseLoCo was published.
 TABLES = {
   "Baselines": {
     "dense": _DENSE,

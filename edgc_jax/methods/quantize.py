@@ -74,8 +74,8 @@ def quantize(
       Unbiased rounding does not need it.
     rotate: Whether blocks are rotated, of 4 bits or fewer; None for 2 and 1
       bits, which have too few integers.
-    residual_decay: The residual is multiplied by it before it is added; below
-      1 it forgets.
+    residual_decay: The residual of matrices is multiplied by it before it is
+      added; below 1 it forgets.
     min_size: Leaves of fewer entries are sent dense, and so are those without
       a matrix, such as vectors.
     seed: Seed of the rounding.

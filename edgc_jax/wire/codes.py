@@ -185,8 +185,8 @@ class Levels:
   is decoded. So no block gains energy, |x - x'| < |x|, whatever its values are:
   a scale that ignores the levels, as the root mean square does, decodes a
   spike to 1.5 times its size with 2 bits, and error feedback then diverges.
-  Only blocks below 2^-32 of the largest scale are sent as zeros, and numbers
-  below float32's normal ones.
+  Sent as zeros are only blocks below 2^-32 of the largest scale, and values
+  below about 1e-37, where float32 ends.
 
   Needs error feedback. One value that is not finite makes decoded ones so.
 

@@ -35,7 +35,7 @@ def demo(
 
     optax.chain(demo(), optax.scale_by_sign(), optax.scale_by_learning_rate(lr))
 
-  Wire, N replicas: N / 2 times 3.5 count bytes for each chunk.
+  Wire, N replicas: N / 2 times about 3.1 count bytes for each chunk.
 
   Args:
     axis_name: As for `edgc_jax.edgc`.
@@ -52,7 +52,7 @@ def demo(
 
   References:
     DeMo, Peng et al. 2024, arXiv:2411.19870. Departures: values have 16 bits
-    and indices 9 or fewer; small leaves are sent dense.
+    and indices about 9; small leaves are sent dense.
   """
   validation.require_int("count", count, 2)
   validation.require_share("momentum", momentum)
