@@ -342,7 +342,7 @@ def _lines_up_to(file: pathlib.Path, step: int, name: str = "") -> list[str]:
     try:
       if json.loads(line)["step"] <= step:
         kept.append(line)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
       lost += 1
   if lost:
     print(

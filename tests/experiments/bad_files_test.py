@@ -164,7 +164,9 @@ def test_folders_that_are_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "line", ["{", "3", '{"loss": 1}', '{"step": null}', "\0\0\0"]
+  "line",
+  ["{", "3", '{"loss": 1}', '{"step": null}', "\0\0\0", DEEP.decode()],
+  ids=lambda line: line[:15],
 )
 def test_a_broken_line_in_the_middle(tmp_path, capfd, line):
   """When a run resumes it is left out; a report ends with its number."""
