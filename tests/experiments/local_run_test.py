@@ -73,7 +73,10 @@ def test_bytes_are_sent_at_exchanges_alone(simulated):
   # Dense bytes are of every step, as without rounds.
   dense = 4 * simulated.parallel.num_params
   assert {line["dense_bytes"] for line in lines} == {dense}
-  assert summary["versions"] == {"task": 1, "method": 1, "local_steps": 1}
+  assert summary["versions"] == {
+    "task": 1,
+    **peers.versions_of(simulated.config.reducer, simulated.config.local),
+  }
   # The parameters of the state stay the same between two exchanges.
   found = {}
   for step in (2, 4, 6, 8):
@@ -275,7 +278,10 @@ def test_stops_if_all_replicas_skip_all_steps(
 def test_versions_of_what_a_run_uses():
   local = {"every": 4, "lookahead": False}
   assert peers.versions_of("demo", {}) == {"method": 1}
-  assert peers.versions_of("edgc", local) == {"method": 1, "local_steps": 1}
+  versions = edgc_jax.METHOD_VERSIONS
+  assert peers.versions_of("edgc", local) == {
+    "method": versions["edgc"], "local_steps": versions["local_steps"],
+  }  # fmt: skip
   local["lookahead"] = True
   assert peers.versions_of("gone", local) == {"method": None, "lookahead": 1}
   names = peers.reducers().keys()

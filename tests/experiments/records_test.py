@@ -23,7 +23,7 @@ def found(reducer="edgc", loss=2.5, **summary):
   summary = {
     "reducer": reducer, "steps": 4, "params": 1000, "val_loss": loss,
     "wire_bytes_per_step": [250.0], "seconds": 60.0,
-    "versions": {"task": 1, "method": 1},
+    "versions": {"task": 1, "method": edgc_jax.METHOD_VERSIONS.get(reducer)},
   } | summary  # fmt: skip
   lines = {
     "step": [1, 2, 4], "loss": [5.0, 4.0, 3.0], "val_loss": [None, 3.5, loss],
@@ -159,8 +159,8 @@ def test_records_of_older_versions_are_marked(records, monkeypatch):
   versions = edgc_jax.METHOD_VERSIONS
   for change, is_current in (
     (lambda patch: None, True),
-    (lambda patch: patch.setitem(versions, "powersgd", 2), True),
-    (lambda patch: patch.setitem(versions, "edgc", 2), False),
+    (lambda patch: patch.setitem(versions, "powersgd", 9), True),
+    (lambda patch: patch.setitem(versions, "edgc", 9), False),
     (lambda patch: patch.delitem(versions, "edgc"), False),
     (lambda patch: patch.setattr(Gpt2, "version", 2), False),
   ):

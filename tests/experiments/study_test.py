@@ -53,10 +53,11 @@ def records(tmp_path):
 
 def record(records, run, loss, curve=(), **more):
   """Records a run that finished, or diverged; curve has steps and losses."""
+  version = edgc_jax.METHOD_VERSIONS.get(run.config.reducer, 1)
   summary = {
     "reducer": run.config.reducer, "val_loss": loss, "steps": 400,
     "params": 4_000_000, "seconds": 1.0,
-    "wire_bytes_per_step": [0.5e6], "versions": {"task": 1, "method": 1},
+    "wire_bytes_per_step": [0.5e6], "versions": {"task": 1, "method": version},
   } | more  # fmt: skip
   steps, losses = zip(*(curve or [(400, loss)]), strict=True)
   lines = {"step": list(steps), "val_loss": list(losses)}
@@ -465,7 +466,8 @@ def test_runs_that_are_not_finished_or_of_older_versions(records):
   record(records, PLAIN.judged("dense", 0, records)[0], None)
   for seed in (0, 1):
     run, _ = PLAIN.judged("fixed", seed, records)
-    record(records, run, 2.5, versions={"task": 1, "method": 1 - seed})
+    version = edgc_jax.METHOD_VERSIONS[run.config.reducer] - seed
+    record(records, run, 2.5, versions={"task": 1, "method": version})
   frame = statistics.judged(PLAIN, records)
   assert frame["arm"].tolist() == ["fixed", "fixed"]
   assert frame[["gap", "saved", "value"]].isna().all(axis=None)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from edgc_jax import METHOD_VERSIONS
 from edgc_jax.measure.evidence import of_protocol
 from experiments.pages import __main__ as pages
 from experiments.pages import evidence, protocol
@@ -109,7 +110,9 @@ def made_up(tmp_path, monkeypatch):
       summary = {
         "reducer": run.config.reducer, "val_loss": loss, "params": 1000,
         "wire_bytes_per_step": [bits * 125], "seconds": 3600.0,
-        "versions": {"task": 1, "method": 1 - seed},
+        "versions": {
+          "task": 1, "method": METHOD_VERSIONS[run.config.reducer] - seed,
+        },
         "corpus": {"name": "text"},
         "environment": {"device": "cpu", "cores": 2, "python": "3",
                         "versions": {"jax": "1"}, "commit": f"c{seed}"},
