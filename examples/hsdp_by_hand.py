@@ -16,14 +16,14 @@ import edgc_jax  # before JAX uses a device
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-STEPS = 60
+STEPS = 100
 SPECS = {"up": P(None, "fsdp"), "down": P("fsdp")}
 ROWS = P(("data", "fsdp"))
 
 chain = optax.chain(
   edgc_jax.powersgd(4),
   edgc_jax.clip_by_global_norm(1.0, "fsdp"),
-  optax.adam(1e-2),
+  optax.adam(3e-3),
 )
 tx = edgc_jax.skip_nonfinite(chain, ("data", "fsdp"))
 
