@@ -164,6 +164,7 @@ def test_one_rank_needs_no_branches():
 
 SWITCHED = {0: 4, 1: 12, 2: 0}
 SWAPS = ["all-to-all", "all-gather"]  # of encoded values
+SPARSE = ["all-gather", *SWAPS]  # and of vectors beside sparse entries
 
 
 @pytest.mark.parametrize(
@@ -181,9 +182,9 @@ SWAPS = ["all-to-all", "all-gather"]  # of encoded values
      [4, 12, 0], []),
     (powersgd(SWITCHED, wire_dtype="int4"), "pmap", PARAMS, [4, 12, 0], SWAPS),
     (float32.powersgd({0: 12, 1: 4}), "pmap", FEWER, [12, 4], []),
-    (topk(0.05), "pmap", PARAMS, [0], SWAPS[1:]),
-    (topk(0.05, chunk=1024), "shard_map", PARAMS, [0], SWAPS[1:]),
-    (topk(1 / 64, chunk=4096, bits=2), "pmap", PARAMS, [0], SWAPS[1:]),
+    (topk(0.05), "pmap", PARAMS, [0], SPARSE),
+    (topk(0.05, chunk=1024), "shard_map", PARAMS, [0], SPARSE),
+    (topk(1 / 64, chunk=4096, bits=2), "pmap", PARAMS, [0], SPARSE),
     (randomk(0.05), "shard_map", PARAMS, [0], []),
     (randomk(error_feedback=False), "pmap", PARAMS, [0], []),
     (quantize(8), "shard_map", PARAMS, [0], SWAPS),
@@ -255,11 +256,11 @@ def test_small_matrices_have_at_most_their_cap():
 
 
 def test_bytes_grow_with_the_replicas_that_gather():
+  params = {name: PARAMS[name] for name in ("bfloat16", "large", "stack")}
   (two,), (eight,) = (
-    edgc_jax.describe(topk(0.05), PARAMS, replicas=n).parts for n in (2, 8)
+    edgc_jax.describe(topk(0.05), params, replicas=n).parts for n in (2, 8)
   )
-  counts = [round(0.05 * PARAMS[x].size) for x in ("bfloat16", "large")]
-  counts.append(round(0.05 * PARAMS["stack"].size))
+  counts = [round(0.05 * x.size) for x in params.values()]
   assert eight.wire_bytes[0] - two.wire_bytes[0] == 6 * 4 * sum(counts)
 
 

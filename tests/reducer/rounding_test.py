@@ -139,7 +139,9 @@ class Mixed(Pmap):
   def __init__(self, tx, params, compute, replicas=2):
     super().__init__(tx, params, replicas)
     update = lambda gradients, state: tx.update(gradients, state, params)  # noqa: E731
-    self.step_fn = self._pmap(interpreted(update, compute))
+    self.step_fn = jax.pmap(
+      interpreted(update, compute), AXIS, devices=jax.devices()[:replicas]
+    )
 
 
 PARAMS = {"stack": jnp.zeros((2, 48, 64)), "tall": jnp.zeros((80, 40))}
