@@ -19,6 +19,7 @@ N, AXIS = 4, "data"
 SPARSE_LOCO = edgc_jax.topk(1 / 64, chunk=4096, bits=2, residual_decay=0.95)
 DEMO = demo(count=32)
 PARAMS = {"w": jnp.zeros((96, 128)), "b": jnp.zeros(128)}
+BIASES = 256 // 2 + 4 + 4 * N  # 4 bits in a block of 64 of each replica
 
 
 def gradients(seed=0):
@@ -84,9 +85,9 @@ def test_sparse_loco_sends_the_largest_of_every_chunk():
   assert np.count_nonzero(updates["w"]) <= N * 3 * 64
   left = (given - expected).reshape(N, 96, 128)
   np.testing.assert_allclose(residual_of(state), left, rtol=0.01, atol=0.02)
-  # 14 bits an entry and 4 bytes a chunk of each replica; errors and biases.
-  sent = N * 3 * (64 * 14 // 8 + 4) / 2
-  assert bytes_of(SPARSE_LOCO) == sent + 4 * 128 + 4 * 33
+  # 10 bits an entry and 4 bytes a chunk of each replica; errors and biases.
+  sent = N * 3 * (64 * 10 // 8 + 4) / 2
+  assert bytes_of(SPARSE_LOCO) == sent + BIASES + 4 * 33
 
 
 def test_demo_sends_the_largest_frequencies():
@@ -104,7 +105,8 @@ def test_demo_sends_the_largest_frequencies():
         expected[i, r : r + 48, c : c + 64] = fft.idctn(kept, norm="ortho")
   np.testing.assert_allclose(updates["w"], expected.mean(0), atol=5e-3)
   np.testing.assert_allclose(residual_of(state), given - expected, atol=2e-2)
-  sent = N * 4 * 24 * (1.5 + 2) / 2
+  # Indices take 7 bits each, and a map of 24 + 23 bits.
+  sent = N * 4 * (24 * 2 + 21 + 6) / 2
   assert bytes_of(DEMO) == sent + 4 * 128 + 4 * 33
 
 
@@ -158,8 +160,9 @@ def test_float32_values_of_chunks():
   np.testing.assert_allclose(
     residual_of(state), (given - expected).reshape(N, 96, 128), atol=1e-6
   )
-  sent = N * 12 * 12 * (4 + 1.5) / 2
-  assert bytes_of(tx) == sent + 4 * 128 + 4 * 33
+  # Indices take 6 bits each, and a map of 12 + 15 bits.
+  sent = N * 12 * (12 * 4 + 9 + 4) / 2
+  assert bytes_of(tx) == sent + BIASES + 4 * 33
 
 
 def test_a_leaf_smaller_than_a_chunk():

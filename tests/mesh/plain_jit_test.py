@@ -229,9 +229,10 @@ def test_accumulate():
   alone = ShardedRun(powersgd(optax.sgd(0.5)), "jit", data=4)
   both = jax.tree.map(lambda *x: jnp.concatenate(x), batch_at(0), batch_at(1))
   assert_near(run.params, alone.step_fn(alone.params, alone.state, both)[0])
-  without = ShardedRun(edgc_jax.accumulate(alone.tx, 2), "jit", data=4)
+  without = edgc_jax.accumulate(alone.tx, 2)
+  stacked = jax.tree.map(lambda p: jnp.stack([p] * 4), alone.params)
   with pytest.raises(ValueError, match="pass mesh= to accumulate"):
-    without.train(1)
+    without.update(stacked, without.init(alone.params), alone.params)
 
 
 SPECS = {"w": P(None, "fsdp"), "b": P("fsdp")}
