@@ -179,8 +179,8 @@ class Levels:
 
     R = H D / granule^(1/2),    H of Walsh and Hadamard, D of signs
 
-  Levels are chosen three times over: by a first scale, the largest magnitude or
-  with a rotation the root mean square; s is computed from them and rounded to
+  Levels are chosen twice: by a first scale, the largest magnitude or with a
+  rotation the root mean square; then s is computed from them and rounded to
   8 bits, 2^(i / 8) of the largest scale; then levels are chosen by the s that
   is decoded. So no block gains energy, |x - x'| < |x|, whatever its values are:
   a scale that ignores the levels, as the root mean square does, decodes a
@@ -204,13 +204,17 @@ class Levels:
   def moves_zeros(self) -> bool:
     return self.is_rotated
 
+  @property
+  def _levels(self) -> np.ndarray:
+    return _gaussian_levels(2**self.bits - 1 + self.is_rotated)
+
   def encode(self, values: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
     blocks = values.reshape(*values.shape[:-1], -1, self.granule)
     # Squares of numbers below one stay in range.
     largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
     largest = jnp.where(largest > _LEAST, largest, 1.0)
     unit = blocks / largest
-    levels = _gaussian_levels(2**self.bits - 1 + self.is_rotated)
+    levels = self._levels
     first = jnp.asarray(1 / levels[-1], jnp.float32)
     if self.is_rotated:
       # y = R x
@@ -232,7 +236,7 @@ class Levels:
   def decode(self, sent: dict[str, jax.Array]) -> jax.Array:
     scales = sent["top"] * jnp.asarray(_shares())[sent["scales"]]
     index = unpacked(sent["integers"], self.bits)
-    levels = jnp.asarray(_gaussian_levels(2**self.bits - 1 + self.is_rotated))
+    levels = jnp.asarray(self._levels)
     chosen = levels[index.reshape(*index.shape[:-1], -1, self.granule)]
     if self.is_rotated:
       chosen = _hadamard(chosen) * _signs(self.granule)  # R^T c
@@ -279,8 +283,6 @@ def _hadamard(values: jax.Array) -> jax.Array:
   """
   size = values.shape[-1]
   right = min(size, _LARGEST_FACTOR)
-  if size > right * right:
-    right = 2 ** math.ceil(math.log2(size) / 2)
   left = size // right
   product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
   if left == 1:

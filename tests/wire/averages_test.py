@@ -14,6 +14,16 @@ from edgc_jax.wire import averages
 from edgc_jax.wire.codes import Bfloat16, Blockwise, Levels
 
 REPLICAS = 4
+CODES = pytest.mark.parametrize(
+  "code",
+  [
+    Bfloat16(),
+    Blockwise(8, 16),
+    Blockwise(4, 16),
+    Levels(16),
+    Levels(8, 2, True),
+  ],
+)
 SHAPES = ((5, 7), (40,), (3, 2, 4))
 
 
@@ -139,16 +149,7 @@ def test_rounding_is_unbiased(bits):
     assert np.abs(found[0] - value.mean(0)).max() > step / 10
 
 
-@pytest.mark.parametrize(
-  "code",
-  [
-    Bfloat16(),
-    Blockwise(8, 16),
-    Blockwise(4, 16),
-    Levels(16),
-    Levels(8, 2, True),
-  ],
-)
+@CODES
 def test_one_bad_entry_reaches_all_replicas(code):
   for bad in (np.nan, np.inf, -np.inf):
     values = draw()
@@ -158,16 +159,7 @@ def test_one_bad_entry_reaches_all_replicas(code):
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-20, 1e30])
-@pytest.mark.parametrize(
-  "code",
-  [
-    Bfloat16(),
-    Blockwise(8, 16),
-    Blockwise(4, 16),
-    Levels(16),
-    Levels(8, 2, True),
-  ],
-)
+@CODES
 def test_any_scale_stays_finite(scale, code):
   values = draw(scale=scale)
   found = average_fn(code)(values, jax.random.key(0))
