@@ -31,7 +31,7 @@ from edgc_jax.mesh.sharding import (
 )
 from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer.reducer import exchanges_of, shards_of
-from edgc_jax.reducer.rounds import count_bytes
+from edgc_jax.reducer.rounds import count_bytes, exchange_bytes
 from edgc_jax.wire.codes import Code, code_of, name_of
 from edgc_jax.wire.order import Axes, names
 
@@ -127,7 +127,7 @@ def describe(
   leaf   shape    sent as                   rank  bytes
   ['b']  256      dense in int4: no matrix     -    136
   ['w']  64, 256  matrix of 64 x 256           4    736
-  all                                               868  dense / 76.7
+  all                                               876  dense / 76.0
   """
   if replicas is not None:
     validation.require_int("replicas", replicas, 1)
@@ -270,7 +270,7 @@ def bytes_of_step(found: Reviewed, replicas: int) -> list[int]:
   """
   leaves, budget, code = found.leaves, found.budget, found.code
   by_exchange = [
-    count_bytes([leaves[i] for i in own], budget.ladder, code, replicas)
+    exchange_bytes([leaves[i] for i in own], budget.ladder, code, replicas)
     for own in exchanges_of(leaves)
   ]
   return np.sum(by_exchange, axis=0).tolist()

@@ -237,7 +237,7 @@ def _as_stored(new: Any, stored: Any) -> Any:
       name: getattr(part, name)
       if _stored_below((*path, GetAttrKey(name)), getattr(part, name), stored)
       else ()
-      for name in ("budget", "allocation")
+      for name in ("budget", "allocation", "growth")
     }
     return part._replace(leaves=leaves, stats=stats, **kept)
 

@@ -51,7 +51,7 @@ from edgc_jax.leaves.leaf import (
 from edgc_jax.leaves.views import ViewFn, layer_matrix
 from edgc_jax.mesh.binding import bind
 from edgc_jax.reducer import compile_notice, rounds
-from edgc_jax.reducer.rounds import Energies, Input, Outcome
+from edgc_jax.reducer.rounds import Energies, Exchanged, Input, Outcome
 from edgc_jax.reducer.transformation import transformation
 from edgc_jax.stages.gradients import (
   LateUpdates,
@@ -59,6 +59,8 @@ from edgc_jax.stages.gradients import (
   require_stages,
 )
 from edgc_jax.stages.stages import Stages
+from edgc_jax.state import growth
+from edgc_jax.state.growth import Growth
 from edgc_jax.state.state import (
   Checks,
   Parts,
@@ -103,6 +105,11 @@ class Plan(NamedTuple):
   def is_measured(self) -> bool:
     """Whether the errors of all compressed leaves are known."""
     return all(x.method.measures for x in self.leaves if x.is_compressed)
+
+  @property
+  def feeds_back(self) -> bool:
+    """Whether any leaf has a residual."""
+    return any(leaf.has_residual for leaf in self.leaves)
 
   def by_leaf(self, values: jax.Array | None) -> list[jax.Array | None]:
     """Splits an array over the sampled matrices, [K, ...], by leaf."""
@@ -178,6 +185,7 @@ class Reducer:
     stats = Stats(
       rank, zero(), zero(), jnp.float32(dense_bytes), *errors,
       report.entropy, report.predicted_error,
+      zero() if plan.feeds_back else None,
     )  # fmt: skip
 
     def zeros(leaf: Leaf, kind: Any, is_kept: bool) -> jax.Array | None:
@@ -200,6 +208,7 @@ class Reducer:
       shares,
       stats,
       Checks(*counters, left_out),
+      growth.init() if plan.feeds_back else (),
     )
     # Without shards `init` may run where no axis is bound.
     stage = names(self.axes.stage) if plan.shards else ()
@@ -219,14 +228,17 @@ class Reducer:
     plan, gradients, params, state = self._open(updates, state, params)
     compared, choice = self._choose(plan, state, gradients)
     late = functools.partial(self._late, plan, updates, late_updates)
-    found, is_finite, sent = self._exchange(
-      plan, state, choice, gradients, compared, late
-    )
+    exchanged = self._exchange(plan, state, choice, gradients, compared, late)
+    found, is_finite, sent, sums = exchanged
     applied = [one.update for one in found] if params is None else params
     ok, checks, checked = self._agree(plan, state, compared, is_finite, applied)
     found = self._keep(state, found, ok)
     sent += choice.wire_bytes + checked
-    state = self._account(plan, state, choice, found, is_finite & ok, sent)
+    ok &= is_finite
+    if sums is not None and isinstance(state.growth, Growth):
+      counts = growth.is_due(state.count) & ok
+      state = state._replace(growth=growth.update(state.growth, sums, counts))
+    state = self._account(plan, state, choice, found, ok, sent)
     state = state._replace(checks=checks)
     averaged = _as_tree(updates, [one.update for one in found])
     parts, stage = self._parts(plan), names(self.axes.stage)
@@ -371,13 +383,10 @@ class Reducer:
     gradients: list[jax.Array],
     compared: agreement.Check,
     late: Callable[..., tuple[list[jax.Array], bool]],
-  ) -> tuple[list[Outcome], jax.Array, jax.Array]:
-    """Exchanges the stage's own leaves, then the others; with feedback.
-
-    Returns:
-      What each leaf receives, whether all numbers were finite, and the bytes.
-    """
+  ) -> Exchanged:
+    """Exchanges the stage's own leaves, then the others; with feedback."""
     states, outcomes = _states(state), dict[int, Outcome]()
+    due = growth.is_due(state.count)
     key = jax.random.fold_in(jax.random.key(self.seed), state.count)
     # One result of each conditional with collectives.
     earlier: Any = [
@@ -385,10 +394,11 @@ class Reducer:
       *jax.tree.leaves((choice.budget, choice.allocation))[:1],
       *jax.tree.leaves(choice.sample)[:1],
     ]
-    all_finite, sent = [], jnp.zeros((), jnp.float32)
+    all_finite, sums = [], []
+    sent = jnp.zeros((), jnp.float32)
     for e, members in enumerate(plan.exchanges):
       level = choice.levels[e > plan.last_early]
-      found, is_finite, num_bytes = rounds.exchange(
+      found = rounds.exchange(
         [
           _arranged(plan.leaves[i], gradients[i], states[i], choice.ranks[i])
           for i in members
@@ -399,22 +409,28 @@ class Reducer:
         jax.random.fold_in(key, e),
         self.code,
         earlier,
+        due,
       )
-      for i, own in zip(members, found, strict=True):
+      for i, own in zip(members, found.outcomes, strict=True):
         outcomes[i] = own._replace(
           update=plan.leaves[i].from_view(own.update),
           residual=jax.tree.map(plan.leaves[i].from_view, own.residual),
         )
-      all_finite.append(is_finite)
-      sent += jnp.asarray(num_bytes)[level]
-      earlier = (is_finite,)
+      all_finite.append(found.is_finite)
+      sums += [] if found.sums is None else [found.sums]
+      sent += jnp.asarray(found.num_bytes)[level]
+      earlier = (found.is_finite,)
       if e == plan.last_early:
-        gradients, is_late = late(gradients, is_finite)
+        gradients, is_late = late(gradients, found.is_finite)
         if is_late:  # they wait for this exchange, and the next one for sums
           shared = [i for i, x in enumerate(plan.leaves) if x.is_shared]
           earlier = [gradients[i] for i in shared]
-    in_order = [outcomes[i] for i in range(len(plan.leaves))]
-    return in_order, jnp.all(jnp.stack(all_finite)), sent
+    return Exchanged(
+      [outcomes[i] for i in range(len(plan.leaves))],
+      jnp.all(jnp.stack(all_finite)),
+      sent,
+      sum(sums) if sums else None,
+    )
 
   def _late(
     self,
@@ -525,8 +541,12 @@ class Reducer:
         rank=rank,
         entropy=report.entropy,
         predicted_error=report.predicted_error,
+        residual_doublings=state.growth.doublings
+        if isinstance(state.growth, Growth)
+        else None,
       ),
       state.checks,
+      state.growth,
     )
 
 

@@ -28,6 +28,7 @@ import numpy as np
 
 from edgc_jax import validation
 from edgc_jax.leaves.leaf import Leaf, LeafState, joined
+from edgc_jax.state import growth
 from edgc_jax.wire import averages, order
 from edgc_jax.wire.codes import Code
 from edgc_jax.wire.order import AxisName
@@ -60,6 +61,16 @@ class Outcome(NamedTuple):
   residual: jax.Array | None = None
   factor_q: jax.Array | None = None
   energies: Energies | None = None
+
+
+class Exchanged(NamedTuple):
+  """What an exchange returns."""
+
+  outcomes: list[Outcome]  # of the leaves in order
+  is_finite: jax.Array  # bool [], all numbers were; equal on all replicas
+  num_bytes: Any  # float32, sent; at each rank of a ladder
+  # float32 [2], means of `growth.sums` of the leaves with residuals, if any
+  sums: jax.Array | None
 
 
 class Draws(NamedTuple):
@@ -160,17 +171,23 @@ class Input(NamedTuple):
   ranks: jax.Array | None  # int32 [k], columns in use; None without matrices
 
 
-def run(inputs: Sequence[Input], wire: Wire, key: jax.Array) -> list[Outcome]:
+def run(
+  inputs: Sequence[Input],
+  wire: Wire,
+  key: jax.Array,
+  sums: jax.Array | None = None,
+) -> tuple[list[Outcome], jax.Array | None]:
   """Runs the methods of all leaves over one wire.
 
   Args:
     inputs: The leaves that are exchanged together.
     wire: Carries the rounds.
     key: Source of the draws; equal on all replicas, new at each step.
+    sums: Numbers to average beside them, local.
 
   Returns:
     What each leaf receives, with updates in its dtype; nothing of it may be
-    kept if a number was not finite (`wire.is_finite`).
+    kept if a number was not finite (`wire.is_finite`). And the mean of `sums`.
 
   Raises:
     TypeError: if a method is no generator, or returns no `Outcome`.
@@ -186,7 +203,7 @@ def run(inputs: Sequence[Input], wire: Wire, key: jax.Array) -> list[Outcome]:
     stack, drawn = _joined(own, signs) if len(own) > 1 else (own[0], signs[0])
     leaves.append(stack.leaf)
     generators.append(_started(stack, drawn))
-  outcomes = _in_step(leaves, generators, wire)
+  outcomes, sums = _in_step(leaves, generators, wire, sums)
   for leaf, outcome in zip(leaves, outcomes, strict=True):
     _require_outcome(leaf, outcome)
   outputs: dict[int, Outcome] = {}
@@ -198,7 +215,7 @@ def run(inputs: Sequence[Input], wire: Wire, key: jax.Array) -> list[Outcome]:
         end = start + _length(inputs[i].leaf)
         part, start = _part(outcome, start, end), end
       outputs[i] = _fed_back(inputs[i], part)
-  return [outputs[i] for i in range(len(inputs))]
+  return [outputs[i] for i in range(len(inputs))], sums
 
 
 def exchange(
@@ -209,7 +226,8 @@ def exchange(
   key: jax.Array,
   code: Code | None,
   earlier: Any,
-) -> tuple[list[Outcome], jax.Array, np.ndarray]:
+  due: jax.Array,
+) -> Exchanged:
   """Averages leaves over replicas at a rank chosen in the graph.
 
   If the ladder has dense (0) and ranks, each is one branch of a conditional.
@@ -222,26 +240,32 @@ def exchange(
     key: As for `run`.
     code: Encoding of values; None is float32.
     earlier: Results of the collectives before, which this follows.
-
-  Returns:
-    What each leaf receives, as `run`; whether all numbers were finite, bool []
-    and equal on all replicas; and the bytes sent at each level, float32.
+    due: bool [], whether residuals and gradients are summed.
   """
   leaves = [own.leaf for own in inputs]
   num_bytes: dict[tuple[int, ...], np.ndarray] = {}  # by part of the ladder
+  fed_back = [
+    (own.gradient, own.state.residual)
+    for own in inputs
+    if own.state.residual is not None
+  ]
+  sums = None
+  if fed_back:
+    sums = growth.sums(fed_back, order.in_turn(due, earlier))
+    earlier = (sums, earlier)
 
   def branch(
     ladder: Sequence[int], level: jax.Array, methods: Sequence[Method]
   ) -> Callable:
-    def run_all(operands: list[tuple]) -> tuple[list[Outcome], jax.Array]:
+    def run_all(operands: list[tuple], sums: Any) -> tuple:
       wire = Wire(axis_name, ladder, level, key, code, earlier)
       own = [
         Input(dataclasses.replace(leaf, method=method), *arrays)
         for leaf, method, arrays in zip(leaves, methods, operands, strict=True)
       ]
-      found = run(own, wire, key)
+      found, sums = run(own, wire, key, sums)
       num_bytes[tuple(ladder)] = wire.num_bytes
-      return list(map(_with_energies, leaves, found)), wire.is_finite
+      return list(map(_with_energies, leaves, found)), wire.is_finite, sums
 
     return run_all
 
@@ -249,26 +273,27 @@ def exchange(
   # behind the conditional.
   def held(run_all: Callable) -> Callable:
     barrier = jax.lax.optimization_barrier
-    return lambda operands: jax.tree.map(barrier, run_all(operands))
+    return lambda *operands: jax.tree.map(barrier, run_all(*operands))
 
   operands = [tuple(own[1:]) for own in inputs]
   own_methods = [leaf.method for leaf in leaves]
   is_compressed = any(leaf.is_compressed for leaf in leaves)
   if ladder[0] > 0 or len(ladder) == 1 or not is_compressed:
-    found, is_finite = branch(ladder, level, own_methods)(operands)
-    return found, is_finite, num_bytes[tuple(ladder)].astype(np.float32)
+    found, is_finite, sums = branch(ladder, level, own_methods)(operands, sums)
+    own_bytes = num_bytes[tuple(ladder)].astype(np.float32)
+    return Exchanged(found, is_finite, own_bytes, sums)
   dense_only, ranks = tuple(ladder[:1]), tuple(ladder[1:])
   branches = [
     held(branch(dense_only, level, [DENSE] * len(leaves))),
     held(branch(ranks, jnp.maximum(level - 1, 0), own_methods)),
   ]
   index = (level > 0).astype(jnp.int32)
-  found, is_finite = jax.lax.switch(index, branches, operands)
+  found, is_finite, sums = jax.lax.switch(index, branches, operands, sums)
   for part, one in zip((dense_only, ranks), branches, strict=True):
     if part not in num_bytes:  # without a trace only one branch runs
-      jax.eval_shape(one, operands)
+      jax.eval_shape(one, operands, sums)
   both = np.concatenate([num_bytes[dense_only], num_bytes[ranks]])
-  return found, is_finite, both.astype(np.float32)
+  return Exchanged(found, is_finite, both.astype(np.float32), sums)
 
 
 def count_bytes(
@@ -279,7 +304,8 @@ def count_bytes(
 ) -> np.ndarray:
   """Counts the bytes that an exchange sends at each rank, and sends nothing.
 
-  Runs the methods themselves, without computing; remembers the results.
+  Runs the methods themselves, without computing; remembers the results. Leaves
+  out what is sent for a whole exchange (`exchange_bytes`).
 
   Args:
     leaves: The leaves that are exchanged together.
@@ -298,6 +324,18 @@ def count_bytes(
   except TypeError:  # a method whose `rounds` cannot be hashed
     return np.array(_counted.__wrapped__(*key), np.int64)
   return np.array(_counted(*key), np.int64)
+
+
+def exchange_bytes(
+  leaves: Sequence[Leaf],
+  ladder: Sequence[int],
+  code: Code | None,
+  replicas: int = 1,
+) -> np.ndarray:
+  """Counts as `count_bytes`, with the sums that are sent beside the leaves."""
+  has_sums = any(leaf.has_residual for leaf in leaves)
+  found = count_bytes(leaves, ladder, code, replicas)
+  return found + growth.WIRE_BYTES * has_sums
 
 
 # A trace takes as long as that of a step, and `describe`, `advise` and every
@@ -449,12 +487,20 @@ def _require_outcome(leaf: Leaf, outcome: Any) -> None:
 
 
 def _in_step(
-  leaves: Sequence[Leaf], rounds: Sequence[Rounds], wire: Wire
-) -> list[Outcome]:
-  """Advances all methods by one round at a time, until all have returned."""
+  leaves: Sequence[Leaf],
+  rounds: Sequence[Rounds],
+  wire: Wire,
+  sums: jax.Array | None,
+) -> tuple[list[Outcome], jax.Array | None]:
+  """Advances all methods by one round at a time, until all have returned.
+
+  Sends `sums` beside the first exact numbers, in whose all-reduce they cost no
+  time; alone if no method sends any. Returns their mean, too.
+  """
   outcomes: dict[int, Outcome] = {}
   replies: Sequence[Reply | None] = [None] * len(rounds)
-  while len(outcomes) < len(rounds):
+  mean_sums = None
+  while len(outcomes) < len(rounds) or sums is not None:
     sends: list[Send | None] = [None] * len(rounds)
     for i, each in enumerate(rounds):
       if i not in outcomes:
@@ -463,8 +509,16 @@ def _in_step(
           sends[i] = next(each) if reply is None else each.send(reply)
         except StopIteration as done:
           outcomes[i] = done.value
-    replies = wire.send(leaves, sends)
-  return [outcomes[i] for i in range(len(rounds))]
+    beside = None
+    exact = [(own.exact, own.measured) for own in sends if own is not None]
+    if sums is not None and (
+      jax.tree.leaves(exact) or len(outcomes) == len(rounds)
+    ):
+      beside, sums = Send(measured=sums), None
+    *replies, reply = wire.send([*leaves, None], [*sends, beside])
+    if reply is not None:
+      mean_sums = reply.measured
+  return [outcomes[i] for i in range(len(rounds))], mean_sums
 
 
 def _draws(leaves: Sequence[Leaf], key: jax.Array) -> list[Draws | None]:

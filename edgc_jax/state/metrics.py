@@ -3,6 +3,7 @@
 `metrics` also warns of common mistakes, which the statistics show.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.core import Tracer
 from edgc_jax import validation
 from edgc_jax.budget.entropy_budget import EntropyState
 from edgc_jax.leaves.leaf import LeafStats, is_leaf_state, without_variables
+from edgc_jax.state.growth import DIVERGING, WINDOW
 from edgc_jax.state.state import (
   Checks,
   LocalStepsState,
@@ -61,6 +63,9 @@ def metrics(opt_state: Any) -> dict[str, Any]:
       deviation of a third; not of methods that do not measure it.
     - `residual_norm`: of one replica, root mean square over replicas. Both are
       0 in dense steps, whose rounding in a code is not measured.
+    - `residual_doublings`: how often the residual has doubled in windows of 50
+      steps in a row in which it has grown by a quarter or more beside the
+      gradients; above 3 error feedback diverges (`state.growth`).
     - `skipped_steps`: steps skipped because of non-finite gradients.
     - `diverged_steps`: comparisons, one every `check_every` steps, that found
       replicas with different parameters or updates.
@@ -91,7 +96,8 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     RuntimeWarning: if the gradients were the same on all replicas, if replicas
       have diverged, if a mask keeps leaves from the reducer, if another link
       comes before it, or if `skip_nonfinite` has skipped
-      `max_consecutive` steps in a row. Of `edgc`: if the run is past
+      `max_consecutive` steps in a row, or if residuals grow while gradients do
+      not. Of `edgc`: if the run is past
       `total_steps`, or the entropy has jumped by more than 0.5 nats from one
       window to the next after the warm-up, as with another batch size.
   """
@@ -125,6 +131,7 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     if not parts.stages:
       stats, leaves = _of_one_replica(stats, leaves, is_stacked)
     _warn(checks, skips)
+    _warn_of_growth(stats)
     for window in windows:
       _warn_of_windows(*map(np.ravel, window))
     _warn_of_masks(opt_state, checks)
@@ -179,6 +186,10 @@ def _of_rounds(state: LocalStepsState) -> dict[str, Any]:
       joined[name] = sum((exchanged == k) * x for k, x in enumerate(found))
     elif name in ("skipped_steps", "diverged_steps"):
       joined[name] = sum(found)
+    elif name == "residual_doublings":
+      joined[name] = (
+        functools.reduce(jnp.maximum, found) if is_traced else max(found)
+      )
   joined["compression_ratio"] = _ratio(every * dense, sent)
   skipped = state.skipped.values
   if not is_traced and getattr(skipped, "is_fully_addressable", True):
@@ -226,6 +237,8 @@ def _of_all_shards(
       return x.sum(axis)
     if name == "residual_norm":
       return (x**2).sum(axis) ** 0.5
+    if name == "residual_doublings":
+      return x.max(axis)
     return x.mean(axis)
 
   joined = {name: join(name, x) for name, x in own[0].items()}
@@ -276,6 +289,21 @@ def _warn_of_windows(
       " batches several times as large or as small, or the loss has another"
       " scale, edgc takes that for a change of the gradients: call"
       " opt_state = edgc_jax.restart_reference(opt_state) when you change it."
+    )
+
+
+def _warn_of_growth(stats: Stats) -> None:
+  """Warns of residuals that grow while the gradients do not."""
+  doublings = np.max(
+    0.0 if stats.residual_doublings is None else stats.residual_doublings
+  ).item()
+  if doublings > DIVERGING:
+    validation.warn(
+      f"The residual has grown {2**doublings:.3g} times in windows of {WINDOW}"
+      " steps in a row, and the gradients have not: error feedback diverges,"
+      " and the updates are wrong. Stop the run, and go back to a checkpoint"
+      " from before with more bits, a larger rank or density, or a"
+      " residual_decay below 1."
     )
 
 

@@ -8,9 +8,10 @@ import jax
 from edgc_jax.budget.allocation import AllocationState
 from edgc_jax.budget.entropy_budget import EntropyState
 from edgc_jax.leaves.leaf import LeafState, is_leaf_state
+from edgc_jax.state.growth import Growth
 from edgc_jax.wire import collectives
 
-STATE_VERSION = 5  # the trainer refuses checkpoints of another version
+STATE_VERSION = 6  # the trainer refuses checkpoints of another version
 
 
 class Stats(NamedTuple):
@@ -28,6 +29,7 @@ class Stats(NamedTuple):
   residual_norm: jax.Array | None = None
   entropy: jax.Array | None = None  # float32 [], newest sample, nats
   predicted_error: jax.Array | None = None  # float32 [], by the model
+  residual_doublings: jax.Array | None = None  # float32 [] (`state.growth`)
 
 
 class Checks(NamedTuple):
@@ -55,6 +57,7 @@ class ReducerState(NamedTuple):
   allocation: AllocationState | tuple[()]
   stats: Stats
   checks: Checks
+  growth: Growth | tuple[()] = ()  # of the residuals; () without any
 
 
 class SkipStats(NamedTuple):
@@ -169,6 +172,7 @@ def map_parts(
     stats=Stats(
       of_stage(stats.rank), *(jax.tree.map(function, x) for x in stats[1:])
     ),
+    growth=jax.tree.map(function, state.growth),
   )
 
 

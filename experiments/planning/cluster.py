@@ -418,4 +418,4 @@ def _bytes_of(found: Reviewed, is_late: bool, replicas: int) -> np.ndarray:
   own = [leaf for leaf in found.leaves if leaf.is_late == is_late]
   if not own:
     return np.zeros(len(found.budget.ladder))
-  return rounds.count_bytes(own, found.budget.ladder, found.code, replicas)
+  return rounds.exchange_bytes(own, found.budget.ladder, found.code, replicas)

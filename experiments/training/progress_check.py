@@ -1,9 +1,13 @@
-"""Stops a run that more steps cannot help."""
+"""Stops a run that more steps cannot help, and warns of residuals that grow."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
+
+from edgc_jax.state.growth import DIVERGING, WINDOW
+from experiments.runtime import hosts
 
 
 class TrainingStopped(RuntimeError):
@@ -27,6 +31,7 @@ class ProgressCheck:
       replicas: The number of replicas that it is of.
     """
     self._config, line = config, line or {}
+    self._has_warned = False
     # Skipped steps by then, and the last step at which some replica had not
     # skipped all of its own since the line before. Other replicas have other
     # counts, which their first line tells.
@@ -37,6 +42,16 @@ class ProgressCheck:
   def check(self, line: Mapping[str, Any]) -> None:
     """Raises `TrainingStopped` unless more steps can help."""
     config = self._config
+    doublings = max(line.get("residual_doublings", [0.0]))
+    if doublings > DIVERGING and not self._has_warned and hosts.is_first():
+      self._has_warned = True
+      print(
+        f"warning: by step {line['step']} the residual has grown"
+        f" {2**doublings:.3g} times in windows of {WINDOW} steps in a row, and"
+        " the gradients have not: error feedback diverges. Use more bits, a"
+        " larger rank or density, or a residual_decay below 1.",
+        file=sys.stderr,
+      )
     if line["identical_gradients"] and config.mesh.data > 1:
       raise TrainingStopped(
         "All replicas had the same gradients in the first steps, so averaging"

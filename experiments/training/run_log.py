@@ -13,6 +13,7 @@ import numpy as np
 import tqdm
 from ml_collections import ConfigDict
 
+from edgc_jax.state.growth import DIVERGING
 from experiments.runs.run_folder import RunFolder
 from experiments.runtime import hosts
 from experiments.tasks.base import Task
@@ -20,7 +21,8 @@ from experiments.training.optimizer import make_schedule, rank_name
 
 # Metrics that differ by pipeline stage are lists with an entry per stage.
 _PER_STAGE = ("entropy", "rank", "wire_bytes", "dense_bytes",
-              "relative_error", "predicted_error", "residual_norm")  # fmt: skip
+              "relative_error", "predicted_error", "residual_norm",
+              "residual_doublings")  # fmt: skip
 _TIMED = 1000  # newest log intervals, over which the median time is taken
 # What a checkpoint keeps of a log.
 _NEW = {
@@ -30,6 +32,7 @@ _NEW = {
   "rank_history": [],  # [step, [rank per stage]] at each rank's first step
   "means": {},  # values since the last line, of which it has the means
   "diverged_steps": 0,
+  "residual_doublings": 0.0,  # the most so far, in windows in a row
   "noticed": [],
   "seconds": 0.0,
   "step_seconds": [],  # by log interval, without the host's work in between
@@ -131,6 +134,8 @@ class RunLog:
       "rank_history": kept["rank_history"],
       "seconds": self.seconds(),
     }
+    if kept["residual_doublings"] > DIVERGING:
+      numbers["residual_doublings"] = kept["residual_doublings"]
     if kept["step_seconds"]:
       numbers["step_seconds"] = statistics.median(kept["step_seconds"])
     return numbers
@@ -192,6 +197,8 @@ class RunLog:
       if diverged > kept["diverged_steps"]:
         kept["noticed"].append(kept["step"])
         kept["diverged_steps"] = diverged
+      doublings = np.max(values.get("residual_doublings", 0.0)).item()
+      kept["residual_doublings"] = max(kept["residual_doublings"], doublings)
       before = kept["wire_bytes"] or [0.0] * len(rank)
       kept["wire_bytes"] = [
         total + new for total, new in zip(before, sent, strict=True)

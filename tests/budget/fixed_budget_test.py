@@ -9,6 +9,7 @@ from helpers.meshes import Pmap, gradients_like, traced_once
 
 import edgc_jax
 from edgc_jax.budget.fixed_budget import FixedBudget
+from edgc_jax.state import growth
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,5 @@ def test_a_reducer_sends_the_rank_of_each_step():
     sent.append(found["wire_bytes"])
   assert ranks == [0, 0, 8, 8, 4, 4]
   # Later steps send no checks of the replicas.
-  np.testing.assert_array_equal(
-    sent[4:], [float32.wire_bytes(params, 4, min_ratio=1.0)] * 2
-  )
+  of_leaves = float32.wire_bytes(params, 4, min_ratio=1.0)
+  np.testing.assert_array_equal(sent[4:], [of_leaves + growth.WIRE_BYTES] * 2)

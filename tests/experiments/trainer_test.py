@@ -167,6 +167,16 @@ def test_other_replicas_have_other_counts_of_skipped_steps():
     check_of(4)
 
 
+def test_a_residual_that_grows_is_warned_of_once(capsys):
+  check = ProgressCheck(small("run", "topk"))
+  for step, doublings in ((100, [0.0]), (200, [2.9]), (300, [1.0, 4.0])):
+    line = {"step": step, "identical_gradients": 0}
+    check.check(line | {"residual_doublings": doublings})
+    check.check(line | {"residual_doublings": doublings})
+  (warning,) = capsys.readouterr().err.splitlines()
+  assert "by step 300 the residual has grown 16 times" in warning
+
+
 def test_the_larger_config_is_valid(tmp_path):
   """All of gpt2_124m is checked but its devices and token files."""
   config = gpt2_124m.get_config()

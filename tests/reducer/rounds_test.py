@@ -27,6 +27,7 @@ from edgc_jax.measure import hlo
 from edgc_jax.methods.low_rank import with_factors
 from edgc_jax.reducer.reducer import Plan, by_exchange, make_reducer
 from edgc_jax.reducer.rounds import DENSE, Method, Outcome, added, count_bytes
+from edgc_jax.state import growth
 from edgc_jax.wire import averages
 from edgc_jax.wire.codes import code_of
 from edgc_jax.wire.wire import Send
@@ -101,7 +102,7 @@ def test_methods_of_one_and_of_two_rounds(wire_dtype, backend):
   assert hlo.wire_bytes_outside_branches(text) == values["wire_bytes"]
   if code is None:
     assert len(hlo.collectives_in_order(text)) == 2
-    exact = 4 * (30 + 2)
+    exact = 4 * (30 + 2) + growth.WIRE_BYTES
     assert values["wire_bytes"] == exact + 4 * (960 + 640)
 
 
@@ -116,7 +117,9 @@ def test_a_round_without_values_sends_no_code():
   values = edgc_jax.metrics(run.state)
   text = run.compiled(gradients)
   assert hlo.wire_bytes_outside_branches(text) == values["wire_bytes"]
-  assert values["wire_bytes"] == 4 * 2 + averages.average_bytes(
+  assert values[
+    "wire_bytes"
+  ] == 4 * 2 + growth.WIRE_BYTES + averages.average_bytes(
     [(640,)], [code_of("int4")], REPLICAS
   )
 
@@ -235,7 +238,8 @@ def test_dense_leaves_have_a_round_of_their_own():
   """Bytes of leaves add up to the bytes of all."""
   tx = float32.powersgd(4, min_ratio=1.2)
   (part,) = edgc_jax.describe(tx, PARAMS).parts
-  assert part.wire_bytes[0] == sum(row.wire_bytes[0] for row in part.rows)
+  of_rows = sum(row.wire_bytes[0] for row in part.rows)
+  assert part.wire_bytes[0] == of_rows + growth.WIRE_BYTES
   assert count_bytes([], (4,), None).tolist() == [0]
 
 

@@ -67,7 +67,7 @@ def bytes_at(exchange):
   leaves = leaves_in(local_params(), placement_fn=placement)
   leaves = with_factors(leaves, LADDER[1:], 1.2, None)
   own = [leaf for leaf in leaves if leaf.exchange == exchange]
-  return rounds.count_bytes(own, LADDER, None).tolist()
+  return rounds.exchange_bytes(own, LADDER, None).tolist()
 
 
 def alone_step(run, rank, grads, state):
