@@ -32,7 +32,7 @@ _NEW = {
   "rank_history": [],  # [step, [rank per stage]] at each rank's first step
   "means": {},  # values since the last line, of which it has the means
   "diverged_steps": 0,
-  "residual_doublings": 0.0,  # the most so far, in windows in a row
+  "most_doublings": 0.0,  # of the residual, in windows in a row
   "noticed": [],
   "seconds": 0.0,
   "step_seconds": [],  # by log interval, without the host's work in between
@@ -134,8 +134,8 @@ class RunLog:
       "rank_history": kept["rank_history"],
       "seconds": self.seconds(),
     }
-    if kept["residual_doublings"] > DIVERGING:
-      numbers["residual_doublings"] = kept["residual_doublings"]
+    if kept["most_doublings"] > DIVERGING:
+      numbers["most_doublings"] = kept["most_doublings"]
     if kept["step_seconds"]:
       numbers["step_seconds"] = statistics.median(kept["step_seconds"])
     return numbers
@@ -198,7 +198,7 @@ class RunLog:
         kept["noticed"].append(kept["step"])
         kept["diverged_steps"] = diverged
       doublings = np.max(values.get("residual_doublings", 0.0)).item()
-      kept["residual_doublings"] = max(kept["residual_doublings"], doublings)
+      kept["most_doublings"] = max(kept["most_doublings"], doublings)
       before = kept["wire_bytes"] or [0.0] * len(rank)
       kept["wire_bytes"] = [
         total + new for total, new in zip(before, sent, strict=True)

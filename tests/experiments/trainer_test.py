@@ -20,9 +20,11 @@ from experiments.training.trainer import Trainer, TrainingStopped
 pytestmark = pytest.mark.slow
 
 
-def test_a_finished_run(tmp_path):
+def test_a_finished_run(tmp_path, capsys):
   folder = tmp_path / "edgc"
   summary = Trainer(small(folder)).run()
+  # Of the report while it runs, which would go on without.
+  assert "warning" not in capsys.readouterr().out
   names = {path.name for path in folder.iterdir()}
   assert {"config.json", "metrics.jsonl", "summary.json"} <= names
   assert any(name.startswith("events.out.tfevents") for name in names)
