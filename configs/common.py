@@ -99,8 +99,8 @@ def base(reducer: str) -> ConfigDict:
       "edgc": {
         "rank_max": 32,  # 0: derived from the measured times
         "rank_min": 8,  # 0: a quarter of rank_max
-        "window": 1000,  # steps; 0: a fortieth of the run's steps
-        "warmup_steps": 1000,
+        "window": 0,  # steps; 0: a fortieth of the run's steps
+        "warmup_steps": 100,
         "min_ratio": 2.0,
         "wire_dtype": "int4",  # or float32, bfloat16, int8
         "sampling": {
@@ -114,7 +114,7 @@ def base(reducer: str) -> ConfigDict:
         "rank_multiple": 4,
         "max_rank_step": 4,  # 0: 4, or the step of the ladder
         "warmup_rank": "max",  # the top of the ladder; a rank; or dense
-        "max_warmup_steps": 2000,  # 0: twice warmup_steps
+        "max_warmup_steps": 0,  # 0: twice warmup_steps
         "allocation": "error",  # or uniform: one rank for all matrices
         "scale_exponent": 1.0,  # of sigma; 0: absolute errors, 2: relative
       },
@@ -125,7 +125,7 @@ def base(reducer: str) -> ConfigDict:
         "final_rank": 0,  # 0: constant; otherwise the last of up to eight
         # Of the way to it: below 1 most of it comes first, above 1 last.
         "final_exponent": 1.0,
-        "warmup_steps": 1000,
+        "warmup_steps": 0,  # dense
         "min_ratio": 2.0,
         "wire_dtype": "int4",
         "allocation": "uniform",  # or error, as for edgc

@@ -28,6 +28,7 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   # Warm-up is a tenth of the run; the published window is 1000 steps.
   config.edgc.rank_max = 64
   config.edgc.rank_min = 16
+  config.edgc.window = 1000
   config.edgc.warmup_steps = 10_000
   config.edgc.max_warmup_steps = 20_000
   config.powersgd.rank = 32

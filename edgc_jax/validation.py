@@ -71,8 +71,8 @@ def require_int(
   if isinstance(value, bool) or not isinstance(value, int):
     raise TypeError(
       f"`{name}` must be a Python integer, since it decides shapes, got"
-      f" {shown(value)}; under optax.inject_hyperparams list it in"
-      " `static_args`."
+      f" {shown(value)}; take .item() of a NumPy number, and under"
+      " optax.inject_hyperparams list it in `static_args`."
     )
   require(
     value >= least, name, value, f"at least {least}", f"use {least} or more"
@@ -117,8 +117,8 @@ def require_number(name: str, value: Any) -> None:
   if isinstance(value, bool) or not isinstance(value, int | float):
     raise TypeError(
       f"`{name}` must be a Python number, since it is compiled in, got"
-      f" {shown(value)}; under optax.inject_hyperparams list it in"
-      " `static_args`."
+      f" {shown(value)}; take .item() of a NumPy number, and under"
+      " optax.inject_hyperparams list it in `static_args`."
     )
 
 

@@ -97,9 +97,11 @@ def value_and_grad(
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   is_explicit = AxisType.Explicit in {types[a] for a in names(axis_name)}
   # Whether the compiler shards over further axes.
-  has_more_axes = set(mesh.shape) > set(names(axis_name)) and (
+  others = [n for a, n in mesh.shape.items() if a not in names(axis_name)]
+  has_more_axes = max(others, default=1) > 1 and (
     AxisType.Explicit not in mesh.axis_types
   )
+  programs: dict[Any, OnReplica] = {}  # compiled once, if called eagerly
 
   def typed(x: Any, spec: PartitionSpec) -> Any:
     """Places an array, where types of arrays say how they lie."""
@@ -198,7 +200,9 @@ def value_and_grad(
       if has_more_axes:
         found = _traced(_by_vmap(*how), mesh, params, values)
       if found is None:
-        return jax.jit(_by_shard_map(*how))(params, values)
+        key = structure, tuple(specs[1]), tuple(is_key), is_local
+        program = programs.setdefault(key, jax.jit(_by_shard_map(*how)))
+        return program(params, values)
     jaxpr, result = found
     flat = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((params, values)))
     return jax.tree.unflatten(jax.tree.structure(result), flat)

@@ -49,7 +49,7 @@ def entrywise(
 ) -> Method:
   """Makes a method of a function that averages the entries of an array.
 
-  Wire: what `average` sends, and 33 values for each matrix.
+  Wire: what `average` sends, 18 values for each matrix, and one.
 
   Args:
     average: From the matrices M_i, float32 [k, m, n], and a key that is equal
@@ -73,17 +73,21 @@ def entrywise(
     residual = m - sent.reshape(m.shape)
     left = residual.reshape(leaf.view)
     unit = linear_algebra.unit_of(mean)
-    # The sketch of M is not finite if an entry that was not sent is not.
+    means = mean.reshape(leaf.view) / unit
     reply = yield Send(
-      exact=sketches.sketch(leaf, matrices, draws),
+      # An entry that was not sent may be not finite.
+      exact=jnp.where(jnp.isfinite(m).all(), 0.0, jnp.nan),
       measured=(
         sketches.sketch(leaf, left, draws),
         linear_algebra.energy(left, unit),
+        jnp.sum(means * (left / unit), axis=(1, 2)),
       ),
     )
-    z, energy = reply.measured
+    z, energy, product = reply.measured
+    # |mean M|^2 = |update|^2 + 2 <update, mean E> + |mean E|^2
     lost = sketches.squared(z, unit)
-    total = jnp.maximum(sketches.squared(reply.exact, unit), lost)
+    total = jnp.sum(jnp.square(means), axis=(1, 2)) + 2 * product + lost
+    total = jnp.maximum(total, lost)
     return Outcome(
       mean,
       residual,

@@ -45,10 +45,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from edgc_jax import validation
 from edgc_jax.budget.allocation import ErrorAllocation, ErrorAllocator
 from edgc_jax.leaves.leaf import Leaf, LeafState, cap_of
 from edgc_jax.methods import linear_algebra, sketches
-from edgc_jax.reducer.reducer import by_exchange, matrices_of, shards_of
+from edgc_jax.reducer.reducer import (
+  by_exchange,
+  exchanges_of,
+  matrices_of,
+  shards_of,
+)
 from edgc_jax.reducer.rounds import (
   DENSE,
   Draws,
@@ -130,6 +136,7 @@ def low_rank(
   )
 
 
+_MOST_VALUES = 2**31 - 1  # of one factor of all matrices of an exchange
 LOW_RANK = Method(low_rank, "as factors", measures=True, joins=True)
 
 
@@ -178,7 +185,19 @@ def with_factors(
       is_fixed=len(ranks) == 1 and not has_own_rank,
     )
 
-  return tuple(map(with_width, found))
+  found = tuple(map(with_width, found))
+  for members in exchanges_of(found):
+    own = [found[i] for i in members if found[i].cap]
+    values = sum(x.matrices.count * x.width * max(x.sides) for x in own)
+    validation.require(
+      values <= _MOST_VALUES,
+      "rank",
+      max(ranks, default=0),
+      "small enough for factors of 2^31 - 1 values in an exchange, which int32"
+      f" counts; {len(own)} leaves have up to {values:,}",
+      "lower it, or shard the parameters",
+    )
+  return found
 
 
 def allocator_for(

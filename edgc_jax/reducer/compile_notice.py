@@ -12,9 +12,9 @@ import threading
 import jax
 
 SECONDS = 10.0  # until the message
+_TRACED = "/jax/core/compile/jaxpr_trace_duration"
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
-_SHORT = 1.0  # seconds; programs of single operations compile faster
 _thread = threading.local()  # a program is traced and compiled in one thread
 _lock = threading.Lock()
 _is_listening = False
@@ -27,23 +27,26 @@ def expect() -> None:
     if not _is_listening:
       jax.monitoring.register_event_duration_secs_listener(_on_event)
       _is_listening = True
-  _thread.is_expecting = True
+  _thread.is_tracing = True
 
 
-def _on_event(event: str, duration_secs: float, **_: object) -> None:
-  if not getattr(_thread, "is_expecting", False):
-    return
+def _on_event(event: str, duration_secs: float, **facts: str | int) -> None:
+  del duration_secs
+  fun_name = str(facts.get("fun_name", ""))
   timer = getattr(_thread, "timer", None)
-  if event == _LOWERED:
+  if event == _TRACED and getattr(_thread, "is_tracing", False):
+    # `jax.eval_shape` traces, too, and compiles nothing: its name is kept.
+    _thread.program, _thread.is_tracing = fun_name, False
+  elif event in (_LOWERED, _COMPILED):
     if timer:
       timer.cancel()
-    _thread.timer = threading.Timer(SECONDS, _say, [threading.get_ident()])
-    _thread.timer.daemon = True
-    _thread.timer.start()
-  elif event == _COMPILED and timer:
-    timer.cancel()
     _thread.timer = None
-    _thread.is_expecting = duration_secs < _SHORT
+    program = getattr(_thread, "program", None)
+    # "jit(step)", or "pmap(step)"
+    if event == _LOWERED and program and fun_name.endswith(f"({program})"):
+      _thread.timer = threading.Timer(SECONDS, _say, [threading.get_ident()])
+      _thread.timer.daemon = True
+      _thread.timer.start()
 
 
 def _is_compiling(thread: int) -> bool:

@@ -83,8 +83,9 @@ def accumulate(
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over `every` calls, then applies one update.
 
-  The calls in between send nothing: they add to a local float32 mean, and
-  return zeros. The wrapped chain with its collectives runs only at every
+  The calls in between send nothing: they add to a local float32 sum, and
+  return zeros. A cycle that another `every` began ends at this one, with the
+  mean of its calls. The wrapped chain with its collectives runs only at every
   `every`-th call. (`optax.MultiSteps` runs it at each call.)
 
   Args:
@@ -138,17 +139,20 @@ def accumulate(
       "accumulate in the pipeline, with more microbatches",
     )
     _require_like_sums(updates, state.accumulated.values)
-    # mean over calls = sum of gradient / every
     total = jax.tree.map(
-      lambda a, g: a + g.astype(jnp.float32) / every,
+      lambda a, g: a + g.astype(jnp.float32),
       state.accumulated.values,
       updates,
     )
-    is_last = state.mini_step == every - 1
+    # Of this cycle, which may have begun with another `every`.
+    calls = state.mini_step + 1
+    is_last = calls >= every
 
     def exchange(inner_state: Any) -> tuple[optax.Updates, Any]:
       means = jax.tree.map(
-        lambda a, g: a.reshape(g.shape).astype(g.dtype), total, updates
+        lambda a, g: (a / calls).reshape(g.shape).astype(g.dtype),
+        total,
+        updates,
       )
       return tx.update(means, inner_state, params, **extra_args)
 
@@ -161,7 +165,7 @@ def accumulate(
       is_last, exchange, wait, state.inner_state
     )
     return averaged, AccumulateState(
-      (state.mini_step + 1) % every,
+      jnp.where(is_last, 0, calls),
       PerReplica(jax.tree.map(lambda a: jnp.where(is_last, 0.0, a), total)),
       inner_state,
     )

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -223,3 +224,9 @@ def test_scale_does_not_matter_when_the_rank_grows():
     lost_after(ranks, spectral_gradient(x * values)) for x in (1.0, 1e-5, 1e5)
   ]
   assert np.ptp(lost) < 0.5e-4
+
+
+def test_factors_of_more_values_than_int32_counts_are_refused():
+  params = {"w": jax.ShapeDtypeStruct((560, 8192, 8192), jnp.float32)}
+  with pytest.raises(ValueError, match=r"`rank` must be small enough .* 2,34"):
+    edgc_jax.describe(edgc_jax.powersgd(512), params)

@@ -22,6 +22,26 @@ def lowered():
 
 
 @pytest.mark.usefixtures("without_cache")
+def test_it_is_silent_of_other_programs(monkeypatch, caplog):
+  """`eval_shape` of an update compiles nothing."""
+  monkeypatch.setattr(compile_notice, "SECONDS", 0.0)
+  monkeypatch.setattr(compile_notice, "_is_compiling", lambda thread: True)
+  tx = edgc_jax.allreduce()
+
+  def update(g):
+    return jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(g)
+
+  shape = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+  jax.eval_shape(update, shape)
+  jax.jit(lambda x: x + 1)(jnp.ones(3))
+  time.sleep(0.2)
+  assert not caplog.records
+  jax.jit(update).lower(shape)
+  time.sleep(0.2)
+  assert "XLA has been compiling" in caplog.text
+
+
+@pytest.mark.usefixtures("without_cache")
 def test_it_comes_while_xla_compiles_alone(monkeypatch, caplog):
   monkeypatch.setattr(compile_notice, "SECONDS", 0.3)
   lowered()

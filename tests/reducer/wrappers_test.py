@@ -133,3 +133,24 @@ def test_accumulate_and_skip_in_either_order(backend, make):
   chex.assert_tree_all_finite(updates)
   assert np.abs(updates["b"]).max() > 0
   assert edgc_jax.metrics(run.state)["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (64, 2), (8, 1)])
+def test_a_cycle_of_another_length_is_a_mean_of_its_calls(before, after):
+  """The state is saved within a cycle, and restored with another `every`."""
+  params = {"w": jnp.zeros(3)}
+  ones = {"w": jnp.ones(3)}
+  own, other = (
+    edgc_jax.accumulate(optax.sgd(-1.0), n) for n in (before, after)
+  )
+  state = own.init(params)
+  for _ in range(before - 1):
+    updates, state = own.update(ones, state)
+    chex.assert_trees_all_equal(updates, params)
+  for _ in range(3 * after):
+    updates, state = other.update(ones, state)
+    assert float(updates["w"][0]) in (0.0, 1.0)
+    if np.any(updates["w"]):
+      break
+  chex.assert_trees_all_equal(updates, ones)
+  assert int(state.mini_step) == 0
