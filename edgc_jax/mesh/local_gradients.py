@@ -27,6 +27,7 @@ def value_and_grad(
   wrt: Any = None,
   is_local: bool = False,
   averages: bool = True,
+  aux_axes: Any = "checked",
 ) -> Callable[..., Any]:
   """Differentiates a loss on every replica's part of the batch.
 
@@ -50,8 +51,8 @@ def value_and_grad(
     axis_name: The axis of the replicas, or a tuple of axes.
     has_aux: Whether `loss_fn` returns a pair of the loss and other outputs. Of
       these, floats are averaged over the replicas, as running statistics of
-      batches; all others are those of the first replica. So return an accuracy
-      and not a count, and no outputs for each row.
+      batches; all others are those of the first replica. Sum counts inside:
+      `jax.lax.psum(count, axis_name)`.
     in_axes: As for `jax.vmap`, one entry for each argument after the
       parameters, or one for all: 0 for arguments that are split over the
       replicas along their first axis, None for arguments that every replica
@@ -69,6 +70,11 @@ def value_and_grad(
       they have a first axis of replicas, and nothing crosses `axis_name`, as
       `edgc_jax.split_local_steps` needs it, and links of long latency: between
       CPU hosts one number takes N - 1 round trips.
+    aux_axes: A prefix of the tree of other outputs: 0 for those with a row for
+      each row of the batch, as logits, which come back with the rows of all
+      replicas in order; None for all others. By default all are others, but
+      one that is as long as a replica's part of the batch is refused, since it
+      may be either.
 
   Returns:
     A function of the parameters and the further arguments, which returns
@@ -77,9 +83,9 @@ def value_and_grad(
 
   Raises:
     ValueError: if the mesh lacks an axis, no argument is split, replicas do not
-      divide a batch, own parameters have no axis of replicas, variables of a
-      module are not to be averaged, or `loss_fn` constrains arrays over
-      `axis_name`.
+      divide a batch, `aux_axes` does not fit the other outputs, own parameters
+      have no axis of replicas, variables of a module are not to be averaged, or
+      `loss_fn` constrains arrays over `axis_name`.
     TypeError: if `mesh` is no mesh or an option of another type; when called,
       if `loss_fn` returns no scalar, a parameter is no float, an argument no
       array, or one that looks like a key of the old kind.
@@ -101,7 +107,6 @@ def value_and_grad(
   has_more_axes = max(others, default=1) > 1 and (
     AxisType.Explicit not in mesh.axis_types
   )
-  programs: dict[Any, OnReplica] = {}  # compiled once, if called eagerly
 
   def typed(x: Any, spec: PartitionSpec) -> Any:
     """Places an array, where types of arrays say how they lie."""
@@ -136,7 +141,12 @@ def value_and_grad(
       )
       axes = (None, *axes)
       inner = value_and_grad(
-        loss_of, mesh, axis_name, has_aux=True, in_axes=axes
+        loss_of,
+        mesh,
+        axis_name,
+        has_aux=True,
+        in_axes=axes,
+        aux_axes=(aux_axes, None),
       )
       (loss, (aux, left)), gradients = inner(own, others, *args)
       sys.modules["flax.nnx"].update(params, left)
@@ -186,26 +196,44 @@ def value_and_grad(
       value, gradients = differentiated(params, *own)
       if not averages:
         return jax.tree.map(lambda x: jnp.asarray(x)[None], (value, gradients))
-      value = _common(value, axis_name)
+      loss, aux = value if has_aux else (value, None)
+      lengths = {
+        x.shape[0]
+        for x, spec, key in zip(values, of_values, is_key, strict=True)
+        if axes_of(spec) and not key
+      }
+      aux, tree = jax.tree.flatten(aux)
+      is_row = _are_rows(aux, tree, aux_axes, lengths)
+      found[:] = tree, is_row
+      rows = [x for x, own in zip(aux, is_row, strict=True) if own]
+      others = [x for x, own in zip(aux, is_row, strict=True) if not own]
+      common = _common((loss, others), axis_name)
       # On CPUs the collectives of the update must follow.
-      gradients = order.after_all(gradients, value)
-      return value, jax.tree.map(lambda g: g[None], gradients)
+      gradients = order.after_all(gradients, common)
+      return (common, rows), jax.tree.map(lambda g: g[None], gradients)
 
-    of_params, of_value = (
-      split if own else whole for own in (is_local, not averages)
-    )
+    def joined(value: Any, gradients: Any) -> tuple[Any, Any]:
+      if not averages:
+        return value, gradients
+      ((loss, others), rows), (tree, is_row) = value, found
+      kinds = {True: iter(rows), False: iter(others)}
+      aux = jax.tree.unflatten(tree, [next(kinds[own]) for own in is_row])
+      return (loss, aux) if has_aux else loss, gradients
+
+    found: list[Any] = []  # what is known of other outputs once it is traced
+    of_values = specs
+    of_params = split if is_local else whole
+    of_value = (whole, split) if averages else split
     specs = of_params, specs, of_value
-    how, found = (on_replica, mesh, axis_name, specs), None
+    how, traced = (on_replica, mesh, axis_name, specs), None
     with _constraint_errors(axis_name):
       if has_more_axes:
-        found = _traced(_by_vmap(*how), mesh, params, values)
-      if found is None:
-        key = structure, tuple(specs[1]), tuple(is_key), is_local
-        program = programs.setdefault(key, jax.jit(_by_shard_map(*how)))
-        return program(params, values)
-    jaxpr, result = found
+        traced = _traced(_by_vmap(*how), mesh, params, values)
+      if traced is None:
+        return joined(*jax.jit(_by_shard_map(*how))(params, values))
+    jaxpr, result = traced
     flat = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((params, values)))
-    return jax.tree.unflatten(jax.tree.structure(result), flat)
+    return joined(*jax.tree.unflatten(jax.tree.structure(result), flat))
 
   return run
 
@@ -270,7 +298,8 @@ def _by_shard_map(
 ) -> OnReplica:
   """Binds the axes of the replicas by `shard_map`; all others stay.
 
-  The specs are those of parameters, other arguments, and loss.
+  The specs are those of parameters, other arguments, and the loss with other
+  outputs: of all, or of those that are common, and by row.
   """
   return jax.shard_map(
     on_replica,
@@ -287,7 +316,7 @@ def _by_vmap(
 ) -> OnReplica:
   """Binds the axes by `vmap`, and has the compiler split them."""
   axes = names(axis_name)
-  is_local, is_each = (bool(axes_of(specs[i])) for i in (0, 2))
+  is_local, is_each = bool(axes_of(specs[0])), not isinstance(specs[2], tuple)
   is_split = [bool(axes_of(spec)) for spec in specs[1]]
   bound = on_replica
   for axis in reversed(axes):
@@ -297,7 +326,7 @@ def _by_vmap(
         0 if is_local else None,
         [0 if own else None for own in is_split],
       ),
-      out_axes=(0 if is_each else None, 0),
+      out_axes=(0 if is_each else (None, 0), 0),
       axis_name=axis,
       axis_size=mesh.shape[axis],
       spmd_axis_name=axis,
@@ -316,6 +345,10 @@ def _by_vmap(
     replicas = num_replicas(mesh, axis_name)
     return x.reshape(replicas, *x.shape[len(axes) + 1 :])
 
+  def of_all_rows(x: Any) -> Any:
+    """Reshapes [*replicas, rows of each, ...] to [rows, ...]."""
+    return x.reshape(-1, *x.shape[len(axes) + 1 :])
+
   def run(params: Any, values: list) -> tuple[Any, Any]:
     values = [
       cut(x) if own else x for x, own in zip(values, is_split, strict=True)
@@ -325,6 +358,8 @@ def _by_vmap(
     value, gradients = bound(params, values)
     if is_each:
       value = jax.tree.map(flat, value)
+    else:
+      value = value[0], jax.tree.map(of_all_rows, value[1])
     return value, jax.tree.map(flat, gradients)
 
   return run
@@ -454,6 +489,55 @@ def _require_even(x: Any, replicas: int, place: str) -> None:
     f"arrays whose first axis {replicas} replicas divide, at {place}",
     "pass a batch that divides, or None for this argument in `in_axes`",
   )
+
+
+def _are_rows(
+  aux: list, tree: Any, aux_axes: Any, lengths: set[int]
+) -> list[bool]:
+  """Returns which auxiliary outputs have a row for each row of the batch.
+
+  Args:
+    aux: The outputs of a replica.
+    tree: Their tree.
+    aux_axes: As for `value_and_grad`.
+    lengths: The rows of the replica's part of each split argument.
+
+  Raises:
+    ValueError: if one may have rows or not, or has none and should.
+  """
+  named = jax.tree.map(
+    lambda x: "common" if x is None else x,
+    aux_axes,
+    is_leaf=lambda x: x is None,
+  )
+  filled = jax.tree.unflatten(tree, range(len(aux)))
+  axes = jax.tree.leaves(jax.tree.broadcast(named, filled))
+  for x, axis in zip(aux, axes, strict=True):
+    shape = jnp.shape(x)
+    is_long = bool(shape) and shape[0] in lengths
+    validation.require(
+      axis in (0, "common", "checked"),
+      "aux_axes",
+      axis,
+      "0 or None for each of the outputs beside the loss",
+      "give one entry for all, or a tree like them",
+    )
+    validation.require(
+      axis != 0 or is_long,
+      "aux_axes",
+      f"0 for an output of shape {shape} on a replica",
+      f"0 only for outputs with as many rows as the batch, {sorted(lengths)}",
+      "pass None for it",
+    )
+    validation.require(
+      axis != "checked" or not is_long,
+      "aux_axes",
+      f"nothing for an output of shape {shape} on a replica",
+      "given for outputs that are as long as a replica's part of the batch",
+      "pass 0 if it has a row for each of the batch, which all come back, or"
+      " None if it has not, so that floats are averaged",
+    )
+  return [axis == 0 for axis in axes]
 
 
 def _common(value: Any, axis_name: AxisName) -> Any:

@@ -574,3 +574,35 @@ def test_module_is_equal_to_shard_map():
   for kind in (nnx.BatchStat, nnx.RngCount):
     assert_near(nnx.state(model, kind), nnx.filter_state(rest, kind))
   assert int(model.drop.rngs.count.get_value()) == 3
+
+
+@pytest.mark.parametrize("shape", BINDERS)
+def test_outputs_by_row_come_back_by_row(shape):
+  """The canonical step of Flax: logits beside the loss, and counts."""
+
+  def loss_fn(params, x, y):
+    logits = x @ params["w"]
+    right = jax.lax.psum(jnp.sum(y == jnp.argmax(logits, 1)), AXIS)
+    loss = jnp.square(logits).mean()
+    return loss, {"logits": logits, "right": right, "none": None}
+
+  x, y = batch(0), jnp.arange(len(batch(0))) % 3
+  mesh = mesh_of(**shape)
+  by_row = {"logits": 0, "right": None, "none": None}
+  value = edgc_jax.value_and_grad(loss_fn, mesh, has_aux=True, aux_axes=by_row)
+  (loss, aux), _ = jax.jit(value)(PARAMS, x, y)
+  expected = x @ PARAMS["w"]
+  np.testing.assert_allclose(aux["logits"], expected, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(loss, jnp.square(expected).mean(), rtol=1e-5)
+  assert int(aux["right"]) == int(jnp.sum(y == jnp.argmax(expected, 1)))
+  # By default they are refused, and averaged only if that is asked for.
+  with pytest.raises(ValueError, match="`aux_axes` must be given for outputs"):
+    edgc_jax.value_and_grad(loss_fn, mesh, has_aux=True)(PARAMS, x, y)
+  with pytest.raises(ValueError, match="`aux_axes` must be 0 only for outputs"):
+    edgc_jax.value_and_grad(loss_fn, mesh, has_aux=True, aux_axes=0)(
+      PARAMS, x, y
+    )
+  value = edgc_jax.value_and_grad(loss_fn, mesh, has_aux=True, aux_axes=None)
+  (_, aux), _ = jax.jit(value)(PARAMS, x, y)
+  parts = expected.reshape(shape["data"], -1, *expected.shape[1:])
+  np.testing.assert_allclose(aux["logits"], parts.mean(0), rtol=1e-5, atol=1e-6)
