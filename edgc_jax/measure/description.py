@@ -204,8 +204,8 @@ def wire_bytes(
       parts.
 
   Returns:
-    The bytes, without entropy samples, checks of the replicas, and ranks that
-    are broadcast at the end of a window.
+    The bytes, without entropy samples, checks of the replicas, norms of the
+    residuals, and ranks that are broadcast at the end of a window.
 
   Raises:
     TypeError: if a rank or `replicas` is not a Python integer.

@@ -172,7 +172,7 @@ def _stats(old: Stats, new: Stats) -> Stats:
   dense_bytes = np.asarray(_host(new.dense_bytes))
 
   def convert(name: str, x: Any, like: Any) -> Any:
-    if x is None or like is None or name == "residual_doublings":
+    if x is None or like is None or name == "diverging_windows":
       return like
     value = _mean(np.ravel(x))
     if name == "wire_bytes":

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import pathlib
 from typing import Any
 
 import jax
@@ -57,7 +58,8 @@ def restore(
   Args:
     path: Folder of an orbax checkpoint of `(params, opt_state)`, or of a
       dictionary with the entries "params" and "opt_state", of global arrays.
-      Other entries are ignored.
+      Other entries are ignored. Of a `CheckpointManager` its folder, for the
+      newest step, or that of a step.
     tx: The transformation, with the options of the run that saved the state.
     params: The parameters or their `jax.ShapeDtypeStruct`s.
     mesh: The mesh to restore on.
@@ -120,6 +122,25 @@ def restore(
   return loaded, placed(old, mesh, of_state)
 
 
+def _folders_of(folder: pathlib.Path) -> dict[str, pathlib.Path] | None:
+  """Returns the folders of the trees of a checkpoint, by name.
+
+  Of a `CheckpointManager` that is its newest step, with one tree, or with
+  "params" and "opt_state" apart. None if there is no tree.
+  """
+  if (folder / "_METADATA").is_file():
+    return {"": folder}
+  inside = {own.name: own for own in folder.iterdir() if own.is_dir()}
+  steps = [name for name in inside if name.isdecimal()]
+  if steps:
+    return _folders_of(inside[max(steps, key=int)])
+  trees = {n: own for n, own in inside.items() if (own / "_METADATA").is_file()}
+  if {"params", "opt_state"} <= set(trees):
+    return {name: trees[name] for name in ("params", "opt_state")}
+  own = trees.get("default") or (len(trees) == 1 and min(trees.values()))
+  return {"": own} if own else None
+
+
 def _read(path: str | os.PathLike[str]) -> tuple[Any, Any]:
   """Reads the two trees of a checkpoint, with NumPy arrays.
 
@@ -147,22 +168,36 @@ def _read(path: str | os.PathLike[str]) -> tuple[Any, Any]:
     "an existing folder on a disk",
     "check its name, and copy a checkpoint out of a bucket first",
   )
+  folders = _folders_of(pathlib.Path(folder))
+  if folders is None:
+    raise ValueError(
+      "`path` must be the folder of an orbax checkpoint of a tree, got"
+      f" {str(path)!r}, which holds"
+      f" {validation.shown(sorted(os.listdir(folder)))}; pass the folder that"
+      " PyTreeCheckpointer saved to, or a CheckpointManager's, or of one of its"
+      " steps."
+    )
   try:
     with ocp.PyTreeCheckpointer() as checkpointer:
-      tree = checkpointer.metadata(folder).item_metadata.tree
-      args = jax.tree.map(
-        lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
-      )
-      found = checkpointer.restore(folder, restore_args=args)
+
+      def read(folder: pathlib.Path) -> Any:
+        tree = checkpointer.metadata(folder).item_metadata.tree
+        args = jax.tree.map(
+          lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
+        )
+        return checkpointer.restore(folder, restore_args=args)
+
+      found = {name: read(own) for name, own in folders.items()}
   except (PermissionError, MemoryError):
     raise  # the checkpoint may be intact
   except Exception as error:  # orbax raises many kinds
     raise ValueError(
       "`path` must be the folder of an intact orbax checkpoint of a tree, got"
       f" {str(path)!r} ({type(error).__name__}:"
-      f" {validation.shown(str(error))}); pass the folder that"
-      " PyTreeCheckpointer saved to, or an older checkpoint."
+      f" {validation.shown(str(error))}); pass an older checkpoint if its files"
+      " are damaged."
     ) from error
+  found = found.get("", found)
   if isinstance(found, dict):
     is_named = "params" in found
     keys = ("params", "opt_state") if is_named else ("0", "1")

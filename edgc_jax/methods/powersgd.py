@@ -50,7 +50,8 @@ def powersgd(
     P = orth(mean_i M_i Q),   Q_i = M_i^T P,   Q' = mean_i Q_i,
     update = P Q'^T,          residual_i' = M_i - P Q_i^T
 
-  Wire: r (m + n) values instead of m n, and 17 of float32, in two rounds.
+  Wire: r (m + n) values instead of m n, and 17 of float32, in two rounds; 8
+  bytes for all, the norms of residual and gradient.
   Vectors, and matrices that save less than `min_ratio`, are sent dense with the
   second. A value has 1 / 2 + 1 / 64 bytes in int4, 1 + 2 / 128 in int8, 2 in
   bfloat16 or 4 in float32. A round in float32 is an all-reduce; a round in

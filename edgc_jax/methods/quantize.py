@@ -61,8 +61,8 @@ def quantize(
   the matrices have 4 or fewer and feedback, and their errors are fed back.
 
   Wire: (bits / 8 + 2 / block) bytes an entry, of levels (bits / 8 + 1 / block),
-  with a rotation a bit for each row; and 132 bytes for each matrix, of which
-  the error is read.
+  with a rotation a bit for each row; and 72 bytes for each matrix, of which
+  the error is read, 4 for each leaf, and 8 for all with feedback.
   Memory: several float32 copies of the gradient during the exchange.
 
   Args:

@@ -38,8 +38,9 @@ def randomk(
     without               update = mean_i M_i times the length of the run at
                           these entries, 0 elsewhere: unbiased
 
-  Wire: 4 k bytes for each tensor, in one all-reduce; and 132 bytes for each
-  matrix, of which the error is read.
+  Wire: 4 k bytes for each tensor, in one all-reduce; and 72 bytes for each
+  matrix, of which the error is read, 4 for each leaf, and 8 for all with
+  feedback.
 
   Args:
     density: Share of the entries that is sent, in (0, 1].

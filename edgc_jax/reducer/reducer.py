@@ -185,7 +185,7 @@ class Reducer:
     stats = Stats(
       rank, zero(), zero(), jnp.float32(dense_bytes), *errors,
       report.entropy, report.predicted_error,
-      zero() if plan.feeds_back else None,
+      jnp.copy(count) if plan.feeds_back else None,
     )  # fmt: skip
 
     def zeros(leaf: Leaf, kind: Any, is_kept: bool) -> jax.Array | None:
@@ -229,15 +229,15 @@ class Reducer:
     compared, choice = self._choose(plan, state, gradients)
     late = functools.partial(self._late, plan, updates, late_updates)
     exchanged = self._exchange(plan, state, choice, gradients, compared, late)
-    found, is_finite, sent, sums = exchanged
+    found, is_finite, sent, norms = exchanged
     applied = [one.update for one in found] if params is None else params
     ok, checks, checked = self._agree(plan, state, compared, is_finite, applied)
     found = self._keep(state, found, ok)
     sent += choice.wire_bytes + checked
     ok &= is_finite
-    if sums is not None and isinstance(state.growth, Growth):
-      counts = growth.is_due(state.count) & ok
-      state = state._replace(growth=growth.update(state.growth, sums, counts))
+    if norms is not None and isinstance(state.growth, Growth):
+      due = growth.is_due(state.count)
+      state = state._replace(growth=growth.update(state.growth, norms, due))
     state = self._account(plan, state, choice, found, ok, sent)
     state = state._replace(checks=checks)
     averaged = _as_tree(updates, [one.update for one in found])
@@ -394,7 +394,7 @@ class Reducer:
       *jax.tree.leaves((choice.budget, choice.allocation))[:1],
       *jax.tree.leaves(choice.sample)[:1],
     ]
-    all_finite, sums = [], []
+    all_finite, norms = [], []
     sent = jnp.zeros((), jnp.float32)
     for e, members in enumerate(plan.exchanges):
       level = choice.levels[e > plan.last_early]
@@ -417,7 +417,7 @@ class Reducer:
           residual=jax.tree.map(plan.leaves[i].from_view, own.residual),
         )
       all_finite.append(found.is_finite)
-      sums += [] if found.sums is None else [found.sums]
+      norms += [] if found.norms is None else [found.norms]
       sent += jnp.asarray(found.num_bytes)[level]
       earlier = (found.is_finite,)
       if e == plan.last_early:
@@ -429,7 +429,7 @@ class Reducer:
       [outcomes[i] for i in range(len(plan.leaves))],
       jnp.all(jnp.stack(all_finite)),
       sent,
-      sum(sums) if sums else None,
+      sum(norms) if norms else None,
     )
 
   def _late(
@@ -541,7 +541,7 @@ class Reducer:
         rank=rank,
         entropy=report.entropy,
         predicted_error=report.predicted_error,
-        residual_doublings=state.growth.doublings
+        diverging_windows=state.growth.windows
         if isinstance(state.growth, Growth)
         else None,
       ),

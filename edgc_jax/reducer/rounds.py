@@ -69,8 +69,8 @@ class Exchanged(NamedTuple):
   outcomes: list[Outcome]  # of the leaves in order
   is_finite: jax.Array  # bool [], all numbers were; equal on all replicas
   num_bytes: Any  # float32, sent; at each rank of a ladder
-  # float32 [2], means of `growth.sums` of the leaves with residuals, if any
-  sums: jax.Array | None
+  # float32 [2], means of `growth.norms`, if any leaf has a residual
+  norms: jax.Array | None
 
 
 class Draws(NamedTuple):
@@ -175,7 +175,7 @@ def run(
   inputs: Sequence[Input],
   wire: Wire,
   key: jax.Array,
-  sums: jax.Array | None = None,
+  norms: jax.Array | None = None,
 ) -> tuple[list[Outcome], jax.Array | None]:
   """Runs the methods of all leaves over one wire.
 
@@ -183,11 +183,11 @@ def run(
     inputs: The leaves that are exchanged together.
     wire: Carries the rounds.
     key: Source of the draws; equal on all replicas, new at each step.
-    sums: Numbers to average beside them, local.
+    norms: Numbers to average beside them, local.
 
   Returns:
     What each leaf receives, with updates in its dtype; nothing of it may be
-    kept if a number was not finite (`wire.is_finite`). And the mean of `sums`.
+    kept if a number was not finite (`wire.is_finite`). And the mean of `norms`.
 
   Raises:
     TypeError: if a method is no generator, or returns no `Outcome`.
@@ -203,7 +203,7 @@ def run(
     stack, drawn = _joined(own, signs) if len(own) > 1 else (own[0], signs[0])
     leaves.append(stack.leaf)
     generators.append(_started(stack, drawn))
-  outcomes, sums = _in_step(leaves, generators, wire, sums)
+  outcomes, norms = _in_step(leaves, generators, wire, norms)
   for leaf, outcome in zip(leaves, outcomes, strict=True):
     _require_outcome(leaf, outcome)
   outputs: dict[int, Outcome] = {}
@@ -215,7 +215,7 @@ def run(
         end = start + _length(inputs[i].leaf)
         part, start = _part(outcome, start, end), end
       outputs[i] = _fed_back(inputs[i], part)
-  return [outputs[i] for i in range(len(inputs))], sums
+  return [outputs[i] for i in range(len(inputs))], norms
 
 
 def exchange(
@@ -240,7 +240,7 @@ def exchange(
     key: As for `run`.
     code: Encoding of values; None is float32.
     earlier: Results of the collectives before, which this follows.
-    due: bool [], whether residuals and gradients are summed.
+    due: bool [], whether residuals and gradients are compared.
   """
   leaves = [own.leaf for own in inputs]
   num_bytes: dict[tuple[int, ...], np.ndarray] = {}  # by part of the ladder
@@ -249,23 +249,23 @@ def exchange(
     for own in inputs
     if own.state.residual is not None
   ]
-  sums = None
+  norms = None
   if fed_back:
-    sums = growth.sums(fed_back, order.in_turn(due, earlier))
-    earlier = (sums, earlier)
+    norms = growth.norms(fed_back, order.in_turn(due, earlier))
+    earlier = (norms, earlier)
 
   def branch(
     ladder: Sequence[int], level: jax.Array, methods: Sequence[Method]
   ) -> Callable:
-    def run_all(operands: list[tuple], sums: Any) -> tuple:
+    def run_all(operands: list[tuple], norms: Any) -> tuple:
       wire = Wire(axis_name, ladder, level, key, code, earlier)
       own = [
         Input(dataclasses.replace(leaf, method=method), *arrays)
         for leaf, method, arrays in zip(leaves, methods, operands, strict=True)
       ]
-      found, sums = run(own, wire, key, sums)
+      found, norms = run(own, wire, key, norms)
       num_bytes[tuple(ladder)] = wire.num_bytes
-      return list(map(_with_energies, leaves, found)), wire.is_finite, sums
+      return list(map(_with_energies, leaves, found)), wire.is_finite, norms
 
     return run_all
 
@@ -279,21 +279,23 @@ def exchange(
   own_methods = [leaf.method for leaf in leaves]
   is_compressed = any(leaf.is_compressed for leaf in leaves)
   if ladder[0] > 0 or len(ladder) == 1 or not is_compressed:
-    found, is_finite, sums = branch(ladder, level, own_methods)(operands, sums)
+    found, is_finite, norms = branch(ladder, level, own_methods)(
+      operands, norms
+    )
     own_bytes = num_bytes[tuple(ladder)].astype(np.float32)
-    return Exchanged(found, is_finite, own_bytes, sums)
+    return Exchanged(found, is_finite, own_bytes, norms)
   dense_only, ranks = tuple(ladder[:1]), tuple(ladder[1:])
   branches = [
     held(branch(dense_only, level, [DENSE] * len(leaves))),
     held(branch(ranks, jnp.maximum(level - 1, 0), own_methods)),
   ]
   index = (level > 0).astype(jnp.int32)
-  found, is_finite, sums = jax.lax.switch(index, branches, operands, sums)
+  found, is_finite, norms = jax.lax.switch(index, branches, operands, norms)
   for part, one in zip((dense_only, ranks), branches, strict=True):
     if part not in num_bytes:  # without a trace only one branch runs
-      jax.eval_shape(one, operands, sums)
+      jax.eval_shape(one, operands, norms)
   both = np.concatenate([num_bytes[dense_only], num_bytes[ranks]])
-  return Exchanged(found, is_finite, both.astype(np.float32), sums)
+  return Exchanged(found, is_finite, both.astype(np.float32), norms)
 
 
 def count_bytes(
@@ -332,7 +334,7 @@ def exchange_bytes(
   code: Code | None,
   replicas: int = 1,
 ) -> np.ndarray:
-  """Counts as `count_bytes`, with the sums that are sent beside the leaves."""
+  """Counts as `count_bytes`, with the norms that are sent beside the leaves."""
   has_sums = any(leaf.has_residual for leaf in leaves)
   found = count_bytes(leaves, ladder, code, replicas)
   return found + growth.WIRE_BYTES * has_sums
@@ -490,17 +492,17 @@ def _in_step(
   leaves: Sequence[Leaf],
   rounds: Sequence[Rounds],
   wire: Wire,
-  sums: jax.Array | None,
+  norms: jax.Array | None,
 ) -> tuple[list[Outcome], jax.Array | None]:
   """Advances all methods by one round at a time, until all have returned.
 
-  Sends `sums` beside the first exact numbers, in whose all-reduce they cost no
+  Sends `norms` beside the first exact numbers, in whose all-reduce they cost no
   time; alone if no method sends any. Returns their mean, too.
   """
   outcomes: dict[int, Outcome] = {}
   replies: Sequence[Reply | None] = [None] * len(rounds)
-  mean_sums = None
-  while len(outcomes) < len(rounds) or sums is not None:
+  mean_norms = None
+  while len(outcomes) < len(rounds) or norms is not None:
     sends: list[Send | None] = [None] * len(rounds)
     for i, each in enumerate(rounds):
       if i not in outcomes:
@@ -511,14 +513,14 @@ def _in_step(
           outcomes[i] = done.value
     beside = None
     exact = [(own.exact, own.measured) for own in sends if own is not None]
-    if sums is not None and (
+    if norms is not None and (
       jax.tree.leaves(exact) or len(outcomes) == len(rounds)
     ):
-      beside, sums = Send(measured=sums), None
+      beside, norms = Send(measured=norms), None
     *replies, reply = wire.send([*leaves, None], [*sends, beside])
     if reply is not None:
-      mean_sums = reply.measured
-  return [outcomes[i] for i in range(len(rounds))], mean_sums
+      mean_norms = reply.measured
+  return [outcomes[i] for i in range(len(rounds))], mean_norms
 
 
 def _draws(leaves: Sequence[Leaf], key: jax.Array) -> list[Draws | None]:

@@ -1,24 +1,24 @@
-"""Notices residuals that grow while the gradients do not.
+"""Notices residuals that outgrow the gradients.
 
-Error feedback keeps a residual bounded by the gradients if what is sent shrinks
-it. If not, the residual multiplies from step to step, and the updates are wrong
-without an error. So at the end of each window of 50 steps the sums of |E| and
-|G|, residual and gradient, are compared with those of the window before, E' and
-G':
+If what is sent shrinks M in every step, |M - sent| <= |M|, then by the triangle
+inequality
 
-  growth     = log2(|E| / |E'|) - max(0, log2(|G| / |G'|))
-  doublings' = doublings + growth  if growth >= log2(1.25), else 0
+  |E_t| <= |E_(t-1)| + |G_t| <= sum_(s <= t) |G_s|
 
-The sums are over all leaves with a residual, and the mean over the replicas.
+for residuals E and gradients G: however little is sent, the residual is no
+larger than all gradients so far together. Otherwise it may multiply from step
+to step, and the updates are wrong without an error.
 
-A residual that starts at zero fills at the rate of the gradients at most, since
-even a method that sends nothing adds one gradient a step. It is compared from
-its first whole window on, and then grows by 2, 1.5, 1.33, 1.25 and less: 2.4
-doublings. `DIVERGING` is more.
+At the end of each window of 50 steps the norms of the step stand for the
+window, and two windows in a row are one too many in which
+
+  |E| >= |E'|  and  |E| > 2 * 50 * (|G| + |G'| + |G''| + ...)
+
+with ' for the windows before. Norms are over all leaves with a residual; the
+mean over the replicas is compared.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,73 +27,74 @@ import jax.numpy as jnp
 
 from edgc_jax.wire import collectives
 
-DIVERGING = 3.0  # doublings in windows in a row
+DIVERGING = 2  # windows in a row
 WINDOW = 50  # steps
-WIRE_BYTES = 8  # of the sums of an exchange, sent in every step
-_LEAST = 1.25  # growth in a window, as a factor
+WIRE_BYTES = 8  # of the norms of an exchange, sent in every step
+_MARGIN = 2.0  # since one step stands for a window
 
 
 class Growth(NamedTuple):
   """What is known at the end of the newest window."""
 
-  residual: jax.Array  # float32 [], sum of |E|
-  gradient: jax.Array  # float32 [], sum of |G|
-  windows: jax.Array  # int32 [], since the residual was zero
-  doublings: jax.Array  # float32 [], in windows in a row
+  residual: jax.Array  # float32 [], |E|
+  gradients: jax.Array  # float32 [], the sum of |G| over the steps so far
+  windows: jax.Array  # int32 [], in a row, in which the residual diverges
 
 
 def init() -> Growth:
   """Returns the state before the first step."""
   zero = lambda: jnp.zeros((), jnp.float32)  # noqa: E731
-  return Growth(zero(), zero(), jnp.zeros((), jnp.int32), zero())
+  return Growth(zero(), zero(), jnp.zeros((), jnp.int32))
 
 
 def is_due(count: jax.Array) -> jax.Array:
-  """Returns whether a window ends after `count` steps; bool []."""
-  return (count > 0) & (count % WINDOW == 0)
+  """Returns whether norms are compared after `count` steps; bool []."""
+  return count % WINDOW == 0
 
 
-def sums(
+def norms(
   fed_back: Sequence[tuple[jax.Array, jax.Array]], due: jax.Array
 ) -> jax.Array:
-  """Returns the sums of |E| and |G|, float32 [2], local; 0 if not due.
+  """Returns |E| and |G|, float32 [2], local; 0 if not due.
 
   Args:
     fed_back: Gradient and residual of each leaf with one.
     due: bool [], whether a window ends.
   """
 
-  def total(arrays: Sequence[jax.Array]) -> jax.Array:
-    own = [jnp.sum(jnp.abs(x.astype(jnp.float32))) for x in arrays]
-    return functools.reduce(jnp.add, own)
-
   def of_both() -> jax.Array:
     gradients, residuals = zip(*fed_back, strict=True)
-    return jnp.stack([total(residuals), total(gradients)])
+    return jnp.stack([_norm(residuals), _norm(gradients)])
 
   like = jax.eval_shape(of_both)
   return jax.lax.cond(due, of_both, lambda: collectives.zeros_like_type(like))
 
 
-def update(state: Growth, seen: jax.Array, counts: jax.Array) -> Growth:
-  """Compares the sums at the end of a window with those before.
+def update(state: Growth, seen: jax.Array, due: jax.Array) -> Growth:
+  """Compares the norms at the end of a window with those before.
 
   Args:
     state: Of the window before.
-    seen: float32 [2], from `sums`, the mean over the replicas.
-    counts: bool [], whether a window ends in a step that counts.
+    seen: float32 [2], from `norms`, the mean over the replicas.
+    due: bool [], whether a window ends.
   """
   residual, gradient = seen
-  grows = jnp.log2(residual / state.residual)
-  grows -= jnp.where(
-    gradient > state.gradient, jnp.log2(gradient / state.gradient), 0.0
-  )
-  has_grown = (state.windows >= 2) & (grows >= math.log2(_LEAST))
-  has_grown &= jnp.isfinite(grows)
-  new = Growth(
-    residual,
-    gradient,
-    jnp.where(residual > 0, state.windows + 1, 0),
-    jnp.where(has_grown, state.doublings + grows, 0.0),
-  )
+  # A state on another number of shards begins anew, with a residual.
+  before = jnp.where(state.gradients > 0, state.gradients, residual)
+  gradients = before + WINDOW * gradient
+  diverges = (residual >= state.residual) & (residual > _MARGIN * gradients)
+  windows = jnp.where(diverges, state.windows + 1, 0)
+  # The residual may be infinite, which ends a run; not the gradient alone.
+  counts = due & jnp.isfinite(gradient)
+  new = Growth(residual, gradients, windows)
   return jax.tree.map(lambda n, o: jnp.where(counts, n, o), new, state)
+
+
+def _norm(arrays: Sequence[jax.Array]) -> jax.Array:
+  """Returns the norm of all entries; squares of any scale stay in range."""
+  arrays = [x.astype(jnp.float32) for x in arrays]
+  largest = [jnp.max(jnp.abs(x), initial=0.0) for x in arrays]
+  unit = functools.reduce(jnp.maximum, largest)
+  unit = jnp.where((unit > 0) & jnp.isfinite(unit), unit, 1.0)
+  squares = [jnp.sum(jnp.square(x / unit)) for x in arrays]
+  return unit * jnp.sqrt(functools.reduce(jnp.add, squares))

@@ -63,9 +63,9 @@ def metrics(opt_state: Any) -> dict[str, Any]:
       deviation of a third; not of methods that do not measure it.
     - `residual_norm`: of one replica, root mean square over replicas. Both are
       0 in dense steps, whose rounding in a code is not measured.
-    - `residual_doublings`: how often the residual has doubled in windows of 50
-      steps in a row in which it has grown by a quarter or more beside the
-      gradients; above 3 error feedback diverges (`state.growth`).
+    - `diverging_windows`: windows of 50 steps in a row in which the residual
+      has grown, and is larger than all gradients so far together; from 2 on
+      error feedback diverges (`state.growth`). The most of all shards.
     - `skipped_steps`: steps skipped because of non-finite gradients.
     - `diverged_steps`: comparisons, one every `check_every` steps, that found
       replicas with different parameters or updates.
@@ -96,8 +96,8 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     RuntimeWarning: if the gradients were the same on all replicas, if replicas
       have diverged, if a mask keeps leaves from the reducer, if another link
       comes before it, or if `skip_nonfinite` has skipped
-      `max_consecutive` steps in a row, or if residuals grow while gradients do
-      not. Of `edgc`: if the run is past
+      `max_consecutive` steps in a row, or if residuals outgrow the gradients.
+      Of `edgc`: if the run is past
       `total_steps`, or the entropy has jumped by more than 0.5 nats from one
       window to the next after the warm-up, as with another batch size.
   """
@@ -186,7 +186,7 @@ def _of_rounds(state: LocalStepsState) -> dict[str, Any]:
       joined[name] = sum((exchanged == k) * x for k, x in enumerate(found))
     elif name in ("skipped_steps", "diverged_steps"):
       joined[name] = sum(found)
-    elif name == "residual_doublings":
+    elif name == "diverging_windows":
       joined[name] = (
         functools.reduce(jnp.maximum, found) if is_traced else max(found)
       )
@@ -237,7 +237,7 @@ def _of_all_shards(
       return x.sum(axis)
     if name == "residual_norm":
       return (x**2).sum(axis) ** 0.5
-    if name == "residual_doublings":
+    if name == "diverging_windows":
       return x.max(axis)
     return x.mean(axis)
 
@@ -293,16 +293,14 @@ def _warn_of_windows(
 
 
 def _warn_of_growth(stats: Stats) -> None:
-  """Warns of residuals that grow while the gradients do not."""
-  doublings = np.max(
-    0.0 if stats.residual_doublings is None else stats.residual_doublings
-  ).item()
-  if doublings > DIVERGING:
+  """Warns of residuals that outgrow the gradients."""
+  windows = 0 if stats.diverging_windows is None else stats.diverging_windows
+  if np.any(np.asarray(windows) >= DIVERGING):
     validation.warn(
-      f"The residual has grown {2**doublings:.3g} times in windows of {WINDOW}"
-      " steps in a row, and the gradients have not: error feedback diverges,"
-      " and the updates are wrong. Stop the run, and go back to a checkpoint"
-      " from before with more bits, a larger rank or density, or a"
+      f"For {DIVERGING} windows of {WINDOW} steps or more the residual has"
+      " grown, and is larger than all gradients so far together: error feedback"
+      " diverges, and the updates are wrong. Stop the run, and go back to a"
+      " checkpoint from before with more bits, a larger rank or density, or a"
       " residual_decay below 1."
     )
 

@@ -29,7 +29,7 @@ class Stats(NamedTuple):
   residual_norm: jax.Array | None = None
   entropy: jax.Array | None = None  # float32 [], newest sample, nats
   predicted_error: jax.Array | None = None  # float32 [], by the model
-  residual_doublings: jax.Array | None = None  # float32 [] (`state.growth`)
+  diverging_windows: jax.Array | None = None  # int32 [] (`state.growth`)
 
 
 class Checks(NamedTuple):

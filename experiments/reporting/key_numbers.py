@@ -46,7 +46,7 @@ def texts(numbers: dict[str, Any], width: int) -> dict[str, str]:
     *((key.replace("_per_", " a "), key, ",.0f") for key in speeds),
     ("seconds", "seconds", ",.1f"), ("skipped steps", "skipped_steps", ",.0f"),
     ("skipped inner steps", "skipped_inner_steps", ",.0f"),
-    ("doublings of the residual", "most_doublings", ",.1f"),
+    ("diverging windows", "most_diverging_windows", ",.0f"),
   )
   # fmt: on
   return {

@@ -42,14 +42,14 @@ class ProgressCheck:
   def check(self, line: Mapping[str, Any]) -> None:
     """Raises `TrainingStopped` unless more steps can help."""
     config = self._config
-    doublings = max(line.get("residual_doublings", [0.0]))
-    if doublings > DIVERGING and not self._has_warned and hosts.is_first():
+    windows = line.get("most_diverging_windows", 0)
+    if windows >= DIVERGING and not self._has_warned and hosts.is_first():
       self._has_warned = True
       print(
-        f"warning: by step {line['step']} the residual has grown"
-        f" {2**doublings:.3g} times in windows of {WINDOW} steps in a row, and"
-        " the gradients have not: error feedback diverges. Use more bits, a"
-        " larger rank or density, or a residual_decay below 1.",
+        f"warning: by step {line['step']} the residual has grown for {windows}"
+        f" windows of {WINDOW} steps, and is larger than all gradients so far"
+        " together: error feedback diverges. Use more bits, a larger rank or"
+        " density, or a residual_decay below 1.",
         file=sys.stderr,
       )
     if line["identical_gradients"] and config.mesh.data > 1:

@@ -22,7 +22,7 @@ from experiments.training.optimizer import make_schedule, rank_name
 # Metrics that differ by pipeline stage are lists with an entry per stage.
 _PER_STAGE = ("entropy", "rank", "wire_bytes", "dense_bytes",
               "relative_error", "predicted_error", "residual_norm",
-              "residual_doublings")  # fmt: skip
+              "diverging_windows")  # fmt: skip
 _TIMED = 1000  # newest log intervals, over which the median time is taken
 # What a checkpoint keeps of a log.
 _NEW = {
@@ -32,7 +32,7 @@ _NEW = {
   "rank_history": [],  # [step, [rank per stage]] at each rank's first step
   "means": {},  # values since the last line, of which it has the means
   "diverged_steps": 0,
-  "most_doublings": 0.0,  # of the residual, in windows in a row
+  "most_diverging_windows": 0,
   "noticed": [],
   "seconds": 0.0,
   "step_seconds": [],  # by log interval, without the host's work in between
@@ -134,8 +134,8 @@ class RunLog:
       "rank_history": kept["rank_history"],
       "seconds": self.seconds(),
     }
-    if kept["most_doublings"] > DIVERGING:
-      numbers["most_doublings"] = kept["most_doublings"]
+    if kept["most_diverging_windows"] >= DIVERGING:
+      numbers["most_diverging_windows"] = kept["most_diverging_windows"]
     if kept["step_seconds"]:
       numbers["step_seconds"] = statistics.median(kept["step_seconds"])
     return numbers
@@ -151,6 +151,7 @@ class RunLog:
     # Skipped steps leave the schedule where it is, under `skip_nonfinite`.
     skipped = line["skipped_steps"] if "consecutive_skips" in line else 0
     line["learning_rate"] = float(self._learning_rate(step - 1 - skipped))
+    line["most_diverging_windows"] = kept["most_diverging_windows"]
     line["dense_bytes"] = sum(line["dense_bytes"])
     line["total_wire_bytes"] = sent = sum(kept["wire_bytes"])
     # Nothing is sent before a first exchange, or if the first step is skipped.
@@ -197,8 +198,10 @@ class RunLog:
       if diverged > kept["diverged_steps"]:
         kept["noticed"].append(kept["step"])
         kept["diverged_steps"] = diverged
-      doublings = np.max(values.get("residual_doublings", 0.0)).item()
-      kept["most_doublings"] = max(kept["most_doublings"], doublings)
+      windows = np.max(values.get("diverging_windows", 0)).item()
+      kept["most_diverging_windows"] = max(
+        kept["most_diverging_windows"], windows
+      )
       before = kept["wire_bytes"] or [0.0] * len(rank)
       kept["wire_bytes"] = [
         total + new for total, new in zip(before, sent, strict=True)

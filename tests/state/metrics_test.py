@@ -15,7 +15,7 @@ ALWAYS = {
   "relative_error", "residual_norm", "skipped_steps", "identical_gradients",
   "diverged_steps",
 }  # fmt: skip
-LOW_RANK = ALWAYS | {"matrix_rank", "matrix_error", "residual_doublings"}
+LOW_RANK = ALWAYS | {"matrix_rank", "matrix_error", "diverging_windows"}
 EDGC = LOW_RANK | {
   "entropy", "predicted_error", "matrix_entropy", "matrix_predicted_error",
 }  # fmt: skip
