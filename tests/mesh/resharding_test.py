@@ -314,3 +314,28 @@ def test_two_reducers_without_matrices_or_none():
   chex.assert_trees_all_equal(found, state)
   for leaf in jax.tree.leaves(found):
     assert leaf.sharding.is_equivalent_to(run.named(P()), leaf.ndim)
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_folders_of_a_checkpoint_manager(is_apart, tmp_path):
+  """The newest step, or one; as one item, or as one for each tree."""
+  mesh, params = mesh_of(data=2), {"w": np.ones((64, 64), np.float32)}
+  tx = optax.chain(powersgd(), optax.sgd(0.1))
+  state = state_on(tx, params, mesh, None)[0]
+  with ocp.CheckpointManager(tmp_path / "run") as manager:
+    for step in (9, 10):
+      trees = {"params": {"w": step * params["w"]}, "opt_state": state}
+      args = ocp.args.StandardSave(trees)
+      if is_apart:
+        items = {n: ocp.args.StandardSave(x) for n, x in trees.items()}
+        args = ocp.args.Composite(**items)
+      manager.save(step, args=args)
+  for folder, step in (("run", 10), ("run/9", 9)):
+    found, again = edgc_jax.restore(
+      tmp_path / folder, tx, params, mesh=mesh
+    )
+    np.testing.assert_array_equal(found["w"], step * params["w"])
+    chex.assert_trees_all_equal(again, state)
+  (tmp_path / "empty").mkdir()
+  with pytest.raises(ValueError, match="of an orbax checkpoint of a tree, got"):
+    edgc_jax.restore(tmp_path / "empty", tx, params, mesh=mesh)
