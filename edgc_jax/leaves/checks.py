@@ -160,12 +160,13 @@ def params_of(
   return own
 
 
-def require_same_leaves(updates: Any, like: Any) -> None:
-  """Raises unless the gradients have the leaves of the parameters.
+def require_same_leaves(tree: Any, like: Any, name: str = "updates") -> None:
+  """Raises unless gradients, or parameters, have the leaves that `init` saw.
 
   Args:
-    updates: The tree passed to `update`.
+    tree: The tree passed to `update`.
     like: The tree of the leaves' states.
+    name: Of the argument.
 
   Raises:
     ValueError: if a leaf is missing (a gradient is None, for example) or new.
@@ -174,16 +175,16 @@ def require_same_leaves(updates: Any, like: Any) -> None:
     {
       jax.tree_util.keystr(path)
       for path, _ in jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: is_leaf_state(x) or is_variable(x)
+        own, is_leaf=lambda x: is_leaf_state(x) or is_variable(x)
       )
     }
-    for tree in (updates, like)
+    for own in (tree, like)
   )
   missing, new = sorted(then - now), sorted(now - then)
   if missing or new:
     found = f"none at {missing[0]}" if missing else f"one more at {new[0]}"
     raise ValueError(
-      f"`updates` must have the leaves of the parameters that `init` saw, got"
+      f"`{name}` must have the leaves of the parameters that `init` saw, got"
       f" {found} ({len(missing)} missing, {len(new)} more); a gradient that is"
       " None is no leaf, so pass zeros, or split the tree with optax.partition"
       " before `init`."

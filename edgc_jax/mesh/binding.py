@@ -8,9 +8,11 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
+from edgc_jax.leaves import checks as leaf_checks
 from edgc_jax.leaves.leaf import arrays_of, leaves_in, masked_paths
 from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.sharding import bound_init, num_replicas, specs_like
+from edgc_jax.state.state import ReducerState
 from edgc_jax.wire.order import AxisName, is_bound
 
 
@@ -71,6 +73,11 @@ def bind(
     if is_bound(axis_name):
       return tx.update(updates, state, params, **extra_args)
     _require_stacked(updates, params, replicas)
+    # `shard_map` would fail first, and say less.
+    leaf_checks.require_state(state, ReducerState)
+    leaf_checks.require_same_leaves(updates, state.leaves)
+    if params is not None:
+      leaf_checks.require_same_leaves(params, state.leaves, "params")
     validation.require(
       extra_args.get("late_updates") is None,
       "late_updates",

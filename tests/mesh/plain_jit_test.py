@@ -606,3 +606,21 @@ def test_outputs_by_row_come_back_by_row(shape):
   (_, aux), _ = jax.jit(value)(PARAMS, x, y)
   parts = expected.reshape(shape["data"], -1, *expected.shape[1:])
   np.testing.assert_allclose(aux["logits"], parts.mean(0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, jax.jit])
+def test_leaves_that_are_missing_or_new(wrap):
+  """The check comes before `shard_map`, which says less."""
+  tx = edgc_jax.powersgd(4, mesh=mesh_of(data=4))
+  state, update = tx.init(PARAMS), wrap(tx.update)
+  gradients = gradients_like(PARAMS, 0)
+  fewer = {k: v for k, v in PARAMS.items() if k != "b"}
+  for own, params, message in (
+    ({k: gradients[k] for k in fewer}, PARAMS, r"`updates` .* none at \['b'\]"),
+    (gradients | {"c": gradients["b"]}, PARAMS, r"`updates` .* more at \['c'"),
+    (gradients, fewer, r"`params` must have .* none at \['b'\]"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      update(own, state, params)
+  with pytest.raises(TypeError, match="`state` must be a ReducerState"):
+    update(gradients, None, PARAMS)

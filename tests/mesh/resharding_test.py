@@ -331,9 +331,7 @@ def test_folders_of_a_checkpoint_manager(is_apart, tmp_path):
         args = ocp.args.Composite(**items)
       manager.save(step, args=args)
   for folder, step in (("run", 10), ("run/9", 9)):
-    found, again = edgc_jax.restore(
-      tmp_path / folder, tx, params, mesh=mesh
-    )
+    found, again = edgc_jax.restore(tmp_path / folder, tx, params, mesh=mesh)
     np.testing.assert_array_equal(found["w"], step * params["w"])
     chex.assert_trees_all_equal(again, state)
   (tmp_path / "empty").mkdir()
