@@ -168,11 +168,7 @@ class Reducer:
     )
     review.at_init(found, self.min_ratio)
     self._require_all_bound(plan)
-    key = jax.random.key(self.seed)
-    states = [
-      rounds.first_state(leaf, jax.random.fold_in(key, i))
-      for i, leaf in enumerate(plan.leaves)
-    ]
+    states = rounds.first_states(plan.leaves, jax.random.key(self.seed))
     own, shares = budget.init(), ()
     if plan.allocator:
       shares = plan.allocator.init(budget.first_level)
@@ -737,12 +733,11 @@ def _next_stats(
     return stats, is_finite
   energies = _energies(found)
   if energies:
-    unit = functools.reduce(jnp.maximum, [own.unit for own in energies])
-    scaled = [
-      jax.tree.map(lambda x, own=own: jnp.sum(x) * (own.unit / unit) ** 2, own)
-      for own in energies
-    ]
-    total = jax.tree.map(lambda *xs: sum(xs), *scaled)
+    sums = [jax.tree.map(jnp.sum, own) for own in energies]
+    each = jax.tree.map(lambda *xs: order.together(xs), *sums)
+    unit = jnp.max(each.unit)
+    scale = (each.unit / unit) ** 2
+    total = jax.tree.map(lambda x: jnp.sum(x * scale), each)
     # |mean residual|^2 / |mean M|^2
     error, norm = _ratio(total.lost, total.total), unit * total.residual**0.5
   is_measured = is_finite & jnp.isfinite(error) & jnp.isfinite(norm)

@@ -284,7 +284,7 @@ def skip_nonfinite(
       for tree in (state.inner_state, inner_state)
     )
     finite += [new == old for new, old in zip(after, before, strict=True)]
-    ok = order.in_turn(jnp.all(jnp.stack(finite)), counts)
+    ok = order.in_turn(jnp.all(order.together(finite)), counts)
     ok = collectives.all_true(ok, axes) if axes else ok
     validation.require(
       not (left := varying_axes(ok)),

@@ -18,14 +18,13 @@ with ' for the windows before. Norms are over all leaves with a residual; the
 mean over the replicas is compared.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from edgc_jax.wire import collectives
+from edgc_jax.wire import collectives, order
 
 DIVERGING = 2  # windows in a row
 WINDOW = 50  # steps
@@ -94,7 +93,7 @@ def _norm(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the norm of all entries; squares of any scale stay in range."""
   arrays = [x.astype(jnp.float32) for x in arrays]
   largest = [jnp.max(jnp.abs(x), initial=0.0) for x in arrays]
-  unit = functools.reduce(jnp.maximum, largest)
+  unit = jnp.max(order.together(largest))
   unit = jnp.where((unit > 0) & jnp.isfinite(unit), unit, 1.0)
   squares = [jnp.sum(jnp.square(x / unit)) for x in arrays]
-  return unit * jnp.sqrt(functools.reduce(jnp.add, squares))
+  return unit * jnp.sqrt(jnp.sum(order.together(squares)))

@@ -4,6 +4,7 @@ Which mesh axes a value varies over, whether it is finite, and which of two
 collectives runs first if the platform does not keep their order.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -117,9 +118,7 @@ def after(tree: Any, earlier: Any) -> Any:
   last = [_last(leaf) for leaf in jax.tree.leaves(earlier) if leaf.size]
   if not last:
     return tree
-  values = jnp.stack(last)
-  # The condition is a reduction: the compiler would copy elementwise operations
-  # into the computation of every leaf.
+  values = together(last)
   may_send = jnp.all(~(values > 0) | (values > -1))
   axes = set(varying_axes(may_send))
 
@@ -180,7 +179,17 @@ def varying_axes(tree: Any) -> tuple[str, ...]:
 def all_finite(tree: Any) -> jax.Array:
   """Returns whether every entry of every leaf is finite; bool []."""
   flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
-  return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+  return jnp.all(together(flags)) if flags else jnp.array(True)
+
+
+def together(scalars: Sequence[jax.Array]) -> jax.Array:
+  """Returns a vector of scalars, to be reduced.
+
+  Without the barrier XLA takes a reduction of parts for a chain of elementwise
+  operations, and copies the chain into the computation of every leaf that uses
+  the result: with n leaves n^2 operations.
+  """
+  return lax.optimization_barrier(jnp.stack(scalars))
 
 
 def zeros_unless(flag: jax.Array, tree: Any) -> Any:
