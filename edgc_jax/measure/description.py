@@ -204,8 +204,8 @@ def wire_bytes(
       parts.
 
   Returns:
-    The bytes, without entropy samples, checks of the replicas, norms of the
-    residuals, and ranks that are broadcast at the end of a window.
+    The bytes, without entropy samples, checks of the replicas, and ranks that
+    are broadcast at the end of a window.
 
   Raises:
     TypeError: if a rank or `replicas` is not a Python integer.
@@ -214,7 +214,7 @@ def wire_bytes(
 
   >>> weights = jax.ShapeDtypeStruct((768, 3072), "float32")
   >>> wire_bytes(weights, 32), wire_bytes(weights, 32, wire_dtype="float32")
-  (63436, 491588)
+  (63444, 491596)
   """
   first_rank = rank if first_rank is None else first_rank
   rank_min = rank if rank_min is None else rank_min
@@ -234,7 +234,7 @@ def wire_bytes(
   for members in exchanges_of(leaves):
     own = [leaves[i] for i in members]
     at = first_rank if any(leaf.is_late for leaf in own) else rank
-    total += int(count_bytes(own, [at], code, replicas)[0])
+    total += int(exchange_bytes(own, [at], code, replicas)[0])
   return total
 
 
@@ -258,7 +258,7 @@ def factor_bytes(
   """
   code = code_of(wire_dtype)
   leaves = with_factors(leaves_in(params, matrix_view), ranks, min_ratio, code)
-  return count_bytes(leaves, ranks, code, replicas).tolist()
+  return exchange_bytes(leaves, ranks, code, replicas).tolist()
 
 
 def bytes_of_step(found: Reviewed, replicas: int) -> list[int]:
