@@ -237,8 +237,7 @@ def test_by_hand():
     assert found == sum(sent) + 4 * (errors + 1)  # blocks would waste a scalar
     assert [found] == counted(powersgd(4, wire_dtype=name), LONGER)[1]
   sizes = [PARAMS[name].size for name in ("bfloat16", "large", "stack")]
-  # With errors of 5 matrices, and whether 3 leaves are finite.
-  others = 4 * (30 + 1 + 20 * 20) + 4 * (5 * 18 + 3)
+  others = 4 * (30 + 1 + 20 * 20) + 4 * 5 * 18  # with errors of 5 matrices
   entries = sum(round(0.05 * size) for size in sizes)
   assert counted(randomk(0.05))[1] == [4 * (entries + NORMS) + others]
   blocks = sum(-(-size // 256) for size in sizes)

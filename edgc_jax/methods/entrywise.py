@@ -49,7 +49,7 @@ def entrywise(
 ) -> Method:
   """Makes a method of a function that averages the entries of an array.
 
-  Wire: what `average` sends, 18 values for each matrix, and one.
+  Wire: what `average` sends, 18 values for each matrix.
 
   Args:
     average: From the matrices M_i, float32 [k, m, n], and a key that is equal
@@ -73,21 +73,20 @@ def entrywise(
     residual = m - sent.reshape(m.shape)
     left = residual.reshape(leaf.view)
     unit = linear_algebra.unit_of(mean)
-    means = mean.reshape(leaf.view) / unit
+    scale = 1 / unit
+    means = scale * mean.reshape(leaf.view)
     reply = yield Send(
-      # An entry that was not sent may be not finite.
-      exact=jnp.where(jnp.isfinite(m).all(), 0.0, jnp.nan),
+      # Not finite if an entry that was not sent is not.
+      exact=sketches.sketch(leaf, left, draws),
       measured=(
-        sketches.sketch(leaf, left, draws),
         linear_algebra.energy(left, unit),
-        jnp.sum(means * (left / unit), axis=(1, 2)),
+        _product(means, means + 2 * scale * left),
       ),
     )
-    z, energy, product = reply.measured
-    # |mean M|^2 = |update|^2 + 2 <update, mean E> + |mean E|^2
-    lost = sketches.squared(z, unit)
-    total = jnp.sum(jnp.square(means), axis=(1, 2)) + 2 * product + lost
-    total = jnp.maximum(total, lost)
+    energy, rest = reply.measured
+    # |mean M|^2 = |mean E|^2 + <update, update + 2 mean E>
+    lost = sketches.squared(reply.exact, unit)
+    total = jnp.maximum(lost + rest, lost)
     return Outcome(
       mean,
       residual,
@@ -96,6 +95,15 @@ def entrywise(
 
   in_code = f" in {name_of(code)}" if code else ""
   return Method(rounds, f"entry by entry{in_code}", measures=True)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+  """Returns the products <a, b> of matrices [k, m, n].
+
+  As a product of arrays, whose operands the compiler computes once.
+  """
+  exact = jax.lax.Precision.HIGHEST
+  return jnp.einsum("kmn,kmn->k", a, b, precision=exact)
 
 
 def make_entrywise(

@@ -62,7 +62,7 @@ def quantize(
 
   Wire: (bits / 8 + 2 / block) bytes an entry, of levels (bits / 8 + 1 / block),
   with a rotation a bit for each row; and 72 bytes for each matrix, of which
-  the error is read, 4 for each leaf, and 8 for all with feedback.
+  the error is read, and 8 for all with feedback.
   Memory: several float32 copies of the gradient during the exchange.
 
   Args:

@@ -39,7 +39,7 @@ def randomk(
                           these entries, 0 elsewhere: unbiased
 
   Wire: 4 k bytes for each tensor, in one all-reduce; and 72 bytes for each
-  matrix, of which the error is read, 4 for each leaf, and 8 for all with
+  matrix, of which the error is read, and 8 for all with
   feedback.
 
   Args:
