@@ -86,13 +86,14 @@ def average(
   rows = [_rows(x, replicas) for code, x in own.items() if code.moves_zeros]
   # All-to-all: y_j / N, the mean of part j of all replicas, on replica j.
   received, rows = collectives.exchange_parts((encoded, rows), axis_name)
+  is_own = (jnp.arange(replicas) == replica)[:, None]
   means, sent = [], []
   for code, part, x, y in zip(own, parts, encoded, received, strict=True):
-    mean = jnp.mean(code.decode(y).at[replica].set(part[replica]), axis=0)
+    mean = jnp.mean(jnp.where(is_own, part[replica], code.decode(y)), axis=0)
     means.append(code.encode(mean, second))
     # The replica that encodes a mean keeps its error, N times, in `sent`.
     error = replicas * (code.decode(means[-1]) - mean)
-    sent.append(code.decode(x).at[replica].set(part[replica] + error))
+    sent.append(jnp.where(is_own, part + error, code.decode(x)))
   rows = [jax.lax.reduce_or(bits, (0,)) for bits in rows]
   # All-gather: the means of all parts, on every replica.
   means, rows = collectives.gather((means, rows), axis_name)
