@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
@@ -46,3 +46,21 @@ def optimizations():
 def test_memory_is_about_one_gradient(tx):
   """It is more if a single matrix is a large part of the gradient."""
   assert temporary_share(tx) < 1.3
+
+
+def num_operations(leaves):
+  """Returns the operations of a compiled update of leaves of other shapes."""
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+  tx = edgc_jax.randomk(0.01, mesh=mesh)
+  params = {f"w{i}": jnp.zeros((300, 300 + i)) for i in range(leaves)}
+  gradients = jax.tree.map(lambda x: jnp.zeros((2, *x.shape)), params)
+  state = jax.eval_shape(tx.init, params)
+  return (
+    jax.jit(tx.update).lower(gradients, state).compile().as_text().count("=")
+  )
+
+
+def test_a_program_grows_with_its_leaves_and_no_faster():
+  """No flag of all leaves is computed again for each of them (`together`)."""
+  few, many = num_operations(3), num_operations(12)
+  assert many < 3.6 * few
