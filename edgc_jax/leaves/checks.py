@@ -183,11 +183,15 @@ def require_same_leaves(tree: Any, like: Any, name: str = "updates") -> None:
   missing, new = sorted(then - now), sorted(now - then)
   if missing or new:
     found = f"none at {missing[0]}" if missing else f"one more at {new[0]}"
+    remedy = "pass the parameters that `init` was given"
+    if name == "updates":
+      remedy = (
+        "a gradient that is None is no leaf, so pass zeros, or split the tree"
+        " with optax.partition before `init`"
+      )
     raise ValueError(
       f"`{name}` must have the leaves of the parameters that `init` saw, got"
-      f" {found} ({len(missing)} missing, {len(new)} more); a gradient that is"
-      " None is no leaf, so pass zeros, or split the tree with optax.partition"
-      " before `init`."
+      f" {found} ({len(missing)} missing, {len(new)} more); {remedy}."
     )
 
 

@@ -74,7 +74,8 @@ def value_and_grad(
       each row of the batch, as logits, which come back with the rows of all
       replicas in order; None for all others. By default all are others, but
       one that is as long as a replica's part of the batch is refused, since it
-      may be either.
+      may be either; that depends on the batch and the mesh, so pass it if any
+      output is no scalar. Unused with averages=False.
 
   Returns:
     A function of the parameters and the further arguments, which returns
@@ -516,7 +517,7 @@ def _are_rows(
     shape = jnp.shape(x)
     is_long = bool(shape) and shape[0] in lengths
     validation.require(
-      axis in (0, "common", "checked"),
+      axis in ("common", "checked") or (axis == 0 and axis is not False),
       "aux_axes",
       axis,
       "0 or None for each of the outputs beside the loss",

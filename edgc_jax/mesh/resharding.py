@@ -16,6 +16,7 @@ from edgc_jax.leaves.leaf import (
   without_variables,
 )
 from edgc_jax.mesh.sharding import bound_init, placed
+from edgc_jax.state.growth import Growth
 from edgc_jax.state.state import ReducerState, Stats, parts_of
 from edgc_jax.wire import order
 from edgc_jax.wire.order import AxisName
@@ -104,6 +105,7 @@ def _reducer(old: ReducerState, new: ReducerState) -> ReducerState:
     count=old.count,
     budget=_budget(old, new) if old.budget and new.budget else new.budget,
     stats=_stats(old.stats, new.stats),
+    growth=_growth(new.growth),
   )
 
 
@@ -189,6 +191,13 @@ def _stats(old: Stats, new: Stats) -> Stats:
       for name, x, like in zip(Stats._fields, old, new, strict=True)
     ]
   )
+
+
+def _growth(new: Growth | tuple[()]) -> Growth | tuple[()]:
+  """Returns the state of shards whose residuals are not known."""
+  if not isinstance(new, Growth):
+    return new
+  return new._replace(residual=jax.numpy.full_like(new.residual, -1.0))
 
 
 def _leaves(old: ReducerState, new: ReducerState) -> Any:

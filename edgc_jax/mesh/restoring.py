@@ -131,9 +131,10 @@ def _folders_of(folder: pathlib.Path) -> dict[str, pathlib.Path] | None:
   if (folder / "_METADATA").is_file():
     return {"": folder}
   inside = {own.name: own for own in folder.iterdir() if own.is_dir()}
-  steps = [name for name in inside if name.isdecimal()]
-  if steps:
-    return _folders_of(inside[max(steps, key=int)])
+  # The newest step that is whole; its saving may have been cut off.
+  for name in sorted(filter(str.isdecimal, inside), key=int, reverse=True):
+    if found := _folders_of(inside[name]):
+      return found
   trees = {n: own for n, own in inside.items() if (own / "_METADATA").is_file()}
   if {"params", "opt_state"} <= set(trees):
     return {name: trees[name] for name in ("params", "opt_state")}

@@ -49,7 +49,7 @@ def entrywise(
 ) -> Method:
   """Makes a method of a function that averages the entries of an array.
 
-  Wire: what `average` sends, 18 values for each matrix.
+  Wire: what `average` sends, and 18 values for each matrix.
 
   Args:
     average: From the matrices M_i, float32 [k, m, n], and a key that is equal

@@ -39,8 +39,7 @@ def randomk(
                           these entries, 0 elsewhere: unbiased
 
   Wire: 4 k bytes for each tensor, in one all-reduce; and 72 bytes for each
-  matrix, of which the error is read, and 8 for all with
-  feedback.
+  matrix, of which the error is read, and 8 for all with feedback.
 
   Args:
     density: Share of the entries that is sent, in (0, 1].

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from edgc_jax import validation
@@ -220,7 +221,8 @@ class Reducer:
     **_: Any,
   ) -> tuple[optax.Updates, ReducerState]:
     """Returns the mean of local gradients, and the next state."""
-    compile_notice.expect()
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(updates)):
+      compile_notice.expect()
     plan, gradients, params, state = self._open(updates, state, params)
     compared, choice = self._choose(plan, state, gradients)
     late = functools.partial(self._late, plan, updates, late_updates)

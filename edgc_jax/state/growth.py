@@ -9,13 +9,13 @@ for residuals E and gradients G: however little is sent, the residual is no
 larger than all gradients so far together. Otherwise it may multiply from step
 to step, and the updates are wrong without an error.
 
-At the end of each window of 50 steps the norms of the step stand for the
-window, and two windows in a row are one too many in which
+|G| is added up in every step, and |E| is compared at the end of each window of
+50. The residual diverges if in two windows in a row
 
-  |E| >= |E'|  and  |E| > 2 * 50 * (|G| + |G'| + |G''| + ...)
+  |E| >= |E'|  and  |E| > 2 sum |G|
 
-with ' for the windows before. Norms are over all leaves with a residual; the
-mean over the replicas is compared.
+with E' of the window before. Norms are over the leaves of an exchange with a
+residual, and added over exchanges; the mean over the replicas is compared.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,15 @@ from edgc_jax.wire import collectives, order
 DIVERGING = 2  # windows in a row
 WINDOW = 50  # steps
 WIRE_BYTES = 8  # of the norms of an exchange, sent in every step
-_MARGIN = 2.0  # since one step stands for a window
+_MARGIN = 2.0
+_LEAST = 1e-15  # of |E|; squares of much smaller gradients are below float32's
 
 
 class Growth(NamedTuple):
-  """What is known at the end of the newest window."""
+  """What is known after a step."""
 
-  residual: jax.Array  # float32 [], |E|
-  gradients: jax.Array  # float32 [], the sum of |G| over the steps so far
+  residual: jax.Array  # float32 [], |E| at the end of a window; -1: unknown
+  gradients: jax.Array  # float32 [], the sum of |G| so far
   windows: jax.Array  # int32 [], in a row, in which the residual diverges
 
 
@@ -47,53 +48,54 @@ def init() -> Growth:
 
 
 def is_due(count: jax.Array) -> jax.Array:
-  """Returns whether norms are compared after `count` steps; bool []."""
+  """Returns whether residuals are compared after `count` steps; bool []."""
   return count % WINDOW == 0
 
 
 def norms(
   fed_back: Sequence[tuple[jax.Array, jax.Array]], due: jax.Array
 ) -> jax.Array:
-  """Returns |E| and |G|, float32 [2], local; 0 if not due.
+  """Returns |E| and |G|, float32 [2], local; 0 for |E| if not due.
 
   Args:
     fed_back: Gradient and residual of each leaf with one.
     due: bool [], whether a window ends.
   """
+  gradients, residuals = zip(*fed_back, strict=True)
 
-  def of_both() -> jax.Array:
-    gradients, residuals = zip(*fed_back, strict=True)
-    return jnp.stack([_norm(residuals), _norm(gradients)])
+  def of_residuals() -> jax.Array:
+    return _norm(residuals)
 
-  like = jax.eval_shape(of_both)
-  return jax.lax.cond(due, of_both, lambda: collectives.zeros_like_type(like))
+  like = jax.eval_shape(of_residuals)
+  zero = lambda: collectives.zeros_like_type(like)  # noqa: E731
+  residual = jax.lax.cond(due, of_residuals, zero)
+  return jnp.stack([residual, _norm(gradients)])
 
 
 def update(state: Growth, seen: jax.Array, due: jax.Array) -> Growth:
-  """Compares the norms at the end of a window with those before.
+  """Adds a step's gradients; at the end of a window compares the residual.
 
   Args:
-    state: Of the window before.
+    state: Of the step before.
     seen: float32 [2], from `norms`, the mean over the replicas.
     due: bool [], whether a window ends.
   """
   residual, gradient = seen
-  # A state on another number of shards begins anew, with a residual.
-  before = jnp.where(state.gradients > 0, state.gradients, residual)
-  gradients = before + WINDOW * gradient
-  diverges = (residual >= state.residual) & (residual > _MARGIN * gradients)
+  is_finite = jnp.isfinite(gradient)  # the residual may have overflowed
+  gradients = state.gradients + jnp.where(is_finite, gradient, 0.0)
+  due &= is_finite & ~jnp.isnan(residual)
+  gradients += jnp.where(due & (state.residual < 0), residual, 0.0)
+  diverges = (residual >= state.residual) & (residual > _LEAST)
+  diverges &= residual > _MARGIN * gradients
   windows = jnp.where(diverges, state.windows + 1, 0)
-  # The residual may be infinite, which ends a run; not the gradient alone.
-  counts = due & jnp.isfinite(gradient)
-  new = Growth(residual, gradients, windows)
-  return jax.tree.map(lambda n, o: jnp.where(counts, n, o), new, state)
+  return Growth(
+    jnp.where(due, residual, state.residual),
+    gradients,
+    jnp.where(due, windows, state.windows),
+  )
 
 
 def _norm(arrays: Sequence[jax.Array]) -> jax.Array:
-  """Returns the norm of all entries; squares of any scale stay in range."""
-  arrays = [x.astype(jnp.float32) for x in arrays]
-  largest = [jnp.max(jnp.abs(x), initial=0.0) for x in arrays]
-  unit = jnp.max(order.together(largest))
-  unit = jnp.where((unit > 0) & jnp.isfinite(unit), unit, 1.0)
-  squares = [jnp.sum(jnp.square(x / unit)) for x in arrays]
-  return unit * jnp.sqrt(jnp.sum(order.together(squares)))
+  """Returns the norm of all entries."""
+  squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
+  return jnp.sqrt(jnp.sum(order.together(squares)))

@@ -42,7 +42,7 @@ class ProgressCheck:
   def check(self, line: Mapping[str, Any]) -> None:
     """Raises `TrainingStopped` unless more steps can help."""
     config = self._config
-    windows = line.get("most_diverging_windows", 0)
+    windows = line.get("new_diverging_windows", 0)
     if windows >= DIVERGING and not self._has_warned and hosts.is_first():
       self._has_warned = True
       print(

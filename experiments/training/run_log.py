@@ -80,6 +80,7 @@ class RunLog:
     self._averaged = tuple(task.metrics)
     self._learning_rate = make_schedule(config)
     self._pending: list[Mapping[str, Any]] = []
+    self._diverging = 0  # windows, the most since the previous line
     self._fetch = fetch
     self._began = time.monotonic()
     self._started = self._began - self._kept["seconds"]
@@ -151,7 +152,7 @@ class RunLog:
     # Skipped steps leave the schedule where it is, under `skip_nonfinite`.
     skipped = line["skipped_steps"] if "consecutive_skips" in line else 0
     line["learning_rate"] = float(self._learning_rate(step - 1 - skipped))
-    line["most_diverging_windows"] = kept["most_diverging_windows"]
+    line["new_diverging_windows"], self._diverging = self._diverging, 0
     line["dense_bytes"] = sum(line["dense_bytes"])
     line["total_wire_bytes"] = sent = sum(kept["wire_bytes"])
     # Nothing is sent before a first exchange, or if the first step is skipped.
@@ -199,9 +200,9 @@ class RunLog:
         kept["noticed"].append(kept["step"])
         kept["diverged_steps"] = diverged
       windows = np.max(values.get("diverging_windows", 0)).item()
-      kept["most_diverging_windows"] = max(
-        kept["most_diverging_windows"], windows
-      )
+      self._diverging = max(self._diverging, windows)
+      most = max(kept["most_diverging_windows"], windows)
+      kept["most_diverging_windows"] = most
       before = kept["wire_bytes"] or [0.0] * len(rank)
       kept["wire_bytes"] = [
         total + new for total, new in zip(before, sent, strict=True)

@@ -171,8 +171,8 @@ def test_a_residual_that_grows_is_warned_of_once(capsys):
   check = ProgressCheck(small("run", "topk"))
   for step, windows in ((100, 0), (200, 1), (300, 3)):
     line = {"step": step, "identical_gradients": 0}
-    check.check(line | {"most_diverging_windows": windows})
-    check.check(line | {"most_diverging_windows": windows})
+    check.check(line | {"new_diverging_windows": windows})
+    check.check(line | {"new_diverging_windows": windows})
   (warning,) = capsys.readouterr().err.splitlines()
   assert "by step 300 the residual has grown for 3 windows" in warning
 

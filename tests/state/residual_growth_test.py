@@ -130,29 +130,39 @@ def test_gradients_that_change_are_no_divergence(tx, gradient):
   assert windows.max() < DIVERGING
 
 
-def test_a_skipped_step_at_a_windows_end_leaves_the_state():
+def test_small_gradients_at_every_end_of_a_window_are_no_divergence():
+  windows, _ = seen(
+    edgc_jax.randomk(0.01),
+    8 * WINDOW,
+    lambda step, own: own * jnp.where(step % 10, 1.0, 0.01),
+  )
+  assert not windows.any()
+
+
+def test_a_skipped_step_at_a_windows_end():
+  """It leaves the state."""
+
   def broken(step, own):
     return own * jnp.where(step == 3 * WINDOW, jnp.nan, 1.0)
 
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     windows, state = seen(too_much(1.1), 4 * WINDOW + 1, broken)
-  assert windows[3 * WINDOW] == windows[3 * WINDOW - 1] == 1
-  assert windows[-1] == 2
+  assert windows[3 * WINDOW] == 1 and windows[-1] == 2
   norm = np.linalg.norm(OWN, axis=(1, 2)).mean()
   np.testing.assert_allclose(state.growth.gradients, 200 * norm, 1e-5)
 
 
-def test_a_state_that_begins_anew_with_a_residual():
-  """As on another number of shards."""
-  tx = edgc_jax.topk(0.001)
-  _, state = seen(tx, 2001)
-  old = state.growth.residual
-  fresh = growth.update(
-    growth.init(), jnp.array([old, state.growth.gradients / 2e4]), True
-  )
-  assert int(fresh.windows) == 0
-  assert float(fresh.gradients) > float(old)
+def test_a_state_whose_residual_is_unknown():
+  """As on another number of shards: it counts once."""
+  state = growth.init()._replace(residual=jnp.float32(-1))
+  for step, residual in ((20, 0.0), (50, 900.0), (70, 0.0), (100, 905.0)):
+    due = growth.is_due(jnp.array(step))
+    state = growth.update(state, jnp.array([residual, 1.0]), due)
+  assert float(state.gradients) == 900 + 4
+  assert int(state.windows) == 0
+  state = growth.update(state, jnp.array([2000.0, 1.0]), jnp.array(True))
+  assert int(state.windows) == 1
 
 
 def test_nothing_is_kept_without_residuals():
@@ -163,10 +173,18 @@ def test_nothing_is_kept_without_residuals():
     assert "diverging_windows" not in edgc_jax.metrics(state)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_norms_of_any_scale_at_the_end_of_a_window(scale):
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+def test_norms_at_the_end_of_a_window(scale):
   one = np.full((3, 2), -2.0 * scale, np.float32)
   for due in (True, False):
     found = growth.norms([(one, 3 * one), (one, one)], np.array(due))
-    expected = [2 * scale * (6 * 10) ** 0.5, 2 * scale * 12**0.5]
-    np.testing.assert_allclose(found, np.multiply(expected, due), 1e-6)
+    expected = [2 * scale * (6 * 10) ** 0.5 * due, 2 * scale * 12**0.5]
+    np.testing.assert_allclose(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_scales_whose_squares_are_out_of_range(scale):
+  windows, _ = seen(
+    edgc_jax.topk(0.01), 4 * WINDOW, lambda step, own: scale * own
+  )
+  assert not windows.any()
