@@ -145,7 +145,7 @@ def test_two_processes(request):
   for process in both:
     request.addfinalizer(process.kill)
   texts = [process.communicate(timeout=150)[0] for process in both]
-  assert re.search(r"loss 3\.\d+ to 0\..*\n69\.\d times fewer", texts[0])
+  assert re.search(r"loss 3\.\d+ to 0\..*\n68\.\d times fewer", texts[0])
   assert "loss" not in texts[1]
 
 
