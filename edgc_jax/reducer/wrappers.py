@@ -83,7 +83,7 @@ def accumulate(
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over `every` calls, then applies one update.
 
-  The calls in between send nothing: they add to a local float32 sum, and
+  The calls in between send nothing: they add to a local float32 mean, and
   return zeros. A cycle that another `every` began ends at this one, with the
   mean of its calls. The wrapped chain with its collectives runs only at every
   `every`-th call. (`optax.MultiSteps` runs it at each call.)
@@ -139,20 +139,19 @@ def accumulate(
       "accumulate in the pipeline, with more microbatches",
     )
     _require_like_sums(updates, state.accumulated.values)
+    # Of this cycle, which may have begun with another `every`:
+    # mean' = mean + (gradient - mean) / calls
+    calls = state.mini_step + 1
     total = jax.tree.map(
-      lambda a, g: a + g.astype(jnp.float32),
+      lambda a, g: a + (g.astype(jnp.float32) - a) / calls,
       state.accumulated.values,
       updates,
     )
-    # Of this cycle, which may have begun with another `every`.
-    calls = state.mini_step + 1
     is_last = calls >= every
 
     def exchange(inner_state: Any) -> tuple[optax.Updates, Any]:
       means = jax.tree.map(
-        lambda a, g: (a / calls).reshape(g.shape).astype(g.dtype),
-        total,
-        updates,
+        lambda a, g: a.reshape(g.shape).astype(g.dtype), total, updates
       )
       return tx.update(means, inner_state, params, **extra_args)
 

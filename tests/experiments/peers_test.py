@@ -87,7 +87,7 @@ def test_sparse_loco_sends_the_largest_of_every_chunk():
   np.testing.assert_allclose(residual_of(state), left, rtol=0.01, atol=0.02)
   # 10 bits an entry and 4 bytes a chunk of each replica; errors and biases.
   sent = N * 3 * (64 * 10 // 8 + 4) / 2
-  assert bytes_of(SPARSE_LOCO) == sent + BIASES + 4 * 33
+  assert bytes_of(SPARSE_LOCO) == sent + BIASES + 4 * (18 + 2)
 
 
 def test_demo_sends_the_largest_frequencies():
@@ -107,7 +107,7 @@ def test_demo_sends_the_largest_frequencies():
   np.testing.assert_allclose(residual_of(state), given - expected, atol=2e-2)
   # Indices take 7 bits each, and a map of 24 + 23 bits.
   sent = N * 4 * (24 * 2 + 21 + 6) / 2
-  assert bytes_of(DEMO) == sent + 4 * 128 + 4 * 33
+  assert bytes_of(DEMO) == sent + 4 * 128 + 4 * (18 + 2)
 
 
 @pytest.mark.parametrize(("tx", "decay"), [(SPARSE_LOCO, 0.95), (DEMO, 0.999)])
@@ -162,7 +162,7 @@ def test_float32_values_of_chunks():
   )
   # Indices take 6 bits each, and a map of 12 + 15 bits.
   sent = N * 12 * (12 * 4 + 9 + 4) / 2
-  assert bytes_of(tx) == sent + BIASES + 4 * 33
+  assert bytes_of(tx) == sent + BIASES + 4 * (18 + 2)
 
 
 def test_a_leaf_smaller_than_a_chunk():
