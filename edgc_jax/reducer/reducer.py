@@ -735,14 +735,17 @@ def _next_stats(
     return stats, is_finite
   energies = _energies(found)
   if energies:
-    sums = [jax.tree.map(jnp.sum, own) for own in energies]
-    each = jax.tree.map(lambda *xs: order.together(xs), *sums)
-    unit = jnp.max(each.unit)
-    scale = (each.unit / unit) ** 2
-    total = jax.tree.map(lambda x: jnp.sum(x * scale), each)
+    unit = functools.reduce(jnp.maximum, [own.unit for own in energies])
+    scaled = [
+      jax.tree.map(lambda x, own=own: jnp.sum(x) * (own.unit / unit) ** 2, own)
+      for own in energies
+    ]
+    # In order, so that programs of other processes round alike.
+    total = jax.tree.map(lambda *xs: sum(xs), *scaled)
     # |mean residual|^2 / |mean M|^2
     error, norm = _ratio(total.lost, total.total), unit * total.residual**0.5
-  is_measured = is_finite & jnp.isfinite(error) & jnp.isfinite(norm)
+  flags = [is_finite, jnp.isfinite(error), jnp.isfinite(norm)]
+  is_measured = jnp.all(order.together(flags))
   stats = stats._replace(
     relative_error=jnp.where(is_measured, error, old.relative_error),
     residual_norm=jnp.where(is_measured, norm, old.residual_norm),
