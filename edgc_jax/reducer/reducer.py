@@ -169,7 +169,11 @@ class Reducer:
     )
     review.at_init(found, self.min_ratio)
     self._require_all_bound(plan)
-    states = rounds.first_states(plan.leaves, jax.random.key(self.seed))
+    key = jax.random.key(self.seed)
+    states = [
+      rounds.first_state(leaf, jax.random.fold_in(key, i))
+      for i, leaf in enumerate(plan.leaves)
+    ]
     own, shares = budget.init(), ()
     if plan.allocator:
       shares = plan.allocator.init(budget.first_level)

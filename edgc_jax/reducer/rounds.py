@@ -19,7 +19,6 @@ Karimireddy et al. 2019, arXiv:1901.09847).
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -360,7 +359,7 @@ def _counted(
     def zeros(leaf: Leaf) -> Input:
       ranks = jnp.zeros(leaf.view.count if leaf.view else 0, jnp.int32)
       gradient = jnp.zeros(leaf.shape, jnp.float32)
-      return Input(leaf, gradient, *first_states([leaf]), ranks)
+      return Input(leaf, gradient, first_state(leaf), ranks)
 
     def all_rounds() -> None:
       run([zeros(leaf) for leaf in leaves], wire, jax.random.key(0))
@@ -378,33 +377,23 @@ def _counted(
   return tuple(found[rank] for rank in ladder)
 
 
-def first_states(
-  leaves: Sequence[Leaf], key: jax.Array | None = None
-) -> list[LeafState]:
-  """Returns the states of leaves before the first step, without statistics.
+def first_state(leaf: Leaf, draw: jax.Array | None = None) -> LeafState:
+  """Returns the state of a leaf before the first step, without statistics.
 
   Args:
-    leaves: The leaves.
-    key: A key for Q, equal on all replicas and stages; None gives zeros. One
-      draw for all leaves: one generator for each compiles slowly.
+    leaf: The leaf.
+    draw: A key for Q, equal on all replicas and stages; None gives zeros.
   """
-  shapes = [leaf.shape_of_q for leaf in leaves]
-  sizes = [math.prod(shape) if shape else 0 for shape in shapes]
-  draws: list[Any] = [jnp.zeros(size, jnp.float32) for size in sizes]
-  if key is not None and any(sizes):
-    drawn = jax.random.normal(key, (sum(sizes),), jnp.float32)
-    # Or the compiler makes a generator for each part.
-    drawn = jax.lax.optimization_barrier(drawn)
-    draws = jnp.split(drawn, np.cumsum(sizes)[:-1])
-  states = []
-  for leaf, shape, draw in zip(leaves, shapes, draws, strict=True):
-    factor_q = residual = None
-    if shape:  # [k, width, height]: rows of expected length one
-      factor_q = shape[-1] ** -0.5 * draw.reshape(shape)
-    if leaf.has_residual:
-      residual = jnp.zeros(leaf.shape, jnp.float32)
-    states.append(LeafState(factor_q, residual))
-  return states
+  factor_q = residual = None
+  if shape := leaf.shape_of_q:
+    factor_q = jnp.zeros(shape, jnp.float32)
+    if draw is not None:  # columns of expected length one
+      count, width, height = shape
+      factor_q = jax.random.normal(draw, (count, height, width), jnp.float32)
+      factor_q = height**-0.5 * jnp.swapaxes(factor_q, 1, 2)
+  if leaf.has_residual:
+    residual = jnp.zeros(leaf.shape, jnp.float32)
+  return LeafState(factor_q, residual)
 
 
 def _kind(leaf: Leaf) -> Any:
