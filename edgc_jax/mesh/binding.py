@@ -92,7 +92,10 @@ def bind(
     stacked = jax.tree.map(lambda s: PartitionSpec(axis_name, *s), own)
 
     def update_local(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
-      return tx.update(jax.tree.map(lambda g: g[0], updates), state, params)
+      # Or XLA orders the gradients after the loss once for each shape in which
+      # they are read.
+      one = jax.lax.optimization_barrier(jax.tree.map(lambda g: g[0], updates))
+      return tx.update(one, state, params)
 
     update = jax.shard_map(
       update_local,

@@ -361,8 +361,7 @@ def test_a_change_of_the_rank_within_a_window():
   for start, end in ((4, 6), (8, 12)):  # by error
     assert_array_equal(found[start:end], [found[start]] * (end - start))
     assert found[start][1] > found[start][0]
-    assert found[start][4] == found[start].min()
-  assert found[4][4] < found[4][0]  # later both have the floor
+    assert found[start][4] < found[start][0]
   # The loud matrix has the most again, by the errors at the new rank alone.
   assert found[8][1] == 8
   assert int(find(first_replica(run.state)).allocation.level) == 0
