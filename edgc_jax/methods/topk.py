@@ -56,9 +56,8 @@ def topk(
   grows with N: at N density = 1 it equals dense. In chunks of n entries an
   index takes 2 + log2(n / k) bits or less, so at a density of 1 / 64 k values
   of 32 bits take N 2.5 k bytes, and of 2 bits N (0.625 k + 2): less than dense
-  up to N = 390. And 72 bytes for each matrix, of which the error is read,
-  and 8 for all.
-  Leaves that are sent dense have 4 bits a value, and a residual.
+  up to N = 390. And 72 bytes for each matrix, of which the error is read, and
+  8 for all. Leaves that are sent dense have 4 bits a value, and a residual.
 
   Args:
     density: Share of the entries that is sent, in (0, 1].

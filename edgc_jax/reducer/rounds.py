@@ -335,9 +335,9 @@ def exchange_bytes(
   replicas: int = 1,
 ) -> np.ndarray:
   """Counts as `count_bytes`, with the norms that are sent beside the leaves."""
-  has_sums = any(leaf.has_residual for leaf in leaves)
+  has_norms = any(leaf.has_residual for leaf in leaves)
   found = count_bytes(leaves, ladder, code, replicas)
-  return found + growth.WIRE_BYTES * has_sums
+  return found + growth.WIRE_BYTES * has_norms
 
 
 # A trace takes as long as that of a step, and `describe`, `advise` and every
