@@ -97,8 +97,8 @@ def metrics(opt_state: Any) -> dict[str, Any]:
       have diverged, if a mask keeps leaves from the reducer, if another link
       comes before it, if `skip_nonfinite` has skipped `max_consecutive` steps
       in a row, or if residuals outgrow the gradients. Of `edgc`: if the run is
-      past `total_steps`, or the entropy has jumped by more than 0.5 nats from one
-      window to the next after the warm-up, as with another batch size.
+      past `total_steps`, or the entropy has jumped by more than 0.5 nats from
+      one window to the next after the warm-up, as with another batch size.
   """
   rounds = find(opt_state, LocalStepsState)
   if len(rounds) == 1:
