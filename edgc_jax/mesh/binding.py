@@ -93,8 +93,9 @@ def bind(
 
     def update_local(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
       # Or XLA orders the gradients after the loss once for each shape in which
-      # they are read.
-      one = jax.lax.optimization_barrier(jax.tree.map(lambda g: g[0], updates))
+      # they are read. A barrier for each: one over all of them takes each to
+      # vary over the axes of any.
+      one = jax.tree.map(lambda g: jax.lax.optimization_barrier(g[0]), updates)
       return tx.update(one, state, params)
 
     update = jax.shard_map(

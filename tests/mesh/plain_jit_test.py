@@ -345,6 +345,17 @@ def test_specs_are_as_the_parameters_lie():
     assert spec[0] == (AXIS, "fsdp")
 
 
+def test_leaves_split_over_other_axes():
+  """One leaf is split over shards, and one is whole on all of them."""
+  mesh, specs = mesh_of(**SHARDED), {"w": P("fsdp"), "v": P(), "b": P()}
+  tx = reducer_of("edgc", mesh=mesh, param_specs=specs)
+  shards = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
+  state = tx.init(jax.device_put(PARAMS, shards))
+  stacked = jax.tree.map(lambda w: jnp.stack([w] * SHARDED["data"]), PARAMS)
+  updates, _ = jax.eval_shape(tx.update, stacked, state)
+  assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, PARAMS)
+
+
 def convolution(params, x):
   names = ("NHWC", "HWIO", "NHWC")
   x = jax.lax.conv_general_dilated(
