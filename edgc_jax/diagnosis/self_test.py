@@ -7,7 +7,7 @@
                 predicts
 
 On a single device `vmap` simulates replicas. No bytes are counted there, nor
-between CPU hosts, where values are swapped by other collectives.
+between CPU hosts, where parts are exchanged by other collectives.
 """
 
 import functools

@@ -85,7 +85,7 @@ def exchange_parts(tree: Any, axis_name: AxisName) -> Any:
   """Sends part j of every leaf [N, ...] to device j; returns [N, ...].
 
   Sends half the bytes of an all-reduce of the leaves. An all-to-all of all of
-  them; between CPU hosts swaps and rotations (`cpu_backend`).
+  them; between CPU hosts rotations (`cpu_backend`).
   """
   leaves, structure = jax.tree.flatten(tree)
   if not leaves:
@@ -97,9 +97,7 @@ def exchange_parts(tree: Any, axis_name: AxisName) -> Any:
   exchange = functools.partial(
     lax.all_to_all, split_axis=0, concat_axis=0, tiled=True
   )
-  if cpu_backend.spans_hosts() and devices == 2:
-    exchange = _swap_parts
-  elif cpu_backend.spans_hosts() and is_alone:
+  if cpu_backend.spans_hosts() and is_alone:
     exchange = _rotate_parts
 
   joined, split = as_one([leaf.reshape(devices, -1) for leaf in leaves])
@@ -121,17 +119,8 @@ def gather(tree: Any, axis_name: AxisName) -> Any:
   is_tracked = tracks_varying(axis_name)
   to = "invarying" if is_tracked else "varying"
   devices = num_devices(axis_name)
-  # JAX would take what a reduce-scatter returns for different on each device.
-  is_swap = cpu_backend.spans_hosts() and devices == 2 and not is_tracked
-
   joined, split = as_one([leaf.reshape(1, -1) for leaf in leaves])
-  flat = joined.ravel()
-  if is_swap:
-    own_first = jnp.stack([flat, _swap(flat, axis_name)])
-    is_first = device_index(axis_name) == 0
-    whole = jnp.where(is_first, own_first, own_first[::-1])
-  else:
-    whole = lax.all_gather(flat, axis_name, to=to)
+  whole = lax.all_gather(joined.ravel(), axis_name, to=to)
   gathered = zip(split(whole), leaves, strict=True)
   return jax.tree.unflatten(
     structure, [x.reshape(devices, *leaf.shape) for x, leaf in gathered]
@@ -243,19 +232,10 @@ def _reduce(reduce: Callable[[Any], Any], tree: Any) -> Any:
   return reduce(tree)
 
 
-def _swap_parts(parts: jax.Array, axis_name: AxisName) -> jax.Array:
-  """Exchanges the parts [2, n] of two devices."""
-  device = device_index(axis_name)
-  part = lax.dynamic_index_in_dim(parts, 1 - device, keepdims=False)
-  part = _swap(part, axis_name)
-  return lax.dynamic_update_index_in_dim(parts, part, 1 - device, 0)
-
-
 def _rotate_parts(parts: jax.Array, axis_name: AxisName) -> jax.Array:
   """Exchanges the parts [N, n] of N devices in N - 1 rotations.
 
   Every device sends to the next device first, then to the second next, ...
-  Devices that send to each other swap.
   """
   devices, device = num_devices(axis_name), device_index(axis_name)
   received, last = parts, []  # the device's own part is in place
@@ -263,31 +243,8 @@ def _rotate_parts(parts: jax.Array, axis_name: AxisName) -> jax.Array:
     target, source = (device + shift) % devices, (device - shift) % devices
     part = lax.dynamic_index_in_dim(parts, target, keepdims=False)
     part = in_turn(part, last)
-    if 2 * shift == devices:
-      part = _swap(part, axis_name)
-    else:
-      pairs = [(i, (i + shift) % devices) for i in range(devices)]
-      part = send(part, axis_name, pairs)
+    pairs = [(i, (i + shift) % devices) for i in range(devices)]
+    part = send(part, axis_name, pairs)
     received = lax.dynamic_update_index_in_dim(received, part, source, 0)
     last = [part]
   return received
-
-
-def _swap(values: jax.Array, axis_name: AxisName) -> jax.Array:
-  """Returns the values of the device half way around the axis.
-
-  Exact to the bit. A reduce-scatter between pairs of devices, each of which
-  leaves its own part zero; `cpu_backend` says why.
-
-  Args:
-    values: [n], of any dtype with whole bytes.
-    axis_name: An axis of an even number of devices.
-  """
-  half = num_devices(axis_name) // 2
-  pairs = [[i, i + half] for i in range(half)] if half > 1 else None
-  place = device_index(axis_name) // half  # in its pair
-  bits = jnp.dtype(f"uint{8 * values.dtype.itemsize}")
-  own = lax.bitcast_convert_type(values, bits)
-  both = jnp.where(jnp.arange(2)[:, None] == place, jnp.zeros_like(own), own)
-  theirs = lax.psum_scatter(both, axis_name, axis_index_groups=pairs)
-  return lax.bitcast_convert_type(theirs, values.dtype)

@@ -80,13 +80,10 @@ def test_every_collective_waits_for_branches(name, hosts):
   assert " conditional(" in text
   kinds = {one.kind for one in hlo.collectives_in_order(text)}
   (found,) = reviewed(reducer, PARAMS)
-  # Hosts swap what is encoded, and two of them whatever is gathered.
-  if not hosts:
-    assert "reduce-scatter" not in kinds
-  elif found.code is not None:
-    assert "reduce-scatter" in kinds
-  if hosts == 2:
-    assert "all-gather" not in kinds
+  # XLA's reduce-scatter between CPU hosts loses values (`wire.cpu_backend`).
+  assert "reduce-scatter" not in kinds
+  if found.code is not None:
+    assert ("collective-permute" in kinds) == bool(hosts)
   assert unordered(text) == []
   replay = jax.pmap(
     jax_host.replay_of(traced), AXIS, devices=jax.devices()[:replicas]
