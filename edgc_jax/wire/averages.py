@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax.wire import collectives, order
+from edgc_jax.wire import collectives, order, sums
 from edgc_jax.wire.codes import Code
 from edgc_jax.wire.order import AxisName
 
@@ -89,7 +89,8 @@ def average(
   is_own = (jnp.arange(replicas) == replica)[:, None]
   means, sent = [], []
   for code, part, x, y in zip(own, parts, encoded, received, strict=True):
-    mean = jnp.mean(jnp.where(is_own, part[replica], code.decode(y)), axis=0)
+    exact_own = jnp.where(is_own, part[replica], code.decode(y))
+    mean = sums.of_rows(exact_own) / replicas
     means.append(code.encode(mean, second))
     # The replica that encodes a mean keeps its error, N times, in `sent`.
     error = replicas * (code.decode(means[-1]) - mean)
