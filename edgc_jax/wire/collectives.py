@@ -85,7 +85,7 @@ def exchange_parts(tree: Any, axis_name: AxisName) -> Any:
   """Sends part j of every leaf [N, ...] to device j; returns [N, ...].
 
   Sends half the bytes of an all-reduce of the leaves. An all-to-all of all of
-  them; between CPU hosts rotations (`cpu_backend`).
+  them; between CPU hosts swaps and rotations (`cpu_backend`).
   """
   leaves, structure = jax.tree.flatten(tree)
   if not leaves:
@@ -97,7 +97,7 @@ def exchange_parts(tree: Any, axis_name: AxisName) -> Any:
   exchange = functools.partial(
     lax.all_to_all, split_axis=0, concat_axis=0, tiled=True
   )
-  if cpu_backend.spans_hosts() and is_alone:
+  if cpu_backend.spans_hosts() and (is_alone or devices == 2):
     exchange = _rotate_parts
 
   joined, split = as_one([leaf.reshape(devices, -1) for leaf in leaves])
@@ -236,6 +236,7 @@ def _rotate_parts(parts: jax.Array, axis_name: AxisName) -> jax.Array:
   """Exchanges the parts [N, n] of N devices in N - 1 rotations.
 
   Every device sends to the next device first, then to the second next, ...
+  Devices that send to each other swap.
   """
   devices, device = num_devices(axis_name), device_index(axis_name)
   received, last = parts, []  # the device's own part is in place
@@ -243,8 +244,23 @@ def _rotate_parts(parts: jax.Array, axis_name: AxisName) -> jax.Array:
     target, source = (device + shift) % devices, (device - shift) % devices
     part = lax.dynamic_index_in_dim(parts, target, keepdims=False)
     part = in_turn(part, last)
-    pairs = [(i, (i + shift) % devices) for i in range(devices)]
-    part = send(part, axis_name, pairs)
+    if 2 * shift == devices:
+      part = _swap(part, axis_name)
+    else:
+      pairs = [(i, (i + shift) % devices) for i in range(devices)]
+      part = send(part, axis_name, pairs)
     received = lax.dynamic_update_index_in_dim(received, part, source, 0)
     last = [part]
   return received
+
+
+def _swap(values: jax.Array, axis_name: AxisName) -> jax.Array:
+  """Returns the values of the device half way around the axis.
+
+  An all-gather between pairs of devices; `cpu_backend` says why.
+  """
+  half = num_devices(axis_name) // 2
+  pairs = [[i, i + half] for i in range(half)] if half > 1 else None
+  place = device_index(axis_name) // half  # in its pair
+  both = lax.all_gather(values, axis_name, axis_index_groups=pairs)
+  return lax.dynamic_index_in_dim(both, 1 - place, keepdims=False)

@@ -61,20 +61,20 @@ def test_small_leaves_of_a_kind_are_one_operand():
   assert sorted(shapes) == [(7,), (16,), (300_000,)]
 
 
-ROTATION = "collective-permute"
+SWAP, ROTATION = "all-gather", "collective-permute"
 
 
 @pytest.mark.parametrize(
   ("fn", "devices", "kinds", "shifts"),
   [
-    ("exchange_parts", 2, {ROTATION}, [1]),
+    ("exchange_parts", 2, {SWAP}, [None]),
     ("exchange_parts", 3, {ROTATION}, [1, 2]),
-    ("exchange_parts", 4, {ROTATION}, [1, 2, 3]),
+    ("exchange_parts", 4, {ROTATION, SWAP}, [1, None, 3]),
     ("gather", 2, {"all-gather"}, [None]),
     ("gather", 4, {"all-gather"}, [None]),
   ],
 )
-def test_hosts_rotate_parts(fn, devices, kinds, shifts):
+def test_two_hosts_swap_and_others_rotate(fn, devices, kinds, shifts):
   run = lambda x: getattr(collectives, fn)(x, AXIS)  # noqa: E731
   x = draw(devices, 5, 10)[:devices]
   plain, inside = pmapped(run, x)
@@ -118,8 +118,10 @@ def test_leaves_of_any_kind(fn):
   chex.assert_trees_all_equal(plain, cut)
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_stages_do_not_wait_for_each_other(replicas):
+@pytest.mark.parametrize(
+  ("replicas", "kind"), [(2, "all-gather"), (4, "all-to-all")]
+)
+def test_stages_do_not_wait_for_each_other(replicas, kind):
   """Each stage is in its own branch, as if ranks differed."""
   x = draw(2 * replicas, 5, 10).reshape(-1, 5, 10)[: 2 * replicas**2]
 
@@ -137,5 +139,5 @@ def test_stages_do_not_wait_for_each_other(replicas):
   with between_hosts():
     found, program = on_stages(exchange, x, *where)
   chex.assert_trees_all_equal(plain, found)
-  assert " all-to-all(" in program
+  assert f" {kind}(" in program
   assert " collective-permute(" not in program
