@@ -379,7 +379,7 @@ class LocalSteps:
       return joined_fragments(found), outer_state
 
     return jax.lax.switch(
-      index + 1,
+      order.branch_index(index + 1),
       [
         lambda s, k=k: branch(k, s)
         for k in (None, *range(self.fragments))

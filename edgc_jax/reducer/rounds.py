@@ -289,7 +289,7 @@ def exchange(
     held(branch(dense_only, level, [DENSE] * len(leaves))),
     held(branch(ranks, jnp.maximum(level - 1, 0), own_methods)),
   ]
-  index = (level > 0).astype(jnp.int32)
+  index = order.branch_index((level > 0).astype(jnp.int32))
   found, is_finite, norms = jax.lax.switch(index, branches, operands, norms)
   for part, one in zip((dense_only, ranks), branches, strict=True):
     if part not in num_bytes:  # without a trace only one branch runs

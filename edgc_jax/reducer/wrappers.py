@@ -161,7 +161,7 @@ def accumulate(
       return jax.tree.map(collectives.zeros_like_type, shapes), inner_state
 
     averaged, inner_state = jax.lax.cond(
-      is_last, exchange, wait, state.inner_state
+      order.branch_index(is_last), exchange, wait, state.inner_state
     )
     return averaged, AccumulateState(
       jnp.where(is_last, 0, calls),

@@ -157,6 +157,35 @@ def after_all(tree: Any, earlier: Any) -> Any:
   return after(tree, earlier) if jax.default_backend() == "cpu" else tree
 
 
+def branch_index(index: jax.Array | int) -> jax.Array | int:
+  """Returns the index of a branch in which devices send, unchanged.
+
+  Raises:
+    ValueError: if `jax.vmap` maps the index beside replicas that `pmap` or
+      `shard_map` binds. It makes a selection of the conditional: every branch
+      would send in every step, and none would be counted.
+  """
+  return _one_index(index) if bound_axes() else index
+
+
+@jax.custom_batching.custom_vmap
+def _one_index(index: jax.Array) -> jax.Array:
+  return index
+
+
+@_one_index.def_vmap
+def _refuse(size: int, is_mapped: list[bool], index: jax.Array) -> Any:
+  validation.require(
+    not any(is_mapped),
+    "state",
+    f"{size} of them in a jax.vmap",
+    "of one run where pmap or shard_map binds the replicas: jax.vmap makes a"
+    " selection of every conditional, so all ranks would be sent in each step",
+    "run them one after the other, with jax.lax.map in place of jax.vmap",
+  )
+  return index, False
+
+
 def is_key(value: Any) -> bool:
   """Returns whether this is a key of `jax.random.key`, or an array of them."""
   return jax.dtypes.issubdtype(jnp.result_type(value), jax.dtypes.prng_key)

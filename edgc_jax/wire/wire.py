@@ -248,7 +248,8 @@ class Wire:
     ]
     if len(set(lengths)) == 1:
       return branches[0](buffer, (plain, exact))
-    return jax.lax.switch(self._level, branches, buffer, (plain, exact))
+    level = order.branch_index(self._level)
+    return jax.lax.switch(level, branches, buffer, (plain, exact))
 
   def _mean(
     self, values: list[jax.Array], codes: Sequence[Code] | None, exact: Any

@@ -279,3 +279,32 @@ def test_an_announced_change_of_scale_moves_no_rank():
   with pytest.warns(RuntimeWarning, match="or the loss has another scale"):
     drive(run, PAIR, range(6), 2, scale=0.5)
   assert edgc_jax.metrics(run.state)["rank"] < rank
+
+
+@pytest.mark.parametrize(
+  "tx",
+  [
+    edgc_jax.edgc(total_steps=100),
+    edgc_jax.accumulate(edgc_jax.allreduce(), 2),
+    edgc_jax.local_steps(
+      optax.sgd(0.1), optax.chain(edgc_jax.allreduce(), optax.sgd(1.0)), every=2
+    ),
+  ],
+  ids=["edgc", "accumulate", "local_steps"],
+)
+def test_runs_under_vmap_inside_pmap(tx):
+  """A conditional would become a selection; mapped in turn, none does."""
+  params = {"w": jnp.zeros((3, 64, 96))}  # of three runs
+
+  def trace(map_runs):
+    def step(params):
+      run = lambda one: tx.update(*one, one[0], local_params=one[0])  # noqa: E731
+      return map_runs(run, (params, jax.vmap(tx.init)(params)))
+
+    step = jax.pmap(step, "data", devices=jax.devices()[:2])
+    stacked = jax.tree.map(lambda p: jnp.stack([p, p]), params)
+    return jax.eval_shape(step, stacked)
+
+  with pytest.raises(ValueError, match="in place of jax"):
+    trace(lambda run, runs: jax.vmap(run)(runs))
+  trace(jax.lax.map)
