@@ -134,7 +134,8 @@ def packed(integers: jax.Array, bits: int) -> jax.Array:
   """Packs integers of some bits, int8 or uint8 [..., n], into whole bytes."""
   if bits == 8:
     return integers
-  parts = integers.reshape(*integers.shape[:-1], 8 // bits, -1)
+  count, size = 8 // bits, integers.shape[-1] * bits // 8
+  parts = integers.reshape(*integers.shape[:-1], count, size)
   lifts = jnp.arange(0, 8, bits, dtype=integers.dtype)[:, None]
   # A reduction: where XLA's CPU backend fuses the parts, it reads one by one.
   return jax.lax.reduce_or((parts & (2**bits - 1)) << lifts, (parts.ndim - 2,))
@@ -197,7 +198,8 @@ class Levels:
   the error is fed back; the signs are fixed.
   """
 
-  granule: int  # values in a block; with a rotation a power of two
+  # Values in a block, of whole bytes; with a rotation a power of two.
+  granule: int
   bits: int = 4  # 4; with a rotation also 2 or 1
   is_rotated: bool = False
   needs_feedback: ClassVar[bool] = True

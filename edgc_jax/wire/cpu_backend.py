@@ -6,12 +6,12 @@ cache can mix their collectives up.
 
 Several CPU hosts communicate through Gloo. XLA reduces the operands of one
 all-reduce one after the other, so small leaves are joined to one array. Two
-hosts that send to each other share a link one way at a time, in a permute or
-an all-to-all more than in an all-gather, by which they swap parts therefore
-(`exchange_parts` of `collectives`). A reduce-scatter goes both ways at once,
-but XLA (of JAX 0.10.2) frees its buffer while Gloo still sends from it: once in
-some hundred steps the first of two busy hosts received zeros, and no error said
-so (https://github.com/jax-ml/jax/issues/40830).
+hosts that send to each other use a link one way at a time; an all-gather
+suffers least from this, so they swap parts by it (`exchange_parts` of
+`collectives`). A reduce-scatter goes both ways at once, but XLA (of JAX 0.10.2)
+frees its buffer while Gloo still sends from it: once in some hundred steps the
+first of two busy hosts received zeros, and no error said so
+(https://github.com/jax-ml/jax/issues/40830).
 """
 
 import importlib

@@ -180,8 +180,8 @@ def _refuse(size: int, is_mapped: list[bool], index: jax.Array) -> Any:
     "state",
     f"{size} of them in a jax.vmap",
     "of one run where pmap or shard_map binds the replicas: jax.vmap makes a"
-    " selection of every conditional, so all ranks would be sent in each step",
-    "run them one after the other, with jax.lax.map in place of jax.vmap",
+    " selection of every conditional, so each branch would send in every step",
+    "map them one after the other, with jax.lax.map in place of jax.vmap",
   )
   return index, False
 
@@ -212,7 +212,7 @@ def all_finite(tree: Any) -> jax.Array:
   flags = [
     jnp.all(jnp.isfinite(leaf))
     for leaf in leaves
-    if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
   ]
   return jnp.all(together(flags)) if flags else jnp.array(True)
 

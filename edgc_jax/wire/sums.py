@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 _VECTOR = 16  # numbers that a processor adds at once
-_TIMES = 4  # a fused sum has at most 2^4 terms
+_TIMES = 4  # `of_last` fuses sums of at most 2^4 terms
 
 
 def of_rows(x: jax.Array) -> jax.Array:

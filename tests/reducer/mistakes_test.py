@@ -285,12 +285,13 @@ def test_an_announced_change_of_scale_moves_no_rank():
   "tx",
   [
     edgc_jax.edgc(total_steps=100),
+    edgc_jax.powersgd({0: 4, 5: 12}, min_ratio=1.0),
     edgc_jax.accumulate(edgc_jax.allreduce(), 2),
     edgc_jax.local_steps(
       optax.sgd(0.1), optax.chain(edgc_jax.allreduce(), optax.sgd(1.0)), every=2
     ),
   ],
-  ids=["edgc", "accumulate", "local_steps"],
+  ids=["edgc", "powersgd", "accumulate", "local_steps"],
 )
 def test_runs_under_vmap_inside_pmap(tx):
   """A conditional would become a selection; mapped in turn, none does."""
