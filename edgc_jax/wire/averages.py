@@ -89,8 +89,8 @@ def average(
   is_own = (jnp.arange(replicas) == replica)[:, None]
   means, sent = [], []
   for code, part, x, y in zip(own, parts, encoded, received, strict=True):
-    exact_own = jnp.where(is_own, part[replica], code.decode(y))
-    mean = sums.of_rows(exact_own) / replicas
+    terms = jnp.where(is_own, part[replica], code.decode(y))
+    mean = sums.of_rows(terms) / replicas
     means.append(code.encode(mean, second))
     # The replica that encodes a mean keeps its error, N times, in `sent`.
     error = replicas * (code.decode(means[-1]) - mean)

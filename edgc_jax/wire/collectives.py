@@ -92,7 +92,7 @@ def exchange_parts(tree: Any, axis_name: AxisName) -> Any:
     return tree
   devices = num_devices(axis_name)
   # A permute waits for all devices of the mesh, and other stages may be in a
-  # branch without it.
+  # branch without it. Two devices swap without one.
   is_alone = jax.sharding.get_abstract_mesh().size == devices
   exchange = functools.partial(
     lax.all_to_all, split_axis=0, concat_axis=0, tiled=True

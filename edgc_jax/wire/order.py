@@ -176,14 +176,13 @@ def _one_index(index: jax.Array) -> jax.Array:
 @_one_index.def_vmap
 def _refuse(size: int, is_mapped: list[bool], index: jax.Array) -> Any:
   validation.require(
-    not any(is_mapped),
+    False,  # JAX asks for this rule only if the index is mapped
     "state",
     f"{size} of them in a jax.vmap",
     "of one run where pmap or shard_map binds the replicas: jax.vmap makes a"
     " selection of every conditional, so each branch would send in every step",
     "map them one after the other, with jax.lax.map in place of jax.vmap",
   )
-  return index, False
 
 
 def is_key(value: Any) -> bool:
