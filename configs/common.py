@@ -148,6 +148,7 @@ def base(reducer: str) -> ConfigDict:
         "residual_decay": 1.0,
       },
       "demo": {"count": 32, "momentum": 0.999},  # of 4,096 frequencies
+      "sparse_loco": {"count": 64, "residual_decay": 0.95},  # of 4,096 entries
       "late": {"start": 0},  # the first step whose mean is applied late
     }
   )

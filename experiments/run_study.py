@@ -6,7 +6,8 @@
 recorded in --records and not repeated, so the same command continues an
 interrupted study, on another machine, too. A run that diverged is recorded as
 such, and repeated with --retry; one that failed begins again with the next
-call. On a cluster, --slurm submits each run as a job:
+call. --renew repeats judged runs of an older version of their method; their new
+records take the place of the old. On a cluster, --slurm submits runs as jobs:
 
   --jobs=16 --slurm="slurm_partition=gpu gpus_per_node=1 timeout_min=60"
 
@@ -51,6 +52,9 @@ _MINUTES = flags.DEFINE_float(
   "minutes", math.inf, "Minutes after which no run starts.", lower_bound=0.0
 )
 _SLURM = flags.DEFINE_string("slurm", "", "Parameters of submitit, for SLURM.")
+_RENEW = flags.DEFINE_bool(
+  "renew", False, "Repeat judged runs of older versions of a method."
+)
 _RETRY = flags.DEFINE_bool("retry", False, "Repeat runs that diverged.")
 
 
@@ -74,11 +78,12 @@ def main(argv: list[str]) -> None:
     arms=_ARMS.value,
     jobs=_JOBS.value,
     together=_TOGETHER.value,
+    renew=_RENEW.value,
     slurm=_SLURM.value,
     limit=_LIMIT.value,
     minutes=_MINUTES.value,
   )
-  left = sum(1 for found in studies for _ in found.plan(records))
+  left = sum(1 for found in studies for _ in found.plan(records, _RENEW.value))
   if left:
     print(f"{left} runs are left that could start now")
   elif stuck := [arm for found in studies for arm in found.stuck(records)]:

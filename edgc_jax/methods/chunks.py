@@ -1,4 +1,4 @@
-"""The largest entries of chunks: their choice, their indices, their sum.
+"""The largest entries of chunks: their choice, values, indices, and sum.
 
 Entries of all replicas are gathered, so the bytes that a replica receives grow
 with their number.
@@ -7,7 +7,11 @@ with their number.
 import jax
 import jax.numpy as jnp
 
+from edgc_jax.wire.codes import Bfloat16, packed, unpacked
+
 MOST = 4096  # entries of a chunk
+FEW = 2  # bits of a value, of which a byte holds 4
+_LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
 
 def cut(x: jax.Array, size: int) -> jax.Array:
@@ -27,6 +31,34 @@ def largest(chunks: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
   magnitude = jnp.where(jnp.isfinite(chunks), jnp.abs(chunks), jnp.inf)
   index = jnp.sort(jax.lax.top_k(magnitude, count)[1], axis=1)
   return jnp.take_along_axis(chunks, index, 1), index
+
+
+def encode_values(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Encodes [c, k] as signs and one of two magnitudes each, [c, 2].
+
+  If a value is zero, the lower magnitude is, and stands for zeros alone.
+  """
+  magnitude = jnp.abs(values)
+  # Sums of numbers up to one stay in range.
+  most = magnitude.max(1, keepdims=True)
+  unit = magnitude / jnp.where(most > 0, most, 1.0)
+  has_zeros = unit.min(1, keepdims=True) == 0
+  is_large = unit > jnp.where(has_zeros, 0.0, unit.mean(1, keepdims=True))
+  levels = []
+  for mask in (~is_large, is_large):
+    number = jnp.maximum(mask.sum(1), 1)
+    # A magnitude that is not finite reaches the level.
+    levels.append(jnp.where(mask, unit, 0.0).sum(1) / number)
+  code = is_large.astype(jnp.uint8) + 2 * (values < 0).astype(jnp.uint8)
+  scales = jnp.minimum(jnp.stack(levels, 1) * most, _LARGEST)
+  return packed(code, FEW), Bfloat16().encode(scales, jax.random.key(0))
+
+
+def decode_values(sent: tuple[jax.Array, jax.Array]) -> jax.Array:
+  """Reverses `encode_values`, for [..., c, *]."""
+  code, levels = unpacked(sent[0], FEW), Bfloat16().decode(sent[1])
+  magnitude = jnp.where(code & 1, levels[..., 1:], levels[..., :1])
+  return jnp.where(code & 2, -magnitude, magnitude)
 
 
 def pack_indices(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

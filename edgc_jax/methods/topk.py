@@ -13,13 +13,11 @@ from edgc_jax.methods import chunks
 from edgc_jax.methods.entrywise import MIN_SIZE, Round, count_of, make_entrywise
 from edgc_jax.stages.stages import Stages
 from edgc_jax.wire.agreement import CHECK_EVERY
-from edgc_jax.wire.codes import Bfloat16, code_of, packed, unpacked
+from edgc_jax.wire.codes import code_of
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
 
-_FEW = 2  # bits of a value, of which a byte holds 4
-_MULTIPLE = 8 // _FEW
-_LARGEST = float(jnp.finfo(jnp.bfloat16).max)
+_MULTIPLE = 8 // chunks.FEW
 
 
 def topk(
@@ -95,15 +93,17 @@ def topk(
       f"a multiple of {_MULTIPLE}, up to {chunks.MOST}",
       f"use {chunks.MOST}",
     )
-  validation.require_int("bits", bits, _FEW)
+  validation.require_int("bits", bits, chunks.FEW)
   validation.require(
-    bits == 32 or (bits == _FEW and chunk is not None),
+    bits == 32 or (bits == chunks.FEW and chunk is not None),
     "bits",
     bits,
-    f"32, or {_FEW} with chunks",
-    f"pass chunk={chunks.MOST} for {_FEW} bits",
+    f"32, or {chunks.FEW} with chunks",
+    f"pass chunk={chunks.MOST} for {chunks.FEW} bits",
   )
-  encode, decode = (_encode, _decode) if bits == _FEW else (_plain, _plain)
+  encode, decode = _plain, _plain
+  if bits == chunks.FEW:
+    encode, decode = chunks.encode_values, chunks.decode_values
 
   def average(m: jax.Array, key: jax.Array) -> Round:
     del key
@@ -142,31 +142,3 @@ def topk(
 
 def _plain(values: Any) -> Any:
   return values
-
-
-def _encode(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Encodes [c, k] as signs and one of two magnitudes each, [c, 2].
-
-  If a value is zero, the lower magnitude is, and stands for zeros alone.
-  """
-  magnitude = jnp.abs(values)
-  # Sums of numbers up to one stay in range.
-  most = magnitude.max(1, keepdims=True)
-  unit = magnitude / jnp.where(most > 0, most, 1.0)
-  has_zeros = unit.min(1, keepdims=True) == 0
-  is_large = unit > jnp.where(has_zeros, 0.0, unit.mean(1, keepdims=True))
-  levels = []
-  for mask in (~is_large, is_large):
-    number = jnp.maximum(mask.sum(1), 1)
-    # A magnitude that is not finite reaches the level.
-    levels.append(jnp.where(mask, unit, 0.0).sum(1) / number)
-  code = is_large.astype(jnp.uint8) + 2 * (values < 0).astype(jnp.uint8)
-  scales = jnp.minimum(jnp.stack(levels, 1) * most, _LARGEST)
-  return packed(code, _FEW), Bfloat16().encode(scales, jax.random.key(0))
-
-
-def _decode(sent: tuple[jax.Array, jax.Array]) -> jax.Array:
-  """Reverses `_encode`, for [..., c, *]."""
-  code, levels = unpacked(sent[0], _FEW), Bfloat16().decode(sent[1])
-  magnitude = jnp.where(code & 1, levels[..., 1:], levels[..., :1])
-  return jnp.where(code & 2, -magnitude, magnitude)

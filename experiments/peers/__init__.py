@@ -8,8 +8,9 @@ import optax
 import edgc_jax
 from experiments.peers.demo import demo
 from experiments.peers.late import late
+from experiments.peers.sparse_loco import sparse_loco
 
-_PEERS = {"demo": demo, "late": late}
+_PEERS = {"demo": demo, "late": late, "sparse_loco": sparse_loco}
 # Raised as `edgc_jax.METHOD_VERSIONS` is.
 _VERSIONS = dict.fromkeys([*_PEERS, "lookahead"], 1)
 

@@ -50,7 +50,12 @@ class Record(dict[str, Any]):
 
   @property
   def is_current(self) -> bool:
-    """Whether the method and the task still give the results of this run."""
+    """Whether the method and the task still give the results of this run.
+
+    One that diverged is taken for current: `forget_diverged` is for these.
+    """
+    if not self.is_finished:
+      return True
     config, summary = self["config"], self["summary"]
     return summary["versions"] == {
       "task": tasks.version_of(config.get("task", "gpt2")),

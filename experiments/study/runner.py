@@ -20,7 +20,7 @@ import submitit
 from flax import traverse_util
 from ml_collections import ConfigDict
 
-from experiments.study.records import Records, name_of, numbers_of
+from experiments.study.records import Record, Records, name_of, numbers_of
 from experiments.study.study import Run, Study
 from experiments.training.together import can_share, program_of
 
@@ -35,6 +35,7 @@ def run_all(
   arms: str = "",
   jobs: int = 1,
   together: int = 1,
+  renew: bool = False,
   slurm: str = "",
   limit: int | None = None,
   minutes: float = math.inf,
@@ -49,6 +50,7 @@ def run_all(
     jobs: Number of processes at once.
     together: Runs of one process, at most. From 2 on, runs that can share a
       program do (`training.together`), and tuning tries values ahead.
+    renew: Whether to repeat judged runs of older versions.
     slurm: Empty for this machine; otherwise parameters of submitit, such as
       "slurm_partition=gpu gpus_per_node=1 timeout_min=60".
     limit: Number of runs to start, at most.
@@ -73,7 +75,7 @@ def run_all(
     """Returns the next runs of one process, and their study."""
     for study in studies:
       if study.name not in plans:
-        plans[study.name] = _waiting(study, records, arms, together)
+        plans[study.name] = _waiting(study, records, arms, together, renew)
       free = [run for run in plans[study.name] if _key(run) not in begun]
       if free:
         most = together if limit is None else min(together, limit - len(begun))
@@ -110,6 +112,8 @@ def run_all(
       # nothing of its settings: a full disk must not decide a learning rate.
       try:
         found = numbers_of(path_of(run))
+        if not Record({"config": run.config.to_dict(), **found}).is_current:
+          raise ValueError("its folder is of an older version; remove it")
       except (OSError, ValueError) as damage:
         failed += 1
         print(f"    {run.arm}: not recorded: {error or damage}", flush=True)
@@ -143,10 +147,10 @@ def _sharing(free: Sequence[Run], most: int) -> Sequence[Run]:
 
 
 def _waiting(
-  study: Study, records: Records, arms: str, together: int
+  study: Study, records: Records, arms: str, together: int, renew: bool
 ) -> Sequence[Run]:
   """Returns the runs that can start, in their order."""
-  runs = list(study.plan(records))
+  runs = list(study.plan(records, renew))
   if together > 1:
     # Whole arms first, since all of their runs take as long as one.
     runs = sorted([*runs, *study.ahead(records)], key=lambda r: not r.is_judged)

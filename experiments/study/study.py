@@ -261,11 +261,18 @@ class Study:
       settings[self.tuning.key] = value
     return settings
 
-  def plan(self, records: Records) -> Iterator[Run]:
-    """Yields the runs that can start now, the most useful ones first."""
+  def plan(self, records: Records, renew: bool = False) -> Iterator[Run]:
+    """Yields the runs that can start now, the most useful ones first.
+
+    Args:
+      records: What is recorded.
+      renew: Whether judged runs of an older version are missing; what their
+        tuning took stays.
+    """
+    missing = functools.partial(self._missing, records=records, renew=renew)
     first = [r for arm in self.arms for r in self._tuning_of(arm, records)[1]]
-    first += self._missing(self.all_arms, self.seeds, records)
-    yield from first or self._missing(self.leaders(records), self.more, records)
+    first += missing(self.all_arms, self.seeds)
+    yield from first or missing(self.leaders(records), self.more)
 
   def ahead(self, records: Records) -> Iterator[Run]:
     """Yields runs that may be asked for later, beside those of `plan`.
@@ -309,13 +316,18 @@ class Study:
     return list(dict.fromkeys([self.dense, *pairs, *best]))
 
   def _missing(
-    self, arms: Sequence[str], seeds: Sequence[int], records: Records
+    self,
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    records: Records,
+    renew: bool = False,
   ) -> Iterator[Run]:
     """Yields the judged runs that are not recorded, seed by seed."""
     found = [self.all_judged(arm, seeds, records) for arm in arms]
     for of_seed in zip(*found, strict=True):
       for run, record in of_seed:
-        if run is not None and record is None:
+        is_old = renew and record is not None and not record.is_current
+        if run is not None and (record is None or is_old):
           yield run
 
   def _tuning_of(

@@ -149,6 +149,7 @@ OF_REDUCER = {
   },
   "demo": {"count": (0, 3, 5000), "momentum": (0.0, 1.5)},
   "late": {"start": (-1,)},
+  "sparse_loco": {"count": (0, 6, 8192), "residual_decay": (0.0, 1.5)},
 }  # fmt: skip
 CASES = [
   pytest.param("allreduce", {key: value}, id=f"{key}={value}")

@@ -285,4 +285,5 @@ def test_versions_of_what_a_run_uses():
   local["lookahead"] = True
   assert peers.versions_of("gone", local) == {"method": None, "lookahead": 1}
   names = peers.reducers().keys()
-  assert edgc_jax.REDUCERS.keys() | {"demo", "late"} == names
+  peer_names = {"demo", "late", "sparse_loco"}
+  assert edgc_jax.REDUCERS.keys() | peer_names == names

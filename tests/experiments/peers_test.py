@@ -11,12 +11,14 @@ from scipy import fft
 import edgc_jax
 from experiments.peers.demo import demo
 from experiments.peers.late import late
+from experiments.peers.sparse_loco import sparse_loco
 
 # Methods for comparison, in `experiments/` alone.
 pytestmark = pytest.mark.slow
 
 N, AXIS = 4, "data"
 SPARSE_LOCO = edgc_jax.topk(1 / 64, chunk=4096, bits=2, residual_decay=0.95)
+PUBLISHED = sparse_loco()
 DEMO = demo(count=32)
 PARAMS = {"w": jnp.zeros((96, 128)), "b": jnp.zeros(128)}
 BIASES = 256 // 2 + 4 + 4 * N  # 4 bits in a block of 64 of each replica
@@ -90,6 +92,17 @@ def test_sparse_loco_sends_the_largest_of_every_chunk():
   assert bytes_of(SPARSE_LOCO) == sent + BIASES + 4 * (18 + 2)
 
 
+def test_sparse_loco_as_published_differs_in_bytes_alone():
+  (ours, kept), (updates, state) = run(SPARSE_LOCO, 3), run(PUBLISHED, 3)
+  np.testing.assert_allclose(updates["w"], ours["w"], rtol=1e-6, atol=1e-7)
+  np.testing.assert_allclose(
+    residual_of(state), residual_of(kept), rtol=1e-6, atol=1e-7
+  )
+  # 14 bits an entry and 4 bytes a chunk of each replica; float32 biases.
+  sent = N * 3 * (64 * 14 // 8 + 4) / 2
+  assert bytes_of(PUBLISHED) == sent + 4 * 128 + 4 * (18 + 2)
+
+
 def test_demo_sends_the_largest_frequencies():
   updates, state = run(DEMO, 1)
   given = np.asarray(gradients()["w"])
@@ -110,7 +123,9 @@ def test_demo_sends_the_largest_frequencies():
   assert bytes_of(DEMO) == sent + 4 * 128 + 4 * (18 + 2)
 
 
-@pytest.mark.parametrize(("tx", "decay"), [(SPARSE_LOCO, 0.95), (DEMO, 0.999)])
+@pytest.mark.parametrize(
+  ("tx", "decay"), [(SPARSE_LOCO, 0.95), (PUBLISHED, 0.95), (DEMO, 0.999)]
+)
 def test_nothing_but_the_decay_is_lost(tx, decay):
   _, state = run(tx, 2)
   kept = residual_of(state).mean(0)
@@ -121,7 +136,7 @@ def test_nothing_but_the_decay_is_lost(tx, decay):
   )
 
 
-@pytest.mark.parametrize("tx", [SPARSE_LOCO, DEMO])
+@pytest.mark.parametrize("tx", [SPARSE_LOCO, PUBLISHED, DEMO])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_nonfinite_entry_skips_the_step(tx, bad):
   given = gradients()

@@ -508,12 +508,16 @@ ENDS = {
 }  # fmt: skip
 
 
-def write_run(path, loss=2.5):
-  """Writes the folder of a finished run."""
+def write_run(path, loss=2.5, reducer="powersgd", older=0):
+  """Writes the folder of a run that finished, maybe with an older version."""
   path.mkdir(parents=True)
   line = {"step": 400, "val_loss": loss}
   (path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-  summary = {"val_loss": loss, "wire_bytes_per_step": [0.5e6]}
+  version = edgc_jax.METHOD_VERSIONS[reducer] - older
+  summary = {
+    "val_loss": loss, "wire_bytes_per_step": [0.5e6], "reducer": reducer,
+    "versions": {"task": 1, "method": version},
+  }  # fmt: skip
   (path / "summary.json").write_text(json.dumps(summary))
 
 
@@ -569,6 +573,46 @@ def test_what_is_recorded_of_runs(records, tmp_path, commands, capsys):
   assert found("fails").is_finished and "lost" in left()
 
 
+def test_runs_of_an_older_version_are_repeated(records, tmp_path, commands):
+  """But not the tuning, and not from a folder of that version."""
+  del commands
+  own, folder = dataclasses.replace(study_of("one"), seeds=(0, 1)), tmp_path
+  settings = lambda seed: own.judged("one", seed, records)  # noqa: E731
+  for seed, older in ((0, 1), (1, 0)):
+    run, _ = settings(seed)
+    version = edgc_jax.METHOD_VERSIONS["powersgd"] - older
+    record(records, run, 2.0, versions={"task": 1, "method": version})
+  assert list(own.plan(records)) == []
+  (left,) = own.plan(records, renew=True)
+  assert left.config.seed == 0
+  assert runner.run_all([own], records, folder, renew=True) == 0
+  assert settings(0)[1]["summary"]["val_loss"] == 2.5
+  assert settings(1)[1]["summary"]["val_loss"] == 2.0
+  assert list(own.plan(records, renew=True)) == []
+
+
+def test_tuning_of_an_older_version_stays(records):
+  old = {"versions": {"task": 1, "method": 0}}
+  for run in iter(lambda: next(TUNED.plan(records), None), None):
+    if run.is_judged:
+      break
+    record(records, run, near(2e-3)(run.config), **old)
+  assert all(run.is_judged for run in TUNED.plan(records, renew=True))
+
+
+def test_a_folder_of_an_older_version_is_not_recorded(
+  records, tmp_path, monkeypatch, capsys
+):
+  def command_of(own, run, path):
+    del own, run
+    write_run(path, older=1)
+    return ["true"]
+
+  monkeypatch.setattr(runner, "command_of", command_of)
+  assert runner.run_all([study_of("one")], records, tmp_path) == 1
+  assert "is of an older version; remove it" in capsys.readouterr().out
+
+
 def test_studies_share_a_pool_and_runs(records, tmp_path, commands, capsys):
   """A run of two studies runs once, in the folder of the first."""
   commands |= dict.fromkeys(("one", "other"), TOGETHER)
@@ -592,7 +636,7 @@ def test_runs_share_a_program_where_they_can(records, tmp_path, monkeypatch):
     del own
     groups.append([(run.arm, run.is_judged) for run in runs])
     for run in runs:
-      write_run(path_of(run), near(2e-3)(run.config))
+      write_run(path_of(run), near(2e-3)(run.config), run.config.reducer)
     return ["true"]
 
   monkeypatch.setattr(runner, "_command", command)
