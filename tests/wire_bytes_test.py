@@ -202,8 +202,10 @@ def test_each_step_sends_what_is_counted(tx, backend, params, ranks, encoded):
   ladder, predicted = counted(tx, params)
   assert ladder == tuple(sorted(ranks))
   assert sent_at_each_rank(text) == predicted
-  # Around P and Q a conditional each, or around both one for dense.
-  conditionals = 0 if len(ranks) == 1 else 1 if 0 in ranks else 2
+  # Around P and Q a conditional each, in a code two, or around both one for
+  # dense.
+  halves = 4 if encoded else 2
+  conditionals = 0 if len(ranks) == 1 else 1 if 0 in ranks else halves
   assert len(hlo.wire_bytes_by_rank(text)) == conditionals
   kinds = [one.kind for one in hlo.collectives_in_order(text)]
   assert [kind for kind in kinds if kind != "all-reduce"] == encoded

@@ -25,7 +25,8 @@ __all__ = [
 
 METHOD_VERSIONS: Mapping[str, int] = {
   **dict.fromkeys([*__all__, "local_steps"], 1),
-  **dict.fromkeys(["edgc", "powersgd", "quantize", "topk"], 2),
+  **dict.fromkeys(["quantize", "topk"], 2),
+  **dict.fromkeys(["edgc", "powersgd"], 3),
 }
 """The version of each method, by name.
 

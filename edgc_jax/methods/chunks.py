@@ -7,7 +7,7 @@ with their number.
 import jax
 import jax.numpy as jnp
 
-from edgc_jax.wire.codes import Bfloat16, packed, unpacked
+from edgc_jax.wire.codes import Bfloat16, Encoded, packed, unpacked
 
 MOST = 4096  # entries of a chunk
 FEW = 2  # bits of a value, of which a byte holds 4
@@ -33,7 +33,7 @@ def largest(chunks: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
   return jnp.take_along_axis(chunks, index, 1), index
 
 
-def encode_values(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+def encode_values(values: jax.Array) -> tuple[jax.Array, Encoded]:
   """Encodes [c, k] as signs and one of two magnitudes each, [c, 2].
 
   If a value is zero, the lower magnitude is, and stands for zeros alone.
@@ -54,7 +54,7 @@ def encode_values(values: jax.Array) -> tuple[jax.Array, jax.Array]:
   return packed(code, FEW), Bfloat16().encode(scales, jax.random.key(0))
 
 
-def decode_values(sent: tuple[jax.Array, jax.Array]) -> jax.Array:
+def decode_values(sent: tuple[jax.Array, Encoded]) -> jax.Array:
   """Reverses `encode_values`, for [..., c, *]."""
   code, levels = unpacked(sent[0], FEW), Bfloat16().decode(sent[1])
   magnitude = jnp.where(code & 1, levels[..., 1:], levels[..., :1])

@@ -169,11 +169,7 @@ class Reducer:
     )
     review.at_init(found, self.min_ratio)
     self._require_all_bound(plan)
-    key = jax.random.key(self.seed)
-    states = [
-      rounds.first_state(leaf, jax.random.fold_in(key, i))
-      for i, leaf in enumerate(plan.leaves)
-    ]
+    states = rounds.first_states(plan.leaves, jax.random.key(self.seed))
     own, shares = budget.init(), ()
     if plan.allocator:
       shares = plan.allocator.init(budget.first_level)

@@ -19,6 +19,7 @@ Karimireddy et al. 2019, arXiv:1901.09847).
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -359,7 +360,7 @@ def _counted(
     def zeros(leaf: Leaf) -> Input:
       ranks = jnp.zeros(leaf.view.count if leaf.view else 0, jnp.int32)
       gradient = jnp.zeros(leaf.shape, jnp.float32)
-      return Input(leaf, gradient, first_state(leaf), ranks)
+      return Input(leaf, gradient, *first_states([leaf]), ranks)
 
     def all_rounds() -> None:
       run([zeros(leaf) for leaf in leaves], wire, jax.random.key(0))
@@ -377,23 +378,35 @@ def _counted(
   return tuple(found[rank] for rank in ladder)
 
 
-def first_state(leaf: Leaf, draw: jax.Array | None = None) -> LeafState:
-  """Returns the state of a leaf before the first step, without statistics.
+def first_states(
+  leaves: Sequence[Leaf], key: jax.Array | None = None
+) -> list[LeafState]:
+  """Returns the states of leaves before the first step, without statistics.
+
+  Q of every leaf begins with the same Gaussian numbers, scaled to columns of
+  expected length one: leaves are compressed apart, and a compiler makes one
+  generator in place of one for each leaf.
 
   Args:
-    leaf: The leaf.
-    draw: A key for Q, equal on all replicas and stages; None gives zeros.
+    leaves: The leaves.
+    key: A key for Q, equal on all replicas and stages; None gives zeros.
   """
-  factor_q = residual = None
-  if shape := leaf.shape_of_q:
-    factor_q = jnp.zeros(shape, jnp.float32)
-    if draw is not None:  # columns of expected length one
-      count, width, height = shape
-      factor_q = jax.random.normal(draw, (count, height, width), jnp.float32)
-      factor_q = height**-0.5 * jnp.swapaxes(factor_q, 1, 2)
-  if leaf.has_residual:
-    residual = jnp.zeros(leaf.shape, jnp.float32)
-  return LeafState(factor_q, residual)
+  shapes = [leaf.shape_of_q or (0, 0, 0) for leaf in leaves]
+  most = max((math.prod(shape) for shape in shapes), default=0)
+  numbers = jnp.zeros(most, jnp.float32)
+  if key is not None and most:
+    numbers = jax.random.normal(key, (most,), jnp.float32)
+    # Or the compiler makes a generator for each shape.
+    numbers = jax.lax.optimization_barrier(numbers)
+  states = []
+  for leaf, shape in zip(leaves, shapes, strict=True):
+    factor_q = residual = None
+    if leaf.shape_of_q:
+      factor_q = numbers[: math.prod(shape)].reshape(shape) * shape[2] ** -0.5
+    if leaf.has_residual:
+      residual = jnp.zeros(leaf.shape, jnp.float32)
+    states.append(LeafState(factor_q, residual))
+  return states
 
 
 def _kind(leaf: Leaf) -> Any:

@@ -21,8 +21,10 @@ So with such a code one bit a row, along the last axis, says in both halves
 whether it has other values than zeros; if no replica's has, its mean is zero.
 """
 
+import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from edgc_jax.wire import collectives, order, sums
-from edgc_jax.wire.codes import Code
+from edgc_jax.wire.codes import Code, Encoded
 from edgc_jax.wire.order import AxisName
 
 
@@ -47,12 +49,25 @@ class Averaged(NamedTuple):
   exact: Any  # the mean of the tree sent in float32
 
 
+class Lengths(NamedTuple):
+  """How many entries of a vector are sent.
+
+  Attributes:
+    choices: At each level; the vector has the most.
+    level: int32 [], the level in use, equal on all replicas.
+  """
+
+  choices: Sequence[int]
+  level: jax.Array | int
+
+
 def average(
   values: Sequence[jax.Array],
   axis_name: AxisName,
   codes: Sequence[Code] | None = None,
   key: jax.Array | None = None,
   exact: Any = None,
+  lengths: Lengths | None = None,
 ) -> Averaged:
   """Averages `values` over the replicas, encoded, and `exact` in float32.
 
@@ -67,25 +82,49 @@ def average(
     key: Key for codes that round at random; equal on all replicas, which fold
       their index into it.
     exact: A tree that is averaged without encoding.
+    lengths: How many entries of the last value are sent; it is a vector, and
+      zero beyond them. None sends all.
 
   Returns:
     The means, and the part of the values that was sent.
   """
   values = list(values)
   if codes is None or not values:
-    mean, exact = collectives.mean((values, exact), axis_name)
-    return Averaged(mean, values, exact)
+    mean = functools.partial(collectives.mean, axis_name=axis_name)
+    last, (others, exact) = _at_level(
+      mean, values[-1:], (values[:-1], exact), lengths
+    )
+    return Averaged([*others, *last], values, exact)
   assert key is not None  # given with codes
   replicas = collectives.num_devices(axis_name)
   replica = collectives.device_index(axis_name)
   first, second = jax.random.split(jax.random.fold_in(key, replica))
   places = _by_code(codes)
   own = {code: [values[i] for i in at] for code, at in places.items()}
-  parts = [_pack(x, code, replicas) for code, x in own.items()]
+  varying = list(own).index(codes[-1])
+  layouts = [
+    _Layout(code, replicas, lengths is not None and code == codes[-1])
+    for code in own
+  ]
+  if lengths is not None:
+    sizes = layouts[varying].sizes(own[codes[-1]], lengths.choices)
+    lengths = lengths._replace(choices=sizes)
+
+  def send(collective: Callable, encoded: list[Encoded], rows: Any) -> Any:
+    encoded, cut = [*encoded], encoded[varying].blocks
+    encoded[varying] = encoded[varying]._replace(blocks=())
+    send = functools.partial(collective, axis_name=axis_name)
+    cut, (found, rows) = _at_level(send, cut, (encoded, rows), lengths)
+    found[varying] = found[varying]._replace(blocks=cut)
+    return found, rows
+
+  parts = [
+    layout.pack(x) for layout, x in zip(layouts, own.values(), strict=True)
+  ]
   encoded = [code.encode(x, first) for code, x in zip(own, parts, strict=True)]
   rows = [_rows(x, replicas) for code, x in own.items() if code.moves_zeros]
   # All-to-all: y_j / N, the mean of part j of all replicas, on replica j.
-  received, rows = collectives.exchange_parts((encoded, rows), axis_name)
+  received, rows = send(collectives.exchange_parts, encoded, rows)
   is_own = (jnp.arange(replicas) == replica)[:, None]
   means, sent = [], []
   for code, part, x, y in zip(own, parts, encoded, received, strict=True):
@@ -97,19 +136,50 @@ def average(
     sent.append(jnp.where(is_own, part + error, code.decode(x)))
   rows = [jax.lax.reduce_or(bits, (0,)) for bits in rows]
   # All-gather: the means of all parts, on every replica.
-  means, rows = collectives.gather((means, rows), axis_name)
+  means, rows = send(collectives.gather, means, rows)
   means = [code.decode(x) for code, x in zip(own, means, strict=True)]
   exact = order.in_turn(exact, means)
   exact = collectives.mean(exact, axis_name)
   found = Averaged([*values], [*values], exact)
   rows = iter(rows)
-  for (code, at), x, y in zip(places.items(), means, sent, strict=True):
-    both = [_unpack(x, own[code], code), _unpack(y, own[code], code)]
-    if code.moves_zeros:
+  for layout, at, x, y in zip(
+    layouts, places.values(), means, sent, strict=True
+  ):
+    both = [layout.unpack(z, own[layout.code]) for z in (x, y)]
+    if layout.code.moves_zeros:
       both = _without_zero_rows(both, next(rows))
     for i, mean, part in zip(at, *both, strict=True):
       found.mean[i], found.sent[i] = mean, part
   return found
+
+
+def _at_level(
+  collective: Callable, cut: Any, rest: Any, lengths: Lengths | None
+) -> Any:
+  """Sends (cut, rest): of arrays [..., n] in `cut` the first entries in use.
+
+  A collective of its own length for each level is in a branch of a switch.
+
+  Returns:
+    What is received, with zeros for entries of `cut` that are not in use.
+  """
+  choices, level = lengths or ((1,), 0)
+  most = max(choices)
+
+  def send(size: int, cut: Any, rest: Any) -> Any:
+    own = jax.tree.map(lambda x: x[..., : x.shape[-1] // most * size], cut)
+    found, rest = collective((own, rest))
+
+    def fill(x: jax.Array, like: jax.Array) -> jax.Array:
+      missing = like.shape[-1] - x.shape[-1]
+      return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+
+    return jax.tree.map(fill, found, cut), rest
+
+  if len(set(choices)) == 1:
+    return send(most, cut, rest)
+  branches = [functools.partial(send, size) for size in choices]
+  return jax.lax.switch(order.branch_index(level), branches, cut, rest)
 
 
 def average_bytes(
@@ -180,28 +250,57 @@ def _without_zero_rows(
   ]
 
 
-def _pack(values: Sequence[jax.Array], code: Code, replicas: int) -> jax.Array:
-  """Packs all values as [replicas, n]; no two values share a granule."""
-  # Zeros: a block's error, which is less than its energy, is less than that of
-  # the values then.
-  flat = [
-    jnp.pad(value.ravel(), (0, -value.size % code.granule)) for value in values
-  ]
-  vector = jnp.concatenate(flat)
-  length = _padded(vector.size, code.granule * replicas)
-  return jnp.pad(vector, (0, length - vector.size)).reshape(replicas, -1)
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+  """Packs values as one row of blocks for each replica, its part.
 
+  No two values share a block. Replicas get a run of blocks each, or one after
+  the other by turns: then the first blocks of all are the first of each part.
+  """
 
-def _unpack(
-  parts: jax.Array, values: Sequence[jax.Array], code: Code
-) -> list[jax.Array]:
-  """Reverses `_pack`; `values` give the shapes."""
-  ends = np.cumsum([_padded(value.size, code.granule) for value in values])
-  pieces = jnp.split(parts.ravel()[: ends[-1]], ends[:-1])
-  return [
-    piece[: value.size].reshape(value.shape)
-    for piece, value in zip(pieces, values, strict=True)
-  ]
+  code: Code
+  replicas: int
+  by_turns: bool
+
+  def pack(self, values: Sequence[jax.Array]) -> jax.Array:
+    """Packs values as float32 [replicas, n]."""
+    # Zeros: a block's error, which is less than its energy, is less than that
+    # of the values then.
+    granule = self.code.granule
+    flat = [jnp.pad(x.ravel(), (0, -x.size % granule)) for x in values]
+    vector = jnp.concatenate(flat)
+    length = _padded(vector.size, granule * self.replicas)
+    vector = jnp.pad(vector, (0, length - vector.size))
+    if self.by_turns:
+      blocks = vector.reshape(-1, self.replicas, granule)
+      vector = blocks.swapaxes(0, 1)
+    return vector.reshape(self.replicas, -1)
+
+  def unpack(
+    self, parts: jax.Array, values: Sequence[jax.Array]
+  ) -> list[jax.Array]:
+    """Reverses `pack`; `values` give the shapes."""
+    granule = self.code.granule
+    if self.by_turns:
+      parts = parts.reshape(self.replicas, -1, granule).swapaxes(0, 1)
+    ends = np.cumsum([_padded(x.size, granule) for x in values])
+    pieces = jnp.split(parts.ravel()[: ends[-1]], ends[:-1])
+    return [
+      piece[: x.size].reshape(x.shape)
+      for piece, x in zip(pieces, values, strict=True)
+    ]
+
+  def sizes(
+    self, values: Sequence[jax.Array], choices: Sequence[int]
+  ) -> list[int]:
+    """Returns the blocks of a part, by entries in use of the last value."""
+    granule = self.code.granule
+    fixed = sum(_padded(x.size, granule) for x in values[:-1])
+    each = granule * self.replicas
+    return [
+      _padded(fixed + _padded(length, granule), each) // each
+      for length in choices
+    ]
 
 
 def _padded(size: int, granule: int) -> int:

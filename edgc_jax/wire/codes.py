@@ -10,7 +10,7 @@ and adds it to the next values. That is stable only if a code contracts:
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,25 @@ _LEAST = float(np.finfo(np.float32).tiny)
 _LARGEST_FACTOR = 256  # of a rotation that is one product
 
 
+class Encoded(NamedTuple):
+  """Encoded values [..., n], in blocks of a code's granule.
+
+  Attributes:
+    blocks: A tree of arrays [..., *], with the same number of entries for each
+      block in the last axis, block after block.
+    common: A tree of arrays [..., *] that all blocks need.
+  """
+
+  blocks: Any
+  common: Any = ()
+
+
 class Code(Protocol):
-  """An encoding of values in groups."""
+  """An encoding of values in blocks."""
 
   @property
   def granule(self) -> int:
-    """Values in a group."""
+    """Values in a block."""
 
   @property
   def needs_feedback(self) -> bool:
@@ -38,11 +51,11 @@ class Code(Protocol):
   def moves_zeros(self) -> bool:
     """Whether zeros beside other values decode to other numbers."""
 
-  def encode(self, values: jax.Array, key: jax.Array) -> Any:
-    """Encodes float32 [..., n], n a multiple of the granule, as [..., *]."""
+  def encode(self, values: jax.Array, key: jax.Array) -> Encoded:
+    """Encodes float32 [..., n], n a multiple of the granule."""
 
-  def decode(self, sent: Any) -> jax.Array:
-    """Decodes the arrays of `encode` to float32 [..., n]."""
+  def decode(self, sent: Encoded) -> jax.Array:
+    """Decodes to float32 [..., n]; blocks of zeros alone to finite numbers."""
 
   def num_bytes(self, size: int, parts: int = 1) -> int:
     """Returns the bytes of `size` values, in `parts` of whole granules."""
@@ -60,12 +73,15 @@ class Bfloat16:
   needs_feedback: ClassVar[bool] = False
   moves_zeros: ClassVar[bool] = False
 
-  def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
+  def encode(self, values: jax.Array, key: jax.Array) -> Encoded:
     del key
-    return jax.lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
+    return Encoded(
+      jax.lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
+    )
 
-  def decode(self, sent: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(sent, jnp.bfloat16).astype(jnp.float32)
+  def decode(self, sent: Encoded) -> jax.Array:
+    values = jax.lax.bitcast_convert_type(sent.blocks, jnp.bfloat16)
+    return values.astype(jnp.float32)
 
   def num_bytes(self, size: int, parts: int = 1) -> int:
     del parts
@@ -102,7 +118,7 @@ class Blockwise:
   def _levels(self) -> int:
     return 2 ** (self.bits - 1) - 1
 
-  def encode(self, values: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
+  def encode(self, values: jax.Array, key: jax.Array) -> Encoded:
     blocks = values.reshape(*values.shape[:-1], -1, self.granule)
     scale = _rounded_up(jnp.max(jnp.abs(blocks), axis=-1, keepdims=True))
     # Divides by the scale: 1 / scale overflows for the smallest numbers.
@@ -111,19 +127,17 @@ class Blockwise:
     # floor(L x / s + u)
     rounded = jnp.floor(blocks / safe * self._levels + offset)
     integers = jnp.clip(rounded, -self._levels, self._levels).astype(jnp.int8)
-    integers = integers.reshape(values.shape)
-    integers = packed(integers, self.bits)
+    integers = packed(integers, self.bits).reshape(*values.shape[:-1], -1)
     scales = Bfloat16().encode(scale[..., 0], key)
-    return {"integers": integers, "scales": scales}
+    return Encoded((integers, scales))
 
-  def decode(self, sent: dict[str, jax.Array]) -> jax.Array:
-    integers = unpacked(sent["integers"], self.bits)
-    scales = Bfloat16().decode(sent["scales"])
-    shape = integers.shape
-    blocks = integers.reshape(*shape[:-1], -1, self.granule)
+  def decode(self, sent: Encoded) -> jax.Array:
+    integers, scales = sent.blocks
+    scales = Bfloat16().decode(scales)
+    integers = unpacked(integers.reshape(*scales.shape, -1), self.bits)
     # Divides before it multiplies: a step of a tiny scale is below float32's.
-    shares = blocks.astype(jnp.float32) / self._levels
-    return (shares * scales[..., None]).reshape(shape)
+    shares = integers.astype(jnp.float32) / self._levels
+    return (shares * scales[..., None]).reshape(*scales.shape[:-1], -1)
 
   def num_bytes(self, size: int, parts: int = 1) -> int:
     del parts
@@ -212,7 +226,7 @@ class Levels:
   def _levels(self) -> np.ndarray:
     return _gaussian_levels(2**self.bits - 1 + self.is_rotated)
 
-  def encode(self, values: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
+  def encode(self, values: jax.Array, key: jax.Array) -> Encoded:
     blocks = values.reshape(*values.shape[:-1], -1, self.granule)
     # Squares of numbers below one stay in range.
     largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
@@ -235,11 +249,12 @@ class Levels:
     decoded = (top * jnp.asarray(_shares())[scales])[..., None]
     integers = packed(_index(unit, decoded / largest, levels), self.bits)
     integers = integers.reshape(*values.shape[:-1], -1)
-    return {"integers": integers, "scales": scales, "top": top}
+    return Encoded((integers, scales), top)
 
-  def decode(self, sent: dict[str, jax.Array]) -> jax.Array:
-    scales = sent["top"] * jnp.asarray(_shares())[sent["scales"]]
-    integers = sent["integers"].reshape(*scales.shape, -1)
+  def decode(self, sent: Encoded) -> jax.Array:
+    integers, scales = sent.blocks
+    scales = sent.common * jnp.asarray(_shares())[scales]
+    integers = integers.reshape(*scales.shape, -1)
     chosen = jnp.asarray(self._levels)[unpacked(integers, self.bits)]
     if self.is_rotated:
       chosen = _hadamard(chosen) * _signs(self.granule)  # R^T c

@@ -9,7 +9,7 @@ bytes.
 
 One compiled program serves every rank of the ladder, and sends only the bytes
 of the rank in use: each rank has a collective of its own length, in a branch of
-a switch. Nothing else is inside the switch, except for the encoding.
+a switch. Nothing else is inside the switch: values are encoded before it.
 """
 
 from collections.abc import Sequence
@@ -204,59 +204,34 @@ class Wire:
     factors = [packing.in_use(sends[i].values, r) for i, r in packed.items()]
     plain = [sends[i].values for i in whole]
     exact = [(send.exact, send.measured) for send in sends]
-    own_codes = [codes[i] for i in whole]
-    if not packed:
-      done = self._mean(plain, _codes(own_codes), exact)
-    else:
-      in_codes = _codes([self._code, *own_codes])
-      buffer = packing.pack(factors, own_ranks, max(lengths))
-      done = self._by_level(buffer, lengths, plain, in_codes, exact)
+    own_codes, in_use = [codes[i] for i in whole], None
+    if packed:
+      plain.append(packing.pack(factors, own_ranks, max(lengths)))
+      own_codes.append(self._code)
+      if len(set(lengths)) > 1:
+        in_use = averages.Lengths(lengths, self._level)
+    done = averages.average(
+      plain,
+      self._axis_name,
+      _codes(own_codes),
+      self._round_key,
+      exact,
+      in_use,
+    )
     mean: list[Any] = [None] * len(sends)
     sent: list[Any] = list(mean)
     for found, place in ((done.mean, mean), (done.sent, sent)):
-      if packed and found:
-        restored = packing.unpack(found[0], factors, own_ranks)
+      for i, value in zip(whole, found[: len(whole)], strict=True):
+        place[i] = value
+      if packed:
+        restored = packing.unpack(found[-1], factors, own_ranks)
         for i, value in zip(packed, restored, strict=True):
           place[i] = value
-      for i, value in zip(whole, found[bool(packed) :], strict=bool(found)):
-        place[i] = value
     if not any(codes):  # the whole values were sent
       sent = [send.values for send in sends]
       for i, factor in zip(packed, factors, strict=True):
         sent[i] = factor
     return mean, sent, [e for e, _ in done.exact], [m for _, m in done.exact]
-
-  def _by_level(
-    self,
-    buffer: jax.Array,
-    lengths: list[int],
-    plain: list,
-    codes: Sequence[Code] | None,
-    exact: Any,
-  ) -> averages.Averaged:
-    """Averages a buffer; its length follows the rank in use."""
-    most = max(lengths)
-
-    def send(length: int, buffer: jax.Array, rest: Any) -> averages.Averaged:
-      found = self._mean([buffer[:length], *rest[0]], codes, rest[1])
-      fill = lambda xs: [jnp.pad(xs[0], (0, most - length)), *xs[1:]]  # noqa: E731
-      sent = fill(found.sent) if codes else []
-      return averages.Averaged(fill(found.mean), sent, found.exact)
-
-    branches = [
-      lambda *args, length=length: send(length, *args) for length in lengths
-    ]
-    if len(set(lengths)) == 1:
-      return branches[0](buffer, (plain, exact))
-    level = order.branch_index(self._level)
-    return jax.lax.switch(level, branches, buffer, (plain, exact))
-
-  def _mean(
-    self, values: list[jax.Array], codes: Sequence[Code] | None, exact: Any
-  ) -> averages.Averaged:
-    return averages.average(
-      values, self._axis_name, codes, self._round_key, exact
-    )
 
   @property
   def _replicas(self) -> int:

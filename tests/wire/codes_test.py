@@ -205,7 +205,7 @@ def test_rotated_values_of_any_scales_have_the_published_error():
 def test_no_value_exceeds_the_scale():
   """A scale rounded to nearest would clip, and bias, the largest values."""
   values = jnp.linspace(1.0, 2.0, 999)[:, None] * jnp.ones((1, 8))
-  scales = Blockwise(8, 8).encode(values, jax.random.key(0))["scales"]
+  _, scales = Blockwise(8, 8).encode(values, jax.random.key(0)).blocks
   found = np.asarray(Bfloat16().decode(scales))
   assert (found >= values[:, :1]).all()
   assert (found <= values[:, :1] * (1 + 2**-7)).all()
