@@ -142,12 +142,8 @@ def unit_columns(rows: jax.Array) -> jax.Array:
 
 
 def revive(
-  factors: jax.Array,
-  shares: jax.Array,
-  energies: jax.Array,
-  signs: jax.Array,
-  unit: jax.Array,
-) -> jax.Array:
+  rows: jax.Array, shares: jax.Array, signs: jax.Array, unit: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """Adds a small random direction to columns that are vanishing.
 
     q_c + 1e-3 max(0, 1 - t_c / 1e-2) max(|q_c|, 1e-6 unit) n_c
@@ -161,20 +157,20 @@ def revive(
   numbers (Halko et al. 2011, arXiv:0909.4061) and need one draw per entry.
 
   Args:
-    factors: Stack of factors, float32 [k, r, n].
-    shares: t, [k, r], from the basis P; 1 for columns not in use.
-    energies: |q_c|^2, [k, r], in units of unit^2.
-    signs: Random signs, [k, n]; equal on all replicas.
+    rows: float32 [r, n], the columns q_c.
+    shares: t, [r], from the basis P; 1 for columns not in use.
+    signs: Random signs, [n]; equal on all replicas.
     unit: float32 [], the largest number received, positive.
 
   Returns:
-    Factors of the same shape.
+    Columns of the same shape, and |Q|^2 before, in units of unit^2.
   """
+  energies = jnp.square(rows / unit).sum(1)
   size = jnp.maximum(jnp.sqrt(energies), _LEAST) * unit
   # Zero at the threshold, so replicas on either side of it do not diverge.
   weight = _NEW * jnp.maximum(0.0, 1.0 - shares / _FADING) * size
-  new = signs[:, None, :] * _walsh(*factors.shape[1:])
-  return factors + weight[:, :, None] * new
+  new = signs * jax.lax.rsqrt(jnp.square(signs).sum()) * _walsh(*rows.shape)
+  return rows + weight[:, None] * new, energies.sum()
 
 
 class _New(NamedTuple):
@@ -251,11 +247,11 @@ def _inverse_root(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _walsh(width: int, length: int) -> jax.Array:
-  """Returns different Walsh functions of length one, [width, length]."""
+  """Returns different Walsh functions, 1 and -1, [width, length]."""
   row = jax.lax.broadcasted_iota(jnp.uint32, (width, length), 0)
   entry = jax.lax.broadcasted_iota(jnp.uint32, (width, length), 1)
   is_odd = jax.lax.population_count(row & entry) & 1
-  return (1.0 - 2.0 * is_odd.astype(jnp.float32)) * length**-0.5
+  return 1.0 - 2.0 * is_odd.astype(jnp.float32)
 
 
 def product(is_tall: bool, q: jax.Array, m: jax.Array) -> jax.Array:

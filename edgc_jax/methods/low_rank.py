@@ -44,6 +44,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from edgc_jax import validation
 from edgc_jax.budget.allocation import ErrorAllocation, ErrorAllocator
@@ -58,11 +59,13 @@ from edgc_jax.reducer.reducer import (
 from edgc_jax.reducer.rounds import (
   DENSE,
   Draws,
+  Each,
   Energies,
   Method,
   Outcome,
   Rounds,
   added,
+  each,
   is_encoded,
 )
 from edgc_jax.wire import packing
@@ -72,62 +75,79 @@ from edgc_jax.wire.wire import Send
 
 def low_rank(
   leaf: Leaf,
-  gradient: jax.Array,
+  terms: Sequence[tuple[jax.Array, ...]],
   state: LeafState,
   ranks: jax.Array,
   draws: Draws,
 ) -> Rounds:
-  """Sends the k matrices of a leaf as factors.
+  """Sends the k matrices of a stack of leaves as factors.
 
   Wire: r (m + n) + 17 values for each matrix.
 
   Args:
-    leaf: The leaf; its width is the width of both factors.
-    gradient: Local.
-    state: Q and the residual.
+    leaf: The stack; its width is the width of both factors.
+    terms: The arrays whose sum is M, of each leaf of the stack.
+    state: Q.
     ranks: int32 [k], columns in use.
     draws: Signs of the sketch, and of new directions.
   """
   used = None if leaf.is_fixed else ranks
-  gradient = gradient.reshape(leaf.view)
-  parts = (gradient,)  # of M
-  if state.residual is not None:
-    parts += (state.residual.reshape(leaf.view),)
+  ends = np.cumsum([len(own[0]) for own in terms])[:-1]
 
-  def search(q: jax.Array, parts: tuple) -> jax.Array:
-    # P_i = M_i unit(Q)
-    q = linear_algebra.unit_columns(q)
-    return linear_algebra.product(leaf.is_tall, q, added(*parts))
+  def cut(x: jax.Array) -> list[jax.Array]:
+    return jnp.split(x, ends) if len(ends) else [x]
 
-  p = yield Send(_each(search, (state.factor_q, parts)), used)
+  def of_leaves(function: Callable[..., Any], rows: jax.Array) -> Any:
+    """Maps a function of the rows of a factor, and of M."""
+    found = [
+      each(lambda x, own: function(x, added(*own)), (x, own))
+      for x, own in zip(cut(rows), terms, strict=True)
+    ]
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *found)
+
+  # P_i = M_i unit(Q)
+  q = yield Each(linear_algebra.unit_columns, (state.factor_q,))
+  search = functools.partial(linear_algebra.product, leaf.is_tall)
+  p = yield Send(of_leaves(search, q), used)
   unit = linear_algebra.unit_of(p.mean)
+  # P = orth(mean_i P_i)
+  basis = yield Each(linear_algebra.orthonormalize, (p.mean,))
 
-  def project(p: jax.Array, signs: jax.Array, parts: tuple) -> tuple:
-    m = added(*parts)
-    # P = orth(mean_i P_i)
-    basis = linear_algebra.orthonormalize(p)
-    # Q_i = M_i^T P, and u^T M_i, the rows of a sketch, in one pass
-    both = jnp.concatenate([signs, basis.rows])
-    rows = linear_algebra.product(not leaf.is_tall, both, m)
-    return basis, rows, linear_algebra.energy(m, unit)
+  def project(rows: jax.Array, m: jax.Array) -> tuple:
+    rows = linear_algebra.product(not leaf.is_tall, rows, m)
+    return rows, linear_algebra.energy(m, unit)
 
-  basis, rows, energy = _each(project, (p.mean, draws.short, parts))
+  # Q_i = M_i^T P, and u^T M_i, the rows of a sketch, in one pass
+  rows, energy = of_leaves(
+    project, jnp.concatenate([draws.short, basis.rows], axis=1)
+  )
   own_q = rows[:, 1:]
-  z = sketches.residual_sketch(rows[:, :1], basis.rows, own_q, draws)
+  z = yield Each(
+    sketches.residual_sketch,
+    (rows[:, 0], basis.rows, own_q, draws.short[:, 0], draws.long),
+  )
   # |M_i - P Q_i^T|^2 = |M_i|^2 - |Q_i|^2; the encoding error is much smaller.
   energy -= linear_algebra.energy(own_q, unit)
   q = yield Send(own_q, used, measured=(z, energy))
 
   # update = P Q'^T,  residual_i = M_i - P Q_i^T
-  product = functools.partial(linear_algebra.outer_product, leaf.is_tall)
-  update = jax.vmap(product)(basis.rows, q.mean)
-  left = added(*parts) - jax.vmap(product)(basis.rows, q.sent)
-  z, energy = q.measured
-  lost, columns = sketches.squared(z, unit), jnp.square(q.mean / unit).sum(2)
-  new_q = linear_algebra.revive(
-    q.mean, _in_use(used, basis.shares, 1.0), columns, draws.fresh, unit
+  product = jax.vmap(
+    functools.partial(linear_algebra.outer_product, leaf.is_tall)
   )
-  total, energy = lost + columns.sum(1), jnp.maximum(energy, 0.0)
+  update, left = [], []
+  for p, mean, sent, own in zip(
+    *map(cut, (basis.rows, q.mean, q.sent)), terms, strict=True
+  ):
+    update.append(product(p, mean))
+    left.append(added(*own) - product(p, sent))
+  z, energy = q.measured
+  lost = sketches.squared(z, unit)
+  units = jnp.full_like(lost, unit)
+  new_q, kept = yield Each(
+    linear_algebra.revive,
+    (q.mean, _in_use(used, basis.shares, 1.0), draws.fresh, units),
+  )
+  total, energy = lost + kept, jnp.maximum(energy, 0.0)
   return Outcome(
     update,
     left,
@@ -223,18 +243,3 @@ def allocator_for(
 def _in_use(ranks: jax.Array | None, rows: jax.Array, other: Any) -> jax.Array:
   """Returns the rows in use, `other` beyond; None: all rows always are."""
   return rows if ranks is None else packing.in_use(rows, ranks, other)
-
-
-def _each(function: Callable[..., Any], stacks: tuple) -> Any:
-  """Maps a function over the matrices of stacks.
-
-  On CPUs one after the other: a batched factorisation splits its work and waits
-  for threads, and several at once may occupy all threads of XLA's pool.
-  """
-  if jax.default_backend() != "cpu":
-    return jax.vmap(function)(*stacks)
-  if len(stacks[0]) > 1:
-    return jax.lax.map(lambda x: function(*x), stacks)
-  # XLA's CPU backend has more threads outside of loops.
-  one = function(*jax.tree.map(lambda x: x[0], stacks))
-  return jax.tree.map(lambda x: x[None], one)

@@ -27,25 +27,25 @@ def sketch(leaf: Leaf, m: jax.Array, draws: Draws) -> jax.Array:
   if leaf.is_tall:
     m = jnp.swapaxes(m, 1, 2)
   rows = jnp.matmul(draws.short, m, precision=jax.lax.Precision.HIGHEST)
-  return _in_groups(rows, draws)
+  return _in_groups(rows[:, 0] * draws.long)
 
 
 def residual_sketch(
-  rows: jax.Array, p: jax.Array, q: jax.Array, draws: Draws
+  row: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array, v: jax.Array
 ) -> jax.Array:
-  """Returns the sketch z of M - P Q^T, without forming it.
+  """Returns the sketch z of one M - P Q^T, without forming it.
 
   Args:
-    rows: u^T M, float32 [k, 1, n].
-    p, q: Rows of P and of Q, float32 [k, r, m] and [k, r, n].
-    draws: The signs u and v.
+    row: u^T M, float32 [n].
+    p, q: Rows of P and of Q, float32 [r, m] and [r, n].
+    u, v: Signs, float32 [m] and [n].
 
   Returns:
-    float32 [k, 16].
+    float32 [16].
   """
   exact = jax.lax.Precision.HIGHEST
-  shares = jnp.matmul(draws.short, jnp.swapaxes(p, 1, 2), precision=exact)
-  return _in_groups(rows - jnp.matmul(shares, q, precision=exact), draws)
+  shares = jnp.matmul(p, u, precision=exact)
+  return _in_groups(v * (row - jnp.matmul(shares, q, precision=exact)))
 
 
 def squared(sketches: jax.Array, unit: jax.Array) -> jax.Array:
@@ -53,8 +53,8 @@ def squared(sketches: jax.Array, unit: jax.Array) -> jax.Array:
   return jnp.sum(jnp.square(sketches / unit), axis=1)
 
 
-def _in_groups(rows: jax.Array, draws: Draws) -> jax.Array:
-  """Multiplies rows [k, 1, n] by v, and sums them over groups of columns."""
-  row = rows[:, 0] * draws.long
-  row = jnp.pad(row, ((0, 0), (0, -row.shape[1] % SKETCH_VALUES)))
-  return jnp.sum(row.reshape(len(row), SKETCH_VALUES, -1), axis=2)
+def _in_groups(rows: jax.Array) -> jax.Array:
+  """Sums float32 [..., n] over groups of columns, each 16th one of a group."""
+  *lead, length = rows.shape
+  rows = jnp.pad(rows, [(0, 0)] * len(lead) + [(0, -length % SKETCH_VALUES)])
+  return jnp.sum(rows.reshape(*lead, -1, SKETCH_VALUES), axis=-2)

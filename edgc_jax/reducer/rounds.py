@@ -20,7 +20,7 @@ Karimireddy et al. 2019, arXiv:1901.09847).
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,8 +58,8 @@ class Outcome(NamedTuple):
     energies: Energies of the error; None if nothing was lost, or measured.
   """
 
-  update: jax.Array
-  residual: jax.Array | None = None
+  update: Any
+  residual: Any = None
   factor_q: jax.Array | None = None
   energies: Energies | None = None
 
@@ -86,10 +86,28 @@ class Draws(NamedTuple):
   fresh: jax.Array  # signs, float32 [k, n]
 
 
+class Each(NamedTuple):
+  """A function of single matrices, to be mapped over those of all leaves.
+
+  A method yields it between two rounds, and gets what the function returns for
+  each of its k matrices, stacked. Leaves whose arrays have about equal sizes
+  share one loop, so that time to compile does not grow with their number. For
+  that their arrays are padded with zeros at the end of each axis; what the
+  function returns for entries that are not padded may not depend on it.
+
+  Attributes:
+    function: Of one entry of each stack; the same object for all leaves.
+    stacks: Arrays [k, ...].
+  """
+
+  function: Callable[..., Any]
+  stacks: tuple
+
+
 # Entries; smaller leaves that are sent dense are joined to one array, since
 # each array takes time to compile.
 _SMALL = 2**16
-Rounds = Generator[Send | None, Reply, Outcome]
+Rounds = Generator[Send | Each | None, Any, Outcome]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +122,13 @@ class Method:
     compresses: Whether it sends less than the whole matrices.
     measures: Whether its outcomes have energies; if not, `metrics` has no
       errors.
-    joins: Whether leaves with matrices of equal shape are sent as one stack,
-      so that the time to compile does not grow with their number. The gradient
-      of a stack is M already, and its state has no residual.
+    joins: Whether leaves with matrices of equal shape come as one stack, so
+      that time to compile hardly grows with their number. Then `gradient` is a
+      list over the leaves of the arrays [k, m, n] whose sum is M, the state has
+      no residual, and `update` and `residual` of the outcome are lists, too.
   """
 
-  rounds: Callable[[Leaf, jax.Array, LeafState, Any, Any], Rounds]
+  rounds: Callable[[Leaf, Any, LeafState, Any, Any], Rounds]
   name: str = "compressed"
   compresses: bool = True
   measures: bool = False
@@ -167,7 +186,7 @@ class Input(NamedTuple):
   """A leaf, as it goes into an exchange; it comes out as an `Outcome`."""
 
   leaf: Leaf
-  gradient: jax.Array  # local
+  gradient: Any  # local; of a stack as `Method` says
   state: LeafState
   ranks: jax.Array | None  # int32 [k], columns in use; None without matrices
 
@@ -200,8 +219,9 @@ def run(
     stacks.setdefault(_kind(leaf) or i, []).append(i)
   leaves, generators = [], []
   for members in stacks.values():
-    own, signs = [inputs[i] for i in members], [draws[i] for i in members]
-    stack, drawn = _joined(own, signs) if len(own) > 1 else (own[0], signs[0])
+    stack, drawn = _joined(
+      [inputs[i] for i in members], [draws[i] for i in members]
+    )
     leaves.append(stack.leaf)
     generators.append(_started(stack, drawn))
   outcomes, norms = _in_step(leaves, generators, wire, norms)
@@ -209,12 +229,8 @@ def run(
     _require_outcome(leaf, outcome)
   outputs: dict[int, Outcome] = {}
   for members, outcome in zip(stacks.values(), outcomes, strict=True):
-    start = 0
-    for i in members:
-      part = outcome
-      if len(members) > 1:
-        end = start + _length(inputs[i].leaf)
-        part, start = _part(outcome, start, end), end
+    parts = _apart([inputs[i].leaf for i in members], outcome)
+    for i, part in zip(members, parts, strict=True):
       outputs[i] = _fed_back(inputs[i], part)
   return [outputs[i] for i in range(len(inputs))], norms
 
@@ -424,24 +440,24 @@ def _kind(leaf: Leaf) -> Any:
   return None
 
 
-def _length(leaf: Leaf) -> int:
-  """Returns the length of a leaf in a stack: its matrices, or its entries."""
-  return leaf.matrices.count if leaf.method.joins else leaf.size
-
-
 def _joined(
   inputs: Sequence[Input], draws: Sequence[Draws | None]
 ) -> tuple[Input, Draws | None]:
-  """Joins equal leaves along their matrices, or small dense ones end to end.
-
-  The joined gradient is M already, without a residual.
-  """
-  leaf = joined([own.leaf for own in inputs])
-  if not leaf.method.joins:
+  """Joins equal leaves to a stack, or small dense ones end to end."""
+  first = inputs[0]
+  if not first.leaf.method.joins:
+    if len(inputs) == 1:
+      return first, draws[0]
     flat = [added(own.gradient).ravel() for own in inputs]
+    leaf = joined([own.leaf for own in inputs])
     return Input(leaf, jnp.concatenate(flat), LeafState(), None), None
-  m = [
-    added(own.gradient, own.state.residual).reshape(own.leaf.view)
+  # Gradients are not copied: they are most of what is read.
+  terms = [
+    tuple(
+      x.reshape(own.leaf.view)
+      for x in (own.gradient, own.state.residual)
+      if x is not None
+    )
     for own in inputs
   ]
   drawn = [own for own in draws if own is not None]  # of all: they compress
@@ -450,16 +466,82 @@ def _joined(
     for own, signs in zip(inputs, drawn, strict=True)
   ]
   ranks, q, signs = jax.tree.map(lambda *xs: jnp.concatenate(xs), *rest)
-  return (
-    Input(leaf, jnp.concatenate(m), LeafState(q), ranks),
-    Draws(drawn[0].key, *signs),
-  )
+  leaf = joined([own.leaf for own in inputs])
+  return (Input(leaf, terms, LeafState(q), ranks), Draws(drawn[0].key, *signs))
 
 
-def _part(outcome: Outcome, start: int, end: int) -> Outcome:
-  """Returns the outcome of the matrices [start, end) of a stack."""
-  cut = lambda x: x[start:end] if x.ndim else x  # noqa: E731
-  return jax.tree.map(cut, outcome)
+def _apart(leaves: Sequence[Leaf], outcome: Outcome) -> list[Outcome]:
+  """Returns the outcomes of the leaves of a stack."""
+  if not leaves[0].method.joins:
+    if len(leaves) == 1:
+      return [outcome]
+    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+    return [Outcome(update) for update in jnp.split(outcome.update, ends)]
+  found, start = [], 0
+  for i, leaf in enumerate(leaves):
+    own = slice(start, start + leaf.matrices.count)
+    cut = lambda x, own=own: x[own] if x.ndim else x  # noqa: E731
+    rest = jax.tree.map(cut, (outcome.factor_q, outcome.energies))
+    found.append(Outcome(outcome.update[i], outcome.residual[i], *rest))
+    start = own.stop
+  return found
+
+
+def each(function: Callable[..., Any], stacks: tuple) -> Any:
+  """Maps a function over the matrices of stacks [k, ...].
+
+  On CPUs one after the other: a batched factorisation splits its work and waits
+  for threads, and several at once may occupy all threads of XLA's pool.
+  """
+  if jax.default_backend() != "cpu":
+    return jax.vmap(function)(*stacks)
+  if len(jax.tree.leaves(stacks)[0]) > 1:
+    return jax.lax.map(lambda x: function(*x), stacks)
+  # XLA's CPU backend has more threads outside of loops.
+  one = function(*jax.tree.map(lambda x: x[0], stacks))
+  return jax.tree.map(lambda x: x[None], one)
+
+
+def _all_mapped(
+  leaves: Sequence[Leaf], asked: Mapping[int, Each]
+) -> dict[int, Any]:
+  """Maps what the methods of some leaves ask for, of equal kinds together."""
+  kinds: dict[Any, list[int]] = {}
+  for i, own in asked.items():
+    sizes = [_powers(x.shape[1:]) for x in own.stacks]
+    kind = own.function, leaves[i].shards, tuple(sizes)
+    # The compiler may gather arrays to join them.
+    kinds.setdefault(i if order.axes_left() else kind, []).append(i)
+  found = {}
+  for members in kinds.values():
+    function, all_stacks = asked[members[0]].function, []
+    for stacks in zip(*(asked[i].stacks for i in members), strict=True):
+      shape = np.max([x.shape[1:] for x in stacks], axis=0, initial=0)
+      all_stacks.append(jnp.concatenate([_padded(x, shape) for x in stacks]))
+    whole, start = each(function, tuple(all_stacks)), 0
+    for i in members:
+      shapes = jax.eval_shape(jax.vmap(function), *asked[i].stacks)
+      end = start + len(asked[i].stacks[0])
+      found[i] = jax.tree.map(
+        lambda x, like, own=slice(start, end): x[
+          (own, *map(slice, like.shape[1:]))
+        ],
+        whole,
+        shapes,
+      )
+      start = end
+  return found
+
+
+def _powers(shape: Sequence[int]) -> tuple[int, ...]:
+  """Returns the powers of two from which the lengths of axes are."""
+  return tuple((length - 1).bit_length() for length in shape)
+
+
+def _padded(stack: jax.Array, shape: Sequence[int]) -> jax.Array:
+  """Pads the axes after the first one with zeros."""
+  missing = np.subtract(shape, stack.shape[1:])
+  return jnp.pad(stack, [(0, 0), *((0, each) for each in missing)])
 
 
 def _started(own: Input, draws: Draws | None) -> Rounds:
@@ -515,15 +597,22 @@ def _in_step(
   outcomes: dict[int, Outcome] = {}
   replies: Sequence[Reply | None] = [None] * len(rounds)
   mean_norms = None
+
+  def advance(i: int, reply: Any) -> Send | Each | None:
+    try:
+      return rounds[i].send(reply)
+    except StopIteration as done:
+      outcomes[i] = done.value
+      return None
+
   while len(outcomes) < len(rounds) or norms is not None:
-    sends: list[Send | None] = [None] * len(rounds)
-    for i, each in enumerate(rounds):
-      if i not in outcomes:
-        reply = replies[i]
-        try:
-          sends[i] = next(each) if reply is None else each.send(reply)
-        except StopIteration as done:
-          outcomes[i] = done.value
+    sends: list[Any] = [
+      None if i in outcomes else advance(i, reply)
+      for i, reply in enumerate(replies)
+    ]
+    while asked := {i: x for i, x in enumerate(sends) if isinstance(x, Each)}:
+      for i, found in _all_mapped(leaves, asked).items():
+        sends[i] = advance(i, found)
     beside = None
     exact = [(own.exact, own.measured) for own in sends if own is not None]
     if norms is not None and (

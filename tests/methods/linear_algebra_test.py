@@ -187,9 +187,10 @@ Q = jnp.asarray(gaussian().T, jnp.float32)[None]  # rows
 
 def revive(q, shares, seed=0):
   """Revives a stack of one matrix."""
-  energies = jnp.sum(jnp.square(q), axis=2)
-  signs = jax.random.rademacher(jax.random.key(seed), (1, ROWS), jnp.float32)
-  return linear_algebra.revive(q, shares, energies, signs, jnp.ones(()))
+  signs = jax.random.rademacher(jax.random.key(seed), (ROWS,), jnp.float32)
+  rows, energy = linear_algebra.revive(q[0], shares[0], signs, jnp.ones(()))
+  np.testing.assert_allclose(energy, jnp.sum(jnp.square(q)), 1e-5)
+  return rows[None]
 
 
 def test_columns_that_are_new_enough_stay():

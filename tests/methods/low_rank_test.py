@@ -63,6 +63,23 @@ def test_agrees_with_numpy(rank):
     )
 
 
+def test_leaves_of_unlike_shapes_share_their_factorisations():
+  """Padded to one shape they get the updates that each would get alone."""
+  shapes = {"a": (48, 80), "b": (40, 70), "c": (2, 33, 70), "tall": (90, 41)}
+  params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+  tx = float32.powersgd(4, min_ratio=0)
+  run = Pmap(tx, params)
+  steps = [gradients_like(params, seed=seed) for seed in range(3)]
+  # Two for all four leaves: of Q, and of P.
+  assert run.compiled(steps[0]).count("lapack_spotrf") == 2
+  together = [run.step(gradients) for gradients in steps]
+  for name in ("c", "tall"):
+    alone = Pmap(tx, {name: params[name]})
+    for gradients, updates in zip(steps, together, strict=True):
+      found = alone.step({name: gradients[name]})
+      np.testing.assert_allclose(found[name], updates[name], 1e-3, 1e-5)
+
+
 def test_warm_start_finds_the_best_subspace():
   """With the same gradient each step, the update tends to the best."""
   values = 2.0 ** -np.arange(12)

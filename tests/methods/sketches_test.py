@@ -40,7 +40,10 @@ def sketch_of(arrays, seed):
   stack, p, q = arrays
   draws = draws_of(stack.shape, seed)
   rows_p, rows_q = (jnp.swapaxes(x, 1, 2) for x in (p, q))
-  return sketches.residual_sketch(draws.short @ stack, rows_p, rows_q, draws)
+  u, v = draws.short, draws.long
+  return jax.vmap(sketches.residual_sketch)(
+    (u @ stack)[:, 0], rows_p, rows_q, u[:, 0], v
+  )
 
 
 @pytest.mark.parametrize(
