@@ -53,7 +53,7 @@ _MINUTES = flags.DEFINE_float(
 )
 _SLURM = flags.DEFINE_string("slurm", "", "Parameters of submitit, for SLURM.")
 _RENEW = flags.DEFINE_bool(
-  "renew", False, "Repeat judged runs of older versions of a method."
+  "renew", False, "Repeat judged runs of older versions; remove their folders."
 )
 _RETRY = flags.DEFINE_bool("retry", False, "Repeat runs that diverged.")
 

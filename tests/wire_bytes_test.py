@@ -15,6 +15,7 @@ from helpers.meshes import (
 import edgc_jax
 from edgc_jax import allreduce, powersgd, quantize, randomk, topk
 from edgc_jax.budget import entropy
+from edgc_jax.diagnosis import self_test
 from edgc_jax.measure import hlo
 from edgc_jax.wire import agreement
 from edgc_jax.wire.codes import code_of
@@ -47,11 +48,28 @@ def counted(tx, params=PARAMS):
   return part.ladder, list(part.wire_bytes)
 
 
-def sent_at_each_rank(text):
-  """Returns the bytes of an exchange at each rank of a program's ladder."""
+def sent_at_each_rank(text, ranks=1):
+  """Returns the bytes of an exchange at each rank of a program's ladder.
+
+  `ranks` is their number if no conditional tells them apart.
+  """
   ladders = hlo.wire_bytes_by_rank(text)
   plain = hlo.wire_bytes_outside_branches(text)
-  return [plain + sum(sent) for sent in zip(*ladders, strict=True)] or [plain]
+  by_rank = zip(*ladders, strict=True) if ladders else [()] * ranks
+  return [plain + sum(sent) for sent in by_rank]
+
+
+def test_ranks_whose_parts_have_as_many_blocks(monkeypatch):
+  """They send the same, without a branch; the self-test knows of it."""
+  monkeypatch.setattr(self_test, "_SHAPES", {"w": (20, 24)})
+  tx = edgc_jax.edgc(rank_max=8, rank_min=4, rank_multiple=4, min_ratio=1.0)
+  params = {"w": jnp.zeros((20, 24))}
+  text = BACKENDS["pmap"](tx, params).compiled(gradients_like(params, seed=0))
+  ladder, predicted = counted(tx, params)
+  assert ladder == (4, 8) and len({*predicted}) == 1
+  assert hlo.wire_bytes_by_rank(text) == []
+  assert sent_at_each_rank(text, 2) == predicted
+  assert "bytes a step" in self_test._checked_bytes(tx, text, REPLICAS)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +220,8 @@ def test_each_step_sends_what_is_counted(tx, backend, params, ranks, encoded):
   ladder, predicted = counted(tx, params)
   assert ladder == tuple(sorted(ranks))
   assert sent_at_each_rank(text) == predicted
-  # Around P and Q a conditional each, in a code two, or around both one for
-  # dense.
+  # Around P and Q a conditional each, two if they are encoded; or around both
+  # one for dense.
   halves = 4 if encoded else 2
   conditionals = 0 if len(ranks) == 1 else 1 if 0 in ranks else halves
   assert len(hlo.wire_bytes_by_rank(text)) == conditionals

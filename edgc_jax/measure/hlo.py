@@ -66,7 +66,8 @@ def wire_bytes_by_rank(hlo: str) -> list[list[int]]:
 
   These are the conditionals that send something in every branch: around an
   exchange one of dense and of ranks, if both may be used, and for each round of
-  factors one of all ranks, or in a code two.
+  factors one over all ranks; two if they are encoded, or none if all ranks send
+  as many blocks.
 
   Args:
     hlo: Text of a compiled program, as from `compiled.as_text()`.
@@ -74,8 +75,8 @@ def wire_bytes_by_rank(hlo: str) -> list[list[int]]:
   Returns:
     Bytes per replica at each rank of the ladder, in order: a list for each
     outermost conditional. An exchange that may be dense has one, other
-    exchanges at several ranks have two, for P and for Q, or in a code four,
-    for both halves of each average.
+    exchanges at several ranks have two, for P and for Q, or four if factors are
+    encoded, for both halves of each average.
   """
   return _by_rank(_entry(hlo), computations_of(hlo))
 

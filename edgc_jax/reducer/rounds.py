@@ -92,8 +92,9 @@ class Each(NamedTuple):
   A method yields it between two rounds, and gets what the function returns for
   each of its k matrices, stacked. Leaves whose arrays have about equal sizes
   share one loop, so that time to compile does not grow with their number. For
-  that their arrays are padded with zeros at the end of each axis; what the
-  function returns for entries that are not padded may not depend on it.
+  that their arrays are padded with zeros at the end of each axis. Padding may
+  not change what the function returns for the other entries: it may take no
+  mean, and flatten nothing.
 
   Attributes:
     function: Of one entry of each stack; the same object for all leaves.
@@ -482,7 +483,8 @@ def _apart(leaves: Sequence[Leaf], outcome: Outcome) -> list[Outcome]:
     own = slice(start, start + leaf.matrices.count)
     cut = lambda x, own=own: x[own] if x.ndim else x  # noqa: E731
     rest = jax.tree.map(cut, (outcome.factor_q, outcome.energies))
-    found.append(Outcome(outcome.update[i], outcome.residual[i], *rest))
+    residual = outcome.residual and outcome.residual[i]
+    found.append(Outcome(outcome.update[i], residual, *rest))
     start = own.stop
   return found
 
@@ -508,8 +510,8 @@ def _all_mapped(
   """Maps what the methods of some leaves ask for, of equal kinds together."""
   kinds: dict[Any, list[int]] = {}
   for i, own in asked.items():
-    sizes = [_powers(x.shape[1:]) for x in own.stacks]
-    kind = own.function, leaves[i].shards, tuple(sizes)
+    like = [(x.dtype, _powers(x.shape[1:])) for x in own.stacks]
+    kind = own.function, leaves[i].shards, tuple(like)
     # The compiler may gather arrays to join them.
     kinds.setdefault(i if order.axes_left() else kind, []).append(i)
   found = {}
@@ -534,14 +536,14 @@ def _all_mapped(
 
 
 def _powers(shape: Sequence[int]) -> tuple[int, ...]:
-  """Returns the powers of two from which the lengths of axes are."""
+  """Returns the exponents of the least powers of two that hold the axes."""
   return tuple((length - 1).bit_length() for length in shape)
 
 
 def _padded(stack: jax.Array, shape: Sequence[int]) -> jax.Array:
   """Pads the axes after the first one with zeros."""
   missing = np.subtract(shape, stack.shape[1:])
-  return jnp.pad(stack, [(0, 0), *((0, each) for each in missing)])
+  return jnp.pad(stack, [(0, 0), *((0, more) for more in missing)])
 
 
 def _started(own: Input, draws: Draws | None) -> Rounds:
@@ -564,6 +566,13 @@ def _require_outcome(leaf: Leaf, outcome: Any) -> None:
     raise TypeError(
       f"`rounds` of the method {name!r} must return an `Outcome`, got"
       f" {type(outcome).__name__}; end it with `return Outcome(...)`."
+    )
+  is_list = isinstance(outcome.update, list)
+  if leaf.method.joins != is_list:
+    raise TypeError(
+      f"`update` of the method {name!r} must be"
+      f" {'a list over leaves' if leaf.method.joins else 'an array'}, got"
+      f" {type(outcome.update).__name__}; return Outcome of such."
     )
   has_residual = outcome.residual is not None or not leaf.has_residual
   validation.require(

@@ -156,9 +156,9 @@ def average(
 def _at_level(
   collective: Callable, cut: Any, rest: Any, lengths: Lengths | None
 ) -> Any:
-  """Sends (cut, rest): of arrays [..., n] in `cut` the first entries in use.
+  """Sends the first entries of the arrays [..., n] in `cut`, and all of `rest`.
 
-  A collective of its own length for each level is in a branch of a switch.
+  A switch has a branch for each level, with a collective of its length.
 
   Returns:
     What is received, with zeros for entries of `cut` that are not in use.

@@ -9,7 +9,7 @@ bytes.
 
 One compiled program serves every rank of the ladder, and sends only the bytes
 of the rank in use: each rank has a collective of its own length, in a branch of
-a switch. Nothing else is inside the switch: values are encoded before it.
+a switch. Nothing is computed inside the switch: values are encoded before it.
 """
 
 from collections.abc import Sequence

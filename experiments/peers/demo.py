@@ -10,7 +10,7 @@ import optax
 from edgc_jax import validation
 from edgc_jax.methods import chunks
 from edgc_jax.methods.entrywise import Round, make_entrywise
-from edgc_jax.wire.codes import Bfloat16
+from edgc_jax.wire.codes import Bfloat16, Encoded
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
 
@@ -87,14 +87,16 @@ def demo(
     reply = yield Send(gathered=(values, chunks.pack_indices(index, size)))
     all_values, all_indices = reply.gathered
 
-    def back(values: jax.Array, index: jax.Array) -> jax.Array:
+    def back(values: Encoded, index: jax.Array) -> jax.Array:
       mean = chunks.in_place(Bfloat16().decode(values), index, size)
       mean = mean.reshape(k, down, across, *sides)
       mean = jnp.einsum("ai,kdcab,bj->kdicj", first, mean, second, **high)
       return mean.reshape(m.shape)
 
     places = chunks.unpack_indices(all_indices, own, size)
-    return back(all_values, places), back(values[None], index[None])
+    return back(all_values, places), back(
+      jax.tree.map(lambda x: x[None], values), index[None]
+    )
 
   return make_entrywise(average, axis_name, residual_decay=momentum, **options)
 

@@ -69,7 +69,7 @@ def sparse_loco(
       return chunks.in_place(chunks.decode_values(coded), index, chunks.MOST)
 
     mean = in_place(all_coded, _from_12_bits(all_indices))
-    sent = in_place([x[None] for x in coded], index[None])
+    sent = in_place(jax.tree.map(lambda x: x[None], coded), index[None])
     return mean.ravel()[: m.size], sent.ravel()[: m.size]
 
   return make_entrywise(

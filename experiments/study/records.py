@@ -57,10 +57,26 @@ class Record(dict[str, Any]):
     if not self.is_finished:
       return True
     config, summary = self["config"], self["summary"]
-    return summary["versions"] == {
+    return summary.get("versions") == {
       "task": tasks.version_of(config.get("task", "gpt2")),
       **peers.versions_of(summary["reducer"], config.get("local", {})),
     }
+
+  def is_of(self, new: Flat) -> bool:
+    """Returns whether it is of a run of these keys, as `Records.find` says."""
+    old, reducer = self.flat, self["config"]["reducer"]
+    # Most are of another run; the rest takes longer.
+    if any(old[key] != new[key] for key in ("seed", "reducer")):
+      return False
+    defaults = _defaults(reducer)
+    return all(
+      old[key] == new[key]
+      if key in old and key in new
+      else key not in self["changed"]
+      if key in old
+      else key in defaults and new[key] == defaults[key]
+      for key in old.keys() | new.keys()
+    )
 
   @property
   def curve(self) -> pd.DataFrame:
@@ -104,18 +120,16 @@ class Records:
     own = _flat(config)
     diverged = None
     for each in self._all.values():
-      if (
-        each["config"]["seed"] == config.seed
-        and each["config"]["reducer"] == config.reducer
-        and _is_of(each, own, config.reducer)
-      ):
+      if each.is_of(own):
         if each.is_finished:
           return each
         diverged = each
     return diverged
 
   def add(self, config: ConfigDict, found: Mapping[str, Any]) -> pathlib.Path:
-    """Writes the record of a run, in place of an earlier one.
+    """Writes the record of a run, in place of earlier ones.
+
+    Those of other defaults have another name; their files go.
 
     Args:
       config: The configuration.
@@ -128,6 +142,11 @@ class Records:
     changed = sorted(_changed(config))
     values = {"config": _kept(config), "changed": changed, **found}
     lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in values.items()]
+    own = _flat(config)
+    for other in [f for f, each in self._all.items() if each.is_of(own)]:
+      del self._all[other]
+      if other != file:
+        other.unlink()
     file.parent.mkdir(parents=True, exist_ok=True)
     write(file, "{\n" + ",\n".join(lines) + "\n}\n")
     self._all[file] = Record(json.loads(file.read_text()))
@@ -161,19 +180,6 @@ def name_of(config: ConfigDict) -> str:
   text = json.dumps(_changed(config), sort_keys=True)
   digest = hashlib.sha256(text.encode()).hexdigest()[:10]
   return f"{config.reducer}-{digest}-seed{config.seed}"
-
-
-def _is_of(record: Record, new: Flat, reducer: str) -> bool:
-  """Returns whether a record is of a run of these keys."""
-  old, defaults = record.flat, _defaults(reducer)
-  return all(
-    old[key] == new[key]
-    if key in old and key in new
-    else key not in record["changed"]
-    if key in old
-    else key in defaults and new[key] == defaults[key]
-    for key in old.keys() | new.keys()
-  )
 
 
 def numbers_of(folder: str | pathlib.Path) -> dict[str, Any]:

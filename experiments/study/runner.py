@@ -113,7 +113,7 @@ def run_all(
       try:
         found = numbers_of(path_of(run))
         if not Record({"config": run.config.to_dict(), **found}).is_current:
-          raise ValueError("its folder is of an older version; remove it")
+          raise ValueError(f"{path_of(run)} is of an older version; remove it")
       except (OSError, ValueError) as damage:
         failed += 1
         print(f"    {run.arm}: not recorded: {error or damage}", flush=True)

@@ -323,11 +323,18 @@ class Study:
     renew: bool = False,
   ) -> Iterator[Run]:
     """Yields the judged runs that are not recorded, seed by seed."""
-    found = [self.all_judged(arm, seeds, records) for arm in arms]
-    for of_seed in zip(*found, strict=True):
-      for run, record in of_seed:
-        is_old = renew and record is not None and not record.is_current
-        if run is not None and (record is None or is_old):
+    found = {arm: self.all_judged(arm, seeds, records) for arm in arms}
+
+    def is_old(record: Record | None) -> bool:
+      return renew and record is not None and not record.is_current
+
+    for i in range(len(seeds)):
+      for arm, runs in found.items():
+        run, record = runs[i]
+        partner = found.get(arm.removesuffix(MATCHED), ())
+        if arm.endswith(MATCHED) and any(is_old(own) for _, own in partner):
+          continue  # whose bytes, and with them this arm's rank, may change
+        if run is not None and (record is None or is_old(record)):
           yield run
 
   def _tuning_of(

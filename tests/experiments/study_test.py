@@ -591,6 +591,38 @@ def test_runs_of_an_older_version_are_repeated(records, tmp_path, commands):
   assert list(own.plan(records, renew=True)) == []
 
 
+def test_a_new_record_takes_the_place_of_one_of_other_defaults(records):
+  """Whose file has another name; a diverged run, too."""
+  run = next(PLAIN.plan(records))
+  old = records.folder / "old"
+  record(records, run, 2.0)
+  (file,) = records.folder.rglob("*.json")
+  old.mkdir()
+  file.rename(old / "another-name.json")
+  again = Records(records.folder)
+  record(again, run, 2.5)
+  (found,) = records.folder.rglob("*.json")
+  assert found == file
+  assert again.find(run.config)["summary"]["val_loss"] == 2.5
+
+
+def test_a_matched_rank_waits_for_its_renewed_partner(records):
+  tune(TUNED, records, near(2e-3))
+  planned(TUNED, records, lambda arm, seed: 2.0)
+  partners = [TUNED.judged("edgc", seed, records)[0] for seed in (0, 1)]
+  for run in partners:
+    record(records, run, 2.0, versions={"task": 1, "method": 0})
+  for seed in (0, 1):
+    pair, _ = TUNED.judged(PAIR, seed, records)
+    record(records, pair, 2.0, versions={"task": 1, "method": 0})
+  left = [run.arm for run in TUNED.plan(records, renew=True)]
+  assert left == ["edgc", "edgc"]
+  for run in partners:
+    record(records, run, 2.0)
+  left = [run.arm for run in TUNED.plan(records, renew=True)]
+  assert left == [PAIR, PAIR]
+
+
 def test_tuning_of_an_older_version_stays(records):
   old = {"versions": {"task": 1, "method": 0}}
   for run in iter(lambda: next(TUNED.plan(records), None), None):
@@ -610,7 +642,7 @@ def test_a_folder_of_an_older_version_is_not_recorded(
 
   monkeypatch.setattr(runner, "command_of", command_of)
   assert runner.run_all([study_of("one")], records, tmp_path) == 1
-  assert "is of an older version; remove it" in capsys.readouterr().out
+  assert "-seed0 is of an older version; remove it" in capsys.readouterr().out
 
 
 def test_studies_share_a_pool_and_runs(records, tmp_path, commands, capsys):

@@ -22,15 +22,24 @@ from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from edgc_jax.budget.fixed_budget import FixedBudget
-from edgc_jax.leaves.leaf import leaves_in
+from edgc_jax.leaves.leaf import LeafState, leaves_in
 from edgc_jax.measure import hlo
 from edgc_jax.methods.low_rank import with_factors
+from edgc_jax.reducer import rounds
 from edgc_jax.reducer.reducer import Plan, by_exchange, make_reducer
-from edgc_jax.reducer.rounds import DENSE, Method, Outcome, added, count_bytes
+from edgc_jax.reducer.rounds import (
+  DENSE,
+  Each,
+  Input,
+  Method,
+  Outcome,
+  added,
+  count_bytes,
+)
 from edgc_jax.state import growth
 from edgc_jax.wire import averages
 from edgc_jax.wire.codes import code_of
-from edgc_jax.wire.wire import Send
+from edgc_jax.wire.wire import CountingWire, Send
 
 REPLICAS = 4
 PARAMS = {
@@ -194,6 +203,69 @@ def test_bytes_are_counted_once():
     assert count_bytes(*arguments)[0] == sent
   with jax.enable_x64(True):
     assert count_bytes([leaf], (4,), None)[0] == values + 2 * indices
+
+
+def test_a_function_of_all_leaves_keeps_their_types_and_sizes():
+  """It runs once for leaves of close sizes, and may return any tree."""
+  sizes = []
+
+  def twice(x, y):
+    sizes.append(x.shape)
+    return {"sum": jnp.sum(x, axis=0), "y": 2 * y}
+
+  def method(leaf, gradient, state, ranks, draws):
+    m = added(gradient).reshape(leaf.view)
+    number = jnp.full(leaf.view.count, leaf.view.cols)
+    if leaf.view.rows > 7:
+      number = number.astype(jnp.float32)
+    found = yield Each(twice, (m, number))
+    assert found["y"].dtype == number.dtype
+    np.testing.assert_array_equal(found["y"], 2 * number)
+    reply = yield Send(m - found["sum"][:, None])
+    return Outcome(reply.mean)
+
+  shapes = {"a": (5, 9), "b": (7, 12), "c": (2, 8, 16), "d": (8, 9)}
+  params = {k: jnp.ones(shape) for k, shape in shapes.items()}
+  leaves = leaves_in(params)
+  method = Method(method, compresses=False)
+  inputs = [
+    Input(dataclasses.replace(leaf, method=method), x, LeafState(), None)
+    for leaf, x in zip(leaves, params.values(), strict=True)
+  ]
+  wire = CountingWire(2, (0,), None)
+  outcomes, _ = rounds.run(inputs, wire, jax.random.key(0))
+  # Integers and float32, each once, and its shapes.
+  assert set(sizes) >= {(7, 12), (8, 16)}
+  for x, outcome in zip(params.values(), outcomes, strict=True):
+    np.testing.assert_array_equal(outcome.update, 1 - x.shape[-2] + 0 * x)
+
+
+def test_a_stack_needs_no_residual():
+  """But lists over its leaves."""
+
+  def method(leaf, terms, state, ranks, draws):
+    reply = yield Send(exact=[added(*own) for own in terms])
+    return Outcome(reply.exact if leaf.path != "bad" else terms[0][0])
+
+  leaves = leaves_in({"a": jnp.zeros((4, 6)), "b": jnp.zeros((4, 6))})
+  method = Method(method, joins=True)
+  for path in ("", "bad"):
+    inputs = [
+      Input(dataclasses.replace(leaf, method=method, path=path), x,
+            LeafState(jnp.zeros((1, 1, 6))), jnp.ones(1, jnp.int32))
+      for leaf, x in zip(leaves, (jnp.ones((4, 6)), jnp.zeros((4, 6))),
+                         strict=True)
+    ]  # fmt: skip
+    run = lambda: rounds.run(  # noqa: E731
+      inputs,  # noqa: B023
+      CountingWire(2, (1,), None), jax.random.key(0),
+    )  # fmt: skip
+    if path:
+      with pytest.raises(TypeError, match="must be a list over leaves"):
+        run()
+    else:
+      (first, second), _ = run()
+      assert first.update.all() and not second.update.any()
 
 
 def test_a_method_that_cannot_be_hashed():
