@@ -40,7 +40,7 @@ TWO := $(PYTEST) -n 2 --dist loadscope --no-loadscope-reorder
 test: $(VENV)/dev
 	$(TWO) -m "not slow and not soak"
 
-# All contracts.
+# All but the soak tests.
 test-all: test test-slow
 
 # Whole programs on meshes, whole runs, pages and examples.
