@@ -362,7 +362,8 @@ def _family(arm: str) -> str:
     name = ", ".join([name, own.split(", ")[1]])
   if "lookahead" in own:
     return "dense, lookahead"
-  if every and name == "quantize":  # one number of bits has a line
+  # One number of bits has a line, and what was published another.
+  if every and (name == "quantize" or "published" in own):
     name = own
   return name + _RARE if every else name
 
