@@ -316,14 +316,19 @@ def test_equal_matrices_and_known_spectra():
     edgc(**OPTIONS, allocation=ErrorAllocation(0.0)),
     {"stack": jnp.zeros((4, 32, 64))},
   )
-  same = gradients_like({"stack": jnp.zeros((1, 32, 64))}, 0)["stack"]
-  for _ in range(5):
-    run.step({"stack": jnp.repeat(same, 4, axis=1)})
-  values = edgc_jax.metrics(run.state)
-  ranks = np.array(values["matrix_rank"]["stack"])
-  # Equal matrices: up to the noise of the estimate of each one's error.
-  assert ranks.sum() == 4 * values["rank"]
-  assert np.ptp(ranks) <= 2
+  ranks = []
+  for seed in range(16):
+    same = gradients_like({"stack": jnp.zeros((1, 32, 64))}, seed)["stack"]
+    run.restart()
+    for _ in range(5):
+      run.step({"stack": jnp.repeat(same, 4, axis=1)})
+    values = edgc_jax.metrics(run.state)
+    ranks.append(values["matrix_rank"]["stack"])
+    assert np.sum(ranks[-1]) == 4 * values["rank"]
+  # Equal matrices: the estimates of their errors scatter by a ninth, and one
+  # set of them decides ranks that differ by 2 to 6; no matrix is preferred.
+  assert np.ptp(ranks, axis=1).max() <= 6
+  assert np.ptp(np.mean(ranks, axis=0)) <= 1.5
   run.restart()
   sizes = jnp.array([1.0, 0.5, 1.0, 0.5])[:, None, None]
   predicted, measured = [], []
