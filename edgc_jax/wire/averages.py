@@ -90,9 +90,11 @@ def average(
   """
   values = list(values)
   if codes is None or not values:
-    mean = functools.partial(collectives.mean, axis_name=axis_name)
     last, (others, exact) = _at_level(
-      mean, values[-1:], (values[:-1], exact), lengths
+      lambda tree: collectives.mean(tree, axis_name),
+      values[-1:],
+      (values[:-1], exact),
+      lengths,
     )
     return Averaged([*others, *last], values, exact)
   assert key is not None  # given with codes
@@ -113,8 +115,9 @@ def average(
   def send(collective: Callable, encoded: list[Encoded], rows: Any) -> Any:
     encoded, cut = [*encoded], encoded[varying].blocks
     encoded[varying] = encoded[varying]._replace(blocks=())
-    send = functools.partial(collective, axis_name=axis_name)
-    cut, (found, rows) = _at_level(send, cut, (encoded, rows), lengths)
+    cut, (found, rows) = _at_level(
+      lambda tree: collective(tree, axis_name), cut, (encoded, rows), lengths
+    )
     found[varying] = found[varying]._replace(blocks=cut)
     return found, rows
 
