@@ -48,17 +48,6 @@ def counted(tx, params=PARAMS):
   return part.ladder, list(part.wire_bytes)
 
 
-def sent_at_each_rank(text, ranks=1):
-  """Returns the bytes of an exchange at each rank of a program's ladder.
-
-  `ranks` is their number if no conditional tells them apart.
-  """
-  ladders = hlo.wire_bytes_by_rank(text)
-  plain = hlo.wire_bytes_outside_branches(text)
-  by_rank = zip(*ladders, strict=True) if ladders else [()] * ranks
-  return [plain + sum(sent) for sent in by_rank]
-
-
 def test_ranks_whose_parts_have_as_many_blocks(monkeypatch):
   """They send the same, without a branch; the self-test knows of it."""
   monkeypatch.setattr(self_test, "_SHAPES", {"w": (20, 24)})
@@ -68,7 +57,7 @@ def test_ranks_whose_parts_have_as_many_blocks(monkeypatch):
   ladder, predicted = counted(tx, params)
   assert ladder == (4, 8) and len({*predicted}) == 1
   assert hlo.wire_bytes_by_rank(text) == []
-  assert sent_at_each_rank(text, 2) == predicted
+  assert hlo.wire_bytes_of_step(text, 2) == predicted
   assert "bytes a step" in self_test._checked_bytes(tx, text, REPLICAS)
 
 
@@ -94,7 +83,7 @@ def test_every_rank(backend, allocation, estimator, warmup):
   ranks = (4, 8, 12) if warmup else (0, 4, 8, 12)
   predicted = [float32.wire_bytes(PARAMS, rank, rank_min=4) for rank in ranks]
   assert counted(tx) == (ranks, predicted)
-  assert sent_at_each_rank(text) == predicted
+  assert hlo.wire_bytes_of_step(text, len(predicted)) == predicted
   # Around P and Q one conditional each, or around both one for dense.
   assert len(hlo.wire_bytes_by_rank(text)) == (2 if warmup else 1)
   for level, expected in enumerate(predicted):
@@ -141,7 +130,7 @@ def test_every_rank_in_fewer_bits(name, backend, allocation, warmup):
   ladder, predicted = counted(tx, FEWER)
   run = BACKENDS[backend](tx, FEWER)
   text = run.compiled(gradients_like(FEWER, seed=0))
-  assert sent_at_each_rank(text) == predicted
+  assert hlo.wire_bytes_of_step(text, len(predicted)) == predicted
   for rank, expected in zip(ladder, predicted, strict=True):
     if rank != 4:  # alone, factors of rank 4 are not packed
       found = edgc_jax.wire_bytes(
@@ -181,7 +170,7 @@ def test_one_rank_needs_no_branches():
   run = BACKENDS["pmap"](tx, FEWER)
   text = run.compiled(gradients_like(FEWER, seed=0))
   assert hlo.wire_bytes_by_rank(text) == []
-  assert sent_at_each_rank(text) == counted(tx, FEWER)[1]
+  assert hlo.wire_bytes_of_step(text, 1) == counted(tx, FEWER)[1]
 
 
 SWITCHED = {0: 4, 1: 12, 2: 0}
@@ -219,7 +208,7 @@ def test_each_step_sends_what_is_counted(tx, backend, params, ranks, encoded):
   text = run.compiled(gradients)
   ladder, predicted = counted(tx, params)
   assert ladder == tuple(sorted(ranks))
-  assert sent_at_each_rank(text) == predicted
+  assert hlo.wire_bytes_of_step(text, len(predicted)) == predicted
   # Around P and Q a conditional each, two if they are encoded; or around both
   # one for dense.
   halves = 4 if encoded else 2

@@ -192,10 +192,7 @@ def _checked_bytes(
   """Compares the bytes of a compiled step with those predicted."""
   shapes = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in _SHAPES.items()}
   (part,) = describe(tx, shapes, replicas=replicas).parts
-  ladders = hlo.wire_bytes_by_rank(program)
-  by_rank = zip(*ladders, strict=True) if ladders else [()] * len(part.ladder)
-  plain = hlo.wire_bytes_outside_branches(program)
-  sent = [plain + sum(ranks) for ranks in by_rank]
+  sent = hlo.wire_bytes_of_step(program, len(part.ladder))
   if sent != list(part.wire_bytes):
     raise SelfTestError(
       f"the compiled step must send {list(part.wire_bytes)} bytes, as"

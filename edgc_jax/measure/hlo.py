@@ -93,6 +93,22 @@ def wire_bytes_outside_branches(hlo: str) -> int:
   return _total(_entry(hlo), computations_of(hlo), follow_branches=False)
 
 
+def wire_bytes_of_step(hlo: str, ranks: int) -> list[int]:
+  """Counts the bytes of a step at each rank, outside and inside of branches.
+
+  Args:
+    hlo: Text of a compiled program, as from `compiled.as_text()`.
+    ranks: The number of ranks; they send the same if no branch tells them apart.
+
+  Returns:
+    Bytes per replica at each rank of the ladder.
+  """
+  ladders = wire_bytes_by_rank(hlo)
+  by_rank = zip(*ladders, strict=True) if ladders else [()] * ranks
+  plain = wire_bytes_outside_branches(hlo)
+  return [plain + sum(own) for own in by_rank]
+
+
 class Collective(NamedTuple):
   """One collective of a program; it may send several arrays."""
 

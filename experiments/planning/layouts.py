@@ -59,14 +59,11 @@ def compile_step(config: ConfigDict) -> Compiled:
   program = backend.compile_step(*state, config.batch_size)
   seconds = time.monotonic() - start
   over_replicas = hlo.over_axes(program.as_text(), mesh, DATA)
-  ladders = hlo.wire_bytes_by_rank(over_replicas)
   layout = task.layout(mesh.shape)
   (part,) = edgc_jax.describe(
     tx, layout.shapes, mesh=mesh, param_specs=layout.specs
   ).parts
-  always = hlo.wire_bytes_outside_branches(over_replicas)
-  by_rank = zip(*ladders, strict=True) if ladders else [()] * len(part.ladder)
-  sent = [always + sum(own) for own in by_rank]
+  sent = hlo.wire_bytes_of_step(over_replicas, len(part.ladder))
   memory = program.memory_analysis()
   local = layout.of_one_device(mesh.shape)
   return Compiled(
