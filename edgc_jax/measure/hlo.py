@@ -98,7 +98,7 @@ def wire_bytes_of_step(hlo: str, ranks: int) -> list[int]:
 
   Args:
     hlo: Text of a compiled program, as from `compiled.as_text()`.
-    ranks: The number of ranks; they send the same if no branch tells them apart.
+    ranks: Their number; they send the same if no branch tells them apart.
 
   Returns:
     Bytes per replica at each rank of the ladder.
