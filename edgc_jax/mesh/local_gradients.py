@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -231,10 +232,17 @@ def value_and_grad(
       if has_more_axes:
         traced = _traced(_by_vmap(*how), mesh, params, values)
       if traced is None:
-        return joined(*jax.jit(_by_shard_map(*how))(params, values))
-    jaxpr, result = traced
-    flat = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((params, values)))
-    return joined(*jax.tree.unflatten(jax.tree.structure(result), flat))
+        result = jax.jit(_by_shard_map(*how))(params, values)
+      else:
+        jaxpr, result = traced
+        flat = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((params, values)))
+        result = jax.tree.unflatten(jax.tree.structure(result), flat)
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(result)):
+      validation.warn(
+        "`value_and_grad` was called outside of jax.jit, where each call"
+        " compiles its program again; call it in a jitted step."
+      )
+    return joined(*result)
 
   return run
 

@@ -511,11 +511,9 @@ class Reducer:
     shares = choice.allocation
     if plan.allocator:
       # Added up over steps, whose units differ.
-      energies = _energies([found[i] for i in plan.sampled])
-      measured = Measured(
-        jnp.concatenate([x.lost * jnp.square(x.unit) for x in energies]),
-        jnp.concatenate([x.total * jnp.square(x.unit) for x in energies]),
-      )
+      own = _joined([found[i].energies for i in plan.sampled])
+      square = jnp.square(own.unit)
+      measured = Measured(own.lost * square, own.total * square)
       shares = plan.allocator.observe(shares, choice.levels[0], measured, ok)
     report = _report(plan, budget, shares)
     stats, is_measured = _next_stats(state, sent, found, ok)
@@ -733,17 +731,15 @@ def _next_stats(
   )
   if old.relative_error is None or old.residual_norm is None:
     return stats, is_finite
-  energies = _energies(found)
+  energies = [one.energies for one in found if one.energies is not None]
   if energies:
-    unit = functools.reduce(jnp.maximum, [own.unit for own in energies])
-    scaled = [
-      jax.tree.map(lambda x, own=own: jnp.sum(x) * (own.unit / unit) ** 2, own)
-      for own in energies
-    ]
-    # In order, so that programs of other processes round alike.
-    total = jax.tree.map(lambda *xs: sum(xs), *scaled)
+    own = _joined(energies)
+    unit = jnp.max(own.unit)
+    lost, total, residual, _ = jax.tree.map(
+      lambda x: jnp.sum(x * jnp.square(own.unit / unit)), own
+    )
     # |mean residual|^2 / |mean M|^2
-    error, norm = _ratio(total.lost, total.total), unit * total.residual**0.5
+    error, norm = _ratio(lost, total), unit * residual**0.5
   flags = [is_finite, jnp.isfinite(error), jnp.isfinite(norm)]
   is_measured = jnp.all(order.together(flags))
   stats = stats._replace(
@@ -753,9 +749,10 @@ def _next_stats(
   return stats, is_measured
 
 
-def _energies(found: Sequence[Outcome]) -> list[Energies]:
-  """Returns the energies of the leaves that are measured."""
-  return [one.energies for one in found if one.energies is not None]
+def _joined(energies: Sequence[Energies]) -> Energies:
+  """Returns the energies of the matrices of all leaves, each with its unit."""
+  each = [x._replace(unit=jnp.full_like(x.lost, x.unit)) for x in energies]
+  return jax.tree.map(lambda *xs: order.together(xs), *each)
 
 
 def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:

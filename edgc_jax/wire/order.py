@@ -216,14 +216,16 @@ def all_finite(tree: Any) -> jax.Array:
   return jnp.all(together(flags)) if flags else jnp.array(True)
 
 
-def together(scalars: Sequence[jax.Array]) -> jax.Array:
-  """Returns a vector of scalars, to be reduced.
+def together(values: Sequence[jax.Array]) -> jax.Array:
+  """Returns a vector of scalars and vectors, to be reduced.
 
   Without the barrier XLA takes a reduction of parts for a chain of elementwise
   operations, and copies the chain into the computation of every leaf that uses
   the result: with n leaves n^2 operations.
   """
-  return lax.optimization_barrier(jnp.stack(scalars))
+  return lax.optimization_barrier(
+    jnp.concatenate([jnp.atleast_1d(x) for x in values])
+  )
 
 
 def zeros_unless(flag: jax.Array, tree: Any) -> Any:

@@ -619,6 +619,16 @@ def test_outputs_by_row_come_back_by_row(shape):
   np.testing.assert_allclose(aux["logits"], parts.mean(0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", BINDERS)
+def test_gradients_outside_of_a_jitted_step(shape):
+  """Every call compiles, so the first one says so."""
+  value = edgc_jax.value_and_grad(loss_fn, mesh_of(**shape))
+  expected = jax.jit(value)(PARAMS, batch(0))
+  with pytest.warns(RuntimeWarning, match="outside of jax.jit"):
+    found = value(PARAMS, batch(0))
+  assert_near(found, expected)
+
+
 @pytest.mark.parametrize("wrap", [lambda tx: tx, jax.jit])
 def test_leaves_that_are_missing_or_new(wrap):
   """The check comes before `shard_map`, which says less."""
