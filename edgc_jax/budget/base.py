@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
+
+from edgc_jax.wire.channel import Channel
 
 
 class Report(NamedTuple):
@@ -60,13 +61,9 @@ class Budget:
     del count
     return state
 
-  def decision(self, state: Any) -> tuple[Any, Any]:
-    """Returns the discrete part of a state, on which replicas must agree.
-
-    Also returns results of collectives that its broadcast must follow.
-    """
+  def decision(self, state: Any) -> Any:
+    """Returns the discrete part of a state, on which replicas must agree."""
     del state
-    return None, None
 
   def decided(self, state: Any, decision: Any) -> Any:
     """Returns the state with the decision of the first replica."""
@@ -74,20 +71,19 @@ class Budget:
     return state
 
   def sample(
-    self, gradients: Sequence[jax.Array], count: jax.Array, earlier: Any
-  ) -> tuple[Any, jax.Array]:
+    self, gradients: Sequence[jax.Array], count: jax.Array, channel: Channel
+  ) -> Any:
     """Samples the gradients of step `count`.
 
     Args:
       gradients: The compressed leaves as stacks of matrices, local.
       count: int32 [], steps done.
-      earlier: Results of earlier collectives, which this follows.
+      channel: To the other replicas.
 
     Returns:
-      The sample, or None, and the bytes sent, float32 [].
+      The sample, or None.
     """
-    del gradients, count, earlier
-    return None, jnp.zeros((), jnp.float32)
+    del gradients, count, channel
 
   def observe(self, state: Any, sample: Any, is_usable: jax.Array) -> Any:
     """Adds a sample to the state, unless the step was not finite."""

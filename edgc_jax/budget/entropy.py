@@ -27,8 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from edgc_jax import validation
-from edgc_jax.wire import collectives
-from edgc_jax.wire.order import AxisName
+from edgc_jax.wire.channel import Channel
 
 _CLIP = 8.0  # in scales
 Stacks = Sequence[jax.Array]
@@ -96,7 +95,7 @@ class EntropySample(NamedTuple):
 def estimate(
   gradients: Sequence[jax.Array],
   index: jax.Array,
-  axis_name: AxisName,
+  channel: Channel,
   sampling: Sampling,
 ) -> EntropySample:
   """Estimates the entropy of the local gradients, pooled over the replicas.
@@ -108,7 +107,7 @@ def estimate(
     gradients: The compressible leaves as stacks [k, ...] of matrices, local,
       floating.
     index: int32 [], index of the sample; selects the entries to read.
-    axis_name: The bound axis of the replicas.
+    channel: To the other replicas.
     sampling: The entries to read, and the estimator.
 
   Returns:
@@ -120,11 +119,11 @@ def estimate(
   sizes = jnp.array(
     [x.shape[1] for x in samples for _ in range(len(x))], jnp.float32
   )
-  sizes = sizes * collectives.num_devices(axis_name)
+  sizes = sizes * channel.num_devices
   usable = [jnp.isfinite(x) & (x != 0) for x in samples]
   samples = [jnp.where(u, x, 0.0) for x, u in zip(samples, usable, strict=True)]
-  count, magnitude = collectives.total(
-    (_sums(usable), _sums([jnp.abs(x) for x in samples])), axis_name
+  count, magnitude = channel.total(
+    (_sums(usable), _sums([jnp.abs(x) for x in samples]))
   )
   # scale = sqrt(pi / 2) mean |x|
   scale = _GAUSSIAN_SCALE * magnitude / jnp.maximum(count, 1.0)
@@ -139,7 +138,7 @@ def estimate(
   squares = _sums([jnp.square(x) for x in clipped])
   collect, entropy_of = ESTIMATORS[sampling.estimator]
   local = collect(clipped, usable, sampling.bins)
-  squares, pooled = collectives.total((squares, local), axis_name)
+  squares, pooled = channel.total((squares, local))
   entropy = entropy_of(pooled, squares, count)
 
   variance = squares / sizes * jnp.square(top)

@@ -36,8 +36,8 @@ from edgc_jax.budget.base import Budget, Report
 from edgc_jax.budget.entropy import EntropySample, Sampling
 from edgc_jax.budget.rules import Rule, Window
 from edgc_jax.leaves.leaf import Leaf
-from edgc_jax.wire import collectives, order
-from edgc_jax.wire.order import AxisName
+from edgc_jax.wire import collectives
+from edgc_jax.wire.channel import Channel
 
 
 class Decision(NamedTuple):
@@ -101,7 +101,6 @@ class EntropyBudget(Budget):
     max_rank_step: Largest change of rank from one window to the next.
     sampling: Steps and entries that are sampled.
     matrices: The leaf of each of K matrices.
-    axis_name: The axis of the replicas.
     total_steps: Steps of the run; 0 if not given.
     stage_axis: The axis of pipeline stages, if any.
     seconds: Modelled seconds of an exchange at each rank of the ladder; None if
@@ -119,7 +118,6 @@ class EntropyBudget(Budget):
   max_rank_step: int
   sampling: Sampling
   matrices: tuple[Leaf, ...]
-  axis_name: AxisName
   total_steps: int = 0
   stage_axis: str | None = None
   seconds: np.ndarray | None = None
@@ -183,25 +181,16 @@ class EntropyBudget(Budget):
     )
 
   def sample(
-    self, gradients: Sequence[jax.Array], count: jax.Array, earlier: Any
-  ) -> tuple[EntropySample, jax.Array]:
+    self, gradients: Sequence[jax.Array], count: jax.Array, channel: Channel
+  ) -> EntropySample:
     """Steps that are not sampled cost nothing: the estimate is in a branch."""
     period = self.sampling.period
-    is_sampled = order.in_turn(count % period == 0, earlier)
-
-    def estimate() -> EntropySample:
-      return entropy.estimate(
-        gradients, count // period, self.axis_name, self.sampling
-      )
-
-    types = jax.eval_shape(estimate)
-    sample = jax.lax.cond(
-      is_sampled,
-      estimate,
-      lambda: jax.tree.map(collectives.zeros_like_type, types),
+    return channel.cond(
+      count % period == 0,
+      lambda: entropy.estimate(
+        gradients, count // period, channel, self.sampling
+      ),
     )
-    size = entropy.sample_bytes(len(self.matrices), self.sampling)
-    return sample, jnp.where(is_sampled, float(size), 0.0)
 
   def variance(self, state: EntropyState) -> jax.Array:
     return state.window_variance
@@ -232,9 +221,8 @@ class EntropyBudget(Budget):
   def first_level(self) -> int:
     return self.ladder.index(self.warmup_rank)
 
-  def decision(self, state: EntropyState) -> tuple[Any, jax.Array]:
-    first = None if self.stage_axis is None else state.first_rank
-    return (state.decision, first), state.first_rank
+  def decision(self, state: EntropyState) -> tuple[Decision, Any]:
+    return state.decision, None if self.stage_axis is None else state.first_rank
 
   def decided(self, state: EntropyState, decision: Any) -> EntropyState:
     own, first = decision

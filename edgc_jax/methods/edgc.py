@@ -247,7 +247,6 @@ def edgc(
       max_rank_step=_rank_step(max_rank_step, ranks),
       sampling=sampling,
       matrices=matrices_of(leaves),
-      axis_name=axis_name,
       total_steps=total_steps or 0,
       stage_axis=stages.axis_name if stages else None,
       seconds=seconds,

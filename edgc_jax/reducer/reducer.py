@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 from jax.sharding import Mesh
 
 from edgc_jax import validation
@@ -51,7 +50,7 @@ from edgc_jax.leaves.leaf import (
 )
 from edgc_jax.leaves.views import ViewFn, layer_matrix
 from edgc_jax.mesh.binding import bind
-from edgc_jax.reducer import compile_notice, rounds
+from edgc_jax.reducer import rounds
 from edgc_jax.reducer.rounds import Energies, Exchanged, Input, Outcome
 from edgc_jax.reducer.transformation import transformation
 from edgc_jax.stages.gradients import (
@@ -71,6 +70,7 @@ from edgc_jax.state.state import (
   unstacked,
 )
 from edgc_jax.wire import agreement, collectives, cpu_backend, order
+from edgc_jax.wire.channel import Channel
 from edgc_jax.wire.codes import Code
 from edgc_jax.wire.order import Axes, AxisName, names
 
@@ -130,7 +130,6 @@ class Choice(NamedTuple):
   levels: tuple[jax.Array, jax.Array]  # of this stage, and of stage 0; int32 []
   ranks: list[jax.Array | None]  # int32 [k] of each leaf with matrices
   sample: Any
-  wire_bytes: jax.Array  # float32 [], sent to choose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,22 +220,28 @@ class Reducer:
     **_: Any,
   ) -> tuple[optax.Updates, ReducerState]:
     """Returns the mean of local gradients, and the next state."""
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(updates)):
-      compile_notice.expect()
     plan, gradients, params, state = self._open(updates, state, params)
-    compared, choice = self._choose(plan, state, gradients)
+    # Collectives over shards in the backward pass come first.
+    early = [g for g, x in zip(gradients, plan.leaves, strict=True)
+             if not x.is_late]  # fmt: skip
+    channel = Channel(self.axes.replicas, early if plan.shards else ())
+    verdict = agreement.compare_gradients(
+      [gradients[i] for i in plan.exchanges[0]],
+      state.checks.identical_steps,
+      channel,
+    )
+    choice = self._choose(plan, state, gradients, channel)
     late = functools.partial(self._late, plan, updates, late_updates)
-    exchanged = self._exchange(plan, state, choice, gradients, compared, late)
-    found, is_finite, sent, norms = exchanged
+    exchanged = self._exchange(plan, state, choice, gradients, late, channel)
+    found, is_finite, norms = exchanged
     applied = [one.update for one in found] if params is None else params
-    ok, checks, checked = self._agree(plan, state, compared, is_finite, applied)
+    ok, checks = self._agree(plan, state, verdict, is_finite, applied, channel)
     found = self._keep(state, found, ok)
-    sent += choice.wire_bytes + checked
     ok &= is_finite
     if norms is not None and isinstance(state.growth, Growth):
       due = growth.is_due(state.count)
       state = state._replace(growth=growth.update(state.growth, norms, due))
-    state = self._account(plan, state, choice, found, ok, sent)
+    state = self._account(plan, state, choice, found, ok, channel.num_bytes)
     state = state._replace(checks=checks)
     averaged = _as_tree(updates, [one.update for one in found])
     parts, stage = self._parts(plan), names(self.axes.stage)
@@ -284,40 +289,30 @@ class Reducer:
     state = unstacked(state, parts)
     for leaf, own in zip(plan.leaves, _states(state), strict=True):
       leaf_checks.require_shapes(leaf, own)
-    early = [i for i, x in enumerate(plan.leaves) if not x.is_late]
-    if plan.shards and plan.exchanges[0]:
-      # Collectives over shards in the backward pass come first.
-      first, before = plan.exchanges[0][0], [gradients[i] for i in early]
-      gradients[first] = order.in_turn(gradients[first], before)
     return plan, gradients, own_params, state
 
   def _choose(
-    self, plan: Plan, state: ReducerState, gradients: Sequence[jax.Array]
-  ) -> tuple[agreement.Check, Choice]:
-    """Chooses the ranks. Before that, in the first steps, compares replicas."""
+    self,
+    plan: Plan,
+    state: ReducerState,
+    gradients: Sequence[jax.Array],
+    channel: Channel,
+  ) -> Choice:
+    """Closes a window if it ends, samples, and chooses the ranks."""
     count, budget = state.count, plan.budget
-    own = [gradients[i] for i in plan.exchanges[0]]
-    compared = agreement.compare_gradients(
-      own, state.checks.identical_steps, self.axes.replicas
-    )
-    earlier = (compared.verdict, own[:1])
     kept: tuple[Any, Any] = (state.budget, state.allocation)
-    sent = jnp.zeros((), jnp.float32)
     if budget.window:
-      closes = (count > 0) & (count % budget.window == 0)
-      kept = jax.lax.cond(
-        order.in_turn(closes, earlier),
-        lambda kept: self._close_window(plan, kept, count),
+      kept = channel.cond(
+        (count > 0) & (count % budget.window == 0),
+        lambda kept: self._close_window(plan, kept, count, channel),
         lambda kept: kept,
         kept,
       )
-      sent = jnp.where(closes, float(self._window_bytes(plan)), 0.0)
     stacks = [
       plan.leaves[i].to_view(gradients[i]).reshape(plan.leaves[i].view)
       for i in plan.sampled
     ]
-    earlier = (jax.tree.leaves(kept)[:1], earlier)
-    sample, sample_bytes = budget.sample(stacks, count, earlier)
+    sample = budget.sample(stacks, count, channel)
     levels = budget.levels(kept[0], count)
     shares = None
     if plan.allocator:
@@ -328,11 +323,14 @@ class Reducer:
       else own
       for leaf, own in zip(plan.leaves, plan.by_leaf(shares), strict=True)
     ]
-    sent += sample_bytes
-    return compared, Choice(*kept, levels, ranks, sample, sent)
+    return Choice(*kept, levels, ranks, sample)
 
   def _close_window(
-    self, plan: Plan, kept: tuple[Any, Any], count: jax.Array
+    self,
+    plan: Plan,
+    kept: tuple[Any, Any],
+    count: jax.Array,
+    channel: Channel,
   ) -> tuple[Any, Any]:
     """Returns budget and allocation of the next window, as the first decides.
 
@@ -347,11 +345,11 @@ class Reducer:
       variance = plan.budget.variance(budget)
       shares = plan.allocator.share_out(shares, level, variance)
       ranks = shares.ranks
-    # Must follow the broadcast of stage 0's rank over the stages.
-    decision = order.in_turn(*plan.budget.decision(budget))
-    decision, ranks = collectives.from_first(
-      (decision, ranks), self.axes.replicas
-    )
+    decision, stage = plan.budget.decision(budget), self.axes.stage
+    if stage and collectives.num_devices(stage, "stage_axis") > 1:
+      channel.num_bytes += plan.budget.stage_bytes
+    channel.follow(decision)  # stage 0's rank is sent over the stages
+    decision, ranks = channel.from_first((decision, ranks))
     budget = plan.budget.decided(budget, decision)
     if plan.allocator:
       level, _ = plan.budget.levels(budget, count)
@@ -359,54 +357,31 @@ class Reducer:
       shares = shares._replace(level=level, ranks=ranks)
     return budget, shares
 
-  def _window_bytes(self, plan: Plan) -> int:
-    """Returns the bytes sent at a window's end, over replicas and stages."""
-    stage, sent = self.axes.stage, plan.budget.stage_bytes
-    if stage and collectives.num_devices(stage, "stage_axis") == 1:
-      sent = 0
-    if collectives.num_devices(self.axes.replicas) == 1:
-      return sent
-    decision = jax.eval_shape(
-      lambda: plan.budget.decision(plan.budget.init())[0]
-    )
-    num_ranks = len(plan.allocator.matrices) if plan.allocator else 0
-    decided = len(jax.tree.leaves(decision)) + num_ranks
-    return sent + 4 * decided
-
   def _exchange(
     self,
     plan: Plan,
     state: ReducerState,
     choice: Choice,
     gradients: list[jax.Array],
-    compared: agreement.Check,
     late: Callable[..., tuple[list[jax.Array], bool]],
+    channel: Channel,
   ) -> Exchanged:
     """Exchanges the stage's own leaves, then the others; with feedback."""
     states, outcomes = _states(state), dict[int, Outcome]()
     due = growth.is_due(state.count)
     key = jax.random.fold_in(jax.random.key(self.seed), state.count)
-    # One result of each conditional with collectives.
-    earlier: Any = [
-      compared.verdict,
-      *jax.tree.leaves((choice.budget, choice.allocation))[:1],
-      *jax.tree.leaves(choice.sample)[:1],
-    ]
     all_finite, norms = [], []
-    sent = jnp.zeros((), jnp.float32)
     for e, members in enumerate(plan.exchanges):
-      level = choice.levels[e > plan.last_early]
       found = rounds.exchange(
         [
           _arranged(plan.leaves[i], gradients[i], states[i], choice.ranks[i])
           for i in members
         ],
-        self.axes.replicas,
+        channel,
         plan.budget.ladder,
-        level,
+        choice.levels[e > plan.last_early],
         jax.random.fold_in(key, e),
         self.code,
-        earlier,
         due,
       )
       for i, own in zip(members, found.outcomes, strict=True):
@@ -416,17 +391,15 @@ class Reducer:
         )
       all_finite.append(found.is_finite)
       norms += [] if found.norms is None else [found.norms]
-      sent += jnp.asarray(found.num_bytes)[level]
-      earlier = (found.is_finite,)
       if e == plan.last_early:
-        gradients, is_late = late(gradients, found.is_finite)
+        is_finite = channel.ordered(found.is_finite)
+        gradients, is_late = late(gradients, is_finite)
         if is_late:  # they wait for this exchange, and the next one for sums
           shared = [i for i, x in enumerate(plan.leaves) if x.is_shared]
-          earlier = [gradients[i] for i in shared]
+          channel.follow([gradients[i] for i in shared])
     return Exchanged(
       [outcomes[i] for i in range(len(plan.leaves))],
       jnp.all(jnp.stack(all_finite)),
-      sent,
       sum(norms) if norms else None,
     )
 
@@ -451,38 +424,31 @@ class Reducer:
     self,
     plan: Plan,
     state: ReducerState,
-    compared: agreement.Check,
+    verdict: jax.Array,
     is_finite: jax.Array,
     applied: Any,
-  ) -> tuple[jax.Array, Checks, jax.Array]:
+    channel: Channel,
+  ) -> tuple[jax.Array, Checks]:
     """Lets replicas and stages agree on whether the step counts.
 
     Returns:
-      Whether it does, bool []; the counters; the bytes sent.
+      Whether it does, bool []; the counters.
     """
     # Non-finite steps are compared, too: if one replica alone has a non-finite
     # parameter, all replicas skip every step until this detects it.
     is_due = (state.count % self.check_every == 0) | ~is_finite
-    diverged = agreement.have_diverged(
-      applied,
-      order.in_turn(is_due, is_finite),
-      state.count,
-      self.axes.replicas,
-    )
+    diverged = agreement.have_diverged(applied, is_due, state.count, channel)
     ok, identical, has_diverged, stage_bytes = agreement.agree(
-      is_finite,
-      compared.verdict,
-      diverged.verdict,
-      self.axes.stage,
-      plan.shards,
+      is_finite, verdict, diverged, self.axes.stage, plan.shards
     )
+    channel.num_bytes += stage_bytes
     checks = Checks(
       state.checks.skipped_steps + (~ok).astype(jnp.int32),
       agreement.count_identical(state.checks.identical_steps, identical),
       state.checks.diverged_steps + has_diverged,
       state.checks.left_out,
     )
-    return ok, checks, compared.wire_bytes + diverged.wire_bytes + stage_bytes
+    return ok, checks
 
   def _keep(
     self, state: ReducerState, found: Sequence[Outcome], ok: jax.Array
@@ -511,7 +477,7 @@ class Reducer:
     shares = choice.allocation
     if plan.allocator:
       # Added up over steps, whose units differ.
-      own = _joined([found[i].energies for i in plan.sampled])
+      own = _joined([found[i] for i in plan.sampled])
       square = jnp.square(own.unit)
       measured = Measured(own.lost * square, own.total * square)
       shares = plan.allocator.observe(shares, choice.levels[0], measured, ok)
@@ -731,9 +697,8 @@ def _next_stats(
   )
   if old.relative_error is None or old.residual_norm is None:
     return stats, is_finite
-  energies = [one.energies for one in found if one.energies is not None]
-  if energies:
-    own = _joined(energies)
+  if any(one.energies is not None for one in found):
+    own = _joined(found)
     unit = jnp.max(own.unit)
     lost, total, residual, _ = jax.tree.map(
       lambda x: jnp.sum(x * jnp.square(own.unit / unit)), own
@@ -749,8 +714,9 @@ def _next_stats(
   return stats, is_measured
 
 
-def _joined(energies: Sequence[Energies]) -> Energies:
-  """Returns the energies of the matrices of all leaves, each with its unit."""
+def _joined(found: Sequence[Outcome]) -> Energies:
+  """Returns the energies of all measured matrices, each with its unit."""
+  energies = [one.energies for one in found if one.energies is not None]
   each = [x._replace(unit=jnp.full_like(x.lost, x.unit)) for x in energies]
   return jax.tree.map(lambda *xs: order.together(xs), *each)
 

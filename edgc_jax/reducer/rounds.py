@@ -31,8 +31,8 @@ from edgc_jax import validation
 from edgc_jax.leaves.leaf import Leaf, LeafState, joined
 from edgc_jax.state import growth
 from edgc_jax.wire import averages, order
+from edgc_jax.wire.channel import Channel
 from edgc_jax.wire.codes import Code
-from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import CountingWire, Reply, Send, Wire
 
 
@@ -69,7 +69,6 @@ class Exchanged(NamedTuple):
 
   outcomes: list[Outcome]  # of the leaves in order
   is_finite: jax.Array  # bool [], all numbers were; equal on all replicas
-  num_bytes: Any  # float32, sent; at each rank of a ladder
   # float32 [2], means of `growth.norms`, if any leaf has a residual
   norms: jax.Array | None
 
@@ -238,12 +237,11 @@ def run(
 
 def exchange(
   inputs: Sequence[Input],
-  axis_name: AxisName,
+  channel: Channel,
   ladder: Sequence[int],
   level: jax.Array,
   key: jax.Array,
   code: Code | None,
-  earlier: Any,
   due: jax.Array,
 ) -> Exchanged:
   """Averages leaves over replicas at a rank chosen in the graph.
@@ -252,38 +250,33 @@ def exchange(
 
   Args:
     inputs: The leaves that are exchanged together.
-    axis_name: The bound axis of the replicas.
+    channel: To the other replicas.
     ladder: The ranks that may be used; 0, dense, first.
     level: int32 [], index into the ladder, equal on all replicas.
     key: As for `run`.
     code: Encoding of values; None is float32.
-    earlier: Results of the collectives before, which this follows.
     due: bool [], whether residuals and gradients are compared.
   """
   leaves = [own.leaf for own in inputs]
-  num_bytes: dict[tuple[int, ...], np.ndarray] = {}  # by part of the ladder
   fed_back = [
     (own.gradient, own.state.residual)
     for own in inputs
     if own.state.residual is not None
   ]
-  norms = None
-  if fed_back:
-    norms = growth.norms(fed_back, order.in_turn(due, earlier))
-    earlier = (norms, earlier)
+  norms = growth.norms(fed_back, due, channel) if fed_back else None
 
   def branch(
     ladder: Sequence[int], level: jax.Array, methods: Sequence[Method]
-  ) -> Callable:
-    def run_all(operands: list[tuple], norms: Any) -> tuple:
-      wire = Wire(axis_name, ladder, level, key, code, earlier)
+  ) -> Callable[..., Exchanged]:
+    def run_all(operands: list[tuple], norms: Any) -> Exchanged:
+      wire = Wire(channel, ladder, level, key, code)
       own = [
         Input(dataclasses.replace(leaf, method=method), *arrays)
         for leaf, method, arrays in zip(leaves, methods, operands, strict=True)
       ]
       found, norms = run(own, wire, key, norms)
-      num_bytes[tuple(ladder)] = wire.num_bytes
-      return list(map(_with_energies, leaves, found)), wire.is_finite, norms
+      found = list(map(_with_energies, leaves, found))
+      return Exchanged(found, wire.is_finite, norms)
 
     return run_all
 
@@ -294,26 +287,16 @@ def exchange(
     return lambda *operands: jax.tree.map(barrier, run_all(*operands))
 
   operands = [tuple(own[1:]) for own in inputs]
-  own_methods = [leaf.method for leaf in leaves]
+  methods = [leaf.method for leaf in leaves]
   is_compressed = any(leaf.is_compressed for leaf in leaves)
   if ladder[0] > 0 or len(ladder) == 1 or not is_compressed:
-    found, is_finite, norms = branch(ladder, level, own_methods)(
-      operands, norms
-    )
-    own_bytes = num_bytes[tuple(ladder)].astype(np.float32)
-    return Exchanged(found, is_finite, own_bytes, norms)
-  dense_only, ranks = tuple(ladder[:1]), tuple(ladder[1:])
+    return branch(ladder, level, methods)(operands, norms)
   branches = [
-    held(branch(dense_only, level, [DENSE] * len(leaves))),
-    held(branch(ranks, jnp.maximum(level - 1, 0), own_methods)),
+    held(branch(ladder[:1], level, [DENSE] * len(leaves))),
+    held(branch(ladder[1:], jnp.maximum(level - 1, 0), methods)),
   ]
-  index = order.branch_index((level > 0).astype(jnp.int32))
-  found, is_finite, norms = jax.lax.switch(index, branches, operands, norms)
-  for part, one in zip((dense_only, ranks), branches, strict=True):
-    if part not in num_bytes:  # without a trace only one branch runs
-      jax.eval_shape(one, operands, norms)
-  both = np.concatenate([num_bytes[dense_only], num_bytes[ranks]])
-  return Exchanged(found, is_finite, both.astype(np.float32), norms)
+  index = (level > 0).astype(jnp.int32)
+  return channel.switch(index, branches, operands, norms)
 
 
 def count_bytes(

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from edgc_jax.wire import collectives, order
+from edgc_jax.wire import order
+from edgc_jax.wire.channel import Channel
 
 DIVERGING = 2  # windows in a row
 WINDOW = 50  # steps
@@ -53,22 +54,19 @@ def is_due(count: jax.Array) -> jax.Array:
 
 
 def norms(
-  fed_back: Sequence[tuple[jax.Array, jax.Array]], due: jax.Array
+  fed_back: Sequence[tuple[jax.Array, jax.Array]],
+  due: jax.Array,
+  channel: Channel,
 ) -> jax.Array:
   """Returns |E| and |G|, float32 [2], local; 0 for |E| if not due.
 
   Args:
     fed_back: Gradient and residual of each leaf with one.
     due: bool [], whether a window ends.
+    channel: To the other replicas. The compiler may sum over other axes.
   """
   gradients, residuals = zip(*fed_back, strict=True)
-
-  def of_residuals() -> jax.Array:
-    return _norm(residuals)
-
-  like = jax.eval_shape(of_residuals)
-  zero = lambda: collectives.zeros_like_type(like)  # noqa: E731
-  residual = jax.lax.cond(due, of_residuals, zero)
+  residual = channel.cond(due, lambda: _norm(residuals))
   return jnp.stack([residual, _norm(gradients)])
 
 

@@ -18,15 +18,16 @@ are out of float32's range, below 1e-22 or above 1e19, count as zeros or as not
 finite.)
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from edgc_jax.wire import collectives
-from edgc_jax.wire.order import AxisName, axes_left, names, varying_axes
+from edgc_jax.wire.channel import Channel
+from edgc_jax.wire.order import axes_left, names, varying_axes
 
 CHECKED_STEPS = 3  # first steps, in which gradients are compared
 CHECK_BYTES = 12  # sent by one such comparison, over the replicas
@@ -43,18 +44,9 @@ _TOLERANCE = 1e-3
 _ROUNDINGS = 8.0
 
 
-class Check(NamedTuple):
-  """Result of a comparison of the replicas, equal on all replicas."""
-
-  verdict: jax.Array  # int32 []
-  wire_bytes: jax.Array  # float32 [], sent in this step
-
-
 def compare_gradients(
-  gradients: Sequence[jax.Array],
-  identical_steps: jax.Array,
-  axis_name: AxisName,
-) -> Check:
+  gradients: Sequence[jax.Array], identical_steps: jax.Array, channel: Channel
+) -> jax.Array:
   """Compares the replicas' gradients by a checksum in the first steps.
 
   The comparisons end once the gradients differ (in the first step, as a rule)
@@ -63,22 +55,21 @@ def compare_gradients(
   Args:
     gradients: The leaves passed to `update`, local.
     identical_steps: int32 [], the count so far, from `count_identical`.
-    axis_name: The bound axis of the replicas.
+    channel: To the other replicas.
 
   Returns:
-    A check with verdict 1 if the gradients are equal, -1 if they differ, and 0
-    if they are not compared, all zero, or not finite.
+    int32 [], equal on all replicas: 1 if the gradients are equal, -1 if they
+    differ, and 0 if they are not compared, all zero, or not finite.
   """
-  if not gradients or collectives.num_devices(axis_name) == 1:
-    return Check(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
+  if not gradients or channel.num_devices == 1:
+    return jnp.zeros((), jnp.int32)
   is_known = (identical_steps < 0) | (identical_steps >= CHECKED_STEPS)
 
   def compare() -> jax.Array:
     checksum = sum(map(jnp.sum, _few(gradients)), jnp.float32(0))
-    return collectives.compare(checksum, axis_name)
+    return channel.compare(checksum)
 
-  verdict = _if_due(~is_known, compare)
-  return Check(verdict, jnp.where(~is_known, float(CHECK_BYTES), 0.0))
+  return channel.cond(~is_known, compare)
 
 
 def count_identical(
@@ -98,8 +89,8 @@ def count_identical(
 
 
 def have_diverged(
-  tree: Any, is_due: jax.Array, count: jax.Array, axis_name: AxisName
-) -> Check:
+  tree: Any, is_due: jax.Array, count: jax.Array, channel: Channel
+) -> jax.Array:
   """Compares arrays that must be equal on all replicas, up to rounding.
 
   Sends 40 bytes for up to 32 leaves if the check is due.
@@ -108,28 +99,25 @@ def have_diverged(
     tree: The arrays, usually the parameters.
     is_due: bool [], whether to compare now; equal on all replicas.
     count: int32 [], steps done; selects the random signs.
-    axis_name: The bound axis of the replicas.
+    channel: To the other replicas.
 
   Returns:
-    A check with verdict 1 if the replicas have diverged, and 0 if they have
+    int32 [], equal on all replicas: 1 if they have diverged, and 0 if they have
     not or if the check is not due.
   """
   is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
   leaves = [x for x in jax.tree.leaves(tree) if is_float(x)]
-  if not leaves or collectives.num_devices(axis_name) == 1:
-    return Check(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
+  if not leaves or channel.num_devices == 1:
+    return jnp.zeros((), jnp.int32)
 
   def compare() -> jax.Array:
     z = _projections(leaves, count)
     # A number that is not finite on only some replicas is a divergence, too.
     is_broken = ~jnp.isfinite(z)
     seen = jnp.append(jnp.where(is_broken, 0.0, z), jnp.any(is_broken) * 2.0)
-    return (collectives.difference(seen, axis_name) > 1.0).astype(jnp.int32)
+    return (channel.difference(seen) > 1.0).astype(jnp.int32)
 
-  num_bytes = 4 * 2 * (_VALUES * -(-len(leaves) // _GROUP) + 1)
-  return Check(
-    _if_due(is_due, compare), jnp.where(is_due, float(num_bytes), 0.0)
-  )
+  return channel.cond(is_due, compare)
 
 
 def agree(
@@ -142,7 +130,7 @@ def agree(
   """Combines the checks of all pipeline stages and shards.
 
   Sends `STAGE_CHECK_BYTES` in one collective in every step: in a branch, it
-  might mix with other collectives over the stages (`order.in_turn`).
+  might mix with other collectives over the stages (`wire.channel`).
 
   Args:
     is_finite: bool [], whether the step of this stage was finite.
@@ -165,14 +153,6 @@ def agree(
   is_alone = stage_axis is None or collectives.num_devices(stage_axis) == 1
   num_bytes = 0 if is_alone else STAGE_CHECK_BYTES
   return finite > 0, verdict, -together, num_bytes
-
-
-def _if_due(is_due: jax.Array, compare: Callable[[], jax.Array]) -> jax.Array:
-  """Returns the verdict of `compare`; if not due, 0 without sending."""
-  verdict = jax.eval_shape(compare)
-  return jax.lax.cond(
-    is_due, compare, lambda: collectives.zeros_like_type(verdict)
-  )
 
 
 def _projections(leaves: Sequence[jax.Array], count: jax.Array) -> jax.Array:

@@ -31,9 +31,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax.wire import collectives, order, sums
+from edgc_jax.wire import collectives, sums
+from edgc_jax.wire.channel import Channel
 from edgc_jax.wire.codes import Code, Encoded
-from edgc_jax.wire.order import AxisName
 
 
 class Averaged(NamedTuple):
@@ -63,7 +63,7 @@ class Lengths(NamedTuple):
 
 def average(
   values: Sequence[jax.Array],
-  axis_name: AxisName,
+  channel: Channel,
   codes: Sequence[Code] | None = None,
   key: jax.Array | None = None,
   exact: Any = None,
@@ -75,7 +75,7 @@ def average(
 
   Args:
     values: float32 arrays of any shapes, local.
-    axis_name: The bound axis of the replicas.
+    channel: Sends them to the replicas.
     codes: The encoding of each value; they share an all-to-all and an
       all-gather. None for all sends them in float32, in one all-reduce with
       `exact`.
@@ -91,15 +91,12 @@ def average(
   values = list(values)
   if codes is None or not values:
     last, (others, exact) = _at_level(
-      lambda tree: collectives.mean(tree, axis_name),
-      values[-1:],
-      (values[:-1], exact),
-      lengths,
+      channel, channel.mean, values[-1:], (values[:-1], exact), lengths
     )
     return Averaged([*others, *last], values, exact)
   assert key is not None  # given with codes
-  replicas = collectives.num_devices(axis_name)
-  replica = collectives.device_index(axis_name)
+  replicas = channel.num_devices
+  replica = collectives.device_index(channel.axis_name)
   first, second = jax.random.split(jax.random.fold_in(key, replica))
   places = _by_code(codes)
   own = {code: [values[i] for i in at] for code, at in places.items()}
@@ -116,7 +113,7 @@ def average(
     encoded, cut = [*encoded], encoded[varying].blocks
     encoded[varying] = encoded[varying]._replace(blocks=())
     cut, (found, rows) = _at_level(
-      lambda tree: collective(tree, axis_name), cut, (encoded, rows), lengths
+      channel, collective, cut, (encoded, rows), lengths
     )
     found[varying] = found[varying]._replace(blocks=cut)
     return found, rows
@@ -127,7 +124,7 @@ def average(
   encoded = [code.encode(x, first) for code, x in zip(own, parts, strict=True)]
   rows = [_rows(x, replicas) for code, x in own.items() if code.moves_zeros]
   # All-to-all: y_j / N, the mean of part j of all replicas, on replica j.
-  received, rows = send(collectives.exchange_parts, encoded, rows)
+  received, rows = send(channel.exchange_parts, encoded, rows)
   is_own = (jnp.arange(replicas) == replica)[:, None]
   means, sent = [], []
   for code, part, x, y in zip(own, parts, encoded, received, strict=True):
@@ -139,11 +136,9 @@ def average(
     sent.append(jnp.where(is_own, part + error, code.decode(x)))
   rows = [jax.lax.reduce_or(bits, (0,)) for bits in rows]
   # All-gather: the means of all parts, on every replica.
-  means, rows = send(collectives.gather, means, rows)
+  means, rows = send(channel.gather, means, rows)
   means = [code.decode(x) for code, x in zip(own, means, strict=True)]
-  exact = order.in_turn(exact, means)
-  exact = collectives.mean(exact, axis_name)
-  found = Averaged([*values], [*values], exact)
+  found = Averaged([*values], [*values], channel.mean(exact))
   rows = iter(rows)
   for layout, at, x, y in zip(
     layouts, places.values(), means, sent, strict=True
@@ -157,7 +152,11 @@ def average(
 
 
 def _at_level(
-  collective: Callable, cut: Any, rest: Any, lengths: Lengths | None
+  channel: Channel,
+  collective: Callable,
+  cut: Any,
+  rest: Any,
+  lengths: Lengths | None,
 ) -> Any:
   """Sends the first entries of the arrays [..., n] in `cut`, and all of `rest`.
 
@@ -182,7 +181,7 @@ def _at_level(
   if len(set(choices)) == 1:
     return send(most, cut, rest)
   branches = [functools.partial(send, size) for size in choices]
-  return jax.lax.switch(order.branch_index(level), branches, cut, rest)
+  return channel.switch(level, branches, cut, rest)
 
 
 def average_bytes(

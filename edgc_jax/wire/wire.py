@@ -4,8 +4,7 @@ A method sends arrays and gets their means over the replicas. `Wire` joins the
 arrays that the methods of all leaves send in one round. It sends them in one
 all-reduce; encoded values in an all-to-all and an all-gather of their own, and
 gathered values in an all-gather of their bytes. It encodes values, packs
-factors, orders collectives, detects numbers that are not finite, and counts the
-bytes.
+factors, and detects numbers that are not finite.
 
 One compiled program serves every rank of the ladder, and sends only the bytes
 of the rank in use: each rank has a collective of its own length, in a branch of
@@ -19,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from edgc_jax.wire import averages, collectives, order, packing
+from edgc_jax.wire import averages, order, packing
+from edgc_jax.wire.channel import Channel
 from edgc_jax.wire.codes import Code
-from edgc_jax.wire.order import AxisName
 
 
 class Send(NamedTuple):
@@ -73,35 +72,30 @@ class Wire:
   """Sends the rounds of one exchange over the replicas.
 
   Attributes:
-    num_bytes: int64 [levels], bytes sent so far at each rank of the ladder,
-      counted as for an all-reduce.
     is_finite: bool [], whether all numbers received so far are finite; equal
       on all replicas.
   """
 
   def __init__(
     self,
-    axis_name: AxisName,
+    channel: Channel,
     ladder: Sequence[int],
     level: jax.Array | int,
     key: jax.Array | None = None,
     code: Code | None = None,
-    earlier: Any = (),
   ):
     """Prepares one exchange.
 
     Args:
-      axis_name: The bound axis of the replicas.
+      channel: To the other replicas.
       ladder: The ranks that may be used.
       level: int32 [], index of the rank in use, equal on all replicas.
       key: Source of random rounding; equal on all replicas, new at each step.
       code: Encoding of values that have none of their own; None is float32.
-      earlier: Results of the collectives before; the first round follows them.
     """
-    self._axis_name, self._ladder, self._level = axis_name, ladder, level
+    self._channel, self._ladder, self._level = channel, ladder, level
     self._key, self._round_key = key, key
-    self._code, self._earlier = code, earlier
-    self.num_bytes = np.zeros(len(ladder), np.int64)
+    self._code = code
     self.is_finite = jnp.array(True)
 
   def send(
@@ -123,22 +117,12 @@ class Wire:
     if not jax.tree.leaves(found):
       nothing = Reply(*[None] * 5, self.is_finite)
       return [None if send is None else nothing for send in sends]
-    lengths = self._count(leaves, sends)
+    lengths = _packed_lengths(leaves, sends, self._ladder)
     if self._key is not None:
       self._round_key, self._key = jax.random.split(self._key)
-    ranks = [send.ranks for send in found]
-    codes = [send.code or self._code for send in found]
-    found = [send._replace(ranks=None, code=None) for send in found]
-    found = order.in_turn(found, self._earlier)
-    gathered = collectives.gather(
-      [send.gathered for send in found], self._axis_name
-    )
-    found = order.in_turn(found, gathered)
-    mean, sent, exact, measured = self._average(found, ranks, codes, lengths)
-    self._earlier = (mean, exact, measured, gathered)
+    gathered = self._channel.gather([send.gathered for send in found])
+    mean, sent, exact, measured = self._average(found, lengths)
     self.is_finite &= order.all_finite((mean, exact, gathered))
-    # What follows the exchange waits for this flag.
-    self.is_finite = order.in_turn(self.is_finite, measured)
     mean, exact, gathered = order.zeros_unless(
       self.is_finite, (mean, exact, gathered)
     )
@@ -146,56 +130,19 @@ class Wire:
     replies = map(Reply, mean, sent, exact, measured, gathered, finite)
     return [None if send is None else next(replies) for send in sends]
 
-  def _count(
-    self, leaves: Sequence[Any], sends: Sequence[Send | None]
-  ) -> list[int]:
-    """Counts the bytes of a round.
-
-    Returns:
-      The packed values at each rank of the ladder.
-    """
-    lengths = np.zeros(len(self._ladder), np.int64)
-    whole, codes, is_packed, exact, gathered = [], [], False, 0, 0
-    for leaf, send in zip(leaves, sends, strict=True):
-      if send is None:
-        continue
-      if send.ranks is not None:
-        columns = np.array([leaf.columns(rank) for rank in self._ladder])
-        lengths += len(send.values) * send.values.shape[2] * columns
-        is_packed = True
-      elif send.values is not None:
-        whole.append(send.values.shape)
-        codes.append(send.code or self._code)
-      others = jax.tree.leaves((send.exact, send.measured))
-      exact += sum(x.size for x in others)
-      gathered += sum(x.nbytes for x in jax.tree.leaves(send.gathered))
-    self.num_bytes += 4 * exact + self._replicas * gathered // 2
-    self.num_bytes += [
-      averages.average_bytes(
-        [(length,)] * is_packed + whole,
-        _codes([self._code] * is_packed + codes),
-        self._replicas,
-      )
-      for length in lengths.tolist()
-    ]
-    return lengths.tolist()
-
   def _average(
-    self,
-    sends: Sequence[Send],
-    ranks: Sequence[jax.Array | None],
-    codes: Sequence[Code | None],
-    lengths: list[int],
+    self, sends: Sequence[Send], lengths: list[int]
   ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
     """Averages values, packed where ranks differ, and exact numbers.
 
     Args:
       sends: What each method sends.
-      ranks: Their rows in use.
-      codes: Their encodings.
       lengths: The packed values at each rank of the ladder.
     """
-    packed = {i: own for i, own in enumerate(ranks) if own is not None}
+    codes = [send.code or self._code for send in sends]
+    packed = {
+      i: send.ranks for i, send in enumerate(sends) if send.ranks is not None
+    }
     whole = [
       i for i, send in enumerate(sends)
       if send.values is not None and i not in packed
@@ -212,7 +159,7 @@ class Wire:
         in_use = averages.Lengths(lengths, self._level)
     done = averages.average(
       plain,
-      self._axis_name,
+      self._channel,
       _codes(own_codes),
       self._round_key,
       exact,
@@ -233,9 +180,17 @@ class Wire:
         sent[i] = factor
     return mean, sent, [e for e, _ in done.exact], [m for _, m in done.exact]
 
-  @property
-  def _replicas(self) -> int:
-    return collectives.num_devices(self._axis_name)
+
+def _packed_lengths(
+  leaves: Sequence[Any], sends: Sequence[Send | None], ladder: Sequence[int]
+) -> list[int]:
+  """Returns the values of all factors together, at each rank of the ladder."""
+  lengths = np.zeros(len(ladder), np.int64)
+  for leaf, send in zip(leaves, sends, strict=True):
+    if send is not None and send.ranks is not None:
+      columns = np.array([leaf.columns(rank) for rank in ladder])
+      lengths += len(send.values) * send.values.shape[2] * columns
+  return lengths.tolist()
 
 
 def _codes(codes: Sequence[Code | None]) -> list[Code] | None:
@@ -249,26 +204,42 @@ class CountingWire(Wire):
   """Counts the bytes of an exchange between N replicas, and sends nothing.
 
   Every replica would send what this one sends.
+
+  Attributes:
+    num_bytes: int64 [levels], at each rank of the ladder, counted as for an
+      all-reduce.
   """
 
   def __init__(self, replicas: int, ladder: Sequence[int], code: Code | None):
-    super().__init__("", ladder, 0, None, code)
-    self._devices = replicas
+    self._ladder, self._code, self._replicas = ladder, code, replicas
+    self.num_bytes = np.zeros(len(ladder), np.int64)
+    self.is_finite = jnp.array(True)
 
   def send(
     self, leaves: Sequence[Any], sends: Sequence[Send | None]
   ) -> list[Reply | None]:
-    self._count(leaves, sends)
+    found = [send for send in sends if send is not None]
+    whole = [x for x in found if x.values is not None and x.ranks is None]
+    is_packed = any(send.ranks is not None for send in found)
+    codes = [self._code] * is_packed + [x.code or self._code for x in whole]
+    self.num_bytes += [
+      averages.average_bytes(
+        [(length,)] * is_packed + [send.values.shape for send in whole],
+        _codes(codes),
+        self._replicas,
+      )
+      for length in _packed_lengths(leaves, sends, self._ladder)
+    ]
+    exact = [(send.exact, send.measured) for send in found]
+    self.num_bytes += 4 * sum(x.size for x in jax.tree.leaves(exact))
+    gathered = jax.tree.leaves([send.gathered for send in found])
+    self.num_bytes += self._replicas * sum(x.nbytes for x in gathered) // 2
     return [None if send is None else self._reply(send) for send in sends]
 
   def _reply(self, send: Send) -> Reply:
     """Replies with the shapes of a mean."""
     gathered = jax.tree.map(
-      lambda x: jnp.broadcast_to(x, (self._devices, *x.shape)), send.gathered
+      lambda x: jnp.broadcast_to(x, (self._replicas, *x.shape)), send.gathered
     )
     values, exact, measured = send.values, send.exact, send.measured
     return Reply(values, values, exact, measured, gathered, self.is_finite)
-
-  @property
-  def _replicas(self) -> int:
-    return self._devices

@@ -25,6 +25,7 @@ from configs.paper import gpt2_345m
 from edgc_jax.budget import entropy
 from edgc_jax.leaves.leaf import leaves_in
 from edgc_jax.measure import timing
+from edgc_jax.wire.channel import Channel
 from experiments import benchmarks, tasks
 from experiments.runs.run_folder import environment
 
@@ -142,7 +143,7 @@ def estimate_of(sampling: entropy.Sampling) -> Callable[..., jax.Array]:
   """Returns a compiled estimate of one replica's matrices, at an index."""
 
   def one(matrices: list[jax.Array], index: jax.Array) -> jax.Array:
-    return entropy.estimate(matrices, index, _AXIS, sampling).entropy
+    return entropy.estimate(matrices, index, Channel(_AXIS), sampling).entropy
 
   # An axis of one replica.
   bound = jax.vmap(one, (0, None), axis_name=_AXIS)

@@ -37,7 +37,6 @@ def make(rule=cqm, warmup=4, most=None, max_rank_step=4, warmup_rank=0):
     max_rank_step=max_rank_step,
     sampling=Sampling(),
     matrices=with_factors(leaves, RANKS, 2.0, None),
-    axis_name="data",
   )
 
 

@@ -10,6 +10,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from edgc_jax.budget import entropy
+from edgc_jax.wire.channel import Channel
 
 GAUSSIAN = 0.5 * np.log(2 * np.pi * np.e)  # of a standard Gaussian, nats
 REPLICAS = 4
@@ -19,7 +20,7 @@ REPLICAS = 4
 def estimate(leaves, index=0, rate=1.0, estimator="gaussian"):
   """Runs `entropy.estimate` on matrices with a leading axis of replicas."""
   run = lambda *x: entropy.estimate(  # noqa: E731
-    [leaf[None] for leaf in x], index, "data",
+    [leaf[None] for leaf in x], index, Channel("data"),
     entropy.Sampling(entry_rate=rate, estimator=estimator),
   )  # fmt: skip
   return jax.vmap(run, axis_name="data")(*leaves)
@@ -122,7 +123,7 @@ def test_a_stack_is_many_matrices():
   leaves = [gaussian((30, 40), seed, 10.0**seed) for seed in range(3)]
   apart = estimate(leaves, rate=0.25)
   together = jax.vmap(
-    lambda x: entropy.estimate([x], 0, "data", entropy.Sampling()),
+    lambda x: entropy.estimate([x], 0, Channel("data"), entropy.Sampling()),
     axis_name="data",
   )(jnp.stack(leaves, axis=1))
   chex.assert_trees_all_close(apart, together, rtol=1e-5)

@@ -190,9 +190,9 @@ def test_replicas_that_differ(monkeypatch, capsys):
   """JAX would see it in the types, so it must not track them here."""
   average = averages.average
 
-  def apart(values, axis_name, *rest):
-    found = average(values, axis_name, *rest)
-    index = 1e-6 * jax.lax.axis_index(axis_name)
+  def apart(values, channel, *rest):
+    found = average(values, channel, *rest)
+    index = 1e-6 * jax.lax.axis_index(channel.axis_name)
     return found._replace(mean=[x + index for x in found.mean])
 
   untracked = functools.partial(jax.shard_map, check_vma=False)

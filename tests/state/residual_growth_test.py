@@ -12,6 +12,7 @@ import edgc_jax
 from edgc_jax.methods.entrywise import make_entrywise
 from edgc_jax.state import growth
 from edgc_jax.state.growth import DIVERGING, WINDOW
+from edgc_jax.wire.channel import Channel
 from edgc_jax.wire.wire import Send
 
 REPLICAS = 4
@@ -177,7 +178,9 @@ def test_nothing_is_kept_without_residuals():
 def test_norms_at_the_end_of_a_window(scale):
   one = np.full((3, 2), -2.0 * scale, np.float32)
   for due in (True, False):
-    found = growth.norms([(one, 3 * one), (one, one)], np.array(due))
+    found = growth.norms(
+      [(one, 3 * one), (one, one)], np.array(due), Channel("data")
+    )
     expected = [2 * scale * (6 * 10) ** 0.5 * due, 2 * scale * 12**0.5]
     np.testing.assert_allclose(found, expected, 1e-6)
 

@@ -25,6 +25,7 @@ from helpers.meshes import (
 
 import edgc_jax
 from edgc_jax.wire import agreement, collectives
+from edgc_jax.wire.channel import Channel
 
 pytestmark = pytest.mark.slow
 PARAMS = {"w": jnp.ones((40, 60)), "b": jnp.full((30,), 1e-3)}
@@ -77,7 +78,7 @@ def trained(check_every):
 def seen(one, other, count=0):
   """Returns what each of two replicas finds if it compares with the other."""
   compare = jax.pmap(
-    lambda x: agreement.have_diverged(x, True, jnp.int32(count), AXIS).verdict,
+    lambda x: agreement.have_diverged(x, True, jnp.int32(count), Channel(AXIS)),
     AXIS,
     devices=jax.devices()[:2],
   )

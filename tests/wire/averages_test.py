@@ -11,6 +11,7 @@ from helpers.meshes import AXIS, assert_replicas_equal
 from helpers.reference import through_bfloat16, through_blocks
 
 from edgc_jax.wire import averages
+from edgc_jax.wire.channel import Channel
 from edgc_jax.wire.codes import Bfloat16, Blockwise, Levels
 
 REPLICAS = 4
@@ -40,7 +41,7 @@ def draw(seed=0, scale=1.0):
 def average_fn(code):
   def run(values, key):
     codes = code and [code] * len(values)
-    return averages.average(values, AXIS, codes, key, jnp.float32(1.0))
+    return averages.average(values, Channel(AXIS), codes, key, jnp.float32(1.0))
 
   return jax.pmap(
     run, axis_name=AXIS, in_axes=(0, None), devices=jax.devices()[:REPLICAS]
@@ -134,7 +135,7 @@ def test_rounding_is_unbiased(bits):
   keys = jax.random.split(jax.random.key(3), 400)
   draw_all = jax.pmap(
     lambda v: jax.vmap(
-      lambda key: averages.average(v, AXIS, [code] * len(v), key).mean
+      lambda key: averages.average(v, Channel(AXIS), [code] * len(v), key).mean
     )(keys),
     axis_name=AXIS,
     devices=jax.devices()[:REPLICAS],
@@ -197,7 +198,7 @@ def test_rows_that_are_zero_on_all_replicas_stay_zero(code):
 def test_values_of_several_codes_share_two_collectives():
   codes = [Levels(16), Levels(8, 2, True), Levels(16)]
   run = jax.pmap(
-    lambda v, key: averages.average(v, AXIS, codes, key)[:2],
+    lambda v, key: averages.average(v, Channel(AXIS), codes, key)[:2],
     axis_name=AXIS, in_axes=(0, None), devices=jax.devices()[:REPLICAS],
   )  # fmt: skip
   values, key = draw(), jax.random.key(0)
@@ -242,7 +243,7 @@ def test_error_feedback_stays_bounded(code):
     def step(residual, key):
       m = jax.tree.map(jnp.add, gradients, residual)
       mean, sent = jax.vmap(
-        lambda m, key: averages.average(m, AXIS, codes, key)[:2],
+        lambda m, key: averages.average(m, Channel(AXIS), codes, key)[:2],
         in_axes=(0, None), axis_name=AXIS,
       )(m, key)  # fmt: skip
       return jax.tree.map(jnp.subtract, m, sent), [x[0] for x in mean]

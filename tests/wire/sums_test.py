@@ -9,6 +9,7 @@ import pytest
 from helpers.meshes import AXIS
 
 from edgc_jax.wire import averages, sums
+from edgc_jax.wire.channel import Channel
 from edgc_jax.wire.codes import Blockwise
 
 # An instruction that returns at least a thousand sums of rows.
@@ -38,7 +39,9 @@ def test_means_of_replicas_are_not_reductions():
 
   def average(value):
     keys = jax.random.key(0)
-    return averages.average([value], AXIS, [Blockwise(8, 128)], keys).mean
+    return averages.average(
+      [value], Channel(AXIS), [Blockwise(8, 128)], keys
+    ).mean
 
   assert not SUM_OF_ROWS.search(program(average))
   text = program(lambda value: jnp.mean(value.reshape(2, -1), axis=0))

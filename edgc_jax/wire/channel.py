@@ -1,0 +1,155 @@
+"""One order of all collectives over the replicas, and the bytes they send.
+
+XLA's CPU backend (of JAX 0.10.2) holds a collective back until the previous
+ones have started, but takes a conditional for started before the collectives in
+it have. A collective that does not need their results then overtakes them, on
+one device sooner than on another, and operands of different collectives are
+mixed up: stages as CPU devices of one process had their memory overwritten. So
+a conditional waits for the collectives before it, and those after it wait for
+its result. Accelerators keep the order, and replicas that `jax.vmap` simulates
+on one device send nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from edgc_jax.wire import collectives, order
+from edgc_jax.wire.order import AxisName
+
+
+class Channel:
+  """Performs collectives over the replicas in order, and counts their bytes.
+
+  While a branch is traced, its collectives are performed here, too.
+
+  Attributes:
+    axis_name: The bound axis of the replicas.
+    num_bytes: float32 [], sent so far, counted as for an all-reduce: halves of
+      one, as an all-gather, count half of what they return.
+  """
+
+  def __init__(self, axis_name: AxisName, earlier: Any = ()):
+    """Begins with the next collective.
+
+    Args:
+      axis_name: The bound axis of the replicas.
+      earlier: Results of collectives over other axes, which come first.
+    """
+    self.axis_name = axis_name
+    self.num_bytes = jnp.zeros((), jnp.float32)
+    self._last: Any = ()  # results of the last collective
+    self._branched: Any = earlier  # and of the last conditional before it
+
+  @property
+  def num_devices(self) -> int:
+    """The replicas."""
+    return collectives.num_devices(self.axis_name)
+
+  def mean(self, tree: Any) -> Any:
+    """Averages every leaf, in one all-reduce."""
+    return self._perform(collectives.mean, tree, 1.0)
+
+  def total(self, tree: Any) -> Any:
+    """Sums every leaf, in one all-reduce."""
+    return self._perform(collectives.total, tree, 1.0)
+
+  def exchange_parts(self, tree: Any) -> Any:
+    """Sends part j of every leaf [N, ...] to device j; returns [N, ...]."""
+    return self._perform(collectives.exchange_parts, tree, 0.5)
+
+  def gather(self, tree: Any) -> Any:
+    """Gathers every leaf of all devices as [N, ...]."""
+    return self._perform(collectives.gather, tree, 0.5 * self.num_devices)
+
+  def from_first(self, tree: Any) -> Any:
+    """Broadcasts the leaves of the first device; one device sends nothing."""
+    if self.num_devices == 1:
+      return tree
+    return self._perform(collectives.from_first, tree, 1.0)
+
+  def compare(self, value: jax.Array) -> jax.Array:
+    """Compares a scalar (`collectives.compare`), which is sent three times."""
+    return self._perform(collectives.compare, value, 3.0)
+
+  def difference(self, value: jax.Array) -> jax.Array:
+    """Returns the largest difference of entries, which are sent twice."""
+    return self._perform(collectives.difference, value, 2.0)
+
+  def follow(self, tree: Any) -> None:
+    """Puts the results of collectives over other axes before the next one."""
+    self._branched = (self._branched, tree)
+
+  def ordered(self, tree: Any) -> Any:
+    """Returns `tree`, for collectives over other axes that come next."""
+    return order.in_turn(tree, (self._last, self._branched))
+
+  def switch(
+    self,
+    index: jax.Array | int,
+    branches: Sequence[Callable[..., Any]],
+    *operands: Any,
+  ) -> Any:
+    """Runs one of the branches, which may send; all replicas the same one.
+
+    Raises:
+      ValueError: if `jax.vmap` maps the index (`order.branch_index`).
+    """
+    return self._branch(order.branch_index(index), branches, operands)
+
+  def cond(
+    self,
+    pred: jax.Array,
+    yes: Callable[..., Any],
+    no: Callable[..., Any] | None = None,
+    *operands: Any,
+  ) -> Any:
+    """Runs `yes` or `no`, which may send; None for `no` returns zeros."""
+    types = None
+    if no is None:
+      types, _ = jax.eval_shape(self._traced(yes), *operands)
+
+    def zeros(*_: Any) -> Any:
+      return jax.tree.map(collectives.zeros_like_type, types)
+
+    index = jnp.asarray(pred).astype(jnp.int32)
+    return self._branch(index, [no or zeros, yes], operands)
+
+  def _perform(self, collective: Callable, tree: Any, times: float) -> Any:
+    if not jax.tree.leaves(tree):
+      return tree
+    self.num_bytes += times * sum(x.nbytes for x in jax.tree.leaves(tree))
+    tree = order.in_turn(tree, self._branched)
+    self._last = collective(tree, self.axis_name)
+    return self._last
+
+  def _branch(
+    self,
+    index: jax.Array | int,
+    branches: Sequence[Callable[..., Any]],
+    operands: tuple,
+  ) -> Any:
+    index = self.ordered(jnp.asarray(index))
+    traced = [self._traced(branch) for branch in branches]
+    found, sent = jax.lax.switch(index, traced, *operands)
+    # By type it varies with the index.
+    sent = jnp.where(index >= 0, sent, 0.0)
+    self.num_bytes += sent
+    self._last, self._branched = (), sent
+    return found
+
+  def _traced(self, branch: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a branch that returns its bytes, too, once they are sent."""
+
+    def run(*operands: Any) -> tuple[Any, jax.Array]:
+      before = self.num_bytes, self._last, self._branched
+      self.num_bytes = jnp.zeros((), jnp.float32)
+      self._last, self._branched = (), ()
+      found = branch(*operands)
+      sent = self.ordered(self.num_bytes)
+      self.num_bytes, self._last, self._branched = before
+      return found, sent
+
+    return run
