@@ -7,8 +7,10 @@ import pytest
 from helpers import float32
 from helpers.meshes import (
   BACKENDS,
+  CHECK_BYTES,
   DIVERGED_BYTES,
   gradients_like,
+  sample_bytes,
   window_bytes,
 )
 
@@ -17,13 +19,12 @@ from edgc_jax import allreduce, powersgd, quantize, randomk, topk
 from edgc_jax.budget import entropy
 from edgc_jax.diagnosis import self_test
 from edgc_jax.measure import hlo
-from edgc_jax.wire import agreement
 from edgc_jax.wire.codes import code_of
 
 pytestmark = pytest.mark.slow
 
 REPLICAS = 4
-CHECKS = agreement.CHECK_BYTES + DIVERGED_BYTES
+CHECKS = CHECK_BYTES + DIVERGED_BYTES
 # Factors of the small matrix save half of its bytes at up to 5 columns, which
 # are its cap at higher ranks.
 PARAMS = {
@@ -108,9 +109,9 @@ def test_every_rank(backend, allocation, estimator, warmup):
     if any(branches) and not all(branches)
   ]
   rare = sorted(map(sum, others))
-  sample = entropy.sample_bytes(MATRICES, sampling)
+  sample = sample_bytes(MATRICES, sampling)
   decided = window_bytes(run.first_state, run.replicas)
-  check = [agreement.CHECK_BYTES, DIVERGED_BYTES]
+  check = [CHECK_BYTES, DIVERGED_BYTES]
   assert rare == sorted([*check, sample, decided])
 
 
@@ -147,7 +148,7 @@ def test_metrics_add_up():
     sampling=sampling,
   )  # fmt: skip
   run = BACKENDS["pmap"](tx, PARAMS)
-  sample = entropy.sample_bytes(MATRICES, entropy.Sampling())
+  sample = sample_bytes(MATRICES, entropy.Sampling())
   decided = window_bytes(run.state, run.replicas)
   total = 0
   for step in range(5):

@@ -100,8 +100,8 @@ def estimate(
 ) -> EntropySample:
   """Estimates the entropy of the local gradients, pooled over the replicas.
 
-  Sends `sample_bytes` in two all-reduces: counts and magnitudes of each matrix,
-  then its squares and either sums or the counts of all bins.
+  Wire: two all-reduces of float32, counts and magnitudes of K matrices, then K
+  squares and either K sums or the counts of all bins.
 
   Args:
     gradients: The compressible leaves as stacks [k, ...] of matrices, local,
@@ -152,14 +152,6 @@ def estimate(
     jnp.where(is_usable, entropies + jnp.log(top), 0.0)[place],
     is_usable.astype(jnp.float32),
   )
-
-
-def sample_bytes(num_matrices: int, sampling: Sampling) -> int:
-  """Returns the bytes that one estimate sends per replica."""
-  num_values = num_matrices
-  if sampling.estimator == "histogram":
-    num_values = sampling.bins
-  return 4 * (3 * num_matrices + num_values)
 
 
 def _subsample(x: jax.Array, stride: int, index: jax.Array) -> jax.Array:

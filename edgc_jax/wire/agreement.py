@@ -30,7 +30,6 @@ from edgc_jax.wire.channel import Channel
 from edgc_jax.wire.order import axes_left, names, varying_axes
 
 CHECKED_STEPS = 3  # first steps, in which gradients are compared
-CHECK_BYTES = 12  # sent by one such comparison, over the replicas
 STAGE_CHECK_BYTES = 12  # sent by `agree` in every step, over the stages
 CHECK_EVERY = 100  # steps from one comparison of parameters to the next
 _GROUP = 32  # leaves that share one z; float32 is coarser for a larger sum
@@ -50,7 +49,7 @@ def compare_gradients(
   """Compares the replicas' gradients by a checksum in the first steps.
 
   The comparisons end once the gradients differ (in the first step, as a rule)
-  or have been equal in `CHECKED_STEPS` steps. Each sends `CHECK_BYTES`.
+  or have been equal in `CHECKED_STEPS` steps. Each sends 12 bytes.
 
   Args:
     gradients: The leaves passed to `update`, local.

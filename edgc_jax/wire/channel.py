@@ -1,13 +1,12 @@
 """One order of all collectives over the replicas, and the bytes they send.
 
 XLA's CPU backend (of JAX 0.10.2) holds a collective back until the previous
-ones have started, but takes a conditional for started before the collectives in
-it have. A collective that does not need their results then overtakes them, on
-one device sooner than on another, and operands of different collectives are
-mixed up: stages as CPU devices of one process had their memory overwritten. So
-a conditional waits for the collectives before it, and those after it wait for
-its result. Accelerators keep the order, and replicas that `jax.vmap` simulates
-on one device send nothing.
+ones have started, but takes a conditional or a loop for started before the
+collectives in it have. A collective that does not need their results then
+overtakes them, on one device sooner than on another, and operands of different
+collectives are mixed up: stages as CPU devices of one process had their memory
+overwritten. So a conditional waits for the collectives before it, and those
+after it wait for its result. Accelerators keep the order.
 """
 
 from collections.abc import Callable, Sequence

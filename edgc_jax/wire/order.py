@@ -140,14 +140,9 @@ def _last(leaf: jax.Array) -> jax.Array:
 def in_turn(tree: Any, earlier: Any) -> Any:
   """Orders collectives on CPUs: `after(tree, earlier)` there, else `tree`.
 
-  XLA's CPU backend (of JAX 0.10.2) holds a collective back until the previous
-  ones have started, but takes a conditional or a loop for started before the
-  collectives in it have. A collective that does not need their results then
-  overtakes them, on one device sooner than on another, and operands of
-  different collectives are mixed up: stages as CPU devices of one process had
-  their memory overwritten. So if one of two collectives is in a branch or a
-  loop, the second must depend on the first. Accelerators keep the order, and
-  replicas that `jax.vmap` simulates on one device send nothing.
+  If one of two collectives is in a branch or a loop, the second must depend on
+  the first (`wire.channel`). Replicas that `jax.vmap` simulates on one device
+  send nothing.
   """
   return after_all(tree, earlier) if bound_axes() else tree
 

@@ -250,7 +250,14 @@ def assert_replicas_equal(tree: Any) -> None:
   chex.assert_trees_all_equal(tree, first)
 
 
+CHECK_BYTES = 4 * 3  # a checksum, its negative, and a flag
 DIVERGED_BYTES = 4 * 2 * 5  # highest and lowest of four projections and a flag
+
+
+def sample_bytes(matrices, sampling):
+  """Counts, magnitudes and squares of each matrix, and sums or all bins."""
+  is_histogram = sampling.estimator == "histogram"
+  return 4 * (3 * matrices + (sampling.bins if is_histogram else matrices))
 
 
 def window_bytes(state, replicas=1, stages=1):

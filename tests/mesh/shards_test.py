@@ -9,13 +9,18 @@ import optax
 import pytest
 from helpers import float32
 from helpers.collective_order import unordered
-from helpers.meshes import DIVERGED_BYTES, factors, find, residuals
+from helpers.meshes import (
+  CHECK_BYTES,
+  DIVERGED_BYTES,
+  factors,
+  find,
+  residuals,
+  sample_bytes,
+)
 from helpers.shard_runs import ShardedRun
 
 import edgc_jax
-from edgc_jax.budget import entropy
 from edgc_jax.measure import hlo
-from edgc_jax.wire import agreement
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cache")]
 
@@ -91,11 +96,11 @@ def assert_sends_what_is_predicted(run, name):
   for ladder in hlo.wire_bytes_by_rank(found):
     sent += ladder[-1]  # the warm-up has the largest rank
   # The first step also compares gradients, and updates or parameters.
-  sent += agreement.CHECK_BYTES + DIVERGED_BYTES
+  sent += CHECK_BYTES + DIVERGED_BYTES
   shards = [axis for axis in run.mesh.shape if axis != "data"]
   if name == "edgc":  # and samples the entropy
     assert metrics["rank"] == 8
-    sent += entropy.sample_bytes(2, edgc_jax.Sampling())
+    sent += sample_bytes(2, edgc_jax.Sampling())
   size = run.mesh.size // run.mesh.shape["data"]
   assert size * sent == metrics["wire_bytes"]
   plain = plain_run("both" if len(shards) > 1 else "fsdp").compiled()

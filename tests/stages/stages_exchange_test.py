@@ -12,6 +12,7 @@ from helpers import float32
 from helpers.collective_order import unordered
 from helpers.meshes import (
   AXIS,
+  CHECK_BYTES,
   DIVERGED_BYTES,
   Pmap,
   Run,
@@ -334,7 +335,7 @@ def test_metrics_are_of_each_stage():
     sample = 4 * 4 * 2  # two matrices of one leaf
     more = sample + agreement.STAGE_CHECK_BYTES
     if step == 0:
-      more += agreement.CHECK_BYTES + DIVERGED_BYTES
+      more += CHECK_BYTES + DIVERGED_BYTES
     elif step == 2:  # over the stages, and over the replicas
       more += 8 + window_bytes(find(run.state), stages=STAGES)
     expected = [

@@ -13,7 +13,14 @@ import optax
 import pytest
 from helpers import float32
 from helpers.collective_order import unordered
-from helpers.meshes import DIVERGED_BYTES, Run, factors, residuals
+from helpers.meshes import (
+  CHECK_BYTES,
+  DIVERGED_BYTES,
+  Run,
+  factors,
+  residuals,
+  sample_bytes,
+)
 from helpers.shard_runs import mesh_of
 from jax.sharding import PartitionSpec as P
 
@@ -186,8 +193,8 @@ def test_sends_what_is_predicted():
   # Two rounds each: own sharded leaves, own whole ones, the late ones.
   assert len(ladders) == 6
   sent += sum(ladder[-1] for ladder in ladders)
-  samples = edgc_jax.budget.entropy.sample_bytes(2, edgc_jax.Sampling(1.0))
-  sent += agreement.CHECK_BYTES + DIVERGED_BYTES + samples
+  samples = sample_bytes(2, edgc_jax.Sampling(1.0))
+  sent += CHECK_BYTES + DIVERGED_BYTES + samples
   sent += agreement.STAGE_CHECK_BYTES
   assert run.metrics()["wire_bytes"] == [SHARDS * sent] * STAGES
   (part,) = edgc_jax.describe(
