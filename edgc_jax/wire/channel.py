@@ -49,33 +49,40 @@ class Channel:
 
   def mean(self, tree: Any) -> Any:
     """Averages every leaf, in one all-reduce."""
-    return self._perform(collectives.mean, tree, 1.0)
+    return self._perform(collectives.mean, tree, _bytes_of(tree))
 
   def total(self, tree: Any) -> Any:
     """Sums every leaf, in one all-reduce."""
-    return self._perform(collectives.total, tree, 1.0)
+    return self._perform(collectives.total, tree, _bytes_of(tree))
 
   def exchange_parts(self, tree: Any) -> Any:
     """Sends part j of every leaf [N, ...] to device j; returns [N, ...]."""
-    return self._perform(collectives.exchange_parts, tree, 0.5)
+    return self._perform(collectives.exchange_parts, tree, _bytes_of(tree) / 2)
 
   def gather(self, tree: Any) -> Any:
     """Gathers every leaf of all devices as [N, ...]."""
-    return self._perform(collectives.gather, tree, 0.5 * self.num_devices)
+    return self._perform(
+      collectives.gather, tree, self.num_devices * _bytes_of(tree) / 2
+    )
 
   def from_first(self, tree: Any) -> Any:
-    """Broadcasts the leaves of the first device; one device sends nothing."""
+    """Broadcasts numbers of 32 bits and flags of the first device.
+
+    One device sends nothing.
+    """
     if self.num_devices == 1:
       return tree
-    return self._perform(collectives.from_first, tree, 1.0)
+    # Flags as int32.
+    num_bytes = 4 * sum(x.size for x in jax.tree.leaves(tree))
+    return self._perform(collectives.from_first, tree, num_bytes)
 
   def compare(self, value: jax.Array) -> jax.Array:
     """Compares a scalar (`collectives.compare`), which is sent three times."""
-    return self._perform(collectives.compare, value, 3.0)
+    return self._perform(collectives.compare, value, 3 * _bytes_of(value))
 
   def difference(self, value: jax.Array) -> jax.Array:
     """Returns the largest difference of entries, which are sent twice."""
-    return self._perform(collectives.difference, value, 2.0)
+    return self._perform(collectives.difference, value, 2 * _bytes_of(value))
 
   def follow(self, tree: Any) -> None:
     """Puts the results of collectives over other axes before the next one."""
@@ -116,10 +123,10 @@ class Channel:
     index = jnp.asarray(pred).astype(jnp.int32)
     return self._branch(index, [no or zeros, yes], operands)
 
-  def _perform(self, collective: Callable, tree: Any, times: float) -> Any:
+  def _perform(self, collective: Callable, tree: Any, num_bytes: float) -> Any:
     if not jax.tree.leaves(tree):
       return tree
-    self.num_bytes += times * sum(x.nbytes for x in jax.tree.leaves(tree))
+    self.num_bytes += num_bytes
     tree = order.in_turn(tree, self._branched)
     self._last = collective(tree, self.axis_name)
     return self._last
@@ -152,3 +159,7 @@ class Channel:
       return found, sent
 
     return run
+
+
+def _bytes_of(tree: Any) -> int:
+  return sum(x.nbytes for x in jax.tree.leaves(tree))
