@@ -138,23 +138,27 @@ class Channel:
     operands: tuple,
   ) -> Any:
     index = self.ordered(jnp.asarray(index))
-    traced = [self._traced(branch) for branch in branches]
+    axes = order.varying_axes(index)
+    traced = [self._traced(branch, axes) for branch in branches]
     found, sent = jax.lax.switch(index, traced, *operands)
-    # By type it varies with the index.
-    sent = jnp.where(index >= 0, sent, 0.0)
     self.num_bytes += sent
     self._last, self._branched = (), sent
     return found
 
-  def _traced(self, branch: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a branch that returns its bytes, too, once they are sent."""
+  def _traced(
+    self, branch: Callable[..., Any], axes: tuple[str, ...] = ()
+  ) -> Callable[..., Any]:
+    """Returns a branch that returns its bytes, too, once they are sent.
+
+    By type they vary over `axes`, those of the choice of a branch.
+    """
 
     def run(*operands: Any) -> tuple[Any, jax.Array]:
       before = self.num_bytes, self._last, self._branched
       self.num_bytes = jnp.zeros((), jnp.float32)
       self._last, self._branched = (), ()
       found = branch(*operands)
-      sent = self.ordered(self.num_bytes)
+      sent = collectives.as_varying(self.ordered(self.num_bytes), axes)
       self.num_bytes, self._last, self._branched = before
       return found, sent
 
