@@ -11,14 +11,19 @@ from edgc_jax import validation
 from edgc_jax.leaves import checks as leaf_checks
 from edgc_jax.leaves.leaf import arrays_of, leaves_in, masked_paths
 from edgc_jax.leaves.review import reducers_seen
-from edgc_jax.mesh.sharding import bound_init, num_replicas, specs_like
+from edgc_jax.mesh.sharding import (
+  bound_init,
+  mesh_here,
+  num_replicas,
+  specs_of,
+)
 from edgc_jax.state.state import ReducerState
-from edgc_jax.wire.order import AxisName, is_bound
+from edgc_jax.wire.order import AxisName
 
 
 def bind(
   tx: optax.GradientTransformationExtraArgs,
-  mesh: Mesh,
+  mesh: Mesh | None,
   axis_name: AxisName = "data",
   param_specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -31,11 +36,12 @@ def bind(
 
   Args:
     tx: A reducer over `axis_name`.
-    mesh: The mesh of the training.
+    mesh: The mesh of the training; None takes the one of `jax.set_mesh`, if it
+      has the axis.
     axis_name: The axis of the replicas, or a tuple of axes.
     param_specs: PartitionSpecs of the parameters, in a tree like them or a
-      prefix of it, if further axes of the mesh shard them; None if every device
-      has all of them.
+      prefix of it, if further axes of the mesh shard them, and are not
+      Explicit; None if every device has all of them, or types say how they lie.
 
   Returns:
     A gradient transformation, with the state of `tx`.
@@ -44,25 +50,23 @@ def bind(
     ValueError: if the mesh lacks an axis; in `update`, if gradients are not
       stacked.
   """
-  replicas = num_replicas(mesh, axis_name)
-  if replicas == 1:
-    validation.warn(
-      f"`mesh` has one replica along {axis_name!r}, so the reducer sends"
-      " nothing and only takes time: leave it out, or name the axis that splits"
-      " the batch."
-    )
+  if mesh is not None:
+    _require_replicas(mesh, axis_name)
 
-  def on_mesh(params: Any) -> tuple[Any, Any, Any]:
+  def on_mesh(params: Any, mesh: Any, specs: Any) -> tuple[Any, Any, Any]:
     with reducers_seen():  # warnings come once, from `init` itself
-      return bound_init(tx, params, mesh, axis_name, param_specs)
+      return bound_init(tx, params, mesh, axis_name, specs)
 
   def init_fn(params: optax.Params) -> Any:
-    if is_bound(axis_name):
+    here = mesh_here(mesh, axis_name)
+    if here is None:
       return tx.init(params)
+    _require_replicas(here, axis_name)
     _require_all(params)
     leaves_in(params)  # raises if a leaf is not real floating
-    _require_placed(params, mesh, param_specs)
-    return jax.jit(on_mesh(params)[0])(params)
+    specs = specs_of(param_specs, params, here)
+    _require_placed(params, here, specs)
+    return jax.jit(on_mesh(params, here, specs)[0])(params)
 
   def update_fn(
     updates: optax.Updates,
@@ -70,9 +74,10 @@ def bind(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, Any]:
-    if is_bound(axis_name):
+    here = mesh_here(mesh, axis_name)
+    if here is None:
       return tx.update(updates, state, params, **extra_args)
-    _require_stacked(updates, params, replicas)
+    _require_stacked(updates, params, num_replicas(here, axis_name))
     # `shard_map` would fail first, and say less.
     leaf_checks.require_state(state, ReducerState)
     leaf_checks.require_same_leaves(updates, state.leaves)
@@ -88,7 +93,8 @@ def bind(
     one = jax.tree.map(
       lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates
     )
-    _, own, of_state = on_mesh(one)
+    specs = specs_of(param_specs, updates, here, skip=1)
+    _, own, of_state = on_mesh(one, here, specs)
     stacked = jax.tree.map(lambda s: PartitionSpec(axis_name, *s), own)
 
     def update_local(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
@@ -100,13 +106,23 @@ def bind(
 
     update = jax.shard_map(
       update_local,
-      mesh=mesh,
+      mesh=here,
       in_specs=(stacked, of_state, None if params is None else own),
       out_specs=(own, of_state),
     )
     return update(updates, state, params)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _require_replicas(mesh: Any, axis_name: AxisName) -> None:
+  """Warns of a mesh with one replica; raises if it lacks the axis."""
+  if num_replicas(mesh, axis_name) == 1:
+    validation.warn(
+      f"`mesh` has one replica along {axis_name!r}, so the reducer sends"
+      " nothing and only takes time: leave it out, or name the axis that splits"
+      " the batch."
+    )
 
 
 def _require_all(params: Any) -> None:
@@ -125,9 +141,8 @@ def _require_all(params: Any) -> None:
   )
 
 
-def _require_placed(params: Any, mesh: Mesh, param_specs: Any) -> None:
+def _require_placed(params: Any, mesh: Any, specs: Any) -> None:
   """Raises if parameters lie on the mesh otherwise than their specs say."""
-  specs = specs_like(param_specs, params)
   found = jax.tree_util.tree_leaves_with_path(params)
   for (path, x), spec in zip(found, jax.tree.leaves(specs), strict=True):
     where = getattr(x, "sharding", None)
@@ -145,8 +160,8 @@ def _require_placed(params: Any, mesh: Mesh, param_specs: Any) -> None:
       )
       continue
     validation.require(
-      where.mesh != mesh
-      or where.is_equivalent_to(NamedSharding(mesh, spec), x.ndim),
+      where.mesh.abstract_mesh != getattr(mesh, "abstract_mesh", mesh)
+      or where.is_equivalent_to(NamedSharding(where.mesh, spec), x.ndim),
       "param_specs",
       spec,
       f"the spec of the parameter at {jax.tree_util.keystr(path)}, which lies"

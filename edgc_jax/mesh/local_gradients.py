@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+  AbstractMesh,
+  AxisType,
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+)
 
 from edgc_jax import validation
 from edgc_jax.mesh.sharding import axes_of, num_replicas
@@ -20,7 +26,7 @@ from edgc_jax.wire.order import AxisName, names
 
 def value_and_grad(
   loss_fn: Callable[..., Any],
-  mesh: Mesh,
+  mesh: Mesh | AbstractMesh | None = None,
   axis_name: AxisName = "data",
   *,
   has_aux: bool = False,
@@ -48,7 +54,7 @@ def value_and_grad(
   Args:
     loss_fn: From parameters and further arguments to a loss that is a mean over
       the batch, float [].
-    mesh: The mesh of the training.
+    mesh: The mesh of the training; None takes the one of `jax.set_mesh`.
     axis_name: The axis of the replicas, or a tuple of axes.
     has_aux: Whether `loss_fn` returns a pair of the loss and other outputs. Of
       these, floats are averaged over the replicas, as running statistics of
@@ -99,6 +105,20 @@ def value_and_grad(
     ("has_aux", has_aux), ("is_local", is_local), ("averages", averages),
   ):  # fmt: skip
     validation.require_flag(name, flag)
+  if mesh is None:
+    return functools.wraps(loss_fn)(
+      lambda *args: value_and_grad(
+        loss_fn,
+        _ambient_mesh(),
+        axis_name,
+        has_aux=has_aux,
+        in_axes=in_axes,
+        wrt=wrt,
+        is_local=is_local,
+        averages=averages,
+        aux_axes=aux_axes,
+      )(*args)
+    )
   replicas = num_replicas(mesh, axis_name)
   split, whole = PartitionSpec(axis_name), PartitionSpec()
 
@@ -247,6 +267,19 @@ def value_and_grad(
   return run
 
 
+def _ambient_mesh() -> AbstractMesh:
+  """Returns the mesh of `jax.set_mesh`."""
+  mesh = jax.sharding.get_abstract_mesh()
+  validation.require(
+    bool(mesh.axis_names),
+    "mesh",
+    None,
+    "given, or set before",
+    "pass it, or call jax.set_mesh(mesh)",
+  )
+  return mesh
+
+
 OnReplica = Callable[[Any, list], tuple[Any, Any]]
 # Operations that XLA gathers over a sharded axis which `vmap` adds.
 _GATHERED = {"conv_general_dilated", "top_k"}
@@ -277,7 +310,7 @@ def _constraint_errors(axis_name: AxisName) -> Generator[None]:
 
 
 def _traced(
-  bound: OnReplica, mesh: Mesh, params: Any, values: list
+  bound: OnReplica, mesh: Mesh | AbstractMesh, params: Any, values: list
 ) -> tuple[Any, Any] | None:
   """Traces a function that is bound by `vmap`, with the mesh as context.
 
@@ -287,7 +320,8 @@ def _traced(
   """
   trace = jax.make_jaxpr(bound, return_shape=True)
   try:
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    with jax.sharding.use_abstract_mesh(abstract):
       found = trace(params, values)
   except NotImplementedError:
     return None
@@ -303,7 +337,10 @@ def _operations(jaxpr: Any) -> Iterator[str]:
 
 
 def _by_shard_map(
-  on_replica: OnReplica, mesh: Mesh, axis_name: AxisName, specs: tuple
+  on_replica: OnReplica,
+  mesh: Mesh | AbstractMesh,
+  axis_name: AxisName,
+  specs: tuple,
 ) -> OnReplica:
   """Binds the axes of the replicas by `shard_map`; all others stay.
 
@@ -321,7 +358,10 @@ def _by_shard_map(
 
 
 def _by_vmap(
-  on_replica: OnReplica, mesh: Mesh, axis_name: AxisName, specs: tuple
+  on_replica: OnReplica,
+  mesh: Mesh | AbstractMesh,
+  axis_name: AxisName,
+  specs: tuple,
 ) -> OnReplica:
   """Binds the axes by `vmap`, and has the compiler split them."""
   axes = names(axis_name)

@@ -27,7 +27,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+  AbstractMesh,
+  AxisType,
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+)
 
 from edgc_jax import validation
 from edgc_jax.leaves.leaf import (
@@ -44,7 +50,7 @@ from edgc_jax.state.state import (
   parts_of,
 )
 from edgc_jax.wire import order
-from edgc_jax.wire.order import AxisName, names, varying_axes
+from edgc_jax.wire.order import AxisName, is_bound, names, varying_axes
 
 
 def state_specs(
@@ -257,6 +263,46 @@ def placed(tree: Any, mesh: Mesh, specs: Any) -> Any:
   return jax.tree.map(place, tree, specs)
 
 
+def mesh_here(mesh: Any, axis_name: AxisName) -> Any:
+  """Returns the mesh over which an axis has to be bound; None if it is.
+
+  Args:
+    mesh: The mesh; None takes the one of `jax.set_mesh`, if it has the axis.
+    axis_name: The axis of the replicas, or a tuple of axes.
+  """
+  if is_bound(axis_name):
+    return None
+  if mesh is not None:
+    return mesh
+  try:
+    jax.lax.axis_size(axis_name)  # `jax.vmap` binds it
+  except NameError:
+    ambient = jax.sharding.get_abstract_mesh()
+    has_all = set(names(axis_name)) <= set(ambient.axis_names)
+    return ambient if has_all else None
+  return None
+
+
+def specs_of(param_specs: Any, tree: Any, mesh: Any, skip: int = 0) -> Any:
+  """Returns the specs of parameters, in a tree like them.
+
+  Args:
+    param_specs: The specs, or a prefix of them. None takes those of the types,
+      which have them if an axis of the mesh is Explicit.
+    tree: The parameters, or arrays with `skip` axes more in front.
+    mesh: The mesh of the training.
+    skip: Number of these axes.
+  """
+  if param_specs is not None or AxisType.Explicit not in mesh.axis_types:
+    return specs_like(param_specs, tree)
+
+  def of_type(x: Any) -> PartitionSpec:
+    where = getattr(jax.typeof(x), "sharding", None)
+    return PartitionSpec(*(where.spec[skip:] if where else ()))
+
+  return jax.tree.map(of_type, tree)
+
+
 def num_replicas(mesh: Any, axis_name: AxisName) -> int:
   """Returns the number of replicas along one axis or several.
 
@@ -265,19 +311,6 @@ def num_replicas(mesh: Any, axis_name: AxisName) -> int:
   """
   require_axes(mesh, "axis_name", axis_name)
   return math.prod(mesh.shape[axis] for axis in names(axis_name))
-
-
-def require_mesh(mesh: Any, axis_name: AxisName, param_specs: Any) -> None:
-  """Raises if a wrapper has specs without a mesh, or the mesh lacks an axis."""
-  validation.require(
-    mesh is not None or param_specs is None,
-    "param_specs",
-    param_specs,
-    "None without `mesh`",
-    "pass mesh=, as to the reducer",
-  )
-  if mesh is not None:
-    require_axes(mesh, "axis_name", axis_name)
 
 
 def start_on_mesh(

@@ -18,8 +18,9 @@ from edgc_jax.leaves import checks as leaf_checks
 from edgc_jax.leaves.leaf import arrays_of, leaves_in, masked_paths
 from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.sharding import (
-  require_mesh,
-  specs_like,
+  mesh_here,
+  require_axes,
+  specs_of,
   start_on_mesh,
   state_specs,
 )
@@ -174,7 +175,8 @@ class LocalSteps:
       " begins then",
       "choose fewer steps",
     )
-    require_mesh(self.mesh, self.axis_name, self.param_specs)
+    if self.mesh is not None:
+      require_axes(self.mesh, "axis_name", self.axis_name)
 
   @property
   def period(self) -> int:
@@ -187,7 +189,7 @@ class LocalSteps:
 
   def is_stacked(self) -> bool:
     """Whether arrays have an axis of all replicas, in plain `jax.jit`."""
-    return self.mesh is not None and not order.is_bound(self.axis_name)
+    return mesh_here(self.mesh, self.axis_name) is not None
 
   def init(self, params: optax.Params) -> LocalStepsState:
     """Returns the state before the first step."""
@@ -401,17 +403,17 @@ class LocalSteps:
 
   def _start_all(self, params: optax.Params) -> tuple:
     """Returns the same of all replicas, each on its devices."""
-    assert self.mesh is not None
+    mesh = mesh_here(self.mesh, self.axis_name)
+    own = specs_of(self.param_specs, params, mesh)
     of_inner = state_specs(
       self.inner,
       params,
       self.axis_name,
-      mesh=self.mesh,
-      param_specs=self.param_specs,
+      mesh=mesh,
+      param_specs=own,
     )
-    own = specs_like(self.param_specs, params)
     specs = PartitionSpec(), own, own if self.overlap else (), of_inner
-    return start_on_mesh(self._start, params, specs, self.mesh, self.axis_name)
+    return start_on_mesh(self._start, params, specs, mesh, self.axis_name)
 
 
 @promoting
@@ -423,7 +425,8 @@ def local_params(
   Args:
     params: The common parameters, x.
     opt_state: A state with the state of `local_steps` in it.
-    mesh: The mesh in plain `jax.jit`; not read where an axis is bound.
+    mesh: The mesh in plain `jax.jit`; None takes the one of `jax.set_mesh`. Not
+      read where an axis is bound.
 
   Returns:
     The replica's own parameters, like `params`; with a mesh those of all N
@@ -436,12 +439,13 @@ def local_params(
   """
   state = only_state(opt_state)
   replicas = len(state.skipped.values)
+  has_mesh = bool(mesh or jax.sharding.get_abstract_mesh().axis_names)
   validation.require(
-    mesh is not None or replicas == 1,
+    has_mesh or replicas == 1,
     "mesh",
     mesh,
     f"the mesh of the training for a state of {replicas} replicas",
-    "pass mesh= in plain jax.jit",
+    "in plain jax.jit call jax.set_mesh(mesh), or pass mesh=",
   )
   moved, sent = state.offset.values, state.sent.values
   hidden = masked_paths(moved)
@@ -454,7 +458,7 @@ def local_params(
   )
   if jax.tree.leaves(sent):  # s_i + d_i
     moved = jax.tree.map(jnp.add, sent, moved)
-  is_stacked = mesh is not None and not order.bound_axes()
+  is_stacked = has_mesh and not order.bound_axes()
   return jax.tree.map(
     lambda p, d: (p + (d if is_stacked else d[0])).astype(jnp.result_type(p)),
     arrays_of(params),

@@ -546,20 +546,13 @@ def make_reducer(
   validation.require_seed("seed", reducer.seed)
   tx = transformation(reducer.init, reducer.update)
   validation.require(
-    mesh is not None or param_specs is None,
-    "param_specs",
-    param_specs,
-    "None without a mesh",
-    "pass the mesh, too, or leave them out if shard_map binds the axes",
-  )
-  validation.require(
     mesh is None or stages is None,
     "mesh",
     mesh,
     "None with pipeline stages",
     "bind the axes of stages with jax.shard_map",
   )
-  return tx if mesh is None else bind(tx, mesh, axis_name, param_specs)
+  return tx if stages else bind(tx, mesh, axis_name, param_specs)
 
 
 def shards_of(leaves: Sequence[Leaf]) -> tuple[str, ...]:

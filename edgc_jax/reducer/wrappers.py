@@ -16,7 +16,12 @@ from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.leaves import checks as leaf_checks
-from edgc_jax.mesh.sharding import require_mesh, specs_like, start_on_mesh
+from edgc_jax.mesh.sharding import (
+  mesh_here,
+  require_axes,
+  specs_of,
+  start_on_mesh,
+)
 from edgc_jax.reducer.transformation import transformation
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import (
@@ -91,8 +96,8 @@ def accumulate(
   Args:
     tx: The chain to wrap, reducer first.
     every: Calls per update, at least 1.
-    axis_name: The axis of the replicas; unused without `mesh`.
-    mesh: The mesh, in plain `jax.jit`, around a reducer with `mesh`.
+    axis_name: The axis of the replicas, for plain `jax.jit`.
+    mesh: As for the reducer.
     param_specs: As for the reducer.
 
   Returns:
@@ -107,7 +112,8 @@ def accumulate(
   validation.require_transformation("tx", tx)
   validation.require_int("every", every, 1)
   tx = optax.with_extra_args_support(tx)
-  require_mesh(mesh, axis_name, param_specs)
+  if mesh is not None:
+    require_axes(mesh, "axis_name", axis_name)
 
   def start(params: optax.Params, count: int) -> Any:
     return jax.tree.map(
@@ -115,11 +121,12 @@ def accumulate(
     )
 
   def init_fn(params: optax.Params) -> AccumulateState:
-    if mesh is None or order.is_bound(axis_name):
+    here = mesh_here(mesh, axis_name)
+    if here is None:
       sums = start(params, 1)
     else:
-      specs = specs_like(param_specs, params)
-      sums = start_on_mesh(start, params, specs, mesh, axis_name)
+      specs = specs_of(param_specs, params, here)
+      sums = start_on_mesh(start, params, specs, here, axis_name)
     step = jnp.zeros((), jnp.int32)
     return AccumulateState(step, PerReplica(sums), tx.init(params))
 
@@ -182,7 +189,8 @@ def _require_like_sums(updates: Any, sums: Any) -> None:
       jnp.shape(g),
       f"gradients of the shape {a.shape} of the sums, or of {a.shape[1:]} on"
       f" one replica, at {jax.tree_util.keystr(path)}",
-      "in plain jax.jit pass mesh= to accumulate, too",
+      "in plain jax.jit call jax.set_mesh before init, or pass mesh= to"
+      " accumulate, too",
     )
 
 

@@ -35,8 +35,8 @@ def num_devices(axis_name: AxisName, argument: str = "axis_name") -> int:
       f" {axis_name!r}, which is not; call this inside jax.shard_map over a"
       f" mesh with that axis or, for replicas, inside"
       f" jax.pmap(..., axis_name={axis_name!r}), or pass the name of the axis"
-      " you have. In plain jax.jit pass mesh= to the reducer, and None as the"
-      " axis of skip_nonfinite."
+      " you have. In plain jax.jit call jax.set_mesh(mesh) before init, with a"
+      " mesh that has the axis, and pass None as the axis of skip_nonfinite."
     ) from error
 
 
@@ -219,10 +219,9 @@ def as_varying(tree: Any, axis_name: AxisName) -> Any:
 
 
 def zeros_like_type(aval: Any) -> jax.Array:
-  """Returns zeros of the shape, dtype and varying axes of `aval`."""
-  zeros = jnp.zeros(aval.shape, aval.dtype)
+  """Returns zeros of the shape, dtype, sharding and varying axes of `aval`."""
   axes = aval.manual_axis_type.varying if aval.manual_axis_type else ()
-  return lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
+  return as_varying(jnp.zeros_like(aval), tuple(axes))
 
 
 def _reduce(reduce: Callable[[Any], Any], tree: Any) -> Any:

@@ -645,3 +645,82 @@ def test_leaves_that_are_missing_or_new(wrap):
       update(own, state, params)
   with pytest.raises(TypeError, match="`state` must be a ReducerState"):
     update(gradients, None, PARAMS)
+
+
+def ambient_run(kind, shape, how, wrap):
+  """Trains four steps; returns parameters and bytes.
+
+  Args:
+    kind: The type of all axes.
+    shape: The mesh, by axis.
+    how: "given" to all functions, or "ambient".
+    wrap: From a chain and the arguments of the mesh to what is trained.
+  """
+  mesh, specs = mesh_of(kind, **shape), {"w": P(), "b": P()}
+  if "fsdp" in shape:
+    specs = {"w": P(None, "fsdp"), "b": P("fsdp")}
+  places = jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
+  params = jax.device_put({key: PARAMS[key] for key in specs}, places)
+  where, meshes = ({"mesh": mesh}, (mesh,)) if how == "given" else ({}, ())
+  if kind is AxisType.Auto or how == "given":
+    where |= {"param_specs": specs}
+
+  def loss_of(params, x):
+    return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+  with jax.set_mesh(mesh):
+    reducer = edgc_jax.powersgd(4, min_ratio=1, **where)
+    tx = wrap(optax.chain(reducer, optax.sgd(0.5)), where)
+    opt_state = tx.init(params)
+    is_local = "LocalSteps" in str(jax.tree.structure(opt_state))
+
+    @jax.jit
+    def step(params, opt_state, x):
+      own, extra = params, {}
+      if is_local:
+        own = edgc_jax.local_params(params, opt_state, *meshes)
+        extra = {"local_params": own}
+      value = edgc_jax.value_and_grad(loss_of, *meshes, is_local=is_local)
+      _, grads = value(own, x)
+      updates, opt_state = tx.update(grads, opt_state, params, **extra)
+      return optax.apply_updates(params, updates), opt_state
+
+    for i in range(4):
+      x = jax.device_put(batch(i), NamedSharding(mesh, P("data")))
+      params, opt_state = step(params, opt_state, x)
+    assert params["w"].sharding.is_equivalent_to(places["w"], 2)
+    return params, edgc_jax.metrics(opt_state)["wire_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "wrap",
+  [
+    lambda tx, where: tx,
+    lambda tx, where: edgc_jax.accumulate(tx, 2, **where),
+    lambda tx, where: edgc_jax.local_steps(optax.sgd(0.1), tx, 2, **where),
+  ],
+  ids=("reducer", "accumulate", "local_steps"),
+)
+@pytest.mark.parametrize("shape", BINDERS)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_mesh_of_set_mesh(kind, shape, wrap):
+  """As with `mesh=`; specs of Explicit axes are read from types."""
+  found, expected = (
+    ambient_run(kind, shape, how, wrap) for how in ("ambient", "given")
+  )
+  assert found[1] == expected[1] > 0
+  assert_near(found[0], expected[0])
+
+
+def test_an_axis_that_no_mesh_has():
+  mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+  tx = edgc_jax.powersgd(4)
+  with jax.set_mesh(mesh):
+    state = tx.init(PARAMS)  # of one replica
+    with pytest.raises(ValueError, match=r"call jax.set_mesh\(mesh\) before"):
+      tx.update(PARAMS, state)
+    with pytest.raises(ValueError, match="'data'"):
+      edgc_jax.value_and_grad(loss_fn)(PARAMS, batch(0))
+  with pytest.raises(ValueError, match="`mesh` must be given, or set before"):
+    edgc_jax.value_and_grad(loss_fn)(PARAMS, batch(0))
