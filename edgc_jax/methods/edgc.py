@@ -145,9 +145,11 @@ def edgc(
     mesh: The mesh of the training, for a step in plain `jax.jit`: `update` then
       takes gradients stacked over the replicas, as `edgc_jax.value_and_grad`
       returns them, and binds the axis itself; `init` returns a state that is
-      sharded over the mesh. None inside `pmap`, `shard_map` or `vmap`.
-    param_specs: With `mesh`, PartitionSpecs of the parameters, in a tree like
-      them or a prefix of it, if further axes of the mesh shard them.
+      sharded over the mesh. None takes the mesh of `jax.set_mesh` where no
+      `pmap`, `shard_map` or `vmap` binds the axis.
+    param_specs: In plain `jax.jit`, PartitionSpecs of the parameters, in a tree
+      like them or a prefix of it, if further axes of the mesh shard them. Types
+      say those of Explicit axes.
     seed: Seed of the first factors, and of all random draws in the steps.
     check_every: Steps between two comparisons of the replicas: of their
       parameters, or of their updates if `update` is not given parameters, up to
