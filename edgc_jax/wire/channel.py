@@ -39,8 +39,10 @@ class Channel:
     """
     self.axis_name = axis_name
     self.num_bytes = jnp.zeros((), jnp.float32)
-    self._last: Any = ()  # results of the last collective
-    self._branched: Any = earlier  # and of the last conditional before it
+    self._branched: Any = earlier  # result of the last conditional
+    # Results of the collectives since then. The compiler orders them, so
+    # another conditional has to wait for all.
+    self._since: list[Any] = []
 
   @property
   def num_devices(self) -> int:
@@ -90,7 +92,7 @@ class Channel:
 
   def ordered(self, tree: Any) -> Any:
     """Returns `tree`, for collectives over other axes that come next."""
-    return order.in_turn(tree, (self._last, self._branched))
+    return order.in_turn(tree, (self._branched, self._since))
 
   def switch(
     self,
@@ -128,8 +130,9 @@ class Channel:
       return tree
     self.num_bytes += num_bytes
     tree = order.in_turn(tree, self._branched)
-    self._last = collective(tree, self.axis_name)
-    return self._last
+    found = collective(tree, self.axis_name)
+    self._since.append(found)
+    return found
 
   def _branch(
     self,
@@ -142,7 +145,7 @@ class Channel:
     traced = [self._traced(branch, axes) for branch in branches]
     found, sent = jax.lax.switch(index, traced, *operands)
     self.num_bytes += sent
-    self._last, self._branched = (), sent
+    self._branched, self._since = sent, []
     return found
 
   def _traced(
@@ -154,12 +157,12 @@ class Channel:
     """
 
     def run(*operands: Any) -> tuple[Any, jax.Array]:
-      before = self.num_bytes, self._last, self._branched
+      before = self.num_bytes, self._branched, self._since
       self.num_bytes = jnp.zeros((), jnp.float32)
-      self._last, self._branched = (), ()
+      self._branched, self._since = (), []
       found = branch(*operands)
       sent = collectives.as_varying(self.ordered(self.num_bytes), axes)
-      self.num_bytes, self._last, self._branched = before
+      self.num_bytes, self._branched, self._since = before
       return found, sent
 
     return run

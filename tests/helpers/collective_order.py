@@ -11,7 +11,7 @@ def unordered(text: str) -> list[tuple[str, str]]:
 
   XLA's CPU backend keeps the order of a program's collectives, unless one is
   inside a conditional or a loop: then only a data dependency orders them
-  (`wire.order.in_turn`).
+  (`wire.channel`).
   """
   computations = hlo.computations_of(text)
 
