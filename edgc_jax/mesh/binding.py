@@ -58,7 +58,7 @@ def bind(
       return bound_init(tx, params, mesh, axis_name, specs)
 
   def init_fn(params: optax.Params) -> Any:
-    here = mesh_here(mesh, axis_name)
+    here = mesh_here(mesh, axis_name, param_specs)
     if here is None:
       return tx.init(params)
     _require_replicas(here, axis_name)
@@ -74,7 +74,7 @@ def bind(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, Any]:
-    here = mesh_here(mesh, axis_name)
+    here = mesh_here(mesh, axis_name, param_specs)
     if here is None:
       return tx.update(updates, state, params, **extra_args)
     _require_stacked(updates, params, num_replicas(here, axis_name))
@@ -94,6 +94,8 @@ def bind(
       lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates
     )
     specs = specs_of(param_specs, updates, here, skip=1)
+    if params is not None:
+      specs = specs_of(param_specs, params, here)
     _, own, of_state = on_mesh(one, here, specs)
     stacked = jax.tree.map(lambda s: PartitionSpec(axis_name, *s), own)
 
@@ -119,7 +121,7 @@ def _require_replicas(mesh: Any, axis_name: AxisName) -> None:
   """Warns of a mesh with one replica; raises if it lacks the axis."""
   if num_replicas(mesh, axis_name) == 1:
     validation.warn(
-      f"`mesh` has one replica along {axis_name!r}, so the reducer sends"
+      f"the mesh has one replica along {axis_name!r}, so the reducer sends"
       " nothing and only takes time: leave it out, or name the axis that splits"
       " the batch."
     )
@@ -188,8 +190,8 @@ def _require_stacked(updates: Any, params: Any, replicas: int) -> None:
       "updates",
       got,
       f"gradients of all {replicas} replicas, stacked as [{replicas}, {wanted}]"
-      f" at {place}, for a reducer with `mesh`",
-      "differentiate with edgc_jax.value_and_grad(loss_fn, mesh), put the"
+      f" at {place}, in plain jax.jit",
+      "differentiate with edgc_jax.value_and_grad, put the"
       " reducer first in the chain, clip and scale after it, and accumulate by"
       " edgc_jax.accumulate, not optax.MultiSteps",
     )

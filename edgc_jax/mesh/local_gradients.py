@@ -257,7 +257,8 @@ def value_and_grad(
         jaxpr, result = traced
         flat = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((params, values)))
         result = jax.tree.unflatten(jax.tree.structure(result), flat)
-    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(result)):
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(result))
+    if not is_traced and not getattr(jax.config, "jax_disable_jit", False):
       validation.warn(
         "`value_and_grad` was called outside of jax.jit, where each call"
         " compiles its program again; call it in a jitted step."

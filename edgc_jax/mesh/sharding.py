@@ -263,24 +263,34 @@ def placed(tree: Any, mesh: Mesh, specs: Any) -> Any:
   return jax.tree.map(place, tree, specs)
 
 
-def mesh_here(mesh: Any, axis_name: AxisName) -> Any:
+def mesh_here(mesh: Any, axis_name: AxisName, param_specs: Any = None) -> Any:
   """Returns the mesh over which an axis has to be bound; None if it is.
 
   Args:
     mesh: The mesh; None takes the one of `jax.set_mesh`, if it has the axis.
     axis_name: The axis of the replicas, or a tuple of axes.
+    param_specs: The specs of the parameters.
+
+  Raises:
+    ValueError: if there are specs, but no mesh.
   """
-  if is_bound(axis_name):
-    return None
   if mesh is not None:
-    return mesh
+    return None if is_bound(axis_name) else mesh
+  here = jax.sharding.get_abstract_mesh()
   try:
-    jax.lax.axis_size(axis_name)  # `jax.vmap` binds it
+    jax.lax.axis_size(axis_name)
+    is_ambient = False
   except NameError:
-    ambient = jax.sharding.get_abstract_mesh()
-    has_all = set(names(axis_name)) <= set(ambient.axis_names)
-    return ambient if has_all else None
-  return None
+    has_all = set(names(axis_name)) <= set(here.axis_names)
+    is_ambient = has_all and not order.bound_axes()
+  validation.require(
+    is_ambient or param_specs is None,
+    "param_specs",
+    param_specs,
+    "None without a mesh",
+    "call jax.set_mesh first, or leave them out if shard_map binds the axes",
+  )
+  return here if is_ambient else None
 
 
 def specs_of(param_specs: Any, tree: Any, mesh: Any, skip: int = 0) -> Any:

@@ -189,7 +189,8 @@ class LocalSteps:
 
   def is_stacked(self) -> bool:
     """Whether arrays have an axis of all replicas, in plain `jax.jit`."""
-    return mesh_here(self.mesh, self.axis_name) is not None
+    here = mesh_here(self.mesh, self.axis_name, self.param_specs)
+    return here is not None
 
   def init(self, params: optax.Params) -> LocalStepsState:
     """Returns the state before the first step."""
@@ -418,7 +419,10 @@ class LocalSteps:
 
 @promoting
 def local_params(
-  params: Any, opt_state: optax.OptState, mesh: Mesh | None = None
+  params: Any,
+  opt_state: optax.OptState,
+  mesh: Mesh | None = None,
+  axis_name: AxisName = "data",
 ) -> Any:
   """Returns the parameters at which a replica differentiates, x + s_i + d_i.
 
@@ -427,6 +431,7 @@ def local_params(
     opt_state: A state with the state of `local_steps` in it.
     mesh: The mesh in plain `jax.jit`; None takes the one of `jax.set_mesh`. Not
       read where an axis is bound.
+    axis_name: The axis of the replicas, in the mesh of `jax.set_mesh`.
 
   Returns:
     The replica's own parameters, like `params`; with a mesh those of all N
@@ -439,9 +444,9 @@ def local_params(
   """
   state = only_state(opt_state)
   replicas = len(state.skipped.values)
-  has_mesh = bool(mesh or jax.sharding.get_abstract_mesh().axis_names)
+  here = None if order.bound_axes() else mesh_here(mesh, axis_name)
   validation.require(
-    has_mesh or replicas == 1,
+    here is not None or replicas == 1,
     "mesh",
     mesh,
     f"the mesh of the training for a state of {replicas} replicas",
@@ -458,7 +463,7 @@ def local_params(
   )
   if jax.tree.leaves(sent):  # s_i + d_i
     moved = jax.tree.map(jnp.add, sent, moved)
-  is_stacked = has_mesh and not order.bound_axes()
+  is_stacked = here is not None
   return jax.tree.map(
     lambda p, d: (p + (d if is_stacked else d[0])).astype(jnp.result_type(p)),
     arrays_of(params),

@@ -347,7 +347,7 @@ class Reducer:
       ranks = shares.ranks
     decision, stage = plan.budget.decision(budget), self.axes.stage
     if stage and collectives.num_devices(stage, "stage_axis") > 1:
-      channel.num_bytes += plan.budget.stage_bytes
+      channel.count(plan.budget.stage_bytes)
     channel.follow(decision)  # stage 0's rank is sent over the stages
     decision, ranks = channel.from_first((decision, ranks))
     budget = plan.budget.decided(budget, decision)
@@ -441,7 +441,7 @@ class Reducer:
     ok, identical, has_diverged, stage_bytes = agreement.agree(
       is_finite, verdict, diverged, self.axes.stage, plan.shards
     )
-    channel.num_bytes += stage_bytes
+    channel.count(stage_bytes)
     checks = Checks(
       state.checks.skipped_steps + (~ok).astype(jnp.int32),
       agreement.count_identical(state.checks.identical_steps, identical),
@@ -551,6 +551,13 @@ def make_reducer(
     mesh,
     "None with pipeline stages",
     "bind the axes of stages with jax.shard_map",
+  )
+  validation.require(
+    param_specs is None or stages is None,
+    "param_specs",
+    param_specs,
+    "None with pipeline stages",
+    "leave them out: types show what shard_map shards",
   )
   return tx if stages else bind(tx, mesh, axis_name, param_specs)
 

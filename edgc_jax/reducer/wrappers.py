@@ -121,7 +121,7 @@ def accumulate(
     )
 
   def init_fn(params: optax.Params) -> AccumulateState:
-    here = mesh_here(mesh, axis_name)
+    here = mesh_here(mesh, axis_name, param_specs)
     if here is None:
       sums = start(params, 1)
     else:
@@ -190,7 +190,7 @@ def _require_like_sums(updates: Any, sums: Any) -> None:
       f"gradients of the shape {a.shape} of the sums, or of {a.shape[1:]} on"
       f" one replica, at {jax.tree_util.keystr(path)}",
       "in plain jax.jit call jax.set_mesh before init, or pass mesh= to"
-      " accumulate, too",
+      " accumulate, too, and its axis_name if it is not 'data'",
     )
 
 

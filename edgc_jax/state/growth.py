@@ -63,11 +63,14 @@ def norms(
   Args:
     fed_back: Gradient and residual of each leaf with one.
     due: bool [], whether a window ends.
-    channel: To the other replicas. The compiler may sum over other axes.
+    channel: To the other replicas, which follows the compiler's sums over
+      axes that are left to it.
   """
   gradients, residuals = zip(*fed_back, strict=True)
   residual = channel.cond(due, lambda: _norm(residuals))
-  return jnp.stack([residual, _norm(gradients)])
+  both = jnp.stack([residual, _norm(gradients)])
+  channel.follow(both)
+  return both
 
 
 def update(state: Growth, seen: jax.Array, due: jax.Array) -> Growth:

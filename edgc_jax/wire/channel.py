@@ -26,8 +26,6 @@ class Channel:
 
   Attributes:
     axis_name: The bound axis of the replicas.
-    num_bytes: float32 [], sent so far, counted as for an all-reduce: halves of
-      one, as an all-gather, count half of what they return.
   """
 
   def __init__(self, axis_name: AxisName, earlier: Any = ()):
@@ -38,7 +36,8 @@ class Channel:
       earlier: Results of collectives over other axes, which come first.
     """
     self.axis_name = axis_name
-    self.num_bytes = jnp.zeros((), jnp.float32)
+    self._fixed = 0.0  # bytes outside of branches
+    self._chosen: Any = 0.0  # bytes in branches, float32 []
     self._branched: Any = earlier  # result of the last conditional
     # Results of the collectives since then. The compiler orders them, so
     # another conditional has to wait for all.
@@ -48,6 +47,18 @@ class Channel:
   def num_devices(self) -> int:
     """The replicas."""
     return collectives.num_devices(self.axis_name)
+
+  @property
+  def num_bytes(self) -> jax.Array:
+    """float32 [], sent so far, counted as for an all-reduce.
+
+    Halves of one, such as an all-gather, count half of what they return.
+    """
+    return jnp.asarray(self._fixed + self._chosen, jnp.float32)
+
+  def count(self, num_bytes: float) -> None:
+    """Adds bytes of collectives over other axes."""
+    self._fixed += num_bytes
 
   def mean(self, tree: Any) -> Any:
     """Averages every leaf, in one all-reduce."""
@@ -102,6 +113,9 @@ class Channel:
   ) -> Any:
     """Runs one of the branches, which may send; all replicas the same one.
 
+    The first array of a branch's result has to come of what it sends: what
+    follows waits for it. Choices in a branch vary over no more axes than it.
+
     Raises:
       ValueError: if `jax.vmap` maps the index (`order.branch_index`).
     """
@@ -114,7 +128,7 @@ class Channel:
     no: Callable[..., Any] | None = None,
     *operands: Any,
   ) -> Any:
-    """Runs `yes` or `no`, which may send; None for `no` returns zeros."""
+    """As `switch`, of `no` and `yes`; None for `no` returns zeros."""
     types = None
     if no is None:
       types, _ = jax.eval_shape(self._traced(yes), *operands)
@@ -128,7 +142,7 @@ class Channel:
   def _perform(self, collective: Callable, tree: Any, num_bytes: float) -> Any:
     if not jax.tree.leaves(tree):
       return tree
-    self.num_bytes += num_bytes
+    self.count(num_bytes)
     tree = order.in_turn(tree, self._branched)
     found = collective(tree, self.axis_name)
     self._since.append(found)
@@ -144,26 +158,27 @@ class Channel:
     axes = order.varying_axes(index)
     traced = [self._traced(branch, axes) for branch in branches]
     found, sent = jax.lax.switch(index, traced, *operands)
-    self.num_bytes += sent
-    self._branched, self._since = sent, []
+    self._chosen = self._chosen + sent
+    results = [x for x in jax.tree.leaves(found) if x.size]
+    self._branched, self._since = results[:1], []
     return found
 
   def _traced(
     self, branch: Callable[..., Any], axes: tuple[str, ...] = ()
   ) -> Callable[..., Any]:
-    """Returns a branch that returns its bytes, too, once they are sent.
+    """Returns a branch that returns its bytes, too.
 
     By type they vary over `axes`, those of the choice of a branch.
     """
 
     def run(*operands: Any) -> tuple[Any, jax.Array]:
-      before = self.num_bytes, self._branched, self._since
-      self.num_bytes = jnp.zeros((), jnp.float32)
-      self._branched, self._since = (), []
-      found = branch(*operands)
-      sent = collectives.as_varying(self.ordered(self.num_bytes), axes)
-      self.num_bytes, self._branched, self._since = before
-      return found, sent
+      before = self.__dict__.copy()
+      self.__init__(self.axis_name)
+      try:
+        found = branch(*operands)
+        return found, collectives.as_varying(self.num_bytes, axes)
+      finally:
+        self.__dict__.update(before)
 
     return run
 

@@ -220,8 +220,14 @@ def as_varying(tree: Any, axis_name: AxisName) -> Any:
 
 def zeros_like_type(aval: Any) -> jax.Array:
   """Returns zeros of the shape, dtype, sharding and varying axes of `aval`."""
+  # A sharding that types show; the mesh of others has no such axis.
+  where = getattr(aval, "sharding", None)
+  is_shown = where is not None and any(where.spec)
+  zeros = jnp.zeros(
+    aval.shape, aval.dtype, out_sharding=where if is_shown else None
+  )
   axes = aval.manual_axis_type.varying if aval.manual_axis_type else ()
-  return as_varying(jnp.zeros_like(aval), tuple(axes))
+  return as_varying(zeros, tuple(axes))
 
 
 def _reduce(reduce: Callable[[Any], Any], tree: Any) -> Any:

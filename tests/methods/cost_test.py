@@ -95,10 +95,14 @@ def test_a_ladder_is_not_compiled_rank_by_rank():
 
 
 def test_leaves_of_unlike_shapes_cost_little_more_than_their_products():
-  """2,900 operations; 5,500 with factorisations of their own."""
+  """2,200 operations; 5,500 with factorisations of their own.
+
+  It was 5,100 for the 13th to 20th leaf, as the largest of all units was
+  computed again for each of them; now it is 3,100.
+  """
   powersgd = functools.partial(edgc_jax.powersgd, 8)
   few, many = (num_operations(powersgd, unlike(n)) for n in (2, 6))
-  assert many - few < 4 * 3500
+  assert many - few < 4 * 2700
 
 
 def test_first_states_are_one_draw():
