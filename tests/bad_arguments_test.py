@@ -95,7 +95,7 @@ OPTIONS = {
     edgc.allocation edgc.wire_dtype powersgd.rank powersgd.allocation
     powersgd.wire_dtype allreduce.wire_dtype wire_bytes.wire_dtype
     wire_bytes.params describe.params measure_compression.params advise.params
-    advise.link value_and_grad.mesh measure_link.mesh restore.path
+    advise.link measure_link.mesh restore.path
     metrics.opt_state after_update.opt_state local_params.opt_state
   """,
   "sgd": """
@@ -121,7 +121,7 @@ FURTHER = {
   "Stages.axis_name": (("a",),),
   "ErrorAllocation.scale_exponent": (-0.1, 2.1, NAN, "1", jnp.float32(1)),
   "value_and_grad.axis_name": ("replica",),
-  "accumulate.param_specs": (P(),), "local_steps.param_specs": (P(),),
+  "accumulate.param_specs": (3,), "local_steps.param_specs": (3,),
   "local_steps.fragments": (3,), "local_steps.overlap": (5,),
   "split_local_steps.overlap": (5,),
   "describe.tx": (SGD,), "describe.params": ({"w": None},),
@@ -140,7 +140,7 @@ for name in REDUCERS:
   FURTHER |= {
     f"{name}.axis_name": ("",), f"{name}.check_every": (0,),
     f"{name}.matrix_view": (3,), f"{name}.stages": ("stage",),
-    f"{name}.mesh": ("data",), f"{name}.param_specs": (P("x"),),
+    f"{name}.mesh": ("data",), f"{name}.param_specs": (3, {"w": "x"}),
   }  # fmt: skip
 CASES = [
   *((x, value) for value, text in OPTIONS.items() for x in text.split()),
@@ -362,6 +362,20 @@ def test_arguments_of_a_loss(params, batch, options):
       lambda: edgc_jax.powersgd(mesh=mesh_of((8,)), stages=edgc_jax.Stages()),
       ["`mesh`", "stages"],
     ),
+    (
+      lambda: edgc_jax.powersgd(param_specs=P(), stages=edgc_jax.Stages()),
+      ["`param_specs`", "stages"],
+    ),
+    *(
+      (lambda tx=tx: tx.init(PARAMS), ["`param_specs`", "jax.set_mesh"])
+      for tx in (
+        edgc_jax.powersgd(4, param_specs=P()),
+        edgc_jax.accumulate(SGD, 2, param_specs=P()),
+        edgc_jax.local_steps(
+          SGD, optax.chain(edgc_jax.powersgd(4), SGD), 2, param_specs=P()
+        ),
+      )
+    ),
     (lambda: edgc_jax.Sampling.for_window("a"), ["`window`", "'a'"]),
     (lambda: edgc_jax.LinkModel(NAN, 1.0), ["`latency`", "nan"]),
     (lambda: edgc_jax.LinkModel(0.0, 0.0), ["`bandwidth`", "0.0"]),
@@ -394,7 +408,7 @@ def test_arguments_of_a_loss(params, batch, options):
     *(
       (
         lambda update=update: update(PARAMS, TX.init(PARAMS)),
-        ["`axis_name`", "'data'", "mesh=", "pmap"],
+        ["`axis_name`", "'data'", "jax.set_mesh", "pmap"],
       )
       for update in (TX.update, jax.jit(TX.update))
     ),

@@ -15,6 +15,7 @@ from edgc_jax.mesh.sharding import (
   bound_init,
   mesh_here,
   num_replicas,
+  require_specs,
   specs_of,
 )
 from edgc_jax.state.state import ReducerState
@@ -50,6 +51,7 @@ def bind(
     ValueError: if the mesh lacks an axis; in `update`, if gradients are not
       stacked.
   """
+  require_specs(param_specs)
   if mesh is not None:
     _require_replicas(mesh, axis_name)
 

@@ -353,7 +353,7 @@ def specs_like(param_specs: Any, params: Any) -> Any:
   """
   if param_specs is None:
     param_specs = PartitionSpec()
-  _require_specs(param_specs)
+  require_specs(param_specs)
   try:
     return jax.tree.map(
       lambda spec, part: jax.tree.map(lambda _: _bare(spec), part),
@@ -370,7 +370,7 @@ def specs_like(param_specs: Any, params: Any) -> Any:
 
 def require_not_split(param_specs: Any, axis_name: AxisName) -> None:
   """Raises if specs shard parameters over the replicas."""
-  _require_specs(param_specs)
+  require_specs(param_specs)
   split = axes_of(param_specs)
   validation.require(
     not split & set(names(axis_name)),
@@ -381,7 +381,7 @@ def require_not_split(param_specs: Any, axis_name: AxisName) -> None:
   )
 
 
-def _require_specs(param_specs: Any) -> None:
+def require_specs(param_specs: Any) -> None:
   """Raises unless the leaves of a tree are PartitionSpecs."""
   for path, spec in jax.tree_util.tree_leaves_with_path(param_specs):
     validation.require(

@@ -20,6 +20,7 @@ from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.sharding import (
   mesh_here,
   require_axes,
+  require_specs,
   specs_of,
   start_on_mesh,
   state_specs,
@@ -175,6 +176,7 @@ class LocalSteps:
       " begins then",
       "choose fewer steps",
     )
+    require_specs(self.param_specs)
     if self.mesh is not None:
       require_axes(self.mesh, "axis_name", self.axis_name)
 
