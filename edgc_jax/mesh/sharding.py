@@ -49,7 +49,7 @@ from edgc_jax.state.state import (
   map_parts,
   parts_of,
 )
-from edgc_jax.wire import order
+from edgc_jax.wire import collectives, order
 from edgc_jax.wire.order import AxisName, is_bound, names, varying_axes
 
 
@@ -277,12 +277,9 @@ def mesh_here(mesh: Any, axis_name: AxisName, param_specs: Any = None) -> Any:
   if mesh is not None:
     return None if is_bound(axis_name) else mesh
   here = jax.sharding.get_abstract_mesh()
-  try:
-    jax.lax.axis_size(axis_name)
-    is_ambient = False
-  except NameError:
-    has_all = set(names(axis_name)) <= set(here.axis_names)
-    is_ambient = has_all and not order.bound_axes()
+  has_all = set(names(axis_name)) <= set(here.axis_names)
+  is_free = not order.bound_axes() and not collectives.has_axis(axis_name)
+  is_ambient = has_all and is_free
   validation.require(
     is_ambient or param_specs is None,
     "param_specs",
@@ -339,10 +336,21 @@ def start_on_mesh(
     mesh: The mesh of the training.
     axis_name: The axis of the replicas, or a tuple of axes.
   """
-  shardings = jax.tree.map(
-    lambda spec: NamedSharding(mesh, PartitionSpec(axis_name, *spec)), specs
-  )
-  on_mesh = jax.jit(start, static_argnums=1, out_shardings=shardings)
+
+  def place(spec: PartitionSpec) -> Any:
+    spec = PartitionSpec(axis_name, *spec)
+    # JAX knows the mesh of `jax.set_mesh`; naming it hides specs in `jax.jit`.
+    return spec if isinstance(mesh, AbstractMesh) else NamedSharding(mesh, spec)
+
+  shardings = jax.tree.map(place, specs)
+
+  def typed(params: Any, count: int) -> Any:
+    found = start(params, count)
+    if set(mesh.axis_types) == {AxisType.Explicit}:
+      return jax.tree.map(jax.sharding.reshard, found, shardings)
+    return found
+
+  on_mesh = jax.jit(typed, static_argnums=1, out_shardings=shardings)
   return on_mesh(params, num_replicas(mesh, axis_name))
 
 

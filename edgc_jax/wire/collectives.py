@@ -40,6 +40,15 @@ def num_devices(axis_name: AxisName, argument: str = "axis_name") -> int:
     ) from error
 
 
+def has_axis(axis_name: AxisName) -> bool:
+  """Returns whether `pmap`, `shard_map` or `vmap` binds an axis here."""
+  try:
+    lax.axis_size(axis_name)
+  except NameError:
+    return False
+  return True
+
+
 def mean(tree: Any, axis_name: AxisName) -> Any:
   """Averages every leaf over an axis, in one variadic all-reduce.
 

@@ -537,7 +537,7 @@ def test_own_parameters_need_their_state_and_mesh():
   for tx, message in (
     (optax.adam(1e-3), "one state of local_steps in it"),
     (masked, r"optax\.partition inside of its `inner`"),
-    (tx_of(mesh=mesh_of()), "a state of 4 replicas, got None; pass mesh="),
+    (tx_of(mesh=mesh_of()), "a state of 4 replicas, got None; in plain"),
   ):
     with pytest.raises(ValueError, match=message):
       edgc_jax.local_params(PARAMS, tx.init(PARAMS))
