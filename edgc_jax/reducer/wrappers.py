@@ -92,7 +92,8 @@ def accumulate(
   The calls in between send nothing: they add to a local float32 mean, and
   return zeros. A cycle that another `every` began ends at this one, with the
   mean of its calls. The wrapped chain with its collectives runs only at every
-  `every`-th call. (`optax.MultiSteps` runs it at each call.)
+  `every`-th call, and its options count these, such as `total_steps` of `edgc`.
+  (`optax.MultiSteps` runs it at each call.)
 
   Args:
     tx: The chain to wrap, reducer first.
