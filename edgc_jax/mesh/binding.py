@@ -63,7 +63,8 @@ def bind(
     here = mesh_here(mesh, axis_name, param_specs)
     if here is None:
       return tx.init(params)
-    _require_replicas(here, axis_name)
+    if mesh is None:
+      _require_replicas(here, axis_name)
     _require_all(params)
     leaves_in(params)  # raises if a leaf is not real floating
     specs = specs_of(param_specs, params, here)

@@ -5,8 +5,9 @@ ones have started, but takes a conditional or a loop for started before the
 collectives in it have. A collective that does not need their results then
 overtakes them, on one device sooner than on another, and operands of different
 collectives are mixed up: stages as CPU devices of one process had their memory
-overwritten. So a conditional waits for the collectives before it, and those
-after it wait for its result. Accelerators keep the order.
+overwritten. And two hosts compile apart, so their compilers may put two
+collectives that do not need each other in different orders. So each collective
+waits for the one before it. Accelerators keep the order.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,10 +39,7 @@ class Channel:
     self.axis_name = axis_name
     self._fixed = 0.0  # bytes outside of branches
     self._chosen: Any = 0.0  # bytes in branches, float32 []
-    self._branched: Any = earlier  # result of the last conditional
-    # Results of the collectives since then. The compiler orders them, so
-    # another conditional has to wait for all.
-    self._since: list[Any] = []
+    self._last: Any = earlier  # results of the last collective or conditional
 
   @property
   def num_devices(self) -> int:
@@ -99,11 +97,11 @@ class Channel:
 
   def follow(self, tree: Any) -> None:
     """Puts the results of collectives over other axes before the next one."""
-    self._branched = (self._branched, tree)
+    self._last = (self._last, tree)
 
   def ordered(self, tree: Any) -> Any:
     """Returns `tree`, for collectives over other axes that come next."""
-    return order.in_turn(tree, (self._branched, self._since))
+    return order.in_turn(tree, self._last)
 
   def switch(
     self,
@@ -143,10 +141,8 @@ class Channel:
     if not jax.tree.leaves(tree):
       return tree
     self.count(num_bytes)
-    tree = order.in_turn(tree, self._branched)
-    found = collective(tree, self.axis_name)
-    self._since.append(found)
-    return found
+    self._last = collective(self.ordered(tree), self.axis_name)
+    return self._last
 
   def _branch(
     self,
@@ -160,7 +156,7 @@ class Channel:
     found, sent = jax.lax.switch(index, traced, *operands)
     self._chosen = self._chosen + sent
     results = [x for x in jax.tree.leaves(found) if x.size]
-    self._branched, self._since = results[:1], []
+    self._last = results[:1]
     return found
 
   def _traced(

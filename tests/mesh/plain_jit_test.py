@@ -448,7 +448,7 @@ def saved_run(every, folder):
 @pytest.mark.parametrize(
   ("data", "fsdp", "every"), [(4, 2, 1), (1, 2, 1), (2, 4, 2)]
 )
-@pytest.mark.filterwarnings("ignore:`mesh` has one replica")
+@pytest.mark.filterwarnings("ignore:the mesh has one replica")
 def test_restore_on_another_mesh(tmp_path_factory, data, fsdp, every):
   """Also in the middle of accumulated calls."""
   run, folder = saved_run(every, tmp_path_factory.getbasetemp() / f"{every}")

@@ -7,6 +7,7 @@ import pytest
 from helpers.collective_order import unordered
 from helpers.meshes import AXIS
 
+from edgc_jax.measure import hlo
 from edgc_jax.wire.channel import Channel
 
 REPLICAS = 4
@@ -25,16 +26,19 @@ def compiled(fn, *args):
 
 def before_and_after(channel, own, is_due):
   """Sends before a conditional, in one branch of it, and after it."""
-  gathered = channel.gather(own[None])  # neither needs the other
+  gathered = channel.gather(own[None])
   parts = channel.exchange_parts(own + jnp.zeros((REPLICAS, 3)))
   mean = channel.cond(is_due, lambda: channel.mean(own + jnp.zeros(5)))
   total = channel.total(own)
   return gathered, parts, mean, total, channel.num_bytes
 
 
-def test_conditionals_and_collectives_wait_for_each_other():
+def test_each_collective_waits_for_the_one_before():
+  """Also those side by side, which two hosts may compile in two orders."""
   text, _ = compiled(before_and_after, True)
   assert unordered(text) == []
+  kinds = [one.kind for one in hlo.collectives_in_order(text)]
+  assert kinds == ["all-gather", "all-to-all", "all-reduce"]
 
 
 @pytest.mark.parametrize("is_due", [False, True])
