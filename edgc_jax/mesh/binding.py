@@ -96,9 +96,8 @@ def bind(
     one = jax.tree.map(
       lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates
     )
-    specs = specs_of(param_specs, updates, here, skip=1)
-    if params is not None:
-      specs = specs_of(param_specs, params, here)
+    like, skip = (updates, 1) if params is None else (params, 0)
+    specs = specs_of(param_specs, like, here, skip)
     _, own, of_state = on_mesh(one, here, specs)
     stacked = jax.tree.map(lambda s: PartitionSpec(axis_name, *s), own)
 

@@ -320,6 +320,13 @@ def num_replicas(mesh: Any, axis_name: AxisName) -> int:
   return math.prod(mesh.shape[axis] for axis in names(axis_name))
 
 
+def require_mesh(mesh: Any, axis_name: AxisName, param_specs: Any) -> None:
+  """Raises if a wrapper's specs are none, or its mesh lacks an axis."""
+  require_specs(param_specs)
+  if mesh is not None:
+    require_axes(mesh, "axis_name", axis_name)
+
+
 def start_on_mesh(
   start: Callable[[Any, int], Any],
   params: Any,

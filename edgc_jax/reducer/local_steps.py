@@ -19,8 +19,7 @@ from edgc_jax.leaves.leaf import arrays_of, leaves_in, masked_paths
 from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.sharding import (
   mesh_here,
-  require_axes,
-  require_specs,
+  require_mesh,
   specs_of,
   start_on_mesh,
   state_specs,
@@ -176,9 +175,7 @@ class LocalSteps:
       " begins then",
       "choose fewer steps",
     )
-    require_specs(self.param_specs)
-    if self.mesh is not None:
-      require_axes(self.mesh, "axis_name", self.axis_name)
+    require_mesh(self.mesh, self.axis_name, self.param_specs)
 
   @property
   def period(self) -> int:

@@ -18,8 +18,7 @@ from edgc_jax import validation
 from edgc_jax.leaves import checks as leaf_checks
 from edgc_jax.mesh.sharding import (
   mesh_here,
-  require_axes,
-  require_specs,
+  require_mesh,
   specs_of,
   start_on_mesh,
 )
@@ -114,9 +113,7 @@ def accumulate(
   validation.require_transformation("tx", tx)
   validation.require_int("every", every, 1)
   tx = optax.with_extra_args_support(tx)
-  require_specs(param_specs)
-  if mesh is not None:
-    require_axes(mesh, "axis_name", axis_name)
+  require_mesh(mesh, axis_name, param_specs)
 
   def start(params: optax.Params, count: int) -> Any:
     return jax.tree.map(
