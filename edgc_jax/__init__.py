@@ -10,6 +10,7 @@ from edgc_jax.wire import cpu_backend
 
 cpu_backend.widen_thread_pool()  # has no effect once JAX has used a device
 
+from edgc_jax import extend
 from edgc_jax.budget.allocation import ErrorAllocation
 from edgc_jax.budget.entropy import Sampling
 from edgc_jax.budget.rules import Rule, Window, cqm
@@ -28,7 +29,7 @@ from edgc_jax.measure.timing import (
   measure_link,
 )
 from edgc_jax.mesh.local_gradients import value_and_grad
-from edgc_jax.mesh.over_shards import over_shards
+from edgc_jax.mesh.on_mesh import on_mesh
 from edgc_jax.mesh.resharding import resize_shards
 from edgc_jax.mesh.resizing import (
   follow_first_replica,
@@ -75,6 +76,7 @@ __all__ = [
   "clip_by_global_norm",
   "cqm",
   "describe",
+  "extend",
   "follow_first_replica",
   "layer_matrix",
   "local_params",
@@ -85,7 +87,7 @@ __all__ = [
   "measure_computing",
   "measure_link",
   "metrics",
-  "over_shards",
+  "on_mesh",
   "resize_replicas",
   "resize_shards",
   "restart_reference",

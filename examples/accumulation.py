@@ -18,7 +18,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 STEPS, EVERY = 60, 4
 
 mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-chain = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.adam(1e-2))
+chain = optax.chain(
+  edgc_jax.on_mesh(edgc_jax.powersgd(4), mesh), optax.adam(1e-2)
+)
 tx = edgc_jax.accumulate(chain, EVERY, mesh=mesh)
 
 

@@ -8,6 +8,7 @@ arrays, and returns their mean.
     python examples/drjax_diloco.py [mean | quantize | topk]
 """
 
+import functools
 import sys
 
 import drjax
@@ -23,11 +24,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 ROUNDS, EVERY, REPLICAS = 16, 5, 8
 
 mesh = jax.make_mesh((REPLICAS,), ("replica",), axis_types=(AxisType.Auto,))
-where = {"axis_name": "replica", "mesh": mesh}
+on_mesh = functools.partial(edgc_jax.on_mesh, mesh=mesh, axis_name="replica")
 ARMS = {  # the first link of the outer optimiser
   "mean": optax.stateless(lambda deltas, _: drjax.reduce_mean(deltas)),
-  "quantize": edgc_jax.quantize(4, error_feedback=True, **where),
-  "topk": edgc_jax.topk(1 / 16, chunk=4096, bits=2, **where),
+  "quantize": on_mesh(edgc_jax.quantize(4, "replica", error_feedback=True)),
+  "topk": on_mesh(edgc_jax.topk(1 / 16, "replica", chunk=4096, bits=2)),
 }
 inner = optax.adam(1e-2)
 

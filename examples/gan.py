@@ -17,8 +17,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 STEPS, NOISE, HIDDEN, DATA = 180, 32, 128, 16
 mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-gen_tx = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.adam(1e-3, b1=0.5))
-disc_tx = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.adam(1e-3, b1=0.5))
+gen_tx = optax.chain(
+  edgc_jax.on_mesh(edgc_jax.powersgd(4), mesh), optax.adam(1e-3, b1=0.5)
+)
+disc_tx = optax.chain(
+  edgc_jax.on_mesh(edgc_jax.powersgd(4), mesh), optax.adam(1e-3, b1=0.5)
+)
 
 
 def init_mlp(key, sizes):

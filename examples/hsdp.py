@@ -44,9 +44,9 @@ def loss_fn(params, tokens):
 
 axes = ("replica", "fsdp", "tensor")
 mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
-reducer = edgc_jax.edgc("replica", rank_max=4, mesh=mesh, param_specs=SPECS)
+edgc = edgc_jax.edgc("replica", rank_max=4)
 tx = optax.chain(
-  reducer,
+  edgc_jax.on_mesh(edgc, mesh, SPECS, axis_name="replica"),
   optax.clip_by_global_norm(1.0),
   optax.adam(3e-3),
 )

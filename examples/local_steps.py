@@ -46,8 +46,9 @@ def loss_fn(params, tokens):
 axes = ("replica", "fsdp", "tensor")
 mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
 where = {"axis_name": "replica", "mesh": mesh, "param_specs": SPECS}
+reducer = edgc_jax.quantize(4, "replica", error_feedback=True)
 outer = optax.chain(
-  edgc_jax.quantize(4, error_feedback=True, **where),
+  edgc_jax.on_mesh(reducer, **where),
   optax.sgd(1.0),  # averages
 )
 inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))

@@ -20,7 +20,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 STEPS, WIDTH, RANK = 60, 128, 8
 
 mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-reducer = edgc_jax.quantize(8, error_feedback=True, mesh=mesh)
+reducer = edgc_jax.on_mesh(edgc_jax.quantize(8, error_feedback=True), mesh)
 tx = optax.chain(reducer, optax.adam(1e-2))
 
 

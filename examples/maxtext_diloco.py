@@ -59,7 +59,7 @@ def averaged_by(make_reducer):
   """Has MaxText's DiLoCo average by a reducer while this is open.
 
   Args:
-    make_reducer: A reducer of this package, without its mesh.
+    make_reducer: A reducer of this package.
 
   Raises:
     ValueError: when training starts, if MaxText is to save checkpoints or to
@@ -81,11 +81,14 @@ def averaged_by(make_reducer):
         )
     found = list(setup(*args, **kwargs))
     shardings, mesh, state = found[2], found[4], found[-1]
-    reducer = make_reducer(
+    reducer = edgc_jax.on_mesh(
+      make_reducer(
+        axis_name="diloco",
+        matrix_view=edgc_jax.scanned(1),  # as MaxText stacks its layers
+      ),
+      mesh,
+      shardings.params,
       axis_name="diloco",
-      mesh=mesh,
-      param_specs=jax.tree.map(lambda x: x.spec, shardings.params),
-      matrix_view=edgc_jax.scanned(1),  # as MaxText stacks its layers
     )
     own = reducer.init(state.params)
     found[-1] = state.replace(outer_opt_state=(own, state.outer_opt_state))

@@ -27,8 +27,8 @@ SHAPES = {"embedding": (VOCAB, EMBED), "layers": LAYER}
 
 mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 # One window: the loss falls so fast here that the entropy never settles.
-reducer = edgc_jax.edgc(
-  rank_max=8, window=STEPS, matrix_view=edgc_jax.scanned(1), mesh=mesh
+reducer = edgc_jax.on_mesh(
+  edgc_jax.edgc(rank_max=8, window=STEPS, matrix_view=edgc_jax.scanned(1)), mesh
 )
 tx = optax.chain(reducer, optax.adam(1e-2))
 

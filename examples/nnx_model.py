@@ -20,7 +20,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 STEPS = 60
 
 mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-tx = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.adam(1e-2))
+tx = optax.chain(edgc_jax.on_mesh(edgc_jax.powersgd(4), mesh), optax.adam(1e-2))
 
 
 class Mlp(nnx.Module):

@@ -25,7 +25,7 @@ def label(params):
 
 
 groups = {"matrix": optax.adamw(1e-2), "other": optax.adam(1e-2)}
-reducer = edgc_jax.powersgd(4, mesh=mesh)
+reducer = edgc_jax.on_mesh(edgc_jax.powersgd(4), mesh)
 tx = optax.chain(reducer, optax.partition(groups, label))
 
 

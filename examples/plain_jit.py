@@ -50,13 +50,14 @@ def batch_of(step: int) -> jax.Array:
 
 
 mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-reducer = edgc_jax.edgc(rank_max=8, rank_min=4, total_steps=STEPS, mesh=mesh)
+jax.set_mesh(mesh)
+reducer = edgc_jax.edgc(rank_max=8, rank_min=4, total_steps=STEPS)
 tx = optax.chain(reducer, optax.adam(1e-2))
 
 
 @jax.jit
 def train_step(params, opt_state, tokens, key):
-  loss, grads = edgc_jax.value_and_grad(loss_fn, mesh)(params, tokens, key)
+  loss, grads = edgc_jax.value_and_grad(loss_fn)(params, tokens, key)
   updates, opt_state = tx.update(grads, opt_state, params)
   return optax.apply_updates(params, updates), opt_state, loss
 

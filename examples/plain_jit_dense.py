@@ -48,6 +48,7 @@ def batch_of(step: int) -> jax.Array:
 
 
 mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+jax.set_mesh(mesh)
 tx = optax.adam(1e-2)
 
 

@@ -83,7 +83,9 @@ def train(config):
   mesh = jax.make_mesh(
     (jax.device_count(),), ("data",), axis_types=(AxisType.Auto,)
   )
-  tx = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.adam(1e-2))
+  tx = optax.chain(
+    edgc_jax.on_mesh(edgc_jax.powersgd(4), mesh), optax.adam(1e-2)
+  )
 
   @jax.jit
   def train_step(params, opt_state, x):

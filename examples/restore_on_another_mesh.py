@@ -36,7 +36,7 @@ def loss_fn(params, x):
 def setup(replicas):
   types, devices = (AxisType.Auto,) * 2, jax.devices()[: 2 * replicas]
   mesh = jax.make_mesh((replicas, 2), ("data", "fsdp"), types, devices=devices)
-  reducer = edgc_jax.powersgd(4, mesh=mesh, param_specs=SPECS)
+  reducer = edgc_jax.on_mesh(edgc_jax.powersgd(4), mesh, SPECS)
   tx = optax.chain(reducer, optax.adam(1e-2))
 
   @jax.jit

@@ -39,7 +39,9 @@ def main(address, index):
     heartbeat_timeout_seconds=20,
   )
   mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-  tx = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.adam(1e-2))
+  tx = optax.chain(
+    edgc_jax.on_mesh(edgc_jax.powersgd(4), mesh), optax.adam(1e-2)
+  )
 
   @jax.jit
   def train_step(params, opt_state, x):

@@ -19,9 +19,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 STEPS = 60
 
 mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-edgc = edgc_jax.edgc(rank_max=8, total_steps=STEPS, mesh=mesh)
+edgc = edgc_jax.on_mesh(edgc_jax.edgc(rank_max=8, total_steps=STEPS), mesh)
 matrix_tx = optax.chain(edgc, optax.adamw(1e-2))
-bias_tx = optax.chain(edgc_jax.allreduce(mesh=mesh), optax.adam(1e-2))
+bias_tx = optax.chain(
+  edgc_jax.on_mesh(edgc_jax.allreduce(), mesh), optax.adam(1e-2)
+)
 
 
 def split(tree):

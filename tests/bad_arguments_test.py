@@ -99,7 +99,7 @@ OPTIONS = {
     metrics.opt_state after_update.opt_state local_params.opt_state
   """,
   "sgd": """
-    accumulate.tx skip_nonfinite.tx over_shards.tx local_steps.inner
+    accumulate.tx skip_nonfinite.tx on_mesh.tx local_steps.inner
     local_steps.outer describe.tx state_specs.tx edgc.warmup_rank edgc.link
     edgc.compression
   """,
@@ -122,6 +122,8 @@ FURTHER = {
   "ErrorAllocation.scale_exponent": (-0.1, 2.1, NAN, "1", jnp.float32(1)),
   "value_and_grad.axis_name": ("replica",),
   "accumulate.param_specs": (3,), "local_steps.param_specs": (3,),
+  "on_mesh.param_specs": (3, {"w": "x"}), "on_mesh.axis_name": ("",),
+  "on_mesh.mesh": ("data",),
   "local_steps.fragments": (3,), "local_steps.overlap": (5,),
   "split_local_steps.overlap": (5,),
   "describe.tx": (SGD,), "describe.params": ({"w": None},),
@@ -140,7 +142,6 @@ for name in REDUCERS:
   FURTHER |= {
     f"{name}.axis_name": ("",), f"{name}.check_every": (0,),
     f"{name}.matrix_view": (3,), f"{name}.stages": ("stage",),
-    f"{name}.mesh": ("data",), f"{name}.param_specs": (3, {"w": "x"}),
   }  # fmt: skip
 CASES = [
   *((x, value) for value, text in OPTIONS.items() for x in text.split()),
@@ -160,7 +161,7 @@ def arguments(name):
     "mean_over": {"axis_name": "data"},
     "accumulate": {"tx": SGD, "every": 2},
     "skip_nonfinite": {"tx": SGD},
-    "over_shards": {"tx": SGD, "param_specs": P()},
+    "on_mesh": {"tx": reducer, "param_specs": P()},
     "local_steps": inner,
     "split_local_steps": inner | {"overlap": 1},
     "describe": params | {"tx": reducer},
@@ -292,7 +293,7 @@ def test_specs_that_do_not_fit(specs, parts):
   params = {"w": W, "b": jnp.zeros(30)}
   how = {"mesh": mesh_of(names=("data", "x")), "param_specs": specs}
   for call in (
-    lambda: edgc_jax.powersgd(4, **how).init(params),
+    lambda: edgc_jax.on_mesh(TX, **how).init(params),
     lambda: edgc_jax.describe(TX, params, **how),
     lambda: edgc_jax.state_specs(TX, params, **how),
   ):
@@ -357,19 +358,14 @@ def test_arguments_of_a_loss(params, batch, options):
       ["`block`", "4096"],
     ),
     (lambda: edgc_jax.topk(bits=2), ["`bits`", "chunk"]),
-    (lambda: edgc_jax.edgc("replica", mesh=mesh_of((8,))), ["'replica'"]),
     (
-      lambda: edgc_jax.powersgd(mesh=mesh_of((8,)), stages=edgc_jax.Stages()),
-      ["`mesh`", "stages"],
-    ),
-    (
-      lambda: edgc_jax.powersgd(param_specs=P(), stages=edgc_jax.Stages()),
-      ["`param_specs`", "stages"],
+      lambda: edgc_jax.on_mesh(TX, mesh_of((8,)), axis_name="replica"),
+      ["'replica'"],
     ),
     *(
       (lambda tx=tx: tx.init(PARAMS), ["`param_specs`", "jax.set_mesh"])
       for tx in (
-        edgc_jax.powersgd(4, param_specs=P()),
+        edgc_jax.on_mesh(edgc_jax.powersgd(4), param_specs=P()),
         edgc_jax.accumulate(SGD, 2, param_specs=P()),
         edgc_jax.local_steps(
           SGD, optax.chain(edgc_jax.powersgd(4), SGD), 2, param_specs=P()
@@ -440,7 +436,7 @@ def test_arguments_of_a_loss(params, batch, options):
       ["`updates`", "['w']", "None"],
     ),
     (
-      lambda: edgc_jax.powersgd(4, mesh=mesh_of((8,))).update(
+      lambda: edgc_jax.on_mesh(edgc_jax.powersgd(4), mesh_of((8,))).update(
         PARAMS, TX.init(PARAMS), PARAMS
       ),
       ["`updates`", "stacked"],

@@ -45,7 +45,7 @@ gc.set_threshold(50_000, 20, 100)
 _LONGEST = (
   "examples", "local_run", "tasks", "pages", "shards", "parallel",
   "mixed_hosts", "other_shards", "together", "exact_resume", "contract",
-  "wire_bytes", "resharding", "over_shards", "golden", "killed_runs", "bucket",
+  "wire_bytes", "resharding", "on_mesh", "golden", "killed_runs", "bucket",
   "slurm", "four_processes", "collective_order", "advised", "trainer",
   "plain_jit", "rounding",
 )  # fmt: skip

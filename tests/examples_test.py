@@ -152,7 +152,9 @@ def test_two_processes(request):
 def test_drjax_bytes():
   """A compiled round sends what is counted; dense is DrJAX's own mean."""
   example = load("drjax_diloco")
-  links = example.ARMS | {"dense": edgc_jax.allreduce(**example.where)}
+  links = example.ARMS | {
+    "dense": example.on_mesh(edgc_jax.allreduce("replica"))
+  }
   means, sent = {}, {}
   for name, link in links.items():
     outer = optax.chain(link, optax.sgd(1.0))

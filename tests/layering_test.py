@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLOORS = {
   "edgc_jax": (
     "validation", "wire", "leaves", "budget stages", "state", "mesh", "reducer",
-    "methods", "measure", "diagnosis", "__init__", "__main__",
+    "methods", "extend measure", "diagnosis", "__init__", "__main__",
   ),
   "experiments": (
     "runtime models data peers __init__", "tasks", "parallel", "runs",

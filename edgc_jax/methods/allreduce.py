@@ -3,7 +3,6 @@
 from typing import Any
 
 import optax
-from jax.sharding import Mesh
 
 from edgc_jax.budget.fixed_budget import FixedBudget
 from edgc_jax.leaves.leaf import Leaf
@@ -22,8 +21,6 @@ def allreduce(
   wire_dtype: Any = "float32",
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
-  mesh: Mesh | None = None,
-  param_specs: Any = None,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over replicas without compression: the baseline.
@@ -39,7 +36,6 @@ def allreduce(
       feedback. Vectors are always sent as float32.
     matrix_view: As for `edgc`; leaves without a view are vectors.
     stages: Pipeline stages; None if every device holds the whole model.
-    mesh, param_specs: As for `edgc`.
     check_every: As for `edgc`.
 
   Returns:
@@ -61,7 +57,5 @@ def allreduce(
     code=code,
     matrix_view=matrix_view,
     stages=stages,
-    mesh=mesh,
-    param_specs=param_specs,
     check_every=check_every,
   )

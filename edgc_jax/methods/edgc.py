@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.budget import windows
@@ -65,8 +64,6 @@ def edgc(
   link: LinkModel | None = None,
   compression: CompressionModel | None = None,
   stages: Stages | None = None,
-  mesh: Mesh | None = None,
-  param_specs: Any = None,
   seed: int = 714,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
@@ -107,8 +104,11 @@ def edgc(
   slack.
 
   Args:
-    axis_name: Axis averaged over, or a tuple of axes; must be bound where
-      `update` runs.
+    axis_name: Axis averaged over, or a tuple of axes. `pmap`, `shard_map` or
+      `vmap` bind it where `update` runs; or `jax.set_mesh` names a mesh that
+      has it: then the step is in plain `jax.jit`, and `update` takes gradients
+      stacked over the replicas, as `edgc_jax.value_and_grad` returns them
+      (`on_mesh`).
     rank_max: Largest rank, and the rank of the first window after warm-up.
       None is 32, or with a `link` the largest rank that is no slower than dense
       (`budget.ladder.rank_ceiling`); the ladder then has at most 16 ranks. It
@@ -142,14 +142,6 @@ def edgc(
       expects the smallest rank to lose too much; None for twice the warm-up.
     allocation: How matrices share the bytes of the rank, as for `powersgd`.
     stages: Pipeline stages; None if every device holds the whole model.
-    mesh: The mesh of the training, for a step in plain `jax.jit`: `update` then
-      takes gradients stacked over the replicas, as `edgc_jax.value_and_grad`
-      returns them, and binds the axis itself; `init` returns a state that is
-      sharded over the mesh. None takes the mesh of `jax.set_mesh` where no
-      `pmap`, `shard_map` or `vmap` binds the axis.
-    param_specs: In plain `jax.jit`, PartitionSpecs of the parameters, in a tree
-      like them or a prefix of it, if further axes of the mesh shard them. Types
-      say those of Explicit axes.
     seed: Seed of the first factors, and of all random draws in the steps.
     check_every: Steps between two comparisons of the replicas: of their
       parameters, or of their updates if `update` is not given parameters, up to
@@ -265,8 +257,6 @@ def edgc(
     seed=seed,
     matrix_view=matrix_view,
     stages=stages,
-    mesh=mesh,
-    param_specs=param_specs,
     check_every=check_every,
   )
 

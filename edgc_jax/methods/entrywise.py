@@ -9,35 +9,26 @@ A residual that decays is multiplied by a number below 1 before it is added.
 error, and feeds it back.
 """
 
-import dataclasses
 from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from edgc_jax import validation
-from edgc_jax.budget.fixed_budget import FixedBudget
 from edgc_jax.leaves.leaf import Leaf, LeafState
 from edgc_jax.methods import linear_algebra, sketches
-from edgc_jax.reducer.reducer import Plan, by_exchange, make_reducer
 from edgc_jax.reducer.rounds import (
-  DENSE,
-  DENSE_AT_ONCE,
   Draws,
   Energies,
   Method,
   Outcome,
   Rounds,
   added,
-  is_encoded,
 )
 from edgc_jax.wire.codes import Code, name_of
-from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Reply, Send
 
-MIN_SIZE = 1024  # entries; smaller leaves are sent dense
 _MOST_ENTRIES = 2**31 - 1  # the largest size that int32 indices cover
 
 Round = Generator[Send | None, Reply, tuple[jax.Array, jax.Array]]
@@ -45,7 +36,11 @@ Average = Callable[[jax.Array, jax.Array], Round]
 
 
 def entrywise(
-  average: Average, residual_decay: float = 1.0, code: Code | None = None
+  average: Average,
+  *,
+  error_feedback: bool = True,
+  residual_decay: float = 1.0,
+  code: Code | None = None,
 ) -> Method:
   """Makes a method of a function that averages the entries of an array.
 
@@ -55,9 +50,23 @@ def entrywise(
     average: From the matrices M_i, float32 [k, m, n], and a key that is equal
       on all replicas, to one round that returns mean_i sent_i and sent_i, of
       any shape.
-    residual_decay: Multiplies the residual before it is added.
+    error_feedback: Whether replicas keep a residual.
+    residual_decay: Multiplies the residual before it is added; in (0, 1].
     code: Encoding of the entries, for the method's name.
+
+  Raises:
+    TypeError: if an option is no flag or no number.
+    ValueError: if the decay is out of range, or there is nothing to decay.
   """
+  validation.require_flag("error_feedback", error_feedback)
+  validation.require_share("residual_decay", residual_decay)
+  validation.require(
+    error_feedback or residual_decay == 1,
+    "residual_decay",
+    residual_decay,
+    "1 without error feedback, which has no residual to decay",
+    "leave it out, or pass error_feedback=True",
+  )
 
   def rounds(
     leaf: Leaf, gradient: jax.Array, state: LeafState, ranks: Any, draws: Draws
@@ -94,7 +103,8 @@ def entrywise(
     )
 
   in_code = f" in {name_of(code)}" if code else ""
-  return Method(rounds, f"entry by entry{in_code}", measures=True)
+  name = f"entry by entry{in_code}"
+  return Method(rounds, name, measures=True, feeds_back=error_feedback)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -104,59 +114,6 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
   """
   exact = jax.lax.Precision.HIGHEST
   return jnp.einsum("kmn,kmn->k", a, b, precision=exact)
-
-
-def make_entrywise(
-  average: Average,
-  axis_name: AxisName,
-  *,
-  error_feedback: bool = True,
-  residual_decay: float = 1.0,
-  min_size: int = MIN_SIZE,
-  code: Code | None = None,
-  entries_code: Code | None = None,
-  **options: Any,
-) -> optax.GradientTransformationExtraArgs:
-  """Builds a reducer that sends the entries of large leaves.
-
-  Args:
-    average: As for `entrywise`.
-    axis_name: As for `edgc`.
-    error_feedback: Whether replicas keep a residual.
-    residual_decay: As for `entrywise`; in (0, 1].
-    min_size: Leaves of fewer entries, and without matrices, are sent dense.
-    code: Encoding of leaves that are sent dense, which needs feedback, and of
-      values that `average` sends without one; None is float32.
-    entries_code: Encoding that `average` uses, for `describe`.
-    **options: As for `make_reducer`.
-  """
-  validation.require_int("min_size", min_size, 1)
-  validation.require_flag("error_feedback", error_feedback)
-  validation.require_share("residual_decay", residual_decay)
-  validation.require(
-    error_feedback or residual_decay == 1,
-    "residual_decay",
-    residual_decay,
-    "1 without error feedback, which has no residual to decay",
-    "leave it out, or pass error_feedback=True",
-  )
-  method = entrywise(average, residual_decay, entries_code)
-
-  def plan_for(leaves: tuple[Leaf, ...]) -> Plan:
-    found = []
-    for leaf in leaves:
-      encoded = is_encoded(leaf, code, has_ranks=False)
-      facts: dict[str, Any] = {"method": DENSE}
-      if encoded:
-        facts = {"method": DENSE_AT_ONCE} | dict.fromkeys(
-          ("is_encoded", "has_residual"), True
-        )
-      if leaf.view is not None and leaf.size >= min_size:
-        facts = {"method": method, "has_residual": error_feedback}
-      found.append(dataclasses.replace(leaf, **facts))
-    return Plan(by_exchange(found), FixedBudget())
-
-  return make_reducer(axis_name, plan_for, code=code, **options)
 
 
 def count_of(density: float, size: int) -> int:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import optax
-from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.budget.allocation import (
@@ -38,8 +37,6 @@ def powersgd(
   wire_dtype: Any = "int4",
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
-  mesh: Mesh | None = None,
-  param_specs: Any = None,
   seed: int = 714,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
@@ -79,7 +76,6 @@ def powersgd(
     matrix_view: Maps a leaf's path and shape to (count, rows, cols), or to None
       for dense; by default `edgc_jax.layer_matrix`.
     stages: Pipeline stages; None if every device holds the whole model.
-    mesh, param_specs: As for `edgc`.
     seed: As for `edgc`.
     check_every: As for `edgc`.
 
@@ -119,8 +115,6 @@ def powersgd(
     seed=seed,
     matrix_view=matrix_view,
     stages=stages,
-    mesh=mesh,
-    param_specs=param_specs,
     check_every=check_every,
   )
 

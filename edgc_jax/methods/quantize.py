@@ -1,22 +1,15 @@
 """Defines `quantize`: sends every entry in fewer bits."""
 
-from typing import Any
-
 import jax
 import optax
-from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.leaves.views import ViewFn
-from edgc_jax.methods.entrywise import (
-  MIN_SIZE,
-  Average,
-  Round,
-  make_entrywise,
-)
+from edgc_jax.methods.entrywise import Average, Round, entrywise
+from edgc_jax.reducer.of_method import MIN_SIZE, reducer
 from edgc_jax.stages.stages import Stages
 from edgc_jax.wire.agreement import CHECK_EVERY
-from edgc_jax.wire.codes import Blockwise, Code, Levels, code_of
+from edgc_jax.wire.codes import Blockwise, Code, Levels
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
 
@@ -36,8 +29,6 @@ def quantize(
   seed: int = 714,
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
-  mesh: Mesh | None = None,
-  param_specs: Any = None,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients in 8, 4, 2 or 1 bits an entry, with a scale per block.
@@ -79,7 +70,7 @@ def quantize(
     min_size: Leaves of fewer entries are sent dense, and so are those without
       a matrix, such as vectors.
     seed: Seed of the rounding.
-    matrix_view, stages, mesh, param_specs, check_every: As for `edgc`.
+    matrix_view, stages, check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -106,19 +97,20 @@ def quantize(
   is_rotated = bits < 4 if rotate is None else rotate
   validation.require_flag("rotate", is_rotated)
   entries_code = _code_of(bits, block, is_rotated, error_feedback)
-  return make_entrywise(
+  method = entrywise(
     _in_code(entries_code),
-    axis_name,
     error_feedback=error_feedback,
     residual_decay=residual_decay,
+    code=entries_code,
+  )
+  return reducer(
+    method,
+    axis_name,
+    wire_dtype="int4" if error_feedback and bits <= 4 else "float32",
     min_size=min_size,
     seed=seed,
-    entries_code=entries_code,
-    code=code_of("int4") if error_feedback and bits <= 4 else None,
     matrix_view=matrix_view,
     stages=stages,
-    mesh=mesh,
-    param_specs=param_specs,
     check_every=check_every,
   )
 

@@ -1,15 +1,13 @@
 """Defines `randomk`: sends random entries, the same on all replicas."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.leaves.views import ViewFn
-from edgc_jax.methods.entrywise import MIN_SIZE, Round, count_of, make_entrywise
+from edgc_jax.methods.entrywise import Round, count_of, entrywise
+from edgc_jax.reducer.of_method import MIN_SIZE, reducer
 from edgc_jax.stages.stages import Stages
 from edgc_jax.wire.agreement import CHECK_EVERY
 from edgc_jax.wire.order import AxisName
@@ -25,8 +23,6 @@ def randomk(
   seed: int = 714,
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
-  mesh: Mesh | None = None,
-  param_specs: Any = None,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages random entries of every tensor, the same on all replicas.
@@ -50,7 +46,7 @@ def randomk(
     min_size: Leaves of fewer entries are sent dense, and so are those without
       a matrix, such as vectors.
     seed: Seed of the entries.
-    matrix_view, stages, mesh, param_specs, check_every: As for `edgc`.
+    matrix_view, stages, check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -80,16 +76,13 @@ def randomk(
 
     return in_place(reply.mean), in_place(m[place])
 
-  return make_entrywise(
-    average,
+  return reducer(
+    entrywise(average, error_feedback=error_feedback),
     axis_name,
-    error_feedback=error_feedback,
     min_size=min_size,
     seed=seed,
     matrix_view=matrix_view,
     stages=stages,
-    mesh=mesh,
-    param_specs=param_specs,
     check_every=check_every,
   )
 

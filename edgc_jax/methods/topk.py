@@ -5,15 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.leaves.views import ViewFn
 from edgc_jax.methods import chunks
-from edgc_jax.methods.entrywise import MIN_SIZE, Round, count_of, make_entrywise
+from edgc_jax.methods.entrywise import Round, count_of, entrywise
+from edgc_jax.reducer.of_method import MIN_SIZE, reducer
 from edgc_jax.stages.stages import Stages
 from edgc_jax.wire.agreement import CHECK_EVERY
-from edgc_jax.wire.codes import code_of
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
 
@@ -30,8 +29,6 @@ def topk(
   min_size: int = MIN_SIZE,
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
-  mesh: Mesh | None = None,
-  param_specs: Any = None,
   check_every: int = CHECK_EVERY,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages the largest entries, with error feedback.
@@ -66,7 +63,7 @@ def topk(
     residual_decay: As for `quantize`.
     min_size: Leaves of fewer entries are sent dense, and so are those without
       a matrix, such as vectors.
-    matrix_view, stages, mesh, param_specs, check_every: As for `edgc`.
+    matrix_view, stages, check_every: As for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -126,16 +123,13 @@ def topk(
     sent = jnp.zeros_like(pieces).at[rows, index].set(decode(coded))
     return mean.ravel()[: m.size], sent.ravel()[: m.size]
 
-  return make_entrywise(
-    average,
+  return reducer(
+    entrywise(average, residual_decay=residual_decay),
     axis_name,
-    code=code_of("int4"),
-    residual_decay=residual_decay,
+    wire_dtype="int4",
     min_size=min_size,
     matrix_view=matrix_view,
     stages=stages,
-    mesh=mesh,
-    param_specs=param_specs,
     check_every=check_every,
   )
 

@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.budget.allocation import ErrorAllocator, Measured
@@ -49,7 +48,7 @@ from edgc_jax.leaves.leaf import (
   without_variables,
 )
 from edgc_jax.leaves.views import ViewFn, layer_matrix
-from edgc_jax.mesh.binding import bind
+from edgc_jax.mesh.on_mesh import on_mesh
 from edgc_jax.reducer import rounds
 from edgc_jax.reducer.rounds import Energies, Exchanged, Input, Outcome
 from edgc_jax.reducer.transformation import transformation
@@ -518,8 +517,6 @@ def make_reducer(
   *,
   matrix_view: ViewFn | None = None,
   stages: Stages | None = None,
-  mesh: Mesh | None = None,
-  param_specs: Any = None,
   **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a transformation from local gradients to their mean.
@@ -527,7 +524,7 @@ def make_reducer(
   Args:
     axis_name: As for `edgc`.
     plan_for: Gives leaves their methods, and returns the plan.
-    matrix_view, stages, mesh, param_specs: As for `edgc`.
+    matrix_view, stages: As for `edgc`.
     **options: Attributes of `Reducer`.
   """
   validation.require_kind("stages", stages, Stages, 'pass Stages("stage")')
@@ -545,21 +542,7 @@ def make_reducer(
   validation.require_int("check_every", reducer.check_every, 1)
   validation.require_seed("seed", reducer.seed)
   tx = transformation(reducer.init, reducer.update)
-  validation.require(
-    mesh is None or stages is None,
-    "mesh",
-    mesh,
-    "None with pipeline stages",
-    "bind the axes of stages with jax.shard_map",
-  )
-  validation.require(
-    param_specs is None or stages is None,
-    "param_specs",
-    param_specs,
-    "None with pipeline stages",
-    "leave them out: types show what shard_map shards",
-  )
-  return tx if stages else bind(tx, mesh, axis_name, param_specs)
+  return tx if stages else on_mesh(tx, axis_name=axis_name)
 
 
 def shards_of(leaves: Sequence[Leaf]) -> tuple[str, ...]:

@@ -122,6 +122,7 @@ class Method:
     compresses: Whether it sends less than the whole matrices.
     measures: Whether its outcomes have energies; if not, `metrics` has no
       errors.
+    feeds_back: Whether its leaves keep a residual.
     joins: Whether leaves with matrices of equal shape come as one stack, so
       that time to compile hardly grows with their number. Then `gradient` is a
       list over the leaves of the arrays [k, m, n] whose sum is M, the state has
@@ -132,6 +133,7 @@ class Method:
   name: str = "compressed"
   compresses: bool = True
   measures: bool = False
+  feeds_back: bool = True
   joins: bool = False
 
 

@@ -86,7 +86,7 @@ def require_all_bound() -> None:
     jax.sharding.get_abstract_mesh().manual_axes,
     f"all axes of the mesh for a reducer that reads single entries ({left} are"
     " left to the compiler, which would gather whole gradients)",
-    "wrap the reducer with edgc_jax.over_shards(tx, param_specs)",
+    "wrap the reducer with edgc_jax.on_mesh(tx, param_specs=param_specs)",
   )
 
 

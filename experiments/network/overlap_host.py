@@ -63,7 +63,7 @@ class _Run:
     options = options | {"overlap": options["overlap"] or int(is_split)}
     make = edgc_jax.split_local_steps if is_split else edgc_jax.local_steps
     outer = optax.chain(
-      edgc_jax.allreduce(DATA, mesh=mesh),
+      edgc_jax.on_mesh(edgc_jax.allreduce(DATA), mesh),
       optax.sgd(0.7, momentum=0.9, nesterov=True),
     )
     inner = optax.adamw(config.optimizer.lr)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from edgc_jax import validation
+from edgc_jax import extend, validation
 from edgc_jax.methods import chunks
-from edgc_jax.methods.entrywise import Round, make_entrywise
+from edgc_jax.methods.entrywise import Round
 from edgc_jax.wire.codes import Bfloat16, Encoded
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
@@ -98,7 +98,8 @@ def demo(
       jax.tree.map(lambda x: x[None], values), index[None]
     )
 
-  return make_entrywise(average, axis_name, residual_decay=momentum, **options)
+  method = extend.entrywise(average, residual_decay=momentum)
+  return extend.reducer(method, axis_name, **options)
 
 
 def _divisor(side: int) -> int:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from edgc_jax import validation
+from edgc_jax import extend, validation
 from edgc_jax.methods import chunks
-from edgc_jax.methods.entrywise import Round, make_entrywise
+from edgc_jax.methods.entrywise import Round
 from edgc_jax.wire.codes import packed, unpacked
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
@@ -36,7 +36,7 @@ def sparse_loco(
     axis_name: As for `edgc_jax.edgc`.
     count: Entries of a chunk that are sent, a multiple of 4.
     residual_decay: The decay of the residual.
-    **options: Further arguments of entrywise reducers.
+    **options: Further arguments of `edgc_jax.extend.reducer`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -72,9 +72,8 @@ def sparse_loco(
     sent = in_place(jax.tree.map(lambda x: x[None], coded), index[None])
     return mean.ravel()[: m.size], sent.ravel()[: m.size]
 
-  return make_entrywise(
-    average, axis_name, residual_decay=residual_decay, **options
-  )
+  method = extend.entrywise(average, residual_decay=residual_decay)
+  return extend.reducer(method, axis_name, **options)
 
 
 def _in_12_bits(index: jax.Array) -> tuple[jax.Array, jax.Array]:

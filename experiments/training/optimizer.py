@@ -61,9 +61,6 @@ def make_reducer(
       align=config.pipeline.align,
       backward_seconds=times.pop("backward_seconds", None),
     )
-  if _is_plain(config, mesh):
-    options["mesh"] = mesh
-    options["param_specs"] = task.layout(mesh.shape).specs
   # A reducer counts exchanges.
   options["check_every"] = exchanges_between_checks(config)
   exchanges = config.steps // steps_between_exchanges(config)
@@ -93,7 +90,11 @@ def make_reducer(
       options.pop("final_exponent"),
       exchanges,
     )
-  return make(**options)
+  reducer = make(**options)
+  if _is_plain(config, mesh):
+    specs = task.layout(mesh.shape).specs
+    reducer = edgc_jax.on_mesh(reducer, mesh, specs, axis_name=DATA)
+  return reducer
 
 
 def has_local_steps(config: ConfigDict) -> bool:

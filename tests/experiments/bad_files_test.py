@@ -329,7 +329,7 @@ def store(folder, tree):
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
   mesh = restore_arguments()["mesh"]
-  tx = optax.chain(edgc_jax.powersgd(4, mesh=mesh), optax.sgd(0.1))
+  tx = optax.chain(edgc_jax.on_mesh(edgc_jax.powersgd(4), mesh), optax.sgd(0.1))
   tree = {"params": PARAMS, "opt_state": tx.init(PARAMS)}
   return store(tmp_path_factory.mktemp("stored") / "checkpoint", tree)
 

@@ -34,7 +34,7 @@ def loss_fn(params, x):
 
 def chains(mesh=None):
   outer = optax.chain(
-    edgc_jax.quantize(8, error_feedback=True, mesh=mesh),
+    edgc_jax.on_mesh(edgc_jax.quantize(8, error_feedback=True), mesh),
     optax.sgd(0.7, momentum=0.9, nesterov=True),
   )
   return optax.adam(1e-2), outer, EVERY

@@ -109,7 +109,7 @@ def test_one_device_of_a_mesh():
   mesh = shard_runs.mesh_of(data=2, fsdp=2)
   split = {"kernel": P(None, None, "fsdp")}
   specs = {"bias": P(), "small": P(), "stack": split}
-  tx = edgc_jax.over_shards(float32.edgc(rank_max=8), specs)
+  tx = edgc_jax.on_mesh(float32.edgc(rank_max=8), param_specs=specs)
   how = {"mesh": mesh, "param_specs": specs}
   assert described(tx, **how)[1]["stack"].sent_as == "3 matrices of 48 x 20"
   words = "Over data, on each shard of fsdp, "
@@ -163,7 +163,7 @@ def test_columns_end_at_the_cap():
 def test_a_mesh_of_the_reducer_tells_the_replicas():
   """Codes fill as many equal parts as there are replicas."""
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-  free, tx = edgc_jax.powersgd(4), edgc_jax.powersgd(4, mesh=mesh)
+  free, tx = edgc_jax.powersgd(4), edgc_jax.on_mesh(edgc_jax.powersgd(4), mesh)
   alone, eight = described(free)[0], described(free, replicas=8)[0]
   assert described(tx)[0].wire_bytes == eight.wire_bytes
   assert alone.wire_bytes < eight.wire_bytes

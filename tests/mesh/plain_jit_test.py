@@ -52,14 +52,16 @@ def batch(step, rows=32):
 def reducer_of(name, **where):
   options = variants()[name][""]
   options = {**options, "bits": 8} if name == "quantize" else options
-  return edgc_jax.REDUCERS[name](**options, **where)
+  reducer = edgc_jax.REDUCERS[name](**options)
+  return edgc_jax.on_mesh(reducer, **where)
 
 
 def powersgd(rule, every=1, **options):
   """Returns a function that makes a chain for a mesh."""
 
   def make(**where):
-    tx = optax.chain(float32.powersgd(4, **where, **options), rule)
+    reducer = edgc_jax.on_mesh(float32.powersgd(4, **options), **where)
+    tx = optax.chain(reducer, rule)
     return edgc_jax.accumulate(tx, every, **where) if every > 1 else tx
 
   return make
@@ -311,14 +313,14 @@ def test_auxiliary_outputs(shape):
 
 def test_mistakes():
   mesh = mesh_of(data=4)
-  tx = float32.powersgd(4, mesh=mesh)
+  tx = edgc_jax.on_mesh(float32.powersgd(4), mesh)
   value = edgc_jax.value_and_grad(loss_fn, mesh)
   with pytest.raises(ValueError, match="4 replicas divide"):
     value(PARAMS, batch(0, rows=6))
   with pytest.raises(ValueError, match="an axis of the mesh"):
-    float32.powersgd(4, "replica", mesh=mesh)
+    edgc_jax.on_mesh(float32.powersgd(4, "replica"), mesh, axis_name="replica")
   with pytest.warns(RuntimeWarning, match="one replica"):
-    edgc_jax.topk(mesh=mesh_of(data=1))
+    edgc_jax.on_mesh(edgc_jax.topk(), mesh_of(data=1))
   with pytest.raises(ValueError, match="`wrt` must be None for param"):
     edgc_jax.value_and_grad(loss_fn, mesh, wrt="w")(PARAMS, batch(0))
   with pytest.raises(TypeError, match=r"real floating leaves.*\['f'\]"):
@@ -336,11 +338,11 @@ def test_specs_are_as_the_parameters_lie():
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), shards)
   params = jax.device_put(PARAMS, shardings)
   for specs in (None, shards | {"w": P(None, "fsdp")}):
-    tx = float32.powersgd(4, mesh=mesh, param_specs=specs)
+    tx = edgc_jax.on_mesh(float32.powersgd(4), mesh, specs)
     with pytest.raises(ValueError, match="lies on the mesh as"):
       tx.init(params)
   for specs in (shards, shardings):
-    tx = float32.powersgd(4, mesh=mesh, param_specs=specs)
+    tx = edgc_jax.on_mesh(float32.powersgd(4), mesh, specs)
     spec = tx.init(params).leaves["w"].residual.sharding.spec
     assert spec[0] == (AXIS, "fsdp")
 
@@ -513,7 +515,7 @@ def test_scanned_layers_have_keys_of_their_own():
       how = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry}
       return nnx.scan(lambda x, layer: x + layer(x), **how)(x, self.layers)
 
-  reducer = float32.edgc(rank_max=8, rank_min=8, mesh=mesh)
+  reducer = edgc_jax.on_mesh(float32.edgc(rank_max=8, rank_min=8), mesh)
   model, tx = Deep(), optax.chain(reducer, optax.sgd(0.01))
   optimizer, step = nnx.Optimizer(model, tx, wrt=nnx.Param), nnx_step(mesh)
   same = jnp.tile(batch(0, 8), (REPLICAS, 1))
@@ -541,7 +543,7 @@ class Net(nnx.Module):
 def test_module_is_equal_to_shard_map():
   """By hand the module is split, and its other variables are averaged."""
   mesh, reducer = mesh_of(data=4), edgc_jax.powersgd
-  plain = optax.chain(reducer(4, mesh=mesh), optax.sgd(0.1))
+  plain = optax.chain(edgc_jax.on_mesh(reducer(4), mesh), optax.sgd(0.1))
   by_hand = optax.chain(reducer(4), optax.sgd(0.1))
   model, step = Net(), nnx_step(mesh)
   graph, params, rest = nnx.split(Net(), nnx.Param, ...)
@@ -632,7 +634,7 @@ def test_gradients_outside_of_a_jitted_step(shape):
 @pytest.mark.parametrize("wrap", [lambda tx: tx, jax.jit])
 def test_leaves_that_are_missing_or_new(wrap):
   """The check comes before `shard_map`, which says less."""
-  tx = edgc_jax.powersgd(4, mesh=mesh_of(data=4))
+  tx = edgc_jax.on_mesh(edgc_jax.powersgd(4), mesh_of(data=4))
   state, update = tx.init(PARAMS), wrap(tx.update)
   gradients = gradients_like(PARAMS, 0)
   fewer = {k: v for k, v in PARAMS.items() if k != "b"}
@@ -669,7 +671,7 @@ def ambient_run(kind, shape, how, wrap):
     return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
 
   with jax.set_mesh(mesh):
-    reducer = edgc_jax.powersgd(4, min_ratio=1, **where)
+    reducer = edgc_jax.on_mesh(edgc_jax.powersgd(4, min_ratio=1), **where)
     tx = wrap(optax.chain(reducer, optax.sgd(0.5)), where)
     opt_state = tx.init(params)
     is_local = "LocalSteps" in str(jax.tree.structure(opt_state))
@@ -705,7 +707,7 @@ def ambient_run(kind, shape, how, wrap):
 @pytest.mark.parametrize("shape", BINDERS)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_the_mesh_of_set_mesh(kind, shape, wrap):
-  """As with `mesh=`; specs of Explicit axes are read from types."""
+  """As with a given mesh; specs of Explicit axes are read from types."""
   found, expected = (
     ambient_run(kind, shape, how, wrap) for how in ("ambient", "given")
   )

@@ -182,7 +182,8 @@ def test_another_rank(before, after):
   how = {"mesh": mesh_of(data=2)}
 
   def tx_of(rank):
-    return edgc_jax.edgc(rank_max=rank, total_steps=100, **how)
+    reducer = edgc_jax.edgc(rank_max=rank, total_steps=100)
+    return edgc_jax.on_mesh(reducer, **how)
 
   names = {16: ["a", "small", "z"], 32: ["a", "z"]}
   own = {"a": 1.0, "small": 2.0, "z": 3.0}
@@ -202,17 +203,22 @@ def test_refusals():
   """Of another method, of what is in flight, of other replicas."""
   params = {"w": np.ones((64, 64), np.float32)}
   how = {"mesh": mesh_of(data=2)}
+  quantize, powersgd4, edgc, allreduce = (
+    edgc_jax.on_mesh(reducer, **how)
+    for reducer in (
+      edgc_jax.quantize(4, error_feedback=True), edgc_jax.powersgd(4),
+      edgc_jax.edgc(), edgc_jax.allreduce(),
+    )
+  )  # fmt: skip
 
   def local(overlap):
-    outer = optax.chain(edgc_jax.allreduce(**how), optax.sgd(1.0))
+    outer = optax.chain(allreduce, optax.sgd(1.0))
     inner = optax.adam(1e-3)
     return edgc_jax.local_steps(inner, outer, 2, overlap=overlap, **how)
 
-  quantize = edgc_jax.quantize(4, error_feedback=True, **how)
-  powersgd4 = edgc_jax.powersgd(4, **how)
   for before, given, rule in (
     (quantize, powersgd4, "all arrays of the state"),
-    (powersgd4, edgc_jax.edgc(**how), "all arrays of the state"),
+    (powersgd4, edgc, "all arrays of the state"),
     (local(1), local(0), "a checkpoint of overlap=0"),
     (local(0), local(1), "all arrays of the state"),
   ):

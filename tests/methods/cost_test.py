@@ -62,7 +62,7 @@ def test_equal_leaves_are_not_copied_to_one_array():
 def num_operations(make, shapes):
   """Returns the operations of a compiled update."""
   mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-  tx = make(mesh=mesh)
+  tx = edgc_jax.on_mesh(make(), mesh)
   params = {f"w{i}": jnp.zeros(shape) for i, shape in enumerate(shapes)}
   gradients = jax.tree.map(lambda x: jnp.zeros((2, *x.shape)), params)
   state = jax.eval_shape(tx.init, params)

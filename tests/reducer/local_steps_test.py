@@ -33,10 +33,10 @@ pytestmark = pytest.mark.usefixtures("without_cache")
 def tx_of(
   reducer=None, every=4, inner=None, rule=NESTEROV, mesh=None, **options
 ):
-  """Makes the transformation; `reducer` is a function of `mesh`."""
-  reducer = reducer or edgc_jax.allreduce
+  """Makes the transformation; `reducer` is one, `allreduce` if not given."""
+  reducer = reducer or edgc_jax.allreduce()
   inner = optax.adam(1e-2) if inner is None else inner
-  outer = optax.chain(reducer(mesh=mesh), rule)
+  outer = optax.chain(edgc_jax.on_mesh(reducer, mesh), rule)
   return edgc_jax.local_steps(inner, outer, every, mesh=mesh, **options)
 
 
@@ -209,7 +209,9 @@ def test_inner_steps_send_nothing(is_sharded):
   else:
     mesh, params, within = mesh_of((REPLICAS,), ("replica",)), PARAMS, set()
     where = {"mesh": mesh}
-  reducer = edgc_jax.quantize(8, "replica", **where)
+  reducer = edgc_jax.on_mesh(
+    edgc_jax.quantize(8, "replica"), **where, axis_name="replica"
+  )
   tx = edgc_jax.local_steps(
     optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
     optax.chain(reducer, NESTEROV), 4, "replica", **where,
@@ -244,7 +246,9 @@ def test_inner_steps_send_nothing(is_sharded):
 def test_an_exchange_with_an_overlap_keeps_its_turn():
   """CPUs order collectives by data alone: with an overlap, too."""
   mesh, where, params = on_shards()
-  outer = optax.chain(edgc_jax.allreduce("replica", **where), NESTEROV)
+  reducer = edgc_jax.allreduce("replica")
+  reducer = edgc_jax.on_mesh(reducer, **where, axis_name="replica")
+  outer = optax.chain(reducer, NESTEROV)
   tx = edgc_jax.local_steps(
     optax.adam(1e-2), outer, 4, "replica", overlap=2, **where
   )
@@ -262,11 +266,15 @@ def test_shards_of_a_replica_skip_together_and_share_fragments(tmp_path):
   specs = {"a": P("shard"), "b": P(), "c": P()}
   mesh = mesh_of((2, 2), ("replica", "shard"))
   where = {"mesh": mesh, "param_specs": specs}
-  make = lambda **how: edgc_jax.local_steps(  # noqa: E731
-    optax.sgd(0.1),
-    optax.chain(edgc_jax.allreduce("replica", **how), optax.sgd(1.0)),
-    2, "replica", fragments=2, **how,
-  )  # fmt: skip
+
+  def make(**where):
+    reducer = edgc_jax.allreduce("replica")
+    reducer = edgc_jax.on_mesh(reducer, **where, axis_name="replica")
+    outer = optax.chain(reducer, optax.sgd(1.0))
+    return edgc_jax.local_steps(
+      optax.sgd(0.1), outer, 2, "replica", fragments=2, **where
+    )
+
   tx = make(**where)
   places = jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs)
   params = jax.device_put(params, places)
@@ -370,7 +378,7 @@ def test_fragments_are_described_once_and_their_metrics_joined():
   """Of two fragments one has a matrix, and the other is sent dense."""
   params = {"w": jnp.zeros((64, 64)), "b": jnp.zeros(64)}
   for make in (edgc_jax.quantize, edgc_jax.powersgd):
-    tx = tx_of(lambda mesh, make=make: make(4, mesh=mesh), fragments=2)
+    tx = tx_of(make(4), fragments=2)
     metrics = edgc_jax.metrics(tx.init(params))
     assert list(metrics["matrix_error"]) == ["w"]
     assert metrics["dense_bytes"] == 4 * (64 * 64 + 64)
@@ -420,7 +428,7 @@ def test_parameters_in_bfloat16():
 @pytest.mark.parametrize("mesh", [None, (REPLICAS,)])
 def test_outer_chains_begin_with_a_reducer(mesh):
   mesh = mesh and mesh_of(mesh)
-  reducer = edgc_jax.quantize(4, mesh=mesh)
+  reducer = edgc_jax.on_mesh(edgc_jax.quantize(4), mesh)
   for outer, got in (
     (NESTEROV, "a chain without a reducer"),
     (reducer, "a reducer alone, whose mean points back"),
@@ -494,12 +502,17 @@ def test_wrong_arguments():
     tx_of(fragments=2, overlap=3)
   message = "`inner` must be the optimiser of one replica"
   for mesh in (None, mesh_of()):
-    inner = optax.chain(edgc_jax.powersgd(2, mesh=mesh), optax.adam(1e-3))
-    for own in (edgc_jax.topk(mesh=mesh), inner):
+    inner = optax.chain(
+      edgc_jax.on_mesh(edgc_jax.powersgd(2), mesh), optax.adam(1e-3)
+    )
+    for own in (edgc_jax.on_mesh(edgc_jax.topk(), mesh), inner):
       with pytest.raises(ValueError, match=message):
         tx_of(inner=own, mesh=mesh).init(PARAMS)
   mesh = mesh_of((2, 2), ("pod", "host"))
-  outer = optax.chain(edgc_jax.allreduce("host", mesh=mesh), NESTEROV)
+  outer = optax.chain(
+    edgc_jax.on_mesh(edgc_jax.allreduce("host"), mesh, axis_name="host"),
+    NESTEROV,
+  )
   tx = edgc_jax.local_steps(optax.adam(1e-3), outer, 2, "pod", mesh=mesh)
   with pytest.raises(ValueError, match="`axis_name` must be 'host'"):
     tx.init(PARAMS)

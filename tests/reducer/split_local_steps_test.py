@@ -32,7 +32,7 @@ def chains(mesh=None):
   Of codes of few bits an entry between two of them may take either one, where
   two programs round differently by one ulp.
   """
-  outer = optax.chain(float32.powersgd(8, mesh=mesh), NESTEROV)
+  outer = optax.chain(edgc_jax.on_mesh(float32.powersgd(8), mesh), NESTEROV)
   return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), outer
 
 

@@ -9,7 +9,7 @@ import pytest
 from helpers.meshes import AXIS
 
 import edgc_jax
-from edgc_jax.methods.entrywise import make_entrywise
+from edgc_jax import extend
 from edgc_jax.state import growth
 from edgc_jax.state.growth import DIVERGING, WINDOW
 from edgc_jax.wire.channel import Channel
@@ -26,7 +26,7 @@ def too_much(factor):
     reply = yield Send((1 + factor) * m)
     return reply.mean, reply.sent
 
-  return make_entrywise(average, AXIS, check_every=10**6)
+  return extend.reducer(extend.entrywise(average), AXIS, check_every=10**6)
 
 
 def steady(step, own):

@@ -36,7 +36,7 @@ def partial_run(tx, **options):
 
 def within(reducer):
   return lambda mesh, param_specs: chain(
-    edgc_jax.over_shards(reducer, param_specs)
+    edgc_jax.on_mesh(reducer, param_specs=param_specs)
   )
 
 
@@ -137,8 +137,8 @@ def test_explicit_axes():
 
 def test_bound_axes_need_nothing():
   """Where all axes are bound, the wrapper passes everything on."""
-  wrap = lambda mesh, param_specs: edgc_jax.over_shards(  # noqa: E731
-    float32.powersgd(4), param_specs
+  wrap = lambda mesh, param_specs: edgc_jax.on_mesh(  # noqa: E731
+    float32.powersgd(4), param_specs=param_specs
   )
   texts = [
     run.step_fn.lower(run.params, run.state, batch_at(0)).as_text()
@@ -148,6 +148,8 @@ def test_bound_axes_need_nothing():
 
 
 def test_outside_of_a_mesh():
-  tx = edgc_jax.over_shards(float32.powersgd(4), P("fsdp"))
-  with pytest.raises(ValueError, match="`param_specs` must be specs over"):
+  tx = edgc_jax.on_mesh(float32.powersgd(4), param_specs=P("fsdp"))
+  with pytest.raises(
+    ValueError, match="`param_specs` must be None without a mesh"
+  ):
     tx.init(first_params())

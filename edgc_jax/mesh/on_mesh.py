@@ -1,4 +1,4 @@
-"""Binds the axis of the replicas inside a reducer, for plain `jax.jit`."""
+"""Binds the axes of a mesh inside a reducer, where nobody has bound them."""
 
 from typing import Any
 
@@ -12,54 +12,92 @@ from edgc_jax.leaves import checks as leaf_checks
 from edgc_jax.leaves.leaf import arrays_of, leaves_in, masked_paths
 from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.sharding import (
+  axes_of,
   bound_init,
   mesh_here,
   num_replicas,
   require_specs,
+  specs_like,
   specs_of,
+  specs_of_parts,
 )
 from edgc_jax.state.state import ReducerState
+from edgc_jax.wire import order
 from edgc_jax.wire.order import AxisName
 
 
-def bind(
-  tx: optax.GradientTransformationExtraArgs,
-  mesh: Mesh | None,
-  axis_name: AxisName = "data",
+def on_mesh(
+  tx: optax.GradientTransformation,
+  mesh: Mesh | None = None,
   param_specs: Any = None,
+  *,
+  axis_name: AxisName = "data",
 ) -> optax.GradientTransformationExtraArgs:
-  """Runs a reducer inside a `shard_map` of its own.
+  """Runs a reducer on each device's parts, in a `shard_map` of its own.
 
-  `update` takes gradients of all replicas, stacked along a first axis, as
-  `edgc_jax.value_and_grad` returns them, and returns their mean. `init` takes
-  the parameters and returns a state that is sharded over the mesh. Where the
-  axis is bound already, both do what `tx` does.
+  In plain `jax.jit` reducers do so by themselves, on the mesh of
+  `jax.set_mesh`. `update` takes gradients of all replicas, stacked along a
+  first axis, [N, ...], as `edgc_jax.value_and_grad` returns them, and returns
+  their mean, [...]; `init` takes the parameters and returns a state that is
+  sharded over the mesh. This wrapper names another mesh, and the specs that no
+  type shows, those of parameters that Auto axes shard:
+
+    tx = optax.chain(on_mesh(edgc(), mesh, param_specs), optax.adamw(lr))
+
+  Under `jax.shard_map` over the replicas alone, the compiler has the axes that
+  shard the parameters. A reducer would there see whole matrices, and the
+  compiler gather what it flattens. The wrapper binds these axes, too: a part of
+  a matrix is a matrix, nothing is gathered, and updates and state have the
+  shards of the parameters.
+
+    tx = optax.chain(
+        on_mesh(edgc("replica"), param_specs=param_specs), optax.adamw(lr))
+    how = dict(mesh=mesh, param_specs=param_specs)
+    shardings = state_specs(tx, params, "replica", **how)
+    specs = state_specs(tx, params, "replica", **how, axis_names={"replica"})
+    init = jax.shard_map(
+        tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs,
+        axis_names={"replica"})
+
+  Where all axes are bound, it does what `tx` does.
 
   Args:
-    tx: A reducer over `axis_name`.
-    mesh: The mesh of the training; None takes the one of `jax.set_mesh`, if it
-      has the axis.
-    axis_name: The axis of the replicas, or a tuple of axes.
+    tx: A reducer; under `shard_map` over the replicas alone also a chain that
+      begins with one. In a chain, `edgc_jax.clip_by_global_norm` must replace
+      optax's, and no link gets extra arguments.
+    mesh: The mesh of the training; None takes the one of `jax.set_mesh`.
     param_specs: PartitionSpecs of the parameters, in a tree like them or a
-      prefix of it, if further axes of the mesh shard them, and are not
-      Explicit; None if every device has all of them, or types say how they lie.
+      prefix of it, without the axes of the replicas. None if every device has
+      all of them, or types say how they lie, on Explicit axes.
+    axis_name: The axis of the replicas, or a tuple of axes, as of `tx`.
 
   Returns:
     A gradient transformation, with the state of `tx`.
 
   Raises:
-    ValueError: if the mesh lacks an axis; in `update`, if gradients are not
-      stacked.
+    TypeError: if `tx` is no transformation, or `mesh` no mesh.
+    ValueError: if the mesh lacks an axis; where it runs, if no mesh has all
+      axes of `param_specs`, gradients are not stacked, or `late_updates` is
+      given.
   """
+  validation.require_transformation("tx", tx)
+  order.require_names("axis_name", axis_name)
   require_specs(param_specs)
   if mesh is not None:
     _require_replicas(mesh, axis_name)
+  tx = optax.with_extra_args_support(tx)
 
-  def on_mesh(params: Any, mesh: Any, specs: Any) -> tuple[Any, Any, Any]:
+  def is_inside() -> bool:
+    """Returns whether a `shard_map` or `pmap` runs around it."""
+    return param_specs is not None and bool(order.bound_axes())
+
+  def on_all(params: Any, mesh: Any, specs: Any) -> tuple[Any, Any, Any]:
     with reducers_seen():  # warnings come once, from `init` itself
       return bound_init(tx, params, mesh, axis_name, specs)
 
   def init_fn(params: optax.Params) -> Any:
+    if is_inside():
+      return _init_inside(tx, params, param_specs)
     here = mesh_here(mesh, axis_name, param_specs)
     if here is None:
       return tx.init(params)
@@ -69,7 +107,7 @@ def bind(
     leaves_in(params)  # raises if a leaf is not real floating
     specs = specs_of(param_specs, params, here)
     _require_placed(params, here, specs)
-    return jax.jit(on_mesh(params, here, specs)[0])(params)
+    return jax.jit(on_all(params, here, specs)[0])(params)
 
   def update_fn(
     updates: optax.Updates,
@@ -77,6 +115,10 @@ def bind(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, Any]:
+    if is_inside():
+      return _update_inside(
+        tx, param_specs, updates, state, params, **extra_args
+      )
     here = mesh_here(mesh, axis_name, param_specs)
     if here is None:
       return tx.update(updates, state, params, **extra_args)
@@ -86,19 +128,13 @@ def bind(
     leaf_checks.require_same_leaves(updates, state.leaves)
     if params is not None:
       leaf_checks.require_same_leaves(params, state.leaves, "params")
-    validation.require(
-      extra_args.get("late_updates") is None,
-      "late_updates",
-      extra_args.get("late_updates"),
-      "None for a reducer with `mesh`",
-      "bind the stages with jax.shard_map",
-    )
+    _require_nothing_late(extra_args)
     one = jax.tree.map(
       lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates
     )
     like, skip = (updates, 1) if params is None else (params, 0)
     specs = specs_of(param_specs, like, here, skip)
-    _, own, of_state = on_mesh(one, here, specs)
+    _, own, of_state = on_all(one, here, specs)
     stacked = jax.tree.map(lambda s: PartitionSpec(axis_name, *s), own)
 
     def update_local(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
@@ -119,6 +155,77 @@ def bind(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def _init_inside(tx: Any, params: optax.Params, param_specs: Any) -> Any:
+  """Binds the axes that a `shard_map` around leaves to the compiler."""
+  axes, specs = _left(params, param_specs)
+  if not axes:
+    return tx.init(params)
+  of_state = specs_of_parts(tx, params, specs, axes)
+  init = jax.shard_map(
+    tx.init, in_specs=(specs,), out_specs=of_state, axis_names=axes
+  )
+  return init(params)
+
+
+def _update_inside(
+  tx: Any,
+  param_specs: Any,
+  updates: optax.Updates,
+  state: Any,
+  params: optax.Params | None,
+  **extra_args: Any,
+) -> tuple[optax.Updates, Any]:
+  """Binds the axes that a `shard_map` around leaves to the compiler."""
+  axes, specs = _left(updates, param_specs)
+  if not axes:
+    return tx.update(updates, state, params, **extra_args)
+  _require_nothing_late(extra_args)
+  of_state = specs_of_parts(tx, updates, specs, axes)
+
+  def update_parts(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    # The compiler may send parts of any argument before.
+    leaves, structure = jax.tree.flatten(updates)
+    leaves[:1] = order.in_turn(leaves[:1], (state, params))
+    return tx.update(jax.tree.unflatten(structure, leaves), state, params)
+
+  update = jax.shard_map(
+    update_parts,
+    in_specs=(specs, of_state, None if params is None else specs),
+    out_specs=(specs, of_state),
+    axis_names=axes,
+  )
+  return update(updates, state, params)
+
+
+def _left(tree: Any, param_specs: Any) -> tuple[set[str], Any]:
+  """Returns all axes that are not bound, and the specs of a tree."""
+  specs = specs_like(param_specs, tree)
+  mesh = jax.sharding.get_abstract_mesh()  # without axes outside of one
+  axes = axes_of(specs)
+  validation.require(
+    axes <= set(mesh.axis_names),
+    "param_specs",
+    sorted(axes),
+    f"specs over the axes of an enclosing mesh ({mesh.axis_names})",
+    "call init and update inside jax.shard_map over the replicas, and pass"
+    " describe and state_specs the mesh and param_specs",
+  )
+  return set(mesh.axis_names) - set(mesh.manual_axes), specs
+
+
+def _require_nothing_late(extra_args: dict[str, Any]) -> None:
+  """Raises if a stage's late gradients are given."""
+  late = extra_args.get("late_updates")
+  validation.require(
+    late is None,
+    "late_updates",
+    late,
+    "None where the reducer binds axes itself",
+    "use pipeline stages on a mesh whose axes are all bound, with"
+    " jax.shard_map",
+  )
+
+
 def _require_replicas(mesh: Any, axis_name: AxisName) -> None:
   """Warns of a mesh with one replica; raises if it lacks the axis."""
   if num_replicas(mesh, axis_name) == 1:
@@ -136,8 +243,8 @@ def _require_all(params: Any) -> None:
     not hidden,
     "params",
     f"a mask over {', '.join(hidden[:3])}",
-    "all parameters for a reducer with `mesh`: gradients that pass it by would"
-    " keep their axis of replicas, and grow the parameters",
+    "all parameters for a reducer in plain jax.jit: gradients that pass it by"
+    " would keep their axis of replicas, and grow the parameters",
     "put the reducer first, optax.chain(reducer, optax.partition(...)), or"
     " differentiate the trained parameters alone, with"
     " edgc_jax.value_and_grad(loss_fn, mesh, in_axes=(None, 0)) and the frozen"
