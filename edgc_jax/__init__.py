@@ -28,14 +28,10 @@ from edgc_jax.measure.timing import (
   measure_compression,
   measure_link,
 )
+from edgc_jax.mesh.adapting import follow_first_replica, restart_reference
 from edgc_jax.mesh.local_gradients import value_and_grad
 from edgc_jax.mesh.on_mesh import on_mesh
-from edgc_jax.mesh.resharding import resize_shards
-from edgc_jax.mesh.resizing import (
-  follow_first_replica,
-  resize_replicas,
-  restart_reference,
-)
+from edgc_jax.mesh.resizing import resize
 from edgc_jax.mesh.restoring import restore
 from edgc_jax.mesh.sharding import state_axes, state_specs
 from edgc_jax.methods import *  # noqa: F403
@@ -88,8 +84,7 @@ __all__ = [
   "measure_link",
   "metrics",
   "on_mesh",
-  "resize_replicas",
-  "resize_shards",
+  "resize",
   "restart_reference",
   "restore",
   "scanned",

@@ -1,7 +1,7 @@
 """Trains with a method of its own: a sign for each entry, one scale a matrix.
 
-EF-signSGD (Karimireddy et al. 2019, arXiv:1901.09847) with error feedback. How a
-method is written: docs/writing_a_method.md.
+EF-signSGD (Karimireddy et al. 2019, arXiv:1901.09847).
+docs/writing_a_method.md explains the parts of a method.
 
     python examples/own_method.py
 """

@@ -66,8 +66,7 @@ OPTIONS = {
     split_local_steps.every describe.replicas wire_bytes.replicas
     advise.replicas advise.most_steps advise.shards measure_link.repeats
     measure_compression.repeats measure_backward.repeats
-    measure_computing.replicas measure_computing.repeats resize_replicas.old
-    resize_replicas.new resize_replicas.stages
+    measure_computing.replicas measure_computing.repeats
   """,
   -1: """
     edgc.warmup_steps edgc.max_warmup_steps edgc.seed edgc.min_ratio
@@ -172,9 +171,6 @@ def arguments(name):
     "measure_compression": params,
     "measure_backward": params | {"stage_fn": lambda p, x: x, "inputs": 1.0},
     "measure_computing": params | {"replicas": 2},
-    "resize_replicas": {
-      "opt_state": np.arange(8.0), "specs": P("data"), "old": 4, "new": 2,
-    },
     "after_update": {"tree": 1.0},
     "local_params": params,
     "restore": params | {"tx": reducer, "mesh": data},
@@ -303,7 +299,7 @@ def test_specs_that_do_not_fit(specs, parts):
 X, Y = jnp.zeros((8, 64)), {**PARAMS, "w": None}
 OTHER = {"w": W.T, "b": B}
 ONE, DATA = jnp.float32(1), "data"
-grad, resized = edgc_jax.value_and_grad, edgc_jax.resize_replicas
+grad = edgc_jax.value_and_grad
 
 
 @pytest.mark.parametrize(
@@ -386,7 +382,7 @@ def test_arguments_of_a_loss(params, batch, options):
     (lambda: update({"v": W, "b": B}, TX), ["none at ['w']"]),
     (lambda: update({"w": W, "b": B, "c": B}, TX), ["one more at ['c']"]),
     (lambda: update([W, B], TX), ["`updates`"]),
-    (lambda: update(OTHER, TX), ["(32, 64)"]),
+    (lambda: update(OTHER, TX), ["(1, 32, 64)"]),
     (lambda: update({"w": W, "b": B.astype(int)}, TX), ["int32 at ['b']"]),
     (lambda: update(PARAMS, TX, {"w": W}), ["`params`", "1 arrays"]),
     (lambda: update(PARAMS, TX, {"w": B, "b": W}), ["`params`", "(64,"]),
@@ -409,15 +405,6 @@ def test_arguments_of_a_loss(params, batch, options):
       for update in (TX.update, jax.jit(TX.update))
     ),
     (lambda: edgc_jax.follow_first_replica(PARAMS), ["`axis_name`"]),
-    (lambda: resized(np.arange(7.0), P(DATA), 2, 4), ["`old`", "(7,)"]),
-    (lambda: resized(np.float32(1), P(DATA), 2, 4), ["`old`", "()"]),
-    (lambda: resized({"a": W}, {"b": P(DATA)}, 2, 4), ["`specs`"]),
-    (
-      lambda: resized(
-        TX.init(PARAMS), edgc_jax.state_specs(TX, PARAMS), 4, 2, "replica"
-      ),
-      ["`axis_name`", "'data'"],
-    ),
     (lambda: edgc_jax.metrics((TX.init(PARAMS),) * 2), ["`opt_state`", "2"]),
     *(
       (lambda tx=tx: tx.update(PARAMS, SGD.init(PARAMS), PARAMS), ["`state`"])

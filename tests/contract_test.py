@@ -84,7 +84,7 @@ def mean(tree):
 
 def as_on_mesh(state):
   """Returns a state of pmap as it is under shard_map."""
-  joined = jax.tree.map(lambda e: e.reshape(-1, *e.shape[2:]), residuals(state))
+  joined = jax.tree.map(lambda e: e[:, 0], residuals(state))
   return with_field(first_replica(state), "residual", joined)
 
 

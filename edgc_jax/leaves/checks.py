@@ -203,9 +203,10 @@ def require_shapes(leaf: Leaf, state: LeafState) -> None:
   Raises:
     ValueError: if an array has another shape.
   """
+  of_residual = (1, *leaf.shape) if leaf.has_residual else None
   for name, found, expected in (
     ("factor_q", state.factor_q, leaf.shape_of_q),
-    ("residual", state.residual, leaf.shape if leaf.has_residual else None),
+    ("residual", getattr(state.residual, "values", None), of_residual),
   ):
     got = None if found is None else tuple(found.shape)
     is_other_rank = name == "factor_q" and got and expected
@@ -214,7 +215,7 @@ def require_shapes(leaf: Leaf, state: LeafState) -> None:
         f"`state` must be made with the options of this reducer, got factors of"
         f" {got[1]} columns for the leaf at {leaf.path or 'the root'}, where"
         f" they need {expected[1]}; pass the old rank, or give the state other"
-        " factors with edgc_jax.resize_shards."
+        " factors with edgc_jax.resize."
       )
     if got != expected:
       raise ValueError(
@@ -223,6 +224,6 @@ def require_shapes(leaf: Leaf, state: LeafState) -> None:
         " under jax.shard_map create it inside, with jax.shard_map(tx.init,"
         " mesh=mesh, in_specs=PartitionSpec(), out_specs=edgc_jax.state_specs("
         "tx, params)); resize a state of another number of replicas with"
-        " edgc_jax.resize_replicas; a state of other options, such as another"
+        " edgc_jax.resize; a state of other options, such as another"
         " method, cannot be continued."
       )

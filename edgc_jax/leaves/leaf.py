@@ -150,8 +150,8 @@ class LeafState(NamedTuple):
 
   # float32 [k, width, n], the columns of Q as rows; equal on all replicas
   factor_q: jax.Array | None = None
-  # float32, the shape of the leaf; each replica has its own
-  residual: jax.Array | None = None
+  # float32, the shape of the leaf; each replica's own (`PerReplica` in a state)
+  residual: Any = None
   stats: LeafStats | None = None
 
 

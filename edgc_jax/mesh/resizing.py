@@ -1,249 +1,521 @@
-"""Adapts a state to a change: of replicas, batch size, or loss scale.
+"""Converts a state to other replicas, other shards, or another rank.
 
-Most of a reducer's state is equal on all replicas. The exceptions are
-residuals, accumulated gradients and what `local_steps` keeps of each replica.
-Later updates depend on their mean over replicas, so `resize_replicas` preserves
-the mean.
+What is equal on all replicas stays as it is. What each replica has for itself
+(`PerReplica`) keeps its mean, on which alone later updates depend.
 """
 
-import math
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from edgc_jax import validation
-from edgc_jax.budget.entropy_budget import EntropyState, restarted
-from edgc_jax.leaves.leaf import is_leaf_state
-from edgc_jax.mesh.sharding import axes_of
+from edgc_jax.budget.entropy_budget import EntropyState
+from edgc_jax.leaves.leaf import LeafState, is_leaf_state, without_variables
+from edgc_jax.state.growth import Growth
 from edgc_jax.state.metrics import find
 from edgc_jax.state.state import (
+  LocalStepsState,
   PerReplica,
   ReducerState,
-  map_leaves,
+  Stats,
 )
-from edgc_jax.wire import collectives, order
-from edgc_jax.wire.order import AxisName
+from edgc_jax.wire import order
+
+Path = tuple[str, ...]
 
 
-def resize_replicas(
-  opt_state: Any,
-  specs: Any,
-  old: int,
-  new: int,
-  axis_name: AxisName = "data",
-  *,
-  stages: int | None = None,
-) -> Any:
-  """Converts an optimiser state of `old` replicas to `new` replicas.
+def resize(old: Any, like: Any) -> Any:
+  """Converts an optimiser state to the form of another.
 
-  An array [S old m, ...] that differs by replica has one part [m, ...] for each
-  replica of each of S stages. If `new` is a multiple of `old`, parts are
-  copied; if `new` divides `old`, parts are averaged in groups; otherwise all
-  parts become their mean. In each case
+  To another number of replicas, other shards of the parameters, another rank,
+  or any of these together:
+
+    fresh = jax.jit(init)(params)  # on the new mesh, by the new transformation
+    opt_state = edgc_jax.resize(opt_state, fresh)
+
+  An array that differs by replica, [N, ...], gets one part for each of N' new
+  replicas. If N' is a multiple of N, parts are copied; if N' divides N, parts
+  are averaged in groups; otherwise all parts become their mean. In each case
 
     mean over new replicas = mean over old replicas,
 
   so a compressor that depends only on the mean continues as if nothing had
   happened. Averaging loses the differences between replicas.
 
-  Args:
-    opt_state: Global arrays, as under `jax.shard_map`, or arrays of `jax.pmap`,
-      all with a first axis of replicas; fetched to the host.
-    specs: PartitionSpecs of the state, from `state_specs`.
-    old: Number of replicas of the state. It cannot be read from the arrays: a
-      wrong number gives a wrong state.
-    new: Number of replicas to convert to.
-    axis_name: The mesh axis of the replicas, or a tuple of axes.
-    stages: Number of pipeline stages, the same before and after; needed if
-      `specs` shard arrays over stages, too.
-
-  Returns:
-    The state, with NumPy arrays where replicas differ.
-
-  Raises:
-    ValueError: if `old`, `new` or `stages` is below 1, `stages` is needed
-      and not given, or the shape of an array does not fit `old`.
-
-  >>> parts = np.array([1.0, 3.0, 5.0, 7.0])
-  >>> resize_replicas(parts, PartitionSpec("data"), 4, 2)
-  array([2., 6.])
-  """
-  num_stages = 1 if stages is None else stages
-  for name, value in (("old", old), ("new", new), ("stages", num_stages)):
-    validation.require_int(name, value, 1)
-
-  names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
-  reducers = find(opt_state, ReducerState)
-  named = axes_of(specs)
-  has_own = bool(find(opt_state, PerReplica)) or any(
-    leaf.residual is not None
-    for reducer in reducers
-    for leaf in jax.tree.leaves(reducer.leaves, is_leaf=is_leaf_state)
-  )
-  validation.require(
-    bool(names & named) or not named or not has_own,
-    "axis_name",
-    axis_name,
-    f"the axis of the replicas in `specs`, which name {sorted(named)}",
-    "pass the axis_name of the reducer, or nothing would be converted",
-  )
-  is_stacked = any(np.ndim(reducer.count) for reducer in reducers)
-
-  def resized(x: Any, spec: PartitionSpec) -> Any:
-    if order.is_key(x):
-      found = resized(jax.random.key_data(x), spec)
-      return jax.random.wrap_key_data(found, impl=jax.random.key_impl(x))
-    first = spec[0] if len(spec) else None
-    axes = first if isinstance(first, tuple) else (first,)
-    if old == new:
-      return x
-    if not names & set(axes):
-      return _restacked(x, old, new) if is_stacked else x
-    # Stages come before the replicas, and shards after them.
-    start = min(i for i, axis in enumerate(axes) if axis in names)
-    others = set(axes[:start])
-    validation.require(
-      not others or stages is not None,
-      "stages",
-      stages,
-      f"given for arrays over the axes {axes}",
-      "pass the number of pipeline stages",
-    )
-    x = np.asarray(x)
-    parts_of = (num_stages if others else 1, old)
-    validation.require(
-      x.ndim > 0 and len(x) % math.prod(parts_of) == 0,
-      "old",
-      old,
-      f"the number of replicas of a state with an array of shape {x.shape}",
-      "pass the numbers of replicas and stages that it was made for",
-    )
-    # Not -1, which an array without entries does not tell.
-    part = len(x) // math.prod(parts_of), *x.shape[1:]
-    found = _resized(x.reshape(*parts_of, *part), new)
-    return found.reshape(parts_of[0] * new * part[0], *part[1:])
-
-  validation.require(
-    jax.tree.structure(opt_state) == jax.tree.structure(specs),
-    "specs",
-    jax.tree.structure(specs),
-    f"PartitionSpecs in a tree like the state, {jax.tree.structure(opt_state)}",
-    "pass state_specs(tx, params) of the transformation that made the state",
-  )
-  return jax.tree.map(resized, opt_state, specs)
-
-
-def _restacked(x: Any, old: int, new: int) -> np.ndarray:
-  """Converts an array that is equal on all replicas of `pmap`, [old, ...].
-
-  Returns:
-    The first replica's part, repeated: [new, ...].
-
-  Raises:
-    ValueError: if the first axis is not `old`.
-  """
-  x = np.asarray(x)
-  validation.require(
-    x.shape[:1] == (old,),
-    "old",
-    old,
-    f"the number of replicas of a pmap state, with an array of shape {x.shape}",
-    "pass the number of replicas that it was made for",
-  )
-  return np.repeat(x[:1], new, axis=0)
-
-
-def follow_first_replica(tree: Any, axis_name: AxisName = "data") -> Any:
-  """Copies the first replica's parameters and state to all replicas.
-
-  This repairs replicas that have diverged (`metrics` counts them as
-  `diverged_steps`). Residuals, accumulated gradients and what `local_steps`
-  keeps of each replica are local, and stay: they will still be sent. Call it
-  where the axis is bound, on parameters and optimiser state together:
-
-    params, opt_state = follow_first_replica((params, opt_state), "data")
-
-  On pipeline stages every stage copies its own first replica.
-
-  Wire: an all-reduce for each array outside of a reducer's state, and one for
-  that state; for parameters and Adam's moments three times the bytes of a dense
-  gradient.
+  Parameters, moments and residuals do not depend on the shards. Factors belong
+  to the matrices of a shard and to a rank, and start anew where either changes:
+  the first steps lose more, which error feedback makes up for. `edgc` keeps its
+  rank, takes means of its entropies over the old shards, and gives matrices
+  equal ranks until the next window. Parts of another size, and batches of
+  another size, have another entropy: call `restart_reference`, too.
 
   Args:
-    tree: Parameters, optimiser state, or both.
-    axis_name: The bound axis of the replicas.
+    old: The state, as global arrays or as under `jax.pmap`; with several
+      processes on the host.
+    like: The first state of the transformation as it is to continue, in the
+      form in which `update` will take it. Types (`jax.eval_shape`) are enough
+      if nothing starts anew.
 
   Returns:
-    The same tree, equal on all replicas except for the local arrays.
+    The state, a tree like `like`, placed as its arrays are; NumPy arrays where
+    `like` has no arrays of JAX.
 
-  >>> tree = jax.vmap(follow_first_replica, axis_name="data")(np.arange(3.0))
-  >>> tree.tolist()
-  [0.0, 0.0, 0.0]
+  Raises:
+    ValueError: if `old` lacks an array of the state, an array has another shape
+      or dtype than the parameters need, or the number of stages differs.
+
+  Warns:
+    RuntimeWarning: if parts of a leaf are too small to be compressed any more,
+      so that its residual is lost.
+
+  >>> old, like = (PerReplica(np.arange(float(n))) for n in (4, 2))
+  >>> resize(old, like).values
+  array([0.5, 2.5])
   """
-  kinds = (ReducerState, PerReplica)
+  arrays = by_path(_of_pmap(old) if _is_of_pmap(old) else old)
+  like = without_variables(like)
+  if not _is_of_pmap(like):
+    return placed_as(converted(arrays, like, lambda: like, "old"), like)
+  one = jax.eval_shape(_of_pmap, like)
+  found = converted(arrays, one, lambda: _of_pmap(like), "old")
+  count = next(iter(find(like, ReducerState))).count.shape[0]
+  return _on_each(
+    found, lambda x: np.asarray(x)[:, None], lambda x: np.stack([x] * count)
+  )
 
-  def follow(part: Any) -> Any:
+
+def by_path(tree: Any) -> dict[Path, Any]:
+  """Returns the arrays of a state, or of what is stored of it, by path."""
+  found = jax.tree_util.tree_leaves_with_path(without_variables(tree))
+  return {_names(path): x for path, x in found}
+
+
+def converted(
+  arrays: Mapping[Path, Any], like: Any, fresh: Callable[[], Any], name: str
+) -> Any:
+  """Returns a tree like another, of the arrays of a state.
+
+  Args:
+    arrays: The arrays of the state, by path.
+    like: The tree, or its types, of global arrays.
+    fresh: Returns the first state, whose values are taken where something
+      starts anew.
+    name: The argument that has the arrays, for errors.
+  """
+  old = _Old(arrays, name, functools.cache(lambda: by_path(fresh())))
+
+  def convert(path: tuple, part: Any) -> Any:
+    place = _names(path)
     if isinstance(part, ReducerState):
-      # Residuals are local: None keeps them out of the copy.
-      leaves = map_leaves(lambda x: x._replace(residual=None), part.leaves)
-      common = collectives.from_first(part._replace(leaves=leaves), axis_name)
-      leaves = jax.tree.map(
-        lambda x, own: x._replace(residual=own.residual),
-        common.leaves,
-        part.leaves,
-        is_leaf=is_leaf_state,
-      )
-      return common._replace(leaves=leaves)
+      return _reducer(old, place, part)
     if isinstance(part, PerReplica):
-      return part
-    return collectives.from_first(part, axis_name)
+      return old.of_replicas(place, part)
+    return old.required(place, part)
 
-  return jax.tree.map(follow, tree, is_leaf=lambda x: isinstance(x, kinds))
+  _require_nothing_in_flight(old, like)
+  kinds = (ReducerState, PerReplica)
+  return jax.tree_util.tree_map_with_path(
+    convert, like, is_leaf=lambda x: isinstance(x, kinds)
+  )
 
 
-def _resized(parts: np.ndarray, new: int) -> np.ndarray:
-  """Converts parts [S, old, ...] to [S, new, ...] with the same mean.
+def placed_as(tree: Any, like: Any) -> Any:
+  """Places arrays of the host as those of another tree, or its types, are."""
 
-  Means of integers are rounded.
+  def place(x: Any, own: Any) -> Any:
+    where = getattr(own, "sharding", None)
+    if where is None or isinstance(x, jax.Array):
+      return x
+    # `device_put` would have all processes compare a host's array.
+    return jax.make_array_from_callback(
+      np.shape(x), where, lambda index: np.asarray(x)[index]
+    )
+
+  return jax.tree.map(place, tree, like)
+
+
+class _Old(NamedTuple):
+  """The arrays of the state that is converted, as they are found by path."""
+
+  arrays: Mapping[Path, Any]
+  name: str
+  starts: Callable[[], Mapping[Path, Any]]  # arrays of the first state
+
+  def of(self, place: Path, like: Any) -> Any:
+    """Returns a tree like another of the arrays at a place, or None for one."""
+    return jax.tree_util.tree_map_with_path(
+      lambda path, _: self.arrays.get(place + _names(path)), like
+    )
+
+  def fresh(self, place: Path, like: Any) -> Any:
+    """Returns the part of the first state at a place."""
+
+    def start(path: tuple, own: Any) -> Any:
+      found = self.starts()[place + _names(path)]
+      validation.require(
+        not isinstance(found, jax.ShapeDtypeStruct),
+        "like",
+        own,
+        f"a state with arrays, since {_shown(place)} starts anew",
+        "pass jax.jit(init)(params), not its types",
+      )
+      return found
+
+    return jax.tree_util.tree_map_with_path(start, like)
+
+  def required(self, place: Path, like: Any, skip: int = 0) -> Any:
+    """Returns the array at a place.
+
+    Args:
+      place: Its path.
+      like: The array, or its type, whose place it takes.
+      skip: Number of first axes whose lengths may differ.
+
+    Raises:
+      ValueError: if there is none, or it has another shape or dtype.
+    """
+    found: Any = self.arrays.get(place)
+    validation.require(
+      found is not None,
+      self.name,
+      _shown(place),
+      f"one with all arrays of the state, of shape {np.shape(like)}",
+      "pass the options of the run that made it, such as its method",
+    )
+    if order.is_key(like):
+      if not order.is_key(found):
+        impl = jax.random.key_impl(jnp.zeros_like(like))
+        found = jax.random.wrap_key_data(jnp.asarray(found), impl=impl)
+      return found
+    validation.require(
+      found.shape[skip:] == np.shape(like)[skip:],
+      self.name,
+      found.shape,
+      f"of the global shape {np.shape(like)} at {_shown(place)}",
+      "pass the state of these parameters, on as many pipeline stages",
+    )
+    wanted, got = jnp.result_type(like), jnp.result_type(found)
+    validation.require(
+      wanted == got,
+      self.name,
+      got,
+      f"of the dtype {wanted} at {_shown(place)}",
+      "pass the dtypes of the run that made it, and cast the result",
+    )
+    where = getattr(like, "sharding", None)
+    stays = isinstance(found, jax.Array) and where in (None, found.sharding)
+    return found if stays else np.asarray(found)
+
+  def of_replicas(self, place: Path, like: PerReplica) -> PerReplica:
+    """Returns arrays at a place for as many replicas as `like` has."""
+
+    def resized(path: tuple, own: Any) -> Any:
+      found = self.required(place + _names(path), own, skip=1)
+      return _resized(found, own.shape[0])
+
+    return jax.tree_util.tree_map_with_path(resized, like)
+
+
+def _resized(parts: Any, new: int) -> Any:
+  """Converts parts [N, ...] to [new, ...] with the same mean.
+
+  Means of integers are rounded. Random keys have none: all get the first.
   """
-  stages, old, *shape = parts.shape
+  old = len(parts)
+  if new == old:
+    return parts
+  if order.is_key(parts):
+    return jnp.repeat(parts[:1], new, axis=0)
+  parts = np.asarray(parts)
   if new % old == 0:
-    return np.repeat(parts, new // old, axis=1)
+    return np.repeat(parts, new // old, axis=0)
   groups = new if old % new == 0 else 1
-  parts = parts.reshape(stages, groups, old // groups, *shape)
-  means = parts.mean(2, dtype=np.float64)
+  means = parts.reshape(groups, old // groups, *parts.shape[1:])
+  means = means.mean(1, dtype=np.float64)
   if np.issubdtype(parts.dtype, np.integer):
     means = np.rint(means)
-  return np.repeat(means.astype(parts.dtype), new // groups, axis=1)
+  return np.repeat(means.astype(parts.dtype), new // groups, axis=0)
 
 
-def restart_reference(opt_state: Any) -> Any:
-  """Prepares `edgc` for another batch size or another scale of the loss.
+def _reducer(old: _Old, place: Path, new: ReducerState) -> ReducerState:
+  """Converts the state of a reducer.
 
-  Gradients of half as many sequences have 0.1 to 0.3 nats more entropy, and
-  gradients of half the scale 0.69 nats less, which is more than the whole rank
-  ladder spans. Call it between the last step before the change and the first
-  step after it. H_ref then moves once: by the entropy of the next whole window,
-  less the entropy of the last window before the change. The samples of the
-  running window are dropped.
+  If shards or the rank have changed, the allocation starts anew: ranks are
+  equal until the next window, since its level is another one.
+  """
+  _warn_of_lost(old, place, new)
+  stats = old.of((*place, "stats"), new.stats)
+  same_shards = np.shape(stats.wire_bytes) == np.shape(new.stats.wire_bytes)
+  is_other = _facts(old, place) != _facts(_Old(by_path(new), "", dict), ())
+  validation.require(
+    not (same_shards and is_other),
+    old.name,
+    _shown(place),
+    "one of the same method, with all arrays of the state",
+    "pass the options of the run that made it",
+  )
+  if _fits(old, place, new):
+    return _whole(old, place, new)
+  validation.require(
+    not (np.ndim(stats.rank) or np.ndim(new.stats.rank)),
+    old.name,
+    _shown(place),
+    "a state without pipeline stages",
+    "every number of stages has layers of its own; resume on the same number",
+  )
+  fresh = old.fresh(place, new)
 
-  Residuals keep the scale of past gradients, and are sent in the next steps.
+  def with_residual(path: tuple, leaf: LeafState) -> LeafState:
+    where = (*place, "leaves", *_names(path), "residual")
+    if leaf.residual is None or (*where, "values") not in old.arrays:
+      return leaf
+    return leaf._replace(residual=old.of_replicas(where, leaf.residual))
 
-  Args:
-    opt_state: Any optimiser state, with or without reducers of this package,
-      under pmap, global, or on the host.
+  fresh = fresh._replace(
+    leaves=jax.tree_util.tree_map_with_path(
+      with_residual, fresh.leaves, is_leaf=is_leaf_state
+    ),
+    checks=_whole(old, (*place, "checks"), fresh.checks),
+  )
+  count = old.required((*place, "count"), fresh.count)
+  if not np.any(count):  # no step yet, so no rank in use
+    return fresh
+  growth = fresh.growth
+  if isinstance(growth, Growth):  # of residuals that are not known
+    growth = growth._replace(residual=jnp.full_like(growth.residual, -1.0))
+  return fresh._replace(
+    count=count,
+    budget=_budget(old, place, fresh),
+    stats=_stats(stats, fresh.stats),
+    growth=growth,
+  )
 
-  Returns:
-    The same state, with the change marked in each `edgc`.
+
+def _whole(old: _Old, place: Path, new: Any) -> Any:
+  """Returns a part of a state whose arrays all have their shapes."""
+
+  def take(path: tuple, own: Any) -> Any:
+    where = place + _names(path)
+    is_local = isinstance(own, PerReplica)
+    return (old.of_replicas if is_local else old.required)(where, own)
+
+  return jax.tree_util.tree_map_with_path(take, new, is_leaf=_is_local)
+
+
+def _fits(old: _Old, place: Path, new: ReducerState) -> bool:
+  """Returns whether all arrays of a state, on any replicas, have their shapes.
+
+  A leaf that has factors must have had some.
   """
 
-  def mark(state: Any) -> Any:
-    if isinstance(getattr(state, "budget", None), EntropyState):
-      return state._replace(budget=restarted(state.budget))
-    return state
+  def fits(path: tuple, own: Any) -> bool:
+    where = place + _names(path)
+    if isinstance(own, PerReplica):
+      found = old.arrays.get((*where, "values"))
+      return found is not None and np.shape(found)[1:] == own.values.shape[1:]
+    found = old.arrays.get(where)
+    return found is not None and np.shape(found) == np.shape(own)
 
-  return jax.tree.map(
-    mark, opt_state, is_leaf=lambda x: isinstance(x, ReducerState)
+  return all(
+    jax.tree.leaves(
+      jax.tree_util.tree_map_with_path(fits, new, is_leaf=_is_local)
+    )
   )
+
+
+def _facts(old: _Old, place: Path) -> list[bool]:
+  """Returns what tells a method from others: which arrays it keeps."""
+  own = [x[len(place) :] for x in old.arrays if x[: len(place)] == place]
+  of_leaves = {name for path in own if path[0] == "leaves" for name in path}
+  return [
+    *(name in of_leaves for name in ("factor_q", "residual")),
+    *(("stats", x) in own for x in ("entropy", "relative_error")),
+  ]
+
+
+def _warn_of_lost(old: _Old, place: Path, new: ReducerState) -> None:
+  """Warns if leaves have a residual now, and none any more."""
+  start = (*place, "leaves")
+  kept = {(*start, *path) for path in by_path(new.leaves)}
+  lost = [
+    path[len(start) : -2]
+    for path, x in old.arrays.items()
+    if path[: len(start)] == start
+    and path[-2:] == ("residual", "values")
+    and path not in kept
+    and np.any(x)
+  ]
+  if lost:
+    validation.warn(
+      f"Residuals of {len(lost)} leaves, such as {_shown(min(lost))}, are lost:"
+      " their parts are too small to be compressed any more. Their gradients"
+      " are sent dense from now on; lower `min_ratio` to compress them."
+    )
+
+
+def _budget(old: _Old, place: Path, new: ReducerState) -> Any:
+  """Returns the old budget, with means over its shards on each new one."""
+  where, fresh = (*place, "budget"), new.budget
+  has_old = (*where, "num_windows") in old.arrays
+  if not (has_old and isinstance(fresh, EntropyState)):
+    return fresh
+  budget = old.of(where, fresh)
+  has_shards = np.ndim(budget.num_windows) > 0
+
+  def convert(x: Any, like: Any) -> np.ndarray:
+    parts = np.asarray(x)[0] if has_shards else np.asarray(x)[None]
+    if parts.ndim > 1:  # [F, K]
+      found = _by_matrix(parts, *_matrices(old, place, new))
+      return found.astype(parts.dtype).reshape(like.shape)
+    return np.broadcast_to(_mean(parts), like.shape).astype(parts.dtype)
+
+  common = {"decision": None, "first_rank": None}  # equal on all shards
+  own = [state._replace(**common) for state in (budget, fresh)]
+  return jax.tree.map(convert, *own)._replace(
+    decision=jax.tree.map(np.asarray, budget.decision),
+    first_rank=np.asarray(budget.first_rank),
+  )
+
+
+Matrices = Mapping[Path, tuple]  # numbers of shards and of matrices
+
+
+def _matrices(
+  old: _Old, place: Path, new: ReducerState
+) -> tuple[Matrices, Matrices]:
+  """Returns the matrices that the budget sees, by leaf: old ones, new ones."""
+
+  def of(arrays: Mapping[Path, Any], start: Path) -> dict[Path, tuple]:
+    return {
+      path[len(start) : -2]: (1, *np.shape(x))[-2:]
+      for path, x in arrays.items()
+      if path[: len(start)] == start and path[-2:] == ("stats", "entropy")
+    }
+
+  olds = of(old.arrays, (*place, "leaves"))
+  news = of(by_path(new.leaves), ())
+  # What is stored has no order.
+  every = jax.tree_util.tree_leaves_with_path(new.leaves, is_leaf=is_leaf_state)
+  in_order = [path for x, _ in every if (path := _names(x)) in olds]
+  return {path: olds[path] for path in in_order}, news
+
+
+def _by_matrix(parts: np.ndarray, olds: Matrices, news: Matrices) -> np.ndarray:
+  """Converts an array over matrices, [F, K] for F old shards, to new shards.
+
+  If the shards divide a stack of matrices, each keeps its value. Otherwise
+  every part of a matrix gets the mean over its old parts; a leaf that had no
+  matrices gets the mean over all.
+  """
+  starts = np.cumsum([0, *(num for _, num in olds.values())])
+  values = {
+    path: parts[:, start : start + num]
+    for (path, (_, num)), start in zip(olds.items(), starts, strict=False)
+  }
+  found = []
+  for path, (shards, num) in news.items():
+    value = values.get(path, parts.mean(keepdims=True))
+    if value.size == shards * num and value.shape[1] != num:
+      value = value.reshape(shards, num)  # [F k] matrices of one stack
+    elif value.shape[1] == num:
+      value = value.mean(axis=0)
+    else:
+      value = value.mean()
+    found.append(np.broadcast_to(value, (shards, num)))
+  return np.concatenate(found, axis=1)
+
+
+def _stats(old: Stats, new: Stats) -> Stats:
+  """Returns the old statistics; the ratio of bytes sent so far is kept.
+
+  Bytes are counted for each shard, and add up.
+  """
+  shards = np.size(new.wire_bytes)
+  # Those of a mesh are equal on all shards, and may be other processes'.
+  dense_bytes = np.ravel(new.dense_bytes.addressable_shards[0].data)[0]
+
+  def convert(name: str, x: Any, like: Any) -> Any:
+    if x is None or like is None or name == "diverging_windows":
+      return like
+    x = np.asarray(x)
+    value = _mean(np.ravel(x))
+    if name == "wire_bytes":
+      value = np.sum(x) / shards
+    elif name == "dense_bytes":
+      value = dense_bytes
+    elif name == "mean_wire_bytes":
+      value = np.sum(x) / np.sum(old.dense_bytes) * dense_bytes
+    return np.broadcast_to(value, like.shape).astype(x.dtype)
+
+  return Stats(
+    *[
+      convert(name, x, like)
+      for name, x, like in zip(Stats._fields, old, new, strict=True)
+    ]
+  )
+
+
+def _mean(values: np.ndarray) -> Any:
+  """Returns the mean of floats, and the first of integers, which are equal."""
+  return values.mean() if values.dtype.kind == "f" else values[0]
+
+
+def _require_nothing_in_flight(old: _Old, like: Any) -> None:
+  """Raises if local steps without an overlap would drop s_i."""
+
+  def check(path: tuple, part: Any) -> None:
+    if isinstance(part, LocalStepsState) and not jax.tree.leaves(part.sent):
+      sent = (*_names(path), "sent")
+      validation.require(
+        not any(x[: len(sent)] == sent for x in old.arrays),
+        old.name,
+        "one of local steps with an overlap",
+        "the state of overlap=0, as the transformation has",
+        "pass the overlap of the run that made it",
+      )
+
+  jax.tree_util.tree_map_with_path(
+    check, like, is_leaf=lambda x: isinstance(x, LocalStepsState)
+  )
+
+
+def _is_of_pmap(state: Any) -> bool:
+  """Returns whether all arrays of a state have a first axis of replicas."""
+  return any(np.ndim(x.count) > 0 for x in find(state, ReducerState))
+
+
+def _of_pmap(state: Any) -> Any:
+  """Returns the global arrays of a state of `jax.pmap`."""
+  return _on_each(state, lambda x: x[:, 0], lambda x: x[0])
+
+
+def _on_each(
+  tree: Any, local: Callable[[Any], Any], common: Callable[[Any], Any]
+) -> Any:
+  """Applies a function to what differs by replica, and one to all else."""
+  return jax.tree.map(
+    lambda x: jax.tree.map(local if _is_local(x) else common, x),
+    tree,
+    is_leaf=_is_local,
+  )
+
+
+def _is_local(x: Any) -> bool:
+  return isinstance(x, PerReplica)
+
+
+def _names(path: tuple) -> Path:
+  """Returns the names of a path of JAX, equal in a tree and in a checkpoint."""
+  kinds = ("key", "idx", "name")
+  return tuple(
+    str(next(getattr(key, kind) for kind in kinds if hasattr(key, kind)))
+    for key in path
+  )
+
+
+def _shown(path: Path) -> str:
+  return ".".join(path) or "the root"

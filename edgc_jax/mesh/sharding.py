@@ -11,11 +11,9 @@ Arrays differ over these axes of the mesh:
   the same everywhere  counters, the rank of stage 0           none
 
 State that mirrors the parameters, such as Adam's moments, is sharded like them.
-A residual is sharded like its parameter, and over the replicas along its first
-axis: locally [m, n], it is [N m, n] on N replicas as a global array, and
-[N m, F n] if F shards split the columns. On pipeline stages it is sharded over
-stages and replicas along the first axis, [S N m, F n]. Factors are sharded
-along their first axis, which counts matrices.
+What is local to a replica is [1, *shape] on a device, and [N, *shape] as a
+global array of N replicas; its other axes are sharded like the parameter's.
+Factors are sharded along their first axis, which counts matrices.
 """
 
 import functools
@@ -208,17 +206,6 @@ def specs_of_parts(
   """
   by_path, state = _types(tx, params, param_specs, axis_names=set(axis_names))
   return _only(_Specs((), "", by_path).of(state), axis_names)
-
-
-def specs_of_replicas(
-  state: Any, axis_name: AxisName, stage_axis: str = "stage"
-) -> Any:
-  """Returns specs that name the replicas, but no shards.
-
-  Of any state of global arrays; on pipeline stages those of a reducer name the
-  stages, too.
-  """
-  return _Specs(axis_name, stage_axis, {}).of(state)
 
 
 def bound_init(
@@ -459,7 +446,10 @@ class _Specs(NamedTuple):
       if isinstance(part, ReducerState):
         return self._of_reducer(part)
       if isinstance(part, PerReplica):
-        return jax.tree_util.tree_map_with_path(self._of_own, part)
+        return jax.tree_util.tree_map_with_path(
+          lambda path, x: self._of_replica(self._mirrored(path, x.shape[1:])),
+          part,
+        )
       return self._mirrored(path, part.shape)
 
     kinds = (ReducerState, PerReplica)
@@ -478,12 +468,9 @@ class _Specs(NamedTuple):
         return spec
     return PartitionSpec()
 
-  def _of_own(self, path: tuple, leaf: Any) -> PartitionSpec:
-    """Returns the spec of an array [1, *shape] that is local to a replica."""
-    spec = self._mirrored(path, leaf.shape[1:])
-    stage = self._stage_in(spec)
-    first = _joined(*stage, *names(self.axis_name))
-    return PartitionSpec(first, *_without(spec, stage))
+  def _of_replica(self, spec: PartitionSpec) -> PartitionSpec:
+    """Returns the spec of an array [N, *shape], given the one of `shape`."""
+    return PartitionSpec(_joined(*names(self.axis_name)), *spec)
 
   def _of_leaf(
     self, stage: tuple[str, ...], path: tuple, leaf: LeafState
@@ -496,18 +483,13 @@ class _Specs(NamedTuple):
       leaf: Its state.
     """
     _, spec = self.by_path.get(path, (None, PartitionSpec()))
-    spec = _without(spec, stage)
-    first, rest = spec[:1], spec[1:]
-    factors = _along_first(*stage, *_axes_of(spec))
-    residual = _joined(*stage, *names(self.axis_name), *_axes_of(first))
-    whole = PartitionSpec()
-    each = LeafState._make([factors, PartitionSpec(residual, *rest), whole])
+    shards = [axis for axis in _axes_of(spec) if axis not in stage]
+    each = LeafState._make(
+      [_along_first(*stage, *shards), self._of_replica(spec), PartitionSpec()]
+    )
     return jax.tree.map(
       lambda spec, own: jax.tree.map(lambda _: spec, own), each, leaf
     )
-
-  def _stage_in(self, spec: PartitionSpec) -> tuple[str, ...]:
-    return tuple(axis for axis in _axes_of(spec) if axis == self.stage_axis)
 
   def _of_reducer(self, state: ReducerState) -> ReducerState:
     parts = parts_of(state)
@@ -616,16 +598,6 @@ def _only(specs: Any, axis_names: Collection[str] | None) -> Any:
     return _joined(*(axis for axis in names(part) if axis in kept_names))
 
   return jax.tree.map(lambda s: PartitionSpec(*[kept(x) for x in s]), specs)
-
-
-def _without(spec: PartitionSpec, dropped: tuple[str, ...]) -> PartitionSpec:
-  """Returns a spec without some axes of the mesh."""
-  if not dropped:
-    return spec
-  parts = [_joined(*(a for a in names(x) if a not in dropped)) for x in spec]
-  while parts and parts[-1] is None:
-    parts.pop()
-  return PartitionSpec(*parts)
 
 
 def _along_first(*axes: str) -> PartitionSpec:

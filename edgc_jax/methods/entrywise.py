@@ -74,7 +74,7 @@ def entrywise(
     del ranks
     kept = state.residual
     if kept is not None and residual_decay < 1:
-      kept = residual_decay * kept
+      kept *= residual_decay
     m = added(gradient, kept)
     matrices = m.reshape(leaf.view)
     mean, sent = yield from average(matrices, draws.key)

@@ -266,7 +266,7 @@ class Reducer:
     state: ReducerState,
     params: optax.Params | None,
   ) -> tuple[Plan, list[jax.Array], list[jax.Array] | None, ReducerState]:
-    """Checks a step's arguments, and drops the stage axis of the state.
+    """Checks a step's arguments, and drops the leading axes of the state.
 
     Returns:
       The plan; the gradient and the parameter of each leaf; the state.
@@ -285,10 +285,10 @@ class Reducer:
     leaf_checks.require_local(gradients, plan.leaves, axes.replicas, axes)
     if any(parts):
       require_stages(gradients, plan.leaves, own_params, axes.stage)
-    state = unstacked(state, parts)
+    opened = unstacked(state, parts)
     for leaf, own in zip(plan.leaves, _states(state), strict=True):
       leaf_checks.require_shapes(leaf, own)
-    return plan, gradients, own_params, state
+    return plan, gradients, own_params, opened
 
   def _choose(
     self,

@@ -11,7 +11,7 @@ from edgc_jax.leaves.leaf import LeafState, is_leaf_state
 from edgc_jax.state.growth import Growth
 from edgc_jax.wire import collectives
 
-STATE_VERSION = 6  # the trainer refuses checkpoints of another version
+STATE_VERSION = 7  # the trainer refuses checkpoints of another version
 
 
 class Stats(NamedTuple):
@@ -71,8 +71,9 @@ class SkipStats(NamedTuple):
 class PerReplica(NamedTuple):
   """Arrays that every replica has for itself, [1, *shape] for each leaf.
 
-  As global arrays they are [N, *shape]. With the leading axis scalars can be
-  sharded over replicas, too.
+  As global arrays they are [N, *shape], sharded over the replicas along their
+  first axis, and otherwise as the parameter that they are like. All other
+  arrays of a state are equal on all replicas.
   """
 
   values: Any
@@ -182,7 +183,7 @@ def stacked(
   stage: tuple[str, ...] = (),
   shards: tuple[str, ...] = (),
 ) -> ReducerState:
-  """Adds the leading axes to the parts that differ by stage or shard.
+  """Adds the leading axes to what differs by replica, stage or shard.
 
   Args:
     state: The state of one device, as the reducer computes with it.
@@ -197,6 +198,12 @@ def stacked(
   ) -> Callable[[jax.Array], jax.Array]:
     return lambda x: collectives.as_varying(x.reshape(lead + x.shape), axes)
 
+  def kept(leaf: LeafState) -> LeafState:
+    if leaf.residual is None:
+      return leaf
+    return leaf._replace(residual=PerReplica(leaf.residual[None]))
+
+  state = state._replace(leaves=map_leaves(kept, state.leaves))
   return map_parts(
     add(parts.own, stage + shards), add(parts.of_stage, stage), state
   )
@@ -222,4 +229,10 @@ def unstacked(state: ReducerState, parts: Parts) -> ReducerState:
   def without(lead: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
     return lambda x: x[(0,) * len(lead)]
 
+  def own(leaf: LeafState) -> LeafState:
+    if leaf.residual is None:
+      return leaf
+    return leaf._replace(residual=leaf.residual.values[0])
+
+  state = state._replace(leaves=map_leaves(own, state.leaves))
   return map_parts(without(parts.own), without(parts.of_stage), state)

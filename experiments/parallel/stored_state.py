@@ -1,9 +1,9 @@
 """The stored form of a training state, the same for every backend and mesh.
 
 A value that is equal on all replicas is stored once. A value that differs by
-replica is stored as one array with the replicas' parts concatenated along the
-first axis, as in `jax.shard_map`. So a run can resume with another backend and,
-through `edgc_jax.resize_replicas`, on another number of replicas.
+replica is stored as one array with a first axis of replicas, as in
+`jax.shard_map`. So a run can resume with another backend and, through
+`edgc_jax.resize`, on another number of replicas or shards.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import edgc_jax
 from edgc_jax.mesh.sharding import bound_init, placed
-from experiments.parallel.meshes import DATA, STAGE
+from experiments.parallel.meshes import DATA
 from experiments.tasks.base import Layout
 
 TREES = ("params", "opt_state")
@@ -63,7 +63,7 @@ class StoredForm:
       shape, sharding = leaf.shape, NamedSharding(self.mesh, spec)
       is_resized = replicas != self._replicas and DATA in np.ravel(spec[:1])
       if is_resized:
-        shape = (shape[0] // self._replicas * replicas, *shape[1:])
+        shape = (replicas, *shape[1:])
       if is_resized or isinstance(self.mesh, AbstractMesh):
         sharding = None
       return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
@@ -73,38 +73,28 @@ class StoredForm:
   def load(
     self,
     stored: Mapping[str, Stored],
-    replicas: int,
-    tx: optax.GradientTransformation,
     before: "StoredForm | None" = None,
   ) -> tuple[Any, Any]:
     """Places stored arrays on the devices of this mesh, or on one device.
 
     Args:
       stored: The arrays by tree and path, as `flat` returns them.
-      replicas: Number of replicas of the run that saved them.
-      tx: The optimiser.
-      before: The form of that run, if it sharded parameters otherwise.
+      before: The form of the run that saved them, if it sharded parameters
+        otherwise.
 
     Returns:
       (parameters, optimiser state).
     """
     form = before or self
-    state = edgc_jax.resize_replicas(
-      tuple(
-        _unflat(stored[k], x) for k, x in zip(TREES, form.shapes, strict=True)
-      ),
-      form.specs,
-      replicas,
-      self._replicas,
-      DATA,
-      stages=self.mesh.shape.get(STAGE, 1),
+    params, old = (
+      _unflat(stored[k], x) for k, x in zip(TREES, form.shapes, strict=True)
     )
     if before is None:
+      state = params, edgc_jax.resize(old, self.shapes[1])
       return self._placed(state, self.specs)
     # Arrays that were loaded as a whole may lie on one device.
-    params = self._placed(jax.tree.map(np.asarray, state[0]), self.specs[0])
-    how = {"mesh": self.mesh, "param_specs": self.specs[0]}
-    return params, edgc_jax.resize_shards(tx, params, state[1], DATA, **how)
+    params = self._placed(jax.tree.map(np.asarray, params), self.specs[0])
+    return params, edgc_jax.resize(old, jax.jit(self.init)(params))
 
   def load_params(self, stored: Stored) -> Any:
     """Places stored parameters, by path, as `load` does."""

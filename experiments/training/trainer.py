@@ -187,9 +187,7 @@ class Trainer:
     template = (before or stored).template(replicas)
     trees = self.checkpoints.load(step, template)
     _require_finite(trees, "run_dir", self.folder.name)
-    params, opt_state = self.parallel.of_stored(
-      stored.load(trees, replicas, self.tx, before)
-    )
+    params, opt_state = self.parallel.of_stored(stored.load(trees, before))
     mesh, changes = config.mesh, []
     if replicas != mesh.data:
       changes.append(f"on {mesh.data} replicas, {replicas} before")

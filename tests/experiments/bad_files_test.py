@@ -356,9 +356,9 @@ def test_restore_of_a_damaged_checkpoint(tmp_path, stored, damage):
 def test_restore_with_other_arguments(stored):
   one = lambda tree: jax.tree.map(lambda _: "one", tree)  # noqa: E731
   for changes, parts in (
-    ({"params": {"v": PARAMS["w"]}}, ["params['v']"]),
-    ({"params": {"w": np.ones((8, 4), np.float32)}}, ["`params`", "(8, 4)"]),
-    ({"params": {"w": PARAMS["w"].astype("float16")}}, ["`params`", "float16"]),
+    ({"params": {"v": PARAMS["w"]}}, ["params.v"]),
+    ({"params": {"w": np.ones((8, 4), np.float32)}}, ["params.w", "(8, 4)"]),
+    ({"params": {"w": PARAMS["w"].astype("float16")}}, ["params.w", "float16"]),
     ({"tx": optax.chain(edgc_jax.topk(), optax.adam(0.1))}, ["opt_state"]),
     (
       {"tx": optax.partition({"one": edgc_jax.powersgd(4)}, one)},
@@ -379,7 +379,7 @@ def test_restore_of_another_tree(tmp_path):
       ([1.0, 2.0, 3.0], "opt_state"),
       ({"params": PARAMS}, "opt_state"),
       ({"a": 1.0}, "opt_state"),
-      ({"params": {"w": PARAMS}, "opt_state": (PARAMS,)}, "params['w']"),
+      ({"params": {"w": PARAMS}, "opt_state": (PARAMS,)}, "params.w"),
     )
   ):
     folder = store(tmp_path / str(i), tree)

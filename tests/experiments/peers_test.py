@@ -62,7 +62,7 @@ def bytes_of(tx):
 
 
 def residual_of(state):
-  return np.asarray(state.leaves["w"].residual)
+  return np.asarray(state.leaves["w"].residual.values)
 
 
 def two_magnitudes(values):

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from edgc_jax.leaves.leaf import is_leaf_state
-from edgc_jax.state.state import ReducerState, map_leaves
+from edgc_jax.state.state import PerReplica, ReducerState, map_leaves
 from edgc_jax.wire import cpu_backend
 
 AXIS = "data"
@@ -150,7 +150,10 @@ class Run:
 
   def residual(self):
     """The residuals as [replicas, ...] arrays."""
-    return jax.tree.map(np.asarray, residuals(self.state))
+    found = jax.tree.map(np.asarray, residuals(self.state))
+    # Under pmap and vmap each replica has an axis of itself.
+    is_mesh = hasattr(self, "mesh")
+    return jax.tree.map(lambda e: e if is_mesh else e[:, 0], found)
 
   def metrics(self):
     return edgc_jax.metrics(self.state)
@@ -187,13 +190,6 @@ class ShardMap(Run):
       updates,
     )
 
-  def residual(self):
-    """The residuals as [replicas, ...] arrays."""
-    return jax.tree.map(
-      lambda e: np.asarray(e).reshape(self.replicas, -1, *e.shape[1:]),
-      residuals(self.state),
-    )
-
 
 BACKENDS = {"pmap": Pmap, "shard_map": ShardMap}
 
@@ -221,6 +217,7 @@ def factors(state: Any) -> Any:
 def _field(state: Any, name: str) -> Any:
   def get(leaf: Any) -> Any:
     value = getattr(leaf, name)
+    value = value.values if isinstance(value, PerReplica) else value
     return optax.MaskedNode() if value is None else value
 
   return map_leaves(get, find(state).leaves)
@@ -228,10 +225,14 @@ def _field(state: Any, name: str) -> Any:
 
 def with_field(state: Any, name: str, tree: Any) -> Any:
   """Returns a reducer's state with other residuals ("residual") or Q."""
+
+  def put(leaf: Any, x: Any) -> Any:
+    x = None if isinstance(x, optax.MaskedNode) else x
+    is_local = name == "residual" and x is not None
+    return leaf._replace(**{name: PerReplica(x) if is_local else x})
+
   leaves = jax.tree.map(
-    lambda leaf, x: leaf._replace(
-      **{name: None if isinstance(x, optax.MaskedNode) else x}
-    ),
+    put,
     state.leaves,
     tree,
     is_leaf=lambda x: is_leaf_state(x) or isinstance(x, optax.MaskedNode),

@@ -181,8 +181,8 @@ def test_specs():
   up, whole = reducer.leaves["up"], reducer.leaves["whole"]
   assert up.factor_q == P(both)
   assert whole.factor_q == P()
-  assert up.residual == P(("data", "fsdp"), "tensor")
-  assert whole.residual == P(("data",))
+  assert up.residual.values == P("data", "fsdp", "tensor")
+  assert whole.residual.values == P("data")
   assert up.stats.rank == P(None, both)
   assert reducer.budget.decision.rank == P()
   assert reducer.budget.window_entropy == P(None, both)

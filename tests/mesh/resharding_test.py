@@ -52,16 +52,9 @@ def run_on(make, **shape):
 def moved(run, make, **shape):
   """The run on another mesh, with its parameters and state converted."""
   then = run_on(make, **shape)
-  old, new = run.mesh.shape["data"], shape["data"]
   params = jax.device_get(run.params)
-  state = edgc_jax.resize_replicas(
-    jax.device_get(run.state), run.specs, old, new
-  )
-  state = edgc_jax.resize_shards(
-    then.tx, params, state, mesh=then.mesh, param_specs=then.param_specs
-  )
   then.params = then.place(params, then.param_specs)
-  then.state = state
+  then.state = edgc_jax.resize(jax.device_get(run.state), then.first_state)
   return then
 
 
@@ -88,20 +81,19 @@ def saved(params, state):
 
 
 def state_on(tx, params, mesh, param_specs):
-  """Returns the first state on a mesh, and its specs."""
+  """Returns the first state on a mesh."""
   how = {"mesh": mesh, "param_specs": param_specs}
   specs = edgc_jax.state_specs(tx, params, **how)
   init = jax.shard_map(
     tx.init, mesh=mesh, in_specs=(param_specs,), out_specs=specs
   )
-  return jax.jit(init)(params), specs
+  return jax.jit(init)(params)
 
 
 def mean_residuals(state):
   residual = residuals(state)
   return {
-    name: np.asarray(residual[name], np.float64).reshape(-1, *shape).mean(0)
-    for name, shape in SHAPES.items()
+    name: np.asarray(residual[name], np.float64).mean(0) for name in SHAPES
   }
 
 
@@ -164,12 +156,11 @@ def test_random_keys_stay():
   tx = optax.chain(powersgd(), optax.add_noise(0.1, 0.5, key))
   mesh, params = mesh_of(data=2, fsdp=2), {"w": np.ones((64, 64), np.float32)}
   how = {"mesh": mesh, "param_specs": {"w": P("fsdp")}}
-  state, specs = state_on(tx, params, **how)
+  state = state_on(tx, params, **how)
   folder = saved(params, state)
   _, restored = edgc_jax.restore(folder, tx, params, **how)
-  resized = edgc_jax.resize_replicas(state, specs, 2, 1)
-  moved = edgc_jax.resize_shards(tx, params, state, **how)
-  for found in (restored, resized, moved):
+  resized = edgc_jax.resize(state, state)
+  for found in (restored, resized):
     assert found[1].rng_key == key
 
 
@@ -219,16 +210,12 @@ def test_refusals():
   for before, given, rule in (
     (quantize, powersgd4, "all arrays of the state"),
     (powersgd4, edgc, "all arrays of the state"),
-    (local(1), local(0), "a checkpoint of overlap=0"),
+    (local(1), local(0), "the state of overlap=0"),
     (local(0), local(1), "all arrays of the state"),
   ):
     folder = saved(params, before.init(params))
     with pytest.raises(ValueError, match=f"`path` must be .*{rule}"):
       edgc_jax.restore(folder, given, params, **how)
-  run, then = (run_on(powersgd, data=n, fsdp=2).restart() for n in (4, 2))
-  how = {"mesh": then.mesh, "param_specs": then.param_specs}
-  with pytest.raises(ValueError, match="resize_replicas"):
-    edgc_jax.resize_shards(run.tx, run.params, run.state, **how)
 
 
 def test_leaves_that_are_not_compressed_any_more():
@@ -259,13 +246,13 @@ def test_the_only_compressed_leaf_may_become_dense_and_back(is_saved):
   for shards in (1, 2, 1):
     how = {"mesh": meshes[shards], "param_specs": {"w": P("fsdp")}}
     if state is None:
-      state, _ = state_on(tx, params, **how)
+      state = state_on(tx, params, **how)
       state = state._replace(count=state.count + 1)
     elif is_saved:
       folder = saved(params, state)
       _, state = edgc_jax.restore(folder, tx, params, **how)
     else:
-      state = edgc_jax.resize_shards(tx, params, state, **how)
+      state = edgc_jax.resize(state, state_on(tx, params, **how))
     is_compressed = shards == 1
     assert bool(state.budget) == is_compressed
     assert (state.leaves["w"].residual is not None) == is_compressed
@@ -290,13 +277,12 @@ def test_stacks_keep_their_entropies():
   """Shards that divide a stack of layers hold whole matrices."""
   params = {"stack": {"kernel": np.ones((4, 32, 32), np.float32)}}
   tx, specs = float32.edgc(rank_max=4, min_ratio=1.0), P("fsdp")
-  state = state_on(tx, params, mesh_of(data=2, fsdp=2), specs)[0]
+  state = state_on(tx, params, mesh_of(data=2, fsdp=2), specs)
   entropies = np.array([[[1.0, 2.0], [3.0, 4.0]]], np.float32)
   budget = jax.device_get(state).budget._replace(entropies=entropies)
   state = jax.device_get(state)._replace(count=np.int32(1), budget=budget)
-  found = edgc_jax.resize_shards(
-    tx, params, state, mesh=mesh_of(data=2, fsdp=4), param_specs=specs
-  )
+  like = state_on(tx, params, mesh_of(data=2, fsdp=4), specs)
+  found = edgc_jax.resize(state, like)
   np.testing.assert_array_equal(
     found.budget.entropies, [[[1.0], [2.0], [3.0], [4.0]]]
   )
@@ -308,18 +294,12 @@ def test_two_reducers_without_matrices_or_none():
     lambda tree: jax.tree.map(lambda p: "m" if p.ndim > 1 else "v", tree),
   )
   run, then = (ShardedRun(tx, data=2, fsdp=n) for n in (2, 4))
-  how = {"mesh": then.mesh, "param_specs": then.param_specs}
   state = jax.tree.map(lambda x: np.asarray(x) + 3, jax.device_get(run.state))
-  found = edgc_jax.resize_shards(tx, run.params, state, **how)
+  found = edgc_jax.resize(state, then.state)
   assert jax.tree.structure(found) == jax.tree.structure(then.state)
   adam = optax.adam(1e-3)
   state = adam.init(run.params)
-  found = edgc_jax.resize_shards(
-    adam, run.params, state, mesh=run.mesh, param_specs=P()
-  )
-  chex.assert_trees_all_equal(found, state)
-  for leaf in jax.tree.leaves(found):
-    assert leaf.sharding.is_equivalent_to(run.named(P()), leaf.ndim)
+  chex.assert_trees_all_equal(edgc_jax.resize(state, state), state)
 
 
 @pytest.mark.parametrize("is_apart", [False, True])
@@ -327,7 +307,7 @@ def test_folders_of_a_checkpoint_manager(is_apart, tmp_path):
   """The newest step, or one; as one item, or as one for each tree."""
   mesh, params = mesh_of(data=2), {"w": np.ones((64, 64), np.float32)}
   tx = optax.chain(powersgd(), optax.sgd(0.1))
-  state = state_on(tx, params, mesh, None)[0]
+  state = state_on(tx, params, mesh, P())
   with ocp.CheckpointManager(tmp_path / "run") as manager:
     for step in (9, 10):
       trees = {"params": {"w": step * params["w"]}, "opt_state": state}

@@ -4,27 +4,31 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import float32
 from helpers.meshes import ShardMap, find, first_replica, gradients_like
-from jax.sharding import PartitionSpec as P
 
 import edgc_jax
+from edgc_jax.state.state import PerReplica
 
 PARAMS = {"w": jnp.zeros((3, 32, 48)), "bias": jnp.zeros((7,))}
+
+
+def resized(x, new):
+  """Returns an array of one part for each replica, on another number."""
+  like = PerReplica(np.zeros((new, *x.shape[1:]), x.dtype))
+  return edgc_jax.resize(PerReplica(x), like).values
 
 
 @pytest.mark.parametrize(
   ("old", "new"), [(4, 2), (2, 4), (4, 1), (1, 4), (4, 3), (3, 4)]
 )
 def test_the_mean_over_replicas_stays(old, new):
-  x = np.random.default_rng(0).normal(size=(old * 6, 5)).astype(np.float32)
-  found = edgc_jax.resize_replicas(x, P("data"), old, new)
-  assert found.shape == (new * 6, 5)
+  x = np.random.default_rng(0).normal(size=(old, 6, 5)).astype(np.float32)
+  found = resized(x, new)
+  assert found.shape == (new, 6, 5)
   assert found.dtype == np.float32
-  means = (a.reshape(n, -1, 5).mean(0) for a, n in ((found, new), (x, old)))
-  np.testing.assert_allclose(*means, atol=1e-6)
+  np.testing.assert_allclose(found.mean(0), x.mean(0), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -37,66 +41,47 @@ def test_the_mean_over_replicas_stays(old, new):
   ],
 )
 def test_parts(x, new, expected):
-  found = edgc_jax.resize_replicas(np.array(x), P("data"), 4, new)
+  found = resized(np.array(x), new)
   np.testing.assert_array_equal(found, expected)
   assert found.dtype == np.array(x).dtype
 
 
 def test_growing_and_shrinking_is_exact():
   x = np.random.default_rng(1).normal(size=(2, 3, 4)).astype(np.float32)
-  there = edgc_jax.resize_replicas(x, P("data"), 2, 8)
-  back = edgc_jax.resize_replicas(there, P("data"), 8, 2)
-  np.testing.assert_array_equal(back, x)
+  np.testing.assert_array_equal(resized(resized(x, 8), 2), x)
 
 
-def test_stages_keep_their_own():
-  """The leading axis is [S N m]: stages first, then replicas."""
-  x = np.array([0.0, 2.0, 10.0, 14.0])
-  found = edgc_jax.resize_replicas(x, P(("stage", "data")), 2, 1, stages=2)
-  np.testing.assert_array_equal(found, [1.0, 12.0])
-
-
-def test_replicated_leaves_stay():
-  tree = {"a": np.ones(3), "b": np.ones((4, 2))}
-  specs = {"a": P(), "b": P("stage")}
-  found = edgc_jax.resize_replicas(tree, specs, 4, 2)
-  assert found["a"] is tree["a"]
-  assert found["b"] is tree["b"]
-  for new in (2, 8):  # without entries
-    found = edgc_jax.resize_replicas(np.ones((4, 0)), P("data"), 4, new)
-    assert found.shape == (new, 0)
+def test_arrays_that_are_equal_on_all_replicas_stay():
+  tree = {"a": np.ones(3), "b": PerReplica(np.ones((4, 0)))}
+  for new in (2, 8):
+    like = {"a": np.zeros(3), "b": PerReplica(np.ones((new, 0)))}
+    found = edgc_jax.resize(tree, like)
+    np.testing.assert_array_equal(found["a"], tree["a"])
+    assert found["b"].values.shape == (new, 0)
 
 
 @pytest.mark.parametrize(
-  ("size", "spec", "options", "message"),
+  ("change", "message"),
   [
-    (4, "data", {"new": 0}, r"`new` must be .*, got 0"),
-    (6, "data", {}, r"`old` must be .*\(6,\), got 4"),
-    (4, ("stage", "data"), {"stages": 0}, r"`stages` must be .*, got 0"),
-    (4, ("stage", "data"), {}, r"`stages` must be given.*got None"),
+    ({"a": np.ones(4)}, r"of the global shape \(3,\) at a, got \(4,\)"),
+    ({"a": np.ones(3, np.float16)}, r"of the dtype float32 at a, got"),
+    ({"a": None}, r"with all arrays of the state, of shape \(3,\), got 'a'"),
+    ({"b": PerReplica(np.ones((4, 3)))}, r"shape \(2, 2\) at b.values, got"),
   ],
 )
-def test_out_of_range(size, spec, options, message):
-  options = {"old": 4, "new": 2} | options
-  with pytest.raises(ValueError, match=message):
-    edgc_jax.resize_replicas(np.ones(size), P(spec), **options)
+def test_other_arrays_are_refused(change, message):
+  like = {"a": np.ones(3), "b": PerReplica(np.ones((2, 2)))}
+  with pytest.raises(ValueError, match=f"`old` must be .*{message}"):
+    edgc_jax.resize(like | change, like)
 
 
-def test_sums_are_of_a_replica():
-  tx = edgc_jax.accumulate(edgc_jax.allreduce("replica"), 4)
-  params = {"w": jnp.ones((4, 8))}
-  specs = edgc_jax.state_specs(tx, params, "replica")
-  with pytest.raises(ValueError, match="`axis_name`"):
-    edgc_jax.resize_replicas(tx.init(params), specs, 4, 2)
-
-
-def test_without_residuals_specs_need_not_name_the_replicas():
-  tx = optax.chain(edgc_jax.allreduce(), optax.adam(0.1))
-  params = {"w": jnp.ones((4, 8))}
-  state = tx.init(params)
-  specs = jax.tree.map(lambda x: P("shard") if x.ndim else P(), state)
-  found = edgc_jax.resize_replicas(state, specs, 4, 2)
-  chex.assert_trees_all_equal(found, state)
+def test_types_are_enough_unless_something_starts_anew():
+  params = {"w": np.ones((64, 64), np.float32)}
+  states = [float32.powersgd(rank, min_ratio=0).init(params) for rank in (2, 4)]
+  types = [jax.eval_shape(lambda s=state: s) for state in states]
+  chex.assert_trees_all_equal(edgc_jax.resize(states[0], types[0]), states[0])
+  with pytest.raises(ValueError, match="`like` must be a state with arrays"):
+    edgc_jax.resize(states[0], types[1])
 
 
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4)])
@@ -108,10 +93,10 @@ def test_the_next_update_is_the_same(old, new):
   for seed in range(3):
     before.step(gradients_like(PARAMS, seed, old))
   state = jax.device_get(before.state)
-  after.state = edgc_jax.resize_replicas(state, before.specs, old, new)
+  after.state = edgc_jax.resize(state, after.state)
   gradients = gradients_like(PARAMS, 9, old)
   regrouped = jax.tree.map(
-    lambda g: edgc_jax.resize_replicas(g, P("data"), old, new), gradients
+    lambda g: jnp.asarray(resized(np.asarray(g), new)), gradients
   )
   expected = before.step(gradients)
   found = after.step(regrouped)

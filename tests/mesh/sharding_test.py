@@ -30,12 +30,12 @@ def test_only_residuals_and_sums_are_sharded():
     ".accumulated.values['b']",
     ".accumulated.values['s']",
     ".accumulated.values['w']",
-    ".inner_state.inner_state[0].leaves['w'].residual",
+    ".inner_state.inner_state[0].leaves['w'].residual.values",
   }
 
 
 def test_other_axis_and_no_reducer():
   specs = edgc_jax.state_specs(float32.powersgd(2), PARAMS, "replica")
-  assert specs.leaves["w"].residual == P("replica")
+  assert specs.leaves["w"].residual.values == P("replica")
   plain = edgc_jax.state_specs(optax.adam(1e-3), PARAMS)
   assert set(jax.tree.leaves(plain)) == {P()}

@@ -39,7 +39,7 @@ def lost_share(gradients, update):
 
 def clear_residual(run):
   """Makes the steps of a run steps without error feedback."""
-  zeros = {"w": jnp.zeros_like(run.state.leaves["w"].residual)}
+  zeros = {"w": jnp.zeros_like(run.state.leaves["w"].residual.values)}
   run.state = with_field(run.state, "residual", zeros)
 
 

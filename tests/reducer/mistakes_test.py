@@ -19,7 +19,6 @@ from helpers.meshes import (
   find,
   gradients_like,
 )
-from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 
@@ -88,20 +87,16 @@ def test_a_longer_run_continues_up_to_its_end():
     drive(long, PARAMS, [8])
 
 
-def test_states_from_outside_of_shard_map_and_of_other_replicas():
-  """With as many rows as replicas, the residual would broadcast."""
+def test_a_state_of_other_replicas():
+  """With one part of two replicas, the residual would broadcast."""
   params, tx = {"w": jnp.zeros((4, 40))}, float32.powersgd(1, min_ratio=0)
-  run, other = ShardMap(tx, params), ShardMap(tx, params, 2)
-  places = jax.tree.map(lambda x: x.sharding, run.state)
-  for state in (
-    jax.device_put(tx.init(params), places), jax.device_get(other.state)
-  ):  # fmt: skip
-    run.state = state
-    with pytest.raises(
-      ValueError,
-      match=r"`state` must be the state of one .*w.*tx.init.*resize_replicas",
-    ):
-      run.step(gradients_like(params, 0))
+  run, other = ShardMap(tx, params), ShardMap(tx, params, 8)
+  run.state = jax.device_get(other.state)
+  with pytest.raises(
+    ValueError,
+    match=r"`state` must be the state of one .*w.*tx.init.*edgc_jax.resize",
+  ):
+    run.step(gradients_like(params, 0))
 
 
 def test_state_of_another_rank():
@@ -109,7 +104,7 @@ def test_state_of_another_rank():
   update = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None))
   params = {"w": jnp.zeros((64, 64))}
   with pytest.raises(
-    ValueError, match=r"factors of 2 columns .* need 4; .*resize_shards"
+    ValueError, match=r"factors of 2 columns .* need 4; .*edgc_jax.resize"
   ):
     update(gradients_like(params, 0), other.init(params))
 
@@ -121,25 +116,15 @@ def test_resizing_a_state_of_pmap():
   before, after = Pmap(tx, PARAMS, 4), Pmap(tx, PARAMS, 2)
   for seed in range(2):
     before.step(gradients_like(PARAMS, seed, 4))
-  specs = edgc_jax.state_specs(tx, PARAMS)
-  state = edgc_jax.resize_replicas(before.state, specs, 4, 2)
+  state = edgc_jax.resize(before.state, after.state)
   chex.assert_trees_all_equal_shapes(state, after.state)
   after.state = state
   updates = after.step(gradients_like(PARAMS, 2, 2))
   assert_replicas_equal(updates)
-  with pytest.raises(ValueError, match="`old` must be the number of"):
-    edgc_jax.resize_replicas(before.state, specs, 3, 2)
-
-
-def test_resizing_over_several_axes():
-  axes = ("host", "data")
-  for spec, old, new, stages in (
-    (P(axes), 8, 4, {}), (P(("stage", *axes)), 4, 2, {"stages": 2})
-  ):  # fmt: skip
-    found = edgc_jax.resize_replicas(
-      np.arange(8.0), spec, old, new, axes, **stages
-    )
-    np.testing.assert_array_equal(found, [0.5, 2.5, 4.5, 6.5])
+  # A state of pmap goes on on a mesh, and back.
+  there = edgc_jax.resize(before.state, ShardMap(tx, PARAMS).state)
+  back = edgc_jax.resize(there, before.state)
+  chex.assert_trees_all_equal(back, jax.device_get(before.state))
 
 
 def test_masked_leaves_are_named():
