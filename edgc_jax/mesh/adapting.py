@@ -33,8 +33,8 @@ def follow_first_replica(tree: Any, axis_name: AxisName = "data") -> Any:
   Returns:
     The same tree, equal on all replicas except for the local arrays.
 
-  >>> tree = jax.vmap(follow_first_replica, axis_name="data")(np.arange(3.0))
-  >>> tree.tolist()
+  >>> x = jax.numpy.arange(3.0)
+  >>> jax.vmap(follow_first_replica, axis_name="data")(x).tolist()
   [0.0, 0.0, 0.0]
   """
   kinds = (ReducerState, PerReplica)

@@ -83,6 +83,8 @@ def alone_step(run, rank, grads, state):
   for name, tree in zip(("residual", "factor_q"), state, strict=True):
     # Leaves that are not compressed have nothing.
     tree = {x: tree.get(x, optax.MaskedNode()) for x in find(own).leaves}
+    if name == "residual":  # under pmap each replica has an axis of itself
+      tree = jax.tree.map(lambda e: e[:, None], tree)
     own = with_field(own, name, tree)
   run.state = own._replace(count=count)
   updates = jax.tree.map(lambda u: u[0], run.step(grads))
