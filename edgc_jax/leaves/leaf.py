@@ -232,6 +232,16 @@ def arrays_of(tree: Any) -> Any:
   return jax.tree.map(lambda x: x if hasattr(x, "shape") else None, tree)
 
 
+# What `init` returns in place of a state for `optax.tree.map_params`: no array
+# of a reducer is like a parameter, since residuals have an axis of replicas.
+NOT_LIKE_PARAMS: Any = object()
+
+
+def is_placeholder(params: Any) -> bool:
+  """Returns whether `optax.tree.map_params` calls `init`."""
+  return type(params).__name__ == "_ParamsPlaceholder"
+
+
 def masked_paths(tree: Any) -> list[str]:
   """Returns the paths of leaves that `optax.masked` hides."""
   is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731

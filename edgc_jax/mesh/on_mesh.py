@@ -9,7 +9,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from edgc_jax import validation
 from edgc_jax.leaves import checks as leaf_checks
-from edgc_jax.leaves.leaf import arrays_of, leaves_in, masked_paths
+from edgc_jax.leaves.leaf import (
+  arrays_of,
+  is_placeholder,
+  leaves_in,
+  masked_paths,
+)
 from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.sharding import (
   axes_of,
@@ -99,7 +104,7 @@ def on_mesh(
     if is_inside():
       return _init_inside(tx, params, param_specs)
     here = mesh_here(mesh, axis_name, param_specs)
-    if here is None:
+    if here is None or is_placeholder(params):
       return tx.init(params)
     if mesh is None:
       _require_replicas(here, axis_name)

@@ -15,7 +15,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from edgc_jax import validation
 from edgc_jax.leaves import checks as leaf_checks
-from edgc_jax.leaves.leaf import arrays_of, leaves_in, masked_paths
+from edgc_jax.leaves.leaf import (
+  NOT_LIKE_PARAMS,
+  arrays_of,
+  is_placeholder,
+  leaves_in,
+  masked_paths,
+)
 from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.sharding import (
   mesh_here,
@@ -191,8 +197,10 @@ class LocalSteps:
     here = mesh_here(self.mesh, self.axis_name, self.param_specs)
     return here is not None
 
-  def init(self, params: optax.Params) -> LocalStepsState:
+  def init(self, params: optax.Params) -> Any:
     """Returns the state before the first step."""
+    if is_placeholder(params):
+      return NOT_LIKE_PARAMS
     leaves_in(params)  # raises if a leaf is not real floating
     _require_no_reducer(jax.eval_shape(self.inner.init, params))
     start = self._start_all if self.is_stacked() else self._start

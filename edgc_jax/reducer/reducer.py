@@ -37,10 +37,12 @@ from edgc_jax.budget.base import Budget, Report
 from edgc_jax.leaves import checks as leaf_checks
 from edgc_jax.leaves import review
 from edgc_jax.leaves.leaf import (
+  NOT_LIKE_PARAMS,
   Leaf,
   LeafState,
   LeafStats,
   is_leaf_state,
+  is_placeholder,
   leaves_in,
   masked_paths,
   own_placement,
@@ -155,8 +157,10 @@ class Reducer:
   seed: int = 714
   check_every: int = agreement.CHECK_EVERY
 
-  def init(self, params: optax.Params) -> ReducerState:
+  def init(self, params: optax.Params) -> Any:
     """Returns the state before the first step."""
+    if is_placeholder(params):
+      return NOT_LIKE_PARAMS
     plan = self._plan(params)
     budget, by_error = plan.budget, plan.allocator is not None
     replicas = None

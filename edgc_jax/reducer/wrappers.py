@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.leaves import checks as leaf_checks
+from edgc_jax.leaves.leaf import NOT_LIKE_PARAMS, is_placeholder
 from edgc_jax.mesh.sharding import (
   mesh_here,
   require_mesh,
@@ -121,6 +122,9 @@ def accumulate(
     )
 
   def init_fn(params: optax.Params) -> AccumulateState:
+    if is_placeholder(params):
+      inner = tx.init(params)
+      return AccumulateState(NOT_LIKE_PARAMS, NOT_LIKE_PARAMS, inner)
     here = mesh_here(mesh, axis_name, param_specs)
     if here is None:
       sums = start(params, 1)

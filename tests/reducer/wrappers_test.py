@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import float32
-from helpers.meshes import BACKENDS, Pmap, gradients_like, traced_once
+from helpers.meshes import AXIS, BACKENDS, Pmap, gradients_like, traced_once
 
 import edgc_jax
 from edgc_jax.measure import hlo
@@ -154,3 +154,34 @@ def test_a_cycle_of_another_length_is_a_mean_of_its_calls(before, after):
       break
   chex.assert_trees_all_equal(updates, ones)
   assert int(state.mini_step) == 0
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    chain,
+    lambda: edgc_jax.accumulate(chain(), 2),
+    lambda: edgc_jax.skip_nonfinite(chain(), AXIS),
+    lambda: edgc_jax.local_steps(optax.adam(1e-3), chain(), 2),
+  ],
+)
+def test_optax_maps_moments_and_leaves_the_state_of_reducers(make):
+  """`optax.tree.map_params`; what has no like is passed whole."""
+  tx, whole = make(), []
+  state = tx.init(PARAMS)
+  found = optax.tree.map_params(
+    tx, lambda x: x + 1.0, state,
+    transform_non_params=lambda x: whole.append(x) or x,
+  )  # fmt: skip
+  kinds = [type(x).__name__ for x in whole]
+  assert {"ReducerState", "LocalStepsState"} & set(kinds)
+  chex.assert_trees_all_equal_structs(found, state)
+  same = [
+    a is b for a, b in zip(*map(jax.tree.leaves, (found, state)), strict=True)
+  ]
+  if "LocalStepsState" in kinds:  # the inner state is each replica's own
+    assert all(same)
+    return
+  moments = jax.tree.leaves(optax.tree.get(found, "mu"))
+  assert all(np.all(x == 1.0) for x in moments)
+  assert same.count(False) == 2 * len(PARAMS)  # mu and nu
