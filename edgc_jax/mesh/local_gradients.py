@@ -1,15 +1,13 @@
 """Differentiates a loss on each replica alone, under plain `jax.jit`."""
 
-import contextlib
+import dataclasses
 import functools
-import sys
-from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import (
   AbstractMesh,
   AxisType,
@@ -19,6 +17,8 @@ from jax.sharding import (
 )
 
 from edgc_jax import validation
+from edgc_jax.mesh.nnx_module import is_module, update_module, without_module
+from edgc_jax.mesh.on_replicas import on_replicas
 from edgc_jax.mesh.sharding import axes_of, num_replicas
 from edgc_jax.wire import collectives, order
 from edgc_jax.wire.order import AxisName, names
@@ -105,167 +105,240 @@ def value_and_grad(
     ("has_aux", has_aux), ("is_local", is_local), ("averages", averages),
   ):  # fmt: skip
     validation.require_flag(name, flag)
-  if mesh is None:
-    return functools.wraps(loss_fn)(
-      lambda *args: value_and_grad(
-        loss_fn,
-        _ambient_mesh(),
-        axis_name,
-        has_aux=has_aux,
-        in_axes=in_axes,
-        wrt=wrt,
-        is_local=is_local,
-        averages=averages,
-        aux_axes=aux_axes,
-      )(*args)
-    )
-  replicas = num_replicas(mesh, axis_name)
-  split, whole = PartitionSpec(axis_name), PartitionSpec()
-
-  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  is_explicit = AxisType.Explicit in {types[a] for a in names(axis_name)}
-  # Whether the compiler shards over further axes.
-  others = [n for a, n in mesh.shape.items() if a not in names(axis_name)]
-  has_more_axes = max(others, default=1) > 1 and (
-    AxisType.Explicit not in mesh.axis_types
-  )
-
-  def typed(x: Any, spec: PartitionSpec) -> Any:
-    """Places an array, where types of arrays say how they lie."""
-    if is_explicit:
-      return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-    return x
+  if mesh is not None:
+    num_replicas(mesh, axis_name)  # raises if it lacks the axis
 
   @functools.wraps(loss_fn)
   def run(params: Any, *args: Any) -> Any:
     is_each = isinstance(in_axes, tuple | list)
-    axes = tuple(in_axes) if is_each else (in_axes,) * len(args)
+    own = _LocalGradients(
+      loss_fn,
+      _ambient_mesh() if mesh is None else mesh,
+      axis_name,
+      has_aux,
+      tuple(in_axes) if is_each else (in_axes,) * len(args),
+      is_local,
+      averages,
+      aux_axes,
+    )
+    if is_module(params) and not is_local:
+      return own.of_module(params, wrt, *args)
     validation.require(
-      wrt is None or _is_module(params),
+      wrt is None,
       "wrt",
       wrt,
       "None for parameters that are no module of Flax NNX",
       "leave it out, or pass the module",
     )
-    if is_local:
-      _require_own(params, replicas)
-      params = jax.tree.map(lambda x: typed(x, split), params)
-    elif _is_module(params):
-      validation.require(
-        averages,
-        "averages",
-        averages,
-        "True for a module of Flax NNX, whose variables all replicas share",
-        "leave it out, or pass the parameters of nnx.split",
-      )
-      loss_of, own, others = _without_module(
-        loss_fn, params, wrt, axis_name, has_aux
-      )
-      axes = (None, *axes)
-      inner = value_and_grad(
-        loss_of,
-        mesh,
-        axis_name,
-        has_aux=True,
-        in_axes=axes,
-        aux_axes=(aux_axes, None),
-      )
-      (loss, (aux, left)), gradients = inner(own, others, *args)
-      sys.modules["flax.nnx"].update(params, left)
-      return (loss, aux) if has_aux else loss, gradients
+    return own.of(params, *args)
+
+  return run
+
+
+class _Arguments(NamedTuple):
+  """The arguments after the parameters, as the replicas get them."""
+
+  tree: Any
+  values: list[jax.Array]
+  specs: list[PartitionSpec]  # over the replicas alone
+  is_key: list[bool]  # whether a value is an array of one key for each replica
+
+  @property
+  def lengths(self) -> set[int]:
+    """The rows of each array that is split, of all replicas together."""
+    own = zip(self.values, self.specs, self.is_key, strict=True)
+    return {x.shape[0] for x, spec, key in own if axes_of(spec) and not key}
+
+  def of_replica(self, values: list[jax.Array]) -> Any:
+    """Returns the arguments of one replica, given its values."""
+    own = zip(values, self.is_key, strict=True)
+    return jax.tree.unflatten(self.tree, [x[0] if key else x for x, key in own])
+
+
+@dataclasses.dataclass(frozen=True)
+class _LocalGradients:
+  """The loss and gradients of all replicas; `value_and_grad` has the options.
+
+  `in_axes` has an entry for each argument.
+  """
+
+  loss_fn: Callable[..., Any]
+  mesh: Mesh | AbstractMesh
+  axis_name: AxisName
+  has_aux: bool
+  in_axes: tuple[int | None, ...]
+  is_local: bool
+  averages: bool
+  aux_axes: Any
+
+  def of(self, params: Any, *args: Any) -> tuple[Any, Any]:
+    """Returns the loss, with other outputs if there are some, and gradients."""
+    split, whole = PartitionSpec(self.axis_name), PartitionSpec()
+    if self.is_local:
+      _require_own(params, self._replicas)
+      params = jax.tree.map(lambda x: self._typed(x, split), params)
+    given = self._arguments(args)
+    _require_floats(params)
+    outputs = _Outputs(self)
+    specs = (
+      split if self.is_local else whole,
+      given.specs,
+      (whole, split) if self.averages else split,
+    )
+    value, gradients = on_replicas(
+      functools.partial(self._on_replica, given, outputs),
+      self.mesh,
+      self.axis_name,
+      specs,
+      params,
+      given.values,
+    )
+    _warn_outside_of_jit(value)
+    return outputs.joined(value) if self.averages else value, gradients
+
+  def of_module(self, module: Any, wrt: Any, *args: Any) -> tuple[Any, Any]:
+    """Returns what `of` does of a module of NNX, and updates the module."""
+    validation.require(
+      self.averages,
+      "averages",
+      self.averages,
+      "True for a module of Flax NNX, whose variables all replicas share",
+      "leave it out, or pass the parameters of nnx.split",
+    )
+    loss_of, params, others = without_module(
+      self.loss_fn, module, wrt, self.axis_name, self.has_aux
+    )
+    plain = dataclasses.replace(
+      self,
+      loss_fn=loss_of,
+      has_aux=True,
+      in_axes=(None, *self.in_axes),
+      aux_axes=(self.aux_axes, None),
+    )
+    (loss, (aux, left)), gradients = plain.of(params, others, *args)
+    update_module(module, left)
+    return (loss, aux) if self.has_aux else loss, gradients
+
+  @property
+  def _replicas(self) -> int:
+    return num_replicas(self.mesh, self.axis_name)
+
+  def _typed(self, x: Any, spec: PartitionSpec) -> Any:
+    """Places an array, where types of arrays say how they lie."""
+    types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+    if AxisType.Explicit in {types[a] for a in names(self.axis_name)}:
+      return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
+    return x
+
+  def _arguments(self, args: tuple) -> _Arguments:
+    """Splits the arguments over the replicas."""
+    axes, replicas = self.in_axes, self._replicas
     validation.require(
       len(axes) == len(args) and all(a is None or a == 0 for a in axes),
       "in_axes",
-      in_axes,
+      axes,
       f"0 or None for each of the {len(args)} arguments after the parameters",
       "give one entry for each",
     )
-    _require_floats(params)
-    leaves, structure = jax.tree.flatten_with_path(args)
+    leaves, tree = jax.tree.flatten_with_path(args)
     values, specs, is_key = [], [], []
     for path, x in leaves:
-      _require_array(x, jax.tree_util.keystr(path))
-      splits, key = axes[path[0].idx] == 0, order.is_key(x) and jnp.ndim(x) == 0
-      if splits and key:
+      place, is_split = jax.tree_util.keystr(path), axes[path[0].idx] == 0
+      _require_array(x, place)
+      key = is_split and order.is_key(x) and jnp.ndim(x) == 0
+      if key:
         x = jax.random.split(x, replicas)
-      elif splits and jnp.ndim(x):
-        _require_even(x, replicas, jax.tree_util.keystr(path))
-      specs.append(split if splits and jnp.ndim(x) else whole)
-      values.append(typed(x, specs[-1]))
-      is_key.append(splits and key)
-
+      elif is_split and jnp.ndim(x):
+        _require_even(x, replicas, place)
+      has_parts = is_split and jnp.ndim(x)
+      spec = PartitionSpec(self.axis_name) if has_parts else PartitionSpec()
+      specs.append(spec)
+      values.append(self._typed(x, spec))
+      is_key.append(key)
     validation.require(
       any(map(axes_of, specs)),
       "args",
       [jnp.shape(x) for _, x in leaves],
-      f"an array or a key that is split over {axis_name!r}, or all replicas"
-      " compute the same",
+      f"an array or a key that is split over {self.axis_name!r}, or all"
+      " replicas compute the same",
       "pass the batch as an argument of the loss, not in a closure, with 0 in"
       " `in_axes`",
     )
+    return _Arguments(tree, values, specs, is_key)
 
-    def scalar_loss(*args: Any) -> Any:
-      found = loss_fn(*args)
-      _require_loss(found, has_aux)
+  def _on_replica(
+    self,
+    given: _Arguments,
+    outputs: "_Outputs",
+    params: Any,
+    values: list[jax.Array],
+  ) -> tuple[Any, Any]:
+    """Differentiates the loss of one replica; gradients are [1, ...]."""
+
+    def loss_fn(*args: Any) -> Any:
+      found = self.loss_fn(*args)
+      _require_loss(found, self.has_aux)
       return found
 
-    def on_replica(params: Any, values: list) -> Any:
-      own = [x[0] if key else x for x, key in zip(values, is_key, strict=True)]
-      own = jax.tree.unflatten(structure, own)
-      if is_local:
-        params = jax.tree.map(lambda x: x[0], params)
-      differentiated = jax.value_and_grad(scalar_loss, has_aux=has_aux)
-      value, gradients = differentiated(params, *own)
-      if not averages:
-        return jax.tree.map(lambda x: jnp.asarray(x)[None], (value, gradients))
-      loss, aux = value if has_aux else (value, None)
-      lengths = {
-        x.shape[0]
-        for x, spec, key in zip(values, of_values, is_key, strict=True)
-        if axes_of(spec) and not key
-      }
-      aux, tree = jax.tree.flatten(aux)
-      is_row = _are_rows(aux, tree, aux_axes, lengths)
-      found[:] = tree, is_row
-      rows = [x for x, own in zip(aux, is_row, strict=True) if own]
-      others = [x for x, own in zip(aux, is_row, strict=True) if not own]
-      common = _common((loss, others), axis_name)
-      # On CPUs the collectives of the update must follow.
-      gradients = order.after_all(gradients, common)
-      return (common, rows), jax.tree.map(lambda g: g[None], gradients)
+    if self.is_local:
+      params = jax.tree.map(lambda x: x[0], params)
+    value, gradients = jax.value_and_grad(loss_fn, has_aux=self.has_aux)(
+      params, *given.of_replica(values)
+    )
+    if not self.averages:
+      return jax.tree.map(lambda x: jnp.asarray(x)[None], (value, gradients))
+    lengths = given._replace(values=values).lengths
+    common, rows = outputs.of_replica(value, lengths)
+    # On CPUs the collectives of the update must follow.
+    gradients = order.after_all(gradients, common)
+    return (common, rows), jax.tree.map(lambda g: g[None], gradients)
 
-    def joined(value: Any, gradients: Any) -> tuple[Any, Any]:
-      if not averages:
-        return value, gradients
-      ((loss, others), rows), (tree, is_row) = value, found
-      kinds = {True: iter(rows), False: iter(others)}
-      aux = jax.tree.unflatten(tree, [next(kinds[own]) for own in is_row])
-      return (loss, aux) if has_aux else loss, gradients
 
-    found: list[Any] = []  # what is known of other outputs once it is traced
-    of_values = specs
-    of_params = split if is_local else whole
-    of_value = (whole, split) if averages else split
-    specs = of_params, specs, of_value
-    how, traced = (on_replica, mesh, axis_name, specs), None
-    with _constraint_errors(axis_name):
-      if has_more_axes:
-        traced = _traced(_by_vmap(*how), mesh, params, values)
-      if traced is None:
-        result = jax.jit(_by_shard_map(*how))(params, values)
-      else:
-        jaxpr, result = traced
-        flat = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((params, values)))
-        result = jax.tree.unflatten(jax.tree.structure(result), flat)
-    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(result))
-    if not is_traced and not getattr(jax.config, "jax_disable_jit", False):
-      validation.warn(
-        "`value_and_grad` was called outside of jax.jit, where each call"
-        " compiles its program again; call it in a jitted step."
-      )
-    return joined(*result)
+class _Outputs:
+  """The loss and other outputs: those that are averaged, and those by row.
 
-  return run
+  `of_replica` parts them while it is traced, `joined` puts them together.
+  """
+
+  def __init__(self, options: _LocalGradients):
+    self._options = options
+    self._tree: Any = None
+    self._is_row: list[bool] = []
+
+  def of_replica(self, value: Any, lengths: set[int]) -> tuple[Any, list]:
+    """Returns the means over the replicas, and the rows of a replica.
+
+    Args:
+      value: What the loss returned.
+      lengths: The rows of the replica's part of each split argument.
+    """
+    loss, aux = value if self._options.has_aux else (value, None)
+    outputs, self._tree = jax.tree.flatten(aux)
+    axes = self._options.aux_axes
+    self._is_row = _are_rows(outputs, self._tree, axes, lengths)
+    parts: dict[bool, list] = {True: [], False: []}
+    for x, is_row in zip(outputs, self._is_row, strict=True):
+      parts[is_row].append(x)
+    common = _common((loss, parts[False]), self._options.axis_name)
+    return common, parts[True]
+
+  def joined(self, value: Any) -> Any:
+    """Returns the loss, or with other outputs both, of all replicas."""
+    (loss, others), rows = value
+    kinds = {True: iter(rows), False: iter(others)}
+    outputs = [next(kinds[is_row]) for is_row in self._is_row]
+    aux = jax.tree.unflatten(self._tree, outputs)
+    return (loss, aux) if self._options.has_aux else loss
+
+
+def _warn_outside_of_jit(result: Any) -> None:
+  """Warns unless a result is traced."""
+  is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(result))
+  if not is_traced and not getattr(jax.config, "jax_disable_jit", False):
+    validation.warn(
+      "`value_and_grad` was called outside of jax.jit, where each call"
+      " compiles its program again; call it in a jitted step."
+    )
 
 
 def _ambient_mesh() -> AbstractMesh:
@@ -281,188 +354,9 @@ def _ambient_mesh() -> AbstractMesh:
   return mesh
 
 
-OnReplica = Callable[[Any, list], tuple[Any, Any]]
-# Operations that XLA gathers over a sharded axis which `vmap` adds.
-_GATHERED = {"conv_general_dilated", "top_k"}
-# What JAX says of a sharding constraint over an axis that is bound.
-_OF_CONSTRAINTS = (
-  "should match the mesh of sharding",
-  "can only refer to Auto axes",
-  "contains a manual axes",
-  "cannot appear in with_sharding_constraint",
-)
-
-
-@contextlib.contextmanager
-def _constraint_errors(axis_name: AxisName) -> Generator[None]:
-  """Says what to do where JAX refuses a constraint over a bound axis."""
-  try:
-    yield
-  except ValueError as error:
-    if not any(text in str(error) for text in _OF_CONSTRAINTS):
-      raise
-    raise ValueError(
-      "`loss_fn` must constrain arrays over other axes than the axis of the"
-      f" replicas, {axis_name!r}, along which each has its own; leave it out of"
-      " jax.lax.with_sharding_constraint. If it is not there, pass a bare"
-      " PartitionSpec in place of a NamedSharding, or drop the constraint if"
-      " the mesh has no other axis."
-    ) from error
-
-
-def _traced(
-  bound: OnReplica, mesh: Mesh | AbstractMesh, params: Any, values: list
-) -> tuple[Any, Any] | None:
-  """Traces a function that is bound by `vmap`, with the mesh as context.
-
-  Returns:
-    The jaxpr and the shapes of the result; None if `vmap` does not know an
-    operation, or XLA would gather its operands.
-  """
-  trace = jax.make_jaxpr(bound, return_shape=True)
-  try:
-    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-    with jax.sharding.use_abstract_mesh(abstract):
-      found = trace(params, values)
-  except NotImplementedError:
-    return None
-  return None if _GATHERED & set(_operations(found[0].jaxpr)) else found
-
-
-def _operations(jaxpr: Any) -> Iterator[str]:
-  """Returns the names of all operations, also of inner functions."""
-  for equation in jaxpr.eqns:
-    yield equation.primitive.name
-    for inner in jaxprs_in_params(equation.params):
-      yield from _operations(inner)
-
-
-def _by_shard_map(
-  on_replica: OnReplica,
-  mesh: Mesh | AbstractMesh,
-  axis_name: AxisName,
-  specs: tuple,
-) -> OnReplica:
-  """Binds the axes of the replicas by `shard_map`; all others stay.
-
-  The specs are those of parameters, other arguments, and the loss with other
-  outputs: of all, or of those that are common, and by row.
-  """
-  return jax.shard_map(
-    on_replica,
-    mesh=mesh,
-    in_specs=specs[:2],
-    out_specs=(specs[2], PartitionSpec(axis_name)),
-    axis_names=set(names(axis_name)),
-    check_vma=False,
-  )
-
-
-def _by_vmap(
-  on_replica: OnReplica,
-  mesh: Mesh | AbstractMesh,
-  axis_name: AxisName,
-  specs: tuple,
-) -> OnReplica:
-  """Binds the axes by `vmap`, and has the compiler split them."""
-  axes = names(axis_name)
-  is_local, is_each = bool(axes_of(specs[0])), not isinstance(specs[2], tuple)
-  is_split = [bool(axes_of(spec)) for spec in specs[1]]
-  bound = on_replica
-  for axis in reversed(axes):
-    bound = jax.vmap(
-      bound,
-      in_axes=(
-        0 if is_local else None,
-        [0 if own else None for own in is_split],
-      ),
-      out_axes=(0 if is_each else (None, 0), 0),
-      axis_name=axis,
-      axis_size=mesh.shape[axis],
-      spmd_axis_name=axis,
-    )
-
-  def cut(x: Any) -> Any:
-    """Reshapes [rows, ...] to [*replicas, rows of each, ...]."""
-    rows = x.shape[0] // num_replicas(mesh, axis_name)
-    x = x.reshape(*(mesh.shape[a] for a in axes), rows, *x.shape[1:])
-    free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(axes))
-    sharding = NamedSharding(mesh, PartitionSpec(*axes, *free))
-    return jax.lax.with_sharding_constraint(x, sharding)
-
-  def flat(x: Any) -> Any:
-    """Reshapes [*replicas, 1, ...] to [N, ...]."""
-    replicas = num_replicas(mesh, axis_name)
-    return x.reshape(replicas, *x.shape[len(axes) + 1 :])
-
-  def of_all_rows(x: Any) -> Any:
-    """Reshapes [*replicas, rows of each, ...] to [rows, ...]."""
-    return x.reshape(-1, *x.shape[len(axes) + 1 :])
-
-  def run(params: Any, values: list) -> tuple[Any, Any]:
-    values = [
-      cut(x) if own else x for x, own in zip(values, is_split, strict=True)
-    ]
-    if is_local:
-      params = jax.tree.map(cut, params)
-    value, gradients = bound(params, values)
-    if is_each:
-      value = jax.tree.map(flat, value)
-    else:
-      value = value[0], jax.tree.map(of_all_rows, value[1])
-    return value, jax.tree.map(flat, gradients)
-
-  return run
-
-
-def _is_module(params: Any) -> bool:
-  """Returns whether this is a module of Flax NNX."""
-  nnx = sys.modules.get("flax.nnx")
-  return nnx is not None and isinstance(params, nnx.Module)
-
-
-def _without_module(
-  loss_fn: Callable[..., Any],
-  module: Any,
-  wrt: Any,
-  axis_name: AxisName,
-  has_aux: bool,
-) -> tuple[Callable[..., Any], Any, Any]:
-  """Returns a loss of plain trees in place of a loss of a module.
-
-  Returns:
-    A loss of the parameters, the other variables and the further arguments,
-    which also returns the other variables as it left them; and both trees.
-  """
-  nnx = sys.modules["flax.nnx"]
-  kinds = nnx.Param if wrt is None else wrt, ...
-  graph, params, others = nnx.split(module, *kinds)
-
-  def loss_of(params: Any, others: Any, *args: Any) -> tuple[Any, Any]:
-    index = collectives.device_index(axis_name)
-
-    def own_key(x: Any) -> Any:
-      if not order.is_key(x):
-        return x
-      # Scanned layers have an array of keys.
-      keys = jax.vmap(jax.random.fold_in, (0, None))(x.ravel(), index)
-      return keys.reshape(x.shape)
-
-    own = jax.tree.map(own_key, others)
-    module = nnx.merge(graph, params, own)
-    value = loss_fn(module, *args)
-    left = nnx.split(module, *kinds)[2]
-    # The keys of all replicas stay equal.
-    left = jax.tree.map(lambda x, y: x if order.is_key(x) else y, others, left)
-    value, aux = value if has_aux else (value, None)
-    return value, (aux, left)
-
-  return loss_of, params, others
-
-
 def _require_own(params: Any, replicas: int) -> None:
   """Raises unless parameters have a first axis of replicas."""
-  if _is_module(params):
+  if is_module(params):
     raise TypeError(
       "`params` must be a tree of arrays with is_local=True, got a module of"
       " Flax NNX; pass nnx.state(model, nnx.Param), and merge it in the loss."
