@@ -217,8 +217,8 @@ def skip_nonfinite(
   Args:
     tx: The chain to wrap, reducer first.
     axis_name: Axis over which replicas agree; with pipeline stages both axes,
-      ("data", "stage"); None in plain `jax.jit`, around reducers with `mesh`,
-      where one program decides for all.
+      ("data", "stage"); None in plain `jax.jit`, where one program decides for
+      all.
     max_consecutive: Number of skips in a row from which `metrics` warns.
 
   Returns:
@@ -278,25 +278,7 @@ def skip_nonfinite(
     averaged, inner_state = tx.update(
       updates, state.inner_state, params, **extra_args
     )
-    seen = find(inner_state, Checks)
-    counts = [checks.diverged_steps for checks in seen]
-    if axes:
-      finite = [order.all_finite(updates)]
-    else:  # if there are replicas, first on each: one flag crosses their axis
-      stacked = order.after_all(updates, counts)
-      lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(updates)}
-      is_stacked = len(lengths) == 1 and () not in lengths
-      check = jax.vmap(order.all_finite) if is_stacked else order.all_finite
-      finite = [jnp.all(check(stacked))]
-    # Whether a reducer skipped the step depends on all its exchanges, so
-    # replicas agree last, and until then no stage waits for another.
-    before, after = (
-      [checks.skipped_steps for checks in find(tree, Checks)]
-      for tree in (state.inner_state, inner_state)
-    )
-    finite += [new == old for new, old in zip(after, before, strict=True)]
-    ok = order.in_turn(jnp.all(order.together(finite)), counts)
-    ok = collectives.all_true(ok, axes) if axes else ok
+    ok = _all_finite(updates, state.inner_state, inner_state, axes)
     validation.require(
       not (left := varying_axes(ok)),
       "axis_name",
@@ -304,21 +286,14 @@ def skip_nonfinite(
       f"all axes that gradients vary over ({left} are missing)",
       "name all of them, or stages decide differently",
     )
+    counts = [checks.diverged_steps for checks in find(inner_state, Checks)]
     averaged, inner_state = jax.tree.map(
       lambda new, old: jnp.where(ok, new, old),
       (averaged, inner_state),
       (jax.tree.map(jnp.zeros_like, averaged), state.inner_state),
     )
-    # Diverged replicas may be the reason for the skips, so their count stays.
-    is_checks = lambda x: isinstance(x, Checks)  # noqa: E731
-    kept = iter(counts)
-    inner_state = jax.tree.map(
-      lambda x: x._replace(diverged_steps=next(kept)) if is_checks(x) else x,
-      inner_state,
-      is_leaf=is_checks,
-    )
-    skipped = (~ok).astype(jnp.int32)
-    old = state.stats
+    inner_state = _with_diverged(inner_state, counts)
+    skipped, old = (~ok).astype(jnp.int32), state.stats
     stats = SkipStats(
       skipped_steps=old.skipped_steps + skipped,
       consecutive_skips=jnp.where(ok, 0, old.consecutive_skips + 1),
@@ -328,6 +303,51 @@ def skip_nonfinite(
     return averaged, SkipNonfiniteState(stats, inner_state)
 
   return transformation(init_fn, update_fn)
+
+
+def _all_finite(
+  updates: optax.Updates, before: Any, after: Any, axes: tuple[str, ...]
+) -> jax.Array:
+  """Returns whether no gradient was non-finite, before or in the exchange.
+
+  Whether a reducer skipped the step depends on all its exchanges, so replicas
+  agree last, and until then no stage waits for another.
+
+  Args:
+    updates: The gradients that the chain was given.
+    before, after: Its state before the step, and after it.
+    axes: Over which the replicas agree; none in plain `jax.jit`.
+  """
+  seen, was = find(after, Checks), find(before, Checks)
+  counts = [checks.diverged_steps for checks in seen]
+  if axes:
+    finite = [order.all_finite(updates)]
+  else:  # if there are replicas, first on each: one flag crosses their axis
+    stacked = order.after_all(updates, counts)
+    lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(updates)}
+    is_stacked = len(lengths) == 1 and () not in lengths
+    check = jax.vmap(order.all_finite) if is_stacked else order.all_finite
+    finite = [jnp.all(check(stacked))]
+  finite += [
+    new.skipped_steps == old.skipped_steps
+    for new, old in zip(seen, was, strict=True)
+  ]
+  ok = order.in_turn(jnp.all(order.together(finite)), counts)
+  return collectives.all_true(ok, axes) if axes else ok
+
+
+def _with_diverged(state: Any, counts: list[jax.Array]) -> Any:
+  """Returns a state with the newest counts of steps that found divergence.
+
+  Diverged replicas may be the reason for the skips.
+  """
+  kept = iter(counts)
+
+  def put(x: Any) -> Any:
+    is_checks = isinstance(x, Checks)
+    return x._replace(diverged_steps=next(kept)) if is_checks else x
+
+  return jax.tree.map(put, state, is_leaf=lambda x: isinstance(x, Checks))
 
 
 def after_update(tree: Any, opt_state: optax.OptState) -> Any:
