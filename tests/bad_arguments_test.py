@@ -70,7 +70,7 @@ OPTIONS = {
   """,
   -1: """
     edgc.warmup_steps edgc.max_warmup_steps edgc.seed edgc.min_ratio
-    powersgd.warmup_steps powersgd.seed powersgd.min_ratio quantize.seed
+    powersgd.seed powersgd.min_ratio quantize.seed
     randomk.seed scanned.axis local_steps.overlap wire_bytes.rank
     wire_bytes.min_ratio Stages.backward_seconds clip_by_global_norm.max_norm
     advise.step_seconds advise.tolerance measure_link.budget

@@ -30,7 +30,6 @@ def powersgd(
   rank: int | Mapping[int, int] = 32,
   axis_name: AxisName = "data",
   *,
-  warmup_steps: int = 0,
   allocation: str | ErrorAllocation = UNIFORM,
   window: int = 100,
   min_ratio: float = 2.0,
@@ -59,7 +58,6 @@ def powersgd(
       schedule {first step: rank} that starts at step 0, with 0 for dense: every
       entry, in the code of `wire_dtype`.
     axis_name: As for `edgc`.
-    warmup_steps: Number of first steps that send dense gradients.
     min_ratio: Least m n / (r (m + n)) of a matrix. It caps the columns of its
       factors; if even the smallest rank saves less, the matrix is dense.
     allocation: How matrices share the bytes of the rank: "uniform", all have
@@ -92,7 +90,7 @@ def powersgd(
 
   >>> tx = optax.chain(powersgd(rank=4), optax.adam(1e-3))
   """
-  schedule = _schedule(rank, warmup_steps)
+  schedule = _schedule(rank)
   ranks = sorted({rank for rank in schedule.values() if rank})
   validation.require_finite("min_ratio", min_ratio, "use 2 or more")
   validation.require_int("window", window, 1)
@@ -119,10 +117,8 @@ def powersgd(
   )
 
 
-def _schedule(
-  rank: int | Mapping[int, int], warmup_steps: int
-) -> dict[int, int]:
-  """Returns {first step: rank}, with 0 for the steps of a dense warm-up.
+def _schedule(rank: int | Mapping[int, int]) -> dict[int, int]:
+  """Returns {first step: rank}.
 
   Raises:
     TypeError: if a step or a rank is not a Python integer.
@@ -130,7 +126,7 @@ def _schedule(
   """
   if not isinstance(rank, Mapping):
     validation.require_int("rank", rank, 1)
-    rank = {0: rank}
+    return {0: rank}
   for step, value in rank.items():
     validation.require_int("step of `rank`", step, 0)
     validation.require_int("rank", value, 0)
@@ -141,17 +137,4 @@ def _schedule(
     "a rank from step 0 on, and not 0 at all steps",
     "add an entry {0: rank}, or use allreduce for dense",
   )
-  validation.require_int("warmup_steps", warmup_steps, 0)
-  if not warmup_steps:
-    return dict(rank)
-  then = rank[max(step for step in rank if step <= warmup_steps)]
-  later = {step: r for step, r in rank.items() if step > warmup_steps}
-  schedule = {0: 0, warmup_steps: then, **later}
-  validation.require(
-    any(schedule.values()),
-    "warmup_steps",
-    warmup_steps,
-    f"shorter than the steps with a rank in {dict(rank)}",
-    "shorten the warm-up, or use allreduce for dense",
-  )
-  return schedule
+  return dict(rank)

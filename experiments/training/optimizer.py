@@ -84,12 +84,13 @@ def make_reducer(
     options["rule"] = rules.rule_of(options["rule"], options.pop("exponent"))
     options["warmup_rank"] = _warmup_rank(options["warmup_rank"])
   elif config.reducer == "powersgd":
-    options["rank"] = _rank_schedule(
+    schedule = _rank_schedule(
       options["rank"],
       options.pop("final_rank"),
       options.pop("final_exponent"),
       exchanges,
     )
+    options["rank"] = _after_warmup(schedule, options.pop("warmup_steps"))
   reducer = make(**options)
   if _is_plain(config, mesh):
     specs = task.layout(mesh.shape).specs
@@ -175,6 +176,20 @@ def _warmup_rank(rank: str) -> int | str | None:
   if rank.isdigit():
     return int(rank)
   return None if rank == "dense" else rank
+
+
+def _after_warmup(schedule: dict[int, int], steps: int) -> dict[int, int]:
+  """Returns a schedule whose first steps send dense gradients."""
+  if steps < 0:
+    raise ValueError(
+      f"`powersgd.warmup_steps` must be at least 0, got {steps}; 0 begins with"
+      " the rank."
+    )
+  if not steps:
+    return schedule
+  then = schedule[max(step for step in schedule if step <= steps)]
+  later = {step: rank for step, rank in schedule.items() if step > steps}
+  return {0: 0, steps: then, **later}
 
 
 def _rank_schedule(

@@ -10,7 +10,9 @@ from experiments import peers, tasks
 from experiments.training import optimizer
 
 # Keys that `make_reducer` turns into other arguments.
-CONVERTED = {"exponent", "scale_exponent", "final_rank", "final_exponent"}
+CONVERTED = {
+  "exponent", "scale_exponent", "final_rank", "final_exponent", "warmup_steps",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(peers.reducers()))

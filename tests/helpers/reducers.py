@@ -36,7 +36,7 @@ def moving(rank: int, window: int = 2) -> dict[str, Any]:
 def variants(rank: int = 4, window: int = 2) -> Mapping[str, dict[str, dict]]:
   """Returns options by variant, by reducer; "" is the plain one."""
   factors = {"rank": rank, "min_ratio": 1.2, "wire_dtype": "float32"}
-  warm = {**factors, "warmup_steps": window}
+  warm = {**factors, "rank": {0: 0, window: rank}}
   falling = {**factors, "rank": {0: rank, 2 * window: rank // 2}}
   adaptive = {**moving(rank, window), "wire_dtype": "float32"}
   uniform = {**adaptive, "allocation": "uniform", "warmup_rank": None}

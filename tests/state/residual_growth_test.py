@@ -92,7 +92,7 @@ def test_it_multiplies_beside_noise():
     edgc_jax.topk(0.0005),
     edgc_jax.quantize(1, error_feedback=True),
     # Dense steps in a code leave a small residual, which ranks then fill.
-    edgc_jax.powersgd(1, min_ratio=1, warmup_steps=150),
+    edgc_jax.powersgd({0: 0, 150: 1}, min_ratio=1),
     edgc_jax.powersgd({0: 16, 310: 1}, min_ratio=1, wire_dtype="int8"),
     edgc_jax.edgc(total_steps=650, rank_max=8, rank_min=4, min_ratio=1),
   ],
