@@ -41,8 +41,8 @@ class Sampling:
   Attributes:
     step_rate: Share of steps whose entropy is sampled, in (0, 1].
     entry_rate: Share of entries read in such a step, in (0, 1]: every n-th,
-      with n = 1 / entry_rate. A sample is of all columns if n and the width
-      of a matrix share no divisor, as 5 (0.2) and most widths.
+      with n = 1 / entry_rate. One sample reads all columns of a matrix only if
+      n is coprime to its width, as 5 (0.2) is to most.
     estimator: "gaussian" or "histogram".
     bins: Number of bins of the histogram.
 

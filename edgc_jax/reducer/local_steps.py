@@ -85,8 +85,8 @@ def local_steps(
   round in which a difference is not finite is skipped by the reducer, and all
   replicas start again from the common parameters.
 
-  The steps of a reducer in `outer` are its exchanges: its `total_steps`,
-  `window`, `check_every` and schedules of ranks count those, of one fragment.
+  A reducer in `outer` counts exchanges of one fragment, not steps: divide its
+  `total_steps`, `window`, `check_every` and the steps of schedules by `every`.
 
   With `overlap`, tau, an exchange may take tau steps. It begins at the end of a
   step; what was moved by then is set aside as s_i, and d_i goes on from zero:

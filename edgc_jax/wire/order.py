@@ -111,9 +111,9 @@ def require_names(argument: str, axis_name: Any) -> None:
 def after(tree: Any, earlier: Any) -> Any:
   """Returns `tree` unchanged, with a data dependency on `earlier`.
 
-  Every leaf is selected by a condition on the last value of each leaf of
-  `earlier`. It is always true, but the compiler cannot know. A branch replaces
-  the `where` for leaves that a `where` would make vary over more axes.
+  Selects each leaf by an always-true predicate that depends on the last value
+  of each leaf of `earlier`; the compiler cannot know that it is true. A branch
+  replaces the `where` for leaves that a `where` would make vary over more axes.
   """
   last = [_last(leaf) for leaf in jax.tree.leaves(earlier) if leaf.size]
   if not last:

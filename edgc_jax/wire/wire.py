@@ -31,8 +31,8 @@ class Send(NamedTuple):
     ranks: int32 [k], rows in use of `values` [k, width, height], of which the
       others are not sent; None if all rows always are in use.
     exact: A tree that is averaged in float32.
-    measured: A tree that is averaged in float32 and may be not finite: a step
-      is skipped if a number of `values` or `exact` is not finite.
+    measured: A tree that is averaged in float32. NaN and infinity here do not
+      skip the step; in `values` or `exact` they do.
     gathered: A tree that is gathered from all replicas instead: real numbers of
       whole bytes, or bool.
     code: Encoding of `values`; None is the wire's.
