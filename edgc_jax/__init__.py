@@ -10,7 +10,7 @@ from edgc_jax.wire import cpu_backend
 
 cpu_backend.widen_thread_pool()  # has no effect once JAX has used a device
 
-from edgc_jax import extend
+from edgc_jax import extend as extend
 from edgc_jax.budget.allocation import ErrorAllocation
 from edgc_jax.budget.entropy import Sampling
 from edgc_jax.budget.rules import Rule, Window, cqm
@@ -72,7 +72,6 @@ __all__ = [
   "clip_by_global_norm",
   "cqm",
   "describe",
-  "extend",
   "follow_first_replica",
   "layer_matrix",
   "local_params",

@@ -106,7 +106,7 @@ def describe(
     params: Parameters or their `jax.ShapeDtypeStruct`s.
     replicas: Number of replicas. Bytes of `topk` grow with it, others depend on
       it a little: codes fill as many equal parts. None is the number on the
-      mesh of `tx`, or else 1.
+      mesh of `on_mesh` or of `jax.set_mesh`, or else 1.
     mesh: As for `state_specs`; needed if parameters are sharded. Leaves,
       matrices and bytes are those of one device, and `replicas` is that of the
       mesh.

@@ -18,18 +18,22 @@ class Docstrings(griffe.Extension):
   """Turns formulas and doctests of public docstrings into blocks of code."""
 
   def on_package(self, *, pkg: griffe.Module, **_: object) -> None:
-    """Prepares every public name of a package.
+    """Prepares every public name of a package, and of its modules.
 
     Raises:
       ValueError: if a public name has no docstring.
     """
-    for name in map(str, pkg.exports or ()):
-      shown = _import_the_function(pkg, name)
-      if not shown.docstring:
-        raise ValueError(
-          f"`{name}` must have a docstring, since it is in __all__ of"
-          f" {pkg.path}; write one."
-        )
+    found: dict[str, griffe.Object] = {}
+    for module in (pkg, *pkg.modules.values()):
+      for name in map(str, module.exports or ()):
+        shown = _import_the_function(module, name)
+        if not shown.docstring:
+          raise ValueError(
+            f"`{name}` must have a docstring, since it is in __all__ of"
+            f" {module.path}; write one."
+          )
+        found[shown.path] = shown
+    for shown in found.values():
       for each in _with_members(shown):
         if each.docstring:
           each.docstring.value = to_markdown(each.docstring.value)
