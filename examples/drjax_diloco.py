@@ -2,8 +2,8 @@
 
 `drjax.map_fn` trains every replica alone for 5 steps. The results are placed:
 arrays [8, ...], each part on its device. `drjax.reduce_mean` averages placed
-arrays by a dense all-reduce; a reducer that was told the mesh takes the same
-arrays, and returns their mean.
+arrays by a dense all-reduce; a reducer takes the same arrays, and returns their
+mean.
 
     python examples/drjax_diloco.py [mean | quantize | topk]
 """

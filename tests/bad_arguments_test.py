@@ -358,6 +358,17 @@ def test_arguments_of_a_loss(params, batch, options):
       lambda: edgc_jax.on_mesh(TX, mesh_of((8,)), axis_name="replica"),
       ["'replica'"],
     ),
+    (
+      lambda: edgc_jax.on_mesh(OUTER, mesh_of((8,))).init(PARAMS),
+      ["`tx`", "a reducer alone"],
+    ),
+    (
+      lambda: edgc_jax.on_mesh(
+        edgc_jax.powersgd(2, "replica"), mesh_of((8,))
+      ).init(PARAMS),
+      ["`axis_name`", "'replica'"],
+    ),
+    (lambda: edgc_jax.extend.reducer(print), ["edgc_jax.extend.Method"]),
     *(
       (lambda tx=tx: tx.init(PARAMS), ["`param_specs`", "jax.set_mesh"])
       for tx in (

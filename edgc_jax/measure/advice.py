@@ -81,8 +81,8 @@ class Candidate:
   def code(self) -> str:
     """The transformation as code, with the user's OPTIMISER.
 
-    In plain `jit` each of its functions of this package takes `mesh=`, too, and
-    the reducer the `matrix_view` that `advise` was given.
+    In plain `jit` it is for the mesh of `jax.set_mesh`; its reducer needs the
+    `matrix_view` that `advise` was given, too.
     """
     link = f"edgc_jax.{self.reducer}({_arguments(self.options)})"
     if self.every == 1:

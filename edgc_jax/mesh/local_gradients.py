@@ -43,10 +43,10 @@ def value_and_grad(
     loss, grads = edgc_jax.value_and_grad(loss_fn, mesh)(params, batch, key)
 
   but gradients are not averaged: they have a first axis of replicas, sharded
-  over `axis_name`, and go to a reducer that was told the mesh. Nothing but the
-  loss and the auxiliary outputs crosses that axis. Other axes of the mesh are
-  left to the compiler, so sharded parameters, sharding constraints over these
-  axes and scans work inside `loss_fn` as without this function. (Constraints
+  over `axis_name`, and go to a reducer. Nothing but the loss and the auxiliary
+  outputs crosses that axis. Other axes of the mesh are left to the compiler, so
+  sharded parameters, sharding constraints over these axes and scans work inside
+  `loss_fn` as without this function. (Constraints
   must be bare PartitionSpecs if the loss has a convolution or `top_k`, or an
   axis is Explicit.) The axis is bound in `loss_fn`:
   `jax.lax.pmean(x, axis_name)` averages over all replicas.

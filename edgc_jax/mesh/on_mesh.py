@@ -97,8 +97,10 @@ def on_mesh(
     return param_specs is not None and bool(order.bound_axes())
 
   def on_all(params: Any, mesh: Any, specs: Any) -> tuple[Any, Any, Any]:
-    with reducers_seen():  # warnings come once, from `init` itself
-      return bound_init(tx, params, mesh, axis_name, specs)
+    with reducers_seen() as seen:  # warnings come once, from `init` itself
+      found = bound_init(tx, params, mesh, axis_name, specs)
+    _require_reducer(found[2], seen, axis_name)
+    return found
 
   def init_fn(params: optax.Params) -> Any:
     if is_inside():
@@ -229,6 +231,28 @@ def _require_nothing_late(extra_args: dict[str, Any]) -> None:
     "use pipeline stages on a mesh whose axes are all bound, with"
     " jax.shard_map",
   )
+
+
+def _require_reducer(state: Any, seen: list, axis_name: AxisName) -> None:
+  """Raises unless a state is that of a reducer over these axes alone."""
+  validation.require(
+    isinstance(state, ReducerState),
+    "tx",
+    type(state).__name__,
+    "a reducer alone where on_mesh binds the replicas, whose state is a"
+    " ReducerState",
+    "wrap the reducer, optax.chain(on_mesh(reducer, mesh), ...), and give"
+    " wrappers such as accumulate the mesh",
+  )
+  for own in seen:
+    over = own.axes.replicas
+    validation.require(
+      set(order.names(over)) == set(order.names(axis_name)),
+      "axis_name",
+      axis_name,
+      f"{over!r}, the axis of the reducer",
+      "give both the axis of the replicas",
+    )
 
 
 def _require_replicas(mesh: Any, axis_name: AxisName) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from edgc_jax import validation
 from edgc_jax.budget.entropy_budget import EntropyState
@@ -62,7 +63,8 @@ def resize(old: Any, like: Any) -> Any:
 
   Returns:
     The state, a tree like `like`, placed as its arrays are; NumPy arrays where
-    `like` has no arrays of JAX.
+    `like` has no arrays of JAX, and for a state of pmap. It may share arrays
+    with `old` and `like`: a step that donates it deletes them.
 
   Raises:
     ValueError: if `old` lacks an array of the state, an array has another shape
@@ -76,16 +78,19 @@ def resize(old: Any, like: Any) -> Any:
   >>> resize(old, like).values
   array([0.5, 2.5])
   """
+  structure, like = jax.tree.structure(like), without_variables(like)
   arrays = by_path(_of_pmap(old) if _is_of_pmap(old) else old)
-  like = without_variables(like)
-  if not _is_of_pmap(like):
-    return placed_as(converted(arrays, like, lambda: like, "old"), like)
-  one = jax.eval_shape(_of_pmap, like)
-  found = converted(arrays, one, lambda: _of_pmap(like), "old")
-  count = next(iter(find(like, ReducerState))).count.shape[0]
-  return _on_each(
-    found, lambda x: np.asarray(x)[:, None], lambda x: np.stack([x] * count)
-  )
+  one = jax.eval_shape(_of_pmap, like) if _is_of_pmap(like) else like
+  _require_nothing_dropped(arrays, one)
+  found = converted(arrays, one, lambda: _first_of(like), "old")
+  if one is like:
+    found = placed_as(found, like)
+  else:
+    count = next(iter(find(like, ReducerState))).count.shape[0]
+    found = _on_each(
+      found, lambda x: x[:, None], lambda x: _stacked([x] * count)
+    )
+  return jax.tree.unflatten(structure, jax.tree.leaves(found))
 
 
 def by_path(tree: Any) -> dict[Path, Any]:
@@ -128,8 +133,13 @@ def placed_as(tree: Any, like: Any) -> Any:
 
   def place(x: Any, own: Any) -> Any:
     where = getattr(own, "sharding", None)
+    if order.is_key(x):
+      data = place(np.asarray(jax.random.key_data(x)), own)
+      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if where is None or isinstance(x, jax.Array):
       return x
+    if not getattr(own, "committed", True):  # a step may take it to any mesh
+      return jnp.asarray(x)
     # `device_put` would have all processes compare a host's array.
     return jax.make_array_from_callback(
       np.shape(x), where, lambda index: np.asarray(x)[index]
@@ -187,17 +197,26 @@ class _Old(NamedTuple):
       "pass the options of the run that made it, such as its method",
     )
     if order.is_key(like):
+      impl = jax.random.key_impl(jnp.zeros_like(like))
       if not order.is_key(found):
-        impl = jax.random.key_impl(jnp.zeros_like(like))
         found = jax.random.wrap_key_data(jnp.asarray(found), impl=impl)
-      return found
+      validation.require(
+        jax.random.key_impl(found) == impl,
+        self.name,
+        jax.random.key_impl(found),
+        f"one with keys of {impl} at {_shown(place)}",
+        "pass the options of the run that made it",
+      )
+    shape = tuple(jnp.shape(found))
     validation.require(
-      found.shape[skip:] == np.shape(like)[skip:],
+      shape[skip:] == tuple(jnp.shape(like))[skip:],
       self.name,
-      found.shape,
+      shape,
       f"of the global shape {np.shape(like)} at {_shown(place)}",
       "pass the state of these parameters, on as many pipeline stages",
     )
+    if order.is_key(found):
+      return found
     wanted, got = jnp.result_type(like), jnp.result_type(found)
     validation.require(
       wanted == got,
@@ -247,6 +266,7 @@ def _reducer(old: _Old, place: Path, new: ReducerState) -> ReducerState:
   If shards or the rank have changed, the allocation starts anew: ranks are
   equal until the next window, since its level is another one.
   """
+  _require_present_form(old, place)
   _warn_of_lost(old, place, new)
   stats = old.of((*place, "stats"), new.stats)
   same_shards = np.shape(stats.wire_bytes) == np.shape(new.stats.wire_bytes)
@@ -436,7 +456,8 @@ def _stats(old: Stats, new: Stats) -> Stats:
   """
   shards = np.size(new.wire_bytes)
   # Those of a mesh are equal on all shards, and may be other processes'.
-  dense_bytes = np.ravel(new.dense_bytes.addressable_shards[0].data)[0]
+  own = getattr(new.dense_bytes, "addressable_shards", None)
+  dense_bytes = np.ravel(own[0].data if own else new.dense_bytes)[0]
 
   def convert(name: str, x: Any, like: Any) -> Any:
     if x is None or like is None or name == "diverging_windows":
@@ -462,6 +483,60 @@ def _stats(old: Stats, new: Stats) -> Stats:
 def _mean(values: np.ndarray) -> Any:
   """Returns the mean of floats, and the first of integers, which are equal."""
   return values.mean() if values.dtype.kind == "f" else values[0]
+
+
+def _require_present_form(old: _Old, place: Path) -> None:
+  """Raises if residuals have no axis of replicas, as before version 7."""
+  start = (*place, "leaves")
+  validation.require(
+    not any(
+      x[: len(start)] == start and x[-1] == "residual" for x in old.arrays
+    ),
+    old.name,
+    _shown(place),
+    "a state whose residuals have a first axis of replicas, not one of an older"
+    " version of edgc_jax",
+    "finish that run with the version that began it",
+  )
+
+
+def _require_nothing_dropped(arrays: Mapping[Path, Any], like: Any) -> None:
+  """Raises if a state has arrays that another one has no place for.
+
+  Those inside of a reducer depend on its rank and on shards.
+  """
+  inside: list[Path] = []
+  leaves: set[Path] = set()
+
+  def see(path: tuple, part: Any) -> None:
+    if isinstance(part, ReducerState):
+      place = _names(path)
+      inside.append(place)
+      every = jax.tree_util.tree_leaves_with_path(
+        part.leaves, is_leaf=is_leaf_state
+      )
+      leaves.update((*place, "leaves", *_names(own)) for own, _ in every)
+
+  jax.tree_util.tree_map_with_path(
+    see, like, is_leaf=lambda x: isinstance(x, ReducerState)
+  )
+  known = set(by_path(like))
+
+  def has_place(path: Path) -> bool:
+    for place in inside:
+      if path[: len(place)] == place:
+        is_of_leaf = path[len(place)] == "leaves"
+        return not is_of_leaf or any(path[: len(x)] == x for x in leaves)
+    return path in known
+
+  dropped = [path for path in arrays if not has_place(path)]
+  validation.require(
+    not dropped,
+    "like",
+    f"nothing at {_shown(min(dropped, default=()))}",
+    f"a state with all arrays of `old` ({len(dropped)} have no place)",
+    "pass the first state of the same chain and parameters",
+  )
 
 
 def _require_nothing_in_flight(old: _Old, like: Any) -> None:
@@ -490,7 +565,37 @@ def _is_of_pmap(state: Any) -> bool:
 
 def _of_pmap(state: Any) -> Any:
   """Returns the global arrays of a state of `jax.pmap`."""
-  return _on_each(state, lambda x: x[:, 0], lambda x: x[0])
+
+  def first(x: Any) -> Any:
+    is_known = isinstance(x, np.ndarray | jax.Array) and not order.is_key(x)
+    if is_known and not isinstance(x, Tracer):
+      parts = np.asarray(x)
+      validation.require(
+        parts.tobytes() == np.repeat(parts[:1], len(parts), 0).tobytes(),
+        "old",
+        parts.shape,
+        "a state of pmap whose common arrays are equal on all replicas",
+        "copy the first replica's with follow_first_replica; states of several"
+        " seeds by vmap are converted one at a time",
+      )
+    return x[0]
+
+  return _on_each(state, lambda x: x[:, 0], first)
+
+
+def _first_of(like: Any) -> Any:
+  """Returns a first state as global arrays, or as types if it is of types."""
+  if not _is_of_pmap(like):
+    return like
+  is_type = any(
+    isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like)
+  )
+  return jax.eval_shape(_of_pmap, like) if is_type else _of_pmap(like)
+
+
+def _stacked(copies: list) -> Any:
+  """Returns equal arrays as one with a first axis."""
+  return (jnp.stack if order.is_key(copies[0]) else np.stack)(copies)
 
 
 def _on_each(

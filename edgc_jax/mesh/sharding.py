@@ -146,7 +146,7 @@ def state_axes(
 
   Args:
     tx: Any optax transformation, with reducers of this package over
-      `axis_name` that were not told a mesh.
+      `axis_name`.
     params: Parameters or their `jax.ShapeDtypeStruct`s.
     axis_name: The name of the axis that `vmap` binds.
 

@@ -116,8 +116,7 @@ def local_steps(
       up to F: a leaf is not divided. It divides `every`.
     overlap: Inner steps from the beginning of an exchange until its result is
       applied, tau: 0 to every / fragments, so that one is in flight at most.
-    mesh: The mesh of the training in plain `jax.jit`, as for the reducer.
-    param_specs: As for the reducer.
+    mesh, param_specs: As for `on_mesh`, for plain `jax.jit`.
 
   Returns:
     A gradient transformation. `update` takes local gradients, the common

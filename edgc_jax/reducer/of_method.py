@@ -35,8 +35,7 @@ def reducer(
     min_size: Leaves of fewer entries, and without a matrix, are sent dense.
     wire_dtype: Code of what the method sends as `values` without a code of its
       own, and of leaves that are sent dense, as for `powersgd`.
-    **options: `matrix_view`, `stages`, `mesh`, `param_specs`, `seed` and
-      `check_every`, as for `edgc`.
+    **options: `matrix_view`, `stages`, `seed` and `check_every`, as for `edgc`.
 
   Returns:
     A gradient transformation, from local gradients to their mean.
@@ -51,13 +50,12 @@ def reducer(
   ...   return Outcome(reply.mean, m - reply.sent)
   >>> tx = optax.chain(reducer(Method(plain_mean)), optax.sgd(0.1))
   """
-  validation.require_kind(
-    "method",
-    method,
-    Method,
-    "wrap the function, Method(rounds)",
-    optional=False,
-  )
+  if not isinstance(method, Method):
+    raise TypeError(
+      "`method` must be an edgc_jax.extend.Method, got"
+      f" {validation.shown(method)}; wrap the function of rounds,"
+      " Method(rounds)."
+    )
   validation.require_int("min_size", min_size, 1)
   code = code_of(wire_dtype)
 

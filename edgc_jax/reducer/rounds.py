@@ -33,6 +33,7 @@ from edgc_jax.state import growth
 from edgc_jax.wire import averages, order
 from edgc_jax.wire.channel import Channel
 from edgc_jax.wire.codes import Code
+from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import CountingWire, Reply, Send, Wire
 
 
@@ -277,6 +278,7 @@ def exchange(
         for leaf, method, arrays in zip(leaves, methods, operands, strict=True)
       ]
       found, norms = run(own, wire, key, norms)
+      _require_common(own, found, channel.axis_name)
       found = list(map(_with_energies, leaves, found))
       return Exchanged(found, wire.is_finite, norms)
 
@@ -544,6 +546,23 @@ def _started(own: Input, draws: Draws | None) -> Rounds:
   return rounds
 
 
+def _require_common(
+  inputs: Sequence[Input], outcomes: Sequence[Outcome], axis_name: AxisName
+) -> None:
+  """Raises if an update is a replica's own, as far as JAX tracks that."""
+  for own, outcome in zip(inputs, outcomes, strict=True):
+    varying = order.varying_axes(outcome.update)
+    validation.require(
+      not set(varying) & set(order.names(axis_name)),
+      "update",
+      f"one that varies over {varying}",
+      f"equal on all replicas, by the method {own.leaf.method.name!r} for"
+      f" {own.leaf.path or 'the root'}",
+      "compute it from replies, draws and constants alone: make zeros with"
+      " jnp.zeros(m.shape), since jnp.zeros_like(m) is this replica's own",
+    )
+
+
 def _require_outcome(leaf: Leaf, outcome: Any) -> None:
   """Raises unless a method returned what its leaf needs."""
   name = leaf.method.name
@@ -566,7 +585,7 @@ def _require_outcome(leaf: Leaf, outcome: Any) -> None:
     None,
     f"returned by the method {name!r} for {leaf.path or 'the root'}, whose leaf"
     " has one",
-    "return Outcome(update, m - sent), or give the leaf has_residual=False",
+    "return Outcome(update, m - sent), or declare feeds_back=False",
   )
   validation.require(
     not leaf.method.measures or outcome.energies is not None,
@@ -594,10 +613,17 @@ def _in_step(
 
   def advance(i: int, reply: Any) -> Send | Each | None:
     try:
-      return rounds[i].send(reply)
+      sent = rounds[i].send(reply)
     except StopIteration as done:
       outcomes[i] = done.value
       return None
+    if not isinstance(sent, Send | Each | None):
+      raise TypeError(
+        f"`rounds` of the method {leaves[i].method.name!r} must yield a `Send`,"
+        f" an `Each` or None, got {type(sent).__name__}; wrap arrays,"
+        " `yield Send(values)`."
+      )
+    return sent
 
   while len(outcomes) < len(rounds) or norms is not None:
     sends: list[Any] = [

@@ -99,8 +99,7 @@ def accumulate(
     tx: The chain to wrap, reducer first.
     every: Calls per update, at least 1.
     axis_name: The axis of the replicas, for plain `jax.jit`.
-    mesh: As for the reducer.
-    param_specs: As for the reducer.
+    mesh, param_specs: As for `on_mesh`.
 
   Returns:
     A gradient transformation.

@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import float32
 from helpers.meshes import ShardMap, find, first_replica, gradients_like
@@ -116,3 +117,66 @@ def test_marks_every_reducer_and_nothing_else():
   # Without a budget there is nothing to mark.
   state = float32.powersgd(4).init(PARAMS)
   assert edgc_jax.restart_reference(state).budget is state.budget
+
+
+def test_nothing_of_a_state_is_dropped():
+  reducer, params = float32.powersgd(4, min_ratio=0), {"w": np.ones((8, 8))}
+  params["v"] = params["w"]
+  state = optax.chain(reducer, optax.adam(0.1)).init(params)
+  for tx, own, place in (
+    (optax.chain(reducer, optax.sgd(0.1)), params, "1.0.count"),
+    (optax.chain(reducer, optax.adam(0.1)), {"w": params["w"]}, "v"),
+  ):
+    with pytest.raises(ValueError, match=f"`like` must be .* at .*{place}"):
+      edgc_jax.resize(state, tx.init(own))
+
+
+def test_a_state_of_an_older_version_is_refused():
+  like = float32.powersgd(2, min_ratio=0).init({"w": np.ones((8, 8))})
+  kernel = like.leaves["w"]
+  old = kernel._replace(residual=kernel.residual.values[0])
+  with pytest.raises(ValueError, match=r"`old` must be .* an older version"):
+    edgc_jax.resize(like._replace(leaves={"w": old}), like)
+
+
+def test_keys_follow_the_replicas():
+  """Of a chain, and in the inner state of each replica; under pmap, too."""
+  noise = optax.add_noise(0.1, 0.5, jax.random.key(3))
+  tx = edgc_jax.local_steps(noise, optax.chain(edgc_jax.allreduce(), noise), 2)
+  params, states = {"w": jnp.ones((4, 4))}, {}
+  for count in (4, 2):
+    init = jax.pmap(
+      lambda _: tx.init(params), "data", devices=jax.devices()[:count]
+    )
+    states[count] = init(jnp.arange(count))
+  found = edgc_jax.resize(states[4], states[2])
+  chex.assert_trees_all_equal_shapes(found, states[2])
+  for a, b in zip(*map(jax.tree.leaves, (found, states[2])), strict=True):
+    assert a.dtype == b.dtype
+  other = {"k": jax.random.key(0, impl="rbg")}
+  with pytest.raises(ValueError, match="`old` must be one with keys of"):
+    edgc_jax.resize(other, {"k": jax.random.key(0)})
+
+
+def test_states_of_several_seeds_are_not_those_of_pmap():
+  tx = optax.chain(float32.powersgd(2, min_ratio=0), optax.trace(0.9))
+  seeds = {"w": jnp.arange(3.0)[:, None, None] * jnp.ones((3, 8, 8))}
+  state = jax.vmap(tx.init)(seeds)
+  state = (state[0], state[1]._replace(trace=seeds))
+  with pytest.raises(ValueError, match="`old` must be a state of pmap whose"):
+    edgc_jax.resize(state, state)
+
+
+def test_a_state_that_was_made_eagerly_goes_to_any_mesh():
+  """As the optimiser of Flax NNX makes it; of another rank, and of NumPy."""
+  params = {"w": jnp.ones((8, 8))}
+  chains = [
+    optax.chain(float32.powersgd(rank, min_ratio=0), optax.adam(0.1))
+    for rank in (2, 4)
+  ]
+  old, like = (tx.init(params) for tx in chains)
+  old = optax.tree.set(old, count=jnp.int32(1))
+  found = edgc_jax.resize(old, like)
+  assert not any(x.committed for x in jax.tree.leaves(found))
+  found = edgc_jax.resize(old, jax.device_get(like))
+  chex.assert_trees_all_equal_shapes(found, like)

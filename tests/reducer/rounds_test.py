@@ -13,6 +13,7 @@ from helpers.meshes import (
   AXIS,
   BACKENDS,
   Pmap,
+  ShardMap,
   assert_replicas_equal,
   factors,
   gradients_like,
@@ -21,6 +22,7 @@ from helpers.meshes import (
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
+from edgc_jax import extend
 from edgc_jax.budget.fixed_budget import FixedBudget
 from edgc_jax.leaves.leaf import LeafState, leaves_in
 from edgc_jax.measure import hlo
@@ -395,3 +397,24 @@ def test_the_error_of_each_leaf_is_its_own():
   assert errors["z"][0] < 1e-3
   assert len(errors["c"]) == 2
   assert min(*errors["c"], *errors["a/deep/0"]) > 0.3
+
+
+def test_an_update_of_its_own_is_refused():
+  """JAX's types tell under `shard_map`, where zeros like M are a replica's."""
+
+  def scattered(leaf, gradient, state, ranks, draws):
+    m = added(gradient, state.residual)
+    reply = yield Send(m[:1])
+    return Outcome(jnp.zeros_like(m).at[:1].set(reply.mean), m)
+
+  def bare(leaf, gradient, state, ranks, draws):
+    yield gradient
+
+  params = {"w": jnp.zeros((40, 60))}
+  for method, message in (
+    (scattered, "`update` must be equal on all replicas, .*'w'"),
+    (bare, "`rounds` of the method .* must yield a `Send`"),
+  ):
+    tx = extend.reducer(Method(method), AXIS)
+    with pytest.raises((TypeError, ValueError), match=message):
+      ShardMap(tx, params).step(gradients_like(params, 0))
