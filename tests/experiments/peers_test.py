@@ -62,7 +62,7 @@ def bytes_of(tx):
 
 
 def residual_of(state):
-  return np.asarray(state.leaves["w"].residual.values)
+  return np.asarray(state.leaves["w"].residual.values)[:, 0]
 
 
 def two_magnitudes(values):
