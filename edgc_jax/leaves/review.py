@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from edgc_jax import validation
 from edgc_jax.leaves.leaf import Leaf
-from edgc_jax.wire.order import Axes
+from edgc_jax.wire.order import Axes, AxisName, names
 
 
 class Reviewed(NamedTuple):
@@ -50,6 +50,21 @@ def reducers_seen() -> Generator[list[Reviewed]]:
     yield seen
   finally:
     _seen.reset(token)
+
+
+def require_over(
+  seen: Sequence[Reviewed], axis_name: AxisName, reducer: str
+) -> None:
+  """Raises unless all reducers in a wrapper are over its axis of replicas."""
+  for own in seen:
+    over = own.axes.replicas
+    validation.require(
+      set(names(over)) == set(names(axis_name)),
+      "axis_name",
+      axis_name,
+      f"{over!r}, the axis of {reducer}",
+      "give both the axis of the replicas",
+    )
 
 
 def _warn_if_nothing_saves(reviewed: Reviewed, min_ratio: float) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from edgc_jax.budget.entropy_budget import EntropyState, restarted
-from edgc_jax.state.state import PerReplica, ReducerState
+from edgc_jax.state.state import PerReplica, ReducerState, is_per_replica
 from edgc_jax.wire import collectives
 from edgc_jax.wire.order import AxisName
 
@@ -40,23 +40,20 @@ def follow_first_replica(tree: Any, axis_name: AxisName = "data") -> Any:
   kinds = (ReducerState, PerReplica)
 
   def follow(part: Any) -> Any:
-    if isinstance(part, PerReplica):
+    if is_per_replica(part):
       return part
     if not isinstance(part, ReducerState):
       return collectives.from_first(part, axis_name)
-    parts, structure = jax.tree.flatten(part, is_leaf=_is_local)
+    parts, structure = jax.tree.flatten(part, is_leaf=is_per_replica)
     # None keeps what is local out of the copy.
     common = collectives.from_first(
-      [None if _is_local(x) else x for x in parts], axis_name
+      [None if is_per_replica(x) else x for x in parts], axis_name
     )
-    own = [x if _is_local(x) else y for x, y in zip(parts, common, strict=True)]
-    return jax.tree.unflatten(structure, own)
+    pairs = zip(parts, common, strict=True)
+    kept = [own if is_per_replica(own) else x for own, x in pairs]
+    return jax.tree.unflatten(structure, kept)
 
   return jax.tree.map(follow, tree, is_leaf=lambda x: isinstance(x, kinds))
-
-
-def _is_local(x: Any) -> bool:
-  return isinstance(x, PerReplica)
 
 
 def restart_reference(opt_state: Any) -> Any:

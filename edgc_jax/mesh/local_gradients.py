@@ -19,7 +19,7 @@ from jax.sharding import (
 from edgc_jax import validation
 from edgc_jax.mesh.nnx_module import is_module, update_module, without_module
 from edgc_jax.mesh.on_replicas import on_replicas
-from edgc_jax.mesh.sharding import axes_of, num_replicas
+from edgc_jax.mesh.sharding import axes_of, given_or_set, num_replicas
 from edgc_jax.wire import collectives, order
 from edgc_jax.wire.order import AxisName, names
 
@@ -113,7 +113,7 @@ def value_and_grad(
     is_each = isinstance(in_axes, tuple | list)
     own = _LocalGradients(
       loss_fn,
-      _ambient_mesh() if mesh is None else mesh,
+      given_or_set(mesh, jax.sharding.get_abstract_mesh),
       axis_name,
       has_aux,
       tuple(in_axes) if is_each else (in_axes,) * len(args),
@@ -339,19 +339,6 @@ def _warn_outside_of_jit(result: Any) -> None:
       "`value_and_grad` was called outside of jax.jit, where each call"
       " compiles its program again; call it in a jitted step."
     )
-
-
-def _ambient_mesh() -> AbstractMesh:
-  """Returns the mesh of `jax.set_mesh`."""
-  mesh = jax.sharding.get_abstract_mesh()
-  validation.require(
-    bool(mesh.axis_names),
-    "mesh",
-    None,
-    "given, or set before",
-    "pass it, or call jax.set_mesh(mesh)",
-  )
-  return mesh
 
 
 def _require_own(params: Any, replicas: int) -> None:

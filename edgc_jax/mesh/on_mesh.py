@@ -15,7 +15,7 @@ from edgc_jax.leaves.leaf import (
   leaves_in,
   masked_paths,
 )
-from edgc_jax.leaves.review import reducers_seen
+from edgc_jax.leaves.review import reducers_seen, require_over
 from edgc_jax.mesh.sharding import (
   axes_of,
   bound_init,
@@ -99,7 +99,8 @@ def on_mesh(
   def on_all(params: Any, mesh: Any, specs: Any) -> tuple[Any, Any, Any]:
     with reducers_seen() as seen:  # warnings come once, from `init` itself
       found = bound_init(tx, params, mesh, axis_name, specs)
-    _require_reducer(found[2], seen, axis_name)
+    _require_reducer(found[2])
+    require_over(seen, axis_name, "the reducer")
     return found
 
   def init_fn(params: optax.Params) -> Any:
@@ -233,8 +234,8 @@ def _require_nothing_late(extra_args: dict[str, Any]) -> None:
   )
 
 
-def _require_reducer(state: Any, seen: list, axis_name: AxisName) -> None:
-  """Raises unless a state is that of a reducer over these axes alone."""
+def _require_reducer(state: Any) -> None:
+  """Raises unless a state is that of a reducer alone."""
   validation.require(
     isinstance(state, ReducerState),
     "tx",
@@ -244,15 +245,6 @@ def _require_reducer(state: Any, seen: list, axis_name: AxisName) -> None:
     "wrap the reducer, optax.chain(on_mesh(reducer, mesh), ...), and give"
     " wrappers such as accumulate the mesh",
   )
-  for own in seen:
-    over = own.axes.replicas
-    validation.require(
-      set(order.names(over)) == set(order.names(axis_name)),
-      "axis_name",
-      axis_name,
-      f"{over!r}, the axis of the reducer",
-      "give both the axis of the replicas",
-    )
 
 
 def _require_replicas(mesh: Any, axis_name: AxisName) -> None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from edgc_jax import validation
 from edgc_jax.budget.entropy_budget import EntropyState
@@ -23,6 +22,7 @@ from edgc_jax.state.state import (
   PerReplica,
   ReducerState,
   Stats,
+  is_per_replica,
 )
 from edgc_jax.wire import order
 
@@ -79,11 +79,21 @@ def resize(old: Any, like: Any) -> Any:
   array([0.5, 2.5])
   """
   structure, like = jax.tree.structure(like), without_variables(like)
-  arrays = by_path(_of_pmap(old) if _is_of_pmap(old) else old)
-  one = jax.eval_shape(_of_pmap, like) if _is_of_pmap(like) else like
+  if _is_of_pmap(old):
+    _require_one_run(old)
+    old = _of_pmap(old)
+  arrays = by_path(old)
+  is_pmap = _is_of_pmap(like)
+  one = jax.eval_shape(_of_pmap, like) if is_pmap else like
   _require_nothing_dropped(arrays, one)
-  found = converted(arrays, one, lambda: _first_of(like), "old")
-  if one is like:
+
+  def fresh() -> Any:
+    leaves = jax.tree.leaves(like)
+    is_type = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+    return _of_pmap(like) if is_pmap and not is_type else one
+
+  found = converted(arrays, one, fresh, "old")
+  if not is_pmap:
     found = placed_as(found, like)
   else:
     count = next(iter(find(like, ReducerState))).count.shape[0]
@@ -97,6 +107,12 @@ def by_path(tree: Any) -> dict[Path, Any]:
   """Returns the arrays of a state, or of what is stored of it, by path."""
   found = jax.tree_util.tree_leaves_with_path(without_variables(tree))
   return {_names(path): x for path, x in found}
+
+
+def _below(arrays: Mapping[Path, Any], place: Path) -> dict[Path, Any]:
+  """Returns the arrays below a place, by their paths from there."""
+  size = len(place)
+  return {p[size:]: x for p, x in arrays.items() if p[:size] == place}
 
 
 def converted(
@@ -270,7 +286,7 @@ def _reducer(old: _Old, place: Path, new: ReducerState) -> ReducerState:
   _warn_of_lost(old, place, new)
   stats = old.of((*place, "stats"), new.stats)
   same_shards = np.shape(stats.wire_bytes) == np.shape(new.stats.wire_bytes)
-  is_other = _facts(old, place) != _facts(_Old(by_path(new), "", dict), ())
+  is_other = _facts(_below(old.arrays, place)) != _facts(by_path(new))
   validation.require(
     not (same_shards and is_other),
     old.name,
@@ -320,10 +336,10 @@ def _whole(old: _Old, place: Path, new: Any) -> Any:
 
   def take(path: tuple, own: Any) -> Any:
     where = place + _names(path)
-    is_local = isinstance(own, PerReplica)
+    is_local = is_per_replica(own)
     return (old.of_replicas if is_local else old.required)(where, own)
 
-  return jax.tree_util.tree_map_with_path(take, new, is_leaf=_is_local)
+  return jax.tree_util.tree_map_with_path(take, new, is_leaf=is_per_replica)
 
 
 def _fits(old: _Old, place: Path, new: ReducerState) -> bool:
@@ -342,32 +358,27 @@ def _fits(old: _Old, place: Path, new: ReducerState) -> bool:
 
   return all(
     jax.tree.leaves(
-      jax.tree_util.tree_map_with_path(fits, new, is_leaf=_is_local)
+      jax.tree_util.tree_map_with_path(fits, new, is_leaf=is_per_replica)
     )
   )
 
 
-def _facts(old: _Old, place: Path) -> list[bool]:
-  """Returns what tells a method from others: which arrays it keeps."""
-  own = [x[len(place) :] for x in old.arrays if x[: len(place)] == place]
-  of_leaves = {name for path in own if path[0] == "leaves" for name in path}
+def _facts(arrays: Mapping[Path, Any]) -> list[bool]:
+  """Returns what tells a method from others: which arrays its state has."""
+  of_leaves = {name for path in _below(arrays, ("leaves",)) for name in path}
   return [
     *(name in of_leaves for name in ("factor_q", "residual")),
-    *(("stats", x) in own for x in ("entropy", "relative_error")),
+    *(("stats", x) in arrays for x in ("entropy", "relative_error")),
   ]
 
 
 def _warn_of_lost(old: _Old, place: Path, new: ReducerState) -> None:
   """Warns if leaves have a residual now, and none any more."""
-  start = (*place, "leaves")
-  kept = {(*start, *path) for path in by_path(new.leaves)}
+  kept = by_path(new.leaves)
   lost = [
-    path[len(start) : -2]
-    for path, x in old.arrays.items()
-    if path[: len(start)] == start
-    and path[-2:] == ("residual", "values")
-    and path not in kept
-    and np.any(x)
+    path[:-2]
+    for path, x in _below(old.arrays, (*place, "leaves")).items()
+    if path[-2:] == ("residual", "values") and path not in kept and np.any(x)
   ]
   if lost:
     validation.warn(
@@ -409,15 +420,15 @@ def _matrices(
 ) -> tuple[Matrices, Matrices]:
   """Returns the matrices that the budget sees, by leaf: old ones, new ones."""
 
-  def of(arrays: Mapping[Path, Any], start: Path) -> dict[Path, tuple]:
+  def of(arrays: Mapping[Path, Any]) -> dict[Path, tuple]:
     return {
-      path[len(start) : -2]: (1, *np.shape(x))[-2:]
+      path[:-2]: (1, *np.shape(x))[-2:]
       for path, x in arrays.items()
-      if path[: len(start)] == start and path[-2:] == ("stats", "entropy")
+      if path[-2:] == ("stats", "entropy")
     }
 
-  olds = of(old.arrays, (*place, "leaves"))
-  news = of(by_path(new.leaves), ())
+  olds = of(_below(old.arrays, (*place, "leaves")))
+  news = of(by_path(new.leaves))
   # What is stored has no order.
   every = jax.tree_util.tree_leaves_with_path(new.leaves, is_leaf=is_leaf_state)
   in_order = [path for x, _ in every if (path := _names(x)) in olds]
@@ -487,11 +498,9 @@ def _mean(values: np.ndarray) -> Any:
 
 def _require_present_form(old: _Old, place: Path) -> None:
   """Raises if residuals have no axis of replicas, as before version 7."""
-  start = (*place, "leaves")
+  leaves = _below(old.arrays, (*place, "leaves"))
   validation.require(
-    not any(
-      x[: len(start)] == start and x[-1] == "residual" for x in old.arrays
-    ),
+    not any(path[-1] == "residual" for path in leaves),
     old.name,
     _shown(place),
     "a state whose residuals have a first axis of replicas, not one of an older"
@@ -505,31 +514,20 @@ def _require_nothing_dropped(arrays: Mapping[Path, Any], like: Any) -> None:
 
   Those inside of a reducer depend on its rank and on shards.
   """
-  inside: list[Path] = []
-  leaves: set[Path] = set()
-
-  def see(path: tuple, part: Any) -> None:
+  dropped = set(arrays) - set(by_path(like))
+  reducers = jax.tree_util.tree_leaves_with_path(
+    like, is_leaf=lambda x: isinstance(x, ReducerState)
+  )
+  for path, part in reducers:
     if isinstance(part, ReducerState):
-      place = _names(path)
-      inside.append(place)
-      every = jax.tree_util.tree_leaves_with_path(
+      leaves = jax.tree_util.tree_leaves_with_path(
         part.leaves, is_leaf=is_leaf_state
       )
-      leaves.update((*place, "leaves", *_names(own)) for own, _ in every)
-
-  jax.tree_util.tree_map_with_path(
-    see, like, is_leaf=lambda x: isinstance(x, ReducerState)
-  )
-  known = set(by_path(like))
-
-  def has_place(path: Path) -> bool:
-    for place in inside:
-      if path[: len(place)] == place:
-        is_of_leaf = path[len(place)] == "leaves"
-        return not is_of_leaf or any(path[: len(x)] == x for x in leaves)
-    return path in known
-
-  dropped = [path for path in arrays if not has_place(path)]
+      places = [("leaves", *_names(own)) for own, _ in leaves]
+      places += [(name,) for name in part._fields if name != "leaves"]
+      for place in places:
+        start = (*_names(path), *place)
+        dropped -= {x for x in dropped if x[: len(start)] == start}
   validation.require(
     not dropped,
     "like",
@@ -544,9 +542,8 @@ def _require_nothing_in_flight(old: _Old, like: Any) -> None:
 
   def check(path: tuple, part: Any) -> None:
     if isinstance(part, LocalStepsState) and not jax.tree.leaves(part.sent):
-      sent = (*_names(path), "sent")
       validation.require(
-        not any(x[: len(sent)] == sent for x in old.arrays),
+        not _below(old.arrays, (*_names(path), "sent")),
         old.name,
         "one of local steps with an overlap",
         "the state of overlap=0, as the transformation has",
@@ -565,32 +562,26 @@ def _is_of_pmap(state: Any) -> bool:
 
 def _of_pmap(state: Any) -> Any:
   """Returns the global arrays of a state of `jax.pmap`."""
-
-  def first(x: Any) -> Any:
-    is_known = isinstance(x, np.ndarray | jax.Array) and not order.is_key(x)
-    if is_known and not isinstance(x, Tracer):
-      parts = np.asarray(x)
-      validation.require(
-        parts.tobytes() == np.repeat(parts[:1], len(parts), 0).tobytes(),
-        "old",
-        parts.shape,
-        "a state of pmap whose common arrays are equal on all replicas",
-        "copy the first replica's with follow_first_replica; states of several"
-        " seeds by vmap are converted one at a time",
-      )
-    return x[0]
-
-  return _on_each(state, lambda x: x[:, 0], first)
+  return _on_each(state, lambda x: x[:, 0], lambda x: x[0])
 
 
-def _first_of(like: Any) -> Any:
-  """Returns a first state as global arrays, or as types if it is of types."""
-  if not _is_of_pmap(like):
-    return like
-  is_type = any(
-    isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like)
-  )
-  return jax.eval_shape(_of_pmap, like) if is_type else _of_pmap(like)
+def _require_one_run(old: Any) -> None:
+  """Raises unless what replicas of `jax.pmap` have in common is equal."""
+
+  def check(x: Any) -> None:
+    if order.is_key(x):
+      return
+    parts = np.asarray(x)
+    validation.require(
+      parts.tobytes() == np.repeat(parts[:1], len(parts), 0).tobytes(),
+      "old",
+      parts.shape,
+      "a state of pmap whose common arrays are equal on all replicas",
+      "copy the first replica's with follow_first_replica; states of several"
+      " seeds by vmap are converted one at a time",
+    )
+
+  _on_each(old, lambda x: None, check)
 
 
 def _stacked(copies: list) -> Any:
@@ -603,14 +594,10 @@ def _on_each(
 ) -> Any:
   """Applies a function to what differs by replica, and one to all else."""
   return jax.tree.map(
-    lambda x: jax.tree.map(local if _is_local(x) else common, x),
+    lambda x: jax.tree.map(local if is_per_replica(x) else common, x),
     tree,
-    is_leaf=_is_local,
+    is_leaf=is_per_replica,
   )
-
-
-def _is_local(x: Any) -> bool:
-  return isinstance(x, PerReplica)
 
 
 def _names(path: tuple) -> Path:

@@ -14,7 +14,7 @@ from edgc_jax import validation
 from edgc_jax.leaves.leaf import arrays_of
 from edgc_jax.leaves.review import reducers_seen
 from edgc_jax.mesh.resizing import by_path, converted, placed_as
-from edgc_jax.mesh.sharding import bound_init, types_on
+from edgc_jax.mesh.sharding import bound_init, given_or_set, types_on
 from edgc_jax.wire.order import AxisName
 
 
@@ -59,14 +59,8 @@ def restore(
   Warns:
     RuntimeWarning: as `resize`.
   """
-  params, mesh = arrays_of(params), mesh or jax.sharding.get_mesh()
-  validation.require(
-    getattr(mesh, "axis_names", None) != (),
-    "mesh",
-    None,
-    "given, or set before",
-    "pass it, or call jax.set_mesh(mesh)",
-  )
+  params = arrays_of(params)
+  mesh = given_or_set(mesh, jax.sharding.get_mesh)
   with reducers_seen():
     init, specs, of_state = bound_init(
       tx, params, mesh, axis_name, param_specs, stage_axis

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import (
   AbstractMesh,
@@ -236,18 +235,27 @@ def bound_init(
   return init, own, of_state
 
 
-def placed(tree: Any, mesh: Mesh, specs: Any) -> Any:
-  """Places arrays of the host on a mesh; arrays of JAX stay as they are."""
+def given_or_set(mesh: Any, ambient: Callable[[], Any]) -> Any:
+  """Returns a mesh, or if it is None the one of `jax.set_mesh`.
 
-  def place(x: Any, spec: PartitionSpec) -> jax.Array:
-    if isinstance(x, jax.Array):
-      return x
-    # `device_put` would have all processes compare a host's array.
-    return jax.make_array_from_callback(
-      np.shape(x), NamedSharding(mesh, spec), lambda index: np.asarray(x)[index]
-    )
+  Args:
+    mesh: The mesh.
+    ambient: Returns the one that is set, as JAX's devices or abstract.
 
-  return jax.tree.map(place, tree, specs)
+  Raises:
+    ValueError: if none is given or set.
+  """
+  if mesh is not None:
+    return mesh
+  found = ambient()
+  validation.require(
+    bool(found.axis_names),
+    "mesh",
+    None,
+    "given, or set before",
+    "pass it, or call jax.set_mesh(mesh)",
+  )
+  return found
 
 
 def mesh_here(mesh: Any, axis_name: AxisName, param_specs: Any = None) -> Any:

@@ -22,7 +22,7 @@ from edgc_jax.leaves.leaf import (
   leaves_in,
   masked_paths,
 )
-from edgc_jax.leaves.review import reducers_seen
+from edgc_jax.leaves.review import reducers_seen, require_over
 from edgc_jax.mesh.sharding import (
   mesh_here,
   require_mesh,
@@ -210,15 +210,7 @@ class LocalSteps:
       outer_state = tuple(self.outer.init(own) for own in fragments)
     for own in outer_state:
       _require_reducer_first(own)
-    for found in reducers:
-      over = found.axes.replicas
-      validation.require(
-        set(order.names(over)) == set(order.names(self.axis_name)),
-        "axis_name",
-        self.axis_name,
-        f"{over!r}, the axis of the reducer in `outer`",
-        "give both the axis of the replicas",
-      )
+    require_over(reducers, self.axis_name, "the reducer in `outer`")
     # Reviews all leaves once, not those of a fragment; as a new function,
     # because JAX does not trace one a second time.
     jax.eval_shape(lambda p: self.outer.init(p), params)

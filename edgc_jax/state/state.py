@@ -79,6 +79,11 @@ class PerReplica(NamedTuple):
   values: Any
 
 
+def is_per_replica(x: Any) -> bool:
+  """Returns whether this differs by replica, for `jax.tree.map`."""
+  return isinstance(x, PerReplica)
+
+
 class AccumulateState(NamedTuple):
   """State of `edgc_jax.accumulate`."""
 

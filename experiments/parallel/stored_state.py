@@ -16,7 +16,8 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import edgc_jax
-from edgc_jax.mesh.sharding import bound_init, placed
+from edgc_jax.mesh.resizing import placed_as
+from edgc_jax.mesh.sharding import bound_init, types_on
 from experiments.parallel.meshes import DATA
 from experiments.tasks.base import Layout
 
@@ -103,7 +104,7 @@ class StoredForm:
   def _placed(self, tree: Any, specs: Any) -> Any:
     if isinstance(self.mesh, AbstractMesh):
       return jax.device_put(tree)
-    return placed(tree, self.mesh, specs)
+    return placed_as(tree, types_on(self.mesh, tree, specs))
 
   @property
   def _replicas(self) -> int:
