@@ -74,7 +74,6 @@ def base(reducer: str) -> ConfigDict:
         "every": 0,  # steps between exchanges; 0: gradients, at each step
         "lr": 1.0,  # of the outer SGD; 1 without momentum averages
         "momentum": 0.0,  # of the outer SGD, Nesterov's
-        "fragments": 1,  # parts of the leaves, exchanged in turn
         "overlap": 0,  # steps after which the result of an exchange is applied
         # A baseline: gradients are exchanged at each step, and the outer step
         # sends nothing.

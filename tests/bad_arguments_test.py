@@ -62,7 +62,7 @@ OPTIONS = {
     edgc.max_rank_step edgc.sampling powersgd.window topk.chunk topk.min_size
     randomk.min_size quantize.block quantize.min_size Sampling.bins
     clip_by_global_norm.max_norm accumulate.every skip_nonfinite.max_consecutive
-    local_steps.every local_steps.fragments split_local_steps.overlap
+    local_steps.every split_local_steps.overlap
     split_local_steps.every describe.replicas wire_bytes.replicas
     advise.replicas advise.most_steps advise.shards measure_link.repeats
     measure_compression.repeats measure_backward.repeats
@@ -123,7 +123,7 @@ FURTHER = {
   "accumulate.param_specs": (3,), "local_steps.param_specs": (3,),
   "on_mesh.param_specs": (3, {"w": "x"}), "on_mesh.axis_name": ("",),
   "on_mesh.mesh": ("data",),
-  "local_steps.fragments": (3,), "local_steps.overlap": (5,),
+  "local_steps.overlap": (5,),
   "split_local_steps.overlap": (5,),
   "describe.tx": (SGD,), "describe.params": ({"w": None},),
   "advise.replicas": (1,),

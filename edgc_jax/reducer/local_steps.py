@@ -4,8 +4,6 @@
 """
 
 import dataclasses
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -43,7 +41,6 @@ def local_steps(
   every: int,
   axis_name: AxisName = "data",
   *,
-  fragments: int = 1,
   overlap: int = 0,
   mesh: Mesh | None = None,
   param_specs: Any = None,
@@ -85,7 +82,7 @@ def local_steps(
   round in which a difference is not finite is skipped by the reducer, and all
   replicas start again from the common parameters.
 
-  A reducer in `outer` counts exchanges of one fragment, not steps: divide its
+  A reducer in `outer` counts exchanges, not steps: divide its
   `total_steps`, `window`, `check_every` and the steps of schedules by `every`.
 
   With `overlap`, tau, an exchange may take tau steps. It begins at the end of a
@@ -100,9 +97,9 @@ def local_steps(
   if the backend has asynchronous collectives. CPUs have none;
   `split_local_steps` takes the same steps with two programs.
 
-  Wire: 0 bytes in most steps; at an exchange, what the reducer sends, of the
-  leaves of one fragment. Memory: an inner state and one float32 copy of the
-  parameters for each replica; with `overlap` two copies.
+  Wire: 0 bytes in most steps; at an exchange, what the reducer sends. Memory:
+  an inner state and one float32 copy of the parameters for each replica; with
+  `overlap` two copies.
 
   Args:
     inner: The optimiser of a replica, with its learning rate and the clipping
@@ -111,11 +108,8 @@ def local_steps(
       in an outer rule.
     every: Inner steps of a round, H.
     axis_name: The axis of the replicas, or a tuple of axes.
-    fragments: Parts of about equal size into which leaves are divided, F. One
-      part is exchanged every H / F steps, so the most bytes of a step fall by
-      up to F: a leaf is not divided. It divides `every`.
     overlap: Inner steps from the beginning of an exchange until its result is
-      applied, tau: 0 to every / fragments, so that one is in flight at most.
+      applied, tau: 0 to `every`, so that one is in flight at most.
     mesh, param_specs: As for `on_mesh`, for plain `jax.jit`.
 
   Returns:
@@ -131,17 +125,15 @@ def local_steps(
       `update`, without parameters.
 
   References:
-    DiLoCo, Douillard et al. 2023, arXiv:2311.08105; fragments, Streaming
-    DiLoCo, Douillard et al. 2025, arXiv:2501.18512. Departures: fragments are
-    leaves, not layers; after an overlap the own parameters are the common ones
-    and the moves made meanwhile, without mixing.
+    DiLoCo, Douillard et al. 2023, arXiv:2311.08105; overlap, Streaming DiLoCo,
+    Douillard et al. 2025, arXiv:2501.18512. Departures: all leaves are
+    exchanged at once, and not by fragment; after an overlap the own parameters
+    are the common ones and the moves made meanwhile, without mixing.
 
   >>> outer = optax.chain(optax.sgd(1.0))  # after a reducer
   >>> tx = local_steps(optax.adam(1e-3), outer, every=10)
   """
-  steps = LocalSteps(
-    inner, outer, every, axis_name, fragments, overlap, mesh, param_specs
-  )
+  steps = LocalSteps(inner, outer, every, axis_name, overlap, mesh, param_specs)
   return transformation(steps.init, steps.update)
 
 
@@ -153,7 +145,6 @@ class LocalSteps:
   outer: optax.GradientTransformation
   every: int
   axis_name: AxisName
-  fragments: int
   overlap: int
   mesh: Mesh | None
   param_specs: Any = None
@@ -162,34 +153,16 @@ class LocalSteps:
     validation.require_transformation("inner", self.inner)
     validation.require_transformation("outer", self.outer)
     validation.require_int("every", self.every, 1)
-    validation.require_int("fragments", self.fragments, 1)
     validation.require_int("overlap", self.overlap, 0)
     order.require_names("axis_name", self.axis_name)
     validation.require(
-      self.every % self.fragments == 0,
-      "fragments",
-      self.fragments,
-      f"a divisor of every={self.every}",
-      "choose one",
-    )
-    validation.require(
-      self.overlap <= self.period,
+      self.overlap <= self.every,
       "overlap",
       self.overlap,
-      f"at most {self.period}, every / fragments, since the next exchange"
-      " begins then",
+      f"at most every={self.every}, since the next exchange begins then",
       "choose fewer steps",
     )
     require_mesh(self.mesh, self.axis_name, self.param_specs)
-
-  @property
-  def period(self) -> int:
-    """Inner steps from one exchange to the next."""
-    return self.every // self.fragments
-
-  def fragment(self, begun: Any) -> Any:
-    """Returns the fragment whose exchange begins at the end of a step."""
-    return (begun // self.period - 1) % self.fragments
 
   def is_stacked(self) -> bool:
     """Whether arrays have an axis of all replicas, in plain `jax.jit`."""
@@ -204,20 +177,17 @@ class LocalSteps:
     _require_no_reducer(jax.eval_shape(self.inner.init, params))
     start = self._start_all if self.is_stacked() else self._start
     skipped, offset, sent, inner_state = start(params)
-    params = wide(params)
-    fragments = fragments_of(params, self.fragments)
     with reducers_seen() as reducers:
-      outer_state = tuple(self.outer.init(own) for own in fragments)
-    for own in outer_state:
-      _require_reducer_first(own)
+      outer_state = self.outer.init(wide(params))
+    _require_reducer_first(outer_state)
     require_over(reducers, self.axis_name, "the reducer in `outer`")
-    # Reviews all leaves once, not those of a fragment; as a new function,
-    # because JAX does not trace one a second time.
-    jax.eval_shape(lambda p: self.outer.init(p), params)
+    # Reviews the leaves; as a new function, because JAX does not trace one a
+    # second time.
+    jax.eval_shape(lambda p: self.outer.init(p), wide(params))
     return LocalStepsState(
       jnp.zeros((), jnp.int32),
       jnp.array(self.every, jnp.int32),
-      jnp.array(-1, jnp.int32),
+      jnp.array(False),
       *map(PerReplica, (skipped, offset, sent, inner_state)),
       outer_state,
     )
@@ -241,16 +211,16 @@ class LocalSteps:
     if self.overlap:  # on CPUs, where nothing overlaps, collectives keep order
       wait = jax.vmap(order.after_all) if self.is_stacked() else order.in_turn
       moved = wait(state.sent.values, offset)
-    begun = new.step - self.overlap
-    exchanged = self._due(begun)
-    found, outer_state = self._exchange_one(
+    exchanged = self._ends_round(new.step - self.overlap)
+    found, outer_state = self._exchange_if(
       exchanged, moved, params, state.outer_state, extra_args
     )
-    left = _replaced(moved, exchanged, self.fragments)  # 0 where exchanged
+    left = _zeros_if(exchanged, moved)
     if self.overlap:
-      begins = self._due(new.step)
-      sent = _replaced(left, begins, self.fragments, offset)  # s_i <- d_i
-      offset = _replaced(offset, begins, self.fragments)  # d_i <- 0
+      begins = self._ends_round(new.step)
+      # s_i <- d_i,  d_i <- 0
+      sent = jax.tree.map(lambda d, s: jnp.where(begins, d, s), offset, left)
+      offset = _zeros_if(begins, offset)
     else:
       offset, sent = left, ()
     return found, new._replace(
@@ -308,7 +278,7 @@ class LocalSteps:
     return jax.tree.map(jnp.zeros_like, arrays_of(params)), state._replace(
       step=state.step + 1,
       every=jnp.full_like(state.every, self.every),  # of this run
-      exchanged=jnp.full_like(state.exchanged, -1),
+      exchanged=jnp.zeros_like(state.exchanged),
       skipped=PerReplica(state.skipped.values + skipped),
       offset=PerReplica(offset),
       inner_state=PerReplica(inner_state),
@@ -317,12 +287,12 @@ class LocalSteps:
   def exchange(
     self, sent: Any, outer_state: Any, params: Any, **extra_args: Any
   ) -> tuple[Any, Any]:
-    """Returns outer(mean_i -s_i) and the new outer state of one fragment.
+    """Returns outer(mean_i -s_i) and the new outer state.
 
     Args:
-      sent: The fragment of s_i.
-      outer_state: Its outer state.
-      params: Its common parameters, in float32.
+      sent: s_i.
+      outer_state: The state of `outer`.
+      params: The common parameters, in float32.
       **extra_args: For the outer chain.
     """
     outer = optax.with_extra_args_support(self.outer)
@@ -331,62 +301,42 @@ class LocalSteps:
     return outer.update(gradient, outer_state, params, **extra_args)
 
   def _require_own(self, state: LocalStepsState) -> None:
-    """Raises if a state is of other fragments, or lacks or has s_i."""
+    """Raises if a state lacks or has s_i."""
     offset, sent = state.offset.values, state.sent.values
     has_sent = bool(jax.tree.leaves(sent))
-    fragments = len(state.outer_state)
-    remedy = "pass that, or begin again with the common parameters"
-    validation.require(
-      fragments == self.fragments,
-      "fragments",
-      self.fragments,
-      f"{fragments}, that of the run that made this state",
-      remedy,
-    )
     validation.require(
       has_sent == bool(self.overlap) or not jax.tree.leaves(offset),
       "overlap",
       self.overlap,
       f"{'above 0' if has_sent else '0'}, as in the run that made this state",
-      remedy,
+      "pass that, or begin again with the common parameters",
     )
 
-  def _due(self, step: jax.Array) -> jax.Array:
-    """Returns the fragment of an exchange that begins after a step, or -1."""
-    is_due = (step > 0) & (step % self.period == 0)
-    return jnp.where(is_due, self.fragment(step), -1)
+  def _ends_round(self, step: jax.Array) -> jax.Array:
+    """Returns whether an exchange begins after a step."""
+    return (step > 0) & (step % self.every == 0)
 
-  def _exchange_one(
-    self, index: jax.Array, sent: Any, params: Any, outer_state: Any, extra: Any
+  def _exchange_if(
+    self,
+    is_due: jax.Array,
+    sent: Any,
+    params: Any,
+    outer_state: Any,
+    extra: Any,
   ) -> tuple[Any, Any]:
-    """Exchanges the fragment of an index, or nothing; arrays of all leaves."""
-    common = fragments_of(wide(params), self.fragments)
-    moved = fragments_of(sent, self.fragments)
+    """Exchanges if it is time; otherwise returns zeros and the old state."""
+    common = wide(params)
 
-    def exchange(k: int, outer_state: Any) -> tuple[Any, Any]:
-      found, new = self.exchange(moved[k], outer_state[k], common[k], **extra)
-      return found, (*outer_state[:k], new, *outer_state[k + 1 :])
+    def exchange(outer_state: Any) -> tuple[Any, Any]:
+      return self.exchange(sent, outer_state, common, **extra)
 
-    shapes = [
-      jax.eval_shape(lambda s, k=k: exchange(k, s)[0], outer_state)
-      for k in range(self.fragments)
-    ]
+    shapes, _ = jax.eval_shape(exchange, outer_state)
 
-    def branch(k: int | None, outer_state: Any) -> tuple[Any, Any]:
-      """Exchanges fragment k, or nothing."""
-      found = [jax.tree.map(collectives.zeros_like_type, s) for s in shapes]
-      if k is not None:
-        found[k], outer_state = exchange(k, outer_state)
-      return joined_fragments(found), outer_state
+    def nothing(outer_state: Any) -> tuple[Any, Any]:
+      return jax.tree.map(collectives.zeros_like_type, shapes), outer_state
 
-    return jax.lax.switch(
-      order.branch_index(index + 1),
-      [
-        lambda s, k=k: branch(k, s)
-        for k in (None, *range(self.fragments))
-      ],
-      outer_state,
-    )  # fmt: skip
+    index = order.branch_index(is_due.astype(jnp.int32))
+    return jax.lax.switch(index, [nothing, exchange], outer_state)
 
   def _start(self, params: optax.Params, count: int = 1) -> tuple:
     """Returns skipped steps, d_i, s_i and inner states of some replicas."""
@@ -491,68 +441,9 @@ def wide(params: Any) -> Any:
   return jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), arrays_of(params))
 
 
-def fragments_of(tree: Any, count: int) -> list[Any]:
-  """Divides a tree into fragments of about equal size.
-
-  Returns:
-    Trees like it, with None in place of the leaves of other fragments.
-
-  Raises:
-    ValueError: if a fragment would be empty.
-  """
-  numbers = _numbers_of(tree, count)
-  return [
-    jax.tree.map(
-      lambda number, x, k=k: x if number == k else None, numbers, tree
-    )
-    for k in range(count)
-  ]
-
-
-def _numbers_of(tree: Any, count: int) -> Any:
-  """Returns the number of the fragment of each leaf, in a tree like it."""
-  leaves, structure = jax.tree.flatten(tree)
-  validation.require(
-    count <= max(len(leaves), 1),
-    "fragments",
-    count,
-    f"at most {len(leaves)}, the number of leaves",
-    "choose fewer",
-  )
-  # Of all shards, so that fragments do not depend on them.
-  mesh = jax.sharding.get_abstract_mesh().shape
-  whole = [
-    jnp.size(x) * math.prod(mesh[axis] for axis in order.varying_axes(x))
-    for x in leaves
-  ]
-  sizes, numbers = [0] * count, [0] * len(leaves)
-  # The largest leaves first, each to the smallest fragment.
-  for i in sorted(range(len(leaves)), key=lambda i: (-whole[i], i)):
-    k = min(range(count), key=lambda k: (sizes[k], k))
-    numbers[i] = k
-    sizes[k] += whole[i]
-  return jax.tree.unflatten(structure, numbers)
-
-
-def joined_fragments(fragments: Sequence[Any]) -> Any:
-  """Reverses `fragments_of`."""
-  is_none = lambda x: x is None  # noqa: E731
+def _zeros_if(condition: jax.Array, tree: Any) -> Any:
   return jax.tree.map(
-    lambda *found: next((x for x in found if x is not None), None),
-    *fragments,
-    is_leaf=is_none,
-  )
-
-
-def _replaced(tree: Any, index: Any, count: int, new: Any = None) -> Any:
-  """Returns a tree with one of `count` fragments of another, or with zeros."""
-  if new is None:
-    new = jax.tree.map(jnp.zeros_like, tree)
-  return jax.tree.map(
-    lambda k, x, old: jnp.where(index == k, x, old),
-    _numbers_of(tree, count),
-    new,
-    tree,
+    lambda x: jnp.where(condition, jnp.zeros_like(x), x), tree
   )
 
 

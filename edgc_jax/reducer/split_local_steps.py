@@ -12,13 +12,7 @@ from jax.sharding import Mesh
 
 from edgc_jax import validation
 from edgc_jax.mesh.sharding import num_replicas
-from edgc_jax.reducer.local_steps import (
-  LocalSteps,
-  fragments_of,
-  joined_fragments,
-  only_state,
-  wide,
-)
+from edgc_jax.reducer.local_steps import LocalSteps, only_state, wide
 from edgc_jax.reducer.transformation import transformation
 from edgc_jax.state.state import LocalStepsState, PerReplica
 from edgc_jax.wire import cpu_backend
@@ -31,7 +25,6 @@ def split_local_steps(
   every: int,
   axis_name: AxisName = "data",
   *,
-  fragments: int = 1,
   overlap: int = 1,
   mesh: Mesh | None = None,
 ) -> tuple[optax.GradientTransformationExtraArgs, "Exchange"]:
@@ -66,14 +59,13 @@ def split_local_steps(
   evaluation or a barrier, call `exchange.wait()`. It changes nothing.
 
   Wire and memory: as `local_steps`; and while an exchange runs, copies of the
-  differences, parameters and outer state of a fragment.
+  differences, parameters and outer state.
 
   Args:
     inner: As for `local_steps`.
     outer: As for `local_steps`.
     every: As for `local_steps`.
     axis_name: As for `local_steps`.
-    fragments: As for `local_steps`.
     overlap: As for `local_steps`, at least 1.
     mesh: The mesh of the training in plain `jax.jit`; None for `jax.pmap` over
       all devices, or the first ones of a single process.
@@ -106,7 +98,7 @@ def split_local_steps(
       " steps on shards have collectives, too",
       "use local_steps, which exchanges in the program of the step",
     )
-  steps = LocalSteps(inner, outer, every, axis_name, fragments, overlap, mesh)
+  steps = LocalSteps(inner, outer, every, axis_name, overlap, mesh)
   tx = transformation(steps.init, steps.update_alone)
   return tx, Exchange(steps)
 
@@ -146,24 +138,20 @@ class Exchange:
       self.wait()
       self._flight = None
     self._step = step
-    begun = (step - 1) // steps.period * steps.period
+    begun = (step - 1) // steps.every * steps.every
     if begun > 0 and step - begun <= steps.overlap:
       if self._flight is None or self._flight.begun != begun:
         self._begin(begun, params, state)  # of a run that continues here
       if step - begun == steps.overlap:
         params, state = self._end(params, state)
-    if step > 0 and step % steps.period == 0:
-      k, offset, sent = steps.fragment(step), state.offset, state.sent
+    if step > 0 and step % steps.every == 0:
       # s_i <- d_i, d_i <- 0: s_i was zero.
-      state = state._replace(
-        offset=PerReplica(self._with(k, offset.values, sent.values)),
-        sent=PerReplica(self._with(k, sent.values, offset.values)),
-      )
+      state = state._replace(offset=state.sent, sent=state.offset)
       self._begin(step, params, state)
     return params, _with_state(opt_state, state)
 
   def compile(self, params: Any, opt_state: Any) -> None:
-    """Compiles all exchanges for later calls, and sends nothing.
+    """Compiles the exchange for later calls, and sends nothing.
 
     Between hosts a collective fails if a process is late for it by half a
     minute, as one may be that compiles for longer than the others. So call this
@@ -175,8 +163,7 @@ class Exchange:
     """
     state = only_state(opt_state)
     _require_layout(state, self._steps.mesh)
-    for k in range(self._steps.fragments):
-      self._prepared(k, params, state)
+    self._prepared(params, state)
 
   def wait(self) -> None:
     """Waits until this process sends nothing; keeps the result for its step."""
@@ -187,22 +174,19 @@ class Exchange:
     """Starts the exchange of step `begun` from a state of then or later."""
     cpu_backend.require_threads(beside=True)
     self.wait()
-    k = self._steps.fragment(begun)
-    program, arguments = self._prepared(k, params, state)
+    program, arguments = self._prepared(params, state)
     self._flight = _Flight(begun, lambda: program(*arguments))
     self._flight.start()
 
   def _prepared(
-    self, k: int, params: Any, state: LocalStepsState
+    self, params: Any, state: LocalStepsState
   ) -> tuple[Callable[..., Any], tuple]:
-    """Returns the compiled exchange of fragment k, and its arguments."""
-    own = self._fragment(k, params)
-    arguments = self._fragment(k, state.sent.values), state.outer_state[k], own
+    """Returns the compiled exchange, and its arguments."""
+    arguments = state.sent.values, state.outer_state, params
     # Of copies, because the next step may consume the arrays of the state.
-    arguments = self._run("copy", k, _copied, arguments, arguments)
-    like = own, state.outer_state[k]
-    program = self._program("exchange", k, self._exchange, arguments, like)
-    return program, arguments
+    arguments = self._program(_copied, arguments, arguments)(*arguments)
+    like = params, state.outer_state
+    return self._program(self._exchange, arguments, like), arguments
 
   def _end(
     self, params: Any, state: LocalStepsState
@@ -210,57 +194,26 @@ class Exchange:
     """Waits for the exchange in flight, and applies its result."""
     flight, self._flight = self._flight, None  # if it failed, too
     assert flight is not None
-    k = self._steps.fragment(flight.begun)
-    found, outer = flight.result()
-
-    def apply(own: Any, sent: Any, index: jax.Array, found: Any) -> tuple:
-      zeros = jax.tree.map(jnp.zeros_like, sent)
-      index = jnp.full_like(index, k)
-      return optax.apply_updates(own, found), zeros, index
-
-    before = state.outer_state
-    like = (
-      self._fragment(k, params),
-      self._fragment(k, state.sent.values),
-      state.exchanged,
+    found, outer_state = flight.result()
+    like = params, state.sent, state.exchanged
+    params, sent, exchanged = self._program(_applied, (*like, found), like)(
+      *like, found
     )
-    own, sent, index = self._run("apply", k, apply, (*like, found), like)
-    return self._joined(k, params, own), state._replace(
-      exchanged=index,
-      sent=PerReplica(self._joined(k, state.sent.values, sent)),
-      outer_state=(*before[:k], outer, *before[k + 1 :]),
+    return params, state._replace(
+      exchanged=exchanged, sent=sent, outer_state=outer_state
     )
 
   def _exchange(self, sent: Any, outer_state: Any, params: Any) -> tuple:
     return self._steps.exchange(sent, outer_state, wide(params))
 
-  def _fragment(self, k: int, tree: Any) -> Any:
-    """Returns fragment k of a tree."""
-    return fragments_of(tree, self._steps.fragments)[k]
-
-  def _joined(self, k: int, tree: Any, own: Any) -> Any:
-    """Returns a tree with another fragment k."""
-    found = fragments_of(tree, self._steps.fragments)
-    return joined_fragments([*found[:k], own, *found[k + 1 :]])
-
-  def _with(self, k: int, tree: Any, other: Any) -> Any:
-    """Returns a tree with fragment k of another."""
-    return self._joined(k, tree, self._fragment(k, other))
-
-  def _run(self, name: str, k: int, function: Any, args: tuple, like: Any):
-    """Runs a program; arguments as for `_program`."""
-    return self._program(name, k, function, args, like)(*args)
-
   def _program(
-    self, name: str, k: int, function: Any, args: tuple, like: Any
+    self, function: Callable[..., Any], args: tuple, like: Any
   ) -> Callable[..., Any]:
     """Compiles a function, or returns it as it was compiled before.
 
     Here, and not in the thread, where contexts of this one do not hold.
 
     Args:
-      name: A name of the function.
-      k: The fragment.
       function: The function.
       args: Its arguments.
       like: Arrays on the devices on which its results will be, in a tree like
@@ -268,7 +221,7 @@ class Exchange:
     """
     steps = self._steps
     shardings = jax.tree.map(lambda x: x.sharding, (args, like))
-    key = name, k, *jax.tree.leaves(shardings)
+    key = function, *jax.tree.leaves(shardings)
     if key not in self._programs and steps.mesh is None:
       program = jax.pmap(function, axis_name=steps.axis_name)
       program.lower(*args).compile()
@@ -304,6 +257,14 @@ class _Flight(threading.Thread):
 
 def _copied(*args: Any) -> Any:
   return jax.tree.map(jnp.copy, args)
+
+
+def _applied(
+  params: Any, sent: PerReplica, exchanged: jax.Array, found: Any
+) -> tuple[Any, PerReplica, jax.Array]:
+  """Applies the result of an exchange: s_i <- 0."""
+  sent = jax.tree.map(jnp.zeros_like, sent)
+  return optax.apply_updates(params, found), sent, jnp.ones_like(exchanged)
 
 
 def _with_state(opt_state: Any, state: LocalStepsState) -> Any:

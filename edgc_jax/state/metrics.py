@@ -3,7 +3,6 @@
 `metrics` also warns of common mistakes, which the statistics show.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -81,8 +80,7 @@ def metrics(opt_state: Any) -> dict[str, Any]:
 
     Under `local_steps` no bytes are sent between exchanges, compression
     compares a whole round with a dense all-reduce at each of its steps, and the
-    other statistics are of the newest exchange of each fragment; the rank is
-    that of the first.
+    other statistics are of the newest exchange.
 
     And for each matrix, as {path: list over the matrices of the leaf}, on
     stages or shards a list of such lists, and on both a list by stage of lists
@@ -159,41 +157,20 @@ def metrics(opt_state: Any) -> dict[str, Any]:
 
 
 def _of_rounds(state: LocalStepsState) -> dict[str, Any]:
-  """Joins the statistics of the reducers of all fragments."""
-  parts = [metrics(own) for own in state.outer_state]
-  # total dense bytes of H steps over total wire bytes of a round
-  dense = sum(part["dense_bytes"] for part in parts)
-  sent = sum(part["dense_bytes"] / part["compression_ratio"] for part in parts)
+  """Returns the statistics of the reducer of local steps, by step."""
+  values = metrics(state.outer_state)
   is_traced = isinstance(state.every, Tracer)
   every, exchanged = (
     x if is_traced else np.ravel(x)[0].item()
     for x in (state.every, state.exchanged)
   )
-  joined: dict[str, Any] = {}
-  for name in dict.fromkeys(name for part in parts for name in part):
-    found = [part[name] for part in parts if name in part]
-    joined[name] = found[0]
-    if name.startswith("matrix_"):
-      joined[name] = {path: x for own in found for path, x in own.items()}
-    elif name in ("relative_error", "predicted_error", "entropy"):
-      joined[name] = sum(found) / len(found)
-    elif name == "residual_norm":
-      joined[name] = sum(x**2 for x in found) ** 0.5
-    elif name == "dense_bytes":
-      joined[name] = sum(found)
-    elif name == "wire_bytes":
-      joined[name] = sum((exchanged == k) * x for k, x in enumerate(found))
-    elif name in ("skipped_steps", "diverged_steps"):
-      joined[name] = sum(found)
-    elif name == "diverging_windows":
-      joined[name] = (
-        functools.reduce(jnp.maximum, found) if is_traced else max(found)
-      )
-  joined["compression_ratio"] = _ratio(every * dense, sent)
+  values["wire_bytes"] = exchanged * values["wire_bytes"]
+  if is_traced or values["dense_bytes"]:  # of H steps over those of a round
+    values["compression_ratio"] = every * values["compression_ratio"]
   skipped = state.skipped.values
   if not is_traced and getattr(skipped, "is_fully_addressable", True):
-    joined["skipped_inner_steps"] = np.sum(jax.device_get(skipped)).item()
-  return joined
+    values["skipped_inner_steps"] = np.sum(jax.device_get(skipped)).item()
+  return values
 
 
 def _by_path(state: ReducerState) -> dict[str, LeafStats]:

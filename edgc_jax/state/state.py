@@ -11,7 +11,7 @@ from edgc_jax.leaves.leaf import LeafState, is_leaf_state
 from edgc_jax.state.growth import Growth
 from edgc_jax.wire import collectives
 
-STATE_VERSION = 7  # the trainer refuses checkpoints of another version
+STATE_VERSION = 8  # the trainer refuses checkpoints of another version
 
 
 class Stats(NamedTuple):
@@ -97,15 +97,15 @@ class LocalStepsState(NamedTuple):
 
   step: jax.Array  # int32 [], inner steps done
   every: jax.Array  # int32 [], constant: inner steps of a round
-  exchanged: jax.Array  # int32 [], the fragment of the newest step, or -1
+  exchanged: jax.Array  # bool [], whether the newest step applied an exchange
   skipped: PerReplica  # int32, inner steps skipped on this replica alone
   # float32, like the parameters: what the replica has moved and not sent, d_i
   offset: PerReplica
-  # float32, the same: what an exchange in flight sends, s_i, and zero in
-  # fragments without one; () without overlap
+  # float32, the same: what an exchange in flight sends, s_i, and zero without
+  # one; () without overlap
   sent: PerReplica
   inner_state: PerReplica
-  outer_state: tuple[Any, ...]  # of each fragment
+  outer_state: Any
 
 
 def map_leaves(function: Callable[[LeafState], Any], leaves: Any) -> Any:

@@ -23,7 +23,7 @@ from experiments.training.optimizer import (
 # Keys that no other part checks, by their least values.
 _LEAST = {
   1: ("steps", "batch_size", "log_every", "checkpoint.keep",
-      "evaluation.batches", "pipeline.microbatches", "local.fragments",
+      "evaluation.batches", "pipeline.microbatches",
       "optimizer.max_consecutive_skips", "sentinel.every"),
   0: ("seed", "checkpoint.every", "evaluation.every", "local.every", "local.lr",
       "local.momentum", "local.overlap", "optimizer.lr",
@@ -117,20 +117,17 @@ def _unfinished_round(config: ConfigDict) -> str:
   local, steps = config.local, config.steps
   if not has_local_steps(config):
     return ""
-  # An exchange begins after each period, and is applied `overlap` steps later.
-  period = local.every // local.fragments
-  begun = max(0, steps - local.overlap) // period * period
-  left = steps - begun
-  most = min(steps, left + local.every - period)  # of some fragments
-  if not most:
+  # An exchange begins after each round, and is applied `overlap` steps later.
+  left = steps - max(0, steps - local.overlap) // local.every * local.every
+  if not left:
     return ""
-  which = f"{left}" if most == left else f"{left} to {most} (by fragment)"
   note = (
-    f"no exchange includes the last {which} of {steps} steps, and the evaluated"
+    f"no exchange includes the last {left} of {steps} steps, and the evaluated"
     " parameters are those of the exchanges"
   )
   if left > local.overlap:
-    note += f"; --config.steps={begun + period + local.overlap} ends with one"
+    note += f"; --config.steps={steps - left + local.every + local.overlap}"
+    note += " ends with one"
   return note
 
 
@@ -219,11 +216,10 @@ def _check_local(config: ConfigDict) -> None:
       f"`local.every` must be at least 1 with other options of local steps,"
       f" got 0 with {local.to_dict()}; raise it."
     )
-  if local.lookahead and (local.fragments > 1 or local.overlap):
+  if local.lookahead and local.overlap:
     raise ValueError(
-      "`local.lookahead` must be False with fragments or overlap, which only"
-      f" exchanges have, got True with {local.fragments} and {local.overlap};"
-      " leave them out."
+      "`local.lookahead` must be False with an overlap, which only exchanges"
+      f" have, got True with {local.overlap}; leave it out."
     )
   if local.lookahead and config.init_from:
     raise ValueError(

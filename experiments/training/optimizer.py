@@ -294,7 +294,6 @@ def make_optimizer(
       optax.chain(reducer, outer),
       local.every,
       DATA,
-      fragments=local.fragments,
       overlap=local.overlap,
       **how,
     )

@@ -176,7 +176,7 @@ def test_equals_a_loop_over_the_replicas(overlap):
 @pytest.mark.slow
 def test_all_ways_to_bind_the_axis_agree():
   """Those that are simulated are a loop over the replicas, as above."""
-  make = functools.partial(tx_of, fragments=2, overlap=1)
+  make = functools.partial(tx_of, every=2, overlap=1)
   steps = 13  # the last one exchanges
   expected, state = state_after(simulated(make()), steps)
   moved = edgc_jax.metrics(state)
@@ -260,8 +260,8 @@ def test_an_exchange_with_an_overlap_keeps_its_turn():
 
 
 @pytest.mark.slow
-def test_shards_of_a_replica_skip_together_and_share_fragments(tmp_path):
-  """By hand as in plain jit: what is whole is compared, and not a shard."""
+def test_shards_of_a_replica_skip_together(tmp_path):
+  """By hand as in plain jit."""
   params = {"a": jnp.ones((64, 64)), "b": jnp.ones(2304), "c": jnp.ones(1600)}
   specs = {"a": P("shard"), "b": P(), "c": P()}
   mesh = mesh_of((2, 2), ("replica", "shard"))
@@ -271,9 +271,7 @@ def test_shards_of_a_replica_skip_together_and_share_fragments(tmp_path):
     reducer = edgc_jax.allreduce("replica")
     reducer = edgc_jax.on_mesh(reducer, **where, axis_name="replica")
     outer = optax.chain(reducer, optax.sgd(1.0))
-    return edgc_jax.local_steps(
-      optax.sgd(0.1), outer, 2, "replica", fragments=2, **where
-    )
+    return edgc_jax.local_steps(optax.sgd(0.1), outer, 2, "replica", **where)
 
   tx = make(**where)
   places = jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs)
@@ -347,38 +345,28 @@ def test_a_round_that_is_not_finite_is_dropped():
   assert not any(np.any(d) for d in jax.tree.leaves(state.offset.values))
 
 
-@pytest.mark.parametrize(
-  "fragments, due", [(1, range(4, 13, 4)), (2, range(2, 13, 2))]
-)
-def test_fragments_in_turn_and_bytes_of_each_step(fragments, due):
-  """A dense round of 4 steps sends a quarter of a dense run.
-
-  Leaves change in turn: the largest fragment first, then the other.
-  """
+def test_bytes_of_each_step():
+  """A dense round of 4 steps sends a quarter of a dense run."""
   size = sum(p.size for p in jax.tree.leaves(PARAMS))
   sent, changed, before = [], [], PARAMS
-  run = simulated(tx_of(every=4, fragments=fragments))
-  for params, state in itertools.islice(run, 13):
+  for params, state in itertools.islice(simulated(tx_of(every=4)), 13):
     metrics = edgc_jax.metrics(state)
     assert metrics["dense_bytes"] == 4 * size
     sent.append(metrics["wire_bytes"])
     changed.append({k for k in PARAMS if np.any(params[k] != before[k])})
     before = params
-  assert [step for step, n in enumerate(sent) if n] == list(due)
-  turns = {1: [set()] * 3 + [{"b", "v", "w"}],
-           2: [set(), {"b", "v"}, set(), {"w"}]}  # fmt: skip
-  assert changed == [set(), *(turns[fragments] * 3)]
+  assert [step for step, n in enumerate(sent) if n] == [4, 8, 12]
+  assert changed == [set(), *([set()] * 3 + [{"b", "v", "w"}]) * 3]
   # The first exchanges also compare gradients and replicas.
   np.testing.assert_allclose(sum(sent) / (4 * size), 3, rtol=0.05)
   np.testing.assert_allclose(metrics["compression_ratio"], 4, rtol=0.05)
-  np.testing.assert_allclose(max(sent) * fragments / (4 * size), 1, rtol=0.05)
+  np.testing.assert_allclose(max(sent) / (4 * size), 1, rtol=0.05)
 
 
-def test_fragments_are_described_once_and_their_metrics_joined():
-  """Of two fragments one has a matrix, and the other is sent dense."""
+def test_metrics_and_description_are_those_of_the_reducer():
   params = {"w": jnp.zeros((64, 64)), "b": jnp.zeros(64)}
   for make in (edgc_jax.quantize, edgc_jax.powersgd):
-    tx = tx_of(make(4), fragments=2)
+    tx = tx_of(make(4))
     metrics = edgc_jax.metrics(tx.init(params))
     assert list(metrics["matrix_error"]) == ["w"]
     assert metrics["dense_bytes"] == 4 * (64 * 64 + 64)
@@ -387,18 +375,14 @@ def test_fragments_are_described_once_and_their_metrics_joined():
       assert [row.path for row in part.rows] == ["['b']", "['w']"]
 
 
-def test_metrics_count_what_any_fragment_finds():
-  """Or a divergence that one finds after another would go unnoticed."""
-  state = tx_of(fragments=2).init(PARAMS)
-  outer = tuple(
-    optax.tree.set(
-      own, diverged_steps=jnp.int32(1), skipped_steps=jnp.int32(2 * k)
-    )
-    for k, own in enumerate(state.outer_state)
+def test_metrics_count_what_the_reducer_finds():
+  state = tx_of().init(PARAMS)
+  outer = optax.tree.set(
+    state.outer_state, diverged_steps=jnp.int32(1), skipped_steps=jnp.int32(2)
   )
   with pytest.warns(RuntimeWarning, match="1 of the steps"):
     metrics = edgc_jax.metrics(state._replace(outer_state=outer))
-  assert metrics["diverged_steps"] == metrics["skipped_steps"] == 2
+  assert (metrics["diverged_steps"], metrics["skipped_steps"]) == (1, 2)
 
 
 def test_resizing_keeps_the_mean_of_the_own_parameters():
@@ -495,13 +479,9 @@ def test_own_parameters_where_users_forbid_promotion_and_an_axis_is_bound():
 
 
 def test_wrong_arguments():
-  with pytest.raises(ValueError, match="at most 3, the number"):
-    tx_of(fragments=4).init(PARAMS)
-  rule = (
-    "`overlap` must be at most 2, every / fragments, .* got 3; choose fewer"
-  )
+  rule = "`overlap` must be at most every=4, .* got 5; choose fewer"
   with pytest.raises(ValueError, match=rule):
-    tx_of(fragments=2, overlap=3)
+    tx_of(every=4, overlap=5)
   message = "`inner` must be the optimiser of one replica"
   for mesh in (None, mesh_of()):
     inner = optax.chain(
@@ -531,10 +511,6 @@ def test_update_refuses_other_parameters_and_states():
     (
       {}, {}, both | {"late_updates": PARAMS},
       "pipeline stages exchange at every step",
-    ),
-    (
-      {}, {"fragments": 2}, both,
-      "`fragments` must be 1, that of the run .* got 2",
     ),
     ({}, {"overlap": 1}, both, "`overlap` must be 0, as in the run .* got 1"),
     (
