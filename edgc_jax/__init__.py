@@ -46,7 +46,6 @@ from edgc_jax.reducer.wrappers import (
   skip_nonfinite,
 )
 from edgc_jax.stages.gradients import clip_by_global_norm
-from edgc_jax.stages.pipeline import apply_stages
 from edgc_jax.stages.stages import Stages
 from edgc_jax.state.metrics import metrics
 from edgc_jax.wire.link_model import CompressionModel, LinkModel
@@ -68,7 +67,6 @@ __all__ = [
   "accumulate",
   "advise",
   "after_update",
-  "apply_stages",
   "clip_by_global_norm",
   "cqm",
   "describe",

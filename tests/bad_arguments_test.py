@@ -439,10 +439,6 @@ def test_arguments_of_a_loss(params, batch, options):
       ),
       ["`updates`", "stacked"],
     ),
-    (
-      lambda: edgc_jax.apply_stages(lambda p, x: x, W, W),
-      ["`axis_name`", "stage"],
-    ),
   ],
   ids=itertools.count(),
 )  # fmt: skip

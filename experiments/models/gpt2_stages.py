@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-import edgc_jax
 from experiments.models import gpt2
 from experiments.models.gpt2 import GPT2Config, Tensor
+from experiments.models.pipeline import apply_stages
 
 AXIS, TENSOR = "stage", "tensor"
 _COLUMNS, _ROWS = ("attention_in", "mlp_in"), ("attention_out", "mlp_out")
@@ -192,7 +192,7 @@ def _loss_of_embedded(
     config, num_sequences // num_microbatches, params["blocks"], _tensor()
   )
   x = x.astype(config.dtype).reshape(num_microbatches, -1, config.width)
-  x = edgc_jax.apply_stages(stage_fn, params["blocks"], x, AXIS)
+  x = apply_stages(stage_fn, params["blocks"], x, AXIS)
   x = lax.psum(x, AXIS).reshape(num_sequences * time, -1)
   norm = nn.LayerNorm(dtype=config.dtype)
   x = norm.apply({"params": params["final_norm"]}, x)

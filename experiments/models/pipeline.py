@@ -23,15 +23,13 @@ The backward pass recomputes activations: only the input of the stage is kept
 for each microbatch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import Tracer
-
-from edgc_jax.wire import collectives
-from edgc_jax.wire.order import varying_axes
 
 StageFn = Callable[[Any, Any], Any]
 
@@ -66,7 +64,7 @@ def apply_stages(
 
   Raises:
     TypeError: if a leaf is not floating.
-    ValueError: if the axis is not bound, the leading sizes of microbatches
+    ValueError: if the leading sizes of microbatches
       differ or are zero, or `stage_fn` changes the shape of a microbatch or
       closes over traced values.
 
@@ -83,19 +81,20 @@ def apply_stages(
   >>> print(run(jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.array([1.0, 10.0])))
   [ 24. 240.]
   """
-  num_stages = collectives.num_devices(axis_name)
+  num_stages = lax.axis_size(axis_name)
   num_microbatches = _num_microbatches(microbatches)
-  stage = collectives.device_index(axis_name)
+  stage = lax.axis_index(axis_name)
   # JAX would lose track of unvarying values in a conditional whose predicate
   # varies.
-  params = collectives.as_varying(params, axis_name)
+  params = _varying(params, [axis_name])
   # Activations vary over the stages, and over what a stage's results vary over:
   # not over devices that share a stage, and sum their results.
-  microbatches = collectives.as_varying(microbatches, axis_name)
+  microbatches = _varying(microbatches, [axis_name])
   first = _take(microbatches, 0)
   _require_pure(stage_fn, params, first)
   results = jax.eval_shape(stage_fn, params, first)
-  microbatches = collectives.as_varying(microbatches, varying_axes(results))
+  axes = [_axes_of(x) for x in jax.tree.leaves(results)]
+  microbatches = _varying(microbatches, sorted(set().union(*axes)))
   first = _take(microbatches, 0)
   work = _rematerialized(stage_fn)
 
@@ -108,7 +107,7 @@ def apply_stages(
   def send(outputs: Any, tick: int) -> Any:
     live = range(num_stages - 1)
     pairs = [(s, s + 1) for s in live if is_live(tick, s)]
-    return collectives.send(outputs, axis_name, pairs) if pairs else outputs
+    return lax.ppermute(outputs, axis_name, pairs) if pairs else outputs
 
   def unrolled(tick: int, received: Any) -> Any:
     x = received
@@ -175,6 +174,21 @@ def _rematerialized(stage_fn: StageFn) -> Callable[..., Any]:
 
   work.defvjp(forward, backward)
   return work
+
+
+def _axes_of(x: Any) -> frozenset[str]:
+  """Returns the bound axes over which an array varies, by its type."""
+  return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def _varying(tree: Any, axes: Sequence[str]) -> Any:
+  """Types every leaf as varying over the axes; sends nothing."""
+
+  def cast(x: jax.Array) -> jax.Array:
+    missing = tuple(axis for axis in axes if axis not in _axes_of(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(cast, tree)
 
 
 def _zeros(tree: Any) -> Any:

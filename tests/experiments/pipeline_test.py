@@ -11,7 +11,7 @@ import pytest
 from helpers.meshes import AXIS, stage_mesh
 from jax.sharding import PartitionSpec as P
 
-import edgc_jax
+from experiments.models.pipeline import apply_stages
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cache")]
 
@@ -49,7 +49,7 @@ def pipelined(num_stages, fn=stage_fn):
   """Returns a function of global arrays for value and gradients."""
 
   def loss(params, x):
-    y = jax.lax.psum(edgc_jax.apply_stages(fn, params, x), "stage")
+    y = jax.lax.psum(apply_stages(fn, params, x), "stage")
     return jnp.sum(jnp.sin(y)), y
 
   run = jax.value_and_grad(loss, (0, 1), has_aux=True)
@@ -143,7 +143,7 @@ def test_trees_and_dtypes():
 
       params = {"factor": factor, "shift": shift}
       tree = {"a": x, "b": x.astype(jnp.bfloat16)}
-      y = edgc_jax.apply_stages(stage, params, tree)
+      y = apply_stages(stage, params, tree)
       y = jax.lax.psum(y, "stage")
       return jnp.sum(y["a"]), y["b"]
 
@@ -166,7 +166,7 @@ def test_microbatches_need_not_vary_as_the_parameters_do():
 
   def run(params, x):
     local = jax.lax.pcast(params, AXIS, to="varying")
-    y = edgc_jax.apply_stages(stage_fn, local, x)
+    y = apply_stages(stage_fn, local, x)
     return jax.lax.pmean(jax.lax.psum(y, "stage"), AXIS)
 
   run = on_mesh(run, P(), replicas=2)
@@ -177,14 +177,12 @@ def test_microbatches_need_not_vary_as_the_parameters_do():
 
 def test_errors():
   params, x = example(2, 2)
-  with pytest.raises(ValueError, match="`axis_name` must be an axis"):
-    edgc_jax.apply_stages(stage_fn, params, x)
   with pytest.raises(ValueError, match="`microbatches` must be"):
     pipelined(2)(params, x[:0])
   with pytest.raises(ValueError, match=r"`stage_fn` must return"):
     pipelined(2, lambda params, x: x[:, :1])(params, x)
 
-  forward = functools.partial(edgc_jax.apply_stages, stage_fn)
+  forward = functools.partial(apply_stages, stage_fn)
   forward = on_mesh(forward, P("stage"))
   with pytest.raises(TypeError, match=r"`params` must.*int32 at \['m"):
     jax.eval_shape(forward, params | {"mask": jnp.zeros(2, jnp.int32)}, x)
@@ -193,7 +191,7 @@ def test_errors():
 
   def closes_over(params, x):
     inner = lambda p, y: stage_fn(p, y) + params["w"][0, 0]  # noqa: E731
-    return edgc_jax.apply_stages(inner, params, x)
+    return apply_stages(inner, params, x)
 
   run = on_mesh(closes_over, P("stage"))
   with pytest.raises(ValueError, match="closes over traced values"):
