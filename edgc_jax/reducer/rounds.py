@@ -34,7 +34,7 @@ from edgc_jax.wire import averages, order
 from edgc_jax.wire.channel import Channel
 from edgc_jax.wire.codes import Code
 from edgc_jax.wire.order import AxisName
-from edgc_jax.wire.wire import CountingWire, Reply, Send, Wire
+from edgc_jax.wire.wire import CountingWire, Send, Wire
 
 
 class Energies(NamedTuple):
@@ -598,7 +598,7 @@ def _require_outcome(leaf: Leaf, outcome: Any) -> None:
 
 def _in_step(
   leaves: Sequence[Leaf],
-  rounds: Sequence[Rounds],
+  methods: Sequence[Rounds],
   wire: Wire,
   norms: jax.Array | None,
 ) -> tuple[list[Outcome], jax.Array | None]:
@@ -608,41 +608,54 @@ def _in_step(
   time; alone if no method sends any. Returns their mean, too.
   """
   outcomes: dict[int, Outcome] = {}
-  replies: Sequence[Reply | None] = [None] * len(rounds)
+
+  def advance(replies: Mapping[int, Any]) -> dict[int, Send | Each | None]:
+    """Replies to some methods; returns what those yield that go on."""
+    yielded = {}
+    for i, reply in replies.items():
+      try:
+        yielded[i] = methods[i].send(reply)
+      except StopIteration as done:
+        outcomes[i] = done.value
+        continue
+      _require_request(leaves[i], yielded[i])
+    return yielded
+
+  replies: dict[int, Any] = dict.fromkeys(range(len(methods)))
   mean_norms = None
+  while replies or norms is not None:
+    yielded = advance(replies)
+    while asked := {i: x for i, x in yielded.items() if isinstance(x, Each)}:
+      others = {i: x for i, x in yielded.items() if i not in asked}
+      yielded = others | advance(_all_mapped(leaves, asked))
+    order = sorted(yielded)
+    members: list[Any] = [leaves[i] for i in order]
+    sends: list[Any] = [yielded[i] for i in order]
+    has_norms = norms is not None and (not order or _any_exact(sends))
+    if has_norms:
+      members, sends = [*members, None], [*sends, Send(measured=norms)]
+      norms = None
+    received: list[Any] = wire.send(members, sends)
+    if has_norms:
+      mean_norms = received.pop().measured
+    replies = dict(zip(order, received, strict=True))
+  return [outcomes[i] for i in range(len(methods))], mean_norms
 
-  def advance(i: int, reply: Any) -> Send | Each | None:
-    try:
-      sent = rounds[i].send(reply)
-    except StopIteration as done:
-      outcomes[i] = done.value
-      return None
-    if not isinstance(sent, Send | Each | None):
-      raise TypeError(
-        f"`rounds` of the method {leaves[i].method.name!r} must yield a `Send`,"
-        f" an `Each` or None, got {type(sent).__name__}; wrap arrays,"
-        " `yield Send(values)`."
-      )
-    return sent
 
-  while len(outcomes) < len(rounds) or norms is not None:
-    sends: list[Any] = [
-      None if i in outcomes else advance(i, reply)
-      for i, reply in enumerate(replies)
-    ]
-    while asked := {i: x for i, x in enumerate(sends) if isinstance(x, Each)}:
-      for i, found in _all_mapped(leaves, asked).items():
-        sends[i] = advance(i, found)
-    beside = None
-    exact = [(own.exact, own.measured) for own in sends if own is not None]
-    if norms is not None and (
-      jax.tree.leaves(exact) or len(outcomes) == len(rounds)
-    ):
-      beside, norms = Send(measured=norms), None
-    *replies, reply = wire.send([*leaves, None], [*sends, beside])
-    if reply is not None:
-      mean_norms = reply.measured
-  return [outcomes[i] for i in range(len(rounds))], mean_norms
+def _any_exact(sends: Sequence[Send | None]) -> bool:
+  """Returns whether any method sends numbers in float32."""
+  exact = [(own.exact, own.measured) for own in sends if own is not None]
+  return bool(jax.tree.leaves(exact))
+
+
+def _require_request(leaf: Leaf, request: Any) -> None:
+  """Raises unless a method has yielded what the driver understands."""
+  if not isinstance(request, Send | Each | None):
+    raise TypeError(
+      f"`rounds` of the method {leaf.method.name!r} must yield a `Send`, an"
+      f" `Each` or None, got {type(request).__name__}; wrap arrays,"
+      " `yield Send(values)`."
+    )
 
 
 def _draws(leaves: Sequence[Leaf], key: jax.Array) -> list[Draws | None]:

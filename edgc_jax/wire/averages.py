@@ -33,7 +33,7 @@ import numpy as np
 
 from edgc_jax.wire import collectives, sums
 from edgc_jax.wire.channel import Channel
-from edgc_jax.wire.codes import Code, Encoded
+from edgc_jax.wire.codes import Code
 
 
 class Averaged(NamedTuple):
@@ -98,57 +98,73 @@ def average(
   replicas = channel.num_devices
   replica = collectives.device_index(channel.axis_name)
   first, second = jax.random.split(jax.random.fold_in(key, replica))
-  places = _by_code(codes)
-  own = {code: [values[i] for i in at] for code, at in places.items()}
-  varying = list(own).index(codes[-1])
-  layouts = [
-    _Layout(code, replicas, lengths is not None and code == codes[-1])
-    for code in own
-  ]
+  groups = _grouped(values, codes, replicas, lengths is not None)
   if lengths is not None:
-    sizes = layouts[varying].sizes(own[codes[-1]], lengths.choices)
-    lengths = lengths._replace(choices=sizes)
+    lengths = lengths._replace(choices=groups[codes[-1]].sizes(lengths.choices))
+  parts = {code: group.pack() for code, group in groups.items()}
 
-  def send(collective: Callable, encoded: list[Encoded], rows: Any) -> Any:
-    encoded, cut = [*encoded], encoded[varying].blocks
-    encoded[varying] = encoded[varying]._replace(blocks=())
-    cut, (found, rows) = _at_level(
-      channel, collective, cut, (encoded, rows), lengths
+  def send(collective: Callable, encoded: dict, rows: dict) -> tuple:
+    """Sends blocks of all codes; of the last value's those in use."""
+    last = encoded[codes[-1]]
+    rest = encoded | {codes[-1]: last._replace(blocks=())}
+    # As lists: JAX sorts the keys of dictionaries.
+    others = [*rest.values()], [*rows.values()]
+    cut, others = _at_level(channel, collective, last.blocks, others, lengths)
+    found, rows = (
+      dict(zip(keys, x, strict=True))
+      for keys, x in zip((encoded, rows), others, strict=True)
     )
-    found[varying] = found[varying]._replace(blocks=cut)
+    found[codes[-1]] = found[codes[-1]]._replace(blocks=cut)
     return found, rows
 
-  parts = [
-    layout.pack(x) for layout, x in zip(layouts, own.values(), strict=True)
-  ]
-  encoded = [code.encode(x, first) for code, x in zip(own, parts, strict=True)]
-  rows = [_rows(x, replicas) for code, x in own.items() if code.moves_zeros]
-  # All-to-all: y_j / N, the mean of part j of all replicas, on replica j.
+  # All-to-all: part j of all replicas, on replica j.
+  encoded = {code: code.encode(x, first) for code, x in parts.items()}
+  rows = {code: _rows(groups[code].values, replicas)
+          for code in groups if code.moves_zeros}  # fmt: skip
   received, rows = send(channel.exchange_parts, encoded, rows)
-  is_own = (jnp.arange(replicas) == replica)[:, None]
-  means, sent = [], []
-  for code, part, x, y in zip(own, parts, encoded, received, strict=True):
-    terms = jnp.where(is_own, part[replica], code.decode(y))
-    mean = sums.of_rows(terms) / replicas
-    means.append(code.encode(mean, second))
-    # The replica that encodes a mean keeps its error, N times, in `sent`.
-    error = replicas * (code.decode(means[-1]) - mean)
-    sent.append(jnp.where(is_own, part + error, code.decode(x)))
-  rows = [jax.lax.reduce_or(bits, (0,)) for bits in rows]
+  means, sent = _own_means(parts, encoded, received, replica, second)
+  rows = {code: jax.lax.reduce_or(bits, (0,)) for code, bits in rows.items()}
   # All-gather: the means of all parts, on every replica.
   means, rows = send(channel.gather, means, rows)
-  means = [code.decode(x) for code, x in zip(own, means, strict=True)]
   found = Averaged([*values], [*values], channel.mean(exact))
-  rows = iter(rows)
-  for layout, at, x, y in zip(
-    layouts, places.values(), means, sent, strict=True
-  ):
-    both = [layout.unpack(z, own[layout.code]) for z in (x, y)]
-    if layout.code.moves_zeros:
-      both = _without_zero_rows(both, next(rows))
-    for i, mean, part in zip(at, *both, strict=True):
-      found.mean[i], found.sent[i] = mean, part
+  for code, group in groups.items():
+    both = [group.unpack(x) for x in (code.decode(means[code]), sent[code])]
+    if code.moves_zeros:
+      both = _without_zero_rows(both, rows[code])
+    for i, mean, own in zip(group.places, *both, strict=True):
+      found.mean[i], found.sent[i] = mean, own
   return found
+
+
+def _own_means(
+  parts: dict[Code, jax.Array],
+  encoded: dict[Code, Any],
+  received: dict[Code, Any],
+  replica: jax.Array,
+  key: jax.Array,
+) -> tuple[dict[Code, Any], dict[Code, jax.Array]]:
+  """Averages this replica's part of the values, between the two halves.
+
+  Args:
+    parts: float32 [N, n], the values of this replica, by code.
+    encoded: The same as they were sent.
+    received: Part number `replica` of all replicas, as they sent it.
+    replica: int32 [], index of this one.
+    key: For codes that round at random.
+
+  Returns:
+    The encoded mean of the part; and what this replica has sent, [N, n].
+  """
+  means, sent = {}, {}
+  for code, own in parts.items():
+    is_own = (jnp.arange(len(own)) == replica)[:, None]
+    terms = jnp.where(is_own, own[replica], code.decode(received[code]))
+    mean = sums.of_rows(terms) / len(own)  # y_j / N
+    means[code] = code.encode(mean, key)
+    # The replica that encodes a mean keeps its error, N times, in `sent`.
+    error = len(own) * (code.decode(means[code]) - mean)
+    sent[code] = jnp.where(is_own, own + error, code.decode(encoded[code]))
+  return means, sent
 
 
 def _at_level(
@@ -221,6 +237,22 @@ def _by_code(codes: Sequence[Code]) -> dict[Code, list[int]]:
   return places
 
 
+def _grouped(
+  values: Sequence[jax.Array],
+  codes: Sequence[Code],
+  replicas: int,
+  is_cut: bool,
+) -> "dict[Code, _Group]":
+  """Returns the values of each code; `is_cut`: of the last not all are sent."""
+  return {
+    code: _Group(
+      code, tuple(at), [values[i] for i in at], replicas,
+      by_turns=is_cut and code == codes[-1],
+    )
+    for code, at in _by_code(codes).items()
+  }  # fmt: skip
+
+
 def _num_rows(shape: tuple[int, ...]) -> int:
   return math.prod(shape[:-1])
 
@@ -253,23 +285,25 @@ def _without_zero_rows(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layout:
-  """Packs values as one row of blocks for each replica, its part.
+class _Group:
+  """The values of one code, packed as one row of blocks for each replica.
 
   No two values share a block. Replicas get a run of blocks each, or one after
   the other by turns: then the first blocks of all are the first of each part.
   """
 
   code: Code
+  places: tuple[int, ...]  # of the values, among those of all codes
+  values: Sequence[jax.Array]
   replicas: int
   by_turns: bool
 
-  def pack(self, values: Sequence[jax.Array]) -> jax.Array:
-    """Packs values as float32 [replicas, n]."""
+  def pack(self) -> jax.Array:
+    """Packs the values as float32 [replicas, n]."""
     # Zeros: a block's error, which is less than its energy, is less than that
     # of the values then.
     granule = self.code.granule
-    flat = [jnp.pad(x.ravel(), (0, -x.size % granule)) for x in values]
+    flat = [jnp.pad(x.ravel(), (0, -x.size % granule)) for x in self.values]
     vector = jnp.concatenate(flat)
     length = _padded(vector.size, granule * self.replicas)
     vector = jnp.pad(vector, (0, length - vector.size))
@@ -278,26 +312,22 @@ class _Layout:
       vector = blocks.swapaxes(0, 1)
     return vector.reshape(self.replicas, -1)
 
-  def unpack(
-    self, parts: jax.Array, values: Sequence[jax.Array]
-  ) -> list[jax.Array]:
-    """Reverses `pack`; `values` give the shapes."""
+  def unpack(self, parts: jax.Array) -> list[jax.Array]:
+    """Reverses `pack`."""
     granule = self.code.granule
     if self.by_turns:
       parts = parts.reshape(self.replicas, -1, granule).swapaxes(0, 1)
-    ends = np.cumsum([_padded(x.size, granule) for x in values])
+    ends = np.cumsum([_padded(x.size, granule) for x in self.values])
     pieces = jnp.split(parts.ravel()[: ends[-1]], ends[:-1])
     return [
       piece[: x.size].reshape(x.shape)
-      for piece, x in zip(pieces, values, strict=True)
+      for piece, x in zip(pieces, self.values, strict=True)
     ]
 
-  def sizes(
-    self, values: Sequence[jax.Array], choices: Sequence[int]
-  ) -> list[int]:
+  def sizes(self, choices: Sequence[int]) -> list[int]:
     """Returns the blocks of a part, by entries in use of the last value."""
     granule = self.code.granule
-    fixed = sum(_padded(x.size, granule) for x in values[:-1])
+    fixed = sum(_padded(x.size, granule) for x in self.values[:-1])
     each = granule * self.replicas
     return [
       _padded(fixed + _padded(length, granule), each) // each
