@@ -91,8 +91,8 @@ format: $(VENV)/dev
 	$(BIN)/ruff format .
 
 # The protocol's study (docs/protocol.md), one run a core; it takes many hours,
-# and the same target continues it. Records go to docs/records/.
-STUDY := $(BIN)/python experiments/run_study.py --jobs=$(shell nproc)
+# and the same target continues it. Records go to results/records/.
+STUDY := $(BIN)/python experiments/lab/run_study.py --jobs=$(shell nproc)
 
 protocol: $(VENV)/train
 	$(STUDY) $(foreach name,full_length table rounds low_rank overlap, \
@@ -105,35 +105,35 @@ horizon: $(VENV)/train
 
 # Tables and pictures of all pages, from records: minutes.
 pages: $(VENV)/train
-	$(BIN)/python -m experiments.pages
+	$(BIN)/python -m experiments.lab.pages
 
 # The documentation as a site: open site/index.html. test-slow builds it, too.
 docs: $(VENV)/train $(VENV)/site
-	$(BIN)/python -m experiments.pages.site
+	$(BIN)/python -m experiments.lab.pages.site
 
 # The paper's three models compiled for their meshes, without the devices, and
 # their runs modelled: docs/paper.md. Takes some minutes, and 8 GiB.
 plan-paper: $(VENV)/train
 	for size in 345m 2b5 12b; do \
-	  $(BIN)/python experiments/plan_layout.py --output=docs/paper_layouts.json \
+	  $(BIN)/python experiments/lab/plan_layout.py --output=results/data/paper_layouts.json \
 	    --config=configs/paper/gpt2_$$size.py || exit; \
 	done
-	$(BIN)/python -m experiments.planning.paper_clusters
+	$(BIN)/python -m experiments.lab.planning.paper_clusters
 
 # Step times on virtual hosts with slow links, compared with PyTorch. Needs
-# Linux, root and iproute2; takes half an hour. Result: docs/network.json.
+# Linux, root and iproute2; takes half an hour. Result: results/data/network.json.
 bench-network: $(VENV)/train
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/python -m experiments.network --config=configs/gpt2_10m.py
+	$(BIN)/python -m experiments.lab.network --config=configs/gpt2_10m.py
 
 # How much of an exchange of local steps runs beside inner steps. Needs the same;
 # rows of the table in docs/local_steps.md.
 bench-overlap: $(VENV)/train
-	$(BIN)/python -m experiments.network.overlap --config=configs/gpt2_tiny.py
+	$(BIN)/python -m experiments.lab.network.overlap --config=configs/gpt2_tiny.py
 
-# Cost of the reducers by model size: docs/growth.json. Takes some minutes.
+# Cost of the reducers by model size: results/data/growth.json. Takes some minutes.
 bench: $(VENV)/train
-	$(BIN)/python -m experiments.benchmarks.cost
+	$(BIN)/python -m experiments.lab.benchmarks.cost
 
 clean:
 	rm -rf $(VENV) .newest .pytest_cache build dist site

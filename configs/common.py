@@ -8,8 +8,9 @@ def base(reducer: str) -> ConfigDict:
 
   Args:
     reducer: A name of `edgc_jax.REDUCERS`, or of a method of others in
-      experiments/peers/; or auto, which chooses for the measured link
-      among the methods that exchange at every step.
+      experiments/lab/peers/, which experiments/lab/train.py knows; or auto,
+      which chooses for the measured link among the methods that exchange at
+      every step.
 
   Returns:
     A configuration with the sizes of GPT-2 with 124M parameters.
@@ -17,7 +18,8 @@ def base(reducer: str) -> ConfigDict:
   return ConfigDict(
     {
       "name": "run",
-      "task": "gpt2",  # a file in experiments/tasks/: model, loss and data
+      # A file in experiments/trainer/tasks/: model, loss and data.
+      "task": "gpt2",
       "run_dir": "",  # empty: runs/<name>-<reducer>-seed<seed>
       "reducer": reducer,  # sections below; or auto
       "steps": 1000,
@@ -108,7 +110,7 @@ def base(reducer: str) -> ConfigDict:
           "estimator": "gaussian",  # or histogram
           "bins": 1000,
         },
-        "rule": "cqm",  # or linear, reverse (experiments/training/rules.py)
+        "rule": "cqm",  # or linear, reverse (training/rules.py)
         "exponent": 2.0,  # of cqm
         "rank_multiple": 4,
         "max_rank_step": 4,  # 0: 4, or the step of the ladder

@@ -25,10 +25,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
 
-from experiments.parallel import meshes
-from experiments.runtime import command_line, hosts
-from experiments.runtime.refusals import refusals
-from experiments.training import advised, checks
+from experiments.trainer.parallel import meshes
+from experiments.trainer.runtime import command_line, hosts
+from experiments.trainer.runtime.refusals import refusals
+from experiments.trainer.training import advised, checks
 
 
 def main(config: ConfigDict) -> None:

@@ -16,9 +16,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from absl import app
 
-from experiments.reporting import run_page
-from experiments.runs.storage import storage_of
-from experiments.runtime.refusals import refusals
+from experiments.trainer.reporting import run_page
+from experiments.trainer.runs.storage import storage_of
+from experiments.trainer.runtime.refusals import refusals
 
 
 def main(argv: Sequence[str]) -> None:

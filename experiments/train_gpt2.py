@@ -15,13 +15,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
 
-from experiments.reporting import key_numbers, run_page
-from experiments.runs.checkpoints import CheckpointError
-from experiments.runs.storage import RunInUse, StorageError
-from experiments.runtime import command_line, hosts
-from experiments.runtime.refusals import refusals
-from experiments.runtime.stop_signals import TrainingInterrupted
-from experiments.training.trainer import Trainer, TrainingStopped
+from experiments.trainer.reporting import key_numbers, run_page
+from experiments.trainer.runs.checkpoints import CheckpointError
+from experiments.trainer.runs.storage import RunInUse, StorageError
+from experiments.trainer.runtime import command_line, hosts
+from experiments.trainer.runtime.refusals import refusals
+from experiments.trainer.runtime.stop_signals import TrainingInterrupted
+from experiments.trainer.training.trainer import Trainer, TrainingStopped
 
 
 def main(config: ConfigDict) -> None:

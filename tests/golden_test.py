@@ -13,9 +13,9 @@ import pytest
 
 import edgc_jax
 from configs import gpt2_tiny
-from experiments import tasks
-from experiments.parallel import backends, meshes
-from experiments.training import optimizer
+from experiments.trainer import tasks
+from experiments.trainer.parallel import backends, meshes
+from experiments.trainer.training import optimizer
 
 FILE = pathlib.Path(__file__).with_name("golden.json")
 STEPS, MOST = 20, 1e-3  # nats

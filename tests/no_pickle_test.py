@@ -26,8 +26,8 @@ PROGRAMS = {
   "examples/ray_cluster.py": {"ray"},
   "examples/slurm.py": {"submitit"},
   "tests/helpers/ray_driver.py": {"ray"},
-  "experiments/study/runner.py": {"submitit"},
-  "experiments/study/study.py": {"run_path"},
+  "experiments/lab/study/runner.py": {"submitit"},
+  "experiments/lab/study/study.py": {"run_path"},
   "tests/diagnosis/command_test.py": {"eval"},
   "tests/helpers/forked_commands.py": {"run_path"},
 }

@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 import pytest
 
 import edgc_jax
-from experiments.pages import site
+from experiments.lab.pages import site
 
 # Only `make test-slow` installs the generator of the site.
 griffe = pytest.importorskip("griffe")
-docstrings = pytest.importorskip("experiments.pages.docstrings")
+docstrings = pytest.importorskip("experiments.lab.pages.docstrings")
 pytestmark = pytest.mark.slow
 
 TOML = """\
@@ -80,7 +80,7 @@ def root(tmp_path):
     "# Page\n\n## Part\n\n[code](../code.py), ![](dot.png), [](#part)\n"
   )
   (tmp_path / "code.py").write_text("x = 1\n")
-  shutil.copy(site.ROOT / "docs/pictures/network-times.png",
+  shutil.copy(site.ROOT / "results/figures/network-times.png",
               tmp_path / "docs/dot.png")  # fmt: skip
   return tmp_path
 

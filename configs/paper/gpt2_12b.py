@@ -1,6 +1,6 @@
 """The paper's GPT-2 of 12.1B parameters on 64 GPUs.
 
-python experiments/plan_layout.py --config=configs/paper/gpt2_12b.py
+python experiments/lab/plan_layout.py --config=configs/paper/gpt2_12b.py
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,6 @@
 """The paper's GPT-2 of 2.5B parameters on 32 GPUs.
 
-python experiments/plan_layout.py --config=configs/paper/gpt2_2b5.py
+python experiments/lab/plan_layout.py --config=configs/paper/gpt2_2b5.py
 """
 
 from ml_collections import ConfigDict

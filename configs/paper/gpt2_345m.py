@@ -1,6 +1,6 @@
 """The paper's GPT-2 of 345M parameters on 16 GPUs.
 
-python experiments/plan_layout.py --config=configs/paper/gpt2_345m.py
+python experiments/lab/plan_layout.py --config=configs/paper/gpt2_345m.py
 """
 
 from ml_collections import ConfigDict

@@ -5,7 +5,7 @@ tenth of the run, windows of 1 %. One seed; the learning rate is the one that
 the rule takes over the horizon. Losses of the two objectives do not compare.
 About half an hour of two cores:
 
-  python experiments/run_study.py --study=configs/paper/objectives.py --jobs=2
+  python experiments/lab/run_study.py --study=configs/paper/objectives.py
 """
 
 from configs.paper import horizon

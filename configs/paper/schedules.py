@@ -5,7 +5,7 @@ learning rate, which is not tuned for them: their best shows how much a schedule
 of bytes over time can matter. They send 0.9 % more than the fixed rank, whose
 rank is 21.8. About 5 hours of one core:
 
-  python experiments/run_study.py --study=configs/paper/schedules.py --jobs=2
+  python experiments/lab/run_study.py --study=configs/paper/schedules.py
 """
 
 from configs.paper import horizon

@@ -4,7 +4,7 @@ In table.py the floor of `edgc` is at three quarters of its ceiling, so that it
 moves a few per cent of its bytes. Here the floor is a quarter of the ceiling,
 as by default, and the entropy is estimated in both ways:
 
-  python experiments/run_study.py --study=configs/protocol/entropy.py --jobs=2
+  python experiments/lab/run_study.py --study=configs/protocol/entropy.py
 """
 
 from collections.abc import Mapping

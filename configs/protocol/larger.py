@@ -2,7 +2,7 @@
 
 A run takes about five hours on one core, the study 150:
 
-  python experiments/run_study.py --study=configs/protocol/larger.py --jobs=2
+  python experiments/lab/run_study.py --study=configs/protocol/larger.py
 """
 
 from configs.protocol import table

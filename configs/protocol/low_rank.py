@@ -2,7 +2,7 @@
 
 The weights of matrices among which the rank is shared:
 
-  python experiments/run_study.py --study=configs/protocol/low_rank.py --jobs=2
+  python experiments/lab/run_study.py --study=configs/protocol/low_rank.py
 """
 
 from collections.abc import Mapping

@@ -3,7 +3,7 @@
 The mean gradient one step late, after the warm-up of the rate; and steps of
 each replica alone, of which the others hear one step later:
 
-  python experiments/run_study.py --study=configs/protocol/overlap.py --jobs=2
+  python experiments/lab/run_study.py --study=configs/protocol/overlap.py
 """
 
 from configs.protocol import table

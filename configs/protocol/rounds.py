@@ -3,7 +3,7 @@
 Every arm with local steps chooses its outer rule, too. About 60 hours of a
 core, of which a fifth tune:
 
-  python experiments/run_study.py --study=configs/protocol/rounds.py --jobs=2
+  python experiments/lab/run_study.py --study=configs/protocol/rounds.py
 """
 
 from collections.abc import Mapping

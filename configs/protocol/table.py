@@ -4,7 +4,7 @@ Budgets are bits a parameter a step over the whole run. Ranks are those at which
 the package predicts these bits for the 445,952 parameters of the model. About
 70 hours of a core:
 
-  python experiments/run_study.py --study=configs/protocol/table.py --jobs=2
+  python experiments/lab/run_study.py --study=configs/protocol/table.py --jobs=2
 """
 
 from collections.abc import Mapping

@@ -7,9 +7,9 @@ import edgc_jax
 from configs import gpt2_tiny
 from edgc_jax import LinkModel
 from edgc_jax.measure.evidence import of_protocol
-from experiments import tasks
-from experiments.parallel import meshes
-from experiments.training import advised, checks, optimizer
+from experiments.trainer import tasks
+from experiments.trainer.parallel import meshes
+from experiments.trainer.training import advised, checks, optimizer
 
 pytestmark = pytest.mark.slow
 

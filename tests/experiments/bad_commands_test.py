@@ -16,7 +16,7 @@ from helpers.local_processes import free_port
 from helpers.refusals import assert_clear, unchanged
 from helpers.small_runs import small
 
-from experiments.runs.run_folder import RunFolder
+from experiments.trainer.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
 TINY = "--config=configs/gpt2_tiny.py:allreduce"
@@ -96,15 +96,15 @@ def test_files_of_configurations(commands, tmp_path, content):
       ["`--process_id`"],
     ),
     ("report", ["none"], ["metrics.jsonl"]),
-    ("train_together", ["--runs=none.json"], ["`--runs`"]),
+    ("lab/train_together", ["--runs=none.json"], ["`--runs`"]),
     ("advise", [PIPELINE], ["`mesh`", "stages"]),
-    ("plan_cluster", [PIPELINE, "--megabits=nan"], ["`megabits`", "nan"]),
-    ("plan_cluster", [PIPELINE, "--fall=inf"], ["`fall`", "inf"]),
-    ("plan_cluster", [PIPELINE, "--curve=up"], ["`curve`", "falling"]),
-    ("plan_layout", [TINY], ["`mesh.backend`"]),
-    ("plan_layout", [PIPELINE, "--output=README.md"], ["`--output`"]),
-    ("plan_stages", [PIPELINE, "--mbits=10,-1"], ["`--mbits`"]),
-    ("plan_stages", [TINY], ["`mesh.stage`"]),
+    ("lab/plan_cluster", [PIPELINE, "--megabits=nan"], ["`megabits`", "nan"]),
+    ("lab/plan_cluster", [PIPELINE, "--fall=inf"], ["`fall`", "inf"]),
+    ("lab/plan_cluster", [PIPELINE, "--curve=up"], ["`curve`", "falling"]),
+    ("lab/plan_layout", [TINY], ["`mesh.backend`"]),
+    ("lab/plan_layout", [PIPELINE, "--output=README.md"], ["`--output`"]),
+    ("lab/plan_stages", [PIPELINE, "--mbits=10,-1"], ["`--mbits`"]),
+    ("lab/plan_stages", [TINY], ["`mesh.stage`"]),
   ],
   ids=str,
 )  # fmt: skip
@@ -171,7 +171,7 @@ def test_studies(commands, tmp_path, content, arguments, part):
   given = [f"--study={file}", f"--runs={tmp_path}/runs"]
   given += arguments or [f"--records={tmp_path}/records"]
   with unchanged(tmp_path):
-    assert_refused(commands.run("run_study", *given), part)
+    assert_refused(commands.run("lab/run_study", *given), part)
 
 
 # What a process has from its beginning.

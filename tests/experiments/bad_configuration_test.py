@@ -14,13 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
-from experiments import peers
-from experiments.training import checks, optimizer
-from experiments.training.together import prepare
-from experiments.training.trainer import Trainer
+from experiments.lab.study.together import prepare
+from experiments.trainer.training import checks, optimizer, reducers
+from experiments.trainer.training.trainer import Trainer
 
 NAN, INF = math.nan, math.inf
-REDUCERS = tuple(peers.reducers())
+REDUCERS = tuple(reducers.by_name())
 TASKS = ("gpt2", "bert", "vit", "conv", "coattention")
 OF_TYPE = {
   int: (1.5, "4", NAN, [4], True, 2**31, -(2**40)),

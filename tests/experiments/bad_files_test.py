@@ -21,18 +21,18 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 import edgc_jax
-from experiments import train_together
-from experiments.data import text
-from experiments.network.results import Results
-from experiments.reporting import logged_run
-from experiments.runs import checkpoints as checkpoints_module
-from experiments.runs.checkpoints import CheckpointError, Checkpoints
-from experiments.runs.run_folder import RunFolder, _lines_up_to
-from experiments.runtime.json_files import read_json
-from experiments.study import runner, study
-from experiments.study.records import Records, numbers_of
-from experiments.training import trainer as trainer_module
-from experiments.training.trainer import Trainer
+from experiments.lab import train_together
+from experiments.lab.network.results import Results
+from experiments.lab.study import runner, study
+from experiments.lab.study.records import Records, numbers_of
+from experiments.trainer.data import text
+from experiments.trainer.reporting import logged_run
+from experiments.trainer.runs import checkpoints as checkpoints_module
+from experiments.trainer.runs.checkpoints import CheckpointError, Checkpoints
+from experiments.trainer.runs.run_folder import RunFolder, _lines_up_to
+from experiments.trainer.runtime.json_files import read_json
+from experiments.trainer.training import trainer as trainer_module
+from experiments.trainer.training.trainer import Trainer
 
 KINDS = (TypeError, ValueError, OSError)
 DEEP = b"[" * 100_000
@@ -487,7 +487,7 @@ def test_files_of_studies(tmp_path):
 
 
 def test_settings_of_studies(monkeypatch):
-  monkeypatch.chdir(pathlib.Path(train_together.__file__).parents[1])
+  monkeypatch.chdir(pathlib.Path(train_together.__file__).parents[2])
   for settings, config, parts in (
     ({"steps": 3}, "", ["`reducer`"]),
     ({"reducer": "magic"}, "", ["`reducer`", "magic"]),

@@ -5,9 +5,10 @@ import inspect
 import pytest
 
 import edgc_jax
+import experiments.lab  # noqa: F401  (adds the methods of others)
 from configs import common
-from experiments import peers, tasks
-from experiments.training import optimizer
+from experiments.trainer import tasks
+from experiments.trainer.training import optimizer, reducers
 
 # Keys that `make_reducer` turns into other arguments.
 CONVERTED = {
@@ -15,10 +16,10 @@ CONVERTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(peers.reducers()))
+@pytest.mark.parametrize("name", list(reducers.by_name()))
 def test_each_reducer_has_a_section_of_its_arguments(name):
   config = common.base(name)
-  arguments = inspect.signature(peers.reducers()[name]).parameters
+  arguments = inspect.signature(reducers.by_name()[name]).parameters
   assert set(config[name]) - CONVERTED <= set(arguments)
   optimizer.make_reducer(config, tasks.make(config), {})
 

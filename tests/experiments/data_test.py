@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.refusals import refused
 
-from experiments.data import batches, text
+from experiments.trainer.data import batches, text
 
 _CONTEXT = 4
 

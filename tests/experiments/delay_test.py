@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from experiments.network import delay, virtual_hosts
-from experiments.network.virtual_hosts import VirtualHosts, address
+from experiments.lab.network import delay, virtual_hosts
+from experiments.lab.network.virtual_hosts import VirtualHosts, address
 
 HEADER = bytes(delay._HEADER)
 ADDRESSES = [socket.inet_aton(f"10.0.0.{host}") for host in (1, 2, 3)]
@@ -102,7 +102,7 @@ def test_what_is_held_is_bounded(ends, monkeypatch):
 
 # Hosts that are far apart until the program is killed.
 HOLDER = """
-from experiments.network.virtual_hosts import VirtualHosts
+from experiments.lab.network.virtual_hosts import VirtualHosts
 with VirtualHosts(2) as network:
   network.shape(1e8, 0.02)
   print(network._forwarder.pid, flush=True)
@@ -171,7 +171,7 @@ def test_round_trips_are_checked(round_trip):
     VirtualHosts(2).shape(1e8, round_trip)
 
 
-@pytest.mark.soak("experiments/network")
+@pytest.mark.soak("experiments/lab/network")
 def test_the_process_ends_with_the_program(far):
   pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
   command = [sys.executable, "-c", HOLDER]

@@ -18,7 +18,7 @@ MODULES = [
 
 
 def test_there_are_some():
-  assert "experiments.network.results" in MODULES
+  assert "experiments.lab.network.results" in MODULES
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from configs import gpt2_tiny
-from experiments.benchmarks import estimate
+from experiments.lab.benchmarks import estimate
 
 
-@pytest.mark.soak("experiments/benchmarks", "edgc_jax/budget/entropy.py")
+@pytest.mark.soak("experiments/lab/benchmarks", "edgc_jax/budget/entropy.py")
 def test_samples_of_a_small_model(monkeypatch):
   monkeypatch.setattr(estimate, "_LEAST", 2**8)
   config = gpt2_tiny.get_config("allreduce")

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.models import gpt2
+from experiments.trainer.models import gpt2
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ from unittest import mock
 import jax.numpy as jnp
 from helpers import float32
 
-from experiments.benchmarks import cost
-from experiments.models.gpt2 import GPT2Config
+from experiments.lab.benchmarks import cost
+from experiments.trainer.models.gpt2 import GPT2Config
 
 MODEL = GPT2Config(64, 32, 16, 1, 2)
 

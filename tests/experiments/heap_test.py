@@ -9,7 +9,7 @@ import pytest
 _SCRIPT = """
 import os
 import numpy as np
-from experiments.runtime import heap
+from experiments.trainer.runtime import heap
 
 def held():  # MB that stay with the process after an array of 200 MB
   np.ones(25 * 10**6)

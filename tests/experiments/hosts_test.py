@@ -11,14 +11,14 @@ import pytest
 from helpers.local_processes import free_port
 from helpers.pages import ROOT
 
-from experiments.runs.storage import storage_of
-from experiments.runtime import hosts
+from experiments.trainer.runs.storage import storage_of
+from experiments.trainer.runtime import hosts
 
 # Joins a run of one process with a place for a second, which never comes.
 _FIRST = """
 import sys
 from absl import flags
-from experiments.runtime import hosts
+from experiments.trainer.runtime import hosts
 address = sys.argv[1]
 flags.FLAGS([
   "", f"--coordinator_address={address}", "--num_processes=2", "--process_id=0"

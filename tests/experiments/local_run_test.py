@@ -10,11 +10,11 @@ from helpers import cut_runs
 from helpers.small_runs import small
 
 import edgc_jax
+import experiments.lab  # noqa: F401  (adds the methods of others)
 from edgc_jax.measure import hlo
-from experiments import peers
-from experiments.reporting import key_numbers, logged_run
-from experiments.training import checks
-from experiments.training.trainer import Trainer, TrainingStopped
+from experiments.trainer.reporting import key_numbers, logged_run
+from experiments.trainer.training import checks, reducers
+from experiments.trainer.training.trainer import Trainer, TrainingStopped
 
 pytestmark = pytest.mark.slow
 EVERY = 3
@@ -75,7 +75,7 @@ def test_bytes_are_sent_at_exchanges_alone(simulated):
   assert {line["dense_bytes"] for line in lines} == {dense}
   assert summary["versions"] == {
     "task": 1,
-    **peers.versions_of(simulated.config.reducer, simulated.config.local),
+    **reducers.versions_of(simulated.config.reducer, simulated.config.local),
   }
   # The parameters of the state stay the same between two exchanges.
   found = {}
@@ -272,13 +272,13 @@ def test_stops_if_all_replicas_skip_all_steps(
 
 def test_versions_of_what_a_run_uses():
   local = {"every": 4, "lookahead": False}
-  assert peers.versions_of("demo", {}) == {"method": 1}
+  assert reducers.versions_of("demo", {}) == {"method": 1}
   versions = edgc_jax.METHOD_VERSIONS
-  assert peers.versions_of("edgc", local) == {
+  assert reducers.versions_of("edgc", local) == {
     "method": versions["edgc"], "local_steps": versions["local_steps"],
   }  # fmt: skip
   local["lookahead"] = True
-  assert peers.versions_of("gone", local) == {"method": None, "lookahead": 1}
-  names = peers.reducers().keys()
+  assert reducers.versions_of("gone", local) == {"method": None, "lookahead": 1}
+  names = reducers.by_name().keys()
   peer_names = {"demo", "late", "sparse_loco"}
   assert edgc_jax.REDUCERS.keys() | peer_names == names

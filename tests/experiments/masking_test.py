@@ -11,10 +11,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from configs import bert_tiny, gpt2_tiny
-from experiments import tasks
-from experiments.data import text
-from experiments.models import gpt2, masking
-from experiments.training import checks
+from experiments.trainer import tasks
+from experiments.trainer.data import text
+from experiments.trainer.models import gpt2, masking
+from experiments.trainer.training import checks
 
 TINY = gpt2.GPT2Config(51, 16, 24, 1, 4, is_masked=True)
 VOCAB = 257

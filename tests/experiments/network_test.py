@@ -11,15 +11,15 @@ import pandas as pd
 import pytest
 
 from configs import gpt2_tiny
-from experiments.network import calls, results
-from experiments.network.benchmark import Benchmark
-from experiments.network.results import Layout, Results
-from experiments.pages import network as pages
+from experiments.lab.network import calls, results
+from experiments.lab.network.benchmark import Benchmark
+from experiments.lab.network.results import Layout, Results
+from experiments.lab.pages import network as pages
 
 # A host that fails, sleeps or ends on request.
 HOST = """
 import dataclasses, os, time
-from experiments.network import calls
+from experiments.lab.network import calls
 @dataclasses.dataclass
 class Host:
   index: int
@@ -170,8 +170,10 @@ def test_whole_runs(tables, tmp_path, monkeypatch):
     run("8 bits", 3, [2.2, 0.5]), run("8 bits", 3, [2.2, 1.5], rate=10.0),
     run("8 bits", 3, [2.2, 1.5], seed=1),
   ]  # fmt: skip
-  (tmp_path / "docs").mkdir()
-  (tmp_path / "docs/whole_runs.json").write_text(json.dumps({"runs": runs}))
+  (tmp_path / "results/data").mkdir(parents=True)
+  (tmp_path / "results/data/whole_runs.json").write_text(
+    json.dumps({"runs": runs})
+  )
   expected = pd.DataFrame(
     {"link": ["100 Mbit/s"], "method": [runs[1]["arm"]], "measured": [0.5]}
   )
@@ -232,7 +234,7 @@ def test_layouts_that_are_not_measured_again_are_kept(tmp_path):
   assert path.read_text() == before
 
 
-@pytest.mark.soak("experiments/network")
+@pytest.mark.soak("experiments/lab/network")
 def test_calls_stay_in_step(tmp_path):
   """Hosts answer in any order, fail, and one is late, or ends."""
   command = [sys.executable, "-c", HOST]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from configs.protocol import gpt
-from experiments.benchmarks import noise_scale
+from experiments.lab.benchmarks import noise_scale
 
 
 def test_estimates_are_unbiased():
@@ -38,7 +38,7 @@ def test_entropies_of_means():
   np.testing.assert_allclose(found["histogram"], expected, atol=0.1)
 
 
-@pytest.mark.soak("experiments/benchmarks")
+@pytest.mark.soak("experiments/lab/benchmarks")
 def test_a_short_run():
   """Marks of a run, each with a positive scale."""
   config = gpt.get_config("allreduce")

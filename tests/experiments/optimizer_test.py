@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 import edgc_jax
 from configs import gpt2_tiny
 from edgc_jax.measure import hlo
-from experiments import tasks
-from experiments.parallel import backends, meshes
-from experiments.training import optimizer
+from experiments.trainer import tasks
+from experiments.trainer.parallel import backends, meshes
+from experiments.trainer.training import optimizer
 
 
 @pytest.fixture

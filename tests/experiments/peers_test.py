@@ -9,9 +9,9 @@ import pytest
 from scipy import fft
 
 import edgc_jax
-from experiments.peers.demo import demo
-from experiments.peers.late import late
-from experiments.peers.sparse_loco import sparse_loco
+from experiments.lab.peers.demo import demo
+from experiments.lab.peers.late import late
+from experiments.lab.peers.sparse_loco import sparse_loco
 
 # Methods for comparison, in `experiments/` alone.
 pytestmark = pytest.mark.slow

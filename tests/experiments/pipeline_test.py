@@ -11,7 +11,7 @@ import pytest
 from helpers.meshes import AXIS, stage_mesh
 from jax.sharding import PartitionSpec as P
 
-from experiments.models.pipeline import apply_stages
+from experiments.trainer.models.pipeline import apply_stages
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cache")]
 

@@ -4,8 +4,9 @@ import pytest
 
 import edgc_jax
 from configs import gpt2_tiny_pipeline
-from experiments import plan_stages, tasks
-from experiments.training import optimizer
+from experiments.lab import plan_stages
+from experiments.trainer import tasks
+from experiments.trainer.training import optimizer
 
 GIVEN = {
   "compression": edgc_jax.CompressionModel(7.5e-3, 2.4e-4),

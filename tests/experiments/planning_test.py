@@ -8,11 +8,11 @@ import pytest
 from configs import gpt2_tiny_pipeline
 from configs.paper import gpt2_2b5, gpt2_12b, gpt2_345m
 from edgc_jax.state import growth
-from experiments.planning import cluster, layouts, paper_clusters, presets
-from experiments.planning.cluster import Hardware
+from experiments.lab.planning import cluster, layouts, paper_clusters, presets
+from experiments.lab.planning.cluster import Hardware
 
 pytestmark = pytest.mark.usefixtures("without_cache")
-LONG = pytest.mark.soak("experiments/planning", "configs/paper")
+LONG = pytest.mark.soak("experiments/lab/planning", "configs/paper")
 SIMPLE = Hardware(
   peak=1e12, share=0.5, memory=1e30, inside=1e30, megabits=8000.0,
   round_trip=0.0,

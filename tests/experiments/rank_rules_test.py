@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import edgc_jax
-from experiments.training import rules
+from experiments.trainer.training import rules
 
 
 def window(**more):

@@ -7,9 +7,9 @@ from ml_collections import ConfigDict
 
 import edgc_jax
 from configs import common, conv_digits, gpt2_tiny
-from experiments.study import records as own
-from experiments.study.records import Record, Records
-from experiments.tasks.gpt2 import Gpt2
+from experiments.lab.study import records as own
+from experiments.lab.study.records import Record, Records
+from experiments.trainer.tasks.gpt2 import Gpt2
 
 
 def config_of(reducer="edgc", **changes):

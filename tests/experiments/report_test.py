@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 from plotly.offline import get_plotlyjs
 
-from experiments.reporting import charts, key_numbers, picture, run_page
-from experiments.reporting.logged_run import load
+from experiments.trainer.reporting import charts, key_numbers, picture, run_page
+from experiments.trainer.reporting.logged_run import load
 
 pytestmark = pytest.mark.slow
 

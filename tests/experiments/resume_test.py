@@ -15,9 +15,9 @@ from helpers.cut_runs import lines_of, newest, tensorboard_of, whole_runs
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint._src.handlers import json_checkpoint_handler
 
-from experiments.runs.checkpoints import CheckpointError, Checkpoints
-from experiments.runs.storage import RunInUse
-from experiments.training.trainer import Trainer
+from experiments.trainer.runs.checkpoints import CheckpointError, Checkpoints
+from experiments.trainer.runs.storage import RunInUse
+from experiments.trainer.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from configs import gpt2_tiny
-from experiments import tasks
-from experiments.runs.run_folder import RunFolder, commit_of
-from experiments.training import run_log
+from experiments.trainer import tasks
+from experiments.trainer.runs.run_folder import RunFolder, commit_of
+from experiments.trainer.training import run_log
 
 CONFIG = gpt2_tiny.get_config("powersgd")
 TASK = tasks.make(CONFIG)
@@ -63,9 +63,9 @@ def test_steps_that_are_not_finite_are_no_part_of_a_mean():
 
 
 def test_the_commit_is_of_the_code(tmp_path):
-  """Files that runs write to docs/ do not make it dirty."""
+  """Results and pages do not make it dirty."""
   git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
-  for name in ("code/a.py", "docs/page.md"):
+  for name in ("code/a.py", "docs/page.md", "results/new.json"):
     (tmp_path / name).parent.mkdir()
     (tmp_path / name).write_text("before")
   assert commit_of(tmp_path / "code") == "unknown"
@@ -73,7 +73,8 @@ def test_the_commit_is_of_the_code(tmp_path):
     subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
   commit = commit_of(tmp_path / "code")
   assert len(commit) == 12
-  (tmp_path / "docs/page.md").write_text("after")
+  for name in ("docs/page.md", "results/new.json"):
+    (tmp_path / name).write_text("after")
   assert commit_of(tmp_path / "code") == commit
   (tmp_path / "code/a.py").write_text("after")
   assert commit_of(tmp_path / "code") == f"{commit}-dirty"

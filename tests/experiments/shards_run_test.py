@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from helpers import cut_runs
 
-from experiments.models import gpt2, gpt2_shards
-from experiments.training.trainer import Trainer
+from experiments.trainer.models import gpt2, gpt2_shards
+from experiments.trainer.training.trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cache")]
 

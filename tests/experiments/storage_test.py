@@ -14,17 +14,17 @@ import pytest
 from helpers.cut_runs import config_of, lines_of, newest, run, whole_runs
 
 from experiments import report
-from experiments.runs.checkpoints import CheckpointError, Checkpoints
-from experiments.runs.run_folder import RunFolder
-from experiments.runs.storage import (
+from experiments.trainer.runs.checkpoints import CheckpointError, Checkpoints
+from experiments.trainer.runs.run_folder import RunFolder
+from experiments.trainer.runs.storage import (
   RunInUse,
   StorageError,
   StoreError,
   checksums,
   storage_of,
 )
-from experiments.runtime import hosts
-from experiments.training.trainer import Trainer
+from experiments.trainer.runtime import hosts
+from experiments.trainer.training.trainer import Trainer
 
 URL = "memory://runs/one"
 FILES, MEMORY = (

@@ -14,12 +14,12 @@ import pandas as pd
 import pytest
 
 import edgc_jax
-from experiments import tasks
-from experiments.parallel import meshes
-from experiments.study import runner, statistics, study
-from experiments.study.records import Records
-from experiments.study.study import MATCHED, Study, Tuning
-from experiments.training import optimizer
+from experiments.lab.study import runner, statistics, study
+from experiments.lab.study.records import Records
+from experiments.lab.study.study import MATCHED, Study, Tuning
+from experiments.trainer import tasks
+from experiments.trainer.parallel import meshes
+from experiments.trainer.training import optimizer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs/gpt2_tiny.py")
@@ -43,7 +43,7 @@ TUNED = Study(
 PAIR = "edgc" + MATCHED
 FLOAT32 = {"reducer": "powersgd", "powersgd.wire_dtype": "float32"}
 VMAP = {"reducer": "allreduce", "mesh.backend": "vmap"}
-LONG = pytest.mark.soak("experiments/study", "configs/protocol")
+LONG = pytest.mark.soak("experiments/lab/study", "configs/protocol")
 
 
 @pytest.fixture
@@ -711,7 +711,7 @@ def test_the_command_of_a_shared_program(tmp_path):
     assert len(runner._sharing(runs, 3)) == count
   path_of = lambda run: tmp_path / f"runs/{run.config.seed}"  # noqa: E731
   _, script, file = runner._command(PLAIN, runs, path_of)
-  assert script.endswith("train_together.py")
+  assert script.endswith("lab/train_together.py")
   found = json.loads(pathlib.Path(file.removeprefix("--runs=")).read_text())
   for run, config in zip(runs, found, strict=True):
     whole = json.loads(run.config.to_json())
@@ -728,7 +728,7 @@ def test_commands_set_what_differs_from_the_file(tmp_path, monkeypatch):
     run = study.Run(arm, own.configuration(settings), is_judged=True)
     name = settings.pop("reducer")
     first, script, *given = runner.command_of(own, run, tmp_path / "run")
-    assert first == sys.executable and script.endswith("train_gpt2.py")
+    assert first == sys.executable and script.endswith("lab/train.py")
     assert given[:2] == [
       f"--config={tmp_path / 'mine.py'}:{name}",
       f"--config.run_dir={tmp_path / 'run'}",

@@ -6,15 +6,15 @@ from PIL import Image
 
 from edgc_jax import METHOD_VERSIONS
 from edgc_jax.measure.evidence import of_protocol
-from experiments.pages import __main__ as pages
-from experiments.pages import evidence, protocol
-from experiments.study import study
-from experiments.study.records import Records
+from experiments.lab.pages import __main__ as pages
+from experiments.lab.pages import evidence, protocol
+from experiments.lab.study import study
+from experiments.lab.study.records import Records
 
 # What tables are made from, and the pages that have them.
 LONG = pytest.mark.soak(
-  "README.md", "configs", "docs", "edgc_jax/measure", "edgc_jax/methods",
-  "experiments",
+  "README.md", "configs", "docs", "results", "edgc_jax/measure",
+  "edgc_jax/methods", "experiments",
 )  # fmt: skip
 PAGE = """# A page
 
@@ -53,7 +53,7 @@ def test_tables_are_written_between_their_marks_alone():
 @LONG
 @pytest.mark.parametrize(
   "file",
-  [pages.ROOT / "README.md", *sorted((pages.ROOT / "docs").glob("*.md"))],
+  pages.pages(),
   ids=lambda file: file.stem,
 )
 def test_committed_pages_have_the_tables_of_the_records(file):
@@ -76,7 +76,7 @@ def test_the_evidence_of_advice_is_that_of_the_records():
 @LONG
 @pytest.mark.parametrize("name", pages.PICTURES)
 def test_committed_pictures_show_the_records(name):
-  file = pages.ROOT / "docs/pictures" / f"{name}.png"
+  file = pages.ROOT / "results/figures" / f"{name}.png"
   drawn = pages._drawn(pages.PICTURES[name]())
   assert pages._look_alike(drawn, Image.open(file).convert("RGB"))
 

@@ -11,10 +11,10 @@ from helpers.small_runs import small_task
 from jax.sharding import PartitionSpec as P
 
 from configs import coattention_digits, conv_digits, gpt2_tiny, vit_digits
-from experiments import peers, tasks
-from experiments.parallel import backends, meshes
-from experiments.tasks.base import Task
-from experiments.training import optimizer
+from experiments.trainer import tasks
+from experiments.trainer.parallel import backends, meshes
+from experiments.trainer.tasks.base import Task
+from experiments.trainer.training import optimizer, reducers
 
 DIGITS = ("coattention", "conv", "vit")
 
@@ -177,7 +177,7 @@ def test_every_task_trains_and_resumes_bit_for_bit(name, tmp_path):
   assert summary[f"{task.unit}_per_second"] > 0
   assert summary["compression_ratio"] > 1 and summary["traces"] == 1
   assert summary["versions"] == {
-    "task": task.version, **peers.versions_of(whole.config.reducer, {}),
+    "task": task.version, **reducers.versions_of(whole.config.reducer, {}),
   }  # fmt: skip
   assert summary["corpus"] == task.source._asdict()
   if "accuracy" in task.metrics:

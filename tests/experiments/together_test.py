@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from helpers import cut_runs
 
-from experiments.runs.run_folder import RunFolder, stopped
-from experiments.training.together import prepare
+from experiments.lab.study.together import prepare
+from experiments.trainer.runs.run_folder import RunFolder, stopped
 
 pytestmark = pytest.mark.slow
 LANES = {

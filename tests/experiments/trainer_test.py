@@ -10,12 +10,12 @@ from helpers.small_runs import small
 
 from configs import gpt2_124m
 from experiments import train_gpt2
-from experiments.reporting import key_numbers, run_page
-from experiments.runs import run_folder
-from experiments.runs.run_folder import RunFolder
-from experiments.runtime import hosts
-from experiments.training.progress_check import ProgressCheck
-from experiments.training.trainer import Trainer, TrainingStopped
+from experiments.trainer.reporting import key_numbers, run_page
+from experiments.trainer.runs import run_folder
+from experiments.trainer.runs.run_folder import RunFolder
+from experiments.trainer.runtime import hosts
+from experiments.trainer.training.progress_check import ProgressCheck
+from experiments.trainer.training.trainer import Trainer, TrainingStopped
 
 pytestmark = pytest.mark.slow
 

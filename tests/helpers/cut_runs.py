@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from experiments.parallel import backends
-from experiments.runtime.stop_signals import StopSignals
-from experiments.training.trainer import Trainer
+from experiments.trainer.parallel import backends
+from experiments.trainer.runtime.stop_signals import StopSignals
+from experiments.trainer.training.trainer import Trainer
 from helpers.small_runs import small
 
 CLOCK = (

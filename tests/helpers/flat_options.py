@@ -3,7 +3,7 @@
 import dataclasses
 
 import edgc_jax
-from experiments.training.rules import linear
+from experiments.trainer.training.rules import linear
 from helpers import float32
 
 _GROUPS = {"sampling": edgc_jax.Sampling, "stages": edgc_jax.Stages}

@@ -64,8 +64,8 @@ class Commands(Forking):
     from helpers import environments
 
     imports = (
-      "planning.layouts", "planning.presets", "reporting.run_page",
-      "study.runner", "training.trainer",
+      "lab.planning.layouts", "lab.planning.presets", "lab.study.runner",
+      "trainer.reporting.run_page", "trainer.training.trainer",
     )  # fmt: skip
     super().__init__(
       [sys.executable], [f"experiments.{name}" for name in imports], 120, ROOT,

@@ -16,8 +16,8 @@ import edgc_jax  # noqa: F401  (before JAX uses a device, see conftest.py)
 import jax  # isort: skip
 
 from configs import gpt2_tiny
-from experiments.runtime import hosts
-from experiments.training.trainer import Trainer
+from experiments.trainer.runtime import hosts
+from experiments.trainer.training.trainer import Trainer
 
 DEVICES = 4  # of all processes together
 

@@ -11,7 +11,7 @@ from typing import Any
 import optax
 
 import edgc_jax
-from experiments.training.rules import linear
+from experiments.trainer.training.rules import linear
 
 # These send less than they got, and have no residual for the rest.
 WITHOUT_RESIDUAL = (

@@ -27,7 +27,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import orbax.checkpoint as ocp
 from etils import epath
 
-from experiments.runs.checkpoints import Checkpoints
+from experiments.trainer.runs.checkpoints import Checkpoints
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _KILLS = flags.DEFINE_integer("kills", 20, "Of each run.")

@@ -8,7 +8,7 @@ import pytest
 from helpers import object_stores, soak
 from helpers.processes import codes_of, finish, start, start_two, wait_for
 
-slow_store = pytest.mark.soak("experiments/runs/storage.py")
+slow_store = pytest.mark.soak("experiments/trainer/runs/storage.py")
 
 
 def files_of(url):

@@ -14,7 +14,7 @@ from helpers.shard_runs import mesh_of
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from experiments.models import gpt2, gpt2_stages
+from experiments.trainer.models import gpt2, gpt2_stages
 
 pytestmark = pytest.mark.usefixtures("without_cache")
 

@@ -7,7 +7,7 @@ import signal
 from helpers import soak
 from helpers.processes import finish, lines_written, start, wait_for
 
-from experiments.runs.checkpoints import Checkpoints
+from experiments.trainer.runs.checkpoints import Checkpoints
 
 
 def test_killed_stopped_and_finished(whole):

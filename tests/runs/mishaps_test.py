@@ -5,11 +5,12 @@ import pytest
 from helpers import soak
 from helpers.processes import codes_of, start_two, wait_for
 
-from experiments.runs.checkpoints import Checkpoints
+from experiments.trainer.runs.checkpoints import Checkpoints
 
 
 @pytest.mark.soak(
-  "experiments/runtime/hosts.py", "experiments/runs/checkpoints.py"
+  "experiments/trainer/runtime/hosts.py",
+  "experiments/trainer/runs/checkpoints.py",
 )
 @pytest.mark.parametrize("backend", ["pmap", "jit"])
 def test_one_of_two_processes_dies(backend, whole, tmp_path):

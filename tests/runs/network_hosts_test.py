@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from experiments.network import results, virtual_hosts
+from experiments.lab.network import results, virtual_hosts
 
 # These measure times. Each takes a minute or more, and two cores.
-pytestmark = [pytest.mark.alone, pytest.mark.soak("experiments/network")]
+pytestmark = [pytest.mark.alone, pytest.mark.soak("experiments/lab/network")]
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECONDS = 900
@@ -26,7 +26,7 @@ SMALL = (
 # Holds two hosts, with a process on one of them that prints its id.
 HOLDER = """
 import subprocess
-from experiments.network.virtual_hosts import VirtualHosts
+from experiments.lab.network.virtual_hosts import VirtualHosts
 with VirtualHosts(2) as network:
   command = ["sh", "-c", "echo $$; exec sleep 30"]
   subprocess.run([*network.inside(1), *command])
@@ -81,7 +81,7 @@ def measured(folder, *options):
   """
   output = folder / "network.json"
   run(
-    folder, "experiments.network", "--config=configs/gpt2_tiny.py",
+    folder, "experiments.lab.network", "--config=configs/gpt2_tiny.py",
     "--config.model.unroll=1", "--nopeer", "--rounds=2", f"--output={output}",
     f"--folder={folder / 'logs'}", *options,
   )  # fmt: skip
@@ -181,7 +181,7 @@ def test_a_whole_run(tmp_path, network):
   study, output = tmp_path / "study.py", tmp_path / "whole.json"
   study.write_text(STUDY)
   command = (
-    "experiments.network.whole_runs", f"--study={study}", "--arm=dense",
+    "experiments.lab.network.whole_runs", f"--study={study}", "--arm=dense",
     "--rate=100", f"--output={output}", f"--records={tmp_path / 'records'}",
     f"--folder={tmp_path / 'runs'}",
   )  # fmt: skip

@@ -15,10 +15,10 @@ from helpers.four_processes_worker import small, write_text
 from helpers.meshes import between_hosts
 
 import edgc_jax
-from experiments.parallel import backend, backends
-from experiments.reporting import run_page
-from experiments.training import times
-from experiments.training.trainer import Trainer
+from experiments.trainer.parallel import backend, backends
+from experiments.trainer.reporting import run_page
+from experiments.trainer.training import times
+from experiments.trainer.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("without_cache")
 

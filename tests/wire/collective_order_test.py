@@ -20,7 +20,7 @@ from helpers.reducers import reducers
 import edgc_jax
 from edgc_jax.measure import hlo
 from edgc_jax.measure.description import reviewed
-from experiments.network import jax_host
+from experiments.lab.network import jax_host
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,271 @@
+"""Virtual hosts with links of a chosen speed, on one Linux machine.
+
+Each host is a network namespace with a virtual cable to a bridge, which has a
+namespace of its own. A host's outgoing packets pass a token bucket (`tc ...
+tbf`), which limits the bandwidth of its uplink. The kernel's latency is about
+0.05 ms. All hosts share the machine's cores and memory.
+
+A round-trip time can be added. Packets then take another way, through TUN
+devices and a process that holds them back (`delay`); the connections of
+programs on the hosts go on over either.
+
+Nothing of this has a name on the machine: a namespace lasts as long as a
+process in it, and the kernel removes its cables with it. So nothing is left
+behind, however the program ends, and several programs can have virtual hosts.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from experiments.lab.network import delay
+from experiments.lab.network.calls import Hosts
+
+_NEAR, _FAR = "eth0", "tun0"  # devices of a host: without and with a delay
+_SUBNET = "10.99.0"
+# A bucket must hold as much as the link carries in a tick of the kernel's
+# clock, or it slows the link down. An idle link passes a full bucket at once.
+_TICK = 0.001
+_LEAST_BURST = 64 * 1024
+_UNLIMITED = 1e11  # bits per second; more than a host can send
+# Largest buffers of a connection, which must hold what is under way: 64 MiB are
+# 1000 Mbit/s for half a second. A system's own may be a few MiB.
+_BUFFERS = {
+  "tcp_rmem": "4096 131072 67108864",
+  "tcp_wmem": "4096 16384 67108864",
+}
+_TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "hostname", "sysctl")
+_NEW = ("unshare", "--net", "--uts")
+
+
+def why_not() -> str:
+  """Returns why this machine cannot have virtual hosts; empty if it can."""
+  missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+  if missing:
+    return f"{' and '.join(missing)} not found (iproute2, util-linux, procps)"
+  if os.geteuid() != 0:
+    return "network namespaces need root"
+  try:
+    _run(*_NEW, "ip", "link", "add", "trial", "type", "bridge")
+  except OSError as error:
+    return f"a network bridge cannot be created: {error}"
+  return ""
+
+
+def why_no_delay() -> str:
+  """Returns why these hosts cannot be far apart; empty if they can."""
+  try:
+    os.close(delay.create(""))
+  except OSError as error:
+    return f"a TUN device cannot be created at {delay.DEVICE}: {error}"
+  return ""
+
+
+def exit_unless_possible(round_trips: Sequence[float] = ()) -> None:
+  """Ends the program unless there can be hosts with these round trips."""
+  if reason := why_not() or (any(round_trips) and why_no_delay()):
+    sys.exit(f"error: virtual hosts are not possible here: {reason}.")
+
+
+class VirtualHosts:
+  """Network namespaces on a bridge; a context manager.
+
+  Processes that were started on the hosts have to end before it is left.
+  """
+
+  def __init__(self, count: int):
+    """Creates nothing yet.
+
+    Args:
+      count: Number of hosts, 2 to 200.
+    """
+    if not 2 <= count <= 200:
+      raise ValueError(
+        f"`count` must be between 2 and 200, got {count}; choose another."
+      )
+    self._count = count
+    self._forwarder: _Forwarder | None = None
+
+  def __enter__(self) -> "VirtualHosts":
+    reason = why_not()
+    if reason:
+      raise OSError(f"Virtual hosts are not possible here: {reason}.")
+    with contextlib.ExitStack() as stack:
+      self._bridge, *self._hosts = (
+        stack.enter_context(_Namespace()) for _ in range(1 + self._count)
+      )
+      self._bridge.run("ip", "link", "add", "bridge", "type", "bridge")
+      self._bridge.run("ip", "link", "set", "bridge", "up")
+      for index in range(self._count):
+        self._connect(index)
+      self._stack = stack.pop_all()
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self._stack.close()
+
+  def inside(self, index: int) -> Sequence[str]:
+    """Returns the start of a command that runs on a host.
+
+    Its process ends when this one does.
+    """
+    return self._hosts[index].inside
+
+  def start(
+    self,
+    name: str,
+    environment: Mapping[str, str],
+    logs: pathlib.Path,
+    port: int = 12345,
+  ) -> Hosts:
+    """Starts NAME_host.py on every host; arguments as for `Hosts`."""
+    program = (sys.executable, "-m", f"experiments.lab.network.{name}_host")
+    return Hosts(
+      name,
+      [(*self.inside(index), *program) for index in range(self._count)],
+      f"{address(0)}:{port}",
+      os.environ | environment,
+      logs,
+    )
+
+  def shape(self, bits_per_second: float, round_trip: float = 0.0) -> None:
+    """Sets the bandwidth of every uplink, and the time of a round trip.
+
+    Takes effect at once for all connections, existing ones, too.
+
+    Args:
+      bits_per_second: Speed of each uplink; infinity for that of the machine.
+      round_trip: Seconds from one host to another and back, in addition to the
+        kernel's; each way takes half of it. Hosts without it are connected by
+        the kernel alone. `delay` says what the process that adds it can carry.
+
+    Raises:
+      ValueError: if the round trip is negative or not finite.
+      OSError: if the round trip is above 0 and `why_no_delay` has a reason.
+    """
+    if not 0 <= round_trip < math.inf:
+      raise ValueError(
+        "`round_trip` must be seconds, at least 0 and finite, got"
+        f" {round_trip!r}; give 0.02 for 20 ms."
+      )
+    if round_trip and not self._forwarder:
+      self._forwarder = self._stack.enter_context(
+        _Forwarder(self._bridge, self._hosts)
+      )
+    if self._forwarder:
+      self._forwarder.delay(round_trip / 2)
+    bits_per_second = min(bits_per_second, _UNLIMITED)
+    burst = max(_LEAST_BURST, int(bits_per_second / 8 * _TICK))
+    queue = (
+      "tbf", "rate", f"{bits_per_second:.0f}bit",
+      "burst", str(burst), "latency", "100ms",
+    )  # fmt: skip
+    device = _FAR if round_trip else _NEAR
+    for index, host in enumerate(self._hosts):
+      host.run("tc", "qdisc", "replace", "dev", device, "root", *queue)
+      if self._forwarder:
+        host.run(
+          "ip", "route", "replace", f"{_SUBNET}.0/24",
+          "dev", device, "src", address(index),
+        )  # fmt: skip
+
+  def sent_bytes(self, index: int) -> int:
+    """Returns the bytes that a host has sent, including packet headers."""
+    command = ("ip", "-json", "-stats", "link", "show")
+    found = json.loads(self._hosts[index].run(*command))
+    return sum(
+      device["stats64"]["tx"]["bytes"]
+      for device in found
+      if device["ifname"] in (_NEAR, _FAR)
+    )
+
+  def _connect(self, index: int) -> None:
+    """Connects a host to the bridge, and gives it its address."""
+    host, cable = self._hosts[index], f"cable{index}"
+    self._bridge.run(
+      "ip", "link", "add", cable, "type", "veth",
+      "peer", "name", "eth0", "netns", str(host.pid),
+    )  # fmt: skip
+    self._bridge.run("ip", "link", "set", cable, "master", "bridge", "up")
+    host.run("ip", "addr", "add", f"{address(index)}/24", "dev", "eth0")
+    host.run("ip", "link", "set", "eth0", "up")
+    host.run("ip", "link", "set", "lo", "up")
+    for name, sizes in _BUFFERS.items():
+      host.run("sysctl", "-q", "-w", f"net.ipv4.{name}={sizes}")
+    # Gloo listens on the address of the machine's name, so the name is one.
+    host.run("hostname", address(index))
+
+
+def address(index: int) -> str:
+  """Returns the address of a host."""
+  return f"{_SUBNET}.{index + 1}"
+
+
+class _Namespace(subprocess.Popen):
+  """A process with network devices and a host name of its own.
+
+  A context manager, which ends it; it also ends when this process does.
+  """
+
+  def __init__(self):
+    super().__init__(
+      [*_NEW, "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    self.enter = ("nsenter", f"--target={self.pid}", "--net", "--uts")
+    # Begins a command that ends with ours.
+    self.inside = ("setpriv", "--pdeathsig", "KILL", *self.enter)
+    self.stdin.write("in place\n")
+    self.stdin.flush()
+    if not self.stdout.readline():  # otherwise the namespace exists
+      raise OSError(f"{' '.join(_NEW)} failed; it needs root and util-linux")
+
+  def run(self, *command: str) -> str:
+    """Runs a command in the namespace, and returns its output."""
+    return _run(*self.enter, *command)
+
+
+class _Forwarder(subprocess.Popen):
+  """A process that delays what hosts send each other; a context manager.
+
+  It ends when the context does, and also when this process does.
+  """
+
+  def __init__(self, bridge: _Namespace, hosts: Sequence[_Namespace]):
+    """Starts it next to the bridge, and gives every host a device.
+
+    Raises:
+      OSError: if there can be no such devices.
+    """
+    addresses = [address(index) for index in range(len(hosts))]
+    super().__init__(
+      [*bridge.inside, sys.executable, delay.__file__, *addresses],
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    if not self.stdout.readline():
+      raise OSError(f"Hosts cannot be far apart here: {why_no_delay()}.")
+    for index, host in enumerate(hosts):
+      bridge.run(
+        "ip", "link", "set", f"far{index}", "netns", str(host.pid), "name", _FAR
+      )
+      host.run("ip", "link", "set", _FAR, "up")
+
+  def delay(self, seconds: float) -> None:
+    """Sets the time that a packet takes from host to host."""
+    self.stdin.write(f"{seconds}\n")
+    self.stdin.flush()
+
+
+def _run(*command: str) -> str:
+  done = subprocess.run(command, capture_output=True, text=True, check=False)
+  if done.returncode:
+    raise OSError(
+      f"`{' '.join(command)}` failed ({done.stderr.strip()}); virtual hosts"
+      " need root and iproute2 on Linux."
+    )
+  return done.stdout

@@ -1,0 +1,1 @@
+"""The trainer: tasks, meshes, run folders, checkpoints and reports."""
