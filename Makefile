@@ -17,9 +17,9 @@ $(VENV)/%: pyproject.toml requirements.txt
 train: $(VENV)/train
 	$(BIN)/python experiments/train_gpt2.py --config=configs/gpt2_tiny.py
 
-# Three networks for images: a transformer, a convolution, two inputs.
+# Networks for images: a transformer, a convolution, two inputs, a diffusion model.
 train-vision: $(VENV)/train
-	for task in vit conv coattention; do \
+	for task in vit conv coattention diffusion; do \
 	  $(BIN)/python experiments/train_gpt2.py \
 	    --config=configs/$${task}_digits.py || exit; \
 	done
@@ -90,7 +90,7 @@ format: $(VENV)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The protocol's study (docs/protocol.md), one run a core; it takes many hours,
+# The protocol's study (docs/results.md), one run a core; it takes many hours,
 # and the same target continues it. Records go to results/records/.
 STUDY := $(BIN)/python experiments/lab/run_study.py --jobs=$(shell nproc)
 
@@ -98,7 +98,7 @@ protocol: $(VENV)/train
 	$(STUDY) $(foreach name,full_length table rounds low_rank overlap, \
 	  --study=configs/protocol/$(name).py)
 
-# Whether a rank that follows entropy wins in a run of 20,000 steps (docs/paper.md):
+# Whether a rank that follows entropy wins in a run of 20,000 steps (docs/results.md):
 # days on two cores, hours on a GPU with --together.
 horizon: $(VENV)/train
 	$(STUDY) --study=configs/paper/horizon.py
@@ -112,7 +112,7 @@ docs: $(VENV)/train $(VENV)/site
 	$(BIN)/python -m experiments.lab.pages.site
 
 # The paper's three models compiled for their meshes, without the devices, and
-# their runs modelled: docs/paper.md. Takes some minutes, and 8 GiB.
+# their runs modelled: results/paper.md. Takes some minutes, and 8 GiB.
 plan-paper: $(VENV)/train
 	for size in 345m 2b5 12b; do \
 	  $(BIN)/python experiments/lab/plan_layout.py --output=results/data/paper_layouts.json \

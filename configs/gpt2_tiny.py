@@ -37,7 +37,7 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.edgc.max_warmup_steps = 40
   # Entropy varies more between steps than one rank is worth, but little
   # between entries of a step: sample few entries in every step
-  # (docs/entropy.md).
+  # (docs/results.md).
   config.edgc.sampling.step_rate = 1.0
   config.edgc.sampling.entry_rate = 0.05
   config.powersgd.rank = 23

@@ -4,6 +4,8 @@ JAX reads its environment variables when it is imported, so that happens here,
 before all else: a program ends with one line if JAX refuses one of them.
 """
 
+import os
+import pathlib
 import sys
 
 try:
@@ -13,3 +15,14 @@ except ValueError as refused:
     f"error: JAX's environment variables must have values that it knows, got"
     f" one that it does not: {refused}; correct or unset it."
   )
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]  # of the repository
+
+
+def from_root(file: str) -> str:
+  """Returns a path from the working folder, or else from the repository's root.
+
+  So commands that name a file of configs/ work in any folder.
+  """
+  is_elsewhere = not os.path.exists(file) and (ROOT / file).exists()
+  return str(ROOT / file) if is_elsewhere else file

@@ -15,16 +15,27 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
 
+from experiments.trainer.parallel import meshes
 from experiments.trainer.reporting import key_numbers, run_page
 from experiments.trainer.runs.checkpoints import CheckpointError
 from experiments.trainer.runs.storage import RunInUse, StorageError
 from experiments.trainer.runtime import command_line, hosts
 from experiments.trainer.runtime.refusals import refusals
 from experiments.trainer.runtime.stop_signals import TrainingInterrupted
+from experiments.trainer.training import checks
 from experiments.trainer.training.trainer import Trainer, TrainingStopped
 
 
 def main(config: ConfigDict) -> None:
+  """Trains on the devices that there are."""
+  with refusals():
+    checks.check_keys(config)
+    if not command_line.is_given("mesh.data"):
+      meshes.fit_replicas(config)
+  train(config)
+
+
+def train(config: ConfigDict) -> None:
   """Trains, or prints the summary if the run is already finished."""
   with refusals(CheckpointError):
     trainer = Trainer(config)

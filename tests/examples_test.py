@@ -175,7 +175,7 @@ def test_drjax_bytes():
 def test_maxtext():
   """MaxText's own trainer runs "maxtext_diloco", in its own process."""
   if importlib.util.find_spec("maxtext") is None:
-    pytest.skip("MaxText is not installed; docs/maxtext.md says how")
+    pytest.skip("MaxText is not installed; docs/long_runs.md says how")
   arms = ("MaxText's mean", "allreduce", "quantize")
   worker = pathlib.Path(__file__).parent / "helpers/maxtext_worker.py"
   own = {"PYTHONPATH": str(FOLDER.parent), "DECOUPLE_GCLOUD": "TRUE"}

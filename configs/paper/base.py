@@ -5,9 +5,9 @@ train with Megatron-LM on 16, 32 and 64 GPUs, in float32. Three departures: the
 learning rate falls over the steps of the run, and not over 320,000; ranks are
 at least 16 apart where the largest one is above 250, since a ladder has at most
 16 ranks; and the rank moves by one step of the ladder a window, not by 4 ranks
-(docs/paper.md has both). The authors derive the largest rank from times that
+(results/paper.md has both). The authors derive the largest rank from times that
 are not published. Here it follows from the link and the time of a backward pass
-below: assumptions for 2.5B on V100 (docs/paper.md), to be replaced by one's
+below: assumptions for 2.5B on V100 (results/paper.md), to be replaced by one's
 own.
 """
 

@@ -6,7 +6,7 @@ Warm-up and sampling are in the paper's proportion to the run: a tenth before
 the rule applies, one step in ten and one entry in four. A window is 1 % of the
 run, where the paper's is 0.4 %: 200 steps have 20 samples. Batches are twice
 the protocol's, 8,192 tokens, since the noise of a batch outweighs its gradient
-late in a run (docs/paper.md).
+late in a run (docs/results.md).
 """
 
 from ml_collections import ConfigDict

@@ -267,7 +267,7 @@ def advise(
   chosen = first_fast([method.time for method in methods], tolerance)
   assumed = [
     "Steps are those of the protocol's model of 0.45 million parameters on 4"
-    " replicas (docs/protocol.md), and assumed to be those of yours; steps that"
+    " replicas (docs/results.md), and assumed to be those of yours; steps that"
     " differ by less than 0.02 do not differ surely.",
     "Each method has a learning rate tuned for it: tune yours again.",
     "Ranks are those that send the protocol's bits a parameter.",

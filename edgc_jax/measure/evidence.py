@@ -1,6 +1,6 @@
 """What compression costs in steps, as measured by the project's protocol.
 
-`evidence.json` is made from the records of the protocol (docs/protocol.md).
+`evidence.json` is made from the records of the protocol (docs/results.md).
 """
 
 import functools

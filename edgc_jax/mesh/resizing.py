@@ -300,8 +300,9 @@ def _reducer(old: _Old, place: Path, new: ReducerState) -> ReducerState:
     not (np.ndim(stats.rank) or np.ndim(new.stats.rank)),
     old.name,
     _shown(place),
-    "a state without pipeline stages",
-    "every number of stages has layers of its own; resume on the same number",
+    "a state without pipeline stages, and not one of pmap",
+    "resume on the same number of stages; load a checkpoint of pmap with orbax"
+    " and convert it with edgc_jax.resize",
   )
   fresh = old.fresh(place, new)
 

@@ -168,7 +168,7 @@ def edgc(
     law instead of a Monte Carlo estimate; the reference stays fixed; ranks of
     stages are rounded down, so that no stage ends after stage 0 (rounding up
     lets them); factors are sent in 4 bits, and not in float32. See
-    docs/algorithm.md.
+    docs/method.md.
 
   >>> tx = optax.chain(edgc(total_steps=400), optax.adamw(3e-4))
   """

@@ -70,7 +70,7 @@ def powersgd(
       and matrices that are never compressed are encoded, too, and so is every
       entry of a dense step; with bfloat16, vectors and matrices that are never
       compressed stay float32. See `wire.codes`. At equal bytes, a larger rank
-      in 4 bits lost least in docs/protocol.md.
+      in 4 bits lost least in docs/results.md.
     matrix_view: Maps a leaf's path and shape to (count, rows, cols), or to None
       for dense; by default `edgc_jax.layer_matrix`.
     stages: Pipeline stages; None if every device holds the whole model.

@@ -188,6 +188,7 @@ class LocalSteps:
       jnp.zeros((), jnp.int32),
       jnp.array(self.every, jnp.int32),
       jnp.array(False),
+      jnp.array(False),
       *map(PerReplica, (skipped, offset, sent, inner_state)),
       outer_state,
     )
@@ -211,16 +212,18 @@ class LocalSteps:
     if self.overlap:  # on CPUs, where nothing overlaps, collectives keep order
       wait = jax.vmap(order.after_all) if self.is_stacked() else order.in_turn
       moved = wait(state.sent.values, offset)
-    exchanged = self._ends_round(new.step - self.overlap)
+    ends = (new.step > 0) & (new.step % self.every == 0)
+    exchanged = self._is_due(new) if self.overlap else ends
     found, outer_state = self._exchange_if(
       exchanged, moved, params, state.outer_state, extra_args
     )
     left = _zeros_if(exchanged, moved)
     if self.overlap:
-      begins = self._ends_round(new.step)
       # s_i <- d_i,  d_i <- 0
-      sent = jax.tree.map(lambda d, s: jnp.where(begins, d, s), offset, left)
-      offset = _zeros_if(begins, offset)
+      sent = jax.tree.map(lambda d, s: jnp.where(ends, d, s), offset, left)
+      offset = _zeros_if(ends, offset)
+      in_flight = ends | (new.in_flight & ~exchanged)
+      new = new._replace(in_flight=in_flight)
     else:
       offset, sent = left, ()
     return found, new._replace(
@@ -312,9 +315,14 @@ class LocalSteps:
       "pass that, or begin again with the common parameters",
     )
 
-  def _ends_round(self, step: jax.Array) -> jax.Array:
-    """Returns whether an exchange begins after a step."""
-    return (step > 0) & (step % self.every == 0)
+  def begun(self, step: Any) -> Any:
+    """Returns the step at whose end the exchange in flight began."""
+    return (step - 1) // self.every * self.every
+
+  def _is_due(self, state: LocalStepsState) -> jax.Array:
+    """Returns whether the exchange in flight ends with this step."""
+    waited = state.step - self.begun(state.step)
+    return state.in_flight & (waited >= self.overlap)
 
   def _exchange_if(
     self,

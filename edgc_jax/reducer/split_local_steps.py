@@ -138,15 +138,19 @@ class Exchange:
       self.wait()
       self._flight = None
     self._step = step
-    begun = (step - 1) // steps.every * steps.every
-    if begun > 0 and step - begun <= steps.overlap:
+    begun = steps.begun(step)
+    if np.ravel(state.in_flight.addressable_data(0))[0]:
       if self._flight is None or self._flight.begun != begun:
         self._begin(begun, params, state)  # of a run that continues here
-      if step - begun == steps.overlap:
+      if step - begun >= steps.overlap:
         params, state = self._end(params, state)
     if step > 0 and step % steps.every == 0:
       # s_i <- d_i, d_i <- 0: s_i was zero.
-      state = state._replace(offset=state.sent, sent=state.offset)
+      state = state._replace(
+        offset=state.sent,
+        sent=state.offset,
+        in_flight=jnp.ones_like(state.in_flight),
+      )
       self._begin(step, params, state)
     return params, _with_state(opt_state, state)
 
@@ -200,7 +204,10 @@ class Exchange:
       *like, found
     )
     return params, state._replace(
-      exchanged=exchanged, sent=sent, outer_state=outer_state
+      exchanged=exchanged,
+      in_flight=jnp.zeros_like(state.in_flight),
+      sent=sent,
+      outer_state=outer_state,
     )
 
   def _exchange(self, sent: Any, outer_state: Any, params: Any) -> tuple:

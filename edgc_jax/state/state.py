@@ -98,6 +98,9 @@ class LocalStepsState(NamedTuple):
   step: jax.Array  # int32 [], inner steps done
   every: jax.Array  # int32 [], constant: inner steps of a round
   exchanged: jax.Array  # bool [], whether the newest step applied an exchange
+  # bool [], whether s_i is still to be applied; a state of another overlap
+  # would lose it otherwise
+  in_flight: jax.Array
   skipped: PerReplica  # int32, inner steps skipped on this replica alone
   # float32, like the parameters: what the replica has moved and not sent, d_i
   offset: PerReplica

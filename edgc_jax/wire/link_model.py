@@ -65,7 +65,7 @@ class LinkModel:
       latency = (N - 1) round_trip,    bandwidth = N / (2 (N - 1)) uplink
 
     in a ring of N replicas, which takes 2 (N - 1) steps one way. CPU hosts
-    announce each message, and need twice the latency (docs/network.md).
+    announce each message, and need twice the latency (results/network.md).
 
     Args:
       megabits: Of a replica's uplink per second, 10^6 bits.

@@ -33,13 +33,16 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from absl import app, flags
 
+from experiments import ROOT
 from experiments.lab.study import runner, study
 from experiments.lab.study.records import Records
 from experiments.trainer.runtime.refusals import refusals, require_pattern
 
 _STUDIES = flags.DEFINE_multi_string("study", None, "A study's file.")
 _RUNS = flags.DEFINE_string("runs", "runs/studies", "Parent of run folders.")
-_RECORDS = flags.DEFINE_string("records", "results/records", "The records.")
+_RECORDS = flags.DEFINE_string(
+  "records", str(ROOT / "results/records"), "The records."
+)
 _ARMS = flags.DEFINE_string("arms", "", "A regular expression of arms to run.")
 _JOBS = flags.DEFINE_integer("jobs", 1, "Processes at once.", lower_bound=1)
 _TOGETHER = flags.DEFINE_integer(

@@ -1,5 +1,7 @@
 r"""Trains as `train_gpt2.py` does, with the methods of others by name, too.
 
+It takes the mesh of the configuration, whatever devices there are.
+
 python experiments/lab/train.py --config=configs/protocol/gpt.py:demo
 """
 
@@ -14,4 +16,4 @@ from experiments import train_gpt2
 from experiments.trainer.runtime import command_line
 
 if __name__ == "__main__":
-  command_line.run(train_gpt2.main)
+  command_line.run(train_gpt2.train)

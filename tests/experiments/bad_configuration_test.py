@@ -20,7 +20,7 @@ from experiments.trainer.training.trainer import Trainer
 
 NAN, INF = math.nan, math.inf
 REDUCERS = tuple(reducers.by_name())
-TASKS = ("gpt2", "bert", "vit", "conv", "coattention")
+TASKS = ("gpt2", "bert", "vit", "conv", "coattention", "diffusion")
 OF_TYPE = {
   int: (1.5, "4", NAN, [4], True, 2**31, -(2**40)),
   float: ("0.1", NAN, INF, -INF, 1e39, [0.1], True),

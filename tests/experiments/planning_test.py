@@ -220,7 +220,7 @@ def test_the_papers_models(module, params, devices):
 
 @LONG
 def test_measured_steps_are_predicted():
-  """All but two of the steps of docs/network.md, within 15 %."""
+  """All but two of the steps of results/network.md, within 15 %."""
   lines = paper_clusters._check()
   steps = sum(line["steps"] for line in lines)
   assert steps > 50 and sum(x["within 15%"] for x in lines) >= steps - 2

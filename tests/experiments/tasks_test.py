@@ -10,17 +10,23 @@ from helpers import cut_runs
 from helpers.small_runs import small_task
 from jax.sharding import PartitionSpec as P
 
-from configs import coattention_digits, conv_digits, gpt2_tiny, vit_digits
+from configs import (
+  coattention_digits,
+  conv_digits,
+  diffusion_digits,
+  gpt2_tiny,
+  vit_digits,
+)
 from experiments.trainer import tasks
 from experiments.trainer.parallel import backends, meshes
 from experiments.trainer.tasks.base import Task
 from experiments.trainer.training import optimizer, reducers
 
-DIGITS = ("coattention", "conv", "vit")
+DIGITS = ("coattention", "conv", "diffusion", "vit")
 
 
 def test_names_are_the_files():
-  assert tasks.names() == ["bert", "coattention", "conv", "gpt2", "vit"]
+  assert tasks.names() == sorted(["bert", "gpt2", *DIGITS])
 
 
 @pytest.mark.parametrize("name", tasks.names())
@@ -71,6 +77,7 @@ def test_configurations_have_valid_sizes():
   """The networks are as small as their files in configs/ say."""
   for file, most in (
     (vit_digits, 2e5), (conv_digits, 1e5), (coattention_digits, 3e5),
+    (diffusion_digits, 3e5),
   ):  # fmt: skip
     config = file.get_config()
     task = tasks.make(config)
@@ -153,7 +160,7 @@ def test_keys_differ_between_replicas_steps_and_seeds():
 # Each of these methods resumes here at least once.
 METHODS = {
   "bert": "quantize", "coattention": "topk", "conv": "edgc",
-  "gpt2": "quantize", "vit": "powersgd",
+  "diffusion": "powersgd", "gpt2": "quantize", "vit": "powersgd",
 }  # fmt: skip
 
 

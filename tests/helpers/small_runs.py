@@ -1,6 +1,12 @@
 """The configurations of runs that take seconds."""
 
-from configs import coattention_digits, conv_digits, gpt2_tiny, vit_digits
+from configs import (
+  coattention_digits,
+  conv_digits,
+  diffusion_digits,
+  gpt2_tiny,
+  vit_digits,
+)
 
 
 def small(folder, reducer="edgc"):
@@ -27,6 +33,7 @@ _TASKS = {
   "vit": (vit_digits, {"patch": 4, "num_layers": 1}),
   "conv": (conv_digits, {"channels": (32, 64), "dropout": 0.0}),
   "coattention": (coattention_digits, {"patch": 4, "num_layers": 1}),
+  "diffusion": (diffusion_digits, {"num_layers": 1}),
 }
 
 
@@ -38,7 +45,7 @@ def small_task(folder, task, reducer="edgc", backend="vmap"):
     own = file.get_config(reducer)
     for name in ("model", "name"):
       config[name] = own[name]
-    if "width" in own.model:
+    if "num_heads" in own.model:
       sizes = {"width": 32, "num_heads": 2, **sizes}
     config.evaluation.metric = own.evaluation.metric
     config.batch_size = 32  # 8 images are too noisy to learn from in few steps

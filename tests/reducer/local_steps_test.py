@@ -345,6 +345,28 @@ def test_a_round_that_is_not_finite_is_dropped():
   assert not any(np.any(d) for d in jax.tree.leaves(state.offset.values))
 
 
+def test_an_exchange_in_flight_survives_another_overlap():
+  """With one gradient at all steps every run of 12 steps moves as far."""
+  ones = jax.tree.map(lambda p: jnp.ones((REPLICAS, *p.shape)), PARAMS)
+  ends = []
+  for first, then in ((3, 3), (3, 1), (1, 3), (4, 2)):
+    params, state = PARAMS, None
+    for i in range(16):
+      overlap = first if i < 6 else then
+      tx = tx_of(every=4, inner=optax.sgd(0.1), rule=optax.sgd(1.0),
+                 overlap=overlap)  # fmt: skip
+      step, start = vmapped(
+        tx,
+        update=lambda g, s, tx=tx: tx.update(g, s, PARAMS, local_params=PARAMS),
+      )
+      state = start if state is None else state
+      updates, state = step(ones, state)
+      params = optax.apply_updates(params, updates)
+    ends.append(params["b"])
+  np.testing.assert_allclose(ends, np.stack([ends[0]] * 4), rtol=1e-6)
+  np.testing.assert_allclose(PARAMS["b"] - ends[0], 1.2, rtol=1e-5)
+
+
 def test_bytes_of_each_step():
   """A dense round of 4 steps sends a quarter of a dense run."""
   size = sum(p.size for p in jax.tree.leaves(PARAMS))

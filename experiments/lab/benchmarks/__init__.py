@@ -10,7 +10,9 @@ from typing import Any
 from experiments.trainer.runs import run_folder
 
 
-def write(file: str, name: str, lines: Sequence[Any], **about: Any) -> None:
+def write(
+  file: str | pathlib.Path, name: str, lines: Sequence[Any], **about: Any
+) -> None:
   """Writes the lines that a benchmark has found.
 
   Args:

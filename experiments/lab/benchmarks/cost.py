@@ -38,6 +38,7 @@ from edgc_jax.leaves.leaf import is_leaf_state
 from edgc_jax.measure import timing
 from edgc_jax.methods import linear_algebra
 from edgc_jax.wire import cpu_backend
+from experiments import ROOT
 from experiments.lab import benchmarks
 from experiments.lab.update_alone import (
   AXIS,
@@ -56,7 +57,7 @@ _ROUNDS = flags.DEFINE_integer(
   "rounds", 7, "Number of timed rounds.", lower_bound=1
 )
 _OUTPUT = flags.DEFINE_string(
-  "output", "results/data/growth.json", "The JSON file."
+  "output", str(ROOT / "results/data/growth.json"), "The JSON file."
 )
 
 MODELS = {

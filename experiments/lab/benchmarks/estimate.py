@@ -26,6 +26,7 @@ from edgc_jax.budget import entropy
 from edgc_jax.leaves.leaf import leaves_in
 from edgc_jax.measure import timing
 from edgc_jax.wire.channel import Channel
+from experiments import ROOT
 from experiments.lab import benchmarks
 from experiments.trainer import tasks
 from experiments.trainer.runs.run_folder import environment
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
       lines.append({"model": name, **line})
       print(lines[-1], flush=True)
   benchmarks.write(
-    "results/data/estimate.json", "estimate", lines,
+    ROOT / "results/data/estimate.json", "estimate", lines,
     device=environment()["device"],
     steps=_STEPS, rounds=_ROUNDS,
   )  # fmt: skip

@@ -31,6 +31,7 @@ from ml_collections import ConfigDict
 
 from configs.protocol import gpt
 from edgc_jax.budget import entropy
+from experiments import ROOT
 from experiments.lab import benchmarks
 from experiments.lab.benchmarks.estimate import estimate_of, matrices_of
 from experiments.trainer import tasks
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
   config = gpt.get_config("allreduce")
   config.optimizer.lr = _RATE
   benchmarks.write(
-    "results/data/noise_scale.json", "noise_scale",
+    ROOT / "results/data/noise_scale.json", "noise_scale",
     list(measure(config, _BATCHES)),
     steps=config.steps, batches=_BATCHES, tokens=_ROWS * config.model.context,
     means=[n * _ROWS * config.model.context for n in _MEANS],

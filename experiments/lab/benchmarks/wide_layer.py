@@ -20,6 +20,7 @@ from absl import app, flags
 
 import edgc_jax
 from configs.protocol import gpt
+from experiments import ROOT
 from experiments.lab import benchmarks
 from experiments.trainer import tasks
 from experiments.trainer.training import optimizer
@@ -29,7 +30,7 @@ _MEASURED = flags.DEFINE_integer(
   "measured", 20, "Last steps, to measure.", lower_bound=1
 )
 _OUTPUT = flags.DEFINE_string(
-  "output", "results/data/wide_layer.json", "The file."
+  "output", str(ROOT / "results/data/wide_layer.json"), "The file."
 )
 
 WIDTHS = (128, 1024)

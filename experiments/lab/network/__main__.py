@@ -49,7 +49,7 @@ _LAYOUTS = flags.DEFINE_multi_string(
 _RATES = flags.DEFINE_multi_float(
   "rate",
   None,
-  "A speed of the uplinks in Mbit/s; default: those of docs/network.md.",
+  "A speed of the uplinks in Mbit/s; default: those of results/network.md.",
   lower_bound=1e-3,
   upper_bound=1e6,
 )

@@ -12,11 +12,12 @@ import numpy as np
 import pandas as pd
 
 from edgc_jax.wire.link_model import ring_bytes
+from experiments import ROOT
 from experiments.trainer.runs import run_folder
 from experiments.trainer.runtime.json_files import read_json
 
-FILE = pathlib.Path("results/data/network.json")
-WHOLE_RUNS = pathlib.Path("results/data/whole_runs.json")
+FILE = ROOT / "results/data/network.json"
+WHOLE_RUNS = ROOT / "results/data/whole_runs.json"
 NO_EXCHANGE, DENSE, NARROW = "no exchange", "dense", "dense, bf16"
 RANKS = (32, 8)
 # Methods, with settings of the configuration and arguments of torch_host.

@@ -4,7 +4,7 @@
       --arm="SparseLoCo, every 2" --rate=100 --rate=1000
 
 Times to a loss are steps that simulated replicas have measured, times seconds
-of a step that a benchmark has measured (docs/network.md). This measures both at
+of a step that a benchmark has measured (results/network.md). This measures both at
 once: it trains judged arms of a study to the end on four virtual hosts, with
 their own settings, and --output keeps each run's losses and seconds. Runs that
 the file has are not repeated. One takes some 7 to 15 minutes.
@@ -21,6 +21,7 @@ from typing import Any
 
 from absl import app, flags
 
+from experiments import ROOT
 from experiments.lab.network import virtual_hosts
 from experiments.lab.network.results import WHOLE_RUNS
 from experiments.lab.network.virtual_hosts import VirtualHosts, address
@@ -44,7 +45,9 @@ _ROUND_TRIPS = flags.DEFINE_multi_float(
   lower_bound=0.0, upper_bound=6e4,
 )  # fmt: skip
 _SEED = flags.DEFINE_integer("seed", 0, "A judged seed.")
-_RECORDS = flags.DEFINE_string("records", "results/records", "The records.")
+_RECORDS = flags.DEFINE_string(
+  "records", str(ROOT / "results/records"), "The records."
+)
 _OUTPUT = flags.DEFINE_string("output", str(WHOLE_RUNS), "The JSON file.")
 _FOLDER = flags.DEFINE_string("folder", "runs/whole", "Parent of run folders.")
 _PORT = 12345

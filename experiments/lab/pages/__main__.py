@@ -25,12 +25,12 @@ from absl import app, flags
 from matplotlib.figure import Figure
 from PIL import Image, ImageChops
 
+from experiments import ROOT
 from experiments.lab.pages import benchmarks, evidence, network, paper, protocol
 from experiments.trainer.reporting.style import DPI
 
 _CHECK = flags.DEFINE_bool("check", False, "Write nothing, and compare.")
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 EVIDENCE = ROOT / "edgc_jax/measure/evidence.json"
 # Fonts and lines may be drawn a little differently by another version.
 # The mean difference of pixels, of 1, in any square of so many pixels.

@@ -1,19 +1,19 @@
 """Tables of single benchmarks, each from its JSON file in results/data/."""
 
 import json
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
+from experiments import ROOT
 from experiments.trainer.reporting.style import markdown
 
-_DOCS = pathlib.Path(__file__).resolve().parents[3] / "results/data"
+_DATA = ROOT / "results/data"
 
 
 def _read(name: str) -> tuple[pd.DataFrame, dict[str, Any]]:
-  found = json.loads((_DOCS / f"{name}.json").read_text())
+  found = json.loads((_DATA / f"{name}.json").read_text())
   return pd.DataFrame(found["lines"]), found["about"]
 
 

@@ -18,14 +18,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
+from experiments import ROOT
 from experiments.lab.network import results
 from experiments.lab.network.results import DENSE, NARROW, NO_EXCHANGE
 from experiments.lab.study import statistics
 from experiments.trainer.reporting.style import COLORS, WIDTH, dress, markdown
 from experiments.trainer.reporting.style import DENSE as GREY
 
-_ROOT = pathlib.Path(__file__).resolve().parents[3]
-_FILE = _ROOT / results.FILE
+_FILE = results.FILE
 _WITH_LOSS = (
   "results/data/advice.json",
   "results/data/advice_10m.json",
@@ -62,7 +62,7 @@ def _link_of(cells: pd.DataFrame) -> dict[str, pd.Series]:
 
 def _origin(file: str = "") -> Sequence[str]:
   """Lists the commands that measured each layout."""
-  runs = _found(_ROOT / file if file else None)["runs"]
+  runs = _found(ROOT / file if file else None)["runs"]
   return [
     f"- {', '.join(run['layouts'])}: `{run['command']}`, {run['minutes']:.0f}"
     f" minutes in all, commit {run['commit']}; {run['machine']}, {run['cores']}"
@@ -140,11 +140,11 @@ def _times(file: str) -> pd.DataFrame:
     A line for each method and link: link, method, steps, measured, predicted,
     is_choice.
   """
-  cells = _cells(_ROOT / file)
+  cells = _cells(ROOT / file)
   cells = cells[cells["framework"] == "jax"]
   cells = cells.set_index(["layout", *_LINK, "row"])["step"].sort_index()
   lines = []
-  for advice in _found(_ROOT / file)["advice"]:
+  for advice in _found(ROOT / file)["advice"]:
     link = advice["rate"], advice["round_trip"]
     steps, predicted = pd.Series(advice["steps"]), pd.Series(advice["seconds"])
     frame = pd.DataFrame(
@@ -193,7 +193,7 @@ def _whole_runs() -> Sequence[str]:
   """Returns times to a loss of whole runs, beside steps times seconds."""
   expected = _times(_WITH_LOSS[0]).set_index(["link", "method"])["measured"]
   curves = {}
-  for run in _found(_ROOT / results.WHOLE_RUNS)["runs"]:
+  for run in _found(ROOT / results.WHOLE_RUNS)["runs"]:
     name = results.link_name(run["rate"], run["round_trip"])
     curve = _in_minutes(pd.DataFrame(run["lines"]))
     curves[name, run["seed"], run["arm"]] = curve
@@ -274,7 +274,7 @@ def draw_times() -> Figure:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.minorticks_off()
-    params = _found(_ROOT / file)["params"] / 1e6
+    params = _found(ROOT / file)["params"] / 1e6
     dress(
       axes, f"Time to the loss, as a share of dense's: {params:.3g}M parameters"
     )

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import pathlib
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -12,15 +11,16 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from configs.paper import gpt2_2b5, gpt2_12b, gpt2_345m
+from experiments import ROOT
 from experiments.trainer.reporting.style import COLORS, WIDTH, dress, markdown
 
-_DOCS = pathlib.Path(__file__).resolve().parents[3] / "results/data"
+_DATA = ROOT / "results/data"
 _MODELS = (gpt2_345m, gpt2_2b5, gpt2_12b)
 
 
 def _of_clusters(name: str) -> list[dict[str, Any]]:
   """Returns the lines that `planning.paper_clusters` wrote under a name."""
-  return json.loads((_DOCS / "paper_clusters.json").read_text())[name]
+  return json.loads((_DATA / "paper_clusters.json").read_text())[name]
 
 
 def _modelled(name: str) -> Sequence[str]:
@@ -30,7 +30,7 @@ def _modelled(name: str) -> Sequence[str]:
 
 def _layouts() -> Sequence[str]:
   """Returns what compiling for the paper's meshes has found."""
-  found = json.loads((_DOCS / "paper_layouts.json").read_text())
+  found = json.loads((_DATA / "paper_layouts.json").read_text())
   lines = []
   for config in (module.get_config("edgc") for module in _MODELS):
     own = found[config.name]

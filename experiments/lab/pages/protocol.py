@@ -3,13 +3,13 @@
 import collections
 import functools
 import itertools
-import pathlib
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments import ROOT
 from experiments.lab.study import statistics, study
 from experiments.lab.study.records import Records
 from experiments.lab.study.study import MATCHED, Study
@@ -21,7 +21,6 @@ from experiments.trainer.reporting.style import (
   markdown,
 )
 
-_ROOT = pathlib.Path(__file__).resolve().parents[3]
 _STALE = " (older version)"
 _SHORT = ("arm", "bits", "above dense", "dense needs")
 _RARE = ", every H steps"
@@ -33,12 +32,12 @@ _AND = " and "  # between the names of studies whose tables are joined
 
 @functools.cache
 def all_records() -> Records:
-  return Records(_ROOT / "results/records")
+  return Records(ROOT / "results/records")
 
 
 @functools.cache
 def study_of(name: str) -> Study:
-  return study.load(str(_ROOT / f"configs/{name}.py"))
+  return study.load(str(ROOT / f"configs/{name}.py"))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Builds the documentation site from README.md, docs/ and the docstrings.
+"""Builds the documentation site from the pages and the docstrings.
 
   python -m experiments.lab.pages.site [--site=site]
 
@@ -22,9 +22,10 @@ from collections.abc import Sequence
 import jax
 from absl import app, flags
 
+from experiments import ROOT
+
 _SITE = flags.DEFINE_string("site", "site", "Folder of the site.")
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 CONFIG = "zensical.toml"
 ASSETS = "docs/assets"
 _ONLY_SITES = "404.html"  # have this file
@@ -89,10 +90,11 @@ def build(output: pathlib.Path, root: pathlib.Path = ROOT) -> None:
 
 def gather(root: pathlib.Path, pages: set[str], folder: pathlib.Path) -> None:
   """Copies pages into a folder, with all files that they link to."""
-  unlisted = {f"docs/{p.name}" for p in root.glob("docs/*.md")} - pages
+  found = [*root.glob("docs/*.md"), *root.glob("results/*.md")]
+  unlisted = {str(page.relative_to(root)) for page in found} - pages
   if unlisted:
     raise ValueError(
-      f"`nav` of {CONFIG} must name all pages of docs/, and lacks"
+      f"`nav` of {CONFIG} must name all pages, and lacks"
       f" {', '.join(sorted(unlisted))}; add them."
     )
 

@@ -10,7 +10,6 @@ the entropy, from results/records and results/data/noise_scale.json.
 import dataclasses
 import functools
 import json
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ import edgc_jax
 from configs import gpt2_10m
 from configs.paper import gpt2_2b5, gpt2_12b
 from edgc_jax.measure.evidence import of_protocol
+from experiments import ROOT
 from experiments.lab.network import results
 from experiments.lab.network.results import NO_EXCHANGE, ROWS, Layout
 from experiments.lab.planning import cluster, presets
@@ -32,9 +32,9 @@ from experiments.lab.planning.presets import Curve
 from experiments.lab.study import statistics, study
 from experiments.lab.study.records import Records
 
-_DOCS = pathlib.Path(__file__).resolve().parents[3] / "results/data"
-_OUTPUT, _NETWORK = _DOCS / "paper_clusters.json", _DOCS / "network.json"
-_NOISE, _TOKENS = _DOCS / "noise_scale.json", 32_768  # of the paper's replicas
+_DATA = ROOT / "results/data"
+_OUTPUT, _NETWORK = _DATA / "paper_clusters.json", _DATA / "network.json"
+_NOISE, _TOKENS = _DATA / "noise_scale.json", 32_768  # of the paper's replicas
 _CLOSE = 0.15  # of measured times, that a model must reach
 _FALL = presets.falling(3.0)
 # Curves of the entropy whose ranks the page draws, by their names.
@@ -259,7 +259,7 @@ def _others() -> Lines:
 @functools.cache
 def _horizon() -> tuple[study.Study, Records]:
   """Returns the study of the longest runs, and all records."""
-  return study.load(_HORIZON), Records(_DOCS.parent / "records")
+  return study.load(_HORIZON), Records(_DATA.parent / "records")
 
 
 def _described_steps() -> float:

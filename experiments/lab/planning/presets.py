@@ -1,7 +1,7 @@
 """Clusters with known devices, and curves of entropy to plan with.
 
 Peaks and bandwidths of memory are those of the vendors' data sheets. All else
-is an assumption; docs/paper.md shows what each is worth.
+is an assumption; results/paper.md shows what each is worth.
 """
 
 import json
@@ -45,7 +45,7 @@ def early(nats: float) -> Curve:
 
     H(x) = -nats min(1, 20 x)
 
-  So did the entropy of the protocol's runs, by 1.7 nats (docs/entropy.md).
+  So did the entropy of the protocol's runs, by 1.7 nats (docs/results.md).
   """
   return lambda x: -nats * min(1.0, 20 * x)
 

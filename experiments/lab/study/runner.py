@@ -20,11 +20,10 @@ import submitit
 from flax import traverse_util
 from ml_collections import ConfigDict
 
+from experiments import ROOT
 from experiments.lab.study.records import Record, Records, name_of, numbers_of
 from experiments.lab.study.study import Run, Study
 from experiments.lab.study.together import can_share, program_of
-
-_ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 def run_all(
@@ -178,7 +177,7 @@ def _command(
   file.write_text(json.dumps(configs))
   return [
     sys.executable,
-    str(_ROOT / "experiments/lab/train_together.py"),
+    str(ROOT / "experiments/lab/train_together.py"),
     f"--runs={file}",
   ]
 
@@ -189,7 +188,7 @@ def command_of(study: Study, run: Run, path: pathlib.Path) -> list[str]:
   own, common = (_flat(config) for config in (run.config, base))
   return [
     sys.executable,
-    str(_ROOT / "experiments/lab/train.py"),
+    str(ROOT / "experiments/lab/train.py"),
     f"--config={pathlib.Path(study.config).resolve()}:{run.config.reducer}",
     f"--config.run_dir={path}",
     *(

@@ -38,6 +38,7 @@ from flax import traverse_util
 from ml_collections import ConfigDict
 
 import edgc_jax
+import experiments
 from experiments.lab.study import forms
 from experiments.lab.study.records import Record, Records
 from experiments.trainer import tasks
@@ -468,6 +469,7 @@ def _run(path: str, name: str) -> dict[str, Any]:
     ValueError: if it does not run.
     OSError: if it cannot be read.
   """
+  path = experiments.from_root(path)
   try:
     pathlib.Path(path).read_bytes()  # other errors are the file's own
   except OSError as error:

@@ -1,6 +1,6 @@
-"""Small networks for images of 8 x 8: a transformer, a convolution, two inputs.
+"""Small networks for images of 8 x 8: a transformer, convolutions, two inputs.
 
-All map images to class logits. The parameters are float32.
+All map images to class logits, but `Denoiser`. The parameters are float32.
 """
 
 from collections.abc import Sequence
@@ -83,6 +83,26 @@ class Convolution(nn.Module):
       x = nn.relu(nn.GroupNorm(8)(x))
     x = nn.Dropout(self.dropout, deterministic=not is_noisy)(x.mean((1, 2)))
     return nn.Dense(self.num_classes)(x)
+
+
+class Denoiser(nn.Module):
+  """Residual convolutions of 3 x 3, shifted by an embedding of the time."""
+
+  width: int
+  num_layers: int
+
+  @nn.compact
+  def __call__(self, images: jax.Array, time: jax.Array) -> jax.Array:
+    """Maps images [batch, 8, 8] and times [batch] to images of noise."""
+    angles = 2.0 * jnp.pi * time[:, None] * 2.0 ** jnp.arange(4)
+    waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
+    when = nn.silu(nn.Dense(self.width)(waves))
+    x = nn.Conv(self.width, (3, 3))(images[..., None])
+    for _ in range(self.num_layers):
+      h = nn.GroupNorm(8)(x) + nn.Dense(self.width)(when)[:, None, None]
+      h = nn.Conv(self.width, (3, 3))(nn.silu(h))
+      x += nn.Conv(self.width, (3, 3))(nn.silu(nn.GroupNorm(8)(h)))
+    return nn.Conv(1, (3, 3))(nn.silu(nn.GroupNorm(8)(x)))[..., 0]
 
 
 class CoAttention(VisionTransformer):

@@ -48,6 +48,22 @@ def make_mesh(
   )
 
 
+def fit_replicas(config: ConfigDict) -> None:
+  """Sets `mesh.data` to the accelerators that there are.
+
+  As many replicas as there are devices for, and as divide the batch. CPUs stand
+  for as many devices as a configuration asks for, and `vmap` needs none.
+  """
+  mesh = config.mesh
+  if mesh.backend == "vmap" or jax.default_backend() == "cpu":
+    return
+  most = jax.device_count() // max(1, mesh.stage * mesh.tensor * mesh.fsdp)
+  parts = mesh.fsdp * (config.pipeline.microbatches if mesh.stage > 1 else 1)
+  rows = config.batch_size // max(1, parts)
+  fitting = [n for n in range(1, most + 1) if not rows % n]
+  mesh.data = max(fitting, default=mesh.data)
+
+
 def of_config(config: ConfigDict) -> Mesh | AbstractMesh:
   """Returns the mesh of a configuration; abstract if `vmap` simulates it."""
   mesh = config.mesh

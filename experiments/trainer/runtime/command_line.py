@@ -15,6 +15,7 @@ from absl import logging as absl_logging
 from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
+import experiments
 from edgc_jax.wire import cpu_backend
 from experiments.trainer.runtime import heap, hosts
 from experiments.trainer.runtime.refusals import nearest, one_line, refusals
@@ -80,6 +81,8 @@ def _parse(argv: list[str]) -> list[str]:
     if flag in ("--config", "-config"):
       argv[i : i + 2] = [f"{flag}={argv[i + 1]}"]
       break
+  argv[:] = [_FILE.sub(_from_root, flag) for flag in argv]
+  sys.argv = argv  # from which ml_collections reads overrides
   named = [m.group(1) for m in map(_FILE.match, argv) if m]
   if not named and not any(re.fullmatch("--?help.*", a) for a in argv):
     sys.exit(
@@ -125,6 +128,16 @@ def _parse(argv: list[str]) -> list[str]:
       "error: `--config.KEY` must have values of the types in the file, got"
       f" {found}; give another value."
     )
+
+
+def _from_root(flag: re.Match) -> str:
+  """Returns `--config=FILE` with the path of a file, if there is one."""
+  return flag[0].removesuffix(flag[1]) + experiments.from_root(flag[1])
+
+
+def is_given(key: str) -> bool:
+  """Returns whether the command line gives a key of the configuration."""
+  return any(re.match(rf"--?config\.{key}\b", flag) for flag in sys.argv)
 
 
 def _require_dict() -> ConfigDict:

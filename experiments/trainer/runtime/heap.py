@@ -2,7 +2,7 @@
 
 XLA's CPU backend allocates the buffers of every step again, and glibc returns
 large buffers to the kernel at once. The next step then faults in each of their
-pages again, which takes a fifth of a training step of `gpt2_tiny` on 2 cores:
+pages again, which takes a tenth of a training step of `gpt2_tiny` on 2 cores:
 medians 505, 523 and 408 ms without these settings, alternating with 464, 451
 and 368 ms with them.
 

@@ -23,19 +23,19 @@ _HELD_OUT = 5  # one image in this many is held out
 _MOST = 4096  # of heads, layers and values of a layer
 
 
-class DigitsTask(Task):
-  """Classifies 1,797 images of 8 x 8 pixels; training shifts them at random.
+class Digits(Task):
+  """A network on 1,797 images of 8 x 8 pixels; every fifth one is held out."""
 
-  Every fifth image is held out.
-  """
-
-  metrics: ClassVar = {"loss": "min", "accuracy": "max"}
   unit = "images"
   network: Callable[..., nn.Module]
   side: int = SIDE  # of the images that are cut into patches
 
-  def __init__(self, config: ConfigDict):
+  def __init__(self, config: ConfigDict, **sizes: int):
     """Makes the network of `config.model`.
+
+    Args:
+      config: The whole configuration.
+      **sizes: Options of the network that are not in `config.model`.
 
     Raises:
       ValueError: if `config.model` has other options than the network, or sizes
@@ -43,9 +43,7 @@ class DigitsTask(Task):
     """
     self._require_sizes(config.model.to_dict())
     try:
-      self._network = self.network(
-        **config.model.to_dict(), num_classes=CLASSES
-      )
+      self._network = self.network(**config.model.to_dict(), **sizes)
     except TypeError as error:
       raise ValueError(
         f"`model` must have the options of the task {config.task!r}, got"
@@ -96,26 +94,6 @@ class DigitsTask(Task):
       digest.update(rows["image"].tobytes() + rows["label"].tobytes())
     return Source("digits of scikit-learn", digest.hexdigest())
 
-  def init(self, key: jax.Array) -> Any:
-    return self._network.init(key, jnp.zeros((1, SIDE, SIDE)))["params"]
-
-  def loss(
-    self, params: Any, batch: Any, key: jax.Array
-  ) -> tuple[jax.Array, Metrics]:
-    shift, noise = jax.random.split(key)
-    images = jax.vmap(_shifted)(
-      batch["image"], jax.random.randint(shift, (len(batch["image"]), 2), 0, 3)
-    )
-    logits = self._network.apply(
-      {"params": params}, images, True, rngs={"dropout": noise}
-    )
-    numbers = _measured(logits, batch["label"])
-    return numbers.pop("loss"), numbers
-
-  def evaluate(self, params: Any, batch: Any) -> Metrics:
-    logits = self._network.apply({"params": params}, batch["image"])
-    return _measured(logits, batch["label"])
-
   def train_batches(
     self, batch_size: int, seed: int, rows: slice
   ) -> grain.DatasetIterator:
@@ -136,6 +114,35 @@ class DigitsTask(Task):
     )
     index = index * count // index.size
     return [_taken(self._rows[True], rows) for rows in index]
+
+
+class DigitsTask(Digits):
+  """Classifies the images; training shifts them at random."""
+
+  metrics: ClassVar = {"loss": "min", "accuracy": "max"}
+
+  def __init__(self, config: ConfigDict):
+    super().__init__(config, num_classes=CLASSES)
+
+  def init(self, key: jax.Array) -> Any:
+    return self._network.init(key, jnp.zeros((1, SIDE, SIDE)))["params"]
+
+  def loss(
+    self, params: Any, batch: Any, key: jax.Array
+  ) -> tuple[jax.Array, Metrics]:
+    shift, noise = jax.random.split(key)
+    images = jax.vmap(_shifted)(
+      batch["image"], jax.random.randint(shift, (len(batch["image"]), 2), 0, 3)
+    )
+    logits = self._network.apply(
+      {"params": params}, images, True, rngs={"dropout": noise}
+    )
+    numbers = _measured(logits, batch["label"])
+    return numbers.pop("loss"), numbers
+
+  def evaluate(self, params: Any, batch: Any) -> Metrics:
+    logits = self._network.apply({"params": params}, batch["image"])
+    return _measured(logits, batch["label"])
 
 
 def _taken(rows: dict[str, np.ndarray], index: np.ndarray) -> Any:
