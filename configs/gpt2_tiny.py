@@ -27,10 +27,11 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.optimizer.lr = 2e-3
   config.optimizer.warmup_steps = 40
 
-  # About 40 times fewer bytes than dense. Every 10 steps the rule chooses a
-  # rank, and the allocation gives each matrix more or less than it.
+  # About 110 times fewer bytes than dense. Every 10 steps the rule chooses a
+  # rank, and the allocation gives each matrix more or less than it. As by
+  # default, the floor is a quarter of the ceiling.
   config.edgc.rank_max = 28
-  config.edgc.rank_min = 22
+  config.edgc.rank_min = 6
   config.edgc.rank_multiple = 2
   config.edgc.window = 10
   config.edgc.warmup_steps = 20
@@ -40,6 +41,6 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   # (docs/results.md).
   config.edgc.sampling.step_rate = 1.0
   config.edgc.sampling.entry_rate = 0.05
-  config.powersgd.rank = 23
+  config.powersgd.rank = 9  # about the bytes of edgc
   config.powersgd.warmup_steps = 0
   return config

@@ -17,6 +17,10 @@ TUNING = {
 TABLES = {
   "gpt2_tiny": {
     "dense": {"reducer": "allreduce"},
-    "edgc, float32": {"reducer": "edgc", "edgc.wire_dtype": "float32"},
+    "edgc 28 to 22, float32": {
+      "reducer": "edgc",
+      "edgc.wire_dtype": "float32",
+      "edgc.rank_min": 22,
+    },  # fmt: skip
   }
 }
