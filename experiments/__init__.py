@@ -4,6 +4,7 @@ JAX reads its environment variables when it is imported, so that happens here,
 before all else: a program ends with one line if JAX refuses one of them.
 """
 
+import logging
 import os
 import pathlib
 import sys
@@ -15,6 +16,9 @@ except ValueError as refused:
     f"error: JAX's environment variables must have values that it knows, got"
     f" one that it does not: {refused}; correct or unset it."
   )
+
+# JAX logs every platform that it does not find.
+logging.getLogger("jax").setLevel(logging.WARNING)
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]  # of the repository
 

@@ -1,6 +1,5 @@
 """The --config flag of all commands, and errors that name the nearest key."""
 
-import logging
 import math
 import os
 import re
@@ -42,8 +41,6 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
         " --config.KEY=VALUE for a key."
       )
     heap.share_one_heap()
-    # JAX logs every platform that it does not find.
-    logging.getLogger("jax").setLevel(logging.WARNING)
     # Orbax logs each file, and errors before it raises them.
     absl_logging.set_verbosity(absl_logging.FATAL)
     config = _CONFIG.value
