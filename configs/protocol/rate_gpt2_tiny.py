@@ -21,6 +21,6 @@ TABLES = {
       "reducer": "edgc",
       "edgc.wire_dtype": "float32",
       "edgc.rank_min": 22,
-    },  # fmt: skip
+    },
   }
 }

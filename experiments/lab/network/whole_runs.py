@@ -4,8 +4,8 @@
       --arm="SparseLoCo, every 2" --rate=100 --rate=1000
 
 Times to a loss are steps that simulated replicas have measured, times seconds
-of a step that a benchmark has measured (results/network.md). This measures both at
-once: it trains judged arms of a study to the end on four virtual hosts, with
+of a step that a benchmark has measured (results/network.md). This measures both
+at once: it trains judged arms of a study to the end on four virtual hosts, with
 their own settings, and --output keeps each run's losses and seconds. Runs that
 the file has are not repeated. One takes some 7 to 15 minutes.
 """
