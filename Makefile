@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 .PHONY: train train-vision train-hsdp train-pipeline test test-all test-slow \
   test-core test-newest soak soak-changed golden dist lint format protocol \
-  horizon pages docs plan-paper bench bench-network bench-overlap clean
+  horizon pages docs plan-paper bench-network bench-overlap clean
 
 # Installs the package with one of its extras, as $(VENV)/train does; again when
 # the package metadata change.
@@ -130,10 +130,6 @@ bench-network: $(VENV)/train
 # rows of the table in docs/local_steps.md.
 bench-overlap: $(VENV)/train
 	$(BIN)/python -m experiments.lab.network.overlap --config=configs/gpt2_tiny.py
-
-# Cost of the reducers by model size: results/data/growth.json. Takes some minutes.
-bench: $(VENV)/train
-	$(BIN)/python -m experiments.lab.benchmarks.cost
 
 clean:
 	rm -rf $(VENV) .newest .pytest_cache build dist site

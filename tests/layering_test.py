@@ -20,7 +20,7 @@ FLOORS = {
     "reporting",
   ),
   "experiments/lab": (
-    "peers", "__init__", "update_alone", "study benchmarks", "network",
+    "peers", "__init__", "study benchmarks", "network",
     "planning", "pages",
     "train train_together plan_cluster plan_layout plan_stages run_study",
   ),

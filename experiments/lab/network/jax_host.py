@@ -24,7 +24,7 @@ from edgc_jax.measure.advice import Candidate
 from edgc_jax.wire import order
 from experiments.lab.network import calls
 from experiments.lab.network.results import NO_EXCHANGE
-from experiments.lab.update_alone import (
+from experiments.lab.network.update_alone import (
   gradients_like,
   update_alone,
 )
@@ -90,7 +90,7 @@ class JaxHost:
     has_parts = config.mesh.stage == config.mesh.fsdp == 1
     if exchanges and has_parts and not config.local.every:
       gradients = gradients_like(task.layout(mesh.shape).shapes)
-      self._calls[name, "compress"] = update_alone(reducer, gradients)[0]
+      self._calls[name, "compress"] = update_alone(reducer, gradients)
       self._calls[name, "communicate"] = _communicate(reducer, gradients, mesh)
     return {"params": backend.num_params}
 

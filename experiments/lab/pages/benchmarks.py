@@ -22,16 +22,6 @@ def _with_origin(table: pd.DataFrame, origin: str) -> Sequence[str]:
   return [*markdown(table), "", origin]
 
 
-def _growth() -> Sequence[str]:
-  """Returns the cost of the reducers by size of the model, and its origin."""
-  table, about = _read("growth")
-  return _with_origin(
-    table,
-    f"`{about['command']}`, commit {about['commit']}; {about['device']};"
-    f" {about['versions']}; medians of {about['rounds']} rounds.",
-  )
-
-
 def _wide_layer() -> Sequence[str]:
   """Returns what each method loses on a narrow and on a wide layer."""
   lines, about = _read("wide_layer")
@@ -112,7 +102,6 @@ def _estimate() -> Sequence[str]:
 
 
 TABLES = {
-  "growth": _growth,
   "wide layer": _wide_layer,
   "noise scale": _noise_scale,
   "entropy by tokens": _entropy_by_tokens,

@@ -1,7 +1,6 @@
 """The update of a transformation on one device, which sends nothing."""
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,26 +25,23 @@ def gradients_like(shapes: Any) -> Any:
 
 
 def update_alone(
-  tx: optax.GradientTransformation,
-  gradients: Any,
-  state_of: Callable[[Any], Any] = lambda state: state,
-) -> tuple[Callable[[], Any], int, float]:
+  tx: optax.GradientTransformation, gradients: Any
+) -> Callable[[], Any]:
   """Compiles an update that computes all and carries its state.
 
   Args:
     tx: A transformation over the axis `AXIS`.
     gradients: Its gradients, on the first device of this process.
-    state_of: Returns the first state from that of `tx.init`.
 
   Returns:
-    The update, its temporary bytes, and the seconds of tracing and compiling.
+    The update.
   """
   mesh = Mesh(np.array(jax.local_devices()[:1]), (AXIS,))
   # An axis of one device has nothing to vary over, hence check_vma=False.
   on_device = functools.partial(
     jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
   )
-  state = state_of(jax.jit(on_device(tx.init))(gradients))
+  state = jax.jit(on_device(tx.init))(gradients)
 
   # The state first: JAX lends the memory of a donated array to the first
   # output of its shape.
@@ -54,13 +50,11 @@ def update_alone(
     return state, updates
 
   update = jax.jit(state_first, donate_argnums=1)
-  start = time.perf_counter()
   compiled = update.lower(gradients, state).compile()
-  seconds = time.perf_counter() - start
 
   def run() -> Any:
     nonlocal state
     state, updates = compiled(gradients, state)
     return state, updates
 
-  return run, compiled.memory_analysis().temp_size_in_bytes, seconds
+  return run
