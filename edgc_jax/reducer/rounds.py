@@ -628,17 +628,17 @@ def _in_step(
     while asked := {i: x for i, x in yielded.items() if isinstance(x, Each)}:
       others = {i: x for i, x in yielded.items() if i not in asked}
       yielded = others | advance(_all_mapped(leaves, asked))
-    order = sorted(yielded)
-    members: list[Any] = [leaves[i] for i in order]
-    sends: list[Any] = [yielded[i] for i in order]
-    has_norms = norms is not None and (not order or _any_exact(sends))
+    members = sorted(yielded)
+    own: list[Any] = [leaves[i] for i in members]
+    sends: list[Any] = [yielded[i] for i in members]
+    has_norms = norms is not None and (not members or _any_exact(sends))
     if has_norms:
-      members, sends = [*members, None], [*sends, Send(measured=norms)]
+      own, sends = [*own, None], [*sends, Send(measured=norms)]
       norms = None
-    received: list[Any] = wire.send(members, sends)
+    received: list[Any] = wire.send(own, sends)
     if has_norms:
       mean_norms = received.pop().measured
-    replies = dict(zip(order, received, strict=True))
+    replies = dict(zip(members, received, strict=True))
   return [outcomes[i] for i in range(len(methods))], mean_norms
 
 

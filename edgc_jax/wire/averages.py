@@ -99,7 +99,7 @@ def average(
   replica = collectives.device_index(channel.axis_name)
   first, second = jax.random.split(jax.random.fold_in(key, replica))
   groups = _grouped(values, codes, replicas, lengths is not None)
-  if lengths is not None:
+  if lengths is not None:  # from here on in blocks
     lengths = lengths._replace(choices=groups[codes[-1]].sizes(lengths.choices))
   parts = {code: group.pack() for code, group in groups.items()}
 

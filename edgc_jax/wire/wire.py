@@ -35,7 +35,8 @@ class Send(NamedTuple):
       skip the step; in `values` or `exact` they do.
     gathered: A tree that is gathered from all replicas instead: real numbers of
       whole bytes, or bool.
-    code: Encoding of `values`; None is the wire's.
+    code: Encoding of `values` without `ranks`; None is the wire's, which values
+      with `ranks` always have.
   """
 
   values: Any = None

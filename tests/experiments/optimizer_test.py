@@ -56,6 +56,15 @@ def test_arguments_of_a_configuration(given):
     assert given["warmup_rank"] == expected
 
 
+def test_a_window_of_a_short_run_has_a_sample(given):
+  config = gpt2_tiny.get_config("edgc")
+  config.edgc.update(window=0, sampling={"step_rate": 0.1})
+  for steps, window in ((50, 10), (400, None), (399, 10)):
+    config.steps = steps
+    optimizer.make_reducer(config, tasks.make(config), {})
+    assert given["window"] == window and given["total_steps"] == steps
+
+
 def test_a_reducer_counts_exchanges(given):
   config = gpt2_tiny.get_config("edgc")
   config.steps, config.edgc.window = 400, 0
