@@ -17,8 +17,9 @@ except ValueError as refused:
     f" one that it does not: {refused}; correct or unset it."
   )
 
-# JAX logs every platform that it does not find.
-logging.getLogger("jax").setLevel(logging.WARNING)
+if "JAX_LOGGING_LEVEL" not in os.environ:
+  # JAX logs every platform that it does not find.
+  logging.getLogger("jax").setLevel(logging.WARNING)
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]  # of the repository
 
@@ -28,5 +29,5 @@ def from_root(file: str) -> str:
 
   So commands that name a file of configs/ work in any folder.
   """
-  is_elsewhere = not os.path.exists(file) and (ROOT / file).exists()
+  is_elsewhere = not os.path.exists(file) and (ROOT / file).is_file()
   return str(ROOT / file) if is_elsewhere else file

@@ -59,7 +59,9 @@ def test_the_distributions_are_the_repository(distributions):
   ]  # fmt: skip
   with tarfile.open(sdist) as opened:
     names = {name.partition("/")[2] for name in opened.getnames()}
-  left_out = {name for name in tracked() - names if "results/" not in name}
+  left_out = {
+    name for name in tracked() - names if not name.startswith("results/")
+  }
   assert left_out <= {".gitattributes", ".gitignore"}
 
 

@@ -539,9 +539,22 @@ def _require_nothing_dropped(arrays: Mapping[Path, Any], like: Any) -> None:
 
 
 def _require_nothing_in_flight(old: _Old, like: Any) -> None:
-  """Raises if local steps without an overlap would drop s_i."""
+  """Raises if local steps without an overlap would drop s_i.
+
+  Or if the state is of before version 8, which does not say what is in flight.
+  """
 
   def check(path: tuple, part: Any) -> None:
+    if isinstance(part, LocalStepsState):
+      place = _names(path)
+      validation.require(
+        (*place, "in_flight") in old.arrays or not _below(old.arrays, place),
+        old.name,
+        _shown(place),
+        "a state of local steps that says whether an exchange is in flight, not"
+        " one of an older version of edgc_jax",
+        "finish that run with the version that began it",
+      )
     if isinstance(part, LocalStepsState) and not jax.tree.leaves(part.sent):
       validation.require(
         not _below(old.arrays, (*_names(path), "sent")),

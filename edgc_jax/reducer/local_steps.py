@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from edgc_jax.leaves.leaf import (
   leaves_in,
   masked_paths,
 )
-from edgc_jax.leaves.review import reducers_seen, require_over
+from edgc_jax.leaves.review import Reviewed, reducers_seen, require_over
 from edgc_jax.mesh.sharding import (
   mesh_here,
   require_mesh,
@@ -181,6 +182,7 @@ class LocalSteps:
       outer_state = self.outer.init(wide(params))
     _require_reducer_first(outer_state)
     require_over(reducers, self.axis_name, "the reducer in `outer`")
+    _require_no_stages(reducers)
     # Reviews the leaves; as a new function, because JAX does not trace one a
     # second time.
     jax.eval_shape(lambda p: self.outer.init(p), wide(params))
@@ -453,6 +455,18 @@ def _zeros_if(condition: jax.Array, tree: Any) -> Any:
   return jax.tree.map(
     lambda x: jnp.where(condition, jnp.zeros_like(x), x), tree
   )
+
+
+def _require_no_stages(reducers: Sequence[Reviewed]) -> None:
+  """Raises if a reducer in the outer chain is of pipeline stages."""
+  for own in reducers:
+    validation.require(
+      own.axes.stage is None,
+      "stages",
+      own.axes.stage,
+      "None for the reducer in `outer`",
+      "pipeline stages exchange at every step, without local_steps",
+    )
 
 
 def _require_no_reducer(inner_state: Any) -> None:

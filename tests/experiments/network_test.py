@@ -119,7 +119,9 @@ def test_numbers_by_hand(tmp_path):
 @pytest.fixture
 def tables(tmp_path, monkeypatch):
   """Returns a function for the lines of a table of files in this folder."""
-  monkeypatch.setattr(pages, "_ROOT", tmp_path)
+  monkeypatch.setattr(pages, "ROOT", tmp_path)
+  kept = tmp_path / "results/data/whole_runs.json"
+  monkeypatch.setattr(results, "WHOLE_RUNS", kept)
   for name in ("_found", "_cells", "_times"):
     uncached = getattr(pages, name).__wrapped__
     monkeypatch.setattr(pages, name, uncached)

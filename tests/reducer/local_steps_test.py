@@ -520,6 +520,9 @@ def test_wrong_arguments():
   tx = edgc_jax.local_steps(optax.adam(1e-3), outer, 2, "pod", mesh=mesh)
   with pytest.raises(ValueError, match="`axis_name` must be 'host'"):
     tx.init(PARAMS)
+  staged = edgc_jax.powersgd(2, stages=edgc_jax.Stages("stage"))
+  with pytest.raises(ValueError, match=r"`stages` must be None .* got 'stage'"):
+    tx_of(staged).init(PARAMS)
   with pytest.raises(ValueError, match="local_steps skips steps and rounds"):
     edgc_jax.skip_nonfinite(tx_of()).init(PARAMS)
 

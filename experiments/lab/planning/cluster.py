@@ -17,9 +17,9 @@ computed by the package itself: bytes by `describe`, seconds and aligned ranks
 by `budget`, and decisions by `edgc`'s own budget. All time to compress is in
 the exchange of a stage's own leaves.
 
-As in Megatron a node sends activations once. (In `experiments/models` each of
-its devices sends them.) As in `experiments/models` all stages split the
-vocabulary, where Megatron's first stage has it whole. Left out are what stages
+As in Megatron a node sends activations once. (In `trainer/models` each of its
+devices sends them.) As in `trainer/models` all stages split the vocabulary,
+where Megatron's first stage has it whole. Left out are what stages
 exchange of embedding and logits, that the stages' loads differ by these, and
 the products that make bases orthonormal, which grow with the square of the
 rank.

@@ -20,7 +20,7 @@ import submitit
 from flax import traverse_util
 from ml_collections import ConfigDict
 
-from experiments import ROOT
+from experiments import ROOT, from_root
 from experiments.lab.study.records import Record, Records, name_of, numbers_of
 from experiments.lab.study.study import Run, Study
 from experiments.lab.study.together import can_share, program_of
@@ -189,7 +189,7 @@ def command_of(study: Study, run: Run, path: pathlib.Path) -> list[str]:
   return [
     sys.executable,
     str(ROOT / "experiments/lab/train.py"),
-    f"--config={pathlib.Path(study.config).resolve()}:{run.config.reducer}",
+    f"--config={pathlib.Path(from_root(study.config)).resolve()}:{run.config.reducer}",
     f"--config.run_dir={path}",
     *(
       f"--config.{key}={value}"

@@ -94,7 +94,7 @@ class Denoiser(nn.Module):
   @nn.compact
   def __call__(self, images: jax.Array, time: jax.Array) -> jax.Array:
     """Maps images [batch, 8, 8] and times [batch] to images of noise."""
-    angles = 2.0 * jnp.pi * time[:, None] * 2.0 ** jnp.arange(4)
+    angles = jnp.pi * time[:, None] * 2.0 ** jnp.arange(4)
     waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
     when = nn.silu(nn.Dense(self.width)(waves))
     x = nn.Conv(self.width, (3, 3))(images[..., None])

@@ -12,7 +12,9 @@ from jax.sharding import (
 )
 from ml_collections import ConfigDict
 
+from configs import common
 from experiments.trainer.models import gpt2_shards, gpt2_stages
+from experiments.trainer.runtime import hosts
 
 DATA, STAGE, SHARD = "data", gpt2_stages.AXIS, gpt2_shards.AXIS
 TENSOR = gpt2_stages.TENSOR
@@ -49,19 +51,25 @@ def make_mesh(
 
 
 def fit_replicas(config: ConfigDict) -> None:
-  """Sets `mesh.data` to the accelerators that there are.
+  """Sets `mesh.data` to the accelerators that there are, if a file sets none.
 
-  As many replicas as there are devices for, and as divide the batch. CPUs stand
-  for as many devices as a configuration asks for, and `vmap` needs none.
+  As many replicas as there are devices for, and as divide the batch; of several
+  processes all devices, or no change. CPUs stand for as many devices as a
+  configuration asks for, and `vmap` needs none.
   """
   mesh = config.mesh
-  if mesh.backend == "vmap" or jax.default_backend() == "cpu":
+  is_set = mesh.data != common.base(config.reducer).mesh.data
+  if is_set or mesh.backend == "vmap" or jax.default_backend() == "cpu":
     return
   most = jax.device_count() // max(1, mesh.stage * mesh.tensor * mesh.fsdp)
   parts = mesh.fsdp * (config.pipeline.microbatches if mesh.stage > 1 else 1)
   rows = config.batch_size // max(1, parts)
-  fitting = [n for n in range(1, most + 1) if not rows % n]
-  mesh.data = max(fitting, default=mesh.data)
+  least = most if jax.process_count() > 1 else 1
+  fitting = [n for n in range(max(1, least), most + 1) if not rows % n]
+  found = max(fitting, default=mesh.data)
+  if found != mesh.data:
+    hosts.say(f"mesh.data is {found}, for {jax.device_count()} devices")
+  mesh.data = found
 
 
 def of_config(config: ConfigDict) -> Mesh | AbstractMesh:

@@ -326,6 +326,8 @@ def _differences(old: dict, new: dict) -> list[str]:
   old, new = (traverse_util.flatten_dict(tree, sep=".") for tree in (old, new))
   return [
     f"{key} is {old.get(key)!r} and not {new.get(key)!r}"
+    if key in new
+    else f"{key}, which is {old[key]!r}, is no key any more"
     for key in sorted(old.keys() | new.keys())
     if old.get(key) != new.get(key) and not key.startswith(_FREE)
   ]

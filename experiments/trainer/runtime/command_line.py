@@ -23,7 +23,7 @@ _MOST_CPUS = 1024  # devices that CPUs stand for
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file in configs/, or FILE:REDUCER."
 )
-_FILE = re.compile(r"--?config=([^:]*)")
+_FILE = re.compile(r"^--?config=([^:]*)")
 _OVERRIDE = re.compile(r"--config\.([\w.]+)")
 
 

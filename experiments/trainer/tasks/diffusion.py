@@ -3,11 +3,13 @@
 It stands in for generative models of images and video.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from edgc_jax import validation
 from experiments.trainer.models import vision
 from experiments.trainer.tasks._digits import SIDE, Digits
 from experiments.trainer.tasks.base import Metrics
@@ -24,6 +26,13 @@ class Diffusion(Digits):
   """
 
   network = vision.Denoiser
+
+  def _require_sizes(self, sizes: Mapping[str, Any]) -> None:
+    super()._require_sizes(sizes)
+    width = sizes.get("width", 8)
+    validation.require(
+      width % 8 == 0, "model.width", width, "a multiple of 8", "use 64"
+    )
 
   def init(self, key: jax.Array) -> Any:
     images = jnp.zeros((1, SIDE, SIDE))
