@@ -134,8 +134,8 @@ def test_configurations_of_another_run(begun):
   own = json.loads(file.read_text())
   for changes, parts in (
     ({"reducer": "topk"}, ["reducer is 'topk' and not 'allreduce'"]),
-    ({"model": 3}, ["model is 3", "model.context is None and not 16"]),
-    ({"new": 1}, ["new is 1 and not None"]),
+    ({"model": 3}, ["model, which is 3,", "model.context is None and not 16"]),
+    ({"old": 1}, ["old, which is 1, is no key any more"]),
   ):
     file.write_text(json.dumps(own | changes))
     with unchanged(begun):
