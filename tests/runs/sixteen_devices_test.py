@@ -6,9 +6,7 @@ from helpers import soak
 from helpers.processes import finish, start
 
 
-@pytest.mark.soak(
-  "experiments/trainer/parallel", "experiments/trainer/models/gpt2_stages.py"
-)
+@pytest.mark.soak("experiments/trainer/parallel", "experiments/trainer/models")
 def test_four_stages_of_two_replicas_of_two_devices(tmp_path):
   mesh = {"stage": 4, "data": 2, "tensor": 2, "fsdp": 1, "backend": "jit"}
   options = [f"--config.mesh.{name}={size}" for name, size in mesh.items()]
