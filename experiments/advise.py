@@ -34,9 +34,7 @@ from experiments.trainer.training import advised, checks
 def main(config: ConfigDict) -> None:
   """Measures, and prints the table of methods."""
   with refusals():
-    checks.check_keys(config)
-    if not command_line.is_given("mesh.data"):
-      meshes.fit_replicas(config)
+    checks.fit_devices(config)
     task = checks.task_of(config)
     advised.require_choice(config)
   mesh = meshes.of_config(config)

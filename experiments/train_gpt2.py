@@ -15,7 +15,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ml_collections import ConfigDict
 
-from experiments.trainer.parallel import meshes
 from experiments.trainer.reporting import key_numbers, run_page
 from experiments.trainer.runs.checkpoints import CheckpointError
 from experiments.trainer.runs.storage import RunInUse, StorageError
@@ -29,9 +28,7 @@ from experiments.trainer.training.trainer import Trainer, TrainingStopped
 def main(config: ConfigDict) -> None:
   """Trains on the devices that there are."""
   with refusals():
-    checks.check_keys(config)
-    if not command_line.is_given("mesh.data"):
-      meshes.fit_replicas(config)
+    checks.fit_devices(config)
   train(config)
 
 

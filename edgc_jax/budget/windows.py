@@ -7,7 +7,10 @@ _WINDOW = 1000  # steps; of the warm-up, too, if the run's length is unknown
 
 
 def choose_windows(
-  total_steps: int | None, window: int | None, warmup_steps: int | None
+  total_steps: int | None,
+  window: int | None,
+  warmup_steps: int | None,
+  least: int = 1,
 ) -> tuple[int, int]:
   """Returns the window and the warm-up of a run, in steps.
 
@@ -16,6 +19,8 @@ def choose_windows(
     window: The window; None for a fortieth of the run, at most 1000 steps, or
       1000 if the run's length is unknown.
     warmup_steps: The warm-up; None for a tenth of the run, or 1000.
+    least: Steps from one sample to the next, of which a window that is chosen
+      here has at least one.
 
   Raises:
     TypeError: if an argument is not a Python integer.
@@ -29,7 +34,7 @@ def choose_windows(
   if window is None:
     window = _WINDOW
     if total_steps is not None:
-      window = min(max(1, total_steps // 40), _WINDOW)
+      window = max(least, min(total_steps // 40, _WINDOW))
   if warmup_steps is None:
     warmup_steps = _WINDOW if total_steps is None else total_steps // 10
   validation.require_int("window", window, 1)

@@ -545,19 +545,20 @@ def _require_nothing_in_flight(old: _Old, like: Any) -> None:
   """
 
   def check(path: tuple, part: Any) -> None:
-    if isinstance(part, LocalStepsState):
-      place = _names(path)
+    if not isinstance(part, LocalStepsState):
+      return
+    place = _names(path)
+    validation.require(
+      (*place, "in_flight") in old.arrays or not _below(old.arrays, place),
+      old.name,
+      _shown(place),
+      "a state of local steps that says whether an exchange is in flight, not"
+      " one of an older version of edgc_jax",
+      "finish that run with the version that began it",
+    )
+    if not jax.tree.leaves(part.sent):
       validation.require(
-        (*place, "in_flight") in old.arrays or not _below(old.arrays, place),
-        old.name,
-        _shown(place),
-        "a state of local steps that says whether an exchange is in flight, not"
-        " one of an older version of edgc_jax",
-        "finish that run with the version that began it",
-      )
-    if isinstance(part, LocalStepsState) and not jax.tree.leaves(part.sent):
-      validation.require(
-        not _below(old.arrays, (*_names(path), "sent")),
+        not _below(old.arrays, (*place, "sent")),
         old.name,
         "one of local steps with an overlap",
         "the state of overlap=0, as the transformation has",

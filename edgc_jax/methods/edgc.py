@@ -188,7 +188,7 @@ def edgc(
   if max_rank_step is not None:
     validation.require_int("max_rank_step", max_rank_step, rank_multiple)
   window, warmup_steps = windows.choose_windows(
-    total_steps, window, warmup_steps
+    total_steps, window, warmup_steps, sampling.period if sampling else 1
   )
   if sampling is None:
     sampling = Sampling()

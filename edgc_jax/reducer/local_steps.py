@@ -225,11 +225,11 @@ class LocalSteps:
       sent = jax.tree.map(lambda d, s: jnp.where(ends, d, s), offset, left)
       offset = _zeros_if(ends, offset)
       in_flight = ends | (new.in_flight & ~exchanged)
-      new = new._replace(in_flight=in_flight)
     else:
-      offset, sent = left, ()
+      offset, sent, in_flight = left, (), new.in_flight
     return found, new._replace(
       exchanged=exchanged,
+      in_flight=in_flight,
       offset=PerReplica(offset),
       sent=PerReplica(sent),
       outer_state=outer_state,

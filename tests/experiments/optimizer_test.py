@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import edgc_jax
 from configs import gpt2_tiny
+from edgc_jax.budget import windows
+from edgc_jax.budget.entropy_budget import EntropyState
 from edgc_jax.measure import hlo
 from experiments.trainer import tasks
 from experiments.trainer.parallel import backends, meshes
@@ -59,10 +61,18 @@ def test_arguments_of_a_configuration(given):
 def test_a_window_of_a_short_run_has_a_sample(given):
   config = gpt2_tiny.get_config("edgc")
   config.edgc.update(window=0, sampling={"step_rate": 0.1})
-  for steps, window in ((50, 10), (400, None), (399, 10)):
+  for steps, expected in ((50, 10), (400, 10), (399, 10), (800, 20)):
     config.steps = steps
     optimizer.make_reducer(config, tasks.make(config), {})
-    assert given["window"] == window and given["total_steps"] == steps
+    assert given["window"] is None and given["total_steps"] == steps
+    own = edgc_jax.edgc(
+      total_steps=steps, sampling=given["sampling"], min_ratio=1.5
+    )
+    state = own.init({"w": jnp.zeros((64, 64))})
+    assert isinstance(state.budget, EntropyState)
+    period = given["sampling"].period
+    window, _ = windows.choose_windows(steps, None, None, period)
+    assert window == expected
 
 
 def test_a_reducer_counts_exchanges(given):

@@ -10,7 +10,8 @@ from ml_collections import ConfigDict
 from configs import common
 from edgc_jax.validation import shown
 from experiments.trainer import tasks
-from experiments.trainer.parallel import backends
+from experiments.trainer.parallel import backends, meshes
+from experiments.trainer.runtime import command_line
 from experiments.trainer.runtime.refusals import nearest
 from experiments.trainer.tasks.base import Task
 from experiments.trainer.training import reducers, times
@@ -47,6 +48,17 @@ def task_of(config: ConfigDict) -> Task:
   task = tasks.make(config)
   check(config, task)
   return task
+
+
+def fit_devices(config: ConfigDict) -> None:
+  """Takes the accelerators that there are, unless the command says how many.
+
+  Raises:
+    As `check_keys`.
+  """
+  check_keys(config)
+  if not command_line.is_given("mesh.data"):
+    meshes.fit_replicas(config)
 
 
 def check(config: ConfigDict, task: Task) -> None:

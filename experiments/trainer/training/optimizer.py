@@ -77,11 +77,9 @@ def make_reducer(
       "rank_max", "rank_min", "window", "max_rank_step", "max_warmup_steps",
     ):  # fmt: skip
       options[name] = options[name] or None
-    options["sampling"] = sampling = edgc_jax.Sampling(**options["sampling"])
     if options["window"] is None:
       options["total_steps"] = max(1, exchanges)
-      if exchanges // 40 < sampling.period:  # a window has a sample
-        options["window"] = sampling.period
+    options["sampling"] = edgc_jax.Sampling(**options["sampling"])
     options["rule"] = rules.rule_of(options["rule"], options.pop("exponent"))
     options["warmup_rank"] = _warmup_rank(options["warmup_rank"])
   elif config.reducer == "powersgd":
