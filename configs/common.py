@@ -3,6 +3,11 @@
 from ml_collections import ConfigDict, config_dict
 
 
+def _number(default: int | None = None) -> config_dict.FieldReference:
+  """Returns an integer that may be None: whatever it configures chooses."""
+  return config_dict.FieldReference(default, int)
+
+
 def base(reducer: str) -> ConfigDict:
   """Returns the base of all configurations.
 
@@ -98,9 +103,9 @@ def base(reducer: str) -> ConfigDict:
       # Arguments of edgc_jax.edgc, with its defaults, and of the others. With
       # local steps a reducer's steps are exchanges.
       "edgc": {
-        "rank_max": 32,  # 0: derived from the measured times
-        "rank_min": 8,  # 0: a quarter of rank_max
-        "window": 0,  # steps; 0: a fortieth of the run's steps
+        "rank_max": _number(32),  # None: derived from the measured times
+        "rank_min": _number(),  # None: a quarter of rank_max
+        "window": _number(),  # steps; None: a fortieth of the run's steps
         "warmup_steps": 100,
         "min_ratio": 2.0,
         "wire_dtype": "int4",  # or float32, bfloat16, int8
@@ -113,9 +118,9 @@ def base(reducer: str) -> ConfigDict:
         "rule": "cqm",  # or linear, reverse (training/rules.py)
         "exponent": 2.0,  # of cqm
         "rank_multiple": 4,
-        "max_rank_step": 4,  # 0: 4, or the step of the ladder
+        "max_rank_step": _number(4),  # None: 4, or the step of the ladder
         "warmup_rank": "max",  # the top of the ladder; a rank; or dense
-        "max_warmup_steps": 0,  # 0: twice warmup_steps
+        "max_warmup_steps": _number(),  # None: twice warmup_steps
         "allocation": "error",  # or uniform: one rank for all matrices
         "scale_exponent": 1.0,  # of sigma; 0: absolute errors, 2: relative
       },
@@ -136,7 +141,7 @@ def base(reducer: str) -> ConfigDict:
       "allreduce": {"wire_dtype": "float32"},
       "topk": {
         "density": 0.01,  # share of the entries that is sent
-        "chunk": config_dict.placeholder(int),  # None: the whole tensor
+        "chunk": _number(),  # None: the whole tensor
         "bits": 32,  # or 2, in chunks
         "residual_decay": 1.0,
       },

@@ -29,10 +29,10 @@ def get_config(reducer: str = "edgc") -> ConfigDict:
   config.pipeline.backward_seconds = 15e-3
 
   # The largest rank that the link allows and that saves a factor of 3.
-  config.edgc.rank_max = 0
-  config.edgc.rank_min = 0
+  config.edgc.rank_max = None
+  config.edgc.rank_min = None
   config.edgc.rank_multiple = 8
-  config.edgc.max_rank_step = 0
+  config.edgc.max_rank_step = None
   config.edgc.min_ratio = 3.0
   # In 4 bits later stages have time for every entry.
   config.edgc.wire_dtype = "float32"

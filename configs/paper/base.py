@@ -66,7 +66,7 @@ def make(
   # tenth of the run; then a rank for each window, down to a quarter
   # of the largest, at most one step of the ladder away from the rank before.
   config.edgc.update(
-    rank_max=0, rank_min=0, max_rank_step=0, window=WINDOW,
+    rank_max=None, rank_min=None, max_rank_step=None, window=WINDOW,
     warmup_steps=STEPS // 10, max_warmup_steps=STEPS // 10,
     warmup_rank="dense", allocation="uniform", min_ratio=1.0,
     wire_dtype="float32",

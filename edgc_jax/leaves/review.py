@@ -81,8 +81,8 @@ def _warn_if_nothing_saves(reviewed: Reviewed, min_ratio: float) -> None:
   ):
     validation.warn(
       f"No leaf saves `min_ratio` ({min_ratio:g}) at rank {min(ranks)} or"
-      " above, so all gradients are sent dense. Lower the rank, or give a"
-      " `matrix_view` that folds the leaves into larger matrices;"
+      " above, so all gradients are sent dense. Lower the rank or `min_ratio`,"
+      " or give a `matrix_view` that folds the leaves into larger matrices;"
       " edgc_jax.describe(tx, params) shows the matrices."
     )
 

@@ -98,7 +98,7 @@ def test_simulated_replicas_have_no_link():
   config.mesh.backend = "vmap"
   with pytest.raises(ValueError, match=r"`mesh` .* devices .*'vmap'"):
     advised.require_choice(config)
-  config.reducer, config.edgc.rank_max = "edgc", 0
+  config.reducer, config.edgc.rank_max = "edgc", None
   with pytest.raises(ValueError, match=r"`mesh.data` .* devices .*'vmap'"):
     checks.task_of(config)
 

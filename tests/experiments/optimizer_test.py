@@ -44,9 +44,11 @@ def test_allocation_of_a_configuration(reducer):
 
 
 def test_arguments_of_a_configuration(given):
-  """The rule, its exponent, and zeros that stand for None."""
+  """The rule, its exponent, and what is left to it."""
   config = gpt2_tiny.get_config("edgc")
-  config.edgc.update(rank_min=0, max_rank_step=0, exponent=1.0, window=0)
+  config.edgc.update(
+    rank_min=None, max_rank_step=None, exponent=1.0, window=None
+  )
   optimizer.make_reducer(config, tasks.make(config), {})
   assert given["axis_name"] == "data" and given["rank_max"] == 28
   assert given["rank_min"] is given["max_rank_step"] is given["window"] is None
@@ -60,7 +62,7 @@ def test_arguments_of_a_configuration(given):
 
 def test_a_window_of_a_short_run_has_a_sample(given):
   config = gpt2_tiny.get_config("edgc")
-  config.edgc.update(window=0, sampling={"step_rate": 0.1})
+  config.edgc.update(window=None, sampling={"step_rate": 0.1})
   for steps, expected in ((50, 10), (400, 10), (399, 10), (800, 20)):
     config.steps = steps
     optimizer.make_reducer(config, tasks.make(config), {})
@@ -77,7 +79,7 @@ def test_a_window_of_a_short_run_has_a_sample(given):
 
 def test_a_reducer_counts_exchanges(given):
   config = gpt2_tiny.get_config("edgc")
-  config.steps, config.edgc.window = 400, 0
+  config.steps, config.edgc.window = 400, None
   for every, lookahead, *expected in (
     (0, False, 400, 100), (8, False, 50, 12), (300, False, 1, 1),
     (8, True, 400, 100),

@@ -171,7 +171,7 @@ def test_curves(tmp_path):
   assert (drawn["Tokens a second"].data[0].y == 1234).all()
   # A line has the rank of the steps up to its own: up at once, then along.
   assert {curve.line.shape for curve in drawn[RANK].data} == {"vh"}
-  panels = picture.draw(drawn).axes
+  panels = picture.draw(drawn, "a $run").axes
   (axes,) = [a for a in panels if a.get_title(loc="left").startswith("Rank")]
   assert {line.get_drawstyle() for line in axes.lines} == {"steps-pre"}
 
@@ -253,8 +253,8 @@ def test_the_page_shows_what_is_left_of_a_run(tmp_path):
     "done": "finished",
     "ended": "stopped after 50 of 400 steps: 3 steps had no end",
   }
-  rank = table["rank over time"]["running"].replace("\N{NO-BREAK SPACE}", " ")
-  spans = "dense \N{RIGHTWARDS ARROW} 40, 40 \N{RIGHTWARDS ARROW} 50"
+  rank = table["rank over time"]["running"]
+  spans = "dense until 40, 40 until 50"
   assert rank == f"stage 0: {spans}\nstage 1: {spans}"
   for name, texts in {
     "steps": ("50", "400"), "parameters": ("-", "2,000,000"),
@@ -326,7 +326,7 @@ def test_summary_table_shows_the_numbers():
     "reducer": "edgc", "steps": "400", "parameters": "2,000,000",
     "replicas": "4", "held-out loss": "3.4568", "training loss": "3.2199",
     "bytes a step": "2.5 MB (dense 8 MB)", "compression ratio": "3.20",
-    "rank over time": "dense ->40, 32 ->60, 28 ->400",
+    "rank over time": "dense until 40, 32 until 60, 28 until 400",
     "tokens a second": "65,536", "seconds": "61.2",
   }  # fmt: skip
   unknown = {"reducer": "edgc", "val_loss": None}
@@ -334,12 +334,12 @@ def test_summary_table_shows_the_numbers():
   dense = {"rank_history": [[1, [0]]], "steps": 50}
   assert "rank over time" not in rows_of(dense | {"reducer": "topk"})
   found = rows_of(dense | {"reducer": "powersgd"})
-  assert found["rank over time"] == "dense ->50"
+  assert found["rank over time"] == "dense until 50"
   # Spans of equal rank are merged.
   history = [[1, [0, 0]], [11, [0, 8]], [21, [4, 8]]]
   table = key_numbers.summary_table({"steps": 30, "rank_history": history})
-  assert "stage 0: dense ->20, 4 ->30" in table
-  assert "stage 1: dense ->10, 8 ->30" in table
+  assert "stage 0: dense until 20, 4 until 30" in table
+  assert "stage 1: dense until 10, 8 until 30" in table
 
 
 @pytest.mark.parametrize("stages", [1, 4])
@@ -349,11 +349,11 @@ def test_summary_table_is_narrow(stages):
   table = key_numbers.summary_table(SUMMARY | long | {"tensor": 2})
   assert re.search(r"^devices of a stage +2$", table, re.MULTILINE)
   assert max(map(len, table.splitlines())) <= 78
-  spans = [line for line in table.splitlines() if "->" in line]
+  spans = [line for line in table.splitlines() if " until " in line]
   assert len(spans) == stages
   for line in spans:
-    assert "100 ->20, " in line and ", ..., " in line
-    assert line.endswith("599 ->10000")
+    assert "100 until 20, " in line and ", ..., " in line
+    assert line.endswith("599 until 10000")
 
 
 def test_long_curves_are_thinned_and_keep_ends_spikes_and_gaps(tmp_path):

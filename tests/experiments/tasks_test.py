@@ -1,5 +1,8 @@
 """Tasks by name, on all backends."""
 
+import sys
+import types
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -27,6 +30,22 @@ DIGITS = ("coattention", "conv", "diffusion", "vit")
 
 def test_names_are_the_files():
   assert tasks.names() == sorted(["bert", "gpt2", *DIGITS])
+
+
+def test_a_file_that_is_no_task_yet(monkeypatch):
+  """What a new file lacks is one clear error, not a traceback."""
+  config = gpt2_tiny.get_config()
+  file = types.ModuleType("experiments.trainer.tasks.gpt2")
+  monkeypatch.setitem(sys.modules, file.__name__, file)
+  with pytest.raises(ValueError, match=r"`TASK` must be .*gpt2\.py, got None"):
+    tasks.make(config)
+  methods = dict.fromkeys(Task.__abstractmethods__)
+  file.TASK = type("Half", (Task,), methods | {"__init__": lambda *_: None})
+  with pytest.raises(ValueError, match=r"`row` must be .* task 'gpt2'"):
+    tasks.make(config)
+  file.TASK.row = ()
+  with pytest.raises(ValueError, match=r"`source` must be .* task 'gpt2'"):
+    tasks.make(config)
 
 
 @pytest.mark.parametrize("name", tasks.names())

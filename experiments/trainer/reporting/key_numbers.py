@@ -76,7 +76,7 @@ def _bytes(count: float) -> str:
 
 
 def _ranks(numbers: dict[str, Any], width: int) -> str | None:
-  """Returns ranks and their last steps, "dense ->40, 32 ->60", per stage."""
+  """Returns ranks and their last steps, "dense until 40", per stage."""
   starts, ranks = zip(*numbers.get("rank_history") or [(0, [])], strict=True)
   if rank_name(numbers.get("reducer", ""), np.max(ranks, initial=0)) == "-":
     return None
@@ -87,7 +87,7 @@ def _ranks(numbers: dict[str, Any], width: int) -> str | None:
   lines = []
   for stage, values in enumerate(zip(*ranks, strict=True)):
     spans = [
-      f"{rank_name('edgc', value)} ->{end:.0f}"
+      f"{rank_name('edgc', value)} until {end:.0f}"
       for value, end, later in zip(values, ends, [*values[1:], -1], strict=True)
       if value != later  # otherwise only another stage's rank changed
     ]

@@ -1,6 +1,7 @@
 """The curves of a report as one picture, for places that show no pages."""
 
 import html
+import textwrap
 from collections.abc import Mapping
 
 import plotly.graph_objects as go
@@ -12,8 +13,13 @@ from experiments.trainer.reporting.style import WIDTH, dress
 _DASHES = {"solid": "-", "dot": ":"}
 
 
-def draw(charts: Mapping[str, go.Figure]) -> Figure:
-  """Draws all charts that have curves, two beside each other."""
+def draw(charts: Mapping[str, go.Figure], title: str) -> Figure:
+  """Draws all charts that have curves, two beside each other.
+
+  Args:
+    charts: The charts by title.
+    title: Of the whole picture, as it stands there.
+  """
   found = {
     title: chart
     for title, chart in charts.items()
@@ -21,9 +27,11 @@ def draw(charts: Mapping[str, go.Figure]) -> Figure:
   }
   rows = -(-len(found) // 2)
   figure = Figure(figsize=(WIDTH, 2.6 * max(rows, 1)), layout="constrained")
+  heading = figure.suptitle(textwrap.fill(title, 100), fontsize=9)
+  heading.set_parse_math(False)  # names of folders may hold $
   panels = figure.subplots(max(rows, 1), 2, squeeze=False).ravel()
-  for axes, (title, chart) in zip(panels, found.items(), strict=False):
-    dress(axes, title)
+  for axes, (name, chart) in zip(panels, found.items(), strict=False):
+    dress(axes, name)
     for curve in chart.data:
       axes.plot(
         curve.x, curve.y, _DASHES[curve.line.dash], color=curve.line.color,
@@ -44,8 +52,8 @@ def draw(charts: Mapping[str, go.Figure]) -> Figure:
         axis.set_major_formatter(EngFormatter(sep=""))
     if len(chart.data) > 1:
       legend = axes.legend(fontsize=7, frameon=False)
-      for name in legend.get_texts():  # of run folders, in which $ may occur
-        name.set_parse_math(False)
+      for text in legend.get_texts():
+        text.set_parse_math(False)
   for axes in panels[len(found) :]:
     axes.set_axis_off()
   return figure

@@ -18,7 +18,6 @@ from experiments.trainer.runs import run_folder
 
 _CONFIG = {"responsive": True, "displaylogo": False, "showSendToCloud": False}
 _SECONDS = 60  # between two pages of a run that goes on
-_TO = "\N{NO-BREAK SPACE}\N{RIGHTWARDS ARROW}\N{NO-BREAK SPACE}"
 _HEAD = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Gradient compression</title>
 <meta name="viewport" content="width=device-width">
@@ -104,7 +103,8 @@ def write_report(
   drawn = charts.draw(runs)
   run_folder.write(page, _page(runs, drawn))
   if has_picture:
-    picture.draw(drawn).savefig(page.with_suffix(".png"), dpi=DPI)
+    title = ", ".join(run.name for run in runs)
+    picture.draw(drawn, title).savefig(page.with_suffix(".png"), dpi=DPI)
   return page
 
 
@@ -160,4 +160,4 @@ def _table(runs: Sequence[Run], columns: Sequence[dict]) -> pd.DataFrame:
 def _html(table: pd.DataFrame) -> str:
   rows = [("", *table.columns), *table.itertuples(name=None)]
   lines = ["<tr><th>" + "<td>".join(map(html.escape, row)) for row in rows]
-  return "\n".join(["<table>", *lines, "</table>"]).replace(" -&gt;", _TO)
+  return "\n".join(["<table>", *lines, "</table>"])

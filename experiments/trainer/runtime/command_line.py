@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,8 @@ def run(main: Callable[[ConfigDict], Any]) -> None:
         f"error: arguments must begin with --, got {argv[1:]}; write"
         " --config.KEY=VALUE for a key."
       )
+    if not sys.warnoptions:  # a program is traced several times
+      warnings.simplefilter("once", RuntimeWarning)
     heap.share_one_heap()
     # Orbax logs each file, and errors before it raises them.
     absl_logging.set_verbosity(absl_logging.FATAL)

@@ -18,14 +18,22 @@ def make(config: ConfigDict) -> Task:
   """Makes the task that `config.task` names; its data is read when needed.
 
   Raises:
-    ValueError: if the name is unknown, or sizes do not fit.
+    ValueError: if the name is unknown, sizes do not fit, or the task lacks
+      what the trainer reads.
   """
   if config.task not in names():
     raise ValueError(
       f"`task` must be one of {', '.join(names())}, got {config.task!r}; a file"
       " of that name in experiments/trainer/tasks/ adds one."
     )
-  return _class_of(config.task)(config)
+  task = _class_of(config.task)(config)
+  for name in ("row", "source"):
+    if not hasattr(task, name):
+      raise ValueError(
+        f"`{name}` must be an attribute of the task {config.task!r}, got none;"
+        f" set self.{name} in its __init__, as tasks/base.py describes it."
+      )
+  return task
 
 
 def version_of(name: str) -> int | None:
@@ -34,4 +42,10 @@ def version_of(name: str) -> int | None:
 
 
 def _class_of(name: str) -> type[Task]:
-  return importlib.import_module(f"{__name__}.{name}").TASK
+  found = getattr(importlib.import_module(f"{__name__}.{name}"), "TASK", None)
+  if not (isinstance(found, type) and issubclass(found, Task)):
+    raise ValueError(
+      f"`TASK` must be the task's class in experiments/trainer/tasks/{name}.py,"
+      f" got {found!r}; end that file with TASK = YourTask."
+    )
+  return found

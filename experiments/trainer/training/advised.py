@@ -68,8 +68,8 @@ def require_choice(config: ConfigDict) -> None:
       "`mesh` must be several replicas on devices of their own, without stages,"
       f" to choose a reducer, got data={mesh.data}, stage={mesh.stage} and"
       f" backend={mesh.backend!r}; change it, or train with"
-      " --config=FILE:REDUCER. On stages edgc.rank_max=0 finds the largest"
-      " rank."
+      " --config=FILE:REDUCER. On stages edgc.rank_max = None in that file"
+      " finds the largest rank."
     )
 
 

@@ -34,6 +34,7 @@ _LEAST = {
       "link.compression_per_rank"),
 }  # fmt: skip
 _BELOW_ONE = ("local.momentum", "optimizer.b1", "optimizer.b2")
+_DERIVED = ("edgc.rank_max", "edgc.max_rank_step")  # if they are None
 _LARGEST = {int: 2**31 - 1, float: 3e38}  # of int32 and float32
 
 
@@ -199,7 +200,7 @@ def _flat(config: ConfigDict) -> dict[str, tuple[Any, type]]:
 
 def _check_type(key: str, value: Any, default: Any, kind: type) -> None:
   """Raises unless a value has the type of its default, and is finite."""
-  if value is None and default is None:
+  if value is None and (default is None or key in _DERIVED):
     return
   kinds = (int, float) if kind is float else kind
   if not isinstance(value, kinds) or (type(value) is bool) != (kind is bool):

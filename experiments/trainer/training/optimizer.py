@@ -72,11 +72,6 @@ def make_reducer(
     del options["scale_exponent"]
   if config.reducer == "edgc":
     options |= times
-    # Zero stands for None: edgc derives the value.
-    for name in (
-      "rank_max", "rank_min", "window", "max_rank_step", "max_warmup_steps",
-    ):  # fmt: skip
-      options[name] = options[name] or None
     if options["window"] is None:
       options["total_steps"] = max(1, exchanges)
     options["sampling"] = edgc_jax.Sampling(**options["sampling"])

@@ -16,7 +16,9 @@ from experiments.trainer.training import optimizer
 def needed(config: ConfigDict) -> bool:
   """Returns whether the ranks of this configuration depend on times."""
   is_aligned = config.mesh.stage > 1 and config.pipeline.align == "slack"
-  return config.reducer == "edgc" and (is_aligned or config.edgc.rank_max == 0)
+  return config.reducer == "edgc" and (
+    is_aligned or config.edgc.rank_max is None
+  )
 
 
 def options_of(config: ConfigDict, task: Task, mesh: Mesh) -> dict[str, Any]:
