@@ -45,6 +45,7 @@ from edgc_jax.reducer.wrappers import (
   mean_over,
   skip_nonfinite,
 )
+from edgc_jax.sites.site import Site
 from edgc_jax.stages.gradients import clip_by_global_norm
 from edgc_jax.stages.stages import Stages
 from edgc_jax.state.metrics import metrics
@@ -61,6 +62,7 @@ __all__ = [
   "MatrixView",
   "Rule",
   "Sampling",
+  "Site",
   "Stages",
   "TransposedView",
   "Window",

@@ -7,7 +7,13 @@ with their number.
 import jax
 import jax.numpy as jnp
 
-from edgc_jax.wire.codes import Bfloat16, Encoded, packed, unpacked
+from edgc_jax.wire.codes import (
+  Bfloat16,
+  Encoded,
+  arrays_of,
+  packed,
+  unpacked,
+)
 
 MOST = 4096  # entries of a chunk
 FEW = 2  # bits of a value, of which a byte holds 4
@@ -18,6 +24,13 @@ def cut(x: jax.Array, size: int) -> jax.Array:
   """Cuts an array into chunks, [c, size], the last one padded with zeros."""
   flat = x.ravel()
   return jnp.pad(flat, (0, -flat.size % size)).reshape(-1, size)
+
+
+def sizes_of(density: float, chunk: int, size: int) -> tuple[int, int]:
+  """Returns the entries of a chunk of `size` entries, and those it sends."""
+  multiple = 8 // FEW
+  chunk = min(chunk, -(-size // multiple) * multiple)
+  return chunk, min(chunk, max(1, round(density * chunk / multiple)) * multiple)
 
 
 def largest(chunks: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -57,8 +70,9 @@ def encode_values(values: jax.Array) -> tuple[jax.Array, Encoded]:
 def decode_values(sent: tuple[jax.Array, Encoded]) -> jax.Array:
   """Reverses `encode_values`, for [..., c, *]."""
   code, levels = unpacked(sent[0], FEW), Bfloat16().decode(sent[1])
-  magnitude = jnp.where(code & 1, levels[..., 1:], levels[..., :1])
-  return jnp.where(code & 2, -magnitude, magnitude)
+  where = arrays_of(code).where
+  magnitude = where(code & 1, levels[..., 1:], levels[..., :1])
+  return where(code & 2, -magnitude, magnitude)
 
 
 def pack_indices(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
@@ -88,13 +102,15 @@ def unpack_indices(
 ) -> jax.Array:
   """Reverses `pack_indices`, for [..., c, *]; int32 [..., c, k]."""
   low, length = _low_bits(count, size), _map_size(count, size)
-  bits = jnp.unpackbits(sent[1], axis=-1, count=length)
-  places = jnp.where(bits != 0, jnp.arange(length, dtype=jnp.int32), length)
-  ones = jnp.sort(places, axis=-1)[..., :count]
-  lower = jnp.unpackbits(sent[0], axis=-1, count=count * low)
+  arrays = arrays_of(sent[1])
+  bits = arrays.unpackbits(sent[1], axis=-1, count=length)
+  places = arrays.arange(length, dtype=jnp.int32)
+  places = arrays.where(bits != 0, places, length)
+  ones = arrays.sort(places, axis=-1)[..., :count]
+  lower = arrays.unpackbits(sent[0], axis=-1, count=count * low)
   lower = lower.reshape(*ones.shape, low).astype(jnp.int32)
-  upper = (ones - jnp.arange(count, dtype=jnp.int32)) << low
-  return upper + (lower << jnp.arange(low)).sum(-1)
+  upper = (ones - arrays.arange(count, dtype=jnp.int32)) << low
+  return upper + (lower << arrays.arange(low)).sum(-1)
 
 
 def _low_bits(count: int, size: int) -> int:

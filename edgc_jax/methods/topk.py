@@ -107,8 +107,7 @@ def topk(
     if chunk is None:
       size, count = m.size, count_of(density, m.size)
     else:
-      size = min(chunk, -(-m.size // _MULTIPLE) * _MULTIPLE)
-      count = min(size, max(1, round(density * size / _MULTIPLE)) * _MULTIPLE)
+      size, count = chunks.sizes_of(density, chunk, m.size)
     pieces = chunks.cut(m, size)
     values, index = chunks.largest(pieces, count)
     coded = encode(values)

@@ -5,6 +5,9 @@ sends unchanged, and decodes them. The caller keeps the error of a lossy code,
 and adds it to the next values. That is stable only if a code contracts:
 
   |x - decode(encode(x))| <= (1 - d) |x|   for some d > 0 and every x
+
+Codes decode arrays of NumPy in NumPy: one rounded operation on every entry
+after the other, so that all machines decode the same bits to the same numbers.
 """
 
 import dataclasses
@@ -80,8 +83,7 @@ class Bfloat16:
     )
 
   def decode(self, sent: Encoded) -> jax.Array:
-    values = jax.lax.bitcast_convert_type(sent.blocks, jnp.bfloat16)
-    return values.astype(jnp.float32)
+    return sent.blocks.view(jnp.bfloat16).astype(jnp.float32)
 
   def num_bytes(self, size: int, parts: int = 1) -> int:
     del parts
@@ -162,7 +164,7 @@ def unpacked(data: jax.Array, bits: int) -> jax.Array:
   # Shifts of signed integers to the right keep the sign.
   lifts = range(8 - bits, -1, -bits)
   parts = [(data << lift) >> (8 - bits) for lift in lifts]
-  return jnp.concatenate(parts, axis=-1)
+  return arrays_of(data).concatenate(parts, axis=-1)
 
 
 def _rounded_up(x: jax.Array) -> jax.Array:
@@ -224,7 +226,7 @@ class Levels:
 
   @property
   def _levels(self) -> np.ndarray:
-    return _gaussian_levels(2**self.bits - 1 + self.is_rotated)
+    return gaussian_levels(2**self.bits - 1 + self.is_rotated)
 
   def encode(self, values: jax.Array, key: jax.Array) -> Encoded:
     blocks = values.reshape(*values.shape[:-1], -1, self.granule)
@@ -253,9 +255,10 @@ class Levels:
 
   def decode(self, sent: Encoded) -> jax.Array:
     integers, scales = sent.blocks
-    scales = sent.common * jnp.asarray(_shares())[scales]
+    arrays = arrays_of(scales)
+    scales = sent.common * arrays.asarray(_shares())[scales]
     integers = integers.reshape(*scales.shape, -1)
-    chosen = jnp.asarray(self._levels)[unpacked(integers, self.bits)]
+    chosen = arrays.asarray(self._levels)[unpacked(integers, self.bits)]
     if self.is_rotated:
       chosen = _hadamard(chosen) * _signs(self.granule)  # R^T c
     return (chosen * scales[..., None]).reshape(*scales.shape[:-1], -1)
@@ -292,7 +295,7 @@ def _signs(size: int) -> np.ndarray:
   return (1.0 - 2.0 * signs).astype(np.float32)
 
 
-def _hadamard(values: jax.Array) -> jax.Array:
+def _hadamard(values: Any) -> Any:
   """Multiplies float32 [..., n] by H n^(-1/2), the orthonormal Walsh-Hadamard.
 
   H of a b entries is the Kronecker product of H of a and of b entries, and up
@@ -300,6 +303,8 @@ def _hadamard(values: jax.Array) -> jax.Array:
   the time of log2(n) rounds of additions with n = 64, and a half with 256.
   """
   size = values.shape[-1]
+  if isinstance(values, np.ndarray):
+    return _by_additions(values) * np.float32(size**-0.5)
   right = min(size, _LARGEST_FACTOR)
   left = size // right
   product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -311,6 +316,16 @@ def _hadamard(values: jax.Array) -> jax.Array:
   return cells.reshape(values.shape)
 
 
+def _by_additions(values: np.ndarray) -> np.ndarray:
+  """Multiplies by H without a scale: sums and differences, in one order."""
+  pairs = values
+  for width in (2**i for i in range(values.shape[-1].bit_length() - 1)):
+    pairs = pairs.reshape(*values.shape[:-1], -1, 2, width)
+    a, b = pairs[..., 0, :], pairs[..., 1, :]
+    pairs = np.stack((a + b, a - b), axis=-2)
+  return pairs.reshape(values.shape)
+
+
 def _walsh(size: int) -> np.ndarray:
   """Returns the orthonormal matrix of Walsh and Hadamard, float32."""
   rows = np.arange(size, dtype=np.uint64)
@@ -319,7 +334,7 @@ def _walsh(size: int) -> np.ndarray:
 
 
 @functools.cache
-def _gaussian_levels(count: int) -> np.ndarray:
+def gaussian_levels(count: int) -> np.ndarray:
   """Returns the levels for Gaussian numbers, float32, by Lloyd's method.
 
   A level is the mean of the numbers nearest to it:
@@ -353,6 +368,11 @@ _WIRE_CODES: dict[str, Code | None] = {
   "int8": Blockwise(8, 128),
   "int4": Levels(64),
 }
+
+
+def arrays_of(x: Any) -> Any:
+  """Returns the module that computes with an array: NumPy, or jax.numpy."""
+  return np if isinstance(x, np.ndarray) else jnp
 
 
 def code_of(wire_dtype: Any, *, has_feedback: bool = True) -> Code | None:

@@ -14,11 +14,11 @@ from edgc_jax.wire.codes import (
   Bfloat16,
   Blockwise,
   Levels,
-  _gaussian_levels,
   _hadamard,
   _signs,
   _walsh,
   code_of,
+  gaussian_levels,
   name_of,
 )
 
@@ -176,7 +176,7 @@ def test_small_blocks_are_left_to_the_next_step():
 )
 def test_levels_have_the_published_error(count, error, last):
   """Max 1960, table I."""
-  levels = _gaussian_levels(count)
+  levels = gaussian_levels(count)
   x = np.linspace(-8, 8, 200_001)
   density = np.exp(-x * x / 2) / np.sqrt(2 * np.pi) * (x[1] - x[0])
   nearest = np.abs(x[:, None] - levels).min(1)
@@ -184,7 +184,7 @@ def test_levels_have_the_published_error(count, error, last):
   assert abs(float(nearest**2 @ density) - error) < most
   assert abs(float(levels[-1]) - last) < 0.5e-3
   np.testing.assert_array_equal(levels, -levels[::-1])
-  assert _gaussian_levels(15)[7] == 0
+  assert gaussian_levels(15)[7] == 0
 
 
 def test_rotated_values_of_any_scales_have_the_published_error():

@@ -1,0 +1,197 @@
+"""Objects that several sites read and write: in a bucket, or in a folder.
+
+An object is written once, whole, and never changed; who reads one sees all of
+it or nothing. Creation is exclusive: of several sites that create an object,
+one succeeds and the others learn of it.
+"""
+
+import contextlib
+import logging
+import os
+import pathlib
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+_LOG = logging.getLogger(__name__)
+_FIRST, _LONGEST, _IN_ALL = 0.5, 30.0, 3600.0  # seconds of trying again
+_SCRATCH = ".tmp-"
+# Trying again changes none of these.
+_FINAL = (
+  FileExistsError, FileNotFoundError, ImportError, NotImplementedError,
+  PermissionError, TypeError, ValueError,
+)  # fmt: skip
+_Result = TypeVar("_Result")
+
+
+class Bucket(Protocol):
+  """What sites need of a store; paths are relative, with slashes."""
+
+  def create(self, path: str, data: bytes) -> None:
+    """Writes a new object; FileExistsError if there is one."""
+
+  def read(self, path: str) -> bytes:
+    """Returns an object; FileNotFoundError if there is none."""
+
+  def sizes(self, folder: str) -> dict[str, int]:
+    """Returns the bytes of each object of a folder, by its name."""
+
+  def folders(self, folder: str) -> list[str]:
+    """Returns the names of the folders in a folder."""
+
+  def remove(self, path: str) -> None:
+    """Removes an object or a folder, if it is there."""
+
+
+class Folder:
+  """Objects as files of a folder, perhaps one that several hosts mount."""
+
+  poll = 0.05  # seconds between two looks
+
+  def __init__(self, path: str | os.PathLike):
+    """Creates nothing yet."""
+    self._root = pathlib.Path(path).absolute()
+
+  def create(self, path: str, data: bytes) -> None:
+    final = self._root / path
+    final.parent.mkdir(parents=True, exist_ok=True)
+    scratch = final.with_name(f"{_SCRATCH}{uuid.uuid4().hex}")
+    try:
+      with scratch.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+      os.link(scratch, final)  # unlike a rename it never replaces
+    finally:
+      scratch.unlink(missing_ok=True)
+
+  def read(self, path: str) -> bytes:
+    return (self._root / path).read_bytes()
+
+  def sizes(self, folder: str) -> dict[str, int]:
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+      for entry in os.scandir(self._root / folder):
+        if entry.is_file() and not entry.name.startswith(_SCRATCH):
+          with contextlib.suppress(FileNotFoundError):  # removed just now
+            found[entry.name] = entry.stat().st_size
+    return found
+
+  def folders(self, folder: str) -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+      entries = os.scandir(self._root / folder)
+      return [entry.name for entry in entries if entry.is_dir()]
+    return []
+
+  def remove(self, path: str) -> None:
+    target = self._root / path
+    if target.is_dir():
+      for name in (*self.sizes(path), *self.folders(path)):
+        self.remove(f"{path}/{name}")
+      with contextlib.suppress(OSError):  # somebody else's scratch file
+        target.rmdir()
+    else:
+      target.unlink(missing_ok=True)
+
+
+class Store:
+  """Objects of a store that fsspec reaches, and that can create exclusively."""
+
+  poll = 1.0
+
+  def __init__(self, url: str):
+    """Connects to nothing yet.
+
+    Raises:
+      ImportError: if fsspec, or its package for this store, is missing.
+    """
+    try:
+      import fsspec  # only for URLs
+    except ImportError as error:
+      raise ImportError(
+        f"`url` needs fsspec to be in a bucket, got {url}; install"
+        " edgc-jax[buckets], or give a folder."
+      ) from error
+    self._files, self._root = fsspec.core.url_to_fs(url.rstrip("/"))
+
+  def create(self, path: str, data: bytes) -> None:
+    self._files.pipe_file(f"{self._root}/{path}", data, mode="create")
+
+  def read(self, path: str) -> bytes:
+    return self._files.cat_file(f"{self._root}/{path}")
+
+  def sizes(self, folder: str) -> dict[str, int]:
+    return {
+      name: about["size"]
+      for name, about in self._entries(folder)
+      if about["type"] == "file"
+    }
+
+  def folders(self, folder: str) -> list[str]:
+    found = self._entries(folder)
+    return [name for name, about in found if about["type"] == "directory"]
+
+  def remove(self, path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+      self._files.rm(f"{self._root}/{path}", recursive=True)
+
+  def _entries(self, folder: str) -> list[tuple[str, Any]]:
+    where = f"{self._root}/{folder}"
+    self._files.invalidate_cache()
+    with contextlib.suppress(FileNotFoundError):
+      found = self._files.ls(where, detail=True)
+      named = [(x["name"].rstrip("/").rpartition("/")[2], x) for x in found]
+      return [pair for pair in named if pair[0]]
+    return []
+
+
+class Patient:
+  """A bucket that tries again if the store fails, for an hour at most."""
+
+  def __init__(self, bucket: Folder | Store):
+    """Wraps a bucket."""
+    self._bucket, self.poll = bucket, bucket.poll
+
+  def create(self, path: str, data: bytes) -> None:
+    """As `Bucket.create`; after a lost answer the object may be our own."""
+    self._try(f"writing {path}", lambda: self._bucket.create(path, data))
+
+  def read(self, path: str) -> bytes:
+    return self._try(f"reading {path}", lambda: self._bucket.read(path))
+
+  def sizes(self, folder: str) -> dict[str, int]:
+    return self._try(f"listing {folder}", lambda: self._bucket.sizes(folder))
+
+  def folders(self, folder: str) -> list[str]:
+    return self._try(f"listing {folder}", lambda: self._bucket.folders(folder))
+
+  def remove(self, paths: Iterable[str]) -> None:
+    """Removes objects or folders; what fails is left, and costs only space."""
+    for path in paths:
+      try:
+        self._bucket.remove(path)
+      except Exception as error:
+        _LOG.warning("%s could not be removed (%s)", path, error)
+
+  def _try(self, what: str, act: Callable[[], _Result]) -> _Result:
+    began, pause = time.monotonic(), _FIRST
+    while True:
+      try:
+        return act()
+      except _FINAL:
+        raise
+      except Exception as error:  # stores have types of their own
+        if time.monotonic() - began > _IN_ALL:
+          raise
+        if pause == _FIRST:
+          text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+          _LOG.warning("%s failed and is tried again (%s)", what, text)
+      time.sleep(pause)
+      pause = min(2 * pause, _LONGEST)
+
+
+def open_bucket(url: str | os.PathLike) -> Patient:
+  """Returns the objects below a URL, or below the path of a folder."""
+  text = os.fspath(url)
+  return Patient(Store(text) if "://" in text else Folder(text))
