@@ -108,8 +108,11 @@ class Layout:
         found = np.frombuffer(body, x.dtype, size, start).reshape(x.shape)
         start += found.nbytes
         arrays.append(found)
-      with np.errstate(all="ignore"):  # of foreign bytes
-        entries = leaf.decode(jax.tree.unflatten(tree, arrays))
+      try:
+        with np.errstate(all="ignore"):  # of foreign bytes
+          entries = leaf.decode(jax.tree.unflatten(tree, arrays))
+      except IndexError as error:
+        raise Refused("levels that are out of range") from error
       if not np.isfinite(entries).all():
         raise Refused("numbers that are not finite")
       values.append(entries[: math.prod(leaf.shape)].reshape(leaf.shape))

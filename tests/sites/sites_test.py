@@ -207,9 +207,9 @@ def test_a_stalled_site_goes_on(tmp_path, rounds):
   a.site._patience = 20.0
   with concurrent.futures.ThreadPoolExecutor() as pool:
     late = pool.submit(b.step)
-    while not late.done():
-      time.sleep(0.4)  # its steps
-      a.step()
+    while not (tmp_path / f"rounds/{a.site.round}/sites/b").exists():
+      time.sleep(0.01)  # a's steps
+    a.step()
   assert late.result().members == ("a", "b")
   together(a.step, b.step)
   assert a.site.last.members == ("a", "b")
