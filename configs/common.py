@@ -86,6 +86,21 @@ def base(reducer: str) -> ConfigDict:
         # sends nothing.
         "lookahead": False,
       },
+      # Training together with other sites through a bucket, as `edgc_jax.Site`,
+      # whose arguments these are; its key is the environment's EDGC_SITE_KEY.
+      "site": {
+        "url": "",  # empty: no other sites; a bucket's, or a folder
+        "name": "",  # of this site
+        "every": _number(),  # steps of a round; or
+        "seconds": config_dict.placeholder(float),  # of a round
+        "density": config_dict.FieldReference(1 / 64, float),  # None: all
+        "bits": 2,
+        "residual_decay": 0.95,
+        "lr": 1.0,  # of the outer SGD
+        "momentum": 0.0,
+        "patience": 60.0,  # seconds to wait for other sites
+        "least": 1,  # sites of a round
+      },
       "optimizer": {  # linear warm-up, then cosine decay
         "name": "adamw",  # or sign: a step of the learning rate in each entry
         "lr": 6e-4,  # the peak

@@ -1,5 +1,6 @@
 """Every example trains, sends fewer bytes, and keeps its replicas equal."""
 
+import concurrent.futures
 import difflib
 import importlib.util
 import json
@@ -10,6 +11,7 @@ import subprocess
 import sys
 
 import chex
+import jax
 import numpy as np
 import optax
 import pytest
@@ -147,6 +149,34 @@ def test_two_processes(request):
   texts = [process.communicate(timeout=150)[0] for process in both]
   assert re.search(r"loss 3\.\d+ to 0\..*\n68\.\d times fewer", texts[0])
   assert "loss" not in texts[1]
+
+
+CODE = {"density": None, "bits": 4}
+
+
+def test_sites(tmp_path):
+  """Two train together, and end with equal parameters."""
+  example = load("sites")
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    calls = [pool.submit(example.main, tmp_path, x, **CODE) for x in "ab"]
+    found = [call.result() for call in calls]
+  for losses, params in found:
+    assert 3 * losses[-1] < losses[0]
+    jax.tree.map(np.testing.assert_array_equal, params, found[0][1])
+
+
+def test_sites_of_unlike_meshes(tmp_path, monkeypatch):
+  """One goes on where another one has left off."""
+  example = load("sites_hsdp")
+  monkeypatch.setattr(example, "ROUNDS", 4)
+  before, _ = example.main(tmp_path, "a", **CODE)
+  monkeypatch.setattr(example, "ROUNDS", 8)
+  after, params = example.main(tmp_path, "b", shape=(1, 4), **CODE)
+  assert after[0] < 0.7 * before[0] and 3 * after[-1] < before[0]
+  none, again = example.main(tmp_path, "a", **CODE)
+  assert not none
+  jax.tree.map(np.testing.assert_array_equal, params, again)
+  assert again["qkv"].sharding.shard_shape(again["qkv"].shape) == (32, 96)
 
 
 def test_drjax_bytes():

@@ -69,6 +69,11 @@ def keys_of(config, start=""):
       yield f"{start}{name}", config.get_type(name), config[name]
 
 
+# None is a value of these: something else is chosen then.
+OPTIONAL = {
+  "edgc.rank_max", "edgc.rank_min", "edgc.window", "edgc.max_rank_step",
+  "edgc.max_warmup_steps", "site.density",
+}  # fmt: skip
 KEYS = {
   key: (kind, value)
   for key, kind, value in keys_of(base())
@@ -79,7 +84,7 @@ KEYS = {
 @pytest.mark.parametrize("key", KEYS)
 def test_values_of_another_type(key):
   kind, _ = KEYS[key]
-  for value in (*OF_TYPE[kind], None, {}):
+  for value in (*OF_TYPE[kind], *([] if key in OPTIONAL else [None]), {}):
     message = refused(lambda v=value: make(changed(base(), {key: v})))
     assert f"`{key.split('.')[0]}" in message, value
 
@@ -150,6 +155,12 @@ OF_REDUCER = {
   "late": {"start": (-1,)},
   "sparse_loco": {"count": (0, 6, 8192), "residual_decay": (0.0, 1.5)},
 }  # fmt: skip
+SITE = {"site.url": "bucket", "site.name": "here", "site.every": 5}
+OF_SITE = {
+  "name": ("", "a/b"), "every": (0, -1), "seconds": (1.0,),
+  "density": (0.0, 1.5), "bits": (0, 3, 4), "residual_decay": (0.0, 1.5),
+  "lr": (-1.0,), "momentum": (-0.5, 1.0), "patience": (-1.0,), "least": (0,),
+}  # fmt: skip
 CASES = [
   pytest.param("allreduce", {key: value}, id=f"{key}={value}")
   for key, values in RANGES.items()
@@ -169,6 +180,22 @@ def test_values_out_of_range(reducer, changes):
   refused(lambda: make(changed(base(reducer), changes)), name)
 
 
+@pytest.mark.parametrize(
+  "key, value", [(k, x) for k, values in OF_SITE.items() for x in values]
+)
+def test_options_of_a_site(key, value):
+  make(changed(base(), SITE))
+  changes = SITE | {f"site.{key}": value}
+  names = {"seconds": "every"}
+  refused(
+    lambda: make(changed(base(), changes)), f"`{names.get(key, key)}` must be"
+  )
+  if value == base().site[key]:
+    return
+  message = refused(lambda: make(changed(base(), {f"site.{key}": value})))
+  assert message.startswith("`site.url` must be given with other options")
+
+
 @pytest.mark.parametrize("reducer", ["allreduce", *OF_REDUCER])
 def test_without_the_change_it_is_accepted(reducer):
   make(base(reducer))
@@ -177,8 +204,10 @@ def test_without_the_change_it_is_accepted(reducer):
 def test_all_keys_are_in_the_tables():
   free = {"name", "run_dir", "init_from", "resume", "data.path"}
   free.add("pipeline.align")  # other reducers do not read it
+  free |= {"site.url", *(f"site.{key}" for key in OF_SITE)}
   of_reducers = {key for key in KEYS if key.split(".")[0] in REDUCERS}
   assert KEYS.keys() - of_reducers - free == RANGES.keys()
+  assert {"url", *OF_SITE} == set(base().site)
   for key in of_reducers:
     reducer, option = key.split(".", 1)
     is_flag = KEYS[key][0] is bool
@@ -237,6 +266,7 @@ def test_all_keys_are_in_the_tables():
     ("gpt2", STAGES | {"local.every": 4},
      ["`local.every` must be 0 on pipeline stages", "4 with mesh.stage=2"]),
     ("auto", {"local.every": 4}, ["`local.every`", "auto"]),
+    ("gpt2", SITE | {"local.every": 4}, ["`local.every` must be 0 at a site"]),
     ("gpt2", {"link.bandwith": 1e8}, ["`link.bandwith`", "bandwidth"]),
     ("gpt2", {"stepz": 3}, ["`stepz`", "steps"]),
     ("gpt2", {"mesh": {"data": 4}}, ["`mesh."]),

@@ -78,7 +78,7 @@ def test_sparse_entries_are_the_largest():
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(deadline=None, max_examples=15)
 @pytest.mark.parametrize(("density", "bits"), CODES)
 def test_foreign_bytes_are_numbers_or_refused(density, bits, data):
   """Whatever is in a body, nothing but `Refused` is raised."""

@@ -30,7 +30,10 @@ def texts(numbers: dict[str, Any], width: int) -> dict[str, str]:
     numbers: As in `summary.json`.
     width: The most letters in a line of ranks.
   """
-  numbers = numbers | {"sent": _sent(numbers), "ranks": _ranks(numbers, width)}
+  numbers = numbers | {
+    "sent": _sent(numbers), "ranks": _ranks(numbers, width),
+    "rounds": _rounds(numbers),
+  }  # fmt: skip
   held_out = [key for key in numbers if key.startswith("val_")]
   speeds = [key for key in numbers if key.endswith("_per_second")]
   # fmt: off
@@ -42,7 +45,7 @@ def texts(numbers: dict[str, Any], width: int) -> dict[str, str]:
     *((key.replace("val_", "held-out "), key, ".4f") for key in held_out),
     ("training loss", "train_loss", ".4f"), ("bytes a step", "sent", ""),
     ("compression ratio", "compression_ratio", ".2f"),
-    ("rank over time", "ranks", ""),
+    ("rank over time", "ranks", ""), ("rounds of sites", "rounds", ""),
     *((key.replace("_per_", " a "), key, ",.0f") for key in speeds),
     ("seconds", "seconds", ",.1f"), ("skipped steps", "skipped_steps", ",.0f"),
     ("skipped inner steps", "skipped_inner_steps", ",.0f"),
@@ -65,6 +68,20 @@ def _sent(numbers: dict[str, Any]) -> str | None:
   text = f"{_bytes(np.sum(sent))} (dense {_bytes(dense)})"
   stages = ", ".join(map(_bytes, np.atleast_1d(sent)))
   return f"{text}\nby stage {stages}" if np.size(sent) > 1 else text
+
+
+def _rounds(numbers: dict[str, Any]) -> str | None:
+  """Returns the rounds of sites, their bytes and who was late."""
+  count = numbers.get("site_rounds")
+  if not count:
+    return None
+  up, down = (_bytes(numbers[f"site_{x}"]) for x in ("sent", "received"))
+  text = (
+    f"{count} ({up} up, {down} down, {numbers['site_waited']:.0f} s waiting)"
+  )
+  late = numbers.get("site_late") or {}
+  names = ", ".join(f"{name} {times}" for name, times in late.items())
+  return f"{text}\nlate: {names}" if late else text
 
 
 def _bytes(count: float) -> str:

@@ -34,7 +34,8 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "grain")
 
 # Keys that may differ between a run and the command that resumes it.
 _FREE = ("run_dir", "resume", "log_every", "checkpoint.", "sentinel.",
-         "mesh.data", "mesh.fsdp", "mesh.backend")  # fmt: skip
+         "mesh.data", "mesh.fsdp", "mesh.backend", "site.patience",
+         "site.least")  # fmt: skip
 
 
 class RunFolder:

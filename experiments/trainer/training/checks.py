@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+import edgc_jax
 from configs import common
 from edgc_jax.validation import shown
 from experiments.trainer import tasks
@@ -34,7 +35,8 @@ _LEAST = {
       "link.compression_per_rank"),
 }  # fmt: skip
 _BELOW_ONE = ("local.momentum", "optimizer.b1", "optimizer.b2")
-_DERIVED = ("edgc.rank_max", "edgc.max_rank_step")  # if they are None
+# Their defaults are numbers, and they may be None.
+_OPTIONAL = ("edgc.rank_max", "edgc.max_rank_step", "site.density")
 _LARGEST = {int: 2**31 - 1, float: 3e38}  # of int32 and float32
 
 
@@ -83,6 +85,7 @@ def check(config: ConfigDict, task: Task) -> None:
     )
   _check_mesh(config, task)
   _check_local(config)
+  _check_site(config)
   if config.sentinel.action not in ("stop", "follow"):
     raise ValueError(
       "`sentinel.action` must be stop or follow (the first replica), got"
@@ -200,7 +203,7 @@ def _flat(config: ConfigDict) -> dict[str, tuple[Any, type]]:
 
 def _check_type(key: str, value: Any, default: Any, kind: type) -> None:
   """Raises unless a value has the type of its default, and is finite."""
-  if value is None and (default is None or key in _DERIVED):
+  if value is None and (default is None or key in _OPTIONAL):
     return
   kinds = (int, float) if kind is float else kind
   if not isinstance(value, kinds) or (type(value) is bool) != (kind is bool):
@@ -239,6 +242,28 @@ def _check_local(config: ConfigDict) -> None:
       "`init_from` must be empty with local.lookahead, whose state remembers"
       f" the parameters that it began with, got {config.init_from!r}; leave one"
       " of them out."
+    )
+
+
+def _check_site(config: ConfigDict) -> None:
+  """Raises unless the rounds of sites fit the rest of the configuration."""
+  site, defaults = config.site, common.base(config.reducer).site
+  if not site.url:
+    if site.to_dict() != defaults.to_dict():
+      raise ValueError(
+        "`site.url` must be given with other options of a site, got none with"
+        f" {site.to_dict()}; give a bucket or a folder that all sites have."
+      )
+    return
+  try:
+    edgc_jax.Site(**site.to_dict())  # reads nothing yet
+  except ImportError as error:
+    raise ValueError(f"`site.url`: {error}") from error
+  if config.local.every:
+    raise ValueError(
+      "`local.every` must be 0 at a site, which exchanges what its common"
+      f" parameters have moved, got {config.local.every}; set"
+      " --config.local.every=0."
     )
 
 

@@ -27,6 +27,7 @@ _TIMED = 1000  # newest log intervals, over which the median time is taken
 # What a checkpoint keeps of a log.
 _NEW = {
   "step": 0,
+  "away": 0,  # steps of those that were left to other sites
   "wire_bytes": [],  # sum over all steps so far, per replica, for each stage
   "peak_wire_bytes": 0.0,  # the most of any step, per replica, over all stages
   "rank_history": [],  # [step, [rank per stage]] at each rank's first step
@@ -70,7 +71,7 @@ class RunLog:
     """
     self._kept = copy.deepcopy({**_NEW, **(state or {})})
     self.new_diverged_steps: list[int] = []
-    self._first = self._kept["step"]
+    self._first = self._done
     self._folder = folder
     self._steps = config.steps
     self._every = config.log_every, config.evaluation.every
@@ -91,7 +92,7 @@ class RunLog:
     self._is_terminal = sys.stderr.isatty()
     self._bar = tqdm.tqdm(
       total=self._steps,
-      initial=self._first,
+      initial=self._kept["step"],
       disable=not (self._is_terminal and self._is_shown),
       unit="step",
     )
@@ -115,6 +116,18 @@ class RunLog:
     """Adds a step's metrics without waiting for them."""
     self._pending.append(numbers)
 
+  def skip_to(self, step: int) -> None:
+    """Goes on as if so many steps were done; waits for the devices."""
+    if step > self._kept["step"] + len(self._pending):
+      self._drain()
+      self._kept["away"] += step - self._kept["step"]
+      self._kept["step"] = step
+
+  @property
+  def _done(self) -> int:
+    """Steps that this run has done itself."""
+    return self._kept["step"] - self._kept["away"]
+
   def state(self) -> dict[str, Any]:
     """Returns the state of the log, for JSON; waits for the devices."""
     self._drain()
@@ -130,7 +143,7 @@ class RunLog:
     """
     kept = self._kept
     numbers = {
-      "wire_bytes_per_step": [x / kept["step"] for x in kept["wire_bytes"]],
+      "wire_bytes_per_step": [x / self._done for x in kept["wire_bytes"]],
       "peak_wire_bytes_per_step": kept["peak_wire_bytes"],
       "rank_history": kept["rank_history"],
       "seconds": self.seconds(),
@@ -157,7 +170,7 @@ class RunLog:
     line["total_wire_bytes"] = sent = sum(kept["wire_bytes"])
     # Nothing is sent before a first exchange, or if the first step is skipped.
     line["compression_ratio"] = (
-      line["dense_bytes"] * step / sent if sent else 1.0
+      line["dense_bytes"] * self._done / sent if sent else 1.0
     )
     line["seconds"] = self.seconds()
     line[self.speed_name] = self._units * self._speed()
@@ -177,7 +190,7 @@ class RunLog:
     if self._is_shown and not self._is_terminal:
       text = "  ".join(f"{name} {value}" for name, value in shown.items())
       left = ""
-      if self._timed[0] < step:  # until then only compilation was timed
+      if self._timed[0] < self._done:  # until then only compilation was timed
         left = f"  {(self._steps - step) / self._speed():.0f} s left"
       print(f"step {step}/{self._steps}  {text}{left}", flush=True)
     self._folder.log(line)
@@ -216,7 +229,7 @@ class RunLog:
     self._pending = []
     now = time.monotonic()
     if self._timed is None:
-      self._timed = kept["step"], now
+      self._timed = self._done, now
     elif pending:
       kept["step_seconds"].append((now - self._interval) / pending)
       del kept["step_seconds"][:-_TIMED]
@@ -236,9 +249,9 @@ class RunLog:
     If there was only one, it counts from the start, with compilation.
     """
     now, (step, since) = time.monotonic(), self._timed
-    if step == self._kept["step"]:
+    if step == self._done:
       step, since = self._first, self._began
-    return (self._kept["step"] - step) / (now - since)
+    return (self._done - step) / (now - since)
 
 
 def _mean(values: Sequence[float]) -> float:

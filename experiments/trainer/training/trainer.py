@@ -38,6 +38,7 @@ from experiments.trainer.training.progress_check import (
   TrainingStopped,
 )
 from experiments.trainer.training.run_log import RunLog
+from experiments.trainer.training.site_rounds import SiteRounds, seed_of
 
 # What a checkpoint says of a run beside its arrays.
 _ABOUT = {
@@ -65,6 +66,7 @@ class Trainer:
     self.task = checks.task_of(config)
     mesh = meshes.of_config(config)
     name = f"{config.name}-{config.reducer}-seed{config.seed}"
+    name += f"-{config.site.name}" if config.site.url else ""
     path = config.run_dir or pathlib.Path("runs") / name
     self.folder = RunFolder(path, config.to_dict())
     self.checkpoints = Checkpoints(
@@ -87,6 +89,9 @@ class Trainer:
       self.times = times.options_of(config, self.task, mesh)
     self.tx = make_optimizer(config, self.task, self.times, mesh=mesh)
     self.parallel = backends.make(config, self.task, self.tx, mesh)
+    self._rounds = None
+    if config.site.url:
+      self._rounds = SiteRounds(config, self.task, self.parallel)
     form = self.parallel.stored
     checks.require_memory(form.shapes)
     self._leaves = str(
@@ -277,22 +282,33 @@ class Trainer:
     hosts.wait_for_all("compiled")
     heap.keep_freed_memory()
     batches = self.task.train_batches(
-      config.batch_size, config.seed, self.parallel.rows(config.batch_size)
+      config.batch_size, seed_of(config), self.parallel.rows(config.batch_size)
     )
     if progress.step:
       batches.set_state(progress.about["batches"])
     line = progress.about.get("line", {})
     progress_check = ProgressCheck(config, line, progress.about.get("replicas"))
-    for step in range(progress.step + 1, config.steps + 1):
+    step = progress.step
+    if self._rounds:
+      params, step = self._rounds.join(step, params, opt_state)
+      log.skip_to(step)
+    while step < config.steps:
+      step += 1
       log.begin_step()
       params, opt_state, numbers = self.parallel.step(
         params, opt_state, next(batches), step
       )
       log.add(numbers)
+      if self._rounds:
+        params, reached = self._rounds.after(step, params, opt_state)
+        if reached > step:
+          step = reached
+          log.skip_to(step)
       measured: dict[str, float] = {}
       if log.has_line(step):
         self.parallel.wait(params)  # numbers may be of one device alone
         line = log.fetch()
+        line |= self._rounds.numbers if self._rounds else {}
         try:
           if log.new_diverged_steps:
             params, opt_state = self._rejoin(
@@ -338,6 +354,8 @@ class Trainer:
         self.checkpoints.close()
         raise TrainingInterrupted(signals.received, step)
     log.close()
+    if self._rounds:
+      self._rounds.leave()
     return self.summary(log, line)
 
   def summary(self, log: RunLog, line: Mapping[str, Any]) -> dict[str, Any]:
@@ -364,6 +382,7 @@ class Trainer:
       "times": times.as_numbers(self.times),
       "choice": self.choice,
       **numbers,
+      **(self._rounds.summary() if self._rounds else {}),
       **hosts.peak_memory(),
       log.speed_name: line[log.speed_name],
       "corpus": self._source._asdict(),
