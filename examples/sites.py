@@ -19,6 +19,7 @@ import optax
 import edgc_jax
 
 ROUNDS, EVERY, VOCAB, LENGTH, WIDTH, HIDDEN = 12, 10, 32, 16, 64, 256
+tx = optax.adam(1e-2)
 
 
 def init_params():
@@ -47,9 +48,6 @@ def batch_of(key) -> jax.Array:
   for _ in range(LENGTH - 2):
     columns.append((columns[-1] + columns[-2]) % VOCAB)
   return jnp.stack(columns, axis=1)
-
-
-tx = optax.adam(1e-2)
 
 
 @jax.jit
