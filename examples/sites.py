@@ -5,8 +5,7 @@ In two terminals, each of them a site; kill one, start it again, or add a third:
     python examples/sites.py --url=/tmp/run --name=berlin
     python examples/sites.py --url=/tmp/run --name=tokyo
 
-A site exchanges what it has moved every 10 steps. With --url=s3://bucket/run
-sites may be anywhere.
+A site exchanges what it has moved every 10 steps. --url=s3://... works as well.
 """
 
 import argparse

@@ -113,7 +113,9 @@ class Store:
         f"`url` needs fsspec to be in a bucket, got {url}; install"
         " edgc-jax[buckets], or give a folder."
       ) from error
-    self._files, self._root = fsspec.core.url_to_fs(url.rstrip("/"))
+    self._files, self._root = fsspec.core.url_to_fs(
+      url.rstrip("/"), skip_instance_cache=True
+    )
 
   def create(self, path: str, data: bytes) -> None:
     self._files.pipe_file(f"{self._root}/{path}", data, mode="create")

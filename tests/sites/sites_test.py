@@ -11,6 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.site_runs import (
+  QUICK,
+  moved,
+  require_all_return,
+  require_equal,
+  sites,
+  together,
+  zeros,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,8 +27,6 @@ import edgc_jax
 from edgc_jax.sites import bucket, payload
 from edgc_jax.sites.run import SiteError
 
-DENSE = {"density": None, "bits": 32, "residual_decay": 1.0}
-QUICK = {"every": 1, "patience": 20.0, **DENSE}
 SOON = 0.5  # seconds of patience where somebody is away
 
 
@@ -27,67 +34,6 @@ SOON = 0.5  # seconds of patience where somebody is away
 def without_pauses(monkeypatch):
   monkeypatch.setattr(bucket.Folder, "poll", 0.002)
   monkeypatch.setattr(bucket, "_FIRST", 0.002)
-
-
-def zeros():
-  return {"b": jnp.zeros(5), "w": jnp.zeros((40, 50))}
-
-
-def moved(params, seed):
-  """What a site does in a round: it moves by numbers that the seed draws."""
-  random = np.random.default_rng(seed)
-  return jax.tree.map(
-    lambda x: x - jnp.asarray(random.standard_normal(x.shape), x.dtype), params
-  )
-
-
-def together(*calls):
-  """Runs functions at once, and returns or raises what they do."""
-  with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
-    return [each.result() for each in [pool.submit(call) for call in calls]]
-
-
-class Trained:
-  """A site with its parameters, which moves them once a round."""
-
-  def __init__(self, folder, name, **options):
-    self.site = edgc_jax.Site(folder, name, **{**QUICK, **options})
-    self.params = self.site.join(zeros())
-    self.site._layout.encode(self.site._residual)  # compiles
-
-  def step(self, weight=1.0):
-    seed = [self.site.round, *self.site.name.encode()]
-    self.params = self.site.exchange(moved(self.params, seed), weight)
-    return self.site.last
-
-  def steps_of(self, count):
-    return [self.step() for _ in range(count)]
-
-  @property
-  def hash(self):
-    return self.site._run.hash
-
-
-def sites(folder, names="abc", **options):
-  return [Trained(folder, name, **options) for name in names]
-
-
-def require_all_return(*trained):
-  """Requires that all are in a round again after some, and equal."""
-  names = tuple(sorted(each.site.name for each in trained))
-  for _ in range(4):
-    together(*(each.step for each in trained))
-    if all(each.site.last.members == names for each in trained):
-      break
-  assert {each.site.last.members for each in trained} == {names}
-  require_equal(*trained)
-
-
-def require_equal(*trained):
-  assert len({each.hash for each in trained}) == 1
-  first, *rest = trained
-  for other in rest:
-    jax.tree.map(np.testing.assert_array_equal, first.params, other.params)
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.4, 0.9)])
@@ -400,8 +346,13 @@ def test_a_huge_change_is_refused_and_dropped(tmp_path, caplog):
   assert a.site.last.refused == {"c": "a norm above 5 medians"}
   assert "change of site c is refused by all sites" in caplog.text
   assert all((x == 0).all() for x in c.site._residual)
+
+
+def test_a_huge_weight_is_refused(tmp_path):
+  a, b, c = sites(tmp_path, most_norm=5.0)
   together(a.step, b.step, lambda: c.step(weight=6.0))
   assert a.site.last.refused == {"c": "a weight above 5 medians"}
+  assert a.site.last.members == ("a", "b")
 
 
 def test_sites_of_one_key(tmp_path):

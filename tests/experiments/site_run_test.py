@@ -1,0 +1,79 @@
+"""Runs of the trainer at several sites."""
+
+import concurrent.futures
+import contextlib
+import json
+
+import numpy as np
+import pytest
+from helpers.small_runs import small
+
+from edgc_jax.sites import bucket
+from experiments.trainer.reporting import key_numbers, run_page
+from experiments.trainer.training import trainer
+from experiments.trainer.training.trainer import Trainer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch):
+  monkeypatch.setattr(bucket.Folder, "poll", 0.002)
+
+
+class NoSignals(contextlib.nullcontext):
+  """Of a run in a thread, which gets none."""
+
+  def __enter__(self):
+    return self
+
+  def wants_stop(self, step):
+    del step
+    return False
+
+
+def config_of(folder, name, **options):
+  config = small(folder / name, "allreduce")
+  config.mesh.update(data=1, backend="vmap")
+  config.log_every, config.checkpoint.every = 1, 0
+  config.site.update(url=str(folder / "bucket"), name=name, every=2)
+  config.site.update(density=None, bits=8, **options)
+  return config
+
+
+def lines_of(folder):
+  text = (folder / "metrics.jsonl").read_text()
+  return [json.loads(line) for line in text.splitlines()]
+
+
+def test_two_sites_end_equal(tmp_path, monkeypatch):
+  """Each with data of its own; evaluated at common parameters."""
+  monkeypatch.setattr(trainer, "StopSignals", NoSignals)
+  configs = [config_of(tmp_path, name) for name in "ab"]
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    runs = [pool.submit(Trainer(config).run) for config in configs]
+    a, b = (run.result() for run in runs)
+  assert a["val_loss"] == b["val_loss"] and a["train_loss"] != b["train_loss"]
+  assert a["site_rounds"] == b["site_rounds"] == 4 and a["site_members"] == 2
+  assert a["site_received"] == b["site_sent"] > 0 and a["site_late"] == {}
+  lines = lines_of(tmp_path / "a")
+  assert [line.get("site_rounds", 0) for line in lines] == [
+    0, 1, 1, 2, 2, 3, 3, 4,
+  ]  # fmt: skip
+  table = key_numbers.summary_table(a)
+  assert "rounds of sites" in table and "4 (" in table
+  page = run_page.write_report([tmp_path / "a"]).read_text()
+  assert "Sites of a round" in page and "rounds of sites" in page
+
+
+def test_a_site_that_comes_later_goes_on_with_the_run(tmp_path):
+  """At the step that the others have reached; one round is left."""
+  config = config_of(tmp_path, "a")
+  Trainer(config).run()
+  late = config_of(tmp_path, "b")
+  late.steps = 12
+  summary = Trainer(late).run()
+  assert [line["step"] for line in lines_of(tmp_path / "b")] == [9, 10, 11, 12]
+  assert summary["site_rounds"] == 2 and summary["compression_ratio"] == 1
+  expected = summary["dense_bytes_per_step"]
+  np.testing.assert_allclose(summary["wire_bytes_per_step"], expected)
