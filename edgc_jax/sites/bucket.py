@@ -176,6 +176,21 @@ class Patient:
       except Exception as error:
         _LOG.warning("%s could not be removed (%s)", path, error)
 
+  def require_exclusive(self) -> None:
+    """Raises a ValueError if the store lets two writers create one object."""
+    probe = f"probes/{uuid.uuid4().hex}"
+    self.create(probe, b"1")
+    try:
+      self.create(probe, b"2")
+    except FileExistsError:
+      return
+    finally:
+      self.remove([probe])
+    raise ValueError(
+      "`url` must be of a store that creates objects exclusively, as S3, GCS"
+      " and folders do; this one lets two sites write the same object."
+    )
+
   def _try(self, what: str, act: Callable[[], _Result]) -> _Result:
     began, pause = time.monotonic(), _FIRST
     while True:

@@ -226,6 +226,7 @@ class Site:
     self._residual = [np.zeros_like(x) for x in own]
 
     def join() -> None:
+      self._bucket.require_exclusive()
       self._run = Run(
         self._bucket, self._url, self._layout, self._rule, self._key, own
       )

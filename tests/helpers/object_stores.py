@@ -1,6 +1,7 @@
 """Object stores on loopback, with an empty bucket `runs` each."""
 
 import contextlib
+import http
 import importlib
 import logging
 
@@ -50,6 +51,8 @@ def gs():
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
     handler = importlib.import_module("gcp_storage_emulator.handlers.objects")
     patch.setattr(handler, "download", _with_versions(handler.download))
+    upload = "_multipart_upload"  # of objects below 5 MB
+    patch.setattr(handler, upload, _exclusive(getattr(handler, upload)))
     server = emulator.create_server(
       "127.0.0.1", port, in_memory=True, default_bucket="runs"
     )
@@ -68,6 +71,22 @@ def _with_versions(download):
     if response.status < 300:
       names = (request.params[key] for key in ("bucket_name", "object_id"))
       response["x-goog-generation"] = store.get_file_obj(*names)["generation"]
+
+  return handle
+
+
+def _exclusive(upload):
+  """Refuses to replace an object where Google's store does."""
+
+  def handle(request, response, store):
+    query = request.query
+    if query.get("ifGenerationMatch", [""])[0] == "0":
+      (name,) = query.get("name") or [request.data["meta"]["name"]]
+      bucket = request.params["bucket_name"]
+      if any(x["name"] == name for x in store.get_file_list(bucket)[0]):
+        response.status = http.HTTPStatus.PRECONDITION_FAILED
+        return None
+    return upload(request, response, store)
 
   return handle
 
