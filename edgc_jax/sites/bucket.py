@@ -6,22 +6,26 @@ one succeeds and the others learn of it.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import pathlib
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 _LOG = logging.getLogger(__name__)
-_FIRST, _LONGEST, _IN_ALL = 0.5, 30.0, 3600.0  # seconds of trying again
+_FIRST, _LONGEST = 0.5, 30.0  # seconds between two tries
+_IN_ALL, _AT_FIRST = 3600.0, 60.0  # seconds of trying, and before any success
 _SCRATCH = ".tmp-"
 # Trying again changes none of these.
 _FINAL = (
   FileExistsError, FileNotFoundError, ImportError, NotImplementedError,
-  PermissionError, TypeError, ValueError,
+  NotADirectoryError, PermissionError, TypeError, ValueError,
 )  # fmt: skip
+_FINAL_CODES = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EROFS)
 _Result = TypeVar("_Result")
 
 
@@ -56,13 +60,18 @@ class Folder:
   def create(self, path: str, data: bytes) -> None:
     final = self._root / path
     final.parent.mkdir(parents=True, exist_ok=True)
-    scratch = final.with_name(f"{_SCRATCH}{uuid.uuid4().hex}")
+    # In the root, which nobody removes.
+    scratch = self._root / f"{_SCRATCH}{uuid.uuid4().hex}"
     try:
       with scratch.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-      os.link(scratch, final)  # unlike a rename it never replaces
+      try:
+        os.link(scratch, final)  # unlike a rename it never replaces
+      except FileNotFoundError:  # its folder was removed just now
+        final.parent.mkdir(parents=True, exist_ok=True)
+        os.link(scratch, final)
     finally:
       scratch.unlink(missing_ok=True)
 
@@ -73,7 +82,7 @@ class Folder:
     found = {}
     with contextlib.suppress(FileNotFoundError):
       for entry in os.scandir(self._root / folder):
-        if entry.is_file() and not entry.name.startswith(_SCRATCH):
+        if entry.is_file(follow_symlinks=False):
           with contextlib.suppress(FileNotFoundError):  # removed just now
             found[entry.name] = entry.stat().st_size
     return found
@@ -81,16 +90,13 @@ class Folder:
   def folders(self, folder: str) -> list[str]:
     with contextlib.suppress(FileNotFoundError):
       entries = os.scandir(self._root / folder)
-      return [entry.name for entry in entries if entry.is_dir()]
+      return [x.name for x in entries if x.is_dir(follow_symlinks=False)]
     return []
 
   def remove(self, path: str) -> None:
     target = self._root / path
-    if target.is_dir():
-      for name in (*self.sizes(path), *self.folders(path)):
-        self.remove(f"{path}/{name}")
-      with contextlib.suppress(OSError):  # somebody else's scratch file
-        target.rmdir()
+    if target.is_dir() and not target.is_symlink():
+      shutil.rmtree(target, ignore_errors=True)  # follows no links
     else:
       target.unlink(missing_ok=True)
 
@@ -154,6 +160,7 @@ class Patient:
   def __init__(self, bucket: Folder | Store):
     """Wraps a bucket."""
     self._bucket, self.poll = bucket, bucket.poll
+    self._has_worked = False
 
   def create(self, path: str, data: bytes) -> None:
     """As `Bucket.create`; after a lost answer the object may be our own."""
@@ -195,20 +202,25 @@ class Patient:
     began, pause = time.monotonic(), _FIRST
     while True:
       try:
-        return act()
+        result = act()
       except _FINAL:
         raise
       except Exception as error:  # stores have types of their own
-        if time.monotonic() - began > _IN_ALL:
+        most = _IN_ALL if self._has_worked else _AT_FIRST
+        is_final = getattr(error, "errno", None) in _FINAL_CODES
+        if is_final or time.monotonic() - began > most:
           raise
         if pause == _FIRST:
           text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
           _LOG.warning("%s failed and is tried again (%s)", what, text)
+      else:
+        self._has_worked = True
+        return result
       time.sleep(pause)
       pause = min(2 * pause, _LONGEST)
 
 
 def open_bucket(url: str | os.PathLike) -> Patient:
   """Returns the objects below a URL, or below the path of a folder."""
-  text = os.fspath(url)
+  text = os.fspath(url).removeprefix("file://")
   return Patient(Store(text) if "://" in text else Folder(text))

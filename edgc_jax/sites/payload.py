@@ -25,6 +25,7 @@ _MAGIC = b"edgc-site\n"
 _HEAD = struct.Struct("<I32s")  # bytes of the header, and its code under a key
 MOST_HEADER = 1 << 20  # bytes
 _SMALL = 1000  # entries: leaves below, and vectors, are sent in 8 bits
+_LEAST = 1e-30  # a norm that counts as zero
 _VECTORS = Blockwise(8, 128)
 _DENSE: Mapping[int, Code | None] = {
   32: None, 8: Blockwise(8, 128), 4: Levels(64),
@@ -67,11 +68,6 @@ class Layout:
       bits: Of a value: 2 with a density, else 2, 4, 8 or 32.
     """
     self._leaves = [_leaf(shape, density, bits) for shape in shapes.values()]
-    self._encode = jax.jit(
-      lambda xs: [
-        leaf.encode(x) for leaf, x in zip(self._leaves, xs, strict=True)
-      ]
-    )
     self.num_bytes = sum(
       math.prod(x.shape) * x.dtype.itemsize
       for leaf in self._leaves
@@ -82,13 +78,16 @@ class Layout:
     self.about = {
       "format": FORMAT, "density": density, "bits": bits,
       "levels": hashlib.sha256(b"".join(levels)).hexdigest(),
-      "leaves": {path: list(shape) for path, shape in shapes.items()},
+      "leaves": [[path, list(shape)] for path, shape in shapes.items()],
     }  # fmt: skip
 
   def encode(self, values: Sequence[np.ndarray]) -> bytes:
-    """Encodes float32 arrays of the leaves' shapes."""
-    arrays = jax.device_get(self._encode(list(values)))
-    return b"".join(x.tobytes() for x in jax.tree.leaves(arrays))
+    """Encodes float32 arrays of the leaves' shapes, one after the other."""
+    parts = []
+    for leaf, x in zip(self._leaves, values, strict=True):
+      arrays = jax.device_get(leaf.encode(x))
+      parts += [each.tobytes() for each in jax.tree.leaves(arrays)]
+    return b"".join(parts)
 
   def decode(self, body: bytes) -> list[np.ndarray]:
     """Decodes a body to float32 arrays of the leaves' shapes.
@@ -119,6 +118,7 @@ class Layout:
     return values
 
 
+@functools.cache
 def _leaf(shape: tuple[int, ...], density: float | None, bits: int) -> _Leaf:
   """Plans the bytes of one leaf."""
   size = math.prod(shape)
@@ -131,10 +131,11 @@ def _leaf(shape: tuple[int, ...], density: float | None, bits: int) -> _Leaf:
     code = _DENSE[bits] if density is None else _VECTORS
     if is_small and code is not None:
       code = _VECTORS
+    code = code if size else None
     encode = functools.partial(_encode_dense, code)
     decode = functools.partial(_decode_dense, code)
   given = jax.ShapeDtypeStruct(shape, jnp.float32)
-  return _Leaf(shape, encode, decode, jax.eval_shape(encode, given))
+  return _Leaf(shape, jax.jit(encode), decode, jax.eval_shape(encode, given))
 
 
 def _encode_dense(code: Code | None, x: jax.Array) -> Any:
@@ -174,13 +175,13 @@ def norm(values: Sequence[np.ndarray]) -> float:
   5.0
   """
   most = max((float(np.abs(x).max(initial=0)) for x in values), default=0.0)
-  if most == 0:
+  if most < _LEAST:
     return 0.0
-  step = most / 2**15
+  step = np.float64(most / 2**15)
   total = sum(
     int(np.square(np.rint(x / step).astype(np.int64)).sum()) for x in values
   )
-  return step * math.sqrt(total)
+  return float(step) * math.sqrt(total)
 
 
 def framed(header: Mapping[str, Any], body: bytes, key: bytes | None) -> bytes:

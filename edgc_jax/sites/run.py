@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,8 @@ from edgc_jax.sites.payload import Layout, Refused
 
 _LOG = logging.getLogger(__name__)
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+TOO_LARGE = "a norm above {:g} medians"
 
 Arrays = list[np.ndarray]
 
@@ -60,12 +62,18 @@ class Applied(NamedTuple):
   received: Mapping[str, int]
 
 
+def number_of(text: str) -> int:
+  """Returns the number that a name is; -1 if it is none."""
+  return int(text) if text.isascii() and text.isdecimal() else -1
+
+
 class Run:
   """The common parameters, and the rounds that lead to them.
 
   Attributes:
     round: The next round.
     members: The sites of the last round.
+    counted: By site the hash of the last of its changes that was averaged.
     common: The parameters before the next round, float32.
     hash: Of them.
     is_doubted: Whether a site has other common parameters: one of the two
@@ -88,6 +96,8 @@ class Run:
     text = json.dumps(self._about, sort_keys=True).encode()
     self._id = hashlib.sha256(text).hexdigest()[:16]
     self.round, self.members, self.is_doubted = 0, (), False
+    self.counted: Mapping[str, str] = {}
+    self._damaged: set[int] = set()  # checkpoints
     self._set(own, [np.zeros_like(x) for x in own] if rule.momentum else [])
     if not bucket.sizes("checkpoints"):
       self.save()  # if another site is sooner, its own counts
@@ -105,7 +115,7 @@ class Run:
       if self._has_manifest() and self.apply() is not None:
         continue
       self._load()
-      if self.round <= t:
+      if self.round <= t and self.is_over():
         raise SiteError(
           f"{self._url} must have the manifest of round {t} or a later"
           " checkpoint that is whole; restore one, or begin another run."
@@ -133,7 +143,10 @@ class Run:
     try:
       self._bucket.create(path, data)
     except FileExistsError:  # perhaps ours: the store's answer was lost
-      return self._bucket.read(path) == data
+      try:
+        return self._bucket.read(path) == data
+      except FileNotFoundError:  # removed just now
+        return False
     return True
 
   def changes(self) -> Mapping[str, int]:
@@ -200,6 +213,8 @@ class Run:
       SiteError: if the manifest, or a change that it names, is damaged.
     """
     t = self.round
+    if self._oldest_kept() > t:  # is removed, or should be
+      return None
     try:
       manifest = self._manifest()
       if manifest["common"] != self.hash and not is_replay:
@@ -210,33 +225,39 @@ class Run:
         name: self._named_change(name, digest)
         for name, digest in sorted(manifest["sites"].items())
       }
-    except FileNotFoundError:
+    except FileNotFoundError as error:
       if max(self._saved(), default=0) > t:
         return None
-      raise
-    changes, refused = {}, {}
+      raise SiteError(
+        f"{self._url}/rounds/{t} must have what its manifest names, and lacks"
+        f" {error}; restore it, or begin another run."
+      ) from error
+    weights, norms, refused = {}, {}, {}
     for name, data in found.items():
       try:
-        weight, values = self._change_in(name, data)
-        changes[name] = weight, payload.norm(values), values
+        weights[name], values = self._change_in(name, data)
+        norms[name] = payload.norm(values)
       except Refused as error:
         refused[name] = str(error)
-    for place, what in enumerate(("weight", "norm")):
-      sizes = sorted(each[place] for each in changes.values())
-      median = sizes[len(sizes) // 2] if sizes else 0.0
-      for name, each in changes.items():
-        if median and each[place] > self._rule.most_norm * median:
-          refused[name] = f"a {what} above {self._rule.most_norm:g} medians"
-    changes = {name: x for name, x in changes.items() if name not in refused}
-    self._step([(weight, values) for weight, _, values in changes.values()])
-    self.round, self.members = t + 1, tuple(changes)
+        weights.pop(name, None)
+    most = self._rule.most_norm * _median(norms.values())
+    for name in norms:
+      if norms[name] > most > 0:
+        refused[name] = TOO_LARGE.format(self._rule.most_norm)
+        del weights[name]
+    most = self._rule.most_norm * _median(weights.values())
+    weights = {name: min(weight, most) for name, weight in weights.items()}
+    self._step({name: (found[name], w) for name, w in weights.items()})
+    self.round, self.members = t + 1, tuple(weights)
+    digests = {name: manifest["sites"][name] for name in weights}
+    self.counted = {**self.counted, **digests}
     sizes = {name: len(data) for name, data in found.items()}
     return Applied(self.members, refused, sizes)
 
   def save(self) -> None:
     """Writes a checkpoint, if no other site has."""
     header = self._header("checkpoint") | {
-      "about": self._about, "members": self.members,
+      "about": self._about, "members": self.members, "counted": self.counted,
     }  # fmt: skip
     body = b"".join(x.tobytes() for x in (*self.common, *self._trace))
     data = payload.framed(header, body, self._key)
@@ -247,11 +268,10 @@ class Run:
 
   def remove_old(self) -> None:
     """Removes what is older than the newest checkpoint but one."""
-    saved = self._saved()
-    keep = sorted(saved)[-2:][0]
-    self._bucket.remove(f"checkpoints/{t}" for t in saved if t < keep)
-    rounds = (int(x) for x in self._bucket.folders("rounds") if x.isdigit())
-    self._bucket.remove(f"rounds/{t}" for t in rounds if t < keep)
+    keep = self._oldest_kept()
+    self._bucket.remove(f"checkpoints/{t}" for t in self._saved() if t < keep)
+    rounds = map(number_of, self._bucket.folders("rounds"))
+    self._bucket.remove(f"rounds/{t}" for t in rounds if 0 <= t < keep)
 
   def _header(self, kind: str) -> dict[str, Any]:
     return {"kind": kind, "run": self._id, "round": self.round}
@@ -263,18 +283,20 @@ class Run:
       digest.update(x.tobytes())
     self.hash = digest.hexdigest()
 
-  def _step(self, changes: Sequence[tuple[float, Arrays]]) -> None:
+  def _step(self, changes: Mapping[str, tuple[bytes, float]]) -> None:
     """Takes the mean of changes, and the step of the outer SGD."""
     if not changes:
       return
-    total = sum(weight for weight, _ in changes)
+    total = sum(weight for _, weight in changes.values())
     lr, momentum = np.float32(self._rule.lr), np.float32(self._rule.momentum)
+    means = [np.zeros_like(x) for x in self.common]
+    # m = sum_i w_i sent_i / sum_i w_i; one change at a time is decoded.
+    for name, (data, weight) in changes.items():
+      _, values = self._change_in(name, data)
+      for mean, each in zip(means, values, strict=True):
+        mean += np.float32(weight / total) * each
     common, trace = [], []
-    for i, x in enumerate(self.common):
-      # m = sum_i w_i sent_i / sum_i w_i
-      mean = np.zeros_like(x)
-      for weight, values in changes:
-        mean += np.float32(weight / total) * values[i]
+    for i, (x, mean) in enumerate(zip(self.common, means, strict=True)):
       if self._trace:
         # t <- m + momentum t,  m + momentum t
         trace.append(mean + momentum * self._trace[i])
@@ -294,10 +316,13 @@ class Run:
       if header.get(key) != value:
         kind = _OtherCommon if key == "common" else Refused
         raise kind(f"its {key} is {header.get(key)!r:.80}, not {value!r}")
-    weight = header.get("weight")
-    if not isinstance(weight, int | float) or not 0 < weight < math.inf:
-      raise Refused(f"its weight is {weight!r:.80}")
-    return float(weight), self._layout.decode(body)
+    try:
+      weight = float(header.get("weight", math.nan))
+    except (TypeError, ValueError, OverflowError) as error:
+      raise Refused("its weight is no number") from error
+    if not 0 < weight < math.inf:
+      raise Refused(f"its weight is {weight}")
+    return weight, self._layout.decode(body)
 
   def _named_change(self, name: str, digest: str) -> bytes:
     """Reads a change that the manifest of the next round names."""
@@ -313,13 +338,17 @@ class Run:
   def _manifest(self) -> dict[str, Any]:
     """Reads the manifest of the next round."""
     path = f"rounds/{self.round}/manifest"
-    data = self._bucket.read(path)
     try:
-      header, _ = payload.unframed(data, self._key)
+      size = self._bucket.sizes(f"rounds/{self.round}").get("manifest", 0)
+      if size > payload.MOST_HEADER:
+        raise Refused(f"it has {size:,} bytes")
+      header, _ = payload.unframed(self._bucket.read(path), self._key)
       is_ours = self._header("manifest").items() <= header.items()
-      is_ours &= all(map(NAME.fullmatch, header["sites"]))
+      is_ours &= all(map(NAME.fullmatch, dict(header["sites"])))
+      is_ours &= all(isinstance(x, str) for x in header["sites"].values())
+      is_ours &= isinstance(header["common"], str)
       reason = "it is of another run"
-    except (Refused, KeyError, TypeError) as error:
+    except (Refused, KeyError, TypeError, ValueError, AttributeError) as error:
       is_ours, reason = False, str(error)
     if not is_ours:
       raise SiteError(
@@ -330,7 +359,12 @@ class Run:
 
   def _saved(self) -> list[int]:
     """Returns the rounds before which the parameters were saved."""
-    return [int(x) for x in self._bucket.sizes("checkpoints") if x.isdigit()]
+    found = set(map(number_of, self._bucket.sizes("checkpoints")))
+    return sorted(found - self._damaged - {-1})
+
+  def _oldest_kept(self) -> int:
+    """Returns the round of the newest checkpoint but one."""
+    return [0, *self._saved()[-2:]][-2:][0]
 
   def _load(self) -> None:
     """Loads the newest checkpoint that is whole."""
@@ -339,20 +373,25 @@ class Run:
       try:
         data = self._bucket.read(f"checkpoints/{t}")
         header, body = payload.unframed(data, self._key)
-        self._require_options(header)
-        self.round = t
-        if not self._header("checkpoint").items() <= header.items():
+        if header.get("kind") != "checkpoint" or header.get("round") != t:
           raise Refused("no checkpoint of this round")
-      except (Refused, FileNotFoundError) as error:
+        self._require_options(header)
+        if len(body) != sum(x.nbytes for x in (*self.common, *self._trace)):
+          raise Refused("a body of another length")
+        parts, start = [], 0
+        for like in (*self.common, *self._trace):
+          x = np.frombuffer(body, np.float32, like.size, start)
+          parts.append(x.reshape(like.shape))
+          start += like.nbytes
+        members, counted = tuple(header["members"]), dict(header["counted"])
+      except FileNotFoundError:  # removed just now
+        continue
+      except (Refused, KeyError, TypeError, AttributeError) as error:
         damage = f"{t} ({error})"
+        self._damaged.add(t)
         _LOG.warning("checkpoint %s of %s is left out", damage, self._url)
         continue
-      self.members = tuple(header["members"])
-      parts, start = [], 0
-      for like in (*self.common, *self._trace):
-        x = np.frombuffer(body, np.float32, like.size, start)
-        parts.append(x.reshape(like.shape))
-        start += x.nbytes
+      self.round, self.members, self.counted = t, members, counted
       self._set(parts[: len(self.common)], parts[len(self.common) :])
       return
     raise SiteError(
@@ -362,7 +401,7 @@ class Run:
 
   def _require_options(self, header: Mapping[str, Any]) -> None:
     """Raises a ValueError unless a run has this site's options."""
-    theirs = header.get("about", {})
+    theirs = dict(header["about"])
     for option, own in self._about.items():
       validation.require(
         theirs.get(option) == own,
@@ -371,3 +410,9 @@ class Run:
         f"that of the run in {self._url}, {theirs.get(option)!r:.200}",
         "take it, or give another url",
       )
+
+
+def _median(values: Iterable[float]) -> float:
+  """Returns the lower median; of two values the larger one."""
+  found = sorted(values)
+  return found[(len(found) - (len(found) != 2)) // 2] if found else 0.0

@@ -11,6 +11,8 @@ No object changes once it is written, and the first manifest of a round decides,
 whoever has written it. So no site leads.
 """
 
+import contextlib
+import hashlib
 import logging
 import math
 import os
@@ -28,7 +30,15 @@ from jax.experimental import multihost_utils
 from edgc_jax import validation
 from edgc_jax.sites.bucket import open_bucket
 from edgc_jax.sites.payload import Layout
-from edgc_jax.sites.run import NAME, Arrays, Rule, Run, SiteError
+from edgc_jax.sites.run import (
+  NAME,
+  TOO_LARGE,
+  Arrays,
+  Rule,
+  Run,
+  SiteError,
+  number_of,
+)
 
 _LOG = logging.getLogger(__name__)
 _BITS = (2, 4, 8, 32)
@@ -83,8 +93,8 @@ class Site:
   entries take `bits` a parameter. Leaves of fewer than two axes, or of fewer
   than 1,000 entries, take 8 bits an entry (32 with bits=32).
 
-  Memory on the host: 12 bytes a parameter, 16 with momentum, and 8 more during
-  an exchange.
+  Memory on the host: 12 bytes a parameter, 16 with momentum, and 16 more during
+  an exchange. Leaves are encoded one after the other, on the default device.
 
   Args:
     url: The run's own folder in a bucket, such as s3://bucket/run or
@@ -102,8 +112,9 @@ class Site:
     patience: Seconds for which a site waits for others after its own upload:
       more than their rounds differ in time.
     least: Sites of a round, at least; a site waits until so many have come.
-    most_norm: A change is refused if its norm or its weight is so many times
-      the median of the round's.
+    most_norm: A change whose norm is so many times the median of the round's
+      is refused, and halved for the next; so large a weight is lowered to that.
+      With two sites neither happens.
     checkpoint_every: Rounds between two checkpoints; older rounds are removed.
     key: Shared by all sites; objects that were not signed with it are refused.
 
@@ -193,14 +204,17 @@ class Site:
     self._run: Run | None = None
     self._base: Arrays = []  # parameters of which a change is measured
     self._residual: Arrays = []
+    # Hash and body of a change of which it is unknown whether it was counted.
+    self._uploaded: tuple[str, bytes] | None = None
+    self._round, self._is_there = 0, False
     self._began: Arrays | None = None  # own parameters when `begin` was called
     self._flight = _Flight(lambda: None)
     self._due = time.monotonic() + self._seconds
 
   @property
   def round(self) -> int:
-    """The next round of this site, from 0 on; in the first process."""
-    return self._run.round if self._run else 0
+    """The next round of this site, from 0 on."""
+    return self._round
 
   def join(self, params: Any) -> Any:
     """Joins the run, and returns its newest common parameters.
@@ -233,6 +247,7 @@ class Site:
       self._announce()
 
     _in_first(join)
+    self._is_there = True
     return self._hand_out(params, own, own)
 
   def is_due(self, step: int) -> bool:
@@ -277,9 +292,9 @@ class Site:
       ValueError: if parameters are not finite, or the weight is not positive.
       SiteError: if the site has not joined, or an exchange is in flight.
     """
-    if not self._base:
+    if not self._is_there:
       raise SiteError(
-        "`begin` and `exchange` need the run's parameters; call"
+        "`begin` and `exchange` are for sites that have joined; call"
         " params = site.join(params) first."
       )
     if self._began is not None:
@@ -309,8 +324,11 @@ class Site:
       )
 
   def is_ready(self) -> bool:
-    """Returns whether an exchange in flight has ended; in the first process."""
-    return self._began is not None and not self._flight.is_alive()
+    """Returns whether an exchange in flight has ended."""
+    is_ready = np.bool_(not self._flight.is_alive())
+    if jax.process_count() > 1:
+      is_ready = multihost_utils.broadcast_one_to_all(is_ready)
+    return self._began is not None and bool(is_ready)
 
   def finish(self, params: Any) -> Any:
     """Waits for the exchange that has begun.
@@ -328,12 +346,17 @@ class Site:
     """
     if self._began is None:
       return params
-    began, self._began = self._began, None
-    _in_first(self._flight.result)
+    began = self._began
+    try:
+      _in_first(self._flight.result)
+    finally:  # a signal may end the wait, and not the exchange
+      if not self._flight.is_alive():
+        self._began = None
     return self._hand_out(params, began, _on_host(params))
 
   def leave(self) -> None:
     """Tells the other sites that they need not wait for this one."""
+    self._is_there = False
     if self._is_first:
       entries = self._bucket.sizes("sites")
       own = (x for x in entries if _entry(x)[::2] == (self.name, self._process))
@@ -343,7 +366,7 @@ class Site:
     """Takes part in the round that is open, or opens next."""
     run = self._run
     assert run is not None
-    began, late = time.monotonic(), ()
+    began = time.monotonic()
     if not self._is_alone():
       raise SiteError(
         f"`name` must be of one process at a time, got {self.name!r}, which"
@@ -354,10 +377,13 @@ class Site:
       # Others are within their steps, and need as long as this site does.
       patience += min(began - self._ended, _LONGEST * self._patience)
       run.catch_up()
-    t = run.round
+      self._announce()  # the upload takes time
+    t, before = run.round, self._uploaded
     data = run.framed_change(self.name, self._process, weight, body)
     is_sent = run.add(self.name, data)
-    if not is_sent:
+    if is_sent:
+      self._uploaded = hashlib.sha256(data).hexdigest(), body
+    else:
       _LOG.warning(
         "site %s has a change in round %d from before, and keeps this one for"
         " the next", self.name, t,
@@ -366,25 +392,30 @@ class Site:
     late = self._wait(run, {self.name: data} if is_sent else {}, patience)
     waited = time.monotonic() - sent
     found = run.apply() if run.round == t and run.is_over() else None
-    if not is_sent or found is None:
-      self._residual = change  # nothing is lost
-    elif self.name in found.members:
-      terms = zip(change, self._layout.decode(body), strict=True)
-      decay = np.float32(self._decay)
-      self._residual = [decay * (x - own) for x, own in terms]
-    elif self.name in found.refused:
+    run.catch_up()
+    # What is in the common parameters is no longer to be sent; an exchange that
+    # failed may have left a change there, too.
+    counted, kept = run.counted.get(self.name), change
+    for digest, own in {before, self._uploaded} - {None}:
+      if digest == counted:
+        terms = zip(kept, self._layout.decode(own), strict=True)
+        kept = [x - y for x, y in terms]
+    self._uploaded = None
+    reason = found.refused.get(self.name, "") if found and is_sent else ""
+    if reason:
       _LOG.warning(
-        "the change of site %s is refused by all sites (%s) and dropped",
-        self.name, found.refused[self.name],
-      )  # fmt: skip
-      self._residual = [np.zeros_like(x) for x in change]
-    else:
-      self._residual = change
+        "the change of site %s is refused by all sites (%s)", self.name, reason
+      )
+    share = 1.0
+    if counted and kept is not change:
+      share = self._decay
+    elif reason == TOO_LARGE.format(self._rule.most_norm):
+      share = 0.5  # until it is small enough
+    self._residual = [np.float32(share) * x for x in kept]
     is_first = found is not None and found.members[:1] == (self.name,)
     if is_first and run.round % self._checkpoint_every == 0:
       run.save()
       run.remove_old()
-    run.catch_up()
     self._ended = time.monotonic()
     received = found.received if found else {}
     self.last = Round(
@@ -422,13 +453,14 @@ class Site:
         return ()
       missing = self._expected(run) - seen
       is_over = time.monotonic() - began >= patience
-      if len(good) >= self._least and (is_over or not missing):
+      # Of a round with refused changes all have come, too.
+      if len(seen) >= self._least and (is_over or not missing):
         return tuple(sorted(missing)) if run.decide(good) else ()
       if is_over and not has_warned:
         has_warned = True
         _LOG.warning(
           "site %s waits in round %d for %d sites; %d have come", self.name,
-          run.round, self._least, len(good),
+          run.round, self._least, len(seen),
         )  # fmt: skip
       time.sleep(self._bucket.poll)
     return ()
@@ -446,9 +478,11 @@ class Site:
 
   def _announce(self) -> None:
     """Says that this site takes part from the next round on."""
-    entries = self._bucket.sizes("sites")
-    mine = f"{self.name}.{self.round}.{self._process}"
-    self._bucket.create(f"sites/{mine}", b"-")
+    assert self._run is not None
+    mine = f"{self.name}.{self._run.round}.{self._process}"
+    with contextlib.suppress(FileExistsError):
+      self._bucket.create(f"sites/{mine}", b"-")
+    entries = set(self._bucket.sizes("sites")) - {mine}
     others = (x for x in entries if _entry(x)[0] == self.name)
     self._bucket.remove(f"sites/{x}" for x in others)
 
@@ -459,9 +493,10 @@ class Site:
 
   def _hand_out(self, params: Any, began: Arrays, own: Arrays) -> Any:
     """Returns the common parameters, and what own ones moved since."""
-    common = self._run.common if self._run else own
+    common, t = (self._run.common, self._run.round) if self._run else (own, 0)
     if jax.process_count() > 1:
-      common = multihost_utils.broadcast_one_to_all(common)
+      common, t = multihost_utils.broadcast_one_to_all((common, t))
+    self._round = int(t)
     leaves, tree = jax.tree.flatten(params)
     self._base, placed = [], []
     for leaf, x, then, now in zip(leaves, common, began, own, strict=True):
@@ -515,7 +550,7 @@ def _entry(name: str) -> tuple[str, int, str]:
   """Returns name, round and process of an object in sites/."""
   name, _, rest = name.partition(".")
   first, _, process = rest.partition(".")
-  return (name, int(first), process) if first.isdigit() else ("", -1, "")
+  return (name, number_of(first), process) if process else ("", -1, "")
 
 
 def _on_host(params: Any) -> Arrays:
@@ -531,9 +566,12 @@ def _on_host(params: Any) -> Arrays:
         "`params` must have arrays of floating point, got"
         f" {validation.shown(leaf)}; leave counters and keys out."
       )
-  if jax.process_count() > 1:
-    leaves = multihost_utils.process_allgather(leaves, tiled=True)
-  return [np.array(x, np.float32) for x in jax.device_get(leaves)]
+  is_here = [getattr(x, "is_fully_addressable", True) for x in leaves]
+  whole = [
+    x if here else multihost_utils.process_allgather(x, tiled=True)
+    for x, here in zip(leaves, is_here, strict=True)
+  ]
+  return [np.array(x, np.float32) for x in jax.device_get(whole)]
 
 
 def _like(leaf: Any, value: np.ndarray) -> Any:

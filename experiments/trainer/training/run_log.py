@@ -164,7 +164,7 @@ class RunLog:
     kept["means"] = {}
     # Skipped steps leave the schedule where it is, under `skip_nonfinite`.
     skipped = line["skipped_steps"] if "consecutive_skips" in line else 0
-    line["learning_rate"] = float(self._learning_rate(step - 1 - skipped))
+    line["learning_rate"] = float(self._learning_rate(self._done - 1 - skipped))
     line["new_diverging_windows"], self._diverging = self._diverging, 0
     line["dense_bytes"] = sum(line["dense_bytes"])
     line["total_wire_bytes"] = sent = sum(kept["wire_bytes"])

@@ -66,7 +66,9 @@ class SiteRounds:
       return params, step
     stored, _ = self._parallel.to_stored((params, opt_state))
     stored = self._site.exchange(stored, self._since * self._units)
-    self._since = 0
+    found = self._site.last
+    if found is None or self._site.name in found.members:
+      self._since = 0
     self._count()
     return self._parallel.of_stored(stored), self._reached(step)
 

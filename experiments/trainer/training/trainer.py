@@ -351,6 +351,8 @@ class Trainer:
           sender = self.folder.storage if is_stopped else self.folder
           sender.upload()
       if is_stopped:
+        if self._rounds:
+          self._rounds.leave()
         self.checkpoints.close()
         raise TrainingInterrupted(signals.received, step)
     log.close()
