@@ -9,6 +9,7 @@ A site exchanges what it has moved every 10 steps. --url=s3://... works as well.
 """
 
 import argparse
+import time
 import zlib
 
 import jax
@@ -17,7 +18,8 @@ import optax
 
 import edgc_jax
 
-ROUNDS, EVERY, VOCAB, LENGTH, WIDTH, HIDDEN = 12, 10, 32, 16, 64, 256
+ROUNDS, EVERY, VOCAB, LENGTH, WIDTH, HIDDEN = 60, 10, 32, 16, 64, 256
+PAUSE = 0.1  # seconds, so that there is time to start another one
 tx = optax.adam(1e-2)
 
 
@@ -32,7 +34,6 @@ def init_params():
 
 
 def loss_fn(params, tokens):
-  """Returns the cross entropy of tokens given the two before."""
   x = params["embedding"][tokens]
   pairs = jnp.concatenate([x[:, :-2], x[:, 1:-1]], -1)
   logits = jax.nn.relu(pairs @ params["up"]) @ params["down"]
@@ -40,8 +41,7 @@ def loss_fn(params, tokens):
   return losses(logits, tokens[:, 2:]).mean()
 
 
-def batch_of(key) -> jax.Array:
-  """Returns tokens, each the sum of the two before."""
+def batch_of(key):  # tokens, each the sum of the two before
   pair = jax.random.randint(key, (64, 2), 0, VOCAB)
   columns = [*pair.T]
   for _ in range(LENGTH - 2):
@@ -65,11 +65,13 @@ def main(url, name, **options):
     tokens = batch_of(jax.random.fold_in(own, site.round * EVERY + step))
     params, opt_state, loss = train_step(params, opt_state, tokens)
     losses.append(float(loss))
+    time.sleep(PAUSE)
     if site.is_due(step):
       params = site.exchange(params)
       print(f"loss {losses[-1]:.3f}, {site.last}", flush=True)
     step += 1
   site.leave()
+  print(f"all {ROUNDS} rounds are done")
   return losses, params
 
 

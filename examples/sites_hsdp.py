@@ -79,6 +79,7 @@ def main(url, name, shape=(2, 2), **options):
       print(f"loss {losses[-1]:.3f}, {site.last}", flush=True)
     step += 1
   site.leave()
+  print(f"The run has had its {ROUNDS} rounds.")
   return losses, params
 
 

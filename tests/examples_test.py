@@ -157,6 +157,7 @@ CODE = {"density": None, "bits": 4}
 def test_sites(tmp_path):
   """Two train together, and end with equal parameters."""
   example = load("sites")
+  example.ROUNDS, example.PAUSE = 12, 0.0
   with concurrent.futures.ThreadPoolExecutor() as pool:
     calls = [pool.submit(example.main, tmp_path, x, **CODE) for x in "ab"]
     found = [call.result() for call in calls]

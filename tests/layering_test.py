@@ -40,10 +40,10 @@ COLLECTIVES = {
 }  # fmt: skip
 STANDARD = {
   "argparse", "collections", "contextlib", "contextvars", "dataclasses",
-  "functools", "hashlib", "hmac", "importlib", "inspect", "ipaddress", "json",
-  "logging", "math", "operator", "os", "pathlib", "platform", "re", "socket",
-  "struct", "sys", "textwrap", "threading", "time", "types", "typing", "uuid",
-  "warnings",
+  "errno", "functools", "hashlib", "hmac", "importlib", "inspect", "ipaddress",
+  "itertools", "json", "logging", "math", "operator", "os", "pathlib",
+  "platform", "re", "shutil", "socket", "struct", "sys", "textwrap",
+  "threading", "time", "types", "typing", "uuid", "warnings",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import pathlib
+import re
 import shutil
 import time
 import uuid
@@ -212,7 +213,10 @@ class Patient:
           raise
         if pause == _FIRST:
           text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-          _LOG.warning("%s failed and is tried again (%s)", what, text)
+          _LOG.warning(
+            "%s failed and is tried again for up to %.0f s (%s)",
+            what, most, text,
+          )  # fmt: skip
       else:
         self._has_worked = True
         return result
@@ -223,4 +227,10 @@ class Patient:
 def open_bucket(url: str | os.PathLike) -> Patient:
   """Returns the objects below a URL, or below the path of a folder."""
   text = os.fspath(url).removeprefix("file://")
+  scheme, colon, rest = text.partition(":")
+  if colon and scheme.isalnum() and not re.match("//[^/]", rest):
+    raise ValueError(
+      f"`url` must be SCHEME://BUCKET/FOLDER or the path of a folder, got"
+      f" {text!r}; write ./ before a folder whose name has a colon."
+    )
   return Patient(Store(text) if "://" in text else Folder(text))

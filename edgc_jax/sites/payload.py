@@ -85,7 +85,7 @@ class Layout:
     """Encodes float32 arrays of the leaves' shapes, one after the other."""
     parts = []
     for leaf, x in zip(self._leaves, values, strict=True):
-      arrays = jax.device_get(leaf.encode(x))
+      arrays = jax.device_get(leaf.encode(jnp.asarray(x)))
       parts += [each.tobytes() for each in jax.tree.leaves(arrays)]
     return b"".join(parts)
 

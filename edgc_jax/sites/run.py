@@ -5,6 +5,7 @@ is equal at all sites to the last bit.
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -387,7 +388,7 @@ class Run:
       except FileNotFoundError:  # removed just now
         continue
       except (Refused, KeyError, TypeError, AttributeError) as error:
-        damage = f"{t} ({error})"
+        damage = f"the one of round {t} ({error})"
         self._damaged.add(t)
         _LOG.warning("checkpoint %s of %s is left out", damage, self._url)
         continue
@@ -395,13 +396,22 @@ class Run:
       self._set(parts[: len(self.common)], parts[len(self.common) :])
       return
     raise SiteError(
-      f"{self._url}/checkpoints must have one that is whole, got {damage}; give"
-      " the key of the run, restore a checkpoint, or begin another run."
+      f"{self._url}/checkpoints must have one that this site can read, got"
+      f" {damage}; give the `key` of the run, or another url."
     )
 
   def _require_options(self, header: Mapping[str, Any]) -> None:
     """Raises a ValueError unless a run has this site's options."""
     theirs = dict(header["about"])
+    leaves: Any = self._layout.about["leaves"]
+    for mine, found in itertools.zip_longest(leaves, list(theirs["leaves"])):
+      validation.require(
+        mine == found,
+        "params",
+        mine,
+        f"those of the run in {self._url}, where this leaf is {found}",
+        "train its model, or give another url",
+      )
     for option, own in self._about.items():
       validation.require(
         theirs.get(option) == own,

@@ -42,6 +42,7 @@ from edgc_jax.sites.run import (
 
 _LOG = logging.getLogger(__name__)
 _BITS = (2, 4, 8, 32)
+_QUIET = 10.0  # seconds of waiting without a word
 _LONGEST = 10  # times its patience that a site waits longer that came late
 
 
@@ -66,6 +67,17 @@ class Round(NamedTuple):
   received: int = 0
   waited: float = 0.0
   seconds: float = 0.0
+
+  def __str__(self) -> str:
+    """Says it in a line."""
+    parts = [
+      f"round {self.number} of {', '.join(self.members) or 'no site'}:"
+      f" {self.sent / 1e3:,.1f} kB up, {self.received / 1e3:,.1f} kB down,"
+      f" {self.seconds:.1f} s ({self.waited:.1f} s waiting)"
+    ]
+    parts += [f"late: {', '.join(self.late)}"] if self.late else []
+    parts += [f"refused: {name}, {why}" for name, why in self.refused.items()]
+    return "; ".join(parts)
 
 
 class Site:
@@ -110,7 +122,8 @@ class Site:
     residual_decay: Multiplies what was not sent, in (0, 1].
     lr, momentum: Of the outer SGD; 1 without momentum averages.
     patience: Seconds for which a site waits for others after its own upload:
-      more than their rounds differ in time.
+      more than the rounds of the sites differ. A site that comes late waits
+      longer, by its own last round, up to ten times this.
     least: Sites of a round, at least; a site waits until so many have come.
     most_norm: A change whose norm is so many times the median of the round's
       is refused, and halved for the next; so large a weight is lowered to that.
@@ -163,7 +176,8 @@ class Site:
     )  # fmt: skip
     validation.require(
       (every is None) != (seconds is None), "every", every,
-      "given, or else `seconds`", "say when a round ends by one of the two",
+      f"given, or `seconds`, and not both; seconds is {seconds}",
+      "give the steps of a round, or its time",
     )  # fmt: skip
     if every is not None:
       validation.require_int("every", every, 1)
@@ -171,7 +185,8 @@ class Site:
       validation.require_share("density", density)
     validation.require(
       bits == 2 or (density is None and bits in _BITS), "bits", bits,
-      f"2 with a density, or one of {_BITS} with density=None", "use 2",
+      f"2 with a density, or one of {_BITS} with density=None",
+      "use 2, or send all entries by density=None",
     )  # fmt: skip
     validation.require_share("residual_decay", residual_decay)
     validation.require_int("least", least, 1)
@@ -209,7 +224,8 @@ class Site:
     self._round, self._is_there = 0, False
     self._began: Arrays | None = None  # own parameters when `begin` was called
     self._flight = _Flight(lambda: None)
-    self._due = time.monotonic() + self._seconds
+    self._due: float | None = None  # since the first step was compiled
+    self._shapes: Mapping[str, tuple[int, ...]] = {}
 
   @property
   def round(self) -> int:
@@ -227,20 +243,24 @@ class Site:
 
     Raises:
       TypeError: if a leaf is not of floating point.
-      ValueError: if the run is of another model, or has other options.
+      ValueError: if leaves are not finite, or the run is of another model or
+        has other options.
       SiteError: if the run cannot be read.
     """
     own = _on_host(params)
-    found = jax.tree_util.tree_leaves_with_path(params)
-    shapes = {
-      jax.tree_util.keystr(path): x.shape
-      for (path, _), x in zip(found, own, strict=True)
-    }
-    self._layout = Layout(shapes, *self._code)
+    self._shapes = _shapes_of(params)
+    self._layout = Layout(self._shapes, *self._code)
     self._residual = [np.zeros_like(x) for x in own]
 
     def join() -> None:
-      self._bucket.require_exclusive()
+      try:
+        self._bucket.require_exclusive()
+      except OSError as error:
+        raise SiteError(
+          "`url` must be of a folder or a bucket that can be written, got"
+          f" {self._url} ({type(error).__name__}: {error}); check the name, the"
+          " credentials and the network."
+        ) from error
       self._run = Run(
         self._bucket, self._url, self._layout, self._rule, self._key, own
       )
@@ -258,7 +278,9 @@ class Site:
     """
     if self._every is not None:
       return (step + 1) % self._every == 0
-    is_due = np.bool_(time.monotonic() >= self._due)
+    now = time.monotonic()
+    self._due = now + self._seconds if self._due is None else self._due
+    is_due = np.bool_(now >= self._due)
     if jax.process_count() > 1:
       is_due = multihost_utils.broadcast_one_to_all(is_due)
     return bool(is_due)
@@ -289,7 +311,8 @@ class Site:
       weight: As for `exchange`.
 
     Raises:
-      ValueError: if parameters are not finite, or the weight is not positive.
+      ValueError: if the parameters are not finite, or of another model, or the
+        weight is not positive.
       SiteError: if the site has not joined, or an exchange is in flight.
     """
     if not self._is_there:
@@ -307,12 +330,8 @@ class Site:
       is_number and 0 < weight < math.inf, "weight", weight,
       "positive and finite", "pass the tokens of the round, or leave it out",
     )  # fmt: skip
+    self._require_same(params)
     own = _on_host(params)
-    if not all(np.isfinite(x).all() for x in own):
-      raise ValueError(
-        "`params` must be finite, got some that are not; skip steps whose"
-        " gradients are not finite, as edgc_jax.skip_nonfinite does."
-      )
     self._began, self._due = own, time.monotonic() + self._seconds
     if self._is_first:
       # M_i = x - own_i + residual_i
@@ -346,6 +365,7 @@ class Site:
     """
     if self._began is None:
       return params
+    self._require_same(params)
     began = self._began
     try:
       _in_first(self._flight.result)
@@ -369,8 +389,9 @@ class Site:
     began = time.monotonic()
     if not self._is_alone():
       raise SiteError(
-        f"`name` must be of one process at a time, got {self.name!r}, which"
-        f" another process has taken in {self._url}; give each site its own."
+        f"`name` must be of one process at a time, got {self.name!r}: a newer"
+        f" process with this name has joined {self._url}, and goes on; this one"
+        " stops. Give each site a name of its own."
       )
     patience = self._patience
     if run.is_over():
@@ -378,7 +399,11 @@ class Site:
       patience += min(began - self._ended, _LONGEST * self._patience)
       run.catch_up()
       self._announce()  # the upload takes time
-    t, before = run.round, self._uploaded
+    # An exchange that failed may have left its change there.
+    left = self._without_counted(run, change)
+    if left is not change:
+      change, body = left, self._layout.encode(left)
+    t = run.round
     data = run.framed_change(self.name, self._process, weight, body)
     is_sent = run.add(self.name, data)
     if is_sent:
@@ -393,13 +418,7 @@ class Site:
     waited = time.monotonic() - sent
     found = run.apply() if run.round == t and run.is_over() else None
     run.catch_up()
-    # What is in the common parameters is no longer to be sent; an exchange that
-    # failed may have left a change there, too.
-    counted, kept = run.counted.get(self.name), change
-    for digest, own in {before, self._uploaded} - {None}:
-      if digest == counted:
-        terms = zip(kept, self._layout.decode(own), strict=True)
-        kept = [x - y for x, y in terms]
+    left = self._without_counted(run, change)
     self._uploaded = None
     reason = found.refused.get(self.name, "") if found and is_sent else ""
     if reason:
@@ -407,11 +426,11 @@ class Site:
         "the change of site %s is refused by all sites (%s)", self.name, reason
       )
     share = 1.0
-    if counted and kept is not change:
+    if left is not change:
       share = self._decay
     elif reason == TOO_LARGE.format(self._rule.most_norm):
       share = 0.5  # until it is small enough
-    self._residual = [np.float32(share) * x for x in kept]
+    self._residual = [np.float32(share) * x for x in left]
     is_first = found is not None and found.members[:1] == (self.name,)
     if is_first and run.round % self._checkpoint_every == 0:
       run.save()
@@ -428,6 +447,26 @@ class Site:
       waited,
       time.monotonic() - began,
     )
+
+  def _require_same(self, params: Any) -> None:
+    """Raises unless parameters have the leaves of those that have joined."""
+    found = _shapes_of(params)
+    for path in {**self._shapes, **found}:
+      has, wants = (x.get(path, "none") for x in (found, self._shapes))
+      validation.require(
+        has == wants, "params", f"{path} of shape {has}",
+        f"those of `join`, where it is {wants}",
+        "pass the parameters that it returned, trained",
+      )  # fmt: skip
+
+  def _without_counted(self, run: Run, change: Arrays) -> Arrays:
+    """Returns what is left of a change if the newest upload has counted."""
+    if (
+      self._uploaded is None or run.counted.get(self.name) != self._uploaded[0]
+    ):
+      return change
+    terms = zip(change, self._layout.decode(self._uploaded[1]), strict=True)
+    return [x - counted for x, counted in terms]
 
   def _wait(
     self, run: Run, good: dict[str, bytes], patience: float
@@ -456,11 +495,13 @@ class Site:
       # Of a round with refused changes all have come, too.
       if len(seen) >= self._least and (is_over or not missing):
         return tuple(sorted(missing)) if run.decide(good) else ()
-      if is_over and not has_warned:
+      if time.monotonic() - began > _QUIET and not has_warned:
         has_warned = True
+        names = ", ".join(sorted(missing)) or f"{self._least} sites"
         _LOG.warning(
-          "site %s waits in round %d for %d sites; %d have come", self.name,
-          run.round, self._least, len(seen),
+          "site %s waits in round %d for %s, %s", self.name, run.round, names,
+          "as long as it takes" if len(seen) < self._least
+          else f"for {patience:.0f} s at most",
         )  # fmt: skip
       time.sleep(self._bucket.poll)
     return ()
@@ -553,11 +594,18 @@ def _entry(name: str) -> tuple[str, int, str]:
   return (name, number_of(first), process) if process else ("", -1, "")
 
 
+def _shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
+  """Returns the shapes of leaves by path."""
+  found = jax.tree_util.tree_leaves_with_path(params)
+  return {jax.tree_util.keystr(path): np.shape(x) for path, x in found}
+
+
 def _on_host(params: Any) -> Arrays:
   """Returns whole leaves as float32 on the host.
 
   Raises:
     TypeError: if a leaf is no array of floating point.
+    ValueError: if one is not finite.
   """
   leaves = jax.tree.leaves(params)
   for leaf in leaves:
@@ -571,7 +619,13 @@ def _on_host(params: Any) -> Arrays:
     x if here else multihost_utils.process_allgather(x, tiled=True)
     for x, here in zip(leaves, is_here, strict=True)
   ]
-  return [np.array(x, np.float32) for x in jax.device_get(whole)]
+  own = [np.array(x, np.float32) for x in jax.device_get(whole)]
+  if not all(np.isfinite(x).all() for x in own):
+    raise ValueError(
+      "`params` must be finite, got some that are not; skip steps whose"
+      " gradients are not finite, as edgc_jax.skip_nonfinite does."
+    )
+  return own
 
 
 def _like(leaf: Any, value: np.ndarray) -> Any:

@@ -43,23 +43,25 @@ def rounds_in(folder):
   return [int(x.parent.name) for x in folder.glob("run/rounds/*/manifest")]
 
 
+def joined(folder):
+  return {x.name.split(".")[0] for x in folder.glob("run/sites/*")}
+
+
 def test_a_hundred_kills(tmp_path):
   """No round that has a manifest is lost, and all sites end equal."""
   chance = random.Random(0)
   running = {name: start(tmp_path, name) for name in NAMES}
-  began = {}
   try:
     for _ in range(KILLS):
-      name = chance.choice(NAMES)
       # Killed at any time after it has joined: in steps and in rounds alike.
-      while not any((tmp_path / "run/sites").glob(f"{name}.*")):
+      while not (there := joined(tmp_path)):
         time.sleep(0.01)
-      time.sleep(chance.uniform(1.0, 3.0) if name in began else 4.0)
+      time.sleep(chance.uniform(0.0, 1.0))
+      name = chance.choice(sorted(there))
       running[name].send_signal(signal.SIGKILL)
       running[name].wait()
       for entry in (tmp_path / "run/sites").glob(f"{name}.*"):
-        entry.unlink()
-      began[name] = True
+        entry.unlink()  # so that it is seen to join again
       running[name] = start(tmp_path, name)
     last = max(rounds_in(tmp_path))
     (tmp_path / "end").write_text(str(last + 30))

@@ -47,8 +47,12 @@ class SiteRounds:
     """Joins the run; takes and returns what `after` does."""
     stored, _ = self._parallel.to_stored((params, opt_state))
     params = self._parallel.of_stored(self._site.join(stored))
-    hosts.say(f"site {self._site.name} begins with round {self._site.round}")
-    return params, self._reached(step)
+    reached = self._reached(step)
+    text = f"site {self._site.name} begins with round {self._site.round}"
+    if reached > step:
+      text += f", at step {reached + 1}; its optimiser has done {step} steps"
+    hosts.say(text)
+    return params, reached
 
   def after(self, step: int, params: Any, opt_state: Any) -> tuple[Any, int]:
     """Exchanges if a round ends, as it does after the last step.
@@ -99,11 +103,4 @@ class SiteRounds:
       "site_received": before.get("site_received", 0) + found.received,
       "site_waited": before.get("site_waited", 0.0) + found.waited,
     }
-    parts = [
-      f"round {found.number} of {', '.join(found.members) or 'no site'}:"
-      f" {found.sent / 1e6:.3g} MB up, {found.received / 1e6:.3g} down,"
-      f" {found.seconds:.1f} s, {found.waited:.1f} of them waiting"
-    ]
-    parts += [f"late: {', '.join(found.late)}"] if found.late else []
-    parts += [f"refused: {name}, {why}" for name, why in found.refused.items()]
-    hosts.say("; ".join(parts))
+    hosts.say(str(found))
