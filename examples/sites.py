@@ -2,10 +2,11 @@
 
 In two terminals, each of them a site; kill one, start it again, or add a third:
 
-    python examples/sites.py --url=/tmp/run --name=berlin
-    python examples/sites.py --url=/tmp/run --name=tokyo
+    python examples/sites.py /tmp/run berlin
+    python examples/sites.py /tmp/run tokyo
 
-A site exchanges what it has moved every 10 steps. --url=s3://... works as well.
+A site exchanges what it has moved every 10 steps. A URL of a bucket
+works as well.
 """
 
 import argparse
@@ -37,8 +38,8 @@ def loss_fn(params, tokens):
   x = params["embedding"][tokens]
   pairs = jnp.concatenate([x[:, :-2], x[:, 1:-1]], -1)
   logits = jax.nn.relu(pairs @ params["up"]) @ params["down"]
-  losses = optax.softmax_cross_entropy_with_integer_labels
-  return losses(logits, tokens[:, 2:]).mean()
+  cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+  return cross_entropy(logits, tokens[:, 2:]).mean()
 
 
 def batch_of(key):  # tokens, each the sum of the two before
@@ -77,6 +78,6 @@ def main(url, name, **options):
 
 if __name__ == "__main__":
   parser = argparse.ArgumentParser()
-  for option in ("--url", "--name"):
-    parser.add_argument(option, required=True)
+  parser.add_argument("url")
+  parser.add_argument("name")
   main(**vars(parser.parse_args()))

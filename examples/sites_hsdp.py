@@ -2,8 +2,8 @@
 
 The model of `hsdp.py` on 2 x 2 devices; in two terminals:
 
-    python examples/sites_hsdp.py --url=/tmp/run --name=berlin
-    python examples/sites_hsdp.py --url=/tmp/run --name=tokyo
+    python examples/sites_hsdp.py /tmp/hsdp berlin
+    python examples/sites_hsdp.py /tmp/hsdp tokyo
 
 Parameters keep their shardings, and sites may have other meshes.
 """
@@ -85,6 +85,6 @@ def main(url, name, shape=(2, 2), **options):
 
 if __name__ == "__main__":
   parser = argparse.ArgumentParser()
-  parser.add_argument("--url", required=True)
-  parser.add_argument("--name", required=True)
+  parser.add_argument("url")
+  parser.add_argument("name")
   main(**vars(parser.parse_args()))

@@ -32,11 +32,12 @@ def start(folder, name):
     name,
   ]
   cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
-  return subprocess.Popen(
-    [*map(str, command)], text=True, stdout=subprocess.PIPE,
-    stderr=(folder / f"{name}.log").open("a"),
-    env={**os.environ, **QUICK, **cache, "PYTHONPATH": str(ROOT)},
-  )  # fmt: skip
+  environment = {**os.environ, **QUICK, **cache, "PYTHONPATH": str(ROOT)}
+  with (folder / f"{name}.log").open("a") as log:
+    return subprocess.Popen(
+      [*map(str, command)], text=True, stdout=subprocess.PIPE, stderr=log,
+      env=environment,
+    )  # fmt: skip
 
 
 def rounds_in(folder):
@@ -59,7 +60,7 @@ def test_a_hundred_kills(tmp_path):
       time.sleep(chance.uniform(0.0, 1.0))
       name = chance.choice(sorted(there))
       running[name].send_signal(signal.SIGKILL)
-      running[name].wait()
+      running[name].communicate()
       for entry in (tmp_path / "run/sites").glob(f"{name}.*"):
         entry.unlink()  # so that it is seen to join again
       running[name] = start(tmp_path, name)
