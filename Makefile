@@ -48,7 +48,7 @@ test-slow: $(VENV)/dev $(VENV)/site $(VENV)/emulators
 	$(TWO) -m "slow and not soak"
 
 # The package alone: what the newest platform has to pass.
-ROOMS := wire leaves budget state mesh reducer methods stages
+ROOMS := wire leaves budget state mesh reducer methods stages sites
 test-core: $(VENV)/dev
 	$(TWO) -m "not slow and not soak" edgc_jax tests/contract_test.py \
 	  tests/golden_test.py tests/wire_bytes_test.py $(ROOMS:%=tests/%)

@@ -5,11 +5,10 @@ In two terminals, each of them a site; kill one, start it again, or add a third:
     python examples/sites.py /tmp/run berlin
     python examples/sites.py /tmp/run tokyo
 
-A site exchanges what it has moved every 10 steps. A URL of a bucket
-works as well.
+A site exchanges what it has moved every 10 steps. A bucket's URL works as well.
 """
 
-import argparse
+import sys
 import time
 import zlib
 
@@ -77,7 +76,4 @@ def main(url, name, **options):
 
 
 if __name__ == "__main__":
-  parser = argparse.ArgumentParser()
-  parser.add_argument("url")
-  parser.add_argument("name")
-  main(**vars(parser.parse_args()))
+  main(*sys.argv[1:3])

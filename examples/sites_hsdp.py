@@ -8,7 +8,7 @@ The model of `hsdp.py` on 2 x 2 devices; in two terminals:
 Parameters keep their shardings, and sites may have other meshes.
 """
 
-import argparse
+import sys
 import zlib
 
 import jax
@@ -84,7 +84,4 @@ def main(url, name, shape=(2, 2), **options):
 
 
 if __name__ == "__main__":
-  parser = argparse.ArgumentParser()
-  parser.add_argument("url")
-  parser.add_argument("name")
-  main(**vars(parser.parse_args()))
+  main(*sys.argv[1:3])
