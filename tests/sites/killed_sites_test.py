@@ -1,5 +1,6 @@
 """Sites as processes, killed at random; and sites in object stores."""
 
+import json
 import os
 import pathlib
 import random
@@ -11,10 +12,12 @@ import time
 
 import numpy as np
 import pytest
-from helpers import object_stores
+from helpers import environments, object_stores
 from helpers.environments import QUICK
+from helpers.local_processes import free_port, run_together
 from helpers.site_runs import require_equal, sites, together
 
+import edgc_jax
 from edgc_jax.sites import bucket
 from edgc_jax.sites.payload import Layout
 from edgc_jax.sites.run import Rule, Run, SiteError
@@ -134,3 +137,32 @@ def test_a_damaged_change_in_a_store(url):
   a, bad = sites(url, ("a", "bad"))
   bad.site._run.add("bad", b"nonsense")
   assert a.step().members == ("a",)
+
+
+def test_a_site_of_two_processes(tmp_path):
+  """It joins a run that goes on, and all of its processes know the round."""
+  options = {"density": None, "bits": 32, "residual_decay": 1.0, "every": 1}
+  solo = edgc_jax.Site(tmp_path / "run", "solo", **options)
+  params = solo.join({"w": np.zeros((8, 4), np.float32)})
+  for _ in range(2):
+    params = solo.exchange({"w": params["w"] + 1})
+  solo.leave()
+  port = free_port()
+  program = sys.executable, "-m", "helpers.two_process_site"
+  commands = [[*program, tmp_path / "run", port, i] for i in range(2)]
+  environment = environments.of_users() | QUICK
+  paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+  run_together(tmp_path, commands, [environment | paths] * 2, 120)
+  found = [
+    json.loads(line)
+    for i in range(2)
+    for line in (tmp_path / f"output_{i}.txt").read_text().splitlines()
+    if line.startswith("[[")
+  ]
+  assert found[0] == found[1]
+  rounds, whole = found[0]
+  assert rounds == [2, 3, 4, 5]
+  # Two of solo, three of the pair, and its step beside the last exchange.
+  np.testing.assert_allclose(whole, 6.0)
+  solo = edgc_jax.Site(tmp_path / "run", "solo", **options)
+  np.testing.assert_allclose(solo.join(params)["w"], 5.0)
