@@ -13,6 +13,7 @@ whoever has written it. So no site leads.
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -92,8 +93,7 @@ class Site:
     x <- x - lr m,    m = sum_i w_i sent_i / sum_i w_i,    w_i the weights
 
   and with momentum, Nesterov's: t <- m + momentum t, x <- x - lr (m + momentum
-  t). A site that comes too late for a round keeps all of M_i as its residual.
-  It
+  t). A site that comes too late for a round keeps all of M_i as its residual,
   joins the round that is open then, and waits for the others. A site that was
   away loads the newest checkpoint, and applies the rounds after it.
 
@@ -214,8 +214,6 @@ class Site:
     self._url, self._process = os.fspath(url), uuid.uuid4().hex[:12]
     self._bucket = open_bucket(url)
     self._ended = time.monotonic()  # of the last exchange
-    # Of several processes the first one talks to the bucket.
-    self._is_first = jax.process_index() == 0
     self._run: Run | None = None
     self._base: Arrays = []  # parameters of which a change is measured
     self._residual: Arrays = []
@@ -333,7 +331,7 @@ class Site:
     self._require_same(params)
     own = _on_host(params)
     self._began, self._due = own, time.monotonic() + self._seconds
-    if self._is_first:
+    if _is_first():
       # M_i = x - own_i + residual_i
       terms = zip(self._base, own, self._residual, strict=True)
       change = [base - x + kept for base, x, kept in terms]
@@ -377,7 +375,7 @@ class Site:
   def leave(self) -> None:
     """Tells the other sites that they need not wait for this one."""
     self._is_there = False
-    if self._is_first:
+    if _is_first():
       entries = self._bucket.sizes("sites")
       own = (x for x in entries if _entry(x)[::2] == (self.name, self._process))
       self._bucket.remove(f"sites/{x}" for x in own)
@@ -450,14 +448,15 @@ class Site:
 
   def _require_same(self, params: Any) -> None:
     """Raises unless parameters have the leaves of those that have joined."""
-    found = _shapes_of(params)
-    for path in {**self._shapes, **found}:
-      has, wants = (x.get(path, "none") for x in (found, self._shapes))
+    found, own = _shapes_of(params).items(), self._shapes.items()
+    for leaf, wanted in itertools.zip_longest(found, own):
       validation.require(
-        has == wants, "params", f"{path} of shape {has}",
-        f"those of `join`, where it is {wants}",
+        leaf == wanted,
+        "params",
+        leaf,
+        f"those of `join`, where this leaf is {wanted}",
         "pass the parameters that it returned, trained",
-      )  # fmt: skip
+      )
 
   def _without_counted(self, run: Run, change: Arrays) -> Arrays:
     """Returns what is left of a change if the newest upload has counted."""
@@ -571,10 +570,15 @@ class _Flight(threading.Thread):
       raise self._error
 
 
+def _is_first() -> bool:
+  """Returns whether this is the process that talks to the bucket."""
+  return jax.process_index() == 0
+
+
 def _in_first(act: Callable[[], None]) -> None:
   """Runs a function in the first process; all raise if it fails."""
   error: BaseException | None = None
-  if jax.process_index() == 0:
+  if _is_first():
     try:
       act()
     except BaseException as caught:
