@@ -738,9 +738,9 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 def test_bad_parameters_leave_a_site_as_it_is(tmp_path):
   (a,) = sites(tmp_path, "a")
+  turned = collections.OrderedDict(reversed(a.params.items()))
   for wrong in ({"w": a.params["w"]}, {**a.params, "b": jnp.zeros(6)},
-                {**a.params, "c": jnp.zeros(6)}, {},
-                collections.OrderedDict(reversed(a.params.items()))):  # fmt: skip
+                {**a.params, "c": jnp.zeros(6)}, {}, turned):  # fmt: skip
     with pytest.raises(ValueError, match="`params` must be those of `join`"):
       a.site.exchange(wrong)
   assert a.step().members == ("a",)
