@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import errno
 import pathlib
+import sys
 import time
 
 import jax
@@ -775,7 +776,7 @@ def test_bad_calls(tmp_path):
 
 
 def test_errors_of_a_store_without_its_package(monkeypatch):
-  monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+  monkeypatch.setitem(sys.modules, "fsspec", None)
   with pytest.raises(ImportError, match=r"install edgc-jax\[buckets\]"):
     edgc_jax.Site("s3://bucket/run", "a", every=1)
 
