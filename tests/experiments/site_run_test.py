@@ -62,6 +62,7 @@ def test_two_sites_end_equal(tmp_path, monkeypatch):
   ]  # fmt: skip
   table = key_numbers.summary_table(a)
   assert "rounds of sites" in table and "4 (" in table
+  assert "bytes a step" not in table, "within a site of one replica"
   page = run_page.write_report([tmp_path / "a"]).read_text()
   assert "Sites of a round" in page and "rounds of sites" in page
 

@@ -34,6 +34,9 @@ def texts(numbers: dict[str, Any], width: int) -> dict[str, str]:
     "sent": _sent(numbers), "ranks": _ranks(numbers, width),
     "rounds": _rounds(numbers),
   }  # fmt: skip
+  if numbers["rounds"] and numbers.get("replicas") == 1:
+    # Within such a site nothing is sent.
+    numbers |= dict.fromkeys(("sent", "ranks", "compression_ratio"))
   held_out = [key for key in numbers if key.startswith("val_")]
   speeds = [key for key in numbers if key.endswith("_per_second")]
   # fmt: off
