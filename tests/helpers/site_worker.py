@@ -16,16 +16,22 @@ import numpy as np
 import edgc_jax
 from edgc_jax.sites import bucket
 
-bucket.Folder.poll = 0.01
-folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
-site = edgc_jax.Site(
-  folder / "run", name, every=1, density=None, bits=4, patience=1.0,
-  checkpoint_every=10_000,
-)  # fmt: skip
-params = site.join({"w": np.zeros((64, 64), np.float32)})
-end, random = folder / "end", np.random.default_rng()
-while not end.exists() or site.round < int(end.read_text()):
-  time.sleep(0.02)
-  moves = {"w": random.standard_normal((64, 64), np.float32)}
-  params = site.exchange(jax.tree.map(np.subtract, params, moves))
-print(site.round, site._run.hash, flush=True)
+
+def main(folder, name):
+  folder, random = pathlib.Path(folder), np.random.default_rng()
+  bucket.Folder.poll = 0.01
+  site = edgc_jax.Site(
+    folder / "run", name, every=1, density=None, bits=4, patience=1.0,
+    checkpoint_every=10_000,
+  )  # fmt: skip
+  params = site.join({"w": np.zeros((64, 64), np.float32)})
+  end = folder / "end"
+  while not end.exists() or site.round < int(end.read_text()):
+    time.sleep(0.02)
+    moves = {"w": random.standard_normal((64, 64), np.float32)}
+    params = site.exchange(jax.tree.map(np.subtract, params, moves))
+  print(site.round, site._run.hash, flush=True)
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
