@@ -43,12 +43,12 @@ def draw(runs: Sequence[Run]) -> dict[str, go.Figure]:
     "Error (share of energy)": curves("relative_error", "predicted_error"),
     "Seconds so far": curves("seconds"),
     "Sites of a round": curves("site_members", shape=_UP_TO),
-    "Seconds of waiting for sites": curves("site_waited"),
-    "Bytes between sites": curves("site_sent", "site_received"),
+    "Seconds of waiting for sites so far": curves("site_waited"),
+    "Bytes between sites so far": curves("site_sent", "site_received"),
     **{key.replace("_per_", " a ").capitalize(): curves(key) for key in speeds},
   }
   charts["Loss by bytes sent"].update_xaxes(**_BYTES)
-  charts["Bytes between sites"].update_yaxes(**_BYTES)
+  charts["Bytes between sites so far"].update_yaxes(**_BYTES)
   charts["Bytes a step"].update_yaxes(type="log", dtick="D2", **_BYTES)
   for run in runs:
     name = f": {run.name}" if len(runs) > 1 else ""
