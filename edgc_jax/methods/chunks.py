@@ -17,6 +17,7 @@ from edgc_jax.wire.codes import (
 
 MOST = 4096  # entries of a chunk
 FEW = 2  # bits of a value, of which a byte holds 4
+MULTIPLE = 8 // FEW  # of which a chunk and what it sends are multiples
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
 
@@ -28,9 +29,8 @@ def cut(x: jax.Array, size: int) -> jax.Array:
 
 def sizes_of(density: float, chunk: int, size: int) -> tuple[int, int]:
   """Returns the entries of a chunk of `size` entries, and those it sends."""
-  multiple = 8 // FEW
-  chunk = min(chunk, -(-size // multiple) * multiple)
-  return chunk, min(chunk, max(1, round(density * chunk / multiple)) * multiple)
+  chunk = min(chunk, -(-size // MULTIPLE) * MULTIPLE)
+  return chunk, min(chunk, max(1, round(density * chunk / MULTIPLE)) * MULTIPLE)
 
 
 def largest(chunks: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

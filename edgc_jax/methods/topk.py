@@ -16,8 +16,6 @@ from edgc_jax.wire.agreement import CHECK_EVERY
 from edgc_jax.wire.order import AxisName
 from edgc_jax.wire.wire import Send
 
-_MULTIPLE = 8 // chunks.FEW
-
 
 def topk(
   density: float = 0.01,
@@ -82,12 +80,12 @@ def topk(
   """
   validation.require_share("density", density)
   if chunk is not None:
-    validation.require_int("chunk", chunk, _MULTIPLE)
+    validation.require_int("chunk", chunk, chunks.MULTIPLE)
     validation.require(
-      chunk <= chunks.MOST and chunk % _MULTIPLE == 0,
+      chunk <= chunks.MOST and chunk % chunks.MULTIPLE == 0,
       "chunk",
       chunk,
-      f"a multiple of {_MULTIPLE}, up to {chunks.MOST}",
+      f"a multiple of {chunks.MULTIPLE}, up to {chunks.MOST}",
       f"use {chunks.MOST}",
     )
   validation.require_int("bits", bits, chunks.FEW)

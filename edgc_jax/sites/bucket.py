@@ -33,6 +33,8 @@ _Result = TypeVar("_Result")
 class Bucket(Protocol):
   """What sites need of a store; paths are relative, with slashes."""
 
+  poll: float  # seconds between two looks
+
   def create(self, path: str, data: bytes) -> None:
     """Writes a new object; FileExistsError if there is one."""
 
@@ -52,7 +54,7 @@ class Bucket(Protocol):
 class Folder:
   """Objects as files of a folder, perhaps one that several hosts mount."""
 
-  poll = 0.05  # seconds between two looks
+  poll = 0.05
 
   def __init__(self, path: str | os.PathLike):
     """Creates nothing yet."""
@@ -158,7 +160,7 @@ class Store:
 class Patient:
   """A bucket that tries again if the store fails, for an hour at most."""
 
-  def __init__(self, bucket: Folder | Store):
+  def __init__(self, bucket: Bucket):
     """Wraps a bucket."""
     self._bucket, self.poll = bucket, bucket.poll
     self._has_worked = False

@@ -99,6 +99,7 @@ class Run:
     self.round, self.members, self.is_doubted = 0, (), False
     self.counted: Mapping[str, str] = {}
     self._damaged: set[int] = set()  # checkpoints
+    self._read: dict[str, bytes] = {}  # changes of the next round, by site
     self._set(own, [np.zeros_like(x) for x in own] if rule.momentum else [])
     if not bucket.sizes("checkpoints"):
       self.save()  # if another site is sooner, its own counts
@@ -145,9 +146,11 @@ class Run:
       self._bucket.create(path, data)
     except FileExistsError:  # perhaps ours: the store's answer was lost
       try:
-        return self._bucket.read(path) == data
+        if self._bucket.read(path) != data:
+          return False
       except FileNotFoundError:  # removed just now
         return False
+    self._read[name] = data
     return True
 
   def changes(self) -> Mapping[str, int]:
@@ -163,6 +166,7 @@ class Run:
         raise Refused(f"an object of {size:,} bytes")
       data = self._bucket.read(f"rounds/{self.round}/sites/{name}")
       self._change_in(name, data)
+      self._read[name] = data
     except (Refused, FileNotFoundError) as error:
       _LOG.warning("round %d refuses site %r: %s", self.round, name, error)
       self.is_doubted |= isinstance(error, _OtherCommon)
@@ -249,7 +253,7 @@ class Run:
     most = self._rule.most_norm * _median(weights.values())
     weights = {name: min(weight, most) for name, weight in weights.items()}
     self._step({name: (found[name], w) for name, w in weights.items()})
-    self.round, self.members = t + 1, tuple(weights)
+    self.round, self.members, self._read = t + 1, tuple(weights), {}
     digests = {name: manifest["sites"][name] for name in weights}
     self.counted = {**self.counted, **digests}
     sizes = {name: len(data) for name, data in found.items()}
@@ -326,7 +330,10 @@ class Run:
     return weight, self._layout.decode(body)
 
   def _named_change(self, name: str, digest: str) -> bytes:
-    """Reads a change that the manifest of the next round names."""
+    """Returns a change that the manifest of the next round names."""
+    data = self._read.get(name)
+    if data is not None and hashlib.sha256(data).hexdigest() == digest:
+      return data
     path = f"rounds/{self.round}/sites/{name}"
     data = self._bucket.read(path)
     if hashlib.sha256(data).hexdigest() != digest:
@@ -393,6 +400,7 @@ class Run:
         _LOG.warning("checkpoint %s of %s is left out", damage, self._url)
         continue
       self.round, self.members, self.counted = t, members, counted
+      self._read = {}
       self._set(parts[: len(self.common)], parts[len(self.common) :])
       return
     raise SiteError(

@@ -214,6 +214,25 @@ def test_a_site_waits_for_others(tmp_path, caplog, monkeypatch):
     assert waiting.result().members == ("a", "b")
 
 
+def test_a_change_is_downloaded_once(tmp_path, monkeypatch):
+  """Links are slow: the check of a change and the round share one read."""
+  trained, found = sites(tmp_path), []
+  read = bucket.Folder.read
+
+  def counted(folder, path):
+    found.append(path)
+    return read(folder, path)
+
+  monkeypatch.setattr(bucket.Folder, "read", counted)
+  for t in range(3):
+    together(*(x.step for x in trained))
+    require_equal(*trained)
+    names = [path for path in found if f"rounds/{t}/sites/" in path]
+    assert collections.Counter(names) == {
+      f"rounds/{t}/sites/{name}": 2 for name in "abc"
+    }, "by each of the other two"
+
+
 def test_the_first_manifest_decides(tmp_path):
   a, b = sites(tmp_path, "ab")
   run = b.site._run

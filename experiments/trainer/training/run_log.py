@@ -117,7 +117,7 @@ class RunLog:
     self._pending.append(numbers)
 
   def skip_to(self, step: int) -> None:
-    """Goes on as if so many steps were done; waits for the devices."""
+    """Goes on as if so many steps were done; nothing if they are."""
     if step > self._kept["step"] + len(self._pending):
       self._drain()
       self._kept["away"] += step - self._kept["step"]

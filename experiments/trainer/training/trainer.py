@@ -300,10 +300,8 @@ class Trainer:
       )
       log.add(numbers)
       if self._rounds:
-        params, reached = self._rounds.after(step, params, opt_state)
-        if reached > step:
-          step = reached
-          log.skip_to(step)
+        params, step = self._rounds.after(step, params, opt_state)
+        log.skip_to(step)
       measured: dict[str, float] = {}
       if log.has_line(step):
         self.parallel.wait(params)  # numbers may be of one device alone
