@@ -275,7 +275,6 @@ def make_optimizer(
     reducer = make_reducer(config, task, times, mesh)
   options, local = config.optimizer, config.local
   axes = None if _is_plain(config, mesh) else (DATA, *_parts(config))
-  clip, descent = _make_clip(config), _make_descent(config)
   is_plain_sgd = isinstance(local.momentum, float) and not local.momentum
   momentum = None if is_plain_sgd else local.momentum
   outer = optax.sgd(local.lr, momentum, nesterov=True)
@@ -284,7 +283,7 @@ def make_optimizer(
     if _is_plain(config, mesh):
       how = {"mesh": mesh, "param_specs": task.layout(mesh.shape).specs}
     return edgc_jax.local_steps(
-      optax.chain(clip, descent),
+      make_inner(config),
       optax.chain(reducer, outer),
       local.every,
       DATA,
@@ -292,9 +291,16 @@ def make_optimizer(
       **how,
     )
   chain = edgc_jax.skip_nonfinite(
-    optax.chain(reducer, clip, descent), axes, options.max_consecutive_skips
+    optax.chain(reducer, _make_clip(config), _make_descent(config)),
+    axes,
+    options.max_consecutive_skips,
   )
   return lookahead(chain, outer, local.every) if local.every else chain
+
+
+def make_inner(config: ConfigDict) -> optax.GradientTransformation:
+  """Chains clipping and the descent, for replicas that train alone."""
+  return optax.chain(_make_clip(config), _make_descent(config))
 
 
 def _parts(config: ConfigDict) -> tuple[str, ...]:

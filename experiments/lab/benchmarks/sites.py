@@ -1,0 +1,249 @@
+"""Trains the protocol's model at four sites, one of them often away or slow.
+
+  python -m experiments.lab.benchmarks.sites
+
+One process simulates the sites: they train side by side on one device, each on
+its quarter of every batch, and exchange by `edgc_jax.Site` through a temporary
+folder. The fourth site is
+
+  all there     never away
+  a tenth away  killed for 3 of every 30 rounds: it trains on nothing meanwhile,
+  a third away  and for 10 of every 30; it returns as a new process, with the
+                common parameters and its old optimiser state
+  three sites   away from the beginning
+  slow, late    three times slower, in rounds by steps: it is in every third
+                round, with its change since three rounds before
+  slow, timed   three times slower, in rounds by time: it takes a third of the
+                steps, and weighs a third
+
+Every run checks that the members of its rounds were those. A finished run is a
+file in results/data/sites/, and is not repeated; a run takes 10 minutes of a
+core.
+"""
+
+import functools
+import pathlib
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+from ml_collections import ConfigDict
+
+import edgc_jax
+from configs.protocol import gpt
+from edgc_jax.sites.site import Round
+from experiments import ROOT
+from experiments.lab import benchmarks
+from experiments.trainer import tasks
+from experiments.trainer.training import optimizer
+
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds.")
+_OUTPUT = flags.DEFINE_string(
+  "output", str(ROOT / "results/data/sites"), "The folder of the runs."
+)
+
+NAMES = ("a", "b", "c", "d")
+EVERY = 24
+# As tuned for the exchange of SparseLoCo every 24 steps.
+_RATE, _MOMENTUM = 8e-3, 0.5
+_PATIENCE = 3.0
+
+
+class Arm(NamedTuple):
+  """What the fourth site does.
+
+  Attributes:
+    away: Rounds of every 30 in which it is killed.
+    pace: Of so many steps of the others it takes one.
+    is_timed: Whether rounds end by time.
+  """
+
+  away: int = 0
+  pace: int = 1
+  is_timed: bool = False
+
+  def is_away(self, round_number: int) -> bool:
+    """Returns whether the fourth site is killed during a round."""
+    return (round_number + 20) % 30 < self.away
+
+  def is_in(self, round_number: int) -> bool:
+    """Returns whether the fourth site takes part in a round."""
+    is_late = not self.is_timed and (round_number + 1) % self.pace != 0
+    return not self.is_away(round_number) and not is_late
+
+
+ARMS = {
+  "all there": Arm(),
+  "a tenth away": Arm(away=3),
+  "a third away": Arm(away=10),
+  "three sites": Arm(away=30),
+  "slow, late": Arm(pace=3),
+  "slow, timed": Arm(pace=3, is_timed=True),
+}
+
+
+def main(argv: Sequence[str]) -> None:
+  """Runs what is missing."""
+  del argv
+  for seed in map(int, _SEEDS.value):
+    for name, arm in ARMS.items():
+      file = f"{name.replace(', ', '-').replace(' ', '-')}-seed{seed}.json"
+      path = pathlib.Path(_OUTPUT.value) / file
+      if path.exists():
+        continue
+      config = gpt.get_config("allreduce")
+      config.optimizer.lr, config.seed = _RATE, seed
+      line = {"arm": name, "seed": seed, **simulate(config, arm)}
+      benchmarks.write(
+        path, "sites", [line], steps=config.steps, every=EVERY,
+        momentum=_MOMENTUM, lr=_RATE,
+      )  # fmt: skip
+      print(line, flush=True)
+
+
+def simulate(config: ConfigDict, arm: Arm) -> dict[str, Any]:
+  """Trains at four sites.
+
+  Args:
+    config: Of a run; each site takes a quarter of its batch.
+    arm: What the fourth site does.
+
+  Returns:
+    The held-out loss, rounds, tokens, and the bytes that all sites together
+    have uploaded and downloaded.
+
+  Raises:
+    RuntimeError: if a round had other members than the arm says.
+  """
+  began = time.monotonic()
+  task, rows = tasks.make(config), config.batch_size
+  batches = task.train_batches(rows, config.seed, slice(0, rows))
+  inner = optimizer.make_inner(config)
+  train_step = jax.jit(functools.partial(_step, task, inner))
+  common = task.init(jax.random.key(config.seed))
+  own = jax.tree.map(lambda x: jnp.stack([x] * len(NAMES)), common)
+  opt_state = jax.vmap(inner.init)(own)
+  found: list[Round] = []
+  total = np.zeros(len(NAMES), int)  # steps of each site
+  before = total.copy()  # its last round
+  with tempfile.TemporaryDirectory() as folder:
+    sites: dict[str, edgc_jax.Site] = {}
+    for t in range(config.steps // EVERY):
+      there = NAMES[:-1] if arm.is_away(t) else NAMES
+      sites = {name: site for name, site in sites.items() if name in there}
+      for name in there:
+        if name not in sites:
+          sites[name] = _site(folder, name)
+          own = _with(own, name, sites[name].join(_of(own, name)))
+      for i in range(EVERY):
+        is_active = np.array([name in there for name in NAMES])
+        is_active[-1] &= (t * EVERY + i + 1) % arm.pace == 0
+        own, opt_state = train_step(own, opt_state, next(batches), is_active)
+        total += is_active
+      members = there if arm.is_in(t) else NAMES[:-1]
+      for name in reversed(members):
+        i = NAMES.index(name)
+        sites[name].begin(_of(own, name), float(total[i] - before[i]))
+        before[i] = total[i]
+        # The others' round takes in who uploads first, late or not.
+        _wait_for(pathlib.Path(folder), t, name)
+      for name in members:
+        common = sites[name].finish(_of(own, name))
+        own = _with(own, name, common)
+        found.append(_checked(sites[name], t, members))
+  held_out = task.held_out_batches(rows, config.evaluation.batches)
+  evaluate = jax.jit(task.evaluate)
+  losses = [evaluate(common, batch)["loss"] for batch in held_out]
+  return {
+    "loss": float(np.mean(losses)), "rounds": config.steps // EVERY,
+    "tokens": int(total.sum()) * rows // len(NAMES) * task.units_per_row,
+    "sent": sum(x.sent for x in found),
+    "received": sum(x.received for x in found),
+    "seconds": round(time.monotonic() - began),
+  }  # fmt: skip
+
+
+def _step(
+  task: tasks.Task,
+  inner: optax.GradientTransformation,
+  own: Any,
+  opt_state: Any,
+  batch: jax.Array,
+  is_active: jax.Array,
+) -> tuple[Any, Any]:
+  """Takes a step at each site that is active.
+
+  Args:
+    task: The task, which draws no random numbers.
+    inner: The sites' optimiser.
+    own: The sites' parameters, [sites, ...] a leaf.
+    opt_state: Their optimisers' states, likewise.
+    batch: Rows of all sites.
+    is_active: bool [sites].
+  """
+
+  def one(site: Any) -> tuple[Any, Any]:
+    params, state, rows, is_active = site
+    gradient = jax.grad(lambda p: task.loss(p, rows, jax.random.key(0))[0])
+    updates, new_state = inner.update(gradient(params), state, params)
+    new = optax.apply_updates(params, updates), new_state
+    return jax.tree.map(
+      lambda x, y: jnp.where(is_active, x, y), new, (params, state)
+    )
+
+  parts = batch.reshape(len(NAMES), -1, *batch.shape[1:])
+  # As in the trainer's simulation: one after the other is faster on a CPU.
+  return jax.lax.map(one, (own, opt_state, parts, is_active))
+
+
+def _site(folder: str, name: str) -> edgc_jax.Site:
+  return edgc_jax.Site(
+    folder, name, every=EVERY, momentum=_MOMENTUM, patience=_PATIENCE
+  )
+
+
+def _of(stacked: Any, name: str) -> Any:
+  """Returns the part of one site."""
+  return jax.tree.map(lambda x: x[NAMES.index(name)], stacked)
+
+
+def _with(stacked: Any, name: str, part: Any) -> Any:
+  """Returns the parts of all sites, one of which is new."""
+  i = NAMES.index(name)
+  return jax.tree.map(lambda x, y: x.at[i].set(y), stacked, part)
+
+
+def _wait_for(folder: pathlib.Path, round_number: int, name: str) -> None:
+  """Waits until a site's change of a round is in the folder."""
+  end = time.monotonic() + _PATIENCE
+  while not (folder / f"rounds/{round_number}/sites/{name}").exists():
+    if time.monotonic() > end:
+      raise RuntimeError(
+        f"`name` must be of a site that uploads in round {round_number}, got"
+        f" {name!r}, which did not within {_PATIENCE} s."
+      )
+    time.sleep(0.01)
+
+
+def _checked(
+  site: edgc_jax.Site, round_number: int, members: Sequence[str]
+) -> Round:
+  """Returns what a site says of a round, if it had these members."""
+  found = site.last
+  wanted = round_number, tuple(members)
+  if found is None or (found.number, found.members) != wanted:
+    raise RuntimeError(
+      f"`members` of round {round_number} must be {members}, got {found}; raise"
+      " the patience."
+    )
+  return found
+
+
+if __name__ == "__main__":
+  app.run(main)
