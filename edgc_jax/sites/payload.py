@@ -26,6 +26,7 @@ _HEAD = struct.Struct("<I32s")  # bytes of the header, and its code under a key
 MOST_HEADER = 1 << 20  # bytes
 _SMALL = 1000  # entries: leaves below, and vectors, are sent in 8 bits
 _LEAST = 1e-30  # a norm that counts as zero
+_EXACT = 2**22  # squares of 30 bits whose sum float64 holds
 _VECTORS = Blockwise(8, 128)
 _DENSE: Mapping[int, Code | None] = {
   32: None, 8: Blockwise(8, 128), 4: Levels(64),
@@ -174,13 +175,19 @@ def norm(values: Sequence[np.ndarray]) -> float:
   >>> norm([np.float32([3, 4])])
   5.0
   """
-  most = max((float(np.abs(x).max(initial=0)) for x in values), default=0.0)
+  most = max(
+    (float(max(x.max(), -x.min())) for x in values if x.size), default=0.0
+  )
   if most < _LEAST:
     return 0.0
-  step = np.float64(most / 2**15)
-  total = sum(
-    int(np.square(np.rint(x / step).astype(np.int64)).sum()) for x in values
-  )
+  step = np.float32(most / 2**15)
+  total = 0
+  for x in values:
+    flat = x.ravel()
+    for start in range(0, flat.size, _EXACT):
+      # Whole numbers of up to 2^15: float64 adds up so many squares exactly.
+      counts = np.rint(flat[start : start + _EXACT] / step).astype(np.float64)
+      total += int(counts @ counts)
   return float(step) * math.sqrt(total)
 
 

@@ -100,6 +100,7 @@ class Run:
     self.counted: Mapping[str, str] = {}
     self._damaged: set[int] = set()  # checkpoints
     self._read: dict[str, bytes] = {}  # changes of the next round, by site
+    self._norms: dict[str, tuple[float, float]] = {}  # weight and norm of some
     self._set(own, [np.zeros_like(x) for x in own] if rule.momentum else [])
     if not bucket.sizes("checkpoints"):
       self.save()  # if another site is sooner, its own counts
@@ -165,7 +166,7 @@ class Run:
       if size > self._layout.num_bytes + payload.MOST_HEADER:
         raise Refused(f"an object of {size:,} bytes")
       data = self._bucket.read(f"rounds/{self.round}/sites/{name}")
-      self._change_in(name, data)
+      self._norms[name] = self._weight_and_norm(name, data)
       self._read[name] = data
     except (Refused, FileNotFoundError) as error:
       _LOG.warning("round %d refuses site %r: %s", self.round, name, error)
@@ -240,11 +241,12 @@ class Run:
     weights, norms, refused = {}, {}, {}
     for name, data in found.items():
       try:
-        weights[name], values = self._change_in(name, data)
-        norms[name] = payload.norm(values)
+        is_known = name in self._norms and self._read.get(name) is data
+        weights[name], norms[name] = (
+          self._norms[name] if is_known else self._weight_and_norm(name, data)
+        )
       except Refused as error:
         refused[name] = str(error)
-        weights.pop(name, None)
     most = self._rule.most_norm * _median(norms.values())
     for name in norms:
       if norms[name] > most > 0:
@@ -253,7 +255,8 @@ class Run:
     most = self._rule.most_norm * _median(weights.values())
     weights = {name: min(weight, most) for name, weight in weights.items()}
     self._step({name: (found[name], w) for name, w in weights.items()})
-    self.round, self.members, self._read = t + 1, tuple(weights), {}
+    self.round, self.members = t + 1, tuple(weights)
+    self._read, self._norms = {}, {}
     digests = {name: manifest["sites"][name] for name in weights}
     self.counted = {**self.counted, **digests}
     sizes = {name: len(data) for name, data in found.items()}
@@ -308,6 +311,11 @@ class Run:
         mean = mean + momentum * trace[i]
       common.append(x - lr * mean)
     self._set(common, trace)
+
+  def _weight_and_norm(self, name: str, data: bytes) -> tuple[float, float]:
+    """Returns weight and norm of a change; raises as `_change_in`."""
+    weight, values = self._change_in(name, data)
+    return weight, payload.norm(values)
 
   def _change_in(self, name: str, data: bytes) -> tuple[float, Arrays]:
     """Returns the weight and the change in an object.
@@ -400,7 +408,7 @@ class Run:
         _LOG.warning("checkpoint %s of %s is left out", damage, self._url)
         continue
       self.round, self.members, self.counted = t, members, counted
-      self._read = {}
+      self._read, self._norms = {}, {}
       self._set(parts[: len(self.common)], parts[len(self.common) :])
       return
     raise SiteError(

@@ -24,6 +24,7 @@ from edgc_jax.wire import sums
 _SEED = 4  # of the signs of a rotation
 _LEAST = float(np.finfo(np.float32).tiny)
 _LARGEST_FACTOR = 256  # of a rotation that is one product
+_CACHED = 256  # blocks that NumPy rotates at once
 
 
 class Encoded(NamedTuple):
@@ -318,12 +319,18 @@ def _hadamard(values: Any) -> Any:
 
 def _by_additions(values: np.ndarray) -> np.ndarray:
   """Multiplies by H without a scale: sums and differences, in one order."""
-  pairs = values
-  for width in (2**i for i in range(values.shape[-1].bit_length() - 1)):
-    pairs = pairs.reshape(*values.shape[:-1], -1, 2, width)
-    a, b = pairs[..., 0, :], pairs[..., 1, :]
-    pairs = np.stack((a + b, a - b), axis=-2)
-  return pairs.reshape(values.shape)
+  size = values.shape[-1]
+  blocks = values.reshape(-1, size)
+  found = np.empty_like(blocks)
+  for start in range(0, len(blocks), _CACHED):
+    # Columns: additions of long rows, in a cache.
+    rows = blocks[start : start + _CACHED].T.copy()
+    for width in (2**i for i in range(size.bit_length() - 1)):
+      pairs = rows.reshape(-1, 2, width, rows.shape[-1])
+      a, b = pairs[:, 0], pairs[:, 1]
+      rows = np.stack((a + b, a - b), axis=1).reshape(rows.shape)
+    found[start : start + _CACHED] = rows.T
+  return found.reshape(values.shape)
 
 
 def _walsh(size: int) -> np.ndarray:

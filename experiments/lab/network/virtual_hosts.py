@@ -5,6 +5,9 @@ namespace of its own. A host's outgoing packets pass a token bucket (`tc ...
 tbf`), which limits the bandwidth of its uplink. The kernel's latency is about
 0.05 ms. All hosts share the machine's cores and memory.
 
+A further host may be an object store, which sends to each host at the speed of
+that host's link.
+
 A round-trip time can be added. Packets then take another way, through TUN
 devices and a process that holds them back (`delay`); the connections of
 programs on the hosts go on over either.
@@ -79,17 +82,18 @@ class VirtualHosts:
   Processes that were started on the hosts have to end before it is left.
   """
 
-  def __init__(self, count: int):
+  def __init__(self, count: int, has_store: bool = False):
     """Creates nothing yet.
 
     Args:
       count: Number of hosts, 2 to 200.
+      has_store: Whether there is one more, an object store.
     """
     if not 2 <= count <= 200:
       raise ValueError(
         f"`count` must be between 2 and 200, got {count}; choose another."
       )
-    self._count = count
+    self._count, self._has_store = count, has_store
     self._forwarder: _Forwarder | None = None
 
   def __enter__(self) -> "VirtualHosts":
@@ -98,11 +102,12 @@ class VirtualHosts:
       raise OSError(f"Virtual hosts are not possible here: {reason}.")
     with contextlib.ExitStack() as stack:
       self._bridge, *self._hosts = (
-        stack.enter_context(_Namespace()) for _ in range(1 + self._count)
+        stack.enter_context(_Namespace())
+        for _ in range(1 + self._count + self._has_store)
       )
       self._bridge.run("ip", "link", "add", "bridge", "type", "bridge")
       self._bridge.run("ip", "link", "set", "bridge", "up")
-      for index in range(self._count):
+      for index in range(len(self._hosts)):
         self._connect(index)
       self._stack = stack.pop_all()
     return self
@@ -111,7 +116,7 @@ class VirtualHosts:
     self._stack.close()
 
   def inside(self, index: int) -> Sequence[str]:
-    """Returns the start of a command that runs on a host.
+    """Returns the start of a command that runs on a host; the store is last.
 
     Its process ends when this one does.
     """
@@ -124,7 +129,7 @@ class VirtualHosts:
     logs: pathlib.Path,
     port: int = 12345,
   ) -> Hosts:
-    """Starts NAME_host.py on every host; arguments as for `Hosts`."""
+    """Starts NAME_host.py on all hosts but the store; see `Hosts`."""
     program = (sys.executable, "-m", f"experiments.lab.network.{name}_host")
     return Hosts(
       name,
@@ -162,18 +167,40 @@ class VirtualHosts:
       self._forwarder.delay(round_trip / 2)
     bits_per_second = min(bits_per_second, _UNLIMITED)
     burst = max(_LEAST_BURST, int(bits_per_second / 8 * _TICK))
-    queue = (
-      "tbf", "rate", f"{bits_per_second:.0f}bit",
-      "burst", str(burst), "latency", "100ms",
-    )  # fmt: skip
+    rate = f"{bits_per_second:.0f}bit"
+    queue = ("tbf", "rate", rate, "burst", str(burst), "latency", "100ms")
     device = _FAR if round_trip else _NEAR
     for index, host in enumerate(self._hosts):
-      host.run("tc", "qdisc", "replace", "dev", device, "root", *queue)
+      if index < self._count:
+        host.run("tc", "qdisc", "replace", "dev", device, "root", *queue)
+      else:
+        self._shape_store(host, device, rate, burst)
       if self._forwarder:
         host.run(
           "ip", "route", "replace", f"{_SUBNET}.0/24",
           "dev", device, "src", address(index),
         )  # fmt: skip
+
+  def _shape_store(
+    self, store: "_Namespace", device: str, rate: str, burst: int
+  ) -> None:
+    """Limits what the store sends to each host."""
+    at = ("dev", device, "parent", "1:")
+    # Another kind of queue removes what an earlier call has set.
+    store.run("tc", "qdisc", "replace", "dev", device, "root", "pfifo")
+    store.run(
+      "tc", "qdisc", "replace", "dev", device, "root", "handle", "1:", "htb"
+    )
+    for index in range(self._count):
+      flow, bytes_ = f"1:{index + 1:x}", str(burst)
+      store.run(
+        "tc", "class", "add", *at, "classid", flow,
+        "htb", "rate", rate, "burst", bytes_, "cburst", bytes_,
+      )  # fmt: skip
+      store.run(
+        "tc", "filter", "add", *at, "protocol", "ip",
+        "u32", "match", "ip", "dst", f"{address(index)}/32", "flowid", flow,
+      )  # fmt: skip
 
   def sent_bytes(self, index: int) -> int:
     """Returns the bytes that a host has sent, including packet headers."""
