@@ -15,13 +15,9 @@ import math
 import os
 import pathlib
 import shlex
-import shutil
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,10 +25,10 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from experiments import ROOT
-from experiments.lab.network import virtual_hosts
+from experiments.lab.network import object_store, virtual_hosts
 from experiments.lab.network.calls import Hosts
 from experiments.lab.network.results import link_name
-from experiments.lab.network.virtual_hosts import VirtualHosts, address
+from experiments.lab.network.virtual_hosts import VirtualHosts
 from experiments.trainer.runs import run_folder
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -54,16 +50,13 @@ FILE = ROOT / "results/data/sites.json"
 _OUTPUT = flags.DEFINE_string("output", str(FILE), "The JSON file.")
 _FOLDER = flags.DEFINE_string("folder", "runs/sites", "The folder of logs.")
 _TIMEOUT = 900.0
-_PORT, _LINKS_PORT = 5000, 12348
+_LINKS_PORT = 12348
 CODES: Mapping[str, Mapping[str, Any]] = {
   "1/64 of the entries in 2 bits": {"density": 1 / 64, "bits": 2},
   "all entries in 2 bits": {"density": None, "bits": 2},
 }
-# Credentials for a server that asks for none.
 _ENVIRONMENT = {
   "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "NPROC": "1",
-  "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any",
-  "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
 }  # fmt: skip
 
 
@@ -71,12 +64,14 @@ def main(argv: Sequence[str]) -> None:
   """Measures all links and writes the file."""
   del argv
   virtual_hosts.exit_unless_possible(_ROUND_TRIPS.value)
-  if shutil.which("moto_server", path=_path()) is None:
-    sys.exit("error: moto_server is not installed; run `make .venv/emulators`.")
+  object_store.exit_unless_installed()
   count, logs = _HOSTS.value, pathlib.Path(_FOLDER.value)
   lines: list[dict[str, Any]] = []
-  with VirtualHosts(count, has_store=True) as network, _store(network, count):
-    sites = network.start("sites", _ENVIRONMENT | _endpoint(count), logs)
+  with (
+    VirtualHosts(count, has_store=True) as network,
+    object_store.serving(network, count, logs / "store.log") as clients,
+  ):
+    sites = network.start("sites", _ENVIRONMENT | clients, logs)
     links = network.start("links", _ENVIRONMENT, logs, _LINKS_PORT)
     try:
       params, sizes = _build(sites, links)
@@ -112,7 +107,7 @@ def _build(sites: Hosts, links: Hosts) -> tuple[int, Mapping[str, int]]:
   """Compiles all; returns the parameters, and a change's bytes by code."""
   sizes, params = {}, 0
   for code, options in CODES.items():
-    url = f"s3://runs/{options['density'] is None:d}"
+    url = f"{object_store.BUCKET}/{options['density'] is None:d}"
     params, *_ = sites.call(
       "build", timeout=_TIMEOUT, code=code, url=url, options=options,
       config=_CONFIG.value.to_dict(),
@@ -160,51 +155,6 @@ def _measured(
     for key, value in values.items():
       found[code].setdefault(key, []).append(value)
   return found
-
-
-@contextmanager
-def _store(network: VirtualHosts, index: int) -> Iterator[None]:
-  """Runs an object store on a host, with a bucket `runs`."""
-  command = [
-    *network.inside(index), "moto_server", "--host", address(index),
-    "--port", str(_PORT),
-  ]  # fmt: skip
-  logs = pathlib.Path(_FOLDER.value)
-  logs.mkdir(parents=True, exist_ok=True)
-  with (logs / "store.log").open("w") as log:
-    server = subprocess.Popen(
-      command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-      env=os.environ | _ENVIRONMENT | {"PATH": _path()},
-    )  # fmt: skip
-  try:
-    create = [
-      *network.inside(index), sys.executable, "-c",
-      "import boto3; boto3.client('s3').create_bucket(Bucket='runs')",
-    ]  # fmt: skip
-    environment = os.environ | _ENVIRONMENT | _endpoint(index)
-    for _ in range(60):
-      time.sleep(1)
-      done = subprocess.run(
-        create, env=environment, capture_output=True, text=True, check=False
-      )
-      if not done.returncode:
-        break
-    else:
-      sys.exit(f"error: moto_server does not answer: {done.stderr[-500:]}")
-    yield
-  finally:
-    server.kill()
-    server.wait()
-
-
-def _endpoint(index: int) -> dict[str, str]:
-  return {"AWS_ENDPOINT_URL": f"http://{address(index)}:{_PORT}"}
-
-
-def _path() -> str:
-  """Returns where programs are, those of this Python's environment first."""
-  own = str(pathlib.Path(sys.executable).parent)
-  return os.pathsep.join([own, os.environ.get("PATH", "")])
 
 
 if __name__ == "__main__":
