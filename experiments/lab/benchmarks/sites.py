@@ -6,6 +6,7 @@ One process simulates the sites: they train side by side on one device, each on
 its quarter of every batch, and exchange by `edgc_jax.Site` through a temporary
 folder. The fourth site is
 
+  local steps   a replica of `edgc_jax.local_steps`, with the same exchange
   all there     never away
   a tenth away  killed for 3 of every 30 rounds: it trains on nothing meanwhile,
   a third away  and for 10 of every 30; it returns as a new process, with the
@@ -16,9 +17,9 @@ folder. The fourth site is
   slow, timed   three times slower, in rounds by time: it takes a third of the
                 steps, and weighs a third
 
-Every run checks that the members of its rounds were those. A finished run is a
-file in results/data/sites/, and is not repeated; a run takes 10 minutes of a
-core.
+Every run of sites checks that its rounds had these members. A finished run is a
+file in results/data/sites/, and is not repeated; it takes 10 to 20 minutes of a
+a core.
 """
 
 import functools
@@ -42,6 +43,7 @@ from experiments import ROOT
 from experiments.lab import benchmarks
 from experiments.trainer import tasks
 from experiments.trainer.training import optimizer
+from experiments.trainer.training.trainer import Trainer
 
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds.")
 _OUTPUT = flags.DEFINE_string(
@@ -49,6 +51,7 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 NAMES = ("a", "b", "c", "d")
+LOCAL = "local steps"
 EVERY = 24
 # As tuned for the exchange of SparseLoCo every 24 steps.
 _RATE, _MOMENTUM = 8e-3, 0.5
@@ -92,19 +95,34 @@ def main(argv: Sequence[str]) -> None:
   """Runs what is missing."""
   del argv
   for seed in map(int, _SEEDS.value):
-    for name, arm in ARMS.items():
+    for name, arm in {LOCAL: None, **ARMS}.items():
       file = f"{name.replace(', ', '-').replace(' ', '-')}-seed{seed}.json"
       path = pathlib.Path(_OUTPUT.value) / file
       if path.exists():
         continue
-      config = gpt.get_config("allreduce")
+      config = gpt.get_config("allreduce" if arm else "topk")
       config.optimizer.lr, config.seed = _RATE, seed
-      line = {"arm": name, "seed": seed, **simulate(config, arm)}
+      found = simulate(config, arm) if arm else by_local_steps(config)
+      line = {"arm": name, "seed": seed, **found}
       benchmarks.write(
         path, "sites", [line], steps=config.steps, every=EVERY,
         momentum=_MOMENTUM, lr=_RATE,
       )  # fmt: skip
       print(line, flush=True)
+
+
+def by_local_steps(config: ConfigDict) -> dict[str, Any]:
+  """Trains by `local_steps`; returns the held-out loss and the tokens."""
+  config.topk.update(density=1 / 64, chunk=4096, bits=2, residual_decay=0.95)
+  config.local.update(every=EVERY, momentum=_MOMENTUM)
+  config.evaluation.every = 0
+  with tempfile.TemporaryDirectory() as folder:
+    config.run_dir = f"{folder}/run"
+    summary = Trainer(config).run()
+  return {
+    "loss": summary["val_loss"],
+    "tokens": config.steps * config.batch_size * config.model.context,
+  }
 
 
 def simulate(config: ConfigDict, arm: Arm) -> dict[str, Any]:

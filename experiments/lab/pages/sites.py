@@ -1,0 +1,102 @@
+"""Tables of sites, from results/data/."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from experiments import ROOT
+from experiments.lab.benchmarks import sites
+from experiments.lab.network import site_runs
+from experiments.lab.network import sites as site_rounds
+from experiments.lab.network.results import link_name
+from experiments.trainer.reporting.style import markdown
+
+_ALL = "all there"
+
+
+def _read(file: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+  found = json.loads(file.read_text())
+  return found["lines"], found["about"]
+
+
+def _rounds() -> Sequence[str]:
+  """Returns the seconds and bytes of a round on each link."""
+  lines, about = _read(site_rounds.FILE)
+  table = []
+  for line in lines:
+    rate, hosts = line["rate"] * 1e6, about["hosts"]
+    middle = {
+      key: statistics.median(line[key])
+      for key in ("seconds", "gather", "sent", "uplink")
+    }
+    limit = hosts * 8 * middle["sent"] / rate
+    has_limit = limit > 0
+    table.append(
+      {
+        "code": line["code"],
+        "link": link_name(line["rate"], line["round_trip"])
+        if has_limit
+        else link_name(line["rate"], line["round_trip"]).replace("inf", "no"),
+        "up, kB": f"{middle['sent'] / 1e3:,.1f}",
+        "on the link, kB": f"{middle['uplink'] / 1e3:,.1f}",
+        "round, s": f"{middle['seconds']:.2f}",
+        "limit, s": f"{limit:.2f}" if has_limit else "-",
+        "all-gather, s": f"{middle['gather']:.2f}",
+      }
+    )
+  return [*markdown(pd.DataFrame(table)), "", _origin(about)]
+
+
+def _runs() -> Sequence[str]:
+  """Returns whole runs by sites and by local steps."""
+  lines, about = _read(site_runs.FILE)
+  table = pd.DataFrame(
+    {
+      "link": link_name(line["rate"], line["round_trip"]),
+      "way": line["way"],
+      "s a step": f"{line['step_seconds']:.3f}",
+      "whole run, s": f"{line['seconds']:.0f}",
+      "sent by a host, MB": f"{line['sent'] / 1e6:.2f}",
+      "held-out loss": f"{line['loss']:.4f}",
+    }
+    for line in lines
+  )
+  return [*markdown(table), "", _origin(about)]
+
+
+def _absent() -> Sequence[str]:
+  """Returns losses with a site that is often away, or slow."""
+  files = sorted((ROOT / "results/data/sites").glob("*.json"))
+  lines = pd.DataFrame([_read(file)[0][0] for file in files])
+  losses = lines.pivot_table(index="arm", columns="seed", values="loss")
+  tokens = lines.groupby("arm")["tokens"].first()
+  table = []
+  for arm in (x for x in (sites.LOCAL, *sites.ARMS) if x in losses.index):
+    both = (losses.loc[arm] - losses.loc[_ALL]).dropna()
+    table.append(
+      {
+        "fourth site": arm,
+        "of all tokens": f"{tokens[arm] / tokens[_ALL]:.1%}",
+        "held-out loss": f"{losses.loc[arm].mean():.4f}",
+        "above all there": "-"
+        if arm == _ALL
+        else ", ".join(f"{x:+.4f}" for x in both),
+        "seeds": losses.loc[arm].count(),
+      }
+    )
+  return markdown(pd.DataFrame(table))
+
+
+def _origin(about: dict[str, Any]) -> str:
+  return (
+    f"`{about['command']}`, commit {about['commit']}; {about['hosts']} hosts on"
+    f" {about['cores']} cores."
+  )
+
+
+TABLES = {
+  "site rounds": _rounds, "site runs": _runs, "absent sites": _absent,
+}  # fmt: skip
