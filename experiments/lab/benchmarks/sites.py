@@ -18,7 +18,7 @@ folder. The fourth site is
                 steps, and weighs a third
 
 Every run of sites checks that its rounds had these members. A finished run is a
-file in results/data/sites/, and is not repeated; it takes 10 to 20 minutes of a
+file in results/data/sites/, and is not repeated; it takes 10 to 20 minutes of
 a core.
 """
 

@@ -3,23 +3,28 @@
   sudo python -m experiments.lab.network.overlap --config=configs/gpt2_tiny.py
 
 Trains on two virtual hosts (needs Linux, root and iproute2), which exchange
-differences of parameters, dense, and prints seconds of a step as rows of the
-table in docs/local_steps.md: medians of rounds in which all ways to exchange
-take turns, so that other load on the machine hits them all.
+differences of parameters, dense: as replicas of one job over Gloo, and as sites
+through an object store of S3. Seconds of a step go to --output as JSON, whose
+table `make pages` makes: medians of rounds in which all ways to exchange take
+turns, so that other load on the machine hits them all.
 """
 
+import json
+import os
 import pathlib
+import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments.lab.network import virtual_hosts
+from experiments import ROOT
+from experiments.lab.network import object_store, virtual_hosts
 from experiments.lab.network.calls import Hosts
 from experiments.lab.network.virtual_hosts import VirtualHosts
+from experiments.trainer.runs import run_folder
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", "configs/gpt2_tiny.py", "A file in configs/."
@@ -33,15 +38,19 @@ _OVERLAPS = flags.DEFINE_multi_integer(
   " --every.", lower_bound=1,
 )  # fmt: skip
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Timed rounds.", lower_bound=1)
+FILE = ROOT / "results/data/overlap.json"
+_OUTPUT = flags.DEFINE_string("output", str(FILE), "The JSON file.")
 _FOLDER = flags.DEFINE_string("folder", "runs/overlap", "The folder of logs.")
 _HOSTS, _TIMEOUT = 2, 600.0  # seconds for a call
-_ALONE, _WAITS = "no exchange", "exchange waits"
+_SITES_PORT = 12350
+ALONE, WAITS = "no exchange", "exchange waits"
 
 
 def main(argv: Sequence[str]) -> None:
   """Measures all ways to exchange, and prints a table."""
   del argv
   virtual_hosts.exit_unless_possible()
+  object_store.exit_unless_installed()
   if (most := max(_OVERLAPS.value)) > _EVERY.value:
     sys.exit(
       f"error: `--overlap` must be at most --every ({_EVERY.value}), got"
@@ -49,13 +58,14 @@ def main(argv: Sequence[str]) -> None:
     )
   config = _config_of(_CONFIG.value)
   ways = {
-    _ALONE: {"is_split": True, "overlap": None},
-    _WAITS: {"is_split": False, "overlap": 0},
+    ALONE: {"is_split": True, "overlap": None},
+    WAITS: {"is_split": False, "overlap": 0},
     "one program, overlap=1": {"is_split": False, "overlap": 1},
   } | {
     f"two programs, overlap={n}": {"is_split": True, "overlap": n}
     for n in _OVERLAPS.value
   }
+  at_sites = {"sites, exchange": False, "sites, begin and finish": True}
   folder = pathlib.Path(_FOLDER.value)
   # Two threads: one waits in the exchange while the other computes.
   own = {
@@ -63,22 +73,51 @@ def main(argv: Sequence[str]) -> None:
     # Ways share programs.
     "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
   }  # fmt: skip
-  with VirtualHosts(_HOSTS) as network:
+  lines = []
+  with (
+    VirtualHosts(_HOSTS, has_store=True) as network,
+    object_store.serving(network, _HOSTS, folder / "store.log") as clients,
+  ):
     hosts = network.start("overlap", own, folder)
+    sites = network.start("sites", own | clients, folder, _SITES_PORT)
     try:
       for name, way in ways.items():
         hosts.call(
           "build", timeout=_TIMEOUT, name=name, config=config.to_dict(),
           every=_EVERY.value, **way,
         )  # fmt: skip
-        hosts.call("round", timeout=_TIMEOUT, name=name)
+      alone = _config_of(_CONFIG.value)
+      alone.batch_size //= _HOSTS
+      for i, (name, is_hidden) in enumerate(at_sites.items()):
+        sites.call(
+          "build_training", timeout=_TIMEOUT, name=name, every=_EVERY.value,
+          url=f"{object_store.BUCKET}/{i}", config=alone.to_dict(),
+          is_hidden=is_hidden,
+        )  # fmt: skip
+      calls = dict.fromkeys(ways, hosts) | dict.fromkeys(at_sites, sites)
+      for name, each in calls.items():
+        each.call("round", timeout=_TIMEOUT, name=name)
         print(f"{name}: built", flush=True)
-      hosts.call("built", timeout=_TIMEOUT)
+      for each in (hosts, sites):
+        each.call("built", timeout=_TIMEOUT)
       for rate in _RATES.value:
         network.shape(rate * 1e6)
-        _print_table(rate, _measured(hosts, list(ways)))
+        for name, seconds in _measured(calls).items():
+          print(f"{rate:g} Mbit/s, {name}: {seconds:.3f} s", flush=True)
+          lines.append({"rate": rate, "way": name, "seconds": seconds})
     finally:
       hosts.close()
+      sites.close()
+  about = {
+    "command": shlex.join(
+      ["python", "-m", "experiments.lab.network.overlap", *sys.argv[1:]]
+    ),
+    "commit": run_folder.environment()["commit"], "config": config.name,
+    "every": _EVERY.value, "rounds": _ROUNDS.value, "hosts": _HOSTS,
+    "cores": len(os.sched_getaffinity(0)),
+  }  # fmt: skip
+  text = json.dumps({"about": about, "lines": lines}, indent=1)
+  run_folder.write(pathlib.Path(_OUTPUT.value), f"{text}\n")
 
 
 def _config_of(config: ConfigDict) -> ConfigDict:
@@ -89,24 +128,16 @@ def _config_of(config: ConfigDict) -> ConfigDict:
   return config
 
 
-def _measured(hosts: Hosts, names: Sequence[str]) -> Mapping[str, float]:
+def _measured(calls: Mapping[str, Hosts]) -> Mapping[str, float]:
   """Returns the median seconds of a step of each way."""
+  names = list(calls)
   seconds: dict[str, list[float]] = {name: [] for name in names}
   for number in range(_ROUNDS.value):
     first = number * len(names) // _ROUNDS.value
     for name in (*names[first:], *names[:first]):
-      found = hosts.call("round", timeout=_TIMEOUT, name=name)
+      found = calls[name].call("round", timeout=_TIMEOUT, name=name)
       seconds[name].append(max(found))
   return {name: statistics.median(own) for name, own in seconds.items()}
-
-
-def _print_table(rate: float, seconds: Mapping[str, Any]) -> None:
-  """Prints seconds of a step, and the share of an exchange that is hidden."""
-  exchange = seconds[_WAITS] - seconds[_ALONE]
-  for name, own in seconds.items():
-    hidden = 1 - (own - seconds[_ALONE]) / exchange
-    share = "-" if name in (_ALONE, _WAITS) else f"{hidden:.0%}"
-    print(f"| {rate:g} | {name} | {own:.3f} | {share} |", flush=True)
 
 
 if __name__ == "__main__":

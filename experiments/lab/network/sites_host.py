@@ -1,4 +1,4 @@
-"""A host of `sites` that is one site of a run."""
+"""A host of `sites` and `overlap` that is one site of a run."""
 
 import time
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from ml_collections import ConfigDict
 
 import edgc_jax
@@ -22,6 +23,7 @@ class SitesHost:
     del count, address  # sites need no address of each other
     self._index = index
     self._sites: dict[str, tuple[edgc_jax.Site, Any]] = {}
+    self._trainings: dict[str, _Training] = {}
 
   def build(
     self, code: str, url: str, options: Mapping[str, Any], config: Mapping
@@ -70,6 +72,79 @@ class SitesHost:
       "sent": found.sent, "received": found.received,
       "members": len(found.members),
     }  # fmt: skip
+
+  def build_training(
+    self, name: str, url: str, config: Mapping, every: int, is_hidden: bool
+  ) -> None:
+    """Compiles a training step, and joins a run.
+
+    Args:
+      name: A name of it for later calls.
+      url: The run's folder in a bucket.
+      config: The configuration of one replica.
+      every: Steps of a round.
+      is_hidden: Whether the next round's steps hide an exchange.
+    """
+    site = edgc_jax.Site(
+      url, f"site-{self._index}", every=every, density=None, bits=32,
+      lr=0.7, momentum=0.9, patience=_PATIENCE, checkpoint_every=2**30,
+    )  # fmt: skip
+    self._trainings[name] = _Training(
+      site, every, ConfigDict(config), is_hidden
+    )
+
+  def round(self, name: str) -> float:
+    """Times the steps of a round, in which there is one whole exchange.
+
+    Returns:
+      Seconds of a step.
+    """
+    training = self._trainings[name]
+    training.round()
+    start = time.perf_counter()
+    training.round()
+    seconds = time.perf_counter() - start
+    training.finish()
+    return seconds / training.every
+
+
+class _Training:
+  """Steps of a site on one device."""
+
+  def __init__(
+    self, site: edgc_jax.Site, every: int, config: ConfigDict, is_hidden: bool
+  ):
+    task, tx = tasks.make(config), optax.adamw(config.optimizer.lr)
+    self.every, self._site, self._is_hidden = every, site, is_hidden
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+      gradient = jax.grad(task.loss, has_aux=True)
+      grads, _ = gradient(params, batch, jax.random.key(0))
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    self._step = jax.jit(step, donate_argnums=(0, 1))
+    rows = config.batch_size
+    self._batch = next(task.train_batches(rows, 0, slice(0, rows)))
+    self._params = site.join(task.init(jax.random.key(0)))
+    self._state = tx.init(self._params)
+
+  def round(self) -> None:
+    """Runs the steps of a round, and begins or makes its exchange."""
+    for _ in range(self.every):
+      self._params, self._state = self._step(
+        self._params, self._state, self._batch
+      )
+    jax.block_until_ready(self._params)
+    self.finish()
+    if self._is_hidden:
+      self._site.begin(self._params)
+    else:
+      self._params = self._site.exchange(self._params)
+
+  def finish(self) -> None:
+    """Waits for an exchange that has begun."""
+    self._params = self._site.finish(self._params)
 
 
 if __name__ == "__main__":
