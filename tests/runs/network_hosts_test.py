@@ -195,6 +195,41 @@ def test_a_whole_run(tmp_path, network):
   assert whole["lines"]["seconds"] == sorted(whole["lines"]["seconds"])
 
 
+def test_sites(tmp_path, network):
+  """Sites share a store, and changes take the time of both directions."""
+  pytest.importorskip("moto")
+  output = tmp_path / "sites.json"
+  run(
+    tmp_path, "experiments.lab.network.sites", "--hosts=2", "--rounds=1",
+    "--config=configs/gpt2_tiny.py", "--rate=1", "--rate=inf",
+    "--round_trip=0", f"--output={output}", f"--folder={tmp_path / 'logs'}",
+  )  # fmt: skip
+  found = json.loads(output.read_text())
+  assert len(found["lines"]) == 4
+  for line in found["lines"]:
+    (seconds,), (sent,) = line["seconds"], line["sent"]
+    assert sent <= line["uplink"][0] < 1.5 * sent + 50_000
+    assert line["received"] == [sent]
+    # What is sent is received after all of it is there; tokens in the buckets.
+    assert seconds > (2 * sent - 2**17) * 8 / (line["rate"] * 1e6)
+
+
+def test_site_runs(tmp_path, network):
+  """The same run by sites and by local steps."""
+  pytest.importorskip("moto")
+  output = tmp_path / "runs.json"
+  run(
+    tmp_path, "experiments.lab.network.site_runs", "--steps=4", "--every=2",
+    "--config=configs/protocol/gpt.py", "--rate=100", "--round_trip=0",
+    f"--output={output}", f"--folder={tmp_path / 'runs'}",
+  )  # fmt: skip
+  one, other = json.loads(output.read_text())["lines"]
+  assert (one["way"], other["way"]) == ("sites", "local steps")
+  assert one["loss"] == pytest.approx(other["loss"], rel=0.05)
+  # A site writes its first parameters into the bucket.
+  assert one["sent"] > 4 * 445_952 > 20 * other["sent"] / 2
+
+
 def test_a_killed_program_leaves_nothing(tmp_path, network):
   """Neither processes nor the namespaces that they hold."""
   with subprocess.Popen(

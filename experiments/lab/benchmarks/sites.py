@@ -1,6 +1,6 @@
 """Trains the protocol's model at four sites, one of them often away or slow.
 
-  python -m experiments.lab.benchmarks.sites
+  python -m experiments.lab.benchmarks.sites [SEED ...]
 
 One process simulates the sites: they train side by side on one device, each on
 its quarter of every batch, and exchange by `edgc_jax.Site` through a temporary
@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
+from absl import app
 from ml_collections import ConfigDict
 
 import edgc_jax
@@ -45,13 +45,10 @@ from experiments.trainer import tasks
 from experiments.trainer.training import optimizer
 from experiments.trainer.training.trainer import Trainer
 
-_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds.")
-_OUTPUT = flags.DEFINE_string(
-  "output", str(ROOT / "results/data/sites"), "The folder of the runs."
-)
-
+FOLDER = ROOT / "results/data/sites"
 NAMES = ("a", "b", "c", "d")
 LOCAL = "local steps"
+SEEDS = (0, 1, 2)
 EVERY = 24
 # As tuned for the exchange of SparseLoCo every 24 steps.
 _RATE, _MOMENTUM = 8e-3, 0.5
@@ -92,12 +89,11 @@ ARMS = {
 
 
 def main(argv: Sequence[str]) -> None:
-  """Runs what is missing."""
-  del argv
-  for seed in map(int, _SEEDS.value):
+  """Runs what is missing of some seeds."""
+  for seed in map(int, argv[1:] or SEEDS):
     for name, arm in {LOCAL: None, **ARMS}.items():
       file = f"{name.replace(', ', '-').replace(' ', '-')}-seed{seed}.json"
-      path = pathlib.Path(_OUTPUT.value) / file
+      path = FOLDER / file
       if path.exists():
         continue
       config = gpt.get_config("allreduce" if arm else "topk")

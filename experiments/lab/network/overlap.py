@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments import ROOT
 from experiments.lab.network import object_store, virtual_hosts
 from experiments.lab.network.calls import Hosts
+from experiments.lab.network.results import ALONE, OVERLAP, SITES_WAIT, WAITS
 from experiments.lab.network.virtual_hosts import VirtualHosts
 from experiments.trainer.runs import run_folder
 
@@ -38,12 +38,11 @@ _OVERLAPS = flags.DEFINE_multi_integer(
   " --every.", lower_bound=1,
 )  # fmt: skip
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Timed rounds.", lower_bound=1)
-FILE = ROOT / "results/data/overlap.json"
-_OUTPUT = flags.DEFINE_string("output", str(FILE), "The JSON file.")
+_OUTPUT = flags.DEFINE_string("output", str(OVERLAP), "The JSON file.")
 _FOLDER = flags.DEFINE_string("folder", "runs/overlap", "The folder of logs.")
 _HOSTS, _TIMEOUT = 2, 600.0  # seconds for a call
 _SITES_PORT = 12350
-ALONE, WAITS = "no exchange", "exchange waits"
+_AT_SITES = {SITES_WAIT: False, "sites, begin and finish": True}  # is hidden
 
 
 def main(argv: Sequence[str]) -> None:
@@ -65,7 +64,6 @@ def main(argv: Sequence[str]) -> None:
     f"two programs, overlap={n}": {"is_split": True, "overlap": n}
     for n in _OVERLAPS.value
   }
-  at_sites = {"sites, exchange": False, "sites, begin and finish": True}
   folder = pathlib.Path(_FOLDER.value)
   # Two threads: one waits in the exchange while the other computes.
   own = {
@@ -88,13 +86,13 @@ def main(argv: Sequence[str]) -> None:
         )  # fmt: skip
       alone = _config_of(_CONFIG.value)
       alone.batch_size //= _HOSTS
-      for i, (name, is_hidden) in enumerate(at_sites.items()):
+      for i, (name, is_hidden) in enumerate(_AT_SITES.items()):
         sites.call(
           "build_training", timeout=_TIMEOUT, name=name, every=_EVERY.value,
           url=f"{object_store.BUCKET}/{i}", config=alone.to_dict(),
           is_hidden=is_hidden,
         )  # fmt: skip
-      calls = dict.fromkeys(ways, hosts) | dict.fromkeys(at_sites, sites)
+      calls = dict.fromkeys(ways, hosts) | dict.fromkeys(_AT_SITES, sites)
       for name, each in calls.items():
         each.call("round", timeout=_TIMEOUT, name=name)
         print(f"{name}: built", flush=True)

@@ -18,6 +18,11 @@ from experiments.trainer.runtime.json_files import read_json
 
 FILE = ROOT / "results/data/network.json"
 WHOLE_RUNS = ROOT / "results/data/whole_runs.json"
+SITE_ROUNDS = ROOT / "results/data/site_rounds.json"
+SITE_RUNS = ROOT / "results/data/site_runs.json"
+OVERLAP = ROOT / "results/data/overlap.json"
+# Of OVERLAP: steps alone, and for each kind the way that hides nothing.
+ALONE, WAITS, SITES_WAIT = "no exchange", "exchange waits", "sites, exchange"
 NO_EXCHANGE, DENSE, NARROW = "no exchange", "dense", "dense, bf16"
 RANKS = (32, 8)
 # Methods, with settings of the configuration and arguments of torch_host.

@@ -21,11 +21,11 @@ from absl import app, flags
 
 from experiments import ROOT
 from experiments.lab.network import object_store, virtual_hosts
+from experiments.lab.network.results import SITE_RUNS
 from experiments.lab.network.virtual_hosts import VirtualHosts, address
 from experiments.lab.study.records import numbers_of
 from experiments.trainer.runs import run_folder
 
-FILE = ROOT / "results/data/site_runs.json"
 _CONFIG = flags.DEFINE_string("config", "configs/gpt2_10m.py", "A file.")
 _HOSTS = flags.DEFINE_integer("hosts", 2, "Number of hosts.", lower_bound=2)
 _STEPS = flags.DEFINE_integer("steps", 120, "Steps.", lower_bound=1)
@@ -33,7 +33,7 @@ _EVERY = flags.DEFINE_integer("every", 30, "Steps of a round.", lower_bound=1)
 _ROWS = flags.DEFINE_integer("rows", 4, "Rows of a host's batch.")
 _RATES = flags.DEFINE_multi_float("rate", [10.0, 100.0], "Mbit/s of the links.")
 _ROUND_TRIPS = flags.DEFINE_multi_float("round_trip", [0.0, 50.0], "ms.")
-_OUTPUT = flags.DEFINE_string("output", str(FILE), "The JSON file.")
+_OUTPUT = flags.DEFINE_string("output", str(SITE_RUNS), "The JSON file.")
 _FOLDER = flags.DEFINE_string("folder", "runs/site_runs", "Of run folders.")
 _PORT = 12349
 _ENVIRONMENT = {

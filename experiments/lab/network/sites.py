@@ -24,10 +24,9 @@ import numpy as np
 from absl import app, flags
 from ml_collections import config_flags
 
-from experiments import ROOT
 from experiments.lab.network import object_store, virtual_hosts
 from experiments.lab.network.calls import Hosts
-from experiments.lab.network.results import link_name
+from experiments.lab.network.results import SITE_ROUNDS, link_name
 from experiments.lab.network.virtual_hosts import VirtualHosts
 from experiments.trainer.runs import run_folder
 
@@ -46,8 +45,7 @@ _ROUND_TRIPS = flags.DEFINE_multi_float(
   upper_bound=6e4,
 )  # fmt: skip
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds.", lower_bound=1)
-FILE = ROOT / "results/data/sites.json"
-_OUTPUT = flags.DEFINE_string("output", str(FILE), "The JSON file.")
+_OUTPUT = flags.DEFINE_string("output", str(SITE_ROUNDS), "The JSON file.")
 _FOLDER = flags.DEFINE_string("folder", "runs/sites", "The folder of logs.")
 _TIMEOUT = 900.0
 _LINKS_PORT = 12348

@@ -26,7 +26,14 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageChops
 
 from experiments import ROOT
-from experiments.lab.pages import benchmarks, evidence, network, paper, protocol
+from experiments.lab.pages import (
+  benchmarks,
+  evidence,
+  network,
+  paper,
+  protocol,
+  sites,
+)
 from experiments.trainer.reporting.style import DPI
 
 _CHECK = flags.DEFINE_bool("check", False, "Write nothing, and compare.")
@@ -45,6 +52,7 @@ Table = Callable[..., Sequence[str]]
 Picture = Callable[[], Figure]
 TABLES: Mapping[str, Table] = {
   **protocol.TABLES, **network.TABLES, **benchmarks.TABLES, **paper.TABLES,
+  **sites.TABLES,
 }  # fmt: skip
 PICTURES: Mapping[str, Picture] = {
   **protocol.PICTURES, **network.PICTURES, **paper.PICTURES,

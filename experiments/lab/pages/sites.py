@@ -7,11 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from experiments import ROOT
 from experiments.lab.benchmarks import sites
-from experiments.lab.network import site_runs
-from experiments.lab.network import sites as site_rounds
-from experiments.lab.network.results import link_name
+from experiments.lab.network import results
 from experiments.trainer.reporting.style import markdown
 
 _ALL = "all there"
@@ -24,7 +21,7 @@ def _read(file: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 def _rounds() -> Sequence[str]:
   """Returns the seconds and bytes of a round on each link."""
-  lines, about = _read(site_rounds.FILE)
+  lines, about = _read(results.SITE_ROUNDS)
   table = []
   for line in lines:
     rate, hosts = line["rate"] * 1e6, about["hosts"]
@@ -37,9 +34,9 @@ def _rounds() -> Sequence[str]:
     table.append(
       {
         "code": line["code"],
-        "link": link_name(line["rate"], line["round_trip"])
-        if has_limit
-        else link_name(line["rate"], line["round_trip"]).replace("inf", "no"),
+        "link": results.link_name(line["rate"], line["round_trip"]).replace(
+          "inf Mbit/s", "no limit"
+        ),
         "up, kB": f"{middle['sent'] / 1e3:,.1f}",
         "on the link, kB": f"{middle['uplink'] / 1e3:,.1f}",
         "round, s": f"{middle['seconds']:.2f}",
@@ -52,10 +49,10 @@ def _rounds() -> Sequence[str]:
 
 def _runs() -> Sequence[str]:
   """Returns whole runs by sites and by local steps."""
-  lines, about = _read(site_runs.FILE)
+  lines, about = _read(results.SITE_RUNS)
   table = pd.DataFrame(
     {
-      "link": link_name(line["rate"], line["round_trip"]),
+      "link": results.link_name(line["rate"], line["round_trip"]),
       "way": line["way"],
       "s a step": f"{line['step_seconds']:.3f}",
       "whole run, s": f"{line['seconds']:.0f}",
@@ -67,9 +64,31 @@ def _runs() -> Sequence[str]:
   return [*markdown(table), "", _origin(about)]
 
 
+def _overlap() -> Sequence[str]:
+  """Returns seconds of a step, and the share of an exchange that is hidden."""
+  lines, about = _read(results.OVERLAP)
+  table = []
+  for rate in dict.fromkeys(line["rate"] for line in lines):
+    seconds = {x["way"]: x["seconds"] for x in lines if x["rate"] == rate}
+    alone = seconds[results.ALONE]
+    for way, own in seconds.items():
+      waits = seconds[
+        results.SITES_WAIT if way.startswith("sites") else results.WAITS
+      ]
+      is_hidden = own not in (alone, waits)
+      hidden = f"{1 - (own - alone) / (waits - alone):.0%}"
+      table.append(
+        {
+          "link": results.link_name(rate, 0.0), "exchanges": way,
+          "s a step": f"{own:.3f}", "hidden": hidden if is_hidden else "-",
+        }
+      )  # fmt: skip
+  return [*markdown(pd.DataFrame(table)), "", _origin(about)]
+
+
 def _absent() -> Sequence[str]:
   """Returns losses with a site that is often away, or slow."""
-  files = sorted((ROOT / "results/data/sites").glob("*.json"))
+  files = sorted(sites.FOLDER.glob("*.json"))
   lines = pd.DataFrame([_read(file)[0][0] for file in files])
   losses = lines.pivot_table(index="arm", columns="seed", values="loss")
   tokens = lines.groupby("arm")["tokens"].first()
@@ -98,5 +117,6 @@ def _origin(about: dict[str, Any]) -> str:
 
 
 TABLES = {
-  "site rounds": _rounds, "site runs": _runs, "absent sites": _absent,
+  "site rounds": _rounds, "site runs": _runs, "overlap": _overlap,
+  "absent sites": _absent,
 }  # fmt: skip

@@ -1,0 +1,39 @@
+"""Tests the simulation of sites of which one is often away or slow."""
+
+import pytest
+
+from configs.protocol import gpt
+from experiments.lab.benchmarks import sites
+
+
+@pytest.mark.parametrize(
+  ("arm", "away", "members"),
+  [
+    ("all there", 0, 90), ("a tenth away", 9, 81), ("a third away", 30, 60),
+    ("three sites", 90, 0), ("slow, late", 0, 30), ("slow, timed", 0, 90),
+  ],
+)  # fmt: skip
+def test_rounds_of_the_fourth_site(arm, away, members):
+  arm, rounds = sites.ARMS[arm], range(90)
+  assert sum(map(arm.is_away, rounds)) == away
+  assert sum(map(arm.is_in, rounds)) == members
+
+
+@pytest.mark.soak("experiments/lab/benchmarks", "edgc_jax/sites")
+@pytest.mark.parametrize("arm", ["slow, late", "slow, timed"])
+def test_a_short_run(arm, monkeypatch):
+  """The fourth site takes a third of the steps; changes have their bytes."""
+  monkeypatch.setattr(sites, "EVERY", 3)
+  config = gpt.get_config("allreduce")
+  config.steps, config.batch_size = 9, 8
+  config.optimizer.warmup_steps = 2
+  config.evaluation.batches = 1
+  config.model.update(width=16, num_layers=1, context=16, num_heads=2)
+  found = sites.simulate(config, sites.ARMS[arm])
+  assert found["rounds"] == 3
+  assert found["tokens"] == (3 * 9 + 3) * 2 * 16
+  # Each member uploads once a round, and downloads the other members' changes.
+  members = {"slow, late": [3, 3, 4], "slow, timed": [4, 4, 4]}[arm]
+  size = found["sent"] / sum(members)
+  others = sum(count * (count - 1) for count in members)
+  assert found["received"] == pytest.approx(size * others, rel=0.01)
