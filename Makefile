@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 
 .PHONY: train train-vision train-hsdp train-pipeline test test-all test-slow \
   test-core test-newest soak soak-changed golden dist lint format protocol \
-  horizon pages docs plan-paper bench-network bench-overlap clean
+  horizon pages docs plan-paper bench-network bench-overlap \
+  bench-sites clean
 
 # Installs the package with one of its extras, as $(VENV)/train does; again when
 # the package metadata change.
@@ -126,10 +127,16 @@ bench-network: $(VENV)/train
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/python -m experiments.lab.network --config=configs/gpt2_10m.py
 
-# How much of an exchange of local steps runs beside inner steps. Needs the same;
-# rows of the table in docs/local_steps.md.
-bench-overlap: $(VENV)/train
+# How much of an exchange of local steps, and of sites, runs beside inner steps.
+# Needs the same. Result: results/data/overlap.json.
+bench-overlap: $(VENV)/train $(VENV)/emulators
 	$(BIN)/python -m experiments.lab.network.overlap --config=configs/gpt2_tiny.py
+
+# Rounds and runs of sites on virtual hosts, through an object store. Needs the
+# same. Results: results/data/site_rounds.json and site_runs.json.
+bench-sites: $(VENV)/train $(VENV)/emulators
+	$(BIN)/python -m experiments.lab.network.sites
+	$(BIN)/python -m experiments.lab.network.site_runs
 
 clean:
 	rm -rf $(VENV) .newest .pytest_cache build dist site

@@ -11,11 +11,11 @@ folder. The fourth site is
   a tenth away  killed for 3 of every 30 rounds: it trains on nothing meanwhile,
   a third away  and for 10 of every 30; it returns as a new process, with the
                 common parameters and its old optimiser state
-  three sites   away from the beginning
   slow, late    three times slower, in rounds by steps: it is in every third
                 round, with its change since three rounds before
   slow, timed   three times slower, in rounds by time: it takes a third of the
                 steps, and weighs a third
+  all entries   never away, and all sites send 2 bits of every entry
 
 Every run of sites checks that its rounds had these members. A finished run is a
 file in results/data/sites/, and is not repeated; it takes 10 to 20 minutes of
@@ -62,11 +62,13 @@ class Arm(NamedTuple):
     away: Rounds of every 30 in which it is killed.
     pace: Of so many steps of the others it takes one.
     is_timed: Whether rounds end by time.
+    density: Share of the entries that all sites send; None for all.
   """
 
   away: int = 0
   pace: int = 1
   is_timed: bool = False
+  density: float | None = 1 / 64
 
   def is_away(self, round_number: int) -> bool:
     """Returns whether the fourth site is killed during a round."""
@@ -82,9 +84,9 @@ ARMS = {
   "all there": Arm(),
   "a tenth away": Arm(away=3),
   "a third away": Arm(away=10),
-  "three sites": Arm(away=30),
   "slow, late": Arm(pace=3),
   "slow, timed": Arm(pace=3, is_timed=True),
+  "all entries": Arm(density=None),
 }
 
 
@@ -153,7 +155,7 @@ def simulate(config: ConfigDict, arm: Arm) -> dict[str, Any]:
       sites = {name: site for name, site in sites.items() if name in there}
       for name in there:
         if name not in sites:
-          sites[name] = _site(folder, name)
+          sites[name] = _site(folder, name, arm)
           own = _with(own, name, sites[name].join(_of(own, name)))
       for i in range(EVERY):
         is_active = np.array([name in there for name in NAMES])
@@ -216,10 +218,11 @@ def _step(
   return jax.lax.map(one, (own, opt_state, parts, is_active))
 
 
-def _site(folder: str, name: str) -> edgc_jax.Site:
+def _site(folder: str, name: str, arm: Arm) -> edgc_jax.Site:
   return edgc_jax.Site(
-    folder, name, every=EVERY, momentum=_MOMENTUM, patience=_PATIENCE
-  )
+    folder, name, every=EVERY, momentum=_MOMENTUM, patience=_PATIENCE,
+    density=arm.density,
+  )  # fmt: skip
 
 
 def _of(stacked: Any, name: str) -> Any:
