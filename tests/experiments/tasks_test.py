@@ -183,8 +183,17 @@ METHODS = {
 }  # fmt: skip
 
 
+# Its model compiles for a minute.
+LONG = pytest.param(
+  "diffusion",
+  marks=pytest.mark.soak("experiments/trainer/tasks", "configs/vision.py"),
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", tasks.names())
+@pytest.mark.parametrize(
+  "name", [LONG, *(x for x in tasks.names() if x != "diffusion")]
+)
 def test_every_task_trains_and_resumes_bit_for_bit(name, tmp_path):
   """A run that was cut off continues as if it had not been."""
 

@@ -125,6 +125,7 @@ def test_a_stopped_task_neither_ends_at_once_nor_stays(tmp_path):
   assert task.returncode == 1
 
 
+@pytest.mark.soak("examples/slurm.py", "experiments/trainer/runtime")
 def test_requeued_until_the_end(submitted):
   """Two tasks find each other, save at the signal, and continue."""
   folder, environment, job = submitted
