@@ -9,7 +9,7 @@ import pytest
 from helpers.small_runs import small
 
 from edgc_jax.sites import bucket
-from experiments.trainer.reporting import key_numbers, run_page
+from experiments.trainer.reporting import key_numbers, logged_run, run_page
 from experiments.trainer.training import trainer
 from experiments.trainer.training.trainer import Trainer
 
@@ -65,6 +65,9 @@ def test_two_sites_end_equal(tmp_path, monkeypatch):
   assert "bytes a step" not in table, "within a site of one replica"
   page = run_page.write_report([tmp_path / "a"]).read_text()
   assert "Sites of a round" in page and "rounds of sites" in page
+  assert "Bytes a step" not in page
+  *_, sent = logged_run.load(tmp_path / "a").lines["bytes"]
+  assert sent == a["site_sent"]
 
 
 def test_a_site_that_comes_later_goes_on_with_the_run(tmp_path):

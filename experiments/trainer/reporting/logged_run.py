@@ -106,6 +106,10 @@ def load(folder: pathlib.Path) -> Run:
         f" and compression_ratio, got {list(frame)} ({error}); give another"
         " folder"
       ) from error
+    if "site_sent" in frame and config.get("mesh", {}).get("data") == 1:
+      # Within such a site nothing is sent.
+      sent = frame["site_sent"].fillna(0)
+      frame = frame.drop(columns=["wire_bytes", "dense_bytes"])
     frame["bytes"] = sent
   text = "not recorded"
   if leaves.is_file():
