@@ -128,15 +128,16 @@ bench-network: $(VENV)/train
 	$(BIN)/python -m experiments.lab.network --config=configs/gpt2_10m.py
 
 # How much of an exchange of local steps, and of sites, runs beside inner steps.
-# Needs the same. Result: results/data/overlap.json.
+# Needs Linux, root and iproute2. Result: results/data/overlap.json.
 bench-overlap: $(VENV)/train $(VENV)/emulators
-	$(BIN)/python -m experiments.lab.network.overlap --config=configs/gpt2_tiny.py
+	$(BIN)/python -m experiments.lab.network.overlap --rate=100
 
-# Rounds and runs of sites on virtual hosts, through an object store. Needs the
-# same. Results: results/data/site_rounds.json and site_runs.json.
+# Rounds and runs of sites on virtual hosts, through an object store. Needs Linux,
+# root and iproute2. Results: results/data/site_rounds.json and site_runs.json.
 bench-sites: $(VENV)/train $(VENV)/emulators
-	$(BIN)/python -m experiments.lab.network.sites
-	$(BIN)/python -m experiments.lab.network.site_runs
+	$(BIN)/python -m experiments.lab.network.sites --rounds=3
+	$(BIN)/python -m experiments.lab.network.site_runs --steps=90 --rate=10 \
+	  --rate=100 --round_trip=50
 
 clean:
 	rm -rf $(VENV) .newest .pytest_cache build dist site

@@ -26,7 +26,7 @@ _HEAD = struct.Struct("<I32s")  # bytes of the header, and its code under a key
 MOST_HEADER = 1 << 20  # bytes
 _SMALL = 1000  # entries: leaves below, and vectors, are sent in 8 bits
 _LEAST = 1e-30  # a norm that counts as zero
-_EXACT = 2**22  # squares of 30 bits whose sum float64 holds
+_EXACT = 2**22  # squares of up to 2^30 whose sum float64 holds
 _VECTORS = Blockwise(8, 128)
 _DENSE: Mapping[int, Code | None] = {
   32: None, 8: Blockwise(8, 128), 4: Levels(64),

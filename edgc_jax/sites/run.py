@@ -100,11 +100,12 @@ class Run:
     self.counted: Mapping[str, str] = {}
     self._damaged: set[int] = set()  # checkpoints
     self._read: dict[str, bytes] = {}  # changes of the next round, by site
-    self._norms: dict[str, tuple[float, float]] = {}  # weight and norm of some
+    # Of changes that were checked: the bytes, weight and norm, by site.
+    self._checked: dict[str, tuple[bytes, float, float]] = {}
     self._set(own, [np.zeros_like(x) for x in own] if rule.momentum else [])
-    if not bucket.sizes("checkpoints"):
-      self.save()  # if another site is sooner, its own counts
-    self._load()
+    # If another site is sooner, its own counts.
+    if bucket.sizes("checkpoints") or not self.save():
+      self._load()
     self.catch_up()
 
   def catch_up(self) -> None:
@@ -166,7 +167,7 @@ class Run:
       if size > self._layout.num_bytes + payload.MOST_HEADER:
         raise Refused(f"an object of {size:,} bytes")
       data = self._bucket.read(f"rounds/{self.round}/sites/{name}")
-      self._norms[name] = self._weight_and_norm(name, data)
+      self._checked[name] = data, *self._weight_and_norm(name, data)
       self._read[name] = data
     except (Refused, FileNotFoundError) as error:
       _LOG.warning("round %d refuses site %r: %s", self.round, name, error)
@@ -241,10 +242,10 @@ class Run:
     weights, norms, refused = {}, {}, {}
     for name, data in found.items():
       try:
-        is_known = name in self._norms and self._read.get(name) is data
-        weights[name], norms[name] = (
-          self._norms[name] if is_known else self._weight_and_norm(name, data)
-        )
+        checked, *known = self._checked.get(name, (b"",))
+        if checked is not data:
+          known = self._weight_and_norm(name, data)
+        weights[name], norms[name] = known
       except Refused as error:
         refused[name] = str(error)
     most = self._rule.most_norm * _median(norms.values())
@@ -256,14 +257,14 @@ class Run:
     weights = {name: min(weight, most) for name, weight in weights.items()}
     self._step({name: (found[name], w) for name, w in weights.items()})
     self.round, self.members = t + 1, tuple(weights)
-    self._read, self._norms = {}, {}
+    self._read, self._checked = {}, {}
     digests = {name: manifest["sites"][name] for name in weights}
     self.counted = {**self.counted, **digests}
     sizes = {name: len(data) for name, data in found.items()}
     return Applied(self.members, refused, sizes)
 
-  def save(self) -> None:
-    """Writes a checkpoint, if no other site has."""
+  def save(self) -> bool:
+    """Writes a checkpoint; False if another site has."""
     header = self._header("checkpoint") | {
       "about": self._about, "members": self.members, "counted": self.counted,
     }  # fmt: skip
@@ -272,7 +273,8 @@ class Run:
     try:
       self._bucket.create(f"checkpoints/{self.round}", data)
     except FileExistsError:
-      return
+      return False
+    return True
 
   def remove_old(self) -> None:
     """Removes what is older than the newest checkpoint but one."""
@@ -408,7 +410,7 @@ class Run:
         _LOG.warning("checkpoint %s of %s is left out", damage, self._url)
         continue
       self.round, self.members, self.counted = t, members, counted
-      self._read, self._norms = {}, {}
+      self._read, self._checked = {}, {}
       self._set(parts[: len(self.common)], parts[len(self.common) :])
       return
     raise SiteError(

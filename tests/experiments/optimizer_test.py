@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers.small_runs import small
 from jax import lax
@@ -121,6 +122,17 @@ def test_ranks_have_names():
   ranks = (("powersgd", 0), ("powersgd", 8.0), ("allreduce", 0), ("topk", 0))
   names = [optimizer.rank_name(*each) for each in ranks]
   assert names == ["dense", "8", "dense", "-"]
+
+
+def test_a_schedule_moves_to_a_step():
+  """Adam's own count, which corrects its bias, stays."""
+  config = gpt2_tiny.get_config("allreduce")
+  inner, params = optimizer.make_inner(config), {"w": jnp.ones((4, 4))}
+  state = optimizer.at_step(inner.init(params), 7)
+  found = optax.tree.get_all_with_path(state, "count")
+  assert {path[-1].tuple_name: int(count) for path, count in found} == {
+    "ScaleByAdamState": 0, "ScaleByScheduleState": 7,
+  }  # fmt: skip
 
 
 def test_without_exchange_all_replicas_move_alike():

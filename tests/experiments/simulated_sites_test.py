@@ -21,20 +21,26 @@ def test_rounds_of_the_fourth_site(arm, away, members):
 
 
 @pytest.mark.soak("experiments/lab/benchmarks", "edgc_jax/sites")
-@pytest.mark.parametrize("arm", ["slow, late", "slow, timed"])
-def test_a_short_run(arm, monkeypatch):
-  """The fourth site takes a third of the steps; changes have their bytes."""
-  monkeypatch.setattr(sites, "EVERY", 3)
+@pytest.mark.parametrize(
+  ("arm", "every", "members", "steps"),
+  [
+    # Of each round, and of the fourth site alone.
+    ("slow, late", 3, [3, 3, 4], 3), ("slow, timed", 3, [4, 4, 4], 3),
+    ("a third away", 1, 10 * [4] + 10 * [3] + 2 * [4], 12),
+  ],
+)  # fmt: skip
+def test_a_short_run(arm, every, members, steps, monkeypatch):
+  """Changes have their bytes; a site that was killed returns."""
+  monkeypatch.setattr(sites, "EVERY", every)
   config = gpt.get_config("allreduce")
-  config.steps, config.batch_size = 9, 8
+  config.steps, config.batch_size = every * len(members), 8
   config.optimizer.warmup_steps = 2
   config.evaluation.batches = 1
   config.model.update(width=16, num_layers=1, context=16, num_heads=2)
   found = sites.simulate(config, sites.ARMS[arm])
-  assert found["rounds"] == 3
-  assert found["tokens"] == (3 * 9 + 3) * 2 * 16
+  assert found["rounds"] == len(members)
+  assert found["tokens"] == (3 * config.steps + steps) * 2 * 16
   # Each member uploads once a round, and downloads the other members' changes.
-  members = {"slow, late": [3, 3, 4], "slow, timed": [4, 4, 4]}[arm]
   size = found["sent"] / sum(members)
   others = sum(count * (count - 1) for count in members)
   assert found["received"] == pytest.approx(size * others, rel=0.01)

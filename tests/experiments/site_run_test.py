@@ -10,7 +10,7 @@ from helpers.small_runs import small
 
 from edgc_jax.sites import bucket
 from experiments.trainer.reporting import key_numbers, logged_run, run_page
-from experiments.trainer.training import trainer
+from experiments.trainer.training import optimizer, site_rounds, trainer
 from experiments.trainer.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -70,13 +70,21 @@ def test_two_sites_end_equal(tmp_path, monkeypatch):
   assert sent == a["site_sent"]
 
 
-def test_a_site_that_comes_later_goes_on_with_the_run(tmp_path):
+def test_a_site_that_comes_later_goes_on_with_the_run(tmp_path, monkeypatch):
   """At the step that the others have reached; one round is left."""
   config = config_of(tmp_path, "a")
   Trainer(config).run()
   late = config_of(tmp_path, "b")
-  late.steps = 12
+  late.steps, moved = 12, []
+
+  def at_step(opt_state, step):
+    moved.append(step)
+    return optimizer.at_step(opt_state, step)
+
+  monkeypatch.setattr(site_rounds, "at_step", at_step)
   summary = Trainer(late).run()
+  assert moved == [8], "its learning rate is that of the others"
+  assert summary["traces"] == 1
   assert [line["step"] for line in lines_of(tmp_path / "b")] == [9, 10, 11, 12]
   assert summary["site_rounds"] == 2 and summary["compression_ratio"] == 1
   expected = summary["dense_bytes_per_step"]

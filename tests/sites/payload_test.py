@@ -34,7 +34,8 @@ def energy(values):
    Levels(64, 4, True), Levels(256, 2, True), Levels(1024, 1, True)],
 )  # fmt: skip
 def test_numpy_decodes_what_jax_decodes(code):
-  values = np.random.default_rng(1).standard_normal((3, 2048))
+  # More blocks than NumPy rotates at once.
+  values = np.random.default_rng(1).standard_normal((3, 2**17))
   sent = code.encode(values.astype(np.float32), jax.random.key(0))
   own = code.decode(jax.device_get(sent))
   assert isinstance(own, np.ndarray) and own.dtype == np.float32
@@ -132,3 +133,8 @@ def test_the_norm_does_not_depend_on_the_order():
   mixed = [np.flip(x) for x in reversed(values)]
   assert payload.norm(mixed) == payload.norm(values)
   assert payload.norm([np.zeros(3, np.float32)]) == 0
+  # More than are added up at once; the smallest and the largest numbers.
+  count = 2**22 + 5
+  for x in (3.0, 1e-20, 3e38):
+    own = [np.full(count, x, np.float32), np.zeros((0, 2), np.float32)]
+    assert payload.norm(own) == pytest.approx(x * math.sqrt(count), rel=1e-4)

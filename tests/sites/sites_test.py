@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import edgc_jax
-from edgc_jax.sites import bucket, payload
+from edgc_jax.sites import bucket, payload, run
 from edgc_jax.sites import site as site_module
 from edgc_jax.sites.run import SiteError
 
@@ -434,6 +434,31 @@ def test_refused_objects_hold_up_nobody(tmp_path):
   alone.site._run.add("a", b"x")
   assert alone.step().members == ()
   assert alone.step().members == ("a",)
+
+
+def test_a_change_that_was_checked_counts_only_as_its_bytes(tmp_path):
+  """An older change of the same name was checked, and is gone since."""
+  layout = payload.Layout({"w": (4,)}, None, 32)
+  a, b = (
+    run.Run(
+      bucket.open_bucket(tmp_path), str(tmp_path), layout,
+      run.Rule(1.0, 0.0, 10.0), None, [np.zeros(4, np.float32)],
+    )
+    for _ in range(2)
+  )  # fmt: skip
+  old, new, other = (
+    a.framed_change(name, "process", weight, layout.encode([np.full(4, x)]))
+    for name, weight, x in (("a", 5.0, 1.0), ("a", 1.0, 2.0), ("b", 1.0, 0.0))
+  )
+  assert b.add("a", old) and b.add("b", other) and not a.add("a", new)
+  for name, size in a.changes().items():
+    assert a.read_change(name, size)
+  (tmp_path / "rounds" / "0" / "sites" / "a").unlink()
+  assert a.add("a", new) and a.decide({"a": new, "b": other})
+  a.apply()
+  b.catch_up()
+  np.testing.assert_array_equal(a.common[0], np.full(4, -1.0))
+  assert a.hash == b.hash
 
 
 def test_links_are_not_followed(tmp_path):

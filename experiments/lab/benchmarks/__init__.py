@@ -17,14 +17,14 @@ def write(
 
   Args:
     file: The JSON file.
-    name: Of the benchmark.
+    name: Of the benchmark's module, below experiments.lab.
     lines: Of a table.
     **about: What the lines have in common, beside command and commit.
   """
   command = [
     "python",
     "-m",
-    f"experiments.lab.benchmarks.{name}",
+    f"experiments.lab.{name}",
     *sys.argv[1:],
   ]
   commit = run_folder.environment()["commit"]

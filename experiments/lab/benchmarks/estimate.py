@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
       lines.append({"model": name, **line})
       print(lines[-1], flush=True)
   benchmarks.write(
-    ROOT / "results/data/estimate.json", "estimate", lines,
+    ROOT / "results/data/estimate.json", "benchmarks.estimate", lines,
     device=environment()["device"],
     steps=_STEPS, rounds=_ROUNDS,
   )  # fmt: skip

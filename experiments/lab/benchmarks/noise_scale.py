@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
   config = gpt.get_config("allreduce")
   config.optimizer.lr = _RATE
   benchmarks.write(
-    ROOT / "results/data/noise_scale.json", "noise_scale",
+    ROOT / "results/data/noise_scale.json", "benchmarks.noise_scale",
     list(measure(config, _BATCHES)),
     steps=config.steps, batches=_BATCHES, tokens=_ROWS * config.model.context,
     means=[n * _ROWS * config.model.context for n in _MEANS],

@@ -17,9 +17,9 @@ folder. The fourth site is
                 steps, and weighs a third
   all entries   never away, and all sites send 2 bits of every entry
 
-Every run of sites checks that its rounds had these members. A finished run is a
-file in results/data/sites/, and is not repeated; it takes 10 to 20 minutes of
-a core.
+The learning rate follows the run, also at a site that takes fewer steps. Every
+run of sites checks that its rounds had these members. A finished run is a file
+in results/data/sites/, and is not repeated; it takes 10 to 20 minutes.
 """
 
 import functools
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> None:
       found = simulate(config, arm) if arm else by_local_steps(config)
       line = {"arm": name, "seed": seed, **found}
       benchmarks.write(
-        path, "sites", [line], steps=config.steps, every=EVERY,
+        path, "benchmarks.sites", [line], steps=config.steps, every=EVERY,
         momentum=_MOMENTUM, lr=_RATE,
       )  # fmt: skip
       print(line, flush=True)
@@ -117,10 +117,8 @@ def by_local_steps(config: ConfigDict) -> dict[str, Any]:
   with tempfile.TemporaryDirectory() as folder:
     config.run_dir = f"{folder}/run"
     summary = Trainer(config).run()
-  return {
-    "loss": summary["val_loss"],
-    "tokens": config.steps * config.batch_size * config.model.context,
-  }
+  tokens = EVERY * config.batch_size * config.model.context  # of a round
+  return {"loss": summary["val_loss"], "tokens": config.steps // EVERY * tokens}
 
 
 def simulate(config: ConfigDict, arm: Arm) -> dict[str, Any]:
@@ -131,8 +129,8 @@ def simulate(config: ConfigDict, arm: Arm) -> dict[str, Any]:
     arm: What the fourth site does.
 
   Returns:
-    The held-out loss, rounds, tokens, and the bytes that all sites together
-    have uploaded and downloaded.
+    The held-out loss, rounds, tokens, and the bytes of changes that all sites
+    together have uploaded and downloaded.
 
   Raises:
     RuntimeError: if a round had other members than the arm says.
@@ -160,7 +158,9 @@ def simulate(config: ConfigDict, arm: Arm) -> dict[str, Any]:
       for i in range(EVERY):
         is_active = np.array([name in there for name in NAMES])
         is_active[-1] &= (t * EVERY + i + 1) % arm.pace == 0
-        own, opt_state = train_step(own, opt_state, next(batches), is_active)
+        own, opt_state = train_step(
+          own, opt_state, next(batches), is_active, t * EVERY + i
+        )
         total += is_active
       members = there if arm.is_in(t) else NAMES[:-1]
       for name in reversed(members):
@@ -168,7 +168,8 @@ def simulate(config: ConfigDict, arm: Arm) -> dict[str, Any]:
         sites[name].begin(_of(own, name), float(total[i] - before[i]))
         before[i] = total[i]
         # The others' round takes in who uploads first, late or not.
-        _wait_for(pathlib.Path(folder), t, name)
+        path = pathlib.Path(folder) / f"rounds/{t}/sites/{name}"
+        _wait_for_upload(sites[name], path)
       for name in members:
         common = sites[name].finish(_of(own, name))
         own = _with(own, name, common)
@@ -192,6 +193,7 @@ def _step(
   opt_state: Any,
   batch: jax.Array,
   is_active: jax.Array,
+  number: jax.Array,
 ) -> tuple[Any, Any]:
   """Takes a step at each site that is active.
 
@@ -202,10 +204,12 @@ def _step(
     opt_state: Their optimisers' states, likewise.
     batch: Rows of all sites.
     is_active: bool [sites].
+    number: Of the step in the run, which decides the learning rate.
   """
 
   def one(site: Any) -> tuple[Any, Any]:
     params, state, rows, is_active = site
+    state = optimizer.at_step(state, number)
     gradient = jax.grad(lambda p: task.loss(p, rows, jax.random.key(0))[0])
     updates, new_state = inner.update(gradient(params), state, params)
     new = optax.apply_updates(params, updates), new_state
@@ -236,15 +240,9 @@ def _with(stacked: Any, name: str, part: Any) -> Any:
   return jax.tree.map(lambda x, y: x.at[i].set(y), stacked, part)
 
 
-def _wait_for(folder: pathlib.Path, round_number: int, name: str) -> None:
-  """Waits until a site's change of a round is in the folder."""
-  end = time.monotonic() + _PATIENCE
-  while not (folder / f"rounds/{round_number}/sites/{name}").exists():
-    if time.monotonic() > end:
-      raise RuntimeError(
-        f"`name` must be of a site that uploads in round {round_number}, got"
-        f" {name!r}, which did not within {_PATIENCE} s."
-      )
+def _wait_for_upload(site: edgc_jax.Site, path: pathlib.Path) -> None:
+  """Waits until a site's change is in the folder, or its exchange has ended."""
+  while not (path.exists() or site.is_ready()):
     time.sleep(0.01)
 
 

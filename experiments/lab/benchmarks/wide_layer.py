@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
   del argv
   lines = [line for width in WIDTHS for line in measure(width)]
   benchmarks.write(
-    _OUTPUT.value, "wide_layer", lines, steps=_STEPS.value,
+    _OUTPUT.value, "benchmarks.wide_layer", lines, steps=_STEPS.value,
     measured=_MEASURED.value,
   )  # fmt: skip
 

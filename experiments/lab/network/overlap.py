@@ -9,10 +9,8 @@ table `make pages` makes: medians of rounds in which all ways to exchange take
 turns, so that other load on the machine hits them all.
 """
 
-import json
 import os
 import pathlib
-import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,17 +18,23 @@ from collections.abc import Mapping, Sequence
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
+from experiments.lab import benchmarks
 from experiments.lab.network import object_store, virtual_hosts
 from experiments.lab.network.calls import Hosts
-from experiments.lab.network.results import ALONE, OVERLAP, SITES_WAIT, WAITS
+from experiments.lab.network.results import (
+  ALONE,
+  OVERLAP,
+  SITES_ALONE,
+  SITES_WAIT,
+  WAITS,
+)
 from experiments.lab.network.virtual_hosts import VirtualHosts
-from experiments.trainer.runs import run_folder
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", "configs/gpt2_tiny.py", "A file in configs/."
 )
 _RATES = flags.DEFINE_multi_float(
-  "rate", [100.0, 10.0], "A speed of the uplinks in Mbit/s.", lower_bound=1e-3
+  "rate", [100.0, 10.0], "A speed of the links in Mbit/s.", lower_bound=1e-3
 )
 _EVERY = flags.DEFINE_integer("every", 5, "Steps of a round.", lower_bound=1)
 _OVERLAPS = flags.DEFINE_multi_integer(
@@ -42,11 +46,15 @@ _OUTPUT = flags.DEFINE_string("output", str(OVERLAP), "The JSON file.")
 _FOLDER = flags.DEFINE_string("folder", "runs/overlap", "The folder of logs.")
 _HOSTS, _TIMEOUT = 2, 600.0  # seconds for a call
 _SITES_PORT = 12350
-_AT_SITES = {SITES_WAIT: False, "sites, begin and finish": True}  # is hidden
+# Whether sites exchange, and whether beside the steps.
+_AT_SITES = {
+  SITES_ALONE: (False, False), SITES_WAIT: (True, False),
+  "sites, begin and finish": (True, True),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures all ways to exchange, and prints a table."""
+  """Measures all ways to exchange, and writes the file."""
   del argv
   virtual_hosts.exit_unless_possible()
   object_store.exit_unless_installed()
@@ -86,11 +94,11 @@ def main(argv: Sequence[str]) -> None:
         )  # fmt: skip
       alone = _config_of(_CONFIG.value)
       alone.batch_size //= _HOSTS
-      for i, (name, is_hidden) in enumerate(_AT_SITES.items()):
+      for i, (name, own) in enumerate(_AT_SITES.items()):
         sites.call(
           "build_training", timeout=_TIMEOUT, name=name, every=_EVERY.value,
           url=f"{object_store.BUCKET}/{i}", config=alone.to_dict(),
-          is_hidden=is_hidden,
+          exchanges=own[0], is_hidden=own[1],
         )  # fmt: skip
       calls = dict.fromkeys(ways, hosts) | dict.fromkeys(_AT_SITES, sites)
       for name, each in calls.items():
@@ -106,16 +114,11 @@ def main(argv: Sequence[str]) -> None:
     finally:
       hosts.close()
       sites.close()
-  about = {
-    "command": shlex.join(
-      ["python", "-m", "experiments.lab.network.overlap", *sys.argv[1:]]
-    ),
-    "commit": run_folder.environment()["commit"], "config": config.name,
-    "every": _EVERY.value, "rounds": _ROUNDS.value, "hosts": _HOSTS,
-    "cores": len(os.sched_getaffinity(0)),
-  }  # fmt: skip
-  text = json.dumps({"about": about, "lines": lines}, indent=1)
-  run_folder.write(pathlib.Path(_OUTPUT.value), f"{text}\n")
+  benchmarks.write(
+    _OUTPUT.value, "network.overlap", lines, config=config.name,
+    every=_EVERY.value, rounds=_ROUNDS.value, hosts=_HOSTS,
+    cores=len(os.sched_getaffinity(0)),
+  )  # fmt: skip
 
 
 def _config_of(config: ConfigDict) -> ConfigDict:

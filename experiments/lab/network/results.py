@@ -21,8 +21,9 @@ WHOLE_RUNS = ROOT / "results/data/whole_runs.json"
 SITE_ROUNDS = ROOT / "results/data/site_rounds.json"
 SITE_RUNS = ROOT / "results/data/site_runs.json"
 OVERLAP = ROOT / "results/data/overlap.json"
-# Of OVERLAP: steps alone, and for each kind the way that hides nothing.
-ALONE, WAITS, SITES_WAIT = "no exchange", "exchange waits", "sites, exchange"
+# Ways of OVERLAP: without an exchange, and with one that nothing hides.
+ALONE, WAITS = "no exchange", "exchange waits"
+SITES_ALONE, SITES_WAIT = "sites, no exchange", "sites, exchange"
 NO_EXCHANGE, DENSE, NARROW = "no exchange", "dense", "dense, bf16"
 RANKS = (32, 8)
 # Methods, with settings of the configuration and arguments of torch_host.

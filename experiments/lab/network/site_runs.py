@@ -11,8 +11,6 @@ import itertools
 import json
 import os
 import pathlib
-import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,11 +18,11 @@ from typing import Any
 from absl import app, flags
 
 from experiments import ROOT
+from experiments.lab import benchmarks
 from experiments.lab.network import object_store, virtual_hosts
 from experiments.lab.network.results import SITE_RUNS
 from experiments.lab.network.virtual_hosts import VirtualHosts, address
 from experiments.lab.study.records import numbers_of
-from experiments.trainer.runs import run_folder
 
 _CONFIG = flags.DEFINE_string("config", "configs/gpt2_10m.py", "A file.")
 _HOSTS = flags.DEFINE_integer("hosts", 2, "Number of hosts.", lower_bound=2)
@@ -44,27 +42,32 @@ WAYS = ("sites", "local steps")
 
 
 def main(argv: Sequence[str]) -> None:
-  """Trains what is missing, one way after the other at each link."""
+  """Trains what the file lacks, one way after the other at each link."""
   del argv
   virtual_hosts.exit_unless_possible(_ROUND_TRIPS.value)
   object_store.exit_unless_installed()
-  lines: list[dict[str, Any]] = []
-  links = itertools.product(_ROUND_TRIPS.value, _RATES.value, WAYS)
-  for round_trip, rate, way in links:
-    link = {"rate": rate, "round_trip": round_trip}
-    line = {**link, "way": way, **_train(way, **link)}
-    lines.append(line)
-    print(line, flush=True)
+  file = pathlib.Path(_OUTPUT.value)
   about = {
-    "command": shlex.join(
-      ["python", "-m", "experiments.lab.network.site_runs", *sys.argv[1:]]
-    ),
-    "commit": run_folder.environment()["commit"],
     "hosts": _HOSTS.value, "steps": _STEPS.value, "every": _EVERY.value,
     "cores": len(os.sched_getaffinity(0)),
   }  # fmt: skip
-  text = json.dumps({"about": about, "lines": lines}, indent=1)
-  run_folder.write(pathlib.Path(_OUTPUT.value), f"{text}\n")
+  lines: list[dict[str, Any]] = []
+  if file.exists():
+    kept = json.loads(file.read_text())
+    if not about.items() <= kept["about"].items():
+      sys.exit(
+        f"error: `--output` must be a file of these options, {about}, got"
+        f" {file}, whose options are {kept['about']}; give another file."
+      )
+    lines = kept["lines"]
+  links = itertools.product(_ROUND_TRIPS.value, _RATES.value, WAYS)
+  for round_trip, rate, way in links:
+    line = {"rate": rate, "round_trip": round_trip, "way": way}
+    if any(line.items() <= other.items() for other in lines):
+      continue
+    lines.append({**line, **_train(way, rate, round_trip)})
+    print(lines[-1], flush=True)
+    benchmarks.write(file, "network.site_runs", lines, **about)
 
 
 def _train(way: str, rate: float, round_trip: float) -> dict[str, Any]:
@@ -86,22 +89,11 @@ def _train(way: str, rate: float, round_trip: float) -> dict[str, Any]:
     object_store.serving(network, count, folder / "store.log") as clients,
   ):
     network.shape(rate * 1e6, round_trip / 1e3)
-    processes = []
-    try:
-      for i in range(count):
-        with (folder / f"host_{i}.txt").open("w") as log:
-          processes.append(
-            subprocess.Popen(
-              [*network.inside(i), *_command(way, i, folder)],
-              stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-              env=os.environ | _ENVIRONMENT | clients,
-            )
-          )  # fmt: skip
-      codes = [process.wait() for process in processes]
-    finally:
-      for process in processes:
-        process.kill()
-        process.wait()
+    codes = network.run(
+      [_command(way, i, folder) for i in range(count)],
+      _ENVIRONMENT | clients,
+      [folder / f"host_{i}.txt" for i in range(count)],
+    )
     sent = network.sent_bytes(0)
   if any(codes):
     sys.exit(f"error: hosts ended with {codes}; {folder}/host_*.txt say why.")

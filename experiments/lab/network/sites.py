@@ -10,13 +10,10 @@ makes a table.
 """
 
 import itertools
-import json
 import math
 import os
 import pathlib
-import shlex
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,11 +21,11 @@ import numpy as np
 from absl import app, flags
 from ml_collections import config_flags
 
+from experiments.lab import benchmarks
 from experiments.lab.network import object_store, virtual_hosts
 from experiments.lab.network.calls import Hosts
 from experiments.lab.network.results import SITE_ROUNDS, link_name
 from experiments.lab.network.virtual_hosts import VirtualHosts
-from experiments.trainer.runs import run_folder
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", "configs/gpt2_10m.py", "A file in configs/."
@@ -89,16 +86,10 @@ def main(argv: Sequence[str]) -> None:
     finally:
       sites.close()
       links.close()
-  about = {
-    "command": shlex.join(
-      ["python", "-m", "experiments.lab.network.sites", *sys.argv[1:]]
-    ),
-    "commit": run_folder.environment()["commit"],
-    "params": params, "hosts": count, "rounds": _ROUNDS.value,
-    "cores": len(os.sched_getaffinity(0)),
-  }  # fmt: skip
-  text = json.dumps({"about": about, "lines": lines}, indent=1)
-  run_folder.write(pathlib.Path(_OUTPUT.value), f"{text}\n")
+  benchmarks.write(
+    _OUTPUT.value, "network.sites", lines, params=params, hosts=count,
+    rounds=_ROUNDS.value, cores=len(os.sched_getaffinity(0)),
+  )  # fmt: skip
 
 
 def _build(sites: Hosts, links: Hosts) -> tuple[int, Mapping[str, int]]:

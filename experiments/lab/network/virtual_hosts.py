@@ -25,6 +25,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from experiments.lab.network import delay
@@ -139,13 +140,48 @@ class VirtualHosts:
       logs,
     )
 
-  def shape(self, bits_per_second: float, round_trip: float = 0.0) -> None:
-    """Sets the bandwidth of every uplink, and the time of a round trip.
-
-    Takes effect at once for all connections, existing ones, too.
+  def run(
+    self,
+    commands: Sequence[Sequence[str]],
+    environment: Mapping[str, str],
+    logs: Sequence[pathlib.Path],
+  ) -> list[int]:
+    """Runs a program on each host, and ends all if one fails.
 
     Args:
-      bits_per_second: Speed of each uplink; infinity for that of the machine.
+      commands: The program of each host.
+      environment: Environment variables beside those of this process.
+      logs: The file of each host's log.
+
+    Returns:
+      The exit codes; all are zero if none has failed.
+    """
+    with contextlib.ExitStack() as stack:
+      processes = []
+      for i, (command, log) in enumerate(zip(commands, logs, strict=True)):
+        output = stack.enter_context(log.open("w"))
+        process = subprocess.Popen(
+          [*self.inside(i), *command],
+          stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+          env=os.environ | environment,
+        )  # fmt: skip
+        processes.append(process)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+      codes: list[int | None] = [None]
+      while None in codes and not any(codes):
+        time.sleep(0.1)
+        codes = [process.poll() for process in processes]
+      return [-1 if code is None else code for code in codes]
+
+  def shape(self, bits_per_second: float, round_trip: float = 0.0) -> None:
+    """Sets the speed of every link, and the time of a round trip.
+
+    Links are those to the store, too, in both directions; between hosts it is
+    their uplinks. Takes effect at once for all connections, existing ones, too.
+
+    Args:
+      bits_per_second: Speed of each link; infinity for that of the machine.
       round_trip: Seconds from one host to another and back, in addition to the
         kernel's; each way takes half of it. Hosts without it are connected by
         the kernel alone. `delay` says what the process that adds it can carry.
@@ -184,7 +220,7 @@ class VirtualHosts:
   def _shape_store(
     self, store: "_Namespace", device: str, rate: str, burst: int
   ) -> None:
-    """Limits what the store sends to each host."""
+    """Limits what the store sends to each host, in a queue of the device."""
     at = ("dev", device, "parent", "1:")
     # Another kind of queue removes what an earlier call has set.
     store.run("tc", "qdisc", "replace", "dev", device, "root", "pfifo")

@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import pathlib
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -123,22 +122,8 @@ def _train(found: Study, run: Run, link: dict[str, float]) -> dict[str, Any]:
   ]
   with VirtualHosts(count) as network:
     network.shape(link["rate"] * 1e6, link["round_trip"] / 1e3)
-    processes = []
-    try:
-      for index, file in enumerate(logs):
-        with open(file, "w") as log:
-          processes.append(
-            subprocess.Popen(
-              [*network.inside(index), *command, f"--process_id={index}"],
-              stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-              env=os.environ | _ENVIRONMENT,
-            )
-          )  # fmt: skip
-      codes = [process.wait() for process in processes]
-    finally:
-      for process in processes:
-        process.kill()
-        process.wait()
+    commands = [[*command, f"--process_id={i}"] for i in range(count)]
+    codes = network.run(commands, _ENVIRONMENT, logs)
   if any(codes):
     sys.exit(f"error: hosts ended with {codes}; {folder}.host_*.txt say why.")
   numbers = numbers_of(folder)

@@ -56,7 +56,7 @@ def _runs() -> Sequence[str]:
       "way": line["way"],
       "s a step": f"{line['step_seconds']:.3f}",
       "whole run, s": f"{line['seconds']:.0f}",
-      "sent by a host, MB": f"{line['sent'] / 1e6:.2f}",
+      "sent, MB": f"{line['sent'] / 1e6:.2f}",
       "held-out loss": f"{line['loss']:.4f}",
     }
     for line in lines
@@ -70,12 +70,12 @@ def _overlap() -> Sequence[str]:
   table = []
   for rate in dict.fromkeys(line["rate"] for line in lines):
     seconds = {x["way"]: x["seconds"] for x in lines if x["rate"] == rate}
-    alone = seconds[results.ALONE]
     for way, own in seconds.items():
-      waits = seconds[
-        results.SITES_WAIT if way.startswith("sites") else results.WAITS
-      ]
-      is_hidden = own not in (alone, waits)
+      ends = [results.ALONE, results.WAITS]
+      if way.startswith("sites"):
+        ends = [results.SITES_ALONE, results.SITES_WAIT]
+      is_hidden = way not in ends
+      alone, waits = (seconds[name] for name in ends)
       hidden = f"{1 - (own - alone) / (waits - alone):.0%}"
       table.append(
         {
@@ -92,21 +92,24 @@ def _absent() -> Sequence[str]:
   lines = pd.DataFrame([_read(file)[0][0] for file in files])
   losses = lines.pivot_table(index="arm", columns="seed", values="loss")
   tokens = lines.groupby("arm")["tokens"].first()
+  arms = [sites.LOCAL, *sites.ARMS]
   table = []
-  for arm in (x for x in (sites.LOCAL, *sites.ARMS) if x in losses.index):
-    both = (losses.loc[arm] - losses.loc[_ALL]).dropna()
+  for arm in (x for x in arms if x in losses.index):
+    own = losses.loc[arm].dropna()
+    above = (own - losses.loc[_ALL]).dropna()
     table.append(
       {
-        "fourth site": arm,
+        "arm": arm,
         "of all tokens": f"{tokens[arm] / tokens[_ALL]:.1%}",
-        "held-out loss": f"{losses.loc[arm].mean():.4f}",
+        "held-out loss": ", ".join(f"{x:.4f}" for x in own),
         "above all there": "-"
         if arm == _ALL
-        else ", ".join(f"{x:+.4f}" for x in both),
-        "seeds": losses.loc[arm].count(),
+        else ", ".join(f"{x:+.4f}" for x in above),
       }
     )
-  return markdown(pd.DataFrame(table))
+  missing = [x for x in arms if x not in losses.index]
+  ends = [f"Not finished yet: {'; '.join(missing)}."] if missing else []
+  return [*markdown(pd.DataFrame(table)), "", *ends]
 
 
 def _origin(about: dict[str, Any]) -> str:

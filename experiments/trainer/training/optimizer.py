@@ -246,6 +246,21 @@ def make_schedule(config: ConfigDict) -> optax.Schedule:
   return lambda step: options.lr * share(step)
 
 
+def at_step(opt_state: Any, step: Any) -> Any:
+  """Moves the schedule of the learning rate to a step, from 0 on."""
+
+  def moved(state: Any) -> Any:
+    if not isinstance(state, optax.ScaleByScheduleState):
+      return state
+    # Computed from the count, which may be on several devices.
+    return state._replace(count=jax.jit(lambda x: 0 * x + step)(state.count))
+
+  return jax.tree.map(
+    moved, opt_state,
+    is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState),
+  )  # fmt: skip
+
+
 def make_optimizer(
   config: ConfigDict,
   task: Task,

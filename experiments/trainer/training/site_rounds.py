@@ -11,6 +11,7 @@ import edgc_jax
 from experiments.trainer.parallel.backend import Backend
 from experiments.trainer.runtime import hosts
 from experiments.trainer.tasks.base import Task
+from experiments.trainer.training.optimizer import at_step
 
 _KEY = "EDGC_SITE_KEY"  # environment variable: a configuration is written down
 
@@ -18,6 +19,11 @@ _KEY = "EDGC_SITE_KEY"  # environment variable: a configuration is written down
 def seed_of(config: ConfigDict) -> int:
   """Returns the seed of a run's batches: each site has an order of its own."""
   return config.seed + zlib.crc32(config.site.name.encode())
+
+
+def _moved(opt_state: Any, step: int, reached: int) -> Any:
+  """Returns a state whose schedule skips as many steps as the run has."""
+  return at_step(opt_state, reached) if reached > step else opt_state
 
 
 class SiteRounds:
@@ -43,7 +49,9 @@ class SiteRounds:
     self._late: collections.Counter[str] = collections.Counter()
     self.numbers: dict[str, float] = {}
 
-  def join(self, step: int, params: Any, opt_state: Any) -> tuple[Any, int]:
+  def join(
+    self, step: int, params: Any, opt_state: Any
+  ) -> tuple[Any, Any, int]:
     """Joins the run; takes and returns what `after` does."""
     stored, _ = self._parallel.to_stored((params, opt_state))
     params = self._parallel.of_stored(self._site.join(stored))
@@ -52,9 +60,11 @@ class SiteRounds:
     if reached > step:
       text += f", at step {reached + 1}; its optimiser has done {step} steps"
     hosts.say(text)
-    return params, reached
+    return params, _moved(opt_state, step, reached), reached
 
-  def after(self, step: int, params: Any, opt_state: Any) -> tuple[Any, int]:
+  def after(
+    self, step: int, params: Any, opt_state: Any
+  ) -> tuple[Any, Any, int]:
     """Exchanges if a round ends, as it does after the last step.
 
     Args:
@@ -62,19 +72,22 @@ class SiteRounds:
       params, opt_state: Of the run.
 
     Returns:
-      The parameters, and the step at which the run is: where a site was away,
-      that of the round which the others have reached.
+      The parameters, the optimiser's state, and the step at which the run is:
+      where a site was away, that of the round which the others have reached, to
+      which the schedule of the learning rate moves.
     """
     self._since += 1
     if not self._site.is_due(step - 1) and step != self._steps:
-      return params, step
+      return params, opt_state, step
     stored, _ = self._parallel.to_stored((params, opt_state))
     stored = self._site.exchange(stored, self._since * self._units)
     found = self._site.last
     if found is None or self._site.name in found.members:
       self._since = 0
     self._count()
-    return self._parallel.of_stored(stored), self._reached(step)
+    reached = self._reached(step)
+    opt_state = _moved(opt_state, step, reached)
+    return self._parallel.of_stored(stored), opt_state, reached
 
   def _reached(self, step: int) -> int:
     """Returns the step of the run; one is left to end with."""

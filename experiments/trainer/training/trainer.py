@@ -290,7 +290,7 @@ class Trainer:
     progress_check = ProgressCheck(config, line, progress.about.get("replicas"))
     step = progress.step
     if self._rounds:
-      params, step = self._rounds.join(step, params, opt_state)
+      params, opt_state, step = self._rounds.join(step, params, opt_state)
       log.skip_to(step)
     while step < config.steps:
       step += 1
@@ -300,7 +300,7 @@ class Trainer:
       )
       log.add(numbers)
       if self._rounds:
-        params, step = self._rounds.after(step, params, opt_state)
+        params, opt_state, step = self._rounds.after(step, params, opt_state)
         log.skip_to(step)
       measured: dict[str, float] = {}
       if log.has_line(step):
