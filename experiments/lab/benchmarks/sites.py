@@ -158,9 +158,8 @@ def simulate(config: ConfigDict, arm: Arm) -> dict[str, Any]:
       for i in range(EVERY):
         is_active = np.array([name in there for name in NAMES])
         is_active[-1] &= (t * EVERY + i + 1) % arm.pace == 0
-        own, opt_state = train_step(
-          own, opt_state, next(batches), is_active, t * EVERY + i
-        )
+        opt_state = optimizer.at_step(opt_state, t * EVERY + i)
+        own, opt_state = train_step(own, opt_state, next(batches), is_active)
         total += is_active
       members = there if arm.is_in(t) else NAMES[:-1]
       for name in reversed(members):
@@ -193,7 +192,6 @@ def _step(
   opt_state: Any,
   batch: jax.Array,
   is_active: jax.Array,
-  number: jax.Array,
 ) -> tuple[Any, Any]:
   """Takes a step at each site that is active.
 
@@ -204,12 +202,10 @@ def _step(
     opt_state: Their optimisers' states, likewise.
     batch: Rows of all sites.
     is_active: bool [sites].
-    number: Of the step in the run, which decides the learning rate.
   """
 
   def one(site: Any) -> tuple[Any, Any]:
     params, state, rows, is_active = site
-    state = optimizer.at_step(state, number)
     gradient = jax.grad(lambda p: task.loss(p, rows, jax.random.key(0))[0])
     updates, new_state = inner.update(gradient(params), state, params)
     new = optax.apply_updates(params, updates), new_state

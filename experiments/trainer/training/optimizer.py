@@ -246,14 +246,19 @@ def make_schedule(config: ConfigDict) -> optax.Schedule:
   return lambda step: options.lr * share(step)
 
 
-def at_step(opt_state: Any, step: Any) -> Any:
+def at_step(opt_state: Any, step: int) -> Any:
   """Moves the schedule of the learning rate to a step, from 0 on."""
 
   def moved(state: Any) -> Any:
     if not isinstance(state, optax.ScaleByScheduleState):
       return state
-    # Computed from the count, which may be on several devices.
-    return state._replace(count=jax.jit(lambda x: 0 * x + step)(state.count))
+    old = state.count
+    new = np.full(old.shape, step, old.dtype)
+    # Where the old one lies, which may be on the devices of several hosts.
+    count = jax.make_array_from_callback(
+      old.shape, old.sharding, new.__getitem__
+    )
+    return state._replace(count=count)
 
   return jax.tree.map(
     moved, opt_state,
