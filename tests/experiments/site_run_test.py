@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from helpers import cut_runs
 from helpers.small_runs import small
 
 from edgc_jax.sites import bucket
@@ -97,3 +98,23 @@ def test_a_site_that_comes_later_goes_on_with_the_run(
     assert summary["compression_ratio"] == 1
   expected = summary["dense_bytes_per_step"] / summary["compression_ratio"]
   np.testing.assert_allclose(summary["wire_bytes_per_step"], expected)
+
+
+def test_a_site_that_comes_after_the_end_ends_alike(tmp_path):
+  """It adds no round to the run."""
+  first = Trainer(config_of(tmp_path, "a")).run()
+  late = Trainer(config_of(tmp_path, "b")).run()
+  assert late["val_loss"] == first["val_loss"] and "site_rounds" not in late
+  rounds = tmp_path / "bucket" / "rounds"
+  assert len(list(rounds.iterdir())) == first["site_rounds"]
+
+
+def test_rounds_are_counted_over_a_resume(tmp_path):
+  """Of all rounds, their bytes and who was late."""
+  whole = Trainer(config_of(tmp_path / "one", "a")).run()
+  config = config_of(tmp_path / "two", "a")
+  config.checkpoint.every = 4
+  cut_runs.run(config, cut_after=5, compiles=False)
+  resumed = Trainer(config).run()
+  for key in ("site_rounds", "site_sent", "site_received", "site_late"):
+    assert resumed[key] == whole[key]

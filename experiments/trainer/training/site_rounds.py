@@ -3,8 +3,11 @@
 import collections
 import os
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 import edgc_jax
@@ -47,14 +50,29 @@ class SiteRounds:
     self._units = config.batch_size * task.units_per_row
     self._since = 0  # steps of this round
     self._late: collections.Counter[str] = collections.Counter()
+    self._last: Any = None  # common parameters of a run that has all its rounds
     self.numbers: dict[str, float] = {}
 
+  def state(self) -> dict[str, Any]:
+    """Returns the numbers so far, for a checkpoint."""
+    return {"numbers": dict(self.numbers), "late": dict(self._late)}
+
   def join(
-    self, step: int, params: Any, opt_state: Any
+    self, step: int, params: Any, opt_state: Any, before: Mapping[str, Any]
   ) -> tuple[Any, Any, int]:
-    """Joins the run; takes and returns what `after` does."""
+    """Joins the run; takes and returns what `after` does.
+
+    Args:
+      step: The step that is done, from 1 on.
+      params, opt_state: Of the run.
+      before: From `state` before a resume; else empty.
+    """
+    self.numbers = dict(before.get("numbers", {}))
+    self._late.update(before.get("late", {}))
     stored, _ = self._parallel.to_stored((params, opt_state))
     params = self._parallel.of_stored(self._site.join(stored))
+    if (self._every or 0) * self._site.round >= self._steps:
+      self._last = jax.tree.map(jnp.copy, params)
     reached = self._reached(step)
     text = f"site {self._site.name} begins with round {self._site.round}"
     if reached > step:
@@ -76,6 +94,8 @@ class SiteRounds:
       where a site was away, that of the round which the others have reached, to
       which the schedule of the learning rate moves.
     """
+    if self._last is not None:  # the step was for the log alone
+      return self._last, opt_state, step
     self._since += 1
     if not self._site.is_due(step - 1) and step != self._steps:
       return params, opt_state, step

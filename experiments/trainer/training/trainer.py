@@ -290,7 +290,9 @@ class Trainer:
     progress_check = ProgressCheck(config, line, progress.about.get("replicas"))
     step = progress.step
     if self._rounds:
-      params, opt_state, step = self._rounds.join(step, params, opt_state)
+      params, opt_state, step = self._rounds.join(
+        step, params, opt_state, progress.about.get("site", {})
+      )
       log.skip_to(step)
     while step < config.steps:
       step += 1
@@ -339,6 +341,7 @@ class Trainer:
           "log": log.state(),
           "line": line,
           "batches": batches.get_state(),
+          "site": self._rounds.state() if self._rounds else {},
         }
         self.folder.sync()
         trees = flat(self.parallel.to_stored((params, opt_state)))
