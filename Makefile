@@ -132,9 +132,11 @@ bench-network: $(VENV)/train
 bench-overlap: $(VENV)/train $(VENV)/emulators
 	$(BIN)/python -m experiments.lab.network.overlap --rate=100
 
-# Rounds and runs of sites on virtual hosts, through an object store. Needs Linux,
-# root and iproute2. Results: results/data/site_rounds.json and site_runs.json.
+# Rounds and runs of sites on virtual hosts, through an object store; 20 minutes.
+# Needs Linux, root and iproute2. Results: results/data/site_rounds.json and
+# site_runs.json.
 bench-sites: $(VENV)/train $(VENV)/emulators
+	rm -rf runs/site_runs results/data/site_runs.json
 	$(BIN)/python -m experiments.lab.network.sites --rounds=3
 	$(BIN)/python -m experiments.lab.network.site_runs --steps=90 --rate=10 \
 	  --rate=100 --round_trip=50

@@ -4,9 +4,9 @@
 
 One process simulates the sites: they train side by side on one device, each on
 its quarter of every batch, and exchange by `edgc_jax.Site` through a temporary
-folder. The fourth site is
+folder. *Local steps* are four replicas of `edgc_jax.local_steps` instead, with
+the same exchange; else the fourth site is
 
-  local steps   a replica of `edgc_jax.local_steps`, with the same exchange
   all there     never away
   a tenth away  killed for 3 of every 30 rounds: it trains on nothing meanwhile,
   a third away  and for 10 of every 30; it returns as a new process, with the
