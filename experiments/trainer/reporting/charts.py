@@ -49,6 +49,7 @@ def draw(runs: Sequence[Run]) -> dict[str, go.Figure]:
   }
   charts["Loss by bytes sent"].update_xaxes(**_BYTES)
   charts["Bytes between sites so far"].update_yaxes(**_BYTES)
+  charts["Sites of a round"].update_yaxes(tickformat="d", rangemode="tozero")
   charts["Bytes a step"].update_yaxes(type="log", dtick="D2", **_BYTES)
   for run in runs:
     name = f": {run.name}" if len(runs) > 1 else ""

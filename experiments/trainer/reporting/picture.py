@@ -6,7 +6,12 @@ from collections.abc import Mapping
 
 import plotly.graph_objects as go
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import (
+  EngFormatter,
+  LogLocator,
+  MaxNLocator,
+  NullFormatter,
+)
 
 from experiments.trainer.reporting.style import WIDTH, dress
 
@@ -41,15 +46,19 @@ def draw(charts: Mapping[str, go.Figure], title: str) -> Figure:
       )  # fmt: skip
     axes.set_xlabel(chart.layout.xaxis.title.text, fontsize=8)
     axes.set_yscale(chart.layout.yaxis.type or "linear")
-    for axis, layout in (
-      (axes.xaxis, chart.layout.xaxis),
-      (axes.yaxis, chart.layout.yaxis),
+    for axis, set_limits, layout in (
+      (axes.xaxis, axes.set_xlim, chart.layout.xaxis),
+      (axes.yaxis, axes.set_ylim, chart.layout.yaxis),
     ):
       if layout.type == "log":
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_minor_formatter(NullFormatter())
       if layout.tickformat == "~s":  # SI prefixes, as on the page
         axis.set_major_formatter(EngFormatter(sep=""))
+      if layout.tickformat == "d":
+        axis.set_major_locator(MaxNLocator(integer=True))
+      if layout.rangemode == "tozero":
+        set_limits(0)  # the lower one
     if len(chart.data) > 1:
       legend = axes.legend(fontsize=7, frameon=False)
       for text in legend.get_texts():
