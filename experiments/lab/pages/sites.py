@@ -89,7 +89,9 @@ def _overlap() -> Sequence[str]:
 def _absent() -> Sequence[str]:
   """Returns losses with a site that is often away, or slow."""
   files = sorted(sites.FOLDER.glob("*.json"))
-  lines = pd.DataFrame([_read(file)[0][0] for file in files])
+  found = [_read(file) for file in files]
+  lines = pd.DataFrame([line for (line, *_), _ in found])
+  commits = ", ".join(sorted({about["commit"] for _, about in found}))
   losses = lines.pivot_table(index="arm", columns="seed", values="loss")
   tokens = lines.groupby("arm")["tokens"].first()
   arms = [sites.LOCAL, *sites.ARMS]
@@ -108,8 +110,10 @@ def _absent() -> Sequence[str]:
       }
     )
   missing = [x for x in arms if x not in losses.index]
-  ends = [f"Not finished yet: {'; '.join(missing)}."] if missing else []
-  return [*markdown(pd.DataFrame(table)), "", *ends]
+  ends = [f"{len(lines)} runs; commits {commits}."]
+  if missing:
+    ends.append(f"Not finished yet: {'; '.join(missing)}.")
+  return [*markdown(pd.DataFrame(table)), "", " ".join(ends)]
 
 
 def _origin(about: dict[str, Any]) -> str:
