@@ -95,6 +95,7 @@ def _absent() -> Sequence[str]:
   losses = lines.pivot_table(index="arm", columns="seed", values="loss")
   tokens = lines.groupby("arm")["tokens"].first()
   arms = [sites.LOCAL, *sites.ARMS]
+  arms += sorted(set(losses.index) - {*arms})  # of earlier code
   table = []
   for arm in (x for x in arms if x in losses.index):
     own = losses.loc[arm].dropna()
