@@ -22,7 +22,7 @@ from absl import app, flags
 from edgc_jax.wire.link_model import ring_bytes
 from experiments.lab.network import virtual_hosts
 from experiments.lab.network.calls import Hosts
-from experiments.lab.network.virtual_hosts import VirtualHosts
+from experiments.lab.network.virtual_hosts import ONE_THREAD, VirtualHosts
 
 _HOSTS = flags.DEFINE_integer(
   "hosts", 2, "Number of hosts.", lower_bound=2, upper_bound=200
@@ -53,7 +53,6 @@ def main(argv: Sequence[str]) -> None:
   del argv
   virtual_hosts.exit_unless_possible(_ROUND_TRIPS.value)
   count = _HOSTS.value
-  own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "NPROC": "1"}
   # Fewer bytes cannot be shared.
   cases = [
     (kind, size)
@@ -62,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
   ]
   with VirtualHosts(count) as network:
     logs = pathlib.Path(_FOLDER.value)
-    hosts = network.start("links", own, logs)
+    hosts = network.start("links", ONE_THREAD, logs)
     try:
       for kind, size in cases:
         hosts.call("build", timeout=_TIMEOUT, kind=kind, num_bytes=size)

@@ -21,7 +21,11 @@ from experiments import ROOT
 from experiments.lab import benchmarks
 from experiments.lab.network import object_store, virtual_hosts
 from experiments.lab.network.results import SITE_RUNS
-from experiments.lab.network.virtual_hosts import VirtualHosts, address
+from experiments.lab.network.virtual_hosts import (
+  ONE_THREAD,
+  VirtualHosts,
+  address,
+)
 from experiments.lab.study.records import numbers_of
 
 _CONFIG = flags.DEFINE_string("config", "configs/gpt2_10m.py", "A file.")
@@ -34,9 +38,6 @@ _ROUND_TRIPS = flags.DEFINE_multi_float("round_trip", [0.0, 50.0], "ms.")
 _OUTPUT = flags.DEFINE_string("output", str(SITE_RUNS), "The JSON file.")
 _FOLDER = flags.DEFINE_string("folder", "runs/site_runs", "Of run folders.")
 _PORT = 12349
-_ENVIRONMENT = {
-  "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "NPROC": "1",
-}  # fmt: skip
 _CODE = {"density": 1 / 64, "residual_decay": 0.95}
 WAYS = ("sites", "local steps")
 
@@ -91,7 +92,7 @@ def _train(way: str, rate: float, round_trip: float) -> dict[str, Any]:
     network.shape(rate * 1e6, round_trip / 1e3)
     codes = network.run(
       [_command(way, i, folder) for i in range(count)],
-      _ENVIRONMENT | clients,
+      ONE_THREAD | clients,
       [folder / f"host_{i}.txt" for i in range(count)],
     )
     sent = network.sent_bytes(0)

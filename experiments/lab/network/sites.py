@@ -25,7 +25,7 @@ from experiments.lab import benchmarks
 from experiments.lab.network import object_store, virtual_hosts
 from experiments.lab.network.calls import Hosts
 from experiments.lab.network.results import SITE_ROUNDS, link_name
-from experiments.lab.network.virtual_hosts import VirtualHosts
+from experiments.lab.network.virtual_hosts import ONE_THREAD, VirtualHosts
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", "configs/gpt2_10m.py", "A file in configs/."
@@ -50,9 +50,6 @@ CODES: Mapping[str, Mapping[str, Any]] = {
   "1/64 of the entries in 2 bits": {"density": 1 / 64, "bits": 2},
   "all entries in 2 bits": {"density": None, "bits": 2},
 }
-_ENVIRONMENT = {
-  "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "NPROC": "1",
-}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> None:
@@ -66,8 +63,8 @@ def main(argv: Sequence[str]) -> None:
     VirtualHosts(count, has_store=True) as network,
     object_store.serving(network, count, logs / "store.log") as clients,
   ):
-    sites = network.start("sites", _ENVIRONMENT | clients, logs)
-    links = network.start("links", _ENVIRONMENT, logs, _LINKS_PORT)
+    sites = network.start("sites", ONE_THREAD | clients, logs)
+    links = network.start("links", ONE_THREAD, logs, _LINKS_PORT)
     try:
       params, sizes = _build(sites, links)
       for round_trip, rate in itertools.product(

@@ -31,6 +31,11 @@ from collections.abc import Mapping, Sequence
 from experiments.lab.network import delay
 from experiments.lab.network.calls import Hosts
 
+# Environment of a host's program: one device and one thread of XLA, since the
+# hosts share the cores.
+ONE_THREAD = {
+  "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "NPROC": "1",
+}  # fmt: skip
 _NEAR, _FAR = "eth0", "tun0"  # devices of a host: without and with a delay
 _SUBNET = "10.99.0"
 # A bucket must hold as much as the link carries in a tick of the kernel's

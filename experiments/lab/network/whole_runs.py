@@ -23,7 +23,11 @@ from absl import app, flags
 from experiments import ROOT
 from experiments.lab.network import virtual_hosts
 from experiments.lab.network.results import WHOLE_RUNS
-from experiments.lab.network.virtual_hosts import VirtualHosts, address
+from experiments.lab.network.virtual_hosts import (
+  ONE_THREAD,
+  VirtualHosts,
+  address,
+)
 from experiments.lab.study import runner, study
 from experiments.lab.study.records import Records, name_of, numbers_of
 from experiments.lab.study.study import Run, Study
@@ -50,10 +54,6 @@ _RECORDS = flags.DEFINE_string(
 _OUTPUT = flags.DEFINE_string("output", str(WHOLE_RUNS), "The JSON file.")
 _FOLDER = flags.DEFINE_string("folder", "runs/whole", "Parent of run folders.")
 _PORT = 12345
-# One thread of XLA a host, as in the benchmark: the hosts share the cores.
-_ENVIRONMENT = {
-  "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "NPROC": "1",
-}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> None:
@@ -123,7 +123,7 @@ def _train(found: Study, run: Run, link: dict[str, float]) -> dict[str, Any]:
   with VirtualHosts(count) as network:
     network.shape(link["rate"] * 1e6, link["round_trip"] / 1e3)
     commands = [[*command, f"--process_id={i}"] for i in range(count)]
-    codes = network.run(commands, _ENVIRONMENT, logs)
+    codes = network.run(commands, ONE_THREAD, logs)
   if any(codes):
     sys.exit(f"error: hosts ended with {codes}; {folder}.host_*.txt say why.")
   numbers = numbers_of(folder)
