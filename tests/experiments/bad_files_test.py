@@ -608,6 +608,6 @@ def test_parameters_that_are_not_finite(stopped, value):
 @pytest.mark.slow
 def test_what_a_checkpoint_says_of_a_run(whole):
   file = whole / "run" / "checkpoints" / "8" / "about" / "metadata"
-  # Older checkpoints, which runs continue from, do not say `tensor`.
+  # Older checkpoints, which runs continue from, do not say these two.
   about = json.loads(file.read_text()).keys()
-  assert about == trainer_module._ABOUT | {"tensor"}
+  assert about == trainer_module._ABOUT | {"tensor", "site"}

@@ -354,7 +354,16 @@ def _make_descent(config: ConfigDict) -> optax.GradientTransformation:
     optax.add_decayed_weights(options.weight_decay, _is_matrix),
     optax.scale_by_learning_rate(schedule),
   )
-  descents = {"adamw": adamw, "sign": sign}
+  # Steps of Muon are as long as those of AdamW, so it takes the same rates.
+  muon = optax.contrib.muon(
+    schedule,
+    weight_decay=options.weight_decay,
+    adam_b1=options.b1,
+    adam_b2=options.b2,
+    muon_weight_dimension_numbers=_kernel_axes,
+    consistent_rms=0.2,
+  )
+  descents = {"adamw": adamw, "muon": muon, "sign": sign}
   if options.name not in descents:
     raise ValueError(
       f"`optimizer.name` must be one of {', '.join(descents)}, got"
@@ -377,3 +386,24 @@ def _is_matrix(params: optax.Params) -> optax.Params:
     ),
     params,
   )
+
+
+def _kernel_axes(params: optax.Params) -> optax.Params:
+  """Returns the axes of each kernel that Muon takes as rows and columns.
+
+  Embeddings, positions, biases and gains have None: Adam moves them.
+  """
+
+  def axes_of(path: Any, p: Any) -> optax.contrib.MuonDimensionNumbers | None:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    view = edgc_jax.layer_matrix(jax.tree_util.keystr(path), p.shape)
+    if view is None or name.rsplit("/")[-1] != "kernel":
+      return None
+    sizes = [math.prod(p.shape[:i]) for i in range(p.ndim)]
+    first = sizes.index(view.count)
+    last = sizes.index(view.count * view.rows)
+    return optax.contrib.MuonDimensionNumbers(
+      tuple(range(first, last)), tuple(range(last, p.ndim))
+    )
+
+  return jax.tree_util.tree_map_with_path(axes_of, params)
