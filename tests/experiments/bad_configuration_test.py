@@ -253,6 +253,8 @@ def test_all_keys_are_in_the_tables():
      ["`mesh.backend` must be jit", "(mesh.stage is 2), got 'pmap'"]),
     ("gpt2", STAGES | {"mesh.tensor": 2, "model.num_heads": 1},
      ["`mesh.tensor` must be a divisor of model.num_heads (1), got 2"]),
+    ("gpt2", STAGES | {"mesh.tensor": 2, "optimizer.name": "muon"},
+     ["`optimizer.name` must be adamw with mesh.tensor (2), got 'muon'"]),
     ("edgc", STAGES | {"pipeline.align": "slacks"}, ["`align` must be one of"]),
     ("edgc", STAGES | {"mesh.data": 1},
      ["`mesh.data` must be at least 2", "got 1 with", "give link.bandwidth"]),

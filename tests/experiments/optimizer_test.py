@@ -1,5 +1,6 @@
 """Reducers from configurations."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,6 +134,38 @@ def test_a_schedule_moves_to_a_step():
   assert {path[-1].tuple_name: int(count) for path, count in found} == {
     "ScaleByAdamState": 0, "ScaleByScheduleState": 7,
   }  # fmt: skip
+
+
+def test_muon_moves_kernels_and_adam_the_rest():
+  """By steps with equal singular values, as long as those of AdamW."""
+  config = gpt2_tiny.get_config("allreduce")
+  config.optimizer.update(warmup_steps=0, lr=1.0, weight_decay=0.0)
+  config.optimizer.update(final_lr_ratio=1.0, clip_norm=1e9)
+  keys = iter(jax.random.split(jax.random.key(0), 8))
+  grads = {
+    "block": {"kernel": jax.random.normal(next(keys), (2, 64, 96))},
+    "attention": {
+      "query": {"kernel": jax.random.normal(next(keys), (64, 4, 24))},
+    },
+    "conv": {"kernel": jax.random.normal(next(keys), (3, 3, 8, 32))},
+    "embedding": jax.random.normal(next(keys), (48, 64)),
+    "norm": {"bias": jax.random.normal(next(keys), (64,))},
+  }
+  config.optimizer.name = "muon"
+  inner = optimizer.make_inner(config)
+  found, _ = inner.update(grads, inner.init(grads), grads)
+  adam = optax.nadam(1.0, config.optimizer.b1, config.optimizer.b2)
+  expected, _ = adam.update(grads, adam.init(grads))
+  for part, shape in (
+    ("block", (2, 64, 96)), ("attention", (64, 96)), ("conv", (72, 32)),
+  ):  # fmt: skip
+    (kernel,) = jax.tree.leaves(found[part])
+    # Five steps of Newton and Schulz bring them to 0.7 to 1.2.
+    values = jnp.linalg.svd(kernel.reshape(shape), compute_uv=False)
+    values /= 0.2 * max(shape[-2:]) ** 0.5
+    assert values.min() > 0.6 and values.max() < 1.3, part
+  for part in ("embedding", "norm"):
+    chex.assert_trees_all_close(found[part], expected[part], rtol=1e-6)
 
 
 def test_without_exchange_all_replicas_move_alike():

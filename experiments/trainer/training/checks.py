@@ -334,6 +334,11 @@ def _check_mesh(config: ConfigDict, task: Task) -> None:
       f"`mesh.tensor` must be 1 without pipeline stages, got {tensor}; replicas"
       " without stages are sharded by mesh.fsdp."
     )
+  if tensor > 1 and config.optimizer.name == "muon":
+    raise ValueError(
+      f"`optimizer.name` must be adamw with mesh.tensor ({tensor}), got 'muon',"
+      " which needs whole kernels; set --config.optimizer.name=adamw."
+    )
   if tensor > 1 and config.model.num_heads % tensor:
     raise ValueError(
       "`mesh.tensor` must be a divisor of model.num_heads"
