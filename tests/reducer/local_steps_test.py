@@ -200,9 +200,16 @@ def on_shards():
 
 
 @pytest.mark.parametrize(
-  "is_sharded", [False, pytest.param(True, marks=pytest.mark.slow)]
+  ("inner", "is_sharded"),
+  [
+    (optax.adamw(1e-2), False),
+    pytest.param(optax.adamw(1e-2), True, marks=pytest.mark.slow),
+    # Orthogonalises whole matrices, which are in parts.
+    pytest.param(optax.contrib.muon(1e-2), True, marks=pytest.mark.slow),
+  ],
+  ids=["adamw", "adamw-sharded", "muon-sharded"],
 )
-def test_inner_steps_send_nothing(is_sharded):
+def test_inner_steps_send_nothing(inner, is_sharded):
   """All collectives over replicas of the compiled step are in the exchange."""
   if is_sharded:
     (mesh, where, params), within = on_shards(), {(0, 1), (2, 3)}
@@ -213,7 +220,7 @@ def test_inner_steps_send_nothing(is_sharded):
     edgc_jax.quantize(8, "replica"), **where, axis_name="replica"
   )
   tx = edgc_jax.local_steps(
-    optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    optax.chain(optax.clip_by_global_norm(1.0), inner),
     optax.chain(reducer, NESTEROV), 4, "replica", **where,
   )  # fmt: skip
 
@@ -408,12 +415,14 @@ def test_metrics_count_what_the_reducer_finds():
 
 
 def test_resizing_keeps_the_mean_of_the_own_parameters():
-  """Of a state after half a round."""
-  tx = tx_of(every=4)
+  """Of a state after half a round, of Muon for matrices and Adam for vectors."""
+  tx = tx_of(every=4, inner=optax.contrib.muon(1e-2))
   _, state = state_after(shard_mapped(tx), 6)
   host = jax.device_get(state)
   for replicas in (2, 8):
-    tx_there = tx_of(every=4, mesh=mesh_of((replicas,)))
+    tx_there = tx_of(
+      every=4, inner=optax.contrib.muon(1e-2), mesh=mesh_of((replicas,))
+    )
     like = jax.eval_shape(tx_there.init, PARAMS)
     resized = edgc_jax.resize(host, like)
     for part in ("offset", "inner_state"):
