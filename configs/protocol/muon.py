@@ -1,7 +1,9 @@
-"""Muon as the optimiser: below dense, from 2 to 0.03 bits.
+"""Muon as the optimiser of kernels, from 32 to 0.03 bits.
 
-The arms of rounds.py that did best there, beside dense gradients, with Muon in
-place of AdamW. A run takes 10 to 25 minutes of a core:
+Dense, and what did best with it in tuning: local steps, whose exchanges take 2
+bits or 1 bit an entry. Beside them stand the best arms of AdamW at 1 and 0.2
+bits. The first arm, dense, has Muon, too. A run takes 15 to 25 minutes of a
+core:
 
   python experiments/lab/run_study.py --study=configs/protocol/muon.py --jobs=2
 """
@@ -14,39 +16,50 @@ from configs.protocol import rounds, table
 CONFIG = table.CONFIG
 SEEDS = table.SEEDS
 MORE = table.MORE
-BEST = 2
+BEST = 1
+
+_LONG = 16  # steps of a round from which the tuning keeps the number of rounds
 
 
-def _arms(
-  arms: Mapping[str, Mapping[str, Any]],
-) -> Mapping[str, Mapping[str, Any]]:
-  return {
-    f"{arm}, Muon": {**own, "optimizer.name": "muon"}
-    for arm, own in arms.items()
-  }
+def _muon(exchange: Mapping[str, Any]) -> Mapping[str, Any]:
+  return {**exchange, "optimizer.name": "muon"}
 
 
-def _rounds(bits: int, every: int) -> Mapping[str, Mapping[str, Any]]:
-  own = rounds.TABLES["About 2 bits"]["quantize, 2 bits"]
-  return {
-    f"quantize, {bits} bits, every {every}": {
-      **own, "quantize.bits": bits, "local.every": every,
-    }
-  }  # fmt: skip
-
-
-def _of(budget: str, *arms: str) -> Mapping[str, Mapping[str, Any]]:
-  return {arm: rounds.TABLES[budget][arm] for arm in arms}
+def _every(steps: int, bits: int) -> Mapping[str, Any]:
+  code = table.TABLES["Every entry"]["quantize, 4 bits"]
+  return _muon({**code, "quantize.bits": bits, "local.every": steps})
 
 
 TABLES = {
-  "Every entry": _arms(_of("Baselines", "dense")),
-  "About 1 bit": _arms(
-    _rounds(2, 2)
-    | {"powersgd 21.8, int4, error": rounds._powersgd(21.8)}
-  ),
-  "About 0.4 bits": _arms(_rounds(2, 6)),
-  "About 0.2 bits": _arms(
-    _rounds(2, 12) | _of("About 0.2 bits", "SparseLoCo, every 2")
-  ),
+  "Every entry": {"dense": _muon(table.TABLES["Every entry"]["dense"])},
+  "About 1 bit": {
+    "quantize, 2 bits, every 2": _every(2, 2),
+    "powersgd 21.8, int4, error": _muon(
+      table.TABLES["About 1 bit"]["powersgd 21.8, int4, error"]
+    ),
+  },
+  "About 0.4 bits": {
+    "quantize, 2 bits, every 6": _every(6, 2),
+    "quantize, 1 bit, every 3": _every(3, 1),
+  },
+  "About 0.2 bits": {
+    "quantize, 2 bits, every 12": _every(12, 2),
+    "quantize, 1 bit, every 6": _every(6, 1),
+    "SparseLoCo, every 2": _muon(
+      rounds.TABLES["About 0.2 bits"]["SparseLoCo, every 2"]
+    ),
+  },
+  "About 0.1 bits": {"quantize, 1 bit, every 12": _every(12, 1)},
+  "About 0.03 bits": {"quantize, 1 bit, every 40": _every(40, 1)},
+}
+_ARMS = {arm: own for each in TABLES.values() for arm, own in each.items()}
+
+TUNING = {
+  **table.TUNING,
+  "start": (16e-3,),  # dense's best
+  "arms": {
+    arm: {"local.every": own["local.every"] // 4}
+    for arm, own in _ARMS.items()
+    if own.get("local.every", 0) >= _LONG
+  },
 }
