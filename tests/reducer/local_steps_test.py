@@ -415,7 +415,7 @@ def test_metrics_count_what_the_reducer_finds():
 
 
 def test_resizing_keeps_the_mean_of_the_own_parameters():
-  """Of a state after half a round, of Muon for matrices and Adam for vectors."""
+  """Of a state after half a round, of Muon and, for vectors, Adam."""
   tx = tx_of(every=4, inner=optax.contrib.muon(1e-2))
   _, state = state_after(shard_mapped(tx), 6)
   host = jax.device_get(state)
