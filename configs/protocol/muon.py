@@ -1,9 +1,8 @@
 """Muon as the optimiser of kernels, from 32 to 0.03 bits.
 
-Dense, and what did best with it in tuning: local steps, whose exchanges take 2
-bits or 1 bit an entry. Beside them stand the best arms of AdamW at 1 and 0.2
-bits. The first arm, dense, has Muon, too. A run takes 15 to 25 minutes of a
-core:
+Dense, what did best with it in tuning (local steps, whose exchanges take 2 bits
+or 1 bit an entry), and the best arms of AdamW at 1 and 0.2 bits. A run takes 15
+to 25 minutes of a core:
 
   python experiments/lab/run_study.py --study=configs/protocol/muon.py --jobs=2
 """
@@ -32,25 +31,22 @@ def _every(steps: int, bits: int) -> Mapping[str, Any]:
 
 TABLES = {
   "Every entry": {"dense": _muon(table.TABLES["Every entry"]["dense"])},
-  "About 1 bit": {
-    "quantize, 2 bits, every 2": _every(2, 2),
+  "About 1 bit": {"quantize, 2 bits, every 2": _every(2, 2)},
+  "About 0.4 bits": {"quantize, 2 bits, every 6": _every(6, 2)},
+  "About 0.2 bits": {
+    "quantize, 1 bit, every 6": _every(6, 1),
+    "quantize, 2 bits, every 12": _every(12, 2),
+  },
+  "About 0.1 bits": {"quantize, 1 bit, every 12": _every(12, 1)},
+  "About 0.03 bits": {"quantize, 1 bit, every 40": _every(40, 1)},
+  "The best arms of AdamW": {
     "powersgd 21.8, int4, error": _muon(
       table.TABLES["About 1 bit"]["powersgd 21.8, int4, error"]
     ),
-  },
-  "About 0.4 bits": {
-    "quantize, 2 bits, every 6": _every(6, 2),
-    "quantize, 1 bit, every 3": _every(3, 1),
-  },
-  "About 0.2 bits": {
-    "quantize, 2 bits, every 12": _every(12, 2),
-    "quantize, 1 bit, every 6": _every(6, 1),
     "SparseLoCo, every 2": _muon(
       rounds.TABLES["About 0.2 bits"]["SparseLoCo, every 2"]
     ),
   },
-  "About 0.1 bits": {"quantize, 1 bit, every 12": _every(12, 1)},
-  "About 0.03 bits": {"quantize, 1 bit, every 40": _every(40, 1)},
 }
 _ARMS = {arm: own for each in TABLES.values() for arm, own in each.items()}
 
