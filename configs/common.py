@@ -102,7 +102,10 @@ def base(reducer: str) -> ConfigDict:
         "least": 1,  # sites of a round
       },
       "optimizer": {  # linear warm-up, then cosine decay
-        "name": "adamw",  # or muon; or sign: a step of lr in each entry
+        # Or muon: kernels by Muon (momentum 0.95), the rest by Adam with
+        # Nesterov's momentum and without decay; or sign: a step of lr in each
+        # entry.
+        "name": "adamw",
         "lr": 6e-4,  # the peak
         "warmup_steps": 100,
         "final_lr_ratio": 0.1,  # of lr, at the last step

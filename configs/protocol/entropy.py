@@ -35,7 +35,7 @@ _FIXED = "powersgd 21.8, int4, error"
 
 TABLES = {
   "Every entry": {"dense": table.TABLES["Every entry"]["dense"]},
-  "At most 1.2 bits": {
+  "About 1 bit": {
     _FIXED: table.TABLES["About 1 bit"][_FIXED],
     **{
       f"edgc {_CEILING} to {_FLOOR}, int4, {estimator}": _edgc(estimator)

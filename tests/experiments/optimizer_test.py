@@ -164,8 +164,16 @@ def test_muon_moves_kernels_and_adam_the_rest():
     values = jnp.linalg.svd(kernel.reshape(shape), compute_uv=False)
     values /= 0.2 * max(shape[-2:]) ** 0.5
     assert values.min() > 0.6 and values.max() < 1.3, part
-  for part in ("embedding", "norm"):
+  rest = ("embedding", "norm")
+  for part in rest:
     chex.assert_trees_all_close(found[part], expected[part], rtol=1e-6)
+  config.optimizer.weight_decay = 0.1  # of kernels alone
+  inner, zeros = optimizer.make_inner(config), optax.tree.zeros_like(grads)
+  found, _ = inner.update(zeros, inner.init(grads), grads)
+  decayed = {
+    k: optax.tree.scale(-0.1 * (k not in rest), grads[k]) for k in found
+  }
+  chex.assert_trees_all_close(found, decayed, rtol=1e-6)
 
 
 def test_without_exchange_all_replicas_move_alike():

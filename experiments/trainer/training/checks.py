@@ -336,8 +336,8 @@ def _check_mesh(config: ConfigDict, task: Task) -> None:
     )
   if tensor > 1 and config.optimizer.name == "muon":
     raise ValueError(
-      f"`optimizer.name` must be adamw with mesh.tensor ({tensor}), got 'muon',"
-      " which needs whole kernels; set --config.optimizer.name=adamw."
+      f"`optimizer.name` must not be muon with mesh.tensor ({tensor}), which"
+      " splits kernels, got 'muon'; set --config.optimizer.name=adamw."
     )
   if tensor > 1 and config.model.num_heads % tensor:
     raise ValueError(
