@@ -395,9 +395,9 @@ def _kernel_axes(params: optax.Params) -> optax.Params:
   """
 
   def axes_of(path: Any, p: Any) -> optax.contrib.MuonDimensionNumbers | None:
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
     view = edgc_jax.layer_matrix(jax.tree_util.keystr(path), p.shape)
-    if view is None or name.rsplit("/")[-1] != "kernel":
+    name = jax.tree_util.keystr(path[-1:], simple=True)
+    if view is None or name != "kernel":
       return None
     sizes = [math.prod(p.shape[:i]) for i in range(p.ndim)]
     first = sizes.index(view.count)
