@@ -102,9 +102,9 @@ def base(reducer: str) -> ConfigDict:
         "least": 1,  # sites of a round
       },
       "optimizer": {  # linear warm-up, then cosine decay
-        # Or muon: kernels by Muon (momentum 0.95), the rest by Adam with
-        # Nesterov's momentum and without decay; or sign: a step of lr in each
-        # entry.
+        # Or muon (not with mesh.tensor): kernels by Muon (momentum 0.95), the
+        # rest by Adam with Nesterov's momentum and without decay; or sign: a
+        # step of lr in each entry.
         "name": "adamw",
         "lr": 6e-4,  # the peak
         "warmup_steps": 100,
@@ -112,7 +112,7 @@ def base(reducer: str) -> ConfigDict:
         "b1": 0.9,
         "b2": 0.95,
         "weight_decay": 0.1,
-        "clip_norm": 1.0,  # of the averaged gradient
+        "clip_norm": 1.0,  # of the mean gradient; in local steps, a replica's
         "max_consecutive_skips": 10,  # non-finite steps until the run stops
       },
       # Steps between evaluations, batches of batch_size, and the metric by

@@ -20,6 +20,7 @@ from edgc_jax.leaves.leaf import (
   is_placeholder,
   leaves_in,
   masked_paths,
+  without_variables,
 )
 from edgc_jax.leaves.review import Reviewed, reducers_seen, require_over
 from edgc_jax.mesh.sharding import (
@@ -422,11 +423,13 @@ def local_params(
   if jax.tree.leaves(sent):  # s_i + d_i
     moved = jax.tree.map(jnp.add, sent, moved)
   is_stacked = here is not None
-  return jax.tree.map(
+  arrays = arrays_of(params)
+  own = jax.tree.map(
     lambda p, d: (p + (d if is_stacked else d[0])).astype(jnp.result_type(p)),
-    arrays_of(params),
+    without_variables(arrays),
     moved,
   )
+  return jax.tree.unflatten(jax.tree.structure(arrays), jax.tree.leaves(own))
 
 
 def only_state(opt_state: Any) -> LocalStepsState:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from helpers.collective_order import unordered
 from helpers.local_model import (
   NESTEROV,
@@ -555,6 +556,24 @@ def test_update_refuses_other_parameters_and_states():
     state = tx_of(**made).init(PARAMS)
     with pytest.raises(ValueError, match=message):
       tx_of(**used).update(PARAMS, state, **given)
+
+
+def test_own_parameters_of_a_module():
+  """Variables of Flax NNX stay variables."""
+  params = nnx.state(nnx.Linear(48, 64, rngs=nnx.Rngs(0)), nnx.Param)
+  mesh, like = mesh_of(), jax.tree.structure(params)
+  tx = tx_of(every=2, mesh=mesh)
+  state = tx.init(params)
+  for _ in range(2):
+    own = edgc_jax.local_params(params, state, mesh)
+    assert jax.tree.structure(own) == like
+    updates, state = tx.update(own, state, params, local_params=own)
+    assert jax.tree.structure(updates) == like
+  moved = optax.apply_updates(params, updates)
+  own = edgc_jax.local_params(moved, state, mesh)
+  for common, each in zip(*map(jax.tree.leaves, (moved, own)), strict=True):
+    np.testing.assert_array_equal(each, np.stack([common] * REPLICAS))
+  assert not np.array_equal(moved["kernel"][...], params["kernel"][...])
 
 
 def test_own_parameters_need_their_state_and_mesh():
