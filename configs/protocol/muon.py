@@ -17,16 +17,13 @@ SEEDS = table.SEEDS
 MORE = table.MORE
 BEST = 1
 
-_LONG = 16  # steps of a round from which the tuning keeps the number of rounds
-
 
 def _muon(exchange: Mapping[str, Any]) -> Mapping[str, Any]:
   return {**exchange, "optimizer.name": "muon"}
 
 
 def _every(steps: int, bits: int) -> Mapping[str, Any]:
-  code = table.TABLES["Every entry"]["quantize, 4 bits"]
-  return _muon({**code, "quantize.bits": bits, "local.every": steps})
+  return _muon(rounds.rare(steps, rounds.quantize(bits)))
 
 
 TABLES = {
@@ -48,14 +45,9 @@ TABLES = {
     ),
   },
 }
-_ARMS = {arm: own for each in TABLES.values() for arm, own in each.items()}
 
 TUNING = {
   **table.TUNING,
   "start": (16e-3,),  # dense's best
-  "arms": {
-    arm: {"local.every": own["local.every"] // 4}
-    for arm, own in _ARMS.items()
-    if own.get("local.every", 0) >= _LONG
-  },
+  "arms": rounds.shorter_rounds(TABLES),
 }

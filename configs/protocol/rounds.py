@@ -30,7 +30,7 @@ _AS_PUBLISHED = {"reducer": "sparse_loco"}
 _DEMO = {"reducer": "demo", "optimizer.name": "sign"}
 
 
-def _quantize(bits: int) -> Mapping[str, Any]:
+def quantize(bits: int) -> Mapping[str, Any]:
   return {**_EVERY_ENTRY["quantize, 4 bits"], "quantize.bits": bits}
 
 
@@ -39,8 +39,24 @@ def _powersgd(rank: float) -> Mapping[str, Any]:
   return {**own, "powersgd.rank": rank}
 
 
-def _rare(every: int, exchange: Mapping[str, Any]) -> Mapping[str, Any]:
+def rare(every: int, exchange: Mapping[str, Any]) -> Mapping[str, Any]:
   return {**exchange, "local.every": every}
+
+
+def shorter_rounds(
+  tables: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> Mapping[str, Mapping[str, Any]]:
+  """Returns the tuning's settings of arms with long rounds.
+
+  In a quarter of the steps their rounds are shorter, so that there are as many
+  of them.
+  """
+  return {
+    arm: {"local.every": own["local.every"] // 4}
+    for arms in tables.values()
+    for arm, own in arms.items()
+    if own.get("local.every", 0) >= _LONG
+  }
 
 
 # One exchange takes 4.06, 2.08 and 1.09 bits in 4, 2 and 1 bits an entry, and
@@ -50,49 +66,49 @@ TABLES = {
   "Baselines": {
     "dense": _DENSE,
     "dense, lookahead every 10": {
-      **_rare(10, _DENSE), "local.lookahead": True, "local.lr": 0.7,
+      **rare(10, _DENSE), "local.lookahead": True, "local.lr": 0.7,
       "local.momentum": 0.9,
     },
-    "dense, every 64": _rare(64, _DENSE),
+    "dense, every 64": rare(64, _DENSE),
   },
   "About 2 bits": {
-    "quantize, 2 bits": _quantize(2),
-    "quantize, 4 bits, every 2": _rare(2, _quantize(4)),
-    "dense, every 16": _rare(16, _DENSE),
+    "quantize, 2 bits": quantize(2),
+    "quantize, 4 bits, every 2": rare(2, quantize(4)),
+    "dense, every 16": rare(16, _DENSE),
   },
   "About 1 bit": {
-    "quantize, 1 bit": _quantize(1),
-    "quantize, 2 bits, every 2": _rare(2, _quantize(2)),
-    "quantize, 4 bits, every 4": _rare(4, _quantize(4)),
-    "dense, every 32": _rare(32, _DENSE),
-    "SparseLoCo as published, every 1": _rare(1, _AS_PUBLISHED),
+    "quantize, 1 bit": quantize(1),
+    "quantize, 2 bits, every 2": rare(2, quantize(2)),
+    "quantize, 4 bits, every 4": rare(4, quantize(4)),
+    "dense, every 32": rare(32, _DENSE),
+    "SparseLoCo as published, every 1": rare(1, _AS_PUBLISHED),
   },
   "About 0.4 bits": {
     "powersgd 8.1, int4, error": _powersgd(8.1),
-    "quantize, 2 bits, every 6": _rare(6, _quantize(2)),
-    "quantize, 4 bits, every 10": _rare(10, _quantize(4)),
-    "dense, every 80": _rare(80, _DENSE),
-    "SparseLoCo, every 1": _rare(1, _SPARSE_LOCO),
-    "SparseLoCo as published, every 2": _rare(2, _AS_PUBLISHED),
+    "quantize, 2 bits, every 6": rare(6, quantize(2)),
+    "quantize, 4 bits, every 10": rare(10, quantize(4)),
+    "dense, every 80": rare(80, _DENSE),
+    "SparseLoCo, every 1": rare(1, _SPARSE_LOCO),
+    "SparseLoCo as published, every 2": rare(2, _AS_PUBLISHED),
     "DeMo": {**_DEMO, "demo.count": 8},
   },
   "About 0.2 bits": {
     "powersgd 3.5, int4, error": _powersgd(3.5),
-    "quantize, 2 bits, every 12": _rare(12, _quantize(2)),
-    "quantize, 4 bits, every 20": _rare(20, _quantize(4)),
-    "dense, every 160": _rare(160, _DENSE),
-    "SparseLoCo, every 2": _rare(2, _SPARSE_LOCO),
-    "SparseLoCo as published, every 4": _rare(4, _AS_PUBLISHED),
-    "powersgd 44.6, int4, error, every 10": _rare(10, _powersgd(44.6)),
+    "quantize, 2 bits, every 12": rare(12, quantize(2)),
+    "quantize, 4 bits, every 20": rare(20, quantize(4)),
+    "dense, every 160": rare(160, _DENSE),
+    "SparseLoCo, every 2": rare(2, _SPARSE_LOCO),
+    "SparseLoCo as published, every 4": rare(4, _AS_PUBLISHED),
+    "powersgd 44.6, int4, error, every 10": rare(10, _powersgd(44.6)),
   },
   "About 0.1 bits": {
-    "SparseLoCo, every 4": _rare(4, _SPARSE_LOCO),
+    "SparseLoCo, every 4": rare(4, _SPARSE_LOCO),
   },
   "About 0.03 bits": {
-    "quantize, 1 bit, every 40": _rare(40, _quantize(1)),
-    "quantize, 2 bits, every 64": _rare(64, _quantize(2)),
-    "SparseLoCo, every 24": _rare(24, _SPARSE_LOCO),
-    "SparseLoCo as published, every 24": _rare(24, _AS_PUBLISHED),
+    "quantize, 1 bit, every 40": rare(40, quantize(1)),
+    "quantize, 2 bits, every 64": rare(64, quantize(2)),
+    "SparseLoCo, every 24": rare(24, _SPARSE_LOCO),
+    "SparseLoCo as published, every 24": rare(24, _AS_PUBLISHED),
   },
 }  # fmt: skip
 _ARMS = {arm: own for each in TABLES.values() for arm, own in each.items()}
@@ -115,13 +131,4 @@ ALTERNATIVES = {
   ]
 }
 
-# In a quarter of the steps, long rounds are shorter, so that there are as many
-# of them.
-TUNING = {
-  **table.TUNING,
-  "arms": {
-    arm: {"local.every": own["local.every"] // 4}
-    for arm, own in _ARMS.items()
-    if own.get("local.every", 0) >= _LONG
-  },
-}
+TUNING = {**table.TUNING, "arms": shorter_rounds(TABLES)}

@@ -417,13 +417,12 @@ def test_metrics_count_what_the_reducer_finds():
 
 def test_resizing_keeps_the_mean_of_the_own_parameters():
   """Of a state after half a round, of Muon and, for vectors, Adam."""
-  tx = tx_of(every=4, inner=optax.contrib.muon(1e-2))
+  make = functools.partial(tx_of, every=4, inner=optax.contrib.muon(1e-2))
+  tx = make()
   _, state = state_after(shard_mapped(tx), 6)
   host = jax.device_get(state)
   for replicas in (2, 8):
-    tx_there = tx_of(
-      every=4, inner=optax.contrib.muon(1e-2), mesh=mesh_of((replicas,))
-    )
+    tx_there = make(mesh=mesh_of((replicas,)))
     like = jax.eval_shape(tx_there.init, PARAMS)
     resized = edgc_jax.resize(host, like)
     for part in ("offset", "inner_state"):

@@ -354,14 +354,13 @@ def _make_descent(config: ConfigDict) -> optax.GradientTransformation:
     optax.add_decayed_weights(options.weight_decay, _is_matrix),
     optax.scale_by_learning_rate(schedule),
   )
-  # Steps of Muon are as long as those of AdamW, so it takes the same rates.
   muon = optax.contrib.muon(
     schedule,
     weight_decay=options.weight_decay,
     adam_b1=options.b1,
     adam_b2=options.b2,
     muon_weight_dimension_numbers=_kernel_axes,
-    consistent_rms=0.2,
+    consistent_rms=0.2,  # steps about as long as AdamW's
   )
   descents = {"adamw": adamw, "muon": muon, "sign": sign}
   if options.name not in descents:
