@@ -1,6 +1,7 @@
 """Sites in threads of this process, which move by random numbers."""
 
 import concurrent.futures
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,16 @@ class Trained:
 
 def sites(folder, names="abc", **options):
   return [Trained(folder, name, **options) for name in names]
+
+
+@contextlib.contextmanager
+def impatient(*trained, seconds=0.0):
+  """Has sites not wait for those who are away; after it they wait again."""
+  for each in trained:
+    each.site._patience = seconds
+  yield
+  for each in trained:
+    each.site._patience = QUICK["patience"]
 
 
 def require_all_return(*trained):

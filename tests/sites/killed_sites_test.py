@@ -15,7 +15,7 @@ import pytest
 from helpers import environments, object_stores
 from helpers.environments import QUICK
 from helpers.local_processes import free_port, run_together
-from helpers.site_runs import require_equal, sites, together
+from helpers.site_runs import impatient, require_equal, sites, together
 
 import edgc_jax
 from edgc_jax.sites import bucket
@@ -101,11 +101,10 @@ def test_rounds_in_a_store(url):
     together(a.step, b.step)
     require_equal(a, b)
     assert a.site.last.members == ("a", "b")
-  a.site._patience = 1.0
-  a.step()
+  with impatient(a):
+    a.step()
   assert a.site.last.late == ("b",)
   (again, new) = (sites(url, x, checkpoint_every=2)[0] for x in "bc")
-  a.site._patience = 20.0
   with pytest.raises(SiteError, match="`name` must be of one process"):
     b.step()
   for _ in range(4):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import pathlib
 import sys
+import threading
 import time
 
 import jax
@@ -15,6 +16,7 @@ import optax
 import pytest
 from helpers.site_runs import (
   QUICK,
+  impatient,
   moved,
   require_all_return,
   require_equal,
@@ -29,8 +31,6 @@ import edgc_jax
 from edgc_jax.sites import bucket, payload, run
 from edgc_jax.sites import site as site_module
 from edgc_jax.sites.run import SiteError
-
-SOON = 0.5  # seconds of patience where somebody is away
 
 
 @pytest.fixture(autouse=True)
@@ -109,11 +109,10 @@ def test_a_lone_site_loses_nothing_but_what_its_residual_keeps(tmp_path):
 def test_a_site_that_is_late_keeps_its_change(tmp_path):
   """It is in no manifest; all of its change is in the next one."""
   a, b = sites(tmp_path, "ab")
-  a.site._patience = 0.0
-  a.step()
+  with impatient(a):
+    a.step()
   assert a.site.last.late == ("b",)
   before = jax.tree.map(np.asarray, a.params)
-  a.site._patience = 20.0
   with concurrent.futures.ThreadPoolExecutor() as pool:
     late = pool.submit(b.step)
     while not (tmp_path / "rounds/1/sites/b").exists():
@@ -131,12 +130,12 @@ def test_a_site_that_is_late_keeps_its_change(tmp_path):
 @pytest.mark.parametrize("rounds", [1, 5, 50])
 def test_a_site_returns(tmp_path, rounds):
   """The process that was away, and a new one of the same name."""
-  options = {"checkpoint_every": 4, "patience": SOON}
-  a, b, c = sites(tmp_path, **options)
+  a, b, c = sites(tmp_path, checkpoint_every=4)
   together(a.step, b.step, c.step)
-  for _ in range(rounds):
-    together(a.step, b.step)
-  (again,) = sites(tmp_path, "c", **options)
+  with impatient(a, b):
+    for _ in range(rounds):
+      together(a.step, b.step)
+  (again,) = sites(tmp_path, "c", checkpoint_every=4)
   assert again.hash == a.hash
   jax.tree.map(np.testing.assert_array_equal, again.params, a.params)
   with pytest.raises(SiteError, match=r"`name` must be of one process.*'c'"):
@@ -154,9 +153,8 @@ def test_a_stalled_site_goes_on(tmp_path, rounds):
   """With the round that is open when it comes, which waits for it."""
   a, b = sites(tmp_path, "ab", checkpoint_every=4)
   together(a.step, b.step)
-  a.site._patience = 0.0
-  a.steps_of(rounds)
-  a.site._patience = 20.0
+  with impatient(a):
+    a.steps_of(rounds)
   with concurrent.futures.ThreadPoolExecutor() as pool:
     late = pool.submit(b.step)
     while not (tmp_path / f"rounds/{a.site.round}/sites/b").exists():
@@ -172,7 +170,7 @@ def test_a_late_site_does_not_decide_at_once(tmp_path):
   """The others are within their steps, for as long as it was away."""
   a, b = sites(tmp_path, "ab", patience=0.2)
   together(a.step, b.step)
-  time.sleep(0.4)
+  time.sleep(2.0)
   a.step()  # without b
   with concurrent.futures.ThreadPoolExecutor() as pool:
     late = pool.submit(b.step)
@@ -206,10 +204,11 @@ def test_a_site_waits_for_others(tmp_path, caplog, monkeypatch):
   a, b = sites(tmp_path, "ab", least=2, patience=0.01)
   with concurrent.futures.ThreadPoolExecutor() as pool:
     waiting = pool.submit(a.step)
-    time.sleep(0.3)
-    assert not waiting.done()
     expected = "site a waits in round 0 for b, as long as it takes"
-    assert expected in caplog.text
+    while expected not in caplog.text:
+      assert not waiting.done()
+      time.sleep(0.01)
+    assert not waiting.done()
     b.step()
     assert waiting.result().members == ("a", "b")
 
@@ -240,8 +239,8 @@ def test_the_first_manifest_decides(tmp_path):
   assert run.add("b", data) and run.add("b", data)
   assert not run.add("b", data + b"x"), "another change of the same name"
   assert run.decide({"b": data}) and not run.decide({})
-  a.site._patience = 0.0
-  assert a.step().number == 1, "the next round"
+  with impatient(a):
+    assert a.step().number == 1, "the next round"
   assert run.apply().members == ("b",) and run.apply().members == ("a",)
   assert a.hash == run.hash
 
@@ -273,16 +272,15 @@ def test_a_site_is_killed_at_every_step_of_a_round(tmp_path):
   """And started again: no round is lost, and all are equal."""
   for call in range(100):
     folder = tmp_path / str(call)
-    options = {"checkpoint_every": 1, "patience": SOON}
-    a, b = sites(folder, "ab", **options)
+    a, b = sites(folder, "ab", checkpoint_every=1)
     together(a.step, b.step)
-    with killed_at(a, call) as calls_left:
+    with killed_at(a, call) as calls_left, impatient(b, seconds=0.3):
       is_killed = False
       try:
         together(a.step, b.step)
       except Killed:
         is_killed = True
-    (a,) = sites(folder, "a", **options)
+    (a,) = sites(folder, "a", checkpoint_every=1)
     rounds = max(b.site.round, a.site.round)
     assert b.site.round == 2 and rounds == 2, "b has ended its round"
     together(a.step, b.step)
@@ -399,10 +397,9 @@ def test_a_change_counts_once_though_its_site_does_not_see_it(tmp_path, every):
       failing.result()
   assert uploaded == [("a", "b")]
   run.apply = apply
-  a.site._patience = 0.0
-  a.steps_of(3)
+  with impatient(a):
+    a.steps_of(3)
   before = jax.tree.map(np.asarray, a.params)
-  a.site._patience = 20.0
   with concurrent.futures.ThreadPoolExecutor() as pool:
     back = pool.submit(b.site.exchange, own)
     while not (tmp_path / f"rounds/{a.site.round}/sites/b").exists():
@@ -526,14 +523,13 @@ def test_a_site_with_a_slow_uplink_is_waited_for(tmp_path):
   """It says that it comes before it uploads."""
   a, b = sites(tmp_path, "ab")
   together(a.step, b.step)
-  a.site._patience = 0.0
-  a.step()
-  a.site._patience = 20.0
-  add = b.site._run.add
-  b.site._run.add = lambda *x: (time.sleep(0.5), add(*x))[1]
+  with impatient(a):
+    a.step()
+  add, uploads = b.site._run.add, threading.Event()
+  b.site._run.add = lambda *x: (uploads.set(), time.sleep(0.3), add(*x))[2]
   with concurrent.futures.ThreadPoolExecutor() as pool:
     late = pool.submit(b.step)
-    time.sleep(0.25)
+    uploads.wait()
     assert a.step().members == ("a", "b") == late.result().members
 
 
@@ -594,12 +590,12 @@ def test_a_site_with_other_parameters_loads_the_checkpoint(tmp_path, caplog):
 
 def test_a_wrong_site_that_decides_does_not_lead(tmp_path):
   """Its manifest names parameters that nobody else has."""
-  a, b = sites(tmp_path, "ab", patience=SOON)
+  a, b = sites(tmp_path, "ab")
   together(a.step, b.step)
   run = b.site._run
   run._set([x + 1 for x in run.common], run._trace)
-  b.step()
-  assert b.site.last.members == ("b",)
+  with impatient(b):
+    assert b.step().members == ("b",)
   assert a.step().members == ("a",) and a.hash != b.hash
   require_all_return(a, b)
 
@@ -615,8 +611,9 @@ def test_a_damaged_manifest_stops_the_run(tmp_path):
 
 
 def test_a_change_that_a_manifest_names_must_stay(tmp_path):
-  a, b = sites(tmp_path, "ab", patience=SOON)
-  a.step()
+  a, b = sites(tmp_path, "ab")
+  with impatient(a):
+    a.step()
   (tmp_path / "rounds/0/sites/a").write_bytes(b"other")
   with pytest.raises(SiteError, match="must be the object that the manifest"):
     b.step()
