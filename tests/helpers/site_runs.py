@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -69,11 +70,13 @@ def impatient(*trained, seconds=0.0):
 def require_all_return(*trained):
   """Requires that all are in a round again after some, and equal."""
   names = tuple(sorted(each.site.name for each in trained))
-  for _ in range(4):
-    together(*(each.step for each in trained))
-    if all(each.site.last.members == names for each in trained):
-      break
-  assert {each.site.last.members for each in trained} == {names}
+
+  def return_to_all(each):
+    # Each in its own loop: a site that is a round ahead waits for the others.
+    return any(each.step().members == names for _ in range(20))
+
+  calls = [functools.partial(return_to_all, each) for each in trained]
+  assert all(together(*calls))
   require_equal(*trained)
 
 

@@ -127,22 +127,22 @@ def test_a_site_that_is_late_keeps_its_change(tmp_path):
   )  # fmt: skip
 
 
-@pytest.mark.parametrize("rounds", [1, 5, 50])
+@pytest.mark.parametrize("rounds", [2, 5, 50])
 def test_a_site_returns(tmp_path, rounds):
   """The process that was away, and a new one of the same name."""
   a, b, c = sites(tmp_path, checkpoint_every=4)
   together(a.step, b.step, c.step)
-  with impatient(a, b):
-    for _ in range(rounds):
-      together(a.step, b.step)
+  with impatient(a, b, seconds=0.3):
+    together(a.step, b.step)
+  require_all_return(a, b)
+  for _ in range(rounds - 2):
+    together(a.step, b.step)
   (again,) = sites(tmp_path, "c", checkpoint_every=4)
   assert again.hash == a.hash
   jax.tree.map(np.testing.assert_array_equal, again.params, a.params)
   with pytest.raises(SiteError, match=r"`name` must be of one process.*'c'"):
     c.step()
-  together(a.step, b.step, again.step)
-  assert a.site.last.members == ("a", "b", "c")
-  require_equal(a, b, again)
+  require_all_return(a, b, again)
   kept = sorted(int(x.name) for x in (tmp_path / "checkpoints").iterdir())
   assert len(kept) <= 2
   assert min(int(x.name) for x in (tmp_path / "rounds").iterdir()) >= kept[0]
@@ -285,9 +285,7 @@ def test_a_site_is_killed_at_every_step_of_a_round(tmp_path):
     assert b.site.round == 2 and rounds == 2, "b has ended its round"
     together(a.step, b.step)
     require_equal(a, b)
-    together(a.step, b.step)
-    require_equal(a, b)
-    assert b.site.last.members == ("a", "b")
+    require_all_return(a, b)
     if not is_killed:
       assert calls_left() >= 0
       break
