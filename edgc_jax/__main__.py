@@ -110,6 +110,10 @@ def _parser() -> argparse.ArgumentParser:
   )  # fmt: skip
   add("--round_trip_ms", type=float, metavar="MS", help="between two replicas")
   add("--replicas", type=int, metavar="N", help="that average their gradients")
+  add(
+    "--optimizer", default="adamw", metavar="NAME",
+    help="with which the methods were judged: adamw (default) or muon",
+  )  # fmt: skip
   add = parser.add_argument_group("processes").add_argument
   add("--coordinator_address", help="HOST:PORT of the first process")
   add("--num_processes", type=int, metavar="N")
@@ -221,7 +225,9 @@ def _advise(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
   try:
     shapes = shapes_of(flags.shapes)
     link, replicas = _link(parser, flags)
-    advice = edgc_jax.advise(shapes, link, flags.step_seconds, replicas)
+    advice = edgc_jax.advise(
+      shapes, link, flags.step_seconds, replicas, optimizer=flags.optimizer
+    )
   except ValueError as error:
     parser.error(str(error))
   sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)]

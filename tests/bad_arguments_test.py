@@ -98,6 +98,7 @@ OPTIONS = {
     metrics.opt_state after_update.opt_state local_params.opt_state
   """,
   "sgd": """
+    advise.optimizer measure_computing.optimizer
     accumulate.tx skip_nonfinite.tx on_mesh.tx local_steps.inner
     local_steps.outer describe.tx state_specs.tx edgc.warmup_rank edgc.link
     edgc.compression

@@ -34,8 +34,14 @@ TABLES = {
     "quantize, 1 bit, every 6": _every(6, 1),
     "quantize, 2 bits, every 12": _every(12, 2),
   },
-  "About 0.1 bits": {"quantize, 1 bit, every 12": _every(12, 1)},
-  "About 0.03 bits": {"quantize, 1 bit, every 40": _every(40, 1)},
+  "About 0.1 bits": {
+    "quantize, 1 bit, every 12": _every(12, 1),
+    "quantize, 2 bits, every 24": _every(24, 2),
+  },
+  "About 0.03 bits": {
+    "quantize, 1 bit, every 40": _every(40, 1),
+    "quantize, 2 bits, every 64": _every(64, 2),
+  },
   "The best arms of AdamW": {
     "powersgd 21.8, int4, error": _muon(
       table.TABLES["About 1 bit"]["powersgd 21.8, int4, error"]

@@ -180,6 +180,7 @@ def advise(
   *,
   computing: Mapping[str, float] | None = None,
   most_steps: int | None = None,
+  optimizer: str = "adamw",
   tolerance: float = TOLERANCE,
   matrix_view: ViewFn | None = None,
   shards: int = 1,
@@ -207,6 +208,8 @@ def advise(
       from `measure_computing`; None assumes none.
     most_steps: Leaves out exchanges that are rarer than every so many steps:
       1 leaves out local steps. None keeps all.
+    optimizer: Yours, with which the methods were judged: "adamw", or "muon"
+      (`optax.contrib.muon`). Steps are multiples of those of dense with it.
     tolerance: Extra time accepted for fewer steps, as a share of the least
       time; at least 0.
     matrix_view: As for the reducers; None for their own.
@@ -234,7 +237,7 @@ def advise(
   )
   if computing is not None:
     _require_seconds(computing)
-  found = _candidates(params, replicas, matrix_view, most_steps)
+  found = _candidates(params, replicas, matrix_view, most_steps, optimizer)
   if computing is not None:
     missing = [m.name for m in found if m.exchanged_by not in computing]
     validation.require(
@@ -269,11 +272,12 @@ def advise(
     "Steps are those of the protocol's model of 0.45 million parameters on 4"
     " replicas (docs/results.md), and assumed to be those of yours; steps that"
     " differ by less than 0.02 do not differ surely.",
-    "Each method has a learning rate tuned for it: tune yours again.",
+    f"All methods train with {optimizer}, each at a learning rate tuned for it:"
+    " tune yours again.",
     "Ranks are those that send the protocol's bits a parameter.",
     "No exchange overlaps with computation.",
   ]
-  if not all(one.is_current for one in of_protocol()):
+  if not all(one.is_current for one in of_protocol()[optimizer]):
     assumed.append(
       "Steps of some methods are of an older version of their code; bytes are"
       " those of the present one."
@@ -301,6 +305,7 @@ def measure_computing(
   *,
   repeats: int = 10,
   most_steps: int | None = None,
+  optimizer: str = "adamw",
   matrix_view: ViewFn | None = None,
   mesh: Any = None,
 ) -> Mapping[str, float]:
@@ -316,7 +321,7 @@ def measure_computing(
     params: As for `advise`. Only shapes and dtypes are read.
     replicas: As for `advise`.
     repeats: Number of timed calls.
-    most_steps, matrix_view: As for `advise`.
+    most_steps, optimizer, matrix_view: As for `advise`.
     mesh: With several processes, the mesh of the training. All of them must
       call this at the same point, and get the same times.
 
@@ -331,7 +336,9 @@ def measure_computing(
   require_is_mesh(mesh, optional=True, kinds=Mesh)
   reducers = {
     method.exchanged_by: method.make(matrix_view)
-    for method in _candidates(params, replicas, matrix_view, most_steps)
+    for method in _candidates(
+      params, replicas, matrix_view, most_steps, optimizer
+    )
   }
   seconds = timing.extra_seconds(
     optax.scale(0.5),  # the compiler would remove an identity
@@ -371,6 +378,7 @@ def _candidates(
   replicas: int,
   matrix_view: ViewFn | None,
   most_steps: int | None,
+  optimizer: str,
 ) -> list[Candidate]:
   """Returns the methods to choose from for these parameters, dense first."""
   validation.require_int("replicas", replicas, 2)
@@ -379,8 +387,9 @@ def _candidates(
   validation.require_function(
     "matrix_view", matrix_view, "a leaf's path and shape"
   )
+  validation.require_one_of("optimizer", optimizer, tuple(of_protocol()))
   require_arrays(params)
-  judged = _judged(params, replicas, matrix_view)
+  judged = _judged(params, replicas, matrix_view, optimizer)
   dense, *others = (
     one for one in judged if one.every <= (most_steps or one.every)
   )
@@ -402,12 +411,12 @@ def _is_beaten(method: Candidate, others: Sequence[Candidate]) -> bool:
 
 
 def _judged(
-  params: Any, replicas: int, matrix_view: ViewFn | None
+  params: Any, replicas: int, matrix_view: ViewFn | None, optimizer: str
 ) -> list[Candidate]:
   """Returns the protocol's methods for these parameters, dense first."""
   params = arrays_of(params)
   found: dict[str, Candidate] = {}
-  for one in of_protocol():
+  for one in of_protocol()[optimizer]:
     own = _for_params(one, params, replicas, matrix_view)
     if own is not None:
       found.setdefault(own.name, own)

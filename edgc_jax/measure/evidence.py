@@ -15,6 +15,8 @@ class Evidence(NamedTuple):
 
   Attributes:
     name: A name to print.
+    optimizer: Of the judged runs, and of the dense ones that they stand beside:
+      "adamw", or "muon" (`optax.contrib.muon`).
     reducer: Name of a function of this package.
     options: Its arguments, for the model of the protocol.
     every: Steps between two exchanges: 1 for gradients, H for `local_steps`.
@@ -32,6 +34,7 @@ class Evidence(NamedTuple):
   """
 
   name: str
+  optimizer: str
   reducer: str
   options: Mapping[str, Any]
   every: int
@@ -46,7 +49,10 @@ class Evidence(NamedTuple):
 
 
 @functools.cache
-def of_protocol() -> tuple[Evidence, ...]:
-  """Returns the methods that the protocol has judged, dense first."""
+def of_protocol() -> Mapping[str, tuple[Evidence, ...]]:
+  """Returns what the protocol has judged by optimizer, dense first."""
   text = pathlib.Path(__file__).with_suffix(".json").read_text()
-  return tuple(Evidence(**each) for each in json.loads(text))
+  found: dict[str, tuple[Evidence, ...]] = {}
+  for one in (Evidence(**each) for each in json.loads(text)):
+    found[one.optimizer] = *found.get(one.optimizer, ()), one
+  return found

@@ -1,6 +1,7 @@
 """`python -m edgc_jax`: its flags, its report, and what makes it fail."""
 
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def made_by(code):
 
 
 def test_the_code_of_each_method_runs():
-  for found in of_protocol():
+  for found in itertools.chain(*of_protocol().values()):
     options = dict(found.options)
     if "rank" in options:
       options["rank"] = round(options["rank"])

@@ -65,7 +65,7 @@ def test_the_advice_is_taken(link, monkeypatch):
 
 
 def test_all_that_the_protocol_has_judged_can_be_taken():
-  judged = [one for one in of_protocol() if one.every == 1]
+  judged = [one for one in of_protocol()["adamw"] if one.every == 1]
   assert judged
   for one in judged:
     choice = {"reducer": one.reducer, "options": dict(one.options)}
@@ -119,14 +119,14 @@ def test_costs_are_measured(monkeypatch):
   config, mesh = small(), meshes.make_mesh(4, 1)
   task, shapes = tasks.make(config), []
 
-  def measure(params, replicas, mesh, most_steps):
-    shapes.append((params, replicas, most_steps))
+  def measure(params, replicas, mesh, most_steps, optimizer):
+    shapes.append((params, replicas, most_steps, optimizer))
     return Free(all=0.5)
 
   monkeypatch.setattr(edgc_jax, "measure_computing", measure)
   costs = advised.measure_costs(config, task, mesh, 1, lambda: None)
-  assert shapes == [(task.layout({"data": 4}).shapes, 4, 1)]
-  dense = advised.advise(task, mesh, FAST, costs).methods[0]
+  assert shapes == [(task.layout({"data": 4}).shapes, 4, 1, "adamw")]
+  dense = advised.advise(config, task, mesh, FAST, costs).methods[0]
   assert dense.seconds == pytest.approx(costs.step + 0.5, rel=0, abs=5e-4)
 
 
@@ -135,8 +135,8 @@ def test_shards_share_the_uplink():
   config.mesh.update(data=2, fsdp=2, backend="jit")
   advised.require_choice(config)
   task, mesh = tasks.make(config), meshes.make_mesh(2, 1, 2)
-  found = advised.advise(task, mesh, SLOW, COSTS)
-  whole = advised.advise(task, meshes.make_mesh(2, 1), SLOW, COSTS)
+  found = advised.advise(config, task, mesh, SLOW, COSTS)
+  whole = advised.advise(config, task, meshes.make_mesh(2, 1), SLOW, COSTS)
   dense, of_replica = found.methods[0], whole.methods[0]
   # Small parameters are whole on every shard.
   assert 0.5 <= dense.wire_bytes / of_replica.wire_bytes <= 0.6

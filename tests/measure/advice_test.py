@@ -22,6 +22,7 @@ def evidence(name, reducer, options, bits, steps, every=1):
   outer = {"learning_rate": 0.7, "momentum": 0.9} if every > 1 else {}
   return Evidence(
     name,
+    "adamw",
     reducer,
     options,
     every,
@@ -59,16 +60,17 @@ def found_once():
   """Returns candidates from a cache: they do not depend on the link."""
   found, find = {}, advice._judged
 
-  def judged_for(params, replicas, view):
-    key = str(params), replicas, view, id(advice.of_protocol)
+  def judged_for(params, replicas, view, optimizer):
+    key = str(params), replicas, view, optimizer, id(advice.of_protocol)
     if key not in found:
-      found[key] = advice.of_protocol, find(params, replicas, view)
+      found[key] = advice.of_protocol, find(params, replicas, view, optimizer)
     return found[key][1]
 
   return judged_for
 
 
-judged_methods = lambda: JUDGED  # noqa: E731
+def judged_methods():
+  return {"adamw": JUDGED, "muon": JUDGED[::2]}
 
 
 @pytest.fixture(autouse=True)
@@ -180,10 +182,17 @@ def among(monkeypatch):
   """Returns a function: names of what is left among judged methods."""
 
   def names(judged, **options):
-    monkeypatch.setattr(advice, "of_protocol", lambda: judged)
+    monkeypatch.setattr(advice, "of_protocol", lambda: {"adamw": judged})
     return set(by_name(advise(LinkModel(1e-3, 1e6), **options)))
 
   return names
+
+
+def test_methods_are_those_judged_with_the_optimizer():
+  link = LinkModel(1e-3, 1e6)
+  found = advise(link, optimizer="muon")
+  assert tuple(by_name(found)) == NAMES[::2]
+  assert "with muon" in str(found) and "with adamw" in str(advise(link))
 
 
 def test_methods_that_another_one_beats_are_left_out(among):
@@ -203,7 +212,7 @@ def test_methods_that_another_one_beats_are_left_out(among):
 
 def test_methods_that_cost_nothing_are_always_sooner(monkeypatch):
   free = [one._replace(steps=1.0) for one in JUDGED]
-  monkeypatch.setattr(advice, "of_protocol", lambda: free)
+  monkeypatch.setattr(advice, "of_protocol", lambda: {"adamw": free})
   found = advise(LinkModel(0.0, 1e12))
   assert {m.break_even for m in found.methods[1:]} == {np.inf}
   assert "no speed" in str(found)

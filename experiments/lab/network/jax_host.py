@@ -147,11 +147,11 @@ class JaxHost:
       config: The whole configuration, with any reducer.
       most_steps: As for `edgc_jax.advise`.
     """
-    _, mesh, task = _read(config)
+    config, mesh, task = _read(config)
     self._most_steps = most_steps
     any_link = edgc_jax.LinkModel(0.0, 1.0)
     free = advised.Costs(0.0, None)
-    found = advised.advise(task, mesh, any_link, free, most_steps)
+    found = advised.advise(config, task, mesh, any_link, free, most_steps)
     return {one.name: _settings_of(one) for one in found.methods}
 
   def measure_costs(self, config: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ class JaxHost:
     link = edgc_jax.measure_link(mesh, DATA)
     plain = self._calls[NO_EXCHANGE, "step"]  # at the machine's current speed
     costs = self._costs._replace(step=advised.seconds_of(plain, mesh))
-    found = advised.advise(task, mesh, link, costs, self._most_steps)
+    found = advised.advise(config, task, mesh, link, costs, self._most_steps)
     return {
       "seconds": {method.name: method.seconds for method in found.methods},
       "steps": {method.name: method.steps for method in found.methods},

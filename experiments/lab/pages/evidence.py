@@ -13,18 +13,19 @@ from experiments.trainer import tasks
 from experiments.trainer.parallel import meshes
 from experiments.trainer.training import optimizer
 
-_STUDIES = ("protocol/table", "protocol/rounds")
+_STUDIES = ("protocol/table", "protocol/rounds", "protocol/muon")
 _DIGITS = 4
 
 
 def text() -> str:
   """Returns the file of all arms that have all judged seeds, as JSON."""
-  found: dict[str, dict[str, Any]] = {}
+  found: dict[tuple[str, str], dict[str, Any]] = {}
   for name in _STUDIES:
     study, arms = protocol.study_of(name), protocol.arms_of(name)
     for (_, arm), row in arms.iterrows():
       if _counts(study, arm, row):
-        found.setdefault(arm, _line(study, arm, row))
+        line = _line(study, arm, row)
+        found.setdefault((line["optimizer"], arm), line)
   lines = (f"  {json.dumps(line)}" for line in found.values())
   return "[\n" + ",\n".join(lines) + "\n]\n"
 
@@ -53,6 +54,7 @@ def _line(study: Study, arm: str, row: pd.Series) -> dict[str, Any]:
     outer |= {"momentum": local.momentum, "nesterov": True}
   return {
     "name": arm,
+    "optimizer": config.optimizer.name,
     "reducer": reducer,
     "options": {
       k.removeprefix(start): v

@@ -139,7 +139,7 @@ def _run(
 def _config(name: str, reducer: str) -> ConfigDict:
   """Returns a configuration with a reducer, or with a method judged here."""
   module, _ = _CLUSTERS[name]
-  judged = {one.name: one for one in of_protocol()}.get(reducer)
+  judged = {one.name: one for one in of_protocol()["adamw"]}.get(reducer)
   if judged is None:
     return module.get_config(reducer)
   config = module.get_config(judged.reducer)
@@ -188,7 +188,7 @@ def _both(name: str, hardware: Hardware) -> str:
 
 def _clusters() -> Lines:
   """Returns the modelled runs on the paper's clusters."""
-  steps = {one.name: one.steps for one in of_protocol()}
+  steps = {one.name: one.steps for one in of_protocol()["adamw"]}
   steps["allreduce"] = 1.0
   steps["edgc"] = steps[_SLOW] = _described_steps()
   lines = []

@@ -99,7 +99,7 @@ def measure(
   link = times.link_of(config, mesh)
   hosts.say("compiling and timing exchanges and a step ...")
   costs = measure_costs(config, task, mesh, most_steps)
-  return advise(task, mesh, link, costs, most_steps)
+  return advise(config, task, mesh, link, costs, most_steps)
 
 
 def measure_costs(
@@ -123,7 +123,11 @@ def measure_costs(
   """
   shapes = task.layout(mesh.shape).of_one_device(mesh.shape)
   computing = edgc_jax.measure_computing(
-    shapes, mesh.shape[DATA], most_steps=most_steps, mesh=mesh
+    shapes,
+    mesh.shape[DATA],
+    most_steps=most_steps,
+    optimizer=config.optimizer.name,
+    mesh=mesh,
   )
   step = step or _plain_step(config, task, mesh)
   with heap.freed_memory_kept():  # as when training
@@ -131,6 +135,7 @@ def measure_costs(
 
 
 def advise(
+  config: ConfigDict,
   task: Task,
   mesh: Mesh,
   link: edgc_jax.LinkModel,
@@ -145,6 +150,7 @@ def advise(
     mesh.shape[DATA],
     computing=costs.computing,
     most_steps=most_steps,
+    optimizer=config.optimizer.name,
     shards=mesh.shape.get(SHARD, 1),
   )
 
