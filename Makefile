@@ -96,8 +96,8 @@ format: $(VENV)/dev
 STUDY := $(BIN)/python experiments/lab/run_study.py --jobs=$(shell nproc)
 
 protocol: $(VENV)/train
-	$(STUDY) $(foreach name,full_length table rounds low_rank overlap, \
-	  --study=configs/protocol/$(name).py)
+	$(STUDY) $(foreach name,full_length table rounds low_rank overlap muon \
+	  entropy,--study=configs/protocol/$(name).py)
 
 # Whether a rank that follows entropy wins in a run of 20,000 steps (docs/results.md):
 # days on two cores, hours on a GPU with --together.
