@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import edgc_jax
 
 DENSE = {"density": None, "bits": 32, "residual_decay": 1.0}
 QUICK = {"every": 1, "patience": 20.0, **DENSE}
+_SECONDS = 120.0  # after which a test fails that waits, on any machine
 
 
 def zeros():
@@ -32,6 +34,16 @@ def together(*calls):
     return [each.result() for each in [pool.submit(call) for call in calls]]
 
 
+def wait_until(condition, *calls):
+  """Waits while calls run; fails if one ends before, or after two minutes."""
+  end = time.monotonic() + _SECONDS
+  while not condition():
+    ended = [each.result() for each in calls if each.done()]
+    assert condition() or not ended, ended
+    assert time.monotonic() < end
+    time.sleep(0.002)
+
+
 class Trained:
   """A site with its parameters, which moves them once a round."""
 
@@ -44,6 +56,10 @@ class Trained:
     seed = [self.site.round, *self.site.name.encode()]
     self.params = self.site.exchange(moved(self.params, seed), weight)
     return self.site.last
+
+  def steps_to(self, number):
+    while self.site.round < number:
+      self.step()
 
   def steps_of(self, count):
     return [self.step() for _ in range(count)]
@@ -58,25 +74,32 @@ def sites(folder, names="abc", **options):
 
 
 @contextlib.contextmanager
-def impatient(*trained, seconds=0.0):
-  """Has sites not wait for those who are away; after it they wait again."""
-  for each in trained:
-    each.site._patience = seconds
-  yield
-  for each in trained:
-    each.site._patience = QUICK["patience"]
+def impatient(site):
+  """Has a site decide alone, whoever is away or slow; after it, it waits."""
+  before, site.site._patience = site.site._patience, 0.0
+  try:
+    yield
+  finally:
+    site.site._patience = before
 
 
 def require_all_return(*trained):
-  """Requires that all are in a round again after some, and equal."""
+  """Requires that all are in a round again after some, and equal.
+
+  Each site is in a loop of its own, so that one that is a round ahead waits for
+  the others, and one that is alone does not run away.
+  """
   names = tuple(sorted(each.site.name for each in trained))
+  end = time.monotonic() + _SECONDS
 
   def return_to_all(each):
-    # Each in its own loop: a site that is a round ahead waits for the others.
-    return any(each.step().members == names for _ in range(20))
+    pause = 0.01
+    while each.step().members != names:
+      assert time.monotonic() < end, each.site.last
+      time.sleep(pause)
+      pause *= 1.5
 
-  calls = [functools.partial(return_to_all, each) for each in trained]
-  assert all(together(*calls))
+  together(*(functools.partial(return_to_all, each) for each in trained))
   require_equal(*trained)
 
 

@@ -27,6 +27,8 @@ def main(folder, name):
   params = site.join({"w": np.zeros((64, 64), np.float32)})
   end = folder / "end"
   while not end.exists() or site.round < int(end.read_text()):
+    if end.exists():
+      site._patience = 60.0  # nobody is killed any more: all end together
     time.sleep(0.02)
     moves = {"w": random.standard_normal((64, 64), np.float32)}
     params = site.exchange(jax.tree.map(np.subtract, params, moves))

@@ -22,6 +22,7 @@ from helpers.site_runs import (
   require_equal,
   sites,
   together,
+  wait_until,
   zeros,
 )
 from jax.sharding import AxisType, NamedSharding
@@ -115,8 +116,7 @@ def test_a_site_that_is_late_keeps_its_change(tmp_path):
   before = jax.tree.map(np.asarray, a.params)
   with concurrent.futures.ThreadPoolExecutor() as pool:
     late = pool.submit(b.step)
-    while not (tmp_path / "rounds/1/sites/b").exists():
-      time.sleep(0.01)
+    wait_until((tmp_path / "rounds/1/sites/b").exists, late)
     assert a.step().number == 1 == late.result().number
   require_equal(a, b)
   # What b has moved in round 0, and a in round 1.
@@ -127,15 +127,16 @@ def test_a_site_that_is_late_keeps_its_change(tmp_path):
   )  # fmt: skip
 
 
-@pytest.mark.parametrize("rounds", [2, 5, 50])
+@pytest.mark.parametrize("rounds", [1, 5, 50])
 def test_a_site_returns(tmp_path, rounds):
   """The process that was away, and a new one of the same name."""
   a, b, c = sites(tmp_path, checkpoint_every=4)
   together(a.step, b.step, c.step)
-  with impatient(a, b, seconds=0.3):
-    together(a.step, b.step)
-  require_all_return(a, b)
-  for _ in range(rounds - 2):
+  with impatient(a):
+    a.step()
+  if rounds > 1:
+    require_all_return(a, b)
+  while a.site.round <= rounds:
     together(a.step, b.step)
   (again,) = sites(tmp_path, "c", checkpoint_every=4)
   assert again.hash == a.hash
@@ -157,9 +158,8 @@ def test_a_stalled_site_goes_on(tmp_path, rounds):
     a.steps_of(rounds)
   with concurrent.futures.ThreadPoolExecutor() as pool:
     late = pool.submit(b.step)
-    while not (tmp_path / f"rounds/{a.site.round}/sites/b").exists():
-      time.sleep(0.01)  # a's steps
-    a.step()
+    wait_until((tmp_path / f"rounds/{a.site.round}/sites/b").exists, late)
+    a.step()  # after its own steps
   assert late.result().members == ("a", "b")
   together(a.step, b.step)
   assert a.site.last.members == ("a", "b")
@@ -168,13 +168,16 @@ def test_a_stalled_site_goes_on(tmp_path, rounds):
 
 def test_a_late_site_does_not_decide_at_once(tmp_path):
   """The others are within their steps, for as long as it was away."""
-  a, b = sites(tmp_path, "ab", patience=0.2)
+  a, b = sites(tmp_path, "ab")
   together(a.step, b.step)
-  time.sleep(2.0)
-  a.step()  # without b
+  with impatient(a):
+    a.step()
+  b.site._patience = 0.5
+  b.site._ended -= 60.0  # so long ago, of which it waits ten times 0.5 s
   with concurrent.futures.ThreadPoolExecutor() as pool:
     late = pool.submit(b.step)
-    time.sleep(0.4)
+    wait_until((tmp_path / f"rounds/{a.site.round}/sites/b").exists, late)
+    time.sleep(0.7)
     assert not late.done()
     assert a.step().members == ("a", "b") == late.result().members
   require_equal(a, b)
@@ -205,9 +208,7 @@ def test_a_site_waits_for_others(tmp_path, caplog, monkeypatch):
   with concurrent.futures.ThreadPoolExecutor() as pool:
     waiting = pool.submit(a.step)
     expected = "site a waits in round 0 for b, as long as it takes"
-    while expected not in caplog.text:
-      assert not waiting.done()
-      time.sleep(0.01)
+    wait_until(lambda: expected in caplog.text, waiting)
     assert not waiting.done()
     b.step()
     assert waiting.result().members == ("a", "b")
@@ -269,23 +270,27 @@ def killed_at(site, call):
 
 
 def test_a_site_is_killed_at_every_step_of_a_round(tmp_path):
-  """And started again: no round is lost, and all are equal."""
+  """And started again while another one waits: all are equal."""
   for call in range(100):
-    folder = tmp_path / str(call)
+    folder, is_killed = tmp_path / str(call), False
     a, b = sites(folder, "ab", checkpoint_every=1)
     together(a.step, b.step)
-    with killed_at(a, call) as calls_left, impatient(b, seconds=0.3):
-      is_killed = False
+    with (
+      killed_at(a, call) as calls_left,
+      concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+      waiting = pool.submit(b.steps_to, 4)
+      # So a does not call the bucket as often as b takes long.
+      wait_until((folder / "rounds/1/sites/b").exists, waiting)
       try:
-        together(a.step, b.step)
+        a.step()
       except Killed:
         is_killed = True
-    (a,) = sites(folder, "a", checkpoint_every=1)
-    rounds = max(b.site.round, a.site.round)
-    assert b.site.round == 2 and rounds == 2, "b has ended its round"
-    together(a.step, b.step)
+      (a,) = sites(folder, "a", checkpoint_every=1)
+      a.steps_to(4)
+      waiting.result()
+    assert b.site.last.members == ("a", "b")
     require_equal(a, b)
-    require_all_return(a, b)
     if not is_killed:
       assert calls_left() >= 0
       break
@@ -400,8 +405,7 @@ def test_a_change_counts_once_though_its_site_does_not_see_it(tmp_path, every):
   before = jax.tree.map(np.asarray, a.params)
   with concurrent.futures.ThreadPoolExecutor() as pool:
     back = pool.submit(b.site.exchange, own)
-    while not (tmp_path / f"rounds/{a.site.round}/sites/b").exists():
-      time.sleep(0.01)
+    wait_until((tmp_path / f"rounds/{a.site.round}/sites/b").exists, back)
     params = a.site.exchange(a.params)
   jax.tree.map(np.testing.assert_array_equal, back.result(), params)
   jax.tree.map(
@@ -527,7 +531,7 @@ def test_a_site_with_a_slow_uplink_is_waited_for(tmp_path):
   b.site._run.add = lambda *x: (uploads.set(), time.sleep(0.3), add(*x))[2]
   with concurrent.futures.ThreadPoolExecutor() as pool:
     late = pool.submit(b.step)
-    uploads.wait()
+    wait_until(uploads.is_set, late)
     assert a.step().members == ("a", "b") == late.result().members
 
 
@@ -628,14 +632,14 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path, caplog):
 
 
 class Failing:
-  """A folder that fails for a while."""
+  """A folder that fails until it is back."""
 
-  def __init__(self, folder, seconds, error):
+  def __init__(self, folder, error):
     self._folder, self.poll = folder, folder.poll
-    self._end, self._error = time.monotonic() + seconds, error
+    self.back, self._error = threading.Event(), error
 
   def __getattr__(self, name):
-    if time.monotonic() < self._end:
+    if not self.back.is_set():
       raise self._error
     return getattr(self._folder, name)
 
@@ -648,15 +652,17 @@ def test_a_bucket_that_is_away_is_tried_again(tmp_path, error, caplog):
   (a,) = sites(tmp_path, "a")
   a.step()
   own = moved(a.params, 7)
-  a.site._bucket._bucket = Failing(a.site._bucket._bucket, 0.5, error)
+  failing = a.site._bucket._bucket = Failing(a.site._bucket._bucket, error)
   a.site.begin(own)
-  steps, later = 0, own
-  while not a.site.is_ready():
-    later, steps = moved(later, steps), steps + 1
-    time.sleep(0.01)
+  later = own
+  for seed in range(10):
+    later = moved(later, seed)
+    assert not a.site.is_ready()
+  wait_until(lambda: "failed and is tried again" in caplog.text)
+  failing.back.set()
+  wait_until(a.site.is_ready)
   params = a.site.finish(later)
-  assert steps > 10 and a.site.last.members == ("a",)
-  assert "failed and is tried again" in caplog.text
+  assert a.site.last.members == ("a",)
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), params, later
   )
@@ -665,7 +671,7 @@ def test_a_bucket_that_is_away_is_tried_again(tmp_path, error, caplog):
 def test_a_bucket_that_stays_away_ends_the_run(tmp_path, monkeypatch):
   monkeypatch.setattr(bucket, "_IN_ALL", 0.05)
   (a,) = sites(tmp_path, "a")
-  a.site._bucket._bucket = Failing(a.site._bucket._bucket, 60, OSError("gone"))
+  a.site._bucket._bucket = Failing(a.site._bucket._bucket, OSError("gone"))
   with pytest.raises(OSError, match="gone"):
     a.step()
 
@@ -699,9 +705,10 @@ def test_what_moved_meanwhile_is_kept_and_sent_once(tmp_path):
 
 def test_weights_and_time(tmp_path):
   """A slow site does what it can, and counts for what it did."""
-  fast, slow = sites(tmp_path, ("fast", "slow"), every=None, seconds=0.3)
+  fast, slow = sites(tmp_path, ("fast", "slow"), every=None, seconds=600.0)
   assert not fast.site.is_due(0) and not slow.site.is_due(99)
-  time.sleep(0.3)
+  for each in (fast, slow):
+    each.site._due -= 600.0
   assert fast.site.is_due(0) and slow.site.is_due(99)
   results = together(lambda: fast.step(3.0), lambda: slow.step(1.0))
   assert results[0].members == ("fast", "slow")
