@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
   add("--round_trip_ms", type=float, metavar="MS", help="between two replicas")
   add("--replicas", type=int, metavar="N", help="that average their gradients")
   add(
-    "--optimizer", default="adamw", metavar="NAME",
+    "--optimizer", metavar="NAME",
     help="with which the methods were judged: adamw (default) or muon",
   )  # fmt: skip
   add = parser.add_argument_group("processes").add_argument
@@ -136,6 +136,8 @@ def _require_together(
       parser.error(f"give --{', --'.join(names)} together")
     if names is not processes and not flags.advise:
       parser.error(f"--{names[0]} is for --advise; give it, too")
+  if flags.optimizer and not flags.advise:
+    parser.error("--optimizer is for --advise; give it, too")
 
 
 def _checked(
@@ -226,7 +228,11 @@ def _advise(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     shapes = shapes_of(flags.shapes)
     link, replicas = _link(parser, flags)
     advice = edgc_jax.advise(
-      shapes, link, flags.step_seconds, replicas, optimizer=flags.optimizer
+      shapes,
+      link,
+      flags.step_seconds,
+      replicas,
+      optimizer=flags.optimizer or "adamw",
     )
   except ValueError as error:
     parser.error(str(error))

@@ -208,8 +208,9 @@ def advise(
       from `measure_computing`; None assumes none.
     most_steps: Leaves out exchanges that are rarer than every so many steps:
       1 leaves out local steps. None keeps all.
-    optimizer: Yours, with which the methods were judged: "adamw", or "muon"
-      (`optax.contrib.muon`). Steps are multiples of those of dense with it.
+    optimizer: Of the judged runs, and of yours: "adamw", or "muon", which is
+      Muon for kernels and Adam for the rest, as in docs/recipes.md. Steps are
+      multiples of those of dense with it.
     tolerance: Extra time accepted for fewer steps, as a share of the least
       time; at least 0.
     matrix_view: As for the reducers; None for their own.
@@ -272,8 +273,8 @@ def advise(
     "Steps are those of the protocol's model of 0.45 million parameters on 4"
     " replicas (docs/results.md), and assumed to be those of yours; steps that"
     " differ by less than 0.02 do not differ surely.",
-    f"All methods train with {optimizer}, each at a learning rate tuned for it:"
-    " tune yours again.",
+    f"Methods were judged with {optimizer}, and yours is assumed to be the"
+    " same. Each had a learning rate of its own: tune yours again.",
     "Ranks are those that send the protocol's bits a parameter.",
     "No exchange overlaps with computation.",
   ]
@@ -330,7 +331,8 @@ def measure_computing(
 
   Raises:
     TypeError: if `repeats` is not an integer, or `mesh` no mesh.
-    ValueError: if `repeats` is below 1.
+    ValueError: if `repeats` is below 1, or an argument of `advise` is out of
+      range.
   """
   validation.require_int("repeats", repeats, 1)
   require_is_mesh(mesh, optional=True, kinds=Mesh)

@@ -6,6 +6,7 @@
 import functools
 import json
 import pathlib
+import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ class Evidence(NamedTuple):
   Attributes:
     name: A name to print.
     optimizer: Of the judged runs, and of the dense ones that they stand beside:
-      "adamw", or "muon" (`optax.contrib.muon`).
+      "adamw", or "muon": Muon for kernels, Adam for the rest
+      (docs/recipes.md).
     reducer: Name of a function of this package.
     options: Its arguments, for the model of the protocol.
     every: Steps between two exchanges: 1 for gradients, H for `local_steps`.
@@ -55,4 +57,4 @@ def of_protocol() -> Mapping[str, tuple[Evidence, ...]]:
   found: dict[str, tuple[Evidence, ...]] = {}
   for one in (Evidence(**each) for each in json.loads(text)):
     found[one.optimizer] = *found.get(one.optimizer, ()), one
-  return found
+  return types.MappingProxyType(found)

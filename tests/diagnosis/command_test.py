@@ -88,6 +88,18 @@ def test_a_broken_collective(monkeypatch, capsys, without_reducers, name):
     (["--advise"], "give --shapes, --step_seconds together"),
     (["--advise", *MODEL, "--gbit=1"], "give --gbit, --round_trip_ms, --repl"),
     (MODEL, "--shapes is for --advise"),
+    (["--optimizer=muon"], "--optimizer is for --advise"),
+    (
+      [
+        "--advise",
+        *MODEL,
+        "--gbit=1",
+        "--round_trip_ms=1",
+        "--replicas=2",
+        "--optimizer=sgd",
+      ],
+      "`optimizer` must be one of",
+    ),
     (["--process_id=0"], "give --coordinator_address, --num_processes, --proc"),
     (
       ["--coordinator_address=a:1", "--num_processes=0", "--process_id=0"],

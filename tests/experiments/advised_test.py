@@ -93,6 +93,15 @@ def test_meshes_without_a_choice_raise(mesh):
   resolve(config, {"reducer": "allreduce", "options": {}})
 
 
+def test_an_optimizer_without_judged_methods_has_no_choice():
+  config = small()
+  config.optimizer.name = "muon"
+  advised.require_choice(config)
+  config.optimizer.name = "sign"
+  with pytest.raises(ValueError, match=r"`optimizer.name` .*muon.*'sign'; set"):
+    advised.require_choice(config)
+
+
 def test_simulated_replicas_have_no_link():
   config = small()
   config.mesh.backend = "vmap"

@@ -31,8 +31,8 @@ def text() -> str:
 
 
 def _counts(study: Study, arm: str, row: pd.Series) -> bool:
-  """Returns whether an arm is judged, and a method of the package."""
-  if arm.endswith(MATCHED) or row["seeds"] < len(study.seeds):
+  """Returns whether an arm is judged beside dense, and of the package."""
+  if arm.endswith(MATCHED) or row["dense_pairs"] < len(study.seeds):
     return False
   own = study.arms[arm]
   is_ours = own["reducer"] in edgc_jax.REDUCERS

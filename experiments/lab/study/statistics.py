@@ -86,13 +86,14 @@ def by_arm(frame: pd.DataFrame) -> pd.DataFrame:
 
   Returns:
     By (table, arm), in the order of the study: seeds, loss, bits, gap,
-    gap_error, saved, beside, beside_error, pairs (seeds with a matched arm),
-    value, is_current.
+    gap_error, dense_pairs (seeds with dense), saved, beside, beside_error,
+    pairs (seeds with a matched arm), value, is_current.
   """
   groups = frame.groupby(["table", "arm"], sort=False)
   found = groups[["loss", "bits", "gap", "saved", "beside", "value"]].mean()
   found = found.assign(
     seeds=groups.size(),
+    dense_pairs=groups["gap"].count(),
     pairs=groups["beside"].count(),
     is_current=groups["is_current"].all(),
   )

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 import edgc_jax
 from edgc_jax.measure import timing
 from edgc_jax.measure.advice import Advice
+from edgc_jax.measure.evidence import of_protocol
 from experiments.trainer.parallel import backends
 from experiments.trainer.parallel.meshes import DATA, SHARD
 from experiments.trainer.runtime import heap, hosts
@@ -62,6 +63,13 @@ def settings_of(reducer: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def require_choice(config: ConfigDict) -> None:
   """Raises if there is nothing to choose, or no method to measure it."""
+  judged, name = tuple(of_protocol()), config.optimizer.name
+  if name not in judged:
+    raise ValueError(
+      "`optimizer.name` must be one with which methods were judged"
+      f" ({', '.join(judged)}) to choose a reducer, got {name!r}; set another"
+      " one, or train with --config=FILE:REDUCER."
+    )
   mesh = config.mesh
   if mesh.data == 1 or mesh.stage > 1 or mesh.backend == "vmap":
     raise ValueError(
